@@ -1,0 +1,21 @@
+"""padded_dispatch: a Mixture-of-Experts token dispatcher with static shapes."""
+
+from padded_dispatch.config import BufferBytes, DispatchConfig, Policy
+from padded_dispatch.dispatcher import Dispatched, PaddedDispatcher
+from padded_dispatch.exchange import ExpertInput
+from padded_dispatch.ops import make_plan, select
+from padded_dispatch.plan import DispatchPlan
+from padded_dispatch.select import Selection
+
+__all__ = [
+    "BufferBytes",
+    "DispatchConfig",
+    "DispatchPlan",
+    "Dispatched",
+    "ExpertInput",
+    "PaddedDispatcher",
+    "Policy",
+    "Selection",
+    "make_plan",
+    "select",
+]

@@ -1,0 +1,167 @@
+"""Capacity arithmetic: pure integers, known before anything is allocated.
+
+Letters, used in every file of this package:
+T tokens on this rank; K experts per token; E experts in all; L experts on this rank; R ranks in
+the expert-parallel group; S sources of an expert's rows (R times the expert-tensor-parallel size);
+C capacity, the slots that one source owns in one expert's buffer; D hidden size; N = L * S * C.
+
+`capacity factor` means at least five things in the field. Here it is Megatron's: slots per
+(source rank, expert) relative to perfect balance.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+Policy = Literal["probs", "position"]
+POLICIES: tuple[str, ...] = get_args(Policy)
+
+
+def _require(ok: bool, field: str, value: object, remedy: str) -> None:
+    if not ok:
+        raise ValueError(f"{field}={value!r} is not possible: {remedy}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferBytes:
+    """Bytes of each buffer that one layer's dispatch and combine hold on one rank.
+
+    `send`: rows and probabilities in slots, before the exchange. `receive`: the same after it, and
+    gathered over the expert-tensor-parallel group. `experts`: regrouped for the experts; the input
+    that fc1 saves for its backward. `back`: the experts' output on its way home. `plan`: the maps.
+    """
+
+    send: int
+    receive: int
+    experts: int
+    back: int
+    plan: int
+
+    @property
+    def total(self) -> int:
+        """All of it, as if nothing were freed in between: an upper bound in bytes."""
+        return self.send + self.receive + self.experts + self.back + self.plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchConfig:
+    """What decides every shape on the padded path.
+
+    Args:
+        num_experts: experts in all (E), a multiple of `num_ranks`.
+        top_k: most experts that a token can have (K).
+        capacity_factor: slots per (source, expert) relative to perfect balance; None drops nothing
+            and costs C = T.
+        min_capacity: least slots per (source, expert).
+        alignment: an expert's buffer (S * C rows) is a multiple of this, as a recipe may need.
+        policy: who keeps a slot when more rows ask than fit: "probs" (the most probable) or
+            "position" (the first tokens).
+        num_ranks: ranks in the expert-parallel group (R).
+        tp_size: ranks that split every expert's ffn between them (expert tensor parallel).
+
+    Raises:
+        ValueError: names the field, its value and what to change.
+    """
+
+    num_experts: int
+    top_k: int
+    capacity_factor: float | None = None
+    min_capacity: int = 1
+    alignment: int = 1
+    policy: Policy = "probs"
+    num_ranks: int = 1
+    tp_size: int = 1
+    _capacity_step: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "min_capacity", "alignment", "num_ranks", "tp_size"):
+            value = getattr(self, name)
+            _require(
+                isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+                name,
+                value,
+                "give a whole number of at least 1",
+            )
+        _require(
+            self.top_k <= self.num_experts,
+            "top_k",
+            self.top_k,
+            f"a token cannot have more than num_experts={self.num_experts} experts",
+        )
+        _require(
+            self.num_experts % self.num_ranks == 0,
+            "num_experts",
+            self.num_experts,
+            f"make it a multiple of num_ranks={self.num_ranks}",
+        )
+        factor = self.capacity_factor
+        _require(
+            factor is None or (math.isfinite(factor) and factor > 0),
+            "capacity_factor",
+            factor,
+            "give a finite number above 0, or None to drop nothing",
+        )
+        _require(
+            self.policy in POLICIES, "policy", self.policy, f"choose one of {', '.join(POLICIES)}"
+        )
+        # Here and not in capacity(): Dynamo cannot trace math.gcd of a number that it generalises.
+        step = self.alignment // math.gcd(self.alignment, self.num_sources)
+        object.__setattr__(self, "_capacity_step", step)
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts on one rank (L)."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def num_sources(self) -> int:
+        """Ranks whose rows meet in one expert's buffer (S)."""
+        return self.num_ranks * self.tp_size
+
+    def capacity(self, num_tokens: int) -> int:
+        """Slots per (source, expert) for T = `num_tokens` tokens on this rank.
+
+        `max(1, min(T, max(ceil(T * K / E * factor), min_capacity)))`, then up to the next C with
+        `S * C % alignment == 0`; slots beyond T stay empty. The product is evaluated in the order
+        of `megatron.core.transformer.moe.moe_utils.get_capacity`, so that both round alike.
+
+        Example: T=4096, K=8, E=128, factor 1.25 gives C = 320.
+
+        Raises:
+            ValueError: for T = 0; a rank without tokens has no static shape to take part with.
+        """
+        _require(
+            num_tokens >= 1,
+            "num_tokens",
+            num_tokens,
+            "every rank needs at least one token per step; pad the batch",
+        )
+        slots = num_tokens
+        if self.capacity_factor is not None:
+            demand = num_tokens * self.top_k
+            slots = math.ceil((demand / self.num_experts) * self.capacity_factor)
+        slots = max(1, min(num_tokens, max(slots, self.min_capacity)))
+        return -(-slots // self._capacity_step) * self._capacity_step
+
+    def buffer_bytes(self, num_tokens: int, hidden_size: int, element_size: int) -> BufferBytes:
+        """Bytes of one layer's buffers on one rank, before anything is allocated.
+
+        Args:
+            num_tokens: tokens on this rank (T).
+            hidden_size: width of a row (D).
+            element_size: bytes of one element of a row: 2 for bf16, 4 for fp32.
+        """
+        capacity = self.capacity(num_tokens)
+        # Beside each row travels its fp32 probability, beside each expert's rows their fp32 count.
+        sent = self.num_experts * (capacity * (hidden_size * element_size + 4) + 4)
+        rows = self.num_local_experts * self.num_sources * capacity
+        moved = self.num_ranks > 1 or self.tp_size > 1
+        regrouped = self.num_local_experts > 1 and self.num_sources > 1
+        per_row = hidden_size * element_size
+        return BufferBytes(
+            send=sent,
+            receive=self.tp_size * sent if moved else 0,
+            experts=rows * (per_row + 4) if regrouped else 0,
+            back=rows * per_row * (2 + regrouped if moved else 1),
+            plan=4 * (num_tokens * self.top_k + self.num_experts * (capacity + 1) + 1),
+        )

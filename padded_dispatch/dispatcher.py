@@ -1,0 +1,110 @@
+"""The dispatcher: the order of the stages, and no state between calls.
+
+    select -> plan -> gather -> exchange -> regroup -> experts -> regroup -> exchange -> combine
+
+Combine never weights. Whoever computes the experts multiplies their rows by `probs_N`, so that
+dispatch and combine stay each other's transpose.
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from padded_dispatch.config import DispatchConfig
+from padded_dispatch.exchange import ExpertInput
+from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.exchange.nccl import CollectiveExchange
+from padded_dispatch.ops import make_plan, probs_of_choices, select
+from padded_dispatch.plan import DispatchPlan
+from padded_dispatch.select import Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatched:
+    """The result of `dispatch`: what the experts read, and what `combine` needs to undo it."""
+
+    expert_input: ExpertInput
+    plan: DispatchPlan
+    selection: Selection
+
+
+class PaddedDispatcher:
+    """Sends every token's rows to its experts and brings their outputs back, in static shapes.
+
+    Args:
+        config: its `num_ranks` and `tp_size` must be the groups' sizes.
+        group: the expert-parallel process group; None for a single rank.
+        tp_group: the group whose ranks split every expert's ffn; None where none do.
+
+    Creating one is a collective call of both groups' members.
+    """
+
+    def __init__(
+        self,
+        config: DispatchConfig,
+        *,
+        group: dist.ProcessGroup | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        for field, given in (("num_ranks", group), ("tp_size", tp_group)):
+            size = given.size() if given is not None else 1
+            if getattr(config, field) != size:
+                raise ValueError(
+                    f"{field}={getattr(config, field)} is not possible: its process group has "
+                    f"{size} ranks; give both the same size"
+                )
+        self.config = config
+        self.exchange = CollectiveExchange(config.num_local_experts, group, tp_group)
+        self.agreement = Agreement(group, tp_group)
+
+    def dispatch(
+        self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, mask_T: Tensor | None = None
+    ) -> Dispatched:
+        """Rows to their experts.
+
+        Args:
+            tokens_TD: floating point [T, D], T the same on every rank.
+            probs_TE: floating point [T, E], the router's weights.
+            map_TE: bool [T, E], which experts each token asked for, at most K each.
+            mask_T: bool [T], True for padding tokens, which take no slot.
+
+        Raises:
+            ValueError: the same on all ranks, when they disagree or T is 0.
+        """
+        capacity = check_facts(self.agreement, self.config, tokens_TD)
+        selection = select(
+            map_TE, probs_TE, capacity=capacity, policy=self.config.policy, mask_T=mask_T
+        )
+        plan = make_plan(selection.kept_TE, top_k=self.config.top_k, capacity=capacity)
+        outgoing = self.exchange.prepare(
+            tokens_TD, probs_of_choices(selection.probs_TE, plan), plan
+        )
+        expert_input = self.exchange.arrange(self.exchange.move(outgoing))
+        return Dispatched(expert_input=expert_input, plan=plan, selection=selection)
+
+    def combine(self, out_ND: Tensor, dispatched: Dispatched) -> Tensor:
+        """The experts' output home, summed per token: [N, D] to [T, D].
+
+        Padded rows of `out_ND` may hold anything; they are never read.
+        """
+        plan = dispatched.plan
+        incoming = self.exchange.move_back(self.exchange.disarrange(out_ND, plan.capacity))
+        return self.exchange.combine(incoming, plan)
+
+
+def check_facts(agreement: Agreement, config: DispatchConfig, tokens_TD: Tensor) -> int:
+    """Agree on everything that decides a shape; the capacity for these tokens.
+
+    A rank without tokens raises only after all ranks know of it, so that none waits for it.
+    """
+    num_tokens, hidden_size = tokens_TD.shape
+    agreement.check(
+        dtype=tokens_TD.dtype,
+        T=num_tokens,
+        D=hidden_size,
+        E=config.num_experts,
+        K=config.top_k,
+        C=config.capacity(num_tokens) if num_tokens else 0,
+    )
+    return config.capacity(num_tokens)

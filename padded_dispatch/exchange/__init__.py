@@ -1,0 +1,66 @@
+"""Moving slots between ranks: the values that travel and the stages that every exchange has.
+
+'Tokens and a plan in, expert rows out' is the boundary. An exchange is six pure functions of
+tensors, one for each method of a Megatron token dispatcher, with at most two tensors that have
+gradients between two stages: the rows, and beside them what belongs to them.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from padded_dispatch.plan import DispatchPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """Rows in slots, ordered (source or destination rank, local expert, slot).
+
+    `rows_MCD`: [M, C, D], M = E before the exchange and S * L after it. `side_MC1`: [M, C + 1], at
+    least fp32: the probability of each slot, then the number of kept rows; None on the way back.
+    """
+
+    rows_MCD: Tensor
+    side_MC1: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertInput:
+    """What the experts of this rank get: expert l owns the rows `l * S * C` and the next S * C.
+
+    `rows_ND`: [N, D], padded rows exactly zero. `probs_N`: at least fp32, 0 in padded rows.
+    `kept_SL`: int32, real rows per (source, local expert); the first so many of each C are real.
+    """
+
+    rows_ND: Tensor
+    probs_N: Tensor
+    kept_SL: Tensor
+
+
+class Exchange(Protocol):
+    """Six stages, in the order of their use. None of them keeps anything on `self`."""
+
+    def prepare(self, tokens_TD: Tensor, probs_TK: Tensor, plan: DispatchPlan) -> Slots:
+        """Tokens and their probabilities into slots, on this rank."""
+        ...
+
+    def move(self, outgoing: Slots) -> Slots:
+        """Slots to the ranks of their experts."""
+        ...
+
+    def arrange(self, incoming: Slots) -> ExpertInput:
+        """Slots in the order that experts read."""
+        ...
+
+    def disarrange(self, out_ND: Tensor, capacity: int) -> Slots:
+        """The experts' output back into the order of the wire."""
+        ...
+
+    def move_back(self, outgoing: Slots) -> Slots:
+        """Slots home to the ranks of their tokens."""
+        ...
+
+    def combine(self, incoming: Slots, plan: DispatchPlan) -> Tensor:
+        """The sum of its slots for every token, [T, D]."""
+        ...

@@ -1,0 +1,97 @@
+"""Ranks agree before they talk.
+
+An equal-split collective between ranks that disagree about a shape hangs, or worse, succeeds. So
+every eager call first compares its facts over the group on the host, through a gloo twin of the
+group, and a mismatch raises the same error on every rank before any device collective. Comparing
+only shapes that are new would hang: the rank that alone sees a new one would wait for peers that
+are already in the collective. Measured with two processes on two cores: 0.6 ms a call.
+
+A captured graph runs no Python, and cannot change either: inside a capture a fact that was not
+agreed on in an eager call before raises.
+"""
+
+import torch
+import torch.distributed as dist
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Agreement:
+    """Compares named whole numbers over a process group before each call.
+
+    Args:
+        groups: those whose ranks must agree; groups of one rank cost nothing. Creating the object
+            is a collective call of each group's members.
+    """
+
+    def __init__(self, *groups: dist.ProcessGroup | None) -> None:
+        wide = [group for group in groups if group is not None and group.size() > 1]
+        self._ranks = [dist.get_process_group_ranks(group) for group in wide]
+        self._twins = [_twin(tuple(ranks)) for ranks in self._ranks]
+        self._num_calls = 0
+        self._agreed: set[tuple[tuple[str, int], ...]] = set()
+
+    def check(self, *, dtype: torch.dtype, **facts: int) -> None:
+        """Compare `facts` with every other rank's.
+
+        Args:
+            dtype: of the rows.
+            facts: whole numbers; their names appear in the error.
+
+        Raises:
+            ValueError: on every rank of a group in which one differs, with all values.
+        """
+        if torch.compiler.is_compiling():
+            return  # Dynamo guards shapes itself, and a traced program has no host to ask.
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype={dtype} is not possible: cast the rows to one of {_DTYPES}")
+        key = (*sorted(facts.items()), ("dtype", _DTYPES.index(dtype)))
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            if self._twins and key not in self._agreed:
+                raise ValueError(
+                    f"{_words(key)} is first seen inside a CUDA graph capture: run one eager step "
+                    "with the same shapes before capturing"
+                )
+            return
+        self._num_calls += 1
+        mine = torch.tensor([self._num_calls, *(value for _, value in key)])
+        for ranks, twin in zip(self._ranks, self._twins, strict=True):
+            everyone = [torch.empty_like(mine) for _ in ranks]
+            dist.all_gather(everyone, mine, group=twin)
+            _compare(("call number", *(name for name, _ in key)), ranks, everyone)
+        self._agreed.add(key)
+
+
+_twins: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def _twin(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A gloo group over the same ranks: one for all layers, since each costs sockets."""
+    if ranks not in _twins:
+        group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        _twins[ranks] = group
+    return _twins[ranks]
+
+
+def _compare(names: tuple[str, ...], ranks: list[int], rows: list[torch.Tensor]) -> None:
+    columns = zip(*(row.tolist() for row in rows), strict=True)
+    differing = []
+    for name, column in zip(names, columns, strict=True):
+        if len(set(column)) > 1:
+            shown = (f"{_show(name, v)} on rank {r}" for v, r in zip(column, ranks, strict=True))
+            differing.append(f"{name} is {', '.join(shown)}")
+    if differing:
+        raise ValueError(
+            "ranks disagree about a padded dispatch: "
+            + "; ".join(differing)
+            + ". Give every rank the same config and batches of the same shape."
+        )
+
+
+def _show(name: str, value: int) -> str:
+    return str(_DTYPES[value]) if name == "dtype" else str(value)
+
+
+def _words(key: tuple[tuple[str, int], ...]) -> str:
+    return ", ".join(f"{name}={_show(name, value)}" for name, value in key)

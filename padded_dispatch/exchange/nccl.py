@@ -1,0 +1,95 @@
+"""The exchange over equal-split collectives: NCCL on GPUs, gloo on CPUs.
+
+Every slot travels, full or empty, so nobody has to know how many rows are real. Beside the rows
+goes one small all-to-all with probabilities and counts. Expert tensor parallelism gathers the
+sources of all ranks that split an expert, and sums their partial outputs on the way back.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from padded_dispatch.exchange import ExpertInput, Slots
+from padded_dispatch.exchange.collectives import (
+    all_gather,
+    all_to_all,
+    group_name,
+    reduce_scatter,
+)
+from padded_dispatch.ops import combine_rows, gather_probs, gather_rows
+from padded_dispatch.plan import DispatchPlan
+
+
+class CollectiveExchange:
+    """`Exchange` with one equal-split all-to-all each way.
+
+    Args:
+        num_local_experts: experts on this rank (L).
+        group: the expert-parallel group (R ranks), or None for one rank.
+        tp_group: the group whose ranks split every expert's ffn, or None for one rank.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        group: dist.ProcessGroup | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.num_local_experts = num_local_experts
+        self.num_ranks = group.size() if group is not None else 1
+        self.tp_size = tp_group.size() if tp_group is not None else 1
+        self.num_sources = self.num_ranks * self.tp_size
+        self._group = group_name(group) if group is not None else ""
+        self._tp_group = group_name(tp_group) if tp_group is not None else ""
+
+    def prepare(self, tokens_TD: Tensor, probs_TK: Tensor, plan: DispatchPlan) -> Slots:
+        """Tokens and their probabilities into slots: rows [E, C, D], side [E, C + 1]."""
+        dtype = torch.promote_types(probs_TK.dtype, torch.float32)
+        probs_EC = gather_probs(probs_TK.to(dtype), plan)
+        # Counts are exact in fp32 up to 2**24 rows, far above any T.
+        side_EC1 = torch.cat([probs_EC, plan.kept_E[:, None].to(dtype)], dim=1)
+        return Slots(rows_MCD=gather_rows(tokens_TD, plan), side_MC1=side_EC1)
+
+    def move(self, outgoing: Slots) -> Slots:
+        """Slots to the ranks of their experts: [E, ...] to [R * L, ...]."""
+        return self._all_to_all(outgoing)
+
+    def arrange(self, incoming: Slots) -> ExpertInput:
+        """[S * L, C, D] to rows [N, D] with N = L * S * C, expert-major."""
+        rows_MCD, side_MC1 = incoming.rows_MCD, incoming.side_MC1
+        assert side_MC1 is not None
+        if self.tp_size > 1:
+            rows_MCD = all_gather(rows_MCD, self._tp_group, self.tp_size)
+            side_MC1 = all_gather(side_MC1, self._tp_group, self.tp_size)
+        by_source = (self.num_sources, self.num_local_experts)
+        side_SLC1 = side_MC1.unflatten(0, by_source)
+        return ExpertInput(
+            rows_ND=rows_MCD.unflatten(0, by_source).transpose(0, 1).flatten(0, 2),
+            probs_N=side_SLC1[..., :-1].transpose(0, 1).flatten(),
+            kept_SL=side_SLC1[..., -1].detach().to(torch.int32),
+        )
+
+    def disarrange(self, out_ND: Tensor, capacity: int) -> Slots:
+        """[N, D] to [R * L, C, D], summed over the ranks that split an expert."""
+        by_expert = (self.num_local_experts, self.num_sources, capacity)
+        rows_MCD = out_ND.unflatten(0, by_expert).transpose(0, 1).flatten(0, 1)
+        if self.tp_size > 1:
+            rows_MCD = reduce_scatter(rows_MCD, self._tp_group, self.tp_size)
+        return Slots(rows_MCD=rows_MCD)
+
+    def move_back(self, outgoing: Slots) -> Slots:
+        """Slots home to the ranks of their tokens: [R * L, C, D] to [E, C, D]."""
+        return self._all_to_all(outgoing)
+
+    def combine(self, incoming: Slots, plan: DispatchPlan) -> Tensor:
+        """The sum of its slots for every token, [T, D]."""
+        return combine_rows(incoming.rows_MCD, plan)
+
+    def _all_to_all(self, slots: Slots) -> Slots:
+        if self.num_ranks == 1:
+            return slots
+        side_MC1 = slots.side_MC1
+        return Slots(
+            rows_MCD=all_to_all(slots.rows_MCD, self._group),
+            side_MC1=None if side_MC1 is None else all_to_all(side_MC1, self._group),
+        )

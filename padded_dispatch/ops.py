@@ -1,0 +1,237 @@
+"""Selecting, planning and moving rows as custom ops: fake tensors, autograd, `torch.compile`.
+
+This file alone decides which implementation runs. Today that is plain torch on every device; it
+is also what faster kernels are compared with.
+
+A row moves by one of two gathers. `gather_rows` reads a token for every slot, `combine_rows` sums
+the slots of every token. They are each other's transpose, so each one's backward calls the other,
+and neither needs a scatter, an atomic or a fixed order that a scatter would have to promise.
+Both take both maps of the plan: one for the forward, one for the backward.
+
+Empty slots and missing choices are -1. They read row 0 and are replaced by exact zeros with
+`torch.where`; multiplying by zero instead would let a NaN through.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from padded_dispatch.config import POLICIES, Policy
+from padded_dispatch.plan import DispatchPlan, plan_tensors
+from padded_dispatch.select import Selection, kept_map
+
+
+def select(
+    map_TE: Tensor,
+    probs_TE: Tensor,
+    *,
+    capacity: int,
+    policy: Policy = "probs",
+    mask_T: Tensor | None = None,
+) -> Selection:
+    """Cut a routing map down to at most C tokens per expert.
+
+    Args:
+        map_TE: bool [T, E], what the router asked for; any number of experts per token.
+        probs_TE: floating point [T, E].
+        capacity: slots per expert on this source rank (C).
+        policy: see `padded_dispatch.select.kept_map`.
+        mask_T: bool [T], True for padding tokens; they never take a slot and are not demand.
+
+    Returns:
+        The kept map, its probabilities (0 elsewhere, also their gradient) and the demand.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"policy={policy!r} is not possible: choose one of {', '.join(POLICIES)}")
+    asked_TE = map_TE if mask_T is None else map_TE & ~mask_T[:, None]
+    kept_TE, demand_E = _select(asked_TE, probs_TE.detach(), capacity, policy)
+    return Selection(
+        kept_TE=kept_TE,
+        probs_TE=torch.where(kept_TE, probs_TE, 0),
+        demand_E=demand_E,
+    )
+
+
+def make_plan(kept_TE: Tensor, *, top_k: int, capacity: int) -> DispatchPlan:
+    """Give every kept row its slot.
+
+    Args:
+        kept_TE: bool [T, E], T at least 1. Rows beyond `capacity` per expert or beyond `top_k` per
+            token get no slot and are counted.
+        top_k: choices per token that the plan has room for (K).
+        capacity: slots per expert (C).
+    """
+    slot_of_TK, choice_of_slot_EC, kept_E, num_overflow = _plan(kept_TE, top_k, capacity)
+    return DispatchPlan(
+        slot_of_TK=slot_of_TK,
+        choice_of_slot_EC=choice_of_slot_EC,
+        kept_E=kept_E,
+        num_overflow=num_overflow,
+        capacity=capacity,
+    )
+
+
+def probs_of_choices(probs_TE: Tensor, plan: DispatchPlan) -> Tensor:
+    """Probabilities in plan order: [T, E] to [T, K], 0 where token t has no k-th row."""
+    return _pick(probs_TE, plan.slot_of_TK, plan.capacity)
+
+
+def gather_rows(tokens_TD: Tensor, plan: DispatchPlan) -> Tensor:
+    """A copy of its token for every slot: [T, D] to [E, C, D], 0 in padded rows."""
+    return _gather(tokens_TD, plan.slot_of_TK, plan.choice_of_slot_EC)
+
+
+def gather_probs(probs_TK: Tensor, plan: DispatchPlan) -> Tensor:
+    """The probability of every slot: [T, K] to [E, C], 0 in padded rows."""
+    slot_of_M1 = plan.slot_of_TK.reshape(-1, 1)
+    return _gather_choices(probs_TK.reshape(-1, 1), slot_of_M1, plan.choice_of_slot_EC).squeeze(-1)
+
+
+def combine_rows(rows_ECD: Tensor, plan: DispatchPlan) -> Tensor:
+    """The sum of its slots for every token: [E, C, D] to [T, D].
+
+    Unweighted, in ascending expert order, accumulated in fp32 (fp64 for fp64 rows) and rounded
+    once. A token without slots gets exact zeros; padded rows are never read into a sum.
+    """
+    return _combine(rows_ECD, plan.slot_of_TK, plan.choice_of_slot_EC)
+
+
+# The ops. Their arguments are tensors, ints and strings; everything else is above.
+
+
+@custom_op("padded_dispatch::select", mutates_args=())
+def _select(
+    asked_TE: Tensor, probs_TE: Tensor, capacity: int, policy: str
+) -> tuple[Tensor, Tensor]:
+    demand_E = asked_TE.sum(0, dtype=torch.int32)
+    return kept_map(asked_TE, probs_TE, capacity, cast(Policy, policy)), demand_E
+
+
+@_select.register_fake
+def _(asked_TE, probs_TE, capacity, policy):
+    return torch.empty_like(asked_TE), asked_TE.new_empty(asked_TE.shape[1], dtype=torch.int32)
+
+
+@custom_op("padded_dispatch::plan", mutates_args=())
+def _plan(kept_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return plan_tensors(kept_TE, top_k, capacity)
+
+
+@_plan.register_fake
+def _(kept_TE, top_k, capacity):
+    num_tokens, num_experts = kept_TE.shape
+    shapes = ((num_tokens, top_k), (num_experts, capacity), (num_experts,), ())
+    return tuple(kept_TE.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+@custom_op("padded_dispatch::pick", mutates_args=())
+def _pick(probs_TE: Tensor, slot_of_TK: Tensor, capacity: int) -> Tensor:
+    expert_TK = slot_of_TK.clamp(min=0).long() // capacity
+    return torch.where(slot_of_TK >= 0, probs_TE.gather(1, expert_TK), 0)
+
+
+@_pick.register_fake
+def _(probs_TE, slot_of_TK, capacity):
+    return probs_TE.new_empty(slot_of_TK.shape)
+
+
+@custom_op("padded_dispatch::unpick", mutates_args=())
+def _unpick(grad_TK: Tensor, slot_of_TK: Tensor, capacity: int, num_experts: int) -> Tensor:
+    # One compare per k instead of a scatter_add: its gradient positions never collide, but torch's
+    # deterministic mode cannot know that and would sort them.
+    experts_E = torch.arange(num_experts, device=grad_TK.device, dtype=slot_of_TK.dtype)
+    expert_TK = torch.where(slot_of_TK >= 0, slot_of_TK // capacity, -1)
+    grad_TE = grad_TK.new_zeros(grad_TK.shape[0], num_experts)
+    for grad_T, expert_T in zip(grad_TK.unbind(1), expert_TK.unbind(1), strict=True):
+        grad_TE = torch.where(expert_T[:, None] == experts_E, grad_T[:, None], grad_TE)
+    return grad_TE
+
+
+@_unpick.register_fake
+def _(grad_TK, slot_of_TK, capacity, num_experts):
+    return grad_TK.new_empty(grad_TK.shape[0], num_experts)
+
+
+def _take(source_MD: Tensor, index: Tensor) -> Tensor:
+    """`source_MD[index]`, and exact zeros where the index is -1."""
+    taken = source_MD.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, -1)
+    return torch.where((index >= 0)[..., None], taken, 0)
+
+
+@custom_op("padded_dispatch::gather", mutates_args=())
+def _gather(tokens_TD: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor) -> Tensor:
+    # Floor division keeps -1 at -1.
+    token_EC = torch.div(choice_of_slot_EC, slot_of_TK.shape[1], rounding_mode="floor")
+    return _take(tokens_TD, token_EC)
+
+
+@_gather.register_fake
+def _(tokens_TD, slot_of_TK, choice_of_slot_EC):
+    return tokens_TD.new_empty(*choice_of_slot_EC.shape, tokens_TD.shape[1])
+
+
+@custom_op("padded_dispatch::gather_choices", mutates_args=())
+def _gather_choices(choices_MD: Tensor, slot_of_M1: Tensor, choice_of_slot_EC: Tensor) -> Tensor:
+    return _take(choices_MD, choice_of_slot_EC)
+
+
+@_gather_choices.register_fake
+def _(choices_MD, slot_of_M1, choice_of_slot_EC):
+    return choices_MD.new_empty(*choice_of_slot_EC.shape, choices_MD.shape[1])
+
+
+@custom_op("padded_dispatch::combine", mutates_args=())
+def _combine(rows_ECD: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor) -> Tensor:
+    rows_ND = rows_ECD.flatten(0, 1)
+    dtype = torch.promote_types(rows_ND.dtype, torch.float32)
+    first, *others = slot_of_TK.unbind(1)
+    sum_TD = _take(rows_ND, first).to(dtype)
+    for slot_T in others:
+        sum_TD += _take(rows_ND, slot_T)
+    return sum_TD.to(rows_ND.dtype)
+
+
+@_combine.register_fake
+def _(rows_ECD, slot_of_TK, choice_of_slot_EC):
+    return rows_ECD.new_empty(slot_of_TK.shape[0], rows_ECD.shape[-1])
+
+
+def _save_maps(ctx, inputs, output) -> None:
+    _, slots, choices = inputs
+    ctx.save_for_backward(slots, choices)
+
+
+def _gather_backward(ctx, grad_ECD):
+    return _combine(grad_ECD, *ctx.saved_tensors), None, None
+
+
+def _combine_backward(ctx, grad_TD):
+    return _gather(grad_TD, *ctx.saved_tensors), None, None
+
+
+def _pick_setup(ctx, inputs, output) -> None:
+    probs_TE, slot_of_TK, capacity = inputs
+    ctx.save_for_backward(slot_of_TK)
+    ctx.capacity, ctx.num_experts = capacity, probs_TE.shape[1]
+
+
+def _pick_backward(ctx, grad_TK):
+    return _unpick(grad_TK, *ctx.saved_tensors, ctx.capacity, ctx.num_experts), None, None
+
+
+def _unpick_setup(ctx, inputs, output) -> None:
+    _, slot_of_TK, ctx.capacity, _ = inputs
+    ctx.save_for_backward(slot_of_TK)
+
+
+def _unpick_backward(ctx, grad_TE):
+    return _pick(grad_TE, *ctx.saved_tensors, ctx.capacity), None, None, None
+
+
+_gather.register_autograd(_gather_backward, setup_context=_save_maps)
+_gather_choices.register_autograd(_gather_backward, setup_context=_save_maps)
+_combine.register_autograd(_combine_backward, setup_context=_save_maps)
+_pick.register_autograd(_pick_backward, setup_context=_pick_setup)
+_unpick.register_autograd(_unpick_backward, setup_context=_unpick_setup)
