@@ -1,0 +1,307 @@
+"""Worker processes on this machine: one home for tests, benches, training and notebooks.
+
+`WorkerPool` keeps workers alive between calls and is for asking questions of a process group: the
+same function on every rank, the results by rank. `start_workers` is for a job: one call, like
+torchrun, which it gives way to when torchrun is there.
+
+Both stand on `_Workers`. A worker answers on a pipe, with a result or an exception, and stays alive
+after an exception: its peers would otherwise fail as well and hide the first cause. The end of the
+pipe is the end of the worker: a killed process closes it, so nobody polls. Workers in turn end with
+their parent, however that ends. The parent hosts the rendezvous store: no port has to be guessed.
+"""
+
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any, NoReturn, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+_START_S = 120.0  # imports and rendezvous, on a busy laptop
+_PEERS_S = 2.0  # after the first error: what peers have to report theirs before they are stopped
+_END_S = 3.0  # what an idle worker has to end by itself, and a busy one after SIGTERM
+
+
+class WorkerError(RuntimeError):
+    """Some workers raised, died or did not answer in time.
+
+    `errors`: by rank, in order of arrival: the worker's own exception with its traceback as a note,
+    `ChildProcessError` for one that died, `TimeoutError` for one that did not answer. Workers that
+    only waited for these are not in it.
+    """
+
+    def __init__(self, errors: dict[int, BaseException]) -> None:
+        self.errors = errors
+        super().__init__(
+            "\n".join(f"rank {r}: {_words(e)}\n{_traceback(e)}" for r, e in errors.items())
+        )
+
+    def first(self) -> int:
+        """The rank to blame: one that died, since its peers fail because of it, else the first."""
+        died = (rank for rank, e in self.errors.items() if isinstance(e, ChildProcessError))
+        return next(died, next(iter(self.errors)))
+
+
+class WorkerPool:
+    """Worker processes with a default process group; they start with the first `run`.
+
+    Args:
+        num_workers: processes, the ranks of the default group.
+        backend: of the default group. Devices are the functions' own business.
+
+    Example:
+        >>> with WorkerPool(2) as pool:
+        ...     pool.run(torch.distributed.get_rank)
+        [0, 1]
+    """
+
+    def __init__(self, num_workers: int, *, backend: str = "gloo") -> None:
+        self.num_workers = num_workers
+        self.backend = backend
+        self._workers: _Workers | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+        """`fn(*args)` on every worker; the results by rank.
+
+        Args:
+            fn: a function at the top level of a module; it, `args` and the result are pickled.
+            timeout_s: seconds after which a worker without an answer has failed.
+
+        Raises:
+            WorkerError: a worker raised, died or did not answer. Unless all of them raised, some
+                may be left inside a collective; they are ended and the next `run` starts new ones.
+        """
+        try:
+            if self._workers is None:
+                self._workers = _Workers(self.num_workers)
+                self._workers.run(dist.init_process_group, (self.backend,), _START_S)
+            return self._workers.run(fn, args, timeout_s)
+        finally:
+            if self._workers is not None and not self._workers.in_step:
+                self.close()
+
+    def close(self) -> None:
+        """End the workers; a later `run` starts new ones."""
+        if self._workers is not None:
+            self._workers.stop()
+            self._workers = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_workers: int) -> None:
+    """Run a job, `fn(*args)` in `num_workers` processes, and wait for its end.
+
+    Every worker sees RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
+    under torchrun; devices and process groups are the function's own business. Where RANK and
+    WORLD_SIZE are already set, as under torchrun, this only calls the function. To be called from
+    the main thread, which alone can handle signals.
+
+    Args:
+        fn: a function at the top level of a module; it and `args` are pickled.
+        num_workers: processes, the ranks of the job.
+
+    Raises:
+        SystemExit: with code 1 when a worker raised or died, after its traceback and one line with
+            the rank and its error on stderr; with code 128 + signal on SIGINT and SIGTERM. Either
+            way all workers have ended.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        fn(*args)
+        return
+    handlers = {number: signal.signal(number, _exit) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        workers = _Workers(num_workers)
+        try:
+            workers.run(fn, args, timeout_s=None)
+        finally:
+            workers.stop()
+    except WorkerError as failure:
+        rank = failure.first()
+        error = failure.errors[rank]
+        sys.stderr.write(_traceback(error))
+        sys.stderr.write(f"rank {rank} of {num_workers} failed: {_words(error)}\n")
+        raise SystemExit(1) from None
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    for handled in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(handled, signal.SIG_IGN)  # a second Ctrl-C must not stop the stopping
+    sys.stderr.write(f"{signal.Signals(number).name}: stopping all workers\n")
+    raise SystemExit(128 + number)
+
+
+class _Workers:
+    """Processes that run one function after another, all the same one at a time.
+
+    `in_step`: all are idle, and ended the last function alike: each returned, or each raised.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.in_step = True
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        # Ctrl-C reaches all processes of a terminal, and the parent alone answers it. Workers
+        # inherit that it is ignored, and so are quiet while they import, too.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for rank in range(num_workers):
+            ours, theirs = spawn.Pipe()
+            env = _torchrun_env(rank, num_workers, self._store.port)
+            # Daemons: should this process end without stop(), it does not wait for them.
+            process = spawn.Process(target=_serve, args=(theirs, env), daemon=True)
+            process.start()
+            theirs.close()  # Else the pipe would not end with the worker.
+            self._pipes.append(ours)
+            self._processes.append(process)
+        signal.signal(signal.SIGINT, handler)
+
+    def run(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float | None
+    ) -> list[Any]:
+        """`fn(*args)` on every worker; the results by rank.
+
+        Raises:
+            WorkerError: a worker raised, died or did not answer within `timeout_s`.
+        """
+        request = pickle.dumps((fn, args))
+        self.in_step = False
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        results: dict[int, Any] = {}
+        errors: dict[int, BaseException] = {}
+        for pipe in waiting:
+            with suppress(BrokenPipeError):  # It died while idle; its pipe says so below.
+                pipe.send_bytes(request)
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while waiting:
+            left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            ready = wait(list(waiting), left)
+            if not ready:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    returned, value = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    returned, value = False, self._death(rank)
+                (results if returned else errors)[rank] = value
+            if errors:
+                deadline = min(deadline, time.monotonic() + _PEERS_S)
+        if waiting and not errors:
+            late = TimeoutError(f"no answer within {timeout_s} s")
+            errors = dict.fromkeys(waiting.values(), late)
+        alive = not any(isinstance(e, ChildProcessError) for e in errors.values())
+        self.in_step = alive and not waiting and not (results and errors)
+        if errors:
+            raise WorkerError(errors)
+        return [results[rank] for rank in range(len(self._pipes))]
+
+    def stop(self) -> None:
+        """End all workers: idle ones end with their pipe, busy ones by a signal."""
+        for pipe in self._pipes:
+            pipe.close()
+        if self.in_step:
+            self._join()
+        for process in self._processes:
+            process.terminate()
+        self._join()
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def _join(self) -> None:
+        deadline = time.monotonic() + _END_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+
+    def _death(self, rank: int) -> ChildProcessError:
+        process = self._processes[rank]
+        process.join(_END_S)
+        code = process.exitcode
+        if code is not None and code < 0:
+            return ChildProcessError(f"killed by {signal.Signals(-code).name}")
+        return ChildProcessError(f"exited with code {code}")
+
+
+def _torchrun_env(rank: int, num_workers: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_workers),
+        "LOCAL_WORLD_SIZE": str(num_workers),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # The store exists; rank 0 is not to start one.
+    }
+
+
+def _serve(pipe: Connection, env: dict[str, str]) -> None:
+    """A worker's main: answer requests until the pipe ends."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # As daemons they could not have children, such as the writers of a checkpoint.
+    multiprocessing.current_process().daemon = False
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except EOFError:
+            break
+        try:
+            fn, args = pickle.loads(request)
+            answer = pickle.dumps((True, fn(*args)))
+        except BaseException as error:
+            answer = _pickled(error)
+        pipe.send_bytes(answer)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _pickled(error: BaseException) -> bytes:
+    """An answer with `error` and its traceback, or the like where it cannot be pickled."""
+    error.add_note(traceback.format_exc())
+    try:
+        answer = pickle.dumps((False, error))
+        pickle.loads(answer)
+    except Exception:
+        stand_in = RuntimeError(_words(error))
+        stand_in.add_note(_traceback(error))
+        answer = pickle.dumps((False, stand_in))
+    return answer
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(getattr(error, "__notes__", ()))

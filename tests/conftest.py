@@ -1,0 +1,21 @@
+"""Worker pools for the whole session: starting processes costs more than most tests."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from padded_dispatch.launch import WorkerPool
+
+
+@pytest.fixture(scope="session")
+def pool2() -> Iterator[WorkerPool]:
+    """Two workers with a gloo default group; they start at their first use."""
+    with WorkerPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def pool4() -> Iterator[WorkerPool]:
+    """Four workers with a gloo default group; they start at their first use."""
+    with WorkerPool(4) as pool:
+        yield pool
