@@ -1,0 +1,142 @@
+"""Translation of Megatron's config, and everything that is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+from megatron.core import package_info
+from megatron.core.transformer.moe import experts as megatron_experts
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from padded_dispatch.config import DispatchConfig
+from padded_dispatch.megatron.config import check_config, check_experts, dispatch_config
+from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
+from padded_dispatch.megatron.options import PaddedOptions
+
+INSTALLED = f"{package_info.MAJOR}.{package_info.MINOR}"
+
+# A value that is refused, where it is not simply True.
+VALUES = {
+    "moe_expert_capacity_factor": 0.0,
+    "moe_expert_rank_capacity_factor": 1.5,
+    "fp8": "hybrid",
+    "fp4": "e2m1",
+    "offload_modules": ["core_attn", "expert_fc1"],
+    "transformer_impl": "inference_optimized",
+}
+REFUSING = [
+    row
+    for row in (*MOE_FIELDS, *OTHER_FIELDS)
+    if INSTALLED in row.versions and row.refuses is not ConfigField.refuses
+]
+
+
+def megatron_config(**changes: object) -> TransformerConfig:
+    """A small config; `changes` are set afterwards, past Megatron's own checks."""
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        num_moe_experts=6,
+        moe_router_topk=2,
+    )
+    for name, value in changes.items():
+        assert hasattr(config, name)
+        setattr(config, name, value)
+    return config
+
+
+def test_a_plain_config_passes():
+    check_config(megatron_config())
+
+
+@pytest.mark.parametrize("row", REFUSING, ids=lambda row: row.name)
+def test_a_refused_value_is_named_with_reason_and_remedy(row):
+    value = VALUES.get(row.name, True)
+    with pytest.raises(ValueError) as error:
+        check_config(megatron_config(**{row.name: value}))
+    assert str(error.value).splitlines() == [
+        "the padded dispatcher does not support",
+        f"  {row.name}={value!r}: {row.note}. Remedy: {row.remedy}.",
+    ]
+
+
+def test_all_refused_settings_are_named_at_once():
+    config = megatron_config(fp8="e4m3", variable_seq_lengths=True, moe_enable_deepep=True)
+    with pytest.raises(ValueError) as error:
+        check_config(config)
+    lines = str(error.value).splitlines()[1:]
+    assert [line.split("=")[0].strip() for line in lines] == [
+        "moe_enable_deepep",
+        "fp8",
+        "variable_seq_lengths",
+    ]
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 0])
+def test_a_factor_that_is_no_number_above_zero_is_refused(factor):
+    with pytest.raises(ValueError, match="moe_expert_capacity_factor="):
+        check_config(megatron_config(moe_expert_capacity_factor=factor))
+
+
+def test_offloading_is_refused_only_for_the_experts_input():
+    check_config(
+        megatron_config(fine_grained_activation_offloading=True, offload_modules=["core_attn"])
+    )
+
+
+def test_fields_that_a_version_lacks_are_not_asked_for():
+    check_config(SimpleNamespace())
+
+
+def test_every_setting_of_a_megatron_user_is_translated():
+    config = megatron_config(moe_expert_capacity_factor=1.5, moe_token_drop_policy="position")
+    options = PaddedOptions(min_capacity=4, alignment=16)
+    assert dispatch_config(config, options, num_ranks=3, tp_size=2) == DispatchConfig(
+        num_experts=6,
+        top_k=2,
+        capacity_factor=1.5,
+        min_capacity=4,
+        alignment=16,
+        policy="position",
+        num_ranks=3,
+        tp_size=2,
+    )
+
+
+@pytest.mark.parametrize("factor", [None, -1.0])
+def test_no_factor_and_a_negative_one_drop_nothing(factor):
+    config = megatron_config(moe_expert_capacity_factor=factor)
+    translated = dispatch_config(config, PaddedOptions(), num_ranks=1, tp_size=1)
+    assert translated.capacity_factor is None
+    assert translated.capacity(37) == 37
+
+
+class OwnExperts(megatron_experts.SequentialMLP):
+    pass
+
+
+@pytest.mark.parametrize(
+    "cls", [megatron_experts.TEGroupedMLP, megatron_experts.SequentialMLP, OwnExperts]
+)
+def test_experts_that_take_padded_rows_are_accepted(cls):
+    check_experts(cls.__new__(cls))
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        # One of the two is in every version: the first in 0.16, the second from 0.17 on.
+        *(
+            getattr(megatron_experts, name)
+            for name in ("GroupedMLP", "InferenceGroupedMLP")
+            if hasattr(megatron_experts, name)
+        ),
+        type("GroupedMLP", (), {}),
+        type("InferenceGroupedMLP", (megatron_experts.TEGroupedMLP,), {}),
+        type("MyGroupedMLP", (type("GroupedMLP", (), {}),), {}),
+        type("UnknownExperts", (), {}),
+    ],
+)
+def test_other_experts_are_refused_by_name(cls):
+    with pytest.raises(ValueError, match=rf"experts={cls.__name__} is not possible.*Remedy"):
+        check_experts(cls.__new__(cls))
