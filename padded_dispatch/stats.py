@@ -6,6 +6,8 @@ Added to in place, so a replayed graph counts too; read on the host only when so
 import torch
 from torch import Tensor
 
+from padded_dispatch.select import Selection
+
 
 class Counters:
     """Demand and kept rows per expert of one layer on one rank, since the last `reset`.
@@ -22,12 +24,16 @@ class Counters:
         self.num_slots = torch.zeros((), dtype=torch.int64, device=device)
 
     @torch.no_grad()
-    def add(self, demand_E: Tensor, kept_E: Tensor, num_overflow: Tensor, num_slots: int) -> None:
-        """Count one call."""
-        self.demand_E += demand_E
-        self.kept_E += kept_E
-        self.num_overflow += num_overflow
+    def add(self, selection: Selection, *, num_slots: int) -> None:
+        """Count one selection, and the slots that were there for it."""
+        self.demand_E += selection.demand_E
+        self.kept_E += selection.kept_TE.sum(0)
         self.num_slots += num_slots
+
+    @torch.no_grad()
+    def add_overflow(self, num_overflow: Tensor) -> None:
+        """Count the rows for which a plan had no slot."""
+        self.num_overflow += num_overflow
 
     @torch.no_grad()
     def reset(self) -> None:

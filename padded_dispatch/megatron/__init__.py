@@ -1,0 +1,19 @@
+"""The padded dispatcher in Megatron-Core 0.16.1 to 0.19.0.
+
+Two ways in. `install()` makes `moe_token_dispatcher_type="padded_alltoall"` work everywhere.
+`padded_spec(spec)` puts `PaddedMoELayer` into a layer spec and patches nothing.
+"""
+
+from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+from padded_dispatch.megatron.install import install, uninstall
+from padded_dispatch.megatron.layer import PaddedMoELayer, padded_spec
+from padded_dispatch.megatron.options import PaddedOptions
+
+__all__ = [
+    "PaddedAlltoAllTokenDispatcher",
+    "PaddedMoELayer",
+    "PaddedOptions",
+    "install",
+    "padded_spec",
+    "uninstall",
+]

@@ -1,0 +1,53 @@
+"""Where Megatron-Core 0.16.1, 0.17.1, 0.18.0 and 0.19.0 differ, and nothing else."""
+
+from typing import Any
+
+from torch import Tensor
+
+
+class SharedExpertOverlap:
+    """`SharedExpertMLP`'s overlap protocol, in one order that all versions accept.
+
+    0.16 and 0.17 run fc1 in `dispatch_postprocess` and fc2 in `combine_postprocess`; 0.18 and later
+    run them right after the all-to-all, wait for the current stream before it, and enforce the
+    order with a state machine. Running them after the all-to-all satisfies both.
+
+    With `moe_preprocess` in a CUDA graph, a capture ends after `start`, and after a replay the call
+    begins there. Stock leaves the state machine where the capture ended, so that its next call
+    raises; here each entry says where it is.
+    """
+
+    def __init__(self, shared_experts: Any) -> None:
+        self._shared = shared_experts
+        self.cudagraph_attrs = ["shared_experts.cached_fc1_input"]
+        if shared_experts.use_shared_expert_gate:
+            self.cudagraph_attrs.append("shared_experts.gate_score")
+
+    def start(self, tokens: Tensor) -> None:
+        """Hand over the layer's input, [S, B, D]."""
+        self._enter("IDLE")
+        self._shared.pre_forward_comm(tokens)
+
+    def wait(self) -> None:
+        """Keep the shared experts from running beside the routed ones (0.18 and later)."""
+        if hasattr(self._shared, "wait_current_stream"):
+            self._shared.wait_current_stream()
+
+    def fc1(self, moved: Tensor) -> None:
+        """Run fc1 and the activation once the rows are on their way."""
+        self._enter("PRE_FORWARD_COMM_DONE")
+        self._shared.linear_fc1_forward_and_act(moved)
+
+    def fc2(self, moved: Tensor) -> None:
+        """Run fc2 and its reduction once the rows are on their way home."""
+        self._shared.linear_fc2_forward(moved)
+        self._shared.post_forward_comm()
+
+    def output(self) -> Tensor:
+        """The shared experts' output, [S, B, D]."""
+        return self._shared.get_output()
+
+    def _enter(self, state: str) -> None:
+        if hasattr(self._shared, "_overlap_state"):
+            states: Any = type(self._shared._overlap_state)
+            self._shared._overlap_state = states[state]

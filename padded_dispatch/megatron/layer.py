@@ -1,0 +1,121 @@
+"""A MoE layer with the padded dispatcher and the router that goes with it.
+
+`MoELayer.__init__` knows three dispatchers by name and raises for a fourth. So it builds itself
+with the all-gather one, which owns nothing (the all-to-all one would create a CUDA stream), and the
+parts are replaced afterwards. `PaddedMoELayer` does this in its own constructor; `install()` does
+it in `MoELayer`'s, for configs that say so.
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from padded_dispatch.megatron.config import check_config, check_experts
+from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+from padded_dispatch.megatron.router import select_after_counting
+
+
+@contextmanager
+def dispatcher_type(config: Any, stock: str) -> Iterator[None]:
+    """Let `config` name a dispatcher that stock code knows, for as long as stock code reads it."""
+    name = config.moe_token_dispatcher_type
+    config.moe_token_dispatcher_type = stock
+    try:
+        yield
+    finally:
+        config.moe_token_dispatcher_type = name
+
+
+def build(
+    init: Callable[..., None],
+    layer: Any,
+    config: Any,
+    *args: Any,
+    pg_collection: Any = None,
+    **kwargs: Any,
+) -> None:
+    """Run `init`, which is `MoELayer.__init__`, and put our dispatcher and router in place.
+
+    Arguments after `init` are those of `MoELayer.__init__`; all builders of Megatron pass
+    `pg_collection` by keyword.
+    """
+    check_config(config)
+    pg_collection = pg_collection or get_default_pg_collection()
+    with dispatcher_type(config, "allgather"):
+        init(layer, config, *args, pg_collection=pg_collection, **kwargs)
+    check_experts(layer.experts)
+    dispatcher = PaddedAlltoAllTokenDispatcher(
+        layer.num_local_experts, layer.local_expert_indices, config, pg_collection
+    )
+    if layer.use_shared_expert and layer.shared_expert_overlap:
+        dispatcher.set_shared_experts(layer.shared_experts)
+    layer.token_dispatcher = dispatcher
+    select_after_counting(layer.router, dispatcher.selector)
+
+
+class _EqualsMoELayer(type(MoELayer)):
+    """Makes `PaddedMoELayer == MoELayer` true.
+
+    `TransformerLayer.__init__` hands process groups only to a spec whose module is `in (MoELayer,
+    ...)` (0.16.1 transformer_layer.py:352, 0.17.1:374, where `is_mtp_layer` depends on it as well);
+    a subclass would silently get Megatron's global groups. 0.18 and later do not ask.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        return other is MoELayer or cls is other
+
+    def __hash__(cls) -> int:
+        return hash(MoELayer)
+
+
+class PaddedMoELayer(MoELayer, metaclass=_EqualsMoELayer):
+    """`MoELayer` with static shapes; needs no `install()`. Same arguments, same state dict."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        build(super().__init__.__func__, self, config, *args, **kwargs)
+
+
+def padded_spec(spec: Any) -> Any:
+    """A copy of a Megatron spec in which every `MoELayer` is a `PaddedMoELayer`.
+
+    Args:
+        spec: of a GPT layer, of a block of them (`layer_specs`), or of the MoE layer itself: a
+            ModuleSpec in 0.16 and 0.17, a `functools.partial` in 0.18 and later.
+
+    Raises:
+        ValueError: when there is no MoE layer in it.
+    """
+    padded, num_replaced = _replace(spec)
+    if num_replaced == 0:
+        raise ValueError(f"spec={spec!r} is not possible: it has no MoELayer to replace")
+    return padded
+
+
+def _replace(spec: Any) -> tuple[Any, int]:
+    if isinstance(spec, functools.partial) and spec.func is MoELayer:
+        return functools.partial(PaddedMoELayer, *spec.args, **spec.keywords), 1
+    if isinstance(spec, ModuleSpec) and spec.module is MoELayer:
+        return dataclasses.replace(spec, module=PaddedMoELayer), 1
+    for name in ("submodules", "mlp"):
+        if getattr(spec, name, None) is not None:
+            inner, num_replaced = _replace(getattr(spec, name))
+            return _with(spec, name, inner), num_replaced
+    if isinstance(spec, TransformerBlockSubmodules) and spec.layer_specs is not None:
+        layers = [_replace(layer) for layer in spec.layer_specs]
+        padded = _with(spec, "layer_specs", [layer for layer, _ in layers])
+        return padded, sum(num_replaced for _, num_replaced in layers)
+    return spec, 0
+
+
+def _with(spec: Any, name: str, value: Any) -> Any:
+    changed = copy.copy(spec)
+    setattr(changed, name, value)
+    return changed

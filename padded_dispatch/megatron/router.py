@@ -1,0 +1,95 @@
+"""A router that counts first and drops afterwards.
+
+Megatron takes the map and the probabilities that leave the router for what will be dispatched, so
+the drop belongs here. But in stock Megatron it comes before the counting: expert bias then sees the
+map that was padded to capacity, in which every expert has exactly C tokens, and never moves. Here
+losses, expert bias and logs see what the router asked for, and the cut is the last step.
+
+The class of an existing router is swapped for a subclass, because specs may bring their own router.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from padded_dispatch.config import DispatchConfig
+from padded_dispatch.dispatcher import check_facts
+from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.ops import select
+from padded_dispatch.stats import Counters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selector:
+    """What a router needs to cut its map to capacity; shared with its layer's dispatcher."""
+
+    config: DispatchConfig
+    agreement: Agreement
+    counters: Counters
+
+
+def select_after_counting(router: Any, selector: Selector) -> None:
+    """Turn a Megatron TopKRouter (or a subclass) into one that selects after it has counted."""
+    router.selector = selector
+    router.__class__ = _selecting(type(router))
+
+
+@functools.cache
+def _selecting(base: type) -> type:
+    """A subclass of `base` with the methods below; one per base, so that types compare equal."""
+
+    class SelectingRouter(base):
+        """See the module's docstring."""
+
+        selector: Selector
+
+        def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Any:
+            """As `TopKRouter.forward`; the first point at which this layer's ranks could differ."""
+            check_facts(self.selector.agreement, self.selector.config, input.flatten(0, -2))
+            return super().forward(input, padding_mask)
+
+        def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
+            """As `TopKRouter.routing`: probs [T, E] and map [T, E], but of the kept rows only."""
+            with _no_stock_dropping(self.config):
+                probs_TE, map_TE = super().routing(logits, padding_mask)
+            config, counters = self.selector.config, self.selector.counters
+            capacity = config.capacity(map_TE.shape[0])
+            selection = select(
+                map_TE,
+                probs_TE,
+                capacity=capacity,
+                policy=config.policy,
+                mask_T=None if padding_mask is None else padding_mask.reshape(-1),
+            )
+            # Recompute runs this twice, first without gradients; count once.
+            if torch.is_grad_enabled():
+                counters.add(selection, num_slots=config.num_experts * capacity)
+            return selection.probs_TE, selection.kept_TE
+
+        def _apply_expert_bias(
+            self, routing_map: Tensor, padding_mask: Tensor | None = None
+        ) -> None:
+            # Not by way of super(): stock combines [T, E] with [T] (0.16.1 to 0.19.0), and raises.
+            if self.enable_expert_bias and torch.is_grad_enabled():
+                if padding_mask is not None:
+                    routing_map = routing_map & ~padding_mask[:, None]
+                self.local_tokens_per_expert += routing_map.sum(dim=0)
+
+    SelectingRouter.__name__ = SelectingRouter.__qualname__ = f"Selecting{base.__name__}"
+    return SelectingRouter
+
+
+@contextmanager
+def _no_stock_dropping(config: Any) -> Iterator[None]:
+    """Hide the capacity factor from `TopKRouter.routing`, which would drop before it counts."""
+    factor = config.moe_expert_capacity_factor
+    config.moe_expert_capacity_factor = None
+    try:
+        yield
+    finally:
+        config.moe_expert_capacity_factor = factor

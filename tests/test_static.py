@@ -1,0 +1,96 @@
+"""Static by construction: no host read anywhere, and one capture serves every routing."""
+
+import pytest
+import torch
+
+from padded_dispatch import DispatchConfig, PaddedDispatcher
+
+pytestmark = pytest.mark.gpu
+
+T, K, E, D = 257, 3, 16, 96
+
+
+@pytest.fixture
+def cuda():
+    assert torch.cuda.is_available(), "tests marked gpu were asked for, and there is no GPU"
+    return torch.device("cuda")
+
+
+def routing(seed: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Tokens, probabilities and a map; every third seed sends all tokens to the same experts."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens_TD = torch.randn(T, D, generator=generator, dtype=torch.float64)
+    probs_TE = torch.rand(T, E, generator=generator)
+    if seed % 3 == 0:
+        probs_TE[:, :K] += 1
+    map_TE = torch.zeros(T, E, dtype=torch.bool).scatter(1, probs_TE.topk(K).indices, True)
+    return tokens_TD.to(device, torch.bfloat16), probs_TE.to(device), map_TE.to(device)
+
+
+def step(dispatcher: PaddedDispatcher, tokens_TD, probs_TE, map_TE) -> tuple[torch.Tensor, ...]:
+    """Output and gradients of dispatch, experts that square, combine."""
+    tokens_TD, probs_TE = tokens_TD.detach().requires_grad_(), probs_TE.detach().requires_grad_()
+    sent = dispatcher.dispatch(tokens_TD, probs_TE, map_TE)
+    rows_ND = sent.expert_input.rows_ND.float().square() * sent.expert_input.probs_N[:, None]
+    out_TD = dispatcher.combine(rows_ND.bfloat16(), sent)
+    out_TD.float().square().sum().backward()
+    assert tokens_TD.grad is not None and probs_TE.grad is not None
+    return out_TD.detach(), tokens_TD.grad, probs_TE.grad, sent.selection.demand_E
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("factor", [None, 0.5, 1.25])
+def test_eager_reads_nothing_back(cuda, policy, factor):
+    config = DispatchConfig(num_experts=E, top_k=K, capacity_factor=factor, policy=policy)
+    dispatcher = PaddedDispatcher(config)
+    inputs = routing(1, cuda)
+    step(dispatcher, *inputs)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(dispatcher, *inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("factor", [None, 0.5, 1.25])
+def test_one_capture_serves_every_routing(cuda, policy, factor):
+    """Replay equals eager bit by bit, and eager on a GPU equals eager on a CPU where rows move."""
+    config = DispatchConfig(num_experts=E, top_k=K, capacity_factor=factor, policy=policy)
+    dispatcher = PaddedDispatcher(config)
+    static = [tensor.clone() for tensor in routing(1, cuda)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(dispatcher, *static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step(dispatcher, *static)
+    for seed in range(20):
+        inputs = routing(seed, cuda)
+        for tensor, value in zip(static, inputs, strict=True):
+            tensor.copy_(value)
+        graph.replay()
+        expected = step(dispatcher, *inputs)
+        for got, want in zip(replayed, expected, strict=True):
+            assert torch.equal(got, want), seed
+        on_cpu = dispatcher.dispatch(*(tensor.cpu() for tensor in inputs))
+        on_gpu = dispatcher.dispatch(*inputs)
+        assert torch.equal(on_gpu.expert_input.rows_ND.cpu(), on_cpu.expert_input.rows_ND), seed
+        assert torch.equal(on_gpu.expert_input.probs_N.cpu(), on_cpu.expert_input.probs_N), seed
+        assert torch.equal(on_gpu.plan.slot_of_TK.cpu(), on_cpu.plan.slot_of_TK), seed
+
+
+def test_deterministic_mode_has_nothing_to_object_to(cuda):
+    dispatcher = PaddedDispatcher(DispatchConfig(num_experts=E, top_k=K, capacity_factor=1.0))
+    inputs = routing(3, cuda)
+    first = step(dispatcher, *inputs)
+    torch.use_deterministic_algorithms(True)
+    try:
+        again = step(dispatcher, *inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one, other)
