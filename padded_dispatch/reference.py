@@ -1,0 +1,245 @@
+"""The specification: NumPy loops over all ranks in one process.
+
+Everything that the package computes between the router and the combined output is here once more,
+as slowly and plainly as possible, with nothing shared with the code that it specifies. Letters as
+in `config`; S = tp_size * R sources, of which source `i * R + r` is rank r of the i-th
+expert-parallel group. Arrays over all sources start with S, arrays over all expert ranks with R;
+M = S * C are the rows of one expert's buffer.
+
+The rules. A token's rows are ordered by ascending expert id. An expert's buffer belongs to its
+sources in blocks of C slots; each fills its block in token order. A slot without a token is zero,
+and so is its gradient. Combine adds a token's slots without weights, in the order of its rows, in
+at least fp32.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+# (shard i, rank r, rows [L, M, D], probs [L, M]) -> [L, M, D], a summand of the experts' output.
+Experts = Callable[[int, int, NDArray, NDArray], NDArray]
+# (shard i, rank r, rows, probs, gradient of the output) -> gradients of rows and of probs.
+ExpertsBackward = Callable[[int, int, NDArray, NDArray, NDArray], tuple[NDArray, NDArray]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What `padded_dispatch.select.Selection` holds, of one source."""
+
+    kept_TE: NDArray
+    probs_TE: NDArray
+    demand_E: NDArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `padded_dispatch.plan.DispatchPlan` holds, of one source."""
+
+    slot_of_TK: NDArray
+    choice_of_slot_EC: NDArray
+    kept_E: NDArray
+    num_overflow: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertInput:
+    """What `padded_dispatch.exchange.ExpertInput` holds, of all expert ranks.
+
+    `rows_RLMD`, `probs_RLM`, and `kept_RSL`: real rows per (rank, source, local expert). All shards
+    of an expert read the same.
+    """
+
+    rows_RLMD: NDArray
+    probs_RLM: NDArray
+    kept_RSL: NDArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Slot:
+    """One kept row: token t of a source, for expert e, at row m of its buffer on its rank."""
+
+    source: int
+    t: int
+    e: int
+    rank: int
+    local: int
+    m: int
+
+
+def select(
+    map_TE: NDArray,
+    probs_TE: NDArray,
+    *,
+    capacity: int,
+    policy: str,
+    mask_T: NDArray | None = None,
+) -> Selection:
+    """At most C tokens per expert: the most probable, or the first; ties go to the lower token."""
+    num_tokens, num_experts = map_TE.shape
+    kept_TE = np.zeros_like(map_TE)
+    demand_E = np.zeros(num_experts, np.int32)
+    for e in range(num_experts):
+        asked = []
+        for t in range(num_tokens):
+            is_padding = mask_T is not None and mask_T[t]
+            if map_TE[t, e] and not is_padding:
+                asked.append(t)
+        demand_E[e] = len(asked)
+        if policy == "probs":
+            asked.sort(key=lambda t: (-probs_TE[t, e], t))
+        for t in asked[:capacity]:
+            kept_TE[t, e] = True
+    return Selection(
+        kept_TE=kept_TE,
+        probs_TE=np.where(kept_TE, probs_TE, np.zeros_like(probs_TE)),
+        demand_E=demand_E,
+    )
+
+
+def select_backward(kept_TE: NDArray, grad_TE: NDArray) -> NDArray:
+    """The gradient of the router's probabilities: that of the kept ones, else zero."""
+    return np.where(kept_TE, grad_TE, np.zeros_like(grad_TE))
+
+
+def plan(kept_TE: NDArray, *, top_k: int, capacity: int) -> Plan:
+    """A slot for every kept row, in token order, while there is room for it."""
+    num_tokens, num_experts = kept_TE.shape
+    slot_of_TK = np.full((num_tokens, top_k), -1, np.int32)
+    choice_of_slot_EC = np.full((num_experts, capacity), -1, np.int32)
+    kept_E = np.zeros(num_experts, np.int32)
+    num_overflow = 0
+    for t in range(num_tokens):
+        k = 0
+        for e in range(num_experts):
+            if not kept_TE[t, e]:
+                continue
+            if k < top_k and kept_E[e] < capacity:
+                slot_of_TK[t, k] = e * capacity + kept_E[e]
+                choice_of_slot_EC[e, kept_E[e]] = t * top_k + k
+                kept_E[e] += 1
+            else:
+                num_overflow += 1
+            k += 1
+    return Plan(
+        slot_of_TK=slot_of_TK,
+        choice_of_slot_EC=choice_of_slot_EC,
+        kept_E=kept_E,
+        num_overflow=num_overflow,
+    )
+
+
+def dispatch(
+    tokens_STD: NDArray, probs_STE: NDArray, plans: Sequence[Plan], *, num_ranks: int
+) -> ExpertInput:
+    """A copy of its token, and its probability, in every slot that has one."""
+    num_sources, _, hidden_size = tokens_STD.shape
+    num_experts, capacity = plans[0].choice_of_slot_EC.shape
+    num_local_experts = num_experts // num_ranks
+    buffer_RLM = num_ranks, num_local_experts, num_sources * capacity
+    rows_RLMD = np.zeros((*buffer_RLM, hidden_size), tokens_STD.dtype)
+    probs_RLM = np.zeros(buffer_RLM, probs_STE.dtype)
+    kept_RSL = np.zeros((num_ranks, num_sources, num_local_experts), np.int32)
+    for slot in _slots(plans, num_ranks):
+        rows_RLMD[slot.rank, slot.local, slot.m] = tokens_STD[slot.source, slot.t]
+        probs_RLM[slot.rank, slot.local, slot.m] = probs_STE[slot.source, slot.t, slot.e]
+        kept_RSL[slot.rank, slot.source, slot.local] += 1
+    return ExpertInput(rows_RLMD=rows_RLMD, probs_RLM=probs_RLM, kept_RSL=kept_RSL)
+
+
+def dispatch_backward(
+    grad_rows_RLMD: NDArray,
+    grad_probs_RLM: NDArray,
+    plans: Sequence[Plan],
+    *,
+    num_experts: int,
+) -> tuple[NDArray, NDArray]:
+    """Gradients of tokens_STD, the sum of their slots', and of probs_STE, 0 without a slot."""
+    num_ranks = grad_rows_RLMD.shape[0]
+    num_tokens = plans[0].slot_of_TK.shape[0]
+    grad_STE = np.zeros((len(plans), num_tokens, num_experts), grad_probs_RLM.dtype)
+    for slot in _slots(plans, num_ranks):
+        grad_STE[slot.source, slot.t, slot.e] = grad_probs_RLM[slot.rank, slot.local, slot.m]
+    return combine(grad_rows_RLMD, plans), grad_STE
+
+
+def combine(out_RLMD: NDArray, plans: Sequence[Plan]) -> NDArray:
+    """The sum of its slots for every token, [S, T, D]; padded rows are not read."""
+    num_ranks, *_, hidden_size = out_RLMD.shape
+    num_tokens = plans[0].slot_of_TK.shape[0]
+    wide = np.promote_types(out_RLMD.dtype, np.float32)
+    sum_STD = np.zeros((len(plans), num_tokens, hidden_size), wide)
+    for slot in _slots(plans, num_ranks):
+        sum_STD[slot.source, slot.t] += out_RLMD[slot.rank, slot.local, slot.m]
+    return sum_STD.astype(out_RLMD.dtype)
+
+
+def combine_backward(grad_STD: NDArray, plans: Sequence[Plan], *, num_ranks: int) -> NDArray:
+    """The gradient of out_RLMD: that of its token in every slot, exactly 0 in padded rows."""
+    num_experts, capacity = plans[0].choice_of_slot_EC.shape
+    num_rows = len(plans) * capacity
+    shape = num_ranks, num_experts // num_ranks, num_rows, grad_STD.shape[-1]
+    grad_RLMD = np.zeros(shape, grad_STD.dtype)
+    for slot in _slots(plans, num_ranks):
+        grad_RLMD[slot.rank, slot.local, slot.m] = grad_STD[slot.source, slot.t]
+    return grad_RLMD
+
+
+def layer(
+    tokens_STD: NDArray,
+    probs_STE: NDArray,
+    plans: Sequence[Plan],
+    experts: Experts,
+    *,
+    num_ranks: int,
+    tp_size: int = 1,
+) -> NDArray:
+    """Dispatch, experts, combine: [S, T, D]. An expert's output is the sum over its shards."""
+    given = dispatch(tokens_STD, probs_STE, plans, num_ranks=num_ranks)
+    out_RLMD = np.zeros_like(given.rows_RLMD)
+    for r in range(num_ranks):
+        for i in range(tp_size):
+            out_RLMD[r] += experts(i, r, given.rows_RLMD[r], given.probs_RLM[r])
+    return combine(out_RLMD, plans)
+
+
+def layer_backward(
+    tokens_STD: NDArray,
+    probs_STE: NDArray,
+    plans: Sequence[Plan],
+    experts_backward: ExpertsBackward,
+    grad_STD: NDArray,
+    *,
+    num_ranks: int,
+    tp_size: int = 1,
+) -> tuple[NDArray, NDArray]:
+    """Gradients of tokens_STD and probs_STE; those of an expert's input add up over its shards."""
+    given = dispatch(tokens_STD, probs_STE, plans, num_ranks=num_ranks)
+    grad_out_RLMD = combine_backward(grad_STD, plans, num_ranks=num_ranks)
+    grad_rows_RLMD = np.zeros_like(given.rows_RLMD)
+    grad_probs_RLM = np.zeros_like(given.probs_RLM)
+    for r in range(num_ranks):
+        for i in range(tp_size):
+            grad_rows_LMD, grad_probs_LM = experts_backward(
+                i, r, given.rows_RLMD[r], given.probs_RLM[r], grad_out_RLMD[r]
+            )
+            grad_rows_RLMD[r] += grad_rows_LMD
+            grad_probs_RLM[r] += grad_probs_LM
+    num_experts = probs_STE.shape[-1]
+    return dispatch_backward(grad_rows_RLMD, grad_probs_RLM, plans, num_experts=num_experts)
+
+
+def _slots(plans: Sequence[Plan], num_ranks: int) -> Iterator[_Slot]:
+    """Every kept row, by source, then token, then ascending expert."""
+    num_experts, capacity = plans[0].choice_of_slot_EC.shape
+    for source, of_source in enumerate(plans):
+        for t, slots_K in enumerate(of_source.slot_of_TK.tolist()):
+            for slot in slots_K:
+                if slot == -1:
+                    continue
+                e, c = divmod(slot, capacity)
+                rank, local = divmod(e, num_experts // num_ranks)
+                yield _Slot(
+                    source=source, t=t, e=e, rank=rank, local=local, m=source * capacity + c
+                )

@@ -1,0 +1,49 @@
+"""Synthetic routing maps to order, one home for tests, benches and notebooks.
+
+A routing is bool [T, E]: which experts each token asked for. Sizes, skew and seed decide it.
+"""
+
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+# uniform: every expert alike. lognormal: some experts are popular, the same ones on all ranks. hot:
+# every token asks for expert 0, else uniform. same: all tokens ask for experts 0 to K - 1, nobody
+# for the others. none: no token asks for any, as on a rank with nothing but padding.
+Skew = Literal["uniform", "lognormal", "hot", "same", "none"]
+SKEWS: tuple[str, ...] = get_args(Skew)
+
+
+def routing_map(
+    num_tokens: int, num_experts: int, top_k: int, *, skew: Skew = "uniform", seed: int = 0
+) -> NDArray[np.bool_]:
+    """A routing map with K experts per token (without any for skew "none").
+
+    Args:
+        num_tokens: T.
+        num_experts: E.
+        top_k: experts of each token (K).
+        skew: how the demand spreads over experts, see above.
+        seed: of the tokens; give each rank its own.
+    """
+    popularity_E = np.zeros(num_experts)
+    if skew == "lognormal":
+        popularity_E = np.random.default_rng(num_experts).normal(size=num_experts)
+    elif skew == "hot":
+        popularity_E[0] = np.inf
+    elif skew == "same":
+        popularity_E[:top_k] = np.inf
+    # The K largest of log popularity + Gumbel noise are K weighted draws without replacement.
+    noise_TE = np.random.default_rng(seed).gumbel(size=(num_tokens, num_experts))
+    chosen_TK = np.argsort(-(popularity_E + noise_TE), axis=1, kind="stable")[:, :top_k]
+    map_TE = np.zeros((num_tokens, num_experts), bool)
+    if skew != "none":
+        np.put_along_axis(map_TE, chosen_TK, True, axis=1)
+    return map_TE
+
+
+def thin_out(map_TE: NDArray[np.bool_], *, share: float, seed: int = 0) -> NDArray[np.bool_]:
+    """Take about `share` of the rows away, so that tokens have from 0 to K experts."""
+    # A stream of its own: the seed alone would repeat the noise that made the map.
+    return map_TE & (np.random.default_rng([seed, 1]).random(map_TE.shape) >= share)

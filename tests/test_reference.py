@@ -1,0 +1,189 @@
+"""The specification itself: worked by hand where small, and its gradients against differences."""
+
+import numpy as np
+import pytest
+
+from padded_dispatch import reference
+from padded_dispatch.routings import routing_map, thin_out
+
+
+def bools(*rows: str) -> np.ndarray:
+    return np.array([[letter == "x" for letter in row] for row in rows])
+
+
+def test_select_keeps_the_most_probable_or_the_first():
+    map_TE = bools("x", "x", ".", "x")
+    probs_TE = np.array([[0.2], [0.5], [0.9], [0.5]])
+    kept = {
+        (policy, capacity): np.flatnonzero(
+            reference.select(map_TE, probs_TE, capacity=capacity, policy=policy).kept_TE
+        ).tolist()
+        for policy in ("probs", "position")
+        for capacity in (1, 2, 4)
+    }
+    assert kept == {
+        ("probs", 1): [1],
+        ("probs", 2): [1, 3],
+        ("probs", 4): [0, 1, 3],
+        ("position", 1): [0],
+        ("position", 2): [0, 1],
+        ("position", 4): [0, 1, 3],
+    }
+
+
+def test_select_does_not_see_padding_tokens():
+    selection = reference.select(
+        bools("xx", "x.", "xx"),
+        np.array([[0.9, 0.9], [0.1, 0.2], [0.3, 0.4]]),
+        capacity=1,
+        policy="probs",
+        mask_T=np.array([True, False, False]),
+    )
+    assert selection.demand_E.tolist() == [2, 1]
+    assert selection.probs_TE.tolist() == [[0, 0], [0, 0], [0.3, 0.4]]
+
+
+def test_plan_fills_slots_in_token_order():
+    plan = reference.plan(bools("x.", "xx", ".x"), top_k=2, capacity=2)
+    assert plan.slot_of_TK.tolist() == [[0, -1], [1, 2], [3, -1]]
+    assert plan.choice_of_slot_EC.tolist() == [[0, 2], [3, 4]]
+    assert plan.kept_E.tolist() == [2, 2]
+    assert plan.num_overflow == 0
+
+
+def test_plan_counts_what_has_no_slot():
+    # Token 0 has three experts, one more than K. Expert 0 is asked for by three tokens, one more
+    # than C; the lost row keeps its place among the choices of token 2.
+    plan = reference.plan(bools("xxx", "x..", "x.x"), top_k=2, capacity=2)
+    assert plan.slot_of_TK.tolist() == [[0, 2], [1, -1], [-1, 4]]
+    assert plan.choice_of_slot_EC.tolist() == [[0, 2], [1, -1], [5, -1]]
+    assert plan.kept_E.tolist() == [2, 1, 1]
+    assert plan.num_overflow == 2
+
+
+# Two ranks with two shards each, so S = 4; E = 4, L = 2, K = 2, T = 3, C = 2 (M = 8).
+RANKS, SHARDS, EXPERTS, TOP_K, TOKENS, CAPACITY, HIDDEN = 2, 2, 4, 2, 3, 2, 2
+SOURCES = RANKS * SHARDS
+
+
+def address(source: int, t: int) -> int:
+    return 100 * (source + 1) + 10 * (t + 1)
+
+
+TOKENS_STD = np.array(
+    [[[address(s, t), address(s, t) + 1] for t in range(TOKENS)] for s in range(SOURCES)]
+)
+PROBS_STE = np.arange(1, SOURCES * TOKENS * EXPERTS + 1).reshape(SOURCES, TOKENS, EXPERTS)
+
+
+@pytest.fixture
+def plans() -> list[reference.Plan]:
+    maps = [
+        thin_out(routing_map(TOKENS, EXPERTS, TOP_K, seed=s), share=0.2) for s in range(SOURCES)
+    ]
+    kept = [
+        reference.select(m, p, capacity=CAPACITY, policy="position").kept_TE
+        for m, p in zip(maps, PROBS_STE, strict=True)
+    ]
+    kept[1] = bools("....", "....", "....")
+    kept[2] = bools("x..x", "..x.", "x...")
+    return [reference.plan(kept_TE, top_k=TOP_K, capacity=CAPACITY) for kept_TE in kept]
+
+
+def test_dispatch_puts_each_row_into_its_source_s_block(plans):
+    given = reference.dispatch(TOKENS_STD, PROBS_STE, plans, num_ranks=RANKS)
+    assert given.rows_RLMD.shape == (RANKS, EXPERTS // RANKS, SOURCES * CAPACITY, HIDDEN)
+    # Source 2 owns rows 4 and 5. Experts 0 and 1 are on rank 0, experts 2 and 3 on rank 1.
+    block = given.rows_RLMD[:, :, 4:6, 0].reshape(EXPERTS, CAPACITY).tolist()
+    assert block == [[310, 330], [0, 0], [320, 0], [310, 0]]
+    probs = given.probs_RLM[:, :, 4:6].reshape(EXPERTS, CAPACITY).tolist()
+    assert probs == [[25, 33], [0, 0], [31, 0], [28, 0]]
+    assert given.kept_RSL[:, 2].flatten().tolist() == [2, 0, 1, 1]
+    # Source 1 sent nothing.
+    assert not given.rows_RLMD[:, :, 2:4].any()
+    assert not given.kept_RSL[:, 1].any()
+
+
+def test_combine_of_dispatch_multiplies_by_the_number_of_kept_rows(plans):
+    given = reference.dispatch(TOKENS_STD, PROBS_STE, plans, num_ranks=RANKS)
+    home_STD = reference.combine(given.rows_RLMD, plans)
+    num_kept_ST = np.array([(plan.slot_of_TK >= 0).sum(1) for plan in plans])
+    np.testing.assert_array_equal(home_STD, TOKENS_STD * num_kept_ST[..., None])
+
+
+def weight(shard: int, rank: int) -> np.ndarray:
+    """[L, D, D], small whole numbers."""
+    generator = np.random.default_rng([shard, rank])
+    return generator.integers(-3, 4, (EXPERTS // RANKS, HIDDEN, HIDDEN))
+
+
+def experts(shard, rank, rows_LMD, probs_LM):
+    return (rows_LMD @ weight(shard, rank)) * probs_LM[..., None]
+
+
+def experts_backward(shard, rank, rows_LMD, probs_LM, grad_LMD):
+    weight_LDD = weight(shard, rank)
+    grad_rows_LMD = (grad_LMD * probs_LM[..., None]) @ weight_LDD.transpose(0, 2, 1)
+    return grad_rows_LMD, ((rows_LMD @ weight_LDD) * grad_LMD).sum(-1)
+
+
+def test_layer_is_a_sum_over_experts_and_shards(plans):
+    out_STD = reference.layer(
+        TOKENS_STD, PROBS_STE, plans, experts, num_ranks=RANKS, tp_size=SHARDS
+    )
+    for source, plan in enumerate(plans):
+        for t in range(TOKENS):
+            expected_D = np.zeros(HIDDEN)
+            for slot in plan.slot_of_TK[t]:
+                if slot >= 0:
+                    e = slot // CAPACITY
+                    rank, local = divmod(e, EXPERTS // RANKS)
+                    both = sum(weight(shard, rank)[local] for shard in range(SHARDS))
+                    expected_D += PROBS_STE[source, t, e] * TOKENS_STD[source, t] @ both
+            np.testing.assert_array_equal(out_STD[source, t], expected_D)
+
+
+def test_gradients_are_differences(plans):
+    """The layer is a polynomial of degree two here: central differences of integers are exact."""
+
+    def loss(tokens_STD, probs_STE):
+        out_STD = reference.layer(
+            tokens_STD, probs_STE, plans, experts, num_ranks=RANKS, tp_size=SHARDS
+        )
+        return (out_STD * grad_STD).sum()
+
+    grad_STD = np.random.default_rng(0).integers(-3, 4, TOKENS_STD.shape)
+    grad_tokens_STD, grad_probs_STE = reference.layer_backward(
+        TOKENS_STD,
+        PROBS_STE,
+        plans,
+        experts_backward,
+        grad_STD,
+        num_ranks=RANKS,
+        tp_size=SHARDS,
+    )
+    for index in np.ndindex(TOKENS_STD.shape):
+        step = np.zeros_like(TOKENS_STD)
+        step[index] = 1
+        difference = loss(TOKENS_STD + step, PROBS_STE) - loss(TOKENS_STD - step, PROBS_STE)
+        assert 2 * grad_tokens_STD[index] == difference
+    for index in np.ndindex(PROBS_STE.shape):
+        step = np.zeros_like(PROBS_STE)
+        step[index] = 1
+        difference = loss(TOKENS_STD, PROBS_STE + step) - loss(TOKENS_STD, PROBS_STE - step)
+        assert 2 * grad_probs_STE[index] == difference
+
+
+def test_padded_rows_are_not_read_and_get_no_gradient(plans):
+    given = reference.dispatch(TOKENS_STD, PROBS_STE, plans, num_ranks=RANKS)
+    is_padded_RLM = given.probs_RLM == 0
+    assert is_padded_RLM.any()
+    out_RLMD = np.where(is_padded_RLM[..., None], np.nan, given.rows_RLMD)
+    assert np.isfinite(reference.combine(out_RLMD, plans)).all()
+    grad_RLMD = reference.combine_backward(np.ones_like(TOKENS_STD), plans, num_ranks=RANKS)
+    np.testing.assert_array_equal(grad_RLMD[..., 0] == 0, is_padded_RLM)
+
+
+def test_select_backward_passes_on_what_was_kept():
+    grad = reference.select_backward(bools("x.", ".x"), np.array([[1.0, np.nan], [3.0, 4.0]]))
+    assert grad.tolist() == [[1, 0], [0, 4]]

@@ -1,0 +1,44 @@
+"""Each skew is what its name says, and the seed decides the rest."""
+
+import numpy as np
+import pytest
+
+from padded_dispatch.routings import SKEWS, routing_map, thin_out
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+def test_every_token_has_k_distinct_experts_except_for_none(skew):
+    map_TE = routing_map(97, 12, 5, skew=skew, seed=3)
+    assert map_TE.dtype == bool
+    assert map_TE.shape == (97, 12)
+    assert map_TE.sum(1).tolist() == [0 if skew == "none" else 5] * 97
+    np.testing.assert_array_equal(map_TE, routing_map(97, 12, 5, skew=skew, seed=3))
+
+
+def test_another_seed_gives_another_map():
+    assert (routing_map(97, 12, 5, seed=0) != routing_map(97, 12, 5, seed=1)).any()
+
+
+def test_demand_follows_the_skew():
+    demand = {skew: routing_map(999, 16, 2, skew=skew).sum(0) for skew in SKEWS}
+    mean = 999 * 2 / 16
+    assert demand["uniform"].min() > mean / 2
+    assert demand["uniform"].max() < mean * 2
+    assert demand["lognormal"].max() > 3 * mean
+    assert demand["hot"][0] == 999
+    assert demand["hot"][1:].sum() == 999
+    assert demand["same"].tolist() == [999, 999, *[0] * 14]
+
+
+def test_popular_experts_are_the_same_on_all_ranks():
+    favourites = [routing_map(999, 16, 2, skew="lognormal", seed=r).sum(0).argmax() for r in (0, 1)]
+    assert favourites[0] == favourites[1]
+
+
+def test_thin_out_only_takes_away():
+    map_TE = routing_map(999, 8, 4)
+    thin_TE = thin_out(map_TE, share=0.25)
+    assert not (thin_TE & ~map_TE).any()
+    assert set(thin_TE.sum(1).tolist()) == {0, 1, 2, 3, 4}
+    # 3996 draws of a coin with p = 3/4: 2997 rows stay on average, and six deviations are 164.
+    assert abs(thin_TE.sum() - 2997) < 164
