@@ -1,0 +1,104 @@
+"""The router counts what was asked for, then hands on what is kept."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from padded_dispatch.megatron import padded_spec
+
+T = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron() -> Iterator[None]:
+    with tiny.one_process():
+        yield
+
+
+def router(**overrides: Any) -> Any:
+    """The router of a layer in which every token wants experts 0 and 1 most."""
+    layer = tiny.layer(tiny.config(**overrides), padded_spec(tiny.layer_spec()))
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        layer.router.weight[:2, 0] = torch.tensor([2.0, 1.0])
+    return layer.router
+
+
+def tokens() -> torch.Tensor:
+    """[T, 1, D]; later tokens are surer of experts 0 and 1."""
+    hidden = torch.zeros(T, 1, tiny.HIDDEN)
+    hidden[:, 0, 0] = torch.arange(1, T + 1) / T
+    return hidden
+
+
+def test_map_is_cut_to_the_most_probable():
+    probs_TE, kept_TE = router(moe_expert_capacity_factor=0.5)(tokens())  # C = 3
+    expected = torch.zeros(T, 4, dtype=torch.bool)
+    expected[-3:, 0] = True  # expert 0: its probability grows with the token
+    expected[:3, 1] = True  # expert 1: what is left of it shrinks
+    assert torch.equal(kept_TE, expected)
+    assert torch.equal(probs_TE != 0, expected)
+
+
+def test_map_is_cut_to_the_first():
+    settings = {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"}
+    _, kept_TE = router(**settings)(tokens())
+    assert torch.equal(kept_TE[:, :2], torch.arange(T)[:, None].expand(T, 2) < 3)
+
+
+def test_demand_and_kept_are_counted_once():
+    route = router(moe_expert_capacity_factor=0.5)
+    route(tokens())
+    with torch.no_grad():  # evaluation, and the first pass of recompute
+        route(tokens())
+    counters = route.selector.counters
+    assert counters.demand_E.tolist() == [T, T, 0, 0]
+    assert counters.kept_E.tolist() == [3, 3, 0, 0]
+    assert counters.num_slots.item() == 12
+    counters.reset()
+    assert [int(count.sum()) for count in counters.tensors()] == [0, 0, 0, 0]
+
+
+EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+
+
+def test_expert_bias_sees_demand():
+    route = router(moe_expert_capacity_factor=0.5, **EXPERT_BIAS)
+    route(tokens())
+    assert route.local_tokens_per_expert.tolist() == [T, T, 0, 0]
+
+
+def test_padding_tokens_take_no_slot_and_are_not_counted():
+    """In Megatron's router True means padding; stock raises here (0.16.1 to 0.19.0)."""
+    route = router(moe_expert_capacity_factor=0.5, **EXPERT_BIAS)
+    padding_mask = torch.zeros(T, 1, dtype=torch.bool)
+    padding_mask[-4:] = True
+    _, kept_TE = route(tokens(), padding_mask)
+    assert not kept_TE[-4:].any()
+    assert kept_TE.sum(0).tolist() == [3, 3, 0, 0]
+    assert route.local_tokens_per_expert.tolist() == [T - 4, T - 4, 0, 0]
+    assert route.selector.counters.demand_E.tolist() == [T - 4, T - 4, 0, 0]
+
+
+def test_aux_loss_is_that_of_a_router_that_drops_nothing():
+    losses = {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "aux_loss"}
+    gradients = []
+    for factor in (None, 0.25):
+        route = router(moe_expert_capacity_factor=factor, **losses)
+        probs_TE, _ = route(tokens())
+        (probs_TE * 0).sum().backward()  # the auxiliary loss adds its gradient by itself
+        gradients.append(route.weight.grad)
+    assert gradients[0].abs().sum() > 0
+    assert torch.equal(*gradients)
+
+
+def test_config_keeps_its_factor():
+    route = router(moe_expert_capacity_factor=0.5)
+    route(tokens())
+    assert route.config.moe_expert_capacity_factor == 0.5
+    with pytest.raises(RuntimeError):
+        route.routing(torch.randn(3, 1, 5))  # 15 logits are no rows of 4
+    assert route.config.moe_expert_capacity_factor == 0.5

@@ -1,0 +1,78 @@
+"""The smallest Megatron that has a MoE layer: configs, layers and process groups for tests."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from padded_dispatch.megatron.cpu import megatron_on_cpu
+
+NUM_EXPERTS, TOP_K, HIDDEN = 4, 2, 16
+
+
+def config(dispatcher: str = "padded_alltoall", **overrides: Any) -> TransformerConfig:
+    """A config for the CPU: 4 experts, top-2, D = 16."""
+    values = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 2,
+        "num_moe_experts": NUM_EXPERTS,
+        "moe_router_topk": TOP_K,
+        "moe_ffn_hidden_size": 24,
+        "moe_token_dispatcher_type": dispatcher,
+        "moe_grouped_gemm": False,
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "none",
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "use_cpu_initialization": True,
+        "bias_activation_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
+    return TransformerConfig(**(values | overrides))
+
+
+def layer_spec() -> Any:
+    """Megatron's own spec of a GPT layer with experts, without Transformer Engine."""
+    return get_gpt_layer_local_spec(num_experts=NUM_EXPERTS, moe_grouped_gemm=False)
+
+
+def layer(config: TransformerConfig, spec: Any = None) -> Any:
+    """A MoE layer in training mode, with the same weights on every call."""
+    torch.manual_seed(5)
+    mlp = (spec or layer_spec()).submodules.mlp
+    # 0.18 and later have a partial here, which takes its groups as the layer hands them over.
+    built = mlp(config=config) if callable(mlp) else build_module(mlp, config=config)
+    built.set_layer_number(1)
+    return built.train()
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Megatron on this process alone: gloo, and parallel state of size 1."""
+    with megatron_on_cpu(), socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        free.close()
+        dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def graph_scope(*names: str) -> dict[str, Any]:
+    """The config field for graph scopes: `cuda_graph_modules` from 0.18 on."""
+    modules = "cuda_graph_modules" in TransformerConfig.__dataclass_fields__
+    return {"cuda_graph_modules" if modules else "cuda_graph_scope": list(names)}
