@@ -13,7 +13,10 @@ agreed on in an eager call before raises.
 import torch
 import torch.distributed as dist
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Every dtype has a number, so that a rank with an odd one is told of as well.
+_DTYPES = tuple(
+    dict.fromkeys(value for value in vars(torch).values() if isinstance(value, torch.dtype))
+)
 
 
 class Agreement:
@@ -26,8 +29,7 @@ class Agreement:
 
     def __init__(self, *groups: dist.ProcessGroup | None) -> None:
         wide = [group for group in groups if group is not None and group.size() > 1]
-        self._ranks = [dist.get_process_group_ranks(group) for group in wide]
-        self._twins = [_twin(tuple(ranks)) for ranks in self._ranks]
+        self._twins = [_twin(tuple(dist.get_process_group_ranks(group))) for group in wide]
         self._num_calls = 0
         self._agreed: set[tuple[tuple[str, int], ...]] = set()
 
@@ -39,12 +41,10 @@ class Agreement:
             facts: whole numbers; their names appear in the error.
 
         Raises:
-            ValueError: on every rank of a group in which one differs, with all values.
+            ValueError: on every rank of all groups if one differs, with all values.
         """
         if torch.compiler.is_compiling():
             return  # Dynamo guards shapes itself, and a traced program has no host to ask.
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype={dtype} is not possible: cast the rows to one of {_DTYPES}")
         key = (*sorted(facts.items()), ("dtype", _DTYPES.index(dtype)))
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             if self._twins and key not in self._agreed:
@@ -54,12 +54,20 @@ class Agreement:
                 )
             return
         self._num_calls += 1
-        mine = torch.tensor([self._num_calls, *(value for _, value in key)])
-        for ranks, twin in zip(self._ranks, self._twins, strict=True):
-            everyone = [torch.empty_like(mine) for _ in ranks]
-            dist.all_gather(everyone, mine, group=twin)
-            _compare(("call number", *(name for name, _ in key)), ranks, everyone)
+        if self._twins:
+            self._compare(key)
         self._agreed.add(key)
+
+    def _compare(self, key: tuple[tuple[str, int], ...]) -> None:
+        rows = torch.tensor([[dist.get_rank(), self._num_calls, *(value for _, value in key)]])
+        # Each group passes on what the last one heard, so that a mismatch anywhere in the grid of
+        # groups reaches all of it: a rank that does not know would wait for those that raised.
+        for twin in self._twins:
+            everyone = [torch.empty_like(rows) for _ in range(twin.size())]
+            dist.all_gather(everyone, rows, group=twin)
+            rows = torch.cat(everyone)
+        ranks, *columns = rows.T.tolist()
+        _raise_if_different(("call number", *(name for name, _ in key)), ranks, columns)
 
 
 _twins: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -74,8 +82,7 @@ def _twin(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return _twins[ranks]
 
 
-def _compare(names: tuple[str, ...], ranks: list[int], rows: list[torch.Tensor]) -> None:
-    columns = zip(*(row.tolist() for row in rows), strict=True)
+def _raise_if_different(names: tuple[str, ...], ranks: list[int], columns: list[list[int]]) -> None:
     differing = []
     for name, column in zip(names, columns, strict=True):
         if len(set(column)) > 1:
