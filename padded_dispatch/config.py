@@ -27,8 +27,10 @@ class BufferBytes:
     """Bytes of each buffer that one layer's dispatch and combine hold on one rank.
 
     `send`: rows and probabilities in slots, before the exchange. `receive`: the same after it, and
-    gathered over the expert-tensor-parallel group. `experts`: regrouped for the experts; the input
-    that fc1 saves for its backward. `back`: the experts' output on its way home. `plan`: the maps.
+    gathered over the expert-tensor-parallel group. `experts`: what the experts read, as far as it
+    is not a view of that: rows where they are regrouped, probabilities, counts. `back`: the
+    experts' output on its way home. `plan`: the maps. Probabilities are taken as fp32; copies that
+    live within one stage only are not in it.
     """
 
     send: int
@@ -152,16 +154,18 @@ class DispatchConfig:
             element_size: bytes of one element of a row: 2 for bf16, 4 for fp32.
         """
         capacity = self.capacity(num_tokens)
-        # Beside each row travels its fp32 probability, beside each expert's rows their fp32 count.
-        sent = self.num_experts * (capacity * (hidden_size * element_size + 4) + 4)
-        rows = self.num_local_experts * self.num_sources * capacity
-        moved = self.num_ranks > 1 or self.tp_size > 1
-        regrouped = self.num_local_experts > 1 and self.num_sources > 1
         per_row = hidden_size * element_size
+        # Beside each row travels its fp32 probability, beside each expert's rows their fp32 count.
+        send = self.num_experts * (capacity * (per_row + 4) + 4)
+        home = self.num_experts * capacity * per_row
+        buffers = self.num_local_experts * self.num_sources
+        rows = buffers * capacity
+        exchanged, shared = self.num_ranks > 1, self.tp_size > 1
+        regrouped = self.num_local_experts > 1 and self.num_sources > 1
         return BufferBytes(
-            send=sent,
-            receive=self.tp_size * sent if moved else 0,
-            experts=rows * (per_row + 4) if regrouped else 0,
-            back=rows * per_row * (2 + regrouped if moved else 1),
+            send=send,
+            receive=send * exchanged + self.tp_size * send * shared,
+            experts=rows * (per_row * regrouped + 4) + 4 * buffers,
+            back=rows * per_row + home * ((regrouped or shared) + exchanged),
             plan=4 * (num_tokens * self.top_k + self.num_experts * (capacity + 1) + 1),
         )
