@@ -19,8 +19,9 @@ from typing import Any, Literal, get_args, get_origin
 
 import megatron.core
 import pytest
+import tiny
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import package_info, tensor_parallel
 from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
 from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.mlp import MLP
@@ -37,18 +38,17 @@ from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
     TransformerConfig,
 )
-from one_rank import INSTALLED, build_layer, make_config, one_rank
 
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.megatron import PaddedAlltoAllTokenDispatcher
 
 CORE = Path(megatron.core.__path__[0])
-SCOPE = "cuda_graph_scope" if INSTALLED < (0, 18) else "cuda_graph_modules"
+INSTALLED = (package_info.MAJOR, package_info.MINOR)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def rank() -> Iterator[None]:
-    with one_rank():
+def megatron_alone() -> Iterator[None]:
+    with tiny.one_process():
         yield
 
 
@@ -96,7 +96,7 @@ def test_dispatcher_methods_take_the_arguments_of_the_stock_ones(method):
 def test_the_base_dispatcher_takes_ep_and_expt_tp_from_the_collection():
     """All versions: `ep_group`, `ep_size`, and `tp_group`, `tp_size` of the *expert* TP group."""
     groups = SimpleNamespace(ep=Group(3), expt_tp=Group(2), tp=None, tp_ep=None)
-    base = MoETokenDispatcher(config=make_config(), pg_collection=groups)
+    base = MoETokenDispatcher(config=tiny.config("allgather"), pg_collection=groups)
     assert (base.ep_group, base.ep_size) == (groups.ep, 3)
     assert (base.tp_group, base.tp_size) == (groups.expt_tp, 2)
     assert (base.cudagraph_attrs, base.valid_cudagraph_attrs) == ([], None)
@@ -154,15 +154,15 @@ def test_moe_layer_takes_config_first_and_groups_by_keyword():
 
 def test_moe_layer_raises_for_a_name_that_it_does_not_know():
     """All versions; hence a stock name while the constructor runs."""
-    config = make_config(moe_token_dispatcher_type="padded_alltoall")
+    config = tiny.config("padded_alltoall")
     with pytest.raises(ValueError, match="Unsupported token dispatcher type: padded_alltoall"):
-        build_layer(config)
+        tiny.layer(config)
 
 
 def test_moe_layer_has_the_parts_that_we_exchange():
     """All versions."""
-    config = make_config(moe_shared_expert_intermediate_size=16)
-    layer = build_layer(config)
+    config = tiny.config("allgather", moe_shared_expert_intermediate_size=16)
+    layer = tiny.layer(config)
     assert type(layer.token_dispatcher) is MoEAllGatherTokenDispatcher
     assert type(layer.router) is TopKRouter
     assert type(layer.experts) is experts.SequentialMLP
@@ -179,7 +179,7 @@ def test_the_all_gather_dispatcher_owns_nothing_and_the_all_to_all_one_a_stream(
     groups = moe_utils.get_default_pg_collection()
     for cls in (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher):
         before = len(streams)
-        dispatcher = cls(4, [0, 1, 2, 3], config=make_config(), pg_collection=groups)
+        dispatcher = cls(4, [0, 1, 2, 3], config=tiny.config("allgather"), pg_collection=groups)
         assert not isinstance(dispatcher, torch.nn.Module)
         assert len(streams) - before == (cls is MoEAlltoAllTokenDispatcher)
 
@@ -214,7 +214,8 @@ def test_where_the_moe_layer_sits_in_a_layer_and_a_block():
         moe_module_specs.get_moe_module_spec(use_te=False, num_experts=4)
     )
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
-        make_config(num_layers=3, moe_layer_freq=[1, 0, 1]), use_transformer_engine=False
+        tiny.config("allgather", num_layers=3, moe_layer_freq=[1, 0, 1]),
+        use_transformer_engine=False,
     )
     kinds = [type(layer.submodules.mlp) for layer in block.layer_specs]
     assert kinds[0] is kinds[2] is type(layer.submodules.mlp)
@@ -239,7 +240,7 @@ class RecordingRouter(TopKRouter):
 
 
 def recording_router(**changes) -> RecordingRouter:
-    router = build_layer(make_config(**changes)).router
+    router = tiny.layer(tiny.config("allgather", **changes)).router
     router.__class__ = RecordingRouter
     return router
 
@@ -277,10 +278,12 @@ def test_a_true_mask_means_padding():
 
 def test_the_router_keeps_its_counts_under_these_names():
     """All versions."""
-    plain = build_layer(make_config()).router
+    plain = tiny.layer(tiny.config("allgather")).router
     assert not plain.enable_expert_bias and plain.local_tokens_per_expert is None
-    biased = build_layer(
-        make_config(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")
+    biased = tiny.layer(
+        tiny.config(
+            "allgather", moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"
+        )
     ).router
     assert biased.enable_expert_bias
     assert biased.local_tokens_per_expert.tolist() == [0, 0, 0, 0]
@@ -324,8 +327,8 @@ def test_inference_experts_are_a_subclass_of_the_accepted_ones():
 
 def test_experts_multiply_by_the_probabilities():
     """All versions; hence combine only sums."""
-    layer = build_layer(make_config())
-    rows_ND, counts_L = torch.randn(8, 8), torch.full((4,), 2)
+    layer = tiny.layer(tiny.config("allgather"))
+    rows_ND, counts_L = torch.randn(8, tiny.HIDDEN), torch.full((4,), 2)
     once, bias = layer.experts(rows_ND, counts_L, torch.ones(8))
     twice, _ = layer.experts(rows_ND, counts_L, torch.full((8,), 2.0))
     assert bias is None
@@ -335,16 +338,16 @@ def test_experts_multiply_by_the_probabilities():
 @pytest.mark.parametrize("gate", [False, True])
 def test_the_overlap_protocol_of_shared_experts(gate):
     """All versions accept this order; only 0.18 and later have `wait_current_stream`."""
-    config = make_config(
-        moe_token_dispatcher_type="alltoall",
+    config = tiny.config(
+        "alltoall",
         moe_shared_expert_intermediate_size=16,
         moe_shared_expert_overlap=True,
         moe_shared_expert_gate=gate,
     )
-    shared = build_layer(config).shared_experts
+    shared = tiny.layer(config).shared_experts
     assert shared.use_shared_expert_gate == gate
     assert hasattr(shared, "wait_current_stream") == (INSTALLED >= (0, 18))
-    x = torch.randn(5, 1, 8)
+    x = torch.randn(5, 1, tiny.HIDDEN)
     for moved in (x, None):
         shared.pre_forward_comm(x)
         assert torch.equal(shared.cached_fc1_input, x)
@@ -380,7 +383,7 @@ def test_post_init_is_looked_up_on_the_class(monkeypatch):
         original(self)
 
     monkeypatch.setattr(TransformerConfig, "__post_init__", noting)
-    config = make_config()
+    config = tiny.config("allgather")
     dataclasses.replace(config, moe_router_topk=1, moe_router_pre_softmax=True)
     MLATransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
     assert ran == ["TransformerConfig", "TransformerConfig", "MLATransformerConfig"]
@@ -388,37 +391,37 @@ def test_post_init_is_looked_up_on_the_class(monkeypatch):
 
 def test_an_unknown_dispatcher_passes_a_plain_config():
     """All versions: the Literal is not checked."""
-    assert make_config(moe_token_dispatcher_type="new").moe_token_dispatcher_type == "new"
+    assert tiny.config("new").moe_token_dispatcher_type == "new"
 
 
 def test_shared_expert_overlap_needs_a_name_that_megatron_knows():
     """All versions; hence 'alltoall' while `__post_init__` runs."""
     overlap = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True}
-    make_config(moe_token_dispatcher_type="alltoall", **overlap)
+    tiny.config("alltoall", **overlap)
     with pytest.raises(ValueError, match="only works with alltoall"):
-        make_config(moe_token_dispatcher_type="new", **overlap)
+        tiny.config("new", **overlap)
 
 
 @pytest.mark.parametrize("name", ["alltoall", "new"])
 def test_graph_scope_moe_asks_for_a_factor_and_padding(name):
     """All versions, whatever the dispatcher; the field is `cuda_graph_modules` from 0.18 on."""
-    settings = {
-        "moe_token_dispatcher_type": name,
-        "cuda_graph_impl": "transformer_engine",
-        SCOPE: ["moe"],
-    }
+    settings = {"cuda_graph_impl": "transformer_engine", **tiny.graph_scope("moe")}
     with pytest.raises(AssertionError, match="only supported with drop-padding MoE"):
-        make_config(**settings)
+        tiny.config(name, **settings)
     with pytest.raises(AssertionError, match="only supported with drop-padding MoE"):
-        make_config(**settings, moe_expert_capacity_factor=1.0)
-    make_config(**settings, moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
+        tiny.config(name, **settings, moe_expert_capacity_factor=1.0)
+    tiny.config(
+        name, **settings, moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True
+    )
 
 
 def test_padding_alone_is_refused_and_a_negative_factor_means_none():
     """All versions."""
     with pytest.raises(ValueError, match="moe_expert_capacity_factor must be set"):
-        make_config(moe_pad_expert_input_to_capacity=True)
-    assert make_config(moe_expert_capacity_factor=-1.0).moe_expert_capacity_factor is None
+        tiny.config("allgather", moe_pad_expert_input_to_capacity=True)
+    assert (
+        tiny.config("allgather", moe_expert_capacity_factor=-1.0).moe_expert_capacity_factor is None
+    )
 
 
 _TRAINING = importlib.util.find_spec("megatron.training")
