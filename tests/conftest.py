@@ -1,10 +1,15 @@
-"""Worker pools for the whole session: starting processes costs more than most tests."""
+"""Worker pools for the whole session, since starting processes costs more than most tests."""
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from padded_dispatch.launch import WorkerPool
+
+# The same examples in every run, and no limit on the time of one.
+settings.register_profile("padded_dispatch", derandomize=True, deadline=None)
+settings.load_profile("padded_dispatch")
 
 
 @pytest.fixture(scope="session")

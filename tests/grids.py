@@ -1,0 +1,56 @@
+"""Grids of ranks for tests inside worker pools, and memory that holds NaN until it is written."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """This rank's place: rank r of the i-th expert-parallel group is rank i * R + r of the pool.
+
+    `group` holds the R ranks with the same i, `tp_group` those with the same r.
+    """
+
+    r: int
+    i: int
+    group: dist.ProcessGroup | None
+    tp_group: dist.ProcessGroup | None
+
+    @property
+    def source(self) -> int:
+        """The index of this rank's rows in an expert's buffer."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+
+@functools.cache  # Groups cost sockets, and a pool lives for a whole session.
+def grid(num_ranks: int, tp_size: int) -> Grid:
+    """The groups of a grid that spans the default group, or of one rank where there is none."""
+    if num_ranks * tp_size == 1:
+        return Grid(r=0, i=0, group=None, tp_group=None)
+    i, r = divmod(dist.get_rank(), num_ranks)
+    rows = [[j * num_ranks + q for q in range(num_ranks)] for j in range(tp_size)]
+    # Everybody creates every group, in the same order.
+    groups = [dist.new_group(row) for row in rows]
+    tp_groups = [dist.new_group(list(column)) for column in zip(*rows, strict=True)]
+    return Grid(
+        r=r,
+        i=i,
+        group=groups[i] if num_ranks > 1 else None,
+        tp_group=tp_groups[r] if tp_size > 1 else None,
+    )
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Deterministic algorithms only, and fresh memory full of NaN (of the largest integer)."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,126 @@
+"""Capacity: Megatron's formula digit for digit, clamped and aligned. (Bytes: test_exchange.py.)"""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.transformer.moe.moe_utils import get_capacity
+
+from padded_dispatch.config import DispatchConfig
+
+GOOD = dict(num_experts=8, top_k=2, capacity_factor=1.25)
+
+
+def test_the_example_of_the_docstring():
+    config = DispatchConfig(num_experts=128, top_k=8, capacity_factor=1.25)
+    assert config.capacity(4096) == 320
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[int, int, int, float]:
+    """T, E, K and a factor; the factor E / K is the documented way to drop nothing."""
+    num_experts = draw(st.integers(1, 300))
+    top_k = draw(st.integers(1, min(num_experts, 16)))
+    factor = draw(st.floats(1e-3, 64) | st.just(num_experts / top_k))
+    return draw(st.integers(1, 40_000)), num_experts, top_k, factor
+
+
+@given(sizes=sizes(), min_capacity=st.integers(1, 20))
+def test_capacity_is_megatron_s_clamped_to_the_tokens(sizes, min_capacity):
+    """`get_capacity` of Megatron-Core 0.16.1 to 0.19.0, as its router calls it."""
+    num_tokens, num_experts, top_k, factor = sizes
+    config = DispatchConfig(
+        num_experts=num_experts, top_k=top_k, capacity_factor=factor, min_capacity=min_capacity
+    )
+    theirs = get_capacity(num_tokens * top_k, num_experts, factor, min_capacity)
+    assert config.capacity(num_tokens) == min(theirs, num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"),
+    [
+        *((t, 160, 6) for t in (448, 576, 896)),
+        *((t, 60, 4) for t in (1984, 3968, 8000)),
+        (4096, 128, 8),
+    ],
+)
+def test_the_factor_that_drops_nothing_gives_t(num_tokens, num_experts, top_k):
+    """For the first two shapes `get_capacity` rounds to T + 1, which crashes the stock path."""
+    factor = num_experts / top_k
+    config = DispatchConfig(num_experts=num_experts, top_k=top_k, capacity_factor=factor)
+    theirs = get_capacity(num_tokens * top_k, num_experts, factor)
+    assert theirs == num_tokens + (num_experts != 128)
+    assert config.capacity(num_tokens) == num_tokens
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 4096])
+def test_no_factor_drops_nothing(num_tokens):
+    config = DispatchConfig(num_experts=8, top_k=2, min_capacity=3)
+    assert config.capacity(num_tokens) == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "changes", "capacity"),
+    [
+        (100, {}, 32),  # ceil(100 * 2 / 8 * 1.25) = ceil(31.25)
+        (100, {"min_capacity": 40}, 40),
+        (100, {"min_capacity": 400}, 100),  # No more than T, however much is asked for.
+        (100, {"capacity_factor": 1e-9}, 1),
+        (1, {"capacity_factor": 1e-9}, 1),
+        (100, {"alignment": 16}, 32),
+        (100, {"alignment": 3}, 33),
+        (100, {"alignment": 16, "num_ranks": 8, "num_experts": 16}, 16),  # 15.6, and 8 * 16 rows
+        (5, {"alignment": 16, "capacity_factor": 100.0}, 16),  # Aligned after the clamp, past T.
+        (5, {"alignment": 16, "capacity_factor": None, "num_ranks": 4, "tp_size": 2}, 6),
+    ],
+)
+def test_capacity_by_hand(num_tokens, changes, capacity):
+    assert DispatchConfig(**{**GOOD, **changes}).capacity(num_tokens) == capacity
+
+
+@given(
+    sizes=sizes(),
+    alignment=st.integers(1, 300),
+    num_ranks=st.integers(1, 12),
+    tp_size=st.integers(1, 4),
+)
+def test_alignment_adds_as_little_as_possible(sizes, alignment, num_ranks, tp_size):
+    num_tokens, num_experts, top_k, factor = sizes
+    shape = dict(num_experts=num_experts * num_ranks, top_k=top_k, capacity_factor=factor)
+    plain = DispatchConfig(**shape, num_ranks=num_ranks, tp_size=tp_size).capacity(num_tokens)
+    aligned = DispatchConfig(**shape, num_ranks=num_ranks, tp_size=tp_size, alignment=alignment)
+    num_sources = num_ranks * tp_size
+    fitting = (c for c in range(plain, plain + alignment) if num_sources * c % alignment == 0)
+    assert aligned.capacity(num_tokens) == next(fitting)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0}, "num_experts=0"),
+        ({"num_experts": 8.0}, r"num_experts=8\.0"),
+        ({"num_experts": 9, "num_ranks": 2}, "num_experts=9 .* multiple of num_ranks=2"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_k": True}, "top_k=True"),
+        ({"top_k": 9}, "top_k=9 .* more than num_experts=8"),
+        ({"capacity_factor": 0.0}, r"capacity_factor=0\.0 .* None to drop nothing"),
+        ({"capacity_factor": -1.0}, r"capacity_factor=-1\.0"),
+        ({"capacity_factor": math.inf}, "capacity_factor=inf"),
+        ({"capacity_factor": math.nan}, "capacity_factor=nan"),
+        ({"min_capacity": 0}, "min_capacity=0"),
+        ({"alignment": -16}, "alignment=-16"),
+        ({"policy": "random"}, "policy='random' .* choose one of probs, position"),
+        ({"num_ranks": 0}, "num_ranks=0"),
+        ({"tp_size": "2"}, "tp_size='2'"),
+    ],
+)
+def test_a_wrong_value_is_named(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        DispatchConfig(**{**GOOD, **changes})
+
+
+@pytest.mark.parametrize("num_tokens", [0, -1])
+def test_no_tokens_are_refused(num_tokens):
+    with pytest.raises(ValueError, match=f"^num_tokens={num_tokens} is not possible: every rank"):
+        DispatchConfig(**GOOD).capacity(num_tokens)
