@@ -23,6 +23,15 @@ from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.ops import select
 from padded_dispatch.stats import Counters
 
+# Megatron-Core 0.16.1 to 0.19.0: `TransformerLayer._te_cuda_graph_capture` and
+# `_te_cuda_graph_replay` call the MoE layer without it.
+_MASK_IS_LOST = (
+    "padding_mask=None is not possible after a training step that had a mask: Megatron drops it "
+    "where cuda_graph_impl='transformer_engine' captures or replays a layer, and padding tokens "
+    "would take slots and count in the losses; train without padding_mask, or set "
+    "cuda_graph_impl='none'"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Selector:
@@ -36,6 +45,7 @@ class Selector:
 def select_after_counting(router: Any, selector: Selector) -> None:
     """Turn a Megatron TopKRouter (or a subclass) into one that selects after it has counted."""
     router.selector = selector
+    router.saw_padding_mask = False
     router.__class__ = _selecting(type(router))
 
 
@@ -47,10 +57,15 @@ def _selecting(base: type) -> type:
         """See the module's docstring."""
 
         selector: Selector
+        saw_padding_mask: bool
 
         def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Any:
             """As `TopKRouter.forward`; the first point at which this layer's ranks could differ."""
             check_facts(self.selector.agreement, self.selector.config, input.flatten(0, -2))
+            if self.training and self.config.cuda_graph_impl == "transformer_engine":
+                if self.saw_padding_mask and padding_mask is None:
+                    raise ValueError(_MASK_IS_LOST)
+                self.saw_padding_mask = padding_mask is not None
             return super().forward(input, padding_mask)
 
         def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:

@@ -1,0 +1,182 @@
+"""Megatron's graph protocol on a CPU: its own capture and replay code, a stand-in for CUDA graphs.
+
+`TECudaGraphHelper.create_cudagraphs` hands every layer to Transformer Engine's
+`make_graphed_callables`. The one here takes the same steps: warm-up of all layers, forward capture
+of all, backward capture of all, then a callable per layer that copies its inputs to where the
+captured ones lay and replays inside an autograd function. What stands in for a CUDA graph is a
+`Tape`. Its replay runs no Python of the model, and whatever that had set on `self` while it was
+captured is as stale as after a real capture.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core.transformer import cuda_graphs, transformer_layer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Tape(TorchDispatchMode):
+    """A CUDA graph without CUDA: the ops that ran inside it, and the memory that they ran on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        self._calls.append((func, args, kwargs or {}, results))
+        return results
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run the same ops again; each reads and writes where it did before."""
+        for func, args, kwargs, results in self._calls:
+            again = func(*args, **kwargs)
+            for static, value in zip(tree_leaves(results), tree_leaves(again), strict=True):
+                # Views and in-place ops have written where they did before.
+                if isinstance(value, Tensor) and value.data_ptr() != static.data_ptr():
+                    static.copy_(value)
+
+
+class _Graphed:
+    """One layer with its static inputs, outputs and gradients."""
+
+    def __init__(self, layer: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        self._layer, self._args, self._kwargs = layer, args, kwargs
+        self._params = list(layer.parameters())
+        self._inputs = [*args, *kwargs.values(), *self._params]
+        self._outputs: list[Tensor] = []
+        self._grad_outputs: list[Tensor | None] = []
+        self._grad_inputs: list[Tensor | None] = []
+        self._forward, self._backward = Tape(), Tape()
+
+    def run_forward(self) -> None:
+        self._outputs = list(self._layer(*self._args, **self._kwargs))
+
+    def seed_backward(self) -> None:
+        """Make room for the gradients of the outputs, outside of what is captured."""
+        self._grad_outputs = [
+            torch.zeros_like(output) if output.requires_grad else None for output in self._outputs
+        ]
+
+    def run_backward(self) -> None:
+        # By way of `.grad`, as Transformer Engine does: recomputation leaves its gradients there.
+        before = [given.grad for given in self._inputs]
+        for given in self._inputs:
+            given.grad = None
+        pairs = zip(self._outputs, self._grad_outputs, strict=True)
+        outputs, grads = zip(*(pair for pair in pairs if pair[1] is not None), strict=True)
+        torch.autograd.backward(outputs, grads)
+        self._grad_inputs = [given.grad for given in self._inputs]
+        for given, grad in zip(self._inputs, before, strict=True):
+            given.grad = grad
+
+    def warm_up(self) -> None:
+        self.run_forward()
+        self.seed_backward()
+        self.run_backward()
+
+    def capture_forward(self) -> None:
+        with _capturing(), self._forward:
+            self.run_forward()
+
+    def capture_backward(self) -> None:
+        self.seed_backward()
+        with _capturing(), self._backward:
+            self.run_backward()
+
+    def replay_forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        for static, value in zip(self._inputs, given, strict=True):
+            if static.data_ptr() != value.data_ptr():
+                static.copy_(value)
+        self._forward.replay()
+        return tuple(output.detach() for output in self._outputs)
+
+    def replay_backward(self, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        for static, grad in zip(self._grad_outputs, grads, strict=True):
+            if static is not None:
+                static.copy_(grad)
+        self._backward.replay()
+        return tuple(None if grad is None else grad.detach() for grad in self._grad_inputs)
+
+    def __call__(self, *args: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+        # Arguments that were not captured are dropped, `is_first_microbatch` among them.
+        by_name = (kwargs[name] for name in self._kwargs)
+        return _Replay.apply(self, *args, *by_name, *self._params)
+
+    def reset(self) -> None:
+        """Free the graphs' memory."""
+        self._forward, self._backward = Tape(), Tape()
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graphed: _Graphed, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.graphed = graphed
+        return graphed.replay_forward(given)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.graphed.replay_backward(grads)
+
+
+@contextmanager
+def _capturing() -> Iterator[None]:
+    """Let code that asks believe that the current CUDA stream is being captured."""
+    yes = {"is_available": lambda: True, "is_current_stream_capturing": lambda: True}
+    with patch.multiple(torch.cuda, **yes):
+        yield
+
+
+def make_graphed_callables(
+    layers: tuple[Any, ...],
+    sample_args: list[tuple[Tensor, ...]],
+    *,
+    sample_kwargs: list[dict[str, Tensor]],
+    num_warmup_iters: int,
+    _order: list[int],
+    **options: object,
+) -> list[_Graphed]:
+    """Stand-in for Transformer Engine's, without pipeline parallelism: one graph per layer."""
+    assert _order == [1, -1]
+    samples = zip(layers, sample_args, sample_kwargs, strict=True)
+    graphs = [_Graphed(layer, args, kwargs) for layer, args, kwargs in samples]
+    for graph in graphs:
+        for _ in range(num_warmup_iters):
+            graph.warm_up()
+    for graph in graphs:
+        graph.capture_forward()
+    for graph in reversed(graphs):
+        graph.capture_backward()
+    return graphs
+
+
+@contextmanager
+def cuda_graphs_on_cpu() -> Iterator[None]:
+    """Give Megatron's `cuda_graph_impl="transformer_engine"` the stand-in."""
+    names = ("transformer_engine", "transformer_engine.pytorch")
+    modules = {name: sys.modules.get(name, ModuleType(name)) for name in names}
+    recent = {"is_te_min_version": lambda version: True}
+    with (
+        patch.dict(sys.modules, modules),
+        patch.multiple(transformer_layer, **recent),
+        patch.multiple(cuda_graphs, HAVE_TE_GRAPHS=True, **recent),
+        # Collecting garbage before and after a capture would take longer than all the rest.
+        patch.object(cuda_graphs, "gc"),
+        patch.object(cuda_graphs, "make_graphed_callables", make_graphed_callables, create=True),
+    ):
+        yield
