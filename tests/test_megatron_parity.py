@@ -4,6 +4,7 @@ import pytest
 import torch
 from layer_parity import LayerCase, layer_parity
 from parity import Errors, compare
+from pipeline_parity import PipelineCase, pipeline_parity
 
 OVERLAP = (("moe_shared_expert_overlap", True),)
 RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))
@@ -44,6 +45,17 @@ def test_two_ranks(pool2, case):
 @pytest.mark.parametrize("case", FOUR, ids=lambda case: case.name)
 def test_four_ranks(pool4, case):
     assert [parity.failures() for parity in pool4.run(layer_parity, case)] == [[]] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_two_pipeline_stages_of_two_chunks(pool2, dtype):
+    case = PipelineCase(name="pp", dtype=dtype)
+    assert [parity.failures() for parity in pool2.run(pipeline_parity, case)] == [[], []]
+
+
+def test_pipeline_stages_with_expert_parallelism(pool4):
+    case = PipelineCase(name="pp and ep", ep=2)
+    assert [parity.failures() for parity in pool4.run(pipeline_parity, case)] == [[]] * 4
 
 
 def _compared(ours: float) -> Errors:

@@ -1,0 +1,170 @@
+"""Shows on GPUs that the padded layer and stock Megatron compute the same, and keeps the numbers.
+
+    python tests/gpu_foundation.py --out notebooks/results/foundation.json --commit SHA
+
+Uses all GPUs of the machine: parity of the MoE layer in every mix of parallelism that fits them,
+and of a pipelined GPT. Results are appended to the file, one run per call; each row is first
+written to `OUT.jsonl`, so that a run that is cut short loses nothing. `--cpu N` does the same with
+N processes over gloo, which tries out this program.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from layer_parity import LayerCase, layer_parity
+from pipeline_parity import STAGES, PipelineCase, pipeline_parity
+
+from padded_dispatch.launch import WorkerError, WorkerPool
+
+PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine")
+DTYPES = (torch.bfloat16, torch.float32)
+CASE_S = 120.0
+OVERLAP = (("moe_shared_expert_overlap", True),)
+RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))
+
+# Read by libraries as they are loaded, so set before a worker starts. fp32 has to mean fp32:
+# Transformer Engine asks cuBLAS for TF32 otherwise.
+ENVIRONMENT = {
+    "NVIDIA_TF32_OVERRIDE": "0",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+
+
+def layer_cases(device: str, num_ranks: int) -> Iterator[LayerCase]:
+    """All that `num_ranks` ranks can run. Ranks beyond tp * ep hold replicas, with other tokens."""
+    sizes: dict[str, Any] = {"device": device}
+    if device == "cuda":
+        sizes |= {"num_experts": 16, "top_k": 4, "hidden": 256, "ffn": 192, "seq": 130}
+    for dtype in DTYPES:
+        plain = {**sizes, "dtype": dtype}
+        for ep in (1, 2, 4, 8):
+            if num_ranks % ep == 0:
+                yield LayerCase(name=f"EP{ep}", ep=ep, **plain)
+        if num_ranks % 2 == 0:
+            yield LayerCase(name="TP2/EP2", tp=2, ep=2, **plain)
+            yield LayerCase(name="TP2/ETP2", tp=2, etp=2, **plain)
+        if num_ranks % 4 == 0:
+            yield LayerCase(name="TP2/EP2/ETP2", tp=2, ep=2, etp=2, **plain)
+        wide = {**plain, "ep": num_ranks}
+        few = {**wide, "num_experts": max(2, num_ranks), "top_k": 1}
+        yield LayerCase(name="fewest experts", **few)
+        full = {**wide, "top_k": 1, "routing": "one expert"}
+        yield LayerCase(name="every token to one expert", **full)
+        if num_ranks > 1:
+            yield LayerCase(name="a rank whose experts get nothing", routing="idle rank", **wide)
+        yield LayerCase(name="bias", bias=True, **wide)
+        yield LayerCase(name="recompute", ours=RECOMPUTE, **wide)
+        yield LayerCase(name="shared experts", shared_ffn=64, **wide)
+        yield LayerCase(name="shared experts, overlap", shared_ffn=64, ours=OVERLAP, **wide)
+
+
+def pipeline_cases(device: str, num_ranks: int) -> Iterator[PipelineCase]:
+    """Two stages, as many ranks in each as there are."""
+    sizes: dict[str, Any] = {"device": device, "ep": num_ranks // STAGES}
+    if device == "cuda":
+        sizes |= {"num_experts": 8, "hidden": 256, "ffn": 192, "heads": 4, "vocab": 512, "seq": 64}
+    if num_ranks % STAGES == 0:
+        for dtype in DTYPES:
+            yield PipelineCase(name=f"PP2/VPP2/EP{sizes['ep']}", dtype=dtype, **sizes)
+
+
+def run_case(pool: WorkerPool, check: str, parity: Callable[..., Any], case: Any) -> dict[str, Any]:
+    """One row: the case, the errors that it led to, and whether it passed."""
+    started = time.monotonic()
+    row: dict[str, Any] = {"check": check, "passed": False, **dataclasses.asdict(case)}
+    row |= {"dtype": str(case.dtype).removeprefix("torch."), "contender": "ours"}
+    row |= {"baseline": case.stock_type, "ranks": pool.num_workers, "repeats": None}
+    row |= {"errors": None, "failures": None}
+    try:
+        found = pool.run(parity, case, timeout_s=CASE_S)
+    except WorkerError as error:
+        row["failures"] = [str(error)[-2000:]]
+    else:
+        row["repeats"] = all(rank.repeats for rank in found)
+        row["errors"] = {name: dataclasses.asdict(e) for name, e in found[0].errors.items()}
+        row["failures"] = sorted({failure for rank in found for failure in rank.failures()})
+        row["passed"] = not row["failures"]
+    return row | {"seconds": round(time.monotonic() - started, 2)}
+
+
+def about(num_gpus: int, command: str, commit: str) -> dict[str, Any]:
+    """Where, with what and how the rows of this run came about."""
+    gpus = f"{num_gpus} x {torch.cuda.get_device_name()}" if num_gpus else ""
+    return {
+        "machine": gpus or f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "versions": {"python": platform.python_version()} | {p: _version(p) for p in PACKAGES},
+        "command": command,
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+        "environment": ENVIRONMENT,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def say(line: str) -> None:
+    """A line for whoever watches."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    """Run everything; the exit code is 1 when a check failed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="the results file")
+    parser.add_argument("--commit", required=True, help="that this tree was made from")
+    parser.add_argument("--command", help="as it was typed, if not as this process sees it")
+    parser.add_argument("--cpu", type=int, metavar="N", help="N processes without GPUs")
+    arguments = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    device = "cpu" if arguments.cpu else "cuda"
+    num_ranks = arguments.cpu or torch.cuda.device_count()
+    num_gpus = 0 if arguments.cpu else num_ranks
+    if num_ranks == 0:
+        parser.error("no GPU here; --cpu N runs without")
+    command = arguments.command or " ".join(["python", *sys.argv])
+
+    rows = []
+    lines = arguments.out.with_suffix(".jsonl")
+    lines.parent.mkdir(parents=True, exist_ok=True)
+    backend = "gloo" if arguments.cpu else "nccl"
+    with WorkerPool(num_ranks, backend=backend) as pool, lines.open("a") as file:
+        checks = [("layer parity", layer_parity, c) for c in layer_cases(device, num_ranks)]
+        checks += [
+            ("pipeline parity", pipeline_parity, c) for c in pipeline_cases(device, num_ranks)
+        ]
+        for check, parity, case in checks:
+            row = run_case(pool, check, parity, case)
+            rows.append(row)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            verdict = "passed" if row["passed"] else "FAILED"
+            say(f"{verdict} {check}: {case.name}, {row['dtype']}, {row['seconds']} s")
+
+    runs = json.loads(arguments.out.read_text())["runs"] if arguments.out.exists() else []
+    runs.append({"about": about(num_gpus, command, arguments.commit), "rows": rows})
+    arguments.out.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    num_failed = sum(not row["passed"] for row in rows)
+    say(f"{len(rows) - num_failed} passed, {num_failed} failed")
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
