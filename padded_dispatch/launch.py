@@ -32,7 +32,8 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 _START_S = 120.0  # imports and rendezvous, on a busy laptop
 _PEERS_S = 2.0  # after the first error: what peers have to report theirs before they are stopped
-_END_S = 3.0  # what an idle worker has to end by itself, and a busy one after SIGTERM
+_EXIT_S = 30.0  # what an idle worker has to end by itself, which includes its exit handlers
+_END_S = 3.0  # what a busy worker has to end after SIGTERM
 
 
 class WorkerError(RuntimeError):
@@ -223,16 +224,16 @@ class _Workers:
         for pipe in self._pipes:
             pipe.close()
         if self.in_step:
-            self._join()
+            self._join(_EXIT_S)
         for process in self._processes:
             process.terminate()
-        self._join()
+        self._join(_END_S)
         for process in self._processes:
             process.kill()
             process.join()
 
-    def _join(self) -> None:
-        deadline = time.monotonic() + _END_S
+    def _join(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
 
