@@ -32,7 +32,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 _START_S = 120.0  # imports and rendezvous, on a busy laptop
 _PEERS_S = 2.0  # after the first error: what peers have to report theirs before they are stopped
-_EXIT_S = 30.0  # what an idle worker has to end by itself, which includes its exit handlers
+_EXIT_S = 30.0  # what a worker has for its exit handlers
 _END_S = 3.0  # what a busy worker has to end after SIGTERM
 
 
@@ -132,6 +132,7 @@ def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_wor
         workers = _Workers(num_workers)
         try:
             workers.run(fn, args, timeout_s=None)
+            workers.finish()
         finally:
             workers.stop()
     except WorkerError as failure:
@@ -219,12 +220,14 @@ class _Workers:
             raise WorkerError(errors)
         return [results[rank] for rank in range(len(self._pipes))]
 
-    def stop(self) -> None:
-        """End all workers: idle ones end with their pipe, busy ones by a signal."""
+    def finish(self) -> None:
+        """Let idle workers end by themselves, exit handlers included."""
         for pipe in self._pipes:
             pipe.close()
-        if self.in_step:
-            self._join(_EXIT_S)
+        self._join(_EXIT_S)
+
+    def stop(self) -> None:
+        """End all workers, whatever they are doing."""
         for process in self._processes:
             process.terminate()
         self._join(_END_S)
@@ -275,6 +278,7 @@ def _serve(pipe: Connection, env: dict[str, str]) -> None:
             answer = pickle.dumps((True, fn(*args)))
         except BaseException as error:
             answer = _pickled(error)
+        sys.stdout.flush()  # A pool's workers end by a signal.
         pipe.send_bytes(answer)
     if dist.is_initialized():
         dist.destroy_process_group()

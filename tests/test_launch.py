@@ -154,7 +154,7 @@ def test_a_closed_pool_starts_again():
 # it open: a worker is gone when, and only when, its connection ends.
 
 JOB = """
-    import os, signal, socket, sys, time
+    import atexit, os, signal, socket, sys, time
     import torch
     import torch.distributed as dist
     from padded_dispatch.launch import start_workers
@@ -171,6 +171,7 @@ JOB = """
         if how == "die" and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "return":
+            atexit.register(alive.sendall, b"bye")
             return
         if how == "sleep" and rank == 0:
             time.sleep(600)
@@ -197,18 +198,20 @@ class Job:
             )
             self.workers = [server.accept()[0].makefile() for _ in range(2)]
         self.said = sorted(worker.readline() for worker in self.workers)
+        self.last_words: list[str] = []
 
     def end(self) -> tuple[int, str]:
         """Its exit code and stderr, once it and all workers have ended."""
         _, stderr = self.process.communicate(timeout=60)
-        assert [worker.read() for worker in self.workers] == ["", ""]
+        self.last_words = [worker.read() for worker in self.workers]
         return self.process.returncode, stderr
 
 
-def test_a_job_sees_what_torchrun_sets(tmp_path):
+def test_a_job_sees_what_torchrun_sets_and_ends_by_itself(tmp_path):
     job = Job(tmp_path, "return")
     assert job.said == ["0 of 2: 3\n", "1 of 2: 3\n"]
     assert job.end() == (0, "")
+    assert job.last_words == ["bye", "bye"]  # Exit handlers had their time.
 
 
 def test_a_failing_worker_ends_the_job(tmp_path):

@@ -1,0 +1,352 @@
+"""The dispatcher with experts in the middle, on real ranks, against the reference, bit by bit.
+
+Tokens, weights and gradients are small whole numbers and probabilities are eighths, so that every
+product and sum is exact in fp64 and equality needs no tolerance.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from grids import Grid, grid, poisoned_memory
+from hypothesis import given
+from routing_cases import RoutingCase, assert_same, routing_cases
+from torch import Tensor
+
+from padded_dispatch import DispatchConfig, Dispatched, ExpertInput, PaddedDispatcher, reference
+from padded_dispatch.launch import WorkerError, WorkerPool
+from padded_dispatch.routings import routing_map, thin_out
+
+GRIDS_OF_2 = pytest.mark.parametrize(("num_ranks", "tp_size"), [(2, 1), (1, 2)])
+GRIDS_OF_4 = pytest.mark.parametrize(("num_ranks", "tp_size"), [(4, 1), (2, 2)])
+ROUTINGS = pytest.mark.parametrize("routing", ["thin", "hot", "same", "idle", "masked", "tiny"])
+LOCAL_EXPERTS, TOP_K, TOKENS, HIDDEN = 2, 3, 7, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What the routers of all sources said."""
+
+    map_STE: np.ndarray
+    probs_STE: np.ndarray
+    mask_ST: np.ndarray
+    tokens_STD: np.ndarray
+    grad_STD: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneRank:
+    """Results of one rank: output and gradients."""
+
+    out_TD: Tensor
+    grad_tokens_TD: Tensor
+    grad_probs_TE: Tensor
+    grad_out_ND: Tensor
+    is_real_N: Tensor
+    demand_E: Tensor
+
+
+def make_batch(config: DispatchConfig, routing: str, seed: int = 0) -> Batch:
+    """thin: 0 to K experts per token. hot: one expert overflows. same: most experts get nothing.
+    idle: the last rank asks for nobody. masked: some tokens, and all of rank 0, are padding."""
+    generator = np.random.default_rng(seed)
+    num_tokens = 1 if routing == "tiny" else TOKENS
+    sources, experts = config.num_sources, config.num_experts
+    mask_ST = np.zeros((sources, num_tokens), bool)
+    if routing == "masked":
+        mask_ST = generator.random(mask_ST.shape) < 0.3
+        mask_ST[0] = True
+    maps = []
+    for source in range(sources):
+        skew = routing if routing in ("hot", "same") else "uniform"
+        if routing == "idle" and source == sources - 1:
+            skew = "none"
+        map_TE = routing_map(num_tokens, experts, config.top_k, skew=skew, seed=seed + source)
+        maps.append(thin_out(map_TE, share=0.3, seed=source) if routing == "thin" else map_TE)
+    shape = sources, num_tokens
+    return Batch(
+        map_STE=np.stack(maps),
+        probs_STE=generator.integers(0, 9, (*shape, experts)) / 8,
+        mask_ST=mask_ST,
+        tokens_STD=generator.integers(-9, 10, (*shape, HIDDEN)).astype(np.float64),
+        grad_STD=generator.integers(-9, 10, (*shape, HIDDEN)).astype(np.float64),
+    )
+
+
+def weight(i: int, r: int) -> np.ndarray:
+    """[L, D, D] of shard i of the experts of rank r."""
+    generator = np.random.default_rng([i, r])
+    return generator.integers(-3, 4, (LOCAL_EXPERTS, HIDDEN, HIDDEN)).astype(np.float64)
+
+
+def numpy_experts(i: int, r: int, rows_LMD: np.ndarray, probs_LM: np.ndarray) -> np.ndarray:
+    return (rows_LMD @ weight(i, r)) * probs_LM[..., None]
+
+
+def numpy_experts_backward(
+    i: int, r: int, rows_LMD: np.ndarray, probs_LM: np.ndarray, grad_LMD: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    grad_rows_LMD = (grad_LMD * probs_LM[..., None]) @ weight(i, r).transpose(0, 2, 1)
+    return grad_rows_LMD, ((rows_LMD @ weight(i, r)) * grad_LMD).sum(-1)
+
+
+def is_real(given: ExpertInput) -> Tensor:
+    """bool [N]: which rows hold a token."""
+    num_sources, num_local_experts = given.kept_SL.shape
+    capacity = given.rows_ND.shape[0] // given.kept_SL.numel()
+    c_C = torch.arange(capacity)
+    return (c_C < given.kept_SL.T.reshape(num_local_experts, num_sources, 1)).flatten()
+
+
+def poison(rows: Tensor, is_real_N: Tensor) -> Tensor:
+    """NaN in every padded row, of the values and of the gradient that comes back through them."""
+
+    def nan(values: Tensor) -> Tensor:
+        return torch.where(is_real_N.view(-1, *[1] * (values.ndim - 1)), values, torch.nan)
+
+    class Poison(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, values: Tensor) -> Tensor:
+            return nan(values)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return nan(grad)
+
+    return Poison.apply(rows)
+
+
+def experts(given: ExpertInput, here: Grid) -> Tensor:
+    weight_LDD = torch.from_numpy(weight(here.i, here.r))
+    rows_LMD = given.rows_ND.view(LOCAL_EXPERTS, -1, HIDDEN)
+    return (rows_LMD @ weight_LDD).flatten(0, 1) * given.probs_N[:, None]
+
+
+def _leaf(payload: np.ndarray) -> Tensor:
+    return torch.from_numpy(payload.copy()).requires_grad_()
+
+
+def _grad(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+class _Step:
+    """One microbatch on one rank, in the parts that its tests put in order."""
+
+    def __init__(self, config: DispatchConfig, batch: Batch) -> None:
+        self.here = grid(config.num_ranks, config.tp_size)
+        source = self.here.source
+        self.tokens_TD = _leaf(batch.tokens_STD[source])
+        self.probs_TE = _leaf(batch.probs_STE[source])
+        self.map_TE = torch.from_numpy(batch.map_STE[source])
+        self.mask_T = torch.from_numpy(batch.mask_ST[source])
+        self.grad_TD = torch.from_numpy(batch.grad_STD[source])
+
+    def dispatch(self, dispatcher: PaddedDispatcher) -> Dispatched:
+        return dispatcher.dispatch(self.tokens_TD, self.probs_TE, self.map_TE, self.mask_T)
+
+    def finish(self, dispatcher: PaddedDispatcher, dispatched: Dispatched) -> OneRank:
+        """Experts whose padded rows are all NaN, then combine and backward."""
+        given = dispatched.expert_input
+        is_real_N = is_real(given)
+        clean = ExpertInput(
+            rows_ND=poison(given.rows_ND, is_real_N),
+            probs_N=poison(given.probs_N, is_real_N),
+            kept_SL=given.kept_SL,
+        )
+        out_ND = poison(experts(clean, self.here), is_real_N)
+        out_ND.retain_grad()
+        out_TD = dispatcher.combine(out_ND, dispatched)
+        out_TD.backward(self.grad_TD)
+        return OneRank(
+            out_TD=out_TD.detach(),
+            grad_tokens_TD=_grad(self.tokens_TD),
+            grad_probs_TE=_grad(self.probs_TE),
+            grad_out_ND=_grad(out_ND),
+            is_real_N=is_real_N,
+            demand_E=dispatched.selection.demand_E,
+        )
+
+
+def _dispatcher(config: DispatchConfig) -> PaddedDispatcher:
+    here = grid(config.num_ranks, config.tp_size)
+    return PaddedDispatcher(config, group=here.group, tp_group=here.tp_group)
+
+
+def _one_step(config: DispatchConfig, batch: Batch) -> OneRank:
+    with poisoned_memory():
+        dispatcher, step = _dispatcher(config), _Step(config, batch)
+        return step.finish(dispatcher, step.dispatch(dispatcher))
+
+
+def _two_in_flight(config: DispatchConfig, batches: tuple[Batch, Batch]) -> list[OneRank]:
+    """The first is dispatched first and combined last, as pipelines do."""
+    dispatcher = _dispatcher(config)
+    first, second = (_Step(config, batch) for batch in batches)
+    first_on_its_way = first.dispatch(dispatcher)
+    second_on_its_way = second.dispatch(dispatcher)
+    result = second.finish(dispatcher, second_on_its_way)
+    return [first.finish(dispatcher, first_on_its_way), result]
+
+
+def assert_is_reference(config: DispatchConfig, batch: Batch, results: list[OneRank]) -> None:
+    capacity = config.capacity(batch.tokens_STD.shape[1])
+    selections = [
+        reference.select(map_TE, probs_TE, capacity=capacity, policy=config.policy, mask_T=mask_T)
+        for map_TE, probs_TE, mask_T in zip(
+            batch.map_STE, batch.probs_STE, batch.mask_ST, strict=True
+        )
+    ]
+    plans = [reference.plan(s.kept_TE, top_k=config.top_k, capacity=capacity) for s in selections]
+    probs_STE = np.stack([selection.probs_TE for selection in selections])
+    ranks = dict(num_ranks=config.num_ranks, tp_size=config.tp_size)
+    out_STD = reference.layer(batch.tokens_STD, probs_STE, plans, numpy_experts, **ranks)
+    grad_tokens_STD, grad_probs_STE = reference.layer_backward(
+        batch.tokens_STD, probs_STE, plans, numpy_experts_backward, batch.grad_STD, **ranks
+    )
+    grad_out_RLMD = reference.combine_backward(
+        batch.grad_STD, plans, num_ranks=config.num_ranks
+    ).reshape(config.num_ranks, -1, HIDDEN)
+    for source, (result, selection) in enumerate(zip(results, selections, strict=True)):
+        assert_same(result.out_TD, out_STD[source])
+        assert_same(result.grad_tokens_TD, grad_tokens_STD[source])
+        assert_same(
+            result.grad_probs_TE,
+            reference.select_backward(selection.kept_TE, grad_probs_STE[source]),
+        )
+        assert_same(result.grad_out_ND, grad_out_RLMD[source % config.num_ranks])
+        assert not result.grad_out_ND[~result.is_real_N].any()
+        assert_same(result.demand_E, selection.demand_E)
+
+
+def config_of(num_ranks: int = 1, tp_size: int = 1, **changes: Any) -> DispatchConfig:
+    num_experts = LOCAL_EXPERTS * num_ranks
+    sizes = dict(num_experts=num_experts, top_k=min(TOP_K, num_experts), capacity_factor=0.75)
+    return DispatchConfig(**{**sizes, **changes}, num_ranks=num_ranks, tp_size=tp_size)
+
+
+@ROUTINGS
+def test_one_rank_is_the_reference(routing):
+    config = config_of()
+    batch = make_batch(config, routing)
+    assert_is_reference(config, batch, [_one_step(config, batch)])
+
+
+@ROUTINGS
+@GRIDS_OF_2
+def test_two_ranks_are_the_reference(pool2: WorkerPool, routing, num_ranks, tp_size):
+    config = config_of(num_ranks, tp_size)
+    batch = make_batch(config, routing)
+    assert_is_reference(config, batch, pool2.run(_one_step, config, batch))
+
+
+@ROUTINGS
+@GRIDS_OF_4
+def test_four_ranks_are_the_reference(pool4: WorkerPool, routing, num_ranks, tp_size):
+    config = config_of(num_ranks, tp_size)
+    batch = make_batch(config, routing)
+    assert_is_reference(config, batch, pool4.run(_one_step, config, batch))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"policy": "position"}, {"capacity_factor": None}, {"alignment": 16}, {"min_capacity": 5}],
+)
+def test_every_option_is_the_reference(pool4: WorkerPool, changes):
+    config = config_of(2, 2, **changes)
+    batch = make_batch(config, "hot")
+    assert_is_reference(config, batch, pool4.run(_one_step, config, batch))
+
+
+@GRIDS_OF_4
+def test_a_dispatcher_keeps_nothing_between_calls(pool4: WorkerPool, num_ranks, tp_size):
+    config = config_of(num_ranks, tp_size)
+    batches = make_batch(config, "thin", seed=1), make_batch(config, "tiny", seed=2)
+    firsts, seconds = zip(*pool4.run(_two_in_flight, config, batches), strict=True)
+    assert_is_reference(config, batches[0], list(firsts))
+    assert_is_reference(config, batches[1], list(seconds))
+
+
+@given(case=routing_cases())
+def test_identity_experts_on_any_routing(case: RoutingCase):
+    """Each token comes back times the sum of its kept probabilities; quarters, so exactly."""
+    map_TE, probs_TE, mask_T = case.tensors()
+    num_tokens, num_experts = map_TE.shape
+    config = DispatchConfig(num_experts=num_experts, top_k=num_experts, min_capacity=case.capacity)
+    dispatcher = PaddedDispatcher(config)
+    tokens_TD = torch.arange(1.0, num_tokens * HIDDEN + 1).view(num_tokens, HIDDEN)
+    dispatched = dispatcher.dispatch(tokens_TD, probs_TE, map_TE, mask_T)
+    given = dispatched.expert_input
+    out_TD = dispatcher.combine(given.rows_ND * given.probs_N[:, None].float(), dispatched)
+    asked_TE = map_TE if mask_T is None else map_TE & ~mask_T[:, None]
+    sums_T1 = torch.where(asked_TE, probs_TE, 0).sum(1, keepdim=True)
+    assert torch.equal(out_TD, tokens_TD * sums_T1.float())
+
+
+def _layer(
+    dispatcher: PaddedDispatcher, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor
+) -> Tensor:
+    dispatched = dispatcher.dispatch(tokens_TD, probs_TE, map_TE)
+    given = dispatched.expert_input
+    return dispatcher.combine(torch.tanh(given.rows_ND) * given.probs_N[:, None], dispatched)
+
+
+def _compiled_and_eager(num_ranks: int, tp_size: int) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of outputs and gradients in fp32, where another order of a sum would show."""
+    config = config_of(num_ranks, tp_size)
+    dispatcher = _dispatcher(config)
+    compiled = torch.compile(_layer, fullgraph=True, backend="aot_eager")
+    pairs = []
+    for num_tokens in (7, 9):
+        generator = torch.Generator().manual_seed(num_tokens)
+        map_TE = torch.from_numpy(routing_map(num_tokens, config.num_experts, config.top_k))
+        results = []
+        tokens_TD = torch.rand(num_tokens, HIDDEN, generator=generator)
+        probs_TE = torch.rand(map_TE.shape, generator=generator)
+        for layer in (compiled, _layer):
+            leaves = [x.clone().requires_grad_() for x in (tokens_TD, probs_TE)]
+            out_TD = layer(dispatcher, *leaves, map_TE)
+            out_TD.square().sum().backward()
+            results.append([out_TD.detach(), *map(_grad, leaves)])
+        pairs += zip(*results, strict=True)
+    return pairs
+
+
+def test_compiled_as_one_graph_is_eager_bit_by_bit():
+    for ours, theirs in _compiled_and_eager(1, 1):
+        assert torch.equal(ours, theirs)
+
+
+@GRIDS_OF_2
+def test_compiled_over_ranks_is_eager_bit_by_bit(pool2: WorkerPool, num_ranks, tp_size):
+    for pairs in pool2.run(_compiled_and_eager, num_ranks, tp_size):
+        assert len(pairs) == 6
+        for ours, theirs in pairs:
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("field", ["num_ranks", "tp_size"])
+def test_a_config_of_another_size_than_its_group_is_refused(field):
+    config = DispatchConfig(num_experts=4, top_k=2, **{field: 2})
+    with pytest.raises(ValueError, match=f"^{field}=2 .* its process group has 1 ranks"):
+        PaddedDispatcher(config)
+
+
+def _world_for_one_rank() -> None:
+    PaddedDispatcher(DispatchConfig(num_experts=4, top_k=2), group=dist.group.WORLD)
+
+
+def test_a_group_of_another_size_than_its_config_is_refused(pool2: WorkerPool):
+    with pytest.raises(WorkerError, match=r"num_ranks=1 .* its process group has 2 ranks"):
+        pool2.run(_world_for_one_rank)
+
+
+def test_no_tokens_are_refused():
+    dispatcher = PaddedDispatcher(DispatchConfig(num_experts=4, top_k=2))
+    with pytest.raises(ValueError, match=r"^num_tokens=0 is not possible"):
+        nobody_TE = torch.zeros(0, 4)
+        dispatcher.dispatch(torch.zeros(0, 3), nobody_TE, nobody_TE > 0)
