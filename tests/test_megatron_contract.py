@@ -175,13 +175,15 @@ def test_moe_layer_has_the_parts_that_we_exchange():
 def test_the_all_gather_dispatcher_owns_nothing_and_the_all_to_all_one_a_stream(monkeypatch):
     """All versions; hence the former while the constructor runs."""
     streams = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: streams.append(args))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: streams.append("created"))
+    # One for all dispatchers of the process.
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None)
     groups = moe_utils.get_default_pg_collection()
-    for cls in (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher):
-        before = len(streams)
-        dispatcher = cls(4, [0, 1, 2, 3], config=tiny.config("allgather"), pg_collection=groups)
-        assert not isinstance(dispatcher, torch.nn.Module)
-        assert len(streams) - before == (cls is MoEAlltoAllTokenDispatcher)
+    arguments = {"config": tiny.config("allgather"), "pg_collection": groups}
+    all_gather = MoEAllGatherTokenDispatcher(4, [0, 1, 2, 3], **arguments)
+    assert not streams and not isinstance(all_gather, torch.nn.Module)
+    MoEAlltoAllTokenDispatcher(4, [0, 1, 2, 3], **arguments)
+    assert streams == ["created"]
 
 
 def test_transformer_layers_hand_groups_to_an_exact_class_in_old_versions():
@@ -337,7 +339,10 @@ def test_experts_multiply_by_the_probabilities():
 
 @pytest.mark.parametrize("gate", [False, True])
 def test_the_overlap_protocol_of_shared_experts(gate):
-    """All versions accept this order; only 0.18 and later have `wait_current_stream`."""
+    """All versions accept this order.
+
+    Only 0.18 and later have `wait_current_stream`, and a state machine that checks the order.
+    """
     config = tiny.config(
         "alltoall",
         moe_shared_expert_intermediate_size=16,
@@ -347,11 +352,16 @@ def test_the_overlap_protocol_of_shared_experts(gate):
     shared = tiny.layer(config).shared_experts
     assert shared.use_shared_expert_gate == gate
     assert hasattr(shared, "wait_current_stream") == (INSTALLED >= (0, 18))
+    assert hasattr(shared, "_overlap_state") == (INSTALLED >= (0, 18))
+    if INSTALLED >= (0, 18):
+        assert shared._overlap_state.name == "IDLE"
     x = torch.randn(5, 1, tiny.HIDDEN)
     for moved in (x, None):
         shared.pre_forward_comm(x)
         assert torch.equal(shared.cached_fc1_input, x)
         assert (shared.gate_score is not None) == gate
+        if INSTALLED >= (0, 18):
+            assert shared._overlap_state.name == "PRE_FORWARD_COMM_DONE"
         shared.linear_fc1_forward_and_act(moved)
         shared.linear_fc2_forward(moved)
         shared.post_forward_comm()
