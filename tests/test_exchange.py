@@ -4,16 +4,19 @@ Payloads are whole numbers in fp64 that encode their address: all sums are exact
 needs no tolerance, and a misplaced row shows where it came from. Fresh memory is NaN throughout.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from grids import grid, poisoned_memory
+import torch.distributed as dist
+from grids import Grid, grid, poisoned_memory
 from routing_cases import assert_same
 from torch import Tensor
 from torch.library import opcheck
+from torch.testing._internal.distributed import multi_threaded_pg
 
 from padded_dispatch import reference
 from padded_dispatch.config import BufferBytes, DispatchConfig
@@ -91,31 +94,32 @@ def make_case(routing: str, num_ranks: int, tp_size: int) -> Case:
 
 
 def _there_and_back(case: Case) -> dict[str, Tensor]:
-    """All results and gradients of one rank."""
-    here = grid(case.num_ranks, case.tp_size)
+    """All results and gradients of this rank of a pool."""
+    with poisoned_memory():
+        return results_of(case, grid(case.num_ranks, case.tp_size))
 
+
+def results_of(case: Case, here: Grid) -> dict[str, Tensor]:
     def leaf(payload: np.ndarray) -> Tensor:
         return torch.from_numpy(payload.copy()).requires_grad_()
 
-    with poisoned_memory():
-        num_local_experts = case.out_IRLMD.shape[2]
-        exchange = CollectiveExchange(num_local_experts, here.group, here.tp_group)
-        kept_TE = torch.from_numpy(case.kept_STE[here.source])
-        plan = make_plan(kept_TE, top_k=case.top_k, capacity=case.capacity)
-        tokens_TD, probs_TE = leaf(case.tokens_STD[here.source]), leaf(case.probs_STE[here.source])
-        outgoing = exchange.prepare(tokens_TD, probs_of_choices(probs_TE, plan), plan)
-        given = exchange.arrange(exchange.move(outgoing))
-        torch.autograd.backward(
-            (given.rows_ND, given.probs_N),
-            (
-                torch.from_numpy(case.grad_rows_IRLMD[here.i, here.r]).flatten(0, 1),
-                torch.from_numpy(case.grad_probs_IRLM[here.i, here.r]).flatten(),
-            ),
-        )
-        out_LMD = leaf(case.out_IRLMD[here.i, here.r])
-        returned = exchange.disarrange(out_LMD.flatten(0, 1), case.capacity)
-        home_TD = exchange.combine(exchange.move_back(returned), plan)
-        home_TD.backward(torch.from_numpy(case.grad_home_STD[here.source]))
+    exchange = CollectiveExchange(case.out_IRLMD.shape[2], here.group, here.tp_group)
+    kept_TE = torch.from_numpy(case.kept_STE[here.source])
+    plan = make_plan(kept_TE, top_k=case.top_k, capacity=case.capacity)
+    tokens_TD, probs_TE = leaf(case.tokens_STD[here.source]), leaf(case.probs_STE[here.source])
+    outgoing = exchange.prepare(tokens_TD, probs_of_choices(probs_TE, plan), plan)
+    given = exchange.arrange(exchange.move(outgoing))
+    torch.autograd.backward(
+        (given.rows_ND, given.probs_N),
+        (
+            torch.from_numpy(case.grad_rows_IRLMD[here.i, here.r]).flatten(0, 1),
+            torch.from_numpy(case.grad_probs_IRLM[here.i, here.r]).flatten(),
+        ),
+    )
+    out_LMD = leaf(case.out_IRLMD[here.i, here.r])
+    returned = exchange.disarrange(out_LMD.flatten(0, 1), case.capacity)
+    home_TD = exchange.combine(exchange.move_back(returned), plan)
+    home_TD.backward(torch.from_numpy(case.grad_home_STD[here.source]))
     assert tokens_TD.grad is not None
     assert probs_TE.grad is not None
     assert out_LMD.grad is not None
@@ -173,6 +177,32 @@ def test_four_ranks_are_the_reference(pool4: WorkerPool, routing, num_ranks, tp_
     assert_is_reference(case, pool4.run(_there_and_back, case))
 
 
+def test_sixty_four_ranks_are_the_reference():
+    """Threads of this process, with torch's in-process group in place of gloo."""
+    case = make_case("thin", 64, 1)
+    store = dist.HashStore()
+
+    def run(rank: int) -> dict[str, Tensor]:
+        dist.init_process_group("threaded", rank=rank, world_size=64, store=store)
+        try:
+            return results_of(case, Grid(r=rank, i=0, group=dist.group.WORLD, tp_group=None))
+        except BaseException as error:
+            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)  # Frees those that wait.
+            raise
+        finally:
+            dist.destroy_process_group()
+
+    multi_threaded_pg._install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        with ThreadPoolExecutor(64) as threads:
+            results = list(threads.map(run, range(64)))
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        multi_threaded_pg._uninstall_threaded_pg()
+    assert_is_reference(case, results)
+
+
 def test_memory_is_poisoned():
     with poisoned_memory():
         assert torch.empty(3).isnan().all()
@@ -180,8 +210,8 @@ def test_memory_is_poisoned():
 
 def _sums_of_shards() -> tuple[Tensor, Tensor]:
     """Rank 0 contributes 256, ranks 1 to 3 one each: once forward, once backward."""
-    name = group_name(torch.distributed.group.WORLD)
-    value = 256 if torch.distributed.get_rank() == 0 else 1
+    name = group_name(dist.group.WORLD)
+    value = 256 if dist.get_rank() == 0 else 1
     summand = torch.full((4, 1), value, dtype=torch.bfloat16)
     block = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
     all_gather(block, name, 4).backward(summand)
@@ -199,7 +229,7 @@ def test_shards_of_bf16_add_up_in_fp32(pool4: WorkerPool):
 
 
 def _check_ops() -> None:
-    name = group_name(torch.distributed.group.WORLD)
+    name = group_name(dist.group.WORLD)
     rows = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     strided = torch.randn(3, 4, dtype=torch.float64).T.requires_grad_()
     for blocks in (rows, strided):
