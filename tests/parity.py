@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
 from padded_dispatch.megatron import install, uninstall
@@ -68,6 +69,8 @@ def megatron(device: str, **sizes: Any) -> Iterator[None]:
             stack.enter_context(megatron_on_cpu())
         install()
         stack.callback(uninstall)
+        # A plain backward leaves a scalar here, which the schedules of a pipeline stumble over.
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None
         parallel_state.initialize_model_parallel(**sizes)
         stack.callback(parallel_state.destroy_model_parallel)
         yield
