@@ -15,6 +15,9 @@ class Counters:
     `demand_E`, `kept_E`: int64 [E]. `num_overflow`: int64 scalar, rows that a plan had no slot for
     although they had been kept; other than zero it is somebody's bug. `num_slots`: int64 scalar,
     slots offered (E * C per call).
+
+    Capturing a CUDA graph counts its warm-up passes, too, on inputs that mean nothing: reset after
+    it.
     """
 
     def __init__(self, num_experts: int, device: torch.device | str | int) -> None:

@@ -32,7 +32,7 @@ from padded_dispatch.launch import WorkerPool
 from padded_dispatch.megatron import install, uninstall
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 
-VOCAB, SEQUENCE, BATCH, MICROBATCHES = 32, 6, 2, 2
+VOCAB, SEQUENCE, BATCH, MICROBATCHES = 32, 7, 2, 2
 OTHER_SEQUENCE, OTHER_BATCH = 5, 3  # of an evaluation
 NUM_TOKENS = SEQUENCE * BATCH
 
@@ -258,6 +258,11 @@ def test_replay_equals_eager(megatron, scope, case):
     assert differences(eager_run(case), graphed_run(scope, **CASES[case])) == []
 
 
+def test_the_dropping_case_drops(megatron):
+    for step in eager_run("dropping"):
+        assert step["kept_E of layer 0"].sum() < step["demand_E of layer 0"].sum()
+
+
 def test_replay_equals_eager_with_recompute(megatron):
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     graphed = graphed_run(("moe",), **recompute)
@@ -332,7 +337,7 @@ def test_stock_trips_over_an_evaluation_between_replays(megatron):
     training.capture()
     training.forward(BATCH, SEQUENCE, seed=0)
     training.evaluate(0)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="is invalid for input of size"):
         training.forward(BATCH, SEQUENCE, seed=0)
 
 
