@@ -15,7 +15,7 @@ from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange import ExpertInput
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.nccl import CollectiveExchange
-from padded_dispatch.ops import make_plan, probs_of_choices, select
+from padded_dispatch.ops import make_plan, select
 from padded_dispatch.plan import DispatchPlan
 from padded_dispatch.select import Selection
 
@@ -77,9 +77,7 @@ class PaddedDispatcher:
             map_TE, probs_TE, capacity=capacity, policy=self.config.policy, mask_T=mask_T
         )
         plan = make_plan(selection.kept_TE, top_k=self.config.top_k, capacity=capacity)
-        outgoing = self.exchange.prepare(
-            tokens_TD, probs_of_choices(selection.probs_TE, plan), plan
-        )
+        outgoing = self.exchange.prepare(tokens_TD, selection.probs_TE, plan)
         expert_input = self.exchange.arrange(self.exchange.move(outgoing))
         return Dispatched(expert_input=expert_input, plan=plan, selection=selection)
 

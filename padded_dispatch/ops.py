@@ -73,20 +73,18 @@ def make_plan(kept_TE: Tensor, *, top_k: int, capacity: int) -> DispatchPlan:
     )
 
 
-def probs_of_choices(probs_TE: Tensor, plan: DispatchPlan) -> Tensor:
-    """Probabilities in plan order: [T, E] to [T, K], 0 where token t has no k-th row."""
-    return _pick(probs_TE, plan.slot_of_TK, plan.capacity)
-
-
 def gather_rows(tokens_TD: Tensor, plan: DispatchPlan) -> Tensor:
     """A copy of its token for every slot: [T, D] to [E, C, D], 0 in padded rows."""
     return _gather(tokens_TD, plan.slot_of_TK, plan.choice_of_slot_EC)
 
 
-def gather_probs(probs_TK: Tensor, plan: DispatchPlan) -> Tensor:
-    """The probability of every slot: [T, K] to [E, C], 0 in padded rows."""
-    slot_of_M1 = plan.slot_of_TK.reshape(-1, 1)
-    return _gather_choices(probs_TK.reshape(-1, 1), slot_of_M1, plan.choice_of_slot_EC).squeeze(-1)
+def gather_side(probs_TE: Tensor, plan: DispatchPlan) -> Tensor:
+    """What travels beside the rows: [T, E] to [E, C + 1], at least fp32.
+
+    The probability of every slot, 0 in padded rows, then the number of the expert's kept rows,
+    which has no gradient. Counts are exact in fp32 up to 2**24 rows, far above any T.
+    """
+    return _gather_side(probs_TE, plan.slot_of_TK, plan.choice_of_slot_EC, plan.kept_E)
 
 
 def combine_rows(rows_ECD: Tensor, plan: DispatchPlan) -> Tensor:
@@ -126,34 +124,6 @@ def _(kept_TE, top_k, capacity):
     return tuple(kept_TE.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-@custom_op("padded_dispatch::pick", mutates_args=())
-def _pick(probs_TE: Tensor, slot_of_TK: Tensor, capacity: int) -> Tensor:
-    expert_TK = slot_of_TK.clamp(min=0).long() // capacity
-    return torch.where(slot_of_TK >= 0, probs_TE.gather(1, expert_TK), 0)
-
-
-@_pick.register_fake
-def _(probs_TE, slot_of_TK, capacity):
-    return probs_TE.new_empty(slot_of_TK.shape)
-
-
-@custom_op("padded_dispatch::unpick", mutates_args=())
-def _unpick(grad_TK: Tensor, slot_of_TK: Tensor, capacity: int, num_experts: int) -> Tensor:
-    # One compare per k instead of a scatter_add: its gradient positions never collide, but torch's
-    # deterministic mode cannot know that and would sort them.
-    experts_E = torch.arange(num_experts, device=grad_TK.device, dtype=slot_of_TK.dtype)
-    expert_TK = torch.where(slot_of_TK >= 0, slot_of_TK // capacity, -1)
-    grad_TE = grad_TK.new_zeros(grad_TK.shape[0], num_experts)
-    for grad_T, expert_T in zip(grad_TK.unbind(1), expert_TK.unbind(1), strict=True):
-        grad_TE = torch.where(expert_T[:, None] == experts_E, grad_T[:, None], grad_TE)
-    return grad_TE
-
-
-@_unpick.register_fake
-def _(grad_TK, slot_of_TK, capacity, num_experts):
-    return grad_TK.new_empty(grad_TK.shape[0], num_experts)
-
-
 def _take(source_MD: Tensor, index: Tensor) -> Tensor:
     """`source_MD[index]`, and exact zeros where the index is -1."""
     taken = source_MD.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, -1)
@@ -172,14 +142,41 @@ def _(tokens_TD, slot_of_TK, choice_of_slot_EC):
     return tokens_TD.new_empty(*choice_of_slot_EC.shape, tokens_TD.shape[1])
 
 
-@custom_op("padded_dispatch::gather_choices", mutates_args=())
-def _gather_choices(choices_MD: Tensor, slot_of_M1: Tensor, choice_of_slot_EC: Tensor) -> Tensor:
-    return _take(choices_MD, choice_of_slot_EC)
+@custom_op("padded_dispatch::gather_side", mutates_args=())
+def _gather_side(
+    probs_TE: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor, kept_E: Tensor
+) -> Tensor:
+    top_k = slot_of_TK.shape[1]
+    token_EC = choice_of_slot_EC.clamp(min=0).long() // top_k
+    probs_EC = torch.where(choice_of_slot_EC >= 0, probs_TE.T.gather(1, token_EC), 0)
+    dtype = torch.promote_types(probs_TE.dtype, torch.float32)
+    return torch.cat([probs_EC.to(dtype), kept_E[:, None].to(dtype)], dim=1)
 
 
-@_gather_choices.register_fake
-def _(choices_MD, slot_of_M1, choice_of_slot_EC):
-    return choices_MD.new_empty(*choice_of_slot_EC.shape, choices_MD.shape[1])
+@_gather_side.register_fake
+def _(probs_TE, slot_of_TK, choice_of_slot_EC, kept_E):
+    num_experts, capacity = choice_of_slot_EC.shape
+    dtype = torch.promote_types(probs_TE.dtype, torch.float32)
+    return probs_TE.new_empty(num_experts, capacity + 1, dtype=dtype)
+
+
+@custom_op("padded_dispatch::scatter_side", mutates_args=())
+def _scatter_side(side_EC1: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor) -> Tensor:
+    num_experts, capacity = choice_of_slot_EC.shape
+    expert_TK = torch.div(slot_of_TK, capacity, rounding_mode="floor")
+    value_TK = _take(side_EC1[:, :-1].reshape(-1, 1), slot_of_TK).squeeze(-1)
+    # One compare per k instead of a scatter_add: its targets never collide, but torch's
+    # deterministic mode cannot know that and would sort them.
+    experts_E = torch.arange(num_experts, device=side_EC1.device)
+    values_TE = side_EC1.new_zeros(slot_of_TK.shape[0], num_experts)
+    for value_T, expert_T in zip(value_TK.unbind(1), expert_TK.unbind(1), strict=True):
+        values_TE = torch.where(expert_T[:, None] == experts_E, value_T[:, None], values_TE)
+    return values_TE
+
+
+@_scatter_side.register_fake
+def _(side_EC1, slot_of_TK, choice_of_slot_EC):
+    return side_EC1.new_empty(slot_of_TK.shape[0], side_EC1.shape[0])
 
 
 @custom_op("padded_dispatch::combine", mutates_args=())
@@ -211,27 +208,23 @@ def _combine_backward(ctx, grad_TD):
     return _gather(grad_TD, *ctx.saved_tensors), None, None
 
 
-def _pick_setup(ctx, inputs, output) -> None:
-    probs_TE, slot_of_TK, capacity = inputs
-    ctx.save_for_backward(slot_of_TK)
-    ctx.capacity, ctx.num_experts = capacity, probs_TE.shape[1]
+def _side_setup(ctx, inputs, output) -> None:
+    probs_TE, slots, choices, _ = inputs
+    ctx.save_for_backward(slots, choices)
+    ctx.dtype = probs_TE.dtype
 
 
-def _pick_backward(ctx, grad_TK):
-    return _unpick(grad_TK, *ctx.saved_tensors, ctx.capacity, ctx.num_experts), None, None
+def _gather_side_backward(ctx, grad_EC1):
+    return _scatter_side(grad_EC1, *ctx.saved_tensors).to(ctx.dtype), None, None, None
 
 
-def _unpick_setup(ctx, inputs, output) -> None:
-    _, slot_of_TK, ctx.capacity, _ = inputs
-    ctx.save_for_backward(slot_of_TK)
-
-
-def _unpick_backward(ctx, grad_TE):
-    return _pick(grad_TE, *ctx.saved_tensors, ctx.capacity), None, None, None
+def _scatter_side_backward(ctx, grad_TE):
+    slots, choices = ctx.saved_tensors
+    no_counts_E = torch.zeros_like(choices[:, 0])
+    return _gather_side(grad_TE, slots, choices, no_counts_E), None, None
 
 
 _gather.register_autograd(_gather_backward, setup_context=_save_maps)
-_gather_choices.register_autograd(_gather_backward, setup_context=_save_maps)
 _combine.register_autograd(_combine_backward, setup_context=_save_maps)
-_pick.register_autograd(_pick_backward, setup_context=_pick_setup)
-_unpick.register_autograd(_unpick_backward, setup_context=_unpick_setup)
+_gather_side.register_autograd(_gather_side_backward, setup_context=_side_setup)
+_scatter_side.register_autograd(_scatter_side_backward, setup_context=_save_maps)

@@ -23,7 +23,7 @@ from padded_dispatch.config import BufferBytes, DispatchConfig
 from padded_dispatch.exchange.collectives import all_gather, all_to_all, group_name, reduce_scatter
 from padded_dispatch.exchange.nccl import CollectiveExchange
 from padded_dispatch.launch import WorkerPool
-from padded_dispatch.ops import make_plan, probs_of_choices
+from padded_dispatch.ops import make_plan
 from padded_dispatch.routings import routing_map, thin_out
 
 GRIDS_OF_2 = pytest.mark.parametrize(("num_ranks", "tp_size"), [(2, 1), (1, 2)])
@@ -107,7 +107,7 @@ def results_of(case: Case, here: Grid) -> dict[str, Tensor]:
     kept_TE = torch.from_numpy(case.kept_STE[here.source])
     plan = make_plan(kept_TE, top_k=case.top_k, capacity=case.capacity)
     tokens_TD, probs_TE = leaf(case.tokens_STD[here.source]), leaf(case.probs_STE[here.source])
-    outgoing = exchange.prepare(tokens_TD, probs_of_choices(probs_TE, plan), plan)
+    outgoing = exchange.prepare(tokens_TD, probs_TE, plan)
     given = exchange.arrange(exchange.move(outgoing))
     torch.autograd.backward(
         (given.rows_ND, given.probs_N),
@@ -257,8 +257,7 @@ def _allocated(config: DispatchConfig, dtype: torch.dtype) -> BufferBytes:
     map_TE = torch.from_numpy(routing_map(7, config.num_experts, config.top_k))
     plan = make_plan(map_TE, top_k=config.top_k, capacity=config.capacity(7))
     plan_bytes = new_bytes(plan.slot_of_TK, plan.choice_of_slot_EC, plan.kept_E, plan.num_overflow)
-    probs_TK = probs_of_choices(torch.ones(map_TE.shape), plan)
-    sent = exchange.prepare(torch.ones(7, 3, dtype=dtype), probs_TK, plan)
+    sent = exchange.prepare(torch.ones(7, 3, dtype=dtype), torch.ones(map_TE.shape), plan)
     send = new_bytes(sent.rows_MCD, sent.side_MC1)
     moved = exchange.move(sent)
     receive = new_bytes(moved.rows_MCD, moved.side_MC1)

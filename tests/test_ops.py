@@ -52,7 +52,7 @@ def test_gathers_are_the_reference_s_dispatch(case: RoutingCase):
     with poisoned_memory():
         tokens_TD, probs_TE = leaf(tokens), leaf(probs)
         rows_ECD = ops.gather_rows(tokens_TD, plan)
-        probs_EC = ops.gather_probs(ops.probs_of_choices(probs_TE, plan), plan)
+        probs_EC = ops.gather_side(probs_TE, plan)[:, :-1]
         rows_ECD.backward(torch.from_numpy(grad_rows))
         probs_EC.backward(torch.from_numpy(grad_probs))
     given = reference.dispatch(tokens[None], probs[None], [plan_by_loops], num_ranks=1)
@@ -89,7 +89,7 @@ def test_nan_in_the_gradient_of_a_padded_row_reaches_nobody(case: RoutingCase):
         tokens_TD = leaf(addresses(num_tokens, HIDDEN))
         probs_TE = leaf(addresses(num_tokens, num_experts))
         rows_ECD = ops.gather_rows(tokens_TD, plan)
-        probs_EC = ops.gather_probs(ops.probs_of_choices(probs_TE, plan), plan)
+        probs_EC = ops.gather_side(probs_TE, plan)[:, :-1]
         is_real_EC = plan.choice_of_slot_EC >= 0
         probs_EC.backward(torch.where(is_real_EC, 1.0, torch.nan).double())
         is_real_EC1 = is_real_EC[..., None]
@@ -103,11 +103,12 @@ def test_nan_in_the_gradient_of_a_padded_row_reaches_nobody(case: RoutingCase):
 def test_identity_experts_give_the_sum_of_kept_probabilities(case: RoutingCase):
     plan, _ = planned(case)
     tokens_TD = torch.from_numpy(addresses(case.map_TE.shape[0], HIDDEN))
-    probs_TK = ops.probs_of_choices(torch.from_numpy(case.probs_TE), plan)
-    rows_ECD = ops.gather_rows(tokens_TD, plan)
-    out_TD = ops.combine_rows(rows_ECD * ops.gather_probs(probs_TK, plan)[..., None], plan)
+    side_EC1 = ops.gather_side(torch.from_numpy(case.probs_TE), plan)
+    probs_EC1, kept_E = side_EC1[:, :-1, None], side_EC1[:, -1]
+    assert torch.equal(kept_E, plan.kept_E.double())
+    out_TD = ops.combine_rows(ops.gather_rows(tokens_TD, plan) * probs_EC1, plan)
     # Probabilities are quarters: exact.
-    assert torch.equal(out_TD, tokens_TD * probs_TK.sum(1, keepdim=True))
+    assert torch.equal(out_TD, tokens_TD * ops.combine_rows(probs_EC1, plan))
 
 
 def one_plan() -> DispatchPlan:
@@ -129,9 +130,8 @@ def test_gradients_are_those_of_the_functions():
     plan = one_plan()
     for function, inputs in (
         (ops.gather_rows, fp64(7, HIDDEN)),
-        (ops.gather_probs, fp64(7, 3)),
+        (ops.gather_side, fp64(7, 5)),
         (ops.combine_rows, fp64(5, 2, HIDDEN)),
-        (ops.probs_of_choices, fp64(7, 5)),
     ):
         assert torch.autograd.gradcheck(lambda x, f=function: f(x, plan), inputs)
         assert torch.autograd.gradgradcheck(lambda x, f=function: f(x, plan), inputs)
@@ -144,10 +144,9 @@ def test_all_are_sound_custom_ops():
     checked = {
         "select": (map_TE, probs_TE, 2, "probs"),
         "plan": (map_TE, 3, 2),
-        "pick": (fp64(7, 5), plan.slot_of_TK, 2),
-        "unpick": (fp64(7, 3), plan.slot_of_TK, 2, 5),
+        "gather_side": (fp64(7, 5), *maps, plan.kept_E),
+        "scatter_side": (fp64(5, 3), *maps),
         "gather": (fp64(7, HIDDEN), *maps),
-        "gather_choices": (fp64(21, 1), plan.slot_of_TK.reshape(-1, 1), plan.choice_of_slot_EC),
         "combine": (fp64(5, 2, HIDDEN), *maps),
     }
     for name, arguments in checked.items():
@@ -161,7 +160,7 @@ def _whole_way(tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, weight_DD: T
     selection = ops.select(map_TE, probs_TE, capacity=2)
     plan = ops.make_plan(selection.kept_TE, top_k=3, capacity=2)
     rows_ECD = ops.gather_rows(tokens_TD, plan)
-    probs_EC = ops.gather_probs(ops.probs_of_choices(selection.probs_TE, plan), plan)
+    probs_EC = ops.gather_side(selection.probs_TE, plan)[:, :-1]
     return ops.combine_rows((rows_ECD @ weight_DD) * probs_EC[..., None], plan)
 
 

@@ -41,7 +41,7 @@ class ExpertInput:
 class Exchange(Protocol):
     """Six stages, in the order of their use. None of them keeps anything on `self`."""
 
-    def prepare(self, tokens_TD: Tensor, probs_TK: Tensor, plan: DispatchPlan) -> Slots:
+    def prepare(self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan) -> Slots:
         """Tokens and their probabilities into slots, on this rank."""
         ...
 

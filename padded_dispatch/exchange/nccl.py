@@ -16,7 +16,7 @@ from padded_dispatch.exchange.collectives import (
     group_name,
     reduce_scatter,
 )
-from padded_dispatch.ops import combine_rows, gather_probs, gather_rows
+from padded_dispatch.ops import combine_rows, gather_rows, gather_side
 from padded_dispatch.plan import DispatchPlan
 
 
@@ -42,13 +42,9 @@ class CollectiveExchange:
         self._group = group_name(group) if group is not None else ""
         self._tp_group = group_name(tp_group) if tp_group is not None else ""
 
-    def prepare(self, tokens_TD: Tensor, probs_TK: Tensor, plan: DispatchPlan) -> Slots:
+    def prepare(self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan) -> Slots:
         """Tokens and their probabilities into slots: rows [E, C, D], side [E, C + 1]."""
-        dtype = torch.promote_types(probs_TK.dtype, torch.float32)
-        probs_EC = gather_probs(probs_TK.to(dtype), plan)
-        # Counts are exact in fp32 up to 2**24 rows, far above any T.
-        side_EC1 = torch.cat([probs_EC, plan.kept_E[:, None].to(dtype)], dim=1)
-        return Slots(rows_MCD=gather_rows(tokens_TD, plan), side_MC1=side_EC1)
+        return Slots(rows_MCD=gather_rows(tokens_TD, plan), side_MC1=gather_side(probs_TE, plan))
 
     def move(self, outgoing: Slots) -> Slots:
         """Slots to the ranks of their experts: [E, ...] to [R * L, ...]."""

@@ -25,7 +25,7 @@ from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import check_config, dispatch_config
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.megatron.router import Selector
-from padded_dispatch.ops import make_plan, probs_of_choices
+from padded_dispatch.ops import make_plan
 from padded_dispatch.plan import DispatchPlan
 from padded_dispatch.stats import Counters
 
@@ -107,7 +107,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self.shared_overlap.start(tokens)
         capacity = config.capacity(tokens_TD.shape[0])
         plan = make_plan(routing_map, top_k=config.top_k, capacity=capacity)
-        outgoing = self.exchange.prepare(tokens_TD, probs_of_choices(probs, plan), plan)
+        outgoing = self.exchange.prepare(tokens_TD, probs, plan)
         self.counters.add_overflow(plan.num_overflow)
         self.slot_of_SBK = plan.slot_of_TK.view(*tokens.shape[:-1], -1)
         self.choice_of_slot_EC = plan.choice_of_slot_EC
