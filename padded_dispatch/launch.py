@@ -85,13 +85,12 @@ class WorkerPool:
             WorkerError: a worker raised, died or did not answer. Unless all of them raised, some
                 may be left inside a collective; they are ended and the next `run` starts new ones.
         """
+        if self._workers is None:
+            self._workers = self._start()
         try:
-            if self._workers is None:
-                self._workers = _Workers(self.num_workers)
-                self._workers.run(dist.init_process_group, (self.backend,), _START_S)
             return self._workers.run(fn, args, timeout_s)
         finally:
-            if self._workers is not None and not self._workers.in_step:
+            if not self._workers.in_step:
                 self.close()
 
     def close(self) -> None:
@@ -105,6 +104,15 @@ class WorkerPool:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _start(self) -> "_Workers":
+        workers = _Workers(self.num_workers)
+        try:
+            workers.run(dist.init_process_group, (self.backend,), _START_S)
+        except BaseException:
+            workers.stop()
+            raise
+        return workers
 
 
 def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_workers: int) -> None:

@@ -150,6 +150,13 @@ def test_a_closed_pool_starts_again():
         assert pool.run(_pid) != before
 
 
+def test_a_pool_without_a_group_never_runs_anything():
+    with WorkerPool(1, backend="carrier_pigeon") as pool:
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="carrier_pigeon"):
+                pool.run(_pid)
+
+
 # start_workers: a job in a process of its own. Its workers connect to a socket of the test and keep
 # it open: a worker is gone when, and only when, its connection ends.
 
