@@ -12,7 +12,7 @@ LAYERS = (  # Low to high; modules on one line do not see each other.
     "exchange experts",
     "dispatcher",
     "megatron capacity",
-    "testing launch",
+    "testing launch results",
     "bench train",
     "cli",
 )
