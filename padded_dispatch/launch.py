@@ -115,7 +115,7 @@ class WorkerPool:
         return workers
 
 
-def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_workers: int) -> None:
+def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_workers: int) -> Any:
     """Run a job, `fn(*args)` in `num_workers` processes, and wait for its end.
 
     Every worker sees RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
@@ -127,20 +127,23 @@ def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_wor
         fn: a function at the top level of a module; it and `args` are pickled.
         num_workers: processes, the ranks of the job.
 
+    Returns:
+        What the function returned on rank 0; under torchrun, on this rank.
+
     Raises:
         SystemExit: with code 1 when a worker raised or died, after its traceback and one line with
             the rank and its error on stderr; with code 128 + signal on SIGINT and SIGTERM. Either
             way all workers have ended.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        fn(*args)
-        return
+        return fn(*args)
     handlers = {number: signal.signal(number, _exit) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         workers = _Workers(num_workers)
         try:
-            workers.run(fn, args, timeout_s=None)
+            results = workers.run(fn, args, timeout_s=None)
             workers.finish()
+            return results[0]
         finally:
             workers.stop()
     except WorkerError as failure:

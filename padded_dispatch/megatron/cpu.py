@@ -97,6 +97,7 @@ def megatron_on_cpu() -> Iterator[None]:
         (torch.cuda, "default_stream", _Stream),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()),
+        (torch.cuda, "set_rng_state", lambda state, device=None: torch.set_rng_state(state)),
         (random, "_get_cuda_rng_state", lambda **kwargs: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda state, **kwargs: torch.set_rng_state(state)),
         # Transformer Engine's GEMM takes CUDA tensors only; where it is not installed, 0.16.1's

@@ -1,0 +1,54 @@
+"""The command `padded-dispatch`. Subcommands are imported when they are asked for.
+
+A user's mistake (`ValueError`) is one line and exit code 2, as argparse's own are.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+import warnings
+
+_COMMANDS = {
+    "train": ("padded_dispatch.train.command", "train a small Mixture-of-Experts GPT"),
+}
+
+# What Megatron-Core says at every import on a machine without Transformer Engine, and 0.16 about
+# the default of its own config.
+_EXPECTED_WARNINGS = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand; its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="padded-dispatch",
+        description="A Mixture-of-Experts token dispatcher with static shapes for Megatron-Core.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, help) in _COMMANDS.items():
+        commands.add_parser(name, help=help, add_help=False)
+    arguments, rest = parser.parse_known_args(argv)
+    _expect_warnings()
+    command = importlib.import_module(_COMMANDS[arguments.command][0])
+    try:
+        return command.main(rest)
+    except ValueError as error:
+        sys.stderr.write(f"padded-dispatch {arguments.command}: {error}\n")
+        return 2
+
+
+def _expect_warnings() -> None:
+    """Ignore them here and, by way of the environment, in workers."""
+    given = os.environ.get("PYTHONWARNINGS")
+    ignored = [f"ignore:{message}" for message in _EXPECTED_WARNINGS]
+    os.environ["PYTHONWARNINGS"] = ",".join([given, *ignored] if given else ignored)
+    for message in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Results files: what was measured, where, with what, written by the command that measured it.
+
+`{"runs": [{"about": {...}, "rows": [...]}, ...]}`; one run is one command on one machine.
+"""
+
+import datetime
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine")
+
+
+def about(*, num_gpus: int, command: str, commit: str | None) -> dict[str, Any]:
+    """Where, with what and how the rows of a run come about.
+
+    Args:
+        num_gpus: that the run uses; 0 stands for the CPU.
+        command: as it was typed.
+        commit: of the code, with "dirty" in it where the tree was; None where nobody knows.
+    """
+    cpu = f"{os.cpu_count()} CPU cores, {platform.machine()}"
+    return {
+        "machine": f"{num_gpus} x {torch.cuda.get_device_name()}" if num_gpus else cpu,
+        "versions": {"python": platform.python_version()} | {p: _version(p) for p in _PACKAGES},
+        "command": command,
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Add one run to the file at `path`, which is whole at any moment."""
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    runs.append({"about": run_about, "rows": rows})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    unfinished.replace(path)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,44 @@
+"""`padded-dispatch train`: from a command line to an exit code."""
+
+from importlib.util import find_spec
+
+from padded_dispatch.launch import start_workers
+from padded_dispatch.megatron.config import dispatch_config
+from padded_dispatch.train import checkpoint
+from padded_dispatch.train.arguments import parse
+from padded_dispatch.train.loop import work
+from padded_dispatch.train.model import transformer_config
+from padded_dispatch.train.settings import Settings
+
+
+def main(argv: list[str]) -> int:
+    """Train; 0 when the loss fell, 1 when it did not.
+
+    Raises:
+        ValueError: the user's mistakes, found before there are workers.
+        SystemExit: see `start_workers`.
+    """
+    settings = parse(argv)
+    _check(settings)
+    outcome = start_workers(work, (settings,), num_workers=settings.layout.workers)
+    return 0 if outcome.fell else 1
+
+
+def _check(settings: Settings) -> None:
+    output = settings.output
+    if output.resume:
+        checkpoint.check_resumable(settings)
+    if output.tensorboard and find_spec("tensorboard") is None:
+        raise ValueError(
+            "tensorboard=True is not possible: pip install 'padded-dispatch[train]' first"
+        )
+    keeps = output.resume or output.save_every is not None
+    if keeps and settings.layout.device == "cuda" and find_spec("psutil") is None:
+        raise ValueError(
+            f"save_every={output.save_every} is not possible: Megatron's checkpoints need psutil; "
+            "pip install 'padded-dispatch[train]' first"
+        )
+    config = transformer_config(settings)
+    if settings.dispatch.dispatcher == "padded_alltoall":
+        options, layout = settings.dispatch.padded, settings.layout
+        dispatch_config(config, options, num_ranks=layout.ep, tp_size=layout.etp)

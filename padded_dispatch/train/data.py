@@ -1,0 +1,95 @@
+"""Real text that every machine has: the source of Python's own standard library, byte by byte.
+
+Which bytes a sample holds depends on its number and the seed alone. So the position in the data is
+the number of steps done, a resumed run needs no iterator's state, and the number of ranks changes
+who reads a sample, never which samples a step has.
+"""
+
+import os
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Tests and third-party packages differ from one installation to the next.
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+_HELD_OUT_SHARE = 20  # one file in twenty
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Bytes to train on and bytes to evaluate on, from different files; uint8."""
+
+    train: np.ndarray
+    held_out: np.ndarray
+
+
+def load_corpus(root: Path | None = None) -> Corpus:
+    """Every Python file below `root` in the order of their names, each followed by a zero byte.
+
+    Whether a file is held out depends on its name alone.
+
+    Args:
+        root: a folder; the standard library's by default.
+
+    Raises:
+        ValueError: when there is too little text for both parts.
+    """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    for name in sorted(_python_files(root)):
+        held_out = zlib.crc32(name.encode()) % _HELD_OUT_SHARE == 0
+        parts[held_out].append((root / name).read_bytes() + b"\0")
+    if not all(parts.values()):
+        raise ValueError(f"root={root} is not possible: it has too few Python files to train on")
+    train, held_out = (np.frombuffer(b"".join(parts[key]), np.uint8) for key in (False, True))
+    return Corpus(train=train, held_out=held_out)
+
+
+def _python_files(root: Path) -> Iterator[str]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = set(subfolders) - _SKIPPED
+        for name in names:
+            if name.endswith(".py"):
+                yield Path(folder, name).relative_to(root).as_posix()
+
+
+class Windows:
+    """Sequences of a text, each sample at random but always the same one for the same number.
+
+    Args:
+        text: uint8.
+        seq_length: bytes that the model reads (S).
+        seed: decides the order. Each pass over the text has another one.
+    """
+
+    def __init__(self, text: np.ndarray, seq_length: int, seed: int) -> None:
+        self.num_windows = (len(text) - 1) // seq_length
+        if self.num_windows < 1:
+            raise ValueError(
+                f"seq_length={seq_length} is not possible: the text has {len(text)} bytes"
+            )
+        self._text = text
+        self._seq_length = seq_length
+        self._seed = seed
+        self._epoch = -1
+        self._order = np.empty(0, np.int64)
+
+    def sample(self, number: int) -> np.ndarray:
+        """S + 1 bytes: inputs are the first S of them, labels the last S."""
+        epoch, position = divmod(number, self.num_windows)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng((self._seed, epoch)).permutation(self.num_windows)
+        start = self._order[position] * self._seq_length
+        return self._text[start : start + self._seq_length + 1]
+
+    def batch(self, first: int, size: int, device: torch.device) -> Tensor:
+        """Samples `first` to `first + size` as int64 [size, S + 1] on `device`."""
+        samples = np.stack([self.sample(first + i) for i in range(size)])
+        return torch.from_numpy(samples).to(device).long()

@@ -1,0 +1,121 @@
+"""What the user sees, and what is kept: progress, metrics.jsonl, TensorBoard.
+
+Only rank 0 has a `Log`. On a terminal progress is one line that changes; anywhere else one line per
+row. A resumed run goes on with the files of the run before, without the rows past its checkpoint.
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from padded_dispatch.train.metrics import Row
+from padded_dispatch.train.settings import Output
+
+
+class Log:
+    """Shows and keeps the rows of a run.
+
+    Args:
+        output: where and how.
+        steps_done: of the run that is resumed, else 0.
+        stream: what progress is written to.
+    """
+
+    def __init__(self, output: Output, steps_done: int, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._num_steps = output.steps
+        self._as_json = output.json
+        self._live = self._stream.isatty() and not output.json
+        self._open_line = False
+        self._file: TextIO | None = None
+        self._tensorboard: Any = None
+        if output.out is not None:
+            output.out.mkdir(parents=True, exist_ok=True)
+            self._file = _rows_until(steps_done, output.out / "metrics.jsonl")
+        if output.tensorboard:
+            # Importing it takes a second or two, which only those pay who asked for it.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(
+                str(output.out), purge_step=steps_done + 1 if steps_done else None
+            )
+
+    def row(self, row: Row) -> None:
+        """A line of progress."""
+        self._keep({"kind": "train", **dataclasses.asdict(row)})
+        if not self._as_json:
+            self._show(progress_line(row, self._num_steps), passing=True)
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """The loss on held-out text."""
+        self._keep({"kind": "held-out", "step": step, "loss": loss})
+        self.say(f"step {step:>{len(str(self._num_steps))}}  held-out loss {loss:.4f}")
+
+    def say(self, text: str) -> None:
+        """A line for people, which `--json` leaves out."""
+        if not self._as_json:
+            self._show(text, passing=False)
+
+    def _show(self, text: str, *, passing: bool) -> None:
+        """A line; on a terminal a passing one is overwritten by the next passing one."""
+        if self._open_line:
+            self._stream.write("\r\x1b[K" if passing else "\n")
+        self._open_line = self._live and passing
+        self._stream.write(text if self._open_line else f"{text}\n")
+        self._stream.flush()
+
+    def _keep(self, figures: dict[str, Any]) -> None:
+        line = json.dumps(figures)
+        if self._as_json:
+            self._stream.write(f"{line}\n")
+            self._stream.flush()
+        if self._file is not None:
+            self._file.write(f"{line}\n")
+            self._file.flush()
+        if self._tensorboard is not None:
+            for name, value in figures.items():
+                if isinstance(value, int | float) and name != "step":
+                    tag = f"{figures['kind']}/{name}"
+                    self._tensorboard.add_scalar(tag, value, figures["step"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._open_line:
+            self._stream.write("\n")
+        if self._file is not None:
+            self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def progress_line(row: Row, num_steps: int) -> str:
+    """For example: step 20/200  loss 3.0123  9,876 tokens/s  24 GFLOP/s per process  fill 62.1%."""
+    width = len(str(num_steps))
+    parts = [
+        f"step {row.step:>{width}}/{num_steps}",
+        f"loss {row.loss:.4f}",
+        f"{row.tokens_per_s:,.0f} tokens/s",
+        f"{row.tflops_per_gpu:.3g} TFLOP/s per GPU"
+        if row.allocated_gib is not None
+        else f"{row.tflops_per_gpu * 1e3:.3g} GFLOP/s per process",
+    ]
+    if row.fill is not None and row.dropped is not None:
+        parts += [f"fill {row.fill:.1%}", f"dropped {row.dropped:.1%}"]
+    if row.allocated_gib is not None:
+        parts += [f"{row.allocated_gib:.1f} GiB"]
+    return "  ".join(parts)
+
+
+def _rows_until(step: int, path: Path) -> TextIO:
+    """`path`, opened behind its rows up to `step`."""
+    kept = []
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+    file = path.open("w")
+    file.writelines(kept)
+    return file

@@ -1,0 +1,222 @@
+"""The loop of one worker: steps, lines of progress, evaluations, checkpoints."""
+
+import dataclasses
+import math
+import os
+import statistics
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from padded_dispatch.results import about, append_run
+from padded_dispatch.train import checkpoint
+from padded_dispatch.train.data import Windows, load_corpus
+from padded_dispatch.train.display import Log
+from padded_dispatch.train.flops import flops_per_token
+from padded_dispatch.train.metrics import Meter, Row, mean_over_ranks
+from padded_dispatch.train.model import build_chunks, moe_layers, transformer_config
+from padded_dispatch.train.optimizer import (
+    MegatronAdam,
+    TorchAdam,
+    build_optimizer,
+    learning_rate,
+)
+from padded_dispatch.train.passes import run_passes
+from padded_dispatch.train.settings import Output, Settings
+from padded_dispatch.train.world import model_parallel, world
+
+_CONTENDERS = {
+    "padded_alltoall": "ours",
+    "allgather": "stock-allgather",
+    "alltoall": "stock-dropless",
+    "alltoall-drop-pad": "stock-drop-pad",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended: the loss of its very first step, and its lines of progress."""
+
+    first_loss: float
+    rows: tuple[Row, ...]
+
+    @property
+    def fell(self) -> bool:
+        """Whether the mean loss over the last line's steps is below that of the first step."""
+        return self.rows[-1].loss < self.first_loss
+
+    def sentence(self) -> str:
+        """For example: loss fell from 5.58 to 2.31."""
+        verb = "fell" if self.fell else "did not fall: it went"
+        return f"loss {verb} from {self.first_loss:.2f} to {self.rows[-1].loss:.2f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """This rank's part of the model, and what one step of it is."""
+
+    settings: Settings
+    device: torch.device
+    chunks: list[Any]
+    optimizer: TorchAdam | MegatronAdam
+    text: Windows
+    held_out: Windows
+
+    def step(self, number: int) -> "Step":
+        """Step 1, 2, ...: forward, backward, and a change of the weights."""
+        recipe = self.settings.recipe
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = run_passes(
+            self.settings,
+            self.chunks,
+            self.text,
+            self.device,
+            first_sample=(number - 1) * recipe.global_batch,
+            num_passes=self.settings.num_microbatches,
+        )
+        lr = learning_rate(recipe, number)
+        return Step(losses=losses, lr=lr, grad_norm=self.optimizer.step(lr))
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The mean loss over the first held-out samples, always the same ones."""
+        for chunk in self.chunks:
+            chunk.eval()
+        losses = run_passes(
+            self.settings,
+            self.chunks,
+            self.held_out,
+            self.device,
+            first_sample=0,
+            num_passes=self.settings.output.eval_passes,
+            forward_only=True,
+        )
+        for chunk in self.chunks:
+            chunk.train()
+        return mean_over_ranks(losses, self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step leaves: the losses of this rank's passes, and what Adam did."""
+
+    losses: list[torch.Tensor]
+    lr: float
+    grad_norm: float | None
+
+
+def work(settings: Settings) -> Outcome:
+    """A worker's whole life: join the others, train, leave. To be called by every worker."""
+    with world(settings.layout) as device:
+        return train(settings, device)
+
+
+def train(settings: Settings, device: torch.device) -> Outcome:
+    """Train over the default process group. To be called by every rank."""
+    with model_parallel(settings.layout, settings.recipe.seed):
+        trainer = _build(settings, device)
+        start = checkpoint.Progress(step=0, first_loss=math.nan)
+        if settings.output.resume:
+            assert settings.output.out is not None
+            newest = checkpoint.newest(settings.output.out)
+            start = checkpoint.load(newest, trainer.chunks, trainer.optimizer)
+        with _log(settings.output, start.step) as log:
+            outcome = _run(trainer, start, log)
+            log.say(outcome.sentence())
+    if settings.output.results is not None and dist.get_rank() == 0:
+        _keep_results(settings, outcome)
+    return outcome
+
+
+def _build(settings: Settings, device: torch.device) -> Trainer:
+    recipe, corpus = settings.recipe, load_corpus()
+    chunks = build_chunks(settings, transformer_config(settings))
+    return Trainer(
+        settings=settings,
+        device=device,
+        chunks=chunks,
+        optimizer=build_optimizer(settings, chunks),
+        text=Windows(corpus.train, recipe.seq_length, recipe.seed),
+        held_out=Windows(corpus.held_out, recipe.seq_length, recipe.seed),
+    )
+
+
+def _run(trainer: Trainer, start: checkpoint.Progress, log: Log) -> Outcome:
+    settings, output = trainer.settings, trainer.settings.output
+    recipe = settings.recipe
+    meter = Meter(
+        moe_layers(trainer.chunks),
+        trainer.device,
+        tokens_per_step=recipe.global_batch * recipe.seq_length,
+        flops_per_token=flops_per_token(settings.model, recipe.num_layers, recipe.seq_length),
+    )
+    first_loss, rows = start.first_loss, []
+    for number in range(start.step + 1, output.steps + 1):
+        step = trainer.step(number)
+        meter.add(step.losses)
+        last = number == output.steps
+        if number == 1 or last or number % output.log_every == 0:
+            rows.append(meter.read(number, step.lr, step.grad_norm))
+            log.row(rows[-1])
+            first_loss = rows[-1].loss if number == 1 else first_loss
+        if output.eval_every and (last or number % output.eval_every == 0):
+            with meter.paused():
+                log.evaluation(number, trainer.evaluate())
+        if output.save_every and (last or number % output.save_every == 0):
+            with meter.paused():
+                progress = checkpoint.Progress(step=number, first_loss=first_loss)
+                checkpoint.save(settings, progress, trainer.chunks, trainer.optimizer)
+    return Outcome(first_loss=first_loss, rows=tuple(rows))
+
+
+def _log(output: Output, steps_done: int) -> Log:
+    if dist.get_rank() == 0:
+        return Log(output, steps_done, sys.stdout)
+    silent = dataclasses.replace(output, out=None, save_every=None, resume=False, tensorboard=False)
+    return Log(silent, steps_done, open(os.devnull, "w"))
+
+
+def _keep_results(settings: Settings, outcome: Outcome) -> None:
+    """The run as one row of a results file. Figures are medians over lines but the first, in which
+    memory and libraries are set up."""
+    output, recipe, layout = settings.output, settings.recipe, settings.layout
+    assert output.results is not None
+    steady = outcome.rows[1:] or outcome.rows
+    last = outcome.rows[-1]
+    row = {
+        "model": settings.preset,
+        "ep": layout.ep,
+        "tokens": recipe.micro_batch * recipe.seq_length,
+        "capacity_factor": settings.dispatch.capacity_factor,
+        "skew": None,
+        "contender": _CONTENDERS[settings.dispatch.dispatcher],
+        "variant": None,
+        "graph": "none",
+        "graph_impl": None,
+        "flags": {
+            group: dataclasses.asdict(getattr(settings, group))
+            for group in ("recipe", "dispatch", "layout")
+        },
+        "ms": statistics.median(row.step_ms for row in steady),
+        "samples_ms": [row.step_ms for row in steady],
+        "phases_ms": None,
+        "host_ms": None,
+        "floor_ms": None,
+        "tokens_per_s": statistics.median(row.tokens_per_s for row in steady),
+        "tflops_per_gpu": statistics.median(row.tflops_per_gpu for row in steady),
+        "fill": last.fill,
+        "dropped": last.dropped,
+        "allocated_gib": last.allocated_gib,
+        "reserved_gib": last.reserved_gib,
+        "loss": [row.loss for row in outcome.rows],
+    }
+    num_gpus = layout.workers if layout.device == "cuda" else 0
+    command = " ".join(["padded-dispatch", "train", *sys.argv[2:]])
+    append_run(
+        output.results, about(num_gpus=num_gpus, command=command, commit=output.commit), [row]
+    )

@@ -1,0 +1,158 @@
+"""The model: Megatron-Core's GPT, wrapped for data parallelism, one chunk per pipeline stage.
+
+On GPUs in bf16 with Transformer Engine's layers and grouped experts, on CPUs in fp32 with
+Megatron's local layers and one expert after the other.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.activations import quick_gelu
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from padded_dispatch.megatron.install import install
+from padded_dispatch.train.settings import VOCABULARY, Settings
+
+
+def transformer_config(settings: Settings) -> TransformerConfig:
+    """Megatron's config of the run. Installs the padded dispatcher when the run uses it.
+
+    Raises:
+        ValueError: what Megatron or the padded dispatcher does not support.
+    """
+    model, recipe, layout = settings.model, settings.recipe, settings.layout
+    if settings.dispatch.dispatcher == "padded_alltoall":
+        install(settings.dispatch.padded)
+    return TransformerConfig(
+        num_layers=recipe.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.num_kv_groups,
+        kv_channels=model.head_size,
+        qk_layernorm=model.qk_layernorm,
+        ffn_hidden_size=model.expert_ffn_size,
+        num_moe_experts=model.num_experts,
+        moe_router_topk=model.top_k,
+        moe_ffn_hidden_size=model.expert_ffn_size,
+        moe_shared_expert_intermediate_size=model.shared_ffn_size,
+        moe_router_dtype="fp32",
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        sequence_parallel=layout.sequence_parallel,
+        finalize_model_grads_func=finalize_model_grads,
+        **_activation(settings),
+        **_balancing(settings),
+        **_dispatcher(settings),
+        **_precision(settings),
+    )
+
+
+def build_chunks(settings: Settings, config: TransformerConfig) -> list[Any]:
+    """This rank's chunks of the model, one or one per virtual pipeline stage, wrapped in DDP."""
+    on_gpu = settings.layout.device == "cuda"
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=on_gpu
+    )
+    chunks = []
+    for stage in range(settings.layout.vpp or 1):
+        vp_stage = stage if settings.layout.vpp else None
+        where = {"ignore_virtual": False, "vp_stage": vp_stage}
+        model = GPTModel(
+            config,
+            _layer_spec(settings),
+            vocab_size=VOCABULARY,
+            max_sequence_length=settings.recipe.seq_length,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            position_embedding_type="rope",
+            vp_stage=vp_stage,
+        )
+        model = Float16Module(config, model.cuda()) if on_gpu else model
+        # Later chunks have no bucket to overlap with; Megatron's own training does the same.
+        ddp = DistributedDataParallel(config, ddp_config, model, disable_bucketing=stage > 0)
+        ddp.broadcast_params()
+        chunks.append(ddp)
+    return chunks
+
+
+def moe_layers(chunks: list[Any]) -> list[Any]:
+    """This rank's MoE layers, in order."""
+    return [m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)]
+
+
+def _layer_spec(settings: Settings) -> Any:
+    options = {
+        "num_experts": settings.model.num_experts,
+        "qk_layernorm": settings.model.qk_layernorm,
+    }
+    if settings.layout.device == "cuda":
+        return get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=True, **options)
+    return get_gpt_layer_local_spec(normalization="RMSNorm", **options)
+
+
+def _activation(settings: Settings) -> dict[str, Any]:
+    if settings.model.gpt_oss:
+        return {
+            "activation_func": quick_gelu,
+            "activation_func_clamp_value": 7.0,
+            "glu_linear_offset": 1.0,
+            "add_bias_linear": True,
+            "add_qkv_bias": True,
+        }
+    return {"activation_func": F.silu, "add_bias_linear": False}
+
+
+def _balancing(settings: Settings) -> dict[str, Any]:
+    if settings.recipe.balancing == "expert-bias":
+        return {
+            "moe_router_load_balancing_type": "none",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
+        }
+    return {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
+
+
+def _dispatcher(settings: Settings) -> dict[str, Any]:
+    dispatch = settings.dispatch
+    stock = dispatch.dispatcher.removesuffix("-drop-pad")
+    return {
+        "moe_token_dispatcher_type": stock,
+        "moe_expert_capacity_factor": dispatch.capacity_factor,
+        "moe_token_drop_policy": dispatch.drop_policy,
+        "moe_pad_expert_input_to_capacity": dispatch.dispatcher == "alltoall-drop-pad",
+        "moe_permute_fusion": settings.layout.device == "cuda" and stock == "alltoall",
+    }
+
+
+def _precision(settings: Settings) -> dict[str, Any]:
+    if settings.layout.device == "cuda":
+        return {
+            "bf16": True,
+            "params_dtype": torch.bfloat16,
+            "pipeline_dtype": torch.bfloat16,
+            "moe_grouped_gemm": True,
+            "bias_activation_fusion": True,
+            "bias_dropout_fusion": True,
+        }
+    return {"pipeline_dtype": torch.float32}

@@ -1,0 +1,87 @@
+"""Adam: PyTorch's own on CPUs, Megatron's with its state spread over the ranks on GPUs."""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from padded_dispatch.train.settings import Recipe, Settings
+
+_BETAS = (0.9, 0.95)
+_WEIGHT_DECAY = 0.1
+_MAX_GRAD_NORM = 1.0
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """That of step 1, 2, ...: a straight rise, half a cosine down to a tenth, then constant.
+
+    Example: lr 1.0, warmup 2, decay 10 gives 0.5, 1.0 at steps 1 and 2, 0.55 at 6, 0.1 from 10 on.
+    """
+    if step < recipe.lr_warmup:
+        return recipe.lr * step / recipe.lr_warmup
+    left = 1 - (step - recipe.lr_warmup) / max(1, recipe.lr_decay - recipe.lr_warmup)
+    return recipe.lr * (0.55 - 0.45 * math.cos(math.pi * max(0.0, left)))
+
+
+class TorchAdam:
+    """`torch.optim.AdamW` over the gradients that Megatron's DDP keeps in `main_grad`.
+
+    Gradients are not clipped: that would need their norm over all ranks.
+    """
+
+    def __init__(self, chunks: list[Any], lr: float) -> None:
+        self.params = [p for chunk in chunks for p in chunk.parameters()]
+        self.adam = torch.optim.AdamW(
+            self.params, lr=lr, betas=_BETAS, weight_decay=_WEIGHT_DECAY, foreach=True
+        )
+
+    def zero_grad(self) -> None:
+        """Forget the last step's gradients."""
+        self.adam.zero_grad()
+
+    def step(self, lr: float) -> None:
+        """Change the weights."""
+        for param in self.params:
+            param.grad = param.main_grad
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.step()
+
+
+class MegatronAdam:
+    """Megatron's distributed optimizer: fp32 weights and Adam's state split over data parallel."""
+
+    def __init__(self, chunks: list[Any], lr: float) -> None:
+        self.adam: Any = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=lr,
+                weight_decay=_WEIGHT_DECAY,
+                adam_beta1=_BETAS[0],
+                adam_beta2=_BETAS[1],
+                clip_grad=_MAX_GRAD_NORM,
+                bf16=True,
+                params_dtype=torch.bfloat16,
+                use_distributed_optimizer=True,
+            ),
+            chunks,
+        )
+
+    def zero_grad(self) -> None:
+        """Forget the last step's gradients."""
+        self.adam.zero_grad()
+
+    def step(self, lr: float) -> float | None:
+        """Change the weights; the norm of the gradients before they were clipped to 1."""
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        _, grad_norm, _ = self.adam.step()
+        return grad_norm
+
+
+def build_optimizer(settings: Settings, chunks: list[Any]) -> TorchAdam | MegatronAdam:
+    """The optimizer for the run's device."""
+    if settings.layout.device == "cuda":
+        return MegatronAdam(chunks, settings.recipe.lr)
+    return TorchAdam(chunks, settings.recipe.lr)

@@ -1,0 +1,259 @@
+"""What a training run is: one frozen value that travels to every worker.
+
+Its groups become groups of flags (`padded_dispatch.train.arguments`). The first four decide every
+number of the run, so a checkpoint keeps them and a resumed run must have the same ones; `Output`
+may change. Everything is resolved and checked in the process that the user started, before there
+are workers, so that a mistake is one line and no traceback.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from padded_dispatch.config import Policy
+from padded_dispatch.megatron.options import PaddedOptions
+
+Device = Literal["cpu", "cuda"]
+Balancing = Literal["aux-loss", "expert-bias"]
+DispatcherName = Literal["padded_alltoall", "allgather", "alltoall", "alltoall-drop-pad"]
+DROPPING: tuple[DispatcherName, ...] = ("padded_alltoall", "alltoall-drop-pad")
+VOCABULARY = 256  # bytes
+
+
+def _help(text: str) -> dict[str, str]:
+    return {"help": text}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """One layer of the model. All layers are alike, and all are Mixture-of-Experts layers.
+
+    `gpt_oss`: biases everywhere, and a clamped SwiGLU with x * sigmoid(1.702 x) in place of SiLU.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_groups: int
+    head_size: int
+    num_experts: int
+    top_k: int
+    expert_ffn_size: int
+    shared_ffn_size: int | None = None
+    qk_layernorm: bool = False
+    gpt_oss: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How the model is trained."""
+
+    num_layers: int = field(metadata=_help("layers of the model"))
+    seq_length: int = field(metadata=_help("bytes per sequence"))
+    micro_batch: int = field(metadata=_help("sequences per rank and pass"))
+    global_batch: int = field(
+        metadata=_help("sequences per step, over all ranks (default: pp passes per rank)")
+    )
+    lr: float = field(metadata=_help("largest learning rate of Adam"))
+    lr_warmup: int = field(default=20, metadata=_help("steps over which the learning rate rises"))
+    lr_decay: int = field(
+        metadata=_help("step at which it has fallen to a tenth, on a cosine (default: --steps)")
+    )
+    balancing: Balancing = field(
+        default="aux-loss", metadata=_help("what spreads tokens over experts")
+    )
+    seed: int = field(default=1234, metadata=_help("of weights and of the order of the data"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatch:
+    """How tokens reach their experts."""
+
+    dispatcher: DispatcherName = field(
+        default="padded_alltoall",
+        metadata=_help(
+            "ours, or one of Megatron's own: CPUs run allgather and alltoall-drop-pad, GPUs run all"
+        ),
+    )
+    capacity_factor: float | None = field(
+        metadata=_help(
+            "slots per (source rank, expert) relative to perfect balance; 'none' drops nothing "
+            "(default: 1.25 where the dispatcher drops)"
+        )
+    )
+    drop_policy: Policy = field(default="probs", metadata=_help("who keeps a slot"))
+    padded: PaddedOptions = field(default_factory=PaddedOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which processes share the work, and how."""
+
+    device: Device = field(metadata=_help("what to run on (default: cuda where there is a GPU)"))
+    workers: int = field(metadata=_help("processes (default: 2 on a CPU, one per GPU)"))
+    tp: int = field(default=1, metadata=_help("tensor parallel size"))
+    pp: int = field(default=1, metadata=_help("pipeline parallel size"))
+    vpp: int | None = field(default=None, metadata=_help("model chunks per pipeline stage"))
+    ep: int = field(metadata=_help("expert parallel size (default: workers / (etp * pp))"))
+    etp: int = field(default=1, metadata=_help("expert tensor parallel size"))
+    sequence_parallel: bool = field(
+        default=False, metadata=_help("split activations along the sequence")
+    )
+
+    @property
+    def dp(self) -> int:
+        """Data parallel size of everything but the experts."""
+        return self.workers // (self.tp * self.pp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What is run, shown and kept."""
+
+    steps: int = field(metadata=_help("steps in all"))
+    log_every: int = field(default=10, metadata=_help("steps between two lines of progress"))
+    eval_every: int | None = field(
+        default=None, metadata=_help("steps between two evaluations on held-out text")
+    )
+    eval_passes: int = field(default=8, metadata=_help("passes per evaluation"))
+    out: Path | None = field(
+        default=None, metadata=_help("folder for metrics.jsonl and checkpoints")
+    )
+    save_every: int | None = field(
+        default=None, metadata=_help("steps between two checkpoints in --out")
+    )
+    resume: bool = field(default=False, metadata=_help("go on from the newest checkpoint in --out"))
+    tensorboard: bool = field(
+        default=False, metadata=_help("write TensorBoard's format to --out, too")
+    )
+    json: bool = field(default=False, metadata=_help("print metrics as JSON lines"))
+    results: Path | None = field(
+        default=None, metadata=_help("JSON file to which the run's figures are added")
+    )
+    commit: str | None = field(default=None, metadata=_help("commit of the code, for --results"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A training run.
+
+    Raises:
+        ValueError: names the field, its value and what to change.
+    """
+
+    preset: str
+    model: ModelShape
+    recipe: Recipe
+    dispatch: Dispatch
+    layout: Layout
+    output: Output
+
+    @property
+    def num_microbatches(self) -> int:
+        """Passes per rank and step."""
+        return self.recipe.global_batch // (self.recipe.micro_batch * self.layout.dp)
+
+    def __post_init__(self) -> None:
+        for group in (self.recipe, self.layout, self.output):
+            for name, value in vars(group).items():
+                if isinstance(value, int | float) and name not in ("seed", "lr_warmup"):
+                    _require(value > 0 or value is False, name, value, "give a number above 0")
+        self._check_layout()
+        self._check_dispatch()
+        self._check_output()
+
+    def _check_layout(self) -> None:
+        model, recipe, layout = self.model, self.recipe, self.layout
+        workers, per_step = layout.workers, recipe.micro_batch * layout.dp
+        for name, product in (
+            ("tp * pp", layout.tp * layout.pp),
+            ("etp * pp * ep", layout.etp * layout.pp * layout.ep),
+        ):
+            _require(
+                workers % product == 0,
+                "workers",
+                workers,
+                f"make it a multiple of {name}={product}",
+            )
+        for name, total, divisor in (
+            ("ep", model.num_experts, layout.ep),
+            ("tp", model.num_heads, layout.tp),
+            ("tp", model.num_kv_groups, layout.tp),
+            ("tp", recipe.seq_length, layout.tp),
+        ):
+            _require(total % divisor == 0, name, divisor, f"it must divide {total}")
+        stages = layout.pp * (layout.vpp or 1)
+        _require(
+            recipe.num_layers % stages == 0,
+            "num_layers",
+            recipe.num_layers,
+            f"make it a multiple of pp * vpp={stages}",
+        )
+        _require(
+            recipe.global_batch % per_step == 0,
+            "global_batch",
+            recipe.global_batch,
+            f"make it a multiple of micro_batch * data parallel size={per_step}",
+        )
+        if layout.vpp is not None:
+            _require(layout.pp > 1, "vpp", layout.vpp, "it needs pp > 1")
+            _require(
+                self.num_microbatches % layout.pp == 0,
+                "vpp",
+                layout.vpp,
+                f"it needs a multiple of pp={layout.pp} passes per step, not "
+                f"{self.num_microbatches}: change global_batch",
+            )
+        if layout.tp > 1:
+            _require(
+                layout.device == "cuda",
+                "tp",
+                layout.tp,
+                "on a CPU, Megatron's layer norm knows no sequence parallelism; give 1",
+            )
+            _require(
+                layout.sequence_parallel,
+                "tp",
+                layout.tp,
+                "Megatron trains experts under tensor parallelism only with --sequence-parallel",
+            )
+
+    def _check_dispatch(self) -> None:
+        dispatch, layout = self.dispatch, self.layout
+        _require(
+            dispatch.dispatcher != "alltoall" or layout.device == "cuda",
+            "dispatcher",
+            dispatch.dispatcher,
+            "Megatron's needs a GPU; on a CPU choose padded_alltoall, allgather or "
+            "alltoall-drop-pad",
+        )
+        _require(
+            dispatch.dispatcher in DROPPING or dispatch.capacity_factor is None,
+            "capacity_factor",
+            dispatch.capacity_factor,
+            f"dispatcher={dispatch.dispatcher} drops nothing; leave it out",
+        )
+        _require(
+            dispatch.dispatcher != "alltoall-drop-pad" or dispatch.capacity_factor is not None,
+            "capacity_factor",
+            dispatch.capacity_factor,
+            "alltoall-drop-pad needs a number",
+        )
+
+    def _check_output(self) -> None:
+        output = self.output
+        if output.out is None:
+            for name in ("save_every", "resume", "tensorboard"):
+                value = getattr(output, name)
+                _require(not value, name, value, "it needs a folder; give --out")
+        elif not output.resume:
+            _require(
+                not (output.out / "metrics.jsonl").exists(),
+                "out",
+                output.out,
+                "it holds a run already; add --resume to go on with it, or choose another folder",
+            )
+
+
+def _require(ok: bool, name: str, value: object, remedy: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}={value} is not possible: {remedy}")
