@@ -10,14 +10,11 @@ N processes over gloo, which tries out this program.
 
 import argparse
 import dataclasses
-import datetime
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +23,8 @@ from layer_parity import LayerCase, layer_parity
 from pipeline_parity import STAGES, PipelineCase, pipeline_parity
 
 from padded_dispatch.launch import WorkerError, WorkerPool
+from padded_dispatch.results import about, append_run
 
-PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine")
 DTYPES = (torch.bfloat16, torch.float32)
 CASE_S = 120.0
 OVERLAP = (("moe_shared_expert_overlap", True),)
@@ -99,26 +96,6 @@ def run_case(pool: WorkerPool, check: str, parity: Callable[..., Any], case: Any
     return row | {"seconds": round(time.monotonic() - started, 2)}
 
 
-def about(num_gpus: int, command: str, commit: str) -> dict[str, Any]:
-    """Where, with what and how the rows of this run came about."""
-    gpus = f"{num_gpus} x {torch.cuda.get_device_name()}" if num_gpus else ""
-    return {
-        "machine": gpus or f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "versions": {"python": platform.python_version()} | {p: _version(p) for p in PACKAGES},
-        "command": command,
-        "commit": commit,
-        "date": datetime.date.today().isoformat(),
-        "environment": ENVIRONMENT,
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def say(line: str) -> None:
     """A line for whoever watches."""
     sys.stdout.write(line + "\n")
@@ -158,9 +135,8 @@ def main() -> int:
             verdict = "passed" if row["passed"] else "FAILED"
             say(f"{verdict} {check}: {case.name}, {row['dtype']}, {row['seconds']} s")
 
-    runs = json.loads(arguments.out.read_text())["runs"] if arguments.out.exists() else []
-    runs.append({"about": about(num_gpus, command, arguments.commit), "rows": rows})
-    arguments.out.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    run_about = about(num_gpus=num_gpus, command=command, commit=arguments.commit)
+    append_run(arguments.out, run_about | {"environment": ENVIRONMENT}, rows)
     num_failed = sum(not row["passed"] for row in rows)
     say(f"{len(rows) - num_failed} passed, {num_failed} failed")
     return 1 if num_failed else 0

@@ -14,8 +14,8 @@ from padded_dispatch.launch import WorkerPool
 
 
 def _stub(case: LayerCase) -> Parity:
-    """Right for E = 4, wrong for E = 8; E = 0 raises."""
-    allowed = 1.0 if (8 // case.num_experts) % 2 == 0 else 0.9
+    """Right for E = 4, wrong for E = 8; any other raises."""
+    allowed = {4: 1.0, 8: 0.9}[case.num_experts]
     found = Errors(ours=1.0, stock=0.5, difference=1.5, largest=2.0, allowed=allowed)
     return Parity(errors={"output": found}, repeats=True)
 
@@ -25,7 +25,7 @@ def test_a_row_says_what_happened(pool2):
         case = LayerCase(name="stub", num_experts=num_experts)
         return run_case(pool2, "a check", _stub, case)
 
-    right, wrong, broken = row(4), row(8), row(0)
+    right, wrong, broken = row(4), row(8), row(1)
     assert (right["check"], right["passed"], right["failures"]) == ("a check", True, [])
     assert (right["name"], right["dtype"], right["num_experts"]) == ("stub", "float32", 4)
     assert right["errors"]["output"]["difference"] == 1.5
@@ -33,7 +33,7 @@ def test_a_row_says_what_happened(pool2):
     assert wrong["failures"][0].startswith("output: ")
     assert not broken["passed"]
     assert broken["errors"] is None
-    assert "ZeroDivisionError" in broken["failures"][0]
+    assert "KeyError" in broken["failures"][0]
     assert right.keys() == wrong.keys() == broken.keys()
     json.dumps([right, wrong, broken])
 
