@@ -153,6 +153,7 @@ def _precision(settings: Settings) -> dict[str, Any]:
             "pipeline_dtype": torch.bfloat16,
             "moe_grouped_gemm": True,
             "bias_activation_fusion": True,
-            "bias_dropout_fusion": True,
+            # TEGroupedMLP refuses it together with bias (0.16.1 to 0.19.0).
+            "bias_dropout_fusion": not settings.model.gpt_oss,
         }
     return {"pipeline_dtype": torch.float32}
