@@ -167,5 +167,5 @@ class DispatchConfig:
             receive=send * exchanged + self.tp_size * send * shared,
             experts=rows * (per_row * regrouped + 4) + 4 * buffers,
             back=rows * per_row + home * ((regrouped or shared) + exchanged),
-            plan=4 * (num_tokens * self.top_k + self.num_experts * (capacity + 1) + 1),
+            plan=4 * (num_tokens * self.top_k + self.num_experts * (capacity + 2)),
         )

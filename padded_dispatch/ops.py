@@ -1,7 +1,7 @@
 """Selecting, planning and moving rows as custom ops: fake tensors, autograd, `torch.compile`.
 
-This file alone decides which implementation runs. Today that is plain torch on every device; it
-is also what faster kernels are compared with.
+This file alone decides which implementation runs: an op's own body, in plain torch, on CPUs; the
+kernel registered below it on CUDA devices. The first is what the second is compared with.
 
 A row moves by one of two gathers. `gather_rows` reads a token for every slot, `combine_rows` sums
 the slots of every token. They are each other's transpose, so each one's backward calls the other,
@@ -63,12 +63,12 @@ def make_plan(kept_TE: Tensor, *, top_k: int, capacity: int) -> DispatchPlan:
         top_k: choices per token that the plan has room for (K).
         capacity: slots per expert (C).
     """
-    slot_of_TK, choice_of_slot_EC, kept_E, num_overflow = _plan(kept_TE, top_k, capacity)
+    slot_of_TK, choice_of_slot_EC, kept_E, overflow_E = _plan(kept_TE, top_k, capacity)
     return DispatchPlan(
         slot_of_TK=slot_of_TK,
         choice_of_slot_EC=choice_of_slot_EC,
         kept_E=kept_E,
-        num_overflow=num_overflow,
+        overflow_E=overflow_E,
         capacity=capacity,
     )
 
@@ -99,12 +99,23 @@ def combine_rows(rows_ECD: Tensor, plan: DispatchPlan) -> Tensor:
 # The ops. Their arguments are tensors, ints and strings; everything else is above.
 
 
-@custom_op("padded_dispatch::select", mutates_args=())
-def _select(
+def _select_in_torch(
     asked_TE: Tensor, probs_TE: Tensor, capacity: int, policy: str
 ) -> tuple[Tensor, Tensor]:
     demand_E = asked_TE.sum(0, dtype=torch.int32)
     return kept_map(asked_TE, probs_TE, capacity, cast(Policy, policy)), demand_E
+
+
+_select = custom_op("padded_dispatch::select", _select_in_torch, mutates_args=())
+
+
+@_select.register_kernel("cuda")
+def _(asked_TE, probs_TE, capacity, policy):
+    from padded_dispatch.kernels import select
+
+    if asked_TE.shape[0] > select.MAX_TOKENS:
+        return _select_in_torch(asked_TE, probs_TE, capacity, policy)
+    return select.select(asked_TE, probs_TE, capacity, policy == "probs")
 
 
 @_select.register_fake
@@ -117,10 +128,17 @@ def _plan(kept_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor, T
     return plan_tensors(kept_TE, top_k, capacity)
 
 
+@_plan.register_kernel("cuda")
+def _(kept_TE, top_k, capacity):
+    from padded_dispatch.kernels import plan
+
+    return plan.plan(kept_TE, top_k, capacity)
+
+
 @_plan.register_fake
 def _(kept_TE, top_k, capacity):
     num_tokens, num_experts = kept_TE.shape
-    shapes = ((num_tokens, top_k), (num_experts, capacity), (num_experts,), ())
+    shapes = ((num_tokens, top_k), (num_experts, capacity), (num_experts,), (num_experts,))
     return tuple(kept_TE.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
@@ -137,6 +155,13 @@ def _gather(tokens_TD: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor) ->
     return _take(tokens_TD, token_EC)
 
 
+@_gather.register_kernel("cuda")
+def _(tokens_TD, slot_of_TK, choice_of_slot_EC):
+    from padded_dispatch.kernels import rows
+
+    return rows.spread_rows(tokens_TD.contiguous(), slot_of_TK, choice_of_slot_EC)
+
+
 @_gather.register_fake
 def _(tokens_TD, slot_of_TK, choice_of_slot_EC):
     return tokens_TD.new_empty(*choice_of_slot_EC.shape, tokens_TD.shape[1])
@@ -151,6 +176,14 @@ def _gather_side(
     probs_EC = torch.where(choice_of_slot_EC >= 0, probs_TE.T.gather(1, token_EC), 0)
     dtype = torch.promote_types(probs_TE.dtype, torch.float32)
     return torch.cat([probs_EC.to(dtype), kept_E[:, None].to(dtype)], dim=1)
+
+
+@_gather_side.register_kernel("cuda")
+def _(probs_TE, slot_of_TK, choice_of_slot_EC, kept_E):
+    from padded_dispatch.kernels import side
+
+    top_k = slot_of_TK.shape[1]
+    return side.gather_side(probs_TE.contiguous(), choice_of_slot_EC, kept_E, top_k)
 
 
 @_gather_side.register_fake
@@ -174,6 +207,13 @@ def _scatter_side(side_EC1: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tenso
     return values_TE
 
 
+@_scatter_side.register_kernel("cuda")
+def _(side_EC1, slot_of_TK, choice_of_slot_EC):
+    from padded_dispatch.kernels import side
+
+    return side.scatter_side(side_EC1.contiguous(), slot_of_TK)
+
+
 @_scatter_side.register_fake
 def _(side_EC1, slot_of_TK, choice_of_slot_EC):
     return side_EC1.new_empty(slot_of_TK.shape[0], side_EC1.shape[0])
@@ -188,6 +228,13 @@ def _combine(rows_ECD: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor) ->
     for slot_T in others:
         sum_TD += _take(rows_ND, slot_T)
     return sum_TD.to(rows_ND.dtype)
+
+
+@_combine.register_kernel("cuda")
+def _(rows_ECD, slot_of_TK, choice_of_slot_EC):
+    from padded_dispatch.kernels import rows
+
+    return rows.sum_rows(rows_ECD.contiguous().flatten(0, 1), slot_of_TK)
 
 
 @_combine.register_fake

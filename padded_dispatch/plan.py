@@ -17,14 +17,14 @@ class DispatchPlan:
 
     `slot_of_TK`: int32, `e * C + c`, or -1 where token t has no k-th row. `choice_of_slot_EC`:
     int32, `t * K + k`, or -1 for a padded row; the inverse of the first. `kept_E`: int32 rows per
-    expert. `num_overflow`: int32 scalar, rows beyond C per expert or beyond K per token; they get
+    expert. `overflow_E`: int32 rows of the map beyond C per expert or beyond K per token; they get
     no slot, and a number other than zero is somebody's bug. `capacity`: C.
     """
 
     slot_of_TK: Tensor
     choice_of_slot_EC: Tensor
     kept_E: Tensor
-    num_overflow: Tensor
+    overflow_E: Tensor
     capacity: int
 
 
@@ -43,8 +43,6 @@ def plan_tensors(
     running_k_TE = kept_TE.cumsum(1, dtype=torch.int32)
     fits_k_TE = kept_TE & (running_k_TE <= top_k)
     running_c_ET = fits_k_TE.T.cumsum(1, dtype=torch.int32)
-    fits_TE = fits_k_TE & (running_c_ET <= capacity).T
-    asked_E = running_c_ET[:, -1]
 
     # The k-th expert of a token is the first at which its running count reaches k + 1.
     nth_TK = torch.arange(1, top_k + 1, device=device, dtype=torch.int32).expand(num_tokens, -1)
@@ -61,5 +59,5 @@ def plan_tensors(
     k_EC = running_k_TE.T.gather(1, there_EC) - 1
     choice_EC = torch.where(token_EC < num_tokens, there_EC * top_k + k_EC, -1).to(torch.int32)
 
-    num_overflow = (kept_TE.sum(dtype=torch.int32) - fits_TE.sum(dtype=torch.int32)).to(torch.int32)
-    return slot_of_TK, choice_EC, asked_E.clamp(max=capacity), num_overflow
+    kept_E = running_c_ET[:, -1].clamp(max=capacity)
+    return slot_of_TK, choice_EC, kept_E, kept_TE.sum(0, dtype=torch.int32) - kept_E

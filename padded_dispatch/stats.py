@@ -34,9 +34,9 @@ class Counters:
         self.num_slots += num_slots
 
     @torch.no_grad()
-    def add_overflow(self, num_overflow: Tensor) -> None:
+    def add_overflow(self, overflow_E: Tensor) -> None:
         """Count the rows for which a plan had no slot."""
-        self.num_overflow += num_overflow
+        self.num_overflow += overflow_E.sum()
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -1,11 +1,17 @@
 """Worker pools for the whole session, since starting processes costs more than most tests."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from padded_dispatch.launch import WorkerPool
+
+# Before any test imports a kernel: without a GPU, Triton's interpreter runs them.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # The same examples in every run, and no limit on the time of one.
 settings.register_profile("padded_dispatch", derandomize=True, deadline=None)

@@ -256,7 +256,7 @@ def _allocated(config: DispatchConfig, dtype: torch.dtype) -> BufferBytes:
 
     map_TE = torch.from_numpy(routing_map(7, config.num_experts, config.top_k))
     plan = make_plan(map_TE, top_k=config.top_k, capacity=config.capacity(7))
-    plan_bytes = new_bytes(plan.slot_of_TK, plan.choice_of_slot_EC, plan.kept_E, plan.num_overflow)
+    plan_bytes = new_bytes(plan.slot_of_TK, plan.choice_of_slot_EC, plan.kept_E, plan.overflow_E)
     sent = exchange.prepare(torch.ones(7, 3, dtype=dtype), torch.ones(map_TE.shape), plan)
     send = new_bytes(sent.rows_MCD, sent.side_MC1)
     moved = exchange.move(sent)

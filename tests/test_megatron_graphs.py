@@ -152,7 +152,7 @@ class Training:
 
     def pinned(self) -> list[str]:
         """Names of the dispatchers' attributes that hold a plan's tensors."""
-        names = ("slot_of_SBK", "choice_of_slot_EC", "kept_E", "num_overflow")
+        names = ("slot_of_SBK", "choice_of_slot_EC", "kept_E", "overflow_E")
         dispatchers = [layer.token_dispatcher for layer in self.moe_layers]
         return [name for name in names for d in dispatchers if getattr(d, name) is not None]
 

@@ -10,6 +10,8 @@ A captured graph runs no Python, and cannot change either: inside a capture a fa
 agreed on in an eager call before raises.
 """
 
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.distributed as dist
 
@@ -29,7 +31,7 @@ class Agreement:
 
     def __init__(self, *groups: dist.ProcessGroup | None) -> None:
         wide = [group for group in groups if group is not None and group.size() > 1]
-        self._twins = [_twin(tuple(dist.get_process_group_ranks(group))) for group in wide]
+        self._twins = [_twin(group) for group in wide]
         self._num_calls = 0
         self._agreed: set[tuple[tuple[str, int], ...]] = set()
 
@@ -70,16 +72,18 @@ class Agreement:
         _raise_if_different(("call number", *(name for name, _ in key)), ranks, columns)
 
 
-_twins: dict[tuple[int, ...], dist.ProcessGroup] = {}
+# By the group, which ends with its process group; twins of a world that is gone are gone, too.
+_twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def _twin(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def _twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A gloo group over the same ranks: one for all layers, since each costs sockets."""
-    if ranks not in _twins:
-        group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        _twins[ranks] = group
-    return _twins[ranks]
+    if group not in _twins:
+        ranks = dist.get_process_group_ranks(group)
+        twin = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        assert isinstance(twin, dist.ProcessGroup)
+        _twins[group] = twin
+    return _twins[group]
 
 
 def _raise_if_different(names: tuple[str, ...], ranks: list[int], columns: list[list[int]]) -> None:

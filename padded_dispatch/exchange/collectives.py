@@ -17,6 +17,11 @@ from torch.distributed import distributed_c10d
 from torch.library import custom_op
 
 
+# torch 2.13 deprecates the longer names; 2.8 knows no others.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 def group_name(group: dist.ProcessGroup) -> str:
     """The name under which the ops below find `group`."""
     return cast(str, group.group_name)
@@ -40,7 +45,7 @@ def all_to_all(blocks: Tensor, name: str) -> Tensor:
 def all_gather(block: Tensor, name: str, size: int) -> Tensor:
     """Everybody's block, concatenated along dim 0 by rank. Transpose of `reduce_scatter`."""
     gathered = block.new_empty(size * block.shape[0], *block.shape[1:])
-    dist.all_gather_into_tensor(gathered, block.contiguous(), group=_group(name))
+    _all_gather(gathered, block.contiguous(), group=_group(name))
     return gathered
 
 
@@ -49,7 +54,7 @@ def reduce_scatter(blocks: Tensor, name: str, size: int) -> Tensor:
     """The sum over ranks of this rank's block of dim 0. Transpose of `all_gather`."""
     wide = blocks.to(torch.promote_types(blocks.dtype, torch.float32)).contiguous()
     summed = wide.new_empty(wide.shape[0] // size, *wide.shape[1:])
-    dist.reduce_scatter_tensor(summed, wide, group=_group(name))
+    _reduce_scatter(summed, wide, group=_group(name))
     return summed.to(blocks.dtype)
 
 

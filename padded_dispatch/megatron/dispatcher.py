@@ -30,7 +30,7 @@ from padded_dispatch.plan import DispatchPlan
 from padded_dispatch.stats import Counters
 
 # The tensors of `DispatchPlan`; the slots keep the shape that the tokens came in.
-_PLAN_TENSORS = ("slot_of_SBK", "choice_of_slot_EC", "kept_E", "num_overflow")
+_PLAN_TENSORS = ("slot_of_SBK", "choice_of_slot_EC", "kept_E", "overflow_E")
 
 _log = logging.getLogger("padded_dispatch")
 
@@ -71,7 +71,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.slot_of_SBK: Tensor | None = None
         self.choice_of_slot_EC: Tensor | None = None
         self.kept_E: Tensor | None = None
-        self.num_overflow: Tensor | None = None
+        self.overflow_E: Tensor | None = None
         self.cudagraph_attrs = list(_PLAN_TENSORS)
 
     @property
@@ -108,11 +108,11 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         capacity = config.capacity(tokens_TD.shape[0])
         plan = make_plan(routing_map, top_k=config.top_k, capacity=capacity)
         outgoing = self.exchange.prepare(tokens_TD, probs, plan)
-        self.counters.add_overflow(plan.num_overflow)
+        self.counters.add_overflow(plan.overflow_E)
         self.slot_of_SBK = plan.slot_of_TK.view(*tokens.shape[:-1], -1)
         self.choice_of_slot_EC = plan.choice_of_slot_EC
         self.kept_E = plan.kept_E
-        self.num_overflow = plan.num_overflow
+        self.overflow_E = plan.overflow_E
         assert outgoing.side_MC1 is not None
         return outgoing.rows_MCD, outgoing.side_MC1
 
@@ -157,12 +157,12 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """The sum of every token's slots in the shape that the tokens came in, [S, B, D]."""
         assert self.slot_of_SBK is not None and self.choice_of_slot_EC is not None
-        assert self.kept_E is not None and self.num_overflow is not None
+        assert self.kept_E is not None and self.overflow_E is not None
         plan = DispatchPlan(
             slot_of_TK=self.slot_of_SBK.flatten(0, -2),
             choice_of_slot_EC=self.choice_of_slot_EC,
             kept_E=self.kept_E,
-            num_overflow=self.num_overflow,
+            overflow_E=self.overflow_E,
             capacity=self.choice_of_slot_EC.shape[1],
         )
         combined_TD = self.exchange.combine(Slots(rows_MCD=hidden_states), plan)

@@ -1,0 +1,107 @@
+"""A slot for every kept row: the plan in two launches.
+
+The first counts along each token's experts, which gives k; the second along each expert's tokens,
+which gives c, and writes both maps. Every element of both has one writer, so there are no atomics.
+On an H200, T 4096 and E 128: 18 us, the binary searches in torch 111 us.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+def plan(kept_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `padded_dispatch.plan.plan_tensors` returns; the example there holds here."""
+    num_tokens, num_experts = kept_TE.shape
+    kept_TE = kept_TE.contiguous()
+    rank_TE = torch.empty_like(kept_TE, dtype=torch.int16)
+    slot_of_TK = kept_TE.new_empty(num_tokens, top_k, dtype=torch.int32)
+    choice_of_slot_EC = kept_TE.new_empty(num_experts, capacity, dtype=torch.int32)
+    kept_E = kept_TE.new_empty(num_experts, dtype=torch.int32)
+    overflow_E = torch.empty_like(kept_E)
+    block = min(_BLOCK, triton.next_power_of_2(num_tokens))
+    _rank_kernel[(num_tokens,)](
+        kept_TE,
+        rank_TE,
+        slot_of_TK,
+        num_experts,
+        top_k,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_K=triton.next_power_of_2(top_k),
+        num_warps=1,
+    )
+    _slot_kernel[(num_experts,)](
+        kept_TE,
+        rank_TE,
+        slot_of_TK,
+        choice_of_slot_EC,
+        kept_E,
+        overflow_E,
+        num_tokens,
+        num_experts,
+        top_k,
+        capacity,
+        BLOCK=block,
+        BLOCKS_T=triton.cdiv(num_tokens, block),
+        BLOCKS_C=triton.cdiv(capacity, block),
+        num_warps=4,
+    )
+    return slot_of_TK, choice_of_slot_EC, kept_E, overflow_E
+
+
+@triton.jit
+def _rank_kernel(
+    kept, rank, slot_of, num_experts, top_k, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """k of each of one token's experts, and -1 in the choices that it has no expert for."""
+    t = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK_E)
+    mine = tl.load(kept + t * num_experts + e, mask=e < num_experts, other=0).to(tl.int32)
+    before = tl.cumsum(mine, 0) - mine
+    tl.store(rank + t * num_experts + e, before.to(tl.int16), mask=e < num_experts)
+    k = tl.arange(0, BLOCK_K)
+    tl.store(slot_of + t * top_k + k, -1, mask=(k < top_k) & (k >= tl.sum(mine, 0)))
+
+
+@triton.jit
+def _slot_kernel(
+    kept,
+    rank,
+    slot_of,
+    choice_of_slot,
+    kept_E,
+    overflow_E,
+    num_tokens,
+    num_experts,
+    top_k,
+    capacity,
+    BLOCK: tl.constexpr,
+    BLOCKS_T: tl.constexpr,
+    BLOCKS_C: tl.constexpr,
+):
+    """c of each of one expert's tokens; both maps."""
+    e = tl.program_id(0).to(tl.int64)
+    num_asked = 0
+    num_rows = 0
+    for block in range(BLOCKS_T):
+        t = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+        mine = tl.load(kept + t * num_experts + e, mask=t < num_tokens, other=0).to(tl.int32)
+        k = tl.load(rank + t * num_experts + e, mask=t < num_tokens, other=0).to(tl.int32)
+        row = tl.where(k < top_k, mine, 0)
+        c = num_rows + tl.cumsum(row, 0) - row
+        slot = (e * capacity + c).to(tl.int32)
+        fits = (row > 0) & (c < capacity)
+        tl.store(slot_of + t * top_k + k, tl.where(fits, slot, -1), mask=row > 0)
+        choice = (t * top_k + k).to(tl.int32)
+        tl.store(choice_of_slot + e * capacity + c, choice, mask=fits)
+        num_asked += tl.sum(mine, 0)
+        num_rows += tl.sum(row, 0)
+    num_kept = tl.minimum(num_rows, capacity)
+    for block in range(BLOCKS_C):
+        c = block * BLOCK + tl.arange(0, BLOCK)
+        tl.store(choice_of_slot + e * capacity + c, -1, mask=(c >= num_kept) & (c < capacity))
+    tl.store(kept_E + e, num_kept)
+    tl.store(overflow_E + e, num_asked - num_kept)

@@ -1,0 +1,174 @@
+"""Kernels against the plain torch that specifies them, bit by bit.
+
+Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
+"""
+
+import pytest
+import torch
+from hypothesis import given
+from routing_cases import RoutingCase, routing_cases
+from torch import Tensor
+
+from padded_dispatch import ops
+from padded_dispatch.kernels import plan, rows, select, side
+from padded_dispatch.plan import plan_tensors
+from padded_dispatch.select import kept_map
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def here(array) -> Tensor:
+    return torch.as_tensor(array).to(DEVICE)
+
+
+def ints(*values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def equal(*pairs: tuple[Tensor, Tensor]) -> None:
+    for got, expected in pairs:
+        assert got.dtype == expected.dtype and got.shape == expected.shape
+        assert torch.equal(got.cpu(), expected.cpu())
+
+
+# The examples of the docstrings.
+
+
+def test_select_example():
+    asked_TE = here([[True], [True], [False], [True]])
+    probs_TE = here([[0.2], [0.5], [0.9], [0.5]])
+    for capacity, by_probs, expected in (
+        (2, True, [False, True, False, True]),
+        (2, False, [True, True, False, False]),
+        (1, True, [False, True, False, False]),
+        (1, False, [True, False, False, False]),
+    ):
+        kept_TE, demand_E = select.select(asked_TE, probs_TE, capacity, by_probs)
+        assert kept_TE.flatten().tolist() == expected
+        assert demand_E.tolist() == [3]
+
+
+def test_plan_example():
+    kept_TE = here([[True, False], [True, True], [False, True]])
+    slot_of_TK, choice_of_slot_EC, kept_E, overflow_E = plan.plan(kept_TE, 2, 2)
+    assert slot_of_TK.tolist() == [[0, -1], [1, 2], [3, -1]]
+    assert choice_of_slot_EC.tolist() == [[0, 2], [3, 4]]
+    assert (kept_E.tolist(), overflow_E.tolist()) == ([2, 2], [0, 0])
+
+
+def test_spread_rows_example():
+    tokens_TD = here([[1.0, 2.0], [3.0, 4.0]])
+    rows_ND = rows.spread_rows(tokens_TD, ints([2, -1], [0, 3]), ints(2, -1, 0, 3))
+    assert rows_ND.tolist() == [[3.0, 4.0], [0.0, 0.0], [1.0, 2.0], [3.0, 4.0]]
+
+
+def test_sum_rows_example():
+    rows_ND = here([[1.0], [2.0], [4.0]])
+    assert rows.sum_rows(rows_ND, ints([2, -1], [0, 1])).tolist() == [[4.0], [3.0]]
+
+
+def test_gather_side_example():
+    probs_TE = here([[0.9, 0.1], [0.8, 0.2]])
+    side_EC1 = side.gather_side(probs_TE, ints([0, 1], [-1, -1]), ints(2, 0), 1)
+    equal((side_EC1, torch.tensor([[0.9, 0.8, 2.0], [0.0, 0.0, 0.0]])))
+
+
+def test_scatter_side_example():
+    side_EC1 = here([[0.5, 1.0], [0.7, 1.0]])
+    equal((side.scatter_side(side_EC1, ints([1], [-1])), torch.tensor([[0.0, 0.7], [0.0, 0.0]])))
+
+
+# Any routing.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(case=routing_cases())
+def test_select(dtype: torch.dtype, case: RoutingCase):
+    # Negative, zero of either sign, and equal scores: quarters from -1/2 on.
+    probs_TE = (torch.from_numpy(case.probs_TE) - 0.5).to(dtype)
+    probs_TE = torch.where(probs_TE == 0, torch.copysign(probs_TE, torch.randn(())), probs_TE)
+    asked_TE = torch.from_numpy(case.map_TE)
+    for policy in ("probs", "position"):
+        kept_TE, demand_E = select.select(
+            here(asked_TE), here(probs_TE), case.capacity, policy == "probs"
+        )
+        expected_TE = kept_map(asked_TE, probs_TE, case.capacity, policy)
+        equal((kept_TE, expected_TE), (demand_E, asked_TE.sum(0, dtype=torch.int32)))
+
+
+@given(case=routing_cases())
+def test_plan(case: RoutingCase):
+    map_TE = torch.from_numpy(case.map_TE)
+    got = plan.plan(here(map_TE), case.top_k, case.capacity)
+    equal(*zip(got, plan_tensors(map_TE, case.top_k, case.capacity), strict=True))
+
+
+@given(case=routing_cases())
+def test_moves_and_sums(case: RoutingCase):
+    """All that moves, by the maps of one plan; an odd width, rows with garbage where empty."""
+    map_TE = torch.from_numpy(case.map_TE)
+    slots, choices, kept_E, _ = plan_tensors(map_TE, case.top_k, case.capacity)
+    tokens_TD = torch.randn(map_TE.shape[0], 19)
+    rows_ECD = torch.randn(*choices.shape, 19)
+    rows_ECD[choices < 0] = torch.nan
+    side_EC1 = torch.randn(choices.shape[0], choices.shape[1] + 1)
+    probs_TE = torch.from_numpy(case.probs_TE).float()
+    equal(
+        (
+            rows.spread_rows(here(tokens_TD), here(slots), here(choices)),
+            ops._gather(tokens_TD, slots, choices),
+        ),
+        (
+            rows.sum_rows(here(rows_ECD).flatten(0, 1), here(slots)),
+            ops._combine(rows_ECD, slots, choices),
+        ),
+        (
+            side.gather_side(here(probs_TE), here(choices), here(kept_E), case.top_k),
+            ops._gather_side(probs_TE, slots, choices, kept_E),
+        ),
+        (
+            side.scatter_side(here(side_EC1), here(slots)),
+            ops._scatter_side(side_EC1, slots, choices),
+        ),
+    )
+
+
+# Triton's interpreter (3.6) cuts fp32 off to bf16 instead of rounding it; the hardware rounds.
+NARROW = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [*NARROW, torch.float64])
+def test_sums_round_once_in_every_dtype(dtype: torch.dtype):
+    slots = torch.stack([torch.randperm(40)[:5] for _ in range(9)]).int()
+    rows_ND = torch.randn(40, 33, dtype=torch.float64).to(dtype)
+    choices = torch.full((8, 5), -1, dtype=torch.int32)
+    expected = ops._combine(rows_ND.view(8, 5, 33), slots, choices)
+    equal((rows.sum_rows(here(rows_ND), here(slots)), expected))
+
+
+def test_more_than_one_block_of_everything():
+    """More tokens than a block of the plan's, wider rows than a block of a row's."""
+    map_TE = torch.rand(1500, 3) < 0.7
+    expected = plan_tensors(map_TE, 2, 1100)
+    equal(*zip(plan.plan(here(map_TE), 2, 1100), expected, strict=True))
+    tokens_TD = torch.randn(3, 2500)
+    slots = torch.tensor([[2], [3], [0]], dtype=torch.int32)
+    choices = torch.tensor([2, -1, 0, 1], dtype=torch.int32)
+    expected_ND = torch.stack([tokens_TD[2], torch.zeros(2500), tokens_TD[0], tokens_TD[1]])
+    equal((rows.spread_rows(here(tokens_TD), here(slots), here(choices)), expected_ND))
+
+
+@pytest.mark.gpu
+def test_rows_beyond_2_to_the_31_elements():
+    """The last of 2**31 + 2048 elements: read and written by either kernel, by either branch."""
+    num_rows, width = 2**20 + 1, 2048
+    tokens_TD = torch.zeros(num_rows, width, dtype=torch.bfloat16, device="cuda")
+    tokens_TD[-1] = 3
+    assert (rows.sum_rows(tokens_TD, ints([num_rows - 1])) == 3).all()
+    slots = torch.full((num_rows, 1), -1, dtype=torch.int32, device="cuda")
+    choices = slots.flatten().clone()
+    for first, last in ((0, num_rows - 1), (num_rows - 1, 0)):
+        slots.fill_(-1)[-1] = last  # the last token goes to slot `last`, the other one is empty
+        choices.zero_()[first] = -1
+        rows_ND = rows.spread_rows(tokens_TD, slots, choices)
+        assert (rows_ND[last] == 3).all() and not rows_ND[first].any()
