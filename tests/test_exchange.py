@@ -189,8 +189,7 @@ def test_sixty_four_ranks_are_the_reference():
         except BaseException as error:
             multi_threaded_pg.ProcessLocalGroup.exception_handle(error)  # Frees those that wait.
             raise
-        finally:
-            dist.destroy_process_group()
+        # The group ends with its thread; torch 2.11 cannot destroy a threaded one.
 
     multi_threaded_pg._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
