@@ -67,18 +67,19 @@ def _spread_rows_kernel(
 ):
     program = tl.program_id(0).to(tl.int64)  # 32 bits end at 2**31 elements
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
     if program < num_tokens:
-        row = tl.load(tokens + program * width + column, mask=inside)
+        row = tl.load(tokens + program * width + column, mask=column < width)
         for k in tl.static_range(K):
             slot = tl.load(slot_of + program * K + k).to(tl.int64)
-            tl.store(rows + slot * width + column, row, mask=inside & (slot >= 0))
+            there = column < tl.where(slot >= 0, width, 0)
+            tl.store(rows + slot * width + column, row, mask=there)
     else:
         nothing = tl.zeros((BLOCK,), dtype=rows.dtype.element_ty)
         for i in tl.static_range(SLOTS):
             slot = (program - num_tokens) * SLOTS + i
             choice = tl.load(choice_of_slot + slot, mask=slot < num_slots, other=0)
-            tl.store(rows + slot * width + column, nothing, mask=inside & (choice < 0))
+            there = column < tl.where(choice < 0, width, 0)
+            tl.store(rows + slot * width + column, nothing, mask=there)
 
 
 def sum_rows(rows_ND: Tensor, slot_of_TK: Tensor) -> Tensor:
@@ -115,13 +116,13 @@ def _sum_rows_kernel(
 ):
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
     total = tl.zeros((BLOCK,), dtype=WIDE)
     for k in tl.static_range(K):
         slot = tl.load(slot_of + t * K + k)
-        at = rows + tl.maximum(slot, 0).to(tl.int64) * width + column
-        total += tl.load(at, mask=inside & (slot >= 0), other=0.0).to(WIDE)
-    tl.store(summed + t * width + column, total.to(summed.dtype.element_ty), mask=inside)
+        there = column < tl.where(slot >= 0, width, 0)
+        row = tl.load(rows + slot.to(tl.int64) * width + column, mask=there, other=0.0)
+        total += row.to(WIDE)
+    tl.store(summed + t * width + column, total.to(summed.dtype.element_ty), mask=column < width)
 
 
 def _block(width: int) -> int:
