@@ -78,18 +78,18 @@ def _id(case: LayerCase | PipelineCase) -> str:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", layer_cases("cuda", 1), ids=_id)
+@pytest.mark.parametrize("case", list(layer_cases("cuda", 1)), ids=_id)
 def test_layer_on_one_gpu(gpu_pools, case):
     assert [parity.failures() for parity in gpu_pools[1].run(layer_parity, case)] == [[]]
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("case", layer_cases("cuda", 2), ids=_id)
+@pytest.mark.parametrize("case", list(layer_cases("cuda", 2)), ids=_id)
 def test_layer_on_two_gpus(gpu_pools, case):
     assert [parity.failures() for parity in gpu_pools[2].run(layer_parity, case)] == [[], []]
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("case", pipeline_cases("cuda", 2), ids=_id)
+@pytest.mark.parametrize("case", list(pipeline_cases("cuda", 2)), ids=_id)
 def test_pipeline_on_two_gpus(gpu_pools, case):
     assert [parity.failures() for parity in gpu_pools[2].run(pipeline_parity, case)] == [[], []]
