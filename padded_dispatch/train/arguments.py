@@ -28,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of `padded-dispatch train`; only flags that were given are in its namespace."""
     made = argparse.ArgumentParser(
         prog="padded-dispatch train",
+        usage="padded-dispatch train [FLAGS]",
         description="Train a byte-level Mixture-of-Experts GPT on the source of Python's standard "
         "library, with Megatron-Core.",
     )

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.tensor_parallel import random
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
+from padded_dispatch.train.model import unwrapped
 from padded_dispatch.train.optimizer import MegatronAdam, TorchAdam
 from padded_dispatch.train.settings import Settings
 
@@ -107,17 +108,17 @@ def save(
 
 def load(checkpoint: Path, chunks: list[Any], optimizer: TorchAdam | MegatronAdam) -> Progress:
     """Put a checkpoint's state in place. To be called by all ranks."""
+    optimizer.step(lr=0.0)  # Makes Adam's state, for the checkpoint to be read into.
     state: dict[str, Any]
     if isinstance(optimizer, MegatronAdam):
         sharded = _sharded(chunks, optimizer, loading=True)
         state = cast(dict[str, Any], dist_checkpointing.load(sharded, str(checkpoint)))
     else:
-        optimizer.step(lr=0.0)  # Creates the state that the checkpoint is read into.
         mine = _mine(chunks, optimizer)
         state_dict_loader.load(mine, checkpoint_id=checkpoint)
         state = mine[f"rank{dist.get_rank()}"]
-    for number, chunk in enumerate(chunks):
-        chunk.load_state_dict(state[f"chunk{number}"])
+    for number, model in enumerate(unwrapped(chunks)):
+        model.load_state_dict(state[f"chunk{number}"])
     optimizer.adam.load_state_dict(state["optimizer"])
     _set_random_states(state["random"])
     about = json.loads((checkpoint / "run.json").read_text())
@@ -127,15 +128,17 @@ def load(checkpoint: Path, chunks: list[Any], optimizer: TorchAdam | MegatronAda
 def _mine(chunks: list[Any], optimizer: TorchAdam) -> dict[str, Any]:
     # Ranks hold different experts under the same names; without a name of their own,
     # torch.distributed.checkpoint would take them for copies and keep one.
-    state = {f"chunk{number}": chunk.state_dict() for number, chunk in enumerate(chunks)}
-    state |= {"optimizer": optimizer.adam.state_dict(), "random": _random_states()}
+    state: dict[str, Any] = {"optimizer": optimizer.adam.state_dict(), "random": _random_states()}
+    for number, model in enumerate(unwrapped(chunks)):
+        state[f"chunk{number}"] = model.state_dict()
     return {f"rank{dist.get_rank()}": state}
 
 
 def _sharded(chunks: list[Any], optimizer: MegatronAdam, *, loading: bool) -> dict[str, Any]:
-    state = {f"chunk{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
+    models = {f"chunk{n}": model.sharded_state_dict() for n, model in enumerate(unwrapped(chunks))}
+    state: dict[str, Any] = dict(models)
     state["optimizer"] = optimizer.adam.sharded_state_dict(
-        dict(state),
+        models,
         is_loading=loading,
         # Every rank writes its own shard: the fastest, for as many ranks as have written it.
         metadata={"distrib_optim_sharding_type": "dp_reshardable"},

@@ -96,6 +96,11 @@ def build_chunks(settings: Settings, config: TransformerConfig) -> list[Any]:
     return chunks
 
 
+def unwrapped(chunks: list[Any]) -> list[GPTModel]:
+    """What is inside DDP and, on GPUs, Float16Module."""
+    return [m for chunk in chunks for m in chunk.modules() if isinstance(m, GPTModel)]
+
+
 def moe_layers(chunks: list[Any]) -> list[Any]:
     """This rank's MoE layers, in order."""
     return [m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)]

@@ -153,7 +153,7 @@ class Settings:
         return self.recipe.global_batch // (self.recipe.micro_batch * self.layout.dp)
 
     def __post_init__(self) -> None:
-        for group in (self.recipe, self.layout, self.output):
+        for group in (self.output, self.recipe, self.layout):
             for name, value in vars(group).items():
                 if isinstance(value, int | float) and name not in ("seed", "lr_warmup"):
                     _require(value > 0 or value is False, name, value, "give a number above 0")
