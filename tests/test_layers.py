@@ -12,7 +12,7 @@ LAYERS = (  # Low to high; modules on one line do not see each other.
     "exchange experts",
     "dispatcher",
     "megatron capacity",
-    "testing launch results",
+    "testing launch results watchdog",
     "bench train",
     "cli",
 )

@@ -75,7 +75,6 @@ class Training:
             num_layers=2,
             bf16=True,
             params_dtype=torch.bfloat16,
-            hidden_dropout=0.0,
             attention_dropout=0.0,
             masked_softmax_fusion=False,
             bias_dropout_fusion=False,
@@ -86,7 +85,7 @@ class Training:
             # Megatron wants ten warm-up passes; these eager steps leave two for the capture.
             cuda_graph_warmup_steps=4,
             **graphs,
-            **settings,
+            **{"hidden_dropout": 0.0, **settings},
         )
         torch.manual_seed(7)
         gpt = GPTModel(self.config, tiny.layer_spec(), VOCAB, max_sequence_length=SEQUENCE)

@@ -2,7 +2,57 @@
 
 from typing import Any
 
+import torch
+from megatron.core import full_cuda_graph
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+_FIELDS = TransformerConfig.__dataclass_fields__
+
+
+def layer_graphs(*scopes: str) -> dict[str, Any]:
+    """Config fields that let Transformer Engine capture parts of every layer; none: all of it.
+
+    The scopes' field is `cuda_graph_scope` in 0.16 and 0.17, `cuda_graph_modules` from 0.18 on.
+    """
+    name = "cuda_graph_modules" if "cuda_graph_modules" in _FIELDS else "cuda_graph_scope"
+    return {"cuda_graph_impl": "transformer_engine", name: list(scopes)}
+
+
+def iteration_graph() -> dict[str, Any]:
+    """Config fields for one graph of all forward and backward passes: a scope until 0.17."""
+    if "cuda_graph_modules" in _FIELDS:
+        return {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}
+    return {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}
+
+
+def training_stream() -> torch.cuda.Stream:
+    """A stream to build the model and to train on, so that either kind of graph can be captured.
+
+    From 0.18 on `FullCudaGraphWrapper` captures on one stream of its own. Work on another one would
+    join that capture, but memory that crosses streams is not used again within a graph.
+    """
+    shared = getattr(full_cuda_graph, "get_shared_capture_stream", torch.cuda.Stream)
+    return shared()
+
+
+def clear_moe_metrics() -> None:
+    """Zero what routers have logged since the last report, as Megatron does after a capture."""
+    tracker = getattr(moe_utils, "get_moe_metrics_tracker", None)  # New in 0.18.
+    if tracker is None:
+        moe_utils.clear_aux_losses_tracker()
+    else:
+        tracker().clear()
+
+
+def forget_moe_metrics() -> None:
+    """Drop what routers have logged, and with it arrays as long as the first model has layers."""
+    tracker = getattr(moe_utils, "get_moe_metrics_tracker", None)  # New in 0.18.
+    logged = (
+        moe_utils.get_moe_layer_wise_logging_tracker() if tracker is None else tracker().metrics
+    )
+    logged.clear()
 
 
 class SharedExpertOverlap:

@@ -7,6 +7,8 @@ configs pass through unchanged:
   'alltoall', whose checks are right for us, then ours run.
 - `MoELayer.__init__` raises for an unknown name: see `padded_dispatch.megatron.layer`.
 - the type of the config field becomes the choices of `--moe-token-dispatcher-type`.
+
+Besides, layers that replay CUDA graphs are guarded: see `padded_dispatch.megatron.guard`.
 """
 
 import functools
@@ -16,6 +18,7 @@ from typing import Any, Literal, get_args
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from padded_dispatch.megatron import guard
 from padded_dispatch.megatron.config import check_config
 from padded_dispatch.megatron.layer import build, dispatcher_type
 from padded_dispatch.megatron.options import PaddedOptions
@@ -41,6 +44,7 @@ def install(options: PaddedOptions | None = None) -> None:
     _Config.__post_init__ = _wrap_post_init(_Config.__post_init__, options or PaddedOptions())
     MoELayer.__init__ = _wrap_init(MoELayer.__init__)
     _FIELD.type = Literal[(*get_args(_FIELD.type), NAME)]
+    guard.install()
 
 
 def uninstall() -> None:
@@ -49,6 +53,7 @@ def uninstall() -> None:
         _Config.__post_init__ = _originals.pop("post_init")
         MoELayer.__init__ = _originals.pop("init")
         _FIELD.type = _originals.pop("type")
+        guard.uninstall()
 
 
 def _wrap_init(init: Callable[..., None]) -> Callable[..., None]:

@@ -1,0 +1,129 @@
+"""A change that a replay would ignore raises before the replay.
+
+A captured layer runs no Python: it goes on with the shape, capacity, mode and config that it was
+captured with, and copies whatever it is given into the captured input, by broadcast if need be. So
+each layer's facts are recorded when Megatron captures it and compared whenever Megatron replays it.
+`TransformerLayer._te_cuda_graph_capture` and `_te_cuda_graph_replay` (0.16.1 to 0.19.0) are where
+all of Megatron's ways into a layer's graph meet; layers without our dispatcher pass unchanged.
+
+It raises on the ranks where something changed. Where that is not all of them, the others wait for
+the exchange, until their watchdog ends them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+
+# What a graph depends on, by names for people.
+Facts = dict[str, Any]
+
+_Layer: Any = TransformerLayer
+_MOE_FIELDS = tuple(
+    field.name for field in dataclasses.fields(TransformerConfig) if field.name.startswith("moe_")
+)
+_MASK_IS_LOST = (
+    "padding_mask is not possible with a layer that is replayed from a CUDA graph: Megatron does "
+    "not hand it to the graph; train without it, or set cuda_graph_impl='none'"
+)
+_originals: dict[str, Any] = {}
+_captured: WeakKeyDictionary[Any, Facts] = WeakKeyDictionary()
+
+
+def install() -> None:
+    """Guard every layer that has a padded dispatcher, from now on. Again: nothing happens."""
+    if not _originals:
+        for name, wrap in (("capture", _wrap_capture), ("replay", _wrap_replay)):
+            attribute = f"_te_cuda_graph_{name}"
+            _originals[attribute] = getattr(_Layer, attribute)
+            setattr(_Layer, attribute, wrap(_originals[attribute]))
+
+
+def uninstall() -> None:
+    """Undo `install`; without it before, nothing happens."""
+    while _originals:
+        setattr(_Layer, *_originals.popitem())
+
+
+def model_facts(chunks: list[Any]) -> Facts:
+    """Mode, capacity and config of every layer that has a padded dispatcher."""
+    return {
+        f"{name} in layer {layer.layer_number}": value
+        for chunk in chunks
+        for layer in chunk.modules()
+        if isinstance(layer, TransformerLayer) and _is_padded(layer)
+        for name, value in _layer_facts(layer).items()
+    }
+
+
+def check_unchanged(then: Facts, now: Facts) -> None:
+    """Compare what a graph depends on with what it was captured with.
+
+    Raises:
+        ValueError: names everything that differs, with both values.
+    """
+    if now != then:
+        changed = [name for name in then if now[name] != then[name]]
+        values = ", ".join(f"{name}={now[name]} (was {then[name]})" for name in changed)
+        raise ValueError(
+            f"{values} is not possible with a CUDA graph that was captured before: change it back, "
+            "or delete the graphs and capture again"
+        )
+
+
+def _wrap_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(capture)
+    def recorded_capture(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_padded(layer):
+            _captured[layer] = _replay_facts(layer, args, kwargs)
+        return capture(layer, *args, **kwargs)
+
+    return recorded_capture
+
+
+def _wrap_replay(replay: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(replay)
+    def guarded_replay(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if layer in _captured:
+            if kwargs.get("padding_mask") is not None:
+                raise ValueError(_MASK_IS_LOST)
+            then, now = _captured[layer], _replay_facts(layer, args, kwargs)
+            if len(layer.cuda_graphs) == 1:
+                # It serves all microbatches, since each is done with before the next one starts.
+                # With a pipeline there is a graph for each, and their order has been captured.
+                now["num_microbatches"] = then["num_microbatches"]
+            check_unchanged(then, now)
+        return replay(layer, *args, **kwargs)
+
+    return guarded_replay
+
+
+def _replay_facts(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    return {
+        "hidden_states.shape": tuple(hidden_states.shape),
+        "hidden_states.dtype": hidden_states.dtype,
+        "num_microbatches": get_num_microbatches(),
+        **_layer_facts(layer),
+    }
+
+
+def _layer_facts(layer: Any) -> Facts:
+    moe, config = layer.mlp, layer.config
+    return {
+        "training": (layer.training, moe.training, moe.router.training, moe.experts.training),
+        "dispatch_config": moe.token_dispatcher.dispatch_config,
+        **{name: getattr(config, name) for name in _MOE_FIELDS},
+    }
+
+
+def _is_padded(layer: Any) -> bool:
+    dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
+    return isinstance(dispatcher, PaddedAlltoAllTokenDispatcher)

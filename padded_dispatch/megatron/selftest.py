@@ -1,0 +1,192 @@
+"""Replay equals eager, bit by bit, on fresh inputs, and never waits for the host.
+
+Every captured layer runs three times on the same random input and from the same random state:
+eager, eager again, replayed. Its output and the gradients of its input and of every parameter are
+compared. What two eager runs do not agree on, a replay cannot agree on either: that is reported,
+not failed (`deterministic_mode` and NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 leave nothing of the kind).
+
+Nothing remains of it: random states, buffers and counters are put back; gradients and Megatron's
+metrics are cleared, as Megatron's own capture has left them, after which this runs.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
+
+from padded_dispatch.megatron.compat import clear_moe_metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One captured layer, and inputs like those that it was captured with."""
+
+    layer: Any
+    args: tuple[Tensor, ...]
+    kwargs: dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfTest:
+    """What was compared on this rank.
+
+    `num_tensors`: how many were equal. `unreproducible`: those of which two eager runs differ.
+    """
+
+    num_tensors: int
+    unreproducible: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Findings:
+    equal: list[str] = field(default_factory=list)
+    unreproducible: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+
+def run_self_test(chunks: list[Any], samples: list[Sample]) -> SelfTest:
+    """Compare every sample's layer with itself. To be called by all ranks.
+
+    Args:
+        chunks: the model in Megatron's DDP.
+        samples: all layers that were captured, in order.
+
+    Raises:
+        RuntimeError: on all ranks, if any of them found a difference or a synchronisation; names
+            rank, layer and tensor.
+    """
+    found = _Findings()
+    with no_trace(chunks):
+        for sample in samples:
+            _compare(chunks, sample, found)
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, found.failed)
+    failed = [f"rank {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts]
+    if failed:
+        heading = "the CUDA graphs are not what they were made from:"
+        raise RuntimeError("\n  ".join([heading, *failed]))
+    return SelfTest(num_tensors=len(found.equal), unreproducible=tuple(found.unreproducible))
+
+
+def run_eager(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
+    """Forward and backward without graphs, from the same random state and input on every call.
+
+    Returns:
+        Copies of the output and of the gradients, by name.
+    """
+    graphs = sample.layer.cuda_graphs
+    sample.layer.cuda_graphs = []
+    try:
+        return _run(chunks, sample)
+    finally:
+        sample.layer.cuda_graphs = graphs
+
+
+@contextmanager
+def no_trace(chunks: list[Any]) -> Iterator[None]:
+    """Put back what passes through layers leave behind."""
+    kept = [(tensor, tensor.clone()) for chunk in chunks for tensor in _counting_tensors(chunk)]
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(_same_random_state())
+            for chunk in chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, copy in kept:
+                tensor.copy_(copy)
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        clear_moe_metrics()
+
+
+def _compare(chunks: list[Any], sample: Sample, found: _Findings) -> None:
+    name = f"layer {sample.layer.layer_number}"
+    eager = run_eager(chunks, sample)
+    again = run_eager(chunks, sample)
+    try:
+        with _no_synchronisation(sample.args[0].device):
+            replayed = _run(chunks, sample)
+    except RuntimeError as error:
+        found.failed.append(f"{name}: {error}")
+        return
+    for what, value in eager.items():
+        if not _same_bits(value, again[what]):
+            found.unreproducible.append(f"{name}: {what}")
+        elif not _same_bits(value, replayed[what]):
+            found.failed.append(f"{name}: {what} differs from eager")
+        else:
+            found.equal.append(f"{name}: {what}")
+
+
+def _run(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
+    layer, (like, *_) = sample.layer, sample.args
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    given = _noise(like, seed=2 * layer.layer_number).requires_grad_()
+    with _same_random_state():
+        output = layer(given, **sample.kwargs)[0]
+        output.backward(_noise(output, seed=2 * layer.layer_number + 1))
+    assert given.grad is not None
+    results = {"its output": output.detach().clone(), "the gradient of its input": given.grad}
+    for name, param in layer.named_parameters():
+        results[f"the gradient of {name}"] = param.main_grad.clone()
+    return results
+
+
+def _noise(like: Tensor, seed: int) -> Tensor:
+    """Standard normal, other on each rank, without a trace in any generator but its own."""
+    own = torch.Generator(like.device).manual_seed(seed * dist.get_world_size() + dist.get_rank())
+    return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=own)
+
+
+def _counting_tensors(chunk: Any) -> Iterator[Tensor]:
+    """All that is added to in place while layers run."""
+    yield from chunk.module.buffers()  # DDP itself keeps gradient buffers under that name.
+    for module in chunk.modules():
+        counters = getattr(getattr(module, "token_dispatcher", None), "counters", None)
+        if counters is not None:
+            yield from counters.tensors()
+
+
+@contextmanager
+def _same_random_state() -> Iterator[None]:
+    """Leave every generator as it was found."""
+    tracker: Any = get_cuda_rng_tracker()
+    cpu, cuda, states = torch.get_rng_state(), torch.cuda.get_rng_state(), tracker.get_states()
+    # With Transformer Engine's tracker they are generators that the graphs know; else states.
+    positions = {
+        name: state.get_state() for name, state in states.items() if hasattr(state, "get_state")
+    }
+    try:
+        yield
+    finally:
+        for name, position in positions.items():
+            states[name].set_state(position)
+        tracker.set_states(states)
+        torch.cuda.set_rng_state(cuda)
+        torch.set_rng_state(cpu)
+
+
+@contextmanager
+def _no_synchronisation(device: torch.device) -> Iterator[None]:
+    """Let every call raise that waits for the device."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

@@ -1,0 +1,241 @@
+"""Plain loops over CUDA graphs: capture, self-test and guard, over the stand-in for CUDA graphs."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from graph_protocol import _Graphed
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer import cuda_graphs
+from test_megatron_graphs import (
+    BATCH,
+    MICROBATCHES,
+    PARTIAL,
+    SEQUENCE,
+    STOCK_DROP_AND_PAD,
+    WHOLE,
+    Training,
+    differences,
+    graphs,
+    padding_mask,
+    unreachable,
+)
+from torch import Tensor
+
+from padded_dispatch.launch import WorkerPool
+from padded_dispatch.megatron import guard
+from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.megatron.graphs import LayerGraphs
+from padded_dispatch.megatron.selftest import SelfTest
+
+SCOPES = [*WHOLE, *PARTIAL]
+IDS = ["+".join(scope) or "layer" for scope in SCOPES]
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Iterator[None]:
+    with tiny.one_process(), graphs():
+        yield
+
+
+def layer_graphs(training: Training) -> LayerGraphs:
+    return LayerGraphs([training.model], seq_length=SEQUENCE, micro_batch=BATCH)
+
+
+def captured(scope: tuple[str, ...], **settings: Any) -> tuple[Training, LayerGraphs]:
+    training = Training(scope, **settings)
+    made = layer_graphs(training)
+    made.capture()
+    return training, made
+
+
+@pytest.mark.parametrize("scope", SCOPES, ids=IDS)
+def test_a_loop_with_graphs_equals_one_without(megatron, scope):
+    eager = Training(None, moe_expert_capacity_factor=1.0)
+    graphed = Training(scope, moe_expert_capacity_factor=1.0)
+    made = layer_graphs(graphed)
+    report = made.capture()  # Before any eager step: it warms up by itself.
+    assert report is not None and report.unreproducible == ()
+    # Per layer: output, gradient of the input, and one gradient per parameter.
+    num_params = len(list(graphed.model.module.module.decoder.layers.parameters()))
+    assert report.num_tensors == num_params + 2 * 2
+    steps = [graphed.step(0), graphed.step(1)]
+    made.delete()
+    steps.append(graphed.step(2))
+    assert differences([eager.step(number) for number in range(3)], steps) == []
+
+
+def everything_that_counts(training: Training) -> dict[str, Tensor]:
+    model = training.model
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    kept |= {f"{name}.main_grad": p.main_grad.clone() for name, p in model.named_parameters()}
+    for index, layer in enumerate(training.moe_layers):
+        for number, tensor in enumerate(layer.token_dispatcher.counters.tensors()):
+            kept[f"counter {number} of layer {index}"] = tensor.clone()
+    kept["cpu"] = torch.get_rng_state()
+    states: dict[str, Tensor] = get_cuda_rng_tracker().get_states()
+    return kept | {f"random state {name}": state.clone() for name, state in states.items()}
+
+
+@pytest.mark.parametrize("settings", [{}, {"hidden_dropout": 0.1}], ids=["plain", "dropout"])
+def test_capture_and_self_test_leave_no_trace(megatron, settings):
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    training = Training(("attn", "moe"), **bias, **settings)
+    training.forward(BATCH, SEQUENCE, seed=3)  # Counts are not all zero.
+    before = everything_that_counts(training)
+    assert any(before[f"counter 0 of layer {index}"].any() for index in range(2))
+    layer_graphs(training).capture()
+    after = everything_that_counts(training)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert all(param.grad is None for param in training.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("what", "index"), [("its output", 0), ("the gradient of its input", 1)], ids=str
+)
+def test_self_test_names_what_differs(megatron, what, index):
+    def replay(graphed: _Graphed, given: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        results = originals[index](graphed, given)
+        if graphed._layer.layer_number == 2:
+            results[0][0, 0, 0] += 1
+        return results
+
+    names = ("replay_forward", "replay_backward")
+    originals = [getattr(_Graphed, name) for name in names]
+    with (
+        patch.object(_Graphed, names[index], replay),
+        pytest.raises(RuntimeError, match=f"rank 0: layer 2: {what} differs from eager") as error,
+    ):
+        captured(("moe",))
+    assert "layer 1" not in str(error.value)
+
+
+def test_self_test_reports_what_eager_runs_do_not_agree_on(megatron):
+    training = Training(("moe",))
+    experts, forward = training.moe_layers[0].experts, training.moe_layers[0].experts.forward
+    calls = iter(range(100))
+
+    def forward_with_noise(*args: Any) -> Any:
+        output, bias = forward(*args)
+        return output + next(calls), bias
+
+    with patch.object(experts, "forward", forward_with_noise):
+        report = layer_graphs(training).capture()
+    assert isinstance(report, SelfTest)
+    assert "layer 1: its output" in report.unreproducible
+    assert not any(name.startswith("layer 2") for name in report.unreproducible)
+
+
+def error_on_two_ranks() -> str:
+    """What each rank raises when replays on rank 1 alone are wrong."""
+    original = _Graphed.replay_forward
+
+    def replay(graphed: _Graphed, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        results = original(graphed, given)
+        results[0][0, 0, 0] += dist.get_rank()
+        return results
+
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+        try:
+            with graphs(), patch.object(_Graphed, "replay_forward", replay):
+                captured(("moe",))
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            parallel_state.destroy_model_parallel()
+    return "nothing raised"
+
+
+def test_a_failed_self_test_raises_on_all_ranks(pool2: WorkerPool):
+    first, second = pool2.run(error_on_two_ranks)
+    assert first == second
+    assert "rank 1: layer 1: its output differs from eager" in first
+    assert "rank 0" not in first
+
+
+CHANGES: dict[str, Callable[[Training], object]] = {
+    "hidden_states.shape": lambda t: t.forward(BATCH + 1, SEQUENCE, seed=0),
+    "training": lambda t: t.moe_layers[0].experts.eval(),
+    "dispatch_config": lambda t: setattr(
+        t.moe_layers[0].token_dispatcher,
+        "dispatch_config",
+        dataclasses.replace(t.moe_layers[0].token_dispatcher.dispatch_config, capacity_factor=2.0),
+    ),
+    "moe_aux_loss_coeff": lambda t: setattr(t.config, "moe_aux_loss_coeff", 0.5),
+    "moe_expert_capacity_factor": lambda t: setattr(t.config, "moe_expert_capacity_factor", 9.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("scope", [("moe",), ("attn", "moe"), PARTIAL[1]], ids="+".join)
+def test_a_change_raises_before_the_replay(megatron, scope, change):
+    training, _ = captured(scope)
+    training.forward(BATCH, SEQUENCE, seed=0)
+    with (
+        patch.object(_Graphed, "replay_forward", unreachable),
+        pytest.raises(ValueError, match=rf"{re.escape(change)}=.* \(was .*capture again"),
+    ):
+        CHANGES[change](training)
+        training.forward(BATCH, SEQUENCE, seed=0)
+
+
+def test_number_of_microbatches_counts_where_each_has_a_graph(megatron):
+    training, _ = captured(("attn", "moe"))
+    other = patch.object(guard, "get_num_microbatches", lambda: MICROBATCHES + 1)
+    with other:
+        training.forward(BATCH, SEQUENCE, seed=0)  # One graph serves any number.
+    for layer in training.model.module.module.decoder.layers:
+        layer.cuda_graphs *= 2
+    training.forward(BATCH, SEQUENCE, seed=0)
+    with other, pytest.raises(ValueError, match=r"num_microbatches=3 \(was 2\)"):
+        training.forward(BATCH, SEQUENCE, seed=0)
+
+
+def test_a_padding_mask_raises_before_a_replay_that_drops_it(megatron):
+    training, _ = captured(("attn", "moe"))
+    with pytest.raises(ValueError, match="padding_mask is not possible"):
+        training.forward(BATCH, SEQUENCE, seed=0, padding_mask=padding_mask())
+
+
+def test_an_evaluation_is_eager_and_not_guarded(megatron):
+    training, _ = captured(("attn", "moe"))
+    training.evaluate(0)
+    training.forward(BATCH, SEQUENCE, seed=0)
+
+
+def test_stock_layers_are_captured_and_not_compared(megatron):
+    training = Training(("attn", "moe"), **STOCK_DROP_AND_PAD)
+    training.forward(BATCH, SEQUENCE, seed=0)
+    assert layer_graphs(training).capture() is None
+    training.config.moe_aux_loss_coeff = 0.5  # Not ours to guard.
+    training.forward(BATCH, SEQUENCE, seed=0)
+
+
+def test_a_scope_without_layers_is_refused(megatron):
+    training = Training(("mamba",))
+    with pytest.raises(ValueError, match="no layer has any of them"):
+        layer_graphs(training)
+
+
+def test_other_ways_to_capture_are_refused(megatron):
+    with pytest.raises(ValueError, match="cuda_graph_impl='none' is not possible"):
+        layer_graphs(Training(None))
+
+
+def test_after_a_failed_capture_layers_are_eager(megatron):
+    training = Training(("moe",))
+    with (
+        patch.object(_Graphed, "capture_forward", unreachable),
+        pytest.raises(AssertionError, match="replay ran Python"),
+    ):
+        layer_graphs(training).capture()
+    assert not cuda_graphs.is_graph_capturing()
+    training.step(0)
