@@ -102,3 +102,17 @@ def test_config_keeps_its_factor():
     with pytest.raises(RuntimeError):
         route.routing(torch.randn(3, 1, 5))  # 15 logits are no rows of 4
     assert route.config.moe_expert_capacity_factor == 0.5
+
+
+def test_gating_with_a_bias_narrower_than_the_logits():
+    settings = {"params_dtype": torch.bfloat16, "moe_router_dtype": "fp32"}
+    route = router(add_bias_linear=True, **settings)
+    with torch.no_grad():
+        route.bias.copy_(torch.tensor([1.0, -2.0, 0.5, 4.0]))
+    logits = route.gating(tokens().bfloat16())
+    assert logits.dtype == torch.float32
+    weights_E = torch.tensor([2.0, 1.0, 0.0, 0.0])
+    assert torch.equal(logits[-1, 0], weights_E + torch.tensor([1.0, -2.0, 0.5, 4.0]))
+    logits.sum().backward()
+    assert route.bias.grad.dtype == torch.bfloat16
+    assert route.bias.grad.tolist() == [T] * 4

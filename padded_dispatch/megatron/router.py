@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig
@@ -22,6 +23,8 @@ from padded_dispatch.dispatcher import check_facts
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.ops import select
 from padded_dispatch.stats import Counters
+
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 # Megatron-Core 0.16.1 to 0.19.0: `TransformerLayer._te_cuda_graph_capture` and
 # `_te_cuda_graph_replay` call the MoE layer without it.
@@ -67,6 +70,19 @@ def _selecting(base: type) -> type:
                     raise ValueError(_MASK_IS_LOST)
                 self.saw_padding_mask = padding_mask is not None
             return super().forward(input, padding_mask)
+
+        def gating(self, input: Tensor) -> Tensor:
+            """As `Router.gating`, also where the bias is narrower than the logits.
+
+            Megatron-Core hands the bias to Transformer Engine's GEMM as it is, which reads it in
+            the dtype of the output. Seen with 0.19.0 and 2.20.2: a bf16 bias and
+            `moe_router_dtype="fp32"` give logits that are off by 8.8 and change with the memory
+            behind the bias.
+            """
+            dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype, input.dtype)
+            if self.bias is None or self.bias.dtype == dtype:
+                return super().gating(input)
+            return router_gating_linear(input, self.weight, self.bias.to(dtype), dtype)
 
         def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
             """As `TopKRouter.routing`: probs [T, E] and map [T, E], but of the kept rows only."""
