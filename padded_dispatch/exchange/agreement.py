@@ -78,6 +78,8 @@ _twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDiction
 
 def _twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A gloo group over the same ranks: one for all layers, since each costs sockets."""
+    if dist.get_backend(group) == "gloo":
+        return group
     if group not in _twins:
         ranks = dist.get_process_group_ranks(group)
         twin = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
