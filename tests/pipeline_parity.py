@@ -25,6 +25,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from parity import Parity, compare, megatron
 from torch import Tensor
@@ -140,7 +142,10 @@ def _model(case: PipelineCase, dispatcher: str, dtype: torch.dtype) -> list[Any]
             num_experts=case.num_experts, moe_grouped_gemm=True
         )
     else:
-        spec = get_gpt_layer_local_spec(num_experts=case.num_experts, normalization="RMSNorm")
+        # One layer in each chunk. Named, since by default Megatron's last norm is Transformer
+        # Engine's wherever that is installed, and it knows no fp64.
+        layer = get_gpt_layer_local_spec(num_experts=case.num_experts, normalization="RMSNorm")
+        spec = TransformerBlockSubmodules(layer_specs=[layer], layer_norm=WrappedTorchNorm)
     return [
         GPTModel(
             config,
