@@ -1,0 +1,183 @@
+"""The command as a user meets it: in a folder of its own, in processes of its own."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from padded_dispatch import cli
+from padded_dispatch.megatron import uninstall
+
+COMMAND = [sys.executable, "-m", "padded_dispatch.cli"]
+SMALL = "train --seq-length 24 --micro-batch 3 --lr-warmup 2"
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed():
+    yield
+    uninstall()
+
+
+@pytest.fixture
+def environment():
+    """As a user has it, but for one thread per process."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def test_it_trains_evaluates_and_saves_in_an_empty_folder(tmp_path, environment):
+    flags = "--steps 4 --log-every 2 --eval-every 4 --save-every 4 --out run"
+    done = subprocess.run(
+        [*COMMAND, *SMALL.split(), *flags.split()],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    patterns = [
+        r"step 1/4  loss 5\.\d{4}  [\d,]+ tokens/s  \S+ GFLOP/s per process  fill .*  dropped .*",
+        r"step 2/4  .*",
+        r"step 4/4  .*",
+        r"step 4  held-out loss \d\.\d{4}",
+        r"loss fell from 5\.\d\d to \d\.\d\d",
+    ]
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(patterns)
+    assert all(re.fullmatch(p, line) for p, line in zip(patterns, lines, strict=True)), lines
+    assert done.stderr == ""
+    assert (tmp_path / "run" / "checkpoints" / "step-00000004" / "run.json").exists()
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 4, 4]
+
+
+def test_under_torchrun_it_starts_no_processes(tmp_path, environment):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "--module", *COMMAND[2:], *SMALL.split(), "--steps", "2", "--json"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["kind"], row["step"]) for row in rows] == [("train", 1), ("train", 2)]
+
+
+@contextmanager
+def long_run(folder, environment) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A run that has done its first step, and its workers' process ids."""
+    flags = "--steps 100000 --log-every 1 --save-every 1 --out run"
+    with subprocess.Popen(
+        [*COMMAND, *SMALL.split(), *flags.split()],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("step ")
+            yield process, workers_of(process.pid)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def workers_of(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        children = [int(child) for child in file.read().split()]
+    return [child for child in children if "spawn_main" in command_of(child)]
+
+
+def command_of(pid: int) -> str:
+    with open(f"/proc/{pid}/cmdline") as file:
+        return file.read()
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < deadline, f"still there: {pids}"
+        time.sleep(0.05)
+
+
+needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="looks into /proc")
+
+
+@needs_proc
+def test_ctrl_c_ends_everything_and_leaves_only_whole_checkpoints(tmp_path, environment):
+    with long_run(tmp_path, environment) as (process, workers):
+        assert len(workers) == 2
+        os.killpg(process.pid, signal.SIGINT)  # As a terminal does: to all of them.
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGINT
+        assert stderr == "SIGINT: stopping all workers\n"
+        wait_until_gone(workers)
+    for checkpoint in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        assert {path.name for path in checkpoint.iterdir()} == {
+            ".metadata",
+            "__0_0.distcp",
+            "__1_0.distcp",
+            "run.json",
+        }
+
+
+@needs_proc
+def test_a_dead_worker_ends_the_job(tmp_path, environment):
+    with long_run(tmp_path, environment) as (process, workers):
+        os.kill(workers[1], signal.SIGKILL)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert stderr.endswith("rank 1 of 2 failed: ChildProcessError: killed by SIGKILL\n")
+        wait_until_gone(workers)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("train --ep 3", "workers=2 is not possible: make it a multiple of etp * pp * ep=3"),
+        ("train --padded-min-capacity 0", "min_capacity=0 is not possible"),
+        ("train --resume --out nowhere", "resume=True is not possible: nowhere holds no"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, flags, message):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("PYTHONWARNINGS", "")
+    assert cli.main(flags.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"padded-dispatch train: {message}")
+
+
+def test_tensorboard_that_is_missing_is_named(capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("PYTHONWARNINGS", "")
+    monkeypatch.setattr("padded_dispatch.train.command.find_spec", lambda name: None)
+    assert cli.main(["train", "--tensorboard", "--out", str(tmp_path)]) == 2
+    assert "pip install 'padded-dispatch[train]'" in capsys.readouterr().err
+
+
+def test_help_needs_no_megatron():
+    code = (
+        "import sys; from padded_dispatch import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] == 'megatron']"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "train" in done.stdout

@@ -1,0 +1,190 @@
+"""From flags to settings: defaults, overrides, and every mistake in one line that names it."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.train.arguments import parse, parser
+from padded_dispatch.train.presets import PRESETS
+from padded_dispatch.train.settings import Dispatch, Layout, Output, Recipe
+
+
+@pytest.fixture(autouse=True)
+def laptop(monkeypatch):
+    """No GPU, and nobody's workers."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+
+
+def test_tiny_is_two_processes_with_half_of_the_experts_each():
+    settings = parse([])
+    assert settings.preset == "tiny" and settings.model == PRESETS["tiny"].model
+    assert settings.layout == Layout(device="cpu", workers=2, ep=2)
+    assert settings.dispatch == Dispatch(dispatcher="padded_alltoall", capacity_factor=1.25)
+    assert settings.recipe.global_batch == 2 * settings.recipe.micro_batch
+    assert settings.num_microbatches == 1
+    assert settings.recipe.lr_decay == settings.output.steps == PRESETS["tiny"].steps
+    assert settings.output.out is None
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_fits_eight_gpus(eight_gpus, preset):
+    settings = parse(["--preset", preset])
+    assert settings.layout == Layout(device="cuda", workers=8, ep=8)
+    assert settings.recipe.num_layers == PRESETS[preset].num_layers
+
+
+def test_defaults_follow_what_is_given(eight_gpus):
+    settings = parse("--preset gpt-oss-20b --pp 2 --vpp 2 --tp 2 --sequence-parallel".split())
+    layout = settings.layout
+    assert (layout.workers, layout.dp, layout.ep, layout.etp) == (8, 2, 4, 1)
+    assert settings.recipe.global_batch == 4 and settings.num_microbatches == 2
+    settings = parse("--dispatcher alltoall --steps 7 --micro-batch 3 --ep 2 --workers 4".split())
+    assert settings.dispatch.capacity_factor is None
+    assert settings.recipe.global_batch == 12
+    assert settings.recipe.lr_decay == settings.output.steps == 7
+
+
+def test_torchrun_decides_the_number_of_workers(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert parse([]).layout == Layout(device="cpu", workers=4, ep=4)
+    with pytest.raises(ValueError, match="workers=2 is not possible: torchrun started 4"):
+        parse(["--workers", "2"])
+
+
+GIVEN = {
+    Recipe: {
+        "num_layers": 4,
+        "seq_length": 12,
+        "micro_batch": 3,
+        "global_batch": 12,
+        "lr": 0.5,
+        "lr_warmup": 0,
+        "lr_decay": 9,
+        "balancing": "expert-bias",
+        "seed": 0,
+        "deterministic": True,
+    },
+    Dispatch: {
+        "dispatcher": "alltoall-drop-pad",
+        "capacity_factor": 2.5,
+        "drop_policy": "position",
+    },
+    Layout: {
+        "device": "cpu",
+        "workers": 4,
+        "tp": 1,
+        "pp": 2,
+        "vpp": 2,
+        "ep": 1,
+        "etp": 2,
+        "sequence_parallel": True,
+    },
+    Output: {
+        "steps": 8,
+        "graph": "none",
+        "graph_timeout": 2.5,
+        "log_every": 2,
+        "eval_every": 3,
+        "eval_passes": 4,
+        "out": Path("no/such/folder"),
+        "save_every": 5,
+        "resume": True,
+        "tensorboard": True,
+        "json": True,
+        "results": Path("r.json"),
+        "commit": "abc",
+    },
+}
+
+
+def test_every_field_is_a_flag():
+    argv = ["--padded-min-capacity", "3"]
+    for fields in GIVEN.values():
+        for name, value in fields.items():
+            flag = f"--{name.replace('_', '-')}"
+            argv += [flag] if value is True else [flag, str(value)]
+    settings = parse(argv)
+    assert settings.recipe == Recipe(**GIVEN[Recipe])
+    assert settings.layout == Layout(**GIVEN[Layout])
+    assert settings.output == Output(**GIVEN[Output])
+    assert settings.dispatch == Dispatch(**GIVEN[Dispatch], padded=PaddedOptions(min_capacity=3))
+    for cls, given in GIVEN.items():
+        names = {option.name for option in dataclasses.fields(cls)}
+        assert names - set(given) == ({"padded"} if cls is Dispatch else set())
+
+
+def test_none_drops_nothing():
+    assert parse(["--capacity-factor", "none"]).dispatch.capacity_factor is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--preset qwen3-30b-a3b", "preset=qwen3-30b-a3b is not possible on device=cpu"),
+        ("--device cuda", "device=cuda is not possible: PyTorch sees no GPU"),
+        ("--workers 3 --ep 2", "workers=3 is not possible: make it a multiple of etp"),
+        ("--workers 3 --pp 2", "workers=3 is not possible: make it a multiple of tp"),
+        ("--workers 3", "ep=3 is not possible: it must divide 8"),
+        ("--tp 2 --sequence-parallel", "tp=2 is not possible: on a CPU"),
+        ("--num-layers 3 --pp 2", "num_layers=3 is not possible: make it a multiple of pp"),
+        ("--global-batch 7", "global_batch=7 is not possible: make it a multiple of micro_batch"),
+        ("--vpp 2", "vpp=2 is not possible: it needs pp > 1"),
+        ("--pp 2 --vpp 1 --global-batch 12", "vpp=1 is not possible: it needs a multiple of pp=2"),
+        ("--steps 0", "steps=0 is not possible: give a number above 0"),
+        ("--lr 0", "lr=0.0 is not possible: give a number above 0"),
+        ("--lr-warmup -1", "lr_warmup=-1 is not possible: give 0 or more"),
+        ("--seed -1", "seed=-1 is not possible: give 0 or more"),
+        ("--dispatcher alltoall", "dispatcher=alltoall is not possible: Megatron's needs a GPU"),
+        ("--dispatcher allgather --capacity-factor 2", "capacity_factor=2.0 is not possible"),
+        (
+            "--dispatcher alltoall-drop-pad --capacity-factor none",
+            "capacity_factor=None is not possible: alltoall-drop-pad needs a number",
+        ),
+        ("--save-every 2", "save_every=2 is not possible: it needs a folder"),
+        ("--resume", "resume=True is not possible: it needs a folder"),
+        ("--tensorboard", "tensorboard=True is not possible: it needs a folder"),
+    ],
+)
+def test_mistakes_are_named(flags, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        parse(flags.split())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tp 2", "tp=2 is not possible: Megatron trains experts"),
+        ("--tp 8 --sequence-parallel", "tp=8 is not possible: it must divide 4"),
+        ("--workers 16", "workers=16 is not possible: PyTorch sees 8 GPUs"),
+    ],
+)
+def test_mistakes_on_gpus_are_named(eight_gpus, flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse(flags.split())
+
+
+def test_a_folder_with_a_run_is_not_written_over(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match="it holds a run already; add --resume"):
+        parse(["--out", str(tmp_path)])
+    assert parse(["--out", str(tmp_path), "--resume"]).output.out == tmp_path
+
+
+def test_help_names_every_default(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        parser().parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--lr-warmup N steps over which the learning rate rises (default: 20)" in text
+    assert "--num-layers N layers of the model (default: the preset's)" in text
+    assert "--padded-min-capacity" in text

@@ -1,0 +1,118 @@
+"""Whole runs of the main job on two ranks: it learns, it resumes bit by bit, it compares."""
+
+import contextlib
+import io
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+from padded_dispatch.megatron import uninstall
+from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.train.arguments import parse
+from padded_dispatch.train.checkpoint import check_resumable, newest
+from padded_dispatch.train.loop import Outcome, train
+
+SMALL = "--seq-length 24 --micro-batch 3 --log-every 1 --lr-warmup 2"
+
+
+def _train(flags: str) -> Outcome:
+    settings = parse(f"{SMALL} {flags}".split())
+    with megatron_on_cpu(), contextlib.redirect_stdout(io.StringIO()):
+        outcome = train(settings, torch.device("cpu"))
+    uninstall()
+    return outcome
+
+
+def run(pool, flags: str) -> Outcome:
+    first, second = pool.run(_train, flags)
+    assert [row.loss for row in first.rows] == [row.loss for row in second.rows]
+    return first
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--capacity-factor none --balancing expert-bias",
+        "--dispatcher allgather",
+        "--dispatcher alltoall-drop-pad",
+        "--pp 2 --global-batch 6",
+        "--pp 2 --vpp 2 --num-layers 4",
+        "--etp 2",
+        "--ep 1",
+    ],
+)
+def test_the_loss_falls(pool2, flags):
+    outcome = run(pool2, f"--steps 8 {flags}")
+    assert outcome.first_loss == pytest.approx(math.log(256), rel=0.05)
+    assert outcome.fell
+    assert outcome.sentence() == (
+        f"loss fell from {outcome.first_loss:.2f} to {outcome.rows[-1].loss:.2f}"
+    )
+
+
+def test_no_factor_drops_nothing_and_a_small_one_much(pool2):
+    everything = run(pool2, "--steps 1 --capacity-factor none").rows[0]
+    # 72 tokens, 2 of 8 experts each, 72 slots for each expert.
+    assert everything.dropped == 0 and everything.fill == 2 / 8 and everything.overflow == 0
+    little = run(pool2, "--steps 1 --capacity-factor 0.25").rows[0]
+    # ceil(72 * 2 / 8 * 0.25) = 5 slots, so at most 40 of 144 rows.
+    assert little.fill is not None and little.dropped is not None
+    assert little.dropped == pytest.approx(1 - little.fill * 40 / 144)
+    assert little.dropped >= 1 - 40 / 144
+
+
+def test_a_run_that_does_not_learn_says_so(pool2):
+    outcome = run(pool2, "--steps 1")
+    assert not outcome.fell and "did not fall" in outcome.sentence()
+
+
+@pytest.mark.parametrize("flags", ["--balancing expert-bias --global-batch 12", "--pp 2"])
+def test_a_resumed_run_repeats_the_next_five_losses_bit_by_bit(pool2, tmp_path, flags):
+    out = tmp_path / "run"
+    flags = f"--steps 8 --save-every 3 --eval-every 4 --out {out} {flags}"
+    whole = run(pool2, flags)
+    metrics = (out / "metrics.jsonl").read_text()
+    assert [path.name[-1] for path in sorted((out / "checkpoints").iterdir())] == ["3", "6", "8"]
+    for step in (6, 8):
+        shutil.rmtree(out / "checkpoints" / f"step-{step:08d}")
+    (out / "checkpoints" / "unfinished").mkdir()  # As an interrupted run leaves it.
+
+    resumed = run(pool2, f"{flags} --resume")
+    assert [row.step for row in resumed.rows] == [4, 5, 6, 7, 8]
+    assert [row.loss for row in resumed.rows] == [row.loss for row in whole.rows[3:]]
+    assert [row.dropped for row in resumed.rows] == [row.dropped for row in whole.rows[3:]]
+    assert resumed.first_loss == whole.first_loss
+
+    def figures(text):
+        rows = [json.loads(line) for line in text.splitlines()]
+        return [(row["kind"], row["step"], row["loss"]) for row in rows]
+
+    assert figures((out / "metrics.jsonl").read_text()) == figures(metrics)
+    assert newest(out).name == "step-00000008"
+    assert not (out / "checkpoints" / "unfinished").exists()
+
+    with pytest.raises(ValueError, match="steps=8 is not possible: .* has done 8 already"):
+        check_resumable(parse(f"{SMALL} {flags} --resume".split()))
+    with pytest.raises(ValueError, match=r"with lr=1.0 \(was 0.003\), seed=9 \(was 1234\): give"):
+        check_resumable(parse(f"{SMALL} {flags} --resume --seed 9 --lr 1".split()))
+
+
+def test_there_must_be_a_checkpoint_to_resume(tmp_path):
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        check_resumable(parse(f"--resume --out {tmp_path}".split()))
+
+
+def test_results_are_kept(pool2, tmp_path):
+    path = tmp_path / "results.json"
+    outcome = run(pool2, f"--steps 3 --results {path} --commit abc-dirty")
+    (kept,) = json.loads(path.read_text())["runs"]
+    assert kept["about"]["commit"] == "abc-dirty"
+    (row,) = kept["rows"]
+    assert (row["model"], row["contender"], row["graph"]) == ("tiny", "ours", "none")
+    assert (row["ep"], row["tokens"], row["capacity_factor"]) == (2, 72, 1.25)
+    assert row["loss"] == [r.loss for r in outcome.rows]
+    assert row["flags"]["recipe"]["seq_length"] == 24
