@@ -44,11 +44,13 @@ def test_every_preset_fits_eight_gpus(eight_gpus, preset):
 
 
 def test_defaults_follow_what_is_given(eight_gpus):
-    settings = parse("--preset gpt-oss-20b --pp 2 --vpp 2 --tp 2 --sequence-parallel".split())
+    flags = "--preset gpt-oss-20b --pp 2 --vpp 2 --tp 2 --sequence-parallel"
+    settings = parse(flags.split())
     layout = settings.layout
     assert (layout.workers, layout.dp, layout.ep, layout.etp) == (8, 2, 4, 1)
     assert settings.recipe.global_batch == 4 and settings.num_microbatches == 2
-    settings = parse("--dispatcher alltoall --steps 7 --micro-batch 3 --ep 2 --workers 4".split())
+    flags = "--dispatcher alltoall --steps 7 --micro-batch 3 --ep 2 --workers 4"
+    settings = parse(flags.split())
     assert settings.dispatch.capacity_factor is None
     assert settings.recipe.global_batch == 12
     assert settings.recipe.lr_decay == settings.output.steps == 7

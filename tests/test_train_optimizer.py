@@ -1,5 +1,7 @@
 """The learning rate, and Adam over the gradients that Megatron's DDP keeps."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -23,7 +25,7 @@ def test_without_warmup_it_starts_at_the_top_and_only_falls():
     schedule = recipe(lr=0.2, lr_warmup=0, lr_decay=7)
     rates = [learning_rate(schedule, step) for step in range(0, 9)]
     assert rates[0] == pytest.approx(0.2, rel=1e-15)
-    assert all(a > b for a, b in zip(rates[:7], rates[1:8], strict=True))
+    assert all(a > b for a, b in pairwise(rates[:8]))
 
 
 def test_it_stays_low_when_warmup_is_as_long_as_the_run():
