@@ -11,6 +11,8 @@ import warnings
 
 _COMMANDS = {
     "train": ("padded_dispatch.train.command", "train a small Mixture-of-Experts GPT"),
+    "compare": ("padded_dispatch.train.compare", "train it several ways, in the same processes"),
+    "bench": ("padded_dispatch.bench.command", "measure one layer, ours beside Megatron's own"),
 }
 
 # What Megatron-Core says at every import on a machine without Transformer Engine, and 0.16 about

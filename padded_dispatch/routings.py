@@ -14,6 +14,41 @@ from numpy.typing import NDArray
 Skew = Literal["uniform", "lognormal", "hot", "same", "none"]
 SKEWS: tuple[str, ...] = get_args(Skew)
 
+_FAR = 100.0  # log popularity that no noise outweighs
+
+
+def routing_scores(
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    skew: Skew = "uniform",
+    sigma: float = 1.0,
+    num_idle: int = 0,
+    seed: int = 0,
+) -> NDArray[np.float64]:
+    """Scores [T, E] whose K largest per token are what `routing_map` gives; logits for a router.
+
+    Args:
+        num_tokens: T.
+        num_experts: E.
+        top_k: experts of each token (K).
+        skew: how the demand spreads over experts, see above; "none" has no scores of its own.
+        sigma: spread of the experts' log popularity under "lognormal".
+        num_idle: how many of the last experts nobody asks for; at least K must be left.
+        seed: of the tokens; give each rank its own.
+    """
+    popularity_E = np.zeros(num_experts)
+    if skew == "lognormal":
+        popularity_E = sigma * np.random.default_rng(num_experts).normal(size=num_experts)
+    elif skew == "hot":
+        popularity_E[0] = _FAR
+    elif skew == "same":
+        popularity_E[:top_k] = _FAR
+    popularity_E[num_experts - num_idle :] = -_FAR
+    # The K largest of log popularity + Gumbel noise are K weighted draws without replacement.
+    return popularity_E + np.random.default_rng(seed).gumbel(size=(num_tokens, num_experts))
+
 
 def routing_map(
     num_tokens: int, num_experts: int, top_k: int, *, skew: Skew = "uniform", seed: int = 0
@@ -27,16 +62,8 @@ def routing_map(
         skew: how the demand spreads over experts, see above.
         seed: of the tokens; give each rank its own.
     """
-    popularity_E = np.zeros(num_experts)
-    if skew == "lognormal":
-        popularity_E = np.random.default_rng(num_experts).normal(size=num_experts)
-    elif skew == "hot":
-        popularity_E[0] = np.inf
-    elif skew == "same":
-        popularity_E[:top_k] = np.inf
-    # The K largest of log popularity + Gumbel noise are K weighted draws without replacement.
-    noise_TE = np.random.default_rng(seed).gumbel(size=(num_tokens, num_experts))
-    chosen_TK = np.argsort(-(popularity_E + noise_TE), axis=1, kind="stable")[:, :top_k]
+    scores_TE = routing_scores(num_tokens, num_experts, top_k, skew=skew, seed=seed)
+    chosen_TK = np.argsort(-scores_TE, axis=1, kind="stable")[:, :top_k]
     map_TE = np.zeros((num_tokens, num_experts), bool)
     if skew != "none":
         np.put_along_axis(map_TE, chosen_TK, True, axis=1)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from padded_dispatch.routings import SKEWS, routing_map, thin_out
+from padded_dispatch.routings import SKEWS, routing_map, routing_scores, thin_out
 
 
 @pytest.mark.parametrize("skew", SKEWS)
@@ -33,6 +33,28 @@ def test_demand_follows_the_skew():
 def test_popular_experts_are_the_same_on_all_ranks():
     favourites = [routing_map(999, 16, 2, skew="lognormal", seed=r).sum(0).argmax() for r in (0, 1)]
     assert favourites[0] == favourites[1]
+
+
+@pytest.mark.parametrize("skew", ["uniform", "lognormal", "hot", "same"])
+def test_the_largest_scores_are_the_map(skew):
+    scores_TE = routing_scores(97, 12, 5, skew=skew, seed=3)
+    fifth_T = np.sort(scores_TE, axis=1)[:, -5]
+    expected_TE = routing_map(97, 12, 5, skew=skew, seed=3)
+    np.testing.assert_array_equal(scores_TE >= fifth_T[:, None], expected_TE)
+
+
+def test_idle_experts_are_last_choice():
+    scores_TE = routing_scores(97, 12, 5, num_idle=7)
+    assert scores_TE[:, 5:].max() < scores_TE[:, :5].min()
+
+
+def test_sigma_is_the_spread_of_log_popularity():
+    def popularity(sigma):
+        scores_TE = routing_scores(9, 16, 2, skew="lognormal", sigma=sigma)
+        return scores_TE - routing_scores(9, 16, 2)
+
+    # Adding and taking away noise below 32 rounds by at most 2**-48 each time.
+    np.testing.assert_allclose(popularity(0.3), 0.3 * popularity(1.0), rtol=0, atol=2**-46)
 
 
 def test_thin_out_only_takes_away():

@@ -1,0 +1,14 @@
+"""The layer benchmark: one MoE layer of Megatron-Core, forward and backward, ours beside stock.
+
+    command line -> Settings: cases and how to measure      command, cases
+      -> workers                                            padded_dispatch.launch, or torchrun
+      -> each: process groups, case by case                 work
+         -> a layer with the case's dispatcher and routing  layer
+         -> milliseconds, memory, kernels                   measure, phases
+         -> the floor that physics sets                     floor
+      -> JSON lines, results file, table                    work, table
+
+All contenders of a run share one process group, one set of batches and one loop. Every iteration
+has fresh tokens and a fresh routing, copied into the same static inputs for all, and starts without
+parameter gradients.
+"""

@@ -1,0 +1,104 @@
+"""One MoE layer of Megatron-Core with a case's dispatcher, routed by logits from outside.
+
+The router's own weight is zero and its logits get those of the batch added. So the routing is the
+one that was ordered, everything in the router still runs and has a gradient, and fresh routings
+fit into a graph's static inputs.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from padded_dispatch.bench.cases import CONTENDERS, Case
+
+_SEED = 1234
+
+
+class RoutedLayer(nn.Module):
+    """A MoE layer that takes its routing as an argument.
+
+    Args:
+        layer: a Megatron MoELayer.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+        self.logits: Tensor | None = None
+        router = layer.router
+        with torch.no_grad():
+            router.weight.zero_()
+        gating = router.gating
+        router.gating = lambda tokens: gating(tokens) + self.logits
+
+    def forward(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Tokens [T, 1, D] and logits [T, 1, E] to the layer's output [T, 1, D]."""
+        self.logits = logits
+        output = self.layer(tokens)[0]
+        self.logits = None
+        return output
+
+
+def stock_flags(case: Case, *, on_gpu: bool, router_fusion: bool) -> dict[str, Any]:
+    """The fields of TransformerConfig in which contenders may differ."""
+    contender = CONTENDERS[case.contender]
+    return {
+        "moe_token_dispatcher_type": contender.dispatcher,
+        "moe_expert_capacity_factor": case.capacity_factor,
+        "moe_pad_expert_input_to_capacity": contender.name == "stock-drop-pad",
+        "moe_permute_fusion": on_gpu and contender.dispatcher != "padded_alltoall",
+        "moe_router_fusion": router_fusion,
+        "moe_grouped_gemm": on_gpu,
+    }
+
+
+def build(case: Case, flags: dict[str, Any], device: torch.device) -> RoutedLayer:
+    """The layer of `case`, in bf16 with TEGroupedMLP on GPUs, in fp32 with SequentialMLP on CPUs.
+
+    Megatron's groups must exist, and `padded_alltoall` be installed. The same weights every time.
+
+    Args:
+        flags: from `stock_flags`.
+        device: of this rank.
+    """
+    on_gpu = device.type == "cuda"
+    shape = case.shape
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=1,
+        ffn_hidden_size=shape.ffn_size,
+        moe_ffn_hidden_size=shape.ffn_size,
+        num_moe_experts=shape.num_experts,
+        moe_router_topk=shape.top_k,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=1e-3,
+        expert_model_parallel_size=case.ep,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        bias_activation_fusion=on_gpu,
+        gradient_accumulation_fusion=False,
+        bf16=on_gpu,
+        params_dtype=torch.bfloat16 if on_gpu else torch.float32,
+        **flags,
+    )
+    spec = get_moe_module_spec(
+        use_te=on_gpu, num_experts=shape.num_experts, moe_grouped_gemm=on_gpu
+    )
+    # A ModuleSpec in Megatron-Core 0.16 and 0.17, a partial in 0.18 and later.
+    make = spec if isinstance(spec, functools.partial) else functools.partial(build_module, spec)
+    torch.manual_seed(_SEED)
+    model_parallel_cuda_manual_seed(_SEED)
+    layer: Any = make(config=config, layer_number=1)
+    layer.to(device)
+    layer.set_layer_number(1)
+    return RoutedLayer(layer)

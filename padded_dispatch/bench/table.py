@@ -1,0 +1,66 @@
+"""What a terminal shows: a line for each row as it comes, and a table at the end."""
+
+from typing import Any
+
+_COLUMNS = ("contender", "CF", "fill", "ms", "/ stock", "/ floor", "host ms", "GiB", "TFLOP/s")
+
+
+def line(row: dict[str, Any]) -> str:
+    """For example: qwen3-30b-a3b EP8 T4096 uniform CF1 ours module: 4.200 ms, host 1.100 (5 s)."""
+    factor = "" if row["capacity_factor"] is None else f" CF{row['capacity_factor']:g}"
+    where = f"{row['model']} EP{row['ep']} T{row['tokens']} {row['skew']}{factor}"
+    if row["error"] is not None:
+        found = f"FAILED: {row['error']}"
+    else:
+        found = f"{row['ms']:.3f} ms, host {row['host_ms']:.3f}"
+    return f"{where} {_name(row)}: {found} ({row['seconds']:.0f} s)"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """All rows, one block per layer, layout and routing.
+
+    `/ stock`: time as a share of stock drop-and-pad's at the same factor, graphed alike. `GiB`: of
+    tensors at the peak. `TFLOP/s`: of the real rows' GEMMs, per GPU.
+    """
+    blocks: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        title = f"{row['model']}, EP {row['ep']}, {row['tokens']} tokens per rank, {row['skew']}"
+        blocks.setdefault(title, []).append(row)
+    lines = []
+    for title, block in blocks.items():
+        cells = [_COLUMNS, *(_cells(row, block) for row in block)]
+        widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+        lines.append(title)
+        for first, *others in cells:
+            padded = [c.rjust(w) for c, w in zip(others, widths[1:], strict=True)]
+            lines.append("  ".join(["  " + first.ljust(widths[0]), *padded]).rstrip())
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any], block: list[dict[str, Any]]) -> tuple[str, ...]:
+    factor = "-" if row["capacity_factor"] is None else f"{row['capacity_factor']:g}"
+    if row["error"] is not None:
+        return (_name(row), factor, "failed", *["-"] * 6)
+    stock = next((other for other in block if _is_baseline(other, row)), None)
+    return (
+        _name(row),
+        factor,
+        "-" if row["fill"] is None else f"{row['fill']:.1%}",
+        f"{row['ms']:.3f}",
+        "-" if stock is None else f"{row['ms'] / stock['ms']:.3f}",
+        "-" if row["floor_ms"] is None else f"{row['ms'] / row['floor_ms']:.2f}",
+        f"{row['host_ms']:.3f}",
+        "-" if row["allocated_gib"] is None else f"{row['allocated_gib']:.2f}",
+        f"{row['tflops_per_gpu']:.1f}",
+    )
+
+
+def _is_baseline(other: dict[str, Any], row: dict[str, Any]) -> bool:
+    alike = all(other[key] == row[key] for key in ("capacity_factor", "graph"))
+    return alike and other["contender"] == "stock-drop-pad" and other["error"] is None
+
+
+def _name(row: dict[str, Any]) -> str:
+    graphed = None if row["graph"] == "none" else "graphed"
+    return " ".join(part for part in (row["contender"], row["variant"], graphed) if part)

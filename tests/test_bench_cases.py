@@ -1,0 +1,68 @@
+"""What a sweep consists of, and what it refuses."""
+
+import pytest
+
+from padded_dispatch.bench.cases import CONTENDERS, MODELS, Case, sweep
+
+CASE = {"model": "tiny", "ep": 2, "tokens": 64, "skew": "uniform", "contender": "module"}
+
+
+def test_a_sweep_is_every_combination_and_those_that_do_not_drop_once():
+    cases = list(
+        sweep(
+            models=["tiny", "qwen3-30b-a3b"],
+            eps=[2, 1],
+            tokens=[64],
+            skews=["uniform"],
+            capacity_factors=[1.0, 2.0],
+            contenders=["dropless", "module"],
+        )
+    )
+    found = [(c.ep, c.model, c.contender, c.capacity_factor) for c in cases]
+    assert found == [
+        (ep, model, contender, factor)
+        for ep in (2, 1)
+        for model in ("tiny", "qwen3-30b-a3b")
+        for contender, factor in [("dropless", None), ("module", 1.0), ("module", 2.0)]
+    ]
+
+
+def test_capacity_is_the_dispatchers():
+    case = Case(**CASE, capacity_factor=1.25)
+    assert case.dispatch_config().capacity(64) == 20  # 64 * 2 / 8 * 1.25
+    assert Case(**CASE, capacity_factor=None).dispatch_config().capacity(64) == 64
+
+
+def test_idle_experts_are_those_of_the_last_rank():
+    assert Case(**CASE, capacity_factor=1.0).num_idle == 0
+    assert Case(**(CASE | {"skew": "idle-rank"}), capacity_factor=1.0).num_idle == 4
+
+
+def test_a_rank_cannot_be_idle_alone():
+    with pytest.raises(ValueError, match="skew='idle-rank' is not possible with ep=1"):
+        Case(**(CASE | {"skew": "idle-rank", "ep": 1}), capacity_factor=1.0)
+
+
+def test_experts_must_split_evenly():
+    with pytest.raises(ValueError, match="num_experts=8 is not possible"):
+        Case(**(CASE | {"ep": 3}), capacity_factor=1.0)
+
+
+def test_contenders_say_what_they_are():
+    assert [str(contender) for contender in CONTENDERS.values()] == [
+        "stock-dropless",
+        "stock-allgather",
+        "stock-drop-pad",
+        "stock-drop-pad graphed",
+        "ours module",
+        "ours module graphed",
+    ]
+
+
+def test_shapes_are_those_of_the_models():
+    qwen = MODELS["qwen3-30b-a3b"]
+    assert (qwen.hidden_size, qwen.num_experts, qwen.top_k, qwen.ffn_size) == (2048, 128, 8, 768)
+    gpt = MODELS["gpt-oss-20b"]
+    assert (gpt.hidden_size, gpt.num_experts, gpt.top_k, gpt.ffn_size) == (2880, 32, 4, 2880)
+    deep = MODELS["deepseek-v2-lite"]
+    assert (deep.hidden_size, deep.num_experts, deep.top_k, deep.ffn_size) == (2048, 64, 6, 1408)
