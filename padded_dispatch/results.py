@@ -35,9 +35,14 @@ def about(*, num_gpus: int, command: str, commit: str | None) -> dict[str, Any]:
 
 
 def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Add one run to the file at `path`, which is whole at any moment."""
+    """Add rows to the file at `path`, which is whole at any moment.
+
+    They join the last run if that is about the same, else they are a new one.
+    """
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
-    runs.append({"about": run_about, "rows": rows})
+    if not runs or runs[-1]["about"] != run_about:
+        runs.append({"about": run_about, "rows": []})
+    runs[-1]["rows"] += rows
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(json.dumps({"runs": runs}, indent=1) + "\n")

@@ -19,12 +19,17 @@ def main(argv: list[str]) -> int:
         SystemExit: see `start_workers`.
     """
     settings = parse(argv)
-    _check(settings)
+    check(settings)
     outcome = start_workers(work, (settings,), num_workers=settings.layout.workers)
     return 0 if outcome.fell else 1
 
 
-def _check(settings: Settings) -> None:
+def check(settings: Settings) -> None:
+    """Refuse what only Megatron's config, the disk or missing packages tell.
+
+    Raises:
+        ValueError: names what is not possible and what to change.
+    """
     output = settings.output
     if output.resume:
         checkpoint.check_resumable(settings)

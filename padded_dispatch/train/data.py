@@ -92,4 +92,7 @@ class Windows:
     def batch(self, first: int, size: int, device: torch.device) -> Tensor:
         """Samples `first` to `first + size` as int64 [size, S + 1] on `device`."""
         samples = np.stack([self.sample(first + i) for i in range(size)])
-        return torch.from_numpy(samples).to(device).long()
+        batch = torch.from_numpy(samples)
+        if device.type == "cuda":
+            batch = batch.pin_memory()  # Else the copy would wait for all work on the device.
+        return batch.to(device, non_blocking=True).long()

@@ -3,19 +3,19 @@
 import dataclasses
 import math
 import os
-import statistics
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from padded_dispatch.results import about, append_run
 from padded_dispatch.train import checkpoint
 from padded_dispatch.train.data import Windows, load_corpus
 from padded_dispatch.train.display import Log
 from padded_dispatch.train.flops import flops_per_token
+from padded_dispatch.train.graphs import TrainingGraphs
 from padded_dispatch.train.metrics import Meter, Row, mean_over_ranks
 from padded_dispatch.train.model import build_chunks, moe_layers, transformer_config
 from padded_dispatch.train.optimizer import (
@@ -25,15 +25,9 @@ from padded_dispatch.train.optimizer import (
     learning_rate,
 )
 from padded_dispatch.train.passes import run_passes
+from padded_dispatch.train.record import Recorder, StepMarks, mark
 from padded_dispatch.train.settings import Output, Settings
 from padded_dispatch.train.world import model_parallel, world
-
-_CONTENDERS = {
-    "padded_alltoall": "ours",
-    "allgather": "stock-allgather",
-    "alltoall": "stock-dropless",
-    "alltoall-drop-pad": "stock-drop-pad",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +58,16 @@ class Trainer:
     optimizer: TorchAdam | MegatronAdam
     text: Windows
     held_out: Windows
+    graphs: TrainingGraphs | None
 
     def step(self, number: int) -> "Step":
         """Step 1, 2, ...: forward, backward, and a change of the weights."""
+        with self.graphs.step() if self.graphs else nullcontext():
+            return self._step(number)
+
+    def _step(self, number: int) -> "Step":
         recipe = self.settings.recipe
+        start = mark(self.device)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -78,9 +78,13 @@ class Trainer:
             self.device,
             first_sample=(number - 1) * recipe.global_batch,
             num_passes=self.settings.num_microbatches,
+            schedule=self.graphs.schedule if self.graphs else None,
         )
+        passed = mark(self.device)
         lr = learning_rate(recipe, number)
-        return Step(losses=losses, lr=lr, grad_norm=self.optimizer.step(lr))
+        grad_norm = self.optimizer.step(lr)
+        marks = StepMarks(start=start, passed=passed, done=mark(self.device))
+        return Step(losses=losses, lr=lr, grad_norm=grad_norm, marks=marks)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -108,6 +112,7 @@ class Step:
     losses: list[torch.Tensor]
     lr: float
     grad_norm: float | None
+    marks: StepMarks
 
 
 def work(settings: Settings) -> Outcome:
@@ -118,7 +123,7 @@ def work(settings: Settings) -> Outcome:
 
 def train(settings: Settings, device: torch.device) -> Outcome:
     """Train over the default process group. To be called by every rank."""
-    with model_parallel(settings.layout, settings.recipe.seed):
+    with model_parallel(settings):
         trainer = _build(settings, device)
         start = checkpoint.Progress(step=0, first_loss=math.nan)
         if settings.output.resume:
@@ -128,21 +133,28 @@ def train(settings: Settings, device: torch.device) -> Outcome:
         with _log(settings.output, start.step) as log:
             outcome = _run(trainer, start, log)
             log.say(outcome.sentence())
-    if settings.output.results is not None and dist.get_rank() == 0:
-        _keep_results(settings, outcome)
+        if trainer.graphs:
+            trainer.graphs.delete()
     return outcome
 
 
 def _build(settings: Settings, device: torch.device) -> Trainer:
     recipe, corpus = settings.recipe, load_corpus()
-    chunks = build_chunks(settings, transformer_config(settings))
+    config = transformer_config(settings)
+    chunks = build_chunks(settings, config)
+    optimizer = build_optimizer(settings, chunks)
+    graphs = None
+    if settings.output.graph != "none":
+        assert isinstance(optimizer, MegatronAdam)
+        graphs = TrainingGraphs(settings, config, chunks, optimizer)
     return Trainer(
         settings=settings,
         device=device,
         chunks=chunks,
-        optimizer=build_optimizer(settings, chunks),
+        optimizer=optimizer,
         text=Windows(corpus.train, recipe.seq_length, recipe.seed),
         held_out=Windows(corpus.held_out, recipe.seq_length, recipe.seed),
+        graphs=graphs,
     )
 
 
@@ -155,10 +167,13 @@ def _run(trainer: Trainer, start: checkpoint.Progress, log: Log) -> Outcome:
         tokens_per_step=recipe.global_batch * recipe.seq_length,
         flops_per_token=flops_per_token(settings.model, recipe.num_layers, recipe.seq_length),
     )
+    recorder = Recorder(settings, trainer.device) if output.results else None
     first_loss, rows = start.first_loss, []
     for number in range(start.step + 1, output.steps + 1):
         step = trainer.step(number)
         meter.add(step.losses)
+        if recorder:
+            recorder.add(step.marks, step.losses)
         last = number == output.steps
         if number == 1 or last or number % output.log_every == 0:
             rows.append(meter.read(number, step.lr, step.grad_norm))
@@ -171,6 +186,9 @@ def _run(trainer: Trainer, start: checkpoint.Progress, log: Log) -> Outcome:
             with meter.paused():
                 progress = checkpoint.Progress(step=number, first_loss=first_loss)
                 checkpoint.save(settings, progress, trainer.chunks, trainer.optimizer)
+    if recorder:
+        memory = trainer.graphs.memory_gib if trainer.graphs else None
+        recorder.write(fill=rows[-1].fill, dropped=rows[-1].dropped, memory_gib=memory)
     return Outcome(first_loss=first_loss, rows=tuple(rows))
 
 
@@ -179,44 +197,3 @@ def _log(output: Output, steps_done: int) -> Log:
         return Log(output, steps_done, sys.stdout)
     silent = dataclasses.replace(output, out=None, save_every=None, resume=False, tensorboard=False)
     return Log(silent, steps_done, open(os.devnull, "w"))
-
-
-def _keep_results(settings: Settings, outcome: Outcome) -> None:
-    """The run as one row of a results file. Figures are medians over lines but the first, in which
-    memory and libraries are set up."""
-    output, recipe, layout = settings.output, settings.recipe, settings.layout
-    assert output.results is not None
-    steady = outcome.rows[1:] or outcome.rows
-    last = outcome.rows[-1]
-    row = {
-        "model": settings.preset,
-        "ep": layout.ep,
-        "tokens": recipe.micro_batch * recipe.seq_length,
-        "capacity_factor": settings.dispatch.capacity_factor,
-        "skew": None,
-        "contender": _CONTENDERS[settings.dispatch.dispatcher],
-        "variant": None,
-        "graph": "none",
-        "graph_impl": None,
-        "flags": {
-            group: dataclasses.asdict(getattr(settings, group))
-            for group in ("recipe", "dispatch", "layout")
-        },
-        "ms": statistics.median(row.step_ms for row in steady),
-        "samples_ms": [row.step_ms for row in steady],
-        "phases_ms": None,
-        "host_ms": None,
-        "floor_ms": None,
-        "tokens_per_s": statistics.median(row.tokens_per_s for row in steady),
-        "tflops_per_gpu": statistics.median(row.tflops_per_gpu for row in steady),
-        "fill": last.fill,
-        "dropped": last.dropped,
-        "allocated_gib": last.allocated_gib,
-        "reserved_gib": last.reserved_gib,
-        "loss": [row.loss for row in outcome.rows],
-    }
-    num_gpus = layout.workers if layout.device == "cuda" else 0
-    command = " ".join(["padded-dispatch", "train", *sys.argv[2:]])
-    append_run(
-        output.results, about(num_gpus=num_gpus, command=command, commit=output.commit), [row]
-    )

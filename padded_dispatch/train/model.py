@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.activations import quick_gelu
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -25,6 +25,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.megatron.install import install
+from padded_dispatch.train.graphs import graph_fields
 from padded_dispatch.train.settings import VOCABULARY, Settings
 
 
@@ -61,6 +62,8 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         expert_tensor_parallel_size=layout.etp,
         sequence_parallel=layout.sequence_parallel,
         finalize_model_grads_func=finalize_model_grads,
+        deterministic_mode=recipe.deterministic,
+        **graph_fields(settings),
         **_activation(settings),
         **_balancing(settings),
         **_dispatcher(settings),

@@ -15,8 +15,15 @@ from padded_dispatch.megatron.options import PaddedOptions
 
 Device = Literal["cpu", "cuda"]
 Balancing = Literal["aux-loss", "expert-bias"]
+Graph = Literal["none", "partial", "layer", "full-iteration"]
 DispatcherName = Literal["padded_alltoall", "allgather", "alltoall", "alltoall-drop-pad"]
 DROPPING: tuple[DispatcherName, ...] = ("padded_alltoall", "alltoall-drop-pad")
+# What each of Megatron's own dispatchers can be captured in; ours in all of them.
+_STOCK_GRAPHS: dict[DispatcherName, tuple[Graph, ...]] = {
+    "allgather": ("none",),
+    "alltoall": ("none", "partial"),
+    "alltoall-drop-pad": ("none", "partial", "layer"),
+}
 VOCABULARY = 256  # bytes
 
 
@@ -62,6 +69,9 @@ class Recipe:
         default="aux-loss", metadata=_help("what spreads tokens over experts")
     )
     seed: int = field(default=1234, metadata=_help("of weights and of the order of the data"))
+    deterministic: bool = field(
+        default=False, metadata=_help("the same bits in every run, at the price of some speed")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +120,17 @@ class Output:
     """What is run, shown and kept."""
 
     steps: int = field(metadata=_help("steps in all"))
+    graph: Graph = field(
+        default="none",
+        metadata=_help(
+            "what to capture as CUDA graphs: of each layer what comes before the exchange "
+            "(partial) or everything (layer), or a step's passes as one (full-iteration)"
+        ),
+    )
+    graph_timeout: float = field(
+        default=300.0,
+        metadata=_help("seconds after which a capture or a step with graphs ends the process"),
+    )
     log_every: int = field(default=10, metadata=_help("steps between two lines of progress"))
     eval_every: int | None = field(
         default=None, metadata=_help("steps between two evaluations on held-out text")
@@ -155,10 +176,13 @@ class Settings:
     def __post_init__(self) -> None:
         for group in (self.output, self.recipe, self.layout):
             for name, value in vars(group).items():
-                if isinstance(value, int | float) and name not in ("seed", "lr_warmup"):
-                    _require(value > 0 or value is False, name, value, "give a number above 0")
+                if name in ("seed", "lr_warmup"):
+                    _require(value >= 0, name, value, "give 0 or more")
+                elif isinstance(value, int | float) and value is not False:
+                    _require(value > 0, name, value, "give a number above 0")
         self._check_layout()
         self._check_dispatch()
+        self._check_graph()
         self._check_output()
 
     def _check_layout(self) -> None:
@@ -238,6 +262,18 @@ class Settings:
             dispatch.capacity_factor,
             "alltoall-drop-pad needs a number",
         )
+
+    def _check_graph(self) -> None:
+        graph, dispatcher = self.output.graph, self.dispatch.dispatcher
+        if graph != "none":
+            _require(self.layout.device == "cuda", "graph", graph, "CUDA graphs need a GPU")
+            possible = _STOCK_GRAPHS.get(dispatcher, (graph,))
+            _require(
+                graph in possible,
+                "graph",
+                graph,
+                f"dispatcher={dispatcher} can be captured as {' or '.join(possible)}",
+            )
 
     def _check_output(self) -> None:
         output = self.output

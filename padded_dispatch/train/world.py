@@ -7,10 +7,15 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from padded_dispatch.megatron.compat import forget_moe_metrics, training_stream
 from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.train.settings import Layout
+from padded_dispatch.train.settings import Layout, Settings
 
 
 @contextmanager
@@ -25,7 +30,7 @@ def world(layout: Layout) -> Iterator[torch.device]:
         torch.cuda.set_device(device)
         # DDP's AccumulateGrad nodes remember the stream that they were made on, and on the default
         # one no CUDA graph of a backward pass can be captured.
-        torch.cuda.set_stream(torch.cuda.Stream())
+        torch.cuda.set_stream(training_stream())
         dist.init_process_group("nccl", device_id=device)
         yield device
     else:
@@ -36,8 +41,11 @@ def world(layout: Layout) -> Iterator[torch.device]:
 
 
 @contextmanager
-def model_parallel(layout: Layout, seed: int) -> Iterator[None]:
-    """Megatron's groups and random states, over an existing default process group."""
+def model_parallel(settings: Settings) -> Iterator[None]:
+    """Megatron's groups, counts and random states, over an existing default process group."""
+    layout, recipe, graphs = settings.layout, settings.recipe, settings.output.graph != "none"
+    # Read by Transformer Engine when attention is built; Megatron's deterministic_mode asks for it.
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = str(int(not recipe.deterministic))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -46,8 +54,15 @@ def model_parallel(layout: Layout, seed: int) -> Iterator[None]:
         expert_tensor_parallel_size=layout.etp,
     )
     # Stages of a pipeline hold different layers, which must not start with the same weights.
-    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    stage_seed = recipe.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(stage_seed)
-    model_parallel_cuda_manual_seed(stage_seed)
+    # Graphs can hold the states of Transformer Engine's tracker only. A run before this one in the
+    # same process may have left the other.
+    model_parallel_cuda_manual_seed(stage_seed, te_rng_tracker=graphs, force_reset_rng=True)
+    init_num_microbatches_calculator(
+        dist.get_rank(), None, recipe.global_batch, recipe.micro_batch, layout.dp
+    )
     yield
+    unset_num_microbatches_calculator()
+    forget_moe_metrics()
     parallel_state.destroy_model_parallel()

@@ -1,0 +1,72 @@
+"""`padded-dispatch compare`: several trainings, one after another, in the same processes.
+
+    padded-dispatch compare --preset qwen3-30b-a3b --steps 40 --results runs/graphs.json \\
+        --vs --dispatcher alltoall \\
+        --vs --graph layer
+
+Flags before the first `--vs` hold for all; each `--vs` starts a contender and has its own flags,
+those of `padded-dispatch train`. Starting processes and importing costs more than many a run, and
+contenders on the same machine in the same minutes compare best.
+"""
+
+import gc
+import sys
+
+import torch
+import torch.distributed as dist
+
+from padded_dispatch.launch import start_workers
+from padded_dispatch.train.arguments import parse
+from padded_dispatch.train.command import check
+from padded_dispatch.train.loop import train
+from padded_dispatch.train.settings import Settings
+from padded_dispatch.train.world import world
+
+_SEPARATOR = "--vs"
+
+
+def main(argv: list[str]) -> int:
+    """Train every contender; 0 when all have come to their end.
+
+    Raises:
+        ValueError: the user's mistakes, in any of the contenders, before there are workers.
+        SystemExit: see `start_workers`.
+    """
+    common, *contenders = _split(argv)
+    runs = [parse(common + flags) for flags in contenders]
+    if not runs:
+        raise ValueError("no contender is not possible: give at least one --vs")
+    for settings in runs:
+        if (settings.layout.device, settings.layout.workers) != (
+            runs[0].layout.device,
+            runs[0].layout.workers,
+        ):
+            raise ValueError("device and workers must be the same for all: give them before --vs")
+        if settings.output.out is not None:
+            raise ValueError(f"out={settings.output.out} is not possible: compare keeps --results")
+        check(settings)
+    names = [" ".join(flags) for flags in contenders]
+    start_workers(_work, (runs, names), num_workers=runs[0].layout.workers)
+    return 0
+
+
+def _split(argv: list[str]) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    for word in argv:
+        if word == _SEPARATOR:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+def _work(runs: list[Settings], names: list[str]) -> None:
+    """A worker's whole life."""
+    with world(runs[0].layout) as device:
+        for number, (settings, name) in enumerate(zip(runs, names, strict=True), 1):
+            if dist.get_rank() == 0 and not settings.output.json:
+                sys.stdout.write(f"{number}/{len(runs)} {name}\n")
+            train(settings, device)
+            gc.collect()  # DDP's hooks and the model hold each other.
+            if device.type == "cuda":
+                torch.cuda.empty_cache()

@@ -1,0 +1,120 @@
+"""`--graph`: what is refused, what the config gets, and when a run captures."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from test_megatron_graphs import BATCH, SEQUENCE, Training, differences, graphs
+
+from padded_dispatch.train.arguments import parse
+from padded_dispatch.train.graphs import EAGER_STEPS, TrainingGraphs, graph_fields
+from padded_dispatch.train.settings import Settings
+
+SCOPES = (
+    "cuda_graph_modules"
+    if "cuda_graph_modules" in TransformerConfig.__dataclass_fields__
+    else "cuda_graph_scope"
+)
+
+
+def on_a_gpu(graph: str, dispatcher: str = "padded_alltoall") -> Settings:
+    """Settings as they are on a machine with GPUs."""
+    factor = 1.25 if dispatcher in ("padded_alltoall", "alltoall-drop-pad") else None
+    settings = parse(["--seq-length", str(SEQUENCE), "--micro-batch", str(BATCH)])
+    replace: Any = dataclasses.replace
+    return replace(
+        settings,
+        dispatch=replace(settings.dispatch, dispatcher=dispatcher, capacity_factor=factor),
+        layout=replace(settings.layout, device="cuda"),
+        output=replace(settings.output, graph=graph),
+    )
+
+
+@pytest.mark.parametrize("graph", ["partial", "layer", "full-iteration"])
+def test_a_cpu_has_no_graphs(graph):
+    with pytest.raises(ValueError, match=f"graph={graph} is not possible: CUDA graphs need a GPU"):
+        parse(["--graph", graph])
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "graph", "possible"),
+    [
+        ("allgather", "partial", "none"),
+        ("alltoall", "layer", "none or partial"),
+        ("alltoall", "full-iteration", "none or partial"),
+        ("alltoall-drop-pad", "full-iteration", "none or partial or layer"),
+    ],
+)
+def test_stock_dispatchers_refuse_what_they_cannot(dispatcher, graph, possible):
+    message = (
+        f"graph={graph} is not possible: dispatcher={dispatcher} can be captured as {possible}$"
+    )
+    with pytest.raises(ValueError, match=message):
+        on_a_gpu(graph, dispatcher)
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "graph"),
+    [
+        ("alltoall", "partial"),
+        ("alltoall-drop-pad", "layer"),
+        ("padded_alltoall", "partial"),
+        ("padded_alltoall", "layer"),
+        ("padded_alltoall", "full-iteration"),
+    ],
+)
+def test_everything_else_is_accepted(dispatcher, graph):
+    assert on_a_gpu(graph, dispatcher).output.graph == graph
+
+
+def test_fields_of_the_config():
+    assert graph_fields(on_a_gpu("none")) == {}
+    common = {"cuda_graph_impl": "transformer_engine", "cuda_graph_warmup_steps": 3}
+    partial = ["attn", "moe_router", "moe_preprocess"]
+    assert graph_fields(on_a_gpu("partial")) == {**common, SCOPES: partial}
+    assert graph_fields(on_a_gpu("layer")) == {**common, SCOPES: ["attn", "moe"]}
+    whole = graph_fields(on_a_gpu("full-iteration"))
+    if SCOPES == "cuda_graph_modules":
+        assert (whole["cuda_graph_impl"], whole[SCOPES]) == ("full_iteration", [])
+    else:
+        assert (whole["cuda_graph_impl"], whole[SCOPES]) == ("local", ["full_iteration"])
+
+
+@pytest.fixture
+def megatron() -> Iterator[None]:
+    with tiny.one_process(), graphs():
+        yield
+
+
+class _Adam:
+    """Enough of `MegatronAdam` for a capture to clear its gradients."""
+
+    def __init__(self, adam: torch.optim.Optimizer) -> None:
+        self.adam = adam
+
+
+def test_a_run_captures_after_its_eager_steps(megatron):
+    eager, graphed = Training(None), Training(("attn", "moe"))
+    layers = graphed.model.module.module.decoder.layers
+    optimizer: Any = _Adam(graphed.optimizer)
+    made = TrainingGraphs(on_a_gpu("layer"), graphed.config, [graphed.model], optimizer)
+    assert made.schedule is None
+    steps, captured = [], []
+    for number in range(EAGER_STEPS + 2):
+        with made.step():
+            captured.append(all(layer.cuda_graphs for layer in layers))
+            steps.append(graphed.step(number))
+    made.delete()
+    assert captured == [False] * EAGER_STEPS + [True, True]
+    assert not any(layer.cuda_graphs for layer in layers)
+    assert differences([eager.step(number) for number in range(EAGER_STEPS + 2)], steps) == []
+    assert sorted(made.memory_gib) == [
+        "allocated after capture",
+        "allocated before capture",
+        "reserved after capture",
+        "reserved before capture",
+    ]
