@@ -10,10 +10,20 @@ A captured graph runs no Python, and cannot change either: inside a capture a fa
 agreed on in an eager call before raises.
 """
 
+from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    distributed_c10d,
+)
+
+from padded_dispatch.exchange.collectives import group_name
+
+_PATIENCE = timedelta(minutes=10)  # with a peer that never comes, as long as NCCL's default
 
 # Every dtype has a number, so that a rank with an odd one is told of as well.
 _DTYPES = tuple(
@@ -66,26 +76,32 @@ class Agreement:
         # groups reaches all of it: a rank that does not know would wait for those that raised.
         for twin in self._twins:
             everyone = [torch.empty_like(rows) for _ in range(twin.size())]
-            dist.all_gather(everyone, rows, group=twin)
+            twin.allgather([everyone], [rows]).wait()
             rows = torch.cat(everyone)
         ranks, *columns = rows.T.tolist()
         _raise_if_different(("call number", *(name for name, _ in key)), ranks, columns)
 
 
 # By the group, which ends with its process group; twins of a world that is gone are gone, too.
-_twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_twins: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
-def _twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _twin(group: dist.ProcessGroup) -> Any:
     """A gloo group over the same ranks: one for all layers, since each costs sockets."""
     if dist.get_backend(group) == "gloo":
         return group
     if group not in _twins:
-        ranks = dist.get_process_group_ranks(group)
-        twin = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        assert isinstance(twin, dist.ProcessGroup)
-        _twins[group] = twin
+        _twins[group] = _new_twin(group)
     return _twins[group]
+
+
+def _new_twin(group: dist.ProcessGroup) -> Any:
+    # Not `dist.new_group`, which either needs every rank of the world, or (with
+    # use_local_synchronization) names the group by how many groups this process has: ranks of one
+    # group that are in different numbers of others would wait for each other for ever.
+    name = f"padded_dispatch/{group_name(group)}"
+    store = PrefixStore(name, distributed_c10d._get_default_store())
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), _PATIENCE)
 
 
 def _raise_if_different(names: tuple[str, ...], ranks: list[int], columns: list[list[int]]) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.library import custom_op
 
-
 # torch 2.13 deprecates the longer names; 2.8 knows no others.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
