@@ -160,7 +160,9 @@ def _precision(settings: Settings) -> dict[str, Any]:
             "params_dtype": torch.bfloat16,
             "pipeline_dtype": torch.bfloat16,
             "moe_grouped_gemm": True,
-            "bias_activation_fusion": True,
+            # Megatron's fused quick-GEGLU makes a CUDA tensor of a number in every call (0.16.1 to
+            # 0.19.0, `weighted_bias_quick_geglu_impl`), which no capture allows.
+            "bias_activation_fusion": not settings.model.gpt_oss,
             # TEGroupedMLP refuses it together with bias (0.16.1 to 0.19.0).
             "bias_dropout_fusion": not settings.model.gpt_oss,
         }
