@@ -97,7 +97,7 @@ def test_a_resumed_run_repeats_the_next_five_losses_bit_by_bit(pool2, tmp_path, 
 
     with pytest.raises(ValueError, match=r"steps=8 is not possible: .* has done 8 already"):
         check_resumable(parse(f"{SMALL} {flags} --resume".split()))
-    with pytest.raises(ValueError, match=r"with lr=1.0 \(was 0.003\), seed=9 \(was 1234\): give"):
+    with pytest.raises(ValueError, match=r"with lr=1.0 \(was 0.005\), seed=9 \(was 1234\): give"):
         check_resumable(parse(f"{SMALL} {flags} --resume --seed 9 --lr 1".split()))
 
 
