@@ -14,6 +14,7 @@ from graph_protocol import _Graphed
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from test_megatron_graphs import (
     BATCH,
     MICROBATCHES,
@@ -32,7 +33,7 @@ from torch import Tensor
 from padded_dispatch.launch import WorkerPool
 from padded_dispatch.megatron import guard
 from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.megatron.graphs import LayerGraphs
+from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs
 from padded_dispatch.megatron.selftest import SelfTest
 
 SCOPES = [*WHOLE, *PARTIAL]
@@ -57,12 +58,14 @@ def captured(scope: tuple[str, ...], **settings: Any) -> tuple[Training, LayerGr
 
 
 @pytest.mark.parametrize("scope", SCOPES, ids=IDS)
-def test_a_loop_with_graphs_equals_one_without(megatron, scope):
+def test_a_loop_with_graphs_equals_one_without(megatron, monkeypatch, scope):
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
     eager = Training(None, moe_expert_capacity_factor=1.0)
     graphed = Training(scope, moe_expert_capacity_factor=1.0)
     made = layer_graphs(graphed)
     report = made.capture()  # Before any eager step: it warms up by itself.
     assert report is not None and report.unreproducible == ()
+    assert MoEAuxLossAutoScaler.main_loss_backward_scale.shape == (1,)
     # Per layer: output, gradient of the input, and one gradient per parameter.
     num_params = len(list(graphed.model.module.module.decoder.layers.parameters()))
     assert report.num_tensors == num_params + 2 * 2
@@ -239,3 +242,42 @@ def test_after_a_failed_capture_layers_are_eager(megatron):
         layer_graphs(training).capture()
     assert not cuda_graphs.is_graph_capturing()
     training.step(0)
+
+
+def iteration_of(training: Training, **changes: Any) -> dict[str, Any]:
+    """Arguments of a schedule: one microbatch of tokens."""
+    tokens = torch.arange(SEQUENCE).expand(BATCH, -1)
+
+    def forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+        batch = next(batches)["tokens"]
+        future = torch.ones(BATCH, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+        losses = model(batch, batch, future, labels=batch)
+        return losses, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
+
+    arguments = {
+        "forward_step_func": forward,
+        "data_iterator": [iter([{"tokens": tokens}])],
+        "model": [training.model],
+        "num_microbatches": 1,
+        "seq_length": SEQUENCE,
+        "micro_batch_size": BATCH,
+        "forward_only": False,
+    }
+    return arguments | changes
+
+
+def test_an_iteration_must_stay_what_its_first_call_was(megatron, monkeypatch):
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+    training = Training(None)
+    training.config.cuda_graph_warmup_steps = 100  # It never comes to a capture.
+    graph = IterationGraph(training.config)
+    first = graph(**iteration_of(training))[0]["loss"]
+    assert torch.equal(graph(**iteration_of(training))[0]["loss"], first)
+    for name, value in {"num_microbatches": 2, "seq_length": 8, "micro_batch_size": 3}.items():
+        with pytest.raises(ValueError, match=rf"{name}={value} \(was \d\) is not possible"):
+            graph(**iteration_of(training, **{name: value}))
+    training.config.moe_aux_loss_coeff = 0.5
+    with pytest.raises(ValueError, match=r"moe_aux_loss_coeff in layer 2=0.5 \(was 0.01\)"):
+        graph(**iteration_of(training))
+    graph.delete()
+    assert graph._wrapped.curr_iter("training") == 0

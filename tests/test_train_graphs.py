@@ -1,15 +1,23 @@
 """`--graph`: what is refused, what the config gets, and when a run captures."""
 
+import contextlib
 import dataclasses
+import io
+import os
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from test_megatron_graphs import BATCH, SEQUENCE, Training, differences, graphs
 
+from padded_dispatch.launch import WorkerPool
+from padded_dispatch.megatron.compat import training_stream
+from padded_dispatch.train import loop
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.graphs import EAGER_STEPS, TrainingGraphs, graph_fields
 from padded_dispatch.train.settings import Settings
@@ -118,3 +126,70 @@ def test_a_run_captures_after_its_eager_steps(megatron):
         "reserved after capture",
         "reserved before capture",
     ]
+
+
+@contextlib.contextmanager
+def no_synchronisation_in_replays() -> Iterator[list[int]]:
+    """Let the passes of replayed steps raise if they wait for the device; counts those steps."""
+    run_passes, calls, replays = loop.run_passes, [], []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) <= EAGER_STEPS + 1:
+            return run_passes(*args, **kwargs)
+        replays.append(1)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run_passes(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with patch.object(loop, "run_passes", watched):
+        yield replays
+
+
+def losses_on_gpus(graph: str, more: str) -> list[float]:
+    """Of every step of a run of the tiny preset; without synchronisation in its replays."""
+    ranks = dist.get_world_size()
+    steps = EAGER_STEPS + 1 + 50
+    flags = (
+        f"--device cuda --workers {ranks} --steps {steps} --log-every 1 --deterministic "
+        f"--seq-length 96 --micro-batch 2 --capacity-factor 1.0 --graph {graph} {more}"
+    )
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(training_stream())
+    watch = contextlib.nullcontext([]) if graph == "none" else no_synchronisation_in_replays()
+    with watch as replays, contextlib.redirect_stdout(io.StringIO()):
+        outcome = loop.train(parse(flags.split()), device)
+    assert len(replays) == (0 if graph == "none" else 50)
+    return [row.loss for row in outcome.rows]
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[WorkerPool]:
+    with WorkerPool(1, backend="nccl") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def two_gpus() -> Iterator[WorkerPool]:
+    with WorkerPool(2, backend="nccl") as pool:
+        yield pool
+
+
+def losses(pool: WorkerPool, graph: str, more: str = "") -> list[float]:
+    return pool.run(losses_on_gpus, graph, more)[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", ["partial", "layer", "full-iteration"])
+def test_fifty_replays_on_one_gpu_equal_eager_steps(gpu, graph):
+    assert losses(gpu, graph) == losses(gpu, "none")
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("more", ["", "--global-batch 8", "--balancing expert-bias"])
+@pytest.mark.parametrize("graph", ["partial", "layer", "full-iteration"])
+def test_fifty_replays_on_two_gpus_equal_eager_steps(two_gpus, graph, more):
+    assert losses(two_gpus, graph, more) == losses(two_gpus, "none", more)

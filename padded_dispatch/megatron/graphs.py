@@ -18,10 +18,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
 
 from padded_dispatch.megatron import guard
@@ -88,6 +90,11 @@ class LayerGraphs:
         Raises:
             RuntimeError: see `run_self_test`.
         """
+        if MoEAuxLossAutoScaler.main_loss_backward_scale is None:
+            # Without a step before, the first layer would make one of a shape that Megatron's
+            # schedules cannot set; and the graphs read it wherever it lies now.
+            device = next(self._chunks[0].parameters()).device
+            MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
         with _without_forward_hooks(self._chunks):
             with no_trace(self._chunks):
                 for sample in self._samples():
@@ -107,7 +114,8 @@ class LayerGraphs:
     def delete(self) -> None:
         """Go back to eager, and give the memory back. A process group that a living graph has
         captured cannot be destroyed: that would hang."""
-        self._helper.delete_cuda_graphs()
+        if self._helper.graphs_created():
+            self._helper.delete_cuda_graphs()
         gc.collect()
 
     def _create(self) -> None:
@@ -152,7 +160,10 @@ class IterationGraph:
         self._wrapped: Any = FullCudaGraphWrapper(
             get_forward_backward_func(), cuda_graph_warmup_steps=config.cuda_graph_warmup_steps
         )
-        self._facts: dict[str, Any] | None = None
+        # It copies batches on a stream of its own, which until 0.17 does not wait for them.
+        self._wrapped.static_loader.stream = torch.cuda.current_stream()
+        self._layers: list[Any] = []
+        self._facts: guard.Facts = {}
 
     def __call__(self, **kwargs: Any) -> list[Any]:
         """Run a training step's passes.
@@ -163,13 +174,15 @@ class IterationGraph:
         Raises:
             ValueError: when they are not those of the first call.
         """
-        names = ("num_microbatches", "seq_length", "micro_batch_size")
-        facts = {name: kwargs[name] for name in names}
-        facts |= guard.model_facts(kwargs["model"])
-        if self._facts is None:
-            self._facts = facts
-        guard.check_unchanged(self._facts, facts)
+        if not self._facts:
+            self._layers = guard.padded_layers(kwargs["model"])
+            self._facts = self._now(kwargs)
+        guard.check_unchanged(self._facts, self._now(kwargs))
         return self._wrapped(**kwargs)
+
+    def _now(self, kwargs: dict[str, Any]) -> guard.Facts:
+        names = ("num_microbatches", "seq_length", "micro_batch_size")
+        return {name: kwargs[name] for name in names} | guard.facts_of(self._layers)
 
     def delete(self) -> None:
         """Give the memory back; the process groups can be destroyed then."""

@@ -52,13 +52,17 @@ def uninstall() -> None:
         setattr(_Layer, *_originals.popitem())
 
 
-def model_facts(chunks: list[Any]) -> Facts:
-    """Mode, capacity and config of every layer that has a padded dispatcher."""
+def padded_layers(chunks: list[Any]) -> list[Any]:
+    """The transformer layers of a model that have a padded dispatcher."""
+    modules = (module for chunk in chunks for module in chunk.modules())
+    return [m for m in modules if isinstance(m, TransformerLayer) and _is_padded(m)]
+
+
+def facts_of(layers: list[Any]) -> Facts:
+    """Mode, capacity and config of padded layers, whatever their input."""
     return {
         f"{name} in layer {layer.layer_number}": value
-        for chunk in chunks
-        for layer in chunk.modules()
-        if isinstance(layer, TransformerLayer) and _is_padded(layer)
+        for layer in layers
         for name, value in _layer_facts(layer).items()
     }
 

@@ -89,8 +89,7 @@ class TrainingGraphs:
     def delete(self) -> None:
         """Give the graphs' memory back. The process groups cannot end while they live."""
         self._watchdog.stop()
-        if self._num_steps > EAGER_STEPS:
-            self._made.delete()
+        self._made.delete()
 
     def _note_memory(self, when: str) -> None:
         self.memory_gib |= {
