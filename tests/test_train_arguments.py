@@ -141,7 +141,10 @@ def test_none_drops_nothing():
         ("--num-layers 3 --pp 2", "num_layers=3 is not possible: make it a multiple of pp"),
         ("--global-batch 7", "global_batch=7 is not possible: make it a multiple of micro_batch"),
         ("--vpp 2", "vpp=2 is not possible: it needs pp > 1"),
-        ("--pp 2 --vpp 1 --global-batch 12", "vpp=1 is not possible: it needs a multiple of pp=2"),
+        (
+            "--pp 2 --vpp 1 --micro-batch 4 --global-batch 12",
+            "vpp=1 is not possible: it needs a multiple of pp=2",
+        ),
         ("--steps 0", "steps=0 is not possible: give a number above 0"),
         ("--lr 0", "lr=0.0 is not possible: give a number above 0"),
         ("--lr-warmup -1", "lr_warmup=-1 is not possible: give 0 or more"),
