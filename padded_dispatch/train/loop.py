@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from padded_dispatch.train import checkpoint
 from padded_dispatch.train.data import Windows, load_corpus
@@ -111,7 +112,7 @@ class Step:
 
     losses: list[torch.Tensor]
     lr: float
-    grad_norm: float | None
+    grad_norm: float | Tensor | None
     marks: StepMarks
 
 

@@ -75,7 +75,7 @@ class Meter:
         self._wait()
         self._started = time.perf_counter()
 
-    def read(self, step: int, lr: float, grad_norm: float | None) -> Row:
+    def read(self, step: int, lr: float, grad_norm: float | Tensor | None) -> Row:
         """The figures since the last call, the same on all ranks but for their memory."""
         with self.paused():
             loss_sum, num_losses, demand, kept, slots, overflow = self._sums()
@@ -91,7 +91,8 @@ class Meter:
             step=step,
             loss=loss_sum / num_losses,
             lr=lr,
-            grad_norm=grad_norm,
+            # A tensor from Megatron-Core 0.19, which leaves the wait for it to us.
+            grad_norm=None if grad_norm is None else float(grad_norm),
             step_ms=step_s * 1e3,
             tokens_per_s=tokens_per_s,
             tflops_per_gpu=flops_per_s / dist.get_world_size() / 1e12,

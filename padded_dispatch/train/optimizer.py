@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
 
 from padded_dispatch.train.settings import Recipe, Settings
 
@@ -72,7 +73,7 @@ class MegatronAdam:
         """Forget the last step's gradients."""
         self.adam.zero_grad()
 
-    def step(self, lr: float) -> float | None:
+    def step(self, lr: float) -> float | Tensor | None:
         """Change the weights; the norm of the gradients before they were clipped to 1."""
         for group in self.adam.param_groups:
             group["lr"] = lr
