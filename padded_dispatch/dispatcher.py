@@ -36,6 +36,7 @@ class PaddedDispatcher:
         config: its `num_ranks` and `tp_size` must be the groups' sizes.
         group: the expert-parallel process group; None for a single rank.
         tp_group: the group whose ranks split every expert's ffn; None where none do.
+        packed: give the experts packed rows, see `ExpertInput`.
 
     Creating one is a collective call of both groups' members.
     """
@@ -46,6 +47,7 @@ class PaddedDispatcher:
         *,
         group: dist.ProcessGroup | None = None,
         tp_group: dist.ProcessGroup | None = None,
+        packed: bool = False,
     ) -> None:
         for field, given in (("num_ranks", group), ("tp_size", tp_group)):
             size = given.size() if given is not None else 1
@@ -55,7 +57,7 @@ class PaddedDispatcher:
                     f"{size} ranks; give both the same size"
                 )
         self.config = config
-        self.exchange = CollectiveExchange(config.num_local_experts, group, tp_group)
+        self.exchange = CollectiveExchange(config.num_local_experts, group, tp_group, packed=packed)
         self.agreement = Agreement(group, tp_group)
 
     def dispatch(
@@ -84,11 +86,10 @@ class PaddedDispatcher:
     def combine(self, out_ND: Tensor, dispatched: Dispatched) -> Tensor:
         """The experts' output home, summed per token: [N, D] to [T, D].
 
-        Padded rows of `out_ND` may hold anything; they are never read.
+        Rows of `out_ND` where no token is may hold anything; they are never read.
         """
-        plan = dispatched.plan
-        incoming = self.exchange.move_back(self.exchange.disarrange(out_ND, plan.capacity))
-        return self.exchange.combine(incoming, plan)
+        outgoing = self.exchange.disarrange(out_ND, dispatched.expert_input.ends_LS)
+        return self.exchange.combine(self.exchange.move_back(outgoing), dispatched.plan)
 
 
 def check_facts(agreement: Agreement, config: DispatchConfig, tokens_TD: Tensor) -> int:

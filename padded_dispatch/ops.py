@@ -1,7 +1,8 @@
 """Selecting, planning and moving rows as custom ops: fake tensors, autograd, `torch.compile`.
 
-This file alone decides which implementation runs: an op's own body, in plain torch, on CPUs; the
-kernel registered below it on CUDA devices. The first is what the second is compared with.
+This file decides which implementation runs: an op's own body, in plain torch, on CPUs; the kernel
+registered below it on CUDA devices. The first is what the second is compared with. (`experts` does
+the same for what it computes.)
 
 A row moves by one of two gathers. `gather_rows` reads a token for every slot, `combine_rows` sums
 the slots of every token. They are each other's transpose, so each one's backward calls the other,
@@ -10,6 +11,9 @@ Both take both maps of the plan: one for the forward, one for the backward.
 
 Empty slots and missing choices are -1. They read row 0 and are replaced by exact zeros with
 `torch.where`; multiplying by zero instead would let a NaN through.
+
+Packing takes received rows out of their slots and closes the gaps, unpacking puts them back: again
+each other's transpose. What lies behind the last packed row is unspecified, forward and backward.
 """
 
 from typing import cast
@@ -94,6 +98,29 @@ def combine_rows(rows_ECD: Tensor, plan: DispatchPlan) -> Tensor:
     once. A token without slots gets exact zeros; padded rows are never read into a sum.
     """
     return _combine(rows_ECD, plan.slot_of_TK, plan.choice_of_slot_EC)
+
+
+def running_ends(kept_SL: Tensor) -> Tensor:
+    """Where packed rows lie: int32 [S, L] to int32 [L, S].
+
+    The rows of expert l from source s end at `[l, s]` and begin where the ones before end.
+    """
+    num_sources, num_local_experts = kept_SL.shape
+    ends = kept_SL.T.flatten().cumsum(0, dtype=torch.int32)
+    return ends.view(num_local_experts, num_sources)
+
+
+def pack_rows(slots_MCD: Tensor, ends_LS: Tensor) -> Tensor:
+    """Real rows without gaps, ordered by expert, source, slot: [S * L, C, D] to [N, D].
+
+    Slots are ordered by source, expert, slot. Rows from `ends_LS[-1, -1]` on are unspecified.
+    """
+    return _pack(slots_MCD, ends_LS)
+
+
+def unpack_rows(packed_ND: Tensor, ends_LS: Tensor) -> Tensor:
+    """The transpose of `pack_rows`: [N, D] to [S * L, C, D], zeros in padded rows."""
+    return _unpack(packed_ND, ends_LS)
 
 
 # The ops. Their arguments are tensors, ints and strings; everything else is above.
@@ -242,6 +269,58 @@ def _(rows_ECD, slot_of_TK, choice_of_slot_EC):
     return rows_ECD.new_empty(slot_of_TK.shape[0], rows_ECD.shape[-1])
 
 
+def _packed_row_of_slot(ends_LS: Tensor, capacity: int) -> Tensor:
+    """int [S * L, C]: which packed row lies in each slot; -1 is none."""
+    num_local_experts, num_sources = ends_LS.shape
+    kept = torch.diff(ends_LS.flatten(), prepend=ends_LS.new_zeros(1))
+    kept_LS1 = kept.view(num_local_experts, num_sources, 1)
+    c_C = torch.arange(capacity, device=ends_LS.device)
+    row_LSC = torch.where(c_C < kept_LS1, ends_LS[..., None] - kept_LS1 + c_C, -1)
+    return row_LSC.transpose(0, 1).flatten(0, 1)
+
+
+@custom_op("padded_dispatch::pack", mutates_args=())
+def _pack(slots_MCD: Tensor, ends_LS: Tensor) -> Tensor:
+    row_MC = _packed_row_of_slot(ends_LS, slots_MCD.shape[1])
+    packed_ND = slots_MCD.new_empty(row_MC.numel(), slots_MCD.shape[2])
+    packed_ND[row_MC[row_MC >= 0]] = slots_MCD[row_MC >= 0]
+    return packed_ND
+
+
+@_pack.register_kernel("cuda")
+def _(slots_MCD, ends_LS):
+    from padded_dispatch.kernels import regroup
+
+    # A slice of every buffer is fine as it is; a row has to be contiguous.
+    slots_MCD = slots_MCD if slots_MCD.stride(2) == 1 else slots_MCD.contiguous()
+    return regroup.pack_rows(slots_MCD, ends_LS)
+
+
+@_pack.register_fake
+def _(slots_MCD, ends_LS):
+    num_buffers, capacity, width = slots_MCD.shape
+    return slots_MCD.new_empty(num_buffers * capacity, width)
+
+
+@custom_op("padded_dispatch::unpack", mutates_args=())
+def _unpack(packed_ND: Tensor, ends_LS: Tensor) -> Tensor:
+    return _take(packed_ND, _packed_row_of_slot(ends_LS, packed_ND.shape[0] // ends_LS.numel()))
+
+
+@_unpack.register_kernel("cuda")
+def _(packed_ND, ends_LS):
+    from padded_dispatch.kernels import regroup
+
+    return regroup.unpack_rows(packed_ND.contiguous(), ends_LS)
+
+
+@_unpack.register_fake
+def _(packed_ND, ends_LS):
+    num_buffers = ends_LS.numel()
+    num_rows, width = packed_ND.shape
+    return packed_ND.new_empty(num_buffers, num_rows // num_buffers, width)
+
+
 def _save_maps(ctx, inputs, output) -> None:
     _, slots, choices = inputs
     ctx.save_for_backward(slots, choices)
@@ -271,7 +350,17 @@ def _scatter_side_backward(ctx, grad_TE):
     return _gather_side(grad_TE, slots, choices, no_counts_E), None, None
 
 
+def _save_ends(ctx, inputs, output) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
 _gather.register_autograd(_gather_backward, setup_context=_save_maps)
 _combine.register_autograd(_combine_backward, setup_context=_save_maps)
 _gather_side.register_autograd(_gather_side_backward, setup_context=_side_setup)
 _scatter_side.register_autograd(_scatter_side_backward, setup_context=_save_maps)
+_pack.register_autograd(
+    lambda ctx, grad_ND: (_unpack(grad_ND, *ctx.saved_tensors), None), setup_context=_save_ends
+)
+_unpack.register_autograd(
+    lambda ctx, grad_MCD: (_pack(grad_MCD, *ctx.saved_tensors), None), setup_context=_save_ends
+)

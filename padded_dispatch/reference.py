@@ -148,6 +148,19 @@ def dispatch(
     return ExpertInput(rows_RLMD=rows_RLMD, probs_RLM=probs_RLM, kept_RSL=kept_RSL)
 
 
+def pack(rows_LMD: NDArray, kept_SL: NDArray) -> NDArray:
+    """One rank's real rows without gaps: expert by expert, source by source, slot by slot."""
+    num_sources, num_local_experts = kept_SL.shape
+    capacity = rows_LMD.shape[1] // num_sources
+    rows = [
+        rows_LMD[local, source * capacity + c]
+        for local in range(num_local_experts)
+        for source in range(num_sources)
+        for c in range(kept_SL[source, local])
+    ]
+    return np.array(rows, rows_LMD.dtype).reshape(-1, *rows_LMD.shape[2:])
+
+
 def dispatch_backward(
     grad_rows_RLMD: NDArray,
     grad_probs_RLM: NDArray,

@@ -271,13 +271,14 @@ def test_a_dispatcher_keeps_nothing_between_calls(pool4: WorkerPool, num_ranks, 
     assert_is_reference(config, batches[1], list(seconds))
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @given(case=routing_cases())
-def test_identity_experts_on_any_routing(case: RoutingCase):
+def test_identity_experts_on_any_routing(packed: bool, case: RoutingCase):
     """Each token comes back times the sum of its kept probabilities; quarters, so exactly."""
     map_TE, probs_TE, mask_T = case.tensors()
     num_tokens, num_experts = map_TE.shape
     config = DispatchConfig(num_experts=num_experts, top_k=num_experts, min_capacity=case.capacity)
-    dispatcher = PaddedDispatcher(config)
+    dispatcher = PaddedDispatcher(config, packed=packed)
     tokens_TD = torch.arange(1.0, num_tokens * HIDDEN + 1).view(num_tokens, HIDDEN)
     dispatched = dispatcher.dispatch(tokens_TD, probs_TE, map_TE, mask_T)
     given = dispatched.expert_input

@@ -28,6 +28,7 @@ from padded_dispatch.routings import routing_map, thin_out
 
 GRIDS_OF_2 = pytest.mark.parametrize(("num_ranks", "tp_size"), [(2, 1), (1, 2)])
 GRIDS_OF_4 = pytest.mark.parametrize(("num_ranks", "tp_size"), [(4, 1), (2, 2)])
+LAYOUTS = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 ROUTINGS = pytest.mark.parametrize("routing", ["thin", "same", "idle", "tiny"])
 
 
@@ -93,36 +94,47 @@ def make_case(routing: str, num_ranks: int, tp_size: int) -> Case:
     )
 
 
-def _there_and_back(case: Case) -> dict[str, Tensor]:
+def _there_and_back(case: Case, packed: bool) -> dict[str, Tensor]:
     """All results and gradients of this rank of a pool."""
     with poisoned_memory():
-        return results_of(case, grid(case.num_ranks, case.tp_size))
+        return results_of(case, grid(case.num_ranks, case.tp_size), packed)
 
 
-def results_of(case: Case, here: Grid) -> dict[str, Tensor]:
+def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:
     def leaf(payload: np.ndarray) -> Tensor:
         return torch.from_numpy(payload.copy()).requires_grad_()
 
-    exchange = CollectiveExchange(case.out_IRLMD.shape[2], here.group, here.tp_group)
+    exchange = CollectiveExchange(case.out_IRLMD.shape[2], here.group, here.tp_group, packed=packed)
     kept_TE = torch.from_numpy(case.kept_STE[here.source])
     plan = make_plan(kept_TE, top_k=case.top_k, capacity=case.capacity)
     tokens_TD, probs_TE = leaf(case.tokens_STD[here.source]), leaf(case.probs_STE[here.source])
     outgoing = exchange.prepare(tokens_TD, probs_TE, plan)
     given = exchange.arrange(exchange.move(outgoing))
+
+    def experts_hold(payload_IRLM: np.ndarray) -> np.ndarray:
+        """This rank's part in the layout of the experts; NaN behind the last packed row."""
+        payload_LM = payload_IRLM[here.i, here.r]
+        rows = payload_LM.reshape(-1, *payload_LM.shape[2:]).copy()
+        if packed:
+            real = reference.pack(payload_LM, given.kept_SL.numpy())
+            rows[:] = np.nan
+            rows[: len(real)] = real
+        return rows
+
     torch.autograd.backward(
         (given.rows_ND, given.probs_N),
         (
-            torch.from_numpy(case.grad_rows_IRLMD[here.i, here.r]).flatten(0, 1),
-            torch.from_numpy(case.grad_probs_IRLM[here.i, here.r]).flatten(),
+            torch.from_numpy(experts_hold(case.grad_rows_IRLMD)),
+            torch.from_numpy(experts_hold(case.grad_probs_IRLM)),
         ),
     )
-    out_LMD = leaf(case.out_IRLMD[here.i, here.r])
-    returned = exchange.disarrange(out_LMD.flatten(0, 1), case.capacity)
+    out_ND = leaf(experts_hold(case.out_IRLMD))
+    returned = exchange.disarrange(out_ND, given.ends_LS)
     home_TD = exchange.combine(exchange.move_back(returned), plan)
     home_TD.backward(torch.from_numpy(case.grad_home_STD[here.source]))
     assert tokens_TD.grad is not None
     assert probs_TE.grad is not None
-    assert out_LMD.grad is not None
+    assert out_ND.grad is not None
     return {
         "rows": given.rows_ND.detach(),
         "probs": given.probs_N.detach(),
@@ -130,11 +142,11 @@ def results_of(case: Case, here: Grid) -> dict[str, Tensor]:
         "grad_tokens": tokens_TD.grad,
         "grad_probs": probs_TE.grad,
         "home": home_TD.detach(),
-        "grad_out": out_LMD.grad,
+        "grad_out": out_ND.grad,
     }
 
 
-def assert_is_reference(case: Case, results: list[dict[str, Tensor]]) -> None:
+def assert_is_reference(case: Case, results: list[dict[str, Tensor]], packed: bool) -> None:
     plans, num_ranks = case.plans(), case.num_ranks
     given = reference.dispatch(case.tokens_STD, case.probs_STE, plans, num_ranks=num_ranks)
     grad_tokens_STD, grad_probs_STE = reference.dispatch_backward(
@@ -145,36 +157,45 @@ def assert_is_reference(case: Case, results: list[dict[str, Tensor]]) -> None:
     )
     home_STD = reference.combine(case.out_IRLMD.sum(0), plans)
     grad_out_RLMD = reference.combine_backward(case.grad_home_STD, plans, num_ranks=num_ranks)
-    hidden = case.tokens_STD.shape[-1]
     for source, result in enumerate(results):
         r = source % num_ranks
-        assert_same(result["rows"], given.rows_RLMD[r].reshape(-1, hidden))
-        assert_same(result["probs"], given.probs_RLM[r].flatten())
+        for name, by_loops_RLM in (
+            ("rows", given.rows_RLMD),
+            ("probs", given.probs_RLM),
+            ("grad_out", grad_out_RLMD),
+        ):
+            expected = by_loops_RLM[r].reshape(-1, *by_loops_RLM.shape[3:])
+            assert result[name].shape == expected.shape
+            if packed:  # Whatever lies behind the real rows.
+                expected = reference.pack(by_loops_RLM[r], given.kept_RSL[r])
+            assert_same(result[name][: len(expected)], expected)
         assert_same(result["kept"], given.kept_RSL[r])
         assert_same(result["grad_tokens"], grad_tokens_STD[source])
         assert_same(result["grad_probs"], grad_probs_STE[source])
         assert_same(result["home"], home_STD[source])
-        assert_same(result["grad_out"], grad_out_RLMD[r])
 
 
+@LAYOUTS
 @ROUTINGS
-def test_one_rank_is_the_reference(routing):
+def test_one_rank_is_the_reference(routing, packed):
     case = make_case(routing, 1, 1)
-    assert_is_reference(case, [_there_and_back(case)])
+    assert_is_reference(case, [_there_and_back(case, packed)], packed)
 
 
+@LAYOUTS
 @ROUTINGS
 @GRIDS_OF_2
-def test_two_ranks_are_the_reference(pool2: WorkerPool, routing, num_ranks, tp_size):
+def test_two_ranks_are_the_reference(pool2: WorkerPool, routing, num_ranks, tp_size, packed):
     case = make_case(routing, num_ranks, tp_size)
-    assert_is_reference(case, pool2.run(_there_and_back, case))
+    assert_is_reference(case, pool2.run(_there_and_back, case, packed), packed)
 
 
+@LAYOUTS
 @ROUTINGS
 @GRIDS_OF_4
-def test_four_ranks_are_the_reference(pool4: WorkerPool, routing, num_ranks, tp_size):
+def test_four_ranks_are_the_reference(pool4: WorkerPool, routing, num_ranks, tp_size, packed):
     case = make_case(routing, num_ranks, tp_size)
-    assert_is_reference(case, pool4.run(_there_and_back, case))
+    assert_is_reference(case, pool4.run(_there_and_back, case, packed), packed)
 
 
 def test_sixty_four_ranks_are_the_reference():
@@ -185,7 +206,8 @@ def test_sixty_four_ranks_are_the_reference():
     def run(rank: int) -> dict[str, Tensor]:
         dist.init_process_group("threaded", rank=rank, world_size=64, store=store)
         try:
-            return results_of(case, Grid(r=rank, i=0, group=dist.group.WORLD, tp_group=None))
+            here = Grid(r=rank, i=0, group=dist.group.WORLD, tp_group=None)
+            return results_of(case, here, packed=False)
         except BaseException as error:
             multi_threaded_pg.ProcessLocalGroup.exception_handle(error)  # Frees those that wait.
             raise
@@ -199,7 +221,7 @@ def test_sixty_four_ranks_are_the_reference():
     finally:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         multi_threaded_pg._uninstall_threaded_pg()
-    assert_is_reference(case, results)
+    assert_is_reference(case, results, packed=False)
 
 
 def test_memory_is_poisoned():
@@ -265,7 +287,7 @@ def _allocated(config: DispatchConfig, dtype: torch.dtype) -> BufferBytes:
     given = exchange.arrange(moved)
     experts = new_bytes(given.rows_ND, given.probs_N, given.kept_SL)
     out_ND = given.rows_ND.clone()
-    returned = exchange.disarrange(out_ND, plan.capacity)
+    returned = exchange.disarrange(out_ND, given.ends_LS)
     home = exchange.move_back(returned)
     back = new_bytes(out_ND, returned.rows_MCD, home.rows_MCD)
     return BufferBytes(send=send, receive=receive, experts=experts, back=back, plan=plan_bytes)

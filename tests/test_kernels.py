@@ -6,11 +6,12 @@ Without a GPU they run in Triton's interpreter, which shows their logic; with on
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from routing_cases import RoutingCase, routing_cases
 from torch import Tensor
 
-from padded_dispatch import ops
-from padded_dispatch.kernels import plan, rows, select, side
+from padded_dispatch import experts, ops
+from padded_dispatch.kernels import activation, plan, regroup, rows, select, side
 from padded_dispatch.plan import plan_tensors
 from padded_dispatch.select import kept_map
 
@@ -78,6 +79,30 @@ def test_scatter_side_example():
     equal((side.scatter_side(side_EC1, ints([1], [-1])), torch.tensor([[0.0, 0.7], [0.0, 0.0]])))
 
 
+def test_pack_rows_example():
+    slots_MCD = here([[[1.0], [9.0]], [[9.0], [9.0]], [[2.0], [3.0]], [[4.0], [9.0]]])
+    packed_ND = regroup.pack_rows(slots_MCD, ints([1, 3], [3, 4]))
+    assert packed_ND.shape == (8, 1)
+    assert packed_ND[:4].flatten().tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_unpack_rows_example():
+    packed_ND = here([[1.0], [2.0], [3.0], [4.0], [9.0], [9.0], [9.0], [9.0]])
+    slots_MCD = regroup.unpack_rows(packed_ND, ints([1, 3], [3, 4]))
+    assert slots_MCD.squeeze(2).tolist() == [[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [4.0, 0.0]]
+
+
+def test_swiglu_example():
+    out_NF = activation.swiglu(here([[0.0, 5.0], [8.0, 3.0]]), here([1.0, 0.5]), ints(2))
+    assert [round(value, 3) for value in out_NF.flatten().tolist()] == [0.0, 11.996]
+
+
+def test_swiglu_backward_example():
+    arguments = here([[1.0]]), here([[0.0, 5.0]]), here([0.5]), ints(1)
+    grad_NG, grad_probs_N = activation.swiglu_backward(*arguments)
+    assert (grad_NG.tolist(), grad_probs_N.tolist()) == ([[1.25, 0.0]], [0.0])
+
+
 # Any routing.
 
 
@@ -133,6 +158,66 @@ def test_moves_and_sums(case: RoutingCase):
     )
 
 
+@given(
+    kept=st.integers(1, 3).flatmap(
+        lambda width: st.lists(
+            st.lists(st.integers(0, 5), min_size=width, max_size=width), min_size=1
+        )
+    ),
+    width=st.sampled_from([1, 19]),
+)
+def test_packing_and_unpacking(kept: list[list[int]], width: int):
+    """Slots of a wider buffer, as probabilities are, with NaN where no row is."""
+    kept_SL = torch.tensor(kept, dtype=torch.int32)
+    ends_LS = ops.running_ends(kept_SL)
+    slots_MCD = torch.randn(kept_SL.numel(), 6, width)[:, :-1]
+    slots_MCD[torch.arange(5) >= kept_SL.view(-1, 1)] = torch.nan
+    num_rows = int(kept_SL.sum())
+    expected_ND = ops._pack(slots_MCD, ends_LS)
+    packed_ND = regroup.pack_rows(here(slots_MCD), here(ends_LS))
+    equal((packed_ND[:num_rows], expected_ND[:num_rows]))
+    assert packed_ND.shape == expected_ND.shape
+    expected_ND[num_rows:] = torch.nan
+    unpacked_MCD = regroup.unpack_rows(here(expected_ND), here(ends_LS))
+    equal((unpacked_MCD, ops._unpack(expected_ND, ends_LS)))
+    assert not unpacked_MCD.isnan().any()
+
+
+@pytest.mark.parametrize("width", [5, 1030])
+@pytest.mark.parametrize("num_rows", [0, 1, 9, 13])
+def test_swiglu_is_as_exact_as_torch(num_rows: int, width: int):
+    """At most twice torch's error, plus a unit in the last place; rows behind the count are NaN."""
+    fc1_NG, grad_NF = torch.randn(13, 2 * width), torch.randn(13, width)
+    probs_N = torch.rand(13)
+    for rows_N in (fc1_NG, grad_NF, probs_N):
+        rows_N[num_rows:] = torch.nan
+    ends_L = torch.tensor([0, num_rows], dtype=torch.int32)
+    inputs = fc1_NG, probs_N, ends_L
+    results = [
+        (kernel(*arguments), body(*arguments), body(*(wide(value) for value in arguments)))
+        for kernel, body, arguments in (
+            (_on_device(activation.swiglu), experts._swiglu, inputs),
+            (_on_device(activation.swiglu_backward), experts._swiglu_backward, (grad_NF, *inputs)),
+        )
+    ]
+    (forward, backward) = results
+    for got, in_torch, exact in (forward, *zip(*backward, strict=True)):
+        assert got.shape == in_torch.shape and got.dtype == in_torch.dtype
+        got, in_torch, exact = got[:num_rows].cpu(), in_torch[:num_rows], exact[:num_rows]
+        error = (got - exact).abs().max() if num_rows else torch.zeros(())
+        bound = (in_torch - exact).abs().max() if num_rows else torch.zeros(())
+        largest = exact.abs().max() if num_rows else torch.zeros(())
+        assert error <= 2 * bound + torch.finfo(torch.float32).eps * largest
+
+
+def _on_device(kernel):
+    return lambda *arguments: kernel(*(here(argument) for argument in arguments))
+
+
+def wide(value: Tensor) -> Tensor:
+    return value.double() if value.is_floating_point() else value
+
+
 # Triton's interpreter (3.6) cuts fp32 off to bf16 instead of rounding it; the hardware rounds.
 NARROW = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
 
@@ -156,6 +241,13 @@ def test_more_than_one_block_of_everything():
     choices = torch.tensor([2, -1, 0, 1], dtype=torch.int32)
     expected_ND = torch.stack([tokens_TD[2], torch.zeros(2500), tokens_TD[0], tokens_TD[1]])
     equal((rows.spread_rows(here(tokens_TD), here(slots), here(choices)), expected_ND))
+    ends_LS = torch.tensor([[7, 8]], dtype=torch.int32)
+    slots_MCD = torch.randn(2, 7, 2500)
+    packed_ND = regroup.pack_rows(here(slots_MCD), here(ends_LS))
+    equal((packed_ND[:8], slots_MCD.flatten(0, 1)[:8]))
+    expected_MCD = slots_MCD.clone()
+    expected_MCD[1, 1:] = 0
+    equal((regroup.unpack_rows(packed_ND, here(ends_LS)), expected_MCD))
 
 
 @pytest.mark.gpu
@@ -165,6 +257,9 @@ def test_rows_beyond_2_to_the_31_elements():
     tokens_TD = torch.zeros(num_rows, width, dtype=torch.bfloat16, device="cuda")
     tokens_TD[-1] = 3
     assert (rows.sum_rows(tokens_TD, ints([num_rows - 1])) == 3).all()
+    ends = ints([num_rows])
+    assert (regroup.pack_rows(tokens_TD[None], ends)[-1] == 3).all()
+    assert (regroup.unpack_rows(tokens_TD, ends)[0, -1] == 3).all()
     slots = torch.full((num_rows, 1), -1, dtype=torch.int32, device="cuda")
     choices = slots.flatten().clone()
     for first, last in ((0, num_rows - 1), (num_rows - 1, 0)):

@@ -111,6 +111,37 @@ def test_identity_experts_give_the_sum_of_kept_probabilities(case: RoutingCase):
     assert torch.equal(out_TD, tokens_TD * ops.combine_rows(probs_EC1, plan))
 
 
+@pytest.mark.parametrize(
+    "kept",
+    [[[2]], [[0, 3, 1], [3, 0, 2]], [[0], [0]], [[0, 0], [1, 0], [0, 3]]],
+    ids=["one of all", "gaps", "nothing", "experts and sources without rows"],
+)
+def test_packing_is_the_reference(kept):
+    """Forward and backward of both, with NaN behind the last row; capacity 3."""
+    kept_SL = torch.tensor(kept, dtype=torch.int32)
+    num_sources, num_local = kept_SL.shape
+    slots = addresses(num_sources, num_local, 3, HIDDEN)
+    real_SLC = np.arange(3) < np.array(kept)[..., None]
+    slots_LMD = slots.transpose(1, 0, 2, 3).reshape(num_local, -1, HIDDEN)
+    packed = reference.pack(slots_LMD, kept_SL.numpy())
+    grad_packed = np.full((slots[..., 0].size, HIDDEN), np.nan)
+    grad_packed[: len(packed)] = packed
+    with poisoned_memory():
+        ends_LS = ops.running_ends(kept_SL)
+        slots_MCD = leaf(slots.reshape(-1, 3, HIDDEN))
+        rows_ND = ops.pack_rows(slots_MCD, ends_LS)
+        rows_ND.backward(torch.from_numpy(grad_packed))
+        packed_ND = leaf(grad_packed)
+        back_MCD = ops.unpack_rows(packed_ND, ends_LS)
+        back_MCD.backward(slots_MCD.detach())
+    expected = np.where(real_SLC[..., None], slots, 0).reshape(-1, 3, HIDDEN)
+    assert rows_ND.shape == grad_packed.shape
+    assert_same(rows_ND[: len(packed)], packed)
+    assert_same(grad_of(slots_MCD), expected)
+    assert_same(back_MCD, expected)
+    assert_same(grad_of(packed_ND)[: len(packed)], packed)
+
+
 def one_plan() -> DispatchPlan:
     """Tokens with 0 to K experts, an expert with too many rows, one with none."""
     map_TE = torch.from_numpy(thin_out(routing_map(7, 5, 3, seed=2), share=0.2))
@@ -137,6 +168,21 @@ def test_gradients_are_those_of_the_functions():
         assert torch.autograd.gradgradcheck(lambda x, f=function: f(x, plan), inputs)
 
 
+def test_gradients_of_packing():
+    """Of what is specified: the rows before the last end."""
+    ends_LS = ops.running_ends(torch.tensor([[0, 2], [3, 1]], dtype=torch.int32))
+    is_row_N = torch.arange(4 * 3) < ends_LS[-1, -1]
+
+    def pack(slots_MCD: Tensor) -> Tensor:
+        return ops.pack_rows(slots_MCD, ends_LS)[is_row_N]
+
+    def unpack(rows_ND: Tensor) -> Tensor:
+        return ops.unpack_rows(torch.where(is_row_N[:, None], rows_ND, torch.nan), ends_LS)
+
+    for function, inputs in ((pack, fp64(4, 3, HIDDEN)), (unpack, fp64(12, HIDDEN))):
+        assert torch.autograd.gradcheck(function, inputs)
+
+
 def test_all_are_sound_custom_ops():
     plan = one_plan()
     maps = plan.slot_of_TK, plan.choice_of_slot_EC
@@ -149,6 +195,9 @@ def test_all_are_sound_custom_ops():
         "gather": (fp64(7, HIDDEN), *maps),
         "combine": (fp64(5, 2, HIDDEN), *maps),
     }
+    # All slots full, since opcheck compares every element.
+    ends_LS = ops.running_ends(torch.full((2, 3), 4, dtype=torch.int32))
+    checked |= {"pack": (fp64(6, 4, HIDDEN), ends_LS), "unpack": (fp64(24, HIDDEN), ends_LS)}
     for name, arguments in checked.items():
         opcheck(getattr(ops, f"_{name}"), arguments)
     # Rows with strides, too: experts and transposed weights make such.

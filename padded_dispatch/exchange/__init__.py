@@ -27,15 +27,22 @@ class Slots:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertInput:
-    """What the experts of this rank get: expert l owns the rows `l * S * C` and the next S * C.
+    """What the experts of this rank get, N = L * S * C rows in one of two layouts.
 
-    `rows_ND`: [N, D], padded rows exactly zero. `probs_N`: at least fp32, 0 in padded rows.
-    `kept_SL`: int32, real rows per (source, local expert); the first so many of each C are real.
+    Padded: expert l owns the rows `l * S * C` and the next S * C; padded rows are exactly zero.
+    Packed: experts' real rows follow each other, ordered by (expert, source, slot), and the rows
+    behind the last one are unspecified; whoever reads them, or returns something that depends on
+    them, is wrong.
+
+    `rows_ND`: [N, D]. `probs_N`: at least fp32, 0 in padded rows. `kept_SL`: int32, real rows per
+    (source, local expert); of each C slots the first so many are real. `ends_LS`: int32, where the
+    packed rows of each (local expert, source) end; None says that the layout is the padded one.
     """
 
     rows_ND: Tensor
     probs_N: Tensor
     kept_SL: Tensor
+    ends_LS: Tensor | None = None
 
 
 class Exchange(Protocol):
@@ -53,8 +60,8 @@ class Exchange(Protocol):
         """Slots in the order that experts read."""
         ...
 
-    def disarrange(self, out_ND: Tensor, capacity: int) -> Slots:
-        """The experts' output back into the order of the wire."""
+    def disarrange(self, out_ND: Tensor, ends_LS: Tensor | None) -> Slots:
+        """The experts' output, in the layout of their input, back into the order of the wire."""
         ...
 
     def move_back(self, outgoing: Slots) -> Slots:

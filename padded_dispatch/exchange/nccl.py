@@ -3,6 +3,9 @@
 Every slot travels, full or empty, so nobody has to know how many rows are real. Beside the rows
 goes one small all-to-all with probabilities and counts. Expert tensor parallelism gathers the
 sources of all ranks that split an expert, and sums their partial outputs on the way back.
+
+Experts that take packed rows get them in one pass over the real rows; the padded layout costs a
+copy of everything wherever both L and S are above 1.
 """
 
 import torch
@@ -16,7 +19,14 @@ from padded_dispatch.exchange.collectives import (
     group_name,
     reduce_scatter,
 )
-from padded_dispatch.ops import combine_rows, gather_rows, gather_side
+from padded_dispatch.ops import (
+    combine_rows,
+    gather_rows,
+    gather_side,
+    pack_rows,
+    running_ends,
+    unpack_rows,
+)
 from padded_dispatch.plan import DispatchPlan
 
 
@@ -27,6 +37,7 @@ class CollectiveExchange:
         num_local_experts: experts on this rank (L).
         group: the expert-parallel group (R ranks), or None for one rank.
         tp_group: the group whose ranks split every expert's ffn, or None for one rank.
+        packed: hand out the packed layout of `ExpertInput` instead of the padded one.
     """
 
     def __init__(
@@ -34,7 +45,10 @@ class CollectiveExchange:
         num_local_experts: int,
         group: dist.ProcessGroup | None = None,
         tp_group: dist.ProcessGroup | None = None,
+        *,
+        packed: bool = False,
     ) -> None:
+        self.packed = packed
         self.num_local_experts = num_local_experts
         self.num_ranks = group.size() if group is not None else 1
         self.tp_size = tp_group.size() if tp_group is not None else 1
@@ -51,7 +65,7 @@ class CollectiveExchange:
         return self._all_to_all(outgoing)
 
     def arrange(self, incoming: Slots) -> ExpertInput:
-        """[S * L, C, D] to rows [N, D] with N = L * S * C, expert-major."""
+        """[S * L, C, D] to rows [N, D] with N = L * S * C, by expert."""
         rows_MCD, side_MC1 = incoming.rows_MCD, incoming.side_MC1
         assert side_MC1 is not None
         if self.tp_size > 1:
@@ -59,16 +73,28 @@ class CollectiveExchange:
             side_MC1 = all_gather(side_MC1, self._tp_group, self.tp_size)
         by_source = (self.num_sources, self.num_local_experts)
         side_SLC1 = side_MC1.unflatten(0, by_source)
+        kept_SL = side_SLC1[..., -1].detach().to(torch.int32)
+        if self.packed:
+            ends_LS = running_ends(kept_SL)
+            return ExpertInput(
+                rows_ND=pack_rows(rows_MCD, ends_LS),
+                probs_N=pack_rows(side_MC1[:, :-1, None], ends_LS).squeeze(1),
+                kept_SL=kept_SL,
+                ends_LS=ends_LS,
+            )
         return ExpertInput(
             rows_ND=rows_MCD.unflatten(0, by_source).transpose(0, 1).flatten(0, 2),
             probs_N=side_SLC1[..., :-1].transpose(0, 1).flatten(),
-            kept_SL=side_SLC1[..., -1].detach().to(torch.int32),
+            kept_SL=kept_SL,
         )
 
-    def disarrange(self, out_ND: Tensor, capacity: int) -> Slots:
+    def disarrange(self, out_ND: Tensor, ends_LS: Tensor | None) -> Slots:
         """[N, D] to [R * L, C, D], summed over the ranks that split an expert."""
-        by_expert = (self.num_local_experts, self.num_sources, capacity)
-        rows_MCD = out_ND.unflatten(0, by_expert).transpose(0, 1).flatten(0, 1)
+        if ends_LS is not None:
+            rows_MCD = unpack_rows(out_ND, ends_LS)
+        else:
+            by_expert = (self.num_local_experts, self.num_sources, -1)
+            rows_MCD = out_ND.unflatten(0, by_expert).transpose(0, 1).flatten(0, 1)
         if self.tp_size > 1:
             rows_MCD = reduce_scatter(rows_MCD, self._tp_group, self.tp_size)
         return Slots(rows_MCD=rows_MCD)

@@ -142,8 +142,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """The experts' output [N, D] in the order of the wire, [R * L, C, D]."""
-        assert self.choice_of_slot_EC is not None
-        return self.exchange.disarrange(hidden_states, self.choice_of_slot_EC.shape[1]).rows_MCD
+        return self.exchange.disarrange(hidden_states, None).rows_MCD
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Slots home to the ranks of their tokens: [R * L, C, D] to [E, C, D]."""
