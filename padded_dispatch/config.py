@@ -145,13 +145,16 @@ class DispatchConfig:
         slots = max(1, min(num_tokens, max(slots, self.min_capacity)))
         return -(-slots // self._capacity_step) * self._capacity_step
 
-    def buffer_bytes(self, num_tokens: int, hidden_size: int, element_size: int) -> BufferBytes:
+    def buffer_bytes(
+        self, num_tokens: int, hidden_size: int, element_size: int, *, packed: bool = False
+    ) -> BufferBytes:
         """Bytes of one layer's buffers on one rank, before anything is allocated.
 
         Args:
             num_tokens: tokens on this rank (T).
             hidden_size: width of a row (D).
             element_size: bytes of one element of a row: 2 for bf16, 4 for fp32.
+            packed: the experts take packed rows, whose ends lie beside the counts.
         """
         capacity = self.capacity(num_tokens)
         per_row = hidden_size * element_size
@@ -161,11 +164,11 @@ class DispatchConfig:
         buffers = self.num_local_experts * self.num_sources
         rows = buffers * capacity
         exchanged, shared = self.num_ranks > 1, self.tp_size > 1
-        regrouped = self.num_local_experts > 1 and self.num_sources > 1
+        regrouped = packed or (self.num_local_experts > 1 and self.num_sources > 1)
         return BufferBytes(
             send=send,
             receive=send * exchanged + self.tp_size * send * shared,
-            experts=rows * (per_row * regrouped + 4) + 4 * buffers,
+            experts=rows * (per_row * regrouped + 4) + 4 * buffers * (1 + packed),
             back=rows * per_row + home * ((regrouped or shared) + exchanged),
             plan=4 * (num_tokens * self.top_k + self.num_experts * (capacity + 2)),
         )

@@ -23,6 +23,7 @@ from layer_parity import LayerCase, layer_parity
 from pipeline_parity import STAGES, PipelineCase, pipeline_parity
 
 from padded_dispatch.launch import WorkerError, WorkerPool
+from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.results import about, append_run
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -63,6 +64,10 @@ def layer_cases(device: str, num_ranks: int) -> Iterator[LayerCase]:
             yield LayerCase(name="a rank whose experts get nothing", routing="idle rank", **wide)
         yield LayerCase(name="bias", bias=True, **wide)
         yield LayerCase(name="recompute", ours=RECOMPUTE, **wide)
+        if dtype == torch.bfloat16 or device == "cpu":
+            packed = {"options": PaddedOptions(experts="packed")}
+            yield LayerCase(name="packed experts", **packed, **wide)
+            yield LayerCase(name="packed experts, every token to one", **packed, **full)
         yield LayerCase(name="shared experts", shared_ffn=64, **wide)
         yield LayerCase(name="shared experts, overlap", shared_ffn=64, ours=OVERLAP, **wide)
 

@@ -9,7 +9,7 @@ mix of tensor, expert and expert tensor parallelism. Runs on CPUs over gloo (Seq
 import functools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from parity import Parity, compare, megatron
 from torch import Tensor
+
+from padded_dispatch.megatron import PaddedOptions
 
 SEED = 20
 # Of weights and tokens, taken together: the largest error of the 16 elements of a bias gradient is
@@ -36,7 +38,7 @@ class LayerCase:
     `seq / tp` positions. `routing`: "random"; "idle rank", where the last rank's experts get
     nothing; "one expert", where expert 3 gets every token (with top_k = 1). `shared_score`: the
     shared experts' output is weighted by a sigmoid of the token. `ours`: further fields of
-    TransformerConfig, for the padded layer only.
+    TransformerConfig, for the padded layer only, and `options` its PaddedOptions.
     """
 
     name: str
@@ -56,6 +58,7 @@ class LayerCase:
     batch: int = 3
     routing: str = "random"
     ours: tuple[tuple[str, Any], ...] = ()
+    options: PaddedOptions = field(default_factory=PaddedOptions)
 
     @property
     def stock_type(self) -> str:
@@ -142,7 +145,7 @@ def _run(
     case: LayerCase, dispatcher: str, weights: dict[str, Tensor], tokens: Tensor, grad: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
     """One forward and backward: output and gradients by name, and the routing map."""
-    layer = _layer(case, dispatcher)
+    layer = build_layer(case, dispatcher)
     with torch.no_grad():
         for shard in _shards(layer, weights):
             shard.parameter[shard.part].copy_(weights[shard.whole][shard.where])
@@ -168,7 +171,8 @@ def _summed(wholes: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"grad {name}": whole for name, whole in wholes.items()}
 
 
-def _layer(case: LayerCase, dispatcher: str) -> Any:
+def build_layer(case: LayerCase, dispatcher: str) -> Any:
+    """A MoE layer in training mode with this rank's share of the experts."""
     grouped = case.device == "cuda"
     model_parallel_cuda_manual_seed(SEED)
     config = TransformerConfig(
@@ -200,6 +204,8 @@ def _layer(case: LayerCase, dispatcher: str) -> Any:
         bf16=case.dtype == torch.bfloat16,
         **(dict(case.ours) if dispatcher == "padded_alltoall" else {}),
     )
+    if dispatcher == "padded_alltoall":
+        config.padded_dispatch = case.options
     spec = get_moe_module_spec(
         use_te=grouped, num_experts=case.num_experts, moe_grouped_gemm=grouped
     )
@@ -224,7 +230,7 @@ class _Shard:
     whole: str
     where: tuple[Any, ...]
     parameter: Tensor
-    part: slice
+    part: tuple[Any, ...]
 
 
 _REPLICATED = {
@@ -240,7 +246,7 @@ def _shards(layer: Any, wholes: dict[str, Tensor]) -> Iterator[_Shard]:
     for name, parameter in layer.named_parameters():
         if name in _REPLICATED:
             whole = _REPLICATED[name]
-            yield _Shard(whole=whole, where=(), parameter=parameter, part=slice(None))
+            yield _Shard(whole=whole, where=(), parameter=parameter, part=())
         elif name.startswith("shared_experts."):
             rank = parallel_state.get_tensor_model_parallel_rank()
             kind = "fc1" if "linear_fc1" in name else "fc2"
@@ -248,27 +254,38 @@ def _shards(layer: Any, wholes: dict[str, Tensor]) -> Iterator[_Shard]:
         else:
             found = _EXPERT.fullmatch(name)
             assert found is not None, f"unknown parameter {name}"
-            expert = layer.local_expert_indices[int(found[1] or found[4])]
             rank = parallel_state.get_expert_tensor_parallel_rank()
             suffix = "_bias" if found[3] == "bias" else ""
-            yield from _split(f"fc{found[2]}", "", suffix, (expert,), rank, parameter)
+            if parameter.dim() == 3:  # all experts in one
+                held = {i: (i,) for i in range(parameter.shape[0])}
+            else:
+                held = {int(found[1] or found[4]): ()}
+            for local, part in held.items():
+                where = (layer.local_expert_indices[local],)
+                yield from _split(f"fc{found[2]}", "", suffix, where, rank, parameter, part)
 
 
 def _split(
-    kind: str, prefix: str, suffix: str, where: tuple[Any, ...], rank: int, parameter: Tensor
+    kind: str,
+    prefix: str,
+    suffix: str,
+    where: tuple[Any, ...],
+    rank: int,
+    parameter: Tensor,
+    held: tuple[int, ...] = (),
 ) -> Iterator[_Shard]:
     """fc1 holds this rank's rows of gate above those of up, fc2 this rank's columns of down."""
     if kind == "fc1":
-        width = parameter.shape[0] // 2
+        width = parameter[held].shape[0] // 2
         rows = (*where, slice(rank * width, (rank + 1) * width))
         for whole, start in (("gate", 0), ("up", width)):
-            part = slice(start, start + width)
+            part = (*held, slice(start, start + width))
             yield _Shard(whole=prefix + whole + suffix, where=rows, parameter=parameter, part=part)
     else:
         width = parameter.shape[-1]
         across = () if suffix else (slice(None), slice(rank * width, (rank + 1) * width))
         whole, where = f"{prefix}down{suffix}", (*where, *across)
-        yield _Shard(whole=whole, where=where, parameter=parameter, part=slice(None))
+        yield _Shard(whole=whole, where=where, parameter=parameter, part=held)
 
 
 def in_fp64(

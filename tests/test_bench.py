@@ -32,7 +32,8 @@ def megatron():
 
 
 @pytest.mark.parametrize(
-    ("contender", "factor"), [("module", 4.0), ("drop-pad", 4.0), ("allgather", None)]
+    ("contender", "factor"),
+    [("module", 4.0), ("packed", 4.0), ("drop-pad", 4.0), ("allgather", None)],
 )
 def test_the_routing_is_the_one_that_was_ordered(megatron, contender, factor):
     case = _case(contender=contender, capacity_factor=factor, skew="lognormal-0.6")
@@ -44,6 +45,14 @@ def test_the_routing_is_the_one_that_was_ordered(megatron, contender, factor):
     scores_TE = routing_scores(37, 8, 2, skew="lognormal", sigma=0.6, seed=12)  # 4 per rank
     second_T1 = np.sort(scores_TE, axis=1)[:, -2:-1]
     np.testing.assert_array_equal(probs[0].detach() > 0, scores_TE >= second_T1)
+
+
+def test_variants_are_the_options_experts(megatron):
+    experts = [
+        build(case, stock_flags(case, on_gpu=False, router_fusion=False), CPU).layer.experts
+        for case in (_case(contender="module"), _case(contender="packed"))
+    ]
+    assert [type(found).__name__ for found in experts] == ["SequentialMLP", "PackedExperts"]
 
 
 def test_every_pass_has_a_fresh_batch_and_fresh_gradients(megatron):
@@ -84,24 +93,22 @@ def test_command_on_cpus(tmp_path):
     assert code == 0
     rows = run["rows"]
     assert run["about"]["command"].startswith("padded-dispatch bench --tokens 19")
-    found = [(row["ep"], row["contender"], row["capacity_factor"]) for row in rows]
+    found = [(r["ep"], r["contender"], r["variant"], r["capacity_factor"]) for r in rows]
+    dropping = ("stock-drop-pad", None), ("ours", "module"), ("ours", "packed")
     block = [
-        ("stock-allgather", None),
-        ("stock-drop-pad", 1),
-        ("ours", 1),
-        ("stock-drop-pad", 2),
-        ("ours", 2),
+        ("stock-allgather", None, None),
+        *((*contender, factor) for factor in (1, 2) for contender in dropping),
     ]
     assert found == [(ep, *row) for ep in (2, 1) for row in block]
-    assert [row["error"] for row in rows] == [None] * 10
+    assert [row["error"] for row in rows] == [None] * 14
     assert all(row["ms"] == sorted(row["samples_ms"])[1] > 0 for row in rows)
     assert all(row.keys() == rows[0].keys() for row in rows)
     # Rows beyond C = ceil(38 / 8 * 2) = 10 are dropped; two ranks have four batches each.
     maps = [routing_map(19, 8, 2, seed=seed) for seed in range(8)]
     mean_kept = sum(np.minimum(map_TE.sum(0), 10).sum() for map_TE in maps) / 8
-    assert rows[4]["fill"] == pytest.approx(mean_kept / 80, abs=1e-6)
+    assert rows[5]["fill"] == pytest.approx(mean_kept / 80, abs=1e-6)
     assert rows[0]["fill"] is None
-    assert [row["floor_ms"] for row in rows] == [None] * 10
+    assert [row["floor_ms"] for row in rows] == [None] * 14
 
 
 def test_a_case_that_fails_is_a_row(megatron, monkeypatch):
@@ -119,7 +126,7 @@ def test_a_case_that_fails_is_a_row(megatron, monkeypatch):
 
 def test_no_case_is_begun_when_time_is_over(capfd):
     assert main(["--device", "cpu", "--workers", "1", "--minutes", "0"]) == 0
-    assert "7 of 7 cases were not begun" in capfd.readouterr().out
+    assert "10 of 10 cases were not begun" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,8 @@ def test_contenders_say_what_they_are():
         "stock-drop-pad graphed",
         "ours module",
         "ours module graphed",
+        "ours packed",
+        "ours packed graphed",
     ]
 
 

@@ -263,10 +263,12 @@ def test_collectives_are_sound_custom_ops(pool2: WorkerPool):
     assert pool2.run(_check_ops) == [None, None]
 
 
-def _allocated(config: DispatchConfig, dtype: torch.dtype) -> BufferBytes:
+def _allocated(config: DispatchConfig, dtype: torch.dtype, packed: bool) -> BufferBytes:
     """Bytes of new storage behind the results of every stage, on this rank."""
     here = grid(config.num_ranks, config.tp_size)
-    exchange = CollectiveExchange(config.num_local_experts, here.group, here.tp_group)
+    exchange = CollectiveExchange(
+        config.num_local_experts, here.group, here.tp_group, packed=packed
+    )
     known: dict[int, Tensor] = {}  # Keeps everything alive, so that no address is used twice.
 
     def new_bytes(*tensors: Tensor | None) -> int:
@@ -285,7 +287,7 @@ def _allocated(config: DispatchConfig, dtype: torch.dtype) -> BufferBytes:
     if here.tp_group is not None:  # Inside `arrange`: the slots of all shards.
         receive += config.tp_size * send
     given = exchange.arrange(moved)
-    experts = new_bytes(given.rows_ND, given.probs_N, given.kept_SL)
+    experts = new_bytes(given.rows_ND, given.probs_N, given.kept_SL, given.ends_LS)
     out_ND = given.rows_ND.clone()
     returned = exchange.disarrange(out_ND, given.ends_LS)
     home = exchange.move_back(returned)
@@ -297,24 +299,27 @@ def config_of(**grid_sizes: Any) -> DispatchConfig:
     return DispatchConfig(num_experts=4, top_k=2, capacity_factor=1.5, **grid_sizes)
 
 
+@LAYOUTS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_bytes_are_those_that_one_rank_allocates(dtype):
+def test_bytes_are_those_that_one_rank_allocates(dtype, packed):
     config = config_of()
-    expected = config.buffer_bytes(7, 3, dtype.itemsize)
-    assert _allocated(config, dtype) == expected
+    expected = config.buffer_bytes(7, 3, dtype.itemsize, packed=packed)
+    assert _allocated(config, dtype, packed) == expected
     parts = expected.send, expected.receive, expected.experts, expected.back, expected.plan
     assert expected.total == sum(parts)
 
 
+@LAYOUTS
 @GRIDS_OF_2
-def test_bytes_are_those_that_two_ranks_allocate(pool2: WorkerPool, num_ranks, tp_size):
+def test_bytes_are_those_that_two_ranks_allocate(pool2: WorkerPool, num_ranks, tp_size, packed):
     config = config_of(num_ranks=num_ranks, tp_size=tp_size)
-    expected = config.buffer_bytes(7, 3, 2)
-    assert pool2.run(_allocated, config, torch.bfloat16) == [expected] * 2
+    expected = config.buffer_bytes(7, 3, 2, packed=packed)
+    assert pool2.run(_allocated, config, torch.bfloat16, packed) == [expected] * 2
 
 
+@LAYOUTS
 @GRIDS_OF_4
-def test_bytes_are_those_that_four_ranks_allocate(pool4: WorkerPool, num_ranks, tp_size):
+def test_bytes_are_those_that_four_ranks_allocate(pool4: WorkerPool, num_ranks, tp_size, packed):
     config = config_of(num_ranks=num_ranks, tp_size=tp_size)
-    expected = config.buffer_bytes(7, 3, 2)
-    assert pool4.run(_allocated, config, torch.bfloat16) == [expected] * 4
+    expected = config.buffer_bytes(7, 3, 2, packed=packed)
+    assert pool4.run(_allocated, config, torch.bfloat16, packed) == [expected] * 4

@@ -104,8 +104,10 @@ def test_the_price_of_dropping_nothing_is_said_once(caplog):
     config = DispatchConfig(num_experts=8, top_k=2, num_ranks=4)
     with caplog.at_level(logging.WARNING, logger="padded_dispatch"):
         for _ in range(3):
-            announce(config, 1000, 64, 2, "cpu")
-        announce(DispatchConfig(num_experts=8, top_k=2, capacity_factor=1.0), 1000, 64, 2, "cpu")
+            announce(config, 1000, 64, 2, "cpu", False)
+        announce(
+            DispatchConfig(num_experts=8, top_k=2, capacity_factor=1.0), 1000, 64, 2, "cpu", False
+        )
     (record,) = caplog.records
     assert "C = 1000 slots" in record.message
     assert "4.0 times a dropless one" in record.message

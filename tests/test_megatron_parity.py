@@ -6,8 +6,12 @@ from layer_parity import LayerCase, layer_parity
 from parity import Errors, compare
 from pipeline_parity import PipelineCase, pipeline_parity
 
+from padded_dispatch.megatron import PaddedOptions
+
 OVERLAP = (("moe_shared_expert_overlap", True),)
 RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))
+
+PACKED = PaddedOptions(experts="packed")
 
 # Two ranks. 'dp' has each expert twice; the token counts are odd.
 TWO = (
@@ -23,6 +27,14 @@ TWO = (
     LayerCase(name="a rank whose experts get nothing", ep=2, routing="idle rank"),
     LayerCase(name="every token to one expert", ep=2, top_k=1, routing="one expert"),
     LayerCase(name="recompute", ep=2, ours=RECOMPUTE),
+    LayerCase(name="packed, dp", options=PACKED),
+    LayerCase(name="packed", ep=2, options=PACKED),
+    LayerCase(name="packed, bf16", ep=2, dtype=torch.bfloat16, options=PACKED),
+    LayerCase(name="packed, one token", ep=2, seq=1, batch=1, options=PACKED),
+    LayerCase(name="packed, a rank gets nothing", ep=2, routing="idle rank", options=PACKED),
+    LayerCase(name="packed, one expert", ep=2, top_k=1, routing="one expert", options=PACKED),
+    LayerCase(name="packed, ep over tp", tp=2, ep=2, options=PACKED),
+    LayerCase(name="packed, recompute", ep=2, ours=RECOMPUTE, options=PACKED),
     LayerCase(name="shared experts", tp=2, ep=2, shared_ffn=6),
     LayerCase(name="shared experts, overlap", tp=2, ep=2, shared_ffn=6, ours=OVERLAP),
     LayerCase(name="shared score", ep=2, shared_ffn=5, shared_score=True),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from padded_dispatch.config import DispatchConfig
 
@@ -30,15 +30,16 @@ MODELS = {
 class Contender:
     """A way to run the layer.
 
-    `name`, `variant`, `graph`: as in results files. `dispatcher`: Megatron's config word. `drops`:
-    has a capacity; the others run once for all capacity factors. `on_cpu`: runs without a GPU.
+    `name`, `variant`, `graph`: as in results files; ours has a variant for each value of
+    `PaddedOptions.experts`. `dispatcher`: Megatron's config word. `drops`: has a capacity; the
+    others run once for all capacity factors. `on_cpu`: runs without a GPU.
     """
 
     name: str
     dispatcher: str
     drops: bool = True
     on_cpu: bool = False
-    variant: str | None = None
+    variant: Literal["module", "packed"] | None = None
     graph: str = "none"
 
     def __str__(self) -> str:
@@ -46,7 +47,7 @@ class Contender:
         return " ".join(part for part in parts if part)
 
 
-_OURS: dict[str, Any] = {"name": "ours", "dispatcher": "padded_alltoall", "variant": "module"}
+_OURS: dict[str, Any] = {"name": "ours", "dispatcher": "padded_alltoall"}
 _DROP_PAD: dict[str, Any] = {"name": "stock-drop-pad", "dispatcher": "alltoall"}
 
 CONTENDERS = {
@@ -56,8 +57,10 @@ CONTENDERS = {
     ),
     "drop-pad": Contender(**_DROP_PAD, on_cpu=True),
     "drop-pad-graphed": Contender(**_DROP_PAD, graph="layer"),
-    "module": Contender(**_OURS, on_cpu=True),
-    "module-graphed": Contender(**_OURS, graph="layer"),
+    "module": Contender(**_OURS, variant="module", on_cpu=True),
+    "module-graphed": Contender(**_OURS, variant="module", graph="layer"),
+    "packed": Contender(**_OURS, variant="packed", on_cpu=True),
+    "packed-graphed": Contender(**_OURS, variant="packed", graph="layer"),
 }
 
 # Arguments of `routings.routing_scores`; in "idle-rank" the last rank's experts get nothing.

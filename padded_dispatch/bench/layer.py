@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from padded_dispatch.bench.cases import CONTENDERS, Case
+from padded_dispatch.megatron.options import PaddedOptions
 
 _SEED = 1234
 
@@ -70,7 +71,7 @@ def build(case: Case, flags: dict[str, Any], device: torch.device) -> RoutedLaye
     """
     on_gpu = device.type == "cuda"
     shape = case.shape
-    config = TransformerConfig(
+    config: Any = TransformerConfig(
         num_layers=1,
         hidden_size=shape.hidden_size,
         num_attention_heads=1,
@@ -91,6 +92,9 @@ def build(case: Case, flags: dict[str, Any], device: torch.device) -> RoutedLaye
         params_dtype=torch.bfloat16 if on_gpu else torch.float32,
         **flags,
     )
+    variant = CONTENDERS[case.contender].variant
+    if variant is not None:
+        config.padded_dispatch = PaddedOptions(experts=variant)
     spec = get_moe_module_spec(
         use_te=on_gpu, num_experts=shape.num_experts, moe_grouped_gemm=on_gpu
     )

@@ -6,7 +6,7 @@ The rows of `padded_dispatch.megatron.fields` decide; this file only asks them.
 from typing import Any
 
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS
+from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
 from padded_dispatch.megatron.options import PaddedOptions
 
 _EXPERTS = ("TEGroupedMLP", "SequentialMLP")
@@ -27,13 +27,27 @@ def check_config(config: Any) -> None:
     Raises:
         ValueError: one line per refused setting: field, value, reason, remedy.
     """
+    refuse(config, (*MOE_FIELDS, *OTHER_FIELDS), "the padded dispatcher does not support")
+
+
+def refuse(config: Any, rows: tuple[ConfigField, ...], complaint: str) -> None:
+    """Check a config against rows of fields.
+
+    Raises:
+        ValueError: the complaint, then one line per refused setting.
+    """
     refused = [
         f"  {row.name}={value!r}: {row.note}. Remedy: {row.remedy}."
-        for row in (*MOE_FIELDS, *OTHER_FIELDS)
+        for row in rows
         if row.refuses(value := _read(config, row.name))
     ]
     if refused:
-        raise ValueError("\n".join(["the padded dispatcher does not support", *refused]))
+        raise ValueError("\n".join([complaint, *refused]))
+
+
+def padded_options(config: Any) -> PaddedOptions:
+    """The options of a config; the defaults where nobody set any."""
+    return getattr(config, "padded_dispatch", PaddedOptions())
 
 
 def check_experts(experts: Any) -> None:

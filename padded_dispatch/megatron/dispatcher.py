@@ -6,7 +6,8 @@ The contract passes two tensors from method to method and leaves the rest to att
 the plan's tensors, and nothing else: no shape, no Python number, because a replayed CUDA graph sets
 tensors by name (`cudagraph_attrs`) and runs no Python. T and C are read off their shapes. None of
 them needs a gradient, no backward reads them, and they are dropped when the layer is done, so that
-no graph memory stays pinned.
+no graph memory stays pinned. (`ends_LS` lives while the experts run; no capture of Megatron's ends
+there, so no replay has to set it.)
 """
 
 import functools
@@ -22,8 +23,7 @@ from padded_dispatch.exchange import Slots
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.nccl import CollectiveExchange
 from padded_dispatch.megatron.compat import SharedExpertOverlap
-from padded_dispatch.megatron.config import check_config, dispatch_config
-from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.megatron.config import check_config, dispatch_config, padded_options
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.ops import make_plan
 from padded_dispatch.plan import DispatchPlan
@@ -57,13 +57,13 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         check_config(config)
+        options = padded_options(config)
         self.dispatch_config = dispatch_config(
-            config,
-            getattr(config, "padded_dispatch", PaddedOptions()),
-            num_ranks=self.ep_size,
-            tp_size=self.tp_size,
+            config, options, num_ranks=self.ep_size, tp_size=self.tp_size
         )
-        self.exchange = CollectiveExchange(num_local_experts, self.ep_group, self.tp_group)
+        self.exchange = CollectiveExchange(
+            num_local_experts, self.ep_group, self.tp_group, packed=options.experts == "packed"
+        )
         self.agreement = Agreement(self.ep_group, self.tp_group)
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         self.counters = Counters(self.dispatch_config.num_experts, device)
@@ -72,6 +72,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.choice_of_slot_EC: Tensor | None = None
         self.kept_E: Tensor | None = None
         self.overflow_E: Tensor | None = None
+        self.ends_LS: Tensor | None = None  # Where packed rows lie, while the experts have them.
         self.cudagraph_attrs = list(_PLAN_TENSORS)
 
     @property
@@ -102,7 +103,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """
         tokens_TD = tokens.view(-1, tokens.shape[-1])
         config = self.dispatch_config
-        announce(config, *tokens_TD.shape, tokens.element_size(), str(tokens.device))
+        device, packed = str(tokens.device), self.exchange.packed
+        announce(config, *tokens_TD.shape, tokens.element_size(), device, packed)
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
         capacity = config.capacity(tokens_TD.shape[0])
@@ -132,17 +134,23 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """Slots in the experts' order.
 
         Returns:
-            Rows [N, D], rows per local expert (int64 [L] on the host: S * C each, no matter how
-            many are real), probabilities [N].
+            Rows [N, D], where each expert's lie, probabilities [N]. In the middle for a module of
+            Megatron's: rows per local expert, int64 [L] on the host, S * C each, no matter how many
+            are real. For `PackedExperts`: where they end, int32 [L] on the device.
         """
         arranged = self.exchange.arrange(Slots(rows_MCD=hidden_states, side_MC1=probs))
+        self.ends_LS = arranged.ends_LS
+        if self.ends_LS is not None:
+            return arranged.rows_ND, self.ends_LS[:, -1].contiguous(), arranged.probs_N
         num_rows = self.exchange.num_sources * hidden_states.shape[1]
         rows_per_expert = torch.full((self.exchange.num_local_experts,), num_rows)
         return arranged.rows_ND, rows_per_expert, arranged.probs_N
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """The experts' output [N, D] in the order of the wire, [R * L, C, D]."""
-        return self.exchange.disarrange(hidden_states, None).rows_MCD
+        outgoing = self.exchange.disarrange(hidden_states, self.ends_LS)
+        self.ends_LS = None
+        return outgoing.rows_MCD
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Slots home to the ranks of their tokens: [R * L, C, D] to [E, C, D]."""
@@ -175,7 +183,12 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
 @functools.cache
 def announce(
-    config: DispatchConfig, num_tokens: int, hidden_size: int, element_size: int, device: str
+    config: DispatchConfig,
+    num_tokens: int,
+    hidden_size: int,
+    element_size: int,
+    device: str,
+    packed: bool,
 ) -> None:
     """Once for each shape: without a factor, say what no dropping costs; refuse what cannot fit.
 
@@ -185,7 +198,7 @@ def announce(
     """
     if config.capacity_factor is not None:
         return
-    size = config.buffer_bytes(num_tokens, hidden_size, element_size)
+    size = config.buffer_bytes(num_tokens, hidden_size, element_size, packed=packed)
     ratio = config.num_experts * config.capacity(num_tokens) / (num_tokens * config.top_k)
     cost = (
         f"moe_expert_capacity_factor=None drops nothing and costs C = {config.capacity(num_tokens)}"

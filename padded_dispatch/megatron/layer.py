@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from padded_dispatch.megatron.config import check_config, check_experts
+from padded_dispatch.megatron.config import check_config, check_experts, padded_options
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+from padded_dispatch.megatron.experts import PackedExperts
 from padded_dispatch.megatron.router import select_after_counting
 
 
@@ -52,6 +54,9 @@ def build(
     with dispatcher_type(config, "allgather"):
         init(layer, config, *args, pg_collection=pg_collection, **kwargs)
     check_experts(layer.experts)
+    if padded_options(config).experts == "packed":
+        layer.experts = PackedExperts(config, layer.experts)
+        torch.cuda.empty_cache()  # Blocks of single weights are too small for what comes later.
     dispatcher = PaddedAlltoAllTokenDispatcher(
         layer.num_local_experts, layer.local_expert_indices, config, pg_collection
     )

@@ -7,7 +7,9 @@ all configs to `install(options=...)`. Command-line flags and the README's table
 import argparse
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
+
+Experts = Literal["module", "packed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,21 @@ class PaddedOptions:
     alignment: int = field(
         default=1, metadata={"help": "rows of an expert's buffer are a multiple of this"}
     )
+    experts: Experts = field(
+        default="module",
+        metadata={
+            "help": "module: the experts of the layer's spec, on padded rows; packed: ours, which "
+            "compute real rows only",
+            "choices": get_args(Experts),
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.experts not in get_args(Experts):
+            raise ValueError(
+                f"experts={self.experts!r} is not possible: choose one of "
+                f"{', '.join(get_args(Experts))}"
+            )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             _flag(option),
             type=type(option.default),
             default=option.default,
+            choices=option.metadata.get("choices"),
             help=f"{option.metadata['help']} (default: {option.default})",
         )
 
