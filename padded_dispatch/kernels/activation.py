@@ -131,9 +131,8 @@ def _swiglu_backward_activation_kernel(
             of_probs += tl.sum(of_out * silu * up, 1)
             of_gate = of_out * prob * up * sigmoid * (1 + gate * (1 - sigmoid))
             of_up = of_out * prob * silu
-            dtype = grad_fc1.dtype.element_ty
-            tl.store(grad_fc1 + first, of_gate.to(dtype), mask=there)
-            tl.store(grad_fc1 + first + width, of_up.to(dtype), mask=there)
+            tl.store(grad_fc1 + first, of_gate.to(grad_fc1.dtype.element_ty), mask=there)
+            tl.store(grad_fc1 + first + width, of_up.to(grad_fc1.dtype.element_ty), mask=there)
         tl.store(grad_probs + row, of_probs.to(grad_probs.dtype.element_ty), mask=row < num_rows)
 
 
