@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from padded_dispatch.megatron import install, uninstall
 from padded_dispatch.megatron.cpu import megatron_on_cpu
@@ -71,9 +72,17 @@ def megatron(device: str, **sizes: Any) -> Iterator[None]:
         stack.callback(uninstall)
         # A plain backward leaves a scalar here, which the schedules of a pipeline stumble over.
         MoEAuxLossAutoScaler.main_loss_backward_scale = None
+        stack.callback(_end_gloo_groups, set(distributed_c10d._world.pg_map))
         parallel_state.initialize_model_parallel(**sizes)
         stack.callback(parallel_state.destroy_model_parallel)
         yield
+
+
+def _end_gloo_groups(kept: set[Any]) -> None:
+    """Megatron forgets its groups but does not end them, and each has three threads."""
+    for group in set(distributed_c10d._world.pg_map) - kept:
+        if dist.get_backend(group) == "gloo":
+            dist.destroy_process_group(group)
 
 
 def compare(
