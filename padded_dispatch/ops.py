@@ -4,13 +4,13 @@ This file decides which implementation runs: an op's own body, in plain torch, o
 registered below it on CUDA devices. The first is what the second is compared with. (`experts` does
 the same for what it computes.)
 
-A row moves by one of two gathers. `gather_rows` reads a token for every slot, `combine_rows` sums
-the slots of every token. They are each other's transpose, so each one's backward calls the other,
-and neither needs a scatter, an atomic or a fixed order that a scatter would have to promise.
-Both take both maps of the plan: one for the forward, one for the backward.
+`gather_rows` gives every slot its token's row, `combine_rows` sums the slots of every token. They
+are each other's transpose, so each one's backward calls the other. Every element of a result has
+one writer: there is no atomic, and no order of writes that could change a sum. Both take both maps
+of the plan: one for the forward, one for the backward.
 
-Empty slots and missing choices are -1. They read row 0 and are replaced by exact zeros with
-`torch.where`; multiplying by zero instead would let a NaN through.
+Empty slots and missing choices are -1. In torch they read row 0 and are replaced by exact zeros
+with `torch.where`; multiplying by zero instead would let a NaN through.
 
 Packing takes received rows out of their slots and closes the gaps, unpacking puts them back: again
 each other's transpose. What lies behind the last packed row is unspecified, forward and backward.

@@ -41,6 +41,7 @@ from megatron.core.transformer.transformer_config import (
 
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.megatron import PaddedAlltoAllTokenDispatcher
+from padded_dispatch.megatron.compat import layer_graphs
 
 CORE = Path(megatron.core.__path__[0])
 INSTALLED = (package_info.MAJOR, package_info.MINOR)
@@ -415,7 +416,7 @@ def test_shared_expert_overlap_needs_a_name_that_megatron_knows():
 @pytest.mark.parametrize("name", ["alltoall", "new"])
 def test_graph_scope_moe_asks_for_a_factor_and_padding(name):
     """All versions, whatever the dispatcher; the field is `cuda_graph_modules` from 0.18 on."""
-    settings = {"cuda_graph_impl": "transformer_engine", **tiny.graph_scope("moe")}
+    settings = layer_graphs("moe")
     with pytest.raises(AssertionError, match="only supported with drop-padding MoE"):
         tiny.config(name, **settings)
     with pytest.raises(AssertionError, match="only supported with drop-padding MoE"):

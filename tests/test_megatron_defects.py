@@ -24,6 +24,7 @@ from torch import Tensor
 from padded_dispatch import DispatchConfig, select
 from padded_dispatch.launch import WorkerError
 from padded_dispatch.megatron import PaddedOptions, padded_spec
+from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.config import check_config
 
 INSTALLED = (package_info.MAJOR, package_info.MINOR)
@@ -440,8 +441,7 @@ def test_d20_padding_for_quantization_is_refused(monkeypatch):
     monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *args, **kwargs: True)
     settings = {
         "fp8": "hybrid",
-        "cuda_graph_impl": "transformer_engine",
-        **tiny.graph_scope("moe_router", "moe_preprocess"),
+        **layer_graphs("moe_router", "moe_preprocess"),
     }
     with pytest.raises(AssertionError, match="moe_preprocess cuda graph is not supported"):
         tiny.config("alltoall", moe_router_padding_for_fp8=True, **settings)

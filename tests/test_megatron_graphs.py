@@ -30,6 +30,7 @@ from torch import Tensor
 
 from padded_dispatch.launch import WorkerPool
 from padded_dispatch.megatron import install, uninstall
+from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 
 VOCAB, SEQUENCE, BATCH, MICROBATCHES = 32, 7, 2, 2
@@ -70,7 +71,7 @@ class Training:
     def __init__(self, scope: Scope | None, **settings: Any) -> None:
         graphs: dict[str, Any] = {}
         if scope is not None:
-            graphs = {"cuda_graph_impl": "transformer_engine", **tiny.graph_scope(*scope)}
+            graphs = layer_graphs(*scope)
         self.config = tiny.config(
             num_layers=2,
             bf16=True,

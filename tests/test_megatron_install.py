@@ -9,6 +9,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from padded_dispatch.megatron import PaddedOptions, install, uninstall
+from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 
 
@@ -71,8 +72,7 @@ def test_options_reach_the_dispatcher():
 @pytest.mark.parametrize("factor", [None, -1.0, 1.25])
 def test_scope_moe_needs_neither_factor_nor_pad_flag(factor):
     """Stock asserts both: 'moe cuda graph is only supported with drop-padding MoE.'"""
-    graphs = {"cuda_graph_impl": "transformer_engine", "moe_expert_capacity_factor": factor}
-    graphs |= tiny.graph_scope("moe")
+    graphs = {"moe_expert_capacity_factor": factor, **layer_graphs("moe")}
     with pytest.raises(AssertionError, match="drop-padding"):
         tiny.config("alltoall", **graphs)
     install()

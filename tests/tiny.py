@@ -70,9 +70,3 @@ def one_process() -> Iterator[None]:
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
-
-
-def graph_scope(*names: str) -> dict[str, Any]:
-    """The config field for graph scopes: `cuda_graph_modules` from 0.18 on."""
-    modules = "cuda_graph_modules" in TransformerConfig.__dataclass_fields__
-    return {"cuda_graph_modules" if modules else "cuda_graph_scope": list(names)}
