@@ -1,37 +1,109 @@
-"""Counters that live on the device: what was asked for, what was kept.
+"""Counters that live on the device: what was asked for, what was kept, what was lost.
 
-Added to in place, so a replayed graph counts too; read on the host only when somebody asks.
+Added to in place, so a replayed graph counts too; read on the host only when somebody asks. Totals
+only ever grow (and wrap around): a reader takes the difference from what it read before, so that
+nothing has to be zeroed while graphs run. Everything is a whole number, probability mass too, so
+that no sum depends on an order.
 """
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from padded_dispatch.select import Selection
 
+# Probability mass is counted in units of 2**-32: in int64 up to 2**31 rows of probability 1.
+MASS_UNITS = 2**32
+
+# One number each, behind the numbers per expert.
+_SCALARS = (
+    "asked_mass",
+    "dropped_mass",
+    "num_tokens",
+    "lost_tokens",
+    "num_positions",
+    "num_passes",
+    "num_slots",
+    "num_overflow",
+)
+
+
+class RoutingObserver(Protocol):
+    """Is told of every selection that counts."""
+
+    def observe(
+        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, capacity: int
+    ) -> None:
+        """One pass of one layer on one rank.
+
+        Called without gradients, and possibly inside a CUDA graph's capture: static shapes, changes
+        in place, nothing read on the host.
+
+        Args:
+            asked_TE: bool [T, E], what the router asked for, without padding tokens.
+            probs_TE: floating point [T, E], the router's probabilities before selection.
+            selection: what became of it.
+            capacity: slots per expert on this rank (C).
+        """
+        ...
+
+
+def mass_units(probs: Tensor) -> Tensor:
+    """Probabilities in whole units of 2**-32, int64, each rounded half to even."""
+    wide = probs.to(torch.promote_types(probs.dtype, torch.float32))
+    return (wide * MASS_UNITS).round().to(torch.int64)
+
 
 class Counters:
-    """Demand and kept rows per expert of one layer on one rank, since the last `reset`.
+    """What one layer on one rank has counted since it was made. All int64, on the device.
 
-    `demand_E`, `kept_E`: int64 [E]. `num_overflow`: int64 scalar, rows that a plan had no slot for
-    although they had been kept; other than zero it is somebody's bug. `num_slots`: int64 scalar,
-    slots offered (E * C per call).
+    `demand_E`: rows asked for, `kept_E`: rows that got a slot. `asked_mass`, `dropped_mass`: their
+    probabilities in units of 2**-32, of all rows asked for and of those that got no slot.
+    `num_tokens`: tokens that asked for an expert, `lost_tokens`: those of them that kept none.
+    `num_positions`: T per pass, padding tokens too. `num_passes`. `num_slots`: slots offered (E * C
+    per pass). `num_overflow`: rows that a plan had no slot for although they had been kept; other
+    than zero it is somebody's bug.
 
-    Capturing a CUDA graph counts its warm-up passes, too, on inputs that mean nothing: reset after
-    it.
+    `max_demand` is no sum: the largest demand for one expert in one pass since it was last zeroed.
+
+    All sums are views of `totals`, which a reader copies as one. Capturing a CUDA graph counts its
+    warm-up passes, too, on inputs that mean nothing, unless whoever captures puts the totals back.
     """
 
     def __init__(self, num_experts: int, device: torch.device | str | int) -> None:
-        self.demand_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
-        self.kept_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
-        self.num_overflow = torch.zeros((), dtype=torch.int64, device=device)
-        self.num_slots = torch.zeros((), dtype=torch.int64, device=device)
+        num_totals = 2 * num_experts + len(_SCALARS)
+        self.totals = torch.zeros(num_totals, dtype=torch.int64, device=device)
+        self.max_demand = torch.zeros((), dtype=torch.int64, device=device)
+        self.demand_E, self.kept_E = self.totals[: 2 * num_experts].view(2, num_experts)
+        scalars = dict(zip(_SCALARS, self.totals[2 * num_experts :], strict=True))
+        self.asked_mass = scalars["asked_mass"]
+        self.dropped_mass = scalars["dropped_mass"]
+        self.num_tokens = scalars["num_tokens"]
+        self.lost_tokens = scalars["lost_tokens"]
+        self.num_positions = scalars["num_positions"]
+        self.num_passes = scalars["num_passes"]
+        self.num_slots = scalars["num_slots"]
+        self.num_overflow = scalars["num_overflow"]
 
     @torch.no_grad()
-    def add(self, selection: Selection, *, num_slots: int) -> None:
-        """Count one selection, and the slots that were there for it."""
+    def observe(
+        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, capacity: int
+    ) -> None:
+        """Count one selection: see `RoutingObserver`."""
+        kept_TE = selection.kept_TE
+        mass_TE = torch.where(asked_TE, mass_units(probs_TE), 0)
+        asked_T = asked_TE.any(1)
         self.demand_E += selection.demand_E
-        self.kept_E += selection.kept_TE.sum(0)
-        self.num_slots += num_slots
+        self.kept_E += kept_TE.sum(0)
+        self.asked_mass += mass_TE.sum()
+        self.dropped_mass += torch.where(kept_TE, 0, mass_TE).sum()
+        self.num_tokens += asked_T.sum()
+        self.lost_tokens += (asked_T & ~kept_TE.any(1)).sum()
+        self.num_positions += asked_TE.shape[0]
+        self.num_passes += 1
+        self.num_slots += asked_TE.shape[1] * capacity
+        torch.maximum(self.max_demand, selection.demand_E.max(), out=self.max_demand)
 
     @torch.no_grad()
     def add_overflow(self, overflow_E: Tensor) -> None:
@@ -44,6 +116,6 @@ class Counters:
         for count in self.tensors():
             count.zero_()
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All counts, to be reduced or copied by whoever reads them."""
-        return self.demand_E, self.kept_E, self.num_overflow, self.num_slots
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """The memory behind all counts, to be reduced, copied or put back."""
+        return self.totals, self.max_demand

@@ -199,8 +199,8 @@ def test_d5_alignment_loses_no_token():
         check_config(config)
     layer = ours(0.625, PaddedOptions(alignment=16))
     layer(tokens(64, 1))
-    demand_E, kept_E, *_ = layer.token_dispatcher.counters.tensors()
-    assert torch.equal(kept_E, demand_E.clamp(max=32))  # C = 20, aligned to 32
+    counters = layer.token_dispatcher.counters
+    assert torch.equal(counters.kept_E, counters.demand_E.clamp(max=32))  # C = 20, aligned to 32
     assert expert_inputs(layer, tokens(64, 1))[1].tolist() == [32] * 4
 
 
@@ -418,9 +418,10 @@ def test_d18_drops_are_counted():
     layer = ours(0.5)
     ask_for(layer, 0, 1)
     layer(alike(12))
-    demand_E, kept_E, num_overflow, num_slots = layer.token_dispatcher.counters.tensors()
-    assert (demand_E - kept_E).tolist() == [9, 9, 0, 0]  # C = 12 * 2 / 4 * 0.5 = 3
-    assert (int(num_overflow), int(num_slots)) == (0, 12)
+    counters = layer.token_dispatcher.counters
+    dropped_E = counters.demand_E - counters.kept_E
+    assert dropped_E.tolist() == [9, 9, 0, 0]  # C = 12 * 2 / 4 * 0.5 = 3
+    assert (int(counters.num_overflow), int(counters.num_slots)) == (0, 12)
 
 
 def test_d19_a_router_without_transformer_engine(monkeypatch):

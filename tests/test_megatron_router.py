@@ -49,17 +49,45 @@ def test_map_is_cut_to_the_first():
     assert torch.equal(kept_TE[:, :2], torch.arange(T)[:, None].expand(T, 2) < 3)
 
 
-def test_demand_and_kept_are_counted_once():
+def test_recompute_is_counted_once_and_evaluation_apart():
     route = router(moe_expert_capacity_factor=0.5)
-    route(tokens())
-    with torch.no_grad():  # evaluation, and the first pass of recompute
+    with torch.no_grad():  # the first pass of recompute
         route(tokens())
-    counters = route.selector.counters
+    route(tokens())
+    [counters], [eval_counters] = route.selector.observers, route.selector.eval_observers
     assert counters.demand_E.tolist() == [T, T, 0, 0]
     assert counters.kept_E.tolist() == [3, 3, 0, 0]
-    assert counters.num_slots.item() == 12
-    counters.reset()
-    assert [int(count.sum()) for count in counters.tensors()] == [0, 0, 0, 0]
+    assert (counters.num_slots.item(), counters.num_passes.item()) == (12, 1)
+    assert not eval_counters.totals.any()
+    route.eval()
+    with torch.no_grad():
+        for _ in range(2):
+            route(tokens()[:8])
+    assert eval_counters.demand_E.tolist() == [16, 16, 0, 0]
+    assert eval_counters.kept_E.tolist() == [4, 4, 0, 0]
+    assert eval_counters.num_passes.item() == 2
+    assert counters.num_passes.item() == 1
+
+
+def test_observers_see_the_map_before_selection():
+    route = router(moe_expert_capacity_factor=0.5)
+    seen = []
+
+    class Recorder:
+        def observe(self, asked_TE, probs_TE, selection, capacity):
+            seen.append((asked_TE, probs_TE, selection, capacity))
+
+    route.selector.observers.append(Recorder())
+    padding_mask = torch.zeros(T, 1, dtype=torch.bool)
+    padding_mask[-4:] = True
+    probs_TE, kept_TE = route(tokens(), padding_mask)
+    [(asked_TE, all_probs_TE, selection, capacity)] = seen
+    assert asked_TE.sum(1).tolist() == [2] * 8 + [0] * 4
+    assert torch.equal(all_probs_TE[kept_TE], probs_TE[kept_TE])
+    assert torch.allclose(all_probs_TE[:8].sum(1), torch.ones(8))
+    assert not all_probs_TE.requires_grad
+    assert torch.equal(selection.kept_TE, kept_TE)
+    assert capacity == 3
 
 
 EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
@@ -80,7 +108,9 @@ def test_padding_tokens_take_no_slot_and_are_not_counted():
     assert not kept_TE[-4:].any()
     assert kept_TE.sum(0).tolist() == [3, 3, 0, 0]
     assert route.local_tokens_per_expert.tolist() == [T - 4, T - 4, 0, 0]
-    assert route.selector.counters.demand_E.tolist() == [T - 4, T - 4, 0, 0]
+    [counters] = route.selector.observers
+    assert counters.demand_E.tolist() == [T - 4, T - 4, 0, 0]
+    assert (counters.num_tokens.item(), counters.num_positions.item()) == (T - 4, T)
 
 
 def test_aux_loss_is_that_of_a_router_that_drops_nothing():

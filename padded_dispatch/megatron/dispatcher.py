@@ -67,6 +67,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.agreement = Agreement(self.ep_group, self.tp_group)
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         self.counters = Counters(self.dispatch_config.num_experts, device)
+        self.eval_counters = Counters(self.dispatch_config.num_experts, device)
         self.shared_overlap: SharedExpertOverlap | None = None
         self.slot_of_SBK: Tensor | None = None
         self.choice_of_slot_EC: Tensor | None = None
@@ -79,7 +80,10 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     def selector(self) -> Selector:
         """What this layer's router needs."""
         return Selector(
-            config=self.dispatch_config, agreement=self.agreement, counters=self.counters
+            config=self.dispatch_config,
+            agreement=self.agreement,
+            observers=[self.counters],
+            eval_observers=[self.eval_counters],
         )
 
     def set_shared_experts(self, shared_experts: Any) -> None:

@@ -11,7 +11,7 @@ The class of an existing router is swapped for a subclass, because specs may bri
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from padded_dispatch.config import DispatchConfig
 from padded_dispatch.dispatcher import check_facts
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.ops import select
-from padded_dispatch.stats import Counters
+from padded_dispatch.stats import RoutingObserver
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -38,11 +38,16 @@ _MASK_IS_LOST = (
 
 @dataclass(frozen=True, kw_only=True)
 class Selector:
-    """What a router needs to cut its map to capacity; shared with its layer's dispatcher."""
+    """What a router needs to cut its map to capacity, and whom it tells.
+
+    `observers` are told of training passes, `eval_observers` of those in evaluation mode; whoever
+    wants to know of both is in both. What they do is captured with the router: append before.
+    """
 
     config: DispatchConfig
     agreement: Agreement
-    counters: Counters
+    observers: list[RoutingObserver] = field(default_factory=list)
+    eval_observers: list[RoutingObserver] = field(default_factory=list)
 
 
 def select_after_counting(router: Any, selector: Selector) -> None:
@@ -88,19 +93,21 @@ def _selecting(base: type) -> type:
             """As `TopKRouter.routing`: probs [T, E] and map [T, E], but of the kept rows only."""
             with _no_stock_dropping(self.config):
                 probs_TE, map_TE = super().routing(logits, padding_mask)
-            config, counters = self.selector.config, self.selector.counters
+            if padding_mask is not None:
+                map_TE = map_TE & ~padding_mask.reshape(-1, 1)
+            config = self.selector.config
             capacity = config.capacity(map_TE.shape[0])
-            selection = select(
-                map_TE,
-                probs_TE,
-                capacity=capacity,
-                policy=config.policy,
-                mask_T=None if padding_mask is None else padding_mask.reshape(-1),
-            )
-            # Recompute runs this twice, first without gradients; count once.
-            if torch.is_grad_enabled():
-                counters.add(selection, num_slots=config.num_experts * capacity)
+            selection = select(map_TE, probs_TE, capacity=capacity, policy=config.policy)
+            for observer in self._observers():
+                observer.observe(map_TE, probs_TE.detach(), selection, capacity)
             return selection.probs_TE, selection.kept_TE
+
+        def _observers(self) -> list[RoutingObserver]:
+            """Who is told of a pass: each pass once."""
+            if not self.training:
+                return self.selector.eval_observers
+            # Recompute runs the router twice, first without gradients.
+            return self.selector.observers if torch.is_grad_enabled() else []
 
         def _apply_expert_bias(
             self, routing_map: Tensor, padding_mask: Tensor | None = None

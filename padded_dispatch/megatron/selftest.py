@@ -155,9 +155,10 @@ def _counting_tensors(chunk: Any) -> Iterator[Tensor]:
     """All that is added to in place while layers run."""
     yield from chunk.module.buffers()  # DDP itself keeps gradient buffers under that name.
     for module in chunk.modules():
-        counters = getattr(getattr(module, "token_dispatcher", None), "counters", None)
-        if counters is not None:
-            yield from counters.tensors()
+        dispatcher = getattr(module, "token_dispatcher", None)
+        for name in ("counters", "eval_counters"):
+            if hasattr(dispatcher, name):
+                yield from getattr(dispatcher, name).tensors()
 
 
 @contextmanager
