@@ -149,19 +149,32 @@ def make_graphed_callables(
     sample_kwargs: list[dict[str, Tensor]],
     num_warmup_iters: int,
     _order: list[int],
+    _num_layers_per_chunk: list[int],
     **options: object,
 ) -> list[_Graphed]:
-    """Stand-in for Transformer Engine's, without pipeline parallelism: one graph per layer."""
-    assert _order == [1, -1]
-    samples = zip(layers, sample_args, sample_kwargs, strict=True)
-    graphs = [_Graphed(layer, args, kwargs) for layer, args, kwargs in samples]
+    """Stand-in for Transformer Engine's: one graph per layer and microbatch in flight.
+
+    `_order` is a schedule: 2 is a forward of all layers of chunk 2 with its next microbatch, -2 the
+    backward. Samples and graphs are in the order (chunk, microbatch, layer).
+    """
+    num_microbatches = len(_order) // 2 // len(_num_layers_per_chunk)
+    graphs: list[_Graphed] = []
+    passes: dict[int, list[list[_Graphed]]] = {}
+    for chunk, num_layers in enumerate(_num_layers_per_chunk, 1):
+        first = sum(_num_layers_per_chunk[: chunk - 1])
+        for _ in range(num_microbatches):
+            start = len(graphs)
+            for number, layer in enumerate(layers[first : first + num_layers], start):
+                graphs.append(_Graphed(layer, sample_args[number], sample_kwargs[number]))
+            for direction in (chunk, -chunk):
+                passes.setdefault(direction, []).append(graphs[start:])
     for graph in graphs:
         for _ in range(num_warmup_iters):
             graph.warm_up()
-    for graph in graphs:
-        graph.capture_forward()
-    for graph in reversed(graphs):
-        graph.capture_backward()
+    for direction in _order:
+        captured = passes[direction].pop(0)
+        for graph in captured if direction > 0 else reversed(captured):
+            (graph.capture_forward if direction > 0 else graph.capture_backward)()
     return graphs
 
 

@@ -1,0 +1,156 @@
+"""What CUDA graphs go through in training: on GPUs the cases, as tests; on a CPU, in small, a few.
+
+The program that writes them down is `graph_situations`; its rows and its file are tested here, too.
+"""
+
+import json
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import graph_situations
+import pytest
+import torch
+from graph_protocol import _Graphed
+from graph_routings import RoutingCase, routings_equal_eager
+from graph_situations import ENVIRONMENT, checks, on_cpu, run_case
+from graph_training import Findings, Situation, replays_equal_eager
+
+from padded_dispatch.launch import WorkerPool
+
+CASES = {case.name: (check, run, case) for check, run, case in checks(num_ranks=8)}
+ON_ONE, ON_TWO, ON_FOUR = (
+    [name for name, (_, _, case) in CASES.items() if case.ranks == ranks] for ranks in (1, 2, 4)
+)
+
+
+def small(name: str) -> Situation:
+    case = on_cpu(CASES[name][2])
+    assert isinstance(case, Situation)
+    return case
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "EP2: a rank without tokens in some steps, attn+moe",
+        "PP2/VPP2",
+        "dense and MoE layers",
+    ],
+)
+def test_replay_equals_eager_on_cpus(pool2, name):
+    found = pool2.run(replays_equal_eager, small(name))
+    assert [findings.failures() for findings in found] == [[], []]
+    # Forward and backward of a layer are one; of a pipeline's there is one per microbatch.
+    layers = {"PP2/VPP2": 2 * 4, "dense and MoE layers": 3}.get(name, 2)
+    assert [findings.facts["graphs"] for findings in found] == [layers, layers]
+
+
+def test_routings_equal_eager_runs_on_cpus(pool2):
+    case = on_cpu(CASES["1,000 routings, EP2"][2])
+    found = pool2.run(routings_equal_eager, case)
+    assert [findings.failures() for findings in found] == [[], []]
+    assert found[0].facts["different_demands"] == 8
+
+
+def _with_a_stale_replay(case: Situation) -> Findings:
+    """The backward of every graph's third replay is that of its second."""
+    replays: dict[_Graphed, int] = {}
+    original = _Graphed.replay_backward
+
+    def replay(graphed, grads):
+        replays[graphed] = replays.get(graphed, 0) + 1
+        if replays[graphed] == 3:
+            return tuple(None if g is None else g.detach() for g in graphed._grad_inputs)
+        return original(graphed, grads)
+
+    with patch.object(_Graphed, "replay_backward", replay):
+        return replays_equal_eager(case)
+
+
+def test_a_replay_that_is_not_eager_is_found(pool2):
+    first, _ = pool2.run(_with_a_stale_replay, small("EP2: DDP"))
+    assert any("differs from eager" in failure for failure in first.failures())
+    assert first.unreproducible == {}
+
+
+def test_every_situation_has_its_own_name():
+    assert len(CASES) == len(checks(num_ranks=8))
+
+
+def _stub(case: Situation) -> Findings:
+    """Right for one microbatch, wrong for two; any other raises."""
+    differing = {1: {}, 2: {"the loss": 3}}[case.microbatches]
+    return Findings(differing=differing, facts={"graphs": 2})
+
+
+def test_a_row_says_what_happened():
+    with WorkerPool(1) as pool:
+        right, wrong, broken = (
+            run_case(pool, "a check", _stub, Situation(name="stub", microbatches=number))
+            for number in (1, 2, 3)
+        )
+    assert (right["check"], right["passed"], right["failures"]) == ("a check", True, [])
+    assert (right["name"], right["facts"]) == ("stub", {"graphs": 2})
+    assert not wrong["passed"]
+    assert wrong["failures"] == ["rank 0: the loss differs from eager in 3 steps"]
+    assert not broken["passed"]
+    assert "KeyError" in broken["failures"][0]
+    assert right.keys() == wrong.keys() == broken.keys()
+    json.dumps([right, wrong, broken])
+
+
+def test_the_file_is_written_case_by_case_and_a_failure_does_not_end_it(tmp_path, monkeypatch):
+    out = tmp_path / "results" / "situations.json"
+    counts = []
+
+    def count_rows(text: str) -> None:
+        counts.append(len(json.loads(out.read_text())["runs"][0]["rows"]))
+
+    cases = [("a check", _stub, Situation(name=f"{n}", microbatches=n)) for n in (3, 1)]
+    monkeypatch.setattr(graph_situations, "checks", lambda num_ranks: cases)
+    monkeypatch.setattr(graph_situations, "say", count_rows)
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "")  # put back what main() sets
+    argv = ["graph_situations.py", "--out", str(out), "--commit", "abc", "--cpu", "1"]
+    monkeypatch.setattr("sys.argv", argv)
+    assert graph_situations.main() == 1
+    assert counts[0] == 1
+    (run,) = json.loads(out.read_text())["runs"]
+    assert [row["passed"] for row in run["rows"]] == [False, True]
+    assert run["about"]["commit"] == "abc"
+
+
+@pytest.fixture(scope="module")
+def gpu_pools() -> Iterator[dict[int, WorkerPool]]:
+    """Workers with a GPU each; they start at their first use."""
+    pools = {ranks: WorkerPool(ranks, backend="nccl") for ranks in (1, 2, 4)}
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in ENVIRONMENT.items():
+            environment.setenv(name, value)
+        yield pools
+        for pool in pools.values():
+            pool.close()
+
+
+def failures(pools: dict[int, WorkerPool], name: str) -> list[str]:
+    check, run, case = CASES[name]
+    return run_case(pools[case.ranks], check, run, case)["failures"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_ONE)
+def test_on_one_gpu(gpu_pools, name):
+    assert failures(gpu_pools, name) == []
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("name", ON_TWO)
+def test_on_two_gpus(gpu_pools, name):
+    assert failures(gpu_pools, name) == []
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_on_four_gpus(gpu_pools, name):
+    assert failures(gpu_pools, name) == []
