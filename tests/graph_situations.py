@@ -5,8 +5,8 @@
 Runs all that the machine has GPUs for: replayed training against eager training bit by bit, replays
 over a thousand routings, and replays that never wait. The file is whole after every case; a case
 that fails or does not end in time is a row, too, and the next one starts with new processes.
-`--only TEXT` runs the cases whose name has the text; `--cpu N` tries out this program on N processes
-over gloo, with a stand-in for CUDA graphs, in small sizes.
+`--only TEXT` runs the cases whose name has the text; `--cpu N` tries out this program on N
+processes over gloo, with a stand-in for CUDA graphs, in small sizes.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """A GPT trained three times in lockstep: eager, eager again, and with its layers as CUDA graphs.
 
-After every step all losses, gradients, parameters and counters of the three are compared bit by bit,
-on the device; what differed is read once, at the end. The second eager run shows that there is a
-promise to keep. Layers are like GPT-OSS's: biases everywhere, a clamped SwiGLU, top-4 of 32.
+After every step all losses, gradients, parameters and counters of the three are compared bit by
+bit, on the device; what differed is read once, at the end. The second eager run shows that there is
+a promise to keep. Layers are like GPT-OSS's: biases everywhere, a clamped SwiGLU, top-4 of 32.
 
 On a CPU the layers are Megatron's local ones, and a stand-in (`graph_protocol`) captures.
 """

@@ -11,7 +11,7 @@ import graph_situations
 import pytest
 import torch
 from graph_protocol import _Graphed
-from graph_routings import RoutingCase, routings_equal_eager
+from graph_routings import routings_equal_eager
 from graph_situations import ENVIRONMENT, checks, on_cpu, run_case
 from graph_training import Findings, Situation, replays_equal_eager
 
