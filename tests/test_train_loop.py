@@ -84,12 +84,17 @@ def test_a_resumed_run_repeats_the_next_five_losses_bit_by_bit(pool2, tmp_path, 
     resumed = run(pool2, f"{flags} --resume")
     assert [row.step for row in resumed.rows] == [4, 5, 6, 7, 8]
     assert [row.loss for row in resumed.rows] == [row.loss for row in whole.rows[3:]]
+    assert [evaluation.step for evaluation in whole.evaluations] == [4, 8]
+    assert resumed.evaluations == whole.evaluations
     assert [row.dropped for row in resumed.rows] == [row.dropped for row in whole.rows[3:]]
     assert resumed.first_loss == whole.first_loss
 
     def figures(text):
         rows = [json.loads(line) for line in text.splitlines()]
         return [(row["kind"], row["step"], row["loss"]) for row in rows]
+
+    kept = [e for e in figures(metrics) if e[0] == "held-out"]
+    assert kept == [("held-out", e.step, e.loss) for e in whole.evaluations]
 
     assert figures((out / "metrics.jsonl").read_text()) == figures(metrics)
     assert newest(out).name == "step-00000008"

@@ -32,11 +32,20 @@ from padded_dispatch.train.world import model_parallel, world
 
 
 @dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The mean loss on held-out text after a step."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended: the loss of its very first step, and its lines of progress."""
+    """How a run ended: the loss of its very first step, its lines of progress, its evaluations."""
 
     first_loss: float
     rows: tuple[Row, ...]
+    evaluations: tuple[Evaluation, ...]
 
     @property
     def fell(self) -> bool:
@@ -169,7 +178,7 @@ def _run(trainer: Trainer, start: checkpoint.Progress, log: Log) -> Outcome:
         flops_per_token=flops_per_token(settings.model, recipe.num_layers, recipe.seq_length),
     )
     recorder = Recorder(settings, trainer.device) if output.results else None
-    first_loss, rows = start.first_loss, []
+    first_loss, rows, evaluations = start.first_loss, [], []
     for number in range(start.step + 1, output.steps + 1):
         step = trainer.step(number)
         meter.add(step.losses)
@@ -182,7 +191,8 @@ def _run(trainer: Trainer, start: checkpoint.Progress, log: Log) -> Outcome:
             first_loss = rows[-1].loss if number == 1 else first_loss
         if output.eval_every and (last or number % output.eval_every == 0):
             with meter.paused():
-                log.evaluation(number, trainer.evaluate())
+                evaluations.append(Evaluation(step=number, loss=trainer.evaluate()))
+                log.evaluation(number, evaluations[-1].loss)
         if output.save_every and (last or number % output.save_every == 0):
             with meter.paused():
                 progress = checkpoint.Progress(step=number, first_loss=first_loss)
@@ -190,7 +200,7 @@ def _run(trainer: Trainer, start: checkpoint.Progress, log: Log) -> Outcome:
     if recorder:
         memory = trainer.graphs.memory_gib if trainer.graphs else None
         recorder.write(fill=rows[-1].fill, dropped=rows[-1].dropped, memory_gib=memory)
-    return Outcome(first_loss=first_loss, rows=tuple(rows))
+    return Outcome(first_loss=first_loss, rows=tuple(rows), evaluations=tuple(evaluations))
 
 
 def _log(output: Output, steps_done: int) -> Log:
