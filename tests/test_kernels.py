@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from routing_cases import RoutingCase, routing_cases
 from torch import Tensor
 
-from padded_dispatch import experts, ops
-from padded_dispatch.kernels import activation, plan, regroup, rows, select, side
+from padded_dispatch import ops
+from padded_dispatch.kernels import plan, regroup, rows, select, side
 from padded_dispatch.plan import plan_tensors
 from padded_dispatch.select import kept_map
 
@@ -92,17 +92,6 @@ def test_unpack_rows_example():
     assert slots_MCD.squeeze(2).tolist() == [[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [4.0, 0.0]]
 
 
-def test_swiglu_example():
-    out_NF = activation.swiglu(here([[0.0, 5.0], [8.0, 3.0]]), here([1.0, 0.5]), ints(2))
-    assert [round(value, 3) for value in out_NF.flatten().tolist()] == [0.0, 11.996]
-
-
-def test_swiglu_backward_example():
-    arguments = here([[1.0]]), here([[0.0, 5.0]]), here([0.5]), ints(1)
-    grad_NG, grad_probs_N = activation.swiglu_backward(*arguments)
-    assert (grad_NG.tolist(), grad_probs_N.tolist()) == ([[1.25, 0.0]], [0.0])
-
-
 # Any routing.
 
 
@@ -181,41 +170,6 @@ def test_packing_and_unpacking(kept: list[list[int]], width: int):
     unpacked_MCD = regroup.unpack_rows(here(expected_ND), here(ends_LS))
     equal((unpacked_MCD, ops._unpack(expected_ND, ends_LS)))
     assert not unpacked_MCD.isnan().any()
-
-
-@pytest.mark.parametrize("width", [5, 1030])
-@pytest.mark.parametrize("num_rows", [0, 1, 9, 13])
-def test_swiglu_is_as_exact_as_torch(num_rows: int, width: int):
-    """At most twice torch's error, plus a unit in the last place; rows behind the count are NaN."""
-    fc1_NG, grad_NF = torch.randn(13, 2 * width), torch.randn(13, width)
-    probs_N = torch.rand(13)
-    for rows_N in (fc1_NG, grad_NF, probs_N):
-        rows_N[num_rows:] = torch.nan
-    ends_L = torch.tensor([0, num_rows], dtype=torch.int32)
-    inputs = fc1_NG, probs_N, ends_L
-    results = [
-        (kernel(*arguments), body(*arguments), body(*(wide(value) for value in arguments)))
-        for kernel, body, arguments in (
-            (_on_device(activation.swiglu), experts._swiglu, inputs),
-            (_on_device(activation.swiglu_backward), experts._swiglu_backward, (grad_NF, *inputs)),
-        )
-    ]
-    (forward, backward) = results
-    for got, in_torch, exact in (forward, *zip(*backward, strict=True)):
-        assert got.shape == in_torch.shape and got.dtype == in_torch.dtype
-        got, in_torch, exact = got[:num_rows].cpu(), in_torch[:num_rows], exact[:num_rows]
-        error = (got - exact).abs().max() if num_rows else torch.zeros(())
-        bound = (in_torch - exact).abs().max() if num_rows else torch.zeros(())
-        largest = exact.abs().max() if num_rows else torch.zeros(())
-        assert error <= 2 * bound + torch.finfo(torch.float32).eps * largest
-
-
-def _on_device(kernel):
-    return lambda *arguments: kernel(*(here(argument) for argument in arguments))
-
-
-def wide(value: Tensor) -> Tensor:
-    return value.double() if value.is_floating_point() else value
 
 
 # Triton's interpreter (3.6) cuts fp32 off to bf16 instead of rounding it; the hardware rounds.

@@ -7,8 +7,8 @@ ROOT = Path(__file__).parents[1] / "padded_dispatch"
 LAYERS = (  # Low to high; modules on one line do not see each other.
     "config routings",
     "reference select plan kernels",
-    "ops stats",
-    "workspace",
+    "ops stats grouped",
+    "workspace activation",
     "exchange experts",
     "dispatcher",
     "megatron capacity",

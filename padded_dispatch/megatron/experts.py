@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from padded_dispatch.experts import swiglu_experts
+from padded_dispatch.activation import Activation
+from padded_dispatch.experts import ExpertWeights, grouped_mlp
 from padded_dispatch.megatron.config import refuse
 from padded_dispatch.megatron.fields import ConfigField
 
@@ -55,8 +56,8 @@ class PackedExperts(MegatronModule):
         Returns:
             [N, D], and None for the bias that Megatron may add.
         """
-        weights = self.linear_fc1.weight, self.linear_fc2.weight
-        return swiglu_experts(rows_ND, probs_N, *weights, ends_L), None
+        weights = ExpertWeights(fc1_LGD=self.linear_fc1.weight, fc2_LDF=self.linear_fc2.weight)
+        return grouped_mlp(rows_ND, probs_N, ends_L, weights, Activation()), None
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse distributed checkpoints, which would have to cut parameters into experts.

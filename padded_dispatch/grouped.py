@@ -1,0 +1,193 @@
+"""Linears over packed rows: every expert's weights on its own rows, and on no others.
+
+Expert l's rows end at `ends_L[l]` and begin where the ones before end; the ends stay on the device.
+Rows behind the last one are never read, forward or backward, and those of a result are unspecified.
+An expert without rows has gradients of exact zeros.
+
+On CUDA devices the products are `torch._grouped_mm` in bf16, its one fast path, which needs neither
+the host nor a copy: 2D x 3D for rows, 2D x 2D for weight gradients. Everything else it would
+compute in a loop over ends that it copies to the host, so everything else is refused. It takes no
+bias; ours is added in place, and its gradients have kernels of their own. On CPUs plain loops say
+what is meant, in any dtype.
+
+I and O: sizes of an input and an output row.
+"""
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+
+def grouped_linear(
+    rows_NI: Tensor,
+    weight_LOI: Tensor,
+    ends_L: Tensor,
+    bias_LO: Tensor | None = None,
+    probs_N: Tensor | None = None,
+) -> Tensor:
+    """`rows @ weight[l].T + prob * bias[l]` for every expert's rows: [N, I] to [N, O].
+
+    Args:
+        rows_NI: floating point; bf16 on CUDA devices, and I and O multiples of 8.
+        weight_LOI: same dtype.
+        ends_L: contiguous int32, ascending, the last at most N.
+        bias_LO: same dtype; None adds nothing.
+        probs_N: at least fp32; weighs the bias, and the bias alone. Given where there is a bias.
+
+    Raises:
+        ValueError: on CUDA devices for another dtype or size.
+    """
+    return _grouped_linear(rows_NI, weight_LOI, bias_LO, probs_N, ends_L)
+
+
+def experts_of_rows(ends_L: Tensor) -> Tensor:
+    """The expert of every real row, read on the host: int64 [ends_L[-1]]."""
+    counts_L = ends_L.diff(prepend=ends_L.new_zeros(1))
+    return torch.arange(ends_L.shape[0]).repeat_interleave(counts_L)
+
+
+def sum_rows(rows_NO: Tensor, weights_N: Tensor | None, ends_L: Tensor) -> Tensor:
+    """The sum of each expert's rows, weighted where there are weights: [L, O]."""
+    return _sum_rows(rows_NO, weights_N, ends_L)
+
+
+def _blocks(ends_L: Tensor) -> list[slice]:
+    """The rows of every expert, read on the host."""
+    ends = ends_L.tolist()
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@custom_op("padded_dispatch::grouped_linear", mutates_args=())
+def _grouped_linear(
+    rows_NI: Tensor,
+    weight_LOI: Tensor,
+    bias_LO: Tensor | None,
+    probs_N: Tensor | None,
+    ends_L: Tensor,
+) -> Tensor:
+    out_NO = rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
+    for expert, rows in enumerate(_blocks(ends_L)):
+        out = rows_NI[rows] @ weight_LOI[expert].T
+        if bias_LO is not None:
+            assert probs_N is not None
+            out = out + probs_N[rows, None] * bias_LO[expert]
+        out_NO[rows] = out
+    return out_NO
+
+
+@_grouped_linear.register_kernel("cuda")
+def _(rows_NI, weight_LOI, bias_LO, probs_N, ends_L):
+    _check(rows_NI, weight_LOI)
+    out_NO = _grouped_mm(rows_NI.contiguous(), weight_LOI.transpose(1, 2), ends_L)
+    if bias_LO is not None:
+        from padded_dispatch.kernels import grouped
+
+        grouped.add_bias(out_NO, bias_LO, probs_N.contiguous(), ends_L)
+    return out_NO
+
+
+@_grouped_linear.register_fake
+def _(rows_NI, weight_LOI, bias_LO, probs_N, ends_L):
+    return rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
+
+
+@custom_op("padded_dispatch::grouped_outer", mutates_args=())
+def _grouped_outer(grad_NO: Tensor, rows_NI: Tensor, ends_L: Tensor) -> Tensor:
+    """`grad.T @ rows` of every expert: its weight gradient, [L, O, I]."""
+    products = [grad_NO[rows].T @ rows_NI[rows] for rows in _blocks(ends_L)]
+    return torch.stack(products)
+
+
+@_grouped_outer.register_kernel("cuda")
+def _(grad_NO, rows_NI, ends_L):
+    # Column-major times row-major: the one combination that takes experts without rows.
+    return _grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), ends_L)
+
+
+@_grouped_outer.register_fake
+def _(grad_NO, rows_NI, ends_L):
+    return rows_NI.new_empty(ends_L.shape[0], grad_NO.shape[1], rows_NI.shape[1])
+
+
+def _check(rows_NI: Tensor, weight_LOI: Tensor) -> None:
+    if rows_NI.dtype != torch.bfloat16:
+        raise ValueError(
+            f"dtype={rows_NI.dtype} is not possible: packed experts compute in bfloat16 on a GPU; "
+            "train in bf16, or take an experts module on the padded layout"
+        )
+    sizes = tuple(weight_LOI.shape[1:])
+    if sizes[0] % 8 or sizes[1] % 8:
+        raise ValueError(
+            f"a weight of {sizes} is not possible: on a GPU the hidden and ffn sizes of packed "
+            "experts are multiples of 8; take an experts module on the padded layout"
+        )
+
+
+def _grouped_mm(a: Tensor, b: Tensor, ends_L: Tensor) -> Tensor:
+    # Private until torch 2.10, which calls it `torch.nn.functional.grouped_mm`.
+    return torch._grouped_mm(a, b, offs=ends_L)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@custom_op("padded_dispatch::sum_rows_by_expert", mutates_args=())
+def _sum_rows(rows_NO: Tensor, weights_N: Tensor | None, ends_L: Tensor) -> Tensor:
+    wide = rows_NO.to(torch.promote_types(rows_NO.dtype, torch.float32))
+    if weights_N is not None:
+        wide = wide * weights_N[:, None]
+    return torch.stack([wide[rows].sum(0) for rows in _blocks(ends_L)]).to(rows_NO.dtype)
+
+
+@_sum_rows.register_kernel("cuda")
+def _(rows_NO, weights_N, ends_L):
+    from padded_dispatch.kernels import grouped
+
+    weights_N = weights_N.contiguous() if weights_N is not None else None
+    return grouped.sum_rows(rows_NO.contiguous(), weights_N, ends_L)
+
+
+@_sum_rows.register_fake
+def _(rows_NO, weights_N, ends_L):
+    return rows_NO.new_empty(ends_L.shape[0], rows_NO.shape[1])
+
+
+@custom_op("padded_dispatch::dot_rows_by_expert", mutates_args=())
+def _dot_rows(rows_NO: Tensor, vectors_LO: Tensor, like_N: Tensor, ends_L: Tensor) -> Tensor:
+    """`rows @ vectors[l]` for every expert's rows, [N], in the dtype of `like_N`."""
+    dots_N = torch.empty_like(like_N)
+    for rows, vector_O in zip(_blocks(ends_L), vectors_LO.to(like_N.dtype), strict=True):
+        dots_N[rows] = rows_NO[rows].to(like_N.dtype) @ vector_O
+    return dots_N
+
+
+@_dot_rows.register_kernel("cuda")
+def _(rows_NO, vectors_LO, like_N, ends_L):
+    from padded_dispatch.kernels import grouped
+
+    return grouped.dot_rows(rows_NO.contiguous(), vectors_LO, ends_L).to(like_N.dtype)
+
+
+@_dot_rows.register_fake
+def _(rows_NO, vectors_LO, like_N, ends_L):
+    return torch.empty_like(like_N)
+
+
+def _save_inputs(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_linear_backward(ctx, grad_NO):
+    rows_NI, weight_LOI, bias_LO, probs_N, ends_L = ctx.saved_tensors
+    needs_rows, needs_weight, needs_bias, needs_probs, _ = ctx.needs_input_grad
+    grad_NI = grad_LOI = grad_LO = grad_N = None
+    if needs_rows:
+        transposed_LIO = weight_LOI.transpose(1, 2)
+        grad_NI = _grouped_linear(grad_NO, transposed_LIO, None, None, ends_L)
+    if needs_weight:
+        grad_LOI = _grouped_outer(grad_NO, rows_NI, ends_L)
+    if needs_bias:
+        grad_LO = _sum_rows(grad_NO, probs_N, ends_L)
+    if needs_probs and bias_LO is not None:
+        grad_N = _dot_rows(grad_NO, bias_LO, probs_N, ends_L)
+    return grad_NI, grad_LOI, grad_LO, grad_N, None
+
+
+_grouped_linear.register_autograd(_grouped_linear_backward, setup_context=_save_inputs)
