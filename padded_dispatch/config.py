@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-Policy = Literal["probs", "position"]
+Policy = Literal["probs", "position", "random", "priority"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
 
@@ -56,8 +56,9 @@ class DispatchConfig:
             and costs C = T.
         min_capacity: least slots per (source, expert).
         alignment: an expert's buffer (S * C rows) is a multiple of this, as a recipe may need.
-        policy: who keeps a slot when more rows ask than fit: "probs" (the most probable) or
-            "position" (the first tokens).
+        policy: who keeps a slot when more rows ask than fit: "probs" (the most probable),
+            "position" (the first tokens), "random" (a draw), or "priority" (first choices before
+            second ones, sure tokens first); see `padded_dispatch.select`.
         num_ranks: ranks in the expert-parallel group (R).
         tp_size: ranks that split every expert's ffn between them (expert tensor parallel).
 

@@ -24,7 +24,9 @@ from torch.library import custom_op
 
 from padded_dispatch.config import POLICIES, Policy
 from padded_dispatch.plan import DispatchPlan, plan_tensors
-from padded_dispatch.select import Selection, kept_map
+from padded_dispatch.select import Selection
+from padded_dispatch.select import choice_ranks as choice_ranks_in_torch
+from padded_dispatch.select import kept_map as kept_map_in_torch
 
 
 def select(
@@ -34,6 +36,8 @@ def select(
     capacity: int,
     policy: Policy = "probs",
     mask_T: Tensor | None = None,
+    keep_T: Tensor | None = None,
+    draw: Tensor | None = None,
 ) -> Selection:
     """Cut a routing map down to at most C tokens per expert.
 
@@ -41,21 +45,50 @@ def select(
         map_TE: bool [T, E], what the router asked for; any number of experts per token.
         probs_TE: floating point [T, E].
         capacity: slots per expert on this source rank (C).
-        policy: see `padded_dispatch.select.kept_map`.
+        policy: see `padded_dispatch.select`.
         mask_T: bool [T], True for padding tokens; they never take a slot and are not demand.
+        keep_T: bool [T], True for tokens that come before all others, whatever the policy: they
+            are dropped only where they alone ask for more than C slots, and then counted.
+        draw: int64 scalar on the tokens' device, for policy "random" only: equal numbers give equal
+            draws. Whoever owns it changes it in place, after the pass that records gradients.
 
     Returns:
         The kept map, its probabilities (0 elsewhere, also their gradient) and the demand.
     """
     if policy not in POLICIES:
         raise ValueError(f"policy={policy!r} is not possible: choose one of {', '.join(POLICIES)}")
+    if policy == "random" and draw is None:
+        raise ValueError("draw=None is not possible with policy='random': give an int64 scalar")
     asked_TE = map_TE if mask_T is None else map_TE & ~mask_T[:, None]
-    kept_TE, demand_E = _select(asked_TE, probs_TE.detach(), capacity, policy)
+    level_TE = None if keep_T is None else keep_T[:, None].to(torch.uint8)
+    kept_TE, demand_E = _select(asked_TE, probs_TE.detach(), capacity, policy, level_TE, draw)
+    dropped_E = None
+    if keep_T is not None:
+        dropped_E = (asked_TE & ~kept_TE & keep_T[:, None]).sum(0, dtype=torch.int32)
     return Selection(
         kept_TE=kept_TE,
         probs_TE=torch.where(kept_TE, probs_TE, 0),
         demand_E=demand_E,
+        protected_dropped_E=dropped_E,
     )
+
+
+def kept_map(
+    asked_TE: Tensor,
+    probs_TE: Tensor,
+    *,
+    capacity: int,
+    policy: Policy,
+    level_TE: Tensor,
+    draw: Tensor | None,
+) -> Tensor:
+    """See `padded_dispatch.select.kept_map`."""
+    return _select(asked_TE, probs_TE.detach(), capacity, policy, level_TE, draw)[0]
+
+
+def choice_ranks(asked_TE: Tensor, probs_TE: Tensor) -> Tensor:
+    """See `padded_dispatch.select.choice_ranks`."""
+    return _choice_ranks(asked_TE, probs_TE.detach())
 
 
 def make_plan(kept_TE: Tensor, *, top_k: int, capacity: int) -> DispatchPlan:
@@ -127,27 +160,49 @@ def unpack_rows(packed_ND: Tensor, ends_LS: Tensor) -> Tensor:
 
 
 def _select_in_torch(
-    asked_TE: Tensor, probs_TE: Tensor, capacity: int, policy: str
+    asked_TE: Tensor,
+    probs_TE: Tensor,
+    capacity: int,
+    policy: str,
+    level_TE: Tensor | None,
+    draw: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     demand_E = asked_TE.sum(0, dtype=torch.int32)
-    return kept_map(asked_TE, probs_TE, capacity, cast(Policy, policy)), demand_E
+    policy_ = cast(Policy, policy)
+    return kept_map_in_torch(asked_TE, probs_TE, capacity, policy_, level_TE, draw), demand_E
 
 
 _select = custom_op("padded_dispatch::select", _select_in_torch, mutates_args=())
 
 
 @_select.register_kernel("cuda")
-def _(asked_TE, probs_TE, capacity, policy):
+def _(asked_TE, probs_TE, capacity, policy, level_TE, draw):
     from padded_dispatch.kernels import select
 
-    if asked_TE.shape[0] > select.MAX_TOKENS:
-        return _select_in_torch(asked_TE, probs_TE, capacity, policy)
-    return select.select(asked_TE, probs_TE, capacity, policy == "probs")
+    # Nothing to choose from, or too much for one program.
+    if not capacity < asked_TE.shape[0] <= select.MAX_TOKENS:
+        return _select_in_torch(asked_TE, probs_TE, capacity, policy, level_TE, draw)
+    return select.select(asked_TE, probs_TE, capacity, policy, level_TE, draw)
 
 
 @_select.register_fake
-def _(asked_TE, probs_TE, capacity, policy):
+def _(asked_TE, probs_TE, capacity, policy, level_TE, draw):
     return torch.empty_like(asked_TE), asked_TE.new_empty(asked_TE.shape[1], dtype=torch.int32)
+
+
+_choice_ranks = custom_op("padded_dispatch::choice_ranks", choice_ranks_in_torch, mutates_args=())
+
+
+@_choice_ranks.register_kernel("cuda")
+def _(asked_TE, probs_TE):
+    from padded_dispatch.kernels import select
+
+    return select.choice_ranks(asked_TE, probs_TE)
+
+
+@_choice_ranks.register_fake
+def _(asked_TE, probs_TE):
+    return asked_TE.new_empty(asked_TE.shape, dtype=torch.int32)
 
 
 @custom_op("padded_dispatch::plan", mutates_args=())

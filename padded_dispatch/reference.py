@@ -31,6 +31,7 @@ class Selection:
     kept_TE: NDArray
     probs_TE: NDArray
     demand_E: NDArray
+    protected_dropped_E: NDArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,27 +76,67 @@ def select(
     capacity: int,
     policy: str,
     mask_T: NDArray | None = None,
+    keep_T: NDArray | None = None,
+    draw: int = 0,
 ) -> Selection:
-    """At most C tokens per expert: the most probable, or the first; ties go to the lower token."""
-    num_tokens, num_experts = map_TE.shape
-    kept_TE = np.zeros_like(map_TE)
-    demand_E = np.zeros(num_experts, np.int32)
-    for e in range(num_experts):
-        asked = []
-        for t in range(num_tokens):
-            is_padding = mask_T is not None and mask_T[t]
-            if map_TE[t, e] and not is_padding:
-                asked.append(t)
-        demand_E[e] = len(asked)
-        if policy == "probs":
-            asked.sort(key=lambda t: (-probs_TE[t, e], t))
-        for t in asked[:capacity]:
-            kept_TE[t, e] = True
+    """At most C tokens per expert: the first ones in the order of the policy."""
+    asked_TE = np.zeros_like(map_TE)
+    for t in range(map_TE.shape[0]):
+        is_padding = mask_T is not None and mask_T[t]
+        for e in range(map_TE.shape[1]):
+            asked_TE[t, e] = map_TE[t, e] and not is_padding
+    level_TE = np.zeros(map_TE.shape, int)
+    if keep_T is not None:
+        level_TE += keep_T[:, None]
+    kept_TE = _first_in_order(asked_TE, probs_TE, capacity, policy, level_TE, draw)
     return Selection(
         kept_TE=kept_TE,
         probs_TE=np.where(kept_TE, probs_TE, np.zeros_like(probs_TE)),
-        demand_E=demand_E,
+        demand_E=asked_TE.sum(0, dtype=np.int32),
+        protected_dropped_E=(asked_TE & ~kept_TE & (level_TE == 1)).sum(0, dtype=np.int32),
     )
+
+
+def _first_in_order(
+    asked_TE: NDArray,
+    probs_TE: NDArray,
+    capacity: int,
+    policy: str,
+    level_TE: NDArray,
+    draw: int,
+) -> NDArray:
+    """Each expert's first C askers: by level, then by policy, then by token."""
+    num_tokens, num_experts = asked_TE.shape
+    kept_TE = np.zeros_like(asked_TE)
+    for e in range(num_experts):
+        askers = []
+        for t in range(num_tokens):
+            if not asked_TE[t, e]:
+                continue
+            # Larger criteria come later here.
+            criteria: tuple[float, ...] = ()
+            if policy == "probs":
+                criteria = (-probs_TE[t, e],)
+            elif policy == "random":
+                criteria = (-random_score(draw, t, e),)
+            elif policy == "priority":
+                choices = [f for f in range(num_experts) if asked_TE[t, f]]
+                choices.sort(key=lambda f: (-probs_TE[t, f], f))
+                criteria = (choices.index(e), -probs_TE[t, choices[0]])
+            askers.append((-level_TE[t, e], *criteria, t))
+        for *_, t in sorted(askers)[:capacity]:
+            kept_TE[t, e] = True
+    return kept_TE
+
+
+def random_score(draw: int, t: int, e: int) -> int:
+    """32 random bits for a row: the number of the draw, the token and the expert, mixed."""
+    bits = 0x9E3779B9
+    for value in (draw >> 32 & 0xFFFFFFFF, draw & 0xFFFFFFFF, t, e):
+        bits ^= value
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+            bits = (bits ^ bits >> shift) * factor % 2**32
+    return bits
 
 
 def select_backward(kept_TE: NDArray, grad_TE: NDArray) -> NDArray:

@@ -110,7 +110,7 @@ def test_alignment_adds_as_little_as_possible(sizes, alignment, num_ranks, tp_si
         ({"capacity_factor": math.nan}, "capacity_factor=nan"),
         ({"min_capacity": 0}, "min_capacity=0"),
         ({"alignment": -16}, "alignment=-16"),
-        ({"policy": "random"}, "policy='random' .* choose one of probs, position"),
+        ({"policy": "rand"}, "policy='rand' .* choose one of probs, position, random, priority"),
         ({"num_ranks": 0}, "num_ranks=0"),
         ({"tp_size": "2"}, "tp_size='2'"),
     ],

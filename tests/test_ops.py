@@ -186,9 +186,11 @@ def test_gradients_of_packing():
 def test_all_are_sound_custom_ops():
     plan = one_plan()
     maps = plan.slot_of_TK, plan.choice_of_slot_EC
-    map_TE, probs_TE = torch.rand(7, 5) > 0.5, torch.rand(7, 5)
+    # All asked for, since opcheck compares every element, also of unspecified ranks.
+    map_TE, probs_TE = torch.ones(7, 5, dtype=torch.bool), torch.rand(7, 5)
     checked = {
-        "select": (map_TE, probs_TE, 2, "probs"),
+        "select": (map_TE, probs_TE, 2, "random", map_TE[:, :1].to(torch.uint8), torch.tensor(3)),
+        "choice_ranks": (map_TE, probs_TE),
         "plan": (map_TE, 3, 2),
         "gather_side": (fp64(7, 5), *maps, plan.kept_E),
         "scatter_side": (fp64(5, 3), *maps),
