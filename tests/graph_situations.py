@@ -28,7 +28,7 @@ from padded_dispatch.results import about, append_run
 Case = Situation | RoutingCase
 Check = Callable[[Any], Any]
 
-CASE_S = 150.0
+CASE_S = 180.0
 WHOLE, PARTIAL = ("attn", "moe"), ("attn", "moe_router", "moe_preprocess")
 GPT_OSS: dict[str, Any] = {"hidden": 2880, "ffn": 2880, "heads": 64, "groups": 8}
 
