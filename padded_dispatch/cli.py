@@ -12,7 +12,9 @@ import warnings
 _COMMANDS = {
     "train": ("padded_dispatch.train.command", "train a small Mixture-of-Experts GPT"),
     "compare": ("padded_dispatch.train.compare", "train it several ways, in the same processes"),
+    "sweep": ("padded_dispatch.train.sweep", "train it at several capacity factors and seeds"),
     "bench": ("padded_dispatch.bench.command", "measure one layer, ours beside Megatron's own"),
+    "calibrate": ("padded_dispatch.bench.calibrate", "fit the time model of tune to this machine"),
 }
 
 # What Megatron-Core says at every import on a machine without Transformer Engine, and 0.16 about
