@@ -31,7 +31,7 @@ from test_megatron_graphs import (
 from torch import Tensor
 
 from padded_dispatch.launch import WorkerPool
-from padded_dispatch.megatron import guard
+from padded_dispatch.megatron import guard, selftest
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs
 from padded_dispatch.megatron.selftest import SelfTest
@@ -64,7 +64,7 @@ def test_a_loop_with_graphs_equals_one_without(megatron, monkeypatch, scope):
     graphed = Training(scope, moe_expert_capacity_factor=1.0)
     made = layer_graphs(graphed)
     report = made.capture()  # Before any eager step: it warms up by itself.
-    assert report is not None and report.unreproducible == ()
+    assert report is not None and report.unreproducible == () and report.other_kernels == ()
     assert MoEAuxLossAutoScaler.main_loss_backward_scale.shape == (1,)
     # Per layer: output, gradient of the input, and one gradient per parameter.
     num_params = len(list(graphed.model.module.module.decoder.layers.parameters()))
@@ -134,6 +134,29 @@ def test_self_test_reports_what_eager_runs_do_not_agree_on(megatron):
     assert isinstance(report, SelfTest)
     assert "layer 1: its output" in report.unreproducible
     assert not any(name.startswith("layer 2") for name in report.unreproducible)
+
+
+def test_self_test_reports_kernels_that_only_a_capture_chooses(megatron, caplog):
+    training = Training(("moe",))
+    experts, forward = training.moe_layers[1].experts, training.moe_layers[1].experts.forward
+    chosen_as_captured = [False]
+
+    def forward_of_its_time(*args: Any) -> Any:
+        output, bias = forward(*args)
+        # In a stand-in's capture there seem to be GPUs.
+        return output + float(chosen_as_captured[0] or torch.cuda.is_available()), bias
+
+    def choose(as_captured: bool) -> Callable[[], None]:
+        return lambda: chosen_as_captured.__setitem__(0, as_captured)
+
+    with (
+        patch.object(experts, "forward", forward_of_its_time),
+        patch.object(selftest, "set_capture_start", choose(True)),
+        patch.object(selftest, "set_capture_end", choose(False)),
+    ):
+        report = layer_graphs(training).capture()
+    assert report is not None and report.other_kernels == ("layer 2",)
+    assert "layer 2: graphs compute with other kernels than eager training" in caplog.text
 
 
 def error_on_two_ranks() -> str:

@@ -154,7 +154,7 @@ def losses_on_gpus(graph: str, more: str) -> list[float]:
     steps = EAGER_STEPS + 1 + 50
     flags = (
         f"--device cuda --workers {ranks} --steps {steps} --log-every 1 --deterministic "
-        f"--seq-length 96 --micro-batch 2 --capacity-factor 1.0 --graph {graph} {more}"
+        f"--seq-length 128 --micro-batch 2 --capacity-factor 1.0 --graph {graph} {more}"
     )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)

@@ -109,6 +109,14 @@ class LayerGraphs:
             _log.info("%d tensors of replays equal eager ones", report.num_tensors)
             if report.unreproducible:
                 _log.info("eager runs differ: %s", ", ".join(report.unreproducible))
+            if report.other_kernels:
+                _log.warning(
+                    "%s: graphs compute with other kernels than eager training, so that losses "
+                    "differ by rounding; with Transformer Engine's attention, often slower ones: "
+                    "make seq_length=%d a multiple of 128, or see what NVTE_DEBUG=1 says",
+                    ", ".join(report.other_kernels),
+                    self._helper.seq_length,
+                )
         return report
 
     def delete(self) -> None:
