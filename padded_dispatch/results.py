@@ -4,9 +4,12 @@
 """
 
 import datetime
+import fcntl
 import json
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -37,16 +40,29 @@ def about(*, num_gpus: int, command: str, commit: str | None) -> dict[str, Any]:
 def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Add rows to the file at `path`, which is whole at any moment.
 
-    They join the last run if that is about the same, else they are a new one.
+    They join the last run if that is about the same, else they are a new one. Several processes may
+    add at the same time.
     """
-    runs = json.loads(path.read_text())["runs"] if path.exists() else []
-    if not runs or runs[-1]["about"] != run_about:
-        runs.append({"about": run_about, "rows": []})
-    runs[-1]["rows"] += rows
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
-    unfinished.replace(path)
+    with _only_writer(path.parent):
+        runs = json.loads(path.read_text())["runs"] if path.exists() else []
+        if not runs or runs[-1]["about"] != run_about:
+            runs.append({"about": run_about, "rows": []})
+        runs[-1]["rows"] += rows
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        unfinished.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+        unfinished.replace(path)
+
+
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    """Wait for other processes that write into `folder`."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _version(package: str) -> str | None:

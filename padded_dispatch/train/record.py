@@ -18,11 +18,17 @@ from padded_dispatch.results import about, append_run
 from padded_dispatch.train.flops import flops_per_token
 from padded_dispatch.train.settings import Settings
 
-_CONTENDERS = {
+CONTENDERS = {
     "padded_alltoall": "ours",
     "allgather": "stock-allgather",
     "alltoall": "stock-dropless",
     "alltoall-drop-pad": "stock-drop-pad",
+}
+IMPLS = {
+    "none": None,
+    "partial": "transformer_engine",
+    "layer": "transformer_engine",
+    "full-iteration": "full_iteration",
 }
 
 
@@ -109,10 +115,10 @@ class Recorder:
             "tokens": recipe.micro_batch * recipe.seq_length,
             "capacity_factor": settings.dispatch.capacity_factor,
             "skew": None,
-            "contender": _CONTENDERS[settings.dispatch.dispatcher],
+            "contender": CONTENDERS[settings.dispatch.dispatcher],
             "variant": None,
             "graph": settings.output.graph,
-            "graph_impl": _IMPLS[settings.output.graph],
+            "graph_impl": IMPLS[settings.output.graph],
             "flags": {
                 group: dataclasses.asdict(getattr(settings, group))
                 for group in ("recipe", "dispatch", "layout")
@@ -140,14 +146,6 @@ class Recorder:
             command=" ".join(["padded-dispatch", *sys.argv[1:]]),
             commit=self._settings.output.commit,
         )
-
-
-_IMPLS = {
-    "none": None,
-    "partial": "transformer_engine",
-    "layer": "transformer_engine",
-    "full-iteration": "full_iteration",
-}
 
 
 def _device_ms(start: Mark, end: Mark) -> float:

@@ -1,0 +1,110 @@
+"""The sweep: which runs it makes, that each is itself whatever runs beside it, and its file."""
+
+import json
+
+import pytest
+
+from padded_dispatch.train.sweep import finished, flags_of, line, main, planned, run_key
+
+SMALL = "--steps 2 --seq-length 24 --micro-batch 3 --log-every 1 --eval-passes 2"
+
+
+@pytest.fixture(autouse=True)
+def laptop(monkeypatch):
+    """No GPU, and nobody's workers."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def rows_of(path):
+    return [row for run in json.loads(path.read_text())["runs"] for row in run["rows"]]
+
+
+def test_side_by_side_or_in_turn_a_run_is_the_same_and_none_is_made_twice(tmp_path, capfd):
+    together, in_turn = tmp_path / "together.json", tmp_path / "in_turn.json"
+
+    def sweep(path, flags: str) -> str:
+        assert main(f"{flags} --seeds 0 {SMALL} --results {path}".split()) == 0
+        return capfd.readouterr().out
+
+    out = sweep(together, "--factors 0.5 none --policies probs position --jobs 2")
+    assert out.startswith("4 runs, 0 of them done before\n")
+    assert "4/4 factor none, position, seed 0" in out
+    sweep(in_turn, "--factors 0.5")
+    out = sweep(in_turn, "--factors 0.5 none")
+    assert out.startswith("2 runs, 1 of them done before\n1/1 factor none")
+    assert sweep(in_turn, "--factors none") == "1 runs, 1 of them done before\n"
+
+    rows = {(row["capacity_factor"], row["variant"]): row for row in rows_of(together)}
+    assert set(rows) == {(0.5, "probs"), (None, "probs"), (0.5, "position"), (None, "position")}
+    alone = rows_of(in_turn)
+    assert [row["capacity_factor"] for row in alone] == [0.5, None]
+    for row in alone:
+        beside = rows[row["capacity_factor"], "probs"]
+        for name in ("step", "loss", "dropped", "fill", "held_out"):
+            assert row[name] == beside[name]
+        assert row["ms"] > 0 and row["jobs"] == 1
+        assert beside["ms"] is None and beside["jobs"] == 2
+        assert row["step"] == [1, 2] and row["held_out"]["step"] == [2]
+    # 72 tokens, 2 of 8 experts each: 9 of the 18 slots of perfect balance.
+    assert all(drop >= 0.5 for drop in rows[0.5, "probs"]["dropped"])
+    assert rows[None, "probs"]["dropped"] == [0, 0]
+    # The policy matters where something is dropped, and there alone.
+    assert rows[None, "probs"]["loss"] == rows[None, "position"]["loss"]
+    assert rows[0.5, "probs"]["loss"][1] != rows[0.5, "position"]["loss"][1]
+
+
+def test_seeds_are_outermost_and_runs_evaluate_at_their_end():
+    runs = planned(["0.5", "none"], ["probs"], ["0", "7"], ["--steps", "9"])
+    named = [(run.recipe.seed, run.dispatch.capacity_factor) for run in runs]
+    assert named == [(0, 0.5), (0, None), (7, 0.5), (7, None)]
+    assert {run.output.eval_every for run in runs} == {9}
+    (often,) = planned(["1"], ["probs"], ["0"], ["--steps", "9", "--eval-every", "4"])
+    assert often.output.eval_every == 4
+
+
+def test_only_runs_of_the_same_machine_versions_and_flags_count_as_done(tmp_path):
+    path = tmp_path / "r.json"
+    here = {"machine": "this", "versions": {"torch": "2"}, "date": "today", "commit": "b"}
+    assert finished(path, here) == set()
+    before, other = here | {"date": "before", "commit": "a"}, here | {"machine": "other"}
+    one, two = planned(["1", "2"], ["probs"], ["0"], [])
+    runs = [
+        {"about": before, "rows": [{"flags": flags_of(one)}]},
+        {"about": other, "rows": [{"flags": flags_of(two)}]},
+    ]
+    path.write_text(json.dumps({"runs": runs}))
+    assert finished(path, here) == {run_key(flags_of(one))}
+    longer = planned(["1"], ["probs"], ["0"], ["--steps", "401"])[0]
+    assert run_key(flags_of(longer)) not in finished(path, here)
+
+
+def test_a_line_says_what_came_out():
+    row = {
+        "capacity_factor": 1.25,
+        "variant": "probs",
+        "seed": 3,
+        "loss": [5.0, 2.0],
+        "held_out": {"step": [2], "loss": [2.5]},
+        "dropped": [0.2, 0.123],
+        "seconds": 11.4,
+    }
+    assert line(row) == (
+        "factor 1.25, probs, seed 3: loss 2.0000, held-out 2.5000, dropped 12%, 11 s"
+    )
+    row |= {"capacity_factor": None, "dropped": [None, None]}
+    assert line(row) == "factor none, probs, seed 3: loss 2.0000, held-out 2.5000, 11 s"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--jobs 0", "jobs=0 is not possible: give at least 1"),
+        ("--factors 1 0", "moe_expert_capacity_factor=0.0"),
+        ("--out somewhere", "out=somewhere is not possible: sweep keeps --results"),
+    ],
+)
+def test_mistakes_are_found_before_there_are_workers(tmp_path, flags, message):
+    with pytest.raises(ValueError, match=message):
+        main(["--results", str(tmp_path / "r.json"), *flags.split()])
