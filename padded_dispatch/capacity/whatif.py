@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from padded_dispatch.capacity.ranks import MAX_GROUPS, NEVER, competing_records, row_ranks
 from padded_dispatch.capacity.trace import Trace
 from padded_dispatch.config import POLICIES, DispatchConfig, Policy
+from padded_dispatch.stats import MASS_UNITS
 
 Meaning = Literal["source", "rank", "pooled"]
 MEANINGS: tuple[str, ...] = get_args(Meaning)
@@ -348,13 +349,13 @@ def _rows(
         cell_NTK=n_N11 * trace.num_experts + ids_NTK,
         rank_NTK=rank_NTK,
         first_NT=rank_NTK.min(2),
-        mass_NTK=np.zeros(ids_NTK.shape, np.int64) if probs_NTK is None else fixed_point(probs_NTK),
+        mass_NTK=np.zeros(ids_NTK.shape, np.int64) if probs_NTK is None else _mass_units(probs_NTK),
     )
 
 
-def fixed_point(probs: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Probabilities in whole units of 2**-32; halves go to the even one."""
-    return np.rint(probs.astype(np.float64) * 2**32).astype(np.int64)
+def _mass_units(probs: NDArray[np.float32]) -> NDArray[np.int64]:
+    """As `padded_dispatch.stats.mass_units`, which says the same of a tensor."""
+    return np.rint(probs.astype(np.float64) * MASS_UNITS).astype(np.int64)
 
 
 def _share(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.float64]:

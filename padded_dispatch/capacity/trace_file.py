@@ -1,0 +1,206 @@
+"""A trace on disk: one NumPy array of records, `.npy`, that anything with NumPy can map or read.
+
+A record is a structure of fixed size, `step layer rank num_experts num_ranks probs ids`; the shape
+of `ids` is [T, K]. So the header decides every size, and it is compared with the size of the file
+before any of it is read: nothing is compressed that could grow, nothing is unpickled, and what is
+read is at most the file. Records are appended, so a recording needs no memory for the whole; the
+header holds their number and is written last, so what a killed process leaves is a trace, too.
+"""
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from padded_dispatch.capacity.trace import Trace
+
+DEFAULT_MAX_BYTES = 4 * 2**30
+
+_MAX_HEADER_BYTES = 1024  # of which a trace needs about 300
+_CHUNK_BYTES = 2**24  # read at a time
+
+
+def load_trace(path: Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Trace:
+    """Read a trace.
+
+    Args:
+        path: of a file written by `save_trace` or `TraceWriter`.
+        max_bytes: the largest file to be read; reading it takes that much memory and 16 MiB.
+
+    Raises:
+        ValueError: names the file, what is wrong in it, and what to do.
+        OSError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            dtype, num_records = _read_header(file)
+            _check_size(file, dtype, num_records, max_bytes)
+            return _read_records(file, dtype, num_records)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def save_trace(trace: Trace, path: Path) -> None:
+    """Write a trace; a file that is there is replaced."""
+    with TraceWriter(path) as writer:
+        writer.append(trace)
+
+
+class TraceWriter:
+    """Appends records to a new file. All parts have the same sizes, which the first one decides.
+
+    Args:
+        path: a file that is there is replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._dtype: np.dtype | None = None
+        self._sizes = 0, 0
+        self._num_records = 0
+
+    def append(self, part: Trace) -> None:
+        """Add the records of `part`.
+
+        Raises:
+            ValueError: its sizes are not those of the records before.
+        """
+        dtype = _record_dtype(part.num_tokens, part.top_k, probs=part.probs_NTK is not None)
+        sizes = part.num_experts, part.num_ranks
+        if self._dtype is None:
+            self._dtype, self._sizes = dtype, sizes
+            self._write_header()
+        if (dtype, sizes) != (self._dtype, self._sizes):
+            raise ValueError(
+                f"part={dtype.descr}, (E, R)={sizes} is not possible: the records before it have "
+                f"{self._dtype.descr}, {self._sizes}; write another file"
+            )
+        step = max(1, _CHUNK_BYTES // dtype.itemsize)
+        for start in range(0, part.num_records, step):
+            self._file.write(_records(part, dtype, slice(start, start + step)).tobytes())
+        self._num_records += part.num_records
+        self._write_header()
+
+    def close(self) -> None:
+        """Nothing can be appended any more."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _write_header(self) -> None:
+        assert self._dtype is not None
+        self._file.seek(0)
+        # NumPy leaves room for the first axis to grow, so this is as long every time.
+        header = {"descr": npy.dtype_to_descr(self._dtype), "fortran_order": False}
+        npy.write_array_header_1_0(self._file, header | {"shape": (self._num_records,)})
+        self._file.seek(0, os.SEEK_END)
+        self._file.flush()
+
+
+def _record_dtype(num_tokens: int, top_k: int, *, probs: bool) -> np.dtype:
+    choices = num_tokens, top_k
+    fields = [(name, "<i4") for name in ("layer", "rank", "num_experts", "num_ranks")]
+    with_probs = [("probs", "<f4", choices)] if probs else []
+    return np.dtype([("step", "<i8"), *fields, *with_probs, ("ids", "<i2", choices)])
+
+
+def _records(part: Trace, dtype: np.dtype, chosen: slice) -> NDArray[np.void]:
+    records = np.empty(len(part.steps[chosen]), dtype)
+    records["step"] = part.steps[chosen]
+    records["layer"] = part.layers[chosen]
+    records["rank"] = part.ranks[chosen]
+    records["num_experts"] = part.num_experts
+    records["num_ranks"] = part.num_ranks
+    records["ids"] = part.ids_NTK[chosen]
+    if part.probs_NTK is not None:
+        records["probs"] = part.probs_NTK[chosen]
+    return records
+
+
+def _read_header(file: BinaryIO) -> tuple[np.dtype, int]:
+    """The type and number of records; every other content raises."""
+    try:
+        version = npy.read_magic(file)
+        if version != (1, 0):
+            raise ValueError(f"version {version} of .npy")
+        shape, _, dtype = npy.read_array_header_1_0(file, max_header_size=_MAX_HEADER_BYTES)
+    # What NumPy raises for nonsense depends on the nonsense.
+    except Exception as error:
+        raise ValueError(f"not a trace ({error}): give what the recorder wrote") from error
+    names = dtype.names or ()
+    if "ids" not in names or len(dtype["ids"].shape) != 2:
+        raise ValueError(f"dtype={dtype} is not a trace's: it needs ids of shape [T, K]")
+    expected = _record_dtype(*dtype["ids"].shape, probs="probs" in names)
+    if dtype != expected or len(shape) != 1 or shape[0] < 1:
+        raise ValueError(
+            f"dtype={dtype} of shape {shape} is not a trace's: it needs {expected} of shape [N], "
+            "with at least one record"
+        )
+    return dtype, shape[0]
+
+
+def _check_size(file: BinaryIO, dtype: np.dtype, num_records: int, max_bytes: int) -> None:
+    start = file.tell()
+    size = file.seek(0, os.SEEK_END)
+    file.seek(start)
+    if size > max_bytes:
+        raise ValueError(
+            f"{size} bytes are more than max_bytes={max_bytes}: raise it, or record fewer steps"
+        )
+    expected = start + num_records * dtype.itemsize
+    # A writer that was killed leaves rows behind that the header does not know yet.
+    if size < expected:
+        raise ValueError(
+            f"it has {size} bytes, and {num_records} records need {expected}: it was cut off; copy "
+            "it again"
+        )
+
+
+def _read_records(file: BinaryIO, dtype: np.dtype, num_records: int) -> Trace:
+    num_tokens, top_k = dtype["ids"].shape
+    shape = num_records, num_tokens, top_k
+    has_probs = "probs" in (dtype.names or ())
+    steps_N, sizes_N2 = np.empty(num_records, np.int64), np.empty((num_records, 2), np.int32)
+    layers_N, ranks_N = np.empty(num_records, np.int32), np.empty(num_records, np.int32)
+    ids_NTK = np.empty(shape, np.int16)
+    probs_NTK = np.empty(shape, np.float32) if has_probs else None
+    step = max(1, _CHUNK_BYTES // dtype.itemsize)
+    for start in range(0, num_records, step):
+        here = slice(start, min(start + step, num_records))
+        records = np.fromfile(file, dtype, here.stop - here.start)
+        steps_N[here], layers_N[here] = records["step"], records["layer"]
+        ranks_N[here], ids_NTK[here] = records["rank"], records["ids"]
+        sizes_N2[here, 0], sizes_N2[here, 1] = records["num_experts"], records["num_ranks"]
+        if probs_NTK is not None:
+            probs_NTK[here] = records["probs"]
+    differs_N = (sizes_N2 != sizes_N2[0]).any(1)
+    if differs_N.any():
+        n = int(differs_N.argmax())
+        raise ValueError(
+            f"record {n} has (num_experts, num_ranks) = {sizes_N2[n].tolist()}, and the first "
+            f"{sizes_N2[0].tolist()}: record every configuration into a file of its own"
+        )
+    num_experts, num_ranks = sizes_N2[0].tolist()
+    return Trace(
+        num_experts=num_experts,
+        top_k=top_k,
+        num_ranks=num_ranks,
+        steps=steps_N,
+        layers=layers_N,
+        ranks=ranks_N,
+        ids_NTK=ids_NTK,
+        probs_NTK=probs_NTK,
+    )
