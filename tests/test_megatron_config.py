@@ -8,7 +8,12 @@ from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.megatron.config import check_config, check_experts, dispatch_config
+from padded_dispatch.megatron.config import (
+    LayerConfigs,
+    check_config,
+    check_experts,
+    dispatch_config,
+)
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
 from padded_dispatch.megatron.options import PaddedOptions
 
@@ -109,6 +114,61 @@ def test_no_factor_and_a_negative_one_drop_nothing(factor):
     translated = dispatch_config(config, PaddedOptions(), num_ranks=1, tp_size=1)
     assert translated.capacity_factor is None
     assert translated.capacity(37) == 37
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        ({}, 1),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, 16),
+        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, 16),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),
+    ],
+)
+def test_alignment_follows_the_recipe(settings, rows):
+    config = megatron_config(**settings)
+    for alignment, expected in (("auto", rows), (24, 24)):
+        options = PaddedOptions(alignment=alignment)
+        assert dispatch_config(config, options, num_ranks=1, tp_size=1).alignment == expected
+
+
+FACTORS = PaddedOptions(layer_factors="2:3,5:no-drop", eval_factor="4", schedule="7:9")
+
+
+@pytest.mark.parametrize(
+    ("options", "layer_number", "training", "factor"),
+    [
+        (PaddedOptions(), 2, True, 1.5),
+        (PaddedOptions(), 2, False, 1.5),
+        (FACTORS, None, True, 1.5),
+        (FACTORS, 1, True, 1.5),
+        (FACTORS, 2, True, 3.0),
+        (FACTORS, 5, True, None),
+        (FACTORS, 2, False, 4.0),
+        (PaddedOptions(layer_factors="2:3"), 2, False, 3.0),
+        (PaddedOptions(schedule="0:2,7:9", layer_factors="2:3"), 1, True, 2.0),
+        (PaddedOptions(schedule="0:2,7:9", layer_factors="2:3"), 2, True, 3.0),
+    ],
+)
+def test_factor_by_layer_and_mode(options, layer_number, training, factor):
+    config = megatron_config(moe_expert_capacity_factor=1.5)
+    where = {"num_ranks": 1, "tp_size": 1, "layer_number": layer_number, "training": training}
+    assert dispatch_config(config, options, **where).capacity_factor == factor
+
+
+@pytest.mark.parametrize(("eval_factor", "evaluation"), [("", 2.5), ("no-drop", None)])
+def test_configs_follow_the_mode_of_their_router(eval_factor, evaluation):
+    config = megatron_config(moe_expert_capacity_factor=1.5)
+    options = PaddedOptions(eval_factor=eval_factor, layer_factors="4:2")
+    configs = LayerConfigs(config, options, num_ranks=3, tp_size=1)
+    assert configs.now.capacity_factor == 1.5
+    router = SimpleNamespace(training=True, layer_number=4)
+    configs.follow(router)
+    assert configs.now.capacity_factor == 2.0
+    configs.set_factor(2.5)
+    assert (configs.now.capacity_factor, configs.now.num_ranks) == (2.5, 3)
+    router.training = False
+    assert configs.now.capacity_factor == evaluation
 
 
 class OwnExperts(megatron_experts.SequentialMLP):

@@ -1,6 +1,5 @@
 """Plain loops over CUDA graphs: capture, self-test and guard, over the stand-in for CUDA graphs."""
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -190,11 +189,7 @@ def test_a_failed_self_test_raises_on_all_ranks(pool2: WorkerPool):
 CHANGES: dict[str, Callable[[Training], object]] = {
     "hidden_states.shape": lambda t: t.forward(BATCH + 1, SEQUENCE, seed=0),
     "training": lambda t: t.moe_layers[0].experts.eval(),
-    "dispatch_config": lambda t: setattr(
-        t.moe_layers[0].token_dispatcher,
-        "dispatch_config",
-        dataclasses.replace(t.moe_layers[0].token_dispatcher.dispatch_config, capacity_factor=2.0),
-    ),
+    "dispatch_config": lambda t: t.moe_layers[0].token_dispatcher.configs.set_factor(2.0),
     "moe_aux_loss_coeff": lambda t: setattr(t.config, "moe_aux_loss_coeff", 0.5),
     "moe_expert_capacity_factor": lambda t: setattr(t.config, "moe_expert_capacity_factor", 9.0),
 }

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 
-from padded_dispatch.megatron import padded_spec
+from padded_dispatch.megatron import PaddedOptions, padded_spec
 
 T = 12
 
@@ -67,6 +67,19 @@ def test_recompute_is_counted_once_and_evaluation_apart():
     assert eval_counters.kept_E.tolist() == [4, 4, 0, 0]
     assert eval_counters.num_passes.item() == 2
     assert counters.num_passes.item() == 1
+
+
+def test_evaluation_has_its_own_capacity():
+    options = PaddedOptions(eval_factor="no-drop", layer_factors="1:1")
+    config = tiny.config(moe_expert_capacity_factor=0.5)
+    config.padded_dispatch = options
+    layer = tiny.layer(config, padded_spec(tiny.layer_spec()))  # of number 1
+    hidden = torch.randn(T, 1, tiny.HIDDEN)
+    assert layer(hidden)[0].shape == layer.eval()(hidden)[0].shape
+    dispatcher = layer.token_dispatcher
+    assert dispatcher.counters.num_slots.item() == 4 * T * tiny.TOP_K // 4
+    assert dispatcher.eval_counters.num_slots.item() == 4 * T
+    assert dispatcher.eval_counters.kept_E.sum().item() == T * tiny.TOP_K
 
 
 def test_observers_see_the_map_before_selection():

@@ -3,9 +3,14 @@
 The rows of `padded_dispatch.megatron.fields` decide; this file only asks them.
 """
 
+import dataclasses
+import functools
 from typing import Any
 
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
+
 from padded_dispatch.config import DispatchConfig
+from padded_dispatch.megatron.factors import Factor
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
 from padded_dispatch.megatron.options import PaddedOptions
 
@@ -72,7 +77,13 @@ def check_experts(experts: Any) -> None:
 
 
 def dispatch_config(
-    config: Any, options: PaddedOptions, *, num_ranks: int, tp_size: int
+    config: Any,
+    options: PaddedOptions,
+    *,
+    num_ranks: int,
+    tp_size: int,
+    layer_number: int | None = None,
+    training: bool = True,
 ) -> DispatchConfig:
     """What decides our shapes, from what a Megatron user has set.
 
@@ -81,22 +92,91 @@ def dispatch_config(
         options: what Megatron has no field for.
         num_ranks: ranks in the expert-parallel group (R).
         tp_size: ranks that split every expert.
+        layer_number: Megatron's; None where the layer has none, or does not know it yet.
+        training: in evaluation there can be another factor.
 
     Raises:
         ValueError: see `DispatchConfig`.
     """
-    factor = config.moe_expert_capacity_factor
     return DispatchConfig(
         num_experts=config.num_moe_experts,
         top_k=config.moe_router_topk,
-        # Megatron takes a negative factor for None, but only in `__post_init__`.
-        capacity_factor=None if factor is None or factor < 0 else factor,
+        capacity_factor=_factor(config, options, layer_number, training),
         min_capacity=options.min_capacity,
-        alignment=options.alignment,
+        alignment=_alignment(config, options),
         policy=config.moe_token_drop_policy,
         num_ranks=num_ranks,
         tp_size=tp_size,
     )
+
+
+class LayerConfigs:
+    """The `DispatchConfig`s of one layer: `training` and `evaluation`. Changes between steps only.
+
+    Router and dispatcher share it; which of the two holds is the router's mode, which a layer that
+    is replayed from a CUDA graph has, too.
+
+    Args:
+        config, options, num_ranks, tp_size: see `dispatch_config`.
+    """
+
+    def __init__(
+        self, config: Any, options: PaddedOptions, *, num_ranks: int, tp_size: int
+    ) -> None:
+        self._translate = functools.partial(
+            dispatch_config, config, options, num_ranks=num_ranks, tp_size=tp_size
+        )
+        self._eval_apart = bool(options.eval_factors)
+        self._router: Any = None
+        self.training = self._translate()
+        self.evaluation = self._translate(training=False)
+
+    @property
+    def now(self) -> DispatchConfig:
+        """That of the mode that the layer is in; of training while there is no router."""
+        training = self._router is None or self._router.training
+        return self.training if training else self.evaluation
+
+    def follow(self, router: Any) -> None:
+        """From now on `router` says whether the layer is in training."""
+        self._router = router
+        if router.layer_number is not None:
+            self.set_layer_number(router.layer_number)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Take the factors that the options have for this layer."""
+        self.training = self._translate(layer_number=layer_number)
+        self.evaluation = self._translate(layer_number=layer_number, training=False)
+
+    def set_factor(self, factor: Factor) -> None:
+        """Change the factor; that of evaluation, too, unless it has one of its own.
+
+        To be called between steps, on all ranks alike; CUDA graphs that were captured before
+        refuse to be replayed.
+        """
+        self.training = dataclasses.replace(self.training, capacity_factor=factor)
+        if not self._eval_apart:
+            self.evaluation = self.training
+
+
+def _factor(
+    config: Any, options: PaddedOptions, layer_number: int | None, training: bool
+) -> Factor:
+    if not training and options.eval_factors:
+        return options.eval_factors[0]
+    own = options.factor_of_layer
+    if layer_number in own:
+        return own[layer_number]
+    factor = options.factor_of_step.get(0, config.moe_expert_capacity_factor)
+    # Megatron takes a negative factor for None, but only in `__post_init__`.
+    return None if factor is None or factor < 0 else factor
+
+
+def _alignment(config: Any, options: PaddedOptions) -> int:
+    """In rows. Megatron-Core 0.16.1 to 0.19.0: 32 for fp8 in the recipe mxfp8, 16 in the others."""
+    if options.alignment != "auto":
+        return options.alignment
+    return get_align_size_for_quantization(config) if config.fp8 or config.fp4 else 1
 
 
 def _read(config: Any, name: str) -> Any:

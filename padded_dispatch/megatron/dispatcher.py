@@ -23,7 +23,7 @@ from padded_dispatch.exchange import Slots
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.nccl import CollectiveExchange
 from padded_dispatch.megatron.compat import SharedExpertOverlap
-from padded_dispatch.megatron.config import check_config, dispatch_config, padded_options
+from padded_dispatch.megatron.config import LayerConfigs, check_config, padded_options
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.ops import make_plan
 from padded_dispatch.plan import DispatchPlan
@@ -41,7 +41,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     Args:
         num_local_experts: experts on this rank (L).
         local_expert_indices: their ids; Megatron hands them to every dispatcher.
-        config: the TransformerConfig. Read here once; later changes have no effect.
+        config: the TransformerConfig. Read before the first pass; later changes have no effect.
         pg_collection: `ep` and `expt_tp` are used.
 
     Raises:
@@ -58,9 +58,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         super().__init__(config=config, pg_collection=pg_collection)
         check_config(config)
         options = padded_options(config)
-        self.dispatch_config = dispatch_config(
-            config, options, num_ranks=self.ep_size, tp_size=self.tp_size
-        )
+        self.configs = LayerConfigs(config, options, num_ranks=self.ep_size, tp_size=self.tp_size)
         self.exchange = CollectiveExchange(
             num_local_experts, self.ep_group, self.tp_group, packed=options.experts == "packed"
         )
@@ -77,10 +75,15 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.cudagraph_attrs = list(_PLAN_TENSORS)
 
     @property
+    def dispatch_config(self) -> DispatchConfig:
+        """What decides the shapes of the next pass."""
+        return self.configs.now
+
+    @property
     def selector(self) -> Selector:
         """What this layer's router needs."""
         return Selector(
-            config=self.dispatch_config,
+            configs=self.configs,
             agreement=self.agreement,
             observers=[self.counters],
             eval_observers=[self.eval_counters],

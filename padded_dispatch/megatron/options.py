@@ -9,7 +9,15 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from padded_dispatch.megatron.factors import Factor, read_factor, read_factor_table, read_factors
+
+Alignment = int | Literal["auto"]
 Experts = Literal["module", "packed"]
+OnOverflow = Literal["drop", "warn", "error", "grow"]
+
+
+def _rows_or_auto(text: str) -> Alignment:
+    return "auto" if text == "auto" else int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +27,54 @@ class PaddedOptions:
     min_capacity: int = field(
         default=1, metadata={"help": "least slots per (source rank, expert), whatever the factor"}
     )
-    alignment: int = field(
-        default=1, metadata={"help": "rows of an expert's buffer are a multiple of this"}
+    alignment: Alignment = field(
+        default="auto",
+        metadata={
+            "read": _rows_or_auto,
+            "help": "rows of an expert's buffer are a multiple of this; auto: what the config's "
+            "fp8 or fp4 recipe needs, else 1",
+        },
+    )
+    layer_factors: str = field(
+        default="",
+        metadata={
+            "help": "layers with a capacity factor of their own, such as 3:1.5,7:no-drop, by "
+            "Megatron's layer number, which starts at 1"
+        },
+    )
+    eval_factor: str = field(
+        default="",
+        metadata={"help": "capacity factor in evaluation, or no-drop; without it as in training"},
+    )
+    schedule: str = field(
+        default="",
+        metadata={
+            "help": "capacity factors over the steps, such as 0:2,200:1.25: the second holds once "
+            "200 steps are done; each change captures CUDA graphs again, and layers with a factor "
+            "of their own keep it"
+        },
+    )
+    on_overflow: OnOverflow = field(
+        default="drop",
+        metadata={
+            "help": "when telemetry finds that a layer has dropped more than the threshold: "
+            "drop: go on; warn: say so; error: end the run; grow: give the layer a larger factor",
+            "choices": get_args(OnOverflow),
+        },
+    )
+    overflow_threshold: float = field(
+        default=0.0, metadata={"help": "share of a layer's rows that may be dropped"}
+    )
+    grow_factors: str = field(
+        default="1.5,2,3,4,no-drop",
+        metadata={"help": "capacity factors that grow may choose, the next larger one each time"},
+    )
+    grow_after: int = field(
+        default=3,
+        metadata={"help": "reads in a row above the threshold after which a layer grows"},
+    )
+    telemetry_every: int = field(
+        default=10, metadata={"help": "steps between two reads of what was dropped"}
     )
     experts: Experts = field(
         default="module",
@@ -32,11 +86,39 @@ class PaddedOptions:
     )
 
     def __post_init__(self) -> None:
-        if self.experts not in get_args(Experts):
-            raise ValueError(
-                f"experts={self.experts!r} is not possible: choose one of "
-                f"{', '.join(get_args(Experts))}"
-            )
+        for name, names in (("experts", get_args(Experts)), ("on_overflow", get_args(OnOverflow))):
+            value = getattr(self, name)
+            _require(value in names, name, value, f"choose one of {', '.join(names)}")
+        rows = self.alignment
+        aligned = rows == "auto" or (isinstance(rows, int) and rows >= 1)
+        _require(aligned, "alignment", rows, "give a whole number of at least 1, or 'auto'")
+        share = self.overflow_threshold
+        _require(0 <= share < 1, "overflow_threshold", share, "give a share from 0 to below 1")
+        for name in ("grow_after", "telemetry_every"):
+            value = getattr(self, name)
+            _require(value >= 1, name, value, "give a whole number of at least 1")
+        # Read once here, so that mistakes are found where they are made.
+        _ = self.factor_of_layer, self.eval_factors, self.factor_of_step, self.factors_to_grow
+
+    @property
+    def factor_of_layer(self) -> dict[int, Factor]:
+        """`layer_factors`, by layer number."""
+        return read_factor_table("layer_factors", self.layer_factors, 1)
+
+    @property
+    def eval_factors(self) -> tuple[Factor, ...]:
+        """`eval_factor`, or nothing where evaluation is like training."""
+        return (read_factor("eval_factor", self.eval_factor),) if self.eval_factor else ()
+
+    @property
+    def factor_of_step(self) -> dict[int, Factor]:
+        """`schedule`, by the number of steps done."""
+        return read_factor_table("schedule", self.schedule, 0)
+
+    @property
+    def factors_to_grow(self) -> tuple[Factor, ...]:
+        """`grow_factors`, rising."""
+        return read_factors("grow_factors", self.grow_factors)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,10 +127,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option in dataclasses.fields(PaddedOptions):
         group.add_argument(
             _flag(option),
-            type=type(option.default),
+            type=option.metadata.get("read", type(option.default)),
             default=option.default,
             choices=option.metadata.get("choices"),
-            help=f"{option.metadata['help']} (default: {option.default})",
+            help=f"{option.metadata['help']} (default: {_default(option)})",
         )
 
 
@@ -64,7 +146,7 @@ def from_arguments(arguments: argparse.Namespace) -> PaddedOptions:
 def markdown_table() -> str:
     """All options as a Markdown table: name, flag, default, meaning."""
     rows = [
-        f"| `{option.name}` | `{_flag(option)}` | {option.default} | {option.metadata['help']} |"
+        f"| `{option.name}` | `{_flag(option)}` | {_default(option)} | {option.metadata['help']} |"
         for option in dataclasses.fields(PaddedOptions)
     ]
     return "\n".join(["| option | flag | default | meaning |", "|---|---|---|---|", *rows])
@@ -72,3 +154,12 @@ def markdown_table() -> str:
 
 def _flag(option: dataclasses.Field[Any]) -> str:
     return f"--padded-{option.name.replace('_', '-')}"
+
+
+def _default(option: dataclasses.Field[Any]) -> str:
+    return "none" if option.default == "" else str(option.default)
+
+
+def _require(ok: object, name: str, value: object, remedy: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}={value!r} is not possible: {remedy}")

@@ -18,9 +18,9 @@ import torch
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig
 from padded_dispatch.dispatcher import check_facts
 from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.megatron.config import LayerConfigs
 from padded_dispatch.ops import select
 from padded_dispatch.stats import RoutingObserver
 
@@ -44,7 +44,7 @@ class Selector:
     wants to know of both is in both. What they do is captured with the router: append before.
     """
 
-    config: DispatchConfig
+    configs: LayerConfigs
     agreement: Agreement
     observers: list[RoutingObserver] = field(default_factory=list)
     eval_observers: list[RoutingObserver] = field(default_factory=list)
@@ -52,6 +52,7 @@ class Selector:
 
 def select_after_counting(router: Any, selector: Selector) -> None:
     """Turn a Megatron TopKRouter (or a subclass) into one that selects after it has counted."""
+    selector.configs.follow(router)
     router.selector = selector
     router.saw_padding_mask = False
     router.__class__ = _selecting(type(router))
@@ -67,9 +68,16 @@ def _selecting(base: type) -> type:
         selector: Selector
         saw_padding_mask: bool
 
+        def set_layer_number(self, layer_number: int) -> None:
+            """As `Router.set_layer_number`; the layer may have a capacity factor of its own."""
+            super().set_layer_number(layer_number)
+            self.selector.configs.set_layer_number(layer_number)
+
         def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Any:
             """As `TopKRouter.forward`; the first point at which this layer's ranks could differ."""
-            check_facts(self.selector.agreement, self.selector.config, input.flatten(0, -2))
+            config, tokens_TD = self.selector.configs.now, input.flatten(0, -2)
+            # Ranks of different modes may have the same capacity, but no longer the same next call.
+            check_facts(self.selector.agreement, config, tokens_TD, training=int(self.training))
             if self.training and self.config.cuda_graph_impl == "transformer_engine":
                 if self.saw_padding_mask and padding_mask is None:
                     raise ValueError(_MASK_IS_LOST)
@@ -95,7 +103,7 @@ def _selecting(base: type) -> type:
                 probs_TE, map_TE = super().routing(logits, padding_mask)
             if padding_mask is not None:
                 map_TE = map_TE & ~padding_mask.reshape(-1, 1)
-            config = self.selector.config
+            config = self.selector.configs.now
             capacity = config.capacity(map_TE.shape[0])
             selection = select(map_TE, probs_TE, capacity=capacity, policy=config.policy)
             for observer in self._observers():
