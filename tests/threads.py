@@ -1,0 +1,55 @@
+"""More ranks than processes would do: one thread each, over torch's threaded process group.
+
+Collectives are real (each thread hands over its tensors, rank 0 moves them), and everything else
+runs as in a process of its own, since torch keeps its world and its registry of groups per thread.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg
+from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
+
+from padded_dispatch.exchange import agreement
+
+
+def run_on_threads(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """`fn(*args)` on every rank of a default group; the results by rank.
+
+    Raises:
+        RuntimeError: from the first error of a rank; the others are woken and end.
+    """
+    results: list[Any] = [None] * num_ranks
+    errors: list[BaseException] = []
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
+            results[rank] = fn(*args)
+        except BaseException as error:  # SystemExit is how the woken ones end.
+            errors.append(error)
+            ProcessLocalGroup.exception_handle(error)
+
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode
+    multi_threaded_pg._install_threaded_pg()
+    isolate(True)
+    try:
+        # The group itself compares facts, as a gloo group does; 64 ranks' sockets are not the point.
+        with patch.object(agreement, "_twin", lambda group: group):
+            threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        isolate(False)
+        multi_threaded_pg._uninstall_threaded_pg()
+        ProcessLocalGroup.reset()
+    if errors:
+        raise RuntimeError("a rank failed") from errors[0]
+    return results
