@@ -39,7 +39,7 @@ def run_on_threads(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[A
     multi_threaded_pg._install_threaded_pg()
     isolate(True)
     try:
-        # The group itself compares facts, as a gloo group does; 64 ranks' sockets are not the point.
+        # The group itself compares facts, as a gloo group does: no socket for each pair of ranks.
         with patch.object(agreement, "_twin", lambda group: group):
             threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
             for thread in threads:
