@@ -16,6 +16,9 @@ from typing import Literal, get_args
 Policy = Literal["probs", "position", "random", "priority"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
+Remedy = Literal["none", "renormalize", "reroute"]
+REMEDIES: tuple[str, ...] = get_args(Remedy)
+
 
 def _require(ok: bool, field: str, value: object, remedy: str) -> None:
     if not ok:
@@ -59,6 +62,10 @@ class DispatchConfig:
         policy: who keeps a slot when more rows ask than fit: "probs" (the most probable),
             "position" (the first tokens), "random" (a draw), or "priority" (first choices before
             second ones, sure tokens first); see `padded_dispatch.select`.
+        remedy: what becomes of dropped rows: "none", "renormalize" (their tokens' kept rows weigh
+            more) or "reroute" (to the next-best expert with a free slot); see
+            `padded_dispatch.remedies`.
+        reroute_rounds: how often "reroute" tries.
         num_ranks: ranks in the expert-parallel group (R).
         tp_size: ranks that split every expert's ffn between them (expert tensor parallel).
 
@@ -72,12 +79,22 @@ class DispatchConfig:
     min_capacity: int = 1
     alignment: int = 1
     policy: Policy = "probs"
+    remedy: Remedy = "none"
+    reroute_rounds: int = 1
     num_ranks: int = 1
     tp_size: int = 1
     _capacity_step: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k", "min_capacity", "alignment", "num_ranks", "tp_size"):
+        for name in (
+            "num_experts",
+            "top_k",
+            "min_capacity",
+            "alignment",
+            "reroute_rounds",
+            "num_ranks",
+            "tp_size",
+        ):
             value = getattr(self, name)
             _require(
                 isinstance(value, int) and not isinstance(value, bool) and value >= 1,
@@ -104,9 +121,11 @@ class DispatchConfig:
             factor,
             "give a finite number above 0, or None to drop nothing",
         )
-        _require(
-            self.policy in POLICIES, "policy", self.policy, f"choose one of {', '.join(POLICIES)}"
-        )
+        for name, value, choices in (
+            ("policy", self.policy, POLICIES),
+            ("remedy", self.remedy, REMEDIES),
+        ):
+            _require(value in choices, name, value, f"choose one of {', '.join(choices)}")
         # Here and not in capacity(): Dynamo cannot trace math.gcd of a number that it generalises.
         step = self.alignment // math.gcd(self.alignment, self.num_sources)
         object.__setattr__(self, "_capacity_step", step)

@@ -15,8 +15,9 @@ from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange import ExpertInput
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.nccl import CollectiveExchange
-from padded_dispatch.ops import make_plan, select
+from padded_dispatch.ops import make_plan
 from padded_dispatch.plan import DispatchPlan
+from padded_dispatch.remedies import select_with_remedy
 from padded_dispatch.select import Selection
 
 
@@ -61,7 +62,15 @@ class PaddedDispatcher:
         self.agreement = Agreement(group, tp_group)
 
     def dispatch(
-        self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, mask_T: Tensor | None = None
+        self,
+        tokens_TD: Tensor,
+        probs_TE: Tensor,
+        map_TE: Tensor,
+        mask_T: Tensor | None = None,
+        *,
+        scores_TE: Tensor | None = None,
+        keep_T: Tensor | None = None,
+        draw: Tensor | None = None,
     ) -> Dispatched:
         """Rows to their experts.
 
@@ -70,13 +79,24 @@ class PaddedDispatcher:
             probs_TE: floating point [T, E], the router's weights.
             map_TE: bool [T, E], which experts each token asked for, at most K each.
             mask_T: bool [T], True for padding tokens, which take no slot.
+            scores_TE: floating point [T, E], for remedy "reroute": see
+                `padded_dispatch.remedies.reroute`.
+            keep_T: bool [T], True for tokens that come before all others.
+            draw: int64 scalar, for policy "random": see `padded_dispatch.ops.select`.
 
         Raises:
             ValueError: the same on all ranks, when they disagree or T is 0.
         """
         capacity = check_facts(self.agreement, self.config, tokens_TD)
-        selection = select(
-            map_TE, probs_TE, capacity=capacity, policy=self.config.policy, mask_T=mask_T
+        selection = select_with_remedy(
+            self.config,
+            capacity,
+            map_TE,
+            probs_TE,
+            scores_TE,
+            mask_T=mask_T,
+            keep_T=keep_T,
+            draw=draw,
         )
         plan = make_plan(selection.kept_TE, top_k=self.config.top_k, capacity=capacity)
         outgoing = self.exchange.prepare(tokens_TD, selection.probs_TE, plan)

@@ -13,7 +13,7 @@ at least fp32.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,6 +127,57 @@ def _first_in_order(
         for *_, t in sorted(askers)[:capacity]:
             kept_TE[t, e] = True
     return kept_TE
+
+
+def renormalize(selection: Selection, asked_TE: NDArray, probs_TE: NDArray) -> Selection:
+    """A token's kept probabilities, scaled up to the sum that it asked with."""
+    scaled_TE = selection.probs_TE.copy()
+    for t in range(asked_TE.shape[0]):
+        asked = sum(probs_TE[t, e] for e in np.flatnonzero(asked_TE[t]))
+        kept = sum(probs_TE[t, e] for e in np.flatnonzero(selection.kept_TE[t]))
+        lost_some = selection.kept_TE[t].sum() < asked_TE[t].sum()
+        if lost_some and kept >= 2.0**-64:
+            scaled_TE[t] = selection.probs_TE[t] / kept * asked
+    return replace(selection, probs_TE=scaled_TE)
+
+
+def reroute(
+    selection: Selection,
+    asked_TE: NDArray,
+    scores_TE: NDArray,
+    choice_TE: NDArray,
+    *,
+    capacity: int,
+    policy: str,
+    rounds: int,
+    keep_T: NDArray | None = None,
+    draw: int = 0,
+) -> Selection:
+    """Dropped rows to their tokens' best other experts, by choice, while slots are free."""
+    num_tokens, num_experts = asked_TE.shape
+    kept_TE = selection.kept_TE.copy()
+    for _ in range(rounds):
+        wanted_TE = kept_TE.copy()
+        for t in range(num_tokens):
+            others = [
+                e
+                for e in range(num_experts)
+                if not (asked_TE[t, e] or kept_TE[t, e])
+                and choice_TE[t, e] > -np.inf
+                and kept_TE[:, e].sum() < capacity
+            ]
+            others.sort(key=lambda e: (-choice_TE[t, e], e))
+            for e in others[: asked_TE[t].sum() - kept_TE[t].sum()]:
+                wanted_TE[t, e] = True
+        level_TE = 2 * kept_TE
+        if keep_T is not None:
+            level_TE += keep_T[:, None]
+        kept_TE = _first_in_order(wanted_TE, scores_TE, capacity, policy, level_TE, draw)
+    return replace(
+        selection,
+        kept_TE=kept_TE,
+        probs_TE=np.where(kept_TE & ~asked_TE, scores_TE, selection.probs_TE),
+    )
 
 
 def random_score(draw: int, t: int, e: int) -> int:

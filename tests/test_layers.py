@@ -8,7 +8,7 @@ LAYERS = (  # Low to high; modules on one line do not see each other.
     "config routings",
     "reference select plan kernels",
     "ops stats grouped",
-    "workspace activation",
+    "workspace activation remedies",
     "exchange experts",
     "dispatcher",
     "megatron capacity",
