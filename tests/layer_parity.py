@@ -9,6 +9,7 @@ mix of tensor, expert and expert tensor parallelism. Runs on CPUs over gloo (Seq
 import functools
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ SEED = 20
 # Of weights and tokens, taken together: the largest error of the 16 elements of a bias gradient is
 # a matter of luck, that of 64 less so.
 DRAWS = 4
+RUNS = ("ours", "again", "stock", "exact")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,39 +68,69 @@ class LayerCase:
         return "allgather" if self.device == "cpu" else "alltoall"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Misses:
+    """Numbers of draws in which the errors of one are above twice those of the other."""
+
+    ours: int
+    stock: int
+
+
 def layer_parity(case: LayerCase) -> Parity:
     """Run `case` on every rank of the default process group.
 
     Returns:
         Errors of the output and of every gradient, by name; the same on all ranks.
     """
-    sizes = {
-        "tensor_model_parallel_size": case.tp,
-        "expert_model_parallel_size": case.ep,
-        "expert_tensor_parallel_size": case.etp,
-    }
-    with megatron(case.device, **sizes):
-        found: dict[str, list[dict[str, Tensor]]] = {
-            "ours": [],
-            "again": [],
-            "stock": [],
-            "exact": [],
-        }
-        for draw in range(DRAWS):
-            weights = _weights(case, draw)
-            tokens, grad = _tokens(case, draw)
-            stock, map_TE = _run(case, case.stock_type, weights, tokens, grad)
-            ours, kept_TE = _run(case, "padded_alltoall", weights, tokens, grad)
-            assert torch.equal(map_TE, kept_TE), "both routers must choose the same experts"
-            found["stock"].append(stock)
-            found["ours"].append(ours)
-            found["again"].append(_run(case, "padded_alltoall", weights, tokens, grad)[0])
-            found["exact"].append(in_fp64(case, weights, tokens, grad, map_TE))
-        ours, again, stock, exact = (_stacked(found[run]) for run in found)
-        return Parity(
-            errors=compare(ours, stock, exact, case.dtype),
-            repeats=all(torch.equal(ours[name], again[name]) for name in ours),
-        )
+    with _groups(case):
+        draws = [_draw(case, number) for number in range(DRAWS)]
+    ours, again, stock, exact = (_stacked([draw[run] for draw in draws]) for run in RUNS)
+    return Parity(
+        errors=compare(ours, stock, exact, case.dtype),
+        repeats=all(torch.equal(ours[name], again[name]) for name in ours),
+    )
+
+
+def single_draws(case: LayerCase, num_draws: int) -> dict[str, Misses]:
+    """How often one draw alone breaks the rule, and how often it would with the roles swapped.
+
+    Two paths of the same quality miss about equally often. To be called by every rank.
+    """
+    misses: dict[str, Misses] = {}
+    with _groups(case):
+        for number in range(num_draws):
+            draw = _draw(case, number)
+            ours, _, stock, exact = (draw[run] for run in RUNS)
+            here = compare(ours, stock, exact, case.dtype)
+            swapped = compare(stock, ours, exact, case.dtype)
+            for name in here:
+                counted = misses.get(name, Misses(ours=0, stock=0))
+                misses[name] = Misses(
+                    ours=counted.ours + (not here[name].passed),
+                    stock=counted.stock + (not swapped[name].passed),
+                )
+    return misses
+
+
+def _groups(case: LayerCase) -> AbstractContextManager[None]:
+    return megatron(
+        case.device,
+        tensor_model_parallel_size=case.tp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+    )
+
+
+def _draw(case: LayerCase, number: int) -> dict[str, dict[str, Tensor]]:
+    """Output and gradients of each of `RUNS` for one draw of weights and tokens."""
+    weights = _weights(case, number)
+    tokens, grad = _tokens(case, number)
+    stock, map_TE = _run(case, case.stock_type, weights, tokens, grad)
+    ours, kept_TE = _run(case, "padded_alltoall", weights, tokens, grad)
+    assert torch.equal(map_TE, kept_TE), "both routers must choose the same experts"
+    again, _ = _run(case, "padded_alltoall", weights, tokens, grad)
+    exact = in_fp64(case, weights, tokens, grad, map_TE)
+    return {"ours": ours, "again": again, "stock": stock, "exact": exact}
 
 
 def _stacked(draws: list[dict[str, Tensor]]) -> dict[str, Tensor]:
