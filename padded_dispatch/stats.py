@@ -16,8 +16,8 @@ from padded_dispatch.select import Selection
 # Probability mass is counted in units of 2**-32: in int64 up to 2**31 rows of probability 1.
 MASS_UNITS = 2**32
 
-# One number each, behind the numbers per expert.
-_SCALARS = (
+# The order of `Counters.totals` behind the numbers per expert; one number each.
+SCALARS = (
     "asked_mass",
     "dropped_mass",
     "num_tokens",
@@ -26,6 +26,7 @@ _SCALARS = (
     "num_passes",
     "num_slots",
     "num_overflow",
+    "idle_passes",
 )
 
 
@@ -63,7 +64,8 @@ class Counters:
     `num_tokens`: tokens that asked for an expert, `lost_tokens`: those of them that kept none.
     `num_positions`: T per pass, padding tokens too. `num_passes`. `num_slots`: slots offered (E * C
     per pass). `num_overflow`: rows that a plan had no slot for although they had been kept; other
-    than zero it is somebody's bug.
+    than zero it is somebody's bug. `idle_passes`: passes in which this rank's experts got no row
+    from anybody.
 
     `max_demand` is no sum: the largest demand for one expert in one pass since it was last zeroed.
 
@@ -72,11 +74,11 @@ class Counters:
     """
 
     def __init__(self, num_experts: int, device: torch.device | str | int) -> None:
-        num_totals = 2 * num_experts + len(_SCALARS)
+        num_totals = 2 * num_experts + len(SCALARS)
         self.totals = torch.zeros(num_totals, dtype=torch.int64, device=device)
         self.max_demand = torch.zeros((), dtype=torch.int64, device=device)
         self.demand_E, self.kept_E = self.totals[: 2 * num_experts].view(2, num_experts)
-        scalars = dict(zip(_SCALARS, self.totals[2 * num_experts :], strict=True))
+        scalars = dict(zip(SCALARS, self.totals[2 * num_experts :], strict=True))
         self.asked_mass = scalars["asked_mass"]
         self.dropped_mass = scalars["dropped_mass"]
         self.num_tokens = scalars["num_tokens"]
@@ -85,6 +87,7 @@ class Counters:
         self.num_passes = scalars["num_passes"]
         self.num_slots = scalars["num_slots"]
         self.num_overflow = scalars["num_overflow"]
+        self.idle_passes = scalars["idle_passes"]
 
     @torch.no_grad()
     def observe(
@@ -111,8 +114,17 @@ class Counters:
         self.num_overflow += overflow_E.sum()
 
     @torch.no_grad()
+    def add_received(self, kept_M: Tensor) -> None:
+        """Count a pass as idle if none of the buffers on this rank has a row.
+
+        Args:
+            kept_M: rows in each (source, local expert)'s buffer, as they came over the wire.
+        """
+        self.idle_passes += kept_M.sum() == 0
+
+    @torch.no_grad()
     def reset(self) -> None:
-        """Start again at zero."""
+        """Start again at zero; not beside a reader, who takes differences."""
         for count in self.tensors():
             count.zero_()
 

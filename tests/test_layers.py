@@ -9,7 +9,7 @@ LAYERS = (  # Low to high; modules on one line do not see each other.
     "reference select plan kernels",
     "ops stats grouped",
     "workspace activation remedies",
-    "exchange experts",
+    "exchange experts snapshot",
     "dispatcher",
     "megatron capacity",
     "testing launch results watchdog",

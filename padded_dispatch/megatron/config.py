@@ -133,9 +133,13 @@ class LayerConfigs:
 
     @property
     def now(self) -> DispatchConfig:
-        """That of the mode that the layer is in; of training while there is no router."""
-        training = self._router is None or self._router.training
-        return self.training if training else self.evaluation
+        """That of the mode that the layer is in."""
+        return self.training if self.in_training else self.evaluation
+
+    @property
+    def in_training(self) -> bool:
+        """Whether the layer is in training mode; so it is while there is no router."""
+        return self._router is None or self._router.training
 
     def follow(self, router: Any) -> None:
         """From now on `router` says whether the layer is in training."""

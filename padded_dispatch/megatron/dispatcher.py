@@ -89,6 +89,12 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             eval_observers=[self.eval_counters],
         )
 
+    def _counters_now(self) -> Counters | None:
+        """Those of the layer's mode; none in the first pass of recompute, which comes again."""
+        if not self.configs.in_training:
+            return self.eval_counters
+        return self.counters if torch.is_grad_enabled() else None
+
     def set_shared_experts(self, shared_experts: Any) -> None:
         """Run the shared experts beside the exchange (`moe_shared_expert_overlap`)."""
         super().set_shared_experts(shared_experts)
@@ -117,7 +123,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         capacity = config.capacity(tokens_TD.shape[0])
         plan = make_plan(routing_map, top_k=config.top_k, capacity=capacity)
         outgoing = self.exchange.prepare(tokens_TD, probs, plan)
-        self.counters.add_overflow(plan.overflow_E)
+        counters = self._counters_now()
+        if counters is not None:
+            counters.add_overflow(plan.overflow_E)
         self.slot_of_SBK = plan.slot_of_TK.view(*tokens.shape[:-1], -1)
         self.choice_of_slot_EC = plan.choice_of_slot_EC
         self.kept_E = plan.kept_E
@@ -146,6 +154,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             are real. For `PackedExperts`: where they end, int32 [L] on the device.
         """
         arranged = self.exchange.arrange(Slots(rows_MCD=hidden_states, side_MC1=probs))
+        counters = self._counters_now()
+        if counters is not None:
+            counters.add_received(arranged.kept_SL)
         self.ends_LS = arranged.ends_LS
         if self.ends_LS is not None:
             return arranged.rows_ND, self.ends_LS[:, -1].contiguous(), arranged.probs_N
