@@ -27,8 +27,10 @@ from padded_dispatch.plan import DispatchPlan, plan_tensors
 from padded_dispatch.select import Selection
 from padded_dispatch.select import choice_ranks as choice_ranks_in_torch
 from padded_dispatch.select import kept_map as kept_map_in_torch
+from padded_dispatch.stages import stage
 
 
+@stage("select")
 def select(
     map_TE: Tensor,
     probs_TE: Tensor,
@@ -91,6 +93,7 @@ def choice_ranks(asked_TE: Tensor, probs_TE: Tensor) -> Tensor:
     return _choice_ranks(asked_TE, probs_TE.detach())
 
 
+@stage("plan")
 def make_plan(kept_TE: Tensor, *, top_k: int, capacity: int) -> DispatchPlan:
     """Give every kept row its slot.
 
@@ -381,10 +384,12 @@ def _save_maps(ctx, inputs, output) -> None:
     ctx.save_for_backward(slots, choices)
 
 
+@stage("gather backward")
 def _gather_backward(ctx, grad_ECD):
     return _combine(grad_ECD, *ctx.saved_tensors), None, None
 
 
+@stage("combine backward")
 def _combine_backward(ctx, grad_TD):
     return _gather(grad_TD, *ctx.saved_tensors), None, None
 
@@ -395,6 +400,7 @@ def _side_setup(ctx, inputs, output) -> None:
     ctx.dtype = probs_TE.dtype
 
 
+@stage("gather backward")
 def _gather_side_backward(ctx, grad_EC1):
     return _scatter_side(grad_EC1, *ctx.saved_tensors).to(ctx.dtype), None, None, None
 
@@ -414,8 +420,10 @@ _combine.register_autograd(_combine_backward, setup_context=_save_maps)
 _gather_side.register_autograd(_gather_side_backward, setup_context=_side_setup)
 _scatter_side.register_autograd(_scatter_side_backward, setup_context=_save_maps)
 _pack.register_autograd(
-    lambda ctx, grad_ND: (_unpack(grad_ND, *ctx.saved_tensors), None), setup_context=_save_ends
+    stage("regroup backward")(lambda ctx, grad_ND: (_unpack(grad_ND, *ctx.saved_tensors), None)),
+    setup_context=_save_ends,
 )
 _unpack.register_autograd(
-    lambda ctx, grad_MCD: (_pack(grad_MCD, *ctx.saved_tensors), None), setup_context=_save_ends
+    stage("regroup backward")(lambda ctx, grad_MCD: (_pack(grad_MCD, *ctx.saved_tensors), None)),
+    setup_context=_save_ends,
 )

@@ -28,6 +28,7 @@ from padded_dispatch.ops import (
     unpack_rows,
 )
 from padded_dispatch.plan import DispatchPlan
+from padded_dispatch.stages import stage
 
 
 class CollectiveExchange:
@@ -56,14 +57,17 @@ class CollectiveExchange:
         self._group = group_name(group) if group is not None else ""
         self._tp_group = group_name(tp_group) if tp_group is not None else ""
 
+    @stage("gather")
     def prepare(self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan) -> Slots:
         """Tokens and their probabilities into slots: rows [E, C, D], side [E, C + 1]."""
         return Slots(rows_MCD=gather_rows(tokens_TD, plan), side_MC1=gather_side(probs_TE, plan))
 
+    @stage("exchange")
     def move(self, outgoing: Slots) -> Slots:
         """Slots to the ranks of their experts: [E, ...] to [R * L, ...]."""
         return self._all_to_all(outgoing)
 
+    @stage("regroup")
     def arrange(self, incoming: Slots) -> ExpertInput:
         """[S * L, C, D] to rows [N, D] with N = L * S * C, by expert."""
         rows_MCD, side_MC1 = incoming.rows_MCD, incoming.side_MC1
@@ -88,6 +92,7 @@ class CollectiveExchange:
             kept_SL=kept_SL,
         )
 
+    @stage("regroup")
     def disarrange(self, out_ND: Tensor, ends_LS: Tensor | None) -> Slots:
         """[N, D] to [R * L, C, D], summed over the ranks that split an expert."""
         if ends_LS is not None:
@@ -99,10 +104,12 @@ class CollectiveExchange:
             rows_MCD = reduce_scatter(rows_MCD, self._tp_group, self.tp_size)
         return Slots(rows_MCD=rows_MCD)
 
+    @stage("exchange")
     def move_back(self, outgoing: Slots) -> Slots:
         """Slots home to the ranks of their tokens: [R * L, C, D] to [E, C, D]."""
         return self._all_to_all(outgoing)
 
+    @stage("combine")
     def combine(self, incoming: Slots, plan: DispatchPlan) -> Tensor:
         """The sum of its slots for every token, [T, D]."""
         return combine_rows(incoming.rows_MCD, plan)

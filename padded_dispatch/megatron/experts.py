@@ -24,6 +24,7 @@ from padded_dispatch.activation import Activation
 from padded_dispatch.experts import ExpertWeights, grouped_mlp
 from padded_dispatch.megatron.config import refuse
 from padded_dispatch.megatron.fields import ConfigField
+from padded_dispatch.stages import stage
 
 
 class PackedExperts(MegatronModule):
@@ -43,6 +44,7 @@ class PackedExperts(MegatronModule):
         self.linear_fc1 = StackedLinear(_weights(experts, "linear_fc1"))
         self.linear_fc2 = StackedLinear(_weights(experts, "linear_fc2"))
 
+    @stage("experts")
     def forward(self, rows_ND: Tensor, ends_L: Tensor, probs_N: Tensor) -> tuple[Tensor, None]:
         """Packed rows to packed rows, weighted with `probs_N`.
 
