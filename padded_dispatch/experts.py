@@ -4,11 +4,17 @@
 
 Rows are packed as in `padded_dispatch.grouped`, which has the linears;
 `padded_dispatch.activation` has what is between them.
+
+For backward, fc1 keeps the rows, the activation what fc1 returned, and fc2 its input, which may as
+well be computed again: one more pass over real rows saves N * F elements.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from padded_dispatch.activation import Activation, activate
 from padded_dispatch.grouped import grouped_linear
@@ -34,6 +40,8 @@ def grouped_mlp(
     ends_L: Tensor,
     weights: ExpertWeights,
     activation: Activation,
+    *,
+    recompute: bool = False,
 ) -> Tensor:
     """Every expert's MLP on its rows, weighted: `prob * (fc2(f(fc1 + bias)) + bias)`.
 
@@ -41,10 +49,31 @@ def grouped_mlp(
         rows_ND: floating point [N, D]; bf16 on CUDA devices.
         probs_N: at least fp32.
         ends_L: contiguous int32, ascending, the last at most N.
+        recompute: compute fc2's input again in backward.
 
     Returns:
         [N, D]; rows from `ends_L[-1]` on are unspecified, as are those of the gradients.
     """
     fc1_NG = grouped_linear(rows_ND, weights.fc1_LGD, ends_L)
-    hidden_NF = activate(fc1_NG, probs_N, ends_L, activation, weights.fc1_bias_LG)
-    return grouped_linear(hidden_NF, weights.fc2_LDF, ends_L, weights.fc2_bias_LD, probs_N)
+
+    def between(fc1_NG: Tensor) -> Tensor:
+        return activate(fc1_NG, probs_N, ends_L, activation, weights.fc1_bias_LG)
+
+    hidden_NF = between(fc1_NG)
+    kept_NG = fc1_NG.detach()
+    keep_less = _computed_again(hidden_NF, lambda: between(kept_NG).detach())
+    with keep_less if recompute else nullcontext():
+        return grouped_linear(hidden_NF, weights.fc2_LDF, ends_L, weights.fc2_bias_LD, probs_N)
+
+
+def _computed_again(value: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:
+    """Where autograd would keep `value`, let it keep how to compute it."""
+    place = value.data_ptr()  # Not the object: hooks get another one, on the same memory.
+
+    def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
+        return compute if saved.data_ptr() == place else saved
+
+    def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
+        return kept if isinstance(kept, Tensor) else kept()
+
+    return saved_tensors_hooks(pack, unpack)

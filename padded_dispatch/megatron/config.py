@@ -41,13 +41,17 @@ def refuse(config: Any, rows: tuple[ConfigField, ...], complaint: str) -> None:
     Raises:
         ValueError: the complaint, then one line per refused setting.
     """
-    refused = [
+    if refused := refusals(config, rows):
+        raise ValueError("\n".join([complaint, *refused]))
+
+
+def refusals(config: Any, rows: tuple[ConfigField, ...]) -> list[str]:
+    """One line per setting that the rows refuse: field, value, reason, remedy."""
+    return [
         f"  {row.name}={value!r}: {row.note}. Remedy: {row.remedy}."
         for row in rows
         if row.refuses(value := _read(config, row.name))
     ]
-    if refused:
-        raise ValueError("\n".join([complaint, *refused]))
 
 
 def padded_options(config: Any) -> PaddedOptions:

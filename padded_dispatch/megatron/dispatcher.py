@@ -24,6 +24,7 @@ from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.nccl import CollectiveExchange
 from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import LayerConfigs, check_config, padded_options
+from padded_dispatch.megatron.experts import chosen_experts
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.ops import make_plan
 from padded_dispatch.plan import DispatchPlan
@@ -60,7 +61,10 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         options = padded_options(config)
         self.configs = LayerConfigs(config, options, num_ranks=self.ep_size, tp_size=self.tp_size)
         self.exchange = CollectiveExchange(
-            num_local_experts, self.ep_group, self.tp_group, packed=options.experts == "packed"
+            num_local_experts,
+            self.ep_group,
+            self.tp_group,
+            packed=chosen_experts(config) == "packed",
         )
         self.agreement = Agreement(self.ep_group, self.tp_group)
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"

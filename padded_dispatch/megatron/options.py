@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from padded_dispatch.megatron.factors import Factor, read_factor, read_factor_table, read_factors
 
 Alignment = int | Literal["auto"]
-Experts = Literal["module", "packed"]
+Experts = Literal["module", "packed", "auto"]
 OnOverflow = Literal["drop", "warn", "error", "grow"]
 
 
@@ -80,7 +80,7 @@ class PaddedOptions:
         default="module",
         metadata={
             "help": "module: the experts of the layer's spec, on padded rows; packed: ours, which "
-            "compute real rows only",
+            "compute real rows only; auto: packed where the config and its factor make it pay",
             "choices": get_args(Experts),
         },
     )
