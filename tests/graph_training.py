@@ -138,6 +138,7 @@ def replays_equal_eager(case: Situation) -> Findings:
             "tensors_per_step": differing.num_tensors(),
             "self_test_tensors": report.num_tensors,
             "self_test_unreproducible": list(report.unreproducible),
+            "self_test_other_kernels": list(report.other_kernels),
             "loss": graphed.losses(),
         }
         broken = graphed.idle_failures()
