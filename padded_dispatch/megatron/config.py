@@ -102,13 +102,16 @@ def dispatch_config(
     Raises:
         ValueError: see `DispatchConfig`.
     """
+    policy = options.policy
     return DispatchConfig(
         num_experts=config.num_moe_experts,
         top_k=config.moe_router_topk,
         capacity_factor=_factor(config, options, layer_number, training),
         min_capacity=options.min_capacity,
         alignment=_alignment(config, options),
-        policy=config.moe_token_drop_policy,
+        policy=config.moe_token_drop_policy if policy == "megatron" else policy,
+        remedy=options.remedy,
+        reroute_rounds=options.reroute_rounds,
         num_ranks=num_ranks,
         tp_size=tp_size,
     )

@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from padded_dispatch.config import POLICIES, REMEDIES, Policy, Remedy
 from padded_dispatch.megatron.factors import Factor, read_factor, read_factor_table, read_factors
 
 Alignment = int | Literal["auto"]
@@ -34,6 +35,26 @@ class PaddedOptions:
             "help": "rows of an expert's buffer are a multiple of this; auto: what the config's "
             "fp8 or fp4 recipe needs, else 1",
         },
+    )
+    policy: Policy | Literal["megatron"] = field(
+        default="megatron",
+        metadata={
+            "help": "who keeps a slot: megatron: moe_token_drop_policy says; probs: the most "
+            "probable; position: the first; random: a draw; priority: first choices, sure tokens",
+            "choices": ("megatron", *POLICIES),
+        },
+    )
+    seed: int = field(default=0, metadata={"help": "of the draws of policy random"})
+    remedy: Remedy = field(
+        default="none",
+        metadata={
+            "help": "for dropped rows: none; renormalize: what a token keeps weighs as much as all "
+            "it asked for; reroute: to its next-best expert with a free slot on this rank",
+            "choices": REMEDIES,
+        },
+    )
+    reroute_rounds: int = field(
+        default=1, metadata={"help": "how often reroute tries for rows that found no slot"}
     )
     layer_factors: str = field(
         default="",
@@ -86,7 +107,12 @@ class PaddedOptions:
     )
 
     def __post_init__(self) -> None:
-        for name, names in (("experts", get_args(Experts)), ("on_overflow", get_args(OnOverflow))):
+        for name, names in (
+            ("experts", get_args(Experts)),
+            ("on_overflow", get_args(OnOverflow)),
+            ("policy", ("megatron", *POLICIES)),
+            ("remedy", REMEDIES),
+        ):
             value = getattr(self, name)
             _require(value in names, name, value, f"choose one of {', '.join(names)}")
         rows = self.alignment
@@ -94,7 +120,7 @@ class PaddedOptions:
         _require(aligned, "alignment", rows, "give a whole number of at least 1, or 'auto'")
         share = self.overflow_threshold
         _require(0 <= share < 1, "overflow_threshold", share, "give a share from 0 to below 1")
-        for name in ("grow_after", "telemetry_every"):
+        for name in ("grow_after", "telemetry_every", "reroute_rounds"):
             value = getattr(self, name)
             _require(value >= 1, name, value, "give a whole number of at least 1")
         # Read once here, so that mistakes are found where they are made.
