@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from padded_dispatch.config import Policy
 from padded_dispatch.megatron.options import PaddedOptions
 
 Device = Literal["cpu", "cuda"]
@@ -90,7 +89,10 @@ class Dispatch:
             "(default: 1.25 where the dispatcher drops)"
         )
     )
-    drop_policy: Policy = field(default="probs", metadata=_help("who keeps a slot"))
+    drop_policy: Literal["probs", "position"] = field(
+        default="probs",
+        metadata=_help("who keeps a slot, for all dispatchers; --padded-policy has more"),
+    )
     padded: PaddedOptions = field(default_factory=PaddedOptions)
 
 
