@@ -10,6 +10,8 @@ from padded_dispatch.capacity.recommend import (
     recommend,
     smallest_sufficient,
 )
+from padded_dispatch.capacity.study import grid, largest_need
+from padded_dispatch.capacity.synthetic import KINDS, Sizes, synthetic_trace
 from padded_dispatch.capacity.trace import Trace
 from padded_dispatch.capacity.whatif import what_if
 
@@ -165,6 +167,34 @@ def test_a_trace_of_padding():
 def test_targets_that_are_none(name, value):
     with pytest.raises(ValueError, match=f"{name}=.* is not possible: give a share"):
         Target(**{name: value})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_promise_holds_on_steps_that_nobody_looked_at(kind):
+    """Recommended from 600 steps, checked on the next 300; what cannot be promised is said."""
+    sizes = Sizes(num_steps=900, num_layers=1, num_ranks=2, num_tokens=48, num_experts=8, top_k=2)
+    trace = synthetic_trace(kind, sizes, seed=1)
+    seen, unseen = trace.where(trace.steps < 600), trace.where(trace.steps >= 600)
+    target = Target(drop=0.001, steps_share=0.95)
+    advice = recommend(what_if(seen, grid(largest_need(seen))), target).overall
+    later = what_if(unseen, [advice.factor]).by_layer_and_step()
+    kept_S = later.dropped_FLS[0].sum(0) <= 0.001 * later.demand_LS.sum(0)
+    assert kept_S.mean() >= 0.95
+    reasons = {"burst": "75 of 600 steps, in 75 bursts", "drift": "the need changes over the trace"}
+    assert advice.promised == (kind not in reasons)
+    assert all(caveat.startswith(reasons[kind]) for caveat in advice.caveats)
+
+
+def test_steps_after_a_change_may_break_what_steps_before_it_say():
+    """What the caveat is for: routing that grows less even, of which only the start was seen."""
+    sizes = Sizes(num_steps=900, num_layers=1, num_ranks=2, num_tokens=48, num_experts=8, top_k=2)
+    trace = synthetic_trace("drift", sizes, strength=3.0, seed=1)
+    seen, unseen = trace.where(trace.steps < 300), trace.where(trace.steps >= 600)
+    advice = recommend(what_if(seen, grid(largest_need(seen))), Target(steps_share=0.9)).overall
+    later = what_if(unseen, [advice.factor]).by_layer_and_step()
+    kept_S = later.dropped_FLS[0].sum(0) <= 0.001 * later.demand_LS.sum(0)
+    assert kept_S.mean() < 0.9
+    assert not advice.promised
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ from padded_dispatch.capacity.quantile import (
 )
 from padded_dispatch.capacity.whatif import WhatIf
 
-# A burst needs so many times the factor of the median step, and is so far out of the steps' spread,
-# which is the median deviation, scaled to the standard deviation of a normal distribution.
-_BURST, _BURST_SIGMAS, _TO_SIGMA = 1.25, 6.0, 1.4826
+# A burst needs so many times the factor of the median step, and lies so many standard deviations
+# above it: those of a normal distribution that is as wide between median and upper quartile.
+_BURST, _BURST_SIGMAS, _TO_SIGMA = 1.5, 6.0, 1.4826
 
 _MOST_PHASES = 8
 _PHASE_STEPS = 20  # fewer say nothing about a phase
@@ -257,14 +257,15 @@ def _caveats(
             f"{halves[0]:g}, of its second half {halves[1]:g}; what comes after it may differ again"
         )
     else:
-        usual = float(np.median(factors_S))
-        spread = _TO_SIGMA * float(np.median(np.abs(factors_S - usual)))
+        usual, upper_quartile = np.quantile(factors_S, [0.5, 0.75])
+        spread = _TO_SIGMA * (upper_quartile - usual)
         burst_S = factors_S > max(_BURST * usual, usual + _BURST_SIGMAS * spread)
         if burst_S.any():
+            runs = num_runs(burst_S)
             found.append(
-                f"{burst_S.sum()} of {len(burst_S)} steps, in {num_runs(burst_S)} bursts, need up "
-                f"to {factors_S.max():g} where the median step needs {usual:g}; a later burst may "
-                "be longer or higher"
+                f"{burst_S.sum()} of {len(burst_S)} steps, in {runs} burst{'s' * (runs > 1)}, need "
+                f"up to {factors_S.max():g} where the median step needs {usual:g}; a later burst "
+                "may be longer or higher"
             )
     if not (phases or bound.promised):  # A change looks like one long run of high steps.
         needed = steps_to_promise(target.steps_share, target.confidence)
