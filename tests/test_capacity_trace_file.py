@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from numpy.lib import format as npy
 from traces import equal, small_trace
 
-from padded_dispatch.capacity.trace_file import TraceWriter, load_trace, save_trace
+from padded_dispatch.capacity.trace import merge
+from padded_dispatch.capacity.trace_file import TraceWriter, load_trace, load_traces, save_trace
 
 
 def trace(**kwargs):
@@ -58,6 +59,21 @@ def test_a_file_has_one_size_of_records(tmp_path, other):
         writer.append(trace())
         with pytest.raises(ValueError, match=r"part=.* write another file"):
             writer.append(other)
+
+
+def test_files_and_folders_are_merged(tmp_path):
+    parts = [small_trace(steps=[1, 2], layers=[0, 0], ranks=[rank] * 2) for rank in range(3)]
+    (tmp_path / "two").mkdir()
+    save_trace(parts[2], tmp_path / "one.npy")
+    save_trace(parts[0], tmp_path / "two" / "b.npy")
+    save_trace(parts[1], tmp_path / "two" / "a.npy")
+    paths = [tmp_path / "one.npy", tmp_path / "two"]
+    assert equal(load_traces(paths), merge(parts))
+    with pytest.raises(ValueError, match=r"b\.npy: .* more than max_bytes="):
+        load_traces(paths, max_bytes=800)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty: no trace \(\*\.npy\) is there"):
+        load_traces([tmp_path / "empty"])
 
 
 def saved(array, *, allow_pickle=False) -> bytes:

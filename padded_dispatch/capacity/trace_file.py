@@ -8,6 +8,7 @@ header holds their number and is written last, so what a killed process leaves i
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from padded_dispatch.capacity.trace import Trace
+from padded_dispatch.capacity.trace import Trace, merge
 
 DEFAULT_MAX_BYTES = 4 * 2**30
 
@@ -48,6 +49,34 @@ def save_trace(trace: Trace, path: Path) -> None:
     """Write a trace; a file that is there is replaced."""
     with TraceWriter(path) as writer:
         writer.append(trace)
+
+
+def load_traces(paths: Sequence[Path], *, max_bytes: int = DEFAULT_MAX_BYTES) -> Trace:
+    """Read a recording of several files, such as one per rank, and merge them.
+
+    Args:
+        paths: files, and folders of which all `*.npy` files are taken.
+        max_bytes: for all files together; merging them takes as much memory again.
+
+    Raises:
+        ValueError: as `load_trace` and `padded_dispatch.capacity.trace.merge`; or there is no file.
+        OSError: a file cannot be read.
+    """
+    files = [
+        file for path in paths for file in (sorted(path.glob("*.npy")) if path.is_dir() else [path])
+    ]
+    if not files:
+        raise ValueError(f"{', '.join(str(path) for path in paths)}: no trace (*.npy) is there")
+    traces = []
+    for file in files:
+        traces.append(load_trace(file, max_bytes=max_bytes))
+        max_bytes -= traces[-1].num_bytes
+    return merge(traces)
+
+
+def record_bytes(num_tokens: int, top_k: int) -> int:
+    """Bytes of one record with probabilities in a file."""
+    return _record_dtype(num_tokens, top_k, probs=True).itemsize
 
 
 class TraceWriter:
