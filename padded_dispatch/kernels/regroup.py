@@ -50,6 +50,15 @@ def pack_rows(slots_MCD: Tensor, ends_LS: Tensor) -> Tensor:
 
 
 @triton.jit
+def _buffer(ends, num_local_experts, num_sources, blocks):
+    """This program's buffer, where its rows begin among the packed ones, and how many are real."""
+    m = tl.program_id(0) // blocks
+    place = (m % num_local_experts) * num_sources + m // num_local_experts
+    start = tl.load(ends + place - 1, mask=place > 0, other=0)
+    return m, start, tl.load(ends + place) - start
+
+
+@triton.jit
 def _pack_rows_kernel(
     slots,
     ends,
@@ -64,10 +73,7 @@ def _pack_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    m = tl.program_id(0) // blocks
-    place = (m % num_local_experts) * num_sources + m // num_local_experts
-    start = tl.load(ends + place - 1, mask=place > 0, other=0)
-    num_rows = tl.load(ends + place) - start
+    m, start, num_rows = _buffer(ends, num_local_experts, num_sources, blocks)
     c = ((tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     there = (c < num_rows) & (column < width)
@@ -120,10 +126,7 @@ def _unpack_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    m = tl.program_id(0) // blocks
-    place = (m % num_local_experts) * num_sources + m // num_local_experts
-    start = tl.load(ends + place - 1, mask=place > 0, other=0)
-    num_rows = tl.load(ends + place) - start
+    m, start, num_rows = _buffer(ends, num_local_experts, num_sources, blocks)
     c = ((tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     there = (c < num_rows) & (column < width)
