@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
 
-from padded_dispatch.megatron import guard
+from padded_dispatch.megatron import guard, memory
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.megatron.selftest import (
     Sample,
@@ -97,12 +97,15 @@ class LayerGraphs:
             MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
         with _without_forward_hooks(self._chunks):
             with no_trace(self._chunks):
-                for sample in self._samples():
+                for sample in self._flat_samples():
                     run_eager(self._chunks, sample)
-                self._create()
+                held = memory.estimate(*self._samples_and_order())
+                _log.info("CUDA graphs of %d layers will hold %s", self._num_layers(), held)
+                with memory.out_of_memory_names_graphs(str(held)):
+                    self._create()
             report = None
             if self._all_padded():
-                report = run_self_test(self._chunks, self._samples())
+                report = run_self_test(self._chunks, self._flat_samples())
         if _gathers_in_forward(self._chunks):
             self._helper.cuda_graph_set_manual_hooks()
         if report is not None:
@@ -132,17 +135,29 @@ class LayerGraphs:
         finally:
             cuda_graphs._set_capture_end()  # Megatron does not when a layer raises.
 
-    def _samples(self) -> list[Sample]:
-        """Inputs for each layer's first graph: `_get_cuda_graph_input_data` has them in the order
-        (chunk, microbatch, layer), 0.16.1 to 0.19.0."""
+    def _num_layers(self) -> int:
+        return len(self._helper.flattened_callables)
+
+    def _flat_samples(self) -> list[Sample]:
+        chunks, _ = self._samples_and_order()
+        return [sample for samples in chunks for sample in samples]
+
+    def _samples_and_order(self) -> tuple[list[list[Sample]], list[int]]:
+        """Inputs for each layer's first graph, by chunk, and the schedule of the capture.
+
+        `_get_cuda_graph_input_data` has them in the order (chunk, microbatch, layer), 0.16.1 to
+        0.19.0.
+        """
         args, options = self._helper._get_cuda_graph_input_data()
-        samples, start = [], 0
+        chunks, start = [], 0
         for layers in self._helper.callables_per_chunk:
+            samples = []
             for number, layer in enumerate(layers, start):
                 kwargs = options["sample_kwargs"][number]
                 samples.append(Sample(layer=layer, args=args[number], kwargs=kwargs))
+            chunks.append(samples)
             start += len(layers) * self._helper.num_microbatches
-        return samples
+        return chunks, options["_order"]
 
     def _all_padded(self) -> bool:
         modules = (module for chunk in self._chunks for module in chunk.modules())
