@@ -33,6 +33,8 @@ TWO = (
     LayerCase(name="packed, one token", ep=2, seq=1, batch=1, options=PACKED),
     LayerCase(name="packed, a rank gets nothing", ep=2, routing="idle rank", options=PACKED),
     LayerCase(name="packed, one expert", ep=2, top_k=1, routing="one expert", options=PACKED),
+    LayerCase(name="packed, bias", ep=2, bias=True, options=PACKED),
+    LayerCase(name="packed, GPT-OSS", ep=2, bias=True, gpt_oss=True, options=PACKED),
     LayerCase(name="packed, ep over tp", tp=2, ep=2, options=PACKED),
     LayerCase(name="packed, recompute", ep=2, ours=RECOMPUTE, options=PACKED),
     LayerCase(name="shared experts", tp=2, ep=2, shared_ffn=6),
