@@ -208,12 +208,14 @@ class IterationGraph:
         return {name: kwargs[name] for name in names} | guard.facts_of(self._layers)
 
     def delete(self) -> None:
-        """Give the memory back; the process groups can be destroyed then."""
+        """Give the memory back; the process groups can be destroyed then. The next calls are the
+        first ones again."""
         # By hand: `reset_cuda_graph` is new in 0.18, and leaves the buffers of the batches.
         FullCudaGraphWrapper.cuda_graph["training"] = None
         FullCudaGraphWrapper.result["training"] = None
         FullCudaGraphWrapper.curr_iteration["training"] = 0
         StaticBufferLoader.static_buffers["training"] = []
+        self._facts = {}
         gc.collect()
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.train import checkpoint
+from padded_dispatch.train.capacity import CapacityWatch
 from padded_dispatch.train.data import Windows, load_corpus
 from padded_dispatch.train.display import Log
 from padded_dispatch.train.flops import flops_per_token
@@ -135,7 +136,7 @@ def train(settings: Settings, device: torch.device) -> Outcome:
     """Train over the default process group. To be called by every rank."""
     with model_parallel(settings):
         trainer = _build(settings, device)
-        start = checkpoint.Progress(step=0, first_loss=math.nan)
+        start = checkpoint.Progress(step=0, first_loss=math.nan, factors={})
         if settings.output.resume:
             assert settings.output.out is not None
             newest = checkpoint.newest(settings.output.out)
@@ -178,6 +179,12 @@ def _run(trainer: Trainer, start: checkpoint.Progress, log: Log) -> Outcome:
         flops_per_token=flops_per_token(settings.model, recipe.num_layers, recipe.seq_length),
     )
     recorder = Recorder(settings, trainer.device) if output.results else None
+    watch = None
+    if settings.dispatch.dispatcher == "padded_alltoall":
+        options, graphs = settings.dispatch.padded, trainer.graphs
+        watch = CapacityWatch(
+            trainer.chunks, options, graphs, log, step=start.step, factors=start.factors
+        )
     first_loss, rows, evaluations = start.first_loss, [], []
     for number in range(start.step + 1, output.steps + 1):
         step = trainer.step(number)
@@ -189,14 +196,19 @@ def _run(trainer: Trainer, start: checkpoint.Progress, log: Log) -> Outcome:
             rows.append(meter.read(number, step.lr, step.grad_norm))
             log.row(rows[-1])
             first_loss = rows[-1].loss if number == 1 else first_loss
+        if watch:
+            watch.after_step(number)
         if output.eval_every and (last or number % output.eval_every == 0):
             with meter.paused():
                 evaluations.append(Evaluation(step=number, loss=trainer.evaluate()))
                 log.evaluation(number, evaluations[-1].loss)
         if output.save_every and (last or number % output.save_every == 0):
             with meter.paused():
-                progress = checkpoint.Progress(step=number, first_loss=first_loss)
+                factors = watch.factors if watch else {}
+                progress = checkpoint.Progress(step=number, first_loss=first_loss, factors=factors)
                 checkpoint.save(settings, progress, trainer.chunks, trainer.optimizer)
+    if watch:
+        watch.finish()
     if recorder:
         memory = trainer.graphs.memory_gib if trainer.graphs else None
         recorder.write(fill=rows[-1].fill, dropped=rows[-1].dropped, memory_gib=memory)
