@@ -1,15 +1,18 @@
 """Policies and remedies in Megatron's router: what it hands on, draws, gradients, checkpoints."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tiny
 import torch
+from megatron.core import dist_checkpointing
+from test_megatron_graphs import BATCH, MICROBATCHES, SEQUENCE, Training, differences, graphs
 from torch import Tensor
 
 from padded_dispatch.config import POLICIES, REMEDIES
-from padded_dispatch.megatron import padded_spec
+from padded_dispatch.megatron import install, padded_spec
+from padded_dispatch.megatron.graphs import LayerGraphs
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.remedies import select_with_remedy
 
@@ -136,6 +139,17 @@ def test_a_resumed_run_draws_on():
         assert torch.equal(kept(resumed, seed), expected_TE)
 
 
+def test_megatron_s_distributed_checkpoints_hold_draws(tmp_path):
+    running, resumed = router(policy="random"), router(policy="random")
+    kept(running)
+    dist_checkpointing.save(running.sharded_state_dict("router."), str(tmp_path))
+    sharded = resumed.sharded_state_dict("router.")
+    state = cast(dict[str, Any], dist_checkpointing.load(sharded, str(tmp_path)))
+    resumed.load_state_dict({name.removeprefix("router."): value for name, value in state.items()})
+    assert torch.equal(kept(resumed), kept(running))
+    assert resumed.num_draws.tolist() == [2]
+
+
 def test_checkpoints_hold_draws_only_where_there_are_any():
     other, random = router(policy="priority"), router(policy="random")
     assert random.state_dict().keys() - other.state_dict().keys() == {"num_draws"}
@@ -161,6 +175,30 @@ def test_a_recomputed_layer_has_the_bits_of_one_that_is_not(policy, remedy):
         results.append([*outputs, *(param.grad for param in moe.parameters())])
     for plain, recomputed in zip(*results, strict=True):
         assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize(
+    ("policy", "remedy"),
+    [("random", "none"), ("random", "reroute"), ("priority", "renormalize")],
+)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_loop_with_graphs_equals_one_without(policy, remedy, recompute):
+    """Losses, gradients and counts over three steps; the capture's own passes draw nothing."""
+    with graphs():
+        install(PaddedOptions(policy=policy, remedy=remedy))
+        settings: dict[str, Any] = {"moe_expert_capacity_factor": 0.75}
+        eager = Training(None, **settings)
+        graphed = Training(("moe",), **settings, **(RECOMPUTED if recompute else {}))
+        made = LayerGraphs([graphed.model], seq_length=SEQUENCE, micro_batch=BATCH)
+        report = made.capture()
+        assert report is not None and report.unreproducible == ()
+        steps = [graphed.step(0), graphed.step(1)]
+        made.delete()
+        steps.append(graphed.step(2))
+        assert differences([eager.step(number) for number in range(3)], steps) == []
+        if policy == "random":
+            draws = [layer.router.num_draws.item() for layer in graphed.moe_layers]
+            assert draws == [3 * MICROBATCHES] * 2
 
 
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
