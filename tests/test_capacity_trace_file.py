@@ -46,6 +46,12 @@ def test_every_part_is_in_the_file_at_once(tmp_path):
     np.testing.assert_array_equal(load_trace(path).ids_NTK, np.tile(whole.ids_NTK, (12, 1, 1)))
 
 
+def test_a_writer_without_records_leaves_no_file(tmp_path):
+    with TraceWriter(tmp_path / "trace.npy"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_rows_that_the_header_does_not_know_are_left_out(tmp_path):
     path = tmp_path / "trace.npy"
     save_trace(trace(), path)

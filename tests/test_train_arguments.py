@@ -77,7 +77,7 @@ GIVEN = {
         "deterministic": True,
     },
     Dispatch: {
-        "dispatcher": "alltoall-drop-pad",
+        "dispatcher": "padded_alltoall",  # which alone can be traced
         "capacity_factor": 2.5,
         "drop_policy": "position",
     },
@@ -105,6 +105,9 @@ GIVEN = {
         "json": True,
         "results": Path("r.json"),
         "commit": "abc",
+        "trace": Path("no/such/traces"),
+        "trace_every": 6,
+        "trace_gib": 0.5,
     },
 }
 

@@ -83,12 +83,13 @@ class TraceWriter:
     """Appends records to a new file. All parts have the same sizes, which the first one decides.
 
     Args:
-        path: a file that is there is replaced.
+        path: made by the first part; a file that is there is replaced.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
-        self._dtype: np.dtype | None = None
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._dtype = np.dtype([])
         self._sizes = 0, 0
         self._num_records = 0
 
@@ -100,9 +101,10 @@ class TraceWriter:
         """
         dtype = _record_dtype(part.num_tokens, part.top_k, probs=part.probs_NTK is not None)
         sizes = part.num_experts, part.num_ranks
-        if self._dtype is None:
+        if self._file is None:
+            self._file = self._path.open("wb")
             self._dtype, self._sizes = dtype, sizes
-            self._write_header()
+            self._write_header(self._file)
         if (dtype, sizes) != (self._dtype, self._sizes):
             raise ValueError(
                 f"part={dtype.descr}, (E, R)={sizes} is not possible: the records before it have "
@@ -112,11 +114,12 @@ class TraceWriter:
         for start in range(0, part.num_records, step):
             self._file.write(_records(part, dtype, slice(start, start + step)).tobytes())
         self._num_records += part.num_records
-        self._write_header()
+        self._write_header(self._file)
 
     def close(self) -> None:
         """Nothing can be appended any more."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -129,14 +132,13 @@ class TraceWriter:
     ) -> None:
         self.close()
 
-    def _write_header(self) -> None:
-        assert self._dtype is not None
-        self._file.seek(0)
+    def _write_header(self, file: BinaryIO) -> None:
+        file.seek(0)
         # NumPy leaves room for the first axis to grow, so this is as long every time.
         header = {"descr": npy.dtype_to_descr(self._dtype), "fortran_order": False}
-        npy.write_array_header_1_0(self._file, header | {"shape": (self._num_records,)})
-        self._file.seek(0, os.SEEK_END)
-        self._file.flush()
+        npy.write_array_header_1_0(file, header | {"shape": (self._num_records,)})
+        file.seek(0, os.SEEK_END)
+        file.flush()
 
 
 def _record_dtype(num_tokens: int, top_k: int, *, probs: bool) -> np.dtype:

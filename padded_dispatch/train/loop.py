@@ -29,6 +29,7 @@ from padded_dispatch.train.optimizer import (
 from padded_dispatch.train.passes import run_passes
 from padded_dispatch.train.record import Recorder, StepMarks, mark
 from padded_dispatch.train.settings import Output, Settings
+from padded_dispatch.train.tracing import trace_recorder
 from padded_dispatch.train.world import model_parallel, world
 
 
@@ -179,6 +180,11 @@ def _run(trainer: Trainer, start: checkpoint.Progress, log: Log) -> Outcome:
         flops_per_token=flops_per_token(settings.model, recipe.num_layers, recipe.seq_length),
     )
     recorder = Recorder(settings, trainer.device) if output.results else None
+    tracer = None
+    if output.trace:
+        tracer = trace_recorder(settings, trainer.chunks, trainer.device, steps_done=start.step)
+        if tracer.every > output.trace_every:
+            log.say(f"traces one step in {tracer.every}, to stay below {output.trace_gib} GiB")
     watch = None
     if settings.dispatch.dispatcher == "padded_alltoall":
         options, graphs = settings.dispatch.padded, trainer.graphs
@@ -191,6 +197,8 @@ def _run(trainer: Trainer, start: checkpoint.Progress, log: Log) -> Outcome:
         meter.add(step.losses)
         if recorder:
             recorder.add(step.marks, step.losses)
+        if tracer:
+            tracer.step(number)
         last = number == output.steps
         if number == 1 or last or number % output.log_every == 0:
             rows.append(meter.read(number, step.lr, step.grad_norm))
@@ -207,6 +215,8 @@ def _run(trainer: Trainer, start: checkpoint.Progress, log: Log) -> Outcome:
                 factors = watch.factors if watch else {}
                 progress = checkpoint.Progress(step=number, first_loss=first_loss, factors=factors)
                 checkpoint.save(settings, progress, trainer.chunks, trainer.optimizer)
+    if tracer:
+        tracer.close()
     if watch:
         watch.finish()
     if recorder:

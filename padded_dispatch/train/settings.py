@@ -153,6 +153,15 @@ class Output:
         default=None, metadata=_help("JSON file to which the run's figures are added")
     )
     commit: str | None = field(default=None, metadata=_help("commit of the code, for --results"))
+    trace: Path | None = field(
+        default=None,
+        metadata=_help("folder for what the routers ask for, one file per rank, to tune with"),
+    )
+    trace_every: int = field(default=10, metadata=_help("steps between two that are traced"))
+    trace_gib: float = field(
+        default=1.0,
+        metadata=_help("most that each rank's file may grow to; beyond, fewer steps are traced"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +195,7 @@ class Settings:
         self._check_dispatch()
         self._check_graph()
         self._check_output()
+        self._check_trace()
 
     def _check_layout(self) -> None:
         model, recipe, layout = self.model, self.recipe, self.layout
@@ -290,6 +300,29 @@ class Settings:
                 output.out,
                 "it holds a run already; add --resume to go on with it, or choose another folder",
             )
+
+    def _check_trace(self) -> None:
+        output = self.output
+        if output.trace is None:
+            return
+        _require(
+            self.dispatch.dispatcher == "padded_alltoall",
+            "trace",
+            output.trace,
+            f"dispatcher={self.dispatch.dispatcher} is not watched; choose padded_alltoall",
+        )
+        _require(
+            output.resume or not list(output.trace.glob("*.npy")),
+            "trace",
+            output.trace,
+            "it holds a trace already; choose another folder",
+        )
+        _require(
+            output.trace_every <= output.steps,
+            "trace_every",
+            output.trace_every,
+            f"with steps={output.steps} no step would be traced",
+        )
 
 
 def _require(ok: bool, name: str, value: object, remedy: str) -> None:
