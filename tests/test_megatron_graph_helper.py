@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from graph_protocol import _Graphed
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -224,6 +225,16 @@ def test_a_padding_mask_raises_before_a_replay_that_drops_it(megatron):
     training, _ = captured(("attn", "moe"))
     with pytest.raises(ValueError, match="padding_mask is not possible"):
         training.forward(BATCH, SEQUENCE, seed=0, padding_mask=padding_mask())
+
+
+def test_packed_sequences_raise_before_a_replay(megatron):
+    training, _ = captured(("attn", "moe"))
+    packed = PackedSeqParams(qkv_format="thd")
+    with (
+        patch.object(_Graphed, "replay_forward", unreachable),
+        pytest.raises(ValueError, match="packed_seq_params is not possible"),
+    ):
+        training.forward(BATCH, SEQUENCE, seed=0, packed_seq_params=packed)
 
 
 def test_an_evaluation_is_eager_and_not_guarded(megatron):

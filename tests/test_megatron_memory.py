@@ -9,10 +9,11 @@ import pytest
 import tiny
 import torch
 from graph_protocol import _Graphed
+from test_megatron_graph_helper import iteration_of
 from test_megatron_graphs import BATCH, SEQUENCE, Training, graphs
 
 from padded_dispatch.megatron import memory
-from padded_dispatch.megatron.graphs import LayerGraphs
+from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs
 from padded_dispatch.megatron.memory import GraphMemory, estimate, saved_bytes
 from padded_dispatch.megatron.selftest import Sample
 
@@ -118,3 +119,23 @@ def test_out_of_memory_in_a_capture_names_the_pools_and_the_remedy(megatron):
     ):
         capture(training)
     training.step(0)
+
+
+class _FullIteration:
+    """Megatron's wrapper at the call in which it captures, on a device that is too small."""
+
+    cuda_graph_warmup_steps = 3
+
+    def curr_iter(self, stage: str) -> int:
+        return 3
+
+    def __call__(self, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_out_of_memory_in_the_capture_of_a_step_names_its_graph(megatron):
+    training = Training(None)
+    graph = IterationGraph(training.config)
+    graph._wrapped = _FullIteration()
+    with pytest.raises(torch.OutOfMemoryError, match="They hold about what an eager step needs"):
+        graph(**iteration_of(training))

@@ -28,6 +28,7 @@ from megatron.core.utils import get_model_config
 
 from padded_dispatch.megatron import guard, memory
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+from padded_dispatch.megatron.preflight import check_gradients_are_not_read, check_random_states
 from padded_dispatch.megatron.selftest import (
     Sample,
     SelfTest,
@@ -52,7 +53,7 @@ class LayerGraphs:
         optimizers: Megatron's, whose gradients the capture clears.
 
     Raises:
-        ValueError: when the config captures nothing of this model.
+        ValueError: when the config captures nothing of this model; see `check_random_states`.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class LayerGraphs:
                 f"cuda_graph_impl={config.cuda_graph_impl!r} is not possible: graphs of layers are "
                 "Transformer Engine's; set 'transformer_engine'"
             )
+        check_random_states(next(chunks[0].parameters()).device)
         self._chunks = chunks
         self._helper: Any = cuda_graphs.TECudaGraphHelper(
             chunks, config, seq_length, micro_batch, optimizers=list(optimizers)
@@ -195,13 +197,26 @@ class IterationGraph:
             kwargs: those of Megatron's `forward_backward_func`, with `forward_only` False.
 
         Raises:
-            ValueError: when they are not those of the first call.
+            ValueError: when they are not those of the first call; in the first, see
+                `check_random_states` and `check_gradients_are_not_read`.
+            torch.OutOfMemoryError: names the graph, where it did not fit.
         """
         if not self._facts:
+            check_random_states(next(kwargs["model"][0].parameters()).device)
+            check_gradients_are_not_read(kwargs["model"])
             self._layers = guard.padded_layers(kwargs["model"])
             self._facts = self._now(kwargs)
         guard.check_unchanged(self._facts, self._now(kwargs))
-        return self._wrapped(**kwargs)
+        if self._wrapped.curr_iter("training") != self._wrapped.cuda_graph_warmup_steps:
+            return self._wrapped(**kwargs)
+        # All that eager steps left behind; a capture cannot take it, nor give it back.
+        gc.collect()
+        torch.cuda.empty_cache()
+        eager_peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        held = f"about what an eager step needs beside that, {eager_peak / 2**30:.2f} GiB at most"
+        _log.info("the CUDA graph of a step will hold %s", held)
+        with memory.out_of_memory_names_graphs(held):
+            return self._wrapped(**kwargs)
 
     def _now(self, kwargs: dict[str, Any]) -> guard.Facts:
         names = ("num_microbatches", "seq_length", "micro_batch_size")

@@ -33,6 +33,11 @@ _MASK_IS_LOST = (
     "padding_mask is not possible with a layer that is replayed from a CUDA graph: Megatron does "
     "not hand it to the graph; train without it, or set cuda_graph_impl='none'"
 )
+_PACKED = (
+    "packed_seq_params is not possible with a layer that is replayed from a CUDA graph: where "
+    "sequences begin is no tensor that a graph could read; pad every sequence to one length, or "
+    "set cuda_graph_impl='none'"
+)
 _originals: dict[str, Any] = {}
 _captured: WeakKeyDictionary[Any, Facts] = WeakKeyDictionary()
 
@@ -98,6 +103,8 @@ def _wrap_replay(replay: Callable[..., Any]) -> Callable[..., Any]:
         if layer in _captured:
             if kwargs.get("padding_mask") is not None:
                 raise ValueError(_MASK_IS_LOST)
+            if kwargs.get("packed_seq_params") is not None:
+                raise ValueError(_PACKED)
             then, now = _captured[layer], _replay_facts(layer, args, kwargs)
             if len(layer.cuda_graphs) == 1:
                 # It serves all microbatches, since each is done with before the next one starts.
