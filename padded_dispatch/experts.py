@@ -59,10 +59,11 @@ def grouped_mlp(
     def between(fc1_NG: Tensor) -> Tensor:
         return activate(fc1_NG, probs_N, ends_L, activation, weights.fc1_bias_LG)
 
-    hidden_NF = between(fc1_NG)
-    kept_NG = fc1_NG.detach()
-    keep_less = _computed_again(hidden_NF, lambda: between(kept_NG).detach())
-    with keep_less if recompute else nullcontext():
+    hidden_NF, kept_NG = between(fc1_NG), fc1_NG.detach()
+    context = nullcontext()
+    if recompute:
+        context = _computed_again(hidden_NF, lambda: between(kept_NG).detach())
+    with context:
         return grouped_linear(hidden_NF, weights.fc2_LDF, ends_L, weights.fc2_bias_LD, probs_N)
 
 
