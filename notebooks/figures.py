@@ -19,7 +19,7 @@ def use_style() -> None:
     """Set matplotlib's defaults; call it once, before the first figure."""
     plt.rcParams.update(
         {
-            "figure.dpi": 80,
+            "figure.dpi": 75,
             "figure.constrained_layout.use": True,
             "font.size": 10,
             "text.color": INK,
