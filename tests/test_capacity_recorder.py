@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from graph_protocol import Tape
 from hypothesis import given
 from routing_cases import RoutingCase, routing_cases
 
@@ -72,6 +73,23 @@ def test_recorded_steps_have_all_their_passes_in_order(tmp_path, num_passes):
         ids_TK, probs_TK = choices(*pass_of(seed), 2)
         assert trace.ids_NTK[n].tolist() == ids_TK.tolist()
         assert trace.probs_NTK[n].tolist() == probs_TK.tolist()
+
+
+def test_a_replayed_pass_is_kept_like_an_eager_one():
+    map_TE, probs_TE = pass_of(0)
+    selection = select(map_TE, probs_TE, capacity=2)
+    replayed, eager, tape = buffer(3), buffer(3), Tape()
+    with tape:
+        replayed.observe(map_TE, probs_TE, selection, 2)
+    observe(eager, 0)
+    for number in range(1, 6):
+        for static, new in zip((map_TE, probs_TE), pass_of(number), strict=True):
+            static.copy_(new)
+        tape.replay()
+        observe(eager, number)
+    for ours, expected in zip(replayed.tensors(), eager.tensors(), strict=True):
+        assert torch.equal(ours, expected)
+    assert replayed.num_seen.item() == 6
 
 
 def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path):
