@@ -42,12 +42,14 @@ class Snapshot:
     num_passes_Y: Ints
     num_slots_Y: Ints
     num_overflow_Y: Ints
+    rerouted_Y: Ints
+    protected_dropped_Y: Ints
     max_demand_Y: Ints
     idle_passes_YR: Ints
 
     @property
     def dropped(self) -> Ints:
-        """Rows that got no slot."""
+        """Rows that got no slot, nor were rerouted to one."""
         return self.demand_YE.sum(1) - self.kept_YE.sum(1)
 
     @property
@@ -105,6 +107,8 @@ class Snapshot:
             "needed_factor": float(np.nanmax(self.needed_factor)),
             "idle_passes": int(self.idle_passes_YR.sum()),
             "overflow": int(self.num_overflow_Y.sum()),
+            "rerouted": int(self.rerouted_Y.sum()),
+            "protected_dropped": int(self.protected_dropped_Y.sum()),
         }
 
     def figures_of_layers(self) -> dict[str, list[float]]:
@@ -120,6 +124,8 @@ class Snapshot:
             "needed_factor": np.nan_to_num(self.needed_factor).tolist(),
             "idle_passes": self.idle_passes_YR.sum(1).tolist(),
             "overflow": self.num_overflow_Y.tolist(),
+            "rerouted": self.rerouted_Y.tolist(),
+            "protected_dropped": self.protected_dropped_Y.tolist(),
         }
 
 

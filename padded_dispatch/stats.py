@@ -27,6 +27,8 @@ SCALARS = (
     "num_slots",
     "num_overflow",
     "idle_passes",
+    "rerouted",
+    "protected_dropped",
 )
 
 
@@ -59,13 +61,15 @@ def mass_units(probs: Tensor) -> Tensor:
 class Counters:
     """What one layer on one rank has counted since it was made. All int64, on the device.
 
-    `demand_E`: rows asked for, `kept_E`: rows that got a slot. `asked_mass`, `dropped_mass`: their
-    probabilities in units of 2**-32, of all rows asked for and of those that got no slot.
+    `demand_E`: rows asked for, `kept_E`: rows that got a slot, rerouted ones with the expert that
+    they went to. `asked_mass`, `dropped_mass`: probabilities in units of 2**-32, of all rows asked
+    for and of those that got no slot where they asked.
     `num_tokens`: tokens that asked for an expert, `lost_tokens`: those of them that kept none.
     `num_positions`: T per pass, padding tokens too. `num_passes`. `num_slots`: slots offered (E * C
     per pass). `num_overflow`: rows that a plan had no slot for although they had been kept; other
     than zero it is somebody's bug. `idle_passes`: passes in which this rank's experts got no row
-    from anybody.
+    from anybody. `rerouted`: rows that went to another expert. `protected_dropped`: rows of
+    protected tokens that the policy dropped, since they alone were too many.
 
     `max_demand` is no sum: the largest demand for one expert in one pass since it was last zeroed.
 
@@ -88,6 +92,8 @@ class Counters:
         self.num_slots = scalars["num_slots"]
         self.num_overflow = scalars["num_overflow"]
         self.idle_passes = scalars["idle_passes"]
+        self.rerouted = scalars["rerouted"]
+        self.protected_dropped = scalars["protected_dropped"]
 
     @torch.no_grad()
     def observe(
@@ -106,6 +112,10 @@ class Counters:
         self.num_positions += asked_TE.shape[0]
         self.num_passes += 1
         self.num_slots += asked_TE.shape[1] * capacity
+        if selection.rerouted_E is not None:
+            self.rerouted += selection.rerouted_E.sum()
+        if selection.protected_dropped_E is not None:
+            self.protected_dropped += selection.protected_dropped_E.sum()
         torch.maximum(self.max_demand, selection.demand_E.max(), out=self.max_demand)
 
     @torch.no_grad()

@@ -35,6 +35,8 @@ def seen(*dropped: int) -> Snapshot:
         num_passes_Y=NOTHING + 1,
         num_slots_Y=NOTHING + 100,
         num_overflow_Y=NOTHING,
+        rerouted_Y=NOTHING,
+        protected_dropped_Y=NOTHING,
         max_demand_Y=NOTHING + 50,
         idle_passes_YR=np.zeros((2, 1), dtype=np.int64),
     )

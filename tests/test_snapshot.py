@@ -82,6 +82,8 @@ def test_figures_are_of_all_layers_and_of_each():
         "needed_factor": 5 * 4 / 12,
         "idle_passes": 2,
         "overflow": 7,
+        "rerouted": 0,
+        "protected_dropped": 0,
     }
     layers = seen.figures_of_layers()
     assert layers["layer"] == [3, 5]
