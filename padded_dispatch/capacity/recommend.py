@@ -32,6 +32,7 @@ _BURST, _BURST_SIGMAS, _TO_SIGMA = 1.5, 6.0, 1.4826
 
 _MOST_PHASES = 8
 _PHASE_STEPS = 20  # fewer say nothing about a phase
+_LEAST_PERCENT = 1e-4
 _ALIKE = 1.1  # factors closer than this are one phase: every change captures graphs again
 
 
@@ -280,6 +281,8 @@ def _caveats(
 def percent(share: float) -> str:
     """0.001 is 0.1 %, 0.99 is 99 %; small shares keep two digits, none is rounded up to 100 %."""
     hundredths = share * 100
+    if 0 < hundredths < _LEAST_PERCENT:
+        return f"< {_LEAST_PERCENT:f}".rstrip("0") + " %"
     if hundredths > 99:
         hundredths = math.floor(hundredths * 100) / 100
     return f"{hundredths:.{2 if hundredths < 1 else 4}g} %"

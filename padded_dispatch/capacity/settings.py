@@ -5,6 +5,8 @@
 drop-and-pad, whose capacity has the same definition.
 """
 
+import textwrap
+
 from padded_dispatch.capacity.convert import Meaning, Sizes, from_source
 from padded_dispatch.capacity.study import Study
 
@@ -54,7 +56,7 @@ def flags(study: Study, *, per_layer: bool) -> list[str]:
 def yaml(study: Study, *, per_layer: bool) -> str:
     """Fields of Megatron's TransformerConfig, and of `PaddedOptions` under `padded_dispatch`."""
     lines = [
-        f"# {study.training.sentence()}",
+        *textwrap.wrap(study.training.sentence(), 80, initial_indent="# ", subsequent_indent="# "),
         "moe_token_dispatcher_type: padded_alltoall",
         f"moe_expert_capacity_factor: {study.training.overall.factor:g}",
     ]

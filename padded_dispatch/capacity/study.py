@@ -50,10 +50,10 @@ class Layer:
 class Option:
     """One factor, what it drops and what it costs.
 
-    `dropped`: share of all rows; `floor`: the same for a router in perfect balance; `worst_layer`:
-    of the layer that loses most. `lost`: share of tokens that lost all their experts. `fill`: kept
-    rows per slot. `cost`, `padded_ms`, `packed_ms`: of a layer, forward and backward, per
-    micro-batch; None where the layer's sizes are not known.
+    `dropped`: share of all rows; `floor`: the same where all experts are equally popular;
+    `worst_layer`: of the layer that loses most. `lost`: share of tokens that lost all their
+    experts. `fill`: kept rows per slot. `cost`, `padded_ms`, `packed_ms`: of a layer, forward and
+    backward, per micro-batch; None where the layer's sizes are not known.
     """
 
     factor: float
@@ -139,11 +139,12 @@ def largest_need(trace: Trace) -> float:
 
 
 def grid(need: float) -> tuple[float, ...]:
-    """Factors to try: fine where jobs are run, coarse above, and `need`, rounded up, at the end."""
-    fine = [0.5, 0.75, 0.9, *(round(1.0 + 0.05 * i, 2) for i in range(21))]
-    coarse = [2.25, 2.5, 2.75, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 11.0, 16.0, 24.0, 32.0, 48.0, 64.0]
+    """Factors to try, and `need`, rounded up, at the end: steps of 0.05 up to 2, 5 % to 4, 10 %."""
+    factors = [0.5, 0.75, 0.9, *(round(1.0 + 0.05 * i, 2) for i in range(21))]
     last = math.ceil(need * 100) / 100
-    return (*(factor for factor in (*fine, *coarse) if factor < last), last)
+    while factors[-1] < last:
+        factors.append(round(factors[-1] * (1.05 if factors[-1] < 4 else 1.1), 2))
+    return (*(factor for factor in factors if factor < last), last)
 
 
 def _replay(trace: Trace, question: Question) -> WhatIf:
