@@ -11,7 +11,7 @@ from test_megatron_graphs import BATCH, MICROBATCHES, SEQUENCE, Training, differ
 from torch import Tensor
 
 from padded_dispatch.config import POLICIES, REMEDIES
-from padded_dispatch.megatron import install, padded_spec
+from padded_dispatch.megatron import install, padded_spec, protect
 from padded_dispatch.megatron.graphs import LayerGraphs
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.remedies import select_with_remedy
@@ -223,6 +223,68 @@ def test_reroute_is_refused_where_megatron_does_not_say_who_is_next():
     router(remedy="renormalize", layer_factors="1:0.5", overrides=sinkhorn)
     with pytest.raises(ValueError, match="'sinkhorn' is not possible with remedy='reroute'"):
         router(remedy="reroute", layer_factors="1:0.5", overrides=sinkhorn)
+
+
+def test_protected_tokens_come_first_in_training_only():
+    route = router(policy="probs")
+    scores_TE = logits().flatten(0, 1).softmax(1)
+    map_TE = torch.zeros(T, tiny.NUM_EXPERTS, dtype=torch.bool)
+    map_TE.scatter_(1, scores_TE.topk(tiny.TOP_K).indices, True)
+    keep_T = torch.arange(T) >= T - 6  # Fewer than C = 9: nothing of theirs is dropped.
+    unprotected_TE = kept(route)
+    assert (map_TE & ~unprotected_TE)[keep_T].any()
+    protect([route], keep_T[:, None])
+    protected_TE = kept(route)
+    assert torch.equal(protected_TE[keep_T], map_TE[keep_T])
+    assert torch.equal(protected_TE.sum(0), unprotected_TE.sum(0))
+    route.eval()
+    assert torch.equal(kept(route), unprotected_TE)
+    route.train()
+    protect([route], torch.zeros(T, 1, dtype=torch.bool))
+    assert torch.equal(kept(route), unprotected_TE)
+    assert route.selector.observers[0].protected_dropped.item() == 0
+    protect([route], torch.ones(T, 1, dtype=torch.bool))
+    kept(route)
+    expected = (map_TE.sum(0) - 9).clamp(min=0).sum()
+    assert route.selector.observers[0].protected_dropped == expected > 0
+
+
+def test_a_mask_of_other_tokens_is_refused():
+    route = router()
+    protect([route], torch.ones(T - 1, 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="keep of 23 tokens is not possible: this pass has 24"):
+        kept(route)
+    protect([route], torch.ones(T, 1, dtype=torch.bool))
+    kept(route)
+
+
+def test_protection_reaches_replays():
+    masks = [torch.arange(SEQUENCE)[:, None] % 4 == number for number in range(2)]
+    masks = [mask.expand(SEQUENCE, BATCH) for mask in masks]
+    settings: dict[str, Any] = {"moe_expert_capacity_factor": 0.75}
+
+    def steps(training: Training) -> list[dict[str, Tensor]]:
+        found = []
+        for number, mask in enumerate(masks):
+            protect([training.model], mask)
+            found.append(training.step(number))
+        return found
+
+    with graphs():
+        graphed = Training(("moe",), **settings)
+        protect([graphed.model], torch.zeros(SEQUENCE, BATCH, dtype=torch.bool))
+        made = LayerGraphs([graphed.model], seq_length=SEQUENCE, micro_batch=BATCH)
+        made.capture()
+        assert differences(steps(Training(None, **settings)), steps(graphed)) == []
+        with pytest.raises(ValueError, match=r"call protect\(\) before the capture"):
+            protect([graphed.model], torch.zeros(SEQUENCE, 1, dtype=torch.bool))
+        made.delete()
+        unprotected = Training(("moe",), **settings)
+        made = LayerGraphs([unprotected.model], seq_length=SEQUENCE, micro_batch=BATCH)
+        made.capture()
+        with pytest.raises(ValueError, match=r"call protect\(\) before the capture"):
+            protect([unprotected.model], masks[0])
+        made.delete()
 
 
 def test_padding_tokens_are_not_rerouted():

@@ -8,6 +8,7 @@ from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.megatron.install import install, uninstall
 from padded_dispatch.megatron.layer import PaddedMoELayer, padded_spec
 from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.megatron.router import protect
 
 __all__ = [
     "PaddedAlltoAllTokenDispatcher",
@@ -15,5 +16,6 @@ __all__ = [
     "PaddedOptions",
     "install",
     "padded_spec",
+    "protect",
     "uninstall",
 ]

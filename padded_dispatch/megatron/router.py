@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from torch import Tensor
 
@@ -65,6 +66,8 @@ def select_after_counting(router: Any, selector: Selector) -> None:
     selector.configs.follow(router)
     router.selector = selector
     router.saw_padding_mask = False
+    router.keep_T = None
+    router.was_captured = False
     num_draws = None
     if selector.configs.training.remedy == "reroute":
         check_reroute(router.config)
@@ -78,6 +81,26 @@ def select_after_counting(router: Any, selector: Selector) -> None:
     router.__class__ = _selecting(type(router))
 
 
+def protect(chunks: list[Any], keep: Tensor) -> None:
+    """Let tokens come before all others in training passes, in every MoE layer, until changed.
+
+    To be called before each forward pass whose tokens differ. With CUDA graphs call it once before
+    the capture, if only with zeros: replays read the memory that the capture saw.
+
+    Args:
+        chunks: the model's chunks on this rank.
+        keep: bool, shaped like the hidden states without their width, [S, B]: with sequence or
+            context parallelism, this rank's part. All False protects nobody.
+
+    Raises:
+        ValueError: a graph was captured without such a mask, or with one of another size.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "protect"):
+                module.protect(keep)
+
+
 @functools.cache
 def _selecting(base: type) -> type:
     """A subclass of `base` with the methods below; one per base, so that types compare equal."""
@@ -88,6 +111,8 @@ def _selecting(base: type) -> type:
         selector: Selector
         saw_padding_mask: bool
         num_draws: Tensor | None
+        keep_T: Tensor | None
+        was_captured: bool
 
         def set_layer_number(self, layer_number: int) -> None:
             """As `Router.set_layer_number`; the layer may have a capacity factor of its own."""
@@ -104,6 +129,19 @@ def _selecting(base: type) -> type:
                     raise ValueError(_MASK_IS_LOST)
                 self.saw_padding_mask = padding_mask is not None
             return super().forward(input, padding_mask)
+
+        def protect(self, keep: Tensor) -> None:
+            """See the function of this name."""
+            keep_T = self.keep_T
+            if keep_T is None or keep_T.numel() != keep.numel():
+                if self.was_captured:
+                    raise ValueError(
+                        f"keep of shape {list(keep.shape)} is not possible: a CUDA graph was "
+                        "captured without a mask of this size; call protect() before the capture"
+                    )
+                device = self.weight.device
+                keep_T = self.keep_T = torch.empty(keep.numel(), dtype=torch.bool, device=device)
+            keep_T.copy_(keep.flatten())
 
         def gating(self, input: Tensor) -> Tensor:
             """As `Router.gating`, also where the bias is narrower than the logits.
@@ -131,12 +169,31 @@ def _selecting(base: type) -> type:
                 map_TE = map_TE & ~padding_mask.reshape(-1, 1)
             capacity = config.capacity(map_TE.shape[0])
             selection = select_with_remedy(
-                config, capacity, map_TE, probs_TE, scores_TE, choice_TE, draw=self._draw()
+                config,
+                capacity,
+                map_TE,
+                probs_TE,
+                scores_TE,
+                choice_TE,
+                keep_T=self._protected(map_TE.shape[0]),
+                draw=self._draw(),
             )
             self._count_draw()
             for observer in self._observers():
                 observer.observe(map_TE, probs_TE.detach(), selection, capacity)
             return selection.probs_TE, selection.kept_TE
+
+        def _protected(self, num_tokens: int) -> Tensor | None:
+            """Who comes first in this pass; nobody in evaluation, whose tokens are others."""
+            self.was_captured |= _capturing()
+            if self.keep_T is None or not self.training:
+                return None
+            if self.keep_T.numel() != num_tokens:
+                raise ValueError(
+                    f"keep of {self.keep_T.numel()} tokens is not possible: this pass has "
+                    f"{num_tokens}; call protect() with a mask of its tokens"
+                )
+            return self.keep_T
 
         def _draw(self) -> Tensor | None:
             """The number of this pass's draw: seed and layer above, draws so far below 2**32."""
@@ -177,6 +234,13 @@ def _selecting(base: type) -> type:
 
     SelectingRouter.__name__ = SelectingRouter.__qualname__ = f"Selecting{base.__name__}"
     return SelectingRouter
+
+
+def _capturing() -> bool:
+    """Whether what runs now is captured: by Megatron's helpers, or as a whole iteration."""
+    return is_graph_capturing() or (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
 
 
 def _check_random(config: Any) -> None:
