@@ -3,20 +3,23 @@
 Added to in place, so a replayed graph counts too; read on the host only when somebody asks. Totals
 only ever grow (and wrap around): a reader takes the difference from what it read before, so that
 nothing has to be zeroed while graphs run. Everything is a whole number, probability mass too, so
-that no sum depends on an order.
+that no sum depends on an order. Counting is one launch on a GPU, in plain torch elsewhere; as in
+`padded_dispatch.ops`, the second is what the first is compared with.
 """
 
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 
 from padded_dispatch.select import Selection
 
 # Probability mass is counted in units of 2**-32: in int64 up to 2**31 rows of probability 1.
 MASS_UNITS = 2**32
 
-# The order of `Counters.totals` behind the numbers per expert; one number each.
+# The order of `Counters.totals` behind the numbers per expert; one number each. The first seven are
+# added by `_count`, which knows their places.
 SCALARS = (
     "asked_mass",
     "dropped_mass",
@@ -100,23 +103,12 @@ class Counters:
         self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, capacity: int
     ) -> None:
         """Count one selection: see `RoutingObserver`."""
-        kept_TE = selection.kept_TE
-        mass_TE = torch.where(asked_TE, mass_units(probs_TE), 0)
-        asked_T = asked_TE.any(1)
-        self.demand_E += selection.demand_E
-        self.kept_E += kept_TE.sum(0)
-        self.asked_mass += mass_TE.sum()
-        self.dropped_mass += torch.where(kept_TE, 0, mass_TE).sum()
-        self.num_tokens += asked_T.sum()
-        self.lost_tokens += (asked_T & ~kept_TE.any(1)).sum()
-        self.num_positions += asked_TE.shape[0]
-        self.num_passes += 1
-        self.num_slots += asked_TE.shape[1] * capacity
+        kept_TE, demand_E = selection.kept_TE, selection.demand_E
+        _count(self.totals, self.max_demand, asked_TE, kept_TE, probs_TE, demand_E, capacity)
         if selection.rerouted_E is not None:
             self.rerouted += selection.rerouted_E.sum()
         if selection.protected_dropped_E is not None:
             self.protected_dropped += selection.protected_dropped_E.sum()
-        torch.maximum(self.max_demand, selection.demand_E.max(), out=self.max_demand)
 
     @torch.no_grad()
     def add_overflow(self, overflow_E: Tensor) -> None:
@@ -141,3 +133,44 @@ class Counters:
     def tensors(self) -> tuple[Tensor, Tensor]:
         """The memory behind all counts, to be reduced, copied or put back."""
         return self.totals, self.max_demand
+
+
+def _count_in_torch(
+    totals: Tensor,
+    max_demand: Tensor,
+    asked_TE: Tensor,
+    kept_TE: Tensor,
+    probs_TE: Tensor,
+    demand_E: Tensor,
+    capacity: int,
+) -> None:
+    """Add one pass; the example of `padded_dispatch.kernels.count.count` holds here."""
+    num_tokens, num_experts = asked_TE.shape
+    mass_TE = torch.where(asked_TE, mass_units(probs_TE), 0)
+    asked_T = asked_TE.any(1)
+    totals[:num_experts] += demand_E
+    totals[num_experts : 2 * num_experts] += kept_TE.sum(0)
+    scalars = totals[2 * num_experts :]
+    scalars[0] += mass_TE.sum()
+    scalars[1] += torch.where(kept_TE, 0, mass_TE).sum()
+    scalars[2] += asked_T.sum()
+    scalars[3] += (asked_T & ~kept_TE.any(1)).sum()
+    scalars[4] += num_tokens
+    scalars[5] += 1
+    scalars[6] += num_experts * capacity
+    torch.maximum(max_demand, demand_E.max(), out=max_demand)
+
+
+_count = custom_op("padded_dispatch::count", _count_in_torch, mutates_args=("totals", "max_demand"))
+
+
+@_count.register_kernel("cuda")
+def _(totals, max_demand, asked_TE, kept_TE, probs_TE, demand_E, capacity):
+    from padded_dispatch.kernels import count
+
+    count.count(totals, max_demand, asked_TE, kept_TE, probs_TE, demand_E, capacity)
+
+
+@_count.register_fake
+def _(totals, max_demand, asked_TE, kept_TE, probs_TE, demand_E, capacity):
+    return None
