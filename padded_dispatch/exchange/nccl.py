@@ -4,8 +4,9 @@ Every slot travels, full or empty, so nobody has to know how many rows are real.
 goes one small all-to-all with probabilities and counts. Expert tensor parallelism gathers the
 sources of all ranks that split an expert, and sums their partial outputs on the way back.
 
-Experts that take packed rows get them in one pass over the real rows; the padded layout costs a
-copy of everything wherever both L and S are above 1.
+Experts that take packed rows get them in one pass over the real rows, and empty slots travel as
+they are, unwritten and unread; the padded layout costs a copy of everything wherever both L and S
+are above 1.
 """
 
 import torch
@@ -60,7 +61,8 @@ class CollectiveExchange:
     @stage("gather")
     def prepare(self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan) -> Slots:
         """Tokens and their probabilities into slots: rows [E, C, D], side [E, C + 1]."""
-        return Slots(rows_MCD=gather_rows(tokens_TD, plan), side_MC1=gather_side(probs_TE, plan))
+        rows_MCD = gather_rows(tokens_TD, plan, zeros=not self.packed)
+        return Slots(rows_MCD=rows_MCD, side_MC1=gather_side(probs_TE, plan))
 
     @stage("exchange")
     def move(self, outgoing: Slots) -> Slots:
@@ -81,8 +83,8 @@ class CollectiveExchange:
         if self.packed:
             ends_LS = running_ends(kept_SL)
             return ExpertInput(
-                rows_ND=pack_rows(rows_MCD, ends_LS),
-                probs_N=pack_rows(side_MC1[:, :-1, None], ends_LS).squeeze(1),
+                rows_ND=pack_rows(rows_MCD, ends_LS, zeros=False),
+                probs_N=pack_rows(side_MC1[:, :-1, None], ends_LS, zeros=False).squeeze(1),
                 kept_SL=kept_SL,
                 ends_LS=ends_LS,
             )
@@ -96,7 +98,7 @@ class CollectiveExchange:
     def disarrange(self, out_ND: Tensor, ends_LS: Tensor | None) -> Slots:
         """[N, D] to [R * L, C, D], summed over the ranks that split an expert."""
         if ends_LS is not None:
-            rows_MCD = unpack_rows(out_ND, ends_LS)
+            rows_MCD = unpack_rows(out_ND, ends_LS, zeros=False)
         else:
             by_expert = (self.num_local_experts, self.num_sources, -1)
             rows_MCD = out_ND.unflatten(0, by_expert).transpose(0, 1).flatten(0, 1)
@@ -112,7 +114,7 @@ class CollectiveExchange:
     @stage("combine")
     def combine(self, incoming: Slots, plan: DispatchPlan) -> Tensor:
         """The sum of its slots for every token, [T, D]."""
-        return combine_rows(incoming.rows_MCD, plan)
+        return combine_rows(incoming.rows_MCD, plan, zeros=not self.packed)
 
     def _all_to_all(self, slots: Slots) -> Slots:
         if self.num_ranks == 1:
