@@ -19,7 +19,7 @@ from padded_dispatch.train.display import Log
 from padded_dispatch.train.flops import flops_per_token
 from padded_dispatch.train.graphs import TrainingGraphs
 from padded_dispatch.train.metrics import Meter, Row, mean_over_ranks
-from padded_dispatch.train.model import build_chunks, moe_layers, transformer_config
+from padded_dispatch.train.model import build_chunks, moe_layers, release, transformer_config
 from padded_dispatch.train.optimizer import (
     MegatronAdam,
     TorchAdam,
@@ -147,6 +147,7 @@ def train(settings: Settings, device: torch.device) -> Outcome:
             log.say(outcome.sentence())
         if trainer.graphs:
             trainer.graphs.delete()
+        release(trainer.chunks)
     return outcome
 
 
