@@ -282,6 +282,7 @@ def test_another_number_of_ranks():
         (dict(factors=[0.0]), "capacity_factor=0.0"),
         (dict(factors=[math.nan]), "capacity_factor=nan"),
         (dict(policy="best"), "policy='best' .* choose one of probs, position"),
+        (dict(remedy="reroute"), "remedy='reroute' .* train with reroute"),
         (dict(meaning="expert"), "meaning='expert' .* choose one of source, rank, pooled"),
         (dict(meaning="rank", min_capacity=2), "min_capacity=2 .* leave it out"),
         (dict(num_ranks=4), "num_experts=6 .* multiple of num_ranks=4"),
