@@ -199,8 +199,15 @@ def test_steps_after_a_change_may_break_what_steps_before_it_say():
 
 @pytest.mark.parametrize(
     ("share", "text"),
-    [(0.001, "0.1 %"), (0.99, "99 %"), (0.995, "99.5 %"), (0.999999, "99.99 %"), (0.0, "0 %")]
-    + [(0.37456, "37.46 %"), (1e-7, "< 0.0001 %")],
+    [
+        (0.0, "0 %"),
+        (1e-7, "< 0.0001 %"),
+        (0.001, "0.1 %"),
+        (0.37456, "37.46 %"),
+        (0.99, "99 %"),
+        (0.995, "99.5 %"),
+        (0.999999, "99.99 %"),
+    ],
 )
 def test_percent(share, text):
     assert percent(share) == text

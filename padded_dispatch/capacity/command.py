@@ -10,9 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from padded_dispatch.capacity import calibration as calibrations
 from padded_dispatch.capacity import plots, report, settings
 from padded_dispatch.capacity.cost import LayerSizes
+from padded_dispatch.capacity.megatron_jsonl import load_megatron_traces
 from padded_dispatch.capacity.recommend import Target
 from padded_dispatch.capacity.study import Layer, Question, Study, study
 from padded_dispatch.capacity.synthetic import KINDS, Sizes, synthetic_trace
@@ -20,6 +23,8 @@ from padded_dispatch.capacity.tables import factor_table, layer_table
 from padded_dispatch.capacity.trace import Trace, merge
 from padded_dispatch.capacity.trace_file import load_trace
 from padded_dispatch.config import POLICIES
+
+_MADE = {"steps": 400, "layers": 2, "ranks": 4, "tokens": 256, "experts": 32, "top-k": 4, "seed": 0}
 
 
 def main(argv: list[str]) -> int:
@@ -32,12 +37,12 @@ def main(argv: list[str]) -> int:
     given = _parser().parse_args(argv)
     if given.plots:
         plots.require_matplotlib()
-    question = _question(given)
+    _ = _target(given, given.drop), _target(given, given.eval_drop)  # mistakes before the work
     with _stage("reading" if given.traces else "making a trace") as say:
         trace, name = _trace(given)
         evaluation = _load(given.eval_traces, given) if given.eval_traces else None
         say(f"{(trace.ids_NTK >= 0).sum():,} rows, {trace.num_records:,} passes")
-    layer = _layer(given, trace)
+    question, layer = _question(given, trace), _layer(given, trace)
     with _stage("replaying it") as say:
         found = study(trace, question, name=name, layer=layer, eval_trace=evaluation)
         say(f"at {len(found.options)} factors")
@@ -105,12 +110,17 @@ def as_json(found: Study) -> dict[str, Any]:
     }
 
 
-def _question(given: argparse.Namespace) -> Question:
-    shares = {"steps_share": given.steps_share, "confidence": given.confidence}
+def _target(given: argparse.Namespace, drop: float) -> Target:
+    return Target(drop=drop, steps_share=given.steps_share, confidence=given.confidence)
+
+
+def _question(given: argparse.Namespace, trace: Trace) -> Question:
+    # How many rows are dropped is the same under every policy; whose they are is not.
+    policy = given.policy or ("position" if trace.probs_NTK is None else "probs")
     return Question(
-        target=Target(drop=given.drop, **shares),
-        eval_target=Target(drop=given.eval_drop, **shares),
-        policy=given.policy,
+        target=_target(given, given.drop),
+        eval_target=_target(given, given.eval_drop),
+        policy=policy,
         min_capacity=given.min_capacity,
         alignment=given.alignment,
         factors=tuple(given.factors) if given.factors else None,
@@ -119,27 +129,53 @@ def _question(given: argparse.Namespace) -> Question:
 
 def _trace(given: argparse.Namespace) -> tuple[Trace, str]:
     if bool(given.traces) == (given.synthetic is not None):
-        raise ValueError("traces=[] is not possible: give traces, or --synthetic KIND, not both")
+        raise ValueError("TRACE is not possible so: give traces, or --synthetic KIND, not both")
     if given.traces:
         return _load(given.traces, given), ", ".join(path.name for path in given.traces)
     sizes = Sizes(
         num_steps=given.steps,
         num_layers=given.layers,
-        num_ranks=given.ranks,
+        num_ranks=given.ranks or _MADE["ranks"],
         num_tokens=given.tokens,
-        num_experts=given.experts,
+        num_experts=given.experts or _MADE["experts"],
         top_k=given.top_k,
     )
     trace = synthetic_trace(given.synthetic, sizes, strength=given.strength, seed=given.seed)
-    return trace, f"a synthetic trace ({given.synthetic})"
+    return _from_layer_1(trace), f"a synthetic trace ({given.synthetic})"
 
 
 def _load(paths: Sequence[Path], given: argparse.Namespace) -> Trace:
+    """Ours or Megatron's, from files or folders of them."""
     max_bytes = int(given.max_gib * 2**30)
     try:
-        return merge([load_trace(path, max_bytes=max_bytes) for path in paths])
+        if all(path.suffix == ".jsonl" or any(path.glob("*.jsonl")) for path in paths):
+            if given.experts is None or given.ranks is None:
+                raise ValueError(
+                    "experts=None is not possible: Megatron's traces do not say how many experts "
+                    "and ranks there are; give --experts and --ranks"
+                )
+            trace = load_megatron_traces(
+                paths, num_experts=given.experts, num_ranks=given.ranks, max_bytes=max_bytes
+            )
+            return _from_layer_1(trace)
+        files = [file for path in paths for file in _files(path)]
+        return merge([load_trace(file, max_bytes=max_bytes) for file in files])
     except OSError as error:
         raise ValueError(f"{error.filename}: {error.strerror}") from error
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.glob("*.npy"))
+    if not found:
+        raise ValueError(f"{path}: no trace in this folder (*.npy, router_trace_rank*.jsonl)")
+    return found
+
+
+def _from_layer_1(trace: Trace) -> Trace:
+    """Layers by Megatron's layer number, which settings take."""
+    return dataclasses.replace(trace, layers=trace.layers + np.int32(1))
 
 
 def _layer(given: argparse.Namespace, trace: Trace) -> Layer | None:
@@ -181,7 +217,13 @@ def _parser() -> argparse.ArgumentParser:
         "promised.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="of training")
+    parser.add_argument(
+        "traces",
+        nargs="*",
+        type=Path,
+        metavar="TRACE",
+        help="of training: files or folders, of `train --trace` or Megatron's tracer (.jsonl)",
+    )
     parser.add_argument("--out", type=Path, default=Path("tune"), help="folder for the results")
     parser.add_argument(
         "--eval-traces",
@@ -198,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     promise.add_argument("--steps-share", type=float, default=0.99, help="of steps that keep it")
     promise.add_argument("--confidence", type=float, default=0.95, help="that it is kept")
     slots = parser.add_argument_group("slots")
-    slots.add_argument("--policy", choices=POLICIES, default="probs", help="who keeps a slot")
+    slots.add_argument("--policy", choices=POLICIES, help="who keeps a slot (None: probs)")
     slots.add_argument("--min-capacity", type=int, default=1, help="least slots")
     slots.add_argument("--alignment", type=int, default=1, help="of an expert's buffer, in rows")
     slots.add_argument("--factors", nargs="+", type=float, help="to try (None: a grid)")
@@ -213,14 +255,10 @@ def _parser() -> argparse.ArgumentParser:
     made = parser.add_argument_group("a made-up trace instead")
     made.add_argument("--synthetic", choices=KINDS, help="kind of routing")
     made.add_argument("--strength", type=float, default=1.0, help="how uneven it is")
-    for name, default in (
-        ("steps", 400),
-        ("layers", 2),
-        ("ranks", 4),
-        ("tokens", 256),
-        ("experts", 32),
-        ("top-k", 4),
-        ("seed", 0),
-    ):
-        made.add_argument(f"--{name}", type=int, default=default)
+    for name, default in _MADE.items():
+        if name in ("experts", "ranks"):
+            told = f"(None: {default}); Megatron's own traces need it, too"
+            made.add_argument(f"--{name}", type=int, help=told)
+        else:
+            made.add_argument(f"--{name}", type=int, default=default)
     return parser
