@@ -9,7 +9,9 @@ from padded_dispatch.bench.cases import MODELS
 from padded_dispatch.bench.parts import _config, _parts, main
 
 CPU = torch.device("cpu")
-PARTS = ("copy", "select and plan", "side", "gather", "combine", "pack", "unpack")
+POLICIES = ("probs", "position", "random", "priority")
+SELECTIONS = (*POLICIES, "probs, renormalize", "probs, reroute", "probs, protected")
+KERNELS = ("select and plan", "side", "gather", "combine", "pack", "unpack")
 
 
 def test_bytes_and_flops_are_those_of_real_rows():
@@ -22,7 +24,8 @@ def test_bytes_and_flops_are_those_of_real_rows():
     assert parts["pack", fill].bytes == parts["unpack", fill].bytes == 2 * num_kept * row
     slots = 2 * 10 * shape.num_experts // 2
     full = 18 * slots * shape.hidden_size * shape.ffn_size
-    experts = {fill: part.flops for (name, fill), part in parts.items() if "experts" in name}
+    experts = {fill: part.flops for (name, fill), part in parts.items() if "packed" in name}
+    assert parts["batched experts", 1.0].flops == full
     assert experts == {1.0: full, 0.75: 3 * full // 4, 0.5: full // 2, 0.25: full // 4}
 
 
@@ -33,6 +36,11 @@ def test_rows_are_kept(tmp_path, capsys, ep):
     assert main(argv) == 0
     (run,) = json.loads(out.read_text())["runs"]
     assert run["about"]["command"] == " ".join(["padded-dispatch parts", *argv])
-    assert [row["part"] for row in run["rows"]] == [*PARTS, *["experts, both ways"] * 4]
+    assert [row["part"] for row in run["rows"]] == [
+        "copy",
+        *(f"select {name}" for name in SELECTIONS),
+        *KERNELS,
+        *["experts, both ways"] * 4,
+    ]
     assert all(row["us"] == sorted(row["samples_us"])[1] > 0 for row in run["rows"])
     assert len(capsys.readouterr().out.splitlines()) == len(run["rows"])

@@ -65,6 +65,33 @@ def results(function, counts: list[int], biased: bool) -> list[Tensor]:
     return [value[:num_rows] if i in by_row else value for i, value in enumerate(found)]
 
 
+def batched(rows_NI, weight_LOI, bias_LO, probs_N, ends_L: Tensor) -> Tensor:
+    return grouped.batched_linear(rows_NI, weight_LOI, ends_L, bias_LO, probs_N)
+
+
+@BIASED
+@pytest.mark.parametrize("counts", [[4, 4], [1], [0, 0], [3, 3, 3]], ids=str)
+def test_one_product_where_all_experts_have_equally_many_rows(counts, biased):
+    """With padded rows, zero and of probability zero, among them: the last of every expert."""
+    found = []
+    for function in (batched, one_by_one):
+        leaves = inputs(counts, biased, spare=0)
+        rows_NI, probs_N = leaves[0], leaves[3]
+        with torch.no_grad():
+            for end in ends_of(counts).tolist():
+                rows_NI[end - 1 : end] = 0
+                if biased:
+                    probs_N[end - 1 : end] = 0
+        with poisoned_memory():
+            out_NO = function(*leaves, ends_of(counts))
+            out_NO.backward(torch.linspace(-1, 1, out_NO.numel()).double().view_as(out_NO))
+        found.append([out_NO.detach(), *(leaf.grad for leaf in leaves if leaf is not None)])
+        assert not any(out_NO[end - 1].any() for end in ends_of(counts).tolist() if sum(counts))
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-13)
+        assert mine.is_contiguous()
+
+
 @BIASED
 @CASES
 def test_output_and_gradients(counts, biased):
@@ -148,6 +175,8 @@ def test_all_are_sound_custom_ops(biased):
     opcheck(grouped._sum_rows, (grad_NO, weights_N, ends_L))
     if bias_LO is not None:
         opcheck(grouped._dot_rows, (grad_NO, bias_LO.detach(), weights_N, ends_L))
+    opcheck(grouped._batched_linear, (inputs([2, 2], biased, spare=0)[0], weight_LOI[:2].detach()))
+    opcheck(grouped._batched_outer, (grad_NO[:4], plain_NI[:4], 2))
 
 
 @pytest.mark.gpu

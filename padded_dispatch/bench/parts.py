@@ -8,21 +8,23 @@ and no more; zeros that it writes into empty slots are on top of that, so they l
 """
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from padded_dispatch.activation import Activation
 from padded_dispatch.bench.cases import MODELS, LayerShape
-from padded_dispatch.config import DispatchConfig
-from padded_dispatch.experts import ExpertWeights, grouped_mlp
+from padded_dispatch.config import DispatchConfig, Policy
+from padded_dispatch.experts import ExpertWeights, Linear, grouped_mlp
+from padded_dispatch.grouped import batched_linear, grouped_linear
 from padded_dispatch.ops import (
     combine_rows,
     gather_rows,
@@ -33,6 +35,7 @@ from padded_dispatch.ops import (
     select,
     unpack_rows,
 )
+from padded_dispatch.remedies import select_with_remedy
 from padded_dispatch.results import about, append_run
 
 _CALLS = 10
@@ -148,19 +151,50 @@ def _parts(
     source = torch.empty(_COPIED, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     yield Part(name="copy", run=lambda: target.copy_(source), fill=1.0, bytes=2 * _COPIED)
+    yield from _selections(config, num_tokens, device)
     yield from _kernels(shape, config, num_tokens, device)
     yield from _experts(shape, config, num_tokens, device)
+
+
+def _selections(config: DispatchConfig, num_tokens: int, device: torch.device) -> Iterator[Part]:
+    """Each policy, each remedy, and protection: forward only, the same kernels for any routing."""
+    capacity = config.capacity(num_tokens)
+    probs_TE, map_TE = _routing(config, num_tokens, device)
+    keep_T = torch.arange(num_tokens, device=device) % 10 == 0
+    draw = torch.zeros((), dtype=torch.int64, device=device)
+    fill = int(map_TE.sum(0).clamp(max=capacity).sum()) / (config.num_experts * capacity)
+
+    def part(name: str, chosen: DispatchConfig, keep_T: Tensor | None = None) -> Part:
+        def run() -> None:
+            select_with_remedy(
+                chosen, capacity, map_TE, probs_TE, probs_TE, keep_T=keep_T, draw=draw
+            )
+
+        return Part(name=name, run=run, fill=fill)
+
+    for policy in get_args(Policy):
+        yield part(f"select {policy}", dataclasses.replace(config, policy=policy))
+    for remedy in ("renormalize", "reroute"):
+        yield part(f"select probs, {remedy}", dataclasses.replace(config, remedy=remedy))
+    yield part("select probs, protected", config, keep_T)
+
+
+def _routing(
+    config: DispatchConfig, num_tokens: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Probabilities [T, E] and map [T, E] of random tokens."""
+    torch.manual_seed(0)
+    probs_TE = torch.rand(num_tokens, config.num_experts, device=device).softmax(1)
+    map_TE = torch.zeros_like(probs_TE, dtype=torch.bool)
+    return probs_TE, map_TE.scatter_(1, probs_TE.topk(config.top_k).indices, True)
 
 
 def _kernels(
     shape: LayerShape, config: DispatchConfig, num_tokens: int, device: torch.device
 ) -> Iterator[Part]:
-    torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     capacity = config.capacity(num_tokens)
-    probs_TE = torch.rand(num_tokens, config.num_experts, device=device).softmax(1)
-    map_TE = torch.zeros_like(probs_TE, dtype=torch.bool)
-    map_TE.scatter_(1, probs_TE.topk(config.top_k).indices, True)
+    probs_TE, map_TE = _routing(config, num_tokens, device)
     tokens_TD = torch.randn(num_tokens, shape.hidden_size, device=device).to(dtype)
     kept_TE = select(map_TE, probs_TE, capacity=capacity).kept_TE
     plan = make_plan(kept_TE, top_k=config.top_k, capacity=capacity)
@@ -192,7 +226,7 @@ def _kernels(
 def _experts(
     shape: LayerShape, config: DispatchConfig, num_tokens: int, device: torch.device
 ) -> Iterator[Part]:
-    """Forward and backward over all slots of a rank, of which fewer and fewer are real."""
+    """Forward and backward over all slots of a rank; packed, fewer and fewer of them are real."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     num_local, width, ffn = config.num_local_experts, shape.hidden_size, shape.ffn_size
@@ -212,12 +246,15 @@ def _experts(
         per_expert = round(slots * fill)
         ends_L = torch.arange(1, num_local + 1, device=device, dtype=torch.int32) * per_expert
 
-        def both_ways(ends_L: Tensor = ends_L) -> None:
-            out_ND = grouped_mlp(rows_ND, probs_N, ends_L, weights, Activation())
+        def both_ways(ends_L: Tensor = ends_L, linear: Linear = grouped_linear) -> None:
+            out_ND = grouped_mlp(rows_ND, probs_N, ends_L, weights, Activation(), linear=linear)
             torch.autograd.grad(out_ND, inputs, grad_ND)
 
         flops = 18 * num_local * per_expert * width * ffn
-        yield Part(name="experts, both ways", run=both_ways, fill=fill, flops=flops)
+        if fill == 1.0:
+            one_product = functools.partial(both_ways, linear=batched_linear)
+            yield Part(name="batched experts", run=one_product, fill=fill, flops=flops)
+        yield Part(name="packed experts", run=both_ways, fill=fill, flops=flops)
 
 
 def _parser() -> argparse.ArgumentParser:
