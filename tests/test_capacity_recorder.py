@@ -89,7 +89,6 @@ def test_a_replayed_pass_is_kept_like_an_eager_one():
         observe(eager, number)
     for ours, expected in zip(replayed.tensors(), eager.tensors(), strict=True):
         assert torch.equal(ours, expected)
-    assert replayed.num_seen.item() == 6
 
 
 def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path):

@@ -29,7 +29,7 @@ from padded_dispatch.select import Selection
 
 
 class RoutingBuffer:
-    """What one layer's router asked for in its last passes: a `RoutingObserver`.
+    """What one layer's router asked for in its last P passes, in order: a `RoutingObserver`.
 
     Args:
         num_passes: passes of a step (P).
@@ -44,18 +44,17 @@ class RoutingBuffer:
         shape = num_passes, num_tokens, top_k
         self.ids_PTK = torch.full(shape, -1, dtype=torch.int16, device=device)
         self.probs_PTK = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.num_seen = torch.zeros(1, dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def observe(
         self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, capacity: int
     ) -> None:
-        """Keep one pass, in place of the oldest: see `RoutingObserver`.
+        """Keep one pass as the last, and forget the first: see `RoutingObserver`.
 
         Raises:
             ValueError: probabilities that fp32 cannot hold, or another number of tokens.
         """
-        num_passes, num_tokens, top_k = self.ids_PTK.shape
+        _, num_tokens, top_k = self.ids_PTK.shape
         if probs_TE.dtype == torch.float64:
             raise ValueError(
                 "probs_TE.dtype=float64 is not possible: a trace has float32; set "
@@ -67,14 +66,13 @@ class RoutingBuffer:
                 f"{num_tokens}; record passes of one size"
             )
         ids_TK, probs_TK = choices(asked_TE, probs_TE, top_k)
-        place = self.num_seen % num_passes
-        self.ids_PTK.index_copy_(0, place, ids_TK[None])
-        self.probs_PTK.index_copy_(0, place, probs_TK[None])
-        self.num_seen += 1
+        # No place to count on: what a capture or a warm-up left here is gone after one step.
+        self.ids_PTK.copy_(torch.cat((self.ids_PTK[1:], ids_TK[None])))
+        self.probs_PTK.copy_(torch.cat((self.probs_PTK[1:], probs_TK[None])))
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, Tensor]:
         """All that a reader copies."""
-        return self.ids_PTK, self.probs_PTK, self.num_seen
+        return self.ids_PTK, self.probs_PTK
 
 
 def choices(asked_TE: Tensor, probs_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -177,10 +175,8 @@ class TraceRecorder:
             return
         if self._arrived is not None:
             self._arrived.synchronize()
-        for layer, (ids_PTK, probs_PTK, num_seen) in self._copies.items():
+        for layer, (ids_PTK, probs_PTK) in self._copies.items():
             num_passes = len(ids_PTK)
-            # The oldest pass is where the next one would go.
-            order_P = (torch.arange(num_passes) + num_seen) % num_passes
             self._writer.append(
                 Trace(
                     num_experts=self._recording.num_experts,
@@ -189,8 +185,8 @@ class TraceRecorder:
                     steps=np.full(num_passes, self._pending, np.int64),
                     layers=np.full(num_passes, layer, np.int32),
                     ranks=np.full(num_passes, self._recording.rank, np.int32),
-                    ids_NTK=ids_PTK[order_P].numpy(),
-                    probs_NTK=probs_PTK[order_P].numpy(),
+                    ids_NTK=ids_PTK.numpy(),
+                    probs_NTK=probs_PTK.numpy(),
                 )
             )
         self._pending = None
