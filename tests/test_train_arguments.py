@@ -73,6 +73,7 @@ GIVEN = {
         "lr_warmup": 0,
         "lr_decay": 9,
         "balancing": "expert-bias",
+        "router_skew": 0.5,
         "seed": 0,
         "deterministic": True,
     },

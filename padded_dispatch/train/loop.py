@@ -29,6 +29,7 @@ from padded_dispatch.train.optimizer import (
 from padded_dispatch.train.passes import run_passes
 from padded_dispatch.train.record import Recorder, StepMarks, mark
 from padded_dispatch.train.settings import Output, Settings
+from padded_dispatch.train.skew import RouterSkew
 from padded_dispatch.train.tracing import trace_recorder
 from padded_dispatch.train.world import model_parallel, world
 
@@ -71,6 +72,7 @@ class Trainer:
     text: Windows
     held_out: Windows
     graphs: TrainingGraphs | None
+    skew: RouterSkew | None
 
     def step(self, number: int) -> "Step":
         """Step 1, 2, ...: forward, backward, and a change of the weights."""
@@ -156,6 +158,10 @@ def _build(settings: Settings, device: torch.device) -> Trainer:
     config = transformer_config(settings)
     chunks = build_chunks(settings, config)
     optimizer = build_optimizer(settings, chunks)
+    skew = None
+    if recipe.router_skew:
+        layers = moe_layers(chunks)
+        skew = RouterSkew(layers, recipe.num_layers, recipe.router_skew, recipe.seed)
     graphs = None
     if settings.output.graph != "none":
         assert isinstance(optimizer, MegatronAdam)
@@ -168,6 +174,7 @@ def _build(settings: Settings, device: torch.device) -> Trainer:
         text=Windows(corpus.train, recipe.seq_length, recipe.seed),
         held_out=Windows(corpus.held_out, recipe.seq_length, recipe.seed),
         graphs=graphs,
+        skew=skew,
     )
 
 
@@ -207,6 +214,8 @@ def _run(trainer: Trainer, start: checkpoint.Progress, log: Log) -> Outcome:
             first_loss = rows[-1].loss if number == 1 else first_loss
         if watch:
             watch.after_step(number)
+        if trainer.skew:
+            trainer.skew.after_step()
         if output.eval_every and (last or number % output.eval_every == 0):
             with meter.paused():
                 evaluations.append(Evaluation(step=number, loss=trainer.evaluate()))
@@ -222,7 +231,8 @@ def _run(trainer: Trainer, start: checkpoint.Progress, log: Log) -> Outcome:
         watch.finish()
     if recorder:
         memory = trainer.graphs.memory_gib if trainer.graphs else None
-        recorder.write(fill=rows[-1].fill, dropped=rows[-1].dropped, memory_gib=memory)
+        skewed = trainer.skew.figures() if trainer.skew else {}
+        recorder.write(fill=rows[-1].fill, dropped=rows[-1].dropped, memory_gib=memory, **skewed)
     return Outcome(first_loss=first_loss, rows=tuple(rows), evaluations=tuple(evaluations))
 
 

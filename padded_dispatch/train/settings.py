@@ -67,6 +67,13 @@ class Recipe:
     balancing: Balancing = field(
         default="aux-loss", metadata=_help("what spreads tokens over experts")
     )
+    router_skew: float = field(
+        default=0.0,
+        metadata=_help(
+            "start from routers that prefer some experts: standard deviation of what is added to "
+            "the experts' logits; --results then has max/mean demand of every step"
+        ),
+    )
     seed: int = field(default=1234, metadata=_help("of weights and of the order of the data"))
     deterministic: bool = field(
         default=False, metadata=_help("the same bits in every run, at the price of some speed")
@@ -187,7 +194,7 @@ class Settings:
     def __post_init__(self) -> None:
         for group in (self.output, self.recipe, self.layout):
             for name, value in vars(group).items():
-                if name in ("seed", "lr_warmup"):
+                if name in ("seed", "lr_warmup", "router_skew"):
                     _require(value >= 0, name, value, "give 0 or more")
                 elif isinstance(value, int | float) and value is not False:
                     _require(value > 0, name, value, "give a number above 0")
