@@ -9,6 +9,7 @@ and no more; zeros that it writes into empty slots are on top of that, so they l
 
 import argparse
 import dataclasses
+import functools
 import statistics
 import sys
 import time
