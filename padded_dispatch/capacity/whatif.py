@@ -172,27 +172,7 @@ def what_if(
         ValueError: names the argument, its value and what to change.
     """
     num_ranks = trace.num_ranks if num_ranks is None else num_ranks
-    _require(policy in POLICIES, "policy", policy, f"choose one of {', '.join(POLICIES)}")
-    _require(meaning in MEANINGS, "meaning", meaning, f"choose one of {', '.join(MEANINGS)}")
-    _require(
-        remedy in ("none", "renormalize"),
-        "remedy",
-        remedy,
-        "a trace can replay none and renormalize; train with reroute to see what it does",
-    )
-    _require(len(factors) >= 1, "factors", factors, "give at least one")
-    _require(
-        trace.probs_NTK is not None or policy in ("position", "random"),
-        "policy",
-        policy,
-        "this trace has no probabilities; choose position or random",
-    )
-    _require(
-        meaning != "rank" or min_capacity == 1,
-        "min_capacity",
-        min_capacity,
-        "Megatron-Core has none for a rank; leave it out",
-    )
+    _check(trace, factors, policy, meaning, min_capacity, remedy)
     slots = _Slots(
         trace=trace,
         meaning=meaning,
@@ -237,6 +217,37 @@ def what_if(
         num_tokens_N=num_tokens_N,
         lost_tokens_FN=lost_tokens_FN,
         needed_factor_N=needed_factor_N,
+    )
+
+
+def _check(
+    trace: Trace,
+    factors: Sequence[float],
+    policy: str,
+    meaning: str,
+    min_capacity: int,
+    remedy: str,
+) -> None:
+    _require(policy in POLICIES, "policy", policy, f"choose one of {', '.join(POLICIES)}")
+    _require(meaning in MEANINGS, "meaning", meaning, f"choose one of {', '.join(MEANINGS)}")
+    _require(
+        remedy in ("none", "renormalize"),
+        "remedy",
+        remedy,
+        "a trace can replay none and renormalize; train with reroute to see what it does",
+    )
+    _require(len(factors) >= 1, "factors", factors, "give at least one")
+    _require(
+        trace.probs_NTK is not None or policy in ("position", "random"),
+        "policy",
+        policy,
+        "this trace has no probabilities; choose position or random",
+    )
+    _require(
+        meaning != "rank" or min_capacity == 1,
+        "min_capacity",
+        min_capacity,
+        "Megatron-Core has none for a rank; leave it out",
     )
 
 
