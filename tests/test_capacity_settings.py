@@ -88,7 +88,7 @@ def test_nothing_beyond_the_factor_where_nothing_is_needed():
 
 def test_the_same_elsewhere(found):
     factor = found.training.overall.factor
-    rank, worst, tokens, stash = elsewhere(found).values()
-    assert rank == stash == f"{factor:.4g}"
+    source, rank, worst, tokens, stash = elsewhere(found).values()
+    assert source == rank == stash == f"{factor:.4g}"
     assert worst == f"{min(1.0, factor / 2):.4g}"  # two ranks, four experts each, top-2
     assert "no counterpart in max-tokens" in tokens

@@ -9,6 +9,7 @@ from padded_dispatch.capacity.calibration import shipped
 from padded_dispatch.capacity.cost import LayerSizes, cost
 from padded_dispatch.capacity.recommend import Target
 from padded_dispatch.capacity.study import (
+    HeldOut,
     Layer,
     Question,
     busiest_rows,
@@ -103,3 +104,23 @@ def test_evaluation_has_its_own_trace_and_target(trace):
     with_even = study(trace, QUESTION, name="zipf", eval_trace=even)
     assert with_even.evaluation.overall.factor < alone.evaluation.overall.factor
     assert with_even.training == alone.training
+
+
+def test_steps_that_are_held_out_are_checked_and_not_seen(trace):
+    question = dataclasses.replace(QUESTION, hold_out=0.25)
+    found = study(trace, question, name="zipf")
+    seen, unseen = trace.where(trace.steps < 45), trace.where(trace.steps >= 45)
+    assert found.training == study(seen, QUESTION, name="zipf").training
+    later = what_if(unseen, [found.training.overall.factor]).by_layer_and_step()
+    kept_S = later.dropped_FLS[0].sum(0) <= 0.001 * later.demand_LS.sum(0)
+    assert found.held_out == HeldOut(num_steps=15, kept=int(kept_S.sum()))
+    assert "the last 15 steps, which the recommendation has not seen" in found.held_out_sentence()
+    assert study(trace, QUESTION, name="zipf").held_out is None
+
+
+def test_something_is_left_to_see(trace):
+    with pytest.raises(ValueError, match="hold_out=1 is not possible: give a share"):
+        dataclasses.replace(QUESTION, hold_out=1.0)
+    one_step = trace.where(trace.steps == 0)
+    with pytest.raises(ValueError, match=r"hold_out=0\.5 is not possible: it leaves none of 1"):
+        study(one_step, dataclasses.replace(QUESTION, hold_out=0.5), name="short")

@@ -59,6 +59,8 @@ def summary(found: Study) -> str:
         parts.append(f"One factor per layer:\n{layer_table(found)}")
     evaluation = found.evaluation.overall
     parts.append(f"In evaluation: {evaluation.factor:g}, for {found.evaluation.target}.")
+    if found.held_out is not None:
+        parts.append(found.held_out_sentence())
     others = found.training.overall.caveats[1:]
     parts += [f"Also: {caveat}." for caveat in others]
     if found.layer is not None:
@@ -105,6 +107,7 @@ def as_json(found: Study) -> dict[str, Any]:
         "flags": settings.flags(found, per_layer=False),
         "flags_per_layer": settings.flags(found, per_layer=True),
         "elsewhere": settings.elsewhere(found),
+        "held_out": None if found.held_out is None else dataclasses.asdict(found.held_out),
         "options": [dataclasses.asdict(option) for option in found.options],
         "layer": None if layer is None else dataclasses.asdict(layer),
     }
@@ -124,6 +127,7 @@ def _question(given: argparse.Namespace, trace: Trace) -> Question:
         min_capacity=given.min_capacity,
         alignment=given.alignment,
         factors=tuple(given.factors) if given.factors else None,
+        hold_out=given.hold_out,
     )
 
 
@@ -239,6 +243,9 @@ def _parser() -> argparse.ArgumentParser:
     promise.add_argument("--eval-drop", type=float, default=0.0, help="the same in evaluation")
     promise.add_argument("--steps-share", type=float, default=0.99, help="of steps that keep it")
     promise.add_argument("--confidence", type=float, default=0.95, help="that it is kept")
+    promise.add_argument(
+        "--hold-out", type=float, default=0.0, help="share of steps, the last ones, to check it on"
+    )
     slots = parser.add_argument_group("slots")
     slots.add_argument("--policy", choices=POLICIES, help="who keeps a slot (None: probs)")
     slots.add_argument("--min-capacity", type=int, default=1, help="least slots")

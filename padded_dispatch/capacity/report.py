@@ -132,7 +132,8 @@ def _factors(study: Study) -> str:
     if study.layer is not None:
         note += (
             " Wire: sent by a rank per layer and micro-batch, forward and backward; empty slots "
-            "travel, too. Memory: on a rank, an upper bound. ms: see the end of this page."
+            "travel, too. Memory: on a rank, an upper bound; in graphs: what CUDA graphs of its "
+            "layers would hold for good. ms: see the end of this page."
         )
     return f'<p class="note">{note}</p>\n{_table(factor_table(study))}'
 
@@ -180,6 +181,8 @@ def _method(study: Study) -> str:
         f"{training.num_steps:,} of them count as {training.num_independent:,.0f}.",
         f"Evaluation: {study.evaluation.target}.",
     ]
+    if study.held_out is not None:
+        texts.append(study.held_out_sentence())
     return "\n".join(f"<p>{_text(text)}</p>" for text in texts)
 
 

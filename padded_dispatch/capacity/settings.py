@@ -11,6 +11,7 @@ from padded_dispatch.capacity.convert import Meaning, Sizes, from_source
 from padded_dispatch.capacity.study import Study
 
 _ELSEWHERE: dict[Meaning, str] = {
+    "source": "Megatron-Core, alltoall with padding to capacity: moe_expert_capacity_factor",
     "rank": "Megatron-Core, HybridEP or NCCL EP: moe_expert_rank_capacity_factor",
     "worst-case": "torchtitan, HybridEP: non_blocking_capacity_factor",
     "max-tokens": "DeepEP, low latency: num_max_dispatch_tokens_per_rank",

@@ -1,5 +1,6 @@
 """Everything about one trace that tables, plots and the report show: computed once, drawn later."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 from padded_dispatch.capacity.calibration import Calibration
 from padded_dispatch.capacity.cost import Cost, LayerSizes, cost
 from padded_dispatch.capacity.floor import binomial_floor
-from padded_dispatch.capacity.recommend import Recommendation, Target, recommend
+from padded_dispatch.capacity.recommend import Recommendation, Target, percent, recommend
 from padded_dispatch.capacity.trace import Trace
 from padded_dispatch.capacity.whatif import WhatIf, what_if
 from padded_dispatch.config import DispatchConfig, Policy
@@ -28,6 +29,11 @@ class Question:
         min_capacity: least slots per (source, expert).
         alignment: of an expert's buffer, as in `DispatchConfig`.
         factors: to try; None takes a grid up to the factor that drops nothing.
+        hold_out: share of the steps, the last ones, that the recommendation does not see, and is
+            checked on.
+
+    Raises:
+        ValueError: for a share that leaves no steps.
     """
 
     target: Target
@@ -36,6 +42,13 @@ class Question:
     min_capacity: int = 1
     alignment: int = 1
     factors: tuple[float, ...] | None = None
+    hold_out: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.hold_out < 1:
+            raise ValueError(
+                f"hold_out={self.hold_out:g} is not possible: give a share from 0 to below 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +81,14 @@ class Option:
     packed_ms: float | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """A check on steps that the recommendation did not see: in `kept` of `num_steps` it held."""
+
+    num_steps: int
+    kept: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Study:
     """A trace's answers. `training`, `evaluation`: recommendations for the two."""
@@ -83,6 +104,16 @@ class Study:
     evaluation: Recommendation
     options: tuple[Option, ...]
     layer: Layer | None
+    held_out: HeldOut | None
+
+    def held_out_sentence(self) -> str:
+        """What the check on unseen steps gave."""
+        assert self.held_out is not None
+        kept, num_steps = self.held_out.kept, self.held_out.num_steps
+        return (
+            f"Checked on the last {num_steps:,} steps, which the recommendation has not seen: the "
+            f"target is kept in {kept:,} of them ({percent(kept / max(1, num_steps))})."
+        )
 
     def option(self, factor: float) -> Option:
         """The one at `factor`, which is among those tried."""
@@ -109,7 +140,19 @@ def study(
     Raises:
         ValueError: names what is not possible and what to change.
     """
+    later = None
+    if question.hold_out:
+        steps_S = np.unique(trace.steps)
+        first_unseen = steps_S[math.ceil((1 - question.hold_out) * (len(steps_S) - 1))]
+        if first_unseen == steps_S[0]:
+            raise ValueError(
+                f"hold_out={question.hold_out:g} is not possible: it leaves none of "
+                f"{len(steps_S)} steps"
+            )
+        later = trace.where(trace.steps >= first_unseen)
+        trace = trace.where(trace.steps < first_unseen)
     found = _replay(trace, question)
+    training = recommend(found, question.target)
     evaluation = found if eval_trace is None else _replay(eval_trace, question)
     return Study(
         name=name,
@@ -119,11 +162,20 @@ def study(
         num_tokens=trace.num_tokens,
         question=question,
         what_if=found,
-        training=recommend(found, question.target),
+        training=training,
         evaluation=recommend(evaluation, question.eval_target),
         options=_options(trace, found, question, layer),
         layer=layer,
+        held_out=None if later is None else _check(later, question, training.overall.factor),
     )
+
+
+def _check(trace: Trace, question: Question, factor: float) -> HeldOut:
+    rows = _replay(trace, dataclasses.replace(question, factors=(factor,))).by_layer_and_step()
+    demand_S = rows.demand_LS.sum(0)
+    kept_S = rows.dropped_FLS[0].sum(0) <= question.target.drop * demand_S
+    asked_S = demand_S > 0
+    return HeldOut(num_steps=int(asked_S.sum()), kept=int(kept_S[asked_S].sum()))
 
 
 def largest_need(trace: Trace) -> float:
