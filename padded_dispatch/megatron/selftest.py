@@ -164,7 +164,9 @@ def _run(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
     assert given.grad is not None
     results = {"its output": output.detach().clone(), "the gradient of its input": given.grad}
     for name, param in layer.named_parameters():
-        results[f"the gradient of {name}"] = param.main_grad.clone()
+        # Megatron's DDP takes it from where autograd has put it.
+        gradient = param.main_grad if hasattr(param, "main_grad") else param.grad
+        results[f"the gradient of {name}"] = gradient.clone()
     return results
 
 
