@@ -98,7 +98,7 @@ def test_megatrons_own_traces(tune, tmp_path):
 def test_no_promise_is_exit_code_3(tune):
     code, said, found = tune(f"--synthetic drift {MADE} --no-plots")
     assert code == 3
-    assert "cannot be promised" in said
+    assert "without a promise" in said
     (caveat,) = found["training"]["overall"]["caveats"]
     assert "the need changes over the trace" in caveat
 

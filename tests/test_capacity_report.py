@@ -160,7 +160,7 @@ def test_without_sizes_and_figures_it_is_shorter():
 
 def test_what_cannot_be_promised_is_said():
     page = Page(html(studied(kind="drift"), {}))
-    assert "cannot be promised" in page.texts["recommendation"]
+    assert "without a promise" in page.texts["recommendation"]
     assert "Training: the need changes over the trace" in page.texts["caveats"]
 
 

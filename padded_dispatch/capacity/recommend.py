@@ -59,9 +59,13 @@ class Target:
                     "below 1"
                 )
 
+    @property
+    def rows(self) -> str:
+        """What a step may drop, in words."""
+        return f"at most {percent(self.drop)} of rows dropped" if self.drop else "no row dropped"
+
     def __str__(self) -> str:
-        rows = f"at most {percent(self.drop)} of rows dropped" if self.drop else "no row dropped"
-        return f"{rows} in {percent(self.steps_share)} of steps"
+        return f"{self.rows} in {percent(self.steps_share)} of steps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,18 +116,18 @@ class Recommendation:
 
     def sentence(self) -> str:
         """For a person, for example: Set the capacity factor to 1.25 (320 slots per ...)."""
-        advice = self.overall
+        advice, target = self.overall, self.target
         text = (
             f"Set the capacity factor to {advice.factor:g} ({advice.capacity} slots per source "
-            f"rank and expert): {self.target}"
+            "rank and expert)"
         )
         if not advice.promised:
             met = advice.num_steps - advice.steps_over
             return (
-                f"{text} cannot be promised, although {met:,} of {advice.num_steps:,} steps seen "
-                f"keep within it: {advice.caveats[0]}."
+                f"{text}, without a promise: {target.rows} in {met:,} of the {advice.num_steps:,} "
+                f"steps seen, but {advice.caveats[0]}."
             )
-        text += f", with {percent(self.target.confidence)} confidence"
+        text += f": {target}, with {percent(target.confidence)} confidence"
         if advice.likely < advice.factor:
             text += f"; more steps may show that {advice.likely:g} is enough"
         return f"{text}."

@@ -15,7 +15,7 @@ from padded_dispatch.capacity.tables import Table, factor_table, layer_table
 
 _STYLE = """
 :root { --ink: #222; --soft: #666; --line: #e3e3e3; --accent: #D55E00; --wash: #FFF5EE; }
-body { margin: 0 auto; max-width: 60rem; padding: 2.5rem 1.5rem 4rem; color: var(--ink);
+body { margin: 0 auto; max-width: 66rem; padding: 2.5rem 1.5rem 4rem; color: var(--ink);
   background: #fff; font: 16px/1.55 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 h1 { font-size: 1rem; font-weight: 600; color: var(--soft); margin: 0 0 1rem; }
 h2 { font-size: 1.25rem; margin: 2.75rem 0 .5rem; }
