@@ -38,6 +38,10 @@ def faults(notebook: Any) -> list[str]:
     return found
 
 
+def test_the_four_notebooks_are_there():
+    assert [path.name[:2] for path in PATHS] == ["01", "02", "03", "04"]
+
+
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_notebook_can_be_read_without_running_it(path):
     notebook = nbformat.read(path, as_version=4)
