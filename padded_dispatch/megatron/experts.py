@@ -12,12 +12,13 @@ rounds, is not used for them. So every micro-batch's gradient is rounded to bf16
 gradients `main_grad` was off by 0.17 % in the root mean square (tests/test_grouped.py).
 
 `experts="auto"` takes packed rows where the config allows them, training is in bf16, and skipping
-pays. On an H200 `torch._grouped_mm` takes 0.98 to 1.15 times as long per row as the GEMMs of
+pays. On an H200 `torch._grouped_mm` takes 0.96 to 1.15 times as long per row as the GEMMs of
 TEGroupedMLP (Qwen3-30B-A3B EP 8, fc1 with 16 experts of 2,048 rows: 287 against 294 us, fc2 172 and
 173; GPT-OSS-20B EP 8, 4 of 4,096: 802 and 700, 401 and 417). With uniform routing a factor of 1.15
 makes up for that; a skewed one leaves more slots empty, and the copy into padded rows is saved
-besides. `torch.bmm` over padded rows is the fastest GEMM at a factor of 1 (700 and 372 us), but
-needs the same stacked parameters and would gain on that factor alone: left out.
+besides. What decides is the config's factor, not those of single layers or steps, so that all
+layers keep their parameters alike. `torch.bmm` over padded rows is the fastest GEMM at a factor of
+1 (700 and 372 us) and loses from 1.15 on as well; a layer does not offer it.
 """
 
 import functools
