@@ -111,11 +111,23 @@ def test_steps_that_are_held_out_are_checked_and_not_seen(trace):
     found = study(trace, question, name="zipf")
     seen, unseen = trace.where(trace.steps < 45), trace.where(trace.steps >= 45)
     assert found.training == study(seen, QUESTION, name="zipf").training
-    later = what_if(unseen, [found.training.overall.factor]).by_layer_and_step()
+    factor = found.training.overall.factor
+    later = what_if(unseen, [factor]).by_layer_and_step()
     kept_S = later.dropped_FLS[0].sum(0) <= 0.001 * later.demand_LS.sum(0)
-    assert found.held_out == HeldOut(num_steps=15, kept=int(kept_S.sum()))
+    assert found.held_out == HeldOut(factor=factor, num_steps=15, kept=int(kept_S.sum()))
     assert "the last 15 steps, which the recommendation has not seen" in found.held_out_sentence()
     assert study(trace, QUESTION, name="zipf").held_out is None
+
+
+def test_the_last_factor_of_a_schedule_is_the_one_to_check():
+    sizes = dataclasses.replace(SIZES, num_steps=200)
+    falling = synthetic_trace("drift", sizes, strength=2.0, seed=3)
+    falling = dataclasses.replace(falling, steps=199 - falling.steps)
+    found = study(falling, dataclasses.replace(QUESTION, hold_out=0.25), name="falling")
+    phases = found.training.overall.phases
+    assert len(phases) > 1
+    assert found.held_out is not None
+    assert found.held_out.factor == phases[-1].factor < found.training.overall.factor
 
 
 def test_something_is_left_to_see(trace):

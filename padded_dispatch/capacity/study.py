@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 from padded_dispatch.capacity.calibration import Calibration
 from padded_dispatch.capacity.cost import Cost, LayerSizes, cost
 from padded_dispatch.capacity.floor import binomial_floor
-from padded_dispatch.capacity.recommend import Recommendation, Target, percent, recommend
+from padded_dispatch.capacity.recommend import (
+    Advice,
+    Recommendation,
+    Target,
+    percent,
+    recommend,
+)
 from padded_dispatch.capacity.trace import Trace
 from padded_dispatch.capacity.whatif import WhatIf, what_if
 from padded_dispatch.config import DispatchConfig, Policy
@@ -83,8 +89,12 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """A check on steps that the recommendation did not see: in `kept` of `num_steps` it held."""
+    """A check on steps that the recommendation did not see: in `kept` of `num_steps` it held.
 
+    `factor`: the recommended one, or the last of a schedule.
+    """
+
+    factor: float
     num_steps: int
     kept: int
 
@@ -112,7 +122,8 @@ class Study:
         kept, num_steps = self.held_out.kept, self.held_out.num_steps
         return (
             f"Checked on the last {num_steps:,} steps, which the recommendation has not seen: the "
-            f"target is kept in {kept:,} of them ({percent(kept / max(1, num_steps))})."
+            f"target is kept at {self.held_out.factor:g} in {kept:,} of them "
+            f"({percent(kept / max(1, num_steps))})."
         )
 
     def option(self, factor: float) -> Option:
@@ -166,16 +177,18 @@ def study(
         evaluation=recommend(evaluation, question.eval_target),
         options=_options(trace, found, question, layer),
         layer=layer,
-        held_out=None if later is None else _check(later, question, training.overall.factor),
+        held_out=None if later is None else _check(later, question, training.overall),
     )
 
 
-def _check(trace: Trace, question: Question, factor: float) -> HeldOut:
+def _check(trace: Trace, question: Question, advice: Advice) -> HeldOut:
+    factor = advice.phases[-1].factor if advice.phases else advice.factor
     rows = _replay(trace, dataclasses.replace(question, factors=(factor,))).by_layer_and_step()
     demand_S = rows.demand_LS.sum(0)
     kept_S = rows.dropped_FLS[0].sum(0) <= question.target.drop * demand_S
     asked_S = demand_S > 0
-    return HeldOut(num_steps=int(asked_S.sum()), kept=int(kept_S[asked_S].sum()))
+    kept = int(kept_S[asked_S].sum())
+    return HeldOut(factor=factor, num_steps=int(asked_S.sum()), kept=kept)
 
 
 def largest_need(trace: Trace) -> float:
