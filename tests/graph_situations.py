@@ -66,6 +66,7 @@ def situations() -> Iterator[Situation]:
     yield from _starved()
     for scopes in (WHOLE, PARTIAL):
         yield Situation(name=f"200 replays, {'+'.join(scopes)}", replays=200, scopes=scopes, **two)
+    yield Situation(name="EP2: local graphs of whole layers", impl="local", scopes=(), **two)
     mixed = {"num_layers": 3, "dense": (1,), "scopes": ("attn", "mlp", "moe")}
     yield Situation(name="dense and MoE layers", **mixed, **two)
     for sizes, name in (({"ranks": 2}, "PP2"), ({"ranks": 4, "ep": 2}, "PP2/EP2")):
@@ -138,6 +139,8 @@ def on_cpu(case: Case) -> Case | None:
     if isinstance(case, RoutingCase):
         small = {**_TINY, "seq": 14, "num_routings": 8}
         return None if case.packed else dataclasses.replace(case, device="cpu", **small)
+    if case.impl == "local":
+        return None
     if case.tp > 1 or case.recompute not in ((), ("moe",)) or case.replays == 50:
         return None
     return dataclasses.replace(
