@@ -37,12 +37,23 @@ def main(argv: list[str]) -> int:
     given = _parser().parse_args(argv)
     if given.plots:
         plots.require_matplotlib()
-    _ = _target(given, given.drop), _target(given, given.eval_drop)  # mistakes before the work
+    target, eval_target = _target(given, given.drop), _target(given, given.eval_drop)
     with _stage("reading" if given.traces else "making a trace") as say:
         trace, name = _trace(given)
         evaluation = _load(given.eval_traces, given) if given.eval_traces else None
         say(f"{(trace.ids_NTK >= 0).sum():,} rows, {trace.num_records:,} passes")
-    question, layer = _question(given, trace), _layer(given, trace)
+    layer = _layer(given, trace)
+    # How many rows are dropped is the same under every policy; whose they are is not.
+    policy = given.policy or ("position" if trace.probs_NTK is None else "probs")
+    question = Question(
+        target=target,
+        eval_target=eval_target,
+        policy=policy,
+        min_capacity=given.min_capacity,
+        alignment=given.alignment,
+        factors=tuple(given.factors) if given.factors else None,
+        hold_out=given.hold_out,
+    )
     with _stage("replaying it") as say:
         found = study(trace, question, name=name, layer=layer, eval_trace=evaluation)
         say(f"at {len(found.options)} factors")
@@ -115,20 +126,6 @@ def as_json(found: Study) -> dict[str, Any]:
 
 def _target(given: argparse.Namespace, drop: float) -> Target:
     return Target(drop=drop, steps_share=given.steps_share, confidence=given.confidence)
-
-
-def _question(given: argparse.Namespace, trace: Trace) -> Question:
-    # How many rows are dropped is the same under every policy; whose they are is not.
-    policy = given.policy or ("position" if trace.probs_NTK is None else "probs")
-    return Question(
-        target=_target(given, given.drop),
-        eval_target=_target(given, given.eval_drop),
-        policy=policy,
-        min_capacity=given.min_capacity,
-        alignment=given.alignment,
-        factors=tuple(given.factors) if given.factors else None,
-        hold_out=given.hold_out,
-    )
 
 
 def _trace(given: argparse.Namespace) -> tuple[Trace, str]:

@@ -173,14 +173,11 @@ def costs(study: Study) -> "Figure":
     figure, (left, right) = _figure(9.4, 4.4, columns=2)
     usual = [option for option in study.options if option.factor >= 1.0]
     chosen = study.option(study.training.overall.factor)
-    for axes, of, color, marker, label in (
-        (left, _padded_ms, BLACK, "o", "padded experts: every slot computed"),
-        (left, _packed_ms, BLUE, "s", "packed experts: empty slots skipped"),
-        (right, _gib, BLACK, "o", None),
-    ):
-        line = {"color": color, "lw": 1, "marker": marker, "ms": 3.5, "label": label}
-        axes.plot([of(option) for option in usual], [_drawn(option) for option in usual], **line)
-        axes.plot(of(chosen), _drawn(chosen), color=ORANGE, marker=marker, ms=9, lw=0)
+    padded = {"marker": "o", "color": BLACK}
+    packed = {"marker": "s", "color": BLUE}
+    _curve(left, _padded_ms, usual, chosen, **padded, label="padded experts: every slot computed")
+    _curve(left, _packed_ms, usual, chosen, **packed, label="packed experts: empty slots skipped")
+    _curve(right, _gib, usual, chosen, **padded)
     left.plot([], [], color=ORANGE, marker="o", ms=9, lw=0, label=f"recommended: {chosen.factor:g}")
     for axes, of in ((left, _padded_ms), (right, _gib)):
         for option in _spaced(usual, of):
@@ -199,6 +196,15 @@ def costs(study: Study) -> "Figure":
     right.set_title("Memory at each factor")
     figure.legend(loc="outside lower center", ncols=3)
     return figure
+
+
+def _curve(
+    axes: Any, of: Callable[[Option], float], options: list[Option], chosen: Option, **style: Any
+) -> None:
+    """What options drop against what they cost, the chosen one larger."""
+    drawn = [_drawn(option) for option in options]
+    axes.plot([of(option) for option in options], drawn, lw=1, ms=3.5, **style)
+    axes.plot(of(chosen), _drawn(chosen), color=ORANGE, marker=style["marker"], ms=9, lw=0)
 
 
 def _padded_ms(option: Option) -> float:
