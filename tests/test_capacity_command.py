@@ -137,7 +137,7 @@ def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
         ("some.npy --synthetic zipf", "TRACE is not possible so"),
         ("nowhere.npy", "nowhere.npy: No such file or directory"),
         ("broken.npy", "broken.npy: "),
-        ("folder", "folder: no trace in this folder"),
+        ("folder", "folder: no trace (*.npy) is there"),
         ("--synthetic zipf --drop 2", "drop=2 is not possible: give a share"),
         (f"--synthetic zipf {MADE} --factors 0.5", "factors up to 0.5 are not possible"),
         (f"--synthetic zipf {MADE} --hidden-size 8", "hidden_size and ffn_size go together"),

@@ -20,8 +20,8 @@ from padded_dispatch.capacity.recommend import Target
 from padded_dispatch.capacity.study import Layer, Question, Study, study
 from padded_dispatch.capacity.synthetic import KINDS, Sizes, synthetic_trace
 from padded_dispatch.capacity.tables import factor_table, layer_table
-from padded_dispatch.capacity.trace import Trace, merge
-from padded_dispatch.capacity.trace_file import load_trace
+from padded_dispatch.capacity.trace import Trace
+from padded_dispatch.capacity.trace_file import load_traces
 from padded_dispatch.config import POLICIES
 
 _MADE = {"steps": 400, "layers": 2, "ranks": 4, "tokens": 256, "experts": 32, "top-k": 4, "seed": 0}
@@ -159,19 +159,9 @@ def _load(paths: Sequence[Path], given: argparse.Namespace) -> Trace:
                 paths, num_experts=given.experts, num_ranks=given.ranks, max_bytes=max_bytes
             )
             return _from_layer_1(trace)
-        files = [file for path in paths for file in _files(path)]
-        return merge([load_trace(file, max_bytes=max_bytes) for file in files])
+        return load_traces(paths, max_bytes=max_bytes)
     except OSError as error:
         raise ValueError(f"{error.filename}: {error.strerror}") from error
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    found = sorted(path.glob("*.npy"))
-    if not found:
-        raise ValueError(f"{path}: no trace in this folder (*.npy, router_trace_rank*.jsonl)")
-    return found
 
 
 def _from_layer_1(trace: Trace) -> Trace:
@@ -233,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TRACE",
         help="of evaluation (None: as TRACE)",
     )
-    parser.add_argument("--max-gib", type=float, default=4.0, help="refuse larger trace files")
+    parser.add_argument("--max-gib", type=float, default=4.0, help="refuse larger traces")
     parser.add_argument("--plots", action=argparse.BooleanOptionalAction, default=True)
     promise = parser.add_argument_group("the promise")
     promise.add_argument("--drop", type=float, default=0.001, help="share of rows in a step")
