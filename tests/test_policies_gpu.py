@@ -197,6 +197,7 @@ def test_replays_of_the_layer_draw_on_and_repeat_with_the_seed(megatron):
     tokens = tokens_of(0)
 
     def outputs(seed: int, *, graphed: bool) -> list[Tensor]:
+        torch.manual_seed(0)  # Megatron draws the router's weights on the CPU.
         layer = layer_of("random", "none", seed=seed)
         if graphed:
             torch.cuda.make_graphed_callables(layer, (tokens_of(1).requires_grad_(),))
