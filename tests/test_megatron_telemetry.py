@@ -12,7 +12,7 @@ from torch import nn
 
 from padded_dispatch.megatron import PaddedOptions, padded_spec
 from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.megatron.telemetry import Telemetry
+from padded_dispatch.megatron.telemetry import Telemetry, write_scalars
 
 E, T = tiny.NUM_EXPERTS, 13
 
@@ -125,6 +125,27 @@ def test_evaluation_is_apart_and_has_its_own_capacity():
         assert reading.evaluation.demand_YE[0].tolist() == eval_counts.demand_E.tolist()
         assert reading.training.num_passes_Y[0] == reading.evaluation.num_passes_Y[0] == 1
         assert reading.evaluation.num_slots_Y[0] == E * T
+
+
+def test_scalars_have_megatrons_kind_of_names():
+    written = {}
+
+    class Writer:
+        def add_scalar(self, name, value, step):
+            written[name] = (value, step)
+
+    with tiny.one_process():
+        chunk = model(2, 3)
+        telemetry = Telemetry([chunk], step=40)
+        run(chunk[0], 1)
+        reading = telemetry.read()
+    write_scalars(reading, Writer())
+    assert written["moe/dropped"] == (reading.training.figures()["dropped"], 40)
+    assert len(written) == len(reading.training.figures())
+    write_scalars(reading, Writer(), per_layer=True)
+    assert written["moe/fill_layer_1"] == (reading.training.fill[0], 40)
+    assert written["moe/fill_layer_2"] == (0.0, 40)
+    assert not any(name.startswith("moe-held-out") for name in written)
 
 
 def test_a_model_without_padded_layers_is_refused():

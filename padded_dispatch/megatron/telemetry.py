@@ -5,7 +5,7 @@
         train()
         reading = telemetry.step()        # None, but one step after each read was started
         if reading is not None:
-            writer.add_scalar("moe/dropped", reading.training.figures()["dropped"], step)
+            write_scalars(reading, writer)
 
 A read is enqueued on the training stream, between two steps: the layers' totals are summed over
 all ranks and copied to pinned memory. The host looks at the copy one step later, when it has
@@ -16,6 +16,10 @@ read last and takes differences, which are right also when a total wraps around.
 Every rank counts the tokens that it routes itself: under sequence parallelism its own part of
 them, else the same ones as its tensor-parallel peers, of whom then only the first is counted. A
 layer is on one pipeline stage only; ranks of the others add zeros for it.
+
+Megatron's own tracker of MoE metrics (0.16.1: `save_to_aux_losses_tracker`, from 0.18 on
+`MoEMetricsTracker`) is not used: its reports come every step, write zeros in those without a
+reading, and in Megatron's training loop leave out names that the loop does not know.
 """
 
 from dataclasses import dataclass
@@ -41,6 +45,27 @@ class Reading:
     num_steps: int
     training: Snapshot
     evaluation: Snapshot
+
+
+def write_scalars(reading: Reading, writer: Any, *, per_layer: bool = False) -> None:
+    """Give a reading to TensorBoard, under names like those of Megatron's MoE metrics.
+
+    `moe/dropped`, and with `per_layer` `moe/dropped_layer_0`, counted from 0 as Megatron does; of
+    evaluation `moe-held-out/...`. The names are those of `Snapshot.figures`.
+
+    Args:
+        writer: a `SummaryWriter`, or anything with its `add_scalar(name, value, step)`.
+    """
+    for prefix, seen in (("moe", reading.training), ("moe-held-out", reading.evaluation)):
+        figures = seen.figures()
+        for name, value in figures.items():
+            writer.add_scalar(f"{prefix}/{name}", value, reading.step)
+        if figures and per_layer:
+            columns = seen.figures_of_layers()
+            for name in figures:
+                for number, value in zip(columns["layer"], columns[name], strict=True):
+                    tag = f"{prefix}/{name}_layer_{int(number) - 1}"
+                    writer.add_scalar(tag, value, reading.step)
 
 
 @dataclass(frozen=True, kw_only=True)
