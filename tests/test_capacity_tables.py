@@ -36,6 +36,9 @@ def test_factors_among_them_the_recommended_one(found):
     assert row["slots"] == str(chosen.capacity)
     assert row["ms padded"] == f"{chosen.padded_ms:.2f}"
     assert row["wire MB"] == f"{chosen.cost.wire_bytes / 1e6:.1f}"
+    padded, packed = (float(part) for part in row["TFLOP"].split(" / "))
+    assert padded == float(f"{chosen.cost.padded_flops / 1e12:.3g}")
+    assert packed == float(f"{chosen.cost.packed_flops / 1e12:.3g}")
     factors = [float(cells[0]) for cells in table.rows]
     assert factors == sorted(factors)
     assert factors[-1] == found.options[-1].factor

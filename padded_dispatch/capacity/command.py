@@ -69,7 +69,8 @@ def summary(found: Study) -> str:
     if len(found.training.layers) > 1:
         parts.append(f"One factor per layer:\n{layer_table(found)}")
     evaluation = found.evaluation.overall
-    parts.append(f"In evaluation: {evaluation.factor:g}, for {found.evaluation.target}.")
+    promised = "" if evaluation.promised else ", without a promise"
+    parts.append(f"In evaluation: {evaluation.factor:g}, for {found.evaluation.target}{promised}.")
     if found.held_out is not None:
         parts.append(found.held_out_sentence())
     others = found.training.overall.caveats[1:]

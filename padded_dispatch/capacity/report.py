@@ -28,7 +28,7 @@ p, ul { max-width: 46rem; }
 .tiles b { display: block; font-size: 1.4rem; font-weight: 600; white-space: nowrap; }
 .tiles span, figcaption, .note { color: var(--soft); font-size: .9rem; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .88rem; }
 th, td { text-align: right; padding: .28rem .6rem; border-bottom: 1px solid var(--line); }
 td { white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
@@ -133,7 +133,8 @@ def _factors(study: Study) -> str:
         note += (
             " Wire: sent by a rank per layer and micro-batch, forward and backward; empty slots "
             "travel, too. Memory: on a rank, an upper bound; in graphs: what CUDA graphs of its "
-            "layers would hold for good. ms: see the end of this page."
+            "layers would hold for good. TFLOP: every slot computed / empty slots skipped. ms: see "
+            "the end of this page."
         )
     return f'<p class="note">{note}</p>\n{_table(factor_table(study))}'
 

@@ -37,7 +37,7 @@ def factor_table(study: Study) -> Table:
     ]
     headers = ("factor", "slots", "dropped", "floor", "worst layer", "lost tokens", "fill")
     if study.layer is not None:
-        headers += ("wire MB", "memory GiB", "in graphs", "ms padded", "ms packed")
+        headers += ("wire MB", "memory GiB", "in graphs", "TFLOP", "ms padded", "ms packed")
     return Table(
         headers=headers,
         rows=tuple(_option_cells(option) for option in shown),
@@ -87,6 +87,7 @@ def _option_cells(option: Option) -> tuple[str, ...]:
             f"{option.cost.wire_bytes / 1e6:.1f}",
             f"{option.cost.memory_bytes / 2**30:.2f}",
             f"{option.cost.graph_pool_bytes / 2**30:.2f}",
+            f"{option.cost.padded_flops / 1e12:.3g} / {option.cost.packed_flops / 1e12:.3g}",
             f"{option.padded_ms:.2f}",
             f"{option.packed_ms:.2f}",
         )
