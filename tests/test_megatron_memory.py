@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from graph_protocol import _Graphed
+from megatron.core import package_info
 from test_megatron_graph_helper import iteration_of
 from test_megatron_graphs import BATCH, SEQUENCE, Training, graphs
 
@@ -78,7 +79,11 @@ def test_recomputed_and_uncaptured_parts_are_not_kept(megatron):
     whole = kept_bytes(Training(("attn", "moe")))
     assert kept_bytes(Training(("moe",))) < whole
     assert kept_bytes(Training(("attn", "moe_router", "moe_preprocess"))) < whole
-    assert kept_bytes(Training(("attn", "moe"), **recompute)) < whole
+    recomputed = kept_bytes(Training(("attn", "moe"), **recompute))
+    if package_info.MINOR < 18:
+        assert recomputed < whole
+    else:  # `tensor_parallel.checkpoint` does nothing in a capture.
+        assert recomputed == whole
 
 
 def test_dispatch_is_at_work_beside_the_gradients(megatron):

@@ -105,6 +105,7 @@ def out_of_memory_names_graphs(held: str) -> Iterator[None]:
         raise torch.OutOfMemoryError(
             f"the memory pools of the CUDA graphs do not fit beside the {before / _GIB:.2f} GiB "
             f"that are in use without them. They hold {held}. To need less: a smaller micro-batch "
-            "or moe_expert_capacity_factor, recompute_modules=['moe'], more pipeline or expert "
-            f"parallelism, or graphs of less of each layer ('moe' left out). {error}"
+            "or moe_expert_capacity_factor, recompute_modules=['moe_act'] ('moe' has no effect in "
+            "a capture from Megatron-Core 0.18 on), more pipeline or expert parallelism, or graphs "
+            f"of less of each layer ('moe' left out). {error}"
         ) from error
