@@ -39,6 +39,7 @@ def test_rows_are_kept(tmp_path, capsys, ep):
     assert [row["part"] for row in run["rows"]] == [
         "copy",
         *(f"select {name}" for name in SELECTIONS),
+        "telemetry",
         *KERNELS,
         *["experts, both ways"] * 4,
     ]

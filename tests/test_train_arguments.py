@@ -130,7 +130,8 @@ def test_every_field_is_a_flag():
 
 
 def test_none_drops_nothing():
-    assert parse(["--capacity-factor", "none"]).dispatch.capacity_factor is None
+    for text in ("none", "no-drop"):
+        assert parse(["--capacity-factor", text]).dispatch.capacity_factor is None
 
 
 @pytest.mark.parametrize(

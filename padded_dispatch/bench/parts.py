@@ -38,6 +38,7 @@ from padded_dispatch.ops import (
 )
 from padded_dispatch.remedies import select_with_remedy
 from padded_dispatch.results import about, append_run
+from padded_dispatch.stats import Counters
 
 _CALLS = 10
 _COPIED = 2**27  # bytes; far more than the caches hold
@@ -178,6 +179,23 @@ def _selections(config: DispatchConfig, num_tokens: int, device: torch.device) -
     for remedy in ("renormalize", "reroute"):
         yield part(f"select probs, {remedy}", dataclasses.replace(config, remedy=remedy))
     yield part("select probs, protected", config, keep_T)
+    yield _telemetry(config, probs_TE, map_TE)
+
+
+def _telemetry(config: DispatchConfig, probs_TE: Tensor, map_TE: Tensor) -> Part:
+    """All that a layer counts in one pass."""
+    counters = Counters(config.num_experts, map_TE.device)
+    capacity = config.capacity(len(map_TE))
+    selection = select(map_TE, probs_TE, capacity=capacity)
+    plan = make_plan(selection.kept_TE, top_k=config.top_k, capacity=capacity)
+    num_slots = config.num_experts * capacity
+
+    def count() -> None:
+        counters.observe(map_TE, probs_TE, selection, capacity)
+        counters.add_overflow(plan.overflow_E)
+        counters.add_received(plan.kept_E)
+
+    return Part(name="telemetry", run=count, fill=int(plan.kept_E.sum()) / num_slots)
 
 
 def _routing(
