@@ -21,7 +21,7 @@ def shown(monkeypatch) -> list[str]:
     return events
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def megatron() -> Iterator[None]:
     with tiny.one_process(), graphs():
         yield
@@ -59,6 +59,21 @@ def test_a_range_ends_with_an_error(shown):
 def test_without_nvtx_there_are_no_ranges(shown, monkeypatch):
     monkeypatch.setattr(stages, "_HAS_NVTX", False)
     step(packed=False)
+    assert shown == []
+
+
+def test_a_compiled_program_has_no_ranges(shown):
+    config = DispatchConfig(num_experts=2, top_k=1)
+    dispatcher = PaddedDispatcher(config)
+
+    def there_and_back(tokens_TD: torch.Tensor) -> torch.Tensor:
+        map_TE = torch.eye(2, dtype=torch.bool)[[0, 1, 1]]
+        sent = dispatcher.dispatch(tokens_TD, torch.ones(3, 2), map_TE)
+        return dispatcher.combine(sent.expert_input.rows_ND, sent)
+
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    tokens_TD = torch.ones(3, 2, requires_grad=True)
+    assert torch.equal(compiled(tokens_TD), tokens_TD)
     assert shown == []
 
 
