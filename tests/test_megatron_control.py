@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch.distributed as dist
 from megatron.core import parallel_state
-from test_megatron_telemetry import model
+from test_megatron_telemetry import model, run
 
 from padded_dispatch.megatron.control import CapacityControl
 from padded_dispatch.megatron.cpu import megatron_on_cpu
@@ -137,6 +137,27 @@ def test_a_run_that_is_resumed_is_where_its_schedule_is():
         options = PaddedOptions(schedule="10:2,20:3,30:4")
         assert CapacityControl([chunk], options, step=29).factors == {1: 3.0, 2: 3.0}
         assert factors(chunk) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"on_overflow": "warn"}, "on_overflow='warn'"),
+        ({"schedule": "0:1,5:2", "on_overflow": "grow"}, "on_overflow='grow', schedule='0:1,5:2'"),
+    ],
+)
+def test_training_without_control_is_refused(options, named):
+    with tiny.one_process():
+        chunk = model(1, **options)
+        with pytest.raises(ValueError, match=f"^{named} is not possible in a training loop"):
+            run(chunk[0], 1)
+        run(chunk[0], 1, training=False)
+        CapacityControl([chunk], PaddedOptions(**options))
+        run(chunk[0], 1)
+
+
+def test_what_needs_no_control():
+    assert PaddedOptions(schedule="0:2", on_overflow="drop").to_control == {}
 
 
 def _other_stage() -> dict[int, float | None]:

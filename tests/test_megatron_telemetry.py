@@ -1,5 +1,6 @@
 """Readings are what a host would have counted, over all ranks, layers and stages, each once."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,14 @@ from padded_dispatch.megatron.telemetry import Telemetry, write_scalars
 E, T = tiny.NUM_EXPERTS, 13
 
 
-def model(*numbers: int, **overrides: Any) -> Any:
-    """A chunk with one layer per number, and what its router asked for, per pass."""
-    config = tiny.config(moe_expert_capacity_factor=0.5, **overrides)
-    config.padded_dispatch = PaddedOptions(eval_factor="no-drop")
+OPTIONS = {field.name for field in dataclasses.fields(PaddedOptions)}
+
+
+def model(*numbers: int, **settings: Any) -> Any:
+    """A chunk with one layer per number; settings of Megatron's config and of our options."""
+    options = {name: settings.pop(name) for name in OPTIONS & settings.keys()}
+    config = tiny.config(moe_expert_capacity_factor=0.5, **settings)
+    config.padded_dispatch = PaddedOptions(**{"eval_factor": "no-drop"} | options)
     chunk: Any = nn.Sequential()
     for number in numbers:
         layer = tiny.layer(config, padded_spec(tiny.layer_spec()))

@@ -123,6 +123,8 @@ class LayerConfigs:
     Router and dispatcher share it; which of the two holds is the router's mode, which a layer that
     is replayed from a CUDA graph has, too.
 
+    `controlled`: whether a `CapacityControl` looks after them.
+
     Args:
         config, options, num_ranks, tp_size: see `dispatch_config`.
     """
@@ -134,6 +136,8 @@ class LayerConfigs:
             dispatch_config, config, options, num_ranks=num_ranks, tp_size=tp_size
         )
         self._eval_apart = bool(options.eval_factors)
+        self._to_control = options.to_control
+        self.controlled = False
         self._router: Any = None
         self.training = self._translate()
         self.evaluation = self._translate(training=False)
@@ -147,6 +151,20 @@ class LayerConfigs:
     def in_training(self) -> bool:
         """Whether the layer is in training mode; so it is while there is no router."""
         return self._router is None or self._router.training
+
+    def check_controlled(self) -> None:
+        """Refuse to train with options that nobody would follow.
+
+        Raises:
+            ValueError: names them.
+        """
+        if self._to_control and not self.controlled:
+            given = ", ".join(f"{name}={value!r}" for name, value in self._to_control.items())
+            raise ValueError(
+                f"{given} is not possible in a training loop without capacity control: make a "
+                "padded_dispatch.megatron.CapacityControl of the model before the first step, and "
+                "call its step() after each one; or leave the options out"
+            )
 
     def follow(self, router: Any) -> None:
         """From now on `router` says whether the layer is in training."""

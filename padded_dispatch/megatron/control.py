@@ -43,6 +43,8 @@ class CapacityControl:
             number: layer.token_dispatcher.configs
             for number, layer in padded_moe_layers(chunks).items()
         }
+        for configs in self._configs.values():
+            configs.controlled = True
         mine = {n: configs.training.capacity_factor for n, configs in self._configs.items()}
         everyone: list[dict[int, Factor]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, mine)

@@ -142,6 +142,16 @@ class PaddedOptions:
         return read_factor_table("schedule", self.schedule, 0)
 
     @property
+    def to_control(self) -> dict[str, str]:
+        """The options that nothing follows unless a training loop has a `CapacityControl`."""
+        given = {"on_overflow": self.on_overflow, "schedule": self.schedule}
+        idle = {
+            "on_overflow": self.on_overflow == "drop",
+            "schedule": not self.factor_of_step.keys() - {0},
+        }
+        return {name: value for name, value in given.items() if not idle[name]}
+
+    @property
     def factors_to_grow(self) -> tuple[Factor, ...]:
         """`grow_factors`, rising."""
         return read_factors("grow_factors", self.grow_factors)

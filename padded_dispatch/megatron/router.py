@@ -124,6 +124,8 @@ def _selecting(base: type) -> type:
             config, tokens_TD = self.selector.configs.now, input.flatten(0, -2)
             # Ranks of different modes may have the same capacity, but no longer the same next call.
             check_facts(self.selector.agreement, config, tokens_TD, training=int(self.training))
+            if self.training:
+                self.selector.configs.check_controlled()
             if self.training and self.config.cuda_graph_impl == "transformer_engine":
                 if self.saw_padding_mask and padding_mask is None:
                     raise ValueError(_MASK_IS_LOST)
