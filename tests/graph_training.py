@@ -130,16 +130,19 @@ def replays_equal_eager(case: Situation) -> Findings:
     with _world(case):
         eager, again, graphed = (Training(case, graphs=graphs) for graphs in (False, False, True))
         unreproducible, differing = _Comparison(), _Comparison()
-        report = None
+        report, captured_bytes = None, None
         for number in range(EAGER_STEPS + case.replays):
             if number == EAGER_STEPS and case.impl == "transformer_engine":
+                before = torch.cuda.memory_allocated()
                 report = graphed.capture()
+                captured_bytes = torch.cuda.memory_allocated() - before
             results = [training.step(number) for training in (eager, again, graphed)]
             unreproducible.add(results[0], results[1])
             differing.add(results[0], results[2])
         facts = {
             "graphs": graphed.num_graphs(),
             "tensors_per_step": differing.num_tensors(),
+            "captured_bytes": captured_bytes,
             "self_test": None if report is None else dataclasses.asdict(report),
             "loss": graphed.losses(),
         }
