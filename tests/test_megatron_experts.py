@@ -229,17 +229,17 @@ def test_a_clamp_that_megatron_would_leave_out_is_refused():
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({}, ""),
-        ({"moe_expert_capacity_factor": 1.15}, ""),
-        ({"moe_expert_capacity_factor": -1.0}, ""),
-        ({"moe_expert_capacity_factor": 1.1}, "below 1.15"),
-        ({"bf16": False}, "bf16 is not set"),
-        ({"moe_ffn_hidden_size": 20}, "16 and 20 are not multiples of 8"),
-        ({"use_te_activation_func": True}, "use_te_activation_func=True"),
+        ({}, "packed"),
+        ({"moe_expert_capacity_factor": 1.15}, "packed"),
+        ({"moe_expert_capacity_factor": -1.0}, "packed"),
+        ({"moe_expert_capacity_factor": 1.1}, "batched, since below a factor of 1.15"),
+        ({"bf16": False}, "module, since bf16 is not set"),
+        ({"moe_ffn_hidden_size": 20}, "module, since 16 and 20 are not multiples of 8"),
+        ({"use_te_activation_func": True}, "module, since packed and batched experts do not"),
     ],
     ids=str,
 )
-def test_auto_takes_packed_rows_where_they_pay(caplog, settings, reason):
+def test_auto_takes_what_pays(caplog, settings, reason):
     config = tiny.config()
     config.padded_dispatch = AUTO
     for name, value in {"bf16": True, "moe_expert_capacity_factor": None, **settings}.items():
@@ -247,15 +247,17 @@ def test_auto_takes_packed_rows_where_they_pay(caplog, settings, reason):
     _say.cache_clear()
     with caplog.at_level(logging.INFO, "padded_dispatch"):
         chosen = {chosen_experts(config) for _ in range(2)}
-    assert chosen == {"module" if reason else "packed"}
+    assert chosen == {reason.split(",")[0]}
     (said,) = caplog.messages
-    assert said.startswith(f'experts="auto" takes {"module, since" if reason else "packed"}')
-    assert reason in said
+    assert said.startswith(f'experts="auto" takes {reason}')
+    assert ("use_te_activation_func=True" in said) == ("use_te_activation_func" in settings)
 
 
 def test_auto_in_a_layer():
     later = {"bf16": True, "params_dtype": torch.bfloat16}
-    for settings, kind in ((later, "PackedExperts"), ({}, "SequentialMLP")):
+    full = {**later, "moe_expert_capacity_factor": 1.0}
+    kinds = (later, "PackedExperts"), (full, "BatchedExperts"), ({}, "SequentialMLP")
+    for settings, kind in kinds:
         made = layer(AUTO, later=settings)
         assert type(made.experts).__name__ == kind
         assert made.token_dispatcher.exchange.packed == (kind == "PackedExperts")

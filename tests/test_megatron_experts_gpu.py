@@ -15,7 +15,7 @@ from test_megatron_stacked import written
 from torch import Tensor, nn
 
 from padded_dispatch.megatron import PaddedOptions, install, uninstall
-from padded_dispatch.megatron.experts import PackedExperts
+from padded_dispatch.megatron.experts import BatchedExperts, PackedExperts
 
 pytestmark = pytest.mark.gpu
 
@@ -124,6 +124,18 @@ def test_replays_of_one_capture_equal_eager_bit_by_bit(kind, ours):
 
 
 @EACH
+def test_replays_of_batched_experts_equal_eager_bit_by_bit(kind):
+    layer = Layer(PaddedOptions(experts="batched"), ours=DROPS, **KINDS[kind])
+    eager = [results(layer, tokens_of(seed)) for seed in range(3)]
+    layer.zero_grad(set_to_none=True)
+    torch.cuda.make_graphed_callables(layer, (tokens_of(0).requires_grad_(),))
+    for seed in range(3):
+        replayed = results(layer, tokens_of(seed))
+        for name, value in eager[seed].items():
+            assert torch.equal(replayed[name], value), (seed, name)
+
+
+@EACH
 def test_the_activation_computed_again_changes_no_bit(kind):
     kept, again = (Layer(ours=ours, **KINDS[kind]) for ours in ((), RECOMPUTE))
     again.load_state_dict(kept.state_dict())
@@ -135,7 +147,7 @@ def test_the_activation_computed_again_changes_no_bit(kind):
 def test_auto_takes_packed_experts_in_bf16():
     auto = PaddedOptions(experts="auto")
     assert type(Layer(auto).moe.experts) is PackedExperts
-    assert type(Layer(auto, ours=DROPS).moe.experts) is not PackedExperts
+    assert type(Layer(auto, ours=DROPS).moe.experts) is BatchedExperts
 
 
 @EACH

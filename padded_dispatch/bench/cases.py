@@ -39,7 +39,7 @@ class Contender:
     dispatcher: str
     drops: bool = True
     on_cpu: bool = False
-    variant: Literal["module", "packed"] | None = None
+    variant: Literal["module", "packed", "batched"] | None = None
     graph: str = "none"
 
     def __str__(self) -> str:
@@ -61,6 +61,8 @@ CONTENDERS = {
     "module-graphed": Contender(**_OURS, variant="module", graph="layer"),
     "packed": Contender(**_OURS, variant="packed", on_cpu=True),
     "packed-graphed": Contender(**_OURS, variant="packed", graph="layer"),
+    "batched": Contender(**_OURS, variant="batched", on_cpu=True),
+    "batched-graphed": Contender(**_OURS, variant="batched", graph="layer"),
 }
 
 # Arguments of `routings.routing_scores`; in "idle-rank" the last rank's experts get nothing.

@@ -1,9 +1,10 @@
-"""Megatron's experts over packed rows: `PaddedOptions(experts="packed")`.
+"""Megatron's experts with one parameter per linear, over packed rows or padded ones.
 
-The layer builds the experts module of its spec, so that initialization, random states and
-attributes of parameters are Megatron's own; `PackedExperts` then copies the weights and takes its
-place. For that moment a layer holds its experts twice. `padded_dispatch.megatron.stacked` says what
-becomes of parameters and checkpoints.
+`PaddedOptions(experts="packed")` computes real rows only, `experts="batched"` every slot, in one
+product per linear. The layer builds the experts module of its spec, so that initialization, random
+states and attributes of parameters are Megatron's own; one of ours then copies the weights and
+takes its place. For that moment a layer holds its experts twice.
+`padded_dispatch.megatron.stacked` says what becomes of parameters and checkpoints.
 
 Gradients arrive in the parameters' dtype and Megatron's DDP adds them to `main_grad` in fp32; the
 fused accumulation of Transformer Engine (`gradient_accumulation_fusion`), which adds before it
@@ -26,6 +27,7 @@ import logging
 import math
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from megatron.core import activations
 from megatron.core.fusions import fused_bias_geglu
@@ -33,7 +35,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from padded_dispatch.activation import Activation, Function
-from padded_dispatch.experts import ExpertWeights, grouped_mlp
+from padded_dispatch.experts import ExpertWeights, Linear, grouped_mlp
+from padded_dispatch.grouped import batched_linear, grouped_linear
 from padded_dispatch.megatron.config import padded_options, refusals
 from padded_dispatch.megatron.fields import ConfigField
 from padded_dispatch.megatron.stacked import Shelf, StackedLinear
@@ -42,6 +45,7 @@ from padded_dispatch.stages import stage
 _log = logging.getLogger("padded_dispatch")
 
 _PAYS = 1.15
+_NAMES = Literal["module", "packed", "batched"]
 _REMEDY = 'PaddedOptions(experts="module")'
 
 _FUNCTIONS: dict[Function, tuple[Any, ...]] = {
@@ -52,27 +56,28 @@ _FUNCTIONS: dict[Function, tuple[Any, ...]] = {
 }
 
 
-def chosen_experts(config: Any) -> Literal["module", "packed"]:
+def chosen_experts(config: Any) -> _NAMES:
     """What `PaddedOptions.experts` comes to for a config; for `auto` the reason is logged once."""
     chosen = padded_options(config).experts
     if chosen != "auto":
         return chosen
-    against = _against_packed(config)
-    _say(f'experts="auto" takes {"module" if against else "packed"}{against}')
-    return "module" if against else "packed"
-
-
-def _against_packed(config: Any) -> str:
+    against = _against_ours(config)
     factor = config.moe_expert_capacity_factor
+    full = factor is not None and 0 <= factor < _PAYS
+    best: _NAMES = "module" if against else "batched" if full else "packed"
+    reason = f", since below a factor of {_PAYS} little can be skipped" if full else ""
+    _say(f'experts="auto" takes {best}{against or reason}')
+    return best
+
+
+def _against_ours(config: Any) -> str:
     sizes = config.hidden_size, config.moe_ffn_hidden_size
     if refused := _refused(config):
-        return "\n".join([", since packed experts do not support", *refused])
+        return "\n".join([", since packed and batched experts do not support", *refused])
     if not config.bf16:
         return ", since bf16 is not set"
     if any(size % 8 for size in sizes):
         return f", since {sizes[0]} and {sizes[1]} are not multiples of 8"
-    if factor is not None and 0 <= factor < _PAYS:
-        return f", since a moe_expert_capacity_factor below {_PAYS} leaves too little to skip"
     return ""
 
 
@@ -81,8 +86,8 @@ def _say(message: str) -> None:
     _log.info(message)
 
 
-class PackedExperts(MegatronModule):
-    """Experts that compute real rows only.
+class _StackedExperts(MegatronModule):
+    """What both kinds of experts have in common: parameters and checkpoints.
 
     Args:
         config: the layer's TransformerConfig.
@@ -90,15 +95,16 @@ class PackedExperts(MegatronModule):
         pg_collection: `ep` and `expt_dp` are used, for distributed checkpoints.
 
     Raises:
-        ValueError: names every setting that packed experts do not support.
+        ValueError: names every setting that they do not support.
     """
+
+    option: _NAMES
 
     def __init__(self, config: Any, experts: Any, pg_collection: Any) -> None:
         super().__init__(config=config)
         if refused := _refused(config):
-            raise ValueError(
-                "\n".join(['PaddedOptions(experts="packed") does not support', *refused])
-            )
+            complaint = f'PaddedOptions(experts="{self.option}") does not support'
+            raise ValueError("\n".join([complaint, *refused]))
         self.activation = _activation(config)
         self.recompute = config.recompute_granularity == "selective" and _has_moe_act(
             config.recompute_modules
@@ -107,30 +113,22 @@ class PackedExperts(MegatronModule):
         self.linear_fc2 = StackedLinear(*_parameters(experts, "linear_fc2"))
         self._ep_group, self._dp_group = pg_collection.ep, pg_collection.expt_dp
 
-    @stage("experts")
-    def forward(self, rows_ND: Tensor, ends_L: Tensor, probs_N: Tensor) -> tuple[Tensor, None]:
-        """Packed rows to packed rows, weighted with `probs_N`.
-
-        Args:
-            rows_ND: [N, D]; rows from `ends_L[-1]` on are not read, those of the result are
-                unspecified.
-            ends_L: int32 on the device: the running count of rows, where other modules of Megatron
-                take the count of each expert on the host.
-            probs_N: at least fp32.
-
-        Returns:
-            [N, D], and None for the bias that Megatron may add: it is in there already.
-        """
+    def _computed(self, rows_ND: Tensor, ends_L: Tensor, probs_N: Tensor, linear: Linear) -> Tensor:
         weights = ExpertWeights(
             fc1_LGD=self.linear_fc1.weight,
             fc2_LDF=self.linear_fc2.weight,
             fc1_bias_LG=self.linear_fc1.biases(),
             fc2_bias_LD=self.linear_fc2.biases(),
         )
-        output_ND = grouped_mlp(
-            rows_ND, probs_N, ends_L, weights, self.activation, recompute=self.recompute
+        return grouped_mlp(
+            rows_ND,
+            probs_N,
+            ends_L,
+            weights,
+            self.activation,
+            linear=linear,
+            recompute=self.recompute,
         )
-        return output_ND, None
 
     def backward_dw(self) -> None:
         """Nothing: without `delay_wgrad_compute`, which is refused, weights have their gradient."""
@@ -164,6 +162,53 @@ class PackedExperts(MegatronModule):
             for name, linear in linears.items()
             for key, value in linear.sharded(name, shelf, halves[name]).items()
         }
+
+
+class PackedExperts(_StackedExperts):
+    """Experts that compute real rows only."""
+
+    option = "packed"
+
+    @stage("experts")
+    def forward(self, rows_ND: Tensor, ends_L: Tensor, probs_N: Tensor) -> tuple[Tensor, None]:
+        """Packed rows to packed rows, weighted with `probs_N`.
+
+        Args:
+            rows_ND: [N, D]; rows from `ends_L[-1]` on are not read, those of the result are
+                unspecified.
+            ends_L: int32 on the device: the running count of rows, where other modules of Megatron
+                take the count of each expert on the host.
+            probs_N: at least fp32.
+
+        Returns:
+            [N, D], and None for the bias that Megatron may add: it is in there already.
+        """
+        return self._computed(rows_ND, ends_L, probs_N, grouped_linear), None
+
+
+class BatchedExperts(_StackedExperts):
+    """The same experts over padded rows, all slots of a linear in one product."""
+
+    option = "batched"
+
+    @stage("experts")
+    def forward(
+        self, rows_ND: Tensor, rows_per_expert: Tensor, probs_N: Tensor
+    ) -> tuple[Tensor, None]:
+        """Padded rows to padded rows, weighted with `probs_N`; padded rows stay zero.
+
+        Args:
+            rows_ND: [N, D], N / L for every expert.
+            rows_per_expert: not read, as it lies on the host.
+            probs_N: at least fp32, 0 in padded rows.
+
+        Returns:
+            [N, D], and None for the bias that Megatron may add: it is in there already.
+        """
+        num_experts = self.linear_fc1.num_experts
+        ends_L = torch.arange(1, num_experts + 1, dtype=torch.int32, device=rows_ND.device)
+        ends_L *= rows_ND.shape[0] // num_experts
+        return self._computed(rows_ND, ends_L, probs_N, batched_linear), None
 
 
 def _activation(config: Any) -> Activation:

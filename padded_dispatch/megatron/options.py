@@ -13,7 +13,7 @@ from padded_dispatch.config import POLICIES, REMEDIES, Policy, Remedy
 from padded_dispatch.megatron.factors import Factor, read_factor, read_factor_table, read_factors
 
 Alignment = int | Literal["auto"]
-Experts = Literal["module", "packed", "auto"]
+Experts = Literal["module", "packed", "batched", "auto"]
 OnOverflow = Literal["drop", "warn", "error", "grow"]
 
 
@@ -101,7 +101,8 @@ class PaddedOptions:
         default="module",
         metadata={
             "help": "module: the experts of the layer's spec, on padded rows; packed: ours, which "
-            "compute real rows only; auto: packed where the config and its factor make it pay",
+            "compute real rows only; batched: ours, all slots in one product per linear; auto: "
+            "packed or batched, by the factor, where the config allows it",
             "choices": get_args(Experts),
         },
     )
