@@ -71,7 +71,8 @@ def test_warnings_are_rarer_and_rarer(caplog):
         assert capacity.step(reading(10, 10)) == [] and capacity.step(None) == []
         said = [record.getMessage() for record in caplog.records]
         assert said[0] == (
-            "layer 2 dropped 11.00% of its rows up to step 1 and needed factor 2 (for the 1. time)"
+            "layer 2 dropped 11.00% of its rows in steps 1000 to 1000 and needed factor 2 "
+            "(for the 1. time)"
         )
         assert [text.rpartition("(")[2] for text in said] == [
             f"for the {n}. time)" for n in (1, 2, 4, 8)
@@ -91,8 +92,8 @@ def test_growth_takes_reads_in_a_row_and_the_next_factor(caplog):
         capacity, chunk = control(on_overflow="grow", grow_after=2, grow_factors="0.25,1,no-drop")
         assert capacity.step(reading(5, 1)) == []
         assert capacity.step(reading(5, 0)) == [
-            "capacity factor 0.5 -> 1: layer 1 dropped 5.00% of its rows up to step 2 and needed "
-            "factor 2"
+            "capacity factor 0.5 -> 1: layer 1 dropped 5.00% of its rows in steps 1000 to 1000 and "
+            "needed factor 2"
         ]
         assert factors(chunk) == [1.0, 0.5]
         assert capacity.step(reading(0, 1)) == []

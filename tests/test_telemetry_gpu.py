@@ -33,7 +33,8 @@ T = LENGTH * BATCH
 def one_gpu() -> Iterator[None]:
     assert torch.cuda.is_available(), "tests marked gpu were asked for, and there is no GPU"
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     install()
     yield
@@ -51,7 +52,7 @@ class Layer(nn.Module):
             name="",
             device="cuda",
             dtype=torch.bfloat16,
-            options=PaddedOptions(),
+            options=PaddedOptions(experts="packed"),
             num_experts=E,
             top_k=K,
             hidden=HIDDEN,

@@ -191,4 +191,4 @@ def test_an_overflow_that_is_an_error_ends_all_ranks_alike(pool2):
     first, second = pool2.run(_error, f"{flags} --padded-telemetry-every 1")
     assert first == second
     assert first.startswith("on_overflow='error': layer 1 dropped ")
-    assert "up to step 2 and needed factor" in first and "layer 2 dropped" in first
+    assert "in steps 1 to 1 and needed factor" in first and "layer 2 dropped" in first

@@ -84,43 +84,43 @@ class CapacityControl:
         self._step += 1
         changes = []
         if reading is not None:
-            self.check(reading.training)
+            self.check(reading)
             if self._options.on_overflow == "grow":
                 changes += self._grow(reading)
         if self._step in self._options.factor_of_step:
             changes += self._follow_schedule(self._step)
         return changes
 
-    def check(self, seen: Snapshot) -> None:
+    def check(self, reading: Reading) -> None:
         """Warn or raise, if that is what `on_overflow` says for these counts; as `step` does."""
-        above = self._above(seen)
+        above = self._above(reading.training)
         if above and self._options.on_overflow == "error":
             raise RuntimeError(
-                f"on_overflow='error': {self._words(above, seen)}. Give them that capacity factor, "
-                f"or raise overflow_threshold={self._options.overflow_threshold}"
+                f"on_overflow='error': {self._words(above, reading)}. Give them that capacity "
+                f"factor, or raise overflow_threshold={self._options.overflow_threshold}"
             )
         if above and self._options.on_overflow == "warn":
-            self._warn(self._words(above, seen))
+            self._warn(self._words(above, reading))
 
     def _above(self, seen: Snapshot) -> list[int]:
         shares = zip(seen.layers_Y.tolist(), seen.dropped_share.tolist(), strict=True)
         return [number for number, share in shares if share > self._options.overflow_threshold]
 
     def _grow(self, reading: Reading) -> list[str]:
-        seen, first_step = reading.training, reading.step - reading.num_steps
         # What was counted with another factor says nothing about this one.
-        above = [n for n in self._above(seen) if self._changed_at[n] <= first_step]
+        before = reading.step - reading.num_steps
+        above = [n for n in self._above(reading.training) if self._changed_at[n] <= before]
         for number in self.factors:
             self._reads_above[number] = self._reads_above[number] + 1 if number in above else 0
         ripe = [n for n in above if self._reads_above[n] >= self._options.grow_after]
         larger = {n: self._next_larger(n) for n in ripe}
         stuck = [n for n, factors in larger.items() if not factors]
         if stuck:
-            self._warn(f"{self._words(stuck, seen)}; grow_factors has nothing larger")
+            self._warn(f"{self._words(stuck, reading)}; grow_factors has nothing larger")
         growing = {number: factors[0] for number, factors in larger.items() if factors}
         changes = [
             f"capacity factor {show_factor(self.factors[n])} -> {show_factor(new)}: "
-            f"{self._words([n], seen)}"
+            f"{self._words([n], reading)}"
             for n, new in growing.items()
         ]
         self.set_factors(growing)
@@ -147,11 +147,12 @@ class CapacityControl:
         if self._num_warnings.bit_count() == 1 and dist.get_rank() == 0:
             _log.warning("%s (for the %d. time)", text, self._num_warnings)
 
-    def _words(self, numbers: list[int], seen: Snapshot) -> str:
+    def _words(self, numbers: list[int], reading: Reading) -> str:
+        seen, first = reading.training, reading.step - reading.num_steps + 1
         figures = zip(seen.layers_Y, seen.dropped_share, seen.needed_factor, strict=True)
         return "; ".join(
-            f"layer {number} dropped {share:.2%} of its rows up to step {self._step} and needed "
-            f"factor {math.ceil(needed * 100) / 100:g}"
+            f"layer {number} dropped {share:.2%} of its rows in steps {first} to {reading.step} "
+            f"and needed factor {math.ceil(needed * 100) / 100:g}"
             for number, share, needed in figures
             if number in numbers
         )

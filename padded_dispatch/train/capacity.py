@@ -62,4 +62,4 @@ class CapacityWatch:
         """To be called after the last step: what has not been read yet. Raises as `after_step`."""
         reading = self._telemetry.read()
         self._log.capacity(reading)
-        self._control.check(reading.training)
+        self._control.check(reading)
