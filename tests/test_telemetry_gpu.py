@@ -1,4 +1,4 @@
-"""Telemetry of captured layers is what a host counts; growth captures again, and training goes on."""
+"""Telemetry of captured layers is what a host counts; growth captures again and trains on."""
 
 import contextlib
 import io
