@@ -1,8 +1,14 @@
 """How the figures of these notebooks look, in one place."""
 
+import io
+
 import matplotlib.pyplot as plt
 from cycler import cycler
+from IPython.display import Image as Shown
+from IPython.display import display
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
 
 INK = "#22303c"
 GREY = "#c9d1d8"
@@ -19,7 +25,7 @@ def use_style() -> None:
     """Set matplotlib's defaults; call it once, before the first figure."""
     plt.rcParams.update(
         {
-            "figure.dpi": 75,
+            "figure.dpi": 96,
             "figure.constrained_layout.use": True,
             "font.size": 10,
             "text.color": INK,
@@ -41,9 +47,19 @@ def use_style() -> None:
     )
 
 
-def caption(figure: plt.Figure, text: str) -> None:
-    """The conditions of a figure, below it."""
-    figure.supxlabel(text, x=0.01, ha="left", fontsize=8, color="#5b6b78")
+def show(figure: Figure, caption: str | None = None) -> None:
+    """Show a finished figure with its conditions below it.
+
+    As a PNG with a palette: a third of the size that it has without one.
+    """
+    if caption is not None:
+        figure.supxlabel(caption, x=0.01, ha="left", fontsize=8, color="#5b6b78")
+    whole, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(whole, format="png", dpi=plt.rcParams["figure.dpi"], bbox_inches="tight")
+    plt.close(figure)
+    picture = Image.open(whole).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    picture.save(small, format="png", optimize=True)
+    display(Shown(data=small.getvalue(), format="png"))
 
 
 def drawing(axes: Axes) -> None:
