@@ -113,6 +113,7 @@ def test_a_line_says_what_came_out():
         ("--jobs 0", "jobs=0 is not possible: give at least 1"),
         ("--factors 1 0", "moe_expert_capacity_factor=0.0"),
         ("--out somewhere", "out=somewhere is not possible: sweep keeps --results"),
+        ("--trace somewhere", "trace=somewhere is not possible: sweep keeps --results"),
     ],
 )
 def test_mistakes_are_found_before_there_are_workers(tmp_path, flags, message):

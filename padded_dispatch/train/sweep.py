@@ -120,8 +120,10 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"jobs={jobs} is not possible: give at least 1, under torchrun 1")
     runs = planned(arguments.factors, arguments.policies, arguments.seeds, flags)
     for settings in runs:
-        if settings.output.out is not None:
-            raise ValueError(f"out={settings.output.out} is not possible: sweep keeps --results")
+        for name in ("out", "trace"):
+            folder = getattr(settings.output, name)
+            if folder is not None:  # One for all runs.
+                raise ValueError(f"{name}={folder} is not possible: sweep keeps --results")
         check(settings)
     layout = runs[0].layout
     # No GPUs on a CPU; where jobs share GPUs, no more than there are.
