@@ -31,15 +31,16 @@ class Contender:
     """A way to run the layer.
 
     `name`, `variant`, `graph`: as in results files; ours has a variant for each value of
-    `PaddedOptions.experts`. `dispatcher`: Megatron's config word. `drops`: has a capacity; the
-    others run once for all capacity factors. `on_cpu`: runs without a GPU.
+    `PaddedOptions.experts`, and one more for `exchange="direct"`. `dispatcher`: Megatron's config
+    word. `drops`: has a capacity; the others run once for all capacity factors. `on_cpu`: runs
+    without a GPU.
     """
 
     name: str
     dispatcher: str
     drops: bool = True
     on_cpu: bool = False
-    variant: Literal["module", "packed"] | None = None
+    variant: Literal["module", "packed", "direct"] | None = None
     graph: str = "none"
 
     def __str__(self) -> str:
@@ -61,6 +62,8 @@ CONTENDERS = {
     "module-graphed": Contender(**_OURS, variant="module", graph="layer"),
     "packed": Contender(**_OURS, variant="packed", on_cpu=True),
     "packed-graphed": Contender(**_OURS, variant="packed", graph="layer"),
+    "direct": Contender(**_OURS, variant="direct"),
+    "direct-graphed": Contender(**_OURS, variant="direct", graph="layer"),
 }
 
 # Arguments of `routings.routing_scores`; in "idle-rank" the last rank's experts get nothing.

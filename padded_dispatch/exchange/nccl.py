@@ -103,7 +103,7 @@ class CollectiveExchange:
         """Slots home to the ranks of their tokens: [R * L, C, D] to [E, C, D]."""
         return self._all_to_all(outgoing)
 
-    def combine(self, incoming: Slots, plan: DispatchPlan) -> Tensor:
+    def combine(self, incoming: Slots, plan: DispatchPlan, ends_LS: Tensor | None) -> Tensor:
         """The sum of its slots for every token, [T, D]."""
         return combine_rows(incoming.rows_MCD, plan)
 
