@@ -20,12 +20,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from direct_parity import Layer, eager_differences, make_inputs, meet, my_gpu, replay_differences
+from torch import Tensor
 
+from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.collectives import all_to_all, group_name
 from padded_dispatch.exchange.direct import DirectExchange, _home, _push
+from padded_dispatch.exchange.nccl import CollectiveExchange
 from padded_dispatch.kernels import direct as kernels
 from padded_dispatch.launch import WorkerError, WorkerPool
 from padded_dispatch.ops import make_plan, select
+from padded_dispatch.plan import DispatchPlan
 from padded_dispatch.results import about, append_run
 
 LIMIT_S = 75.0
@@ -91,6 +95,15 @@ def programs(number: int) -> Iterator[None]:
         kernels._PROGRAMS = usual
 
 
+def there_and_back(
+    exchange: Exchange, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan
+) -> Tensor:
+    """All stages, forward, with experts that do nothing."""
+    given = exchange.arrange(exchange.move(exchange.prepare(tokens_TD, probs_TE, plan)))
+    home = exchange.move_back(exchange.disarrange(given.rows_ND, given.ends_LS))
+    return exchange.combine(home, plan, given.ends_LS)
+
+
 def speed(factor: float) -> dict[str, Any]:
     """Real rows of 4,096 tokens over the links, there and back, beside the all-to-all."""
     device, size = my_gpu(), dist.get_world_size()
@@ -106,6 +119,7 @@ def speed(factor: float) -> dict[str, Any]:
         exchange = DirectExchange(layer.local_experts, dist.group.WORLD)
         exchange.prepare(tokens_TD, probs_TE, plan)
         (buffers,) = exchange._buffers.values()
+        nccl = CollectiveExchange(layer.local_experts, dist.group.WORLD, packed=True)
         maps = plan.slot_of_TK, plan.kept_E
         where = capacity, size, buffers.key, False
         rows_ND, _, ends_LS = _push(tokens_TD, probs_TE, *maps, *where)
@@ -117,6 +131,8 @@ def speed(factor: float) -> dict[str, Any]:
             "push": lambda: _push(tokens_TD, probs_TE, *maps, *where),
             "home": lambda: _home(out_ND, None, ends_LS, *maps, capacity, buffers.key),
             "nccl": lambda: all_to_all(slots_ECD, name),
+            "dispatch and combine": lambda: there_and_back(exchange, tokens_TD, probs_TE, plan),
+            "dispatch and combine, nccl": lambda: there_and_back(nccl, tokens_TD, probs_TE, plan),
         }
         us = {label: graphed_us(call) for label, call in calls.items()}
         for number in (132, 264, 1056):
@@ -133,7 +149,7 @@ def speed(factor: float) -> dict[str, Any]:
     rates = {
         label: round(link_bytes["nccl" if label == "nccl" else "push"] / value / 1e3, 1)
         for label, value in us.items()
-        if label != "barrier"
+        if label.startswith(("push", "home", "nccl"))
     }
     return {"us": us, "gb_per_s_over_links": rates, "real_rows": real.item() / size}
 

@@ -184,9 +184,7 @@ def test_unknown_exchanges_are_refused():
 
 
 def test_one_rank_or_no_gpu_is_refused():
-    with pytest.raises(
-        ValueError, match=r"^exchange='direct' is not possible: .*'nccl'$"
-    ):
+    with pytest.raises(ValueError, match=r"^exchange='direct' is not possible: .*'nccl'$"):
         DirectExchange(2, None)
 
 
@@ -223,9 +221,7 @@ def test_buffers_that_do_not_fit_are_refused():
     with (
         patch.object(peers, "everyone", lambda group, value: [value]),
         patch.object(peers, "_free_bytes", lambda device: 2**30),
-        pytest.raises(
-            ValueError, match=r"and a rank has 1\.00 GiB free; lower the capa"
-        ),
+        pytest.raises(ValueError, match=r"and a rank has 1\.00 GiB free; lower the capa"),
     ):
         group = dist.ProcessGroup(0, 1)
         peers._transient(group, shape, CPU, 0)

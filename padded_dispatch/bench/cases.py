@@ -33,7 +33,7 @@ class Contender:
     `name`, `variant`, `graph`: as in results files; ours has a variant for each value of
     `PaddedOptions.experts`, and one more for `exchange="direct"`. `dispatcher`: Megatron's config
     word. `drops`: has a capacity; the others run once for all capacity factors. `on_cpu`: runs
-    without a GPU.
+    without a GPU. `min_ep`: ranks in an expert-parallel group that it needs.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Contender:
     on_cpu: bool = False
     variant: Literal["module", "packed", "direct"] | None = None
     graph: str = "none"
+    min_ep: int = 1
 
     def __str__(self) -> str:
         parts = (self.name, self.variant, None if self.graph == "none" else "graphed")
@@ -62,8 +63,8 @@ CONTENDERS = {
     "module-graphed": Contender(**_OURS, variant="module", graph="layer"),
     "packed": Contender(**_OURS, variant="packed", on_cpu=True),
     "packed-graphed": Contender(**_OURS, variant="packed", graph="layer"),
-    "direct": Contender(**_OURS, variant="direct"),
-    "direct-graphed": Contender(**_OURS, variant="direct", graph="layer"),
+    "direct": Contender(**_OURS, variant="direct", min_ep=2),
+    "direct-graphed": Contender(**_OURS, variant="direct", graph="layer", min_ep=2),
 }
 
 # Arguments of `routings.routing_scores`; in "idle-rank" the last rank's experts get nothing.
@@ -137,12 +138,13 @@ def sweep(
     capacity_factors: list[float],
     contenders: list[str],
 ) -> Iterator[Case]:
-    """Every combination, the last argument varying fastest, those that do not drop only once."""
+    """Every combination that there is, the last argument varying fastest, those that do not drop
+    only once."""
     for ep, model, num_tokens, skew in product(eps, models, tokens, skews):
         for i, factor in enumerate(capacity_factors):
             for contender in contenders:
                 drops = CONTENDERS[contender].drops
-                if drops or i == 0:
+                if (drops or i == 0) and ep >= CONTENDERS[contender].min_ep:
                     yield Case(
                         model=model,
                         ep=ep,
