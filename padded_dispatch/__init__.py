@@ -1,10 +1,11 @@
 """padded_dispatch: a Mixture-of-Experts token dispatcher with static shapes."""
 
-from padded_dispatch.config import BufferBytes, DispatchConfig, Policy
+from padded_dispatch.config import BufferBytes, DispatchConfig, Policy, Remedy
 from padded_dispatch.dispatcher import Dispatched, PaddedDispatcher
 from padded_dispatch.exchange import ExpertInput
 from padded_dispatch.ops import make_plan, select
 from padded_dispatch.plan import DispatchPlan
+from padded_dispatch.remedies import select_with_remedy
 from padded_dispatch.select import Selection
 
 __all__ = [
@@ -15,7 +16,9 @@ __all__ = [
     "ExpertInput",
     "PaddedDispatcher",
     "Policy",
+    "Remedy",
     "Selection",
     "make_plan",
     "select",
+    "select_with_remedy",
 ]

@@ -14,6 +14,8 @@ _COMMANDS = {
     "compare": ("padded_dispatch.train.compare", "train it several ways, in the same processes"),
     "sweep": ("padded_dispatch.train.sweep", "train it at several capacity factors and seeds"),
     "bench": ("padded_dispatch.bench.command", "measure one layer, ours beside Megatron's own"),
+    "parts": ("padded_dispatch.bench.parts", "measure kernels and experts by themselves"),
+    "tune": ("padded_dispatch.capacity.command", "choose a capacity factor from routing traces"),
     "calibrate": ("padded_dispatch.bench.calibrate", "fit the time model of tune to this machine"),
 }
 

@@ -1,17 +1,28 @@
-"""A grouped MLP over packed rows: what is not there is not computed.
+"""A grouped MLP over packed rows: what is not there is not computed. Or over padded ones.
 
     fc1 -> activation * prob -> fc2, with the biases of fc1, and of fc2 * prob, where there are any
 
 Rows are packed as in `padded_dispatch.grouped`, which has the linears;
-`padded_dispatch.activation` has what is between them.
+`padded_dispatch.activation` has what is between them. Where experts have equally many rows, of
+which padded ones are zero with probability zero, each linear may be one batched product instead;
+padded rows of the result are zero then, and so are those of all gradients.
+
+For backward, fc1 keeps the rows, the activation what fc1 returned, and fc2 its input, which may as
+well be computed again: one more pass over real rows saves N * F elements.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from padded_dispatch.activation import Activation, activate
 from padded_dispatch.grouped import grouped_linear
+
+# Rows, weights, ends, bias or None, probabilities or None: see `grouped_linear`.
+Linear = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +45,9 @@ def grouped_mlp(
     ends_L: Tensor,
     weights: ExpertWeights,
     activation: Activation,
+    *,
+    linear: Linear = grouped_linear,
+    recompute: bool = False,
 ) -> Tensor:
     """Every expert's MLP on its rows, weighted: `prob * (fc2(f(fc1 + bias)) + bias)`.
 
@@ -41,10 +55,33 @@ def grouped_mlp(
         rows_ND: floating point [N, D]; bf16 on CUDA devices.
         probs_N: at least fp32.
         ends_L: contiguous int32, ascending, the last at most N.
+        linear: `grouped_linear`, or `batched_linear` where ends are equally far apart.
+        recompute: compute fc2's input again in backward.
 
     Returns:
         [N, D]; rows from `ends_L[-1]` on are unspecified, as are those of the gradients.
     """
-    fc1_NG = grouped_linear(rows_ND, weights.fc1_LGD, ends_L)
-    hidden_NF = activate(fc1_NG, probs_N, ends_L, activation, weights.fc1_bias_LG)
-    return grouped_linear(hidden_NF, weights.fc2_LDF, ends_L, weights.fc2_bias_LD, probs_N)
+    fc1_NG = linear(rows_ND, weights.fc1_LGD, ends_L, None, None)
+
+    def between(fc1_NG: Tensor) -> Tensor:
+        return activate(fc1_NG, probs_N, ends_L, activation, weights.fc1_bias_LG)
+
+    hidden_NF, kept_NG = between(fc1_NG), fc1_NG.detach()
+    context = nullcontext()
+    if recompute:
+        context = _computed_again(hidden_NF, lambda: between(kept_NG).detach())
+    with context:
+        return linear(hidden_NF, weights.fc2_LDF, ends_L, weights.fc2_bias_LD, probs_N)
+
+
+def _computed_again(value: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:
+    """Where autograd would keep `value`, let it keep how to compute it."""
+    place = value.data_ptr()  # Not the object: hooks get another one, on the same memory.
+
+    def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
+        return compute if saved.data_ptr() == place else saved
+
+    def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
+        return kept if isinstance(kept, Tensor) else kept()
+
+    return saved_tensors_hooks(pack, unpack)

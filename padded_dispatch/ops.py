@@ -14,6 +14,10 @@ with `torch.where`; multiplying by zero instead would let a NaN through.
 
 Packing takes received rows out of their slots and closes the gaps, unpacking puts them back: again
 each other's transpose. What lies behind the last packed row is unspecified, forward and backward.
+
+Where rows will be packed, nobody reads an empty slot. `zeros=False` leaves those unspecified, in
+results and in gradients, so that a kernel need not write them. In torch they are NaN, which shows
+whoever does read one.
 """
 
 from typing import cast
@@ -27,8 +31,10 @@ from padded_dispatch.plan import DispatchPlan, plan_tensors
 from padded_dispatch.select import Selection
 from padded_dispatch.select import choice_ranks as choice_ranks_in_torch
 from padded_dispatch.select import kept_map as kept_map_in_torch
+from padded_dispatch.stages import stage
 
 
+@stage("select")
 def select(
     map_TE: Tensor,
     probs_TE: Tensor,
@@ -91,6 +97,7 @@ def choice_ranks(asked_TE: Tensor, probs_TE: Tensor) -> Tensor:
     return _choice_ranks(asked_TE, probs_TE.detach())
 
 
+@stage("plan")
 def make_plan(kept_TE: Tensor, *, top_k: int, capacity: int) -> DispatchPlan:
     """Give every kept row its slot.
 
@@ -110,9 +117,9 @@ def make_plan(kept_TE: Tensor, *, top_k: int, capacity: int) -> DispatchPlan:
     )
 
 
-def gather_rows(tokens_TD: Tensor, plan: DispatchPlan) -> Tensor:
-    """A copy of its token for every slot: [T, D] to [E, C, D], 0 in padded rows."""
-    return _gather(tokens_TD, plan.slot_of_TK, plan.choice_of_slot_EC)
+def gather_rows(tokens_TD: Tensor, plan: DispatchPlan, *, zeros: bool = True) -> Tensor:
+    """A copy of its token for every slot: [T, D] to [E, C, D], 0 in padded rows if `zeros`."""
+    return _gather(tokens_TD, plan.slot_of_TK, plan.choice_of_slot_EC, zeros)
 
 
 def gather_side(probs_TE: Tensor, plan: DispatchPlan) -> Tensor:
@@ -124,13 +131,14 @@ def gather_side(probs_TE: Tensor, plan: DispatchPlan) -> Tensor:
     return _gather_side(probs_TE, plan.slot_of_TK, plan.choice_of_slot_EC, plan.kept_E)
 
 
-def combine_rows(rows_ECD: Tensor, plan: DispatchPlan) -> Tensor:
+def combine_rows(rows_ECD: Tensor, plan: DispatchPlan, *, zeros: bool = True) -> Tensor:
     """The sum of its slots for every token: [E, C, D] to [T, D].
 
     Unweighted, in ascending expert order, accumulated in fp32 (fp64 for fp64 rows) and rounded
-    once. A token without slots gets exact zeros; padded rows are never read into a sum.
+    once. A token without slots gets exact zeros; padded rows are never read into a sum. Their
+    gradient is 0 if `zeros`.
     """
-    return _combine(rows_ECD, plan.slot_of_TK, plan.choice_of_slot_EC)
+    return _combine(rows_ECD, plan.slot_of_TK, plan.choice_of_slot_EC, zeros)
 
 
 def running_ends(kept_SL: Tensor) -> Tensor:
@@ -143,17 +151,18 @@ def running_ends(kept_SL: Tensor) -> Tensor:
     return ends.view(num_local_experts, num_sources)
 
 
-def pack_rows(slots_MCD: Tensor, ends_LS: Tensor) -> Tensor:
+def pack_rows(slots_MCD: Tensor, ends_LS: Tensor, *, zeros: bool = True) -> Tensor:
     """Real rows without gaps, ordered by expert, source, slot: [S * L, C, D] to [N, D].
 
-    Slots are ordered by source, expert, slot. Rows from `ends_LS[-1, -1]` on are unspecified.
+    Slots are ordered by source, expert, slot. Rows from `ends_LS[-1, -1]` on are unspecified. The
+    gradient of padded rows is 0 if `zeros`.
     """
-    return _pack(slots_MCD, ends_LS)
+    return _pack(slots_MCD, ends_LS, zeros)
 
 
-def unpack_rows(packed_ND: Tensor, ends_LS: Tensor) -> Tensor:
-    """The transpose of `pack_rows`: [N, D] to [S * L, C, D], zeros in padded rows."""
-    return _unpack(packed_ND, ends_LS)
+def unpack_rows(packed_ND: Tensor, ends_LS: Tensor, *, zeros: bool = True) -> Tensor:
+    """The transpose of `pack_rows`: [N, D] to [S * L, C, D], 0 in padded rows if `zeros`."""
+    return _unpack(packed_ND, ends_LS, zeros)
 
 
 # The ops. Their arguments are tensors, ints and strings; everything else is above.
@@ -224,28 +233,30 @@ def _(kept_TE, top_k, capacity):
     return tuple(kept_TE.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-def _take(source_MD: Tensor, index: Tensor) -> Tensor:
-    """`source_MD[index]`, and exact zeros where the index is -1."""
+def _take(source_MD: Tensor, index: Tensor, *, zeros: bool = True) -> Tensor:
+    """`source_MD[index]`, and exact zeros, or else NaN, where the index is -1."""
     taken = source_MD.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, -1)
-    return torch.where((index >= 0)[..., None], taken, 0)
+    return torch.where((index >= 0)[..., None], taken, 0.0 if zeros else torch.nan)
 
 
 @custom_op("padded_dispatch::gather", mutates_args=())
-def _gather(tokens_TD: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor) -> Tensor:
+def _gather(
+    tokens_TD: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor, zeros: bool
+) -> Tensor:
     # Floor division keeps -1 at -1.
     token_EC = torch.div(choice_of_slot_EC, slot_of_TK.shape[1], rounding_mode="floor")
-    return _take(tokens_TD, token_EC)
+    return _take(tokens_TD, token_EC, zeros=zeros)
 
 
 @_gather.register_kernel("cuda")
-def _(tokens_TD, slot_of_TK, choice_of_slot_EC):
+def _(tokens_TD, slot_of_TK, choice_of_slot_EC, zeros):
     from padded_dispatch.kernels import rows
 
-    return rows.spread_rows(tokens_TD.contiguous(), slot_of_TK, choice_of_slot_EC)
+    return rows.spread_rows(tokens_TD.contiguous(), slot_of_TK, choice_of_slot_EC, zeros=zeros)
 
 
 @_gather.register_fake
-def _(tokens_TD, slot_of_TK, choice_of_slot_EC):
+def _(tokens_TD, slot_of_TK, choice_of_slot_EC, zeros):
     return tokens_TD.new_empty(*choice_of_slot_EC.shape, tokens_TD.shape[1])
 
 
@@ -302,7 +313,9 @@ def _(side_EC1, slot_of_TK, choice_of_slot_EC):
 
 
 @custom_op("padded_dispatch::combine", mutates_args=())
-def _combine(rows_ECD: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor) -> Tensor:
+def _combine(
+    rows_ECD: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor, zeros: bool
+) -> Tensor:
     rows_ND = rows_ECD.flatten(0, 1)
     dtype = torch.promote_types(rows_ND.dtype, torch.float32)
     first, *others = slot_of_TK.unbind(1)
@@ -313,14 +326,14 @@ def _combine(rows_ECD: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor) ->
 
 
 @_combine.register_kernel("cuda")
-def _(rows_ECD, slot_of_TK, choice_of_slot_EC):
+def _(rows_ECD, slot_of_TK, choice_of_slot_EC, zeros):
     from padded_dispatch.kernels import rows
 
     return rows.sum_rows(rows_ECD.contiguous().flatten(0, 1), slot_of_TK)
 
 
 @_combine.register_fake
-def _(rows_ECD, slot_of_TK, choice_of_slot_EC):
+def _(rows_ECD, slot_of_TK, choice_of_slot_EC, zeros):
     return rows_ECD.new_empty(slot_of_TK.shape[0], rows_ECD.shape[-1])
 
 
@@ -335,7 +348,7 @@ def _packed_row_of_slot(ends_LS: Tensor, capacity: int) -> Tensor:
 
 
 @custom_op("padded_dispatch::pack", mutates_args=())
-def _pack(slots_MCD: Tensor, ends_LS: Tensor) -> Tensor:
+def _pack(slots_MCD: Tensor, ends_LS: Tensor, zeros: bool) -> Tensor:
     row_MC = _packed_row_of_slot(ends_LS, slots_MCD.shape[1])
     packed_ND = slots_MCD.new_empty(row_MC.numel(), slots_MCD.shape[2])
     packed_ND[row_MC[row_MC >= 0]] = slots_MCD[row_MC >= 0]
@@ -343,7 +356,7 @@ def _pack(slots_MCD: Tensor, ends_LS: Tensor) -> Tensor:
 
 
 @_pack.register_kernel("cuda")
-def _(slots_MCD, ends_LS):
+def _(slots_MCD, ends_LS, zeros):
     from padded_dispatch.kernels import regroup
 
     # A slice of every buffer is fine as it is; a row has to be contiguous.
@@ -352,41 +365,44 @@ def _(slots_MCD, ends_LS):
 
 
 @_pack.register_fake
-def _(slots_MCD, ends_LS):
+def _(slots_MCD, ends_LS, zeros):
     num_buffers, capacity, width = slots_MCD.shape
     return slots_MCD.new_empty(num_buffers * capacity, width)
 
 
 @custom_op("padded_dispatch::unpack", mutates_args=())
-def _unpack(packed_ND: Tensor, ends_LS: Tensor) -> Tensor:
-    return _take(packed_ND, _packed_row_of_slot(ends_LS, packed_ND.shape[0] // ends_LS.numel()))
+def _unpack(packed_ND: Tensor, ends_LS: Tensor, zeros: bool) -> Tensor:
+    row_MC = _packed_row_of_slot(ends_LS, packed_ND.shape[0] // ends_LS.numel())
+    return _take(packed_ND, row_MC, zeros=zeros)
 
 
 @_unpack.register_kernel("cuda")
-def _(packed_ND, ends_LS):
+def _(packed_ND, ends_LS, zeros):
     from padded_dispatch.kernels import regroup
 
-    return regroup.unpack_rows(packed_ND.contiguous(), ends_LS)
+    return regroup.unpack_rows(packed_ND.contiguous(), ends_LS, zeros=zeros)
 
 
 @_unpack.register_fake
-def _(packed_ND, ends_LS):
+def _(packed_ND, ends_LS, zeros):
     num_buffers = ends_LS.numel()
     num_rows, width = packed_ND.shape
     return packed_ND.new_empty(num_buffers, num_rows // num_buffers, width)
 
 
 def _save_maps(ctx, inputs, output) -> None:
-    _, slots, choices = inputs
+    _, slots, choices, *ctx.zeros = inputs
     ctx.save_for_backward(slots, choices)
 
 
+@stage("gather backward")
 def _gather_backward(ctx, grad_ECD):
-    return _combine(grad_ECD, *ctx.saved_tensors), None, None
+    return _combine(grad_ECD, *ctx.saved_tensors, *ctx.zeros), None, None, None
 
 
+@stage("combine backward")
 def _combine_backward(ctx, grad_TD):
-    return _gather(grad_TD, *ctx.saved_tensors), None, None
+    return _gather(grad_TD, *ctx.saved_tensors, *ctx.zeros), None, None, None
 
 
 def _side_setup(ctx, inputs, output) -> None:
@@ -395,6 +411,7 @@ def _side_setup(ctx, inputs, output) -> None:
     ctx.dtype = probs_TE.dtype
 
 
+@stage("gather backward")
 def _gather_side_backward(ctx, grad_EC1):
     return _scatter_side(grad_EC1, *ctx.saved_tensors).to(ctx.dtype), None, None, None
 
@@ -406,16 +423,23 @@ def _scatter_side_backward(ctx, grad_TE):
 
 
 def _save_ends(ctx, inputs, output) -> None:
-    ctx.save_for_backward(inputs[1])
+    _, ends_LS, ctx.zeros = inputs
+    ctx.save_for_backward(ends_LS)
+
+
+@stage("regroup backward")
+def _pack_backward(ctx, grad_ND):
+    return _unpack(grad_ND, *ctx.saved_tensors, ctx.zeros), None, None
+
+
+@stage("regroup backward")
+def _unpack_backward(ctx, grad_MCD):
+    return _pack(grad_MCD, *ctx.saved_tensors, ctx.zeros), None, None
 
 
 _gather.register_autograd(_gather_backward, setup_context=_save_maps)
 _combine.register_autograd(_combine_backward, setup_context=_save_maps)
 _gather_side.register_autograd(_gather_side_backward, setup_context=_side_setup)
 _scatter_side.register_autograd(_scatter_side_backward, setup_context=_save_maps)
-_pack.register_autograd(
-    lambda ctx, grad_ND: (_unpack(grad_ND, *ctx.saved_tensors), None), setup_context=_save_ends
-)
-_unpack.register_autograd(
-    lambda ctx, grad_MCD: (_pack(grad_MCD, *ctx.saved_tensors), None), setup_context=_save_ends
-)
+_pack.register_autograd(_pack_backward, setup_context=_save_ends)
+_unpack.register_autograd(_unpack_backward, setup_context=_save_ends)

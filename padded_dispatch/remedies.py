@@ -152,4 +152,5 @@ def reroute(
         )
     rerouted_TE = kept_TE & ~asked_TE
     probs_TE = torch.where(rerouted_TE, scores_TE.to(selection.probs_TE.dtype), selection.probs_TE)
-    return replace(selection, kept_TE=kept_TE, probs_TE=probs_TE)
+    rerouted_E = rerouted_TE.sum(0, dtype=torch.int32)
+    return replace(selection, kept_TE=kept_TE, probs_TE=probs_TE, rerouted_E=rerouted_E)

@@ -3,6 +3,7 @@
 A routing is bool [T, E]: which experts each token asked for. Sizes, skew and seed decide it.
 """
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -46,8 +47,18 @@ def routing_scores(
     elif skew == "same":
         popularity_E[:top_k] = _FAR
     popularity_E[num_experts - num_idle :] = -_FAR
-    # The K largest of log popularity + Gumbel noise are K weighted draws without replacement.
-    return popularity_E + np.random.default_rng(seed).gumbel(size=(num_tokens, num_experts))
+    return noisy_scores(popularity_E, num_tokens, seed=seed)
+
+
+def noisy_scores(
+    popularity_E: NDArray[np.floating], num_tokens: int, *, seed: int | Sequence[int]
+) -> NDArray[np.float64]:
+    """Scores [T, E] from the experts' log popularity: K weighted draws, without replacement.
+
+    That is what the K largest are after Gumbel noise was added.
+    """
+    noise_TE = np.random.default_rng(seed).gumbel(size=(num_tokens, len(popularity_E)))
+    return popularity_E + noise_TE
 
 
 def routing_map(

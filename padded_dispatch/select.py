@@ -41,12 +41,14 @@ class Selection:
     the only field with a gradient. `demand_E`: int32, rows asked for before dropping, padding
     tokens not counted. `protected_dropped_E`: int32, rows of protected tokens that were dropped,
     which happens only where such rows alone exceed C; None where no token was protected.
+    `rerouted_E`: int32, rows that the remedy "reroute" brought to each expert; None without it.
     """
 
     kept_TE: Tensor
     probs_TE: Tensor
     demand_E: Tensor
     protected_dropped_E: Tensor | None = None
+    rerouted_E: Tensor | None = None
 
 
 def kept_map(

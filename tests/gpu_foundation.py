@@ -65,9 +65,14 @@ def layer_cases(device: str, num_ranks: int) -> Iterator[LayerCase]:
         yield LayerCase(name="bias", bias=True, **wide)
         yield LayerCase(name="recompute", ours=RECOMPUTE, **wide)
         if dtype == torch.bfloat16 or device == "cpu":
+            batched = PaddedOptions(experts="batched")
+            yield LayerCase(name="batched experts", options=batched, **wide)
+            yield LayerCase(name="batched experts, every token to one", options=batched, **full)
             packed = {"options": PaddedOptions(experts="packed")}
             yield LayerCase(name="packed experts", **packed, **wide)
             yield LayerCase(name="packed experts, every token to one", **packed, **full)
+            gpt_oss = {"bias": True, "gpt_oss": True}
+            yield LayerCase(name="packed experts like GPT-OSS's", **packed, **gpt_oss, **wide)
         yield LayerCase(name="shared experts", shared_ffn=64, **wide)
         yield LayerCase(name="shared experts, overlap", shared_ffn=64, ours=OVERLAP, **wide)
 

@@ -8,7 +8,7 @@ replay are compared bit by bit, on the device, and the outcome is read once, at 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from layer_parity import LayerCase, build_layer
 from parity import megatron
 from torch import Tensor
 
+from padded_dispatch.config import Policy, Remedy
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.compat import training_stream
 from padded_dispatch.routings import routing_scores
@@ -38,6 +39,8 @@ class RoutingCase:
     ranks: int = 1
     capacity_factor: float | None = 1.25
     packed: bool = False
+    policy: Policy | Literal["megatron"] = "megatron"
+    remedy: Remedy = "none"
     num_routings: int = 1000
     num_experts: int = 32
     top_k: int = 4
@@ -66,8 +69,10 @@ def routings_equal_eager(case: RoutingCase) -> Findings:
                 for static, value in zip((tokens, grad), _inputs(case, number), strict=True):
                     static.copy_(value)
             before_E = counters.demand_E.clone()
+            _set_draws(layer, number)
             replay()
             asked_for.append(counters.demand_E - before_E)
+            _set_draws(layer, number)
             for name, wanted in _results(layer, tokens, grad).items():
                 differing[name] += (_bits(replayed[name]) != _bits(wanted)).any()
         found = {name: int(count) for name, count in differing.items()}
@@ -82,6 +87,12 @@ def routings_equal_eager(case: RoutingCase) -> Findings:
         },
         broken=tuple(broken),
     )
+
+
+def _set_draws(layer: Any, number: int) -> None:
+    """Let replay and eager run have the same draw, another one for each routing."""
+    if layer.router.num_draws is not None:
+        layer.router.num_draws.fill_(number)
 
 
 def _not_as_meant(case: RoutingCase, demand_NE: Tensor) -> list[str]:
@@ -112,7 +123,12 @@ def _layer(case: RoutingCase) -> Any:
         hidden=case.hidden,
         ffn=case.ffn,
         ours=(("moe_expert_capacity_factor", case.capacity_factor),),
-        options=PaddedOptions(experts="packed" if case.packed else "module"),
+        options=PaddedOptions(
+            experts="packed" if case.packed else "module",
+            policy=case.policy,
+            remedy=case.remedy,
+            reroute_rounds=2,
+        ),
     )
     layer = build_layer(shape, "padded_alltoall")
     with torch.no_grad():

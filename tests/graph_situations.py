@@ -11,17 +11,19 @@ processes over gloo, with a stand-in for CUDA graphs, in small sizes.
 
 import argparse
 import dataclasses
+import itertools
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from graph_routings import RoutingCase, routings_equal_eager
 from graph_training import Situation, replays_do_not_wait, replays_equal_eager
 
+from padded_dispatch.config import Policy, Remedy
 from padded_dispatch.launch import WorkerError, WorkerPool
 from padded_dispatch.results import about, append_run
 
@@ -64,6 +66,7 @@ def situations() -> Iterator[Situation]:
     yield from _starved()
     for scopes in (WHOLE, PARTIAL):
         yield Situation(name=f"200 replays, {'+'.join(scopes)}", replays=200, scopes=scopes, **two)
+    yield Situation(name="EP2: local graphs of whole layers", impl="local", scopes=(), **two)
     mixed = {"num_layers": 3, "dense": (1,), "scopes": ("attn", "mlp", "moe")}
     yield Situation(name="dense and MoE layers", **mixed, **two)
     for sizes, name in (({"ranks": 2}, "PP2"), ({"ranks": 4, "ep": 2}, "PP2/EP2")):
@@ -105,12 +108,16 @@ def _starved() -> Iterator[Situation]:
 
 
 def routing_cases() -> Iterator[RoutingCase]:
-    """A thousand routings each."""
+    """A thousand routings each; a hundred for each policy with each remedy."""
     for ranks in (1, 2, 4, 8):
         yield RoutingCase(name=f"1,000 routings, EP{ranks}", ranks=ranks)
         name = f"1,000 routings, EP{ranks}, packed experts"
         yield RoutingCase(name=name, ranks=ranks, packed=True)
     yield RoutingCase(name="1,000 routings, nothing dropped", capacity_factor=None)
+    for ranks, policy, remedy in itertools.product((1, 2, 8), get_args(Policy), get_args(Remedy)):
+        chosen: dict[str, Any] = {"policy": policy, "remedy": remedy, "num_routings": 100}
+        name = f"100 routings, EP{ranks}, {policy}, {remedy}"
+        yield RoutingCase(name=name, ranks=ranks, **chosen)
 
 
 def checks(num_ranks: int) -> list[tuple[str, Check, Case]]:
@@ -132,6 +139,8 @@ def on_cpu(case: Case) -> Case | None:
     if isinstance(case, RoutingCase):
         small = {**_TINY, "seq": 14, "num_routings": 8}
         return None if case.packed else dataclasses.replace(case, device="cpu", **small)
+    if case.impl == "local":
+        return None
     if case.tp > 1 or case.recompute not in ((), ("moe",)) or case.replays == 50:
         return None
     return dataclasses.replace(

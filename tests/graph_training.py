@@ -7,6 +7,7 @@ a promise to keep. Layers are like GPT-OSS's: biases everywhere, a clamped SwiGL
 On a CPU the layers are Megatron's local ones, and a stand-in (`graph_protocol`) captures.
 """
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -56,10 +58,12 @@ _EXPERT = re.compile(r"local_experts\.(\d+)\.|(?:weight|bias)(\d+)$")
 class Situation:
     """A model, how ranks share it, and what happens around its graphs.
 
-    `scopes`: what is captured of each layer. `dense`: numbers of layers without experts, from 0.
-    `recompute`: Megatron's recompute_modules. `evaluates`: batch and length of an evaluation before
-    every step. `idle`: who gets no token, by a router bias: the experts of the last expert-parallel
-    rank in two of three steps, or the last expert in all of them.
+    `impl`: Megatron's cuda_graph_impl; with "local" it captures by itself at the end of the first
+    step, and there is no self-test. `scopes`: what is captured of each layer; () is all of it.
+    `dense`: numbers of layers without experts, from 0. `recompute`: Megatron's recompute_modules.
+    `evaluates`: batch and length of an evaluation before every step. `idle`: who gets no token, by
+    a router bias: the experts of the last expert-parallel rank in two of three steps, or the last
+    expert in all of them.
     """
 
     name: str
@@ -70,6 +74,7 @@ class Situation:
     vpp: int | None = None
     ep: int = 1
     etp: int = 1
+    impl: Literal["transformer_engine", "local"] = "transformer_engine"
     scopes: tuple[str, ...] = ("attn", "moe")
     dense: tuple[int, ...] = ()
     recompute: tuple[str, ...] = ()
@@ -125,22 +130,25 @@ def replays_equal_eager(case: Situation) -> Findings:
     with _world(case):
         eager, again, graphed = (Training(case, graphs=graphs) for graphs in (False, False, True))
         unreproducible, differing = _Comparison(), _Comparison()
-        report = None
+        report, captured_bytes = None, None
         for number in range(EAGER_STEPS + case.replays):
-            if number == EAGER_STEPS:
+            if number == EAGER_STEPS and case.impl == "transformer_engine":
+                before = torch.cuda.memory_allocated()
                 report = graphed.capture()
+                captured_bytes = torch.cuda.memory_allocated() - before
             results = [training.step(number) for training in (eager, again, graphed)]
             unreproducible.add(results[0], results[1])
             differing.add(results[0], results[2])
-        assert report is not None
         facts = {
             "graphs": graphed.num_graphs(),
             "tensors_per_step": differing.num_tensors(),
-            "self_test_tensors": report.num_tensors,
-            "self_test_unreproducible": list(report.unreproducible),
+            "captured_bytes": captured_bytes,
+            "self_test": None if report is None else dataclasses.asdict(report),
             "loss": graphed.losses(),
         }
         broken = graphed.idle_failures()
+        if facts["graphs"] == 0:
+            broken.append("nothing was captured")
         graphed.delete_graphs()
         return Findings(
             differing=differing.read(),
@@ -232,7 +240,7 @@ class Training:
         self._moe = [m for c in self._chunks for m in c.modules() if isinstance(m, MoELayer)]
         self._optimizer = _optimizer(case, self._chunks)
         self._graphs = None
-        if graphs:
+        if graphs and case.impl == "transformer_engine":
             self._graphs = LayerGraphs(
                 self._chunks,
                 seq_length=case.seq,
@@ -251,12 +259,17 @@ class Training:
 
     def delete_graphs(self) -> None:
         """Before the process groups end."""
-        assert self._graphs is not None
-        self._graphs.delete()
+        if self._graphs is None:
+            delete_cuda_graphs()  # Megatron keeps them in a class.
+        else:
+            self._graphs.delete()
 
     def num_graphs(self) -> int:
         """Of all layers, for forward and backward together."""
-        layers = (module for chunk in self._chunks for module in chunk.modules())
+        layers = [module for chunk in self._chunks for module in chunk.modules()]
+        if self._case.impl == "local":
+            managers = [m.cudagraph_manager for m in layers if hasattr(m, "cudagraph_manager")]
+            return sum(len(manager.cudagraph_runners) for manager in managers)
         return sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
 
     def losses(self) -> list[float]:
@@ -280,7 +293,9 @@ class Training:
             for name, parameter in self._parameters():
                 results[f"the gradient of {name}"] = parameter.main_grad
                 results[name] = parameter.data
-            for index, layer in enumerate(self._moe):
+            # Megatron's own capture runs on zeros, and nobody puts the counters back.
+            counted = self._moe if self._case.impl == "transformer_engine" else []
+            for index, layer in enumerate(counted):
                 for number_of, counter in enumerate(layer.token_dispatcher.counters.tensors()):
                     results[f"counter {number_of} of MoE layer {index}"] = counter
         return results
@@ -446,7 +461,7 @@ def _config(case: Situation, graphs: bool) -> TransformerConfig:
         deterministic_mode=True,
         finalize_model_grads_func=finalize_model_grads,
         **recompute,
-        **(layer_graphs(*case.scopes) if graphs else {}),
+        **({**layer_graphs(*case.scopes), "cuda_graph_impl": case.impl} if graphs else {}),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import build_module
@@ -39,8 +40,9 @@ class LayerCase:
     `seq` and `batch` are per tensor-parallel group: with sequence parallelism a rank holds
     `seq / tp` positions. `routing`: "random"; "idle rank", where the last rank's experts get
     nothing; "one expert", where expert 3 gets every token (with top_k = 1). `shared_score`: the
-    shared experts' output is weighted by a sigmoid of the token. `ours`: further fields of
-    TransformerConfig, for the padded layer only, and `options` its PaddedOptions.
+    shared experts' output is weighted by a sigmoid of the token. `gpt_oss`: the activation is
+    GPT-OSS's, clamped at 1. `ours`: further fields of TransformerConfig, for the padded layer only,
+    and `options` its PaddedOptions.
     """
 
     name: str
@@ -56,6 +58,7 @@ class LayerCase:
     shared_ffn: int | None = None
     shared_score: bool = False
     bias: bool = False
+    gpt_oss: bool = False
     seq: int = 14
     batch: int = 3
     routing: str = "random"
@@ -227,7 +230,9 @@ def build_layer(case: LayerCase, dispatcher: str) -> Any:
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        activation_func=quick_gelu if case.gpt_oss else torch.nn.functional.silu,
+        activation_func_clamp_value=1.0 if case.gpt_oss else None,
+        glu_linear_offset=1.0 if case.gpt_oss else 0.0,
         add_bias_linear=case.bias,
         bias_activation_fusion=grouped,
         gradient_accumulation_fusion=False,
@@ -288,8 +293,13 @@ def _shards(layer: Any, wholes: dict[str, Tensor]) -> Iterator[_Shard]:
             assert found is not None, f"unknown parameter {name}"
             rank = parallel_state.get_expert_tensor_parallel_rank()
             suffix = "_bias" if found[3] == "bias" else ""
+            size = parameter.shape[0] // layer.num_local_experts
             if parameter.dim() == 3:  # all experts in one
                 held = {i: (i,) for i in range(parameter.shape[0])}
+            elif not (found[1] or found[4]):  # all biases one after the other
+                held = {
+                    i: (slice(i * size, (i + 1) * size),) for i in range(layer.num_local_experts)
+                }
             else:
                 held = {int(found[1] or found[4]): ()}
             for local, part in held.items():
@@ -304,14 +314,18 @@ def _split(
     where: tuple[Any, ...],
     rank: int,
     parameter: Tensor,
-    held: tuple[int, ...] = (),
+    held: tuple[Any, ...] = (),
 ) -> Iterator[_Shard]:
     """fc1 holds this rank's rows of gate above those of up, fc2 this rank's columns of down."""
     if kind == "fc1":
         width = parameter[held].shape[0] // 2
         rows = (*where, slice(rank * width, (rank + 1) * width))
+        first = held[0].start if held and isinstance(held[0], slice) else None
         for whole, start in (("gate", 0), ("up", width)):
-            part = (*held, slice(start, start + width))
+            if first is None:
+                part = (*held, slice(start, start + width))
+            else:
+                part = (slice(first + start, first + start + width),)
             yield _Shard(whole=prefix + whole + suffix, where=rows, parameter=parameter, part=part)
     else:
         width = parameter.shape[-1]
@@ -346,7 +360,12 @@ def in_fp64(
         gate_TF, up_TF = x_TD @ w["gate"][e].T, x_TD @ w["up"][e].T
         if case.bias:
             gate_TF, up_TF = gate_TF + w["gate_bias"][e], up_TF + w["up_bias"][e]
-        rows_TD = (torch.nn.functional.silu(gate_TF) * up_TF) @ w["down"][e].T
+        if case.gpt_oss:
+            gate_TF, up_TF = gate_TF.clamp(max=1), up_TF.clamp(-1, 1) + 1
+            hidden_TF = gate_TF * (1.702 * gate_TF).sigmoid() * up_TF
+        else:
+            hidden_TF = torch.nn.functional.silu(gate_TF) * up_TF
+        rows_TD = hidden_TF @ w["down"][e].T
         if case.bias:
             rows_TD = rows_TD + w["down_bias"][e]
         out_TD = out_TD + probs_TE[:, e, None] * rows_TD

@@ -121,7 +121,7 @@ def test_gpt_oss_by_hand():
 
 
 def test_bf16_rounds_once():
-    """In bf16 1 + 2**-9 is 1; fp32 holds the bias until the product with 2**9 is rounded."""
+    """In bf16 1 + 2**-9 is 1, and so is its square; fp32 holds the sum, whose square rounds up."""
     fc1_NG, bias_LG = torch.tensor([[1.0]]).bfloat16(), torch.tensor([[2.0**-9]]).bfloat16()
     plain = Activation(function="squared_relu", gated=False)
     ends_L = torch.tensor([1], dtype=torch.int32)

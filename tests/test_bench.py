@@ -94,21 +94,22 @@ def test_command_on_cpus(tmp_path):
     rows = run["rows"]
     assert run["about"]["command"].startswith("padded-dispatch bench --tokens 19")
     found = [(r["ep"], r["contender"], r["variant"], r["capacity_factor"]) for r in rows]
-    dropping = ("stock-drop-pad", None), ("ours", "module"), ("ours", "packed")
+    ours = [("ours", variant) for variant in ("module", "packed", "batched")]
+    dropping = [("stock-drop-pad", None), *ours]
     block = [
         ("stock-allgather", None, None),
         *((*contender, factor) for factor in (1, 2) for contender in dropping),
     ]
     assert found == [(ep, *row) for ep in (2, 1) for row in block]
-    assert [row["error"] for row in rows] == [None] * 14
+    assert [row["error"] for row in rows] == [None] * 18
     assert all(row["ms"] == sorted(row["samples_ms"])[1] > 0 for row in rows)
     assert all(row.keys() == rows[0].keys() for row in rows)
     # Rows beyond C = ceil(38 / 8 * 2) = 10 are dropped; two ranks have four batches each.
     maps = [routing_map(19, 8, 2, seed=seed) for seed in range(8)]
     mean_kept = sum(np.minimum(map_TE.sum(0), 10).sum() for map_TE in maps) / 8
-    assert rows[5]["fill"] == pytest.approx(mean_kept / 80, abs=1e-6)
+    assert rows[6]["fill"] == pytest.approx(mean_kept / 80, abs=1e-6)
     assert rows[0]["fill"] is None
-    assert [row["floor_ms"] for row in rows] == [None] * 14
+    assert [row["floor_ms"] for row in rows] == [None] * 18
 
 
 def test_a_case_that_fails_is_a_row(megatron, monkeypatch):
@@ -126,7 +127,7 @@ def test_a_case_that_fails_is_a_row(megatron, monkeypatch):
 
 def test_no_case_is_begun_when_time_is_over(capfd):
     assert main(["--device", "cpu", "--workers", "1", "--minutes", "0"]) == 0
-    assert "10 of 10 cases were not begun" in capfd.readouterr().out
+    assert "13 of 13 cases were not begun" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

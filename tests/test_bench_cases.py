@@ -58,6 +58,8 @@ def test_contenders_say_what_they_are():
         "ours module graphed",
         "ours packed",
         "ours packed graphed",
+        "ours batched",
+        "ours batched graphed",
         "ours direct",
         "ours direct graphed",
     ]

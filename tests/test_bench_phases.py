@@ -9,6 +9,7 @@ from padded_dispatch.bench.phases import phase_of, phases_ms
     ("kernel", "phase"),
     [
         ("_select_kernel", "select"),
+        ("_choice_ranks_kernel", "select"),
         ("_slot_kernel", "plan"),
         ("_gather_side_kernel", "side"),
         ("_spread_rows_kernel", "gather"),

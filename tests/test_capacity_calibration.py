@@ -72,7 +72,7 @@ def test_what_rows_do_not_decide_stays_where_it_started():
     found = fit(measured(works(False, wire=(0.0, 0.0))), [ABOUT])
     assert found.determined == ("fixed_ms", "per_expert_ms", "padded_tflop_per_s")
     assert math.isclose(found.coefficients.wire_gb_per_s, START.wire_gb_per_s, rel_tol=1e-12)
-    assert "do not decide wire_gb_per_s, packed_tflop_per_s" in found.describe()
+    assert "They do not decide wire_gb_per_s, packed_tflop_per_s, taken from" in found.describe()
 
 
 def test_one_row_is_met_but_decides_nothing():

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from numpy.lib import format as npy
 from traces import equal, small_trace
 
-from padded_dispatch.capacity.trace_file import TraceWriter, load_trace, save_trace
+from padded_dispatch.capacity.trace import merge
+from padded_dispatch.capacity.trace_file import TraceWriter, load_trace, load_traces, save_trace
 
 
 def trace(**kwargs):
@@ -45,6 +46,12 @@ def test_every_part_is_in_the_file_at_once(tmp_path):
     np.testing.assert_array_equal(load_trace(path).ids_NTK, np.tile(whole.ids_NTK, (12, 1, 1)))
 
 
+def test_a_writer_without_records_leaves_no_file(tmp_path):
+    with TraceWriter(tmp_path / "trace.npy"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_rows_that_the_header_does_not_know_are_left_out(tmp_path):
     path = tmp_path / "trace.npy"
     save_trace(trace(), path)
@@ -58,6 +65,21 @@ def test_a_file_has_one_size_of_records(tmp_path, other):
         writer.append(trace())
         with pytest.raises(ValueError, match=r"part=.* write another file"):
             writer.append(other)
+
+
+def test_files_and_folders_are_merged(tmp_path):
+    parts = [small_trace(steps=[1, 2], layers=[0, 0], ranks=[rank] * 2) for rank in range(3)]
+    (tmp_path / "two").mkdir()
+    save_trace(parts[2], tmp_path / "one.npy")
+    save_trace(parts[0], tmp_path / "two" / "b.npy")
+    save_trace(parts[1], tmp_path / "two" / "a.npy")
+    paths = [tmp_path / "one.npy", tmp_path / "two"]
+    assert equal(load_traces(paths), merge(parts))
+    with pytest.raises(ValueError, match=r"b\.npy: .* more than max_bytes="):
+        load_traces(paths, max_bytes=800)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty: no trace \(\*\.npy\) is there"):
+        load_traces([tmp_path / "empty"])
 
 
 def saved(array, *, allow_pickle=False) -> bytes:

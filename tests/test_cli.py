@@ -56,7 +56,10 @@ def test_it_trains_evaluates_and_saves_in_an_empty_folder(tmp_path, environment)
     assert done.stderr == ""
     assert (tmp_path / "run" / "checkpoints" / "step-00000004" / "run.json").exists()
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["step"] for row in rows] == [1, 2, 4, 4]
+    assert [json.loads(row)["kind"] for row in rows] == [
+        *["train"] * 3,
+        *("held-out", "moe", "moe-held-out"),
+    ]
 
 
 def test_under_torchrun_it_starts_no_processes(tmp_path, environment):
@@ -71,7 +74,11 @@ def test_under_torchrun_it_starts_no_processes(tmp_path, environment):
     )
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(row["kind"], row["step"]) for row in rows] == [("train", 1), ("train", 2)]
+    assert [(row["kind"], row["step"]) for row in rows] == [
+        ("train", 1),
+        ("train", 2),
+        ("moe", 2),
+    ]
 
 
 @contextmanager

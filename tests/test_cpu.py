@@ -6,7 +6,9 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.megatron.cpu import megatron_on_cpu
@@ -46,6 +48,14 @@ def test_leaving_puts_everything_back():
         raise RuntimeError("inside")
     assert all(a is b for a, b in zip(attributes(), before, strict=True))
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_the_last_norm_is_torchs(monkeypatch):
+    """As on a machine with Transformer Engine, whose norm is for GPUs."""
+    monkeypatch.setattr(transformer_block, "LayerNormImpl", object)
+    with megatron_on_cpu():
+        assert transformer_block.LayerNormImpl is WrappedTorchNorm
+    assert transformer_block.LayerNormImpl is object
 
 
 def drawn(seed, num):

@@ -3,14 +3,18 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from grids import poisoned_memory
 from test_activation import ALL, FUNCTIONS
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import linear
 
+from padded_dispatch import activation as activation_module
+from padded_dispatch import experts
 from padded_dispatch.activation import Activation
 from padded_dispatch.experts import ExpertWeights, grouped_mlp
 
@@ -58,9 +62,15 @@ def inputs(
 
 
 def ours(
-    rows_ND: Tensor, probs_N: Tensor, ends_L: Tensor, activation: Activation, **weights: Tensor
+    rows_ND: Tensor,
+    probs_N: Tensor,
+    ends_L: Tensor,
+    activation: Activation,
+    recompute: bool = False,
+    **weights: Tensor,
 ) -> Tensor:
-    return grouped_mlp(rows_ND, probs_N, ends_L, ExpertWeights(**weights), activation)
+    stacked = ExpertWeights(**weights)
+    return grouped_mlp(rows_ND, probs_N, ends_L, stacked, activation, recompute=recompute)
 
 
 def one_by_one(
@@ -119,6 +129,30 @@ def test_output_and_gradients(counts, name, biased):
     no_rows_no_gradient(counts, mine)
 
 
+@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "again"])
+def test_fc2s_input_may_be_computed_again(monkeypatch, biased, recompute):
+    """Then nothing keeps it between forward and backward, and no bit changes."""
+    activation, counts, storages = Activation(**ALL["gpt-oss"]), [2, 0, 3], []
+
+    def activate(*given: Any) -> Tensor:
+        hidden_NF = activation_module.activate(*given)
+        storages.append(StorageWeakRef(hidden_NF.untyped_storage()))
+        return hidden_NF
+
+    monkeypatch.setattr(experts, "activate", activate)
+    function = functools.partial(ours, recompute=recompute)
+    out_ND = function(
+        **inputs(counts, 0, activation, biased), ends_L=ends_of(counts), activation=activation
+    )
+    assert storages[0].expired() == recompute
+    out_ND.sum().backward()
+    assert len(storages) == 1 + recompute
+    found, expected = (results(f, counts, activation, biased) for f in (function, ours))
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
 def test_gradients_are_those_of_the_function():
     gpt_oss = Activation(**ALL["gpt-oss"])
     given, ends_L = inputs([2, 0, 3], 0, gpt_oss, biased=True), ends_of([2, 0, 3])
@@ -130,10 +164,11 @@ def test_gradients_are_those_of_the_function():
     )
 
 
-def test_compiles_as_one_graph():
-    gpt_oss = Activation(**ALL["gpt-oss"])
-    given, ends_L = inputs([2, 0, 3], 0, gpt_oss, biased=True), ends_of([2, 0, 3])
-    function = functools.partial(ours, ends_L=ends_L, activation=gpt_oss)
+@pytest.mark.parametrize("name", ["swiglu", "gpt-oss"])
+def test_compiles_as_one_graph(name):
+    activation = Activation(**ALL[name])
+    given, ends_L = inputs([2, 0, 3], 0, activation, biased=True), ends_of([2, 0, 3])
+    function = functools.partial(ours, ends_L=ends_L, activation=activation)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(**given), function(**given))
 

@@ -173,16 +173,19 @@ def test_moves_and_sums(case: RoutingCase):
     tokens_TD = torch.randn(map_TE.shape[0], 19)
     rows_ECD = torch.randn(*choices.shape, 19)
     rows_ECD[choices < 0] = torch.nan
+    unwritten_ECD = rows.spread_rows(here(tokens_TD), here(slots), here(choices), zeros=False)
+    expected_ECD = ops._gather(tokens_TD, slots, choices, True)
+    equal((unwritten_ECD[here(choices >= 0)], expected_ECD[choices >= 0]))
     side_EC1 = torch.randn(choices.shape[0], choices.shape[1] + 1)
     probs_TE = torch.from_numpy(case.probs_TE).float()
     equal(
         (
             rows.spread_rows(here(tokens_TD), here(slots), here(choices)),
-            ops._gather(tokens_TD, slots, choices),
+            ops._gather(tokens_TD, slots, choices, True),
         ),
         (
             rows.sum_rows(here(rows_ECD).flatten(0, 1), here(slots)),
-            ops._combine(rows_ECD, slots, choices),
+            ops._combine(rows_ECD, slots, choices, True),
         ),
         (
             side.gather_side(here(probs_TE), here(choices), here(kept_E), case.top_k),
@@ -210,14 +213,17 @@ def test_packing_and_unpacking(kept: list[list[int]], width: int):
     slots_MCD = torch.randn(kept_SL.numel(), 6, width)[:, :-1]
     slots_MCD[torch.arange(5) >= kept_SL.view(-1, 1)] = torch.nan
     num_rows = int(kept_SL.sum())
-    expected_ND = ops._pack(slots_MCD, ends_LS)
+    expected_ND = ops._pack(slots_MCD, ends_LS, True)
     packed_ND = regroup.pack_rows(here(slots_MCD), here(ends_LS))
     equal((packed_ND[:num_rows], expected_ND[:num_rows]))
     assert packed_ND.shape == expected_ND.shape
     expected_ND[num_rows:] = torch.nan
     unpacked_MCD = regroup.unpack_rows(here(expected_ND), here(ends_LS))
-    equal((unpacked_MCD, ops._unpack(expected_ND, ends_LS)))
+    equal((unpacked_MCD, ops._unpack(expected_ND, ends_LS, True)))
     assert not unpacked_MCD.isnan().any()
+    real_MC = torch.arange(5) < kept_SL.view(-1, 1)
+    unpacked_MCD = regroup.unpack_rows(here(expected_ND), here(ends_LS), zeros=False)
+    equal((unpacked_MCD[here(real_MC)], slots_MCD[real_MC]))
 
 
 # Triton's interpreter (3.6) cuts fp32 off to bf16 instead of rounding it; the hardware rounds.
@@ -229,7 +235,7 @@ def test_sums_round_once_in_every_dtype(dtype: torch.dtype):
     slots = torch.stack([torch.randperm(40)[:5] for _ in range(9)]).int()
     rows_ND = torch.randn(40, 33, dtype=torch.float64).to(dtype)
     choices = torch.full((8, 5), -1, dtype=torch.int32)
-    expected = ops._combine(rows_ND.view(8, 5, 33), slots, choices)
+    expected = ops._combine(rows_ND.view(8, 5, 33), slots, choices, True)
     equal((rows.sum_rows(here(rows_ND), here(slots)), expected))
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "padded_dispatch"
 LAYERS = (  # Low to high; modules on one line do not see each other.
-    "config routings",
+    "config routings stages",
     "reference select plan kernels",
     "ops stats grouped",
     "workspace activation remedies",
-    "exchange experts",
+    "exchange experts snapshot",
     "dispatcher",
     "megatron capacity",
     "testing launch results watchdog",

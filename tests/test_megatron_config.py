@@ -1,5 +1,6 @@
 """Translation of Megatron's config, and everything that is refused."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -95,7 +96,7 @@ def test_fields_that_a_version_lacks_are_not_asked_for():
 
 def test_every_setting_of_a_megatron_user_is_translated():
     config = megatron_config(moe_expert_capacity_factor=1.5, moe_token_drop_policy="position")
-    options = PaddedOptions(min_capacity=4, alignment=16)
+    options = PaddedOptions(min_capacity=4, alignment=16, remedy="reroute", reroute_rounds=3)
     assert dispatch_config(config, options, num_ranks=3, tp_size=2) == DispatchConfig(
         num_experts=6,
         top_k=2,
@@ -103,9 +104,13 @@ def test_every_setting_of_a_megatron_user_is_translated():
         min_capacity=4,
         alignment=16,
         policy="position",
+        remedy="reroute",
+        reroute_rounds=3,
         num_ranks=3,
         tp_size=2,
     )
+    own = dataclasses.replace(options, policy="priority")
+    assert dispatch_config(config, own, num_ranks=3, tp_size=2).policy == "priority"
 
 
 @pytest.mark.parametrize("factor", [None, -1.0])

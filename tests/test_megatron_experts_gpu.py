@@ -1,4 +1,7 @@
-"""Packed experts beside TEGroupedMLP, compiled and captured; parity is in test_gpu_foundation."""
+"""Packed experts beside TEGroupedMLP: checkpoints and captures.
+
+That they compute the same, by the rule of parity, is in test_gpu_foundation.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,16 +11,20 @@ import torch
 import torch.distributed as dist
 from layer_parity import LayerCase, build_layer
 from megatron.core import parallel_state
+from test_megatron_stacked import written
 from torch import Tensor, nn
 
 from padded_dispatch.megatron import PaddedOptions, install, uninstall
-from padded_dispatch.megatron.experts import PackedExperts
+from padded_dispatch.megatron.experts import BatchedExperts, PackedExperts
 
 pytestmark = pytest.mark.gpu
 
 SIZES: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden": 128, "ffn": 72, "seq": 130}
 PACKED = PaddedOptions(experts="packed")
 DROPS = (("moe_expert_capacity_factor", 1.0),)
+RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["moe_act"]))
+KINDS: dict[str, dict[str, Any]] = {"swiglu": {}, "gpt-oss": {"bias": True, "gpt_oss": True}}
+EACH = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +48,10 @@ class Layer(nn.Module):
             name="", device="cuda", dtype=torch.bfloat16, options=options, **SIZES, **changes
         )
         self.moe = build_layer(case, "padded_alltoall")
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if "bias" in name:  # Which begin as zeros.
+                    parameter.normal_(generator=torch.Generator("cuda").manual_seed(1))
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.moe(tokens)[0]
@@ -64,8 +75,9 @@ def results(layer: Layer, tokens: Tensor) -> dict[str, Tensor]:
     return {"output": output.detach().clone(), "tokens": tokens.grad, **gradients}
 
 
-def test_te_grouped_mlp_and_packed_experts_load_each_other():
-    module, packed = Layer(PaddedOptions()).moe, Layer().moe
+@EACH
+def test_te_grouped_mlp_and_packed_experts_load_each_other(kind):
+    module, packed = Layer(PaddedOptions(), **KINDS[kind]).moe, Layer(**KINDS[kind]).moe
     assert type(packed.experts) is PackedExperts
     assert module.state_dict().keys() == packed.state_dict().keys()
     for source, target in ((packed, module), (module, packed)):
@@ -78,9 +90,28 @@ def test_te_grouped_mlp_and_packed_experts_load_each_other():
             assert "_extra_state" in name or torch.equal(value, theirs[name]), name
 
 
-@pytest.mark.parametrize("ours", [(), DROPS], ids=["no dropping", "dropping"])
-def test_replays_of_one_capture_equal_eager_bit_by_bit(ours):
-    layer = Layer(ours=ours)
+@EACH
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["one axis", "one by one"])
+def test_distributed_checkpoints_hold_the_same(kind, one_by_one):
+    module, packed = Layer(PaddedOptions(), **KINDS[kind]).moe, Layer(**KINDS[kind]).moe
+    module.load_state_dict(packed.state_dict())
+    ours, theirs = (
+        written(
+            moe.sharded_state_dict("mlp.", ((0, 1, 3),), {"singleton_local_shards": one_by_one})
+        )
+        for moe in (packed, module)
+    )
+    assert ours.keys() == theirs.keys()
+    for where, value in theirs.items():
+        assert "_extra_state" in where[0] or torch.equal(ours[where], value), where
+
+
+@EACH
+@pytest.mark.parametrize(
+    "ours", [(), DROPS, RECOMPUTE], ids=["no dropping", "dropping", "recompute"]
+)
+def test_replays_of_one_capture_equal_eager_bit_by_bit(kind, ours):
+    layer = Layer(ours=ours, **KINDS[kind])
     seeds = range(7)
     eager = [results(layer, tokens_of(seed)) for seed in seeds]
     layer.zero_grad(set_to_none=True)
@@ -92,8 +123,36 @@ def test_replays_of_one_capture_equal_eager_bit_by_bit(ours):
             assert torch.equal(replayed[name], value), (seed, name)
 
 
-def test_memory_full_of_nan_reaches_nothing():
-    layer, tokens = Layer(ours=DROPS), tokens_of(0)
+@EACH
+def test_replays_of_batched_experts_equal_eager_bit_by_bit(kind):
+    layer = Layer(PaddedOptions(experts="batched"), ours=DROPS, **KINDS[kind])
+    eager = [results(layer, tokens_of(seed)) for seed in range(3)]
+    layer.zero_grad(set_to_none=True)
+    torch.cuda.make_graphed_callables(layer, (tokens_of(0).requires_grad_(),))
+    for seed in range(3):
+        replayed = results(layer, tokens_of(seed))
+        for name, value in eager[seed].items():
+            assert torch.equal(replayed[name], value), (seed, name)
+
+
+@EACH
+def test_the_activation_computed_again_changes_no_bit(kind):
+    kept, again = (Layer(ours=ours, **KINDS[kind]) for ours in ((), RECOMPUTE))
+    again.load_state_dict(kept.state_dict())
+    expected, found = results(kept, tokens_of(1)), results(again, tokens_of(1))
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_auto_takes_packed_experts_in_bf16():
+    auto = PaddedOptions(experts="auto")
+    assert type(Layer(auto).moe.experts) is PackedExperts
+    assert type(Layer(auto, ours=DROPS).moe.experts) is BatchedExperts
+
+
+@EACH
+def test_memory_full_of_nan_reaches_nothing(kind):
+    layer, tokens = Layer(ours=DROPS, **KINDS[kind]), tokens_of(0)
     clean = results(layer, tokens)
     torch.use_deterministic_algorithms(True, warn_only=True)  # Fills fresh memory with NaN.
     try:

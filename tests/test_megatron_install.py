@@ -104,3 +104,29 @@ def test_an_mla_config_is_checked_once_as_well():
     )
     assert config.moe_token_dispatcher_type == "padded_alltoall"
     assert config.padded_dispatch == PaddedOptions()
+
+
+# What a config can say and no graph of a layer can do: Megatron's words, also on our path.
+IMPOSSIBLE_GRAPHS = {
+    "must not contain both moe and moe_router": layer_graphs("moe", "moe_router"),
+    "only supported with moe_router cuda graph": layer_graphs("attn", "moe_preprocess"),
+    "mlp cuda graph is only supported for dense layers": layer_graphs("attn", "mlp", "moe"),
+    "full recompute is only supported with full iteration CUDA graph": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        **layer_graphs("attn", "moe"),
+    },
+    "CUDA graphs not supported with CPU offloading": {
+        "cpu_offloading": True,
+        "cpu_offloading_num_layers": 0,
+        **layer_graphs("attn", "moe"),
+    },
+}
+
+
+@pytest.mark.parametrize("words", IMPOSSIBLE_GRAPHS)
+def test_graphs_that_cannot_be_are_refused_when_the_config_is_made(words):
+    install()
+    with pytest.raises((AssertionError, ValueError), match=words):
+        tiny.config(**IMPOSSIBLE_GRAPHS[words])

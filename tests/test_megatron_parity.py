@@ -12,6 +12,7 @@ OVERLAP = (("moe_shared_expert_overlap", True),)
 RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))
 
 PACKED = PaddedOptions(experts="packed")
+BATCHED = PaddedOptions(experts="batched")
 
 # Two ranks. 'dp' has each expert twice; the token counts are odd.
 TWO = (
@@ -33,8 +34,14 @@ TWO = (
     LayerCase(name="packed, one token", ep=2, seq=1, batch=1, options=PACKED),
     LayerCase(name="packed, a rank gets nothing", ep=2, routing="idle rank", options=PACKED),
     LayerCase(name="packed, one expert", ep=2, top_k=1, routing="one expert", options=PACKED),
+    LayerCase(name="packed, bias", ep=2, bias=True, options=PACKED),
+    LayerCase(name="packed, GPT-OSS", ep=2, bias=True, gpt_oss=True, options=PACKED),
     LayerCase(name="packed, ep over tp", tp=2, ep=2, options=PACKED),
     LayerCase(name="packed, recompute", ep=2, ours=RECOMPUTE, options=PACKED),
+    LayerCase(name="batched, dp", options=BATCHED),
+    LayerCase(name="batched, bf16", ep=2, dtype=torch.bfloat16, options=BATCHED),
+    LayerCase(name="batched, GPT-OSS", ep=2, bias=True, gpt_oss=True, options=BATCHED),
+    LayerCase(name="batched, a rank gets nothing", ep=2, routing="idle rank", options=BATCHED),
     LayerCase(name="shared experts", tp=2, ep=2, shared_ffn=6),
     LayerCase(name="shared experts, overlap", tp=2, ep=2, shared_ffn=6, ours=OVERLAP),
     LayerCase(name="shared score", ep=2, shared_ffn=5, shared_score=True),

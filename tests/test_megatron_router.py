@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from padded_dispatch.megatron import PaddedOptions, padded_spec
+from padded_dispatch.megatron.cpu import megatron_on_cpu
 
 T = 12
 
@@ -80,6 +83,26 @@ def test_evaluation_has_its_own_capacity():
     assert dispatcher.counters.num_slots.item() == 4 * T * tiny.TOP_K // 4
     assert dispatcher.eval_counters.num_slots.item() == 4 * T
     assert dispatcher.eval_counters.kept_E.sum().item() == T * tiny.TOP_K
+
+
+def _one_in_evaluation() -> str:
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+        try:
+            route = router(moe_expert_capacity_factor=0.5).train(dist.get_rank() == 0)
+            route(tokens())
+        except ValueError as error:
+            return str(error)
+        finally:
+            parallel_state.destroy_model_parallel()
+    return "nothing raised"
+
+
+def test_ranks_of_different_modes_are_told(pool2):
+    """They would have the same capacity here, and so the same shapes."""
+    first, second = pool2.run(_one_in_evaluation)
+    assert first == second
+    assert "training is 1 on rank 0, 0 on rank 1" in first
 
 
 def test_observers_see_the_map_before_selection():

@@ -153,6 +153,32 @@ def one_plan() -> DispatchPlan:
     return plan
 
 
+def test_what_nobody_reads_may_be_left_unwritten():
+    """`zeros=False`: NaN in empty slots, forward and as gradients, and the rest as ever."""
+    plan = one_plan()
+    empty_EC = plan.choice_of_slot_EC < 0
+    tokens_TD = leaf(addresses(1, 1, 7, HIDDEN).reshape(7, HIDDEN))
+    rows_ECD = ops.gather_rows(tokens_TD, plan, zeros=False)
+    assert torch.equal(rows_ECD.isnan().all(2), empty_EC)
+    assert torch.equal(rows_ECD.nan_to_num(0), ops.gather_rows(tokens_TD, plan))
+    rows_ECD.backward(rows_ECD.detach())
+    whole_TD = ops.combine_rows(ops.gather_rows(tokens_TD.detach(), plan), plan)
+    assert torch.equal(grad_of(tokens_TD), whole_TD)
+    again_ECD = rows_ECD.detach().requires_grad_()
+    ops.combine_rows(again_ECD, plan, zeros=False).backward(tokens_TD.detach())
+    assert torch.equal(grad_of(again_ECD).nan_to_num(-1), rows_ECD.detach().nan_to_num(-1))
+
+    kept_SL = torch.tensor([[0, 2], [3, 1]], dtype=torch.int32)
+    ends_LS, real_MC = ops.running_ends(kept_SL), torch.arange(3) < kept_SL.view(-1, 1)
+    slots_MCD = leaf(addresses(1, 1, 12, HIDDEN).reshape(4, 3, HIDDEN))
+    packed_ND = ops.pack_rows(slots_MCD, ends_LS, zeros=False)
+    packed_ND.backward(packed_ND.detach())
+    back_MCD = ops.unpack_rows(packed_ND.detach(), ends_LS, zeros=False)
+    for found_MCD in (grad_of(slots_MCD), back_MCD):
+        assert torch.equal(found_MCD.isnan().all(2), ~real_MC)
+        assert torch.equal(found_MCD[real_MC], slots_MCD[real_MC])
+
+
 def fp64(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
@@ -194,17 +220,18 @@ def test_all_are_sound_custom_ops():
         "plan": (map_TE, 3, 2),
         "gather_side": (fp64(7, 5), *maps, plan.kept_E),
         "scatter_side": (fp64(5, 3), *maps),
-        "gather": (fp64(7, HIDDEN), *maps),
-        "combine": (fp64(5, 2, HIDDEN), *maps),
+        "gather": (fp64(7, HIDDEN), *maps, True),
+        "combine": (fp64(5, 2, HIDDEN), *maps, True),
     }
     # All slots full, since opcheck compares every element.
     ends_LS = ops.running_ends(torch.full((2, 3), 4, dtype=torch.int32))
-    checked |= {"pack": (fp64(6, 4, HIDDEN), ends_LS), "unpack": (fp64(24, HIDDEN), ends_LS)}
+    checked["pack"] = fp64(6, 4, HIDDEN), ends_LS, True
+    checked["unpack"] = fp64(24, HIDDEN), ends_LS, True
     for name, arguments in checked.items():
         opcheck(getattr(ops, f"_{name}"), arguments)
     # Rows with strides, too: experts and transposed weights make such.
-    opcheck(ALL_OPS.gather, (torch.randn(HIDDEN, 7).T.requires_grad_(), *maps))
-    opcheck(ALL_OPS.combine, (torch.randn(2, 5, HIDDEN).transpose(0, 1), *maps))
+    opcheck(ALL_OPS.gather, (torch.randn(HIDDEN, 7).T.requires_grad_(), *maps, True))
+    opcheck(ALL_OPS.combine, (torch.randn(2, 5, HIDDEN).transpose(0, 1), *maps, True))
 
 
 def _whole_way(tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, weight_DD: Tensor) -> Tensor:

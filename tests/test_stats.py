@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from padded_dispatch.ops import select
+from padded_dispatch.remedies import reroute
 from padded_dispatch.stats import Counters, mass_units
 
 
@@ -31,6 +32,21 @@ def test_counts_add_up_and_reset():
     assert counters.max_demand.item() == 0
     # A captured graph adds to the memory that it saw.
     assert [tensor.data_ptr() for tensor in counters.tensors()] == before
+
+
+def test_rerouted_rows_and_protected_ones_that_were_dropped_are_counted():
+    counters = Counters(3, "cpu")
+    asked_TE = torch.tensor([[1, 0, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool)
+    scores_TE = torch.tensor([[0.5, 0.2, 0.1], [0.6, 0.3, 0.2], [0.4, 0.1, 0.2]])
+    keep_T = torch.tensor([True, False, True])
+    selection = select(asked_TE, scores_TE, capacity=1, keep_T=keep_T)  # keeps token 0
+    found = reroute(selection, asked_TE, scores_TE, capacity=1, policy="probs")
+    for _ in range(2):
+        counters.observe(asked_TE, scores_TE, found, 1)
+    assert counters.demand_E.tolist() == [6, 0, 0]
+    assert counters.kept_E.tolist() == [2, 2, 2]
+    assert (counters.rerouted.item(), counters.protected_dropped.item()) == (4, 2)
+    assert counters.lost_tokens.item() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -73,11 +73,12 @@ GIVEN = {
         "lr_warmup": 0,
         "lr_decay": 9,
         "balancing": "expert-bias",
+        "router_skew": 0.5,
         "seed": 0,
         "deterministic": True,
     },
     Dispatch: {
-        "dispatcher": "alltoall-drop-pad",
+        "dispatcher": "padded_alltoall",  # which alone can be traced
         "capacity_factor": 2.5,
         "drop_policy": "position",
     },
@@ -105,6 +106,9 @@ GIVEN = {
         "json": True,
         "results": Path("r.json"),
         "commit": "abc",
+        "trace": Path("no/such/traces"),
+        "trace_every": 6,
+        "trace_gib": 0.5,
     },
 }
 
@@ -126,7 +130,8 @@ def test_every_field_is_a_flag():
 
 
 def test_none_drops_nothing():
-    assert parse(["--capacity-factor", "none"]).dispatch.capacity_factor is None
+    for text in ("none", "no-drop"):
+        assert parse(["--capacity-factor", text]).dispatch.capacity_factor is None
 
 
 @pytest.mark.parametrize(

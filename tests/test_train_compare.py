@@ -1,9 +1,21 @@
 """Several contenders in the same processes."""
 
+import contextlib
+import gc
+import io
 import json
+import weakref
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch.distributed import distributed_c10d
 
+from padded_dispatch.launch import WorkerPool
+from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.train import loop
+from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.compare import main
 
 SMALL = "--steps 2 --seq-length 24 --micro-batch 3 --log-every 1"
@@ -33,3 +45,30 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
 def test_mistakes_are_found_before_there_are_workers(flags, message):
     with pytest.raises(ValueError, match=message):
         main(f"{SMALL} {flags}".split())
+
+
+def what_is_left(dispatcher: str) -> tuple[list[bool], int]:
+    """Of a run's model, whether it lives, and how many process groups more there are."""
+    settings = parse(f"--device cpu --workers 2 {SMALL} --dispatcher {dispatcher}".split())
+    build, models = loop.build_chunks, []
+
+    def build_and_note(*args: Any) -> Any:
+        chunks = build(*args)
+        models.extend(weakref.ref(chunk) for chunk in chunks)
+        return chunks
+
+    before = len(distributed_c10d._world.pg_map)
+    with (
+        megatron_on_cpu(),
+        patch.object(loop, "build_chunks", build_and_note),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        loop.train(settings, torch.device("cpu"))
+    gc.collect()
+    alive = [model() is not None for model in models]
+    return alive, len(distributed_c10d._world.pg_map) - before
+
+
+@pytest.mark.parametrize("dispatcher", ["padded_alltoall", "allgather", "alltoall-drop-pad"])
+def test_nothing_of_a_run_outlives_it(pool2: WorkerPool, dispatcher):
+    assert pool2.run(what_is_left, dispatcher) == [([False], 0)] * 2

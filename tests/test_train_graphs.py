@@ -128,6 +128,34 @@ def test_a_run_captures_after_its_eager_steps(megatron):
     ]
 
 
+def test_a_larger_factor_is_captured_again_and_trained_with(megatron):
+    """Without the second capture, the guard would refuse the replay."""
+    eager, graphed = Training(None), Training(("attn", "moe"))
+    optimizer: Any = _Adam(graphed.optimizer)
+    made = TrainingGraphs(on_a_gpu("layer"), graphed.config, [graphed.model], optimizer)
+    found, expected, captured = [], [], []
+    for number in range(EAGER_STEPS + 4):
+        if number == EAGER_STEPS + 2:
+            for training in (eager, graphed):
+                for layer in training.moe_layers:
+                    layer.token_dispatcher.configs.set_factor(0.5)
+            made.recapture()
+            captured.append(any(layer.cuda_graphs for layer in layers_of(graphed)))
+        with made.step():
+            captured.append(all(layer.cuda_graphs for layer in layers_of(graphed)))
+            found.append(graphed.step(number))
+        expected.append(eager.step(number))
+    made.delete()
+    assert captured == [False] * EAGER_STEPS + [True, True, False, True, True]
+    assert differences(expected, found) == []
+    slots = [int(layer.token_dispatcher.counters.num_slots) for layer in graphed.moe_layers]
+    assert slots == [int(layer.token_dispatcher.counters.num_slots) for layer in eager.moe_layers]
+
+
+def layers_of(training: Training) -> Any:
+    return training.model.module.module.decoder.layers
+
+
 @contextlib.contextmanager
 def no_synchronisation_in_replays() -> Iterator[list[int]]:
     """Let the passes of replayed steps raise if they wait for the device; counts those steps."""

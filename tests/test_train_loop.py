@@ -91,7 +91,7 @@ def test_a_resumed_run_repeats_the_next_five_losses_bit_by_bit(pool2, tmp_path, 
 
     def figures(text):
         rows = [json.loads(line) for line in text.splitlines()]
-        return [(row["kind"], row["step"], row["loss"]) for row in rows]
+        return [(row["kind"], row["step"], row["loss"]) for row in rows if "loss" in row]
 
     kept = [e for e in figures(metrics) if e[0] == "held-out"]
     assert kept == [("held-out", e.step, e.loss) for e in whole.evaluations]
@@ -121,3 +121,74 @@ def test_results_are_kept(pool2, tmp_path):
     assert (row["ep"], row["tokens"], row["capacity_factor"]) == (2, 72, 1.25)
     assert row["loss"] == [r.loss for r in outcome.rows]
     assert row["flags"]["recipe"]["seq_length"] == 24
+
+
+def _error(flags: str) -> str:
+    try:
+        _train(flags)
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
+def kept_rows(out, kind: str) -> list[dict]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+def test_what_is_dropped_is_kept_in_rows_by_layer(pool2, tmp_path):
+    flags = f"--steps 5 --capacity-factor 0.25 --padded-telemetry-every 2 --out {tmp_path} "
+    outcome = run(pool2, flags + "--eval-every 5 --padded-eval-factor no-drop")
+    rows = kept_rows(tmp_path, "moe")
+    assert [(row["step"], row["steps"]) for row in rows] == [(2, 2), (4, 2), (5, 1)]
+    dropped = [row.dropped for row in outcome.rows]
+    assert rows[0]["dropped"] == pytest.approx((dropped[0] + dropped[1]) / 2)
+    assert rows[2]["dropped"] == pytest.approx(dropped[4])
+    assert rows[0]["layers"]["layer"] == [1, 2]
+    assert rows[0]["needed_factor"] == max(rows[0]["layers"]["needed_factor"]) > 1
+    [evaluated] = kept_rows(tmp_path, "moe-held-out")
+    assert evaluated["dropped"] == 0.0 and evaluated["fill"] == 2 / 8
+
+
+def test_a_schedule_changes_all_layers_but_those_with_their_own_factor(pool2, tmp_path):
+    flags = (
+        f"--steps 4 --out {tmp_path} --padded-telemetry-every 1 --padded-layer-factors 2:0.5 "
+        "--padded-schedule 0:no-drop,2:0.25"
+    )
+    run(pool2, flags)
+    fills = [row["layers"]["fill"] for row in kept_rows(tmp_path, "moe")]
+    dropped = [row["layers"]["dropped"] for row in kept_rows(tmp_path, "moe")]
+    assert [fill[0] == 2 / 8 for fill in fills] == [True, True, False, False]
+    assert [share[0] == 0 for share in dropped] == [True, True, False, False]
+    assert all(share[1] > 0 for share in dropped)
+
+
+GROW = (
+    "--capacity-factor 0.25 --padded-on-overflow grow --padded-telemetry-every 1 "
+    "--padded-grow-after 2 --padded-grow-factors 0.5,no-drop"
+)
+
+
+def test_capacity_grows_until_nothing_is_dropped(pool2, tmp_path):
+    """Each read is a step old when it is looked at: 0.5 from step 4 on, C = T from 7 on."""
+    run(pool2, f"--steps 8 --out {tmp_path} {GROW}")
+    rows = kept_rows(tmp_path, "moe")
+    assert all(row["dropped"] > 0 for row in rows[:6])
+    assert [row["fill"] for row in rows[6:]] == [2 / 8] * 2
+    assert [row["dropped"] for row in rows[6:]] == [0.0, 0.0]
+
+
+def test_a_resumed_run_has_the_factors_that_have_grown(pool2, tmp_path):
+    flags = f"--steps 8 --save-every 7 --out {tmp_path} {GROW}"
+    whole = run(pool2, flags)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000008")
+    resumed = run(pool2, f"{flags} --resume")
+    assert [(row.loss, row.fill) for row in resumed.rows] == [(whole.rows[7].loss, 2 / 8)]
+
+
+def test_an_overflow_that_is_an_error_ends_all_ranks_alike(pool2):
+    flags = "--steps 3 --capacity-factor 0.25 --padded-on-overflow error"
+    first, second = pool2.run(_error, f"{flags} --padded-telemetry-every 1")
+    assert first == second
+    assert first.startswith("on_overflow='error': layer 1 dropped ")
+    assert "in steps 1 to 1 and needed factor" in first and "layer 2 dropped" in first

@@ -1,6 +1,7 @@
 """The sweep: which runs it makes, that each is itself whatever runs beside it, and its file."""
 
 import json
+from itertools import product
 
 import pytest
 
@@ -28,16 +29,17 @@ def test_side_by_side_or_in_turn_a_run_is_the_same_and_none_is_made_twice(tmp_pa
         assert main(f"{flags} --seeds 0 {SMALL} --results {path}".split()) == 0
         return capfd.readouterr().out
 
-    out = sweep(together, "--factors 0.5 none --policies probs position --jobs 2")
+    policies = "probs priority+renormalize"
+    out = sweep(together, f"--factors 0.5 none --policies {policies} --jobs 2")
     assert out.startswith("4 runs, 0 of them done before\n")
-    assert "4/4 factor none, position, seed 0" in out
+    assert "4/4 factor none, priority+renormalize, seed 0" in out
     sweep(in_turn, "--factors 0.5")
     out = sweep(in_turn, "--factors 0.5 none")
     assert out.startswith("2 runs, 1 of them done before\n1/1 factor none")
     assert sweep(in_turn, "--factors none") == "1 runs, 1 of them done before\n"
 
     rows = {(row["capacity_factor"], row["variant"]): row for row in rows_of(together)}
-    assert set(rows) == {(0.5, "probs"), (None, "probs"), (0.5, "position"), (None, "position")}
+    assert set(rows) == set(product([0.5, None], policies.split()))
     alone = rows_of(in_turn)
     assert [row["capacity_factor"] for row in alone] == [0.5, None]
     for row in alone:
@@ -50,9 +52,17 @@ def test_side_by_side_or_in_turn_a_run_is_the_same_and_none_is_made_twice(tmp_pa
     # 72 tokens, 2 of 8 experts each: 9 of the 18 slots of perfect balance.
     assert all(drop >= 0.5 for drop in rows[0.5, "probs"]["dropped"])
     assert rows[None, "probs"]["dropped"] == [0, 0]
-    # The policy matters where something is dropped, and there alone.
-    assert rows[None, "probs"]["loss"] == rows[None, "position"]["loss"]
-    assert rows[0.5, "probs"]["loss"][1] != rows[0.5, "position"]["loss"][1]
+    # Policy and remedy matter where something is dropped, and there alone.
+    other = "priority+renormalize"
+    assert rows[None, "probs"]["loss"] == rows[None, other]["loss"]
+    assert rows[0.5, "probs"]["loss"][1] != rows[0.5, other]["loss"][1]
+
+
+def test_a_policy_may_bring_a_remedy():
+    plain, with_remedy = planned(["1"], ["random", "position+reroute"], ["0"], [])
+    assert (plain.dispatch.padded.policy, plain.dispatch.padded.remedy) == ("random", "none")
+    padded = with_remedy.dispatch.padded
+    assert (padded.policy, padded.remedy) == ("position", "reroute")
 
 
 def test_seeds_are_outermost_and_runs_evaluate_at_their_end():

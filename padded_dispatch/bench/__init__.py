@@ -7,6 +7,7 @@
          -> milliseconds, memory, kernels                   measure, phases
          -> the floor that physics sets                     floor
       -> JSON lines, results file, table                    work, table
+    results file -> time model of `padded-dispatch tune`    calibrate
 
 All contenders of a run share one process group, one set of batches and one loop. Every iteration
 has fresh tokens and a fresh routing, copied into the same static inputs for all, and starts without

@@ -40,7 +40,7 @@ class Contender:
     dispatcher: str
     drops: bool = True
     on_cpu: bool = False
-    variant: Literal["module", "packed", "direct"] | None = None
+    variant: Literal["module", "packed", "batched", "direct"] | None = None
     graph: str = "none"
     min_ep: int = 1
 
@@ -63,6 +63,8 @@ CONTENDERS = {
     "module-graphed": Contender(**_OURS, variant="module", graph="layer"),
     "packed": Contender(**_OURS, variant="packed", on_cpu=True),
     "packed-graphed": Contender(**_OURS, variant="packed", graph="layer"),
+    "batched": Contender(**_OURS, variant="batched", on_cpu=True),
+    "batched-graphed": Contender(**_OURS, variant="batched", graph="layer"),
     "direct": Contender(**_OURS, variant="direct", min_ep=2),
     "direct-graphed": Contender(**_OURS, variant="direct", graph="layer", min_ep=2),
 }

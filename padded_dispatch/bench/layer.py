@@ -24,6 +24,7 @@ _SEED = 1234
 _OPTIONS = {
     "module": PaddedOptions(),
     "packed": PaddedOptions(experts="packed"),
+    "batched": PaddedOptions(experts="batched"),
     "direct": PaddedOptions(experts="packed", exchange="direct"),
 }
 

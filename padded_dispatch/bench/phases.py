@@ -11,7 +11,7 @@ import re
 
 # The first that matches decides.
 _PHASES = {
-    "select": r"_select_kernel",
+    "select": r"_select_kernel|_choice_ranks_kernel",
     "plan": r"_rank_kernel|_slot_kernel|_row_id_map",
     "side": r"_(gather|scatter)_side_kernel",
     "gather": r"_spread_rows_kernel|\b_permute_kernel|_unpermute_bwd",

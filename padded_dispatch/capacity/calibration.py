@@ -120,8 +120,9 @@ class Calibration:
             text += " With so few rows, a small error on those that were fitted says little."
         if guessed:
             text += (
-                f" Rows of one kind do not decide {', '.join(guessed)}: times are a guess until "
-                "`padded-dispatch calibrate` has run on your machine."
+                f" They do not decide {', '.join(guessed)}, taken from single kernels instead: "
+                "what rests on that is a guess until `padded-dispatch calibrate` has run on your "
+                "machine."
             )
         return text
 

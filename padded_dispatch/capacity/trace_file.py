@@ -8,6 +8,7 @@ header holds their number and is written last, so what a killed process leaves i
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from padded_dispatch.capacity.trace import Trace
+from padded_dispatch.capacity.trace import Trace, merge
 
 DEFAULT_MAX_BYTES = 4 * 2**30
 
@@ -50,16 +51,45 @@ def save_trace(trace: Trace, path: Path) -> None:
         writer.append(trace)
 
 
+def load_traces(paths: Sequence[Path], *, max_bytes: int = DEFAULT_MAX_BYTES) -> Trace:
+    """Read a recording of several files, such as one per rank, and merge them.
+
+    Args:
+        paths: files, and folders of which all `*.npy` files are taken.
+        max_bytes: for all files together; merging them takes as much memory again.
+
+    Raises:
+        ValueError: as `load_trace` and `padded_dispatch.capacity.trace.merge`; or there is no file.
+        OSError: a file cannot be read.
+    """
+    files = [
+        file for path in paths for file in (sorted(path.glob("*.npy")) if path.is_dir() else [path])
+    ]
+    if not files:
+        raise ValueError(f"{', '.join(str(path) for path in paths)}: no trace (*.npy) is there")
+    traces = []
+    for file in files:
+        traces.append(load_trace(file, max_bytes=max_bytes))
+        max_bytes -= traces[-1].num_bytes
+    return merge(traces)
+
+
+def record_bytes(num_tokens: int, top_k: int) -> int:
+    """Bytes of one record with probabilities in a file."""
+    return _record_dtype(num_tokens, top_k, probs=True).itemsize
+
+
 class TraceWriter:
     """Appends records to a new file. All parts have the same sizes, which the first one decides.
 
     Args:
-        path: a file that is there is replaced.
+        path: made by the first part; a file that is there is replaced.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
-        self._dtype: np.dtype | None = None
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._dtype = np.dtype([])
         self._sizes = 0, 0
         self._num_records = 0
 
@@ -71,9 +101,10 @@ class TraceWriter:
         """
         dtype = _record_dtype(part.num_tokens, part.top_k, probs=part.probs_NTK is not None)
         sizes = part.num_experts, part.num_ranks
-        if self._dtype is None:
+        if self._file is None:
+            self._file = self._path.open("wb")
             self._dtype, self._sizes = dtype, sizes
-            self._write_header()
+            self._write_header(self._file)
         if (dtype, sizes) != (self._dtype, self._sizes):
             raise ValueError(
                 f"part={dtype.descr}, (E, R)={sizes} is not possible: the records before it have "
@@ -83,11 +114,12 @@ class TraceWriter:
         for start in range(0, part.num_records, step):
             self._file.write(_records(part, dtype, slice(start, start + step)).tobytes())
         self._num_records += part.num_records
-        self._write_header()
+        self._write_header(self._file)
 
     def close(self) -> None:
         """Nothing can be appended any more."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -100,14 +132,13 @@ class TraceWriter:
     ) -> None:
         self.close()
 
-    def _write_header(self) -> None:
-        assert self._dtype is not None
-        self._file.seek(0)
+    def _write_header(self, file: BinaryIO) -> None:
+        file.seek(0)
         # NumPy leaves room for the first axis to grow, so this is as long every time.
         header = {"descr": npy.dtype_to_descr(self._dtype), "fortran_order": False}
-        npy.write_array_header_1_0(self._file, header | {"shape": (self._num_records,)})
-        self._file.seek(0, os.SEEK_END)
-        self._file.flush()
+        npy.write_array_header_1_0(file, header | {"shape": (self._num_records,)})
+        file.seek(0, os.SEEK_END)
+        file.flush()
 
 
 def _record_dtype(num_tokens: int, top_k: int, *, probs: bool) -> np.dtype:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from padded_dispatch.capacity.ranks import MAX_GROUPS, NEVER, competing_records, row_ranks
 from padded_dispatch.capacity.trace import Trace
-from padded_dispatch.config import POLICIES, DispatchConfig, Policy
+from padded_dispatch.config import POLICIES, DispatchConfig, Policy, Remedy
 from padded_dispatch.stats import MASS_UNITS
 
 Meaning = Literal["source", "rank", "pooled"]
@@ -147,6 +147,7 @@ def what_if(
     min_capacity: int = 1,
     alignment: int = 1,
     num_ranks: int | None = None,
+    remedy: Remedy = "none",
     seed: int = 0,
 ) -> WhatIf:
     """Replay a trace at every capacity factor of `factors`.
@@ -155,34 +156,23 @@ def what_if(
         trace: what was asked for.
         factors: at least one, each above 0, in any order.
         policy: who keeps a slot, see `padded_dispatch.select`. "random" draws with `seed`, not as
-            the dispatcher drew.
+            the dispatcher drew. Tokens that were protected are not known here.
         meaning: what the capacity belongs to, see the module's docstring.
         min_capacity: least slots, not with meaning "rank".
         alignment: as in `DispatchConfig`; with "rank", a rank's slots are a multiple of it.
         num_ranks: ranks in an expert-parallel group, of which each is a source and holds as many
             experts as the others; None takes the trace's. Any number does that divides the experts
             and, with "pooled" and "rank", the sources that the trace has.
+        remedy: "renormalize" scales what is kept and leaves every figure here as it is: mass is
+            that of the router. "reroute" asks for scores of experts that a token did not choose,
+            which no trace has.
         seed: of the policy "random".
 
     Raises:
         ValueError: names the argument, its value and what to change.
     """
     num_ranks = trace.num_ranks if num_ranks is None else num_ranks
-    _require(policy in POLICIES, "policy", policy, f"choose one of {', '.join(POLICIES)}")
-    _require(meaning in MEANINGS, "meaning", meaning, f"choose one of {', '.join(MEANINGS)}")
-    _require(len(factors) >= 1, "factors", factors, "give at least one")
-    _require(
-        trace.probs_NTK is not None or policy in ("position", "random"),
-        "policy",
-        policy,
-        "this trace has no probabilities; choose position or random",
-    )
-    _require(
-        meaning != "rank" or min_capacity == 1,
-        "min_capacity",
-        min_capacity,
-        "Megatron-Core has none for a rank; leave it out",
-    )
+    _check(trace, factors, policy, meaning, min_capacity, remedy)
     slots = _Slots(
         trace=trace,
         meaning=meaning,
@@ -227,6 +217,37 @@ def what_if(
         num_tokens_N=num_tokens_N,
         lost_tokens_FN=lost_tokens_FN,
         needed_factor_N=needed_factor_N,
+    )
+
+
+def _check(
+    trace: Trace,
+    factors: Sequence[float],
+    policy: str,
+    meaning: str,
+    min_capacity: int,
+    remedy: str,
+) -> None:
+    _require(policy in POLICIES, "policy", policy, f"choose one of {', '.join(POLICIES)}")
+    _require(meaning in MEANINGS, "meaning", meaning, f"choose one of {', '.join(MEANINGS)}")
+    _require(
+        remedy in ("none", "renormalize"),
+        "remedy",
+        remedy,
+        "a trace can replay none and renormalize; train with reroute to see what it does",
+    )
+    _require(len(factors) >= 1, "factors", factors, "give at least one")
+    _require(
+        trace.probs_NTK is not None or policy in ("position", "random"),
+        "policy",
+        policy,
+        "this trace has no probabilities; choose position or random",
+    )
+    _require(
+        meaning != "rank" or min_capacity == 1,
+        "min_capacity",
+        min_capacity,
+        "Megatron-Core has none for a rank; leave it out",
     )
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.library import custom_op
 
+from padded_dispatch.stages import stage
+
 # torch 2.13 deprecates the longer names; 2.8 knows no others.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -77,7 +79,8 @@ def _save_group(ctx, inputs, output) -> None:
 
 
 all_to_all.register_autograd(
-    lambda ctx, grad: (all_to_all(grad, *ctx.group), None), setup_context=_save_group
+    stage("exchange backward")(lambda ctx, grad: (all_to_all(grad, *ctx.group), None)),
+    setup_context=_save_group,
 )
 all_gather.register_autograd(
     lambda ctx, grad: (reduce_scatter(grad, *ctx.group), None, None), setup_context=_save_group

@@ -35,6 +35,7 @@ from padded_dispatch.exchange import ExpertInput, Slots
 from padded_dispatch.exchange.peers import DirectBuffers, Shape, check_group, find
 from padded_dispatch.ops import running_ends
 from padded_dispatch.plan import DispatchPlan
+from padded_dispatch.stages import stage
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -77,6 +78,7 @@ class DirectExchange:
         self._in_flight = in_flight
         self._buffers: dict[Shape, DirectBuffers] = {}
 
+    @stage("exchange")
     def prepare(self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan) -> Slots:
         """Tokens and probabilities to their experts: rows [E, C, D], side [E, C + 1].
 
@@ -114,6 +116,7 @@ class DirectExchange:
         """Nothing: they are there."""
         return outgoing
 
+    @stage("regroup")
     def arrange(self, incoming: Slots) -> ExpertInput:
         """The same rows, [N, D], and where they end."""
         assert incoming.side_MC1 is not None
@@ -137,6 +140,7 @@ class DirectExchange:
         """Nothing: `combine` needs the plan for it."""
         return outgoing
 
+    @stage("exchange")
     def combine(self, incoming: Slots, plan: DispatchPlan, ends_LS: Tensor | None) -> Tensor:
         """Packed rows home, and the sum of its slots for every token, [T, D]."""
         assert ends_LS is not None
@@ -266,6 +270,7 @@ def _push_setup(ctx, inputs, output) -> None:
     ctx.capacity, ctx.key, ctx.dtype = capacity, key, probs_TE.dtype
 
 
+@stage("exchange backward")
 def _push_backward(ctx, grad_ND, grad_side, _):
     grads_N = grad_side[: grad_ND.shape[0]]
     grad_TD, grad_TE = _home(grad_ND, grads_N, *ctx.saved_tensors, ctx.capacity, ctx.key)
@@ -278,6 +283,7 @@ def _home_setup(ctx, inputs, output) -> None:
     ctx.capacity, ctx.num_ranks, ctx.key = capacity, ends_LS.shape[1], key
 
 
+@stage("exchange backward")
 def _home_backward(ctx, grad_TD, _):
     where = ctx.capacity, ctx.num_ranks, ctx.key, False
     grad_ND, _, _ = _push(grad_TD, None, *ctx.saved_tensors, *where)

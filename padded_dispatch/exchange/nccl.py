@@ -4,8 +4,9 @@ Every slot travels, full or empty, so nobody has to know how many rows are real.
 goes one small all-to-all with probabilities and counts. Expert tensor parallelism gathers the
 sources of all ranks that split an expert, and sums their partial outputs on the way back.
 
-Experts that take packed rows get them in one pass over the real rows; the padded layout costs a
-copy of everything wherever both L and S are above 1.
+Experts that take packed rows get them in one pass over the real rows, and empty slots travel as
+they are, unwritten and unread; the padded layout costs a copy of everything wherever both L and S
+are above 1.
 """
 
 import torch
@@ -28,6 +29,7 @@ from padded_dispatch.ops import (
     unpack_rows,
 )
 from padded_dispatch.plan import DispatchPlan
+from padded_dispatch.stages import stage
 
 
 class CollectiveExchange:
@@ -56,14 +58,18 @@ class CollectiveExchange:
         self._group = group_name(group) if group is not None else ""
         self._tp_group = group_name(tp_group) if tp_group is not None else ""
 
+    @stage("gather")
     def prepare(self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan) -> Slots:
         """Tokens and their probabilities into slots: rows [E, C, D], side [E, C + 1]."""
-        return Slots(rows_MCD=gather_rows(tokens_TD, plan), side_MC1=gather_side(probs_TE, plan))
+        rows_MCD = gather_rows(tokens_TD, plan, zeros=not self.packed)
+        return Slots(rows_MCD=rows_MCD, side_MC1=gather_side(probs_TE, plan))
 
+    @stage("exchange")
     def move(self, outgoing: Slots) -> Slots:
         """Slots to the ranks of their experts: [E, ...] to [R * L, ...]."""
         return self._all_to_all(outgoing)
 
+    @stage("regroup")
     def arrange(self, incoming: Slots) -> ExpertInput:
         """[S * L, C, D] to rows [N, D] with N = L * S * C, by expert."""
         rows_MCD, side_MC1 = incoming.rows_MCD, incoming.side_MC1
@@ -77,8 +83,8 @@ class CollectiveExchange:
         if self.packed:
             ends_LS = running_ends(kept_SL)
             return ExpertInput(
-                rows_ND=pack_rows(rows_MCD, ends_LS),
-                probs_N=pack_rows(side_MC1[:, :-1, None], ends_LS).squeeze(1),
+                rows_ND=pack_rows(rows_MCD, ends_LS, zeros=False),
+                probs_N=pack_rows(side_MC1[:, :-1, None], ends_LS, zeros=False).squeeze(1),
                 kept_SL=kept_SL,
                 ends_LS=ends_LS,
             )
@@ -88,10 +94,11 @@ class CollectiveExchange:
             kept_SL=kept_SL,
         )
 
+    @stage("regroup")
     def disarrange(self, out_ND: Tensor, ends_LS: Tensor | None) -> Slots:
         """[N, D] to [R * L, C, D], summed over the ranks that split an expert."""
         if ends_LS is not None:
-            rows_MCD = unpack_rows(out_ND, ends_LS)
+            rows_MCD = unpack_rows(out_ND, ends_LS, zeros=False)
         else:
             by_expert = (self.num_local_experts, self.num_sources, -1)
             rows_MCD = out_ND.unflatten(0, by_expert).transpose(0, 1).flatten(0, 1)
@@ -99,13 +106,15 @@ class CollectiveExchange:
             rows_MCD = reduce_scatter(rows_MCD, self._tp_group, self.tp_size)
         return Slots(rows_MCD=rows_MCD)
 
+    @stage("exchange")
     def move_back(self, outgoing: Slots) -> Slots:
         """Slots home to the ranks of their tokens: [R * L, C, D] to [E, C, D]."""
         return self._all_to_all(outgoing)
 
+    @stage("combine")
     def combine(self, incoming: Slots, plan: DispatchPlan, ends_LS: Tensor | None) -> Tensor:
         """The sum of its slots for every token, [T, D]."""
-        return combine_rows(incoming.rows_MCD, plan)
+        return combine_rows(incoming.rows_MCD, plan, zeros=not self.packed)
 
     def _all_to_all(self, slots: Slots) -> Slots:
         if self.num_ranks == 1:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from padded_dispatch.kernels.grouped import expert_of
+from padded_dispatch.kernels.grouped import expert_of, tile, wide
 
 
 def activate(
@@ -39,7 +39,7 @@ def activate(
     """
     num_rows, width = fc1_NG.shape[0], fc1_NG.shape[1] // (2 if gated else 1)
     out_NF = fc1_NG.new_empty(num_rows, width)
-    rows, block = _tile(width)
+    rows, block = tile(width)
     _activate_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(width, block))](
         fc1_NG,
         bias_LG,
@@ -55,7 +55,7 @@ def activate(
         EXPERTS=triton.next_power_of_2(ends_L.shape[0]),
         ROWS=rows,
         BLOCK=block,
-        WIDE=_wide(fc1_NG),
+        WIDE=wide(fc1_NG),
     )
     return out_NF
 
@@ -153,13 +153,13 @@ def activate_backward(
     Returns:
         [N, G] and [N]; rows from `ends_L[-1]` on are not written.
 
-    Example: `grad = [[1]]`, `fc1 = [[0, 5]]`, `probs = [.5]` and `ends = [1]` give `[[1.25, 0]]` and
-    `[0]` for a gated "silu": silu(0) = 0 and its slope there is 0.5.
+    Example: `grad = [[1]]`, `fc1 = [[0, 5]]`, `probs = [.5]` and `ends = [1]` give `[[1.25, 0]]`
+    and `[0]` for a gated "silu": silu(0) = 0 and its slope there is 0.5.
     """
     num_rows, width = grad_NF.shape
     grad_fc1_NG = torch.empty_like(fc1_NG)
     grad_probs_N = torch.empty_like(probs_N)
-    rows, block = _tile(width)
+    rows, block = tile(width)
     _activate_backward_kernel[(triton.cdiv(num_rows, rows),)](
         grad_NF,
         fc1_NG,
@@ -178,7 +178,7 @@ def activate_backward(
         ROWS=rows,
         BLOCK=block,
         BLOCKS=triton.cdiv(width, block),
-        WIDE=_wide(fc1_NG),
+        WIDE=wide(fc1_NG),
     )
     return grad_fc1_NG, grad_probs_N
 
@@ -235,13 +235,3 @@ def _activate_backward_kernel(
                 of_probs += tl.sum(of_out * value, 1)
             tl.store(grad_fc1 + place, of_x.to(grad_fc1.dtype.element_ty), mask=there)
         tl.store(grad_probs + row, of_probs.to(grad_probs.dtype.element_ty), mask=row < num_rows)
-
-
-def _tile(width: int) -> tuple[int, int]:
-    """Rows and columns of a program of four warps."""
-    block = min(1024, triton.next_power_of_2(width))
-    return max(1, min(128, 2048 // block)), block
-
-
-def _wide(rows: Tensor) -> tl.dtype:
-    return tl.float64 if rows.dtype == torch.float64 else tl.float32

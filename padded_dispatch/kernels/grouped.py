@@ -10,6 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 
+def tile(width: int) -> tuple[int, int]:
+    """Rows and columns of a program of four warps."""
+    block = min(1024, triton.next_power_of_2(width))
+    return max(1, min(128, 2048 // block)), block
+
+
+def wide(rows: Tensor) -> tl.dtype:
+    """What rows are computed in."""
+    return tl.float64 if rows.dtype == torch.float64 else tl.float32
+
+
 @triton.jit
 def expert_of(row, ends, num_experts, EXPERTS: tl.constexpr):
     """The expert of each row: how many experts end at it or before."""
@@ -28,7 +39,7 @@ def add_bias(rows_NO: Tensor, bias_LO: Tensor, probs_N: Tensor, ends_L: Tensor) 
     `ends = [1, 3]` leave `[[11], [22], [13]]`.
     """
     num_rows, width = rows_NO.shape
-    rows, block = _tile(width)
+    rows, block = tile(width)
     _add_bias_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(width, block))](
         rows_NO,
         bias_LO,
@@ -39,7 +50,7 @@ def add_bias(rows_NO: Tensor, bias_LO: Tensor, probs_N: Tensor, ends_L: Tensor) 
         EXPERTS=triton.next_power_of_2(ends_L.shape[0]),
         ROWS=rows,
         BLOCK=block,
-        WIDE=_wide(rows_NO),
+        WIDE=wide(rows_NO),
     )
 
 
@@ -86,7 +97,7 @@ def sum_rows(rows_NO: Tensor, weights_N: Tensor | None, ends_L: Tensor) -> Tenso
     sums_LO = rows_NO.new_empty(num_experts, width)
     block = 64  # Narrow, so that few experts still make many programs.
     _sum_rows_kernel[(num_experts, triton.cdiv(width, block))](
-        rows_NO, weights_N, ends_L, sums_LO, width, ROWS=128, BLOCK=block, WIDE=_wide(rows_NO)
+        rows_NO, weights_N, ends_L, sums_LO, width, ROWS=128, BLOCK=block, WIDE=wide(rows_NO)
     )
     return sums_LO
 
@@ -133,9 +144,9 @@ def dot_rows(rows_NO: Tensor, vectors_LO: Tensor, ends_L: Tensor) -> Tensor:
     `[1, 8]`.
     """
     num_rows, width = rows_NO.shape
-    wide = torch.promote_types(rows_NO.dtype, torch.float32)
-    dots_N = torch.empty(num_rows, dtype=wide, device=rows_NO.device)
-    rows, block = _tile(width)
+    dtype = torch.promote_types(rows_NO.dtype, torch.float32)
+    dots_N = torch.empty(num_rows, dtype=dtype, device=rows_NO.device)
+    rows, block = tile(width)
     _dot_rows_kernel[(triton.cdiv(num_rows, rows),)](
         rows_NO,
         vectors_LO,
@@ -147,7 +158,7 @@ def dot_rows(rows_NO: Tensor, vectors_LO: Tensor, ends_L: Tensor) -> Tensor:
         ROWS=rows,
         BLOCK=block,
         BLOCKS=triton.cdiv(width, block),
-        WIDE=_wide(rows_NO),
+        WIDE=wide(rows_NO),
     )
     return dots_N
 
@@ -179,13 +190,3 @@ def _dot_rows_kernel(
             vector = tl.load(vectors + expert * width + column, mask=there, other=0).to(WIDE)
             dot += tl.sum(value * vector, 1)
         tl.store(dots + row, dot, mask=row < num_rows)
-
-
-def _tile(width: int) -> tuple[int, int]:
-    """Rows and columns of a program of four warps."""
-    block = min(1024, triton.next_power_of_2(width))
-    return max(1, min(128, 2048 // block)), block
-
-
-def _wide(rows: Tensor) -> tl.dtype:
-    return tl.float64 if rows.dtype == torch.float64 else tl.float32

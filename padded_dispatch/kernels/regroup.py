@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from padded_dispatch.kernels.rows import columns
+
 
 def pack_rows(slots_MCD: Tensor, ends_LS: Tensor) -> Tensor:
     """The real rows without the gaps; what lies behind them is not written.
@@ -50,6 +52,15 @@ def pack_rows(slots_MCD: Tensor, ends_LS: Tensor) -> Tensor:
 
 
 @triton.jit
+def _buffer(ends, num_local_experts, num_sources, blocks):
+    """This program's buffer, where its rows begin among the packed ones, and how many are real."""
+    m = tl.program_id(0) // blocks
+    place = (m % num_local_experts) * num_sources + m // num_local_experts
+    start = tl.load(ends + place - 1, mask=place > 0, other=0)
+    return m, start, tl.load(ends + place) - start
+
+
+@triton.jit
 def _pack_rows_kernel(
     slots,
     ends,
@@ -64,10 +75,7 @@ def _pack_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    m = tl.program_id(0) // blocks
-    place = (m % num_local_experts) * num_sources + m // num_local_experts
-    start = tl.load(ends + place - 1, mask=place > 0, other=0)
-    num_rows = tl.load(ends + place) - start
+    m, start, num_rows = _buffer(ends, num_local_experts, num_sources, blocks)
     c = ((tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     there = (c < num_rows) & (column < width)
@@ -75,12 +83,13 @@ def _pack_rows_kernel(
     tl.store(packed + (start + c) * width + column, tl.load(source, mask=there), mask=there)
 
 
-def unpack_rows(packed_ND: Tensor, ends_LS: Tensor) -> Tensor:
+def unpack_rows(packed_ND: Tensor, ends_LS: Tensor, *, zeros: bool = True) -> Tensor:
     """Packed rows back in their slots, zeros in empty ones.
 
     Args:
         packed_ND: contiguous [N, D]; rows from `ends_LS[-1, -1]` on are not read.
         ends_LS: contiguous int32; N is a multiple of its elements.
+        zeros: False leaves empty slots as they are.
 
     Returns:
         [S * L, C, D] with C = N / (S * L).
@@ -100,6 +109,7 @@ def unpack_rows(packed_ND: Tensor, ends_LS: Tensor) -> Tensor:
         capacity,
         width,
         blocks,
+        ZEROS=zeros,
         ROWS=rows,
         BLOCK=block,
         num_warps=warps,
@@ -117,23 +127,21 @@ def _unpack_rows_kernel(
     capacity,
     width,
     blocks,
+    ZEROS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    m = tl.program_id(0) // blocks
-    place = (m % num_local_experts) * num_sources + m // num_local_experts
-    start = tl.load(ends + place - 1, mask=place > 0, other=0)
-    num_rows = tl.load(ends + place) - start
+    m, start, num_rows = _buffer(ends, num_local_experts, num_sources, blocks)
     c = ((tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     there = (c < num_rows) & (column < width)
     row = tl.load(packed + (start + c) * width + column, mask=there, other=0)
     target = slots + (m.to(tl.int64) * capacity + c) * width + column
-    tl.store(target, row, mask=(c < capacity) & (column < width))
+    tl.store(target, row, mask=(c < capacity) & (column < width) if ZEROS else there)
 
 
 def _tile(width: int) -> tuple[int, int, int]:
     """Rows and columns of a program, and its warps."""
-    block = min(2048, triton.next_power_of_2(width))
+    block = columns(width)
     rows = max(1, min(1024, 8192 // block))
     return rows, block, max(1, min(8, rows * block // 256))

@@ -4,16 +4,22 @@ Two ways in. `install()` makes `moe_token_dispatcher_type="padded_alltoall"` wor
 `padded_spec(spec)` puts `PaddedMoELayer` into a layer spec and patches nothing.
 """
 
+from padded_dispatch.megatron.control import CapacityControl
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.megatron.install import install, uninstall
 from padded_dispatch.megatron.layer import PaddedMoELayer, padded_spec
 from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.megatron.router import protect
+from padded_dispatch.megatron.telemetry import Telemetry
 
 __all__ = [
+    "CapacityControl",
     "PaddedAlltoAllTokenDispatcher",
     "PaddedMoELayer",
     "PaddedOptions",
+    "Telemetry",
     "install",
     "padded_spec",
+    "protect",
     "uninstall",
 ]

@@ -20,6 +20,12 @@ def layer_graphs(*scopes: str) -> dict[str, Any]:
     return {"cuda_graph_impl": "transformer_engine", name: list(scopes)}
 
 
+def graph_scopes(config: Any) -> set[str]:
+    """Names of the parts of a layer that a config captures; none: all of it."""
+    scopes = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", ())
+    return {scope.name for scope in scopes or ()}
+
+
 def iteration_graph() -> dict[str, Any]:
     """Config fields for one graph of all forward and backward passes: a scope until 0.17."""
     if "cuda_graph_modules" in _FIELDS:

@@ -41,13 +41,17 @@ def refuse(config: Any, rows: tuple[ConfigField, ...], complaint: str) -> None:
     Raises:
         ValueError: the complaint, then one line per refused setting.
     """
-    refused = [
+    if refused := refusals(config, rows):
+        raise ValueError("\n".join([complaint, *refused]))
+
+
+def refusals(config: Any, rows: tuple[ConfigField, ...]) -> list[str]:
+    """One line per setting that the rows refuse: field, value, reason, remedy."""
+    return [
         f"  {row.name}={value!r}: {row.note}. Remedy: {row.remedy}."
         for row in rows
         if row.refuses(value := _read(config, row.name))
     ]
-    if refused:
-        raise ValueError("\n".join([complaint, *refused]))
 
 
 def padded_options(config: Any) -> PaddedOptions:
@@ -98,13 +102,16 @@ def dispatch_config(
     Raises:
         ValueError: see `DispatchConfig`.
     """
+    policy = options.policy
     return DispatchConfig(
         num_experts=config.num_moe_experts,
         top_k=config.moe_router_topk,
         capacity_factor=_factor(config, options, layer_number, training),
         min_capacity=options.min_capacity,
         alignment=_alignment(config, options),
-        policy=config.moe_token_drop_policy,
+        policy=config.moe_token_drop_policy if policy == "megatron" else policy,
+        remedy=options.remedy,
+        reroute_rounds=options.reroute_rounds,
         num_ranks=num_ranks,
         tp_size=tp_size,
     )
@@ -115,6 +122,8 @@ class LayerConfigs:
 
     Router and dispatcher share it; which of the two holds is the router's mode, which a layer that
     is replayed from a CUDA graph has, too.
+
+    `controlled`: whether a `CapacityControl` looks after them.
 
     Args:
         config, options, num_ranks, tp_size: see `dispatch_config`.
@@ -127,15 +136,35 @@ class LayerConfigs:
             dispatch_config, config, options, num_ranks=num_ranks, tp_size=tp_size
         )
         self._eval_apart = bool(options.eval_factors)
+        self._to_control = options.to_control
+        self.controlled = False
         self._router: Any = None
         self.training = self._translate()
         self.evaluation = self._translate(training=False)
 
     @property
     def now(self) -> DispatchConfig:
-        """That of the mode that the layer is in; of training while there is no router."""
-        training = self._router is None or self._router.training
-        return self.training if training else self.evaluation
+        """That of the mode that the layer is in."""
+        return self.training if self.in_training else self.evaluation
+
+    @property
+    def in_training(self) -> bool:
+        """Whether the layer is in training mode; so it is while there is no router."""
+        return self._router is None or self._router.training
+
+    def check_controlled(self) -> None:
+        """Refuse to train with options that nobody would follow.
+
+        Raises:
+            ValueError: names them.
+        """
+        if self._to_control and not self.controlled:
+            given = ", ".join(f"{name}={value!r}" for name, value in self._to_control.items())
+            raise ValueError(
+                f"{given} is not possible in a training loop without capacity control: make a "
+                "padded_dispatch.megatron.CapacityControl of the model before the first step, and "
+                "call its step() after each one; or leave the options out"
+            )
 
     def follow(self, router: Any) -> None:
         """From now on `router` says whether the layer is in training."""

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -103,6 +105,9 @@ def megatron_on_cpu() -> Iterator[None]:
         # Transformer Engine's GEMM takes CUDA tensors only; where it is not installed, 0.16.1's
         # router_gating_linear stumbles over the missing name.
         (moe_utils, "te_general_gemm", None),
+        # The norm behind the last layer, which specs of layers do not name: Transformer Engine's
+        # where it is installed.
+        (transformer_block, "LayerNormImpl", WrappedTorchNorm),
         # It warns whenever drawing from the "CUDA" generator changes the CPU's.
         (logging.getLogger(random.__name__), "disabled", True),
     ]

@@ -24,6 +24,7 @@ from padded_dispatch.exchange import Slots
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import LayerConfigs, check_config, padded_options
+from padded_dispatch.megatron.experts import chosen_experts
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.ops import make_plan
 from padded_dispatch.plan import DispatchPlan
@@ -64,7 +65,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             num_local_experts,
             self.ep_group,
             self.tp_group,
-            packed=options.experts == "packed",
+            packed=chosen_experts(config) == "packed",
             in_flight=options.microbatches_in_flight,
         )
         self.agreement = Agreement(self.ep_group, self.tp_group)
@@ -94,6 +95,12 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             eval_observers=[self.eval_counters],
         )
 
+    def _counters_now(self) -> Counters | None:
+        """Those of the layer's mode; none in the first pass of recompute, which comes again."""
+        if not self.configs.in_training:
+            return self.eval_counters
+        return self.counters if torch.is_grad_enabled() else None
+
     def set_shared_experts(self, shared_experts: Any) -> None:
         """Run the shared experts beside the exchange (`moe_shared_expert_overlap`)."""
         super().set_shared_experts(shared_experts)
@@ -122,7 +129,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         capacity = config.capacity(tokens_TD.shape[0])
         plan = make_plan(routing_map, top_k=config.top_k, capacity=capacity)
         outgoing = self.exchange.prepare(tokens_TD, probs, plan)
-        self.counters.add_overflow(plan.overflow_E)
+        counters = self._counters_now()
+        if counters is not None:
+            counters.add_overflow(plan.overflow_E)
         self.slot_of_SBK = plan.slot_of_TK.view(*tokens.shape[:-1], -1)
         self.choice_of_slot_EC = plan.choice_of_slot_EC
         self.kept_E = plan.kept_E
@@ -151,6 +160,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             are real. For `PackedExperts`: where they end, int32 [L] on the device.
         """
         arranged = self.exchange.arrange(Slots(rows_MCD=hidden_states, side_MC1=probs))
+        counters = self._counters_now()
+        if counters is not None:
+            counters.add_received(arranged.kept_SL)
         self.ends_LS = arranged.ends_LS
         if self.ends_LS is not None:
             return arranged.rows_ND, self.ends_LS[:, -1].contiguous(), arranged.probs_N

@@ -175,7 +175,7 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
         _SINCE_18,
     ),
     _used("moe_token_dispatcher_type", "'padded_alltoall' selects the padded dispatcher"),
-    _used("moe_token_drop_policy", "who keeps a slot: the most probable, or the first"),
+    _used("moe_token_drop_policy", "who keeps a slot, unless PaddedOptions(policy=...) says it"),
     _harmless("moe_token_dropping", "read nowhere"),
     _refused(
         "moe_use_legacy_grouped_gemm",

@@ -26,8 +26,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
 
-from padded_dispatch.megatron import guard
+from padded_dispatch.megatron import guard, memory
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+from padded_dispatch.megatron.preflight import check_gradients_are_not_read, check_random_states
 from padded_dispatch.megatron.selftest import (
     Sample,
     SelfTest,
@@ -52,7 +53,7 @@ class LayerGraphs:
         optimizers: Megatron's, whose gradients the capture clears.
 
     Raises:
-        ValueError: when the config captures nothing of this model.
+        ValueError: when the config captures nothing of this model; see `check_random_states`.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class LayerGraphs:
                 f"cuda_graph_impl={config.cuda_graph_impl!r} is not possible: graphs of layers are "
                 "Transformer Engine's; set 'transformer_engine'"
             )
+        check_random_states(next(chunks[0].parameters()).device)
         self._chunks = chunks
         self._helper: Any = cuda_graphs.TECudaGraphHelper(
             chunks, config, seq_length, micro_batch, optimizers=list(optimizers)
@@ -97,12 +99,15 @@ class LayerGraphs:
             MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
         with _without_forward_hooks(self._chunks):
             with no_trace(self._chunks):
-                for sample in self._samples():
+                for sample in self._flat_samples():
                     run_eager(self._chunks, sample)
-                self._create()
+                held = memory.estimate(*self._samples_and_order())
+                _log.info("CUDA graphs of %d layers will hold %s", self._num_layers(), held)
+                with memory.out_of_memory_names_graphs(str(held)):
+                    self._create()
             report = None
             if self._all_padded():
-                report = run_self_test(self._chunks, self._samples())
+                report = run_self_test(self._chunks, self._flat_samples())
         if _gathers_in_forward(self._chunks):
             self._helper.cuda_graph_set_manual_hooks()
         if report is not None:
@@ -132,17 +137,29 @@ class LayerGraphs:
         finally:
             cuda_graphs._set_capture_end()  # Megatron does not when a layer raises.
 
-    def _samples(self) -> list[Sample]:
-        """Inputs for each layer's first graph: `_get_cuda_graph_input_data` has them in the order
-        (chunk, microbatch, layer), 0.16.1 to 0.19.0."""
+    def _num_layers(self) -> int:
+        return len(self._helper.flattened_callables)
+
+    def _flat_samples(self) -> list[Sample]:
+        chunks, _ = self._samples_and_order()
+        return [sample for samples in chunks for sample in samples]
+
+    def _samples_and_order(self) -> tuple[list[list[Sample]], list[int]]:
+        """Inputs for each layer's first graph, by chunk, and the schedule of the capture.
+
+        `_get_cuda_graph_input_data` has them in the order (chunk, microbatch, layer), 0.16.1 to
+        0.19.0.
+        """
         args, options = self._helper._get_cuda_graph_input_data()
-        samples, start = [], 0
+        chunks, start = [], 0
         for layers in self._helper.callables_per_chunk:
+            samples = []
             for number, layer in enumerate(layers, start):
                 kwargs = options["sample_kwargs"][number]
                 samples.append(Sample(layer=layer, args=args[number], kwargs=kwargs))
+            chunks.append(samples)
             start += len(layers) * self._helper.num_microbatches
-        return samples
+        return chunks, options["_order"]
 
     def _all_padded(self) -> bool:
         modules = (module for chunk in self._chunks for module in chunk.modules())
@@ -180,25 +197,40 @@ class IterationGraph:
             kwargs: those of Megatron's `forward_backward_func`, with `forward_only` False.
 
         Raises:
-            ValueError: when they are not those of the first call.
+            ValueError: when they are not those of the first call; in the first, see
+                `check_random_states` and `check_gradients_are_not_read`.
+            torch.OutOfMemoryError: names the graph, where it did not fit.
         """
         if not self._facts:
+            check_random_states(next(kwargs["model"][0].parameters()).device)
+            check_gradients_are_not_read(kwargs["model"])
             self._layers = guard.padded_layers(kwargs["model"])
             self._facts = self._now(kwargs)
         guard.check_unchanged(self._facts, self._now(kwargs))
-        return self._wrapped(**kwargs)
+        if self._wrapped.curr_iter("training") != self._wrapped.cuda_graph_warmup_steps:
+            return self._wrapped(**kwargs)
+        # All that eager steps left behind; a capture cannot take it, nor give it back.
+        gc.collect()
+        torch.cuda.empty_cache()
+        eager_peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        held = f"about what an eager step needs beside that, {eager_peak / 2**30:.2f} GiB at most"
+        _log.info("the CUDA graph of a step will hold %s", held)
+        with memory.out_of_memory_names_graphs(held):
+            return self._wrapped(**kwargs)
 
     def _now(self, kwargs: dict[str, Any]) -> guard.Facts:
         names = ("num_microbatches", "seq_length", "micro_batch_size")
         return {name: kwargs[name] for name in names} | guard.facts_of(self._layers)
 
     def delete(self) -> None:
-        """Give the memory back; the process groups can be destroyed then."""
+        """Give the memory back; the process groups can be destroyed then. The next calls are the
+        first ones again."""
         # By hand: `reset_cuda_graph` is new in 0.18, and leaves the buffers of the batches.
         FullCudaGraphWrapper.cuda_graph["training"] = None
         FullCudaGraphWrapper.result["training"] = None
         FullCudaGraphWrapper.curr_iteration["training"] = 0
         StaticBufferLoader.static_buffers["training"] = []
+        self._facts = {}
         gc.collect()
 
 

@@ -6,6 +6,9 @@ each layer's facts are recorded when Megatron captures it and compared whenever 
 `TransformerLayer._te_cuda_graph_capture` and `_te_cuda_graph_replay` (0.16.1 to 0.19.0) are where
 all of Megatron's ways into a layer's graph meet; layers without our dispatcher pass unchanged.
 
+With `cuda_graph_impl="local"` Megatron's graphs check the shapes of their inputs themselves. But of
+scope `moe` it makes none in a GPTModel's layers, and says nothing (0.16.1 to 0.19.0): that raises.
+
 It raises on the ranks where something changed. Where that is not all of them, the others wait for
 the exchange, until their watchdog ends them.
 """
@@ -20,6 +23,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from padded_dispatch.megatron.compat import graph_scopes
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 
 # What a graph depends on, by names for people.
@@ -33,6 +37,16 @@ _MASK_IS_LOST = (
     "padding_mask is not possible with a layer that is replayed from a CUDA graph: Megatron does "
     "not hand it to the graph; train without it, or set cuda_graph_impl='none'"
 )
+_PACKED = (
+    "packed_seq_params is not possible with a layer that is replayed from a CUDA graph: where "
+    "sequences begin is no tensor that a graph could read; pad every sequence to one length, or "
+    "set cuda_graph_impl='none'"
+)
+_NOTHING_IS_CAPTURED = (
+    "cuda_graph_impl='local' with scope 'moe' is not possible in a GPTModel: Megatron would "
+    "capture nothing of its layers; leave the scopes empty, which captures whole layers, or set "
+    "cuda_graph_impl='transformer_engine'"
+)
 _originals: dict[str, Any] = {}
 _captured: WeakKeyDictionary[Any, Facts] = WeakKeyDictionary()
 
@@ -40,8 +54,11 @@ _captured: WeakKeyDictionary[Any, Facts] = WeakKeyDictionary()
 def install() -> None:
     """Guard every layer that has a padded dispatcher, from now on. Again: nothing happens."""
     if not _originals:
-        for name, wrap in (("capture", _wrap_capture), ("replay", _wrap_replay)):
-            attribute = f"_te_cuda_graph_{name}"
+        for attribute, wrap in (
+            ("_te_cuda_graph_capture", _wrap_capture),
+            ("_te_cuda_graph_replay", _wrap_replay),
+            ("create_mcore_cudagraph_manager", _wrap_create),
+        ):
             _originals[attribute] = getattr(_Layer, attribute)
             setattr(_Layer, attribute, wrap(_originals[attribute]))
 
@@ -98,6 +115,8 @@ def _wrap_replay(replay: Callable[..., Any]) -> Callable[..., Any]:
         if layer in _captured:
             if kwargs.get("padding_mask") is not None:
                 raise ValueError(_MASK_IS_LOST)
+            if kwargs.get("packed_seq_params") is not None:
+                raise ValueError(_PACKED)
             then, now = _captured[layer], _replay_facts(layer, args, kwargs)
             if len(layer.cuda_graphs) == 1:
                 # It serves all microbatches, since each is done with before the next one starts.
@@ -107,6 +126,17 @@ def _wrap_replay(replay: Callable[..., Any]) -> Callable[..., Any]:
         return replay(layer, *args, **kwargs)
 
     return guarded_replay
+
+
+def _wrap_create(create: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(create)
+    def loud_create(layer: Any, config: Any) -> None:
+        create(layer, config)
+        padded = config.moe_token_dispatcher_type == "padded_alltoall"
+        if padded and "moe" in graph_scopes(config) and not hasattr(layer, "cudagraph_manager"):
+            raise ValueError(_NOTHING_IS_CAPTURED)
+
+    return loud_create
 
 
 def _replay_facts(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:

@@ -19,10 +19,11 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from padded_dispatch.megatron.config import check_config, check_experts, padded_options
+from padded_dispatch.megatron.config import check_config, check_experts
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
-from padded_dispatch.megatron.experts import PackedExperts
+from padded_dispatch.megatron.experts import BatchedExperts, PackedExperts, chosen_experts
 from padded_dispatch.megatron.router import select_after_counting
+from padded_dispatch.stages import stage
 
 
 @contextmanager
@@ -54,9 +55,12 @@ def build(
     with dispatcher_type(config, "allgather"):
         init(layer, config, *args, pg_collection=pg_collection, **kwargs)
     check_experts(layer.experts)
-    if padded_options(config).experts == "packed":
-        layer.experts = PackedExperts(config, layer.experts)
+    ours = {"packed": PackedExperts, "batched": BatchedExperts}.get(chosen_experts(config))
+    if ours is not None:
+        layer.experts = ours(config, layer.experts, pg_collection)
         torch.cuda.empty_cache()  # Blocks of single weights are too small for what comes later.
+    else:
+        layer.experts.__class__ = _shown(type(layer.experts))
     dispatcher = PaddedAlltoAllTokenDispatcher(
         layer.num_local_experts, layer.local_expert_indices, config, pg_collection
     )
@@ -64,6 +68,12 @@ def build(
         dispatcher.set_shared_experts(layer.shared_experts)
     layer.token_dispatcher = dispatcher
     select_after_counting(layer.router, dispatcher.selector)
+
+
+@functools.cache
+def _shown(base: type) -> type:
+    """A subclass whose calls profilers show; the name stays, since errors and logs give it."""
+    return type(base)(base.__name__, (base,), {"forward": stage("experts")(base.forward)})
 
 
 class _EqualsMoELayer(type(MoELayer)):

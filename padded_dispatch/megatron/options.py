@@ -9,10 +9,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from padded_dispatch.config import POLICIES, REMEDIES, Policy, Remedy
 from padded_dispatch.megatron.factors import Factor, read_factor, read_factor_table, read_factors
 
 Alignment = int | Literal["auto"]
-Experts = Literal["module", "packed"]
+Experts = Literal["module", "packed", "batched", "auto"]
 Exchange = Literal["nccl", "direct"]
 OnOverflow = Literal["drop", "warn", "error", "grow"]
 
@@ -35,6 +36,26 @@ class PaddedOptions:
             "help": "rows of an expert's buffer are a multiple of this; auto: what the config's "
             "fp8 or fp4 recipe needs, else 1",
         },
+    )
+    policy: Policy | Literal["megatron"] = field(
+        default="megatron",
+        metadata={
+            "help": "who keeps a slot: megatron: moe_token_drop_policy says; probs: the most "
+            "probable; position: the first; random: a draw; priority: first choices, sure tokens",
+            "choices": ("megatron", *POLICIES),
+        },
+    )
+    seed: int = field(default=0, metadata={"help": "of the draws of policy random"})
+    remedy: Remedy = field(
+        default="none",
+        metadata={
+            "help": "for dropped rows: none; renormalize: what a token keeps weighs as much as all "
+            "it asked for; reroute: to its next-best expert with a free slot on this rank",
+            "choices": REMEDIES,
+        },
+    )
+    reroute_rounds: int = field(
+        default=1, metadata={"help": "how often reroute tries for rows that found no slot"}
     )
     layer_factors: str = field(
         default="",
@@ -81,7 +102,8 @@ class PaddedOptions:
         default="module",
         metadata={
             "help": "module: the experts of the layer's spec, on padded rows; packed: ours, which "
-            "compute real rows only",
+            "compute real rows only; batched: ours, all slots in one product per linear; auto: "
+            "packed or batched, by the factor, where the config allows it",
             "choices": get_args(Experts),
         },
     )
@@ -106,6 +128,8 @@ class PaddedOptions:
             ("experts", get_args(Experts)),
             ("exchange", get_args(Exchange)),
             ("on_overflow", get_args(OnOverflow)),
+            ("policy", ("megatron", *POLICIES)),
+            ("remedy", REMEDIES),
         ):
             value = getattr(self, name)
             _require(value in names, name, value, f"choose one of {', '.join(names)}")
@@ -116,7 +140,8 @@ class PaddedOptions:
         _require(aligned, "alignment", rows, "give a whole number of at least 1, or 'auto'")
         share = self.overflow_threshold
         _require(0 <= share < 1, "overflow_threshold", share, "give a share from 0 to below 1")
-        for name in ("grow_after", "telemetry_every", "microbatches_in_flight"):
+        counts = "grow_after", "telemetry_every", "reroute_rounds", "microbatches_in_flight"
+        for name in counts:
             value = getattr(self, name)
             _require(value >= 1, name, value, "give a whole number of at least 1")
         # Read once here, so that mistakes are found where they are made.
@@ -136,6 +161,16 @@ class PaddedOptions:
     def factor_of_step(self) -> dict[int, Factor]:
         """`schedule`, by the number of steps done."""
         return read_factor_table("schedule", self.schedule, 0)
+
+    @property
+    def to_control(self) -> dict[str, str]:
+        """The options that nothing follows unless a training loop has a `CapacityControl`."""
+        given = {"on_overflow": self.on_overflow, "schedule": self.schedule}
+        idle = {
+            "on_overflow": self.on_overflow == "drop",
+            "schedule": not self.factor_of_step.keys() - {0},
+        }
+        return {name: value for name, value in given.items() if not idle[name]}
 
     @property
     def factors_to_grow(self) -> tuple[Factor, ...]:

@@ -6,6 +6,11 @@ map that was padded to capacity, in which every expert has exactly C tokens, and
 losses, expert bias and logs see what the router asked for, and the cut is the last step.
 
 The class of an existing router is swapped for a subclass, because specs may bring their own router.
+
+Under policy "random" the router counts its draws, in a buffer that a replayed graph advances and a
+checkpoint holds. Seed, layer and count make the draw: all ranks draw alike, and a resumed run goes
+on as if it had not stopped. Megatron reads a checkpoint without the count (of another policy) with
+`--dist-ckpt-strictness=log_unexpected`.
 """
 
 import functools
@@ -15,13 +20,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from torch import Tensor
 
 from padded_dispatch.dispatcher import check_facts
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.megatron.config import LayerConfigs
-from padded_dispatch.ops import select
+from padded_dispatch.megatron.config import LayerConfigs, padded_options
+from padded_dispatch.megatron.scores import check_reroute, scores_of_all
+from padded_dispatch.remedies import select_with_remedy
 from padded_dispatch.stats import RoutingObserver
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -51,11 +58,47 @@ class Selector:
 
 
 def select_after_counting(router: Any, selector: Selector) -> None:
-    """Turn a Megatron TopKRouter (or a subclass) into one that selects after it has counted."""
+    """Turn a Megatron TopKRouter (or a subclass) into one that selects after it has counted.
+
+    Raises:
+        ValueError: the config's policy or remedy does not go with another of its settings.
+    """
     selector.configs.follow(router)
     router.selector = selector
     router.saw_padding_mask = False
+    router.keep_T = None
+    router.was_captured = False
+    num_draws = None
+    if selector.configs.training.remedy == "reroute":
+        check_reroute(router.config)
+    if selector.configs.training.policy == "random":
+        _check_random(router.config)
+        # As Megatron's own buffers; the weight may still be on its way there.
+        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        num_draws = torch.zeros(1, dtype=torch.int64, device=device)
+    # In checkpoints where there are draws, so that a resumed run goes on with the next one.
+    router.register_buffer("num_draws", num_draws)
     router.__class__ = _selecting(type(router))
+
+
+def protect(chunks: list[Any], keep: Tensor) -> None:
+    """Let tokens come before all others in training passes, in every MoE layer, until changed.
+
+    To be called before each forward pass whose tokens differ. With CUDA graphs call it once before
+    the capture, if only with zeros: replays read the memory that the capture saw.
+
+    Args:
+        chunks: the model's chunks on this rank.
+        keep: bool, shaped like the hidden states without their width, [S, B]: with sequence or
+            context parallelism, this rank's part. All False protects nobody.
+
+    Raises:
+        ValueError: a graph was captured without such a mask, or with one of another size.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "protect"):
+                module.protect(keep)
 
 
 @functools.cache
@@ -67,6 +110,9 @@ def _selecting(base: type) -> type:
 
         selector: Selector
         saw_padding_mask: bool
+        num_draws: Tensor | None
+        keep_T: Tensor | None
+        was_captured: bool
 
         def set_layer_number(self, layer_number: int) -> None:
             """As `Router.set_layer_number`; the layer may have a capacity factor of its own."""
@@ -78,11 +124,26 @@ def _selecting(base: type) -> type:
             config, tokens_TD = self.selector.configs.now, input.flatten(0, -2)
             # Ranks of different modes may have the same capacity, but no longer the same next call.
             check_facts(self.selector.agreement, config, tokens_TD, training=int(self.training))
+            if self.training:
+                self.selector.configs.check_controlled()
             if self.training and self.config.cuda_graph_impl == "transformer_engine":
                 if self.saw_padding_mask and padding_mask is None:
                     raise ValueError(_MASK_IS_LOST)
                 self.saw_padding_mask = padding_mask is not None
             return super().forward(input, padding_mask)
+
+        def protect(self, keep: Tensor) -> None:
+            """See the function of this name."""
+            keep_T = self.keep_T
+            if keep_T is None or keep_T.numel() != keep.numel():
+                if self.was_captured:
+                    raise ValueError(
+                        f"keep of shape {list(keep.shape)} is not possible: a CUDA graph was "
+                        "captured without a mask of this size; call protect() before the capture"
+                    )
+                device = self.weight.device
+                keep_T = self.keep_T = torch.empty(keep.numel(), dtype=torch.bool, device=device)
+            keep_T.copy_(keep.flatten())
 
         def gating(self, input: Tensor) -> Tensor:
             """As `Router.gating`, also where the bias is narrower than the logits.
@@ -101,14 +162,61 @@ def _selecting(base: type) -> type:
             """As `TopKRouter.routing`: probs [T, E] and map [T, E], but of the kept rows only."""
             with _no_stock_dropping(self.config):
                 probs_TE, map_TE = super().routing(logits, padding_mask)
+            config = self.selector.configs.now
+            scores_TE = choice_TE = None
+            if config.remedy == "reroute":
+                scores = scores_of_all(self, logits.flatten(0, -2), map_TE)
+                scores_TE, choice_TE = scores.scores_TE, scores.choice_TE
             if padding_mask is not None:
                 map_TE = map_TE & ~padding_mask.reshape(-1, 1)
-            config = self.selector.configs.now
             capacity = config.capacity(map_TE.shape[0])
-            selection = select(map_TE, probs_TE, capacity=capacity, policy=config.policy)
+            selection = select_with_remedy(
+                config,
+                capacity,
+                map_TE,
+                probs_TE,
+                scores_TE,
+                choice_TE,
+                keep_T=self._protected(map_TE.shape[0]),
+                draw=self._draw(),
+            )
+            self._count_draw()
             for observer in self._observers():
                 observer.observe(map_TE, probs_TE.detach(), selection, capacity)
             return selection.probs_TE, selection.kept_TE
+
+        def _protected(self, num_tokens: int) -> Tensor | None:
+            """Who comes first in this pass; nobody in evaluation, whose tokens are others."""
+            self.was_captured |= _capturing()
+            if self.keep_T is None or not self.training:
+                return None
+            if self.keep_T.numel() != num_tokens:
+                raise ValueError(
+                    f"keep of {self.keep_T.numel()} tokens is not possible: this pass has "
+                    f"{num_tokens}; call protect() with a mask of its tokens"
+                )
+            return self.keep_T
+
+        def _draw(self) -> Tensor | None:
+            """The number of this pass's draw: seed and layer above, draws so far below 2**32."""
+            if self.num_draws is None:
+                return None
+            own = padded_options(self.config).seed * 1_000_003 + (self.layer_number or 0)
+            return self.num_draws[0] + ((own % 2**31) << 32)
+
+        def _count_draw(self) -> None:
+            # Only now, and only here: the pass without gradients that recompute makes first has
+            # the same draw as this one, and evaluation has whatever comes next.
+            if self.num_draws is not None and self.training and torch.is_grad_enabled():
+                self.num_draws += 1
+
+        def _load_from_state_dict(
+            self, state_dict: dict[str, Any], prefix: str, *args: Any
+        ) -> None:
+            # What was written under another policy has no draws: go on with ours.
+            if self.num_draws is not None:
+                state_dict.setdefault(f"{prefix}num_draws", self.num_draws)
+            super()._load_from_state_dict(state_dict, prefix, *args)
 
         def _observers(self) -> list[RoutingObserver]:
             """Who is told of a pass: each pass once."""
@@ -128,6 +236,34 @@ def _selecting(base: type) -> type:
 
     SelectingRouter.__name__ = SelectingRouter.__qualname__ = f"Selecting{base.__name__}"
     return SelectingRouter
+
+
+def _capturing() -> bool:
+    """Whether what runs now is captured: by Megatron's helpers, or as a whole iteration."""
+    return is_graph_capturing() or (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _check_random(config: Any) -> None:
+    """Refuse schedules in which recompute would see another draw than the pass that it repeats."""
+    recomputes = config.recompute_granularity == "full" or (
+        config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
+    )
+    calls_ahead = [
+        f"{name}={value!r}"
+        for name, value in (
+            ("pipeline_model_parallel_size", config.pipeline_model_parallel_size),
+            ("mtp_use_repeated_layer", getattr(config, "mtp_use_repeated_layer", False)),
+        )
+        if value > 1 or value is True
+    ]
+    if recomputes and calls_ahead:
+        raise ValueError(
+            f"policy='random' is not possible with {' and '.join(calls_ahead)} and a MoE layer "
+            "that is recomputed: several passes wait for their recompute, which would see the "
+            "draws of later ones; take 'moe' out of the recompute, or another policy"
+        )
 
 
 @contextmanager

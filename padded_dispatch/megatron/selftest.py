@@ -158,13 +158,15 @@ def _run(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
     for chunk in chunks:
         chunk.zero_grad_buffer()
     given = _noise(like, seed=2 * layer.layer_number).requires_grad_()
-    with _same_random_state():
+    with _same_random_state(), _same_draws(layer):
         output = layer(given, **sample.kwargs)[0]
         output.backward(_noise(output, seed=2 * layer.layer_number + 1))
     assert given.grad is not None
     results = {"its output": output.detach().clone(), "the gradient of its input": given.grad}
     for name, param in layer.named_parameters():
-        results[f"the gradient of {name}"] = param.main_grad.clone()
+        # Megatron's DDP takes it from where autograd has put it.
+        gradient = param.main_grad if hasattr(param, "main_grad") else param.grad
+        results[f"the gradient of {name}"] = gradient.clone()
     return results
 
 
@@ -210,6 +212,18 @@ def _same_random_state() -> Iterator[None]:
         tracker.set_states(states)
         torch.cuda.set_rng_state(cuda)
         torch.set_rng_state(cpu)
+
+
+@contextmanager
+def _same_draws(layer: Any) -> Iterator[None]:
+    """Let the layer's router draw next what it would have drawn now (policy "random")."""
+    counts = [buffer for name, buffer in layer.named_buffers() if name.endswith("num_draws")]
+    kept = [count.clone() for count in counts]
+    try:
+        yield
+    finally:
+        for count, copy in zip(counts, kept, strict=True):
+            count.copy_(copy)
 
 
 @contextmanager

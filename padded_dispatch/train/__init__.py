@@ -5,6 +5,7 @@
       -> each: device and process groups              world
          -> model, Adam                               model, optimizer
          -> loop: passes, steps, evaluations          loop, passes, data
+         -> capacity: what is dropped, and then done  capacity, skew
          -> figures, progress, files                  metrics, flops, display
          -> checkpoints                               checkpoint
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
+from padded_dispatch.megatron.factors import NO_DROP
 from padded_dispatch.megatron.options import add_arguments, from_arguments
 from padded_dispatch.train.presets import PRESETS, Preset
 from padded_dispatch.train.settings import (
@@ -134,4 +135,4 @@ def _add(group: Any, option: dataclasses.Field[Any], hint: Any) -> None:
 
 
 def _factor(text: str) -> float | None:
-    return None if text == "none" else float(text)
+    return None if text in ("none", NO_DROP) else float(text)

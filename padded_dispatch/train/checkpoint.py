@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.tensor_parallel import random
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
+from padded_dispatch.megatron.factors import Factor
 from padded_dispatch.train.model import unwrapped
 from padded_dispatch.train.optimizer import MegatronAdam, TorchAdam
 from padded_dispatch.train.settings import Settings
@@ -33,10 +34,11 @@ _DECISIVE = ("model", "recipe", "dispatch", "layout")
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run is: steps done, and the loss of the first of them."""
+    """How far a run is: steps done, the loss of the first, and each padded layer's factor."""
 
     step: int
     first_loss: float
+    factors: dict[int, Factor]
 
 
 def newest(out: Path) -> Path:
@@ -122,7 +124,8 @@ def load(checkpoint: Path, chunks: list[Any], optimizer: TorchAdam | MegatronAda
     optimizer.adam.load_state_dict(state["optimizer"])
     _set_random_states(state["random"])
     about = json.loads((checkpoint / "run.json").read_text())
-    return Progress(step=about["step"], first_loss=about["first_loss"])
+    factors = {int(number): factor for number, factor in about["factors"].items()}
+    return Progress(step=about["step"], first_loss=about["first_loss"], factors=factors)
 
 
 def _mine(chunks: list[Any], optimizer: TorchAdam) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, Self, TextIO
 
+from padded_dispatch.megatron.telemetry import Reading
 from padded_dispatch.train.metrics import Row
 from padded_dispatch.train.settings import Output
 
@@ -53,6 +54,21 @@ class Log:
         self._keep({"kind": "held-out", "step": step, "loss": loss})
         self.say(f"step {step:>{len(str(self._num_steps))}}  held-out loss {loss:.4f}")
 
+    def capacity(self, reading: Reading) -> None:
+        """What was asked for and dropped: of training, and of evaluation where there was any."""
+        phases = {"moe": reading.training, "moe-held-out": reading.evaluation}
+        for kind, seen in phases.items():
+            if figures := seen.figures():
+                self._keep(
+                    {
+                        "kind": kind,
+                        "step": reading.step,
+                        "steps": reading.num_steps,
+                        **figures,
+                        "layers": seen.figures_of_layers(),
+                    }
+                )
+
     def say(self, text: str) -> None:
         """A line for people, which `--json` leaves out."""
         if not self._as_json:
@@ -76,7 +92,7 @@ class Log:
             self._file.flush()
         if self._tensorboard is not None:
             for name, value in figures.items():
-                if isinstance(value, int | float) and name != "step":
+                if isinstance(value, int | float) and name not in ("step", "steps"):
                     tag = f"{figures['kind']}/{name}"
                     self._tensorboard.add_scalar(tag, value, figures["step"])
 

@@ -40,6 +40,8 @@ def graph_fields(settings: Settings) -> dict[str, Any]:
 class TrainingGraphs:
     """The graphs of a run, from their capture in step `EAGER_STEPS` + 1 to their end.
 
+    `memory_gib`: around the last capture.
+
     Args:
         settings: with a `graph` other than 'none'.
         config: Megatron's, of the model.
@@ -62,6 +64,7 @@ class TrainingGraphs:
             )
         self._watchdog = Watchdog(settings.output.graph_timeout)
         self._num_steps = 0
+        self._capture_in = EAGER_STEPS + 1
         self.memory_gib: dict[str, float] = {}
 
     @property
@@ -74,7 +77,7 @@ class TrainingGraphs:
         """Around each step: captures when it is time, and watches over replays."""
         self._num_steps += 1
         what = f"step {self._num_steps}"
-        if self._num_steps == EAGER_STEPS + 1:
+        if self._num_steps == self._capture_in:
             self._note_memory("before")
             with self._watchdog.watch(f"the capture in {what}"):
                 if isinstance(self._made, LayerGraphs):
@@ -85,6 +88,13 @@ class TrainingGraphs:
         else:
             yield
             self._watchdog.beat(what)
+
+    def recapture(self) -> None:
+        """Between steps: delete the graphs, since what they depend on has changed. The next step
+        captures again; of full iterations, once `EAGER_STEPS` more have been eager."""
+        self._made.delete()
+        eager = EAGER_STEPS if isinstance(self._made, IterationGraph) else 0
+        self._capture_in = max(self._capture_in, self._num_steps + eager + 1)
 
     def delete(self) -> None:
         """Give the graphs' memory back. The process groups cannot end while they live."""

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.train import checkpoint
+from padded_dispatch.train.capacity import CapacityWatch
 from padded_dispatch.train.data import Windows, load_corpus
 from padded_dispatch.train.display import Log
 from padded_dispatch.train.flops import flops_per_token
 from padded_dispatch.train.graphs import TrainingGraphs
 from padded_dispatch.train.metrics import Meter, Row, mean_over_ranks
-from padded_dispatch.train.model import build_chunks, moe_layers, transformer_config
+from padded_dispatch.train.model import build_chunks, moe_layers, release, transformer_config
 from padded_dispatch.train.optimizer import (
     MegatronAdam,
     TorchAdam,
@@ -28,6 +29,8 @@ from padded_dispatch.train.optimizer import (
 from padded_dispatch.train.passes import run_passes
 from padded_dispatch.train.record import Recorder, StepMarks, mark
 from padded_dispatch.train.settings import Output, Settings
+from padded_dispatch.train.skew import RouterSkew
+from padded_dispatch.train.tracing import trace_recorder
 from padded_dispatch.train.world import model_parallel, world
 
 
@@ -69,6 +72,7 @@ class Trainer:
     text: Windows
     held_out: Windows
     graphs: TrainingGraphs | None
+    skew: RouterSkew | None
 
     def step(self, number: int) -> "Step":
         """Step 1, 2, ...: forward, backward, and a change of the weights."""
@@ -135,7 +139,7 @@ def train(settings: Settings, device: torch.device) -> Outcome:
     """Train over the default process group. To be called by every rank."""
     with model_parallel(settings):
         trainer = _build(settings, device)
-        start = checkpoint.Progress(step=0, first_loss=math.nan)
+        start = checkpoint.Progress(step=0, first_loss=math.nan, factors={})
         if settings.output.resume:
             assert settings.output.out is not None
             newest = checkpoint.newest(settings.output.out)
@@ -145,6 +149,7 @@ def train(settings: Settings, device: torch.device) -> Outcome:
             log.say(outcome.sentence())
         if trainer.graphs:
             trainer.graphs.delete()
+        release(trainer.chunks)
     return outcome
 
 
@@ -153,6 +158,10 @@ def _build(settings: Settings, device: torch.device) -> Trainer:
     config = transformer_config(settings)
     chunks = build_chunks(settings, config)
     optimizer = build_optimizer(settings, chunks)
+    skew = None
+    if recipe.router_skew:
+        layers = moe_layers(chunks)
+        skew = RouterSkew(layers, recipe.num_layers, recipe.router_skew, recipe.seed)
     graphs = None
     if settings.output.graph != "none":
         assert isinstance(optimizer, MegatronAdam)
@@ -165,6 +174,7 @@ def _build(settings: Settings, device: torch.device) -> Trainer:
         text=Windows(corpus.train, recipe.seq_length, recipe.seed),
         held_out=Windows(corpus.held_out, recipe.seq_length, recipe.seed),
         graphs=graphs,
+        skew=skew,
     )
 
 
@@ -178,28 +188,51 @@ def _run(trainer: Trainer, start: checkpoint.Progress, log: Log) -> Outcome:
         flops_per_token=flops_per_token(settings.model, recipe.num_layers, recipe.seq_length),
     )
     recorder = Recorder(settings, trainer.device) if output.results else None
+    tracer = None
+    if output.trace:
+        tracer = trace_recorder(settings, trainer.chunks, trainer.device, steps_done=start.step)
+        if tracer.every > output.trace_every:
+            log.say(f"traces one step in {tracer.every}, to stay below {output.trace_gib} GiB")
+    watch = None
+    if settings.dispatch.dispatcher == "padded_alltoall":
+        options, graphs = settings.dispatch.padded, trainer.graphs
+        watch = CapacityWatch(
+            trainer.chunks, options, graphs, log, step=start.step, factors=start.factors
+        )
     first_loss, rows, evaluations = start.first_loss, [], []
     for number in range(start.step + 1, output.steps + 1):
         step = trainer.step(number)
         meter.add(step.losses)
         if recorder:
             recorder.add(step.marks, step.losses)
+        if tracer:
+            tracer.step(number)
         last = number == output.steps
         if number == 1 or last or number % output.log_every == 0:
             rows.append(meter.read(number, step.lr, step.grad_norm))
             log.row(rows[-1])
             first_loss = rows[-1].loss if number == 1 else first_loss
+        if watch:
+            watch.after_step(number)
+        if trainer.skew:
+            trainer.skew.after_step()
         if output.eval_every and (last or number % output.eval_every == 0):
             with meter.paused():
                 evaluations.append(Evaluation(step=number, loss=trainer.evaluate()))
                 log.evaluation(number, evaluations[-1].loss)
         if output.save_every and (last or number % output.save_every == 0):
             with meter.paused():
-                progress = checkpoint.Progress(step=number, first_loss=first_loss)
+                factors = watch.factors if watch else {}
+                progress = checkpoint.Progress(step=number, first_loss=first_loss, factors=factors)
                 checkpoint.save(settings, progress, trainer.chunks, trainer.optimizer)
+    if tracer:
+        tracer.close()
+    if watch:
+        watch.finish()
     if recorder:
         memory = trainer.graphs.memory_gib if trainer.graphs else None
-        recorder.write(fill=rows[-1].fill, dropped=rows[-1].dropped, memory_gib=memory)
+        skewed = trainer.skew.figures() if trainer.skew else {}
+        recorder.write(fill=rows[-1].fill, dropped=rows[-1].dropped, memory_gib=memory, **skewed)
     return Outcome(first_loss=first_loss, rows=tuple(rows), evaluations=tuple(evaluations))
 
 

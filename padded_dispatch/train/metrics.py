@@ -53,6 +53,7 @@ class Meter:
     ) -> None:
         dispatchers = [layer.token_dispatcher for layer in layers]
         self._counters: list[Counters] = [d.counters for d in dispatchers if hasattr(d, "counters")]
+        self._seen = torch.zeros(4, dtype=torch.float64, device=device)
         self._device = device
         self._tokens_per_step = tokens_per_step
         self._flops_per_token = flops_per_token
@@ -85,8 +86,6 @@ class Meter:
             counts, on_gpu = demand > 0, self._device.type == "cuda"
             self._losses.clear()
             self._num_steps, self._seconds = 0, 0.0
-            for counters in self._counters:
-                counters.reset()
         return Row(
             step=step,
             loss=loss_sum / num_losses,
@@ -116,9 +115,11 @@ class Meter:
         for loss in self._losses:
             sums[0] += loss
         sums[1] = len(self._losses)
+        now = torch.zeros_like(self._seen)
         for c in self._counters:
-            counts = (c.demand_E.sum(), c.kept_E.sum(), c.num_slots, c.num_overflow)
-            sums[2:] += torch.stack(counts)
+            now += torch.stack((c.demand_E.sum(), c.kept_E.sum(), c.num_slots, c.num_overflow))
+        sums[2:] = now - self._seen
+        self._seen = now
         dist.all_reduce(sums)
         return sums.tolist()
 

@@ -23,6 +23,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from padded_dispatch.megatron.install import install
 from padded_dispatch.train.graphs import graph_fields
@@ -107,6 +108,18 @@ def unwrapped(chunks: list[Any]) -> list[GPTModel]:
 def moe_layers(chunks: list[Any]) -> list[Any]:
     """This rank's MoE layers, in order."""
     return [m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)]
+
+
+def release(chunks: list[Any]) -> None:
+    """Let go of a model that has been trained, so that its memory is free for the next one.
+
+    Megatron's own dispatchers keep the tensors of the last pass, and with them its autograd graph.
+    Through the nodes of that, DDP's hooks and the model hold each other where Python's garbage
+    collector cannot see it.
+    """
+    for layer in moe_layers(chunks):
+        kept = vars(layer.token_dispatcher)
+        kept.update({name: None for name, value in kept.items() if isinstance(value, Tensor)})
 
 
 def _layer_spec(settings: Settings) -> Any:

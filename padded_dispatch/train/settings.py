@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from padded_dispatch.config import Policy
 from padded_dispatch.megatron.options import PaddedOptions
 
 Device = Literal["cpu", "cuda"]
@@ -68,6 +67,13 @@ class Recipe:
     balancing: Balancing = field(
         default="aux-loss", metadata=_help("what spreads tokens over experts")
     )
+    router_skew: float = field(
+        default=0.0,
+        metadata=_help(
+            "start from routers that prefer some experts: standard deviation of what is added to "
+            "the experts' logits; --results then has max/mean demand of every step"
+        ),
+    )
     seed: int = field(default=1234, metadata=_help("of weights and of the order of the data"))
     deterministic: bool = field(
         default=False, metadata=_help("the same bits in every run, at the price of some speed")
@@ -90,7 +96,10 @@ class Dispatch:
             "(default: 1.25 where the dispatcher drops)"
         )
     )
-    drop_policy: Policy = field(default="probs", metadata=_help("who keeps a slot"))
+    drop_policy: Literal["probs", "position"] = field(
+        default="probs",
+        metadata=_help("who keeps a slot, for all dispatchers; --padded-policy has more"),
+    )
     padded: PaddedOptions = field(default_factory=PaddedOptions)
 
 
@@ -151,6 +160,15 @@ class Output:
         default=None, metadata=_help("JSON file to which the run's figures are added")
     )
     commit: str | None = field(default=None, metadata=_help("commit of the code, for --results"))
+    trace: Path | None = field(
+        default=None,
+        metadata=_help("folder for what the routers ask for, one file per rank, to tune with"),
+    )
+    trace_every: int = field(default=10, metadata=_help("steps between two that are traced"))
+    trace_gib: float = field(
+        default=1.0,
+        metadata=_help("most that each rank's file may grow to; beyond, fewer steps are traced"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +194,7 @@ class Settings:
     def __post_init__(self) -> None:
         for group in (self.output, self.recipe, self.layout):
             for name, value in vars(group).items():
-                if name in ("seed", "lr_warmup"):
+                if name in ("seed", "lr_warmup", "router_skew"):
                     _require(value >= 0, name, value, "give 0 or more")
                 elif isinstance(value, int | float) and value is not False:
                     _require(value > 0, name, value, "give a number above 0")
@@ -184,6 +202,7 @@ class Settings:
         self._check_dispatch()
         self._check_graph()
         self._check_output()
+        self._check_trace()
 
     def _check_layout(self) -> None:
         model, recipe, layout = self.model, self.recipe, self.layout
@@ -288,6 +307,29 @@ class Settings:
                 output.out,
                 "it holds a run already; add --resume to go on with it, or choose another folder",
             )
+
+    def _check_trace(self) -> None:
+        output = self.output
+        if output.trace is None:
+            return
+        _require(
+            self.dispatch.dispatcher == "padded_alltoall",
+            "trace",
+            output.trace,
+            f"dispatcher={self.dispatch.dispatcher} is not watched; choose padded_alltoall",
+        )
+        _require(
+            output.resume or not list(output.trace.glob("*.npy")),
+            "trace",
+            output.trace,
+            "it holds a trace already; choose another folder",
+        )
+        _require(
+            output.trace_every <= output.steps,
+            "trace_every",
+            output.trace_every,
+            f"with steps={output.steps} no step would be traced",
+        )
 
 
 def _require(ok: bool, name: str, value: object, remedy: str) -> None:

@@ -1,6 +1,6 @@
 """`padded-dispatch sweep`: what a capacity factor costs in quality, by training at several of them.
 
-    padded-dispatch sweep --factors 0.5 1 1.25 none --policies probs position --seeds 0 1 2 \\
+    padded-dispatch sweep --factors 0.5 1 none --policies probs position+reroute --seeds 0 1 2 \\
         --results runs/quality.json --steps 200 --eval-passes 32
 
 Every factor with every policy and every seed is a run; all other flags are those of
@@ -83,7 +83,8 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["probs"],
         metavar="NAME",
-        help="see --drop-policy of train",
+        help="who keeps a slot, as --padded-policy of train has it, with a remedy for dropped rows "
+        "behind a plus where there is one, such as priority or probs+reroute (default: probs)",
     )
     made.add_argument(
         "--seeds",
@@ -159,8 +160,9 @@ def planned(
     """
     runs = []
     for seed, policy, factor in product(seeds, policies, factors):
-        own = ["--capacity-factor", factor, "--drop-policy", policy, "--seed", seed]
-        settings = parse([*flags, *own])
+        keeps, _, remedy = policy.partition("+")
+        own = ["--capacity-factor", factor, "--seed", seed, "--padded-policy", keeps]
+        settings = parse([*flags, *own, "--padded-remedy", remedy or "none"])
         if settings.output.eval_every is None:
             output = dataclasses.replace(settings.output, eval_every=settings.output.steps)
             settings = dataclasses.replace(settings, output=output)
@@ -205,7 +207,7 @@ def row_of(
     Lists `loss`, `dropped` and `fill` are means since the step before in `step`. `ms` is a step's,
     the median over the second half of these; null where runs disturbed each other.
     """
-    rows, last = outcome.rows, outcome.rows[-1]
+    rows, last, padded = outcome.rows, outcome.rows[-1], settings.dispatch.padded
     steady = [row.step_ms for row in rows[len(rows) // 2 :]]
     alone = num_jobs == 1
     return {
@@ -215,7 +217,7 @@ def row_of(
         "capacity_factor": settings.dispatch.capacity_factor,
         "skew": None,
         "contender": CONTENDERS[settings.dispatch.dispatcher],
-        "variant": settings.dispatch.drop_policy,
+        "variant": padded.policy + ("" if padded.remedy == "none" else f"+{padded.remedy}"),
         "graph": settings.output.graph,
         "graph_impl": IMPLS[settings.output.graph],
         "flags": flags_of(settings),

@@ -12,6 +12,7 @@ from megatron.core.num_microbatches_calculator import (
     unset_num_microbatches_calculator,
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.distributed import distributed_c10d
 
 from padded_dispatch.megatron.compat import forget_moe_metrics, training_stream
 from padded_dispatch.megatron.cpu import megatron_on_cpu
@@ -42,10 +43,14 @@ def world(layout: Layout) -> Iterator[torch.device]:
 
 @contextmanager
 def model_parallel(settings: Settings) -> Iterator[None]:
-    """Megatron's groups, counts and random states, over an existing default process group."""
+    """Megatron's groups, counts and random states, over an existing default process group.
+
+    At the end its groups end, too: Megatron forgets them, and each holds threads, on GPUs memory.
+    """
     layout, recipe, graphs = settings.layout, settings.recipe, settings.output.graph != "none"
     # Read by Transformer Engine when attention is built; Megatron's deterministic_mode asks for it.
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = str(int(not recipe.deterministic))
+    before = set(distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -66,3 +71,5 @@ def model_parallel(settings: Settings) -> Iterator[None]:
     unset_num_microbatches_calculator()
     forget_moe_metrics()
     parallel_state.destroy_model_parallel()
+    for group in reversed([g for g in distributed_c10d._world.pg_map if g not in before]):
+        dist.destroy_process_group(group)

@@ -1,0 +1,53 @@
+"""How the figures of these notebooks look, in one place."""
+
+import matplotlib.pyplot as plt
+from cycler import cycler
+from matplotlib.axes import Axes
+
+INK = "#22303c"
+GREY = "#c9d1d8"
+PALE = "#f1f4f6"
+BLUE = "#2a6fb0"
+ORANGE = "#d9822b"
+GREEN = "#3a8f5c"
+RED = "#c0392b"
+PURPLE = "#7a5aa6"
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, INK)
+
+
+def use_style() -> None:
+    """Set matplotlib's defaults; call it once, before the first figure."""
+    plt.rcParams.update(
+        {
+            "figure.dpi": 75,
+            "figure.constrained_layout.use": True,
+            "font.size": 10,
+            "text.color": INK,
+            "axes.edgecolor": GREY,
+            "axes.labelcolor": INK,
+            "axes.titlesize": 11,
+            "axes.titleweight": "bold",
+            "axes.titlelocation": "left",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "axes.axisbelow": True,
+            "axes.prop_cycle": cycler(color=COLOURS),
+            "grid.color": "#e6eaed",
+            "xtick.color": INK,
+            "ytick.color": INK,
+            "legend.frameon": False,
+        }
+    )
+
+
+def caption(figure: plt.Figure, text: str) -> None:
+    """The conditions of a figure, below it."""
+    figure.supxlabel(text, x=0.01, ha="left", fontsize=8, color="#5b6b78")
+
+
+def drawing(axes: Axes) -> None:
+    """Turn a plot into a sheet to draw on: no axes, and y grows downwards."""
+    axes.set_axis_off()
+    axes.set_aspect("equal")
+    axes.invert_yaxis()

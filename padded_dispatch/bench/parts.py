@@ -1,0 +1,294 @@
+"""`padded-dispatch parts`: kernels and experts by themselves, on one device.
+
+What a layer's benchmark cannot tell apart: how near each kernel comes to a plain copy, and what
+experts cost when half of their slots are empty. Routings are uniform, experts get equally many
+rows. Each part runs alone, on GPUs as a CUDA graph of several calls, and the median of the repeats
+counts. A kernel's bytes are those of real rows, each read and written as often as its task asks for
+and no more; zeros that it writes into empty slots are on top of that, so they lower its rate.
+"""
+
+import argparse
+import dataclasses
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from padded_dispatch.activation import Activation
+from padded_dispatch.bench.cases import MODELS, LayerShape
+from padded_dispatch.config import DispatchConfig, Policy
+from padded_dispatch.experts import ExpertWeights, Linear, grouped_mlp
+from padded_dispatch.grouped import batched_linear, grouped_linear
+from padded_dispatch.ops import (
+    combine_rows,
+    gather_rows,
+    gather_side,
+    make_plan,
+    pack_rows,
+    running_ends,
+    select,
+    unpack_rows,
+)
+from padded_dispatch.remedies import select_with_remedy
+from padded_dispatch.results import about, append_run
+from padded_dispatch.stats import Counters
+
+_CALLS = 10
+_COPIED = 2**27  # bytes; far more than the caches hold
+_FILLS = (1.0, 0.75, 0.5, 0.25)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Something to be timed.
+
+    `bytes`: read and written at least. `flops`: of its GEMMs. Either may be 0 where it says
+    nothing. `fill`: real rows per slot of what it reads or writes.
+    """
+
+    name: str
+    run: Callable[[], object]
+    fill: float
+    bytes: int = 0
+    flops: int = 0
+
+
+def main(argv: list[str]) -> int:
+    """Measure; the exit code."""
+    given = _parser().parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = []
+    for model in given.models:
+        for num_tokens in given.tokens:
+            for factor in given.capacity_factors:
+                config = _config(MODELS[model], given.ep, factor)
+                where = {
+                    "model": model,
+                    "ep": given.ep,
+                    "tokens": num_tokens,
+                    "capacity_factor": factor,
+                    "capacity": config.capacity(num_tokens),
+                }
+                for part in _parts(MODELS[model], config, num_tokens, device):
+                    rows.append(where | _row(part, given.repeats, device))
+                    sys.stdout.write(f"{_line(rows[-1])}\n")
+                    sys.stdout.flush()
+    if given.out:
+        command = " ".join(["padded-dispatch parts", *argv])
+        num_gpus = int(device.type == "cuda")
+        append_run(given.out, about(num_gpus=num_gpus, command=command, commit=given.commit), rows)
+    return 0
+
+
+def microseconds(run: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
+    """Time of one call, measured over several; on GPUs inside a CUDA graph."""
+    if device.type == "cpu":
+        return [_measured(run, time.perf_counter) for _ in range(repeats)]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_CALLS):
+            run()
+    graph.replay()
+    samples = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(start.elapsed_time(end) * 1e3 / _CALLS)
+    return samples
+
+
+def _measured(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
+    for _ in range(_CALLS):
+        run()
+    return (clock() - start) * 1e6 / _CALLS
+
+
+def _row(part: Part, repeats: int, device: torch.device) -> dict[str, Any]:
+    samples = microseconds(part.run, repeats, device)
+    us = statistics.median(samples)
+    return {
+        "part": part.name,
+        "fill": part.fill,
+        "us": us,
+        "samples_us": samples,
+        "gb_per_s": part.bytes / us / 1e3 if part.bytes else None,
+        "tflops": part.flops / us / 1e6 if part.flops else None,
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    rates = [f"{row['gb_per_s']:8.0f} GB/s"] if row["gb_per_s"] else []
+    rates += [f"{row['tflops']:8.0f} TFLOP/s"] if row["tflops"] else []
+    return (
+        f"{row['model']:16} EP{row['ep']} T {row['tokens']:6} CF {row['capacity_factor']:<5} "
+        f"{row['part']:24} fill {row['fill']:4.0%} {row['us']:9.1f} us {' '.join(rates)}"
+    )
+
+
+def _config(shape: LayerShape, ep: int, factor: float) -> DispatchConfig:
+    return DispatchConfig(
+        num_experts=shape.num_experts, top_k=shape.top_k, capacity_factor=factor, num_ranks=ep
+    )
+
+
+def _parts(
+    shape: LayerShape, config: DispatchConfig, num_tokens: int, device: torch.device
+) -> Iterator[Part]:
+    source = torch.empty(_COPIED, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    yield Part(name="copy", run=lambda: target.copy_(source), fill=1.0, bytes=2 * _COPIED)
+    yield from _selections(config, num_tokens, device)
+    yield from _kernels(shape, config, num_tokens, device)
+    yield from _experts(shape, config, num_tokens, device)
+
+
+def _selections(config: DispatchConfig, num_tokens: int, device: torch.device) -> Iterator[Part]:
+    """Each policy, each remedy, and protection: forward only, the same kernels for any routing."""
+    capacity = config.capacity(num_tokens)
+    probs_TE, map_TE = _routing(config, num_tokens, device)
+    keep_T = torch.arange(num_tokens, device=device) % 10 == 0
+    draw = torch.zeros((), dtype=torch.int64, device=device)
+    fill = int(map_TE.sum(0).clamp(max=capacity).sum()) / (config.num_experts * capacity)
+
+    def part(name: str, chosen: DispatchConfig, keep_T: Tensor | None = None) -> Part:
+        def run() -> None:
+            select_with_remedy(
+                chosen, capacity, map_TE, probs_TE, probs_TE, keep_T=keep_T, draw=draw
+            )
+
+        return Part(name=name, run=run, fill=fill)
+
+    for policy in get_args(Policy):
+        yield part(f"select {policy}", dataclasses.replace(config, policy=policy))
+    for remedy in ("renormalize", "reroute"):
+        yield part(f"select probs, {remedy}", dataclasses.replace(config, remedy=remedy))
+    yield part("select probs, protected", config, keep_T)
+    yield _telemetry(config, probs_TE, map_TE)
+
+
+def _telemetry(config: DispatchConfig, probs_TE: Tensor, map_TE: Tensor) -> Part:
+    """All that a layer counts in one pass."""
+    counters = Counters(config.num_experts, map_TE.device)
+    capacity = config.capacity(len(map_TE))
+    selection = select(map_TE, probs_TE, capacity=capacity)
+    plan = make_plan(selection.kept_TE, top_k=config.top_k, capacity=capacity)
+    num_slots = config.num_experts * capacity
+
+    def count() -> None:
+        counters.observe(map_TE, probs_TE, selection, capacity)
+        counters.add_overflow(plan.overflow_E)
+        counters.add_received(plan.kept_E)
+
+    return Part(name="telemetry", run=count, fill=int(plan.kept_E.sum()) / num_slots)
+
+
+def _routing(
+    config: DispatchConfig, num_tokens: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Probabilities [T, E] and map [T, E] of random tokens."""
+    torch.manual_seed(0)
+    probs_TE = torch.rand(num_tokens, config.num_experts, device=device).softmax(1)
+    map_TE = torch.zeros_like(probs_TE, dtype=torch.bool)
+    return probs_TE, map_TE.scatter_(1, probs_TE.topk(config.top_k).indices, True)
+
+
+def _kernels(
+    shape: LayerShape, config: DispatchConfig, num_tokens: int, device: torch.device
+) -> Iterator[Part]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    capacity = config.capacity(num_tokens)
+    probs_TE, map_TE = _routing(config, num_tokens, device)
+    tokens_TD = torch.randn(num_tokens, shape.hidden_size, device=device).to(dtype)
+    kept_TE = select(map_TE, probs_TE, capacity=capacity).kept_TE
+    plan = make_plan(kept_TE, top_k=config.top_k, capacity=capacity)
+    rows_ECD = gather_rows(tokens_TD, plan)
+    num_kept = int(plan.kept_E.sum())
+    fill = num_kept / (config.num_experts * capacity)
+    per_row = shape.hidden_size * tokens_TD.element_size()
+    once = (num_tokens + num_kept) * per_row
+
+    def select_and_plan() -> None:
+        kept_TE = select(map_TE, probs_TE, capacity=capacity).kept_TE
+        make_plan(kept_TE, top_k=config.top_k, capacity=capacity)
+
+    yield Part(name="select and plan", run=select_and_plan, fill=fill)
+    yield Part(name="side", run=lambda: gather_side(probs_TE, plan), fill=fill)
+    yield Part(name="gather", run=lambda: gather_rows(tokens_TD, plan), fill=fill, bytes=once)
+    yield Part(name="combine", run=lambda: combine_rows(rows_ECD, plan), fill=fill, bytes=once)
+
+    # Received slots are as full as sent ones where all ranks route alike.
+    num_sources, num_local = config.num_sources, config.num_local_experts
+    slots_MCD = rows_ECD.view(num_sources * num_local, capacity, -1)
+    ends_LS = running_ends(plan.kept_E.view(num_sources, num_local))
+    packed_ND = pack_rows(slots_MCD, ends_LS)
+    twice = 2 * num_kept * per_row
+    yield Part(name="pack", run=lambda: pack_rows(slots_MCD, ends_LS), fill=fill, bytes=twice)
+    yield Part(name="unpack", run=lambda: unpack_rows(packed_ND, ends_LS), fill=fill, bytes=twice)
+
+
+def _experts(
+    shape: LayerShape, config: DispatchConfig, num_tokens: int, device: torch.device
+) -> Iterator[Part]:
+    """Forward and backward over all slots of a rank; packed, fewer and fewer of them are real."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    num_local, width, ffn = config.num_local_experts, shape.hidden_size, shape.ffn_size
+    slots = config.num_sources * config.capacity(num_tokens)
+
+    def draw(*sizes: int) -> Tensor:
+        drawn = torch.randn(sizes, device=device) * sizes[-1] ** -0.5
+        return drawn.to(dtype).requires_grad_()
+
+    rows_ND, grad_ND = draw(num_local * slots, width), draw(num_local * slots, width).detach()
+    probs_N = torch.rand(num_local * slots, device=device).requires_grad_()
+    weights = ExpertWeights(
+        fc1_LGD=draw(num_local, 2 * ffn, width), fc2_LDF=draw(num_local, width, ffn)
+    )
+    inputs = rows_ND, probs_N, weights.fc1_LGD, weights.fc2_LDF
+    for fill in _FILLS:
+        per_expert = round(slots * fill)
+        ends_L = torch.arange(1, num_local + 1, device=device, dtype=torch.int32) * per_expert
+
+        def both_ways(ends_L: Tensor = ends_L, linear: Linear = grouped_linear) -> None:
+            out_ND = grouped_mlp(rows_ND, probs_N, ends_L, weights, Activation(), linear=linear)
+            torch.autograd.grad(out_ND, inputs, grad_ND)
+
+        flops = 18 * num_local * per_expert * width * ffn
+        if fill == 1.0:
+            one_product = functools.partial(both_ways, linear=batched_linear)
+            yield Part(name="batched experts", run=one_product, fill=fill, flops=flops)
+        yield Part(name="packed experts", run=both_ways, fill=fill, flops=flops)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="padded-dispatch parts",
+        description="Time kernels and experts by themselves, on one device.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    on_gpu = torch.cuda.is_available()
+    models = ["qwen3-30b-a3b", "gpt-oss-20b"] if on_gpu else ["tiny"]
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=models)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096 if on_gpu else 64])
+    parser.add_argument("--capacity-factors", nargs="+", type=float, default=[1.25])
+    parser.add_argument("--ep", type=int, default=8, help="ranks whose rows meet in an expert")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="results file")
+    parser.add_argument("--commit", help="of the code, for the results")
+    return parser

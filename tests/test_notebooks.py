@@ -1,0 +1,72 @@
+"""Notebooks as they lie in the repository: executed, without errors, small, and from no machine."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+PATHS = sorted(FOLDER.glob("*.ipynb"))
+MAX_BYTES = 500_000
+# A folder or an address that means something on one machine only.
+LOCAL = re.compile(r"(?<![\w.])/(?:home|root|tmp|usr|opt|work|mnt|Users)/|\b127\.0\.0\.1\b|://")
+
+
+def text_of(output: Any) -> str:
+    """What an output shows in letters; pictures have none."""
+    data = output.get("data", {})
+    return "\n".join([output.get("text", ""), *(v for k, v in data.items() if k != "image/png")])
+
+
+def faults(notebook: Any) -> list[str]:
+    """What a reader of the file, without running it, would stumble over."""
+    found = []
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
+        found.append("not executed from top to bottom")
+    for output in (output for cell in code for output in cell.outputs):
+        if output.output_type == "error":
+            found.append(f"error {output.ename}")
+        elif output.get("name") == "stderr":
+            found.append(f"stderr {output.text}")
+        elif LOCAL.search(text_of(output)):
+            found.append(f"local {text_of(output)}")
+    if "**On the command line:**" not in notebook.cells[0].source:
+        found.append("no command line")
+    return found
+
+
+def test_the_four_notebooks_are_there():
+    assert [path.name[:2] for path in PATHS] == ["01", "02", "03", "04"]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_notebook_can_be_read_without_running_it(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert faults(notebook) == []
+    assert path.stat().st_size < MAX_BYTES
+
+
+@pytest.mark.parametrize(
+    ("output", "fault"),
+    [
+        (nbformat.v4.new_output("error", ename="KeyError"), "error KeyError"),
+        (nbformat.v4.new_output("stream", name="stderr", text="careful"), "stderr careful"),
+        (nbformat.v4.new_output("stream", text="in /home/me/x"), "local in /home/me/x"),
+        (
+            nbformat.v4.new_output("display_data", {"text/html": "http://here:8888"}),
+            "local \nhttp://here:8888",
+        ),
+    ],
+)
+def test_faults_are_found(output, fault):
+    title = nbformat.v4.new_markdown_cell("**On the command line:** `x`")
+    cell = nbformat.v4.new_code_cell("x", execution_count=1, outputs=[output])
+    assert faults(nbformat.v4.new_notebook(cells=[title, cell])) == [fault]
+    cell.execution_count = 2
+    cell.outputs = []
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# x"), cell])
+    assert faults(notebook) == ["not executed from top to bottom", "no command line"]

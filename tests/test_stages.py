@@ -1,0 +1,89 @@
+"""Names of stages, as a profiler would see them: in eager steps and captures, not in replays."""
+
+from collections.abc import Iterator
+
+import pytest
+import tiny
+import torch
+from test_megatron_graphs import Training, graphs
+
+from padded_dispatch import DispatchConfig, PaddedDispatcher, stages
+from padded_dispatch.stages import stage
+
+
+@pytest.fixture
+def shown(monkeypatch) -> list[str]:
+    """Ranges as they are opened; "-" where one ends. As in a PyTorch that has NVTX."""
+    events: list[str] = []
+    monkeypatch.setattr(stages, "_HAS_NVTX", True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", events.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: events.append("-"))
+    return events
+
+
+@pytest.fixture
+def megatron() -> Iterator[None]:
+    with tiny.one_process(), graphs():
+        yield
+
+
+def step(packed: bool) -> None:
+    dispatcher = PaddedDispatcher(DispatchConfig(num_experts=2, top_k=1), packed=packed)
+    tokens_TD = torch.ones(3, 2, requires_grad=True)
+    map_TE = torch.eye(2, dtype=torch.bool)[[0, 1, 1]]
+    sent = dispatcher.dispatch(tokens_TD, torch.ones(3, 2), map_TE)
+    dispatcher.combine(sent.expert_input.rows_ND, sent).sum().backward()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_stage_has_a_name_in_order(shown, packed):
+    step(packed)
+    names = [name.removeprefix("padded_dispatch.") for name in shown if name != "-"]
+    forward = ["select", "plan", "gather", "exchange", "regroup", "regroup", "exchange", "combine"]
+    assert names[: len(forward)] == forward
+    regroups = ["regroup backward"] * 2 if packed else []
+    assert names[len(forward) :] == ["combine backward", *regroups, "gather backward"]
+    assert shown.count("-") == len(names)
+
+
+def test_a_range_ends_with_an_error(shown):
+    @stage("select")
+    def fails() -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert shown == ["padded_dispatch.select", "-"]
+
+
+def test_without_nvtx_there_are_no_ranges(shown, monkeypatch):
+    monkeypatch.setattr(stages, "_HAS_NVTX", False)
+    step(packed=False)
+    assert shown == []
+
+
+def test_a_compiled_program_has_no_ranges(shown):
+    config = DispatchConfig(num_experts=2, top_k=1)
+    dispatcher = PaddedDispatcher(config)
+
+    def there_and_back(tokens_TD: torch.Tensor) -> torch.Tensor:
+        map_TE = torch.eye(2, dtype=torch.bool)[[0, 1, 1]]
+        sent = dispatcher.dispatch(tokens_TD, torch.ones(3, 2), map_TE)
+        return dispatcher.combine(sent.expert_input.rows_ND, sent)
+
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    tokens_TD = torch.ones(3, 2, requires_grad=True)
+    assert torch.equal(compiled(tokens_TD), tokens_TD)
+    assert shown == []
+
+
+def test_megatrons_layer_shows_its_stages_while_it_is_captured_and_not_in_replays(megatron, shown):
+    training = Training(("attn", "moe"))
+    training.step(0)
+    shown.clear()
+    training.capture()
+    wanted = ("select", "plan", "gather", "exchange", "regroup", "experts", "combine")
+    assert set(shown) > {f"padded_dispatch.{name}" for name in wanted}
+    shown.clear()
+    training.step(1)
+    assert shown == []
