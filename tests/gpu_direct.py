@@ -32,7 +32,7 @@ from padded_dispatch.ops import make_plan, select
 from padded_dispatch.plan import DispatchPlan
 from padded_dispatch.results import about, append_run
 
-LIMIT_S = 75.0
+LIMIT_S = 60.0
 
 # No multicast: it is of no use here, and not every host offers it to all.
 ENVIRONMENT = {
