@@ -7,18 +7,22 @@ dispatch and combine stay each other's transpose.
 """
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.exchange import ExpertInput
+from padded_dispatch.exchange import Exchange, ExpertInput
 from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.exchange.direct import DirectExchange
 from padded_dispatch.exchange.nccl import CollectiveExchange
 from padded_dispatch.ops import make_plan
 from padded_dispatch.plan import DispatchPlan
 from padded_dispatch.remedies import select_with_remedy
 from padded_dispatch.select import Selection
+
+ExchangeKind = Literal["nccl", "direct"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,9 @@ class PaddedDispatcher:
         group: the expert-parallel process group; None for a single rank.
         tp_group: the group whose ranks split every expert's ffn; None where none do.
         packed: give the experts packed rows, see `ExpertInput`.
+        exchange: "nccl", any backend's all-to-all; or "direct", stores between the GPUs of one
+            host, see `padded_dispatch.exchange.direct`; it needs `packed`.
+        in_flight: with "direct": the most passes that wait for their backward pass.
 
     Creating one is a collective call of both groups' members.
     """
@@ -49,6 +56,8 @@ class PaddedDispatcher:
         group: dist.ProcessGroup | None = None,
         tp_group: dist.ProcessGroup | None = None,
         packed: bool = False,
+        exchange: ExchangeKind = "nccl",
+        in_flight: int = 1,
     ) -> None:
         for field, given in (("num_ranks", group), ("tp_size", tp_group)):
             size = given.size() if given is not None else 1
@@ -58,7 +67,14 @@ class PaddedDispatcher:
                     f"{size} ranks; give both the same size"
                 )
         self.config = config
-        self.exchange = CollectiveExchange(config.num_local_experts, group, tp_group, packed=packed)
+        self.exchange = make_exchange(
+            exchange,
+            config.num_local_experts,
+            group,
+            tp_group,
+            packed=packed,
+            in_flight=in_flight,
+        )
         self.agreement = Agreement(group, tp_group)
 
     def dispatch(
@@ -109,7 +125,34 @@ class PaddedDispatcher:
         Rows of `out_ND` where no token is may hold anything; they are never read.
         """
         outgoing = self.exchange.disarrange(out_ND, dispatched.expert_input.ends_LS)
-        return self.exchange.combine(self.exchange.move_back(outgoing), dispatched.plan)
+        incoming = self.exchange.move_back(outgoing)
+        return self.exchange.combine(incoming, dispatched.plan, dispatched.expert_input.ends_LS)
+
+
+def make_exchange(
+    kind: ExchangeKind,
+    num_local_experts: int,
+    group: dist.ProcessGroup | None,
+    tp_group: dist.ProcessGroup | None,
+    *,
+    packed: bool,
+    in_flight: int,
+) -> Exchange:
+    """The exchange of this kind; a collective call of both groups' members.
+
+    Raises:
+        ValueError: on all ranks, where it is not possible, with the reason.
+    """
+    if kind not in get_args(ExchangeKind):
+        raise ValueError(f"exchange={kind!r} is not possible: choose one of nccl, direct")
+    if kind == "nccl":
+        return CollectiveExchange(num_local_experts, group, tp_group, packed=packed)
+    if not packed:
+        raise ValueError(
+            "exchange='direct' is not possible with padded rows: take packed ones, or "
+            "exchange='nccl'"
+        )
+    return DirectExchange(num_local_experts, group, tp_group, in_flight=in_flight)
 
 
 def check_facts(

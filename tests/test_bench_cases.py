@@ -60,7 +60,15 @@ def test_contenders_say_what_they_are():
         "ours packed graphed",
         "ours batched",
         "ours batched graphed",
+        "ours direct",
+        "ours direct graphed",
     ]
+
+
+def test_direct_stores_need_another_rank():
+    sizes = {"models": ["tiny"], "tokens": [8], "skews": ["uniform"], "capacity_factors": [1.0]}
+    cases = list(sweep(eps=[1, 2], contenders=["direct-graphed"], **sizes))
+    assert [case.ep for case in cases] == [2]
 
 
 def test_shapes_are_those_of_the_models():

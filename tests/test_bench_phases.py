@@ -17,6 +17,11 @@ from padded_dispatch.bench.phases import phase_of, phases_ms
         ("_sum_rows_kernel", "combine"),
         ("_unpermute_kernel", "combine"),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
+        ("_push_rows_kernel", "exchange"),
+        (
+            "c10d::symmetric_memory::barrier_kernel(unsigned int**, int)",
+            "exchange",
+        ),
         ("nvjet_tst_192x192_64x4_1x2_h_bz_coopB_NTN", "gemm"),
         ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x>", "gemm"),
         ("triton_poi_fused_mul_silu_split_0", "activation"),

@@ -130,7 +130,7 @@ def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:
     )
     out_ND = leaf(experts_hold(case.out_IRLMD))
     returned = exchange.disarrange(out_ND, given.ends_LS)
-    home_TD = exchange.combine(exchange.move_back(returned), plan)
+    home_TD = exchange.combine(exchange.move_back(returned), plan, given.ends_LS)
     home_TD.backward(torch.from_numpy(case.grad_home_STD[here.source]))
     assert tokens_TD.grad is not None
     assert probs_TE.grad is not None

@@ -31,6 +31,16 @@ def test_unknown_experts_are_refused():
         parse("--padded-experts", "own")
 
 
+def test_direct_stores_are_for_packed_experts():
+    words = "--padded-exchange", "direct", "--padded-microbatches-in-flight", "4"
+    options = parse("--padded-experts", "packed", *words)
+    assert (options.exchange, options.microbatches_in_flight) == ("direct", 4)
+    with pytest.raises(ValueError, match="exchange='direct' is not possible: it needs experts="):
+        PaddedOptions(exchange="direct")
+    with pytest.raises(ValueError, match="exchange='mpi' is not possible: choose one of nccl, dir"):
+        PaddedOptions(exchange="mpi")  # pyright: ignore[reportArgumentType]
+
+
 def test_alignment_is_a_number_or_auto():
     assert PaddedOptions().alignment == "auto"
     assert parse("--padded-alignment", "auto").alignment == "auto"
@@ -46,6 +56,7 @@ def test_alignment_is_a_number_or_auto():
         ("overflow_threshold", 1.0, "give a share from 0 to below 1"),
         ("grow_after", 0, "give a whole number of at least 1"),
         ("telemetry_every", -1, "give a whole number of at least 1"),
+        ("microbatches_in_flight", 0, "give a whole number of at least 1"),
         ("reroute_rounds", 0, "give a whole number of at least 1"),
         ("policy", "rand", "choose one of megatron, probs, position, random, priority"),
         ("remedy", "renorm", "choose one of none, renormalize, reroute"),

@@ -31,16 +31,18 @@ class Contender:
     """A way to run the layer.
 
     `name`, `variant`, `graph`: as in results files; ours has a variant for each value of
-    `PaddedOptions.experts`. `dispatcher`: Megatron's config word. `drops`: has a capacity; the
-    others run once for all capacity factors. `on_cpu`: runs without a GPU.
+    `PaddedOptions.experts`, and one more for `exchange="direct"`. `dispatcher`: Megatron's config
+    word. `drops`: has a capacity; the others run once for all capacity factors. `on_cpu`: runs
+    without a GPU. `min_ep`: ranks in an expert-parallel group that it needs.
     """
 
     name: str
     dispatcher: str
     drops: bool = True
     on_cpu: bool = False
-    variant: Literal["module", "packed", "batched"] | None = None
+    variant: Literal["module", "packed", "batched", "direct"] | None = None
     graph: str = "none"
+    min_ep: int = 1
 
     def __str__(self) -> str:
         parts = (self.name, self.variant, None if self.graph == "none" else "graphed")
@@ -63,6 +65,8 @@ CONTENDERS = {
     "packed-graphed": Contender(**_OURS, variant="packed", graph="layer"),
     "batched": Contender(**_OURS, variant="batched", on_cpu=True),
     "batched-graphed": Contender(**_OURS, variant="batched", graph="layer"),
+    "direct": Contender(**_OURS, variant="direct", min_ep=2),
+    "direct-graphed": Contender(**_OURS, variant="direct", graph="layer", min_ep=2),
 }
 
 # Arguments of `routings.routing_scores`; in "idle-rank" the last rank's experts get nothing.
@@ -136,12 +140,13 @@ def sweep(
     capacity_factors: list[float],
     contenders: list[str],
 ) -> Iterator[Case]:
-    """Every combination, the last argument varying fastest, those that do not drop only once."""
+    """Every combination that there is, the last argument varying fastest, those that do not drop
+    only once."""
     for ep, model, num_tokens, skew in product(eps, models, tokens, skews):
         for i, factor in enumerate(capacity_factors):
             for contender in contenders:
                 drops = CONTENDERS[contender].drops
-                if drops or i == 0:
+                if (drops or i == 0) and ep >= CONTENDERS[contender].min_ep:
                     yield Case(
                         model=model,
                         ep=ep,

@@ -21,6 +21,13 @@ from padded_dispatch.megatron.options import PaddedOptions
 
 _SEED = 1234
 
+_OPTIONS = {
+    "module": PaddedOptions(),
+    "packed": PaddedOptions(experts="packed"),
+    "batched": PaddedOptions(experts="batched"),
+    "direct": PaddedOptions(experts="packed", exchange="direct"),
+}
+
 
 class RoutedLayer(nn.Module):
     """A MoE layer that takes its routing as an argument.
@@ -94,7 +101,7 @@ def build(case: Case, flags: dict[str, Any], device: torch.device) -> RoutedLaye
     )
     variant = CONTENDERS[case.contender].variant
     if variant is not None:
-        config.padded_dispatch = PaddedOptions(experts=variant)
+        config.padded_dispatch = _OPTIONS[variant]
     spec = get_moe_module_spec(
         use_te=on_gpu, num_experts=shape.num_experts, moe_grouped_gemm=on_gpu
     )

@@ -2,9 +2,9 @@
 
 A kernel's name says what it does, not for whom. `gather` is therefore rows into slots: the forward
 of dispatch and the backward of combine; `combine` is the sum back: the forward of combine and the
-backward of dispatch. `exchange` includes what a collective waits for its peers. `copies` are where
-the padded layout is regrouped, and where a graph's inputs are filled. Whatever matches nothing is
-`other`: the router, losses, fused element-wise code.
+backward of dispatch. `exchange` includes what a collective or a barrier waits for its
+peers. `copies` are where the padded layout is regrouped, and where a graph's inputs are filled.
+Whatever matches nothing is `other`: the router, losses, fused element-wise code.
 """
 
 import re
@@ -17,7 +17,7 @@ _PHASES = {
     "gather": r"_spread_rows_kernel|\b_permute_kernel|_unpermute_bwd",
     "combine": r"_sum_rows_kernel|_unpermute_kernel",
     "regroup": r"_regroup|_pack_rows|_unpack_rows|sort_chunks",
-    "exchange": r"nccl",
+    "exchange": r"nccl|_push_rows|_send_home|_tell_counts|_place_rows|barrier_kernel",
     "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas",
     "activation": r"silu|swiglu|gated|gelu|sigmoid|_activation_kernel",
     "copies": r"Memcpy|Memset|copy_kernel|FillFunctor|CatArray",

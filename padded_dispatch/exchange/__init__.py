@@ -46,7 +46,14 @@ class ExpertInput:
 
 
 class Exchange(Protocol):
-    """Six stages, in the order of their use. None of them keeps anything on `self`."""
+    """Six stages, in the order of their use. None of them keeps anything on `self`.
+
+    `packed`: which layout of `ExpertInput` it hands out. `num_sources`, `num_local_experts`: S, L.
+    """
+
+    packed: bool
+    num_sources: int
+    num_local_experts: int
 
     def prepare(self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan) -> Slots:
         """Tokens and their probabilities into slots, on this rank."""
@@ -68,6 +75,6 @@ class Exchange(Protocol):
         """Slots home to the ranks of their tokens."""
         ...
 
-    def combine(self, incoming: Slots, plan: DispatchPlan) -> Tensor:
-        """The sum of its slots for every token, [T, D]."""
+    def combine(self, incoming: Slots, plan: DispatchPlan, ends_LS: Tensor | None) -> Tensor:
+        """The sum of its slots for every token, [T, D]; `ends_LS` are those of the input."""
         ...

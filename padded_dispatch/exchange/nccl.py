@@ -112,7 +112,7 @@ class CollectiveExchange:
         return self._all_to_all(outgoing)
 
     @stage("combine")
-    def combine(self, incoming: Slots, plan: DispatchPlan) -> Tensor:
+    def combine(self, incoming: Slots, plan: DispatchPlan, ends_LS: Tensor | None) -> Tensor:
         """The sum of its slots for every token, [T, D]."""
         return combine_rows(incoming.rows_MCD, plan, zeros=not self.packed)
 

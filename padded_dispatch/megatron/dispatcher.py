@@ -6,8 +6,8 @@ The contract passes two tensors from method to method and leaves the rest to att
 the plan's tensors, and nothing else: no shape, no Python number, because a replayed CUDA graph sets
 tensors by name (`cudagraph_attrs`) and runs no Python. T and C are read off their shapes. None of
 them needs a gradient, no backward reads them, and they are dropped when the layer is done, so that
-no graph memory stays pinned. (`ends_LS` lives while the experts run; no capture of Megatron's ends
-there, so no replay has to set it.)
+no graph memory stays pinned. (`ends_LS` lives from the experts' input to the sum of their output,
+and no capture of Megatron's begins or ends between, so no replay has to set it.)
 """
 
 import functools
@@ -19,9 +19,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig
+from padded_dispatch.dispatcher import make_exchange
 from padded_dispatch.exchange import Slots
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.nccl import CollectiveExchange
 from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import LayerConfigs, check_config, padded_options
 from padded_dispatch.megatron.experts import chosen_experts
@@ -60,11 +60,13 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         check_config(config)
         options = padded_options(config)
         self.configs = LayerConfigs(config, options, num_ranks=self.ep_size, tp_size=self.tp_size)
-        self.exchange = CollectiveExchange(
+        self.exchange = make_exchange(
+            options.exchange,
             num_local_experts,
             self.ep_group,
             self.tp_group,
             packed=chosen_experts(config) == "packed",
+            in_flight=options.microbatches_in_flight,
         )
         self.agreement = Agreement(self.ep_group, self.tp_group)
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
@@ -75,7 +77,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.choice_of_slot_EC: Tensor | None = None
         self.kept_E: Tensor | None = None
         self.overflow_E: Tensor | None = None
-        self.ends_LS: Tensor | None = None  # Where packed rows lie, while the experts have them.
+        self.ends_LS: Tensor | None = None  # Where packed rows lie, until they are combined.
         self.cudagraph_attrs = list(_PLAN_TENSORS)
 
     @property
@@ -170,9 +172,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """The experts' output [N, D] in the order of the wire, [R * L, C, D]."""
-        outgoing = self.exchange.disarrange(hidden_states, self.ends_LS)
-        self.ends_LS = None
-        return outgoing.rows_MCD
+        return self.exchange.disarrange(hidden_states, self.ends_LS).rows_MCD
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Slots home to the ranks of their tokens: [R * L, C, D] to [E, C, D]."""
@@ -194,7 +194,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             overflow_E=self.overflow_E,
             capacity=self.choice_of_slot_EC.shape[1],
         )
-        combined_TD = self.exchange.combine(Slots(rows_MCD=hidden_states), plan)
+        combined_TD = self.exchange.combine(Slots(rows_MCD=hidden_states), plan, self.ends_LS)
+        self.ends_LS = None
         output = combined_TD.view(*self.slot_of_SBK.shape[:-1], -1)
         if self.shared_overlap is not None:
             output = output + self.shared_overlap.output()

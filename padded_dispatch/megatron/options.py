@@ -14,6 +14,7 @@ from padded_dispatch.megatron.factors import Factor, read_factor, read_factor_ta
 
 Alignment = int | Literal["auto"]
 Experts = Literal["module", "packed", "batched", "auto"]
+Exchange = Literal["nccl", "direct"]
 OnOverflow = Literal["drop", "warn", "error", "grow"]
 
 
@@ -106,22 +107,41 @@ class PaddedOptions:
             "choices": get_args(Experts),
         },
     )
+    exchange: Exchange = field(
+        default="nccl",
+        metadata={
+            "help": "nccl: an all-to-all of all slots, by any backend; direct: stores of real rows "
+            "between the GPUs of one host, for packed experts",
+            "choices": get_args(Exchange),
+        },
+    )
+    microbatches_in_flight: int = field(
+        default=1,
+        metadata={
+            "help": "with direct, the most forward passes of a layer that wait for their backward "
+            "pass, such as the number of pipeline stages; each has a buffer of its own"
+        },
+    )
 
     def __post_init__(self) -> None:
         for name, names in (
             ("experts", get_args(Experts)),
+            ("exchange", get_args(Exchange)),
             ("on_overflow", get_args(OnOverflow)),
             ("policy", ("megatron", *POLICIES)),
             ("remedy", REMEDIES),
         ):
             value = getattr(self, name)
             _require(value in names, name, value, f"choose one of {', '.join(names)}")
+        fits = self.exchange == "nccl" or self.experts == "packed"
+        _require(fits, "exchange", self.exchange, "it needs experts='packed'")
         rows = self.alignment
         aligned = rows == "auto" or (isinstance(rows, int) and rows >= 1)
         _require(aligned, "alignment", rows, "give a whole number of at least 1, or 'auto'")
         share = self.overflow_threshold
         _require(0 <= share < 1, "overflow_threshold", share, "give a share from 0 to below 1")
-        for name in ("grow_after", "telemetry_every", "reroute_rounds"):
+        counts = "grow_after", "telemetry_every", "reroute_rounds", "microbatches_in_flight"
+        for name in counts:
             value = getattr(self, name)
             _require(value >= 1, name, value, "give a whole number of at least 1")
         # Read once here, so that mistakes are found where they are made.

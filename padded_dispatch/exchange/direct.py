@@ -1,0 +1,294 @@
+"""The exchange by direct stores: GPUs of one host write rows into each other's memory.
+
+Only real rows travel, and they land where the experts read them, packed by (expert, source, slot):
+nothing is gathered before, and nothing regrouped behind. There are two ops, each other's transpose.
+
+    push   tokens to their experts:   counts, barrier, places, rows, barrier
+    home   packed rows to their token: barrier, rows into slots, barrier, sum
+
+The forward of dispatch is a push, the forward of combine a home; backward, the other way round.
+Beside the rows travel probabilities, or their gradients.
+
+Why nothing is overwritten too early. All that one call does to peers' memory lies between two
+barriers of all ranks on the current stream. The first says that everyone is done with whatever was
+there, since all uses of it came before on their streams; the second that everything has arrived. A
+call therefore needs to know nothing of the calls before it: they may be another layer's, a replayed
+graph's, an evaluation's, or a recomputation's. The one exception are the counts, which are told
+before the first barrier: their last readers (`place_rows`) were done before the second barrier of
+the push before, which this rank has passed. Captured barriers reset themselves; every rank takes
+part in every call, also without rows.
+
+What it asks for: all calls of a process are on one stream, or ordered as if they were; what the
+forward pass received is not used after the backward pass, and gradients not after the next layer's.
+A peer that has died leaves the others in a barrier, where a watchdog (`padded_dispatch.watchdog`)
+ends them; without one, the barrier's own limit does after 10 minutes.
+
+Sums are those of `CollectiveExchange`, bit by bit: the same kernel adds the same slots.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.library import custom_op
+
+from padded_dispatch.exchange import ExpertInput, Slots
+from padded_dispatch.exchange.peers import DirectBuffers, Shape, check_group, find
+from padded_dispatch.ops import running_ends
+from padded_dispatch.plan import DispatchPlan
+from padded_dispatch.stages import stage
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class DirectExchange:
+    """`Exchange` by direct stores, for experts that take packed rows.
+
+    What passes between the stages has the shapes of `CollectiveExchange`. On the way there, rows
+    [E, C, D] are packed already; the side [E, C + 1] is, read flat, the probabilities of the N rows
+    and then the counts [S, L]. On the way back, rows are the experts' packed output as it is.
+
+    Args:
+        num_local_experts: experts on this rank (L).
+        group: the expert-parallel group, all on one host.
+        tp_group: must be None, or have one rank.
+        in_flight: microbatches whose forward is done and whose backward is not, at most.
+
+    Raises:
+        ValueError: on all ranks, where it is not possible, with the reason.
+    """
+
+    packed = True
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        group: dist.ProcessGroup | None,
+        tp_group: dist.ProcessGroup | None = None,
+        *,
+        in_flight: int = 1,
+    ) -> None:
+        if tp_group is not None and tp_group.size() > 1:
+            raise ValueError(
+                f"exchange='direct' is not possible with {tp_group.size()} ranks that split every "
+                "expert; set expert_tensor_parallel_size=1 or exchange='nccl'"
+            )
+        self._group = check_group(group)
+        self.num_local_experts = num_local_experts
+        self.num_sources = self._group.size()
+        self._in_flight = in_flight
+        self._buffers: dict[Shape, DirectBuffers] = {}
+
+    @stage("exchange")
+    def prepare(self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan) -> Slots:
+        """Tokens and probabilities to their experts: rows [E, C, D], side [E, C + 1].
+
+        Raises:
+            ValueError: for tensors that are not on a GPU, or in fp64.
+        """
+        _check(tokens_TD, probs_TE)
+        num_experts, capacity = plan.choice_of_slot_EC.shape
+        shape = Shape(
+            num_experts=num_experts,
+            capacity=capacity,
+            width=tokens_TD.shape[1],
+            dtype=tokens_TD.dtype,
+        )
+        if shape not in self._buffers:
+            self._buffers[shape] = DirectBuffers(
+                self._group, shape, tokens_TD.device, in_flight=self._in_flight
+            )
+        rows_ND, side, _ = _push(
+            tokens_TD,
+            probs_TE,
+            plan.slot_of_TK,
+            plan.kept_E,
+            capacity,
+            self.num_sources,
+            self._buffers[shape].key,
+            True,
+        )
+        return Slots(
+            rows_MCD=rows_ND.unflatten(0, (num_experts, capacity)),
+            side_MC1=side.unflatten(0, (num_experts, capacity + 1)),
+        )
+
+    def move(self, outgoing: Slots) -> Slots:
+        """Nothing: they are there."""
+        return outgoing
+
+    @stage("regroup")
+    def arrange(self, incoming: Slots) -> ExpertInput:
+        """The same rows, [N, D], and where they end."""
+        assert incoming.side_MC1 is not None
+        rows_ND, side = incoming.rows_MCD.flatten(0, 1), incoming.side_MC1.flatten()
+        num_rows = rows_ND.shape[0]
+        count_SL = side[num_rows:].detach().view(self.num_sources, self.num_local_experts)
+        kept_SL = count_SL.to(torch.int32)
+        return ExpertInput(
+            rows_ND=rows_ND,
+            probs_N=side[:num_rows],
+            kept_SL=kept_SL,
+            ends_LS=running_ends(kept_SL),
+        )
+
+    def disarrange(self, out_ND: Tensor, ends_LS: Tensor | None) -> Slots:
+        """The same rows, [E, C, D]."""
+        assert ends_LS is not None
+        return Slots(rows_MCD=out_ND.unflatten(0, (ends_LS.numel(), -1)))
+
+    def move_back(self, outgoing: Slots) -> Slots:
+        """Nothing: `combine` needs the plan for it."""
+        return outgoing
+
+    @stage("exchange")
+    def combine(self, incoming: Slots, plan: DispatchPlan, ends_LS: Tensor | None) -> Tensor:
+        """Packed rows home, and the sum of its slots for every token, [T, D]."""
+        assert ends_LS is not None
+        num_experts, capacity, width = incoming.rows_MCD.shape
+        dtype = incoming.rows_MCD.dtype
+        shape = Shape(num_experts=num_experts, capacity=capacity, width=width, dtype=dtype)
+        sum_TD, _ = _home(
+            incoming.rows_MCD.flatten(0, 1),
+            None,
+            ends_LS,
+            plan.slot_of_TK,
+            plan.kept_E,
+            capacity,
+            self._buffers[shape].key,
+        )
+        return sum_TD
+
+
+def _check(tokens_TD: Tensor, probs_TE: Tensor) -> None:
+    if tokens_TD.dtype not in _DTYPES or probs_TE.dtype not in _DTYPES:
+        raise ValueError(
+            f"tokens in {tokens_TD.dtype} with probabilities in {probs_TE.dtype} are not possible "
+            "with exchange='direct': use at most fp32 (moe_router_dtype), or exchange='nccl'"
+        )
+    if tokens_TD.device.type != "cuda":
+        raise ValueError(
+            f"tokens on {tokens_TD.device} are not possible with exchange='direct': move them to a "
+            "GPU, or set exchange='nccl'"
+        )
+
+
+# The ops. `key` finds buffers as a name finds a process group; `saved`: into the layer's own
+# buffers, else into those that the next layer overwrites.
+
+
+@custom_op("padded_dispatch::push", mutates_args=())
+def _push(
+    tokens_TD: Tensor,
+    probs_TE: Tensor | None,
+    slot_of_TK: Tensor,
+    kept_E: Tensor,
+    capacity: int,
+    num_ranks: int,
+    key: str,
+    saved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from padded_dispatch.kernels import direct
+
+    buffers = find(key)
+    transient, rank = buffers.transient, buffers.rank
+    landing = buffers.next_landing() if saved else transient.gradients
+    rows_ND, side = landing.take()
+    num_experts = kept_E.shape[0]
+    start_E = torch.empty_like(kept_E)
+    ends_LS = kept_E.new_empty(num_experts // num_ranks, num_ranks)
+    direct.tell_counts(kept_E, transient.table_R, rank)
+    transient.barrier()
+    direct.place_rows(transient.table_RE, rank, start_E, ends_LS, side[rows_ND.shape[0] :])
+    direct.push_rows(
+        tokens_TD.contiguous(),
+        None if probs_TE is None else probs_TE.contiguous(),
+        slot_of_TK,
+        start_E,
+        landing.rows_R,
+        landing.side_R,
+        capacity,
+    )
+    transient.barrier()
+    return rows_ND, side, ends_LS
+
+
+@_push.register_fake
+def _(tokens_TD, probs_TE, slot_of_TK, kept_E, capacity, num_ranks, key, saved):
+    num_experts = kept_E.shape[0]
+    num_rows = num_experts * capacity
+    return (
+        tokens_TD.new_empty(num_rows, tokens_TD.shape[1]),
+        tokens_TD.new_empty(num_rows + num_experts, dtype=torch.float32),
+        kept_E.new_empty(num_experts // num_ranks, num_ranks),
+    )
+
+
+@custom_op("padded_dispatch::home", mutates_args=())
+def _home(
+    packed_ND: Tensor,
+    probs_N: Tensor | None,
+    ends_LS: Tensor,
+    slot_of_TK: Tensor,
+    kept_E: Tensor,
+    capacity: int,
+    key: str,
+) -> tuple[Tensor, Tensor]:
+    from padded_dispatch.kernels import direct, rows, side
+
+    buffers = find(key)
+    transient = buffers.transient
+    transient.barrier()
+    direct.send_home(
+        packed_ND.contiguous(),
+        None if probs_N is None else probs_N.contiguous(),
+        ends_LS,
+        transient.slots_R,
+        transient.side_R,
+        buffers.rank,
+        capacity,
+    )
+    transient.barrier()
+    sum_TD = rows.sum_rows(transient.slots_ECD.flatten(0, 1), slot_of_TK)
+    if probs_N is None:
+        return sum_TD, packed_ND.new_empty(0, dtype=torch.float32)
+    return sum_TD, side.scatter_side(transient.side_EC1, slot_of_TK)
+
+
+@_home.register_fake
+def _(packed_ND, probs_N, ends_LS, slot_of_TK, kept_E, capacity, key):
+    num_tokens = slot_of_TK.shape[0]
+    values = (0,) if probs_N is None else (num_tokens, kept_E.shape[0])
+    return (
+        packed_ND.new_empty(num_tokens, packed_ND.shape[1]),
+        packed_ND.new_empty(values, dtype=torch.float32),
+    )
+
+
+def _push_setup(ctx, inputs, output) -> None:
+    _, probs_TE, slot_of_TK, kept_E, capacity, _, key, _ = inputs
+    ctx.save_for_backward(output[2], slot_of_TK, kept_E)
+    ctx.capacity, ctx.key, ctx.dtype = capacity, key, probs_TE.dtype
+
+
+@stage("exchange backward")
+def _push_backward(ctx, grad_ND, grad_side, _):
+    grads_N = grad_side[: grad_ND.shape[0]]
+    grad_TD, grad_TE = _home(grad_ND, grads_N, *ctx.saved_tensors, ctx.capacity, ctx.key)
+    return grad_TD, grad_TE.to(ctx.dtype), *(None,) * 6
+
+
+def _home_setup(ctx, inputs, output) -> None:
+    _, _, ends_LS, slot_of_TK, kept_E, capacity, key = inputs
+    ctx.save_for_backward(slot_of_TK, kept_E)
+    ctx.capacity, ctx.num_ranks, ctx.key = capacity, ends_LS.shape[1], key
+
+
+@stage("exchange backward")
+def _home_backward(ctx, grad_TD, _):
+    where = ctx.capacity, ctx.num_ranks, ctx.key, False
+    grad_ND, _, _ = _push(grad_TD, None, *ctx.saved_tensors, *where)
+    return grad_ND, *(None,) * 6
+
+
+_push.register_autograd(_push_backward, setup_context=_push_setup)
+_home.register_autograd(_home_backward, setup_context=_home_setup)

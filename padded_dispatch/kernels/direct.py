@@ -1,0 +1,272 @@
+"""Rows straight into the memory of other GPUs, and home again: each other's transpose.
+
+Every rank has a buffer of each kind, and `..._R`, int64 [R], says where those of all ranks lie, as
+addresses that this rank can store to. Kernels only store to peers and never read from them. They
+know nothing of time: whoever launches them puts a barrier of all ranks before them (everyone is
+done with what the buffers held) and behind them (everything has arrived).
+
+`tell_counts` gives every rank the number of rows that each source keeps for each expert;
+`place_rows` computes from it where rows lie at their experts: packed, ordered (expert, source,
+slot). `push_rows` brings every token there. `send_home` brings packed rows back into slots.
+
+A link is shared by all programs that store over it at a time, so their destinations have to differ:
+`push_rows` walks tokens in their own order, whose experts differ, and each token begins with
+another of its choices; in `send_home` every program walks its own part of the packed rows, so that
+all sources are on the way at any time. 4 programs of 4 warps per multiprocessor of an H200.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PROGRAMS = 528
+
+
+def tell_counts(kept_E: Tensor, table_R: Tensor, rank: int) -> None:
+    """Write this rank's row of every rank's table.
+
+    Args:
+        kept_E: int32, the rows that this rank keeps for each expert.
+        table_R: addresses of int32 [R, E] on every rank.
+        rank: this one's.
+    """
+    num_experts = kept_E.shape[0]
+    block = triton.next_power_of_2(num_experts)
+    _tell_counts_kernel[(table_R.shape[0],)](kept_E, table_R, rank, num_experts, BLOCK=block)
+
+
+@triton.jit
+def _tell_counts_kernel(kept, table_at, rank, num_experts, BLOCK: tl.constexpr):
+    e = tl.arange(0, BLOCK)
+    count = tl.load(kept + e, mask=e < num_experts)
+    table = tl.load(table_at + tl.program_id(0)).to(tl.pointer_type(tl.int32))
+    tl.store(table + rank * num_experts + e, count, mask=e < num_experts)
+
+
+def place_rows(
+    table_RE: Tensor, rank: int, start_E: Tensor, ends_LS: Tensor, count_SL: Tensor
+) -> None:
+    """Where rows begin and end.
+
+    Args:
+        table_RE: int32, the rows of every (source, expert).
+        rank: this one's.
+        start_E: int32, written: where this rank's rows for each expert begin, at that expert's.
+        ends_LS: int32, written: where the rows of each (local expert, source) end, here.
+        count_SL: fp32, written: how many there are.
+
+    Example: R = 2 and `table = [[1, 0, 2, 0], [3, 1, 0, 5]]` on rank 1 give `start = [1, 4, 2, 2]`,
+    `ends = [[2, 2], [2, 7]]` and `count = [[2, 0], [0, 5]]`: rank 1 has experts 2 and 3.
+    """
+    num_local, num_ranks = ends_LS.shape
+    _place_rows_kernel[(num_ranks,)](
+        table_RE,
+        start_E,
+        ends_LS,
+        count_SL,
+        rank,
+        num_ranks,
+        num_local,
+        S_BLOCK=triton.next_power_of_2(num_ranks),
+        L_BLOCK=triton.next_power_of_2(num_local),
+    )
+
+
+@triton.jit
+def _place_rows_kernel(
+    table,
+    start,
+    ends,
+    count_here,
+    rank,
+    num_ranks,
+    num_local,
+    S_BLOCK: tl.constexpr,
+    L_BLOCK: tl.constexpr,
+):
+    there = tl.program_id(0)  # the rank whose experts this program looks at
+    s = tl.arange(0, S_BLOCK)[:, None]
+    local = tl.arange(0, L_BLOCK)[None, :]
+    valid = (s < num_ranks) & (local < num_local)
+    e = there * num_local + local
+    count = tl.load(table + s * (num_ranks * num_local) + e, mask=valid, other=0)
+    all_sources = tl.sum(count, 0)
+    before = tl.cumsum(all_sources, 0) - all_sources
+    end = before[None, :] + tl.cumsum(count, 0)
+    tl.store(start + e + 0 * s, end - count, mask=valid & (s == rank))
+    here = valid & (there == rank)
+    tl.store(ends + local * num_ranks + s, end, mask=here)
+    tl.store(count_here + s * num_local + local, count.to(tl.float32), mask=here)
+
+
+def push_rows(
+    tokens_TD: Tensor,
+    probs_TE: Tensor | None,
+    slot_of_TK: Tensor,
+    start_E: Tensor,
+    rows_R: Tensor,
+    probs_R: Tensor,
+    capacity: int,
+) -> None:
+    """Every token's row, and its probability, to each of its experts.
+
+    Args:
+        tokens_TD: contiguous.
+        probs_TE: contiguous, floating point; None where nothing goes beside the rows.
+        slot_of_TK: int32, `e * C + c` or -1.
+        start_E: int32, from `place_rows`.
+        rows_R: addresses of [N, D] on every rank, in the tokens' dtype.
+        probs_R: addresses of fp32 [N] on every rank.
+        capacity: C.
+
+    Example: R = 2, E = 2, C = 2, `start = [0, 3]` and `slot_of_TK = [[0, 2], [1, -1]]`: both tokens
+    go to rows 0 and 1 on rank 0, the first goes to row 3 on rank 1, too.
+    """
+    num_tokens, top_k = slot_of_TK.shape
+    width, num_experts = tokens_TD.shape[1], start_E.shape[0]
+    programs = min(num_tokens, _PROGRAMS)
+    _push_rows_kernel[(programs, triton.cdiv(width, _block(width)))](
+        tokens_TD,
+        probs_TE if probs_TE is not None else tokens_TD,
+        slot_of_TK,
+        start_E,
+        rows_R,
+        probs_R,
+        num_tokens,
+        num_experts,
+        num_experts // rows_R.shape[0],
+        capacity,
+        width,
+        K=top_k,
+        WITH_PROBS=probs_TE is not None,
+        BLOCK=_block(width),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _push_rows_kernel(
+    tokens,
+    probs,
+    slot_of,
+    start,
+    rows_at,
+    probs_at,
+    num_tokens,
+    num_experts,
+    num_local,
+    capacity,
+    width,
+    K: tl.constexpr,
+    WITH_PROBS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    t = tl.program_id(0).to(tl.int64)
+    while t < num_tokens:
+        row = tl.load(tokens + t * width + column, mask=column < width)
+        for i in tl.static_range(K):
+            k = (t + i) % K
+            slot = tl.load(slot_of + t * K + k)
+            if slot >= 0:
+                e = slot // capacity
+                rank = e // num_local
+                place = (tl.load(start + e) + slot % capacity).to(tl.int64)
+                rows = tl.load(rows_at + rank).to(tl.pointer_type(tokens.dtype.element_ty))
+                target = tl.multiple_of(rows, 16) + place * width + column
+                tl.store(target, row, mask=column < width)
+                if WITH_PROBS:
+                    beside = tl.load(probs_at + rank).to(tl.pointer_type(tl.float32))
+                    prob = tl.load(probs + t * num_experts + e).to(tl.float32)
+                    tl.store(beside + place, prob, mask=tl.program_id(1) == 0)
+        t += tl.num_programs(0)
+
+
+def send_home(
+    packed_ND: Tensor,
+    probs_N: Tensor | None,
+    ends_LS: Tensor,
+    slots_R: Tensor,
+    side_R: Tensor,
+    rank: int,
+    capacity: int,
+) -> None:
+    """Packed rows, and a number beside each, into their slots on the ranks that they came from.
+
+    Args:
+        packed_ND: contiguous; rows from `ends_LS[-1, -1]` on are not read.
+        probs_N: contiguous fp32; None where nothing goes beside the rows.
+        ends_LS: contiguous int32.
+        slots_R: addresses of [E, C, D] on every rank, in the rows' dtype. Empty slots are not
+            written.
+        side_R: addresses of fp32 [E, C + 1] on every rank. The last column is not written.
+        rank: this one's.
+        capacity: C.
+
+    Example: on rank 1 of 2 with L = 1 and C = 2, `ends = [[1, 3]]`: row 0 goes to slot (1, 0) on
+    rank 0, rows 1 and 2 to slots (1, 0) and (1, 1) on rank 1.
+    """
+    width = packed_ND.shape[1]
+    programs = min(packed_ND.shape[0], _PROGRAMS)
+    _send_home_kernel[(programs, triton.cdiv(width, _block(width)))](
+        packed_ND,
+        probs_N if probs_N is not None else packed_ND,
+        ends_LS,
+        slots_R,
+        side_R,
+        rank,
+        *ends_LS.shape,
+        capacity,
+        width,
+        WITH_PROBS=probs_N is not None,
+        BUFFERS=triton.next_power_of_2(ends_LS.numel()),
+        BLOCK=_block(width),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _send_home_kernel(
+    packed,
+    probs,
+    ends,
+    slots_at,
+    side_at,
+    rank,
+    num_local,
+    num_sources,
+    capacity,
+    width,
+    WITH_PROBS: tl.constexpr,
+    BUFFERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    num_buffers = num_local * num_sources
+    total = tl.load(ends + num_buffers - 1)
+    share = tl.cdiv(total, tl.num_programs(0))
+    row = tl.program_id(0) * share
+    last = tl.minimum(row + share, total)
+    # The buffer of the first row is the first one that ends behind it.
+    b = tl.arange(0, BUFFERS)
+    end = tl.load(ends + b, mask=b < num_buffers, other=2147483647)
+    buffer = tl.sum((end <= row).to(tl.int32), 0)
+    while row < last:
+        while tl.load(ends + buffer) <= row:
+            buffer += 1
+        begin = tl.load(ends + buffer - 1, mask=buffer > 0, other=0)
+        source = buffer % num_sources
+        e = rank * num_local + buffer // num_sources
+        slot = e.to(tl.int64) * capacity + (row - begin)
+        value = tl.load(packed + row.to(tl.int64) * width + column, mask=column < width)
+        slots = tl.load(slots_at + source).to(tl.pointer_type(packed.dtype.element_ty))
+        tl.store(tl.multiple_of(slots, 16) + slot * width + column, value, mask=column < width)
+        if WITH_PROBS:
+            side = tl.load(side_at + source).to(tl.pointer_type(tl.float32))
+            # Rows of `side` are C + 1 long.
+            tl.store(side + slot + e, tl.load(probs + row), mask=tl.program_id(1) == 0)
+        row += 1
+
+
+def _block(width: int) -> int:
+    return min(2048, max(16, triton.next_power_of_2(width)))
