@@ -41,7 +41,8 @@ def test_rows_are_kept(tmp_path, capsys, ep):
         *(f"select {name}" for name in SELECTIONS),
         "telemetry",
         *KERNELS,
-        *["experts, both ways"] * 4,
+        "batched experts",
+        *["packed experts"] * 4,
     ]
     assert all(row["us"] == sorted(row["samples_us"])[1] > 0 for row in run["rows"])
     assert len(capsys.readouterr().out.splitlines()) == len(run["rows"])
