@@ -9,6 +9,7 @@ dispatch and combine stay each other's transpose.
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -67,6 +68,9 @@ class PaddedDispatcher:
                     f"{size} ranks; give both the same size"
                 )
         self.config = config
+        self.agreement = Agreement(group, tp_group)
+        # Before it is built: building the direct one is a conversation of the ranks.
+        self.agreement.check(dtype=torch.float32, direct=int(exchange == "direct"))
         self.exchange = make_exchange(
             exchange,
             config.num_local_experts,
@@ -75,7 +79,6 @@ class PaddedDispatcher:
             packed=packed,
             in_flight=in_flight,
         )
-        self.agreement = Agreement(group, tp_group)
 
     def dispatch(
         self,

@@ -22,6 +22,7 @@ from typing import Any, get_args
 import torch
 from graph_routings import RoutingCase, routings_equal_eager
 from graph_training import Situation, replays_do_not_wait, replays_equal_eager
+from megatron.core import package_info
 
 from padded_dispatch.config import Policy, Remedy
 from padded_dispatch.launch import WorkerError, WorkerPool
@@ -47,7 +48,9 @@ _TINY = {"num_experts": 8, "top_k": 2, "hidden": 16, "ffn": 24}
 def situations() -> Iterator[Situation]:
     """Training, from one rank to eight."""
     yield Situation(name="4 microbatches", microbatches=4)
-    for module in ("moe", "moe_act", "layernorm"):
+    # From 0.18 on graphs recompute nothing of `moe`, and eager training rounds otherwise.
+    moe = ("moe",) if (package_info.MAJOR, package_info.MINOR) < (0, 18) else ()
+    for module in (*moe, "moe_act", "layernorm"):
         yield Situation(name=f"recompute {module}", recompute=(module,))
     yield Situation(name="evaluation between steps", evaluates=(1, 256))
     yield Situation(name="evaluation of another shape", evaluates=(3, 160))

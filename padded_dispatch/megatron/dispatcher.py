@@ -60,6 +60,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         check_config(config)
         options = padded_options(config)
         self.configs = LayerConfigs(config, options, num_ranks=self.ep_size, tp_size=self.tp_size)
+        self.agreement = Agreement(self.ep_group, self.tp_group)
+        # Before it is built: building the direct one is a conversation of the ranks.
+        self.agreement.check(dtype=torch.float32, direct=int(options.exchange == "direct"))
         self.exchange = make_exchange(
             options.exchange,
             num_local_experts,
@@ -68,7 +71,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             packed=chosen_experts(config) == "packed",
             in_flight=options.microbatches_in_flight,
         )
-        self.agreement = Agreement(self.ep_group, self.tp_group)
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         self.counters = Counters(self.dispatch_config.num_experts, device)
         self.eval_counters = Counters(self.dispatch_config.num_experts, device)

@@ -117,8 +117,9 @@ class LayerGraphs:
             if report.other_kernels:
                 _log.warning(
                     "%s: graphs compute with other kernels than eager training, so that losses "
-                    "differ by rounding; with Transformer Engine's attention, often slower ones: "
-                    "make seq_length=%d a multiple of 128, or see what NVTE_DEBUG=1 says",
+                    "differ by rounding. Recompute of 'moe' does this from Megatron-Core 0.18 on; "
+                    "or Transformer Engine's attention, whose kernels are slower then: make "
+                    "seq_length=%d a multiple of 128, or see what NVTE_DEBUG=1 says",
                     ", ".join(report.other_kernels),
                     self._helper.seq_length,
                 )

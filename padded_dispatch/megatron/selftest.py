@@ -8,7 +8,9 @@ too: that is reported, not failed, and so for forward. Attention's backward does
 
 Transformer Engine asks whether it is being captured when it chooses attention's kernels. With
 2.20.2 on an H200, cuDNN's fused attention runs eagerly for sequences of 64, 96 and 128, but in a
-capture for 128 only; the others get the unfused one. So these eager runs choose as a capture does,
+capture for 128 only; the others get the unfused one. And from Megatron-Core 0.18 on, a checkpoint
+(recompute of `moe`) is none in a capture, while eagerly its first pass, without gradients, rounds
+otherwise: `topk` then leaves the choices unsorted. So these eager runs choose as a capture does,
 and a fourth, which chooses as eager training does, tells whether that is something else.
 
 Nothing remains of it: random states, buffers and counters are put back; gradients and Megatron's
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer import cuda_graphs
 from torch import Tensor
 
 from padded_dispatch.megatron.compat import clear_moe_metrics
@@ -188,11 +191,15 @@ def _counting_tensors(chunk: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def _choosing_as_a_capture() -> Iterator[None]:
+    is_warmup = cuda_graphs.is_graph_warmup
+    # What recomputation asks, whenever it is about to begin.
+    cuda_graphs.is_graph_warmup = lambda: True
     set_capture_start()
     try:
         yield
     finally:
         set_capture_end()
+        cuda_graphs.is_graph_warmup = is_warmup
 
 
 @contextmanager
