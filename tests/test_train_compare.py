@@ -23,7 +23,7 @@ SMALL = "--steps 2 --seq-length 24 --micro-batch 3 --log-every 1"
 
 def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
     path = tmp_path / "results.json"
-    flags = f"{SMALL} --results {path} --commit abc"
+    flags = f"{SMALL} --workers 1 --results {path} --commit abc"
     assert main(f"{flags} --vs --dispatcher allgather --vs --vs --deterministic --vs".split()) == 0
     (run,) = json.loads(path.read_text())["runs"]
     assert [row["contender"] for row in run["rows"]] == ["stock-allgather", "ours", "ours", "ours"]

@@ -1,13 +1,15 @@
 """The sweep: which runs it makes, that each is itself whatever runs beside it, and its file."""
 
 import json
+import os
 from itertools import product
 
 import pytest
 
-from padded_dispatch.train.sweep import finished, flags_of, line, main, planned, run_key
+from padded_dispatch.train import sweep as sweep_module
+from padded_dispatch.train.sweep import Sweep, finished, flags_of, line, main, planned, run_key
 
-SMALL = "--steps 2 --seq-length 24 --micro-batch 3 --log-every 1 --eval-passes 2"
+SMALL = "--steps 2 --seq-length 24 --micro-batch 3 --log-every 1 --eval-passes 2 --workers 1"
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +58,27 @@ def test_side_by_side_or_in_turn_a_run_is_the_same_and_none_is_made_twice(tmp_pa
     other = "priority+renormalize"
     assert rows[None, "probs"]["loss"] == rows[None, other]["loss"]
     assert rows[0.5, "probs"]["loss"][1] != rows[0.5, other]["loss"][1]
+
+
+class Joined(Exception):  # noqa: N818
+    """A worker would now join its job."""
+
+
+@pytest.mark.parametrize(
+    ("number", "joined"),
+    [("0", "0 of 2 at 70"), ("1", "1 of 2 at 70"), ("2", "0 of 2 at 71"), ("3", "1 of 2 at 71")],
+)
+def test_workers_side_by_side_are_dealt_to_jobs(monkeypatch, tmp_path, number, joined):
+    def join(layout):
+        raise Joined("{RANK} of {WORLD_SIZE} at {MASTER_PORT}".format_map(os.environ))
+
+    monkeypatch.setattr(sweep_module, "world", join)
+    runs = tuple(planned(["1", "2"], ["probs"], ["0"], ["--workers", "2"]))
+    launched = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": "4", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Joined, match=f"^{joined}$"):
+        sweep_module._work(Sweep(runs=runs, path=tmp_path, about={}, ports=(70, 71)))
 
 
 def test_a_policy_may_bring_a_remedy():
