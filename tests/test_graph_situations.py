@@ -83,16 +83,17 @@ def _stub(case: Situation) -> Findings:
     return Findings(differing=differing, facts={"graphs": 2})
 
 
-def test_a_row_says_what_happened():
-    with WorkerPool(1) as pool:
-        right, wrong, broken = (
-            run_case(pool, "a check", _stub, Situation(name="stub", microbatches=number))
-            for number in (1, 2, 3)
-        )
+def test_a_row_says_what_happened(pool2):
+    right, wrong, broken = (
+        run_case(pool2, "a check", _stub, Situation(name="stub", microbatches=number))
+        for number in (1, 2, 3)
+    )
     assert (right["check"], right["passed"], right["failures"]) == ("a check", True, [])
     assert (right["name"], right["facts"]) == ("stub", {"graphs": 2})
     assert not wrong["passed"]
-    assert wrong["failures"] == ["rank 0: the loss differs from eager in 3 steps"]
+    assert wrong["failures"] == [
+        f"rank {rank}: the loss differs from eager in 3 steps" for rank in range(2)
+    ]
     assert not broken["passed"]
     assert "KeyError" in broken["failures"][0]
     assert right.keys() == wrong.keys() == broken.keys()

@@ -6,7 +6,7 @@ Without a GPU they run in Triton's interpreter, which shows their logic; with on
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from routing_cases import RoutingCase, routing_cases
@@ -20,6 +20,8 @@ from padded_dispatch.routings import routing_map
 from padded_dispatch.select import choice_ranks, kept_map
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+few = settings(max_examples=30)  # The interpreter takes up to a tenth of a second for one.
 
 
 def here(array) -> Tensor:
@@ -107,6 +109,7 @@ def test_unpack_rows_example():
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@few
 @given(case=routing_cases(), draw=st.integers(-(2**63), 2**63 - 1), data=st.data())
 def test_select(dtype: torch.dtype, policy, case: RoutingCase, draw: int, data: st.DataObject):
     # Negative, zero of either sign, and equal scores: quarters from -1/2 on.
@@ -198,6 +201,7 @@ def test_moves_and_sums(case: RoutingCase):
     )
 
 
+@few
 @given(
     kept=st.integers(1, 3).flatmap(
         lambda width: st.lists(

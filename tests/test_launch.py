@@ -130,9 +130,9 @@ def test_a_worker_that_died_between_two_runs_is_named(pool):
 def test_a_timeout_names_the_ranks_that_did_not_answer(pool):
     pool.run(dist.get_rank)
     with pytest.raises(WorkerError) as caught:
-        pool.run(_hang, 0, timeout_s=5.0)
+        pool.run(_hang, 0, timeout_s=3.0)
     assert {r: repr(e) for r, e in caught.value.errors.items()} == {
-        0: "TimeoutError('no answer within 5.0 s')"
+        0: "TimeoutError('no answer within 3.0 s')"
     }
     assert pool.run(dist.get_rank) == [0, 1]
 
