@@ -12,6 +12,7 @@ training stream other than the default one, made current before the model is bui
 Engine's random state tracker (`te_rng_tracker=True`).
 """
 
+import functools
 import gc
 import logging
 from collections.abc import Iterator
@@ -72,9 +73,15 @@ class LayerGraphs:
             )
         check_random_states(next(chunks[0].parameters()).device)
         self._chunks = chunks
-        self._helper: Any = cuda_graphs.TECudaGraphHelper(
-            chunks, config, seq_length, micro_batch, optimizers=list(optimizers)
+        self._new_helper = functools.partial(
+            cuda_graphs.TECudaGraphHelper,
+            chunks,
+            config,
+            seq_length,
+            micro_batch,
+            optimizers=list(optimizers),
         )
+        self._helper: Any = self._new_helper()
         if not self._helper.flattened_callables:
             raise ValueError("the config's graph scopes are not possible: no layer has any of them")
         guard.install()
@@ -130,6 +137,7 @@ class LayerGraphs:
         captured cannot be destroyed: that would hang."""
         if self._helper.graphs_created():
             self._helper.delete_cuda_graphs()
+            self._helper = self._new_helper()  # From 0.17 on each of them captures once.
         gc.collect()
 
     def _create(self) -> None:
