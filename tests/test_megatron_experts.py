@@ -230,9 +230,10 @@ def test_a_clamp_that_megatron_would_leave_out_is_refused():
     ("settings", "reason"),
     [
         ({}, "packed"),
-        ({"moe_expert_capacity_factor": 1.15}, "packed"),
+        ({"moe_expert_capacity_factor": 1.3}, "packed"),
+        ({"moe_expert_capacity_factor": 1.0, "expert_model_parallel_size": 2}, "packed"),
         ({"moe_expert_capacity_factor": -1.0}, "packed"),
-        ({"moe_expert_capacity_factor": 1.1}, "batched, since below a factor of 1.15"),
+        ({"moe_expert_capacity_factor": 1.25}, "batched, since EP is 1 and the factor below 1.3"),
         ({"bf16": False}, "module, since bf16 is not set"),
         ({"moe_ffn_hidden_size": 20}, "module, since 16 and 20 are not multiples of 8"),
         ({"use_te_activation_func": True}, "module, since packed and batched experts do not"),

@@ -12,14 +12,16 @@ rounds, is not used for them. So every micro-batch's gradient is rounded to bf16
 2**-8 of itself, as in every linear without the fusion. Over 1 and over 8 micro-batches of random
 gradients `main_grad` was off by 0.17 % in the root mean square (tests/test_grouped.py).
 
-`experts="auto"` takes packed rows where the config allows them, training is in bf16, and skipping
-pays. On an H200 `torch._grouped_mm` takes 0.96 to 1.15 times as long per row as the GEMMs of
-TEGroupedMLP (Qwen3-30B-A3B EP 8, fc1 with 16 experts of 2,048 rows: 287 against 294 us, fc2 172 and
-173; GPT-OSS-20B EP 8, 4 of 4,096: 802 and 700, 401 and 417). With uniform routing a factor of 1.15
-makes up for that; a skewed one leaves more slots empty, and the copy into padded rows is saved
-besides. What decides is the config's factor, not those of single layers or steps, so that all
-layers keep their parameters alike. `torch.bmm` over padded rows is the fastest GEMM at a factor of
-1 (700 and 372 us) and loses from 1.15 on as well; a layer does not offer it.
+`experts="auto"` takes what was faster on H200s where the config allows it and training is in bf16.
+Forward and backward of a layer in a graph, 4,096 tokens per rank, as shares of stock drop-and-pad's
+time (Qwen3-30B-A3B and GPT-OSS-20B; notebooks/results/layer_bench.json):
+
+    EP 4, factor 1.0, 1.25, 2.0    packed .82 .78 .67, .85 .76 .57    batched .88 .89 .91, .85 .84 .83
+    EP 1, factor 1.0, 1.25, 2.0    packed .63 .65 .56, .91 .85 .61    batched .53 .54 .62, .83 .81 .81
+
+With one rank there is nothing to regroup, so packing is a copy that batched experts do without;
+and `torch.bmm` is the faster GEMM per row. What decides is the config's factor, not those of single
+layers or steps, so that all layers keep their parameters alike.
 """
 
 import functools
@@ -44,7 +46,7 @@ from padded_dispatch.stages import stage
 
 _log = logging.getLogger("padded_dispatch")
 
-_PAYS = 1.15
+_BATCHED_BELOW = 1.3  # with one rank; see above
 _NAMES = Literal["module", "packed", "batched"]
 _REMEDY = 'PaddedOptions(experts="module")'
 
@@ -63,9 +65,10 @@ def chosen_experts(config: Any) -> _NAMES:
         return chosen
     against = _against_ours(config)
     factor = config.moe_expert_capacity_factor
-    full = factor is not None and 0 <= factor < _PAYS
+    alone = config.expert_model_parallel_size == 1
+    full = alone and factor is not None and 0 <= factor < _BATCHED_BELOW
     best: _NAMES = "module" if against else "batched" if full else "packed"
-    reason = f", since below a factor of {_PAYS} little can be skipped" if full else ""
+    reason = f", since EP is 1 and the factor below {_BATCHED_BELOW}" if full else ""
     _say(f'experts="auto" takes {best}{against or reason}')
     return best
 
