@@ -16,8 +16,13 @@ gradients `main_grad` was off by 0.17 % in the root mean square (tests/test_grou
 Forward and backward of a layer in a graph, 4,096 tokens per rank, as shares of stock drop-and-pad's
 time (Qwen3-30B-A3B and GPT-OSS-20B; notebooks/results/layer_bench.json):
 
-    EP 4, factor 1.0, 1.25, 2.0    packed .82 .78 .67, .85 .76 .57    batched .88 .89 .91, .85 .84 .83
-    EP 1, factor 1.0, 1.25, 2.0    packed .63 .65 .56, .91 .85 .61    batched .53 .54 .62, .83 .81 .81
+                          packed             batched
+    EP 4, factor 1.0      .82 and .85        .88 and .85
+                1.25      .78     .76        .89     .84
+                2.0       .67     .57        .91     .83
+    EP 1, factor 1.0      .63     .91        .53     .83
+                1.25      .65     .85        .54     .81
+                2.0       .56     .61        .62     .81
 
 With one rank there is nothing to regroup, so packing is a copy that batched experts do without;
 and `torch.bmm` is the faster GEMM per row. What decides is the config's factor, not those of single
