@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import gpu_foundation
 import pytest
 from gpu_foundation import ENVIRONMENT, layer_cases, pipeline_cases, run_case
+from inline_pool import InlinePool
 from layer_parity import LayerCase, layer_parity
 from parity import Errors, Parity
 from pipeline_parity import PipelineCase, pipeline_parity
@@ -40,6 +41,7 @@ def test_a_row_says_what_happened(pool2):
 
 def test_runs_are_appended(tmp_path, monkeypatch):
     cases = iter([LayerCase(name="a", num_experts=4), LayerCase(name="b", num_experts=8)])
+    monkeypatch.setattr(gpu_foundation, "WorkerPool", InlinePool)
     monkeypatch.setattr(gpu_foundation, "layer_parity", _stub)
     monkeypatch.setattr(gpu_foundation, "layer_cases", lambda device, ranks: [next(cases)])
     monkeypatch.setattr(gpu_foundation, "pipeline_cases", lambda device, ranks: [])

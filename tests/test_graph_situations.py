@@ -14,6 +14,7 @@ from graph_protocol import _Graphed
 from graph_routings import routings_equal_eager
 from graph_situations import ENVIRONMENT, checks, on_cpu, run_case
 from graph_training import Findings, Situation, replays_equal_eager
+from inline_pool import InlinePool
 
 from padded_dispatch.launch import WorkerPool
 
@@ -108,6 +109,7 @@ def test_the_file_is_written_case_by_case_and_a_failure_does_not_end_it(tmp_path
         counts.append(len(json.loads(out.read_text())["runs"][0]["rows"]))
 
     cases = [("a check", _stub, Situation(name=f"{n}", microbatches=n)) for n in (3, 1)]
+    monkeypatch.setattr(graph_situations, "WorkerPool", InlinePool)
     monkeypatch.setattr(graph_situations, "checks", lambda num_ranks: cases)
     monkeypatch.setattr(graph_situations, "say", count_rows)
     for name in ENVIRONMENT:

@@ -161,6 +161,7 @@ def test_select_of_many_tokens_in_odd_sizes(policy, skew):
         equal((kept_TE, expected_TE), (demand_E, map_TE.sum(0, dtype=torch.int32)))
 
 
+@few
 @given(case=routing_cases())
 def test_plan(case: RoutingCase):
     map_TE = torch.from_numpy(case.map_TE)
@@ -168,6 +169,7 @@ def test_plan(case: RoutingCase):
     equal(*zip(got, plan_tensors(map_TE, case.top_k, case.capacity), strict=True))
 
 
+@few
 @given(case=routing_cases())
 def test_moves_and_sums(case: RoutingCase):
     """All that moves, by the maps of one plan; an odd width, rows with garbage where empty."""

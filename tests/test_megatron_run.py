@@ -4,6 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from padded_dispatch.megatron.run import main
+
 SCRIPT = """
 import sys
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -29,7 +33,10 @@ def test_script_runs_as_main_with_its_own_arguments(tmp_path: Path):
     assert done.stdout.splitlines()[-1] == "__main__ ['--lr', '3', '-x'] 16 7"
 
 
-def test_missing_script_is_named():
-    done = run("nowhere.py")
-    assert done.returncode == 2
-    assert "script=nowhere.py is not possible: there is no such file" in done.stderr
+def test_missing_script_is_named(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["run", "nowhere.py"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    complaint = "script=nowhere.py is not possible: there is no such file"
+    assert complaint in capsys.readouterr().err

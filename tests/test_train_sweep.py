@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from padded_dispatch.results import about, append_run
 from padded_dispatch.train import sweep as sweep_module
 from padded_dispatch.train.sweep import Sweep, finished, flags_of, line, main, planned, run_key
 
@@ -31,17 +32,19 @@ def test_side_by_side_or_in_turn_a_run_is_the_same_and_none_is_made_twice(tmp_pa
         assert main(f"{flags} --seeds 0 {SMALL} --results {path}".split()) == 0
         return capfd.readouterr().out
 
-    policies = "probs priority+renormalize"
-    out = sweep(together, f"--factors 0.5 none --policies {policies} --jobs 2")
-    assert out.startswith("4 runs, 0 of them done before\n")
+    policies = ["probs", "priority+renormalize"]
+    done = planned(["0.5", "none"], ["position"], ["0"], SMALL.split())
+    before = about(num_gpus=0, command="", commit="a")
+    append_run(together, before, [{"flags": flags_of(run)} for run in done])
+    factors = "--factors 0.5 none"
+    out = sweep(together, f"{factors} --policies {' '.join(policies)} position --jobs 2")
+    assert out.startswith("6 runs, 2 of them done before\n")
     assert "4/4 factor none, priority+renormalize, seed 0" in out
-    sweep(in_turn, "--factors 0.5")
-    out = sweep(in_turn, "--factors 0.5 none")
-    assert out.startswith("2 runs, 1 of them done before\n1/1 factor none")
+    assert sweep(in_turn, factors).startswith("2 runs, 0 of them done before\n1/2 factor 0.5")
     assert sweep(in_turn, "--factors none") == "1 runs, 1 of them done before\n"
 
-    rows = {(row["capacity_factor"], row["variant"]): row for row in rows_of(together)}
-    assert set(rows) == set(product([0.5, None], policies.split()))
+    rows = {(row["capacity_factor"], row["variant"]): row for row in rows_of(together)[2:]}
+    assert set(rows) == set(product([0.5, None], policies))
     alone = rows_of(in_turn)
     assert [row["capacity_factor"] for row in alone] == [0.5, None]
     for row in alone:
