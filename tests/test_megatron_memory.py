@@ -12,6 +12,7 @@ from graph_protocol import _Graphed
 from megatron.core import package_info
 from test_megatron_graph_helper import iteration_of
 from test_megatron_graphs import BATCH, SEQUENCE, Training, graphs
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from padded_dispatch.megatron import memory
 from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs
@@ -41,6 +42,18 @@ def sample(num_tokens: int = 5) -> Sample:
 def test_kept_is_what_backward_reads_each_storage_once_and_no_parameters():
     # The input, and tanh's output, which the second layer reads as well: 2 * 5 * 16 * 4 bytes.
     assert saved_bytes(sample()) == 2 * 5 * WIDTH * 4
+
+
+def test_nothing_stays_alive():
+    """What tanh gives is saved by tanh itself, the shortest of cycles."""
+    seen, given = [], sample()
+
+    def note(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        seen.append(StorageWeakRef(args[0].untyped_storage()))
+
+    given.layer.second.register_forward_pre_hook(note)
+    saved_bytes(given)
+    assert [storage.expired() for storage in seen] == [True]
 
 
 def test_estimate_counts_what_is_in_flight_at_once():

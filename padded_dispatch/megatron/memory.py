@@ -59,7 +59,8 @@ def saved_bytes(sample: Sample) -> int:
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         kept[storage.data_ptr()] = storage
-        return tensor
+        # Not the tensor: a node that saved its own output would hold itself for ever.
+        return tensor.detach()
 
     given = [tensor.detach().requires_grad_() for tensor in sample.args]
     cuda_graphs._set_capture_start()  # Else a layer runs as a whole, whatever its scope.
