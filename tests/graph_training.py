@@ -442,7 +442,7 @@ def _config(case: Situation, graphs: bool) -> TransformerConfig:
         virtual_pipeline_model_parallel_size=case.vpp,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
-        add_bias_linear=True,
+        add_bias_linear=case.etp == 1,  # Megatron's experts have no bias otherwise.
         add_qkv_bias=True,
         gated_linear_unit=True,
         activation_func=quick_gelu,
