@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import itertools
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -170,7 +171,8 @@ def run_case(pool: WorkerPool, check: str, run: Check, case: Case) -> dict[str, 
     try:
         found = pool.run(run, case, timeout_s=CASE_S)
     except WorkerError as error:
-        row["failures"] = [str(error)[-4000:]]
+        # Without tracebacks, which name the machine's folders.
+        row["failures"] = [re.sub(r"\nTraceback.*?(?=\nrank \d|\Z)", "", str(error), flags=re.S)]
         pool.close()  # What is left in these processes would be the next case's trouble.
     else:
         row["facts"] = found[0].facts
