@@ -89,7 +89,9 @@ def test_table_has_one_row_per_option():
     ]
     assert rows[0] == (
         "| `min_capacity` | `--padded-min-capacity` | 1 | least slots per (source rank, expert), "
-        "whatever the factor |"
+        "whatever the factor |  |"
     )
+    [policy] = [row for row in rows if "`policy`" in row]
+    assert policy.endswith("sure tokens | probs 33 us, position 21, random 31, priority 75 |")
     [schedule] = [row for row in rows if "`schedule`" in row]
     assert schedule.startswith("| `schedule` | `--padded-schedule` | none | capacity factors over")
