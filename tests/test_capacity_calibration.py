@@ -31,13 +31,23 @@ ABOUT = {"machine": "1 x Abacus", "versions": {}, "command": "count", "commit": 
 
 def calibration(coefficients):
     return Calibration(
-        coefficients=coefficients, determined=NAMES, sources=(ABOUT,), num_rows=9, errors={}
+        coefficients=coefficients,
+        determined=NAMES,
+        sources=(ABOUT,),
+        num_rows=9,
+        num_ranks=(1,),
+        errors={},
     )
 
 
 def works(packed, wire=(0.0, 3e8)):
     return [
-        Work(packed=packed, num_local_experts=experts, wire_bytes=sent, flops=flops)
+        Work(
+            packed=packed,
+            num_launched=0 if packed else experts,
+            wire_bytes=sent,
+            flops=flops,
+        )
         for experts, sent, flops in [
             (4, wire[0], 1e12),
             (4, wire[1], 2e12),
@@ -47,13 +57,17 @@ def works(packed, wire=(0.0, 3e8)):
     ]
 
 
+def row_of(work, ms, num_ranks=1):
+    return Measured(work=work, ms=ms, name="ours", num_ranks=num_ranks)
+
+
 def measured(items):
-    return [Measured(work=work, ms=calibration(TRUE).ms(work), name="ours") for work in items]
+    return [row_of(work, calibration(TRUE).ms(work)) for work in items]
 
 
 def test_milliseconds_by_hand():
-    padded = Work(packed=False, num_local_experts=16, wire_bytes=4e8, flops=1e12)
-    packed = Work(packed=True, num_local_experts=16, wire_bytes=4e8, flops=1e12)
+    padded = Work(packed=False, num_launched=16, wire_bytes=4e8, flops=1e12)
+    packed = Work(packed=True, num_launched=0, wire_bytes=4e8, flops=1e12)
     assert math.isclose(calibration(TRUE).ms(padded), 0.5 + 0.16 + 2.0 + 2.0, rel_tol=1e-12)
     assert math.isclose(calibration(TRUE).ms(packed), 0.5 + 2.0 + 2.5, rel_tol=1e-12)
 
@@ -93,10 +107,16 @@ def test_other_rows_are_compared_and_not_fitted():
         fit([other], [ABOUT])
 
 
+def test_it_says_how_many_ranks_exchanged_rows():
+    (row, *_) = measured(works(False))
+    found = fit([dataclasses.replace(row, num_ranks=ranks) for ranks in (4, 1, 4, 2)], [ABOUT])
+    assert found.num_ranks == (1, 2, 4)
+    assert "rows of EP 1, 2, 4, measured on 1 x Abacus" in found.describe()
+
+
 def test_rows_that_contradict_the_model():
     few, many = works(False)[2:]
-    rows = [Measured(work=few, ms=9.0, name="a"), Measured(work=many, ms=0.1, name="a")]
-    rows += [Measured(work=dataclasses.replace(few, flops=4e12), ms=2.0, name="a")]
+    rows = [row_of(few, 9.0), row_of(many, 0.1), row_of(dataclasses.replace(few, flops=4e12), 2.0)]
     with pytest.raises(ValueError, match=r"contradict the model: .* came out below 0"):
         fit(rows, [ABOUT])
 
@@ -111,6 +131,7 @@ def test_json_there_and_back(tmp_path):
     "change",
     [
         lambda raw: raw.pop("sources"),
+        lambda raw: raw.pop("num_ranks"),
         lambda raw: raw["coefficients"].pop("fixed_ms"),
         lambda raw: raw["coefficients"].update(fixed_ms=-1.0),
         lambda raw: raw["coefficients"].update(fixed_ms="fast"),

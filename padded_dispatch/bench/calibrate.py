@@ -53,8 +53,10 @@ def main(argv: list[str]) -> int:
 def calibrate(results: dict[str, Any]) -> Calibration:
     """Fit the model to what a results file of `padded-dispatch bench` holds.
 
-    It is fitted to our own rows in a graph, with routing in balance. Stock drop-and-pad's rows,
-    which compute as many slots, are compared with it.
+    It is fitted to our own rows in a graph, with routing in balance: Megatron's experts (module)
+    and packed ones. Rows that compute as many slots otherwise are compared with it: stock
+    drop-and-pad's, and batched experts, which are modelled as padded ones with one launch for all.
+    Direct stores are left out: they send full slots only, over another wire.
 
     Raises:
         ValueError: when rows are of different machines, or do not fit the model.
@@ -85,6 +87,7 @@ def table(calibration: Calibration) -> str:
 def _is_usable(row: dict[str, Any]) -> bool:
     return (
         row["contender"] in ("ours", "stock-drop-pad")
+        and row["variant"] != "direct"
         and row["graph"] == "layer"
         and row["skew"] == "uniform"
         and row["capacity_factor"] is not None
@@ -105,17 +108,19 @@ def _measured(row: dict[str, Any]) -> Measured:
     )
     slots = shape.num_experts * config.capacity(row["tokens"])
     found = cost(config, sizes, busiest_rows=row["fill"] * slots)  # in balance all ranks are alike
-    packed = row["variant"] == "packed"
+    variant = row["variant"]
+    packed = variant == "packed"
     return Measured(
         work=Work(
             packed=packed,
-            num_local_experts=config.num_local_experts,
+            num_launched=0 if variant in ("packed", "batched") else config.num_local_experts,
             wire_bytes=found.wire_bytes,
             flops=found.packed_flops if packed else found.padded_flops,
         ),
         ms=row["ms"],
-        name=" ".join(part for part in (row["contender"], row["variant"]) if part),
-        fits=row["contender"] == "ours",
+        name=" ".join(part for part in (row["contender"], variant) if part),
+        num_ranks=row["ep"],
+        fits=variant in ("module", "packed"),
     )
 
 

@@ -6,8 +6,8 @@
 for one MoE layer, forward and backward, in a CUDA graph: without one the host decides, which no
 arithmetic on sizes foretells. `fixed` is all that does not grow with the factor; `per_expert` is
 the launches that padded experts need for each of their experts, packed ones do all in one. Copies
-within a rank are not a term of their own: they grow as the wire does, and a sixth coefficient did
-not stand out of the noise.
+within a rank are not a term of their own: they grow as the wire does, and a sixth coefficient made
+the errors hardly smaller.
 
 The fit is linear least squares on relative errors. Rows that do not tell some coefficients apart
 leave these where they started, as near as can be (the solution of least norm, relative to the
@@ -53,21 +53,27 @@ START = Coefficients(
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the model takes the time of: one layer's, forward and backward, on one rank."""
+    """What the model takes the time of: one layer's, forward and backward, on one rank.
+
+    `packed`: whose rate the FLOPs have. `num_launched`: experts whose products are launched one by
+    one; 0 where one launch does all.
+    """
 
     packed: bool
-    num_local_experts: int
+    num_launched: int
     wire_bytes: float
     flops: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A measured layer. `name`: whose. `fits`: the model is of this one; else it is compared."""
+    """A measured layer. `name`: whose. `num_ranks`: that exchanged rows (R). `fits`: the model is of
+    this one; else it is compared."""
 
     work: Work
     ms: float
     name: str
+    num_ranks: int
     fits: bool = True
 
 
@@ -81,6 +87,7 @@ class Calibration:
         sources: the runs that measured: machine, versions, command, commit, date, as in results
             files.
         num_rows: measured rows that the fit saw.
+        num_ranks: ranks that exchanged rows (R), of these rows; beyond them it is extrapolated.
         errors: the largest error of a modelled time, relative to the measured one, by who was
             measured; also for rows that the fit did not see.
     """
@@ -89,6 +96,7 @@ class Calibration:
     determined: tuple[str, ...]
     sources: tuple[dict[str, Any], ...]
     num_rows: int
+    num_ranks: tuple[int, ...]
     errors: dict[str, float]
 
     def ms(self, work: Work) -> float:
@@ -101,7 +109,7 @@ class Calibration:
         return self.ms(
             Work(
                 packed=packed,
-                num_local_experts=num_local_experts,
+                num_launched=0 if packed else num_local_experts,
                 wire_bytes=cost.wire_bytes,
                 flops=flops,
             )
@@ -111,9 +119,10 @@ class Calibration:
         """Where the numbers come from and what they are worth, in a few sentences."""
         errors = ", ".join(f"{error:.1%} ({name})" for name, error in self.errors.items())
         text = (
-            f"Times are modelled, not measured: calibrated on {self.num_rows} rows measured on "
-            f"{self._of_sources('machine')} ({self._of_sources('date')}, commit "
-            f"{self._of_sources('commit')}); largest error on the rows there: {errors}."
+            f"Times are modelled, not measured: calibrated on {self.num_rows} rows of EP "
+            f"{', '.join(map(str, self.num_ranks))}, measured on {self._of_sources('machine')} "
+            f"({self._of_sources('date')}, commit {self._of_sources('commit')}); largest error on "
+            f"the rows there: {errors}. More ranks are extrapolated."
         )
         guessed = [name for name in NAMES if name not in self.determined]
         if self.num_rows <= len(NAMES):
@@ -127,7 +136,7 @@ class Calibration:
         return text
 
     def _of_sources(self, name: str) -> str:
-        return ", ".join(dict.fromkeys(str(source[name]) for source in self.sources))
+        return ", ".join(sorted({str(source[name]) for source in self.sources}))
 
 
 def fit(measured: Sequence[Measured], sources: Sequence[dict[str, Any]]) -> Calibration:
@@ -155,6 +164,7 @@ def fit(measured: Sequence[Measured], sources: Sequence[dict[str, Any]]) -> Cali
         determined=_determined(relative_NP),
         sources=tuple(sources),
         num_rows=len(fitting),
+        num_ranks=tuple(sorted({row.num_ranks for row in fitting})),
         errors=errors,
     )
 
@@ -188,10 +198,8 @@ def _parse(text: str) -> Calibration:
     coefficients = Coefficients(**raw.pop("coefficients"))
     if not all(isinstance(v, float) and v > 0 for v in vars(coefficients).values()):
         raise ValueError("coefficients are numbers above 0")
-    determined, sources = tuple(raw.pop("determined")), tuple(raw.pop("sources"))
-    calibration = Calibration(
-        coefficients=coefficients, determined=determined, sources=sources, **raw
-    )
+    lists = {name: tuple(raw.pop(name)) for name in ("determined", "sources", "num_ranks")}
+    calibration = Calibration(coefficients=coefficients, **lists, **raw)
     calibration.describe()  # Complete, or it raises here and not in the middle of a report.
     return calibration
 
@@ -201,7 +209,7 @@ def _terms(work: Work) -> NDArray[np.float64]:
     return np.array(
         [
             1.0,
-            0.0 if work.packed else work.num_local_experts,
+            work.num_launched,
             work.wire_bytes / 1e6,  # ms times GB/s
             0.0 if work.packed else work.flops / 1e9,  # ms times TFLOP/s
             work.flops / 1e9 if work.packed else 0.0,
