@@ -161,6 +161,10 @@ def test_none_drops_nothing():
             "capacity_factor=None is not possible: alltoall-drop-pad needs a number",
         ),
         ("--save-every 2", "save_every=2 is not possible: it needs a folder"),
+        (
+            "--padded-experts packed --padded-exchange direct",
+            "padded_exchange=direct is not possible: GPUs of one host store to each other",
+        ),
         ("--resume", "resume=True is not possible: it needs a folder"),
         ("--tensorboard", "tensorboard=True is not possible: it needs a folder"),
     ],

@@ -270,6 +270,12 @@ class Settings:
             "alltoall-drop-pad",
         )
         _require(
+            dispatch.padded.exchange != "direct" or (layout.device == "cuda" and layout.ep > 1),
+            "padded_exchange",
+            dispatch.padded.exchange,
+            "GPUs of one host store to each other; it needs --device cuda and --ep of at least 2",
+        )
+        _require(
             dispatch.dispatcher in DROPPING or dispatch.capacity_factor is None,
             "capacity_factor",
             dispatch.capacity_factor,
