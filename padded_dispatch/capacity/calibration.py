@@ -67,8 +67,11 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A measured layer. `name`: whose. `num_ranks`: that exchanged rows (R). `fits`: the model is of
-    this one; else it is compared."""
+    """A measured layer.
+
+    `name`: whose. `num_ranks`: that exchanged rows (R). `fits`: the model is of this one; else it
+    is compared.
+    """
 
     work: Work
     ms: float
