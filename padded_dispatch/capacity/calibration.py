@@ -125,7 +125,7 @@ class Calibration:
             f"Times are modelled, not measured: calibrated on {self.num_rows} rows of EP "
             f"{', '.join(map(str, self.num_ranks))}, measured on {self._of_sources('machine')} "
             f"({self._of_sources('date')}, commit {self._of_sources('commit')}); largest error on "
-            f"the rows there: {errors}. More ranks are extrapolated."
+            f"the rows there: {errors}. Other shapes and more ranks are extrapolated."
         )
         guessed = [name for name in NAMES if name not in self.determined]
         if self.num_rows <= len(NAMES):
