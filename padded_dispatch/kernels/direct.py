@@ -94,9 +94,9 @@ def _place_rows_kernel(
     before = tl.cumsum(all_sources, 0) - all_sources
     end = before[None, :] + tl.cumsum(count, 0)
     tl.store(start + e + 0 * s, end - count, mask=valid & (s == rank))
-    here = valid & (there == rank)
-    tl.store(ends + local * num_ranks + s, end, mask=here)
-    tl.store(count_here + s * num_local + local, count.to(tl.float32), mask=here)
+    if there == rank:
+        tl.store(ends + local * num_ranks + s, end, mask=valid)
+        tl.store(count_here + s * num_local + local, count.to(tl.float32), mask=valid)
 
 
 def push_rows(
