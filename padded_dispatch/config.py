@@ -20,7 +20,12 @@ Remedy = Literal["none", "renormalize", "reroute"]
 REMEDIES: tuple[str, ...] = get_args(Remedy)
 
 
-def _require(ok: bool, field: str, value: object, remedy: str) -> None:
+def require(ok: object, field: str, value: object, remedy: str) -> None:
+    """Refuse a value: the error names the field, the value and the remedy.
+
+    Raises:
+        ValueError: unless `ok`.
+    """
     if not ok:
         raise ValueError(f"{field}={value!r} is not possible: {remedy}")
 
@@ -96,26 +101,26 @@ class DispatchConfig:
             "tp_size",
         ):
             value = getattr(self, name)
-            _require(
+            require(
                 isinstance(value, int) and not isinstance(value, bool) and value >= 1,
                 name,
                 value,
                 "give a whole number of at least 1",
             )
-        _require(
+        require(
             self.top_k <= self.num_experts,
             "top_k",
             self.top_k,
             f"a token cannot have more than num_experts={self.num_experts} experts",
         )
-        _require(
+        require(
             self.num_experts % self.num_ranks == 0,
             "num_experts",
             self.num_experts,
             f"make it a multiple of num_ranks={self.num_ranks}",
         )
         factor = self.capacity_factor
-        _require(
+        require(
             factor is None or (math.isfinite(factor) and factor > 0),
             "capacity_factor",
             factor,
@@ -125,7 +130,7 @@ class DispatchConfig:
             ("policy", self.policy, POLICIES),
             ("remedy", self.remedy, REMEDIES),
         ):
-            _require(value in choices, name, value, f"choose one of {', '.join(choices)}")
+            require(value in choices, name, value, f"choose one of {', '.join(choices)}")
         # Here and not in capacity(): Dynamo cannot trace math.gcd of a number that it generalises.
         step = self.alignment // math.gcd(self.alignment, self.num_sources)
         object.__setattr__(self, "_capacity_step", step)
@@ -152,7 +157,7 @@ class DispatchConfig:
         Raises:
             ValueError: for T = 0; a rank without tokens has no static shape to take part with.
         """
-        _require(
+        require(
             num_tokens >= 1,
             "num_tokens",
             num_tokens,

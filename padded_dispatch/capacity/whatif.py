@@ -24,12 +24,13 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from padded_dispatch.capacity.ranks import MAX_GROUPS, NEVER, competing_records, row_ranks
 from padded_dispatch.capacity.trace import Trace
-from padded_dispatch.config import POLICIES, DispatchConfig, Policy, Remedy
-from padded_dispatch.stats import MASS_UNITS
+from padded_dispatch.config import POLICIES, DispatchConfig, Policy, Remedy, require
+from padded_dispatch.stats import mass_units
 
 Meaning = Literal["source", "rank", "pooled"]
 MEANINGS: tuple[str, ...] = get_args(Meaning)
@@ -228,22 +229,22 @@ def _check(
     min_capacity: int,
     remedy: str,
 ) -> None:
-    _require(policy in POLICIES, "policy", policy, f"choose one of {', '.join(POLICIES)}")
-    _require(meaning in MEANINGS, "meaning", meaning, f"choose one of {', '.join(MEANINGS)}")
-    _require(
+    require(policy in POLICIES, "policy", policy, f"choose one of {', '.join(POLICIES)}")
+    require(meaning in MEANINGS, "meaning", meaning, f"choose one of {', '.join(MEANINGS)}")
+    require(
         remedy in ("none", "renormalize"),
         "remedy",
         remedy,
         "a trace can replay none and renormalize; train with reroute to see what it does",
     )
-    _require(len(factors) >= 1, "factors", factors, "give at least one")
-    _require(
+    require(len(factors) >= 1, "factors", factors, "give at least one")
+    require(
         trace.probs_NTK is not None or policy in ("position", "random"),
         "policy",
         policy,
         "this trace has no probabilities; choose position or random",
     )
-    _require(
+    require(
         meaning != "rank" or min_capacity == 1,
         "min_capacity",
         min_capacity,
@@ -370,19 +371,11 @@ def _rows(
         cell_NTK=n_N11 * trace.num_experts + ids_NTK,
         rank_NTK=rank_NTK,
         first_NT=rank_NTK.min(2),
-        mass_NTK=np.zeros(ids_NTK.shape, np.int64) if probs_NTK is None else _mass_units(probs_NTK),
+        mass_NTK=np.zeros(ids_NTK.shape, np.int64)
+        if probs_NTK is None
+        else mass_units(torch.from_numpy(probs_NTK)).numpy(),
     )
-
-
-def _mass_units(probs: NDArray[np.float32]) -> NDArray[np.int64]:
-    """As `padded_dispatch.stats.mass_units`, which says the same of a tensor."""
-    return np.rint(probs.astype(np.float64) * MASS_UNITS).astype(np.int64)
 
 
 def _share(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.float64]:
     return part / np.maximum(whole, 1)
-
-
-def _require(ok: bool, name: str, value: object, remedy: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}={value!r} is not possible: {remedy}")

@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from padded_dispatch.config import POLICIES, REMEDIES, Policy, Remedy
+from padded_dispatch.config import POLICIES, REMEDIES, Policy, Remedy, require
 from padded_dispatch.megatron.factors import Factor, read_factor, read_factor_table, read_factors
 
 Alignment = int | Literal["auto"]
@@ -141,18 +141,18 @@ class PaddedOptions:
             ("remedy", REMEDIES),
         ):
             value = getattr(self, name)
-            _require(value in names, name, value, f"choose one of {', '.join(names)}")
+            require(value in names, name, value, f"choose one of {', '.join(names)}")
         fits = self.exchange == "nccl" or self.experts == "packed"
-        _require(fits, "exchange", self.exchange, "it needs experts='packed'")
+        require(fits, "exchange", self.exchange, "it needs experts='packed'")
         rows = self.alignment
         aligned = rows == "auto" or (isinstance(rows, int) and rows >= 1)
-        _require(aligned, "alignment", rows, "give a whole number of at least 1, or 'auto'")
+        require(aligned, "alignment", rows, "give a whole number of at least 1, or 'auto'")
         share = self.overflow_threshold
-        _require(0 <= share < 1, "overflow_threshold", share, "give a share from 0 to below 1")
+        require(0 <= share < 1, "overflow_threshold", share, "give a share from 0 to below 1")
         counts = "grow_after", "telemetry_every", "reroute_rounds", "microbatches_in_flight"
         for name in counts:
             value = getattr(self, name)
-            _require(value >= 1, name, value, "give a whole number of at least 1")
+            require(value >= 1, name, value, "give a whole number of at least 1")
         # Read once here, so that mistakes are found where they are made.
         _ = self.factor_of_layer, self.eval_factors, self.factor_of_step, self.factors_to_grow
 
@@ -230,8 +230,3 @@ def _flag(option: dataclasses.Field[Any]) -> str:
 
 def _default(option: dataclasses.Field[Any]) -> str:
     return "none" if option.default == "" else str(option.default)
-
-
-def _require(ok: object, name: str, value: object, remedy: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}={value!r} is not possible: {remedy}")
