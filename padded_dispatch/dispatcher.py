@@ -69,10 +69,9 @@ class PaddedDispatcher:
                 )
         self.config = config
         self.agreement = Agreement(group, tp_group)
-        # Before it is built: building the direct one is a conversation of the ranks.
-        self.agreement.check(dtype=torch.float32, direct=int(exchange == "direct"))
         self.exchange = make_exchange(
             exchange,
+            self.agreement,
             config.num_local_experts,
             group,
             tp_group,
@@ -134,6 +133,7 @@ class PaddedDispatcher:
 
 def make_exchange(
     kind: ExchangeKind,
+    agreement: Agreement,
     num_local_experts: int,
     group: dist.ProcessGroup | None,
     tp_group: dist.ProcessGroup | None,
@@ -144,8 +144,11 @@ def make_exchange(
     """The exchange of this kind; a collective call of both groups' members.
 
     Raises:
-        ValueError: on all ranks, where it is not possible, with the reason.
+        ValueError: on all ranks, where they disagree about it or it is not possible, with the
+            reason.
     """
+    # Before it is built: building the direct one is a conversation of the ranks.
+    agreement.check(dtype=torch.float32, direct=int(kind == "direct"))
     if kind not in get_args(ExchangeKind):
         raise ValueError(f"exchange={kind!r} is not possible: choose one of nccl, direct")
     if kind == "nccl":

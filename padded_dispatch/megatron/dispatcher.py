@@ -61,10 +61,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         options = padded_options(config)
         self.configs = LayerConfigs(config, options, num_ranks=self.ep_size, tp_size=self.tp_size)
         self.agreement = Agreement(self.ep_group, self.tp_group)
-        # Before it is built: building the direct one is a conversation of the ranks.
-        self.agreement.check(dtype=torch.float32, direct=int(options.exchange == "direct"))
         self.exchange = make_exchange(
             options.exchange,
+            self.agreement,
             num_local_experts,
             self.ep_group,
             self.tp_group,
