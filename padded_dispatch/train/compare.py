@@ -9,10 +9,8 @@ those of `padded-dispatch train`. Starting processes and importing costs more th
 contenders on the same machine in the same minutes compare best.
 """
 
-import gc
 import sys
 
-import torch
 import torch.distributed as dist
 
 from padded_dispatch.launch import start_workers
@@ -20,7 +18,7 @@ from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.command import check
 from padded_dispatch.train.loop import train
 from padded_dispatch.train.settings import Settings
-from padded_dispatch.train.world import world
+from padded_dispatch.train.world import free_memory, world
 
 _SEPARATOR = "--vs"
 
@@ -67,6 +65,4 @@ def _work(runs: list[Settings], names: list[str]) -> None:
             if dist.get_rank() == 0 and not settings.output.json:
                 sys.stdout.write(f"{number}/{len(runs)} {name}\n")
             train(settings, device)
-            gc.collect()  # DDP's hooks and the model hold each other.
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            free_memory(device)

@@ -18,18 +18,33 @@ from padded_dispatch.results import about, append_run
 from padded_dispatch.train.flops import flops_per_token
 from padded_dispatch.train.settings import Settings
 
-CONTENDERS = {
+_CONTENDERS = {
     "padded_alltoall": "ours",
     "allgather": "stock-allgather",
     "alltoall": "stock-dropless",
     "alltoall-drop-pad": "stock-drop-pad",
 }
-IMPLS = {
+_IMPLS = {
     "none": None,
     "partial": "transformer_engine",
     "layer": "transformer_engine",
     "full-iteration": "full_iteration",
 }
+
+
+def identity(settings: Settings) -> dict[str, Any]:
+    """What a row of a results file says first of a run: whose, of what, and captured how."""
+    recipe, dispatch, graph = settings.recipe, settings.dispatch, settings.output.graph
+    return {
+        "model": settings.preset,
+        "ep": settings.layout.ep,
+        "tokens": recipe.micro_batch * recipe.seq_length,
+        "capacity_factor": dispatch.capacity_factor,
+        "skew": None,
+        "contender": _CONTENDERS[dispatch.dispatcher],
+        "graph": graph,
+        "graph_impl": _IMPLS[graph],
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +125,8 @@ class Recorder:
         flops = flops_per_token(settings.model, recipe.num_layers, recipe.seq_length)
         on_gpu = self._device.type == "cuda"
         return {
-            "model": settings.preset,
-            "ep": layout.ep,
-            "tokens": recipe.micro_batch * recipe.seq_length,
-            "capacity_factor": settings.dispatch.capacity_factor,
-            "skew": None,
-            "contender": CONTENDERS[settings.dispatch.dispatcher],
+            **identity(settings),
             "variant": None,
-            "graph": settings.output.graph,
-            "graph_impl": IMPLS[settings.output.graph],
             "flags": {
                 group: dataclasses.asdict(getattr(settings, group))
                 for group in ("recipe", "dispatch", "layout")

@@ -16,7 +16,6 @@ out.
 import argparse
 import contextlib
 import dataclasses
-import gc
 import io
 import json
 import os
@@ -37,9 +36,9 @@ from padded_dispatch.results import about, append_run
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.command import check
 from padded_dispatch.train.loop import Outcome, train
-from padded_dispatch.train.record import CONTENDERS, IMPLS
+from padded_dispatch.train.record import identity
 from padded_dispatch.train.settings import Settings
-from padded_dispatch.train.world import world
+from padded_dispatch.train.world import free_memory, world
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,15 +212,8 @@ def row_of(
     steady = [row.step_ms for row in rows[len(rows) // 2 :]]
     alone = num_jobs == 1
     return {
-        "model": settings.preset,
-        "ep": settings.layout.ep,
-        "tokens": settings.recipe.micro_batch * settings.recipe.seq_length,
-        "capacity_factor": settings.dispatch.capacity_factor,
-        "skew": None,
-        "contender": CONTENDERS[settings.dispatch.dispatcher],
+        **identity(settings),
         "variant": padded.policy + ("" if padded.remedy == "none" else f"+{padded.remedy}"),
-        "graph": settings.output.graph,
-        "graph_impl": IMPLS[settings.output.graph],
         "flags": flags_of(settings),
         "seed": settings.recipe.seed,
         "jobs": num_jobs,
@@ -271,9 +263,7 @@ def _work(sweep: Sweep) -> None:
                 append_run(sweep.path, sweep.about, [row])
                 sys.stdout.write(f"{number + 1}/{len(sweep.runs)} {line(row)}\n")
                 sys.stdout.flush()
-            gc.collect()  # DDP's hooks and the model hold each other.
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            free_memory(device)
 
 
 def line(row: dict[str, Any]) -> str:

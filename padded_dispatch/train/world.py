@@ -1,5 +1,6 @@
 """How a worker joins the others: its device, Megatron's process groups, the random seeds."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,13 @@ def world(layout: Layout) -> Iterator[torch.device]:
         with megatron_on_cpu():
             yield torch.device("cpu")
     dist.destroy_process_group()
+
+
+def free_memory(device: torch.device) -> None:
+    """Between two runs in one process: what the one before has left behind."""
+    gc.collect()  # DDP's hooks and the model hold each other.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @contextmanager
