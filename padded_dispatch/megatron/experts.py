@@ -213,9 +213,10 @@ class BatchedExperts(_StackedExperts):
         Returns:
             [N, D], and None for the bias that Megatron may add: it is in there already.
         """
-        num_experts = self.linear_fc1.num_experts
-        ends_L = torch.arange(1, num_experts + 1, dtype=torch.int32, device=rows_ND.device)
-        ends_L *= rows_ND.shape[0] // num_experts
+        num_rows, num_each = rows_ND.shape[0], rows_ND.shape[0] // self.linear_fc1.num_experts
+        ends_L = torch.arange(
+            num_each, num_rows + 1, num_each, dtype=torch.int32, device=rows_ND.device
+        )
         return self._computed(rows_ND, ends_L, probs_N, batched_linear), None
 
 
