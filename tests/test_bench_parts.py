@@ -11,7 +11,7 @@ from padded_dispatch.bench.parts import _config, _parts, main
 CPU = torch.device("cpu")
 POLICIES = ("probs", "position", "random", "priority")
 SELECTIONS = (*POLICIES, "probs, renormalize", "probs, reroute", "probs, protected")
-KERNELS = ("select and plan", "side", "gather", "combine", "pack", "unpack")
+KERNELS = ("select and plan", "side", "gather", "gather, packed", "combine", "pack", "unpack")
 
 
 def test_bytes_and_flops_are_those_of_real_rows():
@@ -20,7 +20,8 @@ def test_bytes_and_flops_are_those_of_real_rows():
     parts = {(part.name, part.fill): part for part in _parts(shape, config, 10, CPU)}
     row, num_kept = shape.hidden_size * 4, 10 * shape.top_k
     fill = num_kept / (shape.num_experts * 10)
-    assert parts["gather", fill].bytes == parts["combine", fill].bytes == (10 + num_kept) * row
+    for name in ("gather", "gather, packed", "combine"):
+        assert parts[name, fill].bytes == (10 + num_kept) * row
     assert parts["pack", fill].bytes == parts["unpack", fill].bytes == 2 * num_kept * row
     slots = 2 * 10 * shape.num_experts // 2
     full = 18 * slots * shape.hidden_size * shape.ffn_size
