@@ -359,8 +359,6 @@ def _pack(slots_MCD: Tensor, ends_LS: Tensor, zeros: bool) -> Tensor:
 def _(slots_MCD, ends_LS, zeros):
     from padded_dispatch.kernels import regroup
 
-    # A slice of every buffer is fine as it is; a row has to be contiguous.
-    slots_MCD = slots_MCD if slots_MCD.stride(2) == 1 else slots_MCD.contiguous()
     return regroup.pack_rows(slots_MCD, ends_LS)
 
 

@@ -232,6 +232,12 @@ def test_packing_and_unpacking(kept: list[list[int]], width: int):
     equal((unpacked_MCD[here(real_MC)], slots_MCD[real_MC]))
 
 
+def test_packing_a_gradient_that_is_one_row_everywhere():
+    row_D = torch.tensor([1.0, 2.0, 3.0])
+    packed_ND = regroup.pack_rows(here(row_D).expand(2, 4, 3), ints([2, 5]))
+    equal((packed_ND[:5], row_D.expand(5, 3)))
+
+
 # Triton's interpreter (3.6) cuts fp32 off to bf16 instead of rounding it; the hardware rounds.
 NARROW = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
 

@@ -2,25 +2,27 @@
 
 The received buffer is ordered (source, expert, slot) and has gaps; packed rows are ordered (expert,
 source, slot) and have none. `ends_LS`, the running count of real rows in that order, places every
-row of both: source s's rows of expert l begin where the ones before end. A program owns a few slots
-of one (source, expert), reads or writes real rows only, and every element has one writer.
+row of both: source s's rows of expert l begin where the ones before end. The rows that a source has
+for an expert are one run of elements on either side, so a program moves a part of such a run and
+knows neither rows nor columns: widths that are no power of two leave no lane idle, and
+probabilities, rows of width one, take the same kernel. Every element has one writer.
 
-Rows are moved in blocks of whole rows, so that probabilities, rows of width one, take the same
-kernel.
+Measured on an H200 in a graph (T 4096, factor 1.25, bf16; a copy runs at 4.15 TB/s, real rows count
+once read and once written): pack and unpack 67 us with D 2048, K 8, 96 % of the copy's speed; 48 us
+with D 2880, K 4, 95 %. Blocks of 8192 elements were 3 % slower, and programs that knew rows and
+columns 3 to 7 %.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from padded_dispatch.kernels.rows import columns
-
 
 def pack_rows(slots_MCD: Tensor, ends_LS: Tensor) -> Tensor:
     """The real rows without the gaps; what lies behind them is not written.
 
     Args:
-        slots_MCD: [S * L, C, D], the last dimension contiguous.
+        slots_MCD: [S * L, C, D]; a copy is made unless every [C, D] of it is contiguous.
         ends_LS: contiguous int32.
 
     Returns:
@@ -30,57 +32,53 @@ def pack_rows(slots_MCD: Tensor, ends_LS: Tensor) -> Tensor:
     and two from source 1; expert 1 none and one) pack the slots `[[a, -], [-, -], [b, c], [d, -]]`
     to `[a, b, c, d]` and four rows of garbage.
     """
+    if not slots_MCD[0].is_contiguous():
+        slots_MCD = slots_MCD.contiguous()
     num_buffers, capacity, width = slots_MCD.shape
     packed_ND = slots_MCD.new_empty(num_buffers * capacity, width)
-    rows, block, warps = _tile(width)
-    blocks = triton.cdiv(capacity, rows)
-    _pack_rows_kernel[(num_buffers * blocks, triton.cdiv(width, block))](
+    block = min(_BLOCK, triton.next_power_of_2(capacity * width))
+    blocks = triton.cdiv(capacity * width, block)
+    _pack_rows_kernel[(num_buffers * blocks,)](
         slots_MCD,
         ends_LS,
         packed_ND,
-        slots_MCD.stride(0),
-        slots_MCD.stride(1),
         *ends_LS.shape,
-        capacity,
+        slots_MCD.stride(0),
         width,
         blocks,
-        ROWS=rows,
         BLOCK=block,
-        num_warps=warps,
+        num_warps=_WARPS,
     )
     return packed_ND
 
 
+_BLOCK, _WARPS = 2048, 4  # elements; 16 bytes a thread and step
+
+
 @triton.jit
-def _buffer(ends, num_local_experts, num_sources, blocks):
-    """This program's buffer, where its rows begin among the packed ones, and how many are real."""
+def _part_of_run(
+    slots, ends, packed, num_local_experts, num_sources, stride, width, blocks, BLOCK: tl.constexpr
+):
+    """This program's part on both sides, where it begins in its buffer, how many rows are real."""
     m = tl.program_id(0) // blocks
     place = (m % num_local_experts) * num_sources + m // num_local_experts
-    start = tl.load(ends + place - 1, mask=place > 0, other=0)
-    return m, start, tl.load(ends + place) - start
+    start = tl.load(ends + place - 1, mask=place > 0, other=0).to(tl.int64)
+    first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK  # 32 bits end at 2**31 elements
+    i = tl.arange(0, BLOCK)
+    in_slots = slots + (m.to(tl.int64) * stride + first) + i
+    in_packed = packed + (start * width + first) + i
+    return in_slots, in_packed, first, tl.load(ends + place) - start
 
 
 @triton.jit
 def _pack_rows_kernel(
-    slots,
-    ends,
-    packed,
-    buffer_stride,
-    slot_stride,
-    num_local_experts,
-    num_sources,
-    capacity,
-    width,
-    blocks,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    slots, ends, packed, num_local_experts, num_sources, stride, width, blocks, BLOCK: tl.constexpr
 ):
-    m, start, num_rows = _buffer(ends, num_local_experts, num_sources, blocks)
-    c = ((tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    there = (c < num_rows) & (column < width)
-    source = slots + m.to(tl.int64) * buffer_stride + c * slot_stride + column
-    tl.store(packed + (start + c) * width + column, tl.load(source, mask=there), mask=there)
+    in_slots, in_packed, first, num_rows = _part_of_run(
+        slots, ends, packed, num_local_experts, num_sources, stride, width, blocks, BLOCK
+    )
+    there = tl.arange(0, BLOCK) < num_rows * width - first
+    tl.store(in_packed, tl.load(in_slots, mask=there), mask=there)
 
 
 def unpack_rows(packed_ND: Tensor, ends_LS: Tensor, *, zeros: bool = True) -> Tensor:
@@ -99,20 +97,19 @@ def unpack_rows(packed_ND: Tensor, ends_LS: Tensor, *, zeros: bool = True) -> Te
     num_buffers, width = ends_LS.numel(), packed_ND.shape[1]
     capacity = packed_ND.shape[0] // num_buffers
     slots_MCD = packed_ND.new_empty(num_buffers, capacity, width)
-    rows, block, warps = _tile(width)
-    blocks = triton.cdiv(capacity, rows)
-    _unpack_rows_kernel[(num_buffers * blocks, triton.cdiv(width, block))](
+    block = min(_BLOCK, triton.next_power_of_2(capacity * width))
+    blocks = triton.cdiv(capacity * width, block)
+    _unpack_rows_kernel[(num_buffers * blocks,)](
         packed_ND,
         ends_LS,
         slots_MCD,
         *ends_LS.shape,
-        capacity,
+        capacity * width,
         width,
         blocks,
         ZEROS=zeros,
-        ROWS=rows,
         BLOCK=block,
-        num_warps=warps,
+        num_warps=_WARPS,
     )
     return slots_MCD
 
@@ -124,24 +121,15 @@ def _unpack_rows_kernel(
     slots,
     num_local_experts,
     num_sources,
-    capacity,
+    size,
     width,
     blocks,
     ZEROS: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    m, start, num_rows = _buffer(ends, num_local_experts, num_sources, blocks)
-    c = ((tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    there = (c < num_rows) & (column < width)
-    row = tl.load(packed + (start + c) * width + column, mask=there, other=0)
-    target = slots + (m.to(tl.int64) * capacity + c) * width + column
-    tl.store(target, row, mask=(c < capacity) & (column < width) if ZEROS else there)
-
-
-def _tile(width: int) -> tuple[int, int, int]:
-    """Rows and columns of a program, and its warps."""
-    block = columns(width)
-    rows = max(1, min(1024, 8192 // block))
-    return rows, block, max(1, min(8, rows * block // 256))
+    in_slots, in_packed, first, num_rows = _part_of_run(
+        slots, ends, packed, num_local_experts, num_sources, size, width, blocks, BLOCK
+    )
+    there = tl.arange(0, BLOCK) < num_rows * width - first
+    value = tl.load(in_packed, mask=there, other=0)
+    tl.store(in_slots, value, mask=tl.arange(0, BLOCK) < size - first if ZEROS else there)
