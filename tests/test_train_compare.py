@@ -23,20 +23,24 @@ SMALL = "--steps 2 --seq-length 24 --micro-batch 3 --log-every 1"
 
 def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
     path = tmp_path / "results.json"
-    flags = f"{SMALL} --workers 1 --results {path} --commit abc"
-    assert main(f"{flags} --vs --dispatcher allgather --vs --vs --deterministic --vs".split()) == 0
+    flags = f"{SMALL} --workers 1 --results {path} --commit abc --repeats 2"
+    assert main(f"{flags} --vs --capacity-factor 2 --vs --deterministic".split()) == 0
     (run,) = json.loads(path.read_text())["runs"]
-    assert [row["contender"] for row in run["rows"]] == ["stock-allgather", "ours", "ours", "ours"]
+    rows = run["rows"]
+    assert [row["capacity_factor"] for row in rows] == [2.0, 1.25, 2.0, 1.25]
+    assert [row["flags"]["recipe"]["deterministic"] for row in rows] == [False, True, False, True]
     # Whatever ran before, a run's numbers are its own.
-    _, first, _, again = run["rows"]
-    assert first["loss"] == again["loss"]
-    assert "1/4 --dispatcher allgather\n" in capfd.readouterr().out
+    losses = [row["loss"] for row in rows]
+    assert losses[:2] == losses[2:] and losses[0] != losses[1]
+    assert all(row["seconds"] > 0 and row["allocated_before_gib"] is None for row in rows)
+    assert "2/4 --deterministic\n" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("", "at least one --vs"),
+        ("--repeats 0 --vs", "repeats=0 is not possible: give 1 or more"),
         ("--vs --workers 1 --vs", "must be the same for all"),
         ("--vs --out somewhere", "out=somewhere is not possible"),
         ("--vs --vs --graph layer", "CUDA graphs need a GPU"),

@@ -54,6 +54,14 @@ def test_the_loss_falls(pool2, flags):
     )
 
 
+def test_forced_balance_fills_all_slots_alike(pool2):
+    flags = "--steps 1 --capacity-factor 2 --seq-length 256 --micro-batch 2"
+    learned = run(pool2, flags).rows[0]
+    forced = run(pool2, f"{flags} --balancing forced").rows[0]
+    assert learned.dropped is not None and learned.dropped > 0
+    assert forced.dropped == 0 and forced.fill == 1 / 2
+
+
 def test_no_factor_drops_nothing_and_a_small_one_much(pool2):
     everything = run(pool2, "--steps 1 --capacity-factor none").rows[0]
     # 72 tokens, 2 of 8 experts each, 72 slots for each expert.

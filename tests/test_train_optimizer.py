@@ -4,9 +4,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig
 from torch import nn
 
-from padded_dispatch.train.optimizer import TorchAdam, learning_rate
+from padded_dispatch.train import optimizer as optimizer_module
+from padded_dispatch.train.optimizer import TorchAdam, learning_rate, optimizer_config
 from padded_dispatch.train.settings import Recipe
 
 
@@ -49,3 +51,18 @@ def test_adam_steps_along_main_grad():
         adam.step()
         for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
             assert torch.equal(mine, theirs)
+
+
+def test_what_adam_keeps_is_said_in_megatrons_words(monkeypatch):
+    # The real one asks for Transformer Engine as soon as state is not fp32.
+    monkeypatch.setattr(optimizer_module, "OptimizerConfig", dict)
+    full = optimizer_config(recipe(lr=0.1, lr_decay=9))
+    small = optimizer_config(recipe(lr=0.1, lr_decay=9, adam_state="bf16"))
+    assert {k: v for k, v in small.items() if k not in full} == {
+        "use_precision_aware_optimizer": True,
+        "store_param_remainders": True,
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+    }
+    assert small.keys() <= OptimizerConfig.__dataclass_fields__.keys()
+    assert full["lr"] == 0.1 and full["use_distributed_optimizer"] is True

@@ -6,9 +6,12 @@
 
 Flags before the first `--vs` hold for all; each `--vs` starts a contender and has its own flags,
 those of `padded-dispatch train`. Starting processes and importing costs more than many a run, and
-contenders on the same machine in the same minutes compare best.
+contenders on the same machine in the same minutes compare best. `--repeats N`, before the first
+`--vs`, trains all of them in turn, N times over, so that what changes on the machine meanwhile is
+seen in every contender: equal rows of a results file are repeats.
 """
 
+import argparse
 import sys
 
 import torch.distributed as dist
@@ -31,6 +34,7 @@ def main(argv: list[str]) -> int:
         SystemExit: see `start_workers`.
     """
     common, *contenders = _split(argv)
+    repeats, common = _repeats(common)
     runs = [parse(common + flags) for flags in contenders]
     if not runs:
         raise ValueError("no contender is not possible: give at least one --vs")
@@ -44,8 +48,18 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"out={settings.output.out} is not possible: compare keeps --results")
         check(settings)
     names = [" ".join(flags) for flags in contenders]
-    start_workers(_work, (runs, names), num_workers=runs[0].layout.workers)
+    start_workers(_work, (runs * repeats, names * repeats), num_workers=runs[0].layout.workers)
     return 0
+
+
+def _repeats(argv: list[str]) -> tuple[int, list[str]]:
+    """Their number, and the other flags."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--repeats", type=int, default=1)
+    known, others = parser.parse_known_args(argv)
+    if known.repeats < 1:
+        raise ValueError(f"repeats={known.repeats} is not possible: give 1 or more")
+    return known.repeats, others
 
 
 def _split(argv: list[str]) -> list[list[str]]:

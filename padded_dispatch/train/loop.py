@@ -138,6 +138,7 @@ def work(settings: Settings) -> Outcome:
 def train(settings: Settings, device: torch.device) -> Outcome:
     """Train over the default process group. To be called by every rank."""
     with model_parallel(settings):
+        recorder = Recorder(settings, device) if settings.output.results else None
         trainer = _build(settings, device)
         start = checkpoint.Progress(step=0, first_loss=math.nan, factors={})
         if settings.output.resume:
@@ -145,7 +146,7 @@ def train(settings: Settings, device: torch.device) -> Outcome:
             newest = checkpoint.newest(settings.output.out)
             start = checkpoint.load(newest, trainer.chunks, trainer.optimizer)
         with _log(settings.output, start.step) as log:
-            outcome = _run(trainer, start, log)
+            outcome = _run(trainer, start, log, recorder)
             log.say(outcome.sentence())
         if trainer.graphs:
             trainer.graphs.delete()
@@ -178,7 +179,9 @@ def _build(settings: Settings, device: torch.device) -> Trainer:
     )
 
 
-def _run(trainer: Trainer, start: checkpoint.Progress, log: Log) -> Outcome:
+def _run(
+    trainer: Trainer, start: checkpoint.Progress, log: Log, recorder: Recorder | None
+) -> Outcome:
     settings, output = trainer.settings, trainer.settings.output
     recipe = settings.recipe
     meter = Meter(
@@ -187,7 +190,6 @@ def _run(trainer: Trainer, start: checkpoint.Progress, log: Log) -> Outcome:
         tokens_per_step=recipe.global_batch * recipe.seq_length,
         flops_per_token=flops_per_token(settings.model, recipe.num_layers, recipe.seq_length),
     )
-    recorder = Recorder(settings, trainer.device) if output.results else None
     tracer = None
     if output.trace:
         tracer = trace_recorder(settings, trainer.chunks, trainer.device, steps_done=start.step)

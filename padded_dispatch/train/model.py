@@ -151,7 +151,11 @@ def _balancing(settings: Settings) -> dict[str, Any]:
             "moe_router_enable_expert_bias": True,
             "moe_router_score_function": "sigmoid",
         }
-    return {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
+    return {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1e-2,
+        "moe_router_force_load_balancing": settings.recipe.balancing == "forced",
+    }
 
 
 def _dispatcher(settings: Settings) -> dict[str, Any]:

@@ -50,24 +50,38 @@ class TorchAdam:
         self.adam.step()
 
 
-class MegatronAdam:
-    """Megatron's distributed optimizer: fp32 weights and Adam's state split over data parallel."""
+def optimizer_config(recipe: Recipe) -> OptimizerConfig:
+    """Megatron's config of `MegatronAdam`."""
+    state: dict[str, Any] = {}
+    if recipe.adam_state == "bf16":
+        state = {
+            "use_precision_aware_optimizer": True,
+            "store_param_remainders": True,
+            "exp_avg_dtype": torch.bfloat16,
+            "exp_avg_sq_dtype": torch.bfloat16,
+        }
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=recipe.lr,
+        weight_decay=_WEIGHT_DECAY,
+        adam_beta1=_BETAS[0],
+        adam_beta2=_BETAS[1],
+        clip_grad=_MAX_GRAD_NORM,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        **state,
+    )
 
-    def __init__(self, chunks: list[Any], lr: float) -> None:
-        self.adam: Any = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=lr,
-                weight_decay=_WEIGHT_DECAY,
-                adam_beta1=_BETAS[0],
-                adam_beta2=_BETAS[1],
-                clip_grad=_MAX_GRAD_NORM,
-                bf16=True,
-                params_dtype=torch.bfloat16,
-                use_distributed_optimizer=True,
-            ),
-            chunks,
-        )
+
+class MegatronAdam:
+    """Megatron's distributed optimizer: Adam's state split over data parallel ranks.
+
+    Experts have none but the ranks that hold the same ones: at EP = ranks their state is whole.
+    """
+
+    def __init__(self, chunks: list[Any], recipe: Recipe) -> None:
+        self.adam: Any = get_megatron_optimizer(optimizer_config(recipe), chunks)
 
     def zero_grad(self) -> None:
         """Forget the last step's gradients."""
@@ -84,5 +98,5 @@ class MegatronAdam:
 def build_optimizer(settings: Settings, chunks: list[Any]) -> TorchAdam | MegatronAdam:
     """The optimizer for the run's device."""
     if settings.layout.device == "cuda":
-        return MegatronAdam(chunks, settings.recipe.lr)
+        return MegatronAdam(chunks, settings.recipe)
     return TorchAdam(chunks, settings.recipe.lr)

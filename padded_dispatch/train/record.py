@@ -76,6 +76,9 @@ class StepMarks:
 class Recorder:
     """Keeps every step of a run, and writes them down. All methods are for all ranks.
 
+    To be made before the model: what is allocated by then is no part of the run, and the row says
+    how much it is. Peaks are the run's own, from here on.
+
     Args:
         settings: with a `results` file.
         device: of the run.
@@ -86,7 +89,10 @@ class Recorder:
         self._device = device
         self._marks: list[StepMarks] = []
         self._losses: list[Tensor] = []
+        self._started = time.perf_counter()
+        self._allocated_before = 0
         if device.type == "cuda":
+            self._allocated_before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
 
     def add(self, marks: StepMarks, losses: list[Tensor]) -> None:
@@ -142,8 +148,10 @@ class Recorder:
             "floor_ms": None,
             "tokens_per_s": tokens_per_s,
             "tflops_per_gpu": tokens_per_s * flops / layout.workers / 1e12,
+            "allocated_before_gib": self._allocated_before / 2**30 if on_gpu else None,
             "allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
             "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
+            "seconds": time.perf_counter() - self._started,
             "loss": losses,
         }
 

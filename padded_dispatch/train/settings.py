@@ -13,8 +13,9 @@ from typing import Literal
 from padded_dispatch.megatron.options import PaddedOptions
 
 Device = Literal["cpu", "cuda"]
-Balancing = Literal["aux-loss", "expert-bias"]
+Balancing = Literal["aux-loss", "expert-bias", "forced"]
 Graph = Literal["none", "partial", "layer", "full-iteration"]
+AdamState = Literal["fp32", "bf16"]
 DispatcherName = Literal["padded_alltoall", "allgather", "alltoall", "alltoall-drop-pad"]
 DROPPING: tuple[DispatcherName, ...] = ("padded_alltoall", "alltoall-drop-pad")
 # What each of Megatron's own dispatchers can be captured in; ours in all of them.
@@ -64,8 +65,18 @@ class Recipe:
     lr_decay: int = field(
         metadata=_help("step at which it has fallen to a tenth, on a cosine (default: --steps)")
     )
+    adam_state: AdamState = field(
+        default="fp32",
+        metadata=_help(
+            "what Adam keeps: 12 bytes per parameter, or 6 with moments in bf16 and of the fp32 "
+            "weights only the bits that bf16 ones lack; its owner's share on each GPU"
+        ),
+    )
     balancing: Balancing = field(
-        default="aux-loss", metadata=_help("what spreads tokens over experts")
+        default="aux-loss",
+        metadata=_help(
+            "what spreads tokens over experts; forced: random routing, to measure times with"
+        ),
     )
     router_skew: float = field(
         default=0.0,
@@ -198,6 +209,12 @@ class Settings:
                     _require(value >= 0, name, value, "give 0 or more")
                 elif isinstance(value, int | float) and value is not False:
                     _require(value > 0, name, value, "give a number above 0")
+        _require(
+            self.recipe.adam_state == "fp32" or self.layout.device == "cuda",
+            "adam_state",
+            self.recipe.adam_state,
+            "only Transformer Engine's Adam keeps less than fp32, on a GPU; give fp32",
+        )
         self._check_layout()
         self._check_dispatch()
         self._check_graph()
