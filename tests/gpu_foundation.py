@@ -3,32 +3,30 @@
     python tests/gpu_foundation.py --out notebooks/results/foundation.json --commit SHA
 
 Uses all GPUs of the machine: parity of the MoE layer in every mix of parallelism that fits them,
-and of a pipelined GPT. Results are appended to the file, one run per call; each row is first
-written to `OUT.jsonl`, so that a run that is cut short loses nothing. `--cpu N` does the same with
-N processes over gloo, which tries out this program.
+and of a pipelined GPT. The file is whole after every row. `--only TEXT` runs the cases whose name
+has the text; `--cpu N` does the same with N processes over gloo, which tries out this program.
 """
 
 import argparse
 import dataclasses
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_rows import Rows, parsed
 from layer_parity import LayerCase, layer_parity, single_draws
 from pipeline_parity import STAGES, PipelineCase, pipeline_parity
 
 from padded_dispatch.launch import WorkerError, WorkerPool
 from padded_dispatch.megatron import PaddedOptions
-from padded_dispatch.results import about, append_run
 
 DTYPES = (torch.bfloat16, torch.float32)
 CASE_S = 120.0
 OVERLAP = (("moe_shared_expert_overlap", True),)
+# Those that Hopper has; "blockwise" wants widths that are multiples of 128.
+FP8_RECIPES = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3"}
 RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))
 
 # Read by libraries as they are loaded, so set before a worker starts. fp32 has to mean fp32:
@@ -73,6 +71,10 @@ def layer_cases(device: str, num_ranks: int) -> Iterator[LayerCase]:
             yield LayerCase(name="packed experts, every token to one", **packed, **full)
             gpt_oss = {"bias": True, "gpt_oss": True}
             yield LayerCase(name="packed experts like GPT-OSS's", **packed, **gpt_oss, **wide)
+        if dtype == torch.bfloat16 and device == "cuda":
+            for recipe, number in FP8_RECIPES.items():
+                both = (("fp8", number), ("fp8_recipe", recipe))
+                yield LayerCase(name=f"fp8, {recipe}", both=both, **{**wide, "ffn": 256})
         yield LayerCase(name="shared experts", shared_ffn=64, **wide)
         yield LayerCase(name="shared experts, overlap", shared_ffn=64, ours=OVERLAP, **wide)
 
@@ -115,62 +117,34 @@ def luck(pool: WorkerPool, case: LayerCase, num_draws: int) -> dict[str, Any]:
         "dtype": str(case.dtype).removeprefix("torch."),
         "draws": num_draws,
         "misses": {name: dataclasses.asdict(m) for name, m in misses.items()},
+        "passed": True,  # It only counts.
+        "failures": None,
     }
-
-
-def say(line: str) -> None:
-    """A line for whoever watches."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def main() -> int:
     """Run everything; the exit code is 1 when a check failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="the results file")
-    parser.add_argument("--commit", required=True, help="that this tree was made from")
-    parser.add_argument("--command", help="as it was typed, if not as this process sees it")
-    parser.add_argument("--cpu", type=int, metavar="N", help="N processes without GPUs")
     parser.add_argument(
         "--draws", type=int, help="instead: how often one draw of 'bias', fp32, EP2 alone misses"
     )
-    arguments = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
+    arguments = parsed(parser)
+    rows = Rows(arguments, ENVIRONMENT)
     device = "cpu" if arguments.cpu else "cuda"
-    num_ranks = arguments.cpu or torch.cuda.device_count()
-    num_gpus = 0 if arguments.cpu else num_ranks
-    if num_ranks == 0:
-        parser.error("no GPU here; --cpu N runs without")
-    command = arguments.command or " ".join(["python", *sys.argv])
-
-    rows: list[dict[str, Any]] = []
-    lines = arguments.out.with_suffix(".jsonl")
-    lines.parent.mkdir(parents=True, exist_ok=True)
-    backend = "gloo" if arguments.cpu else "nccl"
-    with WorkerPool(num_ranks, backend=backend) as pool, lines.open("a") as file:
-        cases = list(layer_cases(device, num_ranks))
-        checks = [("layer parity", layer_parity, c) for c in cases]
-        checks += [
-            ("pipeline parity", pipeline_parity, c) for c in pipeline_cases(device, num_ranks)
-        ]
+    layers = list(layer_cases(device, rows.num_ranks))
+    checks: list[tuple[str, Callable[..., Any], Any]]
+    checks = [("layer parity", layer_parity, case) for case in layers]
+    for case in pipeline_cases(device, rows.num_ranks):
+        checks.append(("pipeline parity", pipeline_parity, case))
+    with WorkerPool(rows.num_ranks, backend=rows.backend) as pool:
         if arguments.draws:
             checks = []
-            (bias,) = (c for c in cases if c.name == "bias" and c.dtype == torch.float32)
-            rows.append(luck(pool, dataclasses.replace(bias, ep=2), arguments.draws))
-            say(json.dumps(rows[-1]["misses"]))
+            (bias,) = (c for c in layers if c.name == "bias" and c.dtype == torch.float32)
+            rows.add(luck(pool, dataclasses.replace(bias, ep=2), arguments.draws))
         for check, parity, case in checks:
-            row = run_case(pool, check, parity, case)
-            rows.append(row)
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            verdict = "passed" if row["passed"] else "FAILED"
-            say(f"{verdict} {check}: {case.name}, {row['dtype']}, {row['seconds']} s")
-
-    run_about = about(num_gpus=num_gpus, command=command, commit=arguments.commit)
-    append_run(arguments.out, run_about | {"environment": ENVIRONMENT}, rows)
-    num_failed = sum(not row.get("passed", True) for row in rows)
-    say(f"{len(rows) - num_failed} passed, {num_failed} failed")
-    return 1 if num_failed else 0
+            if rows.wants(case):
+                rows.add(run_case(pool, check, parity, case))
+    return rows.exit_code()
 
 
 if __name__ == "__main__":

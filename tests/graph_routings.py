@@ -5,8 +5,9 @@ input says is what is routed. Forward and backward are one graph. Output and all
 replay are compared bit by bit, on the device, and the outcome is read once, at the end.
 """
 
-import os
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from parity import megatron
 from torch import Tensor
 
 from padded_dispatch.config import Policy, Remedy
+from padded_dispatch.dispatcher import ExchangeKind
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.compat import training_stream
 from padded_dispatch.routings import routing_scores
@@ -31,7 +33,8 @@ class RoutingCase:
     """A layer over `ranks` expert-parallel ranks, and how many routings it sees.
 
     Every fourth routing is of one of `KINDS`: with "hot" every token asks for expert 0, with "idle
-    rank" nobody asks for the experts of the last rank (of the last half on a single one).
+    rank" nobody asks for the experts of the last rank (of the last half on a single one). `seed`:
+    of the draws of policy "random".
     """
 
     name: str
@@ -39,8 +42,10 @@ class RoutingCase:
     ranks: int = 1
     capacity_factor: float | None = 1.25
     packed: bool = False
+    exchange: ExchangeKind = "nccl"
     policy: Policy | Literal["megatron"] = "megatron"
     remedy: Remedy = "none"
+    seed: int = 0
     num_routings: int = 1000
     num_experts: int = 32
     top_k: int = 4
@@ -51,29 +56,23 @@ class RoutingCase:
 
 def routings_equal_eager(case: RoutingCase) -> Findings:
     """Run on every rank of the default process group, of which there are `case.ranks`."""
-    if case.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_stream(training_stream())
-    with megatron(case.device, expert_model_parallel_size=case.ranks):
-        layer = _layer(case)
-        tokens, grad = _inputs(case, 0)
-        _results(layer, tokens, grad)  # Ranks agree on shapes, libraries settle.
-        replay, replayed = _capture(lambda: _results(layer, tokens, grad), case.device)
+    with groups(case):
+        layer = make_layer(case)
+        tokens, grad = inputs = make_inputs(case, 0)
+        replay, replayed = capture(lambda: results(layer, tokens, grad), case.device)
         differing = {
             name: torch.zeros((), dtype=torch.long, device=case.device) for name in replayed
         }
         asked_for = []
         counters = layer.token_dispatcher.counters
         for number in range(case.num_routings):
-            with torch.no_grad():
-                for static, value in zip((tokens, grad), _inputs(case, number), strict=True):
-                    static.copy_(value)
+            copy_inputs(case, number, inputs)
             before_E = counters.demand_E.clone()
-            _set_draws(layer, number)
+            set_draws(layer, number)
             replay()
             asked_for.append(counters.demand_E - before_E)
-            _set_draws(layer, number)
-            for name, wanted in _results(layer, tokens, grad).items():
+            set_draws(layer, number)
+            for name, wanted in results(layer, tokens, grad).items():
                 differing[name] += (_bits(replayed[name]) != _bits(wanted)).any()
         found = {name: int(count) for name, count in differing.items()}
         demand_NE = torch.stack(asked_for).cpu()
@@ -89,7 +88,51 @@ def routings_equal_eager(case: RoutingCase) -> Findings:
     )
 
 
-def _set_draws(layer: Any, number: int) -> None:
+def draws_repeat_with_the_seed(case: RoutingCase) -> Findings:
+    """Four passes over one input: of policy "random", each is another, in graphs as in eager."""
+    replayed, eager = outputs(case, graphed=True), outputs(case, graphed=False)
+    other = outputs(dataclasses.replace(case, seed=case.seed + 1), graphed=True)
+    broken = []
+    for number, output in enumerate(replayed):
+        if not torch.equal(output, eager[number]):
+            broken.append(f"replay {number} is not eager pass {number}")
+        if torch.equal(output, other[number]):
+            broken.append(f"replay {number} is the same with another seed")
+        if any(torch.equal(output, earlier) for earlier in replayed[:number]):
+            broken.append(f"replay {number} draws what an earlier one drew")
+    return Findings(facts={"passes": len(replayed)}, broken=tuple(broken))
+
+
+def outputs(case: RoutingCase, *, graphed: bool) -> list[Tensor]:
+    """Of four passes from draw 0 on, in which every token asks for expert 0."""
+    with groups(case):
+        torch.manual_seed(0)  # Weights on CPUs are drawn from this one.
+        layer = make_layer(case)
+        tokens, grad = make_inputs(case, KINDS.index("hot"))
+
+        def run() -> dict[str, Tensor]:
+            return results(layer, tokens, grad)
+
+        def replayed() -> dict[str, Tensor]:
+            replay()
+            return found
+
+        replay, found = capture(run, case.device)
+        set_draws(layer, 0)
+        one_pass = replayed if graphed else run
+        return [one_pass()["the output"].clone() for _ in range(4)]
+
+
+@contextmanager
+def groups(case: RoutingCase) -> Iterator[None]:
+    """Megatron with as many expert-parallel ranks, on a stream that can be captured."""
+    with megatron(case.device, expert_model_parallel_size=case.ranks):
+        if case.device == "cuda":
+            torch.cuda.set_stream(training_stream())
+        yield
+
+
+def set_draws(layer: Any, number: int) -> None:
     """Let replay and eager run have the same draw, another one for each routing."""
     if layer.router.num_draws is not None:
         layer.router.num_draws.fill_(number)
@@ -112,7 +155,8 @@ def _num_idle(case: RoutingCase) -> int:
     return case.num_experts // max(2, case.ranks)
 
 
-def _layer(case: RoutingCase) -> Any:
+def make_layer(case: RoutingCase) -> Any:
+    """The features of a token begin with its logits."""
     shape = LayerCase(
         name=case.name,
         device=case.device,
@@ -125,6 +169,8 @@ def _layer(case: RoutingCase) -> Any:
         ours=(("moe_expert_capacity_factor", case.capacity_factor),),
         options=PaddedOptions(
             experts="packed" if case.packed else "module",
+            exchange=case.exchange,
+            seed=case.seed,
             policy=case.policy,
             remedy=case.remedy,
             reroute_rounds=2,
@@ -136,7 +182,7 @@ def _layer(case: RoutingCase) -> Any:
     return layer
 
 
-def _inputs(case: RoutingCase, number: int) -> tuple[Tensor, Tensor]:
+def make_inputs(case: RoutingCase, number: int) -> tuple[Tensor, Tensor]:
     """Tokens [S, 1, D] of the routing, other ones on each rank, and their output's gradient."""
     seed = number * case.ranks + dist.get_rank()
     kind = KINDS[number % len(KINDS)]
@@ -156,7 +202,14 @@ def _inputs(case: RoutingCase, number: int) -> tuple[Tensor, Tensor]:
     return tokens.requires_grad_(), grad
 
 
-def _results(layer: Any, tokens: Tensor, grad: Tensor) -> dict[str, Tensor]:
+def copy_inputs(case: RoutingCase, number: int, static: tuple[Tensor, Tensor]) -> None:
+    """Those of a routing, to where a graph reads them."""
+    with torch.no_grad():
+        for tensor, value in zip(static, make_inputs(case, number), strict=True):
+            tensor.copy_(value)
+
+
+def results(layer: Any, tokens: Tensor, grad: Tensor) -> dict[str, Tensor]:
     """The output, and the gradients of the tokens and of every parameter."""
     output = layer(tokens)[0]
     names, parameters = zip(*layer.named_parameters(), strict=True)
@@ -165,17 +218,18 @@ def _results(layer: Any, tokens: Tensor, grad: Tensor) -> dict[str, Tensor]:
     return {"the output": output.detach()} | {f"the gradient of {n}": g for n, g in named}
 
 
-def _capture(
+def capture(
     work: Callable[[], dict[str, Tensor]], device: str
 ) -> tuple[Callable[[], None], dict[str, Tensor]]:
     """What replays the work, and where its results will lie."""
+    work()  # Ranks agree on shapes, libraries settle.
     if device == "cpu":
         with _capturing(), Tape() as tape:
-            results = work()
-        return tape.replay, results
+            found = work()
+        return tape.replay, found
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     # Other threads, such as NCCL's, may ask the device for things that a capture forbids.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = work()
-    return graph.replay, results
+        found = work()
+    return graph.replay, found

@@ -3,36 +3,36 @@
     python tests/graph_situations.py --out notebooks/results/graph_situations.json --commit SHA
 
 Runs all that the machine has GPUs for: replayed training against eager training bit by bit, replays
-over a thousand routings, and replays that never wait. The file is whole after every case; a case
-that fails or does not end in time is a row, too, and the next one starts with new processes.
-`--only TEXT` runs the cases whose name has the text; `--cpu N` tries out this program on N
-processes over gloo, with a stand-in for CUDA graphs, in small sizes.
+over a thousand routings, telemetry beside a host's count, and replays that never wait. The file is
+whole after every case; a case that fails or does not end in time is a row, too, and the next one
+starts with new processes. `--only TEXT` runs the cases whose name has the text, or one of several;
+`--cpu N` tries out this program on N processes over gloo, with a stand-in for CUDA graphs, in small
+sizes.
 """
 
 import argparse
 import dataclasses
 import itertools
-import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, get_args
 
-import torch
-from graph_routings import RoutingCase, routings_equal_eager
+from gpu_rows import Rows, parsed
+from graph_routings import RoutingCase, draws_repeat_with_the_seed, routings_equal_eager
+from graph_telemetry import telemetry_is_a_hosts_count
 from graph_training import Situation, replays_do_not_wait, replays_equal_eager
 from megatron.core import package_info
 
 from padded_dispatch.config import Policy, Remedy
 from padded_dispatch.launch import WorkerError, WorkerPool
-from padded_dispatch.results import about, append_run
 
 Case = Situation | RoutingCase
 Check = Callable[[Any], Any]
 
 CASE_S = 180.0
+RANKS = (1, 2, 4, 8)
 WHOLE, PARTIAL = ("attn", "moe"), ("attn", "moe_router", "moe_preprocess")
 GPT_OSS: dict[str, Any] = {"hidden": 2880, "ffn": 2880, "heads": 64, "groups": 8}
 
@@ -41,6 +41,8 @@ ENVIRONMENT = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
+    # Direct stores need no multicast, and not every host offers it to all.
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 
 _TINY = {"num_experts": 8, "top_k": 2, "hidden": 16, "ffn": 24}
@@ -113,15 +115,26 @@ def _starved() -> Iterator[Situation]:
 
 def routing_cases() -> Iterator[RoutingCase]:
     """A thousand routings each; a hundred for each policy with each remedy."""
-    for ranks in (1, 2, 4, 8):
+    for ranks in RANKS:
         yield RoutingCase(name=f"1,000 routings, EP{ranks}", ranks=ranks)
-        name = f"1,000 routings, EP{ranks}, packed experts"
-        yield RoutingCase(name=name, ranks=ranks, packed=True)
+        packed: dict[str, Any] = {"ranks": ranks, "packed": True}
+        yield RoutingCase(name=f"1,000 routings, EP{ranks}, packed experts", **packed)
+        if ranks > 1:
+            name = f"1,000 routings, EP{ranks}, direct stores"
+            yield RoutingCase(name=name, exchange="direct", **packed)
     yield RoutingCase(name="1,000 routings, nothing dropped", capacity_factor=None)
-    for ranks, policy, remedy in itertools.product((1, 2, 8), get_args(Policy), get_args(Remedy)):
+    for ranks, policy, remedy in itertools.product(RANKS, get_args(Policy), get_args(Remedy)):
         chosen: dict[str, Any] = {"policy": policy, "remedy": remedy, "num_routings": 100}
         name = f"100 routings, EP{ranks}, {policy}, {remedy}"
         yield RoutingCase(name=name, ranks=ranks, **chosen)
+
+
+def telemetry_cases() -> Iterator[RoutingCase]:
+    """A hundred replays."""
+    for ranks, packed in itertools.product(RANKS, (False, True)):
+        name = f"telemetry of 100 replays, EP{ranks}{', packed experts' * packed}"
+        sizes = {"ranks": ranks, "packed": packed, "num_routings": 100}
+        yield RoutingCase(name=name, capacity_factor=1.1, **sizes)
 
 
 def checks(num_ranks: int) -> list[tuple[str, Check, Case]]:
@@ -130,6 +143,13 @@ def checks(num_ranks: int) -> list[tuple[str, Check, Case]]:
         ("replay equals eager training", replays_equal_eager, case) for case in situations()
     ]
     found += [("replays equal eager runs", routings_equal_eager, case) for case in routing_cases()]
+    found += [
+        ("telemetry is a host's count", telemetry_is_a_hosts_count, case)
+        for case in telemetry_cases()
+    ]
+    for ranks in RANKS:
+        case = RoutingCase(name=f"draws of replays, EP{ranks}", ranks=ranks, policy="random")
+        found.append(("draws repeat with the seed", draws_repeat_with_the_seed, case))
     for ranks in (1, 2, 4):
         for scopes in (WHOLE, PARTIAL):
             name = f"50 replayed steps, EP{ranks}, {'+'.join(scopes)}"
@@ -182,54 +202,21 @@ def run_case(pool: WorkerPool, check: str, run: Check, case: Case) -> dict[str, 
     return row | {"seconds": round(time.monotonic() - started, 2)}
 
 
-def say(line: str) -> None:
-    """A line for whoever watches."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-def selected(arguments: argparse.Namespace, num_ranks: int) -> list[tuple[str, Check, Case]]:
-    """The checks that the command line asks for."""
-    found = [c for c in checks(num_ranks) if arguments.only in c[2].name]
-    if arguments.cpu:
-        small = [(name, run, on_cpu(case)) for name, run, case in found]
-        found = [(name, run, case) for name, run, case in small if case is not None]
-    return found
-
-
 def main() -> int:
     """Run everything; the exit code is 1 when a case failed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="the results file")
-    parser.add_argument("--commit", required=True, help="that this tree was made from")
-    parser.add_argument("--command", help="as it was typed, if not as this process sees it")
-    parser.add_argument("--only", default="", help="run cases with this text in their name")
-    parser.add_argument("--cpu", type=int, metavar="N", help="N processes without GPUs")
-    arguments = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
-    num_ranks = arguments.cpu or torch.cuda.device_count()
-    if num_ranks == 0:
-        parser.error("no GPU here; --cpu N runs without")
-    command = arguments.command or " ".join(["python", *sys.argv])
-    num_gpus = 0 if arguments.cpu else num_ranks
-    run_about = about(num_gpus=num_gpus, command=command, commit=arguments.commit)
-    run_about |= {"environment": ENVIRONMENT}
-
-    backend = "gloo" if arguments.cpu else "nccl"
-    pool, outcomes = WorkerPool(1, backend=backend), []
-    for check, run, case in selected(arguments, num_ranks):
+    arguments = parsed(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
+    rows = Rows(arguments, ENVIRONMENT)
+    pool = WorkerPool(1, backend=rows.backend)
+    for check, run, case in checks(rows.num_ranks):
+        case = on_cpu(case) if arguments.cpu else case
+        if case is None or not rows.wants(case):
+            continue
         if pool.num_workers != case.ranks:
             pool.close()
-            pool = WorkerPool(case.ranks, backend=backend)
-        row = run_case(pool, check, run, case)
-        append_run(arguments.out, run_about, [row])
-        outcomes.append(row["passed"])
-        say(f"{'passed' if row['passed'] else 'FAILED'} {case.name}, {row['seconds']} s")
-        for failure in row["failures"][:3]:
-            say(f"    {failure.strip().splitlines()[-1][:300]}")
+            pool = WorkerPool(case.ranks, backend=rows.backend)
+        rows.add(run_case(pool, check, run, case))
     pool.close()
-    say(f"{sum(outcomes)} passed, {len(outcomes) - sum(outcomes)} failed")
-    return 0 if all(outcomes) else 1
+    return rows.exit_code()
 
 
 if __name__ == "__main__":

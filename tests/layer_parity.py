@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -41,8 +42,9 @@ class LayerCase:
     `seq / tp` positions. `routing`: "random"; "idle rank", where the last rank's experts get
     nothing; "one expert", where expert 3 gets every token (with top_k = 1). `shared_score`: the
     shared experts' output is weighted by a sigmoid of the token. `gpt_oss`: the activation is
-    GPT-OSS's, clamped at 1. `ours`: further fields of TransformerConfig, for the padded layer only,
-    and `options` its PaddedOptions.
+    GPT-OSS's, clamped at 1. `both`: further fields of TransformerConfig; with `fp8` among them the
+    rule is between two computations in fp8. `ours`: the same for the padded layer only, and
+    `options` its PaddedOptions.
     """
 
     name: str
@@ -62,6 +64,7 @@ class LayerCase:
     seq: int = 14
     batch: int = 3
     routing: str = "random"
+    both: tuple[tuple[str, Any], ...] = ()
     ours: tuple[tuple[str, Any], ...] = ()
     options: PaddedOptions = field(default_factory=PaddedOptions)
 
@@ -187,7 +190,8 @@ def _run(
     maps = []
     layer.router.register_forward_hook(lambda module, inputs, output: maps.append(output[1]))
     tokens = tokens.clone().requires_grad_()
-    output = layer(tokens)[0]
+    with get_fp8_context(layer.config):  # Megatron's blocks of layers do this.
+        output = layer(tokens)[0]
     output.backward(grad)
     assert tokens.grad is not None
     found = {"output": output.detach(), "grad tokens": tokens.grad}
@@ -239,6 +243,7 @@ def build_layer(case: LayerCase, dispatcher: str) -> Any:
         deterministic_mode=True,
         params_dtype=case.dtype,
         bf16=case.dtype == torch.bfloat16,
+        **dict(case.both),
         **(dict(case.ours) if dispatcher == "padded_alltoall" else {}),
     )
     if dispatcher == "padded_alltoall":

@@ -58,8 +58,6 @@ def test_runs_are_appended(tmp_path, monkeypatch):
     assert [row["passed"] for run in runs for row in run["rows"]] == [True, False]
     assert runs[0]["about"]["commit"] == "abc"
     assert runs[0]["about"]["versions"]["megatron-core"]
-    lines = out.with_suffix(".jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [row for run in runs for row in run["rows"]]
 
 
 @pytest.fixture(scope="module")

@@ -3,20 +3,26 @@
 The program that writes them down is `graph_situations`; its rows and its file are tested here, too.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
+import gpu_rows
 import graph_situations
 import pytest
 import torch
+import torch.distributed as dist
 from graph_protocol import _Graphed
-from graph_routings import routings_equal_eager
+from graph_routings import RoutingCase, draws_repeat_with_the_seed, routings_equal_eager
 from graph_situations import ENVIRONMENT, checks, on_cpu, run_case
+from graph_telemetry import telemetry_is_a_hosts_count
 from graph_training import Findings, Situation, replays_equal_eager
 from inline_pool import InlinePool
 
 from padded_dispatch.launch import WorkerPool
+from padded_dispatch.megatron import telemetry
 
 CASES = {case.name: (check, run, case) for check, run, case in checks(num_ranks=8)}
 ON_ONE, ON_TWO, ON_FOUR = (
@@ -24,10 +30,8 @@ ON_ONE, ON_TWO, ON_FOUR = (
 )
 
 
-def small(name: str) -> Situation:
-    case = on_cpu(CASES[name][2])
-    assert isinstance(case, Situation)
-    return case
+def small(name: str) -> Any:
+    return on_cpu(CASES[name][2])
 
 
 @pytest.mark.parametrize(
@@ -47,10 +51,39 @@ def test_replay_equals_eager_on_cpus(pool2, name):
 
 
 def test_routings_equal_eager_runs_on_cpus(pool2):
-    case = on_cpu(CASES["1,000 routings, EP2"][2])
-    found = pool2.run(routings_equal_eager, case)
+    found = pool2.run(routings_equal_eager, small("1,000 routings, EP2"))
     assert [findings.failures() for findings in found] == [[], []]
     assert found[0].facts["different_demands"] == 8
+
+
+def test_telemetry_of_replays_is_a_hosts_count_on_cpus(pool2):
+    found = pool2.run(telemetry_is_a_hosts_count, small("telemetry of 100 replays, EP2"))
+    assert [findings.failures() for findings in found] == [[], []]
+    assert found[0].facts["passes"] == 2 * 8
+
+
+def _with_the_tokens_of_one_rank(case: RoutingCase) -> Findings:
+    with patch.object(telemetry, "_routes_its_own_tokens", lambda config: dist.get_rank() == 0):
+        return telemetry_is_a_hosts_count(case)
+
+
+def test_telemetry_that_forgets_a_rank_is_found(pool2):
+    case = small("telemetry of 100 replays, EP2")
+    first, second = pool2.run(_with_the_tokens_of_one_rank, case)
+    assert first.broken == second.broken
+    assert "passes is 8, and the host counted 16" in first.broken
+
+
+def test_draws_repeat_with_the_seed_on_cpus(pool2):
+    found = pool2.run(draws_repeat_with_the_seed, small("draws of replays, EP2"))
+    assert [findings.failures() for findings in found] == [[], []]
+
+
+def test_draws_that_stand_still_are_found(pool2):
+    case = dataclasses.replace(small("draws of replays, EP2"), policy="probs")
+    first, _ = pool2.run(draws_repeat_with_the_seed, case)
+    assert "replay 0 is the same with another seed" in first.broken
+    assert "replay 1 draws what an earlier one drew" in first.broken
 
 
 def _with_a_stale_replay(case: Situation) -> Findings:
@@ -111,7 +144,7 @@ def test_the_file_is_written_case_by_case_and_a_failure_does_not_end_it(tmp_path
     cases = [("a check", _stub, Situation(name=f"{n}", microbatches=n)) for n in (3, 1)]
     monkeypatch.setattr(graph_situations, "WorkerPool", InlinePool)
     monkeypatch.setattr(graph_situations, "checks", lambda num_ranks: cases)
-    monkeypatch.setattr(graph_situations, "say", count_rows)
+    monkeypatch.setattr(gpu_rows, "say", count_rows)
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "")  # put back what main() sets
     argv = ["graph_situations.py", "--out", str(out), "--commit", "abc", "--cpu", "1"]

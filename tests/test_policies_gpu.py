@@ -1,17 +1,16 @@
-"""Policies and remedies in CUDA graphs: replays beside eager, bit by bit, over 100 routings."""
+"""Policies and remedies in CUDA graphs: replays beside eager, bit by bit, over 100 routings.
 
-from collections.abc import Callable, Iterator
+The same through Megatron's layer, on one GPU and on several, is in `graph_situations`.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from test_megatron_experts_gpu import DROPS, Layer, results, tokens_of
 from torch import Tensor
 
 from padded_dispatch.config import POLICIES, REMEDIES, DispatchConfig
-from padded_dispatch.megatron import PaddedOptions, install, uninstall
 from padded_dispatch.ops import make_plan
 from padded_dispatch.remedies import select_with_remedy
 
@@ -150,63 +149,3 @@ def test_random_differs_between_replays_and_repeats_with_the_draw():
         assert torch.equal(kept_TE, again[number])
         assert all(not torch.equal(kept_TE, other) for other in first[:number])
     assert all(torch.equal(*pair) for pair in zip(first[2:], later[:3], strict=True))
-
-
-# The same through Megatron's layer: router, dispatch, experts and combine as one graph.
-
-
-@pytest.fixture
-def megatron() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    install()
-    yield
-    uninstall()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
-def layer_of(policy: Any, remedy: Any, **options: Any) -> Layer:
-    chosen = PaddedOptions(experts="packed", policy=policy, remedy=remedy, **options)
-    return Layer(chosen, ours=DROPS)
-
-
-def set_draws(layer: Layer, number: int) -> None:
-    if layer.moe.router.num_draws is not None:
-        layer.moe.router.num_draws.fill_(number)
-
-
-@EVERY_REMEDY
-@EVERY_POLICY
-def test_one_capture_of_the_layer_serves_every_routing(megatron, policy, remedy):
-    layer = layer_of(policy, remedy)
-    eager = []
-    for seed in range(NUM_ROUTINGS):
-        set_draws(layer, seed)
-        eager.append(results(layer, tokens_of(seed)))
-    layer.zero_grad(set_to_none=True)
-    torch.cuda.make_graphed_callables(layer, (tokens_of(0).requires_grad_(),))
-    for seed in range(NUM_ROUTINGS):
-        set_draws(layer, seed)
-        replayed = results(layer, tokens_of(seed))
-        for name, value in eager[seed].items():
-            assert torch.equal(replayed[name], value), (seed, name)
-
-
-def test_replays_of_the_layer_draw_on_and_repeat_with_the_seed(megatron):
-    tokens = tokens_of(0)
-
-    def outputs(seed: int, *, graphed: bool) -> list[Tensor]:
-        torch.manual_seed(0)  # Megatron draws the router's weights on the CPU.
-        layer = layer_of("random", "none", seed=seed)
-        if graphed:
-            torch.cuda.make_graphed_callables(layer, (tokens_of(1).requires_grad_(),))
-            set_draws(layer, 0)
-        return [results(layer, tokens)["output"] for _ in range(4)]
-
-    replayed = outputs(1, graphed=True)
-    eager, other = outputs(1, graphed=False), outputs(2, graphed=True)
-    for number, output in enumerate(replayed):
-        assert torch.equal(output, eager[number])
-        assert not torch.equal(output, other[number])
-        assert all(not torch.equal(output, earlier) for earlier in replayed[:number])
