@@ -24,7 +24,6 @@ INSTALLED = f"{package_info.MAJOR}.{package_info.MINOR}"
 VALUES = {
     "moe_expert_capacity_factor": 0.0,
     "moe_expert_rank_capacity_factor": 1.5,
-    "fp8": "hybrid",
     "fp4": "e2m1",
     "offload_modules": ["core_attn", "expert_fc1"],
     "transformer_impl": "inference_optimized",
@@ -67,13 +66,13 @@ def test_a_refused_value_is_named_with_reason_and_remedy(row):
 
 
 def test_all_refused_settings_are_named_at_once():
-    config = megatron_config(fp8="e4m3", variable_seq_lengths=True, moe_enable_deepep=True)
+    config = megatron_config(fp4="e2m1", variable_seq_lengths=True, moe_enable_deepep=True)
     with pytest.raises(ValueError) as error:
         check_config(config)
     lines = str(error.value).splitlines()[1:]
     assert [line.split("=")[0].strip() for line in lines] == [
         "moe_enable_deepep",
-        "fp8",
+        "fp4",
         "variable_seq_lengths",
     ]
 
