@@ -36,6 +36,7 @@ def calibration(coefficients):
         sources=(ABOUT,),
         num_rows=9,
         num_ranks=(1,),
+        num_tokens=(4096,),
         errors={},
     )
 
@@ -58,7 +59,7 @@ def works(packed, wire=(0.0, 3e8)):
 
 
 def row_of(work, ms, num_ranks=1):
-    return Measured(work=work, ms=ms, name="ours", num_ranks=num_ranks)
+    return Measured(work=work, ms=ms, name="ours", num_ranks=num_ranks, num_tokens=4096)
 
 
 def measured(items):
@@ -111,7 +112,7 @@ def test_it_says_how_many_ranks_exchanged_rows():
     (row, *_) = measured(works(False))
     found = fit([dataclasses.replace(row, num_ranks=ranks) for ranks in (4, 1, 4, 2)], [ABOUT])
     assert found.num_ranks == (1, 2, 4)
-    assert "rows of EP 1, 2, 4, measured on 1 x Abacus" in found.describe()
+    assert "rows of EP 1, 2, 4 with 4,096 tokens per rank, measured on" in found.describe()
 
 
 def test_rows_that_contradict_the_model():
@@ -132,6 +133,7 @@ def test_json_there_and_back(tmp_path):
     [
         lambda raw: raw.pop("sources"),
         lambda raw: raw.pop("num_ranks"),
+        lambda raw: raw.pop("num_tokens"),
         lambda raw: raw["coefficients"].pop("fixed_ms"),
         lambda raw: raw["coefficients"].update(fixed_ms=-1.0),
         lambda raw: raw["coefficients"].update(fixed_ms="fast"),

@@ -123,6 +123,14 @@ def test_slots_and_promise_are_what_was_asked_for(tune):
     assert "--padded-alignment 16" in found["flags"]
 
 
+def test_the_beginning_can_be_left_out(tune):
+    """Of 60 steps, the last 15."""
+    code, said, found = tune(f"--synthetic drift {MADE} --no-plots --from-step 45")
+    assert "making a trace ... 4,800 rows, 60 passes" in said
+    assert found["training"]["overall"]["num_steps"] == 15
+    assert code == 3
+
+
 def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
     save_trace(synthetic_trace("balanced", SIZES), tmp_path / "even.npy")
     _, said, found = tune(f"--synthetic zipf {MADE} --no-plots --eval-traces even.npy")
@@ -138,6 +146,7 @@ def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
         ("nowhere.npy", "nowhere.npy: No such file or directory"),
         ("broken.npy", "broken.npy: "),
         ("folder", "folder: no trace (*.npy) is there"),
+        (f"--synthetic zipf {MADE} --from-step 60", "from_step=60 is not possible: the trace ends"),
         ("--synthetic zipf --drop 2", "drop=2 is not possible: give a share"),
         (f"--synthetic zipf {MADE} --factors 0.5", "factors up to 0.5 are not possible"),
         (f"--synthetic zipf {MADE} --hidden-size 8", "hidden_size and ffn_size go together"),

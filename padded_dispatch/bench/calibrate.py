@@ -1,11 +1,15 @@
 """`padded-dispatch calibrate`: a time model of your own GPUs for `padded-dispatch tune`.
 
 Two minutes of `padded-dispatch bench` on shapes, layouts and factors that tell the coefficients
-apart, then a fit; or the fit alone, to results that are already there.
+apart, then a fit; or the fit alone, to results that are already there. Cases that fail, or that
+time does not suffice for, are left out of the fit, which says what the others do not decide.
 """
 
 import argparse
 import json
+import math
+import os
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,50 +31,67 @@ from padded_dispatch.config import DispatchConfig
 
 
 def main(argv: list[str]) -> int:
-    """Measure and fit; 0 when a calibration was written, 1 when a measurement failed.
+    """Measure and fit; 0, or 1 when a case failed, which the fit then does without.
 
     Raises:
         ValueError: the user's mistakes, and rows that the model does not fit.
         SystemExit: see `start_workers`.
     """
     given = _parser().parse_args(argv)
-    results = given.results
-    if results is None:
-        results = given.out.with_suffix(".rows.json")
-        if results.exists():
-            raise ValueError(f"out={given.out} is not possible: {results} is there already")
-        from padded_dispatch.bench import command as bench  # needs Megatron; a fit alone does not
-
-        failed = bench.main(_bench_flags(given, results))
-        if failed:
-            return failed
-    calibration = calibrate(_read(results))
+    check = None if given.check is None else _read("check", given.check)
+    failed = 0 if given.results is not None else _measure(given, argv)
+    calibration = calibrate(_read("from", given.results or _rows_path(given.out)))
     save(calibration, given.out)
     sys.stdout.write(f"{table(calibration)}\n\n{calibration.describe()}\n")
-    return 0
+    if check is not None:
+        sys.stdout.write(f"\n{compare(calibration, check)}\n")
+    return failed
 
 
 def calibrate(results: dict[str, Any]) -> Calibration:
     """Fit the model to what a results file of `padded-dispatch bench` holds.
 
-    It is fitted to our own rows in a graph, with routing in balance: Megatron's experts (module)
-    and packed ones. Rows that compute as many slots otherwise are compared with it: stock
-    drop-and-pad's, and batched experts, which are modelled as padded ones with one launch for all.
-    Direct stores are left out: they send full slots only, over another wire.
+    It is fitted to our own rows in a graph, with routing in balance and the most usual number of
+    tokens, since `fixed_ms` is of as many: Megatron's experts (module) and packed ones. Rows with
+    other numbers of tokens, and those that compute as many slots otherwise, are compared with it:
+    stock drop-and-pad's, and batched experts, which are modelled as padded ones with one launch for
+    all. Direct stores are left out: they send full slots only, over another wire.
 
     Raises:
         ValueError: when rows are of different machines, or do not fit the model.
     """
-    measured, sources = [], []
-    for run in results["runs"]:
-        rows = [row for row in run["rows"] if _is_usable(row)]
-        measured += [_measured(row) for row in rows]
-        sources += [run["about"]] if rows else []
-    # "8 x NVIDIA H200": how many does not matter.
-    kinds = sorted({about["machine"].split(" x ")[-1] for about in sources})
-    if len(kinds) > 1:
-        raise ValueError(f"results of {' and '.join(kinds)} are not possible: calibrate for one")
-    return fit(measured, sources)
+    rows, sources = _usable(results)
+    usual = statistics.mode([row["tokens"] for row in rows]) if rows else 0
+    return fit([_measured(row, usual) for row in rows], sources)
+
+
+def compare(calibration: Calibration, results: dict[str, Any]) -> str:
+    """How far modelled times are from those of another results file, a line for each contender.
+
+    Raises:
+        ValueError: for a file without rows of the model's, or of another kind of machine.
+    """
+    rows, sources = _usable(results)
+    kinds = sorted({_kind(about) for about in (*calibration.sources, *sources)})
+    if not rows or len(kinds) > 1:
+        raise ValueError(
+            f"check with {len(rows)} rows of {' and '.join(kinds)} is not possible: give rows of "
+            "`padded-dispatch bench`, in graphs, of the kind of machine that was calibrated"
+        )
+    errors: dict[str, list[tuple[float, str]]] = {}
+    for row in rows:
+        measured = _measured(row, calibration.num_tokens[0])
+        error = calibration.ms(measured.work) / measured.ms - 1
+        where = f"{row['model']}, EP {row['ep']}, factor {row['capacity_factor']:g}"
+        errors.setdefault(measured.name, []).append((error, where))
+    lines = [f"Modelled times beside {len(rows)} measured ones that were not fitted:"]
+    for name, found in errors.items():
+        usual = statistics.median(abs(error) for error, _ in found)
+        worst, where = max(found, key=lambda pair: abs(pair[0]))
+        lines.append(
+            f"  {name}, {len(found)} rows: median error {usual:.1%}, largest {worst:+.1%} ({where})"
+        )
+    return "\n".join(lines)
 
 
 def table(calibration: Calibration) -> str:
@@ -84,9 +105,50 @@ def table(calibration: Calibration) -> str:
     return "\n".join(lines)
 
 
+def _measure(given: argparse.Namespace, argv: list[str]) -> int:
+    """Write the rows of a benchmark; its exit code."""
+    rows = _rows_path(given.out)
+    if rows.exists():
+        raise ValueError(
+            f"out={given.out} is not possible: {rows} is there already; fit it with --from, or "
+            "take another name"
+        )
+    if "RANK" in os.environ:
+        raise ValueError(
+            f"RANK={os.environ['RANK']} is not possible: calibrate starts its own processes; under "
+            "torchrun run `padded-dispatch bench`, and give its results to calibrate --from"
+        )
+    flags = _bench_flags(given, argv)
+    from padded_dispatch.bench import command as bench  # needs Megatron; a fit alone does not
+
+    return bench.main(flags)
+
+
+def _rows_path(out: Path) -> Path:
+    return out.with_suffix(".rows.json")
+
+
+def _usable(results: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of the model's, and what the runs that hold some are about."""
+    rows, sources = [], []
+    for run in results["runs"]:
+        here = [row for row in run["rows"] if _is_usable(row)]
+        rows += here
+        sources += [run["about"]] if here else []
+    kinds = sorted({_kind(about) for about in sources})
+    if len(kinds) > 1:
+        raise ValueError(f"results of {' and '.join(kinds)} are not possible: calibrate for one")
+    return rows, sources
+
+
+def _kind(about: dict[str, Any]) -> str:
+    """Of "8 x NVIDIA H200" the last part: how many does not matter."""
+    return about["machine"].split(" x ")[-1]
+
+
 def _is_usable(row: dict[str, Any]) -> bool:
     return (
-        row["contender"] in ("ours", "stock-drop-pad")
+        row.get("contender") in ("ours", "stock-drop-pad")
         and row["variant"] != "direct"
         and row["graph"] == "layer"
         and row["skew"] == "uniform"
@@ -95,7 +157,8 @@ def _is_usable(row: dict[str, Any]) -> bool:
     )
 
 
-def _measured(row: dict[str, Any]) -> Measured:
+def _measured(row: dict[str, Any], num_tokens: int) -> Measured:
+    """Of a row; it fits if it is of `num_tokens`, among others."""
     shape = MODELS[row["model"]]
     config = DispatchConfig(
         num_experts=shape.num_experts,
@@ -110,6 +173,7 @@ def _measured(row: dict[str, Any]) -> Measured:
     found = cost(config, sizes, busiest_rows=row["fill"] * slots)  # in balance all ranks are alike
     variant = row["variant"]
     packed = variant == "packed"
+    usual = row["tokens"] == num_tokens
     return Measured(
         work=Work(
             packed=packed,
@@ -118,30 +182,39 @@ def _measured(row: dict[str, Any]) -> Measured:
             flops=found.packed_flops if packed else found.padded_flops,
         ),
         ms=row["ms"],
-        name=" ".join(part for part in (row["contender"], variant) if part),
+        name=" ".join(part for part in (row["contender"], variant) if part)
+        + ("" if usual else f" with {row['tokens']:,} tokens"),
         num_ranks=row["ep"],
-        fits=variant in ("module", "packed"),
+        num_tokens=row["tokens"],
+        fits=usual and variant in ("module", "packed"),
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(name: str, path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        results = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"from={path} is not possible: {error}") from error
+        raise ValueError(f"{name}={path} is not possible: {error}") from error
+    if not isinstance(results, dict) or "runs" not in results:
+        raise ValueError(f"{name}={path} is not possible: give a file of `padded-dispatch bench`")
+    return results
 
 
-def _bench_flags(given: argparse.Namespace, results: Path) -> list[str]:
-    workers = given.workers or torch.cuda.device_count()
-    if workers < 1:
+def _bench_flags(given: argparse.Namespace, argv: list[str]) -> list[str]:
+    models = ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"]
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < 1:
         raise ValueError(
             "workers=0 is not possible: the model is of CUDA graphs, and PyTorch sees no GPU here"
         )
+    # Each rank of a group has as many experts: of six GPUs, four.
+    experts = math.gcd(*(MODELS[model].num_experts for model in models))
+    workers = given.workers or max(n for n in range(1, num_gpus + 1) if experts % n == 0)
     eps = sorted({1, workers}, reverse=True)  # the wire first, should time run out
-    flags = ["--device", "cuda", "--workers", workers, "--ep", *eps]
-    flags += ["--models", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"]
+    flags = ["--device", "cuda", "--workers", workers, "--ep", *eps, "--models", *models]
     flags += ["--capacity-factors", 1.0, 2.0, "--contenders", "module-graphed", "packed-graphed"]
-    flags += ["--minutes", given.minutes, "--no-phases", "--out", results]
+    flags += ["--minutes", given.minutes, "--no-phases", "--out", _rows_path(given.out)]
+    flags += ["--command", " ".join(["padded-dispatch calibrate", *argv])]
     if given.commit is not None:
         flags += ["--commit", given.commit]
     return [str(flag) for flag in flags]
@@ -161,7 +234,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RESULTS",
         help="measure nothing, fit this results file of `padded-dispatch bench`",
     )
-    parser.add_argument("--workers", type=int, help="processes (None: all GPUs)")
-    parser.add_argument("--minutes", type=float, default=2.0, help="begin no case later than this")
+    parser.add_argument(
+        "--check",
+        type=Path,
+        metavar="RESULTS",
+        help="of `padded-dispatch bench`, too: not fitted, but compared with",
+    )
+    parser.add_argument(
+        "--workers", type=int, help="processes (None: as many GPUs as divide the models' experts)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=2.0, help="begin no case later than this after starting"
+    )
     parser.add_argument("--commit", help="of the code, for the results")
     return parser

@@ -4,7 +4,8 @@
     ms = fixed +                  wire bytes / wire + FLOPs / rate          packed experts
 
 for one MoE layer, forward and backward, in a CUDA graph: without one the host decides, which no
-arithmetic on sizes foretells. `fixed` is all that does not grow with the factor; `per_expert` is
+arithmetic on sizes foretells. `fixed` is all that does not grow with the factor, for as many tokens
+as were measured; `per_expert` is
 the launches that padded experts need for each of their experts, packed ones do all in one. Copies
 within a rank are not a term of their own: they grow as the wire does, and a sixth coefficient made
 the errors hardly smaller.
@@ -40,6 +41,7 @@ class Coefficients:
 
 
 NAMES = tuple(field.name for field in fields(Coefficients))
+_LISTS = ("determined", "sources", "num_ranks", "num_tokens")  # in JSON; tuples here
 
 # NCCL's equal-split all-to-all of 134 MB over 8 H200, and GEMMs of experts on one: kernels alone.
 START = Coefficients(
@@ -69,14 +71,15 @@ class Work:
 class Measured:
     """A measured layer.
 
-    `name`: whose. `num_ranks`: that exchanged rows (R). `fits`: the model is of this one; else it
-    is compared.
+    `name`: whose. `num_ranks`: that exchanged rows (R). `num_tokens`: on each (T). `fits`: the
+    model is of this one; else it is compared.
     """
 
     work: Work
     ms: float
     name: str
     num_ranks: int
+    num_tokens: int
     fits: bool = True
 
 
@@ -91,6 +94,7 @@ class Calibration:
             files.
         num_rows: measured rows that the fit saw.
         num_ranks: ranks that exchanged rows (R), of these rows; beyond them it is extrapolated.
+        num_tokens: on each rank (T), of these rows; likewise.
         errors: the largest error of a modelled time, relative to the measured one, by who was
             measured; also for rows that the fit did not see.
     """
@@ -100,6 +104,7 @@ class Calibration:
     sources: tuple[dict[str, Any], ...]
     num_rows: int
     num_ranks: tuple[int, ...]
+    num_tokens: tuple[int, ...]
     errors: dict[str, float]
 
     def ms(self, work: Work) -> float:
@@ -123,9 +128,11 @@ class Calibration:
         errors = ", ".join(f"{error:.1%} ({name})" for name, error in self.errors.items())
         text = (
             f"Times are modelled, not measured: calibrated on {self.num_rows} rows of EP "
-            f"{', '.join(map(str, self.num_ranks))}, measured on {self._of_sources('machine')} "
-            f"({self._of_sources('date')}, commit {self._of_sources('commit')}); largest error on "
-            f"the rows there: {errors}. Other shapes and more ranks are extrapolated."
+            f"{', '.join(map(str, self.num_ranks))} with "
+            f"{', '.join(f'{num:,}' for num in self.num_tokens)} tokens per rank, measured on "
+            f"{self._of_sources('machine')} ({self._of_sources('date')}, commit "
+            f"{self._of_sources('commit')}); largest error on the rows there: {errors}. Other "
+            "shapes, more ranks and other numbers of tokens are extrapolated."
         )
         guessed = [name for name in NAMES if name not in self.determined]
         if self.num_rows <= len(NAMES):
@@ -168,12 +175,14 @@ def fit(measured: Sequence[Measured], sources: Sequence[dict[str, Any]]) -> Cali
         sources=tuple(sources),
         num_rows=len(fitting),
         num_ranks=tuple(sorted({row.num_ranks for row in fitting})),
+        num_tokens=tuple(sorted({row.num_tokens for row in fitting})),
         errors=errors,
     )
 
 
 def save(calibration: Calibration, path: Path) -> None:
     """Write it as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(calibration), indent=1) + "\n")
 
 
@@ -201,7 +210,7 @@ def _parse(text: str) -> Calibration:
     coefficients = Coefficients(**raw.pop("coefficients"))
     if not all(isinstance(v, float) and v > 0 for v in vars(coefficients).values()):
         raise ValueError("coefficients are numbers above 0")
-    lists = {name: tuple(raw.pop(name)) for name in ("determined", "sources", "num_ranks")}
+    lists = {name: tuple(raw.pop(name)) for name in _LISTS}
     calibration = Calibration(coefficients=coefficients, **lists, **raw)
     calibration.describe()  # Complete, or it raises here and not in the middle of a report.
     return calibration

@@ -40,6 +40,7 @@ def main(argv: list[str]) -> int:
     target, eval_target = _target(given, given.drop), _target(given, given.eval_drop)
     with _stage("reading" if given.traces else "making a trace") as say:
         trace, name = _trace(given)
+        trace = _later(trace, given.from_step)
         evaluation = _load(given.eval_traces, given) if given.eval_traces else None
         say(f"{(trace.ids_NTK >= 0).sum():,} rows, {trace.num_records:,} passes")
     layer = _layer(given, trace)
@@ -146,6 +147,15 @@ def _trace(given: argparse.Namespace) -> tuple[Trace, str]:
     return _from_layer_1(trace), f"a synthetic trace ({given.synthetic})"
 
 
+def _later(trace: Trace, from_step: int) -> Trace:
+    seen_N = trace.steps >= from_step
+    if not seen_N.any():
+        raise ValueError(
+            f"from_step={from_step} is not possible: the trace ends with step {trace.steps.max()}"
+        )
+    return trace.where(seen_N)
+
+
 def _load(paths: Sequence[Path], given: argparse.Namespace) -> Trace:
     """Ours or Megatron's, from files or folders of them."""
     max_bytes = int(given.max_gib * 2**30)
@@ -223,6 +233,9 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="TRACE",
         help="of evaluation (None: as TRACE)",
+    )
+    parser.add_argument(
+        "--from-step", type=int, default=0, help="leave out what training looked like before it"
     )
     parser.add_argument("--max-gib", type=float, default=4.0, help="refuse larger traces")
     parser.add_argument("--plots", action=argparse.BooleanOptionalAction, default=True)
