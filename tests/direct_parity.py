@@ -3,9 +3,13 @@
 Experts are elementwise, so that rows past the last real one, which hold anything, stay theirs.
 """
 
+import itertools
 import os
+import signal
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +19,8 @@ from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.dispatcher import Dispatched
 from padded_dispatch.exchange.direct import DirectExchange
 from padded_dispatch.routings import routing_scores
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +60,11 @@ class Inputs:
     map_TE: Tensor
     grad_TD: Tensor
 
-    def copy_from(self, other: "Inputs") -> None:
-        """Put other values into these tensors."""
+    def copy_from(self, other: "Inputs", shift: int) -> None:
+        """Put other values into these tensors, every token `shift` places later."""
         with torch.no_grad():
             for mine, value in zip(vars(self).values(), vars(other).values(), strict=True):
-                mine.copy_(value)
+                mine.copy_(value.roll(shift, 0))
 
 
 # Of `routing_scores`; in "idle" the last rank's experts get nothing, in "absent" the last rank has
@@ -138,16 +144,14 @@ def step(dispatcher: PaddedDispatcher, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def poison(dispatcher: PaddedDispatcher) -> None:
-    """NaN in all buffers of all ranks."""
+    """NaN in all buffers of this rank, to which peers store only once it is in the next call."""
     assert isinstance(dispatcher.exchange, DirectExchange)
-    meet()
     for buffers in dispatcher.exchange._buffers.values():
         transient = buffers.transient
         landings = [*buffers._landings, transient.gradients]
         everything = [transient.slots_ECD, transient.side_EC1]
         for tensor in everything + [tensor for landing in landings for tensor in landing.take()]:
             tensor.fill_(torch.nan)
-    meet()
 
 
 def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
@@ -193,15 +197,27 @@ def eager_differences(layer: Layer) -> list[str]:
     return found
 
 
+def captured(run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
+    """A graph on the current stream, which is not the default one, and what its replays fill."""
+    for _ in range(2):
+        run()
+    meet()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        results = run()
+    meet()
+    return graph, results
+
+
 def replay_differences(layers: tuple[Layer, ...], num_replays: int) -> list[str]:
-    """What differs between replays of one graph and the collective exchange in eager.
+    """What differs between replays of one graph and of the same with the collective exchange.
 
     The graph: all layers forward, `in_flight` passes each, then all backward, first come first.
-    Replays follow each other without the host waiting, ranks in different paces, and now and then
+    Every replay has tokens and routings of its own. Replays follow each other without the host
+    waiting, ranks in different paces, NaN in the buffers before every other one, and now and then
     an eager pass without gradients in between.
     """
     device = my_gpu()
-    directs = [layer.dispatcher("direct") for layer in layers]
     passes = [i for i, layer in enumerate(layers) for _ in range(layer.in_flight)]
 
     def fresh(seed: int) -> list[Inputs]:
@@ -211,45 +227,87 @@ def replay_differences(layers: tuple[Layer, ...], num_replays: int) -> list[str]
             for n, i in enumerate(passes)
         ]
 
-    static = fresh(0)
+    static, distinct = fresh(0), [fresh(seed) for seed in range(4 * len(ROUTINGS))]
 
-    def run() -> list[dict[str, Tensor]]:
-        waiting = [forward(directs[i], given) for i, given in zip(passes, static, strict=True)]
+    def fill(number: int) -> None:
+        for mine, value in zip(static, distinct[number % len(distinct)], strict=True):
+            mine.copy_from(value, number // len(distinct))
+
+    def run(dispatchers: list[PaddedDispatcher]) -> list[dict[str, Tensor]]:
+        waiting = [forward(dispatchers[i], given) for i, given in zip(passes, static, strict=True)]
         return [backward(passed) for passed in waiting]
 
-    stream = torch.cuda.Stream()
+    directs = [layer.dispatcher("direct") for layer in layers]
+    nccls = [layer.dispatcher("nccl") for layer in layers]
     paces = torch.Generator().manual_seed(dist.get_rank())
+    found, kept = [], []
     meet()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-        meet()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            captured = run()
-        distinct = [fresh(seed) for seed in range(min(num_replays, 4 * len(ROUTINGS)))]
-        meet()
-        kept = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph, results = captured(lambda: run(directs))
         for number in range(num_replays):
             torch.cuda._sleep(int(torch.randint(1_000_000, (), generator=paces)) * (number % 3))
-            for mine, value in zip(static, distinct[number % len(distinct)], strict=True):
-                mine.copy_from(value)
+            fill(number)
+            if number % 2:
+                for dispatcher in directs:
+                    poison(dispatcher)
             graph.replay()
-            kept.append([{n: t.clone() for n, t in result.items()} for result in captured])
+            kept.append([{n: t.clone() for n, t in result.items()} for result in results])
             if number % 50 == 49:
                 with torch.no_grad():
                     forward(directs[0], static[0])
         meet()
-        nccls = [layer.dispatcher("nccl") for layer in layers]
-        expected = [
-            [step(nccls[i], given) for i, given in zip(passes, inputs, strict=True)]
-            for inputs in distinct
-        ]
-        found = []
+        nccl_graph, expected = captured(lambda: run(nccls))
         for number, results in enumerate(kept):
-            wanted = expected[number % len(distinct)]
-            for n, (one, other) in enumerate(zip(results, wanted, strict=True)):
+            fill(number)
+            nccl_graph.replay()
+            for n, (one, other) in enumerate(zip(results, expected, strict=True)):
                 found += [f"replay {number}, pass {n}: {x}" for x in differences(one, other)]
         meet()
-    del graph
+    del graph, nccl_graph
     return found
+
+
+def small_run() -> None:
+    """A worker's whole life, short enough for compute-sanitizer, and without NCCL: two routings
+    forward and backward, each with whatever is in the buffers and with NaN."""
+    device = my_gpu()
+    dist.init_process_group("gloo")
+    layer = Layer(tokens=37, width=40, top_k=2, local_experts=3)
+    dispatcher = layer.dispatcher("direct")
+    for seed, routing in enumerate(("uniform", "idle")):
+        inputs = make_inputs(layer, routing, seed, device)
+        expected = step(dispatcher, inputs)
+        poison(dispatcher)
+        found = differences(step(dispatcher, inputs), expected)
+        assert not found, (routing, found)
+    meet()
+
+
+def lose_a_rank(how: str, env: dict[str, str], log: str, left: Any) -> None:
+    """A process's whole life: it replays for ever, and the last rank "dies" or "stalls" meanwhile.
+
+    Args:
+        how: one of the two.
+        env: what torchrun would set.
+        log: path of the file for all that it says.
+        left: an event, set just before the last rank leaves.
+    """
+    os.environ.update(env)
+    for said in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), said)
+    device = my_gpu()
+    dist.init_process_group("nccl", device_id=device)
+    layer = Layer()
+    dispatcher, inputs = layer.dispatcher("direct"), make_inputs(layer, "uniform", 0, device)
+    leaves = dist.get_rank() == dist.get_world_size() - 1
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph, _ = captured(lambda: step(dispatcher, inputs))
+        for number in itertools.count():
+            graph.replay()
+            if leaves and number == 105:  # With some that the device has yet to do.
+                left.set()
+                if how == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(3600)
+            if number % 10 == 0:
+                torch.cuda.synchronize()

@@ -4,13 +4,21 @@
 
 Uses all GPUs of the machine. Every part is a row, written to `OUT.jsonl` as it ends; one that
 fails, or takes longer than its limit, is ended and does not stop the others.
+
+    compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \\
+        python tests/gpu_direct.py --small
+
+is a short run on two GPUs for the sanitizer's tools, without a results file.
 """
 
 import argparse
 import dataclasses
 import json
+import multiprocessing
 import os
+import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,15 +27,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from direct_parity import Layer, eager_differences, make_inputs, meet, my_gpu, replay_differences
+from direct_parity import (
+    Layer,
+    captured,
+    eager_differences,
+    lose_a_rank,
+    make_inputs,
+    meet,
+    my_gpu,
+    replay_differences,
+    small_run,
+)
 from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.collectives import all_to_all, group_name
 from padded_dispatch.exchange.direct import DirectExchange, _home, _push
 from padded_dispatch.exchange.nccl import CollectiveExchange
 from padded_dispatch.kernels import direct as kernels
-from padded_dispatch.launch import WorkerError, WorkerPool
+from padded_dispatch.launch import WorkerError, WorkerPool, _torchrun_env, start_workers
 from padded_dispatch.ops import make_plan, select
 from padded_dispatch.plan import DispatchPlan
 from padded_dispatch.results import about, append_run
@@ -57,16 +76,14 @@ _SAMPLES = 7
 
 def graphed_us(call: Callable[[], object]) -> float:
     """Microseconds of a call inside a graph: the median sample of the slowest rank."""
-    stream = torch.cuda.Stream()
-    meet()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
+
+    def repeatedly() -> None:
+        for _ in range(_REPEATS):
             call()
-        meet()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(_REPEATS):
-                call()
+
+    meet()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph, _ = captured(repeatedly)
         samples = []
         for _ in range(_SAMPLES):
             meet()
@@ -158,7 +175,7 @@ def parts(size: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any], tuple
     """What a row says of itself, a function of a rank, its arguments."""
     for name, layer in EAGER.items():
         yield {"check": f"eager equals all-to-all: {name}"}, eager_differences, (layer,)
-    yield {"check": "200 replays equal all-to-all"}, replay_differences, (IN_FLIGHT, 200)
+    yield {"check": "1000 replays equal all-to-all"}, replay_differences, (IN_FLIGHT, 1000)
     for factor in (1.0, 2.0):
         yield {"measure": "exchange", "capacity_factor": factor}, speed, (factor,)
 
@@ -184,27 +201,89 @@ def run_part(
     return row | {"seconds": round(time.monotonic() - started, 1)}
 
 
+def lost_rank(num_ranks: int, how: str) -> dict[str, Any]:
+    """The row of a world whose last rank leaves: when and with which words the others end.
+
+    They find out by themselves: nobody ends them before their time is over.
+    """
+    started = time.monotonic()
+    spawn = multiprocessing.get_context("spawn")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    left = spawn.Event()
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, str(rank)) for rank in range(num_ranks)]
+        processes = [
+            spawn.Process(
+                target=lose_a_rank,
+                args=(how, _torchrun_env(rank, num_ranks, store.port), str(log), left),
+                daemon=True,
+            )
+            for rank, log in enumerate(logs)
+        ]
+        for process in processes:
+            process.start()
+        began = left.wait(LIMIT_S)
+        since = time.monotonic()
+        for process in processes[:-1]:
+            process.join(max(0.0, since + LIMIT_S - time.monotonic()))
+        seconds_to_end = time.monotonic() - since
+        ended = [process.exitcode is not None for process in processes[:-1]]
+        codes = [process.exitcode for process in processes[:-1]]
+        for process in processes:
+            process.kill()
+            process.join()
+        said = [log.read_text(errors="replace") if log.exists() else "" for log in logs[:-1]]
+    name = re.compile(rf"^.*\brank {num_ranks - 1}\b.*$", re.MULTILINE)
+    words = [match[0] if (match := name.search(text)) else None for text in said]
+    named = [word is not None for word in words]
+    passed = began and all(ended) and all(named)
+    return {
+        "check": f"a rank {how} in the middle of replays, and all others end and name it",
+        "ranks": num_ranks,
+        "passed": passed,
+        "failures": [] if passed else [text[-3000:] for text in said],
+        "seconds_to_end": round(seconds_to_end, 1),
+        "exit_codes": codes,
+        "words": words,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def run_all(num_ranks: int) -> Iterator[dict[str, Any]]:
+    """All rows."""
+    with WorkerPool(num_ranks, backend="nccl") as pool:
+        for part in parts(num_ranks):
+            yield run_part(pool, *part)
+    for how in ("dies", "stalls"):
+        yield lost_rank(num_ranks, how)
+
+
 def main() -> int:
     """Run everything; the exit code is 1 when a part failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="the results file")
-    parser.add_argument("--commit", required=True, help="that this tree was made from")
+    parser.add_argument("--out", type=Path, help="the results file")
+    parser.add_argument("--commit", help="that this tree was made from")
     parser.add_argument("--command", help="as it was typed, if not as this process sees it")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--small", action="store_true", help="nothing but a short run on two GPUs")
     arguments = parser.parse_args()
     if arguments.gpus < 2:
         parser.error("direct stores need at least two GPUs")
     os.environ.update(ENVIRONMENT)
+    if arguments.small:
+        start_workers(small_run, num_workers=2)
+        return 0
+    if arguments.out is None or arguments.commit is None:
+        parser.error("--out and --commit are needed for a results file")
     rows: list[dict[str, Any]] = []
     lines = arguments.out.with_suffix(".jsonl")
     lines.parent.mkdir(parents=True, exist_ok=True)
-    with WorkerPool(arguments.gpus, backend="nccl") as pool, lines.open("a") as file:
-        for part in parts(arguments.gpus):
-            rows.append(run_part(pool, *part))
-            file.write(json.dumps(rows[-1]) + "\n")
-            file.flush()
-            sys.stdout.write(json.dumps(rows[-1]) + "\n")
-            sys.stdout.flush()
+    with lines.open("a") as file:
+        for row in run_all(arguments.gpus):
+            rows.append(row)
+            for stream in (file, sys.stdout):
+                stream.write(json.dumps(row) + "\n")
+                stream.flush()
     command = arguments.command or " ".join(["python", *sys.argv])
     run_about = about(num_gpus=arguments.gpus, command=command, commit=arguments.commit)
     append_run(arguments.out, run_about | {"environment": ENVIRONMENT}, rows)

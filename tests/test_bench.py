@@ -8,7 +8,7 @@ import tiny
 import torch
 
 from padded_dispatch.bench import work
-from padded_dispatch.bench.cases import Case
+from padded_dispatch.bench.cases import CONTENDERS, Case
 from padded_dispatch.bench.command import main, parse
 from padded_dispatch.bench.layer import build, stock_flags
 from padded_dispatch.bench.measure import Passes, batches
@@ -131,10 +131,32 @@ def test_no_case_is_begun_when_time_is_over(capfd):
 
 
 @pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["nccl"], ["stock-drop-pad", "ours packed"]),
+        (["direct"], ["stock-drop-pad", "ours direct graphed"]),
+        (["nccl", "direct"], ["stock-drop-pad", "ours packed", "ours direct graphed"]),
+    ],
+)
+def test_exchanges_choose_among_our_contenders(monkeypatch, flags, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    contenders = ["--contenders", "drop-pad", "packed", "direct-graphed"]
+    settings = parse([*contenders, "--device", "cuda", "--models", "tiny", "--exchange", *flags])
+    found = [
+        str(CONTENDERS[case.contender]) for case in settings.cases if case.capacity_factor == 1
+    ]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--ep", "3"], "ep=3 is not possible: it must divide workers=2"),
         (["--contenders", "module-graphed"], "contenders=module-graphed is not possible on a CPU"),
+        (
+            ["--contenders", "module", "--exchange", "direct"],
+            "exchange=direct is not possible with contenders=module: none of them uses it",
+        ),
         (["--repeats", "0"], "repeats=0 is not possible"),
         (["--tokens", "0"], "num_tokens=0 is not possible"),
         (["--capacity-factors", "-1"], "capacity_factor=-1.0 is not possible"),

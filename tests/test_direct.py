@@ -5,9 +5,12 @@ the kernels, in Triton's interpreter. The all-to-all is the expectation, bit by 
 """
 
 import dataclasses
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -166,6 +169,32 @@ def _layers_share() -> tuple[bool, bool]:
 @needs_no_gpu
 def test_layers_of_one_shape_share_what_is_transient(threads):
     assert run_on_threads(NUM_RANKS, _layers_share) == [(True, False)] * NUM_RANKS
+
+
+# Peers that never come.
+
+
+@pytest.mark.parametrize(("captured", "patience_ms"), [(False, 600_000), (True, 45_000)])
+def test_replays_wait_less_than_a_minute_for_a_peer(captured, patience_ms):
+    memory = peers.PeerMemory.__new__(peers.PeerMemory)
+    memory._handle = Mock()
+    with patch.object(torch.cuda, "is_current_stream_capturing", lambda: captured):
+        memory.barrier()
+    memory._handle.barrier.assert_called_once_with(channel=0, timeout_ms=patience_ms)
+
+
+def test_what_a_kernel_prints_outlives_an_abort():
+    program = """
+import ctypes, os
+from padded_dispatch.exchange.peers import _print_at_once
+
+_print_at_once()
+ctypes.CDLL(None).printf(b"rank 0 failed to receive signal from rank %d\\n", 3)
+os.abort()
+"""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ended = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert ended.stdout == "rank 0 failed to receive signal from rank 3\n"
 
 
 # What is refused.

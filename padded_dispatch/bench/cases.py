@@ -44,6 +44,13 @@ class Contender:
     graph: str = "none"
     min_ep: int = 1
 
+    @property
+    def exchange(self) -> str | None:
+        """`PaddedOptions.exchange` of ours; None for Megatron's own."""
+        if self.name != "ours":
+            return None
+        return "direct" if self.variant == "direct" else "nccl"
+
     def __str__(self) -> str:
         parts = (self.name, self.variant, None if self.graph == "none" else "graphed")
         return " ".join(part for part in parts if part)

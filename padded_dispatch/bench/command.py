@@ -32,9 +32,11 @@ def parse(argv: list[str]) -> Settings:
     """
     given = _parser().parse_args(argv)
     workers = given.workers or (torch.cuda.device_count() if given.device == "cuda" else 2)
-    contenders = given.contenders or [
+    possible = given.contenders or [
         key for key, contender in CONTENDERS.items() if given.device == "cuda" or contender.on_cpu
     ]
+    exchanges = (None, *given.exchange)
+    contenders = [key for key in possible if CONTENDERS[key].exchange in exchanges]
     _check(given, workers, contenders)
     return Settings(
         cases=tuple(
@@ -71,6 +73,11 @@ def _check(given: argparse.Namespace, workers: int, contenders: list[str]) -> No
     for contender in contenders:
         if given.device == "cpu" and not CONTENDERS[contender].on_cpu:
             raise ValueError(f"contenders={contender} is not possible on a CPU: it needs GPUs")
+    if not contenders:
+        raise ValueError(
+            f"exchange={given.exchange[0]} is not possible with contenders="
+            f"{','.join(given.contenders)}: none of them uses it; give others, or no --exchange"
+        )
     for name in ("iterations", "repeats"):
         if getattr(given, name) < 1:
             raise ValueError(f"{name}={getattr(given, name)} is not possible: give at least 1")
@@ -98,6 +105,10 @@ def _parser() -> argparse.ArgumentParser:
     sweeps.add_argument("--capacity-factors", nargs="+", type=float, default=[1.0, 1.25, 2.0])
     sweeps.add_argument(
         "--contenders", nargs="+", choices=CONTENDERS, help="(None: all that the device can run)"
+    )
+    exchanges = ("nccl", "direct")
+    sweeps.add_argument(
+        "--exchange", nargs="+", choices=exchanges, default=exchanges, help="of our contenders"
     )
     how = parser.add_argument_group("how to measure")
     how.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")

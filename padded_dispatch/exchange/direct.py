@@ -20,8 +20,10 @@ part in every call, also without rows.
 
 What it asks for: all calls of a process are on one stream, or ordered as if they were; what the
 forward pass received is not used after the backward pass, and gradients not after the next layer's.
-A peer that has died leaves the others in a barrier, where a watchdog (`padded_dispatch.watchdog`)
-ends them; without one, the barrier's own limit does after 10 minutes.
+A peer that has died or never comes leaves the others in a barrier. In a replay they wait for 45
+seconds, then each prints for which rank of the group, and its device fails. (So a rank that pauses
+for longer, to write a checkpoint alone, say, lets the others wait on the host meanwhile.) In eager
+it is 10 minutes, but ranks agree on the host before each call, which notices a death at once.
 
 Sums are those of `CollectiveExchange`, bit by bit: the same kernel adds the same slots.
 """

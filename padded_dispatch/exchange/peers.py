@@ -18,6 +18,7 @@ Bytes per rank, with N = E * C rows of D elements: N * D per layer and microbatc
 2 * N * D shared by all layers of the same shape; everything else is small.
 """
 
+import ctypes
 import itertools
 import logging
 import socket
@@ -33,7 +34,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from padded_dispatch.exchange.collectives import group_name
 
-_PATIENCE_MS = 600_000  # with a peer that never comes, as long as NCCL's default
+# With a peer that never comes. In eager all have just agreed on the host, but one may have kernels
+# to compile: as long as NCCL's default. A replay has nothing of that kind to wait for.
+_PATIENCE_MS = 600_000
+_REPLAY_PATIENCE_MS = 45_000
 _ALIGNMENT = 256
 
 _log = logging.getLogger("padded_dispatch")
@@ -65,6 +69,7 @@ class PeerMemory:
         # Not `_symmetric_memory.empty`: its pool keeps what is freed, and may hand out the middle
         # of a larger allocation, of which a handle would give the beginning.
         self._bytes = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+        _print_at_once()
         name: Any = group_name(group)  # The type of a name differs between releases.
         self._handle: Any = _symmetric_memory.rendezvous(self._bytes, name)
 
@@ -81,9 +86,18 @@ class PeerMemory:
         """Let the current stream wait for the streams of all ranks; what they did is visible.
 
         Its signals go back to zero, so that it can be captured. A rank that waits for too long
-        prints for whom and fails; the watchdog of the training loop is quicker.
+        prints for whom, in ranks of the group, and its device fails.
         """
-        self._handle.barrier(channel=0, timeout_ms=_PATIENCE_MS)
+        captured = torch.cuda.is_current_stream_capturing()
+        patience_ms = _REPLAY_PATIENCE_MS if captured else _PATIENCE_MS
+        self._handle.barrier(channel=0, timeout_ms=patience_ms)
+
+
+def _print_at_once() -> None:
+    """Let C's stdout, where the words of kernels go, write every line: a process whose device has
+    failed is likely to abort, and that would lose them."""
+    libc = ctypes.CDLL(None)
+    libc.setlinebuf(ctypes.c_void_p.in_dll(libc, "stdout"))
 
 
 class _Layout:
