@@ -1,5 +1,6 @@
 """Worker pools for the whole session, since starting processes costs more than most tests."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -16,6 +17,12 @@ if not torch.cuda.is_available():
 # The same examples in every run, and no limit on the time of one.
 settings.register_profile("padded_dispatch", derandomize=True, deadline=None)
 settings.load_profile("padded_dispatch")
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collection pass over what importing and collecting have made for good."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,28 @@
-"""A pool for functions that need no process of their own."""
+"""This process in the place of workers, for functions that need no process of their own."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
+from unittest.mock import patch
+
+import torch
 
 from padded_dispatch.launch import WorkerError
+
+
+@contextmanager
+def only_worker() -> Iterator[None]:
+    """As torchrun starts the one worker of a job, with one thread: `start_workers` starts none."""
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # A port that is free.
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with patch.dict(os.environ, ranks | rendezvous):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class InlinePool:

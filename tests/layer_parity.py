@@ -205,9 +205,13 @@ def _run(
 
 
 def _summed(wholes: dict[str, Tensor]) -> dict[str, Tensor]:
-    for whole in wholes.values():
-        dist.all_reduce(whole)
-    return {f"grad {name}": whole for name, whole in wholes.items()}
+    flat = torch.cat([whole.flatten() for whole in wholes.values()])
+    dist.all_reduce(flat)
+    parts = flat.split([whole.numel() for whole in wholes.values()])
+    return {
+        f"grad {name}": part.view_as(whole)
+        for (name, whole), part in zip(wholes.items(), parts, strict=True)
+    }
 
 
 def build_layer(case: LayerCase, dispatcher: str) -> Any:

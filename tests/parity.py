@@ -72,14 +72,14 @@ def megatron(device: str, **sizes: Any) -> Iterator[None]:
         stack.callback(uninstall)
         # A plain backward leaves a scalar here, which the schedules of a pipeline stumble over.
         MoEAuxLossAutoScaler.main_loss_backward_scale = None
-        stack.callback(_end_gloo_groups, set(distributed_c10d._world.pg_map))
+        stack.callback(end_gloo_groups, set(distributed_c10d._world.pg_map))
         parallel_state.initialize_model_parallel(**sizes)
         stack.callback(parallel_state.destroy_model_parallel)
         yield
 
 
-def _end_gloo_groups(kept: set[Any]) -> None:
-    """Megatron forgets its groups but does not end them, and each has three threads."""
+def end_gloo_groups(kept: set[Any]) -> None:
+    """End all but those: Megatron forgets its groups, and each has three threads."""
     for group in set(distributed_c10d._world.pg_map) - kept:
         if dist.get_backend(group) == "gloo":
             dist.destroy_process_group(group)

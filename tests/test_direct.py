@@ -153,6 +153,18 @@ def test_too_many_passes_in_flight_are_noticed(threads):
         assert message.startswith("microbatches_in_flight=1 is not possible: ")
 
 
+def _let_go_in_a_moment() -> None:
+    dispatcher = SMALL.dispatcher("direct")
+    held = [forward(dispatcher, make_inputs(SMALL, "uniform", 0, CPU))]
+    threading.Timer(0.05, held.clear).start()
+    step(dispatcher, make_inputs(SMALL, "uniform", 1, CPU))
+
+
+@needs_no_gpu
+def test_what_autograd_lets_go_of_in_a_moment_is_not_in_flight(threads):
+    run_on_threads(NUM_RANKS, _let_go_in_a_moment)
+
+
 def _layers_share() -> tuple[bool, bool]:
     one, same = SMALL.dispatcher("direct"), SMALL.dispatcher("direct")
     other = dataclasses.replace(SMALL, width=6)

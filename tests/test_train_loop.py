@@ -8,8 +8,13 @@ import shutil
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+from parity import end_gloo_groups
+from torch.distributed import distributed_c10d
 
 from padded_dispatch.megatron import uninstall
+from padded_dispatch.megatron.compat import forget_moe_metrics
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.checkpoint import check_resumable, newest
@@ -132,9 +137,16 @@ def test_results_are_kept(pool2, tmp_path):
 
 
 def _error(flags: str) -> str:
+    """What ends a run, where a job would end; this worker is left as it was before."""
+    groups = set(distributed_c10d._world.pg_map)
     try:
         _train(flags)
     except RuntimeError as error:
+        unset_num_microbatches_calculator()
+        forget_moe_metrics()
+        parallel_state.destroy_model_parallel()
+        end_gloo_groups(groups)
+        uninstall()
         return str(error)
     return "none"
 
@@ -197,7 +209,6 @@ def test_a_resumed_run_has_the_factors_that_have_grown(pool2, tmp_path):
 def test_an_overflow_that_is_an_error_ends_all_ranks_alike(pool2):
     flags = "--steps 3 --capacity-factor 0.25 --padded-on-overflow error"
     first, second = pool2.run(_error, f"{flags} --padded-telemetry-every 1")
-    pool2.close()  # A job ends here, too; these workers would keep Megatron's groups.
     assert first == second
     assert first.startswith("on_overflow='error': layer 1 dropped ")
     assert "in steps 1 to 1 and needed factor" in first and "layer 2 dropped" in first

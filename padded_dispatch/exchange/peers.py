@@ -22,6 +22,7 @@ import ctypes
 import itertools
 import logging
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ from padded_dispatch.exchange.collectives import group_name
 # to compile: as long as NCCL's default. A replay has nothing of that kind to wait for.
 _PATIENCE_MS = 600_000
 _REPLAY_PATIENCE_MS = 45_000
+_MOMENT_S = 1.0
 _ALIGNMENT = 256
 
 _log = logging.getLogger("padded_dispatch")
@@ -136,10 +138,15 @@ class Landing:
         side = 4 * (shape.num_rows + shape.num_experts)
         return shape.num_rows * shape.width * shape.dtype.itemsize + side
 
-    @property
-    def in_use(self) -> bool:
-        """Whether tensors of its last use are still alive."""
-        return not all(storage.expired() for storage in self._given)
+    def is_free(self) -> bool:
+        """Whether tensors of its last use are gone, now or in a moment: `backward` returns before
+        autograd's thread has let go of them all, as compute-sanitizer, being slow, has shown."""
+        last = time.monotonic() + _MOMENT_S
+        while not all(storage.expired() for storage in self._given):
+            if time.monotonic() > last:
+                return False
+            time.sleep(1e-4)
+        return True
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Rows and side, for one use."""
@@ -213,7 +220,7 @@ class DirectBuffers:
         """
         landing = self._landings[self._turn]
         self._turn = (self._turn + 1) % len(self._landings)
-        if landing.in_use:
+        if not landing.is_free():
             raise ValueError(
                 f"microbatches_in_flight={len(self._landings)} is not possible: what an earlier "
                 "forward pass received is still in use; raise it to the most passes that wait for "
