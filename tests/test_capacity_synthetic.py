@@ -31,7 +31,7 @@ def test_the_seed_decides(kind):
     assert (sums_NT[~real_NT] == 0).all()
 
 
-@pytest.mark.parametrize("kind", set(KINDS) - {"ragged", "idle-rank"})
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("ragged", "idle-rank")])
 def test_every_token_has_all_its_experts(kind):
     assert (demand(kind).sum(3) == 97 * 3).all()
 
