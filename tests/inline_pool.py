@@ -7,22 +7,37 @@ from typing import Any, Self
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from padded_dispatch.launch import WorkerError
+from padded_dispatch.megatron import uninstall
 
 
 @contextmanager
 def only_worker() -> Iterator[None]:
-    """As torchrun starts the one worker of a job, with one thread: `start_workers` starts none."""
+    """As torchrun starts the one worker of a job, with one thread: `start_workers` starts none.
+
+    Afterwards nothing of the job is left, also where it failed.
+    """
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # A port that is free.
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with patch.dict(os.environ, ranks | rendezvous):
+        with (
+            patch.dict(os.environ, ranks | rendezvous),
+            # A plain backward leaves a scalar here, which the schedules stumble over.
+            patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
+        ):
             yield
     finally:
         torch.set_num_threads(threads)
+        uninstall()
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
 
 
 class InlinePool:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import small_trace
 
@@ -55,6 +55,7 @@ def dense(trace: Trace, n: int) -> tuple[np.ndarray, np.ndarray]:
     return map_TE, probs_TE
 
 
+@settings(max_examples=50)  # One example is up to 48 records at five factors.
 @given(
     trace=traces(),
     policy=st.sampled_from(EXACT),

@@ -33,7 +33,7 @@ def environment():
 
 
 def test_it_trains_evaluates_and_saves_in_an_empty_folder(tmp_path, environment):
-    flags = "--steps 4 --log-every 2 --eval-every 4 --eval-passes 1 --save-every 4 --out run"
+    flags = "--steps 4 --log-every 2 --eval-every 4 --save-every 4 --out run"
     done = subprocess.run(
         [*COMMAND, *SMALL.split(), *flags.split()],
         cwd=tmp_path,

@@ -118,9 +118,11 @@ def _stub(case: Situation) -> Findings:
 
 
 def test_a_row_says_what_happened(pool2):
+    # After an error the pool would be closed, and the next test would start another.
+    pools = (pool2, pool2, InlinePool(1, backend="gloo"))
     right, wrong, broken = (
-        run_case(pool2, "a check", _stub, Situation(name="stub", microbatches=number))
-        for number in (1, 2, 3)
+        run_case(pool, "a check", _stub, Situation(name="stub", microbatches=number))
+        for number, pool in enumerate(pools, 1)
     )
     assert (right["check"], right["passed"], right["failures"]) == ("a check", True, [])
     assert (right["name"], right["facts"]) == ("stub", {"graphs": 2})

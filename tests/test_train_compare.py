@@ -14,7 +14,6 @@ from inline_pool import only_worker
 from torch.distributed import distributed_c10d
 
 from padded_dispatch.launch import WorkerPool
-from padded_dispatch.megatron import uninstall
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.train import loop
 from padded_dispatch.train.arguments import parse
@@ -28,7 +27,6 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
     flags = f"{SMALL} --results {path} --commit abc --repeats 2"
     with only_worker():
         assert main(f"{flags} --vs --capacity-factor 2 --vs --deterministic".split()) == 0
-    uninstall()
     (run,) = json.loads(path.read_text())["runs"]
     rows = run["rows"]
     assert [row["capacity_factor"] for row in rows] == [2.0, 1.25, 2.0, 1.25]

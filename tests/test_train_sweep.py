@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 from inline_pool import only_worker
 
-from padded_dispatch.megatron import uninstall
 from padded_dispatch.results import about, append_run
 from padded_dispatch.train import sweep as sweep_module
 from padded_dispatch.train.sweep import Sweep, finished, flags_of, line, main, planned, run_key
@@ -45,7 +44,6 @@ def test_side_by_side_or_in_turn_a_run_is_the_same_and_none_is_made_twice(tmp_pa
     with only_worker():
         assert sweep(in_turn, factors).startswith("2 runs, 0 of them done before\n1/2 factor 0.5")
         assert sweep(in_turn, "--factors none") == "1 runs, 1 of them done before\n"
-    uninstall()
 
     rows = {(row["capacity_factor"], row["variant"]): row for row in rows_of(together)[2:]}
     assert set(rows) == set(product([0.5, None], policies))
