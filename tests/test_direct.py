@@ -5,6 +5,7 @@ the kernels, in Triton's interpreter. The all-to-all is the expectation, bit by 
 """
 
 import dataclasses
+import gc
 import os
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from direct_parity import (
 )
 from threads import run_on_threads
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from triton.runtime import interpreter
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
@@ -153,16 +155,18 @@ def test_too_many_passes_in_flight_are_noticed(threads):
         assert message.startswith("microbatches_in_flight=1 is not possible: ")
 
 
-def _let_go_in_a_moment() -> None:
-    dispatcher = SMALL.dispatcher("direct")
-    held = [forward(dispatcher, make_inputs(SMALL, "uniform", 0, CPU))]
-    threading.Timer(0.05, held.clear).start()
-    step(dispatcher, make_inputs(SMALL, "uniform", 1, CPU))
-
-
-@needs_no_gpu
-def test_what_autograd_lets_go_of_in_a_moment_is_not_in_flight(threads):
-    run_on_threads(NUM_RANKS, _let_go_in_a_moment)
+def test_what_waits_for_the_garbage_collector_is_not_in_flight():
+    landing = peers.Landing.__new__(peers.Landing)
+    cycle = [torch.zeros(3)]
+    landing._given = [StorageWeakRef(cycle[0].untyped_storage())]
+    cycle.append(cycle)
+    assert not landing.is_free()
+    gc.disable()
+    try:
+        del cycle
+        assert landing.is_free()
+    finally:
+        gc.enable()
 
 
 def _layers_share() -> tuple[bool, bool]:

@@ -19,10 +19,10 @@ Bytes per rank, with N = E * C rows of D elements: N * D per layer and microbatc
 """
 
 import ctypes
+import gc
 import itertools
 import logging
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -39,7 +39,6 @@ from padded_dispatch.exchange.collectives import group_name
 # to compile: as long as NCCL's default. A replay has nothing of that kind to wait for.
 _PATIENCE_MS = 600_000
 _REPLAY_PATIENCE_MS = 45_000
-_MOMENT_S = 1.0
 _ALIGNMENT = 256
 
 _log = logging.getLogger("padded_dispatch")
@@ -139,14 +138,16 @@ class Landing:
         return shape.num_rows * shape.width * shape.dtype.itemsize + side
 
     def is_free(self) -> bool:
-        """Whether tensors of its last use are gone, now or in a moment: `backward` returns before
-        autograd's thread has let go of them all, as compute-sanitizer, being slow, has shown."""
-        last = time.monotonic() + _MOMENT_S
-        while not all(storage.expired() for storage in self._given):
-            if time.monotonic() > last:
-                return False
-            time.sleep(1e-4)
-        return True
+        """Whether tensors of its last use are gone."""
+        if self._is_expired():
+            return True
+        # The traceback of an import that failed somewhere inside the first call, and was caught
+        # there, keeps that call's frames with all that they hold until cycles are collected.
+        gc.collect()
+        return self._is_expired()
+
+    def _is_expired(self) -> bool:
+        return all(storage.expired() for storage in self._given)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Rows and side, for one use."""
