@@ -137,6 +137,37 @@ def test_self_test_reports_what_eager_runs_do_not_agree_on(megatron):
     assert not any(name.startswith("layer 2") for name in report.unreproducible)
 
 
+@pytest.mark.parametrize("seen_at_once", [True, False])
+def test_one_layer_that_varies_speaks_for_all(megatron, seen_at_once):
+    """The second's replay differs though its eager runs agree; eager runs of the first vary, or do
+    so only in the pairs that run before anything fails."""
+    training = Training(("moe",))
+    experts, forward = training.moe_layers[0].experts, training.moe_layers[0].experts.forward
+    replay, outcome = _Graphed.replay_forward, selftest._outcome
+    calls, varies = iter(range(100)), [seen_at_once]
+
+    def forward_with_noise(*args: Any) -> Any:
+        output, bias = forward(*args)
+        return output + next(calls) * varies[0], bias
+
+    def replay_otherwise(graphed: _Graphed, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        results = replay(graphed, given)
+        results[0][0, 0, 0] += graphed._layer.layer_number - 1
+        return results
+
+    def first_outcome(found: Any) -> Any:
+        varies[0] = True
+        return outcome(found)
+
+    with (
+        patch.object(experts, "forward", forward_with_noise),
+        patch.object(_Graphed, "replay_forward", replay_otherwise),
+        patch.object(selftest, "_outcome", first_outcome),
+    ):
+        report = layer_graphs(training).capture()
+    assert report is not None and "layer 2: its output" in report.unreproducible
+
+
 def test_self_test_reports_kernels_that_only_a_capture_chooses(megatron, caplog):
     training = Training(("moe",))
     experts, forward = training.moe_layers[1].experts, training.moe_layers[1].experts.forward
