@@ -77,6 +77,12 @@ def test_all_refused_settings_are_named_at_once():
     ]
 
 
+def test_fp8_is_refused_in_graphs_only():
+    check_config(SimpleNamespace(fp8="hybrid", cuda_graph_impl="none"))
+    with pytest.raises(ValueError, match="fp8='hybrid' with cuda_graph_impl='local': not shown"):
+        check_config(SimpleNamespace(fp8="hybrid", cuda_graph_impl="local"))
+
+
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), 0])
 def test_a_factor_that_is_no_number_above_zero_is_refused(factor):
     with pytest.raises(ValueError, match="moe_expert_capacity_factor="):

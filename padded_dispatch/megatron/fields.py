@@ -212,7 +212,7 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
         "fine_grained_activation_offloading", "in attention, norms and experts; see offload_modules"
     ),
     _refused("fp4", "not shown yet", "train in bf16", refuses=_given),
-    _used("fp8", "TEGroupedMLP quantizes the padded rows, aligned as the recipe needs"),
+    _used("fp8", "TEGroupedMLP quantizes padded rows, aligned for the recipe; no CUDA graphs"),
     _refused(
         "hybrid_context_parallel",
         "every microbatch has another number of tokens",
