@@ -130,6 +130,11 @@ def test_every_field_is_a_flag():
         assert names - set(given) == ({"padded"} if cls is Dispatch else set())
 
 
+def test_experts_need_no_prefix():
+    short, long = parse(["--experts", "packed"]), parse(["--padded-experts", "packed"])
+    assert short == long and short.dispatch.padded.experts == "packed"
+
+
 def test_none_drops_nothing():
     for text in ("none", "no-drop"):
         assert parse(["--capacity-factor", text]).dispatch.capacity_factor is None
@@ -164,7 +169,7 @@ def test_none_drops_nothing():
         ),
         ("--save-every 2", "save_every=2 is not possible: it needs a folder"),
         (
-            "--padded-experts packed --padded-exchange direct",
+            "--experts packed --exchange direct",
             "padded_exchange=direct is not possible: GPUs of one host store to each other",
         ),
         ("--resume", "resume=True is not possible: it needs a folder"),

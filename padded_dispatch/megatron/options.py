@@ -187,12 +187,13 @@ class PaddedOptions:
         return read_factors("grow_factors", self.grow_factors)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one flag per option, `--padded-...`, to `parser`."""
+def add_arguments(parser: argparse.ArgumentParser, *, bare: tuple[str, ...] = ()) -> None:
+    """Add one flag per option, `--padded-...`, to `parser`; those in `bare` also by their name."""
     group = parser.add_argument_group("padded dispatch")
     for option in dataclasses.fields(PaddedOptions):
         group.add_argument(
             _flag(option),
+            *([f"--{option.name}"] if option.name in bare else []),
             type=option.metadata.get("read", type(option.default)),
             default=option.default,
             choices=option.metadata.get("choices"),

@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         for option in dataclasses.fields(cls):
             if "help" in option.metadata:
                 _add(group, option, hints[option.name])
-    add_arguments(made)
+    add_arguments(made, bare=("experts", "exchange"))
     return made
 
 
