@@ -19,6 +19,13 @@ COMMAND = [sys.executable, "-m", "padded_dispatch.cli"]
 SMALL = "train --seq-length 24 --micro-batch 3 --lr-warmup 2"
 
 
+def our_words(stderr: str) -> str:
+    """Without what torch says of a machine that has CUDA's compiler and no GPU, and what Python
+    3.12 says of Megatron's source when it compiles it."""
+    theirs = r"^W\d{4} .*torch/utils/cpp_extension.*\n|^.*/megatron/.*SyntaxWarning.*\n  .*\n"
+    return re.sub(theirs, "", stderr, flags=re.MULTILINE)
+
+
 @pytest.fixture(autouse=True)
 def nothing_installed():
     yield
@@ -53,7 +60,7 @@ def test_it_trains_evaluates_and_saves_in_an_empty_folder(tmp_path, environment)
     lines = done.stdout.splitlines()
     assert len(lines) == len(patterns)
     assert all(re.fullmatch(p, line) for p, line in zip(patterns, lines, strict=True)), lines
-    assert done.stderr == ""
+    assert our_words(done.stderr) == ""
     assert (tmp_path / "run" / "checkpoints" / "step-00000004" / "run.json").exists()
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["kind"] for row in rows] == [
@@ -131,7 +138,7 @@ def test_ctrl_c_ends_everything_and_leaves_only_whole_checkpoints(tmp_path, envi
         os.killpg(process.pid, signal.SIGINT)  # As a terminal does: to all of them.
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 128 + signal.SIGINT
-        assert stderr == "SIGINT: stopping all workers\n"
+        assert our_words(stderr) == "SIGINT: stopping all workers\n"
         wait_until_gone(workers)
     for checkpoint in (tmp_path / "run" / "checkpoints").glob("step-*"):
         assert {path.name for path in checkpoint.iterdir()} == {
