@@ -25,6 +25,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter clean up as ever."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def pool2() -> Iterator[WorkerPool]:
     """Two workers with a gloo default group; they start at their first use."""
