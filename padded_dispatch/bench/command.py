@@ -3,11 +3,13 @@
 import argparse
 import os
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from padded_dispatch.bench.cases import CONTENDERS, MODELS, SKEWS, sweep
 from padded_dispatch.bench.work import Settings, work
+from padded_dispatch.dispatcher import ExchangeKind
 from padded_dispatch.launch import start_workers
 
 
@@ -106,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     sweeps.add_argument(
         "--contenders", nargs="+", choices=CONTENDERS, help="(None: all that the device can run)"
     )
-    exchanges = ("nccl", "direct")
+    exchanges = get_args(ExchangeKind)
     sweeps.add_argument(
         "--exchange", nargs="+", choices=exchanges, default=exchanges, help="of our contenders"
     )

@@ -5,10 +5,9 @@
 
 for one MoE layer, forward and backward, in a CUDA graph: without one the host decides, which no
 arithmetic on sizes foretells. `fixed` is all that does not grow with the factor, for as many tokens
-as were measured; `per_expert` is
-the launches that padded experts need for each of their experts, packed ones do all in one. Copies
-within a rank are not a term of their own: they grow as the wire does, and a sixth coefficient made
-the errors hardly smaller.
+as were measured; `per_expert` is the launches that padded experts need for each of their experts,
+packed ones do all in one. Copies within a rank are not a term of their own: they grow as the wire
+does, and a sixth coefficient made the errors hardly smaller.
 
 The fit is linear least squares on relative errors. Rows that do not tell some coefficients apart
 leave these where they started, as near as can be (the solution of least norm, relative to the

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from padded_dispatch.config import POLICIES, REMEDIES, Policy, Remedy, require
+from padded_dispatch.dispatcher import ExchangeKind
 from padded_dispatch.megatron.factors import Factor, read_factor, read_factor_table, read_factors
 
 Alignment = int | Literal["auto"]
 Experts = Literal["module", "packed", "batched", "auto"]
-Exchange = Literal["nccl", "direct"]
 OnOverflow = Literal["drop", "warn", "error", "grow"]
 
 
@@ -114,13 +114,13 @@ class PaddedOptions:
             "choices": get_args(Experts),
         },
     )
-    exchange: Exchange = field(
+    exchange: ExchangeKind = field(
         default="nccl",
         metadata={
             "help": "nccl: an all-to-all of all slots, by any backend; direct: stores of real rows "
             "between the GPUs of one host, for packed experts",
             "cost": "less time, see above",
-            "choices": get_args(Exchange),
+            "choices": get_args(ExchangeKind),
         },
     )
     microbatches_in_flight: int = field(
@@ -135,7 +135,7 @@ class PaddedOptions:
     def __post_init__(self) -> None:
         for name, names in (
             ("experts", get_args(Experts)),
-            ("exchange", get_args(Exchange)),
+            ("exchange", get_args(ExchangeKind)),
             ("on_overflow", get_args(OnOverflow)),
             ("policy", ("megatron", *POLICIES)),
             ("remedy", REMEDIES),
