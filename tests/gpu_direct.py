@@ -38,6 +38,7 @@ from direct_parity import (
     replay_differences,
     small_run,
 )
+from gpu_rows import about_run, add_results
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -49,7 +50,7 @@ from padded_dispatch.kernels import direct as kernels
 from padded_dispatch.launch import WorkerError, WorkerPool, _torchrun_env, start_workers
 from padded_dispatch.ops import make_plan, select
 from padded_dispatch.plan import DispatchPlan
-from padded_dispatch.results import about, append_run
+from padded_dispatch.results import append_run
 
 LIMIT_S = 60.0
 
@@ -261,9 +262,7 @@ def run_all(num_ranks: int) -> Iterator[dict[str, Any]]:
 def main() -> int:
     """Run everything; the exit code is 1 when a part failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, help="the results file")
-    parser.add_argument("--commit", help="that this tree was made from")
-    parser.add_argument("--command", help="as it was typed, if not as this process sees it")
+    add_results(parser, required=False)
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--small", action="store_true", help="nothing but a short run on two GPUs")
     arguments = parser.parse_args()
@@ -284,9 +283,7 @@ def main() -> int:
             for stream in (file, sys.stdout):
                 stream.write(json.dumps(row) + "\n")
                 stream.flush()
-    command = arguments.command or " ".join(["python", *sys.argv])
-    run_about = about(num_gpus=arguments.gpus, command=command, commit=arguments.commit)
-    append_run(arguments.out, run_about | {"environment": ENVIRONMENT}, rows)
+    append_run(arguments.out, about_run(arguments, arguments.gpus, ENVIRONMENT), rows)
     return 0 if all(row["passed"] for row in rows) else 1
 
 

@@ -24,11 +24,12 @@ import torch
 import torch.distributed as dist
 from direct_parity import Layer, make_inputs, my_gpu
 from gpu_direct import ENVIRONMENT, graphed_us, run_part
+from gpu_rows import about_run, add_results
 
 from padded_dispatch.bench.cases import MODELS
 from padded_dispatch.dispatcher import Dispatched
 from padded_dispatch.launch import WorkerPool
-from padded_dispatch.results import about, append_run
+from padded_dispatch.results import append_run
 
 FACTORS = (1.0, 1.25, 2.0, None)
 _TOKENS = 4096
@@ -112,9 +113,7 @@ def main() -> int:
     """Measure everything; the exit code is 1 when a part failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--torchtitan", required=True, help="a checkout")
-    parser.add_argument("--out", type=Path, required=True, help="the results file")
-    parser.add_argument("--commit", required=True, help="that this tree was made from")
-    parser.add_argument("--command", help="as it was typed, if not as this process sees it")
+    add_results(parser)
     arguments = parser.parse_args()
     size = torch.cuda.device_count()
     os.environ.update(ENVIRONMENT)
@@ -140,9 +139,7 @@ def main() -> int:
                 rows.append(run_part(pool, row | {"tokens": _TOKENS}, fn, args))
                 sys.stdout.write(json.dumps(rows[-1]) + "\n")
                 sys.stdout.flush()
-    command = arguments.command or " ".join(["python", *sys.argv])
-    run_about = about(num_gpus=size, command=command, commit=arguments.commit)
-    append_run(arguments.out, run_about | {"environment": ENVIRONMENT}, rows)
+    append_run(arguments.out, about_run(arguments, size, ENVIRONMENT), rows)
     return 0 if all(row["passed"] for row in rows) else 1
 
 

@@ -11,11 +11,30 @@ import torch
 from padded_dispatch.results import about, append_run
 
 
-def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line, with the flags that all of these programs have."""
-    parser.add_argument("--out", type=Path, required=True, help="the results file")
-    parser.add_argument("--commit", required=True, help="that this tree was made from")
+def add_results(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Flags for a results file."""
+    parser.add_argument("--out", type=Path, required=required, help="the results file")
+    parser.add_argument("--commit", required=required, help="that this tree was made from")
     parser.add_argument("--command", help="as it was typed, if not as this process sees it")
+
+
+def about_run(
+    arguments: argparse.Namespace, num_gpus: int, environment: dict[str, str]
+) -> dict[str, Any]:
+    """What a results file says of a run with these flags.
+
+    Args:
+        environment: read by libraries as they are loaded, so set before a worker starts.
+    """
+    command = arguments.command or " ".join(["python", *sys.argv])
+    return about(num_gpus=num_gpus, command=command, commit=arguments.commit) | {
+        "environment": environment
+    }
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line, with the flags that programs of many cases have."""
+    add_results(parser)
     parser.add_argument(
         "--only",
         action="append",
@@ -34,7 +53,7 @@ class Rows:
 
     Args:
         arguments: see `parsed`.
-        environment: read by libraries as they are loaded, so set before a worker starts.
+        environment: see `about_run`.
     """
 
     def __init__(self, arguments: argparse.Namespace, environment: dict[str, str]) -> None:
@@ -42,10 +61,7 @@ class Rows:
         self.num_ranks = arguments.cpu or torch.cuda.device_count()
         self.backend = "gloo" if arguments.cpu else "nccl"
         self._only, self._path = arguments.only or [""], arguments.out
-        num_gpus = 0 if arguments.cpu else self.num_ranks
-        command = arguments.command or " ".join(["python", *sys.argv])
-        self._about = about(num_gpus=num_gpus, command=command, commit=arguments.commit)
-        self._about |= {"environment": environment}
+        self._about = about_run(arguments, 0 if arguments.cpu else self.num_ranks, environment)
         self._outcomes: list[bool] = []
 
     def wants(self, case: Any) -> bool:

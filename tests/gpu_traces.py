@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_rows import about_run, add_results
 from traced_run import Counted, assert_trace_says_the_same, counted_run
 
 from padded_dispatch.capacity import command as tune
 from padded_dispatch.launch import WorkerPool
 from padded_dispatch.megatron.compat import training_stream
 from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.results import about, append_run
+from padded_dispatch.results import append_run
 
 LIMIT_S = 500.0
 
@@ -93,9 +94,7 @@ def promised(folder: Path, out: Path, hold_out: float, from_step: int) -> dict[s
 def main() -> int:
     """Run everything; the exit code is 1 when a part failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="the results file")
-    parser.add_argument("--commit", required=True, help="that this tree was made from")
-    parser.add_argument("--command", help="as it was typed, if not as this process sees it")
+    add_results(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1000)
@@ -122,8 +121,7 @@ def main() -> int:
             sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.write(f"{time.monotonic() - started:.0f} s\n")
     num_gpus = given.workers if given.device == "cuda" else 0
-    command = given.command or " ".join(["python", *sys.argv])
-    append_run(given.out, about(num_gpus=num_gpus, command=command, commit=given.commit), rows)
+    append_run(given.out, about_run(given, num_gpus, {}), rows)
     return 0 if all(row["passed"] for row in rows) else 1
 
 
