@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from inline_pool import only_worker
+from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 
 from padded_dispatch.launch import WorkerPool
@@ -25,8 +26,13 @@ SMALL = "--steps 2 --seq-length 24 --micro-batch 3 --log-every 1"
 def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
     path = tmp_path / "results.json"
     flags = f"{SMALL} --results {path} --commit abc --repeats 2"
-    with only_worker():
+    make_groups = parallel_state.initialize_model_parallel
+    with (
+        only_worker(),
+        patch.object(parallel_state, "initialize_model_parallel", wraps=make_groups) as groups,
+    ):
         assert main(f"{flags} --vs --capacity-factor 2 --vs --deterministic".split()) == 0
+    assert groups.call_count == 1
     (run,) = json.loads(path.read_text())["runs"]
     rows = run["rows"]
     assert [row["capacity_factor"] for row in rows] == [2.0, 1.25, 2.0, 1.25]

@@ -12,6 +12,7 @@ seen in every contender: equal rows of a results file are repeats.
 """
 
 import argparse
+import itertools
 import sys
 
 import torch.distributed as dist
@@ -19,9 +20,9 @@ import torch.distributed as dist
 from padded_dispatch.launch import start_workers
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.command import check
-from padded_dispatch.train.loop import train
+from padded_dispatch.train.loop import train_in_groups
 from padded_dispatch.train.settings import Settings
-from padded_dispatch.train.world import free_memory, world
+from padded_dispatch.train.world import free_memory, model_parallel, world
 
 _SEPARATOR = "--vs"
 
@@ -75,8 +76,11 @@ def _split(argv: list[str]) -> list[list[str]]:
 def _work(runs: list[Settings], names: list[str]) -> None:
     """A worker's whole life."""
     with world(runs[0].layout) as device:
-        for number, (settings, name) in enumerate(zip(runs, names, strict=True), 1):
-            if dist.get_rank() == 0 and not settings.output.json:
-                sys.stdout.write(f"{number}/{len(runs)} {name}\n")
-            train(settings, device)
-            free_memory(device)
+        numbered = enumerate(zip(runs, names, strict=True), 1)
+        for layout, same in itertools.groupby(numbered, key=lambda item: item[1][0].layout):
+            with model_parallel(layout):
+                for number, (settings, name) in same:
+                    if dist.get_rank() == 0 and not settings.output.json:
+                        sys.stdout.write(f"{number}/{len(runs)} {name}\n")
+                    train_in_groups(settings, device)
+                    free_memory(device)

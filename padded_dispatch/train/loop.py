@@ -31,7 +31,7 @@ from padded_dispatch.train.record import Recorder, StepMarks, mark
 from padded_dispatch.train.settings import Output, Settings
 from padded_dispatch.train.skew import RouterSkew
 from padded_dispatch.train.tracing import trace_recorder
-from padded_dispatch.train.world import model_parallel, world
+from padded_dispatch.train.world import megatron_state, model_parallel, world
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,13 @@ def work(settings: Settings) -> Outcome:
 
 def train(settings: Settings, device: torch.device) -> Outcome:
     """Train over the default process group. To be called by every rank."""
-    with model_parallel(settings):
+    with model_parallel(settings.layout):
+        return train_in_groups(settings, device)
+
+
+def train_in_groups(settings: Settings, device: torch.device) -> Outcome:
+    """Train over Megatron's groups of the same layout. To be called by every rank."""
+    with megatron_state(settings):
         recorder = Recorder(settings, device) if settings.output.results else None
         trainer = _build(settings, device)
         start = checkpoint.Progress(step=0, first_loss=math.nan, factors={})

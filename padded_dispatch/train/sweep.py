@@ -35,10 +35,10 @@ from padded_dispatch.launch import start_workers
 from padded_dispatch.results import about, append_run
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.command import check
-from padded_dispatch.train.loop import Outcome, train
+from padded_dispatch.train.loop import Outcome, train_in_groups
 from padded_dispatch.train.record import identity
 from padded_dispatch.train.settings import Settings
-from padded_dispatch.train.world import free_memory, world
+from padded_dispatch.train.world import free_memory, model_parallel, world
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,12 +251,12 @@ def _work(sweep: Sweep) -> None:
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(layout.workers)
         os.environ["LOCAL_RANK"] = str(number % max(1, torch.cuda.device_count()))
         os.environ["MASTER_PORT"] = str(sweep.ports[job])
-    with world(layout) as device:
+    with world(layout) as device, model_parallel(layout):
         for number in range(job, len(sweep.runs), sweep.num_jobs):
             settings = sweep.runs[number]
             start = time.monotonic()
             with contextlib.redirect_stdout(io.StringIO()):
-                outcome = train(settings, device)
+                outcome = train_in_groups(settings, device)
             seconds = time.monotonic() - start
             if dist.get_rank() == 0:
                 row = row_of(settings, outcome, num_jobs=sweep.num_jobs, seconds=seconds)

@@ -50,14 +50,13 @@ def free_memory(device: torch.device) -> None:
 
 
 @contextmanager
-def model_parallel(settings: Settings) -> Iterator[None]:
-    """Megatron's groups, counts and random states, over an existing default process group.
+def model_parallel(layout: Layout) -> Iterator[None]:
+    """Megatron's process groups, over an existing default one.
 
-    At the end its groups end, too: Megatron forgets them, and each holds threads, on GPUs memory.
+    At the end they end, too: Megatron forgets them, and each holds threads, on GPUs memory. On
+    GPUs they take longer than many a run (some 20 of them, each a communicator of NCCL's made and
+    ended), so runs that follow one another in one layout share them.
     """
-    layout, recipe, graphs = settings.layout, settings.recipe, settings.output.graph != "none"
-    # Read by Transformer Engine when attention is built; Megatron's deterministic_mode asks for it.
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = str(int(not recipe.deterministic))
     before = set(distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -66,6 +65,18 @@ def model_parallel(settings: Settings) -> Iterator[None]:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
     )
+    yield
+    parallel_state.destroy_model_parallel()
+    for group in reversed([g for g in distributed_c10d._world.pg_map if g not in before]):
+        dist.destroy_process_group(group)
+
+
+@contextmanager
+def megatron_state(settings: Settings) -> Iterator[None]:
+    """What else a run finds in Megatron's globals, inside `model_parallel`: seeds and counts."""
+    layout, recipe, graphs = settings.layout, settings.recipe, settings.output.graph != "none"
+    # Read by Transformer Engine when attention is built; Megatron's deterministic_mode asks for it.
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = str(int(not recipe.deterministic))
     # Stages of a pipeline hold different layers, which must not start with the same weights.
     stage_seed = recipe.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(stage_seed)
@@ -78,6 +89,3 @@ def model_parallel(settings: Settings) -> Iterator[None]:
     yield
     unset_num_microbatches_calculator()
     forget_moe_metrics()
-    parallel_state.destroy_model_parallel()
-    for group in reversed([g for g in distributed_c10d._world.pg_map if g not in before]):
-        dist.destroy_process_group(group)
