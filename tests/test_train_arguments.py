@@ -159,9 +159,9 @@ def test_none_drops_nothing():
         ("--steps 0", "steps=0 is not possible: give a number above 0"),
         ("--lr 0", "lr=0.0 is not possible: give a number above 0"),
         ("--lr-warmup -1", "lr_warmup=-1 is not possible: give 0 or more"),
-        ("--adam-state bf16", "adam_state=bf16 is not possible: only Transformer Engine's Adam"),
+        ("--adam-state bf16", "adam_state='bf16' is not possible: only Transformer Engine's Adam"),
         ("--seed -1", "seed=-1 is not possible: give 0 or more"),
-        ("--dispatcher alltoall", "dispatcher=alltoall is not possible: Megatron's needs a GPU"),
+        ("--dispatcher alltoall", "dispatcher='alltoall' is not possible: Megatron's needs a GPU"),
         ("--dispatcher allgather --capacity-factor 2", "capacity_factor=2.0 is not possible"),
         (
             "--dispatcher alltoall-drop-pad --capacity-factor none",
@@ -170,7 +170,7 @@ def test_none_drops_nothing():
         ("--save-every 2", "save_every=2 is not possible: it needs a folder"),
         (
             "--experts packed --exchange direct",
-            "padded_exchange=direct is not possible: GPUs of one host store to each other",
+            "padded_exchange='direct' is not possible: GPUs of one host store to each other",
         ),
         ("--resume", "resume=True is not possible: it needs a folder"),
         ("--tensorboard", "tensorboard=True is not possible: it needs a folder"),

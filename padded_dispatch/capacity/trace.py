@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from padded_dispatch.config import require
+
 MAX_EXPERTS = 2**15 - 1  # ids are int16
 
 
@@ -55,9 +57,9 @@ class Trace:
             ("num_ranks", 1, 2**31 - 1),
         ):
             value = getattr(self, name)
-            _require(least <= value <= most, name, value, f"give a number from {least} to {most}")
+            require(least <= value <= most, name, value, f"give a number from {least} to {most}")
         shape = self.ids_NTK.shape
-        _require(
+        require(
             len(shape) == 3 and min(shape) >= 1 and shape[2] == self.top_k,
             "ids_NTK.shape",
             shape,
@@ -73,7 +75,7 @@ class Trace:
             arrays["probs_NTK"] = (self.probs_NTK, np.dtype(np.float32), shape)
         for name, (array, dtype, expected) in arrays.items():
             actual = f"{array.dtype}{list(array.shape)}"
-            _require(
+            require(
                 array.dtype == dtype and array.shape == expected,
                 name,
                 actual,
@@ -172,7 +174,7 @@ def merge(traces: Sequence[Trace]) -> Trace:
     for part in traces[1:]:
         for name in ("num_experts", "top_k", "num_ranks", "num_tokens"):
             value, expected = getattr(part, name), getattr(first, name)
-            _require(value == expected, name, value, f"all parts must have {expected}")
+            require(value == expected, name, value, f"all parts must have {expected}")
     keys = [np.stack([part.steps, part.layers, part.ranks]) for part in traces]
     distinct = np.concatenate([np.unique(key_3N, axis=1) for key_3N in keys], axis=1)
     times = np.unique(distinct, axis=1, return_counts=True)
@@ -219,9 +221,4 @@ def _check(name: str, array: NDArray, wrong: NDArray, remedy: str, *, offset: in
         index = np.unravel_index(int(wrong.argmax()), wrong.shape)
         *others, last = (int(i) for i in index)
         place = ", ".join(str(i) for i in (*others, last + offset))
-        _require(False, f"{name}[{place}]", array[index].item(), remedy)
-
-
-def _require(ok: bool, name: str, value: object, remedy: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}={value} is not possible: {remedy}")
+        require(False, f"{name}[{place}]", array[index].item(), remedy)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from padded_dispatch.config import require
 from padded_dispatch.megatron.options import PaddedOptions
 
 Device = Literal["cpu", "cuda"]
@@ -206,10 +207,10 @@ class Settings:
         for group in (self.output, self.recipe, self.layout):
             for name, value in vars(group).items():
                 if name in ("seed", "lr_warmup", "router_skew"):
-                    _require(value >= 0, name, value, "give 0 or more")
+                    require(value >= 0, name, value, "give 0 or more")
                 elif isinstance(value, int | float) and value is not False:
-                    _require(value > 0, name, value, "give a number above 0")
-        _require(
+                    require(value > 0, name, value, "give a number above 0")
+        require(
             self.recipe.adam_state == "fp32" or self.layout.device == "cuda",
             "adam_state",
             self.recipe.adam_state,
@@ -228,7 +229,7 @@ class Settings:
             ("tp * pp", layout.tp * layout.pp),
             ("etp * pp * ep", layout.etp * layout.pp * layout.ep),
         ):
-            _require(
+            require(
                 workers % product == 0,
                 "workers",
                 workers,
@@ -240,23 +241,23 @@ class Settings:
             ("tp", model.num_kv_groups, layout.tp),
             ("tp", recipe.seq_length, layout.tp),
         ):
-            _require(total % divisor == 0, name, divisor, f"it must divide {total}")
+            require(total % divisor == 0, name, divisor, f"it must divide {total}")
         stages = layout.pp * (layout.vpp or 1)
-        _require(
+        require(
             recipe.num_layers % stages == 0,
             "num_layers",
             recipe.num_layers,
             f"make it a multiple of pp * vpp={stages}",
         )
-        _require(
+        require(
             recipe.global_batch % per_step == 0,
             "global_batch",
             recipe.global_batch,
             f"make it a multiple of micro_batch * data parallel size={per_step}",
         )
         if layout.vpp is not None:
-            _require(layout.pp > 1, "vpp", layout.vpp, "it needs pp > 1")
-            _require(
+            require(layout.pp > 1, "vpp", layout.vpp, "it needs pp > 1")
+            require(
                 self.num_microbatches % layout.pp == 0,
                 "vpp",
                 layout.vpp,
@@ -264,13 +265,13 @@ class Settings:
                 f"{self.num_microbatches}: change global_batch",
             )
         if layout.tp > 1:
-            _require(
+            require(
                 layout.device == "cuda",
                 "tp",
                 layout.tp,
                 "on a CPU, Megatron's layer norm knows no sequence parallelism; give 1",
             )
-            _require(
+            require(
                 layout.sequence_parallel,
                 "tp",
                 layout.tp,
@@ -279,26 +280,26 @@ class Settings:
 
     def _check_dispatch(self) -> None:
         dispatch, layout = self.dispatch, self.layout
-        _require(
+        require(
             dispatch.dispatcher != "alltoall" or layout.device == "cuda",
             "dispatcher",
             dispatch.dispatcher,
             "Megatron's needs a GPU; on a CPU choose padded_alltoall, allgather or "
             "alltoall-drop-pad",
         )
-        _require(
+        require(
             dispatch.padded.exchange != "direct" or (layout.device == "cuda" and layout.ep > 1),
             "padded_exchange",
             dispatch.padded.exchange,
             "GPUs of one host store to each other; it needs --device cuda and --ep of at least 2",
         )
-        _require(
+        require(
             dispatch.dispatcher in DROPPING or dispatch.capacity_factor is None,
             "capacity_factor",
             dispatch.capacity_factor,
             f"dispatcher={dispatch.dispatcher} drops nothing; leave it out",
         )
-        _require(
+        require(
             dispatch.dispatcher != "alltoall-drop-pad" or dispatch.capacity_factor is not None,
             "capacity_factor",
             dispatch.capacity_factor,
@@ -308,9 +309,9 @@ class Settings:
     def _check_graph(self) -> None:
         graph, dispatcher = self.output.graph, self.dispatch.dispatcher
         if graph != "none":
-            _require(self.layout.device == "cuda", "graph", graph, "CUDA graphs need a GPU")
+            require(self.layout.device == "cuda", "graph", graph, "CUDA graphs need a GPU")
             possible = _STOCK_GRAPHS.get(dispatcher, (graph,))
-            _require(
+            require(
                 graph in possible,
                 "graph",
                 graph,
@@ -322,12 +323,12 @@ class Settings:
         if output.out is None:
             for name in ("save_every", "resume", "tensorboard"):
                 value = getattr(output, name)
-                _require(not value, name, value, "it needs a folder; give --out")
+                require(not value, name, value, "it needs a folder; give --out")
         elif not output.resume:
-            _require(
+            require(
                 not (output.out / "metrics.jsonl").exists(),
                 "out",
-                output.out,
+                str(output.out),
                 "it holds a run already; add --resume to go on with it, or choose another folder",
             )
 
@@ -335,26 +336,21 @@ class Settings:
         output = self.output
         if output.trace is None:
             return
-        _require(
+        require(
             self.dispatch.dispatcher == "padded_alltoall",
             "trace",
-            output.trace,
+            str(output.trace),
             f"dispatcher={self.dispatch.dispatcher} is not watched; choose padded_alltoall",
         )
-        _require(
+        require(
             output.resume or not list(output.trace.glob("*.npy")),
             "trace",
-            output.trace,
+            str(output.trace),
             "it holds a trace already; choose another folder",
         )
-        _require(
+        require(
             output.trace_every <= output.steps,
             "trace_every",
             output.trace_every,
             f"with steps={output.steps} no step would be traced",
         )
-
-
-def _require(ok: bool, name: str, value: object, remedy: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}={value} is not possible: {remedy}")
