@@ -16,6 +16,9 @@ from padded_dispatch.stats import SCALARS
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+# Figures of which the largest of all layers counts, and what they are where nobody asked.
+_LARGEST = {"expert_overload": 1.0, "rank_overload": 1.0, "needed_factor": 0.0}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
@@ -96,19 +99,14 @@ class Snapshot:
         """
         if not self.num_passes_Y.any():
             return {}
-        dropped, demand = int(self.dropped.sum()), int(self.demand_YE.sum())
+        each = self.figures_of_layers()
+        counts = {name: of_Y for name, of_Y in vars(self).items() if name != "top_k"}
+        sums = {name: of_Y.sum(0, keepdims=True) for name, of_Y in counts.items()}
+        as_one = Snapshot(**sums, top_k=self.top_k).figures_of_layers()
+        del as_one["layer"]
         return {
-            "dropped": dropped / max(demand, 1),
-            "dropped_mass": float(self.dropped_mass_Y.sum() / max(self.asked_mass_Y.sum(), 1)),
-            "lost_tokens": int(self.lost_tokens_Y.sum()),
-            "fill": float(self.kept_YE.sum() / self.num_slots_Y.sum()),
-            "expert_overload": float(np.nanmax(self.expert_overload)) if demand else 1.0,
-            "rank_overload": float(np.nanmax(self.rank_overload)) if demand else 1.0,
-            "needed_factor": float(np.nanmax(self.needed_factor)),
-            "idle_passes": int(self.idle_passes_YR.sum()),
-            "overflow": int(self.num_overflow_Y.sum()),
-            "rerouted": int(self.rerouted_Y.sum()),
-            "protected_dropped": int(self.protected_dropped_Y.sum()),
+            name: max(_LARGEST[name], *each[name]) if name in _LARGEST else figure
+            for name, (figure,) in as_one.items()
         }
 
     def figures_of_layers(self) -> dict[str, list[float]]:

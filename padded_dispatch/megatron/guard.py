@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.megatron.compat import graph_scopes
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+from padded_dispatch.megatron.router import MASK_IS_LOST
 
 # What a graph depends on, by names for people.
 Facts = dict[str, Any]
@@ -32,10 +33,6 @@ Facts = dict[str, Any]
 _Layer: Any = TransformerLayer
 _MOE_FIELDS = tuple(
     field.name for field in dataclasses.fields(TransformerConfig) if field.name.startswith("moe_")
-)
-_MASK_IS_LOST = (
-    "padding_mask is not possible with a layer that is replayed from a CUDA graph: Megatron does "
-    "not hand it to the graph; train without it, or set cuda_graph_impl='none'"
 )
 _PACKED = (
     "packed_seq_params is not possible with a layer that is replayed from a CUDA graph: where "
@@ -114,7 +111,7 @@ def _wrap_replay(replay: Callable[..., Any]) -> Callable[..., Any]:
     def guarded_replay(layer: Any, *args: Any, **kwargs: Any) -> Any:
         if layer in _captured:
             if kwargs.get("padding_mask") is not None:
-                raise ValueError(_MASK_IS_LOST)
+                raise ValueError(f"padding_mask is not possible in a replay: {MASK_IS_LOST}")
             if kwargs.get("packed_seq_params") is not None:
                 raise ValueError(_PACKED)
             then, now = _captured[layer], _replay_facts(layer, args, kwargs)

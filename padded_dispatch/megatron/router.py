@@ -35,10 +35,9 @@ _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 # Megatron-Core 0.16.1 to 0.19.0: `TransformerLayer._te_cuda_graph_capture` and
 # `_te_cuda_graph_replay` call the MoE layer without it.
-_MASK_IS_LOST = (
-    "padding_mask=None is not possible after a training step that had a mask: Megatron drops it "
-    "where cuda_graph_impl='transformer_engine' captures or replays a layer, and padding tokens "
-    "would take slots and count in the losses; train without padding_mask, or set "
+MASK_IS_LOST = (
+    "Megatron drops it where cuda_graph_impl='transformer_engine' captures or replays a layer, and "
+    "padding tokens would take slots and count in the losses; train without padding_mask, or set "
     "cuda_graph_impl='none'"
 )
 
@@ -128,7 +127,10 @@ def _selecting(base: type) -> type:
                 self.selector.configs.check_controlled()
             if self.training and self.config.cuda_graph_impl == "transformer_engine":
                 if self.saw_padding_mask and padding_mask is None:
-                    raise ValueError(_MASK_IS_LOST)
+                    raise ValueError(
+                        "padding_mask=None is not possible after a training step that had a mask: "
+                        + MASK_IS_LOST
+                    )
                 self.saw_padding_mask = padding_mask is not None
             return super().forward(input, padding_mask)
 

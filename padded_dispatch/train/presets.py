@@ -14,11 +14,11 @@ class Preset:
 
     about: str
     model: ModelShape
-    num_layers: int
-    seq_length: int
-    micro_batch: int
-    steps: int
-    lr: float
+    num_layers: int = 4
+    seq_length: int = 4096
+    micro_batch: int = 1
+    steps: int = 100
+    lr: float = 3e-4
     device: Device | None = "cuda"
 
 
@@ -53,11 +53,6 @@ PRESETS = {
             expert_ffn_size=768,
             qk_layernorm=True,
         ),
-        num_layers=4,
-        seq_length=4096,
-        micro_batch=1,
-        steps=100,
-        lr=3e-4,
     ),
     "gpt-oss-20b": Preset(
         about="layers like GPT-OSS-20B's: no attention sinks, no sliding windows",
@@ -71,11 +66,6 @@ PRESETS = {
             expert_ffn_size=2880,
             gpt_oss=True,
         ),
-        num_layers=4,
-        seq_length=4096,
-        micro_batch=1,
-        steps=100,
-        lr=3e-4,
     ),
     "deepseek-v2-lite": Preset(
         about="layers like DeepSeek-V2-Lite's: two shared experts, but ordinary attention",
@@ -89,10 +79,5 @@ PRESETS = {
             expert_ffn_size=1408,
             shared_ffn_size=2816,
         ),
-        num_layers=4,
-        seq_length=4096,
-        micro_batch=1,
-        steps=100,
-        lr=3e-4,
     ),
 }
