@@ -6,13 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from forks import fork_workers
 from hypothesis import settings
 
 from padded_dispatch.launch import WorkerPool
 
-# Before any test imports a kernel: without a GPU, Triton's interpreter runs them.
 if not torch.cuda.is_available():
+    # Before any test imports a kernel: without a GPU, Triton's interpreter runs them.
     os.environ["TRITON_INTERPRET"] = "1"
+    # Here already: workers import while this process collects, and pytest captures what they say.
+    fork_workers()
 
 # The same examples in every run, and no limit on the time of one.
 settings.register_profile("padded_dispatch", derandomize=True, deadline=None)
@@ -42,3 +45,22 @@ def pool4() -> Iterator[WorkerPool]:
     """Four workers with a gloo default group; they start at their first use."""
     with WorkerPool(4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="module")
+def gpu_pools(request) -> Iterator[dict[int, WorkerPool]]:
+    """Workers with a GPU each, under the module's `ENVIRONMENT`; they start at their first use."""
+    pools = {ranks: WorkerPool(ranks, backend="nccl") for ranks in (1, 2, 4, 8)}
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in getattr(request.module, "ENVIRONMENT", {}).items():
+            environment.setenv(name, value)
+        yield pools
+        for pool in pools.values():
+            pool.close()
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """The GPU of tests that need one in this process."""
+    assert torch.cuda.is_available(), "tests marked gpu were asked for, and there is no GPU"
+    return torch.device("cuda")

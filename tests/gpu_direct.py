@@ -2,8 +2,8 @@
 
     python tests/gpu_direct.py --out notebooks/results/direct.json --commit SHA
 
-Uses all GPUs of the machine. Every part is a row, written to `OUT.jsonl` as it ends; one that
-fails, or takes longer than its limit, is ended and does not stop the others.
+Uses all GPUs of the machine. Every part is a row, and the file is whole after each; one that fails,
+or takes longer than its limit, is ended and does not stop the others.
 
     compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \\
         python tests/gpu_direct.py --small
@@ -13,7 +13,6 @@ is a short run on two GPUs for the sanitizer's tools, without a results file.
 
 import argparse
 import dataclasses
-import json
 import multiprocessing
 import os
 import re
@@ -38,7 +37,7 @@ from direct_parity import (
     replay_differences,
     small_run,
 )
-from gpu_rows import about_run, add_results
+from gpu_rows import Rows, add_results
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -50,7 +49,6 @@ from padded_dispatch.kernels import direct as kernels
 from padded_dispatch.launch import WorkerError, WorkerPool, _torchrun_env, start_workers
 from padded_dispatch.ops import make_plan, select
 from padded_dispatch.plan import DispatchPlan
-from padded_dispatch.results import append_run
 
 LIMIT_S = 60.0
 
@@ -268,23 +266,16 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.gpus < 2:
         parser.error("direct stores need at least two GPUs")
-    os.environ.update(ENVIRONMENT)
     if arguments.small:
+        os.environ.update(ENVIRONMENT)
         start_workers(small_run, num_workers=2)
         return 0
     if arguments.out is None or arguments.commit is None:
         parser.error("--out and --commit are needed for a results file")
-    rows: list[dict[str, Any]] = []
-    lines = arguments.out.with_suffix(".jsonl")
-    lines.parent.mkdir(parents=True, exist_ok=True)
-    with lines.open("a") as file:
-        for row in run_all(arguments.gpus):
-            rows.append(row)
-            for stream in (file, sys.stdout):
-                stream.write(json.dumps(row) + "\n")
-                stream.flush()
-    append_run(arguments.out, about_run(arguments, arguments.gpus, ENVIRONMENT), rows)
-    return 0 if all(row["passed"] for row in rows) else 1
+    rows = Rows(arguments, arguments.gpus, ENVIRONMENT)
+    for row in run_all(arguments.gpus):
+        rows.add(row)
+    return rows.exit_code()
 
 
 if __name__ == "__main__":

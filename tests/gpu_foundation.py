@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gpu_rows import Rows, parsed
+from gpu_rows import Rows, parsed, wants
 from layer_parity import LayerCase, layer_parity, single_draws
 from pipeline_parity import STAGES, PipelineCase, pipeline_parity
 
@@ -129,20 +129,20 @@ def main() -> int:
         "--draws", type=int, help="instead: how often one draw of 'bias', fp32, EP2 alone misses"
     )
     arguments = parsed(parser)
-    rows = Rows(arguments, ENVIRONMENT)
+    rows = Rows(arguments, arguments.num_gpus, ENVIRONMENT)
     device = "cpu" if arguments.cpu else "cuda"
-    layers = list(layer_cases(device, rows.num_ranks))
+    layers = list(layer_cases(device, arguments.num_ranks))
     checks: list[tuple[str, Callable[..., Any], Any]]
     checks = [("layer parity", layer_parity, case) for case in layers]
-    for case in pipeline_cases(device, rows.num_ranks):
+    for case in pipeline_cases(device, arguments.num_ranks):
         checks.append(("pipeline parity", pipeline_parity, case))
-    with WorkerPool(rows.num_ranks, backend=rows.backend) as pool:
+    with WorkerPool(arguments.num_ranks, backend=arguments.backend) as pool:
         if arguments.draws:
             checks = []
             (bias,) = (c for c in layers if c.name == "bias" and c.dtype == torch.float32)
             rows.add(luck(pool, dataclasses.replace(bias, ep=2), arguments.draws))
         for check, parity, case in checks:
-            if rows.wants(case):
+            if wants(arguments, case):
                 rows.add(run_case(pool, check, parity, case))
     return rows.exit_code()
 

@@ -12,8 +12,6 @@ factor. Ours also selects and plans; the peer's counts per expert are made outsi
 
 import argparse
 import dataclasses
-import json
-import os
 import sys
 import types
 from collections.abc import Callable
@@ -24,12 +22,11 @@ import torch
 import torch.distributed as dist
 from direct_parity import Layer, make_inputs, my_gpu
 from gpu_direct import ENVIRONMENT, graphed_us, run_part
-from gpu_rows import about_run, add_results
+from gpu_rows import Rows, add_results
 
 from padded_dispatch.bench.cases import MODELS
 from padded_dispatch.dispatcher import Dispatched
 from padded_dispatch.launch import WorkerPool
-from padded_dispatch.results import append_run
 
 FACTORS = (1.0, 1.25, 2.0, None)
 _TOKENS = 4096
@@ -116,8 +113,7 @@ def main() -> int:
     add_results(parser)
     arguments = parser.parse_args()
     size = torch.cuda.device_count()
-    os.environ.update(ENVIRONMENT)
-    rows = []
+    rows = Rows(arguments, size, ENVIRONMENT)
     for model in ("qwen3-30b-a3b", "gpt-oss-20b"):
         shape = MODELS[model]
         layer = Layer(
@@ -136,11 +132,8 @@ def main() -> int:
         with WorkerPool(size, backend="nccl") as pool:
             for row, fn, args in cases:
                 row = {"measure": "exchange beside a peer", "model": model, "ep": size, **row}
-                rows.append(run_part(pool, row | {"tokens": _TOKENS}, fn, args))
-                sys.stdout.write(json.dumps(rows[-1]) + "\n")
-                sys.stdout.flush()
-    append_run(arguments.out, about_run(arguments, size, ENVIRONMENT), rows)
-    return 0 if all(row["passed"] for row in rows) else 1
+                rows.add(run_part(pool, row | {"tokens": _TOKENS}, fn, args))
+    return rows.exit_code()
 
 
 if __name__ == "__main__":

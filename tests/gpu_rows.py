@@ -18,22 +18,12 @@ def add_results(parser: argparse.ArgumentParser, *, required: bool = True) -> No
     parser.add_argument("--command", help="as it was typed, if not as this process sees it")
 
 
-def about_run(
-    arguments: argparse.Namespace, num_gpus: int, environment: dict[str, str]
-) -> dict[str, Any]:
-    """What a results file says of a run with these flags.
-
-    Args:
-        environment: read by libraries as they are loaded, so set before a worker starts.
-    """
-    command = arguments.command or " ".join(["python", *sys.argv])
-    return about(num_gpus=num_gpus, command=command, commit=arguments.commit) | {
-        "environment": environment
-    }
-
-
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line, with the flags that programs of many cases have."""
+    """The command line, with the flags that programs of many cases have; and what they stand for.
+
+    `num_ranks` is how many processes there can be, `num_gpus` how many of them have a GPU, and
+    `backend` is what they talk with.
+    """
     add_results(parser)
     parser.add_argument(
         "--only",
@@ -43,39 +33,46 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     )
     parser.add_argument("--cpu", type=int, metavar="N", help="N processes without GPUs")
     arguments = parser.parse_args()
-    if not arguments.cpu and torch.cuda.device_count() == 0:
+    arguments.num_gpus = 0 if arguments.cpu else torch.cuda.device_count()
+    arguments.num_ranks = arguments.cpu or arguments.num_gpus
+    arguments.backend = "gloo" if arguments.cpu else "nccl"
+    if not arguments.num_ranks:
         parser.error("no GPU here; --cpu N runs without")
     return arguments
+
+
+def wants(arguments: argparse.Namespace, case: Any) -> bool:
+    """Whether the command line asks for it; see `parsed`."""
+    return any(text in case.name for text in arguments.only or [""])
 
 
 class Rows:
     """Rows of one run. The results file is whole after each; a failure does not end the run.
 
     Args:
-        arguments: see `parsed`.
-        environment: see `about_run`.
+        arguments: with the flags of `add_results`.
+        num_gpus: that the run uses; 0 stands for the CPU.
+        environment: read by libraries as they are loaded, so set before a worker starts.
     """
 
-    def __init__(self, arguments: argparse.Namespace, environment: dict[str, str]) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, num_gpus: int, environment: dict[str, str]
+    ) -> None:
         os.environ.update(environment)
-        self.num_ranks = arguments.cpu or torch.cuda.device_count()
-        self.backend = "gloo" if arguments.cpu else "nccl"
-        self._only, self._path = arguments.only or [""], arguments.out
-        self._about = about_run(arguments, 0 if arguments.cpu else self.num_ranks, environment)
+        command = arguments.command or " ".join(["python", *sys.argv])
+        self._path = arguments.out
+        self._about = about(num_gpus=num_gpus, command=command, commit=arguments.commit)
+        self._about["environment"] = environment
         self._outcomes: list[bool] = []
 
-    def wants(self, case: Any) -> bool:
-        """Whether the command line asks for it."""
-        return any(text in case.name for text in self._only)
-
     def add(self, row: dict[str, Any]) -> None:
-        """Keep it, and say how it ended."""
+        """Keep it, and say how it ended. It is of a `check` or a `measure`."""
         append_run(self._path, self._about, [row])
         self._outcomes.append(row["passed"])
-        words = "passed" if row["passed"] else "FAILED"
-        known = (row[name] for name in ("name", "dtype", "seconds") if name in row)
-        say(f"{words} {row['check']}: {', '.join(map(str, known))}")
-        for failure in (row["failures"] or [])[:3]:
+        words = f"{'passed' if row['passed'] else 'FAILED'} {row.get('check') or row['measure']}"
+        names = ("name", "dtype", "model", "capacity_factor", "seconds")
+        say(", ".join([words, *(str(row[name]) for name in names if name in row)]))
+        for failure in (row.get("failures") or [])[:3]:
             say(f"    {failure.strip().splitlines()[-1][:300]}")
 
     def exit_code(self) -> int:

@@ -14,19 +14,17 @@ import json
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_rows import about_run, add_results
+from gpu_rows import Rows, add_results
 from traced_run import Counted, assert_trace_says_the_same, counted_run
 
 from padded_dispatch.capacity import command as tune
 from padded_dispatch.launch import WorkerPool
 from padded_dispatch.megatron.compat import training_stream
 from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.results import append_run
 
 LIMIT_S = 500.0
 
@@ -108,21 +106,14 @@ def main() -> int:
         f"--capacity-factor 1 --log-every 100 {' '.join(given.flags)}"
     )
     backend = "nccl" if given.device == "cuda" else "gloo"
-    rows = []
+    rows = Rows(given, given.workers if given.device == "cuda" else 0, {})
+    run_was = {"train": flags, "graph": graph, "ranks": given.workers}
     with tempfile.TemporaryDirectory() as name, WorkerPool(given.workers, backend=backend) as pool:
-        traces, started = Path(name, "traces"), time.monotonic()
-        rows.append(compared(pool, traces, flags, given.device))
-        rows += [
-            promised(traces, Path(name, "tune"), given.hold_out, first)
-            for first in (0, given.settled)
-        ]
-        for row in rows:
-            row |= {"train": flags, "graph": graph, "ranks": given.workers}
-            sys.stdout.write(json.dumps(row) + "\n")
-        sys.stdout.write(f"{time.monotonic() - started:.0f} s\n")
-    num_gpus = given.workers if given.device == "cuda" else 0
-    append_run(given.out, about_run(given, num_gpus, {}), rows)
-    return 0 if all(row["passed"] for row in rows) else 1
+        traces = Path(name, "traces")
+        rows.add(compared(pool, traces, flags, given.device) | run_was)
+        for first in (0, given.settled):
+            rows.add(promised(traces, Path(name, "tune"), given.hold_out, first) | run_was)
+    return rows.exit_code()
 
 
 if __name__ == "__main__":

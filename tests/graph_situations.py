@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
-from gpu_rows import Rows, parsed
+from gpu_rows import Rows, parsed, wants
 from graph_routings import RoutingCase, draws_repeat_with_the_seed, routings_equal_eager
 from graph_telemetry import telemetry_is_a_hosts_count
 from graph_training import Situation, replays_do_not_wait, replays_equal_eager
@@ -205,15 +205,15 @@ def run_case(pool: WorkerPool, check: str, run: Check, case: Case) -> dict[str, 
 def main() -> int:
     """Run everything; the exit code is 1 when a case failed."""
     arguments = parsed(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
-    rows = Rows(arguments, ENVIRONMENT)
-    pool = WorkerPool(1, backend=rows.backend)
-    for check, run, case in checks(rows.num_ranks):
+    rows = Rows(arguments, arguments.num_gpus, ENVIRONMENT)
+    pool = WorkerPool(1, backend=arguments.backend)
+    for check, run, case in checks(arguments.num_ranks):
         case = on_cpu(case) if arguments.cpu else case
-        if case is None or not rows.wants(case):
+        if case is None or not wants(arguments, case):
             continue
         if pool.num_workers != case.ranks:
             pool.close()
-            pool = WorkerPool(case.ranks, backend=rows.backend)
+            pool = WorkerPool(case.ranks, backend=arguments.backend)
         rows.add(run_case(pool, check, run, case))
     pool.close()
     return rows.exit_code()

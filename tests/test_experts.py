@@ -178,12 +178,6 @@ def test_compiles_as_one_graph(name):
 LARGE = [[0, 300, 0, 1, 129, 0, 64, 7], [513], [0, 0, 0], [200] * 4]
 
 
-@pytest.fixture
-def cuda() -> str:
-    assert torch.cuda.is_available(), "this test was asked for and needs a CUDA device"
-    return "cuda"
-
-
 def on_gpu(
     function, activation: Activation, given: Found, ends_L: Tensor, grad_ND: Tensor
 ) -> Found:
@@ -194,7 +188,7 @@ def on_gpu(
 
 
 def random_case(
-    counts: list[int], activation: Activation, biased: bool, cuda: str
+    counts: list[int], activation: Activation, biased: bool, cuda: torch.device
 ) -> tuple[Found, Tensor, Tensor]:
     """Inputs with NaN behind the last row, ends, and a gradient likewise."""
     given = inputs(counts, 70, activation, biased, dtype=torch.bfloat16, width=(136, 72))

@@ -1,7 +1,6 @@
 """The program that keeps parity results: its rows, its file; and on GPUs its cases, as tests."""
 
 import json
-from collections.abc import Iterator
 
 import gpu_foundation
 import pytest
@@ -10,8 +9,6 @@ from inline_pool import InlinePool
 from layer_parity import LayerCase, layer_parity
 from parity import Errors, Parity
 from pipeline_parity import PipelineCase, pipeline_parity
-
-from padded_dispatch.launch import WorkerPool
 
 
 def _stub(case: LayerCase) -> Parity:
@@ -58,19 +55,6 @@ def test_runs_are_appended(tmp_path, monkeypatch):
     assert [row["passed"] for run in runs for row in run["rows"]] == [True, False]
     assert runs[0]["about"]["commit"] == "abc"
     assert runs[0]["about"]["versions"]["megatron-core"]
-
-
-@pytest.fixture(scope="module")
-def gpu_pools() -> Iterator[dict[int, WorkerPool]]:
-    """One worker, and two, each with a GPU; they start at their first use."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        WorkerPool(1, backend="nccl") as one,
-        WorkerPool(2, backend="nccl") as two,
-    ):
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        yield {1: one, 2: two}
 
 
 def _id(case: LayerCase | PipelineCase) -> str:

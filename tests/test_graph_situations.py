@@ -5,7 +5,6 @@ The program that writes them down is `graph_situations`; its rows and its file a
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -156,18 +155,6 @@ def test_the_file_is_written_case_by_case_and_a_failure_does_not_end_it(tmp_path
     (run,) = json.loads(out.read_text())["runs"]
     assert [row["passed"] for row in run["rows"]] == [False, True]
     assert run["about"]["commit"] == "abc"
-
-
-@pytest.fixture(scope="module")
-def gpu_pools() -> Iterator[dict[int, WorkerPool]]:
-    """Workers with a GPU each; they start at their first use."""
-    pools = {ranks: WorkerPool(ranks, backend="nccl") for ranks in (1, 2, 4)}
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in ENVIRONMENT.items():
-            environment.setenv(name, value)
-        yield pools
-        for pool in pools.values():
-            pool.close()
 
 
 def failures(pools: dict[int, WorkerPool], name: str) -> list[str]:

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tiny
 import torch
-import torch.distributed as dist
 from layer_parity import LayerCase, build_layer
-from megatron.core import parallel_state
 from test_megatron_stacked import written
 from torch import Tensor, nn
 
@@ -28,15 +27,11 @@ EACH = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(autouse=True)
-def one_gpu() -> Iterator[None]:
-    assert torch.cuda.is_available(), "tests marked gpu were asked for, and there is no GPU"
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    install()
-    yield
-    uninstall()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+def megatron(cuda) -> Iterator[None]:
+    with tiny.one_process("cuda"):
+        install()
+        yield
+        uninstall()
 
 
 class Layer(nn.Module):

@@ -14,17 +14,12 @@ from padded_dispatch.config import POLICIES, REMEDIES, DispatchConfig
 from padded_dispatch.ops import make_plan
 from padded_dispatch.remedies import select_with_remedy
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 
 T, K, E, C = 1027, 3, 13, 200
 NUM_ROUTINGS = 100
 EVERY_POLICY = pytest.mark.parametrize("policy", POLICIES)
 EVERY_REMEDY = pytest.mark.parametrize("remedy", REMEDIES)
-
-
-@pytest.fixture(autouse=True)
-def cuda() -> None:
-    assert torch.cuda.is_available(), "tests marked gpu were asked for, and there is no GPU"
 
 
 def routing(seed: int) -> list[Tensor]:

@@ -10,12 +10,6 @@ pytestmark = pytest.mark.gpu
 T, K, E, D = 257, 3, 16, 96
 
 
-@pytest.fixture
-def cuda():
-    assert torch.cuda.is_available(), "tests marked gpu were asked for, and there is no GPU"
-    return torch.device("cuda")
-
-
 def routing(seed: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Tokens, probabilities and a map; every third seed sends all tokens to the same experts."""
     generator = torch.Generator().manual_seed(seed)

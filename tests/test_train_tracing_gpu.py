@@ -1,7 +1,6 @@
 """On GPUs, too, the what-if of a run's own trace is what the run counted: eager and replayed."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,6 @@ from padded_dispatch.launch import WorkerPool
 from padded_dispatch.megatron.compat import training_stream
 
 GRAPHS = ["none", "partial", "layer", "full-iteration"]
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, WorkerPool]]:
-    """Workers with a GPU each; they start at their first use."""
-    pools = {ranks: WorkerPool(ranks, backend="nccl") for ranks in (1, 2, 4, 8)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 def _run_on_gpus(flags: str) -> Counted:
@@ -41,14 +31,14 @@ def check(pool: WorkerPool, folder: Path, flags: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_on_one_gpu(pools, tmp_path, graph):
-    check(pools[1], tmp_path, f"--trace-every 1 --graph {graph}")
+def test_on_one_gpu(gpu_pools, tmp_path, graph):
+    check(gpu_pools[1], tmp_path, f"--trace-every 1 --graph {graph}")
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_on_all_gpus(pools, tmp_path, graph, passes):
+def test_on_all_gpus(gpu_pools, tmp_path, graph, passes):
     ranks = next(n for n in (8, 4, 2) if n <= torch.cuda.device_count())
     flags = f"--trace-every 2 --graph {graph} --global-batch {3 * passes * ranks}"
-    check(pools[ranks], tmp_path, flags)
+    check(gpu_pools[ranks], tmp_path, flags)

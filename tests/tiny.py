@@ -1,8 +1,7 @@
 """The smallest Megatron that has a MoE layer: configs, layers and process groups for tests."""
 
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,13 +57,10 @@ def layer(config: TransformerConfig, spec: Any = None) -> Any:
 
 
 @contextmanager
-def one_process() -> Iterator[None]:
-    """Megatron on this process alone: gloo, and parallel state of size 1."""
-    with megatron_on_cpu(), socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-        free.close()
-        dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+def one_process(device: str = "cpu") -> Iterator[None]:
+    """Megatron on this process alone, its CPU or GPU: gloo, and parallel state of size 1."""
+    with megatron_on_cpu() if device == "cpu" else nullcontext():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         try:
             yield
