@@ -189,7 +189,7 @@ class DispatchConfig:
         buffers = self.num_local_experts * self.num_sources
         rows = buffers * capacity
         exchanged, shared = self.num_ranks > 1, self.tp_size > 1
-        regrouped = packed or (self.num_local_experts > 1 and self.num_sources > 1)
+        regrouped = self.num_sources > 1 and (packed or self.num_local_experts > 1)
         return BufferBytes(
             send=send,
             receive=send * exchanged + self.tp_size * send * shared,

@@ -17,6 +17,7 @@ from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange import Exchange, ExpertInput
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.direct import DirectExchange
+from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.exchange.nccl import CollectiveExchange
 from padded_dispatch.ops import make_plan
 from padded_dispatch.plan import DispatchPlan
@@ -152,6 +153,8 @@ def make_exchange(
     if kind not in get_args(ExchangeKind):
         raise ValueError(f"exchange={kind!r} is not possible: choose one of nccl, direct")
     if kind == "nccl":
+        if packed and all(other is None or other.size() == 1 for other in (group, tp_group)):
+            return LocalExchange(num_local_experts)
         return CollectiveExchange(num_local_experts, group, tp_group, packed=packed)
     if not packed:
         raise ValueError(

@@ -15,6 +15,9 @@ with `torch.where`; multiplying by zero instead would let a NaN through.
 Packing takes received rows out of their slots and closes the gaps, unpacking puts them back: again
 each other's transpose. What lies behind the last packed row is unspecified, forward and backward.
 
+With one source there is nothing between slots and packed rows: `gather_packed` and `combine_packed`
+go there and back at once, by the same ops over other slot numbers.
+
 Where rows will be packed, nobody reads an empty slot. `zeros=False` leaves those unspecified, in
 results and in gradients, so that a kernel need not write them. In torch they are NaN, which shows
 whoever does read one.
@@ -165,6 +168,25 @@ def unpack_rows(packed_ND: Tensor, ends_LS: Tensor, *, zeros: bool = True) -> Te
     return _unpack(packed_ND, ends_LS, zeros)
 
 
+def gather_packed(tokens_TD: Tensor, plan: DispatchPlan, ends_E1: Tensor) -> Tensor:
+    """`gather_rows` and `pack_rows` at once, where this rank is the only source: [T, D] to [N, D].
+
+    Args:
+        tokens_TD: floating point.
+        plan: of these tokens.
+        ends_E1: `running_ends` of its counts.
+    """
+    slot_of_TK = _packed_slots(plan.slot_of_TK, ends_E1, plan.capacity)
+    return _gather(tokens_TD, slot_of_TK, plan.choice_of_slot_EC, False).flatten(0, 1)
+
+
+def combine_packed(rows_ND: Tensor, plan: DispatchPlan, ends_E1: Tensor) -> Tensor:
+    """`unpack_rows` and `combine_rows` at once, the transpose of `gather_packed`."""
+    slot_of_TK = _packed_slots(plan.slot_of_TK, ends_E1, plan.capacity)
+    rows_ECD = rows_ND.unflatten(0, plan.choice_of_slot_EC.shape)
+    return _combine(rows_ECD, slot_of_TK, plan.choice_of_slot_EC, False)
+
+
 # The ops. Their arguments are tensors, ints and strings; everything else is above.
 
 
@@ -239,13 +261,38 @@ def _take(source_MD: Tensor, index: Tensor, *, zeros: bool = True) -> Tensor:
     return torch.where((index >= 0)[..., None], taken, 0.0 if zeros else torch.nan)
 
 
+@custom_op("padded_dispatch::packed_slots", mutates_args=())
+def _packed_slots(slot_of_TK: Tensor, ends_E1: Tensor, capacity: int) -> Tensor:
+    ends_E = ends_E1.flatten()
+    starts_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
+    expert_TK = slot_of_TK.clamp(min=0) // capacity
+    return torch.where(slot_of_TK >= 0, starts_E[expert_TK] + slot_of_TK % capacity, -1)
+
+
+@_packed_slots.register_kernel("cuda")
+def _(slot_of_TK, ends_E1, capacity):
+    from padded_dispatch.kernels import plan
+
+    return plan.packed_slots(slot_of_TK, ends_E1, capacity)
+
+
+@_packed_slots.register_fake
+def _(slot_of_TK, ends_E1, capacity):
+    return torch.empty_like(slot_of_TK)
+
+
+# Without zeros, of `choice_of_slot_EC` only the shape is read, by both ops: slots may be packed.
+
+
 @custom_op("padded_dispatch::gather", mutates_args=())
 def _gather(
     tokens_TD: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor, zeros: bool
 ) -> Tensor:
-    # Floor division keeps -1 at -1.
-    token_EC = torch.div(choice_of_slot_EC, slot_of_TK.shape[1], rounding_mode="floor")
-    return _take(tokens_TD, token_EC, zeros=zeros)
+    num_tokens, num_slots = tokens_TD.shape[0], choice_of_slot_EC.numel()
+    token_N1 = torch.full((num_slots + 1,), -1, device=tokens_TD.device)
+    # Choices without a slot, -1, write behind the last one.
+    token_N1[slot_of_TK] = torch.arange(num_tokens, device=tokens_TD.device)[:, None]
+    return _take(tokens_TD, token_N1[:-1].view_as(choice_of_slot_EC), zeros=zeros)
 
 
 @_gather.register_kernel("cuda")

@@ -20,7 +20,11 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 from padded_dispatch import reference
 from padded_dispatch.config import BufferBytes, DispatchConfig
+from padded_dispatch.dispatcher import make_exchange
+from padded_dispatch.exchange import Exchange
+from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.collectives import all_gather, all_to_all, group_name, reduce_scatter
+from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.exchange.nccl import CollectiveExchange
 from padded_dispatch.launch import WorkerPool
 from padded_dispatch.ops import make_plan
@@ -100,11 +104,17 @@ def _there_and_back(case: Case, packed: bool) -> dict[str, Tensor]:
         return results_of(case, grid(case.num_ranks, case.tp_size), packed)
 
 
+def exchange_of(here: Grid, num_local_experts: int, packed: bool) -> Exchange:
+    """The one that a dispatcher of this rank takes."""
+    sizes = num_local_experts, here.group, here.tp_group
+    return make_exchange("nccl", Agreement(), *sizes, packed=packed, in_flight=1)
+
+
 def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:
     def leaf(payload: np.ndarray) -> Tensor:
         return torch.from_numpy(payload.copy()).requires_grad_()
 
-    exchange = CollectiveExchange(case.out_IRLMD.shape[2], here.group, here.tp_group, packed=packed)
+    exchange = exchange_of(here, case.out_IRLMD.shape[2], packed)
     kept_TE = torch.from_numpy(case.kept_STE[here.source])
     plan = make_plan(kept_TE, top_k=case.top_k, capacity=case.capacity)
     tokens_TD, probs_TE = leaf(case.tokens_STD[here.source]), leaf(case.probs_STE[here.source])
@@ -180,6 +190,12 @@ def assert_is_reference(case: Case, results: list[dict[str, Tensor]], packed: bo
 def test_one_rank_is_the_reference(routing, packed):
     case = make_case(routing, 1, 1)
     assert_is_reference(case, [_there_and_back(case, packed)], packed)
+
+
+def test_one_rank_has_no_slots_where_rows_are_packed():
+    here = grid(1, 1)
+    assert type(exchange_of(here, 2, packed=True)) is LocalExchange
+    assert type(exchange_of(here, 2, packed=False)) is CollectiveExchange
 
 
 @LAYOUTS
@@ -266,9 +282,7 @@ def test_collectives_are_sound_custom_ops(pool2: WorkerPool):
 def _allocated(config: DispatchConfig, dtype: torch.dtype, packed: bool) -> BufferBytes:
     """Bytes of new storage behind the results of every stage, on this rank."""
     here = grid(config.num_ranks, config.tp_size)
-    exchange = CollectiveExchange(
-        config.num_local_experts, here.group, here.tp_group, packed=packed
-    )
+    exchange = exchange_of(here, config.num_local_experts, packed)
     known: dict[int, Tensor] = {}  # Keeps everything alive, so that no address is used twice.
 
     def new_bytes(*tensors: Tensor | None) -> int:

@@ -69,6 +69,11 @@ def test_plan_example():
     assert (kept_E.tolist(), overflow_E.tolist()) == ([2, 2], [0, 0])
 
 
+def test_packed_slots_example():
+    packed_TK = plan.packed_slots(ints([0, 2], [3, -1]), ints(1, 3), 2)
+    assert packed_TK.tolist() == [[0, 1], [2, -1]]
+
+
 def test_spread_rows_example():
     tokens_TD = here([[1.0, 2.0], [3.0, 4.0]])
     rows_ND = rows.spread_rows(tokens_TD, ints([2, -1], [0, 3]), ints(2, -1, 0, 3))
@@ -183,7 +188,12 @@ def test_moves_and_sums(case: RoutingCase):
     equal((unwritten_ECD[here(choices >= 0)], expected_ECD[choices >= 0]))
     side_EC1 = torch.randn(choices.shape[0], choices.shape[1] + 1)
     probs_TE = torch.from_numpy(case.probs_TE).float()
+    ends_E1 = ops.running_ends(kept_E[None])
     equal(
+        (
+            plan.packed_slots(here(slots), here(ends_E1), case.capacity),
+            ops._packed_slots(slots, ends_E1, case.capacity),
+        ),
         (
             rows.spread_rows(here(tokens_TD), here(slots), here(choices)),
             ops._gather(tokens_TD, slots, choices, True),
@@ -256,6 +266,9 @@ def test_more_than_one_block_of_everything():
     map_TE = torch.rand(1500, 3) < 0.7
     expected = plan_tensors(map_TE, 2, 1100)
     equal(*zip(plan.plan(here(map_TE), 2, 1100), expected, strict=True))
+    slots, ends_E1 = expected[0], ops.running_ends(expected[2][None])
+    packed_TK = plan.packed_slots(here(slots), here(ends_E1), 1100)
+    equal((packed_TK, ops._packed_slots(slots, ends_E1, 1100)))
     tokens_TD = torch.randn(3, 2500)
     slots = torch.tensor([[2], [3], [0]], dtype=torch.int32)
     choices = torch.tensor([2, -1, 0, 1], dtype=torch.int32)

@@ -142,6 +142,35 @@ def test_packing_is_the_reference(kept):
     assert_same(grad_of(packed_ND)[: len(packed)], packed)
 
 
+@given(case=routing_cases())
+def test_packed_at_once_is_slots_and_then_packed(case: RoutingCase):
+    """Forward and backward, where all rows come from this rank."""
+    plan, _ = planned(case)
+    num_tokens, num_experts = case.map_TE.shape
+    ends_E1 = ops.running_ends(plan.kept_E[None])
+    num_rows = ends_E1[-1, 0]
+    payload = addresses(num_tokens, HIDDEN)
+    grad = addresses(num_experts * case.capacity, HIDDEN, offset=100)
+    grad[num_rows:] = np.nan
+    results = []
+    with poisoned_memory():
+        for at_once in (False, True):
+            tokens_TD, out_ND = leaf(payload), leaf(grad)
+            if at_once:
+                rows_ND = ops.gather_packed(tokens_TD, plan, ends_E1)
+                home_TD = ops.combine_packed(out_ND, plan, ends_E1)
+            else:
+                rows_ND = ops.pack_rows(ops.gather_rows(tokens_TD, plan), ends_E1)
+                home_TD = ops.combine_rows(ops.unpack_rows(out_ND, ends_E1), plan)
+            rows_ND.backward(torch.from_numpy(grad))
+            home_TD.backward(torch.from_numpy(payload))
+            real = rows_ND[:num_rows], home_TD, grad_of(tokens_TD), grad_of(out_ND)[:num_rows]
+            assert rows_ND.shape == grad.shape
+            results.append([tensor.detach().numpy() for tensor in real])
+    for found, expected in zip(*results, strict=True):
+        assert_same(torch.from_numpy(found), expected)
+
+
 def one_plan() -> DispatchPlan:
     """Tokens with 0 to K experts, an expert with too many rows, one with none."""
     map_TE = torch.from_numpy(thin_out(routing_map(7, 5, 3, seed=2), share=0.2))
@@ -218,6 +247,7 @@ def test_all_are_sound_custom_ops():
         "select": (map_TE, probs_TE, 2, "random", map_TE[:, :1].to(torch.uint8), torch.tensor(3)),
         "choice_ranks": (map_TE, probs_TE),
         "plan": (map_TE, 3, 2),
+        "packed_slots": (maps[0], ops.running_ends(plan.kept_E[None]), 2),
         "gather_side": (fp64(7, 5), *maps, plan.kept_E),
         "scatter_side": (fp64(5, 3), *maps),
         "gather": (fp64(7, HIDDEN), *maps, True),

@@ -3,6 +3,9 @@
 The first counts along each token's experts, which gives k; the second along each expert's tokens,
 which gives c, and writes both maps. Every element of both has one writer, so there are no atomics.
 On an H200, T 4096 and E 128: 18 us, the binary searches in torch 111 us.
+
+Where all sources of an expert's rows are this rank, `packed_slots` turns slots into packed rows, so
+that nothing has to be moved twice.
 """
 
 import torch
@@ -105,3 +108,34 @@ def _slot_kernel(
         tl.store(choice_of_slot + e * capacity + c, -1, mask=(c >= num_kept) & (c < capacity))
     tl.store(kept_E + e, num_kept)
     tl.store(overflow_E + e, num_asked - num_kept)
+
+
+def packed_slots(slot_of_TK: Tensor, ends_E: Tensor, capacity: int) -> Tensor:
+    """Where the row of every slot lies once the gaps are closed.
+
+    Args:
+        slot_of_TK: contiguous int32, `e * C + c` or -1.
+        ends_E: int32, where the packed rows of each expert end; contiguous, any shape.
+        capacity: C.
+
+    Returns:
+        int32 [T, K], -1 where there is no slot.
+
+    Example: C = 2 and `ends = [1, 3]` (one row, then two) turn the slots `[[0, 2], [3, -1]]` into
+    `[[0, 1], [2, -1]]`.
+    """
+    packed_TK = torch.empty_like(slot_of_TK)
+    num_choices = slot_of_TK.numel()
+    _packed_slot_kernel[(triton.cdiv(num_choices, _BLOCK),)](
+        slot_of_TK, ends_E, packed_TK, num_choices, capacity, BLOCK=_BLOCK
+    )
+    return packed_TK
+
+
+@triton.jit
+def _packed_slot_kernel(slot_of, ends, packed, num_choices, capacity, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slot_of + i, mask=i < num_choices, other=-1)
+    expert = tl.maximum(slot, 0) // capacity
+    start = tl.load(ends + expert - 1, mask=(slot >= 0) & (expert > 0), other=0)
+    tl.store(packed + i, tl.where(slot >= 0, start + slot % capacity, -1), mask=i < num_choices)
