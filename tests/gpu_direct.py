@@ -37,14 +37,16 @@ from direct_parity import (
     replay_differences,
     small_run,
 )
-from gpu_rows import Rows, add_results
+from gpu_rows import Rows, add_only, add_results, wants
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from padded_dispatch.beside import forget
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.collectives import all_to_all, group_name
 from padded_dispatch.exchange.direct import DirectExchange, _home, _push
 from padded_dispatch.exchange.nccl import CollectiveExchange
+from padded_dispatch.grouped import _grouped_outer, grouped_linear
 from padded_dispatch.kernels import direct as kernels
 from padded_dispatch.launch import WorkerError, WorkerPool, _torchrun_env, start_workers
 from padded_dispatch.ops import make_plan, select
@@ -142,10 +144,25 @@ def speed(factor: float) -> dict[str, Any]:
         out_ND = rows_ND.clone()
         slots_ECD = torch.randn(128, capacity, layer.width, device=device).to(layer.dtype)
         name = group_name(dist.group.WORLD)
+        # fc1's backward, to see what it gains if gradients go home beside it.
+        ends_L = ends_LS[:, -1].contiguous()
+        wide_NG = torch.randn(rows_ND.shape[0], 1536, device=device).to(layer.dtype)
+        fc1_LGD = torch.randn(layer.local_experts, 1536, layer.width, device=device)
+        transposed_LDG = fc1_LGD.to(layer.dtype).transpose(1, 2)
+
+        def backward(*, in_line: bool) -> None:
+            grad_ND = grouped_linear(wide_NG, transposed_LDG, ends_L)
+            if in_line:
+                forget()
+            _grouped_outer(wide_NG, out_ND, ends_L)
+            _home(grad_ND, None, ends_LS, *maps, capacity, buffers.key)
+
         calls: dict[str, Callable[[], object]] = {
             "barrier": buffers.transient.barrier,
             "push": lambda: _push(tokens_TD, probs_TE, *maps, *where),
             "home": lambda: _home(out_ND, None, ends_LS, *maps, capacity, buffers.key),
+            "backward of fc1, home behind": lambda: backward(in_line=True),
+            "backward of fc1, home beside": lambda: backward(in_line=False),
             "nccl": lambda: all_to_all(slots_ECD, name),
             "dispatch and combine": lambda: there_and_back(exchange, tokens_TD, probs_TE, plan),
             "dispatch and combine, nccl": lambda: there_and_back(nccl, tokens_TD, probs_TE, plan),
@@ -248,19 +265,22 @@ def lost_rank(num_ranks: int, how: str) -> dict[str, Any]:
     }
 
 
-def run_all(num_ranks: int) -> Iterator[dict[str, Any]]:
-    """All rows."""
-    with WorkerPool(num_ranks, backend="nccl") as pool:
-        for part in parts(num_ranks):
-            yield run_part(pool, *part)
+def run_all(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All rows that the command line asks for."""
+    with WorkerPool(arguments.gpus, backend="nccl") as pool:
+        for row, *call in parts(arguments.gpus):
+            if wants(arguments, row.get("check") or row["measure"]):
+                yield run_part(pool, row, *call)
     for how in ("dies", "stalls"):
-        yield lost_rank(num_ranks, how)
+        if wants(arguments, f"a rank {how}"):
+            yield lost_rank(arguments.gpus, how)
 
 
 def main() -> int:
     """Run everything; the exit code is 1 when a part failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_results(parser, required=False)
+    add_only(parser)
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--small", action="store_true", help="nothing but a short run on two GPUs")
     arguments = parser.parse_args()
@@ -273,7 +293,7 @@ def main() -> int:
     if arguments.out is None or arguments.commit is None:
         parser.error("--out and --commit are needed for a results file")
     rows = Rows(arguments, arguments.gpus, ENVIRONMENT)
-    for row in run_all(arguments.gpus):
+    for row in run_all(arguments):
         rows.add(row)
     return rows.exit_code()
 

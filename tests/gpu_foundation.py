@@ -142,7 +142,7 @@ def main() -> int:
             (bias,) = (c for c in layers if c.name == "bias" and c.dtype == torch.float32)
             rows.add(luck(pool, dataclasses.replace(bias, ep=2), arguments.draws))
         for check, parity, case in checks:
-            if wants(arguments, case):
+            if wants(arguments, case.name):
                 rows.add(run_case(pool, check, parity, case))
     return rows.exit_code()
 

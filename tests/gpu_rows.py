@@ -18,6 +18,21 @@ def add_results(parser: argparse.ArgumentParser, *, required: bool = True) -> No
     parser.add_argument("--command", help="as it was typed, if not as this process sees it")
 
 
+def add_only(parser: argparse.ArgumentParser) -> None:
+    """A flag to run some of many cases; see `wants`."""
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="TEXT",
+        help="run cases with this text in their name; may be given more than once",
+    )
+
+
+def wants(arguments: argparse.Namespace, name: str) -> bool:
+    """Whether the command line asks for the case of this name."""
+    return any(text in name for text in arguments.only or [""])
+
+
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The command line, with the flags that programs of many cases have; and what they stand for.
 
@@ -25,12 +40,7 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     `backend` is what they talk with.
     """
     add_results(parser)
-    parser.add_argument(
-        "--only",
-        action="append",
-        metavar="TEXT",
-        help="run cases with this text in their name; may be given more than once",
-    )
+    add_only(parser)
     parser.add_argument("--cpu", type=int, metavar="N", help="N processes without GPUs")
     arguments = parser.parse_args()
     arguments.num_gpus = 0 if arguments.cpu else torch.cuda.device_count()
@@ -39,11 +49,6 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if not arguments.num_ranks:
         parser.error("no GPU here; --cpu N runs without")
     return arguments
-
-
-def wants(arguments: argparse.Namespace, case: Any) -> bool:
-    """Whether the command line asks for it; see `parsed`."""
-    return any(text in case.name for text in arguments.only or [""])
 
 
 class Rows:

@@ -209,7 +209,7 @@ def main() -> int:
     pool = WorkerPool(1, backend=arguments.backend)
     for check, run, case in checks(arguments.num_ranks):
         case = on_cpu(case) if arguments.cpu else case
-        if case is None or not wants(arguments, case):
+        if case is None or not wants(arguments, case.name):
             continue
         if pool.num_workers != case.ranks:
             pool.close()
