@@ -5,10 +5,12 @@
 Uses all GPUs of the machine. Every part is a row, and the file is whole after each; one that fails,
 or takes longer than its limit, is ended and does not stop the others.
 
-    compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \\
-        python tests/gpu_direct.py --small
+    compute-sanitizer --tool memcheck --show-backtrace no --target-processes all \\
+        --error-exitcode 9 python tests/gpu_direct.py --small
 
-is a short run on two GPUs for the sanitizer's tools, without a results file.
+is a short run on two GPUs for the sanitizer's tools, without a results file. (For its backtraces
+the sanitizer holds Python's frames, and they the tensors of a call, which is then taken for one
+that still waits for its backward pass.)
 """
 
 import argparse
@@ -41,12 +43,10 @@ from gpu_rows import Rows, add_only, add_results, wants
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from padded_dispatch.beside import forget
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.collectives import all_to_all, group_name
 from padded_dispatch.exchange.direct import DirectExchange, _home, _push
 from padded_dispatch.exchange.nccl import CollectiveExchange
-from padded_dispatch.grouped import _grouped_outer, grouped_linear
 from padded_dispatch.kernels import direct as kernels
 from padded_dispatch.launch import WorkerError, WorkerPool, _torchrun_env, start_workers
 from padded_dispatch.ops import make_plan, select
@@ -144,25 +144,10 @@ def speed(factor: float) -> dict[str, Any]:
         out_ND = rows_ND.clone()
         slots_ECD = torch.randn(128, capacity, layer.width, device=device).to(layer.dtype)
         name = group_name(dist.group.WORLD)
-        # fc1's backward, to see what it gains if gradients go home beside it.
-        ends_L = ends_LS[:, -1].contiguous()
-        wide_NG = torch.randn(rows_ND.shape[0], 1536, device=device).to(layer.dtype)
-        fc1_LGD = torch.randn(layer.local_experts, 1536, layer.width, device=device)
-        transposed_LDG = fc1_LGD.to(layer.dtype).transpose(1, 2)
-
-        def backward(*, in_line: bool) -> None:
-            grad_ND = grouped_linear(wide_NG, transposed_LDG, ends_L)
-            if in_line:
-                forget()
-            _grouped_outer(wide_NG, out_ND, ends_L)
-            _home(grad_ND, None, ends_LS, *maps, capacity, buffers.key)
-
         calls: dict[str, Callable[[], object]] = {
             "barrier": buffers.transient.barrier,
             "push": lambda: _push(tokens_TD, probs_TE, *maps, *where),
             "home": lambda: _home(out_ND, None, ends_LS, *maps, capacity, buffers.key),
-            "backward of fc1, home behind": lambda: backward(in_line=True),
-            "backward of fc1, home beside": lambda: backward(in_line=False),
             "nccl": lambda: all_to_all(slots_ECD, name),
             "dispatch and combine": lambda: there_and_back(exchange, tokens_TD, probs_TE, plan),
             "dispatch and combine, nccl": lambda: there_and_back(nccl, tokens_TD, probs_TE, plan),

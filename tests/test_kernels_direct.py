@@ -70,13 +70,18 @@ def test_push_rows_example():
     assert probs_RN[0][:2].tolist() == [0.5, 0.75] and probs_RN[1][3] == 0.25
 
 
-def test_send_rows_home_and_send_probs_home_example():
+def test_send_home_example():
     slots_RECD = [empty(2, 2, 1) for _ in range(2)]
     sides_REC1 = [empty(2, 3) for _ in range(2)]
-    packed_ND = torch.tensor([[1.0], [2.0], [3.0], [torch.nan]], device=DEVICE)
-    probs_N = torch.tensor([0.1, 0.2, 0.3, torch.nan], device=DEVICE)
-    direct.send_rows_home(packed_ND, addresses(slots_RECD), ints([1, 3]), 1, 2)
-    direct.send_probs_home(probs_N, addresses(sides_REC1), ints([1, 3]), 1, 2)
+    direct.send_home(
+        torch.tensor([[1.0], [2.0], [3.0], [torch.nan]], device=DEVICE),
+        torch.tensor([0.1, 0.2, 0.3, torch.nan], device=DEVICE),
+        ints([1, 3]),
+        addresses(slots_RECD),
+        addresses(sides_REC1),
+        1,
+        2,
+    )
     assert slots_RECD[0].flatten().nan_to_num(0).tolist() == [0, 0, 1, 0]
     assert slots_RECD[1].flatten().nan_to_num(0).tolist() == [0, 0, 2, 3]
     torch.testing.assert_close(sides_REC1[0][1, 0].item(), 0.1)
@@ -150,10 +155,15 @@ class World:
 
     def send_home(self, packed: list[Tensor], beside: list[Tensor] | None) -> None:
         for r, rank in enumerate(self.ranks):
-            where = rank.ends_LS, r, self.capacity
-            direct.send_rows_home(packed[r], self.everyone("slots_ECD"), *where)
-            if beside is not None:
-                direct.send_probs_home(beside[r], self.everyone("side_EC1"), *where)
+            direct.send_home(
+                packed[r],
+                None if beside is None else beside[r],
+                rank.ends_LS,
+                self.everyone("slots_ECD"),
+                self.everyone("side_EC1"),
+                r,
+                self.capacity,
+            )
 
     def padded(self, rows: np.ndarray, kept_RSL: np.ndarray) -> list[Tensor]:
         """Payloads [R, L, M, ...] in the packed layout, NaN behind the last row."""
@@ -255,12 +265,6 @@ def test_more_than_one_block_of_everything(monkeypatch):
     check(np.stack(maps), 3, 11, 2500)
 
 
-def test_more_slots_than_a_block_of_probabilities():
-    probs_N, side_EC1 = torch.arange(1500.0, device=DEVICE), empty(1, 1501)
-    direct.send_probs_home(probs_N, addresses([side_EC1]), ints([1400]), 0, 1500)
-    assert torch.equal(side_EC1[0, :1400], probs_N[:1400]) and side_EC1[0, 1400:].isnan().all()
-
-
 @pytest.mark.gpu
 def test_rows_beyond_2_to_the_31_elements():
     num_rows, width = 2**20 + 1, 2048
@@ -272,5 +276,5 @@ def test_rows_beyond_2_to_the_31_elements():
     assert (rows_ND[-1] == 3).all() and not rows_ND[:-1].any()
     slots_ECD = torch.zeros_like(rows_ND)[None]
     ends = ints([num_rows])
-    direct.send_rows_home(rows_ND, addresses([slots_ECD]), ends, 0, num_rows)
+    direct.send_home(rows_ND, None, ends, addresses([slots_ECD]), nowhere, 0, num_rows)
     assert (slots_ECD[0, -1] == 3).all() and not slots_ECD[0, :-1].any()

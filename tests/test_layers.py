@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "padded_dispatch"
 LAYERS = (  # Low to high; modules on one line do not see each other.
-    "config routings stages beside",
+    "config routings stages",
     "reference select plan kernels",
     "ops stats grouped",
     "workspace activation remedies",

@@ -7,13 +7,12 @@ done with what the buffers held) and behind them (everything has arrived).
 
 `tell_counts` gives every rank the number of rows that each source keeps for each expert;
 `place_rows` computes from it where rows lie at their experts: packed, ordered (expert, source,
-slot). `push_rows` brings every token there. `send_rows_home` brings packed rows back into slots,
-and `send_probs_home` what is beside them.
+slot). `push_rows` brings every token there. `send_home` brings packed rows back into slots.
 
 A link is shared by all programs that store over it at a time, so their destinations have to differ:
 `push_rows` walks tokens in their own order, whose experts differ, and each token begins with
-another of its choices; in `send_rows_home` every program walks its own part of the packed rows, so
-that all sources are on the way at any time. 4 programs of 4 warps per multiprocessor of an H200.
+another of its choices; in `send_home` every program walks its own part of the packed rows, so that
+all sources are on the way at any time. 4 programs of 4 warps per multiprocessor of an H200.
 """
 
 import triton
@@ -183,16 +182,24 @@ def _push_rows_kernel(
         t += tl.num_programs(0)
 
 
-def send_rows_home(
-    packed_ND: Tensor, slots_R: Tensor, ends_LS: Tensor, rank: int, capacity: int
+def send_home(
+    packed_ND: Tensor,
+    probs_N: Tensor | None,
+    ends_LS: Tensor,
+    slots_R: Tensor,
+    side_R: Tensor,
+    rank: int,
+    capacity: int,
 ) -> None:
-    """Packed rows into their slots on the ranks that they came from.
+    """Packed rows, and a number beside each, into their slots on the ranks that they came from.
 
     Args:
         packed_ND: contiguous; rows from `ends_LS[-1, -1]` on are not read.
+        probs_N: contiguous fp32; None where nothing goes beside the rows.
+        ends_LS: contiguous int32.
         slots_R: addresses of [E, C, D] on every rank, in the rows' dtype. Empty slots are not
             written.
-        ends_LS: contiguous int32.
+        side_R: addresses of fp32 [E, C + 1] on every rank. The last column is not written.
         rank: this one's.
         capacity: C.
 
@@ -201,14 +208,17 @@ def send_rows_home(
     """
     width = packed_ND.shape[1]
     programs = min(packed_ND.shape[0], _PROGRAMS)
-    _send_rows_home_kernel[(programs, triton.cdiv(width, _block(width)))](
+    _send_home_kernel[(programs, triton.cdiv(width, _block(width)))](
         packed_ND,
-        slots_R,
+        probs_N if probs_N is not None else packed_ND,
         ends_LS,
+        slots_R,
+        side_R,
         rank,
         *ends_LS.shape,
         capacity,
         width,
+        WITH_PROBS=probs_N is not None,
         BUFFERS=triton.next_power_of_2(ends_LS.numel()),
         BLOCK=_block(width),
         num_warps=4,
@@ -216,15 +226,18 @@ def send_rows_home(
 
 
 @triton.jit
-def _send_rows_home_kernel(
+def _send_home_kernel(
     packed,
-    slots_at,
+    probs,
     ends,
+    slots_at,
+    side_at,
     rank,
     num_local,
     num_sources,
     capacity,
     width,
+    WITH_PROBS: tl.constexpr,
     BUFFERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -248,37 +261,11 @@ def _send_rows_home_kernel(
         value = tl.load(packed + row.to(tl.int64) * width + column, mask=column < width)
         slots = tl.load(slots_at + source).to(tl.pointer_type(packed.dtype.element_ty))
         tl.store(tl.multiple_of(slots, 16) + slot * width + column, value, mask=column < width)
+        if WITH_PROBS:
+            side = tl.load(side_at + source).to(tl.pointer_type(tl.float32))
+            # Rows of `side` are C + 1 long.
+            tl.store(side + slot + e, tl.load(probs + row), mask=tl.program_id(1) == 0)
         row += 1
-
-
-def send_probs_home(
-    probs_N: Tensor, side_R: Tensor, ends_LS: Tensor, rank: int, capacity: int
-) -> None:
-    """The number beside each packed row to where `send_rows_home` brings the row.
-
-    Args:
-        probs_N: contiguous fp32.
-        side_R: addresses of fp32 [E, C + 1] on every rank. The last column is not written.
-        ends_LS, rank, capacity: as there, and so is the example.
-    """
-    block = min(1024, triton.next_power_of_2(capacity))
-    _send_probs_home_kernel[(ends_LS.numel(), triton.cdiv(capacity, block))](
-        probs_N, side_R, ends_LS, rank, *ends_LS.shape, capacity, BLOCK=block
-    )
-
-
-@triton.jit
-def _send_probs_home_kernel(
-    probs, side_at, ends, rank, num_local, num_sources, capacity, BLOCK: tl.constexpr
-):
-    buffer = tl.program_id(0)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    begin = tl.load(ends + buffer - 1, mask=buffer > 0, other=0)
-    there = c < tl.load(ends + buffer) - begin
-    e = rank * num_local + buffer // num_sources
-    side = tl.load(side_at + buffer % num_sources).to(tl.pointer_type(tl.float32))
-    prob = tl.load(probs + begin + c, mask=there)
-    tl.store(side + e.to(tl.int64) * (capacity + 1) + c, prob, mask=there)
 
 
 def _block(width: int) -> int:
