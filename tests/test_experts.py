@@ -190,9 +190,16 @@ def on_gpu(
 def random_case(
     counts: list[int], activation: Activation, biased: bool, cuda: torch.device
 ) -> tuple[Found, Tensor, Tensor]:
-    """Inputs with NaN behind the last row, ends, and a gradient likewise."""
+    """Inputs with NaN behind the last row, ends, and a gradient likewise.
+
+    What goes into fc1 are whole numbers, so that what comes out is exact in bf16: else rounding
+    would decide on which side of a clamp a value lies, and whether it has a gradient.
+    """
     given = inputs(counts, 70, activation, biased, dtype=torch.bfloat16, width=(136, 72))
-    grad_ND = torch.randn_like(given["rows_ND"])
+    for name in {"rows_ND", "fc1_LGD", "fc1_bias_LG"} & given.keys():
+        given[name] = given[name].detach().round().requires_grad_()
+    generator = torch.Generator().manual_seed(len(counts))
+    grad_ND = torch.randn(given["rows_ND"].shape, generator=generator).to(torch.bfloat16)
     grad_ND[sum(counts) :] = torch.nan
     return (
         {name: v.to(cuda) for name, v in given.items()},
