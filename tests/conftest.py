@@ -6,20 +6,30 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from ahead import Ahead
 from forks import fork_workers
 from hypothesis import settings
 
 from padded_dispatch.launch import WorkerPool
 
 if not torch.cuda.is_available():
+    torch.set_num_threads(1)  # Tensors are small, and other cores have tests of their own.
     # Before any test imports a kernel: without a GPU, Triton's interpreter runs them.
     os.environ["TRITON_INTERPRET"] = "1"
+    from interpreter import patch_once
+
+    patch_once()
     # Here already: workers import while this process collects, and pytest captures what they say.
     fork_workers()
 
 # The same examples in every run, and no limit on the time of one.
 settings.register_profile("padded_dispatch", derandomize=True, deadline=None)
 settings.load_profile("padded_dispatch")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make room for tests that run beside the others."""
+    config.pluginmanager.register(Ahead())
 
 
 def pytest_collection_finish() -> None:

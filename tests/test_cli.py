@@ -11,12 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from ahead import ENVIRONMENT
 
 from padded_dispatch import cli
 from padded_dispatch.megatron import uninstall
 
 COMMAND = [sys.executable, "-m", "padded_dispatch.cli"]
 SMALL = "train --seq-length 24 --micro-batch 3 --lr-warmup 2"
+# As a user has it, but for one thread per process.
+USERS = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONWARNINGS"}
+USERS["OMP_NUM_THREADS"] = "1"
 
 
 def our_words(stderr: str) -> str:
@@ -32,19 +36,13 @@ def nothing_installed():
     uninstall()
 
 
-@pytest.fixture
-def environment():
-    """As a user has it, but for one thread per process."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
-    return {**kept, "OMP_NUM_THREADS": "1"}
-
-
-def test_it_trains_evaluates_and_saves_in_an_empty_folder(tmp_path, environment):
+@pytest.mark.ahead
+def test_it_trains_evaluates_and_saves_in_an_empty_folder(tmp_path):
     flags = "--steps 4 --log-every 2 --eval-every 4 --save-every 4 --out run"
     done = subprocess.run(
         [*COMMAND, *SMALL.split(), *flags.split()],
         cwd=tmp_path,
-        env=environment,
+        env=USERS,
         capture_output=True,
         text=True,
         timeout=120,
@@ -69,12 +67,13 @@ def test_it_trains_evaluates_and_saves_in_an_empty_folder(tmp_path, environment)
     ]
 
 
-def test_under_torchrun_it_starts_no_processes(tmp_path, environment):
+@pytest.mark.ahead
+def test_under_torchrun_it_starts_no_processes(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, "--module", *COMMAND[2:], *SMALL.split(), "--steps", "2", "--json"],
         cwd=tmp_path,
-        env=environment,
+        env=USERS,
         capture_output=True,
         text=True,
         timeout=120,
@@ -89,13 +88,13 @@ def test_under_torchrun_it_starts_no_processes(tmp_path, environment):
 
 
 @contextmanager
-def long_run(folder, environment) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def long_run(folder) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A run that has done its first step, and its workers' process ids."""
     flags = "--steps 100000 --log-every 1 --save-every 1 --out run"
     with subprocess.Popen(
         [*COMMAND, *SMALL.split(), *flags.split()],
         cwd=folder,
-        env=environment,
+        env=USERS,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -131,9 +130,10 @@ def wait_until_gone(pids: list[int]) -> None:
 needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="looks into /proc")
 
 
+@pytest.mark.ahead
 @needs_proc
-def test_ctrl_c_ends_everything_and_leaves_only_whole_checkpoints(tmp_path, environment):
-    with long_run(tmp_path, environment) as (process, workers):
+def test_ctrl_c_ends_everything_and_leaves_only_whole_checkpoints(tmp_path):
+    with long_run(tmp_path) as (process, workers):
         assert len(workers) == 2
         os.killpg(process.pid, signal.SIGINT)  # As a terminal does: to all of them.
         _, stderr = process.communicate(timeout=60)
@@ -149,9 +149,10 @@ def test_ctrl_c_ends_everything_and_leaves_only_whole_checkpoints(tmp_path, envi
         }
 
 
+@pytest.mark.ahead
 @needs_proc
-def test_a_dead_worker_ends_the_job(tmp_path, environment):
-    with long_run(tmp_path, environment) as (process, workers):
+def test_a_dead_worker_ends_the_job(tmp_path):
+    with long_run(tmp_path) as (process, workers):
         os.kill(workers[1], signal.SIGKILL)
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 1
@@ -185,6 +186,7 @@ def test_tensorboard_that_is_missing_is_named(capsys, monkeypatch, tmp_path):
     assert "pip install 'padded-dispatch[train]'" in capsys.readouterr().err
 
 
+@pytest.mark.ahead
 def test_help_needs_no_megatron():
     code = (
         "import sys; from padded_dispatch import cli\n"
@@ -192,6 +194,8 @@ def test_help_needs_no_megatron():
         "except SystemExit as end: assert end.code == 0\n"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'megatron']"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "train" in done.stdout

@@ -3,6 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+from ahead import ENVIRONMENT
+
+pytestmark = pytest.mark.ahead
+
 REPORT = """
 import logging, signal, sys, threading
 before = signal.getsignal(signal.SIGINT), threading.active_count(), list(sys.path)
@@ -37,6 +42,7 @@ def effects_of(statement: str) -> str:
     script = REPORT.format(statement=statement)
     done = subprocess.run(
         [sys.executable, "-c", script],
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

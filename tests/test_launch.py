@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from ahead import ENVIRONMENT
 
 from padded_dispatch import launch
 from padded_dispatch.launch import WorkerError, WorkerPool, start_workers
@@ -206,6 +207,7 @@ class Job:
             server.settimeout(60)
             self.process = subprocess.Popen(
                 [sys.executable, str(script), str(server.getsockname()[1]), how],
+                env=ENVIRONMENT,
                 stderr=subprocess.PIPE,
                 text=True,
                 start_new_session=True,
@@ -221,6 +223,7 @@ class Job:
         return self.process.returncode, stderr
 
 
+@pytest.mark.ahead
 def test_a_job_sees_what_torchrun_sets_and_ends_by_itself(tmp_path):
     job = Job(tmp_path, "return")
     assert job.said == ["0 of 2: 3\n", "1 of 2: 3\n"]
@@ -228,6 +231,7 @@ def test_a_job_sees_what_torchrun_sets_and_ends_by_itself(tmp_path):
     assert job.last_words == ["bye", "bye"]  # Exit handlers had their time.
 
 
+@pytest.mark.ahead
 def test_a_failing_worker_ends_the_job(tmp_path):
     code, stderr = Job(tmp_path, "raise").end()
     assert code == 1
@@ -235,12 +239,14 @@ def test_a_failing_worker_ends_the_job(tmp_path):
     assert stderr.endswith("\nrank 1 of 2 failed: ValueError: loss is nan at step 3\n")
 
 
+@pytest.mark.ahead
 def test_sigterm_ends_the_job(tmp_path):
     job = Job(tmp_path, "sleep")
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == (143, "SIGTERM: stopping all workers\n")
 
 
+@pytest.mark.ahead
 def test_workers_end_with_a_killed_parent(tmp_path):
     job = Job(tmp_path, "sleep")
     job.process.kill()

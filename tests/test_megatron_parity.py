@@ -8,6 +8,8 @@ from pipeline_parity import PipelineCase, pipeline_parity
 
 from padded_dispatch.megatron import PaddedOptions
 
+pytestmark = pytest.mark.ahead
+
 OVERLAP = (("moe_shared_expert_overlap", True),)
 RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ahead import ENVIRONMENT
 
 from padded_dispatch.megatron.run import main
 
@@ -22,9 +23,10 @@ print(__name__, sys.argv[1:], config.padded_dispatch.alignment, beside.VALUE)
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "padded_dispatch.megatron.run", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.ahead
 def test_script_runs_as_main_with_its_own_arguments(tmp_path: Path):
     (tmp_path / "beside.py").write_text("VALUE = 7")
     (tmp_path / "script.py").write_text(SCRIPT)

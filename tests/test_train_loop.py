@@ -37,6 +37,7 @@ def run(pool, flags: str) -> Outcome:
     return first
 
 
+@pytest.mark.ahead
 @pytest.mark.parametrize(
     "flags",
     [
@@ -59,6 +60,7 @@ def test_the_loss_falls(pool2, flags):
     )
 
 
+@pytest.mark.ahead
 def test_forced_balance_fills_all_slots_alike(pool2):
     flags = "--steps 1 --capacity-factor 2 --seq-length 256 --micro-batch 2"
     learned = run(pool2, flags).rows[0]
@@ -67,6 +69,7 @@ def test_forced_balance_fills_all_slots_alike(pool2):
     assert forced.dropped == 0 and forced.fill == 1 / 2
 
 
+@pytest.mark.ahead
 def test_no_factor_drops_nothing_and_a_small_one_much(pool2):
     everything = run(pool2, "--steps 1 --capacity-factor none").rows[0]
     # 72 tokens, 2 of 8 experts each, 72 slots for each expert.
@@ -78,6 +81,7 @@ def test_no_factor_drops_nothing_and_a_small_one_much(pool2):
     assert little.dropped >= 1 - 40 / 144
 
 
+@pytest.mark.ahead
 def test_a_run_that_does_not_learn_says_so(pool2):
     outcome = run(pool2, "--steps 1")
     assert not outcome.fell and "did not fall" in outcome.sentence()
@@ -124,6 +128,7 @@ def test_there_must_be_a_checkpoint_to_resume(tmp_path):
         check_resumable(parse(f"--resume --out {tmp_path}".split()))
 
 
+@pytest.mark.ahead
 def test_results_are_kept(pool2, tmp_path):
     path = tmp_path / "results.json"
     outcome = run(pool2, f"--steps 3 --results {path} --commit abc-dirty")
@@ -156,6 +161,7 @@ def kept_rows(out, kind: str) -> list[dict]:
     return [row for row in rows if row["kind"] == kind]
 
 
+@pytest.mark.ahead
 def test_what_is_dropped_is_kept_in_rows_by_layer(pool2, tmp_path):
     flags = f"--steps 5 --capacity-factor 0.25 --padded-telemetry-every 2 --out {tmp_path} "
     outcome = run(pool2, flags + "--eval-every 5 --padded-eval-factor no-drop")
@@ -170,6 +176,7 @@ def test_what_is_dropped_is_kept_in_rows_by_layer(pool2, tmp_path):
     assert evaluated["dropped"] == 0.0 and evaluated["fill"] == 2 / 8
 
 
+@pytest.mark.ahead
 def test_a_schedule_changes_all_layers_but_those_with_their_own_factor(pool2, tmp_path):
     flags = (
         f"--steps 4 --out {tmp_path} --padded-telemetry-every 1 --padded-layer-factors 2:0.5 "
@@ -189,6 +196,7 @@ GROW = (
 )
 
 
+@pytest.mark.ahead
 def test_capacity_grows_until_nothing_is_dropped(pool2, tmp_path):
     """Each read is a step old when it is looked at: 0.5 from step 4 on, C = T from 7 on."""
     run(pool2, f"--steps 8 --out {tmp_path} {GROW}")
@@ -198,6 +206,7 @@ def test_capacity_grows_until_nothing_is_dropped(pool2, tmp_path):
     assert [row["dropped"] for row in rows[6:]] == [0.0, 0.0]
 
 
+@pytest.mark.ahead
 def test_a_resumed_run_has_the_factors_that_have_grown(pool2, tmp_path):
     flags = f"--steps 8 --save-every 7 --out {tmp_path} {GROW}"
     whole = run(pool2, flags)
@@ -206,6 +215,7 @@ def test_a_resumed_run_has_the_factors_that_have_grown(pool2, tmp_path):
     assert [(row.loss, row.fill) for row in resumed.rows] == [(whole.rows[7].loss, 2 / 8)]
 
 
+@pytest.mark.ahead
 def test_an_overflow_that_is_an_error_ends_all_ranks_alike(pool2):
     flags = "--steps 3 --capacity-factor 0.25 --padded-on-overflow error"
     first, second = pool2.run(_error, f"{flags} --padded-telemetry-every 1")

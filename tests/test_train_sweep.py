@@ -1,8 +1,10 @@
 """The sweep: which runs it makes, that each is itself whatever runs beside it, and its file."""
 
+import contextlib
 import json
 import os
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 from inline_pool import only_worker
@@ -26,21 +28,32 @@ def rows_of(path):
     return [row for run in json.loads(path.read_text())["runs"] for row in run["rows"]]
 
 
-def test_side_by_side_or_in_turn_a_run_is_the_same_and_none_is_made_twice(tmp_path, capfd):
+def work_and_write(sweep: Sweep) -> None:
+    """A worker, and what it says in a file of its own, since pytest does not hear it."""
+    with (
+        open(f"{sweep.path}.rank-{os.environ['RANK']}", "w") as said,
+        contextlib.redirect_stdout(said),
+    ):
+        sweep_module._work(sweep)
+
+
+def test_side_by_side_or_in_turn_a_run_is_the_same_and_none_is_made_twice(tmp_path, capsys):
     together, in_turn = tmp_path / "together.json", tmp_path / "in_turn.json"
 
     def sweep(path, flags: str) -> str:
         assert main(f"{flags} --seeds 0 {SMALL} --results {path}".split()) == 0
-        return capfd.readouterr().out
+        return capsys.readouterr().out
 
     policies = ["probs", "priority+renormalize"]
     done = planned(["0.5", "none"], ["position"], ["0"], SMALL.split())
     before = about(num_gpus=0, command="", commit="a")
     append_run(together, before, [{"flags": flags_of(run)} for run in done])
     factors = "--factors 0.5 none"
-    out = sweep(together, f"{factors} --policies {' '.join(policies)} position --jobs 2")
+    with patch.object(sweep_module, "_work", work_and_write):
+        out = sweep(together, f"{factors} --policies {' '.join(policies)} position --jobs 2")
     assert out.startswith("6 runs, 2 of them done before\n")
-    assert "4/4 factor none, priority+renormalize, seed 0" in out
+    said = "".join(path.read_text() for path in tmp_path.glob("together.json.rank-*"))
+    assert "4/4 factor none, priority+renormalize, seed 0" in said
     with only_worker():
         assert sweep(in_turn, factors).startswith("2 runs, 0 of them done before\n1/2 factor 0.5")
         assert sweep(in_turn, "--factors none") == "1 runs, 1 of them done before\n"

@@ -1,10 +1,14 @@
 """The watchdog ends a process, so each case is a process of its own."""
 
-import os
 import subprocess
 import sys
 
+import pytest
+from ahead import ENVIRONMENT
+
 from padded_dispatch.watchdog import EXIT_CODE
+
+pytestmark = pytest.mark.ahead
 
 HEADER = """
 import threading
@@ -20,7 +24,7 @@ watchdog = Watchdog(0.2)
 def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", HEADER + program],
-        env={**os.environ, "RANK": "3"},
+        env={**ENVIRONMENT, "RANK": "3"},
         capture_output=True,
         text=True,
         timeout=60,
