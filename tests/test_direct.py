@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from unittest.mock import Mock, patch
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from triton.runtime import interpreter
 
-from padded_dispatch import DispatchConfig, PaddedDispatcher
+from padded_dispatch import DispatchConfig, PaddedDispatcher, peak
 from padded_dispatch.exchange import direct, peers
 from padded_dispatch.exchange.direct import DirectExchange
 
@@ -185,6 +186,17 @@ def _layers_share() -> tuple[bool, bool]:
 @needs_no_gpu
 def test_layers_of_one_shape_share_what_is_transient(threads):
     assert run_on_threads(NUM_RANKS, _layers_share) == [(True, False)] * NUM_RANKS
+
+
+def test_peaks_count_what_peers_store_to(monkeypatch):
+    """Of two that live, one of them gone later, beside a GiB of torch's."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2**31)
+    memories = [peers.PeerMemory.__new__(peers.PeerMemory) for _ in range(2)]
+    monkeypatch.setattr(peers, "_held", WeakKeyDictionary(dict.fromkeys(memories, 2**29)))
+    assert (peak.allocated_gib(), peak.reserved_gib()) == (2.0, 3.0)
+    del memories[0]
+    assert (peak.allocated_gib(), peak.reserved_gib()) == (1.5, 2.5)
 
 
 # Peers that never come.

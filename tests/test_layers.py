@@ -10,7 +10,7 @@ LAYERS = (  # Low to high; modules on one line do not see each other.
     "ops stats grouped",
     "workspace activation remedies",
     "exchange experts snapshot",
-    "dispatcher",
+    "dispatcher peak",
     "megatron capacity",
     "testing launch results watchdog",
     "bench train",

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from padded_dispatch import peak
 from padded_dispatch.bench.cases import SKEWS, Case
 from padded_dispatch.routings import routing_scores
 
@@ -149,16 +150,15 @@ class PeakMemory:
     def __init__(self) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        self._allocated = torch.cuda.memory_allocated()
-        self._reserved = torch.cuda.memory_reserved()
+        self._allocated, self._reserved = peak.allocated_gib(), peak.reserved_gib()
 
     def allocated_gib(self) -> float:
-        """By tensors."""
-        return round((torch.cuda.max_memory_allocated() - self._allocated) / 2**30, 3)
+        """By tensors, those of the direct exchange included."""
+        return round(peak.allocated_gib() - self._allocated, 3)
 
     def reserved_gib(self) -> float:
-        """By the caching allocator, graph pools included."""
-        return round((torch.cuda.max_memory_reserved() - self._reserved) / 2**30, 3)
+        """By the caching allocator, graph pools included, and by the direct exchange."""
+        return round(peak.reserved_gib() - self._reserved, 3)
 
 
 def _meet(device: torch.device) -> None:

@@ -70,6 +70,7 @@ class PeerMemory:
         # Not `_symmetric_memory.empty`: its pool keeps what is freed, and may hand out the middle
         # of a larger allocation, of which a handle would give the beginning.
         self._bytes = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+        _held[self] = num_bytes
         _print_at_once()
         name: Any = group_name(group)  # The type of a name differs between releases.
         self._handle: Any = _symmetric_memory.rendezvous(self._bytes, name)
@@ -92,6 +93,14 @@ class PeerMemory:
         captured = torch.cuda.is_current_stream_capturing()
         patience_ms = _REPLAY_PATIENCE_MS if captured else _PATIENCE_MS
         self._handle.barrier(channel=0, timeout_ms=patience_ms)
+
+
+_held: WeakKeyDictionary[PeerMemory, int] = WeakKeyDictionary()
+
+
+def held_bytes() -> int:
+    """Of this rank, in all that is alive. Torch's allocator does not know of it."""
+    return sum(_held.values())
 
 
 def _print_at_once() -> None:

@@ -20,13 +20,14 @@ time (Qwen3-30B-A3B and GPT-OSS-20B; notebooks/results/layer_bench.json):
     EP 4, factor 1.0      .82 and .85        .88 and .85
                 1.25      .78     .76        .89     .84
                 2.0       .67     .57        .91     .83
-    EP 1, factor 1.0      .63     .91        .53     .83
-                1.25      .65     .85        .54     .81
-                2.0       .56     .61        .62     .81
+    EP 1, factor 1.0      .57     .89        .51     .83
+                1.25      .58     .82        .53     .80
+                2.0       .51     .59        .61     .80
 
-With one rank there is nothing to regroup, so packing is a copy that batched experts do without;
-and `torch.bmm` is the faster GEMM per row. What decides is the config's factor, not those of single
-layers or steps, so that all layers keep their parameters alike.
+With one rank neither moves its rows again, so the GEMM decides, and per row `torch.bmm` is the
+faster one: the more so the fewer tokens (512: .32 beside .41 for Qwen3 at 1.25), no longer with
+16,384 (.80 beside .77). What decides is the config's factor, not those of single layers or steps,
+so that all layers keep their parameters alike.
 """
 
 import functools

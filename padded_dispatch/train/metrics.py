@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from padded_dispatch import peak
 from padded_dispatch.stats import Counters
 
 
@@ -98,8 +99,8 @@ class Meter:
             fill=kept / slots if counts else None,
             dropped=1 - kept / demand if counts else None,
             overflow=int(overflow) if counts else None,
-            allocated_gib=torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
-            reserved_gib=torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
+            allocated_gib=peak.allocated_gib() if on_gpu else None,
+            reserved_gib=peak.reserved_gib() if on_gpu else None,
         )
 
     def _wait(self) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from padded_dispatch import peak
 from padded_dispatch.results import about, append_run
 from padded_dispatch.train.flops import flops_per_token
 from padded_dispatch.train.settings import Settings
@@ -149,8 +150,8 @@ class Recorder:
             "tokens_per_s": tokens_per_s,
             "tflops_per_gpu": tokens_per_s * flops / layout.workers / 1e12,
             "allocated_before_gib": self._allocated_before / 2**30 if on_gpu else None,
-            "allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
-            "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
+            "allocated_gib": peak.allocated_gib() if on_gpu else None,
+            "reserved_gib": peak.reserved_gib() if on_gpu else None,
             "seconds": time.perf_counter() - self._started,
             "loss": losses,
         }
