@@ -172,9 +172,9 @@ class _Step:
         )
 
 
-def _dispatcher(config: DispatchConfig) -> PaddedDispatcher:
+def _dispatcher(config: DispatchConfig, packed: bool = False) -> PaddedDispatcher:
     here = grid(config.num_ranks, config.tp_size)
-    return PaddedDispatcher(config, group=here.group, tp_group=here.tp_group)
+    return PaddedDispatcher(config, group=here.group, tp_group=here.tp_group, packed=packed)
 
 
 def _one_step(config: DispatchConfig, batch: Batch) -> OneRank:
@@ -296,10 +296,12 @@ def _layer(
     return dispatcher.combine(torch.tanh(given.rows_ND) * given.probs_N[:, None], dispatched)
 
 
-def _compiled_and_eager(num_ranks: int, tp_size: int) -> list[tuple[Tensor, Tensor]]:
+def _compiled_and_eager(
+    num_ranks: int, tp_size: int, packed: bool = False
+) -> list[tuple[Tensor, Tensor]]:
     """Pairs of outputs and gradients in fp32, where another order of a sum would show."""
     config = config_of(num_ranks, tp_size)
-    dispatcher = _dispatcher(config)
+    dispatcher = _dispatcher(config, packed)
     compiled = torch.compile(_layer, fullgraph=True, backend="aot_eager")
     pairs = []
     for num_tokens in (7, 9):
@@ -317,8 +319,9 @@ def _compiled_and_eager(num_ranks: int, tp_size: int) -> list[tuple[Tensor, Tens
     return pairs
 
 
-def test_compiled_as_one_graph_is_eager_bit_by_bit():
-    for ours, theirs in _compiled_and_eager(1, 1):
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_as_one_graph_is_eager_bit_by_bit(packed):
+    for ours, theirs in _compiled_and_eager(1, 1, packed):
         assert torch.equal(ours, theirs)
 
 
