@@ -38,7 +38,8 @@ class Ahead:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Begin. Pools start here, since `launch` sets signals, as the main thread alone can."""
         tests = [item for item in session.items if _is_marked(item)]
-        if session.config.option.collectonly:
+        # A worker of pytest-xdist hears later which of them are its own.
+        if session.config.option.collectonly or hasattr(session.config, "workerinput"):
             return
         for name, pool in self._pools.items():
             if any(name in _wanted(test) for test in tests):
