@@ -2,8 +2,11 @@
 
 import gc
 import importlib
+import warnings
 
-for name in ("hypothesis", "padded_dispatch.bench.work", "padded_dispatch.train.loop", "pytest"):
-    importlib.import_module(name)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Megatron-Core says which optional packages it does without.
+    for name in ("hypothesis", "padded_dispatch.bench.work", "padded_dispatch.train.loop", "pytest"):
+        importlib.import_module(name)
 # Runs of a worker end with a collection, which would pass over all of it: 0.2 s each.
 gc.freeze()
