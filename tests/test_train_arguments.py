@@ -82,6 +82,7 @@ GIVEN = {
         "dispatcher": "padded_alltoall",  # which alone can be traced
         "capacity_factor": 2.5,
         "drop_policy": "position",
+        "shared_overlap": False,  # tiny has no shared experts
     },
     Layout: {
         "device": "cpu",
@@ -118,8 +119,9 @@ def test_every_field_is_a_flag():
     argv = ["--padded-min-capacity", "3"]
     for fields in GIVEN.values():
         for name, value in fields.items():
-            flag = f"--{name.replace('_', '-')}"
-            argv += [flag] if value is True else [flag, str(value)]
+            flag = name.replace("_", "-")
+            known = {True: [f"--{flag}"], False: [f"--no-{flag}"]}
+            argv += known[value] if isinstance(value, bool) else [f"--{flag}", str(value)]
     settings = parse(argv)
     assert settings.recipe == Recipe(**GIVEN[Recipe])
     assert settings.layout == Layout(**GIVEN[Layout])
@@ -163,6 +165,7 @@ def test_none_drops_nothing():
         ("--seed -1", "seed=-1 is not possible: give 0 or more"),
         ("--dispatcher alltoall", "dispatcher='alltoall' is not possible: Megatron's needs a GPU"),
         ("--dispatcher allgather --capacity-factor 2", "capacity_factor=2.0 is not possible"),
+        ("--shared-overlap", "shared_overlap=True is not possible: it needs a model with shared"),
         (
             "--dispatcher alltoall-drop-pad --capacity-factor none",
             "capacity_factor=None is not possible: alltoall-drop-pad needs a number",

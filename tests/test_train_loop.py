@@ -1,6 +1,7 @@
 """Whole runs of the main job on two ranks: it learns, it resumes bit by bit, it compares."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -23,8 +24,15 @@ from padded_dispatch.train.loop import Outcome, train
 SMALL = "--seq-length 24 --micro-batch 3 --log-every 1 --lr-warmup 2"
 
 
-def _train(flags: str) -> Outcome:
+def _train(flags: str, shared_overlap: bool | None = None) -> Outcome:
+    """With shared experts, where `shared_overlap` says how they run."""
     settings = parse(f"{SMALL} {flags}".split())
+    if shared_overlap is not None:
+        settings = dataclasses.replace(
+            settings,
+            model=dataclasses.replace(settings.model, shared_ffn_size=32),
+            dispatch=dataclasses.replace(settings.dispatch, shared_overlap=shared_overlap),
+        )
     with megatron_on_cpu(), contextlib.redirect_stdout(io.StringIO()):
         outcome = train(settings, torch.device("cpu"))
     uninstall()
@@ -58,6 +66,16 @@ def test_the_loss_falls(pool2, flags):
     assert outcome.sentence() == (
         f"loss fell from {outcome.first_loss:.2f} to {outcome.rows[-1].loss:.2f}"
     )
+
+
+@pytest.mark.ahead
+def test_shared_experts_beside_the_exchange_train_alike(pool2):
+    """Gradients add up in another order; tests/test_megatron_layer.py compares those."""
+    without, behind, beside = (
+        pool2.run(_train, "--steps 3", overlap)[0] for overlap in (None, False, True)
+    )
+    assert behind.first_loss == beside.first_loss != without.first_loss
+    assert beside.fell
 
 
 @pytest.mark.ahead

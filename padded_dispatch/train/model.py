@@ -166,6 +166,7 @@ def _dispatcher(settings: Settings) -> dict[str, Any]:
         "moe_expert_capacity_factor": dispatch.capacity_factor,
         "moe_token_drop_policy": dispatch.drop_policy,
         "moe_pad_expert_input_to_capacity": dispatch.dispatcher == "alltoall-drop-pad",
+        "moe_shared_expert_overlap": dispatch.shared_overlap,
         "moe_permute_fusion": settings.layout.device == "cuda" and stock == "alltoall",
     }
 

@@ -112,6 +112,10 @@ class Dispatch:
         default="probs",
         metadata=_help("who keeps a slot, for all dispatchers; --padded-policy has more"),
     )
+    shared_overlap: bool = field(
+        default=False,
+        metadata=_help("shared experts, of models that have some, beside the exchange"),
+    )
     padded: PaddedOptions = field(default_factory=PaddedOptions)
 
 
@@ -292,6 +296,14 @@ class Settings:
             "padded_exchange",
             dispatch.padded.exchange,
             "GPUs of one host store to each other; it needs --device cuda and --ep of at least 2",
+        )
+        has_shared = self.model.shared_ffn_size is not None
+        require(
+            not dispatch.shared_overlap or (has_shared and dispatch.dispatcher != "allgather"),
+            "shared_overlap",
+            dispatch.shared_overlap,
+            "it needs a model with shared experts, such as --preset deepseek-v2-lite, and another "
+            "dispatcher than allgather",
         )
         require(
             dispatch.dispatcher in DROPPING or dispatch.capacity_factor is None,
