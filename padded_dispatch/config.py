@@ -34,11 +34,12 @@ def require(ok: object, field: str, value: object, remedy: str) -> None:
 class BufferBytes:
     """Bytes of each buffer that one layer's dispatch and combine hold on one rank.
 
-    `send`: rows and probabilities in slots, before the exchange. `receive`: the same after it, and
-    gathered over the expert-tensor-parallel group. `experts`: what the experts read, as far as it
-    is not a view of that: rows where they are regrouped, probabilities, counts. `back`: the
-    experts' output on its way home. `plan`: the maps. Probabilities are taken as fp32; copies that
-    live within one stage only are not in it.
+    `send`: rows and probabilities in slots, before the exchange; packed rows, where one rank packs
+    its own. `receive`: the same after it, and gathered over the expert-tensor-parallel group.
+    `experts`: what the experts read, as far as it is not a view of that: rows where they are
+    regrouped, probabilities, counts. `back`: the experts' output on its way home. `plan`: its maps.
+    Probabilities are taken as fp32; copies that live within one stage only, and 8 bytes per choice
+    that packing with one rank keeps, are not in it.
     """
 
     send: int

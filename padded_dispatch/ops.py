@@ -6,8 +6,9 @@ the same for what it computes.)
 
 `gather_rows` gives every slot its token's row, `combine_rows` sums the slots of every token. They
 are each other's transpose, so each one's backward calls the other. Every element of a result has
-one writer: there is no atomic, and no order of writes that could change a sum. Both take both maps
-of the plan: one for the forward, one for the backward.
+one writer: there is no atomic, and no order of writes that could change a sum. Both follow the
+plan's `slot_of_TK`; of `choice_of_slot_EC`, its inverse, the kernel that writes zeros reads which
+slots are empty, and everything else the shape.
 
 Empty slots and missing choices are -1. In torch they read row 0 and are replaced by exact zeros
 with `torch.where`; multiplying by zero instead would let a NaN through.
@@ -16,7 +17,7 @@ Packing takes received rows out of their slots and closes the gaps, unpacking pu
 each other's transpose. What lies behind the last packed row is unspecified, forward and backward.
 
 With one source there is nothing between slots and packed rows: `gather_packed` and `combine_packed`
-go there and back at once, by the same ops over other slot numbers.
+go there and back at once, by the same ops: rows stand in for slots, and nobody asks for zeros.
 
 Where rows will be packed, nobody reads an empty slot. `zeros=False` leaves those unspecified, in
 results and in gradients, so that a kernel need not write them. In torch they are NaN, which shows
@@ -168,21 +169,21 @@ def unpack_rows(packed_ND: Tensor, ends_LS: Tensor, *, zeros: bool = True) -> Te
     return _unpack(packed_ND, ends_LS, zeros)
 
 
-def gather_packed(tokens_TD: Tensor, plan: DispatchPlan, ends_E1: Tensor) -> Tensor:
+def gather_packed(tokens_TD: Tensor, plan: DispatchPlan, ends_LS: Tensor) -> Tensor:
     """`gather_rows` and `pack_rows` at once, where this rank is the only source: [T, D] to [N, D].
 
     Args:
         tokens_TD: floating point.
         plan: of these tokens.
-        ends_E1: `running_ends` of its counts.
+        ends_LS: `running_ends` of its counts.
     """
-    slot_of_TK = _packed_slots(plan.slot_of_TK, ends_E1, plan.capacity)
+    slot_of_TK = _packed_slots(plan.slot_of_TK, ends_LS, plan.capacity)
     return _gather(tokens_TD, slot_of_TK, plan.choice_of_slot_EC, False).flatten(0, 1)
 
 
-def combine_packed(rows_ND: Tensor, plan: DispatchPlan, ends_E1: Tensor) -> Tensor:
+def combine_packed(rows_ND: Tensor, plan: DispatchPlan, ends_LS: Tensor) -> Tensor:
     """`unpack_rows` and `combine_rows` at once, the transpose of `gather_packed`."""
-    slot_of_TK = _packed_slots(plan.slot_of_TK, ends_E1, plan.capacity)
+    slot_of_TK = _packed_slots(plan.slot_of_TK, ends_LS, plan.capacity)
     rows_ECD = rows_ND.unflatten(0, plan.choice_of_slot_EC.shape)
     return _combine(rows_ECD, slot_of_TK, plan.choice_of_slot_EC, False)
 
@@ -262,26 +263,23 @@ def _take(source_MD: Tensor, index: Tensor, *, zeros: bool = True) -> Tensor:
 
 
 @custom_op("padded_dispatch::packed_slots", mutates_args=())
-def _packed_slots(slot_of_TK: Tensor, ends_E1: Tensor, capacity: int) -> Tensor:
-    ends_E = ends_E1.flatten()
+def _packed_slots(slot_of_TK: Tensor, ends_LS: Tensor, capacity: int) -> Tensor:
+    ends_E = ends_LS.flatten()
     starts_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
     expert_TK = slot_of_TK.clamp(min=0) // capacity
     return torch.where(slot_of_TK >= 0, starts_E[expert_TK] + slot_of_TK % capacity, -1)
 
 
 @_packed_slots.register_kernel("cuda")
-def _(slot_of_TK, ends_E1, capacity):
+def _(slot_of_TK, ends_LS, capacity):
     from padded_dispatch.kernels import plan
 
-    return plan.packed_slots(slot_of_TK, ends_E1, capacity)
+    return plan.packed_slots(slot_of_TK, ends_LS, capacity)
 
 
 @_packed_slots.register_fake
-def _(slot_of_TK, ends_E1, capacity):
+def _(slot_of_TK, ends_LS, capacity):
     return torch.empty_like(slot_of_TK)
-
-
-# Without zeros, of `choice_of_slot_EC` only the shape is read, by both ops: slots may be packed.
 
 
 @custom_op("padded_dispatch::gather", mutates_args=())
@@ -289,10 +287,10 @@ def _gather(
     tokens_TD: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor, zeros: bool
 ) -> Tensor:
     num_tokens, num_slots = tokens_TD.shape[0], choice_of_slot_EC.numel()
-    token_N1 = torch.full((num_slots + 1,), -1, device=tokens_TD.device)
+    token_of_slot = torch.full((num_slots + 1,), -1, device=tokens_TD.device)
     # Choices without a slot, -1, write behind the last one.
-    token_N1[slot_of_TK] = torch.arange(num_tokens, device=tokens_TD.device)[:, None]
-    return _take(tokens_TD, token_N1[:-1].view_as(choice_of_slot_EC), zeros=zeros)
+    token_of_slot[slot_of_TK] = torch.arange(num_tokens, device=tokens_TD.device)[:, None]
+    return _take(tokens_TD, token_of_slot[:-1].view_as(choice_of_slot_EC), zeros=zeros)
 
 
 @_gather.register_kernel("cuda")

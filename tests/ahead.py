@@ -3,9 +3,10 @@
 While workers of a pool talk to each other, or a command imports, one of two cores has nothing to
 do. A test marked `ahead` runs ahead of its turn, which comes last and only looks its outcome up.
 
-It shares this process with whatever test runs at the same time: it may neither change the process
-nor look at what tests change, as `os.environ`. Of fixtures it can have `tmp_path` and pools, which
-are not those of the others; autouse fixtures do not reach it.
+It shares this process with whatever test runs at the same time: it may neither change the process,
+nor print, nor look at what tests change, as `os.environ`. Of fixtures it can have `tmp_path` and
+pools, which are not those of the others; autouse fixtures do not reach it. One that is to be
+skipped does not run.
 """
 
 import inspect
@@ -70,7 +71,8 @@ class Ahead:
 
 
 def _is_marked(item: pytest.Item) -> bool:
-    return item.get_closest_marker("ahead") is not None
+    skipped = any(mark.args[0] for mark in item.iter_markers("skipif"))
+    return item.get_closest_marker("ahead") is not None and not skipped
 
 
 def _wanted(test: Any) -> list[str]:

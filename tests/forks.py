@@ -2,8 +2,9 @@
 
 A spawned worker imports torch and Megatron first, five seconds of a core, and a pool whose worker
 died starts anew. Whole commands, in `test_cli` and the jobs of `test_launch`, spawn their workers
-as users' do. A forked worker's output goes where this process's went when the session began. With
-a GPU nothing is forked: a process that has looked for one cannot pass it on.
+as users' do. A forked worker has the environment of the session's begin, and its output goes where
+this process's went then. With a GPU nothing is forked: a process that has looked for one cannot
+pass it on.
 """
 
 import multiprocessing

@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from unittest.mock import Mock, patch
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -190,10 +189,15 @@ def test_layers_of_one_shape_share_what_is_transient(threads):
 
 def test_peaks_count_what_peers_store_to(monkeypatch):
     """Of two that live, one of them gone later, beside a GiB of torch's."""
+    from torch._C import _distributed_c10d
+    from torch.distributed import _symmetric_memory
+
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2**31)
-    memories = [peers.PeerMemory.__new__(peers.PeerMemory) for _ in range(2)]
-    monkeypatch.setattr(peers, "_held", WeakKeyDictionary(dict.fromkeys(memories, 2**29)))
+    monkeypatch.setattr(_distributed_c10d, "_SymmetricMemory", Mock())
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", Mock())
+    monkeypatch.setattr(peers, "_print_at_once", Mock())
+    memories = [peers.PeerMemory(Mock(group_name="0"), 2**29, CPU) for _ in range(2)]
     assert (peak.allocated_gib(), peak.reserved_gib()) == (2.0, 3.0)
     del memories[0]
     assert (peak.allocated_gib(), peak.reserved_gib()) == (1.5, 2.5)

@@ -8,6 +8,8 @@ import torch
 from test_megatron_graphs import Training, graphs
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher, stages
+from padded_dispatch.exchange.nccl import CollectiveExchange
+from padded_dispatch.ops import make_plan
 from padded_dispatch.stages import stage
 
 
@@ -46,6 +48,21 @@ def test_every_stage_has_a_name_in_order(shown, packed, between):
     forward = ["select", "plan", "gather", *between, "combine"]
     assert names == [*forward, "combine backward", "gather backward"]
     assert shown.count("-") == len(names)
+
+
+def test_packed_rows_regroup_in_a_backward_pass_too(shown):
+    """Where there are ranks to exchange rows with, as here of one that does with itself."""
+    exchange = CollectiveExchange(2, packed=True)
+    tokens_TD = torch.ones(3, 2, requires_grad=True)
+    kept_TE = torch.eye(2, dtype=torch.bool)[[0, 1, 1]]
+    plan = make_plan(kept_TE, top_k=1, capacity=2)
+    given = exchange.arrange(exchange.move(exchange.prepare(tokens_TD, torch.ones(3, 2), plan)))
+    back = exchange.move_back(exchange.disarrange(given.rows_ND, given.ends_LS))
+    shown.clear()
+    exchange.combine(back, plan, given.ends_LS).sum().backward()
+    names = [name.removeprefix("padded_dispatch.") for name in shown if name != "-"]
+    regroups = ["regroup backward"] * 2
+    assert names == ["combine", "combine backward", *regroups, "gather backward"]
 
 
 def test_a_range_ends_with_an_error(shown):

@@ -20,19 +20,26 @@ from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.checkpoint import check_resumable, newest
 from padded_dispatch.train.loop import Outcome, train
+from padded_dispatch.train.model import transformer_config
+from padded_dispatch.train.settings import Settings
 
 SMALL = "--seq-length 24 --micro-batch 3 --log-every 1 --lr-warmup 2"
 
 
-def _train(flags: str, shared_overlap: bool | None = None) -> Outcome:
+def _settings(flags: str, shared_overlap: bool | None) -> Settings:
     """With shared experts, where `shared_overlap` says how they run."""
-    settings = parse(f"{SMALL} {flags}".split())
-    if shared_overlap is not None:
-        settings = dataclasses.replace(
-            settings,
-            model=dataclasses.replace(settings.model, shared_ffn_size=32),
-            dispatch=dataclasses.replace(settings.dispatch, shared_overlap=shared_overlap),
-        )
+    settings = parse(f"{SMALL} --device cpu --workers 2 {flags}".split())
+    if shared_overlap is None:
+        return settings
+    return dataclasses.replace(
+        settings,
+        model=dataclasses.replace(settings.model, shared_ffn_size=32),
+        dispatch=dataclasses.replace(settings.dispatch, shared_overlap=shared_overlap),
+    )
+
+
+def _train(flags: str, shared_overlap: bool | None = None) -> Outcome:
+    settings = _settings(flags, shared_overlap)
     with megatron_on_cpu(), contextlib.redirect_stdout(io.StringIO()):
         outcome = train(settings, torch.device("cpu"))
     uninstall()
@@ -68,7 +75,6 @@ def test_the_loss_falls(pool2, flags):
     )
 
 
-@pytest.mark.ahead
 def test_shared_experts_beside_the_exchange_train_alike(pool2):
     """Gradients add up in another order; tests/test_megatron_layer.py compares those."""
     without, behind, beside = (
@@ -76,6 +82,10 @@ def test_shared_experts_beside_the_exchange_train_alike(pool2):
     )
     assert behind.first_loss == beside.first_loss != without.first_loss
     assert beside.fell
+    for given in (False, True):
+        config = transformer_config(_settings("--steps 3", given))
+        assert config.moe_shared_expert_overlap == given
+    uninstall()
 
 
 @pytest.mark.ahead

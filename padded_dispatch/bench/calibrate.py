@@ -136,14 +136,16 @@ def _usable(results: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[st
     Of a case that was measured more than once the last row counts: code gets better.
     """
     last: dict[tuple[Any, ...], tuple[dict[str, Any], int]] = {}
+    kinds = set()
     for number, run in enumerate(results["runs"]):
         for row in filter(_is_usable, run["rows"]):
             last[tuple(row[name] for name in _CASE)] = row, number
+            kinds.add(_kind(run["about"]))
+    if len(kinds) > 1:
+        found = " and ".join(sorted(kinds))
+        raise ValueError(f"results of {found} are not possible: calibrate for one")
     rows = [row for row, _ in last.values()]
     sources = [results["runs"][n]["about"] for n in sorted({n for _, n in last.values()})]
-    kinds = sorted({_kind(about) for about in sources})
-    if len(kinds) > 1:
-        raise ValueError(f"results of {' and '.join(kinds)} are not possible: calibrate for one")
     return rows, sources
 
 

@@ -19,6 +19,8 @@ class Slots:
 
     `rows_MCD`: [M, C, D], M = E before the exchange and S * L after it. `side_MC1`: [M, C + 1], at
     least fp32: the probability of each slot, then the number of kept rows; None on the way back.
+    An exchange that hands nothing to others in between may lay its rows, in these shapes, as only
+    its own next stage reads them.
     """
 
     rows_MCD: Tensor

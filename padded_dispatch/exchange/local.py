@@ -52,13 +52,13 @@ class LocalExchange:
         """The same rows, [N, D], where they end, and the probabilities beside them."""
         side_EC1 = incoming.side_MC1
         assert side_EC1 is not None
-        kept_1E = side_EC1[None, :, -1].detach().to(torch.int32)
-        ends_E1 = running_ends(kept_1E)
+        kept_SL = side_EC1[None, :, -1].detach().to(torch.int32)
+        ends_LS = running_ends(kept_SL)
         return ExpertInput(
             rows_ND=incoming.rows_MCD.flatten(0, 1),
-            probs_N=pack_rows(side_EC1[:, :-1, None], ends_E1, zeros=False).squeeze(1),
-            kept_SL=kept_1E,
-            ends_LS=ends_E1,
+            probs_N=pack_rows(side_EC1[:, :-1, None], ends_LS, zeros=False).squeeze(1),
+            kept_SL=kept_SL,
+            ends_LS=ends_LS,
         )
 
     def disarrange(self, out_ND: Tensor, ends_LS: Tensor | None) -> Slots:

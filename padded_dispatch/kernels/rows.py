@@ -28,7 +28,8 @@ def spread_rows(
         slot_of_TK: int32 [T, K]; -1 is no slot.
         choice_of_slot_N: int32, any shape, N elements in all; -1 is an empty slot. The inverse of
             `slot_of_TK`.
-        zeros: False leaves slots that no token has as they are.
+        zeros: False leaves slots that no token has as they are. Of `choice_of_slot_N` only the
+            shape is read then, and rows may stand in for slots.
 
     Returns:
         [*choice_of_slot_N.shape, D].

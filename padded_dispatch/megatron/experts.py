@@ -25,8 +25,8 @@ time (Qwen3-30B-A3B and GPT-OSS-20B; notebooks/results/layer_bench.json):
                 2.0       .51     .59        .61     .80
 
 With one rank neither moves its rows again, so the GEMM decides, and per row `torch.bmm` is the
-faster one: the more so the fewer tokens (512: .32 beside .41 for Qwen3 at 1.25), no longer with
-16,384 (.80 beside .77). What decides is the config's factor, not those of single layers or steps,
+faster one: the more so the fewer tokens (Qwen3, 1.25: 1.30 ms beside 1.65 with 512), no longer with
+16,384 (8.76 beside 8.45). What decides is the config's factor, not those of single layers or steps,
 so that all layers keep their parameters alike.
 """
 

@@ -91,10 +91,10 @@ class Recorder:
         self._marks: list[StepMarks] = []
         self._losses: list[Tensor] = []
         self._started = time.perf_counter()
-        self._allocated_before = 0
+        self._allocated_before_gib: float | None = None
         if device.type == "cuda":
-            self._allocated_before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
+            self._allocated_before_gib = peak.allocated_gib()
 
     def add(self, marks: StepMarks, losses: list[Tensor]) -> None:
         """Keep a step. Ranks that compute no loss have none."""
@@ -149,7 +149,7 @@ class Recorder:
             "floor_ms": None,
             "tokens_per_s": tokens_per_s,
             "tflops_per_gpu": tokens_per_s * flops / layout.workers / 1e12,
-            "allocated_before_gib": self._allocated_before / 2**30 if on_gpu else None,
+            "allocated_before_gib": self._allocated_before_gib,
             "allocated_gib": peak.allocated_gib() if on_gpu else None,
             "reserved_gib": peak.reserved_gib() if on_gpu else None,
             "seconds": time.perf_counter() - self._started,
