@@ -53,9 +53,9 @@ def free_memory(device: torch.device) -> None:
 def model_parallel(layout: Layout) -> Iterator[None]:
     """Megatron's process groups, over an existing default one.
 
-    At the end they end, too: Megatron forgets them, and each holds threads, on GPUs memory. On
-    GPUs they take longer than many a run (some 20 of them, each a communicator of NCCL's made and
-    ended), so runs that follow one another in one layout share them.
+    At the end they end, too: Megatron forgets them, and each holds threads, on GPUs memory. Runs
+    that follow one another in one layout share them: with a communicator of NCCL's for each of some
+    20, made and ended, they took 11 of the 18 seconds of a short run on 4 H200.
     """
     before = set(distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(
