@@ -19,8 +19,7 @@ class Slots:
 
     `rows_MCD`: [M, C, D], M = E before the exchange and S * L after it. `side_MC1`: [M, C + 1], at
     least fp32: the probability of each slot, then the number of kept rows; None on the way back.
-    An exchange that hands nothing to others in between may lay its rows, in these shapes, as only
-    its own next stage reads them.
+    With `PackedAtOnce`, the same shapes hold packed rows.
     """
 
     rows_MCD: Tensor
@@ -80,3 +79,23 @@ class Exchange(Protocol):
     def combine(self, incoming: Slots, plan: DispatchPlan, ends_LS: Tensor | None) -> Tensor:
         """The sum of its slots for every token, [T, D]; `ends_LS` are those of the input."""
         ...
+
+
+class PackedAtOnce:
+    """The middle of an `Exchange` whose first stage already lays rows where the experts read them,
+    packed, and whose last one takes them from there."""
+
+    packed = True
+
+    def move(self, outgoing: Slots) -> Slots:
+        """Nothing: they are there."""
+        return outgoing
+
+    def disarrange(self, out_ND: Tensor, ends_LS: Tensor | None) -> Slots:
+        """The same rows, [E, C, D]."""
+        assert ends_LS is not None
+        return Slots(rows_MCD=out_ND.unflatten(0, (ends_LS.numel(), -1)))
+
+    def move_back(self, outgoing: Slots) -> Slots:
+        """Nothing: `combine`, which has the plan, knows their way."""
+        return outgoing

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import custom_op
 
-from padded_dispatch.exchange import ExpertInput, Slots
+from padded_dispatch.exchange import ExpertInput, PackedAtOnce, Slots
 from padded_dispatch.exchange.peers import DirectBuffers, Shape, check_group, find
 from padded_dispatch.ops import running_ends
 from padded_dispatch.plan import DispatchPlan
@@ -47,7 +47,7 @@ from padded_dispatch.stages import stage
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class DirectExchange:
+class DirectExchange(PackedAtOnce):
     """`Exchange` by direct stores, for experts that take packed rows.
 
     What passes between the stages has the shapes of `CollectiveExchange`. On the way there, rows
@@ -63,8 +63,6 @@ class DirectExchange:
     Raises:
         ValueError: on all ranks, where it is not possible, with the reason.
     """
-
-    packed = True
 
     def __init__(
         self,
@@ -119,10 +117,6 @@ class DirectExchange:
             side_MC1=side.unflatten(0, (num_experts, capacity + 1)),
         )
 
-    def move(self, outgoing: Slots) -> Slots:
-        """Nothing: they are there."""
-        return outgoing
-
     @stage("regroup")
     def arrange(self, incoming: Slots) -> ExpertInput:
         """The same rows, [N, D], and where they end."""
@@ -137,15 +131,6 @@ class DirectExchange:
             kept_SL=kept_SL,
             ends_LS=running_ends(kept_SL),
         )
-
-    def disarrange(self, out_ND: Tensor, ends_LS: Tensor | None) -> Slots:
-        """The same rows, [E, C, D]."""
-        assert ends_LS is not None
-        return Slots(rows_MCD=out_ND.unflatten(0, (ends_LS.numel(), -1)))
-
-    def move_back(self, outgoing: Slots) -> Slots:
-        """Nothing: `combine` needs the plan for it."""
-        return outgoing
 
     @stage("exchange")
     def combine(self, incoming: Slots, plan: DispatchPlan, ends_LS: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ plan. Tokens go straight there, and their outputs are summed where they lie: buf
 import torch
 from torch import Tensor
 
-from padded_dispatch.exchange import ExpertInput, Slots
+from padded_dispatch.exchange import ExpertInput, PackedAtOnce, Slots
 from padded_dispatch.ops import (
     combine_packed,
     gather_packed,
@@ -20,7 +20,7 @@ from padded_dispatch.plan import DispatchPlan
 from padded_dispatch.stages import stage
 
 
-class LocalExchange:
+class LocalExchange(PackedAtOnce):
     """`Exchange` without peers.
 
     What passes between the stages has the shapes of `CollectiveExchange`, but rows [E, C, D] are
@@ -30,7 +30,6 @@ class LocalExchange:
         num_local_experts: all experts (E).
     """
 
-    packed = True
     num_sources = 1
 
     def __init__(self, num_local_experts: int) -> None:
@@ -42,10 +41,6 @@ class LocalExchange:
         rows_ND = gather_packed(tokens_TD, plan, running_ends(plan.kept_E[None]))
         rows_ECD = rows_ND.unflatten(0, plan.choice_of_slot_EC.shape)
         return Slots(rows_MCD=rows_ECD, side_MC1=gather_side(probs_TE, plan))
-
-    def move(self, outgoing: Slots) -> Slots:
-        """Nothing: they are there."""
-        return outgoing
 
     @stage("regroup")
     def arrange(self, incoming: Slots) -> ExpertInput:
@@ -60,15 +55,6 @@ class LocalExchange:
             kept_SL=kept_SL,
             ends_LS=ends_LS,
         )
-
-    def disarrange(self, out_ND: Tensor, ends_LS: Tensor | None) -> Slots:
-        """The same rows, [E, C, D]."""
-        assert ends_LS is not None
-        return Slots(rows_MCD=out_ND.unflatten(0, (ends_LS.numel(), -1)))
-
-    def move_back(self, outgoing: Slots) -> Slots:
-        """Nothing: they are there."""
-        return outgoing
 
     @stage("combine")
     def combine(self, incoming: Slots, plan: DispatchPlan, ends_LS: Tensor | None) -> Tensor:
