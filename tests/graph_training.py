@@ -42,7 +42,6 @@ from parity import megatron
 from torch import Tensor
 
 from padded_dispatch.megatron.compat import (
-    forget_moe_metrics,
     layer_graphs,
     training_stream,
 )
@@ -223,7 +222,6 @@ def _world(case: Situation) -> Iterator[None]:
         global_batch = case.microbatches * case.batch * case.dp
         init_num_microbatches_calculator(dist.get_rank(), None, global_batch, case.batch, case.dp)
         stack.callback(unset_num_microbatches_calculator)
-        forget_moe_metrics()  # Its arrays are as long as the last case's model had layers.
         yield
 
 

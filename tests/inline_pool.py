@@ -9,7 +9,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from padded_dispatch.launch import WorkerError
 from padded_dispatch.megatron import uninstall
@@ -26,11 +25,7 @@ def only_worker() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with (
-            patch.dict(os.environ, ranks | rendezvous),
-            # A plain backward leaves a scalar here, which the schedules stumble over.
-            patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
-        ):
+        with patch.dict(os.environ, ranks | rendezvous):
             yield
     finally:
         torch.set_num_threads(threads)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from padded_dispatch.megatron import install, uninstall
+from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 
 
@@ -70,8 +70,7 @@ def megatron(device: str, **sizes: Any) -> Iterator[None]:
             stack.enter_context(megatron_on_cpu())
         install()
         stack.callback(uninstall)
-        # A plain backward leaves a scalar here, which the schedules of a pipeline stumble over.
-        MoEAuxLossAutoScaler.main_loss_backward_scale = None
+        forget_moe_state()
         stack.callback(end_gloo_groups, set(distributed_c10d._world.pg_map))
         parallel_state.initialize_model_parallel(**sizes)
         stack.callback(parallel_state.destroy_model_parallel)

@@ -73,9 +73,9 @@ def test_it_trains_evaluates_and_saves_in_an_empty_folder(tmp_path):
 
 @pytest.mark.ahead
 def test_under_torchrun_it_starts_no_processes(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--module"]
     done = subprocess.run(
-        [*torchrun, "--module", *COMMAND[2:], *SMALL.split(), "--steps", "2", "--json"],
+        [sys.executable, *torchrun, *COMMAND[2:], *SMALL.split(), "--steps", "2", "--json"],
         cwd=tmp_path,
         env=USERS,
         capture_output=True,

@@ -20,7 +20,7 @@ from torch import Tensor
 from padded_dispatch import experts
 from padded_dispatch.launch import WorkerPool
 from padded_dispatch.megatron import PaddedOptions, install, padded_spec, uninstall
-from padded_dispatch.megatron.compat import forget_moe_metrics
+from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.experts import _FIELDS, PackedExperts, _say, chosen_experts
 
 PACKED = PaddedOptions(experts="packed")
@@ -290,7 +290,7 @@ def test_parameters_keep_megatrons_attributes(pool2: WorkerPool):
 
 def _trained(options: PaddedOptions) -> list[Tensor]:
     """Losses and parameters of a small GPT."""
-    forget_moe_metrics()  # Of layers of other tests.
+    forget_moe_state()  # Of layers of other tests.
     install(options)
     try:
         config = tiny.config(

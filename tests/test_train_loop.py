@@ -15,7 +15,6 @@ from parity import end_gloo_groups
 from torch.distributed import distributed_c10d
 
 from padded_dispatch.megatron import uninstall
-from padded_dispatch.megatron.compat import forget_moe_metrics
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.checkpoint import check_resumable, newest
@@ -176,7 +175,6 @@ def _error(flags: str) -> str:
         _train(flags)
     except RuntimeError as error:
         unset_num_microbatches_calculator()
-        forget_moe_metrics()
         parallel_state.destroy_model_parallel()
         end_gloo_groups(groups)
         uninstall()

@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from padded_dispatch.megatron.compat import forget_moe_metrics
+from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 
 NUM_EXPERTS, TOP_K, HIDDEN = 4, 2, 16
@@ -65,6 +65,6 @@ def one_process(device: str = "cpu") -> Iterator[None]:
         try:
             yield
         finally:
-            forget_moe_metrics()
+            forget_moe_state()
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()

@@ -52,8 +52,13 @@ def clear_moe_metrics() -> None:
         tracker().clear()
 
 
-def forget_moe_metrics() -> None:
-    """Drop what routers have logged, and with it arrays as long as the first model has layers."""
+def forget_moe_state() -> None:
+    """Drop what MoE layers of earlier models have left in Megatron's globals.
+
+    That is what their routers logged, in arrays as long as the first model has layers; and the
+    scale of their losses, a scalar after a plain backward pass, which schedules cannot set.
+    """
+    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     tracker = getattr(moe_utils, "get_moe_metrics_tracker", None)  # New in 0.18.
     logged = (
         moe_utils.get_moe_layer_wise_logging_tracker() if tracker is None else tracker().metrics

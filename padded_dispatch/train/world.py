@@ -15,7 +15,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import distributed_c10d
 
-from padded_dispatch.megatron.compat import forget_moe_metrics, training_stream
+from padded_dispatch.megatron.compat import forget_moe_state, training_stream
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.train.settings import Layout, Settings
 
@@ -86,6 +86,6 @@ def megatron_state(settings: Settings) -> Iterator[None]:
     init_num_microbatches_calculator(
         dist.get_rank(), None, recipe.global_batch, recipe.micro_batch, layout.dp
     )
+    forget_moe_state()
     yield
     unset_num_microbatches_calculator()
-    forget_moe_metrics()
