@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -41,6 +42,14 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Let the interpreter clean up as ever."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stock_megatron() -> Iterator[None]:
+    """What one module installs, if only to look at settings, does not reach the next."""
+    yield
+    if installed := sys.modules.get("padded_dispatch.megatron.install"):
+        installed.uninstall()
 
 
 @pytest.fixture(scope="session")

@@ -73,6 +73,7 @@ class Situation:
     vpp: int | None = None
     ep: int = 1
     etp: int = 1
+    dispatcher: str = "padded_alltoall"
     impl: Literal["transformer_engine", "local"] = "transformer_engine"
     scopes: tuple[str, ...] = ("attn", "moe")
     dense: tuple[int, ...] = ()
@@ -291,9 +292,7 @@ class Training:
             for name, parameter in self._parameters():
                 results[f"the gradient of {name}"] = parameter.main_grad
                 results[name] = parameter.data
-            # Megatron's own capture runs on zeros, and nobody puts the counters back.
-            counted = self._moe if self._case.impl == "transformer_engine" else []
-            for index, layer in enumerate(counted):
+            for index, layer in enumerate(self._moe):
                 for number_of, counter in enumerate(layer.token_dispatcher.counters.tensors()):
                     results[f"counter {number_of} of MoE layer {index}"] = counter
         return results
@@ -432,7 +431,7 @@ def _config(case: Situation, graphs: bool) -> TransformerConfig:
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=1e-2,
         moe_expert_capacity_factor=1.25,
-        moe_token_dispatcher_type="padded_alltoall",
+        moe_token_dispatcher_type=case.dispatcher,
         moe_grouped_gemm=on_gpu,
         tensor_model_parallel_size=case.tp,
         sequence_parallel=case.tp > 1,

@@ -14,7 +14,6 @@ import pytest
 from ahead import ENVIRONMENT
 
 from padded_dispatch import cli
-from padded_dispatch.megatron import uninstall
 
 COMMAND = [sys.executable, "-m", "padded_dispatch.cli"]
 SMALL = "train --seq-length 24 --micro-batch 3 --lr-warmup 2"
@@ -32,12 +31,6 @@ def our_words(stderr: str) -> str:
         r"^GPTModel IS DEPRECATED\. .*\n",
     )
     return re.sub("|".join(theirs), "", stderr, flags=re.MULTILINE)
-
-
-@pytest.fixture(autouse=True)
-def nothing_installed():
-    yield
-    uninstall()
 
 
 @pytest.mark.ahead

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from graph_protocol import _Graphed
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
@@ -32,7 +31,7 @@ from test_megatron_graphs import (
 from torch import Tensor
 
 from padded_dispatch.launch import WorkerPool
-from padded_dispatch.megatron import compat, guard, selftest
+from padded_dispatch.megatron import guard, selftest
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs
 from padded_dispatch.megatron.selftest import SelfTest
@@ -292,33 +291,6 @@ def test_a_scope_without_layers_is_refused(megatron):
 def test_other_ways_to_capture_are_refused(megatron):
     with pytest.raises(ValueError, match="cuda_graph_impl='none' is not possible"):
         layer_graphs(Training(None))
-
-
-LOCAL = {"cuda_graph_impl": "local", "dispatcher": "padded_alltoall"}
-
-
-@pytest.mark.parametrize(
-    ("scopes", "captured_layers"), [(("moe",), None), ((), 1), (("attn",), 1)], ids=str
-)
-def test_local_graphs_that_would_hold_nothing_are_refused(megatron, scopes, captured_layers):
-    config = tiny.config(**{**compat.layer_graphs(*scopes), **LOCAL})
-    with patch.object(cuda_graphs, "CudaGraphManager", lambda config: "a manager"):
-        if captured_layers is None:
-            with pytest.raises(ValueError, match="cuda_graph_impl='local' with scope 'moe'"):
-                GPTModel(config, tiny.layer_spec(), 32, max_sequence_length=SEQUENCE)
-        else:
-            model: Any = GPTModel(config, tiny.layer_spec(), 32, max_sequence_length=SEQUENCE)
-            managers = [hasattr(layer, "cudagraph_manager") for layer in model.decoder.layers]
-            assert managers == [True]
-
-
-def test_stock_local_graphs_hold_nothing_and_say_nothing(megatron):
-    config = tiny.config(
-        **{**compat.layer_graphs("moe"), **LOCAL, **STOCK_DROP_AND_PAD, "dispatcher": "alltoall"}
-    )
-    with patch.object(cuda_graphs, "CudaGraphManager", lambda config: "a manager"):
-        model: Any = GPTModel(config, tiny.layer_spec(), 32, max_sequence_length=SEQUENCE)
-    assert not hasattr(model.decoder.layers[0], "cudagraph_manager")
 
 
 def test_after_a_failed_capture_layers_are_eager(megatron):

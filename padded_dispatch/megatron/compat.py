@@ -9,6 +9,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 _FIELDS = TransformerConfig.__dataclass_fields__
+_IS_18 = "cuda_graph_modules" in _FIELDS
+
+# Whether `local` graphs give an input's buffer to others while backward still reads it.
+FREES_GRAPH_INPUTS = not _IS_18
 
 
 def layer_graphs(*scopes: str) -> dict[str, Any]:
@@ -16,7 +20,7 @@ def layer_graphs(*scopes: str) -> dict[str, Any]:
 
     The scopes' field is `cuda_graph_scope` in 0.16 and 0.17, `cuda_graph_modules` from 0.18 on.
     """
-    name = "cuda_graph_modules" if "cuda_graph_modules" in _FIELDS else "cuda_graph_scope"
+    name = "cuda_graph_modules" if _IS_18 else "cuda_graph_scope"
     return {"cuda_graph_impl": "transformer_engine", name: list(scopes)}
 
 
@@ -28,7 +32,7 @@ def graph_scopes(config: Any) -> set[str]:
 
 def iteration_graph() -> dict[str, Any]:
     """Config fields for one graph of all forward and backward passes: a scope until 0.17."""
-    if "cuda_graph_modules" in _FIELDS:
+    if _IS_18:
         return {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}
     return {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}
 

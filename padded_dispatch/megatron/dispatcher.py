@@ -12,6 +12,7 @@ and no capture of Megatron's begins or ends between, so no replay has to set it.
 
 import functools
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -203,6 +204,16 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         for name in _PLAN_TENSORS:
             setattr(self, name, None)
         return output
+
+
+def counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
+    """All that is added to in place while the model's layers run."""
+    yield from model.buffers()
+    for module in model.modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if isinstance(dispatcher, PaddedAlltoAllTokenDispatcher):
+            yield from dispatcher.counters.tensors()
+            yield from dispatcher.eval_counters.tensors()
 
 
 @functools.cache

@@ -4,10 +4,8 @@ A captured layer runs no Python: it goes on with the shape, capacity, mode and c
 captured with, and copies whatever it is given into the captured input, by broadcast if need be. So
 each layer's facts are recorded when Megatron captures it and compared whenever Megatron replays it.
 `TransformerLayer._te_cuda_graph_capture` and `_te_cuda_graph_replay` (0.16.1 to 0.19.0) are where
-all of Megatron's ways into a layer's graph meet; layers without our dispatcher pass unchanged.
-
-With `cuda_graph_impl="local"` Megatron's graphs check the shapes of their inputs themselves. But of
-scope `moe` it makes none in a GPTModel's layers, and says nothing (0.16.1 to 0.19.0): that raises.
+all of Megatron's ways into a layer's graph meet; layers without our dispatcher pass unchanged. What
+`cuda_graph_impl="local"` needs comes along from `local_graphs`.
 
 It raises on the ranks where something changed. Where that is not all of them, the others wait for
 the exchange, until their watchdog ends them.
@@ -23,14 +21,13 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from padded_dispatch.megatron.compat import graph_scopes
+from padded_dispatch.megatron import local_graphs
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.megatron.router import MASK_IS_LOST
 
 # What a graph depends on, by names for people.
 Facts = dict[str, Any]
 
-_Layer: Any = TransformerLayer
 _MOE_FIELDS = tuple(
     field.name for field in dataclasses.fields(TransformerConfig) if field.name.startswith("moe_")
 )
@@ -39,31 +36,27 @@ _PACKED = (
     "sequences begin is no tensor that a graph could read; pad every sequence to one length, or "
     "set cuda_graph_impl='none'"
 )
-_NOTHING_IS_CAPTURED = (
-    "cuda_graph_impl='local' with scope 'moe' is not possible in a GPTModel: Megatron would "
-    "capture nothing of its layers; leave the scopes empty, which captures whole layers, or set "
-    "cuda_graph_impl='transformer_engine'"
-)
-_originals: dict[str, Any] = {}
+_originals: dict[tuple[Any, str], Any] = {}
 _captured: WeakKeyDictionary[Any, Facts] = WeakKeyDictionary()
 
 
 def install() -> None:
     """Guard every layer that has a padded dispatcher, from now on. Again: nothing happens."""
     if not _originals:
-        for attribute, wrap in (
-            ("_te_cuda_graph_capture", _wrap_capture),
-            ("_te_cuda_graph_replay", _wrap_replay),
-            ("create_mcore_cudagraph_manager", _wrap_create),
+        for owner, attribute, wrap in (
+            (TransformerLayer, "_te_cuda_graph_capture", _wrap_capture),
+            (TransformerLayer, "_te_cuda_graph_replay", _wrap_replay),
+            *local_graphs.PATCHES,
         ):
-            _originals[attribute] = getattr(_Layer, attribute)
-            setattr(_Layer, attribute, wrap(_originals[attribute]))
+            original = _originals[owner, attribute] = getattr(owner, attribute)
+            setattr(owner, attribute, wrap(original))
 
 
 def uninstall() -> None:
     """Undo `install`; without it before, nothing happens."""
     while _originals:
-        setattr(_Layer, *_originals.popitem())
+        (owner, attribute), original = _originals.popitem()
+        setattr(owner, attribute, original)
 
 
 def padded_layers(chunks: list[Any]) -> list[Any]:
@@ -123,17 +116,6 @@ def _wrap_replay(replay: Callable[..., Any]) -> Callable[..., Any]:
         return replay(layer, *args, **kwargs)
 
     return guarded_replay
-
-
-def _wrap_create(create: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(create)
-    def loud_create(layer: Any, config: Any) -> None:
-        create(layer, config)
-        padded = config.moe_token_dispatcher_type == "padded_alltoall"
-        if padded and "moe" in graph_scopes(config) and not hasattr(layer, "cudagraph_manager"):
-            raise ValueError(_NOTHING_IS_CAPTURED)
-
-    return loud_create
 
 
 def _replay_facts(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:

@@ -32,6 +32,7 @@ from megatron.core.transformer import cuda_graphs
 from torch import Tensor
 
 from padded_dispatch.megatron.compat import clear_moe_metrics
+from padded_dispatch.megatron.dispatcher import counting_tensors
 
 try:
     from transformer_engine.pytorch.graph import set_capture_end, set_capture_start
@@ -138,7 +139,8 @@ def run_eager(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
 @contextmanager
 def no_trace(chunks: list[Any]) -> Iterator[None]:
     """Put back what passes through layers leave behind."""
-    kept = [(tensor, tensor.clone()) for chunk in chunks for tensor in _counting_tensors(chunk)]
+    models = [chunk.module for chunk in chunks]  # DDP itself has buffers that count nothing.
+    kept = [(tensor, tensor.clone()) for model in models for tensor in counting_tensors(model)]
     try:
         with ExitStack() as stack:
             stack.enter_context(_same_random_state())
@@ -214,16 +216,6 @@ def _noise(like: Tensor, seed: int) -> Tensor:
     """Standard normal, other on each rank, without a trace in any generator but its own."""
     own = torch.Generator(like.device).manual_seed(seed * dist.get_world_size() + dist.get_rank())
     return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=own)
-
-
-def _counting_tensors(chunk: Any) -> Iterator[Tensor]:
-    """All that is added to in place while layers run."""
-    yield from chunk.module.buffers()  # DDP itself keeps gradient buffers under that name.
-    for module in chunk.modules():
-        dispatcher = getattr(module, "token_dispatcher", None)
-        for name in ("counters", "eval_counters"):
-            if hasattr(dispatcher, name):
-                yield from getattr(dispatcher, name).tensors()
 
 
 @contextmanager
