@@ -81,7 +81,7 @@ def capture(runner: Any) -> None:
 
 
 @pytest.mark.parametrize("dispatcher", ["padded_alltoall", "alltoall"])
-def test_a_capture_leaves_counts_and_inputs_alone_if_the_model_is_ours(
+def test_d15_a_capture_leaves_counts_and_inputs_alone_if_the_model_is_ours(
     megatron, monkeypatch, dispatcher
 ):
     pool = Pool()

@@ -27,10 +27,21 @@ it is 10 minutes, but ranks agree on the host before each call, which notices a 
 
 Sums are those of `CollectiveExchange`, bit by bit: the same kernel adds the same slots.
 
-Tried and left out: gradients that start home when fc1's input has its own, on a second stream
-beside fc1's weight gradient (commit f65f1d6, 4 H200, Qwen3-30B-A3B). These three kernels took 958
-us instead of 969 at factor 1.0 and 1,009 instead of 1,008 at 2.0: the product's programs fill the
-device until they end, and those that store wait for a place, whatever their stream's priority.
+Tried and left out:
+
+- Gradients that start home when fc1's input has its own, on a second stream beside fc1's weight
+  gradient (commit f65f1d6, 4 H200, Qwen3-30B-A3B). These three kernels took 958 us instead of 969
+  at factor 1.0 and 1,009 instead of 1,008 at 2.0: the product's programs fill the device until they
+  end, and those that store wait for a place, whatever their stream's priority.
+- Experts in two halves, each with an exchange of its own on a stream of its own, so that rows of
+  one travel beside products of the other, both ways, forward and backward (2 H200, EP 2, factor
+  1.25, a script without a file). All of it in a graph took 2.68 ms instead of 2.76 for
+  Qwen3-30B-A3B and 5.04 instead of 5.11 for GPT-OSS-20B; one half after the other 2.94 and 5.28.
+  With fewer programs that store, or multiprocessors kept from the products, it took longer; with
+  the all-to-all it gained nothing. Too little for two streams through all six stages.
+- Shared experts beside the exchange: whole steps of DeepSeek-V2-Lite's shape took 51.0 ms instead
+  of 50.6, with the all-to-all 54.1 instead of 53.1 (commit 29e73fb, 2 H200). It stays an option,
+  being Megatron's, and is off where nobody asks for it.
 """
 
 import torch
