@@ -3,10 +3,12 @@
 import logging
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 
 from padded_dispatch import DispatchConfig
 from padded_dispatch.megatron import padded_spec
@@ -108,6 +110,8 @@ def test_the_price_of_dropping_nothing_is_said_once(caplog):
         announce(
             DispatchConfig(num_experts=8, top_k=2, capacity_factor=1.0), 1000, 64, 2, "cpu", False
         )
+        with patch.object(dist, "get_rank", lambda: 1):
+            announce(config, 2000, 64, 2, "cpu", False)
     (record,) = caplog.records
     assert "C = 1000 slots" in record.message
     assert "4.0 times a dropless one" in record.message

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
@@ -225,7 +226,7 @@ def announce(
     device: str,
     packed: bool,
 ) -> None:
-    """Once for each shape: without a factor, say what no dropping costs; refuse what cannot fit.
+    """Without a factor: one rank says, once for each shape, what it costs; what cannot fit raises.
 
     Raises:
         ValueError: when one layer's buffers exceed the whole memory of the device; the same on all
@@ -245,4 +246,5 @@ def announce(
         memory = torch.cuda.get_device_properties(device).total_memory
         if size.total > memory:
             raise ValueError(f"{cost}; the device has {memory / 2**30:.2f} GiB: {remedy}")
-    _log.warning("%s. To pay less, %s.", cost, remedy)
+    if dist.get_rank() == 0:
+        _log.warning("%s. To pay less, %s.", cost, remedy)
