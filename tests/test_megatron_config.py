@@ -172,13 +172,27 @@ def test_configs_follow_the_mode_of_their_router(eval_factor, evaluation):
     options = PaddedOptions(eval_factor=eval_factor, layer_factors="4:2")
     configs = LayerConfigs(config, options, num_ranks=3, tp_size=1)
     assert configs.now.capacity_factor == 1.5
-    router = SimpleNamespace(training=True, layer_number=4)
+    router = SimpleNamespace(training=True, layer_number=4, is_mtp_layer=False)
     configs.follow(router)
     assert configs.now.capacity_factor == 2.0
     configs.set_factor(2.5)
     assert (configs.now.capacity_factor, configs.now.num_ranks) == (2.5, 3)
     router.training = False
     assert configs.now.capacity_factor == evaluation
+
+
+def test_layers_of_multi_token_prediction_follow_the_others():
+    """From 0.17 on Megatron numbers them from 1 again."""
+    config = megatron_config(moe_expert_capacity_factor=1.5, num_layers=3)
+    options = PaddedOptions(layer_factors="1:2,4:3")
+    configs = LayerConfigs(config, options, num_ranks=3, tp_size=1)
+    factors = []
+    for is_mtp_layer in (False, True):
+        configs.follow(
+            SimpleNamespace(training=True, layer_number=1, is_mtp_layer=is_mtp_layer, config=config)
+        )
+        factors.append(configs.now.capacity_factor)
+    assert factors == [2.0, 3.0]
 
 
 class OwnExperts(megatron_experts.SequentialMLP):

@@ -282,6 +282,14 @@ def test_stock_layers_are_captured_and_not_compared(megatron):
     training.forward(BATCH, SEQUENCE, seed=0)
 
 
+def test_frozen_parameters_have_no_gradient_to_compare(megatron):
+    plain, frozen = Training(("moe",)), Training(("moe",))
+    for layer in frozen.moe_layers:
+        layer.router.weight.requires_grad_(False)
+    reports = [layer_graphs(training).capture() for training in (plain, frozen)]
+    assert reports[0].num_tensors - reports[1].num_tensors == len(frozen.moe_layers)
+
+
 def test_a_scope_without_layers_is_refused(megatron):
     training = Training(("mamba",))
     with pytest.raises(ValueError, match="no layer has any of them"):

@@ -81,6 +81,14 @@ def test_scope_moe_needs_neither_factor_nor_pad_flag(factor):
     assert config.moe_pad_expert_input_to_capacity is False
 
 
+def test_scopes_without_experts_need_no_factor_either():
+    """Nor do they get one in passing, with which Megatron refuses sinkhorn."""
+    install()
+    for graphs in (layer_graphs("attn"), {**layer_graphs(), "cuda_graph_impl": "local"}):
+        config = tiny.config(moe_router_load_balancing_type="sinkhorn", **graphs)
+        assert config.moe_expert_capacity_factor is None
+
+
 def test_shared_expert_overlap_is_accepted():
     """Stock knows it for 'alltoall' and 'flex' only."""
     shared = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_overlap": True}

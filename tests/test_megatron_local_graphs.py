@@ -13,17 +13,18 @@ from graph_situations import ENVIRONMENT  # noqa: F401, that of the GPU tests' w
 from graph_training import Situation, replays_equal_eager
 from megatron.core import package_info
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord, _CudaGraphRunner
 
-from padded_dispatch.megatron import compat, guard, install, uninstall
+from padded_dispatch.megatron import compat, guard, install, padded_spec, uninstall
 
 IS_OLD = (package_info.MAJOR, package_info.MINOR) < (0, 18)
 LENGTH = 5
 
 
 @pytest.fixture
-def megatron() -> Iterator[None]:
+def megatron(monkeypatch) -> Iterator[None]:  # What tests patch is put back after `uninstall`.
     guard.uninstall()  # A loop of another module may have left it.
     with tiny.one_process():
         yield
@@ -39,10 +40,13 @@ def settings(*scopes: str, dispatcher: str = "padded_alltoall") -> dict[str, Any
     return {"dispatcher": dispatcher, **static, **graphs}
 
 
-def gpt(**fields: Any) -> Any:
+def gpt(spec: Any = None, **fields: Any) -> Any:
     """A GPT of one layer, as Megatron captures it."""
+    spec = spec or tiny.layer_spec()
+    fields |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    model_parallel_cuda_manual_seed(1)
     with patch.object(cuda_graphs, "CudaGraphManager", lambda config: "a manager"):
-        return GPTModel(tiny.config(**fields), tiny.layer_spec(), 32, max_sequence_length=LENGTH)
+        return GPTModel(tiny.config(**fields), spec, 32, max_sequence_length=LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -107,13 +111,70 @@ def test_d15_a_capture_leaves_counts_and_inputs_alone_if_the_model_is_ours(
     assert _CudaGraphRunner.create_fwd_graph is capture
 
 
+def test_what_has_no_config_is_captured_as_ever(megatron, monkeypatch):
+    """FlashInferSampling of 0.18, say."""
+    monkeypatch.setattr(_CudaGraphRunner, "create_fwd_graph", lambda runner: "captured")
+    install()
+    runner = SimpleNamespace(base_module=torch.nn.Identity())
+    assert _CudaGraphRunner.create_fwd_graph(runner) == "captured"
+
+
+class Manager:
+    """Megatron's, of a layer: until graphs are there it runs eagerly, later it replays."""
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+
+    def __call__(self, layer: Any, args: Any, kwargs: Any) -> Any:
+        if _CudagraphGlobalRecord.cudagraph_created:
+            self.num_replays += 1
+            return kwargs["hidden_states"], None
+        return layer.forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("way", ["install", "padded_spec"])
+def test_d23_an_evaluation_is_eager_and_a_change_raises_before_a_replay(megatron, monkeypatch, way):
+    if way == "install":
+        install()
+        model = gpt(**settings())
+    else:
+        fields = {**settings(), "dispatcher": "alltoall"}
+        model = gpt(padded_spec(tiny.layer_spec()), **fields)
+    layer, manager = model.decoder.layers[0], Manager()
+    layer.cudagraph_manager = manager
+    given = {"hidden_states": torch.ones(LENGTH, 1, tiny.HIDDEN), "attention_mask": None}
+    layer(**given)
+    monkeypatch.setattr(_CudagraphGlobalRecord, "cudagraph_created", True)
+    layer(**given)
+    assert manager.num_replays == 1
+    dispatcher = layer.mlp.token_dispatcher
+    layer.eval()
+    layer(**given)
+    assert manager.num_replays == 1
+    assert dispatcher.eval_counters.demand_E.sum() == LENGTH * tiny.TOP_K
+    layer.train()
+    dispatcher.configs.set_factor(0.5)
+    with pytest.raises(ValueError, match=r"dispatch_config=.*capacity_factor=0.5.*capture again"):
+        layer(**given)
+    assert manager.num_replays == 1
+
+
+def test_d23_stock_replays_a_training_step_in_evaluation(megatron, monkeypatch):
+    layer, manager = gpt(**settings(dispatcher="alltoall")).decoder.layers[0], Manager()
+    layer.cudagraph_manager = manager
+    monkeypatch.setattr(_CudagraphGlobalRecord, "cudagraph_created", True)
+    layer.eval()
+    layer(hidden_states=torch.ones(LENGTH, 1, tiny.HIDDEN), attention_mask=None)
+    assert manager.num_replays == 1
+
+
 def test_old_versions_give_buffers_of_inputs_away():
     """Right after the forward's capture; from 0.18 on not before backward is captured."""
     source = inspect.getsource(_CudaGraphRunner.create_fwd_graph)
     assert ("tensor_reuse_pool.insert(buf)" in source) == IS_OLD == compat.FREES_GRAPH_INPUTS
 
 
-GRAPHS: dict[str, Any] = {"impl": "local", "scopes": (), "replays": 3}
+GRAPHS: dict[str, Any] = {"impl": "local", "scopes": (), "replays": 3, "evaluates": (3, 160)}
 
 
 @pytest.mark.gpu

@@ -92,6 +92,6 @@ def test_table_has_one_row_per_option():
         "whatever the factor |  |"
     )
     [policy] = [row for row in rows if "`policy`" in row]
-    assert policy.endswith("sure tokens | probs 33 us, position 21, random 31, priority 75 |")
+    assert policy.endswith("sure tokens | probs 32 us, position 21, random 31, priority 75 |")
     [schedule] = [row for row in rows if "`schedule`" in row]
     assert schedule.startswith("| `schedule` | `--padded-schedule` | none | capacity factors over")

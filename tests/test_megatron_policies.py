@@ -156,6 +156,8 @@ def test_checkpoints_hold_draws_only_where_there_are_any():
     kept(random)
     random.load_state_dict(other.state_dict())
     assert random.num_draws.tolist() == [1]
+    other.load_state_dict(random.state_dict())
+    assert torch.equal(other.weight, random.weight)
 
 
 @pytest.mark.parametrize("remedy", REMEDIES)

@@ -31,6 +31,8 @@ from padded_dispatch.megatron.selftest import (
 class GraphedMoELayer(nn.Module):
     """Forward and backward of a padded MoE layer, each one graph; eager in evaluation.
 
+    One pass at a time: a second forward before the backward overwrites what the first one saved.
+
     Not wrapped in Megatron's DDP when it is captured; it may be afterwards. All methods are to be
     called by all ranks.
 

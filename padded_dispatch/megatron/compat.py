@@ -30,6 +30,15 @@ def graph_scopes(config: Any) -> set[str]:
     return {scope.name for scope in scopes or ()}
 
 
+def captures_moe(config: Any) -> bool:
+    """Whether a config that Megatron has not read yet names a part of MoE layers to capture.
+
+    Scopes are then words or members of enums, one, several in a list, or joined by commas.
+    """
+    scopes = [getattr(config, name, None) for name in ("cuda_graph_modules", "cuda_graph_scope")]
+    return config.cuda_graph_impl != "none" and "moe" in str(scopes)
+
+
 def iteration_graph() -> dict[str, Any]:
     """Config fields for one graph of all forward and backward passes: a scope until 0.17."""
     if _IS_18:
@@ -68,6 +77,13 @@ def forget_moe_state() -> None:
         moe_utils.get_moe_layer_wise_logging_tracker() if tracker is None else tracker().metrics
     )
     logged.clear()
+
+
+def number_in_model(router: Any) -> int:
+    """Megatron's layer number; layers for multi-token prediction, which from 0.17 on are numbered
+    anew, follow the others."""
+    later = getattr(router, "is_mtp_layer", False)
+    return router.layer_number + (router.config.num_layers if later else 0)
 
 
 class SharedExpertOverlap:

@@ -10,6 +10,7 @@ from typing import Any
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 
 from padded_dispatch.config import DispatchConfig
+from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.factors import Factor
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
 from padded_dispatch.megatron.options import PaddedOptions
@@ -57,6 +58,11 @@ def padded_options(config: Any) -> PaddedOptions:
     return getattr(config, "padded_dispatch", PaddedOptions())
 
 
+def is_ours(config: Any) -> bool:
+    """Whether a model of this config has padded layers, by the config word or by `padded_spec`."""
+    return hasattr(config, "padded_dispatch")
+
+
 def check_experts(experts: Any) -> None:
     """Refuse experts modules that were not written for rows padded on the host's count.
 
@@ -94,7 +100,7 @@ def dispatch_config(
         options: what Megatron has no field for.
         num_ranks: ranks in the expert-parallel group (R).
         tp_size: ranks that split every expert.
-        layer_number: Megatron's; None where the layer has none, or does not know it yet.
+        layer_number: see `number_in_model`; None where the layer does not know it yet.
         training: in evaluation there can be another factor.
 
     Raises:
@@ -168,10 +174,11 @@ class LayerConfigs:
         """From now on `router` says whether the layer is in training."""
         self._router = router
         if router.layer_number is not None:
-            self.set_layer_number(router.layer_number)
+            self.find_factors()
 
-    def set_layer_number(self, layer_number: int) -> None:
-        """Take the factors that the options have for this layer."""
+    def find_factors(self) -> None:
+        """Take the factors that the options have for this layer, now that it has a number."""
+        layer_number = number_in_model(self._router)
         self.training = self._translate(layer_number=layer_number)
         self.evaluation = self._translate(layer_number=layer_number, training=False)
 

@@ -13,6 +13,7 @@ and no capture of Megatron's begins or ends between, so no replay has to set it.
 import functools
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -207,8 +208,19 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         return output
 
 
-def counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
-    """All that is added to in place while the model's layers run."""
+@contextmanager
+def counts_put_back(*models: torch.nn.Module) -> Iterator[None]:
+    """Within it layers run without a trace in counters and buffers."""
+    kept = [(tensor, tensor.clone()) for model in models for tensor in _counting_tensors(model)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, copy in kept:
+                tensor.copy_(copy)
+
+
+def _counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
     for module in model.modules():
         dispatcher = getattr(module, "token_dispatcher", None)

@@ -4,8 +4,12 @@ A captured layer runs no Python: it goes on with the shape, capacity, mode and c
 captured with, and copies whatever it is given into the captured input, by broadcast if need be. So
 each layer's facts are recorded when Megatron captures it and compared whenever Megatron replays it.
 `TransformerLayer._te_cuda_graph_capture` and `_te_cuda_graph_replay` (0.16.1 to 0.19.0) are where
-all of Megatron's ways into a layer's graph meet; layers without our dispatcher pass unchanged. What
-`cuda_graph_impl="local"` needs comes along from `local_graphs`.
+all of Megatron's ways into a layer's graph by Transformer Engine meet. With "local" it is
+`_should_call_local_cudagraph`: the first step, at whose end Megatron captures, is recorded, and
+evaluation runs eagerly, for which stock replays the graph of a training step, counters and dropout
+included. What else "local" needs comes along from `local_graphs`. Layers of models without our
+dispatcher pass unchanged. A whole iteration is watched by our `IterationGraph`, and by nobody where
+Megatron's own wrapper is used without it.
 
 It raises on the ranks where something changed. Where that is not all of them, the others wait for
 the exchange, until their watchdog ends them.
@@ -18,10 +22,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.megatron import local_graphs
+from padded_dispatch.megatron.config import is_ours
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.megatron.router import MASK_IS_LOST
 
@@ -46,6 +52,7 @@ def install() -> None:
         for owner, attribute, wrap in (
             (TransformerLayer, "_te_cuda_graph_capture", _wrap_capture),
             (TransformerLayer, "_te_cuda_graph_replay", _wrap_replay),
+            (TransformerLayer, "_should_call_local_cudagraph", _wrap_local),
             *local_graphs.PATCHES,
         ):
             original = _originals[owner, attribute] = getattr(owner, attribute)
@@ -116,6 +123,23 @@ def _wrap_replay(replay: Callable[..., Any]) -> Callable[..., Any]:
         return replay(layer, *args, **kwargs)
 
     return guarded_replay
+
+
+def _wrap_local(choose: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(choose)
+    def guarded_choice(layer: Any, *args: Any, **kwargs: Any) -> bool:
+        graphed = choose(layer, *args, **kwargs)
+        if not graphed or not is_ours(layer.config) or kwargs.get("inference_context") is not None:
+            return graphed
+        if layer.training and _is_padded(layer):
+            facts = _layer_facts(layer)
+            if _CudagraphGlobalRecord.cudagraph_created:
+                check_unchanged(_captured[layer], facts)
+            else:
+                _captured[layer] = facts
+        return layer.training
+
+    return guarded_choice
 
 
 def _replay_facts(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:

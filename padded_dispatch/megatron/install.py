@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.megatron import guard
+from padded_dispatch.megatron.compat import captures_moe
 from padded_dispatch.megatron.config import check_config
 from padded_dispatch.megatron.layer import build, dispatcher_type
 from padded_dispatch.megatron.options import PaddedOptions
@@ -35,7 +36,8 @@ def install(options: PaddedOptions | None = None) -> None:
 
     Args:
         options: for every config that is made from now on; one config's own can be set on it
-            afterwards (`config.padded_dispatch = PaddedOptions(...)`).
+            afterwards (`config.padded_dispatch = PaddedOptions(...)`, an attribute, which
+            `dataclasses.replace` does not take along).
     """
     uninstall()
     _originals["post_init"] = _Config.__post_init__
@@ -76,10 +78,10 @@ def _wrap_post_init(
             post_init(self)
             return
         with dispatcher_type(self, "alltoall"):
-            if self.cuda_graph_impl == "none":
-                post_init(self)
-            else:
+            if captures_moe(self):
                 _with_static_shapes(post_init, self)
+            else:
+                post_init(self)
         check_config(self)
         if not hasattr(self, "padded_dispatch"):
             self.padded_dispatch = options

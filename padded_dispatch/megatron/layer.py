@@ -19,7 +19,8 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from padded_dispatch.megatron.config import check_config, check_experts
+from padded_dispatch.megatron import guard
+from padded_dispatch.megatron.config import check_config, check_experts, padded_options
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.megatron.experts import BatchedExperts, PackedExperts, chosen_experts
 from padded_dispatch.megatron.router import select_after_counting
@@ -51,6 +52,7 @@ def build(
     `pg_collection` by keyword.
     """
     check_config(config)
+    config.padded_dispatch = padded_options(config)  # See `is_ours`.
     pg_collection = pg_collection or get_default_pg_collection()
     with dispatcher_type(config, "allgather"):
         init(layer, config, *args, pg_collection=pg_collection, **kwargs)
@@ -92,9 +94,14 @@ class _EqualsMoELayer(type(MoELayer)):
 
 
 class PaddedMoELayer(MoELayer, metaclass=_EqualsMoELayer):
-    """`MoELayer` with static shapes; needs no `install()`. Same arguments, same state dict."""
+    """`MoELayer` with static shapes; needs no `install()`. Same arguments, same state dict.
+
+    Patches nothing, but where the config asks for CUDA graphs: then replays are guarded.
+    """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        if config.cuda_graph_impl != "none":
+            guard.install()
         build(super().__init__.__func__, self, config, *args, **kwargs)
 
 

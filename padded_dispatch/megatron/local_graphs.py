@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord, _CudaGraphRunner
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.megatron.compat import FREES_GRAPH_INPUTS, graph_scopes
-from padded_dispatch.megatron.dispatcher import counting_tensors
+from padded_dispatch.megatron.config import is_ours
+from padded_dispatch.megatron.dispatcher import counts_put_back
 
 _NOTHING_IS_CAPTURED = (
     "cuda_graph_impl='local' with scope 'moe' is not possible in a GPTModel: Megatron would "
@@ -38,7 +38,7 @@ def _wrap_manager(create: Callable[..., Any]) -> Callable[..., Any]:
     def loud_create(layer: Any, config: Any) -> None:
         create(layer, config)
         scope_moe = "moe" in graph_scopes(config)
-        if _is_padded(config) and scope_moe and not hasattr(layer, "cudagraph_manager"):
+        if is_ours(config) and scope_moe and not hasattr(layer, "cudagraph_manager"):
             raise ValueError(_NOTHING_IS_CAPTURED)
 
     return loud_create
@@ -47,10 +47,10 @@ def _wrap_manager(create: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_capture(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def clean_create(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        layer = runner.base_module
-        if not _is_padded(layer.config):
+        captured = runner.base_module  # A sampler, say, which has no config.
+        if not is_ours(getattr(captured, "config", None)):
             return create(runner, *args, **kwargs)
-        with _counts_put_back(layer), _inputs_kept():
+        with counts_put_back(captured), _inputs_kept():
             return create(runner, *args, **kwargs)
 
     return clean_create
@@ -60,15 +60,6 @@ PATCHES = (
     (TransformerLayer, "create_mcore_cudagraph_manager", _wrap_manager),
     (_CudaGraphRunner, "create_fwd_graph", _wrap_capture),
 )
-
-
-@contextmanager
-def _counts_put_back(layer: Any) -> Iterator[None]:
-    kept = [(tensor, tensor.clone()) for tensor in counting_tensors(layer)]
-    yield
-    with torch.no_grad():
-        for tensor, copy in kept:
-            tensor.copy_(copy)
 
 
 @contextmanager
@@ -83,7 +74,3 @@ def _inputs_kept() -> Iterator[None]:
         yield
     finally:
         del pool.insert
-
-
-def _is_padded(config: Any) -> bool:
-    return config.moe_token_dispatcher_type == "padded_alltoall"

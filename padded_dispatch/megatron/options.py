@@ -42,7 +42,7 @@ class PaddedOptions:
         metadata={
             "help": "who keeps a slot: megatron: moe_token_drop_policy says; probs: the most "
             "probable; position: the first; random: a draw; priority: first choices, sure tokens",
-            "cost": "probs 33 us, position 21, random 31, priority 75",
+            "cost": "probs 32 us, position 21, random 31, priority 75",
             "choices": ("megatron", *POLICIES),
         },
     )
@@ -52,7 +52,7 @@ class PaddedOptions:
         metadata={
             "help": "for dropped rows: none; renormalize: what a token keeps weighs as much as all "
             "it asked for; reroute: to its next-best expert with a free slot on this rank",
-            "cost": "renormalize 29 us, reroute 139 per round",
+            "cost": "renormalize 30 us, reroute 141 per round",
             "choices": REMEDIES,
         },
     )
@@ -63,7 +63,7 @@ class PaddedOptions:
         default="",
         metadata={
             "help": "layers with a capacity factor of their own, such as 3:1.5,7:no-drop, by "
-            "Megatron's layer number, which starts at 1"
+            "Megatron's layer number, which starts at 1; multi-token prediction's come last"
         },
     )
     eval_factor: str = field(

@@ -10,7 +10,7 @@ The class of an existing router is swapped for a subclass, because specs may bri
 Under policy "random" the router counts its draws, in a buffer that a replayed graph advances and a
 checkpoint holds. Seed, layer and count make the draw: all ranks draw alike, and a resumed run goes
 on as if it had not stopped. Megatron reads a checkpoint without the count (of another policy) with
-`--dist-ckpt-strictness=log_unexpected`.
+`--dist-ckpt-strictness=log_unexpected`; a stock layer takes one with it where it is not strict.
 """
 
 import functools
@@ -116,7 +116,7 @@ def _selecting(base: type) -> type:
         def set_layer_number(self, layer_number: int) -> None:
             """As `Router.set_layer_number`; the layer may have a capacity factor of its own."""
             super().set_layer_number(layer_number)
-            self.selector.configs.set_layer_number(layer_number)
+            self.selector.configs.find_factors()
 
         def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Any:
             """As `TopKRouter.forward`; the first point at which this layer's ranks could differ."""
@@ -215,9 +215,12 @@ def _selecting(base: type) -> type:
         def _load_from_state_dict(
             self, state_dict: dict[str, Any], prefix: str, *args: Any
         ) -> None:
-            # What was written under another policy has no draws: go on with ours.
+            # What was written under another policy has no draws: go on with ours. And they mean
+            # nothing to another policy.
             if self.num_draws is not None:
                 state_dict.setdefault(f"{prefix}num_draws", self.num_draws)
+            else:
+                state_dict.pop(f"{prefix}num_draws", None)
             super()._load_from_state_dict(state_dict, prefix, *args)
 
         def _observers(self) -> list[RoutingObserver]:

@@ -32,7 +32,7 @@ from megatron.core.transformer import cuda_graphs
 from torch import Tensor
 
 from padded_dispatch.megatron.compat import clear_moe_metrics
-from padded_dispatch.megatron.dispatcher import counting_tensors
+from padded_dispatch.megatron.dispatcher import counts_put_back
 
 try:
     from transformer_engine.pytorch.graph import set_capture_end, set_capture_start
@@ -141,17 +141,14 @@ def run_eager(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
 def no_trace(chunks: list[Any]) -> Iterator[None]:
     """Put back what passes through layers leave behind."""
     models = [chunk.module for chunk in chunks]  # DDP itself has buffers that count nothing.
-    kept = [(tensor, tensor.clone()) for model in models for tensor in counting_tensors(model)]
     try:
         with ExitStack() as stack:
+            stack.enter_context(counts_put_back(*models))
             stack.enter_context(_same_random_state())
             for chunk in chunks:
                 stack.enter_context(chunk.no_sync())
             yield
     finally:
-        with torch.no_grad():
-            for tensor, copy in kept:
-                tensor.copy_(copy)
         for chunk in chunks:
             chunk.zero_grad_buffer()
         clear_moe_metrics()
@@ -211,9 +208,10 @@ def _run(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
     assert given.grad is not None
     results = {"its output": output.detach(), "the gradient of its input": given.grad}
     for name, param in layer.named_parameters():
-        # Megatron's DDP takes it from where autograd has put it.
-        gradient = param.main_grad if hasattr(param, "main_grad") else param.grad
-        results[f"the gradient of {name}"] = gradient
+        if param.requires_grad:
+            # Megatron's DDP takes it from where autograd has put it.
+            gradient = param.main_grad if hasattr(param, "main_grad") else param.grad
+            results[f"the gradient of {name}"] = gradient
     return results
 
 

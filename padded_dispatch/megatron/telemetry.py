@@ -32,6 +32,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.snapshot import Ints, Snapshot, snapshot_of
 from padded_dispatch.stats import Counters
@@ -213,18 +214,13 @@ class _Shape:
 
 
 def padded_moe_layers(chunks: list[Any]) -> dict[int, Any]:
-    """A model's MoE layers with the padded dispatcher, by Megatron's layer number.
-
-    Layers for multi-token prediction, which from 0.17 on are numbered anew, follow the others.
-    """
+    """A model's MoE layers with the padded dispatcher, by `number_in_model`."""
     found = {}
     for chunk in chunks:
         for module in chunk.modules():
             dispatcher = getattr(module, "token_dispatcher", None)
             if isinstance(dispatcher, PaddedAlltoAllTokenDispatcher):
-                later = getattr(module.router, "is_mtp_layer", False)
-                offset = module.config.num_layers if later else 0
-                found[module.router.layer_number + offset] = module
+                found[number_in_model(module.router)] = module
     return found
 
 
