@@ -127,8 +127,9 @@ def _activate(
 def _(fc1_NG, bias_LG, probs_N, ends_L, function, gated, clamp, offset):
     from padded_dispatch.kernels import activation
 
-    probs_N = probs_N.contiguous()
-    return activation.activate(fc1_NG, bias_LG, probs_N, ends_L, function, gated, clamp, offset)
+    bias_LG = None if bias_LG is None else bias_LG.contiguous()
+    given = fc1_NG.contiguous(), bias_LG, probs_N.contiguous(), ends_L
+    return activation.activate(*given, function, gated, clamp, offset)
 
 
 @_activate.register_fake
@@ -172,7 +173,8 @@ def _activate_backward(
 def _(grad_NF, fc1_NG, bias_LG, probs_N, ends_L, function, gated, clamp, offset):
     from padded_dispatch.kernels import activation
 
-    given = grad_NF.contiguous(), fc1_NG, bias_LG, probs_N.contiguous(), ends_L
+    bias_LG = None if bias_LG is None else bias_LG.contiguous()
+    given = grad_NF.contiguous(), fc1_NG.contiguous(), bias_LG, probs_N.contiguous(), ends_L
     return activation.activate_backward(*given, function, gated, clamp, offset)
 
 

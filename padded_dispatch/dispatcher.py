@@ -149,7 +149,8 @@ def make_exchange(
             reason.
     """
     # Before it is built: building the direct one is a conversation of the ranks.
-    agreement.check(dtype=torch.float32, direct=int(kind == "direct"))
+    facts = {"direct": int(kind == "direct"), "packed": int(packed), "in_flight": in_flight}
+    agreement.check(dtype=torch.float32, **facts)
     if kind not in get_args(ExchangeKind):
         raise ValueError(f"exchange={kind!r} is not possible: choose one of nccl, direct")
     if kind == "nccl":

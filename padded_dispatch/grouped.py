@@ -107,7 +107,7 @@ def _(rows_NI, weight_LOI, bias_LO, probs_N, ends_L):
     if bias_LO is not None:
         from padded_dispatch.kernels import grouped
 
-        grouped.add_bias(out_NO, bias_LO, probs_N.contiguous(), ends_L)
+        grouped.add_bias(out_NO, bias_LO.contiguous(), probs_N.contiguous(), ends_L)
     return out_NO
 
 
@@ -212,7 +212,7 @@ def _dot_rows(rows_NO: Tensor, vectors_LO: Tensor, like_N: Tensor, ends_L: Tenso
 def _(rows_NO, vectors_LO, like_N, ends_L):
     from padded_dispatch.kernels import grouped
 
-    return grouped.dot_rows(rows_NO.contiguous(), vectors_LO, ends_L).to(like_N.dtype)
+    return grouped.dot_rows(rows_NO.contiguous(), vectors_LO.contiguous(), ends_L).to(like_N.dtype)
 
 
 @_dot_rows.register_fake

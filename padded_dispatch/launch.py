@@ -179,16 +179,21 @@ class _Workers:
         # Ctrl-C reaches all processes of a terminal, and the parent alone answers it. Workers
         # inherit that it is ignored, and so are quiet while they import, too.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for rank in range(num_workers):
-            ours, theirs = spawn.Pipe()
-            env = _torchrun_env(rank, num_workers, self._store.port)
-            # Daemons: should this process end without stop(), it does not wait for them.
-            process = spawn.Process(target=_serve, args=(theirs, env), daemon=True)
-            process.start()
-            theirs.close()  # Else the pipe would not end with the worker.
-            self._pipes.append(ours)
-            self._processes.append(process)
-        signal.signal(signal.SIGINT, handler)
+        try:
+            for rank in range(num_workers):
+                ours, theirs = spawn.Pipe()
+                env = _torchrun_env(rank, num_workers, self._store.port)
+                # Daemons: should this process end without stop(), it does not wait for them.
+                process = spawn.Process(target=_serve, args=(theirs, env), daemon=True)
+                process.start()
+                theirs.close()  # Else the pipe would not end with the worker.
+                self._pipes.append(ours)
+                self._processes.append(process)
+        except OSError:
+            self.stop()
+            raise
+        finally:
+            signal.signal(signal.SIGINT, handler)
 
     def run(
         self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float | None
@@ -253,7 +258,8 @@ class _Workers:
 
     def _death(self, rank: int) -> ChildProcessError:
         process = self._processes[rank]
-        process.join(_END_S)
+        if process.exitcode is None:
+            process.join(_END_S)
         code = process.exitcode
         if code is not None and code < 0:
             return ChildProcessError(f"killed by {signal.Signals(-code).name}")
@@ -277,6 +283,8 @@ def _serve(pipe: Connection, env: dict[str, str]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # As daemons they could not have children, such as the writers of a checkpoint.
     multiprocessing.current_process().daemon = False
+    # With one that outlives this process the pipe would not end.
+    os.register_at_fork(after_in_child=pipe.close)
     os.environ.update(env)
     torch.set_num_threads(1)
     while True:

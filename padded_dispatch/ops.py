@@ -1,8 +1,8 @@
 """Selecting, planning and moving rows as custom ops: fake tensors, autograd, `torch.compile`.
 
 This file decides which implementation runs: an op's own body, in plain torch, on CPUs; the kernel
-registered below it on CUDA devices. The first is what the second is compared with. (`experts` does
-the same for what it computes.)
+registered below it on CUDA devices. The first is what the second is compared with. (`grouped`,
+`activation` and `stats` do the same for what they compute.)
 
 `gather_rows` gives every slot its token's row, `combine_rows` sums the slots of every token. They
 are each other's transpose, so each one's backward calls the other. Every element of a result has

@@ -84,9 +84,10 @@ class Snapshot:
 
     @property
     def needed_factor(self) -> Floats:
-        """The smallest capacity factor with which no (source, expert) would have dropped a row.
+        """A capacity factor with which no (source, expert) would have dropped a row.
 
-        With T changing from pass to pass, of the mean T.
+        Capacities are whole numbers of rows, so up to a row less would do. With T changing from
+        pass to pass, of the mean T.
         """
         choices_Y = self.num_positions_Y * self.top_k
         num_experts = self.demand_YE.shape[1]

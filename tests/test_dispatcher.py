@@ -4,6 +4,7 @@ Tokens, weights and gradients are small whole numbers and probabilities are eigh
 product and sum is exact in fp64 and equality needs no tolerance.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -347,6 +348,27 @@ def _world_for_one_rank() -> None:
 def test_a_group_of_another_size_than_its_config_is_refused(pool2: WorkerPool):
     with pytest.raises(WorkerError, match=r"num_ranks=1 .* its process group has 2 ranks"):
         pool2.run(_world_for_one_rank)
+
+
+def _exchange_with(**on_rank_1: Any) -> None:
+    config = DispatchConfig(num_experts=4, top_k=2, num_ranks=2)
+    options = on_rank_1 if dist.get_rank() == 1 else {}
+    PaddedDispatcher(config, group=dist.group.WORLD, **options)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"packed": True}, "packed is 0 on rank 0, 1 on rank 1"),
+        ({"in_flight": 3}, "in_flight is 1 on rank 0, 3 on rank 1"),
+    ],
+    ids=["packed", "in flight"],
+)
+def test_ranks_agree_on_what_passes_between_them(pool2: WorkerPool, option, words):
+    with pytest.raises(WorkerError, match=words) as caught:
+        pool2.run(functools.partial(_exchange_with, **option))
+    assert {type(error) for error in caught.value.errors.values()} == {ValueError}
+    assert len(caught.value.errors) == 2
 
 
 def test_no_tokens_are_refused():

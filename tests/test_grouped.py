@@ -191,3 +191,15 @@ def test_what_would_wait_for_the_host_is_refused(dtype, width, complaint):
     )
     with pytest.raises(ValueError, match=complaint):
         grouped.grouped_linear(rows_NI, weight_LOI, ends_of([8]).cuda())
+
+
+@pytest.mark.gpu
+def test_a_bias_may_have_any_strides():
+    assert torch.cuda.is_available(), "this test was asked for and needs a CUDA device"
+    rows_NI, weight_LOI = (
+        torch.zeros(*s, 8, dtype=torch.bfloat16, device="cuda") for s in ((4,), (2, 8))
+    )
+    bias_LO = torch.arange(16, device="cuda").view(8, 2).T.to(torch.bfloat16)
+    ends_L, probs_N = ends_of([2, 2]).cuda(), torch.ones(4, device="cuda")
+    out_NO = grouped.grouped_linear(rows_NI, weight_LOI, ends_L, bias_LO, probs_N)
+    assert torch.equal(out_NO, bias_LO.repeat_interleave(2, 0))

@@ -120,6 +120,41 @@ def test_a_killed_worker_is_named(pool):
     assert pool.run(dist.get_rank) == [0, 1]
 
 
+def _die_with_a_child() -> None:
+    """A writer of a checkpoint, say, that lives on for a while."""
+    if dist.get_rank() == 1:
+        if os.fork() == 0:
+            time.sleep(8)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_is_noticed_though_a_child_of_it_lives():
+    with WorkerPool(2) as pool:
+        pool.run(dist.get_rank)
+        with pytest.raises(WorkerError) as caught:
+            pool.run(_die_with_a_child, timeout_s=6)
+    assert type(caught.value.errors[1]) is ChildProcessError
+
+
+def test_a_start_that_fails_leaves_nothing(monkeypatch):
+    process = launch.multiprocessing.get_context("spawn").Process
+    start, started = process.start, []
+
+    def start_one(self) -> None:
+        if started:
+            raise OSError("no more processes")
+        start(self)
+        started.append(self)
+
+    monkeypatch.setattr(process, "start", start_one)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(OSError, match="no more processes"):
+        WorkerPool(2).run(dist.get_rank)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not started[0].is_alive()
+
+
 def test_a_worker_that_exits_is_named(pool):
     with pytest.raises(WorkerError) as caught:
         pool.run(_exit_alone)

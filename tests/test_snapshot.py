@@ -64,7 +64,7 @@ def test_rates_of_a_layer_and_of_one_that_never_ran():
         assert values[0] == expected and math.isnan(values[1])
 
 
-def test_the_needed_factor_is_the_smallest_that_drops_nothing():
+def test_the_needed_factor_drops_nothing():
     """Through the capacity that follows from it."""
     factor = float(snapshot().needed_factor[0])
     assert math.ceil(T * K / E * factor) == 5

@@ -1,6 +1,6 @@
 """Moving slots between ranks: the values that travel and the stages that every exchange has.
 
-'Tokens and a plan in, expert rows out' is the boundary. An exchange is six pure functions of
+'Tokens and a plan in, expert rows out' is the boundary. An exchange is six functions of
 tensors, one for each method of a Megatron token dispatcher, with at most two tensors that have
 gradients between two stages: the rows, and beside them what belongs to them.
 """
@@ -47,7 +47,7 @@ class ExpertInput:
 
 
 class Exchange(Protocol):
-    """Six stages, in the order of their use. None of them keeps anything on `self`.
+    """Six stages, in the order of their use. None keeps anything on `self` but buffers.
 
     `packed`: which layout of `ExpertInput` it hands out. `num_sources`, `num_local_experts`: S, L.
     """

@@ -14,8 +14,8 @@ Megatron's schedules; too few are noticed by the tensors of the last turn, which
 rows come home to, and a landing for gradients, which live until the next layer's. Everything is
 freed with its owners; what an exchange has returned must not outlive it.
 
-Bytes per rank, with N = E * C rows of D elements: N * D per layer and microbatch in flight, and
-2 * N * D shared by all layers of the same shape; everything else is small.
+Elements per rank, with N = E * C rows: N * D per layer and microbatch in flight, and 2 * N * D
+shared by all layers of the same shape; everything else is small.
 """
 
 import ctypes

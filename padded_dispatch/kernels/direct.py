@@ -12,12 +12,15 @@ slot). `push_rows` brings every token there. `send_home` brings packed rows back
 A link is shared by all programs that store over it at a time, so their destinations have to differ:
 `push_rows` walks tokens in their own order, whose experts differ, and each token begins with
 another of its choices; in `send_home` every program walks its own part of the packed rows, so that
-all sources are on the way at any time. 4 programs of 4 warps per multiprocessor of an H200.
+all sources are on the way at any time. 4 programs of 4 warps per multiprocessor of an H200, times
+the blocks of columns.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from padded_dispatch.kernels.rows import block_of
 
 _PROGRAMS = 528
 
@@ -125,7 +128,7 @@ def push_rows(
     num_tokens, top_k = slot_of_TK.shape
     width, num_experts = tokens_TD.shape[1], start_E.shape[0]
     programs = min(num_tokens, _PROGRAMS)
-    _push_rows_kernel[(programs, triton.cdiv(width, _block(width)))](
+    _push_rows_kernel[(programs, triton.cdiv(width, block_of(width)))](
         tokens_TD,
         probs_TE if probs_TE is not None else tokens_TD,
         slot_of_TK,
@@ -139,7 +142,7 @@ def push_rows(
         width,
         K=top_k,
         WITH_PROBS=probs_TE is not None,
-        BLOCK=_block(width),
+        BLOCK=block_of(width),
         num_warps=4,
     )
 
@@ -208,7 +211,7 @@ def send_home(
     """
     width = packed_ND.shape[1]
     programs = min(packed_ND.shape[0], _PROGRAMS)
-    _send_home_kernel[(programs, triton.cdiv(width, _block(width)))](
+    _send_home_kernel[(programs, triton.cdiv(width, block_of(width)))](
         packed_ND,
         probs_N if probs_N is not None else packed_ND,
         ends_LS,
@@ -220,7 +223,7 @@ def send_home(
         width,
         WITH_PROBS=probs_N is not None,
         BUFFERS=triton.next_power_of_2(ends_LS.numel()),
-        BLOCK=_block(width),
+        BLOCK=block_of(width),
         num_warps=4,
     )
 
@@ -266,7 +269,3 @@ def _send_home_kernel(
             # Rows of `side` are C + 1 long.
             tl.store(side + slot + e, tl.load(probs + row), mask=tl.program_id(1) == 0)
         row += 1
-
-
-def _block(width: int) -> int:
-    return min(2048, max(16, triton.next_power_of_2(width)))
