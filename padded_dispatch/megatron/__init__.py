@@ -1,7 +1,8 @@
 """The padded dispatcher in Megatron-Core 0.16.1 to 0.19.0.
 
 Two ways in. `install()` makes `moe_token_dispatcher_type="padded_alltoall"` work everywhere.
-`padded_spec(spec)` puts `PaddedMoELayer` into a layer spec and patches nothing.
+`padded_spec(spec)` puts `PaddedMoELayer` into a layer spec and patches nothing, but for the guard
+of CUDA graphs where a config asks for these.
 """
 
 from padded_dispatch.megatron.control import CapacityControl

@@ -134,7 +134,7 @@ def _wrap_local(choose: Callable[..., bool]) -> Callable[..., bool]:
         if layer.training and _is_padded(layer):
             facts = _layer_facts(layer)
             if _CudagraphGlobalRecord.cudagraph_created:
-                check_unchanged(_captured[layer], facts)
+                check_unchanged(_captured.get(layer, facts), facts)
             else:
                 _captured[layer] = facts
         return layer.training
