@@ -6,6 +6,7 @@ A user's mistake (`ValueError`) is one line and exit code 2, as argparse's own a
 import argparse
 import importlib
 import os
+import signal
 import sys
 import warnings
 
@@ -45,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         sys.stderr.write(f"padded-dispatch {arguments.command}: {error}\n")
         return 2
+    except KeyboardInterrupt:  # Where there are workers, `start_workers` answers it.
+        sys.stderr.write(f"padded-dispatch {arguments.command}: interrupted\n")
+        return 128 + signal.SIGINT
 
 
 def _expect_warnings() -> None:

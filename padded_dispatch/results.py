@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from padded_dispatch.config import require
+
 _PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine")
 
 
@@ -37,6 +39,49 @@ def about(*, num_gpus: int, command: str, commit: str | None) -> dict[str, Any]:
     }
 
 
+def read_runs(option: str, path: Path) -> list[dict[str, Any]]:
+    """The runs of a results file; none where there is no file.
+
+    Raises:
+        ValueError: names the option that gave the path, the path and what to give.
+    """
+    try:
+        results = json.loads(path.read_text())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{option}={path} is not possible: {error}; name a results file") from None
+    match results:
+        case {"runs": list(runs)}:
+            return runs
+    raise ValueError(f"{option}={path} is not possible: it holds no runs; name a results file")
+
+
+def require_results(option: str, path: Path) -> None:
+    """Refuse a path that runs cannot be added to, before anything is measured for it.
+
+    Raises:
+        ValueError: names the option that gave the path, the path and what to give.
+    """
+    require_folder(option, path.parent)
+    read_runs(option, path)
+
+
+def require_folder(option: str, folder: Path) -> None:
+    """Refuse a folder that can neither be made nor written to.
+
+    Raises:
+        ValueError: names the option that gave the folder, the folder and what to give.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    require(
+        there.is_dir() and os.access(there, os.W_OK),
+        option,
+        str(folder),
+        f"{there} is no folder that can be written to; name another",
+    )
+
+
 def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Add rows to the file at `path`, which is whole at any moment.
 
@@ -45,7 +90,7 @@ def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _only_writer(path.parent):
-        runs = json.loads(path.read_text())["runs"] if path.exists() else []
+        runs = read_runs("results", path)
         if not runs or runs[-1]["about"] != run_about:
             runs.append({"about": run_about, "rows": []})
         runs[-1]["rows"] += rows

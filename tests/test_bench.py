@@ -9,7 +9,7 @@ import torch
 from inline_pool import only_worker
 
 from padded_dispatch.bench import work
-from padded_dispatch.bench.cases import CONTENDERS, Case
+from padded_dispatch.bench.cases import Case
 from padded_dispatch.bench.command import main, parse
 from padded_dispatch.bench.layer import build, stock_flags
 from padded_dispatch.bench.measure import Passes, batches
@@ -82,10 +82,9 @@ def _run(tmp_path, *flags):
     out = tmp_path / "results" / "bench.json"
     sizes = ["--tokens", "19", "--iterations", "2", "--repeats", "3"]
     code = main([*sizes, "--out", str(out), "--commit", "abc", *flags])
-    lines = [json.loads(row) for row in out.with_suffix(".jsonl").read_text().splitlines()]
     (run,) = json.loads(out.read_text())["runs"]
     assert run["about"]["commit"] == "abc"
-    assert lines == run["rows"]
+    assert [path.name for path in out.parent.iterdir()] == ["bench.json"]
     return code, run
 
 
@@ -132,22 +131,38 @@ def test_no_case_is_begun_when_time_is_over(capfd):
     assert "13 of 13 cases were not begun" in capfd.readouterr().out
 
 
+def test_rows_of_an_interrupted_run_are_kept(monkeypatch, tmp_path, capfd):
+    measured, out = iter([{"ms": 1.0}, {"ms": 2.0}]), tmp_path / "bench.jsonl"
+
+    def measure(*args):
+        for row in measured:
+            return row
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(work, "measure", measure)
+    monkeypatch.setattr(work, "line", str)
+    flags = ["--device", "cpu", "--out", str(out), "--commit", "abc", "--command", "as typed"]
+    with only_worker(), pytest.raises(KeyboardInterrupt):
+        main(flags)
+    (run,) = json.loads(out.read_text())["runs"]
+    assert (run["about"]["commit"], run["about"]["command"]) == ("abc", "as typed")
+    assert run["rows"] == [{"ms": 1.0}, {"ms": 2.0}]
+    assert capfd.readouterr().out == "{'ms': 1.0}\n{'ms': 2.0}\n"
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["nccl"], ["stock-drop-pad", "ours packed"]),
-        (["direct"], ["stock-drop-pad", "ours direct graphed"]),
-        (["nccl", "direct"], ["stock-drop-pad", "ours packed", "ours direct graphed"]),
+        (["nccl"], ["drop-pad", "packed"]),
+        (["direct"], ["drop-pad", "direct-graphed"]),
+        (["nccl", "direct"], ["drop-pad", "packed", "direct-graphed"]),
     ],
 )
 def test_exchanges_choose_among_our_contenders(monkeypatch, flags, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     contenders = ["--contenders", "drop-pad", "packed", "direct-graphed"]
     settings = parse([*contenders, "--device", "cuda", "--models", "tiny", "--exchange", *flags])
-    found = [
-        str(CONTENDERS[case.contender]) for case in settings.cases if case.capacity_factor == 1
-    ]
-    assert found == expected
+    assert [case.contender for case in settings.cases if case.capacity_factor == 1] == expected
 
 
 @pytest.mark.parametrize(
@@ -157,9 +172,18 @@ def test_exchanges_choose_among_our_contenders(monkeypatch, flags, expected):
         (["--contenders", "module-graphed"], "contenders=module-graphed is not possible on a CPU"),
         (
             ["--contenders", "module", "--exchange", "direct"],
-            "exchange=direct is not possible with contenders=module: none of them uses it",
+            "exchange=direct is not possible: of the contenders on device=cpu with these --ep none "
+            "uses it; give others, or no --exchange",
         ),
-        (["--repeats", "0"], "repeats=0 is not possible"),
+        (["--exchange", "direct"], "exchange=direct is not possible: of the contenders on device="),
+        (
+            ["--contenders", "drop-pad", "module", "--exchange", "nccl", "direct"],
+            "exchange=direct is not possible: of the contenders on device=cpu",
+        ),
+        (["--repeats", "0"], "repeats=0 is not possible: give at least 1"),
+        (["--workers", "0"], "workers=0 is not possible: give at least 1"),
+        (["--minutes", "-1"], "minutes=-1.0 is not possible: give 0 or more"),
+        (["--out", "/dev/null/r.json"], "out='/dev/null' is not possible: /dev/null is no folder"),
         (["--tokens", "0"], "num_tokens=0 is not possible"),
         (["--capacity-factors", "-1"], "capacity_factor=-1.0 is not possible"),
         (["--skews", "idle-rank", "--ep", "1"], "skew='idle-rank' is not possible with ep=1"),
@@ -168,6 +192,15 @@ def test_exchanges_choose_among_our_contenders(monkeypatch, flags, expected):
 def test_mistakes_are_found_before_there_are_workers(flags, message):
     with pytest.raises(ValueError, match=message):
         parse(["--device", "cpu", *flags])
+
+
+@pytest.mark.parametrize("flags", [[], ["--exchange", "direct"]])
+def test_direct_stores_need_ranks(monkeypatch, flags):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    given = ["--device", "cuda", "--models", "tiny", "--contenders", "direct", "--ep", "1", *flags]
+    name = "exchange=direct" if flags else "contenders='direct'"
+    with pytest.raises(ValueError, match=f"^{name} is not possible: .* --ep"):
+        parse(given)
 
 
 @pytest.mark.gpu

@@ -137,14 +137,16 @@ def test_times_beside_rows_that_were_not_fitted():
 
 
 def test_mistakes(monkeypatch, tmp_path):
-    with pytest.raises(ValueError, match=r"from=.*nothing\.json is not possible"):
+    with pytest.raises(
+        ValueError, match=r"from=.*nothing\.json' is not possible: there is no such"
+    ):
         main([str(tmp_path / "c.json"), "--from", str(tmp_path / "nothing.json")])
     (tmp_path / "c.rows.json").write_text("{}")
     with pytest.raises(ValueError, match=r"c\.rows\.json is there already; fit it with --from"):
         main([str(tmp_path / "c.json")])
     for name in ("from", "check"):
         with pytest.raises(
-            ValueError, match=rf"{name}=.*c\.rows\.json is not possible: give a file"
+            ValueError, match=rf"{name}=.*c\.rows\.json is not possible: it holds no runs; name"
         ):
             main([str(tmp_path / "d.json"), f"--{name}", str(tmp_path / "c.rows.json")])
     with pytest.raises(ValueError, match="rows=0 is not possible"):

@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+from padded_dispatch import cli
+from padded_dispatch.bench import parts
 from padded_dispatch.bench.cases import MODELS
 from padded_dispatch.bench.parts import _config, _parts, main
 
@@ -17,16 +19,16 @@ KERNELS = ("select and plan", "side", "gather", "gather, packed", "combine", "pa
 def test_bytes_and_flops_are_those_of_real_rows():
     shape = MODELS["tiny"]
     config = _config(shape, ep=2, factor=4.0)  # C = T: all rows are kept.
-    parts = {(part.name, part.fill): part for part in _parts(shape, config, 10, CPU)}
+    found = {(part.name, part.fill): part for part in _parts(shape, config, 10, CPU)}
     row, num_kept = shape.hidden_size * 4, 10 * shape.top_k
     fill = num_kept / (shape.num_experts * 10)
     for name in ("gather", "gather, packed", "combine"):
-        assert parts[name, fill].bytes == (10 + num_kept) * row
-    assert parts["pack", fill].bytes == parts["unpack", fill].bytes == 2 * num_kept * row
+        assert found[name, fill].bytes == (10 + num_kept) * row
+    assert found["pack", fill].bytes == found["unpack", fill].bytes == 2 * num_kept * row
     slots = 2 * 10 * shape.num_experts // 2
     full = 18 * slots * shape.hidden_size * shape.ffn_size
-    experts = {fill: part.flops for (name, fill), part in parts.items() if "packed" in name}
-    assert parts["batched experts", 1.0].flops == full
+    experts = {fill: part.flops for (name, fill), part in found.items() if "packed" in name}
+    assert found["batched experts", 1.0].flops == full
     assert experts == {1.0: full, 0.75: 3 * full // 4, 0.5: full // 2, 0.25: full // 4}
 
 
@@ -47,3 +49,28 @@ def test_rows_are_kept(tmp_path, capsys, ep):
     ]
     assert all(row["us"] == sorted(row["samples_us"])[1] > 0 for row in run["rows"])
     assert len(capsys.readouterr().out.splitlines()) == len(run["rows"])
+
+
+def test_an_interrupted_run_keeps_its_rows(monkeypatch, tmp_path, capsys):
+    measured = iter([[3.0, 1.0, 2.0], [5.0]])
+
+    def microseconds(*args):
+        for samples in measured:
+            return samples
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parts, "microseconds", microseconds)
+    monkeypatch.setenv("PYTHONWARNINGS", "")
+    out = tmp_path / "parts.json"
+    assert cli.main(["parts", "--models", "tiny", "--tokens", "9", "--out", str(out)]) == 130
+    assert capsys.readouterr().err == "padded-dispatch parts: interrupted\n"
+    (run,) = json.loads(out.read_text())["runs"]
+    assert [(row["part"], row["us"]) for row in run["rows"]] == [("copy", 2), ("select probs", 5)]
+
+
+def test_mistakes_are_found_before_anything_is_measured(tmp_path):
+    with pytest.raises(ValueError, match=r"^repeats=0 is not possible: give at least 1$"):
+        main(["--repeats", "0"])
+    (tmp_path / "r.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"^out=.*r\.json is not possible: it holds no runs"):
+        main(["--out", str(tmp_path / "r.json")])

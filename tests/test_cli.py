@@ -163,6 +163,12 @@ def test_a_dead_worker_ends_the_job(tmp_path):
         ("train --ep 3", "workers=2 is not possible: make it a multiple of etp * pp * ep=3"),
         ("train --padded-min-capacity 0", "min_capacity=0 is not possible"),
         ("train --resume --out nowhere", "resume=True is not possible: nowhere holds no"),
+        ("train --results /", "results=/ is not possible: [Errno 21] Is a directory: '/'; name a"),
+        ("train --results /dev/null/r.json", "results='/dev/null' is not possible: /dev/null is"),
+        (
+            "train --seq-length 10000000",
+            "seq_length=10000000 is not possible: the text has",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, flags, message):

@@ -159,10 +159,49 @@ def test_none_drops_nothing():
             "vpp=1 is not possible: it needs a multiple of pp=2",
         ),
         ("--steps 0", "steps=0 is not possible: give a number above 0"),
+        ("--workers 0", "^workers=0 is not possible: give a number above 0$"),
+        ("--tp 0", "^tp=0 is not possible: give a number above 0$"),
+        ("--pp 0", "^pp=0 is not possible: give a number above 0$"),
+        ("--ep 0", "^ep=0 is not possible: give a number above 0$"),
         ("--lr 0", "lr=0.0 is not possible: give a number above 0"),
         ("--lr-warmup -1", "lr_warmup=-1 is not possible: give 0 or more"),
         ("--adam-state bf16", "adam_state='bf16' is not possible: only Transformer Engine's Adam"),
         ("--seed -1", "seed=-1 is not possible: give 0 or more"),
+        (f"--seed {2**63}", rf"seed={2**63} is not possible: give less than 2\*\*63$"),
+        (
+            "--capacity-factor -1",
+            r"^capacity_factor=-1\.0 is not possible: give a number above 0, or",
+        ),
+        (
+            "--capacity-factor inf",
+            "^capacity_factor=inf is not possible: give a number above 0, or",
+        ),
+        (
+            "--capacity-factor nan",
+            "^capacity_factor=nan is not possible: give a number above 0, or",
+        ),
+        (
+            "--num-layers 2 --padded-layer-factors 1:2,3:2",
+            "^padded_layer_factors='1:2,3:2' is not possible: there is no layer 3; give numbers up "
+            "to num_layers=2$",
+        ),
+        (
+            "--dispatcher allgather --padded-experts packed",
+            "^padded_experts='packed' is not possible: dispatcher=allgather has no such option; "
+            "leave it out, and in compare give it to each contender of ours, behind its --vs$",
+        ),
+        (
+            "--dispatcher alltoall-drop-pad --padded-policy random",
+            "padded_policy='random' is not possible: dispatcher=alltoall-drop-pad has no such",
+        ),
+        (
+            "--dispatcher alltoall-drop-pad --padded-eval-factor 2",
+            "padded_eval_factor='2' is not possible: dispatcher=alltoall-drop-pad has no such",
+        ),
+        (
+            "--dispatcher allgather --drop-policy position",
+            "drop_policy='position' is not possible: dispatcher=allgather drops nothing",
+        ),
         ("--dispatcher alltoall", "dispatcher='alltoall' is not possible: Megatron's needs a GPU"),
         ("--dispatcher allgather --capacity-factor 2", "capacity_factor=2.0 is not possible"),
         ("--shared-overlap", "shared_overlap=True is not possible: it needs a model with shared"),
@@ -199,10 +238,25 @@ def test_mistakes_on_gpus_are_named(eight_gpus, flags, message):
 
 
 def test_a_folder_with_a_run_is_not_written_over(tmp_path):
+    (tmp_path / "checkpoints" / "unfinished").mkdir(parents=True)
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(ValueError, match="it holds a run already; add --resume"):
+    already = rf"^out='{tmp_path}' is not possible: it holds a run already; "
+    with pytest.raises(ValueError, match=f"{already}delete its metrics.jsonl, or choose another"):
+        parse(["--out", str(tmp_path)])
+    (tmp_path / "checkpoints" / "step-00000002").mkdir()
+    with pytest.raises(ValueError, match=f"{already}add --resume to go on with it, or choose anot"):
         parse(["--out", str(tmp_path)])
     assert parse(["--out", str(tmp_path), "--resume"]).output.out == tmp_path
+
+
+@pytest.mark.parametrize("flags", ["--out", "--resume --out", "--trace"])
+def test_a_file_is_no_folder(tmp_path, flags):
+    (tmp_path / "file").touch()
+    name = flags.split("--")[-1]
+    with pytest.raises(
+        ValueError, match=rf"^{name}='{tmp_path}/file' is not possible: .* no folder"
+    ):
+        parse([*flags.split(), f"{tmp_path}/file"])
 
 
 def test_help_names_every_default(capsys):

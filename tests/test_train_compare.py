@@ -50,13 +50,30 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
         ("", "at least one --vs"),
         ("--repeats 0 --vs", "repeats=0 is not possible: give 1 or more"),
         ("--vs --workers 1 --vs", "must be the same for all"),
-        ("--vs --out somewhere", "out=somewhere is not possible"),
+        ("--vs --out somewhere", "out=somewhere is not possible: compare keeps --results"),
+        (
+            "--trace traces --trace-every 1 --vs",
+            "trace=traces is not possible: compare keeps --results",
+        ),
+        (
+            "--experts packed --vs --vs --dispatcher allgather",
+            "padded_experts='packed' is not possible: dispatcher=allgather has no such option",
+        ),
+        ("--vs --results /dev/null/r.json", "results='/dev/null' is not possible: /dev/null is no"),
         ("--vs --vs --graph layer", "CUDA graphs need a GPU"),
     ],
 )
 def test_mistakes_are_found_before_there_are_workers(flags, message):
     with pytest.raises(ValueError, match=message):
         main(f"{SMALL} {flags}".split())
+
+
+def test_help_says_what_vs_does(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--repeats N train all of them in turn, N times over (default: 1)" in text
+    assert "Each --vs starts one and has its own flags" in text
 
 
 def what_is_left(dispatcher: str) -> tuple[list[bool], int]:

@@ -99,6 +99,17 @@ def test_a_resumed_run_drops_the_rows_past_its_checkpoint(tmp_path):
     assert [(r["step"], r["loss"]) for r in rows] == [(9, 3.25), (10, 3.25), (10, 2.5), (11, 1.0)]
 
 
+def test_a_resumed_run_drops_a_last_row_that_is_not_whole(tmp_path):
+    show(io.StringIO(), out=tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_text()
+    for torn in ('{"kind": "train", "st', '{"kind": "train", "step": 13}'):
+        path.write_text(whole + torn)
+        with Log(Output(steps=20, out=tmp_path, resume=True), 12, io.StringIO()):
+            pass
+        assert path.read_text() == whole
+
+
 def test_tensorboard_gets_every_figure(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -110,8 +110,14 @@ def test_no_factor_drops_nothing_and_a_small_one_much(pool2):
 
 @pytest.mark.ahead
 def test_a_run_that_does_not_learn_says_so(pool2):
-    outcome = run(pool2, "--steps 1")
-    assert not outcome.fell and "did not fall" in outcome.sentence()
+    learned = run(pool2, "--steps 2")
+    last = dataclasses.replace(learned.rows[-1], loss=6.5)
+    outcome = Outcome(first_loss=5.5, rows=(learned.rows[0], last), evaluations=())
+    assert outcome.fell is False
+    assert outcome.sentence() == "loss did not fall: it went from 5.50 to 6.50"
+    # Of one step nobody can say either.
+    outcome = Outcome(first_loss=5.5, rows=learned.rows[:1], evaluations=())
+    assert outcome.fell is None and outcome.sentence() == "loss 5.50 in the only step"
 
 
 @pytest.mark.parametrize("flags", ["--balancing expert-bias --global-batch 12", "--pp 2"])

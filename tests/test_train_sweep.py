@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 from inline_pool import only_worker
 
+from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.results import about, append_run
 from padded_dispatch.train import sweep as sweep_module
 from padded_dispatch.train.sweep import Sweep, finished, flags_of, line, main, planned, run_key
@@ -106,6 +107,22 @@ def test_a_policy_may_bring_a_remedy():
     assert (padded.policy, padded.remedy) == ("position", "reroute")
 
 
+def test_megatrons_own_dispatchers_have_its_policies():
+    flags = ["--dispatcher", "alltoall-drop-pad"]
+    runs = planned(["1"], ["probs", "position"], ["0"], flags)
+    found = [(run.dispatch.drop_policy, run.dispatch.padded) for run in runs]
+    assert found == [("probs", PaddedOptions()), ("position", PaddedOptions())]
+    (ours,) = planned(["1"], ["position"], ["0"], ["--dispatcher", "padded_alltoall"])
+    assert (ours.dispatch.drop_policy, ours.dispatch.padded.policy) == ("probs", "position")
+
+
+def test_a_file_without_runs_is_found_first(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text('{"a": 1}')
+    with pytest.raises(ValueError, match=f"^results={path} is not possible: it holds no runs"):
+        main(["--results", str(path)])
+
+
 def test_seeds_are_outermost_and_runs_evaluate_at_their_end():
     runs = planned(["0.5", "none"], ["probs"], ["0", "7"], ["--steps", "9"])
     named = [(run.recipe.seed, run.dispatch.capacity_factor) for run in runs]
@@ -152,7 +169,16 @@ def test_a_line_says_what_came_out():
     ("flags", "message"),
     [
         ("--jobs 0", "jobs=0 is not possible: give at least 1"),
-        ("--factors 1 0", "moe_expert_capacity_factor=0.0"),
+        ("--factors 1 0", "capacity_factor=0.0 is not possible: give a number above 0"),
+        ("--seed 7", "seed=7 is not possible: give --seeds in its place"),
+        ("--capacity-f none", "capacity_factor=None is not possible: give --factors in its place"),
+        ("--drop-policy position", "drop_policy='position' is not possible: give --policies"),
+        ("--padded-policy random", "padded_policy='random' is not possible: give --policies"),
+        ("--padded-remedy none", "padded_remedy='none' is not possible: give --policies"),
+        (
+            "--factors 1 --policies probs+reroute --dispatcher alltoall-drop-pad",
+            "padded_remedy='reroute' is not possible: dispatcher=alltoall-drop-pad has no such",
+        ),
         ("--out somewhere", "out=somewhere is not possible: sweep keeps --results"),
         ("--trace somewhere", "trace=somewhere is not possible: sweep keeps --results"),
     ],

@@ -6,7 +6,7 @@
          -> a layer with the case's dispatcher and routing  layer
          -> milliseconds, memory, kernels                   measure, phases
          -> the floor that physics sets                     floor
-      -> JSON lines, results file, table                    work, table
+      -> a results file, row by row, and a table            work, table
     results file -> time model of `padded-dispatch tune`    calibrate
 
 All contenders of a run share one process group, one set of batches and one loop. Every iteration

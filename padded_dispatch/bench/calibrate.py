@@ -6,7 +6,6 @@ time does not suffice for, are left out of the fit, which says what the others d
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -27,7 +26,8 @@ from padded_dispatch.capacity.calibration import (
     save,
 )
 from padded_dispatch.capacity.cost import LayerSizes, cost
-from padded_dispatch.config import DispatchConfig
+from padded_dispatch.config import DispatchConfig, require
+from padded_dispatch.results import read_runs
 
 _CASE = ("model", "ep", "tokens", "capacity_factor", "contender", "variant")
 
@@ -40,9 +40,11 @@ def main(argv: list[str]) -> int:
         SystemExit: see `start_workers`.
     """
     given = _parser().parse_args(argv)
-    check = None if given.check is None else _read("check", given.check)
+    for option, path in (("from", given.results), ("check", given.check)):
+        require(path is None or path.exists(), option, str(path), "there is no such file")
+    check = None if given.check is None else {"runs": read_runs("check", given.check)}
     failed = 0 if given.results is not None else _measure(given, argv)
-    calibration = calibrate(_read("from", given.results or _rows_path(given.out)))
+    calibration = calibrate({"runs": read_runs("from", given.results or _rows_path(given.out))})
     save(calibration, given.out)
     sys.stdout.write(f"{table(calibration)}\n\n{calibration.describe()}\n")
     if check is not None:
@@ -198,16 +200,6 @@ def _measured(row: dict[str, Any], num_tokens: int) -> Measured:
     )
 
 
-def _read(name: str, path: Path) -> dict[str, Any]:
-    try:
-        results = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name}={path} is not possible: {error}") from error
-    if not isinstance(results, dict) or "runs" not in results:
-        raise ValueError(f"{name}={path} is not possible: give a file of `padded-dispatch bench`")
-    return results
-
-
 def _bench_flags(given: argparse.Namespace, argv: list[str]) -> list[str]:
     models = ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"]
     num_gpus = torch.cuda.device_count()
@@ -249,7 +241,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of `padded-dispatch bench`, too: not fitted, but compared with",
     )
     parser.add_argument(
-        "--workers", type=int, help="processes (None: as many GPUs as divide the models' experts)"
+        "--workers", type=int, help="processes; None: as many GPUs as divide the models' experts"
     )
     parser.add_argument(
         "--minutes", type=float, default=2.0, help="begin no case later than this after starting"

@@ -51,10 +51,6 @@ class Contender:
             return None
         return "direct" if self.variant == "direct" else "nccl"
 
-    def __str__(self) -> str:
-        parts = (self.name, self.variant, None if self.graph == "none" else "graphed")
-        return " ".join(part for part in parts if part)
-
 
 _OURS: dict[str, Any] = {"name": "ours", "dispatcher": "padded_alltoall"}
 _DROP_PAD: dict[str, Any] = {"name": "stock-drop-pad", "dispatcher": "alltoall"}

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from padded_dispatch.activation import Activation
 from padded_dispatch.bench.cases import MODELS, LayerShape
-from padded_dispatch.config import DispatchConfig, Policy
+from padded_dispatch.config import DispatchConfig, Policy, require
 from padded_dispatch.experts import ExpertWeights, Linear, grouped_mlp
 from padded_dispatch.grouped import batched_linear, grouped_linear
 from padded_dispatch.ops import (
@@ -39,7 +39,7 @@ from padded_dispatch.ops import (
     unpack_rows,
 )
 from padded_dispatch.remedies import select_with_remedy
-from padded_dispatch.results import about, append_run
+from padded_dispatch.results import about, append_run, require_results
 from padded_dispatch.stats import Counters
 
 _CALLS = 10
@@ -63,10 +63,18 @@ class Part:
 
 
 def main(argv: list[str]) -> int:
-    """Measure; the exit code."""
+    """Measure; the exit code.
+
+    Raises:
+        ValueError: the user's mistakes.
+    """
     given = _parser().parse_args(argv)
+    require(given.repeats >= 1, "repeats", given.repeats, "give at least 1")
+    if given.out:
+        require_results("out", given.out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = []
+    num_gpus, command = int(device.type == "cuda"), " ".join(["padded-dispatch parts", *argv])
+    run = about(num_gpus=num_gpus, command=command, commit=given.commit)
     for model in given.models:
         for num_tokens in given.tokens:
             for factor in given.capacity_factors:
@@ -79,20 +87,18 @@ def main(argv: list[str]) -> int:
                     "capacity": config.capacity(num_tokens),
                 }
                 for part in _parts(MODELS[model], config, num_tokens, device):
-                    rows.append(where | _row(part, given.repeats, device))
-                    sys.stdout.write(f"{_line(rows[-1])}\n")
+                    row = where | _row(part, given.repeats, device)
+                    if given.out:
+                        append_run(given.out, run, [row])
+                    sys.stdout.write(f"{_line(row)}\n")
                     sys.stdout.flush()
-    if given.out:
-        command = " ".join(["padded-dispatch parts", *argv])
-        num_gpus = int(device.type == "cuda")
-        append_run(given.out, about(num_gpus=num_gpus, command=command, commit=given.commit), rows)
     return 0
 
 
 def microseconds(run: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
     """Time of one call, measured over several; on GPUs inside a CUDA graph."""
     if device.type == "cpu":
-        return [_measured(run, time.perf_counter) for _ in range(repeats)]
+        return [_measured(run) for _ in range(repeats)]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -115,11 +121,11 @@ def microseconds(run: Callable[[], object], repeats: int, device: torch.device) 
     return samples
 
 
-def _measured(run: Callable[[], object], clock: Callable[[], float]) -> float:
-    start = clock()
+def _measured(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
     for _ in range(_CALLS):
         run()
-    return (clock() - start) * 1e6 / _CALLS
+    return (time.perf_counter() - start) * 1e6 / _CALLS
 
 
 def _row(part: Part, repeats: int, device: torch.device) -> dict[str, Any]:

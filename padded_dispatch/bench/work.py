@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import json
 import os
 import sys
 import time
@@ -35,7 +34,7 @@ class Settings:
 
     `iterations`: passes per repeat. `router_fusion`: Megatron's flag, for all contenders.
     `phases`: profile a few passes of each case. `minutes`: no case is begun later. `out`: results
-    file, beside it `.jsonl` with each row as it comes. `command`, `commit`: for the results.
+    file, which gets each row as it comes. `command`, `commit`: for the results.
     """
 
     cases: tuple[Case, ...]
@@ -65,7 +64,7 @@ def work(settings: Settings) -> bool:
                             break
                     rows.append(measure(case, settings, device))
                     if dist.get_rank() == 0:
-                        _tell(rows[-1], settings.out)
+                        _tell(rows[-1], settings)
         if dist.get_rank() == 0:
             _conclude(rows, settings)
     return all(row["error"] is None for row in rows)
@@ -173,13 +172,13 @@ def _slowest(value: float, device: torch.device) -> float:
     return largest.item()
 
 
-def _tell(row: dict[str, Any], out: Path | None) -> None:
+def _tell(row: dict[str, Any], settings: Settings) -> None:
+    if settings.out is not None:
+        num_gpus = settings.workers if settings.device == "cuda" else 0
+        run = about(num_gpus=num_gpus, command=settings.command, commit=settings.commit)
+        append_run(settings.out, run, [row])
     sys.stdout.write(line(row) + "\n")
     sys.stdout.flush()
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.with_suffix(".jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
 
 
 def _conclude(rows: list[dict[str, Any]], settings: Settings) -> None:
@@ -187,10 +186,6 @@ def _conclude(rows: list[dict[str, Any]], settings: Settings) -> None:
     left = len(settings.cases) - len(rows)
     if left:
         sys.stdout.write(f"{left} of {len(settings.cases)} cases were not begun: out of time\n")
-    if settings.out is not None:
-        num_gpus = settings.workers if settings.device == "cuda" else 0
-        run = about(num_gpus=num_gpus, command=settings.command, commit=settings.commit)
-        append_run(settings.out, run, rows)
 
 
 @contextmanager

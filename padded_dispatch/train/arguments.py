@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
+from padded_dispatch.config import require
 from padded_dispatch.megatron.factors import NO_DROP
 from padded_dispatch.megatron.options import add_arguments, from_arguments
 from padded_dispatch.train.presets import PRESETS, Preset
@@ -85,6 +86,8 @@ def parse(argv: list[str]) -> Settings:
 
 def _layout_defaults(preset: Preset, given: dict[str, Any]) -> dict[str, Any]:
     device: Device = given.get("device", "cuda" if torch.cuda.is_available() else "cpu")
+    for name in ("workers", "tp", "pp", "etp"):  # Before anything is divided by them.
+        require(given.get(name, 1) > 0, name, given.get(name), "give a number above 0")
     num_gpus = torch.cuda.device_count()
     if preset.device not in (None, device):
         raise ValueError(

@@ -4,15 +4,17 @@ from importlib.util import find_spec
 
 from padded_dispatch.launch import start_workers
 from padded_dispatch.megatron.config import dispatch_config
+from padded_dispatch.results import require_results
 from padded_dispatch.train import checkpoint
 from padded_dispatch.train.arguments import parse
+from padded_dispatch.train.data import Windows, load_corpus
 from padded_dispatch.train.loop import work
 from padded_dispatch.train.model import transformer_config
 from padded_dispatch.train.settings import Settings
 
 
 def main(argv: list[str]) -> int:
-    """Train; 0 when the loss fell, 1 when it did not.
+    """Train; 0 when the loss fell or there was one step only, 1 when it did not fall.
 
     Raises:
         ValueError: the user's mistakes, found before there are workers.
@@ -21,16 +23,19 @@ def main(argv: list[str]) -> int:
     settings = parse(argv)
     check(settings)
     outcome = start_workers(work, (settings,), num_workers=settings.layout.workers)
-    return 0 if outcome.fell else 1
+    return 1 if outcome.fell is False else 0
 
 
 def check(settings: Settings) -> None:
-    """Refuse what only Megatron's config, the disk or missing packages tell.
+    """Refuse what only Megatron's config, the text, the disk or missing packages tell.
 
     Raises:
         ValueError: names what is not possible and what to change.
     """
-    output = settings.output
+    output, recipe = settings.output, settings.recipe
+    Windows(load_corpus().held_out, recipe.seq_length, recipe.seed)  # The shorter text.
+    if output.results is not None:
+        require_results("results", output.results)
     if output.resume:
         checkpoint.check_resumable(settings)
     if output.tensorboard and find_spec("tensorboard") is None:

@@ -34,8 +34,11 @@ def main(argv: list[str]) -> int:
         ValueError: the user's mistakes, in any of the contenders, before there are workers.
         SystemExit: see `start_workers`.
     """
-    common, *contenders = _split(argv)
-    repeats, common = _repeats(common)
+    shared, *contenders = _split(argv)
+    arguments, common = parser().parse_known_args(shared)
+    repeats: int = arguments.repeats
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats} is not possible: give 1 or more")
     runs = [parse(common + flags) for flags in contenders]
     if not runs:
         raise ValueError("no contender is not possible: give at least one --vs")
@@ -45,22 +48,34 @@ def main(argv: list[str]) -> int:
             runs[0].layout.workers,
         ):
             raise ValueError("device and workers must be the same for all: give them before --vs")
-        if settings.output.out is not None:
-            raise ValueError(f"out={settings.output.out} is not possible: compare keeps --results")
+        for name in ("out", "trace"):
+            folder = getattr(settings.output, name)
+            if folder is not None:  # Repeats, and contenders that share it, would write over it.
+                raise ValueError(f"{name}={folder} is not possible: compare keeps --results")
         check(settings)
     names = [" ".join(flags) for flags in contenders]
     start_workers(_work, (runs * repeats, names * repeats), num_workers=runs[0].layout.workers)
     return 0
 
 
-def _repeats(argv: list[str]) -> tuple[int, list[str]]:
-    """Their number, and the other flags."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--repeats", type=int, default=1)
-    known, others = parser.parse_known_args(argv)
-    if known.repeats < 1:
-        raise ValueError(f"repeats={known.repeats} is not possible: give 1 or more")
-    return known.repeats, others
+def parser() -> argparse.ArgumentParser:
+    """The parser of what may stand before the first `--vs` beside the flags of `train`."""
+    made = argparse.ArgumentParser(
+        prog="padded-dispatch compare",
+        usage="padded-dispatch compare [--repeats N] [FLAGS OF padded-dispatch train] "
+        "--vs [FLAGS OF padded-dispatch train] ...",
+        description="Train several contenders, one after another, in the same processes. Each --vs "
+        "starts one and has its own flags; flags before the first --vs hold for all.",
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "--repeats",
+        type=int,
+        default=1,
+        metavar="N",
+        help="train all of them in turn, N times over (default: 1)",
+    )
+    return made
 
 
 def _split(argv: list[str]) -> list[list[str]]:

@@ -72,7 +72,8 @@ class Windows:
         self.num_windows = (len(text) - 1) // seq_length
         if self.num_windows < 1:
             raise ValueError(
-                f"seq_length={seq_length} is not possible: the text has {len(text)} bytes"
+                f"seq_length={seq_length} is not possible: the text has {len(text)} bytes; give "
+                "fewer than that"
             )
         self._text = text
         self._seq_length = seq_length

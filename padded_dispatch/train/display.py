@@ -127,11 +127,12 @@ def progress_line(row: Row, num_steps: int) -> str:
 
 
 def _rows_until(step: int, path: Path) -> TextIO:
-    """`path`, opened behind its rows up to `step`."""
+    """`path`, opened behind its rows up to `step`, without a last one that is not whole."""
     kept = []
     if path.exists():
         lines = path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        whole = (line for line in lines if line.endswith("\n"))
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
     file = path.open("w")
     file.writelines(kept)
     return file

@@ -51,12 +51,16 @@ class Outcome:
     evaluations: tuple[Evaluation, ...]
 
     @property
-    def fell(self) -> bool:
-        """Whether the mean loss over the last line's steps is below that of the first step."""
-        return self.rows[-1].loss < self.first_loss
+    def fell(self) -> bool | None:
+        """Whether the mean loss over the last line's steps is below that of the first step; of one
+        step alone nobody knows."""
+        last = self.rows[-1]
+        return last.loss < self.first_loss if last.step > 1 else None
 
     def sentence(self) -> str:
         """For example: loss fell from 5.58 to 2.31."""
+        if self.fell is None:
+            return f"loss {self.first_loss:.2f} in the only step"
         verb = "fell" if self.fell else "did not fall: it went"
         return f"loss {verb} from {self.first_loss:.2f} to {self.rows[-1].loss:.2f}"
 

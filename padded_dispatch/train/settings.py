@@ -6,12 +6,14 @@ may change. Everything is resolved and checked in the process that the user star
 are workers, so that a mistake is one line and no traceback.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.results import require_folder
 
 Device = Literal["cpu", "cuda"]
 Balancing = Literal["aux-loss", "expert-bias", "forced"]
@@ -220,6 +222,8 @@ class Settings:
             self.recipe.adam_state,
             "only Transformer Engine's Adam keeps less than fp32, on a GPU; give fp32",
         )
+        seed = self.recipe.seed
+        require(seed < 2**63, "seed", seed, "give less than 2**63")
         self._check_layout()
         self._check_dispatch()
         self._check_graph()
@@ -284,6 +288,22 @@ class Settings:
 
     def _check_dispatch(self) -> None:
         dispatch, layout = self.dispatch, self.layout
+        for name, value in vars(dispatch.padded).items():
+            require(
+                dispatch.dispatcher == "padded_alltoall" or value == getattr(PaddedOptions(), name),
+                f"padded_{name}",
+                value,
+                f"dispatcher={dispatch.dispatcher} has no such option; leave it out, and in "
+                "compare give it to each contender of ours, behind its --vs",
+            )
+        for number in dispatch.padded.factor_of_layer:
+            require(
+                number <= self.recipe.num_layers,
+                "padded_layer_factors",
+                dispatch.padded.layer_factors,
+                f"there is no layer {number}; give numbers up to "
+                f"num_layers={self.recipe.num_layers}",
+            )
         require(
             dispatch.dispatcher != "alltoall" or layout.device == "cuda",
             "dispatcher",
@@ -312,6 +332,18 @@ class Settings:
             f"dispatcher={dispatch.dispatcher} drops nothing; leave it out",
         )
         require(
+            dispatch.dispatcher in DROPPING or dispatch.drop_policy == "probs",
+            "drop_policy",
+            dispatch.drop_policy,
+            f"dispatcher={dispatch.dispatcher} drops nothing; leave it out",
+        )
+        require(
+            dispatch.capacity_factor is None or 0 < dispatch.capacity_factor < math.inf,
+            "capacity_factor",
+            dispatch.capacity_factor,
+            "give a number above 0, or 'none' to drop nothing",
+        )
+        require(
             dispatch.dispatcher != "alltoall-drop-pad" or dispatch.capacity_factor is not None,
             "capacity_factor",
             dispatch.capacity_factor,
@@ -336,18 +368,23 @@ class Settings:
             for name in ("save_every", "resume", "tensorboard"):
                 value = getattr(output, name)
                 require(not value, name, value, "it needs a folder; give --out")
-        elif not output.resume:
+            return
+        require_folder("out", output.out)
+        if not output.resume:
+            resumable = any((output.out / "checkpoints").glob("step-*"))
+            held = "add --resume to go on with it" if resumable else "delete its metrics.jsonl"
             require(
                 not (output.out / "metrics.jsonl").exists(),
                 "out",
                 str(output.out),
-                "it holds a run already; add --resume to go on with it, or choose another folder",
+                f"it holds a run already; {held}, or choose another folder",
             )
 
     def _check_trace(self) -> None:
         output = self.output
         if output.trace is None:
             return
+        require_folder("trace", output.trace)
         require(
             self.dispatch.dispatcher == "padded_alltoall",
             "trace",

@@ -31,14 +31,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from padded_dispatch.config import require
 from padded_dispatch.launch import start_workers
-from padded_dispatch.results import about, append_run
+from padded_dispatch.results import about, append_run, read_runs, require_results
 from padded_dispatch.train.arguments import parse
+from padded_dispatch.train.arguments import parser as train_parser
 from padded_dispatch.train.command import check
 from padded_dispatch.train.loop import Outcome, train_in_groups
 from padded_dispatch.train.record import identity
 from padded_dispatch.train.settings import Settings
 from padded_dispatch.train.world import free_memory, model_parallel, world
+
+# Flags of `padded-dispatch train` that differ between runs, and the one here that gives them.
+_VARIED = {
+    "seed": "seeds",
+    "capacity_factor": "factors",
+    "drop_policy": "policies",
+    "padded_policy": "policies",
+    "padded_remedy": "policies",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +94,8 @@ def parser() -> argparse.ArgumentParser:
         default=["probs"],
         metavar="NAME",
         help="who keeps a slot, as --padded-policy of train has it, with a remedy for dropped rows "
-        "behind a plus where there is one, such as priority or probs+reroute (default: probs)",
+        "behind a plus where there is one, such as priority or probs+reroute; of Megatron's own "
+        "dispatchers as --drop-policy has it, without remedies (default: probs)",
     )
     made.add_argument(
         "--seeds",
@@ -114,6 +126,7 @@ def main(argv: list[str]) -> int:
         SystemExit: see `start_workers`.
     """
     arguments, flags = parser().parse_known_args(argv)
+    require_results("results", arguments.results)
     jobs: int = arguments.jobs
     if jobs < 1 or (jobs > 1 and "WORLD_SIZE" in os.environ):
         raise ValueError(f"jobs={jobs} is not possible: give at least 1, under torchrun 1")
@@ -159,10 +172,18 @@ def planned(
     Raises:
         ValueError: names what is not possible and what to change.
     """
+    train = train_parser()
+    train.set_defaults(padded_policy=argparse.SUPPRESS, padded_remedy=argparse.SUPPRESS)
+    given = vars(train.parse_args(flags))
+    for name, flag in _VARIED.items():
+        value = given.get(name, argparse.SUPPRESS)
+        require(value == argparse.SUPPRESS, name, value, f"give --{flag} in its place")
+    stock = given.get("dispatcher", "padded_alltoall") != "padded_alltoall"
+    policy_flag = "--drop-policy" if stock else "--padded-policy"
     runs = []
     for seed, policy, factor in product(seeds, policies, factors):
         keeps, _, remedy = policy.partition("+")
-        own = ["--capacity-factor", factor, "--seed", seed, "--padded-policy", keeps]
+        own = ["--capacity-factor", factor, "--seed", seed, policy_flag, keeps]
         settings = parse([*flags, *own, "--padded-remedy", remedy or "none"])
         if settings.output.eval_every is None:
             output = dataclasses.replace(settings.output, eval_every=settings.output.steps)
@@ -189,12 +210,10 @@ def run_key(flags: dict[str, Any]) -> str:
 
 def finished(path: Path, run_about: dict[str, Any]) -> set[str]:
     """Keys of the runs that the file has from this machine with these versions."""
-    if not path.exists():
-        return set()
     here = run_about["machine"], run_about["versions"]
     return {
         run_key(row["flags"])
-        for run in json.loads(path.read_text())["runs"]
+        for run in read_runs("results", path)
         if (run["about"]["machine"], run["about"]["versions"]) == here
         for row in run["rows"]
     }
@@ -208,12 +227,14 @@ def row_of(
     Lists `loss`, `dropped` and `fill` are means since the step before in `step`. `ms` is a step's,
     the median over the second half of these; null where runs disturbed each other.
     """
-    rows, last, padded = outcome.rows, outcome.rows[-1], settings.dispatch.padded
+    rows, last, dispatch = outcome.rows, outcome.rows[-1], settings.dispatch
+    stock, remedy = dispatch.padded.policy == "megatron", dispatch.padded.remedy
+    policy = dispatch.drop_policy if stock else dispatch.padded.policy
     steady = [row.step_ms for row in rows[len(rows) // 2 :]]
     alone = num_jobs == 1
     return {
         **identity(settings),
-        "variant": padded.policy + ("" if padded.remedy == "none" else f"+{padded.remedy}"),
+        "variant": policy if remedy == "none" else f"{policy}+{remedy}",
         "flags": flags_of(settings),
         "seed": settings.recipe.seed,
         "jobs": num_jobs,
