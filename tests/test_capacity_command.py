@@ -1,5 +1,6 @@
 """`padded-dispatch tune` from a command line to its files."""
 
+import dataclasses
 import json
 import re
 
@@ -86,13 +87,42 @@ def test_megatrons_own_traces(tune, tmp_path):
         }
         with (tmp_path / f"router_trace_rank{trace.ranks[n]}.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
-    _, _, found = tune(". --experts 6 --ranks 2 --no-plots")
+    _, said, found = tune(". --experts 6 --ranks 2 --no-plots")
     assert found["question"]["policy"] == "position"  # Such traces have no probabilities.
     exact = what_if(trace, grid(largest_need(trace)))
     dropped = [option["dropped"] for option in found["options"]]
     assert dropped == (exact.dropped.sum(1) / 19_200).tolist()
+    assert found["flags_per_layer"] is None
+    assert "No settings for each layer: this trace numbers layers within a pipeline stage" in said
+    assert not any("layer-factors" in flag for flag in found["flags"])
     with pytest.raises(ValueError, match="give --experts and --ranks"):
         tune("router_trace_rank0.jsonl")
+
+
+def test_a_missing_rank_takes_the_promise(tune, tmp_path):
+    sizes = Sizes(num_steps=60, num_layers=1, num_ranks=4, num_tokens=40, num_experts=8, top_k=2)
+    trace = synthetic_trace("balanced", sizes)
+    for rank in range(3):
+        save_trace(trace.where(trace.ranks == rank), tmp_path / f"rank-{rank}.npy")
+    flags = "--no-plots --steps-share 0.9"
+    code, said, found = tune(f"rank-0.npy rank-1.npy rank-2.npy {flags}")
+    assert code == 3
+    for advice in (found["training"], found["evaluation"]):
+        (caveat,) = advice["overall"]["caveats"]
+        assert caveat.startswith("traces of 1 of 4 ranks are missing (3)")
+    assert "without a promise" in said and "traces of 1 of 4 ranks are missing (3)" in said
+    save_trace(trace.where(trace.ranks == 3), tmp_path / "rank-3.npy")
+    assert tune(f"rank-0.npy rank-1.npy rank-2.npy rank-3.npy {flags}")[0] == 0
+
+
+def test_expert_tensor_parallelism_is_told(tune, tmp_path):
+    sizes = Sizes(num_steps=4, num_layers=1, num_ranks=4, num_tokens=40, num_experts=4, top_k=2)
+    trace = dataclasses.replace(synthetic_trace("zipf", sizes), num_experts=6)
+    save_trace(trace, tmp_path / "etp.npy")
+    _, _, found = tune("etp.npy --etp 2 --no-plots")
+    assert found["trace"]["num_ranks"] == 2
+    with pytest.raises(ValueError, match="etp=1 is not possible: 4 sources"):
+        tune("etp.npy --no-plots")
 
 
 def test_no_promise_is_exit_code_3(tune):
@@ -121,6 +151,7 @@ def test_slots_and_promise_are_what_was_asked_for(tune):
         (6.0, 40),
     ]
     assert "--padded-alignment 16" in found["flags"]
+    assert "--padded-policy position" in found["flags"]
 
 
 def test_the_beginning_can_be_left_out(tune):
@@ -153,6 +184,14 @@ def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
         (
             f"--synthetic zipf {MADE} --hidden-size 8 --ffn-size 8 --calibration none.json",
             "calibration=none.json is not possible",
+        ),
+        ("--synthetic zipf --top-k 99", "top_k=99 is not possible: a token cannot have more than"),
+        ("--synthetic zipf --seed -1", "seed=-1 is not possible: give 0 or more"),
+        ("--synthetic zipf --tokens 0", "num_tokens=0 is not possible: give at least 1"),
+        ("broken.npy --max-gib nan", "max_gib=nan is not possible: give a finite number"),
+        (
+            f"--synthetic zipf {MADE} --out broken.npy",
+            "out=broken.npy is not possible (File exists",
         ),
     ],
 )

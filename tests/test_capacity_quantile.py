@@ -18,15 +18,25 @@ from padded_dispatch.capacity.quantile import (
 LEVELS = np.linspace(-4.0, 4.0, 81)
 
 
-def correlated(num_steps, correlation, seed):
-    """A stationary Gaussian series, as indices into `LEVELS`."""
+def gaussian(num_steps, correlation, seed):
+    """A stationary Gaussian series."""
     random = np.random.default_rng(seed)
     noise = random.normal(size=num_steps) * math.sqrt(1 - correlation**2)
     value, series = random.normal(), []
     for shock in noise:
         value = correlation * value + shock
         series.append(value)
-    return np.digitize(series, LEVELS)
+    return np.array(series)
+
+
+def correlated(num_steps, correlation, seed):
+    """The same as indices into `LEVELS`."""
+    return np.digitize(gaussian(num_steps, correlation, seed), LEVELS)
+
+
+def coarse(num_steps, correlation, seed, step):
+    """The same in levels of `step` standard deviations."""
+    return np.floor(gaussian(num_steps, correlation, seed) / step).astype(int)
 
 
 def test_binomial_cdf_by_hand():
@@ -74,12 +84,45 @@ def test_what_is_promised_is_kept_as_often_as_it_says(share, correlation):
     true = int(np.digitize(NormalDist().inv_cdf(share), LEVELS))
     bounds = [quantile_bound(correlated(2000, correlation, s), share, 0.95) for s in range(100)]
     promised = [bound for bound in bounds if bound.promised]
-    assert len(promised) >= 40  # of 100 series of 2,000 steps, even at correlation 0.9
+    if correlation < 0.9 or share < 0.99:
+        assert len(promised) == 100  # 2,000 steps are worth 299, or here 29, all the same
     kept = sum(bound.upper >= true for bound in promised)
     # Below 0.95 by three standard errors would be worse than chance.
     assert kept / len(promised) >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / len(promised))
     low = sum(bound.lower <= true for bound in bounds)
     assert low / len(bounds) >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / len(bounds))
+
+
+@pytest.mark.parametrize("num_steps", [300, 1000])
+@pytest.mark.parametrize("correlation", [0.97, 0.99])
+@pytest.mark.parametrize("step", [0.5, 1.0])
+def test_slow_steps_are_not_taken_for_many(num_steps, correlation, step):
+    """Coarse values: hardly any level is exceeded by a few steps, as few as the quantile leaves."""
+    true = math.floor(NormalDist().inv_cdf(0.99) / step)
+    untrue = 0
+    for seed in range(100):
+        bound = quantile_bound(coarse(num_steps, correlation, seed, step), 0.99, 0.95)
+        untrue += bound.promised and bound.upper < true
+    assert untrue <= 5
+
+
+@pytest.mark.parametrize("step", [0.5, 1.0])
+def test_independent_steps_get_promises(step):
+    def promises(num_steps):
+        series = (coarse(num_steps, 0.0, seed, step) for seed in range(100))
+        return sum(quantile_bound(values, 0.99, 0.95).promised for values in series)
+
+    assert promises(500) >= 90
+    assert promises(1000) == 100
+
+
+def test_the_first_level_that_says_enough_counts():
+    """Values 0, 1, 2; 4 of 400 steps are to lie above the quantile, so 16 exceed what counts."""
+    slow = np.repeat([0, 1, 0, 1], 100)
+    slow[[50, 150, 250, 350]] = 2  # by themselves, 4 steps without any runs
+    assert num_independent(slow, 0.99) < 10
+    slow[::20] = 2  # 24 steps: enough, so nothing below is looked at
+    assert num_independent(slow, 0.99) > 300
 
 
 def test_drift_is_seen_and_not_imagined():

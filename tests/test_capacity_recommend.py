@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from padded_dispatch.capacity.quantile import has_drifted
 from padded_dispatch.capacity.recommend import (
     Phase,
     Target,
@@ -133,6 +134,56 @@ def test_drift_gives_a_schedule():
     assert advice.factor == 2.0  # without a schedule
     (caveat,) = advice.caveats
     assert caveat.startswith("the need changes over the trace: the median step of its first half")
+
+
+@pytest.mark.parametrize("rises", [True, False])
+@pytest.mark.parametrize(("first", "every"), [(1, 1), (10, 10), (0, 1)])
+def test_no_step_of_a_schedule_gets_too_little(first, every, rises):
+    """As `train --trace` numbers steps, with gaps, and as Megatron does: from 0."""
+    low, high = np.tile([1.2, 1.3], 100), np.tile([1.9, 2.0], 100)
+    needs = np.concatenate([low, high] if rises else [high, low])
+    steps = first + every * np.arange(400)
+    found = what_if(trace_of(needs, steps=steps), FACTORS, policy="position")
+    phases = recommend(found, Target(drop=0.0, steps_share=0.9)).overall.phases
+    assert phases == (
+        (Phase(first_step=0, factor=1.3), Phase(first_step=steps[199], factor=2.0))  # before a gap
+        if rises
+        else (Phase(first_step=0, factor=2.0), Phase(first_step=steps[200], factor=1.3))  # after it
+    )
+    for label, need in zip(steps, needs, strict=True):
+        done_before = label - min(first, 1)
+        assert [p.factor for p in phases if p.first_step <= done_before][-1] >= need
+
+
+def test_a_change_that_no_factor_depends_on_is_none():
+    """Independent steps; the middle shifts within the grid's step, the tail stays."""
+    seen = 0
+    for seed in range(10):
+        random = np.random.default_rng(seed)
+        often = np.where(np.arange(2000) < 1000, 0.55, 0.65)
+        needs = np.where(random.random(2000) < often, 1.3, 1.2)
+        needs[random.random(2000) < 0.03] = 1.4
+        seen += has_drifted(needs)
+        advice = advise(needs).overall
+        assert (advice.factor, advice.phases, advice.promised) == (1.4, (), True)
+    assert seen > 5
+
+
+def test_ranks_that_nobody_traced_are_said():
+    sizes = Sizes(num_steps=300, num_layers=1, num_ranks=4, num_tokens=16, num_experts=8, top_k=2)
+    trace = synthetic_trace("balanced", sizes)
+
+    def caveats(part):
+        return recommend(what_if(part, [1.0, 2.0]), Target()).overall.caveats
+
+    assert caveats(trace) == ()
+    (caveat,) = caveats(trace.where(trace.ranks % 2 == 0))
+    assert caveat == (
+        "traces of 2 of 4 ranks are missing (1, 3): what they ask for is not known; give the "
+        "traces of all ranks"
+    )
+    (caveat,) = caveats(trace.where((trace.ranks != 3) | (trace.steps < 290)))
+    assert caveat.startswith("10 of 300 steps of a layer lack some of their 4 ranks: ")
 
 
 def test_order_of_factors_does_not_matter():

@@ -58,6 +58,23 @@ def test_the_options_accept_them(found, per_layer):
     assert read.eval_factors == (found.evaluation.overall.factor,)
 
 
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_evaluation_is_named_wherever_training_has_several_factors(found, per_layer):
+    """Without it, evaluation would take the layer's own factor, or the schedule's last one."""
+    found = with_phases(found, Phase(first_step=0, factor=2.0), Phase(first_step=40, factor=1.25))
+    found = dataclasses.replace(found, evaluation=found.training)
+    given = PaddedOptions(**options(found, per_layer=per_layer))
+    assert given.eval_factors == (found.training.overall.factor,)
+
+
+def test_a_policy_is_named_where_it_was_asked_for(found):
+    question = dataclasses.replace(found.question, policy="priority", policy_given=True)
+    asked = dataclasses.replace(found, question=question)
+    assert "--padded-policy priority" in flags(asked, per_layer=False)
+    assert PaddedOptions(**options(asked, per_layer=False)).policy == "priority"
+    assert "policy" not in options(found, per_layer=False)
+
+
 def test_yaml(found):
     found = with_phases(found, Phase(first_step=0, factor=2.0), Phase(first_step=40, factor=1.25))
     factor, evaluation = found.training.overall.factor, found.evaluation.overall.factor
@@ -92,3 +109,10 @@ def test_the_same_elsewhere(found):
     assert source == rank == stash == f"{factor:.4g}"
     assert worst == f"{min(1.0, factor / 2):.4g}"  # two ranks, four experts each, top-2
     assert "no counterpart in max-tokens" in tokens
+
+
+def test_tokens_are_a_whole_number(found):
+    overall = dataclasses.replace(found.training.overall, factor=4.0)  # E / K: drops nothing
+    training = dataclasses.replace(found.training, overall=overall)
+    many = dataclasses.replace(found, num_tokens=16384, training=training)
+    assert elsewhere(many)["DeepEP, low latency: num_max_dispatch_tokens_per_rank"] == "16384"

@@ -136,3 +136,28 @@ def test_something_is_left_to_see(trace):
     one_step = trace.where(trace.steps == 0)
     with pytest.raises(ValueError, match=r"hold_out=0\.5 is not possible: it leaves none of 1"):
         study(one_step, dataclasses.replace(QUESTION, hold_out=0.5), name="short")
+
+
+def test_experts_that_are_split():
+    """Two expert-parallel ranks, each expert split over two: four sources, and six experts."""
+    sizes = dataclasses.replace(SIZES, num_ranks=6)
+    trace = synthetic_trace("zipf", sizes, seed=3)
+    trace = dataclasses.replace(trace.where(trace.ranks < 4), num_ranks=4)
+    layer = Layer(
+        sizes=LayerSizes(num_tokens=37, hidden_size=64, ffn_size=48), calibration=shipped()
+    )
+    question = dataclasses.replace(QUESTION, alignment=16, factors=(6.0,), etp=2)
+    found = study(trace, question, name="split", layer=layer)
+    config = DispatchConfig(
+        num_experts=6, top_k=2, num_ranks=2, tp_size=2, capacity_factor=6.0, alignment=16
+    )
+    (option,) = found.options
+    assert (found.num_ranks, option.capacity) == (2, config.capacity(37))
+    busiest = busiest_rows(trace, what_if(trace, [6.0], alignment=16), etp=2)
+    assert option.cost == cost(config, layer.sizes, busiest_rows=busiest.item())
+    received = found.what_if.demand_NE.reshape(-1, 4, 2, 3).sum((1, 3))  # per pass and rank
+    assert busiest.item() == received.max(1).mean()
+    with pytest.raises(ValueError, match=r"etp=1 is not possible: 4 sources .* of 6 experts; give"):
+        study(trace, dataclasses.replace(question, etp=1), name="whole")
+    with pytest.raises(ValueError, match="etp=3 is not possible"):
+        study(trace, dataclasses.replace(question, etp=3), name="thirds")

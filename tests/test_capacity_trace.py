@@ -100,8 +100,8 @@ def test_probabilities_are_kept_where_all_parts_have_them():
 
 def test_what_does_not_belong_together_is_refused():
     trace = small_trace(steps=[3], layers=[1], ranks=[0])
-    with pytest.raises(ValueError, match="step 3, layer 1, rank 0 is in two parts"):
+    with pytest.raises(ValueError, match="step 3, layer 1, rank 0 is in part 0 and part 1: give"):
         merge([trace, trace])
     other = small_trace(steps=[4], layers=[1], ranks=[0], num_ranks=3)
-    with pytest.raises(ValueError, match=r"num_ranks=3 .* all parts must have 2"):
-        merge([trace, other])
+    with pytest.raises(ValueError, match=r"b: num_ranks=3 .* must have 2, as a has"):
+        merge([trace, other], ["a", "b"])

@@ -82,6 +82,43 @@ def test_files_and_folders_are_merged(tmp_path):
         load_traces([tmp_path / "empty"])
 
 
+def test_what_a_resumed_run_did_again_is_taken_once(tmp_path):
+    """Killed after step 29, gone on from the checkpoint of step 20."""
+
+    def run(rank, steps, seed):
+        num = len(steps)
+        return small_trace(
+            steps=list(steps), layers=[1] * num, ranks=[rank] * num, num_ranks=2, seed=seed
+        )
+
+    for rank in (0, 1):
+        before, after = run(rank, range(1, 30), rank), run(rank, range(21, 41), 2 + rank)
+        save_trace(before, tmp_path / f"rank-{rank:05d}-step-00000000.npy")
+        save_trace(after, tmp_path / f"rank-{rank:05d}-step-00000020.npy")
+    whole = merge(
+        [run(rank, range(1, 30), rank).where(np.arange(1, 30) <= 20) for rank in (0, 1)]
+        + [run(rank, range(21, 41), 2 + rank) for rank in (0, 1)]
+    )
+    assert equal(load_traces([tmp_path]), whole)
+
+
+def test_ranks_of_a_killed_run_end_together(tmp_path):
+    save_trace(small_trace(steps=[1, 2, 3], layers=[1] * 3, ranks=[0] * 3), tmp_path / "0.npy")
+    save_trace(small_trace(steps=[1, 2], layers=[1] * 2, ranks=[1] * 2), tmp_path / "1.npy")
+    found = load_traces([tmp_path])
+    assert (found.steps.tolist(), found.ranks.tolist()) == ([1, 1, 2, 2], [0, 1, 0, 1])
+
+
+def test_files_that_do_not_go_together_are_named(tmp_path):
+    save_trace(trace(), tmp_path / "a.npy")
+    save_trace(trace(num_tokens=4), tmp_path / "b.npy")
+    with pytest.raises(ValueError, match=r"b\.npy: num_tokens=4 .* must have \d+, as .*a\.npy has"):
+        load_traces([tmp_path])
+    save_trace(trace(), tmp_path / "b.npy")
+    with pytest.raises(ValueError, match=r"is in .*a\.npy and .*b\.npy: give every recording once"):
+        load_traces([tmp_path])
+
+
 def saved(array, *, allow_pickle=False) -> bytes:
     file = io.BytesIO()
     np.save(file, array, allow_pickle=allow_pickle)

@@ -286,7 +286,6 @@ def test_another_number_of_ranks():
         (dict(remedy="reroute"), "remedy='reroute' .* train with reroute"),
         (dict(meaning="expert"), "meaning='expert' .* choose one of source, rank, pooled"),
         (dict(meaning="rank", min_capacity=2), "min_capacity=2 .* leave it out"),
-        (dict(num_ranks=4), "num_experts=6 .* multiple of num_ranks=4"),
         (dict(num_ranks=4, meaning="rank"), "num_experts=6 .* multiple of num_ranks=4"),
         (dict(meaning="pooled", num_ranks=3), r"num_ranks=3 .* step 0, pass 0, layer 0 .* 0 to 2"),
     ],
@@ -295,3 +294,16 @@ def test_what_is_not_possible(arguments, message):
     trace = small_trace(steps=[0, 0], layers=[0, 0], ranks=[0, 1])
     with pytest.raises(ValueError, match=message):
         what_if(trace, **(dict(factors=[1.0]) | arguments))
+
+
+def test_more_sources_than_experts():
+    """Two expert-parallel ranks, each expert split over four: eight sources of six experts."""
+    trace = small_trace(steps=[0] * 8, layers=[0] * 8, ranks=list(range(8)), num_ranks=8)
+    found = what_if(trace, [0.5, 1.0], alignment=16)
+    expected = [
+        DispatchConfig(
+            num_experts=6, top_k=3, num_ranks=2, tp_size=4, capacity_factor=factor, alignment=16
+        ).capacity(5)
+        for factor in (0.5, 1.0)
+    ]
+    assert found.capacities_F.tolist() == expected == [2, 4]

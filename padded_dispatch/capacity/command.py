@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from padded_dispatch.capacity.synthetic import KINDS, Sizes, synthetic_trace
 from padded_dispatch.capacity.tables import factor_table, layer_table
 from padded_dispatch.capacity.trace import Trace
 from padded_dispatch.capacity.trace_file import load_traces
-from padded_dispatch.config import POLICIES
+from padded_dispatch.config import POLICIES, require
 
 _MADE = {"steps": 400, "layers": 2, "ranks": 4, "tokens": 256, "experts": 32, "top-k": 4, "seed": 0}
 
@@ -52,11 +53,21 @@ def main(argv: list[str]) -> int:
         policy=policy,
         min_capacity=given.min_capacity,
         alignment=given.alignment,
+        etp=given.etp,
+        policy_given=given.policy is not None,
         factors=tuple(given.factors) if given.factors else None,
         hold_out=given.hold_out,
     )
+    _make_folder(given.out)  # Before the work: a name that cannot be costs no time.
     with _stage("replaying it") as say:
-        found = study(trace, question, name=name, layer=layer, eval_trace=evaluation)
+        found = study(
+            trace,
+            question,
+            name=name,
+            layer=layer,
+            eval_trace=evaluation,
+            layers_of_model=not (given.traces and _are_megatrons(given.traces)),
+        )
         say(f"at {len(found.options)} factors")
     sys.stdout.write(f"\n{summary(found)}\n")
     with _stage("writing") as say:
@@ -78,6 +89,8 @@ def summary(found: Study) -> str:
     parts += [f"Also: {caveat}." for caveat in others]
     if found.layer is not None:
         parts.append(found.layer.calibration.describe())
+    if not found.layers_of_model:
+        parts.append(settings.NO_LAYERS)
     parts.append(" \\\n".join(settings.flags(found, per_layer=False)))
     return "\n\n".join(parts) + "\n"
 
@@ -88,7 +101,7 @@ def write(found: Study, folder: Path, *, with_plots: bool) -> Path:
     Returns:
         The report's path.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    _make_folder(folder)
     svgs = {}
     if with_plots:
         for name, figure in plots.figures(found).items():
@@ -118,7 +131,7 @@ def as_json(found: Study) -> dict[str, Any]:
         "training": dataclasses.asdict(found.training),
         "evaluation": dataclasses.asdict(found.evaluation),
         "flags": settings.flags(found, per_layer=False),
-        "flags_per_layer": settings.flags(found, per_layer=True),
+        "flags_per_layer": settings.flags(found, per_layer=True) if found.layers_of_model else None,
         "elsewhere": settings.elsewhere(found),
         "held_out": None if found.held_out is None else dataclasses.asdict(found.held_out),
         "options": [dataclasses.asdict(option) for option in found.options],
@@ -158,9 +171,10 @@ def _later(trace: Trace, from_step: int) -> Trace:
 
 def _load(paths: Sequence[Path], given: argparse.Namespace) -> Trace:
     """Ours or Megatron's, from files or folders of them."""
+    require(math.isfinite(given.max_gib), "max_gib", given.max_gib, "give a finite number")
     max_bytes = int(given.max_gib * 2**30)
     try:
-        if all(path.suffix == ".jsonl" or any(path.glob("*.jsonl")) for path in paths):
+        if _are_megatrons(paths):
             if given.experts is None or given.ranks is None:
                 raise ValueError(
                     "experts=None is not possible: Megatron's traces do not say how many experts "
@@ -173,6 +187,17 @@ def _load(paths: Sequence[Path], given: argparse.Namespace) -> Trace:
         return load_traces(paths, max_bytes=max_bytes)
     except OSError as error:
         raise ValueError(f"{error.filename}: {error.strerror}") from error
+
+
+def _are_megatrons(paths: Sequence[Path]) -> bool:
+    return all(path.suffix == ".jsonl" or any(path.glob("*.jsonl")) for path in paths)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out={path} is not possible ({error.strerror}): give a folder") from error
 
 
 def _from_layer_1(trace: Trace) -> Trace:
@@ -251,6 +276,9 @@ def _parser() -> argparse.ArgumentParser:
     slots.add_argument("--policy", choices=POLICIES, help="who keeps a slot (None: probs)")
     slots.add_argument("--min-capacity", type=int, default=1, help="least slots")
     slots.add_argument("--alignment", type=int, default=1, help="of an expert's buffer, in rows")
+    slots.add_argument(
+        "--etp", type=int, default=1, help="ranks that split every expert, as in the traced run"
+    )
     slots.add_argument("--factors", nargs="+", type=float, help="to try (None: a grid)")
     costs = parser.add_argument_group("costs, where both sizes are given")
     costs.add_argument("--hidden-size", type=int, help="width of a row")

@@ -11,8 +11,9 @@ What it does not say, and what follows from that:
 - Probabilities: such a trace has none. What-ifs of policies that need them are refused, and no
   probability mass is known; rows and tokens are.
 - Numbers of experts and of ranks in an expert-parallel group: they are arguments.
-- Layers are numbered within a pipeline stage. Layer l of multi-token prediction head i becomes
-  `MTP_LAYERS * (i + 1) + l`.
+- Layers are numbered within a pipeline stage; those of several stages under one number are taken
+  together, and no factor for each layer can be set from such a trace. Layer l of multi-token
+  prediction head i becomes `MTP_LAYERS * (i + 1) + l`.
 - Which passes are missing: the tracer skips a pass in which some token has fewer than K experts,
   so with a capacity factor, whenever something was dropped. Trace without a factor.
 """
@@ -63,16 +64,17 @@ def load_megatron_traces(
         for path in paths
         for file in (sorted(path.glob("router_trace_rank*.jsonl")) if path.is_dir() else [path])
     ]
-    parts = []
+    parts, names = [], []
     for file in files:
         part = _read_file(file, num_experts, num_ranks, every, max_bytes)
         if part is not None:
             parts.append(part)
+            names.append(file)
             max_bytes -= part.num_bytes
     if not parts:
-        names = ", ".join(str(path) for path in paths)
-        raise ValueError(f"{names}: no record of a step that is a multiple of every={every}")
-    return merge(parts)
+        given = ", ".join(str(path) for path in paths)
+        raise ValueError(f"{given}: no record of a step that is a multiple of every={every}")
+    return merge(parts, names)
 
 
 def _read_file(

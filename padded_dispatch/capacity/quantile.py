@@ -9,8 +9,28 @@ normality, no bootstrap, which cannot look beyond the largest value it has seen.
 steps above a level then varies more than a binomial number would; n steps are worth n divided by
 that inflation. It is taken from the autocorrelation of "is above the level", summed as far as it
 stays positive (Geyer's initial positive sequence), or from the number of runs, whichever says less,
-at every level that about as few steps exceed as the quantile is about; the level that says least
-decides. Bursts, which are few long runs, so count as that many bursts, not as that many steps.
+at every level from the highest down to the first that four times as many steps exceed as the
+quantile leaves above it; the level that says least decides.
+
+Both ends are needed. Bursts stay together longest at high levels: they are few long runs, and count
+as that many bursts, not as that many steps. A slowly varying need stays together longest at low
+levels: "above the quantile" is a rare event, of which a trace may hold one run or none, and then
+nothing at that level or above shows how slow it is; a lower level, crossed often, bounds it. Values
+may be coarse: the first level low enough to say something counts, however many steps exceed it.
+
+Simulated: stationary Gaussian series of 300, 500, 1,000 and 2,000 steps, share 0.99, confidence
+95 %, levels .1, .5, 1 and 2 standard deviations apart, at up to four offsets; 1,000 series of each
+of these 44 for every correlation from step to step. The worst of each row:
+
+    correlation   untrue promises   promises with 300, 500, 1,000, 2,000 steps
+    0             at most 1.4 %     from 23, 94, 100, 100 % of the series
+    .5            at most 0.2 %     from 0, 2, 95, 100 %
+    .9            at most 0.5 %     0, 0, up to 1, up to 33 %
+    .97, .99      at most 0.6 %     next to none: so few independent steps promise nothing
+
+With levels that up to four times as many steps exceed, and no others, coarse values were taken for
+independent: 68 % untrue at .99, 21 % at .9. No rule sees what a trace does not hold: where the need
+is constant but for long, rare bursts, a trace without one says nothing about them.
 
 Values here are ordered, not measured: the index of the smallest factor that satisfies a step.
 """
@@ -70,9 +90,7 @@ def quantile_bound(values_S: NDArray[np.integer], share: float, confidence: floa
     )
 
 
-_LEVELS = 4.0  # levels that up to four times as many steps exceed as the quantile: more to count
-
-
+_LEVELS = 4.0  # the lowest level has so many times the steps above it that the quantile has
 _DRIFT_STEPS = 20  # fewer say nothing about change
 
 
@@ -80,11 +98,12 @@ def num_independent(values_S: NDArray[np.integer], share: float) -> float:
     """How many independent steps these are worth for a quantile: at most as many as there are."""
     num_steps = len(values_S)
     worth = float(num_steps)
-    most = min(0.5, _LEVELS * (1.0 - share)) * num_steps
-    for level in np.unique(values_S)[:-1]:
+    enough = min(0.5, _LEVELS * (1.0 - share)) * num_steps
+    for level in np.unique(values_S)[-2::-1]:
         above_S = values_S > level
-        if 2 <= above_S.sum() <= most:
-            worth = min(worth, num_steps / _inflation(above_S))
+        worth = min(worth, num_steps / _inflation(above_S))
+        if above_S.sum() >= enough:
+            break
     return worth
 
 

@@ -5,9 +5,10 @@ every step there is a smallest factor of the what-if that drops no more than x; 
 is the upper confidence bound of the q-quantile of these (`capacity.quantile`). "Rows" are those of
 one layer for a layer's factor, of all layers for the one that is for all.
 
-A bound holds for steps like the ones seen. Three things break that, and each is said: too few
-steps, a need that changes over the trace (then there is a schedule, and nothing is promised for
-steps after it), and bursts, of which the next run may have more.
+A bound holds for steps like the ones seen. Four things break that, and each is said: ranks that
+nobody traced, too few steps, a need that changes over the trace (then there is a schedule, and
+nothing is promised for steps after it), and bursts, of which the next run may have more. A change
+that no part of the trace needs another factor for is none.
 """
 
 import math
@@ -33,6 +34,7 @@ _BURST, _BURST_SIGMAS, _TO_SIGMA = 1.5, 6.0, 1.4826
 _MOST_PHASES = 8
 _PHASE_STEPS = 20  # fewer say nothing about a phase
 _LEAST_PERCENT = 1e-4
+_MOST_NAMED = 8  # missing ranks
 _ALIKE = 1.1  # factors closer than this are one phase: every change captures graphs again
 
 
@@ -70,7 +72,12 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """From step `first_step` on, `factor`."""
+    """`factor`, once `first_step` steps are done, which is when `PaddedOptions.schedule` changes.
+
+    A rise comes with the last step traced before it and a fall with the first one after it, so that
+    neither a step in between nor the first of a phase gets too little, whether a trace numbers its
+    steps from 0 (Megatron's) or from 1 (`train --trace`).
+    """
 
     first_step: int
     factor: float
@@ -82,7 +89,7 @@ class Advice:
 
     `factor`, `capacity`: recommended, and its slots per (source, expert). `likely`, `lowest`: the
     factor without allowance for chance, and the lower confidence bound: what more steps may lead
-    to. `phases`: more than one where the need changed. `caveats`: why the promise cannot be given;
+    to. `phases`: where the need changed; else none. `caveats`: why the promise cannot be given;
     none where it can. `num_steps`: seen; `num_independent`: what they are worth. `steps_over`: of
     those seen, how many dropped more than the target at this factor; `dropped`: the share of all
     rows seen that it drops; `worst`: of the rows of one step.
@@ -146,6 +153,7 @@ def recommend(what_if: WhatIf, target: Target) -> Recommendation:
     order_F = np.argsort(what_if.factors_F, kind="stable")
     factors_F = what_if.factors_F[order_F]
     rows = what_if.by_layer_and_step()
+    missing = _missing(what_if)
     dropped_FLS = rows.dropped_FLS[order_F]
     if not rows.demand_LS.any():
         raise ValueError("demand=0 is not possible: no token of this trace asks for an expert")
@@ -169,6 +177,7 @@ def recommend(what_if: WhatIf, target: Target) -> Recommendation:
                 capacities_F=what_if.capacities_F[order_F],
             ),
             target,
+            missing,
         )
 
     return Recommendation(
@@ -196,6 +205,29 @@ def smallest_sufficient(
     return len(enough_FS) - np.cumprod(enough_FS[::-1], axis=0).sum(0)
 
 
+def _missing(what_if: WhatIf) -> tuple[str, ...]:
+    """What is not known, where not all ranks of a group have traced a step of a layer."""
+    num_ranks = what_if.num_ranks
+    keys_3N = np.stack([what_if.steps_N, what_if.layers_N, what_if.ranks_N])
+    steps_U, layers_U, ranks_U = np.unique(keys_3N, axis=1)
+    groups_U = ranks_U // num_ranks
+    groups_3U = np.stack([steps_U, layers_U, groups_U])
+    _, num_traced_P = np.unique(groups_3U, axis=1, return_counts=True)
+    num_partly = int((num_traced_P < num_ranks).sum())
+    if not num_partly:
+        return ()
+    expected = (np.unique(groups_U)[:, None] * num_ranks + np.arange(num_ranks)).flatten()
+    nowhere = [str(rank) for rank in np.setdiff1d(expected, ranks_U)]
+    named = ", ".join([*nowhere[:_MOST_NAMED], *["..."] * (len(nowhere) > _MOST_NAMED)])
+    what = (
+        f"traces of {len(nowhere)} of {len(expected)} ranks are missing ({named})"
+        if nowhere
+        else f"{num_partly:,} of {len(num_traced_P):,} steps of a layer lack some of their "
+        f"{num_ranks} ranks"
+    )
+    return (f"{what}: what they ask for is not known; give the traces of all ranks",)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Steps:
     """Rows per step and factor, of steps that asked for some; what each needs, as an index."""
@@ -208,10 +240,9 @@ class _Steps:
     capacities_F: NDArray[np.int64]
 
 
-def _advise(steps: _Steps, target: Target) -> Advice:
+def _advise(steps: _Steps, target: Target, missing: tuple[str, ...]) -> Advice:
     bound = quantile_bound(steps.needed_S, target.steps_share, target.confidence)
-    drifts = has_drifted(steps.needed_S)
-    phases = _phases(steps, target) if drifts else ()
+    phases = _phases(steps, target) if has_drifted(steps.needed_S) else ()
     largest = max((phase.factor for phase in phases), default=0.0)
     index = max(bound.upper, int(np.searchsorted(steps.factors_F, largest)))
     dropped_S = steps.dropped_FS[index]
@@ -221,7 +252,7 @@ def _advise(steps: _Steps, target: Target) -> Advice:
         likely=float(steps.factors_F[bound.estimate]),
         lowest=float(steps.factors_F[bound.lower]),
         phases=phases,
-        caveats=_caveats(steps, target, bound, phases),
+        caveats=missing + _caveats(steps, target, bound, phases),
         num_steps=len(steps.steps_S),
         num_independent=bound.num_independent,
         steps_over=int((steps.needed_S > index).sum()),
@@ -231,7 +262,10 @@ def _advise(steps: _Steps, target: Target) -> Advice:
 
 
 def _phases(steps: _Steps, target: Target) -> tuple[Phase, ...]:
-    """Equal parts of the steps, each with its own bound; like neighbours are one phase."""
+    """Equal parts of the steps, each with its own bound; like neighbours are one phase.
+
+    None where all parts are alike: what changed is not what the factor depends on.
+    """
     num_parts = min(_MOST_PHASES, max(2, len(steps.steps_S) // _PHASE_STEPS))
     phases: list[Phase] = []
     lowest = math.inf
@@ -243,10 +277,11 @@ def _phases(steps: _Steps, target: Target) -> tuple[Phase, ...]:
             last = phases.pop()
             phases.append(Phase(first_step=last.first_step, factor=max(last.factor, factor)))
         else:
-            first_step = int(steps.steps_S[part[0]]) if phases else 0
+            rises = bool(phases) and factor > phases[-1].factor
+            first_step = int(steps.steps_S[part[0] - rises]) if phases else 0
             phases.append(Phase(first_step=first_step, factor=factor))
             lowest = factor
-    return tuple(phases)
+    return tuple(phases) if len(phases) > 1 else ()
 
 
 def _caveats(

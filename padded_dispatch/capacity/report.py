@@ -9,7 +9,7 @@ mailed.
 from html import escape
 
 from padded_dispatch.capacity.recommend import percent
-from padded_dispatch.capacity.settings import elsewhere, flags, yaml
+from padded_dispatch.capacity.settings import NO_LAYERS, elsewhere, flags, yaml
 from padded_dispatch.capacity.study import Study
 from padded_dispatch.capacity.tables import Table, factor_table, layer_table
 
@@ -104,7 +104,9 @@ def _settings(study: Study) -> str:
         "<p>Megatron-LM, through the launcher of padded_dispatch, one factor for all layers:</p>",
         _code(" \\\n".join(flags(study, per_layer=False))),
     ]
-    if len(study.training.layers) > 1:
+    if not study.layers_of_model:
+        parts.append(f"<p>{_text(NO_LAYERS)}</p>")
+    elif len(study.training.layers) > 1:
         parts += [
             "<p>The same with a factor for each layer:</p>",
             _code(" \\\n".join(flags(study, per_layer=True))),
@@ -169,11 +171,12 @@ def _caveats(study: Study) -> str:
 def _method(study: Study) -> str:
     found, question = study.what_if, study.question
     training = study.training.overall
+    split = f", each split over {question.etp}" if question.etp > 1 else ""
     texts = [
         f"The trace: {found.demand.sum():,} rows of {len(found.steps_N):,} passes, "
         f"{training.num_steps:,} steps, {len(study.training.layers)} layers; {study.num_experts} "
-        f"experts on {study.num_ranks} ranks, top-{study.top_k}, {study.num_tokens:,} tokens per "
-        "rank.",
+        f"experts on {study.num_ranks} ranks{split}, top-{study.top_k}, {study.num_tokens:,} "
+        "tokens per rank.",
         f"Every pass was replayed at {len(study.options)} factors with the dispatcher's own rule "
         f"(policy {question.policy}, at least {question.min_capacity} slots, rows a multiple of "
         f"{question.alignment}): the counts are exact.",

@@ -10,6 +10,11 @@ import textwrap
 from padded_dispatch.capacity.convert import Meaning, Sizes, from_source
 from padded_dispatch.capacity.study import Study
 
+NO_LAYERS = (
+    "No settings for each layer: this trace numbers layers within a pipeline stage, and those of "
+    "several stages under one number; options number them in the model."
+)
+
 _ELSEWHERE: dict[Meaning, str] = {
     "source": "Megatron-Core, alltoall with padding to capacity: moe_expert_capacity_factor",
     "rank": "Megatron-Core, HybridEP or NCCL EP: moe_expert_rank_capacity_factor",
@@ -28,6 +33,8 @@ def options(study: Study, *, per_layer: bool) -> dict[str, str | int]:
     """
     given: dict[str, str | int] = {}
     question, training = study.question, study.training
+    if question.policy_given:
+        given["policy"] = question.policy
     if question.min_capacity != 1:
         given["min_capacity"] = question.min_capacity
     if question.alignment != 1:
@@ -38,8 +45,10 @@ def options(study: Study, *, per_layer: bool) -> dict[str, str | int]:
     elif len(training.overall.phases) > 1:
         phases = training.overall.phases
         given["schedule"] = ",".join(f"{p.first_step}:{p.factor:g}" for p in phases)
-    if study.evaluation.overall.factor != training.overall.factor:
-        given["eval_factor"] = f"{study.evaluation.overall.factor:g}"
+    # Without it evaluation is as training: with the layer's factor, or with the schedule's last.
+    evaluation = study.evaluation.overall.factor
+    if given.keys() & {"layer_factors", "schedule"} or evaluation != training.overall.factor:
+        given["eval_factor"] = f"{evaluation:g}"
     return given
 
 
@@ -79,7 +88,8 @@ def elsewhere(study: Study) -> dict[str, str]:
     found = {}
     for meaning, name in _ELSEWHERE.items():
         try:
-            found[name] = f"{from_source(study.training.overall.factor, meaning, sizes):.4g}"
+            value = from_source(study.training.overall.factor, meaning, sizes)
+            found[name] = f"{value:.0f}" if meaning == "max-tokens" else f"{value:.4g}"
         except ValueError as error:
             found[name] = str(error)
     return found

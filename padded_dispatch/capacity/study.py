@@ -19,7 +19,7 @@ from padded_dispatch.capacity.recommend import (
 )
 from padded_dispatch.capacity.trace import Trace
 from padded_dispatch.capacity.whatif import WhatIf, what_if
-from padded_dispatch.config import DispatchConfig, Policy
+from padded_dispatch.config import DispatchConfig, Policy, require
 
 _RECORDS_AT_A_TIME = 256
 
@@ -34,6 +34,9 @@ class Question:
         policy: who keeps a slot.
         min_capacity: least slots per (source, expert).
         alignment: of an expert's buffer, as in `DispatchConfig`.
+        etp: ranks that split every expert between them (expert tensor parallel); each of them is a
+            source of its own in the trace.
+        policy_given: settings name the policy, instead of leaving it to the model's config.
         factors: to try; None takes a grid up to the factor that drops nothing.
         hold_out: share of the steps, the last ones, that the recommendation does not see, and is
             checked on.
@@ -47,6 +50,8 @@ class Question:
     policy: Policy = "probs"
     min_capacity: int = 1
     alignment: int = 1
+    etp: int = 1
+    policy_given: bool = False
     factors: tuple[float, ...] | None = None
     hold_out: float = 0.0
 
@@ -101,7 +106,10 @@ class HeldOut:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Study:
-    """A trace's answers. `training`, `evaluation`: recommendations for the two."""
+    """A trace's answers. `training`, `evaluation`: recommendations for the two.
+
+    `num_ranks`: that hold different experts (R). `layers_of_model`: see `study`.
+    """
 
     name: str
     num_experts: int
@@ -114,6 +122,7 @@ class Study:
     evaluation: Recommendation
     options: tuple[Option, ...]
     layer: Layer | None
+    layers_of_model: bool
     held_out: HeldOut | None
 
     def held_out_sentence(self) -> str:
@@ -138,6 +147,7 @@ def study(
     name: str,
     layer: Layer | None = None,
     eval_trace: Trace | None = None,
+    layers_of_model: bool = True,
 ) -> Study:
     """Replay the trace at every factor, recommend, and cost it.
 
@@ -147,10 +157,19 @@ def study(
         name: of the trace, for people.
         layer: for costs.
         eval_trace: of evaluation; without one, evaluation is recommended from the training trace.
+        layers_of_model: layer numbers of the trace are those of the model, which settings take.
 
     Raises:
         ValueError: names what is not possible and what to change.
     """
+    num_sources, num_ranks = trace.num_ranks, trace.num_ranks // max(1, question.etp)
+    require(
+        num_sources == num_ranks * question.etp and trace.num_experts % num_ranks == 0,
+        "etp",
+        question.etp,
+        f"{num_sources} sources over etp must be ranks that hold equally many of "
+        f"{trace.num_experts} experts; give the expert tensor parallel size of the run",
+    )
     later = None
     if question.hold_out:
         steps_S = np.unique(trace.steps)
@@ -169,7 +188,7 @@ def study(
         name=name,
         num_experts=trace.num_experts,
         top_k=trace.top_k,
-        num_ranks=trace.num_ranks,
+        num_ranks=num_ranks,
         num_tokens=trace.num_tokens,
         question=question,
         what_if=found,
@@ -177,6 +196,7 @@ def study(
         evaluation=recommend(evaluation, question.eval_target),
         options=_options(trace, found, question, layer),
         layer=layer,
+        layers_of_model=layers_of_model,
         held_out=None if later is None else _check(later, question, training.overall),
     )
 
@@ -230,7 +250,7 @@ def _options(
     layers = found.by_layer_and_step()
     worst_F = (layers.dropped_FLS.sum(2) / np.maximum(layers.demand_LS.sum(1), 1)).max(1)
     fill_F = found.kept.mean(1) / found.slots_F
-    busiest_F = busiest_rows(trace, found)
+    busiest_F = busiest_rows(trace, found, etp=question.etp)
     options = []
     for i in np.argsort(found.factors_F, kind="stable").tolist():
         config = DispatchConfig(
@@ -240,7 +260,8 @@ def _options(
             min_capacity=question.min_capacity,
             alignment=question.alignment,
             policy=question.policy,
-            num_ranks=trace.num_ranks,
+            num_ranks=trace.num_ranks // question.etp,
+            tp_size=question.etp,
         )
         costs = None
         if layer is not None:
@@ -276,19 +297,21 @@ def _ms(
     return layer.calibration.layer_ms(costs, num_local_experts=local, packed=packed)
 
 
-def busiest_rows(trace: Trace, found: WhatIf) -> NDArray[np.float64]:
+def busiest_rows(trace: Trace, found: WhatIf, *, etp: int = 1) -> NDArray[np.float64]:
     """[F], rows that the busiest rank of a group receives in a pass, in the mean over passes.
 
-    Where a trace holds some of a group's sources only, the others are taken to be like them.
+    Ranks that split experts between them receive the same rows, from all sources. Where a trace
+    holds some of a group's sources only, the others are taken to be like them.
     """
     keys_N4 = np.stack(
         [trace.steps, trace.layers, trace.passes(), trace.ranks // trace.num_ranks], axis=1
     )
     _, pass_of_N, sources_P = np.unique(keys_N4, axis=0, return_inverse=True, return_counts=True)
-    by_rank = (trace.num_ranks, trace.num_experts // trace.num_ranks)
+    num_ranks = trace.num_ranks // etp
+    by_rank = (num_ranks, trace.num_experts // num_ranks)
     most_F = []
     for kept_NE in found.kept_FNE:
-        received_PR = np.zeros((len(sources_P), trace.num_ranks))
+        received_PR = np.zeros((len(sources_P), num_ranks))
         np.add.at(received_PR, pass_of_N.reshape(-1), kept_NE.reshape(-1, *by_rank).sum(2))
         most_F.append((received_PR.max(1) * trace.num_ranks / sources_P).mean())
     return np.array(most_F)

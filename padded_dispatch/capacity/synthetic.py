@@ -6,6 +6,7 @@ softmax over these. The same arguments always give the same trace, and a layer's
 the same on all ranks, as in a real model.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padded_dispatch.capacity.trace import Trace, ascending
+from padded_dispatch.config import require
 from padded_dispatch.routings import noisy_scores
 
 # balanced     all experts exactly alike, on every rank (to one row where E does not divide T * K)
@@ -47,7 +49,11 @@ _ROTATES, _BURSTS = 4, 8  # steps
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How large a trace is: every step has one record per layer and rank."""
+    """How large a trace is: every step has one record per layer and rank.
+
+    Raises:
+        ValueError: names what is not possible and what to change.
+    """
 
     num_steps: int
     num_layers: int
@@ -55,6 +61,12 @@ class Sizes:
     num_tokens: int
     num_experts: int
     top_k: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require(value >= 1, name, value, "give at least 1")
+        most = f"a token cannot have more than num_experts={self.num_experts} experts"
+        require(self.top_k <= self.num_experts, "top_k", self.top_k, most)
 
 
 def synthetic_trace(kind: Kind, sizes: Sizes, *, strength: float = 1.0, seed: int = 0) -> Trace:
@@ -71,6 +83,8 @@ def synthetic_trace(kind: Kind, sizes: Sizes, *, strength: float = 1.0, seed: in
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is not possible: choose one of {', '.join(KINDS)}")
+    require(seed >= 0, "seed", seed, "give 0 or more")
+    require(math.isfinite(strength), "strength", strength, "give a finite number")
     if sizes.num_experts % sizes.num_ranks:
         raise ValueError(
             f"num_experts={sizes.num_experts} is not possible: make it a multiple of "

@@ -162,26 +162,35 @@ def ascending(
     return np.take_along_axis(ids, order, axis=-1), sorted_probs
 
 
-def merge(traces: Sequence[Trace]) -> Trace:
+def merge(traces: Sequence[Trace], names: Sequence[object] | None = None) -> Trace:
     """One trace of several, for example of one per rank: records by step, pass, layer and rank.
 
-    Probabilities are kept where all parts have them.
+    Probabilities are kept where all parts have them. `names`: of the parts, for errors.
 
     Raises:
         ValueError: the parts do not belong together, or hold the same (step, layer, rank) twice.
     """
+    names = [f"part {i}" for i in range(len(traces))] if names is None else names
     first = traces[0]
-    for part in traces[1:]:
+    for part, of_part in zip(traces, names, strict=True):
         for name in ("num_experts", "top_k", "num_ranks", "num_tokens"):
             value, expected = getattr(part, name), getattr(first, name)
-            require(value == expected, name, value, f"all parts must have {expected}")
+            remedy = f"all parts must have {expected}, as {names[0]} has"
+            require(value == expected, f"{of_part}: {name}", value, remedy)
     keys = [np.stack([part.steps, part.layers, part.ranks]) for part in traces]
     distinct = np.concatenate([np.unique(key_3N, axis=1) for key_3N in keys], axis=1)
     times = np.unique(distinct, axis=1, return_counts=True)
     if (times[1] > 1).any():
-        step, layer, rank = times[0][:, times[1] > 1][:, 0].tolist()
+        twice_3 = times[0][:, times[1] > 1][:, 0]
+        step, layer, rank = twice_3.tolist()
+        both = [
+            str(name)
+            for key_3N, name in zip(keys, names, strict=True)
+            if (key_3N == twice_3[:, None]).all(0).any()
+        ]
         raise ValueError(
-            f"step {step}, layer {layer}, rank {rank} is in two parts: give every recording once"
+            f"step {step}, layer {layer}, rank {rank} is in {' and '.join(both)}: give every "
+            "recording once"
         )
     passes_N = np.concatenate([part.passes() for part in traces])
     steps_N, layers_N, ranks_N = np.concatenate(keys, axis=1)

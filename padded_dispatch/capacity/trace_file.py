@@ -5,10 +5,17 @@ of `ids` is [T, K]. So the header decides every size, and it is compared with th
 before any of it is read: nothing is compressed that could grow, nothing is unpickled, and what is
 read is at most the file. Records are appended, so a recording needs no memory for the whole; the
 header holds their number and is written last, so what a killed process leaves is a trace, too.
+
+A recording is several files, `rank-RANK-step-STEP.npy` of `train --trace`. A run that is resumed
+writes other files from its checkpoint's step on, and what a crash undid is in the files before:
+`load_traces` takes every step once, from the latest file that has it, and ends with the last step
+that all layers and ranks have, since a killed run's ranks stop at different ones.
 """
 
+import math
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -55,7 +62,8 @@ def load_traces(paths: Sequence[Path], *, max_bytes: int = DEFAULT_MAX_BYTES) ->
     """Read a recording of several files, such as one per rank, and merge them.
 
     Args:
-        paths: files, and folders of which all `*.npy` files are taken.
+        paths: files, and folders of which all `*.npy` files are taken. What a resumed run did
+            again, and steps at the end that some layer or rank lacks, are left out.
         max_bytes: for all files together; merging them takes as much memory again.
 
     Raises:
@@ -67,11 +75,39 @@ def load_traces(paths: Sequence[Path], *, max_bytes: int = DEFAULT_MAX_BYTES) ->
     ]
     if not files:
         raise ValueError(f"{', '.join(str(path) for path in paths)}: no trace (*.npy) is there")
-    traces = []
+    ends = _ends(files)
+    traces: dict[Path, Trace] = {}
     for file in files:
-        traces.append(load_trace(file, max_bytes=max_bytes))
-        max_bytes -= traces[-1].num_bytes
-    return merge(traces)
+        trace = load_trace(file, max_bytes=max_bytes)
+        max_bytes -= trace.num_bytes
+        kept_N = trace.steps <= ends.get(file, math.inf)
+        if kept_N.any():
+            traces[file] = trace if kept_N.all() else trace.where(kept_N)
+    merged = merge(list(traces.values()), list(traces))
+    last = _last_common_step(merged)
+    return merged if last == merged.steps.max() else merged.where(merged.steps <= last)
+
+
+def _ends(files: Sequence[Path]) -> dict[Path, int]:
+    """Of every file whose run was resumed: the step after which the next file goes on."""
+    starts: dict[tuple[Path, str], dict[int, Path]] = {}
+    for file in files:
+        name, _, step = file.stem.partition("-step-")
+        if step.isdigit():
+            starts.setdefault((file.parent, name), {})[int(step)] = file
+    ends = {}
+    for file_of_step in starts.values():
+        for step, following in pairwise(sorted(file_of_step)):
+            ends[file_of_step[step]] = following
+    return ends
+
+
+def _last_common_step(trace: Trace) -> int:
+    """The earliest of the last steps of every (layer, rank)."""
+    _, of_N = np.unique(np.stack([trace.layers, trace.ranks]), axis=1, return_inverse=True)
+    last = np.zeros(of_N.max() + 1, np.int64)
+    np.maximum.at(last, of_N.reshape(-1), trace.steps)
+    return int(last.min())
 
 
 def record_bytes(num_tokens: int, top_k: int) -> int:

@@ -43,15 +43,17 @@ class WhatIf:
     """What F capacity factors would have done with the N records of a trace.
 
     `factors_F`: float64. `capacities_F`: int64, the C of each. `slots_F`: float64, slots that they
-    offer per record. `steps_N`, `layers_N`, `ranks_N`: the trace's. `demand_NE`: int32, rows asked
-    for. `kept_FNE`: int32. `asked_mass_N`, `kept_mass_FN`: int64, probability in units of 2**-32;
-    None where the trace has no probabilities. `lost_tokens_FN`: int32, tokens that asked for an
-    expert and kept none; `num_tokens_N`: int32, those that asked. `needed_factor_N`: float64, the
-    factor whose capacity is the largest demand for the same slots; with "pooled" and "rank", over
-    all sources, and the same for all of them. At that factor nothing is dropped.
+    offer per record. `num_ranks`: sources in a group. `steps_N`, `layers_N`, `ranks_N`: the
+    trace's. `demand_NE`: int32, rows asked for. `kept_FNE`: int32. `asked_mass_N`, `kept_mass_FN`:
+    int64, probability in units of 2**-32; None where the trace has none. `lost_tokens_FN`: int32,
+    tokens that asked for an expert and kept none; `num_tokens_N`: int32, those that asked.
+    `needed_factor_N`: float64, the factor whose capacity is the largest demand for the same slots;
+    with "pooled" and "rank", over all sources, and the same for all of them. At that factor nothing
+    is dropped.
     """
 
     meaning: Meaning
+    num_ranks: int
     factors_F: NDArray[np.float64]
     capacities_F: NDArray[np.int64]
     slots_F: NDArray[np.float64]
@@ -161,9 +163,9 @@ def what_if(
         meaning: what the capacity belongs to, see the module's docstring.
         min_capacity: least slots, not with meaning "rank".
         alignment: as in `DispatchConfig`; with "rank", a rank's slots are a multiple of it.
-        num_ranks: ranks in an expert-parallel group, of which each is a source and holds as many
-            experts as the others; None takes the trace's. Any number does that divides the experts
-            and, with "pooled" and "rank", the sources that the trace has.
+        num_ranks: sources in an expert-parallel group; None takes the trace's. With "pooled" and
+            "rank" it divides the sources that the trace has; with "rank" also the experts, of which
+            each rank holds as many as the others.
         remedy: "renormalize" scales what is kept and leaves every figure here as it is: mass is
             that of the router. "reroute" asks for scores of experts that a token did not choose,
             which no trace has.
@@ -173,7 +175,7 @@ def what_if(
         ValueError: names the argument, its value and what to change.
     """
     num_ranks = trace.num_ranks if num_ranks is None else num_ranks
-    _check(trace, factors, policy, meaning, min_capacity, remedy)
+    _check(trace, factors, policy, meaning, min_capacity, remedy, num_ranks)
     slots = _Slots(
         trace=trace,
         meaning=meaning,
@@ -205,6 +207,7 @@ def what_if(
     knows_mass = trace.probs_NTK is not None
     return WhatIf(
         meaning=meaning,
+        num_ranks=num_ranks,
         factors_F=np.array(factors, np.float64),
         capacities_F=capacities_F,
         slots_F=capacities_F * slots.buffers_per_record(),
@@ -228,6 +231,7 @@ def _check(
     meaning: str,
     min_capacity: int,
     remedy: str,
+    num_ranks: int,
 ) -> None:
     require(policy in POLICIES, "policy", policy, f"choose one of {', '.join(POLICIES)}")
     require(meaning in MEANINGS, "meaning", meaning, f"choose one of {', '.join(MEANINGS)}")
@@ -250,6 +254,12 @@ def _check(
         min_capacity,
         "Megatron-Core has none for a rank; leave it out",
     )
+    require(
+        meaning != "rank" or trace.num_experts % num_ranks == 0,
+        "num_experts",
+        trace.num_experts,
+        f"make it a multiple of num_ranks={num_ranks}",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +281,9 @@ class _Slots:
             capacity_factor=factor,
             min_capacity=self.min_capacity,
             alignment=self.alignment,
-            num_ranks=1 if pooled else self.num_ranks,
+            # Only how many sources share a buffer matters; with expert tensor parallelism there
+            # may be more of them than experts.
+            tp_size=1 if pooled else self.num_ranks,
         )
         if self.meaning == "rank":
             budget = int(trace.num_tokens * trace.top_k * factor)

@@ -46,5 +46,6 @@ def trace_recorder(
         num_steps=output.steps,
         max_bytes=int(output.trace_gib * 2**30),
     )
+    # From these names `load_traces` knows what a resumed run did again.
     path = output.trace / f"rank-{dist.get_rank():05d}-step-{steps_done:08d}.npy"
     return TraceRecorder(path, buffers, recording)
