@@ -40,7 +40,6 @@ class Watchdog:
         self._promises: deque[_Promise] = deque()
         self._stopped = False
         self._changed = threading.Condition()
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -83,9 +82,6 @@ class Watchdog:
             self._changed.notify()
 
     def _run(self) -> None:
-        if self._device is not None:
-            # A thread begins on device 0, and asking an event there opens a context on it.
-            torch.cuda.set_device(self._device)
         with self._changed:
             while not self._stopped:
                 if not self._promises:

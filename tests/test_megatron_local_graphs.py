@@ -174,13 +174,13 @@ def test_old_versions_give_buffers_of_inputs_away():
     assert ("tensor_reuse_pool.insert(buf)" in source) == IS_OLD == compat.FREES_GRAPH_INPUTS
 
 
-GRAPHS: dict[str, Any] = {"impl": "local", "scopes": (), "replays": 3, "evaluates": (3, 160)}
+GRAPHS: dict[str, Any] = {"impl": "local", "scopes": (), "replays": 3}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dense", [(), (0, 1)], ids=["MoE", "no experts"])
 def test_replays_equal_eager_training(gpu_pools, dense):
-    case = Situation(name="ours", dense=dense, **GRAPHS)
+    case = Situation(name="ours", dense=dense, evaluates=(3, 160), **GRAPHS)
     [findings] = gpu_pools[1].run(replays_equal_eager, case)
     assert findings.failures() == []
     assert findings.facts["graphs"] == 2
