@@ -64,7 +64,8 @@ class SelfTest:
 
 
 _MORE_PAIRS = 3
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+# By the bytes of an element.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PHASES = ("forward", "backward")
 
 
