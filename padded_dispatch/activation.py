@@ -180,7 +180,7 @@ def _(grad_NF, fc1_NG, bias_LG, probs_N, ends_L, function, gated, clamp, offset)
 
 @_activate_backward.register_fake
 def _(grad_NF, fc1_NG, bias_LG, probs_N, ends_L, function, gated, clamp, offset):
-    return torch.empty_like(fc1_NG), torch.empty_like(probs_N)
+    return fc1_NG.new_empty(fc1_NG.shape), probs_N.new_empty(probs_N.shape)
 
 
 def _save_inputs(ctx, inputs, output) -> None:

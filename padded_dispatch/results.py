@@ -60,11 +60,14 @@ def read_runs(option: str, path: Path) -> list[dict[str, Any]]:
 def require_results(option: str, path: Path) -> None:
     """Refuse a path that runs cannot be added to, before anything is measured for it.
 
+    To be called by all ranks; where torchrun has started several, the first alone will write.
+
     Raises:
         ValueError: names the option that gave the path, the path and what to give.
     """
-    require_folder(option, path.parent)
-    read_runs(option, path)
+    if os.environ.get("RANK", "0") == "0":
+        require_folder(option, path.parent)
+        read_runs(option, path)
 
 
 def require_folder(option: str, folder: Path) -> None:
@@ -85,15 +88,17 @@ def require_folder(option: str, folder: Path) -> None:
 def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Add rows to the file at `path`, which is whole at any moment.
 
-    They join the last run if that is about the same, else they are a new one. Several processes may
-    add at the same time.
+    They join the last run that is about the same; without one they are a new one. Several
+    processes may add at the same time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _only_writer(path.parent):
         runs = read_runs("results", path)
-        if not runs or runs[-1]["about"] != run_about:
-            runs.append({"about": run_about, "rows": []})
-        runs[-1]["rows"] += rows
+        same = [run for run in runs if run["about"] == run_about]
+        if not same:
+            same = [{"about": run_about, "rows": []}]
+            runs += same
+        same[-1]["rows"] += rows
         unfinished = path.with_name(f"{path.name}.unfinished")
         unfinished.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
         unfinished.replace(path)

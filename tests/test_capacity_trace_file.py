@@ -109,6 +109,29 @@ def test_ranks_of_a_killed_run_end_together(tmp_path):
     assert (found.steps.tolist(), found.ranks.tolist()) == ([1, 1, 2, 2], [0, 1, 0, 1])
 
 
+def test_a_rank_that_stopped_early_is_missing_and_shortens_nothing(tmp_path):
+    steps = list(range(1, 9))
+    save_trace(small_trace(steps=steps, layers=[1] * 8, ranks=[0] * 8), tmp_path / "0.npy")
+    save_trace(small_trace(steps=[1, 2], layers=[1] * 2, ranks=[1] * 2), tmp_path / "1.npy")
+    found = load_traces([tmp_path])
+    assert found.steps[found.ranks == 0].tolist() == steps
+    assert found.steps[found.ranks == 1].tolist() == [1, 2]
+
+
+def test_what_was_undone_ends_for_ranks_without_a_new_file_too(tmp_path):
+    for rank, start, last in ((0, 0, 6), (1, 0, 6), (0, 4, 8)):
+        num = last - start
+        save_trace(
+            small_trace(
+                steps=list(range(start + 1, last + 1)), layers=[1] * num, ranks=[rank] * num
+            ),
+            tmp_path / f"rank-{rank:05d}-step-{start:08d}.npy",
+        )
+    found = load_traces([tmp_path])
+    assert found.steps[found.ranks == 1].tolist() == [1, 2, 3, 4]
+    assert found.steps[found.ranks == 0].tolist() == list(range(1, 9))
+
+
 def test_files_that_do_not_go_together_are_named(tmp_path):
     save_trace(trace(), tmp_path / "a.npy")
     save_trace(trace(num_tokens=4), tmp_path / "b.npy")

@@ -3,12 +3,10 @@
 import logging
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import tiny
 import torch
-import torch.distributed as dist
 
 from padded_dispatch import DispatchConfig
 from padded_dispatch.megatron import padded_spec
@@ -106,12 +104,10 @@ def test_the_price_of_dropping_nothing_is_said_once(caplog):
     config = DispatchConfig(num_experts=8, top_k=2, num_ranks=4)
     with caplog.at_level(logging.WARNING, logger="padded_dispatch"):
         for _ in range(3):
-            announce(config, 1000, 64, 2, "cpu", False)
-        announce(
-            DispatchConfig(num_experts=8, top_k=2, capacity_factor=1.0), 1000, 64, 2, "cpu", False
-        )
-        with patch.object(dist, "get_rank", lambda: 1):
-            announce(config, 2000, 64, 2, "cpu", False)
+            announce(config, 1000, 64, 2, "cpu", False, True)
+        dropping = DispatchConfig(num_experts=8, top_k=2, capacity_factor=1.0)
+        announce(dropping, 1000, 64, 2, "cpu", False, True)
+        announce(config, 2000, 64, 2, "cpu", False, False)
     (record,) = caplog.records
     assert "C = 1000 slots" in record.message
     assert "4.0 times a dropless one" in record.message

@@ -62,6 +62,14 @@ def test_graphs_that_would_hold_nothing_are_refused(megatron, scopes, captured_l
         assert [hasattr(layer, "cudagraph_manager") for layer in layers] == [True]
 
 
+def test_with_padded_spec_they_are_refused_at_the_first_pass(megatron):
+    """When a layer is built, nobody knows yet that it will be padded."""
+    fields = settings("moe", dispatcher="alltoall")
+    layer = gpt(padded_spec(tiny.layer_spec()), **fields).decoder.layers[0]
+    with pytest.raises(ValueError, match="cuda_graph_impl='local' with scope 'moe'"):
+        layer(hidden_states=torch.ones(LENGTH, 1, tiny.HIDDEN), attention_mask=None)
+
+
 def test_stock_graphs_hold_nothing_and_say_nothing(megatron):
     layers = gpt(**settings("moe", dispatcher="alltoall")).decoder.layers
     assert [hasattr(layer, "cudagraph_manager") for layer in layers] == [False]

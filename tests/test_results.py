@@ -68,3 +68,19 @@ def test_about_says_where_and_with_what():
     assert torch.__version__.startswith(about["versions"]["torch"])
     assert "CPU cores" in about["machine"]
     assert set(about) == {"machine", "versions", "command", "commit", "date"}
+
+
+def test_rows_join_the_run_that_is_about_the_same(tmp_path):
+    path = tmp_path / "r.json"
+    for about, ms in (("a", 1), ("b", 2), ("a", 3)):
+        results.append_run(path, {"command": about}, [{"ms": ms}])
+    assert [[row["ms"] for row in run["rows"]] for run in results.read_runs("out", path)] == [
+        [1, 3],
+        [2],
+    ]
+
+
+def test_only_the_rank_that_writes_needs_the_folder(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RANK", "1")
+    results.require_results("out", tmp_path / "file" / "r.json")

@@ -59,9 +59,12 @@ def test_a_recording_names_its_sources(pool2, tmp_path):
 def test_a_resumed_run_goes_on_in_files_of_its_own(pool2, tmp_path):
     flags = f"--trace {tmp_path / 'trace'} --trace-every 2 --out {tmp_path / 'run'} --save-every 3"
     run(pool2, f"{flags} --steps 3 --lr-decay 6")
+    undone = tmp_path / "trace" / "rank-00001-step-00000005.npy"
+    undone.touch()  # Of a run that went on from a later checkpoint, which is gone.
     counted = run(pool2, f"{flags} --resume --lr-decay 6 --capacity-factor 1.25")
     trace = load_traces([tmp_path / "trace"])
     assert sorted(set(trace.steps.tolist())) == [2, 4, 6]
+    assert not undone.exists()
     assert sorted({step for step, _, _ in counted}) == [4, 5, 6]
 
 

@@ -53,6 +53,8 @@ class Settings:
 def work(settings: Settings) -> bool:
     """Measure all cases; whether none failed. To be called by every worker."""
     started = time.monotonic()
+    num_gpus = settings.workers if settings.device == "cuda" else 0
+    run = about(num_gpus=num_gpus, command=settings.command, commit=settings.commit)
     with _world(settings) as device:
         rows = []
         for ep, cases in itertools.groupby(settings.cases, key=lambda case: case.ep):
@@ -64,7 +66,7 @@ def work(settings: Settings) -> bool:
                             break
                     rows.append(measure(case, settings, device))
                     if dist.get_rank() == 0:
-                        _tell(rows[-1], settings)
+                        _tell(rows[-1], settings, run)
         if dist.get_rank() == 0:
             _conclude(rows, settings)
     return all(row["error"] is None for row in rows)
@@ -172,10 +174,8 @@ def _slowest(value: float, device: torch.device) -> float:
     return largest.item()
 
 
-def _tell(row: dict[str, Any], settings: Settings) -> None:
+def _tell(row: dict[str, Any], settings: Settings, run: dict[str, Any]) -> None:
     if settings.out is not None:
-        num_gpus = settings.workers if settings.device == "cuda" else 0
-        run = about(num_gpus=num_gpus, command=settings.command, commit=settings.commit)
         append_run(settings.out, run, [row])
     sys.stdout.write(line(row) + "\n")
     sys.stdout.flush()

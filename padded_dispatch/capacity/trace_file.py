@@ -8,8 +8,9 @@ header holds their number and is written last, so what a killed process leaves i
 
 A recording is several files, `rank-RANK-step-STEP.npy` of `train --trace`. A run that is resumed
 writes other files from its checkpoint's step on, and what a crash undid is in the files before:
-`load_traces` takes every step once, from the latest file that has it, and ends with the last step
-that all layers and ranks have, since a killed run's ranks stop at different ones.
+`load_traces` takes of each file the steps before the next ones begin. The ranks of a killed run
+stop a step or two apart, and such an end is left out, too; where a rank lacks more, it is missing,
+which whoever reads the trace has to say.
 """
 
 import math
@@ -84,21 +85,24 @@ def load_traces(paths: Sequence[Path], *, max_bytes: int = DEFAULT_MAX_BYTES) ->
         if kept_N.any():
             traces[file] = trace if kept_N.all() else trace.where(kept_N)
     merged = merge(list(traces.values()), list(traces))
-    last = _last_common_step(merged)
-    return merged if last == merged.steps.max() else merged.where(merged.steps <= last)
+    last, steps = _last_common_step(merged), np.unique(merged.steps)
+    return merged.where(merged.steps <= last) if last in steps[-3:-1] else merged
 
 
 def _ends(files: Sequence[Path]) -> dict[Path, int]:
-    """Of every file whose run was resumed: the step after which the next file goes on."""
-    starts: dict[tuple[Path, str], dict[int, Path]] = {}
+    """Of every file whose run was resumed: the step after which other files of its folder go on.
+
+    Those of any rank: of one that was killed before its first step there are none.
+    """
+    files_of: dict[Path, dict[int, list[Path]]] = {}
     for file in files:
-        name, _, step = file.stem.partition("-step-")
+        _, _, step = file.stem.partition("-step-")
         if step.isdigit():
-            starts.setdefault((file.parent, name), {})[int(step)] = file
+            files_of.setdefault(file.parent, {}).setdefault(int(step), []).append(file)
     ends = {}
-    for file_of_step in starts.values():
-        for step, following in pairwise(sorted(file_of_step)):
-            ends[file_of_step[step]] = following
+    for files_from in files_of.values():
+        for step, following in pairwise(sorted(files_from)):
+            ends |= dict.fromkeys(files_from[step], following)
     return ends
 
 

@@ -43,10 +43,10 @@ class WhatIf:
     """What F capacity factors would have done with the N records of a trace.
 
     `factors_F`: float64. `capacities_F`: int64, the C of each. `slots_F`: float64, slots that they
-    offer per record. `num_ranks`: sources in a group. `steps_N`, `layers_N`, `ranks_N`: the
-    trace's. `demand_NE`: int32, rows asked for. `kept_FNE`: int32. `asked_mass_N`, `kept_mass_FN`:
-    int64, probability in units of 2**-32; None where the trace has none. `lost_tokens_FN`: int32,
-    tokens that asked for an expert and kept none; `num_tokens_N`: int32, those that asked.
+    offer per record. `num_ranks`, `steps_N`, `layers_N`, `ranks_N`: the trace's. `demand_NE`:
+    int32, rows asked for. `kept_FNE`: int32. `asked_mass_N`, `kept_mass_FN`: int64, probability in
+    units of 2**-32; None where the trace has none. `lost_tokens_FN`: int32, tokens that asked for
+    an expert and kept none; `num_tokens_N`: int32, those that asked.
     `needed_factor_N`: float64, the factor whose capacity is the largest demand for the same slots;
     with "pooled" and "rank", over all sources, and the same for all of them. At that factor nothing
     is dropped.
@@ -207,7 +207,7 @@ def what_if(
     knows_mass = trace.probs_NTK is not None
     return WhatIf(
         meaning=meaning,
-        num_ranks=num_ranks,
+        num_ranks=trace.num_ranks,
         factors_F=np.array(factors, np.float64),
         capacities_F=capacities_F,
         slots_F=capacities_F * slots.buffers_per_record(),

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
@@ -83,6 +82,10 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.overflow_E: Tensor | None = None
         self.ends_LS: Tensor | None = None  # Where packed rows lie, until they are combined.
         self.cudagraph_attrs = list(_PLAN_TENSORS)
+        # Of the ranks with this layer, of which rank 0 need not be one, the first speaks for all.
+        replicas = getattr(pg_collection, "expt_dp", None)
+        own = (self.ep_group, self.tp_group, replicas)
+        self._speaks = all(group is None or group.rank() == 0 for group in own)
 
     @property
     def dispatch_config(self) -> DispatchConfig:
@@ -127,7 +130,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         tokens_TD = tokens.view(-1, tokens.shape[-1])
         config = self.dispatch_config
         device, packed = str(tokens.device), self.exchange.packed
-        announce(config, *tokens_TD.shape, tokens.element_size(), device, packed)
+        announce(config, *tokens_TD.shape, tokens.element_size(), device, packed, self._speaks)
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
         capacity = config.capacity(tokens_TD.shape[0])
@@ -237,8 +240,9 @@ def announce(
     element_size: int,
     device: str,
     packed: bool,
+    aloud: bool,
 ) -> None:
-    """Without a factor: one rank says, once for each shape, what it costs; what cannot fit raises.
+    """Without a factor: say once for each shape, if `aloud`, what it costs; what cannot fit raises.
 
     Raises:
         ValueError: when one layer's buffers exceed the whole memory of the device; the same on all
@@ -258,5 +262,5 @@ def announce(
         memory = torch.cuda.get_device_properties(device).total_memory
         if size.total > memory:
             raise ValueError(f"{cost}; the device has {memory / 2**30:.2f} GiB: {remedy}")
-    if dist.get_rank() == 0:
+    if aloud:
         _log.warning("%s. To pay less, %s.", cost, remedy)

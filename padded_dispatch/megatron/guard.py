@@ -129,6 +129,8 @@ def _wrap_local(choose: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(choose)
     def guarded_choice(layer: Any, *args: Any, **kwargs: Any) -> bool:
         graphed = choose(layer, *args, **kwargs)
+        if _is_padded(layer):  # Built by `padded_spec` it has not been looked at before.
+            local_graphs.check_captured(layer, layer.config)
         if not graphed or not is_ours(layer.config) or kwargs.get("inference_context") is not None:
             return graphed
         if layer.training and _is_padded(layer):

@@ -33,13 +33,19 @@ _NOTHING_IS_CAPTURED = (
 )
 
 
+def check_captured(layer: Any, config: Any) -> None:
+    """Refuse a layer of which Megatron would capture nothing, though its config asks for it."""
+    asked = config.cuda_graph_impl == "local" and "moe" in graph_scopes(config)
+    if asked and not hasattr(layer, "cudagraph_manager"):
+        raise ValueError(_NOTHING_IS_CAPTURED)
+
+
 def _wrap_manager(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def loud_create(layer: Any, config: Any) -> None:
         create(layer, config)
-        scope_moe = "moe" in graph_scopes(config)
-        if is_ours(config) and scope_moe and not hasattr(layer, "cudagraph_manager"):
-            raise ValueError(_NOTHING_IS_CAPTURED)
+        if is_ours(config):
+            check_captured(layer, config)
 
     return loud_create
 

@@ -46,6 +46,11 @@ def trace_recorder(
         num_steps=output.steps,
         max_bytes=int(output.trace_gib * 2**30),
     )
-    # From these names `load_traces` knows what a resumed run did again.
-    path = output.trace / f"rank-{dist.get_rank():05d}-step-{steps_done:08d}.npy"
+    # From these names `load_traces` knows what a resumed run did again; and what began later than
+    # the checkpoint is undone as a whole.
+    name = f"rank-{dist.get_rank():05d}-step-"
+    for earlier in output.trace.glob(f"{name}*.npy"):
+        if int(earlier.stem.removeprefix(name)) > steps_done:
+            earlier.unlink()
+    path = output.trace / f"{name}{steps_done:08d}.npy"
     return TraceRecorder(path, buffers, recording)
