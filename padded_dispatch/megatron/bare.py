@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from padded_dispatch.megatron import guard
-from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.preflight import check_random_states
 from padded_dispatch.megatron.selftest import (
     Sample,
@@ -48,7 +48,7 @@ class GraphedMoELayer(nn.Module):
 
     def __init__(self, layer: Any, *, seq_length: int, micro_batch: int) -> None:
         super().__init__()
-        if not isinstance(layer.token_dispatcher, PaddedAlltoAllTokenDispatcher):
+        if not is_padded(layer):
             raise ValueError(
                 f"moe_token_dispatcher_type={layer.config.moe_token_dispatcher_type!r} is not "
                 "possible: one graph of a MoE layer needs static shapes; set 'padded_alltoall'"

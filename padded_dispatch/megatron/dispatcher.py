@@ -211,6 +211,11 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         return output
 
 
+def is_padded(module: Any) -> bool:
+    """Whether it is a MoE layer with the dispatcher above."""
+    return isinstance(getattr(module, "token_dispatcher", None), PaddedAlltoAllTokenDispatcher)
+
+
 @contextmanager
 def counts_put_back(*models: torch.nn.Module) -> Iterator[None]:
     """Within it layers run without a trace in counters and buffers."""
@@ -226,8 +231,8 @@ def counts_put_back(*models: torch.nn.Module) -> Iterator[None]:
 def _counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
     for module in model.modules():
-        dispatcher = getattr(module, "token_dispatcher", None)
-        if isinstance(dispatcher, PaddedAlltoAllTokenDispatcher):
+        if is_padded(module):
+            dispatcher: Any = module.token_dispatcher
             yield from dispatcher.counters.tensors()
             yield from dispatcher.eval_counters.tensors()
 

@@ -28,7 +28,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
 
 from padded_dispatch.megatron import guard, memory
-from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.preflight import check_gradients_are_not_read, check_random_states
 from padded_dispatch.megatron.selftest import (
     Sample,
@@ -172,11 +172,7 @@ class LayerGraphs:
 
     def _all_padded(self) -> bool:
         modules = (module for chunk in self._chunks for module in chunk.modules())
-        return all(
-            isinstance(module.token_dispatcher, PaddedAlltoAllTokenDispatcher)
-            for module in modules
-            if isinstance(module, MoELayer)
-        )
+        return all(is_padded(module) for module in modules if isinstance(module, MoELayer))
 
 
 class IterationGraph:

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.megatron import local_graphs
 from padded_dispatch.megatron.config import is_ours
-from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.router import MASK_IS_LOST
 
 # What a graph depends on, by names for people.
@@ -128,12 +128,12 @@ def _wrap_replay(replay: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_local(choose: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(choose)
     def guarded_choice(layer: Any, *args: Any, **kwargs: Any) -> bool:
-        graphed = choose(layer, *args, **kwargs)
-        if _is_padded(layer):  # Built by `padded_spec` it has not been looked at before.
+        graphed, padded = choose(layer, *args, **kwargs), _is_padded(layer)
+        if padded:  # Built by `padded_spec` it has not been looked at before.
             local_graphs.check_captured(layer, layer.config)
         if not graphed or not is_ours(layer.config) or kwargs.get("inference_context") is not None:
             return graphed
-        if layer.training and _is_padded(layer):
+        if layer.training and padded:
             facts = _layer_facts(layer)
             if _CudagraphGlobalRecord.cudagraph_created:
                 check_unchanged(_captured.get(layer, facts), facts)
@@ -164,5 +164,4 @@ def _layer_facts(layer: Any) -> Facts:
 
 
 def _is_padded(layer: Any) -> bool:
-    dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
-    return isinstance(dispatcher, PaddedAlltoAllTokenDispatcher)
+    return is_padded(getattr(layer, "mlp", None))

@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer import cuda_graphs
 from torch import Tensor
 
-from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.selftest import Sample
 
 _GIB = 2**30
@@ -79,10 +79,9 @@ def saved_bytes(sample: Sample) -> int:
 
 def _bytes_at_work(sample: Sample) -> int:
     gradients = sum(p.numel() * p.element_size() for p in sample.layer.parameters())
-    dispatcher = getattr(sample.layer.mlp, "token_dispatcher", None)
-    if not isinstance(dispatcher, PaddedAlltoAllTokenDispatcher):
+    if not is_padded(sample.layer.mlp):
         return gradients
-    tokens = sample.args[0]
+    tokens, dispatcher = sample.args[0], sample.layer.mlp.token_dispatcher
     buffers = dispatcher.dispatch_config.buffer_bytes(
         tokens.shape[:-1].numel(),
         tokens.shape[-1],

@@ -33,7 +33,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from padded_dispatch.megatron.compat import number_in_model
-from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.snapshot import Ints, Snapshot, snapshot_of
 from padded_dispatch.stats import Counters
 
@@ -218,8 +218,7 @@ def padded_moe_layers(chunks: list[Any]) -> dict[int, Any]:
     found = {}
     for chunk in chunks:
         for module in chunk.modules():
-            dispatcher = getattr(module, "token_dispatcher", None)
-            if isinstance(dispatcher, PaddedAlltoAllTokenDispatcher):
+            if is_padded(module):
                 found[number_in_model(module.router)] = module
     return found
 

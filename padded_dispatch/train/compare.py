@@ -17,6 +17,7 @@ import sys
 
 import torch.distributed as dist
 
+from padded_dispatch.config import require
 from padded_dispatch.launch import start_workers
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.command import check
@@ -37,8 +38,7 @@ def main(argv: list[str]) -> int:
     shared, *contenders = _split(argv)
     arguments, common = parser().parse_known_args(shared)
     repeats: int = arguments.repeats
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats} is not possible: give 1 or more")
+    require(repeats >= 1, "repeats", repeats, "give 1 or more")
     runs = [parse(common + flags) for flags in contenders]
     if not runs:
         raise ValueError("no contender is not possible: give at least one --vs")

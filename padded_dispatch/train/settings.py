@@ -288,9 +288,11 @@ class Settings:
 
     def _check_dispatch(self) -> None:
         dispatch, layout = self.dispatch, self.layout
-        for name, value in vars(dispatch.padded).items():
+        ours = dispatch.dispatcher == "padded_alltoall"
+        for name, default in vars(PaddedOptions()).items():
+            value = getattr(dispatch.padded, name)
             require(
-                dispatch.dispatcher == "padded_alltoall" or value == getattr(PaddedOptions(), name),
+                ours or value == default,
                 f"padded_{name}",
                 value,
                 f"dispatcher={dispatch.dispatcher} has no such option; leave it out, and in "
