@@ -3,10 +3,9 @@
 from padded_dispatch.config import BufferBytes, DispatchConfig, Policy, Remedy
 from padded_dispatch.dispatcher import Dispatched, PaddedDispatcher
 from padded_dispatch.exchange import ExpertInput
-from padded_dispatch.ops import make_plan, select
-from padded_dispatch.plan import DispatchPlan
-from padded_dispatch.remedies import select_with_remedy
-from padded_dispatch.select import Selection
+from padded_dispatch.ops.overflow import select_with_remedy
+from padded_dispatch.ops.plan import DispatchPlan, make_plan
+from padded_dispatch.ops.select import Selection, select
 
 __all__ = [
     "BufferBytes",

@@ -16,7 +16,7 @@ _COMMANDS = {
     "sweep": ("padded_dispatch.train.sweep", "train it at several capacity factors and seeds"),
     "bench": ("padded_dispatch.bench.command", "measure one layer, ours beside Megatron's own"),
     "parts": ("padded_dispatch.bench.parts", "measure kernels and experts by themselves"),
-    "tune": ("padded_dispatch.capacity.command", "choose a capacity factor from routing traces"),
+    "tune": ("padded_dispatch.tune.command", "choose a capacity factor from routing traces"),
     "calibrate": ("padded_dispatch.bench.calibrate", "fit the time model of tune to this machine"),
 }
 

@@ -67,10 +67,10 @@ class DispatchConfig:
         alignment: an expert's buffer (S * C rows) is a multiple of this, as a recipe may need.
         policy: who keeps a slot when more rows ask than fit: "probs" (the most probable),
             "position" (the first tokens), "random" (a draw), or "priority" (first choices before
-            second ones, sure tokens first); see `padded_dispatch.select`.
+            second ones, sure tokens first); see `padded_dispatch.ops.select`.
         remedy: what becomes of dropped rows: "none", "renormalize" (their tokens' kept rows weigh
             more) or "reroute" (to the next-best expert with a free slot); see
-            `padded_dispatch.remedies`.
+            `padded_dispatch.ops.overflow`.
         reroute_rounds: how often "reroute" tries.
         num_ranks: ranks in the expert-parallel group (R).
         tp_size: ranks that split every expert's ffn between them (expert tensor parallel).

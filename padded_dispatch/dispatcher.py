@@ -16,13 +16,12 @@ from torch import Tensor
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange import Exchange, ExpertInput
 from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.exchange.alltoall import CollectiveExchange
 from padded_dispatch.exchange.direct import DirectExchange
 from padded_dispatch.exchange.local import LocalExchange
-from padded_dispatch.exchange.nccl import CollectiveExchange
-from padded_dispatch.ops import make_plan
-from padded_dispatch.plan import DispatchPlan
-from padded_dispatch.remedies import select_with_remedy
-from padded_dispatch.select import Selection
+from padded_dispatch.ops.overflow import select_with_remedy
+from padded_dispatch.ops.plan import DispatchPlan, make_plan
+from padded_dispatch.ops.select import Selection
 
 ExchangeKind = Literal["nccl", "direct"]
 
@@ -99,7 +98,7 @@ class PaddedDispatcher:
             map_TE: bool [T, E], which experts each token asked for, at most K each.
             mask_T: bool [T], True for padding tokens, which take no slot.
             scores_TE: floating point [T, E], for remedy "reroute": see
-                `padded_dispatch.remedies.reroute`.
+                `padded_dispatch.ops.overflow.reroute`.
             keep_T: bool [T], True for tokens that come before all others.
             draw: int64 scalar, for policy "random": see `padded_dispatch.ops.select`.
 

@@ -2,8 +2,8 @@
 
     fc1 -> activation * prob -> fc2, with the biases of fc1, and of fc2 * prob, where there are any
 
-Rows are packed as in `padded_dispatch.grouped`, which has the linears;
-`padded_dispatch.activation` has what is between them. Where experts have equally many rows, of
+Rows are packed as in `padded_dispatch.ops.grouped`, which has the linears;
+`padded_dispatch.ops.activation` has what is between them. Where experts have equally many rows, of
 which padded ones are zero with probability zero, each linear may be one batched product instead;
 padded rows of the result are zero then, and so are those of all gradients.
 
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from padded_dispatch.activation import Activation, activate
-from padded_dispatch.grouped import grouped_linear
+from padded_dispatch.ops.activation import Activation, activate
+from padded_dispatch.ops.grouped import grouped_linear
 
 # Rows, weights, ends, bias or None, probabilities or None: see `grouped_linear`.
 Linear = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]

@@ -6,7 +6,7 @@ for as long as a layer does, so what is held now is added to torch's peak.
 
 import torch
 
-from padded_dispatch.exchange.peers import held_bytes
+from padded_dispatch.exchange.symmetric_memory import held_bytes
 
 
 def allocated_gib() -> float:

@@ -26,7 +26,7 @@ ExpertsBackward = Callable[[int, int, NDArray, NDArray, NDArray], tuple[NDArray,
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What `padded_dispatch.select.Selection` holds, of one source."""
+    """What `padded_dispatch.ops.select.Selection` holds, of one source."""
 
     kept_TE: NDArray
     probs_TE: NDArray
@@ -36,7 +36,7 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What `padded_dispatch.plan.DispatchPlan` holds, of one source."""
+    """What `padded_dispatch.ops.plan.DispatchPlan` holds, of one source."""
 
     slot_of_TK: NDArray
     choice_of_slot_EC: NDArray

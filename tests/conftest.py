@@ -7,17 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ahead import Ahead
-from forks import fork_workers
 from hypothesis import settings
 
-from padded_dispatch.launch import WorkerPool
+from padded_dispatch.utils.launch import WorkerPool
+from tests.support.ahead import Ahead
+from tests.support.forks import fork_workers
 
 if not torch.cuda.is_available():
     torch.set_num_threads(1)  # Tensors are small, and other cores have tests of their own.
     # Before any test imports a kernel: without a GPU, Triton's interpreter runs them.
     os.environ["TRITON_INTERPRET"] = "1"
-    from interpreter import patch_once
+    from tests.support.interpreter import patch_once
 
     patch_once()
     # Here already: workers import while this process collects, and pytest captures what they say.

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from ahead import ENVIRONMENT
 
 from padded_dispatch import cli
+from tests.support.ahead import ENVIRONMENT
 
 COMMAND = [sys.executable, "-m", "padded_dispatch.cli"]
 SMALL = "train --seq-length 24 --micro-batch 3 --lr-warmup 2"

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from grids import Grid, grid, poisoned_memory
 from hypothesis import given
-from routing_cases import RoutingCase, assert_same, routing_cases
 from torch import Tensor
 
 from padded_dispatch import DispatchConfig, Dispatched, ExpertInput, PaddedDispatcher, reference
-from padded_dispatch.launch import WorkerError, WorkerPool
-from padded_dispatch.routings import routing_map, thin_out
+from padded_dispatch.utils.launch import WorkerError, WorkerPool
+from padded_dispatch.utils.routings import routing_map, thin_out
+from tests.support.grids import Grid, grid, poisoned_memory
+from tests.support.routing_cases import RoutingCase, assert_same, routing_cases
 
 GRIDS_OF_2 = pytest.mark.parametrize(("num_ranks", "tp_size"), [(2, 1), (1, 2)])
 GRIDS_OF_4 = pytest.mark.parametrize(("num_ranks", "tp_size"), [(4, 1), (2, 2)])

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from grids import poisoned_memory
-from test_activation import ALL, FUNCTIONS
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import linear
 
-from padded_dispatch import activation as activation_module
 from padded_dispatch import experts
-from padded_dispatch.activation import Activation
 from padded_dispatch.experts import ExpertWeights, grouped_mlp
+from padded_dispatch.ops import activation as activation_module
+from padded_dispatch.ops.activation import Activation
+from tests.ops.test_activation import ALL, FUNCTIONS
+from tests.support.grids import poisoned_memory
 
 # Rows of each expert: none in front, between and behind; one; everything in one expert; nothing.
 COUNTS = [[0, 3, 0, 5, 1, 0], [1], [0, 7, 0], [0, 0], [4, 4]]

@@ -4,7 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from ahead import ENVIRONMENT
+
+from tests.support.ahead import ENVIRONMENT
 
 pytestmark = pytest.mark.ahead
 

@@ -5,14 +5,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "padded_dispatch"
 LAYERS = (  # Low to high; modules on one line do not see each other.
-    "config routings stages",
-    "reference select plan kernels",
-    "ops stats grouped",
-    "workspace activation remedies",
-    "exchange experts snapshot",
+    "config utils",
+    "reference kernels",
+    "ops",
+    "exchange experts telemetry",
     "dispatcher peak",
-    "megatron capacity",
-    "testing launch results watchdog",
+    "megatron tune",
     "bench train",
     "cli",
 )
@@ -56,8 +54,8 @@ def test_imports_point_down():
 
 
 def test_this_test_can_fail(tmp_path):
-    (tmp_path / "reference.py").write_text("from padded_dispatch.select import kept_map")
-    (tmp_path / "plan.py").write_text(
+    (tmp_path / "reference.py").write_text("from padded_dispatch.ops import kept_map")
+    (tmp_path / "kernels.py").write_text(
         "import megatron.core\nfrom padded_dispatch import ops\nfrom . import config\n"
         "def late():\n    import transformer_engine\n"
         "from padded_dispatch.config import Policy\nimport torch\n"
@@ -69,11 +67,11 @@ def test_this_test_can_fail(tmp_path):
     (tmp_path / "train.py").write_text("import megatron.core\nfrom padded_dispatch.bench import x")
     assert violations(tmp_path) == [
         "exchange -> padded_dispatch.dispatcher.check",
-        "plan -> .config",
-        "plan -> megatron.core",
-        "plan -> padded_dispatch.ops",
-        "plan -> transformer_engine",
-        "reference -> padded_dispatch.select.kept_map",
+        "kernels -> .config",
+        "kernels -> megatron.core",
+        "kernels -> padded_dispatch.ops",
+        "kernels -> transformer_engine",
+        "reference -> padded_dispatch.ops.kept_map",
         "train -> padded_dispatch.bench.x",
     ]
 

@@ -54,7 +54,7 @@ def test_tables_are_generated():
 def test_differences_name_their_tests():
     """Every defect of the table has a test, and every test of a defect its row."""
     table = set(re.findall(r"^\| (D\d+b?) \|", TEXT, re.MULTILINE))
-    files = (ROOT / "tests").glob("test_megatron_*.py")
+    files = (ROOT / "tests").glob("megatron/**/test_*.py")
     tests = "".join(path.read_text() for path in files)
     assert table == {
         name.upper().replace("B", "b") for name in re.findall(r"def test_(d\d+b?)_", tests)

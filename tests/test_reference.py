@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from padded_dispatch import reference
-from padded_dispatch.routings import routing_map, thin_out
+from padded_dispatch.utils.routings import routing_map, thin_out
 
 
 def bools(*rows: str) -> np.ndarray:

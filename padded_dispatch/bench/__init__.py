@@ -1,7 +1,7 @@
 """The layer benchmark: one MoE layer of Megatron-Core, forward and backward, ours beside stock.
 
     command line -> Settings: cases and how to measure      command, cases
-      -> workers                                            padded_dispatch.launch, or torchrun
+      -> workers                                            utils.launch, or torchrun
       -> each: process groups, case by case                 work
          -> a layer with the case's dispatcher and routing  layer
          -> milliseconds, memory, kernels                   measure, phases

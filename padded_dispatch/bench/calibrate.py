@@ -16,18 +16,10 @@ from typing import Any
 import torch
 
 from padded_dispatch.bench.cases import MODELS
-from padded_dispatch.capacity.calibration import (
-    NAMES,
-    START,
-    Calibration,
-    Measured,
-    Work,
-    fit,
-    save,
-)
-from padded_dispatch.capacity.cost import LayerSizes, cost
 from padded_dispatch.config import DispatchConfig, require
-from padded_dispatch.results import read_runs
+from padded_dispatch.tune.cost import LayerSizes, cost
+from padded_dispatch.tune.time_model import NAMES, START, Calibration, Measured, Work, fit, save
+from padded_dispatch.utils.results import read_runs
 
 _CASE = ("model", "ep", "tokens", "capacity_factor", "contender", "variant")
 

@@ -11,8 +11,8 @@ from padded_dispatch.bench.cases import CONTENDERS, MODELS, SKEWS, sweep
 from padded_dispatch.bench.work import Settings, work
 from padded_dispatch.config import require
 from padded_dispatch.dispatcher import ExchangeKind
-from padded_dispatch.launch import start_workers
-from padded_dispatch.results import require_results
+from padded_dispatch.utils.launch import start_workers
+from padded_dispatch.utils.results import require_results
 
 
 def main(argv: list[str]) -> int:

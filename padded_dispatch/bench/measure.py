@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from padded_dispatch import peak
 from padded_dispatch.bench.cases import SKEWS, Case
-from padded_dispatch.routings import routing_scores
+from padded_dispatch.utils.routings import routing_scores
 
 _WARMUP = 5
 _PROFILED = 4

@@ -23,24 +23,24 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from padded_dispatch.activation import Activation
 from padded_dispatch.bench.cases import MODELS, LayerShape
 from padded_dispatch.config import DispatchConfig, Policy, require
 from padded_dispatch.experts import ExpertWeights, Linear, grouped_mlp
-from padded_dispatch.grouped import batched_linear, grouped_linear
-from padded_dispatch.ops import (
+from padded_dispatch.ops.activation import Activation
+from padded_dispatch.ops.counters import Counters
+from padded_dispatch.ops.grouped import batched_linear, grouped_linear
+from padded_dispatch.ops.overflow import select_with_remedy
+from padded_dispatch.ops.plan import make_plan
+from padded_dispatch.ops.rows import (
     combine_rows,
     gather_rows,
     gather_side,
-    make_plan,
     pack_rows,
     running_ends,
-    select,
     unpack_rows,
 )
-from padded_dispatch.remedies import select_with_remedy
-from padded_dispatch.results import about, append_run, require_results
-from padded_dispatch.stats import Counters
+from padded_dispatch.ops.select import select
+from padded_dispatch.utils.results import about, append_run, require_results
 
 _CALLS = 10
 _COPIED = 2**27  # bytes; far more than the caches hold

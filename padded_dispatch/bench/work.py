@@ -23,7 +23,7 @@ from padded_dispatch.bench.phases import phases_ms
 from padded_dispatch.bench.table import line, table
 from padded_dispatch.megatron import install
 from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.results import about, append_run
+from padded_dispatch.utils.results import about, append_run
 
 _SHOWN_KERNELS = 24
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from padded_dispatch.plan import DispatchPlan
+from padded_dispatch.ops.plan import DispatchPlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.library import custom_op
 
-from padded_dispatch.stages import stage
+from padded_dispatch.utils.nvtx import stage
 
 # torch 2.13 deprecates the longer names; 2.8 knows no others.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

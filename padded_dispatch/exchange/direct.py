@@ -50,10 +50,10 @@ from torch import Tensor
 from torch.library import custom_op
 
 from padded_dispatch.exchange import ExpertInput, PackedAtOnce, Slots
-from padded_dispatch.exchange.peers import DirectBuffers, Shape, check_group, find
-from padded_dispatch.ops import running_ends
-from padded_dispatch.plan import DispatchPlan
-from padded_dispatch.stages import stage
+from padded_dispatch.exchange.symmetric_memory import DirectBuffers, Shape, check_group, find
+from padded_dispatch.ops.plan import DispatchPlan
+from padded_dispatch.ops.rows import running_ends
+from padded_dispatch.utils.nvtx import stage
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

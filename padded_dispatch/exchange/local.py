@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.exchange import ExpertInput, PackedAtOnce, Slots
-from padded_dispatch.ops import (
+from padded_dispatch.ops.plan import DispatchPlan
+from padded_dispatch.ops.rows import (
     combine_packed,
     gather_packed,
     gather_side,
     pack_rows,
     running_ends,
 )
-from padded_dispatch.plan import DispatchPlan
-from padded_dispatch.stages import stage
+from padded_dispatch.utils.nvtx import stage
 
 
 class LocalExchange(PackedAtOnce):

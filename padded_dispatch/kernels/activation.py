@@ -5,7 +5,7 @@ and writes every element once here, computes in fp32 and rounds once. How many r
 from the device; programs beyond them end at once, and their rows are neither read nor written.
 Which function, gated or not, biased or not is known when a kernel is compiled.
 
-`padded_dispatch.activation` says what the arguments mean.
+`padded_dispatch.ops.activation` says what the arguments mean.
 """
 
 import torch

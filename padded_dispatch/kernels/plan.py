@@ -17,7 +17,7 @@ _BLOCK = 1024
 
 
 def plan(kept_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `padded_dispatch.plan.plan_tensors` returns; the example there holds here."""
+    """What `padded_dispatch.ops.plan.plan_tensors` returns; the example there holds here."""
     num_tokens, num_experts = kept_TE.shape
     kept_TE = kept_TE.contiguous()
     rank_TE = torch.empty_like(kept_TE, dtype=torch.int16)

@@ -35,7 +35,7 @@ def select(
         draw: int64 scalar, read by "random" only.
 
     Returns:
-        kept_TE bool [T, E] and demand_E int32 [E]; the example of `padded_dispatch.select.kept_map`
+        kept_TE bool [T, E] and demand_E int32 [E]; the example of `ops.select.kept_map_in_torch`
         holds here.
     """
     num_tokens, num_experts = asked_TE.shape
@@ -77,7 +77,7 @@ def select(
 def choice_ranks(asked_TE: Tensor, probs_TE: Tensor) -> Tensor:
     """Which choice of its token each expert is: int32 [T, E], unspecified where not asked for.
 
-    The example of `padded_dispatch.select.choice_ranks` holds here.
+    The example of `ops.select.choice_ranks_in_torch` holds here.
     """
     num_tokens, num_experts = asked_TE.shape
     rank_TE = asked_TE.new_empty(asked_TE.shape, dtype=torch.int32)
@@ -182,7 +182,7 @@ def _ordered_bits(value, BITS: tl.constexpr):
 
 @triton.jit
 def _random_bits(draw, t, e):
-    """`padded_dispatch.select.random_scores`, for token t and expert e."""
+    """`padded_dispatch.ops.select.random_scores`, for token t and expert e."""
     high, low = (draw >> 32) & 0xFFFFFFFF, draw & 0xFFFFFFFF
     mixed = _mix(_mix(high ^ 0x9E3779B9) ^ low)
     return _mix(_mix(mixed ^ t.to(tl.int64)) ^ e.to(tl.int64)).to(tl.uint32)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from padded_dispatch.megatron.factors import Factor, show_factor
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.megatron.telemetry import Reading, padded_moe_layers
-from padded_dispatch.snapshot import Snapshot
+from padded_dispatch.telemetry import Snapshot
 
 _log = logging.getLogger("padded_dispatch")
 

@@ -28,9 +28,8 @@ from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import LayerConfigs, check_config, padded_options
 from padded_dispatch.megatron.experts import chosen_experts
 from padded_dispatch.megatron.router import Selector
-from padded_dispatch.ops import make_plan
-from padded_dispatch.plan import DispatchPlan
-from padded_dispatch.stats import Counters
+from padded_dispatch.ops.counters import Counters
+from padded_dispatch.ops.plan import DispatchPlan, make_plan
 
 # The tensors of `DispatchPlan`; the slots keep the shape that the tokens came in.
 _PLAN_TENSORS = ("slot_of_SBK", "choice_of_slot_EC", "kept_E", "overflow_E")

@@ -42,13 +42,13 @@ from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from padded_dispatch.activation import Activation, Function
 from padded_dispatch.experts import ExpertWeights, Linear, grouped_mlp
-from padded_dispatch.grouped import batched_linear, grouped_linear
 from padded_dispatch.megatron.config import padded_options, refusals
 from padded_dispatch.megatron.fields import ConfigField
 from padded_dispatch.megatron.stacked import Shelf, StackedLinear
-from padded_dispatch.stages import stage
+from padded_dispatch.ops.activation import Activation, Function
+from padded_dispatch.ops.grouped import batched_linear, grouped_linear
+from padded_dispatch.utils.nvtx import stage
 
 _log = logging.getLogger("padded_dispatch")
 

@@ -8,7 +8,7 @@ configs pass through unchanged:
 - `MoELayer.__init__` raises for an unknown name: see `padded_dispatch.megatron.layer`.
 - the type of the config field becomes the choices of `--moe-token-dispatcher-type`.
 
-Besides, layers that replay CUDA graphs are guarded: see `padded_dispatch.megatron.guard`.
+Besides, layers that replay CUDA graphs are guarded: see `padded_dispatch.megatron.graphs.guard`.
 """
 
 import functools
@@ -18,9 +18,9 @@ from typing import Any, Literal, get_args
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from padded_dispatch.megatron import guard
 from padded_dispatch.megatron.compat import captures_moe
 from padded_dispatch.megatron.config import check_config
+from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.layer import build, dispatcher_type
 from padded_dispatch.megatron.options import PaddedOptions
 

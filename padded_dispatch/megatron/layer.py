@@ -19,12 +19,12 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from padded_dispatch.megatron import guard
 from padded_dispatch.megatron.config import check_config, check_experts, padded_options
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.megatron.experts import BatchedExperts, PackedExperts, chosen_experts
+from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.router import select_after_counting
-from padded_dispatch.stages import stage
+from padded_dispatch.utils.nvtx import stage
 
 
 @contextmanager

@@ -28,8 +28,8 @@ from padded_dispatch.dispatcher import check_facts
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.megatron.config import LayerConfigs, padded_options
 from padded_dispatch.megatron.scores import check_reroute, scores_of_all
-from padded_dispatch.remedies import select_with_remedy
-from padded_dispatch.stats import RoutingObserver
+from padded_dispatch.ops.counters import RoutingObserver
+from padded_dispatch.ops.overflow import select_with_remedy
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

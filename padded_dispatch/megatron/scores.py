@@ -27,7 +27,7 @@ _OTHER_ROUTINGS = frozenset({"sinkhorn", "quantile_balancing"})
 
 @dataclass(frozen=True, kw_only=True)
 class AllScores:
-    """For `padded_dispatch.remedies.reroute`: `scores_TE` with gradient, `choice_TE` without."""
+    """For `ops.overflow.reroute`: `scores_TE` with gradient, `choice_TE` without."""
 
     scores_TE: Tensor
     choice_TE: Tensor

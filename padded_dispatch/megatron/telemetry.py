@@ -34,8 +34,8 @@ from torch import Tensor
 
 from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.dispatcher import is_padded
-from padded_dispatch.snapshot import Ints, Snapshot, snapshot_of
-from padded_dispatch.stats import Counters
+from padded_dispatch.ops.counters import Counters
+from padded_dispatch.telemetry import Ints, Snapshot, snapshot_of
 
 
 @dataclass(frozen=True, kw_only=True)

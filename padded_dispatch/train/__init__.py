@@ -1,7 +1,7 @@
 """The main job: train a byte-level Mixture-of-Experts GPT on Python's own source, with Megatron.
 
     command line -> Settings, checked once            arguments, settings, presets
-      -> workers                                      padded_dispatch.launch, or torchrun
+      -> workers                                      padded_dispatch.utils.launch, or torchrun
       -> each: device and process groups              world
          -> model, Adam                               model, optimizer
          -> loop: passes, steps, evaluations          loop, passes, data

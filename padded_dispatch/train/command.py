@@ -2,15 +2,15 @@
 
 from importlib.util import find_spec
 
-from padded_dispatch.launch import start_workers
 from padded_dispatch.megatron.config import dispatch_config
-from padded_dispatch.results import require_results
 from padded_dispatch.train import checkpoint
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.data import Windows, load_corpus
 from padded_dispatch.train.loop import work
 from padded_dispatch.train.model import transformer_config
 from padded_dispatch.train.settings import Settings
+from padded_dispatch.utils.launch import start_workers
+from padded_dispatch.utils.results import require_results
 
 
 def main(argv: list[str]) -> int:

@@ -18,12 +18,12 @@ import sys
 import torch.distributed as dist
 
 from padded_dispatch.config import require
-from padded_dispatch.launch import start_workers
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.command import check
 from padded_dispatch.train.loop import train_in_groups
 from padded_dispatch.train.settings import Settings
 from padded_dispatch.train.world import free_memory, model_parallel, world
+from padded_dispatch.utils.launch import start_workers
 
 _SEPARATOR = "--vs"
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
-from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs
+from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs
 from padded_dispatch.train.optimizer import MegatronAdam
 from padded_dispatch.train.settings import Settings
-from padded_dispatch.watchdog import Watchdog
+from padded_dispatch.utils.watchdog import Watchdog
 
 EAGER_STEPS = 3
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch import peak
-from padded_dispatch.stats import Counters
+from padded_dispatch.ops.counters import Counters
 
 
 @dataclass(frozen=True, kw_only=True)

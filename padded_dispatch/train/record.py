@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch import peak
-from padded_dispatch.results import about, append_run
 from padded_dispatch.train.flops import flops_per_token
 from padded_dispatch.train.settings import Settings
+from padded_dispatch.utils.results import about, append_run
 
 _CONTENDERS = {
     "padded_alltoall": "ours",

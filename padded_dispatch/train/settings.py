@@ -13,7 +13,7 @@ from typing import Literal
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron.options import PaddedOptions
-from padded_dispatch.results import require_folder
+from padded_dispatch.utils.results import require_folder
 
 Device = Literal["cpu", "cuda"]
 Balancing = Literal["aux-loss", "expert-bias", "forced"]

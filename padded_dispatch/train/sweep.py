@@ -32,8 +32,6 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from padded_dispatch.config import require
-from padded_dispatch.launch import start_workers
-from padded_dispatch.results import about, append_run, read_runs, require_results
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.arguments import parser as train_parser
 from padded_dispatch.train.command import check
@@ -41,6 +39,8 @@ from padded_dispatch.train.loop import Outcome, train_in_groups
 from padded_dispatch.train.record import identity
 from padded_dispatch.train.settings import Settings
 from padded_dispatch.train.world import free_memory, model_parallel, world
+from padded_dispatch.utils.launch import start_workers
+from padded_dispatch.utils.results import about, append_run, read_runs, require_results
 
 # Flags of `padded-dispatch train` that differ between runs, and the one here that gives them.
 _VARIED = {

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from padded_dispatch.capacity.recorder import Recording, RoutingBuffer, TraceRecorder
 from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.train.settings import Settings
+from padded_dispatch.tune.recorder import Recording, RoutingBuffer, TraceRecorder
 
 
 def trace_recorder(

@@ -1,0 +1,261 @@
+"""Figures of a study: what each factor drops, who is loaded, when, and what it costs.
+
+Colours are Okabe and Ito's, which all kinds of colour vision tell apart; lines differ in style or
+width as well. Matplotlib is imported here and nowhere else in the package, and only when something
+is drawn: it comes with the extra `tune`.
+"""
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from padded_dispatch.tune.recommend import percent, smallest_sufficient
+from padded_dispatch.tune.study import Option, Study
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BLACK, GREY, BLUE, ORANGE, GREEN = "#222222", "#888888", "#0072B2", "#D55E00", "#009E73"
+
+_STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 12,
+    "axes.labelcolor": BLACK,
+    "axes.grid": True,
+    "grid.color": "#E6E6E6",
+    "legend.frameon": False,
+    "legend.fontsize": 10,
+    "svg.fonttype": "none",  # Text stays text.
+    "svg.hashsalt": "padded-dispatch",  # The same study gives the same file.
+}
+_LEAST = 1e-6  # A share below it is drawn as nothing: one row in a million.
+
+
+def require_matplotlib() -> None:
+    """Raise before work is done in vain.
+
+    Raises:
+        ValueError: Matplotlib is missing.
+    """
+    if find_spec("matplotlib") is None:
+        raise ValueError(
+            "plots need Matplotlib: pip install 'padded-dispatch[tune]', or --no-plots"
+        )
+
+
+def figures(study: Study) -> dict[str, "Figure"]:
+    """All figures of a study, by name; `cost` only where the layer's sizes are known."""
+    drawn = {"dropped": dropped, "load": load, "need": need}
+    if study.layer is not None:
+        drawn["cost"] = costs
+    with _style():
+        return {name: draw(study) for name, draw in drawn.items()}
+
+
+def svg(figure: "Figure") -> str:
+    """The figure as an `<svg>` element, without a prolog: for HTML."""
+    text = io.StringIO()
+    with _style():
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(text, format="svg", metadata=nothing)
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def dropped(study: Study) -> "Figure":
+    """Dropped share against factor: every layer, all together, and the floor beneath."""
+    figure, axes = _figure(8.4, 4.2)
+    factors = [option.factor for option in study.options]
+    rows = study.what_if.by_layer_and_step()
+    order_F = np.argsort(study.what_if.factors_F, kind="stable")
+    share_FL = rows.dropped_FLS.sum(2)[order_F] / np.maximum(rows.demand_LS.sum(1), 1)
+    if share_FL.shape[1] > 1:
+        for i, share_F in enumerate(share_FL.T):
+            label = "each layer" if i == 0 else None
+            axes.plot(factors, _visible(share_F), color=BLUE, alpha=0.35, lw=1, label=label)
+    of_all = _visible([option.dropped for option in study.options])
+    axes.plot(factors, of_all, color=BLACK, lw=2.2, marker="o", ms=3.5, label="all rows")
+    floor = _visible([option.floor for option in study.options])
+    axes.plot(factors, floor, color=GREEN, lw=1.8, ls="--", label="floor: experts equally popular")
+    target, advice = study.question.target, study.training.overall
+    if target.drop:
+        axes.axhline(target.drop, color=GREY, lw=1, ls=":", label=f"target: {percent(target.drop)}")
+    _mark(axes.axvline, advice.factor)
+    axes.set_yscale("log")
+    axes.set_ylim(_LEAST, 1)
+    axes.set_xlim(left=factors[0])
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share * 100:g} %")
+    axes.set_xlabel("capacity factor (slots per source and expert, relative to balance)")
+    axes.set_ylabel("dropped rows")
+    axes.set_title("What each factor drops")
+    figure.legend(loc="outside right upper")
+    return figure
+
+
+def load(study: Study) -> "Figure":
+    """Heat map of demand, layer by expert, relative to balance."""
+    found = study.what_if
+    layers_L, layer_of_N = np.unique(found.layers_N, return_inverse=True)
+    demand_LE = np.zeros((len(layers_L), study.num_experts))
+    np.add.at(demand_LE, layer_of_N, found.demand_NE)
+    demand_LE /= np.maximum(demand_LE.mean(1, keepdims=True), 1)
+    figure, axes = _figure(8.4, min(7.0, 1.9 + 0.22 * len(layers_L)))
+    image = axes.pcolormesh(
+        np.arange(study.num_experts + 1),
+        np.arange(len(layers_L) + 1),
+        demand_LE,
+        cmap="cividis",
+        vmin=0,
+        rasterized=True,
+    )
+    axes.grid(visible=False)
+    axes.invert_yaxis()
+    every = max(1, len(layers_L) // 12)
+    axes.set_yticks(np.arange(len(layers_L))[::every] + 0.5, [str(n) for n in layers_L[::every]])
+    for rank in range(1, study.num_ranks):
+        axes.axvline(rank * study.num_experts / study.num_ranks, color="white", lw=0.8)
+    axes.set_xlabel("expert (white lines: ranks)" if study.num_ranks > 1 else "expert")
+    axes.set_ylabel("MoE layer")
+    axes.set_title("Who is asked for")
+    figure.colorbar(image, ax=axes, label="rows, relative to balance", pad=0.02)
+    return figure
+
+
+def need(study: Study) -> "Figure":
+    """The factor that every step needs, and the recommended one."""
+    figure, axes = _figure(8.4, 4.0)
+    rows = study.what_if.by_layer_and_step()
+    order_F = np.argsort(study.what_if.factors_F, kind="stable")
+    factors_F, dropped_FLS = study.what_if.factors_F[order_F], rows.dropped_FLS[order_F]
+    drop, advice = study.question.target.drop, study.training.overall
+    demand_S, steps_S = rows.demand_LS.sum(0), rows.steps_S
+    needed_S = factors_F[smallest_sufficient(demand_S, dropped_FLS.sum(1), drop)]
+    worst_S = np.stack(
+        [
+            factors_F[np.minimum(smallest_sufficient(asked_S, lost_FS, drop), len(factors_F) - 1)]
+            for asked_S, lost_FS in zip(rows.demand_LS, dropped_FLS.swapaxes(0, 1), strict=True)
+        ]
+    ).max(0)
+    if len(rows.layers_L) > 1:
+        axes.plot(steps_S, worst_S, color=BLUE, lw=0.8, alpha=0.5, label="layer that needs most")
+    axes.plot(steps_S, needed_S, color=BLACK, lw=0, marker=".", ms=4, label="all layers together")
+    axes.axhspan(advice.lowest, advice.factor, color=ORANGE, alpha=0.12, lw=0)
+    _mark(axes.axhline, advice.factor)
+    if len(advice.phases) > 1:
+        starts = [phase.first_step for phase in advice.phases]
+        axes.step(
+            [*starts, int(steps_S[-1])],
+            [*(phase.factor for phase in advice.phases), advice.phases[-1].factor],
+            where="post",
+            color=GREEN,
+            lw=2,
+            label="schedule",
+        )
+    axes.set_xlabel("training step")
+    axes.set_ylabel("capacity factor needed")
+    kept = f"drop at most {percent(drop)}" if drop else "drop nothing"
+    axes.set_title(f"What each step needs to {kept}")
+    axes.set_xlim(int(steps_S[0]), max(int(steps_S[-1]), int(steps_S[0]) + 1))
+    axes.set_ylim(0, 1.1 * float(worst_S.max()))
+    figure.legend(loc="outside lower center", ncols=4)
+    return figure
+
+
+def costs(study: Study) -> "Figure":
+    """Time and memory against dropped rows; every point is a factor."""
+    figure, (left, right) = _figure(9.4, 4.4, columns=2)
+    usual = [option for option in study.options if option.factor >= 1.0]
+    chosen = study.option(study.training.overall.factor)
+    padded = {"marker": "o", "color": BLACK}
+    packed = {"marker": "s", "color": BLUE}
+    _curve(left, _padded_ms, usual, chosen, **padded, label="padded experts: every slot computed")
+    _curve(left, _packed_ms, usual, chosen, **packed, label="packed experts: empty slots skipped")
+    _curve(right, _gib, usual, chosen, **padded)
+    left.plot([], [], color=ORANGE, marker="o", ms=9, lw=0, label=f"recommended: {chosen.factor:g}")
+    for axes, of in ((left, _padded_ms), (right, _gib)):
+        for option in _spaced(usual, of):
+            place = {"xytext": (6, 3), "textcoords": "offset points", "fontsize": 9}
+            axes.annotate(f"{option.factor:g}", (of(option), _drawn(option)), **place)
+        axes.set_yscale("log")
+        axes.set_ylim(_LEAST / 2, 1)
+        axes.yaxis.set_major_formatter(
+            lambda share, _: "none" if share <= _LEAST else f"{share * 100:g} %"
+        )
+        axes.margins(x=0.12)
+    left.set_xlabel("ms per layer and micro-batch,\nforward and backward, modelled")
+    left.set_ylabel("dropped rows")
+    left.set_title("Time at each factor")
+    right.set_xlabel("GiB on a rank, all its layers\nand micro-batches in flight")
+    right.set_title("Memory at each factor")
+    figure.legend(loc="outside lower center", ncols=3)
+    return figure
+
+
+def _curve(
+    axes: Any, of: Callable[[Option], float], options: list[Option], chosen: Option, **style: Any
+) -> None:
+    """What options drop against what they cost, the chosen one larger."""
+    drawn = [_drawn(option) for option in options]
+    axes.plot([of(option) for option in options], drawn, lw=1, ms=3.5, **style)
+    axes.plot(of(chosen), _drawn(chosen), color=ORANGE, marker=style["marker"], ms=9, lw=0)
+
+
+def _padded_ms(option: Option) -> float:
+    assert option.padded_ms is not None
+    return option.padded_ms
+
+
+def _packed_ms(option: Option) -> float:
+    assert option.packed_ms is not None
+    return option.packed_ms
+
+
+def _gib(option: Option) -> float:
+    assert option.cost is not None
+    return option.cost.memory_bytes / 2**30
+
+
+def _drawn(option: Option) -> float:
+    """Its dropped share on a logarithmic axis: nothing dropped lies at the bottom."""
+    return max(option.dropped, _LEAST)
+
+
+def _spaced(options: list[Option], of: Callable[[Option], float]) -> list[Option]:
+    """Those with room for a label: an eighth of the axis between neighbours."""
+    room = (of(options[-1]) - of(options[0])) / 8
+    found = options[:1]
+    for option in options[1:]:
+        if of(option) - of(found[-1]) >= room:
+            found.append(option)
+    return found
+
+
+def _visible(shares: Any) -> Any:
+    """Shares for a logarithmic axis: what is below it is not drawn."""
+    return np.where(np.asarray(shares) >= _LEAST, shares, np.nan)
+
+
+def _mark(line: Callable[..., Any], factor: float) -> None:
+    line(factor, color=ORANGE, lw=2, zorder=1.5, label=f"recommended: {factor:g}")
+
+
+def _figure(width: float, height: float, *, columns: int = 1) -> tuple["Figure", Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=144)
+    return figure, figure.subplots(1, columns, sharey=columns > 1)
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        yield

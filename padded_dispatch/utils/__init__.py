@@ -1,0 +1,1 @@
+"""What has no home of its own: processes, results files, profiler ranges, test routings."""

@@ -1,0 +1,339 @@
+"""Every stage on real ranks against the reference, bit by bit.
+
+Payloads are whole numbers in fp64 that encode their address: all sums are exact, so that equality
+needs no tolerance, and a misplaced row shows where it came from. Fresh memory is NaN throughout.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.library import opcheck
+from torch.testing._internal.distributed import multi_threaded_pg
+
+from padded_dispatch import reference
+from padded_dispatch.config import BufferBytes, DispatchConfig
+from padded_dispatch.dispatcher import make_exchange
+from padded_dispatch.exchange import Exchange
+from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.exchange.alltoall import CollectiveExchange
+from padded_dispatch.exchange.collectives import all_gather, all_to_all, group_name, reduce_scatter
+from padded_dispatch.exchange.local import LocalExchange
+from padded_dispatch.ops.plan import make_plan
+from padded_dispatch.utils.launch import WorkerPool
+from padded_dispatch.utils.routings import routing_map, thin_out
+from tests.support.grids import Grid, grid, poisoned_memory
+from tests.support.routing_cases import assert_same
+
+GRIDS_OF_2 = pytest.mark.parametrize(("num_ranks", "tp_size"), [(2, 1), (1, 2)])
+GRIDS_OF_4 = pytest.mark.parametrize(("num_ranks", "tp_size"), [(4, 1), (2, 2)])
+LAYOUTS = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+ROUTINGS = pytest.mark.parametrize("routing", ["thin", "same", "idle", "tiny"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Payloads of all ranks; those of the experts per shard: `out_IRLMD` are summands."""
+
+    num_ranks: int
+    tp_size: int
+    top_k: int
+    capacity: int
+    kept_STE: np.ndarray
+    tokens_STD: np.ndarray
+    probs_STE: np.ndarray
+    grad_rows_IRLMD: np.ndarray
+    grad_probs_IRLM: np.ndarray
+    out_IRLMD: np.ndarray
+    grad_home_STD: np.ndarray
+
+    def plans(self) -> list[reference.Plan]:
+        return [
+            reference.plan(kept_TE, top_k=self.top_k, capacity=self.capacity)
+            for kept_TE in self.kept_STE
+        ]
+
+
+def addresses(*shape: int, offset: int = 0) -> np.ndarray:
+    """A whole number of its own for every element; `offset` keeps payloads apart."""
+    return np.arange(1.0, np.prod(shape) + 1).reshape(shape) + offset
+
+
+def make_case(routing: str, num_ranks: int, tp_size: int) -> Case:
+    """thin: 0 to K experts per token, some rows dropped. same: all tokens to the same experts, and
+    all others idle. idle: the last rank has no real tokens. tiny: one of everything."""
+    sources = num_ranks * tp_size
+    num_tokens, local, top_k, capacity, hidden = 7, 2, 3, 3, 5
+    if routing == "tiny":
+        num_tokens, local, top_k, capacity, hidden = 1, 1, 1, 1, 1
+    experts = local * num_ranks
+    top_k = min(top_k, experts)
+    maps = []
+    for source in range(sources):
+        skew = "same" if routing == "same" else "uniform"
+        map_TE = routing_map(num_tokens, experts, top_k, skew=skew, seed=source)
+        if routing == "thin":
+            map_TE = thin_out(map_TE, share=0.2, seed=source)
+        if routing == "idle" and source == sources - 1:
+            map_TE[:] = False
+        maps.append(map_TE & (map_TE.cumsum(0) <= capacity))
+    buffers = tp_size, num_ranks, local, sources * capacity
+    return Case(
+        num_ranks=num_ranks,
+        tp_size=tp_size,
+        top_k=top_k,
+        capacity=capacity,
+        kept_STE=np.stack(maps),
+        tokens_STD=addresses(sources, num_tokens, hidden),
+        probs_STE=addresses(sources, num_tokens, experts, offset=10_000),
+        grad_rows_IRLMD=addresses(*buffers, hidden, offset=20_000),
+        grad_probs_IRLM=addresses(*buffers, offset=30_000),
+        out_IRLMD=addresses(*buffers, hidden, offset=40_000),
+        grad_home_STD=addresses(sources, num_tokens, hidden, offset=50_000),
+    )
+
+
+def _there_and_back(case: Case, packed: bool) -> dict[str, Tensor]:
+    """All results and gradients of this rank of a pool."""
+    with poisoned_memory():
+        return results_of(case, grid(case.num_ranks, case.tp_size), packed)
+
+
+def exchange_of(here: Grid, num_local_experts: int, packed: bool) -> Exchange:
+    """The one that a dispatcher of this rank takes."""
+    sizes = num_local_experts, here.group, here.tp_group
+    return make_exchange("nccl", Agreement(), *sizes, packed=packed, in_flight=1)
+
+
+def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:
+    def leaf(payload: np.ndarray) -> Tensor:
+        return torch.from_numpy(payload.copy()).requires_grad_()
+
+    exchange = exchange_of(here, case.out_IRLMD.shape[2], packed)
+    kept_TE = torch.from_numpy(case.kept_STE[here.source])
+    plan = make_plan(kept_TE, top_k=case.top_k, capacity=case.capacity)
+    tokens_TD, probs_TE = leaf(case.tokens_STD[here.source]), leaf(case.probs_STE[here.source])
+    outgoing = exchange.prepare(tokens_TD, probs_TE, plan)
+    given = exchange.arrange(exchange.move(outgoing))
+
+    def experts_hold(payload_IRLM: np.ndarray) -> np.ndarray:
+        """This rank's part in the layout of the experts; NaN behind the last packed row."""
+        payload_LM = payload_IRLM[here.i, here.r]
+        rows = payload_LM.reshape(-1, *payload_LM.shape[2:]).copy()
+        if packed:
+            real = reference.pack(payload_LM, given.kept_SL.numpy())
+            rows[:] = np.nan
+            rows[: len(real)] = real
+        return rows
+
+    torch.autograd.backward(
+        (given.rows_ND, given.probs_N),
+        (
+            torch.from_numpy(experts_hold(case.grad_rows_IRLMD)),
+            torch.from_numpy(experts_hold(case.grad_probs_IRLM)),
+        ),
+    )
+    out_ND = leaf(experts_hold(case.out_IRLMD))
+    returned = exchange.disarrange(out_ND, given.ends_LS)
+    home_TD = exchange.combine(exchange.move_back(returned), plan, given.ends_LS)
+    home_TD.backward(torch.from_numpy(case.grad_home_STD[here.source]))
+    assert tokens_TD.grad is not None
+    assert probs_TE.grad is not None
+    assert out_ND.grad is not None
+    return {
+        "rows": given.rows_ND.detach(),
+        "probs": given.probs_N.detach(),
+        "kept": given.kept_SL,
+        "grad_tokens": tokens_TD.grad,
+        "grad_probs": probs_TE.grad,
+        "home": home_TD.detach(),
+        "grad_out": out_ND.grad,
+    }
+
+
+def assert_is_reference(case: Case, results: list[dict[str, Tensor]], packed: bool) -> None:
+    plans, num_ranks = case.plans(), case.num_ranks
+    given = reference.dispatch(case.tokens_STD, case.probs_STE, plans, num_ranks=num_ranks)
+    grad_tokens_STD, grad_probs_STE = reference.dispatch_backward(
+        case.grad_rows_IRLMD.sum(0),
+        case.grad_probs_IRLM.sum(0),
+        plans,
+        num_experts=case.probs_STE.shape[-1],
+    )
+    home_STD = reference.combine(case.out_IRLMD.sum(0), plans)
+    grad_out_RLMD = reference.combine_backward(case.grad_home_STD, plans, num_ranks=num_ranks)
+    for source, result in enumerate(results):
+        r = source % num_ranks
+        for name, by_loops_RLM in (
+            ("rows", given.rows_RLMD),
+            ("probs", given.probs_RLM),
+            ("grad_out", grad_out_RLMD),
+        ):
+            expected = by_loops_RLM[r].reshape(-1, *by_loops_RLM.shape[3:])
+            assert result[name].shape == expected.shape
+            if packed:  # Whatever lies behind the real rows.
+                expected = reference.pack(by_loops_RLM[r], given.kept_RSL[r])
+            assert_same(result[name][: len(expected)], expected)
+        assert_same(result["kept"], given.kept_RSL[r])
+        assert_same(result["grad_tokens"], grad_tokens_STD[source])
+        assert_same(result["grad_probs"], grad_probs_STE[source])
+        assert_same(result["home"], home_STD[source])
+
+
+@LAYOUTS
+@ROUTINGS
+def test_one_rank_is_the_reference(routing, packed):
+    case = make_case(routing, 1, 1)
+    assert_is_reference(case, [_there_and_back(case, packed)], packed)
+
+
+def test_one_rank_has_no_slots_where_rows_are_packed():
+    here = grid(1, 1)
+    assert type(exchange_of(here, 2, packed=True)) is LocalExchange
+    assert type(exchange_of(here, 2, packed=False)) is CollectiveExchange
+
+
+@LAYOUTS
+@ROUTINGS
+@GRIDS_OF_2
+def test_two_ranks_are_the_reference(pool2: WorkerPool, routing, num_ranks, tp_size, packed):
+    case = make_case(routing, num_ranks, tp_size)
+    assert_is_reference(case, pool2.run(_there_and_back, case, packed), packed)
+
+
+@LAYOUTS
+@ROUTINGS
+@GRIDS_OF_4
+def test_four_ranks_are_the_reference(pool4: WorkerPool, routing, num_ranks, tp_size, packed):
+    case = make_case(routing, num_ranks, tp_size)
+    assert_is_reference(case, pool4.run(_there_and_back, case, packed), packed)
+
+
+def test_sixty_four_ranks_are_the_reference():
+    """Threads of this process, with torch's in-process group in place of gloo."""
+    case = make_case("thin", 64, 1)
+    store = dist.HashStore()
+
+    def run(rank: int) -> dict[str, Tensor]:
+        dist.init_process_group("threaded", rank=rank, world_size=64, store=store)
+        try:
+            here = Grid(r=rank, i=0, group=dist.group.WORLD, tp_group=None)
+            return results_of(case, here, packed=False)
+        except BaseException as error:
+            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)  # Frees those that wait.
+            raise
+        # The group ends with its thread; torch 2.11 cannot destroy a threaded one.
+
+    multi_threaded_pg._install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        with ThreadPoolExecutor(64) as threads:
+            results = list(threads.map(run, range(64)))
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        multi_threaded_pg._uninstall_threaded_pg()
+    assert_is_reference(case, results, packed=False)
+
+
+def test_memory_is_poisoned():
+    with poisoned_memory():
+        assert torch.empty(3).isnan().all()
+
+
+def _sums_of_shards() -> tuple[Tensor, Tensor]:
+    """Rank 0 contributes 256, ranks 1 to 3 one each: once forward, once backward."""
+    name = group_name(dist.group.WORLD)
+    value = 256 if dist.get_rank() == 0 else 1
+    summand = torch.full((4, 1), value, dtype=torch.bfloat16)
+    block = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    all_gather(block, name, 4).backward(summand)
+    assert block.grad is not None
+    return reduce_scatter(summand, name, 4), block.grad
+
+
+def test_shards_of_bf16_add_up_in_fp32(pool4: WorkerPool):
+    # Above 256 bf16 is even: one by one, the ones would be lost. 259 itself rounds to 260.
+    ones = torch.ones((), dtype=torch.bfloat16)
+    assert (((256 * ones) + ones) + ones) + ones == 256
+    for forward, backward in pool4.run(_sums_of_shards):
+        assert forward.tolist() == [[260.0]]
+        assert backward.tolist() == [[260.0]]
+
+
+def _check_ops() -> None:
+    name = group_name(dist.group.WORLD)
+    rows = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    strided = torch.randn(3, 4, dtype=torch.float64).T.requires_grad_()
+    for blocks in (rows, strided):
+        opcheck(all_to_all, (blocks, name))
+        opcheck(all_gather, (blocks, name, 2))
+        opcheck(reduce_scatter, (blocks, name, 2))
+
+
+def test_collectives_are_sound_custom_ops(pool2: WorkerPool):
+    assert pool2.run(_check_ops) == [None, None]
+
+
+def _allocated(config: DispatchConfig, dtype: torch.dtype, packed: bool) -> BufferBytes:
+    """Bytes of new storage behind the results of every stage, on this rank."""
+    here = grid(config.num_ranks, config.tp_size)
+    exchange = exchange_of(here, config.num_local_experts, packed)
+    known: dict[int, Tensor] = {}  # Keeps everything alive, so that no address is used twice.
+
+    def new_bytes(*tensors: Tensor | None) -> int:
+        stored = {t.untyped_storage().data_ptr(): t for t in tensors if t is not None}
+        new = {pointer: t for pointer, t in stored.items() if pointer not in known}
+        known.update(new)
+        return sum(t.untyped_storage().nbytes() for t in new.values())
+
+    map_TE = torch.from_numpy(routing_map(7, config.num_experts, config.top_k))
+    plan = make_plan(map_TE, top_k=config.top_k, capacity=config.capacity(7))
+    plan_bytes = new_bytes(plan.slot_of_TK, plan.choice_of_slot_EC, plan.kept_E, plan.overflow_E)
+    sent = exchange.prepare(torch.ones(7, 3, dtype=dtype), torch.ones(map_TE.shape), plan)
+    send = new_bytes(sent.rows_MCD, sent.side_MC1)
+    moved = exchange.move(sent)
+    receive = new_bytes(moved.rows_MCD, moved.side_MC1)
+    if here.tp_group is not None:  # Inside `arrange`: the slots of all shards.
+        receive += config.tp_size * send
+    given = exchange.arrange(moved)
+    experts = new_bytes(given.rows_ND, given.probs_N, given.kept_SL, given.ends_LS)
+    out_ND = given.rows_ND.clone()
+    returned = exchange.disarrange(out_ND, given.ends_LS)
+    home = exchange.move_back(returned)
+    back = new_bytes(out_ND, returned.rows_MCD, home.rows_MCD)
+    return BufferBytes(send=send, receive=receive, experts=experts, back=back, plan=plan_bytes)
+
+
+def config_of(**grid_sizes: Any) -> DispatchConfig:
+    return DispatchConfig(num_experts=4, top_k=2, capacity_factor=1.5, **grid_sizes)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_bytes_are_those_that_one_rank_allocates(dtype, packed):
+    config = config_of()
+    expected = config.buffer_bytes(7, 3, dtype.itemsize, packed=packed)
+    assert _allocated(config, dtype, packed) == expected
+    parts = expected.send, expected.receive, expected.experts, expected.back, expected.plan
+    assert expected.total == sum(parts)
+
+
+@LAYOUTS
+@GRIDS_OF_2
+def test_bytes_are_those_that_two_ranks_allocate(pool2: WorkerPool, num_ranks, tp_size, packed):
+    config = config_of(num_ranks=num_ranks, tp_size=tp_size)
+    expected = config.buffer_bytes(7, 3, 2, packed=packed)
+    assert pool2.run(_allocated, config, torch.bfloat16, packed) == [expected] * 2
+
+
+@LAYOUTS
+@GRIDS_OF_4
+def test_bytes_are_those_that_four_ranks_allocate(pool4: WorkerPool, num_ranks, tp_size, packed):
+    config = config_of(num_ranks=num_ranks, tp_size=tp_size)
+    expected = config.buffer_bytes(7, 3, 2, packed=packed)
+    assert pool4.run(_allocated, config, torch.bfloat16, packed) == [expected] * 4

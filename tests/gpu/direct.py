@@ -1,0 +1,287 @@
+"""Shows on the GPUs of one host that direct stores equal the all-to-all, and how fast they are.
+
+    python -m tests.gpu.direct --out notebooks/results/direct.json --commit SHA
+
+Uses all GPUs of the machine. Every part is a row, and the file is whole after each; one that fails,
+or takes longer than its limit, is ended and does not stop the others.
+
+    compute-sanitizer --tool memcheck --show-backtrace no --target-processes all \\
+        --error-exitcode 9 python -m tests.gpu.direct --small
+
+is a short run on two GPUs for the sanitizer's tools, without a results file. (For its backtraces
+the sanitizer holds Python's frames, and they the tensors of a call, which is then taken for one
+that still waits for its backward pass.)
+"""
+
+import argparse
+import dataclasses
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from padded_dispatch.exchange import Exchange
+from padded_dispatch.exchange.alltoall import CollectiveExchange
+from padded_dispatch.exchange.collectives import all_to_all, group_name
+from padded_dispatch.exchange.direct import DirectExchange, _home, _push
+from padded_dispatch.kernels import direct as kernels
+from padded_dispatch.ops.plan import DispatchPlan, make_plan
+from padded_dispatch.ops.select import select
+from padded_dispatch.utils.launch import WorkerError, WorkerPool, _torchrun_env, start_workers
+from tests.support.direct_parity import (
+    Layer,
+    captured,
+    eager_differences,
+    lose_a_rank,
+    make_inputs,
+    meet,
+    my_gpu,
+    replay_differences,
+    small_run,
+)
+from tests.support.gpu_rows import Rows, add_only, add_results, wants
+
+LIMIT_S = 60.0
+
+# No multicast: it is of no use here, and not every host offers it to all.
+ENVIRONMENT = {
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+
+SMALL = Layer()
+EAGER = {
+    "bf16": SMALL,
+    "fp32, no dropping": dataclasses.replace(SMALL, dtype=torch.float32, factor=None),
+    "one of everything": Layer(tokens=1, width=8, top_k=1, local_experts=1),
+}
+IN_FLIGHT = (
+    dataclasses.replace(SMALL, in_flight=3),
+    Layer(tokens=260, width=1032, top_k=4, local_experts=8, factor=0.5, in_flight=3),
+)
+_REPEATS = 10  # calls in a graph
+_SAMPLES = 7
+
+
+def graphed_us(call: Callable[[], object]) -> float:
+    """Microseconds of a call inside a graph: the median sample of the slowest rank."""
+
+    def repeatedly() -> None:
+        for _ in range(_REPEATS):
+            call()
+
+    meet()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph, _ = captured(repeatedly)
+        samples = []
+        for _ in range(_SAMPLES):
+            meet()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            graph.replay()
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples.append(start.elapsed_time(end) / _REPEATS * 1e3)
+        meet()
+        del graph
+    slowest = torch.tensor(sorted(samples)[_SAMPLES // 2], device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return round(slowest.item(), 1)
+
+
+@contextmanager
+def programs(number: int) -> Iterator[None]:
+    """Another number of programs for the kernels that store."""
+    usual = kernels._PROGRAMS
+    kernels._PROGRAMS = number
+    try:
+        yield
+    finally:
+        kernels._PROGRAMS = usual
+
+
+def there_and_back(
+    exchange: Exchange, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan
+) -> Tensor:
+    """All stages, forward, with experts that do nothing."""
+    given = exchange.arrange(exchange.move(exchange.prepare(tokens_TD, probs_TE, plan)))
+    home = exchange.move_back(exchange.disarrange(given.rows_ND, given.ends_LS))
+    return exchange.combine(home, plan, given.ends_LS)
+
+
+def speed(factor: float) -> dict[str, Any]:
+    """Real rows of 4,096 tokens over the links, there and back, beside the all-to-all."""
+    device, size = my_gpu(), dist.get_world_size()
+    layer = Layer(
+        tokens=4096, width=2048, top_k=8, local_experts=128 // size, factor=factor, in_flight=1
+    )
+    given = make_inputs(layer, "uniform", 0, device)
+    capacity = layer.dispatcher("nccl").config.capacity(layer.tokens)
+    with torch.no_grad():
+        kept = select(given.map_TE, given.probs_TE, capacity=capacity)
+        plan = make_plan(kept.kept_TE, top_k=layer.top_k, capacity=capacity)
+        tokens_TD, probs_TE = given.tokens_TD.detach(), kept.probs_TE.detach()
+        exchange = DirectExchange(layer.local_experts, dist.group.WORLD)
+        exchange.prepare(tokens_TD, probs_TE, plan)
+        (buffers,) = exchange._buffers.values()
+        nccl = CollectiveExchange(layer.local_experts, dist.group.WORLD, packed=True)
+        maps = plan.slot_of_TK, plan.kept_E
+        where = capacity, size, buffers.key, False
+        rows_ND, _, ends_LS = _push(tokens_TD, probs_TE, *maps, *where)
+        out_ND = rows_ND.clone()
+        slots_ECD = torch.randn(128, capacity, layer.width, device=device).to(layer.dtype)
+        name = group_name(dist.group.WORLD)
+        calls: dict[str, Callable[[], object]] = {
+            "barrier": buffers.transient.barrier,
+            "push": lambda: _push(tokens_TD, probs_TE, *maps, *where),
+            "home": lambda: _home(out_ND, None, ends_LS, *maps, capacity, buffers.key),
+            "nccl": lambda: all_to_all(slots_ECD, name),
+            "dispatch and combine": lambda: there_and_back(exchange, tokens_TD, probs_TE, plan),
+            "dispatch and combine, nccl": lambda: there_and_back(nccl, tokens_TD, probs_TE, plan),
+        }
+        us = {label: graphed_us(call) for label, call in calls.items()}
+        for number in (132, 264, 1056):
+            with programs(number):
+                for label in ("push", "home"):
+                    us[f"{label}, {number} programs"] = graphed_us(calls[label])
+    real = plan.kept_E.sum()
+    dist.all_reduce(real)
+    row_bytes = layer.width * layer.dtype.itemsize
+    link_bytes = {
+        "push": real.item() / size * row_bytes * (size - 1) / size,
+        "nccl": slots_ECD.numel() / layer.width * row_bytes * (size - 1) / size,
+    }
+    rates = {
+        label: round(link_bytes["nccl" if label == "nccl" else "push"] / value / 1e3, 1)
+        for label, value in us.items()
+        if label.startswith(("push", "home", "nccl"))
+    }
+    return {"us": us, "gb_per_s_over_links": rates, "real_rows": real.item() / size}
+
+
+def parts(size: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any], tuple[Any, ...]]]:
+    """What a row says of itself, a function of a rank, its arguments."""
+    for name, layer in EAGER.items():
+        yield {"check": f"eager equals all-to-all: {name}"}, eager_differences, (layer,)
+    yield {"check": "1000 replays equal all-to-all"}, replay_differences, (IN_FLIGHT, 1000)
+    for factor in (1.0, 2.0):
+        yield {"measure": "exchange", "capacity_factor": factor}, speed, (factor,)
+
+
+def run_part(
+    pool: WorkerPool, row: dict[str, Any], fn: Callable[..., Any], args: tuple[Any, ...]
+) -> dict[str, Any]:
+    """The row with what was found."""
+    started = time.monotonic()
+    row = row | {"ranks": pool.num_workers, "passed": False, "failures": None}
+    try:
+        found = pool.run(fn, *args, timeout_s=LIMIT_S)
+    except WorkerError as error:
+        row["failures"] = [str(error)[-3000:]]
+    else:
+        if "check" in row:
+            row["failures"] = sorted({f"rank {r}: {x}" for r, of in enumerate(found) for x in of})
+            row["num_failures"] = len(row["failures"])
+            row["failures"] = row["failures"][:40]
+            row["passed"] = not row["failures"]
+        else:
+            row |= found[0] | {"passed": True}
+    return row | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def lost_rank(num_ranks: int, how: str) -> dict[str, Any]:
+    """The row of a world whose last rank leaves: when and with which words the others end.
+
+    They find out by themselves: nobody ends them before their time is over.
+    """
+    started = time.monotonic()
+    spawn = multiprocessing.get_context("spawn")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    left = spawn.Event()
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, str(rank)) for rank in range(num_ranks)]
+        processes = [
+            spawn.Process(
+                target=lose_a_rank,
+                args=(how, _torchrun_env(rank, num_ranks, store.port), str(log), left),
+                daemon=True,
+            )
+            for rank, log in enumerate(logs)
+        ]
+        for process in processes:
+            process.start()
+        began = left.wait(LIMIT_S)
+        since = time.monotonic()
+        for process in processes[:-1]:
+            process.join(max(0.0, since + LIMIT_S - time.monotonic()))
+        seconds_to_end = time.monotonic() - since
+        ended = [process.exitcode is not None for process in processes[:-1]]
+        codes = [process.exitcode for process in processes[:-1]]
+        for process in processes:
+            process.kill()
+            process.join()
+        said = [log.read_text(errors="replace") if log.exists() else "" for log in logs[:-1]]
+    name = re.compile(rf"^.*\brank {num_ranks - 1}\b.*$", re.MULTILINE)
+    words = [match[0] if (match := name.search(text)) else None for text in said]
+    named = [word is not None for word in words]
+    passed = began and all(ended) and all(named)
+    return {
+        "check": f"a rank {how} in the middle of replays, and all others end and name it",
+        "ranks": num_ranks,
+        "passed": passed,
+        "failures": [] if passed else [text[-3000:] for text in said],
+        "seconds_to_end": round(seconds_to_end, 1),
+        "exit_codes": codes,
+        "words": words,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def run_all(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All rows that the command line asks for."""
+    with WorkerPool(arguments.gpus, backend="nccl") as pool:
+        for row, *call in parts(arguments.gpus):
+            if wants(arguments, row.get("check") or row["measure"]):
+                yield run_part(pool, row, *call)
+    for how in ("dies", "stalls"):
+        if wants(arguments, f"a rank {how}"):
+            yield lost_rank(arguments.gpus, how)
+
+
+def main() -> int:
+    """Run everything; the exit code is 1 when a part failed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_results(parser, required=False)
+    add_only(parser)
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--small", action="store_true", help="nothing but a short run on two GPUs")
+    arguments = parser.parse_args()
+    if arguments.gpus < 2:
+        parser.error("direct stores need at least two GPUs")
+    if arguments.small:
+        os.environ.update(ENVIRONMENT)
+        start_workers(small_run, num_workers=2)
+        return 0
+    if arguments.out is None or arguments.commit is None:
+        parser.error("--out and --commit are needed for a results file")
+    rows = Rows(arguments, arguments.gpus, ENVIRONMENT)
+    for row in run_all(arguments):
+        rows.add(row)
+    return rows.exit_code()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""What CUDA graphs of layers go through in training, shown on GPUs, and the rows that say so.
+
+    python -m tests.gpu.situations --out notebooks/results/graph_situations.json --commit SHA
+
+Runs all that the machine has GPUs for: replayed training against eager training bit by bit, replays
+over a thousand routings, telemetry beside a host's count, and replays that never wait. The file is
+whole after every case; a case that fails or does not end in time is a row, too, and the next one
+starts with new processes. `--only TEXT` runs the cases whose name has the text, or one of several;
+`--cpu N` tries out this program on N processes over gloo, with a stand-in for CUDA graphs, in small
+sizes.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+from megatron.core import package_info
+
+from padded_dispatch.config import Policy, Remedy
+from padded_dispatch.utils.launch import WorkerError, WorkerPool
+from tests.support.gpu_rows import Rows, parsed, wants
+from tests.support.graph_routings import (
+    RoutingCase,
+    draws_repeat_with_the_seed,
+    routings_equal_eager,
+)
+from tests.support.graph_telemetry import telemetry_is_a_hosts_count
+from tests.support.graph_training import Situation, replays_do_not_wait, replays_equal_eager
+
+Case = Situation | RoutingCase
+Check = Callable[[Any], Any]
+
+CASE_S = 180.0
+RANKS = (1, 2, 4, 8)
+WHOLE, PARTIAL = ("attn", "moe"), ("attn", "moe_router", "moe_preprocess")
+GPT_OSS: dict[str, Any] = {"hidden": 2880, "ffn": 2880, "heads": 64, "groups": 8}
+
+# Read by libraries as they are loaded, so set before a worker starts.
+ENVIRONMENT = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    # Direct stores need no multicast, and not every host offers it to all.
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+
+_TINY = {"num_experts": 8, "top_k": 2, "hidden": 16, "ffn": 24}
+
+
+def situations() -> Iterator[Situation]:
+    """Training, from one rank to eight."""
+    yield Situation(name="4 microbatches", microbatches=4)
+    # From 0.18 on graphs recompute nothing of `moe`, and eager training rounds otherwise.
+    moe = ("moe",) if (package_info.MAJOR, package_info.MINOR) < (0, 18) else ()
+    for module in (*moe, "moe_act", "layernorm"):
+        yield Situation(name=f"recompute {module}", recompute=(module,))
+    yield Situation(name="evaluation between steps", evaluates=(1, 256))
+    yield Situation(name="evaluation of another shape", evaluates=(3, 160))
+    yield Situation(name="evaluation of another shape, partial", evaluates=(3, 160), scopes=PARTIAL)
+    two: dict[str, Any] = {"ranks": 2, "ep": 2}
+    four: dict[str, Any] = {"ranks": 4, "ep": 2}
+    plain_ddp = {"distributed_optimizer": False}
+    for sizes, name in ((two, "EP2"), (four, "EP2, two replicas")):
+        yield Situation(name=f"{name}: DDP", **plain_ddp, **sizes)
+        overlap = {"overlap_grad_reduce": True, **sizes}
+        yield Situation(name=f"{name}: DDP, overlapped reduce", **plain_ddp, **overlap)
+        yield Situation(name=f"{name}: distributed optimizer", **sizes)
+        both = {"overlap_param_gather": True, **overlap}
+        yield Situation(name=f"{name}: distributed optimizer, all overlapped", **both)
+    yield from _layouts()
+    yield from _starved()
+    for scopes in (WHOLE, PARTIAL):
+        yield Situation(name=f"200 replays, {'+'.join(scopes)}", replays=200, scopes=scopes, **two)
+    yield Situation(name="EP2: local graphs of whole layers", impl="local", scopes=(), **two)
+    mixed = {"num_layers": 3, "dense": (1,), "scopes": ("attn", "mlp", "moe")}
+    yield Situation(name="dense and MoE layers", **mixed, **two)
+    for sizes, name in (({"ranks": 2}, "PP2"), ({"ranks": 4, "ep": 2}, "PP2/EP2")):
+        deep = {"pp": 2, "num_layers": 4, "microbatches": 4, **sizes}
+        yield Situation(name=name, **deep)
+        yield Situation(name=name.replace("PP2", "PP2/VPP2"), vpp=2, **deep)
+
+
+def _layouts() -> Iterator[Situation]:
+    """A model of GPT-OSS's width, in ways to share it."""
+    layouts: dict[str, dict[str, int]] = {
+        "TP1/EP2": {"ranks": 2, "ep": 2},
+        "TP2/EP2/ETP1": {"ranks": 2, "tp": 2, "ep": 2},
+        "TP2/EP2/ETP2": {"ranks": 4, "tp": 2, "ep": 2, "etp": 2},
+        "TP4/EP2/ETP1": {"ranks": 4, "tp": 4, "ep": 2},
+        "TP4/EP2/ETP2": {"ranks": 4, "tp": 4, "ep": 2, "etp": 2},
+        "TP4/EP4/ETP1": {"ranks": 4, "tp": 4, "ep": 4},
+        "EP4": {"ranks": 4, "ep": 4},
+        "TP4/EP2/ETP4": {"ranks": 8, "tp": 4, "ep": 2, "etp": 4},
+        "EP8": {"ranks": 8, "ep": 8},
+    }
+    for name, sizes in layouts.items():
+        for scopes in (WHOLE, PARTIAL):
+            full_name = f"GPT-OSS {name}, {'+'.join(scopes)}"
+            yield Situation(name=full_name, scopes=scopes, replays=3, **GPT_OSS, **sizes)
+
+
+def _starved() -> Iterator[Situation]:
+    """Nobody asks for a rank's experts, or for one expert."""
+    plain: dict[str, Any] = {"overlap_grad_reduce": True, "distributed_optimizer": False}
+    for ranks in (2, 4):
+        for scopes in (WHOLE, PARTIAL):
+            name = f"EP{ranks}: a rank without tokens in some steps, {'+'.join(scopes)}"
+            sizes = {"ranks": ranks, "ep": ranks, "scopes": scopes, "replays": 8}
+            yield Situation(name=name, idle="rank", **plain, **sizes)
+    yield Situation(name="EP2: an expert without tokens", idle="expert", ranks=2, ep=2, **plain)
+    alone = {"ranks": 1, **plain}
+    yield Situation(name="an expert without tokens", idle="expert", **alone)
+
+
+def routing_cases() -> Iterator[RoutingCase]:
+    """A thousand routings each; a hundred for each policy with each remedy."""
+    for ranks in RANKS:
+        yield RoutingCase(name=f"1,000 routings, EP{ranks}", ranks=ranks)
+        packed: dict[str, Any] = {"ranks": ranks, "packed": True}
+        yield RoutingCase(name=f"1,000 routings, EP{ranks}, packed experts", **packed)
+        if ranks > 1:
+            name = f"1,000 routings, EP{ranks}, direct stores"
+            yield RoutingCase(name=name, exchange="direct", **packed)
+    yield RoutingCase(name="1,000 routings, nothing dropped", capacity_factor=None)
+    for ranks, policy, remedy in itertools.product(RANKS, get_args(Policy), get_args(Remedy)):
+        chosen: dict[str, Any] = {"policy": policy, "remedy": remedy, "num_routings": 100}
+        name = f"100 routings, EP{ranks}, {policy}, {remedy}"
+        yield RoutingCase(name=name, ranks=ranks, **chosen)
+
+
+def telemetry_cases() -> Iterator[RoutingCase]:
+    """A hundred replays."""
+    for ranks, packed in itertools.product(RANKS, (False, True)):
+        name = f"telemetry of 100 replays, EP{ranks}{', packed experts' * packed}"
+        sizes = {"ranks": ranks, "packed": packed, "num_routings": 100}
+        yield RoutingCase(name=name, capacity_factor=1.1, **sizes)
+
+
+def checks(num_ranks: int) -> list[tuple[str, Check, Case]]:
+    """All that `num_ranks` GPUs can run, few ranks first."""
+    found: list[tuple[str, Check, Case]] = [
+        ("replay equals eager training", replays_equal_eager, case) for case in situations()
+    ]
+    found += [("replays equal eager runs", routings_equal_eager, case) for case in routing_cases()]
+    found += [
+        ("telemetry is a host's count", telemetry_is_a_hosts_count, case)
+        for case in telemetry_cases()
+    ]
+    for ranks in RANKS:
+        case = RoutingCase(name=f"draws of replays, EP{ranks}", ranks=ranks, policy="random")
+        found.append(("draws repeat with the seed", draws_repeat_with_the_seed, case))
+    for ranks in (1, 2, 4):
+        for scopes in (WHOLE, PARTIAL):
+            name = f"50 replayed steps, EP{ranks}, {'+'.join(scopes)}"
+            case = Situation(name=name, ranks=ranks, ep=ranks, replays=50, scopes=scopes)
+            found.append(("replays do not wait", replays_do_not_wait, case))
+    return sorted((c for c in found if c[2].ranks <= num_ranks), key=lambda c: c[2].ranks)
+
+
+def on_cpu(case: Case) -> Case | None:
+    """The same in small on a CPU; None for what Megatron cannot do there."""
+    if isinstance(case, RoutingCase):
+        small = {**_TINY, "seq": 14, "num_routings": 8}
+        return None if case.packed else dataclasses.replace(case, device="cpu", **small)
+    if case.impl == "local":
+        return None
+    if case.tp > 1 or case.recompute not in ((), ("moe",)) or case.replays == 50:
+        return None
+    return dataclasses.replace(
+        case,
+        device="cpu",
+        **_TINY,
+        heads=2,
+        groups=2,
+        head_size=8,
+        vocab=32,
+        seq=8,
+        replays=min(case.replays, 4),
+        evaluates=(3, 5) if case.evaluates else None,
+        distributed_optimizer=False,
+        overlap_param_gather=False,
+    )
+
+
+def run_case(pool: WorkerPool, check: str, run: Check, case: Case) -> dict[str, Any]:
+    """One row: the case, what was found, and whether it passed."""
+    started = time.monotonic()
+    row: dict[str, Any] = {"check": check, "passed": False, **dataclasses.asdict(case)}
+    row |= {"contender": "ours", "facts": None, "failures": None}
+    try:
+        found = pool.run(run, case, timeout_s=CASE_S)
+    except WorkerError as error:
+        # Without tracebacks, which name the machine's folders.
+        row["failures"] = [re.sub(r"\nTraceback.*?(?=\nrank \d|\Z)", "", str(error), flags=re.S)]
+        pool.close()  # What is left in these processes would be the next case's trouble.
+    else:
+        row["facts"] = found[0].facts
+        failures = {f"rank {r}: {text}" for r, f in enumerate(found) for text in f.failures()}
+        row["failures"] = sorted(failures)[:20]
+        row["passed"] = not failures
+    return row | {"seconds": round(time.monotonic() - started, 2)}
+
+
+def main() -> int:
+    """Run everything; the exit code is 1 when a case failed."""
+    arguments = parsed(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
+    rows = Rows(arguments, arguments.num_gpus, ENVIRONMENT)
+    pool = WorkerPool(1, backend=arguments.backend)
+    for check, run, case in checks(arguments.num_ranks):
+        case = on_cpu(case) if arguments.cpu else case
+        if case is None or not wants(arguments, case.name):
+            continue
+        if pool.num_workers != case.ranks:
+            pool.close()
+            pool = WorkerPool(case.ranks, backend=arguments.backend)
+        rows.add(run_case(pool, check, run, case))
+    pool.close()
+    return rows.exit_code()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

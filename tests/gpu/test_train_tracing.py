@@ -1,0 +1,44 @@
+"""On GPUs, too, the what-if of a run's own trace is what the run counted: eager and replayed."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from padded_dispatch.megatron.compat import training_stream
+from padded_dispatch.utils.launch import WorkerPool
+from tests.support.traced_run import Counted, assert_trace_says_the_same, counted_run
+
+GRAPHS = ["none", "partial", "layer", "full-iteration"]
+
+
+def _run_on_gpus(flags: str) -> Counted:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(training_stream())
+    run = f"--device cuda --workers {dist.get_world_size()} --seq-length 128 --micro-batch 3"
+    return counted_run(f"{run} --steps 12 --capacity-factor 0.5 {flags}", device)
+
+
+def check(pool: WorkerPool, folder: Path, flags: str) -> None:
+    counted: Counted = {}
+    for of_rank in pool.run(_run_on_gpus, f"--trace {folder} {flags}", timeout_s=240.0):
+        counted |= of_rank
+    assert_trace_says_the_same(folder, counted, factor=0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_on_one_gpu(gpu_pools, tmp_path, graph):
+    check(gpu_pools[1], tmp_path, f"--trace-every 1 --graph {graph}")
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_on_all_gpus(gpu_pools, tmp_path, graph, passes):
+    ranks = next(n for n in (8, 4, 2) if n <= torch.cuda.device_count())
+    flags = f"--trace-every 2 --graph {graph} --global-batch {3 * passes * ranks}"
+    check(gpu_pools[ranks], tmp_path, flags)

@@ -1,0 +1,120 @@
+"""Shows that a run's trace says what the run itself counted, and that a promise from it is kept.
+
+    python -m tests.gpu.traces --out notebooks/results/traces.json --commit SHA
+
+Trains a small model with whole layers in CUDA graphs and a trace of every step, and reads every
+layer's counters after every step. The first row: the what-if of the trace at the run's own factor
+equals these, step by step, bit by bit. Then `padded-dispatch tune` sees the first part of the steps
+and its recommendation is checked on the others: from the start, where the need still changes, so
+that nothing should be promised, and from a step on at which it has settled.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from padded_dispatch.megatron.compat import training_stream
+from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.tune import command as tune
+from padded_dispatch.utils.launch import WorkerPool
+from tests.support.gpu_rows import Rows, add_results
+from tests.support.traced_run import Counted, assert_trace_says_the_same, counted_run
+
+LIMIT_S = 500.0
+
+
+def run(flags: str, device: str) -> Counted:
+    """Train on this rank."""
+    if device == "cpu":
+        with megatron_on_cpu():
+            return counted_run(flags, torch.device("cpu"))
+    gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(gpu)
+    torch.cuda.set_stream(training_stream())
+    return counted_run(flags, gpu)
+
+
+def compared(pool: WorkerPool, folder: Path, flags: str, device: str) -> dict[str, Any]:
+    """Train, and compare what the trace and the counters say."""
+    counted: Counted = {}
+    for of_rank in pool.run(
+        run, f"--trace {folder} --trace-every 1 {flags}", device, timeout_s=LIMIT_S
+    ):
+        counted |= of_rank
+    failure = None
+    try:
+        assert_trace_says_the_same(folder, counted, factor=1.0)
+    except AssertionError as error:
+        failure = str(error)[:1000]
+    demand = sum(int(figures["demand_E"].sum()) for figures in counted.values())
+    kept = sum(int(figures["kept_E"].sum()) for figures in counted.values())
+    return {
+        "check": "what-if equals the run's counters",
+        "passed": failure is None,
+        "failure": failure,
+        "compared": len(counted),  # (step, layer, rank)
+        "demand": demand,
+        "dropped": 1 - kept / demand,
+    }
+
+
+def promised(folder: Path, out: Path, hold_out: float, from_step: int) -> dict[str, Any]:
+    """What `tune` promises, and the steps held out keep.
+
+    Passed where as large a share of them kept the target as was promised, or nothing was promised.
+    """
+    flags = ["--hold-out", str(hold_out), "--from-step", str(from_step)]
+    tune.main([str(folder), *flags, "--no-plots", "--out", str(out)])
+    found = json.loads((out / "recommendation.json").read_text())
+    advice, held = found["training"]["overall"], found["held_out"]
+    promise = not advice["caveats"]
+    share = found["training"]["target"]["steps_share"]
+    return {
+        "check": "hold-out",
+        "passed": not promise or held["kept"] >= share * held["num_steps"],
+        "tune": " ".join(flags),
+        "target": found["training"]["target"],
+        "promised": promise,
+        "sentence": found["sentence"],
+        "factor": advice["factor"],
+        "num_steps": advice["num_steps"],
+        "num_independent": advice["num_independent"],
+        "held_out": held,
+    }
+
+
+def main() -> int:
+    """Run everything; the exit code is 1 when a part failed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_results(parser)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--settled", type=int, default=300, help="step of the second promise")
+    parser.add_argument("--hold-out", type=float, default=0.3)
+    parser.add_argument("flags", nargs="*", help="more of `padded-dispatch train`, after --")
+    given = parser.parse_args()
+    graph = "layer" if given.device == "cuda" else "none"
+    flags = (
+        f"--device {given.device} --workers {given.workers} --graph {graph} --steps {given.steps} "
+        f"--capacity-factor 1 --log-every 100 {' '.join(given.flags)}"
+    )
+    backend = "nccl" if given.device == "cuda" else "gloo"
+    rows = Rows(given, given.workers if given.device == "cuda" else 0, {})
+    run_was = {"train": flags, "graph": graph, "ranks": given.workers}
+    with tempfile.TemporaryDirectory() as name, WorkerPool(given.workers, backend=backend) as pool:
+        traces = Path(name, "traces")
+        rows.add(compared(pool, traces, flags, given.device) | run_was)
+        for first in (0, given.settled):
+            rows.add(promised(traces, Path(name, "tune"), given.hold_out, first) | run_was)
+    return rows.exit_code()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,351 @@
+"""Plain loops over CUDA graphs: capture, self-test and guard, over the stand-in for CUDA graphs."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from torch import Tensor
+
+from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.megatron.graphs import guard, selftest
+from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs
+from padded_dispatch.megatron.graphs.selftest import SelfTest
+from padded_dispatch.utils.launch import WorkerPool
+from tests.megatron.graphs.test_capture import (
+    BATCH,
+    MICROBATCHES,
+    PARTIAL,
+    SEQUENCE,
+    STOCK_DROP_AND_PAD,
+    WHOLE,
+    Training,
+    differences,
+    graphs,
+    padding_mask,
+    unreachable,
+)
+from tests.support import tiny
+from tests.support.graph_protocol import _Graphed
+
+SCOPES = [*WHOLE, *PARTIAL]
+IDS = ["+".join(scope) or "layer" for scope in SCOPES]
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Iterator[None]:
+    with tiny.one_process(), graphs():
+        yield
+
+
+def layer_graphs(training: Training) -> LayerGraphs:
+    return LayerGraphs([training.model], seq_length=SEQUENCE, micro_batch=BATCH)
+
+
+def captured(scope: tuple[str, ...], **settings: Any) -> tuple[Training, LayerGraphs]:
+    training = Training(scope, **settings)
+    made = layer_graphs(training)
+    made.capture()
+    return training, made
+
+
+@pytest.mark.parametrize("scope", SCOPES, ids=IDS)
+def test_a_loop_with_graphs_equals_one_without(megatron, monkeypatch, scope):
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+    eager = Training(None, moe_expert_capacity_factor=1.0)
+    graphed = Training(scope, moe_expert_capacity_factor=1.0)
+    made = layer_graphs(graphed)
+    report = made.capture()  # Before any eager step: it warms up by itself.
+    assert report is not None and report.unreproducible == () and report.other_kernels == ()
+    assert MoEAuxLossAutoScaler.main_loss_backward_scale.shape == (1,)
+    # Per layer: output, gradient of the input, and one gradient per parameter.
+    num_params = len(list(graphed.model.module.module.decoder.layers.parameters()))
+    assert report.num_tensors == num_params + 2 * 2
+    steps = [graphed.step(0), graphed.step(1)]
+    made.delete()
+    steps.append(graphed.step(2))
+    assert differences([eager.step(number) for number in range(3)], steps) == []
+
+
+def everything_that_counts(training: Training) -> dict[str, Tensor]:
+    model = training.model
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    kept |= {f"{name}.main_grad": p.main_grad.clone() for name, p in model.named_parameters()}
+    for index, layer in enumerate(training.moe_layers):
+        for number, tensor in enumerate(layer.token_dispatcher.counters.tensors()):
+            kept[f"counter {number} of layer {index}"] = tensor.clone()
+    kept["cpu"] = torch.get_rng_state()
+    states: dict[str, Tensor] = get_cuda_rng_tracker().get_states()
+    return kept | {f"random state {name}": state.clone() for name, state in states.items()}
+
+
+@pytest.mark.parametrize("settings", [{}, {"hidden_dropout": 0.1}], ids=["plain", "dropout"])
+def test_capture_and_self_test_leave_no_trace(megatron, settings):
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    training = Training(("attn", "moe"), **bias, **settings)
+    training.forward(BATCH, SEQUENCE, seed=3)  # Counts are not all zero.
+    before = everything_that_counts(training)
+    assert any(before[f"counter 0 of layer {index}"].any() for index in range(2))
+    layer_graphs(training).capture()
+    after = everything_that_counts(training)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert all(param.grad is None for param in training.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("what", "index"), [("its output", 0), ("the gradient of its input", 1)], ids=str
+)
+def test_self_test_names_what_differs(megatron, what, index):
+    def replay(graphed: _Graphed, given: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        results = originals[index](graphed, given)
+        if graphed._layer.layer_number == 2:
+            results[0][0, 0, 0] += 1
+        return results
+
+    names = ("replay_forward", "replay_backward")
+    originals = [getattr(_Graphed, name) for name in names]
+    with (
+        patch.object(_Graphed, names[index], replay),
+        pytest.raises(RuntimeError, match=f"rank 0: layer 2: {what} differs from eager") as error,
+    ):
+        captured(("moe",))
+    assert "layer 1" not in str(error.value)
+
+
+def test_self_test_reports_what_eager_runs_do_not_agree_on(megatron):
+    training = Training(("moe",))
+    experts, forward = training.moe_layers[0].experts, training.moe_layers[0].experts.forward
+    calls = iter(range(100))
+
+    def forward_with_noise(*args: Any) -> Any:
+        output, bias = forward(*args)
+        return output + next(calls), bias
+
+    with patch.object(experts, "forward", forward_with_noise):
+        report = layer_graphs(training).capture()
+    assert isinstance(report, SelfTest)
+    assert "layer 1: its output" in report.unreproducible
+    assert not any(name.startswith("layer 2") for name in report.unreproducible)
+
+
+@pytest.mark.parametrize("seen_at_once", [True, False])
+def test_one_layer_that_varies_speaks_for_all(megatron, seen_at_once):
+    """The second's replay differs though its eager runs agree; eager runs of the first vary, or do
+    so only in the pairs that run before anything fails."""
+    training = Training(("moe",))
+    experts, forward = training.moe_layers[0].experts, training.moe_layers[0].experts.forward
+    replay, outcome = _Graphed.replay_forward, selftest._outcome
+    calls, varies = iter(range(100)), [seen_at_once]
+
+    def forward_with_noise(*args: Any) -> Any:
+        output, bias = forward(*args)
+        return output + next(calls) * varies[0], bias
+
+    def replay_otherwise(graphed: _Graphed, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        results = replay(graphed, given)
+        results[0][0, 0, 0] += graphed._layer.layer_number - 1
+        return results
+
+    def first_outcome(found: Any) -> Any:
+        varies[0] = True
+        return outcome(found)
+
+    with (
+        patch.object(experts, "forward", forward_with_noise),
+        patch.object(_Graphed, "replay_forward", replay_otherwise),
+        patch.object(selftest, "_outcome", first_outcome),
+    ):
+        report = layer_graphs(training).capture()
+    assert report is not None and "layer 2: its output" in report.unreproducible
+
+
+def test_self_test_reports_kernels_that_only_a_capture_chooses(megatron, caplog):
+    training = Training(("moe",))
+    experts, forward = training.moe_layers[1].experts, training.moe_layers[1].experts.forward
+    chosen_as_captured = [False]
+
+    def forward_of_its_time(*args: Any) -> Any:
+        output, bias = forward(*args)
+        # In a stand-in's capture there seem to be GPUs.
+        return output + float(chosen_as_captured[0] or torch.cuda.is_available()), bias
+
+    def choose(as_captured: bool) -> Callable[[], None]:
+        return lambda: chosen_as_captured.__setitem__(0, as_captured)
+
+    with (
+        patch.object(experts, "forward", forward_of_its_time),
+        patch.object(selftest, "set_capture_start", choose(True)),
+        patch.object(selftest, "set_capture_end", choose(False)),
+    ):
+        report = layer_graphs(training).capture()
+    assert report is not None and report.other_kernels == ("layer 2",)
+    assert "layer 2: graphs compute with other kernels than eager training" in caplog.text
+
+
+def error_on_two_ranks() -> str:
+    """What each rank raises when replays on rank 1 alone are wrong."""
+    original = _Graphed.replay_forward
+
+    def replay(graphed: _Graphed, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        results = original(graphed, given)
+        results[0][0, 0, 0] += dist.get_rank()
+        return results
+
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+        try:
+            with graphs(), patch.object(_Graphed, "replay_forward", replay):
+                captured(("moe",))
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            parallel_state.destroy_model_parallel()
+    return "nothing raised"
+
+
+def test_a_failed_self_test_raises_on_all_ranks(pool2: WorkerPool):
+    first, second = pool2.run(error_on_two_ranks)
+    assert first == second
+    assert "rank 1: layer 1: its output differs from eager" in first
+    assert "rank 0" not in first
+
+
+CHANGES: dict[str, Callable[[Training], object]] = {
+    "hidden_states.shape": lambda t: t.forward(BATCH + 1, SEQUENCE, seed=0),
+    "training": lambda t: t.moe_layers[0].experts.eval(),
+    "dispatch_config": lambda t: t.moe_layers[0].token_dispatcher.configs.set_factor(2.0),
+    "moe_aux_loss_coeff": lambda t: setattr(t.config, "moe_aux_loss_coeff", 0.5),
+    "moe_expert_capacity_factor": lambda t: setattr(t.config, "moe_expert_capacity_factor", 9.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("scope", [("moe",), ("attn", "moe"), PARTIAL[1]], ids="+".join)
+def test_a_change_raises_before_the_replay(megatron, scope, change):
+    training, _ = captured(scope)
+    training.forward(BATCH, SEQUENCE, seed=0)
+    with (
+        patch.object(_Graphed, "replay_forward", unreachable),
+        pytest.raises(ValueError, match=rf"{re.escape(change)}=.* \(was .*capture again"),
+    ):
+        CHANGES[change](training)
+        training.forward(BATCH, SEQUENCE, seed=0)
+
+
+def test_number_of_microbatches_counts_where_each_has_a_graph(megatron):
+    training, _ = captured(("attn", "moe"))
+    other = patch.object(guard, "get_num_microbatches", lambda: MICROBATCHES + 1)
+    with other:
+        training.forward(BATCH, SEQUENCE, seed=0)  # One graph serves any number.
+    for layer in training.model.module.module.decoder.layers:
+        layer.cuda_graphs *= 2
+    training.forward(BATCH, SEQUENCE, seed=0)
+    with other, pytest.raises(ValueError, match=r"num_microbatches=3 \(was 2\)"):
+        training.forward(BATCH, SEQUENCE, seed=0)
+
+
+def test_a_padding_mask_raises_before_a_replay_that_drops_it(megatron):
+    training, _ = captured(("attn", "moe"))
+    with pytest.raises(ValueError, match="padding_mask is not possible"):
+        training.forward(BATCH, SEQUENCE, seed=0, padding_mask=padding_mask())
+
+
+def test_packed_sequences_raise_before_a_replay(megatron):
+    training, _ = captured(("attn", "moe"))
+    packed = PackedSeqParams(qkv_format="thd")
+    with (
+        patch.object(_Graphed, "replay_forward", unreachable),
+        pytest.raises(ValueError, match="packed_seq_params is not possible"),
+    ):
+        training.forward(BATCH, SEQUENCE, seed=0, packed_seq_params=packed)
+
+
+def test_an_evaluation_is_eager_and_not_guarded(megatron):
+    training, _ = captured(("attn", "moe"))
+    training.evaluate(0)
+    training.forward(BATCH, SEQUENCE, seed=0)
+
+
+def test_stock_layers_are_captured_and_not_compared(megatron):
+    training = Training(("attn", "moe"), **STOCK_DROP_AND_PAD)
+    training.forward(BATCH, SEQUENCE, seed=0)
+    assert layer_graphs(training).capture() is None
+    training.config.moe_aux_loss_coeff = 0.5  # Not ours to guard.
+    training.forward(BATCH, SEQUENCE, seed=0)
+
+
+def test_frozen_parameters_have_no_gradient_to_compare(megatron):
+    plain, frozen = Training(("moe",)), Training(("moe",))
+    for layer in frozen.moe_layers:
+        layer.router.weight.requires_grad_(False)
+    reports = [layer_graphs(training).capture() for training in (plain, frozen)]
+    assert reports[0].num_tensors - reports[1].num_tensors == len(frozen.moe_layers)
+
+
+def test_a_scope_without_layers_is_refused(megatron):
+    training = Training(("mamba",))
+    with pytest.raises(ValueError, match="no layer has any of them"):
+        layer_graphs(training)
+
+
+def test_other_ways_to_capture_are_refused(megatron):
+    with pytest.raises(ValueError, match="cuda_graph_impl='none' is not possible"):
+        layer_graphs(Training(None))
+
+
+def test_after_a_failed_capture_layers_are_eager(megatron):
+    training = Training(("moe",))
+    with (
+        patch.object(_Graphed, "capture_forward", unreachable),
+        pytest.raises(AssertionError, match="replay ran Python"),
+    ):
+        layer_graphs(training).capture()
+    assert not cuda_graphs.is_graph_capturing()
+    training.step(0)
+
+
+def iteration_of(training: Training, **changes: Any) -> dict[str, Any]:
+    """Arguments of a schedule: one microbatch of tokens."""
+    tokens = torch.arange(SEQUENCE).expand(BATCH, -1)
+
+    def forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+        batch = next(batches)["tokens"]
+        future = torch.ones(BATCH, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+        losses = model(batch, batch, future, labels=batch)
+        return losses, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
+
+    arguments = {
+        "forward_step_func": forward,
+        "data_iterator": [iter([{"tokens": tokens}])],
+        "model": [training.model],
+        "num_microbatches": 1,
+        "seq_length": SEQUENCE,
+        "micro_batch_size": BATCH,
+        "forward_only": False,
+    }
+    return arguments | changes
+
+
+def test_an_iteration_must_stay_what_its_first_call_was(megatron, monkeypatch):
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+    training = Training(None)
+    training.config.cuda_graph_warmup_steps = 100  # It never comes to a capture.
+    graph = IterationGraph(training.config)
+    first = graph(**iteration_of(training))[0]["loss"]
+    assert torch.equal(graph(**iteration_of(training))[0]["loss"], first)
+    for name, value in {"num_microbatches": 2, "seq_length": 8, "micro_batch_size": 3}.items():
+        with pytest.raises(ValueError, match=rf"{name}={value} \(was \d\) is not possible"):
+            graph(**iteration_of(training, **{name: value}))
+    training.config.moe_aux_loss_coeff = 0.5
+    with pytest.raises(ValueError, match=r"moe_aux_loss_coeff in layer 2=0.5 \(was 0.01\)"):
+        graph(**iteration_of(training))
+    graph.delete()
+    assert graph._wrapped.curr_iter("training") == 0

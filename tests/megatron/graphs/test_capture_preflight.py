@@ -1,0 +1,70 @@
+"""What a plain loop has set and no CUDA graph can live with, named before a capture."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from padded_dispatch.megatron.graphs import capture as graphs_module
+from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs
+from padded_dispatch.megatron.graphs.preflight import (
+    check_gradients_are_not_read,
+    check_random_states,
+)
+from tests.megatron.graphs.test_capture import Training, graphs
+from tests.megatron.graphs.test_capture_helper import iteration_of
+from tests.support import tiny
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Iterator[None]:
+    with tiny.one_process(), graphs():
+        yield
+
+
+def test_states_in_host_memory_are_refused_on_a_gpu(megatron):
+    check_random_states(torch.device("cpu"))
+    with pytest.raises(ValueError, match="te_rng_tracker=False is not possible"):
+        check_random_states(torch.device("cuda"))
+
+
+def test_generators_are_accepted_on_a_gpu(megatron, monkeypatch):
+    generators = {"model-parallel-rng": torch.Generator()}
+    monkeypatch.setattr(get_cuda_rng_tracker(), "get_states", lambda: generators)
+    check_random_states(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["check_for_nan_in_grad", "check_for_large_grads"])
+def test_gradients_that_are_read_are_refused_by_name(name):
+    settings = {"check_for_nan_in_grad": False, "check_for_large_grads": False}
+    quiet = SimpleNamespace(ddp_config=SimpleNamespace(**settings))
+    reads = SimpleNamespace(ddp_config=SimpleNamespace(**settings | {name: True}))
+    check_gradients_are_not_read([quiet])
+    with pytest.raises(ValueError, match=f"{name}=True is not possible"):
+        check_gradients_are_not_read([quiet, reads])
+
+
+def test_one_graph_of_a_step_refuses_them_in_its_first_call(megatron):
+    training = Training(None)
+    training.config.cuda_graph_warmup_steps = 100
+    training.model.ddp_config.check_for_nan_in_grad = True
+    with pytest.raises(ValueError, match="check_for_nan_in_grad=True"):
+        IterationGraph(training.config)(**iteration_of(training))
+    # Graphs of layers leave gradients to the host.
+    training = Training(("moe",))
+    training.model.ddp_config.check_for_nan_in_grad = True
+    LayerGraphs([training.model], seq_length=7, micro_batch=2)
+
+
+def test_both_kinds_of_graphs_look_at_random_states(megatron, monkeypatch):
+    def refuse(device: torch.device) -> None:
+        raise ValueError(f"looked at {device}")
+
+    monkeypatch.setattr(graphs_module, "check_random_states", refuse)
+    layers, iteration = Training(("moe",)), Training(None)
+    with pytest.raises(ValueError, match="looked at cpu"):
+        LayerGraphs([layers.model], seq_length=7, micro_batch=2)
+    with pytest.raises(ValueError, match="looked at cpu"):
+        IterationGraph(iteration.config)(**iteration_of(iteration))

@@ -1,0 +1,203 @@
+"""What captures of `cuda_graph_impl="local"` would leave wrong; on GPUs, a training with them."""
+
+import inspect
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron.core import package_info
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord, _CudaGraphRunner
+
+from padded_dispatch.megatron import compat, install, padded_spec, uninstall
+from padded_dispatch.megatron.graphs import guard
+from tests.support import tiny
+from tests.support.graph_training import Situation, replays_equal_eager
+
+IS_OLD = (package_info.MAJOR, package_info.MINOR) < (0, 18)
+LENGTH = 5
+
+
+@pytest.fixture
+def megatron(monkeypatch) -> Iterator[None]:  # What tests patch is put back after `uninstall`.
+    guard.uninstall()  # A loop of another module may have left it.
+    with tiny.one_process():
+        yield
+    uninstall()
+
+
+def settings(*scopes: str, dispatcher: str = "padded_alltoall") -> dict[str, Any]:
+    """For `tiny.config`, with stock drop-and-pad where it is not ours."""
+    static = {"moe_expert_capacity_factor": 1.0}
+    if dispatcher != "padded_alltoall":
+        static["moe_pad_expert_input_to_capacity"] = True
+    graphs = {**compat.layer_graphs(*scopes), "cuda_graph_impl": "local"}
+    return {"dispatcher": dispatcher, **static, **graphs}
+
+
+def gpt(spec: Any = None, **fields: Any) -> Any:
+    """A GPT of one layer, as Megatron captures it."""
+    spec = spec or tiny.layer_spec()
+    fields |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    model_parallel_cuda_manual_seed(1)
+    with patch.object(cuda_graphs, "CudaGraphManager", lambda config: "a manager"):
+        return GPTModel(tiny.config(**fields), spec, 32, max_sequence_length=LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("scopes", "captured_layers"), [(("moe",), None), ((), 1), (("attn",), 1)], ids=str
+)
+def test_graphs_that_would_hold_nothing_are_refused(megatron, scopes, captured_layers):
+    install()
+    if captured_layers is None:
+        with pytest.raises(ValueError, match="cuda_graph_impl='local' with scope 'moe'"):
+            gpt(**settings(*scopes))
+    else:
+        layers = gpt(**settings(*scopes)).decoder.layers
+        assert [hasattr(layer, "cudagraph_manager") for layer in layers] == [True]
+
+
+def test_with_padded_spec_they_are_refused_at_the_first_pass(megatron):
+    """When a layer is built, nobody knows yet that it will be padded."""
+    fields = settings("moe", dispatcher="alltoall")
+    layer = gpt(padded_spec(tiny.layer_spec()), **fields).decoder.layers[0]
+    with pytest.raises(ValueError, match="cuda_graph_impl='local' with scope 'moe'"):
+        layer(hidden_states=torch.ones(LENGTH, 1, tiny.HIDDEN), attention_mask=None)
+
+
+def test_stock_graphs_hold_nothing_and_say_nothing(megatron):
+    layers = gpt(**settings("moe", dispatcher="alltoall")).decoder.layers
+    assert [hasattr(layer, "cudagraph_manager") for layer in layers] == [False]
+
+
+class Pool:
+    """Megatron's, as far as it matters: what is free."""
+
+    def __init__(self) -> None:
+        self.free: list[Any] = []
+
+    def insert(self, buffer: Any) -> None:
+        self.free.append(buffer)
+
+
+def capture(runner: Any) -> None:
+    """What matters of `create_fwd_graph`: passes over zeros, and a buffer for others to use."""
+    hidden = torch.zeros(LENGTH, 1, tiny.HIDDEN)
+    runner.base_module.mlp(hidden)
+    _CudagraphGlobalRecord.tensor_reuse_pool.insert(hidden)
+
+
+@pytest.mark.parametrize("dispatcher", ["padded_alltoall", "alltoall"])
+def test_d15_a_capture_leaves_counts_and_inputs_alone_if_the_model_is_ours(
+    megatron, monkeypatch, dispatcher
+):
+    pool = Pool()
+    monkeypatch.setattr(_CudaGraphRunner, "create_fwd_graph", capture)
+    monkeypatch.setattr(_CudagraphGlobalRecord, "tensor_reuse_pool", pool, raising=False)
+    install()
+    fields = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    layer = gpt(**settings(dispatcher=dispatcher), **fields).decoder.layers[0].train()
+    layer.mlp(torch.ones(LENGTH, 1, tiny.HIDDEN))
+    ours = dispatcher == "padded_alltoall"
+    router = layer.mlp.router
+    before = router.local_tokens_per_expert.clone()
+    demand_E = layer.mlp.token_dispatcher.counters.demand_E.clone() if ours else None
+    _CudaGraphRunner.create_fwd_graph(SimpleNamespace(base_module=layer))
+    assert torch.equal(router.local_tokens_per_expert, before) == ours
+    if ours:
+        assert demand_E.sum() == LENGTH * tiny.TOP_K
+        assert torch.equal(layer.mlp.token_dispatcher.counters.demand_E, demand_E)
+    assert len(pool.free) == int(not (ours and IS_OLD))
+    pool.insert("a gradient")  # As before.
+    assert pool.free[-1] == "a gradient"
+    uninstall()
+    assert _CudaGraphRunner.create_fwd_graph is capture
+
+
+def test_what_has_no_config_is_captured_as_ever(megatron, monkeypatch):
+    """FlashInferSampling of 0.18, say."""
+    monkeypatch.setattr(_CudaGraphRunner, "create_fwd_graph", lambda runner: "captured")
+    install()
+    runner = SimpleNamespace(base_module=torch.nn.Identity())
+    assert _CudaGraphRunner.create_fwd_graph(runner) == "captured"
+
+
+class Manager:
+    """Megatron's, of a layer: until graphs are there it runs eagerly, later it replays."""
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+
+    def __call__(self, layer: Any, args: Any, kwargs: Any) -> Any:
+        if _CudagraphGlobalRecord.cudagraph_created:
+            self.num_replays += 1
+            return kwargs["hidden_states"], None
+        return layer.forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("way", ["install", "padded_spec"])
+def test_d23_an_evaluation_is_eager_and_a_change_raises_before_a_replay(megatron, monkeypatch, way):
+    if way == "install":
+        install()
+        model = gpt(**settings())
+    else:
+        fields = {**settings(), "dispatcher": "alltoall"}
+        model = gpt(padded_spec(tiny.layer_spec()), **fields)
+    layer, manager = model.decoder.layers[0], Manager()
+    layer.cudagraph_manager = manager
+    given = {"hidden_states": torch.ones(LENGTH, 1, tiny.HIDDEN), "attention_mask": None}
+    layer(**given)
+    monkeypatch.setattr(_CudagraphGlobalRecord, "cudagraph_created", True)
+    layer(**given)
+    assert manager.num_replays == 1
+    dispatcher = layer.mlp.token_dispatcher
+    layer.eval()
+    layer(**given)
+    assert manager.num_replays == 1
+    assert dispatcher.eval_counters.demand_E.sum() == LENGTH * tiny.TOP_K
+    layer.train()
+    dispatcher.configs.set_factor(0.5)
+    with pytest.raises(ValueError, match=r"dispatch_config=.*capacity_factor=0.5.*capture again"):
+        layer(**given)
+    assert manager.num_replays == 1
+
+
+def test_d23_stock_replays_a_training_step_in_evaluation(megatron, monkeypatch):
+    layer, manager = gpt(**settings(dispatcher="alltoall")).decoder.layers[0], Manager()
+    layer.cudagraph_manager = manager
+    monkeypatch.setattr(_CudagraphGlobalRecord, "cudagraph_created", True)
+    layer.eval()
+    layer(hidden_states=torch.ones(LENGTH, 1, tiny.HIDDEN), attention_mask=None)
+    assert manager.num_replays == 1
+
+
+def test_old_versions_give_buffers_of_inputs_away():
+    """Right after the forward's capture; from 0.18 on not before backward is captured."""
+    source = inspect.getsource(_CudaGraphRunner.create_fwd_graph)
+    assert ("tensor_reuse_pool.insert(buf)" in source) == IS_OLD == compat.FREES_GRAPH_INPUTS
+
+
+GRAPHS: dict[str, Any] = {"impl": "local", "scopes": (), "replays": 3}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dense", [(), (0, 1)], ids=["MoE", "no experts"])
+def test_replays_equal_eager_training(gpu_pools, dense):
+    case = Situation(name="ours", dense=dense, evaluates=(3, 160), **GRAPHS)
+    [findings] = gpu_pools[1].run(replays_equal_eager, case)
+    assert findings.failures() == []
+    assert findings.facts["graphs"] == 2
+
+
+@pytest.mark.gpu
+def test_d22_old_versions_replay_other_gradients_without_experts_too(gpu_pools):
+    case = Situation(name="stock", dispatcher="alltoall", dense=(0, 1), **GRAPHS)
+    [findings] = gpu_pools[1].run(replays_equal_eager, case)
+    assert findings.unreproducible == {}
+    norm = "the gradient of module.decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
+    assert (f"{norm} of chunk 0" in findings.differing) == bool(findings.differing) == IS_OLD

@@ -1,0 +1,473 @@
+"""Every fact about Megatron-Core that the package relies on, against the version installed.
+
+Each test says who relies on the fact and where versions differ. When a new Megatron breaks one, the
+docstring names the file of ours to look at.
+"""
+
+import ast
+import dataclasses
+import enum
+import functools
+import importlib.util
+import inspect
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, get_args, get_origin
+
+import megatron.core
+import pytest
+import torch
+from megatron.core import package_info, tensor_parallel
+from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
+from megatron.core.transformer import transformer_layer
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import experts, moe_layer, moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    MoETokenDispatcher,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
+
+from padded_dispatch.config import DispatchConfig
+from padded_dispatch.megatron import PaddedAlltoAllTokenDispatcher
+from padded_dispatch.megatron.compat import layer_graphs
+from tests.support import tiny
+
+CORE = Path(megatron.core.__path__[0])
+INSTALLED = (package_info.MAJOR, package_info.MINOR)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron_alone() -> Iterator[None]:
+    with tiny.one_process():
+        yield
+
+
+class Group:
+    """A process group that knows its size; no process takes part."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return 0
+
+
+def parameters(function) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+# The dispatcher: padded_dispatch/megatron/dispatcher.py
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "__init__",
+        "dispatch_preprocess",
+        "token_dispatch",
+        "dispatch_postprocess",
+        "combine_preprocess",
+        "token_combine",
+        "combine_postprocess",
+        "set_shared_experts",
+    ],
+)
+def test_dispatcher_methods_take_the_arguments_of_the_stock_ones(method):
+    """All versions call them by position; the names make a changed order visible."""
+    stock = MoEAllGatherTokenDispatcher if method == "__init__" else MoETokenDispatcher
+    assert parameters(getattr(PaddedAlltoAllTokenDispatcher, method)) == parameters(
+        getattr(stock, method)
+    )
+
+
+def test_the_base_dispatcher_takes_ep_and_expt_tp_from_the_collection():
+    """All versions: `ep_group`, `ep_size`, and `tp_group`, `tp_size` of the *expert* TP group."""
+    groups = SimpleNamespace(ep=Group(3), expt_tp=Group(2), tp=None, tp_ep=None)
+    base = MoETokenDispatcher(config=tiny.config("allgather"), pg_collection=groups)
+    assert (base.ep_group, base.ep_size) == (groups.ep, 3)
+    assert (base.tp_group, base.tp_size) == (groups.expt_tp, 2)
+    assert (base.cudagraph_attrs, base.valid_cudagraph_attrs) == ([], None)
+
+
+def test_no_zero_copy_buffers_unless_a_dispatcher_has_some():
+    """0.19 asks every dispatcher for them; the base class, whose method we inherit, has none."""
+    asked = hasattr(MoETokenDispatcher, "get_expert_zero_copy_buffers")
+    assert asked == (INSTALLED >= (0, 19))
+    if asked:
+        assert MoETokenDispatcher.get_expert_zero_copy_buffers(SimpleNamespace()) == (None, None)
+
+
+def test_no_training_code_asks_for_a_dispatcher_class():
+    """0.16 and 0.17 never do; 0.18 and later ask for the NVLS inference dispatcher alone."""
+    asked = set()
+    for path in CORE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                names = ast.unparse(node.args[1])
+                if "Dispatcher" in names:
+                    asked.add(names)
+    assert asked == ({"NVLSAllGatherVDispatcher"} if INSTALLED >= (0, 18) else set())
+
+
+def test_a_captured_preprocess_returns_the_tensors_among_the_named_attributes():
+    """All versions skip names whose attribute is None, and resolve dotted names (TE graphs)."""
+    x = torch.ones(2)
+    dispatcher = SimpleNamespace(
+        cudagraph_attrs=["plan", "nothing", "part.inner"],
+        valid_cudagraph_attrs=None,
+        plan=x,
+        nothing=None,
+        part=SimpleNamespace(inner=2 * x),
+    )
+    signal = moe_utils.MoECudaGraphPartialCaptureSignal(
+        SimpleNamespace(token_dispatcher=dispatcher), "preprocess", hidden_states=3 * x, probs=4 * x
+    )
+    outputs = signal.get_early_return_outputs(x, shared_expert_output=None)
+    assert [tensor[0].item() for tensor in outputs] == [3, 4, 1, 2]
+    assert dispatcher.valid_cudagraph_attrs == ["plan", "part.inner"]
+
+
+# The layer: padded_dispatch/megatron/layer.py
+
+
+def test_moe_layer_takes_config_first_and_groups_by_keyword():
+    """All versions; later ones add `is_mtp_layer` (0.17) and `name` (0.18) at the end."""
+    names = parameters(moe_layer.MoELayer.__init__)
+    expected = ["self", "config", "submodules", "layer_number", "pg_collection"]
+    expected += ["is_mtp_layer"] if INSTALLED >= (0, 17) else []
+    expected += ["name"] if INSTALLED >= (0, 18) else []
+    assert names == expected
+
+
+def test_moe_layer_raises_for_a_name_that_it_does_not_know():
+    """All versions; hence a stock name while the constructor runs."""
+    config = tiny.config("padded_alltoall")
+    with pytest.raises(ValueError, match="Unsupported token dispatcher type: padded_alltoall"):
+        tiny.layer(config)
+
+
+def test_moe_layer_has_the_parts_that_we_exchange():
+    """All versions."""
+    config = tiny.config("allgather", moe_shared_expert_intermediate_size=16)
+    layer = tiny.layer(config)
+    assert type(layer.token_dispatcher) is MoEAllGatherTokenDispatcher
+    assert type(layer.router) is TopKRouter
+    assert type(layer.experts) is experts.SequentialMLP
+    assert type(layer.shared_experts) is SharedExpertMLP
+    assert layer.use_shared_expert and not layer.shared_expert_overlap
+    assert layer.num_local_experts == 4 and layer.local_expert_indices == [0, 1, 2, 3]
+    assert layer.router.config is config
+
+
+def test_the_all_gather_dispatcher_owns_nothing_and_the_all_to_all_one_a_stream(monkeypatch):
+    """All versions; hence the former while the constructor runs."""
+    streams = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: streams.append("created"))
+    # One for all dispatchers of the process.
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None)
+    groups = moe_utils.get_default_pg_collection()
+    arguments = {"config": tiny.config("allgather"), "pg_collection": groups}
+    all_gather = MoEAllGatherTokenDispatcher(4, [0, 1, 2, 3], **arguments)
+    assert not streams and not isinstance(all_gather, torch.nn.Module)
+    MoEAlltoAllTokenDispatcher(4, [0, 1, 2, 3], **arguments)
+    assert streams == ["created"]
+
+
+def test_transformer_layers_hand_groups_to_an_exact_class_in_old_versions():
+    """0.16 and 0.17 compare a spec's module with `in (MoELayer, ...)`; 0.18 and later do not."""
+    tree = ast.parse(inspect.getsource(transformer_layer))
+    tests = [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        and isinstance(node.ops[0], ast.In)
+        and "MoELayer," in ast.unparse(node.comparators[0])
+    ]
+    assert len(tests) == (1 if INSTALLED < (0, 18) else 0)
+    assert all(test.startswith("submodules.mlp.module in (MoELayer,") for test in tests)
+
+
+def test_the_spec_of_a_moe_layer():
+    """A ModuleSpec in 0.16 and 0.17, a partial in 0.18 and later."""
+    spec = moe_module_specs.get_moe_module_spec(use_te=False, num_experts=4)
+    if INSTALLED < (0, 18):
+        assert isinstance(spec, ModuleSpec) and spec.module is moe_layer.MoELayer
+    else:
+        assert isinstance(spec, functools.partial) and spec.func is moe_layer.MoELayer
+
+
+def test_where_the_moe_layer_sits_in_a_layer_and_a_block():
+    """All versions: `ModuleSpec.submodules.mlp`, and `layer_specs` of a block."""
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=4)
+    assert type(layer.submodules.mlp) is type(
+        moe_module_specs.get_moe_module_spec(use_te=False, num_experts=4)
+    )
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
+        tiny.config("allgather", num_layers=3, moe_layer_freq=[1, 0, 1]),
+        use_transformer_engine=False,
+    )
+    kinds = [type(layer.submodules.mlp) for layer in block.layer_specs]
+    assert kinds[0] is kinds[2] is type(layer.submodules.mlp)
+
+
+# The router: padded_dispatch/megatron/router.py
+
+
+@pytest.mark.parametrize("method", ["forward", "routing", "_apply_expert_bias"])
+def test_router_methods_take_a_padding_mask(method):
+    """All versions: one tensor and `padding_mask=None`."""
+    assert parameters(getattr(TopKRouter, method))[2:] == ["padding_mask"]
+
+
+class RecordingRouter(TopKRouter):
+    """Notes what `routing` passes to `_apply_expert_bias`."""
+
+    seen: tuple
+
+    def _apply_expert_bias(self, routing_map, padding_mask=None):
+        self.seen = (routing_map, padding_mask)
+
+
+def recording_router(**changes) -> RecordingRouter:
+    router = tiny.layer(tiny.config("allgather", **changes)).router
+    router.__class__ = RecordingRouter
+    return router
+
+
+@pytest.mark.parametrize("factor", [None, 1.0])
+def test_routing_counts_the_map_that_it_returns(factor):
+    """All versions: with a factor it is cut before it is counted, so we hide the factor."""
+    router = recording_router(moe_expert_capacity_factor=factor)
+    logits = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))
+    logits[..., 0] += 5
+    probs_TE, map_TE = router.routing(logits)
+    assert router.seen[0] is map_TE and map_TE.dtype == torch.bool
+    assert probs_TE.shape == map_TE.shape == (15, 4)
+    # ceil(15 * 2 / 4) = 8 of the 15 tokens that ask for expert 0.
+    assert map_TE[:, 0].sum() == (15 if factor is None else 8)
+
+
+def test_routing_flattens_the_mask_for_the_bias():
+    """All versions pass [T], and the map is [T, E]."""
+    router = recording_router()
+    mask_SB = torch.zeros(5, 3, dtype=torch.bool)
+    mask_SB[4] = True
+    router.routing(torch.randn(5, 3, 4), mask_SB)
+    assert router.seen[1].tolist() == [False] * 12 + [True] * 3
+
+
+def test_a_true_mask_means_padding():
+    """All versions, although the docstrings say the opposite."""
+    mask_T = torch.tensor([False, True])
+    map_TE, _ = moe_utils.compute_routing_scores_for_aux_loss(
+        torch.randn(2, 4), 2, "softmax", padding_mask=mask_T
+    )
+    assert map_TE.sum(1).tolist() == [2, 0]
+
+
+def test_the_router_keeps_its_counts_under_these_names():
+    """All versions."""
+    plain = tiny.layer(tiny.config("allgather")).router
+    assert not plain.enable_expert_bias and plain.local_tokens_per_expert is None
+    biased = tiny.layer(
+        tiny.config(
+            "allgather", moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"
+        )
+    ).router
+    assert biased.enable_expert_bias
+    assert biased.local_tokens_per_expert.tolist() == [0, 0, 0, 0]
+
+
+def test_recomputation_runs_first_without_gradients():
+    """All versions; hence counters count only where gradients are enabled."""
+    seen = []
+
+    def forward(x):
+        seen.append(torch.is_grad_enabled())
+        return 2 * x
+
+    x = torch.ones(1, requires_grad=True)
+    tensor_parallel.checkpoint(forward, False, x).backward()
+    assert seen == [False, True] and x.grad == 2
+
+
+# Experts and shared experts: padded_dispatch/megatron/{config,compat}.py
+
+
+def test_experts_take_rows_counts_and_probabilities():
+    """All versions call them by position; 0.19 may add buffers, which we have none of."""
+    for cls in (experts.TEGroupedMLP, experts.SequentialMLP):
+        assert parameters(cls.forward)[:4] == [
+            "self",
+            "permuted_local_hidden_states",
+            "tokens_per_expert",
+            "permuted_probs",
+        ]
+
+
+def test_inference_experts_are_a_subclass_of_the_accepted_ones():
+    """From 0.17 on; 0.16 has GroupedMLP instead. Hence refused names are checked first."""
+    if INSTALLED < (0, 17):
+        assert not hasattr(experts, "InferenceGroupedMLP") and hasattr(experts, "GroupedMLP")
+    else:
+        assert issubclass(experts.InferenceGroupedMLP, experts.TEGroupedMLP)
+        assert not hasattr(experts, "GroupedMLP")
+
+
+def test_experts_multiply_by_the_probabilities():
+    """All versions; hence combine only sums."""
+    layer = tiny.layer(tiny.config("allgather"))
+    rows_ND, counts_L = torch.randn(8, tiny.HIDDEN), torch.full((4,), 2)
+    once, bias = layer.experts(rows_ND, counts_L, torch.ones(8))
+    twice, _ = layer.experts(rows_ND, counts_L, torch.full((8,), 2.0))
+    assert bias is None
+    torch.testing.assert_close(twice, 2 * once)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_the_overlap_protocol_of_shared_experts(gate):
+    """All versions accept this order.
+
+    Only 0.18 and later have `wait_current_stream`, and a state machine that checks the order.
+    """
+    config = tiny.config(
+        "alltoall",
+        moe_shared_expert_intermediate_size=16,
+        moe_shared_expert_overlap=True,
+        moe_shared_expert_gate=gate,
+    )
+    shared = tiny.layer(config).shared_experts
+    assert shared.use_shared_expert_gate == gate
+    assert hasattr(shared, "wait_current_stream") == (INSTALLED >= (0, 18))
+    assert hasattr(shared, "_overlap_state") == (INSTALLED >= (0, 18))
+    if INSTALLED >= (0, 18):
+        assert shared._overlap_state.name == "IDLE"
+    x = torch.randn(5, 1, tiny.HIDDEN)
+    for moved in (x, None):
+        shared.pre_forward_comm(x)
+        assert torch.equal(shared.cached_fc1_input, x)
+        assert (shared.gate_score is not None) == gate
+        if INSTALLED >= (0, 18):
+            assert shared._overlap_state.name == "PRE_FORWARD_COMM_DONE"
+        shared.linear_fc1_forward_and_act(moved)
+        shared.linear_fc2_forward(moved)
+        shared.post_forward_comm()
+        output = shared.get_output()
+        expected, _ = MLP.forward(shared, x)
+        if gate:
+            expected = expected * torch.sigmoid(x @ shared.gate_weight.T)
+        assert torch.equal(output, expected)
+
+
+# The config: padded_dispatch/megatron/install.py
+
+
+def test_the_type_of_the_field_is_a_literal_of_three_names():
+    """All versions: an object, not a string; subclasses share the field."""
+    field = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
+    assert get_origin(field.type) is Literal
+    assert get_args(field.type) == ("allgather", "alltoall", "flex")
+    assert MLATransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"] is field
+
+
+def test_post_init_is_looked_up_on_the_class(monkeypatch):
+    """All versions: also `dataclasses.replace` and subclasses run the one that is there now."""
+    ran = []
+    original = TransformerConfig.__post_init__
+
+    def noting(self):
+        ran.append(type(self).__name__)
+        original(self)
+
+    monkeypatch.setattr(TransformerConfig, "__post_init__", noting)
+    config = tiny.config("allgather")
+    dataclasses.replace(config, moe_router_topk=1, moe_router_pre_softmax=True)
+    MLATransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+    assert ran == ["TransformerConfig", "TransformerConfig", "MLATransformerConfig"]
+
+
+def test_an_unknown_dispatcher_passes_a_plain_config():
+    """All versions: the Literal is not checked."""
+    assert tiny.config("new").moe_token_dispatcher_type == "new"
+
+
+def test_shared_expert_overlap_needs_a_name_that_megatron_knows():
+    """All versions; hence 'alltoall' while `__post_init__` runs."""
+    overlap = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True}
+    tiny.config("alltoall", **overlap)
+    with pytest.raises(ValueError, match="only works with alltoall"):
+        tiny.config("new", **overlap)
+
+
+@pytest.mark.parametrize("name", ["alltoall", "new"])
+def test_graph_scope_moe_asks_for_a_factor_and_padding(name):
+    """All versions, whatever the dispatcher; the field is `cuda_graph_modules` from 0.18 on."""
+    settings = layer_graphs("moe")
+    with pytest.raises(AssertionError, match="only supported with drop-padding MoE"):
+        tiny.config(name, **settings)
+    with pytest.raises(AssertionError, match="only supported with drop-padding MoE"):
+        tiny.config(name, **settings, moe_expert_capacity_factor=1.0)
+    tiny.config(
+        name, **settings, moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True
+    )
+
+
+def test_padding_alone_is_refused_and_a_negative_factor_means_none():
+    """All versions."""
+    with pytest.raises(ValueError, match="moe_expert_capacity_factor must be set"):
+        tiny.config("allgather", moe_pad_expert_input_to_capacity=True)
+    assert (
+        tiny.config("allgather", moe_expert_capacity_factor=-1.0).moe_expert_capacity_factor is None
+    )
+
+
+_TRAINING = importlib.util.find_spec("megatron.training")
+
+if _TRAINING is not None:  # The wheel of 0.16 has no megatron.training.
+
+    def test_command_line_choices_come_from_the_type_of_the_field():
+        """0.17 and later: `ArgumentGroupFactory` turns a Literal into `choices`.
+
+        Only its two functions are read: importing megatron.training needs far more than Megatron.
+        """
+        assert _TRAINING.origin is not None
+        tree = ast.parse(Path(_TRAINING.origin).with_name("argument_utils.py").read_text())
+        source = {
+            node.name: ast.unparse(node)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef)
+        }
+        build = source["_build_argparse_kwargs_from_field"]
+        assert "self._extract_type(attribute.type)" in build
+        names = {"Any": Any, "enum": enum, "types": types, "typing": typing}
+        exec(source["_extract_type"], names)
+        kwargs = names["_extract_type"](None, Literal["allgather", "padded_alltoall"])
+        assert kwargs == {"type": str, "choices": ("allgather", "padded_alltoall")}
+
+
+# Capacity: padded_dispatch/config.py
+
+
+@pytest.mark.parametrize(
+    "num_tokens, top_k, num_experts, factor",
+    [(1, 1, 1, 1.0), (13, 2, 4, 1.0), (4096, 8, 128, 1.25), (448, 6, 160, 160 / 6), (7, 3, 5, 0.1)],
+)
+def test_capacity_is_megatrons_up_to_the_number_of_tokens(num_tokens, top_k, num_experts, factor):
+    """All versions: `get_capacity`, digit for digit; the fourth case rounds to T + 1 there."""
+    theirs = moe_utils.get_capacity(num_tokens * top_k, num_experts, factor)
+    ours = DispatchConfig(num_experts=num_experts, top_k=top_k, capacity_factor=factor)
+    assert ours.capacity(num_tokens) == min(num_tokens, theirs)

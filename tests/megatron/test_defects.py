@@ -1,0 +1,452 @@
+"""What is wrong with stock drop-and-pad (Megatron-Core 0.16.1 to 0.19.0), and right here.
+
+One test per defect. It first pins what stock does, so that the README's table stays true, then what
+the padded path does with the same input. Stock is `moe_token_dispatcher_type="alltoall"` with
+`moe_expert_capacity_factor` and `moe_pad_expert_input_to_capacity`. Where stock's half needs a GPU
+or Transformer Engine, the docstring says so, and only our half is tested.
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import package_info
+from megatron.core.inference import utils as inference_utils
+from megatron.core.transformer import transformer_config, transformer_layer
+from megatron.core.transformer.moe import moe_utils
+from torch import Tensor
+
+from padded_dispatch import DispatchConfig
+from padded_dispatch.megatron import PaddedOptions, padded_spec
+from padded_dispatch.megatron.compat import layer_graphs
+from padded_dispatch.megatron.config import check_config
+from padded_dispatch.ops.select import select
+from padded_dispatch.utils.launch import WorkerError
+from tests.support import tiny
+from tests.support.parity import megatron
+
+INSTALLED = (package_info.MAJOR, package_info.MINOR)
+EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron_alone() -> Iterator[None]:
+    with tiny.one_process():
+        yield
+
+
+def dropless(**settings: Any) -> Any:
+    return tiny.layer(tiny.config("allgather", **settings))
+
+
+def stock(factor: float, **settings: Any) -> Any:
+    """Stock's drop-and-pad layer."""
+    settings |= {"moe_expert_capacity_factor": factor, "moe_pad_expert_input_to_capacity": True}
+    return tiny.layer(tiny.config("alltoall", **settings))
+
+
+def ours(factor: float | None, options: PaddedOptions | None = None, **settings: Any) -> Any:
+    """The padded layer, with the weights of `stock`'s."""
+    config = tiny.config("alltoall", moe_expert_capacity_factor=factor, **settings)
+    config.padded_dispatch = options or PaddedOptions()
+    return tiny.layer(config, padded_spec(tiny.layer_spec()))
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randn(*shape, tiny.HIDDEN, generator=torch.Generator().manual_seed(3))
+
+
+def ask_for(layer: Any, *experts: int) -> None:
+    """Make every token with a positive first element ask for these experts, the first most."""
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        for rank, expert in enumerate(experts):
+            layer.router.weight[expert, 0] = 2.0 - rank
+
+
+def alike(num_tokens: int) -> Tensor:
+    """[T, 1, D]: tokens that route alike but differ elsewhere."""
+    x = tokens(num_tokens, 1)
+    x[..., 0] = 1
+    return x
+
+
+def expert_inputs(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows [N, D] that the layer's experts get for `x`, and how many per expert."""
+    seen: list[Any] = []
+    handle = layer.experts.register_forward_pre_hook(lambda module, args: seen.extend(args))
+    layer(x)
+    handle.remove()
+    return seen[0].detach(), seen[1]
+
+
+def assert_equal_up_to_rounding(a: Tensor, b: Tensor) -> None:
+    """For fp64 results of the same sums over batches of other sizes."""
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_d1_capacity_above_the_number_of_tokens():
+    """Stock raises, also at the documented factor for no dropping, E / K; here C is at most T."""
+    x = tokens(4, 2).double()  # T = 8, C = 8 * 2 / 4 * 3 = 12
+    with pytest.raises(RuntimeError, match=r"shape '\[4, 12\]' is invalid for input of size 32"):
+        stock(3.0).double()(x)
+    output, _ = ours(3.0).double()(x)
+    expected, _ = dropless().double()(x)
+    assert_equal_up_to_rounding(output, expected)
+
+    # DeepSeek-V2: E = 160, K = 6.
+    assert moe_utils.get_capacity(448 * 6, 160, 160 / 6) == 449
+    config = DispatchConfig(num_experts=160, top_k=6, capacity_factor=160 / 6)
+    assert config.capacity(448) == 448
+
+
+def test_d1b_fused_permutation_above_the_number_of_tokens():
+    """Stock's needs Transformer Engine; here there is no permutation that could be fused."""
+    x = tokens(4, 2)
+    fused = ours(3.0)
+    fused.config.moe_permute_fusion = True  # past Megatron's check, which asks for the kernels
+    assert torch.equal(fused(x)[0], ours(3.0)(x)[0])
+
+
+def test_d2_position_drops_the_end_of_the_batch():
+    """Stock documents that but takes `topk` of zeros and ones, all ties; here it is exact."""
+    random = torch.Generator().manual_seed(0)
+    probs_TE, map_TE = moe_utils.topk_routing_with_score_function(
+        torch.randn(4096, 8, generator=random), 2
+    )
+    config = DispatchConfig(num_experts=8, top_k=2, capacity_factor=0.5, policy="position")
+    capacity = config.capacity(4096)
+    first_TE = map_TE & (map_TE.cumsum(0) <= capacity)
+    _, stock_TE = moe_utils.apply_router_token_dropping(
+        probs_TE, map_TE, 2, 0.5, drop_policy="position"
+    )
+    assert (stock_TE != first_TE).any(0).all()  # every expert keeps a wrong set
+    selection = select(map_TE, probs_TE, capacity=capacity, policy="position")
+    assert torch.equal(selection.kept_TE, first_TE)
+
+
+def test_d3_expert_bias_moves():
+    """Stock counts the padded map, C for every expert, so the bias never moves."""
+    x = alike(12)
+    updates = []
+    for layer in (stock(1.0, **EXPERT_BIAS), ours(1.0, **EXPERT_BIAS)):
+        ask_for(layer, 0, 1)
+        layer(x)
+        router = layer.router
+        updates.append(
+            moe_utils.get_updated_expert_bias(
+                router.local_tokens_per_expert, router.expert_bias, 0.5
+            ).tolist()
+        )
+    assert updates == [[0, 0, 0, 0], [-0.5, -0.5, 0.5, 0.5]]
+
+
+def test_d4_padding_tokens_take_no_slot():
+    """Stock lets them compete: here real tokens get all 6 slots of the experts they ask for."""
+    x = alike(12)
+    x[:6, 0, 0] = 2  # padding tokens are surer of expert 0
+    padding_mask = torch.zeros(12, 1, dtype=torch.bool)
+    padding_mask[:6] = True
+    kept = []
+    for layer in (stock(1.0), ours(1.0)):
+        ask_for(layer, 0, 1)
+        probs_TE, _ = layer.router(x, padding_mask)
+        kept.append((probs_TE > 0).split(6))
+    (stock_padding, stock_real), (padding, real) = kept
+    assert stock_padding[:, 0].all() and not stock_real[:, 0].any()
+    assert not padding.any() and real[:, :2].all()
+
+
+@pytest.mark.parametrize("num_tokens", [5, 4])
+def test_d4b_expert_bias_with_a_padding_mask(num_tokens):
+    """Stock combines [T, E] with [T]: it raises, and silently counts wrong where T = E."""
+    x = alike(num_tokens)
+    padding_mask = torch.zeros(num_tokens, 1, dtype=torch.bool)
+    padding_mask[-1] = True
+    theirs, padded = dropless(**EXPERT_BIAS), ours(None, **EXPERT_BIAS)
+    for layer in (theirs, padded):
+        ask_for(layer, 0, 1)
+    if num_tokens == 4:
+        theirs.router(x, padding_mask)
+        assert theirs.router.local_tokens_per_expert.tolist() == [4, 4, 0, 0]
+    else:
+        with pytest.raises(RuntimeError, match="must match the size of tensor b"):
+            theirs.router(x, padding_mask)
+    padded.router(x, padding_mask)
+    assert padded.router.local_tokens_per_expert.tolist() == [num_tokens - 1, num_tokens - 1, 0, 0]
+
+
+def test_d5_alignment_loses_no_token():
+    """Stock aligns by adding tokens to a map that is full; `permute` then cuts real ones off."""
+    random = torch.Generator().manual_seed(0)
+    probs_TE, map_TE = moe_utils.topk_routing_with_score_function(
+        torch.randn(64, 4, generator=random), 2
+    )
+    kept_TE, padded_TE = moe_utils.apply_router_token_dropping(
+        probs_TE, map_TE, 2, 0.625, pad_to_capacity=True
+    )
+    aligned_TE = moe_utils.pad_routing_map(padded_TE.clone(), 16)
+    rows = moe_utils.permute(
+        tokens(64), aligned_TE, probs=kept_TE, num_out_tokens=20 * 4, drop_and_pad=True
+    )
+    assert (kept_TE > 0).sum() == 80 and (rows[1] > 0).sum() < 40
+
+    config = tiny.config("alltoall")
+    config.moe_router_padding_for_quantization = True
+    with pytest.raises(ValueError, match=r"moe_router_padding_for_quantization=True.*alignment"):
+        check_config(config)
+    layer = ours(0.625, PaddedOptions(alignment=16))
+    layer(tokens(64, 1))
+    counters = layer.token_dispatcher.counters
+    assert torch.equal(counters.kept_E, counters.demand_E.clamp(max=32))  # C = 20, aligned to 32
+    assert expert_inputs(layer, tokens(64, 1))[1].tolist() == [32] * 4
+
+
+def test_d6_probs_on_input_with_bias():
+    """Stock's padded rows come out as bias and are added to real tokens, though none is dropped."""
+    settings = {
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+        "moe_apply_probs_on_input": True,
+        "add_bias_linear": True,
+    }
+    x = tokens(6, 2).double()
+    outputs = []
+    for layer in (dropless(**settings), stock(4.0, **settings), ours(4.0, **settings)):
+        random = torch.Generator().manual_seed(1)
+        with torch.no_grad():  # Megatron adds the bias to a view in place
+            for name, parameter in layer.experts.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(generator=random)
+            outputs.append(layer.double()(x)[0])
+    expected, stock_output, output = outputs
+    assert (stock_output - expected).abs().max() > 1
+    assert_equal_up_to_rounding(output, expected)
+
+
+def test_d7_no_token_visits_an_expert_that_it_did_not_ask_for():
+    """Stock pads with real tokens: an expert that overflows poisons tokens routed elsewhere."""
+    x = alike(8)
+    finite = {}
+    for name, layer in {"dropless": dropless(), "stock": stock(1.0), "ours": ours(1.0)}.items():
+        ask_for(layer, 0, 1)
+        unused = layer.experts.local_experts[3]
+        with torch.no_grad():
+            unused.linear_fc1.weight.fill_(1e30)
+        layer(x)[0].sum().backward()
+        tensors = [layer(x)[0], *(parameter.grad for parameter in layer.parameters())]
+        finite[name] = all(tensor.isfinite().all() for tensor in tensors)
+    assert finite == {"dropless": True, "stock": False, "ours": True}
+
+
+def _uneven_step() -> None:
+    with megatron("cpu", expert_model_parallel_size=2):
+        config = tiny.config(moe_expert_capacity_factor=1.0, expert_model_parallel_size=2)
+        tiny.layer(config)(tokens(4 + 4 * dist.get_rank(), 1))
+
+
+def test_d8_uneven_tokens_are_an_error_on_every_rank(pool2):
+    """Stock's ranks enter an equal-split all-to-all with rows of their own number.
+
+    With gloo a process dies of it, with NCCL it may hang; shown here are the numbers alone.
+    """
+    dispatcher = stock(1.0).token_dispatcher
+    probs_TE, map_TE = torch.ones(8, 4), torch.ones(8, 4, dtype=torch.bool)
+    num_rows = []
+    for num_tokens in (4, 8):
+        given = tokens(num_tokens, 1), map_TE[:num_tokens], probs_TE[:num_tokens]
+        num_rows.append(len(dispatcher.dispatch_preprocess(*given)[0]))
+        assert dispatcher.input_splits is None and dispatcher.output_splits is None
+    assert num_rows == [8, 16]
+
+    with pytest.raises(WorkerError) as caught:
+        pool2.run(_uneven_step, timeout_s=60)
+    errors = caught.value.errors
+    assert sorted(errors) == [0, 1]
+    for error in errors.values():
+        assert type(error) is ValueError
+        assert "T is 4 on rank 0, 8 on rank 1" in str(error)
+
+
+def test_d9_padding_stays_out_of_an_experts_statistics():
+    """Stock pads with real tokens: an outlier raises the maximum of experts that it never saw.
+
+    What quantization makes of that maximum needs a GPU; here padded rows are zeros.
+    """
+    x = alike(8)
+    x[:5, 0, 1] = 100  # any C = 4 of the 8 tokens have an outlier among them
+    maxima = []
+    for layer in (stock(1.0), ours(1.0)):
+        ask_for(layer, 0, 1)
+        rows_ND, counts_L = expert_inputs(layer, x)
+        maxima.append([rows.abs().max().item() for rows in rows_ND.split(counts_L.tolist())])
+    (_, _, *stock_unused), (_, _, *unused) = maxima
+    assert stock_unused == [100, 100]
+    assert unused == [0, 0]
+
+
+def test_d10_rows_per_expert_can_be_aligned():
+    """Stock hands over 20 rows per expert, which Transformer Engine pads to its tile by copies."""
+    x = tokens(40, 1)
+    assert expert_inputs(stock(1.0), x)[1].tolist() == [20] * 4
+    layer = ours(1.0, PaddedOptions(alignment=16))
+    assert expert_inputs(layer, x)[1].tolist() == [32] * 4
+
+
+def test_d11_text_generation_leaves_training_as_it_was(monkeypatch):
+    """Stock's toggle for decoding sets the factor to None at the end, and nothing sets it back."""
+    x = tokens(6, 2)
+    num_rows, same = [], []
+    for layer in (stock(0.5), ours(0.5)):
+        monkeypatch.setattr(inference_utils, "moe_layer_cache", None)
+        before = layer(x)[0]
+        inference_utils.set_decode_expert_padding(layer, True, capacity_factor=2)
+        inference_utils.set_decode_expert_padding(layer, False)
+        num_rows.append(int(expert_inputs(layer, x)[1].sum()))
+        same.append(torch.equal(layer(x)[0], before))
+    assert num_rows == [24, 12]  # dropless T * K; E * C
+    assert same == [False, True]
+
+
+def test_d12_a_padding_mask_that_a_graph_would_lose_is_an_error():
+    """Stock captures and replays a layer without the mask: losses change at the first replay.
+
+    A capture calls the layer once more in training mode, without the mask.
+    """
+    capture = inspect.getsource(transformer_layer.TransformerLayer._te_cuda_graph_capture)
+    assert "self._forward_mlp(hidden_states" in capture and "padding_mask" not in capture
+
+    layer = ours(1.0)
+    layer.config.cuda_graph_impl = "transformer_engine"
+    layer.router(alike(6), torch.zeros(6, 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="padding_mask=None is not possible"):
+        layer.router(alike(6))
+
+
+def named_tensors(dispatcher: Any) -> dict[str, Tensor]:
+    """The attributes that a graph which ends after `preprocess` hands to every replay."""
+    values = {name: getattr(dispatcher, name, None) for name in dispatcher.cudagraph_attrs}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def after_preprocess(layer: Any, hidden: Tensor, probs: Tensor) -> Tensor:
+    """The rest of the layer, from the outputs of `dispatch_preprocess` on."""
+    dispatcher = layer.token_dispatcher
+    rows, counts, probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(hidden, probs))
+    output, _ = layer.experts(rows, counts, probs)
+    output = dispatcher.token_combine(dispatcher.combine_preprocess(output))
+    return dispatcher.combine_postprocess(output)
+
+
+def replay_after_evaluation(layer: Any, x: Tensor) -> Tensor:
+    """The layer's output when a graph of `preprocess` is replayed after another shape ran eagerly.
+
+    A replay sets tensors by name and runs no Python.
+    """
+    hidden, probs = layer.preprocess(x, *layer.route(x))
+    captured = named_tensors(layer.token_dispatcher)
+    with torch.no_grad():
+        layer.eval()(tokens(5, 1))
+    for name, value in captured.items():
+        setattr(layer.token_dispatcher, name, value)
+    return after_preprocess(layer, hidden, probs)
+
+
+def test_d13_evaluation_of_another_shape_between_replays():
+    """Stock keeps C and the shape in Python numbers, which are then the evaluation's."""
+    x = tokens(6, 2)
+    with pytest.raises(RuntimeError, match=r"shape .* is invalid for input of size"):
+        replay_after_evaluation(stock(1.0), x)
+    layer = ours(1.0)
+    assert torch.equal(replay_after_evaluation(layer, x), layer(x)[0])
+
+
+def call_after_partial_capture(layer: Any, x: Tensor) -> Tensor:
+    """The layer's output when a capture has ended after `dispatch_preprocess` before."""
+    layer.preprocess(x, *layer.route(x))
+    return layer(x)[0]
+
+
+def test_d14_shared_expert_overlap_after_a_partial_capture():
+    """Stock's state machine, which 0.18 brought, stays where the capture ended: the call raises."""
+    shared = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True}
+    x = tokens(6, 2)
+    if INSTALLED >= (0, 18):
+        with pytest.raises(AssertionError, match="must be called from IDLE state"):
+            call_after_partial_capture(stock(1.0, **shared), x)
+    layer = ours(1.0, **shared)
+    expected = layer(x)[0]
+    assert torch.equal(call_after_partial_capture(layer, x), expected)
+
+
+def test_d16_ties_go_to_the_first_token():
+    """Stock breaks ties as `topk` happens to; equal probabilities are common in bf16."""
+    map_TE = torch.ones(4096, 3, dtype=torch.bool)
+    probs_TE = torch.full((4096, 3), 0.5, dtype=torch.bfloat16)
+    _, stock_TE = moe_utils.apply_router_token_dropping(probs_TE, map_TE, 1, 0.3)
+    capacity = moe_utils.get_capacity(4096, 3, 0.3)
+    assert not stock_TE[:capacity].all()
+    kept_TE = select(map_TE, probs_TE, capacity=capacity).kept_TE
+    assert kept_TE[:capacity].all() and not kept_TE[capacity:].any()
+
+
+# Not deterministic on CUDA: they add with atomics (torch.use_deterministic_algorithms lists them).
+ATOMIC = {"aten::scatter_add_", "aten::scatter_add", "aten::index_add_", "aten::index_add"}
+
+
+def test_d17_no_sum_depends_on_the_order_of_threads():
+    """Stock's unfused path scatters with atomics; here both directions are gathers.
+
+    Only CUDA runs atomics; the operations that would are seen on the CPU, too.
+    """
+    used = []
+    for layer in (stock(1.0), ours(1.0)):
+        x = tokens(6, 2).requires_grad_()
+        with torch.profiler.profile() as profile:
+            layer(x)[0].sum().backward()
+        used.append(ATOMIC & {event.key for event in profile.key_averages()})
+    assert used[0] and not used[1]
+
+
+def test_d18_drops_are_counted():
+    """Stock keeps no statistics of what it dropped: nothing reaches its own logging."""
+    before = set(moe_utils.get_moe_layer_wise_logging_tracker())
+    stock(0.5)(tokens(6, 2))
+    assert set(moe_utils.get_moe_layer_wise_logging_tracker()) == before
+    layer = ours(0.5)
+    ask_for(layer, 0, 1)
+    layer(alike(12))
+    counters = layer.token_dispatcher.counters
+    dropped_E = counters.demand_E - counters.kept_E
+    assert dropped_E.tolist() == [9, 9, 0, 0]  # C = 12 * 2 / 4 * 0.5 = 3
+    assert (int(counters.num_overflow), int(counters.num_slots)) == (0, 12)
+
+
+def test_d19_a_router_without_transformer_engine(monkeypatch):
+    """Stock 0.16 raises on any MoE forward; our CPU module provides the name that is missing."""
+    if INSTALLED == (0, 16) and not moe_utils.HAVE_TE:
+        with monkeypatch.context() as without:
+            without.delattr(moe_utils, "te_general_gemm")
+            with pytest.raises(NameError, match="te_general_gemm"):
+                dropless()(tokens(3, 1))
+    assert ours(None)(tokens(3, 1))[0].isfinite().all()
+
+
+def test_d20_padding_for_quantization_is_refused(monkeypatch):
+    """Stock looks for the old name only, and so accepts a graph that it means to refuse.
+
+    A graph of scope `moe_preprocess` cannot hold the all-to-all dispatcher's changing counts.
+    """
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *args, **kwargs: True)
+    settings = {
+        "fp8": "hybrid",
+        **layer_graphs("moe_router", "moe_preprocess"),
+    }
+    with pytest.raises(AssertionError, match="moe_preprocess cuda graph is not supported"):
+        tiny.config("alltoall", moe_router_padding_for_fp8=True, **settings)
+    config = tiny.config("alltoall", moe_router_padding_for_quantization=True, **settings)
+    with pytest.raises(ValueError, match="moe_router_padding_for_quantization=True"):
+        check_config(config)

@@ -1,0 +1,114 @@
+"""The six methods, called as Megatron calls them."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from padded_dispatch import DispatchConfig
+from padded_dispatch.megatron import padded_spec
+from padded_dispatch.megatron.dispatcher import announce
+from tests.support import tiny
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron() -> Iterator[None]:
+    with tiny.one_process():
+        yield
+
+
+def layer(**overrides: Any) -> Any:
+    return tiny.layer(tiny.config(**overrides), padded_spec(tiny.layer_spec()))
+
+
+def routing(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities and a map with two experts per token, few of them expert 3's."""
+    probs_TE = torch.rand(num_tokens, 4, dtype=torch.float64) + torch.tensor([0.4, 0.3, 0.2, 0.0])
+    return probs_TE, torch.zeros_like(probs_TE, dtype=torch.bool).scatter(
+        1, probs_TE.topk(2).indices, True
+    )
+
+
+@pytest.mark.parametrize("shape", [(6, 2), (1, 1), (3, 5)])
+def test_identity_experts_give_tokens_times_kept_probabilities(shape):
+    dispatcher = layer().token_dispatcher
+    hidden = torch.randn(*shape, tiny.HIDDEN, dtype=torch.float64)
+    probs_TE, map_TE = routing(hidden[..., 0].numel())
+    rows, side = dispatcher.dispatch_preprocess(hidden, map_TE, probs_TE)
+    rows, side = dispatcher.token_dispatch(rows, side)
+    rows_ND, rows_per_expert, probs_N = dispatcher.dispatch_postprocess(rows, side)
+    num_tokens = hidden[..., 0].numel()
+    assert rows_per_expert.tolist() == [num_tokens] * 4
+    assert rows_per_expert.device.type == "cpu" and rows_per_expert.dtype == torch.int64
+    assert rows_ND.shape == (4 * num_tokens, tiny.HIDDEN)
+    out = dispatcher.combine_preprocess(rows_ND * probs_N[:, None])
+    out = dispatcher.combine_postprocess(dispatcher.token_combine(out))
+    kept_probs_TE = torch.where(map_TE, probs_TE, 0)
+    expected = hidden * kept_probs_TE.sum(1).view(*shape, 1)
+    torch.testing.assert_close(out, expected, rtol=1e-15, atol=1e-15)
+
+
+def test_padded_rows_are_zero_and_only_they():
+    dispatcher = layer().token_dispatcher
+    hidden = torch.randn(4, 2, tiny.HIDDEN).abs() + 1
+    probs_TE, map_TE = routing(8)
+    rows, side = dispatcher.dispatch_preprocess(hidden, map_TE, probs_TE.float())
+    rows_ND, _, probs_N = dispatcher.dispatch_postprocess(rows, side)
+    real_N = (torch.arange(8) < map_TE.sum(0)[:, None]).flatten()
+    assert torch.equal((rows_ND != 0).all(1), real_N)
+    assert torch.equal((rows_ND != 0).any(1), real_N)
+    assert torch.equal(probs_N != 0, real_N)
+
+
+def test_nothing_outlives_the_layer_and_shapes_may_change():
+    """Evaluation of another shape between training steps."""
+    moe = layer(moe_expert_capacity_factor=1.0)
+    dispatcher = moe.token_dispatcher
+    for shape in ((6, 2), (3, 1), (6, 2)):
+        output, _ = moe(torch.randn(*shape, tiny.HIDDEN))
+        assert output.shape == (*shape, tiny.HIDDEN)
+        assert [getattr(dispatcher, name) for name in dispatcher.cudagraph_attrs] == [None] * 4
+    assert dispatcher.counters.num_overflow.item() == 0
+
+
+def test_a_map_that_no_router_of_ours_made_is_counted_as_overflow():
+    dispatcher = layer(moe_expert_capacity_factor=0.5).token_dispatcher
+    everyone_to_0 = torch.zeros(8, 4, dtype=torch.bool)
+    everyone_to_0[:, 0] = True
+    dispatcher.dispatch_preprocess(torch.randn(8, 1, tiny.HIDDEN), everyone_to_0, torch.rand(8, 4))
+    assert dispatcher.counters.num_overflow.item() == 8 - 2
+
+
+def test_no_tokens_raise():
+    with pytest.raises(ValueError, match="num_tokens=0"):
+        layer()(torch.randn(0, 2, tiny.HIDDEN))
+
+
+def test_inference_toggles_change_nothing():
+    """`set_decode_expert_padding` writes to dispatcher, router and config, and never back."""
+    from megatron.core.inference.utils import set_decode_expert_padding
+
+    moe = layer(moe_expert_capacity_factor=0.5)
+    x = torch.randn(8, 1, tiny.HIDDEN)
+    before, _ = moe(x)
+    set_decode_expert_padding(moe, True, capacity_factor=2)
+    set_decode_expert_padding(moe, False)
+    after, _ = moe(x)
+    assert torch.equal(before, after)
+    assert moe.token_dispatcher.dispatch_config.capacity_factor == 0.5
+
+
+def test_the_price_of_dropping_nothing_is_said_once(caplog):
+    config = DispatchConfig(num_experts=8, top_k=2, num_ranks=4)
+    with caplog.at_level(logging.WARNING, logger="padded_dispatch"):
+        for _ in range(3):
+            announce(config, 1000, 64, 2, "cpu", False, True)
+        dropping = DispatchConfig(num_experts=8, top_k=2, capacity_factor=1.0)
+        announce(dropping, 1000, 64, 2, "cpu", False, True)
+        announce(config, 2000, 64, 2, "cpu", False, False)
+    (record,) = caplog.records
+    assert "C = 1000 slots" in record.message
+    assert "4.0 times a dropless one" in record.message
+    assert "set moe_expert_capacity_factor" in record.message

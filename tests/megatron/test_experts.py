@@ -1,0 +1,327 @@
+"""Packed experts in Megatron's layer: the same numbers, the same checkpoints, refusals by name."""
+
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from torch import Tensor
+
+from padded_dispatch import experts
+from padded_dispatch.megatron import PaddedOptions, install, padded_spec, uninstall
+from padded_dispatch.megatron.compat import forget_moe_state
+from padded_dispatch.megatron.experts import _FIELDS, PackedExperts, _say, chosen_experts
+from padded_dispatch.utils.launch import WorkerPool
+from tests.support import parity, tiny
+
+PACKED = PaddedOptions(experts="packed")
+AUTO = PaddedOptions(experts="auto")
+SHAPES = {"fc1": (48, tiny.HIDDEN), "fc2": (tiny.HIDDEN, 24)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron() -> Iterator[None]:
+    with tiny.one_process():
+        yield
+
+
+def layer(options: PaddedOptions = PACKED, later: Any = None, **overrides: Any) -> Any:
+    """A layer; `later` are settings that Megatron checks against what a CPU has not."""
+    config = tiny.config(**overrides)
+    config.padded_dispatch = options
+    for name, value in (later or {}).items():
+        setattr(config, name, value)
+    made = tiny.layer(config, padded_spec(tiny.layer_spec()))
+    if config.add_bias_linear and options is not PACKED:
+        for expert in made.experts.local_experts:
+            # Megatron adds fc2's bias in place to a view that autograd wants whole.
+            expert.linear_fc2.register_forward_hook(lambda *call: (call[2][0].clone(), call[2][1]))
+    return made
+
+
+def by_expert(layer: Any, linear: str, kind: str) -> list[Tensor]:
+    """Gradients of SequentialMLP or PackedExperts."""
+    if isinstance(layer.experts, PackedExperts):
+        grad = getattr(getattr(layer.experts, linear), kind).grad
+        return list(grad.unflatten(0, (tiny.NUM_EXPERTS, -1)) if kind == "bias" else grad)
+    linears = [getattr(expert, linear) for expert in layer.experts.local_experts]
+    return [getattr(one, kind).grad for one in linears]
+
+
+def results(layer: Any, tokens: Tensor) -> dict[str, Tensor]:
+    tokens = tokens.clone().requires_grad_()
+    output, bias = layer(tokens)
+    assert bias is None
+    output.square().sum().backward()
+    found = {"output": output, "tokens": tokens.grad, "router": layer.router.weight.grad}
+    kinds = ["weight", "bias"] if layer.config.add_bias_linear else ["weight"]
+    for name in SHAPES:
+        found |= {f"{name} {k}": torch.stack(by_expert(layer, f"linear_{name}", k)) for k in kinds}
+    return found
+
+
+GPT_OSS = {
+    "activation_func": quick_gelu,
+    "activation_func_clamp_value": 0.25,
+    "glu_linear_offset": 1.0,
+    "add_bias_linear": True,
+}
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "swiglu": {},
+    "swiglu, bias": {"add_bias_linear": True},
+    "geglu": {"activation_func": F.gelu},
+    "gpt-oss": GPT_OSS,
+    "clamped swiglu": {"activation_func_clamp_value": 0.25},
+    "gelu, bias": {"gated_linear_unit": False, "activation_func": F.gelu, "add_bias_linear": True},
+    "silu": {"gated_linear_unit": False},
+    "squared relu": {"gated_linear_unit": False, "activation_func": squared_relu},
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("factor", [None, 0.3])
+@pytest.mark.parametrize("shape", [(7, 3), (1, 1)])
+def test_output_and_gradients_are_those_of_the_module_it_replaces(factor, shape, name):
+    tokens = 3 * torch.randn(*shape, tiny.HIDDEN, dtype=torch.float64)
+    settings = {"moe_expert_capacity_factor": factor, **ACTIVATIONS[name]}
+    module, packed = (layer(options, **settings).double() for options in (PaddedOptions(), PACKED))
+    if module.config.add_bias_linear:  # Which begins as zeros.
+        with torch.no_grad():
+            for expert in module.experts.local_experts:
+                expert.linear_fc1.bias.normal_(), expert.linear_fc2.bias.normal_()
+        state = sequential_to_packed(module.state_dict())
+        packed.load_state_dict(state, strict=True)
+    assert type(packed.experts) is PackedExperts
+    ours, expected = results(packed, tokens), results(module, tokens)
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def sequential_to_packed(state: dict[str, Any]) -> dict[str, Any]:
+    """From SequentialMLP's keys to TEGroupedMLP's."""
+    pattern = re.compile(r"experts\.local_experts\.(\d+)\.linear_(fc\d)\.(weight|bias)")
+    return {
+        pattern.sub(r"experts.linear_\2.\3\1", key): value
+        for key, value in state.items()
+        if not re.search(r"local_experts.*_extra_state", key)
+    }
+
+
+def test_experts_without_tokens_still_have_a_gradient():
+    packed = layer()
+    with torch.no_grad():
+        packed.router.weight[2:] = -packed.router.weight[:1]
+    results(packed, torch.randn(1, 1, tiny.HIDDEN))
+    has_gradient = [bool(grad.any()) for grad in by_expert(packed, "linear_fc1", "weight")]
+    assert has_gradient.count(True) == tiny.TOP_K
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+def test_checkpoints_have_the_keys_of_te_grouped_mlp(biased):
+    settings = {"add_bias_linear": biased}
+    module, packed = layer(PaddedOptions(), **settings), layer(**settings)
+    state = {key: value for key, value in packed.state_dict().items() if key.startswith("experts.")}
+    expected = {f"experts.linear_{name}._extra_state": (0,) for name in SHAPES}
+    for i, expert in enumerate(module.experts.local_experts):  # Built from the same seed.
+        for name, shape in SHAPES.items():
+            linear, key = getattr(expert, f"linear_{name}"), f"experts.linear_{name}"
+            expected[f"{key}.weight{i}"] = shape
+            assert torch.equal(state[f"{key}.weight{i}"], linear.weight)
+            if biased:
+                expected[f"{key}.bias{i}"] = shape[:1]
+                assert torch.equal(state[f"{key}.bias{i}"], linear.bias)
+    assert {key: tuple(value.shape) for key, value in state.items()} == expected
+
+
+@pytest.mark.parametrize("extra_state", [True, False])
+def test_checkpoints_load(extra_state):
+    packed = layer(add_bias_linear=True)
+    state = {
+        key: torch.randn_like(v) if v.dim() else v
+        for key, v in packed.state_dict().items()
+        if extra_state or "_extra_state" not in key
+    }
+    packed.load_state_dict(state)
+    for key, value in packed.state_dict().items():
+        assert "_extra_state" in key or torch.equal(value, state[key])
+    assert torch.equal(packed.experts.linear_fc2.weight[3], state["experts.linear_fc2.weight3"])
+    biases = packed.experts.linear_fc1.biases()
+    assert torch.equal(biases[2], state["experts.linear_fc1.bias2"])
+
+
+def test_a_checkpoint_that_lacks_an_expert_is_refused():
+    packed = layer()
+    state = packed.state_dict()
+    del state["experts.linear_fc1.weight2"]
+    with pytest.raises(RuntimeError, match=r"experts.linear_fc1.weight"):
+        packed.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gpt-oss"])
+def test_the_activation_is_computed_again_and_not_kept(monkeypatch, name):
+    tokens, calls = torch.randn(7, 3, tiny.HIDDEN, dtype=torch.float64), []
+    activate = experts.activate
+    monkeypatch.setattr(experts, "activate", lambda *a: (calls.append(1), activate(*a))[1])
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    found = {}
+    for later in ({}, recompute):
+        calls.clear()
+        packed = layer(later=later, **ACTIVATIONS[name]).double()
+        found[bool(later)] = results(packed, tokens)
+        assert len(calls) == (2 if later else 1)
+    for key, value in found[False].items():
+        assert torch.equal(found[True][key], value), key
+
+
+REFUSED = {
+    "activation_func": F.relu,
+    "activation_func_fp8_input_store": True,
+    "use_te_activation_func": True,
+    "moe_mlp_glu_interleave_size": 32,
+    "moe_single_grouped_bias": True,
+    "moe_apply_probs_on_input": True,
+    "moe_latent_size": 8,
+    "expert_tensor_parallel_size": 2,
+    "fp16": True,
+    "fp8": "e4m3",
+    "fp4": "e2m1",
+    "delay_wgrad_compute": True,
+    "overlap_dispatch_backward_with_experts_wgrad": True,
+    "offload_modules": ["moe_act"],
+}
+
+
+def test_every_refusal_is_tried():
+    assert [row.name for row in _FIELDS] == list(REFUSED)
+
+
+@pytest.mark.parametrize("row", _FIELDS, ids=lambda row: row.name)
+def test_what_it_does_not_compute_is_refused_by_name(row):
+    config = tiny.config()
+    module = layer(PaddedOptions())
+    groups = get_default_pg_collection()
+    PackedExperts(config, module.experts, groups)
+    setattr(config, row.name, REFUSED[row.name])  # Some versions lack some of the fields.
+    with pytest.raises(ValueError) as error:
+        PackedExperts(config, module.experts, groups)
+    complaint, line = str(error.value).splitlines()
+    assert complaint == 'PaddedOptions(experts="packed") does not support'
+    assert line.startswith(f"  {row.name}=")
+    assert line.endswith('Remedy: PaddedOptions(experts="module").')
+
+
+def test_a_clamp_that_megatron_would_leave_out_is_refused():
+    clamped = {"activation_func_clamp_value": 7.0}
+    layer(**clamped)
+    with pytest.raises(ValueError, match=r"activation_func_clamp_value=7\.0: Megatron's fused"):
+        layer(later={"bias_activation_fusion": True}, **clamped)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, "packed"),
+        ({"moe_expert_capacity_factor": 1.3}, "packed"),
+        ({"moe_expert_capacity_factor": 1.0, "expert_model_parallel_size": 2}, "packed"),
+        ({"moe_expert_capacity_factor": -1.0}, "packed"),
+        ({"moe_expert_capacity_factor": 1.25}, "batched, since EP is 1 and the factor below 1.3"),
+        ({"bf16": False}, "module, since bf16 is not set"),
+        ({"moe_ffn_hidden_size": 20}, "module, since 16 and 20 are not multiples of 8"),
+        ({"use_te_activation_func": True}, "module, since packed and batched experts do not"),
+    ],
+    ids=str,
+)
+def test_auto_takes_what_pays(caplog, settings, reason):
+    config = tiny.config()
+    config.padded_dispatch = AUTO
+    for name, value in {"bf16": True, "moe_expert_capacity_factor": None, **settings}.items():
+        setattr(config, name, value)
+    _say.cache_clear()
+    with caplog.at_level(logging.INFO, "padded_dispatch"):
+        chosen = {chosen_experts(config) for _ in range(2)}
+    assert chosen == {reason.split(",")[0]}
+    (said,) = caplog.messages
+    assert said.startswith(f'experts="auto" takes {reason}')
+    assert ("use_te_activation_func=True" in said) == ("use_te_activation_func" in settings)
+
+
+def test_auto_in_a_layer():
+    later = {"bf16": True, "params_dtype": torch.bfloat16}
+    full = {**later, "moe_expert_capacity_factor": 1.0}
+    kinds = (later, "PackedExperts"), (full, "BatchedExperts"), ({}, "SequentialMLP")
+    for settings, kind in kinds:
+        made = layer(AUTO, later=settings)
+        assert type(made.experts).__name__ == kind
+        assert made.token_dispatcher.exchange.packed == (kind == "PackedExperts")
+
+
+def _attributes() -> list[dict[str, Any]]:
+    """Of fc1's and fc2's weights, of the module and of ours."""
+    with parity.megatron("cpu", expert_model_parallel_size=2):
+        found = []
+        for options in (PaddedOptions(), PACKED):
+            settings = {"expert_model_parallel_size": 2, "add_bias_linear": True}
+            made = layer(options, **settings).experts
+            mlp = made if options is PACKED else made.local_experts[0]
+            for kind in ("weight", "bias"):
+                linears = mlp.linear_fc1, mlp.linear_fc2
+                found += [vars(getattr(linear, kind)) for linear in linears]
+        return found
+
+
+def test_parameters_keep_megatrons_attributes(pool2: WorkerPool):
+    """Above all which ranks reduce their gradients; a dimension in front moves the others."""
+    for found in pool2.run(_attributes):
+        (fc1, fc2, *biases), (packed_fc1, packed_fc2, *packed_biases) = found[:4], found[4:]
+        assert fc1["allreduce"] is False and fc1["partition_dim"] == 0
+        assert packed_fc1 == fc1 | {"partition_dim": 1}
+        assert packed_fc2 == fc2 | {"partition_dim": 2}
+        assert biases[0]["allreduce"] is False and packed_biases == biases
+
+
+def _trained(options: PaddedOptions) -> list[Tensor]:
+    """Losses and parameters of a small GPT."""
+    forget_moe_state()  # Of layers of other tests.
+    install(options)
+    try:
+        config = tiny.config(
+            num_layers=2,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            masked_softmax_fusion=False,
+            bias_dropout_fusion=False,
+            moe_expert_capacity_factor=1.0,
+            moe_router_load_balancing_type="aux_loss",
+            moe_aux_loss_coeff=0.01,
+        )
+        torch.manual_seed(3)
+        model_parallel_cuda_manual_seed(3)
+        gpt = GPTModel(config, tiny.layer_spec(), 32, max_sequence_length=9).double()
+    finally:
+        uninstall()
+    optimizer = torch.optim.SGD(gpt.parameters(), lr=0.5)
+    tokens = torch.randint(32, (2, 10), generator=torch.Generator().manual_seed(4))
+    losses = []
+    for _ in range(3):
+        mask = torch.ones(2, 1, 9, 9, dtype=torch.bool).triu(1)
+        loss = gpt(tokens[:, :-1], torch.arange(9).expand(2, -1), mask, labels=tokens[:, 1:]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [torch.stack(losses), gpt.embedding.word_embeddings.weight.detach()]
+
+
+def test_training_is_that_of_the_module_it_replaces():
+    ours, expected = _trained(PACKED), _trained(PaddedOptions())
+    assert expected[0][0] > expected[0][-1]
+    for mine, theirs in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)

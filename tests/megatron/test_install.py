@@ -1,0 +1,140 @@
+"""The config word alone is enough after install(), and stock Megatron is as it was without it."""
+
+import typing
+from collections.abc import Iterator
+
+import pytest
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from padded_dispatch.megatron import PaddedOptions, install, uninstall
+from padded_dispatch.megatron.compat import layer_graphs
+from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+from tests.support import tiny
+
+
+@pytest.fixture(autouse=True)
+def megatron() -> Iterator[None]:
+    with tiny.one_process():
+        yield
+    uninstall()
+
+
+def host() -> tuple[object, ...]:
+    field = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
+    return TransformerConfig.__post_init__, MoELayer.__init__, field.type
+
+
+def test_without_install_megatron_refuses_the_word():
+    with pytest.raises(ValueError, match="Unsupported token dispatcher type: padded_alltoall"):
+        tiny.layer(tiny.config())
+
+
+def test_install_is_idempotent_and_reversible():
+    before = host()
+    install()
+    once = host()
+    install()
+    assert once != before
+    field_type = host()[2]
+    assert typing.get_args(field_type) == ("allgather", "alltoall", "flex", "padded_alltoall")
+    uninstall()
+    assert host() == before
+    uninstall()
+    assert host() == before
+
+
+def test_layer_is_megatrons_own_with_our_dispatcher():
+    install()
+    layer = tiny.layer(tiny.config(moe_expert_capacity_factor=1.25))
+    assert type(layer) is MoELayer
+    assert type(layer.token_dispatcher) is PaddedAlltoAllTokenDispatcher
+    assert layer.token_dispatcher.dispatch_config.capacity_factor == 1.25
+    assert layer.config.moe_token_dispatcher_type == "padded_alltoall"
+
+
+def test_stock_configs_pass_through():
+    install()
+    layer = tiny.layer(tiny.config("allgather"))
+    assert type(layer.token_dispatcher).__name__ == "MoEAllGatherTokenDispatcher"
+    assert type(layer.router).__name__ == "TopKRouter"
+    assert not hasattr(layer.config, "padded_dispatch")
+
+
+def test_options_reach_the_dispatcher():
+    install(PaddedOptions(min_capacity=3))
+    config = tiny.config(moe_expert_capacity_factor=0.01)
+    assert tiny.layer(config).token_dispatcher.dispatch_config.capacity(40) == 3
+    config.padded_dispatch = PaddedOptions(min_capacity=5)
+    assert tiny.layer(config).token_dispatcher.dispatch_config.capacity(40) == 5
+
+
+@pytest.mark.parametrize("factor", [None, -1.0, 1.25])
+def test_scope_moe_needs_neither_factor_nor_pad_flag(factor):
+    """Stock asserts both: 'moe cuda graph is only supported with drop-padding MoE.'"""
+    graphs = {"moe_expert_capacity_factor": factor, **layer_graphs("moe")}
+    with pytest.raises(AssertionError, match="drop-padding"):
+        tiny.config("alltoall", **graphs)
+    install()
+    config = tiny.config(**graphs)
+    assert config.moe_expert_capacity_factor == (1.25 if factor == 1.25 else None)
+    assert config.moe_pad_expert_input_to_capacity is False
+
+
+def test_scopes_without_experts_need_no_factor_either():
+    """Nor do they get one in passing, with which Megatron refuses sinkhorn."""
+    install()
+    for graphs in (layer_graphs("attn"), {**layer_graphs(), "cuda_graph_impl": "local"}):
+        config = tiny.config(moe_router_load_balancing_type="sinkhorn", **graphs)
+        assert config.moe_expert_capacity_factor is None
+
+
+def test_shared_expert_overlap_is_accepted():
+    """Stock knows it for 'alltoall' and 'flex' only."""
+    shared = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_overlap": True}
+    with pytest.raises(ValueError, match="only works with alltoall"):
+        tiny.config(**shared)
+    install()
+    assert tiny.config(**shared).moe_token_dispatcher_type == "padded_alltoall"
+
+
+def test_refused_settings_are_named_when_the_config_is_made():
+    install()
+    with pytest.raises(ValueError, match="variable_seq_lengths=True"):
+        tiny.config(variable_seq_lengths=True)
+
+
+def test_an_mla_config_is_checked_once_as_well():
+    install()
+    values = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": 4}
+    config = MLATransformerConfig(
+        **values, moe_token_dispatcher_type="padded_alltoall", moe_aux_loss_coeff=0.0
+    )
+    assert config.moe_token_dispatcher_type == "padded_alltoall"
+    assert config.padded_dispatch == PaddedOptions()
+
+
+# What a config can say and no graph of a layer can do: Megatron's words, also on our path.
+IMPOSSIBLE_GRAPHS = {
+    "must not contain both moe and moe_router": layer_graphs("moe", "moe_router"),
+    "only supported with moe_router cuda graph": layer_graphs("attn", "moe_preprocess"),
+    "mlp cuda graph is only supported for dense layers": layer_graphs("attn", "mlp", "moe"),
+    "full recompute is only supported with full iteration CUDA graph": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        **layer_graphs("attn", "moe"),
+    },
+    "CUDA graphs not supported with CPU offloading": {
+        "cpu_offloading": True,
+        "cpu_offloading_num_layers": 0,
+        **layer_graphs("attn", "moe"),
+    },
+}
+
+
+@pytest.mark.parametrize("words", IMPOSSIBLE_GRAPHS)
+def test_graphs_that_cannot_be_are_refused_when_the_config_is_made(words):
+    install()
+    with pytest.raises((AssertionError, ValueError), match=words):
+        tiny.config(**IMPOSSIBLE_GRAPHS[words])

@@ -1,0 +1,90 @@
+"""The way in that patches nothing: a layer class and specs."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import build_module
+
+from padded_dispatch.megatron import PaddedAlltoAllTokenDispatcher, PaddedMoELayer, padded_spec
+from tests.support import tiny
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron() -> Iterator[None]:
+    with tiny.one_process():
+        yield
+
+
+def test_layer_needs_no_install_and_no_config_word():
+    for dispatcher in ("padded_alltoall", "alltoall"):
+        layer = tiny.layer(tiny.config(dispatcher), padded_spec(tiny.layer_spec()))
+        assert type(layer) is PaddedMoELayer
+        assert type(layer.token_dispatcher) is PaddedAlltoAllTokenDispatcher
+        assert layer.config.moe_token_dispatcher_type == dispatcher
+
+
+def test_spec_is_copied():
+    spec = tiny.layer_spec()
+    padded_spec(spec)
+    assert type(tiny.layer(tiny.config("allgather"), spec)) is MoELayer
+
+
+def test_block_spec_with_dense_layers_between():
+    config = tiny.config(num_layers=3, moe_layer_freq=[0, 1, 1], normalization="RMSNorm")
+    spec = padded_spec(get_gpt_decoder_block_spec(config, use_transformer_engine=False))
+    built = [build_module(layer, config=config).mlp for layer in spec.layer_specs]
+    assert [type(mlp).__name__ for mlp in built] == ["MLP", "PaddedMoELayer", "PaddedMoELayer"]
+
+
+def test_spec_without_experts_is_refused():
+    config = tiny.config(num_layers=1, moe_layer_freq=[0], normalization="RMSNorm")
+    dense = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    with pytest.raises(ValueError, match="no MoELayer"):
+        padded_spec(dense)
+
+
+def test_transformer_layer_hands_over_its_process_groups():
+    """The exact-class test of 0.16 and 0.17 would leave a subclass with the global groups."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.ep = torch.distributed.new_group([0])
+    config = tiny.config()
+    layer = build_module(padded_spec(tiny.layer_spec()), config=config, pg_collection=groups)
+    assert layer.mlp.token_dispatcher.ep_group is groups.ep
+    assert groups.ep is not parallel_state.get_expert_model_parallel_group()
+
+
+def test_checkpoints_have_stock_keys():
+    stock = tiny.layer(tiny.config("allgather"))
+    padded = tiny.layer(tiny.config(), padded_spec(tiny.layer_spec()))
+    assert stock.state_dict().keys() == padded.state_dict().keys()
+    padded.load_state_dict(stock.state_dict())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_shared_experts_equal_stock(overlap):
+    """Output and every gradient; with overlap they run inside the dispatcher."""
+    shared = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
+    stock = tiny.layer(tiny.config("allgather", **shared))
+    padded = tiny.layer(tiny.config(**shared), padded_spec(tiny.layer_spec()))
+    if overlap:
+        # Stock's check of the config names its own dispatchers; install() is the way round it.
+        config = tiny.config("alltoall", moe_shared_expert_overlap=True, **shared)
+        padded = tiny.layer(config, padded_spec(tiny.layer_spec()))
+    x = torch.randn(5, 2, tiny.HIDDEN)
+    results = [output_and_gradients(layer.double(), x.double()) for layer in (stock, padded)]
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def output_and_gradients(layer: MoELayer, x: torch.Tensor) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    output, _ = layer(x)
+    output.square().sum().backward()
+    gradients = [x.grad, *(parameter.grad for parameter in layer.parameters())]
+    assert all(gradient is not None for gradient in gradients)
+    return [output, *gradients]

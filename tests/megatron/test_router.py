@@ -1,0 +1,184 @@
+"""The router counts what was asked for, then hands on what is kept."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from padded_dispatch.megatron import PaddedOptions, padded_spec
+from padded_dispatch.megatron.cpu import megatron_on_cpu
+from tests.support import tiny
+
+T = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron() -> Iterator[None]:
+    with tiny.one_process():
+        yield
+
+
+def router(**overrides: Any) -> Any:
+    """The router of a layer in which every token wants experts 0 and 1 most."""
+    layer = tiny.layer(tiny.config(**overrides), padded_spec(tiny.layer_spec()))
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        layer.router.weight[:2, 0] = torch.tensor([2.0, 1.0])
+    return layer.router
+
+
+def tokens() -> torch.Tensor:
+    """[T, 1, D]; later tokens are surer of experts 0 and 1."""
+    hidden = torch.zeros(T, 1, tiny.HIDDEN)
+    hidden[:, 0, 0] = torch.arange(1, T + 1) / T
+    return hidden
+
+
+def test_map_is_cut_to_the_most_probable():
+    probs_TE, kept_TE = router(moe_expert_capacity_factor=0.5)(tokens())  # C = 3
+    expected = torch.zeros(T, 4, dtype=torch.bool)
+    expected[-3:, 0] = True  # expert 0: its probability grows with the token
+    expected[:3, 1] = True  # expert 1: what is left of it shrinks
+    assert torch.equal(kept_TE, expected)
+    assert torch.equal(probs_TE != 0, expected)
+
+
+def test_map_is_cut_to_the_first():
+    settings = {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"}
+    _, kept_TE = router(**settings)(tokens())
+    assert torch.equal(kept_TE[:, :2], torch.arange(T)[:, None].expand(T, 2) < 3)
+
+
+def test_recompute_is_counted_once_and_evaluation_apart():
+    route = router(moe_expert_capacity_factor=0.5)
+    with torch.no_grad():  # the first pass of recompute
+        route(tokens())
+    route(tokens())
+    [counters], [eval_counters] = route.selector.observers, route.selector.eval_observers
+    assert counters.demand_E.tolist() == [T, T, 0, 0]
+    assert counters.kept_E.tolist() == [3, 3, 0, 0]
+    assert (counters.num_slots.item(), counters.num_passes.item()) == (12, 1)
+    assert not eval_counters.totals.any()
+    route.eval()
+    with torch.no_grad():
+        for _ in range(2):
+            route(tokens()[:8])
+    assert eval_counters.demand_E.tolist() == [16, 16, 0, 0]
+    assert eval_counters.kept_E.tolist() == [4, 4, 0, 0]
+    assert eval_counters.num_passes.item() == 2
+    assert counters.num_passes.item() == 1
+
+
+def test_evaluation_has_its_own_capacity():
+    options = PaddedOptions(eval_factor="no-drop", layer_factors="1:1")
+    config = tiny.config(moe_expert_capacity_factor=0.5)
+    config.padded_dispatch = options
+    layer = tiny.layer(config, padded_spec(tiny.layer_spec()))  # of number 1
+    hidden = torch.randn(T, 1, tiny.HIDDEN)
+    assert layer(hidden)[0].shape == layer.eval()(hidden)[0].shape
+    dispatcher = layer.token_dispatcher
+    assert dispatcher.counters.num_slots.item() == 4 * T * tiny.TOP_K // 4
+    assert dispatcher.eval_counters.num_slots.item() == 4 * T
+    assert dispatcher.eval_counters.kept_E.sum().item() == T * tiny.TOP_K
+
+
+def _one_in_evaluation() -> str:
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+        try:
+            route = router(moe_expert_capacity_factor=0.5).train(dist.get_rank() == 0)
+            route(tokens())
+        except ValueError as error:
+            return str(error)
+        finally:
+            parallel_state.destroy_model_parallel()
+    return "nothing raised"
+
+
+def test_ranks_of_different_modes_are_told(pool2):
+    """They would have the same capacity here, and so the same shapes."""
+    first, second = pool2.run(_one_in_evaluation)
+    assert first == second
+    assert "training is 1 on rank 0, 0 on rank 1" in first
+
+
+def test_observers_see_the_map_before_selection():
+    route = router(moe_expert_capacity_factor=0.5)
+    seen = []
+
+    class Recorder:
+        def observe(self, asked_TE, probs_TE, selection, capacity):
+            seen.append((asked_TE, probs_TE, selection, capacity))
+
+    route.selector.observers.append(Recorder())
+    padding_mask = torch.zeros(T, 1, dtype=torch.bool)
+    padding_mask[-4:] = True
+    probs_TE, kept_TE = route(tokens(), padding_mask)
+    [(asked_TE, all_probs_TE, selection, capacity)] = seen
+    assert asked_TE.sum(1).tolist() == [2] * 8 + [0] * 4
+    assert torch.equal(all_probs_TE[kept_TE], probs_TE[kept_TE])
+    assert torch.allclose(all_probs_TE[:8].sum(1), torch.ones(8))
+    assert not all_probs_TE.requires_grad
+    assert torch.equal(selection.kept_TE, kept_TE)
+    assert capacity == 3
+
+
+EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+
+
+def test_expert_bias_sees_demand():
+    route = router(moe_expert_capacity_factor=0.5, **EXPERT_BIAS)
+    route(tokens())
+    assert route.local_tokens_per_expert.tolist() == [T, T, 0, 0]
+
+
+def test_padding_tokens_take_no_slot_and_are_not_counted():
+    """In Megatron's router True means padding; stock raises here (0.16.1 to 0.19.0)."""
+    route = router(moe_expert_capacity_factor=0.5, **EXPERT_BIAS)
+    padding_mask = torch.zeros(T, 1, dtype=torch.bool)
+    padding_mask[-4:] = True
+    _, kept_TE = route(tokens(), padding_mask)
+    assert not kept_TE[-4:].any()
+    assert kept_TE.sum(0).tolist() == [3, 3, 0, 0]
+    assert route.local_tokens_per_expert.tolist() == [T - 4, T - 4, 0, 0]
+    [counters] = route.selector.observers
+    assert counters.demand_E.tolist() == [T - 4, T - 4, 0, 0]
+    assert (counters.num_tokens.item(), counters.num_positions.item()) == (T - 4, T)
+
+
+def test_aux_loss_is_that_of_a_router_that_drops_nothing():
+    losses = {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "aux_loss"}
+    gradients = []
+    for factor in (None, 0.25):
+        route = router(moe_expert_capacity_factor=factor, **losses)
+        probs_TE, _ = route(tokens())
+        (probs_TE * 0).sum().backward()  # the auxiliary loss adds its gradient by itself
+        gradients.append(route.weight.grad)
+    assert gradients[0].abs().sum() > 0
+    assert torch.equal(*gradients)
+
+
+def test_config_keeps_its_factor():
+    route = router(moe_expert_capacity_factor=0.5)
+    route(tokens())
+    assert route.config.moe_expert_capacity_factor == 0.5
+    with pytest.raises(RuntimeError):
+        route.routing(torch.randn(3, 1, 5))  # 15 logits are no rows of 4
+    assert route.config.moe_expert_capacity_factor == 0.5
+
+
+def test_gating_with_a_bias_narrower_than_the_logits():
+    settings = {"params_dtype": torch.bfloat16, "moe_router_dtype": "fp32"}
+    route = router(add_bias_linear=True, **settings)
+    with torch.no_grad():
+        route.bias.copy_(torch.tensor([1.0, -2.0, 0.5, 4.0]))
+    logits = route.gating(tokens().bfloat16())
+    assert logits.dtype == torch.float32
+    weights_E = torch.tensor([2.0, 1.0, 0.0, 0.0])
+    assert torch.equal(logits[-1, 0], weights_E + torch.tensor([1.0, -2.0, 0.5, 4.0]))
+    logits.sum().backward()
+    assert route.bias.grad.dtype == torch.bfloat16
+    assert route.bias.grad.tolist() == [T] * 4

@@ -1,0 +1,234 @@
+"""Readings are what a host would have counted, over all ranks, layers and stages, each once."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from padded_dispatch.megatron import PaddedOptions, padded_spec
+from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.megatron.telemetry import Telemetry, write_scalars
+from tests.support import tiny
+
+E, T = tiny.NUM_EXPERTS, 13
+
+
+OPTIONS = {field.name for field in dataclasses.fields(PaddedOptions)}
+
+
+def model(*numbers: int, **settings: Any) -> Any:
+    """A chunk with one layer per number; settings of Megatron's config and of our options."""
+    options = {name: settings.pop(name) for name in OPTIONS & settings.keys()}
+    config = tiny.config(moe_expert_capacity_factor=0.5, **settings)
+    config.padded_dispatch = PaddedOptions(**{"eval_factor": "no-drop"} | options)
+    chunk: Any = nn.Sequential()
+    for number in numbers:
+        layer = tiny.layer(config, padded_spec(tiny.layer_spec()))
+        layer.set_layer_number(number)
+        chunk.append(layer)
+    chunk.config = config
+    return chunk
+
+
+class HostCount:
+    """Demand and kept rows in NumPy, of the maps that an observer is given."""
+
+    def __init__(self) -> None:
+        self.demand_E = np.zeros(E, dtype=np.int64)
+        self.kept_E = np.zeros(E, dtype=np.int64)
+        self.largest = 0
+
+    def observe(self, asked_TE, probs_TE, selection, capacity):
+        demand_E = asked_TE.numpy().sum(0)
+        self.demand_E += demand_E
+        self.kept_E += np.minimum(demand_E, capacity)
+        self.largest = max(self.largest, int(demand_E.max()))
+
+
+def watch(layer: Any) -> tuple[HostCount, HostCount]:
+    counts = HostCount(), HostCount()
+    layer.router.selector.observers.append(counts[0])
+    layer.router.selector.eval_observers.append(counts[1])
+    return counts
+
+
+def run(layer: Any, seed: int, *, training: bool = True) -> None:
+    layer.train(training)
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + seed)
+    with torch.set_grad_enabled(training):
+        layer(torch.randn(T, 1, tiny.HIDDEN, generator=generator))
+
+
+def test_steps_and_readings_alternate():
+    with tiny.one_process():
+        chunk = model(1)
+        counts, _ = watch(chunk[0])
+        telemetry = Telemetry([chunk], every=3)
+        readings = []
+        for step in range(1, 9):
+            run(chunk[0], step)
+            readings.append(telemetry.step())
+        assert [reading is None for reading in readings] == [True] * 3 + [False] + [True] * 2 + [
+            False,
+            True,
+        ]
+        first, second = readings[3], readings[6]
+        assert (first.step, first.num_steps, second.step, second.num_steps) == (3, 3, 6, 3)
+        rest = telemetry.read()
+        assert (rest.step, rest.num_steps) == (8, 2)
+        parts = [reading.training for reading in (first, second, rest)]
+        assert [int(part.num_passes_Y[0]) for part in parts] == [3, 3, 2]
+        assert sum(part.demand_YE[0] for part in parts).tolist() == counts.demand_E.tolist()
+        assert sum(part.kept_YE[0] for part in parts).tolist() == counts.kept_E.tolist()
+        assert max(int(part.max_demand_Y[0]) for part in parts) == counts.largest
+
+
+def test_reading_early_loses_nothing_that_is_on_its_way():
+    with tiny.one_process():
+        chunk = model(1)
+        counts, _ = watch(chunk[0])
+        telemetry = Telemetry([chunk], every=1)
+        run(chunk[0], 1)
+        assert telemetry.step() is None
+        reading = telemetry.read().training
+        assert reading.demand_YE[0].tolist() == counts.demand_E.tolist()
+        assert reading.max_demand_Y[0] == counts.largest
+        empty = telemetry.read().training
+        assert not empty.demand_YE.any() and empty.max_demand_Y[0] == 0 and empty.figures() == {}
+
+
+def test_what_came_before_is_not_counted_and_totals_may_wrap():
+    with tiny.one_process():
+        chunk = model(1)
+        run(chunk[0], 1)
+        counters = chunk[0].token_dispatcher.counters
+        counters.asked_mass.fill_(2**63 - 1)
+        before = int(counters.num_tokens)
+        telemetry = Telemetry([chunk])
+        run(chunk[0], 2)
+        assert before == T and counters.asked_mass.item() < 0
+        reading = telemetry.read().training
+        assert reading.num_tokens_Y.tolist() == [T]
+        mass = reading.asked_mass_Y[0] / 2**32  # each token's probabilities sum to 1
+        assert mass == pytest.approx(T, rel=1e-6)
+
+
+def test_evaluation_is_apart_and_has_its_own_capacity():
+    with tiny.one_process():
+        chunk = model(1)
+        _, eval_counts = watch(chunk[0])
+        telemetry = Telemetry([chunk])
+        run(chunk[0], 1)
+        run(chunk[0], 2, training=False)
+        reading = telemetry.read()
+        assert reading.training.dropped[0] > 0 and reading.evaluation.dropped[0] == 0
+        assert reading.evaluation.demand_YE[0].tolist() == eval_counts.demand_E.tolist()
+        assert reading.training.num_passes_Y[0] == reading.evaluation.num_passes_Y[0] == 1
+        assert reading.evaluation.num_slots_Y[0] == E * T
+
+
+def test_scalars_have_megatrons_kind_of_names():
+    written = {}
+
+    class Writer:
+        def add_scalar(self, name, value, step):
+            written[name] = (value, step)
+
+    with tiny.one_process():
+        chunk = model(2, 3)
+        telemetry = Telemetry([chunk], step=40)
+        run(chunk[0], 1)
+        reading = telemetry.read()
+    write_scalars(reading, Writer())
+    assert written["moe/dropped"] == (reading.training.figures()["dropped"], 40)
+    assert len(written) == len(reading.training.figures())
+    write_scalars(reading, Writer(), per_layer=True)
+    assert written["moe/fill_layer_1"] == (reading.training.fill[0], 40)
+    assert written["moe/fill_layer_2"] == (0.0, 40)
+    assert not any(name.startswith("moe-held-out") for name in written)
+
+
+def test_a_model_without_padded_layers_is_refused():
+    with tiny.one_process():
+        chunk: Any = nn.Sequential(nn.Linear(2, 2))
+        chunk.config = tiny.config()
+        with pytest.raises(ValueError, match="no layer has moe_token_dispatcher_type"):
+            Telemetry([chunk])
+
+
+def _over_two_ranks() -> tuple[Any, Any]:
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+        try:
+            chunk = model(1, 2)
+            with torch.no_grad():  # Everyone wants experts 0 and 1 in the second layer: rank 0's.
+                chunk[1].router.weight.zero_()
+                chunk[1].router.weight[:2, 0] = 1.0
+            mine = [watch(layer)[0] for layer in chunk]
+            telemetry = Telemetry([chunk])
+            for step in range(3):
+                run(chunk[0], step)
+                hidden = torch.rand(T, 1, tiny.HIDDEN)
+                chunk[1](hidden)
+            reading = telemetry.read().training
+            return reading, [(count.demand_E, count.kept_E, count.largest) for count in mine]
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def test_two_ranks_are_summed_and_an_idle_one_is_named(pool2):
+    (reading, first), (again, second) = pool2.run(_over_two_ranks)
+    for y in range(2):
+        assert reading.demand_YE[y].tolist() == (first[y][0] + second[y][0]).tolist()
+        assert reading.kept_YE[y].tolist() == (first[y][1] + second[y][1]).tolist()
+        assert reading.max_demand_Y[y] == max(first[y][2], second[y][2])
+    assert np.array_equal(reading.demand_YE, again.demand_YE)
+    assert reading.num_passes_Y.tolist() == [6, 6]
+    assert reading.idle_passes_YR.tolist() == [[0, 0], [0, 3]]
+    assert reading.rank_overload[1] == 2.0
+
+
+def _over_two_stages() -> tuple[Any, Any]:
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+        try:
+            chunk = model(dist.get_rank() + 1, num_layers=2, pipeline_dtype=torch.float32)
+            [mine] = [watch(layer)[0] for layer in chunk]
+            telemetry = Telemetry([chunk])
+            run(chunk[0], 1)
+            return telemetry.read().training, mine.demand_E
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def test_every_stage_sees_all_layers_once(pool2):
+    (reading, first), (_, second) = pool2.run(_over_two_stages)
+    assert reading.layers_Y.tolist() == [1, 2]
+    assert reading.demand_YE.tolist() == [first.tolist(), second.tolist()]
+    assert reading.num_passes_Y.tolist() == [1, 1]
+
+
+def _over_tensor_parallel_ranks() -> Any:
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=2, expert_tensor_parallel_size=1
+        )
+        try:
+            chunk = model(1, tensor_model_parallel_size=2)
+            telemetry = Telemetry([chunk])
+            chunk.eval()
+            with torch.no_grad():
+                chunk(torch.ones(T, 1, tiny.HIDDEN))
+            return telemetry.read().evaluation
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def test_tokens_that_tensor_parallel_ranks_share_count_once(pool2):
+    for reading in pool2.run(_over_tensor_parallel_ranks):
+        assert reading.num_tokens_Y.tolist() == [T]

@@ -1,0 +1,205 @@
+"""Linears with one weight for each expert, against one expert after the other."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from padded_dispatch.ops import grouped
+from tests.support.grids import poisoned_memory
+
+# Rows of each expert: none in front, between and behind; one; everything in one expert; nothing.
+CASES = pytest.mark.parametrize(
+    "counts", [[0, 3, 0, 5, 1, 0], [1], [0, 7, 0], [0, 0], [4, 4]], ids=str
+)
+BIASED = pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+I, O = 6, 5  # noqa: E741
+SPARE = 3
+
+
+def ends_of(counts: list[int]) -> Tensor:
+    return torch.tensor(counts).cumsum(0).int()
+
+
+def inputs(counts: list[int], biased: bool, spare: int = SPARE) -> list[Tensor | None]:
+    """Rows, weights, bias and probabilities; of the rows the last `spare` are NaN."""
+    generator = torch.Generator().manual_seed(sum(counts) + len(counts))
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    num_rows, num_experts = sum(counts), len(counts)
+    rows_NI, probs_N = draw(num_rows + spare, I), draw(num_rows + spare)
+    rows_NI[num_rows:] = probs_N[num_rows:] = torch.nan
+    made = [rows_NI, draw(num_experts, O, I)]
+    made += [draw(num_experts, O), probs_N] if biased else []
+    leaves: list[Tensor | None] = [value.requires_grad_() for value in made]
+    return leaves if biased else [*leaves, None, None]
+
+
+def ours(rows_NI, weight_LOI, bias_LO, probs_N, ends_L: Tensor) -> Tensor:
+    return grouped.grouped_linear(rows_NI, weight_LOI, ends_L, bias_LO, probs_N)
+
+
+def one_by_one(rows_NI, weight_LOI, bias_LO, probs_N, ends_L: Tensor) -> Tensor:
+    out, start = [], 0
+    for expert, end in enumerate(ends_L.tolist()):
+        found = rows_NI[start:end] @ weight_LOI[expert].T
+        if bias_LO is not None:
+            found = found + probs_N[start:end, None] * bias_LO[expert]
+        out.append(found)
+        start = end
+    return torch.cat(out)
+
+
+def results(function, counts: list[int], biased: bool) -> list[Tensor]:
+    """Output and gradients of the real rows; that of the output is NaN where no row is."""
+    given, num_rows = inputs(counts, biased), sum(counts)
+    with poisoned_memory():
+        out_NO = function(*given, ends_of(counts))
+        grad_NO = torch.full_like(out_NO, torch.nan)
+        grad_NO[:num_rows] = torch.linspace(-1, 1, num_rows * O).view(-1, O)
+        out_NO.backward(grad_NO)
+    found = [out_NO.detach()] + [leaf.grad for leaf in given if leaf is not None]
+    by_row = {0, 1, 4}  # Output, rows and probabilities.
+    return [value[:num_rows] if i in by_row else value for i, value in enumerate(found)]
+
+
+def batched(rows_NI, weight_LOI, bias_LO, probs_N, ends_L: Tensor) -> Tensor:
+    return grouped.batched_linear(rows_NI, weight_LOI, ends_L, bias_LO, probs_N)
+
+
+@BIASED
+@pytest.mark.parametrize("counts", [[4, 4], [1], [0, 0], [3, 3, 3]], ids=str)
+def test_one_product_where_all_experts_have_equally_many_rows(counts, biased):
+    """With padded rows, zero and of probability zero, among them: the last of every expert."""
+    found = []
+    for function in (batched, one_by_one):
+        leaves = inputs(counts, biased, spare=0)
+        rows_NI, probs_N = leaves[0], leaves[3]
+        with torch.no_grad():
+            for end in ends_of(counts).tolist():
+                rows_NI[end - 1 : end] = 0
+                if biased:
+                    probs_N[end - 1 : end] = 0
+        with poisoned_memory():
+            out_NO = function(*leaves, ends_of(counts))
+            out_NO.backward(torch.linspace(-1, 1, out_NO.numel()).double().view_as(out_NO))
+        found.append([out_NO.detach(), *(leaf.grad for leaf in leaves if leaf is not None)])
+        assert not any(out_NO[end - 1].any() for end in ends_of(counts).tolist() if sum(counts))
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-13)
+        assert mine.is_contiguous()
+
+
+@BIASED
+@CASES
+def test_output_and_gradients(counts, biased):
+    mine, expected = results(ours, counts, biased), results(one_by_one, counts, biased)
+    for got, value in zip(mine, expected, strict=True):
+        torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-13)
+
+
+@CASES
+def test_experts_without_rows_have_gradients_of_zero(counts):
+    _, _, weight_LOI, bias_LO, _ = results(ours, counts, biased=True)
+    for count, *grads in zip(counts, weight_LOI, bias_LO, strict=True):
+        for grad in grads:
+            assert grad.any() if count else torch.equal(grad, torch.zeros_like(grad))
+
+
+@BIASED
+def test_gradients_are_those_of_the_function(biased):
+    given = [value for value in inputs([2, 0, 3], biased, spare=0) if value is not None]
+    more = [] if biased else [None, None]
+    assert torch.autograd.gradcheck(lambda *v: ours(*v, *more, ends_of([2, 0, 3])), tuple(given))
+
+
+def test_no_gradient_is_computed_that_nobody_asks_for():
+    rows_NI, weight_LOI, bias_LO, probs_N = inputs([2, 3], biased=True)
+    assert rows_NI is not None and weight_LOI is not None
+    rows_NI.requires_grad_(False), weight_LOI.requires_grad_(False)
+    ours(rows_NI, weight_LOI, bias_LO, probs_N, ends_of([2, 3]))[:5].sum().backward()
+    assert rows_NI.grad is None and weight_LOI.grad is None
+    assert bias_LO is not None and bias_LO.grad is not None
+
+
+def test_bf16_rounds_once():
+    """Weights of one, rows of ones: sums that fp32 holds and bf16 does not, rounded at the end."""
+    rows_NI, ones = torch.ones(2, 257, dtype=torch.bfloat16), torch.ones(1, 1, 257)
+    out = grouped.grouped_linear(rows_NI, ones.bfloat16(), ends_of([1]))
+    assert out[0].item() == 256.0  # 257 rounds to even
+    sums = grouped.sum_rows(torch.ones(257, 1, dtype=torch.bfloat16), None, ends_of([257]))
+    assert sums.item() == 256.0
+    halves = torch.full((257,), 0.5)
+    assert grouped.sum_rows(torch.ones(257, 1).bfloat16(), halves, ends_of([257])).item() == 128.0
+
+
+@pytest.mark.parametrize("num_steps", [1, 8])
+def test_weight_gradients_are_rounded_once_and_added_in_fp32(num_steps):
+    """What DDP's `main_grad` holds against fp64: off by at most 2**-8 of every gradient added."""
+    generator = torch.Generator().manual_seed(1)
+    ends_L = ends_of([0, 32, 64])
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    weight_LOI = draw(3, 33, 40).requires_grad_()
+    main = torch.zeros(3, 33, 40)
+    exact, sizes, terms = torch.zeros(3, 3, 33, 40, dtype=torch.float64)
+    for _ in range(num_steps):
+        rows_NI, grad_NO = draw(96, 40), draw(96, 33)
+        weight_LOI.grad = None
+        grouped.grouped_linear(rows_NI, weight_LOI, ends_L).backward(grad_NO)
+        assert weight_LOI.grad is not None and weight_LOI.grad.dtype == torch.bfloat16
+        main += weight_LOI.grad
+        added = grouped._grouped_outer(grad_NO.double(), rows_NI.double(), ends_L)
+        exact, sizes = exact + added, sizes + added.abs()
+        terms += grouped._grouped_outer(grad_NO.double().abs(), rows_NI.double().abs(), ends_L)
+    # Besides, at most 128 roundings of fp32 lie between a product and `main`.
+    assert ((main - exact).abs() <= 2**-8 * sizes + 128 * 2**-24 * terms).all()
+    relative = (main - exact).square().sum() / exact.square().sum()
+    assert relative.sqrt().item() == pytest.approx(0.0017, abs=5e-5)  # The docstring's 0.17 %.
+
+
+@BIASED
+def test_all_are_sound_custom_ops(biased):
+    # Every row is real, since opcheck compares every element.
+    ends_L = ends_of([2, 0, 3])
+    rows_NI, weight_LOI, bias_LO, probs_N = inputs([2, 0, 3], biased, spare=0)
+    assert rows_NI is not None
+    plain_NI, grad_NO = rows_NI.detach(), torch.randn(5, O, dtype=torch.float64)
+    opcheck(grouped._grouped_linear, (rows_NI, weight_LOI, bias_LO, probs_N, ends_L))
+    opcheck(grouped._grouped_outer, (grad_NO, plain_NI, ends_L))
+    weights_N = None if probs_N is None else probs_N.detach()
+    opcheck(grouped._sum_rows, (grad_NO, weights_N, ends_L))
+    if bias_LO is not None:
+        opcheck(grouped._dot_rows, (grad_NO, bias_LO.detach(), weights_N, ends_L))
+    opcheck(grouped._batched_linear, (inputs([2, 2], biased, spare=0)[0], weight_LOI[:2].detach()))
+    opcheck(grouped._batched_outer, (grad_NO[:4], plain_NI[:4], 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "width", "complaint"),
+    [(torch.float32, 8, "bfloat16"), (torch.bfloat16, 12, "multiples of 8")],
+)
+def test_what_would_wait_for_the_host_is_refused(dtype, width, complaint):
+    assert torch.cuda.is_available(), "this test was asked for and needs a CUDA device"
+    rows_NI, weight_LOI = (
+        torch.ones(*s, width, dtype=dtype, device="cuda") for s in ((8,), (1, 8))
+    )
+    with pytest.raises(ValueError, match=complaint):
+        grouped.grouped_linear(rows_NI, weight_LOI, ends_of([8]).cuda())
+
+
+@pytest.mark.gpu
+def test_a_bias_may_have_any_strides():
+    assert torch.cuda.is_available(), "this test was asked for and needs a CUDA device"
+    rows_NI, weight_LOI = (
+        torch.zeros(*s, 8, dtype=torch.bfloat16, device="cuda") for s in ((4,), (2, 8))
+    )
+    bias_LO = torch.arange(16, device="cuda").view(8, 2).T.to(torch.bfloat16)
+    ends_L, probs_N = ends_of([2, 2]).cuda(), torch.ones(4, device="cuda")
+    out_NO = grouped.grouped_linear(rows_NI, weight_LOI, ends_L, bias_LO, probs_N)
+    assert torch.equal(out_NO, bias_LO.repeat_interleave(2, 0))

@@ -1,0 +1,328 @@
+"""Moving rows: bit-exact against the reference, forward and backward, in memory full of NaN.
+
+Payloads are whole numbers in fp64 that encode their address, so equality needs no tolerance.
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+from torch.library import opcheck
+
+from padded_dispatch import reference
+from padded_dispatch.ops import rows as ops
+from padded_dispatch.ops.plan import DispatchPlan, make_plan
+from padded_dispatch.ops.select import select
+from padded_dispatch.utils.routings import routing_map, thin_out
+from tests.support.grids import poisoned_memory
+from tests.support.routing_cases import RoutingCase, assert_same, routing_cases
+
+HIDDEN = 3
+ALL_OPS = torch.ops.padded_dispatch
+
+
+def planned(case: RoutingCase) -> tuple[DispatchPlan, reference.Plan]:
+    sizes = dict(top_k=case.top_k, capacity=case.capacity)
+    return (
+        make_plan(torch.from_numpy(case.map_TE), **sizes),
+        reference.plan(case.map_TE, **sizes),
+    )
+
+
+def addresses(*shape: int, offset: int = 0) -> np.ndarray:
+    """A whole number of its own for every element; `offset` keeps payloads apart."""
+    return np.arange(1.0, np.prod(shape) + 1).reshape(shape) + offset
+
+
+def leaf(payload: np.ndarray) -> Tensor:
+    return torch.from_numpy(payload.copy()).requires_grad_()
+
+
+def grad_of(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+@given(case=routing_cases())
+def test_gathers_are_the_reference_s_dispatch(case: RoutingCase):
+    plan, plan_by_loops = planned(case)
+    num_tokens, num_experts = case.map_TE.shape
+    buffer_EC = num_experts, case.capacity
+    tokens, probs = addresses(num_tokens, HIDDEN), addresses(num_tokens, num_experts, offset=100)
+    grad_rows, grad_probs = addresses(*buffer_EC, HIDDEN, offset=200), addresses(*buffer_EC)
+    with poisoned_memory():
+        tokens_TD, probs_TE = leaf(tokens), leaf(probs)
+        rows_ECD = ops.gather_rows(tokens_TD, plan)
+        probs_EC = ops.gather_side(probs_TE, plan)[:, :-1]
+        rows_ECD.backward(torch.from_numpy(grad_rows))
+        probs_EC.backward(torch.from_numpy(grad_probs))
+    given = reference.dispatch(tokens[None], probs[None], [plan_by_loops], num_ranks=1)
+    assert_same(rows_ECD, given.rows_RLMD[0])
+    assert_same(probs_EC, given.probs_RLM[0])
+    grad_tokens_STD, grad_probs_STE = reference.dispatch_backward(
+        grad_rows[None], grad_probs[None], [plan_by_loops], num_experts=num_experts
+    )
+    assert_same(grad_of(tokens_TD), grad_tokens_STD[0])
+    assert_same(grad_of(probs_TE), grad_probs_STE[0])
+
+
+@given(case=routing_cases())
+def test_combine_is_the_reference_and_reads_no_padded_row(case: RoutingCase):
+    plan, plan_by_loops = planned(case)
+    num_tokens, num_experts = case.map_TE.shape
+    rows = addresses(num_experts, case.capacity, HIDDEN)
+    rows[plan_by_loops.choice_of_slot_EC < 0] = np.nan
+    grad = addresses(num_tokens, HIDDEN, offset=100)
+    with poisoned_memory():
+        rows_ECD = leaf(rows)
+        out_TD = ops.combine_rows(rows_ECD, plan)
+        out_TD.backward(torch.from_numpy(grad))
+    assert_same(out_TD, reference.combine(rows[None], [plan_by_loops])[0])
+    grad_RLMD = reference.combine_backward(grad[None], [plan_by_loops], num_ranks=1)
+    assert_same(grad_of(rows_ECD), grad_RLMD[0])
+
+
+@given(case=routing_cases())
+def test_nan_in_the_gradient_of_a_padded_row_reaches_nobody(case: RoutingCase):
+    plan, _ = planned(case)
+    num_tokens, num_experts = case.map_TE.shape
+    with poisoned_memory():
+        tokens_TD = leaf(addresses(num_tokens, HIDDEN))
+        probs_TE = leaf(addresses(num_tokens, num_experts))
+        rows_ECD = ops.gather_rows(tokens_TD, plan)
+        probs_EC = ops.gather_side(probs_TE, plan)[:, :-1]
+        is_real_EC = plan.choice_of_slot_EC >= 0
+        probs_EC.backward(torch.where(is_real_EC, 1.0, torch.nan).double())
+        is_real_EC1 = is_real_EC[..., None]
+        rows_ECD.backward(torch.where(is_real_EC1, 1.0, torch.nan).double().expand_as(rows_ECD))
+    num_kept_T = (plan.slot_of_TK >= 0).sum(1)
+    assert_same(grad_of(tokens_TD), num_kept_T.double()[:, None].expand(-1, HIDDEN).numpy())
+    assert torch.equal(grad_of(probs_TE).sum(1), num_kept_T.double())
+
+
+@given(case=routing_cases())
+def test_identity_experts_give_the_sum_of_kept_probabilities(case: RoutingCase):
+    plan, _ = planned(case)
+    tokens_TD = torch.from_numpy(addresses(case.map_TE.shape[0], HIDDEN))
+    side_EC1 = ops.gather_side(torch.from_numpy(case.probs_TE), plan)
+    probs_EC1, kept_E = side_EC1[:, :-1, None], side_EC1[:, -1]
+    assert torch.equal(kept_E, plan.kept_E.double())
+    out_TD = ops.combine_rows(ops.gather_rows(tokens_TD, plan) * probs_EC1, plan)
+    # Probabilities are quarters: exact.
+    assert torch.equal(out_TD, tokens_TD * ops.combine_rows(probs_EC1, plan))
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [[[2]], [[0, 3, 1], [3, 0, 2]], [[0], [0]], [[0, 0], [1, 0], [0, 3]]],
+    ids=["one of all", "gaps", "nothing", "experts and sources without rows"],
+)
+def test_packing_is_the_reference(kept):
+    """Forward and backward of both, with NaN behind the last row; capacity 3."""
+    kept_SL = torch.tensor(kept, dtype=torch.int32)
+    num_sources, num_local = kept_SL.shape
+    slots = addresses(num_sources, num_local, 3, HIDDEN)
+    real_SLC = np.arange(3) < np.array(kept)[..., None]
+    slots_LMD = slots.transpose(1, 0, 2, 3).reshape(num_local, -1, HIDDEN)
+    packed = reference.pack(slots_LMD, kept_SL.numpy())
+    grad_packed = np.full((slots[..., 0].size, HIDDEN), np.nan)
+    grad_packed[: len(packed)] = packed
+    with poisoned_memory():
+        ends_LS = ops.running_ends(kept_SL)
+        slots_MCD = leaf(slots.reshape(-1, 3, HIDDEN))
+        rows_ND = ops.pack_rows(slots_MCD, ends_LS)
+        rows_ND.backward(torch.from_numpy(grad_packed))
+        packed_ND = leaf(grad_packed)
+        back_MCD = ops.unpack_rows(packed_ND, ends_LS)
+        back_MCD.backward(slots_MCD.detach())
+    expected = np.where(real_SLC[..., None], slots, 0).reshape(-1, 3, HIDDEN)
+    assert rows_ND.shape == grad_packed.shape
+    assert_same(rows_ND[: len(packed)], packed)
+    assert_same(grad_of(slots_MCD), expected)
+    assert_same(back_MCD, expected)
+    assert_same(grad_of(packed_ND)[: len(packed)], packed)
+
+
+@given(case=routing_cases())
+def test_packed_at_once_is_slots_and_then_packed(case: RoutingCase):
+    """Forward and backward, where all rows come from this rank."""
+    plan, _ = planned(case)
+    num_tokens, num_experts = case.map_TE.shape
+    ends_E1 = ops.running_ends(plan.kept_E[None])
+    num_rows = ends_E1[-1, 0]
+    payload = addresses(num_tokens, HIDDEN)
+    grad = addresses(num_experts * case.capacity, HIDDEN, offset=100)
+    grad[num_rows:] = np.nan
+    results = []
+    with poisoned_memory():
+        for at_once in (False, True):
+            tokens_TD, out_ND = leaf(payload), leaf(grad)
+            if at_once:
+                rows_ND = ops.gather_packed(tokens_TD, plan, ends_E1)
+                home_TD = ops.combine_packed(out_ND, plan, ends_E1)
+            else:
+                rows_ND = ops.pack_rows(ops.gather_rows(tokens_TD, plan), ends_E1)
+                home_TD = ops.combine_rows(ops.unpack_rows(out_ND, ends_E1), plan)
+            rows_ND.backward(torch.from_numpy(grad))
+            home_TD.backward(torch.from_numpy(payload))
+            real = rows_ND[:num_rows], home_TD, grad_of(tokens_TD), grad_of(out_ND)[:num_rows]
+            assert rows_ND.shape == grad.shape
+            results.append([tensor.detach().numpy() for tensor in real])
+    for found, expected in zip(*results, strict=True):
+        assert_same(torch.from_numpy(found), expected)
+
+
+def one_plan() -> DispatchPlan:
+    """Tokens with 0 to K experts, an expert with too many rows, one with none."""
+    map_TE = torch.from_numpy(thin_out(routing_map(7, 5, 3, seed=2), share=0.2))
+    map_TE[:, 4] = False
+    plan = make_plan(map_TE, top_k=3, capacity=2)
+    assert plan.overflow_E.sum().item() > 0
+    assert (plan.slot_of_TK < 0).all(1).any()
+    assert plan.kept_E.tolist()[4] == 0
+    return plan
+
+
+def test_what_nobody_reads_may_be_left_unwritten():
+    """`zeros=False`: NaN in empty slots, forward and as gradients, and the rest as ever."""
+    plan = one_plan()
+    empty_EC = plan.choice_of_slot_EC < 0
+    tokens_TD = leaf(addresses(1, 1, 7, HIDDEN).reshape(7, HIDDEN))
+    rows_ECD = ops.gather_rows(tokens_TD, plan, zeros=False)
+    assert torch.equal(rows_ECD.isnan().all(2), empty_EC)
+    assert torch.equal(rows_ECD.nan_to_num(0), ops.gather_rows(tokens_TD, plan))
+    rows_ECD.backward(rows_ECD.detach())
+    whole_TD = ops.combine_rows(ops.gather_rows(tokens_TD.detach(), plan), plan)
+    assert torch.equal(grad_of(tokens_TD), whole_TD)
+    again_ECD = rows_ECD.detach().requires_grad_()
+    ops.combine_rows(again_ECD, plan, zeros=False).backward(tokens_TD.detach())
+    assert torch.equal(grad_of(again_ECD).nan_to_num(-1), rows_ECD.detach().nan_to_num(-1))
+
+    kept_SL = torch.tensor([[0, 2], [3, 1]], dtype=torch.int32)
+    ends_LS, real_MC = ops.running_ends(kept_SL), torch.arange(3) < kept_SL.view(-1, 1)
+    slots_MCD = leaf(addresses(1, 1, 12, HIDDEN).reshape(4, 3, HIDDEN))
+    packed_ND = ops.pack_rows(slots_MCD, ends_LS, zeros=False)
+    packed_ND.backward(packed_ND.detach())
+    back_MCD = ops.unpack_rows(packed_ND.detach(), ends_LS, zeros=False)
+    for found_MCD in (grad_of(slots_MCD), back_MCD):
+        assert torch.equal(found_MCD.isnan().all(2), ~real_MC)
+        assert torch.equal(found_MCD[real_MC], slots_MCD[real_MC])
+
+
+def fp64(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def test_gradients_are_those_of_the_functions():
+    plan = one_plan()
+    for function, inputs in (
+        (ops.gather_rows, fp64(7, HIDDEN)),
+        (ops.gather_side, fp64(7, 5)),
+        (ops.combine_rows, fp64(5, 2, HIDDEN)),
+    ):
+        assert torch.autograd.gradcheck(lambda x, f=function: f(x, plan), inputs)
+        assert torch.autograd.gradgradcheck(lambda x, f=function: f(x, plan), inputs)
+
+
+def test_gradients_of_packing():
+    """Of what is specified: the rows before the last end."""
+    ends_LS = ops.running_ends(torch.tensor([[0, 2], [3, 1]], dtype=torch.int32))
+    is_row_N = torch.arange(4 * 3) < ends_LS[-1, -1]
+
+    def pack(slots_MCD: Tensor) -> Tensor:
+        return ops.pack_rows(slots_MCD, ends_LS)[is_row_N]
+
+    def unpack(rows_ND: Tensor) -> Tensor:
+        return ops.unpack_rows(torch.where(is_row_N[:, None], rows_ND, torch.nan), ends_LS)
+
+    for function, inputs in ((pack, fp64(4, 3, HIDDEN)), (unpack, fp64(12, HIDDEN))):
+        assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_all_are_sound_custom_ops():
+    plan = one_plan()
+    maps = plan.slot_of_TK, plan.choice_of_slot_EC
+    # All asked for, since opcheck compares every element, also of unspecified ranks.
+    map_TE, probs_TE = torch.ones(7, 5, dtype=torch.bool), torch.rand(7, 5)
+    checked = {
+        "select": (map_TE, probs_TE, 2, "random", map_TE[:, :1].to(torch.uint8), torch.tensor(3)),
+        "choice_ranks": (map_TE, probs_TE),
+        "plan": (map_TE, 3, 2),
+        "packed_slots": (maps[0], ops.running_ends(plan.kept_E[None]), 2),
+        "gather_side": (fp64(7, 5), *maps, plan.kept_E),
+        "scatter_side": (fp64(5, 3), *maps),
+        "gather": (fp64(7, HIDDEN), *maps, True),
+        "combine": (fp64(5, 2, HIDDEN), *maps, True),
+    }
+    # All slots full, since opcheck compares every element.
+    ends_LS = ops.running_ends(torch.full((2, 3), 4, dtype=torch.int32))
+    checked["pack"] = fp64(6, 4, HIDDEN), ends_LS, True
+    checked["unpack"] = fp64(24, HIDDEN), ends_LS, True
+    for name, arguments in checked.items():
+        opcheck(getattr(ALL_OPS, name), arguments)
+    # Rows with strides, too: experts and transposed weights make such.
+    opcheck(ALL_OPS.gather, (torch.randn(HIDDEN, 7).T.requires_grad_(), *maps, True))
+    opcheck(ALL_OPS.combine, (torch.randn(2, 5, HIDDEN).transpose(0, 1), *maps, True))
+
+
+def _whole_way(tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, weight_DD: Tensor) -> Tensor:
+    selection = select(map_TE, probs_TE, capacity=2)
+    plan = make_plan(selection.kept_TE, top_k=3, capacity=2)
+    rows_ECD = ops.gather_rows(tokens_TD, plan)
+    probs_EC = ops.gather_side(selection.probs_TE, plan)[:, :-1]
+    return ops.combine_rows((rows_ECD @ weight_DD) * probs_EC[..., None], plan)
+
+
+def _results(function, num_tokens: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    map_TE = torch.from_numpy(routing_map(num_tokens, 5, 3, seed=num_tokens))
+    shapes = (num_tokens, HIDDEN), (num_tokens, 5), (HIDDEN, HIDDEN)
+    tokens_TD, probs_TE, weight_DD = (
+        torch.rand(shape, generator=generator).requires_grad_() for shape in shapes
+    )
+    out_TD = function(tokens_TD, probs_TE, map_TE, weight_DD)
+    out_TD.square().sum().backward()
+    return [out_TD.detach(), *(grad_of(leaf) for leaf in (tokens_TD, probs_TE, weight_DD))]
+
+
+def test_compiled_as_one_graph_is_eager_bit_by_bit():
+    compiled = torch.compile(_whole_way, fullgraph=True, backend="aot_eager")
+    for num_tokens in (7, 9, 12):  # From the second on, Dynamo takes T for a symbol.
+        for ours, theirs in zip(
+            _results(compiled, num_tokens), _results(_whole_way, num_tokens), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+
+
+def test_the_same_input_gives_the_same_bits():
+    for first, second in zip(_results(_whole_way, 11), _results(_whole_way, 11), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_narrow_rows_are_fp32_rounded_once(dtype):
+    # `big` is where the spacing of the dtype becomes 2: adding ones one by one would lose them.
+    big = 2.0 / torch.finfo(dtype).eps
+    plan = make_plan(torch.ones(1, 4, dtype=torch.bool), top_k=4, capacity=1)
+    narrow = torch.tensor([big, 1, 1, 1], dtype=dtype)
+    assert ((narrow[0] + narrow[1]) + narrow[2]) + narrow[3] == big
+    assert ops.combine_rows(narrow.view(4, 1, 1), plan).tolist() == [[big + 4]]  # 3, rounded
+    # The backward of a gather is the same sum.
+    token_TD = torch.zeros(1, 1, dtype=dtype, requires_grad=True)
+    ops.gather_rows(token_TD, plan).backward(narrow.view(4, 1, 1))
+    assert grad_of(token_TD).tolist() == [[big + 4]]
+
+
+def test_sums_follow_ascending_experts():
+    # In fp32, (2**24 + 1) - 2**24 is 0 and (2**24 - 2**24) + 1 is 1: the order shows.
+    plan = make_plan(torch.ones(2, 3, dtype=torch.bool), top_k=3, capacity=2)
+    first_token, second_token = [2.0**24, 1.0, -(2.0**24)], [2.0**24, -(2.0**24), 1.0]
+    rows_ECD = torch.tensor([first_token, second_token]).T[..., None]
+    assert ops.combine_rows(rows_ECD, plan).tolist() == [[0.0], [1.0]]
+
+
+def test_fp64_stays_fp64():
+    plan = make_plan(torch.ones(1, 2, dtype=torch.bool), top_k=2, capacity=1)
+    rows_ECD = torch.tensor([1.0, 2.0**-40], dtype=torch.float64).view(2, 1, 1)
+    assert ops.combine_rows(rows_ECD, plan).item() == 1.0 + 2.0**-40

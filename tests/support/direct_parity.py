@@ -1,0 +1,313 @@
+"""The direct exchange beside the collective one, as functions of a rank: same inputs, same bits?
+
+Experts are elementwise, so that rows past the last real one, which hold anything, stay theirs.
+"""
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from padded_dispatch import DispatchConfig, PaddedDispatcher
+from padded_dispatch.dispatcher import Dispatched
+from padded_dispatch.exchange.direct import DirectExchange
+from padded_dispatch.utils.routings import routing_scores
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """T, D, K, experts per rank, factor, dtype of rows; `in_flight` passes before the first
+    backward."""
+
+    tokens: int = 515
+    width: int = 328
+    top_k: int = 3
+    local_experts: int = 5
+    factor: float | None = 1.25
+    dtype: torch.dtype = torch.bfloat16
+    in_flight: int = 1
+
+    def dispatcher(self, exchange: Any) -> PaddedDispatcher:
+        """On all ranks of the default group."""
+        size = dist.get_world_size()
+        config = DispatchConfig(
+            num_experts=self.local_experts * size,
+            top_k=self.top_k,
+            capacity_factor=self.factor,
+            num_ranks=size,
+        )
+        group = dist.group.WORLD
+        return PaddedDispatcher(
+            config, group=group, packed=True, exchange=exchange, in_flight=self.in_flight
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Of one pass."""
+
+    tokens_TD: Tensor
+    probs_TE: Tensor
+    map_TE: Tensor
+    grad_TD: Tensor
+
+    def copy_from(self, other: "Inputs", shift: int) -> None:
+        """Put other values into these tensors, every token `shift` places later."""
+        with torch.no_grad():
+            for mine, value in zip(vars(self).values(), vars(other).values(), strict=True):
+                mine.copy_(value.roll(shift, 0))
+
+
+# Of `routing_scores`; in "idle" the last rank's experts get nothing, in "absent" the last rank has
+# no real tokens.
+ROUTINGS = ("uniform", "lognormal", "hot", "same", "idle", "absent", "none")
+
+
+def make_inputs(layer: Layer, routing: str, seed: int, device: torch.device) -> Inputs:
+    """A rank's own values."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    seed = seed * size + rank
+    num_experts = layer.local_experts * size
+    shape = layer.tokens, num_experts, layer.top_k
+    skew: Any = routing if routing in ("lognormal", "hot", "same") else "uniform"
+    num_idle = layer.local_experts if routing == "idle" else 0
+    scores_TE = torch.from_numpy(routing_scores(*shape, skew=skew, num_idle=num_idle, seed=seed))
+    chosen_TK = scores_TE.topk(layer.top_k).indices
+    map_TE = torch.zeros(scores_TE.shape, dtype=torch.bool).scatter(1, chosen_TK, True)
+    if routing == "none" or (routing == "absent" and rank == size - 1):
+        map_TE[:] = False
+    probs_TE = torch.where(map_TE, scores_TE.float().softmax(1), 0)
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(2, layer.tokens, layer.width, generator=generator).to(device, layer.dtype)
+    return Inputs(
+        tokens_TD=rows[0].clone().requires_grad_(),
+        probs_TE=probs_TE.to(device).requires_grad_(),
+        map_TE=map_TE.to(device),
+        grad_TD=rows[1].clone(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """A pass that waits for its backward."""
+
+    inputs: Inputs
+    sent: Dispatched
+    out_TD: Tensor
+
+
+def forward(dispatcher: PaddedDispatcher, inputs: Inputs) -> Forward:
+    """Dispatch, experts, combine."""
+    sent = dispatcher.dispatch(inputs.tokens_TD, inputs.probs_TE, inputs.map_TE)
+    given = sent.expert_input
+    out_ND = torch.tanh(given.rows_ND.float()) * given.probs_N[:, None]
+    out_TD = dispatcher.combine(out_ND.to(given.rows_ND.dtype), sent)
+    return Forward(inputs=inputs, sent=sent, out_TD=out_TD)
+
+
+def backward(passed: Forward) -> dict[str, Tensor]:
+    """Everything that two exchanges can be compared by."""
+    given = passed.sent.expert_input
+    assert given.ends_LS is not None
+    row_N = torch.arange(given.probs_N.shape[0], device=given.probs_N.device)
+    real_N = row_N < given.ends_LS[-1, -1]
+    # Before the backward pass, after which they are another's.
+    rows_ND = torch.where(real_N[:, None], given.rows_ND.detach(), 0)
+    probs_N = torch.where(real_N, given.probs_N.detach(), 0)
+    inputs = passed.inputs
+    grad_TD, grad_TE = torch.autograd.grad(
+        passed.out_TD, (inputs.tokens_TD, inputs.probs_TE), inputs.grad_TD
+    )
+    return {
+        "rows": rows_ND,
+        "probs": probs_N,
+        "kept": given.kept_SL,
+        "ends": given.ends_LS,
+        "out": passed.out_TD.detach(),
+        "grad_tokens": grad_TD,
+        "grad_probs": grad_TE,
+    }
+
+
+def step(dispatcher: PaddedDispatcher, inputs: Inputs) -> dict[str, Tensor]:
+    """Forward and backward of one pass."""
+    return backward(forward(dispatcher, inputs))
+
+
+def poison(dispatcher: PaddedDispatcher) -> None:
+    """NaN in all buffers of this rank, to which peers store only once it is in the next call."""
+    assert isinstance(dispatcher.exchange, DirectExchange)
+    for buffers in dispatcher.exchange._buffers.values():
+        transient = buffers.transient
+        landings = [*buffers._landings, transient.gradients]
+        everything = [transient.slots_ECD, transient.side_EC1]
+        for tensor in everything + [tensor for landing in landings for tensor in landing.take()]:
+            tensor.fill_(torch.nan)
+
+
+def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names of what is not the same, bit by bit."""
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def meet() -> None:
+    """All ranks, with idle devices."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def my_gpu() -> torch.device:
+    """This worker's device, made current."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def eager_differences(layer: Layer) -> list[str]:
+    """What differs in eager, over all routings, with and without poison; empty means nothing."""
+    device = my_gpu()
+    direct, nccl = layer.dispatcher("direct"), layer.dispatcher("nccl")
+    found = []
+    for seed, routing in enumerate(ROUTINGS):
+        inputs = make_inputs(layer, routing, seed, device)
+        expected = step(nccl, inputs)
+        for poisoned in (False, True):
+            if poisoned:
+                poison(direct)
+            names = differences(step(direct, inputs), expected)
+            found += [f"{routing}{', poisoned' * poisoned}: {name}" for name in names]
+        # Two at once, with a barrier of the host nowhere between.
+        again = make_inputs(layer, routing, seed + 100, device)
+        first, second = step(direct, inputs), step(direct, again)
+        found += [f"{routing}, first of two: {name}" for name in differences(first, expected)]
+        names = differences(second, step(nccl, again))
+        found += [f"{routing}, second of two: {name}" for name in names]
+    meet()
+    return found
+
+
+def captured(run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
+    """A graph on the current stream, which is not the default one, and what its replays fill."""
+    for _ in range(2):
+        run()
+    meet()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        results = run()
+    meet()
+    return graph, results
+
+
+def replay_differences(layers: tuple[Layer, ...], num_replays: int) -> list[str]:
+    """What differs between replays of one graph and of the same with the collective exchange.
+
+    The graph: all layers forward, `in_flight` passes each, then all backward, first come first.
+    Every replay has tokens and routings of its own. Replays follow each other without the host
+    waiting, ranks in different paces, NaN in the buffers before every other one, and now and then
+    an eager pass without gradients in between.
+    """
+    device = my_gpu()
+    passes = [i for i, layer in enumerate(layers) for _ in range(layer.in_flight)]
+
+    def fresh(seed: int) -> list[Inputs]:
+        routing = ROUTINGS[seed % len(ROUTINGS)]
+        return [
+            make_inputs(layers[i], routing, seed * len(passes) + n, device)
+            for n, i in enumerate(passes)
+        ]
+
+    static, distinct = fresh(0), [fresh(seed) for seed in range(4 * len(ROUTINGS))]
+
+    def fill(number: int) -> None:
+        for mine, value in zip(static, distinct[number % len(distinct)], strict=True):
+            mine.copy_from(value, number // len(distinct))
+
+    def run(dispatchers: list[PaddedDispatcher]) -> list[dict[str, Tensor]]:
+        waiting = [forward(dispatchers[i], given) for i, given in zip(passes, static, strict=True)]
+        return [backward(passed) for passed in waiting]
+
+    directs = [layer.dispatcher("direct") for layer in layers]
+    nccls = [layer.dispatcher("nccl") for layer in layers]
+    paces = torch.Generator().manual_seed(dist.get_rank())
+    found, kept = [], []
+    meet()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph, results = captured(lambda: run(directs))
+        for number in range(num_replays):
+            torch.cuda._sleep(int(torch.randint(1_000_000, (), generator=paces)) * (number % 3))
+            fill(number)
+            if number % 2:
+                for dispatcher in directs:
+                    poison(dispatcher)
+            graph.replay()
+            kept.append([{n: t.clone() for n, t in result.items()} for result in results])
+            if number % 50 == 49:
+                with torch.no_grad():
+                    forward(directs[0], static[0])
+        meet()
+        nccl_graph, expected = captured(lambda: run(nccls))
+        for number, results in enumerate(kept):
+            fill(number)
+            nccl_graph.replay()
+            for n, (one, other) in enumerate(zip(results, expected, strict=True)):
+                found += [f"replay {number}, pass {n}: {x}" for x in differences(one, other)]
+        meet()
+    del graph, nccl_graph
+    return found
+
+
+def small_run() -> None:
+    """A worker's whole life, short enough for compute-sanitizer, and without NCCL: two routings
+    forward and backward, each with whatever is in the buffers and with NaN."""
+    device = my_gpu()
+    dist.init_process_group("gloo")
+    layer = Layer(tokens=37, width=40, top_k=2, local_experts=3)
+    dispatcher = layer.dispatcher("direct")
+    for seed, routing in enumerate(("uniform", "idle")):
+        inputs = make_inputs(layer, routing, seed, device)
+        expected = step(dispatcher, inputs)
+        poison(dispatcher)
+        found = differences(step(dispatcher, inputs), expected)
+        assert not found, (routing, found)
+    meet()
+
+
+def lose_a_rank(how: str, env: dict[str, str], log: str, left: Any) -> None:
+    """A process's whole life: it replays for ever, and the last rank "dies" or "stalls" meanwhile.
+
+    Args:
+        how: one of the two.
+        env: what torchrun would set.
+        log: path of the file for all that it says.
+        left: an event, set just before the last rank leaves.
+    """
+    os.environ.update(env)
+    for said in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), said)
+    device = my_gpu()
+    dist.init_process_group("nccl", device_id=device)
+    layer = Layer()
+    dispatcher, inputs = layer.dispatcher("direct"), make_inputs(layer, "uniform", 0, device)
+    leaves = dist.get_rank() == dist.get_world_size() - 1
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph, _ = captured(lambda: step(dispatcher, inputs))
+        for number in itertools.count():
+            graph.replay()
+            if leaves and number == 105:  # With some that the device has yet to do.
+                left.set()
+                if how == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(3600)
+            if number % 10 == 0:
+                torch.cuda.synchronize()

@@ -1,0 +1,150 @@
+"""What the telemetry of a captured layer says of its replays, beside a count on the host."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from padded_dispatch.megatron.telemetry import Reading, Telemetry
+from tests.support.graph_routings import (
+    RoutingCase,
+    capture,
+    copy_inputs,
+    groups,
+    make_inputs,
+    make_layer,
+    results,
+)
+from tests.support.graph_training import Findings
+
+EVERY = 7
+
+
+class LastPass:
+    """Keeps the maps of the last pass where a replay writes them."""
+
+    def __init__(self, case: RoutingCase) -> None:
+        shape = case.seq, case.num_experts
+        self.asked_TE = torch.zeros(shape, dtype=torch.bool, device=case.device)
+        self.probs_TE = torch.zeros(shape, dtype=torch.float64, device=case.device)
+        self.capacity = 0
+
+    def observe(self, asked_TE, probs_TE, selection, capacity):
+        self.asked_TE.copy_(asked_TE)
+        self.probs_TE.copy_(probs_TE)
+        self.capacity = capacity
+
+
+class HostCount:
+    """Policy "probs" and its counts, in NumPy, for the tokens of one rank."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.demand_E = np.zeros(num_experts, dtype=np.int64)
+        self.kept_PE: list[Any] = []  # of each pass
+        self.asked_mass = self.dropped_mass = self.lost_tokens = self.largest = self.num_slots = 0
+
+    def add(self, asked_TE, probs_TE, capacity: int) -> None:
+        kept_TE = np.zeros_like(asked_TE)
+        for e in range(asked_TE.shape[1]):
+            rows = np.flatnonzero(asked_TE[:, e])
+            order = np.argsort(-probs_TE[rows, e], kind="stable")
+            kept_TE[rows[order[:capacity]], e] = True
+        self.demand_E += asked_TE.sum(0)
+        self.kept_PE.append(kept_TE.sum(0))
+        self.asked_mass += int(np.rint(probs_TE[asked_TE] * 2**32).astype(np.int64).sum())
+        dropped = probs_TE[asked_TE & ~kept_TE]
+        self.dropped_mass += int(np.rint(dropped * 2**32).astype(np.int64).sum())
+        self.lost_tokens += int((asked_TE.any(1) & ~kept_TE.any(1)).sum())
+        self.largest = max(self.largest, int(asked_TE.sum(0).max()))
+        self.num_slots += asked_TE.shape[1] * capacity
+
+
+def telemetry_is_a_hosts_count(case: RoutingCase) -> Findings:
+    """Every `EVERY` replays it is read, which must not wait. To be run on every rank."""
+    with groups(case):
+        layer, last, host = make_layer(case), LastPass(case), HostCount(case.num_experts)
+        layer.router.selector.observers.append(last)
+        tokens, grad = inputs = make_inputs(case, 0)
+        replay, _ = capture(lambda: results(layer, tokens, grad), case.device)
+        telemetry = Telemetry([layer], every=EVERY)  # What the capture counted lies before it.
+        readings = []
+        for number in range(case.num_routings):
+            copy_inputs(case, number, inputs)
+            replay()
+            with _waiting_forbidden(case.device):
+                reading = telemetry.step()
+            readings += [reading] if reading is not None else []
+            host.add(last.asked_TE.cpu().numpy(), last.probs_TE.cpu().numpy(), last.capacity)
+        readings.append(telemetry.read())
+        hosts: list[Any] = [None] * case.ranks
+        dist.all_gather_object(hosts, host)
+    counted, expected = _read(readings), _counted(hosts, case)
+    broken = [
+        f"{name} is {counted[name]}, and the host counted {value}"
+        for name, value in expected.items()
+        if counted[name] != value
+    ]
+    for name in ("dropped_mass", "lost_tokens", *(("idle_passes",) if case.ranks > 1 else ())):
+        if not np.any(expected[name]):
+            broken.append(f"{name} was never above 0")
+    return Findings(facts=expected | {"readings": len(readings)}, broken=tuple(broken))
+
+
+@contextmanager
+def _waiting_forbidden(device: str) -> Iterator[None]:
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _read(readings: list[Reading]) -> dict[str, Any]:
+    """All readings together."""
+    seen = [dataclasses.asdict(reading.training) for reading in readings]
+
+    def total(name: str) -> Any:
+        return sum(of[name][0] for of in seen).tolist()
+
+    return {
+        "steps": sum(reading.num_steps for reading in readings),
+        "demand": total("demand_YE"),
+        "kept": total("kept_YE"),
+        "asked_mass": total("asked_mass_Y"),
+        "dropped_mass": total("dropped_mass_Y"),
+        "lost_tokens": total("lost_tokens_Y"),
+        "largest": max(of["max_demand_Y"][0] for of in seen).item(),
+        "passes": total("num_passes_Y"),
+        "positions": total("num_positions_Y"),
+        "slots": total("num_slots_Y"),
+        "idle_passes": total("idle_passes_YR"),
+        "evaluations": sum(reading.evaluation.num_passes_Y[0] for reading in readings).item(),
+    }
+
+
+def _counted(hosts: list[HostCount], case: RoutingCase) -> dict[str, Any]:
+    """The same figures, from what the ranks counted."""
+    kept_PE = sum(np.array(host.kept_PE) for host in hosts)
+    kept_PR = kept_PE.reshape(len(kept_PE), case.ranks, -1).sum(2)
+    passes = case.num_routings * case.ranks
+    return {
+        "steps": case.num_routings,
+        "demand": sum(host.demand_E for host in hosts).tolist(),
+        "kept": kept_PE.sum(0).tolist(),
+        "asked_mass": sum(host.asked_mass for host in hosts),
+        "dropped_mass": sum(host.dropped_mass for host in hosts),
+        "lost_tokens": sum(host.lost_tokens for host in hosts),
+        "largest": max(host.largest for host in hosts),
+        "passes": passes,
+        "positions": passes * case.seq,
+        "slots": sum(host.num_slots for host in hosts),
+        "idle_passes": (kept_PR == 0).sum(0).tolist(),
+        "evaluations": 0,
+    }

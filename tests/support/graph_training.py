@@ -1,0 +1,542 @@
+"""A GPT trained three times in lockstep: eager, eager again, and with its layers as CUDA graphs.
+
+After every step all losses, gradients, parameters and counters of the three are compared bit by
+bit, on the device; what differed is read once, at the end. The second eager run shows that there is
+a promise to keep. Layers are like GPT-OSS's: biases everywhere, a clamped SwiGLU, top-4 of 32.
+
+On a CPU the layers are Megatron's local ones, and a stand-in (`graph_protocol`) captures.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from padded_dispatch.megatron.compat import (
+    layer_graphs,
+    training_stream,
+)
+from padded_dispatch.megatron.graphs.capture import LayerGraphs
+from tests.support.graph_protocol import cuda_graphs_on_cpu
+from tests.support.parity import megatron
+
+SEED = 40
+EAGER_STEPS = 2
+NOBODY = -1e4  # a router bias that nothing outweighs
+_EXPERT = re.compile(r"local_experts\.(\d+)\.|(?:weight|bias)(\d+)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """A model, how ranks share it, and what happens around its graphs.
+
+    `impl`: Megatron's cuda_graph_impl; with "local" it captures by itself at the end of the first
+    step, and there is no self-test. `scopes`: what is captured of each layer; () is all of it.
+    `dense`: numbers of layers without experts, from 0. `recompute`: Megatron's recompute_modules.
+    `evaluates`: batch and length of an evaluation before every step. `idle`: who gets no token, by
+    a router bias: the experts of the last expert-parallel rank in two of three steps, or the last
+    expert in all of them.
+    """
+
+    name: str
+    device: str = "cuda"
+    ranks: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    etp: int = 1
+    dispatcher: str = "padded_alltoall"
+    impl: Literal["transformer_engine", "local"] = "transformer_engine"
+    scopes: tuple[str, ...] = ("attn", "moe")
+    dense: tuple[int, ...] = ()
+    recompute: tuple[str, ...] = ()
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    distributed_optimizer: bool = True
+    evaluates: tuple[int, int] | None = None
+    idle: Literal["nobody", "rank", "expert"] = "nobody"
+    replays: int = 5
+    microbatches: int = 2
+    batch: int = 1
+    seq: int = 256
+    num_layers: int = 2
+    hidden: int = 576
+    ffn: int = 576
+    heads: int = 8
+    groups: int = 4
+    head_size: int = 64
+    num_experts: int = 32
+    top_k: int = 4
+    vocab: int = 512
+
+    @property
+    def dp(self) -> int:
+        """Data parallel size of everything but the experts."""
+        return self.ranks // (self.tp * self.pp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What one rank saw.
+
+    `differing`: what was not the same bits, and in how many steps. `unreproducible`: the same of
+    two eager runs. `facts`: figures for the row. `broken`: other things that should not be.
+    """
+
+    differing: dict[str, int] = field(default_factory=dict)
+    unreproducible: dict[str, int] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    broken: tuple[str, ...] = ()
+
+    def failures(self) -> list[str]:
+        """In words."""
+        return [
+            *(f"{name} differs from eager in {n} steps" for name, n in self.differing.items()),
+            *(f"{name} differs between eager runs" for name in self.unreproducible),
+            *self.broken,
+        ]
+
+
+def replays_equal_eager(case: Situation) -> Findings:
+    """Train on every rank of the default process group, of which there are `case.ranks`."""
+    with _world(case):
+        eager, again, graphed = (Training(case, graphs=graphs) for graphs in (False, False, True))
+        unreproducible, differing = _Comparison(), _Comparison()
+        report, captured_bytes = None, None
+        for number in range(EAGER_STEPS + case.replays):
+            if number == EAGER_STEPS and case.impl == "transformer_engine":
+                before = torch.cuda.memory_allocated()
+                report = graphed.capture()
+                captured_bytes = torch.cuda.memory_allocated() - before
+            results = [training.step(number) for training in (eager, again, graphed)]
+            unreproducible.add(results[0], results[1])
+            differing.add(results[0], results[2])
+        facts = {
+            "graphs": graphed.num_graphs(),
+            "tensors_per_step": differing.num_tensors(),
+            "captured_bytes": captured_bytes,
+            "self_test": None if report is None else dataclasses.asdict(report),
+            "loss": graphed.losses(),
+        }
+        broken = graphed.idle_failures()
+        if facts["graphs"] == 0:
+            broken.append("nothing was captured")
+        graphed.delete_graphs()
+        return Findings(
+            differing=differing.read(),
+            unreproducible=unreproducible.read(),
+            facts=facts,
+            broken=tuple(broken),
+        )
+
+
+def replays_do_not_wait(case: Situation) -> Findings:
+    """Train with graphs; any call of a replayed step's passes that waits for the device raises.
+
+    Five more steps run under the profiler, and what they copied and waited for is a fact.
+    """
+    with _world(case):
+        training = Training(case, graphs=True)
+        for number in range(EAGER_STEPS):
+            training.step(number)
+        training.capture()
+        torch.cuda.set_sync_debug_mode("error")
+        for number in range(EAGER_STEPS, EAGER_STEPS + case.replays):
+            training.step(number, outside=_waiting_allowed)
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            for number in range(5):
+                training.passes(number)
+        counts = _counted(profile, r"Memcpy|Synchronize|GraphLaunch")
+        training.delete_graphs()
+        broken = [f"{n} x {name} in 5 steps" for name, n in counts.items() if "DtoH" in name]
+        if not any("GraphLaunch" in name for name in counts):
+            broken.append("the profiler saw no launch of a graph")
+        return Findings(facts={"steps": case.replays, "profiled": counts}, broken=tuple(broken))
+
+
+def _counted(profile: Any, pattern: str) -> dict[str, int]:
+    """How often each event came whose name has the pattern."""
+    counts: dict[str, int] = {}
+    for event in profile.events():
+        if re.search(pattern, event.name):
+            counts[event.name] = counts.get(event.name, 0) + 1
+    return counts
+
+
+@contextmanager
+def _waiting_allowed() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("error")
+
+
+@contextmanager
+def _world(case: Situation) -> Iterator[None]:
+    """Megatron's groups and counts, on a stream that can be captured."""
+    sizes = {
+        "tensor_model_parallel_size": case.tp,
+        "pipeline_model_parallel_size": case.pp,
+        "virtual_pipeline_model_parallel_size": case.vpp,
+        "expert_model_parallel_size": case.ep,
+        "expert_tensor_parallel_size": case.etp,
+    }
+    with ExitStack() as stack:
+        if case.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_stream(training_stream())
+        stack.enter_context(megatron(case.device, **sizes))
+        if case.device == "cpu":
+            stack.enter_context(cuda_graphs_on_cpu())
+        global_batch = case.microbatches * case.batch * case.dp
+        init_num_microbatches_calculator(dist.get_rank(), None, global_batch, case.batch, case.dp)
+        stack.callback(unset_num_microbatches_calculator)
+        yield
+
+
+class Training:
+    """One of the three; all start with the same weights."""
+
+    def __init__(self, case: Situation, *, graphs: bool) -> None:
+        self._case = case
+        self._on_gpu = case.device == "cuda"
+        model_parallel_cuda_manual_seed(SEED, te_rng_tracker=self._on_gpu, force_reset_rng=True)
+        torch.manual_seed(SEED)
+        self._config = _config(case, graphs)
+        self._chunks = _chunks(case, self._config)
+        self._moe = [m for c in self._chunks for m in c.modules() if isinstance(m, MoELayer)]
+        self._optimizer = _optimizer(case, self._chunks)
+        self._graphs = None
+        if graphs and case.impl == "transformer_engine":
+            self._graphs = LayerGraphs(
+                self._chunks,
+                seq_length=case.seq,
+                micro_batch=case.batch,
+                optimizers=(self._optimizer,),
+            )
+        self._losses: list[Tensor] = []
+        # Elements of gradients that are not zero: of experts that were idle, and of the others.
+        self._idle_nonzero: list[Tensor] = []
+        self._busy_nonzero: list[Tensor] = []
+
+    def capture(self) -> Any:
+        """What the self-test says."""
+        assert self._graphs is not None
+        return self._graphs.capture()
+
+    def delete_graphs(self) -> None:
+        """Before the process groups end."""
+        if self._graphs is None:
+            delete_cuda_graphs()  # Megatron keeps them in a class.
+        else:
+            self._graphs.delete()
+
+    def num_graphs(self) -> int:
+        """Of all layers, for forward and backward together."""
+        layers = [module for chunk in self._chunks for module in chunk.modules()]
+        if self._case.impl == "local":
+            managers = [m.cudagraph_manager for m in layers if hasattr(m, "cudagraph_manager")]
+            return sum(len(manager.cudagraph_runners) for manager in managers)
+        return sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
+
+    def losses(self) -> list[float]:
+        """The mean of every step, on ranks that compute it."""
+        return [loss.item() for loss in self._losses]
+
+    def step(self, number: int, outside: Any = nullcontext) -> dict[str, Tensor]:
+        """A step; all that it leaves, by name. `outside` is around what is no pass."""
+        results: dict[str, Tensor] = {}
+        with outside():
+            idle = self._make_idle(number)
+            if self._case.evaluates:
+                results |= self._evaluate(number, *self._case.evaluates)
+        losses = self.passes(number)
+        with outside():
+            if losses:
+                self._losses.append(torch.stack(losses).mean())
+            results |= {f"the loss of pass {i}": loss for i, loss in enumerate(losses)}
+            self._note_idle(idle)
+            self._update()
+            for name, parameter in self._parameters():
+                results[f"the gradient of {name}"] = parameter.main_grad
+                results[name] = parameter.data
+            for index, layer in enumerate(self._moe):
+                for number_of, counter in enumerate(layer.token_dispatcher.counters.tensors()):
+                    results[f"counter {number_of} of MoE layer {index}"] = counter
+        return results
+
+    def passes(self, number: int) -> list[Tensor]:
+        """Forward and backward of all microbatches; the losses, where they are computed."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        return self._run(number, self._case.batch, self._case.seq, forward_only=False)
+
+    @torch.no_grad()
+    def _evaluate(self, number: int, batch: int, seq: int) -> dict[str, Tensor]:
+        for chunk in self._chunks:
+            chunk.eval()
+        losses = self._run(1000 + number, batch, seq, forward_only=True)
+        for chunk in self._chunks:
+            chunk.train()
+        return {f"the loss of evaluation {i}": loss for i, loss in enumerate(losses)}
+
+    def _run(self, number: int, batch: int, seq: int, *, forward_only: bool) -> list[Tensor]:
+        reports = get_forward_backward_func()(
+            forward_step_func=_forward,
+            data_iterator=[self._batches(number, batch, seq) for _ in self._chunks],
+            model=self._chunks,
+            num_microbatches=self._case.microbatches,
+            seq_length=seq,
+            micro_batch_size=batch,
+            forward_only=forward_only,
+        )
+        return [report["loss"] for report in reports]
+
+    def _batches(self, number: int, batch: int, seq: int) -> Iterator[Tensor]:
+        """Token ids [B, S + 1], drawn on the device: a copy from the host would wait."""
+        draw = torch.Generator(self._case.device)
+        draw.manual_seed(number * self._case.dp + parallel_state.get_data_parallel_rank())
+        for _ in range(self._case.microbatches):
+            shape = (batch, seq + 1)
+            device = self._case.device
+            yield torch.randint(self._case.vocab, shape, generator=draw, device=device)
+
+    def _update(self) -> None:
+        if not self._on_gpu:
+            for _, parameter in self._parameters():
+                parameter.grad = parameter.main_grad.to(parameter.dtype)
+        self._optimizer.step()
+
+    def _parameters(self) -> Iterator[tuple[str, Any]]:
+        for index, chunk in enumerate(self._chunks):
+            for name, parameter in chunk.module.named_parameters():
+                yield f"{name} of chunk {index}", parameter
+
+    def _make_idle(self, number: int) -> list[int]:
+        """Let nobody ask for some experts in this step; their ids."""
+        case = self._case
+        if case.idle == "nobody" or (case.idle == "rank" and number % 3 == 0):
+            return []
+        num_idle = case.num_experts // case.ep if case.idle == "rank" else 1
+        with torch.no_grad():
+            for layer in self._moe:
+                layer.router.bias[-num_idle:] = NOBODY
+        return list(range(case.num_experts - num_idle, case.num_experts))
+
+    def _note_idle(self, idle: list[int]) -> None:
+        for layer in self._moe:
+            for name, parameter in layer.experts.named_parameters():
+                found = _EXPERT.search(name)
+                assert found is not None, f"whose parameter is {name}?"
+                expert = layer.local_expert_indices[int(found[1] or found[2])]
+                notes = self._idle_nonzero if expert in idle else self._busy_nonzero
+                notes.append(parameter.main_grad.count_nonzero())
+
+    def idle_failures(self) -> list[str]:
+        """Idle experts have gradients, which are zero; the others have some that are not."""
+        if self._case.idle == "nobody":
+            return []
+        idle, busy = (
+            [count.item() for count in notes] for notes in (self._idle_nonzero, self._busy_nonzero)
+        )
+        broken = []
+        if any(idle):
+            broken.append("an expert without a token has a gradient that is not zero")
+        if not any(busy):
+            broken.append("no expert has a gradient")
+        last_rank = parallel_state.get_expert_model_parallel_rank() == self._case.ep - 1
+        if last_rank and not idle:
+            broken.append("no expert was idle")
+        return broken
+
+
+class _Comparison:
+    """In how many steps each tensor was not the same bits; kept on the device."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, Tensor] = {}
+
+    def add(self, one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+        assert one.keys() == other.keys()
+        for name in one:
+            differs = (_bits(one[name]) != _bits(other[name])).any().long()
+            self._steps[name] = self._steps[name] + differs if name in self._steps else differs
+
+    def num_tensors(self) -> int:
+        return len(self._steps)
+
+    def read(self) -> dict[str, int]:
+        """Those that ever differed."""
+        counts = torch.stack(list(self._steps.values())).tolist()
+        return {name: n for name, n in zip(self._steps, counts, strict=True) if n}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _config(case: Situation, graphs: bool) -> TransformerConfig:
+    on_gpu = case.device == "cuda"
+    recompute: dict[str, Any] = {}
+    if case.recompute:
+        recompute = {
+            "recompute_granularity": "selective",
+            "recompute_modules": list(case.recompute),
+        }
+    return TransformerConfig(
+        num_layers=case.num_layers,
+        hidden_size=case.hidden,
+        num_attention_heads=case.heads,
+        num_query_groups=case.groups,
+        kv_channels=case.head_size,
+        ffn_hidden_size=case.ffn,
+        moe_ffn_hidden_size=case.ffn,
+        num_moe_experts=case.num_experts,
+        moe_layer_freq=[int(n not in case.dense) for n in range(case.num_layers)],
+        moe_router_topk=case.top_k,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=1e-2,
+        moe_expert_capacity_factor=1.25,
+        moe_token_dispatcher_type=case.dispatcher,
+        moe_grouped_gemm=on_gpu,
+        tensor_model_parallel_size=case.tp,
+        sequence_parallel=case.tp > 1,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+        add_bias_linear=case.etp == 1,  # Megatron's experts have no bias otherwise.
+        add_qkv_bias=True,
+        gated_linear_unit=True,
+        activation_func=quick_gelu,
+        activation_func_clamp_value=7.0,
+        glu_linear_offset=1.0,
+        normalization="RMSNorm",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=on_gpu,
+        use_cpu_initialization=not on_gpu,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        deterministic_mode=True,
+        finalize_model_grads_func=finalize_model_grads,
+        **recompute,
+        **({**layer_graphs(*case.scopes), "cuda_graph_impl": case.impl} if graphs else {}),
+    )
+
+
+def _chunks(case: Situation, config: TransformerConfig) -> list[Any]:
+    """This rank's chunks, each in Megatron's DDP."""
+    on_gpu = case.device == "cuda"
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=case.distributed_optimizer,
+        overlap_grad_reduce=case.overlap_grad_reduce,
+        overlap_param_gather=case.overlap_param_gather,
+    )
+    chunks = []
+    for stage in range(case.vpp or 1):
+        vp_stage = stage if case.vpp else None
+        where: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=on_gpu, normalization="RMSNorm", vp_stage=vp_stage
+        )
+        model = GPTModel(
+            config,
+            spec,
+            vocab_size=case.vocab,
+            max_sequence_length=case.seq,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+            vp_stage=vp_stage,
+        )
+        if not on_gpu:
+            _without_last_bias(model)
+        model = Float16Module(config, model.cuda() if on_gpu else model)
+        chunk = DistributedDataParallel(config, ddp, model, disable_bucketing=stage > 0)
+        chunk.broadcast_params()
+        chunks.append(chunk.train())
+    if case.overlap_grad_reduce:
+        # As Megatron's training does: gradients travel with the last microbatch only.
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync if case.vpp else no_sync[0]
+    return chunks
+
+
+def _without_last_bias(model: Any) -> None:
+    """SequentialMLP's experts add it in place to a view, which autograd refuses without a GPU."""
+    for name, module in model.named_modules():
+        if ".local_experts." in name and name.endswith("linear_fc2"):
+            module.register_parameter("bias", None)
+
+
+def _optimizer(case: Situation, chunks: list[Any]) -> Any:
+    if case.device == "cpu":
+        return torch.optim.AdamW([p for chunk in chunks for p in chunk.parameters()], lr=1e-2)
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-3,
+        clip_grad=1.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=case.distributed_optimizer,
+        overlap_param_gather=case.overlap_param_gather,
+    )
+    return get_megatron_optimizer(config, chunks)
+
+
+def _forward(batches: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
+    ids = next(batches)
+    batch, length = ids.shape[0], ids.shape[1] - 1
+    positions = torch.arange(length, device=ids.device).expand(batch, -1)
+    # Transformer Engine's attention is causal by itself. Megatron hands a mask of zeros to a graph
+    # that was given none, which its local attention would take for one.
+    future = None
+    if ids.device.type == "cpu":
+        future = torch.ones(batch, 1, length, length, dtype=torch.bool).triu(1)
+    return model(ids[:, :-1], positions, future, labels=ids[:, 1:]), _mean
+
+
+def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = losses.float().mean()
+    # Megatron divides the first one in place by the number of passes.
+    return loss, {"loss": loss.detach().clone()}

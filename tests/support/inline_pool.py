@@ -1,0 +1,58 @@
+"""This process in the place of workers, for functions that need no process of their own."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from padded_dispatch.megatron import uninstall
+from padded_dispatch.utils.launch import WorkerError
+
+
+@contextmanager
+def only_worker() -> Iterator[None]:
+    """As torchrun starts the one worker of a job, with one thread: `start_workers` starts none.
+
+    Afterwards nothing of the job is left, also where it failed.
+    """
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # A port that is free.
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with patch.dict(os.environ, ranks | rendezvous):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        uninstall()
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+class InlinePool:
+    """A `WorkerPool` whose one worker is this process."""
+
+    def __init__(self, num_workers: int, *, backend: str) -> None:
+        assert num_workers == 1
+        self.num_workers = num_workers
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
+        try:
+            return [fn(*args)]
+        except Exception as error:
+            raise WorkerError({0: error}) from error
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass

@@ -1,0 +1,391 @@
+"""One MoE layer computed three times: ours, Megatron's stock one, and plain torch in fp64.
+
+Weights are made whole, from one seed, on every rank. A layer takes its shards of them, and its
+gradients are laid back into whole tensors and summed over all ranks; so one comparison serves every
+mix of tensor, expert and expert tensor parallelism. Runs on CPUs over gloo (SequentialMLP, stock
+`allgather`) and on GPUs over NCCL (TEGroupedMLP, stock `alltoall`).
+"""
+
+import functools
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.fp8_utils import get_fp8_context
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from padded_dispatch.megatron import PaddedOptions
+from tests.support.parity import Parity, compare, megatron
+
+SEED = 20
+# Of weights and tokens, taken together: the largest error of the 16 elements of a bias gradient is
+# a matter of luck, that of 64 less so.
+DRAWS = 4
+RUNS = ("ours", "again", "stock", "exact")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCase:
+    """One MoE layer in one mix of parallelism, without dropping.
+
+    `seq` and `batch` are per tensor-parallel group: with sequence parallelism a rank holds
+    `seq / tp` positions. `routing`: "random"; "idle rank", where the last rank's experts get
+    nothing; "one expert", where expert 3 gets every token (with top_k = 1). `shared_score`: the
+    shared experts' output is weighted by a sigmoid of the token. `gpt_oss`: the activation is
+    GPT-OSS's, clamped at 1. `both`: further fields of TransformerConfig; with `fp8` among them the
+    rule is between two computations in fp8. `ours`: the same for the padded layer only, and
+    `options` its PaddedOptions.
+    """
+
+    name: str
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    num_experts: int = 8
+    top_k: int = 2
+    hidden: int = 12
+    ffn: int = 10
+    shared_ffn: int | None = None
+    shared_score: bool = False
+    bias: bool = False
+    gpt_oss: bool = False
+    seq: int = 14
+    batch: int = 3
+    routing: str = "random"
+    both: tuple[tuple[str, Any], ...] = ()
+    ours: tuple[tuple[str, Any], ...] = ()
+    options: PaddedOptions = field(default_factory=PaddedOptions)
+
+    @property
+    def stock_type(self) -> str:
+        """The stock dispatcher that does not drop and runs on this device."""
+        return "allgather" if self.device == "cpu" else "alltoall"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misses:
+    """Numbers of draws in which the errors of one are above twice those of the other."""
+
+    ours: int
+    stock: int
+
+
+def layer_parity(case: LayerCase) -> Parity:
+    """Run `case` on every rank of the default process group.
+
+    Returns:
+        Errors of the output and of every gradient, by name; the same on all ranks.
+    """
+    with _groups(case):
+        draws = [_draw(case, number) for number in range(DRAWS)]
+    ours, again, stock, exact = (_stacked([draw[run] for draw in draws]) for run in RUNS)
+    return Parity(
+        errors=compare(ours, stock, exact, case.dtype),
+        repeats=all(torch.equal(ours[name], again[name]) for name in ours),
+    )
+
+
+def single_draws(case: LayerCase, num_draws: int) -> dict[str, Misses]:
+    """How often one draw alone breaks the rule, and how often it would with the roles swapped.
+
+    Two paths of the same quality miss about equally often. To be called by every rank.
+    """
+    misses: dict[str, Misses] = {}
+    with _groups(case):
+        for number in range(num_draws):
+            draw = _draw(case, number)
+            ours, _, stock, exact = (draw[run] for run in RUNS)
+            here = compare(ours, stock, exact, case.dtype)
+            swapped = compare(stock, ours, exact, case.dtype)
+            for name in here:
+                counted = misses.get(name, Misses(ours=0, stock=0))
+                misses[name] = Misses(
+                    ours=counted.ours + (not here[name].passed),
+                    stock=counted.stock + (not swapped[name].passed),
+                )
+    return misses
+
+
+def _groups(case: LayerCase) -> AbstractContextManager[None]:
+    return megatron(
+        case.device,
+        tensor_model_parallel_size=case.tp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+    )
+
+
+def _draw(case: LayerCase, number: int) -> dict[str, dict[str, Tensor]]:
+    """Output and gradients of each of `RUNS` for one draw of weights and tokens."""
+    weights = _weights(case, number)
+    tokens, grad = _tokens(case, number)
+    stock, map_TE = _run(case, case.stock_type, weights, tokens, grad)
+    ours, kept_TE = _run(case, "padded_alltoall", weights, tokens, grad)
+    assert torch.equal(map_TE, kept_TE), "both routers must choose the same experts"
+    again, _ = _run(case, "padded_alltoall", weights, tokens, grad)
+    exact = in_fp64(case, weights, tokens, grad, map_TE)
+    return {"ours": ours, "again": again, "stock": stock, "exact": exact}
+
+
+def _stacked(draws: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+
+
+def _weights(case: LayerCase, number: int) -> dict[str, Tensor]:
+    """Whole weights, the same on every rank. Feature 0 of the tokens is 1: it steers routing."""
+    generator = torch.Generator().manual_seed(SEED + 100 * number)
+
+    def draw(*shape: int) -> Tensor:
+        drawn = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        return drawn.to(case.device, case.dtype)
+
+    E, D, F = case.num_experts, case.hidden, case.ffn
+    router = draw(E, D)
+    if case.routing == "idle rank":
+        router[-E // case.ep :, 0] = -50
+    elif case.routing == "one expert":
+        router[3, 0] = 50
+    weights = {"router": router, "gate": draw(E, F, D), "up": draw(E, F, D), "down": draw(E, D, F)}
+    if case.bias:
+        weights |= {"gate_bias": draw(E, F), "up_bias": draw(E, F), "down_bias": draw(E, D)}
+        weights["router_bias"] = draw(E)
+    if case.shared_ffn is not None:
+        F = case.shared_ffn
+        weights |= {"shared_gate": draw(F, D), "shared_up": draw(F, D), "shared_down": draw(D, F)}
+    if case.shared_score:
+        weights["shared_score"] = draw(1, D)
+    return weights
+
+
+def _tokens(case: LayerCase, number: int) -> tuple[Tensor, Tensor]:
+    """This rank's tokens [S / tp, B, D] and the gradient of its output."""
+    generator = torch.Generator().manual_seed(SEED + 100 * number + 1 + dist.get_rank())
+    shape = (case.seq // case.tp, case.batch, case.hidden)
+    tokens = torch.randn(shape, generator=generator)
+    tokens[..., 0] = 1
+    grad = torch.randn(shape, generator=generator)
+    return tokens.to(case.device, case.dtype), grad.to(case.device, case.dtype)
+
+
+def _run(
+    case: LayerCase, dispatcher: str, weights: dict[str, Tensor], tokens: Tensor, grad: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """One forward and backward: output and gradients by name, and the routing map."""
+    layer = build_layer(case, dispatcher)
+    with torch.no_grad():
+        for shard in _shards(layer, weights):
+            shard.parameter[shard.part].copy_(weights[shard.whole][shard.where])
+    maps = []
+    layer.router.register_forward_hook(lambda module, inputs, output: maps.append(output[1]))
+    tokens = tokens.clone().requires_grad_()
+    with get_fp8_context(layer.config):  # Megatron's blocks of layers do this.
+        output = layer(tokens)[0]
+    output.backward(grad)
+    assert tokens.grad is not None
+    found = {"output": output.detach(), "grad tokens": tokens.grad}
+    wholes = {
+        name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in weights.items()
+    }
+    for shard in _shards(layer, weights):
+        assert shard.parameter.grad is not None, f"no gradient for a shard of {shard.whole}"
+        wholes[shard.whole][shard.where] += shard.parameter.grad[shard.part]
+    return found | _summed(wholes), maps[-1]
+
+
+def _summed(wholes: dict[str, Tensor]) -> dict[str, Tensor]:
+    flat = torch.cat([whole.flatten() for whole in wholes.values()])
+    dist.all_reduce(flat)
+    parts = flat.split([whole.numel() for whole in wholes.values()])
+    return {
+        f"grad {name}": part.view_as(whole)
+        for (name, whole), part in zip(wholes.items(), parts, strict=True)
+    }
+
+
+def build_layer(case: LayerCase, dispatcher: str) -> Any:
+    """A MoE layer in training mode with this rank's share of the experts."""
+    grouped = case.device == "cuda"
+    model_parallel_cuda_manual_seed(SEED)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=case.hidden,
+        num_attention_heads=case.tp,
+        ffn_hidden_size=case.ffn,
+        moe_ffn_hidden_size=case.ffn,
+        moe_shared_expert_intermediate_size=case.shared_ffn,
+        moe_shared_expert_gate=case.shared_score,
+        num_moe_experts=case.num_experts,
+        moe_router_topk=case.top_k,
+        moe_router_pre_softmax=case.top_k == 1,
+        moe_router_load_balancing_type="none",
+        moe_router_dtype=_router_dtype(case),
+        moe_token_dispatcher_type=dispatcher,
+        moe_grouped_gemm=grouped,
+        tensor_model_parallel_size=case.tp,
+        sequence_parallel=case.tp > 1,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+        gated_linear_unit=True,
+        activation_func=quick_gelu if case.gpt_oss else torch.nn.functional.silu,
+        activation_func_clamp_value=1.0 if case.gpt_oss else None,
+        glu_linear_offset=1.0 if case.gpt_oss else 0.0,
+        add_bias_linear=case.bias,
+        bias_activation_fusion=grouped,
+        gradient_accumulation_fusion=False,
+        deterministic_mode=True,
+        params_dtype=case.dtype,
+        bf16=case.dtype == torch.bfloat16,
+        **dict(case.both),
+        **(dict(case.ours) if dispatcher == "padded_alltoall" else {}),
+    )
+    if dispatcher == "padded_alltoall":
+        config.padded_dispatch = case.options
+    spec = get_moe_module_spec(
+        use_te=grouped, num_experts=case.num_experts, moe_grouped_gemm=grouped
+    )
+    # A ModuleSpec in Megatron-Core 0.16 and 0.17, a partial in 0.18 and later.
+    make = spec if isinstance(spec, functools.partial) else functools.partial(build_module, spec)
+    layer = make(config=config, layer_number=1).to(case.device)
+    layer.set_layer_number(1)
+    return layer
+
+
+def _router_dtype(case: LayerCase) -> str | None:
+    # Stock 0.19.0 with Transformer Engine 2.20.2 reads a bf16 bias as fp32: see D21.
+    if case.bias and case.dtype == torch.bfloat16:
+        return None
+    return "fp64" if case.dtype == torch.float64 else "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shard:
+    """`parameter[part]` is `wholes[whole][where]`."""
+
+    whole: str
+    where: tuple[Any, ...]
+    parameter: Tensor
+    part: tuple[Any, ...]
+
+
+_REPLICATED = {
+    "router.weight": "router",
+    "router.bias": "router_bias",
+    "shared_experts.gate_weight": "shared_score",
+}
+_EXPERT = re.compile(r"experts\.(?:local_experts\.(\d+)\.)?linear_fc([12])\.(weight|bias)(\d*)")
+
+
+def _shards(layer: Any, wholes: dict[str, Tensor]) -> Iterator[_Shard]:
+    """Every parameter of a layer, as parts of whole tensors."""
+    for name, parameter in layer.named_parameters():
+        if name in _REPLICATED:
+            whole = _REPLICATED[name]
+            yield _Shard(whole=whole, where=(), parameter=parameter, part=())
+        elif name.startswith("shared_experts."):
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            kind = "fc1" if "linear_fc1" in name else "fc2"
+            yield from _split(kind, "shared_", "", (), rank, parameter)
+        else:
+            found = _EXPERT.fullmatch(name)
+            assert found is not None, f"unknown parameter {name}"
+            rank = parallel_state.get_expert_tensor_parallel_rank()
+            suffix = "_bias" if found[3] == "bias" else ""
+            size = parameter.shape[0] // layer.num_local_experts
+            if parameter.dim() == 3:  # all experts in one
+                held = {i: (i,) for i in range(parameter.shape[0])}
+            elif not (found[1] or found[4]):  # all biases one after the other
+                held = {
+                    i: (slice(i * size, (i + 1) * size),) for i in range(layer.num_local_experts)
+                }
+            else:
+                held = {int(found[1] or found[4]): ()}
+            for local, part in held.items():
+                where = (layer.local_expert_indices[local],)
+                yield from _split(f"fc{found[2]}", "", suffix, where, rank, parameter, part)
+
+
+def _split(
+    kind: str,
+    prefix: str,
+    suffix: str,
+    where: tuple[Any, ...],
+    rank: int,
+    parameter: Tensor,
+    held: tuple[Any, ...] = (),
+) -> Iterator[_Shard]:
+    """fc1 holds this rank's rows of gate above those of up, fc2 this rank's columns of down."""
+    if kind == "fc1":
+        width = parameter[held].shape[0] // 2
+        rows = (*where, slice(rank * width, (rank + 1) * width))
+        first = held[0].start if held and isinstance(held[0], slice) else None
+        for whole, start in (("gate", 0), ("up", width)):
+            if first is None:
+                part = (*held, slice(start, start + width))
+            else:
+                part = (slice(first + start, first + start + width),)
+            yield _Shard(whole=prefix + whole + suffix, where=rows, parameter=parameter, part=part)
+    else:
+        width = parameter.shape[-1]
+        across = () if suffix else (slice(None), slice(rank * width, (rank + 1) * width))
+        whole, where = f"{prefix}down{suffix}", (*where, *across)
+        yield _Shard(whole=whole, where=where, parameter=parameter, part=held)
+
+
+def in_fp64(
+    case: LayerCase,
+    weights: dict[str, Tensor],
+    tokens: Tensor,
+    grad: Tensor,
+    map_TE: Tensor,
+) -> dict[str, Tensor]:
+    """The same layer written down in plain torch, in fp64, for a given choice of experts.
+
+    Every expert computes every token, weighted with 0 where it was not chosen.
+    """
+    w = {name: weight.double().requires_grad_() for name, weight in weights.items()}
+    leaf = tokens.double().requires_grad_()
+    x_TD = leaf.flatten(0, 1)
+    scores_TE = x_TD @ w["router"].T
+    if case.bias:
+        scores_TE = scores_TE + w["router_bias"]
+    if case.top_k == 1:  # softmax over all experts, then the choice
+        probs_TE = torch.where(map_TE, scores_TE.softmax(-1), 0)
+    else:  # the choice, then softmax over the chosen
+        probs_TE = torch.where(map_TE, scores_TE, -torch.inf).softmax(-1)
+    out_TD = torch.zeros_like(x_TD)
+    for e in range(case.num_experts):
+        gate_TF, up_TF = x_TD @ w["gate"][e].T, x_TD @ w["up"][e].T
+        if case.bias:
+            gate_TF, up_TF = gate_TF + w["gate_bias"][e], up_TF + w["up_bias"][e]
+        if case.gpt_oss:
+            gate_TF, up_TF = gate_TF.clamp(max=1), up_TF.clamp(-1, 1) + 1
+            hidden_TF = gate_TF * (1.702 * gate_TF).sigmoid() * up_TF
+        else:
+            hidden_TF = torch.nn.functional.silu(gate_TF) * up_TF
+        rows_TD = hidden_TF @ w["down"][e].T
+        if case.bias:
+            rows_TD = rows_TD + w["down_bias"][e]
+        out_TD = out_TD + probs_TE[:, e, None] * rows_TD
+    if case.shared_ffn is not None:
+        shared_TF = torch.nn.functional.silu(x_TD @ w["shared_gate"].T) * (x_TD @ w["shared_up"].T)
+        shared_TD = shared_TF @ w["shared_down"].T
+        if case.shared_score:
+            shared_TD = shared_TD * (x_TD @ w["shared_score"].T).sigmoid()
+        out_TD = out_TD + shared_TD
+    out_TD.backward(grad.double().flatten(0, 1))
+    assert leaf.grad is not None
+    found = {"output": out_TD.detach().view_as(tokens), "grad tokens": leaf.grad}
+    # An expert that nobody chose has a gradient of zero, not none.
+    return found | _summed({name: weight.grad for name, weight in w.items()})

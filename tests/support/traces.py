@@ -1,0 +1,45 @@
+"""Small traces for tests: odd sizes, few different probabilities, tokens with fewer than K."""
+
+import numpy as np
+
+from padded_dispatch.tune.trace import Trace, ascending
+
+
+def small_trace(
+    *,
+    steps: list[int],
+    layers: list[int],
+    ranks: list[int],
+    num_tokens: int = 5,
+    num_experts: int = 6,
+    top_k: int = 3,
+    num_ranks: int = 2,
+    probs: bool = True,
+    seed: int = 0,
+) -> Trace:
+    """Random choices, of which about a quarter are missing; probabilities are full of ties."""
+    random = np.random.default_rng(seed)
+    shape_NT = len(steps), num_tokens
+    scores_NTE = random.random((*shape_NT, num_experts))
+    ids_NTK = scores_NTE.argsort(-1)[..., :top_k].astype(np.int16)
+    ids_NTK[random.random(ids_NTK.shape) < 0.25] = -1
+    probs_NTK = random.choice(np.float32([0, 0.25, 0.5, 1]), ids_NTK.shape)
+    ids_NTK, probs_NTK = ascending(ids_NTK, np.where(ids_NTK < 0, np.float32(0), probs_NTK))
+    return Trace(
+        num_experts=num_experts,
+        top_k=top_k,
+        num_ranks=num_ranks,
+        steps=np.array(steps, np.int64),
+        layers=np.array(layers, np.int32),
+        ranks=np.array(ranks, np.int32),
+        ids_NTK=ids_NTK,
+        probs_NTK=probs_NTK if probs else None,
+    )
+
+
+def equal(one: Trace, other: Trace) -> bool:
+    """Whether two traces have the same sizes and the same arrays."""
+    names = ("steps", "layers", "ranks", "ids_NTK", "probs_NTK")
+    arrays = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
+    sizes = ("num_experts", "top_k", "num_ranks")
+    return arrays and all(getattr(one, name) == getattr(other, name) for name in sizes)

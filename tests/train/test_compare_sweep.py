@@ -1,0 +1,188 @@
+"""The sweep: which runs it makes, that each is itself whatever runs beside it, and its file."""
+
+import contextlib
+import json
+import os
+from itertools import product
+from unittest.mock import patch
+
+import pytest
+
+from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.train import sweep as sweep_module
+from padded_dispatch.train.sweep import Sweep, finished, flags_of, line, main, planned, run_key
+from padded_dispatch.utils.results import about, append_run
+from tests.support.inline_pool import only_worker
+
+SMALL = "--steps 2 --seq-length 24 --micro-batch 3 --log-every 1 --eval-passes 2 --workers 1"
+
+
+@pytest.fixture(autouse=True)
+def laptop(monkeypatch):
+    """No GPU, and nobody's workers."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def rows_of(path):
+    return [row for run in json.loads(path.read_text())["runs"] for row in run["rows"]]
+
+
+def work_and_write(sweep: Sweep) -> None:
+    """A worker, and what it says in a file of its own, since pytest does not hear it."""
+    with (
+        open(f"{sweep.path}.rank-{os.environ['RANK']}", "w") as said,
+        contextlib.redirect_stdout(said),
+    ):
+        sweep_module._work(sweep)
+
+
+def test_side_by_side_or_in_turn_a_run_is_the_same_and_none_is_made_twice(tmp_path, capsys):
+    together, in_turn = tmp_path / "together.json", tmp_path / "in_turn.json"
+
+    def sweep(path, flags: str) -> str:
+        assert main(f"{flags} --seeds 0 {SMALL} --results {path}".split()) == 0
+        return capsys.readouterr().out
+
+    policies = ["probs", "priority+renormalize"]
+    done = planned(["0.5", "none"], ["position"], ["0"], SMALL.split())
+    before = about(num_gpus=0, command="", commit="a")
+    append_run(together, before, [{"flags": flags_of(run)} for run in done])
+    factors = "--factors 0.5 none"
+    with patch.object(sweep_module, "_work", work_and_write):
+        out = sweep(together, f"{factors} --policies {' '.join(policies)} position --jobs 2")
+    assert out.startswith("6 runs, 2 of them done before\n")
+    said = "".join(path.read_text() for path in tmp_path.glob("together.json.rank-*"))
+    assert "4/4 factor none, priority+renormalize, seed 0" in said
+    with only_worker():
+        assert sweep(in_turn, factors).startswith("2 runs, 0 of them done before\n1/2 factor 0.5")
+        assert sweep(in_turn, "--factors none") == "1 runs, 1 of them done before\n"
+
+    rows = {(row["capacity_factor"], row["variant"]): row for row in rows_of(together)[2:]}
+    assert set(rows) == set(product([0.5, None], policies))
+    alone = rows_of(in_turn)
+    assert [row["capacity_factor"] for row in alone] == [0.5, None]
+    for row in alone:
+        beside = rows[row["capacity_factor"], "probs"]
+        for name in ("step", "loss", "dropped", "fill", "held_out"):
+            assert row[name] == beside[name]
+        assert row["ms"] > 0 and row["jobs"] == 1
+        assert beside["ms"] is None and beside["jobs"] == 2
+        assert row["step"] == [1, 2] and row["held_out"]["step"] == [2]
+    # 72 tokens, 2 of 8 experts each: 9 of the 18 slots of perfect balance.
+    assert all(drop >= 0.5 for drop in rows[0.5, "probs"]["dropped"])
+    assert rows[None, "probs"]["dropped"] == [0, 0]
+    # Policy and remedy matter where something is dropped, and there alone.
+    other = "priority+renormalize"
+    assert rows[None, "probs"]["loss"] == rows[None, other]["loss"]
+    assert rows[0.5, "probs"]["loss"][1] != rows[0.5, other]["loss"][1]
+
+
+class Joined(Exception):  # noqa: N818
+    """A worker would now join its job."""
+
+
+@pytest.mark.parametrize(
+    ("number", "joined"),
+    [("0", "0 of 2 at 70"), ("1", "1 of 2 at 70"), ("2", "0 of 2 at 71"), ("3", "1 of 2 at 71")],
+)
+def test_workers_side_by_side_are_dealt_to_jobs(monkeypatch, tmp_path, number, joined):
+    def join(layout):
+        raise Joined("{RANK} of {WORLD_SIZE} at {MASTER_PORT}".format_map(os.environ))
+
+    monkeypatch.setattr(sweep_module, "world", join)
+    runs = tuple(planned(["1", "2"], ["probs"], ["0"], ["--workers", "2"]))
+    launched = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": "4", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Joined, match=f"^{joined}$"):
+        sweep_module._work(Sweep(runs=runs, path=tmp_path, about={}, ports=(70, 71)))
+
+
+def test_a_policy_may_bring_a_remedy():
+    plain, with_remedy = planned(["1"], ["random", "position+reroute"], ["0"], [])
+    assert (plain.dispatch.padded.policy, plain.dispatch.padded.remedy) == ("random", "none")
+    padded = with_remedy.dispatch.padded
+    assert (padded.policy, padded.remedy) == ("position", "reroute")
+
+
+def test_megatrons_own_dispatchers_have_its_policies():
+    flags = ["--dispatcher", "alltoall-drop-pad"]
+    runs = planned(["1"], ["probs", "position"], ["0"], flags)
+    found = [(run.dispatch.drop_policy, run.dispatch.padded) for run in runs]
+    assert found == [("probs", PaddedOptions()), ("position", PaddedOptions())]
+    (ours,) = planned(["1"], ["position"], ["0"], ["--dispatcher", "padded_alltoall"])
+    assert (ours.dispatch.drop_policy, ours.dispatch.padded.policy) == ("probs", "position")
+
+
+def test_a_file_without_runs_is_found_first(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text('{"a": 1}')
+    with pytest.raises(ValueError, match=f"^results={path} is not possible: it holds no runs"):
+        main(["--results", str(path)])
+
+
+def test_seeds_are_outermost_and_runs_evaluate_at_their_end():
+    runs = planned(["0.5", "none"], ["probs"], ["0", "7"], ["--steps", "9"])
+    named = [(run.recipe.seed, run.dispatch.capacity_factor) for run in runs]
+    assert named == [(0, 0.5), (0, None), (7, 0.5), (7, None)]
+    assert {run.output.eval_every for run in runs} == {9}
+    (often,) = planned(["1"], ["probs"], ["0"], ["--steps", "9", "--eval-every", "4"])
+    assert often.output.eval_every == 4
+
+
+def test_only_runs_of_the_same_machine_versions_and_flags_count_as_done(tmp_path):
+    path = tmp_path / "r.json"
+    here = {"machine": "this", "versions": {"torch": "2"}, "date": "today", "commit": "b"}
+    assert finished(path, here) == set()
+    before, other = here | {"date": "before", "commit": "a"}, here | {"machine": "other"}
+    one, two = planned(["1", "2"], ["probs"], ["0"], [])
+    runs = [
+        {"about": before, "rows": [{"flags": flags_of(one)}]},
+        {"about": other, "rows": [{"flags": flags_of(two)}]},
+    ]
+    path.write_text(json.dumps({"runs": runs}))
+    assert finished(path, here) == {run_key(flags_of(one))}
+    longer = planned(["1"], ["probs"], ["0"], ["--steps", "401"])[0]
+    assert run_key(flags_of(longer)) not in finished(path, here)
+
+
+def test_a_line_says_what_came_out():
+    row = {
+        "capacity_factor": 1.25,
+        "variant": "probs",
+        "seed": 3,
+        "loss": [5.0, 2.0],
+        "held_out": {"step": [2], "loss": [2.5]},
+        "dropped": [0.2, 0.123],
+        "seconds": 11.4,
+    }
+    assert line(row) == (
+        "factor 1.25, probs, seed 3: loss 2.0000, held-out 2.5000, dropped 12%, 11 s"
+    )
+    row |= {"capacity_factor": None, "dropped": [None, None]}
+    assert line(row) == "factor none, probs, seed 3: loss 2.0000, held-out 2.5000, 11 s"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--jobs 0", "jobs=0 is not possible: give at least 1"),
+        ("--factors 1 0", "capacity_factor=0.0 is not possible: give a number above 0"),
+        ("--seed 7", "seed=7 is not possible: give --seeds in its place"),
+        ("--capacity-f none", "capacity_factor=None is not possible: give --factors in its place"),
+        ("--drop-policy position", "drop_policy='position' is not possible: give --policies"),
+        ("--padded-policy random", "padded_policy='random' is not possible: give --policies"),
+        ("--padded-remedy none", "padded_remedy='none' is not possible: give --policies"),
+        (
+            "--factors 1 --policies probs+reroute --dispatcher alltoall-drop-pad",
+            "padded_remedy='reroute' is not possible: dispatcher=alltoall-drop-pad has no such",
+        ),
+        ("--out somewhere", "out=somewhere is not possible: sweep keeps --results"),
+        ("--trace somewhere", "trace=somewhere is not possible: sweep keeps --results"),
+    ],
+)
+def test_mistakes_are_found_before_there_are_workers(tmp_path, flags, message):
+    with pytest.raises(ValueError, match=message):
+        main(["--results", str(tmp_path / "r.json"), *flags.split()])

@@ -1,0 +1,142 @@
+"""What Megatron's tracer writes is read; whatever else a file holds is an error with its line."""
+
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+from padded_dispatch.tune import megatron_trace as megatron_jsonl
+from padded_dispatch.tune.megatron_trace import load_megatron_traces
+from padded_dispatch.tune.replay import what_if
+
+
+def record(**changes) -> dict:
+    values = {
+        "step": 7,
+        "stage": "pre_dispatch",
+        "block": "decoder",
+        "layer": 3,
+        "rank": 0,
+        "num_tokens": 3,
+        "topk": 2,
+        "top_indices": [[5, 1], [0, 4], [2, 3]],
+    }
+    return values | changes
+
+
+def write(path, *records) -> None:
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def read(path, **changes):
+    return load_megatron_traces([path], **(dict(num_experts=6, num_ranks=2) | changes))
+
+
+def test_a_folder_of_ranks_becomes_one_trace(tmp_path):
+    for rank in (1, 0):
+        write(
+            tmp_path / f"router_trace_rank{rank}.jsonl",
+            record(rank=rank),
+            record(rank=rank, layer=0, block="mtp", mtp_idx=1, top_indices=[[0, 1]] * 3),
+            record(rank=rank, step=8, top_indices=[[4, rank], [0, 4], [2, 3]]),
+        )
+    (tmp_path / "logits_rank0.bin").write_bytes(b"something else")
+    trace = read(tmp_path)
+    assert (trace.num_experts, trace.top_k, trace.num_ranks) == (6, 2, 2)
+    assert trace.steps.tolist() == [7, 7, 7, 7, 8, 8]
+    assert trace.layers.tolist() == [3, 3, 20_000, 20_000, 3, 3]
+    assert trace.ranks.tolist() == [0, 1, 0, 1, 0, 1]
+    assert trace.ids_NTK[0].tolist() == [[1, 5], [0, 4], [2, 3]]
+    assert trace.ids_NTK[5].tolist() == [[1, 4], [0, 4], [2, 3]]
+    assert trace.probs_NTK is None
+    assert what_if(trace, [1.0], policy="position").demand.tolist() == [6] * 6
+
+
+def test_steps_can_be_left_out(tmp_path):
+    path = tmp_path / "router_trace_rank0.jsonl"
+    write(path, *(record(step=step) for step in range(7)))
+    assert read(path, every=3).steps.tolist() == [0, 3, 6]
+    write(path, record(step=1))
+    with pytest.raises(ValueError, match="no record of a step that is a multiple of every=3"):
+        read(path, every=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step": -1}, "line 2: step=-1 is not possible"),
+        ({"step": True}, "line 2: step=True"),
+        ({"layer": 10**30}, "line 2: layer=1000"),
+        ({"rank": "0"}, "line 2: rank='0'"),
+        ({"block": "encoder"}, "line 2: block='encoder' is not possible: decoder or mtp"),
+        ({"block": "mtp"}, "line 2: mtp_idx=None"),
+        ({"top_indices": [[0, 6], [0, 1], [0, 1]]}, "from 0 to 6 .* num_experts=6"),
+        ({"top_indices": [[0, -1], [0, 1], [0, 1]]}, "from -1 to 1 .* num_experts=6"),
+        ({"top_indices": [[0, 1], [4, 4], [0, 1]]}, "line 2: a token has the same expert twice"),
+        ({"top_indices": [[0, 1], [4]]}, "line 2: top_indices is no table of numbers"),
+        ({"top_indices": [[0.5, 1], [0, 1], [0, 1]]}, r"float64\[3, 2\], .* say int64\[3, 2\]"),
+        ({"top_indices": [[0, 10**30], [0, 1], [0, 1]]}, r"object\[3, 2\]"),
+        ({"top_indices": [[0, 1]] * 4}, r"int64\[4, 2\], .* say int64\[3, 2\]"),
+        ({"top_indices": None}, r"object\[\]"),
+        ({"top_indices": [], "num_tokens": 0, "topk": 0}, "top_indices is float64"),
+        ({"top_indices": [[0, 1]] * 4, "num_tokens": 4}, r"shape \(4, 2\) after \(3, 2\): one"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path, changes, message):
+    path = tmp_path / "router_trace_rank0.jsonl"
+    write(path, record(), record(**changes))
+    with pytest.raises(ValueError, match=rf"router_trace_rank0\.jsonl, .*{message}"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"step": 7, "top_in', r"line 1: no JSON .* half a line"),
+        ("[" * 100_000, "line 1: no JSON"),
+        ("9" * 100_000, "line 1: no JSON"),
+        ("[1, 2]", "line 1: list in place of an object"),
+        ("\x00\xff", "line 1: no JSON"),
+    ],
+)
+def test_what_is_no_record(tmp_path, text, message):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text, encoding="latin1")
+    with pytest.raises(ValueError, match=message):
+        read(path)
+
+
+def test_memory_is_bounded(tmp_path, monkeypatch):
+    path = tmp_path / "trace.jsonl"
+    write(path, *(record(step=step) for step in range(9)))
+    with pytest.raises(
+        ValueError, match="line 5: more than max_bytes=48: raise it, or raise every"
+    ):
+        read(path, max_bytes=48)
+    monkeypatch.setattr(megatron_jsonl, "_MAX_LINE_BYTES", 2**16)
+    path.write_bytes(b" " * 2**22)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="line 1: longer than 65536 bytes"):
+        read(path)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
+def test_what_megatron_writes(tmp_path):
+    router_trace = pytest.importorskip(
+        "megatron.core.transformer.moe.router_trace", reason="Megatron-Core 0.19 has it"
+    )
+    ids_TYK = torch.tensor([[[5, 1], [0, 2]], [[3, 4], [2, 1]], [[0, 5], [4, 3]]])
+    tracer = router_trace.RouterTracer(str(tmp_path), 9, rank=1, training_mode=True)
+    for step in (40, 41):
+        tracer.record_indices(ids_TYK)
+        tracer.record_indices([ids_TYK[:, 0]], layer_ids=[0], block="mtp", mtp_idx=0)
+        tracer.advance_step(step)
+    trace = read(tmp_path)
+    assert trace.steps.tolist() == [40] * 3 + [41] * 3
+    assert trace.layers.tolist() == [0, 1, 10_000] * 2
+    assert trace.ranks.tolist() == [1] * 6
+    np.testing.assert_array_equal(trace.ids_NTK[0], ids_TYK[:, 0].sort(1).values)
+    np.testing.assert_array_equal(trace.ids_NTK[4], ids_TYK[:, 1].sort(1).values)

@@ -1,0 +1,257 @@
+"""Recommendations on traces whose need is known step by step: T = 20, two experts, top-1."""
+
+import numpy as np
+import pytest
+
+from padded_dispatch.tune.quantile import has_drifted
+from padded_dispatch.tune.recommend import Phase, Target, percent, recommend, smallest_sufficient
+from padded_dispatch.tune.replay import what_if
+from padded_dispatch.tune.study import grid, largest_need
+from padded_dispatch.tune.synthetic import KINDS, Sizes, synthetic_trace
+from padded_dispatch.tune.trace import Trace
+
+T = 20
+FACTORS = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0]  # C = 10 ... 20
+DEMAND_OF = {round(c / 10, 1): c for c in range(10, 21)}
+
+
+def trace_of(*needs_LS, steps=None):
+    """Layers whose expert 0 is asked for so often that step s needs the factor `needs[s]`."""
+    records = [
+        (s, layer, DEMAND_OF[need])
+        for layer, needs_S in enumerate(needs_LS, start=1)
+        for s, need in enumerate(needs_S)
+    ]
+    numbers = np.array(records)
+    ids_NTK = (np.arange(T) >= numbers[:, 2, None]).astype(np.int16)[:, :, None]
+    return Trace(
+        num_experts=2,
+        top_k=1,
+        num_ranks=1,
+        steps=numbers[:, 0].astype(np.int64) if steps is None else steps,
+        layers=numbers[:, 1].astype(np.int32),
+        ranks=np.zeros(len(numbers), np.int32),
+        ids_NTK=ids_NTK,
+        probs_NTK=None,
+    )
+
+
+def advise(*needs_LS, factors=FACTORS, **target):
+    found = what_if(trace_of(*needs_LS), factors, policy="position")
+    return recommend(found, Target(**({"drop": 0.0} | target)))
+
+
+def mixed(num_steps, high, every):
+    """Mostly 1.2; `high` at every so many steps."""
+    needs = np.full(num_steps, 1.2)
+    needs[every // 2 :: every] = high
+    return needs
+
+
+def test_the_first_factor_from_which_on_all_are_enough():
+    demand_S = np.array([10, 10, 10])
+    dropped_FS = np.array([[4, 0, 2], [1, 3, 2], [0, 0, 2]])
+    assert smallest_sufficient(demand_S, dropped_FS, 0.1).tolist() == [1, 2, 3]
+    assert smallest_sufficient(demand_S, dropped_FS, 0.0).tolist() == [2, 2, 3]
+
+
+def test_a_promise_that_can_be_given():
+    found = advise(mixed(1000, 1.3, 20), steps_share=0.9)
+    advice = found.overall
+    # 5 % of the steps need 1.3, so 90 % do with 1.2, also at the upper bound.
+    assert (advice.factor, advice.capacity, advice.promised) == (1.2, 12, True)
+    assert (advice.steps_over, advice.num_steps) == (50, 1000)
+    assert advice.dropped == 50 / 20_000
+    assert advice.worst == 1 / 20
+    assert found.sentence() == (
+        "Set the capacity factor to 1.2 (12 slots per source rank and expert): no row dropped in "
+        "90 % of steps, with 95 % confidence."
+    )
+
+
+def test_chance_is_allowed_for():
+    # 9 % of 300 steps need 1.3. The true share may well be above 10 %.
+    found = advise(mixed(300, 1.3, 11), steps_share=0.9)
+    assert (found.overall.likely, found.overall.factor) == (1.2, 1.3)
+    assert found.overall.promised
+    assert "more steps may show that 1.2 is enough" in found.sentence()
+
+
+def test_what_a_step_may_drop():
+    needs = np.tile([1.2, 1.3], 300)
+    assert advise(needs).overall.factor == 1.3
+    assert advise(needs, drop=0.05).overall.factor == 1.2  # one row of 20
+    assert advise(needs, drop=0.0499).overall.factor == 1.3
+
+
+def test_every_layer_has_its_own_factor_and_all_together_share_a_budget():
+    quiet, loud = np.full(400, 1.0), np.full(400, 1.4)
+    found = advise(quiet, loud, drop=0.05)
+    assert {layer: advice.factor for layer, advice in found.layers.items()} == {1: 1.0, 2: 1.3}
+    assert found.overall.factor == 1.2  # two rows of the forty that both layers ask for
+
+
+def test_too_few_steps_are_said():
+    found = advise(np.tile([1.2, 1.3], 100))
+    advice = found.overall
+    assert advice.factor == 1.3
+    (caveat,) = advice.caveats
+    assert caveat == (
+        "200 steps, worth 200 independent ones, promise no more than 98.51 % of steps; about 299 "
+        "would do"
+    )
+    assert found.sentence() == (
+        "Set the capacity factor to 1.3 (13 slots per source rank and expert), without a promise: "
+        f"no row dropped in 200 of the 200 steps seen, but {caveat}."
+    )
+
+
+def test_bursts_are_said():
+    needs = np.full(2000, 1.2)
+    needs[[300, 301, 302, 900, 901, 902]] = 2.0
+    advice = advise(needs, steps_share=0.9).overall
+    (caveat,) = advice.caveats
+    assert caveat.startswith("6 of 2000 steps, in 2 bursts, need up to 2 where the median step ")
+    assert advice.factor == 1.2
+    assert advice.steps_over == 6
+    assert advice.worst == 8 / 20
+
+
+def test_drift_gives_a_schedule():
+    needs = np.concatenate([np.tile([1.9, 2.0], 100), np.tile([1.2, 1.3], 300)])
+    found = advise(needs, steps_share=0.9)
+    advice = found.overall
+    assert advice.phases == (
+        Phase(first_step=0, factor=2.0),
+        Phase(first_step=200, factor=1.3),
+    )
+    assert advice.factor == 2.0  # without a schedule
+    (caveat,) = advice.caveats
+    assert caveat.startswith("the need changes over the trace: the median step of its first half")
+
+
+@pytest.mark.parametrize("rises", [True, False])
+@pytest.mark.parametrize(("first", "every"), [(1, 1), (10, 10), (0, 1)])
+def test_no_step_of_a_schedule_gets_too_little(first, every, rises):
+    """As `train --trace` numbers steps, with gaps, and as Megatron does: from 0."""
+    low, high = np.tile([1.2, 1.3], 100), np.tile([1.9, 2.0], 100)
+    needs = np.concatenate([low, high] if rises else [high, low])
+    steps = first + every * np.arange(400)
+    found = what_if(trace_of(needs, steps=steps), FACTORS, policy="position")
+    phases = recommend(found, Target(drop=0.0, steps_share=0.9)).overall.phases
+    assert phases == (
+        (Phase(first_step=0, factor=1.3), Phase(first_step=steps[199], factor=2.0))  # before a gap
+        if rises
+        else (Phase(first_step=0, factor=2.0), Phase(first_step=steps[200], factor=1.3))  # after it
+    )
+    for label, need in zip(steps, needs, strict=True):
+        done_before = label - min(first, 1)
+        assert [p.factor for p in phases if p.first_step <= done_before][-1] >= need
+
+
+def test_a_change_that_no_factor_depends_on_is_none():
+    """Independent steps; the middle shifts within the grid's step, the tail stays."""
+    seen = 0
+    for seed in range(10):
+        random = np.random.default_rng(seed)
+        often = np.where(np.arange(2000) < 1000, 0.55, 0.65)
+        needs = np.where(random.random(2000) < often, 1.3, 1.2)
+        needs[random.random(2000) < 0.03] = 1.4
+        seen += has_drifted(needs)
+        advice = advise(needs).overall
+        assert (advice.factor, advice.phases, advice.promised) == (1.4, (), True)
+    assert seen > 5
+
+
+def test_ranks_that_nobody_traced_are_said():
+    sizes = Sizes(num_steps=300, num_layers=1, num_ranks=4, num_tokens=16, num_experts=8, top_k=2)
+    trace = synthetic_trace("balanced", sizes)
+
+    def caveats(part):
+        return recommend(what_if(part, [1.0, 2.0]), Target()).overall.caveats
+
+    assert caveats(trace) == ()
+    (caveat,) = caveats(trace.where(trace.ranks % 2 == 0))
+    assert caveat == (
+        "traces of 2 of 4 ranks are missing (1, 3): what they ask for is not known; give the "
+        "traces of all ranks"
+    )
+    (caveat,) = caveats(trace.where((trace.ranks != 3) | (trace.steps < 290)))
+    assert caveat.startswith("10 of 300 steps of a layer lack some of their 4 ranks: ")
+
+
+def test_order_of_factors_does_not_matter():
+    needs = mixed(400, 1.3, 7)
+    assert advise(needs, factors=FACTORS[::-1]) == advise(needs)
+
+
+def test_a_grid_that_ends_too_low():
+    with pytest.raises(ValueError, match=r"up to 1\.2 are not possible: .* add 1\.5"):
+        advise(mixed(50, 1.5, 10), factors=[1.0, 1.2])
+
+
+def test_a_trace_of_padding():
+    empty = trace_of([1.2])
+    empty.ids_NTK[:] = -1
+    with pytest.raises(ValueError, match="no token of this trace asks for an expert"):
+        recommend(what_if(empty, [1.0], policy="position"), Target())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("drop", 1.0),
+        ("drop", -0.1),
+        ("drop", float("nan")),
+        ("steps_share", 0.0),
+        ("steps_share", 1.0),
+        ("confidence", 0.5),
+    ],
+)
+def test_targets_that_are_none(name, value):
+    with pytest.raises(ValueError, match=f"{name}=.* is not possible: give a share"):
+        Target(**{name: value})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_promise_holds_on_steps_that_nobody_looked_at(kind):
+    """Recommended from 600 steps, checked on the next 300; what cannot be promised is said."""
+    sizes = Sizes(num_steps=900, num_layers=1, num_ranks=2, num_tokens=48, num_experts=8, top_k=2)
+    trace = synthetic_trace(kind, sizes, seed=1)
+    seen, unseen = trace.where(trace.steps < 600), trace.where(trace.steps >= 600)
+    target = Target(drop=0.001, steps_share=0.95)
+    advice = recommend(what_if(seen, grid(largest_need(seen))), target).overall
+    later = what_if(unseen, [advice.factor]).by_layer_and_step()
+    kept_S = later.dropped_FLS[0].sum(0) <= 0.001 * later.demand_LS.sum(0)
+    assert kept_S.mean() >= 0.95
+    reasons = {"burst": "75 of 600 steps, in 75 bursts", "drift": "the need changes over the trace"}
+    assert advice.promised == (kind not in reasons)
+    assert all(caveat.startswith(reasons[kind]) for caveat in advice.caveats)
+
+
+def test_steps_after_a_change_may_break_what_steps_before_it_say():
+    """What the caveat is for: routing that grows less even, of which only the start was seen."""
+    sizes = Sizes(num_steps=900, num_layers=1, num_ranks=2, num_tokens=48, num_experts=8, top_k=2)
+    trace = synthetic_trace("drift", sizes, strength=3.0, seed=1)
+    seen, unseen = trace.where(trace.steps < 300), trace.where(trace.steps >= 600)
+    advice = recommend(what_if(seen, grid(largest_need(seen))), Target(steps_share=0.9)).overall
+    later = what_if(unseen, [advice.factor]).by_layer_and_step()
+    kept_S = later.dropped_FLS[0].sum(0) <= 0.001 * later.demand_LS.sum(0)
+    assert kept_S.mean() < 0.9
+    assert not advice.promised
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (0.0, "0 %"),
+        (1e-7, "< 0.0001 %"),
+        (0.001, "0.1 %"),
+        (0.37456, "37.46 %"),
+        (0.99, "99 %"),
+        (0.995, "99.5 %"),
+        (0.999999, "99.99 %"),
+    ],
+)
+def test_percent(share, text):
+    assert percent(share) == text

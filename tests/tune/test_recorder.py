@@ -1,0 +1,118 @@
+"""What routers asked for is what a recording has, at the steps that were asked for."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from padded_dispatch.ops.select import select
+from padded_dispatch.tune.recorder import Recording, RoutingBuffer, TraceRecorder, choices
+from padded_dispatch.tune.trace_file import load_trace, record_bytes
+from padded_dispatch.utils.routings import routing_map, thin_out
+from tests.support.graph_protocol import Tape
+from tests.support.routing_cases import RoutingCase, routing_cases
+
+
+@given(routing_cases())
+def test_choices_are_the_first_k_experts_of_the_map(case: RoutingCase):
+    map_TE, probs_TE, _ = case.tensors()
+    ids_TK, probs_TK = choices(map_TE, probs_TE, case.top_k)
+    assert (ids_TK.dtype, probs_TK.dtype) == (torch.int16, torch.float32)
+    for t, row_E in enumerate(case.map_TE):
+        experts = np.flatnonzero(row_E)[: case.top_k].tolist()
+        padding = case.top_k - len(experts)
+        assert ids_TK[t].tolist() == experts + [-1] * padding
+        assert probs_TK[t].tolist() == case.probs_TE[t, experts].tolist() + [0.0] * padding
+
+
+def pass_of(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Map and probabilities [7, 5] of one pass."""
+    map_TE = torch.from_numpy(thin_out(routing_map(7, 5, 2, seed=number), share=0.2, seed=number))
+    probs_TE = torch.rand(7, 5, generator=torch.Generator().manual_seed(number))
+    return map_TE, torch.where(map_TE, probs_TE, 0)
+
+
+def observe(buffer: RoutingBuffer, number: int) -> None:
+    map_TE, probs_TE = pass_of(number)
+    buffer.observe(map_TE, probs_TE, select(map_TE, probs_TE, capacity=2), 2)
+
+
+def buffer(num_passes: int = 2) -> RoutingBuffer:
+    return RoutingBuffer(num_passes=num_passes, num_tokens=7, top_k=2, device="cpu")
+
+
+def recording(**changes) -> Recording:
+    values = dict(num_experts=5, num_ranks=1, rank=3, every=2, num_steps=6, max_bytes=2**20)
+    return Recording(**(values | changes))
+
+
+@pytest.mark.parametrize("num_passes", [1, 3])
+def test_recorded_steps_have_all_their_passes_in_order(tmp_path, num_passes):
+    buffers = {4: buffer(num_passes), 9: buffer(num_passes)}
+    observe(buffers[9], 77)  # A pass before the first step, as a capture makes.
+    recorder = TraceRecorder(tmp_path / "trace.npy", buffers, recording())
+    number = {layer: 1000 * layer for layer in buffers}
+    expected = []
+    for step in range(1, 7):
+        for layer, of_layer in buffers.items():
+            for _ in range(num_passes):
+                observe(of_layer, number[layer])
+                if step % 2 == 0:
+                    expected.append((step, layer, number[layer]))
+                number[layer] += 1
+        recorder.step(step)
+    recorder.close()
+
+    trace = load_trace(tmp_path / "trace.npy")
+    assert trace.ranks.tolist() == [3] * len(expected)
+    assert (trace.num_experts, trace.top_k, trace.num_ranks) == (5, 2, 1)
+    assert list(zip(trace.steps.tolist(), trace.layers.tolist(), strict=True)) == [
+        (step, layer) for step, layer, _ in expected
+    ]
+    for n, (_, _, seed) in enumerate(expected):
+        ids_TK, probs_TK = choices(*pass_of(seed), 2)
+        assert trace.ids_NTK[n].tolist() == ids_TK.tolist()
+        assert trace.probs_NTK[n].tolist() == probs_TK.tolist()
+
+
+def test_a_replayed_pass_is_kept_like_an_eager_one():
+    map_TE, probs_TE = pass_of(0)
+    selection = select(map_TE, probs_TE, capacity=2)
+    replayed, eager, tape = buffer(3), buffer(3), Tape()
+    with tape:
+        replayed.observe(map_TE, probs_TE, selection, 2)
+    observe(eager, 0)
+    for number in range(1, 6):
+        for static, new in zip((map_TE, probs_TE), pass_of(number), strict=True):
+            static.copy_(new)
+        tape.replay()
+        observe(eager, number)
+    for ours, expected in zip(replayed.tensors(), eager.tensors(), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path):
+    per_step = 2 * record_bytes(7, 2)
+    for steps_that_fit, every in ((3, 2), (2, 4), (1, 6)):
+        limit = recording(max_bytes=steps_that_fit * per_step + per_step // 2)
+        path, filled = tmp_path / "trace.npy", buffer()
+        recorder = TraceRecorder(path, {1: filled}, limit)
+        assert recorder.every == every
+        for step in range(1, 7):
+            observe(filled, step)
+            recorder.step(step)
+        recorder.close()
+        trace = load_trace(path)
+        assert sorted(set(trace.steps.tolist())) == list(range(every, 7, every))
+        assert trace.num_records * record_bytes(7, 2) <= limit.max_bytes
+    with pytest.raises(ValueError, match=rf"max_bytes=9 .* one step has {per_step}"):
+        TraceRecorder(path, {1: buffer()}, recording(max_bytes=9))
+
+
+def test_what_a_trace_cannot_hold():
+    map_TE, probs_TE = pass_of(0)
+    selection = select(map_TE, probs_TE, capacity=2)
+    with pytest.raises(ValueError, match=r"probs_TE.dtype=float64 .* moe_router_dtype='fp32'"):
+        buffer().observe(map_TE, probs_TE.double(), selection, 2)
+    with pytest.raises(ValueError, match=r"num_tokens=6 .* was made for 7"):
+        buffer().observe(map_TE[:6], probs_TE[:6], selection, 2)

@@ -1,0 +1,310 @@
+"""The what-if equals the reference, record by record, and a larger factor never drops more."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from padded_dispatch import reference
+from padded_dispatch.config import POLICIES, DispatchConfig
+from padded_dispatch.ops.counters import mass_units
+from padded_dispatch.ops.plan import make_plan
+from padded_dispatch.ops.select import select
+from padded_dispatch.tune import replay as whatif
+from padded_dispatch.tune.replay import MEANINGS, what_if
+from padded_dispatch.tune.trace import Trace
+from tests.support.traces import small_trace
+
+FACTORS = [0.3, 1.0, 0.7, 1.25, 3.0]
+EXACT = [policy for policy in POLICIES if policy != "random"]  # The others' draws are their own.
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    """Two layers at two steps with two passes each, on one or two groups of one to three ranks."""
+    num_ranks = draw(st.integers(1, 3))
+    num_records = [num_ranks * draw(st.integers(1, 2))]
+    for _ in range(3):
+        num_records.append(num_records[-1] * 2)
+    all_ranks, per_pass, per_step, size = num_records
+    n = np.arange(size)
+    num_experts = num_ranks * draw(st.integers(1, 3))
+    return small_trace(
+        steps=(n // per_step).tolist(),
+        layers=(n % per_pass // all_ranks).tolist(),
+        ranks=(n % all_ranks).tolist(),
+        num_tokens=draw(st.integers(1, 9)),
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, num_experts)),
+        num_ranks=num_ranks,
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+def dense(trace: Trace, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """One record as the router gives it: map and probabilities, [T, E]."""
+    map_TE = np.zeros((trace.num_tokens, trace.num_experts), bool)
+    probs_TE = np.zeros(map_TE.shape, np.float32)
+    for t, ids_K in enumerate(trace.ids_NTK[n]):
+        for k, e in enumerate(ids_K):
+            if e >= 0:
+                map_TE[t, e] = True
+                probs_TE[t, e] = trace.probs_NTK[n, t, k]
+    return map_TE, probs_TE
+
+
+@settings(max_examples=50)  # One example is up to 48 records at five factors.
+@given(
+    trace=traces(),
+    policy=st.sampled_from(EXACT),
+    min_capacity=st.integers(1, 3),
+    alignment=st.integers(1, 4),
+)
+def test_every_record_is_what_reference_and_dispatcher_do(trace, policy, min_capacity, alignment):
+    found = what_if(trace, FACTORS, policy=policy, min_capacity=min_capacity, alignment=alignment)
+    for f, factor in enumerate(FACTORS):
+        config = DispatchConfig(
+            num_experts=trace.num_experts,
+            top_k=trace.top_k,
+            capacity_factor=factor,
+            min_capacity=min_capacity,
+            alignment=alignment,
+            num_ranks=trace.num_ranks,
+        )
+        capacity = config.capacity(trace.num_tokens)
+        assert found.capacities_F[f] == capacity
+        assert found.slots_F[f] == capacity * trace.num_experts
+        for n in range(trace.num_records):
+            map_TE, probs_TE = dense(trace, n)
+            expected = reference.select(map_TE, probs_TE, capacity=capacity, policy=policy)
+            kept_TE = expected.kept_TE
+            plan = reference.plan(kept_TE, top_k=trace.top_k, capacity=capacity)
+            assert found.demand_NE[n].tolist() == expected.demand_E.tolist()
+            assert found.kept_FNE[f, n].tolist() == plan.kept_E.tolist()
+            asked_T, kept_T = map_TE.any(1), kept_TE.any(1)
+            assert found.num_tokens_N[n] == asked_T.sum()
+            assert found.lost_tokens_FN[f, n] == (asked_T & ~kept_T).sum()
+
+            tensors = torch.from_numpy(map_TE), torch.from_numpy(probs_TE)
+            ours = select(*tensors, capacity=capacity, policy=policy)
+            counts = make_plan(ours.kept_TE, top_k=trace.top_k, capacity=capacity)
+            assert found.kept_FNE[f, n].tolist() == counts.kept_E.tolist()
+            assert found.asked_mass_N[n] == mass_units(tensors[1]).sum().item()
+            assert found.kept_mass_FN[f, n] == mass_units(ours.probs_TE).sum().item()
+
+
+@given(traces(), st.sampled_from(EXACT))
+def test_pooled_is_one_source_with_all_tokens(trace, policy):
+    found = what_if(trace, FACTORS, policy=policy, meaning="pooled")
+    for records in units(trace):
+        maps, probs = zip(*(dense(trace, n) for n in records), strict=True)
+        map_ME, probs_ME = np.concatenate(maps), np.concatenate(probs)
+        for f, capacity in enumerate(found.capacities_F.tolist()):
+            balance = len(map_ME) * trace.top_k / trace.num_experts * FACTORS[f]
+            assert capacity == max(1, min(len(map_ME), math.ceil(balance)))
+            kept_ME = reference.select(map_ME, probs_ME, capacity=capacity, policy=policy).kept_TE
+            kept_RE = kept_ME.reshape(trace.num_ranks, -1, trace.num_experts).sum(1)
+            assert found.kept_FNE[f, records].tolist() == kept_RE.tolist()
+            assert found.slots_F[f] * trace.num_ranks == capacity * trace.num_experts
+
+
+@given(traces())
+def test_a_rank_has_one_budget_for_all_its_experts(trace):
+    found = what_if(trace, FACTORS, policy="position", meaning="rank", alignment=2)
+    num_local_experts = trace.num_experts // trace.num_ranks
+    for f, factor in enumerate(FACTORS):
+        budget = int(trace.num_tokens * trace.top_k * factor)
+        budget += -budget % 2
+        assert found.capacities_F[f] == budget == found.slots_F[f]
+        for records in units(trace):
+            left_R = [budget] * trace.num_ranks
+            kept_RE = np.zeros((trace.num_ranks, trace.num_experts), int)
+            for source, n in enumerate(records):
+                for e in trace.ids_NTK[n].flatten().tolist():
+                    if e >= 0 and left_R[e // num_local_experts] > 0:
+                        left_R[e // num_local_experts] -= 1
+                        kept_RE[source, e] += 1
+            assert found.kept_FNE[f, records].tolist() == kept_RE.tolist()
+
+
+def units(trace: Trace) -> list[list[int]]:
+    """Records of one pass of one layer in one group, by rank."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for n, number in enumerate(trace.passes().tolist()):
+        group = int(trace.ranks[n]) // trace.num_ranks
+        key = int(trace.steps[n]), number, int(trace.layers[n]), group
+        found.setdefault(key, []).append(n)
+    return [sorted(records, key=lambda n: trace.ranks[n]) for records in found.values()]
+
+
+@given(traces(), st.sampled_from(POLICIES), st.sampled_from(MEANINGS))
+def test_a_larger_factor_never_drops_more(trace, policy, meaning):
+    found = what_if(trace, sorted(FACTORS), policy=policy, meaning=meaning)
+    for kept in (found.kept_FNE, found.kept_mass_FN, -found.lost_tokens_FN):
+        assert (np.diff(kept, axis=0) >= 0).all()
+
+
+@given(traces(), st.sampled_from(POLICIES), st.sampled_from(MEANINGS))
+def test_the_needed_factor_is_that_of_the_largest_demand_and_drops_nothing(trace, policy, meaning):
+    needed_N = what_if(trace, [1.0], meaning=meaning).needed_factor_N
+    rows, num_experts = trace.num_tokens * trace.top_k, trace.num_experts
+    demand_NE = what_if(trace, [1.0]).demand_NE
+    if meaning == "source":
+        expected_N = demand_NE.max(1) * num_experts / rows
+    else:
+        expected_N = np.empty(trace.num_records)
+        for records in units(trace):
+            demand_E = demand_NE[records].sum(0)
+            demand_R = demand_E.reshape(trace.num_ranks, -1).sum(1)
+            balance = rows * trace.num_ranks / num_experts
+            expected_N[records] = (
+                demand_R.max() / rows if meaning == "rank" else demand_E.max() / balance
+            )
+    # Both round a few times; one slot is at least 1 / (T * K), which is above 2**-7 here.
+    np.testing.assert_allclose(needed_N, expected_N, rtol=2**-50)
+    factors = sorted({*needed_N.tolist()} - {0})
+    found = what_if(trace, factors or [1.0], policy=policy, meaning=meaning)
+    for f, factor in enumerate(factors):
+        assert (found.dropped[f][needed_N <= factor] == 0).all()
+
+
+def test_random_keeps_as_many_and_draws_by_seed():
+    trace = small_trace(steps=[0] * 40, layers=list(range(40)), ranks=[0] * 40, num_tokens=50)
+    by_probs = what_if(trace, FACTORS, policy="probs")
+    drawn = [what_if(trace, FACTORS, policy="random", seed=seed) for seed in (0, 0, 1)]
+    for found in drawn:
+        np.testing.assert_array_equal(found.kept_FNE, by_probs.kept_FNE)
+    np.testing.assert_array_equal(drawn[0].kept_mass_FN, drawn[1].kept_mass_FN)
+    assert (drawn[0].kept_mass_FN != drawn[2].kept_mass_FN).any()
+    assert (drawn[0].kept_mass_FN <= by_probs.kept_mass_FN).all()
+
+
+def test_any_number_of_records_at_a_time_gives_the_same(monkeypatch):
+    trace = small_trace(steps=[0, 0, 1, 1], layers=[0] * 4, ranks=[0, 1, 0, 1], num_tokens=7)
+    at_once = [what_if(trace, FACTORS, meaning=meaning) for meaning in MEANINGS]
+    monkeypatch.setattr(whatif, "_CHUNK_ROWS", 1)
+    for whole, meaning in zip(at_once, MEANINGS, strict=True):
+        found = what_if(trace, FACTORS, meaning=meaning)
+        np.testing.assert_array_equal(found.kept_FNE, whole.kept_FNE)
+        np.testing.assert_array_equal(found.kept_mass_FN, whole.kept_mass_FN)
+        np.testing.assert_array_equal(found.needed_factor_N, whole.needed_factor_N)
+
+
+def by_hand(**changes) -> Trace:
+    """Four tokens, two experts, one each; expert 1 gets three of the four."""
+    values = dict(
+        num_experts=2,
+        top_k=1,
+        num_ranks=1,
+        steps=np.array([5]),
+        layers=np.array([2], np.int32),
+        ranks=np.array([0], np.int32),
+        ids_NTK=np.array([[[1], [0], [1], [1]]], np.int16),
+        probs_NTK=np.array([[[0.5], [1.0], [0.25], [0.75]]], np.float32),
+    )
+    return Trace(**(values | changes))
+
+
+def test_by_hand():
+    found = what_if(by_hand(), [1.0, 1.5])
+    assert found.capacities_F.tolist() == [2, 3]
+    assert found.demand_NE.tolist() == [[1, 3]]
+    assert found.kept_FNE.tolist() == [[[1, 2]], [[1, 3]]]
+    assert found.dropped.tolist() == [[1], [0]]
+    assert found.dropped_share.tolist() == [[0.25], [0]]
+    assert found.fill.tolist() == [[3 / 4], [4 / 6]]
+    assert found.asked_mass_N.tolist() == [2.5 * 2**32]
+    assert found.kept_mass_FN.tolist() == [[2.25 * 2**32], [2.5 * 2**32]]
+    assert found.dropped_mass_share.tolist() == [[0.1], [0]]
+    assert found.lost_tokens_FN.tolist() == [[1], [0]]
+    assert found.needed_factor_N.tolist() == [1.5]
+    assert what_if(by_hand(), [1.0], policy="position").kept_mass_FN.tolist() == [[1.75 * 2**32]]
+
+
+def test_nobody_asks():
+    nobody = by_hand(
+        ids_NTK=np.full((1, 4, 1), -1, np.int16), probs_NTK=np.zeros((1, 4, 1), np.float32)
+    )
+    for meaning in MEANINGS:
+        found = what_if(nobody, [1.0], meaning=meaning)
+        assert found.demand.tolist() == [0]
+        assert found.dropped_share.tolist() == [[0]]
+        assert found.dropped_mass_share.tolist() == [[0]]
+        assert found.lost_tokens_FN.tolist() == [[0]]
+        assert found.needed_factor_N.tolist() == [0]
+
+
+def test_rows_per_layer_and_step():
+    steps, layers = [4, 4, 4, 9, 4], [1, 1, 3, 1, 1]
+    trace = small_trace(steps=steps, layers=layers, ranks=[0, 1, 0, 0, 0])
+    found = what_if(trace, FACTORS)
+    table = found.by_layer_and_step()
+    assert (table.layers_L.tolist(), table.steps_S.tolist()) == ([1, 3], [4, 9])
+    demand = found.demand.tolist()
+    assert table.demand_LS.tolist() == [
+        [demand[0] + demand[1] + demand[4], demand[3]],
+        [demand[2], 0],
+    ]
+    assert table.dropped_FLS.sum((1, 2)).tolist() == found.dropped.sum(1).tolist()
+    assert table.dropped_share[0, 1, 0] == found.dropped_share[0, 2]
+    assert table.dropped_share[0, 1, 1] == 0
+
+
+def test_without_probabilities():
+    trace = by_hand(probs_NTK=None)
+    found = what_if(trace, [1.0], policy="position")
+    assert found.kept_FNE.tolist() == [[[1, 2]]]
+    assert found.asked_mass_N is None and found.kept_mass_FN is None
+    with pytest.raises(ValueError, match="record a trace with probabilities"):
+        _ = found.dropped_mass_share
+    for policy in ("probs", "priority"):
+        with pytest.raises(ValueError, match=rf"policy='{policy}' .* no probabilities"):
+            what_if(trace, [1.0], policy=policy)
+
+
+def test_another_number_of_ranks():
+    trace = small_trace(
+        steps=[0] * 4, layers=[0] * 4, ranks=[0, 1, 2, 3], num_ranks=4, num_experts=8
+    )
+    halves = what_if(trace, [1.0], meaning="pooled", num_ranks=2)
+    first = what_if(trace.where(trace.ranks < 2), [1.0], meaning="pooled", num_ranks=2)
+    np.testing.assert_array_equal(halves.kept_FNE[:, :2], first.kept_FNE)
+    # 4 or 2 sources of 5 tokens with 3 of 8 experts each.
+    assert what_if(trace, [1.0], meaning="pooled").capacities_F.tolist() == [math.ceil(60 / 8)]
+    assert halves.capacities_F.tolist() == [math.ceil(30 / 8)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(factors=[]), "factors"),
+        (dict(factors=[0.0]), "capacity_factor=0.0"),
+        (dict(factors=[math.nan]), "capacity_factor=nan"),
+        (dict(policy="best"), "policy='best' .* choose one of probs, position"),
+        (dict(remedy="reroute"), "remedy='reroute' .* train with reroute"),
+        (dict(meaning="expert"), "meaning='expert' .* choose one of source, rank, pooled"),
+        (dict(meaning="rank", min_capacity=2), "min_capacity=2 .* leave it out"),
+        (dict(num_ranks=4, meaning="rank"), "num_experts=6 .* multiple of num_ranks=4"),
+        (dict(meaning="pooled", num_ranks=3), r"num_ranks=3 .* step 0, pass 0, layer 0 .* 0 to 2"),
+    ],
+)
+def test_what_is_not_possible(arguments, message):
+    trace = small_trace(steps=[0, 0], layers=[0, 0], ranks=[0, 1])
+    with pytest.raises(ValueError, match=message):
+        what_if(trace, **(dict(factors=[1.0]) | arguments))
+
+
+def test_more_sources_than_experts():
+    """Two expert-parallel ranks, each expert split over four: eight sources of six experts."""
+    trace = small_trace(steps=[0] * 8, layers=[0] * 8, ranks=list(range(8)), num_ranks=8)
+    found = what_if(trace, [0.5, 1.0], alignment=16)
+    expected = [
+        DispatchConfig(
+            num_experts=6, top_k=3, num_ranks=2, tp_size=4, capacity_factor=factor, alignment=16
+        ).capacity(5)
+        for factor in (0.5, 1.0)
+    ]
+    assert found.capacities_F.tolist() == expected == [2, 4]

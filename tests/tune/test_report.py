@@ -1,0 +1,169 @@
+"""The report as a browser sees it: its elements, its numbers, and nothing from elsewhere."""
+
+from html.parser import HTMLParser
+
+import pytest
+
+from padded_dispatch.tune import plots
+from padded_dispatch.tune.cost import LayerSizes
+from padded_dispatch.tune.recommend import Target
+from padded_dispatch.tune.report import html
+from padded_dispatch.tune.settings import flags
+from padded_dispatch.tune.study import Layer, Question, study
+from padded_dispatch.tune.synthetic import Sizes, synthetic_trace
+from padded_dispatch.tune.tables import factor_table, layer_table
+from padded_dispatch.tune.time_model import shipped
+
+SIZES = Sizes(num_steps=60, num_layers=3, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class Page(HTMLParser):
+    """Sections by id with their text, table rows, and what each SVG contains."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.section = None
+        self.texts: dict[str, str] = {}
+        self.rows: dict[str, list[list[str]]] = {}
+        self.marked: dict[str, list[str]] = {}
+        self.svgs: list[list[str]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "section":
+            self.section = dict(attrs)["id"]
+            self.texts[self.section] = ""
+            self.rows[self.section] = []
+        elif tag == "svg":
+            self.svgs.append([])
+        elif tag == "tr":
+            self.rows[self.section].append([])
+            if ("class", "marked") in attrs:
+                self.marked[self.section] = self.rows[self.section][-1]
+        elif tag in ("td", "th"):
+            self.rows[self.section][-1].append("")
+        if "svg" in self.open and tag in ("path", "text", "use"):
+            self.svgs[-1].append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag  # Everything is closed, in order.
+
+    def handle_data(self, data):
+        data = data.replace("\N{NO-BREAK SPACE}", " ")
+        if self.section is not None:
+            self.texts[self.section] += data
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[self.section][-1][-1] += data
+
+
+def studied(*, layer=True, name="zipf", kind="zipf"):
+    question = Question(
+        target=Target(drop=0.01, steps_share=0.9), eval_target=Target(drop=0.0, steps_share=0.9)
+    )
+    sizes = LayerSizes(num_tokens=40, hidden_size=64, ffn_size=48, num_layers=3)
+    costed = Layer(sizes=sizes, calibration=shipped()) if layer else None
+    return study(synthetic_trace(kind, SIZES, seed=1), question, name=name, layer=costed)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return studied()
+
+
+@pytest.fixture(scope="module")
+def text(found):
+    drawn = plots.figures(found)
+    return html(found, {name: plots.svg(figure) for name, figure in drawn.items()})
+
+
+@pytest.fixture(scope="module")
+def page(text):
+    return Page(text)
+
+
+def test_sections_in_reading_order(page):
+    assert list(page.texts) == [
+        "recommendation",
+        "settings",
+        "figures",
+        "factors",
+        "layers",
+        "caveats",
+        "method",
+    ]
+    assert all(text.strip() for text in page.texts.values())
+    assert page.open == []
+
+
+def test_the_answer_comes_first(found, page):
+    answer = page.texts["recommendation"]
+    assert answer.strip().startswith(found.training.sentence())
+    assert f"{found.evaluation.overall.factor:g}" in answer
+
+
+def test_tables_show_the_recommendation(found, page):
+    table = factor_table(found)
+    assert page.rows["factors"] == [list(row) for row in (table.headers, *table.rows)]
+    factor = found.training.overall.factor
+    assert page.marked["factors"][:2] == [f"{factor:g}", str(found.training.overall.capacity)]
+    layers = layer_table(found)
+    assert page.rows["layers"] == [list(row) for row in (layers.headers, *layers.rows)]
+
+
+def test_settings_are_those_of_the_recommendation(found, page):
+    for per_layer in (False, True):
+        assert " \\\n".join(flags(found, per_layer=per_layer)) in page.texts["settings"]
+
+
+def test_every_figure_is_drawn(page):
+    assert len(page.svgs) == 4
+    for shapes in page.svgs:
+        assert shapes.count("path") > 5
+        assert shapes.count("text") > 5
+
+
+def test_it_needs_nothing_from_elsewhere(page, text):
+    assert not {"script", "link", "img", "iframe", "object", "base"} & set(page.tags)
+    for name, value in page.attributes:
+        if name in ("src", "href", "xlink:href"):
+            assert value is not None
+            # Inside the same file; a heat map is a picture written out.
+            assert value.startswith(("#", "data:image/png;base64,"))
+    assert "@import" not in text
+    assert "url(http" not in text
+
+
+def test_costs_are_marked_as_modelled(found, page):
+    assert found.layer is not None
+    assert found.layer.calibration.describe() in page.texts["caveats"]
+
+
+def test_without_sizes_and_figures_it_is_shorter():
+    page = Page(html(studied(layer=False), {}))
+    assert "figures" not in page.texts
+    assert "Costs are missing: give --hidden-size and --ffn-size." in page.texts["caveats"]
+
+
+def test_what_cannot_be_promised_is_said():
+    page = Page(html(studied(kind="drift"), {}))
+    assert "without a promise" in page.texts["recommendation"]
+    assert "Training: the need changes over the trace" in page.texts["caveats"]
+
+
+def test_a_name_is_text_and_nothing_else():
+    page = Page(html(studied(name="<script>alert(1)</script> & co"), {}))
+    assert "script" not in page.tags

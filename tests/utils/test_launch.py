@@ -1,0 +1,304 @@
+"""Results, errors, deaths, timeouts: every end of a worker reaches the parent, and none is left."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from padded_dispatch.utils import launch
+from padded_dispatch.utils.launch import WorkerError, WorkerPool, start_workers
+from tests.support.ahead import ENVIRONMENT
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch):
+    """Peers that wait in a collective for one that failed are given up sooner."""
+    monkeypatch.setattr(launch, "_PEERS_S", 0.3)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    """A pool of its own: these tests kill it again and again."""
+    with WorkerPool(2) as pool:
+        yield pool
+
+
+def _sum_of_ranks(offset: int) -> torch.Tensor:
+    mine = torch.tensor([dist.get_rank() + offset, dist.get_rank()])
+    dist.all_reduce(mine[:1])
+    return mine
+
+
+def _fail_on(ranks: tuple[int, ...]) -> None:
+    if dist.get_rank() in ranks:
+        raise ValueError(f"bad factor on rank {dist.get_rank()}")
+    dist.barrier()
+
+
+def _die() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def _exit_alone() -> None:
+    if dist.get_rank() == 0:
+        os._exit(7)
+
+
+def _hang(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(600)
+
+
+class TwoArguments(Exception):  # noqa: N818
+    """Cannot be unpickled: `args` holds one value, the constructor wants two."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
+
+
+def _raise_what_does_not_pickle() -> None:
+    raise TwoArguments("rows", "too many")
+
+
+def _pid() -> int:
+    return os.getpid()
+
+
+def test_results_come_by_rank_from_a_working_group(pool):
+    first, second = pool.run(_sum_of_ranks, 10)
+    assert first.tolist() == [21, 0]
+    assert second.tolist() == [21, 1]
+
+
+def test_workers_stay_and_use_one_thread(pool):
+    pids = pool.run(_pid)
+    assert pool.run(_pid) == pids
+    assert len({*pids, os.getpid()}) == 3
+    assert pool.run(torch.get_num_threads) == [1, 1]
+
+
+def test_an_error_on_one_rank_does_not_wait_for_peers_in_a_collective(pool):
+    with pytest.raises(WorkerError) as caught:
+        pool.run(_fail_on, (1,))
+    assert list(caught.value.errors) == [1]
+    error = caught.value.errors[1]
+    assert type(error) is ValueError
+    assert str(error) == "bad factor on rank 1"
+    # The message shows where, and the pool is whole again.
+    assert "rank 1: ValueError: bad factor on rank 1" in str(caught.value)
+    assert "in _fail_on" in str(caught.value)
+    assert pool.run(dist.get_rank) == [0, 1]
+
+
+def test_an_error_on_all_ranks_keeps_the_workers(pool):
+    pids = pool.run(_pid)
+    with pytest.raises(WorkerError) as caught:
+        pool.run(_fail_on, (0, 1))
+    assert {r: str(e) for r, e in caught.value.errors.items()} == {
+        0: "bad factor on rank 0",
+        1: "bad factor on rank 1",
+    }
+    assert pool.run(_pid) == pids
+    assert pool.run(_sum_of_ranks, 0)[0].tolist() == [1, 0]
+
+
+def test_a_killed_worker_is_named(pool):
+    with pytest.raises(WorkerError) as caught:
+        pool.run(_die)
+    assert caught.value.first() == 1
+    assert repr(caught.value.errors[1]) == "ChildProcessError('killed by SIGKILL')"
+    assert pool.run(dist.get_rank) == [0, 1]
+
+
+def _die_with_a_child(end: Path) -> None:
+    """A writer of a checkpoint, say, that lives on until `end` is there."""
+    if dist.get_rank() == 1:
+        if os.fork() == 0:
+            for _ in range(600):
+                if end.exists():
+                    break
+                time.sleep(0.1)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_is_noticed_though_a_child_of_it_lives(tmp_path, monkeypatch):
+    # Spawned as users' workers are: of a forked one the child would hold its end, too.
+    monkeypatch.setattr(launch, "multiprocessing", multiprocessing)
+    try:
+        with WorkerPool(2) as pool, pytest.raises(WorkerError) as caught:
+            pool.run(_die_with_a_child, tmp_path / "end", timeout_s=45)
+    finally:
+        (tmp_path / "end").touch()
+    assert repr(caught.value.errors[1]) == "ChildProcessError('killed by SIGKILL')"
+
+
+def test_a_start_that_fails_leaves_nothing(monkeypatch):
+    process = launch.multiprocessing.get_context("spawn").Process
+    start, started = process.start, []
+
+    def start_one(self) -> None:
+        if started:
+            raise OSError("no more processes")
+        start(self)
+        started.append(self)
+
+    monkeypatch.setattr(process, "start", start_one)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(OSError, match="no more processes"):
+        WorkerPool(2).run(dist.get_rank)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not started[0].is_alive()
+
+
+def test_a_worker_that_exits_is_named(pool):
+    with pytest.raises(WorkerError) as caught:
+        pool.run(_exit_alone)
+    assert {r: str(e) for r, e in caught.value.errors.items()} == {0: "exited with code 7"}
+    assert pool.run(dist.get_rank) == [0, 1]
+
+
+def test_a_worker_that_died_between_two_runs_is_named(pool):
+    os.kill(pool.run(_pid)[1], signal.SIGKILL)
+    with pytest.raises(WorkerError) as caught:
+        pool.run(dist.barrier)
+    assert str(caught.value.errors[1]) == "killed by SIGKILL"
+    assert pool.run(dist.get_rank) == [0, 1]
+
+
+def test_a_timeout_names_the_ranks_that_did_not_answer(pool):
+    pool.run(dist.get_rank)
+    with pytest.raises(WorkerError) as caught:
+        pool.run(_hang, 0, timeout_s=1.0)
+    assert {r: repr(e) for r, e in caught.value.errors.items()} == {
+        0: "TimeoutError('no answer within 1.0 s')"
+    }
+    assert pool.run(dist.get_rank) == [0, 1]
+
+
+def test_an_exception_that_does_not_pickle_arrives_in_words(pool):
+    with pytest.raises(WorkerError) as caught:
+        pool.run(_raise_what_does_not_pickle)
+    assert repr(caught.value.errors[0]) == "RuntimeError('TwoArguments: rows: too many')"
+
+
+def test_a_closed_pool_starts_again(pool):
+    before = pool.run(_pid)
+    pool.close()
+    assert set(pool.run(_pid)).isdisjoint(before)
+
+
+def test_a_pool_without_a_group_never_runs_anything():
+    with WorkerPool(1, backend="carrier_pigeon") as pool:
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="carrier_pigeon"):
+                pool.run(_pid)
+
+
+# start_workers: a job in a process of its own. Its workers connect to a socket of the test and keep
+# it open: a worker is gone when, and only when, its connection ends. Ctrl-C and a killed worker end
+# jobs of the command, in test_cli.
+
+JOB = """
+    import atexit, os, socket, sys, time
+    import torch
+    import torch.distributed as dist
+    from padded_dispatch import launch
+    from padded_dispatch.utils.launch import start_workers
+
+    def job(port, how):
+        rank = int(os.environ["RANK"])
+        alive = socket.create_connection(("127.0.0.1", port))
+        dist.init_process_group("gloo")
+        total = torch.tensor(int(os.environ["LOCAL_RANK"]) + 1)
+        dist.all_reduce(total)
+        alive.sendall(f"{rank} of {os.environ['WORLD_SIZE']}: {total.item()}\\n".encode())
+        if how == "raise" and rank == 1:
+            raise ValueError("loss is nan at step 3")
+        if how == "return":
+            atexit.register(alive.sendall, b"bye")
+            return
+        if how == "sleep" and rank == 0:
+            time.sleep(600)
+        dist.barrier()
+
+    if __name__ == "__main__":
+        launch._PEERS_S = 0.3
+        start_workers(job, (int(sys.argv[1]), sys.argv[2]), num_workers=2)
+"""
+
+
+class Job:
+    """A running `JOB` and a connection to each of its workers."""
+
+    def __init__(self, folder, how: str) -> None:
+        script = folder / "job.py"
+        script.write_text(textwrap.dedent(JOB))
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(60)
+            self.process = subprocess.Popen(
+                [sys.executable, str(script), str(server.getsockname()[1]), how],
+                env=ENVIRONMENT,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            self.workers = [server.accept()[0].makefile() for _ in range(2)]
+        self.said = sorted(worker.readline() for worker in self.workers)
+        self.last_words: list[str] = []
+
+    def end(self) -> tuple[int, str]:
+        """Its exit code and stderr, once it and all workers have ended."""
+        _, stderr = self.process.communicate(timeout=60)
+        self.last_words = [worker.read() for worker in self.workers]
+        return self.process.returncode, stderr
+
+
+@pytest.mark.ahead
+def test_a_job_sees_what_torchrun_sets_and_ends_by_itself(tmp_path):
+    job = Job(tmp_path, "return")
+    assert job.said == ["0 of 2: 3\n", "1 of 2: 3\n"]
+    assert job.end() == (0, "")
+    assert job.last_words == ["bye", "bye"]  # Exit handlers had their time.
+
+
+@pytest.mark.ahead
+def test_a_failing_worker_ends_the_job(tmp_path):
+    code, stderr = Job(tmp_path, "raise").end()
+    assert code == 1
+    assert stderr.startswith("Traceback (most recent call last):\n")
+    assert stderr.endswith("\nrank 1 of 2 failed: ValueError: loss is nan at step 3\n")
+
+
+@pytest.mark.ahead
+def test_sigterm_ends_the_job(tmp_path):
+    job = Job(tmp_path, "sleep")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == (143, "SIGTERM: stopping all workers\n")
+
+
+@pytest.mark.ahead
+def test_workers_end_with_a_killed_parent(tmp_path):
+    job = Job(tmp_path, "sleep")
+    job.process.kill()
+    assert job.end()[0] == -signal.SIGKILL
+
+
+def test_under_torchrun_the_function_is_only_called(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    called = []
+    start_workers(called.append, (os.getpid(),), num_workers=8)
+    assert called == [os.getpid()]
