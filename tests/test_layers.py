@@ -5,11 +5,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "padded_dispatch"
 LAYERS = (  # Low to high; modules on one line do not see each other.
-    "config utils",
+    "config",
+    "utils",
     "reference kernels",
     "ops",
     "exchange experts telemetry",
-    "dispatcher peak",
+    "dispatcher",
     "megatron tune",
     "bench train",
     "cli",

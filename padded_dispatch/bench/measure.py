@@ -1,8 +1,24 @@
 """How a layer is measured: fresh batches in static inputs, events around many iterations, memory.
 
 The copy of a batch into the inputs is inside the measured time, for all contenders alike.
+
+From kernels to phases: a graph has no Python to ask, but its kernels have names.
+
+A kernel's name says what it does, not for whom. `gather` is therefore rows into slots: the forward
+of dispatch and the backward of combine; `combine` is the sum back: the forward of combine and the
+backward of dispatch. `exchange` includes what a collective or a barrier waits for its
+peers. `copies` are where the padded layout is regrouped, and where a graph's inputs are filled.
+Whatever matches nothing is `other`: the router, losses, fused element-wise code.
+
+The floor: what arithmetic and the wire take when nothing else does, on NVIDIA H200s.
+
+GEMMs at 790 TFLOP/s, the best rate that torch reaches on these shapes in bf16, and every real row
+once over the wire at 450 GB/s each way, NVLink's rated speed, four hops: dispatch and combine,
+forward and backward. Nothing overlaps, nothing is padded, and nothing else costs anything. The
+slowest rank decides.
 """
 
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -14,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from padded_dispatch import peak
-from padded_dispatch.bench.cases import SKEWS, Case
+from padded_dispatch.bench.cases import SKEWS, Case, LayerShape
+from padded_dispatch.exchange import symmetric_memory as peak
 from padded_dispatch.utils.routings import routing_scores
 
 _WARMUP = 5
@@ -170,3 +186,76 @@ def _meet(device: torch.device) -> None:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+# The first that matches decides.
+_PHASES = {
+    "select": r"_select_kernel|_choice_ranks_kernel",
+    "plan": r"_rank_kernel|_slot_kernel|_row_id_map",
+    "side": r"_(gather|scatter)_side_kernel",
+    "gather": r"_spread_rows_kernel|\b_permute_kernel|_unpermute_bwd",
+    "combine": r"_sum_rows_kernel|_unpermute_kernel",
+    "regroup": r"_regroup|_pack_rows|_unpack_rows|sort_chunks",
+    "exchange": r"nccl|_push_rows|_send_home|_tell_counts|_place_rows|barrier_kernel",
+    "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas",
+    "activation": r"silu|swiglu|gated|gelu|sigmoid|_activation_kernel",
+    "copies": r"Memcpy|Memset|copy_kernel|FillFunctor|CatArray",
+}
+_MATCHES = {phase: re.compile(pattern, re.IGNORECASE) for phase, pattern in _PHASES.items()}
+
+
+def phase_of(kernel: str) -> str:
+    """The phase that a kernel of this name belongs to."""
+    return next((phase for phase, m in _MATCHES.items() if m.search(kernel)), "other")
+
+
+def phases_ms(kernels_ms: dict[str, float]) -> dict[str, float]:
+    """Milliseconds by phase, from milliseconds by kernel, in the order of the work."""
+    sums = dict.fromkeys((*_MATCHES, "other"), 0.0)
+    for kernel, ms in kernels_ms.items():
+        sums[phase_of(kernel)] += ms
+    return {phase: round(ms, 4) for phase, ms in sums.items() if ms}
+
+
+_FLOP_PER_S = 790e12
+_BYTES_PER_S = 450e9
+_HOPS = 4
+_ELEMENT_BYTES = 2  # bf16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """Least milliseconds of one forward and backward, and the FLOPs of the busiest rank."""
+
+    gemm_ms: float
+    wire_ms: float
+    flops: float
+
+    @property
+    def ms(self) -> float:
+        """Of both, one after the other."""
+        return self.gemm_ms + self.wire_ms
+
+
+def floor(rows_SE: Tensor, shape: LayerShape) -> Floor:
+    """The floor for rows that source ranks send to experts.
+
+    A row costs `2 * D * 2F` FLOPs in fc1 and `2 * F * D` in fc2, and each again twice backward:
+    `18 * D * F`.
+
+    Args:
+        rows_SE: numbers of rows, [R, E]; the experts of rank r are the r-th of R equal parts.
+        shape: of the layer.
+
+    Example: 8 ranks that send 256 rows to each of 128 experts of Qwen3-30B-A3B's (T = 4,096, K = 8)
+    give 1.17 ms of GEMMs and 1.04 ms on the wire.
+    """
+    num_ranks = rows_SE.shape[0]
+    rows_SR = rows_SE.double().unflatten(1, (num_ranks, -1)).sum(2)
+    stay_R = rows_SR.diagonal()
+    crossing = max((rows_SR.sum(1) - stay_R).max().item(), (rows_SR.sum(0) - stay_R).max().item())
+    flops = 18 * shape.hidden_size * shape.ffn_size * rows_SR.sum(0).max().item()
+    wire_bytes = _HOPS * crossing * shape.hidden_size * _ELEMENT_BYTES
+    return Floor(
+        gemm_ms=flops / _FLOP_PER_S * 1e3, wire_ms=wire_bytes / _BYTES_PER_S * 1e3, flops=flops
+    )

@@ -16,10 +16,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from padded_dispatch.bench.cases import CONTENDERS, Case
-from padded_dispatch.bench.floor import floor
 from padded_dispatch.bench.layer import build, stock_flags
-from padded_dispatch.bench.measure import Batch, Passes, PeakMemory, batches, kernels_ms, timed
-from padded_dispatch.bench.phases import phases_ms
+from padded_dispatch.bench.measure import (
+    Batch,
+    Passes,
+    PeakMemory,
+    batches,
+    floor,
+    kernels_ms,
+    phases_ms,
+    timed,
+)
 from padded_dispatch.bench.table import line, table
 from padded_dispatch.megatron import install
 from padded_dispatch.megatron.cpu import megatron_on_cpu

@@ -21,7 +21,7 @@ from torch.distributed import (
     distributed_c10d,
 )
 
-from padded_dispatch.exchange.collectives import group_name
+from padded_dispatch.exchange.alltoall import group_name
 
 _PATIENCE = timedelta(minutes=10)  # with a peer that never comes, as long as NCCL's default
 

@@ -236,7 +236,8 @@ def _home(
     capacity: int,
     key: str,
 ) -> tuple[Tensor, Tensor]:
-    from padded_dispatch.kernels import direct, rows, side
+    from padded_dispatch.kernels import direct, rows
+    from padded_dispatch.kernels import rows as side
 
     buffers = find(key)
     transient = buffers.transient

@@ -16,6 +16,11 @@ freed with its owners; what an exchange has returned must not outlive it.
 
 Elements per rank, with N = E * C rows: N * D per layer and microbatch in flight, and 2 * N * D
 shared by all layers of the same shape; everything else is small.
+
+The most device memory that this process has held since `torch.cuda.reset_peak_memory_stats()`.
+
+Memory that peers store to comes from the driver, and torch's allocator does not count it. It stays
+for as long as a layer does, so what is held now is added to torch's peak.
 """
 
 import ctypes
@@ -33,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from padded_dispatch.exchange.collectives import group_name
+from padded_dispatch.exchange.alltoall import group_name
 
 # With a peer that never comes. In eager all have just agreed on the host, but one may have kernels
 # to compile: as long as NCCL's default. A replay has nothing of that kind to wait for.
@@ -322,3 +327,13 @@ def everyone(group: dist.ProcessGroup, value: _T) -> list[_T]:
     values: list[Any] = [None] * group.size()
     gather(values, value, group=group)
     return values
+
+
+def allocated_gib() -> float:
+    """By tensors, those of the direct exchange included."""
+    return (torch.cuda.max_memory_allocated() + held_bytes()) / 2**30
+
+
+def reserved_gib() -> float:
+    """By the caching allocator, graph pools included, and by the direct exchange."""
+    return (torch.cuda.max_memory_reserved() + held_bytes()) / 2**30

@@ -11,9 +11,8 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.megatron.compat import number_in_model
-from padded_dispatch.megatron.factors import Factor
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
-from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.megatron.options import Factor, PaddedOptions
 
 _EXPERTS = ("TEGroupedMLP", "SequentialMLP")
 

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from padded_dispatch.megatron.factors import Factor, show_factor
-from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.megatron.options import Factor, PaddedOptions, show_factor
 from padded_dispatch.megatron.telemetry import Reading, padded_moe_layers
 from padded_dispatch.telemetry import Snapshot
 

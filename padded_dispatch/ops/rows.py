@@ -164,7 +164,7 @@ def _gather_side(
 
 @_gather_side.register_kernel("cuda")
 def _(probs_TE, slot_of_TK, choice_of_slot_EC, kept_E):
-    from padded_dispatch.kernels import side
+    from padded_dispatch.kernels import rows as side
 
     top_k = slot_of_TK.shape[1]
     return side.gather_side(probs_TE.contiguous(), choice_of_slot_EC, kept_E, top_k)
@@ -193,7 +193,7 @@ def _scatter_side(side_EC1: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tenso
 
 @_scatter_side.register_kernel("cuda")
 def _(side_EC1, slot_of_TK, choice_of_slot_EC):
-    from padded_dispatch.kernels import side
+    from padded_dispatch.kernels import rows as side
 
     return side.scatter_side(side_EC1.contiguous(), slot_of_TK)
 
@@ -248,7 +248,7 @@ def _pack(slots_MCD: Tensor, ends_LS: Tensor, zeros: bool) -> Tensor:
 
 @_pack.register_kernel("cuda")
 def _(slots_MCD, ends_LS, zeros):
-    from padded_dispatch.kernels import regroup
+    from padded_dispatch.kernels import rows as regroup
 
     return regroup.pack_rows(slots_MCD, ends_LS)
 
@@ -267,7 +267,7 @@ def _unpack(packed_ND: Tensor, ends_LS: Tensor, zeros: bool) -> Tensor:
 
 @_unpack.register_kernel("cuda")
 def _(packed_ND, ends_LS, zeros):
-    from padded_dispatch.kernels import regroup
+    from padded_dispatch.kernels import rows as regroup
 
     return regroup.unpack_rows(packed_ND.contiguous(), ends_LS, zeros=zeros)
 

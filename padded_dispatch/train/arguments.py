@@ -10,15 +10,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron.factors import NO_DROP
-from padded_dispatch.megatron.options import add_arguments, from_arguments
-from padded_dispatch.train.presets import PRESETS, Preset
+from padded_dispatch.megatron.options import NO_DROP, add_arguments, from_arguments
 from padded_dispatch.train.settings import (
     DROPPING,
+    PRESETS,
     Device,
     Dispatch,
     Layout,
     Output,
+    Preset,
     Recipe,
     Settings,
 )

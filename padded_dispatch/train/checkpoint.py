@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.tensor_parallel import random
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
-from padded_dispatch.megatron.factors import Factor
+from padded_dispatch.megatron.options import Factor
 from padded_dispatch.train.model import unwrapped
 from padded_dispatch.train.optimizer import MegatronAdam, TorchAdam
 from padded_dispatch.train.settings import Settings

@@ -1,37 +1,219 @@
-"""The loop of one worker: steps, lines of progress, evaluations, checkpoints."""
+"""The loop of one worker: steps, lines of progress, evaluations, checkpoints.
+
+Passes of micro-batches through the model, by Megatron's own schedules.
+
+`get_forward_backward_func` knows all of them: without a pipeline, with one, and interleaved.
+
+What a run drops, said and acted on between steps.
+
+`--trace`: what the routers of a run ask for, one file per rank, for `padded-dispatch tune`.
+"""
 
 import dataclasses
 import math
 import os
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from padded_dispatch.megatron.control import CapacityControl
+from padded_dispatch.megatron.options import Factor, PaddedOptions
+from padded_dispatch.megatron.telemetry import Telemetry, padded_moe_layers
 from padded_dispatch.train import checkpoint
-from padded_dispatch.train.capacity import CapacityWatch
 from padded_dispatch.train.data import Windows, load_corpus
 from padded_dispatch.train.display import Log
-from padded_dispatch.train.flops import flops_per_token
 from padded_dispatch.train.graphs import TrainingGraphs
-from padded_dispatch.train.metrics import Meter, Row, mean_over_ranks
-from padded_dispatch.train.model import build_chunks, moe_layers, release, transformer_config
+from padded_dispatch.train.metrics import (
+    Meter,
+    Recorder,
+    Row,
+    StepMarks,
+    flops_per_token,
+    mark,
+    mean_over_ranks,
+)
+from padded_dispatch.train.model import (
+    RouterSkew,
+    build_chunks,
+    moe_layers,
+    release,
+    transformer_config,
+)
 from padded_dispatch.train.optimizer import (
     MegatronAdam,
     TorchAdam,
     build_optimizer,
     learning_rate,
 )
-from padded_dispatch.train.passes import run_passes
-from padded_dispatch.train.record import Recorder, StepMarks, mark
 from padded_dispatch.train.settings import Output, Settings
-from padded_dispatch.train.skew import RouterSkew
-from padded_dispatch.train.tracing import trace_recorder
 from padded_dispatch.train.world import megatron_state, model_parallel, world
+from padded_dispatch.tune.recorder import Recording, RoutingBuffer, TraceRecorder
+
+
+def trace_recorder(
+    settings: Settings, chunks: list[Any], device: torch.device, *, steps_done: int
+) -> TraceRecorder:
+    """Watch all layers of this rank, from before their graphs are captured.
+
+    Args:
+        settings: with a folder for `trace`, which is made.
+        chunks: the model.
+        device: of the model.
+        steps_done: by the run that is resumed, else 0.
+
+    Raises:
+        ValueError: not even one step fits into the limit.
+    """
+    output, layout, recipe = settings.output, settings.layout, settings.recipe
+    assert output.trace is not None
+    buffers = {}
+    for number, layer in padded_moe_layers(chunks).items():
+        buffers[number] = RoutingBuffer(
+            num_passes=settings.num_microbatches,
+            # Sequence parallelism, without which there is no tensor parallelism here, splits them.
+            num_tokens=recipe.micro_batch * recipe.seq_length // layout.tp,
+            top_k=settings.model.top_k,
+            device=device,
+        )
+        layer.router.selector.observers.append(buffers[number])
+    output.trace.mkdir(parents=True, exist_ok=True)
+    recording = Recording(
+        num_experts=settings.model.num_experts,
+        num_ranks=layout.ep * layout.etp,
+        # Pipeline stages come last in Megatron's order of ranks, and expert-parallel groups first.
+        rank=dist.get_rank() % (layout.workers // layout.pp),
+        every=output.trace_every,
+        num_steps=output.steps,
+        max_bytes=int(output.trace_gib * 2**30),
+    )
+    # From these names `load_traces` knows what a resumed run did again; and what began later than
+    # the checkpoint is undone as a whole.
+    name = f"rank-{dist.get_rank():05d}-step-"
+    for earlier in output.trace.glob(f"{name}*.npy"):
+        if int(earlier.stem.removeprefix(name)) > steps_done:
+            earlier.unlink()
+    path = output.trace / f"{name}{steps_done:08d}.npy"
+    return TraceRecorder(path, buffers, recording)
+
+
+class CapacityWatch:
+    """Telemetry and capacity control of a run with the padded dispatcher.
+
+    Args:
+        chunks: the model.
+        options: of the dispatcher.
+        graphs: those to capture again when a factor changes.
+        log: where readings and changes go.
+        step: steps done already, in the run that is resumed.
+        factors: of its layers, at that step.
+    """
+
+    def __init__(
+        self,
+        chunks: list[Any],
+        options: PaddedOptions,
+        graphs: TrainingGraphs | None,
+        log: Log,
+        *,
+        step: int,
+        factors: dict[int, Factor],
+    ) -> None:
+        self._telemetry = Telemetry(chunks, every=options.telemetry_every, step=step)
+        self._control = CapacityControl(chunks, options, step=step)
+        self._control.set_factors(factors)
+        self._graphs = graphs
+        self._log = log
+
+    @property
+    def factors(self) -> dict[int, Factor]:
+        """Of all layers of the model, by number."""
+        return self._control.factors
+
+    def after_step(self, number: int) -> None:
+        """To be called after every step, by all ranks.
+
+        Raises:
+            RuntimeError: see `CapacityControl.step`.
+        """
+        reading = self._telemetry.step()
+        if reading is not None:
+            self._log.capacity(reading)
+        changes = self._control.step(reading)
+        for change in changes:
+            self._log.say(f"after step {number}: {change}")
+        if changes and self._graphs is not None:
+            self._graphs.recapture()
+
+    def finish(self) -> None:
+        """To be called after the last step: what has not been read yet. Raises as `after_step`."""
+        reading = self._telemetry.read()
+        self._log.capacity(reading)
+        self._control.check(reading)
+
+
+def run_passes(
+    settings: Settings,
+    chunks: list[Any],
+    windows: Windows,
+    device: torch.device,
+    *,
+    first_sample: int,
+    num_passes: int,
+    forward_only: bool = False,
+    schedule: Callable[..., list[Any]] | None = None,
+) -> list[Tensor]:
+    """Each rank's `num_passes` micro-batches; backwards too, and the gradients are reduced.
+
+    Args:
+        first_sample: number of the first sample that the ranks read together.
+        schedule: instead of Megatron's own.
+
+    Returns:
+        The mean loss of each pass, on ranks of the last pipeline stage; elsewhere nothing.
+    """
+    recipe = settings.recipe
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        rank, ranks = parallel_state.get_data_parallel_rank(), settings.layout.dp
+        for number in range(num_passes):
+            start = first_sample + (number * ranks + rank) * recipe.micro_batch
+            batch = windows.batch(start, recipe.micro_batch, device)
+            # A dict, as Megatron's graph of an iteration wants it.
+            yield {"tokens": batch[:, :-1].contiguous(), "labels": batch[:, 1:].contiguous()}
+
+    results = (schedule or get_forward_backward_func())(
+        forward_step_func=_forward,
+        data_iterator=[batches() for _ in chunks],
+        model=chunks,
+        num_microbatches=num_passes,
+        seq_length=recipe.seq_length,
+        micro_batch_size=recipe.micro_batch,
+        forward_only=forward_only,
+    )
+    # A graph's results are overwritten by its next replay.
+    return [result["loss"].clone() for result in results]
+
+
+def _forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    batch = next(batches)
+    tokens, labels = batch["tokens"], batch["labels"]
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    # No mask: attention is causal, and a packed text has nothing to hide.
+    return model(tokens, positions, None, labels=labels), _mean
+
+
+def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = losses.float().mean()
+    # Megatron divides the first one in place by the number of passes.
+    return loss, {"loss": loss.detach().clone()}
 
 
 @dataclass(frozen=True, kw_only=True)

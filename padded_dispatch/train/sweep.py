@@ -36,7 +36,7 @@ from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.arguments import parser as train_parser
 from padded_dispatch.train.command import check
 from padded_dispatch.train.loop import Outcome, train_in_groups
-from padded_dispatch.train.record import identity
+from padded_dispatch.train.metrics import identity
 from padded_dispatch.train.settings import Settings
 from padded_dispatch.train.world import free_memory, model_parallel, world
 from padded_dispatch.utils.launch import start_workers

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 
 from padded_dispatch.config import POLICIES, require
-from padded_dispatch.tune import plots, report, settings
+from padded_dispatch.tune import plots, report
+from padded_dispatch.tune import report as settings
 from padded_dispatch.tune import time_model as calibrations
 from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.megatron_trace import load_megatron_traces
 from padded_dispatch.tune.recommend import Target
+from padded_dispatch.tune.report import factor_table, layer_table
 from padded_dispatch.tune.study import Layer, Question, Study, study
 from padded_dispatch.tune.synthetic import KINDS, Sizes, synthetic_trace
-from padded_dispatch.tune.tables import factor_table, layer_table
-from padded_dispatch.tune.trace import Trace
-from padded_dispatch.tune.trace_file import load_traces
+from padded_dispatch.tune.trace import Trace, load_traces
 
 _MADE = {"steps": 400, "layers": 2, "ranks": 4, "tokens": 256, "experts": 32, "top-k": 4, "seed": 0}
 

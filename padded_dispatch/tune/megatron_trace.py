@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padded_dispatch.tune.trace import Trace, ascending, merge
-from padded_dispatch.tune.trace_file import DEFAULT_MAX_BYTES
+from padded_dispatch.tune.trace import DEFAULT_MAX_BYTES, Trace, ascending, merge
 
 MTP_LAYERS = 10_000
 

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.ops.select import Selection
-from padded_dispatch.tune.trace import Trace
-from padded_dispatch.tune.trace_file import TraceWriter, record_bytes
+from padded_dispatch.tune.trace import Trace, TraceWriter, record_bytes
 
 
 class RoutingBuffer:

@@ -4,14 +4,208 @@ The answer first, then what to paste, then why: figures, what every factor drops
 by layer, and at the end what it does not know and how it was computed. Figures are inline SVG; no
 script, no font and no picture comes from elsewhere, so it opens without a network, and can be
 mailed.
+
+The tables of a study, as text: the same cells in the terminal and in the report.
+
+A recommendation as settings to paste: flags of Megatron-LM, YAML, the same in other meanings.
+
+`--padded-...` flags are those of the launcher and of `padded-dispatch train`; keys under
+`padded_dispatch` are fields of `PaddedOptions`. The first factor is also right for stock
+drop-and-pad, whose capacity has the same definition.
 """
 
+import textwrap
+from dataclasses import dataclass
 from html import escape
 
-from padded_dispatch.tune.recommend import percent
-from padded_dispatch.tune.settings import NO_LAYERS, elsewhere, flags, yaml
-from padded_dispatch.tune.study import Study
-from padded_dispatch.tune.tables import Table, factor_table, layer_table
+from padded_dispatch.tune.convert import Meaning, Sizes, from_source
+from padded_dispatch.tune.recommend import Advice, percent
+from padded_dispatch.tune.study import Option, Study
+
+NO_LAYERS = (
+    "No settings for each layer: this trace numbers layers within a pipeline stage, and those of "
+    "several stages under one number; options number them in the model."
+)
+
+_ELSEWHERE: dict[Meaning, str] = {
+    "source": "Megatron-Core, alltoall with padding to capacity: moe_expert_capacity_factor",
+    "rank": "Megatron-Core, HybridEP or NCCL EP: moe_expert_rank_capacity_factor",
+    "worst-case": "torchtitan, HybridEP: non_blocking_capacity_factor",
+    "max-tokens": "DeepEP, low latency: num_max_dispatch_tokens_per_rank",
+    "stash": "Megatron-Core: moe_paged_stash_buffer_size_factor_cuda",
+}
+
+
+def options(study: Study, *, per_layer: bool) -> dict[str, str | int]:
+    """Fields of `PaddedOptions` that differ from their defaults.
+
+    Args:
+        study: with the recommendation.
+        per_layer: every layer its own factor, instead of one schedule or factor for all.
+    """
+    given: dict[str, str | int] = {}
+    question, training = study.question, study.training
+    if question.policy_given:
+        given["policy"] = question.policy
+    if question.min_capacity != 1:
+        given["min_capacity"] = question.min_capacity
+    if question.alignment != 1:
+        given["alignment"] = question.alignment
+    if per_layer:
+        factors = {layer: advice.factor for layer, advice in training.layers.items()}
+        given["layer_factors"] = ",".join(f"{n}:{factor:g}" for n, factor in factors.items())
+    elif len(training.overall.phases) > 1:
+        phases = training.overall.phases
+        given["schedule"] = ",".join(f"{p.first_step}:{p.factor:g}" for p in phases)
+    # Without it evaluation is as training: with the layer's factor, or with the schedule's last.
+    evaluation = study.evaluation.overall.factor
+    if given.keys() & {"layer_factors", "schedule"} or evaluation != training.overall.factor:
+        given["eval_factor"] = f"{evaluation:g}"
+    return given
+
+
+def flags(study: Study, *, per_layer: bool) -> list[str]:
+    """For Megatron-LM through `python -m padded_dispatch.megatron.run`, one flag an item."""
+    found = [
+        "--moe-token-dispatcher-type padded_alltoall",
+        f"--moe-expert-capacity-factor {study.training.overall.factor:g}",
+    ]
+    for name, value in options(study, per_layer=per_layer).items():
+        found.append(f"--padded-{name.replace('_', '-')} {value}")
+    return found
+
+
+def yaml(study: Study, *, per_layer: bool) -> str:
+    """Fields of Megatron's TransformerConfig, and of `PaddedOptions` under `padded_dispatch`."""
+    lines = [
+        *textwrap.wrap(study.training.sentence(), 80, initial_indent="# ", subsequent_indent="# "),
+        "moe_token_dispatcher_type: padded_alltoall",
+        f"moe_expert_capacity_factor: {study.training.overall.factor:g}",
+    ]
+    given = options(study, per_layer=per_layer)
+    lines += ["padded_dispatch:"] if given else []
+    for name, value in given.items():
+        lines.append(f'  {name}: "{value}"' if isinstance(value, str) else f"  {name}: {value}")
+    return "\n".join([*lines, ""])
+
+
+def elsewhere(study: Study) -> dict[str, str]:
+    """The recommended factor in the field's other meanings: name to value, or why there is none."""
+    sizes = Sizes(
+        num_tokens=study.num_tokens,
+        num_experts=study.num_experts,
+        top_k=study.top_k,
+        num_ranks=study.num_ranks,
+    )
+    found = {}
+    for meaning, name in _ELSEWHERE.items():
+        try:
+            value = from_source(study.training.overall.factor, meaning, sizes)
+            found[name] = f"{value:.0f}" if meaning == "max-tokens" else f"{value:.4g}"
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+_ROWS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """`marked`: the row that is recommended, if any."""
+
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    marked: int | None = None
+
+    def __str__(self) -> str:
+        lines = [self.headers, *self.rows]
+        widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+        text = []
+        for number, line in enumerate(lines, start=-1):
+            cells = "  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True))
+            text.append(f"{'>' if number == self.marked else ' '} {cells}")
+        return "\n".join(text)
+
+
+def factor_table(study: Study) -> Table:
+    """What factors drop and cost: some of those tried, the recommended one among them."""
+    chosen = study.training.overall.factor
+    every = max(1, len(study.options) // _ROWS)
+    shown = [
+        option
+        for i, option in enumerate(study.options)
+        if i % every == 0 or option.factor == chosen or option is study.options[-1]
+    ]
+    headers = ("factor", "slots", "dropped", "floor", "worst layer", "lost tokens", "fill")
+    if study.layer is not None:
+        headers += ("wire MB", "memory GiB", "in graphs", "TFLOP", "ms padded", "ms packed")
+    return Table(
+        headers=headers,
+        rows=tuple(_option_cells(option) for option in shown),
+        marked=[option.factor for option in shown].index(chosen),
+    )
+
+
+def layer_table(study: Study) -> Table:
+    """A factor for each layer, for training and for evaluation."""
+    rows = []
+    for layer, advice in study.training.layers.items():
+        evaluation = study.evaluation.layers.get(layer)
+        rows.append(
+            (
+                str(layer),
+                *_advice_cells(advice),
+                "-" if evaluation is None else f"{evaluation.factor:g}",
+            )
+        )
+    return Table(
+        headers=(
+            "layer",
+            "factor",
+            "slots",
+            "between",
+            "dropped",
+            "worst step",
+            "promised",
+            "eval",
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _option_cells(option: Option) -> tuple[str, ...]:
+    cells = (
+        f"{option.factor:g}",
+        str(option.capacity),
+        percent(option.dropped),
+        percent(option.floor),
+        percent(option.worst_layer),
+        percent(option.lost),
+        percent(option.fill),
+    )
+    if option.cost is not None:
+        cells += (
+            f"{option.cost.wire_bytes / 1e6:.1f}",
+            f"{option.cost.memory_bytes / 2**30:.2f}",
+            f"{option.cost.graph_pool_bytes / 2**30:.2f}",
+            f"{option.cost.padded_flops / 1e12:.3g} / {option.cost.packed_flops / 1e12:.3g}",
+            f"{option.padded_ms:.2f}",
+            f"{option.packed_ms:.2f}",
+        )
+    return cells
+
+
+def _advice_cells(advice: Advice) -> tuple[str, ...]:
+    return (
+        f"{advice.factor:g}",
+        str(advice.capacity),
+        f"{advice.lowest:g} - {advice.factor:g}",
+        percent(advice.dropped),
+        percent(advice.worst),
+        "yes" if advice.promised else "no",
+    )
+
 
 _STYLE = """
 :root { --ink: #222; --soft: #666; --line: #e3e3e3; --accent: #D55E00; --wash: #FFF5EE; }

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padded_dispatch.config import DispatchConfig, Policy, require
-from padded_dispatch.tune.cost import Cost, LayerSizes, cost
-from padded_dispatch.tune.floor import binomial_floor
+from padded_dispatch.tune.cost import Cost, LayerSizes, binomial_floor, cost
 from padded_dispatch.tune.recommend import Advice, Recommendation, Target, percent, recommend
 from padded_dispatch.tune.replay import WhatIf, what_if
 from padded_dispatch.tune.time_model import Calibration

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from padded_dispatch.bench.cases import MODELS, LayerShape
-from padded_dispatch.bench.floor import floor
+from padded_dispatch.bench.measure import floor
 
 
 def test_example():

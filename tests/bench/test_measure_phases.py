@@ -2,7 +2,7 @@
 
 import pytest
 
-from padded_dispatch.bench.phases import phase_of, phases_ms
+from padded_dispatch.bench.measure import phase_of, phases_ms
 
 
 @pytest.mark.parametrize(

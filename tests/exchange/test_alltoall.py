@@ -21,8 +21,13 @@ from padded_dispatch.config import BufferBytes, DispatchConfig
 from padded_dispatch.dispatcher import make_exchange
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.alltoall import CollectiveExchange
-from padded_dispatch.exchange.collectives import all_gather, all_to_all, group_name, reduce_scatter
+from padded_dispatch.exchange.alltoall import (
+    CollectiveExchange,
+    all_gather,
+    all_to_all,
+    group_name,
+    reduce_scatter,
+)
 from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.ops.plan import make_plan
 from padded_dispatch.utils.launch import WorkerPool

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from triton.runtime import interpreter
 
-from padded_dispatch import DispatchConfig, PaddedDispatcher, peak
+from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.exchange import direct
+from padded_dispatch.exchange import symmetric_memory as peak
 from padded_dispatch.exchange import symmetric_memory as peers
 from padded_dispatch.exchange.direct import DirectExchange
 from tests.support.direct_parity import (

@@ -32,8 +32,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from padded_dispatch.exchange import Exchange
-from padded_dispatch.exchange.alltoall import CollectiveExchange
-from padded_dispatch.exchange.collectives import all_to_all, group_name
+from padded_dispatch.exchange.alltoall import CollectiveExchange, all_to_all, group_name
 from padded_dispatch.exchange.direct import DirectExchange, _home, _push
 from padded_dispatch.kernels import direct as kernels
 from padded_dispatch.ops.plan import DispatchPlan, make_plan

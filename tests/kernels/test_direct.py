@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from padded_dispatch import reference
-from padded_dispatch.kernels import direct, rows, side
+from padded_dispatch.kernels import direct, rows
+from padded_dispatch.kernels import rows as side
 from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.routing_cases import assert_same
 

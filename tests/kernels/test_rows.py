@@ -12,7 +12,9 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from padded_dispatch.config import POLICIES
-from padded_dispatch.kernels import plan, regroup, rows, select, side
+from padded_dispatch.kernels import plan, rows, select
+from padded_dispatch.kernels import rows as regroup
+from padded_dispatch.kernels import rows as side
 from padded_dispatch.ops import rows as ops
 from padded_dispatch.ops.plan import plan_tensors
 from padded_dispatch.ops.select import choice_ranks_in_torch as choice_ranks

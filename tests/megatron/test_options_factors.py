@@ -2,7 +2,7 @@
 
 import pytest
 
-from padded_dispatch.megatron.factors import (
+from padded_dispatch.megatron.options import (
     read_factor,
     read_factor_table,
     read_factors,

@@ -17,7 +17,7 @@ from padded_dispatch.train import loop
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.settings import Settings
 from padded_dispatch.tune.replay import what_if
-from padded_dispatch.tune.trace_file import load_traces
+from padded_dispatch.tune.trace import load_traces
 
 # (step, layer, rank), then what was counted.
 Counted = dict[tuple[int, int, int], dict[str, Any]]

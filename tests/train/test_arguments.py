@@ -7,8 +7,7 @@ import pytest
 
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.train.arguments import parse, parser
-from padded_dispatch.train.presets import PRESETS
-from padded_dispatch.train.settings import Dispatch, Layout, Output, Recipe
+from padded_dispatch.train.settings import PRESETS, Dispatch, Layout, Output, Recipe
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,7 @@
 """Model FLOPs against sums by hand."""
 
-from padded_dispatch.train.flops import flops_per_token
-from padded_dispatch.train.presets import PRESETS
-from padded_dispatch.train.settings import ModelShape
+from padded_dispatch.train.metrics import flops_per_token
+from padded_dispatch.train.settings import PRESETS, ModelShape
 
 
 def test_the_docstring_example():

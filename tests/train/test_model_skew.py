@@ -11,7 +11,7 @@ from padded_dispatch.megatron import padded_spec, uninstall
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.loop import train
-from padded_dispatch.train.skew import RouterSkew
+from padded_dispatch.train.model import RouterSkew
 from tests.support import tiny
 
 EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}

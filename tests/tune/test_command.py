@@ -11,7 +11,7 @@ from padded_dispatch.tune.command import main
 from padded_dispatch.tune.replay import what_if
 from padded_dispatch.tune.study import grid, largest_need
 from padded_dispatch.tune.synthetic import Sizes, synthetic_trace
-from padded_dispatch.tune.trace_file import save_trace
+from padded_dispatch.tune.trace import save_trace
 
 SIZES = Sizes(num_steps=60, num_layers=2, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
 MADE = "--steps 60 --layers 2 --ranks 2 --tokens 40 --experts 6 --top-k 2"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from padded_dispatch.tune.floor import binomial_floor, poisson_floor
+from padded_dispatch.tune.cost import binomial_floor, poisson_floor
 
 # Percent of rows dropped at m rows per slot group, with C = ceil(m * factor) slots.
 FACTORS = (1.0, 1.05, 1.1, 1.25, 1.5)

@@ -3,8 +3,14 @@
 import numpy as np
 import pytest
 
-from padded_dispatch.tune.quantile import has_drifted
-from padded_dispatch.tune.recommend import Phase, Target, percent, recommend, smallest_sufficient
+from padded_dispatch.tune.recommend import (
+    Phase,
+    Target,
+    has_drifted,
+    percent,
+    recommend,
+    smallest_sufficient,
+)
 from padded_dispatch.tune.replay import what_if
 from padded_dispatch.tune.study import grid, largest_need
 from padded_dispatch.tune.synthetic import KINDS, Sizes, synthetic_trace

@@ -6,7 +6,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from padded_dispatch.tune.quantile import (
+from padded_dispatch.tune.recommend import (
     binomial_cdf,
     has_drifted,
     num_independent,

@@ -7,11 +7,9 @@ import pytest
 from padded_dispatch.tune import plots
 from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.recommend import Target
-from padded_dispatch.tune.report import html
-from padded_dispatch.tune.settings import flags
+from padded_dispatch.tune.report import factor_table, flags, html, layer_table
 from padded_dispatch.tune.study import Layer, Question, study
 from padded_dispatch.tune.synthetic import Sizes, synthetic_trace
-from padded_dispatch.tune.tables import factor_table, layer_table
 from padded_dispatch.tune.time_model import shipped
 
 SIZES = Sizes(num_steps=60, num_layers=3, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)

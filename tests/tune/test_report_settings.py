@@ -7,7 +7,7 @@ import pytest
 
 from padded_dispatch.megatron.options import PaddedOptions, add_arguments, from_arguments
 from padded_dispatch.tune.recommend import Phase, Target
-from padded_dispatch.tune.settings import elsewhere, flags, options, yaml
+from padded_dispatch.tune.report import elsewhere, flags, options, yaml
 from padded_dispatch.tune.study import Question, study
 from padded_dispatch.tune.synthetic import Sizes, synthetic_trace
 

@@ -6,9 +6,9 @@ import pytest
 
 from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.recommend import Target
+from padded_dispatch.tune.report import Table, factor_table, layer_table
 from padded_dispatch.tune.study import Layer, Question, study
 from padded_dispatch.tune.synthetic import Sizes, synthetic_trace
-from padded_dispatch.tune.tables import Table, factor_table, layer_table
 from padded_dispatch.tune.time_model import shipped
 
 QUESTION = Question(target=Target(drop=0.02, steps_share=0.9), eval_target=Target(drop=0.0))

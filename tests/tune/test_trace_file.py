@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib import format as npy
 
-from padded_dispatch.tune.trace import merge
-from padded_dispatch.tune.trace_file import TraceWriter, load_trace, load_traces, save_trace
+from padded_dispatch.tune.trace import TraceWriter, load_trace, load_traces, merge, save_trace
 from tests.support.traces import equal, small_trace
 
 

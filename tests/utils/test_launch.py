@@ -215,7 +215,7 @@ JOB = """
     import atexit, os, socket, sys, time
     import torch
     import torch.distributed as dist
-    from padded_dispatch import launch
+    from padded_dispatch.utils import launch
     from padded_dispatch.utils.launch import start_workers
 
     def job(port, how):

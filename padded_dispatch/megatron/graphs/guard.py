@@ -13,22 +13,38 @@ Megatron's own wrapper is used without it.
 
 It raises on the ranks where something changed. Where that is not all of them, the others wait for
 the exchange, until their watchdog ends them.
+
+Megatron's own graphs of layers, `cuda_graph_impl="local"`: what their capture would leave wrong.
+
+Megatron captures by itself at the end of the first step, layer by layer in
+`_CudaGraphRunner.create_fwd_graph`, and checks the shapes of inputs in each replay. For models with
+our dispatcher:
+
+- What a capture's passes over zeros count is put back: our counters, and until 0.17 Megatron's
+  buffers, too, such as those of expert bias.
+- A layer's input stays in its buffer. In 0.16 and 0.17 this is free for others once the forward is
+  captured, although backward reads it where the layer is not fed by another graph: the gradient of
+  the last layer's output goes there, and the first norm's weights get a gradient of it. Seen with
+  0.16.1 on H200s, in a model without experts, too: it was off by all of its size.
+- Of scope `moe` Megatron makes no graphs in a GPTModel's layers, and says nothing (0.16.1 to
+  0.19.0): that raises.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
+from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord, _CudaGraphRunner
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from padded_dispatch.megatron.compat import FREES_GRAPH_INPUTS, graph_scopes
 from padded_dispatch.megatron.config import is_ours
-from padded_dispatch.megatron.dispatcher import is_padded
-from padded_dispatch.megatron.graphs import local_graphs
+from padded_dispatch.megatron.dispatcher import counts_put_back, is_padded
 from padded_dispatch.megatron.router import MASK_IS_LOST
 
 # What a graph depends on, by names for people.
@@ -53,7 +69,7 @@ def install() -> None:
             (TransformerLayer, "_te_cuda_graph_capture", _wrap_capture),
             (TransformerLayer, "_te_cuda_graph_replay", _wrap_replay),
             (TransformerLayer, "_should_call_local_cudagraph", _wrap_local),
-            *local_graphs.PATCHES,
+            *PATCHES,
         ):
             original = _originals[owner, attribute] = getattr(owner, attribute)
             setattr(owner, attribute, wrap(original))
@@ -130,7 +146,7 @@ def _wrap_local(choose: Callable[..., bool]) -> Callable[..., bool]:
     def guarded_choice(layer: Any, *args: Any, **kwargs: Any) -> bool:
         graphed, padded = choose(layer, *args, **kwargs), _is_padded(layer)
         if padded:  # Built by `padded_spec` it has not been looked at before.
-            local_graphs.check_captured(layer, layer.config)
+            check_captured(layer, layer.config)
         if not graphed or not is_ours(layer.config) or kwargs.get("inference_context") is not None:
             return graphed
         if layer.training and padded:
@@ -165,3 +181,59 @@ def _layer_facts(layer: Any) -> Facts:
 
 def _is_padded(layer: Any) -> bool:
     return is_padded(getattr(layer, "mlp", None))
+
+
+_NOTHING_IS_CAPTURED = (
+    "cuda_graph_impl='local' with scope 'moe' is not possible in a GPTModel: Megatron would "
+    "capture nothing of its layers; leave the scopes empty, which captures whole layers, or set "
+    "cuda_graph_impl='transformer_engine'"
+)
+
+
+def check_captured(layer: Any, config: Any) -> None:
+    """Refuse a layer of which Megatron would capture nothing, though its config asks for it."""
+    asked = config.cuda_graph_impl == "local" and "moe" in graph_scopes(config)
+    if asked and not hasattr(layer, "cudagraph_manager"):
+        raise ValueError(_NOTHING_IS_CAPTURED)
+
+
+def _wrap_manager(create: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(create)
+    def loud_create(layer: Any, config: Any) -> None:
+        create(layer, config)
+        if is_ours(config):
+            check_captured(layer, config)
+
+    return loud_create
+
+
+def _wrap_local_capture(create: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(create)
+    def clean_create(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        captured = runner.base_module  # A sampler, say, which has no config.
+        if not is_ours(getattr(captured, "config", None)):
+            return create(runner, *args, **kwargs)
+        with counts_put_back(captured), _inputs_kept():
+            return create(runner, *args, **kwargs)
+
+    return clean_create
+
+
+PATCHES = (
+    (TransformerLayer, "create_mcore_cudagraph_manager", _wrap_manager),
+    (_CudaGraphRunner, "create_fwd_graph", _wrap_local_capture),
+)
+
+
+@contextmanager
+def _inputs_kept() -> Iterator[None]:
+    """Within the capture of a forward, buffers of inputs are all that is given back to the pool."""
+    if not FREES_GRAPH_INPUTS:
+        yield
+        return
+    pool: Any = _CudagraphGlobalRecord.tensor_reuse_pool
+    pool.insert = lambda buffer: None  # In front of the method.
+    try:
+        yield
+    finally:
+        del pool.insert

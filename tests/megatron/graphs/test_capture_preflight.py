@@ -8,8 +8,9 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from padded_dispatch.megatron.graphs import capture as graphs_module
-from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs
-from padded_dispatch.megatron.graphs.preflight import (
+from padded_dispatch.megatron.graphs.capture import (
+    IterationGraph,
+    LayerGraphs,
     check_gradients_are_not_read,
     check_random_states,
 )

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 
 from padded_dispatch.megatron.compat import training_stream
-from padded_dispatch.megatron.graphs.bare import GraphedMoELayer
+from padded_dispatch.megatron.graphs.capture import GraphedMoELayer
 from padded_dispatch.utils.launch import WorkerPool
 from tests.megatron.graphs.test_capture import graphs, unreachable
 from tests.support import parity, tiny
