@@ -20,14 +20,17 @@ Remedy = Literal["none", "renormalize", "reroute"]
 REMEDIES: tuple[str, ...] = get_args(Remedy)
 
 
-def require(ok: object, field: str, value: object, remedy: str) -> None:
-    """Refuse a value: the error names the field, the value and the remedy.
+def require(ok: object, field: str, value: object, rule: str, fix: str = "") -> None:
+    """Raise `FIELD must RULE, got VALUE; FIX` unless `ok`.
+
+    Example: `require(k <= e, "top_k", 9, "be at most num_experts=8", "lower top_k")` raises "top_k
+    must be at most num_experts=8, got 9; lower top_k".
 
     Raises:
         ValueError: unless `ok`.
     """
     if not ok:
-        raise ValueError(f"{field}={value!r} is not possible: {remedy}")
+        raise ValueError(f"{field} must {rule}, got {value!r}" + (f"; {fix}" if fix else ""))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,7 @@ class DispatchConfig:
             `padded_dispatch.ops.overflow`.
         reroute_rounds: how often "reroute" tries.
         num_ranks: ranks in the expert-parallel group (R).
-        tp_size: ranks that split every expert's ffn between them (expert tensor parallel).
+        etp_size: ranks that split every expert's ffn between them (expert tensor parallel).
 
     Raises:
         ValueError: names the field, its value and what to change.
@@ -88,7 +91,7 @@ class DispatchConfig:
     remedy: Remedy = "none"
     reroute_rounds: int = 1
     num_ranks: int = 1
-    tp_size: int = 1
+    etp_size: int = 1
     _capacity_step: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +102,7 @@ class DispatchConfig:
             "alignment",
             "reroute_rounds",
             "num_ranks",
-            "tp_size",
+            "etp_size",
         ):
             value = getattr(self, name)
             require(
@@ -144,7 +147,7 @@ class DispatchConfig:
     @property
     def num_sources(self) -> int:
         """Ranks whose rows meet in one expert's buffer (S)."""
-        return self.num_ranks * self.tp_size
+        return self.num_ranks * self.etp_size
 
     def capacity(self, num_tokens: int) -> int:
         """Slots per (source, expert) for T = `num_tokens` tokens on this rank.
@@ -189,11 +192,11 @@ class DispatchConfig:
         home = self.num_experts * capacity * per_row
         buffers = self.num_local_experts * self.num_sources
         rows = buffers * capacity
-        exchanged, shared = self.num_ranks > 1, self.tp_size > 1
+        exchanged, shared = self.num_ranks > 1, self.etp_size > 1
         regrouped = self.num_sources > 1 and (packed or self.num_local_experts > 1)
         return BufferBytes(
             send=send,
-            receive=send * exchanged + self.tp_size * send * shared,
+            receive=send * exchanged + self.etp_size * send * shared,
             experts=rows * (per_row * regrouped + 4) + 4 * buffers * (1 + packed),
             back=rows * per_row + home * ((regrouped or shared) + exchanged),
             plan=4 * (num_tokens * self.top_k + self.num_experts * (capacity + 2)),

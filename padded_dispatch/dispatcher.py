@@ -23,7 +23,7 @@ from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
 from padded_dispatch.ops.select import Selection
 
-ExchangeKind = Literal["nccl", "direct"]
+ExchangeKind = Literal["alltoall", "direct"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +39,13 @@ class PaddedDispatcher:
     """Sends every token's rows to its experts and brings their outputs back, in static shapes.
 
     Args:
-        config: its `num_ranks` and `tp_size` must be the groups' sizes.
+        config: its `num_ranks` and `etp_size` must be the groups' sizes.
         group: the expert-parallel process group; None for a single rank.
-        tp_group: the group whose ranks split every expert's ffn; None where none do.
+        etp_group: the group whose ranks split every expert's ffn; None where none do.
         packed: give the experts packed rows, see `ExpertInput`.
-        exchange: "nccl", any backend's all-to-all; or "direct", stores between the GPUs of one
+        exchange: "alltoall", any backend's all-to-all; or "direct", stores between the GPUs of one
             host, see `padded_dispatch.exchange.direct`; it needs `packed`.
-        in_flight: with "direct": the most passes that wait for their backward pass.
+        microbatches_in_flight: with "direct": the most passes that wait for their backward pass.
 
     Creating one is a collective call of both groups' members.
     """
@@ -55,12 +55,12 @@ class PaddedDispatcher:
         config: DispatchConfig,
         *,
         group: dist.ProcessGroup | None = None,
-        tp_group: dist.ProcessGroup | None = None,
+        etp_group: dist.ProcessGroup | None = None,
         packed: bool = False,
-        exchange: ExchangeKind = "nccl",
-        in_flight: int = 1,
+        exchange: ExchangeKind = "alltoall",
+        microbatches_in_flight: int = 1,
     ) -> None:
-        for field, given in (("num_ranks", group), ("tp_size", tp_group)):
+        for field, given in (("num_ranks", group), ("etp_size", etp_group)):
             size = given.size() if given is not None else 1
             if getattr(config, field) != size:
                 raise ValueError(
@@ -68,15 +68,15 @@ class PaddedDispatcher:
                     f"{size} ranks; give both the same size"
                 )
         self.config = config
-        self.agreement = Agreement(group, tp_group)
+        self.agreement = Agreement(group, etp_group)
         self.exchange = make_exchange(
             exchange,
             self.agreement,
             config.num_local_experts,
             group,
-            tp_group,
+            etp_group,
             packed=packed,
-            in_flight=in_flight,
+            microbatches_in_flight=microbatches_in_flight,
         )
 
     def dispatch(
@@ -87,7 +87,7 @@ class PaddedDispatcher:
         mask_T: Tensor | None = None,
         *,
         scores_TE: Tensor | None = None,
-        keep_T: Tensor | None = None,
+        protected_T: Tensor | None = None,
         draw: Tensor | None = None,
     ) -> Dispatched:
         """Rows to their experts.
@@ -99,7 +99,7 @@ class PaddedDispatcher:
             mask_T: bool [T], True for padding tokens, which take no slot.
             scores_TE: floating point [T, E], for remedy "reroute": see
                 `padded_dispatch.ops.overflow.reroute`.
-            keep_T: bool [T], True for tokens that come before all others.
+            protected_T: bool [T], True for tokens that come before all others.
             draw: int64 scalar, for policy "random": see `padded_dispatch.ops.select`.
 
         Raises:
@@ -113,7 +113,7 @@ class PaddedDispatcher:
             probs_TE,
             scores_TE,
             mask_T=mask_T,
-            keep_T=keep_T,
+            protected_T=protected_T,
             draw=draw,
         )
         plan = make_plan(selection.kept_TE, top_k=self.config.top_k, capacity=capacity)
@@ -126,9 +126,9 @@ class PaddedDispatcher:
 
         Rows of `out_ND` where no token is may hold anything; they are never read.
         """
-        outgoing = self.exchange.disarrange(out_ND, dispatched.expert_input.ends_LS)
+        outgoing = self.exchange.disarrange(out_ND, dispatched.expert_input.offsets_LS)
         incoming = self.exchange.move_back(outgoing)
-        return self.exchange.combine(incoming, dispatched.plan, dispatched.expert_input.ends_LS)
+        return self.exchange.combine(incoming, dispatched.plan, dispatched.expert_input.offsets_LS)
 
 
 def make_exchange(
@@ -136,10 +136,10 @@ def make_exchange(
     agreement: Agreement,
     num_local_experts: int,
     group: dist.ProcessGroup | None,
-    tp_group: dist.ProcessGroup | None,
+    etp_group: dist.ProcessGroup | None,
     *,
     packed: bool,
-    in_flight: int,
+    microbatches_in_flight: int,
 ) -> Exchange:
     """The exchange of this kind; a collective call of both groups' members.
 
@@ -148,20 +148,26 @@ def make_exchange(
             reason.
     """
     # Before it is built: building the direct one is a conversation of the ranks.
-    facts = {"direct": int(kind == "direct"), "packed": int(packed), "in_flight": in_flight}
+    facts = {
+        "direct": int(kind == "direct"),
+        "packed": int(packed),
+        "microbatches_in_flight": microbatches_in_flight,
+    }
     agreement.check(dtype=torch.float32, **facts)
     if kind not in get_args(ExchangeKind):
-        raise ValueError(f"exchange={kind!r} is not possible: choose one of nccl, direct")
-    if kind == "nccl":
-        if packed and all(other is None or other.size() == 1 for other in (group, tp_group)):
+        raise ValueError(f"exchange={kind!r} is not possible: choose one of alltoall, direct")
+    if kind == "alltoall":
+        if packed and all(other is None or other.size() == 1 for other in (group, etp_group)):
             return LocalExchange(num_local_experts)
-        return CollectiveExchange(num_local_experts, group, tp_group, packed=packed)
+        return CollectiveExchange(num_local_experts, group, etp_group, packed=packed)
     if not packed:
         raise ValueError(
             "exchange='direct' is not possible with padded rows: take packed ones, or "
-            "exchange='nccl'"
+            "exchange='alltoall'"
         )
-    return DirectExchange(num_local_experts, group, tp_group, in_flight=in_flight)
+    return DirectExchange(
+        num_local_experts, group, etp_group, microbatches_in_flight=microbatches_in_flight
+    )
 
 
 def check_facts(

@@ -42,7 +42,7 @@ class ExpertWeights:
 def grouped_mlp(
     rows_ND: Tensor,
     probs_N: Tensor,
-    ends_L: Tensor,
+    offsets_L: Tensor,
     weights: ExpertWeights,
     activation: Activation,
     *,
@@ -54,24 +54,24 @@ def grouped_mlp(
     Args:
         rows_ND: floating point [N, D]; bf16 on CUDA devices.
         probs_N: at least fp32.
-        ends_L: contiguous int32, ascending, the last at most N.
+        offsets_L: contiguous int32, ascending, the last at most N.
         linear: `grouped_linear`, or `batched_linear` where ends are equally far apart.
         recompute: compute fc2's input again in backward.
 
     Returns:
-        [N, D]; rows from `ends_L[-1]` on are unspecified, as are those of the gradients.
+        [N, D]; rows from `offsets_L[-1]` on are unspecified, as are those of the gradients.
     """
-    fc1_NG = linear(rows_ND, weights.fc1_LGD, ends_L, None, None)
+    fc1_NG = linear(rows_ND, weights.fc1_LGD, offsets_L, None, None)
 
     def between(fc1_NG: Tensor) -> Tensor:
-        return activate(fc1_NG, probs_N, ends_L, activation, weights.fc1_bias_LG)
+        return activate(fc1_NG, probs_N, offsets_L, activation, weights.fc1_bias_LG)
 
     hidden_NF, kept_NG = between(fc1_NG), fc1_NG.detach()
     context = nullcontext()
     if recompute:
         context = _computed_again(hidden_NF, lambda: between(kept_NG).detach())
     with context:
-        return linear(hidden_NF, weights.fc2_LDF, ends_L, weights.fc2_bias_LD, probs_N)
+        return linear(hidden_NF, weights.fc2_LDF, offsets_L, weights.fc2_bias_LD, probs_N)
 
 
 def _computed_again(value: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:

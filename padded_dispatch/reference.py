@@ -2,7 +2,7 @@
 
 Everything that the package computes between the router and the combined output is here once more,
 as slowly and plainly as possible, with nothing shared with the code that it specifies. Letters as
-in `config`; S = tp_size * R sources, of which source `i * R + r` is rank r of the i-th
+in `config`; S = etp_size * R sources, of which source `i * R + r` is rank r of the i-th
 expert-parallel group. Arrays over all sources start with S, arrays over all expert ranks with R;
 M = S * C are the rows of one expert's buffer.
 
@@ -41,7 +41,7 @@ class Plan:
     slot_of_TK: NDArray
     choice_of_slot_EC: NDArray
     kept_E: NDArray
-    num_overflow: int
+    num_unplaced: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def select(
     capacity: int,
     policy: str,
     mask_T: NDArray | None = None,
-    keep_T: NDArray | None = None,
+    protected_T: NDArray | None = None,
     draw: int = 0,
 ) -> Selection:
     """At most C tokens per expert: the first ones in the order of the policy."""
@@ -86,8 +86,8 @@ def select(
         for e in range(map_TE.shape[1]):
             asked_TE[t, e] = map_TE[t, e] and not is_padding
     level_TE = np.zeros(map_TE.shape, int)
-    if keep_T is not None:
-        level_TE += keep_T[:, None]
+    if protected_T is not None:
+        level_TE += protected_T[:, None]
     kept_TE = _first_in_order(asked_TE, probs_TE, capacity, policy, level_TE, draw)
     return Selection(
         kept_TE=kept_TE,
@@ -150,7 +150,7 @@ def reroute(
     capacity: int,
     policy: str,
     rounds: int,
-    keep_T: NDArray | None = None,
+    protected_T: NDArray | None = None,
     draw: int = 0,
 ) -> Selection:
     """Dropped rows to their tokens' best other experts, by choice, while slots are free."""
@@ -170,8 +170,8 @@ def reroute(
             for e in others[: asked_TE[t].sum() - kept_TE[t].sum()]:
                 wanted_TE[t, e] = True
         level_TE = 2 * kept_TE
-        if keep_T is not None:
-            level_TE += keep_T[:, None]
+        if protected_T is not None:
+            level_TE += protected_T[:, None]
         kept_TE = _first_in_order(wanted_TE, scores_TE, capacity, policy, level_TE, draw)
     return replace(
         selection,
@@ -201,7 +201,7 @@ def plan(kept_TE: NDArray, *, top_k: int, capacity: int) -> Plan:
     slot_of_TK = np.full((num_tokens, top_k), -1, np.int32)
     choice_of_slot_EC = np.full((num_experts, capacity), -1, np.int32)
     kept_E = np.zeros(num_experts, np.int32)
-    num_overflow = 0
+    num_unplaced = 0
     for t in range(num_tokens):
         k = 0
         for e in range(num_experts):
@@ -212,13 +212,13 @@ def plan(kept_TE: NDArray, *, top_k: int, capacity: int) -> Plan:
                 choice_of_slot_EC[e, kept_E[e]] = t * top_k + k
                 kept_E[e] += 1
             else:
-                num_overflow += 1
+                num_unplaced += 1
             k += 1
     return Plan(
         slot_of_TK=slot_of_TK,
         choice_of_slot_EC=choice_of_slot_EC,
         kept_E=kept_E,
-        num_overflow=num_overflow,
+        num_unplaced=num_unplaced,
     )
 
 
@@ -298,13 +298,13 @@ def layer(
     experts: Experts,
     *,
     num_ranks: int,
-    tp_size: int = 1,
+    etp_size: int = 1,
 ) -> NDArray:
     """Dispatch, experts, combine: [S, T, D]. An expert's output is the sum over its shards."""
     given = dispatch(tokens_STD, probs_STE, plans, num_ranks=num_ranks)
     out_RLMD = np.zeros_like(given.rows_RLMD)
     for r in range(num_ranks):
-        for i in range(tp_size):
+        for i in range(etp_size):
             out_RLMD[r] += experts(i, r, given.rows_RLMD[r], given.probs_RLM[r])
     return combine(out_RLMD, plans)
 
@@ -317,7 +317,7 @@ def layer_backward(
     grad_STD: NDArray,
     *,
     num_ranks: int,
-    tp_size: int = 1,
+    etp_size: int = 1,
 ) -> tuple[NDArray, NDArray]:
     """Gradients of tokens_STD and probs_STE; those of an expert's input add up over its shards."""
     given = dispatch(tokens_STD, probs_STE, plans, num_ranks=num_ranks)
@@ -325,7 +325,7 @@ def layer_backward(
     grad_rows_RLMD = np.zeros_like(given.rows_RLMD)
     grad_probs_RLM = np.zeros_like(given.probs_RLM)
     for r in range(num_ranks):
-        for i in range(tp_size):
+        for i in range(etp_size):
             grad_rows_LMD, grad_probs_LM = experts_backward(
                 i, r, given.rows_RLMD[r], given.probs_RLM[r], grad_out_RLMD[r]
             )

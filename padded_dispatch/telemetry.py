@@ -44,7 +44,7 @@ class Snapshot:
     num_positions_Y: Ints
     num_passes_Y: Ints
     num_slots_Y: Ints
-    num_overflow_Y: Ints
+    num_unplaced_Y: Ints
     rerouted_Y: Ints
     protected_dropped_Y: Ints
     max_demand_Y: Ints
@@ -122,7 +122,7 @@ class Snapshot:
             "rank_overload": np.nan_to_num(self.rank_overload).tolist(),
             "needed_factor": np.nan_to_num(self.needed_factor).tolist(),
             "idle_passes": self.idle_passes_YR.sum(1).tolist(),
-            "overflow": self.num_overflow_Y.tolist(),
+            "unplaced": self.num_unplaced_Y.tolist(),
             "rerouted": self.rerouted_Y.tolist(),
             "protected_dropped": self.protected_dropped_Y.tolist(),
         }

@@ -72,7 +72,7 @@ def test_no_factor_drops_nothing(num_tokens):
         (100, {"alignment": 3}, 33),
         (100, {"alignment": 16, "num_ranks": 8, "num_experts": 16}, 16),  # 15.6, and 8 * 16 rows
         (5, {"alignment": 16, "capacity_factor": 100.0}, 16),  # Aligned after the clamp, past T.
-        (5, {"alignment": 16, "capacity_factor": None, "num_ranks": 4, "tp_size": 2}, 6),
+        (5, {"alignment": 16, "capacity_factor": None, "num_ranks": 4, "etp_size": 2}, 6),
     ],
 )
 def test_capacity_by_hand(num_tokens, changes, capacity):
@@ -83,14 +83,14 @@ def test_capacity_by_hand(num_tokens, changes, capacity):
     sizes=sizes(),
     alignment=st.integers(1, 300),
     num_ranks=st.integers(1, 12),
-    tp_size=st.integers(1, 4),
+    etp_size=st.integers(1, 4),
 )
-def test_alignment_adds_as_little_as_possible(sizes, alignment, num_ranks, tp_size):
+def test_alignment_adds_as_little_as_possible(sizes, alignment, num_ranks, etp_size):
     num_tokens, num_experts, top_k, factor = sizes
     shape = dict(num_experts=num_experts * num_ranks, top_k=top_k, capacity_factor=factor)
-    plain = DispatchConfig(**shape, num_ranks=num_ranks, tp_size=tp_size).capacity(num_tokens)
-    aligned = DispatchConfig(**shape, num_ranks=num_ranks, tp_size=tp_size, alignment=alignment)
-    num_sources = num_ranks * tp_size
+    plain = DispatchConfig(**shape, num_ranks=num_ranks, etp_size=etp_size).capacity(num_tokens)
+    aligned = DispatchConfig(**shape, num_ranks=num_ranks, etp_size=etp_size, alignment=alignment)
+    num_sources = num_ranks * etp_size
     fitting = (c for c in range(plain, plain + alignment) if num_sources * c % alignment == 0)
     assert aligned.capacity(num_tokens) == next(fitting)
 
@@ -112,7 +112,7 @@ def test_alignment_adds_as_little_as_possible(sizes, alignment, num_ranks, tp_si
         ({"alignment": -16}, "alignment=-16"),
         ({"policy": "rand"}, "policy='rand' .* choose one of probs, position, random, priority"),
         ({"num_ranks": 0}, "num_ranks=0"),
-        ({"tp_size": "2"}, "tp_size='2'"),
+        ({"etp_size": "2"}, "etp_size='2'"),
     ],
 )
 def test_a_wrong_value_is_named(changes, message):

@@ -21,8 +21,8 @@ from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.grids import Grid, grid, poisoned_memory
 from tests.support.routing_cases import RoutingCase, assert_same, routing_cases
 
-GRIDS_OF_2 = pytest.mark.parametrize(("num_ranks", "tp_size"), [(2, 1), (1, 2)])
-GRIDS_OF_4 = pytest.mark.parametrize(("num_ranks", "tp_size"), [(4, 1), (2, 2)])
+GRIDS_OF_2 = pytest.mark.parametrize(("num_ranks", "etp_size"), [(2, 1), (1, 2)])
+GRIDS_OF_4 = pytest.mark.parametrize(("num_ranks", "etp_size"), [(4, 1), (2, 2)])
 ROUTINGS = pytest.mark.parametrize("routing", ["thin", "hot", "same", "idle", "masked", "tiny"])
 LOCAL_EXPERTS, TOP_K, TOKENS, HIDDEN = 2, 3, 7, 4
 
@@ -139,7 +139,7 @@ class _Step:
     """One microbatch on one rank, in the parts that its tests put in order."""
 
     def __init__(self, config: DispatchConfig, batch: Batch) -> None:
-        self.here = grid(config.num_ranks, config.tp_size)
+        self.here = grid(config.num_ranks, config.etp_size)
         source = self.here.source
         self.tokens_TD = _leaf(batch.tokens_STD[source])
         self.probs_TE = _leaf(batch.probs_STE[source])
@@ -174,8 +174,8 @@ class _Step:
 
 
 def _dispatcher(config: DispatchConfig, packed: bool = False) -> PaddedDispatcher:
-    here = grid(config.num_ranks, config.tp_size)
-    return PaddedDispatcher(config, group=here.group, tp_group=here.tp_group, packed=packed)
+    here = grid(config.num_ranks, config.etp_size)
+    return PaddedDispatcher(config, group=here.group, etp_group=here.etp_group, packed=packed)
 
 
 def _one_step(config: DispatchConfig, batch: Batch) -> OneRank:
@@ -204,7 +204,7 @@ def assert_is_reference(config: DispatchConfig, batch: Batch, results: list[OneR
     ]
     plans = [reference.plan(s.kept_TE, top_k=config.top_k, capacity=capacity) for s in selections]
     probs_STE = np.stack([selection.probs_TE for selection in selections])
-    ranks = dict(num_ranks=config.num_ranks, tp_size=config.tp_size)
+    ranks = dict(num_ranks=config.num_ranks, etp_size=config.etp_size)
     out_STD = reference.layer(batch.tokens_STD, probs_STE, plans, numpy_experts, **ranks)
     grad_tokens_STD, grad_probs_STE = reference.layer_backward(
         batch.tokens_STD, probs_STE, plans, numpy_experts_backward, batch.grad_STD, **ranks
@@ -224,10 +224,10 @@ def assert_is_reference(config: DispatchConfig, batch: Batch, results: list[OneR
         assert_same(result.demand_E, selection.demand_E)
 
 
-def config_of(num_ranks: int = 1, tp_size: int = 1, **changes: Any) -> DispatchConfig:
+def config_of(num_ranks: int = 1, etp_size: int = 1, **changes: Any) -> DispatchConfig:
     num_experts = LOCAL_EXPERTS * num_ranks
     sizes = dict(num_experts=num_experts, top_k=min(TOP_K, num_experts), capacity_factor=0.75)
-    return DispatchConfig(**{**sizes, **changes}, num_ranks=num_ranks, tp_size=tp_size)
+    return DispatchConfig(**{**sizes, **changes}, num_ranks=num_ranks, etp_size=etp_size)
 
 
 @ROUTINGS
@@ -239,16 +239,16 @@ def test_one_rank_is_the_reference(routing):
 
 @ROUTINGS
 @GRIDS_OF_2
-def test_two_ranks_are_the_reference(pool2: WorkerPool, routing, num_ranks, tp_size):
-    config = config_of(num_ranks, tp_size)
+def test_two_ranks_are_the_reference(pool2: WorkerPool, routing, num_ranks, etp_size):
+    config = config_of(num_ranks, etp_size)
     batch = make_batch(config, routing)
     assert_is_reference(config, batch, pool2.run(_one_step, config, batch))
 
 
 @ROUTINGS
 @GRIDS_OF_4
-def test_four_ranks_are_the_reference(pool4: WorkerPool, routing, num_ranks, tp_size):
-    config = config_of(num_ranks, tp_size)
+def test_four_ranks_are_the_reference(pool4: WorkerPool, routing, num_ranks, etp_size):
+    config = config_of(num_ranks, etp_size)
     batch = make_batch(config, routing)
     assert_is_reference(config, batch, pool4.run(_one_step, config, batch))
 
@@ -264,8 +264,8 @@ def test_every_option_is_the_reference(pool4: WorkerPool, changes):
 
 
 @GRIDS_OF_4
-def test_a_dispatcher_keeps_nothing_between_calls(pool4: WorkerPool, num_ranks, tp_size):
-    config = config_of(num_ranks, tp_size)
+def test_a_dispatcher_keeps_nothing_between_calls(pool4: WorkerPool, num_ranks, etp_size):
+    config = config_of(num_ranks, etp_size)
     batches = make_batch(config, "thin", seed=1), make_batch(config, "tiny", seed=2)
     firsts, seconds = zip(*pool4.run(_two_in_flight, config, batches), strict=True)
     assert_is_reference(config, batches[0], list(firsts))
@@ -298,10 +298,10 @@ def _layer(
 
 
 def _compiled_and_eager(
-    num_ranks: int, tp_size: int, packed: bool = False
+    num_ranks: int, etp_size: int, packed: bool = False
 ) -> list[tuple[Tensor, Tensor]]:
     """Pairs of outputs and gradients in fp32, where another order of a sum would show."""
-    config = config_of(num_ranks, tp_size)
+    config = config_of(num_ranks, etp_size)
     dispatcher = _dispatcher(config, packed)
     compiled = torch.compile(_layer, fullgraph=True, backend="aot_eager")
     pairs = []
@@ -327,14 +327,14 @@ def test_compiled_as_one_graph_is_eager_bit_by_bit(packed):
 
 
 @GRIDS_OF_2
-def test_compiled_over_ranks_is_eager_bit_by_bit(pool2: WorkerPool, num_ranks, tp_size):
-    for pairs in pool2.run(_compiled_and_eager, num_ranks, tp_size):
+def test_compiled_over_ranks_is_eager_bit_by_bit(pool2: WorkerPool, num_ranks, etp_size):
+    for pairs in pool2.run(_compiled_and_eager, num_ranks, etp_size):
         assert len(pairs) == 6
         for ours, theirs in pairs:
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("field", ["num_ranks", "tp_size"])
+@pytest.mark.parametrize("field", ["num_ranks", "etp_size"])
 def test_a_config_of_another_size_than_its_group_is_refused(field):
     config = DispatchConfig(num_experts=4, top_k=2, **{field: 2})
     with pytest.raises(ValueError, match=f"^{field}=2 .* its process group has 1 ranks"):
@@ -360,7 +360,7 @@ def _exchange_with(**on_rank_1: Any) -> None:
     ("option", "words"),
     [
         ({"packed": True}, "packed is 0 on rank 0, 1 on rank 1"),
-        ({"in_flight": 3}, "in_flight is 1 on rank 0, 3 on rank 1"),
+        ({"microbatches_in_flight": 3}, "microbatches_in_flight is 1 on rank 0, 3 on rank 1"),
     ],
     ids=["packed", "in flight"],
 )

@@ -30,8 +30,8 @@ def one_step(config: DispatchConfig, batch: Batch) -> OneRank:
     return step.finish(dispatcher, step.dispatch(dispatcher))
 
 
-def whole_world(num_ranks: int, tp_size: int) -> Grid:
-    return Grid(r=dist.get_rank(), i=0, group=dist.group.WORLD, tp_group=None)
+def whole_world(num_ranks: int, etp_size: int) -> Grid:
+    return Grid(r=dist.get_rank(), i=0, group=dist.group.WORLD, etp_group=None)
 
 
 @pytest.mark.parametrize("routing", ["thin", "hot", "same", "idle", "masked"])

@@ -64,21 +64,21 @@ def inputs(
 def ours(
     rows_ND: Tensor,
     probs_N: Tensor,
-    ends_L: Tensor,
+    offsets_L: Tensor,
     activation: Activation,
     recompute: bool = False,
     **weights: Tensor,
 ) -> Tensor:
     stacked = ExpertWeights(**weights)
-    return grouped_mlp(rows_ND, probs_N, ends_L, stacked, activation, recompute=recompute)
+    return grouped_mlp(rows_ND, probs_N, offsets_L, stacked, activation, recompute=recompute)
 
 
 def one_by_one(
-    rows_ND: Tensor, probs_N: Tensor, ends_L: Tensor, activation: Activation, **weights: Tensor
+    rows_ND: Tensor, probs_N: Tensor, offsets_L: Tensor, activation: Activation, **weights: Tensor
 ) -> Tensor:
     """What the grouped MLP is to compute, in plain torch."""
     function, start, out = FUNCTIONS[activation.function], 0, []
-    for expert, end in enumerate(ends_L.tolist()):
+    for expert, end in enumerate(offsets_L.tolist()):
         w = {name: stacked[expert] for name, stacked in weights.items()}
         prob = probs_N[start:end, None]
         x = linear(rows_ND[start:end], w["fc1_LGD"], w.get("fc1_bias_LG"))
@@ -100,9 +100,9 @@ def results(
     function: Callable[..., Tensor], counts: list[int], activation: Activation, biased: bool
 ) -> Found:
     """Output and gradients; the gradient of the output is NaN where no row is."""
-    given, ends_L = inputs(counts, 3, activation, biased), ends_of(counts)
+    given, offsets_L = inputs(counts, 3, activation, biased), ends_of(counts)
     with poisoned_memory():
-        out_ND = function(**given, ends_L=ends_L, activation=activation)
+        out_ND = function(**given, offsets_L=offsets_L, activation=activation)
         grad_ND = torch.full_like(out_ND, torch.nan)
         grad_ND[: sum(counts)] = torch.linspace(-1, 1, sum(counts) * D).view(-1, D)
         out_ND.backward(grad_ND)
@@ -143,7 +143,7 @@ def test_fc2s_input_may_be_computed_again(monkeypatch, biased, recompute):
     monkeypatch.setattr(experts, "activate", activate)
     function = functools.partial(ours, recompute=recompute)
     out_ND = function(
-        **inputs(counts, 0, activation, biased), ends_L=ends_of(counts), activation=activation
+        **inputs(counts, 0, activation, biased), offsets_L=ends_of(counts), activation=activation
     )
     assert storages[0].expired() == recompute
     out_ND.sum().backward()
@@ -155,10 +155,10 @@ def test_fc2s_input_may_be_computed_again(monkeypatch, biased, recompute):
 
 def test_gradients_are_those_of_the_function():
     gpt_oss = Activation(**ALL["gpt-oss"])
-    given, ends_L = inputs([2, 0, 3], 0, gpt_oss, biased=True), ends_of([2, 0, 3])
+    given, offsets_L = inputs([2, 0, 3], 0, gpt_oss, biased=True), ends_of([2, 0, 3])
     assert torch.autograd.gradcheck(
         lambda *values: ours(
-            **dict(zip(given, values, strict=True)), ends_L=ends_L, activation=gpt_oss
+            **dict(zip(given, values, strict=True)), offsets_L=offsets_L, activation=gpt_oss
         ),
         tuple(given.values()),
     )
@@ -167,8 +167,8 @@ def test_gradients_are_those_of_the_function():
 @pytest.mark.parametrize("name", ["swiglu", "gpt-oss"])
 def test_compiles_as_one_graph(name):
     activation = Activation(**ALL[name])
-    given, ends_L = inputs([2, 0, 3], 0, activation, biased=True), ends_of([2, 0, 3])
-    function = functools.partial(ours, ends_L=ends_L, activation=activation)
+    given, offsets_L = inputs([2, 0, 3], 0, activation, biased=True), ends_of([2, 0, 3])
+    function = functools.partial(ours, offsets_L=offsets_L, activation=activation)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(**given), function(**given))
 
@@ -179,10 +179,10 @@ LARGE = [[0, 300, 0, 1, 129, 0, 64, 7], [513], [0, 0, 0], [200] * 4]
 
 
 def on_gpu(
-    function, activation: Activation, given: Found, ends_L: Tensor, grad_ND: Tensor
+    function, activation: Activation, given: Found, offsets_L: Tensor, grad_ND: Tensor
 ) -> Found:
     leaves = {name: value.detach().clone().requires_grad_() for name, value in given.items()}
-    out_ND = function(**leaves, ends_L=ends_L, activation=activation)
+    out_ND = function(**leaves, offsets_L=offsets_L, activation=activation)
     out_ND.backward(grad_ND[: out_ND.shape[0]])  # One by one there is nothing behind the rows.
     return {"out_ND": out_ND.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
 
@@ -215,13 +215,13 @@ def random_case(
 def test_bf16_is_as_exact_as_torch(cuda, counts, name, biased):
     """At most twice torch's error against fp64, plus a unit in the last place; memory is NaN."""
     activation = Activation(**ALL[name])
-    given, ends_L, grad_ND = random_case(counts, activation, biased, cuda)
+    given, offsets_L, grad_ND = random_case(counts, activation, biased, cuda)
     with poisoned_memory():
-        mine = on_gpu(ours, activation, given, ends_L, grad_ND)
-        again = on_gpu(ours, activation, given, ends_L, grad_ND)
-    in_torch = on_gpu(one_by_one, activation, given, ends_L, grad_ND)
+        mine = on_gpu(ours, activation, given, offsets_L, grad_ND)
+        again = on_gpu(ours, activation, given, offsets_L, grad_ND)
+    in_torch = on_gpu(one_by_one, activation, given, offsets_L, grad_ND)
     wide = {name: value.double() for name, value in given.items()}
-    exact = on_gpu(one_by_one, activation, wide, ends_L, grad_ND.double())
+    exact = on_gpu(one_by_one, activation, wide, offsets_L, grad_ND.double())
     for key, value in exact.items():
         real = slice(sum(counts)) if "_N" in key else slice(None)
         value = value[real]
@@ -241,28 +241,28 @@ def test_one_capture_serves_all_counts_without_a_look_at_the_host(cuda):
     """Replay equals eager bit by bit, also where experts have no rows; nothing synchronizes."""
     num_rows = 500
     gpt_oss = Activation(**ALL["gpt-oss"])
-    given, ends_L, grad_ND = random_case([50, 60, 70, 320], gpt_oss, True, cuda)
+    given, offsets_L, grad_ND = random_case([50, 60, 70, 320], gpt_oss, True, cuda)
     given = {n: v.detach()[:num_rows] if "_N" in n else v.detach() for n, v in given.items()}
     grad_ND = grad_ND[:num_rows]
-    eager = on_gpu(ours, gpt_oss, given, ends_L, grad_ND)  # Compiles the kernels.
+    eager = on_gpu(ours, gpt_oss, given, offsets_L, grad_ND)  # Compiles the kernels.
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        on_gpu(ours, gpt_oss, given, ends_L, grad_ND)
+        on_gpu(ours, gpt_oss, given, offsets_L, grad_ND)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        on_gpu(ours, gpt_oss, given, ends_L, grad_ND)
+        on_gpu(ours, gpt_oss, given, offsets_L, grad_ND)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = on_gpu(ours, gpt_oss, given, ends_L, grad_ND)
+        replayed = on_gpu(ours, gpt_oss, given, offsets_L, grad_ND)
     for counts in ([50, 60, 70, 320], [0, 500, 0, 0], [0, 0, 0, 0], [1, 2, 0, 3], [200, 0, 100, 0]):
-        ends_L.copy_(ends_of(counts))
+        offsets_L.copy_(ends_of(counts))
         graph.replay()
-        eager = on_gpu(ours, gpt_oss, given, ends_L, grad_ND)
+        eager = on_gpu(ours, gpt_oss, given, offsets_L, grad_ND)
         for name, value in eager.items():
             real = slice(sum(counts)) if "_N" in name else slice(None)
             assert torch.equal(replayed[name][real], value[real]), (counts, name)

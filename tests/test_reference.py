@@ -48,7 +48,7 @@ def test_plan_fills_slots_in_token_order():
     assert plan.slot_of_TK.tolist() == [[0, -1], [1, 2], [3, -1]]
     assert plan.choice_of_slot_EC.tolist() == [[0, 2], [3, 4]]
     assert plan.kept_E.tolist() == [2, 2]
-    assert plan.num_overflow == 0
+    assert plan.num_unplaced == 0
 
 
 def test_plan_counts_what_has_no_slot():
@@ -58,7 +58,7 @@ def test_plan_counts_what_has_no_slot():
     assert plan.slot_of_TK.tolist() == [[0, 2], [1, -1], [-1, 4]]
     assert plan.choice_of_slot_EC.tolist() == [[0, 2], [1, -1], [5, -1]]
     assert plan.kept_E.tolist() == [2, 1, 1]
-    assert plan.num_overflow == 2
+    assert plan.num_unplaced == 2
 
 
 # Two ranks with two shards each, so S = 4; E = 4, L = 2, K = 2, T = 3, C = 2 (M = 8).
@@ -129,7 +129,7 @@ def experts_backward(shard, rank, rows_LMD, probs_LM, grad_LMD):
 
 def test_layer_is_a_sum_over_experts_and_shards(plans):
     out_STD = reference.layer(
-        TOKENS_STD, PROBS_STE, plans, experts, num_ranks=RANKS, tp_size=SHARDS
+        TOKENS_STD, PROBS_STE, plans, experts, num_ranks=RANKS, etp_size=SHARDS
     )
     for source, plan in enumerate(plans):
         for t in range(TOKENS):
@@ -148,7 +148,7 @@ def test_gradients_are_differences(plans):
 
     def loss(tokens_STD, probs_STE):
         out_STD = reference.layer(
-            tokens_STD, probs_STE, plans, experts, num_ranks=RANKS, tp_size=SHARDS
+            tokens_STD, probs_STE, plans, experts, num_ranks=RANKS, etp_size=SHARDS
         )
         return (out_STD * grad_STD).sum()
 
@@ -160,7 +160,7 @@ def test_gradients_are_differences(plans):
         experts_backward,
         grad_STD,
         num_ranks=RANKS,
-        tp_size=SHARDS,
+        etp_size=SHARDS,
     )
     for index in np.ndindex(TOKENS_STD.shape):
         step = np.zeros_like(TOKENS_STD)

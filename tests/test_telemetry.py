@@ -22,7 +22,7 @@ def counted() -> Counters:
     probs_TE = torch.full((T, E), 0.5)
     for _ in range(2):
         counters.observe(asked_TE, probs_TE, select(asked_TE, probs_TE, capacity=3), 3)
-    counters.add_overflow(torch.tensor([0, 7, 0, 0]))
+    counters.add_unplaced(torch.tensor([0, 7, 0, 0]))
     return counters
 
 
@@ -47,7 +47,7 @@ def test_counts_are_those_of_the_counters():
     assert seen.dropped_mass_Y.tolist() == [6 * 2**31, 0]
     assert (seen.num_tokens_Y[0], seen.lost_tokens_Y[0]) == (10, 2)  # token 3 keeps neither
     assert (seen.num_positions_Y[0], seen.num_passes_Y[0]) == (2 * T, 2)
-    assert (seen.num_slots_Y[0], seen.num_overflow_Y[0]) == (2 * E * 3, 7)
+    assert (seen.num_slots_Y[0], seen.num_unplaced_Y[0]) == (2 * E * 3, 7)
     assert seen.max_demand_Y.tolist() == [5, 0]
 
 
@@ -81,7 +81,7 @@ def test_figures_are_of_all_layers_and_of_each():
         "rank_overload": 1.8,
         "needed_factor": 5 * 4 / 12,
         "idle_passes": 2,
-        "overflow": 7,
+        "unplaced": 7,
         "rerouted": 0,
         "protected_dropped": 0,
     }

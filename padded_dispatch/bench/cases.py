@@ -49,7 +49,7 @@ class Contender:
         """`PaddedOptions.exchange` of ours; None for Megatron's own."""
         if self.name != "ours":
             return None
-        return "direct" if self.variant == "direct" else "nccl"
+        return "direct" if self.variant == "direct" else "alltoall"
 
 
 _OURS: dict[str, Any] = {"name": "ours", "dispatcher": "padded_alltoall"}

@@ -192,7 +192,7 @@ def _synchronize(device: torch.device) -> None:
 _PHASES = {
     "select": r"_select_kernel|_choice_ranks_kernel",
     "plan": r"_rank_kernel|_slot_kernel|_row_id_map",
-    "side": r"_(gather|scatter)_side_kernel",
+    "side": r"_(gather|scatter)_meta_kernel",
     "gather": r"_spread_rows_kernel|\b_permute_kernel|_unpermute_bwd",
     "combine": r"_sum_rows_kernel|_unpermute_kernel",
     "regroup": r"_regroup|_pack_rows|_unpack_rows|sort_chunks",

@@ -33,10 +33,10 @@ from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import make_plan
 from padded_dispatch.ops.rows import (
     combine_rows,
+    gather_meta,
     gather_rows,
-    gather_side,
     pack_rows,
-    running_ends,
+    running_offsets,
     unpack_rows,
 )
 from padded_dispatch.ops.select import select
@@ -171,14 +171,14 @@ def _selections(config: DispatchConfig, num_tokens: int, device: torch.device) -
     """Each policy, each remedy, and protection: forward only, the same kernels for any routing."""
     capacity = config.capacity(num_tokens)
     probs_TE, map_TE = _routing(config, num_tokens, device)
-    keep_T = torch.arange(num_tokens, device=device) % 10 == 0
+    protected_T = torch.arange(num_tokens, device=device) % 10 == 0
     draw = torch.zeros((), dtype=torch.int64, device=device)
     fill = int(map_TE.sum(0).clamp(max=capacity).sum()) / (config.num_experts * capacity)
 
-    def part(name: str, chosen: DispatchConfig, keep_T: Tensor | None = None) -> Part:
+    def part(name: str, chosen: DispatchConfig, protected_T: Tensor | None = None) -> Part:
         def run() -> None:
             select_with_remedy(
-                chosen, capacity, map_TE, probs_TE, probs_TE, keep_T=keep_T, draw=draw
+                chosen, capacity, map_TE, probs_TE, probs_TE, protected_T=protected_T, draw=draw
             )
 
         return Part(name=name, run=run, fill=fill)
@@ -187,7 +187,7 @@ def _selections(config: DispatchConfig, num_tokens: int, device: torch.device) -
         yield part(f"select {policy}", dataclasses.replace(config, policy=policy))
     for remedy in ("renormalize", "reroute"):
         yield part(f"select probs, {remedy}", dataclasses.replace(config, remedy=remedy))
-    yield part("select probs, protected", config, keep_T)
+    yield part("select probs, protected", config, protected_T)
     yield _telemetry(config, probs_TE, map_TE)
 
 
@@ -201,7 +201,7 @@ def _telemetry(config: DispatchConfig, probs_TE: Tensor, map_TE: Tensor) -> Part
 
     def count() -> None:
         counters.observe(map_TE, probs_TE, selection, capacity)
-        counters.add_overflow(plan.overflow_E)
+        counters.add_unplaced(plan.unplaced_E)
         counters.add_received(plan.kept_E)
 
     return Part(name="telemetry", run=count, fill=int(plan.kept_E.sum()) / num_slots)
@@ -237,7 +237,7 @@ def _kernels(
         make_plan(kept_TE, top_k=config.top_k, capacity=capacity)
 
     yield Part(name="select and plan", run=select_and_plan, fill=fill)
-    yield Part(name="side", run=lambda: gather_side(probs_TE, plan), fill=fill)
+    yield Part(name="side", run=lambda: gather_meta(probs_TE, plan), fill=fill)
     for name, zeros in (("gather", True), ("gather, packed", False)):
         spread = functools.partial(gather_rows, tokens_TD, plan, zeros=zeros)
         yield Part(name=name, run=spread, fill=fill, bytes=once)
@@ -246,11 +246,11 @@ def _kernels(
     # Received slots are as full as sent ones where all ranks route alike.
     num_sources, num_local = config.num_sources, config.num_local_experts
     slots_MCD = rows_ECD.view(num_sources * num_local, capacity, -1)
-    ends_LS = running_ends(plan.kept_E.view(num_sources, num_local))
-    packed_ND = pack_rows(slots_MCD, ends_LS)
+    offsets_LS = running_offsets(plan.kept_E.view(num_sources, num_local))
+    packed_ND = pack_rows(slots_MCD, offsets_LS)
     twice = 2 * num_kept * per_row
-    yield Part(name="pack", run=lambda: pack_rows(slots_MCD, ends_LS), fill=fill, bytes=twice)
-    unpack = functools.partial(unpack_rows, packed_ND, ends_LS, zeros=False)
+    yield Part(name="pack", run=lambda: pack_rows(slots_MCD, offsets_LS), fill=fill, bytes=twice)
+    unpack = functools.partial(unpack_rows, packed_ND, offsets_LS, zeros=False)
     yield Part(name="unpack", run=unpack, fill=fill, bytes=twice)
 
 
@@ -275,10 +275,10 @@ def _experts(
     inputs = rows_ND, probs_N, weights.fc1_LGD, weights.fc2_LDF
     for fill in _FILLS:
         per_expert = round(slots * fill)
-        ends_L = torch.arange(1, num_local + 1, device=device, dtype=torch.int32) * per_expert
+        offsets_L = torch.arange(1, num_local + 1, device=device, dtype=torch.int32) * per_expert
 
-        def both_ways(ends_L: Tensor = ends_L, linear: Linear = grouped_linear) -> None:
-            out_ND = grouped_mlp(rows_ND, probs_N, ends_L, weights, Activation(), linear=linear)
+        def both_ways(offsets_L: Tensor = offsets_L, linear: Linear = grouped_linear) -> None:
+            out_ND = grouped_mlp(rows_ND, probs_N, offsets_L, weights, Activation(), linear=linear)
             torch.autograd.grad(out_ND, inputs, grad_ND)
 
         flops = 18 * num_local * per_expert * width * ffn

@@ -17,13 +17,13 @@ from padded_dispatch.ops.plan import DispatchPlan
 class Slots:
     """Rows in slots, ordered (source or destination rank, local expert, slot).
 
-    `rows_MCD`: [M, C, D], M = E before the exchange and S * L after it. `side_MC1`: [M, C + 1], at
+    `rows_MCD`: [M, C, D], M = E before the exchange and S * L after it. `meta_MC1`: [M, C + 1], at
     least fp32: the probability of each slot, then the number of kept rows; None on the way back.
     With `PackedAtOnce`, the same shapes hold packed rows.
     """
 
     rows_MCD: Tensor
-    side_MC1: Tensor | None = None
+    meta_MC1: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,14 @@ class ExpertInput:
     them, is wrong.
 
     `rows_ND`: [N, D]. `probs_N`: at least fp32, 0 in padded rows. `kept_SL`: int32, real rows per
-    (source, local expert); of each C slots the first so many are real. `ends_LS`: int32, where the
+    (source, local expert); of each C slots the first so many are real. `offsets_LS`: int32, where the
     packed rows of each (local expert, source) end; None says that the layout is the padded one.
     """
 
     rows_ND: Tensor
     probs_N: Tensor
     kept_SL: Tensor
-    ends_LS: Tensor | None = None
+    offsets_LS: Tensor | None = None
 
 
 class Exchange(Protocol):
@@ -68,7 +68,7 @@ class Exchange(Protocol):
         """Slots in the order that experts read."""
         ...
 
-    def disarrange(self, out_ND: Tensor, ends_LS: Tensor | None) -> Slots:
+    def disarrange(self, out_ND: Tensor, offsets_LS: Tensor | None) -> Slots:
         """The experts' output, in the layout of their input, back into the order of the wire."""
         ...
 
@@ -76,8 +76,8 @@ class Exchange(Protocol):
         """Slots home to the ranks of their tokens."""
         ...
 
-    def combine(self, incoming: Slots, plan: DispatchPlan, ends_LS: Tensor | None) -> Tensor:
-        """The sum of its slots for every token, [T, D]; `ends_LS` are those of the input."""
+    def combine(self, incoming: Slots, plan: DispatchPlan, offsets_LS: Tensor | None) -> Tensor:
+        """The sum of its slots for every token, [T, D]; `offsets_LS` are those of the input."""
         ...
 
 
@@ -91,10 +91,10 @@ class PackedAtOnce:
         """Nothing: they are there."""
         return outgoing
 
-    def disarrange(self, out_ND: Tensor, ends_LS: Tensor | None) -> Slots:
+    def disarrange(self, out_ND: Tensor, offsets_LS: Tensor | None) -> Slots:
         """The same rows, [E, C, D]."""
-        assert ends_LS is not None
-        return Slots(rows_MCD=out_ND.unflatten(0, (ends_LS.numel(), -1)))
+        assert offsets_LS is not None
+        return Slots(rows_MCD=out_ND.unflatten(0, (offsets_LS.numel(), -1)))
 
     def move_back(self, outgoing: Slots) -> Slots:
         """Nothing: `combine`, which has the plan, knows their way."""

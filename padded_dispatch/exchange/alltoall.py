@@ -30,13 +30,13 @@ from padded_dispatch.exchange import ExpertInput, Slots
 from padded_dispatch.ops.plan import DispatchPlan
 from padded_dispatch.ops.rows import (
     combine_rows,
+    gather_meta,
     gather_rows,
-    gather_side,
     pack_rows,
-    running_ends,
+    running_offsets,
     unpack_rows,
 )
-from padded_dispatch.utils.nvtx import stage
+from padded_dispatch.utils.nvtx import nvtx_range
 
 # torch 2.13 deprecates the longer names; 2.8 knows no others.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -99,7 +99,7 @@ def _save_group(ctx, inputs, output) -> None:
 
 
 all_to_all.register_autograd(
-    stage("exchange backward")(lambda ctx, grad: (all_to_all(grad, *ctx.group), None)),
+    nvtx_range("exchange backward")(lambda ctx, grad: (all_to_all(grad, *ctx.group), None)),
     setup_context=_save_group,
 )
 all_gather.register_autograd(
@@ -116,7 +116,7 @@ class CollectiveExchange:
     Args:
         num_local_experts: experts on this rank (L).
         group: the expert-parallel group (R ranks), or None for one rank.
-        tp_group: the group whose ranks split every expert's ffn, or None for one rank.
+        etp_group: the group whose ranks split every expert's ffn, or None for one rank.
         packed: hand out the packed layout of `ExpertInput` instead of the padded one.
     """
 
@@ -124,81 +124,81 @@ class CollectiveExchange:
         self,
         num_local_experts: int,
         group: dist.ProcessGroup | None = None,
-        tp_group: dist.ProcessGroup | None = None,
+        etp_group: dist.ProcessGroup | None = None,
         *,
         packed: bool = False,
     ) -> None:
         self.packed = packed
         self.num_local_experts = num_local_experts
         self.num_ranks = group.size() if group is not None else 1
-        self.tp_size = tp_group.size() if tp_group is not None else 1
-        self.num_sources = self.num_ranks * self.tp_size
+        self.etp_size = etp_group.size() if etp_group is not None else 1
+        self.num_sources = self.num_ranks * self.etp_size
         self._group = group_name(group) if group is not None else ""
-        self._tp_group = group_name(tp_group) if tp_group is not None else ""
+        self._etp_group = group_name(etp_group) if etp_group is not None else ""
 
-    @stage("gather")
+    @nvtx_range("gather")
     def prepare(self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan) -> Slots:
         """Tokens and their probabilities into slots: rows [E, C, D], side [E, C + 1]."""
         rows_MCD = gather_rows(tokens_TD, plan, zeros=not self.packed)
-        return Slots(rows_MCD=rows_MCD, side_MC1=gather_side(probs_TE, plan))
+        return Slots(rows_MCD=rows_MCD, meta_MC1=gather_meta(probs_TE, plan))
 
-    @stage("exchange")
+    @nvtx_range("exchange")
     def move(self, outgoing: Slots) -> Slots:
         """Slots to the ranks of their experts: [E, ...] to [R * L, ...]."""
         return self._all_to_all(outgoing)
 
-    @stage("regroup")
+    @nvtx_range("regroup")
     def arrange(self, incoming: Slots) -> ExpertInput:
         """[S * L, C, D] to rows [N, D] with N = L * S * C, by expert."""
-        rows_MCD, side_MC1 = incoming.rows_MCD, incoming.side_MC1
-        assert side_MC1 is not None
-        if self.tp_size > 1:
-            rows_MCD = all_gather(rows_MCD, self._tp_group, self.tp_size)
-            side_MC1 = all_gather(side_MC1, self._tp_group, self.tp_size)
+        rows_MCD, meta_MC1 = incoming.rows_MCD, incoming.meta_MC1
+        assert meta_MC1 is not None
+        if self.etp_size > 1:
+            rows_MCD = all_gather(rows_MCD, self._etp_group, self.etp_size)
+            meta_MC1 = all_gather(meta_MC1, self._etp_group, self.etp_size)
         by_source = (self.num_sources, self.num_local_experts)
-        side_SLC1 = side_MC1.unflatten(0, by_source)
-        kept_SL = side_SLC1[..., -1].detach().to(torch.int32)
+        meta_SLC1 = meta_MC1.unflatten(0, by_source)
+        kept_SL = meta_SLC1[..., -1].detach().to(torch.int32)
         if self.packed:
-            ends_LS = running_ends(kept_SL)
+            offsets_LS = running_offsets(kept_SL)
             return ExpertInput(
-                rows_ND=pack_rows(rows_MCD, ends_LS, zeros=False),
-                probs_N=pack_rows(side_MC1[:, :-1, None], ends_LS, zeros=False).squeeze(1),
+                rows_ND=pack_rows(rows_MCD, offsets_LS, zeros=False),
+                probs_N=pack_rows(meta_MC1[:, :-1, None], offsets_LS, zeros=False).squeeze(1),
                 kept_SL=kept_SL,
-                ends_LS=ends_LS,
+                offsets_LS=offsets_LS,
             )
         return ExpertInput(
             rows_ND=rows_MCD.unflatten(0, by_source).transpose(0, 1).flatten(0, 2),
-            probs_N=side_SLC1[..., :-1].transpose(0, 1).flatten(),
+            probs_N=meta_SLC1[..., :-1].transpose(0, 1).flatten(),
             kept_SL=kept_SL,
         )
 
-    @stage("regroup")
-    def disarrange(self, out_ND: Tensor, ends_LS: Tensor | None) -> Slots:
+    @nvtx_range("regroup")
+    def disarrange(self, out_ND: Tensor, offsets_LS: Tensor | None) -> Slots:
         """[N, D] to [R * L, C, D], summed over the ranks that split an expert."""
-        if ends_LS is not None:
-            rows_MCD = unpack_rows(out_ND, ends_LS, zeros=False)
+        if offsets_LS is not None:
+            rows_MCD = unpack_rows(out_ND, offsets_LS, zeros=False)
         else:
             by_expert = (self.num_local_experts, self.num_sources, -1)
             rows_MCD = out_ND.unflatten(0, by_expert).transpose(0, 1).flatten(0, 1)
-        if self.tp_size > 1:
-            rows_MCD = reduce_scatter(rows_MCD, self._tp_group, self.tp_size)
+        if self.etp_size > 1:
+            rows_MCD = reduce_scatter(rows_MCD, self._etp_group, self.etp_size)
         return Slots(rows_MCD=rows_MCD)
 
-    @stage("exchange")
+    @nvtx_range("exchange")
     def move_back(self, outgoing: Slots) -> Slots:
         """Slots home to the ranks of their tokens: [R * L, C, D] to [E, C, D]."""
         return self._all_to_all(outgoing)
 
-    @stage("combine")
-    def combine(self, incoming: Slots, plan: DispatchPlan, ends_LS: Tensor | None) -> Tensor:
+    @nvtx_range("combine")
+    def combine(self, incoming: Slots, plan: DispatchPlan, offsets_LS: Tensor | None) -> Tensor:
         """The sum of its slots for every token, [T, D]."""
         return combine_rows(incoming.rows_MCD, plan, zeros=not self.packed)
 
     def _all_to_all(self, slots: Slots) -> Slots:
         if self.num_ranks == 1:
             return slots
-        side_MC1 = slots.side_MC1
+        meta_MC1 = slots.meta_MC1
         return Slots(
             rows_MCD=all_to_all(slots.rows_MCD, self._group),
-            side_MC1=None if side_MC1 is None else all_to_all(side_MC1, self._group),
+            meta_MC1=None if meta_MC1 is None else all_to_all(meta_MC1, self._group),
         )

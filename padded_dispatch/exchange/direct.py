@@ -52,8 +52,8 @@ from torch.library import custom_op
 from padded_dispatch.exchange import ExpertInput, PackedAtOnce, Slots
 from padded_dispatch.exchange.symmetric_memory import DirectBuffers, Shape, check_group, find
 from padded_dispatch.ops.plan import DispatchPlan
-from padded_dispatch.ops.rows import running_ends
-from padded_dispatch.utils.nvtx import stage
+from padded_dispatch.ops.rows import running_offsets
+from padded_dispatch.utils.nvtx import nvtx_range
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -68,8 +68,8 @@ class DirectExchange(PackedAtOnce):
     Args:
         num_local_experts: experts on this rank (L).
         group: the expert-parallel group, all on one host.
-        tp_group: must be None, or have one rank.
-        in_flight: microbatches whose forward is done and whose backward is not, at most.
+        etp_group: must be None, or have one rank.
+        microbatches_in_flight: microbatches whose forward is done and whose backward is not, at most.
 
     Raises:
         ValueError: on all ranks, where it is not possible, with the reason.
@@ -79,22 +79,22 @@ class DirectExchange(PackedAtOnce):
         self,
         num_local_experts: int,
         group: dist.ProcessGroup | None,
-        tp_group: dist.ProcessGroup | None = None,
+        etp_group: dist.ProcessGroup | None = None,
         *,
-        in_flight: int = 1,
+        microbatches_in_flight: int = 1,
     ) -> None:
-        if tp_group is not None and tp_group.size() > 1:
+        if etp_group is not None and etp_group.size() > 1:
             raise ValueError(
-                f"exchange='direct' is not possible with {tp_group.size()} ranks that split every "
-                "expert; set expert_tensor_parallel_size=1 or exchange='nccl'"
+                f"exchange='direct' is not possible with {etp_group.size()} ranks that split every "
+                "expert; set expert_tensor_parallel_size=1 or exchange='alltoall'"
             )
         self._group = check_group(group)
         self.num_local_experts = num_local_experts
         self.num_sources = self._group.size()
-        self._in_flight = in_flight
+        self._in_flight = microbatches_in_flight
         self._buffers: dict[Shape, DirectBuffers] = {}
 
-    @stage("exchange")
+    @nvtx_range("exchange")
     def prepare(self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan) -> Slots:
         """Tokens and probabilities to their experts: rows [E, C, D], side [E, C + 1].
 
@@ -111,9 +111,9 @@ class DirectExchange(PackedAtOnce):
         )
         if shape not in self._buffers:
             self._buffers[shape] = DirectBuffers(
-                self._group, shape, tokens_TD.device, in_flight=self._in_flight
+                self._group, shape, tokens_TD.device, microbatches_in_flight=self._in_flight
             )
-        rows_ND, side, _ = _push(
+        rows_ND, meta, _ = _push(
             tokens_TD,
             probs_TE,
             plan.slot_of_TK,
@@ -125,35 +125,35 @@ class DirectExchange(PackedAtOnce):
         )
         return Slots(
             rows_MCD=rows_ND.unflatten(0, (num_experts, capacity)),
-            side_MC1=side.unflatten(0, (num_experts, capacity + 1)),
+            meta_MC1=meta.unflatten(0, (num_experts, capacity + 1)),
         )
 
-    @stage("regroup")
+    @nvtx_range("regroup")
     def arrange(self, incoming: Slots) -> ExpertInput:
         """The same rows, [N, D], and where they end."""
-        assert incoming.side_MC1 is not None
-        rows_ND, side = incoming.rows_MCD.flatten(0, 1), incoming.side_MC1.flatten()
+        assert incoming.meta_MC1 is not None
+        rows_ND, meta = incoming.rows_MCD.flatten(0, 1), incoming.meta_MC1.flatten()
         num_rows = rows_ND.shape[0]
-        count_SL = side[num_rows:].detach().view(self.num_sources, self.num_local_experts)
+        count_SL = meta[num_rows:].detach().view(self.num_sources, self.num_local_experts)
         kept_SL = count_SL.to(torch.int32)
         return ExpertInput(
             rows_ND=rows_ND,
-            probs_N=side[:num_rows],
+            probs_N=meta[:num_rows],
             kept_SL=kept_SL,
-            ends_LS=running_ends(kept_SL),
+            offsets_LS=running_offsets(kept_SL),
         )
 
-    @stage("exchange")
-    def combine(self, incoming: Slots, plan: DispatchPlan, ends_LS: Tensor | None) -> Tensor:
+    @nvtx_range("exchange")
+    def combine(self, incoming: Slots, plan: DispatchPlan, offsets_LS: Tensor | None) -> Tensor:
         """Packed rows home, and the sum of its slots for every token, [T, D]."""
-        assert ends_LS is not None
+        assert offsets_LS is not None
         num_experts, capacity, width = incoming.rows_MCD.shape
         dtype = incoming.rows_MCD.dtype
         shape = Shape(num_experts=num_experts, capacity=capacity, width=width, dtype=dtype)
         sum_TD, _ = _home(
             incoming.rows_MCD.flatten(0, 1),
             None,
-            ends_LS,
+            offsets_LS,
             plan.slot_of_TK,
             plan.kept_E,
             capacity,
@@ -166,12 +166,12 @@ def _check(tokens_TD: Tensor, probs_TE: Tensor) -> None:
     if tokens_TD.dtype not in _DTYPES or probs_TE.dtype not in _DTYPES:
         raise ValueError(
             f"tokens in {tokens_TD.dtype} with probabilities in {probs_TE.dtype} are not possible "
-            "with exchange='direct': use at most fp32 (moe_router_dtype), or exchange='nccl'"
+            "with exchange='direct': use at most fp32 (moe_router_dtype), or exchange='alltoall'"
         )
     if tokens_TD.device.type != "cuda":
         raise ValueError(
             f"tokens on {tokens_TD.device} are not possible with exchange='direct': move them to a "
-            "GPU, or set exchange='nccl'"
+            "GPU, or set exchange='alltoall'"
         )
 
 
@@ -195,24 +195,24 @@ def _push(
     buffers = find(key)
     transient, rank = buffers.transient, buffers.rank
     landing = buffers.next_landing() if saved else transient.gradients
-    rows_ND, side = landing.take()
+    rows_ND, meta = landing.take()
     num_experts = kept_E.shape[0]
     start_E = torch.empty_like(kept_E)
-    ends_LS = kept_E.new_empty(num_experts // num_ranks, num_ranks)
+    offsets_LS = kept_E.new_empty(num_experts // num_ranks, num_ranks)
     direct.tell_counts(kept_E, transient.table_R, rank)
     transient.barrier()
-    direct.place_rows(transient.table_RE, rank, start_E, ends_LS, side[rows_ND.shape[0] :])
+    direct.place_rows(transient.table_RE, rank, start_E, offsets_LS, meta[rows_ND.shape[0] :])
     direct.push_rows(
         tokens_TD.contiguous(),
         None if probs_TE is None else probs_TE.contiguous(),
         slot_of_TK,
         start_E,
         landing.rows_R,
-        landing.side_R,
+        landing.meta_R,
         capacity,
     )
     transient.barrier()
-    return rows_ND, side, ends_LS
+    return rows_ND, meta, offsets_LS
 
 
 @_push.register_fake
@@ -230,14 +230,13 @@ def _(tokens_TD, probs_TE, slot_of_TK, kept_E, capacity, num_ranks, key, saved):
 def _home(
     packed_ND: Tensor,
     probs_N: Tensor | None,
-    ends_LS: Tensor,
+    offsets_LS: Tensor,
     slot_of_TK: Tensor,
     kept_E: Tensor,
     capacity: int,
     key: str,
 ) -> tuple[Tensor, Tensor]:
     from padded_dispatch.kernels import direct, rows
-    from padded_dispatch.kernels import rows as side
 
     buffers = find(key)
     transient = buffers.transient
@@ -245,9 +244,9 @@ def _home(
     direct.send_home(
         packed_ND.contiguous(),
         None if probs_N is None else probs_N.contiguous(),
-        ends_LS,
+        offsets_LS,
         transient.slots_R,
-        transient.side_R,
+        transient.meta_R,
         buffers.rank,
         capacity,
     )
@@ -255,11 +254,11 @@ def _home(
     sum_TD = rows.sum_rows(transient.slots_ECD.flatten(0, 1), slot_of_TK)
     if probs_N is None:
         return sum_TD, packed_ND.new_empty(0, dtype=torch.float32)
-    return sum_TD, side.scatter_side(transient.side_EC1, slot_of_TK)
+    return sum_TD, rows.scatter_meta(transient.meta_EC1, slot_of_TK)
 
 
 @_home.register_fake
-def _(packed_ND, probs_N, ends_LS, slot_of_TK, kept_E, capacity, key):
+def _(packed_ND, probs_N, offsets_LS, slot_of_TK, kept_E, capacity, key):
     num_tokens = slot_of_TK.shape[0]
     values = (0,) if probs_N is None else (num_tokens, kept_E.shape[0])
     return (
@@ -274,20 +273,20 @@ def _push_setup(ctx, inputs, output) -> None:
     ctx.capacity, ctx.key, ctx.dtype = capacity, key, probs_TE.dtype
 
 
-@stage("exchange backward")
-def _push_backward(ctx, grad_ND, grad_side, _):
-    grads_N = grad_side[: grad_ND.shape[0]]
+@nvtx_range("exchange backward")
+def _push_backward(ctx, grad_ND, grad_meta, _):
+    grads_N = grad_meta[: grad_ND.shape[0]]
     grad_TD, grad_TE = _home(grad_ND, grads_N, *ctx.saved_tensors, ctx.capacity, ctx.key)
     return grad_TD, grad_TE.to(ctx.dtype), *(None,) * 6
 
 
 def _home_setup(ctx, inputs, output) -> None:
-    _, _, ends_LS, slot_of_TK, kept_E, capacity, key = inputs
+    _, _, offsets_LS, slot_of_TK, kept_E, capacity, key = inputs
     ctx.save_for_backward(slot_of_TK, kept_E)
-    ctx.capacity, ctx.num_ranks, ctx.key = capacity, ends_LS.shape[1], key
+    ctx.capacity, ctx.num_ranks, ctx.key = capacity, offsets_LS.shape[1], key
 
 
-@stage("exchange backward")
+@nvtx_range("exchange backward")
 def _home_backward(ctx, grad_TD, _):
     where = ctx.capacity, ctx.num_ranks, ctx.key, False
     grad_ND, _, _ = _push(grad_TD, None, *ctx.saved_tensors, *where)

@@ -132,7 +132,7 @@ class _Layout:
 class Landing:
     """Rows [N, D], and beside them fp32 [N + E]: a number for each row, then counts [S, L].
 
-    `rows_R`, `side_R`: where those of all ranks lie.
+    `rows_R`, `meta_R`: where those of all ranks lie.
     """
 
     def __init__(self, group: dist.ProcessGroup, shape: Shape, device: torch.device) -> None:
@@ -143,13 +143,13 @@ class Landing:
         self._memory = PeerMemory(group, layout.num_bytes, device)
         self._given: list[StorageWeakRef] = []
         self.rows_R = self._memory.addresses(self._rows)
-        self.side_R = self._memory.addresses(self._side)
+        self.meta_R = self._memory.addresses(self._side)
 
     @staticmethod
     def num_bytes(shape: Shape) -> int:
         """Per rank."""
-        side = 4 * (shape.num_rows + shape.num_experts)
-        return shape.num_rows * shape.width * shape.dtype.itemsize + side
+        meta = 4 * (shape.num_rows + shape.num_experts)
+        return shape.num_rows * shape.width * shape.dtype.itemsize + meta
 
     def is_free(self) -> bool:
         """Whether tensors of its last use are gone."""
@@ -168,33 +168,33 @@ class Landing:
         shape = self._shape
         rows_ND = self._memory.tensor(self._rows, (shape.num_rows, shape.width), shape.dtype)
         num_numbers = shape.num_rows + shape.num_experts
-        side = self._memory.tensor(self._side, (num_numbers,), torch.float32)
-        self._given = [StorageWeakRef(given.untyped_storage()) for given in (rows_ND, side)]
-        return rows_ND, side
+        meta = self._memory.tensor(self._side, (num_numbers,), torch.float32)
+        self._given = [StorageWeakRef(given.untyped_storage()) for given in (rows_ND, meta)]
+        return rows_ND, meta
 
 
 class Transient:
     """What all layers of one shape use in turn.
 
-    `table_RE`: int32, the counts of all sources. `slots_ECD`, `side_EC1`: rows, and fp32 numbers
+    `table_RE`: int32, the counts of all sources. `slots_ECD`, `meta_EC1`: rows, and fp32 numbers
     beside them, that came home. `..._R`: where those of all ranks lie. `gradients`: a landing.
     """
 
     def __init__(self, group: dist.ProcessGroup, shape: Shape, device: torch.device) -> None:
         layout = _Layout()
         slots = shape.num_experts, shape.capacity, shape.width
-        side = shape.num_experts, shape.capacity + 1
+        meta = shape.num_experts, shape.capacity + 1
         table_at = layout.add(group.size() * shape.num_experts, torch.int32)
         slots_at = layout.add(shape.num_rows * shape.width, shape.dtype)
-        side_at = layout.add(side[0] * side[1], torch.float32)
+        meta_at = layout.add(meta[0] * meta[1], torch.float32)
         memory = PeerMemory(group, layout.num_bytes, device)
         self.barrier = memory.barrier
         self.table_RE = memory.tensor(table_at, (group.size(), shape.num_experts), torch.int32)
         self.table_R = memory.addresses(table_at)
         self.slots_ECD = memory.tensor(slots_at, slots, shape.dtype)
         self.slots_R = memory.addresses(slots_at)
-        self.side_EC1 = memory.tensor(side_at, side, torch.float32)
-        self.side_R = memory.addresses(side_at)
+        self.meta_EC1 = memory.tensor(meta_at, meta, torch.float32)
+        self.meta_R = memory.addresses(meta_at)
         self.gradients = Landing(group, shape, device)
 
     @staticmethod
@@ -209,21 +209,26 @@ class DirectBuffers:
     `key`: by which custom ops find it with `find`. `rank`: in the group.
 
     Args:
-        in_flight: microbatches whose forward is done and whose backward is not, at most.
+        microbatches_in_flight: microbatches whose forward is done and whose backward is not, at most.
 
     Raises:
         ValueError: on all ranks, when the memory of one does not hold it.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, shape: Shape, device: torch.device, *, in_flight: int
+        self,
+        group: dist.ProcessGroup,
+        shape: Shape,
+        device: torch.device,
+        *,
+        microbatches_in_flight: int,
     ) -> None:
         assert not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing()
         self.rank = group.rank()
         self.key = f"{group_name(group)}/{next(_numbers)}"
-        own = in_flight * Landing.num_bytes(shape)
+        own = microbatches_in_flight * Landing.num_bytes(shape)
         self.transient = _transient(group, shape, device, own)
-        self._landings = [Landing(group, shape, device) for _ in range(in_flight)]
+        self._landings = [Landing(group, shape, device) for _ in range(microbatches_in_flight)]
         self._turn = 0
         _buffers[self.key] = self
 
@@ -274,7 +279,7 @@ def _transient(group: dist.ProcessGroup, shape: Shape, device: torch.device, own
         raise ValueError(
             f"exchange='direct' is not possible: its buffers for {shape} take "
             f"{(own + shared) / 2**30:.2f} GiB, and a rank has {free / 2**30:.2f} GiB free; lower "
-            "the capacity factor or microbatches_in_flight, or set exchange='nccl'"
+            "the capacity factor or microbatches_in_flight, or set exchange='alltoall'"
         )
     if transient is None or not everyone_has:
         transient = of_group[shape] = Transient(group, shape, device)
@@ -302,7 +307,9 @@ def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         reasons = everyone(group, _unreachable(where))
     for reason in reasons:
         if reason:
-            raise ValueError(f"exchange='direct' is not possible: {reason}; set exchange='nccl'")
+            raise ValueError(
+                f"exchange='direct' is not possible: {reason}; set exchange='alltoall'"
+            )
     assert group is not None
     return group
 

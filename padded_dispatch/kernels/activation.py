@@ -20,19 +20,19 @@ def activate(
     fc1_NG: Tensor,
     bias_LG: Tensor | None,
     probs_N: Tensor,
-    ends_L: Tensor,
+    offsets_L: Tensor,
     function: str,
     gated: bool,
     clamp: float,
     offset: float,
 ) -> Tensor:
-    """`function(gate) * up * prob` or `function(x) * prob` of the first `ends_L[-1]` rows.
+    """`function(gate) * up * prob` or `function(x) * prob` of the first `offsets_L[-1]` rows.
 
     Args:
-        fc1_NG, probs_N, ends_L, bias_LG: contiguous.
+        fc1_NG, probs_N, offsets_L, bias_LG: contiguous.
 
     Returns:
-        [N, F] in the dtype of `fc1_NG`; rows from `ends_L[-1]` on are not written.
+        [N, F] in the dtype of `fc1_NG`; rows from `offsets_L[-1]` on are not written.
 
     Example: `fc1 = [[0, 5], [8, 3]]`, `probs = [1, .5]` and `ends = [2]` give `[[0], [11.996]]` for
     a gated "silu", since silu(8) = 7.9973.
@@ -44,15 +44,15 @@ def activate(
         fc1_NG,
         bias_LG,
         probs_N,
-        ends_L,
+        offsets_L,
         out_NF,
-        ends_L.shape[0],
+        offsets_L.shape[0],
         width,
         FUNCTION=function,
         GATED=gated,
         CLAMP=clamp,
         OFFSET=offset,
-        EXPERTS=triton.next_power_of_2(ends_L.shape[0]),
+        EXPERTS=triton.next_power_of_2(offsets_L.shape[0]),
         ROWS=rows,
         BLOCK=block,
         WIDE=wide(fc1_NG),
@@ -97,7 +97,7 @@ def _activate_kernel(
     fc1,
     bias,
     probs,
-    ends,
+    offsets,
     out,
     num_experts,
     width,
@@ -111,7 +111,7 @@ def _activate_kernel(
     WIDE: tl.constexpr,
 ):
     halves: tl.constexpr = 2 if GATED else 1
-    num_rows = tl.load(ends + num_experts - 1)
+    num_rows = tl.load(offsets + num_experts - 1)
     if tl.program_id(0) * ROWS < num_rows:
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         n = row[:, None]
@@ -120,7 +120,7 @@ def _activate_kernel(
         place = n * halves * width + column
         bias_place = place
         if bias is not None:
-            expert = expert_of(row, ends, num_experts, EXPERTS)[:, None]
+            expert = expert_of(row, offsets, num_experts, EXPERTS)[:, None]
             bias_place = expert * halves * width + column
         prob = tl.load(probs + n, mask=n < num_rows, other=0).to(WIDE)
         x = _load(fc1, bias, place, bias_place, there, WIDE)
@@ -138,7 +138,7 @@ def activate_backward(
     fc1_NG: Tensor,
     bias_LG: Tensor | None,
     probs_N: Tensor,
-    ends_L: Tensor,
+    offsets_L: Tensor,
     function: str,
     gated: bool,
     clamp: float,
@@ -148,10 +148,10 @@ def activate_backward(
 
     Args:
         grad_NF: of the result of `activate`; contiguous.
-        fc1_NG, bias_LG, probs_N, ends_L, function, gated, clamp, offset: what it was given.
+        fc1_NG, bias_LG, probs_N, offsets_L, function, gated, clamp, offset: what it was given.
 
     Returns:
-        [N, G] and [N]; rows from `ends_L[-1]` on are not written.
+        [N, G] and [N]; rows from `offsets_L[-1]` on are not written.
 
     Example: `grad = [[1]]`, `fc1 = [[0, 5]]`, `probs = [.5]` and `ends = [1]` give `[[1.25, 0]]`
     and `[0]` for a gated "silu": silu(0) = 0 and its slope there is 0.5.
@@ -165,16 +165,16 @@ def activate_backward(
         fc1_NG,
         bias_LG,
         probs_N,
-        ends_L,
+        offsets_L,
         grad_fc1_NG,
         grad_probs_N,
-        ends_L.shape[0],
+        offsets_L.shape[0],
         width,
         FUNCTION=function,
         GATED=gated,
         CLAMP=clamp,
         OFFSET=offset,
-        EXPERTS=triton.next_power_of_2(ends_L.shape[0]),
+        EXPERTS=triton.next_power_of_2(offsets_L.shape[0]),
         ROWS=rows,
         BLOCK=block,
         BLOCKS=triton.cdiv(width, block),
@@ -189,7 +189,7 @@ def _activate_backward_kernel(
     fc1,
     bias,
     probs,
-    ends,
+    offsets,
     grad_fc1,
     grad_probs,
     num_experts,
@@ -205,7 +205,7 @@ def _activate_backward_kernel(
     WIDE: tl.constexpr,
 ):
     halves: tl.constexpr = 2 if GATED else 1
-    num_rows = tl.load(ends + num_experts - 1)
+    num_rows = tl.load(offsets + num_experts - 1)
     if tl.program_id(0) * ROWS < num_rows:
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         n = row[:, None]
@@ -213,7 +213,7 @@ def _activate_backward_kernel(
         of_probs = tl.zeros((ROWS,), dtype=WIDE)
         bias_row = n * 0
         if bias is not None:
-            bias_row = expert_of(row, ends, num_experts, EXPERTS)[:, None] * halves * width
+            bias_row = expert_of(row, offsets, num_experts, EXPERTS)[:, None] * halves * width
         for number in range(BLOCKS):
             column = (number * BLOCK + tl.arange(0, BLOCK))[None, :]
             there = (n < num_rows) & (column < width)

@@ -45,7 +45,7 @@ def _tell_counts_kernel(kept, table_at, rank, num_experts, BLOCK: tl.constexpr):
 
 
 def place_rows(
-    table_RE: Tensor, rank: int, start_E: Tensor, ends_LS: Tensor, count_SL: Tensor
+    table_RE: Tensor, rank: int, start_E: Tensor, offsets_LS: Tensor, count_SL: Tensor
 ) -> None:
     """Where rows begin and end.
 
@@ -53,17 +53,17 @@ def place_rows(
         table_RE: int32, the rows of every (source, expert).
         rank: this one's.
         start_E: int32, written: where this rank's rows for each expert begin, at that expert's.
-        ends_LS: int32, written: where the rows of each (local expert, source) end, here.
+        offsets_LS: int32, written: where the rows of each (local expert, source) end, here.
         count_SL: fp32, written: how many there are.
 
     Example: R = 2 and `table = [[1, 0, 2, 0], [3, 1, 0, 5]]` on rank 1 give `start = [1, 4, 2, 2]`,
     `ends = [[2, 2], [2, 7]]` and `count = [[2, 0], [0, 5]]`: rank 1 has experts 2 and 3.
     """
-    num_local, num_ranks = ends_LS.shape
+    num_local, num_ranks = offsets_LS.shape
     _place_rows_kernel[(num_ranks,)](
         table_RE,
         start_E,
-        ends_LS,
+        offsets_LS,
         count_SL,
         rank,
         num_ranks,
@@ -77,7 +77,7 @@ def place_rows(
 def _place_rows_kernel(
     table,
     start,
-    ends,
+    offsets,
     count_here,
     rank,
     num_ranks,
@@ -96,7 +96,7 @@ def _place_rows_kernel(
     end = before[None, :] + tl.cumsum(count, 0)
     tl.store(start + e + 0 * s, end - count, mask=valid & (s == rank))
     if there == rank:
-        tl.store(ends + local * num_ranks + s, end, mask=valid)
+        tl.store(offsets + local * num_ranks + s, end, mask=valid)
         tl.store(count_here + s * num_local + local, count.to(tl.float32), mask=valid)
 
 
@@ -186,21 +186,21 @@ def _push_rows_kernel(
 def send_home(
     packed_ND: Tensor,
     probs_N: Tensor | None,
-    ends_LS: Tensor,
+    offsets_LS: Tensor,
     slots_R: Tensor,
-    side_R: Tensor,
+    meta_R: Tensor,
     rank: int,
     capacity: int,
 ) -> None:
     """Packed rows, and a number beside each, into their slots on the ranks that they came from.
 
     Args:
-        packed_ND: contiguous; rows from `ends_LS[-1, -1]` on are not read.
+        packed_ND: contiguous; rows from `offsets_LS[-1, -1]` on are not read.
         probs_N: contiguous fp32; None where nothing goes beside the rows.
-        ends_LS: contiguous int32.
+        offsets_LS: contiguous int32.
         slots_R: addresses of [E, C, D] on every rank, in the rows' dtype. Empty slots are not
             written.
-        side_R: addresses of fp32 [E, C + 1] on every rank. The last column is not written.
+        meta_R: addresses of fp32 [E, C + 1] on every rank. The last column is not written.
         rank: this one's.
         capacity: C.
 
@@ -212,15 +212,15 @@ def send_home(
     _send_home_kernel[(programs, triton.cdiv(width, _block(width)))](
         packed_ND,
         probs_N if probs_N is not None else packed_ND,
-        ends_LS,
+        offsets_LS,
         slots_R,
-        side_R,
+        meta_R,
         rank,
-        *ends_LS.shape,
+        *offsets_LS.shape,
         capacity,
         width,
         WITH_PROBS=probs_N is not None,
-        BUFFERS=triton.next_power_of_2(ends_LS.numel()),
+        BUFFERS=triton.next_power_of_2(offsets_LS.numel()),
         BLOCK=_block(width),
         num_warps=4,
     )
@@ -230,9 +230,9 @@ def send_home(
 def _send_home_kernel(
     packed,
     probs,
-    ends,
+    offsets,
     slots_at,
-    side_at,
+    meta_at,
     rank,
     num_local,
     num_sources,
@@ -244,18 +244,18 @@ def _send_home_kernel(
 ):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     num_buffers = num_local * num_sources
-    total = tl.load(ends + num_buffers - 1)
+    total = tl.load(offsets + num_buffers - 1)
     share = tl.cdiv(total, tl.num_programs(0))
     row = tl.program_id(0) * share
     last = tl.minimum(row + share, total)
     # The buffer of the first row is the first one that ends behind it.
     b = tl.arange(0, BUFFERS)
-    end = tl.load(ends + b, mask=b < num_buffers, other=2147483647)
+    end = tl.load(offsets + b, mask=b < num_buffers, other=2147483647)
     buffer = tl.sum((end <= row).to(tl.int32), 0)
     while row < last:
-        while tl.load(ends + buffer) <= row:
+        while tl.load(offsets + buffer) <= row:
             buffer += 1
-        begin = tl.load(ends + buffer - 1, mask=buffer > 0, other=0)
+        begin = tl.load(offsets + buffer - 1, mask=buffer > 0, other=0)
         source = buffer % num_sources
         e = rank * num_local + buffer // num_sources
         slot = e.to(tl.int64) * capacity + (row - begin)
@@ -263,9 +263,9 @@ def _send_home_kernel(
         slots = tl.load(slots_at + source).to(tl.pointer_type(packed.dtype.element_ty))
         tl.store(tl.multiple_of(slots, 16) + slot * width + column, value, mask=column < width)
         if WITH_PROBS:
-            side = tl.load(side_at + source).to(tl.pointer_type(tl.float32))
-            # Rows of `side` are C + 1 long.
-            tl.store(side + slot + e, tl.load(probs + row), mask=tl.program_id(1) == 0)
+            meta = tl.load(meta_at + source).to(tl.pointer_type(tl.float32))
+            # Rows of `meta` are C + 1 long.
+            tl.store(meta + slot + e, tl.load(probs + row), mask=tl.program_id(1) == 0)
         row += 1
 
 

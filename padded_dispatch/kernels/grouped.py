@@ -22,18 +22,18 @@ def wide(rows: Tensor) -> tl.dtype:
 
 
 @triton.jit
-def expert_of(row, ends, num_experts, EXPERTS: tl.constexpr):
+def expert_of(row, offsets, num_experts, EXPERTS: tl.constexpr):
     """The expert of each row: how many experts end at it or before."""
     expert = tl.arange(0, EXPERTS)
-    end = tl.load(ends + expert, mask=expert < num_experts, other=2147483647)
+    end = tl.load(offsets + expert, mask=expert < num_experts, other=2147483647)
     return tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1)
 
 
-def add_bias(rows_NO: Tensor, bias_LO: Tensor, probs_N: Tensor, ends_L: Tensor) -> None:
+def add_bias(rows_NO: Tensor, bias_LO: Tensor, probs_N: Tensor, offsets_L: Tensor) -> None:
     """Add `prob * bias[l]` to every expert's rows, in place.
 
     Args:
-        rows_NO, bias_LO, probs_N, ends_L: contiguous.
+        rows_NO, bias_LO, probs_N, offsets_L: contiguous.
 
     Example: `rows = [[1], [2], [3]]`, `bias = [[10], [20]]`, `probs = [1, 1, .5]` and
     `ends = [1, 3]` leave `[[11], [22], [13]]`.
@@ -44,10 +44,10 @@ def add_bias(rows_NO: Tensor, bias_LO: Tensor, probs_N: Tensor, ends_L: Tensor) 
         rows_NO,
         bias_LO,
         probs_N,
-        ends_L,
-        ends_L.shape[0],
+        offsets_L,
+        offsets_L.shape[0],
         width,
-        EXPERTS=triton.next_power_of_2(ends_L.shape[0]),
+        EXPERTS=triton.next_power_of_2(offsets_L.shape[0]),
         ROWS=rows,
         BLOCK=block,
         WIDE=wide(rows_NO),
@@ -59,7 +59,7 @@ def _add_bias_kernel(
     rows,
     bias,
     probs,
-    ends,
+    offsets,
     num_experts,
     width,
     EXPERTS: tl.constexpr,
@@ -67,10 +67,10 @@ def _add_bias_kernel(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    num_rows = tl.load(ends + num_experts - 1)
+    num_rows = tl.load(offsets + num_experts - 1)
     if tl.program_id(0) * ROWS < num_rows:
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        expert = expert_of(row, ends, num_experts, EXPERTS)[:, None]
+        expert = expert_of(row, offsets, num_experts, EXPERTS)[:, None]
         n = row[:, None]
         column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
         there = (n < num_rows) & (column < width)
@@ -81,11 +81,11 @@ def _add_bias_kernel(
         tl.store(rows + n * width + column, value.to(rows.dtype.element_ty), mask=there)
 
 
-def sum_rows(rows_NO: Tensor, weights_N: Tensor | None, ends_L: Tensor) -> Tensor:
+def sum_rows(rows_NO: Tensor, weights_N: Tensor | None, offsets_L: Tensor) -> Tensor:
     """The sum of each expert's rows, weighted where there are weights.
 
     Args:
-        rows_NO, weights_N, ends_L: contiguous.
+        rows_NO, weights_N, offsets_L: contiguous.
 
     Returns:
         [L, O] in the dtype of `rows_NO`; exact zeros for an expert without rows.
@@ -93,11 +93,11 @@ def sum_rows(rows_NO: Tensor, weights_N: Tensor | None, ends_L: Tensor) -> Tenso
     Example: `rows = [[1], [2], [3]]`, `weights = [1, 1, .5]` and `ends = [1, 1, 3]` give
     `[[1], [0], [3.5]]`.
     """
-    width, num_experts = rows_NO.shape[1], ends_L.shape[0]
+    width, num_experts = rows_NO.shape[1], offsets_L.shape[0]
     sums_LO = rows_NO.new_empty(num_experts, width)
     block = 64  # Narrow, so that few experts still make many programs.
     _sum_rows_kernel[(num_experts, triton.cdiv(width, block))](
-        rows_NO, weights_N, ends_L, sums_LO, width, ROWS=128, BLOCK=block, WIDE=wide(rows_NO)
+        rows_NO, weights_N, offsets_L, sums_LO, width, ROWS=128, BLOCK=block, WIDE=wide(rows_NO)
     )
     return sums_LO
 
@@ -106,7 +106,7 @@ def sum_rows(rows_NO: Tensor, weights_N: Tensor | None, ends_L: Tensor) -> Tenso
 def _sum_rows_kernel(
     rows,
     weights,
-    ends,
+    offsets,
     sums,
     width,
     ROWS: tl.constexpr,
@@ -114,8 +114,8 @@ def _sum_rows_kernel(
     WIDE: tl.constexpr,
 ):
     expert = tl.program_id(0)
-    start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(ends + expert)
+    start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(offsets + expert)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     total = tl.zeros((ROWS, BLOCK), dtype=WIDE)
     first = start
@@ -131,14 +131,14 @@ def _sum_rows_kernel(
     tl.store(sums + expert * width + column, found, mask=column < width)
 
 
-def dot_rows(rows_NO: Tensor, vectors_LO: Tensor, ends_L: Tensor) -> Tensor:
+def dot_rows(rows_NO: Tensor, vectors_LO: Tensor, offsets_L: Tensor) -> Tensor:
     """`rows @ vectors[l]` for every expert's rows.
 
     Args:
-        rows_NO, vectors_LO, ends_L: contiguous.
+        rows_NO, vectors_LO, offsets_L: contiguous.
 
     Returns:
-        [N], at least fp32; from `ends_L[-1]` on not written.
+        [N], at least fp32; from `offsets_L[-1]` on not written.
 
     Example: `rows = [[1, 2], [3, 4]]`, `vectors = [[1, 0], [0, 2]]` and `ends = [1, 2]` give
     `[1, 8]`.
@@ -150,11 +150,11 @@ def dot_rows(rows_NO: Tensor, vectors_LO: Tensor, ends_L: Tensor) -> Tensor:
     _dot_rows_kernel[(triton.cdiv(num_rows, rows),)](
         rows_NO,
         vectors_LO,
-        ends_L,
+        offsets_L,
         dots_N,
-        ends_L.shape[0],
+        offsets_L.shape[0],
         width,
-        EXPERTS=triton.next_power_of_2(ends_L.shape[0]),
+        EXPERTS=triton.next_power_of_2(offsets_L.shape[0]),
         ROWS=rows,
         BLOCK=block,
         BLOCKS=triton.cdiv(width, block),
@@ -167,7 +167,7 @@ def dot_rows(rows_NO: Tensor, vectors_LO: Tensor, ends_L: Tensor) -> Tensor:
 def _dot_rows_kernel(
     rows,
     vectors,
-    ends,
+    offsets,
     dots,
     num_experts,
     width,
@@ -177,10 +177,10 @@ def _dot_rows_kernel(
     BLOCKS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    num_rows = tl.load(ends + num_experts - 1)
+    num_rows = tl.load(offsets + num_experts - 1)
     if tl.program_id(0) * ROWS < num_rows:
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        expert = expert_of(row, ends, num_experts, EXPERTS)[:, None]
+        expert = expert_of(row, offsets, num_experts, EXPERTS)[:, None]
         n = row[:, None]
         dot = tl.zeros((ROWS,), dtype=WIDE)
         for number in range(BLOCKS):

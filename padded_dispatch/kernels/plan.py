@@ -24,7 +24,7 @@ def plan(kept_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor, Te
     slot_of_TK = kept_TE.new_empty(num_tokens, top_k, dtype=torch.int32)
     choice_of_slot_EC = kept_TE.new_empty(num_experts, capacity, dtype=torch.int32)
     kept_E = kept_TE.new_empty(num_experts, dtype=torch.int32)
-    overflow_E = torch.empty_like(kept_E)
+    unplaced_E = torch.empty_like(kept_E)
     block = min(_BLOCK, triton.next_power_of_2(num_tokens))
     _rank_kernel[(num_tokens,)](
         kept_TE,
@@ -42,7 +42,7 @@ def plan(kept_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor, Te
         slot_of_TK,
         choice_of_slot_EC,
         kept_E,
-        overflow_E,
+        unplaced_E,
         num_tokens,
         num_experts,
         top_k,
@@ -52,7 +52,7 @@ def plan(kept_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor, Te
         BLOCKS_C=triton.cdiv(capacity, block),
         num_warps=4,
     )
-    return slot_of_TK, choice_of_slot_EC, kept_E, overflow_E
+    return slot_of_TK, choice_of_slot_EC, kept_E, unplaced_E
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _slot_kernel(
     slot_of,
     choice_of_slot,
     kept_E,
-    overflow_E,
+    unplaced_E,
     num_tokens,
     num_experts,
     top_k,
@@ -107,15 +107,15 @@ def _slot_kernel(
         c = block * BLOCK + tl.arange(0, BLOCK)
         tl.store(choice_of_slot + e * capacity + c, -1, mask=(c >= num_kept) & (c < capacity))
     tl.store(kept_E + e, num_kept)
-    tl.store(overflow_E + e, num_asked - num_kept)
+    tl.store(unplaced_E + e, num_asked - num_kept)
 
 
-def packed_slots(slot_of_TK: Tensor, ends_E: Tensor, capacity: int) -> Tensor:
+def packed_slots(slot_of_TK: Tensor, offsets_E: Tensor, capacity: int) -> Tensor:
     """Where the row of every slot lies once the gaps are closed.
 
     Args:
         slot_of_TK: contiguous int32, `e * C + c` or -1.
-        ends_E: int32, where the packed rows of each expert end; contiguous, any shape.
+        offsets_E: int32, where the packed rows of each expert end; contiguous, any shape.
         capacity: C.
 
     Returns:
@@ -127,15 +127,15 @@ def packed_slots(slot_of_TK: Tensor, ends_E: Tensor, capacity: int) -> Tensor:
     packed_TK = torch.empty_like(slot_of_TK)
     num_choices = slot_of_TK.numel()
     _packed_slot_kernel[(triton.cdiv(num_choices, _BLOCK),)](
-        slot_of_TK, ends_E, packed_TK, num_choices, capacity, BLOCK=_BLOCK
+        slot_of_TK, offsets_E, packed_TK, num_choices, capacity, BLOCK=_BLOCK
     )
     return packed_TK
 
 
 @triton.jit
-def _packed_slot_kernel(slot_of, ends, packed, num_choices, capacity, BLOCK: tl.constexpr):
+def _packed_slot_kernel(slot_of, offsets, packed, num_choices, capacity, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slot_of + i, mask=i < num_choices, other=-1)
     expert = tl.maximum(slot, 0) // capacity
-    start = tl.load(ends + expert - 1, mask=(slot >= 0) & (expert > 0), other=0)
+    start = tl.load(offsets + expert - 1, mask=(slot >= 0) & (expert > 0), other=0)
     tl.store(packed + i, tl.where(slot >= 0, start + slot % capacity, -1), mask=i < num_choices)

@@ -13,13 +13,13 @@ warps, and zeros before, behind or between the tokens changed nothing by more th
 
 Probabilities and counts beside the rows: one element per slot, so one program per expert.
 
-`gather_side` reads the router's [T, E] for every slot; `scatter_side`, its transpose, builds each
+`gather_meta` reads the router's [T, E] for every slot; `scatter_meta`, its transpose, builds each
 token's row of [T, E] from its K slots. Every element has one writer.
 
 Slots to packed rows and back, each other's transpose.
 
 The received buffer is ordered (source, expert, slot) and has gaps; packed rows are ordered (expert,
-source, slot) and have none. `ends_LS`, the running count of real rows in that order, places every
+source, slot) and have none. `offsets_LS`, the running count of real rows in that order, places every
 row of both: source s's rows of expert l begin where the ones before end. The rows that a source has
 for an expert are one run of elements on either side, so a program moves a part of such a run and
 knows neither rows nor columns: widths that are no power of two leave no lane idle, and
@@ -171,7 +171,7 @@ def _warps(width: int) -> int:
     return max(1, min(8, _block(width) // 256))
 
 
-def gather_side(probs_TE: Tensor, choice_of_slot_EC: Tensor, kept_E: Tensor, top_k: int) -> Tensor:
+def gather_meta(probs_TE: Tensor, choice_of_slot_EC: Tensor, kept_E: Tensor, top_k: int) -> Tensor:
     """The probability of every slot (0 where empty), then the count of kept rows.
 
     Args:
@@ -188,46 +188,46 @@ def gather_side(probs_TE: Tensor, choice_of_slot_EC: Tensor, kept_E: Tensor, top
     """
     num_experts, capacity = choice_of_slot_EC.shape
     dtype = torch.promote_types(probs_TE.dtype, torch.float32)
-    side_EC1 = probs_TE.new_empty(num_experts, capacity + 1, dtype=dtype)
+    meta_EC1 = probs_TE.new_empty(num_experts, capacity + 1, dtype=dtype)
     block = min(1024, triton.next_power_of_2(capacity + 1))
-    _gather_side_kernel[(num_experts, triton.cdiv(capacity + 1, block))](
-        probs_TE, choice_of_slot_EC, kept_E, side_EC1, num_experts, capacity, top_k, BLOCK=block
+    _gather_meta_kernel[(num_experts, triton.cdiv(capacity + 1, block))](
+        probs_TE, choice_of_slot_EC, kept_E, meta_EC1, num_experts, capacity, top_k, BLOCK=block
     )
-    return side_EC1
+    return meta_EC1
 
 
 @triton.jit
-def _gather_side_kernel(
-    probs, choice_of_slot, kept, side, num_experts, capacity, top_k, BLOCK: tl.constexpr
+def _gather_meta_kernel(
+    probs, choice_of_slot, kept, meta, num_experts, capacity, top_k, BLOCK: tl.constexpr
 ):
     e = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     choice = tl.load(choice_of_slot + e * capacity + c, mask=c < capacity, other=-1)
     token = (tl.maximum(choice, 0) // top_k).to(tl.int64)
     prob = tl.load(probs + token * num_experts + e, mask=choice >= 0, other=0.0)
-    value = prob.to(side.dtype.element_ty)
-    value = tl.where(c == capacity, tl.load(kept + e).to(side.dtype.element_ty), value)
-    tl.store(side + e * (capacity + 1) + c, value, mask=c <= capacity)
+    value = prob.to(meta.dtype.element_ty)
+    value = tl.where(c == capacity, tl.load(kept + e).to(meta.dtype.element_ty), value)
+    tl.store(meta + e * (capacity + 1) + c, value, mask=c <= capacity)
 
 
-def scatter_side(side_EC1: Tensor, slot_of_TK: Tensor) -> Tensor:
+def scatter_meta(meta_EC1: Tensor, slot_of_TK: Tensor) -> Tensor:
     """Every slot's value to the (token, expert) that it came from; 0 where none did.
 
     Args:
-        side_EC1: contiguous [E, C + 1], floating point; the last column is not read.
+        meta_EC1: contiguous [E, C + 1], floating point; the last column is not read.
         slot_of_TK: int32, `e * C + c` or -1.
 
     Returns:
-        [T, E] in the dtype of `side_EC1`.
+        [T, E] in the dtype of `meta_EC1`.
 
     Example: C = 1, `side = [[.5, 1], [.7, 1]]` and `slot_of_TK = [[1], [-1]]` give
     `[[0, .7], [0, 0]]`.
     """
     num_tokens, top_k = slot_of_TK.shape
-    num_experts, width = side_EC1.shape
-    values_TE = side_EC1.new_empty(num_tokens, num_experts)
-    _scatter_side_kernel[(num_tokens,)](
-        side_EC1,
+    num_experts, width = meta_EC1.shape
+    values_TE = meta_EC1.new_empty(num_tokens, num_experts)
+    _scatter_meta_kernel[(num_tokens,)](
+        meta_EC1,
         slot_of_TK,
         values_TE,
         num_experts,
@@ -240,8 +240,8 @@ def scatter_side(side_EC1: Tensor, slot_of_TK: Tensor) -> Tensor:
 
 
 @triton.jit
-def _scatter_side_kernel(
-    side, slot_of, values, num_experts, capacity, K: tl.constexpr, BLOCK_E: tl.constexpr
+def _scatter_meta_kernel(
+    meta, slot_of, values, num_experts, capacity, K: tl.constexpr, BLOCK_E: tl.constexpr
 ):
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
@@ -249,18 +249,18 @@ def _scatter_side_kernel(
     for k in tl.static_range(K):
         slot = tl.load(slot_of + t * K + k)
         expert = tl.maximum(slot, 0) // capacity
-        # Slots are e * C + c, rows of `side` are C + 1 long.
-        value = tl.load(side + (slot + expert).to(tl.int64), mask=slot >= 0, other=0.0)
+        # Slots are e * C + c, rows of `meta` are C + 1 long.
+        value = tl.load(meta + (slot + expert).to(tl.int64), mask=slot >= 0, other=0.0)
         row = tl.where((e == expert) & (slot >= 0), value, row)
     tl.store(values + t * num_experts + e, row, mask=e < num_experts)
 
 
-def pack_rows(slots_MCD: Tensor, ends_LS: Tensor) -> Tensor:
+def pack_rows(slots_MCD: Tensor, offsets_LS: Tensor) -> Tensor:
     """The real rows without the gaps; what lies behind them is not written.
 
     Args:
         slots_MCD: [S * L, C, D]; a copy is made unless every [C, D] of it is contiguous.
-        ends_LS: contiguous int32.
+        offsets_LS: contiguous int32.
 
     Returns:
         [S * L * C, D].
@@ -277,9 +277,9 @@ def pack_rows(slots_MCD: Tensor, ends_LS: Tensor) -> Tensor:
     blocks = triton.cdiv(capacity * width, block)
     _pack_rows_kernel[(num_buffers * blocks,)](
         slots_MCD,
-        ends_LS,
+        offsets_LS,
         packed_ND,
-        *ends_LS.shape,
+        *offsets_LS.shape,
         slots_MCD.stride(0),
         width,
         blocks,
@@ -294,36 +294,52 @@ _BLOCK, _WARPS = 2048, 4  # elements; 16 bytes a thread and step
 
 @triton.jit
 def _part_of_run(
-    slots, ends, packed, num_local_experts, num_sources, stride, width, blocks, BLOCK: tl.constexpr
+    slots,
+    offsets,
+    packed,
+    num_local_experts,
+    num_sources,
+    stride,
+    width,
+    blocks,
+    BLOCK: tl.constexpr,
 ):
     """This program's part on both sides, where it begins in its buffer, how many rows are real."""
     m = tl.program_id(0) // blocks
     place = (m % num_local_experts) * num_sources + m // num_local_experts
-    start = tl.load(ends + place - 1, mask=place > 0, other=0).to(tl.int64)
+    start = tl.load(offsets + place - 1, mask=place > 0, other=0).to(tl.int64)
     first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK  # 32 bits end at 2**31 elements
     i = tl.arange(0, BLOCK)
     in_slots = slots + (m.to(tl.int64) * stride + first) + i
     in_packed = packed + (start * width + first) + i
-    return in_slots, in_packed, first, tl.load(ends + place) - start
+    return in_slots, in_packed, first, tl.load(offsets + place) - start
 
 
 @triton.jit
 def _pack_rows_kernel(
-    slots, ends, packed, num_local_experts, num_sources, stride, width, blocks, BLOCK: tl.constexpr
+    slots,
+    offsets,
+    packed,
+    num_local_experts,
+    num_sources,
+    stride,
+    width,
+    blocks,
+    BLOCK: tl.constexpr,
 ):
     in_slots, in_packed, first, num_rows = _part_of_run(
-        slots, ends, packed, num_local_experts, num_sources, stride, width, blocks, BLOCK
+        slots, offsets, packed, num_local_experts, num_sources, stride, width, blocks, BLOCK
     )
     there = tl.arange(0, BLOCK) < num_rows * width - first
     tl.store(in_packed, tl.load(in_slots, mask=there), mask=there)
 
 
-def unpack_rows(packed_ND: Tensor, ends_LS: Tensor, *, zeros: bool = True) -> Tensor:
+def unpack_rows(packed_ND: Tensor, offsets_LS: Tensor, *, zeros: bool = True) -> Tensor:
     """Packed rows back in their slots, zeros in empty ones.
 
     Args:
-        packed_ND: contiguous [N, D]; rows from `ends_LS[-1, -1]` on are not read.
-        ends_LS: contiguous int32; N is a multiple of its elements.
+        packed_ND: contiguous [N, D]; rows from `offsets_LS[-1, -1]` on are not read.
+        offsets_LS: contiguous int32; N is a multiple of its elements.
         zeros: False leaves empty slots as they are.
 
     Returns:
@@ -331,16 +347,16 @@ def unpack_rows(packed_ND: Tensor, ends_LS: Tensor, *, zeros: bool = True) -> Te
 
     Example: the one of `pack_rows`, backwards, with 0 where it has `-`.
     """
-    num_buffers, width = ends_LS.numel(), packed_ND.shape[1]
+    num_buffers, width = offsets_LS.numel(), packed_ND.shape[1]
     capacity = packed_ND.shape[0] // num_buffers
     slots_MCD = packed_ND.new_empty(num_buffers, capacity, width)
     block = min(_BLOCK, triton.next_power_of_2(capacity * width))
     blocks = triton.cdiv(capacity * width, block)
     _unpack_rows_kernel[(num_buffers * blocks,)](
         packed_ND,
-        ends_LS,
+        offsets_LS,
         slots_MCD,
-        *ends_LS.shape,
+        *offsets_LS.shape,
         capacity * width,
         width,
         blocks,
@@ -354,7 +370,7 @@ def unpack_rows(packed_ND: Tensor, ends_LS: Tensor, *, zeros: bool = True) -> Te
 @triton.jit
 def _unpack_rows_kernel(
     packed,
-    ends,
+    offsets,
     slots,
     num_local_experts,
     num_sources,
@@ -365,7 +381,7 @@ def _unpack_rows_kernel(
     BLOCK: tl.constexpr,
 ):
     in_slots, in_packed, first, num_rows = _part_of_run(
-        slots, ends, packed, num_local_experts, num_sources, size, width, blocks, BLOCK
+        slots, offsets, packed, num_local_experts, num_sources, size, width, blocks, BLOCK
     )
     there = tl.arange(0, BLOCK) < num_rows * width - first
     value = tl.load(in_packed, mask=there, other=0)

@@ -88,7 +88,7 @@ def dispatch_config(
     options: PaddedOptions,
     *,
     num_ranks: int,
-    tp_size: int,
+    etp_size: int,
     layer_number: int | None = None,
     training: bool = True,
 ) -> DispatchConfig:
@@ -98,7 +98,7 @@ def dispatch_config(
         config: a TransformerConfig that `check_config` has passed.
         options: what Megatron has no field for.
         num_ranks: ranks in the expert-parallel group (R).
-        tp_size: ranks that split every expert.
+        etp_size: ranks that split every expert.
         layer_number: see `number_in_model`; None where the layer does not know it yet.
         training: in evaluation there can be another factor.
 
@@ -116,7 +116,7 @@ def dispatch_config(
         remedy=options.remedy,
         reroute_rounds=options.reroute_rounds,
         num_ranks=num_ranks,
-        tp_size=tp_size,
+        etp_size=etp_size,
     )
 
 
@@ -129,14 +129,14 @@ class LayerConfigs:
     `controlled`: whether a `CapacityControl` looks after them.
 
     Args:
-        config, options, num_ranks, tp_size: see `dispatch_config`.
+        config, options, num_ranks, etp_size: see `dispatch_config`.
     """
 
     def __init__(
-        self, config: Any, options: PaddedOptions, *, num_ranks: int, tp_size: int
+        self, config: Any, options: PaddedOptions, *, num_ranks: int, etp_size: int
     ) -> None:
         self._translate = functools.partial(
-            dispatch_config, config, options, num_ranks=num_ranks, tp_size=tp_size
+            dispatch_config, config, options, num_ranks=num_ranks, etp_size=etp_size
         )
         self._eval_apart = bool(options.eval_factors)
         self._to_control = options.to_control

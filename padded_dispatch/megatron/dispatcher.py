@@ -6,7 +6,7 @@ The contract passes two tensors from method to method and leaves the rest to att
 the plan's tensors, and nothing else: no shape, no Python number, because a replayed CUDA graph sets
 tensors by name (`cudagraph_attrs`) and runs no Python. T and C are read off their shapes. None of
 them needs a gradient, no backward reads them, and they are dropped when the layer is done, so that
-no graph memory stays pinned. (`ends_LS` lives from the experts' input to the sum of their output,
+no graph memory stays pinned. (`offsets_LS` lives from the experts' input to the sum of their output,
 and no capture of Megatron's begins or ends between, so no replay has to set it.)
 """
 
@@ -32,7 +32,7 @@ from padded_dispatch.ops.counters import Counters
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
 
 # The tensors of `DispatchPlan`; the slots keep the shape that the tokens came in.
-_PLAN_TENSORS = ("slot_of_SBK", "choice_of_slot_EC", "kept_E", "overflow_E")
+_PLAN_TENSORS = ("slot_of_SBK", "choice_of_slot_EC", "kept_E", "unplaced_E")
 
 _log = logging.getLogger("padded_dispatch")
 
@@ -60,7 +60,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         super().__init__(config=config, pg_collection=pg_collection)
         check_config(config)
         options = padded_options(config)
-        self.configs = LayerConfigs(config, options, num_ranks=self.ep_size, tp_size=self.tp_size)
+        self.configs = LayerConfigs(config, options, num_ranks=self.ep_size, etp_size=self.tp_size)
         self.agreement = Agreement(self.ep_group, self.tp_group)
         self.exchange = make_exchange(
             options.exchange,
@@ -69,7 +69,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self.ep_group,
             self.tp_group,
             packed=chosen_experts(config) == "packed",
-            in_flight=options.microbatches_in_flight,
+            microbatches_in_flight=options.microbatches_in_flight,
         )
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         self.counters = Counters(self.dispatch_config.num_experts, device)
@@ -78,8 +78,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.slot_of_SBK: Tensor | None = None
         self.choice_of_slot_EC: Tensor | None = None
         self.kept_E: Tensor | None = None
-        self.overflow_E: Tensor | None = None
-        self.ends_LS: Tensor | None = None  # Where packed rows lie, until they are combined.
+        self.unplaced_E: Tensor | None = None
+        self.offsets_LS: Tensor | None = None  # Where packed rows lie, until they are combined.
         self.cudagraph_attrs = list(_PLAN_TENSORS)
         # Of the ranks with this layer, of which rank 0 need not be one, the first speaks for all.
         replicas = getattr(pg_collection, "expt_dp", None)
@@ -137,23 +137,23 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         outgoing = self.exchange.prepare(tokens_TD, probs, plan)
         counters = self._counters_now()
         if counters is not None:
-            counters.add_overflow(plan.overflow_E)
+            counters.add_unplaced(plan.unplaced_E)
         self.slot_of_SBK = plan.slot_of_TK.view(*tokens.shape[:-1], -1)
         self.choice_of_slot_EC = plan.choice_of_slot_EC
         self.kept_E = plan.kept_E
-        self.overflow_E = plan.overflow_E
-        assert outgoing.side_MC1 is not None
-        return outgoing.rows_MCD, outgoing.side_MC1
+        self.unplaced_E = plan.unplaced_E
+        assert outgoing.meta_MC1 is not None
+        return outgoing.rows_MCD, outgoing.meta_MC1
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Slots to the ranks of their experts: [E, ...] to [R * L, ...]."""
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
-        incoming = self.exchange.move(Slots(rows_MCD=hidden_states, side_MC1=probs))
+        incoming = self.exchange.move(Slots(rows_MCD=hidden_states, meta_MC1=probs))
         if self.shared_overlap is not None:
             self.shared_overlap.fc1(incoming.rows_MCD)
-        assert incoming.side_MC1 is not None
-        return incoming.rows_MCD, incoming.side_MC1
+        assert incoming.meta_MC1 is not None
+        return incoming.rows_MCD, incoming.meta_MC1
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
@@ -165,20 +165,20 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             Megatron's: rows per local expert, int64 [L] on the host, S * C each, no matter how many
             are real. For `PackedExperts`: where they end, int32 [L] on the device.
         """
-        arranged = self.exchange.arrange(Slots(rows_MCD=hidden_states, side_MC1=probs))
+        arranged = self.exchange.arrange(Slots(rows_MCD=hidden_states, meta_MC1=probs))
         counters = self._counters_now()
         if counters is not None:
             counters.add_received(arranged.kept_SL)
-        self.ends_LS = arranged.ends_LS
-        if self.ends_LS is not None:
-            return arranged.rows_ND, self.ends_LS[:, -1].contiguous(), arranged.probs_N
+        self.offsets_LS = arranged.offsets_LS
+        if self.offsets_LS is not None:
+            return arranged.rows_ND, self.offsets_LS[:, -1].contiguous(), arranged.probs_N
         num_rows = self.exchange.num_sources * hidden_states.shape[1]
         rows_per_expert = torch.full((self.exchange.num_local_experts,), num_rows)
         return arranged.rows_ND, rows_per_expert, arranged.probs_N
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """The experts' output [N, D] in the order of the wire, [R * L, C, D]."""
-        return self.exchange.disarrange(hidden_states, self.ends_LS).rows_MCD
+        return self.exchange.disarrange(hidden_states, self.offsets_LS).rows_MCD
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Slots home to the ranks of their tokens: [R * L, C, D] to [E, C, D]."""
@@ -192,16 +192,16 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """The sum of every token's slots in the shape that the tokens came in, [S, B, D]."""
         assert self.slot_of_SBK is not None and self.choice_of_slot_EC is not None
-        assert self.kept_E is not None and self.overflow_E is not None
+        assert self.kept_E is not None and self.unplaced_E is not None
         plan = DispatchPlan(
             slot_of_TK=self.slot_of_SBK.flatten(0, -2),
             choice_of_slot_EC=self.choice_of_slot_EC,
             kept_E=self.kept_E,
-            overflow_E=self.overflow_E,
+            unplaced_E=self.unplaced_E,
             capacity=self.choice_of_slot_EC.shape[1],
         )
-        combined_TD = self.exchange.combine(Slots(rows_MCD=hidden_states), plan, self.ends_LS)
-        self.ends_LS = None
+        combined_TD = self.exchange.combine(Slots(rows_MCD=hidden_states), plan, self.offsets_LS)
+        self.offsets_LS = None
         output = combined_TD.view(*self.slot_of_SBK.shape[:-1], -1)
         if self.shared_overlap is not None:
             output = output + self.shared_overlap.output()

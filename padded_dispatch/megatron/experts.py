@@ -73,7 +73,7 @@ from padded_dispatch.megatron.config import padded_options, refusals
 from padded_dispatch.megatron.fields import ConfigField
 from padded_dispatch.ops.activation import Activation, Function
 from padded_dispatch.ops.grouped import batched_linear, grouped_linear
-from padded_dispatch.utils.nvtx import stage
+from padded_dispatch.utils.nvtx import nvtx_range
 
 # Transformer Engine's place for scales of fp8, which a strict load asks for. Empty means none.
 _NO_SCALES = torch.empty(0, dtype=torch.uint8)
@@ -279,7 +279,9 @@ class _StackedExperts(MegatronModule):
         self.linear_fc2 = StackedLinear(*_parameters(experts, "linear_fc2"))
         self._ep_group, self._dp_group = pg_collection.ep, pg_collection.expt_dp
 
-    def _computed(self, rows_ND: Tensor, ends_L: Tensor, probs_N: Tensor, linear: Linear) -> Tensor:
+    def _computed(
+        self, rows_ND: Tensor, offsets_L: Tensor, probs_N: Tensor, linear: Linear
+    ) -> Tensor:
         weights = ExpertWeights(
             fc1_LGD=self.linear_fc1.weight,
             fc2_LDF=self.linear_fc2.weight,
@@ -289,7 +291,7 @@ class _StackedExperts(MegatronModule):
         return grouped_mlp(
             rows_ND,
             probs_N,
-            ends_L,
+            offsets_L,
             weights,
             self.activation,
             linear=linear,
@@ -335,21 +337,21 @@ class PackedExperts(_StackedExperts):
 
     option = "packed"
 
-    @stage("experts")
-    def forward(self, rows_ND: Tensor, ends_L: Tensor, probs_N: Tensor) -> tuple[Tensor, None]:
+    @nvtx_range("experts")
+    def forward(self, rows_ND: Tensor, offsets_L: Tensor, probs_N: Tensor) -> tuple[Tensor, None]:
         """Packed rows to packed rows, weighted with `probs_N`.
 
         Args:
-            rows_ND: [N, D]; rows from `ends_L[-1]` on are not read, those of the result are
+            rows_ND: [N, D]; rows from `offsets_L[-1]` on are not read, those of the result are
                 unspecified.
-            ends_L: int32 on the device: the running count of rows, where other modules of Megatron
+            offsets_L: int32 on the device: the running count of rows, where other modules of Megatron
                 take the count of each expert on the host.
             probs_N: at least fp32.
 
         Returns:
             [N, D], and None for the bias that Megatron may add: it is in there already.
         """
-        return self._computed(rows_ND, ends_L, probs_N, grouped_linear), None
+        return self._computed(rows_ND, offsets_L, probs_N, grouped_linear), None
 
 
 class BatchedExperts(_StackedExperts):
@@ -357,7 +359,7 @@ class BatchedExperts(_StackedExperts):
 
     option = "batched"
 
-    @stage("experts")
+    @nvtx_range("experts")
     def forward(
         self, rows_ND: Tensor, rows_per_expert: Tensor, probs_N: Tensor
     ) -> tuple[Tensor, None]:
@@ -372,10 +374,10 @@ class BatchedExperts(_StackedExperts):
             [N, D], and None for the bias that Megatron may add: it is in there already.
         """
         num_rows, num_each = rows_ND.shape[0], rows_ND.shape[0] // self.linear_fc1.num_experts
-        ends_L = torch.arange(
+        offsets_L = torch.arange(
             num_each, num_rows + 1, num_each, dtype=torch.int32, device=rows_ND.device
         )
-        return self._computed(rows_ND, ends_L, probs_N, batched_linear), None
+        return self._computed(rows_ND, offsets_L, probs_N, batched_linear), None
 
 
 def _activation(config: Any) -> Activation:

@@ -24,7 +24,7 @@ from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.megatron.experts import BatchedExperts, PackedExperts, chosen_experts
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.router import select_after_counting
-from padded_dispatch.utils.nvtx import stage
+from padded_dispatch.utils.nvtx import nvtx_range
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def build(
 @functools.cache
 def _shown(base: type) -> type:
     """A subclass whose calls profilers show; the name stays, since errors and logs give it."""
-    return type(base)(base.__name__, (base,), {"forward": stage("experts")(base.forward)})
+    return type(base)(base.__name__, (base,), {"forward": nvtx_range("experts")(base.forward)})
 
 
 class _EqualsMoELayer(type(MoELayer)):

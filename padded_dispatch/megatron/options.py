@@ -185,9 +185,9 @@ class PaddedOptions:
         },
     )
     exchange: ExchangeKind = field(
-        default="nccl",
+        default="alltoall",
         metadata={
-            "help": "nccl: an all-to-all of all slots, by any backend; direct: stores of real rows "
+            "help": "alltoall: an all-to-all of all slots, by any backend; direct: stores of real rows "
             "between the GPUs of one host, for packed experts",
             "cost": "less time, see above",
             "choices": get_args(ExchangeKind),
@@ -212,7 +212,7 @@ class PaddedOptions:
         ):
             value = getattr(self, name)
             require(value in names, name, value, f"choose one of {', '.join(names)}")
-        fits = self.exchange == "nccl" or self.experts == "packed"
+        fits = self.exchange == "alltoall" or self.experts == "packed"
         require(fits, "exchange", self.exchange, "it needs experts='packed'")
         rows = self.alignment
         aligned = rows == "auto" or (isinstance(rows, int) and rows >= 1)

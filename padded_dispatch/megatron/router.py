@@ -152,7 +152,7 @@ def select_after_counting(router: Any, selector: Selector) -> None:
     selector.configs.follow(router)
     router.selector = selector
     router.saw_padding_mask = False
-    router.keep_T = None
+    router.protected_T = None
     router.was_captured = False
     num_draws = None
     if selector.configs.training.remedy == "reroute":
@@ -197,7 +197,7 @@ def _selecting(base: type) -> type:
         selector: Selector
         saw_padding_mask: bool
         num_draws: Tensor | None
-        keep_T: Tensor | None
+        protected_T: Tensor | None
         was_captured: bool
 
         def set_layer_number(self, layer_number: int) -> None:
@@ -223,16 +223,18 @@ def _selecting(base: type) -> type:
 
         def protect(self, keep: Tensor) -> None:
             """See the function of this name."""
-            keep_T = self.keep_T
-            if keep_T is None or keep_T.numel() != keep.numel():
+            protected_T = self.protected_T
+            if protected_T is None or protected_T.numel() != keep.numel():
                 if self.was_captured:
                     raise ValueError(
                         f"keep of shape {list(keep.shape)} is not possible: a CUDA graph was "
                         "captured without a mask of this size; call protect() before the capture"
                     )
                 device = self.weight.device
-                keep_T = self.keep_T = torch.empty(keep.numel(), dtype=torch.bool, device=device)
-            keep_T.copy_(keep.flatten())
+                protected_T = self.protected_T = torch.empty(
+                    keep.numel(), dtype=torch.bool, device=device
+                )
+            protected_T.copy_(keep.flatten())
 
         def gating(self, input: Tensor) -> Tensor:
             """As `Router.gating`, also where the bias is narrower than the logits.
@@ -266,7 +268,7 @@ def _selecting(base: type) -> type:
                 probs_TE,
                 scores_TE,
                 choice_TE,
-                keep_T=self._protected(map_TE.shape[0]),
+                protected_T=self._protected(map_TE.shape[0]),
                 draw=self._draw(),
             )
             self._count_draw()
@@ -277,14 +279,14 @@ def _selecting(base: type) -> type:
         def _protected(self, num_tokens: int) -> Tensor | None:
             """Who comes first in this pass; nobody in evaluation, whose tokens are others."""
             self.was_captured |= _capturing()
-            if self.keep_T is None or not self.training:
+            if self.protected_T is None or not self.training:
                 return None
-            if self.keep_T.numel() != num_tokens:
+            if self.protected_T.numel() != num_tokens:
                 raise ValueError(
-                    f"keep of {self.keep_T.numel()} tokens is not possible: this pass has "
+                    f"keep of {self.protected_T.numel()} tokens is not possible: this pass has "
                     f"{num_tokens}; call protect() with a mask of its tokens"
                 )
-            return self.keep_T
+            return self.protected_T
 
         def _draw(self) -> Tensor | None:
             """The number of this pass's draw: seed and layer above, draws so far below 2**32."""

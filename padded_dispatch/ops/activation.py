@@ -63,22 +63,22 @@ class Activation:
 def activate(
     fc1_NG: Tensor,
     probs_N: Tensor,
-    ends_L: Tensor,
+    offsets_L: Tensor,
     activation: Activation,
     bias_LG: Tensor | None = None,
 ) -> Tensor:
-    """The activation of the first `ends_L[-1]` rows: [N, G] to [N, F].
+    """The activation of the first `offsets_L[-1]` rows: [N, G] to [N, F].
 
     Args:
         fc1_NG: floating point; its rows behind the last real one are not read.
         probs_N: at least fp32.
-        ends_L: contiguous int32, ascending, the last at most N.
+        offsets_L: contiguous int32, ascending, the last at most N.
         bias_LG: in the dtype of `fc1_NG`; None adds nothing.
 
     Returns:
-        The dtype of `fc1_NG`; rows from `ends_L[-1]` on are unspecified, as in the gradients.
+        The dtype of `fc1_NG`; rows from `offsets_L[-1]` on are unspecified, as in the gradients.
     """
-    return _activate(fc1_NG, bias_LG, probs_N, ends_L, *astuple(activation))
+    return _activate(fc1_NG, bias_LG, probs_N, offsets_L, *astuple(activation))
 
 
 def _curve(function: str, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,11 +94,11 @@ def _curve(function: str, x: Tensor) -> tuple[Tensor, Tensor]:
     return x * sigmoid, sigmoid * (1 + scale * x * (1 - sigmoid))
 
 
-def _real_inputs(fc1_NG: Tensor, bias_LG: Tensor | None, ends_L: Tensor) -> tuple[slice, Tensor]:
+def _real_inputs(fc1_NG: Tensor, bias_LG: Tensor | None, offsets_L: Tensor) -> tuple[slice, Tensor]:
     """Which rows are real, and fc1 with its bias there, at least fp32."""
-    real = slice(int(ends_L[-1]))
+    real = slice(int(offsets_L[-1]))
     x_NG = fc1_NG[real].to(torch.promote_types(fc1_NG.dtype, torch.float32))
-    return real, x_NG if bias_LG is None else x_NG + bias_LG[experts_of_rows(ends_L)]
+    return real, x_NG if bias_LG is None else x_NG + bias_LG[experts_of_rows(offsets_L)]
 
 
 @custom_op("padded_dispatch::activate", mutates_args=())
@@ -106,13 +106,13 @@ def _activate(
     fc1_NG: Tensor,
     bias_LG: Tensor | None,
     probs_N: Tensor,
-    ends_L: Tensor,
+    offsets_L: Tensor,
     function: str,
     gated: bool,
     clamp: float,
     offset: float,
 ) -> Tensor:
-    real, x_NG = _real_inputs(fc1_NG, bias_LG, ends_L)
+    real, x_NG = _real_inputs(fc1_NG, bias_LG, offsets_L)
     if gated:
         gate, up = x_NG.chunk(2, dim=1)
         value = _curve(function, gate.clamp(max=clamp))[0] * (up.clamp(-clamp, clamp) + offset)
@@ -124,16 +124,16 @@ def _activate(
 
 
 @_activate.register_kernel("cuda")
-def _(fc1_NG, bias_LG, probs_N, ends_L, function, gated, clamp, offset):
+def _(fc1_NG, bias_LG, probs_N, offsets_L, function, gated, clamp, offset):
     from padded_dispatch.kernels import activation
 
     bias_LG = None if bias_LG is None else bias_LG.contiguous()
-    given = fc1_NG.contiguous(), bias_LG, probs_N.contiguous(), ends_L
+    given = fc1_NG.contiguous(), bias_LG, probs_N.contiguous(), offsets_L
     return activation.activate(*given, function, gated, clamp, offset)
 
 
 @_activate.register_fake
-def _(fc1_NG, bias_LG, probs_N, ends_L, function, gated, clamp, offset):
+def _(fc1_NG, bias_LG, probs_N, offsets_L, function, gated, clamp, offset):
     num_rows, width = fc1_NG.shape
     return fc1_NG.new_empty(num_rows, width // 2 if gated else width)
 
@@ -144,14 +144,14 @@ def _activate_backward(
     fc1_NG: Tensor,
     bias_LG: Tensor | None,
     probs_N: Tensor,
-    ends_L: Tensor,
+    offsets_L: Tensor,
     function: str,
     gated: bool,
     clamp: float,
     offset: float,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of fc1, with its bias or without, and of the probabilities."""
-    real, x_NG = _real_inputs(fc1_NG, bias_LG, ends_L)
+    real, x_NG = _real_inputs(fc1_NG, bias_LG, offsets_L)
     grad, prob = grad_NF[real].to(x_NG.dtype), probs_N[real, None]
     if gated:
         gate, up = x_NG.chunk(2, dim=1)
@@ -170,16 +170,16 @@ def _activate_backward(
 
 
 @_activate_backward.register_kernel("cuda")
-def _(grad_NF, fc1_NG, bias_LG, probs_N, ends_L, function, gated, clamp, offset):
+def _(grad_NF, fc1_NG, bias_LG, probs_N, offsets_L, function, gated, clamp, offset):
     from padded_dispatch.kernels import activation
 
     bias_LG = None if bias_LG is None else bias_LG.contiguous()
-    given = grad_NF.contiguous(), fc1_NG.contiguous(), bias_LG, probs_N.contiguous(), ends_L
+    given = grad_NF.contiguous(), fc1_NG.contiguous(), bias_LG, probs_N.contiguous(), offsets_L
     return activation.activate_backward(*given, function, gated, clamp, offset)
 
 
 @_activate_backward.register_fake
-def _(grad_NF, fc1_NG, bias_LG, probs_N, ends_L, function, gated, clamp, offset):
+def _(grad_NF, fc1_NG, bias_LG, probs_N, offsets_L, function, gated, clamp, offset):
     return fc1_NG.new_empty(fc1_NG.shape), probs_N.new_empty(probs_N.shape)
 
 
@@ -189,9 +189,11 @@ def _save_inputs(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad_NF):
-    fc1_NG, bias_LG, probs_N, ends_L = ctx.saved_tensors
-    grad_NG, grad_N = _activate_backward(grad_NF, fc1_NG, bias_LG, probs_N, ends_L, *ctx.activation)
-    grad_LG = sum_rows(grad_NG, None, ends_L) if ctx.needs_input_grad[1] else None
+    fc1_NG, bias_LG, probs_N, offsets_L = ctx.saved_tensors
+    grad_NG, grad_N = _activate_backward(
+        grad_NF, fc1_NG, bias_LG, probs_N, offsets_L, *ctx.activation
+    )
+    grad_LG = sum_rows(grad_NG, None, offsets_L) if ctx.needs_input_grad[1] else None
     return grad_NG, grad_LG, grad_N, None, None, None, None, None
 
 

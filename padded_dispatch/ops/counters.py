@@ -28,7 +28,7 @@ SCALARS = (
     "num_positions",
     "num_passes",
     "num_slots",
-    "num_overflow",
+    "num_unplaced",
     "idle_passes",
     "rerouted",
     "protected_dropped",
@@ -69,7 +69,7 @@ class Counters:
     for and of those that got no slot where they asked.
     `num_tokens`: tokens that asked for an expert, `lost_tokens`: those of them that kept none.
     `num_positions`: T per pass, padding tokens too. `num_passes`. `num_slots`: slots offered (E * C
-    per pass). `num_overflow`: rows that a plan had no slot for although they had been kept; other
+    per pass). `num_unplaced`: rows that a plan had no slot for although they had been kept; other
     than zero it is somebody's bug. `idle_passes`: passes in which this rank's experts got no row
     from anybody. `rerouted`: rows that went to another expert. `protected_dropped`: rows of
     protected tokens that the policy dropped, since they alone were too many.
@@ -93,7 +93,7 @@ class Counters:
         self.num_positions = scalars["num_positions"]
         self.num_passes = scalars["num_passes"]
         self.num_slots = scalars["num_slots"]
-        self.num_overflow = scalars["num_overflow"]
+        self.num_unplaced = scalars["num_unplaced"]
         self.idle_passes = scalars["idle_passes"]
         self.rerouted = scalars["rerouted"]
         self.protected_dropped = scalars["protected_dropped"]
@@ -111,9 +111,9 @@ class Counters:
             self.protected_dropped += selection.protected_dropped_E.sum()
 
     @torch.no_grad()
-    def add_overflow(self, overflow_E: Tensor) -> None:
+    def add_unplaced(self, unplaced_E: Tensor) -> None:
         """Count the rows for which a plan had no slot."""
-        self.num_overflow += overflow_E.sum()
+        self.num_unplaced += unplaced_E.sum()
 
     @torch.no_grad()
     def add_received(self, kept_M: Tensor) -> None:

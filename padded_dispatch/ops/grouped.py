@@ -1,6 +1,6 @@
 """Linears over packed rows: every expert's weights on its own rows, and on no others.
 
-Expert l's rows end at `ends_L[l]` and begin where the ones before end; the ends stay on the device.
+Expert l's rows end at `offsets_L[l]` and begin where the ones before end; the ends stay on the device.
 Rows behind the last one are never read, forward or backward, and those of a result are unspecified.
 An expert without rows has gradients of exact zeros.
 
@@ -24,7 +24,7 @@ from torch.library import custom_op
 def grouped_linear(
     rows_NI: Tensor,
     weight_LOI: Tensor,
-    ends_L: Tensor,
+    offsets_L: Tensor,
     bias_LO: Tensor | None = None,
     probs_N: Tensor | None = None,
 ) -> Tensor:
@@ -33,20 +33,20 @@ def grouped_linear(
     Args:
         rows_NI: floating point; bf16 on CUDA devices, and I and O multiples of 8.
         weight_LOI: same dtype.
-        ends_L: contiguous int32, ascending, the last at most N.
+        offsets_L: contiguous int32, ascending, the last at most N.
         bias_LO: same dtype; None adds nothing.
         probs_N: at least fp32; weighs the bias, and the bias alone. Given where there is a bias.
 
     Raises:
         ValueError: on CUDA devices for another dtype or size.
     """
-    return _grouped_linear(rows_NI, weight_LOI, bias_LO, probs_N, ends_L)
+    return _grouped_linear(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L)
 
 
 def batched_linear(
     rows_NI: Tensor,
     weight_LOI: Tensor,
-    ends_L: Tensor,
+    offsets_L: Tensor,
     bias_LO: Tensor | None = None,
     probs_N: Tensor | None = None,
 ) -> Tensor:
@@ -54,7 +54,7 @@ def batched_linear(
 
     Args:
         rows_NI, weight_LOI, bias_LO, probs_N: see `grouped_linear`; any dtype and size.
-        ends_L: not read: expert l's rows end at `(l + 1) * N / L`.
+        offsets_L: not read: expert l's rows end at `(l + 1) * N / L`.
     """
     out_NO = _batched_linear(rows_NI, weight_LOI)
     if bias_LO is None:
@@ -65,21 +65,21 @@ def batched_linear(
     return out_NO + bias_LMO.flatten(0, 1)
 
 
-def experts_of_rows(ends_L: Tensor) -> Tensor:
-    """The expert of every real row, read on the host: int64 [ends_L[-1]]."""
-    counts_L = ends_L.diff(prepend=ends_L.new_zeros(1))
-    return torch.arange(ends_L.shape[0]).repeat_interleave(counts_L)
+def experts_of_rows(offsets_L: Tensor) -> Tensor:
+    """The expert of every real row, read on the host: int64 [offsets_L[-1]]."""
+    counts_L = offsets_L.diff(prepend=offsets_L.new_zeros(1))
+    return torch.arange(offsets_L.shape[0]).repeat_interleave(counts_L)
 
 
-def sum_rows(rows_NO: Tensor, weights_N: Tensor | None, ends_L: Tensor) -> Tensor:
+def sum_rows(rows_NO: Tensor, weights_N: Tensor | None, offsets_L: Tensor) -> Tensor:
     """The sum of each expert's rows, weighted where there are weights: [L, O]."""
-    return _sum_rows(rows_NO, weights_N, ends_L)
+    return _sum_rows(rows_NO, weights_N, offsets_L)
 
 
-def _blocks(ends_L: Tensor) -> list[slice]:
+def _blocks(offsets_L: Tensor) -> list[slice]:
     """The rows of every expert, read on the host."""
-    ends = ends_L.tolist()
-    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    offsets = offsets_L.tolist()
+    return [slice(start, end) for start, end in zip([0, *offsets], offsets, strict=False)]
 
 
 @custom_op("padded_dispatch::grouped_linear", mutates_args=())
@@ -88,10 +88,10 @@ def _grouped_linear(
     weight_LOI: Tensor,
     bias_LO: Tensor | None,
     probs_N: Tensor | None,
-    ends_L: Tensor,
+    offsets_L: Tensor,
 ) -> Tensor:
     out_NO = rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
-    for expert, rows in enumerate(_blocks(ends_L)):
+    for expert, rows in enumerate(_blocks(offsets_L)):
         out = rows_NI[rows] @ weight_LOI[expert].T
         if bias_LO is not None:
             assert probs_N is not None
@@ -101,18 +101,18 @@ def _grouped_linear(
 
 
 @_grouped_linear.register_kernel("cuda")
-def _(rows_NI, weight_LOI, bias_LO, probs_N, ends_L):
+def _(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L):
     _check(rows_NI, weight_LOI)
-    out_NO = _grouped_mm(rows_NI.contiguous(), weight_LOI.transpose(1, 2), ends_L)
+    out_NO = _grouped_mm(rows_NI.contiguous(), weight_LOI.transpose(1, 2), offsets_L)
     if bias_LO is not None:
         from padded_dispatch.kernels import grouped
 
-        grouped.add_bias(out_NO, bias_LO.contiguous(), probs_N.contiguous(), ends_L)
+        grouped.add_bias(out_NO, bias_LO.contiguous(), probs_N.contiguous(), offsets_L)
     return out_NO
 
 
 @_grouped_linear.register_fake
-def _(rows_NI, weight_LOI, bias_LO, probs_N, ends_L):
+def _(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L):
     return rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
 
 
@@ -142,21 +142,21 @@ def _(grad_NO, rows_NI, num_experts):
 
 
 @custom_op("padded_dispatch::grouped_outer", mutates_args=())
-def _grouped_outer(grad_NO: Tensor, rows_NI: Tensor, ends_L: Tensor) -> Tensor:
+def _grouped_outer(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor) -> Tensor:
     """`grad.T @ rows` of every expert: its weight gradient, [L, O, I]."""
-    products = [grad_NO[rows].T @ rows_NI[rows] for rows in _blocks(ends_L)]
+    products = [grad_NO[rows].T @ rows_NI[rows] for rows in _blocks(offsets_L)]
     return torch.stack(products)
 
 
 @_grouped_outer.register_kernel("cuda")
-def _(grad_NO, rows_NI, ends_L):
+def _(grad_NO, rows_NI, offsets_L):
     # Column-major times row-major: the one combination that takes experts without rows.
-    return _grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), ends_L)
+    return _grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), offsets_L)
 
 
 @_grouped_outer.register_fake
-def _(grad_NO, rows_NI, ends_L):
-    return rows_NI.new_empty(ends_L.shape[0], grad_NO.shape[1], rows_NI.shape[1])
+def _(grad_NO, rows_NI, offsets_L):
+    return rows_NI.new_empty(offsets_L.shape[0], grad_NO.shape[1], rows_NI.shape[1])
 
 
 def _check(rows_NI: Tensor, weight_LOI: Tensor) -> None:
@@ -173,50 +173,52 @@ def _check(rows_NI: Tensor, weight_LOI: Tensor) -> None:
         )
 
 
-def _grouped_mm(a: Tensor, b: Tensor, ends_L: Tensor) -> Tensor:
+def _grouped_mm(a: Tensor, b: Tensor, offsets_L: Tensor) -> Tensor:
     # Private until torch 2.10, which calls it `torch.nn.functional.grouped_mm`.
-    return torch._grouped_mm(a, b, offs=ends_L)  # pyright: ignore[reportPrivateImportUsage]
+    return torch._grouped_mm(a, b, offs=offsets_L)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @custom_op("padded_dispatch::sum_rows_by_expert", mutates_args=())
-def _sum_rows(rows_NO: Tensor, weights_N: Tensor | None, ends_L: Tensor) -> Tensor:
+def _sum_rows(rows_NO: Tensor, weights_N: Tensor | None, offsets_L: Tensor) -> Tensor:
     wide = rows_NO.to(torch.promote_types(rows_NO.dtype, torch.float32))
     if weights_N is not None:
         wide = wide * weights_N[:, None]
-    return torch.stack([wide[rows].sum(0) for rows in _blocks(ends_L)]).to(rows_NO.dtype)
+    return torch.stack([wide[rows].sum(0) for rows in _blocks(offsets_L)]).to(rows_NO.dtype)
 
 
 @_sum_rows.register_kernel("cuda")
-def _(rows_NO, weights_N, ends_L):
+def _(rows_NO, weights_N, offsets_L):
     from padded_dispatch.kernels import grouped
 
     weights_N = weights_N.contiguous() if weights_N is not None else None
-    return grouped.sum_rows(rows_NO.contiguous(), weights_N, ends_L)
+    return grouped.sum_rows(rows_NO.contiguous(), weights_N, offsets_L)
 
 
 @_sum_rows.register_fake
-def _(rows_NO, weights_N, ends_L):
-    return rows_NO.new_empty(ends_L.shape[0], rows_NO.shape[1])
+def _(rows_NO, weights_N, offsets_L):
+    return rows_NO.new_empty(offsets_L.shape[0], rows_NO.shape[1])
 
 
 @custom_op("padded_dispatch::dot_rows_by_expert", mutates_args=())
-def _dot_rows(rows_NO: Tensor, vectors_LO: Tensor, like_N: Tensor, ends_L: Tensor) -> Tensor:
+def _dot_rows(rows_NO: Tensor, vectors_LO: Tensor, like_N: Tensor, offsets_L: Tensor) -> Tensor:
     """`rows @ vectors[l]` for every expert's rows, [N], in the dtype of `like_N`."""
     dots_N = torch.empty_like(like_N)
-    for rows, vector_O in zip(_blocks(ends_L), vectors_LO.to(like_N.dtype), strict=True):
+    for rows, vector_O in zip(_blocks(offsets_L), vectors_LO.to(like_N.dtype), strict=True):
         dots_N[rows] = rows_NO[rows].to(like_N.dtype) @ vector_O
     return dots_N
 
 
 @_dot_rows.register_kernel("cuda")
-def _(rows_NO, vectors_LO, like_N, ends_L):
+def _(rows_NO, vectors_LO, like_N, offsets_L):
     from padded_dispatch.kernels import grouped
 
-    return grouped.dot_rows(rows_NO.contiguous(), vectors_LO.contiguous(), ends_L).to(like_N.dtype)
+    return grouped.dot_rows(rows_NO.contiguous(), vectors_LO.contiguous(), offsets_L).to(
+        like_N.dtype
+    )
 
 
 @_dot_rows.register_fake
-def _(rows_NO, vectors_LO, like_N, ends_L):
+def _(rows_NO, vectors_LO, like_N, offsets_L):
     return torch.empty_like(like_N)
 
 
@@ -225,18 +227,18 @@ def _save_inputs(ctx, inputs, output) -> None:
 
 
 def _grouped_linear_backward(ctx, grad_NO):
-    rows_NI, weight_LOI, bias_LO, probs_N, ends_L = ctx.saved_tensors
+    rows_NI, weight_LOI, bias_LO, probs_N, offsets_L = ctx.saved_tensors
     needs_rows, needs_weight, needs_bias, needs_probs, _ = ctx.needs_input_grad
     grad_NI = grad_LOI = grad_LO = grad_N = None
     if needs_rows:
         transposed_LIO = weight_LOI.transpose(1, 2)
-        grad_NI = _grouped_linear(grad_NO, transposed_LIO, None, None, ends_L)
+        grad_NI = _grouped_linear(grad_NO, transposed_LIO, None, None, offsets_L)
     if needs_weight:
-        grad_LOI = _grouped_outer(grad_NO, rows_NI, ends_L)
+        grad_LOI = _grouped_outer(grad_NO, rows_NI, offsets_L)
     if needs_bias:
-        grad_LO = _sum_rows(grad_NO, probs_N, ends_L)
+        grad_LO = _sum_rows(grad_NO, probs_N, offsets_L)
     if needs_probs and bias_LO is not None:
-        grad_N = _dot_rows(grad_NO, bias_LO, probs_N, ends_L)
+        grad_N = _dot_rows(grad_NO, bias_LO, probs_N, offsets_L)
     return grad_NI, grad_LOI, grad_LO, grad_N, None
 
 

@@ -34,7 +34,7 @@ def select_with_remedy(
     choice_TE: Tensor | None = None,
     *,
     mask_T: Tensor | None = None,
-    keep_T: Tensor | None = None,
+    protected_T: Tensor | None = None,
     draw: Tensor | None = None,
 ) -> Selection:
     """`padded_dispatch.ops.select` by the config's policy, then the config's remedy.
@@ -42,12 +42,17 @@ def select_with_remedy(
     Args:
         config: its `policy`, `remedy` and `reroute_rounds` are read.
         capacity: slots per expert on this source rank (C).
-        map_TE, probs_TE, mask_T, keep_T, draw: see `select`.
+        map_TE, probs_TE, mask_T, protected_T, draw: see `select`.
         scores_TE, choice_TE: see `reroute`; for that remedy only.
     """
     asked_TE = map_TE if mask_T is None else map_TE & ~mask_T[:, None]
     selection = select(
-        asked_TE, probs_TE, capacity=capacity, policy=config.policy, keep_T=keep_T, draw=draw
+        asked_TE,
+        probs_TE,
+        capacity=capacity,
+        policy=config.policy,
+        protected_T=protected_T,
+        draw=draw,
     )
     if config.remedy == "none" or capacity >= map_TE.shape[0]:
         return selection
@@ -66,7 +71,7 @@ def select_with_remedy(
         capacity=capacity,
         policy=config.policy,
         rounds=config.reroute_rounds,
-        keep_T=keep_T,
+        protected_T=protected_T,
         draw=draw,
     )
 
@@ -103,7 +108,7 @@ def reroute(
     capacity: int,
     policy: Policy,
     rounds: int = 1,
-    keep_T: Tensor | None = None,
+    protected_T: Tensor | None = None,
     draw: Tensor | None = None,
 ) -> Selection:
     """Send dropped rows to experts that have slots left.
@@ -125,7 +130,7 @@ def reroute(
             new expert's score is lower; no other row changes.
         choice_TE: floating point [T, E] without gradient, by what experts are chosen where that is
             not their score (expert bias, groups); -inf is never chosen. None is `scores_TE`.
-        capacity, policy, keep_T, draw: those of the selection.
+        capacity, policy, protected_T, draw: those of the selection.
         rounds: how often those that found no place try again.
 
     Example: C = 1, both tokens ask for expert 0 with .6 and .5; token 1 scores .3 for expert 1 and
@@ -139,8 +144,8 @@ def reroute(
         free_TE = open_TE & ~kept_TE & (kept_TE.sum(0) < capacity)
         proposed_TE = free_TE & (choice_ranks(free_TE, choice_TE) < num_lost_T1)
         level_TE = 2 * kept_TE.to(torch.uint8)
-        if keep_T is not None:
-            level_TE += keep_T[:, None]
+        if protected_T is not None:
+            level_TE += protected_T[:, None]
         kept_TE = kept_map(
             kept_TE | proposed_TE,
             scores_TE,

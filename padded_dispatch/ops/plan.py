@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from padded_dispatch.utils.nvtx import stage
+from padded_dispatch.utils.nvtx import nvtx_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,18 +20,18 @@ class DispatchPlan:
 
     `slot_of_TK`: int32, `e * C + c`, or -1 where token t has no k-th row. `choice_of_slot_EC`:
     int32, `t * K + k`, or -1 for a padded row; the inverse of the first. `kept_E`: int32 rows per
-    expert. `overflow_E`: int32 rows of the map beyond C per expert or beyond K per token; they get
+    expert. `unplaced_E`: int32 rows of the map beyond C per expert or beyond K per token; they get
     no slot, and a number other than zero is somebody's bug. `capacity`: C.
     """
 
     slot_of_TK: Tensor
     choice_of_slot_EC: Tensor
     kept_E: Tensor
-    overflow_E: Tensor
+    unplaced_E: Tensor
     capacity: int
 
 
-@stage("plan")
+@nvtx_range("plan")
 def make_plan(kept_TE: Tensor, *, top_k: int, capacity: int) -> DispatchPlan:
     """Give every kept row its slot.
 
@@ -41,12 +41,12 @@ def make_plan(kept_TE: Tensor, *, top_k: int, capacity: int) -> DispatchPlan:
         top_k: choices per token that the plan has room for (K).
         capacity: slots per expert (C).
     """
-    slot_of_TK, choice_of_slot_EC, kept_E, overflow_E = _plan(kept_TE, top_k, capacity)
+    slot_of_TK, choice_of_slot_EC, kept_E, unplaced_E = _plan(kept_TE, top_k, capacity)
     return DispatchPlan(
         slot_of_TK=slot_of_TK,
         choice_of_slot_EC=choice_of_slot_EC,
         kept_E=kept_E,
-        overflow_E=overflow_E,
+        unplaced_E=unplaced_E,
         capacity=capacity,
     )
 

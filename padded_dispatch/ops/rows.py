@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from padded_dispatch.ops.plan import DispatchPlan
-from padded_dispatch.utils.nvtx import stage
+from padded_dispatch.utils.nvtx import nvtx_range
 
 
 def gather_rows(tokens_TD: Tensor, plan: DispatchPlan, *, zeros: bool = True) -> Tensor:
@@ -37,13 +37,13 @@ def gather_rows(tokens_TD: Tensor, plan: DispatchPlan, *, zeros: bool = True) ->
     return _gather(tokens_TD, plan.slot_of_TK, plan.choice_of_slot_EC, zeros)
 
 
-def gather_side(probs_TE: Tensor, plan: DispatchPlan) -> Tensor:
+def gather_meta(probs_TE: Tensor, plan: DispatchPlan) -> Tensor:
     """What travels beside the rows: [T, E] to [E, C + 1], at least fp32.
 
     The probability of every slot, 0 in padded rows, then the number of the expert's kept rows,
     which has no gradient. Counts are exact in fp32 up to 2**24 rows, far above any T.
     """
-    return _gather_side(probs_TE, plan.slot_of_TK, plan.choice_of_slot_EC, plan.kept_E)
+    return _gather_meta(probs_TE, plan.slot_of_TK, plan.choice_of_slot_EC, plan.kept_E)
 
 
 def combine_rows(rows_ECD: Tensor, plan: DispatchPlan, *, zeros: bool = True) -> Tensor:
@@ -56,45 +56,45 @@ def combine_rows(rows_ECD: Tensor, plan: DispatchPlan, *, zeros: bool = True) ->
     return _combine(rows_ECD, plan.slot_of_TK, plan.choice_of_slot_EC, zeros)
 
 
-def running_ends(kept_SL: Tensor) -> Tensor:
+def running_offsets(kept_SL: Tensor) -> Tensor:
     """Where packed rows lie: int32 [S, L] to int32 [L, S].
 
     The rows of expert l from source s end at `[l, s]` and begin where the ones before end.
     """
     num_sources, num_local_experts = kept_SL.shape
-    ends = kept_SL.T.flatten().cumsum(0, dtype=torch.int32)
-    return ends.view(num_local_experts, num_sources)
+    offsets = kept_SL.T.flatten().cumsum(0, dtype=torch.int32)
+    return offsets.view(num_local_experts, num_sources)
 
 
-def pack_rows(slots_MCD: Tensor, ends_LS: Tensor, *, zeros: bool = True) -> Tensor:
+def pack_rows(slots_MCD: Tensor, offsets_LS: Tensor, *, zeros: bool = True) -> Tensor:
     """Real rows without gaps, ordered by expert, source, slot: [S * L, C, D] to [N, D].
 
-    Slots are ordered by source, expert, slot. Rows from `ends_LS[-1, -1]` on are unspecified. The
+    Slots are ordered by source, expert, slot. Rows from `offsets_LS[-1, -1]` on are unspecified. The
     gradient of padded rows is 0 if `zeros`.
     """
-    return _pack(slots_MCD, ends_LS, zeros)
+    return _pack(slots_MCD, offsets_LS, zeros)
 
 
-def unpack_rows(packed_ND: Tensor, ends_LS: Tensor, *, zeros: bool = True) -> Tensor:
+def unpack_rows(packed_ND: Tensor, offsets_LS: Tensor, *, zeros: bool = True) -> Tensor:
     """The transpose of `pack_rows`: [N, D] to [S * L, C, D], 0 in padded rows if `zeros`."""
-    return _unpack(packed_ND, ends_LS, zeros)
+    return _unpack(packed_ND, offsets_LS, zeros)
 
 
-def gather_packed(tokens_TD: Tensor, plan: DispatchPlan, ends_LS: Tensor) -> Tensor:
+def gather_packed(tokens_TD: Tensor, plan: DispatchPlan, offsets_LS: Tensor) -> Tensor:
     """`gather_rows` and `pack_rows` at once, where this rank is the only source: [T, D] to [N, D].
 
     Args:
         tokens_TD: floating point.
         plan: of these tokens.
-        ends_LS: `running_ends` of its counts.
+        offsets_LS: `running_offsets` of its counts.
     """
-    slot_of_TK = _packed_slots(plan.slot_of_TK, ends_LS, plan.capacity)
+    slot_of_TK = _packed_slots(plan.slot_of_TK, offsets_LS, plan.capacity)
     return _gather(tokens_TD, slot_of_TK, plan.choice_of_slot_EC, False).flatten(0, 1)
 
 
-def combine_packed(rows_ND: Tensor, plan: DispatchPlan, ends_LS: Tensor) -> Tensor:
+def combine_packed(rows_ND: Tensor, plan: DispatchPlan, offsets_LS: Tensor) -> Tensor:
     """`unpack_rows` and `combine_rows` at once, the transpose of `gather_packed`."""
-    slot_of_TK = _packed_slots(plan.slot_of_TK, ends_LS, plan.capacity)
+    slot_of_TK = _packed_slots(plan.slot_of_TK, offsets_LS, plan.capacity)
     rows_ECD = rows_ND.unflatten(0, plan.choice_of_slot_EC.shape)
     return _combine(rows_ECD, slot_of_TK, plan.choice_of_slot_EC, False)
 
@@ -109,22 +109,22 @@ def _take(source_MD: Tensor, index: Tensor, *, zeros: bool = True) -> Tensor:
 
 
 @custom_op("padded_dispatch::packed_slots", mutates_args=())
-def _packed_slots(slot_of_TK: Tensor, ends_LS: Tensor, capacity: int) -> Tensor:
-    ends_E = ends_LS.flatten()
-    starts_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
+def _packed_slots(slot_of_TK: Tensor, offsets_LS: Tensor, capacity: int) -> Tensor:
+    offsets_E = offsets_LS.flatten()
+    starts_E = torch.cat([offsets_E.new_zeros(1), offsets_E[:-1]])
     expert_TK = slot_of_TK.clamp(min=0) // capacity
     return torch.where(slot_of_TK >= 0, starts_E[expert_TK] + slot_of_TK % capacity, -1)
 
 
 @_packed_slots.register_kernel("cuda")
-def _(slot_of_TK, ends_LS, capacity):
+def _(slot_of_TK, offsets_LS, capacity):
     from padded_dispatch.kernels import plan
 
-    return plan.packed_slots(slot_of_TK, ends_LS, capacity)
+    return plan.packed_slots(slot_of_TK, offsets_LS, capacity)
 
 
 @_packed_slots.register_fake
-def _(slot_of_TK, ends_LS, capacity):
+def _(slot_of_TK, offsets_LS, capacity):
     return torch.empty_like(slot_of_TK)
 
 
@@ -151,8 +151,8 @@ def _(tokens_TD, slot_of_TK, choice_of_slot_EC, zeros):
     return tokens_TD.new_empty(*choice_of_slot_EC.shape, tokens_TD.shape[1])
 
 
-@custom_op("padded_dispatch::gather_side", mutates_args=())
-def _gather_side(
+@custom_op("padded_dispatch::gather_meta", mutates_args=())
+def _gather_meta(
     probs_TE: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor, kept_E: Tensor
 ) -> Tensor:
     top_k = slot_of_TK.shape[1]
@@ -162,45 +162,45 @@ def _gather_side(
     return torch.cat([probs_EC.to(dtype), kept_E[:, None].to(dtype)], dim=1)
 
 
-@_gather_side.register_kernel("cuda")
+@_gather_meta.register_kernel("cuda")
 def _(probs_TE, slot_of_TK, choice_of_slot_EC, kept_E):
-    from padded_dispatch.kernels import rows as side
+    from padded_dispatch.kernels import rows
 
     top_k = slot_of_TK.shape[1]
-    return side.gather_side(probs_TE.contiguous(), choice_of_slot_EC, kept_E, top_k)
+    return rows.gather_meta(probs_TE.contiguous(), choice_of_slot_EC, kept_E, top_k)
 
 
-@_gather_side.register_fake
+@_gather_meta.register_fake
 def _(probs_TE, slot_of_TK, choice_of_slot_EC, kept_E):
     num_experts, capacity = choice_of_slot_EC.shape
     dtype = torch.promote_types(probs_TE.dtype, torch.float32)
     return probs_TE.new_empty(num_experts, capacity + 1, dtype=dtype)
 
 
-@custom_op("padded_dispatch::scatter_side", mutates_args=())
-def _scatter_side(side_EC1: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor) -> Tensor:
+@custom_op("padded_dispatch::scatter_meta", mutates_args=())
+def _scatter_meta(meta_EC1: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor) -> Tensor:
     num_experts, capacity = choice_of_slot_EC.shape
     expert_TK = torch.div(slot_of_TK, capacity, rounding_mode="floor")
-    value_TK = _take(side_EC1[:, :-1].reshape(-1, 1), slot_of_TK).squeeze(-1)
+    value_TK = _take(meta_EC1[:, :-1].reshape(-1, 1), slot_of_TK).squeeze(-1)
     # One compare per k instead of a scatter_add: its targets never collide, but torch's
     # deterministic mode cannot know that and would sort them.
-    experts_E = torch.arange(num_experts, device=side_EC1.device)
-    values_TE = side_EC1.new_zeros(slot_of_TK.shape[0], num_experts)
+    experts_E = torch.arange(num_experts, device=meta_EC1.device)
+    values_TE = meta_EC1.new_zeros(slot_of_TK.shape[0], num_experts)
     for value_T, expert_T in zip(value_TK.unbind(1), expert_TK.unbind(1), strict=True):
         values_TE = torch.where(expert_T[:, None] == experts_E, value_T[:, None], values_TE)
     return values_TE
 
 
-@_scatter_side.register_kernel("cuda")
-def _(side_EC1, slot_of_TK, choice_of_slot_EC):
-    from padded_dispatch.kernels import rows as side
+@_scatter_meta.register_kernel("cuda")
+def _(meta_EC1, slot_of_TK, choice_of_slot_EC):
+    from padded_dispatch.kernels import rows
 
-    return side.scatter_side(side_EC1.contiguous(), slot_of_TK)
+    return rows.scatter_meta(meta_EC1.contiguous(), slot_of_TK)
 
 
-@_scatter_side.register_fake
-def _(side_EC1, slot_of_TK, choice_of_slot_EC):
-    return side_EC1.new_empty(slot_of_TK.shape[0], side_EC1.shape[0])
+@_scatter_meta.register_fake
+def _(meta_EC1, slot_of_TK, choice_of_slot_EC):
+    return meta_EC1.new_empty(slot_of_TK.shape[0], meta_EC1.shape[0])
 
 
 @custom_op("padded_dispatch::combine", mutates_args=())
@@ -228,53 +228,53 @@ def _(rows_ECD, slot_of_TK, choice_of_slot_EC, zeros):
     return rows_ECD.new_empty(slot_of_TK.shape[0], rows_ECD.shape[-1])
 
 
-def _packed_row_of_slot(ends_LS: Tensor, capacity: int) -> Tensor:
+def _packed_row_of_slot(offsets_LS: Tensor, capacity: int) -> Tensor:
     """int [S * L, C]: which packed row lies in each slot; -1 is none."""
-    num_local_experts, num_sources = ends_LS.shape
-    kept = torch.diff(ends_LS.flatten(), prepend=ends_LS.new_zeros(1))
+    num_local_experts, num_sources = offsets_LS.shape
+    kept = torch.diff(offsets_LS.flatten(), prepend=offsets_LS.new_zeros(1))
     kept_LS1 = kept.view(num_local_experts, num_sources, 1)
-    c_C = torch.arange(capacity, device=ends_LS.device)
-    row_LSC = torch.where(c_C < kept_LS1, ends_LS[..., None] - kept_LS1 + c_C, -1)
+    c_C = torch.arange(capacity, device=offsets_LS.device)
+    row_LSC = torch.where(c_C < kept_LS1, offsets_LS[..., None] - kept_LS1 + c_C, -1)
     return row_LSC.transpose(0, 1).flatten(0, 1)
 
 
 @custom_op("padded_dispatch::pack", mutates_args=())
-def _pack(slots_MCD: Tensor, ends_LS: Tensor, zeros: bool) -> Tensor:
-    row_MC = _packed_row_of_slot(ends_LS, slots_MCD.shape[1])
+def _pack(slots_MCD: Tensor, offsets_LS: Tensor, zeros: bool) -> Tensor:
+    row_MC = _packed_row_of_slot(offsets_LS, slots_MCD.shape[1])
     packed_ND = slots_MCD.new_empty(row_MC.numel(), slots_MCD.shape[2])
     packed_ND[row_MC[row_MC >= 0]] = slots_MCD[row_MC >= 0]
     return packed_ND
 
 
 @_pack.register_kernel("cuda")
-def _(slots_MCD, ends_LS, zeros):
-    from padded_dispatch.kernels import rows as regroup
+def _(slots_MCD, offsets_LS, zeros):
+    from padded_dispatch.kernels import rows
 
-    return regroup.pack_rows(slots_MCD, ends_LS)
+    return rows.pack_rows(slots_MCD, offsets_LS)
 
 
 @_pack.register_fake
-def _(slots_MCD, ends_LS, zeros):
+def _(slots_MCD, offsets_LS, zeros):
     num_buffers, capacity, width = slots_MCD.shape
     return slots_MCD.new_empty(num_buffers * capacity, width)
 
 
 @custom_op("padded_dispatch::unpack", mutates_args=())
-def _unpack(packed_ND: Tensor, ends_LS: Tensor, zeros: bool) -> Tensor:
-    row_MC = _packed_row_of_slot(ends_LS, packed_ND.shape[0] // ends_LS.numel())
+def _unpack(packed_ND: Tensor, offsets_LS: Tensor, zeros: bool) -> Tensor:
+    row_MC = _packed_row_of_slot(offsets_LS, packed_ND.shape[0] // offsets_LS.numel())
     return _take(packed_ND, row_MC, zeros=zeros)
 
 
 @_unpack.register_kernel("cuda")
-def _(packed_ND, ends_LS, zeros):
-    from padded_dispatch.kernels import rows as regroup
+def _(packed_ND, offsets_LS, zeros):
+    from padded_dispatch.kernels import rows
 
-    return regroup.unpack_rows(packed_ND.contiguous(), ends_LS, zeros=zeros)
+    return rows.unpack_rows(packed_ND.contiguous(), offsets_LS, zeros=zeros)
 
 
 @_unpack.register_fake
-def _(packed_ND, ends_LS, zeros):
-    num_buffers = ends_LS.numel()
+def _(packed_ND, offsets_LS, zeros):
+    num_buffers = offsets_LS.numel()
     num_rows, width = packed_ND.shape
     return packed_ND.new_empty(num_buffers, num_rows // num_buffers, width)
 
@@ -284,51 +284,51 @@ def _save_maps(ctx, inputs, output) -> None:
     ctx.save_for_backward(slots, choices)
 
 
-@stage("gather backward")
+@nvtx_range("gather backward")
 def _gather_backward(ctx, grad_ECD):
     return _combine(grad_ECD, *ctx.saved_tensors, *ctx.zeros), None, None, None
 
 
-@stage("combine backward")
+@nvtx_range("combine backward")
 def _combine_backward(ctx, grad_TD):
     return _gather(grad_TD, *ctx.saved_tensors, *ctx.zeros), None, None, None
 
 
-def _side_setup(ctx, inputs, output) -> None:
+def _meta_setup(ctx, inputs, output) -> None:
     probs_TE, slots, choices, _ = inputs
     ctx.save_for_backward(slots, choices)
     ctx.dtype = probs_TE.dtype
 
 
-@stage("gather backward")
-def _gather_side_backward(ctx, grad_EC1):
-    return _scatter_side(grad_EC1, *ctx.saved_tensors).to(ctx.dtype), None, None, None
+@nvtx_range("gather backward")
+def _gather_meta_backward(ctx, grad_EC1):
+    return _scatter_meta(grad_EC1, *ctx.saved_tensors).to(ctx.dtype), None, None, None
 
 
-def _scatter_side_backward(ctx, grad_TE):
+def _scatter_meta_backward(ctx, grad_TE):
     slots, choices = ctx.saved_tensors
     no_counts_E = torch.zeros_like(choices[:, 0])
-    return _gather_side(grad_TE, slots, choices, no_counts_E), None, None
+    return _gather_meta(grad_TE, slots, choices, no_counts_E), None, None
 
 
-def _save_ends(ctx, inputs, output) -> None:
-    _, ends_LS, ctx.zeros = inputs
-    ctx.save_for_backward(ends_LS)
+def _save_offsets(ctx, inputs, output) -> None:
+    _, offsets_LS, ctx.zeros = inputs
+    ctx.save_for_backward(offsets_LS)
 
 
-@stage("regroup backward")
+@nvtx_range("regroup backward")
 def _pack_backward(ctx, grad_ND):
     return _unpack(grad_ND, *ctx.saved_tensors, ctx.zeros), None, None
 
 
-@stage("regroup backward")
+@nvtx_range("regroup backward")
 def _unpack_backward(ctx, grad_MCD):
     return _pack(grad_MCD, *ctx.saved_tensors, ctx.zeros), None, None
 
 
 _gather.register_autograd(_gather_backward, setup_context=_save_maps)
 _combine.register_autograd(_combine_backward, setup_context=_save_maps)
-_gather_side.register_autograd(_gather_side_backward, setup_context=_side_setup)
-_scatter_side.register_autograd(_scatter_side_backward, setup_context=_save_maps)
-_pack.register_autograd(_pack_backward, setup_context=_save_ends)
-_unpack.register_autograd(_unpack_backward, setup_context=_save_ends)
+_gather_meta.register_autograd(_gather_meta_backward, setup_context=_meta_setup)
+_scatter_meta.register_autograd(_scatter_meta_backward, setup_context=_save_maps)
+_pack.register_autograd(_pack_backward, setup_context=_save_offsets)
+_unpack.register_autograd(_unpack_backward, setup_context=_save_offsets)

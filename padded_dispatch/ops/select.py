@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from padded_dispatch.config import POLICIES, Policy
-from padded_dispatch.utils.nvtx import stage
+from padded_dispatch.utils.nvtx import nvtx_range
 
 _32_BITS = 0xFFFFFFFF
 
@@ -54,7 +54,7 @@ class Selection:
     rerouted_E: Tensor | None = None
 
 
-@stage("select")
+@nvtx_range("select")
 def select(
     map_TE: Tensor,
     probs_TE: Tensor,
@@ -62,7 +62,7 @@ def select(
     capacity: int,
     policy: Policy = "probs",
     mask_T: Tensor | None = None,
-    keep_T: Tensor | None = None,
+    protected_T: Tensor | None = None,
     draw: Tensor | None = None,
 ) -> Selection:
     """Cut a routing map down to at most C tokens per expert.
@@ -73,7 +73,7 @@ def select(
         capacity: slots per expert on this source rank (C).
         policy: see `padded_dispatch.ops.select`.
         mask_T: bool [T], True for padding tokens; they never take a slot and are not demand.
-        keep_T: bool [T], True for tokens that come before all others, whatever the policy: they
+        protected_T: bool [T], True for tokens that come before all others, whatever the policy: they
             are dropped only where they alone ask for more than C slots, and then counted.
         draw: int64 scalar on the tokens' device, for policy "random" only: equal numbers give equal
             draws. Whoever owns it changes it in place, after the pass that records gradients.
@@ -86,11 +86,11 @@ def select(
     if policy == "random" and draw is None:
         raise ValueError("draw=None is not possible with policy='random': give an int64 scalar")
     asked_TE = map_TE if mask_T is None else map_TE & ~mask_T[:, None]
-    level_TE = None if keep_T is None else keep_T[:, None].to(torch.uint8)
+    level_TE = None if protected_T is None else protected_T[:, None].to(torch.uint8)
     kept_TE, demand_E = _select(asked_TE, probs_TE.detach(), capacity, policy, level_TE, draw)
     dropped_E = None
-    if keep_T is not None:
-        dropped_E = (asked_TE & ~kept_TE & keep_T[:, None]).sum(0, dtype=torch.int32)
+    if protected_T is not None:
+        dropped_E = (asked_TE & ~kept_TE & protected_T[:, None]).sum(0, dtype=torch.int32)
     return Selection(
         kept_TE=kept_TE,
         probs_TE=torch.where(kept_TE, probs_TE, 0),

@@ -51,4 +51,4 @@ def check(settings: Settings) -> None:
     config = transformer_config(settings)
     if settings.dispatch.dispatcher == "padded_alltoall":
         options, layout = settings.dispatch.padded, settings.layout
-        dispatch_config(config, options, num_ranks=layout.ep, tp_size=layout.etp)
+        dispatch_config(config, options, num_ranks=layout.ep, etp_size=layout.etp)

@@ -130,7 +130,7 @@ class Meter:
         sums[1] = len(self._losses)
         now = torch.zeros_like(self._seen)
         for c in self._counters:
-            now += torch.stack((c.demand_E.sum(), c.kept_E.sum(), c.num_slots, c.num_overflow))
+            now += torch.stack((c.demand_E.sum(), c.kept_E.sum(), c.num_slots, c.num_unplaced))
         sums[2:] = now - self._seen
         self._seen = now
         dist.all_reduce(sums)

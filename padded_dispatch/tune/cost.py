@@ -100,7 +100,7 @@ def cost(config: DispatchConfig, sizes: LayerSizes, *, busiest_rows: float) -> C
     """
     capacity = config.capacity(sizes.num_tokens)
     num_slots = config.num_local_experts * config.num_sources * capacity
-    ffn = sizes.ffn_size / config.tp_size
+    ffn = sizes.ffn_size / config.etp_size
     buffers = config.buffer_bytes(sizes.num_tokens, sizes.hidden_size, sizes.element_size)
     saved = round(num_slots * ((sizes.hidden_size + 3 * ffn) * sizes.element_size + _SIDE_BYTES))
     alive = sizes.num_layers * sizes.num_in_flight
@@ -126,7 +126,7 @@ def _wire_bytes(config: DispatchConfig, sizes: LayerSizes, capacity: int) -> int
     rows = config.num_experts * capacity * sizes.hidden_size * sizes.element_size
     side = config.num_experts * (capacity + 1) * _SIDE_BYTES
     one_trip = 4 * rows + 2 * side
-    return one_trip * (config.num_ranks - 1) // config.num_ranks + one_trip * (config.tp_size - 1)
+    return one_trip * (config.num_ranks - 1) // config.num_ranks + one_trip * (config.etp_size - 1)
 
 
 _WIDTHS = 40  # standard deviations; what lies beyond is less than 1e-300 of what lies before

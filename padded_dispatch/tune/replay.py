@@ -376,7 +376,7 @@ class _Slots:
             alignment=self.alignment,
             # Only how many sources share a buffer matters; with expert tensor parallelism there
             # may be more of them than experts.
-            tp_size=1 if pooled else self.num_ranks,
+            etp_size=1 if pooled else self.num_ranks,
         )
         if self.meaning == "rank":
             budget = int(trace.num_tokens * trace.top_k * factor)

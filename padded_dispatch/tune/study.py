@@ -254,7 +254,7 @@ def _options(
             alignment=question.alignment,
             policy=question.policy,
             num_ranks=trace.num_ranks // question.etp,
-            tp_size=question.etp,
+            etp_size=question.etp,
         )
         costs = None
         if layer is not None:

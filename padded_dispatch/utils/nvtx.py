@@ -19,7 +19,7 @@ _R = TypeVar("_R")
 _HAS_NVTX = torch.backends.cuda.is_built()
 
 
-def stage(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def nvtx_range(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Show every call of the decorated function as a range `padded_dispatch.NAME`."""
     label = f"padded_dispatch.{name}"
 

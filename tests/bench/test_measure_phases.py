@@ -11,7 +11,7 @@ from padded_dispatch.bench.measure import phase_of, phases_ms
         ("_select_kernel", "select"),
         ("_choice_ranks_kernel", "select"),
         ("_slot_kernel", "plan"),
-        ("_gather_side_kernel", "side"),
+        ("_gather_meta_kernel", "side"),
         ("_spread_rows_kernel", "gather"),
         ("_permute_kernel", "gather"),
         ("_sum_rows_kernel", "combine"),

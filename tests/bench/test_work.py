@@ -153,9 +153,9 @@ def test_rows_of_an_interrupted_run_are_kept(monkeypatch, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["nccl"], ["drop-pad", "packed"]),
+        (["alltoall"], ["drop-pad", "packed"]),
         (["direct"], ["drop-pad", "direct-graphed"]),
-        (["nccl", "direct"], ["drop-pad", "packed", "direct-graphed"]),
+        (["alltoall", "direct"], ["drop-pad", "packed", "direct-graphed"]),
     ],
 )
 def test_exchanges_choose_among_our_contenders(monkeypatch, flags, expected):
@@ -177,7 +177,7 @@ def test_exchanges_choose_among_our_contenders(monkeypatch, flags, expected):
         ),
         (["--exchange", "direct"], "exchange=direct is not possible: of the contenders on device="),
         (
-            ["--contenders", "drop-pad", "module", "--exchange", "nccl", "direct"],
+            ["--contenders", "drop-pad", "module", "--exchange", "alltoall", "direct"],
             "exchange=direct is not possible: of the contenders on device=cpu",
         ),
         (["--repeats", "0"], "repeats=0 is not possible: give at least 1"),

@@ -35,8 +35,8 @@ from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.grids import Grid, grid, poisoned_memory
 from tests.support.routing_cases import assert_same
 
-GRIDS_OF_2 = pytest.mark.parametrize(("num_ranks", "tp_size"), [(2, 1), (1, 2)])
-GRIDS_OF_4 = pytest.mark.parametrize(("num_ranks", "tp_size"), [(4, 1), (2, 2)])
+GRIDS_OF_2 = pytest.mark.parametrize(("num_ranks", "etp_size"), [(2, 1), (1, 2)])
+GRIDS_OF_4 = pytest.mark.parametrize(("num_ranks", "etp_size"), [(4, 1), (2, 2)])
 LAYOUTS = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 ROUTINGS = pytest.mark.parametrize("routing", ["thin", "same", "idle", "tiny"])
 
@@ -46,7 +46,7 @@ class Case:
     """Payloads of all ranks; those of the experts per shard: `out_IRLMD` are summands."""
 
     num_ranks: int
-    tp_size: int
+    etp_size: int
     top_k: int
     capacity: int
     kept_STE: np.ndarray
@@ -69,10 +69,10 @@ def addresses(*shape: int, offset: int = 0) -> np.ndarray:
     return np.arange(1.0, np.prod(shape) + 1).reshape(shape) + offset
 
 
-def make_case(routing: str, num_ranks: int, tp_size: int) -> Case:
+def make_case(routing: str, num_ranks: int, etp_size: int) -> Case:
     """thin: 0 to K experts per token, some rows dropped. same: all tokens to the same experts, and
     all others idle. idle: the last rank has no real tokens. tiny: one of everything."""
-    sources = num_ranks * tp_size
+    sources = num_ranks * etp_size
     num_tokens, local, top_k, capacity, hidden = 7, 2, 3, 3, 5
     if routing == "tiny":
         num_tokens, local, top_k, capacity, hidden = 1, 1, 1, 1, 1
@@ -87,10 +87,10 @@ def make_case(routing: str, num_ranks: int, tp_size: int) -> Case:
         if routing == "idle" and source == sources - 1:
             map_TE[:] = False
         maps.append(map_TE & (map_TE.cumsum(0) <= capacity))
-    buffers = tp_size, num_ranks, local, sources * capacity
+    buffers = etp_size, num_ranks, local, sources * capacity
     return Case(
         num_ranks=num_ranks,
-        tp_size=tp_size,
+        etp_size=etp_size,
         top_k=top_k,
         capacity=capacity,
         kept_STE=np.stack(maps),
@@ -106,13 +106,13 @@ def make_case(routing: str, num_ranks: int, tp_size: int) -> Case:
 def _there_and_back(case: Case, packed: bool) -> dict[str, Tensor]:
     """All results and gradients of this rank of a pool."""
     with poisoned_memory():
-        return results_of(case, grid(case.num_ranks, case.tp_size), packed)
+        return results_of(case, grid(case.num_ranks, case.etp_size), packed)
 
 
 def exchange_of(here: Grid, num_local_experts: int, packed: bool) -> Exchange:
     """The one that a dispatcher of this rank takes."""
-    sizes = num_local_experts, here.group, here.tp_group
-    return make_exchange("nccl", Agreement(), *sizes, packed=packed, in_flight=1)
+    sizes = num_local_experts, here.group, here.etp_group
+    return make_exchange("alltoall", Agreement(), *sizes, packed=packed, microbatches_in_flight=1)
 
 
 def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:
@@ -144,8 +144,8 @@ def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:
         ),
     )
     out_ND = leaf(experts_hold(case.out_IRLMD))
-    returned = exchange.disarrange(out_ND, given.ends_LS)
-    home_TD = exchange.combine(exchange.move_back(returned), plan, given.ends_LS)
+    returned = exchange.disarrange(out_ND, given.offsets_LS)
+    home_TD = exchange.combine(exchange.move_back(returned), plan, given.offsets_LS)
     home_TD.backward(torch.from_numpy(case.grad_home_STD[here.source]))
     assert tokens_TD.grad is not None
     assert probs_TE.grad is not None
@@ -206,16 +206,16 @@ def test_one_rank_has_no_slots_where_rows_are_packed():
 @LAYOUTS
 @ROUTINGS
 @GRIDS_OF_2
-def test_two_ranks_are_the_reference(pool2: WorkerPool, routing, num_ranks, tp_size, packed):
-    case = make_case(routing, num_ranks, tp_size)
+def test_two_ranks_are_the_reference(pool2: WorkerPool, routing, num_ranks, etp_size, packed):
+    case = make_case(routing, num_ranks, etp_size)
     assert_is_reference(case, pool2.run(_there_and_back, case, packed), packed)
 
 
 @LAYOUTS
 @ROUTINGS
 @GRIDS_OF_4
-def test_four_ranks_are_the_reference(pool4: WorkerPool, routing, num_ranks, tp_size, packed):
-    case = make_case(routing, num_ranks, tp_size)
+def test_four_ranks_are_the_reference(pool4: WorkerPool, routing, num_ranks, etp_size, packed):
+    case = make_case(routing, num_ranks, etp_size)
     assert_is_reference(case, pool4.run(_there_and_back, case, packed), packed)
 
 
@@ -227,7 +227,7 @@ def test_sixty_four_ranks_are_the_reference():
     def run(rank: int) -> dict[str, Tensor]:
         dist.init_process_group("threaded", rank=rank, world_size=64, store=store)
         try:
-            here = Grid(r=rank, i=0, group=dist.group.WORLD, tp_group=None)
+            here = Grid(r=rank, i=0, group=dist.group.WORLD, etp_group=None)
             return results_of(case, here, packed=False)
         except BaseException as error:
             multi_threaded_pg.ProcessLocalGroup.exception_handle(error)  # Frees those that wait.
@@ -286,7 +286,7 @@ def test_collectives_are_sound_custom_ops(pool2: WorkerPool):
 
 def _allocated(config: DispatchConfig, dtype: torch.dtype, packed: bool) -> BufferBytes:
     """Bytes of new storage behind the results of every stage, on this rank."""
-    here = grid(config.num_ranks, config.tp_size)
+    here = grid(config.num_ranks, config.etp_size)
     exchange = exchange_of(here, config.num_local_experts, packed)
     known: dict[int, Tensor] = {}  # Keeps everything alive, so that no address is used twice.
 
@@ -298,17 +298,17 @@ def _allocated(config: DispatchConfig, dtype: torch.dtype, packed: bool) -> Buff
 
     map_TE = torch.from_numpy(routing_map(7, config.num_experts, config.top_k))
     plan = make_plan(map_TE, top_k=config.top_k, capacity=config.capacity(7))
-    plan_bytes = new_bytes(plan.slot_of_TK, plan.choice_of_slot_EC, plan.kept_E, plan.overflow_E)
+    plan_bytes = new_bytes(plan.slot_of_TK, plan.choice_of_slot_EC, plan.kept_E, plan.unplaced_E)
     sent = exchange.prepare(torch.ones(7, 3, dtype=dtype), torch.ones(map_TE.shape), plan)
-    send = new_bytes(sent.rows_MCD, sent.side_MC1)
+    send = new_bytes(sent.rows_MCD, sent.meta_MC1)
     moved = exchange.move(sent)
-    receive = new_bytes(moved.rows_MCD, moved.side_MC1)
-    if here.tp_group is not None:  # Inside `arrange`: the slots of all shards.
-        receive += config.tp_size * send
+    receive = new_bytes(moved.rows_MCD, moved.meta_MC1)
+    if here.etp_group is not None:  # Inside `arrange`: the slots of all shards.
+        receive += config.etp_size * send
     given = exchange.arrange(moved)
-    experts = new_bytes(given.rows_ND, given.probs_N, given.kept_SL, given.ends_LS)
+    experts = new_bytes(given.rows_ND, given.probs_N, given.kept_SL, given.offsets_LS)
     out_ND = given.rows_ND.clone()
-    returned = exchange.disarrange(out_ND, given.ends_LS)
+    returned = exchange.disarrange(out_ND, given.offsets_LS)
     home = exchange.move_back(returned)
     back = new_bytes(out_ND, returned.rows_MCD, home.rows_MCD)
     return BufferBytes(send=send, receive=receive, experts=experts, back=back, plan=plan_bytes)
@@ -330,15 +330,15 @@ def test_bytes_are_those_that_one_rank_allocates(dtype, packed):
 
 @LAYOUTS
 @GRIDS_OF_2
-def test_bytes_are_those_that_two_ranks_allocate(pool2: WorkerPool, num_ranks, tp_size, packed):
-    config = config_of(num_ranks=num_ranks, tp_size=tp_size)
+def test_bytes_are_those_that_two_ranks_allocate(pool2: WorkerPool, num_ranks, etp_size, packed):
+    config = config_of(num_ranks=num_ranks, etp_size=etp_size)
     expected = config.buffer_bytes(7, 3, 2, packed=packed)
     assert pool2.run(_allocated, config, torch.bfloat16, packed) == [expected] * 2
 
 
 @LAYOUTS
 @GRIDS_OF_4
-def test_bytes_are_those_that_four_ranks_allocate(pool4: WorkerPool, num_ranks, tp_size, packed):
-    config = config_of(num_ranks=num_ranks, tp_size=tp_size)
+def test_bytes_are_those_that_four_ranks_allocate(pool4: WorkerPool, num_ranks, etp_size, packed):
+    config = config_of(num_ranks=num_ranks, etp_size=etp_size)
     expected = config.buffer_bytes(7, 3, 2, packed=packed)
     assert pool4.run(_allocated, config, torch.bfloat16, packed) == [expected] * 4

@@ -93,7 +93,7 @@ def threads() -> Iterator[None]:
 
 
 def _differences(layer: Layer, routing: str) -> list[str]:
-    direct_, nccl = layer.dispatcher("direct"), layer.dispatcher("nccl")
+    direct_, nccl = layer.dispatcher("direct"), layer.dispatcher("alltoall")
     first, second = (make_inputs(layer, routing, seed, CPU) for seed in (1, 2))
     found = differences(step(direct_, first), step(nccl, first))
     poison(direct_)
@@ -120,7 +120,7 @@ def _in_flight(layers: tuple[Layer, ...]) -> list[str]:
     """All forward passes, then all backward passes, twice."""
     found = []
     directs = [layer.dispatcher("direct") for layer in layers]
-    nccls = [layer.dispatcher("nccl") for layer in layers]
+    nccls = [layer.dispatcher("alltoall") for layer in layers]
     for seed in range(2):
         passes = [(i, n) for n in range(3) for i in range(len(layers))]
         inputs = [make_inputs(layers[i], "uniform", 10 * seed + n, CPU) for i, n in passes]
@@ -136,8 +136,8 @@ def _in_flight(layers: tuple[Layer, ...]) -> list[str]:
 @needs_no_gpu
 def test_three_passes_in_flight_through_two_layers(threads):
     layers = (
-        dataclasses.replace(SMALL, in_flight=3),
-        dataclasses.replace(SMALL, width=3, local_experts=1, top_k=1, in_flight=3),
+        dataclasses.replace(SMALL, microbatches_in_flight=3),
+        dataclasses.replace(SMALL, width=3, local_experts=1, top_k=1, microbatches_in_flight=3),
     )
     assert run_on_threads(NUM_RANKS, _in_flight, layers) == [[], []]
 
@@ -247,7 +247,7 @@ def test_unknown_exchanges_are_refused():
 
 
 def test_one_rank_or_no_gpu_is_refused():
-    with pytest.raises(ValueError, match=r"^exchange='direct' is not possible: .*'nccl'$"):
+    with pytest.raises(ValueError, match=r"^exchange='direct' is not possible: .*'alltoall'$"):
         DirectExchange(2, None)
 
 

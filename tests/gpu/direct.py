@@ -67,8 +67,8 @@ EAGER = {
     "one of everything": Layer(tokens=1, width=8, top_k=1, local_experts=1),
 }
 IN_FLIGHT = (
-    dataclasses.replace(SMALL, in_flight=3),
-    Layer(tokens=260, width=1032, top_k=4, local_experts=8, factor=0.5, in_flight=3),
+    dataclasses.replace(SMALL, microbatches_in_flight=3),
+    Layer(tokens=260, width=1032, top_k=4, local_experts=8, factor=0.5, microbatches_in_flight=3),
 )
 _REPEATS = 10  # calls in a graph
 _SAMPLES = 7
@@ -117,18 +117,23 @@ def there_and_back(
 ) -> Tensor:
     """All stages, forward, with experts that do nothing."""
     given = exchange.arrange(exchange.move(exchange.prepare(tokens_TD, probs_TE, plan)))
-    home = exchange.move_back(exchange.disarrange(given.rows_ND, given.ends_LS))
-    return exchange.combine(home, plan, given.ends_LS)
+    home = exchange.move_back(exchange.disarrange(given.rows_ND, given.offsets_LS))
+    return exchange.combine(home, plan, given.offsets_LS)
 
 
 def speed(factor: float) -> dict[str, Any]:
     """Real rows of 4,096 tokens over the links, there and back, beside the all-to-all."""
     device, size = my_gpu(), dist.get_world_size()
     layer = Layer(
-        tokens=4096, width=2048, top_k=8, local_experts=128 // size, factor=factor, in_flight=1
+        tokens=4096,
+        width=2048,
+        top_k=8,
+        local_experts=128 // size,
+        factor=factor,
+        microbatches_in_flight=1,
     )
     given = make_inputs(layer, "uniform", 0, device)
-    capacity = layer.dispatcher("nccl").config.capacity(layer.tokens)
+    capacity = layer.dispatcher("alltoall").config.capacity(layer.tokens)
     with torch.no_grad():
         kept = select(given.map_TE, given.probs_TE, capacity=capacity)
         plan = make_plan(kept.kept_TE, top_k=layer.top_k, capacity=capacity)
@@ -139,14 +144,14 @@ def speed(factor: float) -> dict[str, Any]:
         nccl = CollectiveExchange(layer.local_experts, dist.group.WORLD, packed=True)
         maps = plan.slot_of_TK, plan.kept_E
         where = capacity, size, buffers.key, False
-        rows_ND, _, ends_LS = _push(tokens_TD, probs_TE, *maps, *where)
+        rows_ND, _, offsets_LS = _push(tokens_TD, probs_TE, *maps, *where)
         out_ND = rows_ND.clone()
         slots_ECD = torch.randn(128, capacity, layer.width, device=device).to(layer.dtype)
         name = group_name(dist.group.WORLD)
         calls: dict[str, Callable[[], object]] = {
             "barrier": buffers.transient.barrier,
             "push": lambda: _push(tokens_TD, probs_TE, *maps, *where),
-            "home": lambda: _home(out_ND, None, ends_LS, *maps, capacity, buffers.key),
+            "home": lambda: _home(out_ND, None, offsets_LS, *maps, capacity, buffers.key),
             "nccl": lambda: all_to_all(slots_ECD, name),
             "dispatch and combine": lambda: there_and_back(exchange, tokens_TD, probs_TE, plan),
             "dispatch and combine, nccl": lambda: there_and_back(nccl, tokens_TD, probs_TE, plan),

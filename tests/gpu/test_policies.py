@@ -40,10 +40,12 @@ def routing(seed: int) -> list[Tensor]:
 
 def step(config: DispatchConfig, inputs: list[Tensor], draw: Tensor) -> dict[str, Tensor]:
     """Selection, plan and gradients, wherever the inputs lie; then the next draw."""
-    map_TE, scores_TE, keep_T = inputs
+    map_TE, scores_TE, protected_T = inputs
     probs_TE = torch.where(map_TE, scores_TE, 0).requires_grad_()
     scores_TE = scores_TE.detach().requires_grad_()
-    selection = select_with_remedy(config, C, map_TE, probs_TE, scores_TE, keep_T=keep_T, draw=draw)
+    selection = select_with_remedy(
+        config, C, map_TE, probs_TE, scores_TE, protected_T=protected_T, draw=draw
+    )
     plan = make_plan(selection.kept_TE, top_k=K, capacity=C)
     weight_TE = torch.arange(1.0, 1 + T * E, device=map_TE.device).view(T, E)
     (selection.probs_TE * weight_TE).sum().backward()
@@ -55,7 +57,7 @@ def step(config: DispatchConfig, inputs: list[Tensor], draw: Tensor) -> dict[str
         "protected_dropped_E": selection.protected_dropped_E,
         "slot_of_TK": plan.slot_of_TK,
         "choice_of_slot_EC": plan.choice_of_slot_EC,
-        "overflow_E": plan.overflow_E,
+        "unplaced_E": plan.unplaced_E,
         "probs_TE": selection.probs_TE.detach(),
         "grad of probs_TE": probs_TE.grad,
     }
@@ -103,7 +105,7 @@ def test_one_capture_serves_every_routing(policy, remedy):
         on_cpu = step(config, inputs, torch.tensor(seed))
         for name in ("kept_TE", "demand_E", "protected_dropped_E", "slot_of_TK"):
             assert torch.equal(on_cpu[name], eager[name].cpu()), (seed, name)
-        assert not eager["overflow_E"].any()
+        assert not eager["unplaced_E"].any()
         num_rerouted += int((on_cpu["kept_TE"] & ~inputs[0]).sum())
         num_protected_dropped += int(on_cpu["protected_dropped_E"].sum())
     assert (num_rerouted > 0) == (remedy == "reroute")

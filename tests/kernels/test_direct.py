@@ -15,7 +15,6 @@ from torch import Tensor
 
 from padded_dispatch import reference
 from padded_dispatch.kernels import direct, rows
-from padded_dispatch.kernels import rows as side
 from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.routing_cases import assert_same
 
@@ -47,10 +46,10 @@ def test_tell_counts_example():
 
 def test_place_rows_example():
     start_E = empty(4, dtype=torch.int32)
-    ends_LS, count_SL = empty(2, 2, dtype=torch.int32), empty(2, 2)
-    direct.place_rows(ints([1, 0, 2, 0], [3, 1, 0, 5]), 1, start_E, ends_LS, count_SL)
+    offsets_LS, count_SL = empty(2, 2, dtype=torch.int32), empty(2, 2)
+    direct.place_rows(ints([1, 0, 2, 0], [3, 1, 0, 5]), 1, start_E, offsets_LS, count_SL)
     assert start_E.tolist() == [1, 4, 2, 2]
-    assert ends_LS.tolist() == [[2, 2], [2, 7]]
+    assert offsets_LS.tolist() == [[2, 2], [2, 7]]
     assert count_SL.tolist() == [[2, 0], [0, 5]]
 
 
@@ -73,21 +72,21 @@ def test_push_rows_example():
 
 def test_send_home_example():
     slots_RECD = [empty(2, 2, 1) for _ in range(2)]
-    sides_REC1 = [empty(2, 3) for _ in range(2)]
+    metas_REC1 = [empty(2, 3) for _ in range(2)]
     direct.send_home(
         torch.tensor([[1.0], [2.0], [3.0], [torch.nan]], device=DEVICE),
         torch.tensor([0.1, 0.2, 0.3, torch.nan], device=DEVICE),
         ints([1, 3]),
         addresses(slots_RECD),
-        addresses(sides_REC1),
+        addresses(metas_REC1),
         1,
         2,
     )
     assert slots_RECD[0].flatten().nan_to_num(0).tolist() == [0, 0, 1, 0]
     assert slots_RECD[1].flatten().nan_to_num(0).tolist() == [0, 0, 2, 3]
-    torch.testing.assert_close(sides_REC1[0][1, 0].item(), 0.1)
-    torch.testing.assert_close(sides_REC1[1][1, :2].tolist(), [0.2, 0.3])
-    assert torch.stack(sides_REC1).isfinite().sum() == 3
+    torch.testing.assert_close(metas_REC1[0][1, 0].item(), 0.1)
+    torch.testing.assert_close(metas_REC1[1][1, :2].tolist(), [0.2, 0.3])
+    assert torch.stack(metas_REC1).isfinite().sum() == 3
 
 
 # All ranks.
@@ -101,9 +100,9 @@ class Rank:
     rows_ND: Tensor
     probs_N: Tensor
     slots_ECD: Tensor
-    side_EC1: Tensor
+    meta_EC1: Tensor
     start_E: Tensor
-    ends_LS: Tensor
+    offsets_LS: Tensor
     count_SL: Tensor
 
 
@@ -123,9 +122,9 @@ class World:
                 rows_ND=empty(num_rows, width),
                 probs_N=empty(num_rows),
                 slots_ECD=empty(num_experts, capacity, width),
-                side_EC1=empty(num_experts, capacity + 1),
+                meta_EC1=empty(num_experts, capacity + 1),
                 start_E=empty(num_experts, dtype=torch.int32),
-                ends_LS=empty(num_local, size, dtype=torch.int32),
+                offsets_LS=empty(num_local, size, dtype=torch.int32),
                 count_SL=empty(size, num_local),
             )
             for _ in range(size)
@@ -141,7 +140,7 @@ class World:
         for r, plan in enumerate(self.plans):
             direct.tell_counts(self.here(plan.kept_E), self.everyone("table_RE"), r)
         for r, rank in enumerate(self.ranks):
-            out = rank.start_E, rank.ends_LS, rank.count_SL
+            out = rank.start_E, rank.offsets_LS, rank.count_SL
             direct.place_rows(rank.table_RE, r, *out)
         for r, (rank, plan) in enumerate(zip(self.ranks, self.plans, strict=True)):
             direct.push_rows(
@@ -159,9 +158,9 @@ class World:
             direct.send_home(
                 packed[r],
                 None if beside is None else beside[r],
-                rank.ends_LS,
+                rank.offsets_LS,
                 self.everyone("slots_ECD"),
-                self.everyone("side_EC1"),
+                self.everyone("meta_EC1"),
                 r,
                 self.capacity,
             )
@@ -209,7 +208,7 @@ def check(kept_STE: np.ndarray, top_k: int, capacity: int, width: int) -> None:
     for r, rank in enumerate(world.ranks):
         slot_of_TK = world.here(world.plans[r].slot_of_TK)
         assert_same(rows.sum_rows(rank.slots_ECD.flatten(0, 1), slot_of_TK).cpu(), sums_STD[r])
-        assert_same(side.scatter_side(rank.side_EC1, slot_of_TK).cpu(), values_STE[r])
+        assert_same(rows.scatter_meta(rank.meta_EC1, slot_of_TK).cpu(), values_STE[r])
         empty_EC = world.here(world.plans[r].choice_of_slot_EC) < 0
         assert rank.slots_ECD[empty_EC].isnan().all()
 
@@ -276,6 +275,6 @@ def test_rows_beyond_2_to_the_31_elements():
     direct.push_rows(token_TD, None, slot, ints(0), addresses([rows_ND]), nowhere, num_rows)
     assert (rows_ND[-1] == 3).all() and not rows_ND[:-1].any()
     slots_ECD = torch.zeros_like(rows_ND)[None]
-    ends = ints([num_rows])
-    direct.send_home(rows_ND, None, ends, addresses([slots_ECD]), nowhere, 0, num_rows)
+    offsets = ints([num_rows])
+    direct.send_home(rows_ND, None, offsets, addresses([slots_ECD]), nowhere, 0, num_rows)
     assert (slots_ECD[0, -1] == 3).all() and not slots_ECD[0, :-1].any()

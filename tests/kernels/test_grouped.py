@@ -92,9 +92,9 @@ def test_activations_are_as_exact_as_torch(num_rows, width, shape, biased):
     fc1_NG, grad_NF, probs_N = draw(33, fc1_width), draw(33, width), draw(33)
     for rows_N in (fc1_NG, grad_NF, probs_N):
         rows_N[num_rows:] = torch.nan
-    ends_L = torch.tensor([0, num_rows // 3, num_rows // 3, num_rows], dtype=torch.int32)
+    offsets_L = torch.tensor([0, num_rows // 3, num_rows // 3, num_rows], dtype=torch.int32)
     bias_LG = draw(4, fc1_width) if biased else None
-    inputs = fc1_NG, bias_LG, probs_N, ends_L, *how
+    inputs = fc1_NG, bias_LG, probs_N, offsets_L, *how
     kernels = (
         (activation.activate, _activate, inputs),
         (
@@ -127,17 +127,17 @@ def test_biases(counts, width):
         draw(num_rows + 5),
     )
     rows_NO[num_rows:] = probs_N[num_rows:] = torch.nan
-    ends_L = torch.tensor(counts).cumsum(0).int()
-    bias_NO = bias_LO[in_torch.experts_of_rows(ends_L)]
+    offsets_L = torch.tensor(counts).cumsum(0).int()
+    bias_NO = bias_LO[in_torch.experts_of_rows(offsets_L)]
 
     biased_NO = here(rows_NO).clone()
-    grouped.add_bias(biased_NO, here(bias_LO), here(probs_N), here(ends_L))
+    grouped.add_bias(biased_NO, here(bias_LO), here(probs_N), here(offsets_L))
     assert biased_NO[num_rows:].isnan().all()
     expected_NO = rows_NO[:num_rows] + probs_N[:num_rows, None] * bias_NO
     equal((biased_NO[:num_rows], expected_NO))
     for weights_N in (None, probs_N):
-        given = rows_NO, weights_N, ends_L
+        given = rows_NO, weights_N, offsets_L
         equal((grouped.sum_rows(*map(here_if_tensor, given)), in_torch._sum_rows(*given)))
-    dots_N = grouped.dot_rows(*map(here, (rows_NO, bias_LO, ends_L)))
-    expected_N = in_torch._dot_rows(rows_NO, bias_LO, probs_N, ends_L)
+    dots_N = grouped.dot_rows(*map(here, (rows_NO, bias_LO, offsets_L)))
+    expected_N = in_torch._dot_rows(rows_NO, bias_LO, probs_N, offsets_L)
     equal((dots_N[:num_rows], expected_N[:num_rows]))

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from padded_dispatch.config import POLICIES
 from padded_dispatch.kernels import plan, rows, select
-from padded_dispatch.kernels import rows as regroup
-from padded_dispatch.kernels import rows as side
 from padded_dispatch.ops import rows as ops
 from padded_dispatch.ops.plan import plan_tensors
 from padded_dispatch.ops.select import choice_ranks_in_torch as choice_ranks
@@ -66,10 +64,10 @@ def test_choice_ranks_example():
 
 def test_plan_example():
     kept_TE = here([[True, False], [True, True], [False, True]])
-    slot_of_TK, choice_of_slot_EC, kept_E, overflow_E = plan.plan(kept_TE, 2, 2)
+    slot_of_TK, choice_of_slot_EC, kept_E, unplaced_E = plan.plan(kept_TE, 2, 2)
     assert slot_of_TK.tolist() == [[0, -1], [1, 2], [3, -1]]
     assert choice_of_slot_EC.tolist() == [[0, 2], [3, 4]]
-    assert (kept_E.tolist(), overflow_E.tolist()) == ([2, 2], [0, 0])
+    assert (kept_E.tolist(), unplaced_E.tolist()) == ([2, 2], [0, 0])
 
 
 def test_packed_slots_example():
@@ -88,27 +86,27 @@ def test_sum_rows_example():
     assert rows.sum_rows(rows_ND, ints([2, -1], [0, 1])).tolist() == [[4.0], [3.0]]
 
 
-def test_gather_side_example():
+def test_gather_meta_example():
     probs_TE = here([[0.9, 0.1], [0.8, 0.2]])
-    side_EC1 = side.gather_side(probs_TE, ints([0, 1], [-1, -1]), ints(2, 0), 1)
-    equal((side_EC1, torch.tensor([[0.9, 0.8, 2.0], [0.0, 0.0, 0.0]])))
+    meta_EC1 = rows.gather_meta(probs_TE, ints([0, 1], [-1, -1]), ints(2, 0), 1)
+    equal((meta_EC1, torch.tensor([[0.9, 0.8, 2.0], [0.0, 0.0, 0.0]])))
 
 
-def test_scatter_side_example():
-    side_EC1 = here([[0.5, 1.0], [0.7, 1.0]])
-    equal((side.scatter_side(side_EC1, ints([1], [-1])), torch.tensor([[0.0, 0.7], [0.0, 0.0]])))
+def test_scatter_meta_example():
+    meta_EC1 = here([[0.5, 1.0], [0.7, 1.0]])
+    equal((rows.scatter_meta(meta_EC1, ints([1], [-1])), torch.tensor([[0.0, 0.7], [0.0, 0.0]])))
 
 
 def test_pack_rows_example():
     slots_MCD = here([[[1.0], [9.0]], [[9.0], [9.0]], [[2.0], [3.0]], [[4.0], [9.0]]])
-    packed_ND = regroup.pack_rows(slots_MCD, ints([1, 3], [3, 4]))
+    packed_ND = rows.pack_rows(slots_MCD, ints([1, 3], [3, 4]))
     assert packed_ND.shape == (8, 1)
     assert packed_ND[:4].flatten().tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_unpack_rows_example():
     packed_ND = here([[1.0], [2.0], [3.0], [4.0], [9.0], [9.0], [9.0], [9.0]])
-    slots_MCD = regroup.unpack_rows(packed_ND, ints([1, 3], [3, 4]))
+    slots_MCD = rows.unpack_rows(packed_ND, ints([1, 3], [3, 4]))
     assert slots_MCD.squeeze(2).tolist() == [[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [4.0, 0.0]]
 
 
@@ -189,13 +187,13 @@ def test_moves_and_sums(case: RoutingCase):
     unwritten_ECD = rows.spread_rows(here(tokens_TD), here(slots), here(choices), zeros=False)
     expected_ECD = ops._gather(tokens_TD, slots, choices, True)
     equal((unwritten_ECD[here(choices >= 0)], expected_ECD[choices >= 0]))
-    side_EC1 = torch.randn(choices.shape[0], choices.shape[1] + 1)
+    meta_EC1 = torch.randn(choices.shape[0], choices.shape[1] + 1)
     probs_TE = torch.from_numpy(case.probs_TE).float()
-    ends_E1 = ops.running_ends(kept_E[None])
+    offsets_E1 = ops.running_offsets(kept_E[None])
     equal(
         (
-            plan.packed_slots(here(slots), here(ends_E1), case.capacity),
-            ops._packed_slots(slots, ends_E1, case.capacity),
+            plan.packed_slots(here(slots), here(offsets_E1), case.capacity),
+            ops._packed_slots(slots, offsets_E1, case.capacity),
         ),
         (
             rows.spread_rows(here(tokens_TD), here(slots), here(choices)),
@@ -206,12 +204,12 @@ def test_moves_and_sums(case: RoutingCase):
             ops._combine(rows_ECD, slots, choices, True),
         ),
         (
-            side.gather_side(here(probs_TE), here(choices), here(kept_E), case.top_k),
-            ops._gather_side(probs_TE, slots, choices, kept_E),
+            rows.gather_meta(here(probs_TE), here(choices), here(kept_E), case.top_k),
+            ops._gather_meta(probs_TE, slots, choices, kept_E),
         ),
         (
-            side.scatter_side(here(side_EC1), here(slots)),
-            ops._scatter_side(side_EC1, slots, choices),
+            rows.scatter_meta(here(meta_EC1), here(slots)),
+            ops._scatter_meta(meta_EC1, slots, choices),
         ),
     )
 
@@ -228,26 +226,26 @@ def test_moves_and_sums(case: RoutingCase):
 def test_packing_and_unpacking(kept: list[list[int]], width: int):
     """Slots of a wider buffer, as probabilities are, with NaN where no row is."""
     kept_SL = torch.tensor(kept, dtype=torch.int32)
-    ends_LS = ops.running_ends(kept_SL)
+    offsets_LS = ops.running_offsets(kept_SL)
     slots_MCD = torch.randn(kept_SL.numel(), 6, width)[:, :-1]
     slots_MCD[torch.arange(5) >= kept_SL.view(-1, 1)] = torch.nan
     num_rows = int(kept_SL.sum())
-    expected_ND = ops._pack(slots_MCD, ends_LS, True)
-    packed_ND = regroup.pack_rows(here(slots_MCD), here(ends_LS))
+    expected_ND = ops._pack(slots_MCD, offsets_LS, True)
+    packed_ND = rows.pack_rows(here(slots_MCD), here(offsets_LS))
     equal((packed_ND[:num_rows], expected_ND[:num_rows]))
     assert packed_ND.shape == expected_ND.shape
     expected_ND[num_rows:] = torch.nan
-    unpacked_MCD = regroup.unpack_rows(here(expected_ND), here(ends_LS))
-    equal((unpacked_MCD, ops._unpack(expected_ND, ends_LS, True)))
+    unpacked_MCD = rows.unpack_rows(here(expected_ND), here(offsets_LS))
+    equal((unpacked_MCD, ops._unpack(expected_ND, offsets_LS, True)))
     assert not unpacked_MCD.isnan().any()
     real_MC = torch.arange(5) < kept_SL.view(-1, 1)
-    unpacked_MCD = regroup.unpack_rows(here(expected_ND), here(ends_LS), zeros=False)
+    unpacked_MCD = rows.unpack_rows(here(expected_ND), here(offsets_LS), zeros=False)
     equal((unpacked_MCD[here(real_MC)], slots_MCD[real_MC]))
 
 
 def test_packing_a_gradient_that_is_one_row_everywhere():
     row_D = torch.tensor([1.0, 2.0, 3.0])
-    packed_ND = regroup.pack_rows(here(row_D).expand(2, 4, 3), ints([2, 5]))
+    packed_ND = rows.pack_rows(here(row_D).expand(2, 4, 3), ints([2, 5]))
     equal((packed_ND[:5], row_D.expand(5, 3)))
 
 
@@ -269,21 +267,21 @@ def test_more_than_one_block_of_everything():
     map_TE = torch.rand(1500, 3) < 0.7
     expected = plan_tensors(map_TE, 2, 1100)
     equal(*zip(plan.plan(here(map_TE), 2, 1100), expected, strict=True))
-    slots, ends_E1 = expected[0], ops.running_ends(expected[2][None])
-    packed_TK = plan.packed_slots(here(slots), here(ends_E1), 1100)
-    equal((packed_TK, ops._packed_slots(slots, ends_E1, 1100)))
+    slots, offsets_E1 = expected[0], ops.running_offsets(expected[2][None])
+    packed_TK = plan.packed_slots(here(slots), here(offsets_E1), 1100)
+    equal((packed_TK, ops._packed_slots(slots, offsets_E1, 1100)))
     tokens_TD = torch.randn(3, 2500)
     slots = torch.tensor([[2], [3], [0]], dtype=torch.int32)
     choices = torch.tensor([2, -1, 0, 1], dtype=torch.int32)
     expected_ND = torch.stack([tokens_TD[2], torch.zeros(2500), tokens_TD[0], tokens_TD[1]])
     equal((rows.spread_rows(here(tokens_TD), here(slots), here(choices)), expected_ND))
-    ends_LS = torch.tensor([[7, 8]], dtype=torch.int32)
+    offsets_LS = torch.tensor([[7, 8]], dtype=torch.int32)
     slots_MCD = torch.randn(2, 7, 2500)
-    packed_ND = regroup.pack_rows(here(slots_MCD), here(ends_LS))
+    packed_ND = rows.pack_rows(here(slots_MCD), here(offsets_LS))
     equal((packed_ND[:8], slots_MCD.flatten(0, 1)[:8]))
     expected_MCD = slots_MCD.clone()
     expected_MCD[1, 1:] = 0
-    equal((regroup.unpack_rows(packed_ND, here(ends_LS)), expected_MCD))
+    equal((rows.unpack_rows(packed_ND, here(offsets_LS)), expected_MCD))
 
 
 @pytest.mark.gpu
@@ -293,9 +291,9 @@ def test_rows_beyond_2_to_the_31_elements():
     tokens_TD = torch.zeros(num_rows, width, dtype=torch.bfloat16, device="cuda")
     tokens_TD[-1] = 3
     assert (rows.sum_rows(tokens_TD, ints([num_rows - 1])) == 3).all()
-    ends = ints([num_rows])
-    assert (regroup.pack_rows(tokens_TD[None], ends)[-1] == 3).all()
-    assert (regroup.unpack_rows(tokens_TD, ends)[0, -1] == 3).all()
+    offsets = ints([num_rows])
+    assert (rows.pack_rows(tokens_TD[None], offsets)[-1] == 3).all()
+    assert (rows.unpack_rows(tokens_TD, offsets)[0, -1] == 3).all()
     slots = torch.full((num_rows, 1), -1, dtype=torch.int32, device="cuda")
     choices = slots.flatten().clone()
     for first, last in ((0, num_rows - 1), (num_rows - 1, 0)):

@@ -102,7 +102,7 @@ def test_fields_that_a_version_lacks_are_not_asked_for():
 def test_every_setting_of_a_megatron_user_is_translated():
     config = megatron_config(moe_expert_capacity_factor=1.5, moe_token_drop_policy="position")
     options = PaddedOptions(min_capacity=4, alignment=16, remedy="reroute", reroute_rounds=3)
-    assert dispatch_config(config, options, num_ranks=3, tp_size=2) == DispatchConfig(
+    assert dispatch_config(config, options, num_ranks=3, etp_size=2) == DispatchConfig(
         num_experts=6,
         top_k=2,
         capacity_factor=1.5,
@@ -112,16 +112,16 @@ def test_every_setting_of_a_megatron_user_is_translated():
         remedy="reroute",
         reroute_rounds=3,
         num_ranks=3,
-        tp_size=2,
+        etp_size=2,
     )
     own = dataclasses.replace(options, policy="priority")
-    assert dispatch_config(config, own, num_ranks=3, tp_size=2).policy == "priority"
+    assert dispatch_config(config, own, num_ranks=3, etp_size=2).policy == "priority"
 
 
 @pytest.mark.parametrize("factor", [None, -1.0])
 def test_no_factor_and_a_negative_one_drop_nothing(factor):
     config = megatron_config(moe_expert_capacity_factor=factor)
-    translated = dispatch_config(config, PaddedOptions(), num_ranks=1, tp_size=1)
+    translated = dispatch_config(config, PaddedOptions(), num_ranks=1, etp_size=1)
     assert translated.capacity_factor is None
     assert translated.capacity(37) == 37
 
@@ -139,7 +139,7 @@ def test_alignment_follows_the_recipe(settings, rows):
     config = megatron_config(**settings)
     for alignment, expected in (("auto", rows), (24, 24)):
         options = PaddedOptions(alignment=alignment)
-        assert dispatch_config(config, options, num_ranks=1, tp_size=1).alignment == expected
+        assert dispatch_config(config, options, num_ranks=1, etp_size=1).alignment == expected
 
 
 FACTORS = PaddedOptions(layer_factors="2:3,5:no-drop", eval_factor="4", schedule="7:9")
@@ -170,7 +170,7 @@ def test_factor_by_layer_and_mode(options, layer_number, training, factor):
 def test_configs_follow_the_mode_of_their_router(eval_factor, evaluation):
     config = megatron_config(moe_expert_capacity_factor=1.5)
     options = PaddedOptions(eval_factor=eval_factor, layer_factors="4:2")
-    configs = LayerConfigs(config, options, num_ranks=3, tp_size=1)
+    configs = LayerConfigs(config, options, num_ranks=3, etp_size=1)
     assert configs.now.capacity_factor == 1.5
     router = SimpleNamespace(training=True, layer_number=4, is_mtp_layer=False)
     configs.follow(router)
@@ -185,7 +185,7 @@ def test_layers_of_multi_token_prediction_follow_the_others():
     """From 0.17 on Megatron numbers them from 1 again."""
     config = megatron_config(moe_expert_capacity_factor=1.5, num_layers=3)
     options = PaddedOptions(layer_factors="1:2,4:3")
-    configs = LayerConfigs(config, options, num_ranks=3, tp_size=1)
+    configs = LayerConfigs(config, options, num_ranks=3, etp_size=1)
     factors = []
     for is_mtp_layer in (False, True):
         configs.follow(

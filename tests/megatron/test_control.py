@@ -34,7 +34,7 @@ def seen(*dropped: int) -> Snapshot:
         num_positions_Y=NOTHING + 50,
         num_passes_Y=NOTHING + 1,
         num_slots_Y=NOTHING + 100,
-        num_overflow_Y=NOTHING,
+        num_unplaced_Y=NOTHING,
         rerouted_Y=NOTHING,
         protected_dropped_Y=NOTHING,
         max_demand_Y=NOTHING + 50,

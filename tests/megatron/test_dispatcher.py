@@ -36,9 +36,9 @@ def test_identity_experts_give_tokens_times_kept_probabilities(shape):
     dispatcher = layer().token_dispatcher
     hidden = torch.randn(*shape, tiny.HIDDEN, dtype=torch.float64)
     probs_TE, map_TE = routing(hidden[..., 0].numel())
-    rows, side = dispatcher.dispatch_preprocess(hidden, map_TE, probs_TE)
-    rows, side = dispatcher.token_dispatch(rows, side)
-    rows_ND, rows_per_expert, probs_N = dispatcher.dispatch_postprocess(rows, side)
+    rows, meta = dispatcher.dispatch_preprocess(hidden, map_TE, probs_TE)
+    rows, meta = dispatcher.token_dispatch(rows, meta)
+    rows_ND, rows_per_expert, probs_N = dispatcher.dispatch_postprocess(rows, meta)
     num_tokens = hidden[..., 0].numel()
     assert rows_per_expert.tolist() == [num_tokens] * 4
     assert rows_per_expert.device.type == "cpu" and rows_per_expert.dtype == torch.int64
@@ -54,8 +54,8 @@ def test_padded_rows_are_zero_and_only_they():
     dispatcher = layer().token_dispatcher
     hidden = torch.randn(4, 2, tiny.HIDDEN).abs() + 1
     probs_TE, map_TE = routing(8)
-    rows, side = dispatcher.dispatch_preprocess(hidden, map_TE, probs_TE.float())
-    rows_ND, _, probs_N = dispatcher.dispatch_postprocess(rows, side)
+    rows, meta = dispatcher.dispatch_preprocess(hidden, map_TE, probs_TE.float())
+    rows_ND, _, probs_N = dispatcher.dispatch_postprocess(rows, meta)
     real_N = (torch.arange(8) < map_TE.sum(0)[:, None]).flatten()
     assert torch.equal((rows_ND != 0).all(1), real_N)
     assert torch.equal((rows_ND != 0).any(1), real_N)
@@ -70,7 +70,7 @@ def test_nothing_outlives_the_layer_and_shapes_may_change():
         output, _ = moe(torch.randn(*shape, tiny.HIDDEN))
         assert output.shape == (*shape, tiny.HIDDEN)
         assert [getattr(dispatcher, name) for name in dispatcher.cudagraph_attrs] == [None] * 4
-    assert dispatcher.counters.num_overflow.item() == 0
+    assert dispatcher.counters.num_unplaced.item() == 0
 
 
 def test_a_map_that_no_router_of_ours_made_is_counted_as_overflow():
@@ -78,7 +78,7 @@ def test_a_map_that_no_router_of_ours_made_is_counted_as_overflow():
     everyone_to_0 = torch.zeros(8, 4, dtype=torch.bool)
     everyone_to_0[:, 0] = True
     dispatcher.dispatch_preprocess(torch.randn(8, 1, tiny.HIDDEN), everyone_to_0, torch.rand(8, 4))
-    assert dispatcher.counters.num_overflow.item() == 8 - 2
+    assert dispatcher.counters.num_unplaced.item() == 8 - 2
 
 
 def test_no_tokens_raise():

@@ -239,12 +239,12 @@ def test_protected_tokens_come_first_in_training_only():
     scores_TE = logits().flatten(0, 1).softmax(1)
     map_TE = torch.zeros(T, tiny.NUM_EXPERTS, dtype=torch.bool)
     map_TE.scatter_(1, scores_TE.topk(tiny.TOP_K).indices, True)
-    keep_T = torch.arange(T) >= T - 6  # Fewer than C = 9: nothing of theirs is dropped.
+    protected_T = torch.arange(T) >= T - 6  # Fewer than C = 9: nothing of theirs is dropped.
     unprotected_TE = kept(route)
-    assert (map_TE & ~unprotected_TE)[keep_T].any()
-    protect([route], keep_T[:, None])
+    assert (map_TE & ~unprotected_TE)[protected_T].any()
+    protect([route], protected_T[:, None])
     protected_TE = kept(route)
-    assert torch.equal(protected_TE[keep_T], map_TE[keep_T])
+    assert torch.equal(protected_TE[protected_T], map_TE[protected_T])
     assert torch.equal(protected_TE.sum(0), unprotected_TE.sum(0))
     route.eval()
     assert torch.equal(kept(route), unprotected_TE)

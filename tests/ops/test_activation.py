@@ -67,18 +67,18 @@ def inputs(biased: bool, spare: int = SPARE) -> tuple[Tensor, Tensor, Tensor | N
 
     fc1_NG, probs_N, bias_LG = draw(num_rows + spare, G), draw(num_rows + spare), draw(6, G)
     fc1_NG[num_rows:] = probs_N[num_rows:] = torch.nan
-    ends_L = torch.tensor(COUNTS).cumsum(0).int()
+    offsets_L = torch.tensor(COUNTS).cumsum(0).int()
     leaves = [value.requires_grad_() for value in (fc1_NG, probs_N)]
-    return leaves[0], leaves[1], bias_LG.requires_grad_() if biased else None, ends_L
+    return leaves[0], leaves[1], bias_LG.requires_grad_() if biased else None, offsets_L
 
 
 @BIASED
 @EACH
 def test_output_and_gradients(name, biased):
     activation, num_rows = Activation(**ALL[name]), sum(COUNTS)
-    fc1_NG, probs_N, bias_LG, ends_L = inputs(biased)
+    fc1_NG, probs_N, bias_LG, offsets_L = inputs(biased)
     with poisoned_memory():
-        out_NF = activate(fc1_NG, probs_N, ends_L, activation, bias_LG)
+        out_NF = activate(fc1_NG, probs_N, offsets_L, activation, bias_LG)
         grad_NF = torch.full_like(out_NF, torch.nan)
         grad_NF[:num_rows] = torch.linspace(-1, 1, out_NF[:num_rows].numel()).view(num_rows, -1)
         out_NF.backward(grad_NF)
@@ -101,11 +101,11 @@ def test_output_and_gradients(name, biased):
 @BIASED
 @EACH
 def test_gradients_are_those_of_the_function(name, biased):
-    fc1_NG, probs_N, bias_LG, ends_L = inputs(biased, spare=0)
+    fc1_NG, probs_N, bias_LG, offsets_L = inputs(biased, spare=0)
     activation = Activation(**ALL[name])
     given = (fc1_NG, probs_N) if bias_LG is None else (fc1_NG, probs_N, bias_LG)
     assert torch.autograd.gradcheck(
-        lambda fc1, probs, bias=None: activate(fc1, probs, ends_L, activation, bias), given
+        lambda fc1, probs, bias=None: activate(fc1, probs, offsets_L, activation, bias), given
     )
 
 
@@ -113,8 +113,8 @@ def test_gpt_oss_by_hand():
     """Gate 8 is cut to 7, up -9 to -7: 7 * sigmoid(11.914) * (-7 + 1), and prob 0.5."""
     gpt_oss = Activation(function="quick_gelu", clamp=7.0, offset=1.0)
     fc1_NG = torch.tensor([[8.0, -9.0]], requires_grad=True)
-    ends_L = torch.tensor([1], dtype=torch.int32)
-    out_NF = activate(fc1_NG, torch.tensor([0.5]), ends_L, gpt_oss)
+    offsets_L = torch.tensor([1], dtype=torch.int32)
+    out_NF = activate(fc1_NG, torch.tensor([0.5]), offsets_L, gpt_oss)
     assert math.isclose(out_NF.item(), -21 / (1 + math.exp(-11.914)), rel_tol=1e-6)
     out_NF.backward()
     assert fc1_NG.grad is not None and not fc1_NG.grad.any()
@@ -124,21 +124,21 @@ def test_bf16_rounds_once():
     """In bf16 1 + 2**-9 is 1, and so is its square; fp32 holds the sum, whose square rounds up."""
     fc1_NG, bias_LG = torch.tensor([[1.0]]).bfloat16(), torch.tensor([[2.0**-9]]).bfloat16()
     plain = Activation(function="squared_relu", gated=False)
-    ends_L = torch.tensor([1], dtype=torch.int32)
-    out = activate(fc1_NG, torch.tensor([1.0]), ends_L, plain, bias_LG)
+    offsets_L = torch.tensor([1], dtype=torch.int32)
+    out = activate(fc1_NG, torch.tensor([1.0]), offsets_L, plain, bias_LG)
     assert out.dtype == torch.bfloat16 and out.item() == 1.0 + 2.0**-7  # (1 + 2**-9)**2 = 1.0039
 
 
 @BIASED
 @EACH
 def test_all_are_sound_custom_ops(name, biased):
-    fc1_NG, probs_N, bias_LG, ends_L = inputs(biased, spare=0)
+    fc1_NG, probs_N, bias_LG, offsets_L = inputs(biased, spare=0)
     shape = Activation(**ALL[name])
     how = shape.function, shape.gated, shape.clamp, shape.offset
-    opcheck(_activate, (fc1_NG, bias_LG, probs_N, ends_L, *how))
+    opcheck(_activate, (fc1_NG, bias_LG, probs_N, offsets_L, *how))
     grad_NF = torch.randn(fc1_NG.shape[0], shape.width(G), dtype=torch.float64)
     given = grad_NF, fc1_NG.detach(), None if bias_LG is None else bias_LG.detach()
-    opcheck(_activate_backward, (*given, probs_N.detach(), ends_L, *how))
+    opcheck(_activate_backward, (*given, probs_N.detach(), offsets_L, *how))
 
 
 @pytest.mark.parametrize(

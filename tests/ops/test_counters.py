@@ -17,14 +17,14 @@ def test_counts_add_up_and_reset():
     for capacity in (2, 1):
         selection = select(asked_TE, probs_TE, capacity=capacity)
         counters.observe(asked_TE, probs_TE, selection, capacity)
-        counters.add_overflow(torch.tensor([capacity, 0, 0], dtype=torch.int32))
+        counters.add_unplaced(torch.tensor([capacity, 0, 0], dtype=torch.int32))
     assert counters.demand_E.tolist() == [6, 2, 0]
     assert counters.kept_E.tolist() == [3, 2, 0]
     assert counters.asked_mass.item() == 2 * 10 * 2**30
     assert counters.dropped_mass.item() == 2 * 2**30 + 5 * 2**30  # token 0, then 0 and 1
     assert (counters.num_tokens.item(), counters.lost_tokens.item()) == (6, 1)
     assert (counters.num_positions.item(), counters.num_passes.item()) == (8, 2)
-    assert (counters.num_slots.item(), counters.num_overflow.item()) == (9, 3)
+    assert (counters.num_slots.item(), counters.num_unplaced.item()) == (9, 3)
     assert counters.max_demand.item() == 3
     assert {tensor.dtype for tensor in counters.tensors()} == {torch.int64}
     counters.reset()
@@ -38,8 +38,8 @@ def test_rerouted_rows_and_protected_ones_that_were_dropped_are_counted():
     counters = Counters(3, "cpu")
     asked_TE = torch.tensor([[1, 0, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool)
     scores_TE = torch.tensor([[0.5, 0.2, 0.1], [0.6, 0.3, 0.2], [0.4, 0.1, 0.2]])
-    keep_T = torch.tensor([True, False, True])
-    selection = select(asked_TE, scores_TE, capacity=1, keep_T=keep_T)  # keeps token 0
+    protected_T = torch.tensor([True, False, True])
+    selection = select(asked_TE, scores_TE, capacity=1, protected_T=protected_T)  # keeps token 0
     found = reroute(selection, asked_TE, scores_TE, capacity=1, policy="probs")
     for _ in range(2):
         counters.observe(asked_TE, scores_TE, found, 1)

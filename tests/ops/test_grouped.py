@@ -37,13 +37,13 @@ def inputs(counts: list[int], biased: bool, spare: int = SPARE) -> list[Tensor |
     return leaves if biased else [*leaves, None, None]
 
 
-def ours(rows_NI, weight_LOI, bias_LO, probs_N, ends_L: Tensor) -> Tensor:
-    return grouped.grouped_linear(rows_NI, weight_LOI, ends_L, bias_LO, probs_N)
+def ours(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L: Tensor) -> Tensor:
+    return grouped.grouped_linear(rows_NI, weight_LOI, offsets_L, bias_LO, probs_N)
 
 
-def one_by_one(rows_NI, weight_LOI, bias_LO, probs_N, ends_L: Tensor) -> Tensor:
+def one_by_one(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L: Tensor) -> Tensor:
     out, start = [], 0
-    for expert, end in enumerate(ends_L.tolist()):
+    for expert, end in enumerate(offsets_L.tolist()):
         found = rows_NI[start:end] @ weight_LOI[expert].T
         if bias_LO is not None:
             found = found + probs_N[start:end, None] * bias_LO[expert]
@@ -65,8 +65,8 @@ def results(function, counts: list[int], biased: bool) -> list[Tensor]:
     return [value[:num_rows] if i in by_row else value for i, value in enumerate(found)]
 
 
-def batched(rows_NI, weight_LOI, bias_LO, probs_N, ends_L: Tensor) -> Tensor:
-    return grouped.batched_linear(rows_NI, weight_LOI, ends_L, bias_LO, probs_N)
+def batched(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L: Tensor) -> Tensor:
+    return grouped.batched_linear(rows_NI, weight_LOI, offsets_L, bias_LO, probs_N)
 
 
 @BIASED
@@ -139,7 +139,7 @@ def test_bf16_rounds_once():
 def test_weight_gradients_are_rounded_once_and_added_in_fp32(num_steps):
     """What DDP's `main_grad` holds against fp64: off by at most 2**-8 of every gradient added."""
     generator = torch.Generator().manual_seed(1)
-    ends_L = ends_of([0, 32, 64])
+    offsets_L = ends_of([0, 32, 64])
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).bfloat16()
@@ -150,12 +150,12 @@ def test_weight_gradients_are_rounded_once_and_added_in_fp32(num_steps):
     for _ in range(num_steps):
         rows_NI, grad_NO = draw(96, 40), draw(96, 33)
         weight_LOI.grad = None
-        grouped.grouped_linear(rows_NI, weight_LOI, ends_L).backward(grad_NO)
+        grouped.grouped_linear(rows_NI, weight_LOI, offsets_L).backward(grad_NO)
         assert weight_LOI.grad is not None and weight_LOI.grad.dtype == torch.bfloat16
         main += weight_LOI.grad
-        added = grouped._grouped_outer(grad_NO.double(), rows_NI.double(), ends_L)
+        added = grouped._grouped_outer(grad_NO.double(), rows_NI.double(), offsets_L)
         exact, sizes = exact + added, sizes + added.abs()
-        terms += grouped._grouped_outer(grad_NO.double().abs(), rows_NI.double().abs(), ends_L)
+        terms += grouped._grouped_outer(grad_NO.double().abs(), rows_NI.double().abs(), offsets_L)
     # Besides, at most 128 roundings of fp32 lie between a product and `main`.
     assert ((main - exact).abs() <= 2**-8 * sizes + 128 * 2**-24 * terms).all()
     relative = (main - exact).square().sum() / exact.square().sum()
@@ -165,16 +165,16 @@ def test_weight_gradients_are_rounded_once_and_added_in_fp32(num_steps):
 @BIASED
 def test_all_are_sound_custom_ops(biased):
     # Every row is real, since opcheck compares every element.
-    ends_L = ends_of([2, 0, 3])
+    offsets_L = ends_of([2, 0, 3])
     rows_NI, weight_LOI, bias_LO, probs_N = inputs([2, 0, 3], biased, spare=0)
     assert rows_NI is not None
     plain_NI, grad_NO = rows_NI.detach(), torch.randn(5, O, dtype=torch.float64)
-    opcheck(grouped._grouped_linear, (rows_NI, weight_LOI, bias_LO, probs_N, ends_L))
-    opcheck(grouped._grouped_outer, (grad_NO, plain_NI, ends_L))
+    opcheck(grouped._grouped_linear, (rows_NI, weight_LOI, bias_LO, probs_N, offsets_L))
+    opcheck(grouped._grouped_outer, (grad_NO, plain_NI, offsets_L))
     weights_N = None if probs_N is None else probs_N.detach()
-    opcheck(grouped._sum_rows, (grad_NO, weights_N, ends_L))
+    opcheck(grouped._sum_rows, (grad_NO, weights_N, offsets_L))
     if bias_LO is not None:
-        opcheck(grouped._dot_rows, (grad_NO, bias_LO.detach(), weights_N, ends_L))
+        opcheck(grouped._dot_rows, (grad_NO, bias_LO.detach(), weights_N, offsets_L))
     opcheck(grouped._batched_linear, (inputs([2, 2], biased, spare=0)[0], weight_LOI[:2].detach()))
     opcheck(grouped._batched_outer, (grad_NO[:4], plain_NI[:4], 2))
 
@@ -200,6 +200,6 @@ def test_a_bias_may_have_any_strides():
         torch.zeros(*s, 8, dtype=torch.bfloat16, device="cuda") for s in ((4,), (2, 8))
     )
     bias_LO = torch.arange(16, device="cuda").view(8, 2).T.to(torch.bfloat16)
-    ends_L, probs_N = ends_of([2, 2]).cuda(), torch.ones(4, device="cuda")
-    out_NO = grouped.grouped_linear(rows_NI, weight_LOI, ends_L, bias_LO, probs_N)
+    offsets_L, probs_N = ends_of([2, 2]).cuda(), torch.ones(4, device="cuda")
+    out_NO = grouped.grouped_linear(rows_NI, weight_LOI, offsets_L, bias_LO, probs_N)
     assert torch.equal(out_NO, bias_LO.repeat_interleave(2, 0))

@@ -29,10 +29,10 @@ def both(case: RoutingCase, policy: str) -> tuple[Selection, reference.Selection
     map_TE, probs_TE, _ = case.tensors()
     of_both = dict(capacity=case.capacity, policy=policy)
     selection = select(
-        map_TE, probs_TE, **of_both, keep_T=tensor(case.keep_T), draw=torch.tensor(DRAW)
+        map_TE, probs_TE, **of_both, protected_T=tensor(case.protected_T), draw=torch.tensor(DRAW)
     )
     by_loops = reference.select(
-        case.map_TE, case.probs_TE, **of_both, keep_T=case.keep_T, draw=DRAW
+        case.map_TE, case.probs_TE, **of_both, protected_T=case.protected_T, draw=DRAW
     )
     return selection, by_loops
 
@@ -96,7 +96,7 @@ def test_reroute_is_the_reference_and_keeps_its_promises(policy, given_case, rou
         scores_TE,
         torch.from_numpy(choice_TE),
         **arguments,
-        keep_T=tensor(case.keep_T),
+        protected_T=tensor(case.protected_T),
         draw=torch.tensor(DRAW),
     )
     expected = reference.reroute(
@@ -105,7 +105,7 @@ def test_reroute_is_the_reference_and_keeps_its_promises(policy, given_case, rou
         case.probs_TE,
         choice_TE,
         **arguments,
-        keep_T=case.keep_T,
+        protected_T=case.protected_T,
         draw=DRAW,
     )
     assert_same(found.kept_TE, expected.kept_TE)
@@ -241,7 +241,7 @@ def test_through_the_dispatcher(remedy):
     sent = PaddedDispatcher(config).dispatch(tokens_TD, scores_TE, map_TE, scores_TE=scores_TE)
     expected = select_with_remedy(config, 2, map_TE, scores_TE, scores_TE)
     assert torch.equal(sent.selection.probs_TE, expected.probs_TE)
-    assert sent.plan.overflow_E.tolist() == [0] * 5
+    assert sent.plan.unplaced_E.tolist() == [0] * 5
     assert torch.equal(sent.plan.kept_E, expected.kept_TE.sum(0, dtype=torch.int32))
 
 

@@ -11,11 +11,11 @@ from tests.support.routing_cases import RoutingCase, assert_same, routing_cases
 
 def test_the_example_of_the_docstring():
     kept_TE = torch.tensor([[1, 0], [1, 1], [0, 1]], dtype=torch.bool)
-    slot_of_TK, choice_of_slot_EC, kept_E, overflow_E = plan_tensors(kept_TE, 2, 2)
+    slot_of_TK, choice_of_slot_EC, kept_E, unplaced_E = plan_tensors(kept_TE, 2, 2)
     assert slot_of_TK.tolist() == [[0, -1], [1, 2], [3, -1]]
     assert choice_of_slot_EC.tolist() == [[0, 2], [3, 4]]
     assert kept_E.tolist() == [2, 2]
-    assert overflow_E.tolist() == [0, 0]
+    assert unplaced_E.tolist() == [0, 0]
 
 
 @given(case=routing_cases())
@@ -26,8 +26,8 @@ def test_plan_is_the_reference(case: RoutingCase):
     assert_same(plan.slot_of_TK, expected.slot_of_TK)
     assert_same(plan.choice_of_slot_EC, expected.choice_of_slot_EC)
     assert_same(plan.kept_E, expected.kept_E)
-    assert plan.overflow_E.dtype == torch.int32
-    assert plan.overflow_E.sum().item() == expected.num_overflow
+    assert plan.unplaced_E.dtype == torch.int32
+    assert plan.unplaced_E.sum().item() == expected.num_unplaced
     assert plan.capacity == case.capacity
 
 
@@ -42,7 +42,7 @@ def test_every_row_has_one_slot_and_no_slot_has_two(case: RoutingCase):
     slots = plan.slot_of_TK[plan.slot_of_TK >= 0]
     assert slots.unique().numel() == slots.numel() == plan.kept_E.sum()
     assert (slots < num_experts * case.capacity).all()
-    assert slots.numel() + plan.overflow_E.sum() == map_TE.sum()
+    assert slots.numel() + plan.unplaced_E.sum() == map_TE.sum()
     # The two maps are each other's inverse.
     choices = plan.choice_of_slot_EC.flatten()
     assert (choices >= 0).sum() == slots.numel()
@@ -57,7 +57,7 @@ def test_enough_room_keeps_every_row_of_every_expert(case: RoutingCase):
     plan = make_plan(map_TE, top_k=map_TE.shape[1], capacity=case.capacity)
     assert torch.equal(plan.kept_E, map_TE.sum(0).clamp(max=case.capacity).int())
     roomy = make_plan(map_TE, top_k=map_TE.shape[1], capacity=map_TE.shape[0])
-    assert roomy.overflow_E.sum().item() == 0
+    assert roomy.unplaced_E.sum().item() == 0
 
 
 def test_a_large_map_is_the_reference():
@@ -65,6 +65,6 @@ def test_a_large_map_is_the_reference():
     map_TE = routing_map(1031, 67, 7, skew="hot", seed=5)
     plan = make_plan(torch.from_numpy(map_TE), top_k=7, capacity=301)
     expected = reference.plan(map_TE, top_k=7, capacity=301)
-    assert plan.overflow_E.sum().item() == 1031 - 301
+    assert plan.unplaced_E.sum().item() == 1031 - 301
     assert_same(plan.slot_of_TK, expected.slot_of_TK)
     assert_same(plan.choice_of_slot_EC, expected.choice_of_slot_EC)

@@ -54,7 +54,7 @@ def test_gathers_are_the_reference_s_dispatch(case: RoutingCase):
     with poisoned_memory():
         tokens_TD, probs_TE = leaf(tokens), leaf(probs)
         rows_ECD = ops.gather_rows(tokens_TD, plan)
-        probs_EC = ops.gather_side(probs_TE, plan)[:, :-1]
+        probs_EC = ops.gather_meta(probs_TE, plan)[:, :-1]
         rows_ECD.backward(torch.from_numpy(grad_rows))
         probs_EC.backward(torch.from_numpy(grad_probs))
     given = reference.dispatch(tokens[None], probs[None], [plan_by_loops], num_ranks=1)
@@ -91,7 +91,7 @@ def test_nan_in_the_gradient_of_a_padded_row_reaches_nobody(case: RoutingCase):
         tokens_TD = leaf(addresses(num_tokens, HIDDEN))
         probs_TE = leaf(addresses(num_tokens, num_experts))
         rows_ECD = ops.gather_rows(tokens_TD, plan)
-        probs_EC = ops.gather_side(probs_TE, plan)[:, :-1]
+        probs_EC = ops.gather_meta(probs_TE, plan)[:, :-1]
         is_real_EC = plan.choice_of_slot_EC >= 0
         probs_EC.backward(torch.where(is_real_EC, 1.0, torch.nan).double())
         is_real_EC1 = is_real_EC[..., None]
@@ -105,8 +105,8 @@ def test_nan_in_the_gradient_of_a_padded_row_reaches_nobody(case: RoutingCase):
 def test_identity_experts_give_the_sum_of_kept_probabilities(case: RoutingCase):
     plan, _ = planned(case)
     tokens_TD = torch.from_numpy(addresses(case.map_TE.shape[0], HIDDEN))
-    side_EC1 = ops.gather_side(torch.from_numpy(case.probs_TE), plan)
-    probs_EC1, kept_E = side_EC1[:, :-1, None], side_EC1[:, -1]
+    meta_EC1 = ops.gather_meta(torch.from_numpy(case.probs_TE), plan)
+    probs_EC1, kept_E = meta_EC1[:, :-1, None], meta_EC1[:, -1]
     assert torch.equal(kept_E, plan.kept_E.double())
     out_TD = ops.combine_rows(ops.gather_rows(tokens_TD, plan) * probs_EC1, plan)
     # Probabilities are quarters: exact.
@@ -129,12 +129,12 @@ def test_packing_is_the_reference(kept):
     grad_packed = np.full((slots[..., 0].size, HIDDEN), np.nan)
     grad_packed[: len(packed)] = packed
     with poisoned_memory():
-        ends_LS = ops.running_ends(kept_SL)
+        offsets_LS = ops.running_offsets(kept_SL)
         slots_MCD = leaf(slots.reshape(-1, 3, HIDDEN))
-        rows_ND = ops.pack_rows(slots_MCD, ends_LS)
+        rows_ND = ops.pack_rows(slots_MCD, offsets_LS)
         rows_ND.backward(torch.from_numpy(grad_packed))
         packed_ND = leaf(grad_packed)
-        back_MCD = ops.unpack_rows(packed_ND, ends_LS)
+        back_MCD = ops.unpack_rows(packed_ND, offsets_LS)
         back_MCD.backward(slots_MCD.detach())
     expected = np.where(real_SLC[..., None], slots, 0).reshape(-1, 3, HIDDEN)
     assert rows_ND.shape == grad_packed.shape
@@ -149,8 +149,8 @@ def test_packed_at_once_is_slots_and_then_packed(case: RoutingCase):
     """Forward and backward, where all rows come from this rank."""
     plan, _ = planned(case)
     num_tokens, num_experts = case.map_TE.shape
-    ends_E1 = ops.running_ends(plan.kept_E[None])
-    num_rows = ends_E1[-1, 0]
+    offsets_E1 = ops.running_offsets(plan.kept_E[None])
+    num_rows = offsets_E1[-1, 0]
     payload = addresses(num_tokens, HIDDEN)
     grad = addresses(num_experts * case.capacity, HIDDEN, offset=100)
     grad[num_rows:] = np.nan
@@ -159,11 +159,11 @@ def test_packed_at_once_is_slots_and_then_packed(case: RoutingCase):
         for at_once in (False, True):
             tokens_TD, out_ND = leaf(payload), leaf(grad)
             if at_once:
-                rows_ND = ops.gather_packed(tokens_TD, plan, ends_E1)
-                home_TD = ops.combine_packed(out_ND, plan, ends_E1)
+                rows_ND = ops.gather_packed(tokens_TD, plan, offsets_E1)
+                home_TD = ops.combine_packed(out_ND, plan, offsets_E1)
             else:
-                rows_ND = ops.pack_rows(ops.gather_rows(tokens_TD, plan), ends_E1)
-                home_TD = ops.combine_rows(ops.unpack_rows(out_ND, ends_E1), plan)
+                rows_ND = ops.pack_rows(ops.gather_rows(tokens_TD, plan), offsets_E1)
+                home_TD = ops.combine_rows(ops.unpack_rows(out_ND, offsets_E1), plan)
             rows_ND.backward(torch.from_numpy(grad))
             home_TD.backward(torch.from_numpy(payload))
             real = rows_ND[:num_rows], home_TD, grad_of(tokens_TD), grad_of(out_ND)[:num_rows]
@@ -178,7 +178,7 @@ def one_plan() -> DispatchPlan:
     map_TE = torch.from_numpy(thin_out(routing_map(7, 5, 3, seed=2), share=0.2))
     map_TE[:, 4] = False
     plan = make_plan(map_TE, top_k=3, capacity=2)
-    assert plan.overflow_E.sum().item() > 0
+    assert plan.unplaced_E.sum().item() > 0
     assert (plan.slot_of_TK < 0).all(1).any()
     assert plan.kept_E.tolist()[4] == 0
     return plan
@@ -200,11 +200,11 @@ def test_what_nobody_reads_may_be_left_unwritten():
     assert torch.equal(grad_of(again_ECD).nan_to_num(-1), rows_ECD.detach().nan_to_num(-1))
 
     kept_SL = torch.tensor([[0, 2], [3, 1]], dtype=torch.int32)
-    ends_LS, real_MC = ops.running_ends(kept_SL), torch.arange(3) < kept_SL.view(-1, 1)
+    offsets_LS, real_MC = ops.running_offsets(kept_SL), torch.arange(3) < kept_SL.view(-1, 1)
     slots_MCD = leaf(addresses(1, 1, 12, HIDDEN).reshape(4, 3, HIDDEN))
-    packed_ND = ops.pack_rows(slots_MCD, ends_LS, zeros=False)
+    packed_ND = ops.pack_rows(slots_MCD, offsets_LS, zeros=False)
     packed_ND.backward(packed_ND.detach())
-    back_MCD = ops.unpack_rows(packed_ND.detach(), ends_LS, zeros=False)
+    back_MCD = ops.unpack_rows(packed_ND.detach(), offsets_LS, zeros=False)
     for found_MCD in (grad_of(slots_MCD), back_MCD):
         assert torch.equal(found_MCD.isnan().all(2), ~real_MC)
         assert torch.equal(found_MCD[real_MC], slots_MCD[real_MC])
@@ -218,7 +218,7 @@ def test_gradients_are_those_of_the_functions():
     plan = one_plan()
     for function, inputs in (
         (ops.gather_rows, fp64(7, HIDDEN)),
-        (ops.gather_side, fp64(7, 5)),
+        (ops.gather_meta, fp64(7, 5)),
         (ops.combine_rows, fp64(5, 2, HIDDEN)),
     ):
         assert torch.autograd.gradcheck(lambda x, f=function: f(x, plan), inputs)
@@ -227,14 +227,14 @@ def test_gradients_are_those_of_the_functions():
 
 def test_gradients_of_packing():
     """Of what is specified: the rows before the last end."""
-    ends_LS = ops.running_ends(torch.tensor([[0, 2], [3, 1]], dtype=torch.int32))
-    is_row_N = torch.arange(4 * 3) < ends_LS[-1, -1]
+    offsets_LS = ops.running_offsets(torch.tensor([[0, 2], [3, 1]], dtype=torch.int32))
+    is_row_N = torch.arange(4 * 3) < offsets_LS[-1, -1]
 
     def pack(slots_MCD: Tensor) -> Tensor:
-        return ops.pack_rows(slots_MCD, ends_LS)[is_row_N]
+        return ops.pack_rows(slots_MCD, offsets_LS)[is_row_N]
 
     def unpack(rows_ND: Tensor) -> Tensor:
-        return ops.unpack_rows(torch.where(is_row_N[:, None], rows_ND, torch.nan), ends_LS)
+        return ops.unpack_rows(torch.where(is_row_N[:, None], rows_ND, torch.nan), offsets_LS)
 
     for function, inputs in ((pack, fp64(4, 3, HIDDEN)), (unpack, fp64(12, HIDDEN))):
         assert torch.autograd.gradcheck(function, inputs)
@@ -249,16 +249,16 @@ def test_all_are_sound_custom_ops():
         "select": (map_TE, probs_TE, 2, "random", map_TE[:, :1].to(torch.uint8), torch.tensor(3)),
         "choice_ranks": (map_TE, probs_TE),
         "plan": (map_TE, 3, 2),
-        "packed_slots": (maps[0], ops.running_ends(plan.kept_E[None]), 2),
-        "gather_side": (fp64(7, 5), *maps, plan.kept_E),
-        "scatter_side": (fp64(5, 3), *maps),
+        "packed_slots": (maps[0], ops.running_offsets(plan.kept_E[None]), 2),
+        "gather_meta": (fp64(7, 5), *maps, plan.kept_E),
+        "scatter_meta": (fp64(5, 3), *maps),
         "gather": (fp64(7, HIDDEN), *maps, True),
         "combine": (fp64(5, 2, HIDDEN), *maps, True),
     }
     # All slots full, since opcheck compares every element.
-    ends_LS = ops.running_ends(torch.full((2, 3), 4, dtype=torch.int32))
-    checked["pack"] = fp64(6, 4, HIDDEN), ends_LS, True
-    checked["unpack"] = fp64(24, HIDDEN), ends_LS, True
+    offsets_LS = ops.running_offsets(torch.full((2, 3), 4, dtype=torch.int32))
+    checked["pack"] = fp64(6, 4, HIDDEN), offsets_LS, True
+    checked["unpack"] = fp64(24, HIDDEN), offsets_LS, True
     for name, arguments in checked.items():
         opcheck(getattr(ALL_OPS, name), arguments)
     # Rows with strides, too: experts and transposed weights make such.
@@ -270,7 +270,7 @@ def _whole_way(tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, weight_DD: T
     selection = select(map_TE, probs_TE, capacity=2)
     plan = make_plan(selection.kept_TE, top_k=3, capacity=2)
     rows_ECD = ops.gather_rows(tokens_TD, plan)
-    probs_EC = ops.gather_side(selection.probs_TE, plan)[:, :-1]
+    probs_EC = ops.gather_meta(selection.probs_TE, plan)[:, :-1]
     return ops.combine_rows((rows_ECD @ weight_DD) * probs_EC[..., None], plan)
 
 

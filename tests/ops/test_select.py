@@ -28,7 +28,7 @@ def cut(case: RoutingCase, policy, *, capacity: int | None = None, draw: int = 0
         capacity=capacity or case.capacity,
         policy=policy,
         mask_T=mask_T,
-        keep_T=None if case.keep_T is None else torch.from_numpy(case.keep_T),
+        protected_T=None if case.protected_T is None else torch.from_numpy(case.protected_T),
         draw=torch.tensor(draw),
     )
 
@@ -79,13 +79,13 @@ def test_select_is_the_reference(policy, case: RoutingCase, draw: int):
         capacity=case.capacity,
         policy=policy,
         mask_T=case.mask_T,
-        keep_T=case.keep_T,
+        protected_T=case.protected_T,
         draw=draw,
     )
     assert_same(selection.kept_TE, expected.kept_TE)
     assert_same(selection.probs_TE, expected.probs_TE)
     assert_same(selection.demand_E, expected.demand_E)
-    if case.keep_T is None:
+    if case.protected_T is None:
         assert selection.protected_dropped_E is None
     else:
         assert selection.protected_dropped_E is not None
@@ -117,10 +117,10 @@ def test_more_capacity_never_drops_more_and_enough_drops_nothing(policy, case: R
 
 
 @POLICIES
-@given(case=routing_cases().filter(lambda case: case.keep_T is not None))
+@given(case=routing_cases().filter(lambda case: case.protected_T is not None))
 def test_protected_tokens_are_dropped_only_where_they_alone_exceed_capacity(policy, case):
     selection = cut(case, policy)
-    protected_TE = asked(case) & torch.from_numpy(case.keep_T)[:, None]
+    protected_TE = asked(case) & torch.from_numpy(case.protected_T)[:, None]
     beyond_E = (protected_TE.sum(0) - case.capacity).clamp(min=0)
     assert torch.equal((protected_TE & ~selection.kept_TE).sum(0), beyond_E)
     assert torch.equal(selection.protected_dropped_E, beyond_E.int())

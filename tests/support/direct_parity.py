@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """T, D, K, experts per rank, factor, dtype of rows; `in_flight` passes before the first
+    """T, D, K, experts per rank, factor, dtype of rows; `microbatches_in_flight` passes before the first
     backward."""
 
     tokens: int = 515
@@ -34,7 +34,7 @@ class Layer:
     local_experts: int = 5
     factor: float | None = 1.25
     dtype: torch.dtype = torch.bfloat16
-    in_flight: int = 1
+    microbatches_in_flight: int = 1
 
     def dispatcher(self, exchange: Any) -> PaddedDispatcher:
         """On all ranks of the default group."""
@@ -47,7 +47,11 @@ class Layer:
         )
         group = dist.group.WORLD
         return PaddedDispatcher(
-            config, group=group, packed=True, exchange=exchange, in_flight=self.in_flight
+            config,
+            group=group,
+            packed=True,
+            exchange=exchange,
+            microbatches_in_flight=self.microbatches_in_flight,
         )
 
 
@@ -117,9 +121,9 @@ def forward(dispatcher: PaddedDispatcher, inputs: Inputs) -> Forward:
 def backward(passed: Forward) -> dict[str, Tensor]:
     """Everything that two exchanges can be compared by."""
     given = passed.sent.expert_input
-    assert given.ends_LS is not None
+    assert given.offsets_LS is not None
     row_N = torch.arange(given.probs_N.shape[0], device=given.probs_N.device)
-    real_N = row_N < given.ends_LS[-1, -1]
+    real_N = row_N < given.offsets_LS[-1, -1]
     # Before the backward pass, after which they are another's.
     rows_ND = torch.where(real_N[:, None], given.rows_ND.detach(), 0)
     probs_N = torch.where(real_N, given.probs_N.detach(), 0)
@@ -131,7 +135,7 @@ def backward(passed: Forward) -> dict[str, Tensor]:
         "rows": rows_ND,
         "probs": probs_N,
         "kept": given.kept_SL,
-        "ends": given.ends_LS,
+        "ends": given.offsets_LS,
         "out": passed.out_TD.detach(),
         "grad_tokens": grad_TD,
         "grad_probs": grad_TE,
@@ -149,7 +153,7 @@ def poison(dispatcher: PaddedDispatcher) -> None:
     for buffers in dispatcher.exchange._buffers.values():
         transient = buffers.transient
         landings = [*buffers._landings, transient.gradients]
-        everything = [transient.slots_ECD, transient.side_EC1]
+        everything = [transient.slots_ECD, transient.meta_EC1]
         for tensor in everything + [tensor for landing in landings for tensor in landing.take()]:
             tensor.fill_(torch.nan)
 
@@ -177,7 +181,7 @@ def my_gpu() -> torch.device:
 def eager_differences(layer: Layer) -> list[str]:
     """What differs in eager, over all routings, with and without poison; empty means nothing."""
     device = my_gpu()
-    direct, nccl = layer.dispatcher("direct"), layer.dispatcher("nccl")
+    direct, nccl = layer.dispatcher("direct"), layer.dispatcher("alltoall")
     found = []
     for seed, routing in enumerate(ROUTINGS):
         inputs = make_inputs(layer, routing, seed, device)
@@ -212,13 +216,13 @@ def captured(run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
 def replay_differences(layers: tuple[Layer, ...], num_replays: int) -> list[str]:
     """What differs between replays of one graph and of the same with the collective exchange.
 
-    The graph: all layers forward, `in_flight` passes each, then all backward, first come first.
+    The graph: all layers forward, `microbatches_in_flight` passes each, then all backward, first come first.
     Every replay has tokens and routings of its own. Replays follow each other without the host
     waiting, ranks in different paces, NaN in the buffers before every other one, and now and then
     an eager pass without gradients in between.
     """
     device = my_gpu()
-    passes = [i for i, layer in enumerate(layers) for _ in range(layer.in_flight)]
+    passes = [i for i, layer in enumerate(layers) for _ in range(layer.microbatches_in_flight)]
 
     def fresh(seed: int) -> list[Inputs]:
         routing = ROUTINGS[seed % len(ROUTINGS)]
@@ -238,7 +242,7 @@ def replay_differences(layers: tuple[Layer, ...], num_replays: int) -> list[str]
         return [backward(passed) for passed in waiting]
 
     directs = [layer.dispatcher("direct") for layer in layers]
-    nccls = [layer.dispatcher("nccl") for layer in layers]
+    nccls = [layer.dispatcher("alltoall") for layer in layers]
     paces = torch.Generator().manual_seed(dist.get_rank())
     found, kept = [], []
     meet()

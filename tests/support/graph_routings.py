@@ -42,7 +42,7 @@ class RoutingCase:
     ranks: int = 1
     capacity_factor: float | None = 1.25
     packed: bool = False
-    exchange: ExchangeKind = "nccl"
+    exchange: ExchangeKind = "alltoall"
     policy: Policy | Literal["megatron"] = "megatron"
     remedy: Remedy = "none"
     seed: int = 0

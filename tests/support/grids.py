@@ -13,13 +13,13 @@ import torch.distributed as dist
 class Grid:
     """This rank's place: rank r of the i-th expert-parallel group is rank i * R + r of the pool.
 
-    `group` holds the R ranks with the same i, `tp_group` those with the same r.
+    `group` holds the R ranks with the same i, `etp_group` those with the same r.
     """
 
     r: int
     i: int
     group: dist.ProcessGroup | None
-    tp_group: dist.ProcessGroup | None
+    etp_group: dist.ProcessGroup | None
 
     @property
     def source(self) -> int:
@@ -28,12 +28,12 @@ class Grid:
 
 
 @functools.cache  # Groups cost sockets, and a pool lives for a whole session.
-def grid(num_ranks: int, tp_size: int) -> Grid:
+def grid(num_ranks: int, etp_size: int) -> Grid:
     """The groups of a grid that spans the default group, or of one rank where there is none."""
-    if num_ranks * tp_size == 1:
-        return Grid(r=0, i=0, group=None, tp_group=None)
+    if num_ranks * etp_size == 1:
+        return Grid(r=0, i=0, group=None, etp_group=None)
     i, r = divmod(dist.get_rank(), num_ranks)
-    rows = [[j * num_ranks + q for q in range(num_ranks)] for j in range(tp_size)]
+    rows = [[j * num_ranks + q for q in range(num_ranks)] for j in range(etp_size)]
     # Everybody creates every group, in the same order.
     groups = [dist.new_group(row) for row in rows]
     tp_groups = [dist.new_group(list(column)) for column in zip(*rows, strict=True)]
@@ -41,7 +41,7 @@ def grid(num_ranks: int, tp_size: int) -> Grid:
         r=r,
         i=i,
         group=groups[i] if num_ranks > 1 else None,
-        tp_group=tp_groups[r] if tp_size > 1 else None,
+        etp_group=tp_groups[r] if etp_size > 1 else None,
     )
 
 

@@ -25,7 +25,7 @@ def row(step, **given) -> Row:
         "tflops_per_gpu": 0.0215,
         "fill": 0.625,
         "dropped": 0.125,
-        "overflow": 0,
+        "unplaced": 0,
         "allocated_gib": None,
         "reserved_gib": None,
     }

@@ -19,7 +19,7 @@ def counted(demand, kept, slots, overflow=0):
     counters.demand_E += torch.tensor(demand)
     counters.kept_E += torch.tensor(kept)
     counters.num_slots += slots
-    counters.num_overflow += overflow
+    counters.num_unplaced += overflow
     return SimpleNamespace(token_dispatcher=SimpleNamespace(counters=counters))
 
 

@@ -50,7 +50,7 @@ def test_one_rank_sends_nothing():
 
 def test_ranks_that_split_experts_gather_rows_and_share_flops():
     whole = cost(qwen3(1.0), QWEN3, busiest_rows=32768)
-    split = cost(qwen3(1.0, tp_size=2), QWEN3, busiest_rows=65536)
+    split = cost(qwen3(1.0, etp_size=2), QWEN3, busiest_rows=65536)
     assert split.num_slots == 2 * whole.num_slots
     assert split.padded_flops == whole.padded_flops  # twice the rows, half of each expert
     assert split.packed_flops == whole.packed_flops

@@ -303,7 +303,7 @@ def test_more_sources_than_experts():
     found = what_if(trace, [0.5, 1.0], alignment=16)
     expected = [
         DispatchConfig(
-            num_experts=6, top_k=3, num_ranks=2, tp_size=4, capacity_factor=factor, alignment=16
+            num_experts=6, top_k=3, num_ranks=2, etp_size=4, capacity_factor=factor, alignment=16
         ).capacity(5)
         for factor in (0.5, 1.0)
     ]

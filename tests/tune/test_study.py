@@ -149,7 +149,7 @@ def test_experts_that_are_split():
     question = dataclasses.replace(QUESTION, alignment=16, factors=(6.0,), etp=2)
     found = study(trace, question, name="split", layer=layer)
     config = DispatchConfig(
-        num_experts=6, top_k=2, num_ranks=2, tp_size=2, capacity_factor=6.0, alignment=16
+        num_experts=6, top_k=2, num_ranks=2, etp_size=2, capacity_factor=6.0, alignment=16
     )
     (option,) = found.options
     assert (found.num_ranks, option.capacity) == (2, config.capacity(37))

@@ -9,7 +9,7 @@ from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.exchange.alltoall import CollectiveExchange
 from padded_dispatch.ops.plan import make_plan
 from padded_dispatch.utils import nvtx as stages
-from padded_dispatch.utils.nvtx import stage
+from padded_dispatch.utils.nvtx import nvtx_range
 from tests.megatron.graphs.test_capture import Training, graphs
 from tests.support import tiny
 
@@ -58,16 +58,16 @@ def test_packed_rows_regroup_in_a_backward_pass_too(shown):
     kept_TE = torch.eye(2, dtype=torch.bool)[[0, 1, 1]]
     plan = make_plan(kept_TE, top_k=1, capacity=2)
     given = exchange.arrange(exchange.move(exchange.prepare(tokens_TD, torch.ones(3, 2), plan)))
-    back = exchange.move_back(exchange.disarrange(given.rows_ND, given.ends_LS))
+    back = exchange.move_back(exchange.disarrange(given.rows_ND, given.offsets_LS))
     shown.clear()
-    exchange.combine(back, plan, given.ends_LS).sum().backward()
+    exchange.combine(back, plan, given.offsets_LS).sum().backward()
     names = [name.removeprefix("padded_dispatch.") for name in shown if name != "-"]
     regroups = ["regroup backward"] * 2
     assert names == ["combine", "combine backward", *regroups, "gather backward"]
 
 
 def test_a_range_ends_with_an_error(shown):
-    @stage("select")
+    @nvtx_range("select")
     def fails() -> None:
         raise KeyError
 

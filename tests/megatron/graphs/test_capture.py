@@ -152,7 +152,7 @@ class Training:
 
     def pinned(self) -> list[str]:
         """Names of the dispatchers' attributes that hold a plan's tensors."""
-        names = ("slot_of_SBK", "choice_of_slot_EC", "kept_E", "overflow_E")
+        names = ("slot_of_SBK", "choice_of_slot_EC", "kept_E", "unplaced_E")
         dispatchers = [layer.token_dispatcher for layer in self.moe_layers]
         return [name for name in names for d in dispatchers if getattr(d, name) is not None]
 
@@ -162,7 +162,7 @@ def counts(layer: Any) -> Results:
     counters, router = layer.token_dispatcher.counters, layer.router
     counted = {
         name: getattr(counters, name)
-        for name in ("demand_E", "kept_E", "num_overflow", "num_slots")
+        for name in ("demand_E", "kept_E", "num_unplaced", "num_slots")
     }
     if router.enable_expert_bias:
         counted["local_tokens_per_expert"] = router.local_tokens_per_expert
