@@ -20,6 +20,10 @@ Remedy = Literal["none", "renormalize", "reroute"]
 REMEDIES: tuple[str, ...] = get_args(Remedy)
 
 
+# The capacity factor that drops nothing: every token has a slot with every expert (C = T).
+NO_DROP = math.inf
+
+
 def require(ok: object, field: str, value: object, rule: str, fix: str = "") -> None:
     """Raise `FIELD must RULE, got VALUE; FIX` unless `ok`.
 
@@ -64,8 +68,8 @@ class DispatchConfig:
     Args:
         num_experts: experts in all (E), a multiple of `num_ranks`.
         top_k: most experts that a token can have (K).
-        capacity_factor: slots per (source, expert) relative to perfect balance; None drops nothing
-            and costs C = T.
+        capacity_factor: slots per (source, expert) relative to perfect balance; `NO_DROP`
+            drops nothing and costs C = T.
         min_capacity: least slots per (source, expert).
         alignment: an expert's buffer (S * C rows) is a multiple of this, as a recipe may need.
         policy: who keeps a slot when more rows ask than fit: "probs" (the most probable),
@@ -84,7 +88,7 @@ class DispatchConfig:
 
     num_experts: int
     top_k: int
-    capacity_factor: float | None = None
+    capacity_factor: float = NO_DROP
     min_capacity: int = 1
     alignment: int = 1
     policy: Policy = "probs"
@@ -125,10 +129,11 @@ class DispatchConfig:
         )
         factor = self.capacity_factor
         require(
-            factor is None or (math.isfinite(factor) and factor > 0),
+            isinstance(factor, int | float) and factor > 0,
             "capacity_factor",
             factor,
-            "give a finite number above 0, or None to drop nothing",
+            "be a number above 0",
+            "set NO_DROP to drop nothing",
         )
         for name, value, choices in (
             ("policy", self.policy, POLICIES),
@@ -168,7 +173,7 @@ class DispatchConfig:
             "every rank needs at least one token per step; pad the batch",
         )
         slots = num_tokens
-        if self.capacity_factor is not None:
+        if self.capacity_factor != NO_DROP:
             demand = num_tokens * self.top_k
             slots = math.ceil((demand / self.num_experts) * self.capacity_factor)
         slots = max(1, min(num_tokens, max(slots, self.min_capacity)))

@@ -2,52 +2,62 @@
 
     select -> plan -> gather -> exchange -> regroup -> experts -> regroup -> exchange -> combine
 
-Combine never weights. Whoever computes the experts multiplies their rows by `probs_N`, so that
-dispatch and combine stay each other's transpose.
+`combine` does not apply routing weights; the experts must scale their output by `probs_N`. So
+dispatch and combine are each other's transpose.
+
+Letters: T tokens on this rank, K experts per token, E experts, D hidden size, N rows of this
+rank's experts.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig
+from padded_dispatch.config import DispatchConfig, require
 from padded_dispatch.exchange import Exchange, ExpertInput
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.alltoall import CollectiveExchange
-from padded_dispatch.exchange.direct import DirectExchange
-from padded_dispatch.exchange.local import LocalExchange
+from padded_dispatch.exchange.choose import ExchangeKind, LayerExchanges, agree_on_shapes
 from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
 from padded_dispatch.ops.select import Selection
 
-ExchangeKind = Literal["alltoall", "direct"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatched:
-    """The result of `dispatch`: what the experts read, and what `combine` needs to undo it."""
+    """The result of `dispatch`: what the experts read, and what `combine` needs to undo it.
+
+    Attributes:
+        expert_input: rows and probabilities for this rank's experts.
+        plan: where each row lies.
+        selection: which rows kept a slot.
+        exchange: the exchange that moved the rows.
+    """
 
     expert_input: ExpertInput
     plan: DispatchPlan
     selection: Selection
+    exchange: Exchange
 
 
 class PaddedDispatcher:
     """Sends every token's rows to its experts and brings their outputs back, in static shapes.
+
+    Creating one is a collective call of both groups' members.
 
     Args:
         config: its `num_ranks` and `etp_size` must be the groups' sizes.
         group: the expert-parallel process group; None for a single rank.
         etp_group: the group whose ranks split every expert's ffn; None where none do.
         packed: give the experts packed rows, see `ExpertInput`.
-        exchange: "alltoall", any backend's all-to-all; or "direct", stores between the GPUs of one
-            host, see `padded_dispatch.exchange.direct`; it needs `packed`.
-        microbatches_in_flight: with "direct": the most passes that wait for their backward pass.
+        exchange: "alltoall", any backend's; "direct", stores between the GPUs of one host, see
+            `padded_dispatch.exchange.direct`, which needs `packed`; or "auto", direct where that
+            can work, see `padded_dispatch.exchange.choose`.
+        microbatches_in_flight: with direct stores, the most passes that wait for their backward
+            pass.
 
-    Creating one is a collective call of both groups' members.
+    Raises:
+        ValueError: on all ranks, when they differ in an argument or one cannot work.
     """
 
     def __init__(
@@ -57,25 +67,22 @@ class PaddedDispatcher:
         group: dist.ProcessGroup | None = None,
         etp_group: dist.ProcessGroup | None = None,
         packed: bool = False,
-        exchange: ExchangeKind = "alltoall",
+        exchange: ExchangeKind = "auto",
         microbatches_in_flight: int = 1,
     ) -> None:
         for field, given in (("num_ranks", group), ("etp_size", etp_group)):
             size = given.size() if given is not None else 1
-            if getattr(config, field) != size:
-                raise ValueError(
-                    f"{field}={getattr(config, field)} is not possible: its process group has "
-                    f"{size} ranks; give both the same size"
-                )
+            value = getattr(config, field)
+            require(value == size, field, value, f"be {size}, the size of its process group")
         self.config = config
         self.agreement = Agreement(group, etp_group)
-        self.exchange = make_exchange(
-            exchange,
+        self.exchanges = LayerExchanges(
+            config,
             self.agreement,
-            config.num_local_experts,
             group,
             etp_group,
-            packed=packed,
+            layout="packed" if packed else "padded",
+            kind=exchange,
             microbatches_in_flight=microbatches_in_flight,
         )
 
@@ -90,7 +97,7 @@ class PaddedDispatcher:
         protected_T: Tensor | None = None,
         draw: Tensor | None = None,
     ) -> Dispatched:
-        """Rows to their experts.
+        """Send rows to their experts.
 
         Args:
             tokens_TD: floating point [T, D], T the same on every rank.
@@ -99,13 +106,14 @@ class PaddedDispatcher:
             mask_T: bool [T], True for padding tokens, which take no slot.
             scores_TE: floating point [T, E], for remedy "reroute": see
                 `padded_dispatch.ops.overflow.reroute`.
-            protected_T: bool [T], True for tokens that come before all others.
-            draw: int64 scalar, for policy "random": see `padded_dispatch.ops.select`.
+            protected_T: bool [T], True for tokens that keep their slots before all others.
+            draw: int64 scalar, for policy "random": see `padded_dispatch.ops.select.select`.
 
         Raises:
-            ValueError: the same on all ranks, when they disagree or T is 0.
+            ValueError: the same on all ranks, when their shapes differ or T is 0.
         """
-        capacity = check_facts(self.agreement, self.config, tokens_TD)
+        capacity = agree_on_shapes(self.agreement, self.config, tokens_TD)
+        exchange = self.exchanges.choose(self.config, tokens_TD).exchange
         selection = select_with_remedy(
             self.config,
             capacity,
@@ -117,74 +125,17 @@ class PaddedDispatcher:
             draw=draw,
         )
         plan = make_plan(selection.kept_TE, top_k=self.config.top_k, capacity=capacity)
-        outgoing = self.exchange.prepare(tokens_TD, selection.probs_TE, plan)
-        expert_input = self.exchange.arrange(self.exchange.move(outgoing))
-        return Dispatched(expert_input=expert_input, plan=plan, selection=selection)
+        outgoing = exchange.prepare(tokens_TD, selection.probs_TE, plan)
+        expert_input = exchange.arrange(exchange.move(outgoing))
+        return Dispatched(
+            expert_input=expert_input, plan=plan, selection=selection, exchange=exchange
+        )
 
     def combine(self, out_ND: Tensor, dispatched: Dispatched) -> Tensor:
-        """The experts' output home, summed per token: [N, D] to [T, D].
+        """Send the experts' output back and sum it per token: [N, D] to [T, D].
 
-        Rows of `out_ND` where no token is may hold anything; they are never read.
+        Padded rows of `out_ND` may hold anything; they are never read.
         """
-        outgoing = self.exchange.disarrange(out_ND, dispatched.expert_input.offsets_LS)
-        incoming = self.exchange.move_back(outgoing)
-        return self.exchange.combine(incoming, dispatched.plan, dispatched.expert_input.offsets_LS)
-
-
-def make_exchange(
-    kind: ExchangeKind,
-    agreement: Agreement,
-    num_local_experts: int,
-    group: dist.ProcessGroup | None,
-    etp_group: dist.ProcessGroup | None,
-    *,
-    packed: bool,
-    microbatches_in_flight: int,
-) -> Exchange:
-    """The exchange of this kind; a collective call of both groups' members.
-
-    Raises:
-        ValueError: on all ranks, where they disagree about it or it is not possible, with the
-            reason.
-    """
-    # Before it is built: building the direct one is a conversation of the ranks.
-    facts = {
-        "direct": int(kind == "direct"),
-        "packed": int(packed),
-        "microbatches_in_flight": microbatches_in_flight,
-    }
-    agreement.check(dtype=torch.float32, **facts)
-    if kind not in get_args(ExchangeKind):
-        raise ValueError(f"exchange={kind!r} is not possible: choose one of alltoall, direct")
-    if kind == "alltoall":
-        if packed and all(other is None or other.size() == 1 for other in (group, etp_group)):
-            return LocalExchange(num_local_experts)
-        return CollectiveExchange(num_local_experts, group, etp_group, packed=packed)
-    if not packed:
-        raise ValueError(
-            "exchange='direct' is not possible with padded rows: take packed ones, or "
-            "exchange='alltoall'"
-        )
-    return DirectExchange(
-        num_local_experts, group, etp_group, microbatches_in_flight=microbatches_in_flight
-    )
-
-
-def check_facts(
-    agreement: Agreement, config: DispatchConfig, tokens_TD: Tensor, **facts: int
-) -> int:
-    """Agree on everything that decides a shape, and on `facts`; the capacity for these tokens.
-
-    A rank without tokens raises only after all ranks know of it, so that none waits for it.
-    """
-    num_tokens, hidden_size = tokens_TD.shape
-    agreement.check(
-        dtype=tokens_TD.dtype,
-        T=num_tokens,
-        D=hidden_size,
-        E=config.num_experts,
-        K=config.top_k,
-        C=config.capacity(num_tokens) if num_tokens else 0,
-        **facts,
-    )
-    return config.capacity(num_tokens)
+        exchange, offsets_LS = dispatched.exchange, dispatched.expert_input.offsets_LS
+        incoming = exchange.move_back(exchange.disarrange(out_ND, offsets_LS))
+        return exchange.combine(incoming, dispatched.plan, offsets_LS)

@@ -291,6 +291,16 @@ def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
+def direct_bytes(shape: Shape, *, num_ranks: int, num_buffers: int) -> int:
+    """Return the bytes per rank of `num_buffers` receive buffers and the workspace they share."""
+    return num_buffers * Landing.num_bytes(shape) + Transient.num_bytes(shape, num_ranks)
+
+
+def free_bytes(group: dist.ProcessGroup, device: torch.device) -> int:
+    """Return the free memory of the rank that has least; a collective call."""
+    return min(everyone(group, _free_bytes(device)))
+
+
 def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Refuse a group whose ranks cannot store to each other; a collective call.
 

@@ -1,6 +1,6 @@
-"""From Megatron's config to ours, and what we refuse before training starts.
+"""Translate Megatron's config into ours, and refuse what cannot work before training starts.
 
-The rows of `padded_dispatch.megatron.fields` decide; this file only asks them.
+The rows of `padded_dispatch.megatron.fields` decide what is refused; this module applies them.
 """
 
 import dataclasses
@@ -9,10 +9,10 @@ from typing import Any
 
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 
-from padded_dispatch.config import DispatchConfig
+from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
-from padded_dispatch.megatron.options import Factor, PaddedOptions
+from padded_dispatch.megatron.options import PaddedOptions
 
 _EXPERTS = ("TEGroupedMLP", "SequentialMLP")
 
@@ -24,7 +24,7 @@ _REFUSED_EXPERTS = {
 
 
 def check_config(config: Any) -> None:
-    """Refuse what the padded path does not support, all of it at once.
+    """Raise one error for everything in `config` that the padded path does not support.
 
     Args:
         config: a TransformerConfig of any supported version.
@@ -36,15 +36,15 @@ def check_config(config: Any) -> None:
     fp8, graphs = _read(config, "fp8"), _read(config, "cuda_graph_impl")
     if fp8 and graphs not in (None, "none"):
         refused.append(
-            f"  fp8={fp8!r} with cuda_graph_impl={graphs!r}: not shown yet. Remedy: train in bf16, "
-            'or set cuda_graph_impl="none".'
+            f"  fp8={fp8!r} with cuda_graph_impl={graphs!r}: untested. Remedy: train in bf16, or "
+            'set cuda_graph_impl="none".'
         )
     if refused:
         raise ValueError("\n".join(["the padded dispatcher does not support", *refused]))
 
 
 def refusals(config: Any, rows: tuple[ConfigField, ...]) -> list[str]:
-    """One line per setting that the rows refuse: field, value, reason, remedy."""
+    """Return one line per setting that the rows refuse: field, value, reason, remedy."""
     return [
         f"  {row.name}={value!r}: {row.note}. Remedy: {row.remedy}."
         for row in rows
@@ -53,17 +53,17 @@ def refusals(config: Any, rows: tuple[ConfigField, ...]) -> list[str]:
 
 
 def padded_options(config: Any) -> PaddedOptions:
-    """The options of a config; the defaults where nobody set any."""
+    """Return the options of a config; the defaults where none were set."""
     return getattr(config, "padded_dispatch", PaddedOptions())
 
 
 def is_ours(config: Any) -> bool:
-    """Whether a model of this config has padded layers, by the config word or by `padded_spec`."""
+    """Return whether a model of this config has padded layers, by config word or `padded_spec`."""
     return hasattr(config, "padded_dispatch")
 
 
 def check_experts(experts: Any) -> None:
-    """Refuse experts modules that were not written for rows padded on the host's count.
+    """Raise for experts modules that cannot take rows padded to a count on the host.
 
     Args:
         experts: the module that a MoE layer built. TEGroupedMLP, SequentialMLP and subclasses pass.
@@ -74,12 +74,11 @@ def check_experts(experts: Any) -> None:
     names = [cls.__name__ for cls in type(experts).__mro__]
     reasons = [reason for name, reason in _REFUSED_EXPERTS.items() if name in names]
     if not reasons and not any(name in names for name in _EXPERTS):
-        reasons = ["it is unknown here"]
+        reasons = ["it was not written for padded rows"]
     if reasons:
         raise ValueError(
-            f"experts={names[0]} is not possible with the padded dispatcher: {reasons[0]}. Remedy: "
-            "TEGroupedMLP (moe_grouped_gemm=True with Transformer Engine) or SequentialMLP "
-            "(moe_grouped_gemm=False)."
+            f"experts must be TEGroupedMLP or SequentialMLP, got {names[0]}: {reasons[0]}; set "
+            "moe_grouped_gemm=True with Transformer Engine, or moe_grouped_gemm=False"
         )
 
 
@@ -92,15 +91,15 @@ def dispatch_config(
     layer_number: int | None = None,
     training: bool = True,
 ) -> DispatchConfig:
-    """What decides our shapes, from what a Megatron user has set.
+    """Return what decides our shapes, from what a Megatron user has set.
 
     Args:
         config: a TransformerConfig that `check_config` has passed.
         options: what Megatron has no field for.
         num_ranks: ranks in the expert-parallel group (R).
         etp_size: ranks that split every expert.
-        layer_number: see `number_in_model`; None where the layer does not know it yet.
-        training: in evaluation there can be another factor.
+        layer_number: see `number_in_model`; None before the layer has its number.
+        training: evaluation may have a factor of its own.
 
     Raises:
         ValueError: see `DispatchConfig`.
@@ -121,12 +120,15 @@ def dispatch_config(
 
 
 class LayerConfigs:
-    """The `DispatchConfig`s of one layer: `training` and `evaluation`. Changes between steps only.
+    """The `DispatchConfig`s of one layer, which change between steps only.
 
-    Router and dispatcher share it; which of the two holds is the router's mode, which a layer that
-    is replayed from a CUDA graph has, too.
+    Router and dispatcher share one object. The router's mode decides which of the two configs
+    holds; a layer that is replayed from a CUDA graph has a mode, too.
 
-    `controlled`: whether a `CapacityControl` looks after them.
+    Attributes:
+        training: the config of training passes.
+        evaluation: the config of evaluation passes.
+        controlled: whether a `CapacityControl` changes this layer's factor.
 
     Args:
         config, options, num_ranks, etp_size: see `dispatch_config`.
@@ -138,7 +140,7 @@ class LayerConfigs:
         self._translate = functools.partial(
             dispatch_config, config, options, num_ranks=num_ranks, etp_size=etp_size
         )
-        self._eval_apart = bool(options.eval_factors)
+        self._has_eval_factor = options.eval_factor is not None
         self._to_control = options.to_control
         self.controlled = False
         self._router: Any = None
@@ -147,71 +149,108 @@ class LayerConfigs:
 
     @property
     def now(self) -> DispatchConfig:
-        """That of the mode that the layer is in."""
+        """The config for the layer's current mode."""
         return self.training if self.in_training else self.evaluation
 
     @property
     def in_training(self) -> bool:
-        """Whether the layer is in training mode; so it is while there is no router."""
+        """Whether the layer is in training mode; true before it has a router."""
         return self._router is None or self._router.training
 
     def check_controlled(self) -> None:
-        """Refuse to train with options that nobody would follow.
+        """Raise if `schedule` or `on_overflow` is set but no `CapacityControl` exists.
 
         Raises:
-            ValueError: names them.
+            ValueError: names the options.
         """
         if self._to_control and not self.controlled:
             given = ", ".join(f"{name}={value!r}" for name, value in self._to_control.items())
             raise ValueError(
-                f"{given} is not possible in a training loop without capacity control: make a "
-                "padded_dispatch.megatron.CapacityControl of the model before the first step, and "
-                "call its step() after each one; or leave the options out"
+                f"a training loop must have a CapacityControl to follow {given}, got none; make a "
+                "padded_dispatch.megatron.CapacityControl of the model before the first step and "
+                "call its step() after each one, or leave the options out"
             )
 
     def follow(self, router: Any) -> None:
-        """From now on `router` says whether the layer is in training."""
+        """Take the mode from `router` from now on."""
         self._router = router
         if router.layer_number is not None:
             self.find_factors()
 
     def find_factors(self) -> None:
-        """Take the factors that the options have for this layer, now that it has a number."""
+        """Look up the factors of this layer, now that it has a number."""
         layer_number = number_in_model(self._router)
         self.training = self._translate(layer_number=layer_number)
         self.evaluation = self._translate(layer_number=layer_number, training=False)
 
-    def set_factor(self, factor: Factor) -> None:
-        """Change the factor; that of evaluation, too, unless it has one of its own.
+    def set_factor(self, factor: float) -> None:
+        """Change the factor of training, and of evaluation unless it has its own.
 
-        To be called between steps, on all ranks alike; CUDA graphs that were captured before
-        refuse to be replayed.
+        Call it between steps, on all ranks alike. CUDA graphs that were captured before raise when
+        they are replayed.
         """
         self.training = dataclasses.replace(self.training, capacity_factor=factor)
-        if not self._eval_apart:
+        if not self._has_eval_factor:
             self.evaluation = self.training
 
 
-def _factor(
-    config: Any, options: PaddedOptions, layer_number: int | None, training: bool
-) -> Factor:
-    if not training and options.eval_factors:
-        return options.eval_factors[0]
-    own = options.factor_of_layer
-    if layer_number in own:
-        return own[layer_number]
+def passes_in_flight(config: Any, pp_rank: int) -> int:
+    """Return the most forward passes of one layer that wait for their backward pass.
+
+    Follows Megatron's schedules (`schedules.get_pp_rank_microbatches`, 0.16.1 to 0.19.0). Without
+    pipeline stages it is one. In 1F1B, stage r of P runs P - r passes ahead. Interleaved, the
+    order of model chunks is played through: a stage warms up with 2 * (P - r - 1) passes and one
+    group of micro-batches for each chunk but the last, then forward and backward passes alternate.
+
+    Layers that run several times per micro-batch multiply it: repeated layers of multi-token
+    prediction, and chunks of the sequence (`mlp_chunks_for_training`).
+
+    Example: 4 stages give 4, 3, 2, 1; 4 stages of 2 chunks in groups of 4 give 8, 8, 7, 5.
+
+    Args:
+        config: a TransformerConfig.
+        pp_rank: this rank's pipeline stage (r).
+    """
+    stages = config.pipeline_model_parallel_size
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    again = getattr(config, "mlp_chunks_for_training", None) or 1
+    if getattr(config, "mtp_use_repeated_layer", False):
+        again *= config.mtp_num_layers or 1
+    if stages == 1 or chunks == 1:
+        return (stages - pp_rank) * again
+    group = config.microbatch_group_size_per_vp_stage or stages
+    warmup = 2 * (stages - pp_rank - 1) + (chunks - 1) * group
+    waiting, most = [0] * chunks, 0
+    for step in range(warmup + 2 * chunks * group):
+        chunk = step % (chunks * group) // group
+        waiting[chunk] += 1
+        most = max(most, waiting[chunk])
+        if step >= warmup:
+            done = (step - warmup) % (chunks * group) // group
+            waiting[chunks - 1 - done] -= 1
+    return most * again
+
+
+def _factor(config: Any, options: PaddedOptions, layer_number: int | None, training: bool) -> float:
+    if not training and options.eval_factor is not None:
+        return options.eval_factor
+    if layer_number in options.layer_factors:
+        return options.layer_factors[layer_number]
     factor = options.factor_of_step.get(0, config.moe_expert_capacity_factor)
     # Megatron takes a negative factor for None, but only in `__post_init__`.
-    return None if factor is None or factor < 0 else factor
+    return NO_DROP if factor is None or factor < 0 else factor
 
 
 def _alignment(config: Any, options: PaddedOptions) -> int:
-    """In rows. Megatron-Core 0.16.1 to 0.19.0: 32 for fp8 in the recipe mxfp8, 16 in the others."""
+    """Return the alignment in rows.
+
+    Megatron-Core 0.16.1 to 0.19.0 needs 32 for fp8 in the recipe mxfp8, 16 in the others.
+    """
     if options.alignment != "auto":
         return options.alignment
     return get_align_size_for_quantization(config) if config.fp8 or config.fp4 else 1
 
 
 def _read(config: Any, name: str) -> Any:
-    """The field's value; None, which nothing refuses, where this version has no such field."""
+    """Return the field's value; None, which no row refuses, where this version lacks the field."""
     return getattr(config, name, None)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from padded_dispatch.megatron.options import Factor, PaddedOptions, show_factor
+from padded_dispatch.megatron.options import PaddedOptions, show_factor
 from padded_dispatch.megatron.telemetry import Reading, padded_moe_layers
 from padded_dispatch.telemetry import Snapshot
 
@@ -45,10 +45,10 @@ class CapacityControl:
         for configs in self._configs.values():
             configs.controlled = True
         mine = {n: configs.training.capacity_factor for n, configs in self._configs.items()}
-        everyone: list[dict[int, Factor]] = [{} for _ in range(dist.get_world_size())]
+        everyone: list[dict[int, float]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, mine)
         found = {number: factor for known in everyone for number, factor in known.items()}
-        self.factors: dict[int, Factor] = dict(sorted(found.items()))
+        self.factors: dict[int, float] = dict(sorted(found.items()))
         self._num_warnings = 0
         self._reads_above = dict.fromkeys(self.factors, 0)
         self._changed_at = dict.fromkeys(self.factors, step)
@@ -56,7 +56,7 @@ class CapacityControl:
         if before:
             self._follow_schedule(max(before))
 
-    def set_factors(self, factors: dict[int, Factor]) -> None:
+    def set_factors(self, factors: dict[int, float]) -> None:
         """Change some layers' factors, by number, between steps. Graphs have to be captured again.
 
         Layers with a factor for evaluation keep that one.
@@ -125,16 +125,16 @@ class CapacityControl:
         self.set_factors(growing)
         return changes
 
-    def _next_larger(self, number: int) -> list[Factor]:
-        now = _size(self.factors[number])
-        return [factor for factor in self._options.factors_to_grow if _size(factor) > now]
+    def _next_larger(self, number: int) -> list[float]:
+        now = self.factors[number]
+        return [factor for factor in self._options.grow_factors if factor > now]
 
     def _follow_schedule(self, step: int) -> list[str]:
         factor = self._options.factor_of_step[step]
         moved = [
             number
             for number, now in self.factors.items()
-            if number not in self._options.factor_of_layer and now != factor
+            if number not in self._options.layer_factors and now != factor
         ]
         self.set_factors(dict.fromkeys(moved, factor))
         layers = ", ".join(map(str, moved))
@@ -155,7 +155,3 @@ class CapacityControl:
             for number, share, needed in figures
             if number in numbers
         )
-
-
-def _size(factor: Factor) -> float:
-    return math.inf if factor is None else factor

@@ -3,11 +3,16 @@
 Conforms to `megatron.core.transformer.moe.token_dispatcher.MoETokenDispatcher`. No arithmetic here.
 
 The contract passes two tensors from method to method and leaves the rest to attributes. Ours are
-the plan's tensors, and nothing else: no shape, no Python number, because a replayed CUDA graph sets
-tensors by name (`cudagraph_attrs`) and runs no Python. T and C are read off their shapes. None of
-them needs a gradient, no backward reads them, and they are dropped when the layer is done, so that
-no graph memory stays pinned. (`offsets_LS` lives from the experts' input to the sum of their output,
-and no capture of Megatron's begins or ends between, so no replay has to set it.)
+the plan's tensors, and nothing else: no shape and no Python number, because a replayed CUDA graph
+sets tensors by name (`cudagraph_attrs`) and runs no Python. T and C are read off their shapes, and
+with them which exchange serves the pass. No attribute needs a gradient, no backward reads one, and
+all are dropped when the layer is done, so that no graph memory stays pinned. (`offsets_LS` lives
+from the experts' input to the sum of their output. No capture of Megatron's begins or ends between,
+so no replay has to set it.)
+
+Letters: T tokens as [S, B] (sequence, batch), K experts per token, E experts, L experts on this
+rank, R ranks of the expert-parallel group, C capacity, D hidden size, N rows of this rank's
+experts.
 """
 
 import functools
@@ -17,15 +22,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig
-from padded_dispatch.dispatcher import make_exchange
-from padded_dispatch.exchange import Slots
+from padded_dispatch.config import NO_DROP, DispatchConfig
+from padded_dispatch.exchange import Exchange, Slots
 from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.exchange.choose import Choice, ExchangeKind, LayerExchanges
 from padded_dispatch.megatron.compat import SharedExpertOverlap
-from padded_dispatch.megatron.config import LayerConfigs, check_config, padded_options
+from padded_dispatch.megatron.config import (
+    LayerConfigs,
+    check_config,
+    padded_options,
+    passes_in_flight,
+)
 from padded_dispatch.megatron.experts import chosen_experts
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.ops.counters import Counters
@@ -38,7 +49,7 @@ _log = logging.getLogger("padded_dispatch")
 
 
 class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
-    """Static shapes: what `moe_token_dispatcher_type="padded_alltoall"` selects.
+    """The dispatcher that `moe_token_dispatcher_type="padded_alltoall"` selects.
 
     Args:
         num_local_experts: experts on this rank (L).
@@ -62,14 +73,19 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         options = padded_options(config)
         self.configs = LayerConfigs(config, options, num_ranks=self.ep_size, etp_size=self.tp_size)
         self.agreement = Agreement(self.ep_group, self.tp_group)
-        self.exchange = make_exchange(
-            options.exchange,
+        self._experts = chosen_experts(config)
+        in_flight = options.microbatches_in_flight
+        if in_flight == "auto":
+            in_flight = passes_in_flight(config, _pipeline_rank(pg_collection))
+        self.exchanges = LayerExchanges(
+            self.dispatch_config,
             self.agreement,
-            num_local_experts,
             self.ep_group,
             self.tp_group,
-            packed=chosen_experts(config) == "packed",
-            microbatches_in_flight=options.microbatches_in_flight,
+            layout=self._experts.layout or "padded",
+            kind=_exchange_kind(config, options.exchange),
+            microbatches_in_flight=in_flight,
+            num_layers=max(1, config.num_layers // config.pipeline_model_parallel_size),
         )
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         self.counters = Counters(self.dispatch_config.num_experts, device)
@@ -80,20 +96,21 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.kept_E: Tensor | None = None
         self.unplaced_E: Tensor | None = None
         self.offsets_LS: Tensor | None = None  # Where packed rows lie, until they are combined.
+        self._choice: Choice | None = None
         self.cudagraph_attrs = list(_PLAN_TENSORS)
-        # Of the ranks with this layer, of which rank 0 need not be one, the first speaks for all.
+        # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
         replicas = getattr(pg_collection, "expt_dp", None)
         own = (self.ep_group, self.tp_group, replicas)
-        self._speaks = all(group is None or group.rank() == 0 for group in own)
+        self._logs = all(group is None or group.rank() == 0 for group in own)
 
     @property
     def dispatch_config(self) -> DispatchConfig:
-        """What decides the shapes of the next pass."""
+        """The config that decides the shapes of the next pass."""
         return self.configs.now
 
     @property
     def selector(self) -> Selector:
-        """What this layer's router needs."""
+        """The values that this layer's router needs."""
         return Selector(
             configs=self.configs,
             agreement=self.agreement,
@@ -101,8 +118,15 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             eval_observers=[self.eval_counters],
         )
 
+    @property
+    def _exchange(self) -> Exchange:
+        """The exchange of the pass whose plan the attributes hold."""
+        assert self.slot_of_SBK is not None and self.choice_of_slot_EC is not None
+        num_tokens = self.slot_of_SBK.shape[:-1].numel()
+        return self.exchanges.chosen(num_tokens, self.choice_of_slot_EC.shape[1])
+
     def _counters_now(self) -> Counters | None:
-        """Those of the layer's mode; none in the first pass of recompute, which comes again."""
+        """Return the counters of the layer's mode; None in the first pass of recompute."""
         if not self.configs.in_training:
             return self.eval_counters
         return self.counters if torch.is_grad_enabled() else None
@@ -116,7 +140,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Tokens into slots.
+        """Put tokens into slots.
 
         Args:
             tokens: floating point [S, B, D] (or any leading shape), T = S * B.
@@ -128,13 +152,17 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """
         tokens_TD = tokens.view(-1, tokens.shape[-1])
         config = self.dispatch_config
-        device, packed = str(tokens.device), self.exchange.packed
-        announce(config, *tokens_TD.shape, tokens.element_size(), device, packed, self._speaks)
+        choice = self.exchanges.choose(config, tokens_TD)
+        if choice is not self._choice:
+            self._choice = choice
+            self._log_choice(tokens_TD.shape[0], choice.reason)
+        device, packed = str(tokens.device), choice.exchange.packed
+        announce(config, *tokens_TD.shape, tokens.element_size(), device, packed, self._logs)
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
         capacity = config.capacity(tokens_TD.shape[0])
         plan = make_plan(routing_map, top_k=config.top_k, capacity=capacity)
-        outgoing = self.exchange.prepare(tokens_TD, probs, plan)
+        outgoing = choice.exchange.prepare(tokens_TD, probs, plan)
         counters = self._counters_now()
         if counters is not None:
             counters.add_unplaced(plan.unplaced_E)
@@ -146,10 +174,10 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         return outgoing.rows_MCD, outgoing.meta_MC1
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots to the ranks of their experts: [E, ...] to [R * L, ...]."""
+        """Send slots to the ranks of their experts: [E, ...] to [R * L, ...]."""
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
-        incoming = self.exchange.move(Slots(rows_MCD=hidden_states, meta_MC1=probs))
+        incoming = self._exchange.move(Slots(rows_MCD=hidden_states, meta_MC1=probs))
         if self.shared_overlap is not None:
             self.shared_overlap.fc1(incoming.rows_MCD)
         assert incoming.meta_MC1 is not None
@@ -158,39 +186,40 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Slots in the experts' order.
+        """Bring slots into the experts' order.
 
         Returns:
             Rows [N, D], where each expert's lie, probabilities [N]. In the middle for a module of
             Megatron's: rows per local expert, int64 [L] on the host, S * C each, no matter how many
-            are real. For `PackedExperts`: where they end, int32 [L] on the device.
+            are real. For packed rows: where each expert's end, int32 [L] on the device.
         """
-        arranged = self.exchange.arrange(Slots(rows_MCD=hidden_states, meta_MC1=probs))
+        exchange = self._exchange
+        arranged = exchange.arrange(Slots(rows_MCD=hidden_states, meta_MC1=probs))
         counters = self._counters_now()
         if counters is not None:
             counters.add_received(arranged.kept_SL)
         self.offsets_LS = arranged.offsets_LS
         if self.offsets_LS is not None:
             return arranged.rows_ND, self.offsets_LS[:, -1].contiguous(), arranged.probs_N
-        num_rows = self.exchange.num_sources * hidden_states.shape[1]
-        rows_per_expert = torch.full((self.exchange.num_local_experts,), num_rows)
+        num_rows = exchange.num_sources * hidden_states.shape[1]
+        rows_per_expert = torch.full((exchange.num_local_experts,), num_rows)
         return arranged.rows_ND, rows_per_expert, arranged.probs_N
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """The experts' output [N, D] in the order of the wire, [R * L, C, D]."""
-        return self.exchange.disarrange(hidden_states, self.offsets_LS).rows_MCD
+        """Bring the experts' output [N, D] back into slots, [R * L, C, D]."""
+        return self._exchange.disarrange(hidden_states, self.offsets_LS).rows_MCD
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Slots home to the ranks of their tokens: [R * L, C, D] to [E, C, D]."""
+        """Send slots back to the ranks of their tokens: [R * L, C, D] to [E, C, D]."""
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
-        incoming = self.exchange.move_back(Slots(rows_MCD=hidden_states))
+        incoming = self._exchange.move_back(Slots(rows_MCD=hidden_states))
         if self.shared_overlap is not None:
             self.shared_overlap.fc2(incoming.rows_MCD)
         return incoming.rows_MCD
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """The sum of every token's slots in the shape that the tokens came in, [S, B, D]."""
+        """Sum every token's slots, in the shape that the tokens came in: [S, B, D]."""
         assert self.slot_of_SBK is not None and self.choice_of_slot_EC is not None
         assert self.kept_E is not None and self.unplaced_E is not None
         plan = DispatchPlan(
@@ -200,7 +229,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             unplaced_E=self.unplaced_E,
             capacity=self.choice_of_slot_EC.shape[1],
         )
-        combined_TD = self.exchange.combine(Slots(rows_MCD=hidden_states), plan, self.offsets_LS)
+        combined_TD = self._exchange.combine(Slots(rows_MCD=hidden_states), plan, self.offsets_LS)
         self.offsets_LS = None
         output = combined_TD.view(*self.slot_of_SBK.shape[:-1], -1)
         if self.shared_overlap is not None:
@@ -209,15 +238,54 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             setattr(self, name, None)
         return output
 
+    @property
+    def chosen(self) -> dict[str, str]:
+        """What the last pass used: names of its experts and of its exchange; empty before one."""
+        if self._choice is None:
+            return {}
+        experts = "module"
+        if self._experts.layout is not None:
+            experts = "packed" if self._choice.exchange.packed else "batched"
+        return {"experts": experts, "exchange": self._choice.kind}
+
+    def _log_choice(self, num_tokens: int, reason: str) -> None:
+        if self._logs:
+            _log_once(
+                f"padded dispatch at {num_tokens} tokens per rank: "
+                f"experts={self.chosen['experts']} ({self._experts.reason}), "
+                f"exchange={self.chosen['exchange']} ({reason})"
+            )
+
+
+def _pipeline_rank(pg_collection: Any) -> int:
+    """Return this rank's pipeline stage; 0, which has most passes in flight, if it is not known."""
+    if (pipeline := getattr(pg_collection, "pp", None)) is not None:
+        return pipeline.rank()
+    known = parallel_state.model_parallel_is_initialized()
+    return parallel_state.get_pipeline_model_parallel_rank() if known else 0
+
+
+def _exchange_kind(config: Any, kind: ExchangeKind) -> ExchangeKind:
+    """Return the kind of exchange to make; "auto" leaves direct stores out where they cannot work.
+
+    Direct stores carry probabilities in at most fp32.
+    """
+    return "alltoall" if kind == "auto" and config.moe_router_dtype == "fp64" else kind
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+    _log.info(line)
+
 
 def is_padded(module: Any) -> bool:
-    """Whether it is a MoE layer with the dispatcher above."""
+    """Return whether a module is a MoE layer with the padded dispatcher."""
     return isinstance(getattr(module, "token_dispatcher", None), PaddedAlltoAllTokenDispatcher)
 
 
 @contextmanager
 def counts_put_back(*models: torch.nn.Module) -> Iterator[None]:
-    """Within it layers run without a trace in counters and buffers."""
+    """Restore the counters and buffers of `models` when the block ends."""
     kept = [(tensor, tensor.clone()) for model in models for tensor in _counting_tensors(model)]
     try:
         yield
@@ -244,15 +312,22 @@ def announce(
     element_size: int,
     device: str,
     packed: bool,
-    aloud: bool,
+    logs: bool,
 ) -> None:
-    """Without a factor: say once for each shape, if `aloud`, what it costs; what cannot fit raises.
+    """Log once per shape what it costs to drop nothing, and raise if it cannot fit.
+
+    Args:
+        config: nothing happens unless its factor is `NO_DROP`.
+        num_tokens, hidden_size, element_size: of the rows.
+        device: of the rows, as text.
+        packed: the experts read packed rows.
+        logs: this rank logs.
 
     Raises:
         ValueError: when one layer's buffers exceed the whole memory of the device; the same on all
-            ranks, which have agreed on everything that decides it.
+            ranks, which have compared everything that decides it.
     """
-    if config.capacity_factor is not None:
+    if config.capacity_factor != NO_DROP:
         return
     size = config.buffer_bytes(num_tokens, hidden_size, element_size, packed=packed)
     ratio = config.num_experts * config.capacity(num_tokens) / (num_tokens * config.top_k)
@@ -261,10 +336,10 @@ def announce(
         f" slots per (source, expert): up to {size.total / 2**30:.2f} GiB of buffers per layer, "
         f"{ratio:.1f} times a dropless one"
     )
-    remedy = "set moe_expert_capacity_factor, 1.25 for a start"
+    fix = "set moe_expert_capacity_factor, 1.25 for a start"
     if device.startswith("cuda"):
         memory = torch.cuda.get_device_properties(device).total_memory
         if size.total > memory:
-            raise ValueError(f"{cost}; the device has {memory / 2**30:.2f} GiB: {remedy}")
-    if aloud:
-        _log.warning("%s. To pay less, %s.", cost, remedy)
+            raise ValueError(f"{cost}; the device has {memory / 2**30:.2f} GiB; {fix}")
+    if logs:
+        _log.warning("%s. To pay less, %s.", cost, fix)

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from padded_dispatch.megatron.config import check_config, check_experts, padded_options
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
-from padded_dispatch.megatron.experts import BatchedExperts, PackedExperts, chosen_experts
+from padded_dispatch.megatron.experts import StackedExperts, chosen_experts
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.router import select_after_counting
 from padded_dispatch.utils.nvtx import nvtx_range
@@ -57,9 +57,8 @@ def build(
     with dispatcher_type(config, "allgather"):
         init(layer, config, *args, pg_collection=pg_collection, **kwargs)
     check_experts(layer.experts)
-    ours = {"packed": PackedExperts, "batched": BatchedExperts}.get(chosen_experts(config))
-    if ours is not None:
-        layer.experts = ours(config, layer.experts, pg_collection)
+    if chosen_experts(config).layout is not None:
+        layer.experts = StackedExperts(config, layer.experts, pg_collection)
         torch.cuda.empty_cache()  # Blocks of single weights are too small for what comes later.
     else:
         layer.experts.__class__ = _shown(type(layer.experts))

@@ -1,79 +1,87 @@
 """Everything that Megatron's config has no field for, in one frozen value.
 
 Set `config.padded_dispatch = PaddedOptions(...)` on a TransformerConfig, or give the options for
-all configs to `install(options=...)`. Command-line flags and the README's table come from here.
+all configs to `install(options=...)`. Command-line flags and the table of options in
+`padded_dispatch/megatron/README.md` are made from the fields here.
 
-Capacity factors as text, as they stand in options and on command lines.
-
-`1.25` is a factor; `no-drop` gives every token a slot with every expert (C = T). Several of them
-stand as `1.5,2,no-drop`, and with what they hold for as `3:1.5,7:no-drop`.
+Options are typed values. Text is parsed in one place, for command lines: `1.25` is a capacity
+factor and `no-drop` is `NO_DROP`; factors of layers or steps are `3:1.5,7:no-drop`.
 """
 
 import argparse
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from padded_dispatch.config import POLICIES, REMEDIES, Policy, Remedy, require
-from padded_dispatch.dispatcher import ExchangeKind
+from padded_dispatch.config import NO_DROP, POLICIES, REMEDIES, Policy, Remedy, require
+from padded_dispatch.exchange.choose import ExchangeKind
 
-# Slots per (source rank, expert) relative to perfect balance; None drops nothing.
-Factor = float | None
-NO_DROP = "no-drop"
+Alignment = int | Literal["auto"]
+Experts = Literal["auto", "module", "packed", "batched"]
+OnOverflow = Literal["drop", "warn", "error", "grow"]
+
+_NO_DROP_TEXT = "no-drop"
 
 
-def read_factor(option: str, text: str) -> Factor:
-    """A factor.
+def read_factor(text: str) -> float:
+    """Parse a capacity factor: a number above 0, or `no-drop`.
 
     Raises:
-        ValueError: names the option, its value and what to give.
+        ValueError: shows the text and what to give.
     """
-    if text == NO_DROP:
-        return None
+    if text == _NO_DROP_TEXT:
+        return NO_DROP
     factor = _number(float, text)
     if factor is None or not math.isfinite(factor) or factor <= 0:
-        raise ValueError(
-            f"{option}={text!r} is not possible: give a number above 0, or '{NO_DROP}'"
-        )
+        raise ValueError(f"must be a number above 0 or '{_NO_DROP_TEXT}', got {text!r}")
     return factor
 
 
-def read_factors(option: str, text: str) -> tuple[Factor, ...]:
-    """Factors, the next always larger than the one before; without text none.
+def read_factors(text: str) -> tuple[float, ...]:
+    """Parse `1.5,2,no-drop`; empty text is no factor.
 
     Raises:
-        ValueError: names the option, its value and what to give.
+        ValueError: shows the text and what to give.
     """
-    factors = tuple(read_factor(option, part) for part in text.split(",") if text)
-    sizes = [math.inf if factor is None else factor for factor in factors]
-    if sizes != sorted(set(sizes)):
-        raise ValueError(f"{option}={text!r} is not possible: give rising factors")
-    return factors
+    return tuple(read_factor(part) for part in text.split(",") if text)
 
 
-def read_factor_table(option: str, text: str, first: int) -> dict[int, Factor]:
-    """What holds for each number, which are `first` or above; without text nothing.
+def read_factor_table(text: str) -> dict[int, float]:
+    """Parse `3:1.5,7:no-drop`; empty text is an empty table.
 
     Raises:
-        ValueError: names the option, its value and what to give.
+        ValueError: shows the text and what to give.
     """
-    table: dict[int, Factor] = {}
+    table: dict[int, float] = {}
     for part in text.split(",") if text else ():
         key, colon, factor = part.partition(":")
         number = _number(int, key)
-        if not colon or number is None or number < first or number in table:
-            raise ValueError(
-                f"{option}={text!r} is not possible: give NUMBER:FACTOR,... with each number once, "
-                f"from {first} on"
-            )
-        table[number] = read_factor(option, factor)
+        if not colon or number is None or number in table:
+            raise ValueError(f"must be NUMBER:FACTOR,... with each number once, got {text!r}")
+        table[number] = read_factor(factor)
     return table
 
 
-def show_factor(factor: Factor) -> str:
-    """The text of a factor."""
-    return NO_DROP if factor is None else f"{factor:g}"
+def show_factor(factor: float) -> str:
+    """Return the text of a factor."""
+    return _NO_DROP_TEXT if factor == NO_DROP else f"{factor:g}"
+
+
+def _read_optional_factor(text: str) -> float | None:
+    return None if text in ("", "none") else read_factor(text)
+
+
+def _read_schedule(text: str) -> tuple[tuple[int, float], ...]:
+    return tuple(read_factor_table(text).items())
+
+
+def _read_auto_or_count(text: str) -> int | Literal["auto"]:
+    number = _number(int, text)
+    if text != "auto" and number is None:
+        raise ValueError(f"must be a whole number or 'auto', got {text!r}")
+    return "auto" if number is None else number
 
 
 def _number(kind: type[int] | type[float], text: str) -> Any:
@@ -83,196 +91,212 @@ def _number(kind: type[int] | type[float], text: str) -> Any:
         return None
 
 
-Alignment = int | Literal["auto"]
-Experts = Literal["module", "packed", "batched", "auto"]
-OnOverflow = Literal["drop", "warn", "error", "grow"]
+def _show(value: Any) -> str:
+    """Return the text that a flag takes for a value; "none" for an empty one."""
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    if isinstance(value, tuple):
+        pairs = [
+            f"{item[0]}:{show_factor(item[1])}" if isinstance(item, tuple) else show_factor(item)
+            for item in value
+        ]
+        return ",".join(pairs) or "none"
+    return "none" if value is None else str(value)
 
 
-def _rows_or_auto(text: str) -> Alignment:
-    return "auto" if text == "auto" else int(text)
+def _option(default: Any, help: str, **metadata: Any) -> Any:
+    """Return a dataclass field with what its flag and its row in the table need."""
+    metadata |= {"help": help}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedOptions:
-    """Options of the padded dispatcher beside Megatron's own `moe_*` fields."""
+    """Options of the padded dispatcher beside Megatron's own `moe_*` fields.
 
-    min_capacity: int = field(
-        default=1, metadata={"help": "least slots per (source rank, expert), whatever the factor"}
+    Raises:
+        ValueError: names the option, its value and what to set.
+    """
+
+    min_capacity: int = _option(1, "least slots per (source rank, expert), whatever the factor")
+    alignment: Alignment = _option(
+        "auto",
+        "rows of an expert's buffer are a multiple of this; auto: what the config's fp8 or fp4 "
+        "recipe needs, else 1",
+        read=_read_auto_or_count,
     )
-    alignment: Alignment = field(
-        default="auto",
-        metadata={
-            "read": _rows_or_auto,
-            "help": "rows of an expert's buffer are a multiple of this; auto: what the config's "
-            "fp8 or fp4 recipe needs, else 1",
-        },
+    policy: Policy | Literal["megatron"] = _option(
+        "megatron",
+        "which rows keep a slot: megatron: as moe_token_drop_policy; probs: the most probable; "
+        "position: the first; random: a draw; priority: first choices, sure tokens",
+        cost="probs 32 us, position 21, random 31, priority 75",
+        choices=("megatron", *POLICIES),
     )
-    policy: Policy | Literal["megatron"] = field(
-        default="megatron",
-        metadata={
-            "help": "who keeps a slot: megatron: moe_token_drop_policy says; probs: the most "
-            "probable; position: the first; random: a draw; priority: first choices, sure tokens",
-            "cost": "probs 32 us, position 21, random 31, priority 75",
-            "choices": ("megatron", *POLICIES),
-        },
+    seed: int = _option(0, "seed of the draws of policy random")
+    remedy: Remedy = _option(
+        "none",
+        "for dropped rows: none; renormalize: scale a token's kept probabilities up to their sum "
+        "before dropping; reroute: to the next-best expert with a free slot on this rank",
+        cost="renormalize 30 us, reroute 141 per round",
+        choices=REMEDIES,
     )
-    seed: int = field(default=0, metadata={"help": "of the draws of policy random"})
-    remedy: Remedy = field(
-        default="none",
-        metadata={
-            "help": "for dropped rows: none; renormalize: what a token keeps weighs as much as all "
-            "it asked for; reroute: to its next-best expert with a free slot on this rank",
-            "cost": "renormalize 30 us, reroute 141 per round",
-            "choices": REMEDIES,
-        },
+    reroute_rounds: int = _option(1, "how often reroute tries for rows that found no slot")
+    layer_factors: Mapping[int, float] = _option(
+        {},
+        "capacity factors of single layers, such as 3:1.5,7:no-drop, by Megatron's layer number, "
+        "which starts at 1; layers of multi-token prediction come last",
+        read=read_factor_table,
     )
-    reroute_rounds: int = field(
-        default=1, metadata={"help": "how often reroute tries for rows that found no slot"}
+    eval_factor: float | None = _option(
+        None,
+        "capacity factor in evaluation, or no-drop; none: as in training",
+        read=_read_optional_factor,
     )
-    layer_factors: str = field(
-        default="",
-        metadata={
-            "help": "layers with a capacity factor of their own, such as 3:1.5,7:no-drop, by "
-            "Megatron's layer number, which starts at 1; multi-token prediction's come last"
-        },
+    schedule: tuple[tuple[int, float], ...] = _option(
+        (),
+        "capacity factors over the steps, such as 0:2,200:1.25: the second holds once 200 steps "
+        "are done; each change captures CUDA graphs again, and layers with a factor of their own "
+        "keep it",
+        read=_read_schedule,
     )
-    eval_factor: str = field(
-        default="",
-        metadata={"help": "capacity factor in evaluation, or no-drop; without it as in training"},
+    on_overflow: OnOverflow = _option(
+        "drop",
+        "what to do when telemetry finds that a layer dropped more than the threshold: drop: go "
+        "on; warn: log it; error: end the run; grow: give the layer a larger factor",
+        choices=get_args(OnOverflow),
     )
-    schedule: str = field(
-        default="",
-        metadata={
-            "help": "capacity factors over the steps, such as 0:2,200:1.25: the second holds once "
-            "200 steps are done; each change captures CUDA graphs again, and layers with a factor "
-            "of their own keep it"
-        },
+    overflow_threshold: float = _option(0.0, "share of a layer's rows that may be dropped")
+    grow_factors: tuple[float, ...] = _option(
+        (1.5, 2.0, 3.0, 4.0, NO_DROP),
+        "capacity factors that grow may choose, the next larger one each time",
+        read=read_factors,
     )
-    on_overflow: OnOverflow = field(
-        default="drop",
-        metadata={
-            "help": "when telemetry finds that a layer has dropped more than the threshold: "
-            "drop: go on; warn: say so; error: end the run; grow: give the layer a larger factor",
-            "choices": get_args(OnOverflow),
-        },
+    grow_after: int = _option(3, "reads in a row above the threshold after which a layer grows")
+    telemetry_every: int = _option(
+        10, "steps between two reads of what was dropped", cost="19 us for counting, always"
     )
-    overflow_threshold: float = field(
-        default=0.0, metadata={"help": "share of a layer's rows that may be dropped"}
+    experts: Experts = _option(
+        "auto",
+        "auto: packed or batched, by shape, where the config allows it, else module; module: the "
+        "experts of the layer's spec, on padded rows; packed: compute real rows only; batched: "
+        "all slots in one product per linear",
+        choices=get_args(Experts),
     )
-    grow_factors: str = field(
-        default="1.5,2,3,4,no-drop",
-        metadata={"help": "capacity factors that grow may choose, the next larger one each time"},
+    exchange: ExchangeKind = _option(
+        "auto",
+        "auto: direct where it can work, else alltoall; alltoall: all slots, by any backend; "
+        "direct: stores of real rows between the GPUs of one host, for packed experts",
+        choices=get_args(ExchangeKind),
     )
-    grow_after: int = field(
-        default=3,
-        metadata={"help": "reads in a row above the threshold after which a layer grows"},
-    )
-    telemetry_every: int = field(
-        default=10,
-        metadata={
-            "help": "steps between two reads of what was dropped",
-            "cost": "19 us for counting, always",
-        },
-    )
-    experts: Experts = field(
-        default="module",
-        metadata={
-            "help": "module: the experts of the layer's spec, on padded rows; packed: ours, which "
-            "compute real rows only; batched: ours, all slots in one product per linear; auto: "
-            "packed or batched, by the factor, where the config allows it",
-            "cost": "less time, see above",
-            "choices": get_args(Experts),
-        },
-    )
-    exchange: ExchangeKind = field(
-        default="alltoall",
-        metadata={
-            "help": "alltoall: an all-to-all of all slots, by any backend; direct: stores of real rows "
-            "between the GPUs of one host, for packed experts",
-            "cost": "less time, see above",
-            "choices": get_args(ExchangeKind),
-        },
-    )
-    microbatches_in_flight: int = field(
-        default=1,
-        metadata={
-            "help": "with direct, the most forward passes of a layer that wait for their backward "
-            "pass, such as the number of pipeline stages; each has a buffer of its own",
-            "cost": "E * C * D elements each",
-        },
+    microbatches_in_flight: int | Literal["auto"] = _option(
+        "auto",
+        "with direct, the most forward passes of a layer that wait for their backward pass; each "
+        "has a buffer; auto: what the pipeline schedule needs",
+        read=_read_auto_or_count,
+        cost="E * C * D elements each",
     )
 
     def __post_init__(self) -> None:
-        for name, names in (
-            ("experts", get_args(Experts)),
-            ("exchange", get_args(ExchangeKind)),
-            ("on_overflow", get_args(OnOverflow)),
-            ("policy", ("megatron", *POLICIES)),
-            ("remedy", REMEDIES),
-        ):
-            value = getattr(self, name)
-            require(value in names, name, value, f"choose one of {', '.join(names)}")
-        fits = self.exchange == "alltoall" or self.experts == "packed"
-        require(fits, "exchange", self.exchange, "it needs experts='packed'")
-        rows = self.alignment
-        aligned = rows == "auto" or (isinstance(rows, int) and rows >= 1)
-        require(aligned, "alignment", rows, "give a whole number of at least 1, or 'auto'")
+        for option in dataclasses.fields(self):
+            choices, value = option.metadata.get("choices"), getattr(self, option.name)
+            if choices:
+                require(value in choices, option.name, value, f"be one of {', '.join(choices)}")
+        require(
+            self.exchange != "direct" or self.experts in ("auto", "packed"),
+            "exchange",
+            self.exchange,
+            f"be auto or alltoall with experts={self.experts!r}",
+            "set experts='packed' to use direct stores",
+        )
         share = self.overflow_threshold
-        require(0 <= share < 1, "overflow_threshold", share, "give a share from 0 to below 1")
-        counts = "grow_after", "telemetry_every", "reroute_rounds", "microbatches_in_flight"
-        for name in counts:
+        require(0 <= share < 1, "overflow_threshold", share, "be a share from 0 to below 1")
+        for name in ("min_capacity", "grow_after", "telemetry_every", "reroute_rounds"):
             value = getattr(self, name)
-            require(value >= 1, name, value, "give a whole number of at least 1")
-        # Read once here, so that mistakes are found where they are made.
-        _ = self.factor_of_layer, self.eval_factors, self.factor_of_step, self.factors_to_grow
+            require(_is_count(value), name, value, "be a whole number of at least 1")
+        for name in ("alignment", "microbatches_in_flight"):
+            value = getattr(self, name)
+            rule = "be a whole number of at least 1, or 'auto'"
+            require(value == "auto" or _is_count(value), name, value, rule)
+        for name, first in (("layer_factors", 1), ("schedule", 0)):
+            value = getattr(self, name)
+            pairs = _pairs(value)
+            require(
+                pairs is not None and all(n >= first and _is_factor(f) for n, f in pairs),
+                name,
+                value,
+                f"map whole numbers from {first} on to factors above 0, each number once",
+            )
+        factor = self.eval_factor
+        require(
+            factor is None or _is_factor(factor),
+            "eval_factor",
+            factor,
+            "be a number above 0, NO_DROP or None",
+        )
+        factors = self.grow_factors
+        require(
+            isinstance(factors, tuple)
+            and all(map(_is_factor, factors))
+            and list(factors) == sorted(set(factors)),
+            "grow_factors",
+            factors,
+            "be a tuple of rising factors above 0",
+        )
 
     @property
-    def factor_of_layer(self) -> dict[int, Factor]:
-        """`layer_factors`, by layer number."""
-        return read_factor_table("layer_factors", self.layer_factors, 1)
+    def factor_of_step(self) -> dict[int, float]:
+        """`schedule` as a dict: the factor that holds once so many steps are done."""
+        return dict(self.schedule)
 
     @property
-    def eval_factors(self) -> tuple[Factor, ...]:
-        """`eval_factor`, or nothing where evaluation is like training."""
-        return (read_factor("eval_factor", self.eval_factor),) if self.eval_factor else ()
+    def to_control(self) -> dict[str, Any]:
+        """The options that have no effect unless a training loop has a `CapacityControl`."""
+        controlled = {}
+        if self.on_overflow != "drop":
+            controlled["on_overflow"] = self.on_overflow
+        if self.factor_of_step.keys() - {0}:
+            controlled["schedule"] = self.schedule
+        return controlled
 
-    @property
-    def factor_of_step(self) -> dict[int, Factor]:
-        """`schedule`, by the number of steps done."""
-        return read_factor_table("schedule", self.schedule, 0)
 
-    @property
-    def to_control(self) -> dict[str, str]:
-        """The options that nothing follows unless a training loop has a `CapacityControl`."""
-        given = {"on_overflow": self.on_overflow, "schedule": self.schedule}
-        idle = {
-            "on_overflow": self.on_overflow == "drop",
-            "schedule": not self.factor_of_step.keys() - {0},
-        }
-        return {name: value for name, value in given.items() if not idle[name]}
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
-    @property
-    def factors_to_grow(self) -> tuple[Factor, ...]:
-        """`grow_factors`, rising."""
-        return read_factors("grow_factors", self.grow_factors)
+
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _pairs(value: Any) -> list[tuple[int, Any]] | None:
+    """Return the pairs of a mapping or a tuple of pairs with whole, distinct numbers, else None."""
+    try:
+        pairs = [(number, factor) for number, factor in dict(value).items()]
+    except (TypeError, ValueError):
+        return None
+    whole = all(isinstance(number, int) for number, _ in pairs)
+    return pairs if whole and len(pairs) == len(value) else None
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, bare: tuple[str, ...] = ()) -> None:
     """Add one flag per option, `--padded-...`, to `parser`; those in `bare` also by their name."""
     group = parser.add_argument_group("padded dispatch")
     for option in dataclasses.fields(PaddedOptions):
+        default = getattr(_DEFAULTS, option.name)
         group.add_argument(
             _flag(option),
             *([f"--{option.name}"] if option.name in bare else []),
-            type=option.metadata.get("read", type(option.default)),
-            default=option.default,
+            type=_parser(option.metadata.get("read", type(default))),
+            default=default,
             choices=option.metadata.get("choices"),
-            help=f"{option.metadata['help']} (default: {_default(option)})",
+            metavar=None if "choices" in option.metadata else option.name.upper(),
+            help=f"{option.metadata['help']} (default: {_show(default)})",
         )
 
 
 def from_arguments(arguments: argparse.Namespace) -> PaddedOptions:
-    """The options that `add_arguments`' flags were set to."""
+    """Return the options that `add_arguments`' flags were set to."""
     values = {
         option.name: getattr(arguments, f"padded_{option.name}")
         for option in dataclasses.fields(PaddedOptions)
@@ -280,24 +304,48 @@ def from_arguments(arguments: argparse.Namespace) -> PaddedOptions:
     return PaddedOptions(**values)
 
 
+def to_flags(options: PaddedOptions) -> list[str]:
+    """Return the flags that give these options; those with default values are left out."""
+    return [
+        word
+        for option in dataclasses.fields(options)
+        if (value := getattr(options, option.name)) != getattr(_DEFAULTS, option.name)
+        for word in (_flag(option), _show(value))
+    ]
+
+
 def markdown_table() -> str:
-    """All options as a Markdown table: name, flag, default, meaning, cost.
+    """Return all options as a Markdown table: name, flag, default, meaning, cost.
 
     Times are those of one layer's forward pass at T = 4096, E = 128, K = 8 on an H200
     (notebooks/results/capacity_control.json).
     """
     rows = [
-        f"| `{option.name}` | `{_flag(option)}` | {_default(option)} | {option.metadata['help']} | "
-        f"{option.metadata.get('cost', '')} |"
+        f"| `{option.name}` | `{_flag(option)}` | {_show(getattr(_DEFAULTS, option.name))} | "
+        f"{option.metadata['help']} | {option.metadata.get('cost', '')} |"
         for option in dataclasses.fields(PaddedOptions)
     ]
     heading = ["| option | flag | default | meaning | cost |", "|---|---|---|---|---|"]
     return "\n".join([*heading, *rows])
 
 
+def _parser(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return `read` for argparse, which then shows the error's own words beside the flag."""
+
+    def parse(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            words = str(error)
+            if not words.startswith("must"):
+                words = f"must be of type {read.__name__}, got {text!r}"
+            raise argparse.ArgumentTypeError(words) from None
+
+    return parse
+
+
 def _flag(option: dataclasses.Field[Any]) -> str:
     return f"--padded-{option.name.replace('_', '-')}"
 
 
-def _default(option: dataclasses.Field[Any]) -> str:
-    return "none" if option.default == "" else str(option.default)
+_DEFAULTS = PaddedOptions()

@@ -40,8 +40,8 @@ from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from torch import Tensor
 
-from padded_dispatch.dispatcher import check_facts
 from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.exchange.choose import agree_on_shapes
 from padded_dispatch.megatron.config import LayerConfigs, padded_options
 from padded_dispatch.ops.counters import RoutingObserver
 from padded_dispatch.ops.overflow import select_with_remedy
@@ -209,7 +209,7 @@ def _selecting(base: type) -> type:
             """As `TopKRouter.forward`; the first point at which this layer's ranks could differ."""
             config, tokens_TD = self.selector.configs.now, input.flatten(0, -2)
             # Ranks of different modes may have the same capacity, but no longer the same next call.
-            check_facts(self.selector.agreement, config, tokens_TD, training=int(self.training))
+            agree_on_shapes(self.selector.agreement, config, tokens_TD, training=int(self.training))
             if self.training:
                 self.selector.configs.check_controlled()
             if self.training and self.config.cuda_graph_impl == "transformer_engine":

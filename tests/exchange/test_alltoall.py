@@ -18,9 +18,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 from padded_dispatch import reference
 from padded_dispatch.config import BufferBytes, DispatchConfig
-from padded_dispatch.dispatcher import make_exchange
 from padded_dispatch.exchange import Exchange
-from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.alltoall import (
     CollectiveExchange,
     all_gather,
@@ -111,8 +109,9 @@ def _there_and_back(case: Case, packed: bool) -> dict[str, Tensor]:
 
 def exchange_of(here: Grid, num_local_experts: int, packed: bool) -> Exchange:
     """The one that a dispatcher of this rank takes."""
-    sizes = num_local_experts, here.group, here.etp_group
-    return make_exchange("alltoall", Agreement(), *sizes, packed=packed, microbatches_in_flight=1)
+    if packed and here.group is None and here.etp_group is None:
+        return LocalExchange(num_local_experts)
+    return CollectiveExchange(num_local_experts, here.group, here.etp_group, packed=packed)
 
 
 def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:

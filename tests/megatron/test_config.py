@@ -8,12 +8,13 @@ from megatron.core import package_info
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from padded_dispatch.config import DispatchConfig
+from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.megatron.config import (
     LayerConfigs,
     check_config,
     check_experts,
     dispatch_config,
+    passes_in_flight,
 )
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
 from padded_dispatch.megatron.options import PaddedOptions
@@ -122,7 +123,7 @@ def test_every_setting_of_a_megatron_user_is_translated():
 def test_no_factor_and_a_negative_one_drop_nothing(factor):
     config = megatron_config(moe_expert_capacity_factor=factor)
     translated = dispatch_config(config, PaddedOptions(), num_ranks=1, etp_size=1)
-    assert translated.capacity_factor is None
+    assert translated.capacity_factor == NO_DROP
     assert translated.capacity(37) == 37
 
 
@@ -142,7 +143,8 @@ def test_alignment_follows_the_recipe(settings, rows):
         assert dispatch_config(config, options, num_ranks=1, etp_size=1).alignment == expected
 
 
-FACTORS = PaddedOptions(layer_factors="2:3,5:no-drop", eval_factor="4", schedule="7:9")
+SCHEDULE = ((0, 2.0), (7, 9.0))
+FACTORS = PaddedOptions(layer_factors={2: 3.0, 5: NO_DROP}, eval_factor=4.0, schedule=((7, 9.0),))
 
 
 @pytest.mark.parametrize(
@@ -153,23 +155,23 @@ FACTORS = PaddedOptions(layer_factors="2:3,5:no-drop", eval_factor="4", schedule
         (FACTORS, None, True, 1.5),
         (FACTORS, 1, True, 1.5),
         (FACTORS, 2, True, 3.0),
-        (FACTORS, 5, True, None),
+        (FACTORS, 5, True, NO_DROP),
         (FACTORS, 2, False, 4.0),
-        (PaddedOptions(layer_factors="2:3"), 2, False, 3.0),
-        (PaddedOptions(schedule="0:2,7:9", layer_factors="2:3"), 1, True, 2.0),
-        (PaddedOptions(schedule="0:2,7:9", layer_factors="2:3"), 2, True, 3.0),
+        (PaddedOptions(layer_factors={2: 3.0}), 2, False, 3.0),
+        (PaddedOptions(schedule=SCHEDULE, layer_factors={2: 3.0}), 1, True, 2.0),
+        (PaddedOptions(schedule=SCHEDULE, layer_factors={2: 3.0}), 2, True, 3.0),
     ],
 )
 def test_factor_by_layer_and_mode(options, layer_number, training, factor):
     config = megatron_config(moe_expert_capacity_factor=1.5)
-    where = {"num_ranks": 1, "tp_size": 1, "layer_number": layer_number, "training": training}
+    where = {"num_ranks": 1, "etp_size": 1, "layer_number": layer_number, "training": training}
     assert dispatch_config(config, options, **where).capacity_factor == factor
 
 
-@pytest.mark.parametrize(("eval_factor", "evaluation"), [("", 2.5), ("no-drop", None)])
+@pytest.mark.parametrize(("eval_factor", "evaluation"), [(None, 2.5), (NO_DROP, NO_DROP)])
 def test_configs_follow_the_mode_of_their_router(eval_factor, evaluation):
     config = megatron_config(moe_expert_capacity_factor=1.5)
-    options = PaddedOptions(eval_factor=eval_factor, layer_factors="4:2")
+    options = PaddedOptions(eval_factor=eval_factor, layer_factors={4: 2.0})
     configs = LayerConfigs(config, options, num_ranks=3, etp_size=1)
     assert configs.now.capacity_factor == 1.5
     router = SimpleNamespace(training=True, layer_number=4, is_mtp_layer=False)
@@ -184,7 +186,7 @@ def test_configs_follow_the_mode_of_their_router(eval_factor, evaluation):
 def test_layers_of_multi_token_prediction_follow_the_others():
     """From 0.17 on Megatron numbers them from 1 again."""
     config = megatron_config(moe_expert_capacity_factor=1.5, num_layers=3)
-    options = PaddedOptions(layer_factors="1:2,4:3")
+    options = PaddedOptions(layer_factors={1: 2.0, 4: 3.0})
     configs = LayerConfigs(config, options, num_ranks=3, etp_size=1)
     factors = []
     for is_mtp_layer in (False, True):
@@ -193,6 +195,39 @@ def test_layers_of_multi_token_prediction_follow_the_others():
         )
         factors.append(configs.now.capacity_factor)
     assert factors == [2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({}, [1]),
+        ({"pipeline_model_parallel_size": 4}, [4, 3, 2, 1]),
+        (
+            {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
+            [8, 8, 7, 5],
+        ),
+        (
+            {
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+                "microbatch_group_size_per_vp_stage": 4,
+            },
+            [7, 5],
+        ),
+        ({"mlp_chunks_for_training": 3}, [3]),
+        ({"mtp_use_repeated_layer": True, "mtp_num_layers": 2}, [2]),
+    ],
+    ids=str,
+)
+def test_passes_in_flight_follow_the_schedule(settings, passes):
+    defaults = {
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "microbatch_group_size_per_vp_stage": None,
+    }
+    config = SimpleNamespace(**defaults | settings)
+    stages = range(config.pipeline_model_parallel_size)
+    assert [passes_in_flight(config, stage) for stage in stages] == passes
 
 
 class OwnExperts(megatron_experts.SequentialMLP):

@@ -18,10 +18,12 @@ from torch import Tensor
 from padded_dispatch import experts
 from padded_dispatch.megatron import PaddedOptions, install, padded_spec, uninstall
 from padded_dispatch.megatron.compat import forget_moe_state
-from padded_dispatch.megatron.experts import _FIELDS, PackedExperts, _say, chosen_experts
+from padded_dispatch.megatron.dispatcher import _log_once
+from padded_dispatch.megatron.experts import _FIELDS, StackedExperts, chosen_experts
 from padded_dispatch.utils.launch import WorkerPool
 from tests.support import parity, tiny
 
+MODULE = PaddedOptions(experts="module")
 PACKED = PaddedOptions(experts="packed")
 AUTO = PaddedOptions(experts="auto")
 SHAPES = {"fc1": (48, tiny.HIDDEN), "fc2": (tiny.HIDDEN, 24)}
@@ -48,8 +50,8 @@ def layer(options: PaddedOptions = PACKED, later: Any = None, **overrides: Any) 
 
 
 def by_expert(layer: Any, linear: str, kind: str) -> list[Tensor]:
-    """Gradients of SequentialMLP or PackedExperts."""
-    if isinstance(layer.experts, PackedExperts):
+    """Gradients of SequentialMLP or StackedExperts."""
+    if isinstance(layer.experts, StackedExperts):
         grad = getattr(getattr(layer.experts, linear), kind).grad
         return list(grad.unflatten(0, (tiny.NUM_EXPERTS, -1)) if kind == "bias" else grad)
     linears = [getattr(expert, linear) for expert in layer.experts.local_experts]
@@ -92,14 +94,14 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 def test_output_and_gradients_are_those_of_the_module_it_replaces(factor, shape, name):
     tokens = 3 * torch.randn(*shape, tiny.HIDDEN, dtype=torch.float64)
     settings = {"moe_expert_capacity_factor": factor, **ACTIVATIONS[name]}
-    module, packed = (layer(options, **settings).double() for options in (PaddedOptions(), PACKED))
+    module, packed = (layer(options, **settings).double() for options in (MODULE, PACKED))
     if module.config.add_bias_linear:  # Which begins as zeros.
         with torch.no_grad():
             for expert in module.experts.local_experts:
                 expert.linear_fc1.bias.normal_(), expert.linear_fc2.bias.normal_()
         state = sequential_to_packed(module.state_dict())
         packed.load_state_dict(state, strict=True)
-    assert type(packed.experts) is PackedExperts
+    assert type(packed.experts) is StackedExperts
     ours, expected = results(packed, tokens), results(module, tokens)
     for name, value in expected.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-14, msg=name)
@@ -208,12 +210,12 @@ def test_what_it_does_not_compute_is_refused_by_name(row):
     config = tiny.config()
     module = layer(PaddedOptions())
     groups = get_default_pg_collection()
-    PackedExperts(config, module.experts, groups)
+    StackedExperts(config, module.experts, groups)
     setattr(config, row.name, REFUSED[row.name])  # Some versions lack some of the fields.
     with pytest.raises(ValueError) as error:
-        PackedExperts(config, module.experts, groups)
+        StackedExperts(config, module.experts, groups)
     complaint, line = str(error.value).splitlines()
-    assert complaint == 'PaddedOptions(experts="packed") does not support'
+    assert complaint == "packed and batched experts do not support"
     assert line.startswith(f"  {row.name}=")
     assert line.endswith('Remedy: PaddedOptions(experts="module").')
 
@@ -226,41 +228,70 @@ def test_a_clamp_that_megatron_would_leave_out_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("settings", "reason"),
+    ("settings", "layout", "reason"),
     [
-        ({}, "packed"),
-        ({"moe_expert_capacity_factor": 1.3}, "packed"),
-        ({"moe_expert_capacity_factor": 1.0, "expert_model_parallel_size": 2}, "packed"),
-        ({"moe_expert_capacity_factor": -1.0}, "packed"),
-        ({"moe_expert_capacity_factor": 1.25}, "batched, since EP is 1 and the factor below 1.3"),
-        ({"bf16": False}, "module, since bf16 is not set"),
-        ({"moe_ffn_hidden_size": 20}, "module, since 16 and 20 are not multiples of 8"),
-        ({"use_te_activation_func": True}, "module, since packed and batched experts do not"),
+        ({}, "either", "experts='auto'"),
+        ({"moe_expert_capacity_factor": 1.0, "expert_model_parallel_size": 2}, "either", "experts"),
+        ({"bf16": False}, None, "bf16 is not set"),
+        ({"moe_ffn_hidden_size": 20}, None, "the sizes 16 and 20 are not multiples of 8"),
+        ({"use_te_activation_func": True}, None, "packed and batched experts do not support"),
+        ({"fp8": "e4m3"}, None, "packed and batched experts do not support\n  fp8='e4m3'"),
     ],
     ids=str,
 )
-def test_auto_takes_what_pays(caplog, settings, reason):
+def test_auto_takes_ours_where_they_can_compute_the_config(settings, layout, reason):
     config = tiny.config()
-    config.padded_dispatch = AUTO
     for name, value in {"bf16": True, "moe_expert_capacity_factor": None, **settings}.items():
         setattr(config, name, value)
-    _say.cache_clear()
+    chosen = chosen_experts(config)
+    assert chosen.layout == layout
+    assert chosen.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("option", "layout"), [("module", None), ("packed", "packed"), ("batched", "padded")]
+)
+def test_what_is_asked_for_is_taken(option, layout):
+    config = tiny.config()
+    config.padded_dispatch = PaddedOptions(experts=option)
+    assert chosen_experts(config).layout == layout
+
+
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens", "experts_", "line"),
+    [
+        ({}, 32, "module", "experts=module (bf16 is not set), exchange=none (one rank)"),
+        (BF16, 32, "batched", "experts=batched (experts='auto'), exchange=none (one rank; batched"),
+        (BF16, 512, "packed", "experts=packed (experts='auto'), exchange=none (one rank; batched"),
+    ],
+    ids=str,
+)
+def test_auto_decides_by_tokens_and_logs_it_once(caplog, settings, tokens, experts_, line):
+    """No factor gives T slots to each of 8 experts, of which 2 in 8 are asked for."""
+    made = layer(AUTO, later=settings, moe_expert_capacity_factor=None)
+    dtype = settings.get("params_dtype", torch.float32)
+    _log_once.cache_clear()
+    assert made.token_dispatcher.chosen == {}
     with caplog.at_level(logging.INFO, "padded_dispatch"):
-        chosen = {chosen_experts(config) for _ in range(2)}
-    assert chosen == {reason.split(",")[0]}
-    (said,) = caplog.messages
-    assert said.startswith(f'experts="auto" takes {reason}')
-    assert ("use_te_activation_func=True" in said) == ("use_te_activation_func" in settings)
+        for _ in range(2):
+            made(torch.randn(tokens, 1, tiny.HIDDEN, dtype=dtype))
+    assert made.token_dispatcher.chosen == {"experts": experts_, "exchange": "none"}
+    (said,) = [message for message in caplog.messages if "experts=" in message]
+    assert said.startswith(f"padded dispatch at {tokens} tokens per rank: {line}")
 
 
-def test_auto_in_a_layer():
-    later = {"bf16": True, "params_dtype": torch.bfloat16}
-    full = {**later, "moe_expert_capacity_factor": 1.0}
-    kinds = (later, "PackedExperts"), (full, "BatchedExperts"), ({}, "SequentialMLP")
-    for settings, kind in kinds:
-        made = layer(AUTO, later=settings)
-        assert type(made.experts).__name__ == kind
-        assert made.token_dispatcher.exchange.packed == (kind == "PackedExperts")
+def test_one_layer_takes_both_layouts_alike():
+    """T decides; outputs of the same rows are equal up to rounding."""
+    made = layer(AUTO, later=BF16, moe_expert_capacity_factor=None)
+    tokens = torch.randn(512, 1, tiny.HIDDEN, dtype=torch.bfloat16)
+    packed, _ = made(tokens)
+    assert made.token_dispatcher.chosen["experts"] == "packed"
+    batched, _ = made(tokens[:32])
+    assert made.token_dispatcher.chosen["experts"] == "batched"
+    torch.testing.assert_close(packed[:32], batched, rtol=2**-6, atol=2**-9)
 
 
 def _attributes() -> list[dict[str, Any]]:

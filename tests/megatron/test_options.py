@@ -1,13 +1,17 @@
 import argparse
 import dataclasses
+import pickle
+import re
 
 import pytest
 
+from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron.options import (
     PaddedOptions,
     add_arguments,
     from_arguments,
     markdown_table,
+    to_flags,
 )
 
 
@@ -24,8 +28,14 @@ def test_flags_and_fields_are_the_same_thing():
     assert parse("--padded-experts", "packed") == PaddedOptions(experts="packed")
 
 
+def test_defaults_choose_by_themselves():
+    options = PaddedOptions()
+    chosen = options.experts, options.exchange, options.microbatches_in_flight
+    assert chosen == ("auto", "auto", "auto")
+
+
 def test_unknown_experts_are_refused():
-    with pytest.raises(ValueError, match="experts='own' is not possible: choose one of module, pa"):
+    with pytest.raises(ValueError, match="experts must be one of auto, module, packed, batched"):
         PaddedOptions(experts="own")
     with pytest.raises(SystemExit):
         parse("--padded-experts", "own")
@@ -35,9 +45,13 @@ def test_direct_stores_are_for_packed_experts():
     words = "--padded-exchange", "direct", "--padded-microbatches-in-flight", "4"
     options = parse("--padded-experts", "packed", *words)
     assert (options.exchange, options.microbatches_in_flight) == ("direct", 4)
-    with pytest.raises(ValueError, match="exchange='direct' is not possible: it needs experts="):
-        PaddedOptions(exchange="direct")
-    with pytest.raises(ValueError, match="exchange='mpi' is not possible: choose one of nccl, dir"):
+    assert parse(*words).experts == "auto"
+    message = (
+        r"^exchange must be auto or alltoall with experts='module', got 'direct'; set experts="
+    )
+    with pytest.raises(ValueError, match=message):
+        PaddedOptions(experts="module", exchange="direct")
+    with pytest.raises(ValueError, match="exchange must be one of auto, alltoall, direct, got"):
         PaddedOptions(exchange="mpi")  # pyright: ignore[reportArgumentType]
 
 
@@ -48,38 +62,86 @@ def test_alignment_is_a_number_or_auto():
         parse("--padded-alignment", "all")
 
 
+TABLE = "map whole numbers from {} on to factors above 0, each number once"
+
+
 @pytest.mark.parametrize(
-    ("field", "value", "remedy"),
+    ("field", "value", "rule"),
     [
-        ("alignment", 0, "give a whole number of at least 1, or 'auto'"),
-        ("on_overflow", "stop", "choose one of drop, warn, error, grow"),
-        ("overflow_threshold", 1.0, "give a share from 0 to below 1"),
-        ("grow_after", 0, "give a whole number of at least 1"),
-        ("telemetry_every", -1, "give a whole number of at least 1"),
-        ("microbatches_in_flight", 0, "give a whole number of at least 1"),
-        ("reroute_rounds", 0, "give a whole number of at least 1"),
-        ("policy", "rand", "choose one of megatron, probs, position, random, priority"),
-        ("remedy", "renorm", "choose one of none, renormalize, reroute"),
-        ("layer_factors", "0:1.5", "each number once, from 1 on"),
-        ("eval_factor", "0", "give a number above 0, or 'no-drop'"),
-        ("schedule", "200", "give NUMBER:FACTOR"),
-        ("grow_factors", "2,1.5", "give rising factors"),
+        ("alignment", 0, "be a whole number of at least 1, or 'auto'"),
+        ("min_capacity", 0, "be a whole number of at least 1"),
+        ("on_overflow", "stop", "be one of drop, warn, error, grow"),
+        ("overflow_threshold", 1.0, "be a share from 0 to below 1"),
+        ("grow_after", 0, "be a whole number of at least 1"),
+        ("telemetry_every", -1, "be a whole number of at least 1"),
+        ("microbatches_in_flight", 0, "be a whole number of at least 1, or 'auto'"),
+        ("reroute_rounds", True, "be a whole number of at least 1"),
+        ("policy", "rand", "be one of megatron, probs, position, random, priority"),
+        ("remedy", "renorm", "be one of none, renormalize, reroute"),
+        ("layer_factors", {0: 1.5}, TABLE.format(1)),
+        ("layer_factors", "3:1.5", TABLE.format(1)),
+        ("layer_factors", {1: 0.0}, TABLE.format(1)),
+        ("eval_factor", 0, "be a number above 0, NO_DROP or None"),
+        ("eval_factor", "2", "be a number above 0, NO_DROP or None"),
+        ("schedule", ((200, -1.0),), TABLE.format(0)),
+        ("schedule", ((1, 2.0), (1, 3.0)), TABLE.format(0)),
+        ("schedule", (200,), TABLE.format(0)),
+        ("grow_factors", (2.0, 1.5), "be a tuple of rising factors above 0"),
+        ("grow_factors", (NO_DROP, 2.0), "be a tuple of rising factors above 0"),
+        ("grow_factors", (1.5, 1.5), "be a tuple of rising factors above 0"),
     ],
 )
-def test_impossible_values_are_refused(field, value, remedy):
-    with pytest.raises(ValueError, match=f"^{field}={value!r} is not possible: .*{remedy}"):
+def test_wrong_values_are_refused(field, value, rule):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{field} must {rule}, got {value!r}')}"):
         PaddedOptions(**{field: value})
 
 
-def test_factors_are_read():
-    options = PaddedOptions(
-        layer_factors="3:1.5,7:no-drop", eval_factor="no-drop", schedule="0:2,200:1.25"
-    )
-    assert options.factor_of_layer == {3: 1.5, 7: None}
-    assert options.eval_factors == (None,)
+def test_flags_parse_factors():
+    factors = "--padded-layer-factors", "3:1.5,7:no-drop", "--padded-eval-factor", "no-drop"
+    steps = "--padded-schedule", "0:2,200:1.25", "--padded-grow-factors", "2,no-drop"
+    options = parse(*factors, *steps)
+    assert options.layer_factors == {3: 1.5, 7: NO_DROP}
+    assert options.eval_factor == NO_DROP
+    assert options.schedule == ((0, 2.0), (200, 1.25))
     assert options.factor_of_step == {0: 2.0, 200: 1.25}
-    assert options.factors_to_grow == (1.5, 2.0, 3.0, 4.0, None)
-    assert PaddedOptions().eval_factors == ()
+    assert options.grow_factors == (2.0, NO_DROP)
+    assert (parse().layer_factors, parse().eval_factor, parse().schedule) == ({}, None, ())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--padded-layer-factors", "3:1.5,7:no-drop", "--padded-eval-factor", "2"),
+        ("--padded-schedule", "0:2,200:1.25", "--padded-grow-factors", "2,no-drop"),
+        ("--padded-alignment", "16", "--padded-experts", "packed", "--padded-seed", "3"),
+    ],
+)
+def test_flags_come_back_from_options(words):
+    flags = to_flags(parse(*words))
+    assert dict(zip(flags[::2], flags[1::2], strict=True)) == dict(
+        zip(words[::2], words[1::2], strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "complaint"),
+    [
+        ("--padded-eval-factor", "abc", "must be a number above 0 or 'no-drop', got 'abc'"),
+        ("--padded-schedule", "200", "must be NUMBER:FACTOR,... with each number once, got '200'"),
+        ("--padded-microbatches-in-flight", "x", "must be a whole number or 'auto', got 'x'"),
+        ("--padded-seed", "x", "must be of type int, got 'x'"),
+    ],
+)
+def test_a_wrong_flag_is_named_with_what_to_give(capsys, flag, text, complaint):
+    with pytest.raises(SystemExit):
+        parse(flag, text)
+    assert capsys.readouterr().err.rstrip().endswith(f"error: argument {flag}: {complaint}")
+
+
+def test_options_survive_pickling():
+    options = parse("--padded-layer-factors", "3:1.5", "--padded-schedule", "0:2")
+    assert pickle.loads(pickle.dumps(options)) == options
 
 
 def test_table_has_one_row_per_option():

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron import PaddedOptions, padded_spec
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from tests.support import tiny
@@ -73,7 +74,7 @@ def test_recompute_is_counted_once_and_evaluation_apart():
 
 
 def test_evaluation_has_its_own_capacity():
-    options = PaddedOptions(eval_factor="no-drop", layer_factors="1:1")
+    options = PaddedOptions(eval_factor=NO_DROP, layer_factors={1: 1.0})
     config = tiny.config(moe_expert_capacity_factor=0.5)
     config.padded_dispatch = options
     layer = tiny.layer(config, padded_spec(tiny.layer_spec()))  # of number 1

@@ -82,11 +82,12 @@ def _bytes_at_work(sample: Sample) -> int:
     if not is_padded(sample.layer.mlp):
         return gradients
     tokens, dispatcher = sample.args[0], sample.layer.mlp.token_dispatcher
-    buffers = dispatcher.dispatch_config.buffer_bytes(
-        tokens.shape[:-1].numel(),
+    config, num_tokens = dispatcher.dispatch_config, tokens.shape[:-1].numel()
+    buffers = config.buffer_bytes(
+        num_tokens,
         tokens.shape[-1],
         tokens.element_size(),
-        packed=dispatcher.exchange.packed,
+        packed=dispatcher.exchanges.is_packed(config, num_tokens),
     )
     return gradients + buffers.total
 

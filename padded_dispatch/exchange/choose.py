@@ -1,0 +1,279 @@
+"""Choose a layer's exchange and the layout of its experts' rows, per number of tokens.
+
+`LayerExchanges` holds the exchanges that one layer may use. Which one serves a pass follows from
+the config, T, and the kind of machine, and from nothing that the router decides. The choice is made
+in the first eager pass with a T, alike on all ranks, and stays.
+
+Direct stores or the all-to-all. `"auto"` takes direct stores where the experts read packed rows,
+all ranks of the group are GPUs of one host that reach each other's memory, and twice the buffers of
+all layers fit into the memory that is free in the first pass (optimizer states are often allocated
+later). On 2 H200 they beat the all-to-all in every case measured, by 2 to 31 %, but for GPT-OSS-20B
+at 512 tokens and factor 1.25, where batched experts over the all-to-all were 3 % faster.
+
+Packed or padded rows, for experts that take either. One `torch.bmm` over all slots (padded) is
+faster per row than `torch._grouped_mm` over the real rows (packed), and computes the padding. With
+m = S * T * K / E rows per expert in perfect balance and n = S * C slots, packed rows cost about as
+much as
+
+    1.05 * m + 130   padded rows, where the rows come from one rank and are not moved again;
+    0.84 * m + 65    padded rows behind an all-to-all: the padded layout is copied once more.
+
+So padded rows are chosen where n is below that. Measured on H200s, forward and backward of a layer
+in a CUDA graph, bf16, uniform routing, for Qwen3-30B-A3B, GPT-OSS-20B and DeepSeek-V2-Lite: the
+slower choice was taken in 1 of 72 cases on one GPU (512 to 16,384 tokens, factors 1.0 to 2.0; it
+cost 1.6 %) and in 3 of 27 on two (at most 1.8 %). Milliseconds, packed and padded:
+
+    one GPU          factor 1.0       1.25            1.5             2.0
+    Qwen3      512   1.69  1.30    1.69  1.32      1.67  1.33      1.67  1.36
+              4096   2.46  2.29    2.84  2.60      2.86  2.90      2.91  3.39
+             16384   8.00  7.63    8.55  8.87      8.51  9.97      8.50 12.28
+    GPT-OSS    512   2.09  1.57    2.14  1.66      2.13  1.69      2.14  1.75
+              4096   4.94  4.75    5.53  5.32      5.45  6.09      5.46  7.50
+             16384  17.59 16.50   18.10 19.48     18.08 22.51     18.08 28.07
+
+(notebooks/results/defaults.json has the rows that are part of the product's claims.)
+
+Letters: T tokens, K experts per token, E experts, R ranks of the group, S sources, C capacity,
+D hidden size, N = E * C rows that a rank's experts can get.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from padded_dispatch.config import DispatchConfig, require
+from padded_dispatch.exchange import Exchange
+from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.exchange.alltoall import CollectiveExchange
+from padded_dispatch.exchange.direct import DirectExchange
+from padded_dispatch.exchange.local import LocalExchange
+from padded_dispatch.exchange.symmetric_memory import Shape, direct_bytes, free_bytes
+
+ExchangeKind = Literal["auto", "alltoall", "direct"]
+Layout = Literal["padded", "packed", "either"]
+
+# (per row, per expert): what a packed row and an expert of packed rows cost, in padded rows.
+_ALONE = 1.05, 130
+_EXCHANGED = 0.84, 65
+
+# Every shape has buffers that stay, so "auto" does not follow a T that changes again and again.
+_MAX_DIRECT_SHAPES = 4
+
+
+def prefers_padded(config: DispatchConfig, num_tokens: int) -> bool:
+    """Return whether experts that take either layout are faster on padded rows.
+
+    Example: Qwen3-30B-A3B (E 128, K 8) on one rank at T = 4096 has m = 256 rows per expert. Factor
+    1.25 gives n = 320 slots, below 1.05 * 256 + 130 = 398.8: padded. Factor 2.0 gives 512: packed.
+
+    Args:
+        config: the layer's.
+        num_tokens: tokens on this rank (T).
+    """
+    per_row, per_expert = _ALONE if config.num_sources == 1 else _EXCHANGED
+    balanced = config.num_sources * num_tokens * config.top_k / config.num_experts
+    slots = config.num_sources * config.capacity(num_tokens)
+    return slots < per_row * balanced + per_expert
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Choice:
+    """An exchange and why it was chosen.
+
+    `kind`: "alltoall" or "direct"; "none" for one rank. `reason`: for the log.
+    """
+
+    exchange: Exchange
+    kind: Literal["alltoall", "direct", "none"]
+    reason: str
+
+
+class LayerExchanges:
+    """The exchanges of one layer. Creating it is a collective call of both groups' members.
+
+    Args:
+        config: sizes of groups and number of experts are read.
+        agreement: of the same groups.
+        group: the expert-parallel group; None for a single rank.
+        etp_group: the group whose ranks split every expert's ffn; None where none do.
+        layout: what the experts read: padded rows, packed rows, or either.
+        kind: "alltoall", any backend's; "direct", stores between the GPUs of one host, which needs
+            packed rows; or "auto".
+        microbatches_in_flight: with direct stores, the most forward passes of the layer that wait
+            for their backward pass; each has a buffer.
+        num_layers: layers of the model on this rank that will want buffers; "auto" makes sure that
+            all of them fit.
+
+    Raises:
+        ValueError: on all ranks, when they differ in an argument, or "direct" cannot work.
+    """
+
+    def __init__(
+        self,
+        config: DispatchConfig,
+        agreement: Agreement,
+        group: dist.ProcessGroup | None = None,
+        etp_group: dist.ProcessGroup | None = None,
+        *,
+        layout: Layout,
+        kind: ExchangeKind = "auto",
+        microbatches_in_flight: int = 1,
+        num_layers: int = 1,
+    ) -> None:
+        kinds, layouts = get_args(ExchangeKind), get_args(Layout)
+        # Compare before anything is built: the constructor of DirectExchange runs collectives.
+        agreement.check(
+            exchange=kinds.index(kind) if kind in kinds else -1,
+            layout=layouts.index(layout),
+            microbatches_in_flight=microbatches_in_flight,
+        )
+        require(kind in kinds, "exchange", kind, f"be one of {', '.join(kinds)}")
+        self._config = config
+        self._group = group
+        self._kind = kind
+        self._microbatches_in_flight = microbatches_in_flight
+        self._num_layers = num_layers
+        num_local_experts = config.num_local_experts
+        self._direct: DirectExchange | None = None
+        self._no_direct = 'exchange="alltoall" was asked for'
+        if kind != "alltoall":
+            try:
+                if layout == "padded":
+                    raise ValueError(
+                        "exchange='direct' must have experts that read packed rows, got padded "
+                        "ones; set experts='packed' or exchange='alltoall'"
+                    )
+                self._direct = DirectExchange(
+                    num_local_experts,
+                    group,
+                    etp_group,
+                    microbatches_in_flight=microbatches_in_flight,
+                )
+            except ValueError as error:
+                if kind == "direct":
+                    raise
+                self._no_direct = str(error)
+        self._packed: Exchange | None = None
+        self._padded: Exchange | None = None
+        if layout != "padded":
+            one_rank = config.num_sources == 1
+            self._packed = (
+                LocalExchange(num_local_experts)
+                if one_rank
+                else CollectiveExchange(num_local_experts, group, etp_group, packed=True)
+            )
+        if layout != "packed":
+            self._padded = CollectiveExchange(num_local_experts, group, etp_group, packed=False)
+        self._choices: dict[tuple[int, int], Choice] = {}
+
+    def choose(self, config: DispatchConfig, tokens_TD: Tensor) -> Choice:
+        """Return the exchange for a pass; the first pass of a shape is a collective call.
+
+        Args:
+            config: the one of this pass; its capacity factor may change between steps.
+            tokens_TD: floating point [T, D].
+        """
+        num_tokens = tokens_TD.shape[0]
+        capacity = config.capacity(num_tokens)
+        choice = self._choices.get((num_tokens, capacity))
+        if choice is None:
+            choice = self._decide(config, capacity, tokens_TD)
+            self._choices[num_tokens, capacity] = choice
+        return choice
+
+    def chosen(self, num_tokens: int, capacity: int) -> Exchange:
+        """Return the exchange that `choose` chose for T and C."""
+        return self._choices[num_tokens, capacity].exchange
+
+    def is_packed(self, config: DispatchConfig, num_tokens: int) -> bool:
+        """Return whether experts will read packed rows, as far as is known before the first pass.
+
+        Direct stores count as certain where the machine allows them.
+        """
+        if self._direct is not None or self._padded is None:
+            return True
+        return self._packed is not None and not prefers_padded(config, num_tokens)
+
+    def _decide(self, config: DispatchConfig, capacity: int, tokens_TD: Tensor) -> Choice:
+        if self._direct is not None and self._group is not None:
+            shape = Shape(
+                num_experts=config.num_experts,
+                capacity=capacity,
+                width=tokens_TD.shape[1],
+                dtype=tokens_TD.dtype,
+            )
+            refused = "" if self._kind == "direct" else self._does_not_fit(shape, tokens_TD)
+            if not refused:
+                reason = f"the {self._group.size()} ranks share a host and reach each other's GPUs"
+                return Choice(exchange=self._direct, kind="direct", reason=reason)
+            self._no_direct = refused
+        kind = "none" if config.num_sources == 1 else "alltoall"
+        reason = "one rank" if kind == "none" else self._no_direct
+        exchange = self._packed or self._padded
+        if self._packed is not None and self._padded is not None:
+            padded = prefers_padded(config, tokens_TD.shape[0])
+            exchange = self._padded if padded else self._packed
+            fast = "fast" if padded else "slow"
+            reason += f"; batched experts are {fast} for {capacity} slots per source and expert"
+        assert exchange is not None
+        return Choice(exchange=exchange, kind=kind, reason=reason)
+
+    def _does_not_fit(self, shape: Shape, tokens_TD: Tensor) -> str:
+        """Return why "auto" leaves direct stores out for a shape; empty where it takes them."""
+        assert self._group is not None
+        if not tokens_TD.is_cuda or tokens_TD.dtype == torch.float64:
+            return f"the rows are {tokens_TD.dtype} on {tokens_TD.device.type}"
+        # One decision for all layers of a shape: those that come later find less memory free.
+        fits = _fits.setdefault(self._group, {})
+        if shape not in fits:
+            need = direct_bytes(
+                shape,
+                num_ranks=self._group.size(),
+                num_buffers=self._num_layers * self._microbatches_in_flight,
+            )
+            free = free_bytes(self._group, tokens_TD.device)
+            fits[shape] = ""
+            if 2 * need > free:
+                fits[shape] = (
+                    f"buffers of direct stores need {need / 2**30:.2f} GiB for {self._num_layers} "
+                    f"layers, and {free / 2**30:.2f} GiB are free"
+                )
+            elif list(fits.values()).count("") > _MAX_DIRECT_SHAPES:
+                fits[shape] = f"{_MAX_DIRECT_SHAPES} other shapes have buffers"
+        return fits[shape]
+
+
+_fits: WeakKeyDictionary[dist.ProcessGroup, dict[Shape, str]] = WeakKeyDictionary()
+
+
+def agree_on_shapes(
+    agreement: Agreement, config: DispatchConfig, tokens_TD: Tensor, **more: int
+) -> int:
+    """Compare everything that decides a shape over the ranks, and return the capacity.
+
+    T = 0 is checked after the comparison, so every rank raises and none is left in a collective.
+
+    Args:
+        agreement: of the layer's groups.
+        config: the layer's.
+        tokens_TD: floating point [T, D].
+        more: further whole numbers that must be equal on all ranks.
+
+    Raises:
+        ValueError: on all ranks, when they differ or T is 0.
+    """
+    num_tokens, hidden_size = tokens_TD.shape
+    agreement.check(
+        dtype=tokens_TD.dtype,
+        T=num_tokens,
+        D=hidden_size,
+        E=config.num_experts,
+        K=config.top_k,
+        C=config.capacity(num_tokens) if num_tokens else 0,
+        **more,
+    )
+    return config.capacity(num_tokens)

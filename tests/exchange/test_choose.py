@@ -1,0 +1,157 @@
+"""Which exchange and layout a layer takes: the rule, what forbids direct stores, what fits."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from padded_dispatch.config import NO_DROP, DispatchConfig
+from padded_dispatch.exchange import choose
+from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.exchange.choose import Choice, LayerExchanges, prefers_padded
+from padded_dispatch.exchange.local import LocalExchange
+from padded_dispatch.exchange.symmetric_memory import Shape, direct_bytes
+
+QWEN3 = {"num_experts": 128, "top_k": 8}
+GPT_OSS = {"num_experts": 32, "top_k": 4}
+DEEPSEEK = {"num_experts": 64, "top_k": 6}
+SMALL = {"num_experts": 4, "top_k": 2}
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_ranks", "tokens", "factor", "padded"),
+    [
+        # The example of the docstring.
+        (QWEN3, 1, 4096, 1.25, True),
+        (QWEN3, 1, 4096, 2.0, False),
+        # Where one of the two was faster by more than 2 %, on one H200 and on two.
+        (QWEN3, 1, 512, 2.0, True),
+        (QWEN3, 1, 16384, 1.0, True),
+        (QWEN3, 1, 16384, 1.25, False),
+        (GPT_OSS, 1, 512, 2.0, True),
+        (GPT_OSS, 1, 4096, 1.25, True),
+        (GPT_OSS, 1, 4096, 1.5, False),
+        (GPT_OSS, 1, 16384, 1.25, False),
+        (DEEPSEEK, 1, 2048, 1.25, True),
+        (DEEPSEEK, 1, 4096, 1.25, True),
+        (DEEPSEEK, 1, 4096, 1.5, False),
+        (DEEPSEEK, 1, 8192, 1.25, False),
+        (QWEN3, 2, 512, 1.25, True),
+        (QWEN3, 2, 4096, 1.0, False),
+        (GPT_OSS, 2, 512, 1.25, True),
+        (GPT_OSS, 2, 4096, 1.25, False),
+        (DEEPSEEK, 2, 512, 1.0, True),
+        (DEEPSEEK, 2, 4096, 1.0, False),
+        # Nothing dropped: T slots for each expert.
+        (QWEN3, 1, 4096, NO_DROP, False),
+        (QWEN3, 1, 64, NO_DROP, True),
+    ],
+)
+def test_the_rule_takes_what_was_faster(shape, num_ranks, tokens, factor, padded):
+    config = DispatchConfig(**shape, capacity_factor=factor, num_ranks=num_ranks)
+    assert prefers_padded(config, tokens) == padded
+
+
+def one_rank(layout="either", **settings) -> tuple[DispatchConfig, LayerExchanges]:
+    config = DispatchConfig(**SMALL, capacity_factor=settings.pop("factor", 1.0))
+    return config, LayerExchanges(config, Agreement(), layout=layout, **settings)
+
+
+def chosen(exchanges: LayerExchanges, config: DispatchConfig, num_tokens: int) -> Choice:
+    return exchanges.choose(config, torch.zeros(num_tokens, 3))
+
+
+@pytest.mark.parametrize(
+    ("layout", "factor", "tokens", "packed"),
+    [
+        ("padded", NO_DROP, 4096, False),
+        ("packed", 1.0, 8, True),
+        ("either", 1.0, 8, False),
+        ("either", NO_DROP, 4096, True),
+    ],
+)
+def test_one_rank_moves_nothing(layout, factor, tokens, packed):
+    config, exchanges = one_rank(layout, factor=factor)
+    assert exchanges.is_packed(config, tokens) == packed
+    choice = chosen(exchanges, config, tokens)
+    assert (choice.kind, choice.exchange.packed) == ("none", packed)
+    assert isinstance(choice.exchange, LocalExchange) == packed
+    assert choice.reason.startswith("one rank")
+
+
+def test_a_choice_stays_and_is_found_by_tokens_and_capacity():
+    config, exchanges = one_rank(factor=1.0)
+    larger = DispatchConfig(**SMALL, capacity_factor=NO_DROP)
+    small, large = chosen(exchanges, config, 8), chosen(exchanges, larger, 4096)
+    assert chosen(exchanges, config, 8) is small
+    assert exchanges.chosen(8, config.capacity(8)) is small.exchange
+    assert exchanges.chosen(4096, 4096) is large.exchange
+    assert small.exchange is not large.exchange
+
+
+def test_direct_stores_that_cannot_work_are_refused_or_left_out():
+    with pytest.raises(ValueError, match="exchange='direct'"):
+        one_rank("packed", kind="direct")
+    with pytest.raises(ValueError, match="must have experts that read packed rows, got padded"):
+        one_rank("padded", kind="direct")
+    with pytest.raises(ValueError, match="exchange must be one of auto, alltoall, direct, got"):
+        one_rank(kind="nccl")
+    config, exchanges = one_rank("packed", kind="auto")
+    assert chosen(exchanges, config, 8).kind == "none"
+
+
+class Group:
+    """As much of a process group as the choice reads."""
+
+    def size(self) -> int:
+        return 2
+
+
+class Direct:
+    """In the place of `DirectExchange`: the machine allows it."""
+
+    packed = True
+
+    def __init__(self, *args, **settings) -> None:
+        pass
+
+
+def reason_of(*, free: int, num_layers: int = 1, num_shapes: int = 1, cuda: bool = True) -> Choice:
+    config = DispatchConfig(**SMALL, capacity_factor=1.0, num_ranks=2)
+    group = Group()
+
+    class Rows:
+        is_cuda, dtype, device = cuda, torch.bfloat16, torch.device("cuda" if cuda else "cpu")
+
+        def __init__(self, num_tokens: int) -> None:
+            self.shape = num_tokens, 16
+
+    with (
+        patch.object(choose, "DirectExchange", Direct),
+        patch.object(choose, "CollectiveExchange", lambda *args, packed: Direct()),
+        patch.object(choose, "free_bytes", lambda group, device: free),
+    ):
+        exchanges = LayerExchanges(
+            config, Agreement(), group, layout="packed", num_layers=num_layers
+        )
+        for number in range(num_shapes):
+            choice = exchanges.choose(config, Rows(64 * (number + 1)))
+    return choice
+
+
+def test_auto_takes_direct_stores_where_buffers_of_all_layers_fit_twice():
+    shape = Shape(num_experts=4, capacity=32, width=16, dtype=torch.bfloat16)
+    need = direct_bytes(shape, num_ranks=2, num_buffers=3)
+    choice = reason_of(free=2 * need, num_layers=3)
+    assert choice.kind == "direct"
+    assert choice.reason == "the 2 ranks share a host and reach each other's GPUs"
+    choice = reason_of(free=2 * need - 1, num_layers=3)
+    assert choice.kind == "alltoall"
+    assert "GiB for 3 layers" in choice.reason
+
+
+def test_auto_leaves_direct_stores_out_on_a_cpu_and_for_ever_new_shapes():
+    assert reason_of(free=2**40, cuda=False).reason == "the rows are torch.bfloat16 on cpu"
+    assert reason_of(free=2**40, num_shapes=4).kind == "direct"
+    choice = reason_of(free=2**40, num_shapes=5)
+    assert (choice.kind, choice.reason) == ("alltoall", "4 other shapes have buffers")
