@@ -16,7 +16,7 @@ from torch import Tensor
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange import Exchange, ExpertInput
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.alltoall import CollectiveExchange
+from padded_dispatch.exchange.alltoall import AllToAllExchange
 from padded_dispatch.exchange.direct import DirectExchange
 from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.ops.overflow import select_with_remedy
@@ -159,7 +159,7 @@ def make_exchange(
     if kind == "alltoall":
         if packed and all(other is None or other.size() == 1 for other in (group, etp_group)):
             return LocalExchange(num_local_experts)
-        return CollectiveExchange(num_local_experts, group, etp_group, packed=packed)
+        return AllToAllExchange(num_local_experts, group, etp_group, packed=packed)
     if not packed:
         raise ValueError(
             "exchange='direct' is not possible with padded rows: take packed ones, or "

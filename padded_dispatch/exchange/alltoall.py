@@ -110,7 +110,7 @@ reduce_scatter.register_autograd(
 )
 
 
-class CollectiveExchange:
+class AllToAllExchange:
     """`Exchange` with one equal-split all-to-all each way.
 
     Args:

@@ -25,7 +25,7 @@ seconds, then each prints for which rank of the group, and its device fails. (So
 for longer, to write a checkpoint alone, say, lets the others wait on the host meanwhile.) In eager
 it is 10 minutes, but ranks agree on the host before each call, which notices a death at once.
 
-Sums are those of `CollectiveExchange`, bit by bit: the same kernel adds the same slots.
+Sums are those of `AllToAllExchange`, bit by bit: the same kernel adds the same slots.
 
 Tried and left out:
 
@@ -61,7 +61,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class DirectExchange(PackedAtOnce):
     """`Exchange` by direct stores, for experts that take packed rows.
 
-    What passes between the stages has the shapes of `CollectiveExchange`. On the way there, rows
+    What passes between the stages has the shapes of `AllToAllExchange`. On the way there, rows
     [E, C, D] are packed already; the side [E, C + 1] is, read flat, the probabilities of the N rows
     and then the counts [S, L]. On the way back, rows are the experts' packed output as it is.
 
@@ -113,7 +113,7 @@ class DirectExchange(PackedAtOnce):
             self._buffers[shape] = DirectBuffers(
                 self._group, shape, tokens_TD.device, microbatches_in_flight=self._in_flight
             )
-        rows_ND, meta, _ = _push(
+        rows_ND, meta, _ = _push_rows(
             tokens_TD,
             probs_TE,
             plan.slot_of_TK,
@@ -150,7 +150,7 @@ class DirectExchange(PackedAtOnce):
         num_experts, capacity, width = incoming.rows_MCD.shape
         dtype = incoming.rows_MCD.dtype
         shape = Shape(num_experts=num_experts, capacity=capacity, width=width, dtype=dtype)
-        sum_TD, _ = _home(
+        sum_TD, _ = _return_rows(
             incoming.rows_MCD.flatten(0, 1),
             None,
             offsets_LS,
@@ -179,8 +179,8 @@ def _check(tokens_TD: Tensor, probs_TE: Tensor) -> None:
 # buffers, else into those that the next layer overwrites.
 
 
-@custom_op("padded_dispatch::push", mutates_args=())
-def _push(
+@custom_op("padded_dispatch::push_rows", mutates_args=())
+def _push_rows(
     tokens_TD: Tensor,
     probs_TE: Tensor | None,
     slot_of_TK: Tensor,
@@ -193,29 +193,29 @@ def _push(
     from padded_dispatch.kernels import direct
 
     buffers = find(key)
-    transient, rank = buffers.transient, buffers.rank
-    landing = buffers.next_landing() if saved else transient.gradients
-    rows_ND, meta = landing.take()
+    workspace, rank = buffers.workspace, buffers.rank
+    receive_buffer = buffers.next_receive_buffer() if saved else workspace.gradients
+    rows_ND, meta = receive_buffer.take()
     num_experts = kept_E.shape[0]
     start_E = torch.empty_like(kept_E)
     offsets_LS = kept_E.new_empty(num_experts // num_ranks, num_ranks)
-    direct.tell_counts(kept_E, transient.table_R, rank)
-    transient.barrier()
-    direct.place_rows(transient.table_RE, rank, start_E, offsets_LS, meta[rows_ND.shape[0] :])
+    direct.push_counts(kept_E, workspace.table_R, rank)
+    workspace.barrier()
+    direct.place_rows(workspace.table_RE, rank, start_E, offsets_LS, meta[rows_ND.shape[0] :])
     direct.push_rows(
         tokens_TD.contiguous(),
         None if probs_TE is None else probs_TE.contiguous(),
         slot_of_TK,
         start_E,
-        landing.rows_R,
-        landing.meta_R,
+        receive_buffer.rows_R,
+        receive_buffer.meta_R,
         capacity,
     )
-    transient.barrier()
+    workspace.barrier()
     return rows_ND, meta, offsets_LS
 
 
-@_push.register_fake
+@_push_rows.register_fake
 def _(tokens_TD, probs_TE, slot_of_TK, kept_E, capacity, num_ranks, key, saved):
     num_experts = kept_E.shape[0]
     num_rows = num_experts * capacity
@@ -226,8 +226,8 @@ def _(tokens_TD, probs_TE, slot_of_TK, kept_E, capacity, num_ranks, key, saved):
     )
 
 
-@custom_op("padded_dispatch::home", mutates_args=())
-def _home(
+@custom_op("padded_dispatch::return_rows", mutates_args=())
+def _return_rows(
     packed_ND: Tensor,
     probs_N: Tensor | None,
     offsets_LS: Tensor,
@@ -239,25 +239,25 @@ def _home(
     from padded_dispatch.kernels import direct, rows
 
     buffers = find(key)
-    transient = buffers.transient
-    transient.barrier()
-    direct.send_home(
+    workspace = buffers.workspace
+    workspace.barrier()
+    direct.return_rows(
         packed_ND.contiguous(),
         None if probs_N is None else probs_N.contiguous(),
         offsets_LS,
-        transient.slots_R,
-        transient.meta_R,
+        workspace.slots_R,
+        workspace.meta_R,
         buffers.rank,
         capacity,
     )
-    transient.barrier()
-    sum_TD = rows.sum_rows(transient.slots_ECD.flatten(0, 1), slot_of_TK)
+    workspace.barrier()
+    sum_TD = rows.sum_rows(workspace.slots_ECD.flatten(0, 1), slot_of_TK)
     if probs_N is None:
         return sum_TD, packed_ND.new_empty(0, dtype=torch.float32)
-    return sum_TD, rows.scatter_meta(transient.meta_EC1, slot_of_TK)
+    return sum_TD, rows.scatter_meta(workspace.meta_EC1, slot_of_TK)
 
 
-@_home.register_fake
+@_return_rows.register_fake
 def _(packed_ND, probs_N, offsets_LS, slot_of_TK, kept_E, capacity, key):
     num_tokens = slot_of_TK.shape[0]
     values = (0,) if probs_N is None else (num_tokens, kept_E.shape[0])
@@ -276,22 +276,22 @@ def _push_setup(ctx, inputs, output) -> None:
 @nvtx_range("exchange backward")
 def _push_backward(ctx, grad_ND, grad_meta, _):
     grads_N = grad_meta[: grad_ND.shape[0]]
-    grad_TD, grad_TE = _home(grad_ND, grads_N, *ctx.saved_tensors, ctx.capacity, ctx.key)
+    grad_TD, grad_TE = _return_rows(grad_ND, grads_N, *ctx.saved_tensors, ctx.capacity, ctx.key)
     return grad_TD, grad_TE.to(ctx.dtype), *(None,) * 6
 
 
-def _home_setup(ctx, inputs, output) -> None:
+def _return_setup(ctx, inputs, output) -> None:
     _, _, offsets_LS, slot_of_TK, kept_E, capacity, key = inputs
     ctx.save_for_backward(slot_of_TK, kept_E)
     ctx.capacity, ctx.num_ranks, ctx.key = capacity, offsets_LS.shape[1], key
 
 
 @nvtx_range("exchange backward")
-def _home_backward(ctx, grad_TD, _):
+def _return_backward(ctx, grad_TD, _):
     where = ctx.capacity, ctx.num_ranks, ctx.key, False
-    grad_ND, _, _ = _push(grad_TD, None, *ctx.saved_tensors, *where)
+    grad_ND, _, _ = _push_rows(grad_TD, None, *ctx.saved_tensors, *where)
     return grad_ND, *(None,) * 6
 
 
-_push.register_autograd(_push_backward, setup_context=_push_setup)
-_home.register_autograd(_home_backward, setup_context=_home_setup)
+_push_rows.register_autograd(_push_backward, setup_context=_push_setup)
+_return_rows.register_autograd(_return_backward, setup_context=_return_setup)

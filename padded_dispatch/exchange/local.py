@@ -2,7 +2,7 @@
 
 All rows of an expert come from one source, so their place among the packed ones follows from the
 plan. Tokens go straight there, and their outputs are summed where they lie: buffers of slots, which
-`CollectiveExchange` would fill, pack, and fill again on the way back, do not exist.
+`AllToAllExchange` would fill, pack, and fill again on the way back, do not exist.
 """
 
 import torch
@@ -23,7 +23,7 @@ from padded_dispatch.utils.nvtx import nvtx_range
 class LocalExchange(PackedAtOnce):
     """`Exchange` without peers.
 
-    What passes between the stages has the shapes of `CollectiveExchange`, but rows [E, C, D] are
+    What passes between the stages has the shapes of `AllToAllExchange`, but rows [E, C, D] are
     packed already: read flat, the real ones come first.
 
     Args:

@@ -5,13 +5,13 @@ other (NVLink), and neither NVSHMEM nor multicast. Allocating is a collective ca
 never happens during a capture: it belongs to the first eager call with a shape, which the ranks
 have agreed on. What is needed is logged, and refused where it does not fit, before it is allocated.
 
-Who owns what. A `Landing` is where the rows for this rank's experts arrive. `DirectBuffers`, one
+Who owns what. A `ReceiveBuffer` is where the rows for this rank's experts arrive. `DirectBuffers`, one
 per layer and shape, has one for each microbatch in flight, in turns: they are what the experts save
 for backward, so no copy of them exists, and one must not be used again before that backward is
 done. (Turns are right where microbatches end in the order in which they began, as in all of
 Megatron's schedules; too few are noticed by the tensors of the last turn, which are still alive.)
-`Transient` is used by all layers of the same shape, one after another: the counts, the slots that
-rows come home to, and a landing for gradients, which live until the next layer's. Everything is
+`Workspace` is used by all layers of the same shape, one after another: the counts, the slots that
+rows come home to, and a receive_buffer for gradients, which live until the next layer's. Everything is
 freed with its owners; what an exchange has returned must not outlive it.
 
 Elements per rank, with N = E * C rows: N * D per layer and microbatch in flight, and 2 * N * D
@@ -42,8 +42,8 @@ from padded_dispatch.exchange.alltoall import group_name
 
 # With a peer that never comes. In eager all have just agreed on the host, but one may have kernels
 # to compile: as long as NCCL's default. A replay has nothing of that kind to wait for.
-_PATIENCE_MS = 600_000
-_REPLAY_PATIENCE_MS = 45_000
+_TIMEOUT_MS = 600_000
+_REPLAY_TIMEOUT_MS = 45_000
 _ALIGNMENT = 256
 
 _log = logging.getLogger("padded_dispatch")
@@ -96,8 +96,8 @@ class PeerMemory:
         prints for whom, in ranks of the group, and its device fails.
         """
         captured = torch.cuda.is_current_stream_capturing()
-        patience_ms = _REPLAY_PATIENCE_MS if captured else _PATIENCE_MS
-        self._handle.barrier(channel=0, timeout_ms=patience_ms)
+        timeout_ms = _REPLAY_TIMEOUT_MS if captured else _TIMEOUT_MS
+        self._handle.barrier(channel=0, timeout_ms=timeout_ms)
 
 
 _held: WeakKeyDictionary[PeerMemory, int] = WeakKeyDictionary()
@@ -129,7 +129,7 @@ class _Layout:
         return offset
 
 
-class Landing:
+class ReceiveBuffer:
     """Rows [N, D], and beside them fp32 [N + E]: a number for each row, then counts [S, L].
 
     `rows_R`, `meta_R`: where those of all ranks lie.
@@ -173,11 +173,11 @@ class Landing:
         return rows_ND, meta
 
 
-class Transient:
+class Workspace:
     """What all layers of one shape use in turn.
 
     `table_RE`: int32, the counts of all sources. `slots_ECD`, `meta_EC1`: rows, and fp32 numbers
-    beside them, that came home. `..._R`: where those of all ranks lie. `gradients`: a landing.
+    beside them, that came home. `..._R`: where those of all ranks lie. `gradients`: a receive_buffer.
     """
 
     def __init__(self, group: dist.ProcessGroup, shape: Shape, device: torch.device) -> None:
@@ -195,12 +195,12 @@ class Transient:
         self.slots_R = memory.addresses(slots_at)
         self.meta_EC1 = memory.tensor(meta_at, meta, torch.float32)
         self.meta_R = memory.addresses(meta_at)
-        self.gradients = Landing(group, shape, device)
+        self.gradients = ReceiveBuffer(group, shape, device)
 
     @staticmethod
     def num_bytes(shape: Shape, num_ranks: int) -> int:
         """Per rank."""
-        return 2 * Landing.num_bytes(shape) + 4 * num_ranks * shape.num_experts
+        return 2 * ReceiveBuffer.num_bytes(shape) + 4 * num_ranks * shape.num_experts
 
 
 class DirectBuffers:
@@ -226,27 +226,29 @@ class DirectBuffers:
         assert not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing()
         self.rank = group.rank()
         self.key = f"{group_name(group)}/{next(_numbers)}"
-        own = microbatches_in_flight * Landing.num_bytes(shape)
-        self.transient = _transient(group, shape, device, own)
-        self._landings = [Landing(group, shape, device) for _ in range(microbatches_in_flight)]
+        own = microbatches_in_flight * ReceiveBuffer.num_bytes(shape)
+        self.workspace = _workspace(group, shape, device, own)
+        self._receive_buffers = [
+            ReceiveBuffer(group, shape, device) for _ in range(microbatches_in_flight)
+        ]
         self._turn = 0
         _buffers[self.key] = self
 
-    def next_landing(self) -> Landing:
-        """The landing of the next microbatch.
+    def next_receive_buffer(self) -> ReceiveBuffer:
+        """The receive_buffer of the next microbatch.
 
         Raises:
             ValueError: when it is still in use.
         """
-        landing = self._landings[self._turn]
-        self._turn = (self._turn + 1) % len(self._landings)
-        if not landing.is_free():
+        receive_buffer = self._receive_buffers[self._turn]
+        self._turn = (self._turn + 1) % len(self._receive_buffers)
+        if not receive_buffer.is_free():
             raise ValueError(
-                f"microbatches_in_flight={len(self._landings)} is not possible: what an earlier "
+                f"microbatches_in_flight={len(self._receive_buffers)} is not possible: what an earlier "
                 "forward pass received is still in use; raise it to the most passes that wait for "
                 "their backward pass, such as the number of pipeline stages"
             )
-        return landing
+        return receive_buffer
 
 
 def find(key: str) -> DirectBuffers:
@@ -256,34 +258,34 @@ def find(key: str) -> DirectBuffers:
 
 _numbers = itertools.count()
 _buffers: WeakValueDictionary[str, DirectBuffers] = WeakValueDictionary()
-_transients: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[Shape, Transient]] = (
+_workspaces: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[Shape, Workspace]] = (
     WeakKeyDictionary()
 )
 
 
-def _transient(group: dist.ProcessGroup, shape: Shape, device: torch.device, own: int) -> Transient:
+def _workspace(group: dist.ProcessGroup, shape: Shape, device: torch.device, own: int) -> Workspace:
     """The one that another layer has, or a new one; refused unless `own` bytes more fit as well."""
-    of_group = _transients.setdefault(group, WeakValueDictionary())
-    transient = of_group.get(shape)
+    of_group = _workspaces.setdefault(group, WeakValueDictionary())
+    workspace = of_group.get(shape)
     # Ranks may free a layer at different times, and all have to decide alike.
-    everyone_has = all(everyone(group, transient is not None))
-    shared = 0 if everyone_has else Transient.num_bytes(shape, group.size())
+    everyone_has = all(gather_objects(group, workspace is not None))
+    shared = 0 if everyone_has else Workspace.num_bytes(shape, group.size())
     _log.info(
         "direct exchange, %s: %.2f GiB for one layer and %.2f GiB more for all of this shape",
         shape,
         own / 2**30,
         shared / 2**30,
     )
-    free = min(everyone(group, _free_bytes(device)))
+    free = min(gather_objects(group, _free_bytes(device)))
     if own + shared > free:
         raise ValueError(
             f"exchange='direct' is not possible: its buffers for {shape} take "
             f"{(own + shared) / 2**30:.2f} GiB, and a rank has {free / 2**30:.2f} GiB free; lower "
             "the capacity factor or microbatches_in_flight, or set exchange='alltoall'"
         )
-    if transient is None or not everyone_has:
-        transient = of_group[shape] = Transient(group, shape, device)
-    return transient
+    if workspace is None or not everyone_has:
+        workspace = of_group[shape] = Workspace(group, shape, device)
+    return workspace
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -303,8 +305,8 @@ def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         reasons = ["the expert-parallel group has one rank"]
     else:
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        where = everyone(group, (socket.gethostname(), str(device.uuid)))
-        reasons = everyone(group, _unreachable(where))
+        where = gather_objects(group, (socket.gethostname(), str(device.uuid)))
+        reasons = gather_objects(group, _unreachable(where))
     for reason in reasons:
         if reason:
             raise ValueError(
@@ -328,7 +330,7 @@ def _unreachable(where: list[tuple[str, str]]) -> str:
     return ""
 
 
-def everyone(group: dist.ProcessGroup, value: _T) -> list[_T]:
+def gather_objects(group: dist.ProcessGroup, value: _T) -> list[_T]:
     """Every rank's value, on the host."""
     gather: Callable[..., None] = dist.all_gather_object
     values: list[Any] = [None] * group.size()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
-from padded_dispatch.exchange.agreement import Agreement, _new_twin
+from padded_dispatch.exchange.agreement import Agreement, _new_mirror
 from padded_dispatch.utils.launch import WorkerError, WorkerPool
 
 SAME = dict(T=5, D=3, E=4, K=2, capacity_factor=1.0, dtype=torch.float32)
@@ -102,14 +102,14 @@ def test_another_order_of_calls_is_seen(pool2):
 def _twins_of_ranks_with_different_numbers_of_groups() -> list[int]:
     """Rank 0 is in one group more than rank 1."""
     dist.new_group([0])
-    twin = _new_twin(dist.group.WORLD)
+    mirror = _new_mirror(dist.group.WORLD)
     everyone = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    twin.allgather([everyone], [torch.tensor([dist.get_rank()])]).wait()
+    mirror.allgather([everyone], [torch.tensor([dist.get_rank()])]).wait()
     return [int(rank) for rank in everyone]
 
 
 def test_a_twin_does_not_depend_on_other_groups(pool2):
-    """Where the data's group is not gloo itself, as on GPUs, a twin is made of it."""
+    """Where the data's group is not gloo itself, as on GPUs, a mirror is made of it."""
     ranks = pool2.run(_twins_of_ranks_with_different_numbers_of_groups, timeout_s=30)
     assert ranks == [[0, 1], [0, 1]]
 

@@ -22,7 +22,7 @@ from padded_dispatch.dispatcher import make_exchange
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.alltoall import (
-    CollectiveExchange,
+    AllToAllExchange,
     all_gather,
     all_to_all,
     group_name,
@@ -200,7 +200,7 @@ def test_one_rank_is_the_reference(routing, packed):
 def test_one_rank_has_no_slots_where_rows_are_packed():
     here = grid(1, 1)
     assert type(exchange_of(here, 2, packed=True)) is LocalExchange
-    assert type(exchange_of(here, 2, packed=False)) is CollectiveExchange
+    assert type(exchange_of(here, 2, packed=False)) is AllToAllExchange
 
 
 @LAYOUTS

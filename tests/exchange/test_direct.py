@@ -87,7 +87,7 @@ def threads() -> Iterator[None]:
         patch.object(peers, "_free_bytes", lambda device: 2**40),
         patch.object(direct, "check_group", lambda group: group),
         patch.object(direct, "_check", lambda tokens_TD, probs_TE: None),
-        patch.object(peers, "everyone", lambda group, value: [value] * group.size()),
+        patch.object(peers, "gather_objects", lambda group, value: [value] * group.size()),
     ):
         yield
 
@@ -158,15 +158,15 @@ def test_too_many_passes_in_flight_are_noticed(threads):
 
 
 def test_what_waits_for_the_garbage_collector_is_not_in_flight():
-    landing = peers.Landing.__new__(peers.Landing)
+    receive_buffer = peers.ReceiveBuffer.__new__(peers.ReceiveBuffer)
     cycle = [torch.zeros(3)]
-    landing._given = [StorageWeakRef(cycle[0].untyped_storage())]
+    receive_buffer._given = [StorageWeakRef(cycle[0].untyped_storage())]
     cycle.append(cycle)
-    assert not landing.is_free()
+    assert not receive_buffer.is_free()
     gc.disable()
     try:
         del cycle
-        assert landing.is_free()
+        assert receive_buffer.is_free()
     finally:
         gc.enable()
 
@@ -177,11 +177,11 @@ def _layers_share() -> tuple[bool, bool]:
     another = other.dispatcher("direct")
     for layer, dispatcher in ((SMALL, one), (SMALL, same), (other, another)):
         step(dispatcher, make_inputs(layer, "uniform", 0, CPU))
-    transients = [
-        next(iter(dispatcher.exchange._buffers.values())).transient
+    workspaces = [
+        next(iter(dispatcher.exchange._buffers.values())).workspace
         for dispatcher in (one, same, another)
     ]
-    return transients[0] is transients[1], transients[0] is transients[2]
+    return workspaces[0] is workspaces[1], workspaces[0] is workspaces[2]
 
 
 @needs_no_gpu
@@ -208,13 +208,13 @@ def test_peaks_count_what_peers_store_to(monkeypatch):
 # Peers that never come.
 
 
-@pytest.mark.parametrize(("captured", "patience_ms"), [(False, 600_000), (True, 45_000)])
-def test_replays_wait_less_than_a_minute_for_a_peer(captured, patience_ms):
+@pytest.mark.parametrize(("captured", "timeout_ms"), [(False, 600_000), (True, 45_000)])
+def test_replays_wait_less_than_a_minute_for_a_peer(captured, timeout_ms):
     memory = peers.PeerMemory.__new__(peers.PeerMemory)
     memory._handle = Mock()
     with patch.object(torch.cuda, "is_current_stream_capturing", lambda: captured):
         memory.barrier()
-    memory._handle.barrier.assert_called_once_with(channel=0, timeout_ms=patience_ms)
+    memory._handle.barrier.assert_called_once_with(channel=0, timeout_ms=timeout_ms)
 
 
 def test_what_a_kernel_prints_outlives_an_abort():
@@ -282,9 +282,9 @@ def test_tensors_that_do_not_fit_are_refused(tokens, probs, complaint):
 def test_buffers_that_do_not_fit_are_refused():
     shape = peers.Shape(num_experts=4, capacity=2**20, width=2**10, dtype=torch.bfloat16)
     with (
-        patch.object(peers, "everyone", lambda group, value: [value]),
+        patch.object(peers, "gather_objects", lambda group, value: [value]),
         patch.object(peers, "_free_bytes", lambda device: 2**30),
         pytest.raises(ValueError, match=r"and a rank has 1\.00 GiB free; lower the capa"),
     ):
         group = dist.ProcessGroup(0, 1)
-        peers._transient(group, shape, CPU, 0)
+        peers._workspace(group, shape, CPU, 0)

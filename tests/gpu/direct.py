@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from padded_dispatch.exchange import Exchange
-from padded_dispatch.exchange.alltoall import CollectiveExchange, all_to_all, group_name
-from padded_dispatch.exchange.direct import DirectExchange, _home, _push
+from padded_dispatch.exchange.alltoall import AllToAllExchange, all_to_all, group_name
+from padded_dispatch.exchange.direct import DirectExchange, _return_rows, _push_rows
 from padded_dispatch.kernels import direct as kernels
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
 from padded_dispatch.ops.select import select
@@ -141,17 +141,17 @@ def speed(factor: float) -> dict[str, Any]:
         exchange = DirectExchange(layer.local_experts, dist.group.WORLD)
         exchange.prepare(tokens_TD, probs_TE, plan)
         (buffers,) = exchange._buffers.values()
-        nccl = CollectiveExchange(layer.local_experts, dist.group.WORLD, packed=True)
+        nccl = AllToAllExchange(layer.local_experts, dist.group.WORLD, packed=True)
         maps = plan.slot_of_TK, plan.kept_E
         where = capacity, size, buffers.key, False
-        rows_ND, _, offsets_LS = _push(tokens_TD, probs_TE, *maps, *where)
+        rows_ND, _, offsets_LS = _push_rows(tokens_TD, probs_TE, *maps, *where)
         out_ND = rows_ND.clone()
         slots_ECD = torch.randn(128, capacity, layer.width, device=device).to(layer.dtype)
         name = group_name(dist.group.WORLD)
         calls: dict[str, Callable[[], object]] = {
-            "barrier": buffers.transient.barrier,
-            "push": lambda: _push(tokens_TD, probs_TE, *maps, *where),
-            "home": lambda: _home(out_ND, None, offsets_LS, *maps, capacity, buffers.key),
+            "barrier": buffers.workspace.barrier,
+            "push": lambda: _push_rows(tokens_TD, probs_TE, *maps, *where),
+            "return": lambda: _return_rows(out_ND, None, offsets_LS, *maps, capacity, buffers.key),
             "nccl": lambda: all_to_all(slots_ECD, name),
             "dispatch and combine": lambda: there_and_back(exchange, tokens_TD, probs_TE, plan),
             "dispatch and combine, nccl": lambda: there_and_back(nccl, tokens_TD, probs_TE, plan),
@@ -159,7 +159,7 @@ def speed(factor: float) -> dict[str, Any]:
         us = {label: graphed_us(call) for label, call in calls.items()}
         for number in (132, 264, 1056):
             with programs(number):
-                for label in ("push", "home"):
+                for label in ("push", "return"):
                     us[f"{label}, {number} programs"] = graphed_us(calls[label])
     real = plan.kept_E.sum()
     dist.all_reduce(real)
@@ -171,7 +171,7 @@ def speed(factor: float) -> dict[str, Any]:
     rates = {
         label: round(link_bytes["nccl" if label == "nccl" else "push"] / value / 1e3, 1)
         for label, value in us.items()
-        if label.startswith(("push", "home", "nccl"))
+        if label.startswith(("push", "return", "nccl"))
     }
     return {"us": us, "gb_per_s_over_links": rates, "real_rows": real.item() / size}
 

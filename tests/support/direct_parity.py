@@ -151,10 +151,12 @@ def poison(dispatcher: PaddedDispatcher) -> None:
     """NaN in all buffers of this rank, to which peers store only once it is in the next call."""
     assert isinstance(dispatcher.exchange, DirectExchange)
     for buffers in dispatcher.exchange._buffers.values():
-        transient = buffers.transient
-        landings = [*buffers._landings, transient.gradients]
-        everything = [transient.slots_ECD, transient.meta_EC1]
-        for tensor in everything + [tensor for landing in landings for tensor in landing.take()]:
+        workspace = buffers.workspace
+        receive_buffers = [*buffers._receive_buffers, workspace.gradients]
+        everything = [workspace.slots_ECD, workspace.meta_EC1]
+        for tensor in everything + [
+            tensor for receive_buffer in receive_buffers for tensor in receive_buffer.take()
+        ]:
             tensor.fill_(torch.nan)
 
 

@@ -40,7 +40,7 @@ def run_on_threads(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[A
     isolate(True)
     try:
         # The group itself compares facts, as a gloo group does: no socket for each pair of ranks.
-        with patch.object(agreement, "_twin", lambda group: group):
+        with patch.object(agreement, "_mirror", lambda group: group):
             threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
             for thread in threads:
                 thread.start()

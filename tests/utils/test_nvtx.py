@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
-from padded_dispatch.exchange.alltoall import CollectiveExchange
+from padded_dispatch.exchange.alltoall import AllToAllExchange
 from padded_dispatch.ops.plan import make_plan
 from padded_dispatch.utils import nvtx as stages
 from padded_dispatch.utils.nvtx import nvtx_range
@@ -53,7 +53,7 @@ def test_every_stage_has_a_name_in_order(shown, packed, between):
 
 def test_packed_rows_regroup_in_a_backward_pass_too(shown):
     """Where there are ranks to exchange rows with, as here of one that does with itself."""
-    exchange = CollectiveExchange(2, packed=True)
+    exchange = AllToAllExchange(2, packed=True)
     tokens_TD = torch.ones(3, 2, requires_grad=True)
     kept_TE = torch.eye(2, dtype=torch.bool)[[0, 1, 1]]
     plan = make_plan(kept_TE, top_k=1, capacity=2)
