@@ -1,7 +1,7 @@
 """Every stage on real ranks against the reference, bit by bit.
 
-Payloads are whole numbers in fp64 that encode their address: all sums are exact, so that equality
-needs no tolerance, and a misplaced row shows where it came from. Fresh memory is NaN throughout.
+Payloads are whole numbers in fp64 that encode their address. All sums are exact, so equality needs
+no tolerance, and a misplaced row shows its origin. Fresh memory is NaN throughout.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +43,7 @@ ROUTINGS = pytest.mark.parametrize("routing", ["thin", "same", "idle", "tiny"])
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Payloads of all ranks; those of the experts per shard: `out_IRLMD` are summands."""
+    """Payloads of all ranks. Shard i of an expert contributes `out_IRLMD[i]` to the sum."""
 
     num_ranks: int
     etp_size: int
@@ -55,7 +55,7 @@ class Case:
     grad_rows_IRLMD: np.ndarray
     grad_probs_IRLM: np.ndarray
     out_IRLMD: np.ndarray
-    grad_home_STD: np.ndarray
+    grad_combined_STD: np.ndarray
 
     def plans(self) -> list[reference.Plan]:
         return [
@@ -65,7 +65,7 @@ class Case:
 
 
 def addresses(*shape: int, offset: int = 0) -> np.ndarray:
-    """A whole number of its own for every element; `offset` keeps payloads apart."""
+    """Return a different whole number for every element; `offset` keeps payloads apart."""
     return np.arange(1.0, np.prod(shape) + 1).reshape(shape) + offset
 
 
@@ -99,18 +99,18 @@ def make_case(routing: str, num_ranks: int, etp_size: int) -> Case:
         grad_rows_IRLMD=addresses(*buffers, hidden, offset=20_000),
         grad_probs_IRLM=addresses(*buffers, offset=30_000),
         out_IRLMD=addresses(*buffers, hidden, offset=40_000),
-        grad_home_STD=addresses(sources, num_tokens, hidden, offset=50_000),
+        grad_combined_STD=addresses(sources, num_tokens, hidden, offset=50_000),
     )
 
 
 def _there_and_back(case: Case, packed: bool) -> dict[str, Tensor]:
-    """All results and gradients of this rank of a pool."""
+    """Return all results and gradients of this rank of a pool."""
     with poisoned_memory():
         return results_of(case, grid(case.num_ranks, case.etp_size), packed)
 
 
 def exchange_of(here: Grid, num_local_experts: int, packed: bool) -> Exchange:
-    """The one that a dispatcher of this rank takes."""
+    """Return the exchange that a dispatcher of this rank takes."""
     sizes = num_local_experts, here.group, here.etp_group
     return make_exchange("alltoall", Agreement(), *sizes, packed=packed, microbatches_in_flight=1)
 
@@ -127,7 +127,7 @@ def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:
     given = exchange.arrange(exchange.move(outgoing))
 
     def experts_hold(payload_IRLM: np.ndarray) -> np.ndarray:
-        """This rank's part in the layout of the experts; NaN behind the last packed row."""
+        """Return this rank's part in the experts' layout; NaN after the last packed row."""
         payload_LM = payload_IRLM[here.i, here.r]
         rows = payload_LM.reshape(-1, *payload_LM.shape[2:]).copy()
         if packed:
@@ -145,8 +145,8 @@ def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:
     )
     out_ND = leaf(experts_hold(case.out_IRLMD))
     returned = exchange.disarrange(out_ND, given.offsets_LS)
-    home_TD = exchange.combine(exchange.move_back(returned), plan, given.offsets_LS)
-    home_TD.backward(torch.from_numpy(case.grad_home_STD[here.source]))
+    combined_TD = exchange.combine(exchange.move_back(returned), plan, given.offsets_LS)
+    combined_TD.backward(torch.from_numpy(case.grad_combined_STD[here.source]))
     assert tokens_TD.grad is not None
     assert probs_TE.grad is not None
     assert out_ND.grad is not None
@@ -156,7 +156,7 @@ def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:
         "kept": given.kept_SL,
         "grad_tokens": tokens_TD.grad,
         "grad_probs": probs_TE.grad,
-        "home": home_TD.detach(),
+        "combined": combined_TD.detach(),
         "grad_out": out_ND.grad,
     }
 
@@ -170,8 +170,8 @@ def assert_is_reference(case: Case, results: list[dict[str, Tensor]], packed: bo
         plans,
         num_experts=case.probs_STE.shape[-1],
     )
-    home_STD = reference.combine(case.out_IRLMD.sum(0), plans)
-    grad_out_RLMD = reference.combine_backward(case.grad_home_STD, plans, num_ranks=num_ranks)
+    combined_STD = reference.combine(case.out_IRLMD.sum(0), plans)
+    grad_out_RLMD = reference.combine_backward(case.grad_combined_STD, plans, num_ranks=num_ranks)
     for source, result in enumerate(results):
         r = source % num_ranks
         for name, by_loops_RLM in (
@@ -181,13 +181,13 @@ def assert_is_reference(case: Case, results: list[dict[str, Tensor]], packed: bo
         ):
             expected = by_loops_RLM[r].reshape(-1, *by_loops_RLM.shape[3:])
             assert result[name].shape == expected.shape
-            if packed:  # Whatever lies behind the real rows.
+            if packed:  # What follows the real rows is unspecified.
                 expected = reference.pack(by_loops_RLM[r], given.kept_RSL[r])
             assert_same(result[name][: len(expected)], expected)
         assert_same(result["kept"], given.kept_RSL[r])
         assert_same(result["grad_tokens"], grad_tokens_STD[source])
         assert_same(result["grad_probs"], grad_probs_STE[source])
-        assert_same(result["home"], home_STD[source])
+        assert_same(result["combined"], combined_STD[source])
 
 
 @LAYOUTS
@@ -197,7 +197,7 @@ def test_one_rank_is_the_reference(routing, packed):
     assert_is_reference(case, [_there_and_back(case, packed)], packed)
 
 
-def test_one_rank_has_no_slots_where_rows_are_packed():
+def test_one_rank_with_packed_rows_needs_no_slots():
     here = grid(1, 1)
     assert type(exchange_of(here, 2, packed=True)) is LocalExchange
     assert type(exchange_of(here, 2, packed=False)) is AllToAllExchange
@@ -230,7 +230,7 @@ def test_sixty_four_ranks_are_the_reference():
             here = Grid(r=rank, i=0, group=dist.group.WORLD, etp_group=None)
             return results_of(case, here, packed=False)
         except BaseException as error:
-            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)  # Frees those that wait.
+            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)  # Wakes the waiting ranks.
             raise
         # The group ends with its thread; torch 2.11 cannot destroy a threaded one.
 
@@ -251,7 +251,7 @@ def test_memory_is_poisoned():
 
 
 def _sums_of_shards() -> tuple[Tensor, Tensor]:
-    """Rank 0 contributes 256, ranks 1 to 3 one each: once forward, once backward."""
+    """Sum 256 from rank 0 and 1 each from ranks 1 to 3: once forward, once backward."""
     name = group_name(dist.group.WORLD)
     value = 256 if dist.get_rank() == 0 else 1
     summand = torch.full((4, 1), value, dtype=torch.bfloat16)
@@ -262,7 +262,7 @@ def _sums_of_shards() -> tuple[Tensor, Tensor]:
 
 
 def test_shards_of_bf16_add_up_in_fp32(pool4: WorkerPool):
-    # Above 256 bf16 is even: one by one, the ones would be lost. 259 itself rounds to 260.
+    # Above 256 bf16 has even numbers only: adding 1 changes nothing. 259 rounds to 260.
     ones = torch.ones((), dtype=torch.bfloat16)
     assert (((256 * ones) + ones) + ones) + ones == 256
     for forward, backward in pool4.run(_sums_of_shards):
@@ -285,7 +285,7 @@ def test_collectives_are_sound_custom_ops(pool2: WorkerPool):
 
 
 def _allocated(config: DispatchConfig, dtype: torch.dtype, packed: bool) -> BufferBytes:
-    """Bytes of new storage behind the results of every stage, on this rank."""
+    """Return the bytes of new storage behind the results of every stage, on this rank."""
     here = grid(config.num_ranks, config.etp_size)
     exchange = exchange_of(here, config.num_local_experts, packed)
     known: dict[int, Tensor] = {}  # Keeps everything alive, so that no address is used twice.
@@ -309,8 +309,8 @@ def _allocated(config: DispatchConfig, dtype: torch.dtype, packed: bool) -> Buff
     experts = new_bytes(given.rows_ND, given.probs_N, given.kept_SL, given.offsets_LS)
     out_ND = given.rows_ND.clone()
     returned = exchange.disarrange(out_ND, given.offsets_LS)
-    home = exchange.move_back(returned)
-    back = new_bytes(out_ND, returned.rows_MCD, home.rows_MCD)
+    moved_back = exchange.move_back(returned)
+    back = new_bytes(out_ND, returned.rows_MCD, moved_back.rows_MCD)
     return BufferBytes(send=send, receive=receive, experts=experts, back=back, plan=plan_bytes)
 
 
