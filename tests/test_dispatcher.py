@@ -16,9 +16,10 @@ from hypothesis import given
 from torch import Tensor
 
 from padded_dispatch import DispatchConfig, Dispatched, ExpertInput, PaddedDispatcher, reference
-from padded_dispatch.utils.launch import WorkerError, WorkerPool
+from padded_dispatch.utils.launch import WorkerError
 from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.grids import Grid, grid, poisoned_memory
+from tests.support.pool import WorkerPool
 from tests.support.routing_cases import RoutingCase, assert_same, routing_cases
 
 GRIDS_OF_2 = pytest.mark.parametrize(("num_ranks", "etp_size"), [(2, 1), (1, 2)])

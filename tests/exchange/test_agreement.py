@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.exchange.agreement import Agreement, _new_mirror
-from padded_dispatch.utils.launch import WorkerError, WorkerPool
+from padded_dispatch.utils.launch import WorkerError
+from tests.support.pool import WorkerPool
 
 SAME = dict(T=5, D=3, E=4, K=2, capacity_factor=1.0, dtype=torch.float32)
 
@@ -110,7 +111,7 @@ def _gather_ranks_through_a_mirror() -> list[int]:
     return [int(rank) for rank in gathered]
 
 
-def test_a_twin_does_not_depend_on_other_groups(pool2):
+def test_a_mirror_does_not_depend_on_other_groups(pool2):
     """On GPUs, where the group is NCCL's, each rank makes a gloo mirror of it."""
     ranks = pool2.run(_gather_ranks_through_a_mirror, timeout_s=30)
     assert ranks == [[0, 1], [0, 1]]

@@ -30,9 +30,9 @@ from padded_dispatch.exchange.alltoall import (
 )
 from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.ops.plan import make_plan
-from padded_dispatch.utils.launch import WorkerPool
 from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.grids import Grid, grid, poisoned_memory
+from tests.support.pool import WorkerPool
 from tests.support.routing_cases import assert_same
 
 GRIDS_OF_2 = pytest.mark.parametrize(("num_ranks", "etp_size"), [(2, 1), (1, 2)])

@@ -213,7 +213,7 @@ def test_a_group_that_splits_experts_is_refused():
         (
             torch.bfloat16,
             torch.float32,
-            "tokens must be on a GPU .*, got tokens on cpu; .* 'alltoall'",
+            "tokens must be on a GPU .*, got tokens on cpu; .*='alltoall'",
         ),
     ],
 )

@@ -33,11 +33,11 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.alltoall import AllToAllExchange, all_to_all, group_name
-from padded_dispatch.exchange.direct import DirectExchange, _return_rows, _push_rows
+from padded_dispatch.exchange.direct import DirectExchange, _push_rows, _return_rows
 from padded_dispatch.kernels import direct as kernels
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
 from padded_dispatch.ops.select import select
-from padded_dispatch.utils.launch import WorkerError, WorkerPool, _torchrun_env, start_workers
+from padded_dispatch.utils.launch import WorkerError, start_workers, torchrun_env
 from tests.support.direct_parity import (
     Layer,
     captured,
@@ -50,6 +50,7 @@ from tests.support.direct_parity import (
     small_run,
 )
 from tests.support.gpu_rows import Rows, add_only, add_results, wants
+from tests.support.pool import WorkerPool
 
 LIMIT_S = 60.0
 
@@ -220,7 +221,7 @@ def lost_rank(num_ranks: int, how: str) -> dict[str, Any]:
         processes = [
             spawn.Process(
                 target=lose_a_rank,
-                args=(how, _torchrun_env(rank, num_ranks, store.port), str(log), left),
+                args=(how, torchrun_env(rank, num_ranks, store.port), str(log), left),
                 daemon=True,
             )
             for rank, log in enumerate(logs)

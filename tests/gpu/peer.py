@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from padded_dispatch.bench.cases import MODELS
 from padded_dispatch.dispatcher import Dispatched
-from padded_dispatch.utils.launch import WorkerPool
 from tests.gpu.direct import ENVIRONMENT, graphed_us, run_part
 from tests.support.direct_parity import Layer, make_inputs, my_gpu
 from tests.support.gpu_rows import Rows, add_results
+from tests.support.pool import WorkerPool
 
 FACTORS = (1.0, 1.25, 2.0, None)
 _TOKENS = 4096

@@ -19,8 +19,8 @@ from padded_dispatch import experts
 from padded_dispatch.megatron import PaddedOptions, install, padded_spec, uninstall
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.experts import _FIELDS, PackedExperts, _say, chosen_experts
-from padded_dispatch.utils.launch import WorkerPool
 from tests.support import parity, tiny
+from tests.support.pool import WorkerPool
 
 PACKED = PaddedOptions(experts="packed")
 AUTO = PaddedOptions(experts="auto")
