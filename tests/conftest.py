@@ -1,4 +1,4 @@
-"""Worker pools for the whole session, since starting processes costs more than most tests."""
+"""Session-wide worker pools: starting processes costs more than most tests."""
 
 import gc
 import os
@@ -9,44 +9,44 @@ import pytest
 import torch
 from hypothesis import settings
 
-from padded_dispatch.utils.launch import WorkerPool
 from tests.support.ahead import Ahead
 from tests.support.forks import fork_workers
+from tests.support.pool import WorkerPool
 
 if not torch.cuda.is_available():
-    torch.set_num_threads(1)  # Tensors are small, and other cores have tests of their own.
-    # Before any test imports a kernel: without a GPU, Triton's interpreter runs them.
+    torch.set_num_threads(1)  # Tensors are small, and other cores run other tests.
+    # Set before any test imports a kernel: without a GPU, Triton's interpreter runs kernels.
     os.environ["TRITON_INTERPRET"] = "1"
     from tests.support.interpreter import patch_once
 
     patch_once()
-    # Here already: workers import while this process collects, and pytest captures what they say.
+    # Now: workers import while this process collects, and pytest captures their output.
     fork_workers()
 
-# The same examples in every run, and no limit on the time of one.
+# The same examples in every run, and no time limit for an example.
 settings.register_profile("padded_dispatch", derandomize=True, deadline=None)
 settings.load_profile("padded_dispatch")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make room for tests that run beside the others."""
+    """Register the plugin for tests marked `ahead`."""
     config.pluginmanager.register(Ahead())
 
 
 def pytest_collection_finish() -> None:
-    """Let garbage collection pass over what importing and collecting have made for good."""
+    """Exclude objects of imports and collection from garbage collection: they live to the end."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter clean up as ever."""
+    """Restore garbage collection, for a normal interpreter shutdown."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def stock_megatron() -> Iterator[None]:
-    """What one module installs, if only to look at settings, does not reach the next."""
+    """Remove our patches of Megatron after each test module."""
     yield
     if installed := sys.modules.get("padded_dispatch.megatron.install"):
         installed.uninstall()
@@ -54,21 +54,21 @@ def stock_megatron() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pool2() -> Iterator[WorkerPool]:
-    """Two workers with a gloo default group; they start at their first use."""
+    """Provide two workers with a gloo default group; they start at their first use."""
     with WorkerPool(2) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def pool4() -> Iterator[WorkerPool]:
-    """Four workers with a gloo default group; they start at their first use."""
+    """Provide four workers with a gloo default group; they start at their first use."""
     with WorkerPool(4) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
 def gpu_pools(request) -> Iterator[dict[int, WorkerPool]]:
-    """Workers with a GPU each, under the module's `ENVIRONMENT`; they start at their first use."""
+    """Provide pools with one GPU per worker, under the module's `ENVIRONMENT`, by size."""
     pools = {ranks: WorkerPool(ranks, backend="nccl") for ranks in (1, 2, 4, 8)}
     with pytest.MonkeyPatch.context() as environment:
         for name, value in getattr(request.module, "ENVIRONMENT", {}).items():
@@ -80,6 +80,6 @@ def gpu_pools(request) -> Iterator[dict[int, WorkerPool]]:
 
 @pytest.fixture
 def cuda() -> torch.device:
-    """The GPU of tests that need one in this process."""
-    assert torch.cuda.is_available(), "tests marked gpu were asked for, and there is no GPU"
+    """Return the GPU, for tests that need one in this process."""
+    assert torch.cuda.is_available(), "tests marked gpu need a CUDA device"
     return torch.device("cuda")

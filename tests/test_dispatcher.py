@@ -1,4 +1,4 @@
-"""The dispatcher with experts in the middle, on real ranks, against the reference, bit by bit.
+"""Dispatch, experts and combine on real ranks against the reference, bit by bit.
 
 Tokens, weights and gradients are small whole numbers and probabilities are eighths, so that every
 product and sum is exact in fp64 and equality needs no tolerance.
@@ -16,9 +16,10 @@ from hypothesis import given
 from torch import Tensor
 
 from padded_dispatch import DispatchConfig, Dispatched, ExpertInput, PaddedDispatcher, reference
-from padded_dispatch.utils.launch import WorkerError, WorkerPool
+from padded_dispatch.utils.launch import WorkerError
 from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.grids import Grid, grid, poisoned_memory
+from tests.support.pool import WorkerPool
 from tests.support.routing_cases import RoutingCase, assert_same, routing_cases
 
 GRIDS_OF_2 = pytest.mark.parametrize(("num_ranks", "etp_size"), [(2, 1), (1, 2)])
@@ -29,7 +30,7 @@ LOCAL_EXPERTS, TOP_K, TOKENS, HIDDEN = 2, 3, 7, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What the routers of all sources said."""
+    """Tokens, routing and gradients of all sources."""
 
     map_STE: np.ndarray
     probs_STE: np.ndarray
@@ -51,8 +52,12 @@ class OneRank:
 
 
 def make_batch(config: DispatchConfig, routing: str, seed: int = 0) -> Batch:
-    """thin: 0 to K experts per token. hot: one expert overflows. same: most experts get nothing.
-    idle: the last rank asks for nobody. masked: some tokens, and all of rank 0, are padding."""
+    """Make the payloads of all sources for one routing.
+
+    thin: 0 to K experts per token. hot: one expert overflows. same: most experts get no token.
+    idle: tokens of the last rank ask for no expert. masked: some tokens, and all tokens of rank 0,
+    are padding.
+    """
     generator = np.random.default_rng(seed)
     num_tokens = 1 if routing == "tiny" else TOKENS
     sources, experts = config.num_sources, config.num_experts
@@ -78,7 +83,7 @@ def make_batch(config: DispatchConfig, routing: str, seed: int = 0) -> Batch:
 
 
 def weight(i: int, r: int) -> np.ndarray:
-    """[L, D, D] of shard i of the experts of rank r."""
+    """Return the weights [L, D, D] of shard i of the experts of rank r."""
     generator = np.random.default_rng([i, r])
     return generator.integers(-3, 4, (LOCAL_EXPERTS, HIDDEN, HIDDEN)).astype(np.float64)
 
@@ -95,7 +100,7 @@ def numpy_experts_backward(
 
 
 def is_real(given: ExpertInput) -> Tensor:
-    """bool [N]: which rows hold a token."""
+    """Return bool [N], True for rows that hold a token."""
     num_sources, num_local_experts = given.kept_SL.shape
     capacity = given.rows_ND.shape[0] // given.kept_SL.numel()
     c_C = torch.arange(capacity)
@@ -103,7 +108,7 @@ def is_real(given: ExpertInput) -> Tensor:
 
 
 def poison(rows: Tensor, is_real_N: Tensor) -> Tensor:
-    """NaN in every padded row, of the values and of the gradient that comes back through them."""
+    """Write NaN to every padded row, of the values and of their gradient in backward."""
 
     def nan(values: Tensor) -> Tensor:
         return torch.where(is_real_N.view(-1, *[1] * (values.ndim - 1)), values, torch.nan)
@@ -136,7 +141,7 @@ def _grad(leaf: Tensor) -> Tensor:
 
 
 class _Step:
-    """One microbatch on one rank, in the parts that its tests put in order."""
+    """One microbatch on one rank, in two parts, so that tests can choose their order."""
 
     def __init__(self, config: DispatchConfig, batch: Batch) -> None:
         self.here = grid(config.num_ranks, config.etp_size)
@@ -151,7 +156,7 @@ class _Step:
         return dispatcher.dispatch(self.tokens_TD, self.probs_TE, self.map_TE, self.mask_T)
 
     def finish(self, dispatcher: PaddedDispatcher, dispatched: Dispatched) -> OneRank:
-        """Experts whose padded rows are all NaN, then combine and backward."""
+        """Run experts with NaN in all padded rows, then combine and backward."""
         given = dispatched.expert_input
         is_real_N = is_real(given)
         clean = ExpertInput(
@@ -185,13 +190,13 @@ def _one_step(config: DispatchConfig, batch: Batch) -> OneRank:
 
 
 def _two_in_flight(config: DispatchConfig, batches: tuple[Batch, Batch]) -> list[OneRank]:
-    """The first is dispatched first and combined last, as pipelines do."""
+    """Dispatch two microbatches and combine the first one last, as pipelines do."""
     dispatcher = _dispatcher(config)
     first, second = (_Step(config, batch) for batch in batches)
-    first_on_its_way = first.dispatch(dispatcher)
-    second_on_its_way = second.dispatch(dispatcher)
-    result = second.finish(dispatcher, second_on_its_way)
-    return [first.finish(dispatcher, first_on_its_way), result]
+    first_dispatched = first.dispatch(dispatcher)
+    second_dispatched = second.dispatch(dispatcher)
+    result = second.finish(dispatcher, second_dispatched)
+    return [first.finish(dispatcher, first_dispatched), result]
 
 
 def assert_is_reference(config: DispatchConfig, batch: Batch, results: list[OneRank]) -> None:
@@ -275,7 +280,7 @@ def test_a_dispatcher_keeps_nothing_between_calls(pool4: WorkerPool, num_ranks, 
 @pytest.mark.parametrize("packed", [False, True])
 @given(case=routing_cases())
 def test_identity_experts_on_any_routing(packed: bool, case: RoutingCase):
-    """Each token comes back times the sum of its kept probabilities; quarters, so exactly."""
+    """Each token returns times the sum of its kept probabilities: quarters, so the sum is exact."""
     map_TE, probs_TE, mask_T = case.tensors()
     num_tokens, num_experts = map_TE.shape
     config = DispatchConfig(num_experts=num_experts, top_k=num_experts, min_capacity=case.capacity)
@@ -300,7 +305,7 @@ def _layer(
 def _compiled_and_eager(
     num_ranks: int, etp_size: int, packed: bool = False
 ) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of outputs and gradients in fp32, where another order of a sum would show."""
+    """Return pairs of outputs and gradients in fp32, in which another order of sums would show."""
     config = config_of(num_ranks, etp_size)
     dispatcher = _dispatcher(config, packed)
     compiled = torch.compile(_layer, fullgraph=True, backend="aot_eager")
@@ -337,8 +342,9 @@ def test_compiled_over_ranks_is_eager_bit_by_bit(pool2: WorkerPool, num_ranks, e
 @pytest.mark.parametrize("field", ["num_ranks", "etp_size"])
 def test_a_config_of_another_size_than_its_group_is_refused(field):
     config = DispatchConfig(num_experts=4, top_k=2, **{field: 2})
-    with pytest.raises(ValueError, match=f"^{field}=2 .* its process group has 1 ranks"):
+    with pytest.raises(ValueError, match=rf"^{field}\b.*2") as refused:
         PaddedDispatcher(config)
+    assert "process group" in str(refused.value)
 
 
 def _world_for_one_rank() -> None:
@@ -346,8 +352,10 @@ def _world_for_one_rank() -> None:
 
 
 def test_a_group_of_another_size_than_its_config_is_refused(pool2: WorkerPool):
-    with pytest.raises(WorkerError, match=r"num_ranks=1 .* its process group has 2 ranks"):
+    with pytest.raises(WorkerError, match=r"num_ranks\b.*1") as refused:
         pool2.run(_world_for_one_rank)
+    for error in refused.value.errors.values():
+        assert "process group" in str(error) and "2" in str(error)
 
 
 def _exchange_with(**on_rank_1: Any) -> None:
@@ -364,7 +372,7 @@ def _exchange_with(**on_rank_1: Any) -> None:
     ],
     ids=["packed", "in flight"],
 )
-def test_ranks_agree_on_what_passes_between_them(pool2: WorkerPool, option, words):
+def test_ranks_must_choose_the_same_exchange(pool2: WorkerPool, option, words):
     with pytest.raises(WorkerError, match=words) as caught:
         pool2.run(functools.partial(_exchange_with, **option))
     assert {type(error) for error in caught.value.errors.values()} == {ValueError}
@@ -373,6 +381,6 @@ def test_ranks_agree_on_what_passes_between_them(pool2: WorkerPool, option, word
 
 def test_no_tokens_are_refused():
     dispatcher = PaddedDispatcher(DispatchConfig(num_experts=4, top_k=2))
-    with pytest.raises(ValueError, match=r"^num_tokens=0 is not possible"):
-        nobody_TE = torch.zeros(0, 4)
-        dispatcher.dispatch(torch.zeros(0, 3), nobody_TE, nobody_TE > 0)
+    with pytest.raises(ValueError, match=r"^num_tokens must .*, got 0"):
+        no_experts_TE = torch.zeros(0, 4)
+        dispatcher.dispatch(torch.zeros(0, 3), no_experts_TE, no_experts_TE > 0)

@@ -1,4 +1,4 @@
-"""64 expert-parallel ranks in one process: a real all-to-all between threads, the same code."""
+"""64 expert-parallel ranks as threads of one process, with a real all-to-all between them."""
 
 import functools
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def test_sixty_four_ranks_are_the_reference(monkeypatch, routing):
 
 
 class _Alone:
-    """A group of this rank alone, for Megatron, which asks such groups for their size only."""
+    """A group of one rank, for Megatron, which reads only the size and rank of such groups."""
 
     group_name = "alone"
 
@@ -58,7 +58,7 @@ class _Alone:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRun:
-    """Output and gradients of a rank; of its experts by id."""
+    """Output and gradients of a rank; gradients of its experts by expert id."""
 
     out_TD: Tensor
     grad_tokens_TD: Tensor
@@ -66,7 +66,7 @@ class LayerRun:
 
 
 def layer_config(num_ranks: int) -> TransformerConfig:
-    """Experts without rounding: whole numbers, ReLU, and two equal scores per token."""
+    """Return a config in which nothing rounds: whole numbers, ReLU, two equal scores per token."""
     return tiny.config(
         num_moe_experts=RANKS,
         hidden_size=RANKS,
@@ -80,7 +80,7 @@ def layer_config(num_ranks: int) -> TransformerConfig:
 
 
 def layer_run(tokens_RTD: Tensor) -> LayerRun:
-    """A step of Megatron's MoE layer; the tokens are split over the ranks."""
+    """Run a step of Megatron's MoE layer; the tokens are split over the ranks."""
     group: Any = dist.group.WORLD
     alone = ("tp", "cp", "expt_tp", "expt_dp", "tp_cp", "tp_dp_cp", "dp", "dp_cp")
     groups = ProcessGroupCollection(ep=group, tp_ep=group, **{name: _Alone() for name in alone})
@@ -115,7 +115,7 @@ def _set_weights(layer: Any) -> None:
                 parameter.copy_(torch.randint(-3, 4, parameter.shape, generator=draw))
 
 
-def test_megatrons_layer_on_sixty_four_ranks_is_that_of_one():
+def test_a_megatron_layer_on_sixty_four_ranks_equals_one_rank():
     draw = torch.Generator().manual_seed(3)
     tokens_RTD = torch.randint(-3, 4, (RANKS, 5, RANKS), generator=draw).double()
     chosen_RTK = torch.rand(RANKS, 5, RANKS, generator=draw).topk(2, dim=-1).indices
@@ -134,7 +134,7 @@ def test_megatrons_layer_on_sixty_four_ranks_is_that_of_one():
     assert all(grad.any() for grad in alone.grad_experts[7])
 
 
-def test_one_of_sixty_four_with_another_shape_is_named():
+def test_an_error_names_the_rank_with_another_shape():
     def work() -> None:
         num_tokens = 5 + (dist.get_rank() == 63)
         config = config_of(RANKS)

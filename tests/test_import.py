@@ -1,4 +1,4 @@
-"""`import padded_dispatch` needs torch and NumPy alone, and does nothing else."""
+"""`import padded_dispatch` needs only torch and NumPy, and has no side effects."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ NOTHING = dict(
 
 
 def effects_of(statement: str) -> str:
-    """What `statement` leaves behind in a fresh interpreter, and all that it writes."""
+    """Return what `statement` changes in a fresh interpreter, and everything it writes."""
     script = REPORT.format(statement=statement)
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -56,7 +56,7 @@ def test_importing_has_no_side_effects():
     assert effects_of("import padded_dispatch") == str(NOTHING)
 
 
-def test_the_test_above_can_fail():
+def test_side_effects_are_found():
     statements = (
         "import padded_dispatch, torch, torch.distributed, logging, hypothesis",
         "logging.getLogger('padded_dispatch').addHandler(logging.NullHandler())",

@@ -1,10 +1,15 @@
-"""Imports point down only, and the core never imports Megatron or Transformer Engine."""
+"""The layout: imports point down only, and every test file has the name of its source file.
+
+The core never imports Megatron or Transformer Engine. `pytest tests/ops/test_rows*.py` runs all
+tests of padded_dispatch/ops/rows.py.
+"""
 
 import ast
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1] / "padded_dispatch"
-LAYERS = (  # Low to high; modules on one line do not see each other.
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent / "padded_dispatch"
+LAYERS = (  # Low to high; modules on one line do not import each other.
     "config",
     "utils",
     "reference kernels",
@@ -18,10 +23,22 @@ LAYERS = (  # Low to high; modules on one line do not see each other.
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 HOSTS = {"megatron", "transformer_engine"}
 HOST_USERS = {"megatron", "bench", "train"}
+# Tests of the package as a whole, of the repository, or of Megatron's side of a contract; files of
+# tests/gpu are named after what they measure.
+NOT_MIRRORED = {
+    "test_import.py",
+    "test_language.py",
+    "test_layers.py",
+    "test_notebooks.py",
+    "test_readme.py",
+    "megatron/test_contract.py",
+    "megatron/test_defects.py",
+    "megatron/test_parity.py",
+}
 
 
 def imports(path: Path) -> set[str]:
-    """Dotted names of everything that `path` imports; a relative import starts with '.'."""
+    """Return the dotted names of everything that `path` imports; a relative one starts with "."."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -54,7 +71,7 @@ def test_imports_point_down():
     assert violations(ROOT) == []
 
 
-def test_this_test_can_fail(tmp_path):
+def test_an_import_that_points_up_is_found(tmp_path):
     (tmp_path / "reference.py").write_text("from padded_dispatch.ops import kept_map")
     (tmp_path / "kernels.py").write_text(
         "import megatron.core\nfrom padded_dispatch import ops\nfrom . import config\n"
@@ -62,7 +79,7 @@ def test_this_test_can_fail(tmp_path):
         "from padded_dispatch.config import Policy\nimport torch\n"
     )
     (tmp_path / "exchange").mkdir()
-    (tmp_path / "exchange" / "nccl.py").write_text(
+    (tmp_path / "exchange" / "alltoall.py").write_text(
         "from padded_dispatch.exchange import Slots\nfrom padded_dispatch.dispatcher import check\n"
     )
     (tmp_path / "train.py").write_text("import megatron.core\nfrom padded_dispatch.bench import x")
@@ -77,6 +94,39 @@ def test_this_test_can_fail(tmp_path):
     ]
 
 
-def test_every_module_has_a_place():
+def test_every_module_has_a_layer():
     modules = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert modules - {"__init__", "__main__", "__pycache__"} <= set(LEVEL)
+
+
+def without_source(tests: Path, root: Path) -> list[str]:
+    """Return the test files FOLDER/test_STEM[_ASPECT].py that have no source FOLDER/STEM.py."""
+    found = []
+    for path in tests.rglob("test_*.py"):
+        name = path.relative_to(tests)
+        words = path.stem.removeprefix("test_").split("_")
+        stems = ("_".join(words[:end]) for end in range(1, len(words) + 1))
+        mirrors = any((root / name.parent / f"{stem}.py").exists() for stem in stems)
+        if not mirrors and name.parts[0] != "gpu" and name.as_posix() not in NOT_MIRRORED:
+            found.append(name.as_posix())
+    return sorted(found)
+
+
+def test_every_test_file_mirrors_a_source_file():
+    assert without_source(TESTS, ROOT) == []
+
+
+def test_a_test_file_without_source_is_found(tmp_path):
+    (tmp_path / "root" / "ops").mkdir(parents=True)
+    (tmp_path / "root" / "ops" / "rows.py").touch()
+    for name in ("ops/test_rows.py", "ops/test_rows_packed.py", "gpu/test_x.py", "test_readme.py"):
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / name).touch()
+    assert without_source(tmp_path / "tests", tmp_path / "root") == []
+    for name in ("ops/test_row.py", "ops/test_plan_rows.py", "test_rows.py"):
+        (tmp_path / "tests" / name).touch()
+    assert without_source(tmp_path / "tests", tmp_path / "root") == [
+        "ops/test_plan_rows.py",
+        "ops/test_row.py",
+        "test_rows.py",
+    ]

@@ -1,13 +1,14 @@
-"""Ranks agree before they talk.
+"""Compare, before each call, the values that decide every shape, so that no rank is left waiting.
 
-An equal-split collective between ranks that disagree about a shape hangs, or worse, succeeds. So
-every eager call first compares its facts over the group on the host, through a gloo twin of the
-group, and a mismatch raises the same error on every rank before any device collective. Comparing
-only shapes that are new would hang: the rank that alone sees a new one would wait for peers that
-are already in the collective. Measured with two processes on two cores: 0.6 ms a call.
+An equal-split collective hangs, or silently returns wrong rows, if two ranks call it with different
+shapes. So every eager call first compares its invariants (T, C, dtype and the like) over the group
+on the host, through a gloo mirror of the group. A mismatch raises the same error on every rank,
+before any device collective. Comparing new shapes only would hang: a rank that meets a shape for
+the first time would wait in the comparison for peers that are already in the device collective.
+Measured with two processes on two cores: 0.6 ms a call.
 
-A captured graph runs no Python, and cannot change either: inside a capture a fact that was not
-agreed on in an eager call before raises.
+Replaying a CUDA graph runs no Python, and its shapes cannot change. Inside a capture, invariants
+that no eager call has compared before raise.
 """
 
 from datetime import timedelta
@@ -23,85 +24,93 @@ from torch.distributed import (
 
 from padded_dispatch.exchange.alltoall import group_name
 
-_PATIENCE = timedelta(minutes=10)  # with a peer that never comes, as long as NCCL's default
+_TIMEOUT = timedelta(minutes=10)  # of one comparison; NCCL's default
 
-# Every dtype has a number, so that a rank with an odd one is told of as well.
+# Encode dtypes as ints, so that a mismatch is reported like any other.
 _DTYPES = tuple(
     dict.fromkeys(value for value in vars(torch).values() if isinstance(value, torch.dtype))
 )
 
 
 class Agreement:
-    """Compares named whole numbers over a process group before each call.
+    """A comparison of named integers over process groups before each call.
+
+    Creating one is a collective call of each group's members.
 
     Args:
-        groups: those whose ranks must agree; groups of one rank cost nothing. Creating the object
-            is a collective call of each group's members.
+        groups: the groups whose ranks must pass equal values. None and groups of one rank cost
+            nothing.
     """
 
     def __init__(self, *groups: dist.ProcessGroup | None) -> None:
         wide = [group for group in groups if group is not None and group.size() > 1]
-        self._twins = [_twin(group) for group in wide]
+        self._mirrors = [_mirror(group) for group in wide]
         self._num_calls = 0
-        self._agreed: set[tuple[tuple[str, int], ...]] = set()
+        self._compared: set[tuple[tuple[str, int], ...]] = set()
 
-    def check(self, *, dtype: torch.dtype, **facts: int) -> None:
-        """Compare `facts` with every other rank's.
+    def check(self, *, dtype: torch.dtype | None = None, **invariants: int) -> None:
+        """Raise on every rank if the invariants of one rank differ.
 
         Args:
-            dtype: of the rows.
-            facts: whole numbers; their names appear in the error.
+            dtype: dtype of the rows, if the call moves rows.
+            **invariants: integers under free names; the error shows the names. All ranks must pass
+                the same names.
 
         Raises:
-            ValueError: on every rank of all groups if one differs, with all values.
+            ValueError: on every rank of all groups if a value, or the number of calls so far,
+                differs between two ranks; it lists the value of each rank. Inside a capture: if no
+                eager call has compared these invariants.
         """
         if torch.compiler.is_compiling():
-            return  # Dynamo guards shapes itself, and a traced program has no host to ask.
-        key = (*sorted(facts.items()), ("dtype", _DTYPES.index(dtype)))
+            return  # Dynamo guards shapes itself, and a traced program cannot run collectives here.
+        key = tuple(sorted(invariants.items()))
+        if dtype is not None:
+            key += (("dtype", _DTYPES.index(dtype)),)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            if self._twins and key not in self._agreed:
+            if self._mirrors and key not in self._compared:
+                shown = ", ".join(f"{name}={_show(name, value)}" for name, value in key)
                 raise ValueError(
-                    f"{_words(key)} is first seen inside a CUDA graph capture: run one eager step "
-                    "with the same shapes before capturing"
+                    "shapes inside a CUDA graph capture must be those of an earlier eager step, "
+                    f"got {shown}; run one eager step with the same shapes before capturing"
                 )
             return
         self._num_calls += 1
-        if self._twins:
+        if self._mirrors:
             self._compare(key)
-        self._agreed.add(key)
+        self._compared.add(key)
 
     def _compare(self, key: tuple[tuple[str, int], ...]) -> None:
         rows = torch.tensor([[dist.get_rank(), self._num_calls, *(value for _, value in key)]])
-        # Each group passes on what the last one heard, so that a mismatch anywhere in the grid of
-        # groups reaches all of it: a rank that does not know would wait for those that raised.
-        for twin in self._twins:
-            everyone = [torch.empty_like(rows) for _ in range(twin.size())]
-            twin.allgather([everyone], [rows]).wait()
-            rows = torch.cat(everyone)
+        # Each group gathers what the previous group gathered, so that a mismatch anywhere in the
+        # grid of groups raises on the whole grid: a rank that did not see it would wait for others.
+        for mirror in self._mirrors:
+            gathered = [torch.empty_like(rows) for _ in range(mirror.size())]
+            mirror.allgather([gathered], [rows]).wait()
+            rows = torch.cat(gathered)
         ranks, *columns = rows.T.tolist()
         _raise_if_different(("call number", *(name for name, _ in key)), ranks, columns)
 
 
-# By the group, which ends with its process group; twins of a world that is gone are gone, too.
-_twins: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+# Keyed weakly by the mirrored group: a mirror ends when its group's world is destroyed.
+_mirrors: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
-def _twin(group: dist.ProcessGroup) -> Any:
-    """A gloo group over the same ranks: one for all layers, since each costs sockets."""
+def _mirror(group: dist.ProcessGroup) -> Any:
+    """Return a gloo group over the same ranks, the same one for all layers: each costs sockets."""
     if dist.get_backend(group) == "gloo":
         return group
-    if group not in _twins:
-        _twins[group] = _new_twin(group)
-    return _twins[group]
+    if group not in _mirrors:
+        _mirrors[group] = _new_mirror(group)
+    return _mirrors[group]
 
 
-def _new_twin(group: dist.ProcessGroup) -> Any:
-    # Not `dist.new_group`, which either needs every rank of the world, or (with
-    # use_local_synchronization) names the group by how many groups this process has: ranks of one
-    # group that are in different numbers of others would wait for each other for ever.
+def _new_mirror(group: dist.ProcessGroup) -> Any:
+    # Not `dist.new_group`. It either needs every rank of the world, or (with
+    # use_local_synchronization) names the group by the number of groups in this process: ranks of
+    # one group that are members of different numbers of others would wait for each other for ever.
     name = f"padded_dispatch/{group_name(group)}"
     store = PrefixStore(name, distributed_c10d._get_default_store())
-    return dist.ProcessGroupGloo(store, group.rank(), group.size(), _PATIENCE)
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), _TIMEOUT)
 
 
 def _raise_if_different(names: tuple[str, ...], ranks: list[int], columns: list[list[int]]) -> None:
@@ -120,7 +129,3 @@ def _raise_if_different(names: tuple[str, ...], ranks: list[int], columns: list[
 
 def _show(name: str, value: int) -> str:
     return str(_DTYPES[value]) if name == "dtype" else str(value)
-
-
-def _words(key: tuple[tuple[str, int], ...]) -> str:
-    return ", ".join(f"{name}={_show(name, value)}" for name, value in key)

@@ -1,21 +1,22 @@
 """The exchange over equal-split collectives: NCCL on GPUs, gloo on CPUs.
 
-Every slot travels, full or empty, so nobody has to know how many rows are real. Beside the rows
-goes one small all-to-all with probabilities and counts. Expert tensor parallelism gathers the
-sources of all ranks that split an expert, and sums their partial outputs on the way back.
+Every slot travels, full or empty, so no rank has to receive counts before the rows. A second, small
+all-to-all carries probabilities and counts. Expert tensor parallelism gathers the slots of all
+ranks that split an expert, and sums their partial outputs on the way back.
 
-Experts that take packed rows get them in one pass over the real rows, and empty slots travel as
-they are, unwritten and unread; the padded layout costs a copy of everything wherever both L and S
-are above 1.
+If the experts take packed rows, one kernel packs the real rows after the exchange; empty slots
+travel unwritten and are not read. The padded layout costs a copy of all slots if both L and S are
+above 1.
 
-Equal-split collectives as custom ops over a named process group.
+The collectives are custom ops over a named process group. Each allocates its result and changes
+nothing else. Autograd, fake tensors and `torch.compile(fullgraph=True)` therefore treat it as an
+ordinary op, and a CUDA graph records one NCCL call on the current stream. (torch's own functional
+collectives run on NCCL's stream and keep their work in a registry until a wait; neither is of use
+inside a graph.) A reduction accumulates in at least fp32, whatever the rows' dtype.
 
-Functional: each allocates its result and changes nothing else, so autograd, fake tensors and
-`torch.compile(fullgraph=True)` see an ordinary op, and a CUDA graph records one NCCL call on the
-current stream. (torch's own functional collectives run on NCCL's stream and keep their work in a
-registry until somebody waits for it; neither is of use inside a graph.)
-
-Reducing accumulates in at least fp32, whatever the rows' dtype.
+Letters: T tokens, E experts, R expert-parallel ranks, L = E / R local experts, S sources (R times
+the expert-tensor-parallel size), C slots per (source, expert), D hidden size, N = L * S * C rows;
+M buffers of C slots: E before the exchange, R * L after it, S * L after the gather.
 """
 
 from typing import Any, cast
@@ -38,25 +39,25 @@ from padded_dispatch.ops.rows import (
 )
 from padded_dispatch.utils.nvtx import nvtx_range
 
-# torch 2.13 deprecates the longer names; 2.8 knows no others.
+# torch 2.13 deprecates the longer names; 2.8 has no others.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def group_name(group: dist.ProcessGroup) -> str:
-    """The name under which the ops below find `group`."""
+    """Return the name under which custom ops find `group`."""
     return cast(str, group.group_name)
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    # Private, but the one that torch's own functional collectives are built on; its argument's
-    # type has a different name in each release.
+    # Private, but torch's own functional collectives are built on it. Its argument's type has a
+    # different name in each release, hence the cast.
     return cast(Any, distributed_c10d)._resolve_process_group(name)
 
 
 @custom_op("padded_dispatch::all_to_all", mutates_args=())
 def all_to_all(blocks: Tensor, name: str) -> Tensor:
-    """Block r of dim 0 to rank r; the result holds block r from rank r. Its own transpose."""
+    """Send block r of dim 0 to rank r and receive block r from rank r. Its own transpose."""
     received = torch.empty_like(blocks, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, blocks.contiguous(), group=_group(name))
     return received
@@ -64,7 +65,7 @@ def all_to_all(blocks: Tensor, name: str) -> Tensor:
 
 @custom_op("padded_dispatch::all_gather", mutates_args=())
 def all_gather(block: Tensor, name: str, size: int) -> Tensor:
-    """Everybody's block, concatenated along dim 0 by rank. Transpose of `reduce_scatter`."""
+    """Concatenate the blocks of all ranks along dim 0. Transpose of `reduce_scatter`."""
     gathered = block.new_empty(size * block.shape[0], *block.shape[1:])
     _all_gather(gathered, block.contiguous(), group=_group(name))
     return gathered
@@ -72,7 +73,7 @@ def all_gather(block: Tensor, name: str, size: int) -> Tensor:
 
 @custom_op("padded_dispatch::reduce_scatter", mutates_args=())
 def reduce_scatter(blocks: Tensor, name: str, size: int) -> Tensor:
-    """The sum over ranks of this rank's block of dim 0. Transpose of `all_gather`."""
+    """Sum this rank's block of dim 0 over all ranks. Transpose of `all_gather`."""
     wide = blocks.to(torch.promote_types(blocks.dtype, torch.float32)).contiguous()
     summed = wide.new_empty(wide.shape[0] // size, *wide.shape[1:])
     _reduce_scatter(summed, wide, group=_group(name))
@@ -110,7 +111,7 @@ reduce_scatter.register_autograd(
 )
 
 
-class CollectiveExchange:
+class AllToAllExchange:
     """`Exchange` with one equal-split all-to-all each way.
 
     Args:
@@ -138,18 +139,18 @@ class CollectiveExchange:
 
     @nvtx_range("gather")
     def prepare(self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan) -> Slots:
-        """Tokens and their probabilities into slots: rows [E, C, D], side [E, C + 1]."""
+        """Gather tokens and probabilities into slots: rows [E, C, D], meta [E, C + 1]."""
         rows_MCD = gather_rows(tokens_TD, plan, zeros=not self.packed)
         return Slots(rows_MCD=rows_MCD, meta_MC1=gather_meta(probs_TE, plan))
 
     @nvtx_range("exchange")
     def move(self, outgoing: Slots) -> Slots:
-        """Slots to the ranks of their experts: [E, ...] to [R * L, ...]."""
+        """Send slots to the ranks of their experts: [E, ...] to [R * L, ...]."""
         return self._all_to_all(outgoing)
 
     @nvtx_range("regroup")
     def arrange(self, incoming: Slots) -> ExpertInput:
-        """[S * L, C, D] to rows [N, D] with N = L * S * C, by expert."""
+        """Reorder [R * L, C, D] to rows [N, D] by expert; gather them over the etp group first."""
         rows_MCD, meta_MC1 = incoming.rows_MCD, incoming.meta_MC1
         assert meta_MC1 is not None
         if self.etp_size > 1:
@@ -174,7 +175,7 @@ class CollectiveExchange:
 
     @nvtx_range("regroup")
     def disarrange(self, out_ND: Tensor, offsets_LS: Tensor | None) -> Slots:
-        """[N, D] to [R * L, C, D], summed over the ranks that split an expert."""
+        """Reorder [N, D] to [R * L, C, D], and sum them over the ranks that split an expert."""
         if offsets_LS is not None:
             rows_MCD = unpack_rows(out_ND, offsets_LS, zeros=False)
         else:
@@ -186,12 +187,12 @@ class CollectiveExchange:
 
     @nvtx_range("exchange")
     def move_back(self, outgoing: Slots) -> Slots:
-        """Slots home to the ranks of their tokens: [R * L, C, D] to [E, C, D]."""
+        """Send slots back to the ranks of their tokens: [R * L, C, D] to [E, C, D]."""
         return self._all_to_all(outgoing)
 
     @nvtx_range("combine")
     def combine(self, incoming: Slots, plan: DispatchPlan, offsets_LS: Tensor | None) -> Tensor:
-        """The sum of its slots for every token, [T, D]."""
+        """Return the sum of every token's slots, [T, D]."""
         return combine_rows(incoming.rows_MCD, plan, zeros=not self.packed)
 
     def _all_to_all(self, slots: Slots) -> Slots:

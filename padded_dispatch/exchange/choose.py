@@ -48,7 +48,7 @@ from torch import Tensor
 from padded_dispatch.config import DispatchConfig, require
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.alltoall import CollectiveExchange
+from padded_dispatch.exchange.alltoall import AllToAllExchange
 from padded_dispatch.exchange.direct import DirectExchange
 from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.exchange.symmetric_memory import Shape, direct_bytes, free_bytes
@@ -164,10 +164,10 @@ class LayerExchanges:
             self._packed = (
                 LocalExchange(num_local_experts)
                 if one_rank
-                else CollectiveExchange(num_local_experts, group, etp_group, packed=True)
+                else AllToAllExchange(num_local_experts, group, etp_group, packed=True)
             )
         if layout != "packed":
-            self._padded = CollectiveExchange(num_local_experts, group, etp_group, packed=False)
+            self._padded = AllToAllExchange(num_local_experts, group, etp_group, packed=False)
         self._choices: dict[tuple[int, int], Choice] = {}
 
     def choose(self, config: DispatchConfig, tokens_TD: Tensor) -> Choice:

@@ -1,8 +1,11 @@
-"""The exchange of one rank with itself, for experts that take packed rows: there is none.
+"""The exchange for one rank and packed rows: tokens go straight to their packed rows.
 
-All rows of an expert come from one source, so their place among the packed ones follows from the
-plan. Tokens go straight there, and their outputs are summed where they lie: buffers of slots, which
-`CollectiveExchange` would fill, pack, and fill again on the way back, do not exist.
+All rows of an expert come from one source, so the plan alone decides where each packed row lies.
+`prepare` writes the tokens there, and `combine` sums the experts' outputs where they lie.
+`AllToAllExchange` would fill buffers of slots, pack them, and fill slots again on the way back.
+
+Letters: T tokens, E experts, D hidden size, C slots per expert, N = E * C rows, L = E local
+experts, S = 1 source, K experts per token; see `padded_dispatch.config`.
 """
 
 import torch
@@ -23,8 +26,8 @@ from padded_dispatch.utils.nvtx import nvtx_range
 class LocalExchange(PackedAtOnce):
     """`Exchange` without peers.
 
-    What passes between the stages has the shapes of `CollectiveExchange`, but rows [E, C, D] are
-    packed already: read flat, the real ones come first.
+    Between the stages, tensors have the shapes of `AllToAllExchange`, but rows [E, C, D] are packed
+    already: as [N, D], the real ones come first.
 
     Args:
         num_local_experts: all experts (E).
@@ -37,14 +40,14 @@ class LocalExchange(PackedAtOnce):
 
     @nvtx_range("gather")
     def prepare(self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan) -> Slots:
-        """Tokens into packed rows [E, C, D], their probabilities into slots [E, C + 1]."""
+        """Gather tokens into packed rows [E, C, D], and probabilities into slots [E, C + 1]."""
         rows_ND = gather_packed(tokens_TD, plan, running_offsets(plan.kept_E[None]))
         rows_ECD = rows_ND.unflatten(0, plan.choice_of_slot_EC.shape)
         return Slots(rows_MCD=rows_ECD, meta_MC1=gather_meta(probs_TE, plan))
 
     @nvtx_range("regroup")
     def arrange(self, incoming: Slots) -> ExpertInput:
-        """The same rows, [N, D], where they end, and the probabilities beside them."""
+        """Return the same rows as [N, D], with their offsets and packed probabilities."""
         meta_EC1 = incoming.meta_MC1
         assert meta_EC1 is not None
         kept_SL = meta_EC1[None, :, -1].detach().to(torch.int32)
@@ -58,6 +61,6 @@ class LocalExchange(PackedAtOnce):
 
     @nvtx_range("combine")
     def combine(self, incoming: Slots, plan: DispatchPlan, offsets_LS: Tensor | None) -> Tensor:
-        """The sum of its packed rows for every token, [T, D]."""
+        """Return the sum of every token's packed rows, [T, D]."""
         assert offsets_LS is not None
         return combine_packed(incoming.rows_MCD.flatten(0, 1), plan, offsets_LS)

@@ -1,26 +1,29 @@
-"""Memory of all ranks of a group, alike, that each of them can store to.
+"""Symmetric memory: the same buffers on every rank of a group, which all its ranks can write to.
 
-It is torch's symmetric memory on its CUDA backend: needed are GPUs of one host that reach each
-other (NVLink), and neither NVSHMEM nor multicast. Allocating is a collective call of the group and
-never happens during a capture: it belongs to the first eager call with a shape, which the ranks
-have agreed on. What is needed is logged, and refused where it does not fit, before it is allocated.
+It stands on the CUDA backend of torch's symmetric memory. It needs GPUs of one host that can access
+each other (NVLink), and neither NVSHMEM nor multicast. Allocating is a collective call of the group
+and never happens during a capture: the first eager call with a shape allocates, after the ranks
+have compared that shape. Before that, the bytes are logged, and a layer that does not fit raises.
 
-Who owns what. A `Landing` is where the rows for this rank's experts arrive. `DirectBuffers`, one
-per layer and shape, has one for each microbatch in flight, in turns: they are what the experts save
-for backward, so no copy of them exists, and one must not be used again before that backward is
-done. (Turns are right where microbatches end in the order in which they began, as in all of
-Megatron's schedules; too few are noticed by the tensors of the last turn, which are still alive.)
-`Transient` is used by all layers of the same shape, one after another: the counts, the slots that
-rows come home to, and a landing for gradients, which live until the next layer's. Everything is
-freed with its owners; what an exchange has returned must not outlive it.
+Owners. A `ReceiveBuffer` takes the rows that arrive for this rank's experts. `DirectBuffers`, one
+per layer and shape, owns one of them for each microbatch in flight and uses them in turn. The
+experts save these rows for backward without a copy, so a buffer must not be used again before that
+backward is done. (Turns are right if microbatches end in the order in which they began, as in all
+of Megatron's schedules. If there are too few turns, tensors of the last turn are still alive, and
+`next_receive_buffer` raises.) All layers of a shape share one `Workspace`, one after another: the
+counts, the slots that rows return to, and a receive buffer for gradients, whose contents last until
+the next layer's backward. Buffers are freed with their owners; tensors that an exchange returned
+must not outlive it.
 
 Elements per rank, with N = E * C rows: N * D per layer and microbatch in flight, and 2 * N * D
 shared by all layers of the same shape; everything else is small.
 
-The most device memory that this process has held since `torch.cuda.reset_peak_memory_stats()`.
+The driver allocates this memory, so torch's allocator does not count it. `allocated_gib` and
+`reserved_gib` add what is held now to torch's peaks; a layer holds its buffers as long as it lives.
 
-Memory that peers store to comes from the driver, and torch's allocator does not count it. It stays
-for as long as a layer does, so what is held now is added to torch's peak.
+Letters: E experts, L local experts, R ranks and S = R sources, C slots per (source, expert), D
+hidden size, N = E * C rows, the most that a rank's experts can receive. `..._R`: int64 [R], the
+addresses of a buffer on every rank.
 """
 
 import ctypes
@@ -38,12 +41,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from padded_dispatch.config import require
 from padded_dispatch.exchange.alltoall import group_name
 
-# With a peer that never comes. In eager all have just agreed on the host, but one may have kernels
-# to compile: as long as NCCL's default. A replay has nothing of that kind to wait for.
-_PATIENCE_MS = 600_000
-_REPLAY_PATIENCE_MS = 45_000
+# How long a barrier waits for a peer. An eager call follows a comparison on the host, but a peer
+# may still have to compile kernels: NCCL's default. A replay never waits for a compilation.
+_TIMEOUT_MS = 600_000
+_REPLAY_TIMEOUT_MS = 45_000
 _ALIGNMENT = 256
 
 _log = logging.getLogger("padded_dispatch")
@@ -52,7 +56,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What decides the buffers: E, C, D, and the dtype of rows."""
+    """The sizes that decide the buffers: E, C, D, and the dtype of rows."""
 
     num_experts: int
     capacity: int
@@ -61,123 +65,129 @@ class Shape:
 
     @property
     def num_rows(self) -> int:
-        """N, the most rows that a rank's experts can get."""
+        """N, the most rows that a rank's experts can receive."""
         return self.num_experts * self.capacity
 
 
 class PeerMemory:
-    """Bytes of every rank. Creating it is a collective call of the group, outside of captures."""
+    """The same number of bytes on every rank, mapped by all ranks of the group.
+
+    Creating it is a collective call of the group, outside of captures.
+    """
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed import _symmetric_memory
 
-        # Not `_symmetric_memory.empty`: its pool keeps what is freed, and may hand out the middle
-        # of a larger allocation, of which a handle would give the beginning.
+        # Not `_symmetric_memory.empty`. Its pool keeps freed memory, and may return the middle of a
+        # larger allocation, while a handle gives the address of the allocation's beginning.
         self._bytes = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         _held[self] = num_bytes
-        _print_at_once()
+        _line_buffer_stdout()
         name: Any = group_name(group)  # The type of a name differs between releases.
         self._handle: Any = _symmetric_memory.rendezvous(self._bytes, name)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """This rank's part at `offset` bytes, with a storage of its own."""
+        """Return this rank's memory from byte `offset` on, as a tensor with its own storage."""
         return self._handle.get_buffer(self._handle.rank, shape, dtype, offset // dtype.itemsize)
 
     def addresses(self, offset: int) -> Tensor:
-        """Where every rank's part at `offset` bytes lies, int64 [R], for kernels of this rank."""
+        """Return the addresses of byte `offset` on all ranks, int64 [R]; this rank can use them."""
         pointers = [base + offset for base in self._handle.buffer_ptrs]
         return torch.tensor(pointers, dtype=torch.int64, device=self._bytes.device)
 
     def barrier(self) -> None:
-        """Let the current stream wait for the streams of all ranks; what they did is visible.
+        """Make the current stream wait for those of all ranks, and their writes visible to it.
 
-        Its signals go back to zero, so that it can be captured. A rank that waits for too long
-        prints for whom, in ranks of the group, and its device fails.
+        The barrier resets its signals, so it can be captured. After the time limit, the kernel of a
+        waiting rank prints the missing rank (its number in the group), and its device fails.
         """
         captured = torch.cuda.is_current_stream_capturing()
-        patience_ms = _REPLAY_PATIENCE_MS if captured else _PATIENCE_MS
-        self._handle.barrier(channel=0, timeout_ms=patience_ms)
+        timeout_ms = _REPLAY_TIMEOUT_MS if captured else _TIMEOUT_MS
+        self._handle.barrier(channel=0, timeout_ms=timeout_ms)
 
 
 _held: WeakKeyDictionary[PeerMemory, int] = WeakKeyDictionary()
 
 
 def held_bytes() -> int:
-    """Of this rank, in all that is alive. Torch's allocator does not know of it."""
+    """Return the bytes of symmetric memory on this rank; torch's allocator does not count them."""
     return sum(_held.values())
 
 
-def _print_at_once() -> None:
-    """Let C's stdout, where the words of kernels go, write every line: a process whose device has
-    failed is likely to abort, and that would lose them."""
+def _line_buffer_stdout() -> None:
+    """Line-buffer C's stdout, so that what kernels print survives an abort.
+
+    A process whose device has failed is likely to abort, which loses unwritten output.
+    """
     libc = ctypes.CDLL(None)
     libc.setlinebuf(ctypes.c_void_p.in_dll(libc, "stdout"))
 
 
 class _Layout:
-    """Pieces one after another, each aligned."""
+    """Aligned parts of one allocation, one after another."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
 
     def add(self, num_elements: int, dtype: torch.dtype) -> int:
-        """Make room; the offset of the piece in bytes."""
+        """Append a part; return its offset in bytes."""
         offset = self.num_bytes
         size = num_elements * dtype.itemsize
         self.num_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
         return offset
 
 
-class Landing:
-    """Rows [N, D], and beside them fp32 [N + E]: a number for each row, then counts [S, L].
+class ReceiveBuffer:
+    """Rows [N, D] and meta, fp32 [N + E]: a number for each row, then counts [S, L].
 
-    `rows_R`, `meta_R`: where those of all ranks lie.
+    `rows_R`, `meta_R`: their addresses on every rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, shape: Shape, device: torch.device) -> None:
         layout = _Layout()
         self._shape = shape
         self._rows = layout.add(shape.num_rows * shape.width, shape.dtype)
-        self._side = layout.add(shape.num_rows + shape.num_experts, torch.float32)
+        self._meta = layout.add(shape.num_rows + shape.num_experts, torch.float32)
         self._memory = PeerMemory(group, layout.num_bytes, device)
-        self._given: list[StorageWeakRef] = []
+        self._taken: list[StorageWeakRef] = []
         self.rows_R = self._memory.addresses(self._rows)
-        self.meta_R = self._memory.addresses(self._side)
+        self.meta_R = self._memory.addresses(self._meta)
 
     @staticmethod
     def num_bytes(shape: Shape) -> int:
-        """Per rank."""
+        """Return the bytes on each rank."""
         meta = 4 * (shape.num_rows + shape.num_experts)
         return shape.num_rows * shape.width * shape.dtype.itemsize + meta
 
     def is_free(self) -> bool:
-        """Whether tensors of its last use are gone."""
+        """Return True if all tensors of the last `take` are gone."""
         if self._is_expired():
             return True
-        # The traceback of an import that failed somewhere inside the first call, and was caught
-        # there, keeps that call's frames with all that they hold until cycles are collected.
+        # If an import failed inside the first call and was caught there, its traceback keeps the
+        # frames of that call, and with them these tensors, until cycles are collected.
         gc.collect()
         return self._is_expired()
 
     def _is_expired(self) -> bool:
-        return all(storage.expired() for storage in self._given)
+        return all(storage.expired() for storage in self._taken)
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Rows and side, for one use."""
+        """Return rows and meta as new tensors, for one use."""
         shape = self._shape
         rows_ND = self._memory.tensor(self._rows, (shape.num_rows, shape.width), shape.dtype)
         num_numbers = shape.num_rows + shape.num_experts
-        meta = self._memory.tensor(self._side, (num_numbers,), torch.float32)
-        self._given = [StorageWeakRef(given.untyped_storage()) for given in (rows_ND, meta)]
+        meta = self._memory.tensor(self._meta, (num_numbers,), torch.float32)
+        self._taken = [StorageWeakRef(taken.untyped_storage()) for taken in (rows_ND, meta)]
         return rows_ND, meta
 
 
-class Transient:
-    """What all layers of one shape use in turn.
+class Workspace:
+    """Buffers that all layers of one shape use in turn.
 
-    `table_RE`: int32, the counts of all sources. `slots_ECD`, `meta_EC1`: rows, and fp32 numbers
-    beside them, that came home. `..._R`: where those of all ranks lie. `gradients`: a landing.
+    `table_RE`: int32, the counts of all sources. `slots_ECD`, `meta_EC1` [E, C + 1]: rows, and one
+    fp32 number for each, that came back to this rank. `table_R`, `slots_R`, `meta_R`: their
+    addresses on every rank. `gradients`: the receive buffer of backward passes.
     """
 
     def __init__(self, group: dist.ProcessGroup, shape: Shape, device: torch.device) -> None:
@@ -195,24 +205,28 @@ class Transient:
         self.slots_R = memory.addresses(slots_at)
         self.meta_EC1 = memory.tensor(meta_at, meta, torch.float32)
         self.meta_R = memory.addresses(meta_at)
-        self.gradients = Landing(group, shape, device)
+        self.gradients = ReceiveBuffer(group, shape, device)
 
     @staticmethod
     def num_bytes(shape: Shape, num_ranks: int) -> int:
-        """Per rank."""
-        return 2 * Landing.num_bytes(shape) + 4 * num_ranks * shape.num_experts
+        """Return the bytes on each rank."""
+        return 2 * ReceiveBuffer.num_bytes(shape) + 4 * num_ranks * shape.num_experts
 
 
 class DirectBuffers:
     """The buffers of one layer for one shape; a collective call of the group.
 
-    `key`: by which custom ops find it with `find`. `rank`: in the group.
+    `key`: the argument with which custom ops `find` it. `rank`: this rank's number in the group.
 
     Args:
-        microbatches_in_flight: microbatches whose forward is done and whose backward is not, at most.
+        group: the expert-parallel group.
+        shape: the sizes of all buffers.
+        device: this rank's GPU.
+        microbatches_in_flight: the most microbatches whose forward is done and whose backward is
+            not.
 
     Raises:
-        ValueError: on all ranks, when the memory of one does not hold it.
+        ValueError: on all ranks, if the buffers do not fit in the memory of one.
     """
 
     def __init__(
@@ -226,64 +240,75 @@ class DirectBuffers:
         assert not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing()
         self.rank = group.rank()
         self.key = f"{group_name(group)}/{next(_numbers)}"
-        own = microbatches_in_flight * Landing.num_bytes(shape)
-        self.transient = _transient(group, shape, device, own)
-        self._landings = [Landing(group, shape, device) for _ in range(microbatches_in_flight)]
+        layer_bytes = microbatches_in_flight * ReceiveBuffer.num_bytes(shape)
+        self.workspace = _workspace(group, shape, device, layer_bytes)
+        self._receive_buffers = [
+            ReceiveBuffer(group, shape, device) for _ in range(microbatches_in_flight)
+        ]
         self._turn = 0
         _buffers[self.key] = self
 
-    def next_landing(self) -> Landing:
-        """The landing of the next microbatch.
+    def next_receive_buffer(self) -> ReceiveBuffer:
+        """Return the receive buffer of the next microbatch.
 
         Raises:
-            ValueError: when it is still in use.
+            ValueError: if tensors of its last use are still alive.
         """
-        landing = self._landings[self._turn]
-        self._turn = (self._turn + 1) % len(self._landings)
-        if not landing.is_free():
-            raise ValueError(
-                f"microbatches_in_flight={len(self._landings)} is not possible: what an earlier "
-                "forward pass received is still in use; raise it to the most passes that wait for "
-                "their backward pass, such as the number of pipeline stages"
-            )
-        return landing
+        receive_buffer = self._receive_buffers[self._turn]
+        self._turn = (self._turn + 1) % len(self._receive_buffers)
+        require(
+            receive_buffer.is_free(),
+            "microbatches_in_flight",
+            len(self._receive_buffers),
+            "be at least the number of forward passes that wait for their backward pass",
+            "rows that an earlier pass received are still in use: raise it, for instance to the "
+            "number of pipeline stages",
+        )
+        return receive_buffer
 
 
 def find(key: str) -> DirectBuffers:
-    """The buffers with this key."""
+    """Return the buffers with this key."""
     return _buffers[key]
 
 
 _numbers = itertools.count()
 _buffers: WeakValueDictionary[str, DirectBuffers] = WeakValueDictionary()
-_transients: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[Shape, Transient]] = (
+_workspaces: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[Shape, Workspace]] = (
     WeakKeyDictionary()
 )
 
 
-def _transient(group: dist.ProcessGroup, shape: Shape, device: torch.device, own: int) -> Transient:
-    """The one that another layer has, or a new one; refused unless `own` bytes more fit as well."""
-    of_group = _transients.setdefault(group, WeakValueDictionary())
-    transient = of_group.get(shape)
-    # Ranks may free a layer at different times, and all have to decide alike.
-    everyone_has = all(everyone(group, transient is not None))
-    shared = 0 if everyone_has else Transient.num_bytes(shape, group.size())
+def _workspace(
+    group: dist.ProcessGroup, shape: Shape, device: torch.device, layer_bytes: int
+) -> Workspace:
+    """Return the workspace of this shape, new if no layer has one.
+
+    Raises:
+        ValueError: on all ranks, if a new one and `layer_bytes` do not fit on one rank.
+    """
+    of_group = _workspaces.setdefault(group, WeakValueDictionary())
+    workspace = of_group.get(shape)
+    # Ranks may free a layer at different times, and all must take the same branch.
+    exists = all(gather_objects(group, workspace is not None))
+    shared_bytes = 0 if exists else Workspace.num_bytes(shape, group.size())
     _log.info(
         "direct exchange, %s: %.2f GiB for one layer and %.2f GiB more for all of this shape",
         shape,
-        own / 2**30,
-        shared / 2**30,
+        layer_bytes / 2**30,
+        shared_bytes / 2**30,
     )
-    free = min(everyone(group, _free_bytes(device)))
-    if own + shared > free:
+    needed_gib = (layer_bytes + shared_bytes) / 2**30
+    free_gib = free_bytes(group, device) / 2**30
+    if needed_gib > free_gib:
         raise ValueError(
-            f"exchange='direct' is not possible: its buffers for {shape} take "
-            f"{(own + shared) / 2**30:.2f} GiB, and a rank has {free / 2**30:.2f} GiB free; lower "
-            "the capacity factor or microbatches_in_flight, or set exchange='alltoall'"
+            f"the buffers of exchange='direct' must fit on every rank, got {needed_gib:.2f} GiB "
+            f"for {shape} and a rank with {free_gib:.2f} GiB free; lower the capacity factor or "
+            "microbatches_in_flight, or set exchange='alltoall'"
         )
-    if transient is None or not everyone_has:
-        transient = of_group[shape] = Transient(group, shape, device)
-    return transient
+    if workspace is None or not exists:
+        workspace = of_group[shape] = Workspace(group, shape, device)
+    return workspace
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -293,53 +318,55 @@ def _free_bytes(device: torch.device) -> int:
 
 def direct_bytes(shape: Shape, *, num_ranks: int, num_buffers: int) -> int:
     """Return the bytes per rank of `num_buffers` receive buffers and the workspace they share."""
-    return num_buffers * Landing.num_bytes(shape) + Transient.num_bytes(shape, num_ranks)
+    return num_buffers * ReceiveBuffer.num_bytes(shape) + Workspace.num_bytes(shape, num_ranks)
 
 
 def free_bytes(group: dist.ProcessGroup, device: torch.device) -> int:
     """Return the free memory of the rank that has least; a collective call."""
-    return min(everyone(group, _free_bytes(device)))
+    return min(gather_objects(group, _free_bytes(device)))
 
 
 def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Refuse a group whose ranks cannot store to each other; a collective call.
+    """Return `group` if all its ranks can write to each other's memory; a collective call.
 
     Raises:
-        ValueError: on all ranks alike.
+        ValueError: on all ranks, if one of them cannot.
     """
     if not torch.cuda.is_available():
-        reasons = ["there is no CUDA device"]
+        obstacles = ["no CUDA device"]
     elif group is None or group.size() == 1:
-        reasons = ["the expert-parallel group has one rank"]
+        obstacles = ["an expert-parallel group of one rank"]
     else:
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        where = everyone(group, (socket.gethostname(), str(device.uuid)))
-        reasons = everyone(group, _unreachable(where))
-    for reason in reasons:
-        if reason:
+        gpus = gather_objects(group, (socket.gethostname(), str(device.uuid)))
+        obstacles = gather_objects(group, _obstacle(gpus))
+    for obstacle in obstacles:
+        if obstacle:
             raise ValueError(
-                f"exchange='direct' is not possible: {reason}; set exchange='alltoall'"
+                "the ranks of exchange='direct' must have GPUs of one host that can access each "
+                f"other, got {obstacle}; set exchange='alltoall'"
             )
     assert group is not None
     return group
 
 
-def _unreachable(where: list[tuple[str, str]]) -> str:
-    hosts = sorted({host for host, _ in where})
+def _obstacle(gpus: list[tuple[str, str]]) -> str:
+    """Return why this rank cannot write to all `gpus`, (host, UUID) by rank; "" if it can."""
+    hosts = sorted({host for host, _ in gpus})
     if len(hosts) > 1:
-        return f"the expert-parallel group spans the hosts {', '.join(hosts)}"
+        return f"an expert-parallel group that spans the hosts {', '.join(hosts)}"
     here = torch.cuda.current_device()
-    peers = {uuid for _, uuid in where}
+    peers = {uuid for _, uuid in gpus}
     for number in range(torch.cuda.device_count()):
         uuid = str(torch.cuda.get_device_properties(number).uuid)
-        reachable = number == here or torch.cuda.can_device_access_peer(here, number)
-        if uuid in peers and not reachable:
-            return f"GPU {here} cannot access GPU {number}"
+        accessible = number == here or torch.cuda.can_device_access_peer(here, number)
+        if uuid in peers and not accessible:
+            return f"GPU {here}, which cannot access GPU {number}"
     return ""
 
 
-def everyone(group: dist.ProcessGroup, value: _T) -> list[_T]:
-    """Every rank's value, on the host."""
+def gather_objects(group: dist.ProcessGroup, value: _T) -> list[_T]:
+    """Return the values of all ranks, by rank, on the host; a collective call."""
     gather: Callable[..., None] = dist.all_gather_object
     values: list[Any] = [None] * group.size()
     gather(values, value, group=group)
@@ -347,10 +374,16 @@ def everyone(group: dist.ProcessGroup, value: _T) -> list[_T]:
 
 
 def allocated_gib() -> float:
-    """By tensors, those of the direct exchange included."""
+    """Return the peak GiB of tensors, symmetric memory included.
+
+    The peak counts from `torch.cuda.reset_peak_memory_stats()` on.
+    """
     return (torch.cuda.max_memory_allocated() + held_bytes()) / 2**30
 
 
 def reserved_gib() -> float:
-    """By the caching allocator, graph pools included, and by the direct exchange."""
+    """Return the peak GiB of the caching allocator, graph pools and symmetric memory included.
+
+    The peak counts from `torch.cuda.reset_peak_memory_stats()` on.
+    """
     return (torch.cuda.max_memory_reserved() + held_bytes()) / 2**30

@@ -101,6 +101,8 @@ def _show(value: Any) -> str:
             for item in value
         ]
         return ",".join(pairs) or "none"
+    if isinstance(value, float):
+        return show_factor(value)
     return "none" if value is None else str(value)
 
 

@@ -1,1 +1,1 @@
-"""What has no home of its own: processes, results files, profiler ranges, test routings."""
+"""Helpers without a domain: processes, results files, profiler ranges, synthetic routings."""

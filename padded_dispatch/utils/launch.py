@@ -1,13 +1,12 @@
-"""Worker processes on this machine: one home for tests, benches, training and notebooks.
+"""Worker processes on this machine, for benches, training and tests.
 
-`WorkerPool` keeps workers alive between calls and is for asking questions of a process group: the
-same function on every rank, the results by rank. `start_workers` is for a job: one call, like
-torchrun, which it gives way to when torchrun is there.
+`start_workers` runs one function in several processes, as torchrun would. Under torchrun it only
+calls the function.
 
-Both stand on `_Workers`. A worker answers on a pipe, with a result or an exception, and stays alive
-after an exception: its peers would otherwise fail as well and hide the first cause. The end of the
-pipe is the end of the worker: a killed process closes it, so nobody polls. Workers in turn end with
-their parent, however that ends. The parent hosts the rendezvous store: no port has to be guessed.
+A worker answers on a pipe, with a result or an exception. It stays alive after an exception, since
+its peers would otherwise fail as well and hide the first cause. A dead worker closes its pipe, so
+the parent detects a death without polling. Workers end with their parent, however that ends. The
+parent hosts the rendezvous store, so no port has to be guessed.
 """
 
 import math
@@ -24,24 +23,23 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-_START_S = 120.0  # imports and rendezvous, on a busy laptop
-_PEERS_S = 2.0  # after the first error: what peers have to report theirs before they are stopped
-_EXIT_S = 30.0  # what a worker has for its exit handlers
-_END_S = 3.0  # what a busy worker has to end after SIGTERM
+_PEERS_S = 2.0  # after the first error, time for peers to report theirs before they are stopped
+_EXIT_S = 30.0  # time for a worker's exit handlers
+_END_S = 3.0  # time for a busy worker to end after SIGTERM
 
 
 class WorkerError(RuntimeError):
-    """Some workers raised, died or did not answer in time.
+    """At least one worker raised, died or did not answer in time.
 
     `errors`: by rank, in order of arrival: the worker's own exception with its traceback as a note,
     `ChildProcessError` for one that died, `TimeoutError` for one that did not answer. Workers that
-    only waited for these are not in it.
+    were only waiting for these ranks are not in it.
     """
 
     def __init__(self, errors: dict[int, BaseException]) -> None:
@@ -51,87 +49,32 @@ class WorkerError(RuntimeError):
         )
 
     def first(self) -> int:
-        """The rank to blame: one that died, since its peers fail because of it, else the first."""
+        """Return the rank that failed first.
+
+        A rank that died comes before all others, since its peers fail because of it.
+        """
         died = (rank for rank, e in self.errors.items() if isinstance(e, ChildProcessError))
         return next(died, next(iter(self.errors)))
-
-
-class WorkerPool:
-    """Worker processes with a default process group; they start with the first `run`.
-
-    Args:
-        num_workers: processes, the ranks of the default group.
-        backend: of the default group. Devices are the functions' own business.
-
-    Example:
-        >>> with WorkerPool(2) as pool:
-        ...     pool.run(torch.distributed.get_rank)
-        [0, 1]
-    """
-
-    def __init__(self, num_workers: int, *, backend: str = "gloo") -> None:
-        self.num_workers = num_workers
-        self.backend = backend
-        self._workers: _Workers | None = None
-
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-        """`fn(*args)` on every worker; the results by rank.
-
-        Args:
-            fn: a function at the top level of a module; it, `args` and the result are pickled.
-            timeout_s: seconds after which a worker without an answer has failed.
-
-        Raises:
-            WorkerError: a worker raised, died or did not answer. Unless all of them raised, some
-                may be left inside a collective; they are ended and the next `run` starts new ones.
-        """
-        if self._workers is None:
-            self._workers = self._start()
-        try:
-            return self._workers.run(fn, args, timeout_s)
-        finally:
-            if not self._workers.in_step:
-                self.close()
-
-    def close(self) -> None:
-        """End the workers; a later `run` starts new ones."""
-        if self._workers is not None:
-            self._workers.stop()
-            self._workers = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def _start(self) -> "_Workers":
-        workers = _Workers(self.num_workers)
-        try:
-            workers.run(dist.init_process_group, (self.backend,), _START_S)
-        except BaseException:
-            workers.stop()
-            raise
-        return workers
 
 
 def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_workers: int) -> Any:
     """Run a job, `fn(*args)` in `num_workers` processes, and wait for its end.
 
-    Every worker sees RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
-    under torchrun; devices and process groups are the function's own business. Where RANK and
-    WORLD_SIZE are already set, as under torchrun, this only calls the function. To be called from
-    the main thread, which alone can handle signals.
+    Every worker gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
+    under torchrun; the function sets its CUDA device and creates its process groups itself. If RANK
+    and WORLD_SIZE are already set, as under torchrun, this only calls the function. Call it from
+    the main thread, since no other thread can handle signals.
 
     Args:
         fn: a function at the top level of a module; it and `args` are pickled.
+        args: its arguments.
         num_workers: processes, the ranks of the job.
 
     Returns:
-        What the function returned on rank 0; under torchrun, on this rank.
+        The function's result on rank 0; under torchrun, on this rank.
 
     Raises:
-        SystemExit: with code 1 when a worker raised or died, after its traceback and one line with
+        SystemExit: with code 1 if a worker raised or died, after its traceback and one line with
             the rank and its error on stderr; with code 128 + signal on SIGINT and SIGTERM. Either
             way all workers have ended.
     """
@@ -139,9 +82,9 @@ def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_wor
         return fn(*args)
     handlers = {number: signal.signal(number, _exit) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        workers = _Workers(num_workers)
+        workers = Workers(num_workers)
         try:
-            results = workers.run(fn, args, timeout_s=None)
+            results = workers.run(fn, args)
             workers.finish()
             return results[0]
         finally:
@@ -164,29 +107,25 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-class _Workers:
-    """Processes that run one function after another, all the same one at a time.
-
-    `in_step`: all are idle, and ended the last function alike: each returned, or each raised.
-    """
+class Workers:
+    """Processes that run one function after another, all the same one at a time."""
 
     def __init__(self, num_workers: int) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self.in_step = True
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        # Ctrl-C reaches all processes of a terminal, and the parent alone answers it. Workers
-        # inherit that it is ignored, and so are quiet while they import, too.
+        # Ctrl-C reaches all processes of a terminal; the parent handles it. Workers inherit that
+        # it is ignored, so that they print no traceback while they import.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             for rank in range(num_workers):
                 ours, theirs = spawn.Pipe()
-                env = _torchrun_env(rank, num_workers, self._store.port)
-                # Daemons: should this process end without stop(), it does not wait for them.
+                env = torchrun_env(rank, num_workers, self._store.port)
+                # Daemons: if this process ends without stop(), it does not wait for them.
                 process = spawn.Process(target=_serve, args=(theirs, env), daemon=True)
                 process.start()
-                theirs.close()  # Else the pipe would not end with the worker.
+                theirs.close()  # Otherwise the pipe would outlive the worker.
                 self._pipes.append(ours)
                 self._processes.append(process)
         except OSError:
@@ -196,20 +135,19 @@ class _Workers:
             signal.signal(signal.SIGINT, handler)
 
     def run(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float | None
+        self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float | None = None
     ) -> list[Any]:
-        """`fn(*args)` on every worker; the results by rank.
+        """Call `fn(*args)` on every worker and return the results by rank.
 
         Raises:
             WorkerError: a worker raised, died or did not answer within `timeout_s`.
         """
         request = pickle.dumps((fn, args))
-        self.in_step = False
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         results: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
         for pipe in waiting:
-            with suppress(BrokenPipeError):  # It died while idle; its pipe says so below.
+            with suppress(BrokenPipeError):  # The worker died while idle; its pipe ends below.
                 pipe.send_bytes(request)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while waiting:
@@ -230,20 +168,18 @@ class _Workers:
         if waiting and not errors:
             late = TimeoutError(f"no answer within {timeout_s} s")
             errors = dict.fromkeys(waiting.values(), late)
-        alive = not any(isinstance(e, ChildProcessError) for e in errors.values())
-        self.in_step = alive and not waiting and not (results and errors)
         if errors:
             raise WorkerError(errors)
         return [results[rank] for rank in range(len(self._pipes))]
 
     def finish(self) -> None:
-        """Let idle workers end by themselves, exit handlers included."""
+        """Wait until idle workers have ended by themselves, exit handlers included."""
         for pipe in self._pipes:
             pipe.close()
         self._join(_EXIT_S)
 
     def stop(self) -> None:
-        """End all workers, whatever they are doing."""
+        """End all workers, busy or idle."""
         for process in self._processes:
             process.terminate()
         self._join(_END_S)
@@ -266,7 +202,8 @@ class _Workers:
         return ChildProcessError(f"exited with code {code}")
 
 
-def _torchrun_env(rank: int, num_workers: int, port: int) -> dict[str, str]:
+def torchrun_env(rank: int, num_workers: int, port: int) -> dict[str, str]:
+    """Return the environment variables that torchrun would set for a worker on this machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -274,16 +211,16 @@ def _torchrun_env(rank: int, num_workers: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(num_workers),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # The store exists; rank 0 is not to start one.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # The store exists; rank 0 must not start one.
     }
 
 
 def _serve(pipe: Connection, env: dict[str, str]) -> None:
-    """A worker's main: answer requests until the pipe ends."""
+    """Answer requests until the pipe ends; the main function of a worker."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # As daemons they could not have children, such as the writers of a checkpoint.
+    # A daemon could not have child processes, such as the writers of a checkpoint.
     multiprocessing.current_process().daemon = False
-    # With one that outlives this process the pipe would not end.
+    # A child that outlives this process would keep the pipe open.
     os.register_at_fork(after_in_child=pipe.close)
     os.environ.update(env)
     torch.set_num_threads(1)
@@ -297,7 +234,7 @@ def _serve(pipe: Connection, env: dict[str, str]) -> None:
             answer = pickle.dumps((True, fn(*args)))
         except BaseException as error:
             answer = _pickled(error)
-        sys.stdout.flush()  # A pool's workers end by a signal.
+        sys.stdout.flush()  # A signal may end this worker, which loses unwritten output.
         pipe.send_bytes(answer)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -311,7 +248,7 @@ def _end_with_parent() -> None:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """An answer with `error` and its traceback, or the like where it cannot be pickled."""
+    """Pickle `error` with its traceback, or a RuntimeError with its text if that is impossible."""
     error.add_note(traceback.format_exc())
     try:
         answer = pickle.dumps((False, error))

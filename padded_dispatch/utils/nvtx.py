@@ -1,9 +1,9 @@
-"""Names for the stages of a layer, as profilers show them: NVTX ranges.
+"""NVTX ranges: the names under which profilers show the stages of a layer.
 
-select, plan, gather, exchange, regroup, experts and combine, each under `padded_dispatch.`, and
-what a backward pass does for one of them as `gather backward` and so on. They are there in eager
-steps and while a CUDA graph is captured; a replay runs no Python, and has none of its own. Without
-a profiler, NVTX's calls return at once; a PyTorch without CUDA has no NVTX.
+The stages are select, plan, gather, exchange, regroup, experts and combine. Their ranges are called
+`padded_dispatch.select` and so on; those of a backward pass, `padded_dispatch.gather backward` and
+so on. They appear in eager steps and while a CUDA graph is captured. A replay runs no Python, so it
+has none. Without a profiler, NVTX's calls return at once; a PyTorch without CUDA has no NVTX.
 """
 
 import functools
@@ -20,7 +20,7 @@ _HAS_NVTX = torch.backends.cuda.is_built()
 
 
 def nvtx_range(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Show every call of the decorated function as a range `padded_dispatch.NAME`."""
+    """Decorate a function so that profilers show its calls as ranges `padded_dispatch.NAME`."""
     label = f"padded_dispatch.{name}"
 
     def decorate(fn: Callable[_P, _R]) -> Callable[_P, _R]:

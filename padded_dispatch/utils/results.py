@@ -1,6 +1,7 @@
-"""Results files: what was measured, where, with what, written by the command that measured it.
+"""Results files: measured rows, and metadata of the run that measured them.
 
-`{"runs": [{"about": {...}, "rows": [...]}, ...]}`; one run is one command on one machine.
+`{"runs": [{"about": {...}, "rows": [...]}, ...]}`; one run is one command on one machine. The
+command that measures writes the file.
 """
 
 import datetime
@@ -22,12 +23,12 @@ _PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine")
 
 
 def about(*, num_gpus: int, command: str, commit: str | None) -> dict[str, Any]:
-    """Where, with what and how the rows of a run come about.
+    """Return the metadata of a run: machine, package versions, command, commit, date.
 
     Args:
-        num_gpus: that the run uses; 0 stands for the CPU.
-        command: as it was typed.
-        commit: of the code, with "dirty" in it where the tree was; None where nobody knows.
+        num_gpus: GPUs that the run uses; 0 means the CPU.
+        command: the command line as it was typed.
+        commit: Git SHA, with a -dirty suffix for uncommitted changes; None if unknown.
     """
     cpu = f"{os.cpu_count()} CPU cores, {platform.machine()}"
     return {
@@ -40,30 +41,39 @@ def about(*, num_gpus: int, command: str, commit: str | None) -> dict[str, Any]:
 
 
 def read_runs(option: str, path: Path) -> list[dict[str, Any]]:
-    """The runs of a results file; none where there is no file.
+    """Return the runs of a results file, or no runs if the file does not exist.
+
+    Args:
+        option: the option that gave the path, for the error.
+        path: the results file.
 
     Raises:
-        ValueError: names the option that gave the path, the path and what to give.
+        ValueError: if the file is no results file.
     """
     try:
         results = json.loads(path.read_text())
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise ValueError(f"{option}={path} is not possible: {error}; name a results file") from None
+        raise ValueError(
+            f"{option} must be a results file, got {path} ({error}); name another file"
+        ) from None
     match results:
         case {"runs": list(runs)}:
             return runs
-    raise ValueError(f"{option}={path} is not possible: it holds no runs; name a results file")
+    raise ValueError(
+        f"{option} must be a results file, got {path} (it has no list of runs); name another file"
+    )
 
 
 def require_results(option: str, path: Path) -> None:
-    """Refuse a path that runs cannot be added to, before anything is measured for it.
+    """Raise if rows cannot be added to the results file `path`; call it before measuring.
 
-    To be called by all ranks; where torchrun has started several, the first alone will write.
+    Call it on all ranks. Under torchrun only rank 0 checks, since only rank 0 writes.
 
     Raises:
-        ValueError: names the option that gave the path, the path and what to give.
+        ValueError: on rank 0, if the file is no results file or its folder is not writable; it
+            names `option`.
     """
     if os.environ.get("RANK", "0") == "0":
         require_folder(option, path.parent)
@@ -71,25 +81,26 @@ def require_results(option: str, path: Path) -> None:
 
 
 def require_folder(option: str, folder: Path) -> None:
-    """Refuse a folder that can neither be made nor written to.
+    """Raise if `folder` is not writable, or does not exist and cannot be created.
 
     Raises:
-        ValueError: names the option that gave the folder, the folder and what to give.
+        ValueError: in that case; it names `option`.
     """
-    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     require(
-        there.is_dir() and os.access(there, os.W_OK),
+        existing.is_dir() and os.access(existing, os.W_OK),
         option,
         str(folder),
-        f"{there} is no folder that can be written to; name another",
+        "be a path in a writable folder",
+        f"{existing} is not a writable folder: name another",
     )
 
 
 def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Add rows to the file at `path`, which is whole at any moment.
+    """Append rows to the results file `path`.
 
-    They join the last run that is about the same; without one they are a new one. Several
-    processes may add at the same time.
+    The rows join the last run with the same metadata, or start a new run. The file is complete at
+    any moment, and several processes may append at the same time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _only_writer(path.parent):
@@ -106,7 +117,7 @@ def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]
 
 @contextmanager
 def _only_writer(folder: Path) -> Iterator[None]:
-    """Wait for other processes that write into `folder`."""
+    """Lock `folder` against other processes that append to a results file in it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -1,6 +1,7 @@
-"""Synthetic routing maps to order, one home for tests, benches and notebooks.
+"""Synthetic routing maps, for tests, benches and notebooks.
 
-A routing is bool [T, E]: which experts each token asked for. Sizes, skew and seed decide it.
+A routing map is bool [T, E], T tokens by E experts: the K experts that each token asked for. Sizes,
+skew and seed determine it.
 """
 
 from collections.abc import Sequence
@@ -9,13 +10,13 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-# uniform: every expert alike. lognormal: some experts are popular, the same ones on all ranks. hot:
-# every token asks for expert 0, else uniform. same: all tokens ask for experts 0 to K - 1, nobody
-# for the others. none: no token asks for any, as on a rank with nothing but padding.
+# uniform: all experts are equally popular. lognormal: some experts are popular, the same ones on
+# all ranks. hot: every token asks for expert 0, otherwise uniform. same: all tokens ask for experts
+# 0 to K - 1. none: no token asks for an expert, as on a rank whose tokens are all padding.
 Skew = Literal["uniform", "lognormal", "hot", "same", "none"]
 SKEWS: tuple[str, ...] = get_args(Skew)
 
-_FAR = 100.0  # log popularity that no noise outweighs
+_FAR = 100.0  # a log popularity that outweighs the noise
 
 
 def routing_scores(
@@ -28,16 +29,16 @@ def routing_scores(
     num_idle: int = 0,
     seed: int = 0,
 ) -> NDArray[np.float64]:
-    """Scores [T, E] whose K largest per token are what `routing_map` gives; logits for a router.
+    """Return scores [T, E], usable as router logits; `routing_map` takes each token's K largest.
 
     Args:
         num_tokens: T.
         num_experts: E.
         top_k: experts of each token (K).
-        skew: how the demand spreads over experts, see above; "none" has no scores of its own.
-        sigma: spread of the experts' log popularity under "lognormal".
-        num_idle: how many of the last experts nobody asks for; at least K must be left.
-        seed: of the tokens; give each rank its own.
+        skew: distribution of the demand over experts, see `Skew`; "none" equals "uniform" here.
+        sigma: standard deviation of the experts' log popularity under "lognormal".
+        num_idle: the last so many experts get no token; at least K others must remain.
+        seed: seed of the tokens; pass a different one on each rank.
     """
     popularity_E = np.zeros(num_experts)
     if skew == "lognormal":
@@ -53,9 +54,9 @@ def routing_scores(
 def noisy_scores(
     popularity_E: NDArray[np.floating], num_tokens: int, *, seed: int | Sequence[int]
 ) -> NDArray[np.float64]:
-    """Scores [T, E] from the experts' log popularity: K weighted draws, without replacement.
+    """Return scores [T, E]: the experts' log popularity plus Gumbel noise.
 
-    That is what the K largest are after Gumbel noise was added.
+    The K largest of a token are K weighted draws without replacement (the Gumbel top-k trick).
     """
     noise_TE = np.random.default_rng(seed).gumbel(size=(num_tokens, len(popularity_E)))
     return popularity_E + noise_TE
@@ -64,14 +65,14 @@ def noisy_scores(
 def routing_map(
     num_tokens: int, num_experts: int, top_k: int, *, skew: Skew = "uniform", seed: int = 0
 ) -> NDArray[np.bool_]:
-    """A routing map with K experts per token (without any for skew "none").
+    """Return a routing map with K experts per token, or no experts for skew "none".
 
     Args:
         num_tokens: T.
         num_experts: E.
         top_k: experts of each token (K).
-        skew: how the demand spreads over experts, see above.
-        seed: of the tokens; give each rank its own.
+        skew: distribution of the demand over experts, see `Skew`.
+        seed: seed of the tokens; pass a different one on each rank.
     """
     scores_TE = routing_scores(num_tokens, num_experts, top_k, skew=skew, seed=seed)
     chosen_TK = np.argsort(-scores_TE, axis=1, kind="stable")[:, :top_k]
@@ -82,6 +83,6 @@ def routing_map(
 
 
 def thin_out(map_TE: NDArray[np.bool_], *, share: float, seed: int = 0) -> NDArray[np.bool_]:
-    """Take about `share` of the rows away, so that tokens have from 0 to K experts."""
-    # A stream of its own: the seed alone would repeat the noise that made the map.
+    """Remove about `share` of the choices, so that tokens have from 0 to K experts."""
+    # Not `seed` alone, which would repeat the noise of the map.
     return map_TE & (np.random.default_rng([seed, 1]).random(map_TE.shape) >= share)

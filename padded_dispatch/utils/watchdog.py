@@ -1,9 +1,9 @@
-"""Ends a process whose device does not come to an end.
+"""Kill the process if the GPU has not reached a recorded event by its deadline.
 
-NCCL has no timeout for work inside a CUDA graph: when one rank falls out, its peers wait for ever,
-in a replay or in whatever synchronises next. The watchdog is a thread that knows until when the
-device must have come where, and looks once, when the time is up. Looking is asking a CUDA event,
-which must not happen while a graph is captured: entering `watch` forgets the beats before it.
+NCCL has no timeout for work inside a CUDA graph. If one rank fails, its peers wait for ever, in a
+replay or in the next call that synchronizes. The watchdog is a thread that holds a deadline for
+each recorded event and queries the event once, at its deadline. CUDA forbids such a query while a
+graph is captured, so entering `watch` drops all events recorded before.
 """
 
 import faulthandler
@@ -22,22 +22,25 @@ _STDERR = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Promise:
+class _Deadline:
     what: str
-    deadline: float
+    due: float
     done: torch.cuda.Event | None
 
 
 class Watchdog:
-    """Ends the process when something takes too long: which rank, what, and all stacks on stderr.
+    """A thread that ends the process if a call or the GPU's work exceeds the time limit.
+
+    It writes the rank, what exceeded the limit, and the stacks of all threads to stderr; the exit
+    code is `EXIT_CODE`.
 
     Args:
-        seconds: that anything may take.
+        seconds: the time limit of each.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._promises: deque[_Promise] = deque()
+        self._deadlines: deque[_Deadline] = deque()
         self._stopped = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -45,54 +48,58 @@ class Watchdog:
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """Let the block end within the time: for work that the host waits for, such as a capture.
+        """Require that the block ends within the limit: for work on the host, such as a capture.
 
         Args:
-            what: it is, for people.
+            what: description used in the error message.
         """
-        self._replace([self._promise(what, None)])
+        self._replace([self._deadline(what, None)])
         try:
             yield
         finally:
             self._replace([])
 
     def beat(self, what: str) -> None:
-        """Let the device finish within the time what it has been given until now."""
+        """Require that the GPU finishes, within the limit, all work launched until now.
+
+        Args:
+            what: description used in the error message.
+        """
         done = None
         if torch.cuda.is_available():
             done = torch.cuda.Event()
             done.record()
             with self._changed:
-                self._promises.append(self._promise(what, done))
+                self._deadlines.append(self._deadline(what, done))
                 self._changed.notify()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """End the thread."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
         self._thread.join()
 
-    def _promise(self, what: str, done: torch.cuda.Event | None) -> _Promise:
-        return _Promise(what=what, deadline=time.monotonic() + self._seconds, done=done)
+    def _deadline(self, what: str, done: torch.cuda.Event | None) -> _Deadline:
+        return _Deadline(what=what, due=time.monotonic() + self._seconds, done=done)
 
-    def _replace(self, promises: list[_Promise]) -> None:
+    def _replace(self, deadlines: list[_Deadline]) -> None:
         with self._changed:
-            self._promises = deque(promises)
+            self._deadlines = deque(deadlines)
             self._changed.notify()
 
     def _run(self) -> None:
         with self._changed:
             while not self._stopped:
-                if not self._promises:
+                if not self._deadlines:
                     self._changed.wait()
                     continue
-                first = self._promises[0]
-                left = first.deadline - time.monotonic()
+                first = self._deadlines[0]
+                left = first.due - time.monotonic()
                 if left > 0:
                     self._changed.wait(left)
                 elif first.done is not None and first.done.query():
-                    self._promises.popleft()
+                    self._deadlines.popleft()
                 else:
                     self._end(first.what)
 

@@ -1,7 +1,7 @@
 """Every stage on real ranks against the reference, bit by bit.
 
-Payloads are whole numbers in fp64 that encode their address: all sums are exact, so that equality
-needs no tolerance, and a misplaced row shows where it came from. Fresh memory is NaN throughout.
+Payloads are whole numbers in fp64 that encode their address. All sums are exact, so equality needs
+no tolerance, and a misplaced row shows its origin. Fresh memory is NaN throughout.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ from padded_dispatch import reference
 from padded_dispatch.config import BufferBytes, DispatchConfig
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.alltoall import (
-    CollectiveExchange,
+    AllToAllExchange,
     all_gather,
     all_to_all,
     group_name,
@@ -28,9 +28,9 @@ from padded_dispatch.exchange.alltoall import (
 )
 from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.ops.plan import make_plan
-from padded_dispatch.utils.launch import WorkerPool
 from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.grids import Grid, grid, poisoned_memory
+from tests.support.pool import WorkerPool
 from tests.support.routing_cases import assert_same
 
 GRIDS_OF_2 = pytest.mark.parametrize(("num_ranks", "etp_size"), [(2, 1), (1, 2)])
@@ -41,7 +41,7 @@ ROUTINGS = pytest.mark.parametrize("routing", ["thin", "same", "idle", "tiny"])
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Payloads of all ranks; those of the experts per shard: `out_IRLMD` are summands."""
+    """Payloads of all ranks. Shard i of an expert contributes `out_IRLMD[i]` to the sum."""
 
     num_ranks: int
     etp_size: int
@@ -53,7 +53,7 @@ class Case:
     grad_rows_IRLMD: np.ndarray
     grad_probs_IRLM: np.ndarray
     out_IRLMD: np.ndarray
-    grad_home_STD: np.ndarray
+    grad_combined_STD: np.ndarray
 
     def plans(self) -> list[reference.Plan]:
         return [
@@ -63,7 +63,7 @@ class Case:
 
 
 def addresses(*shape: int, offset: int = 0) -> np.ndarray:
-    """A whole number of its own for every element; `offset` keeps payloads apart."""
+    """Return a different whole number for every element; `offset` keeps payloads apart."""
     return np.arange(1.0, np.prod(shape) + 1).reshape(shape) + offset
 
 
@@ -97,21 +97,21 @@ def make_case(routing: str, num_ranks: int, etp_size: int) -> Case:
         grad_rows_IRLMD=addresses(*buffers, hidden, offset=20_000),
         grad_probs_IRLM=addresses(*buffers, offset=30_000),
         out_IRLMD=addresses(*buffers, hidden, offset=40_000),
-        grad_home_STD=addresses(sources, num_tokens, hidden, offset=50_000),
+        grad_combined_STD=addresses(sources, num_tokens, hidden, offset=50_000),
     )
 
 
 def _there_and_back(case: Case, packed: bool) -> dict[str, Tensor]:
-    """All results and gradients of this rank of a pool."""
+    """Return all results and gradients of this rank of a pool."""
     with poisoned_memory():
         return results_of(case, grid(case.num_ranks, case.etp_size), packed)
 
 
 def exchange_of(here: Grid, num_local_experts: int, packed: bool) -> Exchange:
-    """The one that a dispatcher of this rank takes."""
+    """Return the exchange that a dispatcher of this rank takes."""
     if packed and here.group is None and here.etp_group is None:
         return LocalExchange(num_local_experts)
-    return CollectiveExchange(num_local_experts, here.group, here.etp_group, packed=packed)
+    return AllToAllExchange(num_local_experts, here.group, here.etp_group, packed=packed)
 
 
 def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:
     given = exchange.arrange(exchange.move(outgoing))
 
     def experts_hold(payload_IRLM: np.ndarray) -> np.ndarray:
-        """This rank's part in the layout of the experts; NaN behind the last packed row."""
+        """Return this rank's part in the experts' layout; NaN after the last packed row."""
         payload_LM = payload_IRLM[here.i, here.r]
         rows = payload_LM.reshape(-1, *payload_LM.shape[2:]).copy()
         if packed:
@@ -144,8 +144,8 @@ def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:
     )
     out_ND = leaf(experts_hold(case.out_IRLMD))
     returned = exchange.disarrange(out_ND, given.offsets_LS)
-    home_TD = exchange.combine(exchange.move_back(returned), plan, given.offsets_LS)
-    home_TD.backward(torch.from_numpy(case.grad_home_STD[here.source]))
+    combined_TD = exchange.combine(exchange.move_back(returned), plan, given.offsets_LS)
+    combined_TD.backward(torch.from_numpy(case.grad_combined_STD[here.source]))
     assert tokens_TD.grad is not None
     assert probs_TE.grad is not None
     assert out_ND.grad is not None
@@ -155,7 +155,7 @@ def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:
         "kept": given.kept_SL,
         "grad_tokens": tokens_TD.grad,
         "grad_probs": probs_TE.grad,
-        "home": home_TD.detach(),
+        "combined": combined_TD.detach(),
         "grad_out": out_ND.grad,
     }
 
@@ -169,8 +169,8 @@ def assert_is_reference(case: Case, results: list[dict[str, Tensor]], packed: bo
         plans,
         num_experts=case.probs_STE.shape[-1],
     )
-    home_STD = reference.combine(case.out_IRLMD.sum(0), plans)
-    grad_out_RLMD = reference.combine_backward(case.grad_home_STD, plans, num_ranks=num_ranks)
+    combined_STD = reference.combine(case.out_IRLMD.sum(0), plans)
+    grad_out_RLMD = reference.combine_backward(case.grad_combined_STD, plans, num_ranks=num_ranks)
     for source, result in enumerate(results):
         r = source % num_ranks
         for name, by_loops_RLM in (
@@ -180,13 +180,13 @@ def assert_is_reference(case: Case, results: list[dict[str, Tensor]], packed: bo
         ):
             expected = by_loops_RLM[r].reshape(-1, *by_loops_RLM.shape[3:])
             assert result[name].shape == expected.shape
-            if packed:  # Whatever lies behind the real rows.
+            if packed:  # What follows the real rows is unspecified.
                 expected = reference.pack(by_loops_RLM[r], given.kept_RSL[r])
             assert_same(result[name][: len(expected)], expected)
         assert_same(result["kept"], given.kept_RSL[r])
         assert_same(result["grad_tokens"], grad_tokens_STD[source])
         assert_same(result["grad_probs"], grad_probs_STE[source])
-        assert_same(result["home"], home_STD[source])
+        assert_same(result["combined"], combined_STD[source])
 
 
 @LAYOUTS
@@ -196,10 +196,10 @@ def test_one_rank_is_the_reference(routing, packed):
     assert_is_reference(case, [_there_and_back(case, packed)], packed)
 
 
-def test_one_rank_has_no_slots_where_rows_are_packed():
+def test_one_rank_with_packed_rows_needs_no_slots():
     here = grid(1, 1)
     assert type(exchange_of(here, 2, packed=True)) is LocalExchange
-    assert type(exchange_of(here, 2, packed=False)) is CollectiveExchange
+    assert type(exchange_of(here, 2, packed=False)) is AllToAllExchange
 
 
 @LAYOUTS
@@ -229,7 +229,7 @@ def test_sixty_four_ranks_are_the_reference():
             here = Grid(r=rank, i=0, group=dist.group.WORLD, etp_group=None)
             return results_of(case, here, packed=False)
         except BaseException as error:
-            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)  # Frees those that wait.
+            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)  # Wakes the waiting ranks.
             raise
         # The group ends with its thread; torch 2.11 cannot destroy a threaded one.
 
@@ -250,7 +250,7 @@ def test_memory_is_poisoned():
 
 
 def _sums_of_shards() -> tuple[Tensor, Tensor]:
-    """Rank 0 contributes 256, ranks 1 to 3 one each: once forward, once backward."""
+    """Sum 256 from rank 0 and 1 each from ranks 1 to 3: once forward, once backward."""
     name = group_name(dist.group.WORLD)
     value = 256 if dist.get_rank() == 0 else 1
     summand = torch.full((4, 1), value, dtype=torch.bfloat16)
@@ -261,7 +261,7 @@ def _sums_of_shards() -> tuple[Tensor, Tensor]:
 
 
 def test_shards_of_bf16_add_up_in_fp32(pool4: WorkerPool):
-    # Above 256 bf16 is even: one by one, the ones would be lost. 259 itself rounds to 260.
+    # Above 256 bf16 has even numbers only: adding 1 changes nothing. 259 rounds to 260.
     ones = torch.ones((), dtype=torch.bfloat16)
     assert (((256 * ones) + ones) + ones) + ones == 256
     for forward, backward in pool4.run(_sums_of_shards):
@@ -284,7 +284,7 @@ def test_collectives_are_sound_custom_ops(pool2: WorkerPool):
 
 
 def _allocated(config: DispatchConfig, dtype: torch.dtype, packed: bool) -> BufferBytes:
-    """Bytes of new storage behind the results of every stage, on this rank."""
+    """Return the bytes of new storage behind the results of every stage, on this rank."""
     here = grid(config.num_ranks, config.etp_size)
     exchange = exchange_of(here, config.num_local_experts, packed)
     known: dict[int, Tensor] = {}  # Keeps everything alive, so that no address is used twice.
@@ -308,8 +308,8 @@ def _allocated(config: DispatchConfig, dtype: torch.dtype, packed: bool) -> Buff
     experts = new_bytes(given.rows_ND, given.probs_N, given.kept_SL, given.offsets_LS)
     out_ND = given.rows_ND.clone()
     returned = exchange.disarrange(out_ND, given.offsets_LS)
-    home = exchange.move_back(returned)
-    back = new_bytes(out_ND, returned.rows_MCD, home.rows_MCD)
+    moved_back = exchange.move_back(returned)
+    back = new_bytes(out_ND, returned.rows_MCD, moved_back.rows_MCD)
     return BufferBytes(send=send, receive=receive, experts=experts, back=back, plan=plan_bytes)
 
 

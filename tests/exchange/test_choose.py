@@ -128,7 +128,7 @@ def reason_of(*, free: int, num_layers: int = 1, num_shapes: int = 1, cuda: bool
 
     with (
         patch.object(choose, "DirectExchange", Direct),
-        patch.object(choose, "CollectiveExchange", lambda *args, packed: Direct()),
+        patch.object(choose, "AllToAllExchange", lambda *args, packed: Direct()),
         patch.object(choose, "free_bytes", lambda group, device: free),
     ):
         exchanges = LayerExchanges(

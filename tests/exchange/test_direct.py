@@ -1,30 +1,23 @@
-"""The direct exchange on threads: memory of one process stands in for that of peers.
+"""The direct exchange on threads, which replace the GPUs: ranks share the memory of one process.
 
 Everything but the memory and its barriers is real: the ops, their gradients, the dispatcher, and
-the kernels, in Triton's interpreter. The all-to-all is the expectation, bit by bit.
+the kernels, in Triton's interpreter. Results must equal those of the all-to-all bit by bit.
 """
 
 import dataclasses
-import gc
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from triton.runtime import interpreter
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
-from padded_dispatch.exchange import direct
-from padded_dispatch.exchange import symmetric_memory as peak
-from padded_dispatch.exchange import symmetric_memory as peers
+from padded_dispatch.exchange import direct, symmetric_memory
 from padded_dispatch.exchange.direct import DirectExchange
 from tests.support.direct_parity import (
     ROUTINGS,
@@ -43,12 +36,13 @@ SMALL = Layer(tokens=7, width=5, top_k=2, local_experts=2, dtype=torch.float32)
 NUM_RANKS = 2
 
 needs_no_gpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels would not be interpreted; see test_direct_gpu.py"
+    torch.cuda.is_available(),
+    reason="kernels would not be interpreted; see tests/gpu/test_direct.py",
 )
 
 
 class ThreadMemory:
-    """`PeerMemory` of threads; the n-th one of each thread belongs to the n-th ones of the rest."""
+    """`PeerMemory` of threads; the n-th objects of all threads belong together."""
 
     met = threading.Barrier(NUM_RANKS)
     parts: list[np.ndarray | None] = [None] * NUM_RANKS
@@ -74,7 +68,7 @@ class ThreadMemory:
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Ranks as threads, of which one at a time interprets a kernel."""
+    """Run ranks as threads, one of which at a time interprets a kernel."""
     lock, launch = threading.Lock(), interpreter.GridExecutor.__call__
 
     def one_at_a_time(self, *args, **kwargs):
@@ -83,21 +77,23 @@ def threads() -> Iterator[None]:
 
     with (
         patch.object(interpreter.GridExecutor, "__call__", one_at_a_time),
-        patch.object(peers, "PeerMemory", ThreadMemory),
-        patch.object(peers, "_free_bytes", lambda device: 2**40),
+        patch.object(symmetric_memory, "PeerMemory", ThreadMemory),
+        patch.object(symmetric_memory, "_free_bytes", lambda device: 2**40),
         patch.object(direct, "check_group", lambda group: group),
         patch.object(direct, "_check", lambda tokens_TD, probs_TE: None),
-        patch.object(peers, "everyone", lambda group, value: [value] * group.size()),
+        patch.object(
+            symmetric_memory, "gather_objects", lambda group, value: [value] * group.size()
+        ),
     ):
         yield
 
 
 def _differences(layer: Layer, routing: str) -> list[str]:
-    direct_, nccl = layer.dispatcher("direct"), layer.dispatcher("alltoall")
+    direct_, alltoall = layer.dispatcher("direct"), layer.dispatcher("alltoall")
     first, second = (make_inputs(layer, routing, seed, CPU) for seed in (1, 2))
-    found = differences(step(direct_, first), step(nccl, first))
+    found = differences(step(direct_, first), step(alltoall, first))
     poison(direct_)
-    return found + differences(step(direct_, second), step(nccl, second))
+    return found + differences(step(direct_, second), step(alltoall, second))
 
 
 @needs_no_gpu
@@ -117,17 +113,17 @@ def test_equals_the_all_to_all_in_other_sizes(threads, changes):
 
 
 def _in_flight(layers: tuple[Layer, ...]) -> list[str]:
-    """All forward passes, then all backward passes, twice."""
+    """Run all forward passes, then all backward passes, twice."""
     found = []
     directs = [layer.dispatcher("direct") for layer in layers]
-    nccls = [layer.dispatcher("alltoall") for layer in layers]
+    alltoalls = [layer.dispatcher("alltoall") for layer in layers]
     for seed in range(2):
-        passes = [(i, n) for n in range(3) for i in range(len(layers))]
-        inputs = [make_inputs(layers[i], "uniform", 10 * seed + n, CPU) for i, n in passes]
-        given = list(zip(passes, inputs, strict=True))
+        microbatches = [(i, n) for n in range(3) for i in range(len(layers))]
+        inputs = [make_inputs(layers[i], "uniform", 10 * seed + n, CPU) for i, n in microbatches]
+        given = list(zip(microbatches, inputs, strict=True))
         waiting = [forward(directs[i], one) for (i, _), one in given]
         for ((i, n), one), passed in zip(given, waiting, strict=True):
-            expected = step(nccls[i], one)
+            expected = step(alltoalls[i], one)
             found += [f"{seed}, {i}, {n}: {x}" for x in differences(backward(passed), expected)]
         del waiting, passed
     return found
@@ -154,21 +150,9 @@ def _too_many() -> str:
 @needs_no_gpu
 def test_too_many_passes_in_flight_are_noticed(threads):
     for message in run_on_threads(NUM_RANKS, _too_many):
-        assert message.startswith("microbatches_in_flight=1 is not possible: ")
-
-
-def test_what_waits_for_the_garbage_collector_is_not_in_flight():
-    landing = peers.Landing.__new__(peers.Landing)
-    cycle = [torch.zeros(3)]
-    landing._given = [StorageWeakRef(cycle[0].untyped_storage())]
-    cycle.append(cycle)
-    assert not landing.is_free()
-    gc.disable()
-    try:
-        del cycle
-        assert landing.is_free()
-    finally:
-        gc.enable()
+        assert message.startswith("microbatches_in_flight must be at least the number of forward ")
+        assert ", got 1; " in message
+        assert "raise it" in message
 
 
 def _layers_share() -> tuple[bool, bool]:
@@ -177,58 +161,16 @@ def _layers_share() -> tuple[bool, bool]:
     another = other.dispatcher("direct")
     for layer, dispatcher in ((SMALL, one), (SMALL, same), (other, another)):
         step(dispatcher, make_inputs(layer, "uniform", 0, CPU))
-    transients = [
-        next(iter(dispatcher.exchange._buffers.values())).transient
+    workspaces = [
+        next(iter(dispatcher.exchange._buffers.values())).workspace
         for dispatcher in (one, same, another)
     ]
-    return transients[0] is transients[1], transients[0] is transients[2]
+    return workspaces[0] is workspaces[1], workspaces[0] is workspaces[2]
 
 
 @needs_no_gpu
-def test_layers_of_one_shape_share_what_is_transient(threads):
+def test_layers_of_one_shape_share_a_workspace(threads):
     assert run_on_threads(NUM_RANKS, _layers_share) == [(True, False)] * NUM_RANKS
-
-
-def test_peaks_count_what_peers_store_to(monkeypatch):
-    """Of two that live, one of them gone later, beside a GiB of torch's."""
-    from torch._C import _distributed_c10d
-    from torch.distributed import _symmetric_memory
-
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2**31)
-    monkeypatch.setattr(_distributed_c10d, "_SymmetricMemory", Mock())
-    monkeypatch.setattr(_symmetric_memory, "rendezvous", Mock())
-    monkeypatch.setattr(peers, "_print_at_once", Mock())
-    memories = [peers.PeerMemory(Mock(group_name="0"), 2**29, CPU) for _ in range(2)]
-    assert (peak.allocated_gib(), peak.reserved_gib()) == (2.0, 3.0)
-    del memories[0]
-    assert (peak.allocated_gib(), peak.reserved_gib()) == (1.5, 2.5)
-
-
-# Peers that never come.
-
-
-@pytest.mark.parametrize(("captured", "patience_ms"), [(False, 600_000), (True, 45_000)])
-def test_replays_wait_less_than_a_minute_for_a_peer(captured, patience_ms):
-    memory = peers.PeerMemory.__new__(peers.PeerMemory)
-    memory._handle = Mock()
-    with patch.object(torch.cuda, "is_current_stream_capturing", lambda: captured):
-        memory.barrier()
-    memory._handle.barrier.assert_called_once_with(channel=0, timeout_ms=patience_ms)
-
-
-def test_what_a_kernel_prints_outlives_an_abort():
-    program = """
-import ctypes, os
-from padded_dispatch.exchange.symmetric_memory import _print_at_once
-
-_print_at_once()
-ctypes.CDLL(None).printf(b"rank 0 failed to receive signal from rank %d\\n", 3)
-os.abort()
-"""
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    ended = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
-    assert ended.stdout == "rank 0 failed to receive signal from rank 3\n"
 
 
 # What is refused.
@@ -236,25 +178,17 @@ os.abort()
 
 def test_padded_rows_are_refused():
     config = DispatchConfig(num_experts=2, top_k=1)
-    with pytest.raises(ValueError, match="exchange='direct' is not possible with padded rows"):
+    with pytest.raises(ValueError, match=r"^exchange.*'direct'") as refused:
         PaddedDispatcher(config, exchange="direct")
+    assert "packed" in str(refused.value)
+    assert "exchange='alltoall'" in str(refused.value)
 
 
 def test_unknown_exchanges_are_refused():
     config = DispatchConfig(num_experts=2, top_k=1)
-    with pytest.raises(ValueError, match="exchange='mpi' is not possible: choose one of nccl, dir"):
+    with pytest.raises(ValueError, match=r"^exchange.*'mpi'") as refused:
         PaddedDispatcher(config, exchange="mpi")  # pyright: ignore[reportArgumentType]
-
-
-def test_one_rank_or_no_gpu_is_refused():
-    with pytest.raises(ValueError, match=r"^exchange='direct' is not possible: .*'alltoall'$"):
-        DirectExchange(2, None)
-
-
-def test_two_hosts_are_refused():
-    with patch.object(torch.cuda, "current_device", lambda: 0):
-        complaint = peers._unreachable([("a", "1"), ("b", "2")])
-    assert complaint == "the expert-parallel group spans the hosts a, b"
+    assert "one of alltoall, direct" in str(refused.value)
 
 
 def test_a_group_that_splits_experts_is_refused():
@@ -262,29 +196,27 @@ def test_a_group_that_splits_experts_is_refused():
         def size(self) -> int:
             return 2
 
-    with pytest.raises(ValueError, match="with 2 ranks that split every expert"):
+    expected = "^expert_tensor_parallel_size must be 1 .*, got 2; .* set exchange='alltoall'$"
+    with pytest.raises(ValueError, match=expected):
         DirectExchange(2, None, Two())  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
-    ("tokens", "probs", "complaint"),
+    ("tokens", "probs", "words"),
     [
-        (torch.float64, torch.float32, "tokens in torch.float64"),
-        (torch.bfloat16, torch.float64, "probabilities in torch.float64"),
-        (torch.bfloat16, torch.float32, "tokens on cpu are not possible"),
+        (torch.float64, torch.float32, ", got tokens in torch.float64 .*; lower the dtype"),
+        (
+            torch.bfloat16,
+            torch.float64,
+            "probabilities in torch.float64; lower .*moe_router_dtype",
+        ),
+        (
+            torch.bfloat16,
+            torch.float32,
+            "tokens must be on a GPU .*, got tokens on cpu; .*='alltoall'",
+        ),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(tokens, probs, complaint):
-    with pytest.raises(ValueError, match=complaint):
+def test_tensors_that_do_not_fit_are_refused(tokens, probs, words):
+    with pytest.raises(ValueError, match=words):
         direct._check(torch.zeros(1, 1, dtype=tokens), torch.zeros(1, 1, dtype=probs))
-
-
-def test_buffers_that_do_not_fit_are_refused():
-    shape = peers.Shape(num_experts=4, capacity=2**20, width=2**10, dtype=torch.bfloat16)
-    with (
-        patch.object(peers, "everyone", lambda group, value: [value]),
-        patch.object(peers, "_free_bytes", lambda device: 2**30),
-        pytest.raises(ValueError, match=r"and a rank has 1\.00 GiB free; lower the capa"),
-    ):
-        group = dist.ProcessGroup(0, 1)
-        peers._transient(group, shape, CPU, 0)

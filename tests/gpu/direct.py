@@ -1,16 +1,16 @@
-"""Shows on the GPUs of one host that direct stores equal the all-to-all, and how fast they are.
+"""Compare direct stores with the all-to-all on the GPUs of one host: equal bits, and speed.
 
     python -m tests.gpu.direct --out notebooks/results/direct.json --commit SHA
 
-Uses all GPUs of the machine. Every part is a row, and the file is whole after each; one that fails,
-or takes longer than its limit, is ended and does not stop the others.
+It uses all GPUs of the machine. Every part writes a row, and the file is complete after each row. A
+part that fails or exceeds its time limit does not stop the others.
 
     compute-sanitizer --tool memcheck --show-backtrace no --target-processes all \\
         --error-exitcode 9 python -m tests.gpu.direct --small
 
-is a short run on two GPUs for the sanitizer's tools, without a results file. (For its backtraces
-the sanitizer holds Python's frames, and they the tensors of a call, which is then taken for one
-that still waits for its backward pass.)
+is a short run on two GPUs for the sanitizer's tools, without a results file. (With backtraces the
+sanitizer keeps Python's frames, and with them the tensors of a call; its receive buffer then looks
+as if it still waited for its backward pass.)
 """
 
 import argparse
@@ -32,12 +32,12 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from padded_dispatch.exchange import Exchange
-from padded_dispatch.exchange.alltoall import CollectiveExchange, all_to_all, group_name
-from padded_dispatch.exchange.direct import DirectExchange, _home, _push
+from padded_dispatch.exchange.alltoall import AllToAllExchange, all_to_all, group_name
+from padded_dispatch.exchange.direct import DirectExchange, _push_rows, _return_rows
 from padded_dispatch.kernels import direct as kernels
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
 from padded_dispatch.ops.select import select
-from padded_dispatch.utils.launch import WorkerError, WorkerPool, _torchrun_env, start_workers
+from padded_dispatch.utils.launch import WorkerError, start_workers, torchrun_env
 from tests.support.direct_parity import (
     Layer,
     captured,
@@ -50,10 +50,11 @@ from tests.support.direct_parity import (
     small_run,
 )
 from tests.support.gpu_rows import Rows, add_only, add_results, wants
+from tests.support.pool import WorkerPool
 
 LIMIT_S = 60.0
 
-# No multicast: it is of no use here, and not every host offers it to all.
+# No multicast: the direct exchange does not use it, and not every host offers it.
 ENVIRONMENT = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NCCL_NVLS_ENABLE": "0",
@@ -75,7 +76,7 @@ _SAMPLES = 7
 
 
 def graphed_us(call: Callable[[], object]) -> float:
-    """Microseconds of a call inside a graph: the median sample of the slowest rank."""
+    """Return microseconds of a call inside a graph: the median sample of the slowest rank."""
 
     def repeatedly() -> None:
         for _ in range(_REPEATS):
@@ -103,7 +104,7 @@ def graphed_us(call: Callable[[], object]) -> float:
 
 @contextmanager
 def programs(number: int) -> Iterator[None]:
-    """Another number of programs for the kernels that store."""
+    """Set the number of programs of the kernels that store to peers."""
     usual = kernels._PROGRAMS
     kernels._PROGRAMS = number
     try:
@@ -115,14 +116,14 @@ def programs(number: int) -> Iterator[None]:
 def there_and_back(
     exchange: Exchange, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan
 ) -> Tensor:
-    """All stages, forward, with experts that do nothing."""
+    """Run all stages forward with identity experts."""
     given = exchange.arrange(exchange.move(exchange.prepare(tokens_TD, probs_TE, plan)))
-    home = exchange.move_back(exchange.disarrange(given.rows_ND, given.offsets_LS))
-    return exchange.combine(home, plan, given.offsets_LS)
+    returned = exchange.move_back(exchange.disarrange(given.rows_ND, given.offsets_LS))
+    return exchange.combine(returned, plan, given.offsets_LS)
 
 
 def speed(factor: float) -> dict[str, Any]:
-    """Real rows of 4,096 tokens over the links, there and back, beside the all-to-all."""
+    """Time the direct exchange and the all-to-all on 4,096 tokens."""
     device, size = my_gpu(), dist.get_world_size()
     layer = Layer(
         tokens=4096,
@@ -141,17 +142,17 @@ def speed(factor: float) -> dict[str, Any]:
         exchange = DirectExchange(layer.local_experts, dist.group.WORLD)
         exchange.prepare(tokens_TD, probs_TE, plan)
         (buffers,) = exchange._buffers.values()
-        nccl = CollectiveExchange(layer.local_experts, dist.group.WORLD, packed=True)
+        nccl = AllToAllExchange(layer.local_experts, dist.group.WORLD, packed=True)
         maps = plan.slot_of_TK, plan.kept_E
         where = capacity, size, buffers.key, False
-        rows_ND, _, offsets_LS = _push(tokens_TD, probs_TE, *maps, *where)
+        rows_ND, _, offsets_LS = _push_rows(tokens_TD, probs_TE, *maps, *where)
         out_ND = rows_ND.clone()
         slots_ECD = torch.randn(128, capacity, layer.width, device=device).to(layer.dtype)
         name = group_name(dist.group.WORLD)
         calls: dict[str, Callable[[], object]] = {
-            "barrier": buffers.transient.barrier,
-            "push": lambda: _push(tokens_TD, probs_TE, *maps, *where),
-            "home": lambda: _home(out_ND, None, offsets_LS, *maps, capacity, buffers.key),
+            "barrier": buffers.workspace.barrier,
+            "push": lambda: _push_rows(tokens_TD, probs_TE, *maps, *where),
+            "return": lambda: _return_rows(out_ND, None, offsets_LS, *maps, capacity, buffers.key),
             "nccl": lambda: all_to_all(slots_ECD, name),
             "dispatch and combine": lambda: there_and_back(exchange, tokens_TD, probs_TE, plan),
             "dispatch and combine, nccl": lambda: there_and_back(nccl, tokens_TD, probs_TE, plan),
@@ -159,7 +160,7 @@ def speed(factor: float) -> dict[str, Any]:
         us = {label: graphed_us(call) for label, call in calls.items()}
         for number in (132, 264, 1056):
             with programs(number):
-                for label in ("push", "home"):
+                for label in ("push", "return"):
                     us[f"{label}, {number} programs"] = graphed_us(calls[label])
     real = plan.kept_E.sum()
     dist.all_reduce(real)
@@ -171,13 +172,13 @@ def speed(factor: float) -> dict[str, Any]:
     rates = {
         label: round(link_bytes["nccl" if label == "nccl" else "push"] / value / 1e3, 1)
         for label, value in us.items()
-        if label.startswith(("push", "home", "nccl"))
+        if label.startswith(("push", "return", "nccl"))
     }
     return {"us": us, "gb_per_s_over_links": rates, "real_rows": real.item() / size}
 
 
 def parts(size: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any], tuple[Any, ...]]]:
-    """What a row says of itself, a function of a rank, its arguments."""
+    """Yield for each part the fields of its row, the function that ranks run, and its arguments."""
     for name, layer in EAGER.items():
         yield {"check": f"eager equals all-to-all: {name}"}, eager_differences, (layer,)
     yield {"check": "1000 replays equal all-to-all"}, replay_differences, (IN_FLIGHT, 1000)
@@ -188,7 +189,7 @@ def parts(size: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any], tuple
 def run_part(
     pool: WorkerPool, row: dict[str, Any], fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> dict[str, Any]:
-    """The row with what was found."""
+    """Run one part on all ranks; return its row with the results."""
     started = time.monotonic()
     row = row | {"ranks": pool.num_workers, "passed": False, "failures": None}
     try:
@@ -207,9 +208,9 @@ def run_part(
 
 
 def lost_rank(num_ranks: int, how: str) -> dict[str, Any]:
-    """The row of a world whose last rank leaves: when and with which words the others end.
+    """Lose the last rank; return a row with the time and the messages of the other ranks' ends.
 
-    They find out by themselves: nobody ends them before their time is over.
+    The other ranks must end by themselves within the time limit; only then are they killed.
     """
     started = time.monotonic()
     spawn = multiprocessing.get_context("spawn")
@@ -220,7 +221,7 @@ def lost_rank(num_ranks: int, how: str) -> dict[str, Any]:
         processes = [
             spawn.Process(
                 target=lose_a_rank,
-                args=(how, _torchrun_env(rank, num_ranks, store.port), str(log), left),
+                args=(how, torchrun_env(rank, num_ranks, store.port), str(log), left),
                 daemon=True,
             )
             for rank, log in enumerate(logs)
@@ -237,16 +238,16 @@ def lost_rank(num_ranks: int, how: str) -> dict[str, Any]:
         for process in processes:
             process.kill()
             process.join()
-        said = [log.read_text(errors="replace") if log.exists() else "" for log in logs[:-1]]
+        texts = [log.read_text(errors="replace") if log.exists() else "" for log in logs[:-1]]
     name = re.compile(rf"^.*\brank {num_ranks - 1}\b.*$", re.MULTILINE)
-    words = [match[0] if (match := name.search(text)) else None for text in said]
+    words = [match[0] if (match := name.search(text)) else None for text in texts]
     named = [word is not None for word in words]
     passed = began and all(ended) and all(named)
     return {
         "check": f"a rank {how} in the middle of replays, and all others end and name it",
         "ranks": num_ranks,
         "passed": passed,
-        "failures": [] if passed else [text[-3000:] for text in said],
+        "failures": [] if passed else [text[-3000:] for text in texts],
         "seconds_to_end": round(seconds_to_end, 1),
         "exit_codes": codes,
         "words": words,
@@ -255,7 +256,7 @@ def lost_rank(num_ranks: int, how: str) -> dict[str, Any]:
 
 
 def run_all(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All rows that the command line asks for."""
+    """Yield all rows that the command line asks for."""
     with WorkerPool(arguments.gpus, backend="nccl") as pool:
         for row, *call in parts(arguments.gpus):
             if wants(arguments, row.get("check") or row["measure"]):
@@ -266,12 +267,12 @@ def run_all(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run everything; the exit code is 1 when a part failed."""
+    """Run all parts; return exit code 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_results(parser, required=False)
     add_only(parser)
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--small", action="store_true", help="nothing but a short run on two GPUs")
+    parser.add_argument("--small", action="store_true", help="only a short run on two GPUs")
     arguments = parser.parse_args()
     if arguments.gpus < 2:
         parser.error("direct stores need at least two GPUs")

@@ -1,13 +1,13 @@
-"""Measures the direct exchange beside torchtitan's MinimalAsyncEP, which does the same job.
+"""Measure the direct exchange and torchtitan's MinimalAsyncEP, which does the same job.
 
     git clone https://github.com/pytorch/torchtitan && git -C torchtitan checkout b5bcd76
     python -m tests.gpu.peer --torchtitan torchtitan --out runs/direct.json --commit SHA
 
-Both take tokens, their experts and probabilities, store real rows into the memory of peers, packed
-by expert, and bring them home to be summed. Experts here hand back the rows that they are given, so
-that nothing else is measured: forward alone, and forward with backward, gradients of tokens and
-probabilities included, inside a CUDA graph. The peer drops nothing; of ours the rows say the
-factor. Ours also selects and plans; the peer's counts per expert are made outside of its time.
+Both take tokens, their experts and probabilities, write real rows into the memory of peers, packed
+by expert, and return them to be summed. Experts return their rows unchanged, so only the exchange
+is measured: forward alone, and forward with backward (gradients of tokens and probabilities),
+inside a CUDA graph. MinimalAsyncEP drops no rows; our rows state the capacity factor. Our time
+includes selection and the plan; its counts per expert are computed outside of the measured time.
 """
 
 import argparse
@@ -23,24 +23,24 @@ import torch.distributed as dist
 
 from padded_dispatch.bench.cases import MODELS
 from padded_dispatch.dispatcher import Dispatched
-from padded_dispatch.utils.launch import WorkerPool
 from tests.gpu.direct import ENVIRONMENT, graphed_us, run_part
 from tests.support.direct_parity import Layer, make_inputs, my_gpu
 from tests.support.gpu_rows import Rows, add_results
+from tests.support.pool import WorkerPool
 
 FACTORS = (1.0, 1.25, 2.0, None)
 _TOKENS = 4096
 
 
 def measured(both_ways: Callable[[bool], object]) -> dict[str, float]:
-    """Microseconds; `both_ways` runs forward, and backward where it is told so."""
+    """Return microseconds; `both_ways(backward)` runs forward and optionally backward."""
     with torch.no_grad():
         forward = graphed_us(lambda: both_ways(False))
     return {"forward_us": forward, "forward_backward_us": graphed_us(lambda: both_ways(True))}
 
 
 def ours(layer: Layer) -> dict[str, Any]:
-    """Direct stores, on every rank."""
+    """Measure the direct exchange, on every rank."""
     given = make_inputs(layer, "uniform", 0, my_gpu())
     dispatcher = layer.dispatcher("direct")
     inputs = given.tokens_TD, given.probs_TE
@@ -59,7 +59,7 @@ def ours(layer: Layer) -> dict[str, Any]:
 
 
 def peer(layer: Layer, checkout: str) -> dict[str, Any]:
-    """MinimalAsyncEP, on every rank; its result is compared with what identity experts give."""
+    """Measure MinimalAsyncEP, on every rank, after a check of its result for identity experts."""
     device, size = my_gpu(), dist.get_world_size()
     api = _minimal_async_ep(checkout)
     given = make_inputs(layer, "uniform", 0, device)
@@ -88,15 +88,15 @@ def peer(layer: Layer, checkout: str) -> dict[str, Any]:
             torch.autograd.grad(out_TD, inputs, given.grad_TD)
         return out_TD
 
-    with torch.no_grad():  # A graph that lives on would tie the capture to the stream of this run.
+    with torch.no_grad():  # A live autograd graph would tie the capture to this stream.
         wanted_TD = given.tokens_TD.double() * scores_TK.double().sum(1, keepdim=True)
         error = (both_ways(False).double() - wanted_TD).abs().max() / wanted_TD.abs().max()
-    assert error < 2**-7, f"the peer's result is off by {error:.3g} of the largest value"
+    assert error < 2**-7, f"MinimalAsyncEP's result differs by {error:.3g} of the largest value"
     return measured(both_ways) | {"sent": int(counts_E.sum()), "asked_for": int(counts_E.sum())}
 
 
 def _minimal_async_ep(checkout: str) -> Any:
-    """Its module alone: what the packages above it import has nothing to do with it."""
+    """Import its module without the packages above it, which import much that it does not need."""
     for name in ("torchtitan", "torchtitan.distributed"):
         package = types.ModuleType(name)
         package.__path__ = [str(Path(checkout, *name.split(".")))]
@@ -107,7 +107,7 @@ def _minimal_async_ep(checkout: str) -> Any:
 
 
 def main() -> int:
-    """Measure everything; the exit code is 1 when a part failed."""
+    """Measure all cases; return exit code 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--torchtitan", required=True, help="a checkout")
     add_results(parser)
@@ -128,7 +128,7 @@ def main() -> int:
         for factor in FACTORS:
             row = {"contender": "ours", "variant": "direct", "capacity_factor": factor}
             cases.append((row, ours, (dataclasses.replace(layer, factor=factor),)))
-        # The peer has one buffer per process, of one shape.
+        # MinimalAsyncEP has one buffer per process, of one shape.
         with WorkerPool(size, backend="nccl") as pool:
             for row, fn, args in cases:
                 row = {"measure": "exchange beside a peer", "model": model, "ep": size, **row}

@@ -22,7 +22,7 @@ from typing import Any, get_args
 from megatron.core import package_info
 
 from padded_dispatch.config import Policy, Remedy
-from padded_dispatch.utils.launch import WorkerError, WorkerPool
+from padded_dispatch.utils.launch import WorkerError
 from tests.support.gpu_rows import Rows, parsed, wants
 from tests.support.graph_routings import (
     RoutingCase,
@@ -31,6 +31,7 @@ from tests.support.graph_routings import (
 )
 from tests.support.graph_telemetry import telemetry_is_a_hosts_count
 from tests.support.graph_training import Situation, replays_do_not_wait, replays_equal_eager
+from tests.support.pool import WorkerPool
 
 Case = Situation | RoutingCase
 Check = Callable[[Any], Any]

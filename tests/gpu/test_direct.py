@@ -1,4 +1,4 @@
-"""Direct stores between two GPUs against the all-to-all, bit by bit, in eager and replayed."""
+"""Direct stores between two GPUs equal the all-to-all bit by bit, in eager and replayed."""
 
 import pytest
 

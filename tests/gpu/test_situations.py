@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from padded_dispatch.megatron import telemetry
-from padded_dispatch.utils.launch import WorkerPool
 from tests.gpu import situations as graph_situations
 from tests.gpu.situations import ENVIRONMENT, checks, on_cpu, run_case
 from tests.support import gpu_rows
@@ -26,6 +25,7 @@ from tests.support.graph_routings import (
 from tests.support.graph_telemetry import telemetry_is_a_hosts_count
 from tests.support.graph_training import Findings, Situation, replays_equal_eager
 from tests.support.inline_pool import InlinePool
+from tests.support.pool import WorkerPool
 
 CASES = {case.name: (check, run, case) for check, run, case in checks(num_ranks=8)}
 ON_ONE, ON_TWO, ON_FOUR = (

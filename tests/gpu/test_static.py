@@ -1,4 +1,4 @@
-"""Static by construction: no host read anywhere, and one capture serves every routing."""
+"""Shapes are static: the host reads nothing back, and one capture serves all routings."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ T, K, E, D = 257, 3, 16, 96
 
 
 def routing(seed: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Tokens, probabilities and a map; every third seed sends all tokens to the same experts."""
+    """Return tokens, probabilities and a map; every third seed uses only K experts."""
     generator = torch.Generator().manual_seed(seed)
     tokens_TD = torch.randn(T, D, generator=generator, dtype=torch.float64)
     probs_TE = torch.rand(T, E, generator=generator)
@@ -22,7 +22,7 @@ def routing(seed: int, device: torch.device) -> tuple[torch.Tensor, ...]:
 
 
 def step(dispatcher: PaddedDispatcher, tokens_TD, probs_TE, map_TE) -> tuple[torch.Tensor, ...]:
-    """Output and gradients of dispatch, experts that square, combine."""
+    """Run dispatch, experts that square, combine; return output, gradients and demand."""
     tokens_TD, probs_TE = tokens_TD.detach().requires_grad_(), probs_TE.detach().requires_grad_()
     sent = dispatcher.dispatch(tokens_TD, probs_TE, map_TE)
     rows_ND = sent.expert_input.rows_ND.float().square() * sent.expert_input.probs_N[:, None]
@@ -52,7 +52,7 @@ def test_eager_reads_nothing_back(cuda, policy, factor, packed):
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("factor", [None, 0.5, 1.25])
 def test_one_capture_serves_every_routing(cuda, policy, factor, packed):
-    """Replay equals eager bit by bit, and eager on a GPU equals eager on a CPU where rows move."""
+    """Replay equals eager bit by bit, and rows move on a GPU as on a CPU."""
     config = DispatchConfig(num_experts=E, top_k=K, capacity_factor=factor, policy=policy)
     dispatcher = PaddedDispatcher(config, packed=packed)
     static = [tensor.clone() for tensor in routing(1, cuda)]
@@ -81,7 +81,7 @@ def test_one_capture_serves_every_routing(cuda, policy, factor, packed):
         assert torch.equal(on_gpu.plan.slot_of_TK.cpu(), on_cpu.plan.slot_of_TK), seed
 
 
-def test_deterministic_mode_has_nothing_to_object_to(cuda):
+def test_deterministic_mode_raises_nothing_and_changes_nothing(cuda):
     dispatcher = PaddedDispatcher(DispatchConfig(num_experts=E, top_k=K, capacity_factor=1.0))
     inputs = routing(3, cuda)
     first = step(dispatcher, *inputs)

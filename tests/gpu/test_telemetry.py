@@ -18,8 +18,8 @@ from padded_dispatch.megatron.compat import training_stream
 from padded_dispatch.megatron.graphs.capture import LayerGraphs
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.loop import train
-from padded_dispatch.utils.launch import WorkerPool
 from tests.gpu.situations import ENVIRONMENT
+from tests.support.pool import WorkerPool
 
 
 def grown(graph: str) -> tuple[list[float], list[float | None], int]:

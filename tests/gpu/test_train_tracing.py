@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from padded_dispatch.megatron.compat import training_stream
-from padded_dispatch.utils.launch import WorkerPool
+from tests.support.pool import WorkerPool
 from tests.support.traced_run import Counted, assert_trace_says_the_same, counted_run
 
 GRAPHS = ["none", "partial", "layer", "full-iteration"]

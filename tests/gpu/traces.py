@@ -22,8 +22,8 @@ import torch
 from padded_dispatch.megatron.compat import training_stream
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.tune import command as tune
-from padded_dispatch.utils.launch import WorkerPool
 from tests.support.gpu_rows import Rows, add_results
+from tests.support.pool import WorkerPool
 from tests.support.traced_run import Counted, assert_trace_says_the_same, counted_run
 
 LIMIT_S = 500.0

@@ -20,8 +20,8 @@ from padded_dispatch.megatron import PaddedOptions, install, padded_spec, uninst
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.dispatcher import _log_once
 from padded_dispatch.megatron.experts import _FIELDS, StackedExperts, chosen_experts
-from padded_dispatch.utils.launch import WorkerPool
 from tests.support import parity, tiny
+from tests.support.pool import WorkerPool
 
 MODULE = PaddedOptions(experts="module")
 PACKED = PaddedOptions(experts="packed")

@@ -15,8 +15,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from padded_dispatch.megatron import PaddedOptions, padded_spec
-from padded_dispatch.utils.launch import WorkerPool
 from tests.support import parity, tiny
+from tests.support.pool import WorkerPool
 
 BIASED = pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
 ONE_BY_ONE = pytest.mark.parametrize("one_by_one", [False, True], ids=["one axis", "one by one"])

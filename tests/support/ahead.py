@@ -1,12 +1,13 @@
-"""Tests that wait for other processes run beside the others, in a thread, from the first one on.
+"""Run tests marked `ahead` in a thread from the beginning on, during the other tests.
 
-While workers of a pool talk to each other, or a command imports, one of two cores has nothing to
-do. A test marked `ahead` runs ahead of its turn, which comes last and only looks its outcome up.
+Such a test waits for other processes most of the time. While workers of a pool exchange data, or a
+command imports, one of two cores would be idle. A marked test runs early, in the thread; its turn
+comes last and only looks up the outcome.
 
-It shares this process with whatever test runs at the same time: it may neither change the process,
-nor print, nor look at what tests change, as `os.environ`. Of fixtures it can have `tmp_path` and
-pools, which are not those of the others; autouse fixtures do not reach it. One that is to be
-skipped does not run.
+It shares this process with the test that runs at the same time. So it must neither change the
+process, nor print, nor read what other tests change, such as `os.environ`. The fixtures it can use
+are `tmp_path` and the pools, which are separate from those of other tests; autouse fixtures do not
+apply to it. A test that is skipped does not run early either.
 """
 
 import inspect
@@ -19,13 +20,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from padded_dispatch.utils.launch import WorkerPool
+from tests.support.pool import WorkerPool
 
-ENVIRONMENT = dict(os.environ)  # Of commands, whatever the others set.
+ENVIRONMENT = dict(os.environ)  # for commands that tests start, unaffected by other tests
 
 
 class Ahead:
-    """A plugin of pytest."""
+    """The pytest plugin."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
@@ -33,13 +34,13 @@ class Ahead:
         self._outcomes: dict[pytest.Item, Future[bool]] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Last come those that ran before."""
+        """Put the marked tests last."""
         items.sort(key=_is_marked)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Begin. Pools start here, since `launch` sets signals, as the main thread alone can."""
+        """Start the pools, which needs the main thread (`launch` sets signals), and the thread."""
         tests = [item for item in session.items if _is_marked(item)]
-        # A worker of pytest-xdist hears later which of them are its own.
+        # A worker of pytest-xdist does not have its list of tests yet.
         if session.config.option.collectonly or hasattr(session.config, "workerinput"):
             return
         for name, pool in self._pools.items():
@@ -49,20 +50,20 @@ class Ahead:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
-        """Raise what it raised, if it ran."""
+        """Raise what the test raised in the thread, if it ran there."""
         outcome = self._outcomes.get(pyfuncitem)
         return None if outcome is None else outcome.result() or None
 
     def pytest_sessionfinish(self) -> None:
-        """Wait for the one that runs."""
+        """Wait for the test that runs in the thread."""
         self._thread.shutdown(cancel_futures=True)
         for pool in self._pools.values():
             pool.close()
 
     def _run(self, test: pytest.Function) -> bool:
         pools = {name: pool for name, pool in self._pools.items() if name in _wanted(test)}
-        if any(pool._workers is None for pool in pools.values()):
-            return False  # An earlier one broke it: those that follow run when their turn comes.
+        if not all(pool.is_running for pool in pools.values()):
+            return False  # An earlier test ended the workers: this one runs when its turn comes.
         parameters = test.callspec.params if hasattr(test, "callspec") else {}
         with tempfile.TemporaryDirectory() as folder:
             known: dict[str, Any] = {"tmp_path": Path(folder), **pools, **parameters}

@@ -1,6 +1,8 @@
-"""The direct exchange beside the collective one, as functions of a rank: same inputs, same bits?
+"""Compare the direct exchange with the all-to-all bit by bit, as functions that ranks run.
 
-Experts are elementwise, so that rows past the last real one, which hold anything, stay theirs.
+Experts are elementwise, so unspecified rows after the last real one do not reach real rows.
+
+Letters: T tokens, D hidden size, K experts per token, N rows that this rank's experts can receive.
 """
 
 import itertools
@@ -25,8 +27,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """T, D, K, experts per rank, factor, dtype of rows; `microbatches_in_flight` passes before the first
-    backward."""
+    """The sizes of a layer: T, D, K, experts per rank, capacity factor, and the dtype of rows.
+
+    `microbatches_in_flight` forward passes precede the first backward pass.
+    """
 
     tokens: int = 515
     width: int = 328
@@ -37,7 +41,7 @@ class Layer:
     microbatches_in_flight: int = 1
 
     def dispatcher(self, exchange: Any) -> PaddedDispatcher:
-        """On all ranks of the default group."""
+        """Return a dispatcher over all ranks of the default group; a collective call."""
         size = dist.get_world_size()
         config = DispatchConfig(
             num_experts=self.local_experts * size,
@@ -57,7 +61,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Of one pass."""
+    """Inputs of one microbatch, and the gradient of its output."""
 
     tokens_TD: Tensor
     probs_TE: Tensor
@@ -65,19 +69,19 @@ class Inputs:
     grad_TD: Tensor
 
     def copy_from(self, other: "Inputs", shift: int) -> None:
-        """Put other values into these tensors, every token `shift` places later."""
+        """Copy the values of `other` into these tensors, every token `shift` places later."""
         with torch.no_grad():
             for mine, value in zip(vars(self).values(), vars(other).values(), strict=True):
                 mine.copy_(value.roll(shift, 0))
 
 
-# Of `routing_scores`; in "idle" the last rank's experts get nothing, in "absent" the last rank has
-# no real tokens.
+# Skews of `routing_scores`, and: "idle", the last rank's experts get no token; "absent", the last
+# rank has no real tokens.
 ROUTINGS = ("uniform", "lognormal", "hot", "same", "idle", "absent", "none")
 
 
 def make_inputs(layer: Layer, routing: str, seed: int, device: torch.device) -> Inputs:
-    """A rank's own values."""
+    """Make random inputs of this rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     seed = seed * size + rank
     num_experts = layer.local_experts * size
@@ -102,7 +106,7 @@ def make_inputs(layer: Layer, routing: str, seed: int, device: torch.device) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """A pass that waits for its backward."""
+    """A forward pass that waits for its backward pass."""
 
     inputs: Inputs
     sent: Dispatched
@@ -110,7 +114,7 @@ class Forward:
 
 
 def forward(dispatcher: PaddedDispatcher, inputs: Inputs) -> Forward:
-    """Dispatch, experts, combine."""
+    """Run dispatch, experts and combine."""
     sent = dispatcher.dispatch(inputs.tokens_TD, inputs.probs_TE, inputs.map_TE)
     given = sent.expert_input
     out_ND = torch.tanh(given.rows_ND.float()) * given.probs_N[:, None]
@@ -119,12 +123,12 @@ def forward(dispatcher: PaddedDispatcher, inputs: Inputs) -> Forward:
 
 
 def backward(passed: Forward) -> dict[str, Tensor]:
-    """Everything that two exchanges can be compared by."""
+    """Run the backward pass; return all tensors in which two exchanges must agree."""
     given = passed.sent.expert_input
     assert given.offsets_LS is not None
     row_N = torch.arange(given.probs_N.shape[0], device=given.probs_N.device)
     real_N = row_N < given.offsets_LS[-1, -1]
-    # Before the backward pass, after which they are another's.
+    # Read before the backward pass, after which the buffers may be used again.
     rows_ND = torch.where(real_N[:, None], given.rows_ND.detach(), 0)
     probs_N = torch.where(real_N, given.probs_N.detach(), 0)
     inputs = passed.inputs
@@ -135,7 +139,7 @@ def backward(passed: Forward) -> dict[str, Tensor]:
         "rows": rows_ND,
         "probs": probs_N,
         "kept": given.kept_SL,
-        "ends": given.offsets_LS,
+        "offsets": given.offsets_LS,
         "out": passed.out_TD.detach(),
         "grad_tokens": grad_TD,
         "grad_probs": grad_TE,
@@ -143,66 +147,68 @@ def backward(passed: Forward) -> dict[str, Tensor]:
 
 
 def step(dispatcher: PaddedDispatcher, inputs: Inputs) -> dict[str, Tensor]:
-    """Forward and backward of one pass."""
+    """Run forward and backward of one microbatch."""
     return backward(forward(dispatcher, inputs))
 
 
 def poison(dispatcher: PaddedDispatcher) -> None:
-    """NaN in all buffers of this rank, to which peers store only once it is in the next call."""
+    """Fill this rank's buffers with NaN; peers write to them only after its next call begins."""
     assert isinstance(dispatcher.exchange, DirectExchange)
     for buffers in dispatcher.exchange._buffers.values():
-        transient = buffers.transient
-        landings = [*buffers._landings, transient.gradients]
-        everything = [transient.slots_ECD, transient.meta_EC1]
-        for tensor in everything + [tensor for landing in landings for tensor in landing.take()]:
+        workspace = buffers.workspace
+        receive_buffers = [*buffers._receive_buffers, workspace.gradients]
+        everything = [workspace.slots_ECD, workspace.meta_EC1]
+        for tensor in everything + [
+            tensor for receive_buffer in receive_buffers for tensor in receive_buffer.take()
+        ]:
             tensor.fill_(torch.nan)
 
 
 def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Names of what is not the same, bit by bit."""
+    """Return the names of tensors that are not equal bit by bit."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
 def meet() -> None:
-    """All ranks, with idle devices."""
+    """Wait until all ranks are here with idle devices."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
 
 
 def my_gpu() -> torch.device:
-    """This worker's device, made current."""
+    """Make this worker's device current and return it."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     return device
 
 
 def eager_differences(layer: Layer) -> list[str]:
-    """What differs in eager, over all routings, with and without poison; empty means nothing."""
+    """Return what differs in eager, over all routings, with and without NaN in the buffers."""
     device = my_gpu()
-    direct, nccl = layer.dispatcher("direct"), layer.dispatcher("alltoall")
+    direct, alltoall = layer.dispatcher("direct"), layer.dispatcher("alltoall")
     found = []
     for seed, routing in enumerate(ROUTINGS):
         inputs = make_inputs(layer, routing, seed, device)
-        expected = step(nccl, inputs)
+        expected = step(alltoall, inputs)
         for poisoned in (False, True):
             if poisoned:
                 poison(direct)
             names = differences(step(direct, inputs), expected)
             found += [f"{routing}{', poisoned' * poisoned}: {name}" for name in names]
-        # Two at once, with a barrier of the host nowhere between.
+        # Two microbatches without a host barrier between them.
         again = make_inputs(layer, routing, seed + 100, device)
         first, second = step(direct, inputs), step(direct, again)
         found += [f"{routing}, first of two: {name}" for name in differences(first, expected)]
-        names = differences(second, step(nccl, again))
+        names = differences(second, step(alltoall, again))
         found += [f"{routing}, second of two: {name}" for name in names]
     meet()
     return found
 
 
 def captured(run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
-    """A graph on the current stream, which is not the default one, and what its replays fill."""
+    """Capture `run` on the current (not the default) stream; return the graph and its outputs."""
     for _ in range(2):
         run()
     meet()
@@ -214,21 +220,21 @@ def captured(run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
 
 
 def replay_differences(layers: tuple[Layer, ...], num_replays: int) -> list[str]:
-    """What differs between replays of one graph and of the same with the collective exchange.
+    """Return what differs between replays of a graph and of the same graph with the all-to-all.
 
-    The graph: all layers forward, `microbatches_in_flight` passes each, then all backward, first come first.
-    Every replay has tokens and routings of its own. Replays follow each other without the host
-    waiting, ranks in different paces, NaN in the buffers before every other one, and now and then
-    an eager pass without gradients in between.
+    The graph runs the forward of all layers, `microbatches_in_flight` times each, then all backward
+    passes in the same order. Every replay has different tokens and routings. The host does not wait
+    between replays, ranks run at different paces, buffers hold NaN before every second replay, and
+    an eager pass without gradients follows every 50th.
     """
     device = my_gpu()
-    passes = [i for i, layer in enumerate(layers) for _ in range(layer.microbatches_in_flight)]
+    layer_of = [i for i, layer in enumerate(layers) for _ in range(layer.microbatches_in_flight)]
 
     def fresh(seed: int) -> list[Inputs]:
         routing = ROUTINGS[seed % len(ROUTINGS)]
         return [
-            make_inputs(layers[i], routing, seed * len(passes) + n, device)
-            for n, i in enumerate(passes)
+            make_inputs(layers[i], routing, seed * len(layer_of) + n, device)
+            for n, i in enumerate(layer_of)
         ]
 
     static, distinct = fresh(0), [fresh(seed) for seed in range(4 * len(ROUTINGS))]
@@ -238,11 +244,13 @@ def replay_differences(layers: tuple[Layer, ...], num_replays: int) -> list[str]
             mine.copy_from(value, number // len(distinct))
 
     def run(dispatchers: list[PaddedDispatcher]) -> list[dict[str, Tensor]]:
-        waiting = [forward(dispatchers[i], given) for i, given in zip(passes, static, strict=True)]
+        waiting = [
+            forward(dispatchers[i], given) for i, given in zip(layer_of, static, strict=True)
+        ]
         return [backward(passed) for passed in waiting]
 
     directs = [layer.dispatcher("direct") for layer in layers]
-    nccls = [layer.dispatcher("alltoall") for layer in layers]
+    alltoalls = [layer.dispatcher("alltoall") for layer in layers]
     paces = torch.Generator().manual_seed(dist.get_rank())
     found, kept = [], []
     meet()
@@ -260,20 +268,22 @@ def replay_differences(layers: tuple[Layer, ...], num_replays: int) -> list[str]
                 with torch.no_grad():
                     forward(directs[0], static[0])
         meet()
-        nccl_graph, expected = captured(lambda: run(nccls))
+        alltoall_graph, expected = captured(lambda: run(alltoalls))
         for number, results in enumerate(kept):
             fill(number)
-            nccl_graph.replay()
+            alltoall_graph.replay()
             for n, (one, other) in enumerate(zip(results, expected, strict=True)):
                 found += [f"replay {number}, pass {n}: {x}" for x in differences(one, other)]
         meet()
-    del graph, nccl_graph
+    del graph, alltoall_graph
     return found
 
 
 def small_run() -> None:
-    """A worker's whole life, short enough for compute-sanitizer, and without NCCL: two routings
-    forward and backward, each with whatever is in the buffers and with NaN."""
+    """Run two routings forward and backward, with and without NaN in the buffers.
+
+    This is all that a worker does: short enough for compute-sanitizer, and without NCCL.
+    """
     device = my_gpu()
     dist.init_process_group("gloo")
     layer = Layer(tokens=37, width=40, top_k=2, local_experts=3)
@@ -288,17 +298,17 @@ def small_run() -> None:
 
 
 def lose_a_rank(how: str, env: dict[str, str], log: str, left: Any) -> None:
-    """A process's whole life: it replays for ever, and the last rank "dies" or "stalls" meanwhile.
+    """Replay for ever, while the last rank "dies" or "stalls"; the main function of a process.
 
     Args:
-        how: one of the two.
-        env: what torchrun would set.
-        log: path of the file for all that it says.
-        left: an event, set just before the last rank leaves.
+        how: "dies" or "stalls".
+        env: the environment variables that torchrun would set.
+        log: path of the file for stdout and stderr.
+        left: an event, set just before the last rank dies or stalls.
     """
     os.environ.update(env)
-    for said in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), said)
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     device = my_gpu()
     dist.init_process_group("nccl", device_id=device)
     layer = Layer()
@@ -308,7 +318,7 @@ def lose_a_rank(how: str, env: dict[str, str], log: str, left: Any) -> None:
         graph, _ = captured(lambda: step(dispatcher, inputs))
         for number in itertools.count():
             graph.replay()
-            if leaves and number == 105:  # With some that the device has yet to do.
+            if leaves and number == 105:  # while the device still has replays to do
                 left.set()
                 if how == "dies":
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""This process in the place of workers, for functions that need no process of their own."""
+"""Run workers' functions in this process, if they do not need a separate one."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -16,11 +16,11 @@ from padded_dispatch.utils.launch import WorkerError
 
 @contextmanager
 def only_worker() -> Iterator[None]:
-    """As torchrun starts the one worker of a job, with one thread: `start_workers` starts none.
+    """Make this process the one worker of a job of torchrun, with one thread.
 
-    Afterwards nothing of the job is left, also where it failed.
+    `start_workers` then starts none. On exit, also after an error, all state of the job is removed.
     """
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # A port that is free.
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free port
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""What the process imports that workers are forked from; see `forks`."""
+"""The imports of the process from which workers are forked; see `forks`."""
 
 import gc
 import importlib
@@ -7,8 +7,8 @@ import warnings
 _MODULES = "hypothesis", "padded_dispatch.bench.work", "padded_dispatch.train.loop", "pytest"
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Megatron-Core says which optional packages it does without.
+    warnings.simplefilter("ignore")  # Megatron-Core warns about missing optional packages.
     for name in _MODULES:
         importlib.import_module(name)
-# Runs of a worker end with a collection, which would pass over all of it: 0.2 s each.
+# Every run of a worker ends with a garbage collection. Freezing saves it 0.2 s each.
 gc.freeze()

@@ -1,7 +1,7 @@
-"""More ranks than processes would do: one thread each, over torch's threaded process group.
+"""Run many ranks as threads of this process, over torch's threaded process group.
 
-Collectives are real (each thread hands over its tensors, rank 0 moves them), and everything else
-runs as in a process of its own, since torch keeps its world and its registry of groups per thread.
+Collectives are real: each thread passes its tensors, and rank 0 copies them. Everything else runs
+as in a separate process, since torch keeps its world and its registry of groups per thread.
 """
 
 import threading
@@ -18,10 +18,10 @@ from padded_dispatch.exchange import agreement
 
 
 def run_on_threads(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """`fn(*args)` on every rank of a default group; the results by rank.
+    """Call `fn(*args)` on every rank of a default group and return the results by rank.
 
     Raises:
-        RuntimeError: from the first error of a rank; the others are woken and end.
+        RuntimeError: from the first error of a rank, after all other ranks have ended.
     """
     results: list[Any] = [None] * num_ranks
     errors: list[BaseException] = []
@@ -31,7 +31,7 @@ def run_on_threads(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[A
         try:
             dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
             results[rank] = fn(*args)
-        except BaseException as error:  # SystemExit is how the woken ones end.
+        except BaseException as error:  # Waiting ranks are woken and raise SystemExit.
             errors.append(error)
             ProcessLocalGroup.exception_handle(error)
 
@@ -39,8 +39,8 @@ def run_on_threads(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[A
     multi_threaded_pg._install_threaded_pg()
     isolate(True)
     try:
-        # The group itself compares facts, as a gloo group does: no socket for each pair of ranks.
-        with patch.object(agreement, "_twin", lambda group: group):
+        # The threaded group compares invariants itself: a mirror would need a socket per pair.
+        with patch.object(agreement, "_mirror", lambda group: group):
             threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
             for thread in threads:
                 thread.start()

@@ -17,8 +17,8 @@ from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.train import loop
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.compare import main
-from padded_dispatch.utils.launch import WorkerPool
 from tests.support.inline_pool import only_worker
+from tests.support.pool import WorkerPool
 
 SMALL = "--steps 2 --seq-length 24 --micro-batch 3 --log-every 1"
 

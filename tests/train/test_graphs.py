@@ -18,9 +18,9 @@ from padded_dispatch.train import loop
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.graphs import EAGER_STEPS, TrainingGraphs, graph_fields
 from padded_dispatch.train.settings import Settings
-from padded_dispatch.utils.launch import WorkerPool
 from tests.megatron.graphs.test_capture import BATCH, SEQUENCE, Training, differences, graphs
 from tests.support import tiny
+from tests.support.pool import WorkerPool
 
 SCOPES = (
     "cuda_graph_modules"

@@ -1,4 +1,7 @@
-"""Results, errors, deaths, timeouts: every end of a worker reaches the parent, and none is left."""
+"""Every result, error, death or timeout of a worker reaches the parent, and no worker is left.
+
+A `WorkerPool` of the tests stands on the same `Workers` as `start_workers`, and is tested with it.
+"""
 
 import multiprocessing
 import os
@@ -16,19 +19,20 @@ import torch
 import torch.distributed as dist
 
 from padded_dispatch.utils import launch
-from padded_dispatch.utils.launch import WorkerError, WorkerPool, start_workers
+from padded_dispatch.utils.launch import WorkerError, start_workers
 from tests.support.ahead import ENVIRONMENT
+from tests.support.pool import WorkerPool
 
 
 @pytest.fixture(autouse=True)
-def impatience(monkeypatch):
-    """Peers that wait in a collective for one that failed are given up sooner."""
+def short_grace_period(monkeypatch):
+    """Stop peers sooner that wait in a collective for a failed rank."""
     monkeypatch.setattr(launch, "_PEERS_S", 0.3)
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    """A pool of its own: these tests kill it again and again."""
+    """Provide a separate pool, since these tests kill its workers."""
     with WorkerPool(2) as pool:
         yield pool
 
@@ -123,7 +127,7 @@ def test_a_killed_worker_is_named(pool):
 
 
 def _die_with_a_child(end: Path) -> None:
-    """A writer of a checkpoint, say, that lives on until `end` is there."""
+    """Fork a child, such as a writer of a checkpoint, that lives until `end` exists; then die."""
     if dist.get_rank() == 1:
         if os.fork() == 0:
             for _ in range(600):
@@ -134,8 +138,8 @@ def _die_with_a_child(end: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_worker_is_noticed_though_a_child_of_it_lives(tmp_path, monkeypatch):
-    # Spawned as users' workers are: of a forked one the child would hold its end, too.
+def test_a_killed_worker_is_noticed_while_its_child_lives(tmp_path, monkeypatch):
+    # Spawned, as users' workers are: the child of a forked worker would also hold its pipe.
     monkeypatch.setattr(launch, "multiprocessing", multiprocessing)
     try:
         with WorkerPool(2) as pool, pytest.raises(WorkerError) as caught:
@@ -145,7 +149,7 @@ def test_a_killed_worker_is_noticed_though_a_child_of_it_lives(tmp_path, monkeyp
     assert repr(caught.value.errors[1]) == "ChildProcessError('killed by SIGKILL')"
 
 
-def test_a_start_that_fails_leaves_nothing(monkeypatch):
+def test_a_failed_start_leaves_no_worker(monkeypatch):
     process = launch.multiprocessing.get_context("spawn").Process
     start, started = process.start, []
 
@@ -188,7 +192,7 @@ def test_a_timeout_names_the_ranks_that_did_not_answer(pool):
     assert pool.run(dist.get_rank) == [0, 1]
 
 
-def test_an_exception_that_does_not_pickle_arrives_in_words(pool):
+def test_an_exception_that_does_not_pickle_arrives_as_text(pool):
     with pytest.raises(WorkerError) as caught:
         pool.run(_raise_what_does_not_pickle)
     assert repr(caught.value.errors[0]) == "RuntimeError('TwoArguments: rows: too many')"
@@ -207,9 +211,9 @@ def test_a_pool_without_a_group_never_runs_anything():
                 pool.run(_pid)
 
 
-# start_workers: a job in a process of its own. Its workers connect to a socket of the test and keep
-# it open: a worker is gone when, and only when, its connection ends. Ctrl-C and a killed worker end
-# jobs of the command, in test_cli.
+# start_workers: a job in a separate process. Its workers connect to a socket of the test and keep
+# it open, so the connection of a worker ends exactly when the worker does. tests/test_cli.py covers
+# Ctrl-C and a killed worker.
 
 JOB = """
     import atexit, os, socket, sys, time
@@ -256,22 +260,22 @@ class Job:
                 start_new_session=True,
             )
             self.workers = [server.accept()[0].makefile() for _ in range(2)]
-        self.said = sorted(worker.readline() for worker in self.workers)
+        self.first_lines = sorted(worker.readline() for worker in self.workers)
         self.last_words: list[str] = []
 
     def end(self) -> tuple[int, str]:
-        """Its exit code and stderr, once it and all workers have ended."""
+        """Return its exit code and stderr after it and all workers have ended."""
         _, stderr = self.process.communicate(timeout=60)
         self.last_words = [worker.read() for worker in self.workers]
         return self.process.returncode, stderr
 
 
 @pytest.mark.ahead
-def test_a_job_sees_what_torchrun_sets_and_ends_by_itself(tmp_path):
+def test_a_job_gets_the_environment_of_torchrun_and_ends_by_itself(tmp_path):
     job = Job(tmp_path, "return")
-    assert job.said == ["0 of 2: 3\n", "1 of 2: 3\n"]
+    assert job.first_lines == ["0 of 2: 3\n", "1 of 2: 3\n"]
     assert job.end() == (0, "")
-    assert job.last_words == ["bye", "bye"]  # Exit handlers had their time.
+    assert job.last_words == ["bye", "bye"]  # Exit handlers ran.
 
 
 @pytest.mark.ahead

@@ -1,4 +1,4 @@
-"""Names of stages, as a profiler would see them: in eager steps and captures, not in replays."""
+"""NVTX ranges of the stages: shown in eager steps and captures, not in replays."""
 
 from collections.abc import Iterator
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
-from padded_dispatch.exchange.alltoall import CollectiveExchange
+from padded_dispatch.exchange.alltoall import AllToAllExchange
 from padded_dispatch.ops.plan import make_plan
-from padded_dispatch.utils import nvtx as stages
+from padded_dispatch.utils import nvtx
 from padded_dispatch.utils.nvtx import nvtx_range
 from tests.megatron.graphs.test_capture import Training, graphs
 from tests.support import tiny
@@ -16,9 +16,9 @@ from tests.support import tiny
 
 @pytest.fixture
 def shown(monkeypatch) -> list[str]:
-    """Ranges as they are opened; "-" where one ends. As in a PyTorch that has NVTX."""
+    """Record the name of each range as it opens and "-" as it ends, as if PyTorch had NVTX."""
     events: list[str] = []
-    monkeypatch.setattr(stages, "_HAS_NVTX", True)
+    monkeypatch.setattr(nvtx, "_HAS_NVTX", True)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", events.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: events.append("-"))
     return events
@@ -43,7 +43,7 @@ def step(packed: bool) -> None:
     [(False, ["exchange", "regroup", "regroup", "exchange"]), (True, ["regroup"])],
 )
 def test_every_stage_has_a_name_in_order(shown, packed, between):
-    """One rank alone: its packed rows are exchanged with nobody, and only probabilities regroup."""
+    """One rank: packed rows need no exchange, and only probabilities are regrouped."""
     step(packed)
     names = [name.removeprefix("padded_dispatch.") for name in shown if name != "-"]
     forward = ["select", "plan", "gather", *between, "combine"]
@@ -52,8 +52,8 @@ def test_every_stage_has_a_name_in_order(shown, packed, between):
 
 
 def test_packed_rows_regroup_in_a_backward_pass_too(shown):
-    """Where there are ranks to exchange rows with, as here of one that does with itself."""
-    exchange = CollectiveExchange(2, packed=True)
+    """The all-to-all, here over one rank, regroups packed rows."""
+    exchange = AllToAllExchange(2, packed=True)
     tokens_TD = torch.ones(3, 2, requires_grad=True)
     kept_TE = torch.eye(2, dtype=torch.bool)[[0, 1, 1]]
     plan = make_plan(kept_TE, top_k=1, capacity=2)
@@ -77,7 +77,7 @@ def test_a_range_ends_with_an_error(shown):
 
 
 def test_without_nvtx_there_are_no_ranges(shown, monkeypatch):
-    monkeypatch.setattr(stages, "_HAS_NVTX", False)
+    monkeypatch.setattr(nvtx, "_HAS_NVTX", False)
     step(packed=False)
     assert shown == []
 
@@ -101,7 +101,7 @@ def test_a_compiled_program_has_no_ranges(shown):
     assert shown == []
 
 
-def test_megatrons_layer_shows_its_stages_while_it_is_captured_and_not_in_replays(megatron, shown):
+def test_a_megatron_layer_shows_its_stages_in_captures_and_not_in_replays(megatron, shown):
     training = Training(("attn", "moe"))
     training.step(0)
     shown.clear()

@@ -1,4 +1,4 @@
-"""Results files: runs are added, never lost."""
+"""Results files: rows are appended, never lost."""
 
 import json
 import os
@@ -25,19 +25,19 @@ def test_runs_are_added(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a": 1}', "it holds no runs; name a results file"),
-        ("[]", "it holds no runs; name a results file"),
-        ('{"runs": [', r"Expecting value: .*; name a results file"),
-        (None, r".*Is a directory.*; name a results file"),
+        ('{"a": 1}', r"it has no list of runs\); name another file"),
+        ("[]", r"it has no list of runs\); name another file"),
+        ('{"runs": [', r"Expecting value: .*\); name another file"),
+        (None, r".*Is a directory.*\); name another file"),
     ],
 )
-def test_what_holds_no_runs_is_named_and_left_alone(tmp_path, text, message):
+def test_a_file_without_runs_is_refused_and_not_changed(tmp_path, text, message):
     path = tmp_path / "r.json"
     if text is None:
         path.mkdir()
     else:
         path.write_text(text)
-    expected = rf"^out={path} is not possible: {message}$"
+    expected = rf"^out must be a results file, got {path} \({message}$"
     for refuse in (results.read_runs, results.require_results):
         with pytest.raises(ValueError, match=expected):
             refuse("out", path)
@@ -51,26 +51,29 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
     results.require_folder("trace", tmp_path / "new" / "deep")
     assert not (tmp_path / "new").exists()
     for folder in (tmp_path / "file", tmp_path / "file" / "deep"):
-        message = rf"^trace='{folder}' is not possible: {tmp_path}/file is no folder that can be wr"
+        message = (
+            rf"^trace must be a path in a writable folder, got '{folder}'; "
+            rf"{tmp_path}/file is not a writable folder: name another$"
+        )
         with pytest.raises(ValueError, match=message):
             results.require_folder("trace", folder)
-    with pytest.raises(ValueError, match=rf"^out='{tmp_path}/file' is not possible"):
+    with pytest.raises(ValueError, match=rf"^out must be a path .*, got '{tmp_path}/file'"):
         results.require_results("out", tmp_path / "file" / "r.json")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(ValueError, match=rf"{tmp_path} is no folder .*; name another$"):
+    with pytest.raises(ValueError, match=rf"; {tmp_path} is not a writable folder: name another$"):
         results.require_results("results", tmp_path / "r.json")
 
 
-def test_about_says_where_and_with_what():
+def test_about_has_the_metadata_of_a_run():
     about = results.about(num_gpus=0, command="a command", commit=None)
     assert about["command"] == "a command" and about["commit"] is None
-    # What a wheel says of itself may leave out "+cu130".
+    # The version of a wheel may lack "+cu130".
     assert torch.__version__.startswith(about["versions"]["torch"])
     assert "CPU cores" in about["machine"]
     assert set(about) == {"machine", "versions", "command", "commit", "date"}
 
 
-def test_rows_join_the_run_that_is_about_the_same(tmp_path):
+def test_rows_join_the_run_with_the_same_metadata(tmp_path):
     path = tmp_path / "r.json"
     for about, ms in (("a", 1), ("b", 2), ("a", 3)):
         results.append_run(path, {"command": about}, [{"ms": ms}])

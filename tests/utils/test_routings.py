@@ -1,4 +1,4 @@
-"""Each skew is what its name says, and the seed decides the rest."""
+"""Each skew has its distribution, and sizes and seed determine the rest."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_the_largest_scores_are_the_map(skew):
     np.testing.assert_array_equal(scores_TE >= fifth_T[:, None], expected_TE)
 
 
-def test_idle_experts_are_last_choice():
+def test_idle_experts_have_the_lowest_scores():
     scores_TE = routing_scores(97, 12, 5, num_idle=7)
     assert scores_TE[:, 5:].max() < scores_TE[:, :5].min()
 

@@ -1,4 +1,4 @@
-"""The watchdog ends a process, so each case is a process of its own."""
+"""The watchdog ends its process, so each case runs in a separate process."""
 
 import subprocess
 import sys
@@ -31,14 +31,14 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_stuck_call_ends_the_process_and_says_where():
+def test_a_stuck_call_ends_the_process_and_prints_its_stack():
     ended = run("with watchdog.watch('the capture'): stuck_in_here()")
     assert ended.returncode == EXIT_CODE
     assert ended.stderr.startswith("rank 3: the capture did not finish in 0.2 s\n")
     assert "in stuck_in_here" in ended.stderr
 
 
-def test_what_ends_in_time_is_forgotten():
+def test_work_that_ends_in_time_has_no_effect():
     ended = run("""
 import time
 for _ in range(3):
@@ -53,7 +53,7 @@ print('alive')
 
 
 def test_an_event_that_the_device_does_not_reach_ends_the_process():
-    """A CUDA device is stood in for by an event that never happens, behind one that has."""
+    """Two fake events replace the device: the first has happened, the second never does."""
     ended = run("""
 import torch
 from unittest.mock import Mock

@@ -29,9 +29,9 @@ from torch import Tensor
 from padded_dispatch.megatron import install, uninstall
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.utils.launch import WorkerPool
 from tests.support import tiny
 from tests.support.graph_protocol import Tape, cuda_graphs_on_cpu
+from tests.support.pool import WorkerPool
 
 VOCAB, SEQUENCE, BATCH, MICROBATCHES = 32, 7, 2, 2
 OTHER_SEQUENCE, OTHER_BATCH = 5, 3  # of an evaluation

@@ -19,7 +19,6 @@ from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.graphs import guard, selftest
 from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs
 from padded_dispatch.megatron.graphs.selftest import SelfTest
-from padded_dispatch.utils.launch import WorkerPool
 from tests.megatron.graphs.test_capture import (
     BATCH,
     MICROBATCHES,
@@ -35,6 +34,7 @@ from tests.megatron.graphs.test_capture import (
 )
 from tests.support import tiny
 from tests.support.graph_protocol import _Graphed
+from tests.support.pool import WorkerPool
 
 SCOPES = [*WHOLE, *PARTIAL]
 IDS = ["+".join(scope) or "layer" for scope in SCOPES]

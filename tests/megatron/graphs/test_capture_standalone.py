@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from padded_dispatch.megatron.compat import training_stream
 from padded_dispatch.megatron.graphs.capture import GraphedMoELayer
-from padded_dispatch.utils.launch import WorkerPool
 from tests.megatron.graphs.test_capture import graphs, unreachable
 from tests.support import parity, tiny
 from tests.support.graph_protocol import _Graphed
 from tests.support.layer_parity import LayerCase, build_layer
+from tests.support.pool import WorkerPool
 
 SEQUENCE, BATCH = 5, 3
 
