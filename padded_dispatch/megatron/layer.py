@@ -49,10 +49,8 @@ def build(
 ) -> None:
     """Run `init`, then replace the layer's dispatcher, the class of its router, and its experts.
 
-    Args:
-        init: `MoELayer.__init__`.
-        layer, config, args, kwargs: its arguments.
-        pg_collection: its process groups; all builders of Megatron pass them by keyword.
+    `init` is `MoELayer.__init__`, and the other arguments are those of `init`. All builders of
+    Megatron pass `pg_collection` by keyword.
 
     Raises:
         ValueError: if the config or the experts are not supported; see `check_config` and

@@ -219,13 +219,12 @@ class SelectAfterCounting(TopKRouter):
                 "be that of the mask that the CUDA graph was captured with",
                 "call protect() before the capture",
             )
-            self.protected_T = keep.new_empty(
-                keep.numel(), dtype=torch.bool, device=self.weight.device
-            )
+            device = self.weight.device
+            self.protected_T = torch.empty(keep.numel(), dtype=torch.bool, device=device)
         self.protected_T.copy_(keep.flatten())
 
     def _protected(self, num_tokens: int) -> Tensor | None:
-        """Return the mask for this pass; None in evaluation, whose tokens are others."""
+        """Return the mask for this pass; None in evaluation, which has other tokens."""
         self.was_captured |= _capturing()
         if self.protected_T is None or not self.training:
             return None
@@ -263,6 +262,7 @@ class SelectAfterCounting(TopKRouter):
         if self.enable_expert_bias and torch.is_grad_enabled():
             if padding_mask is not None:
                 routing_map = routing_map & ~padding_mask[:, None]
+            assert self.local_tokens_per_expert is not None
             self.local_tokens_per_expert += routing_map.sum(dim=0)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -276,10 +276,10 @@ class SelectAfterCounting(TopKRouter):
 
 @functools.cache
 def _combined(base: type) -> type:
-    """Return a class of both, `SelectAfterCounting` first, under the name of `base`.
+    """Return a class that puts `SelectAfterCounting` in front of `base`, under the names of `base`.
 
-    Cached, so that two routers of one class still have one class. The names stay those of `base`,
-    because other tools look a router's class up by its name.
+    Cached, so that routers of one class still share a class. The names stay, because other tools
+    look a router's class up by its name.
     """
     names = {"__qualname__": base.__qualname__, "__module__": base.__module__}
     return type(base)(base.__name__, (SelectAfterCounting, base), names)
@@ -288,16 +288,15 @@ def _combined(base: type) -> type:
 def _without_factor(config: Any) -> Any:
     """Return a view of `config` in which the capacity factor reads as None.
 
-    `TopKRouter.routing` drops, before it counts, where the router's config has a factor. No other
-    code reads the router's factor (Megatron-Core 0.16.1 to 0.19.0).
+    `TopKRouter.routing` drops before it counts if the router's config has a factor. No other code
+    reads the factor there (Megatron-Core 0.16.1 to 0.19.0).
 
     The view shares the attributes of `config`, so any other field reads alike in both, and a write
     to either reaches both. A copy would miss later writes: training loops change the model's config
     (`moe_aux_loss_coeff`), `toggle_cuda_graphs` sets its `cuda_graph_impl`, and
     `set_decode_expert_padding` writes a factor to each router's own config for text generation.
     """
-    view_class = _view_class(type(config))
-    view = view_class.__new__(view_class)
+    view = object.__new__(_view_class(type(config)))
     view.__dict__ = config.__dict__
     return view
 
