@@ -66,6 +66,8 @@ def build(
     if ours is not None:
         layer.experts = ours(config, layer.experts, pg_collection)
         torch.cuda.empty_cache()  # Blocks of single weights are too small for what comes later.
+    # The spec's own experts get no NVTX range: Megatron's local CUDA graphs refuse modules with
+    # forward pre-hooks, and a function set on the instance would follow the module into its copies.
     dispatcher = PaddedAlltoAllTokenDispatcher(
         layer.num_local_experts, layer.local_expert_indices, config, pg_collection
     )
