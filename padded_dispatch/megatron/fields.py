@@ -70,19 +70,15 @@ _FLEX = "read by the flex dispatcher only"
 _STASH = "read with moe_paged_stash only, which is refused"
 
 MOE_FIELDS: tuple[ConfigField, ...] = (
-    _used(
-        "moe_apply_probs_on_input", "read by the experts; bias in padded rows is never read back"
-    ),
-    _used("moe_aux_loss_coeff", "read by the router, on the map before dropping"),
+    _used("moe_apply_probs_on_input", "in the experts; bias in padded rows is never read back"),
+    _used("moe_aux_loss_coeff", "in the router, on the map before dropping"),
     _harmless("moe_deepep_num_sms", _FLEX),
     _refused(
         "moe_enable_deepep",
         "DeepEP is a back end of the flex dispatcher",
         "leave it False",
     ),
-    _used(
-        "moe_enable_routing_replay", "read by the router; selection cuts the replayed map as usual"
-    ),
+    _used("moe_enable_routing_replay", "in the router; selection cuts the replayed map"),
     ConfigField(
         name="moe_expert_capacity_factor",
         status="used",
@@ -108,7 +104,7 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
     _harmless("moe_hybridep_num_sms", _FLEX),
     _harmless("moe_hybridep_num_sms_preprocessing", _FLEX, _SINCE_18),
     _harmless("moe_hybridep_pad_uneven_dispatch_inputs", _FLEX, _SINCE_19),
-    _used("moe_input_jitter_eps", "read by the router, on its input"),
+    _used("moe_input_jitter_eps", "in the router, on its input"),
     _used("moe_latent_size", "the layer projects before dispatch; D is the latent size"),
     _harmless("moe_layer_freq", "read by the layer specs: which layers are MoE"),
     _used("moe_layer_recompute", "deprecated; becomes recompute_modules=['moe']"),
@@ -137,12 +133,12 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
     _used("moe_router_bias_update_rate", "rate at which the expert bias follows the true counts"),
     _used("moe_router_dtype", "dtype of the router's arithmetic and of its probabilities"),
     _used("moe_router_enable_expert_bias", "the bias follows the counts before dropping"),
-    _used("moe_router_force_biased", "read by the router, on the logits", _SINCE_17),
-    _used("moe_router_force_load_balancing", "read by the router, on the logits"),
-    _used("moe_router_fusion", "read by the router; selection cuts its map and probabilities"),
-    _used("moe_router_group_topk", "read by the router, before selection"),
-    _used("moe_router_load_balancing_type", "read by the router, before selection"),
-    _used("moe_router_num_groups", "read by the router, before selection"),
+    _used("moe_router_force_biased", "in the router, on the logits", _SINCE_17),
+    _used("moe_router_force_load_balancing", "in the router, on the logits"),
+    _used("moe_router_fusion", "in the router; selection cuts its map and probabilities"),
+    _used("moe_router_group_topk", "in the router, before selection"),
+    _used("moe_router_load_balancing_type", "in the router, before selection"),
+    _used("moe_router_num_groups", "in the router, before selection"),
     _refused(
         "moe_router_padding_for_fp8",
         "old name of moe_router_padding_for_quantization",
@@ -153,24 +149,21 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
         "aligns counts by adding tokens to the map; stock drop-and-pad then loses real tokens",
         "leave it False; PaddedOptions(alignment=...) aligns the experts' rows",
     ),
-    _used("moe_router_pre_softmax", "read by the router, before selection"),
+    _used("moe_router_pre_softmax", "in the router, before selection"),
     _harmless(
         "moe_router_quantile_balancing_ema",
         "read by finalize_model_grads; the quantiles come from the logits",
         _SINCE_19,
     ),
-    _used("moe_router_score_function", "read by the router, before selection"),
+    _used("moe_router_score_function", "in the router, before selection"),
     _used("moe_router_topk", "K, the experts per token"),
     _used("moe_router_topk_limited_devices", "deprecated; becomes moe_router_group_topk"),
-    _used("moe_router_topk_scaling_factor", "read by the router, before selection"),
-    _used("moe_shared_expert_gate", "read by the shared experts"),
+    _used("moe_router_topk_scaling_factor", "in the router, before selection"),
+    _used("moe_shared_expert_gate", "in the shared experts"),
     _harmless(
         "moe_shared_expert_glu_interleave_size", "order of columns in the shared experts", _SINCE_19
     ),
-    _used(
-        "moe_shared_expert_intermediate_size",
-        "width of the shared experts, which run beside the routed ones",
-    ),
+    _used("moe_shared_expert_intermediate_size", "width of the shared experts"),
     _used("moe_shared_expert_overlap", "shared experts run during our all-to-all"),
     _harmless("moe_single_grouped_bias", "how TEGroupedMLP stores its biases", _SINCE_18),
     _refused(
@@ -181,8 +174,7 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
     ),
     _used("moe_token_dispatcher_type", "'padded_alltoall' selects the padded dispatcher"),
     _used(
-        "moe_token_drop_policy",
-        "decides which rows keep a slot, unless PaddedOptions(policy=...) does",
+        "moe_token_drop_policy", "which rows keep a slot, unless PaddedOptions(policy=...) is set"
     ),
     _harmless("moe_token_dropping", "read nowhere"),
     _refused(
@@ -191,11 +183,11 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
         "leave it False, which gives TEGroupedMLP",
         _ONLY_16,
     ),
-    _used("moe_z_loss_coeff", "read by the router, on the logits"),
+    _used("moe_z_loss_coeff", "in the router, on the logits"),
 )
 
 OTHER_FIELDS: tuple[ConfigField, ...] = (
-    _used("add_bias_linear", "read by the experts; bias in padded rows is never read back"),
+    _used("add_bias_linear", "in the experts; bias in padded rows is never read back"),
     _refused(
         "batch_invariant_mode",
         "which tokens are dropped depends on the rest of the batch",
@@ -205,29 +197,22 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
     _used("cuda_graph_impl", "nothing on the padded path reads a value on the host"),
     _used(
         "cuda_graph_modules",
-        "after install(), scope `moe` needs neither a factor nor the pad flag",
+        "scope `moe` needs no factor and no pad flag after install()",
         _SINCE_18,
     ),
-    _used(
-        "cuda_graph_scope", "after install(), scope `moe` needs neither a factor nor the pad flag"
-    ),
+    _used("cuda_graph_scope", "scope `moe` needs no factor and no pad flag after install()"),
     _refused(
         "delay_wgrad_compute",
         "needs overlap_moe_expert_parallel_comm, which is refused",
         "unset it",
     ),
     _used("expert_model_parallel_size", "R, the ranks of the exchange"),
-    _used(
-        "expert_tensor_parallel_size", "the ranks that split every expert; they share its sources"
-    ),
+    _used("expert_tensor_parallel_size", "ranks that split every expert; they share its sources"),
     _harmless(
-        "fine_grained_activation_offloading",
-        "acts in attention, norms and experts; see offload_modules",
+        "fine_grained_activation_offloading", "in attention, norms and experts; see offload_modules"
     ),
     _refused("fp4", "untested", "train in bf16", refuses=_given),
-    _used(
-        "fp8", "TEGroupedMLP quantizes padded rows, aligned for the recipe; not with CUDA graphs"
-    ),
+    _used("fp8", "TEGroupedMLP quantizes padded, aligned rows; not with CUDA graphs"),
     _refused(
         "hybrid_context_parallel",
         "gives every microbatch another number of tokens",
