@@ -1,13 +1,14 @@
-"""What every `moe_*` field of Megatron's TransformerConfig means on the padded path.
+"""The meaning of every `moe_*` field of Megatron's TransformerConfig on the padded path.
 
-The one source of what is refused: `padded_dispatch.megatron.config` reads it, the README shows it,
-and a test compares it with the installed Megatron. Every row was decided by reading what the code
-does with the field in Megatron-Core 0.16.1, 0.17.1, 0.18.0 and 0.19.0.
+These rows alone decide which settings are refused: `padded_dispatch.megatron.config` checks configs
+with them, FIELDS.md shows them, and a test compares them with the installed Megatron. Each row
+follows from reading the uses of its field in Megatron-Core 0.16.1, 0.17.1, 0.18.0 and 0.19.0.
 
-`used`: we read it, or what it governs happens in our path as it does in stock Megatron.
-`harmless`: it acts where we change nothing, or nowhere.
-`refused`: it would be ignored, or give wrong or untested results; every value but the default.
-Fields that are not refused altogether may have single values that are; `refuses` says which.
+`used`: our code reads the field, or its effect is the same here as in stock Megatron.
+`harmless`: the field acts where we change nothing, or nowhere.
+`refused`: the field would be ignored, or give wrong or untested results; all values except the
+default are refused.
+A used or harmless field may have single values that are refused; `refuses` tests for them.
 """
 
 import math
@@ -20,10 +21,6 @@ Status = Literal["used", "harmless", "refused"]
 VERSIONS = ("0.16", "0.17", "0.18", "0.19")
 
 
-def _nothing(value: Any) -> bool:
-    return False
-
-
 def _given(value: Any) -> bool:
     return value is not None
 
@@ -32,16 +29,17 @@ def _given(value: Any) -> bool:
 class ConfigField:
     """One field of TransformerConfig.
 
-    `versions`: the minor versions of Megatron-Core that have it. `note`: what it does on the padded
-    path; for values that are refused, why. `refuses`: true for such a value. `remedy`: what to
-    change then.
+    `note`: its effect on the padded path, or the reason for refusing it.
+    `versions`: the minor versions of Megatron-Core that have it.
+    `refuses`: returns true for a value that is refused.
+    `remedy`: the change that a user with such a value should make.
     """
 
     name: str
     status: Status
     note: str
     versions: tuple[str, ...] = VERSIONS
-    refuses: Callable[[Any], bool] = _nothing
+    refuses: Callable[[Any], bool] = lambda value: False
     remedy: str = ""
 
 
@@ -69,7 +67,7 @@ def _refused(
 
 
 _FLEX = "read by the flex dispatcher only"
-_STASH = "read only with moe_paged_stash, which is refused"
+_STASH = "read with moe_paged_stash only, which is refused"
 
 MOE_FIELDS: tuple[ConfigField, ...] = (
     _used("moe_apply_probs_on_input", "in the experts; bias in padded rows is never read back"),
@@ -80,64 +78,64 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
         "DeepEP is a back end of the flex dispatcher",
         "leave it False",
     ),
-    _used("moe_enable_routing_replay", "in the router; what it replays is selected from as usual"),
+    _used("moe_enable_routing_replay", "in the router; selection cuts the replayed map"),
     ConfigField(
         name="moe_expert_capacity_factor",
         status="used",
-        note="the capacity; None drops nothing, C = T; a factor is finite and above 0",
+        note="sets the capacity; None drops nothing (C = T); a factor must be finite and above 0",
         refuses=lambda factor: factor is not None and (factor == 0 or not math.isfinite(factor)),
-        remedy="give a number above 0, 1.25 for a start, or None",
+        remedy="set a number above 0, such as 1.25, or None",
     ),
     _refused(
         "moe_expert_rank_capacity_factor",
-        "capacity per rank is HybridEP's and NCCL EP's, ours is per (source rank, expert)",
+        "sets a capacity per rank, for HybridEP and NCCL EP; ours is per (source rank, expert)",
         "set moe_expert_capacity_factor instead",
         _SINCE_18,
         _given,
     ),
     _harmless("moe_extended_tp", "read nowhere; deprecated", _ONLY_16),
-    _used("moe_ffn_hidden_size", "width of the experts that compute our rows"),
+    _used("moe_ffn_hidden_size", "width of the routed experts"),
     _harmless("moe_flex_dispatcher_backend", _FLEX),
     _harmless("moe_flex_dispatcher_num_sms", _FLEX, _SINCE_19),
-    _harmless("moe_grad_scale_func", "scale of the auxiliary losses, in the schedules", _SINCE_19),
+    _harmless("moe_grad_scale_func", "scales the auxiliary losses, in the schedules", _SINCE_19),
     _used("moe_grouped_gemm", "chooses the experts: TEGroupedMLP or SequentialMLP"),
     _harmless("moe_hybridep_num_blocks_permute", _FLEX, _SINCE_17),
     _harmless("moe_hybridep_num_blocks_unpermute", _FLEX, _SINCE_17),
     _harmless("moe_hybridep_num_sms", _FLEX),
     _harmless("moe_hybridep_num_sms_preprocessing", _FLEX, _SINCE_18),
     _harmless("moe_hybridep_pad_uneven_dispatch_inputs", _FLEX, _SINCE_19),
-    _used("moe_input_jitter_eps", "in the router"),
-    _used("moe_latent_size", "the layer projects before we dispatch; D is the latent size"),
-    _harmless("moe_layer_freq", "which layers are MoE; read by the layer specs"),
-    _used("moe_layer_recompute", "becomes recompute_modules=['moe']; deprecated"),
+    _used("moe_input_jitter_eps", "in the router, on its input"),
+    _used("moe_latent_size", "the layer projects before dispatch; D is the latent size"),
+    _harmless("moe_layer_freq", "read by the layer specs: which layers are MoE"),
+    _used("moe_layer_recompute", "deprecated; becomes recompute_modules=['moe']"),
     _harmless("moe_mlp_glu_interleave_size", "order of columns inside TEGroupedMLP", _SINCE_18),
     _harmless("moe_ncclep_static_shape", _FLEX, _SINCE_19),
     _harmless("moe_ncclep_zero_copy", _FLEX, _SINCE_19),
-    _harmless("moe_pad_expert_input_to_capacity", "implied: the padded path always pads"),
+    _harmless("moe_pad_expert_input_to_capacity", "no effect: the padded path always pads"),
     _refused(
         "moe_pad_experts_for_cuda_graph_inference",
-        "it changes the capacity of a built layer for decoding, ours is fixed at construction",
-        "leave it False; our shapes are static in decoding, too",
+        "changes the capacity of a built layer for decoding; ours is fixed at construction",
+        "leave it False; shapes are static in decoding, too",
         _SINCE_17,
     ),
     _refused(
         "moe_paged_stash",
-        "it stashes the rows of the flex dispatcher's back ends",
+        "stashes the rows of the flex dispatcher's back ends",
         "leave it False",
         _SINCE_18,
     ),
     _harmless("moe_paged_stash_buffer_size_factor_cpu", _STASH, _SINCE_18),
     _harmless("moe_paged_stash_buffer_size_factor_cuda", _STASH, _SINCE_18),
     _harmless("moe_paged_stash_page_size", _STASH, _SINCE_18),
-    _harmless("moe_per_layer_logging", "how the training script logs the losses"),
-    _harmless("moe_permute_fusion", "we have no permutation to fuse"),
+    _harmless("moe_per_layer_logging", "read by the training script, for its log of the losses"),
+    _harmless("moe_permute_fusion", "the padded path has no permutation to fuse"),
     _harmless("moe_permute_fusion_into_hybridep", _FLEX, _SINCE_17),
     _used("moe_router_bias_update_rate", "rate at which the expert bias follows the true counts"),
-    _used("moe_router_dtype", "of the router's arithmetic and so of its probabilities"),
-    _used("moe_router_enable_expert_bias", "counts what the router asked for, before dropping"),
+    _used("moe_router_dtype", "dtype of the router's arithmetic and of its probabilities"),
+    _used("moe_router_enable_expert_bias", "the bias follows the counts before dropping"),
     _used("moe_router_force_biased", "in the router, on the logits", _SINCE_17),
     _used("moe_router_force_load_balancing", "in the router, on the logits"),
-    _used("moe_router_fusion", "in the router; its map and probabilities are selected from"),
+    _used("moe_router_fusion", "in the router; selection cuts its map and probabilities"),
     _used("moe_router_group_topk", "in the router, before selection"),
     _used("moe_router_load_balancing_type", "in the router, before selection"),
     _used("moe_router_num_groups", "in the router, before selection"),
@@ -148,24 +146,24 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
     ),
     _refused(
         "moe_router_padding_for_quantization",
-        "it aligns counts by adding tokens to the map; stock drop-and-pad then loses real ones",
+        "aligns counts by adding tokens to the map; stock drop-and-pad then loses real tokens",
         "leave it False; PaddedOptions(alignment=...) aligns the experts' rows",
     ),
     _used("moe_router_pre_softmax", "in the router, before selection"),
     _harmless(
         "moe_router_quantile_balancing_ema",
-        "read in finalize_model_grads; the quantiles come from the logits",
+        "read by finalize_model_grads; the quantiles come from the logits",
         _SINCE_19,
     ),
     _used("moe_router_score_function", "in the router, before selection"),
-    _used("moe_router_topk", "K, the choices per token"),
-    _used("moe_router_topk_limited_devices", "becomes moe_router_group_topk; deprecated"),
+    _used("moe_router_topk", "K, the experts per token"),
+    _used("moe_router_topk_limited_devices", "deprecated; becomes moe_router_group_topk"),
     _used("moe_router_topk_scaling_factor", "in the router, before selection"),
     _used("moe_shared_expert_gate", "in the shared experts"),
     _harmless(
         "moe_shared_expert_glu_interleave_size", "order of columns in the shared experts", _SINCE_19
     ),
-    _used("moe_shared_expert_intermediate_size", "shared experts run beside the routed ones"),
+    _used("moe_shared_expert_intermediate_size", "width of the shared experts"),
     _used("moe_shared_expert_overlap", "shared experts run during our all-to-all"),
     _harmless("moe_single_grouped_bias", "how TEGroupedMLP stores its biases", _SINCE_18),
     _refused(
@@ -175,12 +173,14 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
         _SINCE_18,
     ),
     _used("moe_token_dispatcher_type", "'padded_alltoall' selects the padded dispatcher"),
-    _used("moe_token_drop_policy", "who keeps a slot, unless PaddedOptions(policy=...) says it"),
+    _used(
+        "moe_token_drop_policy", "which rows keep a slot, unless PaddedOptions(policy=...) is set"
+    ),
     _harmless("moe_token_dropping", "read nowhere"),
     _refused(
         "moe_use_legacy_grouped_gemm",
-        "GroupedMLP needs the grouped_gemm package and is gone in 0.17; not shown yet",
-        "leave it False, which takes TEGroupedMLP",
+        "GroupedMLP needs the grouped_gemm package and is gone in 0.17; untested",
+        "leave it False, which gives TEGroupedMLP",
         _ONLY_16,
     ),
     _used("moe_z_loss_coeff", "in the router, on the logits"),
@@ -190,11 +190,11 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
     _used("add_bias_linear", "in the experts; bias in padded rows is never read back"),
     _refused(
         "batch_invariant_mode",
-        "who is dropped depends on the rest of the batch",
+        "which tokens are dropped depends on the rest of the batch",
         "leave it False",
     ),
-    _refused("cpu_offloading", "not shown yet with our plan among the saved tensors", "unset it"),
-    _used("cuda_graph_impl", "nothing on our path asks the host for a value"),
+    _refused("cpu_offloading", "untested with the plan among the saved tensors", "unset it"),
+    _used("cuda_graph_impl", "nothing on the padded path reads a value on the host"),
     _used(
         "cuda_graph_modules",
         "scope `moe` needs no factor and no pad flag after install()",
@@ -206,66 +206,64 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
         "needs overlap_moe_expert_parallel_comm, which is refused",
         "unset it",
     ),
-    _used("expert_model_parallel_size", "R, the ranks of the all-to-all"),
-    _used("expert_tensor_parallel_size", "ranks that split every expert; their sources are shared"),
+    _used("expert_model_parallel_size", "R, the ranks of the exchange"),
+    _used("expert_tensor_parallel_size", "ranks that split every expert; they share its sources"),
     _harmless(
         "fine_grained_activation_offloading", "in attention, norms and experts; see offload_modules"
     ),
-    _refused("fp4", "not shown yet", "train in bf16", refuses=_given),
-    _used("fp8", "TEGroupedMLP quantizes padded rows, aligned for the recipe; no CUDA graphs"),
+    _refused("fp4", "untested", "train in bf16", refuses=_given),
+    _used("fp8", "TEGroupedMLP quantizes padded, aligned rows; not with CUDA graphs"),
     _refused(
         "hybrid_context_parallel",
-        "every microbatch has another number of tokens",
+        "gives every microbatch another number of tokens",
         "leave it False and pad sequences to one length",
     ),
     _used(
         "mlp_chunks_for_training",
-        "every chunk is a call with its own T, and with C for that T",
+        "every chunk is a call with its own T, and C for that T",
         _SINCE_18,
     ),
     _used("num_moe_experts", "E"),
     ConfigField(
         name="offload_modules",
         status="harmless",
-        note="expert_fc1 and fused_group_mlp free the experts' input by force; not shown yet",
+        note="expert_fc1 and fused_group_mlp force the experts' input to be freed; untested",
         refuses=lambda modules: not {"expert_fc1", "fused_group_mlp"}.isdisjoint(modules or ()),
-        remedy="leave these two out",
+        remedy="remove these two",
     ),
-    _refused(
-        "overlap_dispatch_backward_with_experts_wgrad", "not shown yet", "unset it", _SINCE_18
-    ),
+    _refused("overlap_dispatch_backward_with_experts_wgrad", "untested", "unset it", _SINCE_18),
     _refused(
         "overlap_moe_expert_parallel_comm",
-        "it frees the outputs of our stages, which may share memory; not shown yet",
+        "frees the outputs of our stages, which may share memory; untested",
         "unset it",
     ),
-    _refused("quant_recipe", "quantizes experts; not shown yet", "unset it", refuses=_given),
-    _used("recompute_granularity", "a second forward plans again and counts once"),
-    _used("recompute_modules", "a second forward plans again and counts once"),
-    _used("sequence_parallel", "T is the share of this rank"),
+    _refused("quant_recipe", "quantizes experts; untested", "unset it", refuses=_given),
+    _used("recompute_granularity", "recompute plans again, and counts once"),
+    _used("recompute_modules", "recompute plans again, and counts once"),
+    _used("sequence_parallel", "T is this rank's share of the tokens"),
     ConfigField(
         name="transformer_impl",
         status="used",
-        note="local and transformer_engine; inference_optimized replaces the dispatcher",
+        note="local and transformer_engine work; inference_optimized replaces the dispatcher",
         refuses=lambda impl: impl == "inference_optimized",
-        remedy="choose transformer_engine",
+        remedy="set transformer_engine",
     ),
     _refused(
         "use_transformer_engine_op_fuser",
-        "its experts take packed rows and counts on the device; not shown yet",
+        "its experts take packed rows and counts on the device; untested",
         "unset it",
         _SINCE_18,
     ),
     _refused(
         "variable_seq_lengths",
-        "T, and with it every shape, would change from step to step",
+        "changes T, and so every shape, from step to step",
         "leave it False and pad sequences to one length",
     ),
 )
 
 
 def markdown_table(rows: tuple[ConfigField, ...]) -> str:
-    """The rows as a Markdown table: field, a tick per version that has it, status and note."""
+    """Return the rows as a Markdown table: field, versions that have it, status and note."""
     head = ["field", *VERSIONS, "status", "on the padded path"]
     lines = [head, ["---"] * len(head)]
     for row in rows:

@@ -1,9 +1,10 @@
 """A MoE layer with the padded dispatcher and the router that goes with it.
 
-`MoELayer.__init__` knows three dispatchers by name and raises for a fourth. So it builds itself
-with the all-gather one, which owns nothing (the all-to-all one would create a CUDA stream), and the
-parts are replaced afterwards. `PaddedMoELayer` does this in its own constructor; `install()` does
-it in `MoELayer`'s, for configs that say so.
+`MoELayer.__init__` accepts three dispatchers by name and raises for a fourth. So `build` lets it
+run with the all-gather dispatcher, which owns nothing (the all-to-all one would create a CUDA
+stream), and replaces dispatcher, router class and, if the options ask for it, experts afterwards.
+`PaddedMoELayer` calls `build` in its constructor. `install()` wraps the constructor of `MoELayer`
+with it, for configs with `moe_token_dispatcher_type="padded_alltoall"`.
 """
 
 import copy
@@ -19,17 +20,17 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from padded_dispatch.config import require
 from padded_dispatch.megatron.config import check_config, check_experts, padded_options
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.megatron.experts import StackedExperts, chosen_experts
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.router import select_after_counting
-from padded_dispatch.utils.nvtx import nvtx_range
 
 
 @contextmanager
 def dispatcher_type(config: Any, stock: str) -> Iterator[None]:
-    """Let `config` name a dispatcher that stock code knows, for as long as stock code reads it."""
+    """Set a dispatcher name that stock code accepts, and restore the config's own afterwards."""
     name = config.moe_token_dispatcher_type
     config.moe_token_dispatcher_type = stock
     try:
@@ -46,10 +47,14 @@ def build(
     pg_collection: Any = None,
     **kwargs: Any,
 ) -> None:
-    """Run `init`, which is `MoELayer.__init__`, and put our dispatcher and router in place.
+    """Run `init`, then replace the layer's dispatcher, the class of its router, and its experts.
 
-    Arguments after `init` are those of `MoELayer.__init__`; all builders of Megatron pass
-    `pg_collection` by keyword.
+    `init` is `MoELayer.__init__`, and the other arguments are those of `init`. All builders of
+    Megatron pass `pg_collection` by keyword.
+
+    Raises:
+        ValueError: if the config or the experts are not supported; see `check_config` and
+            `check_experts`.
     """
     check_config(config)
     config.padded_dispatch = padded_options(config)  # See `is_ours`.
@@ -60,8 +65,8 @@ def build(
     if chosen_experts(config).layout is not None:
         layer.experts = StackedExperts(config, layer.experts, pg_collection)
         torch.cuda.empty_cache()  # Blocks of single weights are too small for what comes later.
-    else:
-        layer.experts.__class__ = _shown(type(layer.experts))
+    # The spec's own experts get no NVTX range: Megatron's local CUDA graphs refuse modules with
+    # forward pre-hooks, and a function set on the instance would follow the module into its copies.
     dispatcher = PaddedAlltoAllTokenDispatcher(
         layer.num_local_experts, layer.local_expert_indices, config, pg_collection
     )
@@ -71,18 +76,13 @@ def build(
     select_after_counting(layer.router, dispatcher.selector)
 
 
-@functools.cache
-def _shown(base: type) -> type:
-    """A subclass whose calls profilers show; the name stays, since errors and logs give it."""
-    return type(base)(base.__name__, (base,), {"forward": nvtx_range("experts")(base.forward)})
-
-
 class _EqualsMoELayer(type(MoELayer)):
-    """Makes `PaddedMoELayer == MoELayer` true.
+    """Metaclass that makes `PaddedMoELayer == MoELayer` true.
 
-    `TransformerLayer.__init__` hands process groups only to a spec whose module is `in (MoELayer,
-    ...)` (0.16.1 transformer_layer.py:352, 0.17.1:374, where `is_mtp_layer` depends on it as well);
-    a subclass would silently get Megatron's global groups. 0.18 and later do not ask.
+    `TransformerLayer.__init__` passes process groups only to a spec whose module is `in (MoELayer,
+    ...)` (0.16.1 transformer_layer.py:352, 0.17.1:374, where `is_mtp_layer` depends on it as well).
+    Without this, our subclass would silently get Megatron's global groups. 0.18 and later have no
+    such test.
     """
 
     def __eq__(cls, other: object) -> bool:
@@ -93,9 +93,10 @@ class _EqualsMoELayer(type(MoELayer)):
 
 
 class PaddedMoELayer(MoELayer, metaclass=_EqualsMoELayer):
-    """`MoELayer` with static shapes; needs no `install()`. Same arguments, same state dict.
+    """`MoELayer` with static shapes, for use without `install()`. Same arguments, same state dict.
 
-    Patches nothing, but where the config asks for CUDA graphs: then replays are guarded.
+    It patches Megatron only if the config asks for CUDA graphs: `guard.install` then adds checks
+    before each replay.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -105,22 +106,22 @@ class PaddedMoELayer(MoELayer, metaclass=_EqualsMoELayer):
 
 
 def padded_spec(spec: Any) -> Any:
-    """A copy of a Megatron spec in which every `MoELayer` is a `PaddedMoELayer`.
+    """Return a copy of a Megatron spec in which every `MoELayer` is a `PaddedMoELayer`.
 
     Args:
-        spec: of a GPT layer, of a block of them (`layer_specs`), or of the MoE layer itself: a
-            ModuleSpec in 0.16 and 0.17, a `functools.partial` in 0.18 and later.
+        spec: the spec of a GPT layer, of a block of layers (`layer_specs`), or of the MoE layer
+            itself: a ModuleSpec in 0.16 and 0.17, a `functools.partial` in 0.18 and later.
 
     Raises:
-        ValueError: when there is no MoE layer in it.
+        ValueError: if the spec has no MoE layer.
     """
     padded, num_replaced = _replace(spec)
-    if num_replaced == 0:
-        raise ValueError(f"spec={spec!r} is not possible: it has no MoELayer to replace")
+    require(num_replaced > 0, "spec", spec, "contain a MoELayer", "give num_experts to the spec")
     return padded
 
 
 def _replace(spec: Any) -> tuple[Any, int]:
+    """Return the copy, and how many MoE layers were replaced."""
     if isinstance(spec, functools.partial) and spec.func is MoELayer:
         return functools.partial(PaddedMoELayer, *spec.args, **spec.keywords), 1
     if isinstance(spec, ModuleSpec) and spec.module is MoELayer:

@@ -1,36 +1,25 @@
-"""A router that counts first and drops afterwards.
+"""A router that counts what the tokens asked for, and drops afterwards.
 
-Megatron takes the map and the probabilities that leave the router for what will be dispatched, so
-the drop belongs here. But in stock Megatron it comes before the counting: expert bias then sees the
-map that was padded to capacity, in which every expert has exactly C tokens, and never moves. Here
-losses, expert bias and logs see what the router asked for, and the cut is the last step.
+Megatron treats the map and the probabilities that leave the router as what will be dispatched, so
+rows must be dropped in the router. Stock Megatron drops before it counts. Its expert bias then sees
+the map that was padded to capacity, in which every expert has exactly C tokens, and never moves.
+Here losses, expert bias and logs see the map before dropping; selection is the router's last step.
 
-The class of an existing router is swapped for a subclass, because specs may bring their own router.
+`SelectAfterCounting` holds this behaviour. A spec may bring its own subclass of `TopKRouter`, so
+`select_after_counting` gives an existing router a class that combines the two.
 
-Under policy "random" the router counts its draws, in a buffer that a replayed graph advances and a
-checkpoint holds. Seed, layer and count make the draw: all ranks draw alike, and a resumed run goes
-on as if it had not stopped. Megatron reads a checkpoint without the count (of another policy) with
-`--dist-ckpt-strictness=log_unexpected`; a stock layer takes one with it where it is not strict.
+Under policy "random" the router counts its draws in the buffer `num_draws`, which replayed graphs
+advance and checkpoints hold. Seed, layer number and count determine a draw. So all ranks draw
+alike, and a resumed run continues with the next draw. A checkpoint that was written under another
+policy lacks the buffer: Megatron reads it with `--dist-ckpt-strictness=log_unexpected`. A stock
+layer loads a checkpoint that has the buffer if loading is not strict.
 
-The probability that each expert would have had: what rerouting needs of Megatron's router.
-
-Megatron gives probabilities of the chosen experts only. Those of all follow from the logits as in
-`topk_routing_with_score_function` (Megatron-Core 0.16.1 to 0.19.0), with the divisor of the token's
-own request:
-
-- softmax before top-k: the softmax over all experts;
-- softmax after top-k: exp(logit) over the sum of exp of the chosen experts' logits;
-- sigmoid, and sqrtsoftplus since 0.18: over the sum of the chosen experts' scores, as they are for
-  K = 1;
-
-each times the scaling factor. The expert bias decides which expert is next, and has no part in its
-probability. With groups a token stays within those that its own request touches, so that the limit
-on groups holds.
+Letters: T tokens on this rank; K experts per token; E experts in all; D hidden size; G groups of
+experts; P experts per group.
 """
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,53 +27,363 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from padded_dispatch.config import require
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import agree_on_shapes
 from padded_dispatch.megatron.config import LayerConfigs, padded_options
 from padded_dispatch.ops.counters import RoutingObserver
 from padded_dispatch.ops.overflow import select_with_remedy
 
-# What chooses experts by more than logits and bias.
+# Megatron-Core 0.16.1 to 0.19.0: `TransformerLayer._te_cuda_graph_capture` and
+# `_te_cuda_graph_replay` call the MoE layer without the mask.
+MASK_IS_LOST = (
+    "Megatron drops the mask where cuda_graph_impl='transformer_engine' captures or replays a "
+    "layer, and padding tokens would then take slots and count in the losses; train without "
+    "padding_mask, or set cuda_graph_impl='none'"
+)
+
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+# Load balancing that does not choose experts by logits and bias alone.
 _OTHER_ROUTINGS = frozenset({"sinkhorn", "quantile_balancing"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllScores:
-    """For `ops.overflow.reroute`: `scores_TE` with gradient, `choice_TE` without."""
+class Selector:
+    """The parts of a layer that its router needs to cut its map to capacity.
 
-    scores_TE: Tensor
-    choice_TE: Tensor
+    `observers` are called in training passes, `eval_observers` in evaluation mode; an observer of
+    both is in both lists. A CUDA graph captures the calls, so append observers before the capture.
+    """
+
+    configs: LayerConfigs
+    agreement: Agreement
+    observers: list[RoutingObserver] = field(default_factory=list)
+    eval_observers: list[RoutingObserver] = field(default_factory=list)
+
+
+def select_after_counting(router: Any, selector: Selector) -> None:
+    """Turn a Megatron TopKRouter (or a subclass) into one that selects after it has counted.
+
+    Raises:
+        ValueError: if the router is of another class, or if the policy or the remedy conflicts with
+            another setting; the message names both.
+    """
+    require(
+        isinstance(router, TopKRouter),
+        "router",
+        type(router).__name__,
+        "be a TopKRouter or a subclass of it",
+        "give the layer's spec such a router",
+    )
+    router.__class__ = _combined(type(router))
+    router.attach(selector)
+
+
+def protect(chunks: Iterable[Any], keep: Tensor) -> None:
+    """Give the marked tokens slots before all others, in training passes of every MoE layer.
+
+    The mask holds until the next call. Call this before each forward pass whose tokens differ. With
+    CUDA graphs, call it once before the capture, if only with zeros: replays read the memory that
+    was captured.
+
+    Args:
+        chunks: the model's chunks on this rank.
+        keep: bool, shaped like the hidden states without their width, [S, B]; with sequence or
+            context parallelism, this rank's part. All False protects no token.
+
+    Raises:
+        ValueError: if a graph was captured without such a mask, or with one of another size.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, SelectAfterCounting):
+                module.protect(keep)
+
+
+class SelectAfterCounting(TopKRouter):
+    """A router that counts the map that the tokens asked for, and returns the map that is kept.
+
+    `selector`: capacity, agreement and observers of the layer.
+    `num_draws`: int64 [1], the draws so far; a buffer under policy "random", else None.
+    `protected_T`: bool [T], the tokens that get slots first; None before the first `protect`.
+    `was_captured`: whether a CUDA graph holds a pass of this router.
+    `saw_padding_mask`: whether the last training pass had a padding mask; kept up to date only
+        where Transformer Engine captures layers.
+    """
+
+    selector: Selector
+    num_draws: Tensor | None
+    protected_T: Tensor | None
+    was_captured: bool
+    saw_padding_mask: bool
+
+    def attach(self, selector: Selector) -> None:
+        """Set the attributes of this class, and hide the capacity factor from the router."""
+        if selector.configs.training.remedy == "reroute":
+            check_reroute(self.config)
+        num_draws = None
+        if selector.configs.training.policy == "random":
+            _check_random(self.config)
+            # On the device of Megatron's own buffers; the weight may not be there yet.
+            device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+            num_draws = torch.zeros(1, dtype=torch.int64, device=device)
+        # A buffer, so that checkpoints hold it.
+        self.register_buffer("num_draws", num_draws)
+        self.protected_T = None
+        self.was_captured = False
+        self.saw_padding_mask = False
+        self.selector = selector
+        self.config = _without_factor(self.config)
+        selector.configs.follow(self)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Set the number, and look up the capacity factors that the options give this layer."""
+        super().set_layer_number(layer_number)
+        self.selector.configs.find_factors()
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Any:
+        """Compare shapes over the ranks, then run `TopKRouter.forward`.
+
+        This is the layer's first step, so ranks that differ raise before any exchange.
+        """
+        config, tokens_TD = self.selector.configs.now, input.flatten(0, -2)
+        # The mode is compared, too: training and evaluation may have the same capacity here, but
+        # the ranks' next calls would differ.
+        agree_on_shapes(self.selector.agreement, config, tokens_TD, training=int(self.training))
+        if self.training:
+            self.selector.configs.check_controlled()
+        if self.training and self.config.cuda_graph_impl == "transformer_engine":
+            require(
+                padding_mask is not None or not self.saw_padding_mask,
+                "padding_mask",
+                padding_mask,
+                "be given in every training step once one step had it",
+                MASK_IS_LOST,
+            )
+            self.saw_padding_mask = padding_mask is not None
+        return super().forward(input, padding_mask)
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Return the logits, also where the bias is narrower than they are.
+
+        Megatron-Core passes the bias to Transformer Engine's GEMM as it is, and the GEMM reads it
+        in the dtype of the output. Seen with 0.19.0 and 2.20.2: a bf16 bias and
+        `moe_router_dtype="fp32"` give logits that are off by 8.8 and change with the memory behind
+        the bias.
+        """
+        dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype, input.dtype)
+        if self.bias is None or self.bias.dtype == dtype:
+            return super().gating(input)
+        return router_gating_linear(input, self.weight, self.bias.to(dtype), dtype)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
+        """Run `TopKRouter.routing`, then keep at most C rows per expert.
+
+        Returns:
+            Probabilities [T, E], exactly 0 where not kept, and the kept map, bool [T, E].
+        """
+        probs_TE, map_TE = super().routing(logits, padding_mask)
+        config = self.selector.configs.now
+        scores_TE = choice_TE = None
+        if config.remedy == "reroute":
+            scores_TE, choice_TE = scores_of_all(self, logits.flatten(0, -2), map_TE)
+        if padding_mask is not None:
+            map_TE = map_TE & ~padding_mask.reshape(-1, 1)
+        capacity = config.capacity(map_TE.shape[0])
+        selection = select_with_remedy(
+            config,
+            capacity,
+            map_TE,
+            probs_TE,
+            scores_TE,
+            choice_TE,
+            protected_T=self._protected(map_TE.shape[0]),
+            draw=self._draw(),
+        )
+        self._count_draw()
+        for observer in self._observers():
+            observer.observe(map_TE, probs_TE.detach(), selection, capacity)
+        return selection.probs_TE, selection.kept_TE
+
+    def protect(self, keep: Tensor) -> None:
+        """Give the marked tokens slots first; see the function `protect`."""
+        if self.protected_T is None or self.protected_T.numel() != keep.numel():
+            require(
+                not self.was_captured,
+                "keep.shape",
+                list(keep.shape),
+                "be that of the mask that the CUDA graph was captured with",
+                "call protect() before the capture",
+            )
+            device = self.weight.device
+            self.protected_T = torch.empty(keep.numel(), dtype=torch.bool, device=device)
+        self.protected_T.copy_(keep.flatten())
+
+    def _protected(self, num_tokens: int) -> Tensor | None:
+        """Return the mask for this pass; None in evaluation, which has other tokens."""
+        self.was_captured |= _capturing()
+        if self.protected_T is None or not self.training:
+            return None
+        require(
+            self.protected_T.numel() == num_tokens,
+            "keep.numel()",
+            self.protected_T.numel(),
+            f"be {num_tokens}, the number of tokens in this pass",
+            "call protect() with a mask of these tokens",
+        )
+        return self.protected_T
+
+    def _draw(self) -> Tensor | None:
+        """Return the int64 of this pass's draw: seed and layer above, `num_draws` below 2**32."""
+        if self.num_draws is None:
+            return None
+        seed = padded_options(self.config).seed * 1_000_003 + (self.layer_number or 0)
+        return self.num_draws[0] + ((seed % 2**31) << 32)
+
+    def _count_draw(self) -> None:
+        # Only in training passes with gradients. Recompute runs a pass without gradients first,
+        # which needs the same draw as the second; and evaluation must not disturb training.
+        if self.num_draws is not None and self.training and torch.is_grad_enabled():
+            self.num_draws += 1
+
+    def _observers(self) -> list[RoutingObserver]:
+        """Return the observers of this pass, so that each pass is counted once."""
+        if not self.training:
+            return self.selector.eval_observers
+        # Recompute runs the router twice, first without gradients.
+        return self.selector.observers if torch.is_grad_enabled() else []
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        # Does not call super(): stock combines [T, E] with [T] (0.16.1 to 0.19.0), and raises.
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            if padding_mask is not None:
+                routing_map = routing_map & ~padding_mask[:, None]
+            assert self.local_tokens_per_expert is not None
+            self.local_tokens_per_expert += routing_map.sum(dim=0)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # A checkpoint of another policy has no draws: keep ours. Other policies ignore theirs.
+        if self.num_draws is not None:
+            state_dict.setdefault(f"{prefix}num_draws", self.num_draws)
+        else:
+            state_dict.pop(f"{prefix}num_draws", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@functools.cache
+def _combined(base: type) -> type:
+    """Return a class that puts `SelectAfterCounting` in front of `base`, under the names of `base`.
+
+    Cached, so that routers of one class still share a class. The names stay, because other tools
+    look a router's class up by its name.
+    """
+    names = {"__qualname__": base.__qualname__, "__module__": base.__module__}
+    return type(base)(base.__name__, (SelectAfterCounting, base), names)
+
+
+def _without_factor(config: Any) -> Any:
+    """Return a view of `config` in which the capacity factor reads as None.
+
+    `TopKRouter.routing` drops before it counts if the router's config has a factor. No other code
+    reads the factor there (Megatron-Core 0.16.1 to 0.19.0).
+
+    The view shares the attributes of `config`, so any other field reads alike in both, and a write
+    to either reaches both. A copy would miss later writes: training loops change the model's config
+    (`moe_aux_loss_coeff`), `toggle_cuda_graphs` sets its `cuda_graph_impl`, and
+    `set_decode_expert_padding` writes a factor to each router's own config for text generation.
+    """
+    view = object.__new__(_view_class(type(config)))
+    view.__dict__ = config.__dict__
+    return view
+
+
+@functools.cache
+def _view_class(base: type) -> type:
+    """Return a subclass of a config class with a capacity factor that reads as None."""
+    name = "moe_expert_capacity_factor"
+
+    def write(config: Any, factor: float | None) -> None:
+        vars(config)[name] = factor
+
+    hidden = property(lambda config: None, write)
+    return type(base)(f"{base.__name__}WithoutFactor", (base,), {name: hidden})
+
+
+def _capturing() -> bool:
+    """Return whether a CUDA graph is being captured: by Megatron, or of a whole iteration."""
+    return is_graph_capturing() or (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _check_random(config: Any) -> None:
+    """Raise if a recomputed pass could see another draw than the pass that it repeats."""
+    recomputes = config.recompute_granularity == "full" or (
+        config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
+    )
+    calls_ahead = [
+        f"{name}={value!r}"
+        for name, value in (
+            ("pipeline_model_parallel_size", config.pipeline_model_parallel_size),
+            ("mtp_use_repeated_layer", getattr(config, "mtp_use_repeated_layer", False)),
+        )
+        if value > 1 or value is True
+    ]
+    require(
+        not (recomputes and calls_ahead),
+        "policy",
+        "random",
+        f"not draw with {' and '.join(calls_ahead)} and a MoE layer that is recomputed",
+        "several passes wait for their recompute, which would see the draws of later passes: take "
+        "'moe' out of the recompute, or choose another policy",
+    )
 
 
 def check_reroute(config: Any) -> None:
-    """Refuse routers whose next-best expert is not known.
+    """Raise if the logits do not determine which expert is a token's next best.
 
     Raises:
         ValueError: names the field, its value and what to change.
     """
-    routings = config.moe_router_load_balancing_type
-    names = [routings] if isinstance(routings, str) else routings
-    replays = config.moe_enable_routing_replay
-    for name, value, refused in (
-        ("moe_router_load_balancing_type", routings, not _OTHER_ROUTINGS.isdisjoint(names)),
-        ("moe_enable_routing_replay", replays, replays),
-    ):
-        if refused:
-            raise ValueError(
-                f"{name}={value!r} is not possible with remedy='reroute': which expert comes next "
-                "is not in the logits; set remedy='none' or 'renormalize'"
-            )
+    fix = "the logits do not determine which expert comes next; set remedy='none' or 'renormalize'"
+    name = "moe_router_load_balancing_type"
+    value = getattr(config, name)
+    types = [value] if isinstance(value, str) else value
+    rule = "be neither sinkhorn nor quantile_balancing with remedy='reroute'"
+    require(_OTHER_ROUTINGS.isdisjoint(types), name, value, rule, fix)
+    name = "moe_enable_routing_replay"
+    value = getattr(config, name)
+    require(not value, name, value, "be False with remedy='reroute'", fix)
 
 
-def scores_of_all(router: Any, logits_TE: Tensor, map_TE: Tensor) -> AllScores:
-    """Every expert's would-be probability.
+def scores_of_all(router: Any, logits_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the probability that each expert would have had, and the order of choice.
+
+    Megatron gives probabilities of the chosen experts only; rerouting needs those of all experts.
+    They follow from the logits as in `topk_routing_with_score_function` (Megatron-Core 0.16.1 to
+    0.19.0), with the divisor of the token's own request:
+
+    - softmax before top-k: the softmax over all experts;
+    - softmax after top-k: exp(logit) over the sum of exp of the chosen experts' logits;
+    - sigmoid, and sqrtsoftplus since 0.18: the score over the sum of the chosen experts' scores;
+      for K = 1 the score itself;
+
+    each times the scaling factor. The expert bias decides which expert is next, and has no part in
+    its probability. With groups, a token stays within the groups that its own request touches, so
+    that the limit on groups holds.
 
     Args:
         router: a TopKRouter that `check_reroute` has passed.
-        logits_TE: floating point [T, E], what the router chose by.
+        logits_TE: floating point [T, E], the logits that the router chose by.
         map_TE: bool [T, E], the K experts that it chose for each token, padding tokens included.
+
+    Returns:
+        `scores_TE`, fp32 with gradient, and `choice_TE`, fp32 without: a token's next expert is the
+        one with the largest `choice_TE`; -inf rules an expert out.
     """
     config = router.config
     logits_TE = logits_TE.float()
@@ -105,10 +404,10 @@ def scores_of_all(router: Any, logits_TE: Tensor, map_TE: Tensor) -> AllScores:
     if config.moe_router_topk_scaling_factor:
         scores_TE = scores_TE * config.moe_router_topk_scaling_factor
     if config.moe_router_group_topk:
-        in_groups_TGE = map_TE.unflatten(1, (config.moe_router_num_groups, -1))
-        allowed_TE = in_groups_TGE.any(2, keepdim=True).expand_as(in_groups_TGE).flatten(1)
+        map_TGP = map_TE.unflatten(1, (config.moe_router_num_groups, -1))
+        allowed_TE = map_TGP.any(2, keepdim=True).expand_as(map_TGP).flatten(1)
         choice_TE = torch.where(allowed_TE, choice_TE, -torch.inf)
-    return AllScores(scores_TE=scores_TE, choice_TE=choice_TE)
+    return scores_TE, choice_TE
 
 
 def _raw_scores(score_function: str, logits_TE: Tensor) -> Tensor:
@@ -116,256 +415,3 @@ def _raw_scores(score_function: str, logits_TE: Tensor) -> Tensor:
         return logits_TE.sigmoid()
     assert score_function == "sqrtsoftplus"
     return F.softplus(logits_TE).sqrt()
-
-
-_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-
-# Megatron-Core 0.16.1 to 0.19.0: `TransformerLayer._te_cuda_graph_capture` and
-# `_te_cuda_graph_replay` call the MoE layer without it.
-MASK_IS_LOST = (
-    "Megatron drops it where cuda_graph_impl='transformer_engine' captures or replays a layer, and "
-    "padding tokens would take slots and count in the losses; train without padding_mask, or set "
-    "cuda_graph_impl='none'"
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Selector:
-    """What a router needs to cut its map to capacity, and whom it tells.
-
-    `observers` are told of training passes, `eval_observers` of those in evaluation mode; whoever
-    wants to know of both is in both. What they do is captured with the router: append before.
-    """
-
-    configs: LayerConfigs
-    agreement: Agreement
-    observers: list[RoutingObserver] = field(default_factory=list)
-    eval_observers: list[RoutingObserver] = field(default_factory=list)
-
-
-def select_after_counting(router: Any, selector: Selector) -> None:
-    """Turn a Megatron TopKRouter (or a subclass) into one that selects after it has counted.
-
-    Raises:
-        ValueError: the config's policy or remedy does not go with another of its settings.
-    """
-    selector.configs.follow(router)
-    router.selector = selector
-    router.saw_padding_mask = False
-    router.protected_T = None
-    router.was_captured = False
-    num_draws = None
-    if selector.configs.training.remedy == "reroute":
-        check_reroute(router.config)
-    if selector.configs.training.policy == "random":
-        _check_random(router.config)
-        # As Megatron's own buffers; the weight may still be on its way there.
-        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-        num_draws = torch.zeros(1, dtype=torch.int64, device=device)
-    # In checkpoints where there are draws, so that a resumed run goes on with the next one.
-    router.register_buffer("num_draws", num_draws)
-    router.__class__ = _selecting(type(router))
-
-
-def protect(chunks: list[Any], keep: Tensor) -> None:
-    """Let tokens come before all others in training passes, in every MoE layer, until changed.
-
-    To be called before each forward pass whose tokens differ. With CUDA graphs call it once before
-    the capture, if only with zeros: replays read the memory that the capture saw.
-
-    Args:
-        chunks: the model's chunks on this rank.
-        keep: bool, shaped like the hidden states without their width, [S, B]: with sequence or
-            context parallelism, this rank's part. All False protects nobody.
-
-    Raises:
-        ValueError: a graph was captured without such a mask, or with one of another size.
-    """
-    for chunk in chunks:
-        for module in chunk.modules():
-            if hasattr(module, "protect"):
-                module.protect(keep)
-
-
-@functools.cache
-def _selecting(base: type) -> type:
-    """A subclass of `base` with the methods below; one per base, so that types compare equal."""
-
-    class SelectingRouter(base):
-        """See the module's docstring."""
-
-        selector: Selector
-        saw_padding_mask: bool
-        num_draws: Tensor | None
-        protected_T: Tensor | None
-        was_captured: bool
-
-        def set_layer_number(self, layer_number: int) -> None:
-            """As `Router.set_layer_number`; the layer may have a capacity factor of its own."""
-            super().set_layer_number(layer_number)
-            self.selector.configs.find_factors()
-
-        def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Any:
-            """As `TopKRouter.forward`; the first point at which this layer's ranks could differ."""
-            config, tokens_TD = self.selector.configs.now, input.flatten(0, -2)
-            # Ranks of different modes may have the same capacity, but no longer the same next call.
-            agree_on_shapes(self.selector.agreement, config, tokens_TD, training=int(self.training))
-            if self.training:
-                self.selector.configs.check_controlled()
-            if self.training and self.config.cuda_graph_impl == "transformer_engine":
-                if self.saw_padding_mask and padding_mask is None:
-                    raise ValueError(
-                        "padding_mask=None is not possible after a training step that had a mask: "
-                        + MASK_IS_LOST
-                    )
-                self.saw_padding_mask = padding_mask is not None
-            return super().forward(input, padding_mask)
-
-        def protect(self, keep: Tensor) -> None:
-            """See the function of this name."""
-            protected_T = self.protected_T
-            if protected_T is None or protected_T.numel() != keep.numel():
-                if self.was_captured:
-                    raise ValueError(
-                        f"keep of shape {list(keep.shape)} is not possible: a CUDA graph was "
-                        "captured without a mask of this size; call protect() before the capture"
-                    )
-                device = self.weight.device
-                protected_T = self.protected_T = torch.empty(
-                    keep.numel(), dtype=torch.bool, device=device
-                )
-            protected_T.copy_(keep.flatten())
-
-        def gating(self, input: Tensor) -> Tensor:
-            """As `Router.gating`, also where the bias is narrower than the logits.
-
-            Megatron-Core hands the bias to Transformer Engine's GEMM as it is, which reads it in
-            the dtype of the output. Seen with 0.19.0 and 2.20.2: a bf16 bias and
-            `moe_router_dtype="fp32"` give logits that are off by 8.8 and change with the memory
-            behind the bias.
-            """
-            dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype, input.dtype)
-            if self.bias is None or self.bias.dtype == dtype:
-                return super().gating(input)
-            return router_gating_linear(input, self.weight, self.bias.to(dtype), dtype)
-
-        def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
-            """As `TopKRouter.routing`: probs [T, E] and map [T, E], but of the kept rows only."""
-            with _no_stock_dropping(self.config):
-                probs_TE, map_TE = super().routing(logits, padding_mask)
-            config = self.selector.configs.now
-            scores_TE = choice_TE = None
-            if config.remedy == "reroute":
-                scores = scores_of_all(self, logits.flatten(0, -2), map_TE)
-                scores_TE, choice_TE = scores.scores_TE, scores.choice_TE
-            if padding_mask is not None:
-                map_TE = map_TE & ~padding_mask.reshape(-1, 1)
-            capacity = config.capacity(map_TE.shape[0])
-            selection = select_with_remedy(
-                config,
-                capacity,
-                map_TE,
-                probs_TE,
-                scores_TE,
-                choice_TE,
-                protected_T=self._protected(map_TE.shape[0]),
-                draw=self._draw(),
-            )
-            self._count_draw()
-            for observer in self._observers():
-                observer.observe(map_TE, probs_TE.detach(), selection, capacity)
-            return selection.probs_TE, selection.kept_TE
-
-        def _protected(self, num_tokens: int) -> Tensor | None:
-            """Who comes first in this pass; nobody in evaluation, whose tokens are others."""
-            self.was_captured |= _capturing()
-            if self.protected_T is None or not self.training:
-                return None
-            if self.protected_T.numel() != num_tokens:
-                raise ValueError(
-                    f"keep of {self.protected_T.numel()} tokens is not possible: this pass has "
-                    f"{num_tokens}; call protect() with a mask of its tokens"
-                )
-            return self.protected_T
-
-        def _draw(self) -> Tensor | None:
-            """The number of this pass's draw: seed and layer above, draws so far below 2**32."""
-            if self.num_draws is None:
-                return None
-            own = padded_options(self.config).seed * 1_000_003 + (self.layer_number or 0)
-            return self.num_draws[0] + ((own % 2**31) << 32)
-
-        def _count_draw(self) -> None:
-            # Only now, and only here: the pass without gradients that recompute makes first has
-            # the same draw as this one, and evaluation has whatever comes next.
-            if self.num_draws is not None and self.training and torch.is_grad_enabled():
-                self.num_draws += 1
-
-        def _load_from_state_dict(
-            self, state_dict: dict[str, Any], prefix: str, *args: Any
-        ) -> None:
-            # What was written under another policy has no draws: go on with ours. And they mean
-            # nothing to another policy.
-            if self.num_draws is not None:
-                state_dict.setdefault(f"{prefix}num_draws", self.num_draws)
-            else:
-                state_dict.pop(f"{prefix}num_draws", None)
-            super()._load_from_state_dict(state_dict, prefix, *args)
-
-        def _observers(self) -> list[RoutingObserver]:
-            """Who is told of a pass: each pass once."""
-            if not self.training:
-                return self.selector.eval_observers
-            # Recompute runs the router twice, first without gradients.
-            return self.selector.observers if torch.is_grad_enabled() else []
-
-        def _apply_expert_bias(
-            self, routing_map: Tensor, padding_mask: Tensor | None = None
-        ) -> None:
-            # Not by way of super(): stock combines [T, E] with [T] (0.16.1 to 0.19.0), and raises.
-            if self.enable_expert_bias and torch.is_grad_enabled():
-                if padding_mask is not None:
-                    routing_map = routing_map & ~padding_mask[:, None]
-                self.local_tokens_per_expert += routing_map.sum(dim=0)
-
-    SelectingRouter.__name__ = SelectingRouter.__qualname__ = f"Selecting{base.__name__}"
-    return SelectingRouter
-
-
-def _capturing() -> bool:
-    """Whether what runs now is captured: by Megatron's helpers, or as a whole iteration."""
-    return is_graph_capturing() or (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    )
-
-
-def _check_random(config: Any) -> None:
-    """Refuse schedules in which recompute would see another draw than the pass that it repeats."""
-    recomputes = config.recompute_granularity == "full" or (
-        config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
-    )
-    calls_ahead = [
-        f"{name}={value!r}"
-        for name, value in (
-            ("pipeline_model_parallel_size", config.pipeline_model_parallel_size),
-            ("mtp_use_repeated_layer", getattr(config, "mtp_use_repeated_layer", False)),
-        )
-        if value > 1 or value is True
-    ]
-    if recomputes and calls_ahead:
-        raise ValueError(
-            f"policy='random' is not possible with {' and '.join(calls_ahead)} and a MoE layer "
-            "that is recomputed: several passes wait for their recompute, which would see the "
-            "draws of later ones; take 'moe' out of the recompute, or another policy"
-        )
-
-
-@contextmanager
-def _no_stock_dropping(config: Any) -> Iterator[None]:
-    """Hide the capacity factor from `TopKRouter.routing`, which would drop before it counts."""
-    factor = config.moe_expert_capacity_factor
-    config.moe_expert_capacity_factor = None
-    try:
-        yield
-    finally:
-        config.moe_expert_capacity_factor = factor

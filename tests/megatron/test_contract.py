@@ -1,7 +1,7 @@
-"""Every fact about Megatron-Core that the package relies on, against the version installed.
+"""The facts about Megatron-Core that the package relies on, tested on the installed version.
 
-Each test says who relies on the fact and where versions differ. When a new Megatron breaks one, the
-docstring names the file of ours to look at.
+Each section names the file of ours that relies on its facts, and each docstring the versions that
+differ.
 """
 
 import ast
@@ -21,10 +21,11 @@ import megatron.core
 import pytest
 import torch
 from megatron.core import package_info, tensor_parallel
+from megatron.core.inference import utils as inference_utils
 from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
 from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe import experts, moe_layer, moe_utils
+from megatron.core.transformer.moe import experts, moe_layer, moe_utils, router
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import (
@@ -54,7 +55,7 @@ def megatron_alone() -> Iterator[None]:
 
 
 class Group:
-    """A process group that knows its size; no process takes part."""
+    """A process group with a size and no processes."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -104,7 +105,7 @@ def test_the_base_dispatcher_takes_ep_and_expt_tp_from_the_collection():
 
 
 def test_no_zero_copy_buffers_unless_a_dispatcher_has_some():
-    """0.19 asks every dispatcher for them; the base class, whose method we inherit, has none."""
+    """0.19 asks every dispatcher for them; we inherit the base class's method, which has none."""
     asked = hasattr(MoETokenDispatcher, "get_expert_zero_copy_buffers")
     assert asked == (INSTALLED >= (0, 19))
     if asked:
@@ -112,7 +113,7 @@ def test_no_zero_copy_buffers_unless_a_dispatcher_has_some():
 
 
 def test_no_training_code_asks_for_a_dispatcher_class():
-    """0.16 and 0.17 never do; 0.18 and later ask for the NVLS inference dispatcher alone."""
+    """0.16 and 0.17 never test it; 0.18 and later test for the NVLS inference dispatcher only."""
     asked = set()
     for path in CORE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -153,14 +154,14 @@ def test_moe_layer_takes_config_first_and_groups_by_keyword():
     assert names == expected
 
 
-def test_moe_layer_raises_for_a_name_that_it_does_not_know():
-    """All versions; hence a stock name while the constructor runs."""
+def test_moe_layer_raises_for_an_unknown_dispatcher():
+    """All versions; hence `build` sets a stock name while the constructor runs."""
     config = tiny.config("padded_alltoall")
     with pytest.raises(ValueError, match="Unsupported token dispatcher type: padded_alltoall"):
         tiny.layer(config)
 
 
-def test_moe_layer_has_the_parts_that_we_exchange():
+def test_moe_layer_has_the_parts_that_we_replace():
     """All versions."""
     config = tiny.config("allgather", moe_shared_expert_intermediate_size=16)
     layer = tiny.layer(config)
@@ -174,7 +175,7 @@ def test_moe_layer_has_the_parts_that_we_exchange():
 
 
 def test_the_all_gather_dispatcher_owns_nothing_and_the_all_to_all_one_a_stream(monkeypatch):
-    """All versions; hence the former while the constructor runs."""
+    """All versions; hence `build` takes the all-gather one while the constructor runs."""
     streams = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda: streams.append("created"))
     # One for all dispatchers of the process.
@@ -187,7 +188,7 @@ def test_the_all_gather_dispatcher_owns_nothing_and_the_all_to_all_one_a_stream(
     assert streams == ["created"]
 
 
-def test_transformer_layers_hand_groups_to_an_exact_class_in_old_versions():
+def test_transformer_layers_pass_groups_to_an_exact_class_in_old_versions():
     """0.16 and 0.17 compare a spec's module with `in (MoELayer, ...)`; 0.18 and later do not."""
     tree = ast.parse(inspect.getsource(transformer_layer))
     tests = [
@@ -210,7 +211,7 @@ def test_the_spec_of_a_moe_layer():
         assert isinstance(spec, functools.partial) and spec.func is moe_layer.MoELayer
 
 
-def test_where_the_moe_layer_sits_in_a_layer_and_a_block():
+def test_place_of_the_moe_layer_in_the_specs_of_a_layer_and_a_block():
     """All versions: `ModuleSpec.submodules.mlp`, and `layer_specs` of a block."""
     layer = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=4)
     assert type(layer.submodules.mlp) is type(
@@ -234,7 +235,7 @@ def test_router_methods_take_a_padding_mask(method):
 
 
 class RecordingRouter(TopKRouter):
-    """Notes what `routing` passes to `_apply_expert_bias`."""
+    """A router that records the arguments of `_apply_expert_bias`."""
 
     seen: tuple
 
@@ -243,31 +244,47 @@ class RecordingRouter(TopKRouter):
 
 
 def recording_router(**changes) -> RecordingRouter:
-    router = tiny.layer(tiny.config("allgather", **changes)).router
-    router.__class__ = RecordingRouter
-    return router
+    recording = tiny.layer(tiny.config("allgather", **changes)).router
+    recording.__class__ = RecordingRouter
+    return recording
 
 
 @pytest.mark.parametrize("factor", [None, 1.0])
 def test_routing_counts_the_map_that_it_returns(factor):
-    """All versions: with a factor it is cut before it is counted, so we hide the factor."""
-    router = recording_router(moe_expert_capacity_factor=factor)
+    """All versions: with a factor the map is cut before it is counted, so we hide the factor."""
+    recording = recording_router(moe_expert_capacity_factor=factor)
     logits = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))
     logits[..., 0] += 5
-    probs_TE, map_TE = router.routing(logits)
-    assert router.seen[0] is map_TE and map_TE.dtype == torch.bool
+    probs_TE, map_TE = recording.routing(logits)
+    assert recording.seen[0] is map_TE and map_TE.dtype == torch.bool
     assert probs_TE.shape == map_TE.shape == (15, 4)
     # ceil(15 * 2 / 4) = 8 of the 15 tokens that ask for expert 0.
     assert map_TE[:, 0].sum() == (15 if factor is None else 8)
 
 
+def test_the_router_reads_its_factor_in_routing_only():
+    """All versions; hence hiding the factor from the router changes nothing else."""
+    name = "moe_expert_capacity_factor"
+    in_routing = inspect.getsource(TopKRouter.routing).count(name)
+    assert in_routing == inspect.getsource(router).count(name) > 0
+
+
+def test_text_generation_writes_a_factor_to_the_routers_config(monkeypatch):
+    """All versions; hence the router's config is a view that passes writes on, and not a copy."""
+    monkeypatch.setattr(inference_utils, "moe_layer_cache", None)
+    layer = tiny.layer(tiny.config("allgather"))
+    layer.router.config = SimpleNamespace()
+    inference_utils.set_decode_expert_padding(layer, True, capacity_factor=2)
+    assert layer.router.config.moe_expert_capacity_factor == 2
+
+
 def test_routing_flattens_the_mask_for_the_bias():
     """All versions pass [T], and the map is [T, E]."""
-    router = recording_router()
+    recording = recording_router()
     mask_SB = torch.zeros(5, 3, dtype=torch.bool)
     mask_SB[4] = True
-    router.routing(torch.randn(5, 3, 4), mask_SB)
-    assert router.seen[1].tolist() == [False] * 12 + [True] * 3
+    recording.routing(torch.randn(5, 3, 4), mask_SB)
+    assert recording.seen[1].tolist() == [False] * 12 + [True] * 3
 
 
 def test_a_true_mask_means_padding():
@@ -309,7 +326,7 @@ def test_recomputation_runs_first_without_gradients():
 
 
 def test_experts_take_rows_counts_and_probabilities():
-    """All versions call them by position; 0.19 may add buffers, which we have none of."""
+    """All versions pass them by position; 0.19 may add buffers, of which we have none."""
     for cls in (experts.TEGroupedMLP, experts.SequentialMLP):
         assert parameters(cls.forward)[:4] == [
             "self",
@@ -320,7 +337,7 @@ def test_experts_take_rows_counts_and_probabilities():
 
 
 def test_inference_experts_are_a_subclass_of_the_accepted_ones():
-    """From 0.17 on; 0.16 has GroupedMLP instead. Hence refused names are checked first."""
+    """From 0.17 on; 0.16 has GroupedMLP instead. So `check_experts` tests refused names first."""
     if INSTALLED < (0, 17):
         assert not hasattr(experts, "InferenceGroupedMLP") and hasattr(experts, "GroupedMLP")
     else:
@@ -329,7 +346,7 @@ def test_inference_experts_are_a_subclass_of_the_accepted_ones():
 
 
 def test_experts_multiply_by_the_probabilities():
-    """All versions; hence combine only sums."""
+    """All versions; hence `combine` only sums."""
     layer = tiny.layer(tiny.config("allgather"))
     rows_ND, counts_L = torch.randn(8, tiny.HIDDEN), torch.full((4,), 2)
     once, bias = layer.experts(rows_ND, counts_L, torch.ones(8))
@@ -385,7 +402,7 @@ def test_the_type_of_the_field_is_a_literal_of_three_names():
 
 
 def test_post_init_is_looked_up_on_the_class(monkeypatch):
-    """All versions: also `dataclasses.replace` and subclasses run the one that is there now."""
+    """All versions: `dataclasses.replace` and subclasses, too, run the current one."""
     ran = []
     original = TransformerConfig.__post_init__
 
@@ -405,8 +422,8 @@ def test_an_unknown_dispatcher_passes_a_plain_config():
     assert tiny.config("new").moe_token_dispatcher_type == "new"
 
 
-def test_shared_expert_overlap_needs_a_name_that_megatron_knows():
-    """All versions; hence 'alltoall' while `__post_init__` runs."""
+def test_shared_expert_overlap_needs_a_stock_dispatcher():
+    """All versions; hence `install` sets 'alltoall' while `__post_init__` runs."""
     overlap = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True}
     tiny.config("alltoall", **overlap)
     with pytest.raises(ValueError, match="only works with alltoall"):
@@ -414,7 +431,7 @@ def test_shared_expert_overlap_needs_a_name_that_megatron_knows():
 
 
 @pytest.mark.parametrize("name", ["alltoall", "new"])
-def test_graph_scope_moe_asks_for_a_factor_and_padding(name):
+def test_graph_scope_moe_needs_a_factor_and_padding(name):
     """All versions, whatever the dispatcher; the field is `cuda_graph_modules` from 0.18 on."""
     settings = layer_graphs("moe")
     with pytest.raises(AssertionError, match="only supported with drop-padding MoE"):
@@ -442,7 +459,8 @@ if _TRAINING is not None:  # The wheel of 0.16 has no megatron.training.
     def test_command_line_choices_come_from_the_type_of_the_field():
         """0.17 and later: `ArgumentGroupFactory` turns a Literal into `choices`.
 
-        Only its two functions are read: importing megatron.training needs far more than Megatron.
+        The test reads two functions from the source: importing megatron.training needs far more
+        packages than Megatron-Core.
         """
         assert _TRAINING.origin is not None
         tree = ast.parse(Path(_TRAINING.origin).with_name("argument_utils.py").read_text())

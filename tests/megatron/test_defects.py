@@ -1,9 +1,10 @@
-"""What is wrong with stock drop-and-pad (Megatron-Core 0.16.1 to 0.19.0), and right here.
+"""Defects of stock drop-and-pad (Megatron-Core 0.16.1 to 0.19.0), and the padded path beside them.
 
-One test per defect. It first pins what stock does, so that the README's table stays true, then what
-the padded path does with the same input. Stock is `moe_token_dispatcher_type="alltoall"` with
-`moe_expert_capacity_factor` and `moe_pad_expert_input_to_capacity`. Where stock's half needs a GPU
-or Transformer Engine, the docstring says so, and only our half is tested.
+One test per defect. It first pins the behaviour of stock, so that the README's table stays true,
+then the behaviour of the padded path with the same input. Stock is
+`moe_token_dispatcher_type="alltoall"` with `moe_expert_capacity_factor` and
+`moe_pad_expert_input_to_capacity`. If stock's half needs a GPU or Transformer Engine, the docstring
+states it, and only our half is tested.
 """
 
 import inspect
@@ -43,13 +44,13 @@ def dropless(**settings: Any) -> Any:
 
 
 def stock(factor: float, **settings: Any) -> Any:
-    """Stock's drop-and-pad layer."""
+    """Return stock's drop-and-pad layer."""
     settings |= {"moe_expert_capacity_factor": factor, "moe_pad_expert_input_to_capacity": True}
     return tiny.layer(tiny.config("alltoall", **settings))
 
 
 def ours(factor: float | None, options: PaddedOptions | None = None, **settings: Any) -> Any:
-    """The padded layer, with the weights of `stock`'s."""
+    """Return the padded layer, with the weights of the stock one."""
     config = tiny.config("alltoall", moe_expert_capacity_factor=factor, **settings)
     config.padded_dispatch = options or PaddedOptions()
     return tiny.layer(config, padded_spec(tiny.layer_spec()))
@@ -68,14 +69,14 @@ def ask_for(layer: Any, *experts: int) -> None:
 
 
 def alike(num_tokens: int) -> Tensor:
-    """[T, 1, D]: tokens that route alike but differ elsewhere."""
+    """Return tokens [T, 1, D] that route alike but differ elsewhere."""
     x = tokens(num_tokens, 1)
     x[..., 0] = 1
     return x
 
 
 def expert_inputs(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows [N, D] that the layer's experts get for `x`, and how many per expert."""
+    """Return the input of the layer's experts for `x`: rows [N, D], and their number per expert."""
     seen: list[Any] = []
     handle = layer.experts.register_forward_pre_hook(lambda module, args: seen.extend(args))
     layer(x)
@@ -84,12 +85,12 @@ def expert_inputs(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def assert_equal_up_to_rounding(a: Tensor, b: Tensor) -> None:
-    """For fp64 results of the same sums over batches of other sizes."""
+    """Compare fp64 results of the same sums over batches of other sizes."""
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
 def test_d1_capacity_above_the_number_of_tokens():
-    """Stock raises, also at the documented factor for no dropping, E / K; here C is at most T."""
+    """Stock raises, also at E / K, its documented factor for no dropping; here C is at most T."""
     x = tokens(4, 2).double()  # T = 8, C = 8 * 2 / 4 * 3 = 12
     with pytest.raises(RuntimeError, match=r"shape '\[4, 12\]' is invalid for input of size 32"):
         stock(3.0).double()(x)
@@ -104,7 +105,7 @@ def test_d1_capacity_above_the_number_of_tokens():
 
 
 def test_d1b_fused_permutation_above_the_number_of_tokens():
-    """Stock's needs Transformer Engine; here there is no permutation that could be fused."""
+    """Stock's half needs Transformer Engine; here there is no permutation to fuse."""
     x = tokens(4, 2)
     fused = ours(3.0)
     fused.config.moe_permute_fusion = True  # past Megatron's check, which asks for the kernels
@@ -112,7 +113,7 @@ def test_d1b_fused_permutation_above_the_number_of_tokens():
 
 
 def test_d2_position_drops_the_end_of_the_batch():
-    """Stock documents that but takes `topk` of zeros and ones, all ties; here it is exact."""
+    """Stock documents this, but takes `topk` of zeros and ones, all ties; here it is exact."""
     random = torch.Generator().manual_seed(0)
     probs_TE, map_TE = moe_utils.topk_routing_with_score_function(
         torch.randn(4096, 8, generator=random), 2
@@ -145,7 +146,7 @@ def test_d3_expert_bias_moves():
 
 
 def test_d4_padding_tokens_take_no_slot():
-    """Stock lets them compete: here real tokens get all 6 slots of the experts they ask for."""
+    """Stock lets them compete; here real tokens get all 6 slots of the experts they ask for."""
     x = alike(12)
     x[:6, 0, 0] = 2  # padding tokens are surer of expert 0
     padding_mask = torch.zeros(12, 1, dtype=torch.bool)
@@ -162,7 +163,7 @@ def test_d4_padding_tokens_take_no_slot():
 
 @pytest.mark.parametrize("num_tokens", [5, 4])
 def test_d4b_expert_bias_with_a_padding_mask(num_tokens):
-    """Stock combines [T, E] with [T]: it raises, and silently counts wrong where T = E."""
+    """Stock combines [T, E] with [T]: it raises, or silently counts wrong if T = E."""
     x = alike(num_tokens)
     padding_mask = torch.zeros(num_tokens, 1, dtype=torch.bool)
     padding_mask[-1] = True
@@ -196,7 +197,7 @@ def test_d5_alignment_loses_no_token():
 
     config = tiny.config("alltoall")
     config.moe_router_padding_for_quantization = True
-    with pytest.raises(ValueError, match=r"moe_router_padding_for_quantization=True.*alignment"):
+    with pytest.raises(ValueError, match=r"moe_router_padding_for_quantization.*True.*alignment"):
         check_config(config)
     layer = ours(0.625, PaddedOptions(alignment=16))
     layer(tokens(64, 1))
@@ -206,7 +207,7 @@ def test_d5_alignment_loses_no_token():
 
 
 def test_d6_probs_on_input_with_bias():
-    """Stock's padded rows come out as bias and are added to real tokens, though none is dropped."""
+    """Stock's padded rows turn into bias and are added to real tokens, even if none is dropped."""
     settings = {
         "moe_router_topk": 1,
         "moe_router_pre_softmax": True,
@@ -249,9 +250,10 @@ def _uneven_step() -> None:
 
 
 def test_d8_uneven_tokens_are_an_error_on_every_rank(pool2):
-    """Stock's ranks enter an equal-split all-to-all with rows of their own number.
+    """Stock's ranks enter an equal-split all-to-all with different numbers of rows.
 
-    With gloo a process dies of it, with NCCL it may hang; shown here are the numbers alone.
+    With gloo this kills a process, and with NCCL it may hang. So this test only compares stock's
+    numbers of rows.
     """
     dispatcher = stock(1.0).token_dispatcher
     probs_TE, map_TE = torch.ones(8, 4), torch.ones(8, 4, dtype=torch.bool)
@@ -272,9 +274,9 @@ def test_d8_uneven_tokens_are_an_error_on_every_rank(pool2):
 
 
 def test_d9_padding_stays_out_of_an_experts_statistics():
-    """Stock pads with real tokens: an outlier raises the maximum of experts that it never saw.
+    """Stock pads with real tokens: an outlier raises the maximum of experts it was not routed to.
 
-    What quantization makes of that maximum needs a GPU; here padded rows are zeros.
+    The effect on quantization needs a GPU to show. Here padded rows are zeros.
     """
     x = alike(8)
     x[:5, 0, 1] = 100  # any C = 4 of the 8 tokens have an outlier among them
@@ -289,7 +291,7 @@ def test_d9_padding_stays_out_of_an_experts_statistics():
 
 
 def test_d10_rows_per_expert_can_be_aligned():
-    """Stock hands over 20 rows per expert, which Transformer Engine pads to its tile by copies."""
+    """Stock passes 20 rows per expert, which Transformer Engine copies to pad them to its tile."""
     x = tokens(40, 1)
     assert expert_inputs(stock(1.0), x)[1].tolist() == [20] * 4
     layer = ours(1.0, PaddedOptions(alignment=16))
@@ -297,7 +299,7 @@ def test_d10_rows_per_expert_can_be_aligned():
 
 
 def test_d11_text_generation_leaves_training_as_it_was(monkeypatch):
-    """Stock's toggle for decoding sets the factor to None at the end, and nothing sets it back."""
+    """Stock's toggle for decoding sets the factor to None at the end, and never restores it."""
     x = tokens(6, 2)
     num_rows, same = [], []
     for layer in (stock(0.5), ours(0.5)):
@@ -322,18 +324,18 @@ def test_d12_a_padding_mask_that_a_graph_would_lose_is_an_error():
     layer = ours(1.0)
     layer.config.cuda_graph_impl = "transformer_engine"
     layer.router(alike(6), torch.zeros(6, 1, dtype=torch.bool))
-    with pytest.raises(ValueError, match="padding_mask=None is not possible"):
+    with pytest.raises(ValueError, match=r"padding_mask must .* got None; .*train without"):
         layer.router(alike(6))
 
 
 def named_tensors(dispatcher: Any) -> dict[str, Tensor]:
-    """The attributes that a graph which ends after `preprocess` hands to every replay."""
+    """Return the attributes that a graph which ends after `preprocess` sets in every replay."""
     values = {name: getattr(dispatcher, name, None) for name in dispatcher.cudagraph_attrs}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def after_preprocess(layer: Any, hidden: Tensor, probs: Tensor) -> Tensor:
-    """The rest of the layer, from the outputs of `dispatch_preprocess` on."""
+    """Run the rest of the layer on the outputs of `dispatch_preprocess`."""
     dispatcher = layer.token_dispatcher
     rows, counts, probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(hidden, probs))
     output, _ = layer.experts(rows, counts, probs)
@@ -342,7 +344,7 @@ def after_preprocess(layer: Any, hidden: Tensor, probs: Tensor) -> Tensor:
 
 
 def replay_after_evaluation(layer: Any, x: Tensor) -> Tensor:
-    """The layer's output when a graph of `preprocess` is replayed after another shape ran eagerly.
+    """Return the output if a graph of `preprocess` replays after an eager pass of another shape.
 
     A replay sets tensors by name and runs no Python.
     """
@@ -356,7 +358,7 @@ def replay_after_evaluation(layer: Any, x: Tensor) -> Tensor:
 
 
 def test_d13_evaluation_of_another_shape_between_replays():
-    """Stock keeps C and the shape in Python numbers, which are then the evaluation's."""
+    """Stock keeps C and the shape as Python numbers, which evaluation has changed by then."""
     x = tokens(6, 2)
     with pytest.raises(RuntimeError, match=r"shape .* is invalid for input of size"):
         replay_after_evaluation(stock(1.0), x)
@@ -365,13 +367,13 @@ def test_d13_evaluation_of_another_shape_between_replays():
 
 
 def call_after_partial_capture(layer: Any, x: Tensor) -> Tensor:
-    """The layer's output when a capture has ended after `dispatch_preprocess` before."""
+    """Return the layer's output after a capture that ended behind `dispatch_preprocess`."""
     layer.preprocess(x, *layer.route(x))
     return layer(x)[0]
 
 
 def test_d14_shared_expert_overlap_after_a_partial_capture():
-    """Stock's state machine, which 0.18 brought, stays where the capture ended: the call raises."""
+    """Stock's state machine (new in 0.18) stays where the capture ended: the next call raises."""
     shared = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True}
     x = tokens(6, 2)
     if INSTALLED >= (0, 18):
@@ -383,7 +385,7 @@ def test_d14_shared_expert_overlap_after_a_partial_capture():
 
 
 def test_d16_ties_go_to_the_first_token():
-    """Stock breaks ties as `topk` happens to; equal probabilities are common in bf16."""
+    """Stock breaks ties in the order of `topk`; equal probabilities are common in bf16."""
     map_TE = torch.ones(4096, 3, dtype=torch.bool)
     probs_TE = torch.full((4096, 3), 0.5, dtype=torch.bfloat16)
     _, stock_TE = moe_utils.apply_router_token_dropping(probs_TE, map_TE, 1, 0.3)
@@ -393,14 +395,14 @@ def test_d16_ties_go_to_the_first_token():
     assert kept_TE[:capacity].all() and not kept_TE[capacity:].any()
 
 
-# Not deterministic on CUDA: they add with atomics (torch.use_deterministic_algorithms lists them).
+# These add with atomics on CUDA (torch.use_deterministic_algorithms lists them).
 ATOMIC = {"aten::scatter_add_", "aten::scatter_add", "aten::index_add_", "aten::index_add"}
 
 
 def test_d17_no_sum_depends_on_the_order_of_threads():
     """Stock's unfused path scatters with atomics; here both directions are gathers.
 
-    Only CUDA runs atomics; the operations that would are seen on the CPU, too.
+    Only CUDA runs atomics, but the operations that use them show on the CPU, too.
     """
     used = []
     for layer in (stock(1.0), ours(1.0)):
@@ -412,7 +414,7 @@ def test_d17_no_sum_depends_on_the_order_of_threads():
 
 
 def test_d18_drops_are_counted():
-    """Stock keeps no statistics of what it dropped: nothing reaches its own logging."""
+    """Stock does not count what it drops: its logging gets no entry."""
     before = set(moe_utils.get_moe_layer_wise_logging_tracker())
     stock(0.5)(tokens(6, 2))
     assert set(moe_utils.get_moe_layer_wise_logging_tracker()) == before
@@ -426,7 +428,7 @@ def test_d18_drops_are_counted():
 
 
 def test_d19_a_router_without_transformer_engine(monkeypatch):
-    """Stock 0.16 raises on any MoE forward; our CPU module provides the name that is missing."""
+    """Stock 0.16 raises in any MoE forward pass; our CPU module provides the missing name."""
     if INSTALLED == (0, 16) and not moe_utils.HAVE_TE:
         with monkeypatch.context() as without:
             without.delattr(moe_utils, "te_general_gemm")
@@ -436,7 +438,7 @@ def test_d19_a_router_without_transformer_engine(monkeypatch):
 
 
 def test_d20_padding_for_quantization_is_refused(monkeypatch):
-    """Stock looks for the old name only, and so accepts a graph that it means to refuse.
+    """Stock tests the old name of the field only, and so accepts a graph that it means to refuse.
 
     A graph of scope `moe_preprocess` cannot hold the all-to-all dispatcher's changing counts.
     """
@@ -448,5 +450,7 @@ def test_d20_padding_for_quantization_is_refused(monkeypatch):
     with pytest.raises(AssertionError, match="moe_preprocess cuda graph is not supported"):
         tiny.config("alltoall", moe_router_padding_for_fp8=True, **settings)
     config = tiny.config("alltoall", moe_router_padding_for_quantization=True, **settings)
-    with pytest.raises(ValueError, match="moe_router_padding_for_quantization=True"):
+    with pytest.raises(
+        ValueError, match=r"moe_router_padding_for_quantization.*True.*leave it False"
+    ):
         check_config(config)

@@ -20,7 +20,7 @@ CONFIG_NAMES = {field.name for field in dataclasses.fields(TransformerConfig)}
 
 
 def differences(names: set[str], version: str, rows: tuple[ConfigField, ...]) -> list[str]:
-    """What is wrong with `rows` as a list of exactly `names`."""
+    """Return a line for each name that `rows` lack or have too many."""
     listed = {row.name for row in rows if version in row.versions}
     return [
         *(f"{name} is not in the table" for name in sorted(names - listed)),

@@ -1,4 +1,4 @@
-"""The way in that patches nothing: a layer class and specs."""
+"""`PaddedMoELayer` and `padded_spec`: the padded path without `install()`."""
 
 from collections.abc import Iterator
 
@@ -44,12 +44,12 @@ def test_block_spec_with_dense_layers_between():
 def test_spec_without_experts_is_refused():
     config = tiny.config(num_layers=1, moe_layer_freq=[0], normalization="RMSNorm")
     dense = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    with pytest.raises(ValueError, match="no MoELayer"):
+    with pytest.raises(ValueError, match="spec must contain a MoELayer, got "):
         padded_spec(dense)
 
 
-def test_transformer_layer_hands_over_its_process_groups():
-    """The exact-class test of 0.16 and 0.17 would leave a subclass with the global groups."""
+def test_transformer_layer_passes_its_process_groups():
+    """Needs `_EqualsMoELayer`: 0.16 and 0.17 test for the exact class."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     groups.ep = torch.distributed.new_group([0])
     config = tiny.config()
@@ -72,7 +72,7 @@ def test_shared_experts_equal_stock(overlap):
     stock = tiny.layer(tiny.config("allgather", **shared))
     padded = tiny.layer(tiny.config(**shared), padded_spec(tiny.layer_spec()))
     if overlap:
-        # Stock's check of the config names its own dispatchers; install() is the way round it.
+        # Without install(), Megatron's check of the config accepts its own dispatchers only.
         config = tiny.config("alltoall", moe_shared_expert_overlap=True, **shared)
         padded = tiny.layer(config, padded_spec(tiny.layer_spec()))
     x = torch.randn(5, 2, tiny.HIDDEN)

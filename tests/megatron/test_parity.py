@@ -80,7 +80,7 @@ def test_pipeline_stages_with_expert_parallelism(pool4):
 
 
 def _compared(ours: float) -> Errors:
-    """Stock off by 0.25 where the exact value is 5; the second tensor is there and right."""
+    """Compare `ours` with stock, which is off by 0.25 where the exact value is 5."""
     values = {"ours": ours, "stock": 5.25, "exact": 5.0}
     found = {who: {"x": torch.tensor([1.0, value])} for who, value in values.items()}
     return compare(**found, dtype=torch.float32)["x"]

@@ -1,4 +1,4 @@
-"""The router counts what was asked for, then hands on what is kept."""
+"""The router counts the map that was asked for, then returns the map that is kept."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,10 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.inference import utils as inference_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron import PaddedOptions, padded_spec
 from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.megatron.router import SelectAfterCounting, select_after_counting
 from tests.support import tiny
 
 T = 12
@@ -23,7 +27,7 @@ def megatron() -> Iterator[None]:
 
 
 def router(**overrides: Any) -> Any:
-    """The router of a layer in which every token wants experts 0 and 1 most."""
+    """Return the router of a layer in which every token wants experts 0 and 1 most."""
     layer = tiny.layer(tiny.config(**overrides), padded_spec(tiny.layer_spec()))
     with torch.no_grad():
         layer.router.weight.zero_()
@@ -32,7 +36,7 @@ def router(**overrides: Any) -> Any:
 
 
 def tokens() -> torch.Tensor:
-    """[T, 1, D]; later tokens are surer of experts 0 and 1."""
+    """Return tokens [T, 1, D]; later ones are surer of experts 0 and 1."""
     hidden = torch.zeros(T, 1, tiny.HIDDEN)
     hidden[:, 0, 0] = torch.arange(1, T + 1) / T
     return hidden
@@ -42,7 +46,7 @@ def test_map_is_cut_to_the_most_probable():
     probs_TE, kept_TE = router(moe_expert_capacity_factor=0.5)(tokens())  # C = 3
     expected = torch.zeros(T, 4, dtype=torch.bool)
     expected[-3:, 0] = True  # expert 0: its probability grows with the token
-    expected[:3, 1] = True  # expert 1: what is left of it shrinks
+    expected[:3, 1] = True  # expert 1: its probability is the rest, and shrinks
     assert torch.equal(kept_TE, expected)
     assert torch.equal(probs_TE != 0, expected)
 
@@ -53,7 +57,7 @@ def test_map_is_cut_to_the_first():
     assert torch.equal(kept_TE[:, :2], torch.arange(T)[:, None].expand(T, 2) < 3)
 
 
-def test_recompute_is_counted_once_and_evaluation_apart():
+def test_recompute_is_counted_once_and_evaluation_separately():
     route = router(moe_expert_capacity_factor=0.5)
     with torch.no_grad():  # the first pass of recompute
         route(tokens())
@@ -99,7 +103,7 @@ def _one_in_evaluation() -> str:
     return "nothing raised"
 
 
-def test_ranks_of_different_modes_are_told(pool2):
+def test_ranks_of_different_modes_raise(pool2):
     """They would have the same capacity here, and so the same shapes."""
     first, second = pool2.run(_one_in_evaluation)
     assert first == second
@@ -150,7 +154,7 @@ def test_padding_tokens_take_no_slot_and_are_not_counted():
     assert (counters.num_tokens.item(), counters.num_positions.item()) == (T - 4, T)
 
 
-def test_aux_loss_is_that_of_a_router_that_drops_nothing():
+def test_dropping_does_not_change_the_aux_loss():
     losses = {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "aux_loss"}
     gradients = []
     for factor in (None, 0.25):
@@ -162,13 +166,70 @@ def test_aux_loss_is_that_of_a_router_that_drops_nothing():
     assert torch.equal(*gradients)
 
 
-def test_config_keeps_its_factor():
+def test_a_pass_writes_nothing_to_the_config(monkeypatch):
+    """The factor is hidden from `TopKRouter.routing` by a view, not by a change of the config."""
     route = router(moe_expert_capacity_factor=0.5)
-    route(tokens())
-    assert route.config.moe_expert_capacity_factor == 0.5
+    written = []
+    monkeypatch.setattr(
+        TransformerConfig,
+        "__setattr__",
+        lambda self, name, value: written.append(name),
+        raising=False,
+    )
+    probs_TE, _ = route(tokens())
+    probs_TE.sum().backward()
     with pytest.raises(RuntimeError):
-        route.routing(torch.randn(3, 1, 5))  # 15 logits are no rows of 4
-    assert route.config.moe_expert_capacity_factor == 0.5
+        route.routing(torch.randn(3, 1, 5))  # 15 logits do not form rows of 4
+    assert written == []
+
+
+def test_the_router_reads_the_layers_config_except_for_the_factor():
+    losses = {"moe_aux_loss_coeff": 0.25, "moe_router_load_balancing_type": "aux_loss"}
+    layer = tiny.layer(
+        tiny.config(moe_expert_capacity_factor=0.5, **losses), padded_spec(tiny.layer_spec())
+    )
+    route, gradients = layer.router, []
+    for coefficient in (0.25, 0.5):
+        layer.config.moe_aux_loss_coeff = coefficient
+        probs_TE, _ = route(tokens())
+        (probs_TE * 0).sum().backward()  # the auxiliary loss adds its gradient by itself
+        gradients.append(route.weight.grad)
+        route.weight.grad = None
+    assert gradients[0].abs().sum() > 0
+    assert torch.equal(2 * gradients[0], gradients[1])
+    assert isinstance(route.config, TransformerConfig)
+    assert layer.config.moe_expert_capacity_factor == 0.5
+    # As Megatron's `set_decode_expert_padding` writes it.
+    route.config.moe_expert_capacity_factor = 2.0
+    assert layer.config.moe_expert_capacity_factor == 2.0
+    assert route.config.moe_expert_capacity_factor is None
+    route.config.moe_z_loss_coeff = 0.125
+    assert layer.config.moe_z_loss_coeff == 0.125
+
+
+def test_a_factor_for_text_generation_does_not_drop_before_counting(monkeypatch):
+    monkeypatch.setattr(inference_utils, "moe_layer_cache", None)
+    config = tiny.config("alltoall", moe_expert_capacity_factor=0.5, **EXPERT_BIAS)
+    layer = tiny.layer(config, padded_spec(tiny.layer_spec()))
+    inference_utils.set_decode_expert_padding(layer, True, capacity_factor=1)
+    _, kept_TE = layer.router(tokens())
+    assert layer.router.local_tokens_per_expert.sum() == T * tiny.TOP_K
+    assert kept_TE.sum(0).max() <= 3  # C of the factor that the layer was built with
+
+
+def test_a_router_of_another_kind_is_refused():
+    with pytest.raises(ValueError, match=r"router must be a TopKRouter .* got 'Linear'"):
+        select_after_counting(torch.nn.Linear(1, 1), router().selector)
+
+
+def test_the_class_keeps_its_names():
+    stock = tiny.layer(tiny.config("allgather")).router
+    routers = [router(), router()]
+    for route in routers:
+        assert isinstance(route, SelectAfterCounting) and isinstance(route, TopKRouter)
+        for name in ("__name__", "__qualname__", "__module__"):
+            assert getattr(type(route), name) == getattr(type(stock), name)
+    assert type(routers[0]) is type(routers[1]) is not type(stock)
 
 
 def test_gating_with_a_bias_narrower_than_the_logits():

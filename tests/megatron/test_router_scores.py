@@ -1,4 +1,4 @@
-"""The probability that each expert would have had: Megatron's own, where it has one."""
+"""`scores_of_all` against Megatron's own probabilities, and by hand."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-from padded_dispatch.megatron.router import AllScores, check_reroute, scores_of_all
+from padded_dispatch.megatron.router import check_reroute, scores_of_all
 
 T, E, K = 40, 8, 3
 # Logits below 8 are rounded to half an eps of that, and so is the logarithm of their sum; the
@@ -16,7 +16,7 @@ RTOL = (8 + 2) * torch.finfo(torch.float32).eps
 
 
 def router(**settings: Any) -> Any:
-    """What `scores_of_all` reads of a TopKRouter and its config."""
+    """Return the fields of a TopKRouter and its config that `scores_of_all` reads."""
     config = SimpleNamespace(
         moe_router_pre_softmax=settings.get("use_pre_softmax", False),
         moe_router_topk_scaling_factor=settings.get("scaling_factor"),
@@ -57,21 +57,21 @@ BIAS = torch.linspace(-0.5, 0.5, E)
 )
 def test_scores_are_megatron_s_where_it_gives_any(settings):
     probs_TE, map_TE = topk_routing_with_score_function(logits(), **{"topk": K, **settings})
-    found = scores_of_all(router(**settings), logits(), map_TE)
-    torch.testing.assert_close(found.scores_TE[map_TE], probs_TE[map_TE], rtol=RTOL, atol=0)
-    # What Megatron chose comes first by `choice_TE`, too; what it cannot choose is ruled out.
-    least_T = torch.where(map_TE, found.choice_TE, torch.inf).amin(1)
-    others_T = torch.where(map_TE, -torch.inf, found.choice_TE).amax(1)
+    scores_TE, choice_TE = scores_of_all(router(**settings), logits(), map_TE)
+    torch.testing.assert_close(scores_TE[map_TE], probs_TE[map_TE], rtol=RTOL, atol=0)
+    # The experts that Megatron chose come first by `choice_TE`, too.
+    least_T = torch.where(map_TE, choice_TE, torch.inf).amin(1)
+    others_T = torch.where(map_TE, -torch.inf, choice_TE).amax(1)
     assert (least_T >= others_T).all()
-    assert not found.choice_TE.requires_grad
+    assert not choice_TE.requires_grad
 
 
 def test_groups_that_a_request_does_not_touch_are_ruled_out():
     map_TE = torch.zeros(2, E, dtype=torch.bool)
     map_TE[0, :2] = True  # group 0 of four
     map_TE[1, [0, 7]] = True  # groups 0 and 3
-    found = scores_of_all(router(num_groups=4, group_topk=2), logits()[:2], map_TE)
-    assert (found.choice_TE == -torch.inf).tolist() == [
+    _, choice_TE = scores_of_all(router(num_groups=4, group_topk=2), logits()[:2], map_TE)
+    assert (choice_TE == -torch.inf).tolist() == [
         [False, False, True, True, True, True, True, True],
         [False, False, True, True, True, True, False, False],
     ]
@@ -81,11 +81,11 @@ def test_the_bias_chooses_and_does_not_weigh():
     logits_TE = torch.zeros(1, 3)
     map_TE = torch.tensor([[True, True, False]])
     bias_E = torch.tensor([1.0, 2.0, 3.0])
-    found = scores_of_all(
+    scores_TE, choice_TE = scores_of_all(
         router(score_function="sigmoid", topk=2, expert_bias=bias_E), logits_TE, map_TE
     )
-    assert found.scores_TE.tolist() == [[0.5, 0.5, 0.5]]
-    assert found.choice_TE.tolist() == [[1.5, 2.5, 3.5]]
+    assert scores_TE.tolist() == [[0.5, 0.5, 0.5]]
+    assert choice_TE.tolist() == [[1.5, 2.5, 3.5]]
 
 
 def test_sqrtsoftplus_by_hand():
@@ -93,13 +93,9 @@ def test_sqrtsoftplus_by_hand():
     roots = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)
     logits_TE = (roots**2).expm1().log().float()
     map_TE = torch.tensor([[True, True, False]])
-    found = scores_of_all(router(score_function="sqrtsoftplus", topk=2), logits_TE, map_TE)
+    scores_TE, _ = scores_of_all(router(score_function="sqrtsoftplus", topk=2), logits_TE, map_TE)
     expected_TE = torch.tensor([[1 / 3, 2 / 3, 1.0]])
-    torch.testing.assert_close(found.scores_TE, expected_TE, rtol=RTOL, atol=0)
-
-
-def scores(logits_TE: torch.Tensor, map_TE: torch.Tensor, **settings: Any) -> AllScores:
-    return scores_of_all(router(**settings), logits_TE, map_TE)
+    torch.testing.assert_close(scores_TE, expected_TE, rtol=RTOL, atol=0)
 
 
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
@@ -112,7 +108,7 @@ def test_gradients_are_those_of_megatron_s_probabilities(score_function):
             logits_TE, K, score_function=score_function
         )
         if ours:
-            probs_TE = scores(logits_TE, map_TE, score_function=score_function).scores_TE
+            probs_TE, _ = scores_of_all(router(score_function=score_function), logits_TE, map_TE)
         weight_TE = torch.arange(1.0, T * E + 1).view(T, E) / (T * E)
         (torch.where(map_TE, probs_TE, 0) * weight_TE).sum().backward()
         assert logits_TE.grad is not None
@@ -124,9 +120,18 @@ def test_gradients_are_those_of_megatron_s_probabilities(score_function):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "type='sinkhorn' is not possible"),
-        ({"moe_router_load_balancing_type": ["quantile_balancing"]}, "is not possible"),
-        ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay=True is not possible"),
+        (
+            {"moe_router_load_balancing_type": "sinkhorn"},
+            "moe_router_load_balancing_type must .*'reroute', got 'sinkhorn'; .*'renormalize'",
+        ),
+        (
+            {"moe_router_load_balancing_type": ["quantile_balancing"]},
+            r"moe_router_load_balancing_type must .*'reroute', got \['quantile_balancing'\]; ",
+        ),
+        (
+            {"moe_enable_routing_replay": True},
+            "moe_enable_routing_replay must be False .*'reroute', got True; .*'renormalize'",
+        ),
     ],
 )
 def test_routers_without_a_next_best_expert_are_refused(setting, message):
