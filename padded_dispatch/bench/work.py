@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from padded_dispatch.bench.roofline import roofline
 from padded_dispatch.bench.table import line, table
 from padded_dispatch.exchange.symmetric_memory import allocated_gib, reserved_gib
 from padded_dispatch.megatron import install
-from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.megatron.world import world
 from padded_dispatch.utils.results import about, append_run
 
 _SHOWN_KERNELS = 24
@@ -78,7 +77,8 @@ def work(settings: Settings) -> bool:
     started = time.monotonic()
     num_gpus = settings.workers if settings.device == "cuda" else 0
     run = about(num_gpus=num_gpus, command=settings.command, commit=settings.commit)
-    with _world(settings) as device:
+    with world(settings.device) as device:
+        install()
         rows = []
         for ep, cases in itertools.groupby(settings.cases, key=lambda case: case.ep):
             with _expert_parallel(ep):
@@ -211,26 +211,6 @@ def _summarize(rows: list[dict[str, Any]], settings: Settings) -> None:
     left = len(settings.cases) - len(rows)
     if left:
         sys.stdout.write(f"{left} of {len(settings.cases)} cases were not started: out of time\n")
-
-
-@contextmanager
-def _world(settings: Settings) -> Iterator[torch.device]:
-    """Make the default process group, install `padded_alltoall` and yield this worker's device.
-
-    After an error nothing is torn down: peers may be inside a collective.
-    """
-    if settings.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-        install()
-        yield device
-    else:
-        dist.init_process_group("gloo")
-        with megatron_on_cpu():
-            install()
-            yield torch.device("cpu")
-    dist.destroy_process_group()
 
 
 @contextmanager

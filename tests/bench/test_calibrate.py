@@ -1,4 +1,4 @@
-"""From measured rows to the calibration that `tune` uses."""
+"""The calibration that `tune` uses, fitted to measured rows."""
 
 import dataclasses
 import json

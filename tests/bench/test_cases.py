@@ -1,4 +1,4 @@
-"""What a sweep consists of, and what it refuses."""
+"""The cases of a sweep, and invalid ones."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_experts_must_split_evenly():
         Case(**(CASE | {"ep": 3}), capacity_factor=1.0)
 
 
-def test_contenders_say_what_they_are():
+def test_contenders_have_their_names_variants_and_graphs():
     found = {key: (who.name, who.variant, who.graph) for key, who in CONTENDERS.items()}
     assert found == {
         "dropless": ("stock-dropless", None, "none"),
