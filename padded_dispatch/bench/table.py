@@ -2,7 +2,7 @@
 
 from typing import Any
 
-_COLUMNS = ("contender", "CF", "fill", "ms", "/ stock", "/ floor", "host ms", "GiB", "TFLOP/s")
+_COLUMNS = ("contender", "CF", "fill", "ms", "/ stock", "/ roofline", "host ms", "GiB", "TFLOP/s")
 
 
 def line(row: dict[str, Any]) -> str:
@@ -22,7 +22,7 @@ def line(row: dict[str, Any]) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return all rows as text, one block per layer, layout and routing.
 
-    `/ stock`: time divided by that of stock drop-and-pad with the same factor and graph. `/ floor`:
+    `/ stock`: time divided by that of stock drop-and-pad with the same factor and graph. `/ roofline`:
     time divided by the roofline. `GiB`: peak memory of tensors. `TFLOP/s`: GEMMs of real rows, per
     GPU.
     """

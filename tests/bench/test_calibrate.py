@@ -64,7 +64,7 @@ def test_the_stated_error_covers_every_row_of_the_model():
         assert math.isclose(error, kept.errors[name], abs_tol=1e-6), name  # shares of a byte
 
 
-def test_a_fit_of_results_that_are_there(tmp_path, capsys):
+def test_a_fit_of_existing_results(tmp_path, capsys):
     out = tmp_path / "mine.json"
     assert main(["--out", str(out), "--from", str(RESULTS)]) == 0
     assert load(out).coefficients == calibrate(json.loads(RESULTS.read_text())).coefficients
