@@ -22,9 +22,9 @@ def line(row: dict[str, Any]) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return all rows as text, one block per layer, layout and routing.
 
-    `/ stock`: time divided by that of stock drop-and-pad with the same factor and graph. `/ roofline`:
-    time divided by the roofline. `GiB`: peak memory of tensors. `TFLOP/s`: GEMMs of real rows, per
-    GPU.
+    `/ stock`: time divided by that of stock drop-and-pad with the same factor and graph.
+    `/ roofline`: time divided by the roofline. `GiB`: peak memory of tensors. `TFLOP/s`: GEMMs of
+    real rows, per GPU.
     """
     blocks: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
