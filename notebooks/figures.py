@@ -1,4 +1,4 @@
-"""How the figures of these notebooks look, in one place."""
+"""The style of all figures in these notebooks."""
 
 import io
 

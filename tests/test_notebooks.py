@@ -1,4 +1,4 @@
-"""Notebooks as they lie in the repository: executed, without errors, small, and from no machine."""
+"""The stored notebooks are executed, without errors, small, and free of local paths."""
 
 import re
 from pathlib import Path
@@ -10,18 +10,18 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
 MAX_BYTES = 400_000
-# A folder or an address that means something on one machine only.
+# A folder or an address of one machine.
 LOCAL = re.compile(r"(?<![\w.])/(?:home|root|tmp|usr|opt|work|mnt|Users)/|\b127\.0\.0\.1\b|://")
 
 
 def text_of(output: Any) -> str:
-    """What an output shows in letters; pictures have none."""
+    """Return the text of an output; pictures have none."""
     data = output.get("data", {})
     return "\n".join([output.get("text", ""), *(v for k, v in data.items() if k != "image/png")])
 
 
 def faults(notebook: Any) -> list[str]:
-    """What a reader of the file, without running it, would stumble over."""
+    """Return what is wrong for a reader who does not run the notebook."""
     found = []
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):

@@ -4,12 +4,12 @@
       -> workers                                            utils.launch, or torchrun
       -> each: process groups, case by case                 work
          -> a layer with the case's dispatcher and routing  layer
-         -> milliseconds, memory, kernels                   measure, phases
-         -> the floor that physics sets                     floor
+         -> milliseconds, memory, kernels by phase          measure
+         -> the least time that the hardware allows         roofline
       -> a results file, row by row, and a table            work, table
     results file -> time model of `padded-dispatch tune`    calibrate
 
 All contenders of a run share one process group, one set of batches and one loop. Every iteration
-has fresh tokens and a fresh routing, copied into the same static inputs for all, and starts without
-parameter gradients.
+copies fresh tokens and a fresh routing into static inputs, the same for all contenders, and starts
+without parameter gradients.
 """

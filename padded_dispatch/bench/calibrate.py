@@ -1,8 +1,8 @@
-"""`padded-dispatch calibrate`: a time model of your own GPUs for `padded-dispatch tune`.
+"""`padded-dispatch calibrate`: fit the time model of `padded-dispatch tune` to your GPUs.
 
-Two minutes of `padded-dispatch bench` on shapes, layouts and factors that tell the coefficients
-apart, then a fit; or the fit alone, to results that are already there. Cases that fail, or that
-time does not suffice for, are left out of the fit, which says what the others do not decide.
+It runs two minutes of `padded-dispatch bench` on shapes, layouts and factors that separate the
+coefficients, then fits; or it fits existing results. Cases that failed or were not started in time
+are left out, and the fit lists the coefficients that the remaining rows do not determine.
 """
 
 import argparse
@@ -25,15 +25,15 @@ _CASE = ("model", "ep", "tokens", "capacity_factor", "contender", "variant")
 
 
 def main(argv: list[str]) -> int:
-    """Measure and fit; 0, or 1 when a case failed, which the fit then does without.
+    """Measure and fit; return 0, or 1 when a case failed and was left out of the fit.
 
     Raises:
-        ValueError: the user's mistakes, and rows that the model does not fit.
+        ValueError: for mistakes in `argv`, and for rows that the model cannot be fitted to.
         SystemExit: see `start_workers`.
     """
     given = _parser().parse_args(argv)
     for option, path in (("from", given.results), ("check", given.check)):
-        require(path is None or path.exists(), option, str(path), "there is no such file")
+        require(path is None or path.exists(), option, str(path), "be an existing results file")
     check = None if given.check is None else {"runs": read_runs("check", given.check)}
     failed = 0 if given.results is not None else _measure(given, argv)
     calibration = calibrate({"runs": read_runs("from", given.results or _rows_path(given.out))})
@@ -45,16 +45,16 @@ def main(argv: list[str]) -> int:
 
 
 def calibrate(results: dict[str, Any]) -> Calibration:
-    """Fit the model to what a results file of `padded-dispatch bench` holds.
+    """Fit the time model to a results file of `padded-dispatch bench`.
 
-    It is fitted to our own rows in a graph, with routing in balance and the most usual number of
-    tokens, since `fixed_ms` is of as many: Megatron's experts (module) and packed ones. Rows with
-    other numbers of tokens, and those that compute as many slots otherwise, are compared with it:
-    stock drop-and-pad's, and batched experts, which are modelled as padded ones with one launch for
-    all. Direct stores are left out: they send full slots only, over another wire.
+    The fit uses our rows in a graph with balanced routing, for Megatron's experts (module) and
+    packed experts, at the most frequent number of tokens, because `fixed_ms` depends on it. Three
+    other kinds of rows are only compared with the fit: other numbers of tokens; stock drop-and-pad;
+    batched experts, modelled as padded experts with one launch for all. Direct stores are left out:
+    they send full slots only, over another wire. `auto` is left out: it repeats another variant.
 
     Raises:
-        ValueError: when rows are of different machines, or do not fit the model.
+        ValueError: when rows are from different machines, or do not fit the model.
     """
     rows, sources = _usable(results)
     usual = statistics.mode([row["tokens"] for row in rows]) if rows else 0
@@ -62,18 +62,19 @@ def calibrate(results: dict[str, Any]) -> Calibration:
 
 
 def compare(calibration: Calibration, results: dict[str, Any]) -> str:
-    """How far modelled times are from those of another results file, a line for each contender.
+    """Return the errors of modelled times on another results file, one line per contender.
 
     Raises:
-        ValueError: for a file without rows of the model's, or of another kind of machine.
+        ValueError: when no row suits the model, or the machine is of another kind.
     """
     rows, sources = _usable(results)
     kinds = sorted({_kind(about) for about in (*calibration.sources, *sources)})
-    if not rows or len(kinds) > 1:
-        raise ValueError(
-            f"check with {len(rows)} rows of {' and '.join(kinds)} is not possible: give rows of "
-            "`padded-dispatch bench`, in graphs, of the kind of machine that was calibrated"
-        )
+    require(
+        rows and len(kinds) == 1,
+        "check",
+        f"{len(rows)} rows, machines {' and '.join(kinds)}",
+        "hold rows of `padded-dispatch bench` in graphs, of the kind of machine that is calibrated",
+    )
     errors: dict[str, list[tuple[float, str]]] = {}
     for row in rows:
         measured = _measured(row, calibration.num_tokens[0])
@@ -91,7 +92,7 @@ def compare(calibration: Calibration, results: dict[str, Any]) -> str:
 
 
 def table(calibration: Calibration) -> str:
-    """The coefficients, one a line, and which of them the rows decide."""
+    """Return the coefficients, one per line, with those marked that the rows determine."""
     lines = []
     for name in NAMES:
         value = getattr(calibration.coefficients, name)
@@ -102,18 +103,22 @@ def table(calibration: Calibration) -> str:
 
 
 def _measure(given: argparse.Namespace, argv: list[str]) -> int:
-    """Write the rows of a benchmark; its exit code."""
+    """Run the benchmark that writes the rows; return its exit code."""
     rows = _rows_path(given.out)
-    if rows.exists():
-        raise ValueError(
-            f"out={given.out} is not possible: {rows} is there already; fit it with --from, or "
-            "take another name"
-        )
-    if "RANK" in os.environ:
-        raise ValueError(
-            f"RANK={os.environ['RANK']} is not possible: calibrate starts its own processes; under "
-            "torchrun run `padded-dispatch bench`, and give its results to calibrate --from"
-        )
+    require(
+        not rows.exists(),
+        "out",
+        str(given.out),
+        f"name a new calibration: {rows} exists",
+        "fit that with --from, or take another name",
+    )
+    require(
+        "RANK" not in os.environ,
+        "RANK",
+        os.environ.get("RANK"),
+        "be unset: calibrate starts its workers itself",
+        "under torchrun run `padded-dispatch bench`, then `calibrate --from` its results",
+    )
     flags = _bench_flags(given, argv)
     from padded_dispatch.bench import command as bench  # needs Megatron; a fit alone does not
 
@@ -125,9 +130,9 @@ def _rows_path(out: Path) -> Path:
 
 
 def _usable(results: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of the model's, and what the runs that hold some are about.
+    """Return the rows that suit the model, and the metadata of the runs that hold them.
 
-    Of a case that was measured more than once the last row counts: code gets better.
+    Of a case that was measured more than once, the last row counts: code gets better.
     """
     last: dict[tuple[Any, ...], tuple[dict[str, Any], int]] = {}
     kinds = set()
@@ -135,23 +140,22 @@ def _usable(results: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[st
         for row in filter(_is_usable, run["rows"]):
             last[tuple(row[name] for name in _CASE)] = row, number
             kinds.add(_kind(run["about"]))
-    if len(kinds) > 1:
-        found = " and ".join(sorted(kinds))
-        raise ValueError(f"results of {found} are not possible: calibrate for one")
+    found = " and ".join(sorted(kinds))
+    require(len(kinds) <= 1, "results", found, "come from one kind of machine")
     rows = [row for row, _ in last.values()]
     sources = [results["runs"][n]["about"] for n in sorted({n for _, n in last.values()})]
     return rows, sources
 
 
 def _kind(about: dict[str, Any]) -> str:
-    """Of "8 x NVIDIA H200" the last part: how many does not matter."""
+    """Return the kind of machine without the number of GPUs: NVIDIA H200 of 8 x NVIDIA H200."""
     return about["machine"].split(" x ")[-1]
 
 
 def _is_usable(row: dict[str, Any]) -> bool:
     return (
         row.get("contender") in ("ours", "stock-drop-pad")
-        and row["variant"] != "direct"
+        and row["variant"] not in ("direct", "auto")
         and row["graph"] == "layer"
         and row["skew"] == "uniform"
         and row["capacity_factor"] is not None
@@ -160,7 +164,7 @@ def _is_usable(row: dict[str, Any]) -> bool:
 
 
 def _measured(row: dict[str, Any], num_tokens: int) -> Measured:
-    """Of a row; it fits if it is of `num_tokens`, among others."""
+    """Convert a results row; it enters the fit only at `num_tokens` tokens."""
     shape = MODELS[row["model"]]
     config = DispatchConfig(
         num_experts=shape.num_experts,
@@ -172,7 +176,7 @@ def _measured(row: dict[str, Any], num_tokens: int) -> Measured:
         num_tokens=row["tokens"], hidden_size=shape.hidden_size, ffn_size=shape.ffn_size
     )
     slots = shape.num_experts * config.capacity(row["tokens"])
-    found = cost(config, sizes, busiest_rows=row["fill"] * slots)  # in balance all ranks are alike
+    found = cost(config, sizes, busiest_rows=row["fill"] * slots)  # balanced: all ranks alike
     variant = row["variant"]
     packed = variant == "packed"
     usual = row["tokens"] == num_tokens
@@ -195,14 +199,11 @@ def _measured(row: dict[str, Any], num_tokens: int) -> Measured:
 def _bench_flags(given: argparse.Namespace, argv: list[str]) -> list[str]:
     models = ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"]
     num_gpus = torch.cuda.device_count()
-    if num_gpus < 1:
-        raise ValueError(
-            "workers=0 is not possible: the model is of CUDA graphs, and PyTorch sees no GPU here"
-        )
-    # Each rank of a group has as many experts: of six GPUs, four.
+    require(num_gpus, "GPUs", num_gpus, "be at least 1: the model is of CUDA graphs")
+    # Every rank of a group has the same number of experts, so of six GPUs four are used.
     experts = math.gcd(*(MODELS[model].num_experts for model in models))
     workers = given.workers or max(n for n in range(1, num_gpus + 1) if experts % n == 0)
-    eps = sorted({1, workers}, reverse=True)  # the wire first, should time run out
+    eps = sorted({1, workers}, reverse=True)  # the wire first, in case time runs out
     flags = ["--device", "cuda", "--workers", workers, "--ep", *eps, "--models", *models]
     flags += ["--capacity-factors", 1.0, 2.0, "--contenders", "module-graphed", "packed-graphed"]
     flags += ["--minutes", given.minutes, "--no-phases", "--out", _rows_path(given.out)]
@@ -218,25 +219,25 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure layers on this machine and fit the time model of `tune` to them.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("out", type=Path, help="the calibration, for `tune --calibration`")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="calibration to write, for `tune --calibration`"
+    )
     parser.add_argument(
         "--from",
         dest="results",
         type=Path,
         metavar="RESULTS",
-        help="measure nothing, fit this results file of `padded-dispatch bench`",
+        help="fit this results file of `padded-dispatch bench`, measure nothing",
     )
     parser.add_argument(
         "--check",
         type=Path,
         metavar="RESULTS",
-        help="of `padded-dispatch bench`, too: not fitted, but compared with",
+        help="results file of `padded-dispatch bench` to compare the fit with",
     )
     parser.add_argument(
         "--workers", type=int, help="processes; None: as many GPUs as divide the models' experts"
     )
-    parser.add_argument(
-        "--minutes", type=float, default=2.0, help="begin no case later than this after starting"
-    )
-    parser.add_argument("--commit", help="of the code, for the results")
+    parser.add_argument("--minutes", type=float, default=2.0, help="start no case after this time")
+    parser.add_argument("--commit", help="commit of the code, for the results")
     return parser

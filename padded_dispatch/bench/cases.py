@@ -1,16 +1,16 @@
-"""What is measured: model shapes, contenders, skews, and one case as a frozen value."""
+"""What the benchmark measures: model shapes, contenders, skews, and a case made of them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-from padded_dispatch.config import DispatchConfig
+from padded_dispatch.config import DispatchConfig, require
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """D, E, K and F of one MoE layer; its experts are SwiGLU without bias."""
+    """D, E, K and F of one MoE layer with SwiGLU experts without bias."""
 
     hidden_size: int
     num_experts: int
@@ -30,24 +30,28 @@ MODELS = {
 class Contender:
     """A way to run the layer.
 
-    `name`, `variant`, `graph`: as in results files; ours has a variant for each value of
-    `PaddedOptions.experts`, and one more for `exchange="direct"`. `dispatcher`: Megatron's config
-    word. `drops`: has a capacity; the others run once for all capacity factors. `on_cpu`: runs
-    without a GPU. `min_ep`: ranks in an expert-parallel group that it needs.
+    Args:
+        name: as in results files.
+        dispatcher: Megatron's `moe_token_dispatcher_type`.
+        drops: has a capacity; a contender without one runs once for all capacity factors.
+        on_cpu: runs without a GPU.
+        variant: which `PaddedOptions` ours has; see `layer.OPTIONS`.
+        graph: as in results files.
+        min_ep: smallest expert-parallel group that it runs on.
     """
 
     name: str
     dispatcher: str
     drops: bool = True
     on_cpu: bool = False
-    variant: Literal["module", "packed", "batched", "direct"] | None = None
+    variant: Literal["auto", "module", "packed", "batched", "direct"] | None = None
     graph: str = "none"
     min_ep: int = 1
 
     @property
     def exchange(self) -> str | None:
-        """`PaddedOptions.exchange` of ours; None for Megatron's own."""
-        if self.name != "ours":
+        """`PaddedOptions.exchange` of ours where the variant fixes it, else None."""
+        if self.variant in (None, "auto"):
             return None
         return "direct" if self.variant == "direct" else "alltoall"
 
@@ -62,6 +66,8 @@ CONTENDERS = {
     ),
     "drop-pad": Contender(**_DROP_PAD, on_cpu=True),
     "drop-pad-graphed": Contender(**_DROP_PAD, graph="layer"),
+    "auto": Contender(**_OURS, variant="auto", on_cpu=True),
+    "auto-graphed": Contender(**_OURS, variant="auto", graph="layer"),
     "module": Contender(**_OURS, variant="module", on_cpu=True),
     "module-graphed": Contender(**_OURS, variant="module", graph="layer"),
     "packed": Contender(**_OURS, variant="packed", on_cpu=True),
@@ -72,7 +78,7 @@ CONTENDERS = {
     "direct-graphed": Contender(**_OURS, variant="direct", graph="layer", min_ep=2),
 }
 
-# Arguments of `routings.routing_scores`; in "idle-rank" the last rank's experts get nothing.
+# Arguments of `routings.routing_scores`; with "idle-rank" the last rank's experts get no rows.
 SKEWS: dict[str, dict[str, Any]] = {
     "uniform": {"skew": "uniform"},
     "lognormal-0.3": {"skew": "lognormal", "sigma": 0.3},
@@ -84,7 +90,7 @@ SKEWS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row to be: a contender on one shape, routing and layout.
+    """One measurement, which becomes one row: a contender on one shape, routing and layout.
 
     Args:
         model: a key of `MODELS`.
@@ -95,7 +101,7 @@ class Case:
         contender: a key of `CONTENDERS`.
 
     Raises:
-        ValueError: names the field, its value and what to change.
+        ValueError: names the field, its rule, its value and the fix.
     """
 
     model: str
@@ -108,24 +114,26 @@ class Case:
     def __post_init__(self) -> None:
         config = self.dispatch_config()
         config.capacity(self.tokens)
-        if self.num_idle and config.num_experts - self.num_idle < config.top_k:
-            raise ValueError(
-                f"skew='idle-rank' is not possible with ep={self.ep}: the other ranks have fewer "
-                f"than top_k={config.top_k} experts; raise ep"
-            )
+        require(
+            not self.num_idle or config.num_experts - self.num_idle >= config.top_k,
+            "skew",
+            self.skew,
+            f"leave the other ranks at least top_k={config.top_k} experts with ep={self.ep}",
+            "raise ep",
+        )
 
     @property
     def shape(self) -> LayerShape:
-        """Of the layer."""
+        """The layer's shape."""
         return MODELS[self.model]
 
     @property
     def num_idle(self) -> int:
-        """Last experts that nobody asks for."""
+        """Number of experts, the last ones, that get no rows."""
         return self.shape.num_experts // self.ep if self.skew == "idle-rank" else 0
 
     def dispatch_config(self) -> DispatchConfig:
-        """The capacity that stock and ours have alike; C = T where nothing is dropped."""
+        """Return the capacity that stock and ours share; C = T where nothing is dropped."""
         return DispatchConfig(
             num_experts=self.shape.num_experts,
             top_k=self.shape.top_k,
@@ -143,8 +151,11 @@ def sweep(
     capacity_factors: list[float],
     contenders: list[str],
 ) -> Iterator[Case]:
-    """Every combination that there is, the last argument varying fastest, those that do not drop
-    only once."""
+    """Yield every valid combination, the last argument varying fastest.
+
+    A contender that does not drop comes once, with the first factor. One that needs a larger `ep`
+    is left out.
+    """
     for ep, model, num_tokens, skew in product(eps, models, tokens, skews):
         for i, factor in enumerate(capacity_factors):
             for contender in contenders:

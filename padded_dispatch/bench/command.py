@@ -16,10 +16,10 @@ from padded_dispatch.utils.results import require_results
 
 
 def main(argv: list[str]) -> int:
-    """Measure; 0 when every case gave figures, 1 when one failed.
+    """Run the benchmark; return 0 when every case was measured, 1 when one failed.
 
     Raises:
-        ValueError: the user's mistakes, found before there are workers.
+        ValueError: for mistakes in `argv`, before any worker starts.
         SystemExit: see `start_workers`.
     """
     settings = parse(argv)
@@ -28,21 +28,21 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> Settings:
-    """Settings from a command line.
+    """Build settings from a command line.
 
     Raises:
-        ValueError: names what is not possible and what to change.
-        SystemExit: for `--help` and for what argparse itself refuses.
+        ValueError: names the option, its rule, its value and the fix.
+        SystemExit: for `--help` and for mistakes that argparse finds.
     """
     given = _parser().parse_args(argv)
     workers = given.workers
     if workers is None:
         workers = torch.cuda.device_count() if given.device == "cuda" else 2
-    possible = given.contenders or [
+    named = given.contenders or [
         key for key, contender in CONTENDERS.items() if given.device == "cuda" or contender.on_cpu
     ]
-    exchanges = (None, *(given.exchange or get_args(ExchangeKind)))
-    contenders = [key for key in possible if CONTENDERS[key].exchange in exchanges]
+    wanted = given.exchange or get_args(ExchangeKind)
+    contenders = [key for key in named if CONTENDERS[key].exchange in (None, *wanted)]
     _check(given, workers, contenders)
     cases = tuple(
         sweep(
@@ -56,12 +56,14 @@ def parse(argv: list[str]) -> Settings:
     )
     used = {CONTENDERS[case.contender].exchange for case in cases}
     for exchange in given.exchange or ():
-        if exchange not in used:
-            raise ValueError(
-                f"exchange={exchange} is not possible: of the contenders on device={given.device} "
-                "with these --ep none uses it; give others, or no --exchange"
-            )
-    require(cases, "contenders", " ".join(contenders), "they need an --ep of at least 2")
+        require(
+            exchange in used,
+            "exchange",
+            exchange,
+            f"be one that a contender uses on device={given.device} with these --ep",
+            "add such contenders, or leave --exchange out",
+        )
+    require(cases, "contenders", contenders, "run with the given --ep", "give an --ep of 2 or more")
     return Settings(
         cases=cases,
         device=given.device,
@@ -80,34 +82,30 @@ def parse(argv: list[str]) -> Settings:
 def _check(given: argparse.Namespace, workers: int, contenders: list[str]) -> None:
     if given.out is not None:
         require_results("out", given.out)
-    if given.device == "cuda" and not 1 <= workers <= torch.cuda.device_count():
-        raise ValueError(
-            f"workers={workers} is not possible: PyTorch sees {torch.cuda.device_count()} GPUs"
-        )
+    for name in ("iterations", "repeats"):
+        value = getattr(given, name)
+        require(value >= 1, name, value, "be at least 1")
+    require(workers >= 1, "workers", workers, "be at least 1")
+    if given.device == "cuda":
+        num_gpus = torch.cuda.device_count()
+        require(workers <= num_gpus, "workers", workers, f"be at most {num_gpus}, the GPUs here")
     for ep in given.ep or ():
-        if ep < 1 or workers % ep:
-            raise ValueError(f"ep={ep} is not possible: it must divide workers={workers}")
-    for contender in contenders:
-        if given.device == "cpu" and not CONTENDERS[contender].on_cpu:
-            raise ValueError(f"contenders={contender} is not possible on a CPU: it needs GPUs")
-    for name, value in (
-        ("workers", workers),
-        ("iterations", given.iterations),
-        ("repeats", given.repeats),
-    ):
-        require(value >= 1, name, value, "give at least 1")
+        require(ep >= 1 and workers % ep == 0, "ep", ep, f"divide workers={workers}")
+    for key in contenders:
+        on_device = given.device == "cuda" or CONTENDERS[key].on_cpu
+        require(on_device, "contenders", key, "run on a CPU", "use --device cuda, or leave it out")
     minutes = given.minutes
-    require(minutes is None or minutes >= 0, "minutes", minutes, "give 0 or more")
+    require(minutes is None or minutes >= 0, "minutes", minutes, "be 0 or more")
 
 
 def _parser() -> argparse.ArgumentParser:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
         prog="padded-dispatch bench",
-        description="Measure one MoE layer, forward and backward, ours beside Megatron-Core's own.",
+        description="Measure forward and backward of one MoE layer, ours beside Megatron-Core's.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    sweeps = parser.add_argument_group("what to measure: every combination of")
+    sweeps = parser.add_argument_group("what to measure (every combination)")
     sweeps.add_argument("--ep", nargs="+", type=int, help="expert-parallel sizes; None: workers")
     sweeps.add_argument(
         "--models",
@@ -121,25 +119,30 @@ def _parser() -> argparse.ArgumentParser:
     sweeps.add_argument("--skews", nargs="+", choices=SKEWS, default=["uniform"])
     sweeps.add_argument("--capacity-factors", nargs="+", type=float, default=[1.0, 1.25, 2.0])
     sweeps.add_argument(
-        "--contenders", nargs="+", choices=CONTENDERS, help="None: all that the device can run"
+        "--contenders", nargs="+", choices=CONTENDERS, help="None: all that the device runs"
     )
     exchanges = get_args(ExchangeKind)
     sweeps.add_argument(
-        "--exchange", nargs="+", choices=exchanges, help="of our contenders; None: every one"
+        "--exchange",
+        nargs="+",
+        choices=exchanges,
+        help="only contenders of ours that use it; None: both",
     )
     how = parser.add_argument_group("how to measure")
     how.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
     workers = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
-    how.add_argument("--workers", type=int, default=workers, help="processes; None: all GPUs or 2")
+    how.add_argument("--workers", type=int, default=workers, help="processes; None: all GPUs, or 2")
     how.add_argument("--iterations", type=int, default=20, help="passes per repeat")
-    how.add_argument("--repeats", type=int, default=5, help="the median of them counts")
-    how.add_argument("--minutes", type=float, help="begin no case later than this")
+    how.add_argument("--repeats", type=int, default=5, help="samples; their median counts")
+    how.add_argument("--minutes", type=float, help="start no case after this time")
     fusion = {"action": argparse.BooleanOptionalAction, "default": False}
     how.add_argument("--router-fusion", **fusion, help="moe_router_fusion, for all contenders")
     phases = {"action": argparse.BooleanOptionalAction, "default": True}
-    how.add_argument("--phases", **phases, help="profile kernels, on GPUs")
+    how.add_argument("--phases", **phases, help="profile kernels (GPUs only)")
     kept = parser.add_argument_group("results")
-    kept.add_argument("--out", type=Path, help="results file, gets rows as they come")
-    kept.add_argument("--commit", help="of the code, for the results")
-    kept.add_argument("--command", help="as it was typed, if not as this process sees it")
+    kept.add_argument(
+        "--out", type=Path, help="results file to write; each row is added when measured"
+    )
+    kept.add_argument("--commit", help="commit of the code, for the results")
+    kept.add_argument("--command", help="command line for the results, if not this one")
     return parser

@@ -1,8 +1,8 @@
 """One MoE layer of Megatron-Core with a case's dispatcher, routed by logits from outside.
 
-The router's own weight is zero and its logits get those of the batch added. So the routing is the
-one that was ordered, everything in the router still runs and has a gradient, and fresh routings
-fit into a graph's static inputs.
+The router's own weight is zero, and the logits of the batch are added to the router's logits. So
+the routing is the requested one, everything in the router still runs and has a gradient, and fresh
+routings fit into a graph's static inputs.
 """
 
 import functools
@@ -21,10 +21,11 @@ from padded_dispatch.megatron.options import PaddedOptions
 
 _SEED = 1234
 
-_OPTIONS = {
-    "module": PaddedOptions(),
-    "packed": PaddedOptions(experts="packed"),
-    "batched": PaddedOptions(experts="batched"),
+OPTIONS = {
+    "auto": PaddedOptions(),
+    "module": PaddedOptions(experts="module", exchange="alltoall"),
+    "packed": PaddedOptions(experts="packed", exchange="alltoall"),
+    "batched": PaddedOptions(experts="batched", exchange="alltoall"),
     "direct": PaddedOptions(experts="packed", exchange="direct"),
 }
 
@@ -47,7 +48,7 @@ class RoutedLayer(nn.Module):
         router.gating = lambda tokens: gating(tokens) + self.logits
 
     def forward(self, tokens: Tensor, logits: Tensor) -> Tensor:
-        """Tokens [T, 1, D] and logits [T, 1, E] to the layer's output [T, 1, D]."""
+        """Return the layer's output [T, 1, D] for tokens [T, 1, D] and logits [T, 1, E]."""
         self.logits = logits
         output = self.layer(tokens)[0]
         self.logits = None
@@ -55,7 +56,7 @@ class RoutedLayer(nn.Module):
 
 
 def stock_flags(case: Case, *, on_gpu: bool, router_fusion: bool) -> dict[str, Any]:
-    """The fields of TransformerConfig in which contenders may differ."""
+    """Return the fields of TransformerConfig in which contenders may differ."""
     contender = CONTENDERS[case.contender]
     return {
         "moe_token_dispatcher_type": contender.dispatcher,
@@ -68,11 +69,13 @@ def stock_flags(case: Case, *, on_gpu: bool, router_fusion: bool) -> dict[str, A
 
 
 def build(case: Case, flags: dict[str, Any], device: torch.device) -> RoutedLayer:
-    """The layer of `case`, in bf16 with TEGroupedMLP on GPUs, in fp32 with SequentialMLP on CPUs.
+    """Build the layer of `case`: bf16 with TEGroupedMLP on GPUs, fp32 with SequentialMLP on CPUs.
 
-    Megatron's groups must exist, and `padded_alltoall` be installed. The same weights every time.
+    Megatron's groups must exist and `padded_alltoall` must be installed. Weights are the same on
+    every call.
 
     Args:
+        case: what to build.
         flags: from `stock_flags`.
         device: of this rank.
     """
@@ -101,7 +104,7 @@ def build(case: Case, flags: dict[str, Any], device: torch.device) -> RoutedLaye
     )
     variant = CONTENDERS[case.contender].variant
     if variant is not None:
-        config.padded_dispatch = _OPTIONS[variant]
+        config.padded_dispatch = OPTIONS[variant]
     spec = get_moe_module_spec(
         use_te=on_gpu, num_experts=shape.num_experts, moe_grouped_gemm=on_gpu
     )
@@ -113,3 +116,9 @@ def build(case: Case, flags: dict[str, Any], device: torch.device) -> RoutedLaye
     layer.to(device)
     layer.set_layer_number(1)
     return RoutedLayer(layer)
+
+
+def chosen(layer: RoutedLayer) -> dict[str, str] | None:
+    """Return the experts and exchange that `auto` options became; None where there is no choice."""
+    found = getattr(layer.layer.token_dispatcher, "chosen", None)
+    return None if found is None else dict(found)

@@ -1,23 +1,19 @@
-"""How a layer is measured: fresh batches in static inputs, events around many iterations, memory.
+"""Measure a layer: fresh batches in static inputs, wall time of many passes, kernels by phase.
 
-The copy of a batch into the inputs is inside the measured time, for all contenders alike.
+Copying a batch into the static inputs is part of the measured time, for all contenders alike.
 
-From kernels to phases: a graph has no Python to ask, but its kernels have names.
+Phases come from kernel names, since a graph has no Python to ask. A name says what a kernel does,
+not for which stage it runs. `gather` therefore means rows into slots: the forward pass of dispatch
+and the backward pass of combine. `combine` means the sum over slots: the forward pass of combine
+and the backward pass of dispatch. `exchange` includes the time that a collective or a barrier waits
+for its peers. `copies` regroup the padded layout and fill a graph's inputs. `other` is every name
+that matches no phase: the router, losses, fused element-wise code.
 
-A kernel's name says what it does, not for whom. `gather` is therefore rows into slots: the forward
-of dispatch and the backward of combine; `combine` is the sum back: the forward of combine and the
-backward of dispatch. `exchange` includes what a collective or a barrier waits for its
-peers. `copies` are where the padded layout is regrouped, and where a graph's inputs are filled.
-Whatever matches nothing is `other`: the router, losses, fused element-wise code.
-
-The floor: what arithmetic and the wire take when nothing else does, on NVIDIA H200s.
-
-GEMMs at 790 TFLOP/s, the best rate that torch reaches on these shapes in bf16, and every real row
-once over the wire at 450 GB/s each way, NVLink's rated speed, four hops: dispatch and combine,
-forward and backward. Nothing overlaps, nothing is padded, and nothing else costs anything. The
-slowest rank decides.
+Shape suffixes: T tokens of this rank, E experts. Tokens and logits have a batch axis of 1 between,
+as Megatron's layers expect.
 """
 
+import functools
 import re
 import statistics
 import time
@@ -31,44 +27,80 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from padded_dispatch.bench.cases import SKEWS, Case, LayerShape
-from padded_dispatch.exchange import symmetric_memory as peak
 from padded_dispatch.utils.routings import routing_scores
 
 _WARMUP = 5
 _PROFILED = 4
 _NUM_BATCHES = 4
 
+# The first pattern that matches decides.
+_PHASES = {
+    "select": r"_select_kernel|_choice_ranks_kernel",
+    "plan": r"_rank_kernel|_slot_kernel|_row_id_map",
+    "meta": r"_(gather|scatter)_meta_kernel",
+    "gather": r"_spread_rows_kernel|\b_permute_kernel|_unpermute_bwd",
+    "combine": r"_sum_rows_kernel|_unpermute_kernel",
+    "regroup": r"_regroup|_pack_rows|_unpack_rows|sort_chunks",
+    "exchange": r"nccl|_push_rows|_return_rows|_push_counts|_place_rows|barrier_kernel",
+    "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas",
+    "activation": r"silu|swiglu|gated|gelu|sigmoid|_activat\w*_kernel",
+    "copies": r"Memcpy|Memset|copy_kernel|FillFunctor|CatArray",
+}
+_MATCHES = {phase: re.compile(pattern, re.IGNORECASE) for phase, pattern in _PHASES.items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One rank's tokens [T, 1, D] and router logits [T, 1, E] (fp32)."""
+    """Tokens [T, 1, D] and router logits [T, 1, E] (fp32) of one rank."""
 
     tokens: Tensor
     logits: Tensor
 
 
 def batches(case: Case, *, seed: int, dtype: torch.dtype, device: torch.device) -> list[Batch]:
-    """A few batches that iterations take in turn; `seed` is this rank's."""
-    shape = case.shape
-    made = []
-    for number in range(_NUM_BATCHES):
-        generator = torch.Generator().manual_seed(seed * _NUM_BATCHES + number)
-        tokens = torch.randn(case.tokens, 1, shape.hidden_size, generator=generator)
+    """Return the batches that iterations take in turn; do not write to them.
+
+    Consecutive cases that differ only in factor or contender share one list: drawing 16,384 tokens
+    takes longer than measuring them.
+
+    Args:
+        case: model, tokens, skew and ep count.
+        seed: a number of this rank's own.
+        dtype: of the tokens.
+        device: where the batches are kept.
+    """
+    return _drawn(case.shape, case.tokens, case.skew, case.num_idle, seed, dtype, device)
+
+
+@functools.lru_cache(maxsize=1)
+def _drawn(
+    shape: LayerShape,
+    num_tokens: int,
+    skew: str,
+    num_idle: int,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Batch]:
+    drawn = []
+    for number in range(seed * _NUM_BATCHES, (seed + 1) * _NUM_BATCHES):
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randn(num_tokens, 1, shape.hidden_size, generator=generator)
         scores_TE = routing_scores(
-            case.tokens,
+            num_tokens,
             shape.num_experts,
             shape.top_k,
-            num_idle=case.num_idle,
-            seed=seed * _NUM_BATCHES + number,
-            **SKEWS[case.skew],
+            num_idle=num_idle,
+            seed=number,
+            **SKEWS[skew],
         )
         logits = torch.from_numpy(scores_TE).float().unsqueeze(1)
-        made.append(Batch(tokens=tokens.to(device, dtype), logits=logits.to(device)))
-    return made
+        drawn.append(Batch(tokens=tokens.to(device, dtype), logits=logits.to(device)))
+    return drawn
 
 
 class Passes:
-    """Forward and backward of one layer, again and again.
+    """Repeated forward and backward passes of one layer.
 
     Args:
         layer: takes tokens and logits.
@@ -89,7 +121,11 @@ class Passes:
             self._fn = torch.cuda.make_graphed_callables(layer, inputs, num_warmup_iters=3)
 
     def run(self, number: int) -> Tensor:
-        """One forward and backward of batch `number` modulo their count; the output."""
+        """Run one forward and backward pass of batch `number`, counted cyclically.
+
+        Returns:
+            The layer's output [T, 1, D].
+        """
         batch = self._batches[number % len(self._batches)]
         with torch.no_grad():
             self._tokens.copy_(batch.tokens)
@@ -104,10 +140,10 @@ class Passes:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Milliseconds per iteration, each of the slowest rank.
+    """Milliseconds per iteration on the slowest rank.
 
-    `samples_ms`: one per repeat. `host_ms`: what the host was busy for; near `ms`, the host is
-    what limits.
+    `samples_ms`: one per repeat. `host_ms`: time that the host was busy; near `ms`, the host is
+    the bottleneck.
     """
 
     samples_ms: list[float]
@@ -122,7 +158,7 @@ class Timing:
 def timed(
     run: Callable[[int], object], *, iterations: int, repeats: int, device: torch.device
 ) -> Timing:
-    """Time `run(number)`, after warming up; a collective call."""
+    """Warm up, then time `run(number)`; a collective call."""
     for number in range(_WARMUP):
         run(number)
     samples, hosts = [], []
@@ -132,7 +168,7 @@ def timed(
         for number in range(iterations):
             run(number)
         hosts.append((time.perf_counter() - start) / iterations * 1e3)
-        # From an idle device to an idle device: the host's clock is the device's, too.
+        # The device is idle at start and end, so the host's clock measures the device.
         _synchronize(device)
         samples.append((time.perf_counter() - start) / iterations * 1e3)
     slowest = torch.tensor([*samples, statistics.median(hosts)], device=device)
@@ -142,9 +178,9 @@ def timed(
 
 
 def kernels_ms(run: Callable[[int], object], device: torch.device) -> dict[str, float]:
-    """Milliseconds per iteration by kernel name, longest first; a collective call.
+    """Return milliseconds per iteration by kernel name, longest first; a collective call.
 
-    Concurrent kernels count each, so the sum may exceed the wall's time.
+    Concurrent kernels each count in full, so the sum may exceed wall time.
     """
     _meet(device)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -160,24 +196,21 @@ def kernels_ms(run: Callable[[int], object], device: torch.device) -> dict[str, 
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-class PeakMemory:
-    """GiB of device memory since its creation, at the highest: what it found there not counted."""
+def phase_of(kernel: str) -> str:
+    """Return the phase that a kernel of this name belongs to."""
+    return next((phase for phase, m in _MATCHES.items() if m.search(kernel)), "other")
 
-    def __init__(self) -> None:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        self._allocated, self._reserved = peak.allocated_gib(), peak.reserved_gib()
 
-    def allocated_gib(self) -> float:
-        """By tensors, those of the direct exchange included."""
-        return round(peak.allocated_gib() - self._allocated, 3)
-
-    def reserved_gib(self) -> float:
-        """By the caching allocator, graph pools included, and by the direct exchange."""
-        return round(peak.reserved_gib() - self._reserved, 3)
+def phases_ms(kernels_ms: dict[str, float]) -> dict[str, float]:
+    """Sum milliseconds by kernel to milliseconds by phase, in the order of the work."""
+    sums = dict.fromkeys((*_MATCHES, "other"), 0.0)
+    for kernel, ms in kernels_ms.items():
+        sums[phase_of(kernel)] += ms
+    return {phase: round(ms, 4) for phase, ms in sums.items() if ms}
 
 
 def _meet(device: torch.device) -> None:
+    """Let all ranks start at the same time, with idle devices."""
     _synchronize(device)
     dist.barrier()
     _synchronize(device)
@@ -186,76 +219,3 @@ def _meet(device: torch.device) -> None:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-# The first that matches decides.
-_PHASES = {
-    "select": r"_select_kernel|_choice_ranks_kernel",
-    "plan": r"_rank_kernel|_slot_kernel|_row_id_map",
-    "side": r"_(gather|scatter)_meta_kernel",
-    "gather": r"_spread_rows_kernel|\b_permute_kernel|_unpermute_bwd",
-    "combine": r"_sum_rows_kernel|_unpermute_kernel",
-    "regroup": r"_regroup|_pack_rows|_unpack_rows|sort_chunks",
-    "exchange": r"nccl|_push_rows|_return_rows|_push_counts|_place_rows|barrier_kernel",
-    "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas",
-    "activation": r"silu|swiglu|gated|gelu|sigmoid|_activation_kernel",
-    "copies": r"Memcpy|Memset|copy_kernel|FillFunctor|CatArray",
-}
-_MATCHES = {phase: re.compile(pattern, re.IGNORECASE) for phase, pattern in _PHASES.items()}
-
-
-def phase_of(kernel: str) -> str:
-    """The phase that a kernel of this name belongs to."""
-    return next((phase for phase, m in _MATCHES.items() if m.search(kernel)), "other")
-
-
-def phases_ms(kernels_ms: dict[str, float]) -> dict[str, float]:
-    """Milliseconds by phase, from milliseconds by kernel, in the order of the work."""
-    sums = dict.fromkeys((*_MATCHES, "other"), 0.0)
-    for kernel, ms in kernels_ms.items():
-        sums[phase_of(kernel)] += ms
-    return {phase: round(ms, 4) for phase, ms in sums.items() if ms}
-
-
-_FLOP_PER_S = 790e12
-_BYTES_PER_S = 450e9
-_HOPS = 4
-_ELEMENT_BYTES = 2  # bf16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Floor:
-    """Least milliseconds of one forward and backward, and the FLOPs of the busiest rank."""
-
-    gemm_ms: float
-    wire_ms: float
-    flops: float
-
-    @property
-    def ms(self) -> float:
-        """Of both, one after the other."""
-        return self.gemm_ms + self.wire_ms
-
-
-def floor(rows_SE: Tensor, shape: LayerShape) -> Floor:
-    """The floor for rows that source ranks send to experts.
-
-    A row costs `2 * D * 2F` FLOPs in fc1 and `2 * F * D` in fc2, and each again twice backward:
-    `18 * D * F`.
-
-    Args:
-        rows_SE: numbers of rows, [R, E]; the experts of rank r are the r-th of R equal parts.
-        shape: of the layer.
-
-    Example: 8 ranks that send 256 rows to each of 128 experts of Qwen3-30B-A3B's (T = 4,096, K = 8)
-    give 1.17 ms of GEMMs and 1.04 ms on the wire.
-    """
-    num_ranks = rows_SE.shape[0]
-    rows_SR = rows_SE.double().unflatten(1, (num_ranks, -1)).sum(2)
-    stay_R = rows_SR.diagonal()
-    crossing = max((rows_SR.sum(1) - stay_R).max().item(), (rows_SR.sum(0) - stay_R).max().item())
-    flops = 18 * shape.hidden_size * shape.ffn_size * rows_SR.sum(0).max().item()
-    wire_bytes = _HOPS * crossing * shape.hidden_size * _ELEMENT_BYTES
-    return Floor(
-        gemm_ms=flops / _FLOP_PER_S * 1e3, wire_ms=wire_bytes / _BYTES_PER_S * 1e3, flops=flops
-    )

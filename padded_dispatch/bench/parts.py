@@ -1,12 +1,16 @@
-"""`padded-dispatch parts`: kernels and experts by themselves, on one device.
+"""`padded-dispatch parts`: time kernels and experts by themselves, on one device.
 
-What a layer's benchmark cannot tell apart: how near each kernel comes to a plain copy, and what
-experts cost when half of their slots are empty. Routings are uniform, experts get equally many
-rows. Each part runs alone, on GPUs as a CUDA graph of several calls, and the median of the repeats
-counts. A kernel's bytes are those of real rows, each read and written as often as its task asks for
-and no more. `gather` also writes zeros into empty slots, for the padded layout; they are on top of
-these bytes, so they lower its rate: at fill 0.8 to at most 82 % of a copy's with D 2048, K 8. Where
-rows are packed, nobody reads an empty slot, and neither `gather, packed` nor `unpack` writes one.
+It answers what a layer's benchmark cannot: how near each kernel comes to the rate of a plain copy,
+and what experts cost when half of their slots are empty. Routings are uniform; all experts get
+the same number of rows. Each part runs alone, on GPUs as a CUDA graph of several calls, and the
+median of the repeats counts.
+
+A kernel's bytes are those of real rows, each read and written as often as its task needs. `gather`
+also writes zeros into empty slots, for the padded layout. These are not counted, so they lower its
+rate: at fill 0.8 to at most 82 % of a copy's with D 2048, K 8. In the packed layout empty slots are
+never read, and neither `gather, packed` nor `unpack` writes them.
+
+Shape suffixes: those of the README (T K E L S C D F); N packed rows, M = S * L buffers.
 """
 
 import argparse
@@ -49,10 +53,14 @@ _FILLS = (1.0, 0.75, 0.5, 0.25)
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Something to be timed.
+    """A function to time.
 
-    `bytes`: read and written at least. `flops`: of its GEMMs. Either may be 0 where it says
-    nothing. `fill`: real rows per slot of what it reads or writes.
+    Args:
+        name: as in results files.
+        run: one call.
+        fill: real rows per slot of its input or output.
+        bytes: least number that it must read and write; 0 if that is no measure of it.
+        flops: of its GEMMs; 0 without any.
     """
 
     name: str
@@ -63,13 +71,13 @@ class Part:
 
 
 def main(argv: list[str]) -> int:
-    """Measure; the exit code.
+    """Measure all parts and return the exit code, 0.
 
     Raises:
-        ValueError: the user's mistakes.
+        ValueError: for mistakes in `argv`.
     """
     given = _parser().parse_args(argv)
-    require(given.repeats >= 1, "repeats", given.repeats, "give at least 1")
+    require(given.repeats >= 1, "repeats", given.repeats, "be at least 1")
     if given.out:
         require_results("out", given.out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -96,7 +104,7 @@ def main(argv: list[str]) -> int:
 
 
 def microseconds(run: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
-    """Time of one call, measured over several; on GPUs inside a CUDA graph."""
+    """Return the time of one call in each repeat, averaged over ten; on GPUs in a CUDA graph."""
     if device.type == "cpu":
         return [_measured(run) for _ in range(repeats)]
     stream = torch.cuda.Stream()
@@ -112,7 +120,7 @@ def microseconds(run: Callable[[], object], repeats: int, device: torch.device) 
     samples = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()  # Busy with this one, the device does not wait for the host to launch ours.
+        graph.replay()  # Keeps the device busy while the host launches the timed replay.
         start.record()
         graph.replay()
         end.record()
@@ -168,7 +176,7 @@ def _parts(
 
 
 def _selections(config: DispatchConfig, num_tokens: int, device: torch.device) -> Iterator[Part]:
-    """Each policy, each remedy, and protection: forward only, the same kernels for any routing."""
+    """Yield each policy, each remedy, and protection: forward only, the same for any routing."""
     capacity = config.capacity(num_tokens)
     probs_TE, map_TE = _routing(config, num_tokens, device)
     protected_T = torch.arange(num_tokens, device=device) % 10 == 0
@@ -192,7 +200,7 @@ def _selections(config: DispatchConfig, num_tokens: int, device: torch.device) -
 
 
 def _telemetry(config: DispatchConfig, probs_TE: Tensor, map_TE: Tensor) -> Part:
-    """All that a layer counts in one pass."""
+    """Return the part that counts what a layer counts in one pass."""
     counters = Counters(config.num_experts, map_TE.device)
     capacity = config.capacity(len(map_TE))
     selection = select(map_TE, probs_TE, capacity=capacity)
@@ -210,7 +218,7 @@ def _telemetry(config: DispatchConfig, probs_TE: Tensor, map_TE: Tensor) -> Part
 def _routing(
     config: DispatchConfig, num_tokens: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities [T, E] and map [T, E] of random tokens."""
+    """Return probabilities and map of random tokens, both [T, E]."""
     torch.manual_seed(0)
     probs_TE = torch.rand(num_tokens, config.num_experts, device=device).softmax(1)
     map_TE = torch.zeros_like(probs_TE, dtype=torch.bool)
@@ -237,13 +245,13 @@ def _kernels(
         make_plan(kept_TE, top_k=config.top_k, capacity=capacity)
 
     yield Part(name="select and plan", run=select_and_plan, fill=fill)
-    yield Part(name="side", run=lambda: gather_meta(probs_TE, plan), fill=fill)
+    yield Part(name="meta", run=lambda: gather_meta(probs_TE, plan), fill=fill)
     for name, zeros in (("gather", True), ("gather, packed", False)):
         spread = functools.partial(gather_rows, tokens_TD, plan, zeros=zeros)
         yield Part(name=name, run=spread, fill=fill, bytes=once)
     yield Part(name="combine", run=lambda: combine_rows(rows_ECD, plan), fill=fill, bytes=once)
 
-    # Received slots are as full as sent ones where all ranks route alike.
+    # All ranks route alike, so received slots are as full as sent ones.
     num_sources, num_local = config.num_sources, config.num_local_experts
     slots_MCD = rows_ECD.view(num_sources * num_local, capacity, -1)
     offsets_LS = running_offsets(plan.kept_E.view(num_sources, num_local))
@@ -257,7 +265,7 @@ def _kernels(
 def _experts(
     shape: LayerShape, config: DispatchConfig, num_tokens: int, device: torch.device
 ) -> Iterator[Part]:
-    """Forward and backward over all slots of a rank; packed, fewer and fewer of them are real."""
+    """Yield forward and backward over all slots of a rank; packed, at decreasing fill."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     num_local, width, ffn = config.num_local_experts, shape.hidden_size, shape.ffn_size
@@ -299,8 +307,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=models)
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096 if on_gpu else 64])
     parser.add_argument("--capacity-factors", nargs="+", type=float, default=[1.25])
-    parser.add_argument("--ep", type=int, default=8, help="ranks whose rows meet in an expert")
+    parser.add_argument("--ep", type=int, default=8, help="ranks that send rows to each expert")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--out", type=Path, help="results file")
-    parser.add_argument("--commit", help="of the code, for the results")
+    parser.add_argument("--out", type=Path, help="results file to write")
+    parser.add_argument("--commit", help="commit of the code, for the results")
     return parser

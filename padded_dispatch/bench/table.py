@@ -1,12 +1,15 @@
-"""What a terminal shows: a line for each row as it comes, and a table at the end."""
+"""Terminal output: a line for each row when it is measured, and a table at the end."""
 
 from typing import Any
 
-_COLUMNS = ("contender", "CF", "fill", "ms", "/ stock", "/ floor", "host ms", "GiB", "TFLOP/s")
+_COLUMNS = ("contender", "CF", "fill", "ms", "/ stock", "/ roofline", "host ms", "GiB", "TFLOP/s")
 
 
 def line(row: dict[str, Any]) -> str:
-    """For example: qwen3-30b-a3b EP8 T4096 uniform CF1 ours module: 4.200 ms, host 1.100 (5 s)."""
+    """Return one row as text.
+
+    Example: qwen3-30b-a3b EP8 T4096 uniform CF1 ours module: 4.200 ms, host 1.100 (5 s).
+    """
     factor = "" if row["capacity_factor"] is None else f" CF{row['capacity_factor']:g}"
     where = f"{row['model']} EP{row['ep']} T{row['tokens']} {row['skew']}{factor}"
     if row["error"] is not None:
@@ -17,10 +20,11 @@ def line(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """All rows, one block per layer, layout and routing.
+    """Return all rows as text, one block per layer, layout and routing.
 
-    `/ stock`: time as a share of stock drop-and-pad's at the same factor, graphed alike. `GiB`: of
-    tensors at the peak. `TFLOP/s`: of the real rows' GEMMs, per GPU.
+    `/ stock`: time divided by that of stock drop-and-pad with the same factor and graph.
+    `/ roofline`: time divided by the roofline. `GiB`: peak memory of tensors. `TFLOP/s`: GEMMs of
+    real rows, per GPU.
     """
     blocks: dict[str, list[dict[str, Any]]] = {}
     for row in rows:

@@ -1,8 +1,7 @@
-"""A worker's whole life: join the others, measure case by case, tell what was found."""
+"""A worker of the benchmark: join the process group, measure case by case, report each row."""
 
 import gc
 import itertools
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -16,32 +15,48 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from padded_dispatch.bench.cases import CONTENDERS, Case
-from padded_dispatch.bench.layer import build, stock_flags
-from padded_dispatch.bench.measure import (
-    Batch,
-    Passes,
-    PeakMemory,
-    batches,
-    floor,
-    kernels_ms,
-    phases_ms,
-    timed,
-)
+from padded_dispatch.bench.layer import build, chosen, stock_flags
+from padded_dispatch.bench.measure import Batch, Passes, batches, kernels_ms, phases_ms, timed
+from padded_dispatch.bench.roofline import roofline
 from padded_dispatch.bench.table import line, table
+from padded_dispatch.exchange.symmetric_memory import allocated_gib, reserved_gib
 from padded_dispatch.megatron import install
-from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.megatron.world import world
 from padded_dispatch.utils.results import about, append_run
 
 _SHOWN_KERNELS = 24
+_FIGURES = (
+    "chosen",
+    "ms",
+    "samples_ms",
+    "host_ms",
+    "phases_ms",
+    "kernels_ms",
+    "floor_ms",
+    "floor_parts_ms",
+    "fill",
+    "tflops_per_gpu",
+    "allocated_gib",
+    "reserved_gib",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """A run of the benchmark.
 
-    `iterations`: passes per repeat. `router_fusion`: Megatron's flag, for all contenders.
-    `phases`: profile a few passes of each case. `minutes`: no case is begun later. `out`: results
-    file, which gets each row as it comes. `command`, `commit`: for the results.
+    Args:
+        cases: in the order of measuring; a change of `ep` makes new process groups.
+        device: of all workers.
+        workers: processes.
+        iterations: passes per repeat.
+        repeats: samples per case.
+        router_fusion: Megatron's `moe_router_fusion`, for all contenders.
+        phases: profile a few passes of each case.
+        minutes: no case starts after this time.
+        out: results file; each row is added when it is measured.
+        command: command line, for the results.
+        commit: of the code, for the results.
     """
 
     cases: tuple[Case, ...]
@@ -58,29 +73,30 @@ class Settings:
 
 
 def work(settings: Settings) -> bool:
-    """Measure all cases; whether none failed. To be called by every worker."""
+    """Measure all cases and return True if none failed; every worker calls this."""
     started = time.monotonic()
     num_gpus = settings.workers if settings.device == "cuda" else 0
     run = about(num_gpus=num_gpus, command=settings.command, commit=settings.commit)
-    with _world(settings) as device:
+    with world(settings.device) as device:
+        install()
         rows = []
         for ep, cases in itertools.groupby(settings.cases, key=lambda case: case.ep):
             with _expert_parallel(ep):
                 for case in cases:
                     if settings.minutes is not None:
-                        minutes = _slowest((time.monotonic() - started) / 60, device)
+                        minutes = _largest((time.monotonic() - started) / 60, device)
                         if minutes > settings.minutes:
                             break
                     rows.append(measure(case, settings, device))
                     if dist.get_rank() == 0:
-                        _tell(rows[-1], settings, run)
+                        _report(rows[-1], settings, run)
         if dist.get_rank() == 0:
-            _conclude(rows, settings)
+            _summarize(rows, settings)
     return all(row["error"] is None for row in rows)
 
 
 def measure(case: Case, settings: Settings, device: torch.device) -> dict[str, Any]:
-    """Measure one case: a row of a results file; a collective call."""
+    """Measure one case and return its row of a results file; a collective call."""
     started = time.monotonic()
     contender = CONTENDERS[case.contender]
     on_gpu = device.type == "cuda"
@@ -99,24 +115,15 @@ def measure(case: Case, settings: Settings, device: torch.device) -> dict[str, A
         "iterations": settings.iterations,
         "ranks": dist.get_world_size(),
     }
-    absent = (
-        "ms",
-        "samples_ms",
-        "host_ms",
-        "phases_ms",
-        "kernels_ms",
-        "floor_ms",
-        "floor_parts_ms",
-    )
-    row |= dict.fromkeys((*absent, "fill", "tflops_per_gpu", "allocated_gib", "reserved_gib"))
+    row |= dict.fromkeys(_FIGURES)
     row["error"] = None
     try:
         row |= _figures(case, flags, settings, device)
-    except Exception as error:  # the other contenders are still worth measuring
+    except Exception as error:  # the other contenders can still be measured
         row["error"] = f"{type(error).__name__}: {error}"[:500]
-    gc.collect()  # layers are cycles, and a graph of theirs holds memory
+    gc.collect()  # a layer is a reference cycle, and its graph holds memory
     if on_gpu:
-        # Private, but the only way: a stream's workspace would count for the first who used it.
+        # Private API, no other exists: a stream's workspace would count for its first user.
         torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportAttributeAccessIssue]
         torch.cuda.empty_cache()
     return row | {"seconds": round(time.monotonic() - started, 1)}
@@ -125,18 +132,21 @@ def measure(case: Case, settings: Settings, device: torch.device) -> dict[str, A
 def _figures(
     case: Case, flags: dict[str, Any], settings: Settings, device: torch.device
 ) -> dict[str, Any]:
+    """Return what was measured, by `_FIGURES`; absent ones are left out."""
     on_gpu = device.type == "cuda"
     graphed = CONTENDERS[case.contender].graph == "layer"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     data = batches(case, seed=dist.get_rank(), dtype=dtype, device=device)
     kept_SE = _kept(case, data)
-    least = floor(kept_SE, case.shape)
-    memory = PeakMemory() if on_gpu else None
-    passes = Passes(build(case, flags, device), data, graphed=graphed)
+    least = roofline(kept_SE, case.shape)
+    before = _fresh_peak_gib() if on_gpu else (0.0, 0.0)
+    layer = build(case, flags, device)
+    passes = Passes(layer, data, graphed=graphed)
     timing = timed(
         passes.run, iterations=settings.iterations, repeats=settings.repeats, device=device
     )
-    figures = {
+    figures: dict[str, Any] = {
+        "chosen": chosen(layer),
         "ms": timing.ms,
         "samples_ms": timing.samples_ms,
         "host_ms": timing.host_ms,
@@ -145,12 +155,13 @@ def _figures(
     if CONTENDERS[case.contender].drops:
         slots = case.shape.num_experts * case.dispatch_config().capacity(case.tokens)
         figures["fill"] = kept_SE.sum(1).mean().item() / slots
-    if memory is not None:
+    if on_gpu:
         figures["floor_ms"] = least.ms
         figures["floor_parts_ms"] = {"gemm": least.gemm_ms, "wire": least.wire_ms}
-        # Before the profiler, which is no part of the layer.
-        figures["allocated_gib"] = memory.allocated_gib()
-        figures["reserved_gib"] = memory.reserved_gib()
+        # Before the profiler, whose memory is no part of the layer.
+        allocated, reserved = before
+        figures["allocated_gib"] = round(allocated_gib() - allocated, 3)
+        figures["reserved_gib"] = round(reserved_gib() - reserved, 3)
     if settings.phases and on_gpu:
         kernels = kernels_ms(passes.run, device)
         figures["phases_ms"] = phases_ms(kernels)
@@ -159,8 +170,15 @@ def _figures(
     return figures
 
 
+def _fresh_peak_gib() -> tuple[float, float]:
+    """Reset the peaks and return what is allocated and reserved now, before the layer is built."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return allocated_gib(), reserved_gib()
+
+
 def _kept(case: Case, data: list[Batch]) -> torch.Tensor:
-    """Rows of the average batch that are kept, [R, E]: by source rank in this rank's EP group."""
+    """Return the kept rows of the average batch, [R, E]: by source rank in this rank's EP group."""
     capacity = case.dispatch_config().capacity(case.tokens)
     counts = []
     for batch in data:
@@ -169,55 +187,35 @@ def _kept(case: Case, data: list[Batch]) -> torch.Tensor:
         counts.append(count_E.clamp(max=capacity).float())
     mine_E = torch.stack(counts).mean(0)
     group = parallel_state.get_expert_model_parallel_group()
-    everyone = [torch.empty_like(mine_E) for _ in range(case.ep)]
-    dist.all_gather(everyone, mine_E, group=group)
-    return torch.stack(everyone).cpu()
+    gathered = [torch.empty_like(mine_E) for _ in range(case.ep)]
+    dist.all_gather(gathered, mine_E, group=group)
+    return torch.stack(gathered).cpu()
 
 
-def _slowest(value: float, device: torch.device) -> float:
-    """The largest of all ranks' values, so that they decide alike."""
-    largest = torch.tensor(value, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest.item()
+def _largest(value: float, device: torch.device) -> float:
+    """Return the largest value of all ranks, so that all decide alike."""
+    reduced = torch.tensor(value, device=device)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+    return reduced.item()
 
 
-def _tell(row: dict[str, Any], settings: Settings, run: dict[str, Any]) -> None:
+def _report(row: dict[str, Any], settings: Settings, run: dict[str, Any]) -> None:
     if settings.out is not None:
         append_run(settings.out, run, [row])
     sys.stdout.write(line(row) + "\n")
     sys.stdout.flush()
 
 
-def _conclude(rows: list[dict[str, Any]], settings: Settings) -> None:
+def _summarize(rows: list[dict[str, Any]], settings: Settings) -> None:
     sys.stdout.write(f"\n{table(rows)}\n")
     left = len(settings.cases) - len(rows)
     if left:
-        sys.stdout.write(f"{left} of {len(settings.cases)} cases were not begun: out of time\n")
-
-
-@contextmanager
-def _world(settings: Settings) -> Iterator[torch.device]:
-    """The default process group, with `padded_alltoall` installed; this worker's device.
-
-    After an error nothing is torn down: peers may be inside a collective.
-    """
-    if settings.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-        install()
-        yield device
-    else:
-        dist.init_process_group("gloo")
-        with megatron_on_cpu():
-            install()
-            yield torch.device("cpu")
-    dist.destroy_process_group()
+        sys.stdout.write(f"{left} of {len(settings.cases)} cases were not started: out of time\n")
 
 
 @contextmanager
 def _expert_parallel(ep: int) -> Iterator[None]:
-    """Megatron's groups; ranks beyond `ep` hold replicas."""
+    """Make Megatron's process groups; ranks beyond `ep` hold replicas."""
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
     yield
     parallel_state.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""The lines that a terminal shows."""
+"""The lines of terminal output."""
 
 from padded_dispatch.bench.table import line, table
 

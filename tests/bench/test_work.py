@@ -9,9 +9,9 @@ import torch
 from padded_dispatch.bench import work
 from padded_dispatch.bench.cases import Case
 from padded_dispatch.bench.command import main, parse
-from padded_dispatch.bench.layer import build, stock_flags
+from padded_dispatch.bench.layer import OPTIONS, build, stock_flags
 from padded_dispatch.bench.measure import Passes, batches
-from padded_dispatch.megatron import install, uninstall
+from padded_dispatch.megatron import PaddedOptions, install, uninstall
 from padded_dispatch.utils.routings import routing_map, routing_scores
 from tests.support import tiny
 from tests.support.inline_pool import only_worker
@@ -56,6 +56,40 @@ def test_variants_are_the_options_experts(megatron):
     assert [type(found).__name__ for found in experts] == ["SequentialMLP", "PackedExperts"]
 
 
+def test_auto_is_the_options_untouched_and_its_row_has_what_was_chosen(megatron, monkeypatch):
+    assert OPTIONS["auto"] == PaddedOptions()
+
+    def build_and_choose(case, flags, device):
+        layer = build(case, flags, device)
+        layer.layer.token_dispatcher.chosen = {"experts": "packed", "exchange": "alltoall"}
+        return layer
+
+    flags = ["--device", "cpu", "--workers", "1", "--iterations", "1", "--repeats", "1"]
+    monkeypatch.setattr(work, "build", build_and_choose)
+    row = work.measure(_case(contender="auto"), parse(flags), CPU)
+    assert (row["error"], row["contender"], row["variant"]) == (None, "ours", "auto")
+    assert row["chosen"] == {"experts": "packed", "exchange": "alltoall"}
+
+
+def test_the_sweep_of_defaults_is_one_command(monkeypatch):
+    """The cases of `notebooks/results/defaults.json`: auto beside every explicit choice."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    models = ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"]
+    contenders = [f"{name}-graphed" for name in ("auto", "packed", "batched", "direct")]
+    settings = parse(
+        f"--device cuda --workers 2 --ep 2 1 --models {' '.join(models)} --contenders "
+        f"{' '.join(contenders)} --tokens 512 4096 16384 --capacity-factors 1.0 1.25 2.0 "
+        "--no-phases".split()
+    )
+    assert [case.ep for case in settings.cases] == [2] * 27 * 4 + [1] * 27 * 3
+    for ep, number in ((2, 4), (1, 3)):
+        block = [case for case in settings.cases if case.ep == ep]
+        for i in range(0, len(block), number):  # one after the other, on the same batches
+            together = block[i : i + number]
+            assert [case.contender for case in together] == contenders[:number]
+            assert len({(c.model, c.tokens, c.capacity_factor) for c in together}) == 1
+
+
 def test_every_pass_has_a_fresh_batch_and_fresh_gradients(megatron):
     case = _case()
     data = batches(case, seed=0, dtype=torch.float32, device=CPU)
@@ -94,22 +128,22 @@ def test_command_on_cpus(tmp_path):
     rows = run["rows"]
     assert run["about"]["command"].startswith("padded-dispatch bench --tokens 19")
     found = [(r["ep"], r["contender"], r["variant"], r["capacity_factor"]) for r in rows]
-    ours = [("ours", variant) for variant in ("module", "packed", "batched")]
+    ours = [("ours", variant) for variant in ("auto", "module", "packed", "batched")]
     dropping = [("stock-drop-pad", None), *ours]
     block = [
         ("stock-allgather", None, None),
         *((*contender, factor) for factor in (1, 2) for contender in dropping),
     ]
     assert found == [(ep, *row) for ep in (2, 1) for row in block]
-    assert [row["error"] for row in rows] == [None] * 18
+    assert [row["error"] for row in rows] == [None] * 22
     assert all(row["ms"] == sorted(row["samples_ms"])[1] > 0 for row in rows)
     assert all(row.keys() == rows[0].keys() for row in rows)
     # Rows beyond C = ceil(38 / 8 * 2) = 10 are dropped; two ranks have four batches each.
     maps = [routing_map(19, 8, 2, seed=seed) for seed in range(8)]
     mean_kept = sum(np.minimum(map_TE.sum(0), 10).sum() for map_TE in maps) / 8
-    assert rows[6]["fill"] == pytest.approx(mean_kept / 80, abs=1e-6)
+    assert rows[7]["fill"] == pytest.approx(mean_kept / 80, abs=1e-6)
     assert rows[0]["fill"] is None
-    assert [row["floor_ms"] for row in rows] == [None] * 18
+    assert [row["floor_ms"] for row in rows] == [None] * 22
 
 
 def test_a_case_that_fails_is_a_row(megatron, monkeypatch):
@@ -125,10 +159,10 @@ def test_a_case_that_fails_is_a_row(megatron, monkeypatch):
     assert bad.keys() == good.keys()
 
 
-def test_no_case_is_begun_when_time_is_over(capfd):
+def test_no_case_starts_when_time_is_over(capfd):
     with only_worker():
         assert main(["--device", "cpu", "--minutes", "0"]) == 0
-    assert "13 of 13 cases were not begun" in capfd.readouterr().out
+    assert "16 of 16 cases were not started" in capfd.readouterr().out
 
 
 def test_rows_of_an_interrupted_run_are_kept(monkeypatch, tmp_path, capfd):
@@ -168,25 +202,25 @@ def test_exchanges_choose_among_our_contenders(monkeypatch, flags, expected):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--ep", "3"], "ep=3 is not possible: it must divide workers=2"),
-        (["--contenders", "module-graphed"], "contenders=module-graphed is not possible on a CPU"),
+        (["--ep", "3"], "ep must divide workers=2, got 3"),
+        (["--contenders", "module-graphed"], "contenders must run on a CPU, got 'module-graphed'"),
         (
             ["--contenders", "module", "--exchange", "direct"],
-            "exchange=direct is not possible: of the contenders on device=cpu with these --ep none "
-            "uses it; give others, or no --exchange",
+            "exchange must be one that a contender uses on device=cpu with these --ep, got "
+            "'direct'; add such contenders, or leave --exchange out",
         ),
-        (["--exchange", "direct"], "exchange=direct is not possible: of the contenders on device="),
+        (["--exchange", "direct"], "exchange must be one that a contender uses on device=cpu"),
         (
             ["--contenders", "drop-pad", "module", "--exchange", "alltoall", "direct"],
-            "exchange=direct is not possible: of the contenders on device=cpu",
+            "exchange must be one that a contender uses on device=cpu with these --ep, got 'dir",
         ),
-        (["--repeats", "0"], "repeats=0 is not possible: give at least 1"),
-        (["--workers", "0"], "workers=0 is not possible: give at least 1"),
-        (["--minutes", "-1"], "minutes=-1.0 is not possible: give 0 or more"),
-        (["--out", "/dev/null/r.json"], "out='/dev/null' is not possible: /dev/null is no folder"),
-        (["--tokens", "0"], "num_tokens=0 is not possible"),
-        (["--capacity-factors", "-1"], "capacity_factor=-1.0 is not possible"),
-        (["--skews", "idle-rank", "--ep", "1"], "skew='idle-rank' is not possible with ep=1"),
+        (["--repeats", "0"], "repeats must be at least 1, got 0"),
+        (["--workers", "0"], "workers must be at least 1, got 0"),
+        (["--minutes", "-1"], "minutes must be 0 or more, got -1.0"),
+        (["--out", "/dev/null/r.json"], "out.*'?/dev/null"),
+        (["--tokens", "0"], "num_tokens must .*, got 0"),
+        (["--capacity-factors", "-1"], "capacity_factor must .*, got -1.0"),
+        (["--skews", "idle-rank", "--ep", "1"], "skew must leave .* ep=1, got 'idle-rank'"),
     ],
 )
 def test_mistakes_are_found_before_there_are_workers(flags, message):
@@ -198,9 +232,15 @@ def test_mistakes_are_found_before_there_are_workers(flags, message):
 def test_direct_stores_need_ranks(monkeypatch, flags):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     given = ["--device", "cuda", "--models", "tiny", "--contenders", "direct", "--ep", "1", *flags]
-    name = "exchange=direct" if flags else "contenders='direct'"
-    with pytest.raises(ValueError, match=f"^{name} is not possible: .* --ep"):
+    rule = "exchange must be one that .* these --ep" if flags else "contenders must run .* --ep"
+    with pytest.raises(ValueError, match=f"^{rule}"):
         parse(given)
+
+
+def test_more_workers_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="workers must be at most 2, the GPUs here, got 3"):
+        parse(["--device", "cuda", "--models", "tiny", "--workers", "3"])
 
 
 @pytest.mark.gpu

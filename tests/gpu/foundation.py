@@ -1,10 +1,10 @@
-"""Shows on GPUs that the padded layer and stock Megatron compute the same, and keeps the numbers.
+"""Check on GPUs that the padded layer and stock Megatron compute the same; write the errors.
 
     python -m tests.gpu.foundation --out notebooks/results/foundation.json --commit SHA
 
-Uses all GPUs of the machine: parity of the MoE layer in every mix of parallelism that fits them,
-and of a pipelined GPT. The file is whole after every row. `--only TEXT` runs the cases whose name
-has the text; `--cpu N` does the same with N processes over gloo, which tries out this program.
+It uses all GPUs of the machine: parity of the MoE layer in every mix of parallelism that fits them,
+and of a pipelined GPT. The results file is complete after every row. `--only TEXT` runs the cases
+whose name contains TEXT. `--cpu N` runs N processes over gloo, to try this program without GPUs.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from tests.support.pool import WorkerPool
 DTYPES = (torch.bfloat16, torch.float32)
 CASE_S = 120.0
 OVERLAP = (("moe_shared_expert_overlap", True),)
-# Those that Hopper has; "blockwise" wants widths that are multiples of 128.
+# The recipes that Hopper has; "blockwise" needs widths that are multiples of 128.
 FP8_RECIPES = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3"}
 RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))
 
-# Read by libraries as they are loaded, so set before a worker starts. fp32 has to mean fp32:
-# Transformer Engine asks cuBLAS for TF32 otherwise.
+# Libraries read these when they are loaded, so they are set before a worker starts. Without the
+# first, Transformer Engine computes fp32 products in TF32.
 ENVIRONMENT = {
     "NVIDIA_TF32_OVERRIDE": "0",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -40,7 +40,7 @@ ENVIRONMENT = {
 
 
 def layer_cases(device: str, num_ranks: int) -> Iterator[LayerCase]:
-    """All that `num_ranks` ranks can run. Ranks beyond tp * ep hold replicas, with other tokens."""
+    """Yield the cases of `num_ranks` ranks; ranks beyond tp * ep are replicas with other tokens."""
     sizes: dict[str, Any] = {"device": device}
     if device == "cuda":
         sizes |= {"num_experts": 16, "top_k": 4, "hidden": 256, "ffn": 192, "seq": 130}
@@ -61,6 +61,7 @@ def layer_cases(device: str, num_ranks: int) -> Iterator[LayerCase]:
         yield LayerCase(name="every token to one expert", **full)
         if num_ranks > 1:
             yield LayerCase(name="a rank whose experts get nothing", routing="idle rank", **wide)
+        yield LayerCase(name="default options", options=PaddedOptions(), **wide)
         yield LayerCase(name="bias", bias=True, **wide)
         yield LayerCase(name="recompute", ours=RECOMPUTE, **wide)
         if dtype == torch.bfloat16 or device == "cpu":
@@ -81,7 +82,7 @@ def layer_cases(device: str, num_ranks: int) -> Iterator[LayerCase]:
 
 
 def pipeline_cases(device: str, num_ranks: int) -> Iterator[PipelineCase]:
-    """Two stages, as many ranks in each as there are."""
+    """Yield the cases of two pipeline stages with `num_ranks / 2` ranks each."""
     sizes: dict[str, Any] = {"device": device, "ep": num_ranks // STAGES}
     if device == "cuda":
         sizes |= {"num_experts": 8, "hidden": 256, "ffn": 192, "heads": 4, "vocab": 512, "seq": 64}
@@ -91,7 +92,7 @@ def pipeline_cases(device: str, num_ranks: int) -> Iterator[PipelineCase]:
 
 
 def run_case(pool: WorkerPool, check: str, parity: Callable[..., Any], case: Any) -> dict[str, Any]:
-    """One row: the case, the errors that it led to, and whether it passed."""
+    """Run one case; return its row: the case, its errors, and whether it passed."""
     started = time.monotonic()
     row: dict[str, Any] = {"check": check, "passed": False, **dataclasses.asdict(case)}
     row |= {"dtype": str(case.dtype).removeprefix("torch."), "contender": "ours"}
@@ -109,8 +110,8 @@ def run_case(pool: WorkerPool, check: str, parity: Callable[..., Any], case: Any
     return row | {"seconds": round(time.monotonic() - started, 2)}
 
 
-def luck(pool: WorkerPool, case: LayerCase, num_draws: int) -> dict[str, Any]:
-    """One row: which of two paths breaks the rule more often, draw by draw."""
+def count_misses(pool: WorkerPool, case: LayerCase, num_draws: int) -> dict[str, Any]:
+    """Return a row that counts how often ours and stock break the rule, draw by draw."""
     misses = pool.run(single_draws, case, num_draws, timeout_s=CASE_S)[0]
     return {
         "check": "single draws",
@@ -118,16 +119,16 @@ def luck(pool: WorkerPool, case: LayerCase, num_draws: int) -> dict[str, Any]:
         "dtype": str(case.dtype).removeprefix("torch."),
         "draws": num_draws,
         "misses": {name: dataclasses.asdict(m) for name, m in misses.items()},
-        "passed": True,  # It only counts.
+        "passed": True,  # The row only counts.
         "failures": None,
     }
 
 
 def main() -> int:
-    """Run everything; the exit code is 1 when a check failed."""
+    """Run all cases; return 1 when one failed, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--draws", type=int, help="instead: how often one draw of 'bias', fp32, EP2 alone misses"
+        "--draws", type=int, help="only count how many single draws of 'bias', fp32, EP2 miss"
     )
     arguments = parsed(parser)
     rows = Rows(arguments, arguments.num_gpus, ENVIRONMENT)
@@ -141,7 +142,7 @@ def main() -> int:
         if arguments.draws:
             checks = []
             (bias,) = (c for c in layers if c.name == "bias" and c.dtype == torch.float32)
-            rows.add(luck(pool, dataclasses.replace(bias, ep=2), arguments.draws))
+            rows.add(count_misses(pool, dataclasses.replace(bias, ep=2), arguments.draws))
         for check, parity, case in checks:
             if wants(arguments, case.name):
                 rows.add(run_case(pool, check, parity, case))

@@ -1,4 +1,4 @@
-"""What is wrong with stock only where Transformer Engine is, and right here: see the CPU's file."""
+"""Defects of stock that need Transformer Engine; `tests/megatron/test_defects.py` has the rest."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def megatron(cuda):
 def test_d21_router_bias_narrower_than_its_logits(megatron):
     """Stock 0.19.0 with Transformer Engine 2.20.2 reads the bias as fp32, beyond its end.
 
-    What that gives depends on the memory there, so only our half is asserted.
+    Its result depends on the memory behind the bias, so only ours is asserted.
     """
     settings = {"bf16": True, "params_dtype": torch.bfloat16, "moe_router_dtype": "fp32"}
     config = tiny.config("alltoall", add_bias_linear=True, **settings)

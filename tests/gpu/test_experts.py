@@ -1,6 +1,6 @@
 """Packed experts beside TEGroupedMLP: checkpoints and captures.
 
-That they compute the same, by the rule of parity, is in test_gpu_foundation.
+`test_foundation` checks that both compute the same, by the parity rule.
 """
 
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from tests.support.layer_parity import LayerCase, build_layer
 pytestmark = pytest.mark.gpu
 
 SIZES: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden": 128, "ffn": 72, "seq": 130}
+MODULE = PaddedOptions(experts="module")
 PACKED = PaddedOptions(experts="packed")
 DROPS = (("moe_expert_capacity_factor", 1.0),)
 RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["moe_act"]))
@@ -35,7 +36,7 @@ def megatron(cuda) -> Iterator[None]:
 
 
 class Layer(nn.Module):
-    """A MoE layer that returns its output alone."""
+    """A MoE layer that returns only its output."""
 
     def __init__(self, options: PaddedOptions = PACKED, **changes: Any) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class Layer(nn.Module):
         self.moe = build_layer(case, "padded_alltoall")
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                if "bias" in name:  # Which begin as zeros.
+                if "bias" in name:  # They start as zeros.
                     parameter.normal_(generator=torch.Generator("cuda").manual_seed(1))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ class Layer(nn.Module):
 
 
 def tokens_of(seed: int) -> Tensor:
-    """Every third draw goes to few experts: tokens that are nearly the same."""
+    """Return random tokens; for every third seed nearly equal ones, which choose few experts."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randn(SIZES["seq"], 3, SIZES["hidden"], generator=generator)
     if seed % 3 == 0:
@@ -72,7 +73,7 @@ def results(layer: Layer, tokens: Tensor) -> dict[str, Tensor]:
 
 @EACH
 def test_te_grouped_mlp_and_packed_experts_load_each_other(kind):
-    module, packed = Layer(PaddedOptions(), **KINDS[kind]).moe, Layer(**KINDS[kind]).moe
+    module, packed = Layer(MODULE, **KINDS[kind]).moe, Layer(**KINDS[kind]).moe
     assert type(packed.experts) is PackedExperts
     assert module.state_dict().keys() == packed.state_dict().keys()
     for source, target in ((packed, module), (module, packed)):
@@ -88,7 +89,7 @@ def test_te_grouped_mlp_and_packed_experts_load_each_other(kind):
 @EACH
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["one axis", "one by one"])
 def test_distributed_checkpoints_hold_the_same(kind, one_by_one):
-    module, packed = Layer(PaddedOptions(), **KINDS[kind]).moe, Layer(**KINDS[kind]).moe
+    module, packed = Layer(MODULE, **KINDS[kind]).moe, Layer(**KINDS[kind]).moe
     module.load_state_dict(packed.state_dict())
     ours, theirs = (
         written(
@@ -149,13 +150,13 @@ def test_auto_takes_packed_experts_in_bf16():
 def test_memory_full_of_nan_reaches_nothing(kind):
     layer, tokens = Layer(ours=DROPS, **KINDS[kind]), tokens_of(0)
     clean = results(layer, tokens)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # Fills fresh memory with NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills fresh memory with NaN
     try:
         poisoned = results(layer, tokens)
     finally:
         torch.use_deterministic_algorithms(False)
     for name, value in poisoned.items():
         assert value.isfinite().all(), name
-        # What lies before the experts may take another algorithm now.
+        # Layers before the experts may use another algorithm now.
         if name == "output" or "experts" in name:
             assert torch.equal(value, clean[name]), name

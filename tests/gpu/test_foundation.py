@@ -1,10 +1,10 @@
-"""The program that keeps parity results: its rows, its file; and on GPUs its cases, as tests."""
+"""The program that writes parity results: its rows and its file; on GPUs its cases as tests."""
 
 import json
 
 import pytest
 
-from tests.gpu import foundation as gpu_foundation
+from tests.gpu import foundation
 from tests.gpu.foundation import ENVIRONMENT, layer_cases, pipeline_cases, run_case
 from tests.support.inline_pool import InlinePool
 from tests.support.layer_parity import LayerCase, layer_parity
@@ -13,13 +13,13 @@ from tests.support.pipeline_parity import PipelineCase, pipeline_parity
 
 
 def _stub(case: LayerCase) -> Parity:
-    """Right for E = 4, wrong for E = 8; any other raises."""
+    """Pass for E = 4, fail for E = 8, raise for any other."""
     allowed = {4: 1.0, 8: 0.9}[case.num_experts]
     found = Errors(ours=1.0, stock=0.5, difference=1.5, largest=2.0, allowed=allowed)
     return Parity(errors={"output": found}, repeats=True)
 
 
-def test_a_row_says_what_happened(pool2):
+def test_a_row_holds_the_outcome(pool2):
     def row(num_experts):
         case = LayerCase(name="stub", num_experts=num_experts)
         return run_case(pool2, "a check", _stub, case)
@@ -39,18 +39,18 @@ def test_a_row_says_what_happened(pool2):
 
 def test_runs_are_appended(tmp_path, monkeypatch):
     cases = iter([LayerCase(name="a", num_experts=4), LayerCase(name="b", num_experts=8)])
-    monkeypatch.setattr(gpu_foundation, "WorkerPool", InlinePool)
-    monkeypatch.setattr(gpu_foundation, "layer_parity", _stub)
-    monkeypatch.setattr(gpu_foundation, "layer_cases", lambda device, ranks: [next(cases)])
-    monkeypatch.setattr(gpu_foundation, "pipeline_cases", lambda device, ranks: [])
+    monkeypatch.setattr(foundation, "WorkerPool", InlinePool)
+    monkeypatch.setattr(foundation, "layer_parity", _stub)
+    monkeypatch.setattr(foundation, "layer_cases", lambda device, ranks: [next(cases)])
+    monkeypatch.setattr(foundation, "pipeline_cases", lambda device, ranks: [])
     for name in ENVIRONMENT:
-        monkeypatch.setenv(name, "")  # put back what main() sets
+        monkeypatch.setenv(name, "")  # restored after the test; main() sets it
     out = tmp_path / "results" / "foundation.json"
     codes = []
     for _ in range(2):
-        argv = ["gpu_foundation.py", "--out", str(out), "--commit", "abc", "--cpu", "1"]
+        argv = ["foundation.py", "--out", str(out), "--commit", "abc", "--cpu", "1"]
         monkeypatch.setattr("sys.argv", argv)
-        codes.append(gpu_foundation.main())
+        codes.append(foundation.main())
     assert codes == [0, 1]
     runs = json.loads(out.read_text())["runs"]
     assert [row["passed"] for run in runs for row in run["rows"]] == [True, False]

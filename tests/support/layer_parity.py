@@ -1,16 +1,19 @@
-"""One MoE layer computed three times: ours, Megatron's stock one, and plain torch in fp64.
+"""Compute one MoE layer three ways: ours, Megatron's stock layer, and plain torch in fp64.
 
-Weights are made whole, from one seed, on every rank. A layer takes its shards of them, and its
-gradients are laid back into whole tensors and summed over all ranks; so one comparison serves every
-mix of tensor, expert and expert tensor parallelism. Runs on CPUs over gloo (SequentialMLP, stock
+Every rank draws the whole weights from one seed. A layer takes its shards of them. Its gradients
+are put back into whole tensors and summed over all ranks, so one comparison serves every mix of
+tensor, expert and expert-tensor parallelism. It runs on CPUs over gloo (SequentialMLP, stock
 `allgather`) and on GPUs over NCCL (TEGroupedMLP, stock `alltoall`).
+
+Shape suffixes: T tokens, E experts, D hidden size, F expert ffn size. In comments, S and B are
+sequence and batch.
 """
 
 import functools
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,10 +31,11 @@ from padded_dispatch.megatron import PaddedOptions
 from tests.support.parity import Parity, compare, megatron
 
 SEED = 20
-# Of weights and tokens, taken together: the largest error of the 16 elements of a bias gradient is
-# a matter of luck, that of 64 less so.
+# Draws of weights and tokens that are judged together: the largest error of the 16 elements of a
+# bias gradient depends much on chance, that of 64 less.
 DRAWS = 4
 RUNS = ("ours", "again", "stock", "exact")
+MODULE = PaddedOptions(experts="module", exchange="alltoall")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +43,12 @@ class LayerCase:
     """One MoE layer in one mix of parallelism, without dropping.
 
     `seq` and `batch` are per tensor-parallel group: with sequence parallelism a rank holds
-    `seq / tp` positions. `routing`: "random"; "idle rank", where the last rank's experts get
-    nothing; "one expert", where expert 3 gets every token (with top_k = 1). `shared_score`: the
-    shared experts' output is weighted by a sigmoid of the token. `gpt_oss`: the activation is
-    GPT-OSS's, clamped at 1. `both`: further fields of TransformerConfig; with `fp8` among them the
-    rule is between two computations in fp8. `ours`: the same for the padded layer only, and
-    `options` its PaddedOptions.
+    `seq / tp` positions. `routing`: "random"; "idle rank" (the last rank's experts get no rows);
+    "one expert" (expert 3 gets every token; needs top_k = 1). `shared_score`: weight the shared
+    experts' output by a sigmoid of the token. `gpt_oss`: use GPT-OSS's activation, clamped at 1.
+    `both`: further fields of TransformerConfig; with `fp8` among them the rule compares two
+    computations in fp8. `ours`: further fields for the padded layer only. `options`: its
+    PaddedOptions, by default Megatron's experts and the all-to-all.
     """
 
     name: str
@@ -66,7 +70,7 @@ class LayerCase:
     routing: str = "random"
     both: tuple[tuple[str, Any], ...] = ()
     ours: tuple[tuple[str, Any], ...] = ()
-    options: PaddedOptions = field(default_factory=PaddedOptions)
+    options: PaddedOptions = MODULE
 
     @property
     def stock_type(self) -> str:
@@ -76,7 +80,7 @@ class LayerCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Misses:
-    """Numbers of draws in which the errors of one are above twice those of the other."""
+    """Numbers of draws in which ours breaks the rule, and stock with the roles swapped."""
 
     ours: int
     stock: int
@@ -98,9 +102,9 @@ def layer_parity(case: LayerCase) -> Parity:
 
 
 def single_draws(case: LayerCase, num_draws: int) -> dict[str, Misses]:
-    """How often one draw alone breaks the rule, and how often it would with the roles swapped.
+    """Count the draws that break the rule alone, also with the roles of ours and stock swapped.
 
-    Two paths of the same quality miss about equally often. To be called by every rank.
+    Two paths of the same quality miss about equally often. Every rank calls this.
     """
     misses: dict[str, Misses] = {}
     with _groups(case):
@@ -128,7 +132,7 @@ def _groups(case: LayerCase) -> AbstractContextManager[None]:
 
 
 def _draw(case: LayerCase, number: int) -> dict[str, dict[str, Tensor]]:
-    """Output and gradients of each of `RUNS` for one draw of weights and tokens."""
+    """Return output and gradients of each of `RUNS` for one draw of weights and tokens."""
     weights = _weights(case, number)
     tokens, grad = _tokens(case, number)
     stock, map_TE = _run(case, case.stock_type, weights, tokens, grad)
@@ -144,7 +148,7 @@ def _stacked(draws: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _weights(case: LayerCase, number: int) -> dict[str, Tensor]:
-    """Whole weights, the same on every rank. Feature 0 of the tokens is 1: it steers routing."""
+    """Return whole weights, the same on all ranks; feature 0 of tokens is 1, to steer routing."""
     generator = torch.Generator().manual_seed(SEED + 100 * number)
 
     def draw(*shape: int) -> Tensor:
@@ -170,7 +174,7 @@ def _weights(case: LayerCase, number: int) -> dict[str, Tensor]:
 
 
 def _tokens(case: LayerCase, number: int) -> tuple[Tensor, Tensor]:
-    """This rank's tokens [S / tp, B, D] and the gradient of its output."""
+    """Return this rank's tokens [S / tp, B, D] and the gradient of its output."""
     generator = torch.Generator().manual_seed(SEED + 100 * number + 1 + dist.get_rank())
     shape = (case.seq // case.tp, case.batch, case.hidden)
     tokens = torch.randn(shape, generator=generator)
@@ -182,7 +186,7 @@ def _tokens(case: LayerCase, number: int) -> tuple[Tensor, Tensor]:
 def _run(
     case: LayerCase, dispatcher: str, weights: dict[str, Tensor], tokens: Tensor, grad: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """One forward and backward: output and gradients by name, and the routing map."""
+    """Run forward and backward; return output and gradients by name, and the routing map."""
     layer = build_layer(case, dispatcher)
     with torch.no_grad():
         for shard in _shards(layer, weights):
@@ -190,7 +194,7 @@ def _run(
     maps = []
     layer.router.register_forward_hook(lambda module, inputs, output: maps.append(output[1]))
     tokens = tokens.clone().requires_grad_()
-    with get_fp8_context(layer.config):  # Megatron's blocks of layers do this.
+    with get_fp8_context(layer.config):  # Megatron's transformer block does this.
         output = layer(tokens)[0]
     output.backward(grad)
     assert tokens.grad is not None
@@ -215,7 +219,7 @@ def _summed(wholes: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def build_layer(case: LayerCase, dispatcher: str) -> Any:
-    """A MoE layer in training mode with this rank's share of the experts."""
+    """Build a MoE layer in training mode with this rank's share of the experts."""
     grouped = case.device == "cuda"
     model_parallel_cuda_manual_seed(SEED)
     config = TransformerConfig(
@@ -288,7 +292,7 @@ _EXPERT = re.compile(r"experts\.(?:local_experts\.(\d+)\.)?linear_fc([12])\.(wei
 
 
 def _shards(layer: Any, wholes: dict[str, Tensor]) -> Iterator[_Shard]:
-    """Every parameter of a layer, as parts of whole tensors."""
+    """Yield every parameter of a layer, as parts of whole tensors."""
     for name, parameter in layer.named_parameters():
         if name in _REPLICATED:
             whole = _REPLICATED[name]
@@ -303,9 +307,9 @@ def _shards(layer: Any, wholes: dict[str, Tensor]) -> Iterator[_Shard]:
             rank = parallel_state.get_expert_tensor_parallel_rank()
             suffix = "_bias" if found[3] == "bias" else ""
             size = parameter.shape[0] // layer.num_local_experts
-            if parameter.dim() == 3:  # all experts in one
+            if parameter.dim() == 3:  # the weights of all experts in one tensor
                 held = {i: (i,) for i in range(parameter.shape[0])}
-            elif not (found[1] or found[4]):  # all biases one after the other
+            elif not (found[1] or found[4]):  # the biases of all experts in one tensor
                 held = {
                     i: (slice(i * size, (i + 1) * size),) for i in range(layer.num_local_experts)
                 }
@@ -325,7 +329,10 @@ def _split(
     parameter: Tensor,
     held: tuple[Any, ...] = (),
 ) -> Iterator[_Shard]:
-    """fc1 holds this rank's rows of gate above those of up, fc2 this rank's columns of down."""
+    """Yield the shards of one linear layer.
+
+    fc1 holds this rank's rows of gate above those of up, fc2 this rank's columns of down.
+    """
     if kind == "fc1":
         width = parameter[held].shape[0] // 2
         rows = (*where, slice(rank * width, (rank + 1) * width))
@@ -350,7 +357,7 @@ def in_fp64(
     grad: Tensor,
     map_TE: Tensor,
 ) -> dict[str, Tensor]:
-    """The same layer written down in plain torch, in fp64, for a given choice of experts.
+    """Compute the layer in plain torch, in fp64, for a given choice of experts.
 
     Every expert computes every token, weighted with 0 where it was not chosen.
     """
@@ -387,5 +394,5 @@ def in_fp64(
     out_TD.backward(grad.double().flatten(0, 1))
     assert leaf.grad is not None
     found = {"output": out_TD.detach().view_as(tokens), "grad tokens": leaf.grad}
-    # An expert that nobody chose has a gradient of zero, not none.
+    # An expert without tokens has a gradient of zero, not None.
     return found | _summed({name: weight.grad for name, weight in w.items()})

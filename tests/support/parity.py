@@ -1,7 +1,8 @@
-"""The rule by which two computations of the same thing are compared on all ranks.
+"""The parity rule: how two computations of the same result are compared on all ranks.
 
-The largest absolute error of ours against a more exact computation is at most twice that of the
-stock path at the same dtype, plus one unit in the last place of the largest value. Nothing else.
+Ours and stock are both compared with a more exact computation. Our largest absolute error must be
+at most twice the stock path's at the same dtype, plus one unit in the last place of the largest
+value. There is no other tolerance.
 """
 
 import math
@@ -26,8 +27,8 @@ from padded_dispatch.megatron.cpu import megatron_on_cpu
 class Errors:
     """Largest absolute values over all ranks of one output or gradient.
 
-    `ours`, `stock`: errors against fp64. `difference`: ours minus stock. `largest`: of the fp64
-    values. `allowed`: what the rule allows.
+    `ours`, `stock`: error against the exact values. `difference`: ours minus stock. `largest`:
+    largest exact value. `allowed`: limit of `ours` by the rule.
     """
 
     ours: float
@@ -38,7 +39,7 @@ class Errors:
 
     @property
     def passed(self) -> bool:
-        """Whether the rule holds; a NaN fails it."""
+        """True if the rule holds; a NaN breaks it."""
         return self.ours <= self.allowed
 
 
@@ -50,18 +51,18 @@ class Parity:
     repeats: bool
 
     def failures(self) -> list[str]:
-        """What broke the rule, in words."""
+        """Describe each tensor that breaks the rule."""
         broken = [f"{name}: {e}" for name, e in self.errors.items() if not e.passed]
         return broken if self.repeats else [*broken, "two runs of ours differ"]
 
 
 @contextmanager
 def megatron(device: str, **sizes: Any) -> Iterator[None]:
-    """Megatron on this rank's device, with `padded_alltoall` installed.
+    """Set Megatron up on this rank's device, with `padded_alltoall` installed.
 
     Args:
         device: "cpu" or "cuda".
-        sizes: of the groups, arguments of `parallel_state.initialize_model_parallel`.
+        sizes: arguments of `parallel_state.initialize_model_parallel`.
     """
     with ExitStack() as stack:
         if device == "cuda":
@@ -78,7 +79,7 @@ def megatron(device: str, **sizes: Any) -> Iterator[None]:
 
 
 def end_gloo_groups(kept: set[Any]) -> None:
-    """End all but those: Megatron forgets its groups, and each has three threads."""
+    """Destroy all gloo groups but `kept`; Megatron does not, and each holds three threads."""
     for group in set(distributed_c10d._world.pg_map) - kept:
         if dist.get_backend(group) == "gloo":
             dist.destroy_process_group(group)
@@ -89,7 +90,7 @@ def compare(
 ) -> dict[str, Errors]:
     """Apply the rule to every tensor, by name.
 
-    Of each name the ranks that have it are pooled: their largest errors, their largest value.
+    The ranks that have a tensor of this name are pooled: the largest error, the largest value.
     """
     assert ours.keys() == stock.keys() == exact.keys()
     mine = {
@@ -101,11 +102,11 @@ def compare(
         ]
         for name in exact
     }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
     errors = {}
-    for name in dict.fromkeys(name for rank in everyone for name in rank):
-        found = torch.tensor([rank[name] for rank in everyone if name in rank])
+    for name in dict.fromkeys(name for rank in of_ranks for name in rank):
+        found = torch.tensor([rank[name] for rank in of_ranks if name in rank])
         of_ours, of_stock, difference, largest = found.max(0).values.tolist()
         errors[name] = Errors(
             ours=of_ours,

@@ -1,13 +1,12 @@
-"""A GPT cut into pipeline stages, with ours, with stock, and in a more exact dtype.
+"""Train a GPT in pipeline stages with ours, with stock, and with stock in a more exact dtype.
 
-Two stages with two virtual ones each and four microbatches: several calls of the same layer are in
-flight at a time, and each backward has to find the plan of its own forward. Losses and every
-gradient are compared by `parity.compare`.
+There are two stages with two virtual stages each, and four microbatches. Several calls of one layer
+are in flight at a time, and each backward pass must find the plan of its own forward pass. Losses
+and every gradient are compared by `parity.compare`.
 
-In fp32 the more exact run is the same stock model in fp64, so its layers are Megatron's local ones;
-in bf16 it is in fp32, and on a GPU the layers are Transformer Engine's. Rounding to bf16 would send
-tokens to other experts from the second layer on, so there the routing is drawn at random, the same
-in all runs.
+In fp32 the exact run is the stock model in fp64, with Megatron's local layers. In bf16 the exact
+run is in fp32, and on GPUs the layers are Transformer Engine's. Rounding to bf16 would send tokens
+to other experts from the second layer on, so in bf16 all runs share a routing drawn at random.
 """
 
 import re
@@ -40,7 +39,7 @@ STAGES, CHUNKS, MICROBATCHES = 2, 2, 4
 class PipelineCase:
     """A GPT of four layers on two stages of two chunks, without dropping.
 
-    `dtype` fp32 or bf16, see above. `ep`: ranks per stage. `seq`, `batch`: of one microbatch.
+    `dtype`: fp32 or bf16. `ep`: ranks per stage. `seq`, `batch`: sizes of one microbatch.
     """
 
     name: str
@@ -63,7 +62,7 @@ class PipelineCase:
 
     @property
     def exact_dtype(self) -> torch.dtype:
-        """Of the run that the errors are measured against."""
+        """The dtype of the run that errors are measured against."""
         return torch.float64 if self.dtype == torch.float32 else torch.float32
 
 
@@ -101,7 +100,7 @@ def _copy_parameters(source: list[Any], target: list[Any]) -> None:
 
 
 def _model(case: PipelineCase, dispatcher: str, dtype: torch.dtype) -> list[Any]:
-    """This rank's chunks."""
+    """Build this rank's chunks of the model."""
     model_parallel_cuda_manual_seed(SEED)
     in_bf16 = case.dtype == torch.bfloat16
     fused = in_bf16 and case.device == "cuda"
@@ -143,8 +142,8 @@ def _model(case: PipelineCase, dispatcher: str, dtype: torch.dtype) -> list[Any]
             num_experts=case.num_experts, moe_grouped_gemm=True
         )
     else:
-        # One layer in each chunk. Named, since by default Megatron's last norm is Transformer
-        # Engine's wherever that is installed, and it knows no fp64.
+        # One layer in each chunk. The last norm is given, since Megatron's default is Transformer
+        # Engine's wherever that is installed, and Transformer Engine has no fp64.
         layer = get_gpt_layer_local_spec(num_experts=case.num_experts, normalization="RMSNorm")
         spec = TransformerBlockSubmodules(layer_specs=[layer], layer_norm=WrappedTorchNorm)
     return [
@@ -163,7 +162,7 @@ def _model(case: PipelineCase, dispatcher: str, dtype: torch.dtype) -> list[Any]
 
 
 def _run(case: PipelineCase, model: list[Any]) -> dict[str, Tensor]:
-    """Four microbatches forward and backward: this rank's losses and gradients."""
+    """Run all microbatches forward and backward; return this rank's losses and gradients."""
     model_parallel_cuda_manual_seed(SEED)
     for chunk in model:
         chunk.zero_grad()
@@ -182,14 +181,14 @@ def _run(case: PipelineCase, model: list[Any]) -> dict[str, Tensor]:
     for chunk in model:
         for name, parameter in chunk.named_parameters():
             assert parameter.grad is not None, f"no gradient for {name}"
-            # Layers and experts by the number: one entry for each kind of parameter.
+            # Numbers of layers and experts become *: one entry for each kind of parameter.
             kind = re.sub(r"\d+", "*", name)
             found.setdefault(f"grad {kind}", []).append(parameter.grad.flatten())
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def _batches(case: PipelineCase) -> Iterator[Tensor]:
-    """Token ids [B, S + 1], the same on every stage of a pipeline."""
+    """Yield token ids [B, S + 1], the same on every stage of a pipeline."""
     generator = torch.Generator().manual_seed(SEED + parallel_state.get_data_parallel_rank())
     for _ in range(MICROBATCHES):
         shape = (case.batch, case.seq + 1)
@@ -205,7 +204,7 @@ def _forward_step(batches: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
 
 
 def _loss(targets: Tensor, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    # Not Megatron's own, which computes in fp32 whatever the dtype.
+    # Megatron's own loss computes in fp32 for every dtype.
     wide = torch.promote_types(logits.dtype, torch.float32)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
     return loss, {"loss": loss.detach()}

@@ -1,14 +1,14 @@
-"""The floor, worked out by hand."""
+"""The roofline, worked out by hand."""
 
 import pytest
 import torch
 
 from padded_dispatch.bench.cases import MODELS, LayerShape
-from padded_dispatch.bench.measure import floor
+from padded_dispatch.bench.roofline import roofline
 
 
 def test_example():
-    found = floor(torch.full((8, 128), 256), MODELS["qwen3-30b-a3b"])
+    found = roofline(torch.full((8, 128), 256), MODELS["qwen3-30b-a3b"])
     # 8 * 4,096 rows at 18 * 2048 * 768 FLOPs; 7/8 of them cross, four times, 4,096 bytes each.
     assert found.flops == 32768 * 18 * 2048 * 768
     assert found.gemm_ms == pytest.approx(1.174, abs=0.0005)
@@ -19,12 +19,12 @@ def test_example():
 def test_the_busiest_rank_decides():
     shape = LayerShape(hidden_size=10, num_experts=4, top_k=1, ffn_size=100)
     # Rank 0 computes 7 + 1 = 8 rows and rank 1 has 6 + 3 = 9; 6 rows go from 0 to 1, 1 comes back.
-    found = floor(torch.tensor([[3, 4, 6, 0], [1, 0, 1, 2]]), shape)
+    found = roofline(torch.tensor([[3, 4, 6, 0], [1, 0, 1, 2]]), shape)
     assert found.flops == 9 * 18 * 10 * 100
     assert found.wire_ms == pytest.approx(4 * 6 * 10 * 2 / 450e9 * 1e3)
 
 
 def test_one_rank_sends_nothing():
-    found = floor(torch.full((1, 32), 512), MODELS["gpt-oss-20b"])
+    found = roofline(torch.full((1, 32), 512), MODELS["gpt-oss-20b"])
     assert found.wire_ms == 0
     assert found.gemm_ms == pytest.approx(3.096, abs=0.0005)

@@ -1,0 +1,72 @@
+"""Kernels get their phases by name; cases that differ only in contender share their batches."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import padded_dispatch
+from padded_dispatch.bench.cases import Case
+from padded_dispatch.bench.measure import batches, phase_of, phases_ms
+
+
+@pytest.mark.parametrize(
+    ("kernel", "phase"),
+    [
+        ("_select_kernel", "select"),
+        ("_choice_ranks_kernel", "select"),
+        ("_slot_kernel", "plan"),
+        ("_gather_meta_kernel", "meta"),
+        ("_spread_rows_kernel", "gather"),
+        ("_permute_kernel", "gather"),
+        ("_sum_rows_kernel", "combine"),
+        ("_unpermute_kernel", "combine"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
+        ("_push_rows_kernel", "exchange"),
+        ("c10d::symmetric_memory::barrier_kernel(unsigned int**, int)", "exchange"),
+        ("nvjet_tst_192x192_64x4_1x2_h_bz_coopB_NTN", "gemm"),
+        ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x>", "gemm"),
+        ("triton_poi_fused_mul_silu_split_0", "activation"),
+        ("_activate_kernel", "activation"),
+        ("_activate_backward_kernel", "activation"),
+        ("_swiglu_backward_activation_kernel", "activation"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>", "copies"),
+        ("void at::native::softmax_warp_forward", "other"),
+    ],
+)
+def test_phase_of(kernel, phase):
+    assert phase_of(kernel) == phase
+
+
+def test_phases_are_sums_and_those_without_kernels_are_left_out():
+    kernels = {"nvjet_a": 1.5, "_slot_kernel": 0.25, "nvjet_b": 0.5, "sort": 0.125}
+    assert phases_ms(kernels) == {"plan": 0.25, "gemm": 2.0, "other": 0.125}
+
+
+def test_every_kernel_of_ours_has_a_phase():
+    """A renamed kernel would fall into `other` without notice."""
+    package = Path(padded_dispatch.__file__).parent
+    source = "".join(path.read_text() for path in package.rglob("*.py"))
+    kernels = re.findall(r"@triton\.jit[^\n]*\ndef (\w+_kernel)\(", source)
+    assert len(kernels) > 15
+    # The first counts for telemetry; the others are of experts with biases, which no case has.
+    without = {"_count_kernel", "_add_bias_kernel", "_dot_rows_kernel"}
+    assert {kernel for kernel in kernels if phase_of(kernel) == "other"} == without
+
+
+def test_cases_of_one_layer_and_routing_share_their_batches():
+    def drawn(**changes):
+        values = {"model": "tiny", "ep": 1, "tokens": 7, "skew": "hot", "contender": "module"}
+        case = Case(**({"capacity_factor": 1.0} | values | changes))
+        return batches(case, seed=3, dtype=torch.float32, device=torch.device("cpu"))
+
+    first = drawn()
+    assert drawn(contender="packed", capacity_factor=2.0) is first
+    assert drawn(tokens=8)[0].tokens.shape == (8, 1, 32)
+    again = drawn()
+    assert again is not first
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.logits, other.logits)
