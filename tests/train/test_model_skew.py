@@ -29,7 +29,7 @@ def test_demand_is_what_the_routers_own_counters_see(settings):
         added_E = (layer.router.gating(torch.ones(1, 1, tiny.HIDDEN)) - plain).flatten()
         expected_E = 2.0 * torch.randn(4, generator=torch.Generator().manual_seed(8))
         assert torch.allclose(added_E, expected_E, atol=1e-6)
-        skew.after_step()  # What came before is another step.
+        skew.after_step()  # The first pass belongs to an earlier step.
         for seed in range(2):
             hidden = torch.randn(13, 2, tiny.HIDDEN, generator=torch.Generator().manual_seed(seed))
             layer(hidden)
@@ -47,7 +47,7 @@ def test_demand_is_what_the_routers_own_counters_see(settings):
 def _curves(path: str, dispatcher: str) -> None:
     flags = (
         "--seq-length 24 --micro-batch 3 --steps 12 --balancing expert-bias --router-skew 1 "
-        f"--capacity-factor 1 --results {path} --dispatcher {dispatcher}"
+        f"--capacity-factor 1 --out {path} --dispatcher {dispatcher}"
     )
     with megatron_on_cpu(), contextlib.redirect_stdout(io.StringIO()):
         train(parse(flags.split()), torch.device("cpu"))
