@@ -157,14 +157,16 @@ def _sharded(chunks: list[Any], optimizer: MegatronAdam, *, loading: bool) -> di
 
 
 def _random_states() -> dict[str, Any]:
+    tracker: Any = random.get_cuda_rng_tracker()
     return {
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
-        "megatron": random.get_cuda_rng_tracker().get_states(),
+        "megatron": tracker.get_states(),
     }
 
 
 def _set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
     torch.cuda.set_rng_state(states["cuda"])
-    random.get_cuda_rng_tracker().set_states(states["megatron"])
+    tracker: Any = random.get_cuda_rng_tracker()
+    tracker.set_states(states["megatron"])

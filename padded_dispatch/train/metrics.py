@@ -81,7 +81,7 @@ class StepWork:
         }
 
 
-def peak_memory(device: torch.device) -> dict[str, float | None]:
+def peak_memory(device: torch.device) -> dict[str, Any]:
     """Return the peaks `allocated_gib` and `reserved_gib` of this rank's GPU; None on a CPU."""
     if device.type == "cpu":
         return {"allocated_gib": None, "reserved_gib": None}
