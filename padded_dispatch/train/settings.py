@@ -8,6 +8,7 @@ before any worker exists: a mistake costs one line and no traceback.
 `PRESETS` holds model shapes by name, each with defaults for training it.
 """
 
+# ruff: noqa: RUF009 `_option` makes a field, not a default.
 import dataclasses
 import json
 import math
@@ -39,8 +40,9 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _help(text: str) -> dict[str, str]:
-    return {"help": text}
+def _option(text: str, default: Any = dataclasses.MISSING) -> Any:
+    """Return a dataclass field that becomes a flag with this help text."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,42 +146,30 @@ PRESETS = {
 class Recipe:
     """How the model is trained."""
 
-    num_layers: int = field(metadata=_help("layers of the model"))
-    seq_length: int = field(metadata=_help("bytes per sequence"))
-    micro_batch: int = field(metadata=_help("sequences per rank and pass"))
-    global_batch: int = field(
-        metadata=_help("sequences per step over all ranks (default: pp passes per rank)")
-    )
-    lr: float = field(metadata=_help("peak learning rate of Adam"))
-    lr_warmup: int = field(default=20, metadata=_help("steps over which the learning rate rises"))
-    lr_decay: int = field(
-        metadata=_help("step at which a cosine ends at a tenth of --lr (default: --steps)")
-    )
-    adam_state: AdamState = field(
+    num_layers: int = _option("layers of the model")
+    seq_length: int = _option("bytes per sequence")
+    micro_batch: int = _option("sequences per rank and pass")
+    global_batch: int = _option("sequences per step over all ranks (default: pp passes per rank)")
+    lr: float = _option("peak learning rate of Adam")
+    lr_warmup: int = _option("steps over which the learning rate rises", default=20)
+    lr_decay: int = _option("step at which a cosine ends at a tenth of --lr (default: --steps)")
+    adam_state: AdamState = _option(
+        "Adam's state: fp32 takes 12 bytes per parameter; bf16 takes 6: moments in bf16, and "
+        "of the fp32 weights only the bits that bf16 lacks. Each GPU holds its shard",
         default="fp32",
-        metadata=_help(
-            "Adam's state: fp32 takes 12 bytes per parameter; bf16 takes 6: moments in bf16, and "
-            "of the fp32 weights only the bits that bf16 lacks. Each GPU holds its shard"
-        ),
     )
-    balancing: Balancing = field(
+    balancing: Balancing = _option(
+        "how tokens are spread over experts; forced: random routing, for measuring times",
         default="aux-loss",
-        metadata=_help(
-            "how tokens are spread over experts; forced: random routing, for measuring times"
-        ),
     )
-    router_skew: float = field(
+    router_skew: float = _option(
+        "start with routers that prefer some experts: standard deviation of a constant added "
+        "to each expert's logit; --out then has max/mean demand of every step",
         default=0.0,
-        metadata=_help(
-            "start with routers that prefer some experts: standard deviation of a constant added "
-            "to each expert's logit; --out then has max/mean demand of every step"
-        ),
     )
-    seed: int = field(
-        default=1234, metadata=_help("seed of the weights and of the order of the data")
-    )
-    deterministic: bool = field(
-        default=False, metadata=_help("the same bits in every run, at some cost in speed")
+    seed: int = _option("seed of the weights and of the order of the data", default=1234)
+    deterministic: bool = _option(
+        "the same bits in every run, at some cost in speed", default=False
     )
 
 
@@ -187,23 +177,19 @@ class Recipe:
 class Dispatch:
     """How tokens reach their experts."""
 
-    dispatcher: DispatcherName = field(
+    dispatcher: DispatcherName = _option(
+        "ours, or one of Megatron's; a CPU runs all but alltoall, a GPU runs all",
         default="padded_alltoall",
-        metadata=_help("ours, or one of Megatron's; a CPU runs all but alltoall, a GPU runs all"),
     )
-    capacity_factor: float | None = field(
-        metadata=_help(
-            "slots per (source rank, expert) relative to perfect balance; 'none' drops nothing "
-            "(default: 1.25 if the dispatcher drops)"
-        )
+    capacity_factor: float | None = _option(
+        "slots per (source rank, expert) relative to perfect balance; 'none' drops nothing "
+        "(default: 1.25 if the dispatcher drops)"
     )
-    drop_policy: Literal["probs", "position"] = field(
-        default="probs",
-        metadata=_help("which rows keep a slot, for every dispatcher; --padded-policy has more"),
+    drop_policy: Literal["probs", "position"] = _option(
+        "which rows keep a slot, for every dispatcher; --padded-policy has more", default="probs"
     )
-    shared_overlap: bool = field(
-        default=False,
-        metadata=_help("run shared experts, if the model has them, beside the exchange"),
+    shared_overlap: bool = _option(
+        "run shared experts, if the model has them, beside the exchange", default=False
     )
     padded: PaddedOptions = field(default_factory=PaddedOptions)
 
@@ -212,16 +198,14 @@ class Dispatch:
 class Layout:
     """Which processes share the work, and how."""
 
-    device: Device = field(metadata=_help("device to run on (default: cuda if there is a GPU)"))
-    workers: int = field(metadata=_help("processes (default: 2 on a CPU, one per GPU)"))
-    tp: int = field(default=1, metadata=_help("tensor parallel size"))
-    pp: int = field(default=1, metadata=_help("pipeline parallel size"))
-    vpp: int | None = field(default=None, metadata=_help("model chunks per pipeline stage"))
-    ep: int = field(metadata=_help("expert parallel size (default: workers / (etp * pp))"))
-    etp: int = field(default=1, metadata=_help("expert tensor parallel size"))
-    sequence_parallel: bool = field(
-        default=False, metadata=_help("split activations along the sequence")
-    )
+    device: Device = _option("device to run on (default: cuda if there is a GPU)")
+    workers: int = _option("processes (default: 2 on a CPU, one per GPU)")
+    tp: int = _option("tensor parallel size", default=1)
+    pp: int = _option("pipeline parallel size", default=1)
+    vpp: int | None = _option("model chunks per pipeline stage", default=None)
+    ep: int = _option("expert parallel size (default: workers / (etp * pp))")
+    etp: int = _option("expert tensor parallel size", default=1)
+    sequence_parallel: bool = _option("split activations along the sequence", default=False)
 
     @property
     def dp(self) -> int:
@@ -233,48 +217,31 @@ class Layout:
 class Output:
     """What is run, shown and kept."""
 
-    steps: int = field(metadata=_help("steps in all"))
-    graph: Graph = field(
+    steps: int = _option("steps in all")
+    graph: Graph = _option(
+        "what to capture as CUDA graphs: partial: each layer up to the exchange; layer: each "
+        "layer; full-iteration: all passes of a step as one graph",
         default="none",
-        metadata=_help(
-            "what to capture as CUDA graphs: partial: each layer up to the exchange; layer: each "
-            "layer; full-iteration: all passes of a step as one graph"
-        ),
     )
-    graph_timeout: float = field(
-        default=300.0,
-        metadata=_help("seconds after which a capture or a step with graphs ends the process"),
+    graph_timeout: float = _option(
+        "seconds after which a capture or a step with graphs ends the process", default=300.0
     )
-    log_every: int = field(default=10, metadata=_help("steps between two lines of progress"))
-    eval_every: int | None = field(
-        default=None, metadata=_help("steps between two evaluations on held-out text")
+    log_every: int = _option("steps between two lines of progress", default=10)
+    eval_every: int | None = _option("steps between two evaluations on held-out text", default=None)
+    eval_passes: int = _option("passes per evaluation", default=8)
+    run_dir: Path | None = _option("folder for metrics.jsonl and checkpoints", default=None)
+    save_every: int | None = _option("steps between two checkpoints in --run-dir", default=None)
+    resume: bool = _option("continue from the newest checkpoint in --run-dir", default=False)
+    tensorboard: bool = _option("write TensorBoard files to --run-dir as well", default=False)
+    json: bool = _option("print metrics as JSON lines", default=False)
+    out: Path | None = _option("results file (JSON) to which the run adds one row", default=None)
+    commit: str | None = _option("commit of the code, for --out", default=None)
+    trace: Path | None = _option(
+        "folder for routing traces, one file per rank, for padded-dispatch tune", default=None
     )
-    eval_passes: int = field(default=8, metadata=_help("passes per evaluation"))
-    run_dir: Path | None = field(
-        default=None, metadata=_help("folder for metrics.jsonl and checkpoints")
-    )
-    save_every: int | None = field(
-        default=None, metadata=_help("steps between two checkpoints in --run-dir")
-    )
-    resume: bool = field(
-        default=False, metadata=_help("continue from the newest checkpoint in --run-dir")
-    )
-    tensorboard: bool = field(
-        default=False, metadata=_help("write TensorBoard files to --run-dir as well")
-    )
-    json: bool = field(default=False, metadata=_help("print metrics as JSON lines"))
-    out: Path | None = field(
-        default=None, metadata=_help("results file (JSON) to which the run adds one row")
-    )
-    commit: str | None = field(default=None, metadata=_help("commit of the code, for --out"))
-    trace: Path | None = field(
-        default=None,
-        metadata=_help("folder for routing traces, one file per rank, for padded-dispatch tune"),
-    )
-    trace_every: int = field(default=10, metadata=_help("steps between two traced steps"))
-    trace_gib: float = field(
-        default=1.0,
-        metadata=_help("largest size of each rank's trace file; fewer steps are traced to fit"),
+    trace_every: int = _option("steps between two traced steps", default=10)
+    trace_gib: float = _option(
+        "largest size of each rank's trace file; fewer steps are traced to fit", default=1.0
     )
 
 
@@ -310,14 +277,11 @@ class Settings:
                     require(value >= 0, flag(name), value, "be 0 or more")
                 elif isinstance(value, int | float) and value is not False:
                     require(value > 0, flag(name), value, "be above 0")
-        require(
-            self.recipe.adam_state == "fp32" or self.layout.device == "cuda",
-            "--adam-state",
-            self.recipe.adam_state,
-            "be fp32 on a CPU",
-            "only Transformer Engine's Adam, on a GPU, keeps less",
-        )
-        require(self.recipe.seed < 2**63, "--seed", self.recipe.seed, "be below 2**63")
+        state, seed = self.recipe.adam_state, self.recipe.seed
+        fits = state == "fp32" or self.layout.device == "cuda"
+        fix = "Transformer Engine's Adam, on a GPU, keeps less"
+        require(fits, "--adam-state", state, "be fp32 on a CPU", fix)
+        require(seed < 2**63, "--seed", seed, "be below 2**63")
         self._check_layout()
         self._check_dispatch()
         self._check_graph()
@@ -326,14 +290,18 @@ class Settings:
 
     def _check_layout(self) -> None:
         model, recipe, layout = self.model, self.recipe, self.layout
-        workers, per_step = layout.workers, recipe.micro_batch * layout.dp
-        for name, product in (
-            ("tp * pp", layout.tp * layout.pp),
-            ("etp * pp * ep", layout.etp * layout.pp * layout.ep),
+        for name, value, factors, product in (
+            ("--workers", layout.workers, "tp * pp", layout.tp * layout.pp),
+            ("--workers", layout.workers, "etp * pp * ep", layout.etp * layout.pp * layout.ep),
+            ("--num-layers", recipe.num_layers, "pp * vpp", layout.pp * (layout.vpp or 1)),
+            (
+                "--global-batch",
+                recipe.global_batch,
+                "micro_batch * data parallel size",
+                recipe.micro_batch * layout.dp,
+            ),
         ):
-            require(
-                workers % product == 0, "--workers", workers, f"be a multiple of {name}={product}"
-            )
+            require(value % product == 0, name, value, f"be a multiple of {factors}={product}")
         for name, value, total, things in (
             ("--ep", layout.ep, model.num_experts, "experts"),
             ("--tp", layout.tp, model.num_heads, "attention heads"),
@@ -341,56 +309,32 @@ class Settings:
             ("--tp", layout.tp, recipe.seq_length, "bytes of a sequence"),
         ):
             require(total % value == 0, name, value, f"divide the {total} {things}")
-        stages = layout.pp * (layout.vpp or 1)
-        require(
-            recipe.num_layers % stages == 0,
-            "--num-layers",
-            recipe.num_layers,
-            f"be a multiple of pp * vpp={stages}",
-        )
-        require(
-            recipe.global_batch % per_step == 0,
-            "--global-batch",
-            recipe.global_batch,
-            f"be a multiple of micro_batch * data parallel size={per_step}",
-        )
         if layout.vpp is not None:
             require(layout.pp > 1, "--vpp", layout.vpp, "be left out at --pp 1")
-            require(
-                self.num_microbatches % layout.pp == 0,
-                "--global-batch",
-                recipe.global_batch,
-                f"give each rank a multiple of pp={layout.pp} passes with --vpp",
-                f"it gives {self.num_microbatches}",
-            )
+            passes = self.num_microbatches
+            rule = f"give each rank a multiple of pp={layout.pp} passes with --vpp"
+            fits = passes % layout.pp == 0
+            require(fits, "--global-batch", recipe.global_batch, rule, f"it gives {passes}")
         if layout.tp > 1:
-            require(
-                layout.device == "cuda",
-                "--tp",
-                layout.tp,
-                "be 1 on a CPU",
-                "Megatron's layer norm for CPUs has no sequence parallelism",
-            )
-            require(
-                layout.sequence_parallel,
-                "--tp",
-                layout.tp,
-                "be 1 without --sequence-parallel",
-                "Megatron trains experts under tensor parallelism only with it",
-            )
+            reason = "Megatron's layer norm for CPUs has no sequence parallelism"
+            require(layout.device == "cuda", "--tp", layout.tp, "be 1 on a CPU", reason)
+            rule = "be 1 without --sequence-parallel"
+            reason = "Megatron trains experts under tensor parallelism only with it"
+            require(layout.sequence_parallel, "--tp", layout.tp, rule, reason)
 
     def _check_dispatch(self) -> None:
-        dispatch, layout = self.dispatch, self.layout
+        dispatch, on_gpu = self.dispatch, self.layout.device == "cuda"
         dispatcher, factor, padded = dispatch.dispatcher, dispatch.capacity_factor, dispatch.padded
-        for name, default in vars(PaddedOptions()).items():
-            value = getattr(padded, name)
-            require(
-                dispatcher == "padded_alltoall" or value == default,
-                flag(f"padded_{name}"),
-                value,
-                f"be left out with --dispatcher {dispatcher}",
-                "in compare, give it to each padded contender, behind its --vs",
-            )
+        left_out = f"be left out with --dispatcher {dispatcher}"
+        if dispatcher != "padded_alltoall":
+            fix = "in compare, give it to each padded contender, behind its --vs"
+            for name, default in vars(PaddedOptions()).items():
+                value = getattr(padded, name)
+                require(value == default, flag(f"padded_{name}"), value, left_out, fix)
+        if dispatcher not in DROPPING:
+            policy = dispatch.drop_policy
+            require(factor is None, "--capacity-factor", factor, left_out, "it drops nothing")
+            require(policy == "probs", "--drop-policy", policy, left_out, "it drops nothing")
         for number in padded.factor_of_layer:
             require(
                 number <= self.recipe.num_layers,
@@ -400,14 +344,14 @@ class Settings:
                 f"there is no layer {number}",
             )
         require(
-            dispatcher != "alltoall" or layout.device == "cuda",
+            on_gpu or dispatcher != "alltoall",
             "--dispatcher",
             dispatcher,
             "be padded_alltoall, allgather or alltoall-drop-pad on a CPU",
             "Megatron's alltoall needs a GPU",
         )
         require(
-            padded.exchange != "direct" or (layout.device == "cuda" and layout.ep > 1),
+            padded.exchange != "direct" or (on_gpu and self.layout.ep > 1),
             "--padded-exchange",
             padded.exchange,
             "be another one without --device cuda and an --ep of at least 2",
@@ -421,30 +365,11 @@ class Settings:
             "be left out without shared experts and with --dispatcher allgather",
             "a preset with shared experts is deepseek-v2-lite",
         )
-        if dispatcher not in DROPPING:
-            for name, value, default in (
-                ("--capacity-factor", factor, None),
-                ("--drop-policy", dispatch.drop_policy, "probs"),
-            ):
-                require(
-                    value == default,
-                    name,
-                    value,
-                    f"be left out with --dispatcher {dispatcher}",
-                    "it drops nothing",
-                )
-        require(
-            factor is None or 0 < factor < math.inf,
-            "--capacity-factor",
-            factor,
-            "be a number above 0, or 'none' to drop nothing",
-        )
-        require(
-            dispatcher != "alltoall-drop-pad" or factor is not None,
-            "--capacity-factor",
-            "none",
-            "be a number with --dispatcher alltoall-drop-pad",
-        )
+        rule = "be a number above 0, or 'none' to drop nothing"
+        require(factor is None or 0 < factor < math.inf, "--capacity-factor", factor, rule)
+        rule = "be a number with --dispatcher alltoall-drop-pad"
+        fits = dispatcher != "alltoall-drop-pad" or factor is not None
+        require(fits, "--capacity-factor", "none", rule)
 
     def _check_graph(self) -> None:
         graph, dispatcher = self.output.graph, self.dispatch.dispatcher
@@ -479,24 +404,11 @@ class Settings:
         if output.trace is None:
             return
         require_folder("--trace", output.trace)
-        require(
-            dispatcher == "padded_alltoall",
-            "--trace",
-            str(output.trace),
-            f"be left out with --dispatcher {dispatcher}",
-            "only padded_alltoall is traced",
-        )
-        require(
-            output.resume or not list(output.trace.glob("*.npy")),
-            "--trace",
-            str(output.trace),
-            "hold no earlier trace",
-            "choose another folder",
-        )
-        require(
-            output.trace_every <= output.steps,
-            "--trace-every",
-            output.trace_every,
-            f"be at most steps={output.steps}",
-            "otherwise no step is traced",
-        )
+        folder, every, steps = str(output.trace), output.trace_every, output.steps
+        rule = f"be left out with --dispatcher {dispatcher}"
+        traced = dispatcher == "padded_alltoall"
+        require(traced, "--trace", folder, rule, "only padded_alltoall is traced")
+        unused = output.resume or not list(output.trace.glob("*.npy"))
+        require(unused, "--trace", folder, "hold no earlier trace", "choose another folder")
+        rule = f"be at most steps={steps}"
+        require(every <= steps, "--trace-every", every, rule, "otherwise no step is traced")

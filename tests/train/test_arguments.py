@@ -1,4 +1,4 @@
-"""From flags to settings: defaults, overrides, and every mistake in one line that names it."""
+"""From flags to settings: defaults, overrides, and one line for each mistake."""
 
 import dataclasses
 from pathlib import Path
@@ -172,7 +172,7 @@ def test_none_drops_nothing():
         ("--lr-warmup -1", "^--lr-warmup must be 0 or more, got -1$"),
         (
             "--adam-state bf16",
-            "^--adam-state must be fp32 on a CPU, got 'bf16'; only Transformer",
+            "^--adam-state must be fp32 on a CPU, got 'bf16'; Transformer Engine's",
         ),
         ("--seed -1", "^--seed must be 0 or more, got -1$"),
         (f"--seed {2**63}", rf"^--seed must be below 2\*\*63, got {2**63}$"),

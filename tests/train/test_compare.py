@@ -1,4 +1,4 @@
-"""Several contenders in the same processes."""
+"""`compare`: several contenders in the same processes."""
 
 import contextlib
 import gc
@@ -37,7 +37,7 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
     rows = run["rows"]
     assert [row["capacity_factor"] for row in rows] == [2.0, 1.25, 2.0, 1.25]
     assert [row["flags"]["recipe"]["deterministic"] for row in rows] == [False, True, False, True]
-    # Whatever ran before, a run's numbers are its own.
+    # A run's numbers do not depend on the runs before it.
     losses = [row["loss"] for row in rows]
     assert losses[:2] == losses[2:] and losses[0] != losses[1]
     assert all(row["seconds"] > 0 and row["allocated_before_gib"] is None for row in rows)
@@ -75,7 +75,7 @@ def test_mistakes_are_found_before_there_are_workers(flags, message):
         main(f"{SMALL} {flags}".split())
 
 
-def test_help_says_what_vs_does(capsys):
+def test_help_explains_vs(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -83,7 +83,7 @@ def test_help_says_what_vs_does(capsys):
     assert "Each --vs starts a contender with flags of its own" in text
 
 
-def what_is_left(dispatcher: str) -> tuple[list[bool], int]:
+def left_behind(dispatcher: str) -> tuple[list[bool], int]:
     """Return which chunks of a run's model are alive, and how many process groups are left."""
     settings = parse(f"--device cpu --workers 2 {SMALL} --dispatcher {dispatcher}".split())
     build, models = loop.build_chunks, []
@@ -108,4 +108,4 @@ def what_is_left(dispatcher: str) -> tuple[list[bool], int]:
 @pytest.mark.ahead
 @pytest.mark.parametrize("dispatcher", ["padded_alltoall", "allgather", "alltoall-drop-pad"])
 def test_nothing_of_a_run_outlives_it(pool2: WorkerPool, dispatcher):
-    assert pool2.run(what_is_left, dispatcher) == [([False], 0)] * 2
+    assert pool2.run(left_behind, dispatcher) == [([False], 0)] * 2

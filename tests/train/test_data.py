@@ -1,4 +1,4 @@
-"""Text, its split, and samples that depend on nothing but their number and the seed."""
+"""The text, its split, and samples that depend on their number and the seed alone."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def files(root, names):
         path.write_text(f"# {name}\n")
 
 
-# crc32 of these two is a multiple of 20, of no other name in the tests.
+# The crc32 of these two names is a multiple of 20; that of no other name here is.
 HELD_OUT = ["held/f6.py", "m30.py"]
 
 

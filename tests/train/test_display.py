@@ -1,4 +1,4 @@
-"""What is shown on a terminal and on a pipe, and what is kept in files."""
+"""Progress on a terminal and on a pipe, and the files of a run."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Whole runs of the main job on two ranks: it learns, it resumes bit by bit, it compares."""
+"""Whole training runs on two ranks: learning, resuming bit by bit, capacity control."""
 
 import contextlib
 import dataclasses
@@ -75,7 +75,7 @@ def test_the_loss_falls(pool2, flags):
 
 
 def test_shared_experts_beside_the_exchange_train_alike(pool2):
-    """Gradients add up in another order; tests/test_megatron_layer.py compares those."""
+    """The order of gradient sums differs; tests of the Megatron layer compare the gradients."""
     without, behind, beside = (
         pool2.run(_train, "--steps 3", overlap)[0] for overlap in (None, False, True)
     )
@@ -109,7 +109,7 @@ def test_no_factor_drops_nothing_and_a_small_one_much(pool2):
 
 
 @pytest.mark.ahead
-def test_a_run_that_does_not_learn_says_so(pool2):
+def test_a_run_that_does_not_learn_reports_it(pool2):
     learned = run(pool2, "--steps 2")
     last = dataclasses.replace(learned.rows[-1], loss=6.5)
     outcome = Outcome(first_loss=5.5, rows=(learned.rows[0], last), evaluations=())
@@ -232,7 +232,7 @@ GROW = (
 
 @pytest.mark.ahead
 def test_capacity_grows_until_nothing_is_dropped(pool2, tmp_path):
-    """Each read is a step old when it is looked at: 0.5 from step 4 on, C = T from 7 on."""
+    """A read is used one step later: factor 0.5 holds from step 4 on, C = T from step 7 on."""
     run(pool2, f"--steps 8 --run-dir {tmp_path} {GROW}")
     rows = kept_rows(tmp_path, "moe")
     assert all(row["dropped"] > 0 for row in rows[:6])

@@ -1,4 +1,4 @@
-"""A trace of a run, replayed at the run's own factor, equals what the run itself counted."""
+"""A run's trace, replayed at the run's factor, equals the counts of the run."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A skewed router asks as it is told to; expert bias works against it in ours, and not in stock."""
+"""A skewed router's demand; expert bias reduces the skew with our dispatcher, not with stock."""
 
 import contextlib
 import io
@@ -62,6 +62,6 @@ def test_the_bias_moves_in_ours_and_stands_still_in_stock(pool2, tmp_path):
     ours, stock = run["rows"]
     assert len(ours["overload"]) == len(stock["overload"]) == 12
     assert ours["overload"][0] == stock["overload"][0] > 2
-    # 1e-3 up or down for every expert and step.
+    # Each step moves every expert's bias by 1e-3, up or down.
     assert ours["bias_range"] == pytest.approx([0.002 * (1 + step) for step in range(12)])
     assert stock["bias_range"] == [0.0] * 12

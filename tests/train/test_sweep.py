@@ -1,4 +1,4 @@
-"""The sweep: which runs it makes, that each is itself whatever runs beside it, and its file."""
+"""`sweep`: its runs, their independence of runs beside them, and its results file."""
 
 import contextlib
 import json
@@ -73,7 +73,7 @@ def test_side_by_side_or_in_turn_a_run_is_the_same_and_none_is_made_twice(tmp_pa
     # 72 tokens, 2 of 8 experts each: 9 of the 18 slots of perfect balance.
     assert all(drop >= 0.5 for drop in rows[0.5, "probs"]["dropped"])
     assert rows[None, "probs"]["dropped"] == [0, 0]
-    # Policy and remedy matter where something is dropped, and there alone.
+    # Policy and remedy matter only if rows are dropped.
     other = "priority+renormalize"
     assert rows[None, "probs"]["loss"] == rows[None, other]["loss"]
     assert rows[0.5, "probs"]["loss"][1] != rows[0.5, other]["loss"][1]
@@ -132,7 +132,7 @@ def test_seeds_are_outermost_and_runs_evaluate_at_their_end():
     assert often.output.eval_every == 4
 
 
-def test_only_runs_of_the_same_machine_versions_and_flags_count_as_done(tmp_path):
+def test_only_runs_of_the_same_machine_versions_and_flags_are_done(tmp_path):
     path = tmp_path / "r.json"
     here = {"machine": "this", "versions": {"torch": "2"}, "date": "today", "commit": "b"}
     assert finished(path, here) == set()
@@ -148,7 +148,7 @@ def test_only_runs_of_the_same_machine_versions_and_flags_count_as_done(tmp_path
     assert run_key(flags_of(longer)) not in finished(path, here)
 
 
-def test_a_line_says_what_came_out():
+def test_a_row_as_text():
     row = {
         "capacity_factor": 1.25,
         "variant": "probs",
