@@ -22,7 +22,6 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -50,24 +49,6 @@ _VARIED = {
     "padded_policy": "--policies",
     "padded_remedy": "--policies",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """The runs to train, and the results file for their rows.
-
-    `ports`: of one rendezvous store per job; empty for a single job, which uses the launcher's.
-    """
-
-    runs: tuple[Settings, ...]
-    path: Path
-    about: dict[str, Any]
-    ports: tuple[int, ...]
-
-    @property
-    def num_jobs(self) -> int:
-        """Runs that are trained side by side."""
-        return len(self.ports) or 1
 
 
 def parser() -> argparse.ArgumentParser:
@@ -137,7 +118,7 @@ def main(argv: list[str]) -> int:
     check_runs("sweep", runs)
     about = about_run(runs[0], num_jobs=jobs)
     done = finished(arguments.out, about)
-    missing = tuple(settings for settings in runs if run_key(flags_of(settings)) not in done)
+    missing = [settings for settings in runs if run_key(flags_of(settings)) not in done]
     sys.stdout.write(f"{len(runs)} runs, {len(runs) - len(missing)} of them done before\n")
     if not missing:
         return 0
@@ -147,9 +128,9 @@ def main(argv: list[str]) -> int:
         TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for _ in range(jobs if jobs > 1 else 0)
     ]
-    ports = tuple(store.port for store in stores)
-    sweep = Sweep(runs=missing, path=arguments.out, about=about, ports=ports)
-    start_workers(_work, (sweep,), num_workers=jobs * runs[0].layout.workers)
+    ports = [store.port for store in stores]
+    num_workers = jobs * runs[0].layout.workers
+    start_workers(_work, (missing, arguments.out, about, ports), num_workers=num_workers)
     return 0
 
 
@@ -261,24 +242,32 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def _work(sweep: Sweep) -> None:
-    """Run a worker from start to end: train the runs of its job, one after another."""
-    layout, job = sweep.runs[0].layout, 0
-    if sweep.ports:
+def _work(runs: list[Settings], path: Path, about: dict[str, Any], ports: list[int]) -> None:
+    """Run a worker from start to end: train the runs of its job, one after another.
+
+    Args:
+        runs: the runs of all jobs.
+        path: the results file.
+        about: metadata of the rows.
+        ports: ports of the jobs' rendezvous stores; empty for a single job, which uses the
+            launcher's.
+    """
+    layout, job, num_jobs = runs[0].layout, 0, len(ports) or 1
+    if ports:
         number = int(os.environ["RANK"])
         job, rank = divmod(number, layout.workers)
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(layout.workers)
         os.environ["LOCAL_RANK"] = str(number % max(1, torch.cuda.device_count()))
-        os.environ["MASTER_PORT"] = str(sweep.ports[job])
+        os.environ["MASTER_PORT"] = str(ports[job])
     with world(layout.device) as device:
-        for index, settings in enumerate(in_turn(sweep.runs[job :: sweep.num_jobs], device)):
+        for index, settings in enumerate(in_turn(runs[job::num_jobs], device)):
             start = time.monotonic()
             with contextlib.redirect_stdout(io.StringIO()):
                 outcome = train_in_groups(settings, device)
             seconds = time.monotonic() - start
             if dist.get_rank() == 0:
-                row = row_of(settings, outcome, num_jobs=sweep.num_jobs, seconds=seconds)
-                append_run(sweep.path, sweep.about, [row])
-                number = job + index * sweep.num_jobs + 1
-                sys.stdout.write(f"{number}/{len(sweep.runs)} {line(row)}\n")
+                row = row_of(settings, outcome, num_jobs=num_jobs, seconds=seconds)
+                append_run(path, about, [row])
+                number = job + index * num_jobs + 1
+                sys.stdout.write(f"{number}/{len(runs)} {line(row)}\n")
                 sys.stdout.flush()

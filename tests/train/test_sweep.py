@@ -10,7 +10,7 @@ import pytest
 
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.train import sweep as sweep_module
-from padded_dispatch.train.sweep import Sweep, finished, flags_of, line, main, planned, run_key
+from padded_dispatch.train.sweep import finished, flags_of, line, main, planned, run_key
 from padded_dispatch.utils.results import about, append_run
 from tests.support.inline_pool import only_worker
 
@@ -29,13 +29,13 @@ def rows_of(path):
     return [row for run in json.loads(path.read_text())["runs"] for row in run["rows"]]
 
 
-def work_and_write(sweep: Sweep) -> None:
+def work_and_write(runs, path, about, ports) -> None:
     """Run a worker with its stdout in a file, since pytest does not capture it."""
     with (
-        open(f"{sweep.path}.rank-{os.environ['RANK']}", "w") as stdout,
+        open(f"{path}.rank-{os.environ['RANK']}", "w") as stdout,
         contextlib.redirect_stdout(stdout),
     ):
-        sweep_module._work(sweep)
+        sweep_module._work(runs, path, about, ports)
 
 
 def test_side_by_side_or_in_turn_a_run_is_the_same_and_none_is_made_twice(tmp_path, capsys):
@@ -92,12 +92,12 @@ def test_workers_side_by_side_are_dealt_to_jobs(monkeypatch, tmp_path, number, j
         raise Joined("{RANK} of {WORLD_SIZE} at {MASTER_PORT}".format_map(os.environ))
 
     monkeypatch.setattr(sweep_module, "world", join)
-    runs = tuple(planned(["1", "2"], ["probs"], ["0"], ["--workers", "2"]))
+    runs = planned(["1", "2"], ["probs"], ["0"], ["--workers", "2"])
     launched = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": "4", "MASTER_PORT": "1"}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(Joined, match=f"^{joined}$"):
-        sweep_module._work(Sweep(runs=runs, path=tmp_path, about={}, ports=(70, 71)))
+        sweep_module._work(runs, tmp_path, {}, [70, 71])
 
 
 def test_a_policy_may_bring_a_remedy():
