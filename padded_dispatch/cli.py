@@ -1,6 +1,6 @@
-"""The command `padded-dispatch`. Subcommands are imported when they are asked for.
+"""The command `padded-dispatch`, which imports only the subcommand that is run.
 
-A user's mistake (`ValueError`) is one line and exit code 2, as argparse's own are.
+A mistake of the user (`ValueError`) is one line and exit code 2, as argparse's own errors are.
 """
 
 import argparse
@@ -12,16 +12,16 @@ import warnings
 
 _COMMANDS = {
     "train": ("padded_dispatch.train.command", "train a small Mixture-of-Experts GPT"),
-    "compare": ("padded_dispatch.train.compare", "train it several ways, in the same processes"),
-    "sweep": ("padded_dispatch.train.sweep", "train it at several capacity factors and seeds"),
-    "bench": ("padded_dispatch.bench.command", "measure one layer, ours beside Megatron's own"),
-    "parts": ("padded_dispatch.bench.parts", "measure kernels and experts by themselves"),
+    "compare": ("padded_dispatch.train.compare", "train several contenders in the same processes"),
+    "sweep": ("padded_dispatch.train.sweep", "train at several capacity factors and seeds"),
+    "bench": ("padded_dispatch.bench.command", "measure one layer, ours beside Megatron's"),
+    "parts": ("padded_dispatch.bench.parts", "measure kernels and experts alone"),
     "tune": ("padded_dispatch.tune.command", "choose a capacity factor from routing traces"),
-    "calibrate": ("padded_dispatch.bench.calibrate", "fit the time model of tune to this machine"),
+    "calibrate": ("padded_dispatch.bench.calibrate", "fit tune's time model to this machine"),
 }
 
-# What Megatron-Core says at every import on a machine without Transformer Engine, and 0.16 about
-# the default of its own config.
+# Warnings of Megatron-Core: at every import without Transformer Engine, and in 0.16 about the
+# default of its own config.
 _EXPECTED_WARNINGS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
@@ -30,7 +30,7 @@ _EXPECTED_WARNINGS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; its exit code."""
+    """Run one subcommand and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="padded-dispatch",
         description="A Mixture-of-Experts token dispatcher with static shapes for Megatron-Core.",
@@ -39,20 +39,20 @@ def main(argv: list[str] | None = None) -> int:
     for name, (_, help) in _COMMANDS.items():
         commands.add_parser(name, help=help, add_help=False)
     arguments, rest = parser.parse_known_args(argv)
-    _expect_warnings()
+    _ignore_expected_warnings()
     command = importlib.import_module(_COMMANDS[arguments.command][0])
     try:
         return command.main(rest)
     except ValueError as error:
         sys.stderr.write(f"padded-dispatch {arguments.command}: {error}\n")
         return 2
-    except KeyboardInterrupt:  # Where there are workers, `start_workers` answers it.
+    except KeyboardInterrupt:  # With workers, `start_workers` handles it.
         sys.stderr.write(f"padded-dispatch {arguments.command}: interrupted\n")
         return 128 + signal.SIGINT
 
 
-def _expect_warnings() -> None:
-    """Ignore them here and, by way of the environment, in workers."""
+def _ignore_expected_warnings() -> None:
+    """Ignore the expected warnings here and, through the environment, in workers."""
     given = os.environ.get("PYTHONWARNINGS")
     ignored = [f"ignore:{message}" for message in _EXPECTED_WARNINGS]
     os.environ["PYTHONWARNINGS"] = ",".join([given, *ignored] if given else ignored)

@@ -1,4 +1,4 @@
-"""The command as a user meets it: in a folder of its own, in processes of its own."""
+"""The command as a user runs it: in an empty folder, in separate processes."""
 
 import json
 import os
@@ -17,14 +17,14 @@ from tests.support.ahead import ENVIRONMENT
 
 COMMAND = [sys.executable, "-m", "padded_dispatch.cli"]
 SMALL = "train --seq-length 24 --micro-batch 3 --lr-warmup 2"
-# As a user has it, but for one thread per process.
+# The environment of a user, but with one thread per process.
 USERS = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONWARNINGS"}
 USERS["OMP_NUM_THREADS"] = "1"
 
 
 def our_words(stderr: str) -> str:
-    """Without what torch says of a machine that has CUDA's compiler and no GPU, Python 3.12 of
-    Megatron's source when it compiles it, and Megatron 0.19 of its GPTModel."""
+    """Remove known warnings: torch's about a CUDA compiler without a GPU, Python 3.12's when it
+    compiles Megatron, and Megatron 0.19's about its GPTModel."""
     theirs = (
         r"^W\d{4} .*torch/utils/cpp_extension.*\n",
         r"^.*/megatron/.*SyntaxWarning.*\n  .*\n",
@@ -35,7 +35,7 @@ def our_words(stderr: str) -> str:
 
 @pytest.mark.ahead
 def test_it_trains_evaluates_and_saves_in_an_empty_folder(tmp_path):
-    flags = "--steps 4 --log-every 2 --eval-every 4 --save-every 4 --out run"
+    flags = "--steps 4 --log-every 2 --eval-every 4 --save-every 4 --run-dir run"
     done = subprocess.run(
         [*COMMAND, *SMALL.split(), *flags.split()],
         cwd=tmp_path,
@@ -86,8 +86,8 @@ def test_under_torchrun_it_starts_no_processes(tmp_path):
 
 @contextmanager
 def long_run(folder) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A run that has done its first step, and its workers' process ids."""
-    flags = "--steps 100000 --log-every 1 --save-every 1 --out run"
+    """Yield a run that has done its first step, and its workers' process ids."""
+    flags = "--steps 100000 --log-every 1 --save-every 1 --run-dir run"
     with subprocess.Popen(
         [*COMMAND, *SMALL.split(), *flags.split()],
         cwd=folder,
@@ -132,7 +132,7 @@ needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="lo
 def test_ctrl_c_ends_everything_and_leaves_only_whole_checkpoints(tmp_path):
     with long_run(tmp_path) as (process, workers):
         assert len(workers) == 2
-        os.killpg(process.pid, signal.SIGINT)  # As a terminal does: to all of them.
+        os.killpg(process.pid, signal.SIGINT)  # A terminal signals all processes.
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 128 + signal.SIGINT
         assert our_words(stderr) == "SIGINT: stopping all workers\n"
@@ -160,14 +160,14 @@ def test_a_dead_worker_ends_the_job(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("train --ep 3", "workers=2 is not possible: make it a multiple of etp * pp * ep=3"),
-        ("train --padded-min-capacity 0", "min_capacity=0 is not possible"),
-        ("train --resume --out nowhere", "resume=True is not possible: nowhere holds no"),
-        ("train --results /", "results=/ is not possible: [Errno 21] Is a directory: '/'; name a"),
-        ("train --results /dev/null/r.json", "results='/dev/null' is not possible: /dev/null is"),
+        ("train --ep 3", r"--workers must be a multiple of etp \* pp \* ep=3, got 2"),
+        ("train --padded-min-capacity 0", "min_capacity must .*, got 0"),
+        ("train --resume --run-dir nowhere", "--run-dir must hold a checkpoint, got 'nowhere'; l"),
+        ("train --out /", "--out.*/.*; "),
+        ("train --out /dev/null/r.json", "--out must .*/dev/null"),
         (
             "train --seq-length 10000000",
-            "seq_length=10000000 is not possible: the text has",
+            "--seq-length must be less than the text's .* bytes, got 10000000",
         ),
     ],
 )
@@ -177,15 +177,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, flags, messa
     monkeypatch.setenv("PYTHONWARNINGS", "")
     assert cli.main(flags.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"padded-dispatch train: {message}")
+    assert re.match(f"padded-dispatch train: {message}", line)
 
 
 def test_tensorboard_that_is_missing_is_named(capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("PYTHONWARNINGS", "")
-    monkeypatch.setattr("padded_dispatch.train.command.find_spec", lambda name: None)
-    assert cli.main(["train", "--tensorboard", "--out", str(tmp_path)]) == 2
+    monkeypatch.setattr("padded_dispatch.train.check.find_spec", lambda name: None)
+    assert cli.main(["train", "--tensorboard", "--run-dir", str(tmp_path)]) == 2
     assert "pip install 'padded-dispatch[train]'" in capsys.readouterr().err
 
 

@@ -1,14 +1,15 @@
-"""The main job: train a byte-level Mixture-of-Experts GPT on Python's own source, with Megatron.
+"""Train a byte-level Mixture-of-Experts GPT on Python's source, with Megatron-Core.
 
-    command line -> Settings, checked once            arguments, settings, presets
-      -> workers                                      padded_dispatch.utils.launch, or torchrun
-      -> each: device and process groups              world
-         -> model, Adam                               model, optimizer
-         -> loop: passes, steps, evaluations          loop, passes, data
-         -> capacity: what is dropped, and then done  capacity, skew
-         -> figures, progress, files                  metrics, flops, display
-         -> checkpoints                               checkpoint
+    command line -> Settings, checked                command, arguments, settings, check
+      -> worker processes                            padded_dispatch.utils.launch, or torchrun
+      -> in each: device and process groups          world
+         -> model, Adam, CUDA graphs                 model, optimizer, graphs
+         -> steps, evaluations, capacity, traces     loop, data
+         -> figures, progress, results files         metrics, display
+         -> checkpoints                              checkpoint
 
-Everything but the device's own part (`world`, `optimizer`, the spec in `model`) is the same on a
-laptop and on GPUs.
+`compare` and `sweep` are two more commands, which train several runs in the same processes.
+
+A laptop runs the same code as GPUs, but for the device (`world`), the optimizer and the layer spec
+(`model`).
 """

@@ -1,4 +1,9 @@
-"""The command line: flags from the fields of `Settings`, and settings from flags."""
+"""The command line of `padded-dispatch train`: flags from the fields of `Settings`, and back.
+
+Options of the padded dispatcher bring their own flags, texts and defaults (`PaddedOptions`); none
+is overridden here. torch is imported only once the flags are parsed: `--help` and a typo do
+without it.
+"""
 
 import argparse
 import dataclasses
@@ -7,27 +12,29 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import torch
-
 from padded_dispatch.config import require
 from padded_dispatch.megatron.options import NO_DROP, add_arguments, from_arguments
 from padded_dispatch.train.settings import (
     DROPPING,
     PRESETS,
-    Device,
     Dispatch,
     Layout,
     Output,
     Preset,
     Recipe,
     Settings,
+    flag,
 )
 
 _GROUPS = (Recipe, Dispatch, Layout, Output)
+_METAVARS = {int: "N", Path: "PATH", str: "TEXT"}
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of `padded-dispatch train`; only flags that were given are in its namespace."""
+    """Return the parser of `padded-dispatch train`.
+
+    Its namespace holds only the flags that were given, and every padded option.
+    """
     made = argparse.ArgumentParser(
         prog="padded-dispatch train",
         usage="padded-dispatch train [FLAGS]",
@@ -51,19 +58,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: list[str]) -> Settings:
-    """Settings from a command line.
+    """Return the settings that a command line asks for.
 
     Raises:
-        ValueError: names what is not possible and what to change.
-        SystemExit: for `--help` and for what argparse itself refuses.
+        ValueError: names the flag, its rule, its value and what to set.
+        SystemExit: for `--help` and for flags that argparse refuses.
     """
     arguments = parser().parse_args(argv)
     given = vars(arguments)
     preset = PRESETS[arguments.preset]
     layout = Layout(**_layout_defaults(preset, given) | _of(Layout, given))
-    dispatch = Dispatch(
-        **_dispatch_defaults(given) | _of(Dispatch, given), padded=from_arguments(arguments)
-    )
+    drops = given.get("dispatcher", DROPPING[0]) in DROPPING
+    defaults: dict[str, Any] = {"capacity_factor": 1.25 if drops else None}
+    dispatch = Dispatch(**defaults | _of(Dispatch, given), padded=from_arguments(arguments))
     steps = given.get("steps", preset.steps)
     micro_batch = given.get("micro_batch", preset.micro_batch)
     defaults = {
@@ -85,30 +92,33 @@ def parse(argv: list[str]) -> Settings:
 
 
 def _layout_defaults(preset: Preset, given: dict[str, Any]) -> dict[str, Any]:
-    device: Device = given.get("device", "cuda" if torch.cuda.is_available() else "cpu")
-    for name in ("workers", "tp", "pp", "etp"):  # Before anything is divided by them.
-        require(given.get(name, 1) > 0, name, given.get(name), "give a number above 0")
+    import torch
+
+    device = given.get("device", "cuda" if torch.cuda.is_available() else "cpu")
+    for name in ("workers", "tp", "pp", "etp"):  # Checked before anything is divided by them.
+        require(given.get(name, 1) > 0, flag(name), given.get(name), "be above 0")
     num_gpus = torch.cuda.device_count()
-    if preset.device not in (None, device):
-        raise ValueError(
-            f"preset={given['preset']} is not possible on device={device}: choose --preset tiny"
-        )
-    if device == "cuda" and num_gpus == 0:
-        raise ValueError("device=cuda is not possible: PyTorch sees no GPU; give --device cpu")
+    fits = preset.device in (None, device)
+    require(fits, "--preset", given["preset"], f"be tiny on device={device}", "others need a GPU")
+    require(device == "cpu" or num_gpus, "--device", device, "be cpu", "PyTorch sees no GPU")
     # Under torchrun the processes exist already, and some may be on other machines.
     started = int(os.environ.get("WORLD_SIZE", 0))
     workers = given.get("workers", started or (num_gpus if device == "cuda" else 2))
-    if started not in (0, workers):
-        raise ValueError(f"workers={workers} is not possible: torchrun started {started}")
-    if not started and device == "cuda" and workers > num_gpus:
-        raise ValueError(f"workers={workers} is not possible: PyTorch sees {num_gpus} GPUs")
+    require(
+        started in (0, workers),
+        "--workers",
+        workers,
+        f"be {started}, the processes that torchrun started",
+        "leave it out",
+    )
+    require(
+        started or device == "cpu" or workers <= num_gpus,
+        "--workers",
+        workers,
+        f"be at most {num_gpus}, the GPUs that PyTorch sees",
+    )
     ep = max(1, workers // (given.get("etp", 1) * given.get("pp", 1)))
     return {"device": device, "workers": workers, "ep": ep}
-
-
-def _dispatch_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    drops = given.get("dispatcher", DROPPING[0]) in DROPPING
-    return {"capacity_factor": 1.25 if drops else None}
 
 
 def _of(cls: type, given: dict[str, Any]) -> dict[str, Any]:
@@ -117,8 +127,7 @@ def _of(cls: type, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add(group: Any, option: dataclasses.Field[Any], hint: Any) -> None:
-    """One flag for one field: bool, Literal, or a type that reads its text, maybe optional."""
-    flag = f"--{option.name.replace('_', '-')}"
+    """Add the flag of one field: a bool, a Literal, or a type that reads text, maybe optional."""
     text = option.metadata["help"]
     if option.default not in (dataclasses.MISSING, None, False):
         text += f" (default: {option.default})"
@@ -126,16 +135,22 @@ def _add(group: Any, option: dataclasses.Field[Any], hint: Any) -> None:
         text += " (default: the preset's)"
     common = {"help": text, "default": argparse.SUPPRESS}
     if hint is bool:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+        group.add_argument(flag(option.name), action=argparse.BooleanOptionalAction, **common)
     elif get_origin(hint) is Literal:
-        group.add_argument(flag, choices=get_args(hint), **common)
+        group.add_argument(flag(option.name), choices=get_args(hint), **common)
     else:
-        (read,) = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
-        if read is float and NoneType in get_args(hint):
-            read = _factor
-        metavar = {int: "N", Path: "PATH", str: "TEXT"}.get(read, "X")
-        group.add_argument(flag, type=read, metavar=metavar, **common)
+        (kind,) = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
+        read = _factor if option.name == "capacity_factor" else kind
+        metavar = _METAVARS.get(kind, "X")
+        group.add_argument(flag(option.name), type=read, metavar=metavar, **common)
 
 
 def _factor(text: str) -> float | None:
-    return None if text in ("none", NO_DROP) else float(text)
+    if text in ("none", NO_DROP):
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a number above 0, or 'none' to drop nothing, got {text!r}"
+        ) from None

@@ -1,13 +1,13 @@
-"""Checkpoints that are whole or not there, and from which a run goes on bit by bit.
+"""Atomic checkpoints, from which a run resumes bit by bit.
 
-A checkpoint is written under a temporary name and renamed when all ranks are done, so that a run
-may be stopped at any moment. It holds weights with the experts' biases, the optimizer's state and
-the random states. The learning rate and the position in the data follow from the number of steps
-done (`padded_dispatch.train.data`), which lies beside them in `run.json`, together with the
-settings that decide the run's numbers: a resumed run must have the same.
+A checkpoint is written under a temporary name and renamed when all ranks are done, so a run may be
+stopped at any moment. It holds the weights with the experts' biases, the optimizer's state and the
+random states. `run.json` beside them holds the number of steps done, from which the learning rate
+and the position in the data follow (`padded_dispatch.train.data`), and the settings that decide the
+run's numbers: a resumed run must have the same ones.
 
-On CPUs it is one of `torch.distributed.checkpoint` with every rank's own tensors, on GPUs one of
-Megatron's `dist_checkpointing`. Either can be read by as many ranks as have written it.
+On CPUs the format is `torch.distributed.checkpoint` with every rank's own tensors, on GPUs
+Megatron's `dist_checkpointing`. Either must be read by as many ranks as have written it.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.tensor_parallel import random
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
+from padded_dispatch.config import require
 from padded_dispatch.megatron.options import Factor
 from padded_dispatch.train.model import unwrapped
 from padded_dispatch.train.optimizer import MegatronAdam, TorchAdam
@@ -34,51 +35,55 @@ _DECISIVE = ("model", "recipe", "dispatch", "layout")
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run is: steps done, the loss of the first, and each padded layer's factor."""
+    """The progress of a run: steps done, the first step's loss, each padded layer's factor."""
 
     step: int
     first_loss: float
     factors: dict[int, Factor]
 
 
-def newest(out: Path) -> Path:
-    """The newest whole checkpoint of a run's folder.
+def newest(run_dir: Path) -> Path:
+    """Return the newest checkpoint in a run's folder.
 
     Raises:
         ValueError: there is none.
     """
-    found = sorted((out / "checkpoints").glob("step-*"))
-    if not found:
-        raise ValueError(f"resume=True is not possible: {out} holds no checkpoint; leave it out")
+    found = sorted((run_dir / "checkpoints").glob("step-*"))
+    require(found, "--run-dir", str(run_dir), "hold a checkpoint", "leave out --resume")
     return found[-1]
 
 
 def check_resumable(settings: Settings) -> None:
-    """Refuse to go on where there is nothing left to do, or with settings of another run.
+    """Raise if the newest checkpoint has other settings, or has done all steps already.
 
     Raises:
         ValueError: names every setting that differs, with both values.
     """
-    assert settings.output.out is not None
-    found = newest(settings.output.out)
+    output = settings.output
+    assert output.run_dir is not None
+    found = newest(output.run_dir)
     about = json.loads((found / "run.json").read_text())
-    then, now = about["settings"], _decisive(settings)
+    then, now = about["settings"], settings.as_json(*_DECISIVE)
     differing = [
         f"{name}={now[group][name]} (was {value})"
         for group in _DECISIVE
         for name, value in then[group].items()
         if now[group][name] != value
     ]
-    if differing:
-        raise ValueError(
-            f"resume=True is not possible with {', '.join(differing)}: give what {found} was "
-            "written with"
-        )
-    if about["step"] >= settings.output.steps:
-        raise ValueError(
-            f"steps={settings.output.steps} is not possible: {found} has done {about['step']} "
-            "already; give more, and --lr-decay as it was"
-        )
+    require(
+        not differing,
+        "--resume",
+        ", ".join(differing),
+        f"repeat the settings of {found}",
+        "give the values in brackets",
+    )
+    require(
+        about["step"] < output.steps,
+        "--steps",
+        output.steps,
+        f"exceed the {about['step']} steps that {found} has done",
+        "give more, and --lr-decay as it was",
+    )
 
 
 def save(
@@ -87,9 +92,9 @@ def save(
     chunks: list[Any],
     optimizer: TorchAdam | MegatronAdam,
 ) -> None:
-    """Write `OUT/checkpoints/step-N`. To be called by all ranks."""
-    assert settings.output.out is not None
-    folder = settings.output.out / "checkpoints"
+    """Write `RUN_DIR/checkpoints/step-N`. All ranks must call it."""
+    assert settings.output.run_dir is not None
+    folder = settings.output.run_dir / "checkpoints"
     temporary = folder / "unfinished"
     first = dist.get_rank() == 0
     if first:
@@ -99,26 +104,26 @@ def save(
     if isinstance(optimizer, MegatronAdam):
         dist_checkpointing.save(_sharded(chunks, optimizer, loading=False), str(temporary))
     else:
-        state_dict_saver.save(_mine(chunks, optimizer), checkpoint_id=temporary)
+        state_dict_saver.save(_state_of_rank(chunks, optimizer), checkpoint_id=temporary)
     dist.barrier()
     if first:
-        about = {**dataclasses.asdict(progress), "settings": _decisive(settings)}
+        about = {**dataclasses.asdict(progress), "settings": settings.as_json(*_DECISIVE)}
         (temporary / "run.json").write_text(json.dumps(about, indent=2))
         temporary.rename(folder / f"step-{progress.step:08d}")
     dist.barrier()
 
 
 def load(checkpoint: Path, chunks: list[Any], optimizer: TorchAdam | MegatronAdam) -> Progress:
-    """Put a checkpoint's state in place. To be called by all ranks."""
-    optimizer.step(lr=0.0)  # Makes Adam's state, for the checkpoint to be read into.
+    """Load a checkpoint into the model and the optimizer. All ranks must call it."""
+    optimizer.step(lr=0.0)  # Allocates Adam's state, which the checkpoint is read into.
     state: dict[str, Any]
     if isinstance(optimizer, MegatronAdam):
         sharded = _sharded(chunks, optimizer, loading=True)
         state = cast(dict[str, Any], dist_checkpointing.load(sharded, str(checkpoint)))
     else:
-        mine = _mine(chunks, optimizer)
-        state_dict_loader.load(mine, checkpoint_id=checkpoint)
-        state = mine[f"rank{dist.get_rank()}"]
+        saved = _state_of_rank(chunks, optimizer)
+        state_dict_loader.load(saved, checkpoint_id=checkpoint)
+        state = saved[f"rank{dist.get_rank()}"]
     for number, model in enumerate(unwrapped(chunks)):
         model.load_state_dict(state[f"chunk{number}"])
     optimizer.adam.load_state_dict(state["optimizer"])
@@ -128,9 +133,9 @@ def load(checkpoint: Path, chunks: list[Any], optimizer: TorchAdam | MegatronAda
     return Progress(step=about["step"], first_loss=about["first_loss"], factors=factors)
 
 
-def _mine(chunks: list[Any], optimizer: TorchAdam) -> dict[str, Any]:
-    # Ranks hold different experts under the same names; without a name of their own,
-    # torch.distributed.checkpoint would take them for copies and keep one.
+def _state_of_rank(chunks: list[Any], optimizer: TorchAdam) -> dict[str, Any]:
+    # Ranks hold different experts under the same names. Without a key per rank,
+    # torch.distributed.checkpoint would treat them as copies and keep one.
     state: dict[str, Any] = {"optimizer": optimizer.adam.state_dict(), "random": _random_states()}
     for number, model in enumerate(unwrapped(chunks)):
         state[f"chunk{number}"] = model.state_dict()
@@ -143,7 +148,7 @@ def _sharded(chunks: list[Any], optimizer: MegatronAdam, *, loading: bool) -> di
     state["optimizer"] = optimizer.adam.sharded_state_dict(
         models,
         is_loading=loading,
-        # Every rank writes its own shard: the fastest, for as many ranks as have written it.
+        # Every rank writes its shard: the fastest format, readable by the same number of ranks.
         metadata={"distrib_optim_sharding_type": "dp_reshardable"},
     )
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -152,24 +157,16 @@ def _sharded(chunks: list[Any], optimizer: MegatronAdam, *, loading: bool) -> di
 
 
 def _random_states() -> dict[str, Any]:
+    tracker: Any = random.get_cuda_rng_tracker()
     return {
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
-        "megatron": _tracker().get_states(),
+        "megatron": tracker.get_states(),
     }
 
 
 def _set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
     torch.cuda.set_rng_state(states["cuda"])
-    _tracker().set_states(states["megatron"])
-
-
-def _tracker() -> Any:
-    return random.get_cuda_rng_tracker()
-
-
-def _decisive(settings: Settings) -> dict[str, Any]:
-    """The settings that decide a run's numbers, as JSON gives them back."""
-    groups = {name: dataclasses.asdict(getattr(settings, name)) for name in _DECISIVE}
-    return json.loads(json.dumps(groups))
+    tracker: Any = random.get_cuda_rng_tracker()
+    tracker.set_states(states["megatron"])

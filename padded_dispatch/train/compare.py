@@ -1,27 +1,31 @@
-"""`padded-dispatch compare`: several trainings, one after another, in the same processes.
+"""`padded-dispatch compare`: train several contenders, one after another, in the same processes.
 
-    padded-dispatch compare --preset qwen3-30b-a3b --steps 40 --results runs/graphs.json \\
+    padded-dispatch compare --preset qwen3-30b-a3b --steps 40 --out runs/graphs.json \\
         --vs --dispatcher alltoall \\
         --vs --graph layer
 
-Flags before the first `--vs` hold for all; each `--vs` starts a contender and has its own flags,
-those of `padded-dispatch train`. Starting processes and importing costs more than many a run, and
-contenders on the same machine in the same minutes compare best. `--repeats N`, before the first
-`--vs`, trains all of them in turn, N times over, so that what changes on the machine meanwhile is
-seen in every contender: equal rows of a results file are repeats.
+Flags before the first `--vs` hold for all; each `--vs` starts a contender with flags of
+`padded-dispatch train`. One set of processes has two reasons: starting and importing takes longer
+than many runs, and contenders compare best on one machine within the same minutes. `--repeats N`,
+before the first `--vs`, trains all contenders in turn, N times over, so that a drift of the machine
+shows in every contender: equal rows of a results file are repeats.
+
+`check_runs` and `in_turn` serve `padded-dispatch sweep` as well.
 """
 
 import argparse
 import itertools
 import sys
+from collections.abc import Iterator, Sequence
 
+import torch
 import torch.distributed as dist
 
 from padded_dispatch.config import require
 from padded_dispatch.train.arguments import parse
-from padded_dispatch.train.command import check
+from padded_dispatch.train.check import check
 from padded_dispatch.train.loop import train_in_groups
-from padded_dispatch.train.settings import Settings
+from padded_dispatch.train.settings import Settings, flag
 from padded_dispatch.train.world import free_memory, model_parallel, world
 from padded_dispatch.utils.launch import start_workers
 
@@ -29,43 +33,32 @@ _SEPARATOR = "--vs"
 
 
 def main(argv: list[str]) -> int:
-    """Train every contender; 0 when all have come to their end.
+    """Train every contender; return 0 when all have finished.
 
     Raises:
-        ValueError: the user's mistakes, in any of the contenders, before there are workers.
+        ValueError: a mistake in any contender's flags, found before any worker starts.
         SystemExit: see `start_workers`.
     """
     shared, *contenders = _split(argv)
     arguments, common = parser().parse_known_args(shared)
     repeats: int = arguments.repeats
-    require(repeats >= 1, "repeats", repeats, "give 1 or more")
+    require(repeats >= 1, "--repeats", repeats, "be at least 1")
+    require(contenders, _SEPARATOR, len(contenders), "be given at least once")
     runs = [parse(common + flags) for flags in contenders]
-    if not runs:
-        raise ValueError("no contender is not possible: give at least one --vs")
-    for settings in runs:
-        if (settings.layout.device, settings.layout.workers) != (
-            runs[0].layout.device,
-            runs[0].layout.workers,
-        ):
-            raise ValueError("device and workers must be the same for all: give them before --vs")
-        for name in ("out", "trace"):
-            folder = getattr(settings.output, name)
-            if folder is not None:  # Repeats, and contenders that share it, would write over it.
-                raise ValueError(f"{name}={folder} is not possible: compare keeps --results")
-        check(settings)
+    check_runs("compare", runs)
     names = [" ".join(flags) for flags in contenders]
     start_workers(_work, (runs * repeats, names * repeats), num_workers=runs[0].layout.workers)
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of what may stand before the first `--vs` beside the flags of `train`."""
+    """Return the parser of the flags that come before the first `--vs` and that `train` lacks."""
     made = argparse.ArgumentParser(
         prog="padded-dispatch compare",
         usage="padded-dispatch compare [--repeats N] [FLAGS OF padded-dispatch train] "
         "--vs [FLAGS OF padded-dispatch train] ...",
         description="Train several contenders, one after another, in the same processes. Each --vs "
-        "starts one and has its own flags; flags before the first --vs hold for all.",
+        "starts a contender with flags of its own; flags before the first --vs hold for all.",
         allow_abbrev=False,
     )
     made.add_argument(
@@ -73,9 +66,49 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="train all of them in turn, N times over (default: 1)",
+        help="train all contenders in turn, N times over (default: 1)",
     )
     return made
+
+
+def check_runs(command: str, runs: Sequence[Settings]) -> None:
+    """Raise if the runs cannot share processes, or if one of them could not start.
+
+    Raises:
+        ValueError: names the flag, its rule, its value and what to set.
+    """
+    first = runs[0].layout
+    for settings in runs:
+        layout, output = settings.layout, settings.output
+        require(
+            (layout.device, layout.workers) == (first.device, first.workers),
+            "--device and --workers",
+            f"{layout.device}, {layout.workers} and {first.device}, {first.workers}",
+            "be the same for all contenders",
+            f"give them before the first {_SEPARATOR}",
+        )
+        for name in ("run_dir", "trace"):
+            folder = getattr(output, name)
+            require(
+                folder is None,
+                flag(name),
+                str(folder),
+                f"be left out of {command}",
+                "its runs would overwrite each other's files; --out keeps their figures",
+            )
+        check(settings)
+
+
+def in_turn(runs: Sequence[Settings], device: torch.device) -> Iterator[Settings]:
+    """Yield each run inside Megatron's process groups of its layout; free its memory afterwards.
+
+    Consecutive runs with the same layout share the groups. All ranks must iterate to the end.
+    """
+    for layout, same in itertools.groupby(runs, key=lambda settings: settings.layout):
+        with model_parallel(layout):
+            for settings in same:
+                yield settings
+                free_memory(device)
 
 
 def _split(argv: list[str]) -> list[list[str]]:
@@ -89,13 +122,9 @@ def _split(argv: list[str]) -> list[list[str]]:
 
 
 def _work(runs: list[Settings], names: list[str]) -> None:
-    """A worker's whole life."""
-    with world(runs[0].layout) as device:
-        numbered = enumerate(zip(runs, names, strict=True), 1)
-        for layout, same in itertools.groupby(numbered, key=lambda item: item[1][0].layout):
-            with model_parallel(layout):
-                for number, (settings, name) in same:
-                    if dist.get_rank() == 0 and not settings.output.json:
-                        sys.stdout.write(f"{number}/{len(runs)} {name}\n")
-                    train_in_groups(settings, device)
-                    free_memory(device)
+    """Run a worker from start to end."""
+    with world(runs[0].layout.device) as device:
+        for index, settings in enumerate(in_turn(runs, device)):
+            if dist.get_rank() == 0 and not settings.output.json:
+                sys.stdout.write(f"{index + 1}/{len(runs)} {names[index]}\n")
+            train_in_groups(settings, device)

@@ -1,8 +1,8 @@
-"""Real text that every machine has: the source of Python's own standard library, byte by byte.
+"""Training text that every machine has: the source of Python's standard library, byte by byte.
 
-Which bytes a sample holds depends on its number and the seed alone. So the position in the data is
-the number of steps done, a resumed run needs no iterator's state, and the number of ranks changes
-who reads a sample, never which samples a step has.
+A sample's bytes depend on its number and the seed alone. The position in the data is therefore the
+number of steps done, and a resumed run needs no iterator state. The number of ranks changes which
+rank reads a sample, never which samples a step has.
 """
 
 import os
@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+
+from padded_dispatch.config import require
 
 # Tests and third-party packages differ from one installation to the next.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -30,23 +32,23 @@ class Corpus:
 
 
 def load_corpus(root: Path | None = None) -> Corpus:
-    """Every Python file below `root` in the order of their names, each followed by a zero byte.
+    """Read every Python file below `root`, sorted by name, each followed by a zero byte.
 
-    Whether a file is held out depends on its name alone.
+    A file's name alone decides whether it is held out.
 
     Args:
         root: a folder; the standard library's by default.
 
     Raises:
-        ValueError: when there is too little text for both parts.
+        ValueError: there is too little text for both parts.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     for name in sorted(_python_files(root)):
         held_out = zlib.crc32(name.encode()) % _HELD_OUT_SHARE == 0
         parts[held_out].append((root / name).read_bytes() + b"\0")
-    if not all(parts.values()):
-        raise ValueError(f"root={root} is not possible: it has too few Python files to train on")
+    enough = all(parts.values())
+    require(enough, "root", str(root), "hold enough Python files to train and evaluate on")
     train, held_out = (np.frombuffer(b"".join(parts[key]), np.uint8) for key in (False, True))
     return Corpus(train=train, held_out=held_out)
 
@@ -60,21 +62,21 @@ def _python_files(root: Path) -> Iterator[str]:
 
 
 class Windows:
-    """Sequences of a text, each sample at random but always the same one for the same number.
+    """Sequences of a text in random order; equal numbers give equal samples.
 
     Args:
         text: uint8.
         seq_length: bytes that the model reads (S).
-        seed: decides the order. Each pass over the text has another one.
+        seed: decides the order, which differs between passes over the text.
+
+    Raises:
+        ValueError: the text is shorter than one sample.
     """
 
     def __init__(self, text: np.ndarray, seq_length: int, seed: int) -> None:
         self.num_windows = (len(text) - 1) // seq_length
-        if self.num_windows < 1:
-            raise ValueError(
-                f"seq_length={seq_length} is not possible: the text has {len(text)} bytes; give "
-                "fewer than that"
-            )
+        rule = f"be less than the text's {len(text)} bytes"
+        require(self.num_windows >= 1, "--seq-length", seq_length, rule)
         self._text = text
         self._seq_length = seq_length
         self._seed = seed
@@ -82,7 +84,7 @@ class Windows:
         self._order = np.empty(0, np.int64)
 
     def sample(self, number: int) -> np.ndarray:
-        """S + 1 bytes: inputs are the first S of them, labels the last S."""
+        """Return S + 1 bytes: the first S are the inputs, the last S the labels."""
         epoch, position = divmod(number, self.num_windows)
         if epoch != self._epoch:
             self._epoch = epoch
@@ -91,9 +93,9 @@ class Windows:
         return self._text[start : start + self._seq_length + 1]
 
     def batch(self, first: int, size: int, device: torch.device) -> Tensor:
-        """Samples `first` to `first + size` as int64 [size, S + 1] on `device`."""
+        """Return `size` samples from number `first` on, as int64 [size, S + 1] on `device`."""
         samples = np.stack([self.sample(first + i) for i in range(size)])
         batch = torch.from_numpy(samples)
         if device.type == "cuda":
-            batch = batch.pin_memory()  # Else the copy would wait for all work on the device.
+            batch = batch.pin_memory()  # Otherwise the copy waits for all work on the device.
         return batch.to(device, non_blocking=True).long()

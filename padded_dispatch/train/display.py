@@ -1,7 +1,8 @@
-"""What the user sees, and what is kept: progress, metrics.jsonl, TensorBoard.
+"""Progress on the terminal, metrics.jsonl and TensorBoard.
 
-Only rank 0 has a `Log`. On a terminal progress is one line that changes; anywhere else one line per
-row. A resumed run goes on with the files of the run before, without the rows past its checkpoint.
+Rank 0 writes; the other ranks have a `Log` without outputs. On a terminal, progress is one line
+that is overwritten; anywhere else it is one line per row. A resumed run appends to the files of the
+earlier one, after dropping the rows past its checkpoint.
 """
 
 import dataclasses
@@ -16,12 +17,12 @@ from padded_dispatch.train.settings import Output
 
 
 class Log:
-    """Shows and keeps the rows of a run.
+    """Shows and stores the rows of a run.
 
     Args:
-        output: where and how.
-        steps_done: of the run that is resumed, else 0.
-        stream: what progress is written to.
+        output: which outputs to write, and where.
+        steps_done: steps that a resumed run has done already, else 0.
+        stream: stream for progress.
     """
 
     def __init__(self, output: Output, steps_done: int, stream: TextIO | None = None) -> None:
@@ -32,34 +33,34 @@ class Log:
         self._open_line = False
         self._file: TextIO | None = None
         self._tensorboard: Any = None
-        if output.out is not None:
-            output.out.mkdir(parents=True, exist_ok=True)
-            self._file = _rows_until(steps_done, output.out / "metrics.jsonl")
+        if output.run_dir is not None:
+            output.run_dir.mkdir(parents=True, exist_ok=True)
+            self._file = _rows_until(steps_done, output.run_dir / "metrics.jsonl")
         if output.tensorboard:
-            # Importing it takes a second or two, which only those pay who asked for it.
+            # Imported here, since it takes a second or two.
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(
-                str(output.out), purge_step=steps_done + 1 if steps_done else None
+                str(output.run_dir), purge_step=steps_done + 1 if steps_done else None
             )
 
     def row(self, row: Row) -> None:
-        """A line of progress."""
-        self._keep({"kind": "train", **dataclasses.asdict(row)})
+        """Show and store one row."""
+        self._store({"kind": "train", **dataclasses.asdict(row)})
         if not self._as_json:
             self._show(progress_line(row, self._num_steps), passing=True)
 
     def evaluation(self, step: int, loss: float) -> None:
-        """The loss on held-out text."""
-        self._keep({"kind": "held-out", "step": step, "loss": loss})
-        self.say(f"step {step:>{len(str(self._num_steps))}}  held-out loss {loss:.4f}")
+        """Show and store the loss on held-out text."""
+        self._store({"kind": "held-out", "step": step, "loss": loss})
+        self.message(f"step {step:>{len(str(self._num_steps))}}  held-out loss {loss:.4f}")
 
     def capacity(self, reading: Reading) -> None:
-        """What was asked for and dropped: of training, and of evaluation where there was any."""
+        """Store a telemetry reading of training, and of evaluation if there was any."""
         phases = {"moe": reading.training, "moe-held-out": reading.evaluation}
         for kind, seen in phases.items():
             if figures := seen.figures():
-                self._keep(
+                self._store(
                     {
                         "kind": kind,
                         "step": reading.step,
@@ -69,20 +70,20 @@ class Log:
                     }
                 )
 
-    def say(self, text: str) -> None:
-        """A line for people, which `--json` leaves out."""
+    def message(self, text: str) -> None:
+        """Show a line of text, unless `--json`."""
         if not self._as_json:
             self._show(text, passing=False)
 
     def _show(self, text: str, *, passing: bool) -> None:
-        """A line; on a terminal a passing one is overwritten by the next passing one."""
+        """Write a line; on a terminal, a passing line overwrites the passing line before it."""
         if self._open_line:
             self._stream.write("\r\x1b[K" if passing else "\n")
         self._open_line = self._live and passing
         self._stream.write(text if self._open_line else f"{text}\n")
         self._stream.flush()
 
-    def _keep(self, figures: dict[str, Any]) -> None:
+    def _store(self, figures: dict[str, Any]) -> None:
         line = json.dumps(figures)
         if self._as_json:
             self._stream.write(f"{line}\n")
@@ -109,7 +110,10 @@ class Log:
 
 
 def progress_line(row: Row, num_steps: int) -> str:
-    """For example: step 20/200  loss 3.0123  9,876 tokens/s  24 GFLOP/s per process  fill 62.1%."""
+    """Return a row as text.
+
+    Example: step 20/200  loss 3.0123  9,876 tokens/s  24 GFLOP/s per process  fill 62.1%.
+    """
     width = len(str(num_steps))
     parts = [
         f"step {row.step:>{width}}/{num_steps}",
@@ -127,7 +131,7 @@ def progress_line(row: Row, num_steps: int) -> str:
 
 
 def _rows_until(step: int, path: Path) -> TextIO:
-    """`path`, opened behind its rows up to `step`, without a last one that is not whole."""
+    """Open `path` for appending, keeping only complete rows up to `step`."""
     kept = []
     if path.exists():
         lines = path.read_text().splitlines(keepends=True)

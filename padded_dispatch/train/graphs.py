@@ -1,11 +1,11 @@
-"""`--graph`: what a run captures as CUDA graphs, when, and under whose eyes.
+"""`--graph`: which CUDA graphs a run captures, when, and the watchdog around them.
 
-    partial          per layer: attention, router and what comes before the exchange of tokens
-    layer            per layer: all of it
+    partial          of each layer: attention, router and what precedes the exchange of tokens
+    layer            each layer whole
     full-iteration   all passes of a step, with the reduction of gradients; the optimizer is eager
 
-The first steps are eager in any case: libraries settle, and Adam's state is there before the graphs
-take their memory.
+The first steps are always eager: libraries choose their algorithms, and Adam allocates its state
+before the graphs take memory.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ EAGER_STEPS = 3
 
 
 def graph_fields(settings: Settings) -> dict[str, Any]:
-    """What Megatron's config says about graphs."""
+    """Return the fields of Megatron's config for `--graph`."""
     match settings.output.graph:
         case "none":
             return {}
@@ -38,15 +38,15 @@ def graph_fields(settings: Settings) -> dict[str, Any]:
 
 
 class TrainingGraphs:
-    """The graphs of a run, from their capture in step `EAGER_STEPS` + 1 to their end.
+    """The CUDA graphs of a run, captured in step `EAGER_STEPS` + 1.
 
-    `memory_gib`: around the last capture.
+    `memory_gib`: allocated and reserved memory before and after the last capture.
 
     Args:
         settings: with a `graph` other than 'none'.
         config: Megatron's, of the model.
         chunks: the model.
-        optimizer: its gradients are cleared by a capture of layers.
+        optimizer: a capture of layers clears its gradients.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class TrainingGraphs:
 
     @property
     def schedule(self) -> Any:
-        """What runs training passes in place of Megatron's schedule; None for Megatron's."""
+        """The replacement of Megatron's schedule for training passes; None keeps Megatron's."""
         return self._made if isinstance(self._made, IterationGraph) else None
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around each step: captures when it is time, and watches over replays."""
+        """Wrap one step: capture when it is due, otherwise watch the replay."""
         self._num_steps += 1
         what = f"step {self._num_steps}"
         if self._num_steps == self._capture_in:
@@ -90,14 +90,16 @@ class TrainingGraphs:
             self._watchdog.beat(what)
 
     def recapture(self) -> None:
-        """Between steps: delete the graphs, since what they depend on has changed. The next step
-        captures again; of full iterations, once `EAGER_STEPS` more have been eager."""
+        """Delete the graphs between two steps, because a setting baked into them has changed.
+
+        The next step captures layers again; a full iteration waits for `EAGER_STEPS` eager steps.
+        """
         self._made.delete()
         eager = EAGER_STEPS if isinstance(self._made, IterationGraph) else 0
         self._capture_in = max(self._capture_in, self._num_steps + eager + 1)
 
     def delete(self) -> None:
-        """Give the graphs' memory back. The process groups cannot end while they live."""
+        """Free the graphs' memory. The process groups cannot be destroyed while graphs exist."""
         self._watchdog.stop()
         self._made.delete()
 

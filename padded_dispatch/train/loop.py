@@ -1,12 +1,9 @@
-"""The loop of one worker: steps, lines of progress, evaluations, checkpoints.
+"""The training loop of one worker: steps, progress lines, evaluations, checkpoints.
 
-Passes of micro-batches through the model, by Megatron's own schedules.
-
-`get_forward_backward_func` knows all of them: without a pipeline, with one, and interleaved.
-
-What a run drops, said and acted on between steps.
-
-`--trace`: what the routers of a run ask for, one file per rank, for `padded-dispatch tune`.
+`run_passes` runs micro-batches through the model by Megatron's schedules
+(`get_forward_backward_func`): without a pipeline, with one, and interleaved. `CapacityWatch` reads
+what was dropped and changes capacity factors between steps. `trace_recorder` (`--trace`) writes the
+routers' choices, one file per rank, for `padded-dispatch tune`.
 """
 
 import dataclasses
@@ -36,7 +33,7 @@ from padded_dispatch.train.metrics import (
     Recorder,
     Row,
     StepMarks,
-    flops_per_token,
+    StepWork,
     mark,
     mean_over_ranks,
 )
@@ -58,164 +55,6 @@ from padded_dispatch.train.world import megatron_state, model_parallel, world
 from padded_dispatch.tune.recorder import Recording, RoutingBuffer, TraceRecorder
 
 
-def trace_recorder(
-    settings: Settings, chunks: list[Any], device: torch.device, *, steps_done: int
-) -> TraceRecorder:
-    """Watch all layers of this rank, from before their graphs are captured.
-
-    Args:
-        settings: with a folder for `trace`, which is made.
-        chunks: the model.
-        device: of the model.
-        steps_done: by the run that is resumed, else 0.
-
-    Raises:
-        ValueError: not even one step fits into the limit.
-    """
-    output, layout, recipe = settings.output, settings.layout, settings.recipe
-    assert output.trace is not None
-    buffers = {}
-    for number, layer in padded_moe_layers(chunks).items():
-        buffers[number] = RoutingBuffer(
-            num_passes=settings.num_microbatches,
-            # Sequence parallelism, without which there is no tensor parallelism here, splits them.
-            num_tokens=recipe.micro_batch * recipe.seq_length // layout.tp,
-            top_k=settings.model.top_k,
-            device=device,
-        )
-        layer.router.selector.observers.append(buffers[number])
-    output.trace.mkdir(parents=True, exist_ok=True)
-    recording = Recording(
-        num_experts=settings.model.num_experts,
-        num_ranks=layout.ep * layout.etp,
-        # Pipeline stages come last in Megatron's order of ranks, and expert-parallel groups first.
-        rank=dist.get_rank() % (layout.workers // layout.pp),
-        every=output.trace_every,
-        num_steps=output.steps,
-        max_bytes=int(output.trace_gib * 2**30),
-    )
-    # From these names `load_traces` knows what a resumed run did again; and what began later than
-    # the checkpoint is undone as a whole.
-    name = f"rank-{dist.get_rank():05d}-step-"
-    for earlier in output.trace.glob(f"{name}*.npy"):
-        if int(earlier.stem.removeprefix(name)) > steps_done:
-            earlier.unlink()
-    path = output.trace / f"{name}{steps_done:08d}.npy"
-    return TraceRecorder(path, buffers, recording)
-
-
-class CapacityWatch:
-    """Telemetry and capacity control of a run with the padded dispatcher.
-
-    Args:
-        chunks: the model.
-        options: of the dispatcher.
-        graphs: those to capture again when a factor changes.
-        log: where readings and changes go.
-        step: steps done already, in the run that is resumed.
-        factors: of its layers, at that step.
-    """
-
-    def __init__(
-        self,
-        chunks: list[Any],
-        options: PaddedOptions,
-        graphs: TrainingGraphs | None,
-        log: Log,
-        *,
-        step: int,
-        factors: dict[int, Factor],
-    ) -> None:
-        self._telemetry = Telemetry(chunks, every=options.telemetry_every, step=step)
-        self._control = CapacityControl(chunks, options, step=step)
-        self._control.set_factors(factors)
-        self._graphs = graphs
-        self._log = log
-
-    @property
-    def factors(self) -> dict[int, Factor]:
-        """Of all layers of the model, by number."""
-        return self._control.factors
-
-    def after_step(self, number: int) -> None:
-        """To be called after every step, by all ranks.
-
-        Raises:
-            RuntimeError: see `CapacityControl.step`.
-        """
-        reading = self._telemetry.step()
-        if reading is not None:
-            self._log.capacity(reading)
-        changes = self._control.step(reading)
-        for change in changes:
-            self._log.say(f"after step {number}: {change}")
-        if changes and self._graphs is not None:
-            self._graphs.recapture()
-
-    def finish(self) -> None:
-        """To be called after the last step: what has not been read yet. Raises as `after_step`."""
-        reading = self._telemetry.read()
-        self._log.capacity(reading)
-        self._control.check(reading)
-
-
-def run_passes(
-    settings: Settings,
-    chunks: list[Any],
-    windows: Windows,
-    device: torch.device,
-    *,
-    first_sample: int,
-    num_passes: int,
-    forward_only: bool = False,
-    schedule: Callable[..., list[Any]] | None = None,
-) -> list[Tensor]:
-    """Each rank's `num_passes` micro-batches; backwards too, and the gradients are reduced.
-
-    Args:
-        first_sample: number of the first sample that the ranks read together.
-        schedule: instead of Megatron's own.
-
-    Returns:
-        The mean loss of each pass, on ranks of the last pipeline stage; elsewhere nothing.
-    """
-    recipe = settings.recipe
-
-    def batches() -> Iterator[dict[str, Tensor]]:
-        rank, ranks = parallel_state.get_data_parallel_rank(), settings.layout.dp
-        for number in range(num_passes):
-            start = first_sample + (number * ranks + rank) * recipe.micro_batch
-            batch = windows.batch(start, recipe.micro_batch, device)
-            # A dict, as Megatron's graph of an iteration wants it.
-            yield {"tokens": batch[:, :-1].contiguous(), "labels": batch[:, 1:].contiguous()}
-
-    results = (schedule or get_forward_backward_func())(
-        forward_step_func=_forward,
-        data_iterator=[batches() for _ in chunks],
-        model=chunks,
-        num_microbatches=num_passes,
-        seq_length=recipe.seq_length,
-        micro_batch_size=recipe.micro_batch,
-        forward_only=forward_only,
-    )
-    # A graph's results are overwritten by its next replay.
-    return [result["loss"].clone() for result in results]
-
-
-def _forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
-    batch = next(batches)
-    tokens, labels = batch["tokens"], batch["labels"]
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    # No mask: attention is causal, and a packed text has nothing to hide.
-    return model(tokens, positions, None, labels=labels), _mean
-
-
-def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = losses.float().mean()
-    # Megatron divides the first one in place by the number of passes.
-    return loss, {"loss": loss.detach().clone()}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The mean loss on held-out text after a step."""
@@ -226,7 +65,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended: the loss of its very first step, its lines of progress, its evaluations."""
+    """The result of a run: the first step's loss, the rows of progress, the evaluations."""
 
     first_loss: float
     rows: tuple[Row, ...]
@@ -234,13 +73,12 @@ class Outcome:
 
     @property
     def fell(self) -> bool | None:
-        """Whether the mean loss over the last line's steps is below that of the first step; of one
-        step alone nobody knows."""
+        """True if the last row's mean loss is below the first step's; None after one step only."""
         last = self.rows[-1]
         return last.loss < self.first_loss if last.step > 1 else None
 
     def sentence(self) -> str:
-        """For example: loss fell from 5.58 to 2.31."""
+        """Return, for example, "loss fell from 5.58 to 2.31"."""
         if self.fell is None:
             return f"loss {self.first_loss:.2f} in the only step"
         verb = "fell" if self.fell else "did not fall: it went"
@@ -248,8 +86,18 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Step:
+    """The results of a step: losses of this rank's passes, learning rate, gradient norm, times."""
+
+    losses: list[Tensor]
+    lr: float
+    grad_norm: float | Tensor | None
+    marks: StepMarks
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """This rank's part of the model, and what one step of it is."""
+    """This rank's part of the model, with its optimizer, data and graphs."""
 
     settings: Settings
     device: torch.device
@@ -260,35 +108,32 @@ class Trainer:
     graphs: TrainingGraphs | None
     skew: RouterSkew | None
 
-    def step(self, number: int) -> "Step":
-        """Step 1, 2, ...: forward, backward, and a change of the weights."""
-        with self.graphs.step() if self.graphs else nullcontext():
-            return self._step(number)
-
-    def _step(self, number: int) -> "Step":
+    def step(self, number: int) -> Step:
+        """Run step 1, 2, ...: forward, backward and an update of the weights."""
         recipe = self.settings.recipe
-        start = mark(self.device)
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        losses = run_passes(
-            self.settings,
-            self.chunks,
-            self.text,
-            self.device,
-            first_sample=(number - 1) * recipe.global_batch,
-            num_passes=self.settings.num_microbatches,
-            schedule=self.graphs.schedule if self.graphs else None,
-        )
-        passed = mark(self.device)
-        lr = learning_rate(recipe, number)
-        grad_norm = self.optimizer.step(lr)
-        marks = StepMarks(start=start, passed=passed, done=mark(self.device))
+        with self.graphs.step() if self.graphs else nullcontext():
+            start = mark(self.device)
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            losses = run_passes(
+                self.settings,
+                self.chunks,
+                self.text,
+                self.device,
+                first_sample=(number - 1) * recipe.global_batch,
+                num_passes=self.settings.num_microbatches,
+                schedule=self.graphs.schedule if self.graphs else None,
+            )
+            passed = mark(self.device)
+            lr = learning_rate(recipe, number)
+            grad_norm = self.optimizer.step(lr)
+            marks = StepMarks(start=start, passed=passed, done=mark(self.device))
         return Step(losses=losses, lr=lr, grad_norm=grad_norm, marks=marks)
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The mean loss over the first held-out samples, always the same ones."""
+        """Return the mean loss over the first held-out samples, which are always the same."""
         for chunk in self.chunks:
             chunk.eval()
         losses = run_passes(
@@ -305,41 +150,31 @@ class Trainer:
         return mean_over_ranks(losses, self.device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """What a step leaves: the losses of this rank's passes, and what Adam did."""
-
-    losses: list[torch.Tensor]
-    lr: float
-    grad_norm: float | Tensor | None
-    marks: StepMarks
-
-
 def work(settings: Settings) -> Outcome:
-    """A worker's whole life: join the others, train, leave. To be called by every worker."""
-    with world(settings.layout) as device:
+    """Run a worker from start to end: join the process group, train, leave it."""
+    with world(settings.layout.device) as device:
         return train(settings, device)
 
 
 def train(settings: Settings, device: torch.device) -> Outcome:
-    """Train over the default process group. To be called by every rank."""
+    """Train over the default process group. All ranks must call it."""
     with model_parallel(settings.layout):
         return train_in_groups(settings, device)
 
 
 def train_in_groups(settings: Settings, device: torch.device) -> Outcome:
-    """Train over Megatron's groups of the same layout. To be called by every rank."""
+    """Train inside `model_parallel` of the same layout. All ranks must call it."""
     with megatron_state(settings):
-        recorder = Recorder(settings, device) if settings.output.results else None
+        recorder = Recorder(settings, device) if settings.output.out else None
         trainer = _build(settings, device)
         start = checkpoint.Progress(step=0, first_loss=math.nan, factors={})
         if settings.output.resume:
-            assert settings.output.out is not None
-            newest = checkpoint.newest(settings.output.out)
+            assert settings.output.run_dir is not None
+            newest = checkpoint.newest(settings.output.run_dir)
             start = checkpoint.load(newest, trainer.chunks, trainer.optimizer)
         with _log(settings.output, start.step) as log:
             outcome = _run(trainer, start, log, recorder)
-            log.say(outcome.sentence())
+            log.message(outcome.sentence())
         if trainer.graphs:
             trainer.graphs.delete()
         release(trainer.chunks)
@@ -375,18 +210,15 @@ def _run(
     trainer: Trainer, start: checkpoint.Progress, log: Log, recorder: Recorder | None
 ) -> Outcome:
     settings, output = trainer.settings, trainer.settings.output
-    recipe = settings.recipe
-    meter = Meter(
-        moe_layers(trainer.chunks),
-        trainer.device,
-        tokens_per_step=recipe.global_batch * recipe.seq_length,
-        flops_per_token=flops_per_token(settings.model, recipe.num_layers, recipe.seq_length),
-    )
+    meter = Meter(moe_layers(trainer.chunks), trainer.device, StepWork.of(settings))
     tracer = None
     if output.trace:
         tracer = trace_recorder(settings, trainer.chunks, trainer.device, steps_done=start.step)
         if tracer.every > output.trace_every:
-            log.say(f"traces one step in {tracer.every}, to stay below {output.trace_gib} GiB")
+            log.message(
+                f"--trace-every raised to {tracer.every}, to keep each trace file below "
+                f"--trace-gib {output.trace_gib:g}"
+            )
     watch = None
     if settings.dispatch.dispatcher == "padded_alltoall":
         options, graphs = settings.dispatch.padded, trainer.graphs
@@ -433,5 +265,169 @@ def _run(
 def _log(output: Output, steps_done: int) -> Log:
     if dist.get_rank() == 0:
         return Log(output, steps_done, sys.stdout)
-    silent = dataclasses.replace(output, out=None, save_every=None, resume=False, tensorboard=False)
+    silent = dataclasses.replace(output, run_dir=None, tensorboard=False)
     return Log(silent, steps_done, open(os.devnull, "w"))
+
+
+def run_passes(
+    settings: Settings,
+    chunks: list[Any],
+    windows: Windows,
+    device: torch.device,
+    *,
+    first_sample: int,
+    num_passes: int,
+    forward_only: bool = False,
+    schedule: Callable[..., list[Any]] | None = None,
+) -> list[Tensor]:
+    """Run `num_passes` micro-batches per rank, forward and backward, and reduce the gradients.
+
+    Args:
+        settings: settings of the run.
+        chunks: the model.
+        windows: samples of the text.
+        device: device of the batches.
+        first_sample: number of the first sample; the ranks read consecutive micro-batches from it.
+        num_passes: micro-batches per rank.
+        forward_only: leave out the backward pass.
+        schedule: replacement of Megatron's schedule.
+
+    Returns:
+        The mean loss of each pass on ranks of the last pipeline stage; nothing on other ranks.
+    """
+    recipe = settings.recipe
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        rank, ranks = parallel_state.get_data_parallel_rank(), settings.layout.dp
+        for number in range(num_passes):
+            start = first_sample + (number * ranks + rank) * recipe.micro_batch
+            batch = windows.batch(start, recipe.micro_batch, device)
+            # Megatron's full-iteration graph requires a dict.
+            yield {"tokens": batch[:, :-1].contiguous(), "labels": batch[:, 1:].contiguous()}
+
+    results = (schedule or get_forward_backward_func())(
+        forward_step_func=_forward,
+        data_iterator=[batches() for _ in chunks],
+        model=chunks,
+        num_microbatches=num_passes,
+        seq_length=recipe.seq_length,
+        micro_batch_size=recipe.micro_batch,
+        forward_only=forward_only,
+    )
+    # The next replay of a graph overwrites its results.
+    return [result["loss"].clone() for result in results]
+
+
+def _forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    batch = next(batches)
+    tokens, labels = batch["tokens"], batch["labels"]
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    # No mask: attention is causal, and the text has no padding.
+    return model(tokens, positions, None, labels=labels), _mean
+
+
+def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = losses.float().mean()
+    # Megatron divides the first in place by the number of passes.
+    return loss, {"loss": loss.detach().clone()}
+
+
+class CapacityWatch:
+    """Telemetry and capacity control of a run with the padded dispatcher.
+
+    Args:
+        chunks: the model.
+        options: options of the dispatcher.
+        graphs: graphs to capture again when a factor changes.
+        log: log for readings and changes.
+        step: steps that a resumed run has done already, else 0.
+        factors: factors of its layers at that step.
+    """
+
+    def __init__(
+        self,
+        chunks: list[Any],
+        options: PaddedOptions,
+        graphs: TrainingGraphs | None,
+        log: Log,
+        *,
+        step: int,
+        factors: dict[int, Factor],
+    ) -> None:
+        self._telemetry = Telemetry(chunks, every=options.telemetry_every, step=step)
+        self._control = CapacityControl(chunks, options, step=step)
+        self._control.set_factors(factors)
+        self._graphs = graphs
+        self._log = log
+
+    @property
+    def factors(self) -> dict[int, Factor]:
+        """Capacity factors of all layers of the model, by layer number."""
+        return self._control.factors
+
+    def after_step(self, number: int) -> None:
+        """Log readings and apply changes of factors. All ranks must call it after every step.
+
+        Raises:
+            RuntimeError: see `CapacityControl.step`.
+        """
+        reading = self._telemetry.step()
+        if reading is not None:
+            self._log.capacity(reading)
+        changes = self._control.step(reading)
+        for change in changes:
+            self._log.message(f"after step {number}: {change}")
+        if changes and self._graphs is not None:
+            self._graphs.recapture()
+
+    def finish(self) -> None:
+        """Log and check the last reading. Raises as `after_step` does."""
+        reading = self._telemetry.read()
+        self._log.capacity(reading)
+        self._control.check(reading)
+
+
+def trace_recorder(
+    settings: Settings, chunks: list[Any], device: torch.device, *, steps_done: int
+) -> TraceRecorder:
+    """Attach a recorder to all padded layers of this rank. Call it before graphs are captured.
+
+    Args:
+        settings: settings with a folder for `trace`, which is created.
+        chunks: the model.
+        device: the model's device.
+        steps_done: steps that a resumed run has done already, else 0.
+
+    Raises:
+        ValueError: not even one step fits into the limit.
+    """
+    output, layout, recipe = settings.output, settings.layout, settings.recipe
+    assert output.trace is not None
+    buffers = {}
+    for number, layer in padded_moe_layers(chunks).items():
+        buffers[number] = RoutingBuffer(
+            num_passes=settings.num_microbatches,
+            # Tensor parallelism comes with sequence parallelism here, which splits the tokens.
+            num_tokens=recipe.micro_batch * recipe.seq_length // layout.tp,
+            top_k=settings.model.top_k,
+            device=device,
+        )
+        layer.router.selector.observers.append(buffers[number])
+    output.trace.mkdir(parents=True, exist_ok=True)
+    recording = Recording(
+        num_experts=settings.model.num_experts,
+        num_ranks=layout.ep * layout.etp,
+        # Pipeline stages come last in Megatron's order of ranks, and expert-parallel groups first.
+        rank=dist.get_rank() % (layout.workers // layout.pp),
+        every=output.trace_every,
+        num_steps=output.steps,
+        max_bytes=int(output.trace_gib * 2**30),
+    )
+    # The file name tells `load_traces` which steps a resumed run has repeated. Files that begin
+    # after the checkpoint hold only such steps, and are deleted.
+    name = f"rank-{dist.get_rank():05d}-step-"
+    for earlier in output.trace.glob(f"{name}*.npy"):
+        if int(earlier.stem.removeprefix(name)) > steps_done:
+            earlier.unlink()
+    path = output.trace / f"{name}{steps_done:08d}.npy"
+    return TraceRecorder(path, buffers, recording)

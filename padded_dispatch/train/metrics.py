@@ -1,13 +1,15 @@
-"""What is measured: summed on the device, read once per line of progress, over all ranks.
+"""Figures of a run: loss, speed, memory, capacity, over all ranks.
 
-Model FLOPs: what the mathematics needs, not what a program spends on it.
+`Meter` sums on the device and is read once per line of progress. `Recorder` keeps the time and the
+loss of every step for the results file (`--out`) without slowing any: it reads the device's clock
+from CUDA events, the host's beside them, and both only at the end. Both take losses, speed and
+memory from the same functions.
 
-What `--results` keeps of a run: time and loss of every step, measured without slowing any.
+FLOPs are the model's: what the mathematics needs, not what a program executes.
 
-The device's clock is read from CUDA events, the host's beside them, and both only at the end.
+Letters: D hidden size, E experts, K experts per token, F expert ffn size, S bytes of a sequence.
 """
 
-import dataclasses
 import statistics
 import sys
 import time
@@ -20,148 +22,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.exchange import symmetric_memory as peak
+from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.ops.counters import Counters
 from padded_dispatch.train.settings import VOCABULARY, ModelShape, Settings
 from padded_dispatch.utils.results import about, append_run
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of progress: figures of the steps since the line before.
-
-    `loss`: mean per byte, in nats. `step_ms`: mean. `tokens_per_s`: over all ranks.
-    `tflops_per_gpu`: the model's; a CPU process counts as one GPU. `fill`: kept rows per slot, and
-    `dropped`: the share of rows that got no slot, over all MoE layers; None for dispatchers that do
-    not count. `overflow`: rows that a plan lost; other than 0 it is a bug. `allocated_gib`,
-    `reserved_gib`: peaks on rank 0's GPU.
-    """
-
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float | None
-    step_ms: float
-    tokens_per_s: float
-    tflops_per_gpu: float
-    fill: float | None
-    dropped: float | None
-    overflow: int | None
-    allocated_gib: float | None
-    reserved_gib: float | None
-
-
-class Meter:
-    """Collects what a `Row` needs. Its clock runs from the start, except inside `paused()`.
-
-    Args:
-        layers: this rank's MoE layers.
-        device: where the losses are.
-        tokens_per_step: over all ranks.
-        flops_per_token: see `padded_dispatch.train.metrics`.
-    """
-
-    def __init__(
-        self, layers: list[Any], device: torch.device, tokens_per_step: int, flops_per_token: int
-    ) -> None:
-        dispatchers = [layer.token_dispatcher for layer in layers]
-        self._counters: list[Counters] = [d.counters for d in dispatchers if hasattr(d, "counters")]
-        self._seen = torch.zeros(4, dtype=torch.float64, device=device)
-        self._device = device
-        self._tokens_per_step = tokens_per_step
-        self._flops_per_token = flops_per_token
-        self._losses: list[Tensor] = []
-        self._num_steps = 0
-        self._seconds = 0.0
-        self._started = time.perf_counter()
-
-    def add(self, losses: list[Tensor]) -> None:
-        """Count a step: the losses of its passes, none on ranks that do not compute them."""
-        self._num_steps += 1
-        self._losses += losses
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Stop the clock, once the device has done its work."""
-        self._wait()
-        self._seconds += time.perf_counter() - self._started
-        yield
-        self._wait()
-        self._started = time.perf_counter()
-
-    def read(self, step: int, lr: float, grad_norm: float | Tensor | None) -> Row:
-        """The figures since the last call, the same on all ranks but for their memory."""
-        with self.paused():
-            loss_sum, num_losses, demand, kept, slots, overflow = self._sums()
-            step_s = self._seconds / self._num_steps
-            tokens_per_s = self._tokens_per_step / step_s
-            flops_per_s = tokens_per_s * self._flops_per_token
-            counts, on_gpu = demand > 0, self._device.type == "cuda"
-            self._losses.clear()
-            self._num_steps, self._seconds = 0, 0.0
-        return Row(
-            step=step,
-            loss=loss_sum / num_losses,
-            lr=lr,
-            # A tensor from Megatron-Core 0.19, which leaves the wait for it to us.
-            grad_norm=None if grad_norm is None else float(grad_norm),
-            step_ms=step_s * 1e3,
-            tokens_per_s=tokens_per_s,
-            tflops_per_gpu=flops_per_s / dist.get_world_size() / 1e12,
-            fill=kept / slots if counts else None,
-            dropped=1 - kept / demand if counts else None,
-            overflow=int(overflow) if counts else None,
-            allocated_gib=peak.allocated_gib() if on_gpu else None,
-            reserved_gib=peak.reserved_gib() if on_gpu else None,
-        )
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def _sums(self) -> list[float]:
-        """Loss, number of losses, demand, kept, slots, overflow: of all layers and ranks.
-
-        Whole numbers up to 2**53 are exact in fp64.
-        """
-        sums = torch.zeros(6, dtype=torch.float64, device=self._device)
-        for loss in self._losses:
-            sums[0] += loss
-        sums[1] = len(self._losses)
-        now = torch.zeros_like(self._seen)
-        for c in self._counters:
-            now += torch.stack((c.demand_E.sum(), c.kept_E.sum(), c.num_slots, c.num_unplaced))
-        sums[2:] = now - self._seen
-        self._seen = now
-        dist.all_reduce(sums)
-        return sums.tolist()
-
-
-def mean_over_ranks(losses: list[Tensor], device: torch.device) -> float:
-    """The mean of all ranks' losses; some may have none."""
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for loss in losses:
-        sums[0] += loss
-    sums[1] = len(losses)
-    dist.all_reduce(sums)
-    loss_sum, num_losses = sums.tolist()
-    return loss_sum / num_losses
-
-
 def flops_per_token(model: ModelShape, num_layers: int, seq_length: int) -> int:
-    """FLOPs of one training step per token: forward, and twice as much backward.
+    """Return a training step's model FLOPs per token: forward, and twice as much backward.
 
     A multiplication and its addition count 2. Per layer and token, forward:
 
     - attention projections: `2 * D * head_size * (2 * heads + 2 * kv_groups)`
-    - scores and their use: `4 * heads * head_size * S / 2`; causal attention counts half, since a
-      token sees half of the S positions on average
+    - scores and their use: `4 * heads * head_size * S / 2`; attention is causal, and a token sees
+      half of the S positions on average
     - router: `2 * D * E`
-    - experts: `6 * D * F` for each of the K active ones, and once more with the shared width; the
-      others, padded rows and dropped tokens count nothing and change nothing
+    - experts: `6 * D * F` for each of the K active ones, and once more with the shared width;
+      idle experts, padded rows and dropped tokens change nothing
 
-    and once `2 * D * 256` for the output layer. Norms, activations, the embedding and the optimizer
-    are left out. Nothing is recomputed.
+    and once `2 * D * 256` for the output layer. Norms, activations, the embedding, the optimizer
+    and recomputation do not count.
 
     Example: D=4, 2 heads of size 2, 1 group, E=3, K=2, F=5, one layer, S=6 gives
     3 * (96 + 48 + 24 + 240 + 2048) = 7368.
@@ -173,6 +53,156 @@ def flops_per_token(model: ModelShape, num_layers: int, seq_length: int) -> int:
     active_ffn_size = model.top_k * model.expert_ffn_size + (model.shared_ffn_size or 0)
     layer = projections + scores + router + 6 * width * active_ffn_size
     return 3 * (num_layers * layer + 2 * width * VOCABULARY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """The work of one step over all ranks: tokens, and the model's FLOPs."""
+
+    tokens: int
+    flops: int
+
+    @classmethod
+    def of(cls, settings: Settings) -> "StepWork":
+        """Return the work of a run's step."""
+        recipe = settings.recipe
+        tokens = recipe.global_batch * recipe.seq_length
+        per_token = flops_per_token(settings.model, recipe.num_layers, recipe.seq_length)
+        return cls(tokens=tokens, flops=tokens * per_token)
+
+    def speed(self, step_s: float) -> dict[str, float]:
+        """Return `tokens_per_s` over all ranks, and `tflops_per_gpu`, at `step_s` seconds a step.
+
+        A CPU process counts as one GPU.
+        """
+        return {
+            "tokens_per_s": self.tokens / step_s,
+            "tflops_per_gpu": self.flops / step_s / dist.get_world_size() / 1e12,
+        }
+
+
+def peak_memory(device: torch.device) -> dict[str, Any]:
+    """Return the peaks `allocated_gib` and `reserved_gib` of this rank's GPU; None on a CPU."""
+    if device.type == "cpu":
+        return {"allocated_gib": None, "reserved_gib": None}
+    return {
+        "allocated_gib": symmetric_memory.allocated_gib(),
+        "reserved_gib": symmetric_memory.reserved_gib(),
+    }
+
+
+def sum_of_losses(losses: list[Tensor], device: torch.device) -> Tensor:
+    """Return the sum and the number of this rank's losses, fp64 [2] on `device`, without a wait."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for loss in losses:
+        total += loss
+    return torch.stack((total, torch.full_like(total, len(losses))))
+
+
+def mean_over_ranks(losses: list[Tensor], device: torch.device) -> float:
+    """Return the mean loss over all ranks; some ranks may have no losses."""
+    sums = sum_of_losses(losses, device)
+    dist.all_reduce(sums)
+    loss_sum, num_losses = sums.tolist()
+    return loss_sum / num_losses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of progress: figures of the steps since the line before.
+
+    `loss`: mean per byte, in nats. `step_ms`: mean. `tokens_per_s`, `tflops_per_gpu`: see
+    `StepWork.speed`. `fill`: kept rows per slot, and `dropped`: share of rows without a slot, over
+    all MoE layers; None if the dispatcher does not count. `unplaced`: rows that a plan lost, which
+    must be 0. `allocated_gib`, `reserved_gib`: peaks on rank 0's GPU.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    step_ms: float
+    tokens_per_s: float
+    tflops_per_gpu: float
+    fill: float | None
+    dropped: float | None
+    unplaced: int | None
+    allocated_gib: float | None
+    reserved_gib: float | None
+
+
+class Meter:
+    """Collects the figures of a `Row`. Its clock runs from the start, except inside `paused()`.
+
+    Args:
+        layers: this rank's MoE layers.
+        device: device of the losses.
+        work: work of one step.
+    """
+
+    def __init__(self, layers: list[Any], device: torch.device, work: StepWork) -> None:
+        dispatchers = [layer.token_dispatcher for layer in layers]
+        self._counters: list[Counters] = [d.counters for d in dispatchers if hasattr(d, "counters")]
+        self._seen = torch.zeros(4, dtype=torch.float64, device=device)
+        self._device = device
+        self._work = work
+        self._losses: list[Tensor] = []
+        self._num_steps = 0
+        self._seconds = 0.0
+        self._started = time.perf_counter()
+
+    def add(self, losses: list[Tensor]) -> None:
+        """Count a step with the losses of this rank's passes, which may be none."""
+        self._num_steps += 1
+        self._losses += losses
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the clock once the device has finished its work."""
+        self._wait()
+        self._seconds += time.perf_counter() - self._started
+        yield
+        self._wait()
+        self._started = time.perf_counter()
+
+    def read(self, step: int, lr: float, grad_norm: float | Tensor | None) -> Row:
+        """Return the figures since the last call; all ranks get the same, except for memory."""
+        with self.paused():
+            loss_sum, num_losses, demand, kept, slots, unplaced = self._sums()
+            step_s = self._seconds / self._num_steps
+            counts = demand > 0
+            self._losses.clear()
+            self._num_steps, self._seconds = 0, 0.0
+        return Row(
+            step=step,
+            loss=loss_sum / num_losses,
+            lr=lr,
+            # Megatron-Core 0.19 returns a tensor that has not been waited for.
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            step_ms=step_s * 1e3,
+            **self._work.speed(step_s),
+            fill=kept / slots if counts else None,
+            dropped=1 - kept / demand if counts else None,
+            unplaced=int(unplaced) if counts else None,
+            **peak_memory(self._device),
+        )
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _sums(self) -> list[float]:
+        """Sum loss, number of losses, demand, kept, slots, unplaced over all layers and ranks.
+
+        Whole numbers up to 2**53 are exact in fp64.
+        """
+        now = torch.zeros_like(self._seen)
+        for c in self._counters:
+            now += torch.stack((c.demand_E.sum(), c.kept_E.sum(), c.num_slots, c.num_unplaced))
+        sums = torch.cat((sum_of_losses(self._losses, self._device), now - self._seen))
+        self._seen = now
+        dist.all_reduce(sums)
+        return sums.tolist()
 
 
 _CONTENDERS = {
@@ -190,7 +220,7 @@ _IMPLS = {
 
 
 def identity(settings: Settings) -> dict[str, Any]:
-    """What a row of a results file says first of a run: whose, of what, and captured how."""
+    """Return the columns of a results row that name the contender, its model and its graph."""
     recipe, dispatch, graph = settings.recipe, settings.dispatch, settings.output.graph
     return {
         "model": settings.preset,
@@ -204,16 +234,29 @@ def identity(settings: Settings) -> dict[str, Any]:
     }
 
 
+def about_run(settings: Settings, *, num_jobs: int = 1) -> dict[str, Any]:
+    """Return the metadata of a results file for `num_jobs` such runs side by side."""
+    layout = settings.layout
+    num_gpus = layout.workers if layout.device == "cuda" else 0
+    if num_jobs > 1:  # All of them are on this machine, and may share its GPUs.
+        num_gpus = min(num_gpus * num_jobs, torch.cuda.device_count())
+    return about(
+        num_gpus=num_gpus,
+        command=" ".join(["padded-dispatch", *sys.argv[1:]]),
+        commit=settings.output.commit,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A moment: on the host, and on the device once it comes to this point of its stream."""
+    """A moment on the host, and the same point of the device's stream."""
 
     host_s: float
     event: torch.cuda.Event | None
 
 
 def mark(device: torch.device) -> Mark:
-    """Now."""
+    """Record host time and, on a GPU, a CUDA event."""
     event = None
     if device.type == "cuda":
         event = torch.cuda.Event(enable_timing=True)
@@ -223,7 +266,7 @@ def mark(device: torch.device) -> Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMarks:
-    """Start of a step, end of its passes and of the gradients' reduction, end of the step."""
+    """Start of a step, end of its passes with the gradients' reduction, end of the step."""
 
     start: Mark
     passed: Mark
@@ -231,14 +274,14 @@ class StepMarks:
 
 
 class Recorder:
-    """Keeps every step of a run, and writes them down. All methods are for all ranks.
+    """Records every step of a run and writes one row. All ranks must call all methods.
 
-    To be made before the model: what is allocated by then is no part of the run, and the row says
-    how much it is. Peaks are the run's own, from here on.
+    Construct it before the model: the row reports the memory allocated by then, which is no part
+    of the run, and the run's own peaks from then on.
 
     Args:
-        settings: with a `results` file.
-        device: of the run.
+        settings: settings with a results file (`out`).
+        device: device of the run.
     """
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
@@ -247,18 +290,14 @@ class Recorder:
         self._marks: list[StepMarks] = []
         self._losses: list[Tensor] = []
         self._started = time.perf_counter()
-        self._allocated_before_gib: float | None = None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-            self._allocated_before_gib = peak.allocated_gib()
+        self._allocated_before_gib = peak_memory(device)["allocated_gib"]
 
     def add(self, marks: StepMarks, losses: list[Tensor]) -> None:
-        """Keep a step. Ranks that compute no loss have none."""
+        """Record a step. A rank that computes no loss passes none."""
         self._marks.append(marks)
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for loss in losses:
-            sums += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
-        self._losses.append(sums)
+        self._losses.append(sum_of_losses(losses, self._device))
 
     def write(self, **figures: Any) -> None:
         """Append the run as one row to the results file.
@@ -266,7 +305,7 @@ class Recorder:
         Times are medians over the second half of the steps.
 
         Args:
-            figures: what else is known of the run.
+            figures: further columns.
         """
         sums = torch.stack(self._losses)
         dist.all_reduce(sums)
@@ -274,26 +313,19 @@ class Recorder:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         if dist.get_rank() == 0:
-            path = self._settings.output.results
-            assert path is not None
-            append_run(path, self._about(), [self._row(losses) | figures])
+            settings = self._settings
+            assert settings.output.out is not None
+            append_run(settings.output.out, about_run(settings), [self._row(losses) | figures])
 
     def _row(self, losses: list[float]) -> dict[str, Any]:
         settings = self._settings
-        recipe, layout = settings.recipe, settings.layout
         steady = self._marks[len(self._marks) // 2 :]
         samples = [_device_ms(step.start, step.done) for step in steady]
         ms = statistics.median(samples)
-        tokens_per_s = recipe.global_batch * recipe.seq_length / ms * 1e3
-        flops = flops_per_token(settings.model, recipe.num_layers, recipe.seq_length)
-        on_gpu = self._device.type == "cuda"
         return {
             **identity(settings),
             "variant": None,
-            "flags": {
-                group: dataclasses.asdict(getattr(settings, group))
-                for group in ("recipe", "dispatch", "layout")
-            },
+            "flags": settings.as_json("recipe", "dispatch", "layout"),
             "ms": ms,
             "samples_ms": samples,
             "phases_ms": {
@@ -303,26 +335,16 @@ class Recorder:
             # Of the passes alone: the optimizer waits for the device.
             "host_ms": statistics.median((s.passed.host_s - s.start.host_s) * 1e3 for s in steady),
             "floor_ms": None,
-            "tokens_per_s": tokens_per_s,
-            "tflops_per_gpu": tokens_per_s * flops / layout.workers / 1e12,
+            **StepWork.of(settings).speed(ms / 1e3),
             "allocated_before_gib": self._allocated_before_gib,
-            "allocated_gib": peak.allocated_gib() if on_gpu else None,
-            "reserved_gib": peak.reserved_gib() if on_gpu else None,
+            **peak_memory(self._device),
             "seconds": time.perf_counter() - self._started,
             "loss": losses,
         }
 
-    def _about(self) -> dict[str, Any]:
-        layout = self._settings.layout
-        return about(
-            num_gpus=layout.workers if layout.device == "cuda" else 0,
-            command=" ".join(["padded-dispatch", *sys.argv[1:]]),
-            commit=self._settings.output.commit,
-        )
-
 
 def _device_ms(start: Mark, end: Mark) -> float:
-    """Between two moments on the device, where there is one."""
+    """Return milliseconds between two marks, by the device's clock if there is one."""
     if start.event is None or end.event is None:
         return (end.host_s - start.host_s) * 1e3
     return start.event.elapsed_time(end.event)

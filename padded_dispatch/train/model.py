@@ -1,13 +1,14 @@
 """The model: Megatron-Core's GPT, wrapped for data parallelism, one chunk per pipeline stage.
 
-On GPUs in bf16 with Transformer Engine's layers and grouped experts, on CPUs in fp32 with
+On GPUs it runs in bf16 with Transformer Engine's layers and grouped experts, on CPUs in fp32 with
 Megatron's local layers and one expert after the other.
 
-`--router-skew`: routers that start out preferring some experts, and how fast that wears off.
+`RouterSkew` (`--router-skew`) makes routers start with preferences, and records how fast training
+removes them. It adds a constant to each expert's logit, so that popularity is lognormal. It counts
+demand from the same scores, ahead of Megatron's own count: a stock router that drops first would
+count only what it kept.
 
-To every expert's logit a fixed number is added, so that popularity is lognormal. What is then asked
-for is counted in front of Megatron's own counting, from the same scores: a router that drops before
-it counts would show what it kept.
+Letters: T tokens of a pass, K experts per token, E experts.
 """
 
 from typing import Any
@@ -38,10 +39,10 @@ from padded_dispatch.train.settings import VOCABULARY, Settings
 
 
 def transformer_config(settings: Settings) -> TransformerConfig:
-    """Megatron's config of the run. Installs the padded dispatcher when the run uses it.
+    """Return Megatron's config of the run; install the padded dispatcher if the run uses it.
 
     Raises:
-        ValueError: what Megatron or the padded dispatcher does not support.
+        ValueError: Megatron or the padded dispatcher does not support the settings.
     """
     model, recipe, layout = settings.model, settings.recipe, settings.layout
     if settings.dispatch.dispatcher == "padded_alltoall":
@@ -80,7 +81,7 @@ def transformer_config(settings: Settings) -> TransformerConfig:
 
 
 def build_chunks(settings: Settings, config: TransformerConfig) -> list[Any]:
-    """This rank's chunks of the model, one or one per virtual pipeline stage, wrapped in DDP."""
+    """Return this rank's chunks of the model in DDP, one per (virtual) pipeline stage."""
     on_gpu = settings.layout.device == "cuda"
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=on_gpu
@@ -100,7 +101,7 @@ def build_chunks(settings: Settings, config: TransformerConfig) -> list[Any]:
             vp_stage=vp_stage,
         )
         model = Float16Module(config, model.cuda()) if on_gpu else model
-        # Later chunks have no bucket to overlap with; Megatron's own training does the same.
+        # Later chunks have no bucket to overlap with; Megatron's training loop does the same.
         ddp = DistributedDataParallel(config, ddp_config, model, disable_bucketing=stage > 0)
         ddp.broadcast_params()
         chunks.append(ddp)
@@ -108,21 +109,21 @@ def build_chunks(settings: Settings, config: TransformerConfig) -> list[Any]:
 
 
 def unwrapped(chunks: list[Any]) -> list[GPTModel]:
-    """What is inside DDP and, on GPUs, Float16Module."""
+    """Return the models inside DDP and, on GPUs, Float16Module."""
     return [m for chunk in chunks for m in chunk.modules() if isinstance(m, GPTModel)]
 
 
 def moe_layers(chunks: list[Any]) -> list[Any]:
-    """This rank's MoE layers, in order."""
+    """Return this rank's MoE layers, in order."""
     return [m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)]
 
 
 def release(chunks: list[Any]) -> None:
-    """Let go of a model that has been trained, so that its memory is free for the next one.
+    """Drop the references that would keep a trained model in memory.
 
-    Megatron's own dispatchers keep the tensors of the last pass, and with them its autograd graph.
-    Through the nodes of that, DDP's hooks and the model hold each other where Python's garbage
-    collector cannot see it.
+    Megatron's dispatchers keep the tensors of the last pass, and with them its autograd graph.
+    Through the graph's nodes, DDP's hooks and the model reference each other outside the view of
+    Python's garbage collector.
     """
     for layer in moe_layers(chunks):
         kept = vars(layer.token_dispatcher)
@@ -185,22 +186,22 @@ def _precision(settings: Settings) -> dict[str, Any]:
             "params_dtype": torch.bfloat16,
             "pipeline_dtype": torch.bfloat16,
             "moe_grouped_gemm": True,
-            # Megatron's fused quick-GEGLU makes a CUDA tensor of a number in every call (0.16.1 to
-            # 0.19.0, `weighted_bias_quick_geglu_impl`), which no capture allows.
+            # Megatron's fused quick-GEGLU creates a CUDA tensor from a number in every call (0.16.1
+            # to 0.19.0, `weighted_bias_quick_geglu_impl`), which a capture forbids.
             "bias_activation_fusion": not settings.model.gpt_oss,
-            # TEGroupedMLP refuses it together with bias (0.16.1 to 0.19.0).
+            # TEGroupedMLP raises if it comes with bias (0.16.1 to 0.19.0).
             "bias_dropout_fusion": not settings.model.gpt_oss,
         }
     return {"pipeline_dtype": torch.float32}
 
 
 class RouterSkew:
-    """Skews the routers of a model, and counts what they are asked for in every step.
+    """Skewed routers of a model, and the demand for experts in every step.
 
     Args:
         layers: this rank's MoE layers.
-        num_layers: of the whole model.
-        sigma: standard deviation of what is added to the logits.
+        num_layers: layers of the whole model.
+        sigma: standard deviation of the constants added to the logits.
         seed: equal seeds give equal popularities.
     """
 
@@ -211,12 +212,12 @@ class RouterSkew:
         self._bias: list[list[Tensor]] = []
 
     def after_step(self) -> None:
-        """To be called after every step."""
+        """Record a step. Call it after every step."""
         self._demand.append([router.take_demand() for router in self._routers])
         self._bias.append([router.bias_range() for router in self._routers])
 
     def figures(self) -> dict[str, list[float]]:
-        """One number per step, of all ranks. To be called by all of them.
+        """Return one number per step, over all ranks. All ranks must call it.
 
         `overload`: demand for the busiest expert over the mean. `bias_range`: largest minus
         smallest bias of the experts, 0 without bias. Both are means over the layers.
@@ -226,8 +227,8 @@ class RouterSkew:
         demand = torch.zeros(steps, self._num_layers, num_experts, device=device)
         bias = torch.zeros(steps, self._num_layers, device=device)
         for index, router in enumerate(self._routers):
-            demand[:, router.number - 1] = torch.stack([of[index] for of in self._demand]).float()
-            bias[:, router.number - 1] = torch.stack([of[index] for of in self._bias])
+            demand[:, router.number - 1] = torch.stack([d[index] for d in self._demand]).float()
+            bias[:, router.number - 1] = torch.stack([b[index] for b in self._bias])
         dist.all_reduce(demand)
         dist.all_reduce(bias, dist.ReduceOp.MAX)
         overload = demand.amax(2) / demand.mean(2)
@@ -235,7 +236,7 @@ class RouterSkew:
 
 
 class _SkewedRouter:
-    """Stands in front of one router's `gating`."""
+    """A wrapper of one router's `gating`."""
 
     def __init__(self, router: Any, sigma: float, seed: int) -> None:
         self._router = router
@@ -249,16 +250,16 @@ class _SkewedRouter:
         router.gating = self.gating
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits, [..., E], with the popularity."""
+        """Return logits [..., E] plus the popularity."""
         logits = self._gating(input)
         logits = logits + self._popularity_E.to(logits.dtype)
-        # Recompute runs this twice, first without gradients.
+        # Recomputation runs this twice, first without gradients.
         if self._router.training and torch.is_grad_enabled():
             self._count(logits.detach().flatten(0, -2))
         return logits
 
     def _count(self, logits_TE: Tensor) -> None:
-        """As Megatron chooses: by sigmoid plus bias, or by softmax, which has the logits' order."""
+        """Add the choices that Megatron makes: by sigmoid plus bias, or in the logits' order."""
         config, bias_E = self._router.config, self._router.expert_bias
         scores_TE = logits_TE
         if config.moe_router_score_function == "sigmoid":
@@ -270,12 +271,12 @@ class _SkewedRouter:
         self._demand_E += map_TE.sum(0)
 
     def take_demand(self) -> Tensor:
-        """Rows asked for since the last call, [E]."""
+        """Return the demand since the last call, int64 [E]."""
         taken_E = self._demand_E.clone()
         self._demand_E.zero_()
         return taken_E
 
     def bias_range(self) -> Tensor:
-        """Largest minus smallest bias of the experts."""
+        """Return the largest minus the smallest bias of the experts, 0 without bias."""
         bias_E = self._router.expert_bias
         return self._popularity_E.new_zeros(()) if bias_E is None else bias_E.max() - bias_E.min()

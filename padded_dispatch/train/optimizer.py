@@ -1,4 +1,4 @@
-"""Adam: PyTorch's own on CPUs, Megatron's with its state spread over the ranks on GPUs."""
+"""Adam: PyTorch's on CPUs; on GPUs Megatron's, with its state sharded over the ranks."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ _MAX_GRAD_NORM = 1.0
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """That of step 1, 2, ...: a straight rise, half a cosine down to a tenth, then constant.
+    """Return the rate of step 1, 2, ...: a linear rise, a cosine down to a tenth, then constant.
 
     Example: lr 1.0, warmup 2, decay 10 gives 0.5, 1.0 at steps 1 and 2, 0.55 at 6, 0.1 from 10 on.
     """
@@ -38,11 +38,11 @@ class TorchAdam:
         )
 
     def zero_grad(self) -> None:
-        """Forget the last step's gradients."""
+        """Clear the last step's gradients."""
         self.adam.zero_grad()
 
     def step(self, lr: float) -> None:
-        """Change the weights."""
+        """Update the weights."""
         for param in self.params:
             param.grad = param.main_grad
         for group in self.adam.param_groups:
@@ -51,7 +51,7 @@ class TorchAdam:
 
 
 def optimizer_config(recipe: Recipe) -> OptimizerConfig:
-    """Megatron's config of `MegatronAdam`."""
+    """Return Megatron's config of `MegatronAdam`."""
     state: dict[str, Any] = {}
     if recipe.adam_state == "bf16":
         state = {
@@ -75,20 +75,20 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
 
 
 class MegatronAdam:
-    """Megatron's distributed optimizer: Adam's state split over data parallel ranks.
+    """Megatron's distributed optimizer: Adam's state sharded over data parallel ranks.
 
-    Experts have none but the ranks that hold the same ones: at EP = ranks their state is whole.
+    An expert's state is sharded over the ranks that hold this expert: at EP = ranks it is whole.
     """
 
     def __init__(self, chunks: list[Any], recipe: Recipe) -> None:
         self.adam: Any = get_megatron_optimizer(optimizer_config(recipe), chunks)
 
     def zero_grad(self) -> None:
-        """Forget the last step's gradients."""
+        """Clear the last step's gradients."""
         self.adam.zero_grad()
 
     def step(self, lr: float) -> float | Tensor | None:
-        """Change the weights; the norm of the gradients before they were clipped to 1."""
+        """Update the weights; return the gradients' norm before they were clipped to norm 1."""
         for group in self.adam.param_groups:
             group["lr"] = lr
         _, grad_norm, _ = self.adam.step()
@@ -96,7 +96,7 @@ class MegatronAdam:
 
 
 def build_optimizer(settings: Settings, chunks: list[Any]) -> TorchAdam | MegatronAdam:
-    """The optimizer for the run's device."""
+    """Return the optimizer for the run's device."""
     if settings.layout.device == "cuda":
         return MegatronAdam(chunks, settings.recipe)
     return TorchAdam(chunks, settings.recipe.lr)

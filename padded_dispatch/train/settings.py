@@ -1,17 +1,20 @@
-"""What a training run is: one frozen value that travels to every worker.
+"""The settings of a training run: one frozen value, which every worker gets.
 
-Its groups become groups of flags (`padded_dispatch.train.arguments`). The first four decide every
-number of the run, so a checkpoint keeps them and a resumed run must have the same ones; `Output`
-may change. Everything is resolved and checked in the process that the user started, before there
-are workers, so that a mistake is one line and no traceback.
+Its groups are the command line's groups of flags (`padded_dispatch.train.arguments`). The first
+four decide every number of the run: a checkpoint keeps them, and a resumed run must repeat them.
+`Output` may change. All settings are resolved and checked in the process that the user started,
+before any worker exists: a mistake costs one line and no traceback.
 
-Model shapes by name, with what it takes to train them by default.
+`PRESETS` holds model shapes by name, each with defaults for training it.
 """
 
+# ruff: noqa: RUF009 `_option` makes a field, not a default.
+import dataclasses
+import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron.options import PaddedOptions
@@ -23,7 +26,7 @@ Graph = Literal["none", "partial", "layer", "full-iteration"]
 AdamState = Literal["fp32", "bf16"]
 DispatcherName = Literal["padded_alltoall", "allgather", "alltoall", "alltoall-drop-pad"]
 DROPPING: tuple[DispatcherName, ...] = ("padded_alltoall", "alltoall-drop-pad")
-# What each of Megatron's own dispatchers can be captured in; ours in all of them.
+# How much of the model can be captured with each of Megatron's own dispatchers; with ours, all.
 _STOCK_GRAPHS: dict[DispatcherName, tuple[Graph, ...]] = {
     "allgather": ("none",),
     "alltoall": ("none", "partial"),
@@ -32,13 +35,19 @@ _STOCK_GRAPHS: dict[DispatcherName, tuple[Graph, ...]] = {
 VOCABULARY = 256  # bytes
 
 
-def _help(text: str) -> dict[str, str]:
-    return {"help": text}
+def flag(name: str) -> str:
+    """Return the flag of a field: `--num-layers` for `num_layers`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _option(text: str, default: Any = dataclasses.MISSING) -> Any:
+    """Return a dataclass field that becomes a flag with this help text."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """One layer of the model. All layers are alike, and all are Mixture-of-Experts layers.
+    """Sizes of one layer. All layers are alike, and all are Mixture-of-Experts layers.
 
     `gpt_oss`: biases everywhere, and a clamped SwiGLU with x * sigmoid(1.702 x) in place of SiLU.
     """
@@ -56,364 +65,10 @@ class ModelShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How the model is trained."""
-
-    num_layers: int = field(metadata=_help("layers of the model"))
-    seq_length: int = field(metadata=_help("bytes per sequence"))
-    micro_batch: int = field(metadata=_help("sequences per rank and pass"))
-    global_batch: int = field(
-        metadata=_help("sequences per step, over all ranks (default: pp passes per rank)")
-    )
-    lr: float = field(metadata=_help("largest learning rate of Adam"))
-    lr_warmup: int = field(default=20, metadata=_help("steps over which the learning rate rises"))
-    lr_decay: int = field(
-        metadata=_help("step at which it has fallen to a tenth, on a cosine (default: --steps)")
-    )
-    adam_state: AdamState = field(
-        default="fp32",
-        metadata=_help(
-            "what Adam keeps: 12 bytes per parameter, or 6 with moments in bf16 and of the fp32 "
-            "weights only the bits that bf16 ones lack; its owner's share on each GPU"
-        ),
-    )
-    balancing: Balancing = field(
-        default="aux-loss",
-        metadata=_help(
-            "what spreads tokens over experts; forced: random routing, to measure times with"
-        ),
-    )
-    router_skew: float = field(
-        default=0.0,
-        metadata=_help(
-            "start from routers that prefer some experts: standard deviation of what is added to "
-            "the experts' logits; --results then has max/mean demand of every step"
-        ),
-    )
-    seed: int = field(default=1234, metadata=_help("of weights and of the order of the data"))
-    deterministic: bool = field(
-        default=False, metadata=_help("the same bits in every run, at the price of some speed")
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dispatch:
-    """How tokens reach their experts."""
-
-    dispatcher: DispatcherName = field(
-        default="padded_alltoall",
-        metadata=_help(
-            "ours, or one of Megatron's own: CPUs run allgather and alltoall-drop-pad, GPUs run all"
-        ),
-    )
-    capacity_factor: float | None = field(
-        metadata=_help(
-            "slots per (source rank, expert) relative to perfect balance; 'none' drops nothing "
-            "(default: 1.25 where the dispatcher drops)"
-        )
-    )
-    drop_policy: Literal["probs", "position"] = field(
-        default="probs",
-        metadata=_help("who keeps a slot, for all dispatchers; --padded-policy has more"),
-    )
-    shared_overlap: bool = field(
-        default=False,
-        metadata=_help("shared experts, of models that have some, beside the exchange"),
-    )
-    padded: PaddedOptions = field(default_factory=PaddedOptions)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Which processes share the work, and how."""
-
-    device: Device = field(metadata=_help("what to run on (default: cuda where there is a GPU)"))
-    workers: int = field(metadata=_help("processes (default: 2 on a CPU, one per GPU)"))
-    tp: int = field(default=1, metadata=_help("tensor parallel size"))
-    pp: int = field(default=1, metadata=_help("pipeline parallel size"))
-    vpp: int | None = field(default=None, metadata=_help("model chunks per pipeline stage"))
-    ep: int = field(metadata=_help("expert parallel size (default: workers / (etp * pp))"))
-    etp: int = field(default=1, metadata=_help("expert tensor parallel size"))
-    sequence_parallel: bool = field(
-        default=False, metadata=_help("split activations along the sequence")
-    )
-
-    @property
-    def dp(self) -> int:
-        """Data parallel size of everything but the experts."""
-        return self.workers // (self.tp * self.pp)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """What is run, shown and kept."""
-
-    steps: int = field(metadata=_help("steps in all"))
-    graph: Graph = field(
-        default="none",
-        metadata=_help(
-            "what to capture as CUDA graphs: of each layer what comes before the exchange "
-            "(partial) or everything (layer), or a step's passes as one (full-iteration)"
-        ),
-    )
-    graph_timeout: float = field(
-        default=300.0,
-        metadata=_help("seconds after which a capture or a step with graphs ends the process"),
-    )
-    log_every: int = field(default=10, metadata=_help("steps between two lines of progress"))
-    eval_every: int | None = field(
-        default=None, metadata=_help("steps between two evaluations on held-out text")
-    )
-    eval_passes: int = field(default=8, metadata=_help("passes per evaluation"))
-    out: Path | None = field(
-        default=None, metadata=_help("folder for metrics.jsonl and checkpoints")
-    )
-    save_every: int | None = field(
-        default=None, metadata=_help("steps between two checkpoints in --out")
-    )
-    resume: bool = field(default=False, metadata=_help("go on from the newest checkpoint in --out"))
-    tensorboard: bool = field(
-        default=False, metadata=_help("write TensorBoard's format to --out, too")
-    )
-    json: bool = field(default=False, metadata=_help("print metrics as JSON lines"))
-    results: Path | None = field(
-        default=None, metadata=_help("JSON file to which the run's figures are added")
-    )
-    commit: str | None = field(default=None, metadata=_help("commit of the code, for --results"))
-    trace: Path | None = field(
-        default=None,
-        metadata=_help("folder for what the routers ask for, one file per rank, to tune with"),
-    )
-    trace_every: int = field(default=10, metadata=_help("steps between two that are traced"))
-    trace_gib: float = field(
-        default=1.0,
-        metadata=_help("most that each rank's file may grow to; beyond, fewer steps are traced"),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """A training run.
-
-    Raises:
-        ValueError: names the field, its value and what to change.
-    """
-
-    preset: str
-    model: ModelShape
-    recipe: Recipe
-    dispatch: Dispatch
-    layout: Layout
-    output: Output
-
-    @property
-    def num_microbatches(self) -> int:
-        """Passes per rank and step."""
-        return self.recipe.global_batch // (self.recipe.micro_batch * self.layout.dp)
-
-    def __post_init__(self) -> None:
-        for group in (self.output, self.recipe, self.layout):
-            for name, value in vars(group).items():
-                if name in ("seed", "lr_warmup", "router_skew"):
-                    require(value >= 0, name, value, "give 0 or more")
-                elif isinstance(value, int | float) and value is not False:
-                    require(value > 0, name, value, "give a number above 0")
-        require(
-            self.recipe.adam_state == "fp32" or self.layout.device == "cuda",
-            "adam_state",
-            self.recipe.adam_state,
-            "only Transformer Engine's Adam keeps less than fp32, on a GPU; give fp32",
-        )
-        seed = self.recipe.seed
-        require(seed < 2**63, "seed", seed, "give less than 2**63")
-        self._check_layout()
-        self._check_dispatch()
-        self._check_graph()
-        self._check_output()
-        self._check_trace()
-
-    def _check_layout(self) -> None:
-        model, recipe, layout = self.model, self.recipe, self.layout
-        workers, per_step = layout.workers, recipe.micro_batch * layout.dp
-        for name, product in (
-            ("tp * pp", layout.tp * layout.pp),
-            ("etp * pp * ep", layout.etp * layout.pp * layout.ep),
-        ):
-            require(
-                workers % product == 0,
-                "workers",
-                workers,
-                f"make it a multiple of {name}={product}",
-            )
-        for name, total, divisor in (
-            ("ep", model.num_experts, layout.ep),
-            ("tp", model.num_heads, layout.tp),
-            ("tp", model.num_kv_groups, layout.tp),
-            ("tp", recipe.seq_length, layout.tp),
-        ):
-            require(total % divisor == 0, name, divisor, f"it must divide {total}")
-        stages = layout.pp * (layout.vpp or 1)
-        require(
-            recipe.num_layers % stages == 0,
-            "num_layers",
-            recipe.num_layers,
-            f"make it a multiple of pp * vpp={stages}",
-        )
-        require(
-            recipe.global_batch % per_step == 0,
-            "global_batch",
-            recipe.global_batch,
-            f"make it a multiple of micro_batch * data parallel size={per_step}",
-        )
-        if layout.vpp is not None:
-            require(layout.pp > 1, "vpp", layout.vpp, "it needs pp > 1")
-            require(
-                self.num_microbatches % layout.pp == 0,
-                "vpp",
-                layout.vpp,
-                f"it needs a multiple of pp={layout.pp} passes per step, not "
-                f"{self.num_microbatches}: change global_batch",
-            )
-        if layout.tp > 1:
-            require(
-                layout.device == "cuda",
-                "tp",
-                layout.tp,
-                "on a CPU, Megatron's layer norm knows no sequence parallelism; give 1",
-            )
-            require(
-                layout.sequence_parallel,
-                "tp",
-                layout.tp,
-                "Megatron trains experts under tensor parallelism only with --sequence-parallel",
-            )
-
-    def _check_dispatch(self) -> None:
-        dispatch, layout = self.dispatch, self.layout
-        ours = dispatch.dispatcher == "padded_alltoall"
-        for name, default in vars(PaddedOptions()).items():
-            value = getattr(dispatch.padded, name)
-            require(
-                ours or value == default,
-                f"padded_{name}",
-                value,
-                f"dispatcher={dispatch.dispatcher} has no such option; leave it out, and in "
-                "compare give it to each contender of ours, behind its --vs",
-            )
-        for number in dispatch.padded.factor_of_layer:
-            require(
-                number <= self.recipe.num_layers,
-                "padded_layer_factors",
-                dispatch.padded.layer_factors,
-                f"there is no layer {number}; give numbers up to "
-                f"num_layers={self.recipe.num_layers}",
-            )
-        require(
-            dispatch.dispatcher != "alltoall" or layout.device == "cuda",
-            "dispatcher",
-            dispatch.dispatcher,
-            "Megatron's needs a GPU; on a CPU choose padded_alltoall, allgather or "
-            "alltoall-drop-pad",
-        )
-        require(
-            dispatch.padded.exchange != "direct" or (layout.device == "cuda" and layout.ep > 1),
-            "padded_exchange",
-            dispatch.padded.exchange,
-            "GPUs of one host store to each other; it needs --device cuda and --ep of at least 2",
-        )
-        has_shared = self.model.shared_ffn_size is not None
-        require(
-            not dispatch.shared_overlap or (has_shared and dispatch.dispatcher != "allgather"),
-            "shared_overlap",
-            dispatch.shared_overlap,
-            "it needs a model with shared experts, such as --preset deepseek-v2-lite, and another "
-            "dispatcher than allgather",
-        )
-        require(
-            dispatch.dispatcher in DROPPING or dispatch.capacity_factor is None,
-            "capacity_factor",
-            dispatch.capacity_factor,
-            f"dispatcher={dispatch.dispatcher} drops nothing; leave it out",
-        )
-        require(
-            dispatch.dispatcher in DROPPING or dispatch.drop_policy == "probs",
-            "drop_policy",
-            dispatch.drop_policy,
-            f"dispatcher={dispatch.dispatcher} drops nothing; leave it out",
-        )
-        require(
-            dispatch.capacity_factor is None or 0 < dispatch.capacity_factor < math.inf,
-            "capacity_factor",
-            dispatch.capacity_factor,
-            "give a number above 0, or 'none' to drop nothing",
-        )
-        require(
-            dispatch.dispatcher != "alltoall-drop-pad" or dispatch.capacity_factor is not None,
-            "capacity_factor",
-            dispatch.capacity_factor,
-            "alltoall-drop-pad needs a number",
-        )
-
-    def _check_graph(self) -> None:
-        graph, dispatcher = self.output.graph, self.dispatch.dispatcher
-        if graph != "none":
-            require(self.layout.device == "cuda", "graph", graph, "CUDA graphs need a GPU")
-            possible = _STOCK_GRAPHS.get(dispatcher, (graph,))
-            require(
-                graph in possible,
-                "graph",
-                graph,
-                f"dispatcher={dispatcher} can be captured as {' or '.join(possible)}",
-            )
-
-    def _check_output(self) -> None:
-        output = self.output
-        if output.out is None:
-            for name in ("save_every", "resume", "tensorboard"):
-                value = getattr(output, name)
-                require(not value, name, value, "it needs a folder; give --out")
-            return
-        require_folder("out", output.out)
-        if not output.resume:
-            resumable = any((output.out / "checkpoints").glob("step-*"))
-            held = "add --resume to go on with it" if resumable else "delete its metrics.jsonl"
-            require(
-                not (output.out / "metrics.jsonl").exists(),
-                "out",
-                str(output.out),
-                f"it holds a run already; {held}, or choose another folder",
-            )
-
-    def _check_trace(self) -> None:
-        output = self.output
-        if output.trace is None:
-            return
-        require_folder("trace", output.trace)
-        require(
-            self.dispatch.dispatcher == "padded_alltoall",
-            "trace",
-            str(output.trace),
-            f"dispatcher={self.dispatch.dispatcher} is not watched; choose padded_alltoall",
-        )
-        require(
-            output.resume or not list(output.trace.glob("*.npy")),
-            "trace",
-            str(output.trace),
-            "it holds a trace already; choose another folder",
-        )
-        require(
-            output.trace_every <= output.steps,
-            "trace_every",
-            output.trace_every,
-            f"with steps={output.steps} no step would be traced",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A model's shape and defaults of its recipe.
+    """A model's shape and the defaults of its recipe.
 
-    `device`: the only one that it can run on; None for any.
+    `device`: the only device that can run it; None for any.
     """
 
     about: str
@@ -459,7 +114,7 @@ PRESETS = {
         ),
     ),
     "gpt-oss-20b": Preset(
-        about="layers like GPT-OSS-20B's: no attention sinks, no sliding windows",
+        about="layers like GPT-OSS-20B's, without attention sinks and sliding windows",
         model=ModelShape(
             hidden_size=2880,
             num_heads=64,
@@ -472,7 +127,7 @@ PRESETS = {
         ),
     ),
     "deepseek-v2-lite": Preset(
-        about="layers like DeepSeek-V2-Lite's: two shared experts, but ordinary attention",
+        about="layers like DeepSeek-V2-Lite's: two shared experts, ordinary attention",
         model=ModelShape(
             hidden_size=2048,
             num_heads=16,
@@ -485,3 +140,275 @@ PRESETS = {
         ),
     ),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How the model is trained."""
+
+    num_layers: int = _option("layers of the model")
+    seq_length: int = _option("bytes per sequence")
+    micro_batch: int = _option("sequences per rank and pass")
+    global_batch: int = _option("sequences per step over all ranks (default: pp passes per rank)")
+    lr: float = _option("peak learning rate of Adam")
+    lr_warmup: int = _option("steps over which the learning rate rises", default=20)
+    lr_decay: int = _option("step at which a cosine ends at a tenth of --lr (default: --steps)")
+    adam_state: AdamState = _option(
+        "Adam's state: fp32 takes 12 bytes per parameter; bf16 takes 6: moments in bf16, and "
+        "of the fp32 weights only the bits that bf16 lacks. Each GPU holds its shard",
+        default="fp32",
+    )
+    balancing: Balancing = _option(
+        "how tokens are spread over experts; forced: random routing, for measuring times",
+        default="aux-loss",
+    )
+    router_skew: float = _option(
+        "start with routers that prefer some experts: standard deviation of a constant added "
+        "to each expert's logit; --out then has max/mean demand of every step",
+        default=0.0,
+    )
+    seed: int = _option("seed of the weights and of the order of the data", default=1234)
+    deterministic: bool = _option(
+        "the same bits in every run, at some cost in speed", default=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatch:
+    """How tokens reach their experts."""
+
+    dispatcher: DispatcherName = _option(
+        "ours, or one of Megatron's; a CPU runs all but alltoall, a GPU runs all",
+        default="padded_alltoall",
+    )
+    capacity_factor: float | None = _option(
+        "slots per (source rank, expert) relative to perfect balance; 'none' drops nothing "
+        "(default: 1.25 if the dispatcher drops)"
+    )
+    drop_policy: Literal["probs", "position"] = _option(
+        "which rows keep a slot, for every dispatcher; --padded-policy has more", default="probs"
+    )
+    shared_overlap: bool = _option(
+        "run shared experts, if the model has them, beside the exchange", default=False
+    )
+    padded: PaddedOptions = field(default_factory=PaddedOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which processes share the work, and how."""
+
+    device: Device = _option("device to run on (default: cuda if there is a GPU)")
+    workers: int = _option("processes (default: 2 on a CPU, one per GPU)")
+    tp: int = _option("tensor parallel size", default=1)
+    pp: int = _option("pipeline parallel size", default=1)
+    vpp: int | None = _option("model chunks per pipeline stage", default=None)
+    ep: int = _option("expert parallel size (default: workers / (etp * pp))")
+    etp: int = _option("expert tensor parallel size", default=1)
+    sequence_parallel: bool = _option("split activations along the sequence", default=False)
+
+    @property
+    def dp(self) -> int:
+        """Data parallel size of everything but the experts."""
+        return self.workers // (self.tp * self.pp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What is run, shown and kept."""
+
+    steps: int = _option("steps in all")
+    graph: Graph = _option(
+        "what to capture as CUDA graphs: partial: each layer up to the exchange; layer: each "
+        "layer; full-iteration: all passes of a step as one graph",
+        default="none",
+    )
+    graph_timeout: float = _option(
+        "seconds after which a capture or a step with graphs ends the process", default=300.0
+    )
+    log_every: int = _option("steps between two lines of progress", default=10)
+    eval_every: int | None = _option("steps between two evaluations on held-out text", default=None)
+    eval_passes: int = _option("passes per evaluation", default=8)
+    run_dir: Path | None = _option("folder for metrics.jsonl and checkpoints", default=None)
+    save_every: int | None = _option("steps between two checkpoints in --run-dir", default=None)
+    resume: bool = _option("continue from the newest checkpoint in --run-dir", default=False)
+    tensorboard: bool = _option("write TensorBoard files to --run-dir as well", default=False)
+    json: bool = _option("print metrics as JSON lines", default=False)
+    out: Path | None = _option("results file (JSON) to which the run adds one row", default=None)
+    commit: str | None = _option("commit of the code, for --out", default=None)
+    trace: Path | None = _option(
+        "folder for routing traces, one file per rank, for padded-dispatch tune", default=None
+    )
+    trace_every: int = _option("steps between two traced steps", default=10)
+    trace_gib: float = _option(
+        "largest size of each rank's trace file; fewer steps are traced to fit", default=1.0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A training run.
+
+    Raises:
+        ValueError: names the flag, its rule, its value and what to set.
+    """
+
+    preset: str
+    model: ModelShape
+    recipe: Recipe
+    dispatch: Dispatch
+    layout: Layout
+    output: Output
+
+    @property
+    def num_microbatches(self) -> int:
+        """Passes per rank and step."""
+        return self.recipe.global_batch // (self.recipe.micro_batch * self.layout.dp)
+
+    def as_json(self, *groups: str) -> dict[str, Any]:
+        """Return the named groups as `json.loads` would read them back from a file."""
+        values = {group: dataclasses.asdict(getattr(self, group)) for group in groups}
+        return json.loads(json.dumps(values))
+
+    def __post_init__(self) -> None:
+        for group in (self.output, self.recipe, self.layout):
+            for name, value in vars(group).items():
+                if name in ("seed", "lr_warmup", "router_skew"):
+                    require(value >= 0, flag(name), value, "be 0 or more")
+                elif isinstance(value, int | float) and value is not False:
+                    require(value > 0, flag(name), value, "be above 0")
+        state, seed = self.recipe.adam_state, self.recipe.seed
+        fits = state == "fp32" or self.layout.device == "cuda"
+        fix = "Transformer Engine's Adam, on a GPU, keeps less"
+        require(fits, "--adam-state", state, "be fp32 on a CPU", fix)
+        require(seed < 2**63, "--seed", seed, "be below 2**63")
+        self._check_layout()
+        self._check_dispatch()
+        self._check_graph()
+        self._check_run_dir()
+        self._check_trace()
+
+    def _check_layout(self) -> None:
+        model, recipe, layout = self.model, self.recipe, self.layout
+        for name, value, factors, product in (
+            ("--workers", layout.workers, "tp * pp", layout.tp * layout.pp),
+            ("--workers", layout.workers, "etp * pp * ep", layout.etp * layout.pp * layout.ep),
+            ("--num-layers", recipe.num_layers, "pp * vpp", layout.pp * (layout.vpp or 1)),
+            (
+                "--global-batch",
+                recipe.global_batch,
+                "micro_batch * data parallel size",
+                recipe.micro_batch * layout.dp,
+            ),
+        ):
+            require(value % product == 0, name, value, f"be a multiple of {factors}={product}")
+        for name, value, total, things in (
+            ("--ep", layout.ep, model.num_experts, "experts"),
+            ("--tp", layout.tp, model.num_heads, "attention heads"),
+            ("--tp", layout.tp, model.num_kv_groups, "key-value groups"),
+            ("--tp", layout.tp, recipe.seq_length, "bytes of a sequence"),
+        ):
+            require(total % value == 0, name, value, f"divide the {total} {things}")
+        if layout.vpp is not None:
+            require(layout.pp > 1, "--vpp", layout.vpp, "be left out at --pp 1")
+            passes = self.num_microbatches
+            rule = f"give each rank a multiple of pp={layout.pp} passes with --vpp"
+            fits = passes % layout.pp == 0
+            require(fits, "--global-batch", recipe.global_batch, rule, f"it gives {passes}")
+        if layout.tp > 1:
+            reason = "Megatron's layer norm for CPUs has no sequence parallelism"
+            require(layout.device == "cuda", "--tp", layout.tp, "be 1 on a CPU", reason)
+            rule = "be 1 without --sequence-parallel"
+            reason = "Megatron trains experts under tensor parallelism only with it"
+            require(layout.sequence_parallel, "--tp", layout.tp, rule, reason)
+
+    def _check_dispatch(self) -> None:
+        dispatch, on_gpu = self.dispatch, self.layout.device == "cuda"
+        dispatcher, factor, padded = dispatch.dispatcher, dispatch.capacity_factor, dispatch.padded
+        left_out = f"be left out with --dispatcher {dispatcher}"
+        if dispatcher != "padded_alltoall":
+            fix = "in compare, give it to each padded contender, behind its --vs"
+            for name, default in vars(PaddedOptions()).items():
+                value = getattr(padded, name)
+                require(value == default, flag(f"padded_{name}"), value, left_out, fix)
+        if dispatcher not in DROPPING:
+            policy = dispatch.drop_policy
+            require(factor is None, "--capacity-factor", factor, left_out, "it drops nothing")
+            require(policy == "probs", "--drop-policy", policy, left_out, "it drops nothing")
+        for number in padded.factor_of_layer:
+            require(
+                number <= self.recipe.num_layers,
+                "--padded-layer-factors",
+                padded.layer_factors,
+                f"name layers from 1 to num_layers={self.recipe.num_layers}",
+                f"there is no layer {number}",
+            )
+        require(
+            on_gpu or dispatcher != "alltoall",
+            "--dispatcher",
+            dispatcher,
+            "be padded_alltoall, allgather or alltoall-drop-pad on a CPU",
+            "Megatron's alltoall needs a GPU",
+        )
+        require(
+            padded.exchange != "direct" or (on_gpu and self.layout.ep > 1),
+            "--padded-exchange",
+            padded.exchange,
+            "be another one without --device cuda and an --ep of at least 2",
+            "direct stores go between the GPUs of one host",
+        )
+        has_shared = self.model.shared_ffn_size is not None
+        require(
+            not dispatch.shared_overlap or (has_shared and dispatcher != "allgather"),
+            "--shared-overlap",
+            dispatch.shared_overlap,
+            "be left out without shared experts and with --dispatcher allgather",
+            "a preset with shared experts is deepseek-v2-lite",
+        )
+        rule = "be a number above 0, or 'none' to drop nothing"
+        require(factor is None or 0 < factor < math.inf, "--capacity-factor", factor, rule)
+        rule = "be a number with --dispatcher alltoall-drop-pad"
+        fits = dispatcher != "alltoall-drop-pad" or factor is not None
+        require(fits, "--capacity-factor", "none", rule)
+
+    def _check_graph(self) -> None:
+        graph, dispatcher = self.output.graph, self.dispatch.dispatcher
+        if graph != "none":
+            on_gpu = self.layout.device == "cuda"
+            require(on_gpu, "--graph", graph, "be none on a CPU", "CUDA graphs need a GPU")
+            accepted = _STOCK_GRAPHS.get(dispatcher, (graph,))
+            rule = f"be {' or '.join(accepted)} with --dispatcher {dispatcher}"
+            require(graph in accepted, "--graph", graph, rule)
+
+    def _check_run_dir(self) -> None:
+        output = self.output
+        if output.run_dir is None:
+            for name in ("save_every", "resume", "tensorboard"):
+                value = getattr(output, name)
+                require(not value, flag(name), value, "come with a folder", "give --run-dir")
+            return
+        require_folder("--run-dir", output.run_dir)
+        if not output.resume:
+            resumable = any((output.run_dir / "checkpoints").glob("step-*"))
+            fix = "add --resume to continue that run" if resumable else "delete its metrics.jsonl"
+            require(
+                not (output.run_dir / "metrics.jsonl").exists(),
+                "--run-dir",
+                str(output.run_dir),
+                "hold no earlier run",
+                f"{fix}, or choose another folder",
+            )
+
+    def _check_trace(self) -> None:
+        output, dispatcher = self.output, self.dispatch.dispatcher
+        if output.trace is None:
+            return
+        require_folder("--trace", output.trace)
+        folder, every, steps = str(output.trace), output.trace_every, output.steps
+        rule = f"be left out with --dispatcher {dispatcher}"
+        traced = dispatcher == "padded_alltoall"
+        require(traced, "--trace", folder, rule, "only padded_alltoall is traced")
+        unused = output.resume or not list(output.trace.glob("*.npy"))
+        require(unused, "--trace", folder, "hold no earlier trace", "choose another folder")
+        rule = f"be at most steps={steps}"
+        require(every <= steps, "--trace-every", every, rule, "otherwise no step is traced")

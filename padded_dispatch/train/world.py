@@ -1,4 +1,4 @@
-"""How a worker joins the others: its device, Megatron's process groups, the random seeds."""
+"""Set up a worker: its device, the process groups, Megatron's global state."""
 
 import gc
 import os
@@ -17,21 +17,24 @@ from torch.distributed import distributed_c10d
 
 from padded_dispatch.megatron.compat import forget_moe_state, training_stream
 from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.train.settings import Layout, Settings
+from padded_dispatch.train.settings import Device, Layout, Settings
 
 
 @contextmanager
-def world(layout: Layout) -> Iterator[torch.device]:
-    """The default process group; this worker's device.
+def world(device_type: Device) -> Iterator[torch.device]:
+    """Join the default process group (NCCL or gloo) and yield this worker's device.
 
     After an error nothing is torn down: peers may be inside a collective, and leaving a group that
     they are in can block. The process ends anyway.
+
+    Args:
+        device_type: "cuda" takes the GPU numbered LOCAL_RANK; "cpu" lets Megatron run without one.
     """
-    if layout.device == "cuda":
+    if device_type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        # DDP's AccumulateGrad nodes remember the stream that they were made on, and on the default
-        # one no CUDA graph of a backward pass can be captured.
+        # DDP's AccumulateGrad nodes keep the stream that they were created on, and on the default
+        # stream no CUDA graph of a backward pass can be captured.
         torch.cuda.set_stream(training_stream())
         dist.init_process_group("nccl", device_id=device)
         yield device
@@ -43,19 +46,19 @@ def world(layout: Layout) -> Iterator[torch.device]:
 
 
 def free_memory(device: torch.device) -> None:
-    """Between two runs in one process: what the one before has left behind."""
-    gc.collect()  # DDP's hooks and the model hold each other.
+    """Free what the last run in this process has left in memory."""
+    gc.collect()  # DDP's hooks and the model reference each other.
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 @contextmanager
 def model_parallel(layout: Layout) -> Iterator[None]:
-    """Megatron's process groups, over an existing default one.
+    """Create Megatron's process groups over the default one, and destroy them at the end.
 
-    At the end they end, too: Megatron forgets them, and each holds threads, on GPUs memory. Runs
-    that follow one another in one layout share them: with a communicator of NCCL's for each of some
-    20, made and ended, they took 11 of the 18 seconds of a short run on 4 H200.
+    Megatron only drops its references, but each group holds threads and, on GPUs, memory.
+    Consecutive runs with the same layout share the groups: creating and destroying some 20 NCCL
+    communicators took 11 of the 18 seconds of a short run on 4 H200.
     """
     before = set(distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(
@@ -73,15 +76,15 @@ def model_parallel(layout: Layout) -> Iterator[None]:
 
 @contextmanager
 def megatron_state(settings: Settings) -> Iterator[None]:
-    """What else a run finds in Megatron's globals, inside `model_parallel`: seeds and counts."""
+    """Set Megatron's other globals for a run, inside `model_parallel`: seeds and batch sizes."""
     layout, recipe, graphs = settings.layout, settings.recipe, settings.output.graph != "none"
-    # Read by Transformer Engine when attention is built; Megatron's deterministic_mode asks for it.
+    # Transformer Engine reads it when attention is built; deterministic_mode requires it.
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = str(int(not recipe.deterministic))
-    # Stages of a pipeline hold different layers, which must not start with the same weights.
+    # Pipeline stages hold different layers, which must not start with the same weights.
     stage_seed = recipe.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(stage_seed)
-    # Graphs can hold the states of Transformer Engine's tracker only. A run before this one in the
-    # same process may have left the other.
+    # CUDA graphs need Transformer Engine's RNG tracker. An earlier run in the same process may have
+    # left the other one, hence the reset.
     model_parallel_cuda_manual_seed(stage_seed, te_rng_tracker=graphs, force_reset_rng=True)
     init_num_microbatches_calculator(
         dist.get_rank(), None, recipe.global_batch, recipe.micro_batch, layout.dp

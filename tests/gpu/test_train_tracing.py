@@ -1,4 +1,4 @@
-"""On GPUs, too, the what-if of a run's own trace is what the run counted: eager and replayed."""
+"""On GPUs, a run's trace replayed at the run's factor equals the run's counts: eager and graphs."""
 
 import os
 from pathlib import Path

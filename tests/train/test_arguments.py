@@ -1,4 +1,4 @@
-"""From flags to settings: defaults, overrides, and every mistake in one line that names it."""
+"""From flags to settings: defaults, overrides, and one line for each mistake."""
 
 import dataclasses
 from pathlib import Path
@@ -12,7 +12,7 @@ from padded_dispatch.train.settings import PRESETS, Dispatch, Layout, Output, Re
 
 @pytest.fixture(autouse=True)
 def laptop(monkeypatch):
-    """No GPU, and nobody's workers."""
+    """A machine without a GPU, outside torchrun."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -32,7 +32,7 @@ def test_tiny_is_two_processes_with_half_of_the_experts_each():
     assert settings.recipe.global_batch == 2 * settings.recipe.micro_batch
     assert settings.num_microbatches == 1
     assert settings.recipe.lr_decay == settings.output.steps == PRESETS["tiny"].steps
-    assert settings.output.out is None
+    assert settings.output.run_dir is None and settings.output.out is None
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -58,7 +58,10 @@ def test_defaults_follow_what_is_given(eight_gpus):
 def test_torchrun_decides_the_number_of_workers(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert parse([]).layout == Layout(device="cpu", workers=4, ep=4)
-    with pytest.raises(ValueError, match="workers=2 is not possible: torchrun started 4"):
+    with pytest.raises(
+        ValueError,
+        match=r"^--workers must be 4, the processes that torch.*, got 2; leave",
+    ):
         parse(["--workers", "2"])
 
 
@@ -100,12 +103,12 @@ GIVEN = {
         "log_every": 2,
         "eval_every": 3,
         "eval_passes": 4,
-        "out": Path("no/such/folder"),
+        "run_dir": Path("no/such/folder"),
         "save_every": 5,
         "resume": True,
         "tensorboard": True,
         "json": True,
-        "results": Path("r.json"),
+        "out": Path("r.json"),
         "commit": "abc",
         "trace": Path("no/such/traces"),
         "trace_every": 6,
@@ -144,77 +147,88 @@ def test_none_drops_nothing():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--preset qwen3-30b-a3b", "preset=qwen3-30b-a3b is not possible on device=cpu"),
-        ("--device cuda", "device=cuda is not possible: PyTorch sees no GPU"),
-        ("--workers 3 --ep 2", "workers=3 is not possible: make it a multiple of etp"),
-        ("--workers 3 --pp 2", "workers=3 is not possible: make it a multiple of tp"),
-        ("--workers 3", "ep=3 is not possible: it must divide 8"),
-        ("--tp 2 --sequence-parallel", "tp=2 is not possible: on a CPU"),
-        ("--num-layers 3 --pp 2", "num_layers=3 is not possible: make it a multiple of pp"),
-        ("--global-batch 7", "global_batch=7 is not possible: make it a multiple of micro_batch"),
-        ("--vpp 2", "vpp=2 is not possible: it needs pp > 1"),
+        (
+            "--preset qwen3-30b-a3b",
+            "^--preset must be tiny on device=cpu, got 'qwen3-30b-a3b'; others need",
+        ),
+        ("--device cuda", "^--device must be cpu, got 'cuda'; PyTorch sees no GPU$"),
+        ("--workers 3 --ep 2", r"^--workers must be a multiple of etp \* pp \* ep=2, got 3$"),
+        ("--workers 3 --pp 2", r"^--workers must be a multiple of tp \* pp=2, got 3$"),
+        ("--workers 3", "^--ep must divide the 8 experts, got 3$"),
+        ("--tp 2 --sequence-parallel", "^--tp must be 1 on a CPU, got 2; "),
+        ("--num-layers 3 --pp 2", r"^--num-layers must be a multiple of pp \* vpp=2, got 3$"),
+        ("--global-batch 7", "^--global-batch must be a multiple of micro_batch .*=16, got 7$"),
+        ("--vpp 2", "^--vpp must be left out at --pp 1, got 2$"),
         (
             "--pp 2 --vpp 1 --micro-batch 4 --global-batch 12",
-            "vpp=1 is not possible: it needs a multiple of pp=2",
+            "^--global-batch must give each rank a multiple of pp=2 .*, got 12; it gives 3$",
         ),
-        ("--steps 0", "steps=0 is not possible: give a number above 0"),
-        ("--workers 0", "^workers=0 is not possible: give a number above 0$"),
-        ("--tp 0", "^tp=0 is not possible: give a number above 0$"),
-        ("--pp 0", "^pp=0 is not possible: give a number above 0$"),
-        ("--ep 0", "^ep=0 is not possible: give a number above 0$"),
-        ("--lr 0", "lr=0.0 is not possible: give a number above 0"),
-        ("--lr-warmup -1", "lr_warmup=-1 is not possible: give 0 or more"),
-        ("--adam-state bf16", "adam_state='bf16' is not possible: only Transformer Engine's Adam"),
-        ("--seed -1", "seed=-1 is not possible: give 0 or more"),
-        (f"--seed {2**63}", rf"seed={2**63} is not possible: give less than 2\*\*63$"),
+        ("--steps 0", "^--steps must be above 0, got 0$"),
+        ("--workers 0", "^--workers must be above 0, got 0$"),
+        ("--tp 0", "^--tp must be above 0, got 0$"),
+        ("--pp 0", "^--pp must be above 0, got 0$"),
+        ("--ep 0", "^--ep must be above 0, got 0$"),
+        ("--lr 0", r"^--lr must be above 0, got 0\.0$"),
+        ("--lr-warmup -1", "^--lr-warmup must be 0 or more, got -1$"),
+        (
+            "--adam-state bf16",
+            "^--adam-state must be fp32 on a CPU, got 'bf16'; Transformer Engine's",
+        ),
+        ("--seed -1", "^--seed must be 0 or more, got -1$"),
+        (f"--seed {2**63}", rf"^--seed must be below 2\*\*63, got {2**63}$"),
         (
             "--capacity-factor -1",
-            r"^capacity_factor=-1\.0 is not possible: give a number above 0, or",
+            r"^--capacity-factor must be a number above 0, or 'none' to drop nothing, got -1\.0$",
         ),
-        (
-            "--capacity-factor inf",
-            "^capacity_factor=inf is not possible: give a number above 0, or",
-        ),
-        (
-            "--capacity-factor nan",
-            "^capacity_factor=nan is not possible: give a number above 0, or",
-        ),
+        ("--capacity-factor inf", "^--capacity-factor must be a number above 0, .* got inf$"),
+        ("--capacity-factor nan", "^--capacity-factor must be a number above 0, .* got nan$"),
         (
             "--num-layers 2 --padded-layer-factors 1:2,3:2",
-            "^padded_layer_factors='1:2,3:2' is not possible: there is no layer 3; give numbers up "
-            "to num_layers=2$",
+            "^--padded-layer-factors must name layers from 1 to num_layers=2, got .*; there is no "
+            "layer 3$",
         ),
         (
             "--dispatcher allgather --padded-experts packed",
-            "^padded_experts='packed' is not possible: dispatcher=allgather has no such option; "
-            "leave it out, and in compare give it to each contender of ours, behind its --vs$",
+            "^--padded-experts must be left out with --dispatcher allgather, got 'packed'; in "
+            "compare, give it to each padded contender, behind its --vs$",
         ),
         (
             "--dispatcher alltoall-drop-pad --padded-policy random",
-            "padded_policy='random' is not possible: dispatcher=alltoall-drop-pad has no such",
+            "^--padded-policy must be left out with --dispatcher alltoall-drop-pad, got 'random';",
         ),
         (
             "--dispatcher alltoall-drop-pad --padded-eval-factor 2",
-            "padded_eval_factor='2' is not possible: dispatcher=alltoall-drop-pad has no such",
+            "^--padded-eval-factor must be left out with --dispatcher alltoall-drop-pad, got .*2",
         ),
         (
             "--dispatcher allgather --drop-policy position",
-            "drop_policy='position' is not possible: dispatcher=allgather drops nothing",
+            "^--drop-policy must be left out with --dispatcher allgather, got 'position'; it drops "
+            "nothing$",
         ),
-        ("--dispatcher alltoall", "dispatcher='alltoall' is not possible: Megatron's needs a GPU"),
-        ("--dispatcher allgather --capacity-factor 2", "capacity_factor=2.0 is not possible"),
-        ("--shared-overlap", "shared_overlap=True is not possible: it needs a model with shared"),
+        (
+            "--dispatcher alltoall",
+            "^--dispatcher must be padded_alltoall, .* on a CPU, got 'alltoall'; .* needs a GPU$",
+        ),
+        (
+            "--dispatcher allgather --capacity-factor 2",
+            r"^--capacity-factor must be left out with --dispatcher allgather, got 2\.0; it drops",
+        ),
+        (
+            "--shared-overlap",
+            "^--shared-overlap must be left out without shared experts .*, got True; ",
+        ),
         (
             "--dispatcher alltoall-drop-pad --capacity-factor none",
-            "capacity_factor=None is not possible: alltoall-drop-pad needs a number",
+            "^--capacity-factor must be a number with --dispatcher alltoall-drop-pad, got 'none'$",
         ),
-        ("--save-every 2", "save_every=2 is not possible: it needs a folder"),
+        ("--save-every 2", "^--save-every must come with a folder, got 2; give --run-dir$"),
         (
             "--experts packed --exchange direct",
-            "padded_exchange='direct' is not possible: GPUs of one host store to each other",
+            "^--padded-exchange must be another one without --device cuda and an --ep of at least "
+            "2, got 'direct'; ",
         ),
-        ("--resume", "resume=True is not possible: it needs a folder"),
-        ("--tensorboard", "tensorboard=True is not possible: it needs a folder"),
+        ("--resume", "^--resume must come with a folder, got True; give --run-dir$"),
+        ("--tensorboard", "^--tensorboard must come with a folder, got True; give --run-dir$"),
     ],
 )
 def test_mistakes_are_named(flags, message):
@@ -226,9 +240,9 @@ def test_mistakes_are_named(flags, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--tp 2", "tp=2 is not possible: Megatron trains experts"),
-        ("--tp 8 --sequence-parallel", "tp=8 is not possible: it must divide 4"),
-        ("--workers 16", "workers=16 is not possible: PyTorch sees 8 GPUs"),
+        ("--tp 2", "^--tp must be 1 without --sequence-parallel, got 2; Megatron trains experts"),
+        ("--tp 8 --sequence-parallel", "^--tp must divide the 4 attention heads, got 8$"),
+        ("--workers 16", "^--workers must be at most 8, the GPUs that PyTorch sees, got 16$"),
     ],
 )
 def test_mistakes_on_gpus_are_named(eight_gpus, flags, message):
@@ -239,23 +253,34 @@ def test_mistakes_on_gpus_are_named(eight_gpus, flags, message):
 def test_a_folder_with_a_run_is_not_written_over(tmp_path):
     (tmp_path / "checkpoints" / "unfinished").mkdir(parents=True)
     (tmp_path / "metrics.jsonl").touch()
-    already = rf"^out='{tmp_path}' is not possible: it holds a run already; "
+    already = rf"^--run-dir must hold no earlier run, got '{tmp_path}'; "
     with pytest.raises(ValueError, match=f"{already}delete its metrics.jsonl, or choose another"):
-        parse(["--out", str(tmp_path)])
+        parse(["--run-dir", str(tmp_path)])
     (tmp_path / "checkpoints" / "step-00000002").mkdir()
-    with pytest.raises(ValueError, match=f"{already}add --resume to go on with it, or choose anot"):
-        parse(["--out", str(tmp_path)])
-    assert parse(["--out", str(tmp_path), "--resume"]).output.out == tmp_path
+    with pytest.raises(ValueError, match=f"{already}add --resume to continue that run, or choose"):
+        parse(["--run-dir", str(tmp_path)])
+    assert parse(["--run-dir", str(tmp_path), "--resume"]).output.run_dir == tmp_path
 
 
-@pytest.mark.parametrize("flags", ["--out", "--resume --out", "--trace"])
+@pytest.mark.parametrize("flags", ["--run-dir", "--resume --run-dir", "--trace"])
 def test_a_file_is_no_folder(tmp_path, flags):
     (tmp_path / "file").touch()
-    name = flags.split("--")[-1]
-    with pytest.raises(
-        ValueError, match=rf"^{name}='{tmp_path}/file' is not possible: .* no folder"
-    ):
+    name = flags.split()[-1]
+    with pytest.raises(ValueError, match=rf"^{name} must .*{tmp_path}/file"):
         parse([*flags.split(), f"{tmp_path}/file"])
+
+
+def test_text_that_is_no_factor_is_named(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse(["--capacity-factor", "abc"])
+    assert capsys.readouterr().err.endswith(
+        "error: argument --capacity-factor: must be a number above 0, or 'none' to drop nothing, "
+        "got 'abc'\n"
+    )
+
+
+def test_padded_options_keep_their_own_defaults():
+    assert parse([]).dispatch.padded == PaddedOptions()
 
 
 def test_help_names_every_default(capsys):

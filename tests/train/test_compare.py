@@ -1,4 +1,4 @@
-"""Several contenders in the same processes."""
+"""`compare`: several contenders in the same processes."""
 
 import contextlib
 import gc
@@ -25,7 +25,7 @@ SMALL = "--steps 2 --seq-length 24 --micro-batch 3 --log-every 1"
 
 def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
     path = tmp_path / "results.json"
-    flags = f"{SMALL} --results {path} --commit abc --repeats 2"
+    flags = f"{SMALL} --out {path} --commit abc --repeats 2"
     make_groups = parallel_state.initialize_model_parallel
     with (
         only_worker(),
@@ -37,7 +37,7 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
     rows = run["rows"]
     assert [row["capacity_factor"] for row in rows] == [2.0, 1.25, 2.0, 1.25]
     assert [row["flags"]["recipe"]["deterministic"] for row in rows] == [False, True, False, True]
-    # Whatever ran before, a run's numbers are its own.
+    # A run's numbers do not depend on the runs before it.
     losses = [row["loss"] for row in rows]
     assert losses[:2] == losses[2:] and losses[0] != losses[1]
     assert all(row["seconds"] > 0 and row["allocated_before_gib"] is None for row in rows)
@@ -47,20 +47,27 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "at least one --vs"),
-        ("--repeats 0 --vs", "repeats=0 is not possible: give 1 or more"),
-        ("--vs --workers 1 --vs", "must be the same for all"),
-        ("--vs --out somewhere", "out=somewhere is not possible: compare keeps --results"),
+        ("", "^--vs must be given at least once, got 0$"),
+        ("--repeats 0 --vs", "^--repeats must be at least 1, got 0$"),
+        (
+            "--vs --workers 1 --vs",
+            "^--device and --workers must be the same for all contenders, got 'cpu, 2 and cpu, 1'; "
+            "give them before the first --vs$",
+        ),
+        ("--vs --run-dir somewhere", "^--run-dir must be left out of compare, got 'somewhere'; "),
         (
             "--trace traces --trace-every 1 --vs",
-            "trace=traces is not possible: compare keeps --results",
+            "^--trace must be left out of compare, got 'traces'; .* --out keeps their figures$",
         ),
         (
             "--experts packed --vs --vs --dispatcher allgather",
-            "padded_experts='packed' is not possible: dispatcher=allgather has no such option",
+            "^--padded-experts must be left out with --dispatcher allgather, got 'packed'; ",
         ),
-        ("--vs --results /dev/null/r.json", "results='/dev/null' is not possible: /dev/null is no"),
-        ("--vs --vs --graph layer", "CUDA graphs need a GPU"),
+        ("--vs --out /dev/null/r.json", "^--out must .*/dev/null"),
+        (
+            "--vs --vs --graph layer",
+            "^--graph must be none on a CPU, got 'layer'; CUDA graphs",
+        ),
     ],
 )
 def test_mistakes_are_found_before_there_are_workers(flags, message):
@@ -68,16 +75,16 @@ def test_mistakes_are_found_before_there_are_workers(flags, message):
         main(f"{SMALL} {flags}".split())
 
 
-def test_help_says_what_vs_does(capsys):
+def test_help_explains_vs(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "--repeats N train all of them in turn, N times over (default: 1)" in text
-    assert "Each --vs starts one and has its own flags" in text
+    assert "--repeats N train all contenders in turn, N times over (default: 1)" in text
+    assert "Each --vs starts a contender with flags of its own" in text
 
 
-def what_is_left(dispatcher: str) -> tuple[list[bool], int]:
-    """Of a run's model, whether it lives, and how many process groups more there are."""
+def left_behind(dispatcher: str) -> tuple[list[bool], int]:
+    """Return which chunks of a run's model are alive, and how many process groups are left."""
     settings = parse(f"--device cpu --workers 2 {SMALL} --dispatcher {dispatcher}".split())
     build, models = loop.build_chunks, []
 
@@ -101,4 +108,4 @@ def what_is_left(dispatcher: str) -> tuple[list[bool], int]:
 @pytest.mark.ahead
 @pytest.mark.parametrize("dispatcher", ["padded_alltoall", "allgather", "alltoall-drop-pad"])
 def test_nothing_of_a_run_outlives_it(pool2: WorkerPool, dispatcher):
-    assert pool2.run(what_is_left, dispatcher) == [([False], 0)] * 2
+    assert pool2.run(left_behind, dispatcher) == [([False], 0)] * 2

@@ -1,4 +1,4 @@
-"""What is shown on a terminal and on a pipe, and what is kept in files."""
+"""Progress on a terminal and on a pipe, and the files of a run."""
 
 import io
 import json
@@ -49,7 +49,7 @@ def show(stream, **given) -> str:
         log.row(row(10))
         log.evaluation(10, 2.5)
         log.row(row(11))
-        log.say("the end")
+        log.message("the end")
         log.row(row(12))
     return stream.getvalue()
 
@@ -76,7 +76,7 @@ def test_on_a_terminal_rows_overwrite_each_other_and_nothing_else():
 
 
 def test_json_lines_on_stdout_and_in_the_file_are_the_same(tmp_path):
-    shown = show(Terminal(), json=True, out=tmp_path / "new")
+    shown = show(Terminal(), json=True, run_dir=tmp_path / "new")
     kept = (tmp_path / "new" / "metrics.jsonl").read_text()
     assert shown == kept
     rows = [json.loads(line) for line in kept.splitlines()]
@@ -92,20 +92,20 @@ def test_json_lines_on_stdout_and_in_the_file_are_the_same(tmp_path):
 
 
 def test_a_resumed_run_drops_the_rows_past_its_checkpoint(tmp_path):
-    show(io.StringIO(), out=tmp_path)
-    with Log(Output(steps=20, out=tmp_path, resume=True), 10, io.StringIO()) as log:
+    show(io.StringIO(), run_dir=tmp_path)
+    with Log(Output(steps=20, run_dir=tmp_path, resume=True), 10, io.StringIO()) as log:
         log.row(row(11, loss=1.0))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(r["step"], r["loss"]) for r in rows] == [(9, 3.25), (10, 3.25), (10, 2.5), (11, 1.0)]
 
 
 def test_a_resumed_run_drops_a_last_row_that_is_not_whole(tmp_path):
-    show(io.StringIO(), out=tmp_path)
+    show(io.StringIO(), run_dir=tmp_path)
     path = tmp_path / "metrics.jsonl"
     whole = path.read_text()
     for torn in ('{"kind": "train", "st', '{"kind": "train", "step": 13}'):
         path.write_text(whole + torn)
-        with Log(Output(steps=20, out=tmp_path, resume=True), 12, io.StringIO()):
+        with Log(Output(steps=20, run_dir=tmp_path, resume=True), 12, io.StringIO()):
             pass
         assert path.read_text() == whole
 
@@ -113,7 +113,7 @@ def test_a_resumed_run_drops_a_last_row_that_is_not_whole(tmp_path):
 def test_tensorboard_gets_every_figure(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    show(io.StringIO(), out=tmp_path, tensorboard=True)
+    show(io.StringIO(), run_dir=tmp_path, tensorboard=True)
     events = EventAccumulator(str(tmp_path)).Reload()
     steps = [(e.step, e.value) for e in events.Scalars("train/fill")]
     assert steps == [(9, 0.625), (10, 0.625), (11, 0.625), (12, 0.625)]

@@ -1,4 +1,4 @@
-"""Whole runs of the main job on two ranks: it learns, it resumes bit by bit, it compares."""
+"""Whole training runs on two ranks: learning, resuming bit by bit, capacity control."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ SMALL = "--seq-length 24 --micro-batch 3 --log-every 1 --lr-warmup 2"
 
 
 def _settings(flags: str, shared_overlap: bool | None) -> Settings:
-    """With shared experts, where `shared_overlap` says how they run."""
+    """Return settings, with shared experts unless `shared_overlap` is None."""
     settings = parse(f"{SMALL} --device cpu --workers 2 {flags}".split())
     if shared_overlap is None:
         return settings
@@ -75,7 +75,7 @@ def test_the_loss_falls(pool2, flags):
 
 
 def test_shared_experts_beside_the_exchange_train_alike(pool2):
-    """Gradients add up in another order; tests/test_megatron_layer.py compares those."""
+    """The order of gradient sums differs; tests of the Megatron layer compare the gradients."""
     without, behind, beside = (
         pool2.run(_train, "--steps 3", overlap)[0] for overlap in (None, False, True)
     )
@@ -100,7 +100,7 @@ def test_forced_balance_fills_all_slots_alike(pool2):
 def test_no_factor_drops_nothing_and_a_small_one_much(pool2):
     everything = run(pool2, "--steps 1 --capacity-factor none").rows[0]
     # 72 tokens, 2 of 8 experts each, 72 slots for each expert.
-    assert everything.dropped == 0 and everything.fill == 2 / 8 and everything.overflow == 0
+    assert everything.dropped == 0 and everything.fill == 2 / 8 and everything.unplaced == 0
     little = run(pool2, "--steps 1 --capacity-factor 0.25").rows[0]
     # ceil(72 * 2 / 8 * 0.25) = 5 slots, so at most 40 of 144 rows.
     assert little.fill is not None and little.dropped is not None
@@ -109,13 +109,13 @@ def test_no_factor_drops_nothing_and_a_small_one_much(pool2):
 
 
 @pytest.mark.ahead
-def test_a_run_that_does_not_learn_says_so(pool2):
+def test_a_run_that_does_not_learn_reports_it(pool2):
     learned = run(pool2, "--steps 2")
     last = dataclasses.replace(learned.rows[-1], loss=6.5)
     outcome = Outcome(first_loss=5.5, rows=(learned.rows[0], last), evaluations=())
     assert outcome.fell is False
     assert outcome.sentence() == "loss did not fall: it went from 5.50 to 6.50"
-    # Of one step nobody can say either.
+    # After one step only, there is nothing to compare.
     outcome = Outcome(first_loss=5.5, rows=learned.rows[:1], evaluations=())
     assert outcome.fell is None and outcome.sentence() == "loss 5.50 in the only step"
 
@@ -123,13 +123,13 @@ def test_a_run_that_does_not_learn_says_so(pool2):
 @pytest.mark.parametrize("flags", ["--balancing expert-bias --global-batch 12", "--pp 2"])
 def test_a_resumed_run_repeats_the_next_five_losses_bit_by_bit(pool2, tmp_path, flags):
     out = tmp_path / "run"
-    flags = f"--steps 8 --save-every 3 --eval-every 4 --out {out} {flags}"
+    flags = f"--steps 8 --save-every 3 --eval-every 4 --run-dir {out} {flags}"
     whole = run(pool2, flags)
     metrics = (out / "metrics.jsonl").read_text()
     assert [path.name[-1] for path in sorted((out / "checkpoints").iterdir())] == ["3", "6", "8"]
     for step in (6, 8):
         shutil.rmtree(out / "checkpoints" / f"step-{step:08d}")
-    (out / "checkpoints" / "unfinished").mkdir()  # As an interrupted run leaves it.
+    (out / "checkpoints" / "unfinished").mkdir()  # An interrupted run leaves it.
 
     resumed = run(pool2, f"{flags} --resume")
     assert [row.step for row in resumed.rows] == [4, 5, 6, 7, 8]
@@ -150,21 +150,23 @@ def test_a_resumed_run_repeats_the_next_five_losses_bit_by_bit(pool2, tmp_path, 
     assert newest(out).name == "step-00000008"
     assert not (out / "checkpoints" / "unfinished").exists()
 
-    with pytest.raises(ValueError, match=r"steps=8 is not possible: .* has done 8 already"):
+    with pytest.raises(ValueError, match=r"^--steps must exceed the 8 steps .* done, got 8"):
         check_resumable(parse(f"{SMALL} {flags} --resume".split()))
-    with pytest.raises(ValueError, match=r"with lr=1.0 \(was 0.005\), seed=9 \(was 1234\): give"):
+    with pytest.raises(
+        ValueError, match=r"^--resume .*'lr=1.0 \(was 0.005\), seed=9 \(was 1234\)'; "
+    ):
         check_resumable(parse(f"{SMALL} {flags} --resume --seed 9 --lr 1".split()))
 
 
 def test_there_must_be_a_checkpoint_to_resume(tmp_path):
-    with pytest.raises(ValueError, match="holds no checkpoint"):
-        check_resumable(parse(f"--resume --out {tmp_path}".split()))
+    with pytest.raises(ValueError, match=r"^--run-dir must hold a checkpoint, got .*; leave"):
+        check_resumable(parse(f"--resume --run-dir {tmp_path}".split()))
 
 
 @pytest.mark.ahead
 def test_results_are_kept(pool2, tmp_path):
     path = tmp_path / "results.json"
-    outcome = run(pool2, f"--steps 3 --results {path} --commit abc-dirty")
+    outcome = run(pool2, f"--steps 3 --out {path} --commit abc-dirty")
     (kept,) = json.loads(path.read_text())["runs"]
     assert kept["about"]["commit"] == "abc-dirty"
     (row,) = kept["rows"]
@@ -175,7 +177,7 @@ def test_results_are_kept(pool2, tmp_path):
 
 
 def _error(flags: str) -> str:
-    """What ends a run, where a job would end; this worker is left as it was before."""
+    """Return the error that ends a run, and leave this worker as it was before."""
     groups = set(distributed_c10d._world.pg_map)
     try:
         _train(flags)
@@ -195,7 +197,7 @@ def kept_rows(out, kind: str) -> list[dict]:
 
 @pytest.mark.ahead
 def test_what_is_dropped_is_kept_in_rows_by_layer(pool2, tmp_path):
-    flags = f"--steps 5 --capacity-factor 0.25 --padded-telemetry-every 2 --out {tmp_path} "
+    flags = f"--steps 5 --capacity-factor 0.25 --padded-telemetry-every 2 --run-dir {tmp_path} "
     outcome = run(pool2, flags + "--eval-every 5 --padded-eval-factor no-drop")
     rows = kept_rows(tmp_path, "moe")
     assert [(row["step"], row["steps"]) for row in rows] == [(2, 2), (4, 2), (5, 1)]
@@ -211,7 +213,7 @@ def test_what_is_dropped_is_kept_in_rows_by_layer(pool2, tmp_path):
 @pytest.mark.ahead
 def test_a_schedule_changes_all_layers_but_those_with_their_own_factor(pool2, tmp_path):
     flags = (
-        f"--steps 4 --out {tmp_path} --padded-telemetry-every 1 --padded-layer-factors 2:0.5 "
+        f"--steps 4 --run-dir {tmp_path} --padded-telemetry-every 1 --padded-layer-factors 2:0.5 "
         "--padded-schedule 0:no-drop,2:0.25"
     )
     run(pool2, flags)
@@ -230,8 +232,8 @@ GROW = (
 
 @pytest.mark.ahead
 def test_capacity_grows_until_nothing_is_dropped(pool2, tmp_path):
-    """Each read is a step old when it is looked at: 0.5 from step 4 on, C = T from 7 on."""
-    run(pool2, f"--steps 8 --out {tmp_path} {GROW}")
+    """A read is used one step later: factor 0.5 holds from step 4 on, C = T from step 7 on."""
+    run(pool2, f"--steps 8 --run-dir {tmp_path} {GROW}")
     rows = kept_rows(tmp_path, "moe")
     assert all(row["dropped"] > 0 for row in rows[:6])
     assert [row["fill"] for row in rows[6:]] == [2 / 8] * 2
@@ -240,7 +242,7 @@ def test_capacity_grows_until_nothing_is_dropped(pool2, tmp_path):
 
 @pytest.mark.ahead
 def test_a_resumed_run_has_the_factors_that_have_grown(pool2, tmp_path):
-    flags = f"--steps 8 --save-every 7 --out {tmp_path} {GROW}"
+    flags = f"--steps 8 --save-every 7 --run-dir {tmp_path} {GROW}"
     whole = run(pool2, flags)
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000008")
     resumed = run(pool2, f"{flags} --resume")

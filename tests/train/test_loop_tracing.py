@@ -1,10 +1,12 @@
-"""A trace of a run, replayed at the run's own factor, equals what the run itself counted."""
+"""A run's trace, replayed at the run's factor, equals the counts of the run."""
 
 import pytest
 import torch
 
+from padded_dispatch.megatron import uninstall
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.train.arguments import parse
+from padded_dispatch.train.check import check
 from padded_dispatch.tune.trace import load_traces
 from tests.support.traced_run import Counted, assert_trace_says_the_same, counted_run
 
@@ -57,10 +59,12 @@ def test_a_recording_names_its_sources(pool2, tmp_path):
 
 @pytest.mark.ahead
 def test_a_resumed_run_goes_on_in_files_of_its_own(pool2, tmp_path):
-    flags = f"--trace {tmp_path / 'trace'} --trace-every 2 --out {tmp_path / 'run'} --save-every 3"
+    flags = (
+        f"--trace {tmp_path / 'trace'} --trace-every 2 --run-dir {tmp_path / 'run'} --save-every 3"
+    )
     run(pool2, f"{flags} --steps 3 --lr-decay 6")
     undone = tmp_path / "trace" / "rank-00001-step-00000005.npy"
-    undone.touch()  # Of a run that went on from a later checkpoint, which is gone.
+    undone.touch()  # An earlier run continued from a later checkpoint, which is gone.
     counted = run(pool2, f"{flags} --resume --lr-decay 6 --capacity-factor 1.25")
     trace = load_traces([tmp_path / "trace"])
     assert sorted(set(trace.steps.tolist())) == [2, 4, 6]
@@ -68,11 +72,17 @@ def test_a_resumed_run_goes_on_in_files_of_its_own(pool2, tmp_path):
     assert sorted({step for step, _, _ in counted}) == [4, 5, 6]
 
 
-def test_what_is_not_possible(tmp_path):
+def test_mistakes_are_named(tmp_path):
     (tmp_path / "rank-00000-step-00000000.npy").touch()
-    with pytest.raises(ValueError, match=r"trace=.* it holds a trace already"):
+    with pytest.raises(ValueError, match=rf"^--trace must hold no earlier trace, got '{tmp_path}'"):
         parse(f"--trace {tmp_path}".split())
-    with pytest.raises(ValueError, match=r"trace=.* dispatcher=allgather is not watched"):
+    with pytest.raises(ValueError, match=r"^--trace must be left out with --dispatcher allgather"):
         parse(f"--trace {tmp_path} --dispatcher allgather".split())
-    with pytest.raises(ValueError, match=r"trace_every=10 .* with steps=9 no step"):
+    with pytest.raises(ValueError, match=r"^--trace-every must be at most steps=9, got 10"):
         parse(f"--trace {tmp_path / 'new'} --steps 9".split())
+
+
+def test_a_limit_below_one_step_is_found_before_the_run(tmp_path):
+    with pytest.raises(ValueError, match=r"^--trace-gib must be at least \S+, got 1e-06$"):
+        check(parse(f"--trace {tmp_path} --trace-gib 1e-6".split()))
+    uninstall()

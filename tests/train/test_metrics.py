@@ -9,25 +9,25 @@ import torch.distributed as dist
 
 from padded_dispatch.ops.counters import Counters
 from padded_dispatch.train import metrics
-from padded_dispatch.train.metrics import Meter, mean_over_ranks
+from padded_dispatch.train.metrics import Meter, StepWork, mean_over_ranks
 
 CPU = torch.device("cpu")
 
 
-def counted(demand, kept, slots, overflow=0):
+def counted(demand, kept, slots, unplaced=0):
     counters = Counters(2, CPU)
     counters.demand_E += torch.tensor(demand)
     counters.kept_E += torch.tensor(kept)
     counters.num_slots += slots
-    counters.num_unplaced += overflow
+    counters.num_unplaced += unplaced
     return SimpleNamespace(token_dispatcher=SimpleNamespace(counters=counters))
 
 
 def _rows():
-    """Two ranks, two layers; the second rank is no last pipeline stage and has no losses."""
+    """Return rows of two ranks with two layers; the second rank has no losses."""
     first = dist.get_rank() == 0
-    layers = [counted([5, 3], [4, 3], 10), counted([2, 6], [2, 4], 10, overflow=1)]
-    meter = Meter(layers, CPU, tokens_per_step=100, flops_per_token=30)
+    layers = [counted([5, 3], [4, 3], 10), counted([2, 6], [2, 4], 10, unplaced=1)]
+    meter = Meter(layers, CPU, StepWork(tokens=100, flops=100 * 30))
     for losses in ([1.0, 2.0], [4.0, 5.0]):
         meter.add([torch.tensor(loss) for loss in losses] if first else [])
     rows = [meter.read(2, 0.5, None)]
@@ -42,20 +42,20 @@ def test_rows_sum_over_layers_and_ranks(pool2):
     for first, second in ranks:
         assert (first.step, first.lr, first.grad_norm) == (2, 0.5, None)
         assert first.loss == 3.0
-        assert first.fill == 13 / 20 and first.dropped == 1 - 13 / 16 and first.overflow == 2
+        assert first.fill == 13 / 20 and first.dropped == 1 - 13 / 16 and first.unplaced == 2
         assert first.tokens_per_s == pytest.approx(100 * 1e3 / first.step_ms, rel=1e-12)
         assert first.tflops_per_gpu == pytest.approx(first.tokens_per_s * 30 / 2 / 1e12, rel=1e-12)
         assert first.allocated_gib is None
         assert (second.loss, second.grad_norm) == (7.0, 1.5)
-        assert (second.fill, second.dropped, second.overflow) == (0.0, 1.0, 0)
+        assert (second.fill, second.dropped, second.unplaced) == (0.0, 1.0, 0)
 
 
 def _without_counters():
     stock = SimpleNamespace(token_dispatcher=SimpleNamespace())
-    meter = Meter([stock], CPU, tokens_per_step=1, flops_per_token=1)
+    meter = Meter([stock], CPU, StepWork(tokens=1, flops=1))
     meter.add([torch.tensor(2.5)])
     row = meter.read(1, 0.1, None)
-    return row.loss, row.fill, row.dropped, row.overflow
+    return row.loss, row.fill, row.dropped, row.unplaced
 
 
 def test_dispatchers_that_do_not_count_have_no_figures(pool2):
@@ -63,10 +63,10 @@ def test_dispatchers_that_do_not_count_have_no_figures(pool2):
 
 
 def _step_ms():
-    """A step of one and a half seconds, with a pause of three in it; the figures take time, too."""
+    """Return the time of a step of 1.5 s with a pause of 3 s in it; reading takes time, too."""
     seconds = iter([0.0, 1.0, 4.0, 4.5, 9.0])
     with patch.object(metrics, "time", SimpleNamespace(perf_counter=seconds.__next__)):
-        meter = Meter([], CPU, tokens_per_step=1, flops_per_token=1)
+        meter = Meter([], CPU, StepWork(tokens=1, flops=1))
         with meter.paused():
             pass
         meter.add([torch.tensor(0.0)])

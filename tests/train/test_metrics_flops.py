@@ -1,4 +1,4 @@
-"""Model FLOPs against sums by hand."""
+"""Model FLOPs against sums written out by hand."""
 
 from padded_dispatch.train.metrics import flops_per_token
 from padded_dispatch.train.settings import PRESETS, ModelShape

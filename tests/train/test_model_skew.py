@@ -1,4 +1,4 @@
-"""A skewed router asks as it is told to; expert bias works against it in ours, and not in stock."""
+"""A skewed router's demand; expert bias reduces the skew with our dispatcher, not with stock."""
 
 import contextlib
 import io
@@ -29,7 +29,7 @@ def test_demand_is_what_the_routers_own_counters_see(settings):
         added_E = (layer.router.gating(torch.ones(1, 1, tiny.HIDDEN)) - plain).flatten()
         expected_E = 2.0 * torch.randn(4, generator=torch.Generator().manual_seed(8))
         assert torch.allclose(added_E, expected_E, atol=1e-6)
-        skew.after_step()  # What came before is another step.
+        skew.after_step()  # The first pass belongs to an earlier step.
         for seed in range(2):
             hidden = torch.randn(13, 2, tiny.HIDDEN, generator=torch.Generator().manual_seed(seed))
             layer(hidden)
@@ -47,7 +47,7 @@ def test_demand_is_what_the_routers_own_counters_see(settings):
 def _curves(path: str, dispatcher: str) -> None:
     flags = (
         "--seq-length 24 --micro-batch 3 --steps 12 --balancing expert-bias --router-skew 1 "
-        f"--capacity-factor 1 --results {path} --dispatcher {dispatcher}"
+        f"--capacity-factor 1 --out {path} --dispatcher {dispatcher}"
     )
     with megatron_on_cpu(), contextlib.redirect_stdout(io.StringIO()):
         train(parse(flags.split()), torch.device("cpu"))
@@ -62,6 +62,6 @@ def test_the_bias_moves_in_ours_and_stands_still_in_stock(pool2, tmp_path):
     ours, stock = run["rows"]
     assert len(ours["overload"]) == len(stock["overload"]) == 12
     assert ours["overload"][0] == stock["overload"][0] > 2
-    # 1e-3 up or down for every expert and step.
+    # Each step moves every expert's bias by 1e-3, up or down.
     assert ours["bias_range"] == pytest.approx([0.002 * (1 + step) for step in range(12)])
     assert stock["bias_range"] == [0.0] * 12

@@ -53,8 +53,8 @@ def test_adam_steps_along_main_grad():
             assert torch.equal(mine, theirs)
 
 
-def test_what_adam_keeps_is_said_in_megatrons_words(monkeypatch):
-    # The real one asks for Transformer Engine as soon as state is not fp32.
+def test_adam_state_sets_megatrons_fields(monkeypatch):
+    # The real one requires Transformer Engine unless the state is fp32.
     monkeypatch.setattr(optimizer_module, "OptimizerConfig", dict)
     full = optimizer_config(recipe(lr=0.1, lr_decay=9))
     small = optimizer_config(recipe(lr=0.1, lr_decay=9, adam_state="bf16"))

@@ -1,4 +1,4 @@
-"""The sweep: which runs it makes, that each is itself whatever runs beside it, and its file."""
+"""`sweep`: its runs, their independence of runs beside them, and its results file."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ import pytest
 
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.train import sweep as sweep_module
-from padded_dispatch.train.sweep import Sweep, finished, flags_of, line, main, planned, run_key
+from padded_dispatch.train.sweep import finished, flags_of, line, main, planned, run_key
 from padded_dispatch.utils.results import about, append_run
 from tests.support.inline_pool import only_worker
 
@@ -19,7 +19,7 @@ SMALL = "--steps 2 --seq-length 24 --micro-batch 3 --log-every 1 --eval-passes 2
 
 @pytest.fixture(autouse=True)
 def laptop(monkeypatch):
-    """No GPU, and nobody's workers."""
+    """A machine without a GPU, outside torchrun."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -29,20 +29,20 @@ def rows_of(path):
     return [row for run in json.loads(path.read_text())["runs"] for row in run["rows"]]
 
 
-def work_and_write(sweep: Sweep) -> None:
-    """A worker, and what it says in a file of its own, since pytest does not hear it."""
+def work_and_write(runs, path, about, ports) -> None:
+    """Run a worker with its stdout in a file, since pytest does not capture it."""
     with (
-        open(f"{sweep.path}.rank-{os.environ['RANK']}", "w") as said,
-        contextlib.redirect_stdout(said),
+        open(f"{path}.rank-{os.environ['RANK']}", "w") as stdout,
+        contextlib.redirect_stdout(stdout),
     ):
-        sweep_module._work(sweep)
+        sweep_module._work(runs, path, about, ports)
 
 
 def test_side_by_side_or_in_turn_a_run_is_the_same_and_none_is_made_twice(tmp_path, capsys):
     together, in_turn = tmp_path / "together.json", tmp_path / "in_turn.json"
 
     def sweep(path, flags: str) -> str:
-        assert main(f"{flags} --seeds 0 {SMALL} --results {path}".split()) == 0
+        assert main(f"{flags} --seeds 0 {SMALL} --out {path}".split()) == 0
         return capsys.readouterr().out
 
     policies = ["probs", "priority+renormalize"]
@@ -53,8 +53,8 @@ def test_side_by_side_or_in_turn_a_run_is_the_same_and_none_is_made_twice(tmp_pa
     with patch.object(sweep_module, "_work", work_and_write):
         out = sweep(together, f"{factors} --policies {' '.join(policies)} position --jobs 2")
     assert out.startswith("6 runs, 2 of them done before\n")
-    said = "".join(path.read_text() for path in tmp_path.glob("together.json.rank-*"))
-    assert "4/4 factor none, priority+renormalize, seed 0" in said
+    printed = "".join(path.read_text() for path in tmp_path.glob("together.json.rank-*"))
+    assert "4/4 factor none, priority+renormalize, seed 0" in printed
     with only_worker():
         assert sweep(in_turn, factors).startswith("2 runs, 0 of them done before\n1/2 factor 0.5")
         assert sweep(in_turn, "--factors none") == "1 runs, 1 of them done before\n"
@@ -73,7 +73,7 @@ def test_side_by_side_or_in_turn_a_run_is_the_same_and_none_is_made_twice(tmp_pa
     # 72 tokens, 2 of 8 experts each: 9 of the 18 slots of perfect balance.
     assert all(drop >= 0.5 for drop in rows[0.5, "probs"]["dropped"])
     assert rows[None, "probs"]["dropped"] == [0, 0]
-    # Policy and remedy matter where something is dropped, and there alone.
+    # Policy and remedy matter only if rows are dropped.
     other = "priority+renormalize"
     assert rows[None, "probs"]["loss"] == rows[None, other]["loss"]
     assert rows[0.5, "probs"]["loss"][1] != rows[0.5, other]["loss"][1]
@@ -88,16 +88,16 @@ class Joined(Exception):  # noqa: N818
     [("0", "0 of 2 at 70"), ("1", "1 of 2 at 70"), ("2", "0 of 2 at 71"), ("3", "1 of 2 at 71")],
 )
 def test_workers_side_by_side_are_dealt_to_jobs(monkeypatch, tmp_path, number, joined):
-    def join(layout):
+    def join(device_type):
         raise Joined("{RANK} of {WORLD_SIZE} at {MASTER_PORT}".format_map(os.environ))
 
     monkeypatch.setattr(sweep_module, "world", join)
-    runs = tuple(planned(["1", "2"], ["probs"], ["0"], ["--workers", "2"]))
+    runs = planned(["1", "2"], ["probs"], ["0"], ["--workers", "2"])
     launched = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": "4", "MASTER_PORT": "1"}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(Joined, match=f"^{joined}$"):
-        sweep_module._work(Sweep(runs=runs, path=tmp_path, about={}, ports=(70, 71)))
+        sweep_module._work(runs, tmp_path, {}, [70, 71])
 
 
 def test_a_policy_may_bring_a_remedy():
@@ -119,8 +119,8 @@ def test_megatrons_own_dispatchers_have_its_policies():
 def test_a_file_without_runs_is_found_first(tmp_path):
     path = tmp_path / "r.json"
     path.write_text('{"a": 1}')
-    with pytest.raises(ValueError, match=f"^results={path} is not possible: it holds no runs"):
-        main(["--results", str(path)])
+    with pytest.raises(ValueError, match=rf"^--out\b.*{path}"):
+        main(["--out", str(path)])
 
 
 def test_seeds_are_outermost_and_runs_evaluate_at_their_end():
@@ -132,7 +132,7 @@ def test_seeds_are_outermost_and_runs_evaluate_at_their_end():
     assert often.output.eval_every == 4
 
 
-def test_only_runs_of_the_same_machine_versions_and_flags_count_as_done(tmp_path):
+def test_only_runs_of_the_same_machine_versions_and_flags_are_done(tmp_path):
     path = tmp_path / "r.json"
     here = {"machine": "this", "versions": {"torch": "2"}, "date": "today", "commit": "b"}
     assert finished(path, here) == set()
@@ -148,7 +148,7 @@ def test_only_runs_of_the_same_machine_versions_and_flags_count_as_done(tmp_path
     assert run_key(flags_of(longer)) not in finished(path, here)
 
 
-def test_a_line_says_what_came_out():
+def test_a_row_as_text():
     row = {
         "capacity_factor": 1.25,
         "variant": "probs",
@@ -168,21 +168,21 @@ def test_a_line_says_what_came_out():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--jobs 0", "jobs=0 is not possible: give at least 1"),
-        ("--factors 1 0", "capacity_factor=0.0 is not possible: give a number above 0"),
-        ("--seed 7", "seed=7 is not possible: give --seeds in its place"),
-        ("--capacity-f none", "capacity_factor=None is not possible: give --factors in its place"),
-        ("--drop-policy position", "drop_policy='position' is not possible: give --policies"),
-        ("--padded-policy random", "padded_policy='random' is not possible: give --policies"),
-        ("--padded-remedy none", "padded_remedy='none' is not possible: give --policies"),
+        ("--jobs 0", "^--jobs must be at least 1, got 0$"),
+        ("--factors 1 0", r"^--capacity-factor must be a number above 0, .* got 0\.0$"),
+        ("--seed 7", "^--seed must be left out of sweep, got 7; give --seeds$"),
+        ("--capacity-f none", "^--capacity-factor must be left out of sweep, got None; give --fac"),
+        ("--drop-policy position", "^--drop-policy must .*, got 'position'; give --policies$"),
+        ("--padded-policy random", "^--padded-policy must .*, got 'random'; give --policies$"),
+        ("--padded-remedy none", "^--padded-remedy must .*, got 'none'; give --policies$"),
         (
             "--factors 1 --policies probs+reroute --dispatcher alltoall-drop-pad",
-            "padded_remedy='reroute' is not possible: dispatcher=alltoall-drop-pad has no such",
+            "^--padded-remedy must be left out with --dispatcher alltoall-drop-pad, got 'reroute'",
         ),
-        ("--out somewhere", "out=somewhere is not possible: sweep keeps --results"),
-        ("--trace somewhere", "trace=somewhere is not possible: sweep keeps --results"),
+        ("--run-dir somewhere", "^--run-dir must be left out of sweep, got 'somewhere'; "),
+        ("--trace somewhere", "^--trace must be left out of sweep, got 'somewhere'; "),
     ],
 )
 def test_mistakes_are_found_before_there_are_workers(tmp_path, flags, message):
     with pytest.raises(ValueError, match=message):
-        main(["--results", str(tmp_path / "r.json"), *flags.split()])
+        main(["--out", str(tmp_path / "r.json"), *flags.split()])
