@@ -316,6 +316,13 @@ def to_flags(options: PaddedOptions) -> list[str]:
     ]
 
 
+def to_json(options: PaddedOptions) -> dict[str, Any]:
+    """Return the options as JSON values; factors stand as the text of their flags."""
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    plain = (str, int)
+    return {name: v if isinstance(v, plain) else _show(v) for name, v in values.items()}
+
+
 def markdown_table() -> str:
     """Return all options as a Markdown table: name, flag, default, meaning, cost.
 

@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron.options import NO_DROP, add_arguments, from_arguments
+from padded_dispatch.megatron.options import add_arguments, from_arguments
 from padded_dispatch.train.settings import (
     DROPPING,
     PRESETS,
@@ -146,7 +146,7 @@ def _add(group: Any, option: dataclasses.Field[Any], hint: Any) -> None:
 
 
 def _factor(text: str) -> float | None:
-    if text in ("none", NO_DROP):
+    if text in ("none", "no-drop"):
         return None
     try:
         return float(text)

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel import random
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron.options import Factor
+from padded_dispatch.megatron.options import read_factor, show_factor
 from padded_dispatch.train.model import unwrapped
 from padded_dispatch.train.optimizer import MegatronAdam, TorchAdam
 from padded_dispatch.train.settings import Settings
@@ -39,7 +39,7 @@ class Progress:
 
     step: int
     first_loss: float
-    factors: dict[int, Factor]
+    factors: dict[int, float]
 
 
 def newest(run_dir: Path) -> Path:
@@ -107,7 +107,9 @@ def save(
         state_dict_saver.save(_state_of_rank(chunks, optimizer), checkpoint_id=temporary)
     dist.barrier()
     if first:
-        about = {**dataclasses.asdict(progress), "settings": settings.as_json(*_DECISIVE)}
+        factors = {number: show_factor(factor) for number, factor in progress.factors.items()}
+        about = {**dataclasses.asdict(progress), "factors": factors}
+        about["settings"] = settings.as_json(*_DECISIVE)
         (temporary / "run.json").write_text(json.dumps(about, indent=2))
         temporary.rename(folder / f"step-{progress.step:08d}")
     dist.barrier()
@@ -129,7 +131,7 @@ def load(checkpoint: Path, chunks: list[Any], optimizer: TorchAdam | MegatronAda
     optimizer.adam.load_state_dict(state["optimizer"])
     _set_random_states(state["random"])
     about = json.loads((checkpoint / "run.json").read_text())
-    factors = {int(number): factor for number, factor in about["factors"].items()}
+    factors = {int(number): read_factor(text) for number, text in about["factors"].items()}
     return Progress(step=about["step"], first_loss=about["first_loss"], factors=factors)
 
 

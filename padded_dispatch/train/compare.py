@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 
 from padded_dispatch.config import require
+from padded_dispatch.megatron.world import world
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.check import check
 from padded_dispatch.train.loop import train_in_groups
 from padded_dispatch.train.settings import Settings, flag
-from padded_dispatch.train.world import free_memory, model_parallel, world
+from padded_dispatch.train.world import free_memory, model_parallel
 from padded_dispatch.utils.launch import start_workers
 
 _SEPARATOR = "--vs"

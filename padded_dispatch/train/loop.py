@@ -22,8 +22,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from padded_dispatch.megatron.control import CapacityControl
-from padded_dispatch.megatron.options import Factor, PaddedOptions
+from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.megatron.telemetry import Telemetry, padded_moe_layers
+from padded_dispatch.megatron.world import world
 from padded_dispatch.train import checkpoint
 from padded_dispatch.train.data import Windows, load_corpus
 from padded_dispatch.train.display import Log
@@ -51,7 +52,7 @@ from padded_dispatch.train.optimizer import (
     learning_rate,
 )
 from padded_dispatch.train.settings import Output, Settings
-from padded_dispatch.train.world import megatron_state, model_parallel, world
+from padded_dispatch.train.world import megatron_state, model_parallel
 from padded_dispatch.tune.recorder import Recording, RoutingBuffer, TraceRecorder
 
 
@@ -352,7 +353,7 @@ class CapacityWatch:
         log: Log,
         *,
         step: int,
-        factors: dict[int, Factor],
+        factors: dict[int, float],
     ) -> None:
         self._telemetry = Telemetry(chunks, every=options.telemetry_every, step=step)
         self._control = CapacityControl(chunks, options, step=step)
@@ -361,7 +362,7 @@ class CapacityWatch:
         self._log = log
 
     @property
-    def factors(self) -> dict[int, Factor]:
+    def factors(self) -> dict[int, float]:
         """Capacity factors of all layers of the model, by layer number."""
         return self._control.factors
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.megatron.options import PaddedOptions, to_json
 from padded_dispatch.utils.results import require_folder
 
 Device = Literal["cpu", "cuda"]
@@ -268,6 +268,8 @@ class Settings:
     def as_json(self, *groups: str) -> dict[str, Any]:
         """Return the named groups as `json.loads` would read them back from a file."""
         values = {group: dataclasses.asdict(getattr(self, group)) for group in groups}
+        if "dispatch" in values:
+            values["dispatch"]["padded"] = to_json(self.dispatch.padded)
         return json.loads(json.dumps(values))
 
     def __post_init__(self) -> None:
@@ -335,7 +337,7 @@ class Settings:
             policy = dispatch.drop_policy
             require(factor is None, "--capacity-factor", factor, left_out, "it drops nothing")
             require(policy == "probs", "--drop-policy", policy, left_out, "it drops nothing")
-        for number in padded.factor_of_layer:
+        for number in padded.layer_factors:
             require(
                 number <= self.recipe.num_layers,
                 "--padded-layer-factors",

@@ -31,13 +31,13 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from padded_dispatch.config import require
+from padded_dispatch.megatron.world import world
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.arguments import parser as train_parser
 from padded_dispatch.train.compare import check_runs, in_turn
 from padded_dispatch.train.loop import Outcome, train_in_groups
 from padded_dispatch.train.metrics import about_run, identity
 from padded_dispatch.train.settings import Settings, flag
-from padded_dispatch.train.world import world
 from padded_dispatch.utils.launch import start_workers
 from padded_dispatch.utils.results import append_run, read_runs, require_results
 

@@ -1,4 +1,4 @@
-"""Set up a worker: its device, the process groups, Megatron's global state."""
+"""Set up a run in a worker: Megatron's process groups and its global state."""
 
 import gc
 import os
@@ -15,34 +15,8 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import distributed_c10d
 
-from padded_dispatch.megatron.compat import forget_moe_state, training_stream
-from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.train.settings import Device, Layout, Settings
-
-
-@contextmanager
-def world(device_type: Device) -> Iterator[torch.device]:
-    """Join the default process group (NCCL or gloo) and yield this worker's device.
-
-    After an error nothing is torn down: peers may be inside a collective, and leaving a group that
-    they are in can block. The process ends anyway.
-
-    Args:
-        device_type: "cuda" takes the GPU numbered LOCAL_RANK; "cpu" lets Megatron run without one.
-    """
-    if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        # DDP's AccumulateGrad nodes keep the stream that they were created on, and on the default
-        # stream no CUDA graph of a backward pass can be captured.
-        torch.cuda.set_stream(training_stream())
-        dist.init_process_group("nccl", device_id=device)
-        yield device
-    else:
-        dist.init_process_group("gloo")
-        with megatron_on_cpu():
-            yield torch.device("cpu")
-    dist.destroy_process_group()
+from padded_dispatch.megatron.compat import forget_moe_state
+from padded_dispatch.train.settings import Layout, Settings
 
 
 def free_memory(device: torch.device) -> None:
