@@ -77,7 +77,7 @@ def trace_recorder(
     buffers = {}
     for number, layer in padded_moe_layers(chunks).items():
         buffers[number] = RoutingBuffer(
-            num_passes=settings.num_microbatches,
+            num_microbatches=settings.num_microbatches,
             # Sequence parallelism, without which there is no tensor parallelism here, splits them.
             num_tokens=recipe.micro_batch * recipe.seq_length // layout.tp,
             top_k=settings.model.top_k,
