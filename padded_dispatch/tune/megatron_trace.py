@@ -135,7 +135,7 @@ def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     "of Megatron's tracer"
                 )
             try:
-                record = json.loads(line)
+                record: Any = json.loads(line)
             except (ValueError, RecursionError):
                 record = None
             require(

@@ -1,4 +1,4 @@
-"""Small traces for tests: odd sizes, few different probabilities, tokens with fewer than K experts."""
+"""Small traces for tests: odd sizes, many ties, tokens with fewer than K experts."""
 
 import numpy as np
 

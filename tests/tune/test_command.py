@@ -32,7 +32,7 @@ def tune(tmp_path, monkeypatch, capsys):
 
 
 def test_a_made_up_trace_to_all_files(tune, tmp_path):
-    code, said, found = tune(
+    code, printed, found = tune(
         f"--synthetic zipf {MADE} --steps-share 0.9 --hidden-size 64 --ffn-size 48"
     )
     assert code == 0
@@ -46,11 +46,11 @@ def test_a_made_up_trace_to_all_files(tune, tmp_path):
             for kind in ("png", "svg")
         ),
     }
-    assert found["sentence"] in said
+    assert found["sentence"] in printed
     assert found["sentence"] in (tmp_path / "tune" / "report.html").read_text().replace("\xa0", " ")
-    assert re.search(r"^making a trace \.\.\. 19,200 rows, 240 records \(\d+\.\d s\)$", said, re.M)
+    assert re.search(r"^making a trace \.\.\. 19,200 rows, 240 records \(\d+\.\d s\)$", printed, re.M)
     assert found["training"]["overall"]["factor"] == float(
-        re.search(r"--moe-expert-capacity-factor (\S+)", said)[1]
+        re.search(r"--moe-expert-capacity-factor (\S+)", printed)[1]
     )
     assert list(found["training"]["layers"]) == ["1", "2"]  # as Megatron counts
     assert found["layer"]["sizes"]["num_layers"] == 2
@@ -62,9 +62,9 @@ def test_recorded_traces_and_folders_of_them(tune, tmp_path):
     (tmp_path / "run").mkdir()
     for rank in (0, 1):
         save_trace(trace.where(trace.ranks == rank), tmp_path / "run" / f"rank-{rank}.npy")
-    _, said, by_folder = tune("run --no-plots")
-    assert "reading ... 9,600 rows, 120 records" not in said
-    assert "reading ... 19,200 rows, 240 records" in said
+    _, printed, by_folder = tune("run --no-plots")
+    assert "reading ... 9,600 rows, 120 records" not in printed
+    assert "reading ... 19,200 rows, 240 records" in printed
     _, _, by_file = tune("run/rank-1.npy run/rank-0.npy --no-plots")
     assert by_file["options"] == by_folder["options"]
     exact = replay(trace, grid(largest_need(trace)))
@@ -88,13 +88,13 @@ def test_megatrons_own_traces(tune, tmp_path):
         }
         with (tmp_path / f"router_trace_rank{trace.ranks[n]}.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
-    _, said, found = tune(". --experts 6 --ranks 2 --no-plots")
+    _, printed, found = tune(". --experts 6 --ranks 2 --no-plots")
     assert found["question"]["policy"] == "position"  # Such traces have no probabilities.
     exact = replay(trace, grid(largest_need(trace)))
     dropped = [option["dropped"] for option in found["options"]]
     assert dropped == (exact.dropped.sum(1) / 19_200).tolist()
     assert found["flags_per_layer"] is None
-    assert "No settings for each layer: this trace numbers layers within a pipeline stage" in said
+    assert "No settings for each layer: this trace numbers layers within a pipeline stage" in printed
     assert not any("layer-factors" in flag for flag in found["flags"])
     with pytest.raises(
         ValueError, match="--experts and --ranks must be given for Megatron's traces"
@@ -110,12 +110,12 @@ def test_a_missing_rank_prevents_a_promise(tune, tmp_path):
     for rank in range(3):
         save_trace(trace.where(trace.ranks == rank), tmp_path / f"rank-{rank}.npy")
     flags = "--no-plots --steps-share 0.9"
-    code, said, found = tune(f"rank-0.npy rank-1.npy rank-2.npy {flags}")
+    code, printed, found = tune(f"rank-0.npy rank-1.npy rank-2.npy {flags}")
     assert code == 3
     for advice in (found["training"], found["evaluation"]):
         (caveat,) = advice["overall"]["caveats"]
         assert caveat.startswith("traces of 1 of 4 ranks are missing (3)")
-    assert "without a promise" in said and "traces of 1 of 4 ranks are missing (3)" in said
+    assert "without a promise" in printed and "traces of 1 of 4 ranks are missing (3)" in printed
     save_trace(trace.where(trace.ranks == 3), tmp_path / "rank-3.npy")
     assert tune(f"rank-0.npy rank-1.npy rank-2.npy rank-3.npy {flags}")[0] == 0
 
@@ -133,9 +133,9 @@ def test_expert_tensor_parallelism(tune, tmp_path):
 
 
 def test_no_promise_is_exit_code_3(tune):
-    code, said, found = tune(f"--synthetic drift {MADE} --no-plots")
+    code, printed, found = tune(f"--synthetic drift {MADE} --no-plots")
     assert code == 3
-    assert "without a promise" in said
+    assert "without a promise" in printed
     (caveat,) = found["training"]["overall"]["caveats"]
     assert "the need changes over the trace" in caveat
 
@@ -162,17 +162,17 @@ def test_slots_and_promise_are_what_was_asked_for(tune):
 
 
 def test_from_step(tune):
-    code, said, found = tune(f"--synthetic drift {MADE} --no-plots --from-step 45")
-    assert "making a trace ... 4,800 rows, 60 records" in said
+    code, printed, found = tune(f"--synthetic drift {MADE} --no-plots --from-step 45")
+    assert "making a trace ... 4,800 rows, 60 records" in printed
     assert found["training"]["overall"]["num_steps"] == 15
     assert code == 3
 
 
 def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
     save_trace(synthetic_trace("balanced", SIZES), tmp_path / "even.npy")
-    _, said, found = tune(f"--synthetic zipf {MADE} --no-plots --eval-traces even.npy")
+    _, printed, found = tune(f"--synthetic zipf {MADE} --no-plots --eval-traces even.npy")
     assert found["evaluation"]["overall"]["factor"] < found["training"]["overall"]["factor"]
-    assert "In evaluation: 1, for no row dropped in 99 % of steps, without a promise." in said
+    assert "In evaluation: 1, for no row dropped in 99 % of steps, without a promise." in printed
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,10 @@ def mixed(num_steps, high, every):
 
 
 def test_the_first_factor_from_which_on_all_are_enough():
-    demand_S = np.array([10, 10, 10])
-    dropped_FS = np.array([[4, 0, 2], [1, 3, 2], [0, 0, 2]])
-    assert smallest_sufficient(demand_S, dropped_FS, 0.1).tolist() == [1, 2, 3]
-    assert smallest_sufficient(demand_S, dropped_FS, 0.0).tolist() == [2, 2, 3]
+    demand = np.array([10, 10, 10])
+    dropped = np.array([[4, 0, 2], [1, 3, 2], [0, 0, 2]])
+    assert smallest_sufficient(demand, dropped, 0.1).tolist() == [1, 2, 3]
+    assert smallest_sufficient(demand, dropped, 0.0).tolist() == [2, 2, 3]
 
 
 def test_a_promise_that_can_be_given():

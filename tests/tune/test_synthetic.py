@@ -1,4 +1,4 @@
-"""Each kind of synthetic trace is what its name says."""
+"""Each kind of synthetic trace has the property that it is named after."""
 
 import numpy as np
 import pytest
@@ -55,8 +55,8 @@ def test_popular_experts_are_the_same_at_all_steps_and_ranks_and_strength_is_how
     assert (found.sum((0, 2)).max(1) > 3 * 64 * MEAN).all()
     assert found.sum((0, 2)).argmax(1)[0] != found.sum((0, 2)).argmax(1)[1]
     # The largest expert of every record is one of at most four.
-    for largest_SR in found.argmax(3).swapaxes(0, 1):
-        assert len(set(largest_SR.flatten().tolist())) <= 4
+    for largestR in found.argmax(3).swapaxes(0, 1):
+        assert len(set(largestR.flatten().tolist())) <= 4
     assert (demand(kind, strength=0) == demand("uniform")).all()
 
 
@@ -75,8 +75,8 @@ def test_rotating_stays_for_four_steps():
 
 
 def test_burst_is_every_eighth_step():
-    largest_S = demand("burst", strength=3.0).max((1, 2, 3))
-    assert np.flatnonzero(largest_S > 3 * MEAN).tolist() == [7, 15]
+    largest = demand("burst", strength=3.0).max((1, 2, 3))
+    assert np.flatnonzero(largest > 3 * MEAN).tolist() == [7, 15]
 
 
 def test_ragged_ranks_have_less_and_less_padding():
@@ -88,9 +88,9 @@ def test_an_idle_rank_asks_for_nothing():
 
 
 def test_drift_gets_worse():
-    largest_S = demand("drift", strength=2.0).sum(2).max((1, 2))
+    largest = demand("drift", strength=2.0).sum(2).max((1, 2))
     assert (demand("drift", strength=2.0)[0] == demand("uniform")[0]).all()
-    assert largest_S[0] < 2 * 4 * MEAN < 4 * 4 * MEAN < largest_S[-1]
+    assert largest[0] < 2 * 4 * MEAN < 4 * 4 * MEAN < largest[-1]
 
 
 def test_wrong_arguments():
