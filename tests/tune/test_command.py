@@ -48,7 +48,9 @@ def test_a_made_up_trace_to_all_files(tune, tmp_path):
     }
     assert found["sentence"] in printed
     assert found["sentence"] in (tmp_path / "tune" / "report.html").read_text().replace("\xa0", " ")
-    assert re.search(r"^making a trace \.\.\. 19,200 rows, 240 records \(\d+\.\d s\)$", printed, re.M)
+    assert re.search(
+        r"^making a trace \.\.\. 19,200 rows, 240 records \(\d+\.\d s\)$", printed, re.M
+    )
     assert found["training"]["overall"]["factor"] == float(
         re.search(r"--moe-expert-capacity-factor (\S+)", printed)[1]
     )
@@ -94,7 +96,9 @@ def test_megatrons_own_traces(tune, tmp_path):
     dropped = [option["dropped"] for option in found["options"]]
     assert dropped == (exact.dropped.sum(1) / 19_200).tolist()
     assert found["flags_per_layer"] is None
-    assert "No settings for each layer: this trace numbers layers within a pipeline stage" in printed
+    assert (
+        "No settings for each layer: this trace numbers layers within a pipeline stage" in printed
+    )
     assert not any("layer-factors" in flag for flag in found["flags"])
     with pytest.raises(
         ValueError, match="--experts and --ranks must be given for Megatron's traces"
