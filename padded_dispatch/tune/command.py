@@ -165,7 +165,10 @@ def _check_flags(given: argparse.Namespace) -> None:
     if bool(given.traces) == (given.synthetic is not None):
         both = "both" if given.traces else "none"
         raise ValueError(f"TRACE or --synthetic must be given, got {both}; give one of them")
-    for paths in (given.traces, given.eval_traces):
+    for paths in (given.traces, given.eval_traces or ()):
+        for path in paths:
+            if not path.exists():
+                raise ValueError(f"{path} must be a trace or a folder of traces, got no such file")
         if paths and _are_megatrons(paths) and None in (given.experts, given.ranks):
             raise ValueError(
                 "--experts and --ranks must be given for Megatron's traces, which do not hold "

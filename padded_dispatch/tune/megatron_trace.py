@@ -42,7 +42,6 @@ def load_megatron_traces(
     *,
     num_experts: int,
     num_ranks: int,
-    every: int = 1,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> Trace:
     """Read the files of all ranks, line by line, into one trace without probabilities.
@@ -54,7 +53,6 @@ def load_megatron_traces(
         paths: files, and folders whose `router_trace_rank*.jsonl` are taken.
         num_experts: experts in all (E).
         num_ranks: ranks that share an expert-parallel group (R).
-        every: take only steps that are multiples of this.
         max_bytes: of all ids in memory, 2 bytes each; merging takes as much again.
 
     Raises:
@@ -68,7 +66,7 @@ def load_megatron_traces(
     ]
     parts, names = [], []
     for file in files:
-        part = _read_file(file, num_experts, num_ranks, every, max_bytes)
+        part = _read_file(file, num_experts, num_ranks, max_bytes)
         if part is not None:
             parts.append(part)
             names.append(file)
@@ -76,21 +74,17 @@ def load_megatron_traces(
     if not parts:
         given = ", ".join(str(path) for path in paths)
         raise ValueError(
-            f"{given}: at least one record must have a step that is a multiple of every={every}, "
-            "got none; give files of Megatron's tracer"
+            f"{given}: the files must hold at least one record, got none; give files of Megatron's "
+            "tracer"
         )
     return merge(parts, names)
 
 
-def _read_file(
-    file: Path, num_experts: int, num_ranks: int, every: int, max_bytes: int
-) -> Trace | None:
+def _read_file(file: Path, num_experts: int, num_ranks: int, max_bytes: int) -> Trace | None:
     keys: list[tuple[int, int, int]] = []
     ids: list[NDArray[np.int16]] = []
     for where, record in _records(file):
         step, layer = _number(where, record, "step"), _layer(where, record)
-        if step % every:
-            continue
         keys.append((step, layer, _number(where, record, "rank")))
         ids.append(_ids(where, record, num_experts))
         require(
@@ -105,7 +99,7 @@ def _read_file(
             f"{where}: bytes of ids",
             len(ids) * ids[0].nbytes,
             f"be at most max_bytes={max_bytes}",
-            "raise it (--max-gib), or raise every",
+            "raise it (--max-gib), or trace fewer steps",
         )
     if not keys:
         return None

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from padded_dispatch.config import POLICIES, DispatchConfig, Policy, Remedy, require
+from padded_dispatch.config import POLICIES, DispatchConfig, Policy, require
 from padded_dispatch.ops.counters import mass_units
 from padded_dispatch.tune.trace import Trace
 
@@ -64,7 +64,6 @@ class Replay:
     and the same for all of them.
     """
 
-    meaning: Meaning
     num_ranks: int
     factors: NDArray[np.float64]
     capacities: NDArray[np.int64]
@@ -94,29 +93,6 @@ class Replay:
     def dropped(self) -> NDArray[np.int64]:
         """Rows of each record that get no slot, [factors, records]."""
         return self.demand - self.kept
-
-    @property
-    def fill(self) -> NDArray[np.float64]:
-        """Kept rows per slot, [factors, records]."""
-        return self.kept / self.slots[:, None]
-
-    @property
-    def dropped_share(self) -> NDArray[np.float64]:
-        """Dropped rows per row asked for, [factors, records]; 0 without demand."""
-        return _share(self.dropped, self.demand)
-
-    @property
-    def dropped_mass_share(self) -> NDArray[np.float64]:
-        """Dropped probability per probability asked for, [factors, records].
-
-        Raises:
-            ValueError: the trace has no probabilities.
-        """
-        if self.asked_mass is None or self.kept_mass is None:
-            raise ValueError(
-                "probs_NTK must be in the trace, got None; record it with probabilities"
-            )
-        return _share(self.asked_mass - self.kept_mass, self.asked_mass)
 
     def by_layer_and_step(self) -> "LayerSteps":
         """Sum the rows over the sources and micro-batches of every (layer, step)."""
@@ -150,11 +126,6 @@ class LayerSteps:
     demand: NDArray[np.int64]
     dropped: NDArray[np.int64]
 
-    @property
-    def dropped_share(self) -> NDArray[np.float64]:
-        """Dropped rows per row asked for; 0 where nothing was asked for, or recorded."""
-        return _share(self.dropped, self.demand)
-
 
 def replay(
     trace: Trace,
@@ -164,39 +135,34 @@ def replay(
     meaning: Meaning = "source",
     min_capacity: int = 1,
     alignment: int = 1,
-    num_ranks: int | None = None,
-    remedy: Remedy = "none",
     seed: int = 0,
 ) -> Replay:
     """Replay a trace at every capacity factor of `factors`.
 
+    The remedy "renormalize" scales what is kept and leaves every figure here as it is: mass is that
+    of the router. "reroute" cannot be replayed: it needs the scores of experts that a token did not
+    choose, which no trace has.
+
     Args:
-        trace: the recorded demand.
+        trace: the recorded demand. With "pooled" and "rank", all sources of each group; with
+            "rank", its `num_ranks` divides the number of experts.
         factors: at least one, each above 0, in any order.
         policy: which rows keep a slot, see `ops.select`. "random" draws with `seed`, not as the
             dispatcher drew. A trace does not hold which tokens were protected.
         meaning: which rows share a capacity, see the module's docstring.
         min_capacity: least slots, not with meaning "rank".
         alignment: as in `DispatchConfig`; with "rank", a rank's slots are a multiple of it.
-        num_ranks: sources in an expert-parallel group; None takes the trace's. With "pooled" and
-            "rank" it divides the sources that the trace has; with "rank" also the experts, of which
-            each rank holds as many as the others.
-        remedy: "renormalize" scales what is kept and leaves every figure here as it is: mass is
-            that of the router. "reroute" needs the scores of experts that a token did not choose,
-            which no trace has.
         seed: of the policy "random".
 
     Raises:
         ValueError: names the argument, its value and what to change.
     """
-    num_ranks = trace.num_ranks if num_ranks is None else num_ranks
-    _check(trace, factors, policy, meaning, min_capacity, remedy, num_ranks)
+    _check(trace, factors, policy, meaning, min_capacity)
     slots = _Slots(
         trace=trace,
         meaning=meaning,
         min_capacity=min_capacity,
         alignment=alignment,
-        num_ranks=num_ranks,
     )
     capacities = np.array([slots.capacity(float(factor)) for factor in factors], np.int64)
     num_records, num_factors = trace.num_records, len(factors)
@@ -223,7 +189,6 @@ def replay(
             lost_tokens[f, records] = num_tokens[records] - rows.num_tokens(capacity)
     has_probs = trace.probs_NTK is not None
     return Replay(
-        meaning=meaning,
         num_ranks=trace.num_ranks,
         factors=np.array(factors, np.float64),
         capacities=capacities,
@@ -242,23 +207,10 @@ def replay(
 
 
 def _check(
-    trace: Trace,
-    factors: Sequence[float],
-    policy: str,
-    meaning: str,
-    min_capacity: int,
-    remedy: str,
-    num_ranks: int,
+    trace: Trace, factors: Sequence[float], policy: str, meaning: str, min_capacity: int
 ) -> None:
     require(policy in POLICIES, "policy", policy, f"be one of {', '.join(POLICIES)}")
     require(meaning in MEANINGS, "meaning", meaning, f"be one of {', '.join(MEANINGS)}")
-    require(
-        remedy in ("none", "renormalize"),
-        "remedy",
-        remedy,
-        "be none or renormalize",
-        "train with reroute to measure it: a trace lacks the scores that it needs",
-    )
     require(len(factors) >= 1, "factors", factors, "hold at least one factor")
     require(
         trace.probs_NTK is not None or policy in ("position", "random"),
@@ -275,10 +227,10 @@ def _check(
         "leave it out",
     )
     require(
-        meaning != "rank" or trace.num_experts % num_ranks == 0,
+        meaning != "rank" or trace.num_experts % trace.num_ranks == 0,
         "num_experts",
         trace.num_experts,
-        f"be a multiple of num_ranks={num_ranks}",
+        f"be a multiple of num_ranks={trace.num_ranks}",
     )
 
 
@@ -290,7 +242,6 @@ class _Slots:
     meaning: Meaning
     min_capacity: int
     alignment: int
-    num_ranks: int
 
     def capacity(self, factor: float) -> int:
         """Return the slots for the rows of one group (C)."""
@@ -303,17 +254,17 @@ class _Slots:
             alignment=self.alignment,
             # Only how many sources share a buffer matters; with expert tensor parallelism there
             # may be more of them than experts.
-            etp_size=1 if pooled else self.num_ranks,
+            etp_size=1 if pooled else trace.num_ranks,
         )
         if self.meaning == "rank":
             budget = int(trace.num_tokens * trace.top_k * factor)
             return -(-budget // self.alignment) * self.alignment
-        return config.capacity(trace.num_tokens * (self.num_ranks if pooled else 1))
+        return config.capacity(trace.num_tokens * (trace.num_ranks if pooled else 1))
 
     def buffers_per_record(self) -> np.float64:
         """Return the groups of slots, divided among the records that compete for them."""
         num_experts = self.trace.num_experts
-        buffers = {"source": num_experts, "rank": 1, "pooled": num_experts / self.num_ranks}
+        buffers = {"source": num_experts, "rank": 1, "pooled": num_experts / self.trace.num_ranks}
         return np.float64(buffers[self.meaning])
 
     def needed_factor(self, demand: int) -> float:
@@ -323,14 +274,14 @@ class _Slots:
             factor = demand / rows
             # A quotient that was rounded down would lose a slot when rows * factor is, too.
             return factor if int(rows * factor) >= demand else math.nextafter(factor, math.inf)
-        sources = self.num_ranks if self.meaning == "pooled" else 1
+        sources = self.trace.num_ranks if self.meaning == "pooled" else 1
         return demand * self.trace.num_experts / (rows * sources)
 
     def group_of_expert(self) -> NDArray[np.int64]:
         """Return the group, within a unit, in which each expert's rows compete, [E]."""
         experts = np.arange(self.trace.num_experts)
         if self.meaning == "rank":
-            return experts // (self.trace.num_experts // self.num_ranks)
+            return experts // (self.trace.num_experts // self.trace.num_ranks)
         return experts
 
     def chunks(self) -> list[NDArray[np.int64]]:
@@ -338,18 +289,19 @@ class _Slots:
         if self.meaning == "source":
             records_UR = np.arange(self.trace.num_records)[:, None]
         else:
-            records_UR = _competing_records(self.trace, self.num_ranks)
+            records_UR = _competing_records(self.trace)
         rows = records_UR.shape[1] * self.trace.num_tokens * self.trace.top_k
         units = max(1, min(_CHUNK_ROWS // rows, _MAX_GROUPS // self.trace.num_experts))
         return [records_UR[start : start + units] for start in range(0, len(records_UR), units)]
 
 
-def _competing_records(trace: Trace, num_ranks: int) -> NDArray[np.int64]:
+def _competing_records(trace: Trace) -> NDArray[np.int64]:
     """Return the indices of records whose rows compete, by unit and rank, [U, R].
 
     Raises:
         ValueError: names a unit that lacks some of its ranks.
     """
+    num_ranks = trace.num_ranks
     groups, places = np.divmod(trace.ranks, num_ranks)
     microbatches = trace.microbatches()
     order = np.lexsort((places, groups, trace.layers, microbatches, trace.steps))
@@ -364,7 +316,7 @@ def _competing_records(trace: Trace, num_ranks: int) -> NDArray[np.int64]:
             num_ranks,
             f"be the ranks that share experts, but step {step}, micro-batch {number}, layer "
             f"{layer} lacks some of the ranks {group * num_ranks} to {(group + 1) * num_ranks - 1}",
-            "merge the traces of all ranks, or give another num_ranks",
+            "merge the traces of all ranks",
         )
     return order.reshape(-1, num_ranks)
 
@@ -489,7 +441,3 @@ def _descending(score: NDArray[np.float32]) -> NDArray[np.uint32]:
     # Floats compare as their bits do, where the sign is 0; in reverse where it is 1.
     ordered = np.where(bits < 0, ~bits, bits ^ np.int32(-(2**31))).view(np.uint32)
     return ~ordered
-
-
-def _share(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.float64]:
-    return part / np.maximum(whole, 1)

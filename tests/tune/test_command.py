@@ -184,7 +184,7 @@ def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
     [
         ("", "TRACE or --synthetic must be given, got none"),
         ("some.npy --synthetic zipf", "TRACE or --synthetic must be given, got both"),
-        ("nowhere.npy", "nowhere.npy: No such file or directory"),
+        ("nowhere.npy", "nowhere.npy must be a trace or a folder of traces, got no such file"),
         ("broken.npy", "broken.npy: "),
         ("folder", "folder: the folder must hold traces (*.npy), got none"),
         (
@@ -213,7 +213,7 @@ def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
             "--calibration must be a file of `padded-dispatch calibrate`, got 'broken.json' (not J",
         ),
         ("broken.jsonl --experts 4 --ranks 2", "broken.jsonl, line 1 must be one JSON object, got"),
-        ("nowhere.jsonl", "--experts and --ranks must be given for Megatron's traces"),
+        ("broken.jsonl", "--experts and --ranks must be given for Megatron's traces"),
         # Refused before any work: these traces would take minutes to make.
         (f"{HUGE} --factors 1 -1", "--factors must be finite numbers above 0, got (1.0, -1.0)"),
         (f"{HUGE} --hold-out 2", "--hold-out must be a share from 0 to below 1, got 2.0"),
@@ -225,6 +225,7 @@ def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
         (f"{HUGE} --layers-per-rank 0", "--layers-per-rank must be at least 1, got 0"),
         (f"{HUGE} --ranks 0", "--ranks must be at least 1, got 0"),
         (f"{HUGE} --run-dir broken.npy", "--run-dir must "),
+        (f"{HUGE} --eval-traces nowhere.npy", "nowhere.npy must be a trace"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, flags, message):

@@ -54,15 +54,10 @@ def test_a_folder_of_ranks_becomes_one_trace(tmp_path):
     assert replay(trace, [1.0], policy="position").demand.tolist() == [6] * 6
 
 
-def test_steps_can_be_left_out(tmp_path):
-    path = tmp_path / "router_trace_rank0.jsonl"
-    write(path, *(record(step=step) for step in range(7)))
-    assert read(path, every=3).steps.tolist() == [0, 3, 6]
-    write(path, record(step=1))
-    with pytest.raises(
-        ValueError, match="must have a step that is a multiple of every=3, got none"
-    ):
-        read(path, every=3)
+def test_files_without_records(tmp_path):
+    write(tmp_path / "router_trace_rank0.jsonl")
+    with pytest.raises(ValueError, match="must hold at least one record, got none"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +121,8 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
     path = tmp_path / "trace.jsonl"
     write(path, *(record(step=step) for step in range(9)))
     with pytest.raises(
-        ValueError, match=r"line 5: .* at most max_bytes=48, got 60; raise it .*, or raise every"
+        ValueError,
+        match=r"line 5: .* at most max_bytes=48, got 60; raise it .*, or trace fewer steps",
     ):
         read(path, max_bytes=48)
     monkeypatch.setattr(megatron_trace, "_MAX_LINE_BYTES", 2**16)
