@@ -23,17 +23,7 @@ from padded_dispatch.tune.synthetic import KINDS, TraceSizes, synthetic_trace
 from padded_dispatch.tune.trace import Trace, load_traces
 from padded_dispatch.utils.results import require_folder
 
-_SYNTHETIC = {
-    "steps": 400,
-    "layers": 2,
-    "ranks": 4,
-    "tokens": 256,
-    "experts": 32,
-    "top_k": 4,
-    "seed": 0,
-}
-# Flags whose name is not that of the field that they set, with "num_" left out.
-_FLAG_OF_FIELD = {"capacity_factor": "factors"}
+_SYNTHETIC = dict(steps=400, layers=2, ranks=4, tokens=256, experts=32, top_k=4, seed=0)
 
 
 def main(argv: list[str]) -> int:
@@ -248,13 +238,15 @@ def _layer(given: argparse.Namespace, trace: Trace, model: time_model.TimeModel)
 
 @contextmanager
 def _errors_name_flags(given: argparse.Namespace) -> Iterator[None]:
-    """Replace the field at the start of an error by the flag that sets it."""
+    """Replace the field at the start of an error by the flag that sets it.
+
+    A flag is named like its field, with "num_" left out.
+    """
     try:
         yield
     except ValueError as error:
         field, must, rest = str(error).partition(" must ")
         name = field.removeprefix("num_")
-        name = _FLAG_OF_FIELD.get(name, name)
         if must and name in vars(given):
             raise ValueError(f"--{name.replace('_', '-')} must {rest}") from error
         raise

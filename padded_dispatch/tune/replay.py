@@ -49,7 +49,7 @@ _CHUNK_ROWS = 2**18  # sorted at a time: small enough for a processor's cache
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Replay:
-    """What each capacity factor would have done with every record of a trace.
+    """The outcome of each capacity factor for every record of a trace.
 
     Axes, in this order: factors, records, experts.
 

@@ -149,16 +149,7 @@ def layer_table(study: Study) -> Table:
         evaluation = study.evaluation.layers.get(layer)
         eval_factor = "-" if evaluation is None else f"{evaluation.factor:g}"
         rows.append((str(layer), *_advice_cells(advice), eval_factor))
-    headers = (
-        "layer",
-        "factor",
-        "slots",
-        "between",
-        "dropped",
-        "worst step",
-        "promised",
-        "eval",
-    )
+    headers = ("layer", "factor", "slots", "between", "dropped", "worst step", "promised", "eval")
     return Table(headers=headers, rows=tuple(rows))
 
 

@@ -151,7 +151,8 @@ def test_mistakes(monkeypatch, tmp_path):
             main([str(tmp_path / "d.json"), f"--{name}", str(tmp_path / "c.rows.json")])
     with pytest.raises(ValueError, match="rows must hold a measured layer of ours, got 0"):
         calibrate({"runs": []})
-    with pytest.raises(ValueError, match="rows must hold a measured layer of ours, got 0"):  # of another command
+    # Rows of another command.
+    with pytest.raises(ValueError, match="rows must hold a measured layer of ours, got 0"):
         calibrate(results([{"check": "parity", "passed": True}]))
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(ValueError, match="RANK=3 is not possible: calibrate starts its own"):
