@@ -18,7 +18,7 @@ import torch
 from padded_dispatch.bench.cases import MODELS
 from padded_dispatch.config import DispatchConfig, require
 from padded_dispatch.tune.cost import LayerSizes, cost
-from padded_dispatch.tune.time_model import NAMES, START, Calibration, Measured, Work, fit, save
+from padded_dispatch.tune.time_model import NAMES, START, Measured, TimeModel, Work, fit, save
 from padded_dispatch.utils.results import read_runs
 
 _CASE = ("model", "ep", "tokens", "capacity_factor", "contender", "variant")
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     return failed
 
 
-def calibrate(results: dict[str, Any]) -> Calibration:
+def calibrate(results: dict[str, Any]) -> TimeModel:
     """Fit the time model to a results file of `padded-dispatch bench`.
 
     The fit uses our rows in a graph with balanced routing, for Megatron's experts (module) and
@@ -61,7 +61,7 @@ def calibrate(results: dict[str, Any]) -> Calibration:
     return fit([_measured(row, usual) for row in rows], sources)
 
 
-def compare(calibration: Calibration, results: dict[str, Any]) -> str:
+def compare(calibration: TimeModel, results: dict[str, Any]) -> str:
     """Return the errors of modelled times on another results file, one line per contender.
 
     Raises:
@@ -91,7 +91,7 @@ def compare(calibration: Calibration, results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def table(calibration: Calibration) -> str:
+def table(calibration: TimeModel) -> str:
     """Return the coefficients, one per line, with those marked that the rows determine."""
     lines = []
     for name in NAMES:

@@ -407,7 +407,7 @@ def trace_recorder(
     buffers = {}
     for number, layer in padded_moe_layers(chunks).items():
         buffers[number] = RoutingBuffer(
-            num_passes=settings.num_microbatches,
+            num_microbatches=settings.num_microbatches,
             # Tensor parallelism comes with sequence parallelism here, which splits the tokens.
             num_tokens=recipe.micro_batch * recipe.seq_length // layout.tp,
             top_k=settings.model.top_k,

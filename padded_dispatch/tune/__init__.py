@@ -1,10 +1,19 @@
-"""Choosing the capacity: what routers ask for, what a factor would drop of it, what that costs.
+"""Choose a capacity factor from the routing of a training run: `padded-dispatch tune`.
 
-`trace` is what was asked for: recorded (`recorder`), read (`trace_file`, `megatron_jsonl`) or made
-(`synthetic`). `whatif` replays it at any factor, `floor` says what even a perfect router drops.
+trace           what routers asked for, in memory and on disk
+recorder        records a trace during training, also under CUDA graphs
+megatron_trace  reads the traces of Megatron-Core's own tracer
+synthetic       makes traces of pure kinds
+replay          replays a trace at any factor, exactly
+cost            bytes and FLOPs of a factor; the drop of a perfectly balanced router
+time_model      milliseconds from bytes and FLOPs
+quantile        confidence bounds on a quantile of steps
+recommend       the smallest factor that keeps a target
+study           all of it for one trace
+convert         capacity factors of other dispatchers
+plots           figures of a study
+report          settings, tables and the HTML report of a study
+command         the command line
 
-`cost` counts bytes and FLOPs, `calibration` makes milliseconds of them; `recommend` finds the
-smallest factor that keeps a promise, on the statistics of `quantile`. `study` does all of it once;
-`settings`, `tables`, `plots` and `report` show it, and `command` is `padded-dispatch tune`.
-`convert` knows what others mean by a capacity factor. Nothing here knows Megatron.
+Nothing here imports Megatron.
 """

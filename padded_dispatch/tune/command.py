@@ -1,4 +1,4 @@
-"""`padded-dispatch tune`: from traces to a recommendation, tables, plots and a report."""
+"""Run `padded-dispatch tune`: from traces to a recommendation, tables, plots and a report."""
 
 import argparse
 import dataclasses
@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,94 +14,88 @@ from typing import Any
 import numpy as np
 
 from padded_dispatch.config import POLICIES, require
-from padded_dispatch.tune import plots, report
-from padded_dispatch.tune import report as settings
-from padded_dispatch.tune import time_model as calibrations
+from padded_dispatch.tune import plots, report, time_model
 from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.megatron_trace import load_megatron_traces
 from padded_dispatch.tune.recommend import Target
-from padded_dispatch.tune.report import factor_table, layer_table
 from padded_dispatch.tune.study import Layer, Question, Study, study
-from padded_dispatch.tune.synthetic import KINDS, Sizes, synthetic_trace
+from padded_dispatch.tune.synthetic import KINDS, TraceSizes, synthetic_trace
 from padded_dispatch.tune.trace import Trace, load_traces
+from padded_dispatch.utils.results import require_folder
 
-_MADE = {"steps": 400, "layers": 2, "ranks": 4, "tokens": 256, "experts": 32, "top-k": 4, "seed": 0}
+_SYNTHETIC = dict(steps=400, layers=2, ranks=4, tokens=256, experts=32, top_k=4, seed=0)
 
 
 def main(argv: list[str]) -> int:
-    """Tune; 0 where the target is promised, 3 where it is not.
+    """Tune, and return the exit code: 0 if the target is promised, 3 if not.
 
     Raises:
-        ValueError: the user's mistakes and broken traces: what, where, and what to change.
-        SystemExit: for `--help` and for what argparse itself refuses.
+        ValueError: a wrong flag or a broken trace; names it and what to change.
+        SystemExit: for `--help` and for errors that argparse finds.
     """
     given = _parser().parse_args(argv)
+    with _errors_name_flags(given):
+        return _tune(given)
+
+
+def _tune(given: argparse.Namespace) -> int:
+    # All that can be checked before the work is checked here.
+    question = _question(given)
+    _check_flags(given)
+    require_folder("--run-dir", given.run_dir)
+    model = time_model.load(given.calibration) if given.calibration else time_model.shipped()
     if given.plots:
         plots.require_matplotlib()
-    target, eval_target = _target(given, given.drop), _target(given, given.eval_drop)
-    with _stage("reading" if given.traces else "making a trace") as say:
+
+    with _progress("reading" if given.traces else "making a trace") as done:
         trace, name = _trace(given)
-        trace = _later(trace, given.from_step)
-        evaluation = _load(given.eval_traces, given) if given.eval_traces else None
-        say(f"{(trace.ids_NTK >= 0).sum():,} rows, {trace.num_records:,} passes")
-    layer = _layer(given, trace)
-    # How many rows are dropped is the same under every policy; whose they are is not.
-    policy = given.policy or ("position" if trace.probs_NTK is None else "probs")
-    question = Question(
-        target=target,
-        eval_target=eval_target,
-        policy=policy,
-        min_capacity=given.min_capacity,
-        alignment=given.alignment,
-        etp=given.etp,
-        policy_given=given.policy is not None,
-        factors=tuple(given.factors) if given.factors else None,
-        hold_out=given.hold_out,
-    )
-    _make_folder(given.out)  # Before the work: a name that cannot be costs no time.
-    with _stage("replaying it") as say:
+        eval_trace = _load(given.eval_traces, given) if given.eval_traces else None
+        done(f"{(trace.ids_NTK >= 0).sum():,} rows, {trace.num_records:,} records")
+    if not question.policy_given and trace.probs_NTK is None:
+        # The number of dropped rows is the same under every policy.
+        question = dataclasses.replace(question, policy="position")
+    with _progress("replaying it") as done:
         found = study(
             trace,
             question,
             name=name,
-            layer=layer,
-            eval_trace=evaluation,
+            layer=_layer(given, trace, model),
+            eval_trace=eval_trace,
             layers_of_model=not (given.traces and _are_megatrons(given.traces)),
         )
-        say(f"at {len(found.options)} factors")
+        done(f"at {len(found.options)} factors")
     sys.stdout.write(f"\n{summary(found)}\n")
-    with _stage("writing") as say:
-        say(str(write(found, given.out, with_plots=given.plots)))
+    with _progress("writing") as done:
+        done(str(write(found, given.run_dir, with_plots=given.plots)))
     return 0 if found.training.overall.promised else 3
 
 
 def summary(found: Study) -> str:
-    """What the terminal shows."""
-    parts = [found.training.sentence(), str(factor_table(found))]
+    """Return the text for the terminal."""
+    parts = [found.training.sentence(), str(report.factor_table(found))]
     if len(found.training.layers) > 1:
-        parts.append(f"One factor per layer:\n{layer_table(found)}")
+        parts.append(f"One factor per layer:\n{report.layer_table(found)}")
     evaluation = found.evaluation.overall
     promised = "" if evaluation.promised else ", without a promise"
     parts.append(f"In evaluation: {evaluation.factor:g}, for {found.evaluation.target}{promised}.")
     if found.held_out is not None:
         parts.append(found.held_out_sentence())
-    others = found.training.overall.caveats[1:]
-    parts += [f"Also: {caveat}." for caveat in others]
+    parts += [f"Also: {caveat}." for caveat in found.training.overall.caveats[1:]]
     if found.layer is not None:
-        parts.append(found.layer.calibration.describe())
+        parts.append(found.layer.time_model.describe())
     if not found.layers_of_model:
-        parts.append(settings.NO_LAYERS)
-    parts.append(" \\\n".join(settings.flags(found, per_layer=False)))
+        parts.append(report.NO_LAYERS)
+    parts.append(" \\\n".join(report.flags(found, per_layer=False)))
     return "\n\n".join(parts) + "\n"
 
 
 def write(found: Study, folder: Path, *, with_plots: bool) -> Path:
-    """Everything into a folder: report.html, recommendation.json and .yaml, figures as PNG and SVG.
+    """Write report.html, recommendation.json and .yaml, and figures as PNG and SVG.
 
     Returns:
         The report's path.
     """
-    _make_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     svgs = {}
     if with_plots:
         for name, figure in plots.figures(found).items():
@@ -109,14 +103,14 @@ def write(found: Study, folder: Path, *, with_plots: bool) -> Path:
             svgs[name] = plots.svg(figure)
             (folder / f"{name}.svg").write_text(svgs[name])
     (folder / "recommendation.json").write_text(json.dumps(as_json(found), indent=1) + "\n")
-    (folder / "recommendation.yaml").write_text(settings.yaml(found, per_layer=False))
+    (folder / "recommendation.yaml").write_text(report.yaml(found, per_layer=False))
     path = folder / "report.html"
     path.write_text(report.html(found, svgs))
     return path
 
 
 def as_json(found: Study) -> dict[str, Any]:
-    """The recommendation with everything that it rests on, in plain types."""
+    """Return the recommendation and all of its evidence in plain types."""
     layer = found.layer
     return {
         "trace": {
@@ -130,111 +124,147 @@ def as_json(found: Study) -> dict[str, Any]:
         "sentence": found.training.sentence(),
         "training": dataclasses.asdict(found.training),
         "evaluation": dataclasses.asdict(found.evaluation),
-        "flags": settings.flags(found, per_layer=False),
-        "flags_per_layer": settings.flags(found, per_layer=True) if found.layers_of_model else None,
-        "elsewhere": settings.elsewhere(found),
+        "flags": report.flags(found, per_layer=False),
+        "flags_per_layer": report.flags(found, per_layer=True) if found.layers_of_model else None,
+        "elsewhere": report.elsewhere(found),
         "held_out": None if found.held_out is None else dataclasses.asdict(found.held_out),
         "options": [dataclasses.asdict(option) for option in found.options],
         "layer": None if layer is None else dataclasses.asdict(layer),
     }
 
 
-def _target(given: argparse.Namespace, drop: float) -> Target:
-    return Target(drop=drop, steps_share=given.steps_share, confidence=given.confidence)
+def _question(given: argparse.Namespace) -> Question:
+    shares = {"steps_share": given.steps_share, "confidence": given.confidence}
+    target = Target(drop=given.drop, **shares)
+    require(0 <= given.eval_drop < 1, "eval_drop", given.eval_drop, "be a share from 0 to below 1")
+    return Question(
+        target=target,
+        eval_target=Target(drop=given.eval_drop, **shares),
+        policy=given.policy or "probs",
+        min_capacity=given.min_capacity,
+        alignment=given.alignment,
+        etp=given.etp,
+        policy_given=given.policy is not None,
+        factors=tuple(given.factors) if given.factors else None,
+        hold_out=given.hold_out,
+    )
+
+
+def _check_flags(given: argparse.Namespace) -> None:
+    """Raise for flags that are wrong by themselves or do not go together."""
+    if bool(given.traces) == (given.synthetic is not None):
+        both = "both" if given.traces else "none"
+        raise ValueError(f"TRACE or --synthetic must be given, got {both}; give one of them")
+    for paths in (given.traces, given.eval_traces or ()):
+        for path in paths:
+            if not path.exists():
+                raise ValueError(f"{path} must be a trace or a folder of traces, got no such file")
+        if paths and _are_megatrons(paths) and None in (given.experts, given.ranks):
+            raise ValueError(
+                "--experts and --ranks must be given for Megatron's traces, which do not hold "
+                "them; give the model's experts and the ranks of its expert-parallel group"
+            )
+    if (given.hidden_size is None) != (given.ffn_size is None):
+        raise ValueError("--hidden-size and --ffn-size must be given together, got one; give both")
+    for field in ("hidden_size", "ffn_size", "layers_per_rank", "in_flight"):
+        value = getattr(given, field)
+        require(value is None or value >= 1, field, value, "be at least 1")
+    require(math.isfinite(given.max_gib), "max_gib", given.max_gib, "be a finite number")
+    if given.synthetic is not None:
+        _synthetic_sizes(given)
 
 
 def _trace(given: argparse.Namespace) -> tuple[Trace, str]:
-    if bool(given.traces) == (given.synthetic is not None):
-        raise ValueError("TRACE is not possible so: give traces, or --synthetic KIND, not both")
+    """Return the trace of training from `--from-step` on, and its name."""
     if given.traces:
-        return _load(given.traces, given), ", ".join(path.name for path in given.traces)
-    sizes = Sizes(
+        trace, name = _load(given.traces, given), ", ".join(path.name for path in given.traces)
+    else:
+        name = f"a synthetic trace ({given.synthetic})"
+        sizes = _synthetic_sizes(given)
+        trace = synthetic_trace(given.synthetic, sizes, strength=given.strength, seed=given.seed)
+        trace = _from_layer_1(trace)
+    last = int(trace.steps.max())
+    require(given.from_step <= last, "from_step", given.from_step, f"be at most the last, {last}")
+    return trace.where(trace.steps >= given.from_step), name
+
+
+def _synthetic_sizes(given: argparse.Namespace) -> TraceSizes:
+    return TraceSizes(
         num_steps=given.steps,
         num_layers=given.layers,
-        num_ranks=given.ranks or _MADE["ranks"],
+        num_ranks=_SYNTHETIC["ranks"] if given.ranks is None else given.ranks,
         num_tokens=given.tokens,
-        num_experts=given.experts or _MADE["experts"],
+        num_experts=_SYNTHETIC["experts"] if given.experts is None else given.experts,
         top_k=given.top_k,
     )
-    trace = synthetic_trace(given.synthetic, sizes, strength=given.strength, seed=given.seed)
-    return _from_layer_1(trace), f"a synthetic trace ({given.synthetic})"
-
-
-def _later(trace: Trace, from_step: int) -> Trace:
-    seen_N = trace.steps >= from_step
-    if not seen_N.any():
-        raise ValueError(
-            f"from_step={from_step} is not possible: the trace ends with step {trace.steps.max()}"
-        )
-    return trace.where(seen_N)
 
 
 def _load(paths: Sequence[Path], given: argparse.Namespace) -> Trace:
-    """Ours or Megatron's, from files or folders of them."""
-    require(math.isfinite(given.max_gib), "max_gib", given.max_gib, "give a finite number")
+    """Read files or folders of `train --trace` or of Megatron's tracer."""
     max_bytes = int(given.max_gib * 2**30)
     try:
         if _are_megatrons(paths):
-            if given.experts is None or given.ranks is None:
-                raise ValueError(
-                    "experts=None is not possible: Megatron's traces do not say how many experts "
-                    "and ranks there are; give --experts and --ranks"
-                )
             trace = load_megatron_traces(
                 paths, num_experts=given.experts, num_ranks=given.ranks, max_bytes=max_bytes
             )
             return _from_layer_1(trace)
         return load_traces(paths, max_bytes=max_bytes)
     except OSError as error:
-        raise ValueError(f"{error.filename}: {error.strerror}") from error
+        raise ValueError(f"{error.filename}: {error.strerror}; give a trace") from error
 
 
 def _are_megatrons(paths: Sequence[Path]) -> bool:
     return all(path.suffix == ".jsonl" or any(path.glob("*.jsonl")) for path in paths)
 
 
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"out={path} is not possible ({error.strerror}): give a folder") from error
-
-
 def _from_layer_1(trace: Trace) -> Trace:
-    """Layers by Megatron's layer number, which settings take."""
+    """Renumber the layers from 1, as in Megatron and in the settings."""
     return dataclasses.replace(trace, layers=trace.layers + np.int32(1))
 
 
-def _layer(given: argparse.Namespace, trace: Trace) -> Layer | None:
-    if given.hidden_size is None or given.ffn_size is None:
-        if given.hidden_size is not None or given.ffn_size is not None:
-            raise ValueError("hidden_size and ffn_size go together: give both, or none")
+def _layer(given: argparse.Namespace, trace: Trace, model: time_model.TimeModel) -> Layer | None:
+    if given.hidden_size is None:
         return None
+    num_layers = given.layers_per_rank
     sizes = LayerSizes(
         num_tokens=trace.num_tokens,
         hidden_size=given.hidden_size,
         ffn_size=given.ffn_size,
-        num_layers=given.layers_per_rank or len(set(trace.layers.tolist())),
-        num_in_flight=given.in_flight,
+        num_layers=len(np.unique(trace.layers)) if num_layers is None else num_layers,
+        microbatches_in_flight=given.in_flight,
     )
-    if given.calibration is None:
-        return Layer(sizes=sizes, calibration=calibrations.shipped())
-    return Layer(sizes=sizes, calibration=calibrations.load(given.calibration))
+    return Layer(sizes=sizes, time_model=model)
 
 
 @contextmanager
-def _stage(name: str) -> Iterator[Any]:
-    """Say what begins, and when it is done what came of it and how long it took."""
-    said = []
+def _errors_name_flags(given: argparse.Namespace) -> Iterator[None]:
+    """Replace the field at the start of an error by the flag that sets it.
+
+    A flag is named like its field, with "num_" left out.
+    """
+    try:
+        yield
+    except ValueError as error:
+        field, must, rest = str(error).partition(" must ")
+        name = field.removeprefix("num_")
+        if must and name in vars(given):
+            raise ValueError(f"--{name.replace('_', '-')} must {rest}") from error
+        raise
+
+
+@contextmanager
+def _progress(name: str) -> Iterator[Callable[[str], None]]:
+    """Print the name of a part of the work; at its end, its result and its duration."""
+    results: list[str] = []
     started = time.monotonic()
     sys.stdout.write(f"{name} ... ")
     sys.stdout.flush()
     try:
-        yield said.append
+        yield results.append
     except BaseException:
         sys.stdout.write("\n")
         raise
-    sys.stdout.write(f"{' '.join(said)} ({time.monotonic() - started:.1f} s)\n")
+    sys.stdout.write(f"{' '.join(results)} ({time.monotonic() - started:.1f} s)\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -251,7 +281,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TRACE",
         help="of training: files or folders, of `train --trace` or Megatron's tracer (.jsonl)",
     )
-    parser.add_argument("--out", type=Path, default=Path("tune"), help="folder for the results")
+    parser.add_argument("--run-dir", type=Path, default=Path("tune"), help="folder for the results")
     parser.add_argument(
         "--eval-traces",
         nargs="+",
@@ -259,9 +289,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TRACE",
         help="of evaluation (None: as TRACE)",
     )
-    parser.add_argument(
-        "--from-step", type=int, default=0, help="leave out what training looked like before it"
-    )
+    parser.add_argument("--from-step", type=int, default=0, help="leave out the steps before it")
     parser.add_argument("--max-gib", type=float, default=4.0, help="refuse larger traces")
     parser.add_argument("--plots", action=argparse.BooleanOptionalAction, default=True)
     promise = parser.add_argument_group("the promise")
@@ -273,7 +301,7 @@ def _parser() -> argparse.ArgumentParser:
         "--hold-out", type=float, default=0.0, help="share of steps, the last ones, to check it on"
     )
     slots = parser.add_argument_group("slots")
-    slots.add_argument("--policy", choices=POLICIES, help="who keeps a slot (None: probs)")
+    slots.add_argument("--policy", choices=POLICIES, help="which rows keep a slot (None: probs)")
     slots.add_argument("--min-capacity", type=int, default=1, help="least slots")
     slots.add_argument("--alignment", type=int, default=1, help="of an expert's buffer, in rows")
     slots.add_argument(
@@ -286,15 +314,19 @@ def _parser() -> argparse.ArgumentParser:
     costs.add_argument("--layers-per-rank", type=int, help="MoE layers (None: those of the trace)")
     costs.add_argument("--in-flight", type=int, default=1, help="micro-batches before backward")
     costs.add_argument(
-        "--calibration", type=Path, help="of `padded-dispatch calibrate` (None: H200, as shipped)"
+        "--calibration",
+        type=Path,
+        help="time model of `padded-dispatch calibrate` (None: H200, as shipped)",
     )
-    made = parser.add_argument_group("a made-up trace instead")
+    made = parser.add_argument_group("a synthetic trace instead")
     made.add_argument("--synthetic", choices=KINDS, help="kind of routing")
     made.add_argument("--strength", type=float, default=1.0, help="how uneven it is")
-    for name, default in _MADE.items():
+    for name, default in _SYNTHETIC.items():
+        flag = f"--{name.replace('_', '-')}"
         if name in ("experts", "ranks"):
-            told = f"(None: {default}); Megatron's own traces need it, too"
-            made.add_argument(f"--{name}", type=int, help=told)
+            made.add_argument(
+                flag, type=int, help=f"(None: {default}); Megatron's own traces need it, too"
+            )
         else:
-            made.add_argument(f"--{name}", type=int, default=default)
+            made.add_argument(flag, type=int, default=default)
     return parser

@@ -1,8 +1,8 @@
-"""Capacity factors, from and into each of the five meanings that the field gives the word.
+"""Convert capacity factors between the five meanings that the field gives the word.
 
-Every one of them sizes a static buffer. Two factors are taken as equal when the buffers hold
-equally many rows per rank: equal in memory and on the wire, not in what they drop, since the
-meanings differ in who may share. What would be dropped is for the what-if to say.
+Each of them sizes a static buffer. Two factors count as equal when their buffers hold equally many
+rows per rank: equal in memory and on the wire, not in what they drop, since the meanings differ in
+which rows share a buffer. `tune.replay` computes what would be dropped.
 
     source      slots per (source rank, expert), relative to balance: C = ceil(T * K / E * f).
                 Ours, and Megatron-Core's `moe_expert_capacity_factor` (`moe_utils.get_capacity`,
@@ -21,31 +21,36 @@ meanings differ in who may share. What would be dropped is for the what-if to sa
                 `moe_paged_stash_buffer_size_factor_cuda` (0.18 and 0.19, `paged_stash.py`). It
                 stores rows and limits no routing.
 
-FP8 recipes round `rank` and `worst-case` buffers up to their alignment, which is not in here.
+FP8 recipes round `rank` and `worst-case` buffers up to their alignment, which is not included.
+
+Letters: T tokens on a rank; K experts per token; E experts; L experts on a rank; R ranks; C slots
+per (source rank, expert); f the factor; M the maximum of tokens.
 """
 
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from padded_dispatch.config import require
+
 Meaning = Literal["source", "rank", "worst-case", "max-tokens", "stash"]
 MEANINGS: tuple[str, ...] = get_args(Meaning)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What a conversion needs to know.
+class RoutingSizes:
+    """The sizes that a conversion needs.
 
     Args:
         num_tokens: tokens on one rank (T).
         num_experts: experts in all (E).
         top_k: experts per token (K).
         num_ranks: ranks in the expert-parallel group (R), a divisor of E.
-        max_rows: the most rows that a rank received in one pass, as measured; for a negative
-            stash factor only.
+        max_rows: the most rows that a rank received in one micro-batch, as measured; for a
+            negative stash factor only.
 
     Raises:
-        ValueError: names what is not possible and what to change.
+        ValueError: names the field, its value and what to change.
     """
 
     num_tokens: int
@@ -56,34 +61,30 @@ class Sizes:
 
     def __post_init__(self) -> None:
         for name in ("num_tokens", "num_experts", "top_k", "num_ranks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not possible: give at least 1")
-        if self.num_experts % self.num_ranks:
-            raise ValueError(
-                f"num_ranks={self.num_ranks} is not possible: it must divide "
-                f"num_experts={self.num_experts}"
-            )
+            require(getattr(self, name) >= 1, name, getattr(self, name), "be at least 1")
+        divides = self.num_experts % self.num_ranks == 0
+        require(divides, "num_ranks", self.num_ranks, f"divide num_experts={self.num_experts}")
 
     @property
     def balanced_rows(self) -> int:
-        """Rows that every rank gets when the router is in perfect balance: T * K."""
+        """Rows that every rank receives from a perfectly balanced router: T * K."""
         return self.num_tokens * self.top_k
 
     @property
     def worst_rows(self) -> int:
-        """Rows that a rank gets when every token wants as many of its experts as it can."""
+        """Rows that a rank receives when every token chooses as many of its experts as it can."""
         local = self.num_experts // self.num_ranks
         return self.num_tokens * self.num_ranks * min(local, self.top_k)
 
 
-def to_source(value: float, meaning: Meaning, sizes: Sizes) -> float:
-    """The factor in our meaning whose buffer holds as many rows as `value` in theirs.
+def to_source(value: float, meaning: Meaning, sizes: RoutingSizes) -> float:
+    """Return the factor in our meaning whose buffer holds as many rows as `value` in `meaning`.
 
     Example: T = 4,096, K = 8, E = 128, R = 8: torchtitan's 0.2 is 1.6 in ours, and DeepEP's 4,096
     tokens are 16, which drops nothing.
 
     Raises:
-        ValueError: where `value` means nothing there, or has no counterpart here.
+        ValueError: `value` is invalid in that meaning, or has no counterpart in ours.
     """
     _check(value, meaning, sizes)
     if meaning == "worst-case":
@@ -96,14 +97,14 @@ def to_source(value: float, meaning: Meaning, sizes: Sizes) -> float:
     return value
 
 
-def from_source(factor: float, meaning: Meaning, sizes: Sizes) -> float:
-    """The number in `meaning` whose buffer holds as many rows as ours at `factor`.
+def from_source(factor: float, meaning: Meaning, sizes: RoutingSizes) -> float:
+    """Return the number in `meaning` whose buffer holds as many rows as ours at `factor`.
 
-    A stash comes out relative to balance (above 0). What is more than the worst case comes out as
-    1, which is all that torchtitan takes and drops nothing.
+    A stash is given relative to balance (above 0). A factor beyond the worst case becomes 1, which
+    is the most that torchtitan takes and drops nothing.
 
     Raises:
-        ValueError: where there is none.
+        ValueError: there is no such number.
     """
     _check(factor, "source", sizes)
     if meaning == "worst-case":
@@ -113,29 +114,29 @@ def from_source(factor: float, meaning: Meaning, sizes: Sizes) -> float:
         if capacity < sizes.num_tokens:
             least = sizes.num_experts / sizes.top_k
             raise ValueError(
-                f"capacity factor {factor:g} has no counterpart in max-tokens: DeepEP drops "
-                f"nothing, so {capacity} slots must be at least num_tokens={sizes.num_tokens} "
-                f"(a factor of {least:g})"
+                f"capacity factor must be at least {least:g} for max-tokens, got {factor:g}: "
+                f"DeepEP drops nothing and needs num_tokens={sizes.num_tokens} slots, not "
+                f"{capacity}"
             )
         return sizes.num_tokens
     return factor
 
 
-def _check(value: float, meaning: Meaning, sizes: Sizes) -> None:
-    if meaning not in MEANINGS:
-        raise ValueError(
-            f"meaning={meaning!r} is not possible: choose one of {', '.join(MEANINGS)}"
-        )
-    if not math.isfinite(value) or value == 0 or (value < 0 and meaning != "stash"):
-        raise ValueError(f"{meaning} {value:g} is not possible: give a finite number above 0")
-    if meaning == "worst-case" and value > 1:
-        raise ValueError(f"worst-case {value:g} is not possible: it is at most 1")
-    if meaning == "max-tokens" and (value != int(value) or value < sizes.num_tokens):
-        raise ValueError(
-            f"max-tokens {value:g} is not possible: a whole number of at least "
-            f"num_tokens={sizes.num_tokens}, since DeepEP drops nothing"
-        )
-    if meaning == "stash" and value < 0 and sizes.max_rows is None:
-        raise ValueError(
-            f"stash {value:g} is relative to the most rows that a rank received: give max_rows"
-        )
+def _check(value: float, meaning: Meaning, sizes: RoutingSizes) -> None:
+    require(meaning in MEANINGS, "meaning", meaning, f"be one of {', '.join(MEANINGS)}")
+    valid = math.isfinite(value) and (value > 0 or (value < 0 and meaning == "stash"))
+    require(valid, meaning, value, "be a finite number above 0")
+    require(meaning != "worst-case" or value <= 1, meaning, value, "be at most 1")
+    require(
+        meaning != "max-tokens" or (value == int(value) and value >= sizes.num_tokens),
+        meaning,
+        value,
+        f"be a whole number of at least num_tokens={sizes.num_tokens}, since DeepEP drops nothing",
+    )
+    require(
+        value > 0 or sizes.max_rows is not None,
+        meaning,
+        value,
+        "be above 0 where max_rows is not known",
+        "give max_rows, the most rows that a rank received",
+    )

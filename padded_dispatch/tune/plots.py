@@ -1,8 +1,8 @@
-"""Figures of a study: what each factor drops, who is loaded, when, and what it costs.
+"""Draw the figures of a study: drop by factor, load by expert, need by step, and cost.
 
-Colours are Okabe and Ito's, which all kinds of colour vision tell apart; lines differ in style or
-width as well. Matplotlib is imported here and nowhere else in the package, and only when something
-is drawn: it comes with the extra `tune`.
+Colours are Okabe and Ito's, which people with any colour vision can separate; lines differ in style
+or width as well. No other module of the package imports Matplotlib, and this one does only when it
+draws: Matplotlib comes with the extra `tune`.
 """
 
 import io
@@ -36,23 +36,23 @@ _STYLE: Any = {
     "svg.fonttype": "none",  # Text stays text.
     "svg.hashsalt": "padded-dispatch",  # The same study gives the same file.
 }
-_LEAST = 1e-6  # A share below it is drawn as nothing: one row in a million.
+_LEAST = 1e-6  # The smallest share on an axis: one row in a million.
 
 
 def require_matplotlib() -> None:
-    """Raise before work is done in vain.
+    """Raise if Matplotlib is not installed; call it before the work.
 
     Raises:
-        ValueError: Matplotlib is missing.
+        ValueError: names the ways out.
     """
     if find_spec("matplotlib") is None:
         raise ValueError(
-            "plots need Matplotlib: pip install 'padded-dispatch[tune]', or --no-plots"
+            "plots need Matplotlib; run pip install 'padded-dispatch[tune]', or give --no-plots"
         )
 
 
 def figures(study: Study) -> dict[str, "Figure"]:
-    """All figures of a study, by name; `cost` only where the layer's sizes are known."""
+    """Draw all figures, by name; `cost` only where the layer's sizes are known."""
     drawn = {"dropped": dropped, "load": load, "need": need}
     if study.layer is not None:
         drawn["cost"] = costs
@@ -61,7 +61,7 @@ def figures(study: Study) -> dict[str, "Figure"]:
 
 
 def svg(figure: "Figure") -> str:
-    """The figure as an `<svg>` element, without a prolog: for HTML."""
+    """Return the figure as an `<svg>` element without a prolog, for HTML."""
     text = io.StringIO()
     with _style():
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -70,20 +70,20 @@ def svg(figure: "Figure") -> str:
 
 
 def dropped(study: Study) -> "Figure":
-    """Dropped share against factor: every layer, all together, and the floor beneath."""
+    """Draw the dropped share by factor: every layer, all layers, and a balanced router."""
     figure, axes = _figure(8.4, 4.2)
     factors = [option.factor for option in study.options]
-    rows = study.what_if.by_layer_and_step()
-    order_F = np.argsort(study.what_if.factors_F, kind="stable")
-    share_FL = rows.dropped_FLS.sum(2)[order_F] / np.maximum(rows.demand_LS.sum(1), 1)
-    if share_FL.shape[1] > 1:
-        for i, share_F in enumerate(share_FL.T):
+    rows = study.replay.by_layer_and_step()
+    order = np.argsort(study.replay.factors, kind="stable")
+    shares = rows.dropped.sum(2)[order] / np.maximum(rows.demand.sum(1), 1)  # [factors, layers]
+    if shares.shape[1] > 1:
+        for i, of_layer in enumerate(shares.T):
             label = "each layer" if i == 0 else None
-            axes.plot(factors, _visible(share_F), color=BLUE, alpha=0.35, lw=1, label=label)
+            axes.plot(factors, _visible(of_layer), color=BLUE, alpha=0.35, lw=1, label=label)
     of_all = _visible([option.dropped for option in study.options])
     axes.plot(factors, of_all, color=BLACK, lw=2.2, marker="o", ms=3.5, label="all rows")
-    floor = _visible([option.floor for option in study.options])
-    axes.plot(factors, floor, color=GREEN, lw=1.8, ls="--", label="floor: experts equally popular")
+    balanced = _visible([option.balanced_drop for option in study.options])
+    axes.plot(factors, balanced, color=GREEN, lw=1.8, ls="--", label="perfectly balanced router")
     target, advice = study.question.target, study.training.overall
     if target.drop:
         axes.axhline(target.drop, color=GREY, lw=1, ls=":", label=f"target: {percent(target.drop)}")
@@ -100,58 +100,55 @@ def dropped(study: Study) -> "Figure":
 
 
 def load(study: Study) -> "Figure":
-    """Heat map of demand, layer by expert, relative to balance."""
-    found = study.what_if
-    layers_L, layer_of_N = np.unique(found.layers_N, return_inverse=True)
-    demand_LE = np.zeros((len(layers_L), study.num_experts))
-    np.add.at(demand_LE, layer_of_N, found.demand_NE)
-    demand_LE /= np.maximum(demand_LE.mean(1, keepdims=True), 1)
-    figure, axes = _figure(8.4, min(7.0, 1.9 + 0.22 * len(layers_L)))
+    """Draw a heat map of demand, layer by expert, relative to balance."""
+    layers, layer_of_record = np.unique(study.replay.layers, return_inverse=True)
+    demand = np.zeros((len(layers), study.num_experts))
+    np.add.at(demand, layer_of_record, study.replay.demand_by_expert)
+    demand /= np.maximum(demand.mean(1, keepdims=True), 1)
+    figure, axes = _figure(8.4, min(7.0, 1.9 + 0.22 * len(layers)))
     image = axes.pcolormesh(
         np.arange(study.num_experts + 1),
-        np.arange(len(layers_L) + 1),
-        demand_LE,
+        np.arange(len(layers) + 1),
+        demand,
         cmap="cividis",
         vmin=0,
         rasterized=True,
     )
     axes.grid(visible=False)
     axes.invert_yaxis()
-    every = max(1, len(layers_L) // 12)
-    axes.set_yticks(np.arange(len(layers_L))[::every] + 0.5, [str(n) for n in layers_L[::every]])
+    every = max(1, len(layers) // 12)
+    axes.set_yticks(np.arange(len(layers))[::every] + 0.5, [str(n) for n in layers[::every]])
     for rank in range(1, study.num_ranks):
         axes.axvline(rank * study.num_experts / study.num_ranks, color="white", lw=0.8)
     axes.set_xlabel("expert (white lines: ranks)" if study.num_ranks > 1 else "expert")
     axes.set_ylabel("MoE layer")
-    axes.set_title("Who is asked for")
+    axes.set_title("Demand by expert")
     figure.colorbar(image, ax=axes, label="rows, relative to balance", pad=0.02)
     return figure
 
 
 def need(study: Study) -> "Figure":
-    """The factor that every step needs, and the recommended one."""
+    """Draw the factor that every step needs, and the recommended one."""
     figure, axes = _figure(8.4, 4.0)
-    rows = study.what_if.by_layer_and_step()
-    order_F = np.argsort(study.what_if.factors_F, kind="stable")
-    factors_F, dropped_FLS = study.what_if.factors_F[order_F], rows.dropped_FLS[order_F]
+    rows = study.replay.by_layer_and_step()
+    order = np.argsort(study.replay.factors, kind="stable")
+    factors, dropped = study.replay.factors[order], rows.dropped[order]
     drop, advice = study.question.target.drop, study.training.overall
-    demand_S, steps_S = rows.demand_LS.sum(0), rows.steps_S
-    needed_S = factors_F[smallest_sufficient(demand_S, dropped_FLS.sum(1), drop)]
-    worst_S = np.stack(
-        [
-            factors_F[np.minimum(smallest_sufficient(asked_S, lost_FS, drop), len(factors_F) - 1)]
-            for asked_S, lost_FS in zip(rows.demand_LS, dropped_FLS.swapaxes(0, 1), strict=True)
-        ]
-    ).max(0)
-    if len(rows.layers_L) > 1:
-        axes.plot(steps_S, worst_S, color=BLUE, lw=0.8, alpha=0.5, label="layer that needs most")
-    axes.plot(steps_S, needed_S, color=BLACK, lw=0, marker=".", ms=4, label="all layers together")
+    needed = factors[smallest_sufficient(rows.demand.sum(0), dropped.sum(1), drop)]
+    layers_need = [
+        factors[np.minimum(smallest_sufficient(demand, lost, drop), len(factors) - 1)]
+        for demand, lost in zip(rows.demand, dropped.swapaxes(0, 1), strict=True)
+    ]
+    worst, steps = np.stack(layers_need).max(0), rows.steps
+    if len(rows.layers) > 1:
+        axes.plot(steps, worst, color=BLUE, lw=0.8, alpha=0.5, label="layer that needs most")
+    axes.plot(steps, needed, color=BLACK, lw=0, marker=".", ms=4, label="all layers together")
     axes.axhspan(advice.lowest, advice.factor, color=ORANGE, alpha=0.12, lw=0)
     _mark(axes.axhline, advice.factor)
     if len(advice.phases) > 1:
         starts = [phase.first_step for phase in advice.phases]
         axes.step(
-            [*starts, int(steps_S[-1])],
+            [*starts, int(steps[-1])],
             [*(phase.factor for phase in advice.phases), advice.phases[-1].factor],
             where="post",
             color=GREEN,
@@ -162,14 +159,14 @@ def need(study: Study) -> "Figure":
     axes.set_ylabel("capacity factor needed")
     kept = f"drop at most {percent(drop)}" if drop else "drop nothing"
     axes.set_title(f"What each step needs to {kept}")
-    axes.set_xlim(int(steps_S[0]), max(int(steps_S[-1]), int(steps_S[0]) + 1))
-    axes.set_ylim(0, 1.1 * float(worst_S.max()))
+    axes.set_xlim(int(steps[0]), max(int(steps[-1]), int(steps[0]) + 1))
+    axes.set_ylim(0, 1.1 * float(worst.max()))
     figure.legend(loc="outside lower center", ncols=4)
     return figure
 
 
 def costs(study: Study) -> "Figure":
-    """Time and memory against dropped rows; every point is a factor."""
+    """Draw time and memory against dropped rows; every point is a factor."""
     figure, (left, right) = _figure(9.4, 4.4, columns=2)
     usual = [option for option in study.options if option.factor >= 1.0]
     chosen = study.option(study.training.overall.factor)
@@ -201,7 +198,7 @@ def costs(study: Study) -> "Figure":
 def _curve(
     axes: Any, of: Callable[[Option], float], options: list[Option], chosen: Option, **style: Any
 ) -> None:
-    """What options drop against what they cost, the chosen one larger."""
+    """Draw the drop of options against a cost, with a larger marker at the chosen one."""
     drawn = [_drawn(option) for option in options]
     axes.plot([of(option) for option in options], drawn, lw=1, ms=3.5, **style)
     axes.plot(of(chosen), _drawn(chosen), color=ORANGE, marker=style["marker"], ms=9, lw=0)
@@ -223,12 +220,12 @@ def _gib(option: Option) -> float:
 
 
 def _drawn(option: Option) -> float:
-    """Its dropped share on a logarithmic axis: nothing dropped lies at the bottom."""
+    """Return the dropped share for a logarithmic axis, with 0 at the bottom."""
     return max(option.dropped, _LEAST)
 
 
 def _spaced(options: list[Option], of: Callable[[Option], float]) -> list[Option]:
-    """Those with room for a label: an eighth of the axis between neighbours."""
+    """Return the options with room for a label: an eighth of the axis between neighbours."""
     room = (of(options[-1]) - of(options[0])) / 8
     found = options[:1]
     for option in options[1:]:
@@ -238,7 +235,7 @@ def _spaced(options: list[Option], of: Callable[[Option], float]) -> list[Option
 
 
 def _visible(shares: Any) -> Any:
-    """Shares for a logarithmic axis: what is below it is not drawn."""
+    """Return shares for a logarithmic axis, NaN (not drawn) where below it."""
     return np.where(np.asarray(shares) >= _LEAST, shares, np.nan)
 
 

@@ -1,4 +1,4 @@
-"""Recording a trace while a model trains, also under CUDA graphs.
+"""Record a trace while a model trains, also under CUDA graphs.
 
     for number, layer in ...:                   # before anything is captured
         buffers[number] = RoutingBuffer(...)
@@ -8,11 +8,14 @@
         train()
         recorder.step(step)
 
-Every pass of a layer leaves its choices in memory of fixed size on the device: that is captured
-with the router and costs a few small kernels per pass, recorded or not. After every n-th step they
-are copied to pinned memory, in stream order, so before the next step changes them; the host takes
-them one step later, when they have arrived long since. What a recording may grow to is known before
-it starts: where it would grow beyond, n is raised.
+Every forward pass of a layer writes its choices to memory of fixed size on the device. These
+writes are captured with the router and cost a few small kernels per micro-batch, whether the step
+is recorded or not. After every n-th step the choices are copied to pinned memory, in stream order
+and so before the next step changes them. The host takes them one step later, long after they have
+arrived. The size of the recording is known before it starts; n is raised where it would be too
+large.
+
+Letters: M micro-batches of a step; T tokens; K experts per token; E experts.
 """
 
 from collections.abc import Mapping
@@ -23,62 +26,73 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from padded_dispatch.config import require
 from padded_dispatch.ops.select import Selection
 from padded_dispatch.tune.trace import Trace, TraceWriter, record_bytes
 
 
 class RoutingBuffer:
-    """What one layer's router asked for in its last P passes, in order: a `RoutingObserver`.
+    """The choices of one layer's router in its last M micro-batches, in order: a `RoutingObserver`.
 
     Args:
-        num_passes: passes of a step (P).
-        num_tokens: tokens of a pass on this rank (T).
+        num_microbatches: of a step (M).
+        num_tokens: tokens of a micro-batch on this rank (T).
         top_k: most experts of a token (K).
         device: of the layer.
     """
 
     def __init__(
-        self, *, num_passes: int, num_tokens: int, top_k: int, device: torch.device | str | int
+        self,
+        *,
+        num_microbatches: int,
+        num_tokens: int,
+        top_k: int,
+        device: torch.device | str | int,
     ) -> None:
-        shape = num_passes, num_tokens, top_k
-        self.ids_PTK = torch.full(shape, -1, dtype=torch.int16, device=device)
-        self.probs_PTK = torch.zeros(shape, dtype=torch.float32, device=device)
+        shape = num_microbatches, num_tokens, top_k
+        self.ids_MTK = torch.full(shape, -1, dtype=torch.int16, device=device)
+        self.probs_MTK = torch.zeros(shape, dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def observe(
         self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, capacity: int
     ) -> None:
-        """Keep one pass as the last, and forget the first: see `RoutingObserver`.
+        """Append one micro-batch and discard the first: see `RoutingObserver`.
 
         Raises:
             ValueError: probabilities that fp32 cannot hold, or another number of tokens.
         """
-        _, num_tokens, top_k = self.ids_PTK.shape
-        if probs_TE.dtype == torch.float64:
-            raise ValueError(
-                "probs_TE.dtype=float64 is not possible: a trace has float32; set "
-                "moe_router_dtype='fp32'"
-            )
-        if asked_TE.shape[0] != num_tokens:
-            raise ValueError(
-                f"num_tokens={asked_TE.shape[0]} is not possible: the buffer was made for "
-                f"{num_tokens}; record passes of one size"
-            )
+        _, num_tokens, top_k = self.ids_MTK.shape
+        require(
+            probs_TE.dtype != torch.float64,
+            "probs_TE.dtype",
+            probs_TE.dtype,
+            "be at most float32, which a trace holds",
+            "set moe_router_dtype='fp32'",
+        )
+        require(
+            asked_TE.shape[0] == num_tokens,
+            "num_tokens",
+            asked_TE.shape[0],
+            f"be {num_tokens}, the size of the buffer",
+            "record micro-batches of one size",
+        )
         ids_TK, probs_TK = choices(asked_TE, probs_TE, top_k)
-        # No place to count on: what a capture or a warm-up left here is gone after one step.
-        self.ids_PTK.copy_(torch.cat((self.ids_PTK[1:], ids_TK[None])))
-        self.probs_PTK.copy_(torch.cat((self.probs_PTK[1:], probs_TK[None])))
+        # Shifting needs no index: a capture or a warm-up would leave one at the wrong value. Its
+        # choices, too, are gone after one step.
+        self.ids_MTK.copy_(torch.cat((self.ids_MTK[1:], ids_TK[None])))
+        self.probs_MTK.copy_(torch.cat((self.probs_MTK[1:], probs_TK[None])))
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """All that a reader copies."""
-        return self.ids_PTK, self.probs_PTK
+        """Return the buffers that a recorder copies."""
+        return self.ids_MTK, self.probs_MTK
 
 
 def choices(asked_TE: Tensor, probs_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """A routing map as a trace has it: ids int16 and probabilities fp32, [T, K] each.
+    """Convert a routing map to the normal form of a trace: ids int16, probabilities fp32, [T, K].
 
-    Static, and nothing is read on the host: the k-th expert of a token is the first at which its
-    running count reaches k + 1, found by binary search as in `padded_dispatch.ops.plan`.
+    Shapes are static, and the host reads nothing. The k-th expert of a token is the first at which
+    its running count reaches k + 1, found by binary search as in `padded_dispatch.ops.plan`.
 
     Example: `asked = [[0, 1, 1]]`, `probs = [[.1, .2, .7]]`, K = 3 give `[[1, 2, -1]]` and
     `[[.2, .7, 0]]`.
@@ -96,11 +110,11 @@ def choices(asked_TE: Tensor, probs_TE: Tensor, top_k: int) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What is recorded, and how much of it may be.
+    """Settings of a recording.
 
-    `num_experts` (E), `num_ranks`: sources that share an expert-parallel group, `rank`: this one
+    `num_experts` (E). `num_ranks`: sources that share an expert-parallel group. `rank`: this one
     among all sources, see `Trace`. `every`: steps between two records of a layer. `num_steps`:
-    until the end. `max_bytes`: of the file.
+    until the end of the run. `max_bytes`: of the file.
     """
 
     num_experts: int
@@ -112,16 +126,16 @@ class Recording:
 
 
 class TraceRecorder:
-    """Writes what this rank's layers asked for to one file.
+    """A recorder that writes the choices of this rank's layers to one file.
 
     Args:
-        path: a file that is there is replaced.
+        path: of the file; an existing one is replaced.
         buffers: of the layers, by number. All have one shape.
-        recording: see there.
+        recording: its settings.
 
     Attributes:
-        every: steps between two records of a layer: a multiple of what was asked for, and more
-            than that where the file would become too large.
+        every: steps between two records of a layer: a multiple of `recording.every`, larger where
+            the file would otherwise exceed `max_bytes`.
 
     Raises:
         ValueError: not even one step fits into `max_bytes`.
@@ -130,31 +144,32 @@ class TraceRecorder:
     def __init__(
         self, path: Path, buffers: Mapping[int, RoutingBuffer], recording: Recording
     ) -> None:
-        num_passes, num_tokens, top_k = next(iter(buffers.values())).ids_PTK.shape
-        per_step = len(buffers) * num_passes * record_bytes(num_tokens, top_k)
+        num_microbatches, num_tokens, top_k = next(iter(buffers.values())).ids_MTK.shape
+        per_step = len(buffers) * num_microbatches * record_bytes(num_tokens, top_k)
         most_steps = recording.max_bytes // per_step
-        if most_steps < 1:
-            raise ValueError(
-                f"max_bytes={recording.max_bytes} is not possible: one step has {per_step}; raise "
-                "it"
-            )
+        require(
+            most_steps >= 1,
+            "max_bytes",
+            recording.max_bytes,
+            f"be at least {per_step}, the size of one step",
+        )
         self.every = recording.every * max(
             1, -(-(recording.num_steps // recording.every) // most_steps)
         )
         self._recording = recording
         self._buffers = buffers
         self._writer = TraceWriter(path)
-        # On a CPU, a copy is a copy at once.
-        pinned = next(iter(buffers.values())).ids_PTK.is_cuda
+        # Copies on a CPU are synchronous and need neither pinned memory nor an event.
+        pinned = next(iter(buffers.values())).ids_MTK.is_cuda
         self._copies = {
             number: [torch.empty_like(t, device="cpu", pin_memory=pinned) for t in b.tensors()]
             for number, b in buffers.items()
         }
         self._arrived = torch.cuda.Event() if pinned else None
-        self._pending: int | None = None  # the step that the copies are of
+        self._pending: int | None = None  # the step of the copies
 
     def step(self, number: int) -> None:
-        """To be called after each training step, on its stream."""
+        """Record a training step; call it after each step, on its stream."""
         self._take()
         if number % self.every == 0:
             for layer, buffer in self._buffers.items():
@@ -165,7 +180,7 @@ class TraceRecorder:
             self._pending = number
 
     def close(self) -> None:
-        """Write what is pending; to be called once, after the last step."""
+        """Write the pending step and close the file; call it once, after the last step."""
         self._take()
         self._writer.close()
 
@@ -174,18 +189,18 @@ class TraceRecorder:
             return
         if self._arrived is not None:
             self._arrived.synchronize()
-        for layer, (ids_PTK, probs_PTK) in self._copies.items():
-            num_passes = len(ids_PTK)
+        for layer, (ids_MTK, probs_MTK) in self._copies.items():
+            num_microbatches = len(ids_MTK)
             self._writer.append(
                 Trace(
                     num_experts=self._recording.num_experts,
-                    top_k=ids_PTK.shape[2],
+                    top_k=ids_MTK.shape[2],
                     num_ranks=self._recording.num_ranks,
-                    steps=np.full(num_passes, self._pending, np.int64),
-                    layers=np.full(num_passes, layer, np.int32),
-                    ranks=np.full(num_passes, self._recording.rank, np.int32),
-                    ids_NTK=ids_PTK.numpy(),
-                    probs_NTK=probs_PTK.numpy(),
+                    steps=np.full(num_microbatches, self._pending, np.int64),
+                    layers=np.full(num_microbatches, layer, np.int32),
+                    ranks=np.full(num_microbatches, self._recording.rank, np.int32),
+                    ids_NTK=ids_MTK.numpy(),
+                    probs_NTK=probs_MTK.numpy(),
                 )
             )
         self._pending = None

@@ -1,27 +1,28 @@
-"""What would have been dropped: a trace replayed at any capacity, exactly, without the model.
+"""Replay a trace at any capacity factor: what would have been dropped, exactly, without the model.
 
-Under every policy the dispatcher fills slots in an order: of all rows that ask for the same slots,
-the first C keep one. So a row needs to be ordered once, among those it competes with; its rank in
-that order, from 0, says it all: at capacity C it is dropped when the rank is C or more. All factors
-are answered from the same ranks.
+Under every policy the dispatcher fills slots in an order: of all rows that compete for the same
+slots, the first C keep one. Each row is therefore ordered once among its competitors. Its place in
+that order, from 0, decides everything: at capacity C the row is dropped when its place is C or
+more. All factors are answered from the same places.
 
-Three definitions of capacity decide who competes with whom, and what a factor of 1 is:
+One 64-bit key per row holds its group of competitors, then what the policy compares. A stable sort
+of these keys leaves equal rows in the order of source, token, expert, which is how the dispatcher
+breaks ties.
+
+Three meanings of capacity decide which rows compete, and what a factor of 1 is:
 
 - "source", ours: a source's rows for one expert; `DispatchConfig.capacity` slots.
 - "pooled": all sources' rows for one expert. The same formula for R * T tokens.
 - "rank": all sources' rows for all experts of one rank; T * K * factor slots, rounded down, then up
   to the alignment, as `moe_expert_rank_capacity_factor` with HybridEP in Megatron-Core 0.19.0
-  (`_HybridEPManager.setup_metadata`). The policy is our answer to whose rows those are; how many
-  they are in all does not depend on it. Gaps that FP8 leaves between experts are not counted.
+  (`_HybridEPManager.setup_metadata`). Which rows are kept is decided by our policy; their number
+  does not depend on it. Gaps that FP8 leaves between experts are not counted.
 
 Probability mass is counted in int64 units of 2**-32, rounded row by row, so that a sum does not
-depend on its order; so does the dispatcher's telemetry.
+depend on its order. The dispatcher's telemetry does the same.
 
-Who comes first: the rank of every row among the rows that it competes with for slots.
-
-One 64-bit key per row holds the group of rows it competes in, then what the policy looks at. A
-stable sort of these keys leaves equal rows in the order of source, token, expert, which is how the
-dispatcher breaks ties.
+Letters: N records; T tokens of a record; K experts per token; E experts; R ranks; U units, which
+are one micro-batch of one layer on all ranks of a group; M tokens of several records.
 """
 
 import math
@@ -33,40 +34,360 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from padded_dispatch.config import POLICIES, DispatchConfig, Policy, Remedy, require
+from padded_dispatch.config import POLICIES, DispatchConfig, Policy, require
 from padded_dispatch.ops.counters import mass_units
 from padded_dispatch.tune.trace import Trace
 
-NEVER = np.iinfo(np.int32).max  # the rank of a choice that asks for nothing: no slot is for it
-MAX_GROUPS = 2**16  # their numbers have 16 bits of the key, choices the next 16, scores the last 32
+Meaning = Literal["source", "rank", "pooled"]
+MEANINGS: tuple[str, ...] = get_args(Meaning)
+
+NEVER = np.iinfo(np.int32).max  # the place of a choice that asks for nothing: no slot is for it
+# A key holds the number of its group in 16 bits, then 16 bits of choice, then 32 bits of score.
+_MAX_GROUPS = 2**16
+_CHUNK_ROWS = 2**18  # sorted at a time: small enough for a processor's cache
 
 
-def competing_records(trace: Trace, num_ranks: int) -> NDArray[np.int64]:
-    """Records whose rows meet: [U, R] indices into the trace's records, by rank.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Replay:
+    """The outcome of each capacity factor for every record of a trace.
 
-    A unit is one pass of one layer on all ranks of an expert-parallel group.
+    Axes, in this order: factors, records, experts.
+
+    `factors`: float64. `capacities`: int64, the C of each factor. `slots`: float64, slots that each
+    factor offers per record. `num_ranks`, `steps`, `layers`, `ranks`: of the trace.
+    `demand_by_expert`: int32 [records, experts], rows asked for. `kept_by_expert`: int32
+    [factors, records, experts]. `asked_mass` [records] and `kept_mass` [factors, records]: int64,
+    probability in units of 2**-32; None where the trace has none. `num_tokens`: int32 [records],
+    tokens that asked for an expert; `lost_tokens`: int32 [factors, records], those of them that
+    kept none. `needed_factor`: float64 [records], the factor whose capacity is the largest demand
+    for the same slots; nothing is dropped at it. With "pooled" and "rank" it is over all sources,
+    and the same for all of them.
+    """
+
+    num_ranks: int
+    factors: NDArray[np.float64]
+    capacities: NDArray[np.int64]
+    slots: NDArray[np.float64]
+    steps: NDArray[np.int64]
+    layers: NDArray[np.int32]
+    ranks: NDArray[np.int32]
+    demand_by_expert: NDArray[np.int32]
+    kept_by_expert: NDArray[np.int32]
+    asked_mass: NDArray[np.int64] | None
+    kept_mass: NDArray[np.int64] | None
+    num_tokens: NDArray[np.int32]
+    lost_tokens: NDArray[np.int32]
+    needed_factor: NDArray[np.float64]
+
+    @property
+    def demand(self) -> NDArray[np.int64]:
+        """Rows that each record asked for, [records]."""
+        return self.demand_by_expert.sum(1, dtype=np.int64)
+
+    @property
+    def kept(self) -> NDArray[np.int64]:
+        """Rows of each record that keep a slot, [factors, records]."""
+        return self.kept_by_expert.sum(2, dtype=np.int64)
+
+    @property
+    def dropped(self) -> NDArray[np.int64]:
+        """Rows of each record that get no slot, [factors, records]."""
+        return self.demand - self.kept
+
+    def by_layer_and_step(self) -> "LayerSteps":
+        """Sum the rows over the sources and micro-batches of every (layer, step)."""
+        layers, layer_of_record = np.unique(self.layers, return_inverse=True)
+        steps, step_of_record = np.unique(self.steps, return_inverse=True)
+        shape = len(layers), len(steps)
+        cells = np.ravel_multi_index((layer_of_record, step_of_record), shape)
+
+        def summed(rows: NDArray) -> NDArray[np.int64]:
+            sums = np.zeros(math.prod(shape), np.int64)
+            np.add.at(sums, cells, rows)
+            return sums.reshape(shape)
+
+        return LayerSteps(
+            layers=layers,
+            steps=steps,
+            demand=summed(self.demand),
+            dropped=np.stack([summed(rows) for rows in self.dropped]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerSteps:
+    """Rows per layer and step.
+
+    `layers`, `steps`: ascending. `demand`: [layers, steps]. `dropped`: [factors, layers, steps].
+    """
+
+    layers: NDArray[np.int32]
+    steps: NDArray[np.int64]
+    demand: NDArray[np.int64]
+    dropped: NDArray[np.int64]
+
+
+def replay(
+    trace: Trace,
+    factors: Sequence[float],
+    *,
+    policy: Policy = "probs",
+    meaning: Meaning = "source",
+    min_capacity: int = 1,
+    alignment: int = 1,
+    seed: int = 0,
+) -> Replay:
+    """Replay a trace at every capacity factor of `factors`.
+
+    The remedy "renormalize" scales what is kept and leaves every figure here as it is: mass is that
+    of the router. "reroute" cannot be replayed: it needs the scores of experts that a token did not
+    choose, which no trace has.
+
+    Args:
+        trace: the recorded demand. With "pooled" and "rank", all sources of each group; with
+            "rank", its `num_ranks` divides the number of experts.
+        factors: at least one, each above 0, in any order.
+        policy: which rows keep a slot, see `ops.select`. "random" draws with `seed`, not as the
+            dispatcher drew. A trace does not hold which tokens were protected.
+        meaning: which rows share a capacity, see the module's docstring.
+        min_capacity: least slots, not with meaning "rank".
+        alignment: as in `DispatchConfig`; with "rank", a rank's slots are a multiple of it.
+        seed: of the policy "random".
+
+    Raises:
+        ValueError: names the argument, its value and what to change.
+    """
+    _check(trace, factors, policy, meaning, min_capacity)
+    slots = _Slots(
+        trace=trace,
+        meaning=meaning,
+        min_capacity=min_capacity,
+        alignment=alignment,
+    )
+    capacities = np.array([slots.capacity(float(factor)) for factor in factors], np.int64)
+    num_records, num_factors = trace.num_records, len(factors)
+    demand_by_expert = np.empty((num_records, trace.num_experts), np.int32)
+    kept_by_expert = np.empty((num_factors, num_records, trace.num_experts), np.int32)
+    num_tokens = np.empty(num_records, np.int32)
+    lost_tokens = np.empty((num_factors, num_records), np.int32)
+    asked_mass = np.empty(num_records, np.int64)
+    kept_mass = np.empty((num_factors, num_records), np.int64)
+    needed_factor = np.empty(num_records)
+    random = np.random.default_rng(seed)
+    for records_UR in slots.chunks():
+        rows, records = _rows(trace, slots, records_UR, policy, random), records_UR.flatten()
+        demand_by_expert[records] = rows.count(NEVER)
+        num_tokens[records] = rows.num_tokens(NEVER)
+        asked_mass[records] = rows.mass(NEVER)
+        needed_factor[records] = np.repeat(
+            [slots.needed_factor(demand) for demand in rows.largest_demands(len(records_UR))],
+            records_UR.shape[1],
+        )
+        for f, capacity in enumerate(capacities.tolist()):
+            kept_by_expert[f, records] = rows.count(capacity)
+            kept_mass[f, records] = rows.mass(capacity)
+            lost_tokens[f, records] = num_tokens[records] - rows.num_tokens(capacity)
+    has_probs = trace.probs_NTK is not None
+    return Replay(
+        num_ranks=trace.num_ranks,
+        factors=np.array(factors, np.float64),
+        capacities=capacities,
+        slots=capacities * slots.buffers_per_record(),
+        steps=trace.steps,
+        layers=trace.layers,
+        ranks=trace.ranks,
+        demand_by_expert=demand_by_expert,
+        kept_by_expert=kept_by_expert,
+        asked_mass=asked_mass if has_probs else None,
+        kept_mass=kept_mass if has_probs else None,
+        num_tokens=num_tokens,
+        lost_tokens=lost_tokens,
+        needed_factor=needed_factor,
+    )
+
+
+def _check(
+    trace: Trace, factors: Sequence[float], policy: str, meaning: str, min_capacity: int
+) -> None:
+    require(policy in POLICIES, "policy", policy, f"be one of {', '.join(POLICIES)}")
+    require(meaning in MEANINGS, "meaning", meaning, f"be one of {', '.join(MEANINGS)}")
+    require(len(factors) >= 1, "factors", factors, "hold at least one factor")
+    require(
+        trace.probs_NTK is not None or policy in ("position", "random"),
+        "policy",
+        policy,
+        "be position or random",
+        "this trace has no probabilities",
+    )
+    require(
+        meaning != "rank" or min_capacity == 1,
+        "min_capacity",
+        min_capacity,
+        "be 1 with meaning 'rank', for which Megatron-Core has none",
+        "leave it out",
+    )
+    require(
+        meaning != "rank" or trace.num_experts % trace.num_ranks == 0,
+        "num_experts",
+        trace.num_experts,
+        f"be a multiple of num_ranks={trace.num_ranks}",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Slots:
+    """The slots under one meaning of capacity."""
+
+    trace: Trace
+    meaning: Meaning
+    min_capacity: int
+    alignment: int
+
+    def capacity(self, factor: float) -> int:
+        """Return the slots for the rows of one group (C)."""
+        trace, pooled = self.trace, self.meaning == "pooled"
+        config = DispatchConfig(
+            num_experts=trace.num_experts,
+            top_k=trace.top_k,
+            capacity_factor=factor,
+            min_capacity=self.min_capacity,
+            alignment=self.alignment,
+            # Only how many sources share a buffer matters; with expert tensor parallelism there
+            # may be more of them than experts.
+            etp_size=1 if pooled else trace.num_ranks,
+        )
+        if self.meaning == "rank":
+            budget = int(trace.num_tokens * trace.top_k * factor)
+            return -(-budget // self.alignment) * self.alignment
+        return config.capacity(trace.num_tokens * (trace.num_ranks if pooled else 1))
+
+    def buffers_per_record(self) -> np.float64:
+        """Return the groups of slots, divided among the records that compete for them."""
+        num_experts = self.trace.num_experts
+        buffers = {"source": num_experts, "rank": 1, "pooled": num_experts / self.trace.num_ranks}
+        return np.float64(buffers[self.meaning])
+
+    def needed_factor(self, demand: int) -> float:
+        """Return a factor whose capacity is `demand`, but for minimum and alignment."""
+        rows = self.trace.num_tokens * self.trace.top_k
+        if self.meaning == "rank":
+            factor = demand / rows
+            # A quotient that was rounded down would lose a slot when rows * factor is, too.
+            return factor if int(rows * factor) >= demand else math.nextafter(factor, math.inf)
+        sources = self.trace.num_ranks if self.meaning == "pooled" else 1
+        return demand * self.trace.num_experts / (rows * sources)
+
+    def group_of_expert(self) -> NDArray[np.int64]:
+        """Return the group, within a unit, in which each expert's rows compete, [E]."""
+        experts = np.arange(self.trace.num_experts)
+        if self.meaning == "rank":
+            return experts // (self.trace.num_experts // self.trace.num_ranks)
+        return experts
+
+    def chunks(self) -> list[NDArray[np.int64]]:
+        """Return the trace's records in units that compete, some units at a time."""
+        if self.meaning == "source":
+            records_UR = np.arange(self.trace.num_records)[:, None]
+        else:
+            records_UR = _competing_records(self.trace)
+        rows = records_UR.shape[1] * self.trace.num_tokens * self.trace.top_k
+        units = max(1, min(_CHUNK_ROWS // rows, _MAX_GROUPS // self.trace.num_experts))
+        return [records_UR[start : start + units] for start in range(0, len(records_UR), units)]
+
+
+def _competing_records(trace: Trace) -> NDArray[np.int64]:
+    """Return the indices of records whose rows compete, by unit and rank, [U, R].
 
     Raises:
         ValueError: names a unit that lacks some of its ranks.
     """
-    groups_N, places_N = np.divmod(trace.ranks, num_ranks)
-    passes_N = trace.passes()
-    order_N = np.lexsort((places_N, groups_N, trace.layers, passes_N, trace.steps))
-    units_4N = np.stack([trace.steps, passes_N, trace.layers, groups_N])[:, order_N]
-    starts_U = np.flatnonzero(np.diff(units_4N, axis=1, prepend=-1).any(0))
-    lengths_U = np.diff(starts_U, append=len(order_N))
-    if (lengths_U != num_ranks).any():
-        first = starts_U[lengths_U != num_ranks][0]
-        step, number, layer, group = units_4N[:, first].tolist()
-        raise ValueError(
-            f"num_ranks={num_ranks} is not possible: step {step}, pass {number}, layer {layer} "
-            f"lacks some of the ranks {group * num_ranks} to {(group + 1) * num_ranks - 1}; merge "
-            "the traces of all ranks, or give the number of ranks that share experts"
+    num_ranks = trace.num_ranks
+    groups, places = np.divmod(trace.ranks, num_ranks)
+    microbatches = trace.microbatches()
+    order = np.lexsort((places, groups, trace.layers, microbatches, trace.steps))
+    keys = np.stack([trace.steps, microbatches, trace.layers, groups])[:, order]
+    starts = np.flatnonzero(np.diff(keys, axis=1, prepend=-1).any(0))
+    lengths = np.diff(starts, append=len(order))
+    if (lengths != num_ranks).any():
+        step, number, layer, group = keys[:, starts[lengths != num_ranks][0]].tolist()
+        require(
+            False,
+            "num_ranks",
+            num_ranks,
+            f"be the ranks that share experts, but step {step}, micro-batch {number}, layer "
+            f"{layer} lacks some of the ranks {group * num_ranks} to {(group + 1) * num_ranks - 1}",
+            "merge the traces of all ranks",
         )
-    return order_N.reshape(-1, num_ranks)
+    return order.reshape(-1, num_ranks)
 
 
-def row_ranks(
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Rows:
+    """Rows of some records, each with its place among its competitors.
+
+    `cell_NTK`: `n * E + e`. `first_NT`: the lowest place of a token's rows. `mass_NTK`: 0 without
+    probabilities.
+    """
+
+    num_experts: int
+    cell_NTK: NDArray[np.int64]
+    place_NTK: NDArray[np.int32]
+    first_NT: NDArray[np.int32]
+    mass_NTK: NDArray[np.int64]
+
+    def count(self, capacity: int) -> NDArray[np.int64]:
+        """Count the rows that keep one of `capacity` slots, [N, E]."""
+        cells = self.cell_NTK[self.place_NTK < capacity]
+        num_records = len(self.place_NTK)
+        counts = np.bincount(cells, minlength=num_records * self.num_experts)
+        return counts.reshape(num_records, self.num_experts)
+
+    def mass(self, capacity: int) -> NDArray[np.int64]:
+        """Return the probability of these rows, [N]."""
+        return np.where(self.place_NTK < capacity, self.mass_NTK, 0).sum((1, 2))
+
+    def num_tokens(self, capacity: int) -> NDArray[np.int64]:
+        """Count the tokens with at least one of these rows, [N]."""
+        return (self.first_NT < capacity).sum(1)
+
+    def largest_demands(self, num_units: int) -> list[int]:
+        """Return the most rows that compete in one group, for each unit."""
+        places = np.where(self.place_NTK == NEVER, -1, self.place_NTK).reshape(num_units, -1)
+        return (places.max(1) + 1).tolist()
+
+
+def _rows(
+    trace: Trace,
+    slots: _Slots,
+    records_UR: NDArray[np.int64],
+    policy: Policy,
+    random: np.random.Generator,
+) -> _Rows:
+    ids_NTK = trace.ids_NTK[records_UR.flatten()]
+    probs_NTK = None if trace.probs_NTK is None else trace.probs_NTK[records_UR.flatten()]
+    record_N11 = np.arange(len(ids_NTK))[:, None, None]
+    # The id -1 indexes the last expert; its place keeps it out of every count.
+    unit_N11 = record_N11 // records_UR.shape[1]
+    group_NTK = unit_N11 * trace.num_experts + slots.group_of_expert()[ids_NTK]
+    place_NTK = _places(
+        ids_NTK.reshape(-1, trace.top_k),
+        None if probs_NTK is None else probs_NTK.reshape(-1, trace.top_k),
+        group_NTK.reshape(-1, trace.top_k),
+        policy=policy,
+        random=random,
+    ).reshape(ids_NTK.shape)
+    return _Rows(
+        num_experts=trace.num_experts,
+        cell_NTK=record_N11 * trace.num_experts + ids_NTK,
+        place_NTK=place_NTK,
+        first_NT=place_NTK.min(2),
+        mass_NTK=np.zeros(ids_NTK.shape, np.int64)
+        if probs_NTK is None
+        else mass_units(torch.from_numpy(probs_NTK)).numpy(),
+    )
+
+
+def _places(
     ids_MK: NDArray[np.int16],
     probs_MK: NDArray[np.float32] | None,
     group_MK: NDArray[np.int64],
@@ -74,20 +395,20 @@ def row_ranks(
     policy: Policy,
     random: np.random.Generator,
 ) -> NDArray[np.int32]:
-    """[M, K]: how many rows of its group come before each row; `NEVER` where there is no row.
+    """Count the rows of its group that come before each row, [M, K]; `NEVER` where there is no row.
 
     Args:
-        ids_MK: of M tokens, -1 where there is no row.
-        probs_MK: their probabilities; "position" and "random" do without.
-        group_MK: below `MAX_GROUPS`, rows with the same number compete.
+        ids_MK: -1 where there is no row.
+        probs_MK: their probabilities; "position" and "random" do not need them.
+        group_MK: below `_MAX_GROUPS`; rows with the same number compete.
         policy: decides the order within a group, see `padded_dispatch.ops.select`.
-        random: what the policy "random" draws from.
+        random: draws for the policy "random".
 
-    Example: one token each for expert 0 with probabilities .2, .5, .9, .5 ranks 3, 1, 0, 2.
+    Example: one token each for expert 0 with probabilities .2, .5, .9, .5: places 3, 1, 0, 2.
     """
     asks_MK = ids_MK >= 0
     if policy == "position":
-        key_A = group_MK[asks_MK].astype(np.uint16)
+        keys = group_MK[asks_MK].astype(np.uint16)
     else:
         key_MK = group_MK.astype(np.uint64) << np.uint64(48)
         if policy == "random":
@@ -102,385 +423,21 @@ def row_ranks(
                 key_MK |= choice_MK << np.uint64(32)
                 score_MK = np.broadcast_to(score_MK.max(1, keepdims=True), score_MK.shape)
             key_MK |= _descending(score_MK)
-        key_A = key_MK[asks_MK]
-    rank_MK = np.full(ids_MK.shape, NEVER, np.int32)
-    rank_MK[asks_MK] = _ranks_in_group(key_A, group_MK[asks_MK])
-    return rank_MK
-
-
-def _ranks_in_group(key_A: NDArray, group_A: NDArray[np.int64]) -> NDArray[np.int32]:
-    order_A = np.argsort(key_A, kind="stable")
-    size_G = np.bincount(group_A)
-    start_G = np.cumsum(size_G) - size_G
-    rank_A = np.empty(len(key_A), np.int32)
-    rank_A[order_A] = np.arange(len(key_A)) - np.repeat(start_G, size_G)
-    return rank_A
+        keys = key_MK[asks_MK]
+    groups = group_MK[asks_MK]
+    sizes = np.bincount(groups)
+    places = np.empty(len(keys), np.int32)
+    places[np.argsort(keys, kind="stable")] = np.arange(len(keys)) - np.repeat(
+        np.cumsum(sizes) - sizes, sizes
+    )
+    place_MK = np.full(ids_MK.shape, NEVER, np.int32)
+    place_MK[asks_MK] = places
+    return place_MK
 
 
 def _descending(score: NDArray[np.float32]) -> NDArray[np.uint32]:
-    """Unsigned numbers that grow as `score` falls; both zeros give the same."""
+    """Map scores to unsigned numbers that grow as the score falls; both zeros give the same."""
     bits = (score + np.float32(0)).view(np.int32)
     # Floats compare as their bits do, where the sign is 0; in reverse where it is 1.
     ordered = np.where(bits < 0, ~bits, bits ^ np.int32(-(2**31))).view(np.uint32)
     return ~ordered
-
-
-Meaning = Literal["source", "rank", "pooled"]
-MEANINGS: tuple[str, ...] = get_args(Meaning)
-
-_CHUNK_ROWS = 2**18  # sorted at a time: small enough for a processor's cache
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WhatIf:
-    """What F capacity factors would have done with the N records of a trace.
-
-    `factors_F`: float64. `capacities_F`: int64, the C of each. `slots_F`: float64, slots that they
-    offer per record. `num_ranks`, `steps_N`, `layers_N`, `ranks_N`: the trace's. `demand_NE`:
-    int32, rows asked for. `kept_FNE`: int32. `asked_mass_N`, `kept_mass_FN`: int64, probability in
-    units of 2**-32; None where the trace has none. `lost_tokens_FN`: int32, tokens that asked for
-    an expert and kept none; `num_tokens_N`: int32, those that asked.
-    `needed_factor_N`: float64, the factor whose capacity is the largest demand for the same slots;
-    with "pooled" and "rank", over all sources, and the same for all of them. At that factor nothing
-    is dropped.
-    """
-
-    meaning: Meaning
-    num_ranks: int
-    factors_F: NDArray[np.float64]
-    capacities_F: NDArray[np.int64]
-    slots_F: NDArray[np.float64]
-    steps_N: NDArray[np.int64]
-    layers_N: NDArray[np.int32]
-    ranks_N: NDArray[np.int32]
-    demand_NE: NDArray[np.int32]
-    kept_FNE: NDArray[np.int32]
-    asked_mass_N: NDArray[np.int64] | None
-    kept_mass_FN: NDArray[np.int64] | None
-    num_tokens_N: NDArray[np.int32]
-    lost_tokens_FN: NDArray[np.int32]
-    needed_factor_N: NDArray[np.float64]
-
-    @property
-    def demand(self) -> NDArray[np.int64]:
-        """[N], rows that a record asked for."""
-        return self.demand_NE.sum(1, dtype=np.int64)
-
-    @property
-    def kept(self) -> NDArray[np.int64]:
-        """[F, N], rows of a record that keep a slot."""
-        return self.kept_FNE.sum(2, dtype=np.int64)
-
-    @property
-    def dropped(self) -> NDArray[np.int64]:
-        """[F, N], rows of a record that get none."""
-        return self.demand - self.kept
-
-    @property
-    def fill(self) -> NDArray[np.float64]:
-        """[F, N], kept rows per slot."""
-        return self.kept / self.slots_F[:, None]
-
-    @property
-    def dropped_share(self) -> NDArray[np.float64]:
-        """[F, N], dropped rows per row asked for; 0 for a record that asked for nothing."""
-        return _share(self.dropped, self.demand)
-
-    @property
-    def dropped_mass_share(self) -> NDArray[np.float64]:
-        """[F, N], the same of probability.
-
-        Raises:
-            ValueError: the trace has no probabilities.
-        """
-        if self.asked_mass_N is None or self.kept_mass_FN is None:
-            raise ValueError(
-                "probs_NTK=None is not possible here: record a trace with probabilities"
-            )
-        return _share(self.asked_mass_N - self.kept_mass_FN, self.asked_mass_N)
-
-    def by_layer_and_step(self) -> "LayerSteps":
-        """Rows, summed over the sources and passes of every (layer, step)."""
-        layers_L, layer_of_N = np.unique(self.layers_N, return_inverse=True)
-        steps_S, step_of_N = np.unique(self.steps_N, return_inverse=True)
-        shape = len(layers_L), len(steps_S)
-        cell_N = np.ravel_multi_index((layer_of_N, step_of_N), shape)
-
-        def summed(rows_N: NDArray) -> NDArray[np.int64]:
-            sums = np.zeros(math.prod(shape), np.int64)
-            np.add.at(sums, cell_N, rows_N)
-            return sums.reshape(shape)
-
-        return LayerSteps(
-            layers_L=layers_L,
-            steps_S=steps_S,
-            demand_LS=summed(self.demand),
-            dropped_FLS=np.stack([summed(dropped_N) for dropped_N in self.dropped]),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayerSteps:
-    """Rows per layer and step: `layers_L`, `steps_S` ascending, `demand_LS` and `dropped_FLS`."""
-
-    layers_L: NDArray[np.int32]
-    steps_S: NDArray[np.int64]
-    demand_LS: NDArray[np.int64]
-    dropped_FLS: NDArray[np.int64]
-
-    @property
-    def dropped_share(self) -> NDArray[np.float64]:
-        """[F, L, S], dropped rows per row asked for; 0 where nothing was asked for, or recorded."""
-        return _share(self.dropped_FLS, self.demand_LS)
-
-
-def what_if(
-    trace: Trace,
-    factors: Sequence[float],
-    *,
-    policy: Policy = "probs",
-    meaning: Meaning = "source",
-    min_capacity: int = 1,
-    alignment: int = 1,
-    num_ranks: int | None = None,
-    remedy: Remedy = "none",
-    seed: int = 0,
-) -> WhatIf:
-    """Replay a trace at every capacity factor of `factors`.
-
-    Args:
-        trace: what was asked for.
-        factors: at least one, each above 0, in any order.
-        policy: who keeps a slot, see `ops.select`. "random" draws with `seed`, not as
-            the dispatcher drew. Tokens that were protected are not known here.
-        meaning: what the capacity belongs to, see the module's docstring.
-        min_capacity: least slots, not with meaning "rank".
-        alignment: as in `DispatchConfig`; with "rank", a rank's slots are a multiple of it.
-        num_ranks: sources in an expert-parallel group; None takes the trace's. With "pooled" and
-            "rank" it divides the sources that the trace has; with "rank" also the experts, of which
-            each rank holds as many as the others.
-        remedy: "renormalize" scales what is kept and leaves every figure here as it is: mass is
-            that of the router. "reroute" asks for scores of experts that a token did not choose,
-            which no trace has.
-        seed: of the policy "random".
-
-    Raises:
-        ValueError: names the argument, its value and what to change.
-    """
-    num_ranks = trace.num_ranks if num_ranks is None else num_ranks
-    _check(trace, factors, policy, meaning, min_capacity, remedy, num_ranks)
-    slots = _Slots(
-        trace=trace,
-        meaning=meaning,
-        min_capacity=min_capacity,
-        alignment=alignment,
-        num_ranks=num_ranks,
-    )
-    capacities_F = np.array([slots.capacity(float(factor)) for factor in factors], np.int64)
-    shape_N, shape_FN = (trace.num_records,), (len(factors), trace.num_records)
-    demand_NE = np.empty((*shape_N, trace.num_experts), np.int32)
-    kept_FNE = np.empty((*shape_FN, trace.num_experts), np.int32)
-    num_tokens_N, lost_tokens_FN = np.empty(shape_N, np.int32), np.empty(shape_FN, np.int32)
-    asked_mass_N, kept_mass_FN = np.empty(shape_N, np.int64), np.empty(shape_FN, np.int64)
-    needed_factor_N = np.empty(shape_N)
-    random = np.random.default_rng(seed)
-    for records_UR in slots.chunks():
-        rows, records_N = _rows(trace, slots, records_UR, policy, random), records_UR.flatten()
-        demand_NE[records_N] = rows.count(NEVER)
-        num_tokens_N[records_N] = rows.num_tokens(NEVER)
-        asked_mass_N[records_N] = rows.mass(NEVER)
-        needed_factor_N[records_N] = np.repeat(
-            [slots.needed_factor(demand) for demand in rows.largest_demands(len(records_UR))],
-            records_UR.shape[1],
-        )
-        for f, capacity in enumerate(capacities_F.tolist()):
-            kept_FNE[f, records_N] = rows.count(capacity)
-            kept_mass_FN[f, records_N] = rows.mass(capacity)
-            lost_tokens_FN[f, records_N] = num_tokens_N[records_N] - rows.num_tokens(capacity)
-    knows_mass = trace.probs_NTK is not None
-    return WhatIf(
-        meaning=meaning,
-        num_ranks=trace.num_ranks,
-        factors_F=np.array(factors, np.float64),
-        capacities_F=capacities_F,
-        slots_F=capacities_F * slots.buffers_per_record(),
-        steps_N=trace.steps,
-        layers_N=trace.layers,
-        ranks_N=trace.ranks,
-        demand_NE=demand_NE,
-        kept_FNE=kept_FNE,
-        asked_mass_N=asked_mass_N if knows_mass else None,
-        kept_mass_FN=kept_mass_FN if knows_mass else None,
-        num_tokens_N=num_tokens_N,
-        lost_tokens_FN=lost_tokens_FN,
-        needed_factor_N=needed_factor_N,
-    )
-
-
-def _check(
-    trace: Trace,
-    factors: Sequence[float],
-    policy: str,
-    meaning: str,
-    min_capacity: int,
-    remedy: str,
-    num_ranks: int,
-) -> None:
-    require(policy in POLICIES, "policy", policy, f"choose one of {', '.join(POLICIES)}")
-    require(meaning in MEANINGS, "meaning", meaning, f"choose one of {', '.join(MEANINGS)}")
-    require(
-        remedy in ("none", "renormalize"),
-        "remedy",
-        remedy,
-        "a trace can replay none and renormalize; train with reroute to see what it does",
-    )
-    require(len(factors) >= 1, "factors", factors, "give at least one")
-    require(
-        trace.probs_NTK is not None or policy in ("position", "random"),
-        "policy",
-        policy,
-        "this trace has no probabilities; choose position or random",
-    )
-    require(
-        meaning != "rank" or min_capacity == 1,
-        "min_capacity",
-        min_capacity,
-        "Megatron-Core has none for a rank; leave it out",
-    )
-    require(
-        meaning != "rank" or trace.num_experts % num_ranks == 0,
-        "num_experts",
-        trace.num_experts,
-        f"make it a multiple of num_ranks={num_ranks}",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Slots:
-    """What one meaning of capacity says about slots."""
-
-    trace: Trace
-    meaning: Meaning
-    min_capacity: int
-    alignment: int
-    num_ranks: int
-
-    def capacity(self, factor: float) -> int:
-        """Slots for the rows of one group (C)."""
-        trace, pooled = self.trace, self.meaning == "pooled"
-        config = DispatchConfig(
-            num_experts=trace.num_experts,
-            top_k=trace.top_k,
-            capacity_factor=factor,
-            min_capacity=self.min_capacity,
-            alignment=self.alignment,
-            # Only how many sources share a buffer matters; with expert tensor parallelism there
-            # may be more of them than experts.
-            etp_size=1 if pooled else self.num_ranks,
-        )
-        if self.meaning == "rank":
-            budget = int(trace.num_tokens * trace.top_k * factor)
-            return -(-budget // self.alignment) * self.alignment
-        return config.capacity(trace.num_tokens * (self.num_ranks if pooled else 1))
-
-    def buffers_per_record(self) -> np.float64:
-        """Groups of slots, shared out among the records that compete for them."""
-        num_experts = self.trace.num_experts
-        buffers = {"source": num_experts, "rank": 1, "pooled": num_experts / self.num_ranks}
-        return np.float64(buffers[self.meaning])
-
-    def needed_factor(self, demand: int) -> float:
-        """A factor whose capacity is `demand`, but for minimum and alignment."""
-        rows = self.trace.num_tokens * self.trace.top_k
-        if self.meaning == "rank":
-            factor = demand / rows
-            # What a division rounds down would lose a slot when rows * factor is rounded down.
-            return factor if int(rows * factor) >= demand else math.nextafter(factor, math.inf)
-        sources = self.num_ranks if self.meaning == "pooled" else 1
-        return demand * self.trace.num_experts / (rows * sources)
-
-    def group_of_expert(self) -> NDArray[np.int64]:
-        """[E], which of a unit's groups an expert's rows compete in."""
-        experts_E = np.arange(self.trace.num_experts)
-        if self.meaning == "rank":
-            return experts_E // (self.trace.num_experts // self.num_ranks)
-        return experts_E
-
-    def chunks(self) -> list[NDArray[np.int64]]:
-        """The trace's records, in units that compete, some units at a time."""
-        if self.meaning == "source":
-            records_UR = np.arange(self.trace.num_records)[:, None]
-        else:
-            records_UR = competing_records(self.trace, self.num_ranks)
-        rows = records_UR.shape[1] * self.trace.num_tokens * self.trace.top_k
-        units = max(1, min(_CHUNK_ROWS // rows, MAX_GROUPS // self.trace.num_experts))
-        return [records_UR[start : start + units] for start in range(0, len(records_UR), units)]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Rows:
-    """Rows of some records, each with its rank among those that it competes with.
-
-    `cell_NTK`: `n * E + e`. `first_NT`: the lowest rank of a token's rows. `mass_NTK`: 0 without
-    probabilities.
-    """
-
-    num_experts: int
-    cell_NTK: NDArray[np.int64]
-    rank_NTK: NDArray[np.int32]
-    first_NT: NDArray[np.int32]
-    mass_NTK: NDArray[np.int64]
-
-    def count(self, capacity: int) -> NDArray[np.int64]:
-        """[N, E], rows that keep one of `capacity` slots."""
-        cells = self.cell_NTK[self.rank_NTK < capacity]
-        num_records = len(self.rank_NTK)
-        counts = np.bincount(cells, minlength=num_records * self.num_experts)
-        return counts.reshape(num_records, self.num_experts)
-
-    def mass(self, capacity: int) -> NDArray[np.int64]:
-        """[N], their probability."""
-        return np.where(self.rank_NTK < capacity, self.mass_NTK, 0).sum((1, 2))
-
-    def num_tokens(self, capacity: int) -> NDArray[np.int64]:
-        """[N], tokens with at least one of them."""
-        return (self.first_NT < capacity).sum(1)
-
-    def largest_demands(self, num_units: int) -> list[int]:
-        """Of each unit: one more than the highest rank."""
-        rank_UM = np.where(self.rank_NTK == NEVER, -1, self.rank_NTK).reshape(num_units, -1)
-        return (rank_UM.max(1) + 1).tolist()
-
-
-def _rows(
-    trace: Trace,
-    slots: _Slots,
-    records_UR: NDArray[np.int64],
-    policy: Policy,
-    random: np.random.Generator,
-) -> _Rows:
-    ids_NTK = trace.ids_NTK[records_UR.flatten()]
-    probs_NTK = None if trace.probs_NTK is None else trace.probs_NTK[records_UR.flatten()]
-    n_N11 = np.arange(len(ids_NTK))[:, None, None]
-    # A choice of nobody points to the last expert; its rank keeps it out of every count.
-    group_NTK = n_N11 // records_UR.shape[1] * trace.num_experts + slots.group_of_expert()[ids_NTK]
-    rank_NTK = row_ranks(
-        ids_NTK.reshape(-1, trace.top_k),
-        None if probs_NTK is None else probs_NTK.reshape(-1, trace.top_k),
-        group_NTK.reshape(-1, trace.top_k),
-        policy=policy,
-        random=random,
-    ).reshape(ids_NTK.shape)
-    return _Rows(
-        num_experts=trace.num_experts,
-        cell_NTK=n_N11 * trace.num_experts + ids_NTK,
-        rank_NTK=rank_NTK,
-        first_NT=rank_NTK.min(2),
-        mass_NTK=np.zeros(ids_NTK.shape, np.int64)
-        if probs_NTK is None
-        else mass_units(torch.from_numpy(probs_NTK)).numpy(),
-    )
-
-
-def _share(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.float64]:
-    return part / np.maximum(whole, 1)

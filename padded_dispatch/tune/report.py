@@ -1,30 +1,26 @@
-"""The report: one HTML file that needs nothing else, to be read from top to bottom.
-
-The answer first, then what to paste, then why: figures, what every factor drops and costs, layer
-by layer, and at the end what it does not know and how it was computed. Figures are inline SVG; no
-script, no font and no picture comes from elsewhere, so it opens without a network, and can be
-mailed.
-
-The tables of a study, as text: the same cells in the terminal and in the report.
-
-A recommendation as settings to paste: flags of Megatron-LM, YAML, the same in other meanings.
+"""Report a study: settings to paste, tables, and one HTML page.
 
 `--padded-...` flags are those of the launcher and of `padded-dispatch train`; keys under
-`padded_dispatch` are fields of `PaddedOptions`. The first factor is also right for stock
+`padded_dispatch` are fields of `PaddedOptions`. The capacity factor is also right for stock
 drop-and-pad, whose capacity has the same definition.
+
+The terminal and the page show the same tables. The page gives the answer first, then the settings,
+then the reasons: figures, what every factor drops and costs, layer by layer, and at the end the
+caveats and the method. It is one file: figures are inline SVG, and no script, font or picture comes
+from elsewhere, so it opens without a network and can be mailed.
 """
 
 import textwrap
 from dataclasses import dataclass
 from html import escape
 
-from padded_dispatch.tune.convert import Meaning, Sizes, from_source
+from padded_dispatch.tune.convert import Meaning, RoutingSizes, from_source
 from padded_dispatch.tune.recommend import Advice, percent
 from padded_dispatch.tune.study import Option, Study
 
 NO_LAYERS = (
-    "No settings for each layer: this trace numbers layers within a pipeline stage, and those of "
-    "several stages under one number; options number them in the model."
+    "No settings for each layer: this trace numbers layers within a pipeline stage, which merges "
+    "those of several stages; options number layers in the model."
 )
 
 _ELSEWHERE: dict[Meaning, str] = {
@@ -35,13 +31,15 @@ _ELSEWHERE: dict[Meaning, str] = {
     "stash": "Megatron-Core: moe_paged_stash_buffer_size_factor_cuda",
 }
 
+_TABLE_ROWS = 12  # about so many factors are shown
+
 
 def options(study: Study, *, per_layer: bool) -> dict[str, str | int]:
-    """Fields of `PaddedOptions` that differ from their defaults.
+    """Return the fields of `PaddedOptions` that differ from their defaults.
 
     Args:
         study: with the recommendation.
-        per_layer: every layer its own factor, instead of one schedule or factor for all.
+        per_layer: one factor for each layer, instead of one schedule or factor for all.
     """
     given: dict[str, str | int] = {}
     question, training = study.question, study.training
@@ -65,7 +63,7 @@ def options(study: Study, *, per_layer: bool) -> dict[str, str | int]:
 
 
 def flags(study: Study, *, per_layer: bool) -> list[str]:
-    """For Megatron-LM through `python -m padded_dispatch.megatron.run`, one flag an item."""
+    """Return the flags of Megatron-LM through `python -m padded_dispatch.megatron.run`."""
     found = [
         "--moe-token-dispatcher-type padded_alltoall",
         f"--moe-expert-capacity-factor {study.training.overall.factor:g}",
@@ -76,7 +74,7 @@ def flags(study: Study, *, per_layer: bool) -> list[str]:
 
 
 def yaml(study: Study, *, per_layer: bool) -> str:
-    """Fields of Megatron's TransformerConfig, and of `PaddedOptions` under `padded_dispatch`."""
+    """Return fields of TransformerConfig, and of `PaddedOptions` under `padded_dispatch`."""
     lines = [
         *textwrap.wrap(study.training.sentence(), 80, initial_indent="# ", subsequent_indent="# "),
         "moe_token_dispatcher_type: padded_alltoall",
@@ -90,8 +88,8 @@ def yaml(study: Study, *, per_layer: bool) -> str:
 
 
 def elsewhere(study: Study) -> dict[str, str]:
-    """The recommended factor in the field's other meanings: name to value, or why there is none."""
-    sizes = Sizes(
+    """Return the factor in the field's other meanings, or why there is none, by name."""
+    sizes = RoutingSizes(
         num_tokens=study.num_tokens,
         num_experts=study.num_experts,
         top_k=study.top_k,
@@ -107,12 +105,9 @@ def elsewhere(study: Study) -> dict[str, str]:
     return found
 
 
-_ROWS = 12
-
-
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """`marked`: the row that is recommended, if any."""
+    """A table of text cells; `marked` is the recommended row, if any."""
 
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -129,15 +124,15 @@ class Table:
 
 
 def factor_table(study: Study) -> Table:
-    """What factors drop and cost: some of those tried, the recommended one among them."""
+    """Return the drop and the cost of some of the factors, the recommended one among them."""
     chosen = study.training.overall.factor
-    every = max(1, len(study.options) // _ROWS)
+    every = max(1, len(study.options) // _TABLE_ROWS)
     shown = [
         option
         for i, option in enumerate(study.options)
         if i % every == 0 or option.factor == chosen or option is study.options[-1]
     ]
-    headers = ("factor", "slots", "dropped", "floor", "worst layer", "lost tokens", "fill")
+    headers = ("factor", "slots", "dropped", "balanced", "worst layer", "lost tokens", "fill")
     if study.layer is not None:
         headers += ("wire MB", "memory GiB", "in graphs", "TFLOP", "ms padded", "ms packed")
     return Table(
@@ -148,30 +143,14 @@ def factor_table(study: Study) -> Table:
 
 
 def layer_table(study: Study) -> Table:
-    """A factor for each layer, for training and for evaluation."""
+    """Return a factor for each layer, for training and for evaluation."""
     rows = []
     for layer, advice in study.training.layers.items():
         evaluation = study.evaluation.layers.get(layer)
-        rows.append(
-            (
-                str(layer),
-                *_advice_cells(advice),
-                "-" if evaluation is None else f"{evaluation.factor:g}",
-            )
-        )
-    return Table(
-        headers=(
-            "layer",
-            "factor",
-            "slots",
-            "between",
-            "dropped",
-            "worst step",
-            "promised",
-            "eval",
-        ),
-        rows=tuple(rows),
-    )
+        eval_factor = "-" if evaluation is None else f"{evaluation.factor:g}"
+        rows.append((str(layer), *_advice_cells(advice), eval_factor))
+    headers = ("layer", "factor", "slots", "between", "dropped", "worst step", "promised", "eval")
+    return Table(headers=headers, rows=tuple(rows))
 
 
 def _option_cells(option: Option) -> tuple[str, ...]:
@@ -179,7 +158,7 @@ def _option_cells(option: Option) -> tuple[str, ...]:
         f"{option.factor:g}",
         str(option.capacity),
         percent(option.dropped),
-        percent(option.floor),
+        percent(option.balanced_drop),
         percent(option.worst_layer),
         percent(option.lost),
         percent(option.fill),
@@ -235,21 +214,21 @@ li.caveat { margin: .4rem 0; }
 """
 
 _CAPTIONS = {
-    "dropped": "The dashed line is what remains when all experts are equally popular, since tokens "
-    "still choose at random; the distance to it is what better balance would save.",
-    "need": "One point per step: the smallest factor that would have kept the target. The shaded "
-    "band is what the recommendation could still become with more steps.",
+    "dropped": "The dashed line is a perfectly balanced router, which still drops because tokens "
+    "choose at random; better balance would save the distance to it.",
+    "need": "One point per step: the smallest factor that would have kept the target. More steps "
+    "may move the recommendation within the shaded band.",
     "load": "Demand before anything is dropped, over the whole trace.",
     "cost": "Every point is a factor. Down is fewer dropped rows, left is cheaper.",
 }
 
 
 def html(study: Study, svgs: dict[str, str]) -> str:
-    """The report.
+    """Return the page.
 
     Args:
-        study: what it is about.
-        svgs: figures as `<svg>` elements, by the names of `plots.figures`; none is fine.
+        study: its content.
+        svgs: figures as `<svg>` elements, by the names of `plots.figures`; may be empty.
     """
     title = f"Capacity for {study.name}"
     body = [
@@ -259,7 +238,7 @@ def html(study: Study, svgs: dict[str, str]) -> str:
         _section("figures", "Why", _figures(svgs)) if svgs else "",
         _section("factors", "What each factor does", _factors(study)),
         _section("layers", "Layer by layer", _layers(study)),
-        _section("caveats", "What this does not know", _caveats(study)),
+        _section("caveats", "Caveats", _caveats(study)),
         _section("method", "How it was computed", _method(study)),
     ]
     return (
@@ -322,60 +301,60 @@ def _figures(svgs: dict[str, str]) -> str:
 
 def _factors(study: Study) -> str:
     note = (
-        "Dropped: of all rows. Floor: the same with equally popular experts. Lost tokens: "
-        "those that keep none of their experts. Fill: kept rows per slot."
+        "Dropped: of all rows. Balanced: the same if all experts were equally popular. Lost "
+        "tokens: those that keep none of their experts. Fill: kept rows per slot."
     )
     if study.layer is not None:
         note += (
             " Wire: sent by a rank per layer and micro-batch, forward and backward; empty slots "
-            "travel, too. Memory: on a rank, an upper bound; in graphs: what CUDA graphs of its "
-            "layers would hold for good. TFLOP: every slot computed / empty slots skipped. ms: see "
-            "the end of this page."
+            "travel, too. Memory: on a rank, an upper bound; in graphs: held for good by CUDA "
+            "graphs of its layers. TFLOP: every slot computed / empty slots skipped. ms: see the "
+            "end of this page."
         )
     return f'<p class="note">{note}</p>\n{_table(factor_table(study))}'
 
 
 def _layers(study: Study) -> str:
     note = (
-        "Every layer keeps the target for itself. Between: the bounds of the factor that is truly "
-        "needed."
+        "Each layer keeps the target by itself. Between: the confidence bounds of the factor that "
+        "it needs."
     )
     return f'<p class="note">{note}</p>\n{_table(layer_table(study))}'
 
 
 def _caveats(study: Study) -> str:
-    said = [f"Training: {caveat}." for caveat in study.training.overall.caveats]
-    said += [f"Evaluation: {caveat}." for caveat in study.evaluation.overall.caveats]
+    items = [f"Training: {caveat}." for caveat in study.training.overall.caveats]
+    items += [f"Evaluation: {caveat}." for caveat in study.evaluation.overall.caveats]
     unsure = [str(n) for n, advice in study.training.layers.items() if not advice.promised]
     if unsure:
-        said.append(f"Layers by themselves: no promise for {', '.join(unsure)}.")
-    said += [
+        items.append(f"Layers by themselves: no promise for {', '.join(unsure)}.")
+    items += [
         "Routing changes with the data, the learning rate and with what is dropped: a promise is "
         "for steps like the ones in the trace. Watch the dispatcher's telemetry, and trace again.",
-        "Dropping a share of the rows changes what is learned; how much, no trace can tell.",
+        "Dropping a share of the rows changes what is learned; a trace does not show how much.",
     ]
     if study.layer is None:
-        said.append("Costs are missing: give --hidden-size and --ffn-size.")
+        items.append("Costs are missing: give --hidden-size and --ffn-size.")
     else:
-        said.append(study.layer.calibration.describe())
-    items = "\n".join(f'<li class="caveat">{_text(text)}</li>' for text in said)
-    return f"<ul>\n{items}\n</ul>"
+        items.append(study.layer.time_model.describe())
+    listed = "\n".join(f'<li class="caveat">{_text(text)}</li>' for text in items)
+    return f"<ul>\n{listed}\n</ul>"
 
 
 def _method(study: Study) -> str:
-    found, question = study.what_if, study.question
+    replayed, question = study.replay, study.question
     training = study.training.overall
     split = f", each split over {question.etp}" if question.etp > 1 else ""
     texts = [
-        f"The trace: {found.demand.sum():,} rows of {len(found.steps_N):,} passes, "
+        f"The trace: {replayed.demand.sum():,} rows of {len(replayed.steps):,} records, "
         f"{training.num_steps:,} steps, {len(study.training.layers)} layers; {study.num_experts} "
         f"experts on {study.num_ranks} ranks{split}, top-{study.top_k}, {study.num_tokens:,} "
         "tokens per rank.",
-        f"Every pass was replayed at {len(study.options)} factors with the dispatcher's own rule "
+        f"Every record was replayed at {len(study.options)} factors with the dispatcher's own rule "
         f"(policy {question.policy}, at least {question.min_capacity} slots, rows a multiple of "
         f"{question.alignment}): the counts are exact.",
         f"The factor is the upper {percent(question.target.confidence)} confidence bound, by order "
-        f"statistics, of the quantile that the target names; steps come in runs, so "
+        f"statistics, of the quantile in the target; steps come in runs, so "
         f"{training.num_steps:,} of them count as {training.num_independent:,.0f}.",
         f"Evaluation: {study.evaluation.target}.",
     ]
@@ -403,5 +382,5 @@ def _code(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Escaped; a number and its percent sign stay on one line."""
+    """Escape text; a number and its percent sign stay on one line."""
     return escape(text).replace(" %", "\N{NO-BREAK SPACE}%")

@@ -1,4 +1,4 @@
-"""Everything about one trace that tables, plots and the report show: computed once, drawn later."""
+"""Study one trace: everything that tables, plots and the report show, computed once."""
 
 import dataclasses
 import math
@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padded_dispatch.config import DispatchConfig, Policy, require
-from padded_dispatch.tune.cost import Cost, LayerSizes, binomial_floor, cost
+from padded_dispatch.tune.cost import Cost, LayerSizes, balanced_drop, cost
 from padded_dispatch.tune.recommend import Advice, Recommendation, Target, percent, recommend
-from padded_dispatch.tune.replay import WhatIf, what_if
-from padded_dispatch.tune.time_model import Calibration
+from padded_dispatch.tune.replay import Replay, replay
+from padded_dispatch.tune.time_model import TimeModel
 from padded_dispatch.tune.trace import Trace
 
 _RECORDS_AT_A_TIME = 256
@@ -19,23 +19,23 @@ _RECORDS_AT_A_TIME = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked of a trace.
+    """The question to a trace.
 
     Args:
         target: the promise in training.
         eval_target: the promise in evaluation.
-        policy: who keeps a slot.
+        policy: decides which rows keep a slot.
         min_capacity: least slots per (source, expert).
         alignment: of an expert's buffer, as in `DispatchConfig`.
-        etp: ranks that split every expert between them (expert tensor parallel); each of them is a
-            source of its own in the trace.
+        etp: ranks that split every expert between them (expert tensor parallel); each of them is
+            a separate source in the trace.
         policy_given: settings name the policy, instead of leaving it to the model's config.
         factors: to try; None takes a grid up to the factor that drops nothing.
-        hold_out: share of the steps, the last ones, that the recommendation does not see, and is
+        hold_out: share of the steps, the last ones, that the recommendation does not see and is
             checked on.
 
     Raises:
-        ValueError: for a share that leaves no steps.
+        ValueError: names the field, its value and what to change.
     """
 
     target: Target
@@ -49,25 +49,26 @@ class Question:
     hold_out: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.hold_out < 1:
-            raise ValueError(
-                f"hold_out={self.hold_out:g} is not possible: give a share from 0 to below 1"
-            )
+        for name in ("min_capacity", "alignment", "etp"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "be at least 1")
+        valid = all(math.isfinite(factor) and factor > 0 for factor in self.factors or ())
+        require(valid, "factors", self.factors, "be finite numbers above 0")
+        require(0 <= self.hold_out < 1, "hold_out", self.hold_out, "be a share from 0 to below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """What costs are for: sizes of a layer, and how its time is modelled."""
+    """The sizes of a layer and its time model, from which costs follow."""
 
     sizes: LayerSizes
-    calibration: Calibration
+    time_model: TimeModel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """One factor, what it drops and what it costs.
 
-    `dropped`: share of all rows; `floor`: the same where all experts are equally popular;
+    `dropped`: share of all rows; `balanced_drop`: the same if all experts were equally popular;
     `worst_layer`: of the layer that loses most. `lost`: share of tokens that lost all their
     experts. `fill`: kept rows per slot. `cost`, `padded_ms`, `packed_ms`: of a layer, forward and
     backward, per micro-batch; None where the layer's sizes are not known.
@@ -76,7 +77,7 @@ class Option:
     factor: float
     capacity: int
     dropped: float
-    floor: float
+    balanced_drop: float
     worst_layer: float
     lost: float
     fill: float
@@ -87,7 +88,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """A check on steps that the recommendation did not see: in `kept` of `num_steps` it held.
+    """A check on steps that the recommendation did not see: `kept` of `num_steps` kept the target.
 
     `factor`: the recommended one, or the last of a schedule.
     """
@@ -99,9 +100,10 @@ class HeldOut:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Study:
-    """A trace's answers. `training`, `evaluation`: recommendations for the two.
+    """The answers of a trace.
 
-    `num_ranks`: that hold different experts (R). `layers_of_model`: see `study`.
+    `training`, `evaluation`: the two recommendations. `num_ranks`: ranks that hold different
+    experts (R). `layers_of_model`: see `study`.
     """
 
     name: str
@@ -110,7 +112,7 @@ class Study:
     num_ranks: int
     num_tokens: int
     question: Question
-    what_if: WhatIf
+    replay: Replay
     training: Recommendation
     evaluation: Recommendation
     options: tuple[Option, ...]
@@ -119,7 +121,7 @@ class Study:
     held_out: HeldOut | None
 
     def held_out_sentence(self) -> str:
-        """What the check on unseen steps gave."""
+        """Return the result of the check on unseen steps."""
         assert self.held_out is not None
         kept, num_steps = self.held_out.kept, self.held_out.num_steps
         return (
@@ -129,7 +131,7 @@ class Study:
         )
 
     def option(self, factor: float) -> Option:
-        """The one at `factor`, which is among those tried."""
+        """Return the option at `factor`, which is among those tried."""
         return next(option for option in self.options if option.factor == factor)
 
 
@@ -142,41 +144,43 @@ def study(
     eval_trace: Trace | None = None,
     layers_of_model: bool = True,
 ) -> Study:
-    """Replay the trace at every factor, recommend, and cost it.
+    """Replay the trace at every factor, recommend, and compute the cost.
 
     Args:
         trace: of training.
-        question: what is asked of it.
-        name: of the trace, for people.
+        question: targets, slots and factors.
+        name: of the trace, for titles.
         layer: for costs.
         eval_trace: of evaluation; without one, evaluation is recommended from the training trace.
-        layers_of_model: layer numbers of the trace are those of the model, which settings take.
+        layers_of_model: the trace numbers layers as the model does, which settings need.
 
     Raises:
-        ValueError: names what is not possible and what to change.
+        ValueError: names the field, its value and what to change.
     """
-    num_sources, num_ranks = trace.num_ranks, trace.num_ranks // max(1, question.etp)
+    num_sources, num_ranks = trace.num_ranks, max(1, trace.num_ranks // question.etp)
     require(
         num_sources == num_ranks * question.etp and trace.num_experts % num_ranks == 0,
         "etp",
         question.etp,
-        f"{num_sources} sources over etp must be ranks that hold equally many of "
-        f"{trace.num_experts} experts; give the expert tensor parallel size of the run",
+        f"split {num_sources} sources into ranks that hold equally many of {trace.num_experts} "
+        "experts",
+        "give the expert tensor parallel size of the run",
     )
-    later = None
+    unseen = None
     if question.hold_out:
-        steps_S = np.unique(trace.steps)
-        first_unseen = steps_S[math.ceil((1 - question.hold_out) * (len(steps_S) - 1))]
-        if first_unseen == steps_S[0]:
-            raise ValueError(
-                f"hold_out={question.hold_out:g} is not possible: it leaves none of "
-                f"{len(steps_S)} steps"
-            )
-        later = trace.where(trace.steps >= first_unseen)
+        steps = np.unique(trace.steps)
+        first_unseen = steps[math.ceil((1 - question.hold_out) * (len(steps) - 1))]
+        require(
+            first_unseen > steps[0],
+            "hold_out",
+            question.hold_out,
+            f"leave at least one of {len(steps)} steps to recommend from",
+        )
+        unseen = trace.where(trace.steps >= first_unseen)
         trace = trace.where(trace.steps < first_unseen)
-    found = _replay(trace, question)
-    training = recommend(found, question.target)
-    evaluation = found if eval_trace is None else _replay(eval_trace, question)
+    replayed = _replay(trace, question)
+    training = recommend(replayed, question.target)
+    evaluation = replayed if eval_trace is None else _replay(eval_trace, question)
     return Study(
         name=name,
         num_experts=trace.num_experts,
@@ -184,28 +188,27 @@ def study(
         num_ranks=num_ranks,
         num_tokens=trace.num_tokens,
         question=question,
-        what_if=found,
+        replay=replayed,
         training=training,
         evaluation=recommend(evaluation, question.eval_target),
-        options=_options(trace, found, question, layer),
+        options=_options(trace, replayed, question, layer),
         layer=layer,
         layers_of_model=layers_of_model,
-        held_out=None if later is None else _check(later, question, training.overall),
+        held_out=None if unseen is None else _check(unseen, question, training.overall),
     )
 
 
 def _check(trace: Trace, question: Question, advice: Advice) -> HeldOut:
     factor = advice.phases[-1].factor if advice.phases else advice.factor
     rows = _replay(trace, dataclasses.replace(question, factors=(factor,))).by_layer_and_step()
-    demand_S = rows.demand_LS.sum(0)
-    kept_S = rows.dropped_FLS[0].sum(0) <= question.target.drop * demand_S
-    asked_S = demand_S > 0
-    kept = int(kept_S[asked_S].sum())
-    return HeldOut(factor=factor, num_steps=int(asked_S.sum()), kept=kept)
+    demand = rows.demand.sum(0)
+    kept = rows.dropped[0].sum(0) <= question.target.drop * demand
+    asked = demand > 0
+    return HeldOut(factor=factor, num_steps=int(asked.sum()), kept=int(kept[asked].sum()))
 
 
 def largest_need(trace: Trace) -> float:
-    """The factor at which the fullest (record, expert) of the trace drops nothing."""
+    """Return the factor at which the fullest (record, expert) of the trace drops nothing."""
     most = 1
     for start in range(0, trace.num_records, _RECORDS_AT_A_TIME):
         ids_NTK = trace.ids_NTK[start : start + _RECORDS_AT_A_TIME]
@@ -217,7 +220,10 @@ def largest_need(trace: Trace) -> float:
 
 
 def grid(need: float) -> tuple[float, ...]:
-    """Factors to try, and `need`, rounded up, at the end: steps of 0.05 up to 2, 5 % to 4, 10 %."""
+    """Return factors to try, and last `need`, rounded up.
+
+    They rise in steps of 0.05 up to 2, then by 5 % up to 4, then by 10 %.
+    """
     factors = [0.5, 0.75, 0.9, *(round(1.0 + 0.05 * i, 2) for i in range(21))]
     last = math.ceil(need * 100) / 100
     while factors[-1] < last:
@@ -225,8 +231,8 @@ def grid(need: float) -> tuple[float, ...]:
     return (*(factor for factor in factors if factor < last), last)
 
 
-def _replay(trace: Trace, question: Question) -> WhatIf:
-    return what_if(
+def _replay(trace: Trace, question: Question) -> Replay:
+    return replay(
         trace,
         question.factors or grid(largest_need(trace)),
         policy=question.policy,
@@ -236,75 +242,75 @@ def _replay(trace: Trace, question: Question) -> WhatIf:
 
 
 def _options(
-    trace: Trace, found: WhatIf, question: Question, layer: Layer | None
+    trace: Trace, replayed: Replay, question: Question, layer: Layer | None
 ) -> tuple[Option, ...]:
-    dropped_F = found.dropped.sum(1) / max(1, int(found.demand.sum()))
-    lost_F = found.lost_tokens_FN.sum(1) / max(1, int(found.num_tokens_N.sum()))
-    layers = found.by_layer_and_step()
-    worst_F = (layers.dropped_FLS.sum(2) / np.maximum(layers.demand_LS.sum(1), 1)).max(1)
-    fill_F = found.kept.mean(1) / found.slots_F
-    busiest_F = busiest_rows(trace, found, etp=question.etp)
+    dropped = replayed.dropped.sum(1) / max(1, int(replayed.demand.sum()))
+    lost = replayed.lost_tokens.sum(1) / max(1, int(replayed.num_tokens.sum()))
+    rows = replayed.by_layer_and_step()
+    worst = (rows.dropped.sum(2) / np.maximum(rows.demand.sum(1), 1)).max(1)
+    fill = replayed.kept.mean(1) / replayed.slots
+    busiest = busiest_rows(trace, replayed, etp=question.etp)
     options = []
-    for i in np.argsort(found.factors_F, kind="stable").tolist():
+    for i in np.argsort(replayed.factors, kind="stable").tolist():
+        factor, capacity = float(replayed.factors[i]), int(replayed.capacities[i])
         config = DispatchConfig(
             num_experts=trace.num_experts,
             top_k=trace.top_k,
-            capacity_factor=float(found.factors_F[i]),
+            capacity_factor=factor,
             min_capacity=question.min_capacity,
             alignment=question.alignment,
             policy=question.policy,
             num_ranks=trace.num_ranks // question.etp,
             etp_size=question.etp,
         )
-        costs = None
+        found, padded_ms, packed_ms = None, None, None
         if layer is not None:
-            costs = cost(config, layer.sizes, busiest_rows=float(busiest_F[i]))
+            found = cost(config, layer.sizes, busiest_rows=float(busiest[i]))
+            local = config.num_local_experts
+            padded_ms, packed_ms = (
+                layer.time_model.layer_ms(found, num_local_experts=local, packed=packed)
+                for packed in (False, True)
+            )
         options.append(
             Option(
-                factor=float(found.factors_F[i]),
-                capacity=int(found.capacities_F[i]),
-                dropped=float(dropped_F[i]),
-                floor=binomial_floor(
+                factor=factor,
+                capacity=capacity,
+                dropped=float(dropped[i]),
+                balanced_drop=balanced_drop(
                     num_tokens=trace.num_tokens,
                     top_k=trace.top_k,
                     num_experts=trace.num_experts,
-                    capacity=int(found.capacities_F[i]),
+                    capacity=capacity,
                 ),
-                worst_layer=float(worst_F[i]),
-                lost=float(lost_F[i]),
-                fill=float(fill_F[i]),
-                cost=costs,
-                padded_ms=_ms(layer, config, costs, packed=False),
-                packed_ms=_ms(layer, config, costs, packed=True),
+                worst_layer=float(worst[i]),
+                lost=float(lost[i]),
+                fill=float(fill[i]),
+                cost=found,
+                padded_ms=padded_ms,
+                packed_ms=packed_ms,
             )
         )
     return tuple(options)
 
 
-def _ms(
-    layer: Layer | None, config: DispatchConfig, costs: Cost | None, *, packed: bool
-) -> float | None:
-    if layer is None or costs is None:
-        return None
-    local = config.num_local_experts
-    return layer.calibration.layer_ms(costs, num_local_experts=local, packed=packed)
+def busiest_rows(trace: Trace, replayed: Replay, *, etp: int = 1) -> NDArray[np.float64]:
+    """Return the rows that the busiest rank of a group receives, at each factor.
 
-
-def busiest_rows(trace: Trace, found: WhatIf, *, etp: int = 1) -> NDArray[np.float64]:
-    """[F], rows that the busiest rank of a group receives in a pass, in the mean over passes.
-
-    Ranks that split experts between them receive the same rows, from all sources. Where a trace
-    holds some of a group's sources only, the others are taken to be like them.
+    The mean over micro-batches. Ranks that split experts between them receive the same rows, from
+    all sources. Where a trace holds only some of a group's sources, the others are taken to be like
+    them.
     """
-    keys_N4 = np.stack(
-        [trace.steps, trace.layers, trace.passes(), trace.ranks // trace.num_ranks], axis=1
+    keys = np.stack(
+        [trace.steps, trace.layers, trace.microbatches(), trace.ranks // trace.num_ranks], axis=1
     )
-    _, pass_of_N, sources_P = np.unique(keys_N4, axis=0, return_inverse=True, return_counts=True)
+    _, unit_of_record, num_sources = np.unique(
+        keys, axis=0, return_inverse=True, return_counts=True
+    )
     num_ranks = trace.num_ranks // etp
     by_rank = (num_ranks, trace.num_experts // num_ranks)
-    most_F = []
-    for kept_NE in found.kept_FNE:
-        received_PR = np.zeros((len(sources_P), num_ranks))
-        np.add.at(received_PR, pass_of_N.reshape(-1), kept_NE.reshape(-1, *by_rank).sum(2))
-        most_F.append((received_PR.max(1) * trace.num_ranks / sources_P).mean())
-    return np.array(most_F)
+    most = []
+    for kept_NE in replayed.kept_by_expert:
+        received = np.zeros((len(num_sources), num_ranks))
+        np.add.at(received, unit_of_record.reshape(-1), kept_NE.reshape(-1, *by_rank).sum(2))
+        most.append((received.max(1) * trace.num_ranks / num_sources).mean())
+    return np.array(most)

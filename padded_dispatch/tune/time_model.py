@@ -1,18 +1,20 @@
-"""From bytes and FLOPs to milliseconds: five coefficients, fitted to measured layers.
+"""Time model: milliseconds from bytes and FLOPs, by five coefficients fitted to measured layers.
 
     ms = fixed + per_expert * L + wire bytes / wire + FLOPs / rate          padded experts
     ms = fixed +                  wire bytes / wire + FLOPs / rate          packed experts
 
-for one MoE layer, forward and backward, in a CUDA graph: without one the host decides, which no
-arithmetic on sizes foretells. `fixed` is all that does not grow with the factor, for as many tokens
-as were measured; `per_expert` is the launches that padded experts need for each of their experts,
-packed ones do all in one. Copies within a rank are not a term of their own: they grow as the wire
-does, and a sixth coefficient made the errors hardly smaller.
+This is the time of one MoE layer, forward and backward, in a CUDA graph: without a graph the host
+decides, which no arithmetic on sizes predicts. `fixed` is all that does not grow with the factor,
+for as many tokens as were measured. `per_expert` is the launches that padded experts need for each
+of the L experts of a rank; packed ones need one for all. Copies within a rank are no separate term:
+they grow as the wire does, and a sixth coefficient hardly reduced the errors.
 
-The fit is linear least squares on relative errors. Rows that do not tell some coefficients apart
-leave these where they started, as near as can be (the solution of least norm, relative to the
-start); `determined` names those that the rows decide. A start value is a rate of single kernels
-on H200s, not of a layer: take times that rest on one as a guess.
+The fit is linear least squares on relative errors. Coefficients that the rows do not separate stay
+as near as can be to their start (the solution of least norm, relative to the start); `determined`
+names those that the rows decide. A start value is a rate of single kernels on H200s, not of a
+layer: take times that rest on one as a guess.
+
+The shipped coefficients (`h200.json`) are of H200s; `padded-dispatch calibrate` fits others.
 """
 
 import json
@@ -25,12 +27,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from padded_dispatch.config import require
 from padded_dispatch.tune.cost import Cost
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """Milliseconds, GB/s and TFLOP/s, as the names say."""
+    """Coefficients of the model, in the units of their names: ms, GB/s and TFLOP/s."""
 
     fixed_ms: float
     per_expert_ms: float
@@ -54,10 +57,10 @@ START = Coefficients(
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the model takes the time of: one layer's, forward and backward, on one rank.
+    """Work of one layer on one rank, forward and backward: the input of the model.
 
-    `packed`: whose rate the FLOPs have. `num_launched`: experts whose products are launched one by
-    one; 0 where one launch does all.
+    `packed`: the FLOPs run at the rate of packed experts, else of padded ones. `num_launched`:
+    experts whose products are launched one by one; 0 where one launch does all.
     """
 
     packed: bool
@@ -70,8 +73,8 @@ class Work:
 class Measured:
     """A measured layer.
 
-    `name`: whose. `num_ranks`: that exchanged rows (R). `num_tokens`: on each (T). `fits`: the
-    model is of this one; else it is compared.
+    `name`: of the contender. `num_ranks`: that exchanged rows (R). `num_tokens`: on each (T).
+    `fits`: the row enters the fit; else it is only compared.
     """
 
     work: Work
@@ -83,19 +86,19 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """Coefficients and where they come from.
+class TimeModel:
+    """Fitted coefficients and the measurements behind them.
 
     Args:
         coefficients: of the model.
         determined: names of those that the measured rows decide.
         sources: the runs that measured: machine, versions, command, commit, date, as in results
             files.
-        num_rows: measured rows that the fit saw.
-        num_ranks: ranks that exchanged rows (R), of these rows; beyond them it is extrapolated.
-        num_tokens: on each rank (T), of these rows; likewise.
-        errors: the largest error of a modelled time, relative to the measured one, by who was
-            measured; also for rows that the fit did not see.
+        num_rows: measured rows in the fit.
+        num_ranks: ranks that exchanged rows (R), of these rows; others are extrapolated.
+        num_tokens: on each rank (T), of these rows; others are extrapolated.
+        errors: the largest error of a modelled time, relative to the measured one, by contender;
+            also for rows outside the fit.
     """
 
     coefficients: Coefficients
@@ -107,26 +110,25 @@ class Calibration:
     errors: dict[str, float]
 
     def ms(self, work: Work) -> float:
-        """Modelled milliseconds of one layer, forward and backward."""
+        """Return the modelled milliseconds of one layer, forward and backward."""
         return float(_terms(work) @ _inverses(self.coefficients))
 
     def layer_ms(self, cost: Cost, *, num_local_experts: int, packed: bool) -> float:
-        """The same for a cost."""
-        flops = cost.packed_flops if packed else cost.padded_flops
+        """Return the modelled milliseconds for a cost."""
         return self.ms(
             Work(
                 packed=packed,
                 num_launched=0 if packed else num_local_experts,
                 wire_bytes=cost.wire_bytes,
-                flops=flops,
+                flops=cost.packed_flops if packed else cost.padded_flops,
             )
         )
 
     def describe(self) -> str:
-        """Where the numbers come from and what they are worth, in a few sentences."""
+        """Return the origin and the accuracy of the model, in a few sentences."""
         errors = ", ".join(f"{error:.1%} ({name})" for name, error in self.errors.items())
         text = (
-            f"Times are modelled, not measured: calibrated on {self.num_rows} rows of EP "
+            f"Times are modelled, not measured: fitted to {self.num_rows} rows of EP "
             f"{', '.join(map(str, self.num_ranks))} with "
             f"{', '.join(f'{num:,}' for num in self.num_tokens)} tokens per rank, measured on "
             f"{self._of_sources('machine')} ({self._of_sources('date')}, commit "
@@ -135,12 +137,12 @@ class Calibration:
         )
         guessed = [name for name in NAMES if name not in self.determined]
         if self.num_rows <= len(NAMES):
-            text += " With so few rows, a small error on those that were fitted says little."
+            text += " With so few rows, a small error on the fitted ones is weak evidence."
         if guessed:
             text += (
-                f" They do not decide {', '.join(guessed)}, taken from single kernels instead: "
-                "what rests on that is a guess until `padded-dispatch calibrate` has run on your "
-                "machine."
+                f" The rows do not decide {', '.join(guessed)}, taken from single kernels instead: "
+                "times that rest on them are a guess until `padded-dispatch calibrate` has run on "
+                "your machine."
             )
         return text
 
@@ -148,19 +150,19 @@ class Calibration:
         return ", ".join(sorted({str(source[name]) for source in self.sources}))
 
 
-def fit(measured: Sequence[Measured], sources: Sequence[dict[str, Any]]) -> Calibration:
-    """Least squares on relative errors, from `START`.
+def fit(measured: Sequence[Measured], sources: Sequence[dict[str, Any]]) -> TimeModel:
+    """Fit the model by least squares on relative errors, from `START`.
 
     Raises:
-        ValueError: without rows that fit, or when they contradict the model.
+        ValueError: no row fits the model, or the rows contradict it.
     """
     fitting = [row for row in measured if row.fits]
-    if not fitting:
-        raise ValueError("rows=0 is not possible: no measured row is one of the model's")
+    require(fitting, "rows", 0, "hold a measured layer of ours", "measure packed or padded experts")
     start = _inverses(START)
-    relative_NP = np.stack([_terms(row.work) * start / row.ms for row in fitting])
-    change_P, *_ = np.linalg.lstsq(relative_NP, 1.0 - relative_NP.sum(1), rcond=None)
-    values = start * (1.0 + change_P)
+    # One row per measured row, one column per coefficient.
+    relative = np.stack([_terms(row.work) * start / row.ms for row in fitting])
+    change, *_ = np.linalg.lstsq(relative, 1.0 - relative.sum(1), rcond=None)
+    values = start * (1.0 + change)
     if (values <= 0).any():
         wrong = ", ".join(name for name, v in zip(NAMES, values, strict=True) if v <= 0)
         raise ValueError(f"rows contradict the model: {wrong} came out below 0; measure more rows")
@@ -168,9 +170,9 @@ def fit(measured: Sequence[Measured], sources: Sequence[dict[str, Any]]) -> Cali
     for row in measured:
         error = abs(float(_terms(row.work) @ values) / row.ms - 1.0)
         errors[row.name] = max(error, errors.get(row.name, 0.0))
-    return Calibration(
+    return TimeModel(
         coefficients=_coefficients(values),
-        determined=_determined(relative_NP),
+        determined=_determined(relative),
         sources=tuple(sources),
         num_rows=len(fitting),
         num_ranks=tuple(sorted({row.num_ranks for row in fitting})),
@@ -179,44 +181,48 @@ def fit(measured: Sequence[Measured], sources: Sequence[dict[str, Any]]) -> Cali
     )
 
 
-def save(calibration: Calibration, path: Path) -> None:
-    """Write it as JSON."""
+def save(model: TimeModel, path: Path) -> None:
+    """Write the model as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(calibration), indent=1) + "\n")
+    path.write_text(json.dumps(asdict(model), indent=1) + "\n")
 
 
-def load(path: Path) -> Calibration:
-    """Read what `save` wrote.
+def load(path: Path) -> TimeModel:
+    """Read a file of `save`.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: the file cannot be read, or has other content.
     """
     try:
         return _parse(path.read_text())
     except (OSError, TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"calibration={path} is not possible: {error}") from error
+        reason = "not JSON" if isinstance(error, json.JSONDecodeError) else error
+        raise ValueError(
+            f"calibration must be a file of `padded-dispatch calibrate`, got {str(path)!r} "
+            f"({reason}); give its path, or leave it out for H200s"
+        ) from error
 
 
-def shipped() -> Calibration:
-    """The one for H200s that comes with the package."""
+def shipped() -> TimeModel:
+    """Return the model of H200s that comes with the package."""
     return _parse(resources.files("padded_dispatch.tune").joinpath("h200.json").read_text())
 
 
-def _parse(text: str) -> Calibration:
+def _parse(text: str) -> TimeModel:
     raw = json.loads(text)
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
     coefficients = Coefficients(**raw.pop("coefficients"))
     if not all(isinstance(v, float) and v > 0 for v in vars(coefficients).values()):
-        raise ValueError("coefficients are numbers above 0")
+        raise ValueError("coefficients must be numbers above 0")
     lists = {name: tuple(raw.pop(name)) for name in _LISTS}
-    calibration = Calibration(coefficients=coefficients, **lists, **raw)
-    calibration.describe()  # Complete, or it raises here and not in the middle of a report.
-    return calibration
+    model = TimeModel(coefficients=coefficients, **lists, **raw)
+    model.describe()  # Raises here, and not in the middle of a report, where something is missing.
+    return model
 
 
 def _terms(work: Work) -> NDArray[np.float64]:
-    """What each coefficient, or its inverse, is multiplied by: [P], in milliseconds' units."""
+    """Return the factor of each coefficient, or of its inverse, to give milliseconds."""
     return np.array(
         [
             1.0,
@@ -229,20 +235,23 @@ def _terms(work: Work) -> NDArray[np.float64]:
 
 
 def _inverses(coefficients: Coefficients) -> NDArray[np.float64]:
-    """The model is linear in these: times as they are, rates inverted."""
+    """Return the values in which the model is linear: times as they are, rates inverted."""
     return np.array(
         [v if name.endswith("_ms") else 1.0 / v for name, v in vars(coefficients).items()]
     )
 
 
-def _coefficients(values_P: NDArray[np.float64]) -> Coefficients:
-    pairs = zip(NAMES, values_P.tolist(), strict=True)
+def _coefficients(values: NDArray[np.float64]) -> Coefficients:
+    pairs = zip(NAMES, values.tolist(), strict=True)
     return Coefficients(**{n: v if n.endswith("_ms") else 1.0 / v for n, v in pairs})
 
 
-def _determined(terms_NP: NDArray[np.float64]) -> tuple[str, ...]:
-    """Those that no change of the others can make up for: unit vectors in the rows' span."""
-    _, sizes, axes_PP = np.linalg.svd(terms_NP)
+def _determined(terms: NDArray[np.float64]) -> tuple[str, ...]:
+    """Return the names whose change no change of the others can make up for.
+
+    Their unit vectors lie in the span of the rows.
+    """
+    _, sizes, axes = np.linalg.svd(terms)
     rank = int((sizes > sizes[0] * 1e-9).sum())
-    left_over_P = np.linalg.norm(axes_PP[rank:], axis=0)
-    return tuple(name for name, rest in zip(NAMES, left_over_P, strict=True) if rest < 1e-6)
+    left_over = np.linalg.norm(axes[rank:], axis=0)
+    return tuple(name for name, rest in zip(NAMES, left_over, strict=True) if rest < 1e-6)

@@ -1,26 +1,27 @@
-"""A trace: which experts every token asked for, in some layers, at some steps, on some ranks.
+"""Routing traces: the experts that every token asked for, in memory and on disk.
 
-A record is one pass of one layer on one source rank. Where a step has several passes
-(micro-batches), its records of a (layer, rank) lie in the order of the passes. Arrays over records
-start with N; the other letters are those of `padded_dispatch.config`.
+A record is one forward pass of one layer on one source rank: one micro-batch of one step. A step
+with several micro-batches has several records of a (layer, rank), in their order.
 
-Every trace has one normal form: a token's choices are in ascending expert order, then -1. That is
-the order in which the dispatcher sees them, it makes a duplicate impossible to write down, and two
-traces are equal when their arrays are.
+A trace has one normal form: a token's expert ids in ascending order, then -1. The dispatcher sees
+them in this order, a duplicate cannot be written down, and two traces are equal when their arrays
+are.
 
-A trace on disk: one NumPy array of records, `.npy`, that anything with NumPy can map or read.
+On disk a trace is one NumPy array of records in a `.npy` file, which anything with NumPy can map.
+A record is a structure of fixed size, `step layer rank num_experts num_ranks probs ids`; `ids` has
+shape [T, K]. The header therefore decides every size, and it is compared with the size of the file
+before the rest is read. Nothing is decompressed or unpickled, so reading takes at most the size of
+the file. Records are appended, so recording needs no memory for the whole trace. The header holds
+the number of records and is written last, so the file of a killed process is a trace, too.
 
-A record is a structure of fixed size, `step layer rank num_experts num_ranks probs ids`; the shape
-of `ids` is [T, K]. So the header decides every size, and it is compared with the size of the file
-before any of it is read: nothing is compressed that could grow, nothing is unpickled, and what is
-read is at most the file. Records are appended, so a recording needs no memory for the whole; the
-header holds their number and is written last, so what a killed process leaves is a trace, too.
+A recording is several files, `rank-RANK-step-STEP.npy` of `train --trace`. A resumed run writes
+new files from its checkpoint's step on, and the files before them still hold the steps that the
+crash undid. `load_traces` takes from each file only the steps before the next file begins. The
+ranks of a killed run stop a step or two apart; `load_traces` leaves out such an end as well. Where
+a rank lacks more than that, its records are missing, and `recommend` reports it.
 
-A recording is several files, `rank-RANK-step-STEP.npy` of `train --trace`. A run that is resumed
-writes other files from its checkpoint's step on, and what a crash undid is in the files before:
-`load_traces` takes of each file the steps before the next ones begin. The ranks of a killed run
-stop a step or two apart, and such an end is left out, too; where a rank lacks more, it is missing,
-which whoever reads the trace has to say.
+Letters: N records; T tokens of a record, padding included; K experts per token; E experts;
+R source ranks in an expert-parallel group.
 """
 
 import math
@@ -39,11 +40,15 @@ from numpy.typing import NDArray
 from padded_dispatch.config import require
 
 MAX_EXPERTS = 2**15 - 1  # ids are int16
+DEFAULT_MAX_BYTES = 4 * 2**30
+
+_MAX_HEADER_BYTES = 1024  # a trace needs about 300
+_CHUNK_BYTES = 2**24  # read or written at a time
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:
-    """What routers asked for, before anything was dropped.
+    """The rows that routers asked for, before anything was dropped.
 
     Args:
         num_experts: experts in all (E).
@@ -53,13 +58,13 @@ class Trace:
         steps: int64 [N], the training step of each record.
         layers: int32 [N], the number of its MoE layer.
         ranks: int32 [N], its source rank.
-        ids_NTK: int16 [N, T, K], experts in ascending order; then -1, for a padding token and for
-            one with fewer than K experts.
-        probs_NTK: float32 [N, T, K], their probabilities, finite, and 0 where the id is -1; None
-            where nobody recorded them.
+        ids_NTK: int16, experts in ascending order, then -1: for a padding token, and for a token
+            with fewer than K experts.
+        probs_NTK: float32, the probabilities of these experts, finite, and 0 where the id is -1;
+            None where they were not recorded.
 
     Raises:
-        ValueError: names the array, a value, where it is, and what to change.
+        ValueError: names the array, a value, its place, and what to change.
     """
 
     num_experts: int
@@ -72,19 +77,19 @@ class Trace:
     probs_NTK: NDArray[np.float32] | None
 
     def __post_init__(self) -> None:
-        for name, least, most in (
-            ("num_experts", 1, MAX_EXPERTS),
-            ("top_k", 1, self.num_experts),
-            ("num_ranks", 1, 2**31 - 1),
+        for name, most in (
+            ("num_experts", MAX_EXPERTS),
+            ("top_k", self.num_experts),
+            ("num_ranks", 2**31 - 1),
         ):
             value = getattr(self, name)
-            require(least <= value <= most, name, value, f"give a number from {least} to {most}")
+            require(1 <= value <= most, name, value, f"be from 1 to {most}")
         shape = self.ids_NTK.shape
         require(
             len(shape) == 3 and min(shape) >= 1 and shape[2] == self.top_k,
             "ids_NTK.shape",
             shape,
-            f"give [N, T, K] with at least one record, one token, and K = {self.top_k}",
+            f"be [N, T, K] with at least one record, one token, and K = {self.top_k}",
         )
         arrays = {
             "steps": (self.steps, np.dtype(np.int64), shape[:1]),
@@ -95,15 +100,14 @@ class Trace:
         if self.probs_NTK is not None:
             arrays["probs_NTK"] = (self.probs_NTK, np.dtype(np.float32), shape)
         for name, (array, dtype, expected) in arrays.items():
-            actual = f"{array.dtype}{list(array.shape)}"
             require(
                 array.dtype == dtype and array.shape == expected,
                 name,
-                actual,
-                f"give {dtype}{list(expected)}",
+                f"{array.dtype}{list(array.shape)}",
+                f"be {dtype}{list(expected)}",
             )
         for name in ("steps", "layers", "ranks"):
-            _check(name, getattr(self, name), getattr(self, name) < 0, "give 0 or more")
+            _check(name, getattr(self, name), getattr(self, name) < 0, "be 0 or more")
         self._check_choices()
 
     @property
@@ -122,149 +126,208 @@ class Trace:
         arrays = (self.steps, self.layers, self.ranks, self.ids_NTK, self.probs_NTK)
         return sum(array.nbytes for array in arrays if array is not None)
 
-    def passes(self) -> NDArray[np.int64]:
-        """[N], which pass of its step each record is: how often its (step, layer, rank) was before.
+    def microbatches(self) -> NDArray[np.int64]:
+        """Return the micro-batch of each record within its step, [N].
+
+        It is the number of earlier records with the same (step, layer, rank).
 
         Example: four records of one layer, steps 3, 3, 3, 4 on ranks 0, 1, 0, 0 give 0, 0, 1, 0.
         """
-        keys_3N = np.stack([self.steps, self.layers, self.ranks])
-        of_N = np.unique(keys_3N, axis=1, return_inverse=True)[1].reshape(-1)
-        return running_count(of_N)
+        keys = np.stack([self.steps, self.layers, self.ranks])
+        return running_count(np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1))
 
-    def where(self, chosen_N: NDArray[np.bool_]) -> "Trace":
-        """The records for which `chosen_N` is True, in their order."""
+    def where(self, chosen: NDArray[np.bool_]) -> "Trace":
+        """Return the records for which `chosen` is True, in their order."""
         return Trace(
             num_experts=self.num_experts,
             top_k=self.top_k,
             num_ranks=self.num_ranks,
-            steps=self.steps[chosen_N],
-            layers=self.layers[chosen_N],
-            ranks=self.ranks[chosen_N],
-            ids_NTK=self.ids_NTK[chosen_N],
-            probs_NTK=None if self.probs_NTK is None else self.probs_NTK[chosen_N],
+            steps=self.steps[chosen],
+            layers=self.layers[chosen],
+            ranks=self.ranks[chosen],
+            ids_NTK=self.ids_NTK[chosen],
+            probs_NTK=None if self.probs_NTK is None else self.probs_NTK[chosen],
         )
 
     def _check_choices(self) -> None:
-        """Record by record, so that the check needs no memory of the trace's size."""
+        """Check ids and probabilities one record at a time, to need little memory."""
         for n, ids_TK in enumerate(self.ids_NTK):
-            where = f"ids_NTK[{n}]"
+            name = f"ids_NTK[{n}]"
+            outside = (ids_TK < -1) | (ids_TK >= self.num_experts)
             _check(
-                where,
-                ids_TK,
-                (ids_TK < -1) | (ids_TK >= self.num_experts),
-                f"give -1 or an expert below num_experts={self.num_experts}",
+                name, ids_TK, outside, f"be -1 or an expert below num_experts={self.num_experts}"
             )
             # As unsigned numbers, -1 is the largest: it may follow every expert, and itself.
             unsigned_TK = ids_TK.view(np.uint16)
             before, after = unsigned_TK[:, :-1], unsigned_TK[:, 1:]
-            unordered = (before >= after) & (after != 2**16 - 1)
             _check(
-                where,
+                name,
                 ids_TK[:, 1:],
-                unordered,
-                "give every expert of a token once, in ascending order, then -1; `ascending` sorts",
-                offset=1,
+                (before >= after) & (after != 2**16 - 1),
+                "list every expert of a token once, in ascending order, then -1",
+                "sort with `ascending`",
+                first_column=1,
             )
             if self.probs_NTK is not None:
-                probs_TK = self.probs_NTK[n]
-                where = f"probs_NTK[{n}]"
-                _check(where, probs_TK, ~np.isfinite(probs_TK), "give finite probabilities")
-                _check(
-                    where, probs_TK, (ids_TK < 0) & (probs_TK != 0), "give 0 where there is no id"
-                )
+                name, probs_TK = f"probs_NTK[{n}]", self.probs_NTK[n]
+                _check(name, probs_TK, ~np.isfinite(probs_TK), "be finite")
+                padded = (ids_TK < 0) & (probs_TK != 0)
+                _check(name, probs_TK, padded, "be 0 where there is no id")
 
 
 def ascending(
     ids: NDArray[np.int16], probs: NDArray[np.float32] | None
 ) -> tuple[NDArray[np.int16], NDArray[np.float32] | None]:
-    """Sort every token's choices as a trace wants them: by expert, then -1. Shapes [..., K]."""
+    """Sort every token's choices into the normal form: by expert, then -1. Shapes [..., K]."""
     order = np.argsort(ids.view(np.uint16), axis=-1, kind="stable")
     sorted_probs = None if probs is None else np.take_along_axis(probs, order, axis=-1)
     return np.take_along_axis(ids, order, axis=-1), sorted_probs
 
 
 def merge(traces: Sequence[Trace], names: Sequence[object] | None = None) -> Trace:
-    """One trace of several, for example of one per rank: records by step, pass, layer and rank.
+    """Merge traces, such as one per rank, into one.
 
-    Probabilities are kept where all parts have them. `names`: of the parts, for errors.
+    Its records are ordered by step, micro-batch, layer and rank. Probabilities are kept where all
+    parts have them.
+
+    Args:
+        traces: the parts, at least one.
+        names: of the parts, for errors.
 
     Raises:
-        ValueError: the parts do not belong together, or hold the same (step, layer, rank) twice.
+        ValueError: the parts differ in a size, or hold the same (step, layer, rank) twice.
     """
     names = [f"part {i}" for i in range(len(traces))] if names is None else names
     first = traces[0]
-    for part, of_part in zip(traces, names, strict=True):
-        for name in ("num_experts", "top_k", "num_ranks", "num_tokens"):
-            value, expected = getattr(part, name), getattr(first, name)
-            remedy = f"all parts must have {expected}, as {names[0]} has"
-            require(value == expected, f"{of_part}: {name}", value, remedy)
+    for part, part_name in zip(traces, names, strict=True):
+        for field in ("num_experts", "top_k", "num_ranks", "num_tokens"):
+            value, expected = getattr(part, field), getattr(first, field)
+            require(
+                value == expected,
+                f"{part_name}: {field}",
+                value,
+                f"be {expected}, as in {names[0]}",
+            )
     keys = [np.stack([part.steps, part.layers, part.ranks]) for part in traces]
-    distinct = np.concatenate([np.unique(key_3N, axis=1) for key_3N in keys], axis=1)
-    times = np.unique(distinct, axis=1, return_counts=True)
-    if (times[1] > 1).any():
-        twice_3 = times[0][:, times[1] > 1][:, 0]
-        step, layer, rank = twice_3.tolist()
+    distinct = np.concatenate([np.unique(key, axis=1) for key in keys], axis=1)
+    distinct, counts = np.unique(distinct, axis=1, return_counts=True)
+    if (counts > 1).any():
+        twice = distinct[:, counts > 1][:, 0]
+        step, layer, rank = twice.tolist()
         both = [
             str(name)
-            for key_3N, name in zip(keys, names, strict=True)
-            if (key_3N == twice_3[:, None]).all(0).any()
+            for key, name in zip(keys, names, strict=True)
+            if (key == twice[:, None]).all(0).any()
         ]
         raise ValueError(
-            f"step {step}, layer {layer}, rank {rank} is in {' and '.join(both)}: give every "
+            f"step {step}, layer {layer}, rank {rank} is in {' and '.join(both)}; give every "
             "recording once"
         )
-    passes_N = np.concatenate([part.passes() for part in traces])
-    steps_N, layers_N, ranks_N = np.concatenate(keys, axis=1)
-    order_N = np.lexsort((ranks_N, layers_N, passes_N, steps_N))
-    probs = [part.probs_NTK for part in traces]
-    known = [probs_NTK for probs_NTK in probs if probs_NTK is not None]
+    microbatches = np.concatenate([part.microbatches() for part in traces])
+    steps, layers, ranks = np.concatenate(keys, axis=1)
+    order = np.lexsort((ranks, layers, microbatches, steps))
+    probs = [part.probs_NTK for part in traces if part.probs_NTK is not None]
     return Trace(
         num_experts=first.num_experts,
         top_k=first.top_k,
         num_ranks=first.num_ranks,
-        steps=steps_N[order_N],
-        layers=layers_N[order_N].astype(np.int32),
-        ranks=ranks_N[order_N].astype(np.int32),
-        ids_NTK=np.concatenate([part.ids_NTK for part in traces])[order_N],
-        probs_NTK=np.concatenate(known)[order_N] if len(known) == len(probs) else None,
+        steps=steps[order],
+        layers=layers[order].astype(np.int32),
+        ranks=ranks[order].astype(np.int32),
+        ids_NTK=np.concatenate([part.ids_NTK for part in traces])[order],
+        probs_NTK=np.concatenate(probs)[order] if len(probs) == len(traces) else None,
     )
 
 
-def running_count(of_N: NDArray[np.integer]) -> NDArray[np.int64]:
-    """[N], how often each value was there before.
+def running_count(values: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Count how often each value occurs before its place, [N].
 
     Example: 7, 5, 7, 7 gives 0, 0, 1, 2.
     """
-    order_N = np.argsort(of_N, kind="stable")
-    starts_N = np.ones(len(of_N), bool)
-    starts_N[1:] = np.diff(of_N[order_N]) != 0
-    positions_N = np.arange(len(of_N))
-    first_N = np.maximum.accumulate(np.where(starts_N, positions_N, 0))
-    count_N = np.empty(len(of_N), np.int64)
-    count_N[order_N] = positions_N - first_N
-    return count_N
+    order = np.argsort(values, kind="stable")
+    starts = np.ones(len(values), bool)
+    starts[1:] = np.diff(values[order]) != 0
+    places = np.arange(len(values))
+    first = np.maximum.accumulate(np.where(starts, places, 0))
+    counts = np.empty(len(values), np.int64)
+    counts[order] = places - first
+    return counts
 
 
-def _check(name: str, array: NDArray, wrong: NDArray, remedy: str, *, offset: int = 0) -> None:
-    """Raise for the first element that is `wrong`; `offset` is what its last index lacks."""
+def _check(
+    name: str, array: NDArray, wrong: NDArray, rule: str, fix: str = "", *, first_column: int = 0
+) -> None:
+    """Raise for the first `wrong` element; `array` begins at `first_column` of its whole."""
     if wrong.any():
         index = np.unravel_index(int(wrong.argmax()), wrong.shape)
         *others, last = (int(i) for i in index)
-        place = ", ".join(str(i) for i in (*others, last + offset))
-        require(False, f"{name}[{place}]", array[index].item(), remedy)
+        place = ", ".join(str(i) for i in (*others, last + first_column))
+        require(False, f"{name}[{place}]", array[index].item(), rule, fix)
 
 
-DEFAULT_MAX_BYTES = 4 * 2**30
+def load_traces(paths: Sequence[Path], *, max_bytes: int = DEFAULT_MAX_BYTES) -> Trace:
+    """Read a recording of several files, such as one per rank, and merge them.
 
-_MAX_HEADER_BYTES = 1024  # of which a trace needs about 300
-_CHUNK_BYTES = 2**24  # read at a time
+    Args:
+        paths: files, and folders whose `*.npy` files are taken. Steps that a resumed run did again
+            are taken once; steps at the end that some layer or rank lacks are left out.
+        max_bytes: for all files together; merging them takes as much memory again.
+
+    Raises:
+        ValueError: as `load_trace` and `merge`; or there is no file.
+        OSError: a file cannot be read.
+    """
+    files = [
+        file for path in paths for file in (sorted(path.glob("*.npy")) if path.is_dir() else [path])
+    ]
+    if not files:
+        raise ValueError(
+            f"{', '.join(str(path) for path in paths)}: the folder must hold traces (*.npy), got "
+            "none; give the folder of `train --trace`"
+        )
+    last_steps = _last_steps(files)
+    traces: dict[Path, Trace] = {}
+    for file in files:
+        trace = load_trace(file, max_bytes=max_bytes)
+        max_bytes -= trace.num_bytes
+        kept = trace.steps <= last_steps.get(file, math.inf)
+        if kept.any():
+            traces[file] = trace if kept.all() else trace.where(kept)
+    merged = merge(list(traces.values()), list(traces))
+    last, steps = _last_common_step(merged), np.unique(merged.steps)
+    return merged.where(merged.steps <= last) if last in steps[-3:-1] else merged
+
+
+def _last_steps(files: Sequence[Path]) -> dict[Path, int]:
+    """Return the last valid step of every file whose run was resumed later.
+
+    The later files of any rank count: a rank killed before its first step has none.
+    """
+    files_of: dict[Path, dict[int, list[Path]]] = {}
+    for file in files:
+        _, _, step = file.stem.partition("-step-")
+        if step.isdigit():
+            files_of.setdefault(file.parent, {}).setdefault(int(step), []).append(file)
+    last_steps = {}
+    for files_from in files_of.values():
+        for step, following in pairwise(sorted(files_from)):
+            last_steps |= dict.fromkeys(files_from[step], following)
+    return last_steps
+
+
+def _last_common_step(trace: Trace) -> int:
+    """Return the earliest of the last steps of every (layer, rank)."""
+    _, series = np.unique(np.stack([trace.layers, trace.ranks]), axis=1, return_inverse=True)
+    last = np.zeros(series.max() + 1, np.int64)
+    np.maximum.at(last, series.reshape(-1), trace.steps)
+    return int(last.min())
 
 
 def load_trace(path: Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Trace:
     """Read a trace.
 
     Args:
-        path: of a file written by `save_trace` or `TraceWriter`.
+        path: a file written by `save_trace` or `TraceWriter`.
         max_bytes: the largest file to be read; reading it takes that much memory and 16 MiB.
 
     Raises:
@@ -281,76 +344,21 @@ def load_trace(path: Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Trace:
 
 
 def save_trace(trace: Trace, path: Path) -> None:
-    """Write a trace; a file that is there is replaced."""
+    """Write a trace; an existing file is replaced."""
     with TraceWriter(path) as writer:
         writer.append(trace)
 
 
-def load_traces(paths: Sequence[Path], *, max_bytes: int = DEFAULT_MAX_BYTES) -> Trace:
-    """Read a recording of several files, such as one per rank, and merge them.
-
-    Args:
-        paths: files, and folders of which all `*.npy` files are taken. What a resumed run did
-            again, and steps at the end that some layer or rank lacks, are left out.
-        max_bytes: for all files together; merging them takes as much memory again.
-
-    Raises:
-        ValueError: as `load_trace` and `padded_dispatch.tune.trace.merge`; or there is no file.
-        OSError: a file cannot be read.
-    """
-    files = [
-        file for path in paths for file in (sorted(path.glob("*.npy")) if path.is_dir() else [path])
-    ]
-    if not files:
-        raise ValueError(f"{', '.join(str(path) for path in paths)}: no trace (*.npy) is there")
-    ends = _ends(files)
-    traces: dict[Path, Trace] = {}
-    for file in files:
-        trace = load_trace(file, max_bytes=max_bytes)
-        max_bytes -= trace.num_bytes
-        kept_N = trace.steps <= ends.get(file, math.inf)
-        if kept_N.any():
-            traces[file] = trace if kept_N.all() else trace.where(kept_N)
-    merged = merge(list(traces.values()), list(traces))
-    last, steps = _last_common_step(merged), np.unique(merged.steps)
-    return merged.where(merged.steps <= last) if last in steps[-3:-1] else merged
-
-
-def _ends(files: Sequence[Path]) -> dict[Path, int]:
-    """Of every file whose run was resumed: the step after which other files of its folder go on.
-
-    Those of any rank: of one that was killed before its first step there are none.
-    """
-    files_of: dict[Path, dict[int, list[Path]]] = {}
-    for file in files:
-        _, _, step = file.stem.partition("-step-")
-        if step.isdigit():
-            files_of.setdefault(file.parent, {}).setdefault(int(step), []).append(file)
-    ends = {}
-    for files_from in files_of.values():
-        for step, following in pairwise(sorted(files_from)):
-            ends |= dict.fromkeys(files_from[step], following)
-    return ends
-
-
-def _last_common_step(trace: Trace) -> int:
-    """The earliest of the last steps of every (layer, rank)."""
-    _, of_N = np.unique(np.stack([trace.layers, trace.ranks]), axis=1, return_inverse=True)
-    last = np.zeros(of_N.max() + 1, np.int64)
-    np.maximum.at(last, of_N.reshape(-1), trace.steps)
-    return int(last.min())
-
-
 def record_bytes(num_tokens: int, top_k: int) -> int:
-    """Bytes of one record with probabilities in a file."""
+    """Return the bytes of one record with probabilities in a file."""
     return _record_dtype(num_tokens, top_k, probs=True).itemsize
 
 
 class TraceWriter:
-    """Appends records to a new file. All parts have the same sizes, which the first one decides.
+    """A file that records are appended to; the first part decides the sizes of all.
 
     Args:
-        path: made by the first part; a file that is there is replaced.
+        path: created by the first part; an existing file is replaced.
     """
 
     def __init__(self, path: Path) -> None:
@@ -364,7 +372,7 @@ class TraceWriter:
         """Add the records of `part`.
 
         Raises:
-            ValueError: its sizes are not those of the records before.
+            ValueError: its sizes differ from those of the records before.
         """
         dtype = _record_dtype(part.num_tokens, part.top_k, probs=part.probs_NTK is not None)
         sizes = part.num_experts, part.num_ranks
@@ -372,11 +380,14 @@ class TraceWriter:
             self._file = self._path.open("wb")
             self._dtype, self._sizes = dtype, sizes
             self._write_header(self._file)
-        if (dtype, sizes) != (self._dtype, self._sizes):
-            raise ValueError(
-                f"part={dtype.descr}, (E, R)={sizes} is not possible: the records before it have "
-                f"{self._dtype.descr}, {self._sizes}; write another file"
-            )
+        require(
+            (dtype, sizes) == (self._dtype, self._sizes),
+            "part",
+            (dtype.descr, sizes),
+            f"have the fields and (E, R) of the records before it, {self._dtype.descr} and "
+            f"{self._sizes}",
+            "write another file",
+        )
         step = max(1, _CHUNK_BYTES // dtype.itemsize)
         for start in range(0, part.num_records, step):
             self._file.write(_records(part, dtype, slice(start, start + step)).tobytes())
@@ -384,7 +395,7 @@ class TraceWriter:
         self._write_header(self._file)
 
     def close(self) -> None:
-        """Nothing can be appended any more."""
+        """Close the file; nothing can be appended afterwards."""
         if self._file is not None:
             self._file.close()
 
@@ -401,7 +412,7 @@ class TraceWriter:
 
     def _write_header(self, file: BinaryIO) -> None:
         file.seek(0)
-        # NumPy leaves room for the first axis to grow, so this is as long every time.
+        # NumPy leaves room for the first axis to grow, so the header keeps its length.
         header = {"descr": npy.dtype_to_descr(self._dtype), "fortran_order": False}
         npy.write_array_header_1_0(file, header | {"shape": (self._num_records,)})
         file.seek(0, os.SEEK_END)
@@ -429,23 +440,26 @@ def _records(part: Trace, dtype: np.dtype, chosen: slice) -> NDArray[np.void]:
 
 
 def _read_header(file: BinaryIO) -> tuple[np.dtype, int]:
-    """The type and number of records; every other content raises."""
+    """Return the type and the number of records; raise for any other content."""
     try:
         version = npy.read_magic(file)
         if version != (1, 0):
             raise ValueError(f"version {version} of .npy")
         shape, _, dtype = npy.read_array_header_1_0(file, max_header_size=_MAX_HEADER_BYTES)
-    # What NumPy raises for nonsense depends on the nonsense.
+    # NumPy raises many types of exception for broken headers.
     except Exception as error:
-        raise ValueError(f"not a trace ({error}): give what the recorder wrote") from error
+        raise ValueError(f"not a trace ({error}); give a file of `train --trace`") from error
     names = dtype.names or ()
     if "ids" not in names or len(dtype["ids"].shape) != 2:
-        raise ValueError(f"dtype={dtype} is not a trace's: it needs ids of shape [T, K]")
+        raise ValueError(
+            f"not a trace: dtype must have a field ids of shape [T, K], got {dtype}; give a file "
+            "of `train --trace`"
+        )
     expected = _record_dtype(*dtype["ids"].shape, probs="probs" in names)
     if dtype != expected or len(shape) != 1 or shape[0] < 1:
         raise ValueError(
-            f"dtype={dtype} of shape {shape} is not a trace's: it needs {expected} of shape [N], "
-            "with at least one record"
+            f"not a trace: it must be {expected} of shape [N] with at least one record, got "
+            f"{dtype} of shape {shape}; give a file of `train --trace`"
         )
     return dtype, shape[0]
 
@@ -454,51 +468,58 @@ def _check_size(file: BinaryIO, dtype: np.dtype, num_records: int, max_bytes: in
     start = file.tell()
     size = file.seek(0, os.SEEK_END)
     file.seek(start)
-    if size > max_bytes:
-        raise ValueError(
-            f"{size} bytes are more than max_bytes={max_bytes}: raise it, or record fewer steps"
-        )
+    require(
+        size <= max_bytes,
+        "its bytes",
+        size,
+        f"be at most max_bytes={max_bytes}",
+        "raise it (--max-gib), or record fewer steps",
+    )
     expected = start + num_records * dtype.itemsize
-    # A writer that was killed leaves rows behind that the header does not know yet.
-    if size < expected:
-        raise ValueError(
-            f"it has {size} bytes, and {num_records} records need {expected}: it was cut off; copy "
-            "it again"
-        )
+    # A killed writer leaves rows behind that the header does not count yet; fewer are an error.
+    require(
+        size >= expected,
+        "its bytes",
+        size,
+        f"be at least {expected} for {num_records} records",
+        "it was cut off: copy it again",
+    )
 
 
 def _read_records(file: BinaryIO, dtype: np.dtype, num_records: int) -> Trace:
     num_tokens, top_k = dtype["ids"].shape
     shape = num_records, num_tokens, top_k
     has_probs = "probs" in (dtype.names or ())
-    steps_N, sizes_N2 = np.empty(num_records, np.int64), np.empty((num_records, 2), np.int32)
-    layers_N, ranks_N = np.empty(num_records, np.int32), np.empty(num_records, np.int32)
+    steps, sizes = np.empty(num_records, np.int64), np.empty((num_records, 2), np.int32)
+    layers, ranks = np.empty(num_records, np.int32), np.empty(num_records, np.int32)
     ids_NTK = np.empty(shape, np.int16)
     probs_NTK = np.empty(shape, np.float32) if has_probs else None
     step = max(1, _CHUNK_BYTES // dtype.itemsize)
     for start in range(0, num_records, step):
         here = slice(start, min(start + step, num_records))
         records = np.fromfile(file, dtype, here.stop - here.start)
-        steps_N[here], layers_N[here] = records["step"], records["layer"]
-        ranks_N[here], ids_NTK[here] = records["rank"], records["ids"]
-        sizes_N2[here, 0], sizes_N2[here, 1] = records["num_experts"], records["num_ranks"]
+        steps[here], layers[here] = records["step"], records["layer"]
+        ranks[here], ids_NTK[here] = records["rank"], records["ids"]
+        sizes[here, 0], sizes[here, 1] = records["num_experts"], records["num_ranks"]
         if probs_NTK is not None:
             probs_NTK[here] = records["probs"]
-    differs_N = (sizes_N2 != sizes_N2[0]).any(1)
-    if differs_N.any():
-        n = int(differs_N.argmax())
-        raise ValueError(
-            f"record {n} has (num_experts, num_ranks) = {sizes_N2[n].tolist()}, and the first "
-            f"{sizes_N2[0].tolist()}: record every configuration into a file of its own"
-        )
-    num_experts, num_ranks = sizes_N2[0].tolist()
+    differs = (sizes != sizes[0]).any(1)
+    n = int(differs.argmax())
+    require(
+        not differs.any(),
+        f"record {n}: (num_experts, num_ranks)",
+        sizes[n].tolist(),
+        f"be {sizes[0].tolist()}, as in the first record",
+        "record every configuration into its own file",
+    )
+    num_experts, num_ranks = sizes[0].tolist()
     return Trace(
         num_experts=num_experts,
         top_k=top_k,
         num_ranks=num_ranks,
-        steps=steps_N,
-        layers=layers_N,
-        ranks=ranks_N,
+        steps=steps,
+        layers=layers,
+        ranks=ranks,
         ids_NTK=ids_NTK,
         probs_NTK=probs_NTK,
     )

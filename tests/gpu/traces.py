@@ -70,7 +70,7 @@ def promised(folder: Path, out: Path, hold_out: float, from_step: int) -> dict[s
     Passed where as large a share of them kept the target as was promised, or nothing was promised.
     """
     flags = ["--hold-out", str(hold_out), "--from-step", str(from_step)]
-    tune.main([str(folder), *flags, "--no-plots", "--out", str(out)])
+    tune.main([str(folder), *flags, "--no-plots", "--run-dir", str(out)])
     found = json.loads((out / "recommendation.json").read_text())
     advice, held = found["training"]["overall"], found["held_out"]
     promise = not advice["caveats"]

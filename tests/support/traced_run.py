@@ -1,4 +1,4 @@
-"""A run of the main job with a trace, and what its layers' counters said of every step."""
+"""A training run with a trace, and the counters of its layers after every step."""
 
 import contextlib
 import io
@@ -16,15 +16,15 @@ from padded_dispatch.ops.counters import Counters
 from padded_dispatch.train import loop
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.settings import Settings
-from padded_dispatch.tune.replay import what_if
+from padded_dispatch.tune.replay import replay
 from padded_dispatch.tune.trace import load_traces
 
-# (step, layer, rank), then what was counted.
+# Counters by (step, layer, rank).
 Counted = dict[tuple[int, int, int], dict[str, Any]]
 
 
 def counted_run(flags: str, device: torch.device) -> Counted:
-    """Train as `padded-dispatch train FLAGS` does, on this rank of a default group."""
+    """Train as `padded-dispatch train FLAGS` does, on this rank of the default group."""
     counted: Counted = {}
     step_of_run = loop.Trainer.step
 
@@ -53,7 +53,7 @@ def counted_run(flags: str, device: torch.device) -> Counted:
 
 
 def copy(counters: Counters) -> dict[str, Any]:
-    """The counters, on the host."""
+    """Copy the counters to the host."""
     names = ("asked_mass", "dropped_mass", "num_tokens", "lost_tokens", "num_slots", "max_demand")
     return {name: getattr(counters, name).item() for name in names} | {
         "demand_E": counters.demand_E.cpu().numpy().copy(),
@@ -68,22 +68,22 @@ def stage_rank(settings: Settings) -> int:
 def assert_trace_says_the_same(
     folder: Path, counted: Counted, *, factor: float, policy: Policy = "probs"
 ) -> None:
-    """The what-if of the run's own trace at the run's own factor equals its counters."""
+    """Check that a replay of the run's trace at the run's factor equals its counters."""
     trace = load_traces([folder])
-    found = what_if(trace, [factor], policy=policy)
+    found = replay(trace, [factor], policy=policy)
     keys = list(zip(trace.steps.tolist(), trace.layers.tolist(), trace.ranks.tolist(), strict=True))
     assert set(keys) == {key for key in counted if key[0] in set(trace.steps.tolist())}
-    assert found.dropped.sum() > 0 and found.lost_tokens_FN.sum() > 0  # Or it would say little.
-    assert found.asked_mass_N is not None and found.kept_mass_FN is not None
+    assert found.dropped.sum() > 0 and found.lost_tokens.sum() > 0  # Else the test would be weak.
+    assert found.asked_mass is not None and found.kept_mass is not None
     for key in sorted(set(keys)):
         here = np.array([other == key for other in keys])
         figures = counted[key]
-        asked, kept = found.asked_mass_N[here].sum(), found.kept_mass_FN[0, here].sum()
-        assert found.demand_NE[here].sum(0).tolist() == figures["demand_E"].tolist()
-        assert found.kept_FNE[0, here].sum(0).tolist() == figures["kept_E"].tolist()
+        asked, kept = found.asked_mass[here].sum(), found.kept_mass[0, here].sum()
+        assert found.demand_by_expert[here].sum(0).tolist() == figures["demand_E"].tolist()
+        assert found.kept_by_expert[0, here].sum(0).tolist() == figures["kept_E"].tolist()
         assert (asked, asked - kept) == (figures["asked_mass"], figures["dropped_mass"])
-        assert found.num_tokens_N[here].sum() == figures["num_tokens"]
-        assert found.lost_tokens_FN[0, here].sum() == figures["lost_tokens"]
-        assert found.slots_F[0] * here.sum() == figures["num_slots"]
+        assert found.num_tokens[here].sum() == figures["num_tokens"]
+        assert found.lost_tokens[0, here].sum() == figures["lost_tokens"]
+        assert found.slots[0] * here.sum() == figures["num_slots"]
         balance = trace.num_tokens * trace.top_k / trace.num_experts
-        assert found.needed_factor_N[here].max() * balance == figures["max_demand"]
+        assert found.needed_factor[here].max() * balance == figures["max_demand"]

@@ -1,4 +1,4 @@
-"""Small traces for tests: odd sizes, few different probabilities, tokens with fewer than K."""
+"""Small traces for tests: odd sizes, many ties, tokens with fewer than K experts."""
 
 import numpy as np
 
@@ -17,10 +17,10 @@ def small_trace(
     probs: bool = True,
     seed: int = 0,
 ) -> Trace:
-    """Random choices, of which about a quarter are missing; probabilities are full of ties."""
+    """Return random choices, a quarter of them missing, with many equal probabilities."""
     random = np.random.default_rng(seed)
-    shape_NT = len(steps), num_tokens
-    scores_NTE = random.random((*shape_NT, num_experts))
+    shape = len(steps), num_tokens
+    scores_NTE = random.random((*shape, num_experts))
     ids_NTK = scores_NTE.argsort(-1)[..., :top_k].astype(np.int16)
     ids_NTK[random.random(ids_NTK.shape) < 0.25] = -1
     probs_NTK = random.choice(np.float32([0, 0.25, 0.5, 1]), ids_NTK.shape)
@@ -38,7 +38,7 @@ def small_trace(
 
 
 def equal(one: Trace, other: Trace) -> bool:
-    """Whether two traces have the same sizes and the same arrays."""
+    """Return whether two traces have the same sizes and the same arrays."""
     names = ("steps", "layers", "ranks", "ids_NTK", "probs_NTK")
     arrays = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
     sizes = ("num_experts", "top_k", "num_ranks")

@@ -8,18 +8,19 @@ import pytest
 
 from padded_dispatch import cli
 from padded_dispatch.tune.command import main
-from padded_dispatch.tune.replay import what_if
+from padded_dispatch.tune.replay import replay
 from padded_dispatch.tune.study import grid, largest_need
-from padded_dispatch.tune.synthetic import Sizes, synthetic_trace
+from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 from padded_dispatch.tune.trace import save_trace
 
-SIZES = Sizes(num_steps=60, num_layers=2, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
+SIZES = TraceSizes(num_steps=60, num_layers=2, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
 MADE = "--steps 60 --layers 2 --ranks 2 --tokens 40 --experts 6 --top-k 2"
+HUGE = "--synthetic zipf --steps 1000000"
 
 
 @pytest.fixture
 def tune(tmp_path, monkeypatch, capsys):
-    """Runs the command in a folder of its own; its exit code, what it said, what it wrote."""
+    """Run the command in an empty folder; return its exit code, output and recommendation."""
     monkeypatch.chdir(tmp_path)
 
     def run(flags):
@@ -31,7 +32,7 @@ def tune(tmp_path, monkeypatch, capsys):
 
 
 def test_a_made_up_trace_to_all_files(tune, tmp_path):
-    code, said, found = tune(
+    code, printed, found = tune(
         f"--synthetic zipf {MADE} --steps-share 0.9 --hidden-size 64 --ffn-size 48"
     )
     assert code == 0
@@ -45,11 +46,13 @@ def test_a_made_up_trace_to_all_files(tune, tmp_path):
             for kind in ("png", "svg")
         ),
     }
-    assert found["sentence"] in said
+    assert found["sentence"] in printed
     assert found["sentence"] in (tmp_path / "tune" / "report.html").read_text().replace("\xa0", " ")
-    assert re.search(r"^making a trace \.\.\. 19,200 rows, 240 passes \(\d+\.\d s\)$", said, re.M)
+    assert re.search(
+        r"^making a trace \.\.\. 19,200 rows, 240 records \(\d+\.\d s\)$", printed, re.M
+    )
     assert found["training"]["overall"]["factor"] == float(
-        re.search(r"--moe-expert-capacity-factor (\S+)", said)[1]
+        re.search(r"--moe-expert-capacity-factor (\S+)", printed)[1]
     )
     assert list(found["training"]["layers"]) == ["1", "2"]  # as Megatron counts
     assert found["layer"]["sizes"]["num_layers"] == 2
@@ -61,12 +64,12 @@ def test_recorded_traces_and_folders_of_them(tune, tmp_path):
     (tmp_path / "run").mkdir()
     for rank in (0, 1):
         save_trace(trace.where(trace.ranks == rank), tmp_path / "run" / f"rank-{rank}.npy")
-    _, said, by_folder = tune("run --no-plots")
-    assert "reading ... 9,600 rows, 120 passes" not in said
-    assert "reading ... 19,200 rows, 240 passes" in said
+    _, printed, by_folder = tune("run --no-plots")
+    assert "reading ... 9,600 rows, 120 records" not in printed
+    assert "reading ... 19,200 rows, 240 records" in printed
     _, _, by_file = tune("run/rank-1.npy run/rank-0.npy --no-plots")
     assert by_file["options"] == by_folder["options"]
-    exact = what_if(trace, grid(largest_need(trace)))
+    exact = replay(trace, grid(largest_need(trace)))
     dropped = [option["dropped"] for option in by_folder["options"]]
     assert dropped == (exact.dropped.sum(1) / 19_200).tolist()
     assert not list((tmp_path / "tune").glob("*.png"))
@@ -87,48 +90,56 @@ def test_megatrons_own_traces(tune, tmp_path):
         }
         with (tmp_path / f"router_trace_rank{trace.ranks[n]}.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
-    _, said, found = tune(". --experts 6 --ranks 2 --no-plots")
+    _, printed, found = tune(". --experts 6 --ranks 2 --no-plots")
     assert found["question"]["policy"] == "position"  # Such traces have no probabilities.
-    exact = what_if(trace, grid(largest_need(trace)))
+    exact = replay(trace, grid(largest_need(trace)))
     dropped = [option["dropped"] for option in found["options"]]
     assert dropped == (exact.dropped.sum(1) / 19_200).tolist()
     assert found["flags_per_layer"] is None
-    assert "No settings for each layer: this trace numbers layers within a pipeline stage" in said
+    assert (
+        "No settings for each layer: this trace numbers layers within a pipeline stage" in printed
+    )
     assert not any("layer-factors" in flag for flag in found["flags"])
-    with pytest.raises(ValueError, match="give --experts and --ranks"):
+    with pytest.raises(
+        ValueError, match="--experts and --ranks must be given for Megatron's traces"
+    ):
         tune("router_trace_rank0.jsonl")
 
 
-def test_a_missing_rank_takes_the_promise(tune, tmp_path):
-    sizes = Sizes(num_steps=60, num_layers=1, num_ranks=4, num_tokens=40, num_experts=8, top_k=2)
+def test_a_missing_rank_prevents_a_promise(tune, tmp_path):
+    sizes = TraceSizes(
+        num_steps=60, num_layers=1, num_ranks=4, num_tokens=40, num_experts=8, top_k=2
+    )
     trace = synthetic_trace("balanced", sizes)
     for rank in range(3):
         save_trace(trace.where(trace.ranks == rank), tmp_path / f"rank-{rank}.npy")
     flags = "--no-plots --steps-share 0.9"
-    code, said, found = tune(f"rank-0.npy rank-1.npy rank-2.npy {flags}")
+    code, printed, found = tune(f"rank-0.npy rank-1.npy rank-2.npy {flags}")
     assert code == 3
     for advice in (found["training"], found["evaluation"]):
         (caveat,) = advice["overall"]["caveats"]
         assert caveat.startswith("traces of 1 of 4 ranks are missing (3)")
-    assert "without a promise" in said and "traces of 1 of 4 ranks are missing (3)" in said
+    assert "without a promise" in printed and "traces of 1 of 4 ranks are missing (3)" in printed
     save_trace(trace.where(trace.ranks == 3), tmp_path / "rank-3.npy")
     assert tune(f"rank-0.npy rank-1.npy rank-2.npy rank-3.npy {flags}")[0] == 0
 
 
-def test_expert_tensor_parallelism_is_told(tune, tmp_path):
-    sizes = Sizes(num_steps=4, num_layers=1, num_ranks=4, num_tokens=40, num_experts=4, top_k=2)
+def test_expert_tensor_parallelism(tune, tmp_path):
+    sizes = TraceSizes(
+        num_steps=4, num_layers=1, num_ranks=4, num_tokens=40, num_experts=4, top_k=2
+    )
     trace = dataclasses.replace(synthetic_trace("zipf", sizes), num_experts=6)
     save_trace(trace, tmp_path / "etp.npy")
     _, _, found = tune("etp.npy --etp 2 --no-plots")
     assert found["trace"]["num_ranks"] == 2
-    with pytest.raises(ValueError, match="etp=1 is not possible: 4 sources"):
+    with pytest.raises(ValueError, match=r"--etp must split 4 sources .*, got 1"):
         tune("etp.npy --no-plots")
 
 
 def test_no_promise_is_exit_code_3(tune):
-    code, said, found = tune(f"--synthetic drift {MADE} --no-plots")
+    code, printed, found = tune(f"--synthetic drift {MADE} --no-plots")
     assert code == 3
-    assert "without a promise" in said
+    assert "without a promise" in printed
     (caveat,) = found["training"]["overall"]["caveats"]
     assert "the need changes over the trace" in caveat
 
@@ -154,52 +165,92 @@ def test_slots_and_promise_are_what_was_asked_for(tune):
     assert "--padded-policy position" in found["flags"]
 
 
-def test_the_beginning_can_be_left_out(tune):
-    """Of 60 steps, the last 15."""
-    code, said, found = tune(f"--synthetic drift {MADE} --no-plots --from-step 45")
-    assert "making a trace ... 4,800 rows, 60 passes" in said
+def test_from_step(tune):
+    code, printed, found = tune(f"--synthetic drift {MADE} --no-plots --from-step 45")
+    assert "making a trace ... 4,800 rows, 60 records" in printed
     assert found["training"]["overall"]["num_steps"] == 15
     assert code == 3
 
 
 def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
     save_trace(synthetic_trace("balanced", SIZES), tmp_path / "even.npy")
-    _, said, found = tune(f"--synthetic zipf {MADE} --no-plots --eval-traces even.npy")
+    _, printed, found = tune(f"--synthetic zipf {MADE} --no-plots --eval-traces even.npy")
     assert found["evaluation"]["overall"]["factor"] < found["training"]["overall"]["factor"]
-    assert "In evaluation: 1, for no row dropped in 99 % of steps, without a promise." in said
+    assert "In evaluation: 1, for no row dropped in 99 % of steps, without a promise." in printed
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "TRACE is not possible so: give traces, or --synthetic KIND"),
-        ("some.npy --synthetic zipf", "TRACE is not possible so"),
-        ("nowhere.npy", "nowhere.npy: No such file or directory"),
+        ("", "TRACE or --synthetic must be given, got none"),
+        ("some.npy --synthetic zipf", "TRACE or --synthetic must be given, got both"),
+        ("nowhere.npy", "nowhere.npy must be a trace or a folder of traces, got no such file"),
         ("broken.npy", "broken.npy: "),
-        ("folder", "folder: no trace (*.npy) is there"),
-        (f"--synthetic zipf {MADE} --from-step 60", "from_step=60 is not possible: the trace ends"),
-        ("--synthetic zipf --drop 2", "drop=2 is not possible: give a share"),
-        (f"--synthetic zipf {MADE} --factors 0.5", "factors up to 0.5 are not possible"),
-        (f"--synthetic zipf {MADE} --hidden-size 8", "hidden_size and ffn_size go together"),
+        ("folder", "folder: the folder must hold traces (*.npy), got none"),
+        (
+            f"--synthetic zipf {MADE} --from-step 60",
+            "--from-step must be at most the last, 59, got 60",
+        ),
+        ("--synthetic zipf --drop 2", "--drop must be a share from 0 to below 1, got 2.0"),
+        (
+            f"--synthetic zipf {MADE} --factors 0.5",
+            "--factors must suffice in every step, got 'at most 0.5'; add ",
+        ),
+        (
+            f"--synthetic zipf {MADE} --hidden-size 8",
+            "--hidden-size and --ffn-size must be given together",
+        ),
         (
             f"--synthetic zipf {MADE} --hidden-size 8 --ffn-size 8 --calibration none.json",
-            "calibration=none.json is not possible",
+            "--calibration must be a file of `padded-dispatch calibrate`, got 'none.json'",
         ),
-        ("--synthetic zipf --top-k 99", "top_k=99 is not possible: a token cannot have more than"),
-        ("--synthetic zipf --seed -1", "seed=-1 is not possible: give 0 or more"),
-        ("--synthetic zipf --tokens 0", "num_tokens=0 is not possible: give at least 1"),
-        ("broken.npy --max-gib nan", "max_gib=nan is not possible: give a finite number"),
+        ("--synthetic zipf --top-k 99", "--top-k must be at most num_experts=32, got 99"),
+        ("--synthetic zipf --seed -1", "--seed must be 0 or more, got -1"),
+        ("--synthetic zipf --tokens 0", "--tokens must be at least 1, got 0"),
+        ("broken.npy --max-gib nan", "--max-gib must be a finite number, got nan"),
         (
-            f"--synthetic zipf {MADE} --out broken.npy",
-            "out=broken.npy is not possible (File exists",
+            f"--synthetic zipf {MADE} --calibration broken.json",
+            "--calibration must be a file of `padded-dispatch calibrate`, got 'broken.json' (not J",
         ),
+        ("broken.jsonl --experts 4 --ranks 2", "broken.jsonl, line 1 must be one JSON object, got"),
+        ("broken.jsonl", "--experts and --ranks must be given for Megatron's traces"),
+        # Refused before any work: these traces would take minutes to make.
+        (f"{HUGE} --factors 1 -1", "--factors must be finite numbers above 0, got (1.0, -1.0)"),
+        (f"{HUGE} --hold-out 2", "--hold-out must be a share from 0 to below 1, got 2.0"),
+        (f"{HUGE} --eval-drop -1", "--eval-drop must be a share from 0 to below 1, got -1.0"),
+        (f"{HUGE} --confidence 0.2", "--confidence must be a share above 0.5 and below 1, got 0.2"),
+        (f"{HUGE} --min-capacity 0", "--min-capacity must be at least 1, got 0"),
+        (f"{HUGE} --etp 0", "--etp must be at least 1, got 0"),
+        (f"{HUGE} --in-flight 0", "--in-flight must be at least 1, got 0"),
+        (f"{HUGE} --layers-per-rank 0", "--layers-per-rank must be at least 1, got 0"),
+        (f"{HUGE} --ranks 0", "--ranks must be at least 1, got 0"),
+        (f"{HUGE} --run-dir broken.npy", "--run-dir must "),
+        (f"{HUGE} --eval-traces nowhere.npy", "nowhere.npy must be a trace"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, flags, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONWARNINGS", "")
     (tmp_path / "broken.npy").write_bytes(b"\x93NUMPY nothing more")
+    for name in ("broken.json", "broken.jsonl"):
+        (tmp_path / name).write_text("nothing")
     (tmp_path / "folder").mkdir()
     assert cli.main(["tune", "--no-plots", *flags.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"padded-dispatch tune: {message}")
+
+
+def test_a_typo_in_a_flag_is_named(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["tune", "--synthetic", "zipf", "--dorp", "0.1"])
+    assert stopped.value.code == 2
+    assert "unrecognized arguments: --dorp" in capsys.readouterr().err
+
+
+def test_a_missing_matplotlib_is_named_before_the_work(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("padded_dispatch.tune.plots.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'padded-dispatch\[tune\]'"):
+        main(HUGE.split())
+    with pytest.raises(ValueError, match="--drop must be"):
+        main([*HUGE.split(), "--drop", "3"])

@@ -1,14 +1,14 @@
-"""Between the five meanings of capacity factor, by hand-worked sizes."""
+"""Conversion between the five meanings of capacity factor, by hand-worked sizes."""
 
 import math
 
 import pytest
 
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.tune.convert import MEANINGS, Sizes, from_source, to_source
+from padded_dispatch.tune.convert import MEANINGS, RoutingSizes, from_source, to_source
 
-QWEN3_EP8 = Sizes(num_tokens=4096, num_experts=128, top_k=8, num_ranks=8, max_rows=49152)
-ODD = Sizes(num_tokens=37, num_experts=6, top_k=3, num_ranks=3)  # L = 2 < K
+QWEN3_EP8 = RoutingSizes(num_tokens=4096, num_experts=128, top_k=8, num_ranks=8, max_rows=49152)
+ODD = RoutingSizes(num_tokens=37, num_experts=6, top_k=3, num_ranks=3)  # L = 2 < K
 
 
 @pytest.mark.parametrize(
@@ -58,29 +58,36 @@ def test_beyond_the_worst_case_is_the_worst_case():
 @pytest.mark.parametrize(
     ("value", "meaning", "message"),
     [
-        (1.01, "worst-case", "worst-case 1.01 is not possible: it is at most 1"),
-        (4095, "max-tokens", "at least num_tokens=4096, since DeepEP drops nothing"),
-        (4096.5, "max-tokens", "a whole number"),
-        (0.0, "rank", "rank 0 is not possible"),
-        (-1.0, "source", "source -1 is not possible"),
-        (float("nan"), "stash", "stash nan is not possible"),
-        (1.0, "pooled", f"choose one of {', '.join(MEANINGS)}"),
+        (1.01, "worst-case", "worst-case must be at most 1, got 1.01"),
+        (
+            4095,
+            "max-tokens",
+            "max-tokens must .* at least num_tokens=4096, since DeepEP drops nothing, got 4095",
+        ),
+        (4096.5, "max-tokens", "max-tokens must be a whole number .*, got 4096.5"),
+        (0.0, "rank", "rank must be a finite number above 0, got 0.0"),
+        (-1.0, "source", "source must be a finite number above 0, got -1.0"),
+        (float("nan"), "stash", "stash must be a finite number above 0, got nan"),
+        (1.0, "pooled", f"meaning must be one of {', '.join(MEANINGS)}, got 'pooled'"),
     ],
 )
-def test_what_means_nothing(value, meaning, message):
+def test_values_without_a_meaning(value, meaning, message):
     with pytest.raises(ValueError, match=message):
         to_source(value, meaning, QWEN3_EP8)
 
 
-def test_what_has_no_counterpart():
-    with pytest.raises(ValueError, match=r"1\.25 has no counterpart in max-tokens.*a factor of 16"):
+def test_values_without_a_counterpart():
+    with pytest.raises(
+        ValueError,
+        match=r"factor must be at least 16 for max-tokens, got 1\.25: DeepEP drops nothing",
+    ):
         from_source(1.25, "max-tokens", QWEN3_EP8)
-    with pytest.raises(ValueError, match=r"stash -2 is relative to .*: give max_rows"):
+    with pytest.raises(ValueError, match=r"stash must be above 0 .*, got -2\.0; give max_rows"):
         to_source(-2.0, "stash", ODD)
 
 
-def test_sizes_that_cannot_be():
-    with pytest.raises(ValueError, match="num_ranks=4 is not possible: it must divide"):
-        Sizes(num_tokens=4, num_experts=6, top_k=2, num_ranks=4)
-    with pytest.raises(ValueError, match="num_tokens=0 is not possible"):
-        Sizes(num_tokens=0, num_experts=6, top_k=2, num_ranks=2)
+def test_wrong_sizes():
+    with pytest.raises(ValueError, match="num_ranks must divide num_experts=6, got 4"):
+        RoutingSizes(num_tokens=4, num_experts=6, top_k=2, num_ranks=4)
+    with pytest.raises(ValueError, match="num_tokens must be at least 1, got 0"):
+        RoutingSizes(num_tokens=0, num_experts=6, top_k=2, num_ranks=2)

@@ -1,9 +1,16 @@
-"""Bytes and FLOPs of a factor, by hand."""
+"""Bytes and FLOPs of a factor by hand; the balanced drop by exact arithmetic, a table and draws."""
 
+import math
+from decimal import Decimal, localcontext
+from fractions import Fraction
+
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.tune.cost import LayerSizes, cost
+from padded_dispatch.tune.cost import LayerSizes, balanced_drop, balanced_drop_poisson, cost
 
 QWEN3 = LayerSizes(num_tokens=4096, hidden_size=2048, ffn_size=768)
 
@@ -36,7 +43,7 @@ def test_what_backward_needs():
 
 def test_layers_share_buffers_and_keep_activations_for_themselves():
     many = LayerSizes(
-        num_tokens=4096, hidden_size=2048, ffn_size=768, num_layers=3, num_in_flight=2
+        num_tokens=4096, hidden_size=2048, ffn_size=768, num_layers=3, microbatches_in_flight=2
     )
     one, six = (cost(qwen3(1.0), sizes, busiest_rows=0) for sizes in (QWEN3, many))
     assert six.memory_bytes == one.buffer_bytes + 6 * one.saved_bytes
@@ -63,5 +70,76 @@ def test_dropping_nothing_costs_every_token_for_every_expert():
 
 
 def test_sizes_below_one():
-    with pytest.raises(ValueError, match="ffn_size=0 is not possible: give at least 1"):
+    with pytest.raises(ValueError, match="ffn_size must be at least 1, got 0"):
         LayerSizes(num_tokens=1, hidden_size=1, ffn_size=0)
+
+
+# Percent of rows dropped at m rows per slot group, with C = ceil(m * factor) slots.
+FACTORS = (1.0, 1.05, 1.1, 1.25, 1.5)
+TABLE = {
+    32: (7.03, 4.41, 2.59, 0.73, 0.02),
+    64: (4.98, 2.51, 1.37, 0.13, 0.00),
+    128: (3.52, 1.47, 0.58, 0.01, 0.00),
+    256: (2.49, 0.75, 0.15, 0.00, 0.00),
+    512: (1.76, 0.28, 0.02, 0.00, 0.00),
+    1024: (1.25, 0.07, 0.00, 0.00, 0.00),
+    2048: (0.88, 0.01, 0.00, 0.00, 0.00),
+}
+
+# The logarithms that are summed grow to about 15000, and are exact to 2**-53 of that.
+CLOSE = dict(rel=1e-11)
+
+
+@pytest.mark.parametrize("mean", TABLE)
+def test_a_table_to_its_last_digit(mean):
+    capacities = [math.ceil(mean * factor) for factor in FACTORS]
+    shares = [
+        100 * balanced_drop_poisson(mean_rows=mean, capacity=capacity) for capacity in capacities
+    ]
+    assert tuple(round(share, 2) for share in shares) == TABLE[mean]
+
+
+@pytest.mark.parametrize(
+    ("mean", "capacity"), [(1, 1), (32, 34), (32, 48), (2048, 100), (2048, 2151), (2048, 3072)]
+)
+def test_poisson_in_sixty_digits(mean, capacity):
+    with localcontext(prec=60):
+        probability, dropped = Decimal(-mean).exp(), Decimal(0)
+        for rows in range(1, 6 * mean + 200):
+            probability *= Decimal(mean) / rows
+            dropped += probability * max(0, rows - capacity)
+        expected = float(dropped / mean)
+    assert balanced_drop_poisson(mean_rows=mean, capacity=capacity) == pytest.approx(
+        expected, **CLOSE
+    )
+
+
+@given(st.data())
+def test_binomial_in_fractions(data):
+    num_tokens = data.draw(st.integers(1, 40))
+    num_experts = data.draw(st.integers(1, 9))
+    top_k = data.draw(st.integers(1, num_experts))
+    capacity = data.draw(st.integers(1, num_tokens + 2))
+    p = Fraction(top_k, num_experts)
+    dropped = sum(
+        (rows - capacity) * math.comb(num_tokens, rows) * p**rows * (1 - p) ** (num_tokens - rows)
+        for rows in range(capacity + 1, num_tokens + 1)
+    )
+    found = balanced_drop(
+        num_tokens=num_tokens, top_k=top_k, num_experts=num_experts, capacity=capacity
+    )
+    assert found == pytest.approx(float(dropped / (num_tokens * p)), **CLOSE)
+
+
+def test_poisson_is_the_limit_of_many_experts():
+    # For p = 1 / E the two differ by less than p, relatively, this close to the mean.
+    many = balanced_drop(num_tokens=2**18, top_k=1, num_experts=2**13, capacity=32)
+    assert many == pytest.approx(balanced_drop_poisson(mean_rows=32, capacity=32), rel=2**-13)
+
+
+def test_draws_drop_as_much():
+    random = np.random.default_rng(0)
+    rows = random.binomial(256, 8 / 64, size=100_000)
+    drawn = np.maximum(rows - 34, 0) / 32
+    expected = balanced_drop(num_tokens=256, top_k=8, num_experts=64, capacity=34)
+    assert abs(drawn.mean() - expected) < 6 * drawn.std() / math.sqrt(len(rows))

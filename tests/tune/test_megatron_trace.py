@@ -1,4 +1,4 @@
-"""What Megatron's tracer writes is read; whatever else a file holds is an error with its line."""
+"""Traces of Megatron's tracer are read; any other content is an error that names its line."""
 
 import json
 import tracemalloc
@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from padded_dispatch.tune import megatron_trace as megatron_jsonl
+from padded_dispatch.tune import megatron_trace
 from padded_dispatch.tune.megatron_trace import load_megatron_traces
-from padded_dispatch.tune.replay import what_if
+from padded_dispatch.tune.replay import replay
 
 
 def record(**changes) -> dict:
@@ -51,37 +51,46 @@ def test_a_folder_of_ranks_becomes_one_trace(tmp_path):
     assert trace.ids_NTK[0].tolist() == [[1, 5], [0, 4], [2, 3]]
     assert trace.ids_NTK[5].tolist() == [[1, 4], [0, 4], [2, 3]]
     assert trace.probs_NTK is None
-    assert what_if(trace, [1.0], policy="position").demand.tolist() == [6] * 6
+    assert replay(trace, [1.0], policy="position").demand.tolist() == [6] * 6
 
 
-def test_steps_can_be_left_out(tmp_path):
-    path = tmp_path / "router_trace_rank0.jsonl"
-    write(path, *(record(step=step) for step in range(7)))
-    assert read(path, every=3).steps.tolist() == [0, 3, 6]
-    write(path, record(step=1))
-    with pytest.raises(ValueError, match="no record of a step that is a multiple of every=3"):
-        read(path, every=3)
+def test_files_without_records(tmp_path):
+    write(tmp_path / "router_trace_rank0.jsonl")
+    with pytest.raises(ValueError, match="must hold at least one record, got none"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"step": -1}, "line 2: step=-1 is not possible"),
-        ({"step": True}, "line 2: step=True"),
-        ({"layer": 10**30}, "line 2: layer=1000"),
-        ({"rank": "0"}, "line 2: rank='0'"),
-        ({"block": "encoder"}, "line 2: block='encoder' is not possible: decoder or mtp"),
-        ({"block": "mtp"}, "line 2: mtp_idx=None"),
-        ({"top_indices": [[0, 6], [0, 1], [0, 1]]}, "from 0 to 6 .* num_experts=6"),
-        ({"top_indices": [[0, -1], [0, 1], [0, 1]]}, "from -1 to 1 .* num_experts=6"),
-        ({"top_indices": [[0, 1], [4, 4], [0, 1]]}, "line 2: a token has the same expert twice"),
-        ({"top_indices": [[0, 1], [4]]}, "line 2: top_indices is no table of numbers"),
-        ({"top_indices": [[0.5, 1], [0, 1], [0, 1]]}, r"float64\[3, 2\], .* say int64\[3, 2\]"),
-        ({"top_indices": [[0, 10**30], [0, 1], [0, 1]]}, r"object\[3, 2\]"),
-        ({"top_indices": [[0, 1]] * 4}, r"int64\[4, 2\], .* say int64\[3, 2\]"),
-        ({"top_indices": None}, r"object\[\]"),
-        ({"top_indices": [], "num_tokens": 0, "topk": 0}, "top_indices is float64"),
-        ({"top_indices": [[0, 1]] * 4, "num_tokens": 4}, r"shape \(4, 2\) after \(3, 2\): one"),
+        ({"step": -1}, "line 2: step must be a whole number from 0, got -1"),
+        ({"step": True}, "line 2: step must .*, got True"),
+        ({"layer": 10**30}, "line 2: layer must .*, got 1000"),
+        ({"rank": "0"}, "line 2: rank must .*, got '0'"),
+        ({"block": "encoder"}, "line 2: block must be decoder or mtp, got 'encoder'"),
+        ({"block": "mtp"}, "line 2: mtp_idx must .*, got None"),
+        ({"top_indices": [[0, 6], [0, 1], [0, 1]]}, "below num_experts=6, got '0 to 6'; give"),
+        ({"top_indices": [[0, -1], [0, 1], [0, 1]]}, "below num_experts=6, got '-1 to 1'; give"),
+        (
+            {"top_indices": [[0, 1], [4, 4], [0, 1]]},
+            "line 2: top_indices must name each expert of a token once",
+        ),
+        ({"top_indices": [[0, 1], [4]]}, "line 2: top_indices must be a table of numbers"),
+        ({"top_indices": [[0.5, 1], [0, 1], [0, 1]]}, r"int64\[3, 2\], .*, got 'float64\[3, 2\]'"),
+        (
+            {"top_indices": [[0, 10**30], [0, 1], [0, 1]]},
+            r"int64\[3, 2\], .*, got 'object\[3, 2\]'",
+        ),
+        ({"top_indices": [[0, 1]] * 4}, r"int64\[3, 2\], .*, got 'int64\[4, 2\]'"),
+        ({"top_indices": None}, r"got 'object\[\]'"),
+        (
+            {"top_indices": [], "num_tokens": 0, "topk": 0},
+            "top_indices must be .* not empty, got 'float64",
+        ),
+        (
+            {"top_indices": [[0, 1]] * 4, "num_tokens": 4},
+            r"top_indices.shape must be \(3, 2\), .*, got \(4, 2\); split",
+        ),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path, changes, message):
@@ -94,14 +103,14 @@ def test_a_wrong_line_is_named(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"step": 7, "top_in', r"line 1: no JSON .* half a line"),
-        ("[" * 100_000, "line 1: no JSON"),
-        ("9" * 100_000, "line 1: no JSON"),
-        ("[1, 2]", "line 1: list in place of an object"),
-        ("\x00\xff", "line 1: no JSON"),
+        ('{"step": 7, "top_in', r"line 1 must be one JSON object, got .* half a line"),
+        ("[" * 100_000, "line 1 must be one JSON object, got "),
+        ("9" * 100_000, "line 1 must be one JSON object, got "),
+        ("[1, 2]", r"line 1 must be one JSON object, got b'\[1, 2\]'"),
+        ("\x00\xff", "line 1 must be one JSON object, got "),
     ],
 )
-def test_what_is_no_record(tmp_path, text, message):
+def test_lines_that_are_no_record(tmp_path, text, message):
     path = tmp_path / "trace.jsonl"
     path.write_text(text, encoding="latin1")
     with pytest.raises(ValueError, match=message):
@@ -112,13 +121,14 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
     path = tmp_path / "trace.jsonl"
     write(path, *(record(step=step) for step in range(9)))
     with pytest.raises(
-        ValueError, match="line 5: more than max_bytes=48: raise it, or raise every"
+        ValueError,
+        match=r"line 5: .* at most max_bytes=48, got 60; raise it .*, or trace fewer steps",
     ):
         read(path, max_bytes=48)
-    monkeypatch.setattr(megatron_jsonl, "_MAX_LINE_BYTES", 2**16)
+    monkeypatch.setattr(megatron_trace, "_MAX_LINE_BYTES", 2**16)
     path.write_bytes(b" " * 2**22)
     tracemalloc.start()
-    with pytest.raises(ValueError, match="line 1: longer than 65536 bytes"):
+    with pytest.raises(ValueError, match="line 1 must be at most 65536 bytes long"):
         read(path)
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()

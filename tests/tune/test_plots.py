@@ -1,4 +1,4 @@
-"""Figures carry the numbers that they are about, labels with units, and no two runs differ."""
+"""Figures hold the right numbers and labels with units, and no two runs differ."""
 
 import numpy as np
 import pytest
@@ -7,10 +7,10 @@ from padded_dispatch.tune import plots
 from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.recommend import Target
 from padded_dispatch.tune.study import Layer, Question, study
-from padded_dispatch.tune.synthetic import Sizes, synthetic_trace
+from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 from padded_dispatch.tune.time_model import shipped
 
-SIZES = Sizes(num_steps=60, num_layers=3, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
+SIZES = TraceSizes(num_steps=60, num_layers=3, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
 
 
 def studied(kind, *, layer=True, **target):
@@ -18,7 +18,7 @@ def studied(kind, *, layer=True, **target):
         target=Target(**({"steps_share": 0.9} | target)), eval_target=Target(drop=0.0)
     )
     sizes = LayerSizes(num_tokens=40, hidden_size=64, ffn_size=48, num_layers=3)
-    costed = Layer(sizes=sizes, calibration=shipped()) if layer else None
+    costed = Layer(sizes=sizes, time_model=shipped()) if layer else None
     return study(synthetic_trace(kind, SIZES, seed=1), question, name=kind, layer=costed)
 
 
@@ -26,7 +26,7 @@ def lines(axes):
     return {str(line.get_label()): line for line in axes.lines}
 
 
-def test_dropped_shows_all_rows_layers_floor_and_target():
+def test_dropped_shows_all_rows_layers_a_balanced_router_and_the_target():
     found = studied("zipf")
     (axes,) = plots.figures(found)["dropped"].axes
     drawn = lines(axes)
@@ -35,8 +35,8 @@ def test_dropped_shows_all_rows_layers_floor_and_target():
     shares = np.array([option.dropped for option in found.options])
     np.testing.assert_array_equal(y[shares >= 1e-6], shares[shares >= 1e-6])
     assert np.isnan(y[shares < 1e-6]).all()
-    floor = drawn["floor: experts equally popular"].get_ydata()
-    assert floor[0] == found.options[0].floor
+    balanced = drawn["perfectly balanced router"].get_ydata()
+    assert balanced[0] == found.options[0].balanced_drop
     assert drawn["target: 0.1 %"].get_ydata()[0] == 0.001
     factor = found.training.overall.factor
     assert drawn[f"recommended: {factor:g}"].get_xdata()[0] == factor
@@ -49,8 +49,8 @@ def test_load_is_relative_to_balance():
     (mesh,) = axes.collections
     values = np.asarray(mesh.get_array()).reshape(3, 6)
     np.testing.assert_allclose(values.mean(1), 1.0, rtol=1e-12)
-    layer = found.what_if.layers_N == found.what_if.layers_N[0]
-    demand_E = found.what_if.demand_NE[layer].sum(0)
+    layer = found.replay.layers == found.replay.layers[0]
+    demand_E = found.replay.demand_by_expert[layer].sum(0)
     np.testing.assert_allclose(values[0], demand_E / demand_E.mean(), rtol=1e-12)
 
 

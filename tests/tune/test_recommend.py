@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 
+from padded_dispatch.tune.quantile import has_drifted
 from padded_dispatch.tune.recommend import (
     Phase,
     Target,
-    has_drifted,
     percent,
     recommend,
     smallest_sufficient,
 )
-from padded_dispatch.tune.replay import what_if
+from padded_dispatch.tune.replay import replay
 from padded_dispatch.tune.study import grid, largest_need
-from padded_dispatch.tune.synthetic import KINDS, Sizes, synthetic_trace
+from padded_dispatch.tune.synthetic import KINDS, TraceSizes, synthetic_trace
 from padded_dispatch.tune.trace import Trace
 
 T = 20
@@ -21,12 +21,12 @@ FACTORS = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0]  # C = 10 ... 
 DEMAND_OF = {round(c / 10, 1): c for c in range(10, 21)}
 
 
-def trace_of(*needs_LS, steps=None):
-    """Layers whose expert 0 is asked for so often that step s needs the factor `needs[s]`."""
+def trace_of(*needs, steps=None):
+    """Return layers whose demand for expert 0 makes step s need the factor `needs[layer][s]`."""
     records = [
         (s, layer, DEMAND_OF[need])
-        for layer, needs_S in enumerate(needs_LS, start=1)
-        for s, need in enumerate(needs_S)
+        for layer, of_layer in enumerate(needs, start=1)
+        for s, need in enumerate(of_layer)
     ]
     numbers = np.array(records)
     ids_NTK = (np.arange(T) >= numbers[:, 2, None]).astype(np.int16)[:, :, None]
@@ -42,8 +42,8 @@ def trace_of(*needs_LS, steps=None):
     )
 
 
-def advise(*needs_LS, factors=FACTORS, **target):
-    found = what_if(trace_of(*needs_LS), factors, policy="position")
+def advise(*needs, factors=FACTORS, **target):
+    found = replay(trace_of(*needs), factors, policy="position")
     return recommend(found, Target(**({"drop": 0.0} | target)))
 
 
@@ -55,10 +55,10 @@ def mixed(num_steps, high, every):
 
 
 def test_the_first_factor_from_which_on_all_are_enough():
-    demand_S = np.array([10, 10, 10])
-    dropped_FS = np.array([[4, 0, 2], [1, 3, 2], [0, 0, 2]])
-    assert smallest_sufficient(demand_S, dropped_FS, 0.1).tolist() == [1, 2, 3]
-    assert smallest_sufficient(demand_S, dropped_FS, 0.0).tolist() == [2, 2, 3]
+    demand = np.array([10, 10, 10])
+    dropped = np.array([[4, 0, 2], [1, 3, 2], [0, 0, 2]])
+    assert smallest_sufficient(demand, dropped, 0.1).tolist() == [1, 2, 3]
+    assert smallest_sufficient(demand, dropped, 0.0).tolist() == [2, 2, 3]
 
 
 def test_a_promise_that_can_be_given():
@@ -83,7 +83,7 @@ def test_chance_is_allowed_for():
     assert "more steps may show that 1.2 is enough" in found.sentence()
 
 
-def test_what_a_step_may_drop():
+def test_a_target_that_allows_drops():
     needs = np.tile([1.2, 1.3], 300)
     assert advise(needs).overall.factor == 1.3
     assert advise(needs, drop=0.05).overall.factor == 1.2  # one row of 20
@@ -97,7 +97,7 @@ def test_every_layer_has_its_own_factor_and_all_together_share_a_budget():
     assert found.overall.factor == 1.2  # two rows of the forty that both layers ask for
 
 
-def test_too_few_steps_are_said():
+def test_too_few_steps_are_a_caveat():
     found = advise(np.tile([1.2, 1.3], 100))
     advice = found.overall
     assert advice.factor == 1.3
@@ -112,7 +112,7 @@ def test_too_few_steps_are_said():
     )
 
 
-def test_bursts_are_said():
+def test_bursts_are_a_caveat():
     needs = np.full(2000, 1.2)
     needs[[300, 301, 302, 900, 901, 902]] = 2.0
     advice = advise(needs, steps_share=0.9).overall
@@ -139,11 +139,11 @@ def test_drift_gives_a_schedule():
 @pytest.mark.parametrize("rises", [True, False])
 @pytest.mark.parametrize(("first", "every"), [(1, 1), (10, 10), (0, 1)])
 def test_no_step_of_a_schedule_gets_too_little(first, every, rises):
-    """As `train --trace` numbers steps, with gaps, and as Megatron does: from 0."""
+    """Steps are numbered as by `train --trace`, with gaps, or as by Megatron, from 0."""
     low, high = np.tile([1.2, 1.3], 100), np.tile([1.9, 2.0], 100)
     needs = np.concatenate([low, high] if rises else [high, low])
     steps = first + every * np.arange(400)
-    found = what_if(trace_of(needs, steps=steps), FACTORS, policy="position")
+    found = replay(trace_of(needs, steps=steps), FACTORS, policy="position")
     phases = recommend(found, Target(drop=0.0, steps_share=0.9)).overall.phases
     assert phases == (
         (Phase(first_step=0, factor=1.3), Phase(first_step=steps[199], factor=2.0))  # before a gap
@@ -155,7 +155,7 @@ def test_no_step_of_a_schedule_gets_too_little(first, every, rises):
         assert [p.factor for p in phases if p.first_step <= done_before][-1] >= need
 
 
-def test_a_change_that_no_factor_depends_on_is_none():
+def test_a_change_without_effect_on_the_factor_is_no_caveat():
     """Independent steps; the middle shifts within the grid's step, the tail stays."""
     seen = 0
     for seed in range(10):
@@ -169,21 +169,23 @@ def test_a_change_that_no_factor_depends_on_is_none():
     assert seen > 5
 
 
-def test_ranks_that_nobody_traced_are_said():
-    sizes = Sizes(num_steps=300, num_layers=1, num_ranks=4, num_tokens=16, num_experts=8, top_k=2)
+def test_missing_ranks_are_a_caveat():
+    sizes = TraceSizes(
+        num_steps=300, num_layers=1, num_ranks=4, num_tokens=16, num_experts=8, top_k=2
+    )
     trace = synthetic_trace("balanced", sizes)
 
     def caveats(part):
-        return recommend(what_if(part, [1.0, 2.0]), Target()).overall.caveats
+        return recommend(replay(part, [1.0, 2.0]), Target()).overall.caveats
 
     assert caveats(trace) == ()
     (caveat,) = caveats(trace.where(trace.ranks % 2 == 0))
     assert caveat == (
-        "traces of 2 of 4 ranks are missing (1, 3): what they ask for is not known; give the "
-        "traces of all ranks"
+        "traces of 2 of 4 ranks are missing (1, 3), so their demand is unknown; give the traces of "
+        "all ranks"
     )
     (caveat,) = caveats(trace.where((trace.ranks != 3) | (trace.steps < 290)))
-    assert caveat.startswith("10 of 300 steps of a layer lack some of their 4 ranks: ")
+    assert caveat.startswith("10 of 300 steps of a layer lack some of their 4 ranks, so ")
 
 
 def test_order_of_factors_does_not_matter():
@@ -192,15 +194,19 @@ def test_order_of_factors_does_not_matter():
 
 
 def test_a_grid_that_ends_too_low():
-    with pytest.raises(ValueError, match=r"up to 1\.2 are not possible: .* add 1\.5"):
+    with pytest.raises(
+        ValueError, match=r"factors must suffice in every step, got 'at most 1\.2'; add 1\.5"
+    ):
         advise(mixed(50, 1.5, 10), factors=[1.0, 1.2])
 
 
 def test_a_trace_of_padding():
     empty = trace_of([1.2])
     empty.ids_NTK[:] = -1
-    with pytest.raises(ValueError, match="no token of this trace asks for an expert"):
-        recommend(what_if(empty, [1.0], policy="position"), Target())
+    with pytest.raises(
+        ValueError, match="trace must ask for at least one expert, got padding only"
+    ):
+        recommend(replay(empty, [1.0], policy="position"), Target())
 
 
 @pytest.mark.parametrize(
@@ -214,36 +220,40 @@ def test_a_trace_of_padding():
         ("confidence", 0.5),
     ],
 )
-def test_targets_that_are_none(name, value):
-    with pytest.raises(ValueError, match=f"{name}=.* is not possible: give a share"):
+def test_wrong_targets(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be a share .*, got {value}"):
         Target(**{name: value})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_promise_holds_on_steps_that_nobody_looked_at(kind):
-    """Recommended from 600 steps, checked on the next 300; what cannot be promised is said."""
-    sizes = Sizes(num_steps=900, num_layers=1, num_ranks=2, num_tokens=48, num_experts=8, top_k=2)
+def test_the_promise_holds_on_unseen_steps(kind):
+    """Recommend from 600 steps, check on the next 300; each case without a promise has a caveat."""
+    sizes = TraceSizes(
+        num_steps=900, num_layers=1, num_ranks=2, num_tokens=48, num_experts=8, top_k=2
+    )
     trace = synthetic_trace(kind, sizes, seed=1)
     seen, unseen = trace.where(trace.steps < 600), trace.where(trace.steps >= 600)
     target = Target(drop=0.001, steps_share=0.95)
-    advice = recommend(what_if(seen, grid(largest_need(seen))), target).overall
-    later = what_if(unseen, [advice.factor]).by_layer_and_step()
-    kept_S = later.dropped_FLS[0].sum(0) <= 0.001 * later.demand_LS.sum(0)
-    assert kept_S.mean() >= 0.95
+    advice = recommend(replay(seen, grid(largest_need(seen))), target).overall
+    later = replay(unseen, [advice.factor]).by_layer_and_step()
+    kept = later.dropped[0].sum(0) <= 0.001 * later.demand.sum(0)
+    assert kept.mean() >= 0.95
     reasons = {"burst": "75 of 600 steps, in 75 bursts", "drift": "the need changes over the trace"}
     assert advice.promised == (kind not in reasons)
     assert all(caveat.startswith(reasons[kind]) for caveat in advice.caveats)
 
 
-def test_steps_after_a_change_may_break_what_steps_before_it_say():
-    """What the caveat is for: routing that grows less even, of which only the start was seen."""
-    sizes = Sizes(num_steps=900, num_layers=1, num_ranks=2, num_tokens=48, num_experts=8, top_k=2)
+def test_steps_after_a_change_may_break_the_target():
+    """Routing becomes less even, and the trace holds only its start: hence the caveat."""
+    sizes = TraceSizes(
+        num_steps=900, num_layers=1, num_ranks=2, num_tokens=48, num_experts=8, top_k=2
+    )
     trace = synthetic_trace("drift", sizes, strength=3.0, seed=1)
     seen, unseen = trace.where(trace.steps < 300), trace.where(trace.steps >= 600)
-    advice = recommend(what_if(seen, grid(largest_need(seen))), Target(steps_share=0.9)).overall
-    later = what_if(unseen, [advice.factor]).by_layer_and_step()
-    kept_S = later.dropped_FLS[0].sum(0) <= 0.001 * later.demand_LS.sum(0)
-    assert kept_S.mean() < 0.9
+    advice = recommend(replay(seen, grid(largest_need(seen))), Target(steps_share=0.9)).overall
+    later = replay(unseen, [advice.factor]).by_layer_and_step()
+    kept = later.dropped[0].sum(0) <= 0.001 * later.demand.sum(0)
+    assert kept.mean() < 0.9
     assert not advice.promised
 
 

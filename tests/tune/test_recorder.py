@@ -1,4 +1,4 @@
-"""What routers asked for is what a recording has, at the steps that were asked for."""
+"""A recording holds the choices of the routers, at the steps to be recorded."""
 
 import numpy as np
 import pytest
@@ -25,20 +25,20 @@ def test_choices_are_the_first_k_experts_of_the_map(case: RoutingCase):
         assert probs_TK[t].tolist() == case.probs_TE[t, experts].tolist() + [0.0] * padding
 
 
-def pass_of(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Map and probabilities [7, 5] of one pass."""
+def microbatch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Map and probabilities [7, 5] of one micro-batch."""
     map_TE = torch.from_numpy(thin_out(routing_map(7, 5, 2, seed=number), share=0.2, seed=number))
     probs_TE = torch.rand(7, 5, generator=torch.Generator().manual_seed(number))
     return map_TE, torch.where(map_TE, probs_TE, 0)
 
 
 def observe(buffer: RoutingBuffer, number: int) -> None:
-    map_TE, probs_TE = pass_of(number)
+    map_TE, probs_TE = microbatch(number)
     buffer.observe(map_TE, probs_TE, select(map_TE, probs_TE, capacity=2), 2)
 
 
-def buffer(num_passes: int = 2) -> RoutingBuffer:
-    return RoutingBuffer(num_passes=num_passes, num_tokens=7, top_k=2, device="cpu")
+def buffer(num_microbatches: int = 2) -> RoutingBuffer:
+    return RoutingBuffer(num_microbatches=num_microbatches, num_tokens=7, top_k=2, device="cpu")
 
 
 def recording(**changes) -> Recording:
@@ -46,16 +46,16 @@ def recording(**changes) -> Recording:
     return Recording(**(values | changes))
 
 
-@pytest.mark.parametrize("num_passes", [1, 3])
-def test_recorded_steps_have_all_their_passes_in_order(tmp_path, num_passes):
-    buffers = {4: buffer(num_passes), 9: buffer(num_passes)}
-    observe(buffers[9], 77)  # A pass before the first step, as a capture makes.
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_recorded_steps_have_all_their_microbatches_in_order(tmp_path, num_microbatches):
+    buffers = {4: buffer(num_microbatches), 9: buffer(num_microbatches)}
+    observe(buffers[9], 77)  # A micro-batch before the first step, as a capture makes.
     recorder = TraceRecorder(tmp_path / "trace.npy", buffers, recording())
     number = {layer: 1000 * layer for layer in buffers}
     expected = []
     for step in range(1, 7):
         for layer, of_layer in buffers.items():
-            for _ in range(num_passes):
+            for _ in range(num_microbatches):
                 observe(of_layer, number[layer])
                 if step % 2 == 0:
                     expected.append((step, layer, number[layer]))
@@ -70,20 +70,20 @@ def test_recorded_steps_have_all_their_passes_in_order(tmp_path, num_passes):
         (step, layer) for step, layer, _ in expected
     ]
     for n, (_, _, seed) in enumerate(expected):
-        ids_TK, probs_TK = choices(*pass_of(seed), 2)
+        ids_TK, probs_TK = choices(*microbatch(seed), 2)
         assert trace.ids_NTK[n].tolist() == ids_TK.tolist()
         assert trace.probs_NTK[n].tolist() == probs_TK.tolist()
 
 
-def test_a_replayed_pass_is_kept_like_an_eager_one():
-    map_TE, probs_TE = pass_of(0)
+def test_a_replayed_microbatch_is_kept_like_an_eager_one():
+    map_TE, probs_TE = microbatch(0)
     selection = select(map_TE, probs_TE, capacity=2)
     replayed, eager, tape = buffer(3), buffer(3), Tape()
     with tape:
         replayed.observe(map_TE, probs_TE, selection, 2)
     observe(eager, 0)
     for number in range(1, 6):
-        for static, new in zip((map_TE, probs_TE), pass_of(number), strict=True):
+        for static, new in zip((map_TE, probs_TE), microbatch(number), strict=True):
             static.copy_(new)
         tape.replay()
         observe(eager, number)
@@ -105,14 +105,16 @@ def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path):
         trace = load_trace(path)
         assert sorted(set(trace.steps.tolist())) == list(range(every, 7, every))
         assert trace.num_records * record_bytes(7, 2) <= limit.max_bytes
-    with pytest.raises(ValueError, match=rf"max_bytes=9 .* one step has {per_step}"):
+    with pytest.raises(ValueError, match=rf"max_bytes must be at least {per_step}, .*, got 9"):
         TraceRecorder(path, {1: buffer()}, recording(max_bytes=9))
 
 
 def test_what_a_trace_cannot_hold():
-    map_TE, probs_TE = pass_of(0)
+    map_TE, probs_TE = microbatch(0)
     selection = select(map_TE, probs_TE, capacity=2)
-    with pytest.raises(ValueError, match=r"probs_TE.dtype=float64 .* moe_router_dtype='fp32'"):
+    with pytest.raises(
+        ValueError, match=r"probs_TE.dtype must .*, got torch.float64; .* moe_router_dtype='fp32'"
+    ):
         buffer().observe(map_TE, probs_TE.double(), selection, 2)
-    with pytest.raises(ValueError, match=r"num_tokens=6 .* was made for 7"):
+    with pytest.raises(ValueError, match=r"num_tokens must be 7, the size of the buffer, got 6"):
         buffer().observe(map_TE[:6], probs_TE[:6], selection, 2)

@@ -1,5 +1,6 @@
-"""The what-if equals the reference, record by record, and a larger factor never drops more."""
+"""A replay equals the reference, record by record, and a larger factor never drops more."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -13,8 +14,8 @@ from padded_dispatch.config import POLICIES, DispatchConfig
 from padded_dispatch.ops.counters import mass_units
 from padded_dispatch.ops.plan import make_plan
 from padded_dispatch.ops.select import select
-from padded_dispatch.tune import replay as whatif
-from padded_dispatch.tune.replay import MEANINGS, what_if
+from padded_dispatch.tune import replay as replay_module
+from padded_dispatch.tune.replay import MEANINGS, replay
 from padded_dispatch.tune.trace import Trace
 from tests.support.traces import small_trace
 
@@ -24,7 +25,7 @@ EXACT = [policy for policy in POLICIES if policy != "random"]  # The others' dra
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    """Two layers at two steps with two passes each, on one or two groups of one to three ranks."""
+    """Two layers, two steps of two micro-batches, one or two groups of one to three ranks."""
     num_ranks = draw(st.integers(1, 3))
     num_records = [num_ranks * draw(st.integers(1, 2))]
     for _ in range(3):
@@ -64,7 +65,7 @@ def dense(trace: Trace, n: int) -> tuple[np.ndarray, np.ndarray]:
     alignment=st.integers(1, 4),
 )
 def test_every_record_is_what_reference_and_dispatcher_do(trace, policy, min_capacity, alignment):
-    found = what_if(trace, FACTORS, policy=policy, min_capacity=min_capacity, alignment=alignment)
+    found = replay(trace, FACTORS, policy=policy, min_capacity=min_capacity, alignment=alignment)
     for f, factor in enumerate(FACTORS):
         config = DispatchConfig(
             num_experts=trace.num_experts,
@@ -75,50 +76,50 @@ def test_every_record_is_what_reference_and_dispatcher_do(trace, policy, min_cap
             num_ranks=trace.num_ranks,
         )
         capacity = config.capacity(trace.num_tokens)
-        assert found.capacities_F[f] == capacity
-        assert found.slots_F[f] == capacity * trace.num_experts
+        assert found.capacities[f] == capacity
+        assert found.slots[f] == capacity * trace.num_experts
         for n in range(trace.num_records):
             map_TE, probs_TE = dense(trace, n)
             expected = reference.select(map_TE, probs_TE, capacity=capacity, policy=policy)
             kept_TE = expected.kept_TE
             plan = reference.plan(kept_TE, top_k=trace.top_k, capacity=capacity)
-            assert found.demand_NE[n].tolist() == expected.demand_E.tolist()
-            assert found.kept_FNE[f, n].tolist() == plan.kept_E.tolist()
+            assert found.demand_by_expert[n].tolist() == expected.demand_E.tolist()
+            assert found.kept_by_expert[f, n].tolist() == plan.kept_E.tolist()
             asked_T, kept_T = map_TE.any(1), kept_TE.any(1)
-            assert found.num_tokens_N[n] == asked_T.sum()
-            assert found.lost_tokens_FN[f, n] == (asked_T & ~kept_T).sum()
+            assert found.num_tokens[n] == asked_T.sum()
+            assert found.lost_tokens[f, n] == (asked_T & ~kept_T).sum()
 
             tensors = torch.from_numpy(map_TE), torch.from_numpy(probs_TE)
             ours = select(*tensors, capacity=capacity, policy=policy)
             counts = make_plan(ours.kept_TE, top_k=trace.top_k, capacity=capacity)
-            assert found.kept_FNE[f, n].tolist() == counts.kept_E.tolist()
-            assert found.asked_mass_N[n] == mass_units(tensors[1]).sum().item()
-            assert found.kept_mass_FN[f, n] == mass_units(ours.probs_TE).sum().item()
+            assert found.kept_by_expert[f, n].tolist() == counts.kept_E.tolist()
+            assert found.asked_mass[n] == mass_units(tensors[1]).sum().item()
+            assert found.kept_mass[f, n] == mass_units(ours.probs_TE).sum().item()
 
 
 @given(traces(), st.sampled_from(EXACT))
 def test_pooled_is_one_source_with_all_tokens(trace, policy):
-    found = what_if(trace, FACTORS, policy=policy, meaning="pooled")
+    found = replay(trace, FACTORS, policy=policy, meaning="pooled")
     for records in units(trace):
         maps, probs = zip(*(dense(trace, n) for n in records), strict=True)
         map_ME, probs_ME = np.concatenate(maps), np.concatenate(probs)
-        for f, capacity in enumerate(found.capacities_F.tolist()):
+        for f, capacity in enumerate(found.capacities.tolist()):
             balance = len(map_ME) * trace.top_k / trace.num_experts * FACTORS[f]
             assert capacity == max(1, min(len(map_ME), math.ceil(balance)))
             kept_ME = reference.select(map_ME, probs_ME, capacity=capacity, policy=policy).kept_TE
             kept_RE = kept_ME.reshape(trace.num_ranks, -1, trace.num_experts).sum(1)
-            assert found.kept_FNE[f, records].tolist() == kept_RE.tolist()
-            assert found.slots_F[f] * trace.num_ranks == capacity * trace.num_experts
+            assert found.kept_by_expert[f, records].tolist() == kept_RE.tolist()
+            assert found.slots[f] * trace.num_ranks == capacity * trace.num_experts
 
 
 @given(traces())
 def test_a_rank_has_one_budget_for_all_its_experts(trace):
-    found = what_if(trace, FACTORS, policy="position", meaning="rank", alignment=2)
+    found = replay(trace, FACTORS, policy="position", meaning="rank", alignment=2)
     num_local_experts = trace.num_experts // trace.num_ranks
     for f, factor in enumerate(FACTORS):
         budget = int(trace.num_tokens * trace.top_k * factor)
         budget += -budget % 2
-        assert found.capacities_F[f] == budget == found.slots_F[f]
+        assert found.capacities[f] == budget == found.slots[f]
         for records in units(trace):
             left_R = [budget] * trace.num_ranks
             kept_RE = np.zeros((trace.num_ranks, trace.num_experts), int)
@@ -127,13 +128,13 @@ def test_a_rank_has_one_budget_for_all_its_experts(trace):
                     if e >= 0 and left_R[e // num_local_experts] > 0:
                         left_R[e // num_local_experts] -= 1
                         kept_RE[source, e] += 1
-            assert found.kept_FNE[f, records].tolist() == kept_RE.tolist()
+            assert found.kept_by_expert[f, records].tolist() == kept_RE.tolist()
 
 
 def units(trace: Trace) -> list[list[int]]:
-    """Records of one pass of one layer in one group, by rank."""
+    """Records of one micro-batch of one layer in one group, by rank."""
     found: dict[tuple[int, ...], list[int]] = {}
-    for n, number in enumerate(trace.passes().tolist()):
+    for n, number in enumerate(trace.microbatches().tolist()):
         group = int(trace.ranks[n]) // trace.num_ranks
         key = int(trace.steps[n]), number, int(trace.layers[n]), group
         found.setdefault(key, []).append(n)
@@ -142,55 +143,55 @@ def units(trace: Trace) -> list[list[int]]:
 
 @given(traces(), st.sampled_from(POLICIES), st.sampled_from(MEANINGS))
 def test_a_larger_factor_never_drops_more(trace, policy, meaning):
-    found = what_if(trace, sorted(FACTORS), policy=policy, meaning=meaning)
-    for kept in (found.kept_FNE, found.kept_mass_FN, -found.lost_tokens_FN):
+    found = replay(trace, sorted(FACTORS), policy=policy, meaning=meaning)
+    for kept in (found.kept_by_expert, found.kept_mass, -found.lost_tokens):
         assert (np.diff(kept, axis=0) >= 0).all()
 
 
 @given(traces(), st.sampled_from(POLICIES), st.sampled_from(MEANINGS))
 def test_the_needed_factor_is_that_of_the_largest_demand_and_drops_nothing(trace, policy, meaning):
-    needed_N = what_if(trace, [1.0], meaning=meaning).needed_factor_N
+    needed = replay(trace, [1.0], meaning=meaning).needed_factor
     rows, num_experts = trace.num_tokens * trace.top_k, trace.num_experts
-    demand_NE = what_if(trace, [1.0]).demand_NE
+    demand_by_expert = replay(trace, [1.0]).demand_by_expert
     if meaning == "source":
-        expected_N = demand_NE.max(1) * num_experts / rows
+        expected = demand_by_expert.max(1) * num_experts / rows
     else:
-        expected_N = np.empty(trace.num_records)
+        expected = np.empty(trace.num_records)
         for records in units(trace):
-            demand_E = demand_NE[records].sum(0)
+            demand_E = demand_by_expert[records].sum(0)
             demand_R = demand_E.reshape(trace.num_ranks, -1).sum(1)
             balance = rows * trace.num_ranks / num_experts
-            expected_N[records] = (
+            expected[records] = (
                 demand_R.max() / rows if meaning == "rank" else demand_E.max() / balance
             )
     # Both round a few times; one slot is at least 1 / (T * K), which is above 2**-7 here.
-    np.testing.assert_allclose(needed_N, expected_N, rtol=2**-50)
-    factors = sorted({*needed_N.tolist()} - {0})
-    found = what_if(trace, factors or [1.0], policy=policy, meaning=meaning)
+    np.testing.assert_allclose(needed, expected, rtol=2**-50)
+    factors = sorted({*needed.tolist()} - {0})
+    found = replay(trace, factors or [1.0], policy=policy, meaning=meaning)
     for f, factor in enumerate(factors):
-        assert (found.dropped[f][needed_N <= factor] == 0).all()
+        assert (found.dropped[f][needed <= factor] == 0).all()
 
 
 def test_random_keeps_as_many_and_draws_by_seed():
     trace = small_trace(steps=[0] * 40, layers=list(range(40)), ranks=[0] * 40, num_tokens=50)
-    by_probs = what_if(trace, FACTORS, policy="probs")
-    drawn = [what_if(trace, FACTORS, policy="random", seed=seed) for seed in (0, 0, 1)]
+    by_probs = replay(trace, FACTORS, policy="probs")
+    drawn = [replay(trace, FACTORS, policy="random", seed=seed) for seed in (0, 0, 1)]
     for found in drawn:
-        np.testing.assert_array_equal(found.kept_FNE, by_probs.kept_FNE)
-    np.testing.assert_array_equal(drawn[0].kept_mass_FN, drawn[1].kept_mass_FN)
-    assert (drawn[0].kept_mass_FN != drawn[2].kept_mass_FN).any()
-    assert (drawn[0].kept_mass_FN <= by_probs.kept_mass_FN).all()
+        np.testing.assert_array_equal(found.kept_by_expert, by_probs.kept_by_expert)
+    np.testing.assert_array_equal(drawn[0].kept_mass, drawn[1].kept_mass)
+    assert (drawn[0].kept_mass != drawn[2].kept_mass).any()
+    assert (drawn[0].kept_mass <= by_probs.kept_mass).all()
 
 
 def test_any_number_of_records_at_a_time_gives_the_same(monkeypatch):
     trace = small_trace(steps=[0, 0, 1, 1], layers=[0] * 4, ranks=[0, 1, 0, 1], num_tokens=7)
-    at_once = [what_if(trace, FACTORS, meaning=meaning) for meaning in MEANINGS]
-    monkeypatch.setattr(whatif, "_CHUNK_ROWS", 1)
+    at_once = [replay(trace, FACTORS, meaning=meaning) for meaning in MEANINGS]
+    monkeypatch.setattr(replay_module, "_CHUNK_ROWS", 1)
     for whole, meaning in zip(at_once, MEANINGS, strict=True):
-        found = what_if(trace, FACTORS, meaning=meaning)
-        np.testing.assert_array_equal(found.kept_FNE, whole.kept_FNE)
-        np.testing.assert_array_equal(found.kept_mass_FN, whole.kept_mass_FN)
-        np.testing.assert_array_equal(found.needed_factor_N, whole.needed_factor_N)
+        found = replay(trace, FACTORS, meaning=meaning)
+        np.testing.assert_array_equal(found.kept_by_expert, whole.kept_by_expert)
+        np.testing.assert_array_equal(found.kept_mass, whole.kept_mass)
+        np.testing.assert_array_equal(found.needed_factor, whole.needed_factor)
 
 
 def by_hand(**changes) -> Trace:
@@ -209,102 +210,104 @@ def by_hand(**changes) -> Trace:
 
 
 def test_by_hand():
-    found = what_if(by_hand(), [1.0, 1.5])
-    assert found.capacities_F.tolist() == [2, 3]
-    assert found.demand_NE.tolist() == [[1, 3]]
-    assert found.kept_FNE.tolist() == [[[1, 2]], [[1, 3]]]
+    found = replay(by_hand(), [1.0, 1.5])
+    assert found.capacities.tolist() == [2, 3]
+    assert found.demand_by_expert.tolist() == [[1, 3]]
+    assert found.kept_by_expert.tolist() == [[[1, 2]], [[1, 3]]]
     assert found.dropped.tolist() == [[1], [0]]
-    assert found.dropped_share.tolist() == [[0.25], [0]]
-    assert found.fill.tolist() == [[3 / 4], [4 / 6]]
-    assert found.asked_mass_N.tolist() == [2.5 * 2**32]
-    assert found.kept_mass_FN.tolist() == [[2.25 * 2**32], [2.5 * 2**32]]
-    assert found.dropped_mass_share.tolist() == [[0.1], [0]]
-    assert found.lost_tokens_FN.tolist() == [[1], [0]]
-    assert found.needed_factor_N.tolist() == [1.5]
-    assert what_if(by_hand(), [1.0], policy="position").kept_mass_FN.tolist() == [[1.75 * 2**32]]
+    assert found.slots.tolist() == [4, 6]
+    assert found.asked_mass.tolist() == [2.5 * 2**32]
+    assert found.kept_mass.tolist() == [[2.25 * 2**32], [2.5 * 2**32]]
+    assert found.lost_tokens.tolist() == [[1], [0]]
+    assert found.needed_factor.tolist() == [1.5]
+    assert replay(by_hand(), [1.0], policy="position").kept_mass.tolist() == [[1.75 * 2**32]]
 
 
-def test_nobody_asks():
-    nobody = by_hand(
+def test_padding_asks_for_nothing():
+    padding = by_hand(
         ids_NTK=np.full((1, 4, 1), -1, np.int16), probs_NTK=np.zeros((1, 4, 1), np.float32)
     )
     for meaning in MEANINGS:
-        found = what_if(nobody, [1.0], meaning=meaning)
+        found = replay(padding, [1.0], meaning=meaning)
         assert found.demand.tolist() == [0]
-        assert found.dropped_share.tolist() == [[0]]
-        assert found.dropped_mass_share.tolist() == [[0]]
-        assert found.lost_tokens_FN.tolist() == [[0]]
-        assert found.needed_factor_N.tolist() == [0]
+        assert found.dropped.tolist() == [[0]]
+        assert found.asked_mass.tolist() == [0]
+        assert found.lost_tokens.tolist() == [[0]]
+        assert found.needed_factor.tolist() == [0]
 
 
 def test_rows_per_layer_and_step():
     steps, layers = [4, 4, 4, 9, 4], [1, 1, 3, 1, 1]
     trace = small_trace(steps=steps, layers=layers, ranks=[0, 1, 0, 0, 0])
-    found = what_if(trace, FACTORS)
+    found = replay(trace, FACTORS)
     table = found.by_layer_and_step()
-    assert (table.layers_L.tolist(), table.steps_S.tolist()) == ([1, 3], [4, 9])
+    assert (table.layers.tolist(), table.steps.tolist()) == ([1, 3], [4, 9])
     demand = found.demand.tolist()
-    assert table.demand_LS.tolist() == [
+    assert table.demand.tolist() == [
         [demand[0] + demand[1] + demand[4], demand[3]],
         [demand[2], 0],
     ]
-    assert table.dropped_FLS.sum((1, 2)).tolist() == found.dropped.sum(1).tolist()
-    assert table.dropped_share[0, 1, 0] == found.dropped_share[0, 2]
-    assert table.dropped_share[0, 1, 1] == 0
+    assert table.dropped.sum((1, 2)).tolist() == found.dropped.sum(1).tolist()
+    assert table.dropped[0, 1].tolist() == [found.dropped[0, 2], 0]
 
 
 def test_without_probabilities():
     trace = by_hand(probs_NTK=None)
-    found = what_if(trace, [1.0], policy="position")
-    assert found.kept_FNE.tolist() == [[[1, 2]]]
-    assert found.asked_mass_N is None and found.kept_mass_FN is None
-    with pytest.raises(ValueError, match="record a trace with probabilities"):
-        _ = found.dropped_mass_share
+    found = replay(trace, [1.0], policy="position")
+    assert found.kept_by_expert.tolist() == [[[1, 2]]]
+    assert found.asked_mass is None and found.kept_mass is None
     for policy in ("probs", "priority"):
-        with pytest.raises(ValueError, match=rf"policy='{policy}' .* no probabilities"):
-            what_if(trace, [1.0], policy=policy)
+        with pytest.raises(
+            ValueError, match=rf"policy must .*, got '{policy}'; .* no probabilities"
+        ):
+            replay(trace, [1.0], policy=policy)
 
 
 def test_another_number_of_ranks():
     trace = small_trace(
         steps=[0] * 4, layers=[0] * 4, ranks=[0, 1, 2, 3], num_ranks=4, num_experts=8
     )
-    halves = what_if(trace, [1.0], meaning="pooled", num_ranks=2)
-    first = what_if(trace.where(trace.ranks < 2), [1.0], meaning="pooled", num_ranks=2)
-    np.testing.assert_array_equal(halves.kept_FNE[:, :2], first.kept_FNE)
+    in_halves = dataclasses.replace(trace, num_ranks=2)
+    halves = replay(in_halves, [1.0], meaning="pooled")
+    first = replay(in_halves.where(trace.ranks < 2), [1.0], meaning="pooled")
+    np.testing.assert_array_equal(halves.kept_by_expert[:, :2], first.kept_by_expert)
     # 4 or 2 sources of 5 tokens with 3 of 8 experts each.
-    assert what_if(trace, [1.0], meaning="pooled").capacities_F.tolist() == [math.ceil(60 / 8)]
-    assert halves.capacities_F.tolist() == [math.ceil(30 / 8)]
+    assert replay(trace, [1.0], meaning="pooled").capacities.tolist() == [math.ceil(60 / 8)]
+    assert halves.capacities.tolist() == [math.ceil(30 / 8)]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(factors=[]), "factors"),
-        (dict(factors=[0.0]), "capacity_factor=0.0"),
-        (dict(factors=[math.nan]), "capacity_factor=nan"),
-        (dict(policy="best"), "policy='best' .* choose one of probs, position"),
-        (dict(remedy="reroute"), "remedy='reroute' .* train with reroute"),
-        (dict(meaning="expert"), "meaning='expert' .* choose one of source, rank, pooled"),
-        (dict(meaning="rank", min_capacity=2), "min_capacity=2 .* leave it out"),
-        (dict(num_ranks=4, meaning="rank"), "num_experts=6 .* multiple of num_ranks=4"),
-        (dict(meaning="pooled", num_ranks=3), r"num_ranks=3 .* step 0, pass 0, layer 0 .* 0 to 2"),
+        (dict(factors=[]), "factors must hold at least one"),
+        (dict(factors=[0.0]), "capacity_factor must .*, got 0.0"),
+        (dict(factors=[math.nan]), "capacity_factor must .*, got nan"),
+        (dict(policy="best"), "policy must be one of probs, position.*, got 'best'"),
+        (dict(meaning="expert"), "meaning must be one of source, rank, pooled, got 'expert'"),
+        (dict(meaning="rank", min_capacity=2), "min_capacity must be 1 .*, got 2; leave it out"),
+        (dict(num_ranks=4, meaning="rank"), "num_experts must be a multiple of num_ranks=4, got 6"),
+        (
+            dict(meaning="pooled", num_ranks=3),
+            r"num_ranks must .* step 0, micro-batch 0, layer 0 .* 0 to 2, got 3; merge",
+        ),
     ],
 )
-def test_what_is_not_possible(arguments, message):
-    trace = small_trace(steps=[0, 0], layers=[0, 0], ranks=[0, 1])
+def test_wrong_arguments(arguments, message):
+    arguments = dict(factors=[1.0], num_ranks=2) | arguments
+    num_ranks = arguments.pop("num_ranks")
+    trace = small_trace(steps=[0, 0], layers=[0, 0], ranks=[0, 1], num_ranks=num_ranks)
     with pytest.raises(ValueError, match=message):
-        what_if(trace, **(dict(factors=[1.0]) | arguments))
+        replay(trace, **arguments)
 
 
 def test_more_sources_than_experts():
     """Two expert-parallel ranks, each expert split over four: eight sources of six experts."""
     trace = small_trace(steps=[0] * 8, layers=[0] * 8, ranks=list(range(8)), num_ranks=8)
-    found = what_if(trace, [0.5, 1.0], alignment=16)
+    found = replay(trace, [0.5, 1.0], alignment=16)
     expected = [
         DispatchConfig(
             num_experts=6, top_k=3, num_ranks=2, etp_size=4, capacity_factor=factor, alignment=16
         ).capacity(5)
         for factor in (0.5, 1.0)
     ]
-    assert found.capacities_F.tolist() == expected == [2, 4]
+    assert found.capacities.tolist() == expected == [2, 4]

@@ -9,10 +9,10 @@ from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.recommend import Target
 from padded_dispatch.tune.report import factor_table, flags, html, layer_table
 from padded_dispatch.tune.study import Layer, Question, study
-from padded_dispatch.tune.synthetic import Sizes, synthetic_trace
+from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 from padded_dispatch.tune.time_model import shipped
 
-SIZES = Sizes(num_steps=60, num_layers=3, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
+SIZES = TraceSizes(num_steps=60, num_layers=3, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 
@@ -73,7 +73,7 @@ def studied(*, layer=True, name="zipf", kind="zipf"):
         target=Target(drop=0.01, steps_share=0.9), eval_target=Target(drop=0.0, steps_share=0.9)
     )
     sizes = LayerSizes(num_tokens=40, hidden_size=64, ffn_size=48, num_layers=3)
-    costed = Layer(sizes=sizes, calibration=shipped()) if layer else None
+    costed = Layer(sizes=sizes, time_model=shipped()) if layer else None
     return study(synthetic_trace(kind, SIZES, seed=1), question, name=name, layer=costed)
 
 
@@ -147,7 +147,7 @@ def test_it_needs_nothing_from_elsewhere(page, text):
 
 def test_costs_are_marked_as_modelled(found, page):
     assert found.layer is not None
-    assert found.layer.calibration.describe() in page.texts["caveats"]
+    assert found.layer.time_model.describe() in page.texts["caveats"]
 
 
 def test_without_sizes_and_figures_it_is_shorter():
@@ -156,7 +156,7 @@ def test_without_sizes_and_figures_it_is_shorter():
     assert "Costs are missing: give --hidden-size and --ffn-size." in page.texts["caveats"]
 
 
-def test_what_cannot_be_promised_is_said():
+def test_a_missing_promise_has_a_caveat():
     page = Page(html(studied(kind="drift"), {}))
     assert "without a promise" in page.texts["recommendation"]
     assert "Training: the need changes over the trace" in page.texts["caveats"]

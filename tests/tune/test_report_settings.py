@@ -1,4 +1,4 @@
-"""Settings to paste: what they say, and that the options they are for accept them."""
+"""Settings to paste: their content, and that the options accept them."""
 
 import argparse
 import dataclasses
@@ -9,12 +9,14 @@ from padded_dispatch.megatron.options import PaddedOptions, add_arguments, from_
 from padded_dispatch.tune.recommend import Phase, Target
 from padded_dispatch.tune.report import elsewhere, flags, options, yaml
 from padded_dispatch.tune.study import Question, study
-from padded_dispatch.tune.synthetic import Sizes, synthetic_trace
+from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 
 
 @pytest.fixture(scope="module")
 def found():
-    sizes = Sizes(num_steps=60, num_layers=2, num_ranks=2, num_tokens=64, num_experts=8, top_k=2)
+    sizes = TraceSizes(
+        num_steps=60, num_layers=2, num_ranks=2, num_tokens=64, num_experts=8, top_k=2
+    )
     trace = synthetic_trace("lognormal", sizes, seed=1)
     trace = dataclasses.replace(trace, layers=trace.layers - trace.layers.min() + 1)
     question = Question(
@@ -94,7 +96,9 @@ def test_yaml(found):
 
 
 def test_nothing_beyond_the_factor_where_nothing_is_needed():
-    sizes = Sizes(num_steps=8, num_layers=1, num_ranks=2, num_tokens=64, num_experts=8, top_k=2)
+    sizes = TraceSizes(
+        num_steps=8, num_layers=1, num_ranks=2, num_tokens=64, num_experts=8, top_k=2
+    )
     question = Question(target=Target(), eval_target=Target())
     even = study(synthetic_trace("balanced", sizes), question, name="balanced")
     assert yaml(even, per_layer=False).splitlines()[-2:] == [
@@ -108,7 +112,7 @@ def test_the_same_elsewhere(found):
     source, rank, worst, tokens, stash = elsewhere(found).values()
     assert source == rank == stash == f"{factor:.4g}"
     assert worst == f"{min(1.0, factor / 2):.4g}"  # two ranks, four experts each, top-2
-    assert "no counterpart in max-tokens" in tokens
+    assert "at least 4 for max-tokens" in tokens
 
 
 def test_tokens_are_a_whole_number(found):

@@ -8,17 +8,17 @@ from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.recommend import Target
 from padded_dispatch.tune.report import Table, factor_table, layer_table
 from padded_dispatch.tune.study import Layer, Question, study
-from padded_dispatch.tune.synthetic import Sizes, synthetic_trace
+from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 from padded_dispatch.tune.time_model import shipped
 
 QUESTION = Question(target=Target(drop=0.02, steps_share=0.9), eval_target=Target(drop=0.0))
-SIZES = Sizes(num_steps=50, num_layers=3, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
+SIZES = TraceSizes(num_steps=50, num_layers=3, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
 
 
 @pytest.fixture(scope="module")
 def found():
     sizes = LayerSizes(num_tokens=40, hidden_size=64, ffn_size=48)
-    layer = Layer(sizes=sizes, calibration=shipped())
+    layer = Layer(sizes=sizes, time_model=shipped())
     return study(synthetic_trace("zipf", SIZES, seed=1), QUESTION, name="zipf", layer=layer)
 
 

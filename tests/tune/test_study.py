@@ -1,4 +1,4 @@
-"""What a study computes itself: the grid, the busiest rank, options and their costs."""
+"""The grid, the busiest rank, options and their costs, and held-out steps."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import pytest
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.tune.cost import LayerSizes, cost
 from padded_dispatch.tune.recommend import Target
-from padded_dispatch.tune.replay import what_if
+from padded_dispatch.tune.replay import replay
 from padded_dispatch.tune.study import (
     HeldOut,
     Layer,
@@ -18,12 +18,12 @@ from padded_dispatch.tune.study import (
     largest_need,
     study,
 )
-from padded_dispatch.tune.synthetic import Sizes, synthetic_trace
+from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 from padded_dispatch.tune.time_model import shipped
 from padded_dispatch.tune.trace import Trace
 
 QUESTION = Question(target=Target(steps_share=0.9), eval_target=Target(drop=0.0, steps_share=0.9))
-SIZES = Sizes(num_steps=60, num_layers=2, num_ranks=2, num_tokens=37, num_experts=6, top_k=2)
+SIZES = TraceSizes(num_steps=60, num_layers=2, num_ranks=2, num_tokens=37, num_experts=6, top_k=2)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,9 @@ def trace():
 
 def test_the_grid_ends_where_nothing_is_dropped(trace):
     need = largest_need(trace)
-    found = what_if(trace, grid(need))
-    assert need == found.needed_factor_N.max()
-    assert list(found.factors_F) == sorted(set(found.factors_F))
+    found = replay(trace, grid(need))
+    assert need == found.needed_factor.max()
+    assert list(found.factors) == sorted(set(found.factors))
     assert found.dropped[-1].sum() == 0
     assert found.dropped[-2].sum() > 0
     assert grid(1.0) == (0.5, 0.75, 0.9, 1.0)
@@ -58,23 +58,23 @@ def test_busiest_rows_by_hand():
         ids_NTK=np.array(rows, np.int16)[:, :, None],
         probs_NTK=None,
     )
-    found = what_if(trace, [4.0, 1.0], policy="position")
+    found = replay(trace, [4.0, 1.0], policy="position")
     # At factor 1, C = 1: three and four slots filled in pass 0 become 2 + 0 against 1 + 2.
     assert busiest_rows(trace, found).tolist() == [(5 + 6) / 2, (3 + 4) / 2]
     half = trace.where(trace.ranks == 0)  # the other source is taken to be like this one
-    assert busiest_rows(half, what_if(half, [4.0], policy="position")).tolist() == [(6 + 8) / 2]
+    assert busiest_rows(half, replay(half, [4.0], policy="position")).tolist() == [(6 + 8) / 2]
 
 
-def test_options_say_what_every_factor_does(trace):
+def test_options(trace):
     found = study(trace, QUESTION, name="zipf")
-    assert [option.factor for option in found.options] == sorted(found.what_if.factors_F)
+    assert [option.factor for option in found.options] == sorted(found.replay.factors)
     first, last = found.options[0], found.options[-1]
     assert (last.dropped, last.lost, last.worst_layer) == (0.0, 0.0, 0.0)
     assert first.factor == 0.5
-    assert first.dropped == found.what_if.dropped[0].sum() / (60 * 2 * 2 * 37 * 2)
-    assert first.worst_layer >= first.dropped > first.floor > last.floor
+    assert first.dropped == found.replay.dropped[0].sum() / (60 * 2 * 2 * 37 * 2)
+    assert first.worst_layer >= first.dropped > first.balanced_drop > last.balanced_drop
     slots = 6 * first.capacity
-    assert first.fill == pytest.approx(found.what_if.kept[0].mean() / slots, rel=1e-12)
+    assert first.fill == pytest.approx(found.replay.kept[0].mean() / slots, rel=1e-12)
     assert first.cost is None
     assert first.padded_ms is None
     assert found.option(1.0).capacity == 13
@@ -83,13 +83,13 @@ def test_options_say_what_every_factor_does(trace):
 
 def test_costs_are_those_of_the_config(trace):
     layer = Layer(
-        sizes=LayerSizes(num_tokens=37, hidden_size=64, ffn_size=48), calibration=shipped()
+        sizes=LayerSizes(num_tokens=37, hidden_size=64, ffn_size=48), time_model=shipped()
     )
     question = dataclasses.replace(QUESTION, alignment=16, factors=(8.0,))
     (option,) = study(trace, question, name="zipf", layer=layer).options
     config = DispatchConfig(num_experts=6, top_k=2, num_ranks=2, capacity_factor=8.0, alignment=16)
     assert option.capacity == config.capacity(37) == 40
-    found = what_if(trace, [8.0], alignment=16)
+    found = replay(trace, [8.0], alignment=16)
     assert option.cost == cost(config, layer.sizes, busiest_rows=busiest_rows(trace, found).item())
     ms = shipped().layer_ms(option.cost, num_local_experts=3, packed=True)
     assert option.packed_ms == ms
@@ -112,9 +112,9 @@ def test_steps_that_are_held_out_are_checked_and_not_seen(trace):
     seen, unseen = trace.where(trace.steps < 45), trace.where(trace.steps >= 45)
     assert found.training == study(seen, QUESTION, name="zipf").training
     factor = found.training.overall.factor
-    later = what_if(unseen, [factor]).by_layer_and_step()
-    kept_S = later.dropped_FLS[0].sum(0) <= 0.001 * later.demand_LS.sum(0)
-    assert found.held_out == HeldOut(factor=factor, num_steps=15, kept=int(kept_S.sum()))
+    later = replay(unseen, [factor]).by_layer_and_step()
+    kept = later.dropped[0].sum(0) <= 0.001 * later.demand.sum(0)
+    assert found.held_out == HeldOut(factor=factor, num_steps=15, kept=int(kept.sum()))
     assert "the last 15 steps, which the recommendation has not seen" in found.held_out_sentence()
     assert study(trace, QUESTION, name="zipf").held_out is None
 
@@ -130,11 +130,13 @@ def test_the_last_factor_of_a_schedule_is_the_one_to_check():
     assert found.held_out.factor == phases[-1].factor < found.training.overall.factor
 
 
-def test_something_is_left_to_see(trace):
-    with pytest.raises(ValueError, match="hold_out=1 is not possible: give a share"):
+def test_hold_out_leaves_steps_to_see(trace):
+    with pytest.raises(ValueError, match=r"hold_out must be a share from 0 to below 1, got 1\.0"):
         dataclasses.replace(QUESTION, hold_out=1.0)
     one_step = trace.where(trace.steps == 0)
-    with pytest.raises(ValueError, match=r"hold_out=0\.5 is not possible: it leaves none of 1"):
+    with pytest.raises(
+        ValueError, match=r"hold_out must leave at least one of 1 steps .*, got 0\.5"
+    ):
         study(one_step, dataclasses.replace(QUESTION, hold_out=0.5), name="short")
 
 
@@ -144,7 +146,7 @@ def test_experts_that_are_split():
     trace = synthetic_trace("zipf", sizes, seed=3)
     trace = dataclasses.replace(trace.where(trace.ranks < 4), num_ranks=4)
     layer = Layer(
-        sizes=LayerSizes(num_tokens=37, hidden_size=64, ffn_size=48), calibration=shipped()
+        sizes=LayerSizes(num_tokens=37, hidden_size=64, ffn_size=48), time_model=shipped()
     )
     question = dataclasses.replace(QUESTION, alignment=16, factors=(6.0,), etp=2)
     found = study(trace, question, name="split", layer=layer)
@@ -153,11 +155,11 @@ def test_experts_that_are_split():
     )
     (option,) = found.options
     assert (found.num_ranks, option.capacity) == (2, config.capacity(37))
-    busiest = busiest_rows(trace, what_if(trace, [6.0], alignment=16), etp=2)
+    busiest = busiest_rows(trace, replay(trace, [6.0], alignment=16), etp=2)
     assert option.cost == cost(config, layer.sizes, busiest_rows=busiest.item())
-    received = found.what_if.demand_NE.reshape(-1, 4, 2, 3).sum((1, 3))  # per pass and rank
+    received = found.replay.demand_by_expert.reshape(-1, 4, 2, 3).sum((1, 3))  # per pass and rank
     assert busiest.item() == received.max(1).mean()
-    with pytest.raises(ValueError, match=r"etp=1 is not possible: 4 sources .* of 6 experts; give"):
+    with pytest.raises(ValueError, match=r"etp must split 4 sources .* of 6 experts, got 1; give"):
         study(trace, dataclasses.replace(question, etp=1), name="whole")
-    with pytest.raises(ValueError, match="etp=3 is not possible"):
+    with pytest.raises(ValueError, match=r"etp must split 4 sources .*, got 3"):
         study(trace, dataclasses.replace(question, etp=3), name="thirds")

@@ -1,20 +1,20 @@
-"""Each kind of synthetic trace is what its name says."""
+"""Each kind of synthetic trace has the property that it is named after."""
 
 import numpy as np
 import pytest
 
-from padded_dispatch.tune.replay import what_if
-from padded_dispatch.tune.synthetic import KINDS, Sizes, synthetic_trace
+from padded_dispatch.tune.replay import replay
+from padded_dispatch.tune.synthetic import KINDS, TraceSizes, synthetic_trace
 from tests.support.traces import equal
 
-SIZES = Sizes(num_steps=16, num_layers=2, num_ranks=4, num_tokens=97, num_experts=16, top_k=3)
+SIZES = TraceSizes(num_steps=16, num_layers=2, num_ranks=4, num_tokens=97, num_experts=16, top_k=3)
 MEAN = 97 * 3 / 16
 
 
 def demand(kind: str, **kwargs) -> np.ndarray:
     """[step, layer, rank, expert]."""
     trace = synthetic_trace(kind, SIZES, **kwargs)
-    return what_if(trace, [1.0]).demand_NE.reshape(16, 2, 4, 16)
+    return replay(trace, [1.0]).demand_by_expert.reshape(16, 2, 4, 16)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -38,9 +38,9 @@ def test_every_token_has_all_its_experts(kind):
 
 def test_balanced_is_exact():
     assert set(demand("balanced").flatten().tolist()) == {int(MEAN), int(MEAN) + 1}
-    even = Sizes(num_steps=1, num_layers=1, num_ranks=2, num_tokens=32, num_experts=8, top_k=3)
+    even = TraceSizes(num_steps=1, num_layers=1, num_ranks=2, num_tokens=32, num_experts=8, top_k=3)
     trace = synthetic_trace("balanced", even)
-    assert (what_if(trace, [1.0]).demand_NE == 12).all()
+    assert (replay(trace, [1.0]).demand_by_expert == 12).all()
 
 
 def test_uniform_is_balanced_on_average():
@@ -55,8 +55,8 @@ def test_popular_experts_are_the_same_at_all_steps_and_ranks_and_strength_is_how
     assert (found.sum((0, 2)).max(1) > 3 * 64 * MEAN).all()
     assert found.sum((0, 2)).argmax(1)[0] != found.sum((0, 2)).argmax(1)[1]
     # The largest expert of every record is one of at most four.
-    for largest_SR in found.argmax(3).swapaxes(0, 1):
-        assert len(set(largest_SR.flatten().tolist())) <= 4
+    for largestR in found.argmax(3).swapaxes(0, 1):
+        assert len(set(largestR.flatten().tolist())) <= 4
     assert (demand(kind, strength=0) == demand("uniform")).all()
 
 
@@ -75,8 +75,8 @@ def test_rotating_stays_for_four_steps():
 
 
 def test_burst_is_every_eighth_step():
-    largest_S = demand("burst", strength=3.0).max((1, 2, 3))
-    assert np.flatnonzero(largest_S > 3 * MEAN).tolist() == [7, 15]
+    largest = demand("burst", strength=3.0).max((1, 2, 3))
+    assert np.flatnonzero(largest > 3 * MEAN).tolist() == [7, 15]
 
 
 def test_ragged_ranks_have_less_and_less_padding():
@@ -88,14 +88,13 @@ def test_an_idle_rank_asks_for_nothing():
 
 
 def test_drift_gets_worse():
-    largest_S = demand("drift", strength=2.0).sum(2).max((1, 2))
+    largest = demand("drift", strength=2.0).sum(2).max((1, 2))
     assert (demand("drift", strength=2.0)[0] == demand("uniform")[0]).all()
-    assert largest_S[0] < 2 * 4 * MEAN < 4 * 4 * MEAN < largest_S[-1]
+    assert largest[0] < 2 * 4 * MEAN < 4 * 4 * MEAN < largest[-1]
 
 
-def test_what_is_not_possible():
-    with pytest.raises(ValueError, match=r"kind='cold' .* choose one of balanced, uniform"):
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match=r"kind must be one of balanced, uniform.*, got 'cold'"):
         synthetic_trace("cold", SIZES)
-    odd = Sizes(num_steps=1, num_layers=1, num_ranks=3, num_tokens=2, num_experts=8, top_k=1)
-    with pytest.raises(ValueError, match=r"num_experts=8 .* multiple of num_ranks=3"):
-        synthetic_trace("uniform", odd)
+    with pytest.raises(ValueError, match="num_experts must be a multiple of num_ranks=3, got 8"):
+        TraceSizes(num_steps=1, num_layers=1, num_ranks=3, num_tokens=2, num_experts=8, top_k=1)

@@ -1,4 +1,4 @@
-"""The time model: what it gives, what a fit finds again, what it admits not to know."""
+"""The time model: its formula, its fit, and the coefficients that rows do not decide."""
 
 import dataclasses
 import json
@@ -9,9 +9,9 @@ import pytest
 from padded_dispatch.tune.time_model import (
     NAMES,
     START,
-    Calibration,
     Coefficients,
     Measured,
+    TimeModel,
     Work,
     fit,
     load,
@@ -29,8 +29,8 @@ TRUE = Coefficients(
 ABOUT = {"machine": "1 x Abacus", "versions": {}, "command": "count", "commit": "f00", "date": "d"}
 
 
-def calibration(coefficients):
-    return Calibration(
+def model(coefficients):
+    return TimeModel(
         coefficients=coefficients,
         determined=NAMES,
         sources=(ABOUT,),
@@ -63,14 +63,14 @@ def row_of(work, ms, num_ranks=1):
 
 
 def measured(items):
-    return [row_of(work, calibration(TRUE).ms(work)) for work in items]
+    return [row_of(work, model(TRUE).ms(work)) for work in items]
 
 
 def test_milliseconds_by_hand():
     padded = Work(packed=False, num_launched=16, wire_bytes=4e8, flops=1e12)
     packed = Work(packed=True, num_launched=0, wire_bytes=4e8, flops=1e12)
-    assert math.isclose(calibration(TRUE).ms(padded), 0.5 + 0.16 + 2.0 + 2.0, rel_tol=1e-12)
-    assert math.isclose(calibration(TRUE).ms(packed), 0.5 + 2.0 + 2.5, rel_tol=1e-12)
+    assert math.isclose(model(TRUE).ms(padded), 0.5 + 0.16 + 2.0 + 2.0, rel_tol=1e-12)
+    assert math.isclose(model(TRUE).ms(packed), 0.5 + 2.0 + 2.5, rel_tol=1e-12)
 
 
 def test_a_fit_finds_what_made_the_rows():
@@ -87,7 +87,9 @@ def test_what_rows_do_not_decide_stays_where_it_started():
     found = fit(measured(works(False, wire=(0.0, 0.0))), [ABOUT])
     assert found.determined == ("fixed_ms", "per_expert_ms", "padded_tflop_per_s")
     assert math.isclose(found.coefficients.wire_gb_per_s, START.wire_gb_per_s, rel_tol=1e-12)
-    assert "They do not decide wire_gb_per_s, packed_tflop_per_s, taken from" in found.describe()
+    assert (
+        "The rows do not decide wire_gb_per_s, packed_tflop_per_s, taken from" in found.describe()
+    )
 
 
 def test_one_row_is_met_but_decides_nothing():
@@ -95,7 +97,7 @@ def test_one_row_is_met_but_decides_nothing():
     found = fit([row], [ABOUT])
     assert found.determined == ()
     assert math.isclose(found.ms(row.work), row.ms, rel_tol=1e-12)
-    assert "a small error on those that were fitted says little" in found.describe()
+    assert "a small error on the fitted ones is weak evidence" in found.describe()
 
 
 def test_other_rows_are_compared_and_not_fitted():
@@ -104,11 +106,11 @@ def test_other_rows_are_compared_and_not_fitted():
     found = fit([*rows, other], [ABOUT])
     assert found.coefficients == fit(rows, [ABOUT]).coefficients
     assert math.isclose(found.errors["stock"], 0.5, rel_tol=1e-9)
-    with pytest.raises(ValueError, match="rows=0 is not possible"):
+    with pytest.raises(ValueError, match="rows must hold a measured layer of ours, got 0"):
         fit([other], [ABOUT])
 
 
-def test_it_says_how_many_ranks_exchanged_rows():
+def test_the_description_names_the_ranks():
     (row, *_) = measured(works(False))
     found = fit([dataclasses.replace(row, num_ranks=ranks) for ranks in (4, 1, 4, 2)], [ABOUT])
     assert found.num_ranks == (1, 2, 4)
@@ -147,17 +149,17 @@ def test_a_broken_file_is_refused(tmp_path, change):
     raw = json.loads(path.read_text())
     change(raw)
     path.write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match=r"calibration=.*c\.json is not possible"):
+    with pytest.raises(ValueError, match=r"calibration must be a file of .*c\.json.*; give"):
         load(path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "{"])
-def test_no_calibration_at_all(tmp_path, text):
+def test_a_file_that_is_no_time_model(tmp_path, text):
     path = tmp_path / "c.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"c\.json is not possible"):
+    with pytest.raises(ValueError, match=r"calibration must be .*c\.json.*; give"):
         load(path)
-    with pytest.raises(ValueError, match=r"none\.json is not possible"):
+    with pytest.raises(ValueError, match=r"calibration must be .*none\.json.*; give"):
         load(tmp_path / "none.json")
 
 

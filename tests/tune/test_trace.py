@@ -37,24 +37,51 @@ def changed(name, index, value):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (arrays(num_experts=0), r"num_experts=0 .* from 1 to 32767"),
-        (arrays(num_experts=2**15), r"num_experts=32768 .* from 1 to 32767"),
-        (arrays(top_k=5), r"top_k=5 .* from 1 to 4"),
-        (arrays(top_k=1), r"ids_NTK.shape=\(2, 3, 2\) .* K = 1"),
-        (arrays(num_ranks=0), "num_ranks=0"),
-        (arrays(steps=np.array([7])), r"steps='int64\[1\]' .* give int64\[2\]"),
-        (arrays(steps=np.array([7, 7], object)), r"steps='object\[2\]' .* give int64\[2\]"),
-        (arrays(probs_NTK=np.zeros((2, 3, 2))), r"probs_NTK='float64\[2, 3, 2\]' .* float32"),
-        (arrays(probs_NTK=np.zeros((2, 3, 1), np.float32)), r"probs_NTK='float32\[2, 3, 1\]'"),
-        (changed("steps", 1, -1), r"steps\[1\]=-1 "),
-        (changed("ranks", 0, -3), r"ranks\[0\]=-3 "),
-        (changed("ids_NTK", (1, 2, 1), 4), r"ids_NTK\[1\]\[2, 1\]=4 .* below num_experts=4"),
-        (changed("ids_NTK", (0, 1, 0), -2), r"ids_NTK\[0\]\[1, 0\]=-2 .* -1 or an expert"),
-        (changed("ids_NTK", (1, 2, 1), 1), r"ids_NTK\[1\]\[2, 1\]=1 .* every expert .* once"),
-        (changed("ids_NTK", (0, 0, 0), -1), r"ids_NTK\[0\]\[0, 1\]=3 .* ascending order, then -1"),
-        (changed("probs_NTK", (1, 1, 0), np.nan), r"probs_NTK\[1\]\[1, 0\]=nan .* finite"),
-        (changed("probs_NTK", (1, 1, 0), -np.inf), r"probs_NTK\[1\]\[1, 0\]=-inf .* finite"),
-        (changed("probs_NTK", (0, 2, 1), 0.5), r"probs_NTK\[0\]\[2, 1\]=0.5 .* 0 where"),
+        (arrays(num_experts=0), r"num_experts must be from 1 to 32767, got 0"),
+        (arrays(num_experts=2**15), r"num_experts must be from 1 to 32767, got 32768"),
+        (arrays(top_k=5), r"top_k must be from 1 to 4, got 5"),
+        (arrays(top_k=1), r"ids_NTK.shape must be .* K = 1, got \(2, 3, 2\)"),
+        (arrays(num_ranks=0), "num_ranks must be from 1 to .*, got 0"),
+        (arrays(steps=np.array([7])), r"steps must be int64\[2\], got 'int64\[1\]'"),
+        (arrays(steps=np.array([7, 7], object)), r"steps must be int64\[2\], got 'object\[2\]'"),
+        (
+            arrays(probs_NTK=np.zeros((2, 3, 2))),
+            r"probs_NTK must be float32.*, got 'float64\[2, 3, 2\]'",
+        ),
+        (
+            arrays(probs_NTK=np.zeros((2, 3, 1), np.float32)),
+            r"probs_NTK must be float32\[2, 3, 2\], got 'float32\[2, 3, 1\]'",
+        ),
+        (changed("steps", 1, -1), r"steps\[1\] must be 0 or more, got -1"),
+        (changed("ranks", 0, -3), r"ranks\[0\] must be 0 or more, got -3"),
+        (
+            changed("ids_NTK", (1, 2, 1), 4),
+            r"ids_NTK\[1\]\[2, 1\] must be .* below num_experts=4, got 4",
+        ),
+        (
+            changed("ids_NTK", (0, 1, 0), -2),
+            r"ids_NTK\[0\]\[1, 0\] must be -1 or an expert .*, got -2",
+        ),
+        (
+            changed("ids_NTK", (1, 2, 1), 1),
+            r"ids_NTK\[1\]\[2, 1\] must list every expert .* once.*, got 1; sort",
+        ),
+        (
+            changed("ids_NTK", (0, 0, 0), -1),
+            r"ids_NTK\[0\]\[0, 1\] must .* ascending order, then -1, got 3; sort",
+        ),
+        (
+            changed("probs_NTK", (1, 1, 0), np.nan),
+            r"probs_NTK\[1\]\[1, 0\] must be finite, got nan",
+        ),
+        (
+            changed("probs_NTK", (1, 1, 0), -np.inf),
+            r"probs_NTK\[1\]\[1, 0\] must be finite, got -inf",
+        ),
+        (
+            changed("probs_NTK", (0, 2, 1), 0.5),
+            r"probs_NTK\[0\]\[2, 1\] must be 0 where .*, got 0.5",
+        ),
     ],
 )
 def test_anything_else_is_refused_by_name(values, message):
@@ -76,16 +103,16 @@ def test_running_count():
     assert running_count(np.array([], np.int64)).tolist() == []
 
 
-def test_passes_are_counted_within_a_step_layer_and_rank():
+def test_microbatches_are_counted_within_a_step_layer_and_rank():
     trace = small_trace(steps=[3, 3, 3, 4, 3], layers=[1, 1, 1, 1, 2], ranks=[0, 1, 0, 0, 0])
-    assert trace.passes().tolist() == [0, 0, 1, 0, 0]
+    assert trace.microbatches().tolist() == [0, 0, 1, 0, 0]
 
 
 def test_parts_come_together_in_one_order():
     whole = small_trace(
         steps=[3, 3, 3, 3, 4, 4], layers=[1, 1, 1, 1, 1, 1], ranks=[0, 1, 0, 1, 0, 1]
     )
-    assert whole.passes().tolist() == [0, 0, 1, 1, 0, 0]
+    assert whole.microbatches().tolist() == [0, 0, 1, 1, 0, 0]
     parts = [whole.where(whole.ranks == rank) for rank in (1, 0)]
     assert equal(merge(parts), whole)
     assert equal(merge([whole.where(whole.steps == step) for step in (4, 3)]), whole)
@@ -98,10 +125,10 @@ def test_probabilities_are_kept_where_all_parts_have_them():
     assert merge([first, second]).probs_NTK is None
 
 
-def test_what_does_not_belong_together_is_refused():
+def test_parts_that_do_not_match_are_refused():
     trace = small_trace(steps=[3], layers=[1], ranks=[0])
-    with pytest.raises(ValueError, match="step 3, layer 1, rank 0 is in part 0 and part 1: give"):
+    with pytest.raises(ValueError, match="step 3, layer 1, rank 0 is in part 0 and part 1; give"):
         merge([trace, trace])
     other = small_trace(steps=[4], layers=[1], ranks=[0], num_ranks=3)
-    with pytest.raises(ValueError, match=r"b: num_ranks=3 .* must have 2, as a has"):
+    with pytest.raises(ValueError, match=r"b: num_ranks must be 2, as in a, got 3"):
         merge([trace, other], ["a", "b"])

@@ -1,4 +1,4 @@
-"""What was written is read again; whatever else is in a file is a clear error and runs no code."""
+"""A written trace is read again; any other content is a clear error and runs no code."""
 
 import ast
 import io
@@ -51,7 +51,7 @@ def test_a_writer_without_records_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rows_that_the_header_does_not_know_are_left_out(tmp_path):
+def test_rows_beyond_the_count_in_the_header_are_left_out(tmp_path):
     path = tmp_path / "trace.npy"
     save_trace(trace(), path)
     path.write_bytes(path.read_bytes() + b"half a record")
@@ -62,7 +62,9 @@ def test_rows_that_the_header_does_not_know_are_left_out(tmp_path):
 def test_a_file_has_one_size_of_records(tmp_path, other):
     with TraceWriter(tmp_path / "trace.npy") as writer:
         writer.append(trace())
-        with pytest.raises(ValueError, match=r"part=.* write another file"):
+        with pytest.raises(
+            ValueError, match=r"part must have the fields .*, got .*; write another file"
+        ):
             writer.append(other)
 
 
@@ -74,15 +76,19 @@ def test_files_and_folders_are_merged(tmp_path):
     save_trace(parts[1], tmp_path / "two" / "a.npy")
     paths = [tmp_path / "one.npy", tmp_path / "two"]
     assert equal(load_traces(paths), merge(parts))
-    with pytest.raises(ValueError, match=r"b\.npy: .* more than max_bytes="):
+    with pytest.raises(
+        ValueError, match=r"b\.npy: its bytes must be at most max_bytes=\d+, got \d+; raise it"
+    ):
         load_traces(paths, max_bytes=800)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"empty: no trace \(\*\.npy\) is there"):
+    with pytest.raises(
+        ValueError, match=r"empty: the folder must hold traces \(\*\.npy\), got none"
+    ):
         load_traces([tmp_path / "empty"])
 
 
-def test_what_a_resumed_run_did_again_is_taken_once(tmp_path):
-    """Killed after step 29, gone on from the checkpoint of step 20."""
+def test_steps_that_a_resumed_run_repeats_are_taken_once(tmp_path):
+    """The run was killed after step 29 and resumed from the checkpoint of step 20."""
 
     def run(rank, steps, seed):
         num = len(steps)
@@ -117,7 +123,7 @@ def test_a_rank_that_stopped_early_is_missing_and_shortens_nothing(tmp_path):
     assert found.steps[found.ranks == 1].tolist() == [1, 2]
 
 
-def test_what_was_undone_ends_for_ranks_without_a_new_file_too(tmp_path):
+def test_repeated_steps_end_for_ranks_without_a_new_file_too(tmp_path):
     for rank, start, last in ((0, 0, 6), (1, 0, 6), (0, 4, 8)):
         num = last - start
         save_trace(
@@ -131,13 +137,13 @@ def test_what_was_undone_ends_for_ranks_without_a_new_file_too(tmp_path):
     assert found.steps[found.ranks == 0].tolist() == list(range(1, 9))
 
 
-def test_files_that_do_not_go_together_are_named(tmp_path):
+def test_files_that_do_not_match_are_named(tmp_path):
     save_trace(trace(), tmp_path / "a.npy")
     save_trace(trace(num_tokens=4), tmp_path / "b.npy")
-    with pytest.raises(ValueError, match=r"b\.npy: num_tokens=4 .* must have \d+, as .*a\.npy has"):
+    with pytest.raises(ValueError, match=r"b\.npy: num_tokens must be \d+, as in .*a\.npy, got 4"):
         load_traces([tmp_path])
     save_trace(trace(), tmp_path / "b.npy")
-    with pytest.raises(ValueError, match=r"is in .*a\.npy and .*b\.npy: give every recording once"):
+    with pytest.raises(ValueError, match=r"is in .*a\.npy and .*b\.npy; give every recording once"):
         load_traces([tmp_path])
 
 
@@ -148,13 +154,13 @@ def saved(array, *, allow_pickle=False) -> bytes:
 
 
 def good(tmp_path) -> np.ndarray:
-    """The records of a good file, to be spoiled."""
+    """Return the records of a valid file, to be changed."""
     save_trace(trace(), tmp_path / "good.npy")
     return np.load(tmp_path / "good.npy")
 
 
 def refuse(tmp_path, content: bytes, message: str, **kwargs) -> None:
-    """Reading `content` raises with the file's name and `message`, in next to no memory."""
+    """Check that reading `content` raises the file's name and `message`, in less than a MiB."""
     path = tmp_path / "bad.npy"
     path.write_bytes(content)
     tracemalloc.start()
@@ -167,7 +173,7 @@ def refuse(tmp_path, content: bytes, message: str, **kwargs) -> None:
 
 
 class Bomb:
-    """Unpickling it creates a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -182,9 +188,9 @@ def test_nothing_is_unpickled(tmp_path):
     objects = np.empty(1, object)
     objects[0] = Bomb(target)
     refuse(tmp_path, pickled, "not a trace")
-    refuse(tmp_path, saved(objects, allow_pickle=True), "it needs ids of shape")
+    refuse(tmp_path, saved(objects, allow_pickle=True), "dtype must have a field ids of shape")
     dtype = np.dtype([("step", "O"), ("ids", "<i2", (2, 2))])
-    refuse(tmp_path, header(dtype, (1,)) + pickled, "not a trace's: it needs")
+    refuse(tmp_path, header(dtype, (1,)) + pickled, "not a trace: it must be")
     assert not target.exists()
 
 
@@ -207,17 +213,19 @@ def test_an_archive_is_refused_before_it_unfolds(tmp_path):
 def test_a_file_that_was_cut_off(tmp_path, size):
     save_trace(trace(), tmp_path / "good.npy")
     content = (tmp_path / "good.npy").read_bytes()
-    refuse(tmp_path, content[:size], "it was cut off; copy it again|not a trace")
+    refuse(tmp_path, content[:size], "it was cut off: copy it again|not a trace")
 
 
-def test_sizes_that_a_header_only_claims(tmp_path):
+def test_wrong_sizes_in_a_header(tmp_path):
     dtype = good(tmp_path).dtype
     refuse(
-        tmp_path, header(dtype, (10**15,)) + bytes(200), r"it has \d+ bytes, and 1000000000000000"
+        tmp_path,
+        header(dtype, (10**15,)) + bytes(200),
+        r"its bytes must be at least \d+ for 1000000000000000 records, got \d+",
     )
     refuse(tmp_path, header(dtype, (0,)), "at least one record")
     refuse(tmp_path, header(dtype, (-3,)), "at least one record")
-    refuse(tmp_path, header(dtype, (1, 1)), r"of shape \(1, 1\) is not a trace's")
+    refuse(tmp_path, header(dtype, (1, 1)), r"not a trace: it must be .* of shape \(1, 1\)")
     huge = b"[('ids', '<i2', (2147483647, 2147483647))]"
     for text in (
         b"{'descr': %s, 'fortran_order': False, 'shape': (1,)}" % huge,
@@ -230,34 +238,43 @@ def test_sizes_that_a_header_only_claims(tmp_path):
 
 def test_a_file_beyond_the_limit(tmp_path):
     content = saved(good(tmp_path))
-    message = f"{len(content)} bytes are more than max_bytes=99: raise it"
+    message = f"its bytes must be at most max_bytes=99, got {len(content)}; raise it"
     refuse(tmp_path, content, message, max_bytes=99)
     (tmp_path / "good.npy").write_bytes(content)
     load_trace(tmp_path / "good.npy", max_bytes=len(content))
 
 
 def test_other_types(tmp_path):
-    refuse(tmp_path, saved(np.zeros((3, 4))), "float64 is not a trace's: it needs ids")
+    refuse(
+        tmp_path,
+        saved(np.zeros((3, 4))),
+        "not a trace: dtype must have a field ids of shape .*, got float64",
+    )
     for old, new in (("<f4", "<f8"), ("<i2", ">i2"), ("layer", "lair")):
         descr = repr(good(tmp_path).dtype.descr).replace(old, new)
         array = np.zeros(3, np.dtype(ast.literal_eval(descr)))
-        refuse(tmp_path, saved(array), "is not a trace's: it needs")
+        refuse(tmp_path, saved(array), "not a trace: it must be")
 
 
 @pytest.mark.parametrize(
     ("field", "index", "value", "message"),
     [
-        ("ids", (2, 4, 0), 6, r"ids_NTK\[2\]\[4, 0\]=6 .* below num_experts=6"),
-        ("ids", (1, 0, 0), -2, r"ids_NTK\[1\]\[0, 0\]=-2"),
-        ("ids", (1, 0), 3, r"ids_NTK\[1\]\[0, 1\]=3 .* every expert of a token once"),
-        ("probs", (1, 0, 0), np.nan, r"probs_NTK\[1\]\[0, 0\]=nan .* finite"),
-        ("probs", (0, 3, 1), np.inf, r"probs_NTK\[0\]\[3, 1\]=inf .* finite"),
-        ("layer", 1, -1, r"layers\[1\]=-1"),
-        ("num_experts", 1, 7, r"record 1 has .* \[7, 2\], and the first \[6, 2\]"),
-        ("num_experts", slice(None), 2**30, "num_experts=1073741824 .* from 1 to 32767"),
+        ("ids", (2, 4, 0), 6, r"ids_NTK\[2\]\[4, 0\] must be .* below num_experts=6, got 6"),
+        ("ids", (1, 0, 0), -2, r"ids_NTK\[1\]\[0, 0\] must be .*, got -2"),
+        ("ids", (1, 0), 3, r"ids_NTK\[1\]\[0, 1\] must list every expert of a token once.*, got 3"),
+        ("probs", (1, 0, 0), np.nan, r"probs_NTK\[1\]\[0, 0\] must be finite, got nan"),
+        ("probs", (0, 3, 1), np.inf, r"probs_NTK\[0\]\[3, 1\] must be finite, got inf"),
+        ("layer", 1, -1, r"layers\[1\] must be 0 or more, got -1"),
+        (
+            "num_experts",
+            1,
+            7,
+            r"record 1: \(num_experts, num_ranks\) must be \[6, 2\], .*, got \[7, 2\]",
+        ),
+        ("num_experts", slice(None), 2**30, "num_experts must be from 1 to 32767, got 1073741824"),
     ],
 )
-def test_values_that_are_not_possible(tmp_path, field, index, value, message):
+def test_wrong_values(tmp_path, field, index, value, message):
     array = good(tmp_path)
     array[field][index] = value
     refuse(tmp_path, saved(array), message)

@@ -1,4 +1,4 @@
-"""Bounds on quantiles: exact small cases, and coverage where the truth is known."""
+"""Bounds on quantiles: exact small cases, and coverage where the quantile is known."""
 
 import math
 from statistics import NormalDist
@@ -6,7 +6,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from padded_dispatch.tune.recommend import (
+from padded_dispatch.tune.quantile import (
     binomial_cdf,
     has_drifted,
     num_independent,
@@ -46,7 +46,7 @@ def test_binomial_cdf_by_hand():
     assert math.isclose(big[-1], 1.0, rel_tol=1e-9)
 
 
-def test_299_steps_are_what_the_largest_value_needs():
+def test_299_steps_make_the_largest_value_a_bound():
     assert steps_to_promise(0.99, 0.95) == 299
     assert 0.99**299 <= 0.05 < 0.99**298
     alternating = np.tile([0, 1], 150)
@@ -80,7 +80,7 @@ def test_one_long_burst_is_one_event():
 
 @pytest.mark.parametrize("share", [0.9, 0.99])
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
-def test_what_is_promised_is_kept_as_often_as_it_says(share, correlation):
+def test_promises_hold_as_often_as_their_confidence(share, correlation):
     true = int(np.digitize(NormalDist().inv_cdf(share), LEVELS))
     bounds = [quantile_bound(correlated(2000, correlation, s), share, 0.95) for s in range(100)]
     promised = [bound for bound in bounds if bound.promised]
@@ -96,7 +96,7 @@ def test_what_is_promised_is_kept_as_often_as_it_says(share, correlation):
 @pytest.mark.parametrize("num_steps", [300, 1000])
 @pytest.mark.parametrize("correlation", [0.97, 0.99])
 @pytest.mark.parametrize("step", [0.5, 1.0])
-def test_slow_steps_are_not_taken_for_many(num_steps, correlation, step):
+def test_slow_steps_count_as_few(num_steps, correlation, step):
     """Coarse values: hardly any level is exceeded by a few steps, as few as the quantile leaves."""
     true = math.floor(NormalDist().inv_cdf(0.99) / step)
     untrue = 0
@@ -116,8 +116,8 @@ def test_independent_steps_get_promises(step):
     assert promises(1000) == 100
 
 
-def test_the_first_level_that_says_enough_counts():
-    """Values 0, 1, 2; 4 of 400 steps are to lie above the quantile, so 16 exceed what counts."""
+def test_the_first_level_with_enough_steps_counts():
+    """Values 0, 1, 2; the quantile leaves 4 of 400 steps above it, so a level needs 16 above it."""
     slow = np.repeat([0, 1, 0, 1], 100)
     slow[[50, 150, 250, 350]] = 2  # by themselves, 4 steps without any runs
     assert num_independent(slow, 0.99) < 10
@@ -125,7 +125,7 @@ def test_the_first_level_that_says_enough_counts():
     assert num_independent(slow, 0.99) > 300
 
 
-def test_drift_is_seen_and_not_imagined():
+def test_drift():
     level = [has_drifted(correlated(500, 0.5, s)) for s in range(50)]
     assert sum(level) <= 2
     for shift in (np.linspace(0, 20, 500).astype(int), np.repeat([20, 0], 250)):
