@@ -42,7 +42,8 @@ STYLE = {
 
 FACTORS = (1.0, 1.25, 2.0)
 MODELS = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "gpt-oss-20b": "GPT-OSS-20B"}
-STOCK, PACKED, DIRECT = "stock drop-and-pad", "packed experts", "packed experts, direct stores"
+STOCK = "stock drop-and-pad"
+PACKED, DIRECT = "ours: packed experts, all-to-all", "ours: packed experts, direct stores"
 LOOKS = {STOCK: (ORANGE, "o"), PACKED: (GREEN, "^"), DIRECT: (BLUE, "s")}
 
 
@@ -183,16 +184,16 @@ def _cell(ax: Axes, x: float, y: float, **look: Any) -> None:
 GRAPHS = {
     "layer": "attention and MoE",
     "full-iteration": "whole step",
-    "partial": "up to the router",
+    "partial": "attention and router",
 }
 STEPS = (
-    ("packed experts, direct stores", "layer", 1.25),
-    ("packed experts, direct stores", "layer", 2.0),
-    ("packed experts, all-to-all", "layer", 1.25),
-    ("packed experts, all-to-all", "full-iteration", 1.25),
-    ("Megatron's experts, all-to-all", "layer", 1.25),
-    ("stock drop-and-pad", "layer", 1.25),
-    ("stock drop-and-pad", "layer", 2.0),
+    (DIRECT, "layer", 1.25),
+    (DIRECT, "layer", 2.0),
+    (PACKED, "layer", 1.25),
+    (PACKED, "full-iteration", 1.25),
+    ("ours: Megatron's experts, all-to-all", "layer", 1.25),
+    (STOCK, "layer", 1.25),
+    (STOCK, "layer", 2.0),
     ("stock dropless", "partial", None),
     ("stock dropless", "none", None),
 )
@@ -230,7 +231,7 @@ def _step_name(row: dict[str, Any]) -> str:
     experts = {"module": "Megatron's experts"}.get(
         padded["experts"], f"{padded['experts']} experts"
     )
-    return f"{experts}, {'direct stores' if padded['exchange'] == 'direct' else 'all-to-all'}"
+    return f"ours: {experts}, {'direct stores' if padded['exchange'] == 'direct' else 'all-to-all'}"
 
 
 def _table(cells: dict[Any, list[dict[str, Any]]]) -> Iterator[str]:

@@ -72,7 +72,7 @@ def with_table(text: str, name: str, table: str) -> str:
     begin, end = re.escape(f"<!-- {name}: "), re.escape(f"<!-- {name}: end -->")
     (marker,) = re.findall(rf"^({begin}(?!end).*)$", text, re.MULTILINE)
     region = rf"^{re.escape(marker)}\n.*?^{end}$"
-    new = f"{marker}\n{table}\n<!-- {name}: end -->"
+    new = f"{marker}\n\n{table}\n\n<!-- {name}: end -->"
     return re.sub(region, lambda _: new, text, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -232,16 +232,15 @@ def test_python_compiles_and_its_imports_resolve(page):
 
 def commands(text: str) -> Iterator[str]:
     """Yield the command lines of a text: lines of code, and inline code that has flags."""
-    code = [*blocks(text, "bash"), *re.findall(r"(?:^ {4}\S.*\n?(?: {4}.*\n?)*)", text, re.M)]
-    for block in code:
-        for line in block.replace("\\\n", " ").splitlines():
-            yield " ".join(shlex.split(line, comments=True)) if "'" not in line else line.strip()
-    for inline in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)):
-        if " -" in inline:
-            yield inline
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    indented = re.findall(r"^ {4}(.*)$", prose.replace("\\\n", " "), re.MULTILINE)
+    fenced = "".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
+    for line in (*indented, *fenced):
+        yield " ".join(re.sub(r" #.*", "", line).split())
+    yield from (inline for inline in re.findall(r"`([^`\n]+)`", prose) if " -" in inline)
 
 
-class _Parsed(Exception):
+class _ParsedError(Exception):
     """A command line that its parser took; nothing after that is wanted."""
 
 
@@ -252,7 +251,7 @@ def parsers_only(monkeypatch) -> None:
 
     def parse_and_stop(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
         parse_args(self, *args, **kwargs)
-        raise _Parsed
+        raise _ParsedError
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     monkeypatch.setenv("PYTHONWARNINGS", "")  # The command changes it.
@@ -270,14 +269,16 @@ def contenders(words: list[str]) -> Iterator[list[str]]:
 @EACH_PAGE
 def test_commands_parse(page, monkeypatch, parsers_only):
     for command in commands(page.read_text()):
+        if not re.match(r"padded-dispatch |python |pytest |torchrun |-m ", command):
+            continue
         words = shlex.split(command)
         if command.startswith("padded-dispatch ") and words[1] != "...":
             for argv in contenders(words[1:]):
-                with pytest.raises(_Parsed):
+                with pytest.raises(_ParsedError):
                     cli.main(argv)
         if (before := "padded_dispatch.megatron.run") in words and words[-1] != before:
             monkeypatch.setattr(sys, "argv", [before, *words[words.index(before) + 1 :]])
-            with pytest.raises(_Parsed):
+            with pytest.raises(_ParsedError):
                 run.main()
         check_paths(words)
 
@@ -302,7 +303,8 @@ def check_paths(words: list[str]) -> None:
 
 def test_commands_are_found():
     """These tests can fail: a wrong flag, file or module is noticed."""
-    text = "x\n\n    padded-dispatch tune a \\\n      --drop 0.1\n    pytest tests/none\n\nas `pytest -m gpu`"
+    lines = "    padded-dispatch tune a \\\n      --drop 0.1\n    pytest tests/none"
+    text = f"x\n\n{lines}\n\nas `pytest -m gpu`"
     found = list(commands(text))
     assert found == ["padded-dispatch tune a --drop 0.1", "pytest tests/none", "pytest -m gpu"]
     with pytest.raises(AssertionError):
