@@ -131,6 +131,15 @@ def test_pages_are_reached_from_the_readme_and_lead_back():
     assert reached == set(PAGES)
 
 
+def test_python_of_the_readme_runs():
+    """One block: install, then a config that has the options."""
+    (example,) = blocks(README.read_text(), "python")
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["config"].moe_token_dispatcher_type == "padded_alltoall"
+    assert names["config"].padded_dispatch.policy == "priority"
+
+
 # The page of the package.
 
 
