@@ -1,0 +1,252 @@
+"""Draw the two pictures of the top README, and write its table, from the results files.
+
+    python notebooks/readme_figures.py
+
+writes `.github/images/idea.svg` and `.github/images/layer_time.svg` and prints the table. Numbers
+come from `notebooks/results/*.json` alone: of the runs that hold every cell, the last one counts.
+"""
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "notebooks" / "results"
+IMAGES = ROOT / ".github" / "images"
+
+INK, GREY, PALE = "#22303c", "#8a97a3", "#e3e8ec"
+BLUE, ORANGE, GREEN, RED = "#2a6fb0", "#d9822b", "#3a8f5c", "#c0392b"
+# The same picture from the same numbers has the same bytes.
+STYLE = {
+    "svg.hashsalt": "padded_dispatch",
+    "svg.fonttype": "path",  # Looks the same on a machine without the font.
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
+
+FACTORS = (1.0, 1.25, 2.0)
+MODELS = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "gpt-oss-20b": "GPT-OSS-20B"}
+STOCK = "stock drop-and-pad"
+PACKED, DIRECT = "ours: packed experts, all-to-all", "ours: packed experts, direct stores"
+LOOKS = {STOCK: (ORANGE, "o"), PACKED: (GREEN, "^"), DIRECT: (BLUE, "s")}
+
+
+def main() -> None:
+    """Write both pictures and print the table."""
+    with matplotlib.rc_context(STYLE):
+        for name, figure in (("idea", draw_idea()), ("layer_time", draw_layer_time())):
+            path = IMAGES / f"{name}.svg"
+            figure.savefig(path, metadata={"Date": None, "Creator": None})
+            plt.close(figure)
+            # matplotlib ends some lines with a space.
+            lines = [line.rstrip() for line in path.read_text().splitlines()]
+            path.write_text("\n".join(lines) + "\n")
+    print(step_table())
+
+
+# The plot: milliseconds of one layer over the capacity factor.
+
+
+def layer_times(path: Path = RESULTS / "layer_bench.json") -> dict[tuple[str, str, float], float]:
+    """Return milliseconds by (model, contender, factor), of 4 GPUs with EP 4 and 4,096 tokens.
+
+    All of them are medians of one command.
+
+    Raises:
+        ValueError: if no run of the file has every cell.
+    """
+    wanted = {(model, name, factor) for model in MODELS for name in LOOKS for factor in FACTORS}
+    for run in reversed(json.loads(path.read_text())["runs"]):
+        cells = {
+            (row["model"], _contender(row), row["capacity_factor"]): row["ms"]
+            for row in run["rows"]
+            if (row["ep"], row["tokens"], row["skew"]) == (4, 4096, "uniform") and row["ms"]
+        }
+        if cells.keys() >= wanted:
+            return {cell: cells[cell] for cell in wanted}
+    raise ValueError(f"path must hold one run with all of {sorted(wanted)}, got {path}")
+
+
+def _contender(row: dict[str, Any]) -> str | None:
+    if row["graph"] != "layer":
+        return None
+    if row["contender"] == "stock-drop-pad":
+        return STOCK
+    return {"packed": PACKED, "direct": DIRECT}.get(row["variant"])
+
+
+def draw_layer_time() -> Figure:
+    """Draw ours as a flat line and stock as a rising one, one plot per model."""
+    times = layer_times()
+    figure, axes = plt.subplots(1, 2, figsize=(8.2, 3.1), layout="constrained")
+    for ax, (model, title) in zip(axes, MODELS.items(), strict=True):
+        for name, (colour, marker) in LOOKS.items():
+            ms = [times[model, name, factor] for factor in FACTORS]
+            ax.plot(FACTORS, ms, color=colour, marker=marker, linewidth=2, label=name)
+            for factor, value in zip(FACTORS, ms, strict=True):
+                if (name, factor) == (PACKED, 1.0):
+                    continue  # No room between its neighbours; the line shows it.
+                below = name == DIRECT
+                ax.annotate(
+                    f"{value:.2f}",
+                    (factor, value),
+                    xytext=(0, -13 if below else 6),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=8,
+                    color=colour,
+                )
+        ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        ax.set_ylim(0, max(times[model, STOCK, factor] for factor in FACTORS) * 1.12)
+        ax.set_xlim(0.9, 2.1)
+        ax.set_xticks(FACTORS, [f"{factor:g}" for factor in FACTORS])
+        ax.set_xlabel("capacity factor")
+        ax.grid(axis="y", color=PALE)
+        ax.set_axisbelow(True)
+    axes[0].set_ylabel("ms per layer")
+    axes[0].legend(loc="lower left", fontsize=8.5)
+    return figure
+
+
+# The picture: four experts, twenty rows.
+
+
+def draw_idea() -> Figure:
+    """Draw the same routing three times: dropless, stock drop-and-pad, padded_dispatch."""
+    demand, capacity = (4, 7, 0, 5), 5
+    figure, axes = plt.subplots(1, 3, figsize=(8.4, 2.5), layout="constrained")
+    titles = (
+        (
+            "Dropless",
+            "Sizes follow the router: the host waits\nfor them, and no CUDA graph can hold them.",
+        ),
+        (
+            "Stock drop-and-pad",
+            "Sizes are fixed, but experts compute\nfree slots as if they were real rows.",
+        ),
+        (
+            "padded_dispatch",
+            "Sizes are fixed, free slots hold zeros,\nand experts compute real rows only.",
+        ),
+    )
+    for ax, (title, text) in zip(axes, titles, strict=True):
+        ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        ax.text(-2.2, 5.3, text, fontsize=8.5, va="top")
+        ax.set_axis_off()
+        ax.set_aspect("equal")
+        ax.set_xlim(-2.3, 7.7)
+        ax.set_ylim(6.6, -0.4)
+    for expert, rows in enumerate(demand):
+        y = 1.3 * expert
+        for ax in axes:
+            ax.text(-0.35, y + 0.45, f"expert {expert}", fontsize=8, ha="right", va="center")
+        for row in range(rows):
+            _cell(axes[0], row, y, facecolor=BLUE)
+        if not rows:
+            axes[0].text(0, y + 0.45, "no rows at all", fontsize=8, va="center", color=RED)
+        for ax, padding in (
+            (axes[1], {"facecolor": ORANGE, "alpha": 0.55}),
+            (axes[2], {"facecolor": "white", "edgecolor": GREY}),
+        ):
+            for row in range(capacity):
+                _cell(ax, row, y, **({"facecolor": BLUE} if row < rows else padding))
+            for row in range(capacity, rows):
+                _cell(ax, row + 0.15, y, facecolor="none", edgecolor=RED, linestyle=":")
+            if rows > capacity:
+                ax.text(
+                    rows + 0.3, y - 0.2, "dropped", fontsize=7, ha="right", color=RED, va="bottom"
+                )
+    return figure
+
+
+def _cell(ax: Axes, x: float, y: float, **look: Any) -> None:
+    ax.add_patch(Rectangle((x, y), 0.88, 0.9, **({"edgecolor": "none", "linewidth": 0.9} | look)))
+
+
+# The table: milliseconds of a whole training step.
+
+GRAPHS = {
+    "layer": "attention and MoE",
+    "full-iteration": "whole step",
+    "partial": "attention and router",
+}
+STEPS = (
+    (DIRECT, "layer", 1.25),
+    (DIRECT, "layer", 2.0),
+    (PACKED, "layer", 1.25),
+    (PACKED, "full-iteration", 1.25),
+    ("ours: Megatron's experts, all-to-all", "layer", 1.25),
+    (STOCK, "layer", 1.25),
+    (STOCK, "layer", 2.0),
+    ("stock dropless", "partial", None),
+    ("stock dropless", "none", None),
+)
+
+
+def step_table(path: Path = RESULTS / "full_layer_graph.json") -> str:
+    """Return the table of whole steps of the Qwen3-30B-A3B shape on 4 GPUs, as Markdown.
+
+    All of it is one command, which trained each contender three times.
+
+    Raises:
+        ValueError: if no run of the file has every cell.
+    """
+    for run in reversed(json.loads(path.read_text())["runs"]):
+        if run["about"]["machine"].startswith("4 x"):
+            cells = dict(_steps(run["rows"]))
+            if cells.keys() >= set(STEPS):
+                return "\n".join(_table(cells))
+    raise ValueError(f"path must hold one run with all of {STEPS}, got {path}")
+
+
+def _steps(rows: list[dict[str, Any]]) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
+    found: dict[Any, list[dict[str, Any]]] = {}
+    for row in rows:
+        if (row["model"], row["ep"], row["tokens"]) == ("qwen3-30b-a3b", 4, 4096):
+            cell = _step_name(row), row["graph"], row["capacity_factor"]
+            found.setdefault(cell, []).append(row)
+    yield from ((cell, rows) for cell, rows in found.items() if len(rows) >= 3)
+
+
+def _step_name(row: dict[str, Any]) -> str:
+    if row["contender"] != "ours":
+        return row["contender"].replace("stock-", "stock ").replace("drop-pad", "drop-and-pad")
+    padded = row["flags"]["dispatch"]["padded"]
+    experts = {"module": "Megatron's experts"}.get(
+        padded["experts"], f"{padded['experts']} experts"
+    )
+    return f"ours: {experts}, {'direct stores' if padded['exchange'] == 'direct' else 'all-to-all'}"
+
+
+def _table(cells: dict[Any, list[dict[str, Any]]]) -> Iterator[str]:
+    yield "| dispatcher | CUDA graph of | capacity factor | ms per step | TFLOP/s per GPU |"
+    yield "|---|---|---|---|---|"
+    for name, graph, factor in STEPS:
+        rows = cells[name, graph, factor]
+        ms = sorted(row["ms"] for row in rows)
+        # Where the host decides, three repeats differ by more than 2 %: give the range.
+        spread = ms[-1] > 1.02 * ms[0]
+        shown = f"{ms[0]:.1f} to {ms[-1]:.1f}" if spread else f"{statistics.median(ms):.1f}"
+        rate = statistics.median(row["tflops_per_gpu"] for row in rows)
+        size = "none" if factor is None else f"{factor:g}"
+        yield f"| {name} | {GRAPHS.get(graph, graph)} | {size} | {shown} | {rate:.0f} |"
+
+
+if __name__ == "__main__":
+    main()
