@@ -199,7 +199,7 @@ def _push(
     num_experts = kept_E.shape[0]
     start_E = torch.empty_like(kept_E)
     offsets_LS = kept_E.new_empty(num_experts // num_ranks, num_ranks)
-    direct.tell_counts(kept_E, transient.table_R, rank)
+    direct.push_counts(kept_E, transient.table_R, rank)
     transient.barrier()
     direct.place_rows(transient.table_RE, rank, start_E, offsets_LS, meta[rows_ND.shape[0] :])
     direct.push_rows(
@@ -241,7 +241,7 @@ def _home(
     buffers = find(key)
     transient = buffers.transient
     transient.barrier()
-    direct.send_home(
+    direct.return_rows(
         packed_ND.contiguous(),
         None if probs_N is None else probs_N.contiguous(),
         offsets_LS,

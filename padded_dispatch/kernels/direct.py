@@ -5,13 +5,13 @@ addresses that this rank can store to. Kernels only store to peers and never rea
 know nothing of time: whoever launches them puts a barrier of all ranks before them (everyone is
 done with what the buffers held) and behind them (everything has arrived).
 
-`tell_counts` gives every rank the number of rows that each source keeps for each expert;
+`push_counts` gives every rank the number of rows that each source keeps for each expert;
 `place_rows` computes from it where rows lie at their experts: packed, ordered (expert, source,
-slot). `push_rows` brings every token there. `send_home` brings packed rows back into slots.
+slot). `push_rows` brings every token there. `return_rows` brings packed rows back into slots.
 
 A link is shared by all programs that store over it at a time, so their destinations have to differ:
 `push_rows` walks tokens in their own order, whose experts differ, and each token begins with
-another of its choices; in `send_home` every program walks its own part of the packed rows, so that
+another of its choices; in `return_rows` every program walks its own part of the packed rows, so that
 all sources are on the way at any time. 4 programs of 4 warps per multiprocessor of an H200, times
 the blocks of columns.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 _PROGRAMS = 528
 
 
-def tell_counts(kept_E: Tensor, table_R: Tensor, rank: int) -> None:
+def push_counts(kept_E: Tensor, table_R: Tensor, rank: int) -> None:
     """Write this rank's row of every rank's table.
 
     Args:
@@ -33,11 +33,11 @@ def tell_counts(kept_E: Tensor, table_R: Tensor, rank: int) -> None:
     """
     num_experts = kept_E.shape[0]
     block = triton.next_power_of_2(num_experts)
-    _tell_counts_kernel[(table_R.shape[0],)](kept_E, table_R, rank, num_experts, BLOCK=block)
+    _push_counts_kernel[(table_R.shape[0],)](kept_E, table_R, rank, num_experts, BLOCK=block)
 
 
 @triton.jit
-def _tell_counts_kernel(kept, table_at, rank, num_experts, BLOCK: tl.constexpr):
+def _push_counts_kernel(kept, table_at, rank, num_experts, BLOCK: tl.constexpr):
     e = tl.arange(0, BLOCK)
     count = tl.load(kept + e, mask=e < num_experts)
     table = tl.load(table_at + tl.program_id(0)).to(tl.pointer_type(tl.int32))
@@ -183,7 +183,7 @@ def _push_rows_kernel(
         t += tl.num_programs(0)
 
 
-def send_home(
+def return_rows(
     packed_ND: Tensor,
     probs_N: Tensor | None,
     offsets_LS: Tensor,
@@ -209,7 +209,7 @@ def send_home(
     """
     width = packed_ND.shape[1]
     programs = min(packed_ND.shape[0], _PROGRAMS)
-    _send_home_kernel[(programs, triton.cdiv(width, _block(width)))](
+    _return_rows_kernel[(programs, triton.cdiv(width, _block(width)))](
         packed_ND,
         probs_N if probs_N is not None else packed_ND,
         offsets_LS,
@@ -227,7 +227,7 @@ def send_home(
 
 
 @triton.jit
-def _send_home_kernel(
+def _return_rows_kernel(
     packed,
     probs,
     offsets,

@@ -37,10 +37,10 @@ def addresses(buffers: list[Tensor]) -> Tensor:
 # The examples of the docstrings.
 
 
-def test_tell_counts_example():
+def test_push_counts_example():
     tables = [empty(2, 2, dtype=torch.int32) for _ in range(2)]
     for rank, kept_E in enumerate((ints(1, 2), ints(3, 4))):
-        direct.tell_counts(kept_E, addresses(tables), rank)
+        direct.push_counts(kept_E, addresses(tables), rank)
     assert [table.tolist() for table in tables] == [[[1, 2], [3, 4]]] * 2
 
 
@@ -70,10 +70,10 @@ def test_push_rows_example():
     assert probs_RN[0][:2].tolist() == [0.5, 0.75] and probs_RN[1][3] == 0.25
 
 
-def test_send_home_example():
+def test_return_rows_example():
     slots_RECD = [empty(2, 2, 1) for _ in range(2)]
     metas_REC1 = [empty(2, 3) for _ in range(2)]
-    direct.send_home(
+    direct.return_rows(
         torch.tensor([[1.0], [2.0], [3.0], [torch.nan]], device=DEVICE),
         torch.tensor([0.1, 0.2, 0.3, torch.nan], device=DEVICE),
         ints([1, 3]),
@@ -138,7 +138,7 @@ class World:
 
     def push(self, tokens_STD: np.ndarray, probs_STE: np.ndarray | None) -> None:
         for r, plan in enumerate(self.plans):
-            direct.tell_counts(self.here(plan.kept_E), self.everyone("table_RE"), r)
+            direct.push_counts(self.here(plan.kept_E), self.everyone("table_RE"), r)
         for r, rank in enumerate(self.ranks):
             out = rank.start_E, rank.offsets_LS, rank.count_SL
             direct.place_rows(rank.table_RE, r, *out)
@@ -153,9 +153,9 @@ class World:
                 self.capacity,
             )
 
-    def send_home(self, packed: list[Tensor], beside: list[Tensor] | None) -> None:
+    def return_rows(self, packed: list[Tensor], beside: list[Tensor] | None) -> None:
         for r, rank in enumerate(self.ranks):
-            direct.send_home(
+            direct.return_rows(
                 packed[r],
                 None if beside is None else beside[r],
                 rank.offsets_LS,
@@ -198,7 +198,7 @@ def check(kept_STE: np.ndarray, top_k: int, capacity: int, width: int) -> None:
     # The way back of the experts' output, and of gradients.
     back_RLMD = numbers(*given.rows_RLMD.shape, offset=20_000)
     beside_RLM = numbers(*given.probs_RLM.shape, offset=30_000)
-    world.send_home(
+    world.return_rows(
         world.padded(back_RLMD, given.kept_RSL), world.padded(beside_RLM, given.kept_RSL)
     )
     sums_STD = reference.combine(back_RLMD, world.plans)
@@ -214,7 +214,7 @@ def check(kept_STE: np.ndarray, top_k: int, capacity: int, width: int) -> None:
 
     # Gradients of the output, and the output without anything beside it.
     world.push(tokens_STD + 1, None)
-    world.send_home([rank.rows_ND.clone() for rank in world.ranks], None)
+    world.return_rows([rank.rows_ND.clone() for rank in world.ranks], None)
     grad_RLMD = reference.combine_backward(tokens_STD + 1, world.plans, num_ranks=size)
     home_STD = reference.combine(grad_RLMD, world.plans)
     for r, rank in enumerate(world.ranks):
@@ -276,5 +276,5 @@ def test_rows_beyond_2_to_the_31_elements():
     assert (rows_ND[-1] == 3).all() and not rows_ND[:-1].any()
     slots_ECD = torch.zeros_like(rows_ND)[None]
     offsets = ints([num_rows])
-    direct.send_home(rows_ND, None, offsets, addresses([slots_ECD]), nowhere, 0, num_rows)
+    direct.return_rows(rows_ND, None, offsets, addresses([slots_ECD]), nowhere, 0, num_rows)
     assert (slots_ECD[0, -1] == 3).all() and not slots_ECD[0, :-1].any()
