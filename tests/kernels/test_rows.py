@@ -15,8 +15,7 @@ from padded_dispatch.config import POLICIES
 from padded_dispatch.kernels import plan, rows, select
 from padded_dispatch.ops import rows as ops
 from padded_dispatch.ops.plan import plan_tensors
-from padded_dispatch.ops.select import choice_ranks_in_torch as choice_ranks
-from padded_dispatch.ops.select import kept_map_in_torch as kept_map
+from padded_dispatch.ops.select import choice_ranks_in_torch, kept_map_in_torch
 from padded_dispatch.utils.routings import routing_map
 from tests.support.routing_cases import RoutingCase, routing_cases
 
@@ -51,7 +50,7 @@ def test_select_example():
         (1, "probs", [False, True, False, False]),
         (1, "position", [True, False, False, False]),
     ):
-        kept_TE, demand_E = select.select(asked_TE, probs_TE, capacity, policy)
+        kept_TE, demand_E = select.kept_map(asked_TE, probs_TE, capacity, policy)
         assert kept_TE.flatten().tolist() == expected
         assert demand_E.tolist() == [3]
 
@@ -127,7 +126,7 @@ def test_select(dtype: torch.dtype, policy, case: RoutingCase, draw: int, data: 
     level_TE = data.draw(st.none() | levels | levels.map(lambda level_TE: level_TE[:, :1]))
     level_TE = None if level_TE is None else torch.from_numpy(level_TE)
     number = torch.tensor(draw)
-    kept_TE, demand_E = select.select(
+    kept_TE, demand_E = select.kept_map(
         here(asked_TE),
         here(probs_TE),
         case.capacity,
@@ -135,7 +134,7 @@ def test_select(dtype: torch.dtype, policy, case: RoutingCase, draw: int, data: 
         None if level_TE is None else here(level_TE),
         here(number),
     )
-    expected_TE = kept_map(asked_TE, probs_TE, case.capacity, policy, level_TE, number)
+    expected_TE, _ = kept_map_in_torch(asked_TE, probs_TE, case.capacity, policy, level_TE, number)
     equal((kept_TE, expected_TE), (demand_E, asked_TE.sum(0, dtype=torch.int32)))
 
 
@@ -144,7 +143,7 @@ def test_choice_ranks(case: RoutingCase):
     asked_TE, probs_TE = torch.from_numpy(case.map_TE), torch.from_numpy(case.probs_TE)
     probs_TE[~asked_TE] = torch.nan
     ranks_TE = select.choice_ranks(here(asked_TE), here(probs_TE))
-    equal((ranks_TE[here(asked_TE)], choice_ranks(asked_TE, probs_TE)[asked_TE]))
+    equal((ranks_TE[here(asked_TE)], choice_ranks_in_torch(asked_TE, probs_TE)[asked_TE]))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -155,7 +154,7 @@ def test_select_of_many_tokens_in_odd_sizes(policy, skew):
     probs_TE = torch.rand(1027, 13).mul(8).round()
     draw = torch.tensor(5)
     for level_TE in (None, (torch.arange(1027) % 3 == 0)[:, None].to(torch.uint8)):
-        kept_TE, demand_E = select.select(
+        kept_TE, demand_E = select.kept_map(
             here(map_TE),
             here(probs_TE),
             100,
@@ -163,7 +162,7 @@ def test_select_of_many_tokens_in_odd_sizes(policy, skew):
             None if level_TE is None else here(level_TE),
             here(draw),
         )
-        expected_TE = kept_map(map_TE, probs_TE, 100, policy, level_TE, draw)
+        expected_TE, _ = kept_map_in_torch(map_TE, probs_TE, 100, policy, level_TE, draw)
         equal((kept_TE, expected_TE), (demand_E, map_TE.sum(0, dtype=torch.int32)))
 
 

@@ -49,9 +49,12 @@ def test_the_example_of_renormalize():
     map_TE, probs_TE = torch.ones(1, 3, dtype=torch.bool), torch.tensor([[0.4, 0.2, 0.2]])
     kept_TE = torch.tensor([[True, True, False]])
     selection = Selection(
-        kept_TE=kept_TE, probs_TE=torch.where(kept_TE, probs_TE, 0), demand_E=map_TE.sum(0)
+        asked_TE=map_TE,
+        kept_TE=kept_TE,
+        probs_TE=torch.where(kept_TE, probs_TE, 0),
+        demand_E=map_TE.sum(0),
     )
-    scaled_TE = renormalize(selection, map_TE, probs_TE).probs_TE
+    scaled_TE = renormalize(selection, probs_TE).probs_TE
     assert [round(prob, 3) for prob in scaled_TE[0].tolist()] == [0.533, 0.267, 0.0]
 
 
@@ -59,7 +62,7 @@ def test_the_example_of_reroute():
     map_TE = torch.tensor([[True, False, False], [True, False, False]])
     scores_TE = torch.tensor([[0.6, 0.1, 0.1], [0.5, 0.3, 0.2]])
     selection = select(map_TE, scores_TE, capacity=1)
-    found = reroute(selection, map_TE, scores_TE, capacity=1, policy="probs")
+    found = reroute(selection, scores_TE, capacity=1, policy="probs")
     expected_TE = torch.tensor([[0.6, 0.0, 0.0], [0.0, 0.3, 0.0]])
     assert torch.equal(found.probs_TE, expected_TE)
     assert torch.equal(found.kept_TE, expected_TE > 0)
@@ -71,7 +74,7 @@ def test_renormalize_is_the_reference(policy, case: RoutingCase):
     # Sums of quarters are exact in any order.
     selection, by_loops = both(case, policy)
     map_TE, probs_TE, _ = case.tensors()
-    found = renormalize(selection, map_TE, probs_TE)
+    found = renormalize(selection, probs_TE)
     expected = reference.renormalize(by_loops, case.map_TE, case.probs_TE)
     assert_same(found.probs_TE, expected.probs_TE)
     assert torch.equal(found.kept_TE, selection.kept_TE)
@@ -92,7 +95,6 @@ def test_reroute_is_the_reference_and_keeps_its_promises(policy, given_case, rou
     map_TE, scores_TE, _ = case.tensors()
     found = reroute(
         selection,
-        map_TE,
         scores_TE,
         torch.from_numpy(choice_TE),
         **arguments,
@@ -123,7 +125,6 @@ def test_enough_rounds_leave_no_dropped_row_beside_a_free_slot(case: RoutingCase
     map_TE, scores_TE, _ = case.tensors()
     found = reroute(
         selection,
-        map_TE,
         scores_TE,
         capacity=case.capacity,
         policy="probs",
@@ -186,7 +187,7 @@ def test_renormalize_of_next_to_nothing_is_finite(kept):
     selection = dataclasses.replace(
         selection, kept_TE=kept_TE, probs_TE=torch.where(kept_TE, probs_TE, 0)
     )
-    found_TE = renormalize(selection, map_TE, probs_TE).probs_TE
+    found_TE = renormalize(selection, probs_TE).probs_TE
     assert found_TE.tolist() == [[1.5, 0.0], [0.0, 0.5 + kept if kept == LEAST_KEPT else kept]]
     found_TE.sum().backward()
     assert probs_TE.grad is not None
@@ -199,7 +200,7 @@ def test_renormalize_leaves_the_bits_of_tokens_that_lost_nothing():
     probs_TE = torch.rand(50, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
     map_TE = torch.ones(50, 7, dtype=torch.bool)
     selection = select(map_TE, probs_TE, capacity=40)
-    found_TE = renormalize(selection, map_TE, probs_TE).probs_TE
+    found_TE = renormalize(selection, probs_TE).probs_TE
     whole_T = selection.kept_TE.all(1)
     assert 0 < whole_T.sum() < 50
     assert torch.equal(found_TE[whole_T], probs_TE[whole_T])
@@ -247,5 +248,5 @@ def test_through_the_dispatcher(remedy):
 
 def test_reroute_without_scores_is_refused():
     config, map_TE = routed("reroute")
-    with pytest.raises(ValueError, match="scores_TE=None is not possible with remedy='reroute'"):
+    with pytest.raises(ValueError, match="scores_TE must be given with remedy='reroute', got"):
         select_with_remedy(config, 2, map_TE, torch.rand(9, 5))
