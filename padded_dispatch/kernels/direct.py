@@ -11,9 +11,9 @@ slot). `push_rows` brings every token there. `return_rows` brings packed rows ba
 
 A link is shared by all programs that store over it at a time, so their destinations have to differ:
 `push_rows` walks tokens in their own order, whose experts differ, and each token begins with
-another of its choices; in `return_rows` every program walks its own part of the packed rows, so that
-all sources are on the way at any time. 4 programs of 4 warps per multiprocessor of an H200, times
-the blocks of columns.
+another of its choices; in `return_rows` every program walks its own part of the packed rows, so
+that all sources are on the way at any time. 4 programs of 4 warps per multiprocessor of an H200,
+times the blocks of columns.
 """
 
 import triton

@@ -3,9 +3,9 @@
 A row's place in the order is two unsigned numbers. The first one has few bits: the row's level and,
 under "priority", which choice of its token it is. The second one is the policy's score: the bits of
 a float, in its order, or random bits. The C-th largest of an expert's column is found bit by bit,
-as the largest prefix that at least C rows reach. Rows above it are kept. Among rows equal to it, the
-second number decides in the same way, and then the token index, while slots are left. The column
-stays in registers.
+as the largest prefix that at least C rows reach. Rows above it are kept. Among rows equal to it,
+the second number decides in the same way, and then the token index, while slots are left. The
+column stays in registers.
 
 On an H200, T 4096 and E 128, policy "probs": 30 us; a stable sort of the map in torch takes 71 us.
 """

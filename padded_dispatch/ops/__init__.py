@@ -1,9 +1,9 @@
-"""Custom ops of the dispatcher, one idea a module; `kernels` has a module of the same name for each.
+"""Custom ops of the dispatcher, one idea a module; `kernels` has a twin of each module.
 
 An op has four parts, in one module: its body in plain torch, which runs on CPUs and is the
 specification; the Triton kernel that runs on CUDA devices and must give the same result; a fake
-that returns empty tensors of the right shapes, for `torch.compile`; and its backward, if it has one.
-A module lets callers use plain functions and keeps the ops below them.
+that returns empty tensors of the right shapes, for `torch.compile`; and its backward, if it has
+one. A module lets callers use plain functions and keeps the ops below them.
 
 The modules, in the order of a token's way:
 

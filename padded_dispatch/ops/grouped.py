@@ -1,8 +1,8 @@
 """Linears over packed rows: every expert's weights on its own rows, and on no others.
 
-Expert l's rows end at `offsets_L[l]` and begin where the ones before end; the ends stay on the device.
-Rows behind the last one are never read, forward or backward, and those of a result are unspecified.
-An expert without rows has gradients of exact zeros.
+Expert l's rows end at `offsets_L[l]` and begin where the ones before end; the ends stay on the
+device. Rows behind the last one are never read, forward or backward, and those of a result are
+unspecified. An expert without rows has gradients of exact zeros.
 
 On CUDA devices the products are `torch._grouped_mm` in bf16, its one fast path, which needs neither
 the host nor a copy: 2D x 3D for rows, 2D x 2D for weight gradients. Everything else it would

@@ -117,8 +117,8 @@ def reroute(
     In each round, a token with dropped rows that have no place yet proposes as many experts: the
     best by `choice_TE` (equals by expert id) that have a free slot, that it did not ask for and was
     not given. Where proposals exceed the free slots, the policy decides by `scores_TE`, protected
-    tokens first. Kept rows never lose their slot, no expert gets more than C rows, and no token gets
-    more rows than it asked for.
+    tokens first. Kept rows never lose their slot, no expert gets more than C rows, and no token
+    gets more rows than it asked for.
 
     A rerouted row has the probability that `scores_TE` gives its expert, and its gradient.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from padded_dispatch.config import POLICIES
 from padded_dispatch.kernels import plan, rows, select
 from padded_dispatch.ops import rows as ops
-from padded_dispatch.ops.plan import plan_tensors
+from padded_dispatch.ops.plan import packed_slots, plan_in_torch
 from padded_dispatch.ops.select import choice_ranks_in_torch, kept_map_in_torch
 from padded_dispatch.utils.routings import routing_map
 from tests.support.routing_cases import RoutingCase, routing_cases
@@ -171,7 +171,7 @@ def test_select_of_many_tokens_in_odd_sizes(policy, skew):
 def test_plan(case: RoutingCase):
     map_TE = torch.from_numpy(case.map_TE)
     got = plan.plan(here(map_TE), case.top_k, case.capacity)
-    equal(*zip(got, plan_tensors(map_TE, case.top_k, case.capacity), strict=True))
+    equal(*zip(got, plan_in_torch(map_TE, case.top_k, case.capacity), strict=True))
 
 
 @few
@@ -179,7 +179,7 @@ def test_plan(case: RoutingCase):
 def test_moves_and_sums(case: RoutingCase):
     """All that moves, by the maps of one plan; an odd width, rows with garbage where empty."""
     map_TE = torch.from_numpy(case.map_TE)
-    slots, choices, kept_E, _ = plan_tensors(map_TE, case.top_k, case.capacity)
+    slots, choices, kept_E, _ = plan_in_torch(map_TE, case.top_k, case.capacity)
     tokens_TD = torch.randn(map_TE.shape[0], 19)
     rows_ECD = torch.randn(*choices.shape, 19)
     rows_ECD[choices < 0] = torch.nan
@@ -192,7 +192,7 @@ def test_moves_and_sums(case: RoutingCase):
     equal(
         (
             plan.packed_slots(here(slots), here(offsets_E1), case.capacity),
-            ops._packed_slots(slots, offsets_E1, case.capacity),
+            packed_slots(slots, offsets_E1, case.capacity),
         ),
         (
             rows.spread_rows(here(tokens_TD), here(slots), here(choices)),
@@ -264,11 +264,11 @@ def test_sums_round_once_in_every_dtype(dtype: torch.dtype):
 def test_more_than_one_block_of_everything():
     """More tokens than a block of the plan's, wider rows than a block of a row's."""
     map_TE = torch.rand(1500, 3) < 0.7
-    expected = plan_tensors(map_TE, 2, 1100)
+    expected = plan_in_torch(map_TE, 2, 1100)
     equal(*zip(plan.plan(here(map_TE), 2, 1100), expected, strict=True))
     slots, offsets_E1 = expected[0], ops.running_offsets(expected[2][None])
     packed_TK = plan.packed_slots(here(slots), here(offsets_E1), 1100)
-    equal((packed_TK, ops._packed_slots(slots, offsets_E1, 1100)))
+    equal((packed_TK, packed_slots(slots, offsets_E1, 1100)))
     tokens_TD = torch.randn(3, 2500)
     slots = torch.tensor([[2], [3], [0]], dtype=torch.int32)
     choices = torch.tensor([2, -1, 0, 1], dtype=torch.int32)

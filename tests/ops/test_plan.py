@@ -4,14 +4,14 @@ import torch
 from hypothesis import given
 
 from padded_dispatch import reference
-from padded_dispatch.ops.plan import make_plan, plan_tensors
+from padded_dispatch.ops.plan import make_plan, plan_in_torch
 from padded_dispatch.utils.routings import routing_map
 from tests.support.routing_cases import RoutingCase, assert_same, routing_cases
 
 
 def test_the_example_of_the_docstring():
     kept_TE = torch.tensor([[1, 0], [1, 1], [0, 1]], dtype=torch.bool)
-    slot_of_TK, choice_of_slot_EC, kept_E, unplaced_E = plan_tensors(kept_TE, 2, 2)
+    slot_of_TK, choice_of_slot_EC, kept_E, unplaced_E = plan_in_torch(kept_TE, 2, 2)
     assert slot_of_TK.tolist() == [[0, -1], [1, 2], [3, -1]]
     assert choice_of_slot_EC.tolist() == [[0, 2], [3, 4]]
     assert kept_E.tolist() == [2, 2]

@@ -197,9 +197,7 @@ def test_probabilities_keep_their_dtype(dtype):
 
 def test_wrong_arguments_are_refused():
     arguments = torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 2)
-    with pytest.raises(ValueError, match="^policy must be one of probs, position, .*, got 'rand'$"):
+    with pytest.raises(ValueError, match=r"^policy must be one of probs, .*, got 'rand'$"):
         select(*arguments, capacity=1, policy="rand")  # pyright: ignore
-    with pytest.raises(
-        ValueError, match="^draw must be .* with policy='random', got None; pass one"
-    ):
+    with pytest.raises(ValueError, match=r"^draw must be .* policy='random', got None; pass one"):
         select(*arguments, capacity=1, policy="random")
