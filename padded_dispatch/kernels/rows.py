@@ -100,15 +100,15 @@ def _spread_rows_kernel(
         row = tl.load(tokens + program * width + column, mask=column < width)
         for k in tl.static_range(K):
             slot = tl.load(slot_of + program * K + k).to(tl.int64)
-            there = column < tl.where(slot >= 0, width, 0)
-            tl.store(rows + slot * width + column, row, mask=there)
+            valid = column < tl.where(slot >= 0, width, 0)
+            tl.store(rows + slot * width + column, row, mask=valid)
     else:
         nothing = tl.zeros((BLOCK,), dtype=rows.dtype.element_ty)
         for i in tl.static_range(SLOTS):
             slot = (program - num_tokens) * SLOTS + i
             choice = tl.load(choice_of_slot + slot, mask=slot < num_slots, other=0)
-            there = column < tl.where(choice < 0, width, 0)
-            tl.store(rows + slot * width + column, nothing, mask=there)
+            valid = column < tl.where(choice < 0, width, 0)
+            tl.store(rows + slot * width + column, nothing, mask=valid)
 
 
 def sum_rows(rows_ND: Tensor, slot_of_TK: Tensor) -> Tensor:
@@ -148,8 +148,8 @@ def _sum_rows_kernel(
     total = tl.zeros((BLOCK,), dtype=WIDE)
     for k in tl.static_range(K):
         slot = tl.load(slot_of + t * K + k)
-        there = column < tl.where(slot >= 0, width, 0)
-        row = tl.load(rows + slot.to(tl.int64) * width + column, mask=there, other=0.0)
+        valid = column < tl.where(slot >= 0, width, 0)
+        row = tl.load(rows + slot.to(tl.int64) * width + column, mask=valid, other=0.0)
         total += row.to(WIDE)
     tl.store(summed + t * width + column, total.to(summed.dtype.element_ty), mask=column < width)
 
@@ -298,7 +298,7 @@ def _part_of_run(
     blocks,
     BLOCK: tl.constexpr,
 ):
-    """Return this program's part on both sides, its start in the buffer, and the real rows there."""
+    """Return this program's part on both sides, its first element, and the real rows of its run."""
     m = tl.program_id(0) // blocks
     place = (m % num_local_experts) * num_sources + m // num_local_experts
     start = tl.load(offsets + place - 1, mask=place > 0, other=0).to(tl.int64)

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from padded_dispatch.kernels.counters import count
-from padded_dispatch.ops.counters import SCALARS, Counters
-from padded_dispatch.ops.counters import _count_in_torch as count_in_torch
+from padded_dispatch.ops.counters import SCALARS, Counters, count_in_torch
 from padded_dispatch.ops.select import kept_map_in_torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
