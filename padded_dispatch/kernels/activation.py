@@ -145,7 +145,7 @@ def activate_backward(
     clamp: float,
     offset: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `fc1_NG` (also that of its bias, before summing) and of `probs_N`.
+    """Return the gradients of `fc1_NG` (equal to its bias's, before summing) and of `probs_N`.
 
     `grad_NF` is the gradient of the result of `activate`; the other arguments are those of
     `activate`. All tensors must be contiguous.

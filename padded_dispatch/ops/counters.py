@@ -22,7 +22,7 @@ MASS_UNITS = 2**32
 
 
 class RoutingObserver(Protocol):
-    """An object that receives every selection of a layer."""
+    """Receiver of every selection that is counted."""
 
     def observe(
         self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, capacity: int

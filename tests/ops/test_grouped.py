@@ -181,15 +181,22 @@ def test_all_are_sound_custom_ops(biased):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "width", "complaint"),
-    [(torch.float32, 8, "bfloat16"), (torch.bfloat16, 12, "multiples of 8")],
+    ("dtype", "width", "message"),
+    [
+        (torch.float32, 8, "dtype must be torch.bfloat16 .* got torch.float32; train in bf16"),
+        (
+            torch.bfloat16,
+            12,
+            r"sizes must be multiples of 8 .* got \(8, 12\); use an experts",
+        ),
+    ],
 )
-def test_what_would_wait_for_the_host_is_refused(dtype, width, complaint):
+def test_what_would_wait_for_the_host_is_refused(dtype, width, message):
     assert torch.cuda.is_available(), "this test was asked for and needs a CUDA device"
     rows_NI, weight_LOI = (
         torch.ones(*s, width, dtype=dtype, device="cuda") for s in ((8,), (1, 8))
     )
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=message):
         grouped.grouped_linear(rows_NI, weight_LOI, ends_of([8]).cuda())
 
 
