@@ -263,7 +263,7 @@ def dispatch_backward(
     *,
     num_experts: int,
 ) -> tuple[NDArray, NDArray]:
-    """Return the gradients of tokens_STD (summed over slots) and of probs_STE (0 without a slot)."""
+    """Return the gradients of tokens_STD (a sum over slots) and of probs_STE (0 without a slot)."""
     num_ranks = grad_rows_RLMD.shape[0]
     num_tokens = plans[0].slot_of_TK.shape[0]
     grad_STE = np.zeros((len(plans), num_tokens, num_experts), grad_probs_RLM.dtype)
@@ -303,7 +303,7 @@ def layer(
     num_ranks: int,
     etp_size: int = 1,
 ) -> NDArray:
-    """Compute dispatch, experts, combine: [S, T, D]. An expert's output is summed over its shards."""
+    """Compute dispatch, experts, combine: [S, T, D]. An expert's output is the sum of its shards'."""
     sent = dispatch(tokens_STD, probs_STE, plans, num_ranks=num_ranks)
     out_RLMD = np.zeros_like(sent.rows_RLMD)
     for r in range(num_ranks):
@@ -322,7 +322,7 @@ def layer_backward(
     num_ranks: int,
     etp_size: int = 1,
 ) -> tuple[NDArray, NDArray]:
-    """Return the gradients of tokens_STD and probs_STE; experts' input gradients sum over shards."""
+    """Return the gradients of tokens_STD and probs_STE; those of shards are summed."""
     sent = dispatch(tokens_STD, probs_STE, plans, num_ranks=num_ranks)
     grad_out_RLMD = combine_backward(grad_STD, plans, num_ranks=num_ranks)
     grad_rows_RLMD = np.zeros_like(sent.rows_RLMD)

@@ -39,8 +39,8 @@ def select_with_remedy(
 ) -> Selection:
     """Cut a routing map down to capacity by the config's policy, then apply the config's remedy.
 
-    `select` says what `mask_T`, `protected_T` and `draw` are. `scores_TE` and `choice_TE` are read
-    by remedy "reroute" only; see `reroute`.
+    See `select` for `mask_T`, `protected_T` and `draw`, and `reroute` for `scores_TE` and
+    `choice_TE`, which only that remedy reads.
 
     Returns:
         See `padded_dispatch.ops.select.Selection`.

@@ -4,7 +4,7 @@ The result is exact and deterministic under every policy; equals are ordered by 
 are static: stable sorts of the whole [T, E] map, where a smarter selection would read its values on
 the host. Selection goes by the map, never by `probs > 0`: a routed token may have probability zero.
 
-The policies, and what the field knows of them:
+The policies, and what is published about them:
 
 - `probs`: the most probable rows first. Megatron-Core's default, and DeepSeek-V2's, which drops the
   rows of lowest affinity at factor 1.0 and exempts about 10 % of the sequences (arXiv 2405.04434;
