@@ -303,7 +303,7 @@ def layer(
     num_ranks: int,
     etp_size: int = 1,
 ) -> NDArray:
-    """Compute dispatch, experts, combine: [S, T, D]. An expert's output is the sum of its shards'."""
+    """Compute dispatch, experts, combine: [S, T, D]. Outputs of an expert's shards are summed."""
     sent = dispatch(tokens_STD, probs_STE, plans, num_ranks=num_ranks)
     out_RLMD = np.zeros_like(sent.rows_RLMD)
     for r in range(num_ranks):

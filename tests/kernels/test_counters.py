@@ -7,8 +7,7 @@ import torch
 from padded_dispatch.kernels.counters import count
 from padded_dispatch.ops.counters import SCALARS, Counters, count_in_torch
 from padded_dispatch.ops.select import kept_map_in_torch
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.support.device import DEVICE
 
 
 def counters(num_experts: int) -> Counters:
