@@ -1,4 +1,4 @@
-"""Capacity: Megatron's formula digit for digit, clamped and aligned. (Bytes: exchange/test_alltoall.py.)"""
+"""Capacity: Megatron's formula digit for digit, clamped and aligned."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What becomes of dropped rows: against the reference, and right gradients."""
+"""Remedies for dropped rows: against the reference, and their gradients."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ def both(case: RoutingCase, policy: str) -> tuple[Selection, reference.Selection
 
 @st.composite
 def with_choices(draw: st.DrawFn) -> tuple[RoutingCase, np.ndarray]:
-    """A case and by what its tokens choose experts; some experts are never chosen."""
+    """A case and the values that its tokens choose experts by; -inf is never chosen."""
     case = draw(routing_cases())
     values = st.sampled_from([0.5, 0.25, 1.0, 0.0, -1.0, -np.inf])
     return case, draw(arrays(np.float64, case.map_TE.shape, elements=values))
@@ -136,7 +136,7 @@ def test_enough_rounds_leave_no_dropped_row_beside_a_free_slot(case: RoutingCase
 
 
 def routed(remedy: str) -> tuple[DispatchConfig, Tensor]:
-    """9 tokens for two or three of 5 experts: C = 2 drops a lot and leaves some tokens bare."""
+    """9 tokens for two or three of 5 experts: C = 2 leaves some tokens without any row."""
     config = DispatchConfig(num_experts=5, top_k=3, remedy=remedy, reroute_rounds=2)  # pyright: ignore
     map_TE = torch.zeros(9, 5, dtype=torch.bool)
     map_TE[:, :2] = True
@@ -178,7 +178,7 @@ def test_the_gradient_of_reroute_goes_to_scores_of_rerouted_and_probs_of_kept_ro
 
 @pytest.mark.parametrize("kept", [0.0, LEAST_KEPT / 2, LEAST_KEPT])
 def test_renormalize_of_next_to_nothing_is_finite(kept):
-    """A token that keeps a row of almost no probability, in fp32, forward and backward."""
+    """Test a token that keeps a row of almost no probability, in fp32, forward and backward."""
     map_TE = torch.ones(2, 2, dtype=torch.bool)
     probs_TE = torch.tensor([[1.0, 0.5], [0.5, kept]], requires_grad=True)
     selection = select(map_TE, probs_TE, capacity=1)
@@ -217,7 +217,7 @@ def test_probabilities_keep_their_dtype(remedy, dtype):
 
 @POLICIES
 @pytest.mark.parametrize("remedy", ["renormalize", "reroute"])
-def test_padding_tokens_are_no_part_of_it(policy, remedy):
+def test_padding_tokens_change_nothing(policy, remedy):
     config, map_TE = routed(remedy)
     config = dataclasses.replace(config, policy=policy)
     scores_TE = torch.rand(9, 5, generator=torch.Generator().manual_seed(3))

@@ -1,4 +1,4 @@
-"""Who keeps a slot: against the reference, and what must hold whatever the routing."""
+"""Selection: against the reference, and what must hold whatever the routing."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.library import opcheck
 
 from padded_dispatch import reference
 from padded_dispatch.config import POLICIES as ALL_POLICIES
@@ -133,7 +134,7 @@ def test_protected_tokens_are_dropped_only_where_they_alone_exceed_capacity(poli
 
 @POLICIES
 @given(case=routing_cases())
-def test_probabilities_that_nobody_asked_about_are_not_read(policy, case: RoutingCase):
+def test_probabilities_outside_the_map_are_not_read(policy, case: RoutingCase):
     map_TE, probs_TE, _ = case.tensors()
     clean = select(map_TE, probs_TE, capacity=case.capacity, policy=policy, draw=DRAW)
     probs_TE[~map_TE] = torch.nan
@@ -201,3 +202,12 @@ def test_wrong_arguments_are_refused():
         select(*arguments, capacity=1, policy="rand")  # pyright: ignore
     with pytest.raises(ValueError, match=r"^draw must be .* policy='random', got None; pass one"):
         select(*arguments, capacity=1, policy="random")
+
+
+def test_all_are_sound_custom_ops():
+    # All asked for, since opcheck compares every element, also of unspecified ranks.
+    map_TE, probs_TE = torch.ones(7, 5, dtype=torch.bool), torch.rand(7, 5)
+    level_T1 = map_TE[:, :1].to(torch.uint8)
+    ops = torch.ops.padded_dispatch
+    opcheck(ops.select, (map_TE, probs_TE, 2, "random", level_T1, torch.tensor(3)))
+    opcheck(ops.choice_ranks, (map_TE, probs_TE))
