@@ -60,10 +60,6 @@ class Activation:
             "leave both out",
         )
 
-    def width(self, fc1_width: int) -> int:
-        """Return F for G = `fc1_width`."""
-        return fc1_width // 2 if self.gated else fc1_width
-
 
 def activate(
     fc1_NG: Tensor,

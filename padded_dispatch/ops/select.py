@@ -82,7 +82,7 @@ def select(
             draws. Its owner changes it in place, after the pass that records gradients.
 
     Raises:
-        ValueError: if the policy is unknown, or is "random" and `draw` is None.
+        ValueError: if the policy is unknown, or is "random" without `draw`.
     """
     require(policy in POLICIES, "policy", policy, f"be one of {', '.join(POLICIES)}")
     require(
@@ -115,7 +115,7 @@ def kept_map_in_torch(
     level_TE: Tensor | None = None,
     draw: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows of `asked_TE` that keep a slot, and the number that asked for one.
+    """Return the rows of `asked_TE` that keep a slot, and the demand.
 
     Args:
         asked_TE: bool, the routing map without padding tokens.

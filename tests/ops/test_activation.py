@@ -88,7 +88,7 @@ def test_output_and_gradients(name, biased):
     bias_NG = again[2].repeat_interleave(torch.tensor(COUNTS), 0) if biased else None
     expected_NF = in_torch(again[0][:num_rows], again[1][:num_rows], activation, bias_NG)
     expected_NF.backward(grad_NF[:num_rows])
-    assert out_NF.shape[1] == activation.width(G)
+    assert out_NF.shape[1] == (G // 2 if activation.gated else G)
     torch.testing.assert_close(out_NF[:num_rows], expected_NF, rtol=1e-13, atol=1e-14)
     for got, leaf in zip(ours[:2], again, strict=False):
         assert got is not None and leaf.grad is not None
@@ -136,7 +136,7 @@ def test_all_are_sound_custom_ops(name, biased):
     shape = Activation(**ALL[name])
     how = shape.function, shape.gated, shape.clamp, shape.offset
     opcheck(_activate, (fc1_NG, bias_LG, probs_N, offsets_L, *how))
-    grad_NF = torch.randn(fc1_NG.shape[0], shape.width(G), dtype=torch.float64)
+    grad_NF = torch.randn(fc1_NG.shape[0], G // 2 if shape.gated else G, dtype=torch.float64)
     given = grad_NF, fc1_NG.detach(), None if bias_LG is None else bias_LG.detach()
     opcheck(_activate_backward, (*given, probs_N.detach(), offsets_L, *how))
 
