@@ -1,12 +1,22 @@
-"""Capacity arithmetic: pure integers, known before anything is allocated.
+"""The settings that decide every shape, and the capacity and buffer sizes that follow from them.
 
-Letters, used in every file of this package:
-T tokens on this rank; K experts per token; E experts in all; L experts on this rank; R ranks in
-the expert-parallel group; S sources of an expert's rows (R times the expert-tensor-parallel size);
-C capacity, the slots that one source owns in one expert's buffer; D hidden size; N = L * S * C.
+Everything here is integer arithmetic, done before anything is allocated.
 
 `capacity factor` means at least five things in the field. Here it is Megatron's: slots per
 (source rank, expert) relative to perfect balance.
+
+Letters, with the same meaning in every module (a module that needs more lists them at its top):
+
+T: tokens on this rank
+K: experts per token (top-k)
+E: experts in all
+L: experts on this rank, E / R
+R: ranks in the expert-parallel group
+S: sources of an expert's rows, R times the expert-tensor-parallel size
+C: capacity, the slots of one source in one expert's buffer
+D: hidden size
+F: ffn size of one expert
+N: rows of all experts on this rank, L * S * C
 """
 
 import math
@@ -31,7 +41,7 @@ def require(ok: object, field: str, value: object, rule: str, fix: str = "") -> 
     must be at most num_experts=8, got 9; lower top_k".
 
     Raises:
-        ValueError: unless `ok`.
+        ValueError: if `ok` is false.
     """
     if not ok:
         raise ValueError(f"{field} must {rule}, got {value!r}" + (f"; {fix}" if fix else ""))
@@ -41,12 +51,17 @@ def require(ok: object, field: str, value: object, rule: str, fix: str = "") -> 
 class BufferBytes:
     """Bytes of each buffer that one layer's dispatch and combine hold on one rank.
 
-    `send`: rows and probabilities in slots, before the exchange; packed rows, where one rank packs
-    its own. `receive`: the same after it, and gathered over the expert-tensor-parallel group.
-    `experts`: what the experts read, as far as it is not a view of that: rows where they are
-    regrouped, probabilities, counts. `back`: the experts' output on its way home. `plan`: its maps.
-    Probabilities are taken as fp32; copies that live within one stage only, and 8 bytes per choice
-    that packing with one rank keeps, are not in it.
+    Probabilities count as fp32. Two things are not included: copies that live within one stage,
+    and the 8 bytes per choice that packing keeps where there is only one rank.
+
+    Attributes:
+        send: rows and probabilities in slots before the exchange; packed rows if a single rank
+            packs its own.
+        receive: the same after the exchange, and gathered over the expert-tensor-parallel group.
+        experts: what the experts read, unless it is a view of `receive`: regrouped rows,
+            probabilities, counts.
+        back: the experts' output on its way back to the tokens.
+        plan: the maps of the dispatch plan.
     """
 
     send: int
@@ -57,28 +72,28 @@ class BufferBytes:
 
     @property
     def total(self) -> int:
-        """All of it, as if nothing were freed in between: an upper bound in bytes."""
+        """Sum of all buffers in bytes: an upper bound, as if nothing were freed in between."""
         return self.send + self.receive + self.experts + self.back + self.plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchConfig:
-    """What decides every shape on the padded path.
+    """The settings that decide every shape on the padded path.
 
     Args:
         num_experts: experts in all (E), a multiple of `num_ranks`.
-        top_k: most experts that a token can have (K).
-        capacity_factor: slots per (source, expert) relative to perfect balance; `NO_DROP`
+        top_k: the most experts that a token can have (K).
+        capacity_factor: slots per (source, expert) relative to perfect balance. `NO_DROP`
             drops nothing and costs C = T.
-        min_capacity: least slots per (source, expert).
-        alignment: an expert's buffer (S * C rows) is a multiple of this, as a recipe may need.
-        policy: who keeps a slot when more rows ask than fit: "probs" (the most probable),
+        min_capacity: the fewest slots per (source, expert).
+        alignment: every expert's buffer (S * C rows) is a multiple of this; some recipes need it.
+        policy: which rows keep a slot when more ask than fit: "probs" (the most probable),
             "position" (the first tokens), "random" (a draw), or "priority" (first choices before
-            second ones, sure tokens first); see `padded_dispatch.ops.select`.
-        remedy: what becomes of dropped rows: "none", "renormalize" (their tokens' kept rows weigh
-            more) or "reroute" (to the next-best expert with a free slot); see
+            second ones, the most certain tokens first); see `padded_dispatch.ops.select`.
+        remedy: what happens to dropped rows: "none", "renormalize" (scale up the token's kept rows)
+            or "reroute" (send them to the next-best expert with a free slot); see
             `padded_dispatch.ops.overflow`.
-        reroute_rounds: how often "reroute" tries.
+        reroute_rounds: how many times "reroute" tries.
         num_ranks: ranks in the expert-parallel group (R).
         etp_size: ranks that split every expert's ffn between them (expert tensor parallel).
 
@@ -113,19 +128,21 @@ class DispatchConfig:
                 isinstance(value, int) and not isinstance(value, bool) and value >= 1,
                 name,
                 value,
-                "give a whole number of at least 1",
+                "be a whole number of at least 1",
             )
         require(
             self.top_k <= self.num_experts,
             "top_k",
             self.top_k,
-            f"a token cannot have more than num_experts={self.num_experts} experts",
+            f"be at most num_experts={self.num_experts}",
+            "lower top_k",
         )
         require(
             self.num_experts % self.num_ranks == 0,
             "num_experts",
             self.num_experts,
-            f"make it a multiple of num_ranks={self.num_ranks}",
+            f"be a multiple of num_ranks={self.num_ranks}",
+            "change one of the two",
         )
         factor = self.capacity_factor
         require(
@@ -139,8 +156,8 @@ class DispatchConfig:
             ("policy", self.policy, POLICIES),
             ("remedy", self.remedy, REMEDIES),
         ):
-            require(value in choices, name, value, f"choose one of {', '.join(choices)}")
-        # Here and not in capacity(): Dynamo cannot trace math.gcd of a number that it generalises.
+            require(value in choices, name, value, f"be one of {', '.join(choices)}")
+        # Not in capacity(), because Dynamo cannot trace math.gcd of a symbolic number.
         step = self.alignment // math.gcd(self.alignment, self.num_sources)
         object.__setattr__(self, "_capacity_step", step)
 
@@ -151,26 +168,28 @@ class DispatchConfig:
 
     @property
     def num_sources(self) -> int:
-        """Ranks whose rows meet in one expert's buffer (S)."""
+        """Ranks that send rows to one expert's buffer (S)."""
         return self.num_ranks * self.etp_size
 
     def capacity(self, num_tokens: int) -> int:
-        """Slots per (source, expert) for T = `num_tokens` tokens on this rank.
+        """Return the slots per (source, expert) for T = `num_tokens` tokens on this rank.
 
-        `max(1, min(T, max(ceil(T * K / E * factor), min_capacity)))`, then up to the next C with
-        `S * C % alignment == 0`; slots beyond T stay empty. The product is evaluated in the order
-        of `megatron.core.transformer.moe.moe_utils.get_capacity`, so that both round alike.
+        The capacity is `max(1, min(T, max(ceil(T * K / E * factor), min_capacity)))`, rounded up to
+        the next C with `S * C % alignment == 0`; slots beyond T stay empty. The product is
+        evaluated in the order of `megatron.core.transformer.moe.moe_utils.get_capacity`, so both
+        round alike.
 
         Example: T=4096, K=8, E=128, factor 1.25 gives C = 320.
 
         Raises:
-            ValueError: for T = 0; a rank without tokens has no static shape to take part with.
+            ValueError: if T = 0, because a rank without tokens has no static shape.
         """
         require(
             num_tokens >= 1,
             "num_tokens",
             num_tokens,
-            "every rank needs at least one token per step; pad the batch",
+            "be at least 1",
+            "pad the batch so that every rank has a token",
         )
         slots = num_tokens
         if self.capacity_factor != NO_DROP:
@@ -182,19 +201,19 @@ class DispatchConfig:
     def buffer_bytes(
         self, num_tokens: int, hidden_size: int, element_size: int, *, packed: bool = False
     ) -> BufferBytes:
-        """Bytes of one layer's buffers on one rank, before anything is allocated.
+        """Return the bytes of one layer's buffers on one rank.
 
         Args:
             num_tokens: tokens on this rank (T).
             hidden_size: width of a row (D).
             element_size: bytes of one element of a row: 2 for bf16, 4 for fp32.
-            packed: the experts take packed rows, whose ends lie beside the counts.
+            packed: whether the experts take packed rows, whose offsets lie beside the counts.
         """
         capacity = self.capacity(num_tokens)
         per_row = hidden_size * element_size
-        # Beside each row travels its fp32 probability, beside each expert's rows their fp32 count.
+        # Each row travels with its fp32 probability, each expert's rows with their fp32 count.
         send = self.num_experts * (capacity * (per_row + 4) + 4)
-        home = self.num_experts * capacity * per_row
+        returned = self.num_experts * capacity * per_row
         buffers = self.num_local_experts * self.num_sources
         rows = buffers * capacity
         exchanged, shared = self.num_ranks > 1, self.etp_size > 1
@@ -203,6 +222,6 @@ class DispatchConfig:
             send=send,
             receive=send * exchanged + self.etp_size * send * shared,
             experts=rows * (per_row * regrouped + 4) + 4 * buffers * (1 + packed),
-            back=rows * per_row + home * ((regrouped or shared) + exchanged),
+            back=rows * per_row + returned * ((regrouped or shared) + exchanged),
             plan=4 * (num_tokens * self.top_k + self.num_experts * (capacity + 2)),
         )

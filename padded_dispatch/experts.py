@@ -1,14 +1,16 @@
-"""A grouped MLP over packed rows: what is not there is not computed. Or over padded ones.
+"""Grouped expert MLP over packed rows (skips padding) or over padded rows.
 
-    fc1 -> activation * prob -> fc2, with the biases of fc1, and of fc2 * prob, where there are any
+    fc1 -> activation * prob -> fc2, with the biases of fc1 and of fc2 * prob, if there are any
 
 Rows are packed as in `padded_dispatch.ops.grouped`, which has the linears;
-`padded_dispatch.ops.activation` has what is between them. Where experts have equally many rows, of
-which padded ones are zero with probability zero, each linear may be one batched product instead;
-padded rows of the result are zero then, and so are those of all gradients.
+`padded_dispatch.ops.activation` has the step between them. If experts have equally many rows, and
+padded rows are zero with probability zero, each linear may be one batched product instead; padded
+rows of the result and of all gradients are zero then.
 
-For backward, fc1 keeps the rows, the activation what fc1 returned, and fc2 its input, which may as
-well be computed again: one more pass over real rows saves N * F elements.
+For backward, fc1 saves the rows, the activation saves fc1's result, and fc2 saves its input. That
+input may be recomputed instead: one more pass over real rows saves N * F elements.
+
+G: width of fc1's result, 2F (gate before up) if the activation is gated, else F.
 """
 
 from collections.abc import Callable
@@ -21,16 +23,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from padded_dispatch.ops.activation import Activation, activate
 from padded_dispatch.ops.grouped import grouped_linear
 
-# Rows, weights, ends, bias or None, probabilities or None: see `grouped_linear`.
+# Rows, weights, offsets, bias or None, probabilities or None: see `grouped_linear`.
 Linear = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
-    """Of L experts, in one dtype; G = 2F, gate before up, where the activation is gated, else F.
+    """Weights of L experts, in one dtype.
 
-    `fc1_LGD`, `fc2_LDF`: on CUDA devices D and F are multiples of 8. `fc1_bias_LG`, `fc2_bias_LD`:
-    None where there is no bias.
+    Attributes:
+        fc1_LGD: on CUDA devices D is a multiple of 8, and so is F.
+        fc2_LDF: likewise.
+        fc1_bias_LG: None if there is no bias.
+        fc2_bias_LD: None if there is no bias.
     """
 
     fc1_LGD: Tensor
@@ -49,37 +54,39 @@ def grouped_mlp(
     linear: Linear = grouped_linear,
     recompute: bool = False,
 ) -> Tensor:
-    """Every expert's MLP on its rows, weighted: `prob * (fc2(f(fc1 + bias)) + bias)`.
+    """Compute every expert's MLP on its rows, weighted: `prob * (fc2(f(fc1 + bias)) + bias)`.
 
     Args:
         rows_ND: floating point [N, D]; bf16 on CUDA devices.
         probs_N: at least fp32.
         offsets_L: contiguous int32, ascending, the last at most N.
-        linear: `grouped_linear`, or `batched_linear` where ends are equally far apart.
-        recompute: compute fc2's input again in backward.
+        weights: of all experts on this rank.
+        activation: between fc1 and fc2.
+        linear: `grouped_linear`, or `batched_linear` if all experts have equally many rows.
+        recompute: whether to recompute fc2's input in backward.
 
     Returns:
         [N, D]; rows from `offsets_L[-1]` on are unspecified, as are those of the gradients.
     """
     fc1_NG = linear(rows_ND, weights.fc1_LGD, offsets_L, None, None)
 
-    def between(fc1_NG: Tensor) -> Tensor:
+    def activated(fc1_NG: Tensor) -> Tensor:
         return activate(fc1_NG, probs_N, offsets_L, activation, weights.fc1_bias_LG)
 
-    hidden_NF, kept_NG = between(fc1_NG), fc1_NG.detach()
+    hidden_NF, saved_NG = activated(fc1_NG), fc1_NG.detach()
     context = nullcontext()
     if recompute:
-        context = _computed_again(hidden_NF, lambda: between(kept_NG).detach())
+        context = _recomputed(hidden_NF, lambda: activated(saved_NG).detach())
     with context:
         return linear(hidden_NF, weights.fc2_LDF, offsets_L, weights.fc2_bias_LD, probs_N)
 
 
-def _computed_again(value: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:
-    """Where autograd would keep `value`, let it keep how to compute it."""
-    place = value.data_ptr()  # Not the object: hooks get another one, on the same memory.
+def _recomputed(value: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:
+    """Return hooks that save `compute` for backward instead of saving `value`."""
+    address = value.data_ptr()  # Hooks receive another tensor object on the same memory.
 
     def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
-        return compute if saved.data_ptr() == place else saved
+        return compute if saved.data_ptr() == address else saved
 
     def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
         return kept if isinstance(kept, Tensor) else kept()

@@ -1,15 +1,16 @@
-"""The specification: NumPy loops over all ranks in one process.
+"""The specification of the package: NumPy loops over all ranks in one process.
 
-Everything that the package computes between the router and the combined output is here once more,
-as slowly and plainly as possible, with nothing shared with the code that it specifies. Letters as
-in `config`; S = etp_size * R sources, of which source `i * R + r` is rank r of the i-th
-expert-parallel group. Arrays over all sources start with S, arrays over all expert ranks with R;
-M = S * C are the rows of one expert's buffer.
+It computes everything between the router and the combined output, as slowly and plainly as
+possible, and shares nothing with the code that it specifies.
 
 The rules. A token's rows are ordered by ascending expert id. An expert's buffer belongs to its
-sources in blocks of C slots; each fills its block in token order. A slot without a token is zero,
-and so is its gradient. Combine adds a token's slots without weights, in the order of its rows, in
-at least fp32.
+sources in blocks of C slots; each source fills its block in token order. A slot without a token is
+zero, and so is its gradient. Combine adds a token's slots without weights, in the order of its
+rows, in at least fp32.
+
+Letters as in `config`. S = etp_size * R sources, of which source `i * R + r` is rank r of the i-th
+expert-parallel group. Arrays over all sources start with S, arrays over all expert ranks with R.
+M: rows of one expert's buffer, S * C.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-# (shard i, rank r, rows [L, M, D], probs [L, M]) -> [L, M, D], a summand of the experts' output.
+# (shard i, rank r, rows [L, M, D], probs [L, M]) -> [L, M, D], one shard's part of the output.
 Experts = Callable[[int, int, NDArray, NDArray], NDArray]
 # (shard i, rank r, rows, probs, gradient of the output) -> gradients of rows and of probs.
 ExpertsBackward = Callable[[int, int, NDArray, NDArray, NDArray], tuple[NDArray, NDArray]]
@@ -26,7 +27,7 @@ ExpertsBackward = Callable[[int, int, NDArray, NDArray, NDArray], tuple[NDArray,
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What `padded_dispatch.ops.select.Selection` holds, of one source."""
+    """The fields of `padded_dispatch.ops.select.Selection`, for one source."""
 
     kept_TE: NDArray
     probs_TE: NDArray
@@ -36,7 +37,7 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What `padded_dispatch.ops.plan.DispatchPlan` holds, of one source."""
+    """The fields of `padded_dispatch.ops.plan.DispatchPlan`, for one source."""
 
     slot_of_TK: NDArray
     choice_of_slot_EC: NDArray
@@ -46,10 +47,14 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertInput:
-    """What `padded_dispatch.exchange.ExpertInput` holds, of all expert ranks.
+    """The fields of `padded_dispatch.exchange.ExpertInput`, for all expert ranks.
 
-    `rows_RLMD`, `probs_RLM`, and `kept_RSL`: real rows per (rank, source, local expert). All shards
-    of an expert read the same.
+    All shards of an expert read the same.
+
+    Attributes:
+        rows_RLMD: rows of every expert's buffer.
+        probs_RLM: their probabilities.
+        kept_RSL: real rows per (rank, source, local expert).
     """
 
     rows_RLMD: NDArray
@@ -59,7 +64,7 @@ class ExpertInput:
 
 @dataclass(frozen=True, kw_only=True)
 class _Slot:
-    """One kept row: token t of a source, for expert e, at row m of its buffer on its rank."""
+    """A kept row: token t of a source, for expert e, at row m of its buffer on its rank."""
 
     source: int
     t: int
@@ -79,12 +84,10 @@ def select(
     protected_T: NDArray | None = None,
     draw: int = 0,
 ) -> Selection:
-    """At most C tokens per expert: the first ones in the order of the policy."""
-    asked_TE = np.zeros_like(map_TE)
-    for t in range(map_TE.shape[0]):
-        is_padding = mask_T is not None and mask_T[t]
-        for e in range(map_TE.shape[1]):
-            asked_TE[t, e] = map_TE[t, e] and not is_padding
+    """Keep at most C tokens per expert: the first ones in the order of the policy."""
+    asked_TE = map_TE.copy()
+    if mask_T is not None:
+        asked_TE[mask_T] = False
     level_TE = np.zeros(map_TE.shape, int)
     if protected_T is not None:
         level_TE += protected_T[:, None]
@@ -105,15 +108,15 @@ def _first_in_order(
     level_TE: NDArray,
     draw: int,
 ) -> NDArray:
-    """Each expert's first C askers: by level, then by policy, then by token."""
+    """Keep each expert's first C rows: ordered by level, then by policy, then by token."""
     num_tokens, num_experts = asked_TE.shape
     kept_TE = np.zeros_like(asked_TE)
     for e in range(num_experts):
-        askers = []
+        rows = []
         for t in range(num_tokens):
             if not asked_TE[t, e]:
                 continue
-            # Larger criteria come later here.
+            # Rows with smaller criteria come first.
             criteria: tuple[float, ...] = ()
             if policy == "probs":
                 criteria = (-probs_TE[t, e],)
@@ -123,14 +126,14 @@ def _first_in_order(
                 choices = [f for f in range(num_experts) if asked_TE[t, f]]
                 choices.sort(key=lambda f: (-probs_TE[t, f], f))
                 criteria = (choices.index(e), -probs_TE[t, choices[0]])
-            askers.append((-level_TE[t, e], *criteria, t))
-        for *_, t in sorted(askers)[:capacity]:
+            rows.append((-level_TE[t, e], *criteria, t))
+        for *_, t in sorted(rows)[:capacity]:
             kept_TE[t, e] = True
     return kept_TE
 
 
 def renormalize(selection: Selection, asked_TE: NDArray, probs_TE: NDArray) -> Selection:
-    """A token's kept probabilities, scaled up to the sum that it asked with."""
+    """Scale a token's kept probabilities up to the sum that it asked with."""
     scaled_TE = selection.probs_TE.copy()
     for t in range(asked_TE.shape[0]):
         asked = sum(probs_TE[t, e] for e in np.flatnonzero(asked_TE[t]))
@@ -153,7 +156,7 @@ def reroute(
     protected_T: NDArray | None = None,
     draw: int = 0,
 ) -> Selection:
-    """Dropped rows to their tokens' best other experts, by choice, while slots are free."""
+    """Send dropped rows to their tokens' best other experts, by choice, while slots are free."""
     num_tokens, num_experts = asked_TE.shape
     kept_TE = selection.kept_TE.copy()
     for _ in range(rounds):
@@ -181,7 +184,7 @@ def reroute(
 
 
 def random_score(draw: int, t: int, e: int) -> int:
-    """32 random bits for a row: the number of the draw, the token and the expert, mixed."""
+    """Mix 32 random bits for a row from the number of the draw, the token and the expert."""
     bits = 0x9E3779B9
     for value in (draw >> 32 & 0xFFFFFFFF, draw & 0xFFFFFFFF, t, e):
         bits ^= value
@@ -191,12 +194,12 @@ def random_score(draw: int, t: int, e: int) -> int:
 
 
 def select_backward(kept_TE: NDArray, grad_TE: NDArray) -> NDArray:
-    """The gradient of the router's probabilities: that of the kept ones, else zero."""
+    """Return the gradient of the router's probabilities, zero where a row was not kept."""
     return np.where(kept_TE, grad_TE, np.zeros_like(grad_TE))
 
 
 def plan(kept_TE: NDArray, *, top_k: int, capacity: int) -> Plan:
-    """A slot for every kept row, in token order, while there is room for it."""
+    """Give every kept row a slot, in token order, while there are free slots."""
     num_tokens, num_experts = kept_TE.shape
     slot_of_TK = np.full((num_tokens, top_k), -1, np.int32)
     choice_of_slot_EC = np.full((num_experts, capacity), -1, np.int32)
@@ -225,7 +228,7 @@ def plan(kept_TE: NDArray, *, top_k: int, capacity: int) -> Plan:
 def dispatch(
     tokens_STD: NDArray, probs_STE: NDArray, plans: Sequence[Plan], *, num_ranks: int
 ) -> ExpertInput:
-    """A copy of its token, and its probability, in every slot that has one."""
+    """Copy its token and probability to every slot that has a token."""
     num_sources, _, hidden_size = tokens_STD.shape
     num_experts, capacity = plans[0].choice_of_slot_EC.shape
     num_local_experts = num_experts // num_ranks
@@ -241,7 +244,7 @@ def dispatch(
 
 
 def pack(rows_LMD: NDArray, kept_SL: NDArray) -> NDArray:
-    """One rank's real rows without gaps: expert by expert, source by source, slot by slot."""
+    """Pack one rank's real rows without gaps, ordered by expert, source, slot."""
     num_sources, num_local_experts = kept_SL.shape
     capacity = rows_LMD.shape[1] // num_sources
     rows = [
@@ -260,7 +263,7 @@ def dispatch_backward(
     *,
     num_experts: int,
 ) -> tuple[NDArray, NDArray]:
-    """Gradients of tokens_STD, the sum of their slots', and of probs_STE, 0 without a slot."""
+    """Return the gradients of tokens_STD (a sum over slots) and of probs_STE (0 without a slot)."""
     num_ranks = grad_rows_RLMD.shape[0]
     num_tokens = plans[0].slot_of_TK.shape[0]
     grad_STE = np.zeros((len(plans), num_tokens, num_experts), grad_probs_RLM.dtype)
@@ -270,18 +273,18 @@ def dispatch_backward(
 
 
 def combine(out_RLMD: NDArray, plans: Sequence[Plan]) -> NDArray:
-    """The sum of its slots for every token, [S, T, D]; padded rows are not read."""
+    """Sum the slots of every token: [S, T, D]. Padded rows are not read."""
     num_ranks, *_, hidden_size = out_RLMD.shape
     num_tokens = plans[0].slot_of_TK.shape[0]
-    wide = np.promote_types(out_RLMD.dtype, np.float32)
-    sum_STD = np.zeros((len(plans), num_tokens, hidden_size), wide)
+    dtype = np.promote_types(out_RLMD.dtype, np.float32)
+    sum_STD = np.zeros((len(plans), num_tokens, hidden_size), dtype)
     for slot in _slots(plans, num_ranks):
         sum_STD[slot.source, slot.t] += out_RLMD[slot.rank, slot.local, slot.m]
     return sum_STD.astype(out_RLMD.dtype)
 
 
 def combine_backward(grad_STD: NDArray, plans: Sequence[Plan], *, num_ranks: int) -> NDArray:
-    """The gradient of out_RLMD: that of its token in every slot, exactly 0 in padded rows."""
+    """Return the gradient of out_RLMD: its token's in every slot, exactly 0 in padded rows."""
     num_experts, capacity = plans[0].choice_of_slot_EC.shape
     num_rows = len(plans) * capacity
     shape = num_ranks, num_experts // num_ranks, num_rows, grad_STD.shape[-1]
@@ -300,12 +303,12 @@ def layer(
     num_ranks: int,
     etp_size: int = 1,
 ) -> NDArray:
-    """Dispatch, experts, combine: [S, T, D]. An expert's output is the sum over its shards."""
-    given = dispatch(tokens_STD, probs_STE, plans, num_ranks=num_ranks)
-    out_RLMD = np.zeros_like(given.rows_RLMD)
+    """Compute dispatch, experts, combine: [S, T, D]. Outputs of an expert's shards are summed."""
+    sent = dispatch(tokens_STD, probs_STE, plans, num_ranks=num_ranks)
+    out_RLMD = np.zeros_like(sent.rows_RLMD)
     for r in range(num_ranks):
         for i in range(etp_size):
-            out_RLMD[r] += experts(i, r, given.rows_RLMD[r], given.probs_RLM[r])
+            out_RLMD[r] += experts(i, r, sent.rows_RLMD[r], sent.probs_RLM[r])
     return combine(out_RLMD, plans)
 
 
@@ -319,15 +322,15 @@ def layer_backward(
     num_ranks: int,
     etp_size: int = 1,
 ) -> tuple[NDArray, NDArray]:
-    """Gradients of tokens_STD and probs_STE; those of an expert's input add up over its shards."""
-    given = dispatch(tokens_STD, probs_STE, plans, num_ranks=num_ranks)
+    """Return the gradients of tokens_STD and probs_STE; those of shards are summed."""
+    sent = dispatch(tokens_STD, probs_STE, plans, num_ranks=num_ranks)
     grad_out_RLMD = combine_backward(grad_STD, plans, num_ranks=num_ranks)
-    grad_rows_RLMD = np.zeros_like(given.rows_RLMD)
-    grad_probs_RLM = np.zeros_like(given.probs_RLM)
+    grad_rows_RLMD = np.zeros_like(sent.rows_RLMD)
+    grad_probs_RLM = np.zeros_like(sent.probs_RLM)
     for r in range(num_ranks):
         for i in range(etp_size):
             grad_rows_LMD, grad_probs_LM = experts_backward(
-                i, r, given.rows_RLMD[r], given.probs_RLM[r], grad_out_RLMD[r]
+                i, r, sent.rows_RLMD[r], sent.probs_RLM[r], grad_out_RLMD[r]
             )
             grad_rows_RLMD[r] += grad_rows_LMD
             grad_probs_RLM[r] += grad_probs_LM
@@ -336,10 +339,10 @@ def layer_backward(
 
 
 def _slots(plans: Sequence[Plan], num_ranks: int) -> Iterator[_Slot]:
-    """Every kept row, by source, then token, then ascending expert."""
+    """Yield every kept row, by source, then token, then ascending expert."""
     num_experts, capacity = plans[0].choice_of_slot_EC.shape
-    for source, of_source in enumerate(plans):
-        for t, slots_K in enumerate(of_source.slot_of_TK.tolist()):
+    for source, plan_of_source in enumerate(plans):
+        for t, slots_K in enumerate(plan_of_source.slot_of_TK.tolist()):
             for slot in slots_K:
                 if slot == -1:
                     continue

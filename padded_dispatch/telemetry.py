@@ -1,7 +1,9 @@
-"""What was counted, on the host: plain NumPy, per layer and expert, and the figures that follow.
+"""Counts on the host, as plain NumPy per layer and expert, and the figures computed from them.
 
-Rates are ratios of sums, so that a figure of many steps, layers or ranks is that of all their rows
-together, not a mean of means.
+Rates are ratios of sums, so a figure of many steps, layers or ranks describes all their rows
+together; it is not a mean of means.
+
+Y: layers. W: numbers in `Counters.totals`.
 """
 
 from collections.abc import Sequence
@@ -16,21 +18,26 @@ from padded_dispatch.ops.counters import SCALARS
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# Figures of which the largest of all layers counts, and what they are where nobody asked.
+# Figures that are the largest of all layers, not of the summed layers, and their least values.
 _LARGEST = {"expert_overload": 1.0, "rank_overload": 1.0, "needed_factor": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What several layers counted in a stretch of time, over all sources. Y is layers.
+    """Counts of several layers over a stretch of time, summed over all sources.
 
-    `layers_Y`: their numbers. `top_k`: K. `idle_passes_YR`: for each rank of the expert-parallel
-    group, passes in which its experts got no row. Everything else: see `Counters`; passes of S
-    sources in one step are S passes. Where nothing was counted, shares and factors are NaN.
+    `Counters` explains the counts that are not listed; passes of S sources in one step are S
+    passes. Whole numbers are exact while less than 2**31 rows' worth of probability goes through
+    one layer.
 
-    Properties are float64 [Y], or int64 where they count.
+    Properties are float64 [Y], or int64 [Y] if they count. Shares and factors are NaN where nothing
+    was counted.
 
-    Whole numbers are exact while less than 2**31 rows' worth of probability goes through one layer.
+    Attributes:
+        layers_Y: numbers of the layers.
+        top_k: K.
+        idle_passes_YR: for each rank of the expert-parallel group, passes in which its experts
+            received no row.
     """
 
     layers_Y: Ints
@@ -52,22 +59,22 @@ class Snapshot:
 
     @property
     def dropped(self) -> Ints:
-        """Rows that got no slot, nor were rerouted to one."""
+        """Rows that got no slot, neither where they asked nor by rerouting."""
         return self.demand_YE.sum(1) - self.kept_YE.sum(1)
 
     @property
     def dropped_share(self) -> Floats:
-        """Of the rows asked for, those that got no slot."""
+        """Dropped rows over rows asked for."""
         return _ratio(self.dropped, self.demand_YE.sum(1))
 
     @property
     def dropped_mass_share(self) -> Floats:
-        """The same, with every row weighing its probability."""
+        """Dropped probability over probability asked for."""
         return _ratio(self.dropped_mass_Y, self.asked_mass_Y)
 
     @property
     def fill(self) -> Floats:
-        """Rows per slot."""
+        """Kept rows per slot."""
         return _ratio(self.kept_YE.sum(1), self.num_slots_Y)
 
     @property
@@ -77,41 +84,42 @@ class Snapshot:
 
     @property
     def rank_overload(self) -> Floats:
-        """The same over the ranks of the expert-parallel group, each with its experts' demand."""
+        """Demand for the experts of the busiest expert-parallel rank over the mean of the ranks."""
         num_ranks = self.idle_passes_YR.shape[1]
         demand_YR = self.demand_YE.reshape(len(self.layers_Y), num_ranks, -1).sum(2)
         return _ratio(demand_YR.max(1), demand_YR.mean(1))
 
     @property
     def needed_factor(self) -> Floats:
-        """A capacity factor with which no (source, expert) would have dropped a row.
+        """Capacity factor with which no (source, expert) would have dropped a row.
 
-        Capacities are whole numbers of rows, so up to a row less would do. With T changing from
-        pass to pass, of the mean T.
+        Capacities are whole numbers of rows, so up to one row less would be enough. If T changes
+        from pass to pass, the factor is for the mean T.
         """
         choices_Y = self.num_positions_Y * self.top_k
         num_experts = self.demand_YE.shape[1]
         return _ratio(self.max_demand_Y * num_experts * self.num_passes_Y, choices_Y)
 
     def figures(self) -> dict[str, float]:
-        """All layers in one number each, by the names that logs use; empty where nothing counted.
+        """Return one number per figure for all layers, by the names that logs use.
 
-        Sums and shares of sums; of overload and needed factor the largest.
+        Each is a sum or a ratio of sums over the layers; overloads and needed factor are the
+        largest of a layer. Empty if nothing was counted.
         """
         if not self.num_passes_Y.any():
             return {}
-        each = self.figures_of_layers()
-        counts = {name: of_Y for name, of_Y in vars(self).items() if name != "top_k"}
-        sums = {name: of_Y.sum(0, keepdims=True) for name, of_Y in counts.items()}
-        as_one = Snapshot(**sums, top_k=self.top_k).figures_of_layers()
-        del as_one["layer"]
+        of_layers = self.figures_of_layers()
+        counts = {name: count for name, count in vars(self).items() if name != "top_k"}
+        sums = {name: count.sum(0, keepdims=True) for name, count in counts.items()}
+        of_all = Snapshot(**sums, top_k=self.top_k).figures_of_layers()
         return {
-            name: max(_LARGEST[name], *each[name]) if name in _LARGEST else figure
-            for name, (figure,) in as_one.items()
+            name: max(_LARGEST[name], *of_layers[name]) if name in _LARGEST else figure
+            for name, (figure,) in of_all.items()
+            if name != "layer"
         }
 
     def figures_of_layers(self) -> dict[str, list[float]]:
-        """The same for each layer; "layer" holds their numbers. Zero where a layer had nothing."""
+        """Return the figures of each layer, 0 where nothing was counted; "layer" has its number."""
         return {
             "layer": self.layers_Y.tolist(),
             "dropped": np.nan_to_num(self.dropped_share).tolist(),
@@ -131,9 +139,10 @@ class Snapshot:
 def snapshot_of(
     totals_YW: Ints, max_demand_Y: Ints, idle_passes_YR: Ints, *, layers: Sequence[int], top_k: int
 ) -> Snapshot:
-    """A snapshot from rows of `Counters.totals`, summed over ranks.
+    """Make a snapshot from rows of `Counters.totals`, summed over ranks.
 
-    `idle_passes` among the totals says nothing about which rank it was, and is not read.
+    `idle_passes` among the totals is not read, because it does not name the rank; `idle_passes_YR`
+    does.
     """
     num_experts = (totals_YW.shape[1] - len(SCALARS)) // 2
     demand_YE, kept_YE = totals_YW[:, :num_experts], totals_YW[:, num_experts : 2 * num_experts]

@@ -1,4 +1,4 @@
-"""Capacity: Megatron's formula digit for digit, clamped and aligned. (Bytes: test_exchange.py.)"""
+"""Capacity: Megatron's formula digit for digit, clamped and aligned."""
 
 import math
 
@@ -98,21 +98,34 @@ def test_alignment_adds_as_little_as_possible(sizes, alignment, num_ranks, etp_s
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts": 0}, "num_experts=0"),
-        ({"num_experts": 8.0}, r"num_experts=8\.0"),
-        ({"num_experts": 9, "num_ranks": 2}, "num_experts=9 .* multiple of num_ranks=2"),
-        ({"top_k": 0}, "top_k=0"),
-        ({"top_k": True}, "top_k=True"),
-        ({"top_k": 9}, "top_k=9 .* more than num_experts=8"),
-        ({"capacity_factor": 0.0}, r"capacity_factor=0\.0 .* None to drop nothing"),
-        ({"capacity_factor": -1.0}, r"capacity_factor=-1\.0"),
-        ({"capacity_factor": math.inf}, "capacity_factor=inf"),
-        ({"capacity_factor": math.nan}, "capacity_factor=nan"),
-        ({"min_capacity": 0}, "min_capacity=0"),
-        ({"alignment": -16}, "alignment=-16"),
-        ({"policy": "rand"}, "policy='rand' .* choose one of probs, position, random, priority"),
-        ({"num_ranks": 0}, "num_ranks=0"),
-        ({"etp_size": "2"}, "etp_size='2'"),
+        ({"num_experts": 0}, "num_experts must be a whole number of at least 1, got 0$"),
+        ({"num_experts": 8.0}, r"num_experts must be a whole number of at least 1, got 8\.0$"),
+        (
+            {"num_experts": 9, "num_ranks": 2},
+            "num_experts must be a multiple of num_ranks=2, got 9; change one of the two$",
+        ),
+        ({"top_k": 0}, "top_k must be a whole number of at least 1, got 0$"),
+        ({"top_k": True}, "top_k must be a whole number of at least 1, got True$"),
+        ({"top_k": 9}, "top_k must be at most num_experts=8, got 9; lower top_k$"),
+        (
+            {"capacity_factor": 0.0},
+            r"capacity_factor must be a finite number above 0, got 0\.0; set None to drop nothing$",
+        ),
+        ({"capacity_factor": -1.0}, r"capacity_factor must be .* got -1\.0;"),
+        ({"capacity_factor": math.inf}, "capacity_factor must be .* got inf;"),
+        ({"capacity_factor": math.nan}, "capacity_factor must be .* got nan;"),
+        ({"min_capacity": 0}, "min_capacity must be a whole number of at least 1, got 0$"),
+        ({"alignment": -16}, "alignment must be a whole number of at least 1, got -16$"),
+        (
+            {"policy": "rand"},
+            "policy must be one of probs, position, random, priority, got 'rand'$",
+        ),
+        (
+            {"remedy": "retry"},
+            "remedy must be one of none, renormalize, reroute, got 'retry'$",
+        ),
+        ({"num_ranks": 0}, "num_ranks must be a whole number of at least 1, got 0$"),
+        ({"etp_size": "2"}, "etp_size must be a whole number of at least 1, got '2'$"),
     ],
 )
 def test_a_wrong_value_is_named(changes, message):
@@ -122,5 +135,5 @@ def test_a_wrong_value_is_named(changes, message):
 
 @pytest.mark.parametrize("num_tokens", [0, -1])
 def test_no_tokens_are_refused(num_tokens):
-    with pytest.raises(ValueError, match=f"^num_tokens={num_tokens} is not possible: every rank"):
+    with pytest.raises(ValueError, match=f"^num_tokens must be at least 1, got {num_tokens}; pad"):
         DispatchConfig(**GOOD).capacity(num_tokens)

@@ -27,7 +27,7 @@ D, WIDTH = 6, 5
 Found = dict[str, Tensor]
 
 
-def ends_of(counts: list[int]) -> Tensor:
+def offsets_of(counts: list[int]) -> Tensor:
     return torch.tensor(counts).cumsum(0).int()
 
 
@@ -76,7 +76,7 @@ def ours(
 def one_by_one(
     rows_ND: Tensor, probs_N: Tensor, offsets_L: Tensor, activation: Activation, **weights: Tensor
 ) -> Tensor:
-    """What the grouped MLP is to compute, in plain torch."""
+    """The grouped MLP in plain torch, one expert after the other."""
     function, start, out = FUNCTIONS[activation.function], 0, []
     for expert, end in enumerate(offsets_L.tolist()):
         w = {name: stacked[expert] for name, stacked in weights.items()}
@@ -100,7 +100,7 @@ def results(
     function: Callable[..., Tensor], counts: list[int], activation: Activation, biased: bool
 ) -> Found:
     """Output and gradients; the gradient of the output is NaN where no row is."""
-    given, offsets_L = inputs(counts, 3, activation, biased), ends_of(counts)
+    given, offsets_L = inputs(counts, 3, activation, biased), offsets_of(counts)
     with poisoned_memory():
         out_ND = function(**given, offsets_L=offsets_L, activation=activation)
         grad_ND = torch.full_like(out_ND, torch.nan)
@@ -130,9 +130,9 @@ def test_output_and_gradients(counts, name, biased):
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "again"])
-def test_fc2s_input_may_be_computed_again(monkeypatch, biased, recompute):
-    """Then nothing keeps it between forward and backward, and no bit changes."""
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_fc2s_input_may_be_recomputed(monkeypatch, biased, recompute):
+    """With `recompute`, it is freed between forward and backward, and no bit changes."""
     activation, counts, storages = Activation(**ALL["gpt-oss"]), [2, 0, 3], []
 
     def activate(*given: Any) -> Tensor:
@@ -143,7 +143,7 @@ def test_fc2s_input_may_be_computed_again(monkeypatch, biased, recompute):
     monkeypatch.setattr(experts, "activate", activate)
     function = functools.partial(ours, recompute=recompute)
     out_ND = function(
-        **inputs(counts, 0, activation, biased), offsets_L=ends_of(counts), activation=activation
+        **inputs(counts, 0, activation, biased), offsets_L=offsets_of(counts), activation=activation
     )
     assert storages[0].expired() == recompute
     out_ND.sum().backward()
@@ -155,7 +155,7 @@ def test_fc2s_input_may_be_computed_again(monkeypatch, biased, recompute):
 
 def test_gradients_are_those_of_the_function():
     gpt_oss = Activation(**ALL["gpt-oss"])
-    given, offsets_L = inputs([2, 0, 3], 0, gpt_oss, biased=True), ends_of([2, 0, 3])
+    given, offsets_L = inputs([2, 0, 3], 0, gpt_oss, biased=True), offsets_of([2, 0, 3])
     assert torch.autograd.gradcheck(
         lambda *values: ours(
             **dict(zip(given, values, strict=True)), offsets_L=offsets_L, activation=gpt_oss
@@ -167,7 +167,7 @@ def test_gradients_are_those_of_the_function():
 @pytest.mark.parametrize("name", ["swiglu", "gpt-oss"])
 def test_compiles_as_one_graph(name):
     activation = Activation(**ALL[name])
-    given, offsets_L = inputs([2, 0, 3], 0, activation, biased=True), ends_of([2, 0, 3])
+    given, offsets_L = inputs([2, 0, 3], 0, activation, biased=True), offsets_of([2, 0, 3])
     function = functools.partial(ours, offsets_L=offsets_L, activation=activation)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(**given), function(**given))
@@ -203,7 +203,7 @@ def random_case(
     grad_ND[sum(counts) :] = torch.nan
     return (
         {name: v.to(cuda) for name, v in given.items()},
-        ends_of(counts).to(cuda),
+        offsets_of(counts).to(cuda),
         grad_ND.to(cuda),
     )
 
@@ -260,7 +260,7 @@ def test_one_capture_serves_all_counts_without_a_look_at_the_host(cuda):
     with torch.cuda.graph(graph):
         replayed = on_gpu(ours, gpt_oss, given, offsets_L, grad_ND)
     for counts in ([50, 60, 70, 320], [0, 500, 0, 0], [0, 0, 0, 0], [1, 2, 0, 3], [200, 0, 100, 0]):
-        offsets_L.copy_(ends_of(counts))
+        offsets_L.copy_(offsets_of(counts))
         graph.replay()
         eager = on_gpu(ours, gpt_oss, given, offsets_L, grad_ND)
         for name, value in eager.items():

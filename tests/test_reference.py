@@ -31,7 +31,7 @@ def test_select_keeps_the_most_probable_or_the_first():
     }
 
 
-def test_select_does_not_see_padding_tokens():
+def test_select_ignores_padding_tokens():
     selection = reference.select(
         bools("xx", "x.", "xx"),
         np.array([[0.9, 0.9], [0.1, 0.2], [0.3, 0.4]]),

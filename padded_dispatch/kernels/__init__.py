@@ -1,5 +1,23 @@
 """Triton kernels and their launchers: tensors and ints in, tensors out.
 
-They need Triton, which comes with torch's CUDA builds, and are imported when an op first meets a
-CUDA tensor. With TRITON_INTERPRET=1 they run on a CPU, which is how their logic is tested.
+They need Triton, which comes with torch's CUDA builds. Their ops import them at the first CUDA
+tensor. With TRITON_INTERPRET=1 they run on a CPU, which is how their logic is tested. Every module
+but `direct` is the twin of the module of the same name in `ops`.
 """
+
+# What `counters` counts, one number each, in the order in which they lie behind the numbers per
+# expert: see `ops.counters.Counters`. Listed here because kernels and ops share the order, and ops
+# must not need Triton.
+SCALARS = (
+    "asked_mass",
+    "dropped_mass",
+    "num_tokens",
+    "lost_tokens",
+    "num_positions",
+    "num_passes",
+    "num_slots",
+    "num_unplaced",
+    "idle_passes",
+    "rerouted",
+    "protected_dropped",
+)

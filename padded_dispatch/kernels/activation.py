@@ -1,11 +1,13 @@
 """The activation of an expert times the probability, over real rows only, forward and backward.
 
-One pass each: what would be a bias, a chunk, clamps, a function, products and a cast in torch reads
-and writes every element once here, computes in fp32 and rounds once. How many rows are real is read
-from the device; programs beyond them end at once, and their rows are neither read nor written.
-Which function, gated or not, biased or not is known when a kernel is compiled.
+Each direction is one pass. In torch, a bias, a chunk, clamps, a function, products and a cast would
+each read and write every element; here each element is read and written once, computed in fp32 and
+rounded once. The number of real rows is read from the device; programs beyond them end at once, and
+their rows are neither read nor written. The function, gating and bias are known when a kernel is
+compiled.
 
-`padded_dispatch.ops.activation` says what the arguments mean.
+`padded_dispatch.ops.activation` explains the arguments. G: width of fc1's result, 2F if gated, else
+F.
 """
 
 import torch
@@ -26,16 +28,15 @@ def activate(
     clamp: float,
     offset: float,
 ) -> Tensor:
-    """`function(gate) * up * prob` or `function(x) * prob` of the first `offsets_L[-1]` rows.
+    """Compute `function(gate) * up * prob` or `function(x) * prob` of the real rows.
 
-    Args:
-        fc1_NG, probs_N, offsets_L, bias_LG: contiguous.
+    All tensors must be contiguous.
 
     Returns:
         [N, F] in the dtype of `fc1_NG`; rows from `offsets_L[-1]` on are not written.
 
-    Example: `fc1 = [[0, 5], [8, 3]]`, `probs = [1, .5]` and `ends = [2]` give `[[0], [11.996]]` for
-    a gated "silu", since silu(8) = 7.9973.
+    Example: `fc1 = [[0, 5], [8, 3]]`, `probs = [1, .5]` and `offsets = [2]` give `[[0], [11.996]]`
+    for a gated "silu", since silu(8) = 7.9973.
     """
     num_rows, width = fc1_NG.shape[0], fc1_NG.shape[1] // (2 if gated else 1)
     out_NF = fc1_NG.new_empty(num_rows, width)
@@ -62,7 +63,7 @@ def activate(
 
 @triton.jit
 def _curve(x, FUNCTION: tl.constexpr):
-    """Value and slope of the function at x."""
+    """Return value and slope of the function at x."""
     if FUNCTION == "squared_relu":
         positive = tl.where(x < 0, 0.0, x)
         value = positive * positive
@@ -85,10 +86,10 @@ def _clamp(x, CLAMP: tl.constexpr):
 
 
 @triton.jit
-def _load(fc1, bias, place, bias_place, there, WIDE: tl.constexpr):
-    x = tl.load(fc1 + place, mask=there, other=0).to(WIDE)
+def _load(fc1, bias, place, bias_place, valid, WIDE: tl.constexpr):
+    x = tl.load(fc1 + place, mask=valid, other=0).to(WIDE)
     if bias is not None:
-        x += tl.load(bias + bias_place, mask=there, other=0).to(WIDE)
+        x += tl.load(bias + bias_place, mask=valid, other=0).to(WIDE)
     return x
 
 
@@ -116,21 +117,21 @@ def _activate_kernel(
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         n = row[:, None]
         column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-        there = (n < num_rows) & (column < width)
+        valid = (n < num_rows) & (column < width)
         place = n * halves * width + column
         bias_place = place
         if bias is not None:
             expert = expert_of(row, offsets, num_experts, EXPERTS)[:, None]
             bias_place = expert * halves * width + column
         prob = tl.load(probs + n, mask=n < num_rows, other=0).to(WIDE)
-        x = _load(fc1, bias, place, bias_place, there, WIDE)
+        x = _load(fc1, bias, place, bias_place, valid, WIDE)
         if GATED:
-            up = _load(fc1, bias, place + width, bias_place + width, there, WIDE)
+            up = _load(fc1, bias, place + width, bias_place + width, valid, WIDE)
             value, _ = _curve(_clamp(x, CLAMP), FUNCTION)
             value *= -_clamp(-_clamp(up, CLAMP), CLAMP) + OFFSET
         else:
             value, _ = _curve(x, FUNCTION)
-        tl.store(out + n * width + column, (value * prob).to(out.dtype.element_ty), mask=there)
+        tl.store(out + n * width + column, (value * prob).to(out.dtype.element_ty), mask=valid)
 
 
 def activate_backward(
@@ -144,17 +145,16 @@ def activate_backward(
     clamp: float,
     offset: float,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `fc1_NG`, with its bias or without, and of `probs_N`.
+    """Return the gradients of `fc1_NG` (equal to its bias's, before summing) and of `probs_N`.
 
-    Args:
-        grad_NF: of the result of `activate`; contiguous.
-        fc1_NG, bias_LG, probs_N, offsets_L, function, gated, clamp, offset: what it was given.
+    `grad_NF` is the gradient of the result of `activate`; the other arguments are those of
+    `activate`. All tensors must be contiguous.
 
     Returns:
         [N, G] and [N]; rows from `offsets_L[-1]` on are not written.
 
-    Example: `grad = [[1]]`, `fc1 = [[0, 5]]`, `probs = [.5]` and `ends = [1]` give `[[1.25, 0]]`
-    and `[0]` for a gated "silu": silu(0) = 0 and its slope there is 0.5.
+    Example: `grad = [[1]]`, `fc1 = [[0, 5]]`, `probs = [.5]` and `offsets = [1]` give
+    `[[1.25, 0]]` and `[0]` for a gated "silu": silu(0) = 0 and its slope there is 0.5.
     """
     num_rows, width = grad_NF.shape
     grad_fc1_NG = torch.empty_like(fc1_NG)
@@ -210,28 +210,28 @@ def _activate_backward_kernel(
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         n = row[:, None]
         prob = tl.load(probs + n, mask=n < num_rows, other=0).to(WIDE)
-        of_probs = tl.zeros((ROWS,), dtype=WIDE)
+        grad_prob = tl.zeros((ROWS,), dtype=WIDE)
         bias_row = n * 0
         if bias is not None:
             bias_row = expert_of(row, offsets, num_experts, EXPERTS)[:, None] * halves * width
-        for number in range(BLOCKS):
-            column = (number * BLOCK + tl.arange(0, BLOCK))[None, :]
-            there = (n < num_rows) & (column < width)
+        for block in range(BLOCKS):
+            column = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
+            valid = (n < num_rows) & (column < width)
             place = n * halves * width + column
-            of_out = tl.load(grad + n * width + column, mask=there, other=0).to(WIDE)
-            x = _load(fc1, bias, place, bias_row + column, there, WIDE)
+            grad_out = tl.load(grad + n * width + column, mask=valid, other=0).to(WIDE)
+            x = _load(fc1, bias, place, bias_row + column, valid, WIDE)
             if GATED:
-                up = _load(fc1, bias, place + width, bias_row + column + width, there, WIDE)
+                up = _load(fc1, bias, place + width, bias_row + column + width, valid, WIDE)
                 linear = -_clamp(-_clamp(up, CLAMP), CLAMP) + OFFSET
                 value, slope = _curve(_clamp(x, CLAMP), FUNCTION)
-                of_x = tl.where(x > CLAMP, 0.0, of_out * prob * linear * slope)
-                of_up = tl.where(tl.abs(up) > CLAMP, 0.0, of_out * prob * value)
-                of_probs += tl.sum(of_out * value * linear, 1)
+                grad_x = tl.where(x > CLAMP, 0.0, grad_out * prob * linear * slope)
+                grad_up = tl.where(tl.abs(up) > CLAMP, 0.0, grad_out * prob * value)
+                grad_prob += tl.sum(grad_out * value * linear, 1)
                 up_place = grad_fc1 + place + width
-                tl.store(up_place, of_up.to(grad_fc1.dtype.element_ty), mask=there)
+                tl.store(up_place, grad_up.to(grad_fc1.dtype.element_ty), mask=valid)
             else:
                 value, slope = _curve(x, FUNCTION)
-                of_x = of_out * prob * slope
-                of_probs += tl.sum(of_out * value, 1)
-            tl.store(grad_fc1 + place, of_x.to(grad_fc1.dtype.element_ty), mask=there)
-        tl.store(grad_probs + row, of_probs.to(grad_probs.dtype.element_ty), mask=row < num_rows)
+                grad_x = grad_out * prob * slope
+                grad_prob += tl.sum(grad_out * value, 1)
+            tl.store(grad_fc1 + place, grad_x.to(grad_fc1.dtype.element_ty), mask=valid)
+        tl.store(grad_probs + row, grad_prob.to(grad_probs.dtype.element_ty), mask=row < num_rows)

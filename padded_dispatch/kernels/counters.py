@@ -1,8 +1,8 @@
-"""What a selection asked for, kept and dropped, added to running totals in one launch.
+"""Counters in one launch: add what a selection asked for, kept and dropped to running totals.
 
-Each program reads the maps of some tokens and adds its sums, which are whole numbers, so that it
-does not matter in which order the programs come; the first one adds what is known already.
-Probability mass is in units of 2**-32, each row's rounded half to even.
+Each program reads the maps of some tokens and adds its sums. They are whole numbers, so the order
+of the programs does not matter. The first program also adds what is known beforehand. Probability
+mass is in units of 2**-32, each row's rounded half to even.
 """
 
 import torch
@@ -10,7 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 4096  # elements of the maps per program
+from padded_dispatch.kernels import SCALARS
+
+_TILE = 4096  # Elements of the maps per program.
+
+_ASKED_MASS = tl.constexpr(SCALARS.index("asked_mass"))
+_DROPPED_MASS = tl.constexpr(SCALARS.index("dropped_mass"))
+_NUM_TOKENS = tl.constexpr(SCALARS.index("num_tokens"))
+_LOST_TOKENS = tl.constexpr(SCALARS.index("lost_tokens"))
+_NUM_POSITIONS = tl.constexpr(SCALARS.index("num_positions"))
+_NUM_PASSES = tl.constexpr(SCALARS.index("num_passes"))
+_NUM_SLOTS = tl.constexpr(SCALARS.index("num_slots"))
 
 
 def count(
@@ -25,7 +35,7 @@ def count(
     """Add one pass to `totals` and `max_demand`, in place.
 
     Args:
-        totals: int64, contiguous: demand [E], kept [E], then `ops.counters.SCALARS`.
+        totals: int64, contiguous: demand [E], kept [E], then `SCALARS`.
         max_demand: int64 scalar.
         asked_TE: bool [T, E].
         kept_TE: bool [T, E].
@@ -84,25 +94,30 @@ def _count_kernel(
     scalars = totals + 2 * NUM_EXPERTS
     kept_e = tl.sum(keeps.to(tl.int64), 0)
     tl.atomic_add(totals + NUM_EXPERTS + e, kept_e, mask=(e < NUM_EXPERTS) & (kept_e > 0))
-    tl.atomic_add(scalars + 0, tl.sum(mass))
-    tl.atomic_add(scalars + 1, tl.sum(tl.where(keeps, 0, mass)))
+    tl.atomic_add(scalars + _ASKED_MASS, tl.sum(mass))
+    tl.atomic_add(scalars + _DROPPED_MASS, tl.sum(tl.where(keeps, 0, mass)))
     asks_any = tl.max(asks.to(tl.int64), 1)
     keeps_any = tl.max(keeps.to(tl.int64), 1)
-    tl.atomic_add(scalars + 2, tl.sum(asks_any))
-    tl.atomic_add(scalars + 3, tl.sum(asks_any * (1 - keeps_any)))
+    tl.atomic_add(scalars + _NUM_TOKENS, tl.sum(asks_any))
+    tl.atomic_add(scalars + _LOST_TOKENS, tl.sum(asks_any * (1 - keeps_any)))
     if tl.program_id(0) == 0:
         demand_e = tl.load(demand + e, mask=e < NUM_EXPERTS, other=0).to(tl.int64)
         before_e = tl.load(totals + e, mask=e < NUM_EXPERTS, other=0)
         tl.store(totals + e, before_e + demand_e, mask=e < NUM_EXPERTS)
         tl.store(max_demand, tl.maximum(tl.load(max_demand), tl.max(demand_e)))
-        tl.store(scalars + 4, tl.load(scalars + 4) + num_tokens)
-        tl.store(scalars + 5, tl.load(scalars + 5) + 1)
-        tl.store(scalars + 6, tl.load(scalars + 6) + NUM_EXPERTS * capacity)
+        _add(scalars + _NUM_POSITIONS, num_tokens)
+        _add(scalars + _NUM_PASSES, 1)
+        _add(scalars + _NUM_SLOTS, NUM_EXPERTS * capacity)
+
+
+@triton.jit
+def _add(total, number):
+    tl.store(total, tl.load(total) + number)
 
 
 @triton.jit
 def _half_to_even(x):
-    """The nearest whole number, int64; exact, since a float and its floor differ exactly."""
+    """Round to int64, half to even; exact, since a float and its floor differ exactly."""
     low = tl.floor(x)
     rest = x - low
     whole = low.to(tl.int64)

@@ -1,19 +1,19 @@
-"""Rows straight into the memory of other GPUs, and home again: each other's transpose.
+"""Store rows straight into the memory of other GPUs, and back: each the transpose of the other.
 
-Every rank has a buffer of each kind, and `..._R`, int64 [R], says where those of all ranks lie, as
-addresses that this rank can store to. Kernels only store to peers and never read from them. They
-know nothing of time: whoever launches them puts a barrier of all ranks before them (everyone is
-done with what the buffers held) and behind them (everything has arrived).
+Every rank has a buffer of each kind. `..._R`, int64 [R], holds the addresses of one kind on all
+ranks, as this rank can store to them. Kernels only store to peers and never read from them. They do
+not synchronize: the caller puts a barrier of all ranks before each of them (all ranks are done with
+what the buffers held) and behind it (all rows have arrived).
 
-`push_counts` gives every rank the number of rows that each source keeps for each expert;
-`place_rows` computes from it where rows lie at their experts: packed, ordered (expert, source,
-slot). `push_rows` brings every token there. `return_rows` brings packed rows back into slots.
+`push_counts` sends every rank the number of rows that this source keeps for each expert.
+`place_rows` computes from these counts where rows lie at their experts: packed, ordered (expert,
+source, slot). `push_rows` sends every token there. `return_rows` sends packed rows back into slots.
 
-A link is shared by all programs that store over it at a time, so their destinations have to differ:
+A link is shared by all programs that store over it at a time, so their destinations should differ.
 `push_rows` walks tokens in their own order, whose experts differ, and each token begins with
-another of its choices; in `return_rows` every program walks its own part of the packed rows, so
-that all sources are on the way at any time. 4 programs of 4 warps per multiprocessor of an H200,
-times the blocks of columns.
+another of its choices. In `return_rows` every program walks its own part of the packed rows, so
+that rows go to all sources at any time. 4 programs of 4 warps per multiprocessor of an H200, times
+the blocks of columns.
 """
 
 import triton
@@ -27,9 +27,9 @@ def push_counts(kept_E: Tensor, table_R: Tensor, rank: int) -> None:
     """Write this rank's row of every rank's table.
 
     Args:
-        kept_E: int32, the rows that this rank keeps for each expert.
+        kept_E: int32, rows that this rank keeps for each expert.
         table_R: addresses of int32 [R, E] on every rank.
-        rank: this one's.
+        rank: this rank.
     """
     num_experts = kept_E.shape[0]
     block = triton.next_power_of_2(num_experts)
@@ -47,17 +47,17 @@ def _push_counts_kernel(kept, table_at, rank, num_experts, BLOCK: tl.constexpr):
 def place_rows(
     table_RE: Tensor, rank: int, start_E: Tensor, offsets_LS: Tensor, count_SL: Tensor
 ) -> None:
-    """Where rows begin and end.
+    """Compute where rows begin and end at their experts.
 
     Args:
         table_RE: int32, the rows of every (source, expert).
-        rank: this one's.
-        start_E: int32, written: where this rank's rows for each expert begin, at that expert's.
-        offsets_LS: int32, written: where the rows of each (local expert, source) end, here.
-        count_SL: fp32, written: how many there are.
+        rank: this rank.
+        start_E: int32, written: where this rank's rows begin at each expert's rank.
+        offsets_LS: int32, written: where the rows of each (local expert, source) end on this rank.
+        count_SL: fp32, written: the rows of each (source, local expert) on this rank.
 
     Example: R = 2 and `table = [[1, 0, 2, 0], [3, 1, 0, 5]]` on rank 1 give `start = [1, 4, 2, 2]`,
-    `ends = [[2, 2], [2, 7]]` and `count = [[2, 0], [0, 5]]`: rank 1 has experts 2 and 3.
+    `offsets = [[2, 2], [2, 7]]` and `count = [[2, 0], [0, 5]]`: rank 1 has experts 2 and 3.
     """
     num_local, num_ranks = offsets_LS.shape
     _place_rows_kernel[(num_ranks,)](
@@ -78,26 +78,26 @@ def _place_rows_kernel(
     table,
     start,
     offsets,
-    count_here,
+    count_SL,
     rank,
     num_ranks,
     num_local,
     S_BLOCK: tl.constexpr,
     L_BLOCK: tl.constexpr,
 ):
-    there = tl.program_id(0)  # the rank whose experts this program looks at
+    owner = tl.program_id(0)  # The rank whose experts this program computes.
     s = tl.arange(0, S_BLOCK)[:, None]
     local = tl.arange(0, L_BLOCK)[None, :]
     valid = (s < num_ranks) & (local < num_local)
-    e = there * num_local + local
+    e = owner * num_local + local
     count = tl.load(table + s * (num_ranks * num_local) + e, mask=valid, other=0)
     all_sources = tl.sum(count, 0)
     before = tl.cumsum(all_sources, 0) - all_sources
     end = before[None, :] + tl.cumsum(count, 0)
     tl.store(start + e + 0 * s, end - count, mask=valid & (s == rank))
-    if there == rank:
+    if owner == rank:
         tl.store(offsets + local * num_ranks + s, end, mask=valid)
-        tl.store(count_here + s * num_local + local, count.to(tl.float32), mask=valid)
+        tl.store(count_SL + s * num_local + local, count.to(tl.float32), mask=valid)
 
 
 def push_rows(
@@ -109,11 +109,11 @@ def push_rows(
     probs_R: Tensor,
     capacity: int,
 ) -> None:
-    """Every token's row, and its probability, to each of its experts.
+    """Send every token's row, and its probability, to each of its experts.
 
     Args:
         tokens_TD: contiguous.
-        probs_TE: contiguous, floating point; None where nothing goes beside the rows.
+        probs_TE: contiguous, floating point; None if nothing travels beside the rows.
         slot_of_TK: int32, `e * C + c` or -1.
         start_E: int32, from `place_rows`.
         rows_R: addresses of [N, D] on every rank, in the tokens' dtype.
@@ -121,7 +121,7 @@ def push_rows(
         capacity: C.
 
     Example: R = 2, E = 2, C = 2, `start = [0, 3]` and `slot_of_TK = [[0, 2], [1, -1]]`: both tokens
-    go to rows 0 and 1 on rank 0, the first goes to row 3 on rank 1, too.
+    go to rows 0 and 1 on rank 0; the first one also goes to row 3 on rank 1.
     """
     num_tokens, top_k = slot_of_TK.shape
     width, num_experts = tokens_TD.shape[1], start_E.shape[0]
@@ -192,19 +192,19 @@ def return_rows(
     rank: int,
     capacity: int,
 ) -> None:
-    """Packed rows, and a number beside each, into their slots on the ranks that they came from.
+    """Send packed rows, and a number beside each, back into their slots on their source ranks.
 
     Args:
         packed_ND: contiguous; rows from `offsets_LS[-1, -1]` on are not read.
-        probs_N: contiguous fp32; None where nothing goes beside the rows.
+        probs_N: contiguous fp32; None if nothing travels beside the rows.
         offsets_LS: contiguous int32.
         slots_R: addresses of [E, C, D] on every rank, in the rows' dtype. Empty slots are not
             written.
         meta_R: addresses of fp32 [E, C + 1] on every rank. The last column is not written.
-        rank: this one's.
+        rank: this rank.
         capacity: C.
 
-    Example: on rank 1 of 2 with L = 1 and C = 2, `ends = [[1, 3]]`: row 0 goes to slot (1, 0) on
+    Example: on rank 1 of 2 with L = 1 and C = 2, `offsets = [[1, 3]]`: row 0 goes to slot (1, 0) on
     rank 0, rows 1 and 2 to slots (1, 0) and (1, 1) on rank 1.
     """
     width = packed_ND.shape[1]
@@ -248,7 +248,7 @@ def _return_rows_kernel(
     share = tl.cdiv(total, tl.num_programs(0))
     row = tl.program_id(0) * share
     last = tl.minimum(row + share, total)
-    # The buffer of the first row is the first one that ends behind it.
+    # The first row's buffer is the first one that ends behind that row.
     b = tl.arange(0, BUFFERS)
     end = tl.load(offsets + b, mask=b < num_buffers, other=2147483647)
     buffer = tl.sum((end <= row).to(tl.int32), 0)
@@ -264,12 +264,13 @@ def _return_rows_kernel(
         tl.store(tl.multiple_of(slots, 16) + slot * width + column, value, mask=column < width)
         if WITH_PROBS:
             meta = tl.load(meta_at + source).to(tl.pointer_type(tl.float32))
-            # Rows of `meta` are C + 1 long.
+            # A row of `meta` is C + 1 long.
             tl.store(meta + slot + e, tl.load(probs + row), mask=tl.program_id(1) == 0)
         row += 1
 
 
 def _block(width: int) -> int:
-    # 2880 columns: 2 x 2048, not the 3 x 1024 of `rows`. With these a GPT-OSS layer took 5.40 ms (2
-    # H200, EP 2, factor 1.25), where it had taken 5.34 on other machines: not shown to be better.
+    # 2880 columns: 2 x 2048, not the 3 x 1024 of `rows`, which were not shown to be better: a
+    # GPT-OSS layer took 5.40 ms with them (2 H200, EP 2, factor 1.25) and 5.34 ms without, on other
+    # machines.
     return min(2048, max(16, triton.next_power_of_2(width)))

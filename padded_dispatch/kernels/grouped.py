@@ -1,7 +1,9 @@
-"""What a bias per expert needs over packed rows: adding it, summing rows, products with rows.
+"""A bias per expert over packed rows: add it, sum rows by expert, multiply rows by a vector.
 
 Rows of expert l begin where those of the expert before end, which is read from the device. Every
-element has one writer and is summed in an order that depends on shapes and ends alone.
+element has one writer and is summed in an order that depends on shapes and offsets alone.
+
+O: width of a row.
 """
 
 import torch
@@ -11,32 +13,29 @@ from torch import Tensor
 
 
 def tile(width: int) -> tuple[int, int]:
-    """Rows and columns of a program of four warps."""
+    """Return the rows and columns of a program of four warps."""
     block = min(1024, triton.next_power_of_2(width))
     return max(1, min(128, 2048 // block)), block
 
 
 def wide(rows: Tensor) -> tl.dtype:
-    """What rows are computed in."""
+    """Return the dtype that rows are computed in."""
     return tl.float64 if rows.dtype == torch.float64 else tl.float32
 
 
 @triton.jit
 def expert_of(row, offsets, num_experts, EXPERTS: tl.constexpr):
-    """The expert of each row: how many experts end at it or before."""
+    """Return the expert of each row: the number of experts that end at it or before."""
     expert = tl.arange(0, EXPERTS)
     end = tl.load(offsets + expert, mask=expert < num_experts, other=2147483647)
     return tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1)
 
 
 def add_bias(rows_NO: Tensor, bias_LO: Tensor, probs_N: Tensor, offsets_L: Tensor) -> None:
-    """Add `prob * bias[l]` to every expert's rows, in place.
-
-    Args:
-        rows_NO, bias_LO, probs_N, offsets_L: contiguous.
+    """Add `prob * bias[l]` to every expert's rows, in place. All tensors must be contiguous.
 
     Example: `rows = [[1], [2], [3]]`, `bias = [[10], [20]]`, `probs = [1, 1, .5]` and
-    `ends = [1, 3]` leave `[[11], [22], [13]]`.
+    `offsets = [1, 3]` leave `[[11], [22], [13]]`.
     """
     num_rows, width = rows_NO.shape
     rows, block = tile(width)
@@ -73,29 +72,26 @@ def _add_bias_kernel(
         expert = expert_of(row, offsets, num_experts, EXPERTS)[:, None]
         n = row[:, None]
         column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-        there = (n < num_rows) & (column < width)
-        value = tl.load(rows + n * width + column, mask=there, other=0).to(WIDE)
-        added = tl.load(bias + expert * width + column, mask=there, other=0).to(WIDE)
+        valid = (n < num_rows) & (column < width)
+        value = tl.load(rows + n * width + column, mask=valid, other=0).to(WIDE)
+        added = tl.load(bias + expert * width + column, mask=valid, other=0).to(WIDE)
         prob = tl.load(probs + n, mask=n < num_rows, other=0).to(WIDE)
         value += prob * added
-        tl.store(rows + n * width + column, value.to(rows.dtype.element_ty), mask=there)
+        tl.store(rows + n * width + column, value.to(rows.dtype.element_ty), mask=valid)
 
 
 def sum_rows(rows_NO: Tensor, weights_N: Tensor | None, offsets_L: Tensor) -> Tensor:
-    """The sum of each expert's rows, weighted where there are weights.
-
-    Args:
-        rows_NO, weights_N, offsets_L: contiguous.
+    """Sum each expert's rows, weighted if there are weights. All tensors must be contiguous.
 
     Returns:
         [L, O] in the dtype of `rows_NO`; exact zeros for an expert without rows.
 
-    Example: `rows = [[1], [2], [3]]`, `weights = [1, 1, .5]` and `ends = [1, 1, 3]` give
+    Example: `rows = [[1], [2], [3]]`, `weights = [1, 1, .5]` and `offsets = [1, 1, 3]` give
     `[[1], [0], [3.5]]`.
     """
     width, num_experts = rows_NO.shape[1], offsets_L.shape[0]
     sums_LO = rows_NO.new_empty(num_experts, width)
-    block = 64  # Narrow, so that few experts still make many programs.
+    block = 64  # Narrow, so that even few experts make many programs.
     _sum_rows_kernel[(num_experts, triton.cdiv(width, block))](
         rows_NO, weights_N, offsets_L, sums_LO, width, ROWS=128, BLOCK=block, WIDE=wide(rows_NO)
     )
@@ -119,10 +115,10 @@ def _sum_rows_kernel(
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     total = tl.zeros((ROWS, BLOCK), dtype=WIDE)
     first = start
-    while first < end:  # A `for` with ends from the device is beyond Triton's interpreter (3.6).
+    while first < end:  # Triton's interpreter (3.6) has no `for` to a limit from the device.
         n = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        there = (n < end) & (column < width)
-        value = tl.load(rows + n * width + column, mask=there, other=0).to(WIDE)
+        valid = (n < end) & (column < width)
+        value = tl.load(rows + n * width + column, mask=valid, other=0).to(WIDE)
         if weights is not None:
             value *= tl.load(weights + n, mask=n < end, other=0).to(WIDE)
         total += value
@@ -132,15 +128,12 @@ def _sum_rows_kernel(
 
 
 def dot_rows(rows_NO: Tensor, vectors_LO: Tensor, offsets_L: Tensor) -> Tensor:
-    """`rows @ vectors[l]` for every expert's rows.
-
-    Args:
-        rows_NO, vectors_LO, offsets_L: contiguous.
+    """Multiply every expert's rows by its vector: `rows @ vectors[l]`. All tensors are contiguous.
 
     Returns:
         [N], at least fp32; from `offsets_L[-1]` on not written.
 
-    Example: `rows = [[1, 2], [3, 4]]`, `vectors = [[1, 0], [0, 2]]` and `ends = [1, 2]` give
+    Example: `rows = [[1, 2], [3, 4]]`, `vectors = [[1, 0], [0, 2]]` and `offsets = [1, 2]` give
     `[1, 8]`.
     """
     num_rows, width = rows_NO.shape
@@ -183,10 +176,10 @@ def _dot_rows_kernel(
         expert = expert_of(row, offsets, num_experts, EXPERTS)[:, None]
         n = row[:, None]
         dot = tl.zeros((ROWS,), dtype=WIDE)
-        for number in range(BLOCKS):
-            column = (number * BLOCK + tl.arange(0, BLOCK))[None, :]
-            there = (n < num_rows) & (column < width)
-            value = tl.load(rows + n * width + column, mask=there, other=0).to(WIDE)
-            vector = tl.load(vectors + expert * width + column, mask=there, other=0).to(WIDE)
+        for block in range(BLOCKS):
+            column = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
+            valid = (n < num_rows) & (column < width)
+            value = tl.load(rows + n * width + column, mask=valid, other=0).to(WIDE)
+            vector = tl.load(vectors + expert * width + column, mask=valid, other=0).to(WIDE)
             dot += tl.sum(value * vector, 1)
         tl.store(dots + row, dot, mask=row < num_rows)

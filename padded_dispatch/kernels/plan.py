@@ -1,11 +1,11 @@
-"""A slot for every kept row: the plan in two launches.
+"""The plan in two launches: a slot for every kept row.
 
-The first counts along each token's experts, which gives k; the second along each expert's tokens,
-which gives c, and writes both maps. Every element of both has one writer, so there are no atomics.
-On an H200, T 4096 and E 128: 18 us, the binary searches in torch 111 us.
+The first launch counts along each token's experts, which gives k. The second counts along each
+expert's tokens, which gives c, and writes both maps. Every element of both has one writer, so there
+are no atomics. On an H200, T 4096 and E 128: 18 us; the binary searches in torch take 111 us.
 
-Where all sources of an expert's rows are this rank, `packed_slots` turns slots into packed rows, so
-that nothing has to be moved twice.
+If this rank is the only source of its experts' rows, `packed_slots` turns slots into packed rows,
+so that no row is moved twice.
 """
 
 import torch
@@ -17,7 +17,10 @@ _BLOCK = 1024
 
 
 def plan(kept_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `padded_dispatch.ops.plan.plan_tensors` returns; the example there holds here."""
+    """Return the four tensors of a plan.
+
+    Arguments, results and example: see `padded_dispatch.ops.plan.plan_in_torch`.
+    """
     num_tokens, num_experts = kept_TE.shape
     kept_TE = kept_TE.contiguous()
     rank_TE = torch.empty_like(kept_TE, dtype=torch.int16)
@@ -59,7 +62,7 @@ def plan(kept_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor, Te
 def _rank_kernel(
     kept, rank, slot_of, num_experts, top_k, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """k of each of one token's experts, and -1 in the choices that it has no expert for."""
+    """Write k of each of one token's experts, and -1 in the choices without an expert."""
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     mine = tl.load(kept + t * num_experts + e, mask=e < num_experts, other=0).to(tl.int32)
@@ -85,7 +88,7 @@ def _slot_kernel(
     BLOCKS_T: tl.constexpr,
     BLOCKS_C: tl.constexpr,
 ):
-    """c of each of one expert's tokens; both maps."""
+    """Write both maps for one expert, whose tokens are counted to find c."""
     e = tl.program_id(0).to(tl.int64)
     num_asked = 0
     num_rows = 0
@@ -111,18 +114,9 @@ def _slot_kernel(
 
 
 def packed_slots(slot_of_TK: Tensor, offsets_E: Tensor, capacity: int) -> Tensor:
-    """Where the row of every slot lies once the gaps are closed.
+    """Return the packed row of every slot, int32 [T, K]; -1 where there is no slot.
 
-    Args:
-        slot_of_TK: contiguous int32, `e * C + c` or -1.
-        offsets_E: int32, where the packed rows of each expert end; contiguous, any shape.
-        capacity: C.
-
-    Returns:
-        int32 [T, K], -1 where there is no slot.
-
-    Example: C = 2 and `ends = [1, 3]` (one row, then two) turn the slots `[[0, 2], [3, -1]]` into
-    `[[0, 1], [2, -1]]`.
+    Arguments and example: see `padded_dispatch.ops.plan.packed_slots`.
     """
     packed_TK = torch.empty_like(slot_of_TK)
     num_choices = slot_of_TK.numel()

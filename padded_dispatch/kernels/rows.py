@@ -1,34 +1,31 @@
-"""Rows into slots and back, each other's transpose.
+"""Move rows between tokens, slots and packed rows, and what travels beside them.
 
-`spread_rows` writes a token's row into each of its slots, and, if they are wanted, zeros into the
-empty ones; `sum_rows` adds a token's slots. Every element has one writer, so no sum has an order to
-promise.
+Every element of a result has one writer, so there are no atomics and no order of writes that could
+change a sum. All times below are from an H200 in a graph, in bf16, at T 4096 and factor 1.25, where
+a copy runs at 4.15 TB/s; only real rows count.
 
-Measured on an H200 in a graph (T 4096, E 128, K 8, D 2048, factor 1.25, bf16; a copy runs at 4.15
-TB/s, real rows count): `spread_rows` 42 us, 87 % of the copy's speed; with the zeros that the
-padded layout wants 50 us, 72 %, of which 82 % is the most that there can be; `sum_rows` 37 us,
-97 %. With E 32, K 4, D 2880: 34 us, 82 %; 40 us, 70 %; 30 us, 95 %. A program per slot that read
-its token from L2, K times over, took 58 us; loops over tokens in fewer programs, other numbers of
-warps, and zeros before, behind or between the tokens changed nothing by more than 2 %.
+Tokens and slots. `spread_rows` writes a token's row into each of its slots, and zeros into the
+empty ones if asked to; `sum_rows`, its transpose, adds a token's slots. With E 128, K 8, D 2048:
+`spread_rows` 42 us, 87 % of the copy's speed; with the zeros that the padded layout needs 50 us,
+72 %, where 82 % is the upper bound; `sum_rows` 37 us, 97 %. With E 32, K 4, D 2880: 34 us, 82 %;
+40 us, 70 %; 30 us, 95 %. Tried and left out: a program per slot that reads its token from L2, K
+times over (58 us); loops over tokens in fewer programs, other numbers of warps, and zeros before,
+behind or between the tokens (each within 2 %).
 
-Probabilities and counts beside the rows: one element per slot, so one program per expert.
+Probabilities and counts beside the rows. They have one element per slot, so one program per expert
+(`gather_meta`) or per token (`scatter_meta`, its transpose) is enough.
 
-`gather_meta` reads the router's [T, E] for every slot; `scatter_meta`, its transpose, builds each
-token's row of [T, E] from its K slots. Every element has one writer.
+Slots and packed rows. The received buffer is ordered (source, expert, slot) and has gaps; packed
+rows are ordered (expert, source, slot) and have none. `offsets_LS`, the running count of real rows
+in that order, places every row of both: source s's rows of expert l begin where the rows before
+them end. The rows of one (source, expert) are a run of elements on either side. A program moves a
+part of a run without regard to rows and columns, so no lane idles if the width is no power of two,
+and probabilities, rows of width one, use the same kernel. `pack_rows` and `unpack_rows`: 67 us with
+D 2048, K 8, 96 % of the copy's speed (rows count once read and once written); 48 us with D 2880,
+K 4, 95 %. Blocks of 8192 elements were 3 % slower, and programs that kept to rows and columns 3 to
+7 %.
 
-Slots to packed rows and back, each other's transpose.
-
-The received buffer is ordered (source, expert, slot) and has gaps; packed rows are ordered (expert,
-source, slot) and have none. `offsets_LS`, the running count of real rows in that order, places every
-row of both: source s's rows of expert l begin where the ones before end. The rows that a source has
-for an expert are one run of elements on either side, so a program moves a part of such a run and
-knows neither rows nor columns: widths that are no power of two leave no lane idle, and
-probabilities, rows of width one, take the same kernel. Every element has one writer.
-
-Measured on an H200 in a graph (T 4096, factor 1.25, bf16; a copy runs at 4.15 TB/s, real rows count
-once read and once written): pack and unpack 67 us with D 2048, K 8, 96 % of the copy's speed; 48 us
-with D 2880, K 4, 95 %. Blocks of 8192 elements were 3 % slower, and programs that knew rows and
-columns 3 to 7 %.
+M: buffers of (source, local expert) pairs, S * L. N: slots, or packed rows. C1: C + 1.
 """
 
 import torch
@@ -36,19 +33,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_SLOTS = 8  # Slots that one program of `spread_rows` checks for emptiness.
+_BLOCK, _WARPS = 2048, 4  # Elements of a program that packs or unpacks: 16 bytes a thread and step.
+
 
 def spread_rows(
     tokens_TD: Tensor, slot_of_TK: Tensor, choice_of_slot_N: Tensor, *, zeros: bool = True
 ) -> Tensor:
-    """Every token's row in each of its slots, zeros in slots that no token has.
+    """Write every token's row into each of its slots, and zeros into slots without a token.
 
     Args:
         tokens_TD: contiguous [T, D].
         slot_of_TK: int32 [T, K]; -1 is no slot.
         choice_of_slot_N: int32, any shape, N elements in all; -1 is an empty slot. The inverse of
             `slot_of_TK`.
-        zeros: False leaves slots that no token has as they are. Of `choice_of_slot_N` only the
-            shape is read then, and rows may stand in for slots.
+        zeros: False leaves slots without a token unwritten. Only the shape of `choice_of_slot_N` is
+            read then, and packed rows may stand in for slots.
 
     Returns:
         [*choice_of_slot_N.shape, D].
@@ -78,9 +78,6 @@ def spread_rows(
     return rows_ND
 
 
-_SLOTS = 8  # that one program looks at for emptiness
-
-
 @triton.jit
 def _spread_rows_kernel(
     tokens,
@@ -95,27 +92,27 @@ def _spread_rows_kernel(
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # The parts of a row side by side: as the slower axis of a grid they are written far apart in
+    # The parts of a row are neighbours: as the slower axis of a grid they are written far apart in
     # time, which cost 3 % with D 2880.
-    program = (tl.program_id(0) // parts).to(tl.int64)  # 32 bits end at 2**31 elements
+    program = (tl.program_id(0) // parts).to(tl.int64)  # 32 bits end at 2**31 elements.
     column = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     if program < num_tokens:
         row = tl.load(tokens + program * width + column, mask=column < width)
         for k in tl.static_range(K):
             slot = tl.load(slot_of + program * K + k).to(tl.int64)
-            there = column < tl.where(slot >= 0, width, 0)
-            tl.store(rows + slot * width + column, row, mask=there)
+            valid = column < tl.where(slot >= 0, width, 0)
+            tl.store(rows + slot * width + column, row, mask=valid)
     else:
         nothing = tl.zeros((BLOCK,), dtype=rows.dtype.element_ty)
         for i in tl.static_range(SLOTS):
             slot = (program - num_tokens) * SLOTS + i
             choice = tl.load(choice_of_slot + slot, mask=slot < num_slots, other=0)
-            there = column < tl.where(choice < 0, width, 0)
-            tl.store(rows + slot * width + column, nothing, mask=there)
+            valid = column < tl.where(choice < 0, width, 0)
+            tl.store(rows + slot * width + column, nothing, mask=valid)
 
 
 def sum_rows(rows_ND: Tensor, slot_of_TK: Tensor) -> Tensor:
-    """The sum of its slots for every token, k ascending, rounded once.
+    """Sum the slots of every token, k ascending, rounded once.
 
     Args:
         rows_ND: contiguous [N, D].
@@ -151,14 +148,14 @@ def _sum_rows_kernel(
     total = tl.zeros((BLOCK,), dtype=WIDE)
     for k in tl.static_range(K):
         slot = tl.load(slot_of + t * K + k)
-        there = column < tl.where(slot >= 0, width, 0)
-        row = tl.load(rows + slot.to(tl.int64) * width + column, mask=there, other=0.0)
+        valid = column < tl.where(slot >= 0, width, 0)
+        row = tl.load(rows + slot.to(tl.int64) * width + column, mask=valid, other=0.0)
         total += row.to(WIDE)
     tl.store(summed + t * width + column, total.to(summed.dtype.element_ty), mask=column < width)
 
 
 def _block(width: int) -> int:
-    """Columns of a program: the size that leaves least of the last block idle, else the largest.
+    """Return the columns of a program: the size with the fewest idle lanes, at most 2048.
 
     Example: 2880 columns are 3 x 1024; in 2 x 2048 every third lane would have nothing to do.
     """
@@ -172,7 +169,7 @@ def _warps(width: int) -> int:
 
 
 def gather_meta(probs_TE: Tensor, choice_of_slot_EC: Tensor, kept_E: Tensor, top_k: int) -> Tensor:
-    """The probability of every slot (0 where empty), then the count of kept rows.
+    """Gather the probability of every slot (0 where empty), then the count of kept rows.
 
     Args:
         probs_TE: contiguous, floating point.
@@ -211,7 +208,7 @@ def _gather_meta_kernel(
 
 
 def scatter_meta(meta_EC1: Tensor, slot_of_TK: Tensor) -> Tensor:
-    """Every slot's value to the (token, expert) that it came from; 0 where none did.
+    """Return every slot's value to its (token, expert); 0 where there is no slot.
 
     Args:
         meta_EC1: contiguous [E, C + 1], floating point; the last column is not read.
@@ -220,7 +217,7 @@ def scatter_meta(meta_EC1: Tensor, slot_of_TK: Tensor) -> Tensor:
     Returns:
         [T, E] in the dtype of `meta_EC1`.
 
-    Example: C = 1, `side = [[.5, 1], [.7, 1]]` and `slot_of_TK = [[1], [-1]]` give
+    Example: C = 1, `meta = [[.5, 1], [.7, 1]]` and `slot_of_TK = [[1], [-1]]` give
     `[[0, .7], [0, 0]]`.
     """
     num_tokens, top_k = slot_of_TK.shape
@@ -249,25 +246,25 @@ def _scatter_meta_kernel(
     for k in tl.static_range(K):
         slot = tl.load(slot_of + t * K + k)
         expert = tl.maximum(slot, 0) // capacity
-        # Slots are e * C + c, rows of `meta` are C + 1 long.
+        # A slot is e * C + c, but a row of `meta` is C + 1 long.
         value = tl.load(meta + (slot + expert).to(tl.int64), mask=slot >= 0, other=0.0)
         row = tl.where((e == expert) & (slot >= 0), value, row)
     tl.store(values + t * num_experts + e, row, mask=e < num_experts)
 
 
 def pack_rows(slots_MCD: Tensor, offsets_LS: Tensor) -> Tensor:
-    """The real rows without the gaps; what lies behind them is not written.
+    """Pack real rows without gaps; rows behind them are not written.
 
     Args:
-        slots_MCD: [S * L, C, D]; a copy is made unless every [C, D] of it is contiguous.
+        slots_MCD: [S * L, C, D]; copied unless every [C, D] of it is contiguous.
         offsets_LS: contiguous int32.
 
     Returns:
         [S * L * C, D].
 
-    Example: L = 2, S = 2, C = 2 and `ends = [[1, 3], [3, 4]]` (expert 0 has one row from source 0
-    and two from source 1; expert 1 none and one) pack the slots `[[a, -], [-, -], [b, c], [d, -]]`
-    to `[a, b, c, d]` and four rows of garbage.
+    Example: L = 2, S = 2, C = 2 and `offsets = [[1, 3], [3, 4]]` (expert 0 has one row from source
+    0 and two from source 1; expert 1 none and one) pack the slots `[[a, -], [-, -], [b, c], [d,
+    -]]` to `[a, b, c, d]` and four unwritten rows.
     """
     if not slots_MCD[0].is_contiguous():
         slots_MCD = slots_MCD.contiguous()
@@ -289,9 +286,6 @@ def pack_rows(slots_MCD: Tensor, offsets_LS: Tensor) -> Tensor:
     return packed_ND
 
 
-_BLOCK, _WARPS = 2048, 4  # elements; 16 bytes a thread and step
-
-
 @triton.jit
 def _part_of_run(
     slots,
@@ -304,11 +298,11 @@ def _part_of_run(
     blocks,
     BLOCK: tl.constexpr,
 ):
-    """This program's part on both sides, where it begins in its buffer, how many rows are real."""
+    """Return this program's part on both sides, its first element, and the real rows of its run."""
     m = tl.program_id(0) // blocks
     place = (m % num_local_experts) * num_sources + m // num_local_experts
     start = tl.load(offsets + place - 1, mask=place > 0, other=0).to(tl.int64)
-    first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK  # 32 bits end at 2**31 elements
+    first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK  # 32 bits end at 2**31 elements.
     i = tl.arange(0, BLOCK)
     in_slots = slots + (m.to(tl.int64) * stride + first) + i
     in_packed = packed + (start * width + first) + i
@@ -330,22 +324,22 @@ def _pack_rows_kernel(
     in_slots, in_packed, first, num_rows = _part_of_run(
         slots, offsets, packed, num_local_experts, num_sources, stride, width, blocks, BLOCK
     )
-    there = tl.arange(0, BLOCK) < num_rows * width - first
-    tl.store(in_packed, tl.load(in_slots, mask=there), mask=there)
+    is_real = tl.arange(0, BLOCK) < num_rows * width - first
+    tl.store(in_packed, tl.load(in_slots, mask=is_real), mask=is_real)
 
 
 def unpack_rows(packed_ND: Tensor, offsets_LS: Tensor, *, zeros: bool = True) -> Tensor:
-    """Packed rows back in their slots, zeros in empty ones.
+    """Put packed rows back in their slots, with zeros in empty ones.
 
     Args:
         packed_ND: contiguous [N, D]; rows from `offsets_LS[-1, -1]` on are not read.
-        offsets_LS: contiguous int32; N is a multiple of its elements.
-        zeros: False leaves empty slots as they are.
+        offsets_LS: contiguous int32; N is a multiple of its number of elements.
+        zeros: False leaves empty slots unwritten.
 
     Returns:
         [S * L, C, D] with C = N / (S * L).
 
-    Example: the one of `pack_rows`, backwards, with 0 where it has `-`.
+    Example: that of `pack_rows` in reverse, with 0 where it has `-`.
     """
     num_buffers, width = offsets_LS.numel(), packed_ND.shape[1]
     capacity = packed_ND.shape[0] // num_buffers
@@ -383,6 +377,6 @@ def _unpack_rows_kernel(
     in_slots, in_packed, first, num_rows = _part_of_run(
         slots, offsets, packed, num_local_experts, num_sources, size, width, blocks, BLOCK
     )
-    there = tl.arange(0, BLOCK) < num_rows * width - first
-    value = tl.load(in_packed, mask=there, other=0)
-    tl.store(in_slots, value, mask=tl.arange(0, BLOCK) < size - first if ZEROS else there)
+    is_real = tl.arange(0, BLOCK) < num_rows * width - first
+    value = tl.load(in_packed, mask=is_real, other=0)
+    tl.store(in_slots, value, mask=tl.arange(0, BLOCK) < size - first if ZEROS else is_real)

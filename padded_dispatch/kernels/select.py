@@ -1,11 +1,13 @@
-"""Who keeps a slot, one program per expert, without sorting anything.
+"""Selection with one program per expert, without sorting anything.
 
-An order is two unsigned numbers per row, the first one of few bits: its level, and under "priority"
-which choice of its token it is; the second one the policy's score: a float in the order of its
-bits, or random bits. The C-th largest of an expert's column is found bit by bit: the largest prefix
-that at least C rows reach. Everything above it is kept; among its equals the second number decides
-in the same way, and then the token index, as far as slots are left. The column stays in registers.
-On an H200, T 4096 and E 128, policy "probs": 30 us, a stable sort of the map in torch 71 us.
+A row's place in the order is two unsigned numbers. The first one has few bits: the row's level and,
+under "priority", which choice of its token it is. The second one is the policy's score: the bits of
+a float, in its order, or random bits. The C-th largest of an expert's column is found bit by bit,
+as the largest prefix that at least C rows reach. Rows above it are kept. Among rows equal to it,
+the second number decides in the same way, and then the token index, while slots are left. The
+column stays in registers.
+
+On an H200, T 4096 and E 128, policy "probs": 30 us; a stable sort of the map in torch takes 71 us.
 """
 
 import torch
@@ -13,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_TOKENS = 16384  # a column of so many fp32 scores fits the registers of 16 warps
+MAX_TOKENS = 16384  # A column of so many fp32 scores fits the registers of 16 warps.
 
 
-def select(
+def kept_map(
     asked_TE: Tensor,
     probs_TE: Tensor,
     capacity: int,
@@ -24,19 +26,20 @@ def select(
     level_TE: Tensor | None = None,
     draw: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The map of kept rows and the demand, for at most `MAX_TOKENS` tokens.
+    """Return the map of kept rows and the demand, for at most `MAX_TOKENS` tokens.
 
     Args:
         asked_TE: bool [T, E].
         probs_TE: floating point [T, E], finite where asked.
-        capacity: most tokens per expert.
+        capacity: the most tokens per expert (C).
         policy: "probs", "position", "random" or "priority".
         level_TE: uint8 [T, E] or [T, 1], higher levels first; None is one level for all.
         draw: int64 scalar, read by "random" only.
 
     Returns:
-        kept_TE bool [T, E] and demand_E int32 [E]; the example of `ops.select.kept_map_in_torch`
-        holds here.
+        kept_TE bool [T, E] and demand_E int32 [E].
+
+    Example: see `padded_dispatch.ops.select.kept_map_in_torch`.
     """
     num_tokens, num_experts = asked_TE.shape
     asked_TE, score_TE = asked_TE.contiguous(), probs_TE.contiguous()
@@ -66,7 +69,7 @@ def select(
         *(0, 0) if level_TE is None else level_TE.stride(),
         BLOCK_T=block,
         FIRST_BITS=(num_choices * (1 if level_TE is None else 4) - 1).bit_length(),
-        # Without bits to compare, all rows are equals, and the first ones win.
+        # Without bits to compare, all rows are equal, and the first ones win.
         SECOND_BITS=0 if policy == "position" else 64 if wide else 32,
         RANDOM=policy == "random",
         num_warps=max(1, min(16, block // 256)),
@@ -75,9 +78,9 @@ def select(
 
 
 def choice_ranks(asked_TE: Tensor, probs_TE: Tensor) -> Tensor:
-    """Which choice of its token each expert is: int32 [T, E], unspecified where not asked for.
+    """Rank each token's experts by probability: int32 [T, E], unspecified where not asked for.
 
-    The example of `ops.select.choice_ranks_in_torch` holds here.
+    Example: see `padded_dispatch.ops.select.choice_ranks_in_torch`.
     """
     num_tokens, num_experts = asked_TE.shape
     rank_TE = asked_TE.new_empty(asked_TE.shape, dtype=torch.int32)
@@ -156,7 +159,7 @@ def _select_kernel(
 
 @triton.jit
 def _largest_reached(rows, order, room, BITS: tl.constexpr):
-    """The `room`-th largest order among `rows`; 0 where there are not so many rows."""
+    """Return the `room`-th largest of `order` among `rows`; 0 if there are fewer rows."""
     least = tl.zeros((), dtype=order.dtype)
     bit = tl.full((), (1 << BITS) >> 1, dtype=order.dtype)
     for _ in range(BITS):
@@ -168,9 +171,9 @@ def _largest_reached(rows, order, room, BITS: tl.constexpr):
 
 @triton.jit
 def _ordered_bits(value, BITS: tl.constexpr):
-    """Unsigned numbers in the order of the floats that they are made of."""
-    # Adding zero makes -0 equal to 0. Bits of a negative float fall as it rises: flip all of them;
-    # of a positive one, the sign alone.
+    """Return unsigned numbers that are ordered like the floats."""
+    # Adding zero makes -0 equal to 0. The bits of a negative float fall as it rises: flip them all.
+    # In a positive float, flip the sign alone.
     if BITS == 64:
         bits = (value + 0.0).to(tl.int64, bitcast=True)
         ordered = tl.where(bits < 0, ~bits, bits ^ -9223372036854775808).to(tl.uint64, bitcast=True)
@@ -182,7 +185,7 @@ def _ordered_bits(value, BITS: tl.constexpr):
 
 @triton.jit
 def _random_bits(draw, t, e):
-    """`padded_dispatch.ops.select.random_scores`, for token t and expert e."""
+    """Compute `padded_dispatch.ops.select.random_scores` for token t and expert e."""
     high, low = (draw >> 32) & 0xFFFFFFFF, draw & 0xFFFFFFFF
     mixed = _mix(_mix(high ^ 0x9E3779B9) ^ low)
     return _mix(_mix(mixed ^ t.to(tl.int64)) ^ e.to(tl.int64)).to(tl.uint32)

@@ -81,7 +81,8 @@ def forget_moe_state() -> None:
 
 def number_in_model(router: Any) -> int:
     """Megatron's layer number; layers for multi-token prediction, which from 0.17 on are numbered
-    anew, follow the others."""
+    anew, follow the others.
+    """
     later = getattr(router, "is_mtp_layer", False)
     return router.layer_number + (router.config.num_layers if later else 0)
 

@@ -1,13 +1,13 @@
-"""What happens between an expert's two linears, over real rows only.
+"""The activation between an expert's two linears, over real rows only.
 
     plain    prob * f(x + bias)
     gated    prob * f(min(gate, clamp)) * (min(max(up, -clamp), clamp) + offset)
 
-with the gate in the first half of `x + bias` and up in the second. The definitions are those of
-`TEGroupedMLP` in Megatron-Core 0.16.1 to 0.19.0. Its stages round to bf16 one by one; here all of
-it, with the bias, is one pass that computes in fp32 and rounds once.
+If gated, the gate is the first half of `x + bias` and up the second. The definitions are those of
+`TEGroupedMLP` in Megatron-Core 0.16.1 to 0.19.0. Its stages round to bf16 one by one; here the
+whole expression, with the bias, is one pass that computes in fp32 and rounds once.
 
-G: width of what fc1 returns, 2F where it is gated, else F.
+G: width of fc1's result, 2F if gated, else F.
 """
 
 import math
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from padded_dispatch.config import require
 from padded_dispatch.ops.grouped import experts_of_rows, sum_rows
 
 Function = Literal["silu", "gelu", "quick_gelu", "squared_relu"]
@@ -25,12 +26,17 @@ Function = Literal["silu", "gelu", "quick_gelu", "squared_relu"]
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """One of the family above.
+    """An activation of the family above.
 
-    `function`: `x * sigmoid(x)`; `x * Phi(x)`, exact, not the tanh form; `x * sigmoid(1.702 * x)`;
-    or `max(x, 0) ** 2`. `clamp`: above 0; infinity clamps nothing. `clamp` and `offset` belong to
-    gated ones. SwiGLU is the default; GEGLU has `function="gelu"`; GPT-OSS has
-    `function="quick_gelu", clamp=7.0, offset=1.0`.
+    SwiGLU is the default; GEGLU has `function="gelu"`; GPT-OSS has `function="quick_gelu",
+    clamp=7.0, offset=1.0`.
+
+    Attributes:
+        function: "silu" is `x * sigmoid(x)`; "gelu" is `x * Phi(x)`, exact, not the tanh form;
+            "quick_gelu" is `x * sigmoid(1.702 * x)`; "squared_relu" is `max(x, 0) ** 2`.
+        gated: whether fc1 returns a gate and up.
+        clamp: above 0; infinity clamps nothing. Needs `gated`.
+        offset: added to up. Needs `gated`.
 
     Raises:
         ValueError: names the field, its value and what to change.
@@ -42,22 +48,17 @@ class Activation:
     offset: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.function not in get_args(Function):
-            raise ValueError(
-                f"function={self.function!r} is not possible: choose one of "
-                f"{', '.join(get_args(Function))}"
-            )
-        if not self.clamp > 0:
-            raise ValueError(f"clamp={self.clamp} is not possible: give a number above 0")
-        if not self.gated and (self.clamp, self.offset) != (math.inf, 0.0):
-            raise ValueError(
-                f"gated=False is not possible with clamp={self.clamp} and offset={self.offset}: "
-                "leave them out"
-            )
-
-    def width(self, fc1_width: int) -> int:
-        """F, from G."""
-        return fc1_width // 2 if self.gated else fc1_width
+        functions = ", ".join(get_args(Function))
+        is_known = self.function in get_args(Function)
+        require(is_known, "function", self.function, f"be one of {functions}")
+        require(self.clamp > 0, "clamp", self.clamp, "be above 0")
+        require(
+            self.gated or (self.clamp, self.offset) == (math.inf, 0.0),
+            "gated",
+            self.gated,
+            f"be True with clamp={self.clamp} and offset={self.offset}",
+            "leave both out",
+        )
 
 
 def activate(
@@ -67,12 +68,13 @@ def activate(
     activation: Activation,
     bias_LG: Tensor | None = None,
 ) -> Tensor:
-    """The activation of the first `offsets_L[-1]` rows: [N, G] to [N, F].
+    """Apply the activation to the first `offsets_L[-1]` rows: [N, G] to [N, F].
 
     Args:
-        fc1_NG: floating point; its rows behind the last real one are not read.
+        fc1_NG: floating point; rows behind the last real one are not read.
         probs_N: at least fp32.
         offsets_L: contiguous int32, ascending, the last at most N.
+        activation: which activation.
         bias_LG: in the dtype of `fc1_NG`; None adds nothing.
 
     Returns:
@@ -82,7 +84,7 @@ def activate(
 
 
 def _curve(function: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Value and slope of the function at x."""
+    """Return value and slope of the function at x."""
     if function == "squared_relu":
         positive = x.relu()
         return positive * positive, 2 * positive
@@ -95,7 +97,7 @@ def _curve(function: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _real_inputs(fc1_NG: Tensor, bias_LG: Tensor | None, offsets_L: Tensor) -> tuple[slice, Tensor]:
-    """Which rows are real, and fc1 with its bias there, at least fp32."""
+    """Return which rows are real, and fc1 with its bias for these rows, at least fp32."""
     real = slice(int(offsets_L[-1]))
     x_NG = fc1_NG[real].to(torch.promote_types(fc1_NG.dtype, torch.float32))
     return real, x_NG if bias_LG is None else x_NG + bias_LG[experts_of_rows(offsets_L)]
@@ -128,8 +130,8 @@ def _(fc1_NG, bias_LG, probs_N, offsets_L, function, gated, clamp, offset):
     from padded_dispatch.kernels import activation
 
     bias_LG = None if bias_LG is None else bias_LG.contiguous()
-    given = fc1_NG.contiguous(), bias_LG, probs_N.contiguous(), offsets_L
-    return activation.activate(*given, function, gated, clamp, offset)
+    inputs = fc1_NG.contiguous(), bias_LG, probs_N.contiguous(), offsets_L
+    return activation.activate(*inputs, function, gated, clamp, offset)
 
 
 @_activate.register_fake
@@ -150,21 +152,21 @@ def _activate_backward(
     clamp: float,
     offset: float,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of fc1, with its bias or without, and of the probabilities."""
+    """Return the gradients of fc1 (equal to its bias's, before summing) and of `probs_N`."""
     real, x_NG = _real_inputs(fc1_NG, bias_LG, offsets_L)
     grad, prob = grad_NF[real].to(x_NG.dtype), probs_N[real, None]
     if gated:
         gate, up = x_NG.chunk(2, dim=1)
         value, slope = _curve(function, gate.clamp(max=clamp))
         linear = up.clamp(-clamp, clamp) + offset
-        of_gate = torch.where(gate > clamp, 0, grad * prob * linear * slope)
-        of_up = torch.where(up.abs() > clamp, 0, grad * prob * value)
-        of_x, value = torch.cat([of_gate, of_up], dim=1), value * linear
+        grad_gate = torch.where(gate > clamp, 0, grad * prob * linear * slope)
+        grad_up = torch.where(up.abs() > clamp, 0, grad * prob * value)
+        grad_x, value = torch.cat([grad_gate, grad_up], dim=1), value * linear
     else:
         value, slope = _curve(function, x_NG)
-        of_x = grad * prob * slope
+        grad_x = grad * prob * slope
     grad_fc1_NG, grad_probs_N = torch.empty_like(fc1_NG), torch.empty_like(probs_N)
-    grad_fc1_NG[real] = of_x.to(fc1_NG.dtype)
+    grad_fc1_NG[real] = grad_x.to(fc1_NG.dtype)
     grad_probs_N[real] = (grad * value).sum(1).to(probs_N.dtype)
     return grad_fc1_NG, grad_probs_N
 
@@ -174,8 +176,8 @@ def _(grad_NF, fc1_NG, bias_LG, probs_N, offsets_L, function, gated, clamp, offs
     from padded_dispatch.kernels import activation
 
     bias_LG = None if bias_LG is None else bias_LG.contiguous()
-    given = grad_NF.contiguous(), fc1_NG.contiguous(), bias_LG, probs_N.contiguous(), offsets_L
-    return activation.activate_backward(*given, function, gated, clamp, offset)
+    inputs = grad_NF.contiguous(), fc1_NG.contiguous(), bias_LG, probs_N.contiguous(), offsets_L
+    return activation.activate_backward(*inputs, function, gated, clamp, offset)
 
 
 @_activate_backward.register_fake

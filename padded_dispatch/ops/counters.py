@@ -1,10 +1,11 @@
-"""Counters that live on the device: what was asked for, what was kept, what was lost.
+"""Counters on the device: what was asked for, what was kept, what was lost.
 
-Added to in place, so a replayed graph counts too; read on the host only when somebody asks. Totals
-only ever grow (and wrap around): a reader takes the difference from what it read before, so that
-nothing has to be zeroed while graphs run. Everything is a whole number, probability mass too, so
-that no sum depends on an order. Counting is one launch on a GPU, in plain torch elsewhere; as in
-`padded_dispatch.ops.rows`, the second is what the first is compared with.
+Counters are added to in place, so a replayed graph counts too; the host reads them only when a
+report asks. Totals only grow (and wrap around). A reader takes the difference from what it read
+before, so nothing has to be zeroed while graphs run. Every count is a whole number, probability
+mass too, so no sum depends on an order. Counting is one launch on a GPU.
+
+M: buffers of (source, local expert) pairs on this rank, S * L.
 """
 
 from typing import Protocol
@@ -13,71 +14,64 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from padded_dispatch.kernels import SCALARS
 from padded_dispatch.ops.select import Selection
 
-# Probability mass is counted in units of 2**-32: in int64 up to 2**31 rows of probability 1.
+# Probability mass is counted in units of 2**-32: int64 holds up to 2**31 rows of probability 1.
 MASS_UNITS = 2**32
-
-# The order of `Counters.totals` behind the numbers per expert; one number each. The first seven are
-# added by `_count`, which knows their places.
-SCALARS = (
-    "asked_mass",
-    "dropped_mass",
-    "num_tokens",
-    "lost_tokens",
-    "num_positions",
-    "num_passes",
-    "num_slots",
-    "num_unplaced",
-    "idle_passes",
-    "rerouted",
-    "protected_dropped",
-)
 
 
 class RoutingObserver(Protocol):
-    """Is told of every selection that counts."""
+    """Receiver of every selection that is counted."""
 
     def observe(
         self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, capacity: int
     ) -> None:
-        """One pass of one layer on one rank.
+        """Receive one pass of one layer on one rank.
 
-        Called without gradients, and possibly inside a CUDA graph's capture: static shapes, changes
-        in place, nothing read on the host.
+        Called without gradients, possibly while a CUDA graph is captured: an implementation must
+        have static shapes, change its tensors in place and read nothing on the host.
 
         Args:
             asked_TE: bool [T, E], what the router asked for, without padding tokens.
             probs_TE: floating point [T, E], the router's probabilities before selection.
-            selection: what became of it.
+            selection: what was kept of it.
             capacity: slots per expert on this rank (C).
         """
         ...
 
 
 def mass_units(probs: Tensor) -> Tensor:
-    """Probabilities in whole units of 2**-32, int64, each rounded half to even."""
+    """Convert probabilities to whole units of 2**-32, int64, each rounded half to even."""
     wide = probs.to(torch.promote_types(probs.dtype, torch.float32))
     return (wide * MASS_UNITS).round().to(torch.int64)
 
 
 class Counters:
-    """What one layer on one rank has counted since it was made. All int64, on the device.
+    """Counts of one layer on one rank since it was made; int64 tensors on the device.
 
-    `demand_E`: rows asked for, `kept_E`: rows that got a slot, rerouted ones with the expert that
-    they went to. `asked_mass`, `dropped_mass`: probabilities in units of 2**-32, of all rows asked
-    for and of those that got no slot where they asked.
-    `num_tokens`: tokens that asked for an expert, `lost_tokens`: those of them that kept none.
-    `num_positions`: T per pass, padding tokens too. `num_passes`. `num_slots`: slots offered (E * C
-    per pass). `num_unplaced`: rows that a plan had no slot for although they had been kept; other
-    than zero it is somebody's bug. `idle_passes`: passes in which this rank's experts got no row
-    from anybody. `rerouted`: rows that went to another expert. `protected_dropped`: rows of
-    protected tokens that the policy dropped, since they alone were too many.
+    All sums are views of `totals`, which a reader copies as one. Capturing a CUDA graph also counts
+    its warm-up passes, whose inputs mean nothing; the caller that captures must restore the totals.
 
-    `max_demand` is no sum: the largest demand for one expert in one pass since it was last zeroed.
-
-    All sums are views of `totals`, which a reader copies as one. Capturing a CUDA graph counts its
-    warm-up passes, too, on inputs that mean nothing, unless whoever captures puts the totals back.
+    Attributes:
+        demand_E: rows asked for.
+        kept_E: rows that got a slot; a rerouted row counts for the expert that it went to.
+        asked_mass: probability of all rows asked for, in units of 2**-32.
+        dropped_mass: probability of the rows that got no slot where they asked, likewise.
+        num_tokens: tokens that asked for an expert.
+        lost_tokens: those of them that kept none.
+        num_positions: T per pass, padding tokens included.
+        num_passes: passes.
+        num_slots: slots offered, E * C per pass.
+        num_unplaced: kept rows that a plan had no slot for. Must be zero; nonzero means that a map
+            was not cut to capacity.
+        idle_passes: passes in which this rank's experts received no row.
+        rerouted: rows that went to another expert.
+        protected_dropped: rows of protected tokens that were dropped, because they alone exceeded
+            capacity.
+        max_demand: the largest demand for one expert in one pass since it was last zeroed; the only
+            number that is no sum.
+        totals: `demand_E`, `kept_E`, then `SCALARS`.
     """
 
     def __init__(self, num_experts: int, device: torch.device | str | int) -> None:
@@ -102,7 +96,7 @@ class Counters:
     def observe(
         self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, capacity: int
     ) -> None:
-        """Count one selection: see `RoutingObserver`."""
+        """Count one selection; see `RoutingObserver`."""
         kept_TE, demand_E = selection.kept_TE, selection.demand_E
         _count(self.totals, self.max_demand, asked_TE, kept_TE, probs_TE, demand_E, capacity)
         if selection.rerouted_E is not None:
@@ -112,7 +106,7 @@ class Counters:
 
     @torch.no_grad()
     def add_unplaced(self, unplaced_E: Tensor) -> None:
-        """Count the rows for which a plan had no slot."""
+        """Count kept rows for which a plan had no slot."""
         self.num_unplaced += unplaced_E.sum()
 
     @torch.no_grad()
@@ -120,22 +114,22 @@ class Counters:
         """Count a pass as idle if none of the buffers on this rank has a row.
 
         Args:
-            kept_M: rows in each (source, local expert)'s buffer, as they came over the wire.
+            kept_M: rows in each (source, local expert)'s buffer, as received.
         """
         self.idle_passes += kept_M.sum() == 0
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Start again at zero; not beside a reader, who takes differences."""
+        """Set all counts to zero. A reader must not be active, because it takes differences."""
         for count in self.tensors():
             count.zero_()
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """The memory behind all counts, to be reduced, copied or put back."""
+        """Return the memory behind all counts, to be reduced, copied or restored."""
         return self.totals, self.max_demand
 
 
-def _count_in_torch(
+def count_in_torch(
     totals: Tensor,
     max_demand: Tensor,
     asked_TE: Tensor,
@@ -144,31 +138,34 @@ def _count_in_torch(
     demand_E: Tensor,
     capacity: int,
 ) -> None:
-    """Add one pass; the example of `padded_dispatch.kernels.counters.count` holds here."""
+    """Add one pass to `totals` and `max_demand`, in place.
+
+    Arguments and example: see `padded_dispatch.kernels.counters.count`.
+    """
     num_tokens, num_experts = asked_TE.shape
     mass_TE = torch.where(asked_TE, mass_units(probs_TE), 0)
     asked_T = asked_TE.any(1)
     totals[:num_experts] += demand_E
     totals[num_experts : 2 * num_experts] += kept_TE.sum(0)
-    scalars = totals[2 * num_experts :]
-    scalars[0] += mass_TE.sum()
-    scalars[1] += torch.where(kept_TE, 0, mass_TE).sum()
-    scalars[2] += asked_T.sum()
-    scalars[3] += (asked_T & ~kept_TE.any(1)).sum()
-    scalars[4] += num_tokens
-    scalars[5] += 1
-    scalars[6] += num_experts * capacity
+    scalars = dict(zip(SCALARS, totals[2 * num_experts :], strict=True))
+    scalars["asked_mass"] += mass_TE.sum()
+    scalars["dropped_mass"] += torch.where(kept_TE, 0, mass_TE).sum()
+    scalars["num_tokens"] += asked_T.sum()
+    scalars["lost_tokens"] += (asked_T & ~kept_TE.any(1)).sum()
+    scalars["num_positions"] += num_tokens
+    scalars["num_passes"] += 1
+    scalars["num_slots"] += num_experts * capacity
     torch.maximum(max_demand, demand_E.max(), out=max_demand)
 
 
-_count = custom_op("padded_dispatch::count", _count_in_torch, mutates_args=("totals", "max_demand"))
+_count = custom_op("padded_dispatch::count", count_in_torch, mutates_args=("totals", "max_demand"))
 
 
 @_count.register_kernel("cuda")
 def _(totals, max_demand, asked_TE, kept_TE, probs_TE, demand_E, capacity):
-    from padded_dispatch.kernels import counters as count
+    from padded_dispatch.kernels import counters
 
-    count.count(totals, max_demand, asked_TE, kept_TE, probs_TE, demand_E, capacity)
+    counters.count(totals, max_demand, asked_TE, kept_TE, probs_TE, demand_E, capacity)
 
 
 @_count.register_fake

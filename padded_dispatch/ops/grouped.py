@@ -1,24 +1,26 @@
-"""Linears over packed rows: every expert's weights on its own rows, and on no others.
+"""Linears over packed rows: each expert's weights on its own rows only.
 
-Expert l's rows end at `offsets_L[l]` and begin where the ones before end; the ends stay on the device.
-Rows behind the last one are never read, forward or backward, and those of a result are unspecified.
-An expert without rows has gradients of exact zeros.
+Expert l's rows end at `offsets_L[l]` and begin where those of the expert before end; the offsets
+stay on the device. Rows behind the last one are never read, forward or backward, and are
+unspecified in a result. An expert without rows has gradients of exact zeros.
 
 On CUDA devices the products are `torch._grouped_mm` in bf16, its one fast path, which needs neither
-the host nor a copy: 2D x 3D for rows, 2D x 2D for weight gradients. Everything else it would
-compute in a loop over ends that it copies to the host, so everything else is refused. It takes no
-bias; ours is added in place, and its gradients have kernels of their own. On CPUs plain loops say
-what is meant, in any dtype.
+the host nor a copy: 2D x 3D for rows, 2D x 2D for weight gradients. For any other dtype or size it
+copies the offsets to the host and loops, so these raise here. It takes no bias; ours is added in
+place, and its gradients have kernels of their own. On CPUs plain loops are the specification, in
+any dtype.
 
-Where all experts have equally many rows, padded ones among them, `torch.bmm` does the same in one
-product per linear: per row it is faster, and it computes the padding.
+If all experts have equally many rows, padded ones among them, `batched_linear` does the same with
+one `torch.bmm` per linear: per row it is faster, and it computes the padding.
 
-I and O: sizes of an input and an output row.
+I and O: width of an input and an output row. M: rows of each expert, if equal.
 """
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
+
+from padded_dispatch.config import require
 
 
 def grouped_linear(
@@ -28,17 +30,17 @@ def grouped_linear(
     bias_LO: Tensor | None = None,
     probs_N: Tensor | None = None,
 ) -> Tensor:
-    """`rows @ weight[l].T + prob * bias[l]` for every expert's rows: [N, I] to [N, O].
+    """Compute `rows @ weight[l].T + prob * bias[l]` for every expert's rows: [N, I] to [N, O].
 
     Args:
         rows_NI: floating point; bf16 on CUDA devices, and I and O multiples of 8.
         weight_LOI: same dtype.
         offsets_L: contiguous int32, ascending, the last at most N.
         bias_LO: same dtype; None adds nothing.
-        probs_N: at least fp32; weighs the bias, and the bias alone. Given where there is a bias.
+        probs_N: at least fp32; scales the bias only. Required with a bias.
 
     Raises:
-        ValueError: on CUDA devices for another dtype or size.
+        ValueError: on CUDA devices, for another dtype or size.
     """
     return _grouped_linear(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L)
 
@@ -50,11 +52,10 @@ def batched_linear(
     bias_LO: Tensor | None = None,
     probs_N: Tensor | None = None,
 ) -> Tensor:
-    """`grouped_linear` of experts that have equally many rows, N / L: one batched product.
+    """Compute `grouped_linear` for experts with equally many rows, N / L, as one batched product.
 
-    Args:
-        rows_NI, weight_LOI, bias_LO, probs_N: see `grouped_linear`; any dtype and size.
-        offsets_L: not read: expert l's rows end at `(l + 1) * N / L`.
+    The arguments are those of `grouped_linear`, in any dtype and size. `offsets_L` is not read:
+    expert l's rows end at `(l + 1) * N / L`.
     """
     out_NO = _batched_linear(rows_NI, weight_LOI)
     if bias_LO is None:
@@ -66,18 +67,18 @@ def batched_linear(
 
 
 def experts_of_rows(offsets_L: Tensor) -> Tensor:
-    """The expert of every real row, read on the host: int64 [offsets_L[-1]]."""
+    """Return the expert of every real row, read on the host: int64 [offsets_L[-1]]."""
     counts_L = offsets_L.diff(prepend=offsets_L.new_zeros(1))
     return torch.arange(offsets_L.shape[0]).repeat_interleave(counts_L)
 
 
 def sum_rows(rows_NO: Tensor, weights_N: Tensor | None, offsets_L: Tensor) -> Tensor:
-    """The sum of each expert's rows, weighted where there are weights: [L, O]."""
+    """Sum each expert's rows, weighted if there are weights: [L, O]."""
     return _sum_rows(rows_NO, weights_N, offsets_L)
 
 
 def _blocks(offsets_L: Tensor) -> list[slice]:
-    """The rows of every expert, read on the host."""
+    """Return the rows of every expert, read on the host."""
     offsets = offsets_L.tolist()
     return [slice(start, end) for start, end in zip([0, *offsets], offsets, strict=False)]
 
@@ -116,8 +117,8 @@ def _(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L):
     return rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
 
 
-# An op, because autograd's own gradient of `bmm` would be the transposed weight's, and a copy of
-# all weights' gradients to turn it round.
+# An op, because autograd's gradient of `bmm` would be that of the transposed weight, and turning it
+# round would copy the gradients of all weights.
 @custom_op("padded_dispatch::batched_linear", mutates_args=())
 def _batched_linear(rows_NI: Tensor, weight_LOI: Tensor) -> Tensor:
     rows_LMI = rows_NI.unflatten(0, (weight_LOI.shape[0], -1))
@@ -131,7 +132,7 @@ def _(rows_NI, weight_LOI):
 
 @custom_op("padded_dispatch::batched_outer", mutates_args=())
 def _batched_outer(grad_NO: Tensor, rows_NI: Tensor, num_experts: int) -> Tensor:
-    """`grad.T @ rows` of every expert: its weight gradient, [L, O, I]."""
+    """Compute every expert's weight gradient, `grad.T @ rows`: [L, O, I]."""
     grad_LMO = grad_NO.unflatten(0, (num_experts, -1))
     return torch.bmm(grad_LMO.transpose(1, 2), rows_NI.unflatten(0, (num_experts, -1)))
 
@@ -143,14 +144,14 @@ def _(grad_NO, rows_NI, num_experts):
 
 @custom_op("padded_dispatch::grouped_outer", mutates_args=())
 def _grouped_outer(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor) -> Tensor:
-    """`grad.T @ rows` of every expert: its weight gradient, [L, O, I]."""
+    """Compute every expert's weight gradient, `grad.T @ rows`: [L, O, I]."""
     products = [grad_NO[rows].T @ rows_NI[rows] for rows in _blocks(offsets_L)]
     return torch.stack(products)
 
 
 @_grouped_outer.register_kernel("cuda")
 def _(grad_NO, rows_NI, offsets_L):
-    # Column-major times row-major: the one combination that takes experts without rows.
+    # Column-major times row-major: the only combination that takes experts without rows.
     return _grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), offsets_L)
 
 
@@ -160,21 +161,26 @@ def _(grad_NO, rows_NI, offsets_L):
 
 
 def _check(rows_NI: Tensor, weight_LOI: Tensor) -> None:
-    if rows_NI.dtype != torch.bfloat16:
-        raise ValueError(
-            f"dtype={rows_NI.dtype} is not possible: packed experts compute in bfloat16 on a GPU; "
-            "train in bf16, or take an experts module on the padded layout"
-        )
+    fix = "use an experts module on the padded layout"
+    require(
+        rows_NI.dtype == torch.bfloat16,
+        "dtype",
+        rows_NI.dtype,
+        "be torch.bfloat16 for packed experts on a GPU",
+        f"train in bf16, or {fix}",
+    )
     sizes = tuple(weight_LOI.shape[1:])
-    if sizes[0] % 8 or sizes[1] % 8:
-        raise ValueError(
-            f"a weight of {sizes} is not possible: on a GPU the hidden and ffn sizes of packed "
-            "experts are multiples of 8; take an experts module on the padded layout"
-        )
+    require(
+        sizes[0] % 8 == 0 and sizes[1] % 8 == 0,
+        "hidden and ffn sizes",
+        sizes,
+        "be multiples of 8 for packed experts on a GPU",
+        fix,
+    )
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets_L: Tensor) -> Tensor:
-    # Private until torch 2.10, which calls it `torch.nn.functional.grouped_mm`.
+    # Private until torch 2.10, where it is `torch.nn.functional.grouped_mm`.
     return torch._grouped_mm(a, b, offs=offsets_L)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -201,7 +207,7 @@ def _(rows_NO, weights_N, offsets_L):
 
 @custom_op("padded_dispatch::dot_rows_by_expert", mutates_args=())
 def _dot_rows(rows_NO: Tensor, vectors_LO: Tensor, like_N: Tensor, offsets_L: Tensor) -> Tensor:
-    """`rows @ vectors[l]` for every expert's rows, [N], in the dtype of `like_N`."""
+    """Compute `rows @ vectors[l]` for every expert's rows, [N], in the dtype of `like_N`."""
     dots_N = torch.empty_like(like_N)
     for rows, vector_O in zip(_blocks(offsets_L), vectors_LO.to(like_N.dtype), strict=True):
         dots_N[rows] = rows_NO[rows].to(like_N.dtype) @ vector_O

@@ -1,15 +1,15 @@
-"""What becomes of dropped rows: nothing, more weight for the kept ones, or a detour.
+"""The entry of selection, and what happens to dropped rows: nothing, renormalizing or rerouting.
 
 `none`: a dropped row adds nothing to its token, whose residual passes through.
 `renormalize`: a token's kept probabilities are scaled up to the sum that it asked with.
 `reroute`: a dropped row goes to its token's next-best expert with a free slot on this source rank.
 
-Measure before you believe in either. The authors of Switch Transformer tried rerouting (No Token
+Measure before you use either remedy. The authors of Switch Transformer tried rerouting (No Token
 Left Behind) and "found no empirical benefits" (arXiv 2101.03961, appendix). For inference,
 capacity-aware dropping with rerouting to underused experts is reported to help (arXiv 2503.05066).
 
-Static like the selection: a remedy is a fixed number of kernels, whatever was dropped. Losses,
-expert bias and `demand_E` see what the router asked for; a remedy never touches them.
+Shapes are static here, too: a remedy is a fixed number of kernels, whatever was dropped. Losses,
+expert bias and `demand_E` see what the router asked for; a remedy never changes them.
 """
 
 from dataclasses import replace
@@ -20,8 +20,8 @@ from torch import Tensor
 from padded_dispatch.config import DispatchConfig, Policy
 from padded_dispatch.ops.select import Selection, choice_ranks, kept_map, select
 
-# A token whose kept rows weigh less is left as it is: the gradient through the quotient grows like
-# one over their sum, and would overflow in fp32.
+# `renormalize` leaves a token alone if its kept rows weigh less than this: the gradient through the
+# quotient grows like one over their sum and would overflow in fp32.
 LEAST_KEPT = 2.0**-64
 
 
@@ -37,35 +37,37 @@ def select_with_remedy(
     protected_T: Tensor | None = None,
     draw: Tensor | None = None,
 ) -> Selection:
-    """`padded_dispatch.ops.select` by the config's policy, then the config's remedy.
+    """Cut a routing map down to capacity by the config's policy, then apply the config's remedy.
 
-    Args:
-        config: its `policy`, `remedy` and `reroute_rounds` are read.
-        capacity: slots per expert on this source rank (C).
-        map_TE, probs_TE, mask_T, protected_T, draw: see `select`.
-        scores_TE, choice_TE: see `reroute`; for that remedy only.
+    See `select` for `mask_T`, `protected_T` and `draw`, and `reroute` for `scores_TE` and
+    `choice_TE`, which only that remedy reads.
+
+    Returns:
+        See `padded_dispatch.ops.select.Selection`.
+
+    Raises:
+        ValueError: if the remedy is "reroute" and `scores_TE` is None; see also `select`.
     """
-    asked_TE = map_TE if mask_T is None else map_TE & ~mask_T[:, None]
     selection = select(
-        asked_TE,
+        map_TE,
         probs_TE,
         capacity=capacity,
         policy=config.policy,
+        mask_T=mask_T,
         protected_T=protected_T,
         draw=draw,
     )
     if config.remedy == "none" or capacity >= map_TE.shape[0]:
         return selection
     if config.remedy == "renormalize":
-        return renormalize(selection, asked_TE, probs_TE)
+        return renormalize(selection, probs_TE)
     if scores_TE is None:
         raise ValueError(
-            "scores_TE=None is not possible with remedy='reroute': give the probability that every "
-            "expert would have had"
+            "scores_TE must be given with remedy='reroute', got None; pass the probability that "
+            "each expert would have had"
         )
     return reroute(
         selection,
-        asked_TE,
         scores_TE,
         choice_TE,
         capacity=capacity,
@@ -76,20 +78,20 @@ def select_with_remedy(
     )
 
 
-def renormalize(selection: Selection, asked_TE: Tensor, probs_TE: Tensor) -> Selection:
+def renormalize(selection: Selection, probs_TE: Tensor) -> Selection:
     """Scale each token's kept probabilities up to the sum of those that it asked with.
 
-    In at least fp32, rounded once. Tokens that lost nothing keep their bits. Tokens that lost all,
-    or kept less than `LEAST_KEPT`, stay as they are. The gradient is that of the quotient: it
-    reaches the probabilities of dropped rows, too, by way of the sum.
+    The arithmetic is at least fp32 and rounds once. Tokens that lost nothing keep their bits.
+    Tokens that lost all rows, or kept less than `LEAST_KEPT`, are left as they are. The gradient is
+    that of the quotient, so through the sum it also reaches the probabilities of dropped rows.
 
     Args:
-        selection: of this map and these probabilities.
-        asked_TE: bool [T, E], what the router asked for, without padding tokens.
+        selection: made from these probabilities.
         probs_TE: floating point [T, E], at least 0 where asked.
 
     Example: a token asked with .4, .2 and .2, and the last row was dropped: .533 and .267.
     """
+    asked_TE = selection.asked_TE
     wide = torch.promote_types(probs_TE.dtype, torch.float32)
     sum_asked_T1 = torch.where(asked_TE, probs_TE, 0).sum(1, keepdim=True, dtype=wide)
     sum_kept_T1 = selection.probs_TE.sum(1, keepdim=True, dtype=wide)
@@ -101,7 +103,6 @@ def renormalize(selection: Selection, asked_TE: Tensor, probs_TE: Tensor) -> Sel
 
 def reroute(
     selection: Selection,
-    asked_TE: Tensor,
     scores_TE: Tensor,
     choice_TE: Tensor | None = None,
     *,
@@ -113,32 +114,34 @@ def reroute(
 ) -> Selection:
     """Send dropped rows to experts that have slots left.
 
-    In each round every token with dropped rows that found no place yet proposes as many experts:
-    its best ones by `choice_TE` (equals by expert id) that have a free slot, that it did not ask
-    for and was not given. Where proposals exceed the free slots, the policy decides by `scores_TE`,
-    protected tokens first. Kept rows never lose their slot, no expert gets more than C rows, and no
-    token more rows than it asked for.
+    In each round, a token with dropped rows that have no place yet proposes as many experts: the
+    best by `choice_TE` (equals by expert id) that have a free slot, that it did not ask for and was
+    not given. Where proposals exceed the free slots, the policy decides by `scores_TE`, protected
+    tokens first. Kept rows never lose their slot, no expert gets more than C rows, and no token
+    gets more rows than it asked for.
 
     A rerouted row has the probability that `scores_TE` gives its expert, and its gradient.
 
     Args:
-        selection: what was kept of `asked_TE`.
-        asked_TE: bool [T, E], without padding tokens.
+        selection: the map that was asked for, and what was kept of it.
         scores_TE: floating point [T, E], the probability that each expert would have had: the
             router's score over the divisor of the token's own request, so that it equals the
             router's probability where the token asked. A token's sum then falls by as much as the
             new expert's score is lower; no other row changes.
-        choice_TE: floating point [T, E] without gradient, by what experts are chosen where that is
-            not their score (expert bias, groups); -inf is never chosen. None is `scores_TE`.
-        capacity, policy, protected_T, draw: those of the selection.
-        rounds: how often those that found no place try again.
+        choice_TE: floating point [T, E] without gradient: what experts are chosen by, if that is
+            not their score (expert bias, groups). -inf is never chosen. None is `scores_TE`.
+        capacity: C, as in the selection.
+        policy: as in the selection.
+        rounds: how many times rows without a place try again.
+        protected_T: as in the selection.
+        draw: as in the selection.
 
     Example: C = 1, both tokens ask for expert 0 with .6 and .5; token 1 scores .3 for expert 1 and
     .2 for expert 2, and gets expert 1 with .3.
     """
+    asked_TE, kept_TE = selection.asked_TE, selection.kept_TE
     choice_TE = scores_TE.detach() if choice_TE is None else choice_TE.detach()
     open_TE = ~asked_TE & (choice_TE > -torch.inf)
-    kept_TE = selection.kept_TE
     for _ in range(rounds):
         num_lost_T1 = (asked_TE.sum(1) - kept_TE.sum(1))[:, None]
         free_TE = open_TE & ~kept_TE & (kept_TE.sum(0) < capacity)
@@ -146,14 +149,8 @@ def reroute(
         level_TE = 2 * kept_TE.to(torch.uint8)
         if protected_T is not None:
             level_TE += protected_T[:, None]
-        kept_TE = kept_map(
-            kept_TE | proposed_TE,
-            scores_TE,
-            capacity=capacity,
-            policy=policy,
-            level_TE=level_TE,
-            draw=draw,
-        )
+        wanted_TE = kept_TE | proposed_TE
+        kept_TE = kept_map(wanted_TE, scores_TE.detach(), capacity, policy, level_TE, draw)[0]
     rerouted_TE = kept_TE & ~asked_TE
     probs_TE = torch.where(rerouted_TE, scores_TE.to(selection.probs_TE.dtype), selection.probs_TE)
     rerouted_E = rerouted_TE.sum(0, dtype=torch.int32)

@@ -1,65 +1,63 @@
-"""Selecting, planning and moving rows as custom ops: fake tensors, autograd, `torch.compile`.
+"""Rows: copy every token into its slots, sum the slots of every token, and close the gaps between.
 
-This file decides which implementation runs: an op's own body, in plain torch, on CPUs; the kernel
-registered below it on CUDA devices. The first is what the second is compared with. (`grouped`,
-`activation` and `stats` do the same for what they compute.)
+`gather_rows` gives every slot its token's row; `combine_rows` sums the slots of every token. Each
+is the transpose of the other, so the backward of one calls the other. Every element of a result has
+one writer: there are no atomics, and no order of writes that could change a sum. Both ops follow
+the plan's `slot_of_TK`. Of its inverse, `choice_of_slot_EC`, they read only the shape, and, to
+write zeros, which slots are empty.
 
-`gather_rows` gives every slot its token's row, `combine_rows` sums the slots of every token. They
-are each other's transpose, so each one's backward calls the other. Every element of a result has
-one writer: there is no atomic, and no order of writes that could change a sum. Both follow the
-plan's `slot_of_TK`; of `choice_of_slot_EC`, its inverse, the kernel that writes zeros reads which
-slots are empty, and everything else the shape.
+`pack_rows` takes received rows out of their slots and closes the gaps; `unpack_rows`, its
+transpose, puts them back. Rows behind the last packed row are unspecified, forward and backward.
 
-Empty slots and missing choices are -1. In torch they read row 0 and are replaced by exact zeros
-with `torch.where`; multiplying by zero instead would let a NaN through.
+With one source, nothing lies between slots and packed rows. `gather_packed` and `combine_packed`
+then take one step instead of two: the same ops, with packed rows in place of slots and no zeros.
 
-Packing takes received rows out of their slots and closes the gaps, unpacking puts them back: again
-each other's transpose. What lies behind the last packed row is unspecified, forward and backward.
+An empty slot or a missing choice is -1. The torch bodies read row 0 for it and replace the result
+by exact zeros with `torch.where`; multiplying by zero instead would let a NaN through.
 
-With one source there is nothing between slots and packed rows: `gather_packed` and `combine_packed`
-go there and back at once, by the same ops: rows stand in for slots, and nobody asks for zeros.
+Rows that will be packed need no zeros, because no op reads an empty slot then. `zeros=False` leaves
+those slots unspecified, in results and in gradients, so that a kernel need not write them. The
+torch bodies fill them with NaN, which shows any read.
 
-Where rows will be packed, nobody reads an empty slot. `zeros=False` leaves those unspecified, in
-results and in gradients, so that a kernel need not write them. In torch they are NaN, which shows
-whoever does read one.
+M: buffers of (source, local expert) pairs on this rank, S * L. C1: C + 1.
 """
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from padded_dispatch.ops.plan import DispatchPlan
+from padded_dispatch.ops.plan import DispatchPlan, packed_slots
 from padded_dispatch.utils.nvtx import nvtx_range
 
 
 def gather_rows(tokens_TD: Tensor, plan: DispatchPlan, *, zeros: bool = True) -> Tensor:
-    """A copy of its token for every slot: [T, D] to [E, C, D], 0 in padded rows if `zeros`."""
+    """Copy its token to every slot: [T, D] to [E, C, D], 0 in padded rows if `zeros`."""
     return _gather(tokens_TD, plan.slot_of_TK, plan.choice_of_slot_EC, zeros)
 
 
 def gather_meta(probs_TE: Tensor, plan: DispatchPlan) -> Tensor:
-    """What travels beside the rows: [T, E] to [E, C + 1], at least fp32.
+    """Gather what travels beside the rows: [T, E] to [E, C + 1], at least fp32.
 
-    The probability of every slot, 0 in padded rows, then the number of the expert's kept rows,
-    which has no gradient. Counts are exact in fp32 up to 2**24 rows, far above any T.
+    Each expert's probabilities by slot, 0 in padded rows, then the number of its kept rows, which
+    has no gradient. Counts are exact in fp32 up to 2**24 rows, far above any T.
     """
     return _gather_meta(probs_TE, plan.slot_of_TK, plan.choice_of_slot_EC, plan.kept_E)
 
 
 def combine_rows(rows_ECD: Tensor, plan: DispatchPlan, *, zeros: bool = True) -> Tensor:
-    """The sum of its slots for every token: [E, C, D] to [T, D].
+    """Sum the slots of every token: [E, C, D] to [T, D].
 
-    Unweighted, in ascending expert order, accumulated in fp32 (fp64 for fp64 rows) and rounded
-    once. A token without slots gets exact zeros; padded rows are never read into a sum. Their
-    gradient is 0 if `zeros`.
+    The sum is unweighted, in ascending expert order, accumulated in fp32 (fp64 for fp64 rows) and
+    rounded once. A token without slots gets exact zeros. Padded rows are never read into a sum;
+    their gradient is 0 if `zeros`.
     """
     return _combine(rows_ECD, plan.slot_of_TK, plan.choice_of_slot_EC, zeros)
 
 
 def running_offsets(kept_SL: Tensor) -> Tensor:
-    """Where packed rows lie: int32 [S, L] to int32 [L, S].
+    """Return where packed rows lie: int32 [S, L] to int32 [L, S].
 
-    The rows of expert l from source s end at `[l, s]` and begin where the ones before end.
+    The rows of expert l from source s end at `[l, s]` and begin where the rows before them end.
     """
     num_sources, num_local_experts = kept_SL.shape
     offsets = kept_SL.T.flatten().cumsum(0, dtype=torch.int32)
@@ -67,65 +65,45 @@ def running_offsets(kept_SL: Tensor) -> Tensor:
 
 
 def pack_rows(slots_MCD: Tensor, offsets_LS: Tensor, *, zeros: bool = True) -> Tensor:
-    """Real rows without gaps, ordered by expert, source, slot: [S * L, C, D] to [N, D].
+    """Pack real rows without gaps: [S * L, C, D] to [N, D].
 
-    Slots are ordered by source, expert, slot. Rows from `offsets_LS[-1, -1]` on are unspecified. The
-    gradient of padded rows is 0 if `zeros`.
+    The input is ordered by source, expert, slot, the result by expert, source, slot. Rows from
+    `offsets_LS[-1, -1]` on are unspecified. The gradient of padded rows is 0 if `zeros`.
     """
     return _pack(slots_MCD, offsets_LS, zeros)
 
 
 def unpack_rows(packed_ND: Tensor, offsets_LS: Tensor, *, zeros: bool = True) -> Tensor:
-    """The transpose of `pack_rows`: [N, D] to [S * L, C, D], 0 in padded rows if `zeros`."""
+    """Put packed rows back in their slots: [N, D] to [S * L, C, D], 0 in padded rows if `zeros`."""
     return _unpack(packed_ND, offsets_LS, zeros)
 
 
 def gather_packed(tokens_TD: Tensor, plan: DispatchPlan, offsets_LS: Tensor) -> Tensor:
-    """`gather_rows` and `pack_rows` at once, where this rank is the only source: [T, D] to [N, D].
+    """Do `gather_rows` and `pack_rows` in one step if this rank is the only source: to [N, D].
 
     Args:
         tokens_TD: floating point.
-        plan: of these tokens.
-        offsets_LS: `running_offsets` of its counts.
+        plan: the plan of these tokens.
+        offsets_LS: `running_offsets` of the plan's counts.
     """
-    slot_of_TK = _packed_slots(plan.slot_of_TK, offsets_LS, plan.capacity)
+    slot_of_TK = packed_slots(plan.slot_of_TK, offsets_LS, plan.capacity)
     return _gather(tokens_TD, slot_of_TK, plan.choice_of_slot_EC, False).flatten(0, 1)
 
 
 def combine_packed(rows_ND: Tensor, plan: DispatchPlan, offsets_LS: Tensor) -> Tensor:
-    """`unpack_rows` and `combine_rows` at once, the transpose of `gather_packed`."""
-    slot_of_TK = _packed_slots(plan.slot_of_TK, offsets_LS, plan.capacity)
+    """Do `unpack_rows` and `combine_rows` in one step: the transpose of `gather_packed`."""
+    slot_of_TK = packed_slots(plan.slot_of_TK, offsets_LS, plan.capacity)
     rows_ECD = rows_ND.unflatten(0, plan.choice_of_slot_EC.shape)
     return _combine(rows_ECD, slot_of_TK, plan.choice_of_slot_EC, False)
 
 
-# The ops. Their arguments are tensors, ints and strings; everything else is above.
+# The ops, in the order of their functions, then their backward passes.
 
 
-def _take(source_MD: Tensor, index: Tensor, *, zeros: bool = True) -> Tensor:
-    """`source_MD[index]`, and exact zeros, or else NaN, where the index is -1."""
-    taken = source_MD.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, -1)
+def _take(source_ND: Tensor, index: Tensor, *, zeros: bool = True) -> Tensor:
+    """Return `source_ND[index]`, with exact zeros (or NaN) where the index is -1."""
+    taken = source_ND.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, -1)
     return torch.where((index >= 0)[..., None], taken, 0.0 if zeros else torch.nan)
-
-
-@custom_op("padded_dispatch::packed_slots", mutates_args=())
-def _packed_slots(slot_of_TK: Tensor, offsets_LS: Tensor, capacity: int) -> Tensor:
-    offsets_E = offsets_LS.flatten()
-    starts_E = torch.cat([offsets_E.new_zeros(1), offsets_E[:-1]])
-    expert_TK = slot_of_TK.clamp(min=0) // capacity
-    return torch.where(slot_of_TK >= 0, starts_E[expert_TK] + slot_of_TK % capacity, -1)
-
-
-@_packed_slots.register_kernel("cuda")
-def _(slot_of_TK, offsets_LS, capacity):
-    from padded_dispatch.kernels import plan
-
-    return plan.packed_slots(slot_of_TK, offsets_LS, capacity)
-
-
-@_packed_slots.register_fake
-def _(slot_of_TK, offsets_LS, capacity):
-    return torch.empty_like(slot_of_TK)
 
 
 @custom_op("padded_dispatch::gather", mutates_args=())
@@ -134,7 +112,7 @@ def _gather(
 ) -> Tensor:
     num_tokens, num_slots = tokens_TD.shape[0], choice_of_slot_EC.numel()
     token_of_slot = torch.full((num_slots + 1,), -1, device=tokens_TD.device)
-    # Choices without a slot, -1, write behind the last one.
+    # Choices without a slot, -1, write to the extra element at the end.
     token_of_slot[slot_of_TK] = torch.arange(num_tokens, device=tokens_TD.device)[:, None]
     return _take(tokens_TD, token_of_slot[:-1].view_as(choice_of_slot_EC), zeros=zeros)
 
@@ -183,7 +161,7 @@ def _scatter_meta(meta_EC1: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tenso
     expert_TK = torch.div(slot_of_TK, capacity, rounding_mode="floor")
     value_TK = _take(meta_EC1[:, :-1].reshape(-1, 1), slot_of_TK).squeeze(-1)
     # One compare per k instead of a scatter_add: its targets never collide, but torch's
-    # deterministic mode cannot know that and would sort them.
+    # deterministic mode would sort them all the same.
     experts_E = torch.arange(num_experts, device=meta_EC1.device)
     values_TE = meta_EC1.new_zeros(slot_of_TK.shape[0], num_experts)
     for value_T, expert_T in zip(value_TK.unbind(1), expert_TK.unbind(1), strict=True):
@@ -229,7 +207,7 @@ def _(rows_ECD, slot_of_TK, choice_of_slot_EC, zeros):
 
 
 def _packed_row_of_slot(offsets_LS: Tensor, capacity: int) -> Tensor:
-    """int [S * L, C]: which packed row lies in each slot; -1 is none."""
+    """Return the packed row of each slot, int [S * L, C]; -1 is none."""
     num_local_experts, num_sources = offsets_LS.shape
     kept = torch.diff(offsets_LS.flatten(), prepend=offsets_LS.new_zeros(1))
     kept_LS1 = kept.view(num_local_experts, num_sources, 1)
@@ -280,21 +258,21 @@ def _(packed_ND, offsets_LS, zeros):
 
 
 def _save_maps(ctx, inputs, output) -> None:
-    _, slots, choices, *ctx.zeros = inputs
+    _, slots, choices, ctx.zeros = inputs
     ctx.save_for_backward(slots, choices)
 
 
 @nvtx_range("gather backward")
 def _gather_backward(ctx, grad_ECD):
-    return _combine(grad_ECD, *ctx.saved_tensors, *ctx.zeros), None, None, None
+    return _combine(grad_ECD, *ctx.saved_tensors, ctx.zeros), None, None, None
 
 
 @nvtx_range("combine backward")
 def _combine_backward(ctx, grad_TD):
-    return _gather(grad_TD, *ctx.saved_tensors, *ctx.zeros), None, None, None
+    return _gather(grad_TD, *ctx.saved_tensors, ctx.zeros), None, None, None
 
 
-def _meta_setup(ctx, inputs, output) -> None:
+def _save_meta_maps(ctx, inputs, output) -> None:
     probs_TE, slots, choices, _ = inputs
     ctx.save_for_backward(slots, choices)
     ctx.dtype = probs_TE.dtype
@@ -303,6 +281,11 @@ def _meta_setup(ctx, inputs, output) -> None:
 @nvtx_range("gather backward")
 def _gather_meta_backward(ctx, grad_EC1):
     return _scatter_meta(grad_EC1, *ctx.saved_tensors).to(ctx.dtype), None, None, None
+
+
+def _save_scatter_maps(ctx, inputs, output) -> None:
+    _, slots, choices = inputs
+    ctx.save_for_backward(slots, choices)
 
 
 def _scatter_meta_backward(ctx, grad_TE):
@@ -328,7 +311,7 @@ def _unpack_backward(ctx, grad_MCD):
 
 _gather.register_autograd(_gather_backward, setup_context=_save_maps)
 _combine.register_autograd(_combine_backward, setup_context=_save_maps)
-_gather_meta.register_autograd(_gather_meta_backward, setup_context=_meta_setup)
-_scatter_meta.register_autograd(_scatter_meta_backward, setup_context=_save_maps)
+_gather_meta.register_autograd(_gather_meta_backward, setup_context=_save_meta_maps)
+_scatter_meta.register_autograd(_scatter_meta_backward, setup_context=_save_scatter_maps)
 _pack.register_autograd(_pack_backward, setup_context=_save_offsets)
 _unpack.register_autograd(_unpack_backward, setup_context=_save_offsets)

@@ -5,11 +5,9 @@ import pytest
 import torch
 
 from padded_dispatch.kernels.counters import count
-from padded_dispatch.ops.counters import SCALARS, Counters
-from padded_dispatch.ops.counters import _count_in_torch as count_in_torch
-from padded_dispatch.ops.select import kept_map_in_torch as kept_map
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from padded_dispatch.ops.counters import SCALARS, Counters, count_in_torch
+from padded_dispatch.ops.select import kept_map_in_torch
+from tests.support.device import DEVICE
 
 
 def counters(num_experts: int) -> Counters:
@@ -46,7 +44,7 @@ def test_counts_are_numpys(num_tokens, num_experts, top_k, capacity, dtype):
     asked_TE.scatter_(1, (probs_TE.float() + probs_TE.float().roll(1, 0)).topk(top_k).indices, True)
     asked_TE[::4] = False  # padding tokens
     probs_TE[~asked_TE] = torch.nan  # never read
-    kept_TE = kept_map(asked_TE, torch.where(asked_TE, probs_TE, 0), capacity, "probs")
+    kept_TE, _ = kept_map_in_torch(asked_TE, torch.where(asked_TE, probs_TE, 0), capacity, "probs")
     demand_E = asked_TE.sum(0, dtype=torch.int32)
 
     asked, kept = asked_TE.numpy(), kept_TE.numpy()

@@ -16,13 +16,8 @@ from torch import Tensor
 from padded_dispatch import reference
 from padded_dispatch.kernels import direct, rows
 from padded_dispatch.utils.routings import routing_map, thin_out
+from tests.support.device import DEVICE, here, ints
 from tests.support.routing_cases import assert_same
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def ints(*values: object) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -133,20 +128,17 @@ class World:
     def everyone(self, name: str) -> Tensor:
         return addresses([getattr(rank, name) for rank in self.ranks])
 
-    def here(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(DEVICE)
-
     def push(self, tokens_STD: np.ndarray, probs_STE: np.ndarray | None) -> None:
         for r, plan in enumerate(self.plans):
-            direct.push_counts(self.here(plan.kept_E), self.everyone("table_RE"), r)
+            direct.push_counts(here(plan.kept_E), self.everyone("table_RE"), r)
         for r, rank in enumerate(self.ranks):
             out = rank.start_E, rank.offsets_LS, rank.count_SL
             direct.place_rows(rank.table_RE, r, *out)
         for r, (rank, plan) in enumerate(zip(self.ranks, self.plans, strict=True)):
             direct.push_rows(
-                self.here(tokens_STD[r]),
-                None if probs_STE is None else self.here(probs_STE[r]),
-                self.here(plan.slot_of_TK),
+                here(tokens_STD[r]),
+                None if probs_STE is None else here(probs_STE[r]),
+                here(plan.slot_of_TK),
                 rank.start_E,
                 self.everyone("rows_ND"),
                 self.everyone("probs_N"),
@@ -171,7 +163,7 @@ class World:
         for r, rows_LM in enumerate(rows):
             real = reference.pack(rows_LM, kept_RSL[r])
             held = empty(rows_LM.shape[0] * rows_LM.shape[1], *rows_LM.shape[2:])
-            held[: len(real)] = self.here(real)
+            held[: len(real)] = here(real)
             packed.append(held)
         return packed
 
@@ -206,10 +198,10 @@ def check(kept_STE: np.ndarray, top_k: int, capacity: int, width: int) -> None:
         back_RLMD, beside_RLM, world.plans, num_experts=num_experts
     )
     for r, rank in enumerate(world.ranks):
-        slot_of_TK = world.here(world.plans[r].slot_of_TK)
+        slot_of_TK = here(world.plans[r].slot_of_TK)
         assert_same(rows.sum_rows(rank.slots_ECD.flatten(0, 1), slot_of_TK).cpu(), sums_STD[r])
         assert_same(rows.scatter_meta(rank.meta_EC1, slot_of_TK).cpu(), values_STE[r])
-        empty_EC = world.here(world.plans[r].choice_of_slot_EC) < 0
+        empty_EC = here(world.plans[r].choice_of_slot_EC) < 0
         assert rank.slots_ECD[empty_EC].isnan().all()
 
     # Gradients of the output, and the output without anything beside it.
@@ -220,7 +212,7 @@ def check(kept_STE: np.ndarray, top_k: int, capacity: int, width: int) -> None:
     for r, rank in enumerate(world.ranks):
         expected = reference.pack(grad_RLMD[r], given.kept_RSL[r])
         assert_same(rank.rows_ND[: len(expected)].cpu(), expected)
-        slot_of_TK = world.here(world.plans[r].slot_of_TK)
+        slot_of_TK = here(world.plans[r].slot_of_TK)
         assert_same(rows.sum_rows(rank.slots_ECD.flatten(0, 1), slot_of_TK).cpu(), home_STD[r])
 
 

@@ -1,34 +1,15 @@
-"""Kernels of the packed experts against the plain torch that specifies them.
+"""Kernels of a bias per expert against the plain torch that specifies them, bit by bit.
 
 Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
 """
-
-import dataclasses
-import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from padded_dispatch.kernels import activation, grouped
-from padded_dispatch.ops import grouped as in_torch
-from padded_dispatch.ops.activation import Activation, _activate, _activate_backward
-from tests.kernels.test_rows import equal, here, ints
-
-SWIGLU = ("silu", True, math.inf, 0.0)
-
-
-def test_activate_example():
-    given = here([[0.0, 5.0], [8.0, 3.0]]), None, here([1.0, 0.5]), ints(2)
-    out_NF = activation.activate(*given, *SWIGLU)
-    assert [round(value, 3) for value in out_NF.flatten().tolist()] == [0.0, 11.996]
-
-
-def test_activate_backward_example():
-    given = here([[1.0]]), here([[0.0, 5.0]]), None, here([0.5]), ints(1)
-    grad_NG, grad_probs_N = activation.activate_backward(*given, *SWIGLU)
-    assert (grad_NG.tolist(), grad_probs_N.tolist()) == ([[1.25, 0.0]], [0.0])
+from padded_dispatch.kernels import grouped
+from padded_dispatch.ops import grouped as ops
+from tests.support.device import equal, here, here_if_tensor, ints
 
 
 def test_add_bias_example():
@@ -48,69 +29,6 @@ def test_dot_rows_example():
     assert grouped.dot_rows(rows_NO, vectors_LO, ints(1, 2)).tolist() == [1.0, 8.0]
 
 
-def here_if_tensor(value: Any) -> Any:
-    return here(value) if isinstance(value, Tensor) else value
-
-
-def wide(value: Any) -> Any:
-    is_float = isinstance(value, Tensor) and value.is_floating_point()
-    return value.double() if is_float else value
-
-
-def as_exact_as_torch(got: Tensor, plain: Tensor, exact: Tensor, num_rows: int) -> None:
-    """At most twice torch's error, plus a unit in the last place; of the first rows."""
-    assert got.shape == plain.shape and got.dtype == plain.dtype
-    got, plain, exact = (value[:num_rows].cpu() for value in (got, plain, exact))
-    if num_rows:
-        bound = 2 * (plain - exact).abs().max()
-        bound += torch.finfo(got.dtype).eps * exact.abs().max()
-        assert (got - exact).abs().max() <= bound
-
-
-ACTIVATIONS: list[dict[str, Any]] = [
-    {},
-    {"function": "gelu"},
-    {"function": "quick_gelu", "clamp": 0.75, "offset": 1.0},
-    {"gated": False, "function": "gelu"},
-    {"gated": False, "function": "squared_relu"},
-]
-
-
-@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("shape", ACTIVATIONS, ids=str)
-@pytest.mark.parametrize("width", [5, 1030])
-@pytest.mark.parametrize("num_rows", [0, 29])
-def test_activations_are_as_exact_as_torch(num_rows, width, shape, biased):
-    """Rows behind the count are NaN."""
-    generator = torch.Generator().manual_seed(width)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    how = dataclasses.astuple(Activation(**shape))
-    fc1_width = 2 * width if Activation(**shape).gated else width
-    fc1_NG, grad_NF, probs_N = draw(33, fc1_width), draw(33, width), draw(33)
-    for rows_N in (fc1_NG, grad_NF, probs_N):
-        rows_N[num_rows:] = torch.nan
-    offsets_L = torch.tensor([0, num_rows // 3, num_rows // 3, num_rows], dtype=torch.int32)
-    bias_LG = draw(4, fc1_width) if biased else None
-    inputs = fc1_NG, bias_LG, probs_N, offsets_L, *how
-    kernels = (
-        (activation.activate, _activate, inputs),
-        (
-            activation.activate_backward,
-            _activate_backward,
-            (grad_NF, *inputs),
-        ),
-    )
-    for kernel, body, given in kernels:
-        found = [kernel(*map(here_if_tensor, given)), body(*given), body(*map(wide, given))]
-        if kernel is activation.activate:
-            found = [[value] for value in found]
-        for got, plain, exact in zip(*found, strict=True):
-            as_exact_as_torch(got, plain, exact, num_rows)
-
-
 @pytest.mark.parametrize("width", [5, 1030])
 @pytest.mark.parametrize("counts", [[0, 140, 0, 33, 1, 0], [3], [0, 0]], ids=str)
 def test_biases(counts, width):
@@ -128,7 +46,7 @@ def test_biases(counts, width):
     )
     rows_NO[num_rows:] = probs_N[num_rows:] = torch.nan
     offsets_L = torch.tensor(counts).cumsum(0).int()
-    bias_NO = bias_LO[in_torch.experts_of_rows(offsets_L)]
+    bias_NO = bias_LO[ops.experts_of_rows(offsets_L)]
 
     biased_NO = here(rows_NO).clone()
     grouped.add_bias(biased_NO, here(bias_LO), here(probs_N), here(offsets_L))
@@ -137,7 +55,7 @@ def test_biases(counts, width):
     equal((biased_NO[:num_rows], expected_NO))
     for weights_N in (None, probs_N):
         given = rows_NO, weights_N, offsets_L
-        equal((grouped.sum_rows(*map(here_if_tensor, given)), in_torch._sum_rows(*given)))
+        equal((grouped.sum_rows(*map(here_if_tensor, given)), ops._sum_rows(*given)))
     dots_N = grouped.dot_rows(*map(here, (rows_NO, bias_LO, offsets_L)))
-    expected_N = in_torch._dot_rows(rows_NO, bias_LO, probs_N, offsets_L)
+    expected_N = ops._dot_rows(rows_NO, bias_LO, probs_N, offsets_L)
     equal((dots_N[:num_rows], expected_N[:num_rows]))

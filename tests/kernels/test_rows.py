@@ -1,78 +1,18 @@
-"""Kernels against the plain torch that specifies them, bit by bit.
+"""Kernels that move rows against the plain torch that specifies them, bit by bit.
 
 Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
 """
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
-from torch import Tensor
 
-from padded_dispatch.config import POLICIES
-from padded_dispatch.kernels import plan, rows, select
+from padded_dispatch.kernels import rows
 from padded_dispatch.ops import rows as ops
-from padded_dispatch.ops.plan import plan_tensors
-from padded_dispatch.ops.select import choice_ranks_in_torch as choice_ranks
-from padded_dispatch.ops.select import kept_map_in_torch as kept_map
-from padded_dispatch.utils.routings import routing_map
+from padded_dispatch.ops.plan import plan_in_torch
+from tests.support.device import DEVICE, equal, few, here, ints
 from tests.support.routing_cases import RoutingCase, routing_cases
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-few = settings(max_examples=30)  # The interpreter takes up to a tenth of a second for one.
-
-
-def here(array) -> Tensor:
-    return torch.as_tensor(array).to(DEVICE)
-
-
-def ints(*values: object) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def equal(*pairs: tuple[Tensor, Tensor]) -> None:
-    for got, expected in pairs:
-        assert got.dtype == expected.dtype and got.shape == expected.shape
-        assert torch.equal(got.cpu(), expected.cpu())
-
-
-# The examples of the docstrings.
-
-
-def test_select_example():
-    asked_TE = here([[True], [True], [False], [True]])
-    probs_TE = here([[0.2], [0.5], [0.9], [0.5]])
-    for capacity, policy, expected in (
-        (2, "probs", [False, True, False, True]),
-        (2, "position", [True, True, False, False]),
-        (1, "probs", [False, True, False, False]),
-        (1, "position", [True, False, False, False]),
-    ):
-        kept_TE, demand_E = select.select(asked_TE, probs_TE, capacity, policy)
-        assert kept_TE.flatten().tolist() == expected
-        assert demand_E.tolist() == [3]
-
-
-def test_choice_ranks_example():
-    asked_TE = here([[True, False, True, True]])
-    ranks_TE = select.choice_ranks(asked_TE, here([[0.2, 0.9, 0.4, 0.2]]))
-    assert ranks_TE[asked_TE].tolist() == [1, 0, 2]
-
-
-def test_plan_example():
-    kept_TE = here([[True, False], [True, True], [False, True]])
-    slot_of_TK, choice_of_slot_EC, kept_E, unplaced_E = plan.plan(kept_TE, 2, 2)
-    assert slot_of_TK.tolist() == [[0, -1], [1, 2], [3, -1]]
-    assert choice_of_slot_EC.tolist() == [[0, 2], [3, 4]]
-    assert (kept_E.tolist(), unplaced_E.tolist()) == ([2, 2], [0, 0])
-
-
-def test_packed_slots_example():
-    packed_TK = plan.packed_slots(ints([0, 2], [3, -1]), ints(1, 3), 2)
-    assert packed_TK.tolist() == [[0, 1], [2, -1]]
 
 
 def test_spread_rows_example():
@@ -110,77 +50,12 @@ def test_unpack_rows_example():
     assert slots_MCD.squeeze(2).tolist() == [[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [4.0, 0.0]]
 
 
-# Any routing.
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@few
-@given(case=routing_cases(), draw=st.integers(-(2**63), 2**63 - 1), data=st.data())
-def test_select(dtype: torch.dtype, policy, case: RoutingCase, draw: int, data: st.DataObject):
-    # Negative, zero of either sign, and equal scores: quarters from -1/2 on.
-    probs_TE = (torch.from_numpy(case.probs_TE) - 0.5).to(dtype)
-    probs_TE = torch.where(probs_TE == 0, torch.copysign(probs_TE, torch.randn(())), probs_TE)
-    asked_TE = torch.from_numpy(case.map_TE)
-    probs_TE[~asked_TE] = torch.nan
-    levels = arrays(np.uint8, case.map_TE.shape, elements=st.integers(0, 3))
-    level_TE = data.draw(st.none() | levels | levels.map(lambda level_TE: level_TE[:, :1]))
-    level_TE = None if level_TE is None else torch.from_numpy(level_TE)
-    number = torch.tensor(draw)
-    kept_TE, demand_E = select.select(
-        here(asked_TE),
-        here(probs_TE),
-        case.capacity,
-        policy,
-        None if level_TE is None else here(level_TE),
-        here(number),
-    )
-    expected_TE = kept_map(asked_TE, probs_TE, case.capacity, policy, level_TE, number)
-    equal((kept_TE, expected_TE), (demand_E, asked_TE.sum(0, dtype=torch.int32)))
-
-
-@given(case=routing_cases())
-def test_choice_ranks(case: RoutingCase):
-    asked_TE, probs_TE = torch.from_numpy(case.map_TE), torch.from_numpy(case.probs_TE)
-    probs_TE[~asked_TE] = torch.nan
-    ranks_TE = select.choice_ranks(here(asked_TE), here(probs_TE))
-    equal((ranks_TE[here(asked_TE)], choice_ranks(asked_TE, probs_TE)[asked_TE]))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("skew", ["uniform", "same", "none"])
-def test_select_of_many_tokens_in_odd_sizes(policy, skew):
-    """More tokens than one warp of a program holds, more than one block of ranks, three warps."""
-    map_TE = torch.from_numpy(routing_map(1027, 13, 3, skew=skew))
-    probs_TE = torch.rand(1027, 13).mul(8).round()
-    draw = torch.tensor(5)
-    for level_TE in (None, (torch.arange(1027) % 3 == 0)[:, None].to(torch.uint8)):
-        kept_TE, demand_E = select.select(
-            here(map_TE),
-            here(probs_TE),
-            100,
-            policy,
-            None if level_TE is None else here(level_TE),
-            here(draw),
-        )
-        expected_TE = kept_map(map_TE, probs_TE, 100, policy, level_TE, draw)
-        equal((kept_TE, expected_TE), (demand_E, map_TE.sum(0, dtype=torch.int32)))
-
-
-@few
-@given(case=routing_cases())
-def test_plan(case: RoutingCase):
-    map_TE = torch.from_numpy(case.map_TE)
-    got = plan.plan(here(map_TE), case.top_k, case.capacity)
-    equal(*zip(got, plan_tensors(map_TE, case.top_k, case.capacity), strict=True))
-
-
 @few
 @given(case=routing_cases())
 def test_moves_and_sums(case: RoutingCase):
     """All that moves, by the maps of one plan; an odd width, rows with garbage where empty."""
     map_TE = torch.from_numpy(case.map_TE)
-    slots, choices, kept_E, _ = plan_tensors(map_TE, case.top_k, case.capacity)
+    slots, choices, kept_E, _ = plan_in_torch(map_TE, case.top_k, case.capacity)
     tokens_TD = torch.randn(map_TE.shape[0], 19)
     rows_ECD = torch.randn(*choices.shape, 19)
     rows_ECD[choices < 0] = torch.nan
@@ -189,12 +64,7 @@ def test_moves_and_sums(case: RoutingCase):
     equal((unwritten_ECD[here(choices >= 0)], expected_ECD[choices >= 0]))
     meta_EC1 = torch.randn(choices.shape[0], choices.shape[1] + 1)
     probs_TE = torch.from_numpy(case.probs_TE).float()
-    offsets_E1 = ops.running_offsets(kept_E[None])
     equal(
-        (
-            plan.packed_slots(here(slots), here(offsets_E1), case.capacity),
-            ops._packed_slots(slots, offsets_E1, case.capacity),
-        ),
         (
             rows.spread_rows(here(tokens_TD), here(slots), here(choices)),
             ops._gather(tokens_TD, slots, choices, True),
@@ -262,14 +132,7 @@ def test_sums_round_once_in_every_dtype(dtype: torch.dtype):
     equal((rows.sum_rows(here(rows_ND), here(slots)), expected))
 
 
-def test_more_than_one_block_of_everything():
-    """More tokens than a block of the plan's, wider rows than a block of a row's."""
-    map_TE = torch.rand(1500, 3) < 0.7
-    expected = plan_tensors(map_TE, 2, 1100)
-    equal(*zip(plan.plan(here(map_TE), 2, 1100), expected, strict=True))
-    slots, offsets_E1 = expected[0], ops.running_offsets(expected[2][None])
-    packed_TK = plan.packed_slots(here(slots), here(offsets_E1), 1100)
-    equal((packed_TK, ops._packed_slots(slots, offsets_E1, 1100)))
+def test_rows_wider_than_one_block():
     tokens_TD = torch.randn(3, 2500)
     slots = torch.tensor([[2], [3], [0]], dtype=torch.int32)
     choices = torch.tensor([2, -1, 0, 1], dtype=torch.int32)

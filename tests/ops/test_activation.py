@@ -88,7 +88,7 @@ def test_output_and_gradients(name, biased):
     bias_NG = again[2].repeat_interleave(torch.tensor(COUNTS), 0) if biased else None
     expected_NF = in_torch(again[0][:num_rows], again[1][:num_rows], activation, bias_NG)
     expected_NF.backward(grad_NF[:num_rows])
-    assert out_NF.shape[1] == activation.width(G)
+    assert out_NF.shape[1] == (G // 2 if activation.gated else G)
     torch.testing.assert_close(out_NF[:num_rows], expected_NF, rtol=1e-13, atol=1e-14)
     for got, leaf in zip(ours[:2], again, strict=False):
         assert got is not None and leaf.grad is not None
@@ -136,21 +136,24 @@ def test_all_are_sound_custom_ops(name, biased):
     shape = Activation(**ALL[name])
     how = shape.function, shape.gated, shape.clamp, shape.offset
     opcheck(_activate, (fc1_NG, bias_LG, probs_N, offsets_L, *how))
-    grad_NF = torch.randn(fc1_NG.shape[0], shape.width(G), dtype=torch.float64)
+    grad_NF = torch.randn(fc1_NG.shape[0], G // 2 if shape.gated else G, dtype=torch.float64)
     given = grad_NF, fc1_NG.detach(), None if bias_LG is None else bias_LG.detach()
     opcheck(_activate_backward, (*given, probs_N.detach(), offsets_L, *how))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"),
+    ("wrong", "message"),
     [
-        ({"function": "relu"}, "function='relu'"),
-        ({"clamp": 0.0}, "clamp=0.0"),
-        ({"clamp": math.nan}, "clamp=nan"),
-        ({"gated": False, "clamp": 7.0}, "gated=False"),
-        ({"gated": False, "offset": 1.0}, "gated=False"),
+        ({"function": "relu"}, "function must be one of silu, .*, got 'relu'$"),
+        ({"clamp": 0.0}, r"clamp must be above 0, got 0\.0$"),
+        ({"clamp": math.nan}, "clamp must be above 0, got nan$"),
+        ({"gated": False, "clamp": 7.0}, r"gated must be True with clamp=7\.0 .* got False; leave"),
+        (
+            {"gated": False, "offset": 1.0},
+            r"gated must be True with .* offset=1\.0, got False",
+        ),
     ],
 )
-def test_what_it_cannot_be_is_refused(wrong, named):
-    with pytest.raises(ValueError, match=named):
+def test_wrong_values_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
         Activation(**wrong)

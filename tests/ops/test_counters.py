@@ -40,7 +40,7 @@ def test_rerouted_rows_and_protected_ones_that_were_dropped_are_counted():
     scores_TE = torch.tensor([[0.5, 0.2, 0.1], [0.6, 0.3, 0.2], [0.4, 0.1, 0.2]])
     protected_T = torch.tensor([True, False, True])
     selection = select(asked_TE, scores_TE, capacity=1, protected_T=protected_T)  # keeps token 0
-    found = reroute(selection, asked_TE, scores_TE, capacity=1, policy="probs")
+    found = reroute(selection, scores_TE, capacity=1, policy="probs")
     for _ in range(2):
         counters.observe(asked_TE, scores_TE, found, 1)
     assert counters.demand_E.tolist() == [6, 0, 0]

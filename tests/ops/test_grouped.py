@@ -17,7 +17,7 @@ I, O = 6, 5  # noqa: E741
 SPARE = 3
 
 
-def ends_of(counts: list[int]) -> Tensor:
+def offsets_of(counts: list[int]) -> Tensor:
     return torch.tensor(counts).cumsum(0).int()
 
 
@@ -56,7 +56,7 @@ def results(function, counts: list[int], biased: bool) -> list[Tensor]:
     """Output and gradients of the real rows; that of the output is NaN where no row is."""
     given, num_rows = inputs(counts, biased), sum(counts)
     with poisoned_memory():
-        out_NO = function(*given, ends_of(counts))
+        out_NO = function(*given, offsets_of(counts))
         grad_NO = torch.full_like(out_NO, torch.nan)
         grad_NO[:num_rows] = torch.linspace(-1, 1, num_rows * O).view(-1, O)
         out_NO.backward(grad_NO)
@@ -78,15 +78,15 @@ def test_one_product_where_all_experts_have_equally_many_rows(counts, biased):
         leaves = inputs(counts, biased, spare=0)
         rows_NI, probs_N = leaves[0], leaves[3]
         with torch.no_grad():
-            for end in ends_of(counts).tolist():
+            for end in offsets_of(counts).tolist():
                 rows_NI[end - 1 : end] = 0
                 if biased:
                     probs_N[end - 1 : end] = 0
         with poisoned_memory():
-            out_NO = function(*leaves, ends_of(counts))
+            out_NO = function(*leaves, offsets_of(counts))
             out_NO.backward(torch.linspace(-1, 1, out_NO.numel()).double().view_as(out_NO))
         found.append([out_NO.detach(), *(leaf.grad for leaf in leaves if leaf is not None)])
-        assert not any(out_NO[end - 1].any() for end in ends_of(counts).tolist() if sum(counts))
+        assert not any(out_NO[end - 1].any() for end in offsets_of(counts).tolist() if sum(counts))
     for mine, expected in zip(*found, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-13)
         assert mine.is_contiguous()
@@ -112,14 +112,14 @@ def test_experts_without_rows_have_gradients_of_zero(counts):
 def test_gradients_are_those_of_the_function(biased):
     given = [value for value in inputs([2, 0, 3], biased, spare=0) if value is not None]
     more = [] if biased else [None, None]
-    assert torch.autograd.gradcheck(lambda *v: ours(*v, *more, ends_of([2, 0, 3])), tuple(given))
+    assert torch.autograd.gradcheck(lambda *v: ours(*v, *more, offsets_of([2, 0, 3])), tuple(given))
 
 
-def test_no_gradient_is_computed_that_nobody_asks_for():
+def test_only_requested_gradients_are_computed():
     rows_NI, weight_LOI, bias_LO, probs_N = inputs([2, 3], biased=True)
     assert rows_NI is not None and weight_LOI is not None
     rows_NI.requires_grad_(False), weight_LOI.requires_grad_(False)
-    ours(rows_NI, weight_LOI, bias_LO, probs_N, ends_of([2, 3]))[:5].sum().backward()
+    ours(rows_NI, weight_LOI, bias_LO, probs_N, offsets_of([2, 3]))[:5].sum().backward()
     assert rows_NI.grad is None and weight_LOI.grad is None
     assert bias_LO is not None and bias_LO.grad is not None
 
@@ -127,19 +127,20 @@ def test_no_gradient_is_computed_that_nobody_asks_for():
 def test_bf16_rounds_once():
     """Weights of one, rows of ones: sums that fp32 holds and bf16 does not, rounded at the end."""
     rows_NI, ones = torch.ones(2, 257, dtype=torch.bfloat16), torch.ones(1, 1, 257)
-    out = grouped.grouped_linear(rows_NI, ones.bfloat16(), ends_of([1]))
+    out = grouped.grouped_linear(rows_NI, ones.bfloat16(), offsets_of([1]))
     assert out[0].item() == 256.0  # 257 rounds to even
-    sums = grouped.sum_rows(torch.ones(257, 1, dtype=torch.bfloat16), None, ends_of([257]))
+    sums = grouped.sum_rows(torch.ones(257, 1, dtype=torch.bfloat16), None, offsets_of([257]))
     assert sums.item() == 256.0
     halves = torch.full((257,), 0.5)
-    assert grouped.sum_rows(torch.ones(257, 1).bfloat16(), halves, ends_of([257])).item() == 128.0
+    sums = grouped.sum_rows(torch.ones(257, 1).bfloat16(), halves, offsets_of([257]))
+    assert sums.item() == 128.0
 
 
 @pytest.mark.parametrize("num_steps", [1, 8])
 def test_weight_gradients_are_rounded_once_and_added_in_fp32(num_steps):
     """What DDP's `main_grad` holds against fp64: off by at most 2**-8 of every gradient added."""
     generator = torch.Generator().manual_seed(1)
-    offsets_L = ends_of([0, 32, 64])
+    offsets_L = offsets_of([0, 32, 64])
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).bfloat16()
@@ -165,7 +166,7 @@ def test_weight_gradients_are_rounded_once_and_added_in_fp32(num_steps):
 @BIASED
 def test_all_are_sound_custom_ops(biased):
     # Every row is real, since opcheck compares every element.
-    offsets_L = ends_of([2, 0, 3])
+    offsets_L = offsets_of([2, 0, 3])
     rows_NI, weight_LOI, bias_LO, probs_N = inputs([2, 0, 3], biased, spare=0)
     assert rows_NI is not None
     plain_NI, grad_NO = rows_NI.detach(), torch.randn(5, O, dtype=torch.float64)
@@ -181,16 +182,23 @@ def test_all_are_sound_custom_ops(biased):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "width", "complaint"),
-    [(torch.float32, 8, "bfloat16"), (torch.bfloat16, 12, "multiples of 8")],
+    ("dtype", "width", "message"),
+    [
+        (torch.float32, 8, "dtype must be torch.bfloat16 .* got torch.float32; train in bf16"),
+        (
+            torch.bfloat16,
+            12,
+            r"sizes must be multiples of 8 .* got \(8, 12\); use an experts",
+        ),
+    ],
 )
-def test_what_would_wait_for_the_host_is_refused(dtype, width, complaint):
+def test_what_would_wait_for_the_host_is_refused(dtype, width, message):
     assert torch.cuda.is_available(), "this test was asked for and needs a CUDA device"
     rows_NI, weight_LOI = (
         torch.ones(*s, width, dtype=dtype, device="cuda") for s in ((8,), (1, 8))
     )
-    with pytest.raises(ValueError, match=complaint):
-        grouped.grouped_linear(rows_NI, weight_LOI, ends_of([8]).cuda())
+    with pytest.raises(ValueError, match=message):
+        grouped.grouped_linear(rows_NI, weight_LOI, offsets_of([8]).cuda())
 
 
 @pytest.mark.gpu
@@ -200,6 +208,6 @@ def test_a_bias_may_have_any_strides():
         torch.zeros(*s, 8, dtype=torch.bfloat16, device="cuda") for s in ((4,), (2, 8))
     )
     bias_LO = torch.arange(16, device="cuda").view(8, 2).T.to(torch.bfloat16)
-    offsets_L, probs_N = ends_of([2, 2]).cuda(), torch.ones(4, device="cuda")
+    offsets_L, probs_N = offsets_of([2, 2]).cuda(), torch.ones(4, device="cuda")
     out_NO = grouped.grouped_linear(rows_NI, weight_LOI, offsets_L, bias_LO, probs_N)
     assert torch.equal(out_NO, bias_LO.repeat_interleave(2, 0))

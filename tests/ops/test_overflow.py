@@ -1,4 +1,4 @@
-"""What becomes of dropped rows: against the reference, and right gradients."""
+"""Remedies for dropped rows: against the reference, and their gradients."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ def both(case: RoutingCase, policy: str) -> tuple[Selection, reference.Selection
 
 @st.composite
 def with_choices(draw: st.DrawFn) -> tuple[RoutingCase, np.ndarray]:
-    """A case and by what its tokens choose experts; some experts are never chosen."""
+    """A case and the values that its tokens choose experts by; -inf is never chosen."""
     case = draw(routing_cases())
     values = st.sampled_from([0.5, 0.25, 1.0, 0.0, -1.0, -np.inf])
     return case, draw(arrays(np.float64, case.map_TE.shape, elements=values))
@@ -49,9 +49,12 @@ def test_the_example_of_renormalize():
     map_TE, probs_TE = torch.ones(1, 3, dtype=torch.bool), torch.tensor([[0.4, 0.2, 0.2]])
     kept_TE = torch.tensor([[True, True, False]])
     selection = Selection(
-        kept_TE=kept_TE, probs_TE=torch.where(kept_TE, probs_TE, 0), demand_E=map_TE.sum(0)
+        asked_TE=map_TE,
+        kept_TE=kept_TE,
+        probs_TE=torch.where(kept_TE, probs_TE, 0),
+        demand_E=map_TE.sum(0),
     )
-    scaled_TE = renormalize(selection, map_TE, probs_TE).probs_TE
+    scaled_TE = renormalize(selection, probs_TE).probs_TE
     assert [round(prob, 3) for prob in scaled_TE[0].tolist()] == [0.533, 0.267, 0.0]
 
 
@@ -59,7 +62,7 @@ def test_the_example_of_reroute():
     map_TE = torch.tensor([[True, False, False], [True, False, False]])
     scores_TE = torch.tensor([[0.6, 0.1, 0.1], [0.5, 0.3, 0.2]])
     selection = select(map_TE, scores_TE, capacity=1)
-    found = reroute(selection, map_TE, scores_TE, capacity=1, policy="probs")
+    found = reroute(selection, scores_TE, capacity=1, policy="probs")
     expected_TE = torch.tensor([[0.6, 0.0, 0.0], [0.0, 0.3, 0.0]])
     assert torch.equal(found.probs_TE, expected_TE)
     assert torch.equal(found.kept_TE, expected_TE > 0)
@@ -71,7 +74,7 @@ def test_renormalize_is_the_reference(policy, case: RoutingCase):
     # Sums of quarters are exact in any order.
     selection, by_loops = both(case, policy)
     map_TE, probs_TE, _ = case.tensors()
-    found = renormalize(selection, map_TE, probs_TE)
+    found = renormalize(selection, probs_TE)
     expected = reference.renormalize(by_loops, case.map_TE, case.probs_TE)
     assert_same(found.probs_TE, expected.probs_TE)
     assert torch.equal(found.kept_TE, selection.kept_TE)
@@ -92,7 +95,6 @@ def test_reroute_is_the_reference_and_keeps_its_promises(policy, given_case, rou
     map_TE, scores_TE, _ = case.tensors()
     found = reroute(
         selection,
-        map_TE,
         scores_TE,
         torch.from_numpy(choice_TE),
         **arguments,
@@ -123,7 +125,6 @@ def test_enough_rounds_leave_no_dropped_row_beside_a_free_slot(case: RoutingCase
     map_TE, scores_TE, _ = case.tensors()
     found = reroute(
         selection,
-        map_TE,
         scores_TE,
         capacity=case.capacity,
         policy="probs",
@@ -135,7 +136,7 @@ def test_enough_rounds_leave_no_dropped_row_beside_a_free_slot(case: RoutingCase
 
 
 def routed(remedy: str) -> tuple[DispatchConfig, Tensor]:
-    """9 tokens for two or three of 5 experts: C = 2 drops a lot and leaves some tokens bare."""
+    """9 tokens for two or three of 5 experts: C = 2 leaves some tokens without any row."""
     config = DispatchConfig(num_experts=5, top_k=3, remedy=remedy, reroute_rounds=2)  # pyright: ignore
     map_TE = torch.zeros(9, 5, dtype=torch.bool)
     map_TE[:, :2] = True
@@ -177,7 +178,7 @@ def test_the_gradient_of_reroute_goes_to_scores_of_rerouted_and_probs_of_kept_ro
 
 @pytest.mark.parametrize("kept", [0.0, LEAST_KEPT / 2, LEAST_KEPT])
 def test_renormalize_of_next_to_nothing_is_finite(kept):
-    """A token that keeps a row of almost no probability, in fp32, forward and backward."""
+    """Test a token that keeps a row of almost no probability, in fp32, forward and backward."""
     map_TE = torch.ones(2, 2, dtype=torch.bool)
     probs_TE = torch.tensor([[1.0, 0.5], [0.5, kept]], requires_grad=True)
     selection = select(map_TE, probs_TE, capacity=1)
@@ -186,7 +187,7 @@ def test_renormalize_of_next_to_nothing_is_finite(kept):
     selection = dataclasses.replace(
         selection, kept_TE=kept_TE, probs_TE=torch.where(kept_TE, probs_TE, 0)
     )
-    found_TE = renormalize(selection, map_TE, probs_TE).probs_TE
+    found_TE = renormalize(selection, probs_TE).probs_TE
     assert found_TE.tolist() == [[1.5, 0.0], [0.0, 0.5 + kept if kept == LEAST_KEPT else kept]]
     found_TE.sum().backward()
     assert probs_TE.grad is not None
@@ -199,7 +200,7 @@ def test_renormalize_leaves_the_bits_of_tokens_that_lost_nothing():
     probs_TE = torch.rand(50, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
     map_TE = torch.ones(50, 7, dtype=torch.bool)
     selection = select(map_TE, probs_TE, capacity=40)
-    found_TE = renormalize(selection, map_TE, probs_TE).probs_TE
+    found_TE = renormalize(selection, probs_TE).probs_TE
     whole_T = selection.kept_TE.all(1)
     assert 0 < whole_T.sum() < 50
     assert torch.equal(found_TE[whole_T], probs_TE[whole_T])
@@ -216,7 +217,7 @@ def test_probabilities_keep_their_dtype(remedy, dtype):
 
 @POLICIES
 @pytest.mark.parametrize("remedy", ["renormalize", "reroute"])
-def test_padding_tokens_are_no_part_of_it(policy, remedy):
+def test_padding_tokens_change_nothing(policy, remedy):
     config, map_TE = routed(remedy)
     config = dataclasses.replace(config, policy=policy)
     scores_TE = torch.rand(9, 5, generator=torch.Generator().manual_seed(3))
@@ -247,5 +248,5 @@ def test_through_the_dispatcher(remedy):
 
 def test_reroute_without_scores_is_refused():
     config, map_TE = routed("reroute")
-    with pytest.raises(ValueError, match="scores_TE=None is not possible with remedy='reroute'"):
+    with pytest.raises(ValueError, match="scores_TE must be given with remedy='reroute', got"):
         select_with_remedy(config, 2, map_TE, torch.rand(9, 5))

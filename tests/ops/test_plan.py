@@ -1,21 +1,28 @@
-"""Where each kept row lies: against the reference, and what must hold whatever the map."""
+"""Plans: against the reference, and what must hold whatever the map."""
 
 import torch
 from hypothesis import given
+from torch.library import opcheck
 
 from padded_dispatch import reference
-from padded_dispatch.ops.plan import make_plan, plan_tensors
+from padded_dispatch.ops.plan import make_plan, packed_slots, plan_in_torch
 from padded_dispatch.utils.routings import routing_map
 from tests.support.routing_cases import RoutingCase, assert_same, routing_cases
 
 
 def test_the_example_of_the_docstring():
     kept_TE = torch.tensor([[1, 0], [1, 1], [0, 1]], dtype=torch.bool)
-    slot_of_TK, choice_of_slot_EC, kept_E, unplaced_E = plan_tensors(kept_TE, 2, 2)
+    slot_of_TK, choice_of_slot_EC, kept_E, unplaced_E = plan_in_torch(kept_TE, 2, 2)
     assert slot_of_TK.tolist() == [[0, -1], [1, 2], [3, -1]]
     assert choice_of_slot_EC.tolist() == [[0, 2], [3, 4]]
     assert kept_E.tolist() == [2, 2]
     assert unplaced_E.tolist() == [0, 0]
+
+
+def test_the_example_of_packed_slots():
+    slot_of_TK = torch.tensor([[0, 2], [3, -1]], dtype=torch.int32)
+    offsets_E = torch.tensor([1, 3], dtype=torch.int32)
+    assert packed_slots(slot_of_TK, offsets_E, 2).tolist() == [[0, 1], [2, -1]]
 
 
 @given(case=routing_cases())
@@ -68,3 +75,11 @@ def test_a_large_map_is_the_reference():
     assert plan.unplaced_E.sum().item() == 1031 - 301
     assert_same(plan.slot_of_TK, expected.slot_of_TK)
     assert_same(plan.choice_of_slot_EC, expected.choice_of_slot_EC)
+
+
+def test_all_are_sound_custom_ops():
+    map_TE = torch.ones(7, 5, dtype=torch.bool)
+    opcheck(torch.ops.padded_dispatch.plan, (map_TE, 3, 2))
+    plan = make_plan(map_TE, top_k=3, capacity=2)
+    offsets_E = plan.kept_E.cumsum(0, dtype=torch.int32)
+    opcheck(torch.ops.padded_dispatch.packed_slots, (plan.slot_of_TK, offsets_E, 2))

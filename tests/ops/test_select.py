@@ -1,4 +1,4 @@
-"""Who keeps a slot: against the reference, and what must hold whatever the routing."""
+"""Selection: against the reference, and what must hold whatever the routing."""
 
 import numpy as np
 import pytest
@@ -6,12 +6,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.library import opcheck
 
 from padded_dispatch import reference
 from padded_dispatch.config import POLICIES as ALL_POLICIES
-from padded_dispatch.ops.select import Selection, random_scores, select
-from padded_dispatch.ops.select import choice_ranks_in_torch as choice_ranks
-from padded_dispatch.ops.select import kept_map_in_torch as kept_map
+from padded_dispatch.ops.select import (
+    Selection,
+    choice_ranks_in_torch,
+    kept_map_in_torch,
+    random_scores,
+    select,
+)
 from tests.support.routing_cases import RoutingCase, assert_same, routing_cases
 
 POLICIES = pytest.mark.parametrize("policy", ALL_POLICIES)
@@ -45,13 +50,14 @@ def asked(case: RoutingCase) -> Tensor:
 def test_the_example_of_the_docstring(policy, capacity, kept):
     asked_TE = torch.tensor([[True], [True], [False], [True]])
     probs_TE = torch.tensor([[0.2], [0.5], [0.9], [0.5]])
-    kept_TE = kept_map(asked_TE, probs_TE, capacity, policy)
+    kept_TE, demand_E = kept_map_in_torch(asked_TE, probs_TE, capacity, policy)
+    assert demand_E.tolist() == [3]
     assert kept_TE[:, 0].nonzero().flatten().tolist() == kept
 
 
 def test_the_example_of_choice_ranks():
     asked_TE = torch.tensor([[True, False, True, True]])
-    ranks_TE = choice_ranks(asked_TE, torch.tensor([[0.2, 0.9, 0.4, 0.2]]))
+    ranks_TE = choice_ranks_in_torch(asked_TE, torch.tensor([[0.2, 0.9, 0.4, 0.2]]))
     assert ranks_TE[asked_TE].tolist() == [1, 0, 2]
 
 
@@ -128,7 +134,7 @@ def test_protected_tokens_are_dropped_only_where_they_alone_exceed_capacity(poli
 
 @POLICIES
 @given(case=routing_cases())
-def test_probabilities_that_nobody_asked_about_are_not_read(policy, case: RoutingCase):
+def test_probabilities_outside_the_map_are_not_read(policy, case: RoutingCase):
     map_TE, probs_TE, _ = case.tensors()
     clean = select(map_TE, probs_TE, capacity=case.capacity, policy=policy, draw=DRAW)
     probs_TE[~map_TE] = torch.nan
@@ -156,7 +162,9 @@ def test_draws_are_uniform_and_independent():
     map_TE = torch.ones(num_tokens, 2, dtype=torch.bool)
     kept_NTE = torch.stack(
         [
-            kept_map(map_TE, map_TE.float(), capacity, "random", draw=torch.tensor(draw))
+            kept_map_in_torch(map_TE, map_TE.float(), capacity, "random", draw=torch.tensor(draw))[
+                0
+            ]
             for draw in range(num_draws)
         ]
     ).double()
@@ -190,7 +198,16 @@ def test_probabilities_keep_their_dtype(dtype):
 
 def test_wrong_arguments_are_refused():
     arguments = torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 2)
-    with pytest.raises(ValueError, match="policy='rand' is not possible: choose one of probs"):
+    with pytest.raises(ValueError, match=r"^policy must be one of probs, .*, got 'rand'$"):
         select(*arguments, capacity=1, policy="rand")  # pyright: ignore
-    with pytest.raises(ValueError, match="draw=None is not possible with policy='random'"):
+    with pytest.raises(ValueError, match=r"^draw must be .* policy='random', got None; pass one"):
         select(*arguments, capacity=1, policy="random")
+
+
+def test_all_are_sound_custom_ops():
+    # All asked for, since opcheck compares every element, also of unspecified ranks.
+    map_TE, probs_TE = torch.ones(7, 5, dtype=torch.bool), torch.rand(7, 5)
+    level_T1 = map_TE[:, :1].to(torch.uint8)
+    ops = torch.ops.padded_dispatch
+    opcheck(ops.select, (map_TE, probs_TE, 2, "random", level_T1, torch.tensor(3)))
+    opcheck(ops.choice_ranks, (map_TE, probs_TE))

@@ -1,4 +1,4 @@
-"""Grids of ranks for tests inside worker pools, and memory that holds NaN until it is written."""
+"""Grids of ranks for tests inside worker pools, and fresh memory filled with NaN."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """This rank's place: rank r of the i-th expert-parallel group is rank i * R + r of the pool.
+    """Place of a rank: rank r of the i-th expert-parallel group is rank i * R + r of the pool.
 
     `group` holds the R ranks with the same i, `etp_group` those with the same r.
     """
@@ -29,25 +29,25 @@ class Grid:
 
 @functools.cache  # Groups cost sockets, and a pool lives for a whole session.
 def grid(num_ranks: int, etp_size: int) -> Grid:
-    """The groups of a grid that spans the default group, or of one rank where there is none."""
+    """Return the groups of a grid that spans the default group, or of one rank without one."""
     if num_ranks * etp_size == 1:
         return Grid(r=0, i=0, group=None, etp_group=None)
     i, r = divmod(dist.get_rank(), num_ranks)
     rows = [[j * num_ranks + q for q in range(num_ranks)] for j in range(etp_size)]
-    # Everybody creates every group, in the same order.
+    # All ranks must create all groups, in the same order.
     groups = [dist.new_group(row) for row in rows]
-    tp_groups = [dist.new_group(list(column)) for column in zip(*rows, strict=True)]
+    etp_groups = [dist.new_group(list(column)) for column in zip(*rows, strict=True)]
     return Grid(
         r=r,
         i=i,
         group=groups[i] if num_ranks > 1 else None,
-        etp_group=tp_groups[r] if etp_size > 1 else None,
+        etp_group=etp_groups[r] if etp_size > 1 else None,
     )
 
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Deterministic algorithms only, and fresh memory full of NaN (of the largest integer)."""
+    """Use deterministic algorithms and fill fresh memory with NaN (or the largest integer)."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     try:

@@ -1,8 +1,9 @@
-"""Triton's interpreter, without what it does again and again.
+"""A patch that makes Triton's interpreter prepare each module once.
 
-At every call of a device function, also of `tl.sum`, it searches Triton's language for all that it
-has to replace, and after the first call finds it replaced: 60 % of the time of our kernels' tests.
-Here it does so once for each module that has such functions, and replaced it stays.
+At every call of a device function, also of `tl.sum`, the interpreter searches Triton's language for
+everything that it must replace, and after the first call finds it replaced. That took 60 % of the
+time of our kernels' tests. With the patch it searches once per module, and leaves the replacement
+in place.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from triton.runtime import interpreter
 
 
 def patch_once() -> None:
-    """To be called after TRITON_INTERPRET is set, before a kernel runs."""
+    """Install the patch: after TRITON_INTERPRET is set, before a kernel runs."""
     patch: Callable[[Callable[..., Any]], Any] = interpreter._patch_lang
     patched: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""Routings for property tests: small, odd, full of ties, and made to shrink."""
+"""Routings for property tests: small, of odd sizes, full of ties, easy to shrink."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingCase:
-    """A router's output and the sizes to cut it down to; C may be beyond T and K below a row."""
+    """A router's output and sizes to cut it to. C may exceed T, a token's rows may exceed K."""
 
     map_TE: np.ndarray
     probs_TE: np.ndarray
@@ -21,14 +21,14 @@ class RoutingCase:
     capacity: int
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Map, probabilities and mask for the code under test."""
+        """Return map, probabilities and mask for the code under test."""
         mask_T = None if self.mask_T is None else torch.from_numpy(self.mask_T)
         return torch.from_numpy(self.map_TE), torch.from_numpy(self.probs_TE), mask_T
 
 
 @st.composite
 def routing_cases(draw: st.DrawFn) -> RoutingCase:
-    """From one token and one expert up, any number of experts per token."""
+    """Draw cases from one token and one expert up, with any number of experts per token."""
     num_tokens = draw(st.integers(1, 6))
     num_experts = draw(st.integers(1, 5))
     shape = num_tokens, num_experts
@@ -45,7 +45,7 @@ def routing_cases(draw: st.DrawFn) -> RoutingCase:
 
 
 def assert_same(actual: Tensor, expected: np.ndarray) -> None:
-    """Equal values, shape and dtype; NaN equals nothing."""
+    """Assert equal values, shape and dtype; NaN equals nothing."""
     torch.testing.assert_close(
         actual.detach(), torch.from_numpy(np.asarray(expected)), rtol=0, atol=0
     )

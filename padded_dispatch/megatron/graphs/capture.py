@@ -186,7 +186,8 @@ class LayerGraphs:
 
     def delete(self) -> None:
         """Go back to eager, and give the memory back. A process group that a living graph has
-        captured cannot be destroyed: that would hang."""
+        captured cannot be destroyed: that would hang.
+        """
         if self._helper.graphs_created():
             self._helper.delete_cuda_graphs()
             self._helper = self._new_helper()  # From 0.17 on each of them captures once.
@@ -281,7 +282,8 @@ class IterationGraph:
 
     def delete(self) -> None:
         """Give the memory back; the process groups can be destroyed then. The next calls are the
-        first ones again."""
+        first ones again.
+        """
         # By hand: `reset_cuda_graph` is new in 0.18, and leaves the buffers of the batches.
         FullCudaGraphWrapper.cuda_graph["training"] = None
         FullCudaGraphWrapper.result["training"] = None

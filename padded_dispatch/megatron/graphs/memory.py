@@ -23,7 +23,8 @@ _GIB = 2**30
 @dataclass(frozen=True, kw_only=True)
 class GraphMemory:
     """Bytes on this rank: `kept` for backward passes by all microbatches in flight, `at_work` in
-    the layer that needs most."""
+    the layer that needs most.
+    """
 
     kept: int
     at_work: int

@@ -72,7 +72,8 @@ _PHASES = ("forward", "backward")
 @dataclass(frozen=True, kw_only=True)
 class _Findings:
     """Of one rank; `differing` and `varying` by phase, the latter those of which eager runs were
-    not equal."""
+    not equal.
+    """
 
     equal: list[str] = field(default_factory=list)
     differing: dict[str, list[str]] = field(default_factory=lambda: {p: [] for p in _PHASES})
