@@ -60,7 +60,7 @@ def test_estimate_counts_what_is_in_flight_at_once():
     kept = saved_bytes(sample())
     gradients = 2 * (WIDTH * WIDTH + WIDTH) * 4
     one, two = [sample()], [sample(), sample()]
-    assert estimate([two], [1, -1]) == GraphMemory(kept=2 * kept, at_work=gradients)
+    assert estimate([two], [1, -1]) == GraphMemory(kept=2 * kept, working=gradients)
     # Chunk 1 has one layer, chunk 2 has two: at most two passes of each are in flight.
     order = [1, 1, 2, 2, -2, -2, 1, -1, -1, -1, 2, -2]
     assert estimate([one, two], order).kept == (2 + 2 * 2) * kept
@@ -68,8 +68,8 @@ def test_estimate_counts_what_is_in_flight_at_once():
 
 
 def test_an_estimate_in_words():
-    words = str(GraphMemory(kept=3 * 2**30, at_work=2**29))
-    assert words == ("about 3.50 GiB: 3.00 kept for backward passes, 0.50 for one layer at work")
+    words = str(GraphMemory(kept=3 * 2**30, working=2**29))
+    assert words == "about 3.50 GiB: 3.00 kept for backward, 0.50 of working memory for one layer"
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_dispatch_is_at_work_beside_the_gradients(megatron):
     gradients = sum(p.numel() * 2 for p in layer.parameters())
     config = layer.mlp.token_dispatcher.dispatch_config
     buffers = config.buffer_bytes(SEQUENCE * BATCH, tiny.HIDDEN, 2).total
-    assert estimate([samples], order).at_work == gradients + buffers
+    assert estimate([samples], order).working == gradients + buffers
 
 
 def test_the_estimate_is_logged_before_the_capture(megatron, caplog):
@@ -129,7 +129,7 @@ def test_out_of_memory_in_a_capture_names_the_pools_and_the_remedy(megatron):
 
     wanted = re.compile(
         r"memory pools of the CUDA graphs do not fit beside the 0.00 GiB.*They hold about .*kept "
-        r"for backward passes.*moe_expert_capacity_factor.*Tried to allocate 1.54 GiB"
+        r"for backward.*moe_expert_capacity_factor.*Tried to allocate 1.54 GiB"
     )
     with (
         patch.object(_Graphed, "capture_forward", full),
