@@ -27,7 +27,7 @@ def megatron() -> Iterator[None]:
 
 def test_states_in_host_memory_are_refused_on_a_gpu(megatron):
     check_random_states(torch.device("cpu"))
-    with pytest.raises(ValueError, match="te_rng_tracker must be True .*, got False; call model"):
+    with pytest.raises(ValueError, match=r"te_rng_tracker must be True .*, got False; call model"):
         check_random_states(torch.device("cuda"))
 
 
@@ -51,7 +51,7 @@ def test_one_graph_of_a_step_rejects_them_in_its_first_call(megatron):
     training = Training(None)
     training.config.cuda_graph_warmup_steps = 100
     training.model.ddp_config.check_for_nan_in_grad = True
-    with pytest.raises(ValueError, match="check_for_nan_in_grad must .*, got True"):
+    with pytest.raises(ValueError, match=r"check_for_nan_in_grad must .*, got True"):
         IterationGraph(training.config)(**iteration_of(training))
     # Graphs of layers allow it, because the host reads gradients between steps.
     training = Training(("moe",))

@@ -1,4 +1,4 @@
-"""What graphs will hold: estimated before a capture, named when it does not fit."""
+"""The memory of graphs is estimated before a capture and named if it does not fit."""
 
 import logging
 import re
@@ -23,7 +23,7 @@ WIDTH = 16
 
 
 class Tower(torch.nn.Module):
-    """Keeps its input, and what tanh gives, which the second layer reads as well."""
+    """A layer that saves its input and tanh's output, which its second linear reads too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,12 +40,12 @@ def sample(num_tokens: int = 5) -> Sample:
 
 
 def test_kept_is_what_backward_reads_each_storage_once_and_no_parameters():
-    # The input, and tanh's output, which the second layer reads as well: 2 * 5 * 16 * 4 bytes.
+    # The input, and tanh's output, which is saved twice: 2 * 5 * 16 * 4 bytes.
     assert saved_bytes(sample()) == 2 * 5 * WIDTH * 4
 
 
 def test_nothing_stays_alive():
-    """What tanh gives is saved by tanh itself, the shortest of cycles."""
+    """tanh saves its own output, which is the shortest reference cycle."""
     seen, given = [], sample()
 
     def note(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -56,7 +56,7 @@ def test_nothing_stays_alive():
     assert [storage.expired() for storage in seen] == [True]
 
 
-def test_estimate_counts_what_is_in_flight_at_once():
+def test_estimate_counts_microbatches_in_flight_at_once():
     kept = saved_bytes(sample())
     gradients = 2 * (WIDTH * WIDTH + WIDTH) * 4
     one, two = [sample()], [sample(), sample()]
@@ -99,7 +99,7 @@ def test_recomputed_and_uncaptured_parts_are_not_kept(megatron):
         assert recomputed == whole
 
 
-def test_dispatch_is_at_work_beside_the_gradients(megatron):
+def test_working_memory_is_dispatch_and_gradients(megatron):
     training = Training(("moe",))
     made = LayerGraphs([training.model], seq_length=SEQUENCE, micro_batch=BATCH)
     (samples,), order = made._samples_and_order()
@@ -117,11 +117,11 @@ def test_the_estimate_is_logged_before_the_capture(megatron, caplog):
         patch.object(memory, "estimate", lambda *_: "about nothing"),
     ):
         capture(training)
-    (said,) = [r.message for r in caplog.records if "will hold" in r.message]
-    assert said == "CUDA graphs of 2 layers will hold about nothing"
+    (message,) = [r.message for r in caplog.records if "will hold" in r.message]
+    assert message == "CUDA graphs of 2 layers will hold about nothing"
 
 
-def test_out_of_memory_in_a_capture_names_the_pools_and_the_remedy(megatron):
+def test_out_of_memory_in_a_capture_names_the_pools_and_a_fix(megatron):
     training = Training(("moe",))
 
     def full(graphed: _Graphed) -> None:
@@ -140,7 +140,7 @@ def test_out_of_memory_in_a_capture_names_the_pools_and_the_remedy(megatron):
 
 
 class _FullIteration:
-    """Megatron's wrapper at the call in which it captures, on a device that is too small."""
+    """A stand-in for Megatron's wrapper whose capture runs out of memory."""
 
     cuda_graph_warmup_steps = 3
 
