@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from padded_dispatch.megatron.telemetry import Reading
+from padded_dispatch.megatron.telemetry import Snapshots
 from padded_dispatch.train.metrics import Row
 from padded_dispatch.train.settings import Output
 
@@ -54,7 +54,7 @@ class Log:
         self._keep({"kind": "held-out", "step": step, "loss": loss})
         self.say(f"step {step:>{len(str(self._num_steps))}}  held-out loss {loss:.4f}")
 
-    def capacity(self, reading: Reading) -> None:
+    def capacity(self, reading: Snapshots) -> None:
         """What was asked for and dropped: of training, and of evaluation where there was any."""
         phases = {"moe": reading.training, "moe-held-out": reading.evaluation}
         for kind, seen in phases.items():
