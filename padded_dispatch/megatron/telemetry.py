@@ -120,6 +120,8 @@ class Telemetry:
         [parameter, *_] = chunks[0].parameters()
         self._device = parameter.device
         self._pending: _Copy | None = None
+        # Training and evaluation, Y, W.
+        self._sums_shape = 2, len(self.layers), self._shape.num_totals + self._shape.num_ranks
         self._last_sums = np.zeros(self._sums_shape, dtype=np.int64)
         self._largest = np.zeros((2, len(self.layers)), dtype=np.int64)
         self.read()
@@ -143,11 +145,6 @@ class Telemetry:
             self._take_largest(self._pending)
         self._pending = self._start()
         return self._finish()
-
-    @property
-    def _sums_shape(self) -> tuple[int, int, int]:
-        """Shape of the sums: training and evaluation, Y, W."""
-        return 2, len(self.layers), self._shape.num_totals + self._shape.num_ranks
 
     @torch.no_grad()
     def _start(self) -> _Copy:

@@ -176,7 +176,7 @@ def _compare(chunks: list[Any], sample: Sample, found: _Findings) -> None:
     if "forward" in reproducible and not _same_bits(eager[output], trained[output]):
         found.other_kernels.append(name)
     try:
-        with _waiting_raises(sample.args[0].device):
+        with waiting_raises(sample.args[0].device):
             replayed = _run(chunks, sample)
     except RuntimeError as error:
         found.errors.append(f"{name}: {error}")
@@ -282,7 +282,7 @@ def _restore_draws(layer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _waiting_raises(device: torch.device) -> Iterator[None]:
+def waiting_raises(device: torch.device) -> Iterator[None]:
     """Let calls that wait for the GPU raise; do nothing on a CPU."""
     if device.type != "cuda":
         yield

@@ -34,7 +34,7 @@ from tests.megatron.graphs.test_capture import (
     unreachable,
 )
 from tests.support import tiny
-from tests.support.graph_protocol import _Graphed
+from tests.support.graph_protocol import GraphedLayer
 
 SCOPES = [*WHOLE, *PARTIAL]
 IDS = ["+".join(scope) or "layer" for scope in SCOPES]
@@ -104,16 +104,16 @@ def test_capture_and_self_test_restore_state(megatron, settings):
     ("what", "index"), [("its output", 0), ("the gradient of its input", 1)], ids=str
 )
 def test_self_test_names_what_differs(megatron, what, index):
-    def replay(graphed: _Graphed, given: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    def replay(graphed: GraphedLayer, given: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
         results = originals[index](graphed, given)
         if graphed._layer.layer_number == 2:
             results[0][0, 0, 0] += 1
         return results
 
     names = ("replay_forward", "replay_backward")
-    originals = [getattr(_Graphed, name) for name in names]
+    originals = [getattr(GraphedLayer, name) for name in names]
     with (
-        patch.object(_Graphed, names[index], replay),
+        patch.object(GraphedLayer, names[index], replay),
         pytest.raises(RuntimeError, match=f"rank 0: layer 2: {what} differs from eager") as error,
     ):
         captured(("moe",))
@@ -142,14 +142,14 @@ def test_one_layer_that_varies_excuses_all(megatron, seen_at_once):
     only in the additional pairs that run before the test fails."""
     training = Training(("moe",))
     experts, forward = training.moe_layers[0].experts, training.moe_layers[0].experts.forward
-    replay, outcome = _Graphed.replay_forward, selftest._outcome
+    replay, outcome = GraphedLayer.replay_forward, selftest._outcome
     calls, varies = iter(range(100)), [seen_at_once]
 
     def forward_with_noise(*args: Any) -> Any:
         output, bias = forward(*args)
         return output + next(calls) * varies[0], bias
 
-    def replay_otherwise(graphed: _Graphed, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def replay_otherwise(graphed: GraphedLayer, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         results = replay(graphed, given)
         results[0][0, 0, 0] += graphed._layer.layer_number - 1
         return results
@@ -160,7 +160,7 @@ def test_one_layer_that_varies_excuses_all(megatron, seen_at_once):
 
     with (
         patch.object(experts, "forward", forward_with_noise),
-        patch.object(_Graphed, "replay_forward", replay_otherwise),
+        patch.object(GraphedLayer, "replay_forward", replay_otherwise),
         patch.object(selftest, "_outcome", first_outcome),
     ):
         report = layer_graphs(training).capture()
@@ -192,9 +192,9 @@ def test_self_test_reports_kernels_that_only_a_capture_chooses(megatron, caplog)
 
 def error_on_two_ranks() -> str:
     """Return the error that this rank raises when replays are wrong on rank 1 only."""
-    original = _Graphed.replay_forward
+    original = GraphedLayer.replay_forward
 
-    def replay(graphed: _Graphed, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def replay(graphed: GraphedLayer, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         results = original(graphed, given)
         results[0][0, 0, 0] += dist.get_rank()
         return results
@@ -202,7 +202,7 @@ def error_on_two_ranks() -> str:
     with megatron_on_cpu():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
         try:
-            with graphs(), patch.object(_Graphed, "replay_forward", replay):
+            with graphs(), patch.object(GraphedLayer, "replay_forward", replay):
                 captured(("moe",))
         except RuntimeError as error:
             return str(error)
@@ -233,7 +233,7 @@ def test_a_change_raises_before_the_replay(megatron, scope, change):
     training, _ = captured(scope)
     training.forward(BATCH, SEQUENCE, seed=0)
     with (
-        patch.object(_Graphed, "replay_forward", unreachable),
+        patch.object(GraphedLayer, "replay_forward", unreachable),
         pytest.raises(ValueError, match=rf"{re.escape(change)} must stay .*, got .*capture again"),
     ):
         CHANGES[change](training)
@@ -262,7 +262,7 @@ def test_packed_sequences_raise_before_a_replay(megatron):
     training, _ = captured(("attn", "moe"))
     packed = PackedSeqParams(qkv_format="thd")
     with (
-        patch.object(_Graphed, "replay_forward", unreachable),
+        patch.object(GraphedLayer, "replay_forward", unreachable),
         pytest.raises(ValueError, match=r"packed_seq_params must be None .*; pad every sequence"),
     ):
         training.forward(BATCH, SEQUENCE, seed=0, packed_seq_params=packed)
@@ -308,7 +308,7 @@ def test_other_ways_to_capture_are_refused(megatron):
 def test_after_a_failed_capture_layers_are_eager(megatron):
     training = Training(("moe",))
     with (
-        patch.object(_Graphed, "capture_forward", unreachable),
+        patch.object(GraphedLayer, "capture_forward", unreachable),
         pytest.raises(AssertionError, match="replay ran Python"),
     ):
         layer_graphs(training).capture()

@@ -17,7 +17,7 @@ from padded_dispatch.megatron.graphs.selftest import Sample
 from tests.megatron.graphs.test_capture import BATCH, SEQUENCE, Training, graphs
 from tests.megatron.graphs.test_capture_helper import iteration_of
 from tests.support import tiny
-from tests.support.graph_protocol import _Graphed
+from tests.support.graph_protocol import GraphedLayer
 
 WIDTH = 16
 
@@ -124,7 +124,7 @@ def test_the_estimate_is_logged_before_the_capture(megatron, caplog):
 def test_out_of_memory_in_a_capture_names_the_pools_and_a_fix(megatron):
     training = Training(("moe",))
 
-    def full(graphed: _Graphed) -> None:
+    def full(graphed: GraphedLayer) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.54 GiB.")
 
     wanted = re.compile(
@@ -132,7 +132,7 @@ def test_out_of_memory_in_a_capture_names_the_pools_and_a_fix(megatron):
         r"for backward.*moe_expert_capacity_factor.*Tried to allocate 1.54 GiB"
     )
     with (
-        patch.object(_Graphed, "capture_forward", full),
+        patch.object(GraphedLayer, "capture_forward", full),
         pytest.raises(torch.OutOfMemoryError, match=wanted),
     ):
         capture(training)

@@ -15,7 +15,7 @@ from padded_dispatch.megatron.graphs import GraphedMoELayer
 from padded_dispatch.utils.launch import WorkerPool
 from tests.megatron.graphs.test_capture import graphs, unreachable
 from tests.support import parity, tiny
-from tests.support.graph_protocol import _Graphed
+from tests.support.graph_protocol import GraphedLayer
 from tests.support.layer_parity import LayerCase, build_layer
 
 SEQUENCE, BATCH = 5, 3
@@ -24,7 +24,7 @@ SEQUENCE, BATCH = 5, 3
 class _Callable:
     """The module that PyTorch returns, whose training passes are replays."""
 
-    def __init__(self, graphed: _Graphed) -> None:
+    def __init__(self, graphed: GraphedLayer) -> None:
         self._graphed = graphed
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class _Tuple(nn.Module):
 
 
 def make_graphed_callables(module: nn.Module, args: tuple[Tensor, ...]) -> _Callable:
-    graphed = _Graphed(_Tuple(module), args, {})
+    graphed = GraphedLayer(_Tuple(module), args, {})
     graphed.warm_up()
     graphed.capture_forward()
     graphed.capture_backward()
@@ -88,7 +88,7 @@ def test_replays_equal_eager_runs(megatron):
             found = step(graphed, seed)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     graphed.delete()
-    with patch.object(_Graphed, "replay_forward", unreachable):
+    with patch.object(GraphedLayer, "replay_forward", unreachable):
         step(graphed, 0)
 
 
@@ -107,7 +107,7 @@ def test_evaluation_is_eager_and_takes_any_shape(megatron):
     graphed = standalone()
     graphed.capture()
     graphed.eval()
-    with patch.object(_Graphed, "replay_forward", unreachable):
+    with patch.object(GraphedLayer, "replay_forward", unreachable):
         (output,) = graphed(torch.ones(2, 1, tiny.HIDDEN))
     assert output.shape == (2, 1, tiny.HIDDEN)
 
@@ -123,14 +123,14 @@ def test_a_change_raises_before_the_replay(megatron):
 
 
 def test_a_wrong_replay_fails_the_self_test(megatron):
-    original = _Graphed.replay_forward
+    original = GraphedLayer.replay_forward
 
-    def replay(graphed: _Graphed, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def replay(graphed: GraphedLayer, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         (output,) = original(graphed, given)
         return (output + 1,)
 
     with (
-        patch.object(_Graphed, "replay_forward", replay),
+        patch.object(GraphedLayer, "replay_forward", replay),
         pytest.raises(RuntimeError, match="layer 1: its output differs from eager"),
     ):
         standalone().capture()
