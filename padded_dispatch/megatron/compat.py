@@ -42,7 +42,7 @@ def captures_moe(config: Any) -> bool:
 
 
 def iteration_graph() -> dict[str, Any]:
-    """Return config fields for one graph of all passes of a step; until 0.17 it is a scope."""
+    """Return config fields for one graph of all passes of a step; before 0.18 it is a scope."""
     if _IS_18:
         return {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}
     return {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}

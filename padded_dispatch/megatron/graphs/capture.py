@@ -5,11 +5,12 @@
     ...                       # train as before
     graphs.delete()           # before the process groups are destroyed
 
-`LayerGraphs` uses Megatron's TECudaGraphHelper: parts of every layer, as the config says
-(`cuda_graph_impl="transformer_engine"`). `IterationGraph` uses Megatron's FullCudaGraphWrapper: all
-forward and backward passes of a step, and the reduction of gradients, as one graph. Both need
-Transformer Engine's random state tracker (`te_rng_tracker=True`) and a training stream other than
-the default one, made current before the model is built.
+`LayerGraphs` uses Megatron's TECudaGraphHelper (`cuda_graph_impl="transformer_engine"`): it
+captures the parts of every layer that the config's graph scopes name. `IterationGraph` uses
+Megatron's FullCudaGraphWrapper: it captures all forward and backward passes of a step, and the
+reduction of gradients, as one graph. Both need Transformer Engine's random state tracker
+(`te_rng_tracker=True`) and a training stream other than the default one, made current before the
+model is built.
 
 Before a capture both check settings that Megatron's training script checks while it parses its
 arguments and that a plain loop leaves unchecked. What Megatron's config itself rejects (scopes that
@@ -130,7 +131,7 @@ class LayerGraphs:
         self._helper: Any = self._new_helper()
         require(
             self._helper.flattened_callables,
-            "cuda_graph_modules (until 0.17 cuda_graph_scope)",
+            "cuda_graph_modules (cuda_graph_scope before 0.18)",
             sorted(graph_scopes(config)),
             "name a part that a layer of this model has",
             "add 'moe', or set none to capture whole layers",
@@ -248,7 +249,7 @@ class IterationGraph:
         self._wrapped: Any = FullCudaGraphWrapper(
             get_forward_backward_func(), cuda_graph_warmup_steps=config.cuda_graph_warmup_steps
         )
-        # The loader's own stream does not wait for batches to be ready until 0.17.
+        # Before 0.18, the loader's own stream copies batches without waiting for them.
         self._wrapped.static_loader.stream = torch.cuda.current_stream()
         self._layers: list[Any] = []
         self._invariants: guard.Invariants = {}
@@ -276,7 +277,7 @@ class IterationGraph:
         gc.collect()
         torch.cuda.empty_cache()
         eager_peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-        held = f"about what an eager step needs beside that, {eager_peak / 2**30:.2f} GiB at most"
+        held = f"about what an eager step allocates, {eager_peak / 2**30:.2f} GiB at most"
         _log.info("the CUDA graph of a step will hold %s", held)
         with memory.explain_out_of_memory(held):
             return self._wrapped(**kwargs)
@@ -284,7 +285,7 @@ class IterationGraph:
     def delete(self) -> None:
         """Free the graph's memory, so that process groups can be destroyed.
 
-        The next calls are eager again, and then there is a new capture.
+        The next calls warm up eagerly and capture again.
         """
         # Not by `reset_cuda_graph`, which is new in 0.18 and keeps the buffers of the batches.
         FullCudaGraphWrapper.cuda_graph["training"] = None

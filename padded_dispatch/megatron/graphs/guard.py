@@ -17,7 +17,7 @@ wrong for models with our dispatcher is corrected here:
 - `_should_call_local_cudagraph` records the first step, compares later ones, and keeps evaluation
   eager. Stock replays the graph of a training step in evaluation, counters and dropout included.
 - A capture runs passes over zeros. What they count is restored: our counters, and Megatron's
-  buffers such as those of expert bias, which Megatron itself does not restore until 0.17.
+  buffers such as those of expert bias, which Megatron itself restores from 0.18 on.
 - A layer's input stays in its buffer. In 0.16 and 0.17 others may use the buffer once the forward
   is captured, although backward reads it if no other graph produces the input. Then the gradient of
   the last layer's output overwrites it, and the first norm's weights get a wrong gradient. Seen

@@ -155,5 +155,7 @@ def test_out_of_memory_in_the_capture_of_a_step_names_its_graph(megatron):
     training = Training(None)
     graph = IterationGraph(training.config)
     graph._wrapped = _FullIteration()
-    with pytest.raises(torch.OutOfMemoryError, match="They hold about what an eager step needs"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match="They hold about what an eager step allocates, "
+    ):
         graph(**iteration_of(training))
