@@ -1,4 +1,4 @@
-"""Where Megatron-Core 0.16.1, 0.17.1, 0.18.0 and 0.19.0 differ, and nothing else."""
+"""Differences between Megatron-Core 0.16.1, 0.17.1, 0.18.0 and 0.19.0, and nothing else."""
 
 from typing import Any
 
@@ -11,53 +11,55 @@ from torch import Tensor
 _FIELDS = TransformerConfig.__dataclass_fields__
 _IS_18 = "cuda_graph_modules" in _FIELDS
 
-# Whether `local` graphs give an input's buffer to others while backward still reads it.
+# True if `local` graphs reuse an input's buffer while backward still reads it.
 FREES_GRAPH_INPUTS = not _IS_18
 
 
 def layer_graphs(*scopes: str) -> dict[str, Any]:
-    """Config fields that let Transformer Engine capture parts of every layer; none: all of it.
+    """Return config fields that let Transformer Engine capture parts of every layer.
 
-    The scopes' field is `cuda_graph_scope` in 0.16 and 0.17, `cuda_graph_modules` from 0.18 on.
+    Without scopes, whole layers are captured. The field of the scopes is `cuda_graph_scope` in 0.16
+    and 0.17, `cuda_graph_modules` from 0.18 on.
     """
     name = "cuda_graph_modules" if _IS_18 else "cuda_graph_scope"
     return {"cuda_graph_impl": "transformer_engine", name: list(scopes)}
 
 
 def graph_scopes(config: Any) -> set[str]:
-    """Names of the parts of a layer that a config captures; none: all of it."""
+    """Return names of the parts of a layer that a config captures; empty means whole layers."""
     scopes = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", ())
     return {scope.name for scope in scopes or ()}
 
 
 def captures_moe(config: Any) -> bool:
-    """Whether a config that Megatron has not read yet names a part of MoE layers to capture.
+    """Return whether a config names a part of MoE layers to capture, before Megatron parsed it.
 
-    Scopes are then words or members of enums, one, several in a list, or joined by commas.
+    Before parsing, scopes are strings or enum members: one, a list of them, or one string with
+    commas.
     """
     scopes = [getattr(config, name, None) for name in ("cuda_graph_modules", "cuda_graph_scope")]
     return config.cuda_graph_impl != "none" and "moe" in str(scopes)
 
 
 def iteration_graph() -> dict[str, Any]:
-    """Config fields for one graph of all forward and backward passes: a scope until 0.17."""
+    """Return config fields for one graph of all passes of a step; before 0.18 it is a scope."""
     if _IS_18:
         return {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}
     return {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}
 
 
 def training_stream() -> torch.cuda.Stream:
-    """A stream to build the model and to train on, so that either kind of graph can be captured.
+    """Return a stream to build the model and train on, so that both kinds of graph can be captured.
 
-    From 0.18 on `FullCudaGraphWrapper` captures on one stream of its own. Work on another one would
-    join that capture, but memory that crosses streams is not used again within a graph.
+    From 0.18 on `FullCudaGraphWrapper` captures on a stream that it creates. Work on another stream
+    would join that capture, but memory that crosses streams is not reused within a graph.
     """
     shared = getattr(full_cuda_graph, "get_shared_capture_stream", torch.cuda.Stream)
     return shared()
 
 
 def clear_moe_metrics() -> None:
-    """Zero what routers have logged since the last report, as Megatron does after a capture."""
+    """Zero the MoE metrics since the last report, as Megatron does after a capture."""
     tracker = getattr(moe_utils, "get_moe_metrics_tracker", None)  # New in 0.18.
     if tracker is None:
         moe_utils.clear_aux_losses_tracker()
@@ -66,10 +68,11 @@ def clear_moe_metrics() -> None:
 
 
 def forget_moe_state() -> None:
-    """Drop what MoE layers of earlier models have left in Megatron's globals.
+    """Clear the state that MoE layers of earlier models left in Megatron's globals.
 
-    That is what their routers logged, in arrays as long as the first model has layers; and the
-    scale of their losses, a scalar after a plain backward pass, which schedules cannot set.
+    It consists of the routers' metrics, in arrays whose length is the first model's number of
+    layers, and of the losses' scale, which a plain backward pass leaves as a scalar that schedules
+    cannot set in place.
     """
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     tracker = getattr(moe_utils, "get_moe_metrics_tracker", None)  # New in 0.18.
@@ -80,23 +83,25 @@ def forget_moe_state() -> None:
 
 
 def number_in_model(router: Any) -> int:
-    """Megatron's layer number; layers for multi-token prediction, which from 0.17 on are numbered
-    anew, follow the others.
+    """Return a router's layer number in the model, from 1.
+
+    From 0.17 on Megatron numbers layers for multi-token prediction from 1 again; here they follow
+    the others.
     """
     later = getattr(router, "is_mtp_layer", False)
     return router.layer_number + (router.config.num_layers if later else 0)
 
 
 class SharedExpertOverlap:
-    """`SharedExpertMLP`'s overlap protocol, in one order that all versions accept.
+    """`SharedExpertMLP`'s overlap protocol in an order that all versions accept.
 
     0.16 and 0.17 run fc1 in `dispatch_postprocess` and fc2 in `combine_postprocess`; 0.18 and later
     run them right after the all-to-all, wait for the current stream before it, and enforce the
     order with a state machine. Running them after the all-to-all satisfies both.
 
-    With `moe_preprocess` in a CUDA graph, a capture ends after `start`, and after a replay the call
-    begins there. Stock leaves the state machine where the capture ended, so that its next call
-    raises; here each entry says where it is.
+    With `moe_preprocess` in a CUDA graph, a capture ends after `start`, and a call with a replay
+    begins there. Stock leaves the state machine in the state of the capture's end, so its next call
+    raises; here `start` and `fc1` set the state that they need.
     """
 
     def __init__(self, shared_experts: Any) -> None:
@@ -106,27 +111,27 @@ class SharedExpertOverlap:
             self.cudagraph_attrs.append("shared_experts.gate_score")
 
     def start(self, tokens: Tensor) -> None:
-        """Hand over the layer's input, [S, B, D]."""
+        """Start the shared experts on the layer's input, [S, B, D]."""
         self._enter("IDLE")
         self._shared.pre_forward_comm(tokens)
 
     def wait(self) -> None:
-        """Keep the shared experts from running beside the routed ones (0.18 and later)."""
+        """Let the shared experts' stream wait for the current one (0.18 and later)."""
         if hasattr(self._shared, "wait_current_stream"):
             self._shared.wait_current_stream()
 
     def fc1(self, moved: Tensor) -> None:
-        """Run fc1 and the activation once the rows are on their way."""
+        """Run fc1 and the activation, after the dispatch has been launched."""
         self._enter("PRE_FORWARD_COMM_DONE")
         self._shared.linear_fc1_forward_and_act(moved)
 
     def fc2(self, moved: Tensor) -> None:
-        """Run fc2 and its reduction once the rows are on their way home."""
+        """Run fc2 and its reduction, after the combine has been launched."""
         self._shared.linear_fc2_forward(moved)
         self._shared.post_forward_comm()
 
     def output(self) -> Tensor:
-        """The shared experts' output, [S, B, D]."""
+        """Return the shared experts' output, [S, B, D]."""
         return self._shared.get_output()
 
     def _enter(self, state: str) -> None:

@@ -1,14 +1,14 @@
-"""Capacity factors that change between steps: by schedule, or because too much was dropped.
+"""Change capacity factors between steps: by schedule, or because too much was dropped.
 
     control = CapacityControl(chunks, options)
     for step in ...:
         train()
         for change in control.step(telemetry.step()):
-            ...                            # say it; graphs are to be captured again
+            ...                            # log the change; capture CUDA graphs again
 
-Decisions follow from options and from readings, which are the same on all ranks, so every rank
-takes the same ones at the same step; a rank without a layer decides for it, too. Nothing happens
-within a step: what a pass or a replay drops is dropped, and counted.
+Decisions depend only on options and on snapshots, which are the same on all ranks. So all ranks
+make the same decisions in the same step, also for layers that they do not have. Nothing changes
+within a step: rows that a pass or a replay drops stay dropped, and are counted.
 """
 
 import logging
@@ -18,21 +18,22 @@ from typing import Any
 import torch.distributed as dist
 
 from padded_dispatch.megatron.options import PaddedOptions, show_factor
-from padded_dispatch.megatron.telemetry import Reading, padded_moe_layers
+from padded_dispatch.megatron.telemetry import Snapshots, padded_moe_layers
 from padded_dispatch.telemetry import Snapshot
 
 _log = logging.getLogger("padded_dispatch")
 
 
 class CapacityControl:
-    """Keeps every layer's capacity factor. All methods are for all ranks.
+    """The capacity factors of a model's layers, and when they change.
 
-    `factors`: of all layers of the model, by layer number.
+    All ranks must call all methods. `factors`: the factor of every layer of the model, by layer
+    number.
 
     Args:
         chunks: the model's chunks on this rank.
-        options: `schedule`, `on_overflow` and what belongs to it.
-        step: steps done already; the schedule's factor is that of this step.
+        options: `schedule`, `on_overflow` and the options of `on_overflow` are used.
+        step: steps done already; layers start with the schedule's factor for this step.
     """
 
     def __init__(self, chunks: list[Any], options: PaddedOptions, *, step: int = 0) -> None:
@@ -44,22 +45,23 @@ class CapacityControl:
         }
         for configs in self._configs.values():
             configs.controlled = True
-        mine = {n: configs.training.capacity_factor for n, configs in self._configs.items()}
-        everyone: list[dict[int, float]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, mine)
-        found = {number: factor for known in everyone for number, factor in known.items()}
-        self.factors: dict[int, float] = dict(sorted(found.items()))
+        local = {n: configs.training.capacity_factor for n, configs in self._configs.items()}
+        of_ranks: list[dict[int, float]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_ranks, local)
+        factors = {number: factor for of_rank in of_ranks for number, factor in of_rank.items()}
+        self.factors: dict[int, float] = dict(sorted(factors.items()))
         self._num_warnings = 0
+        # Consecutive snapshots in which a layer dropped more than the threshold.
         self._reads_above = dict.fromkeys(self.factors, 0)
         self._changed_at = dict.fromkeys(self.factors, step)
-        before = [done for done in options.factor_of_step if done <= step]
-        if before:
-            self._follow_schedule(max(before))
+        past = [change for change in options.factor_of_step if change <= step]
+        if past:
+            self._follow_schedule(max(past))
 
     def set_factors(self, factors: dict[int, float]) -> None:
-        """Change some layers' factors, by number, between steps. Graphs have to be captured again.
+        """Change the factors of some layers, by number, between steps.
 
-        Layers with a factor for evaluation keep that one.
+        CUDA graphs have to be captured again. Factors for evaluation (`eval_factor`) do not change.
         """
         self.factors |= factors
         self._changed_at |= dict.fromkeys(factors, self._step)
@@ -67,59 +69,63 @@ class CapacityControl:
         for number in factors.keys() & self._configs.keys():
             self._configs[number].set_factor(factors[number])
 
-    def step(self, reading: Reading | None) -> list[str]:
-        """To be called after each training step.
+    def step(self, snapshots: Snapshots | None) -> list[str]:
+        """Count one training step, and change factors if necessary. Call it after each step.
 
         Args:
-            reading: what `Telemetry.step` has returned.
+            snapshots: the result of `Telemetry.step`.
 
         Returns:
-            What has changed, in words; if anything has, CUDA graphs are to be captured again.
+            A description of each change. After any change, CUDA graphs have to be captured again.
 
         Raises:
-            RuntimeError: on all ranks, when a layer has dropped more than `overflow_threshold` and
-                `on_overflow` is "error"; names layers and the factors that they needed.
+            RuntimeError: on all ranks, if `on_overflow` is "error" and a layer has dropped more
+                than `overflow_threshold`; names the layers and the factors that they needed.
         """
         self._step += 1
         changes = []
-        if reading is not None:
-            self.check(reading)
+        if snapshots is not None:
+            self.check(snapshots)
             if self._options.on_overflow == "grow":
-                changes += self._grow(reading)
+                changes += self._grow(snapshots)
         if self._step in self._options.factor_of_step:
             changes += self._follow_schedule(self._step)
         return changes
 
-    def check(self, reading: Reading) -> None:
-        """Warn or raise, if that is what `on_overflow` says for these counts; as `step` does."""
-        above = self._above(reading.training)
+    def check(self, snapshots: Snapshots) -> None:
+        """Warn or raise as `on_overflow` asks for; `step` calls it.
+
+        Raises:
+            RuntimeError: see `step`.
+        """
+        above = self._above(snapshots.training)
         if above and self._options.on_overflow == "error":
             raise RuntimeError(
-                f"on_overflow='error': {self._words(above, reading)}. Give them that capacity "
-                f"factor, or raise overflow_threshold={self._options.overflow_threshold}"
+                f"on_overflow='error': {self._words(above, snapshots)}; set their capacity factors "
+                f"to these, or raise overflow_threshold={self._options.overflow_threshold}"
             )
         if above and self._options.on_overflow == "warn":
-            self._warn(self._words(above, reading))
+            self._warn(self._words(above, snapshots))
 
-    def _above(self, seen: Snapshot) -> list[int]:
-        shares = zip(seen.layers_Y.tolist(), seen.dropped_share.tolist(), strict=True)
+    def _above(self, snapshot: Snapshot) -> list[int]:
+        shares = zip(snapshot.layers_Y.tolist(), snapshot.dropped_share.tolist(), strict=True)
         return [number for number, share in shares if share > self._options.overflow_threshold]
 
-    def _grow(self, reading: Reading) -> list[str]:
-        # What was counted with another factor says nothing about this one.
-        before = reading.step - reading.num_steps
-        above = [n for n in self._above(reading.training) if self._changed_at[n] <= before]
+    def _grow(self, snapshots: Snapshots) -> list[str]:
+        # Ignore counts of steps before a layer's last change, which had another factor.
+        start = snapshots.step - snapshots.num_steps
+        above = [n for n in self._above(snapshots.training) if self._changed_at[n] <= start]
         for number in self.factors:
             self._reads_above[number] = self._reads_above[number] + 1 if number in above else 0
         ripe = [n for n in above if self._reads_above[n] >= self._options.grow_after]
         larger = {n: self._next_larger(n) for n in ripe}
         stuck = [n for n, factors in larger.items() if not factors]
         if stuck:
-            self._warn(f"{self._words(stuck, reading)}; grow_factors has nothing larger")
+            self._warn(f"{self._words(stuck, snapshots)}; grow_factors has no larger factor")
         growing = {number: factors[0] for number, factors in larger.items() if factors}
         changes = [
             f"capacity factor {show_factor(self.factors[n])} -> {show_factor(new)}: "
-            f"{self._words([n], reading)}"
+            f"{self._words([n], snapshots)}"
             for n, new in growing.items()
         ]
         self.set_factors(growing)
@@ -141,16 +147,19 @@ class CapacityControl:
         return [f"capacity factor {show_factor(factor)} by schedule: layers {layers}"] * bool(moved)
 
     def _warn(self, text: str) -> None:
-        """The first, second, fourth, eighth ... time, by one rank."""
+        """Log a warning on rank 0 the first, second, fourth, eighth ... time."""
         self._num_warnings += 1
         if self._num_warnings.bit_count() == 1 and dist.get_rank() == 0:
-            _log.warning("%s (for the %d. time)", text, self._num_warnings)
+            _log.warning("%s (warning %d)", text, self._num_warnings)
 
-    def _words(self, numbers: list[int], reading: Reading) -> str:
-        seen, first = reading.training, reading.step - reading.num_steps + 1
-        figures = zip(seen.layers_Y, seen.dropped_share, seen.needed_factor, strict=True)
+    def _words(self, numbers: list[int], snapshots: Snapshots) -> str:
+        """Describe what some layers dropped and which factor would have dropped nothing."""
+        training, first = snapshots.training, snapshots.step - snapshots.num_steps + 1
+        figures = zip(
+            training.layers_Y, training.dropped_share, training.needed_factor, strict=True
+        )
         return "; ".join(
-            f"layer {number} dropped {share:.2%} of its rows in steps {first} to {reading.step} "
+            f"layer {number} dropped {share:.2%} of its rows in steps {first} to {snapshots.step} "
             f"and needed factor {math.ceil(needed * 100) / 100:g}"
             for number, share, needed in figures
             if number in numbers

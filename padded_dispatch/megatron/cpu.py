@@ -1,19 +1,24 @@
-"""What Megatron-Core needs to run without a GPU. The GPU path never comes here.
+"""Run Megatron-Core on a CPU, for tests and small runs. The GPU path does not use this module.
 
-Megatron-Core 0.16.1 to 0.19.0 asks for "the current CUDA device", its streams and its random
-state in places where a CPU would do as well. Inside `megatron_on_cpu()` the CPU answers: tensors
-meant for "cuda" are made on the CPU, streams do nothing, since all work is done when a call
-returns, and the CUDA generator is the CPU's, so that Megatron's own random state tracker and
-recomputation keep their meaning. Leaving the block puts everything back.
+Megatron-Core 0.16.1 to 0.19.0 asks for the current CUDA device, for CUDA streams and for the CUDA
+random state in places where a CPU would do as well. Inside `megatron_on_cpu()`:
 
-What still needs a GPU: Transformer Engine's layers (use the local spec, `moe_grouped_gemm=False`),
-Megatron's optimizer and its distributed checkpoints, and in a whole model tensor parallelism, which
-MoE layers only train with sequence parallelism, and the local layer norm refuses that.
+- tensors that are meant for "cuda" are made on the CPU;
+- streams and events do nothing, since CPU work is finished when a call returns;
+- the CPU's generator stands in for CUDA's, so that Megatron's random state tracker and its
+  recomputation work as on a GPU.
+
+Leaving the block restores everything.
+
+Three things still need a GPU: Transformer Engine's layers (use the local spec with
+`moe_grouped_gemm=False`); Megatron's optimizer and distributed checkpoints; tensor parallelism in a
+whole model, because MoE layers train under it with sequence parallelism only, which the local layer
+norm rejects.
 """
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,28 +28,29 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.overrides import TorchFunctionMode
 
+from padded_dispatch.utils.patches import Patches
+
 _CPU = torch.device("cpu")
-_MISSING = object()
 
 
 class _Stream:
-    """Stands in for a CUDA stream or event: on a CPU there is nothing to wait for."""
+    """A stand-in for CUDA streams and events. CPU work has finished when a call returns."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
     def wait_stream(self, stream: object) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
     def wait_event(self, event: object) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
     def record_event(self) -> "_Stream":
-        """An event that has happened."""
+        """Return an event that has already happened."""
         return _Stream()
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
 
 @contextmanager
@@ -53,7 +59,7 @@ def _stream(stream: object) -> Iterator[None]:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Makes on the CPU what code asks to be made on "cuda"."""
+    """A mode in which tensors that are meant for "cuda" are made on the CPU."""
 
     def __torch_function__(
         self,
@@ -72,25 +78,12 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 @contextmanager
-def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    before = getattr(owner, name, _MISSING)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-@contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Let Megatron-Core run on this process's CPU inside a `with` block.
+    """Run Megatron-Core on this process's CPU inside a `with` block.
 
-    Enter it before `parallel_state` and the model are built, and leave it after their last use.
+    Enter the block before `parallel_state` and the model are built; leave it after their last use.
     """
-    replacements = [
+    replacements = (
         (torch.cuda, "current_device", lambda: _CPU),
         (torch.cuda, "synchronize", lambda device=None: None),
         (torch.cuda, "Stream", _Stream),
@@ -102,19 +95,17 @@ def megatron_on_cpu() -> Iterator[None]:
         (torch.cuda, "set_rng_state", lambda state, device=None: torch.set_rng_state(state)),
         (random, "_get_cuda_rng_state", lambda **kwargs: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda state, **kwargs: torch.set_rng_state(state)),
-        # Transformer Engine's GEMM takes CUDA tensors only; where it is not installed, 0.16.1's
-        # router_gating_linear stumbles over the missing name.
+        # Transformer Engine's GEMM takes CUDA tensors only. Without Transformer Engine the name is
+        # missing, and 0.16.1's router_gating_linear raises a NameError.
         (moe_utils, "te_general_gemm", None),
-        # The norm behind the last layer, which specs of layers do not name: Transformer Engine's
-        # where it is installed.
+        # The norm after the last layer. Layer specs do not name it; Megatron takes Transformer
+        # Engine's if that is installed.
         (transformer_block, "LayerNormImpl", WrappedTorchNorm),
-        # It warns whenever drawing from the "CUDA" generator changes the CPU's.
+        # It warns whenever a draw from the "CUDA" generator changes the CPU's.
         (logging.getLogger(random.__name__), "disabled", True),
-    ]
-    with ExitStack() as stack:
+    )
+    # Megatron compiles some functions of a few lines; a laptop may have no C++ compiler.
+    with Patches() as patches, _CudaMeansCpu(), torch.compiler.set_stance("force_eager"):
         for owner, name, value in replacements:
-            stack.enter_context(_replaced(owner, name, value))
-        stack.enter_context(_CudaMeansCpu())
-        # Megatron compiles some functions of a few lines; a laptop may have no C++ compiler.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+            patches.set(owner, name, value)
         yield

@@ -318,7 +318,9 @@ def announce(
 
     Args:
         config: nothing happens unless its factor is `NO_DROP`.
-        num_tokens, hidden_size, element_size: of the rows.
+        num_tokens: tokens on this rank (T).
+        hidden_size: width of a row (D).
+        element_size: bytes of one element of a row.
         device: of the rows, as text.
         packed: the experts read packed rows.
         logs: this rank logs.

@@ -266,6 +266,7 @@ class StackedLinear(nn.Module):
 
         Args:
             name: of this linear.
+            layout: where this rank's experts lie.
             num_parts: 2 where gate and up are on shards of their own.
         """
         found: dict[str, Any] = {

@@ -1,14 +1,14 @@
-"""`install()`: after it, the config word `padded_alltoall` alone is enough, anywhere in Megatron.
+"""`install()`: make the config value `padded_alltoall` work everywhere in Megatron-Core.
 
-Three places of Megatron-Core know the names of the dispatchers. Each gets one wrapper that stock
-configs pass through unchanged:
+Three places of Megatron-Core check the names of the dispatchers. `install()` patches each of them;
+stock configs pass through unchanged:
 
-- `TransformerConfig.__post_init__` checks some options against the names it knows. It runs with
-  'alltoall', whose checks are right for us, then ours run.
+- `TransformerConfig.__post_init__` checks some options against the names of the stock dispatchers.
+  It runs with 'alltoall', whose checks are right for this dispatcher; then `check_config` runs.
 - `MoELayer.__init__` raises for an unknown name: see `padded_dispatch.megatron.layer`.
-- the type of the config field becomes the choices of `--moe-token-dispatcher-type`.
+- The type of the config field becomes the choices of `--moe-token-dispatcher-type`.
 
-Besides, layers that replay CUDA graphs are guarded: see `padded_dispatch.megatron.graphs.guard`.
+`install()` also guards layers that replay CUDA graphs: see `padded_dispatch.megatron.graphs.guard`.
 """
 
 import functools
@@ -23,38 +23,35 @@ from padded_dispatch.megatron.config import check_config
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.layer import build, dispatcher_type
 from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.utils.patches import Patches
 
 NAME = "padded_alltoall"
 
-_Config: Any = TransformerConfig
-_FIELD = _Config.__dataclass_fields__["moe_token_dispatcher_type"]
-_originals: dict[str, Any] = {}
+_FIELD: Any = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
+_patches = Patches()
 
 
 def install(options: PaddedOptions | None = None) -> None:
-    """Make `moe_token_dispatcher_type="padded_alltoall"` work. Repeated calls change the options.
+    """Make `moe_token_dispatcher_type="padded_alltoall"` work. A repeated call changes the options.
 
     Args:
-        options: for every config that is made from now on; one config's own can be set on it
-            afterwards (`config.padded_dispatch = PaddedOptions(...)`, an attribute, which
-            `dataclasses.replace` does not take along).
+        options: for every config that is made from now on. To give one config other options, set
+            `config.padded_dispatch = PaddedOptions(...)` afterwards; this is a plain attribute,
+            which `dataclasses.replace` does not copy.
     """
     uninstall()
-    _originals["post_init"] = _Config.__post_init__
-    _originals["init"] = MoELayer.__init__
-    _originals["type"] = _FIELD.type
-    _Config.__post_init__ = _wrap_post_init(_Config.__post_init__, options or PaddedOptions())
-    MoELayer.__init__ = _wrap_init(MoELayer.__init__)
-    _FIELD.type = Literal[(*get_args(_FIELD.type), NAME)]
+    post_init: Any = TransformerConfig.__post_init__
+    post_init = _wrap_post_init(post_init, options or PaddedOptions())
+    _patches.set(TransformerConfig, "__post_init__", post_init)
+    _patches.set(MoELayer, "__init__", _wrap_init(MoELayer.__init__))
+    _patches.set(_FIELD, "type", Literal[(*get_args(_FIELD.type), NAME)])
     guard.install()
 
 
 def uninstall() -> None:
-    """Undo `install`. Layers that exist keep working; without `install` before, nothing happens."""
-    if _originals:
-        _Config.__post_init__ = _originals.pop("post_init")
-        MoELayer.__init__ = _originals.pop("init")
-        _FIELD.type = _originals.pop("type")
+    """Undo `install`; do nothing without an `install` before. Layers that exist keep working."""
+    if _patches:
+        _patches.undo()
         guard.uninstall()
 
 
@@ -90,9 +87,10 @@ def _wrap_post_init(
 
 
 def _with_static_shapes(post_init: Callable[[Any], None], config: Any) -> None:
-    """Run Megatron's checks of graph scopes, which take a padded capacity for static shapes.
+    """Run Megatron's checks of graph scopes as if the config had a padded capacity.
 
-    Ours are static also without a factor, and padded without being told.
+    Megatron accepts scope `moe` only with `moe_pad_expert_input_to_capacity` and a capacity factor.
+    Shapes of the padded dispatcher are static without either.
     """
     pads, factor = config.moe_pad_expert_input_to_capacity, config.moe_expert_capacity_factor
     drops = factor is not None and factor >= 0

@@ -1,13 +1,14 @@
-"""Run a Megatron-LM script with the padded dispatcher at hand.
+"""Run a Megatron-LM script after `install()`, so that it can use the padded dispatcher.
 
     python -m padded_dispatch.megatron.run [--padded-...] pretrain_gpt.py \\
         --moe-token-dispatcher-type padded_alltoall ...
 
-Works under torchrun as well (`torchrun ... -m padded_dispatch.megatron.run pretrain_gpt.py ...`).
-Options of ours come before the script, everything after it is the script's.
+Works under torchrun too (`torchrun ... -m padded_dispatch.megatron.run pretrain_gpt.py ...`). Flags
+before the script are options of the padded dispatcher; everything after it goes to the script.
 """
 
 import argparse
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -17,21 +18,33 @@ from padded_dispatch.megatron.options import add_arguments, from_arguments
 
 
 def main() -> None:
-    """Install, then run the script as if it had been started itself."""
+    """Install, then run the script as if it had been started directly."""
     parser = argparse.ArgumentParser(
         prog="python -m padded_dispatch.megatron.run", description="Run a Megatron-LM script."
     )
     add_arguments(parser)
     parser.add_argument("script", type=Path, help="for example pretrain_gpt.py")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     arguments = parser.parse_args()
     if not arguments.script.is_file():
-        parser.error(f"script={arguments.script} is not possible: there is no such file")
-    install(from_arguments(arguments))
+        parser.error(f"script must be an existing file, got {str(arguments.script)!r}")
+    try:
+        options = from_arguments(arguments)
+    except ValueError as error:
+        parser.error(_name_flag(str(error)))
+    install(options)
     sys.argv = [str(arguments.script), *arguments.arguments]
-    # As `python SCRIPT` does: the script's own folder first.
+    # Like `python SCRIPT`, which puts the script's folder first.
     sys.path.insert(0, str(arguments.script.resolve().parent))
     runpy.run_path(str(arguments.script), run_name="__main__")
+
+
+def _name_flag(message: str) -> str:
+    """Replace the option that an error of `PaddedOptions` begins with by its flag.
+
+    Example: "grow_after must ..." becomes "--padded-grow-after must ...".
+    """
+    return re.sub(r"^\w+", lambda name: f"--padded-{name[0].replace('_', '-')}", message)
 
 
 if __name__ == "__main__":

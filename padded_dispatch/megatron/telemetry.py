@@ -1,25 +1,33 @@
-"""What the routers of a model counted, read every few steps without stalling any.
+"""Read the counters of a model's padded layers every few steps, without stalling a step.
 
     telemetry = Telemetry(chunks, every=10)
     for step in ...:
         train()
-        reading = telemetry.step()        # None, but one step after each read was started
-        if reading is not None:
-            write_scalars(reading, writer)
+        snapshots = telemetry.step()      # None, except one step after each read was started
+        if snapshots is not None:
+            write_scalars(snapshots, writer)
 
-A read is enqueued on the training stream, between two steps: the layers' totals are summed over
-all ranks and copied to pinned memory. The host looks at the copy one step later, when it has
-arrived long since; to the step in between it costs nothing, and all ranks see the same figures at
-the same step. Nothing is zeroed but the largest demand, in stream order: the host keeps what it
-read last and takes differences, which are right also when a total wraps around.
+Three words name the parts. Counters live on the device, one set per layer and rank
+(`padded_dispatch.ops.counters`). A `Snapshot` holds what counters counted in some steps, on the
+host, summed over ranks (`padded_dispatch.telemetry`). `Telemetry` reads counters and makes
+snapshots of them.
 
-Every rank counts the tokens that it routes itself: under sequence parallelism its own part of
-them, else the same ones as its tensor-parallel peers, of whom then only the first is counted. A
-layer is on one pipeline stage only; ranks of the others add zeros for it.
+A read is enqueued on the training stream, between two steps: the layers' totals are summed over all
+ranks and copied to pinned memory. The host looks at the copy one step later, when it has long
+arrived, so the read costs the step in between nothing, and all ranks get the same figures at the
+same step. Totals are not zeroed: the host keeps its last copy and takes differences, which are
+right even if a total wraps around. Only the largest demand is zeroed, in stream order.
+
+Every rank counts the tokens that it routes. Under sequence parallelism these are its own part;
+without it, tensor-parallel peers route the same tokens, and only the first of them is counted. A
+layer is on one pipeline stage only; ranks of other stages add zeros for it.
 
 Megatron's own tracker of MoE metrics (0.16.1: `save_to_aux_losses_tracker`, from 0.18 on
-`MoEMetricsTracker`) is not used: its reports come every step, write zeros in those without a
-reading, and in Megatron's training loop leave out names that the loop does not know.
+`MoEMetricsTracker`) is not used: it reports every step, writes zeros in steps without a read, and
+in Megatron's training loop leaves out names that the loop does not list.
+
+Letters: Y layers of the whole model, R ranks of the expert-parallel group, W columns of a layer's
+sums (its totals, then the idle passes of each rank).
 """
 
 from dataclasses import dataclass
@@ -39,8 +47,8 @@ from padded_dispatch.telemetry import Ints, Snapshot, snapshot_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What was counted in a stretch of `num_steps` steps that ended with step `step`."""
+class Snapshots:
+    """Snapshots of training and of evaluation, of `num_steps` steps that ended with step `step`."""
 
     step: int
     num_steps: int
@@ -48,30 +56,32 @@ class Reading:
     evaluation: Snapshot
 
 
-def write_scalars(reading: Reading, writer: Any, *, per_layer: bool = False) -> None:
-    """Give a reading to TensorBoard, under names like those of Megatron's MoE metrics.
+def write_scalars(snapshots: Snapshots, writer: Any, *, per_layer: bool = False) -> None:
+    """Write the figures of snapshots to TensorBoard, named like Megatron's MoE metrics.
 
-    `moe/dropped`, and with `per_layer` `moe/dropped_layer_0`, counted from 0 as Megatron does; of
-    evaluation `moe-held-out/...`. The names are those of `Snapshot.figures`.
+    Names are those of `Snapshot.figures`: `moe/dropped` for training, `moe-held-out/dropped` for
+    evaluation.
 
     Args:
-        writer: a `SummaryWriter`, or anything with its `add_scalar(name, value, step)`.
+        snapshots: the result of `Telemetry.step` or `Telemetry.read`.
+        writer: a `SummaryWriter`, or another object with `add_scalar(name, value, step)`.
+        per_layer: also write `moe/dropped_layer_0` and so on; layers count from 0, as Megatron's.
     """
-    for prefix, seen in (("moe", reading.training), ("moe-held-out", reading.evaluation)):
-        figures = seen.figures()
+    for prefix, snapshot in (("moe", snapshots.training), ("moe-held-out", snapshots.evaluation)):
+        figures = snapshot.figures()
         for name, value in figures.items():
-            writer.add_scalar(f"{prefix}/{name}", value, reading.step)
+            writer.add_scalar(f"{prefix}/{name}", value, snapshots.step)
         if figures and per_layer:
-            columns = seen.figures_of_layers()
+            columns = snapshot.figures_of_layers()
             for name in figures:
                 for number, value in zip(columns["layer"], columns[name], strict=True):
                     tag = f"{prefix}/{name}_layer_{int(number) - 1}"
-                    writer.add_scalar(tag, value, reading.step)
+                    writer.add_scalar(tag, value, snapshots.step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Copy:
-    """A read on its way to the host."""
+    """A copy of the counters on its way to the host; it has arrived once `arrived` has."""
 
     step: int
     sums: Tensor
@@ -80,7 +90,7 @@ class _Copy:
 
 
 class Telemetry:
-    """Reads the counters of all padded layers of a model. All methods are for all ranks.
+    """Reader of the counters of all padded layers of a model. All ranks must call all methods.
 
     Args:
         chunks: the model's chunks on this rank.
@@ -88,20 +98,21 @@ class Telemetry:
         step: steps done already.
 
     Raises:
-        ValueError: when no rank has a layer with the padded dispatcher.
+        ValueError: if no rank has a layer with the padded dispatcher.
     """
 
     def __init__(self, chunks: list[Any], *, every: int = 10, step: int = 0) -> None:
-        self._mine = padded_moe_layers(chunks)
+        self._local_layers = padded_moe_layers(chunks)
         self._every = every
         self._step = self._read_step = step
-        facts = {number: _Shape.of(layer) for number, layer in self._mine.items()}
-        everyone: list[dict[int, _Shape]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, facts)
-        shapes = {number: shape for known in everyone for number, shape in known.items()}
+        local = {number: _LayerShape.of(layer) for number, layer in self._local_layers.items()}
+        of_ranks: list[dict[int, _LayerShape]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_ranks, local)
+        shapes = {number: shape for of_rank in of_ranks for number, shape in of_rank.items()}
         if not shapes:
             raise ValueError(
-                "chunks is not possible: no layer has moe_token_dispatcher_type='padded_alltoall'"
+                "chunks must have a layer with moe_token_dispatcher_type='padded_alltoall', got "
+                "none on any rank; set it in the config, or build the model with padded_spec"
             )
         self.layers: tuple[int, ...] = tuple(sorted(shapes))
         self._shape = shapes[self.layers[0]]
@@ -109,15 +120,17 @@ class Telemetry:
         [parameter, *_] = chunks[0].parameters()
         self._device = parameter.device
         self._pending: _Copy | None = None
-        self._seen = np.zeros(self._sums_shape, dtype=np.int64)
+        # Training and evaluation, Y, W.
+        self._sums_shape = 2, len(self.layers), self._shape.num_totals + self._shape.num_ranks
+        self._last_sums = np.zeros(self._sums_shape, dtype=np.int64)
         self._largest = np.zeros((2, len(self.layers)), dtype=np.int64)
         self.read()
 
-    def step(self) -> Reading | None:
-        """To be called after each training step.
+    def step(self) -> Snapshots | None:
+        """Count one training step, and start or finish a read. Call it after each step.
 
         Returns:
-            After the step that follows the start of a read, what it has read.
+            Snapshots in the step after the one that started a read; otherwise None.
         """
         finished = None if self._pending is None else self._finish()
         self._step += 1
@@ -125,29 +138,24 @@ class Telemetry:
             self._pending = self._start()
         return finished
 
-    def read(self) -> Reading:
-        """Everything since the last reading, now; waits for the device."""
+    def read(self) -> Snapshots:
+        """Return snapshots of everything since the last ones, now; waits for the device."""
         if self._pending is not None:
-            # Its sums are in the next ones; the largest demand is not.
+            # The next sums include the pending ones. The largest demand was zeroed.
             self._take_largest(self._pending)
         self._pending = self._start()
         return self._finish()
-
-    @property
-    def _sums_shape(self) -> tuple[int, int, int]:
-        """Training and evaluation, layers, totals and idle passes of each rank."""
-        return 2, len(self.layers), self._shape.num_totals + self._shape.num_ranks
 
     @torch.no_grad()
     def _start(self) -> _Copy:
         sums = torch.zeros(self._sums_shape, dtype=torch.int64, device=self._device)
         largest = torch.zeros(sums.shape[:2], dtype=torch.int64, device=self._device)
-        for number, layer in self._mine.items():
-            y, dispatcher = self.layers.index(number), layer.token_dispatcher
+        for number, layer in self._local_layers.items():
+            index, dispatcher = self.layers.index(number), layer.token_dispatcher
             for phase, counters in enumerate((dispatcher.counters, dispatcher.eval_counters)):
                 if self._counts_here:
-                    self._put(sums[phase, y], dispatcher, counters)
-                largest[phase, y] = counters.max_demand
+                    self._put(sums[phase, index], dispatcher, counters)
+                largest[phase, index] = counters.max_demand
                 counters.max_demand.zero_()
         dist.all_reduce(sums)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
@@ -161,25 +169,25 @@ class Telemetry:
         return _Copy(step=self._step, sums=copies[0], largest=copies[1], arrived=arrived)
 
     def _put(self, sums_W: Tensor, dispatcher: Any, counters: Counters) -> None:
-        """One layer's totals, and its idle passes at the place of this rank."""
+        """Write a layer's totals, and its idle passes into this rank's column."""
         sums_W[: self._shape.num_totals] = counters.totals
         if dispatcher.tp_rank == 0:
             rank = dist.get_rank(dispatcher.ep_group)
             sums_W[self._shape.num_totals + rank] = counters.idle_passes
 
-    def _finish(self) -> Reading:
+    def _finish(self) -> Snapshots:
         assert self._pending is not None
         copy, self._pending = self._pending, None
         self._take_largest(copy)
         now = copy.sums.numpy()
-        window, largest = now - self._seen, self._largest
-        self._seen, self._largest = now, np.zeros_like(largest)
+        sums, largest = now - self._last_sums, self._largest
+        self._last_sums, self._largest = now, np.zeros_like(largest)
         num_steps, self._read_step = copy.step - self._read_step, copy.step
-        return Reading(
+        return Snapshots(
             step=copy.step,
             num_steps=num_steps,
-            training=self._snapshot(window[0], largest[0]),
-            evaluation=self._snapshot(window[1], largest[1]),
+            training=self._snapshot(sums[0], largest[0]),
+            evaluation=self._snapshot(sums[1], largest[1]),
         )
 
     def _take_largest(self, copy: _Copy) -> None:
@@ -188,23 +196,26 @@ class Telemetry:
         self._largest = np.maximum(self._largest, copy.largest.numpy())
 
     def _snapshot(self, sums_YW: Ints, largest_Y: Ints) -> Snapshot:
-        totals_YW = sums_YW[:, : self._shape.num_totals]
-        idle_YR = sums_YW[:, self._shape.num_totals :]
+        num_totals = self._shape.num_totals
         return snapshot_of(
-            totals_YW, largest_Y, idle_YR, layers=self.layers, top_k=self._shape.top_k
+            sums_YW[:, :num_totals],
+            largest_Y,
+            sums_YW[:, num_totals:],
+            layers=self.layers,
+            top_k=self._shape.top_k,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Shape:
-    """What ranks without a layer have to know of it. All layers of a model are alike."""
+class _LayerShape:
+    """Sizes of a layer, sent to ranks without one. All layers of a model have the same."""
 
     top_k: int
     num_ranks: int
     num_totals: int
 
     @classmethod
-    def of(cls, layer: Any) -> "_Shape":
+    def of(cls, layer: Any) -> "_LayerShape":
         config = layer.token_dispatcher.dispatch_config
         return cls(
             top_k=config.top_k,
@@ -214,7 +225,7 @@ class _Shape:
 
 
 def padded_moe_layers(chunks: list[Any]) -> dict[int, Any]:
-    """A model's MoE layers with the padded dispatcher, by `number_in_model`."""
+    """Return a model's MoE layers with the padded dispatcher, by `number_in_model`."""
     found = {}
     for chunk in chunks:
         for module in chunk.modules():
@@ -224,7 +235,7 @@ def padded_moe_layers(chunks: list[Any]) -> dict[int, Any]:
 
 
 def _routes_its_own_tokens(config: Any) -> bool:
-    """Whether this rank's tokens are nobody else's, or it is the first of those that share them."""
+    """Return whether to count this rank: no other rank routes its tokens, or it is the first."""
     shared = parallel_state.get_tensor_model_parallel_world_size() > 1
     first = parallel_state.get_tensor_model_parallel_rank() == 0
     return config.sequence_parallel or not shared or first

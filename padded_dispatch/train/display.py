@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from padded_dispatch.megatron.telemetry import Reading
+from padded_dispatch.megatron.telemetry import Snapshots
 from padded_dispatch.train.metrics import Row
 from padded_dispatch.train.settings import Output
 
@@ -55,16 +55,16 @@ class Log:
         self._store({"kind": "held-out", "step": step, "loss": loss})
         self.message(f"step {step:>{len(str(self._num_steps))}}  held-out loss {loss:.4f}")
 
-    def capacity(self, reading: Reading) -> None:
-        """Store a telemetry reading of training, and of evaluation if there was any."""
-        phases = {"moe": reading.training, "moe-held-out": reading.evaluation}
+    def capacity(self, snapshots: Snapshots) -> None:
+        """Store the snapshots of training, and of evaluation if there was any."""
+        phases = {"moe": snapshots.training, "moe-held-out": snapshots.evaluation}
         for kind, seen in phases.items():
             if figures := seen.figures():
                 self._store(
                     {
                         "kind": kind,
-                        "step": reading.step,
-                        "steps": reading.num_steps,
+                        "step": snapshots.step,
+                        "steps": snapshots.num_steps,
                         **figures,
                         "layers": seen.figures_of_layers(),
                     }

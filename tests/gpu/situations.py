@@ -1,13 +1,13 @@
-"""What CUDA graphs of layers go through in training, shown on GPUs, and the rows that say so.
+"""Test CUDA graphs of layers in many training situations on GPUs, and write results rows.
 
     python -m tests.gpu.situations --out notebooks/results/graph_situations.json --commit SHA
 
-Runs all that the machine has GPUs for: replayed training against eager training bit by bit, replays
-over a thousand routings, telemetry beside a host's count, and replays that never wait. The file is
-whole after every case; a case that fails or does not end in time is a row, too, and the next one
-starts with new processes. `--only TEXT` runs the cases whose name has the text, or one of several;
-`--cpu N` tries out this program on N processes over gloo, with a stand-in for CUDA graphs, in small
-sizes.
+Runs all cases that the machine has GPUs for: replayed training equals eager training bit by bit,
+replays over a thousand routings equal eager runs, telemetry equals a count on the host, and replays
+never wait. The results file is complete after every case. A case that fails or times out is a row
+too, and the next one starts with new processes. `--only TEXT` runs the cases whose names contain
+the text, or one of several. `--cpu N` tries the program on N processes over gloo, with a stand-in
+for CUDA graphs and small sizes.
 """
 
 import argparse
@@ -41,12 +41,12 @@ RANKS = (1, 2, 4, 8)
 WHOLE, PARTIAL = ("attn", "moe"), ("attn", "moe_router", "moe_preprocess")
 GPT_OSS: dict[str, Any] = {"hidden": 2880, "ffn": 2880, "heads": 64, "groups": 8}
 
-# Read by libraries as they are loaded, so set before a worker starts.
+# Libraries read these when they are loaded, so they are set before a worker starts.
 ENVIRONMENT = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
-    # Direct stores need no multicast, and not every host offers it to all.
+    # Direct stores do not need multicast, which some hosts offer to some GPUs only.
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 
@@ -54,9 +54,9 @@ _TINY = {"num_experts": 8, "top_k": 2, "hidden": 16, "ffn": 24}
 
 
 def situations() -> Iterator[Situation]:
-    """Training, from one rank to eight."""
+    """Yield training cases, from one rank to eight."""
     yield Situation(name="4 microbatches", microbatches=4)
-    # From 0.18 on graphs recompute nothing of `moe`, and eager training rounds otherwise.
+    # From 0.18 on graphs do not recompute `moe`, and eager training rounds differently.
     moe = ("moe",) if (package_info.MAJOR, package_info.MINOR) < (0, 18) else ()
     for module in (*moe, "moe_act", "layernorm"):
         yield Situation(name=f"recompute {module}", recompute=(module,))
@@ -87,7 +87,7 @@ def situations() -> Iterator[Situation]:
 
 
 def _layouts() -> Iterator[Situation]:
-    """A model of GPT-OSS's width, in ways to share it."""
+    """Yield parallel layouts of a model with GPT-OSS's width."""
     layouts: dict[str, dict[str, int]] = {
         "TP1/EP2": {"ranks": 2, "ep": 2},
         "TP2/EP2/ETP1": {"ranks": 2, "tp": 2, "ep": 2},
@@ -106,7 +106,7 @@ def _layouts() -> Iterator[Situation]:
 
 
 def _starved() -> Iterator[Situation]:
-    """Nobody asks for a rank's experts, or for one expert."""
+    """Yield cases in which a rank's experts, or one expert, get no tokens."""
     plain: dict[str, Any] = {"overlap_grad_reduce": True, "distributed_optimizer": False}
     for ranks in (2, 4):
         for scopes in (WHOLE, PARTIAL):
@@ -119,7 +119,7 @@ def _starved() -> Iterator[Situation]:
 
 
 def routing_cases() -> Iterator[RoutingCase]:
-    """A thousand routings each; a hundred for each policy with each remedy."""
+    """Yield cases of a thousand routings; of a hundred for each policy with each remedy."""
     for ranks in RANKS:
         yield RoutingCase(name=f"1,000 routings, EP{ranks}", ranks=ranks)
         packed: dict[str, Any] = {"ranks": ranks, "packed": True}
@@ -135,7 +135,7 @@ def routing_cases() -> Iterator[RoutingCase]:
 
 
 def telemetry_cases() -> Iterator[RoutingCase]:
-    """A hundred replays."""
+    """Yield cases of a hundred replays whose telemetry is read."""
     for ranks, packed in itertools.product(RANKS, (False, True)):
         name = f"telemetry of 100 replays, EP{ranks}{', packed experts' * packed}"
         sizes = {"ranks": ranks, "packed": packed, "num_routings": 100}
@@ -143,7 +143,7 @@ def telemetry_cases() -> Iterator[RoutingCase]:
 
 
 def checks(num_ranks: int) -> list[tuple[str, Check, Case]]:
-    """All that `num_ranks` GPUs can run, few ranks first."""
+    """Return all checks that `num_ranks` GPUs can run, those with few ranks first."""
     found: list[tuple[str, Check, Case]] = [
         ("replay equals eager training", replays_equal_eager, case) for case in situations()
     ]
@@ -164,7 +164,7 @@ def checks(num_ranks: int) -> list[tuple[str, Check, Case]]:
 
 
 def on_cpu(case: Case) -> Case | None:
-    """The same in small on a CPU; None for what Megatron cannot do there."""
+    """Return a small version of a case for the CPU; None if Megatron needs a GPU for it."""
     if isinstance(case, RoutingCase):
         small = {**_TINY, "seq": 14, "num_routings": 8}
         return None if case.packed else dataclasses.replace(case, device="cpu", **small)
@@ -189,16 +189,16 @@ def on_cpu(case: Case) -> Case | None:
 
 
 def run_case(pool: WorkerPool, check: str, run: Check, case: Case) -> dict[str, Any]:
-    """One row: the case, what was found, and whether it passed."""
+    """Run a case; return its row: the case, its findings, and whether it passed."""
     started = time.monotonic()
     row: dict[str, Any] = {"check": check, "passed": False, **dataclasses.asdict(case)}
     row |= {"contender": "ours", "facts": None, "failures": None}
     try:
         found = pool.run(run, case, timeout_s=CASE_S)
     except WorkerError as error:
-        # Without tracebacks, which name the machine's folders.
+        # Remove tracebacks, which contain paths of the machine.
         row["failures"] = [re.sub(r"\nTraceback.*?(?=\nrank \d|\Z)", "", str(error), flags=re.S)]
-        pool.close()  # What is left in these processes would be the next case's trouble.
+        pool.close()  # Their leftover state could break the next case.
     else:
         row["facts"] = found[0].facts
         failures = {f"rank {r}: {text}" for r, f in enumerate(found) for text in f.failures()}
@@ -208,7 +208,7 @@ def run_case(pool: WorkerPool, check: str, run: Check, case: Case) -> dict[str, 
 
 
 def main() -> int:
-    """Run everything; the exit code is 1 when a case failed."""
+    """Run all cases; return 1 if one failed."""
     arguments = parsed(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
     rows = Rows(arguments, arguments.num_gpus, ENVIRONMENT)
     pool = WorkerPool(1, backend=arguments.backend)

@@ -1,6 +1,6 @@
-"""Policies and remedies in CUDA graphs: replays beside eager, bit by bit, over 100 routings.
+"""Policies and remedies in CUDA graphs: replays equal eager runs bit by bit, over 100 routings.
 
-The same through Megatron's layer, on one GPU and on several, is in `graph_situations`.
+`tests.gpu.situations` does the same with Megatron's layer, on one GPU and on several.
 """
 
 from collections.abc import Callable
@@ -23,15 +23,15 @@ EVERY_REMEDY = pytest.mark.parametrize("remedy", REMEDIES)
 
 
 def routing(seed: int) -> list[Tensor]:
-    """Map, scores of all experts, protected tokens.
+    """Return a map, scores of all experts, and protected tokens.
 
-    Every third seed asks for few experts, of which the protected tokens alone exceed C.
+    With every third seed, tokens ask for few experts, and the protected ones alone exceed C.
     """
     generator = torch.Generator().manual_seed(seed)
     logits_TE = torch.randn(T, E, generator=generator)
     if seed % 3 == 0:
         logits_TE[:, :K] += 3
-    # Few values: ties are the rule.
+    # Few different values, so that ties are frequent.
     scores_TE = (logits_TE.softmax(1) * 64).round() / 64
     map_TE = torch.zeros(T, E, dtype=torch.bool).scatter(1, logits_TE.topk(K).indices, True)
     share = 0.5 if seed % 3 == 0 else 0.1
@@ -39,7 +39,7 @@ def routing(seed: int) -> list[Tensor]:
 
 
 def step(config: DispatchConfig, inputs: list[Tensor], draw: Tensor) -> dict[str, Tensor]:
-    """Selection, plan and gradients, wherever the inputs lie; then the next draw."""
+    """Return selection, plan and gradients; then advance the draw."""
     map_TE, scores_TE, protected_T = inputs
     probs_TE = torch.where(map_TE, scores_TE, 0).requires_grad_()
     scores_TE = scores_TE.detach().requires_grad_()
@@ -67,7 +67,7 @@ def step(config: DispatchConfig, inputs: list[Tensor], draw: Tensor) -> dict[str
 def captured(
     run: Callable[[], dict[str, Tensor]],
 ) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]:
-    """`run` as a graph, and where its results lie after each replay."""
+    """Capture `run`; return the graph and the tensors that replays write."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -86,7 +86,7 @@ def config_of(policy: Any, remedy: Any) -> DispatchConfig:
 @EVERY_REMEDY
 @EVERY_POLICY
 def test_one_capture_serves_every_routing(policy, remedy):
-    """Replay equals eager in every bit; who is kept, and where, is the same on a CPU."""
+    """Replay equals eager in every bit; kept rows and their slots are the same on a CPU."""
     config = config_of(policy, remedy)
     static = [tensor.cuda() for tensor in routing(1)]
     draw, eager_draw = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))

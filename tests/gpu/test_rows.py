@@ -1,4 +1,4 @@
-"""Rows of what runs on GPUs alone: checks and measurements are kept alike, and in one format."""
+"""GPU programs write checks and measurements as rows of one file, in one format."""
 
 import argparse
 import json
@@ -32,6 +32,6 @@ def test_checks_and_measurements_are_rows_of_one_file(tmp_path, capsys):
         for (row, _), result in zip(parts, (right, wrong, measured), strict=False)
     ]
     assert not broken["passed"] and "ZeroDivisionError" in broken["failures"][0]
-    said = capsys.readouterr().out.splitlines()
-    assert said[2] == "    rank 0: replay 3" and said[3].startswith("passed exchange, 1.0, ")
-    assert said[-1] == "2 passed, 2 failed"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "    rank 0: replay 3" and lines[3].startswith("passed exchange, 1.0, ")
+    assert lines[-1] == "2 passed, 2 failed"

@@ -1,6 +1,6 @@
-"""What CUDA graphs go through in training: on GPUs the cases, as tests; on a CPU, in small, a few.
+"""The cases of `tests.gpu.situations` as tests: all on GPUs, a few in small sizes on a CPU.
 
-The program that writes them down is `graph_situations`; its rows and its file are tested here, too.
+The rows and the results file of that program are tested here too.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from padded_dispatch.megatron import telemetry
 from tests.gpu import situations as graph_situations
 from tests.gpu.situations import ENVIRONMENT, checks, on_cpu, run_case
 from tests.support import gpu_rows
-from tests.support.graph_protocol import _Graphed
+from tests.support.graph_protocol import GraphedLayer
 from tests.support.graph_routings import (
     RoutingCase,
     draws_repeat_with_the_seed,
@@ -49,7 +49,7 @@ def small(name: str) -> Any:
 def test_replay_equals_eager_on_cpus(pool2, name):
     found = pool2.run(replays_equal_eager, small(name))
     assert [findings.failures() for findings in found] == [[], []]
-    # Forward and backward of a layer are one; of a pipeline's there is one per microbatch.
+    # A layer's forward and backward count as one. A pipeline has one per layer and microbatch.
     layers = {"PP2/VPP2": 2 * 4, "dense and MoE layers": 3}.get(name, 2)
     assert [findings.facts["graphs"] for findings in found] == [layers, layers]
 
@@ -68,15 +68,15 @@ def test_telemetry_of_replays_is_a_hosts_count_on_cpus(pool2):
     assert found[0].facts["passes"] == 2 * 8
 
 
-def _with_the_tokens_of_one_rank(case: RoutingCase) -> Findings:
+def _counting_one_rank(case: RoutingCase) -> Findings:
     with patch.object(telemetry, "_routes_its_own_tokens", lambda config: dist.get_rank() == 0):
         return telemetry_is_a_hosts_count(case)
 
 
 @pytest.mark.ahead
-def test_telemetry_that_forgets_a_rank_is_found(pool2):
+def test_telemetry_that_leaves_out_a_rank_is_found(pool2):
     case = small("telemetry of 100 replays, EP2")
-    first, second = pool2.run(_with_the_tokens_of_one_rank, case)
+    first, second = pool2.run(_counting_one_rank, case)
     assert first.broken == second.broken
     assert "passes is 8, and the host counted 16" in first.broken
 
@@ -88,7 +88,7 @@ def test_draws_repeat_with_the_seed_on_cpus(pool2):
 
 
 @pytest.mark.ahead
-def test_draws_that_stand_still_are_found(pool2):
+def test_draws_that_do_not_change_are_found(pool2):
     case = dataclasses.replace(small("draws of replays, EP2"), policy="probs")
     first, _ = pool2.run(draws_repeat_with_the_seed, case)
     assert "replay 0 is the same with another seed" in first.broken
@@ -96,9 +96,9 @@ def test_draws_that_stand_still_are_found(pool2):
 
 
 def _with_a_stale_replay(case: Situation) -> Findings:
-    """The backward of every graph's third replay is that of its second."""
-    replays: dict[_Graphed, int] = {}
-    original = _Graphed.replay_backward
+    """Run the case with a stale backward: each graph's third replay repeats its second."""
+    replays: dict[GraphedLayer, int] = {}
+    original = GraphedLayer.replay_backward
 
     def replay(graphed, grads):
         replays[graphed] = replays.get(graphed, 0) + 1
@@ -106,7 +106,7 @@ def _with_a_stale_replay(case: Situation) -> Findings:
             return tuple(None if g is None else g.detach() for g in graphed._grad_inputs)
         return original(graphed, grads)
 
-    with patch.object(_Graphed, "replay_backward", replay):
+    with patch.object(GraphedLayer, "replay_backward", replay):
         return replays_equal_eager(case)
 
 
@@ -156,7 +156,7 @@ def test_the_file_is_written_case_by_case_and_a_failure_does_not_end_it(tmp_path
     cases = [("a check", _stub, Situation(name=f"{n}", microbatches=n)) for n in (3, 1)]
     monkeypatch.setattr(graph_situations, "WorkerPool", InlinePool)
     monkeypatch.setattr(graph_situations, "checks", lambda num_ranks: cases)
-    monkeypatch.setattr(gpu_rows, "say", count_rows)
+    monkeypatch.setattr(gpu_rows, "print_line", count_rows)
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "")  # put back what main() sets
     argv = ["graph_situations.py", "--out", str(out), "--commit", "abc", "--cpu", "1"]

@@ -1,6 +1,6 @@
-"""Growth captures again and trains on, on one GPU and on all.
+"""When capacity grows, graphs are captured again and training goes on, on one GPU and on all.
 
-That telemetry is what a host counts, and that draws repeat with the seed, is in `graph_situations`.
+`tests.gpu.situations` compares telemetry with a count on the host.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from tests.support.pool import WorkerPool
 
 
 def grown(graph: str) -> tuple[list[float], list[float | None], int]:
-    """Losses and fill of every step of a run that grows twice, and its captures of layers."""
+    """Train with two growths; return losses and fill of every step and the number of captures."""
     flags = (
         f"--device cuda --workers {dist.get_world_size()} --steps 24 --log-every 1 --deterministic "
         "--seq-length 128 --micro-batch 2 --capacity-factor 0.5 --padded-on-overflow grow "
@@ -51,7 +51,7 @@ def grown(graph: str) -> tuple[list[float], list[float | None], int]:
 )
 def pool(request) -> Iterator[WorkerPool]:
     ranks = min(request.param, torch.cuda.device_count())
-    assert ranks >= min(request.param, 2), "this test was asked for, and there are too few GPUs"
+    assert ranks >= min(request.param, 2), "this test was selected, but there are too few GPUs"
     with pytest.MonkeyPatch.context() as environment, WorkerPool(ranks, backend="nccl") as made:
         for name, value in ENVIRONMENT.items():
             environment.setenv(name, value)
@@ -67,7 +67,7 @@ def eager(pool) -> list[tuple[list[float], list[float | None], int]]:
     ("graph", "captures"), [("partial", 3), ("layer", 3), ("full-iteration", 0)]
 )
 def test_growth_captures_again_and_trains_on_as_an_eager_run(pool, eager, graph, captures):
-    """Read every 2 steps and a step later: larger after step 5, and after step 11 C = T."""
+    """Reads are every 2 steps and end a step later: growth after step 5, C = T after step 11."""
     for of_rank, of_eager in zip(pool.run(grown, graph), eager, strict=True):
         losses, fills, num_captures = of_rank
         assert num_captures == captures

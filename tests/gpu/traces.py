@@ -1,12 +1,12 @@
-"""Shows that a run's trace says what the run itself counted, and that a promise from it is kept.
+"""Check that a run's trace equals the run's own counters, and that advice from it holds.
 
     python -m tests.gpu.traces --out notebooks/results/traces.json --commit SHA
 
-Trains a small model with whole layers in CUDA graphs and a trace of every step, and reads every
-layer's counters after every step. The first row: the what-if of the trace at the run's own factor
-equals these, step by step, bit by bit. Then `padded-dispatch tune` sees the first part of the steps
-and its recommendation is checked on the others: from the start, where the need still changes, so
-that nothing should be promised, and from a step on at which it has settled.
+Trains a small model with CUDA graphs of whole layers and a trace of every step, and reads every
+layer's counters after every step. First row: the replay of the trace at the run's own factor equals
+the counters, step by step and bit by bit. Then `padded-dispatch tune` gets the first part of the
+steps, and its recommendation is checked on the others. This is done twice: from the start, where
+demand still changes, so that `tune` should promise nothing, and from a step at which it is stable.
 """
 
 import argparse
@@ -30,7 +30,7 @@ LIMIT_S = 500.0
 
 
 def run(flags: str, device: str) -> Counted:
-    """Train on this rank."""
+    """Train on this rank; return its counters after every step."""
     if device == "cpu":
         with megatron_on_cpu():
             return counted_run(flags, torch.device("cpu"))
@@ -41,7 +41,7 @@ def run(flags: str, device: str) -> Counted:
 
 
 def compared(pool: WorkerPool, folder: Path, flags: str, device: str) -> dict[str, Any]:
-    """Train, and compare what the trace and the counters say."""
+    """Train, and compare the trace with the counters; return a row."""
     counted: Counted = {}
     for of_rank in pool.run(
         run, f"--trace {folder} --trace-every 1 {flags}", device, timeout_s=LIMIT_S
@@ -65,9 +65,9 @@ def compared(pool: WorkerPool, folder: Path, flags: str, device: str) -> dict[st
 
 
 def promised(folder: Path, out: Path, hold_out: float, from_step: int) -> dict[str, Any]:
-    """What `tune` promises, and the steps held out keep.
+    """Compare the promise of `tune` with the steps held out; return a row.
 
-    Passed where as large a share of them kept the target as was promised, or nothing was promised.
+    The row passes if the promised share of these steps kept the target, or nothing was promised.
     """
     flags = ["--hold-out", str(hold_out), "--from-step", str(from_step)]
     tune.main([str(folder), *flags, "--no-plots", "--run-dir", str(out)])
@@ -90,7 +90,7 @@ def promised(folder: Path, out: Path, hold_out: float, from_step: int) -> dict[s
 
 
 def main() -> int:
-    """Run everything; the exit code is 1 when a part failed."""
+    """Run all parts; return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_results(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")

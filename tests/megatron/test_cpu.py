@@ -1,4 +1,4 @@
-"""Megatron-Core on a CPU: tensors, random state, a model with recomputation, and the way back."""
+"""Megatron-Core on a CPU: tensors, random state, a model with recomputation; all is restored."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_streams_do_nothing():
         torch.cuda.synchronize()
 
 
-def test_leaving_puts_everything_back():
+def test_leaving_restores_everything():
     def attributes():
         return [getattr(owner, name, None) for owner, names in PATCHED.items() for name in names]
 
@@ -50,8 +50,8 @@ def test_leaving_puts_everything_back():
     assert not torch.overrides._get_current_function_mode_stack()
 
 
-def test_the_last_norm_is_torchs(monkeypatch):
-    """As on a machine with Transformer Engine, whose norm is for GPUs."""
+def test_the_last_norm_is_from_torch(monkeypatch):
+    """Transformer Engine's norm, the default where it is installed, needs a GPU."""
     monkeypatch.setattr(transformer_block, "LayerNormImpl", object)
     with megatron_on_cpu():
         assert transformer_block.LayerNormImpl is WrappedTorchNorm

@@ -1,4 +1,4 @@
-"""The config word alone is enough after install(), and stock Megatron is as it was without it."""
+"""After install() the config value alone is enough; uninstall() restores stock Megatron."""
 
 import typing
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def host() -> tuple[object, ...]:
     return TransformerConfig.__post_init__, MoELayer.__init__, field.type
 
 
-def test_without_install_megatron_refuses_the_word():
+def test_without_install_megatron_rejects_the_value():
     with pytest.raises(ValueError, match="Unsupported token dispatcher type: padded_alltoall"):
         tiny.layer(tiny.config())
 
@@ -82,7 +82,7 @@ def test_scope_moe_needs_neither_factor_nor_pad_flag(factor):
 
 
 def test_scopes_without_experts_need_no_factor_either():
-    """Nor do they get one in passing, with which Megatron refuses sinkhorn."""
+    """They get no temporary factor either, with which Megatron would reject sinkhorn."""
     install()
     for graphs in (layer_graphs("attn"), {**layer_graphs(), "cuda_graph_impl": "local"}):
         config = tiny.config(moe_router_load_balancing_type="sinkhorn", **graphs)
@@ -90,7 +90,7 @@ def test_scopes_without_experts_need_no_factor_either():
 
 
 def test_shared_expert_overlap_is_accepted():
-    """Stock knows it for 'alltoall' and 'flex' only."""
+    """Stock accepts it for 'alltoall' and 'flex' only."""
     shared = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_overlap": True}
     with pytest.raises(ValueError, match="only works with alltoall"):
         tiny.config(**shared)
@@ -98,7 +98,7 @@ def test_shared_expert_overlap_is_accepted():
     assert tiny.config(**shared).moe_token_dispatcher_type == "padded_alltoall"
 
 
-def test_refused_settings_are_named_when_the_config_is_made():
+def test_rejected_settings_are_named_when_the_config_is_made():
     install()
     with pytest.raises(ValueError, match="variable_seq_lengths=True"):
         tiny.config(variable_seq_lengths=True)
@@ -114,7 +114,7 @@ def test_an_mla_config_is_checked_once_as_well():
     assert config.padded_dispatch == PaddedOptions()
 
 
-# What a config can say and no graph of a layer can do: Megatron's words, also on our path.
+# Configs that no graph of a layer can serve, by Megatron's error, which our path keeps.
 IMPOSSIBLE_GRAPHS = {
     "must not contain both moe and moe_router": layer_graphs("moe", "moe_router"),
     "only supported with moe_router cuda graph": layer_graphs("attn", "moe_preprocess"),
@@ -134,7 +134,7 @@ IMPOSSIBLE_GRAPHS = {
 
 
 @pytest.mark.parametrize("words", IMPOSSIBLE_GRAPHS)
-def test_graphs_that_cannot_be_are_refused_when_the_config_is_made(words):
+def test_impossible_graphs_are_rejected_when_the_config_is_made(words):
     install()
     with pytest.raises((AssertionError, ValueError), match=words):
         tiny.config(**IMPOSSIBLE_GRAPHS[words])

@@ -1,4 +1,4 @@
-"""The launcher: install, then the script as if it had been started itself."""
+"""The launcher installs, then runs the script as if it had been started directly."""
 
 import subprocess
 import sys
@@ -40,5 +40,13 @@ def test_missing_script_is_named(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
-    complaint = "script=nowhere.py is not possible: there is no such file"
-    assert complaint in capsys.readouterr().err
+    assert "script must be an existing file, got 'nowhere.py'" in capsys.readouterr().err
+
+
+def test_a_wrong_option_is_named_by_its_flag(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["run", "--padded-grow-after", "0", __file__])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "error: --padded-grow-after must" in error and "got 0" in error

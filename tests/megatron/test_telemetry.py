@@ -1,4 +1,4 @@
-"""Readings are what a host would have counted, over all ranks, layers and stages, each once."""
+"""Snapshots equal a count on the host, over all ranks, layers and stages, each counted once."""
 
 import dataclasses
 from typing import Any
@@ -16,13 +16,11 @@ from padded_dispatch.megatron.telemetry import Telemetry, write_scalars
 from tests.support import tiny
 
 E, T = tiny.NUM_EXPERTS, 13
-
-
 OPTIONS = {field.name for field in dataclasses.fields(PaddedOptions)}
 
 
 def model(*numbers: int, **settings: Any) -> Any:
-    """A chunk with one layer per number; settings of Megatron's config and of our options."""
+    """Build a chunk with one layer per number; `settings` are fields of the config or options."""
     options = {name: settings.pop(name) for name in OPTIONS & settings.keys()}
     config = tiny.config(moe_expert_capacity_factor=0.5, **settings)
     config.padded_dispatch = PaddedOptions(**{"eval_factor": "no-drop"} | options)
@@ -36,7 +34,7 @@ def model(*numbers: int, **settings: Any) -> Any:
 
 
 class HostCount:
-    """Demand and kept rows in NumPy, of the maps that an observer is given."""
+    """An observer that counts demand and kept rows in NumPy."""
 
     def __init__(self) -> None:
         self.demand_E = np.zeros(E, dtype=np.int64)
@@ -64,45 +62,45 @@ def run(layer: Any, seed: int, *, training: bool = True) -> None:
         layer(torch.randn(T, 1, tiny.HIDDEN, generator=generator))
 
 
-def test_steps_and_readings_alternate():
+def test_snapshots_come_one_step_after_each_read_was_started():
     with tiny.one_process():
         chunk = model(1)
         counts, _ = watch(chunk[0])
         telemetry = Telemetry([chunk], every=3)
-        readings = []
+        results = []
         for step in range(1, 9):
             run(chunk[0], step)
-            readings.append(telemetry.step())
-        assert [reading is None for reading in readings] == [True] * 3 + [False] + [True] * 2 + [
+            results.append(telemetry.step())
+        assert [snapshots is None for snapshots in results] == [True] * 3 + [False] + [True] * 2 + [
             False,
             True,
         ]
-        first, second = readings[3], readings[6]
+        first, second = results[3], results[6]
         assert (first.step, first.num_steps, second.step, second.num_steps) == (3, 3, 6, 3)
         rest = telemetry.read()
         assert (rest.step, rest.num_steps) == (8, 2)
-        parts = [reading.training for reading in (first, second, rest)]
+        parts = [snapshots.training for snapshots in (first, second, rest)]
         assert [int(part.num_passes_Y[0]) for part in parts] == [3, 3, 2]
         assert sum(part.demand_YE[0] for part in parts).tolist() == counts.demand_E.tolist()
         assert sum(part.kept_YE[0] for part in parts).tolist() == counts.kept_E.tolist()
         assert max(int(part.max_demand_Y[0]) for part in parts) == counts.largest
 
 
-def test_reading_early_loses_nothing_that_is_on_its_way():
+def test_an_early_read_loses_nothing_of_a_pending_one():
     with tiny.one_process():
         chunk = model(1)
         counts, _ = watch(chunk[0])
         telemetry = Telemetry([chunk], every=1)
         run(chunk[0], 1)
         assert telemetry.step() is None
-        reading = telemetry.read().training
-        assert reading.demand_YE[0].tolist() == counts.demand_E.tolist()
-        assert reading.max_demand_Y[0] == counts.largest
+        snapshot = telemetry.read().training
+        assert snapshot.demand_YE[0].tolist() == counts.demand_E.tolist()
+        assert snapshot.max_demand_Y[0] == counts.largest
         empty = telemetry.read().training
         assert not empty.demand_YE.any() and empty.max_demand_Y[0] == 0 and empty.figures() == {}
 
 
-def test_what_came_before_is_not_counted_and_totals_may_wrap():
+def test_earlier_counts_are_left_out_and_totals_may_wrap():
     with tiny.one_process():
         chunk = model(1)
         run(chunk[0], 1)
@@ -112,24 +110,24 @@ def test_what_came_before_is_not_counted_and_totals_may_wrap():
         telemetry = Telemetry([chunk])
         run(chunk[0], 2)
         assert before == T and counters.asked_mass.item() < 0
-        reading = telemetry.read().training
-        assert reading.num_tokens_Y.tolist() == [T]
-        mass = reading.asked_mass_Y[0] / 2**32  # each token's probabilities sum to 1
+        snapshot = telemetry.read().training
+        assert snapshot.num_tokens_Y.tolist() == [T]
+        mass = snapshot.asked_mass_Y[0] / 2**32  # each token's probabilities sum to 1
         assert mass == pytest.approx(T, rel=1e-6)
 
 
-def test_evaluation_is_apart_and_has_its_own_capacity():
+def test_evaluation_is_counted_separately_with_its_own_capacity():
     with tiny.one_process():
         chunk = model(1)
         _, eval_counts = watch(chunk[0])
         telemetry = Telemetry([chunk])
         run(chunk[0], 1)
         run(chunk[0], 2, training=False)
-        reading = telemetry.read()
-        assert reading.training.dropped[0] > 0 and reading.evaluation.dropped[0] == 0
-        assert reading.evaluation.demand_YE[0].tolist() == eval_counts.demand_E.tolist()
-        assert reading.training.num_passes_Y[0] == reading.evaluation.num_passes_Y[0] == 1
-        assert reading.evaluation.num_slots_Y[0] == E * T
+        snapshots = telemetry.read()
+        assert snapshots.training.dropped[0] > 0 and snapshots.evaluation.dropped[0] == 0
+        assert snapshots.evaluation.demand_YE[0].tolist() == eval_counts.demand_E.tolist()
+        assert snapshots.training.num_passes_Y[0] == snapshots.evaluation.num_passes_Y[0] == 1
+        assert snapshots.evaluation.num_slots_Y[0] == E * T
 
 
 def test_scalars_have_megatrons_kind_of_names():
@@ -143,12 +141,12 @@ def test_scalars_have_megatrons_kind_of_names():
         chunk = model(2, 3)
         telemetry = Telemetry([chunk], step=40)
         run(chunk[0], 1)
-        reading = telemetry.read()
-    write_scalars(reading, Writer())
-    assert written["moe/dropped"] == (reading.training.figures()["dropped"], 40)
-    assert len(written) == len(reading.training.figures())
-    write_scalars(reading, Writer(), per_layer=True)
-    assert written["moe/fill_layer_1"] == (reading.training.fill[0], 40)
+        snapshots = telemetry.read()
+    write_scalars(snapshots, Writer())
+    assert written["moe/dropped"] == (snapshots.training.figures()["dropped"], 40)
+    assert len(written) == len(snapshots.training.figures())
+    write_scalars(snapshots, Writer(), per_layer=True)
+    assert written["moe/fill_layer_1"] == (snapshots.training.fill[0], 40)
     assert written["moe/fill_layer_2"] == (0.0, 40)
     assert not any(name.startswith("moe-held-out") for name in written)
 
@@ -157,7 +155,8 @@ def test_a_model_without_padded_layers_is_refused():
     with tiny.one_process():
         chunk: Any = nn.Sequential(nn.Linear(2, 2))
         chunk.config = tiny.config()
-        with pytest.raises(ValueError, match="no layer has moe_token_dispatcher_type"):
+        missing = r"chunks must have a layer with moe_token_.*, got none on any rank; set it"
+        with pytest.raises(ValueError, match=missing):
             Telemetry([chunk])
 
 
@@ -166,7 +165,8 @@ def _over_two_ranks() -> tuple[Any, Any]:
         parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
         try:
             chunk = model(1, 2)
-            with torch.no_grad():  # Everyone wants experts 0 and 1 in the second layer: rank 0's.
+            # In the second layer all tokens choose experts 0 and 1, which are on rank 0.
+            with torch.no_grad():
                 chunk[1].router.weight.zero_()
                 chunk[1].router.weight[:2, 0] = 1.0
             mine = [watch(layer)[0] for layer in chunk]
@@ -175,22 +175,22 @@ def _over_two_ranks() -> tuple[Any, Any]:
                 run(chunk[0], step)
                 hidden = torch.rand(T, 1, tiny.HIDDEN)
                 chunk[1](hidden)
-            reading = telemetry.read().training
-            return reading, [(count.demand_E, count.kept_E, count.largest) for count in mine]
+            snapshot = telemetry.read().training
+            return snapshot, [(count.demand_E, count.kept_E, count.largest) for count in mine]
         finally:
             parallel_state.destroy_model_parallel()
 
 
-def test_two_ranks_are_summed_and_an_idle_one_is_named(pool2):
-    (reading, first), (again, second) = pool2.run(_over_two_ranks)
+def test_two_ranks_are_summed_and_idle_passes_belong_to_a_rank(pool2):
+    (snapshot, first), (again, second) = pool2.run(_over_two_ranks)
     for y in range(2):
-        assert reading.demand_YE[y].tolist() == (first[y][0] + second[y][0]).tolist()
-        assert reading.kept_YE[y].tolist() == (first[y][1] + second[y][1]).tolist()
-        assert reading.max_demand_Y[y] == max(first[y][2], second[y][2])
-    assert np.array_equal(reading.demand_YE, again.demand_YE)
-    assert reading.num_passes_Y.tolist() == [6, 6]
-    assert reading.idle_passes_YR.tolist() == [[0, 0], [0, 3]]
-    assert reading.rank_overload[1] == 2.0
+        assert snapshot.demand_YE[y].tolist() == (first[y][0] + second[y][0]).tolist()
+        assert snapshot.kept_YE[y].tolist() == (first[y][1] + second[y][1]).tolist()
+        assert snapshot.max_demand_Y[y] == max(first[y][2], second[y][2])
+    assert np.array_equal(snapshot.demand_YE, again.demand_YE)
+    assert snapshot.num_passes_Y.tolist() == [6, 6]
+    assert snapshot.idle_passes_YR.tolist() == [[0, 0], [0, 3]]
+    assert snapshot.rank_overload[1] == 2.0
 
 
 def _over_two_stages() -> tuple[Any, Any]:
@@ -207,10 +207,10 @@ def _over_two_stages() -> tuple[Any, Any]:
 
 
 def test_every_stage_sees_all_layers_once(pool2):
-    (reading, first), (_, second) = pool2.run(_over_two_stages)
-    assert reading.layers_Y.tolist() == [1, 2]
-    assert reading.demand_YE.tolist() == [first.tolist(), second.tolist()]
-    assert reading.num_passes_Y.tolist() == [1, 1]
+    (snapshot, first), (_, second) = pool2.run(_over_two_stages)
+    assert snapshot.layers_Y.tolist() == [1, 2]
+    assert snapshot.demand_YE.tolist() == [first.tolist(), second.tolist()]
+    assert snapshot.num_passes_Y.tolist() == [1, 1]
 
 
 def _over_tensor_parallel_ranks() -> Any:
@@ -230,5 +230,5 @@ def _over_tensor_parallel_ranks() -> Any:
 
 
 def test_tokens_that_tensor_parallel_ranks_share_count_once(pool2):
-    for reading in pool2.run(_over_tensor_parallel_ranks):
-        assert reading.num_tokens_Y.tolist() == [T]
+    for snapshot in pool2.run(_over_tensor_parallel_ranks):
+        assert snapshot.num_tokens_Y.tolist() == [T]

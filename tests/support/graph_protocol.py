@@ -1,11 +1,11 @@
-"""Megatron's graph protocol on a CPU: its own capture and replay code, a stand-in for CUDA graphs.
+"""A stand-in for CUDA graphs, so that Megatron's capture and replay code runs on a CPU.
 
-`TECudaGraphHelper.create_cudagraphs` hands every layer to Transformer Engine's
-`make_graphed_callables`. The one here takes the same steps: warm-up of all layers, forward capture
-of all, backward capture of all, then a callable per layer that copies its inputs to where the
-captured ones lay and replays inside an autograd function. What stands in for a CUDA graph is a
-`Tape`. Its replay runs no Python of the model, and whatever that had set on `self` while it was
-captured is as stale as after a real capture.
+`TECudaGraphHelper.create_cudagraphs` passes every layer to Transformer Engine's
+`make_graphed_callables`. The one in this module takes the same steps: it warms up all layers,
+captures all forwards, captures all backwards, and returns a callable per layer. The callable copies
+its inputs into the captured ones and replays inside an autograd function. A `Tape` replaces the
+CUDA graph. Its replay runs no Python of the model, so attributes that the model set on `self`
+during the capture are as stale as after a real capture.
 """
 
 import sys
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Tape(TorchDispatchMode):
-    """A CUDA graph without CUDA: the ops that ran inside it, and the memory that they ran on."""
+    """A CUDA graph without CUDA: the ops that ran inside its block, with their tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,17 +42,17 @@ class Tape(TorchDispatchMode):
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Run the same ops again; each reads and writes where it did before."""
+        """Run the ops again; each reads and writes the same memory as before."""
         for func, args, kwargs, results in self._calls:
             again = func(*args, **kwargs)
             for static, value in zip(tree_leaves(results), tree_leaves(again), strict=True):
-                # Views and in-place ops have written where they did before.
+                # Views and in-place ops have already written to the right memory.
                 if isinstance(value, Tensor) and value.data_ptr() != static.data_ptr():
                     static.copy_(value)
 
 
-class _Graphed:
-    """One layer with its static inputs, outputs and gradients."""
+class GraphedLayer:
+    """One captured layer with its static inputs, outputs and gradients."""
 
     def __init__(self, layer: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         self._layer, self._args, self._kwargs = layer, args, kwargs
@@ -67,13 +67,13 @@ class _Graphed:
         self._outputs = list(self._layer(*self._args, **self._kwargs))
 
     def seed_backward(self) -> None:
-        """Make room for the gradients of the outputs, outside of what is captured."""
+        """Allocate gradients of the outputs, outside the capture."""
         self._grad_outputs = [
             torch.zeros_like(output) if output.requires_grad else None for output in self._outputs
         ]
 
     def run_backward(self) -> None:
-        # By way of `.grad`, as Transformer Engine does: recomputation leaves its gradients there.
+        # Through `.grad`, like Transformer Engine, because recomputation puts gradients there.
         before = [given.grad for given in self._inputs]
         for given in self._inputs:
             given.grad = None
@@ -90,12 +90,12 @@ class _Graphed:
         self.run_backward()
 
     def capture_forward(self) -> None:
-        with _capturing(), self._forward:
+        with pretend_capture(), self._forward:
             self.run_forward()
 
     def capture_backward(self) -> None:
         self.seed_backward()
-        with _capturing(), self._backward:
+        with pretend_capture(), self._backward:
             self.run_backward()
 
     def replay_forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -113,7 +113,7 @@ class _Graphed:
         return tuple(None if grad is None else grad.detach() for grad in self._grad_inputs)
 
     def __call__(self, *args: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
-        # Arguments that were not captured are dropped, `is_first_microbatch` among them.
+        # Arguments that were not captured are dropped, for example `is_first_microbatch`.
         by_name = (kwargs[name] for name in self._kwargs)
         return _Replay.apply(self, *args, *by_name, *self._params)
 
@@ -124,7 +124,7 @@ class _Graphed:
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, graphed: _Graphed, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, graphed: GraphedLayer, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.graphed = graphed
         return graphed.replay_forward(given)
 
@@ -135,8 +135,8 @@ class _Replay(torch.autograd.Function):
 
 
 @contextmanager
-def _capturing() -> Iterator[None]:
-    """Let code that asks believe that the current CUDA stream is being captured."""
+def pretend_capture() -> Iterator[None]:
+    """Let torch report that a GPU exists and that its current stream is being captured."""
     yes = {"is_available": lambda: True, "is_current_stream_capturing": lambda: True}
     with patch.multiple(torch.cuda, **yes):
         yield
@@ -151,21 +151,21 @@ def make_graphed_callables(
     _order: list[int],
     _num_layers_per_chunk: list[int],
     **options: object,
-) -> list[_Graphed]:
-    """Stand-in for Transformer Engine's: one graph per layer and microbatch in flight.
+) -> list[GraphedLayer]:
+    """Make one graph per layer and microbatch in flight; stands in for Transformer Engine's.
 
     `_order` is a schedule: 2 is a forward of all layers of chunk 2 with its next microbatch, -2 the
     backward. Samples and graphs are in the order (chunk, microbatch, layer).
     """
     num_microbatches = len(_order) // 2 // len(_num_layers_per_chunk)
-    graphs: list[_Graphed] = []
-    passes: dict[int, list[list[_Graphed]]] = {}
+    graphs: list[GraphedLayer] = []
+    passes: dict[int, list[list[GraphedLayer]]] = {}
     for chunk, num_layers in enumerate(_num_layers_per_chunk, 1):
         first = sum(_num_layers_per_chunk[: chunk - 1])
         for _ in range(num_microbatches):
             start = len(graphs)
             for number, layer in enumerate(layers[first : first + num_layers], start):
-                graphs.append(_Graphed(layer, sample_args[number], sample_kwargs[number]))
+                graphs.append(GraphedLayer(layer, sample_args[number], sample_kwargs[number]))
             for direction in (chunk, -chunk):
                 passes.setdefault(direction, []).append(graphs[start:])
     for graph in graphs:
@@ -180,7 +180,7 @@ def make_graphed_callables(
 
 @contextmanager
 def cuda_graphs_on_cpu() -> Iterator[None]:
-    """Give Megatron's `cuda_graph_impl="transformer_engine"` the stand-in."""
+    """Let Megatron's `cuda_graph_impl="transformer_engine"` use the stand-in."""
     names = ("transformer_engine", "transformer_engine.pytorch")
     modules = {name: sys.modules.get(name, ModuleType(name)) for name in names}
     recent = {"is_te_min_version": lambda version: True}
@@ -188,7 +188,7 @@ def cuda_graphs_on_cpu() -> Iterator[None]:
         patch.dict(sys.modules, modules),
         patch.multiple(transformer_layer, **recent),
         patch.multiple(cuda_graphs, HAVE_TE_GRAPHS=True, **recent),
-        # Collecting garbage before and after a capture would take longer than all the rest.
+        # Garbage collection around captures would take longer than everything else.
         patch.object(cuda_graphs, "gc"),
         patch.object(cuda_graphs, "make_graphed_callables", make_graphed_callables, create=True),
     ):

@@ -1,8 +1,10 @@
-"""One captured MoE layer, replayed over many routings; each replay is compared with an eager run.
+"""Compare replays of one captured MoE layer with eager runs, over many routings.
 
-The router's weight is a unit matrix, so the first E features of a token are its logits: what the
-input says is what is routed. Forward and backward are one graph. Output and all gradients of each
-replay are compared bit by bit, on the device, and the outcome is read once, at the end.
+The router's weight is a unit matrix, so the first E features of a token are its logits, and the
+input decides the routing. Forward and backward are one graph. The output and all gradients of each
+replay are compared bit by bit on the device; the result is read once, at the end.
+
+Letters: N routings, E experts, S positions, D hidden size.
 """
 
 import dataclasses
@@ -20,8 +22,8 @@ from padded_dispatch.exchange.choose import ExchangeKind
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.compat import training_stream
 from padded_dispatch.utils.routings import routing_scores
-from tests.support.graph_protocol import Tape, _capturing
-from tests.support.graph_training import Findings, _bits
+from tests.support.graph_protocol import Tape, pretend_capture
+from tests.support.graph_training import Findings, bits
 from tests.support.layer_parity import LayerCase, build_layer
 from tests.support.parity import megatron
 
@@ -30,11 +32,11 @@ KINDS = ("uniform", "lognormal", "hot", "idle rank")
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingCase:
-    """A layer over `ranks` expert-parallel ranks, and how many routings it sees.
+    """A layer over `ranks` expert-parallel ranks, and its number of routings.
 
-    Every fourth routing is of one of `KINDS`: with "hot" every token asks for expert 0, with "idle
-    rank" nobody asks for the experts of the last rank (of the last half on a single one). `seed`:
-    of the draws of policy "random".
+    Routings cycle through `KINDS`. With "hot" every token asks for expert 0. With "idle rank" no
+    token asks for the experts of the last rank; on a single rank, for the last half of the experts.
+    `seed`: seed of policy "random".
     """
 
     name: str
@@ -55,7 +57,7 @@ class RoutingCase:
 
 
 def routings_equal_eager(case: RoutingCase) -> Findings:
-    """Run on every rank of the default process group, of which there are `case.ranks`."""
+    """Compare replays with eager runs. Runs on all `case.ranks` ranks of the default group."""
     with groups(case):
         layer = make_layer(case)
         tokens, grad = inputs = make_inputs(case, 0)
@@ -73,10 +75,10 @@ def routings_equal_eager(case: RoutingCase) -> Findings:
             asked_for.append(counters.demand_E - before_E)
             set_draws(layer, number)
             for name, wanted in results(layer, tokens, grad).items():
-                differing[name] += (_bits(replayed[name]) != _bits(wanted)).any()
+                differing[name] += (bits(replayed[name]) != bits(wanted)).any()
         found = {name: int(count) for name, count in differing.items()}
         demand_NE = torch.stack(asked_for).cpu()
-    broken = _not_as_meant(case, demand_NE)
+    broken = _wrong_routings(case, demand_NE)
     return Findings(
         differing={name: count for name, count in found.items() if count},
         facts={
@@ -89,7 +91,7 @@ def routings_equal_eager(case: RoutingCase) -> Findings:
 
 
 def draws_repeat_with_the_seed(case: RoutingCase) -> Findings:
-    """Four passes over one input: of policy "random", each is another, in graphs as in eager."""
+    """Check four passes of policy "random" over one input: all differ, eager as in a graph."""
     replayed, eager = outputs(case, graphed=True), outputs(case, graphed=False)
     other = outputs(dataclasses.replace(case, seed=case.seed + 1), graphed=True)
     broken = []
@@ -104,9 +106,9 @@ def draws_repeat_with_the_seed(case: RoutingCase) -> Findings:
 
 
 def outputs(case: RoutingCase, *, graphed: bool) -> list[Tensor]:
-    """Of four passes from draw 0 on, in which every token asks for expert 0."""
+    """Return the outputs of four passes from draw 0 on; every token asks for expert 0."""
     with groups(case):
-        torch.manual_seed(0)  # Weights on CPUs are drawn from this one.
+        torch.manual_seed(0)  # On a CPU, weights are drawn from this generator.
         layer = make_layer(case)
         tokens, grad = make_inputs(case, KINDS.index("hot"))
 
@@ -125,7 +127,7 @@ def outputs(case: RoutingCase, *, graphed: bool) -> list[Tensor]:
 
 @contextmanager
 def groups(case: RoutingCase) -> Iterator[None]:
-    """Megatron with as many expert-parallel ranks, on a stream that can be captured."""
+    """Set up Megatron with the case's ranks, on a stream that can be captured."""
     with megatron(case.device, expert_model_parallel_size=case.ranks):
         if case.device == "cuda":
             torch.cuda.set_stream(training_stream())
@@ -133,13 +135,13 @@ def groups(case: RoutingCase) -> Iterator[None]:
 
 
 def set_draws(layer: Any, number: int) -> None:
-    """Let replay and eager run have the same draw, another one for each routing."""
+    """Set the router's next random draw to `number`, if its policy draws."""
     if layer.router.num_draws is not None:
         layer.router.num_draws.fill_(number)
 
 
-def _not_as_meant(case: RoutingCase, demand_NE: Tensor) -> list[str]:
-    """Whether the routings were what `KINDS` says."""
+def _wrong_routings(case: RoutingCase, demand_NE: Tensor) -> list[str]:
+    """Describe routings whose demand does not fit their kind."""
     num_idle = _num_idle(case)
     broken = []
     for number, demand_E in enumerate(demand_NE):
@@ -156,7 +158,7 @@ def _num_idle(case: RoutingCase) -> int:
 
 
 def make_layer(case: RoutingCase) -> Any:
-    """The features of a token begin with its logits."""
+    """Build the layer; its router reads a token's first E features as logits."""
     shape = LayerCase(
         name=case.name,
         device=case.device,
@@ -183,7 +185,7 @@ def make_layer(case: RoutingCase) -> Any:
 
 
 def make_inputs(case: RoutingCase, number: int) -> tuple[Tensor, Tensor]:
-    """Tokens [S, 1, D] of the routing, other ones on each rank, and their output's gradient."""
+    """Return tokens [S, 1, D] of a routing, different on each rank, and the output's gradient."""
     seed = number * case.ranks + dist.get_rank()
     kind = KINDS[number % len(KINDS)]
     scores_TE = routing_scores(
@@ -203,14 +205,14 @@ def make_inputs(case: RoutingCase, number: int) -> tuple[Tensor, Tensor]:
 
 
 def copy_inputs(case: RoutingCase, number: int, static: tuple[Tensor, Tensor]) -> None:
-    """Those of a routing, to where a graph reads them."""
+    """Copy the inputs of a routing into the graph's static inputs."""
     with torch.no_grad():
         for tensor, value in zip(static, make_inputs(case, number), strict=True):
             tensor.copy_(value)
 
 
 def results(layer: Any, tokens: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """The output, and the gradients of the tokens and of every parameter."""
+    """Return the output and the gradients of the tokens and of every parameter."""
     output = layer(tokens)[0]
     names, parameters = zip(*layer.named_parameters(), strict=True)
     grads = torch.autograd.grad(output, (tokens, *parameters), grad)
@@ -221,15 +223,15 @@ def results(layer: Any, tokens: Tensor, grad: Tensor) -> dict[str, Tensor]:
 def capture(
     work: Callable[[], dict[str, Tensor]], device: str
 ) -> tuple[Callable[[], None], dict[str, Tensor]]:
-    """What replays the work, and where its results will lie."""
-    work()  # Ranks agree on shapes, libraries settle.
+    """Return a function that replays the work, and the tensors that replays write."""
+    work()  # Ranks compare shapes; libraries initialize.
     if device == "cpu":
-        with _capturing(), Tape() as tape:
+        with pretend_capture(), Tape() as tape:
             found = work()
         return tape.replay, found
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    # Other threads, such as NCCL's, may ask the device for things that a capture forbids.
+    # Other threads, such as NCCL's, may make calls that a capture forbids.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         found = work()
     return graph.replay, found

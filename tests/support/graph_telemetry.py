@@ -1,15 +1,17 @@
-"""What the telemetry of a captured layer says of its replays, beside a count on the host."""
+"""Compare the telemetry of a captured layer's replays with a count on the host.
+
+Letters: T tokens, E experts, P passes, R ranks.
+"""
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from padded_dispatch.megatron.telemetry import Reading, Telemetry
+from padded_dispatch.megatron.graphs.selftest import waiting_raises
+from padded_dispatch.megatron.telemetry import Snapshots, Telemetry
 from tests.support.graph_routings import (
     RoutingCase,
     capture,
@@ -25,7 +27,7 @@ EVERY = 7
 
 
 class LastPass:
-    """Keeps the maps of the last pass where a replay writes them."""
+    """An observer that keeps the maps of the last pass, in tensors that replays write."""
 
     def __init__(self, case: RoutingCase) -> None:
         shape = case.seq, case.num_experts
@@ -40,11 +42,11 @@ class LastPass:
 
 
 class HostCount:
-    """Policy "probs" and its counts, in NumPy, for the tokens of one rank."""
+    """Policy "probs" and its counts in NumPy, for the tokens of one rank."""
 
     def __init__(self, num_experts: int) -> None:
         self.demand_E = np.zeros(num_experts, dtype=np.int64)
-        self.kept_PE: list[Any] = []  # of each pass
+        self.kept_PE: list[Any] = []
         self.asked_mass = self.dropped_mass = self.lost_tokens = self.largest = self.num_slots = 0
 
     def add(self, asked_TE, probs_TE, capacity: int) -> None:
@@ -64,25 +66,25 @@ class HostCount:
 
 
 def telemetry_is_a_hosts_count(case: RoutingCase) -> Findings:
-    """Every `EVERY` replays it is read, which must not wait. To be run on every rank."""
+    """Compare telemetry, read every `EVERY` replays without waiting, with the host. All ranks."""
     with groups(case):
         layer, last, host = make_layer(case), LastPass(case), HostCount(case.num_experts)
         layer.router.selector.observers.append(last)
         tokens, grad = inputs = make_inputs(case, 0)
         replay, _ = capture(lambda: results(layer, tokens, grad), case.device)
-        telemetry = Telemetry([layer], every=EVERY)  # What the capture counted lies before it.
-        readings = []
+        telemetry = Telemetry([layer], every=EVERY)  # It leaves out the counts of the capture.
+        reads = []
         for number in range(case.num_routings):
             copy_inputs(case, number, inputs)
             replay()
-            with _waiting_forbidden(case.device):
-                reading = telemetry.step()
-            readings += [reading] if reading is not None else []
+            with waiting_raises(torch.device(case.device)):
+                snapshots = telemetry.step()
+            reads += [snapshots] if snapshots is not None else []
             host.add(last.asked_TE.cpu().numpy(), last.probs_TE.cpu().numpy(), last.capacity)
-        readings.append(telemetry.read())
+        reads.append(telemetry.read())
         hosts: list[Any] = [None] * case.ranks
         dist.all_gather_object(hosts, host)
-    counted, expected = _read(readings), _counted(hosts, case)
+    counted, expected = _sum(reads), _counted(hosts, case)
     broken = [
         f"{name} is {counted[name]}, and the host counted {value}"
         for name, value in expected.items()
@@ -91,46 +93,34 @@ def telemetry_is_a_hosts_count(case: RoutingCase) -> Findings:
     for name in ("dropped_mass", "lost_tokens", *(("idle_passes",) if case.ranks > 1 else ())):
         if not np.any(expected[name]):
             broken.append(f"{name} was never above 0")
-    return Findings(facts=expected | {"readings": len(readings)}, broken=tuple(broken))
+    return Findings(facts=expected | {"readings": len(reads)}, broken=tuple(broken))
 
 
-@contextmanager
-def _waiting_forbidden(device: str) -> Iterator[None]:
-    if device == "cpu":
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def _read(readings: list[Reading]) -> dict[str, Any]:
-    """All readings together."""
-    seen = [dataclasses.asdict(reading.training) for reading in readings]
+def _sum(reads: list[Snapshots]) -> dict[str, Any]:
+    """Add up the figures of all reads."""
+    training = [dataclasses.asdict(snapshots.training) for snapshots in reads]
 
     def total(name: str) -> Any:
-        return sum(of[name][0] for of in seen).tolist()
+        return sum(figures[name][0] for figures in training).tolist()
 
     return {
-        "steps": sum(reading.num_steps for reading in readings),
+        "steps": sum(snapshots.num_steps for snapshots in reads),
         "demand": total("demand_YE"),
         "kept": total("kept_YE"),
         "asked_mass": total("asked_mass_Y"),
         "dropped_mass": total("dropped_mass_Y"),
         "lost_tokens": total("lost_tokens_Y"),
-        "largest": max(of["max_demand_Y"][0] for of in seen).item(),
+        "largest": max(figures["max_demand_Y"][0] for figures in training).item(),
         "passes": total("num_passes_Y"),
         "positions": total("num_positions_Y"),
         "slots": total("num_slots_Y"),
         "idle_passes": total("idle_passes_YR"),
-        "evaluations": sum(reading.evaluation.num_passes_Y[0] for reading in readings).item(),
+        "evaluations": sum(snapshots.evaluation.num_passes_Y[0] for snapshots in reads).item(),
     }
 
 
 def _counted(hosts: list[HostCount], case: RoutingCase) -> dict[str, Any]:
-    """The same figures, from what the ranks counted."""
+    """Return the same figures from the counts of all hosts."""
     kept_PE = sum(np.array(host.kept_PE) for host in hosts)
     kept_PR = kept_PE.reshape(len(kept_PE), case.ranks, -1).sum(2)
     passes = case.num_routings * case.ranks

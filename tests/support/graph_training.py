@@ -1,10 +1,10 @@
-"""A GPT trained three times in lockstep: eager, eager again, and with its layers as CUDA graphs.
+"""Train a GPT three times in lockstep: eager, eager again, and with CUDA graphs of its layers.
 
 After every step all losses, gradients, parameters and counters of the three are compared bit by
-bit, on the device; what differed is read once, at the end. The second eager run shows that there is
-a promise to keep. Layers are like GPT-OSS's: biases everywhere, a clamped SwiGLU, top-4 of 32.
+bit on the device; the result is read once, at the end. The second eager run shows that eager runs
+are reproducible. Layers are like GPT-OSS's: biases everywhere, a clamped SwiGLU, top-4 of 32.
 
-On a CPU the layers are Megatron's local ones, and a stand-in (`graph_protocol`) captures.
+On a CPU the layers are Megatron's local ones, with the stand-in of `graph_protocol` for graphs.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ from tests.support.parity import megatron
 
 SEED = 40
 EAGER_STEPS = 2
-NOBODY = -1e4  # a router bias that nothing outweighs
+NEVER_CHOSEN = -1e4  # a router bias that no logit outweighs
 _EXPERT = re.compile(r"local_experts\.(\d+)\.|(?:weight|bias)(\d+)$")
 
 
@@ -57,12 +57,12 @@ _EXPERT = re.compile(r"local_experts\.(\d+)\.|(?:weight|bias)(\d+)$")
 class Situation:
     """A model, how ranks share it, and what happens around its graphs.
 
-    `impl`: Megatron's cuda_graph_impl; with "local" it captures by itself at the end of the first
-    step, and there is no self-test. `scopes`: what is captured of each layer; () is all of it.
+    `impl`: Megatron's cuda_graph_impl; with "local" Megatron captures by itself at the end of the
+    first step, without a self-test. `scopes`: captured parts of each layer; () is the whole layer.
     `dense`: numbers of layers without experts, from 0. `recompute`: Megatron's recompute_modules.
-    `evaluates`: batch and length of an evaluation before every step. `idle`: who gets no token, by
-    a router bias: the experts of the last expert-parallel rank in two of three steps, or the last
-    expert in all of them.
+    `evaluates`: batch and length of an evaluation before every step. `idle`: experts that get no
+    token, by a router bias: "rank" means those of the last expert-parallel rank in two of three
+    steps, "expert" the last expert in all steps.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Situation:
     overlap_param_gather: bool = False
     distributed_optimizer: bool = True
     evaluates: tuple[int, int] | None = None
-    idle: Literal["nobody", "rank", "expert"] = "nobody"
+    idle: Literal["none", "rank", "expert"] = "none"
     replays: int = 5
     microbatches: int = 2
     batch: int = 1
@@ -99,16 +99,16 @@ class Situation:
 
     @property
     def dp(self) -> int:
-        """Data parallel size of everything but the experts."""
+        """Data-parallel size of everything but the experts."""
         return self.ranks // (self.tp * self.pp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What one rank saw.
+    """Findings of one rank.
 
-    `differing`: what was not the same bits, and in how many steps. `unreproducible`: the same of
-    two eager runs. `facts`: figures for the row. `broken`: other things that should not be.
+    `differing`: tensors whose bits differ from eager, with the number of steps. `unreproducible`:
+    the same for two eager runs. `facts`: figures for the row. `broken`: other failures.
     """
 
     differing: dict[str, int] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Findings:
     broken: tuple[str, ...] = ()
 
     def failures(self) -> list[str]:
-        """In words."""
+        """Return all failures as text."""
         return [
             *(f"{name} differs from eager in {n} steps" for name, n in self.differing.items()),
             *(f"{name} differs between eager runs" for name in self.unreproducible),
@@ -126,7 +126,7 @@ class Findings:
 
 
 def replays_equal_eager(case: Situation) -> Findings:
-    """Train on every rank of the default process group, of which there are `case.ranks`."""
+    """Compare replayed with eager training. Runs on all `case.ranks` ranks of the default group."""
     with _world(case):
         eager, again, graphed = (Training(case, graphs=graphs) for graphs in (False, False, True))
         unreproducible, differing = _Comparison(), _Comparison()
@@ -159,9 +159,9 @@ def replays_equal_eager(case: Situation) -> Findings:
 
 
 def replays_do_not_wait(case: Situation) -> Findings:
-    """Train with graphs; any call of a replayed step's passes that waits for the device raises.
+    """Train with graphs while calls that wait for the GPU raise within a replayed step's passes.
 
-    Five more steps run under the profiler, and what they copied and waited for is a fact.
+    Five more steps run under the profiler; the facts count their copies, waits and graph launches.
     """
     with _world(case):
         training = Training(case, graphs=True)
@@ -186,7 +186,7 @@ def replays_do_not_wait(case: Situation) -> Findings:
 
 
 def _counted(profile: Any, pattern: str) -> dict[str, int]:
-    """How often each event came whose name has the pattern."""
+    """Count events by name, of names that contain the pattern."""
     counts: dict[str, int] = {}
     for event in profile.events():
         if re.search(pattern, event.name):
@@ -205,7 +205,7 @@ def _waiting_allowed() -> Iterator[None]:
 
 @contextmanager
 def _world(case: Situation) -> Iterator[None]:
-    """Megatron's groups and counts, on a stream that can be captured."""
+    """Set up Megatron's groups and number of microbatches, on a stream that can be captured."""
     sizes = {
         "tensor_model_parallel_size": case.tp,
         "pipeline_model_parallel_size": case.pp,
@@ -227,7 +227,7 @@ def _world(case: Situation) -> Iterator[None]:
 
 
 class Training:
-    """One of the three; all start with the same weights."""
+    """One of the three trainings; all start with the same weights."""
 
     def __init__(self, case: Situation, *, graphs: bool) -> None:
         self._case = case
@@ -247,24 +247,24 @@ class Training:
                 optimizers=(self._optimizer,),
             )
         self._losses: list[Tensor] = []
-        # Elements of gradients that are not zero: of experts that were idle, and of the others.
+        # Numbers of nonzero elements in gradients of idle experts and of the others.
         self._idle_nonzero: list[Tensor] = []
         self._busy_nonzero: list[Tensor] = []
 
     def capture(self) -> Any:
-        """What the self-test says."""
+        """Capture, and return the self-test's result."""
         assert self._graphs is not None
         return self._graphs.capture()
 
     def delete_graphs(self) -> None:
-        """Before the process groups end."""
+        """Delete the graphs; call it before the process groups are destroyed."""
         if self._graphs is None:
-            delete_cuda_graphs()  # Megatron keeps them in a class.
+            delete_cuda_graphs()  # Megatron keeps local graphs in a class attribute.
         else:
             self._graphs.delete()
 
     def num_graphs(self) -> int:
-        """Of all layers, for forward and backward together."""
+        """Return the number of graphs of all layers; forward and backward count as one."""
         layers = [module for chunk in self._chunks for module in chunk.modules()]
         if self._case.impl == "local":
             managers = [m.cudagraph_manager for m in layers if hasattr(m, "cudagraph_manager")]
@@ -272,11 +272,11 @@ class Training:
         return sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
 
     def losses(self) -> list[float]:
-        """The mean of every step, on ranks that compute it."""
+        """Return the mean loss of every step, on ranks that compute it."""
         return [loss.item() for loss in self._losses]
 
     def step(self, number: int, outside: Any = nullcontext) -> dict[str, Tensor]:
-        """A step; all that it leaves, by name. `outside` is around what is no pass."""
+        """Run a step; return results by name. `outside` wraps everything but the passes."""
         results: dict[str, Tensor] = {}
         with outside():
             idle = self._make_idle(number)
@@ -298,7 +298,7 @@ class Training:
         return results
 
     def passes(self, number: int) -> list[Tensor]:
-        """Forward and backward of all microbatches; the losses, where they are computed."""
+        """Run forward and backward of all microbatches; return losses on ranks with losses."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -326,7 +326,7 @@ class Training:
         return [report["loss"] for report in reports]
 
     def _batches(self, number: int, batch: int, seq: int) -> Iterator[Tensor]:
-        """Token ids [B, S + 1], drawn on the device: a copy from the host would wait."""
+        """Yield token ids [B, S + 1], drawn on the device: a copy from the host would wait."""
         draw = torch.Generator(self._case.device)
         draw.manual_seed(number * self._case.dp + parallel_state.get_data_parallel_rank())
         for _ in range(self._case.microbatches):
@@ -346,28 +346,28 @@ class Training:
                 yield f"{name} of chunk {index}", parameter
 
     def _make_idle(self, number: int) -> list[int]:
-        """Let nobody ask for some experts in this step; their ids."""
+        """Let no token choose some experts in this step; return their ids."""
         case = self._case
-        if case.idle == "nobody" or (case.idle == "rank" and number % 3 == 0):
+        if case.idle == "none" or (case.idle == "rank" and number % 3 == 0):
             return []
         num_idle = case.num_experts // case.ep if case.idle == "rank" else 1
         with torch.no_grad():
             for layer in self._moe:
-                layer.router.bias[-num_idle:] = NOBODY
+                layer.router.bias[-num_idle:] = NEVER_CHOSEN
         return list(range(case.num_experts - num_idle, case.num_experts))
 
     def _note_idle(self, idle: list[int]) -> None:
         for layer in self._moe:
             for name, parameter in layer.experts.named_parameters():
                 found = _EXPERT.search(name)
-                assert found is not None, f"whose parameter is {name}?"
+                assert found is not None, f"no expert number in {name}"
                 expert = layer.local_expert_indices[int(found[1] or found[2])]
                 notes = self._idle_nonzero if expert in idle else self._busy_nonzero
                 notes.append(parameter.main_grad.count_nonzero())
 
     def idle_failures(self) -> list[str]:
-        """Idle experts have gradients, which are zero; the others have some that are not."""
-        if self._case.idle == "nobody":
+        """Check that gradients of idle experts are zero and that some of the others are not."""
+        if self._case.idle == "none":
             return []
         idle, busy = (
             [count.item() for count in notes] for notes in (self._idle_nonzero, self._busy_nonzero)
@@ -384,7 +384,7 @@ class Training:
 
 
 class _Comparison:
-    """In how many steps each tensor was not the same bits; kept on the device."""
+    """The number of steps in which each tensor's bits differed, on the device."""
 
     def __init__(self) -> None:
         self._steps: dict[str, Tensor] = {}
@@ -392,19 +392,19 @@ class _Comparison:
     def add(self, one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert one.keys() == other.keys()
         for name in one:
-            differs = (_bits(one[name]) != _bits(other[name])).any().long()
+            differs = (bits(one[name]) != bits(other[name])).any().long()
             self._steps[name] = self._steps[name] + differs if name in self._steps else differs
 
     def num_tensors(self) -> int:
         return len(self._steps)
 
     def read(self) -> dict[str, int]:
-        """Those that ever differed."""
+        """Return the numbers of the tensors that ever differed."""
         counts = torch.stack(list(self._steps.values())).tolist()
         return {name: n for name, n in zip(self._steps, counts, strict=True) if n}
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -463,7 +463,7 @@ def _config(case: Situation, graphs: bool) -> TransformerConfig:
 
 
 def _chunks(case: Situation, config: TransformerConfig) -> list[Any]:
-    """This rank's chunks, each in Megatron's DDP."""
+    """Build this rank's chunks, each in Megatron's DDP."""
     on_gpu = case.device == "cuda"
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -496,14 +496,14 @@ def _chunks(case: Situation, config: TransformerConfig) -> list[Any]:
         chunk.broadcast_params()
         chunks.append(chunk.train())
     if case.overlap_grad_reduce:
-        # As Megatron's training does: gradients travel with the last microbatch only.
+        # Like Megatron's training: gradients are reduced in the last microbatch only.
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if case.vpp else no_sync[0]
     return chunks
 
 
 def _without_last_bias(model: Any) -> None:
-    """SequentialMLP's experts add it in place to a view, which autograd refuses without a GPU."""
+    """Remove fc2 biases, which SequentialMLP adds in place to a view; CPU autograd rejects this."""
     for name, module in model.named_modules():
         if ".local_experts." in name and name.endswith("linear_fc2"):
             module.register_parameter("bias", None)
@@ -528,8 +528,8 @@ def _forward(batches: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
     ids = next(batches)
     batch, length = ids.shape[0], ids.shape[1] - 1
     positions = torch.arange(length, device=ids.device).expand(batch, -1)
-    # Transformer Engine's attention is causal by itself. Megatron hands a mask of zeros to a graph
-    # that was given none, which its local attention would take for one.
+    # Transformer Engine's attention is causal without a mask. Without one, Megatron passes zeros to
+    # a graph, which its local attention would read as a mask.
     future = None
     if ids.device.type == "cpu":
         future = torch.ones(batch, 1, length, length, dtype=torch.bool).triu(1)
@@ -538,5 +538,5 @@ def _forward(batches: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
 
 def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     loss = losses.float().mean()
-    # Megatron divides the first one in place by the number of passes.
+    # Megatron divides the loss in place by the number of microbatches.
     return loss, {"loss": loss.detach().clone()}

@@ -1,4 +1,4 @@
-"""The smallest Megatron that has a MoE layer: configs, layers and process groups for tests."""
+"""Configs, layers and process groups of the smallest Megatron model with a MoE layer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +19,7 @@ NUM_EXPERTS, TOP_K, HIDDEN = 4, 2, 16
 
 
 def config(dispatcher: str = "padded_alltoall", **overrides: Any) -> TransformerConfig:
-    """A config for the CPU: 4 experts, top-2, D = 16."""
+    """Return a config for the CPU: 4 experts, top-2, D = 16."""
     values = {
         "num_layers": 1,
         "hidden_size": HIDDEN,
@@ -42,15 +42,15 @@ def config(dispatcher: str = "padded_alltoall", **overrides: Any) -> Transformer
 
 
 def layer_spec() -> Any:
-    """Megatron's own spec of a GPT layer with experts, without Transformer Engine."""
+    """Return Megatron's spec of a GPT layer with experts, without Transformer Engine."""
     return get_gpt_layer_local_spec(num_experts=NUM_EXPERTS, moe_grouped_gemm=False)
 
 
 def layer(config: TransformerConfig, spec: Any = None) -> Any:
-    """A MoE layer in training mode, with the same weights on every call."""
+    """Build a MoE layer in training mode, with the same weights on every call."""
     torch.manual_seed(5)
     mlp = (spec or layer_spec()).submodules.mlp
-    # 0.18 and later have a partial here, which takes its groups as the layer hands them over.
+    # From 0.18 on this is a partial.
     built = mlp(config=config) if callable(mlp) else build_module(mlp, config=config)
     built.set_layer_number(1)
     return built.train()
@@ -58,7 +58,7 @@ def layer(config: TransformerConfig, spec: Any = None) -> Any:
 
 @contextmanager
 def one_process(device: str = "cpu") -> Iterator[None]:
-    """Megatron on this process alone, its CPU or GPU: gloo, and parallel state of size 1."""
+    """Set up Megatron in this process alone: gloo, and parallel state of size 1."""
     with megatron_on_cpu() if device == "cpu" else nullcontext():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel()

@@ -1,39 +1,37 @@
-"""A change that a replay would ignore raises before the replay.
+"""Raise if a setting that is baked into a captured CUDA graph has changed since the capture.
 
-A captured layer runs no Python: it goes on with the shape, capacity, mode and config that it was
-captured with, and copies whatever it is given into the captured input, by broadcast if need be. So
-each layer's facts are recorded when Megatron captures it and compared whenever Megatron replays it.
-`TransformerLayer._te_cuda_graph_capture` and `_te_cuda_graph_replay` (0.16.1 to 0.19.0) are where
-all of Megatron's ways into a layer's graph by Transformer Engine meet. With "local" it is
-`_should_call_local_cudagraph`: the first step, at whose end Megatron captures, is recorded, and
-evaluation runs eagerly, for which stock replays the graph of a training step, counters and dropout
-included. What else "local" needs comes along from `local_graphs`. Layers of models without our
-dispatcher pass unchanged. A whole iteration is watched by our `IterationGraph`, and by nobody where
-Megatron's own wrapper is used without it.
+A captured layer runs no Python: it keeps the shape, capacity, train/eval mode and config of its
+capture, and copies its input into the captured one, by broadcast if need be. So the guard records
+each layer's invariants (the values that its graph depends on) when Megatron captures the layer, and
+compares them before each replay. It patches methods of Megatron and leaves layers without a padded
+dispatcher alone. If only some ranks changed, those raise, and the others block in the exchange
+until their watchdog kills them.
 
-It raises on the ranks where something changed. Where that is not all of them, the others wait for
-the exchange, until their watchdog ends them.
+`cuda_graph_impl="transformer_engine"`: all of Megatron's paths to a layer's graph go through
+`TransformerLayer._te_cuda_graph_capture` and `_te_cuda_graph_replay` (0.16.1 to 0.19.0).
 
-Megatron's own graphs of layers, `cuda_graph_impl="local"`: what their capture would leave wrong.
+`cuda_graph_impl="local"`: Megatron captures by itself at the end of the first step, layer by layer
+in `_CudaGraphRunner.create_fwd_graph`, and checks the shapes of inputs in each replay. What it gets
+wrong for models with our dispatcher is corrected here:
 
-Megatron captures by itself at the end of the first step, layer by layer in
-`_CudaGraphRunner.create_fwd_graph`, and checks the shapes of inputs in each replay. For models with
-our dispatcher:
+- `_should_call_local_cudagraph` records the first step, compares later ones, and keeps evaluation
+  eager. Stock replays the graph of a training step in evaluation, counters and dropout included.
+- A capture runs passes over zeros. What they count is restored: our counters, and Megatron's
+  buffers such as those of expert bias, which Megatron itself restores from 0.18 on.
+- A layer's input stays in its buffer. In 0.16 and 0.17 others may use the buffer once the forward
+  is captured, although backward reads it if no other graph produces the input. Then the gradient of
+  the last layer's output overwrites it, and the first norm's weights get a wrong gradient. Seen
+  with 0.16.1 on H200s, in a model without experts too: the relative error was 100 %.
+- For scope `moe`, Megatron captures nothing of a GPTModel's layers and raises no error (0.16.1 to
+  0.19.0). The guard raises.
 
-- What a capture's passes over zeros count is put back: our counters, and until 0.17 Megatron's
-  buffers, too, such as those of expert bias.
-- A layer's input stays in its buffer. In 0.16 and 0.17 this is free for others once the forward is
-  captured, although backward reads it where the layer is not fed by another graph: the gradient of
-  the last layer's output goes there, and the first norm's weights get a gradient of it. Seen with
-  0.16.1 on H200s, in a model without experts, too: it was off by all of its size.
-- Of scope `moe` Megatron makes no graphs in a GPTModel's layers, and says nothing (0.16.1 to
-  0.19.0): that raises.
+`IterationGraph` guards whole iterations in the same way. Megatron's own FullCudaGraphWrapper has no
+guard.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,135 +40,76 @@ from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord, _CudaG
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from padded_dispatch.config import require
 from padded_dispatch.megatron.compat import FREES_GRAPH_INPUTS, graph_scopes
 from padded_dispatch.megatron.config import is_ours
 from padded_dispatch.megatron.dispatcher import counts_put_back, is_padded
 from padded_dispatch.megatron.router import MASK_IS_LOST
+from padded_dispatch.utils.patches import Patches
 
-# What a graph depends on, by names for people.
-Facts = dict[str, Any]
+# Values that a graph depends on, by the names that errors give.
+Invariants = dict[str, Any]
 
 _MOE_FIELDS = tuple(
     field.name for field in dataclasses.fields(TransformerConfig) if field.name.startswith("moe_")
 )
-_PACKED = (
-    "packed_seq_params is not possible with a layer that is replayed from a CUDA graph: where "
-    "sequences begin is no tensor that a graph could read; pad every sequence to one length, or "
-    "set cuda_graph_impl='none'"
-)
-_originals: dict[tuple[Any, str], Any] = {}
-_captured: WeakKeyDictionary[Any, Facts] = WeakKeyDictionary()
+_patches = Patches()
+_captured: WeakKeyDictionary[Any, Invariants] = WeakKeyDictionary()
 
 
 def install() -> None:
-    """Guard every layer that has a padded dispatcher, from now on. Again: nothing happens."""
-    if not _originals:
-        for owner, attribute, wrap in (
-            (TransformerLayer, "_te_cuda_graph_capture", _wrap_capture),
-            (TransformerLayer, "_te_cuda_graph_replay", _wrap_replay),
-            (TransformerLayer, "_should_call_local_cudagraph", _wrap_local),
-            *PATCHES,
-        ):
-            original = _originals[owner, attribute] = getattr(owner, attribute)
-            setattr(owner, attribute, wrap(original))
+    """Guard every layer that has a padded dispatcher; do nothing if that is already so."""
+    if _patches:
+        return
+    for owner, name, wrap in (
+        (TransformerLayer, "_te_cuda_graph_capture", _wrap_capture),
+        (TransformerLayer, "_te_cuda_graph_replay", _wrap_replay),
+        (TransformerLayer, "_should_call_local_cudagraph", _wrap_local_choice),
+        (TransformerLayer, "create_mcore_cudagraph_manager", _wrap_local_manager),
+        (_CudaGraphRunner, "create_fwd_graph", _wrap_local_capture),
+    ):
+        _patches.set(owner, name, wrap(getattr(owner, name)))
 
 
 def uninstall() -> None:
-    """Undo `install`; without it before, nothing happens."""
-    while _originals:
-        (owner, attribute), original = _originals.popitem()
-        setattr(owner, attribute, original)
+    """Undo `install`; do nothing without an `install` before."""
+    _patches.undo()
 
 
 def padded_layers(chunks: list[Any]) -> list[Any]:
-    """The transformer layers of a model that have a padded dispatcher."""
+    """Return the transformer layers of a model that have a padded dispatcher."""
     modules = (module for chunk in chunks for module in chunk.modules())
     return [m for m in modules if isinstance(m, TransformerLayer) and _is_padded(m)]
 
 
-def facts_of(layers: list[Any]) -> Facts:
-    """Mode, capacity and config of padded layers, whatever their input."""
+def invariants_of(layers: list[Any]) -> Invariants:
+    """Return mode, capacity and config of padded layers; the input is not included."""
     return {
         f"{name} in layer {layer.layer_number}": value
         for layer in layers
-        for name, value in _layer_facts(layer).items()
+        for name, value in _layer_invariants(layer).items()
     }
 
 
-def check_unchanged(then: Facts, now: Facts) -> None:
-    """Compare what a graph depends on with what it was captured with.
+def check_unchanged(captured: Invariants, now: Invariants) -> None:
+    """Raise if anything that a graph depends on has changed since its capture.
 
     Raises:
         ValueError: names everything that differs, with both values.
     """
-    if now != then:
-        changed = [name for name in then if now[name] != then[name]]
-        values = ", ".join(f"{name}={now[name]} (was {then[name]})" for name in changed)
+    changed = [
+        f"{name} must stay {value!r}, got {now[name]!r}"
+        for name, value in captured.items()
+        if now[name] != value
+    ]
+    if changed:
         raise ValueError(
-            f"{values} is not possible with a CUDA graph that was captured before: change it back, "
+            f"{', '.join(changed)}: a captured CUDA graph would ignore the change; change it back, "
             "or delete the graphs and capture again"
         )
 
 
-def _wrap_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(capture)
-    def recorded_capture(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_padded(layer):
-            _captured[layer] = _replay_facts(layer, args, kwargs)
-        return capture(layer, *args, **kwargs)
-
-    return recorded_capture
-
-
-def _wrap_replay(replay: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(replay)
-    def guarded_replay(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if layer in _captured:
-            if kwargs.get("padding_mask") is not None:
-                raise ValueError(f"padding_mask is not possible in a replay: {MASK_IS_LOST}")
-            if kwargs.get("packed_seq_params") is not None:
-                raise ValueError(_PACKED)
-            then, now = _captured[layer], _replay_facts(layer, args, kwargs)
-            if len(layer.cuda_graphs) == 1:
-                # It serves all microbatches, since each is done with before the next one starts.
-                # With a pipeline there is a graph for each, and their order has been captured.
-                now["num_microbatches"] = then["num_microbatches"]
-            check_unchanged(then, now)
-        return replay(layer, *args, **kwargs)
-
-    return guarded_replay
-
-
-def _wrap_local(choose: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(choose)
-    def guarded_choice(layer: Any, *args: Any, **kwargs: Any) -> bool:
-        graphed, padded = choose(layer, *args, **kwargs), _is_padded(layer)
-        if padded:  # Built by `padded_spec` it has not been looked at before.
-            check_captured(layer, layer.config)
-        if not graphed or not is_ours(layer.config) or kwargs.get("inference_context") is not None:
-            return graphed
-        if layer.training and padded:
-            facts = _layer_facts(layer)
-            if _CudagraphGlobalRecord.cudagraph_created:
-                check_unchanged(_captured.get(layer, facts), facts)
-            else:
-                _captured[layer] = facts
-        return layer.training
-
-    return guarded_choice
-
-
-def _replay_facts(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:
-    hidden_states = args[0] if args else kwargs["hidden_states"]
-    return {
-        "hidden_states.shape": tuple(hidden_states.shape),
-        "hidden_states.dtype": hidden_states.dtype,
-        "num_microbatches": get_num_microbatches(),
-        **_layer_facts(layer),
-    }
-
-
-def _layer_facts(layer: Any) -> Facts:
+def _layer_invariants(layer: Any) -> Invariants:
     moe, config = layer.mlp, layer.config
     return {
         "training": (layer.training, moe.training, moe.router.training, moe.experts.training),
@@ -183,57 +122,113 @@ def _is_padded(layer: Any) -> bool:
     return is_padded(getattr(layer, "mlp", None))
 
 
-_NOTHING_IS_CAPTURED = (
-    "cuda_graph_impl='local' with scope 'moe' is not possible in a GPTModel: Megatron would "
-    "capture nothing of its layers; leave the scopes empty, which captures whole layers, or set "
-    "cuda_graph_impl='transformer_engine'"
-)
+# Graphs of layers by Transformer Engine.
 
 
-def check_captured(layer: Any, config: Any) -> None:
-    """Refuse a layer of which Megatron would capture nothing, though its config asks for it."""
-    asked = config.cuda_graph_impl == "local" and "moe" in graph_scopes(config)
-    if asked and not hasattr(layer, "cudagraph_manager"):
-        raise ValueError(_NOTHING_IS_CAPTURED)
+def _wrap_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(capture)
+    def recorded_capture(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_padded(layer):
+            _captured[layer] = _call_invariants(layer, args, kwargs)
+        return capture(layer, *args, **kwargs)
+
+    return recorded_capture
 
 
-def _wrap_manager(create: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_replay(replay: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(replay)
+    def guarded_replay(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if layer in _captured:
+            _check_arguments(kwargs)
+            captured, now = _captured[layer], _call_invariants(layer, args, kwargs)
+            if len(layer.cuda_graphs) == 1:
+                # One graph serves all microbatches, because each ends before the next one starts.
+                # A pipeline has a graph for each microbatch, captured in the order of its schedule.
+                now["num_microbatches"] = captured["num_microbatches"]
+            check_unchanged(captured, now)
+        return replay(layer, *args, **kwargs)
+
+    return guarded_replay
+
+
+def _check_arguments(kwargs: dict[str, Any]) -> None:
+    """Raise if a replay is given an argument that it would ignore."""
+    if kwargs.get("padding_mask") is not None:
+        raise ValueError(f"padding_mask must be None in a replay, got a mask; {MASK_IS_LOST}")
+    if kwargs.get("packed_seq_params") is not None:
+        raise ValueError(
+            "packed_seq_params must be None in a layer that is replayed from a CUDA graph, got "
+            "sequence boundaries, which the graph cannot read; pad every sequence to one length, "
+            "or set cuda_graph_impl='none'"
+        )
+
+
+def _call_invariants(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invariants:
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    return {
+        "hidden_states.shape": tuple(hidden_states.shape),
+        "hidden_states.dtype": hidden_states.dtype,
+        "num_microbatches": get_num_microbatches(),
+        **_layer_invariants(layer),
+    }
+
+
+# Megatron's own graphs of layers, `cuda_graph_impl="local"`.
+
+
+def _wrap_local_choice(choose: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(choose)
+    def guarded_choice(layer: Any, *args: Any, **kwargs: Any) -> bool:
+        graphed, padded = choose(layer, *args, **kwargs), _is_padded(layer)
+        if padded:  # With `padded_spec`, the config is not ours yet when the manager is made.
+            _check_captures(layer, layer.config)
+        if not graphed or not is_ours(layer.config) or kwargs.get("inference_context") is not None:
+            return graphed
+        if layer.training and padded:
+            now = _layer_invariants(layer)
+            if _CudagraphGlobalRecord.cudagraph_created:
+                check_unchanged(_captured.get(layer, now), now)
+            else:
+                _captured[layer] = now
+        return layer.training
+
+    return guarded_choice
+
+
+def _wrap_local_manager(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
-    def loud_create(layer: Any, config: Any) -> None:
+    def checked_create(layer: Any, config: Any) -> None:
         create(layer, config)
         if is_ours(config):
-            check_captured(layer, config)
+            _check_captures(layer, config)
 
-    return loud_create
+    return checked_create
 
 
 def _wrap_local_capture(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def clean_create(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        captured = runner.base_module  # A sampler, say, which has no config.
+        captured = runner.base_module  # Some have no config, a sampler for example.
         if not is_ours(getattr(captured, "config", None)):
             return create(runner, *args, **kwargs)
-        with counts_put_back(captured), _inputs_kept():
+        with counts_put_back(captured), Patches() as patches:
+            if FREES_GRAPH_INPUTS:
+                # All that a forward's capture gives back to this pool are buffers of inputs.
+                pool: Any = _CudagraphGlobalRecord.tensor_reuse_pool
+                patches.set(pool, "insert", lambda buffer: None)
             return create(runner, *args, **kwargs)
 
     return clean_create
 
 
-PATCHES = (
-    (TransformerLayer, "create_mcore_cudagraph_manager", _wrap_manager),
-    (_CudaGraphRunner, "create_fwd_graph", _wrap_local_capture),
-)
-
-
-@contextmanager
-def _inputs_kept() -> Iterator[None]:
-    """Within the capture of a forward, buffers of inputs are all that is given back to the pool."""
-    if not FREES_GRAPH_INPUTS:
-        yield
-        return
-    pool: Any = _CudagraphGlobalRecord.tensor_reuse_pool
-    pool.insert = lambda buffer: None  # In front of the method.
-    try:
-        yield
-    finally:
-        del pool.insert
+def _check_captures(layer: Any, config: Any) -> None:
+    """Raise if Megatron would capture nothing of a layer although its config has a scope."""
+    asked = config.cuda_graph_impl == "local" and "moe" in graph_scopes(config)
+    require(
+        not asked or hasattr(layer, "cudagraph_manager"),
+        "cuda_graph_impl",
+        config.cuda_graph_impl,
+        "be 'transformer_engine' for scope 'moe' in a GPTModel, because 'local' captures nothing "
+        "of its layers",
+        "set it, or leave the scopes empty, which captures whole layers",
+    )

@@ -1,23 +1,30 @@
-"""Replay equals eager, bit by bit, on fresh inputs, and never waits for the host.
+"""Self-test after a capture: replays equal eager runs bit by bit and never wait for the GPU.
 
-Every captured layer runs three times on the same random input and from the same random state:
-eager, eager again, replayed. Its output and the gradients of its input and of every parameter are
-compared. Where two eager runs' backwards differ in anything, a replay's may differ in anything,
-too: that is reported, not failed, and so for forward. Attention's backward does, unless
-`deterministic_mode` and NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 are set. All layers of all ranks run the
-same kernels, so one pair of eager runs that differs speaks for all of them: each pair alone may be
-equal by luck. (Of 192 layers on 4 H200s, 26 had an equal pair and another replay.) Before anything
-fails, all ranks run a few more pairs, for models of few layers.
+Every captured layer runs with the same random input and from the same random state: eagerly,
+eagerly again, and replayed. The test compares its output, the gradient of its input and the
+gradients of its parameters.
 
-Transformer Engine asks whether it is being captured when it chooses attention's kernels. With
-2.20.2 on an H200, cuDNN's fused attention runs eagerly for sequences of 64, 96 and 128, but in a
-capture for 128 only; the others get the unfused one. And from Megatron-Core 0.18 on, a checkpoint
-(recompute of `moe`) is none in a capture, while eagerly its first pass, without gradients, rounds
-otherwise: `topk` then leaves the choices unsorted. So these eager runs choose as a capture does,
-and a fourth, which chooses as eager training does, tells whether that is something else.
+Irreproducible eager runs. If the backward of two eager runs differs in any tensor, a replay's
+backward may differ in any tensor too; such differences are reported, not failed. The same holds for
+forward. Attention's backward is irreproducible unless `deterministic_mode` and
+NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 are set. All layers of all ranks run the same kernels, so one
+pair of eager runs that differs excuses all of them, while a single pair may be equal by luck: of
+192 layers on 4 H200s, 26 had an equal pair and another replay. Before the test fails, all ranks run
+a few more pairs, which matters for models of few layers.
 
-Nothing remains of it: random states, buffers and counters are put back; gradients and Megatron's
-metrics are cleared, as Megatron's own capture has left them, after which this runs.
+Other kernels in a capture. Two things make a capture compute differently from eager training:
+
+- Transformer Engine chooses attention kernels depending on whether it is being captured. With
+  2.20.2 on an H200, cuDNN's fused attention runs eagerly for sequences of 64, 96 and 128, but in a
+  capture for 128 only; the others get the unfused one.
+- From Megatron-Core 0.18 on, a checkpoint (recompute of `moe`) does nothing in a capture. Eagerly,
+  its first pass, without gradients, rounds differently: `topk` then leaves the choices unsorted.
+
+So the two eager runs choose kernels as a capture does. A third eager run chooses as training does
+and shows whether that makes a difference (`SelfTest.other_kernels`).
+
+The test restores random states, buffers and counters. It runs after Megatron's capture and, like
+that, leaves gradients and Megatron's MoE metrics cleared.
 """
 
 from collections.abc import Iterator
@@ -33,16 +40,17 @@ from torch import Tensor
 
 from padded_dispatch.megatron.compat import clear_moe_metrics
 from padded_dispatch.megatron.dispatcher import counts_put_back
+from padded_dispatch.utils.patches import Patches
 
 try:
     from transformer_engine.pytorch.graph import set_capture_end, set_capture_start
-except ImportError:  # Not on a CPU, where nothing has kernels to choose from.
+except ImportError:  # A CPU has no choice of kernels.
     set_capture_start = set_capture_end = lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One captured layer, and inputs like those that it was captured with."""
+    """One captured layer, and inputs of the shape and dtype that it was captured with."""
 
     layer: Any
     args: tuple[Tensor, ...]
@@ -51,11 +59,11 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTest:
-    """What was compared on this rank.
+    """Result of a self-test that passed, on this rank.
 
-    `num_tensors`: how many were equal. `unreproducible`: those that were not, where eager runs
-    were not, either. `other_kernels`: layers that eager training computes with other
-    kernels, so that its results differ by rounding.
+    `num_tensors`: number of tensors that were equal. `unreproducible`: names of tensors that
+    differed, in a phase in which eager runs differ as well. `other_kernels`: layers that eager
+    training computes with other kernels, so that its results differ by rounding.
     """
 
     num_tensors: int
@@ -64,15 +72,18 @@ class SelfTest:
 
 
 _MORE_PAIRS = 3
-# By the bytes of an element.
+# Integer types by bytes per element.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PHASES = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Findings:
-    """Of one rank; `differing` and `varying` by phase, the latter those of which eager runs were
-    not equal.
+    """Findings of one rank.
+
+    `equal`: tensors whose replay equals eager. `differing`: the others, by phase. `varying`: phases
+    in which two eager runs differed. `other_kernels`: see `SelfTest`. `errors`: layers whose replay
+    raised, with the error.
     """
 
     equal: list[str] = field(default_factory=list)
@@ -83,18 +94,18 @@ class _Findings:
 
 
 def run_self_test(chunks: list[Any], samples: list[Sample]) -> SelfTest:
-    """Compare every sample's layer with itself. To be called by all ranks.
+    """Compare replays of every sample's layer with eager runs. All ranks must call it.
 
     Args:
         chunks: the model in Megatron's DDP.
         samples: all layers that were captured, in order.
 
     Raises:
-        RuntimeError: on all ranks, if any of them found a difference or a synchronisation; names
-            rank, layer and tensor.
+        RuntimeError: on all ranks, if any rank found a difference or a call that waits for the GPU;
+            names rank, layer and tensor.
     """
     found = _Findings()
-    with no_trace(chunks):
+    with restore_state(chunks):
         for sample in samples:
             _compare(chunks, sample, found)
         failed, varying = _outcome(found)
@@ -103,7 +114,7 @@ def run_self_test(chunks: list[Any], samples: list[Sample]) -> SelfTest:
                 _eager_twice(chunks, sample, found)
             failed, varying = _outcome(found)
     if failed:
-        heading = "the CUDA graphs are not what they were made from:"
+        heading = "the self-test of the CUDA graphs failed:"
         raise RuntimeError("\n  ".join([heading, *failed]))
     return SelfTest(
         num_tensors=len(found.equal),
@@ -113,12 +124,12 @@ def run_self_test(chunks: list[Any], samples: list[Sample]) -> SelfTest:
 
 
 def _outcome(found: _Findings) -> tuple[list[str], list[str]]:
-    """What failed on any rank, and the phases that vary on any; the same on all of them."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    varying = [phase for phase in _PHASES if any(phase in one.varying for one in everyone)]
+    """Return the failures of all ranks, and the phases that vary on any rank."""
+    all_found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_found, found)
+    varying = [phase for phase in _PHASES if any(phase in one.varying for one in all_found)]
     failed = []
-    for rank, one in enumerate(everyone):
+    for rank, one in enumerate(all_found):
         names = [n for phase in _PHASES if phase not in varying for n in one.differing[phase]]
         texts = one.errors + [f"{name} differs from eager" for name in names]
         failed += [f"rank {rank}: {text}" for text in texts]
@@ -126,10 +137,11 @@ def _outcome(found: _Findings) -> tuple[list[str], list[str]]:
 
 
 def run_eager(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
-    """Forward and backward without graphs, from the same random state and input on every call.
+    """Run forward and backward without graphs, with the same random state and input on every call.
 
     Returns:
-        The output, then the gradients, by name: where the model has them, until the next run.
+        The output, then the gradients, by name. They are the model's own tensors, which the next
+        run overwrites.
     """
     graphs = sample.layer.cuda_graphs
     sample.layer.cuda_graphs = []
@@ -140,13 +152,13 @@ def run_eager(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
 
 
 @contextmanager
-def no_trace(chunks: list[Any]) -> Iterator[None]:
-    """Put back what passes through layers leave behind."""
-    models = [chunk.module for chunk in chunks]  # DDP itself has buffers that count nothing.
+def restore_state(chunks: list[Any]) -> Iterator[None]:
+    """Restore counters, buffers and random states at the end; clear gradients and MoE metrics."""
+    models = [chunk.module for chunk in chunks]  # Buffers of DDP itself count nothing.
     try:
         with ExitStack() as stack:
             stack.enter_context(counts_put_back(*models))
-            stack.enter_context(_same_random_state())
+            stack.enter_context(_restore_random_state())
             for chunk in chunks:
                 stack.enter_context(chunk.no_sync())
             yield
@@ -164,7 +176,7 @@ def _compare(chunks: list[Any], sample: Sample, found: _Findings) -> None:
     if "forward" in reproducible and not _same_bits(eager[output], trained[output]):
         found.other_kernels.append(name)
     try:
-        with _no_synchronisation(sample.args[0].device):
+        with waiting_raises(sample.args[0].device):
             replayed = _run(chunks, sample)
     except RuntimeError as error:
         found.errors.append(f"{name}: {error}")
@@ -178,11 +190,12 @@ def _compare(chunks: list[Any], sample: Sample, found: _Findings) -> None:
 def _eager_twice(
     chunks: list[Any], sample: Sample, found: _Findings
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """Two eager runs, which choose as a capture does: a copy, and the phases in which they agree.
+    """Run twice eagerly with a capture's kernels; return the results and the phases that agree.
 
-    It is the only copy: a layer's gradients can be as large as anything that training holds.
+    Only the first run's results are copied: a layer's gradients can be as large as anything that
+    training holds.
     """
-    with _choosing_as_a_capture():
+    with _kernels_of_a_capture():
         eager = {what: tensor.clone() for what, tensor in run_eager(chunks, sample).items()}
         again = run_eager(chunks, sample)
     reproducible = {
@@ -204,44 +217,45 @@ def _run(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
     for chunk in chunks:
         chunk.zero_grad_buffer()
     given = _noise(like, seed=2 * layer.layer_number).requires_grad_()
-    with _same_random_state(), _same_draws(layer):
+    with _restore_random_state(), _restore_draws(layer):
         output = layer(given, **sample.kwargs)[0]
         output.backward(_noise(output, seed=2 * layer.layer_number + 1))
     assert given.grad is not None
     results = {"its output": output.detach(), "the gradient of its input": given.grad}
     for name, param in layer.named_parameters():
         if param.requires_grad:
-            # Megatron's DDP takes it from where autograd has put it.
+            # Megatron's DDP moves gradients from `grad` to `main_grad`.
             gradient = param.main_grad if hasattr(param, "main_grad") else param.grad
             results[f"the gradient of {name}"] = gradient
     return results
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:
-    """Standard normal, other on each rank, without a trace in any generator but its own."""
-    own = torch.Generator(like.device).manual_seed(seed * dist.get_world_size() + dist.get_rank())
-    return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=own)
+    """Draw standard normal values, different on each rank; global generators do not advance."""
+    generator = torch.Generator(like.device)
+    generator.manual_seed(seed * dist.get_world_size() + dist.get_rank())
+    return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
 
 
 @contextmanager
-def _choosing_as_a_capture() -> Iterator[None]:
-    is_warmup = cuda_graphs.is_graph_warmup
-    # What recomputation asks, whenever it is about to begin.
-    cuda_graphs.is_graph_warmup = lambda: True
-    set_capture_start()
-    try:
-        yield
-    finally:
-        set_capture_end()
-        cuda_graphs.is_graph_warmup = is_warmup
+def _kernels_of_a_capture() -> Iterator[None]:
+    """Let Transformer Engine and recomputation choose what they would choose in a capture."""
+    with Patches() as patches:
+        # Recomputation calls it before each pass.
+        patches.set(cuda_graphs, "is_graph_warmup", lambda: True)
+        set_capture_start()
+        try:
+            yield
+        finally:
+            set_capture_end()
 
 
 @contextmanager
-def _same_random_state() -> Iterator[None]:
-    """Leave every generator as it was found."""
+def _restore_random_state() -> Iterator[None]:
+    """Restore the random states of torch and of Megatron's tracker at the end."""
     tracker: Any = get_cuda_rng_tracker()
     cpu, cuda, states = torch.get_rng_state(), torch.cuda.get_rng_state(), tracker.get_states()
-    # With Transformer Engine's tracker they are generators that the graphs know; else states.
+    # Transformer Engine's tracker holds generators, which graphs refer to; Megatron's, tensors.
     positions = {
         name: state.get_state() for name, state in states.items() if hasattr(state, "get_state")
     }
@@ -256,8 +270,8 @@ def _same_random_state() -> Iterator[None]:
 
 
 @contextmanager
-def _same_draws(layer: Any) -> Iterator[None]:
-    """Let the layer's router draw next what it would have drawn now (policy "random")."""
+def _restore_draws(layer: Any) -> Iterator[None]:
+    """Restore the number of the router's next random draw at the end (policy "random")."""
     counts = [buffer for name, buffer in layer.named_buffers() if name.endswith("num_draws")]
     kept = [count.clone() for count in counts]
     try:
@@ -268,8 +282,8 @@ def _same_draws(layer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _no_synchronisation(device: torch.device) -> Iterator[None]:
-    """Let every call raise that waits for the device."""
+def waiting_raises(device: torch.device) -> Iterator[None]:
+    """Let calls that wait for the GPU raise; do nothing on a CPU."""
     if device.type != "cuda":
         yield
         return

@@ -1,8 +1,8 @@
-"""The padded layer inside Megatron's own capture and replay code (see `graph_protocol`).
+"""The padded layer in Megatron's own capture and replay code, over the stand-in for CUDA graphs.
 
-A run trains a GPT of two layers in bf16: two eager steps, capture, two replayed steps with an
-evaluation of another batch shape before each, and one eager step after the graphs are gone. It is
-right when losses, gradients and counts of every step are those of a run without graphs, bit by bit.
+A run trains a GPT of two layers in bf16: two eager steps, a capture, two replayed steps with an
+evaluation of another batch shape before each, and one eager step after the graphs are deleted. Its
+losses, gradients and counts must equal those of a run without graphs in every step, bit by bit.
 """
 
 import functools
@@ -66,7 +66,7 @@ STOCK_DROP_AND_PAD: dict[str, Any] = {
 
 
 class Training:
-    """A GPT in Megatron's DDP, and AdamW, on random tokens; scope None is a run without graphs."""
+    """A GPT in Megatron's DDP with AdamW, on random tokens; scope None means no graphs."""
 
     def __init__(self, scope: Scope | None, **settings: Any) -> None:
         graphs: dict[str, Any] = {}
@@ -101,17 +101,17 @@ class Training:
         self.helper: Any = None
 
     def forward(self, batch: int, sequence: int, seed: int, **inputs: Any) -> Tensor:
-        """The mean loss of random tokens, other ones on each rank."""
+        """Return the mean loss of random tokens, which differ between ranks."""
         random = torch.Generator().manual_seed(seed * dist.get_world_size() + dist.get_rank())
         tokens = torch.randint(VOCAB, (batch, sequence + 1), generator=random)
         positions = torch.arange(sequence).expand(batch, -1)
-        # Megatron hands an attention mask of zeros to a graph that was given none.
+        # If there is no attention mask, Megatron passes zeros to the graph.
         future = torch.ones(batch, 1, sequence, sequence, dtype=torch.bool).triu(1)
         losses = self.model(tokens[:, :-1], positions, future, labels=tokens[:, 1:], **inputs)
         return losses.mean()
 
     def step(self, number: int, **inputs: Any) -> Results:
-        """Microbatches, then an update: their losses, the gradients and the counts, by name."""
+        """Run microbatches and an update; return losses, gradients and counts by name."""
         self.model.zero_grad_buffer()
         results = {}
         for microbatch in range(MICROBATCHES):
@@ -132,33 +132,33 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, number: int) -> None:
-        """Forward in evaluation mode, which is eager, with another batch shape."""
+        """Run a forward in evaluation mode, which is eager, with another batch shape."""
         self.model.eval()
         self.forward(OTHER_BATCH, OTHER_SEQUENCE, seed=1000 + number)
         self.model.train()
 
     def capture(self) -> None:
-        """As a training loop does it."""
+        """Capture with Megatron's helper, as a training loop does."""
         self.helper = cuda_graphs.TECudaGraphHelper([self.model], self.config, SEQUENCE, BATCH)
         try:
             self.helper.create_cudagraphs()
         finally:
-            cuda_graphs._set_capture_end()  # Megatron does not when a layer raises.
+            cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
 
     def reset_counters(self) -> None:
-        """As users have to after a capture."""
+        """Reset counters, which a capture by Megatron's helper leaves changed."""
         for layer in self.moe_layers:
             layer.token_dispatcher.counters.reset()
 
     def pinned(self) -> list[str]:
-        """Names of the dispatchers' attributes that hold a plan's tensors."""
+        """Return names of the dispatchers' attributes that hold a plan's tensors."""
         names = ("slot_of_SBK", "choice_of_slot_EC", "kept_E", "unplaced_E")
         dispatchers = [layer.token_dispatcher for layer in self.moe_layers]
         return [name for name in names for d in dispatchers if getattr(d, name) is not None]
 
 
 def counts(layer: Any) -> Results:
-    """What the layer counts in place: ours, and Megatron's own for the expert bias."""
+    """Return the layer's counters: ours, and Megatron's for the expert bias."""
     counters, router = layer.token_dispatcher.counters, layer.router
     counted = {
         name: getattr(counters, name)
@@ -175,7 +175,7 @@ def unreachable(*args: object, **kwargs: object) -> None:
 
 @contextmanager
 def no_python(training: Training, scope: Scope) -> Iterator[None]:
-    """Let whatever the scope captures raise when it is called."""
+    """Let Python functions that the scope captures raise when they are called."""
     with ExitStack() as stack:
         for layer in training.moe_layers:
             captured = [(layer.router, "routing")]
@@ -220,7 +220,7 @@ def differences(eager: list[Results], graphed: list[Results]) -> list[str]:
 
 @contextmanager
 def graphs() -> Iterator[None]:
-    """What trainings of this file need beside Megatron's groups."""
+    """Set up random states, microbatches, `install()` and the stand-in for CUDA graphs."""
     model_parallel_cuda_manual_seed(1)
     num_ranks = parallel_state.get_data_parallel_world_size()
     init_num_microbatches_calculator(0, None, MICROBATCHES * BATCH * num_ranks, BATCH, num_ranks)
@@ -318,7 +318,7 @@ def test_capture_that_would_drop_the_padding_mask_is_refused(megatron, scope):
 
 
 def test_replay_that_drops_the_padding_mask_is_refused(megatron):
-    """Scope `attn` leaves the MoE layer eager, but Megatron's replay does not give it the mask."""
+    """Scope `attn` leaves the MoE layer eager, but Megatron's replay drops its mask."""
     training = Training(("attn",))
     training.step(0, padding_mask=padding_mask())
     training.capture()
@@ -327,12 +327,12 @@ def test_replay_that_drops_the_padding_mask_is_refused(megatron):
 
 
 def padding_mask() -> Tensor:
-    """True for the last two tokens of every sequence."""
+    """Return a mask that is True for the last two tokens of every sequence."""
     return (torch.arange(SEQUENCE) >= SEQUENCE - 2).expand(BATCH, -1)
 
 
 def test_stock_trips_over_an_evaluation_between_replays(megatron):
-    """The harness shows stale state: stock keeps capacity and shape as Python values."""
+    """Stock keeps capacity and shape as Python values; the stand-in shows that they get stale."""
     training = Training(PARTIAL[1], **STOCK_DROP_AND_PAD)
     training.capture()
     training.forward(BATCH, SEQUENCE, seed=0)
@@ -342,7 +342,7 @@ def test_stock_trips_over_an_evaluation_between_replays(megatron):
 
 
 def test_stock_cannot_capture_overlapped_shared_experts(megatron):
-    """0.18 and later: the state machine of the shared experts stays where a capture ended."""
+    """From 0.18 on, the shared experts' state machine stays in the state of the capture's end."""
     training = Training(PARTIAL[1], **STOCK_DROP_AND_PAD, **OVERLAP)
     if hasattr(training.moe_layers[0].shared_experts, "_overlap_state"):
         with pytest.raises(AssertionError, match="IDLE"):

@@ -1,4 +1,4 @@
-"""Plain loops over CUDA graphs: capture, self-test and guard, over the stand-in for CUDA graphs."""
+"""`LayerGraphs` and `IterationGraph`: capture, self-test and guard, over the stand-in."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ from tests.megatron.graphs.test_capture import (
     unreachable,
 )
 from tests.support import tiny
-from tests.support.graph_protocol import _Graphed
+from tests.support.graph_protocol import GraphedLayer
 from tests.support.pool import WorkerPool
 
 SCOPES = [*WHOLE, *PARTIAL]
@@ -63,7 +63,7 @@ def test_a_loop_with_graphs_equals_one_without(megatron, monkeypatch, scope):
     eager = Training(None, moe_expert_capacity_factor=1.0)
     graphed = Training(scope, moe_expert_capacity_factor=1.0)
     made = layer_graphs(graphed)
-    report = made.capture()  # Before any eager step: it warms up by itself.
+    report = made.capture()  # Without an eager step before; it does its own warm-up.
     assert report is not None and report.unreproducible == () and report.other_kernels == ()
     assert MoEAuxLossAutoScaler.main_loss_backward_scale.shape == (1,)
     # Per layer: output, gradient of the input, and one gradient per parameter.
@@ -75,7 +75,7 @@ def test_a_loop_with_graphs_equals_one_without(megatron, monkeypatch, scope):
     assert differences([eager.step(number) for number in range(3)], steps) == []
 
 
-def everything_that_counts(training: Training) -> dict[str, Tensor]:
+def state_of(training: Training) -> dict[str, Tensor]:
     model = training.model
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     kept |= {f"{name}.main_grad": p.main_grad.clone() for name, p in model.named_parameters()}
@@ -88,14 +88,14 @@ def everything_that_counts(training: Training) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"hidden_dropout": 0.1}], ids=["plain", "dropout"])
-def test_capture_and_self_test_leave_no_trace(megatron, settings):
+def test_capture_and_self_test_restore_state(megatron, settings):
     bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     training = Training(("attn", "moe"), **bias, **settings)
     training.forward(BATCH, SEQUENCE, seed=3)  # Counts are not all zero.
-    before = everything_that_counts(training)
+    before = state_of(training)
     assert any(before[f"counter 0 of layer {index}"].any() for index in range(2))
     layer_graphs(training).capture()
-    after = everything_that_counts(training)
+    after = state_of(training)
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
     assert all(param.grad is None for param in training.model.parameters())
 
@@ -104,23 +104,23 @@ def test_capture_and_self_test_leave_no_trace(megatron, settings):
     ("what", "index"), [("its output", 0), ("the gradient of its input", 1)], ids=str
 )
 def test_self_test_names_what_differs(megatron, what, index):
-    def replay(graphed: _Graphed, given: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    def replay(graphed: GraphedLayer, given: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
         results = originals[index](graphed, given)
         if graphed._layer.layer_number == 2:
             results[0][0, 0, 0] += 1
         return results
 
     names = ("replay_forward", "replay_backward")
-    originals = [getattr(_Graphed, name) for name in names]
+    originals = [getattr(GraphedLayer, name) for name in names]
     with (
-        patch.object(_Graphed, names[index], replay),
+        patch.object(GraphedLayer, names[index], replay),
         pytest.raises(RuntimeError, match=f"rank 0: layer 2: {what} differs from eager") as error,
     ):
         captured(("moe",))
     assert "layer 1" not in str(error.value)
 
 
-def test_self_test_reports_what_eager_runs_do_not_agree_on(megatron):
+def test_self_test_reports_tensors_that_differ_between_eager_runs(megatron):
     training = Training(("moe",))
     experts, forward = training.moe_layers[0].experts, training.moe_layers[0].experts.forward
     calls = iter(range(100))
@@ -137,19 +137,19 @@ def test_self_test_reports_what_eager_runs_do_not_agree_on(megatron):
 
 
 @pytest.mark.parametrize("seen_at_once", [True, False])
-def test_one_layer_that_varies_speaks_for_all(megatron, seen_at_once):
-    """The second's replay differs though its eager runs agree; eager runs of the first vary, or do
-    so only in the pairs that run before anything fails."""
+def test_one_layer_that_varies_excuses_all(megatron, seen_at_once):
+    """Layer 2's replay differs although its eager runs agree. Layer 1's eager runs vary, at once or
+    only in the additional pairs that run before the test fails."""
     training = Training(("moe",))
     experts, forward = training.moe_layers[0].experts, training.moe_layers[0].experts.forward
-    replay, outcome = _Graphed.replay_forward, selftest._outcome
+    replay, outcome = GraphedLayer.replay_forward, selftest._outcome
     calls, varies = iter(range(100)), [seen_at_once]
 
     def forward_with_noise(*args: Any) -> Any:
         output, bias = forward(*args)
         return output + next(calls) * varies[0], bias
 
-    def replay_otherwise(graphed: _Graphed, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def replay_otherwise(graphed: GraphedLayer, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         results = replay(graphed, given)
         results[0][0, 0, 0] += graphed._layer.layer_number - 1
         return results
@@ -160,7 +160,7 @@ def test_one_layer_that_varies_speaks_for_all(megatron, seen_at_once):
 
     with (
         patch.object(experts, "forward", forward_with_noise),
-        patch.object(_Graphed, "replay_forward", replay_otherwise),
+        patch.object(GraphedLayer, "replay_forward", replay_otherwise),
         patch.object(selftest, "_outcome", first_outcome),
     ):
         report = layer_graphs(training).capture()
@@ -172,16 +172,16 @@ def test_self_test_reports_kernels_that_only_a_capture_chooses(megatron, caplog)
     experts, forward = training.moe_layers[1].experts, training.moe_layers[1].experts.forward
     chosen_as_captured = [False]
 
-    def forward_of_its_time(*args: Any) -> Any:
+    def forward_by_choice(*args: Any) -> Any:
         output, bias = forward(*args)
-        # In a stand-in's capture there seem to be GPUs.
+        # The stand-in's capture pretends that there are GPUs.
         return output + float(chosen_as_captured[0] or torch.cuda.is_available()), bias
 
     def choose(as_captured: bool) -> Callable[[], None]:
         return lambda: chosen_as_captured.__setitem__(0, as_captured)
 
     with (
-        patch.object(experts, "forward", forward_of_its_time),
+        patch.object(experts, "forward", forward_by_choice),
         patch.object(selftest, "set_capture_start", choose(True)),
         patch.object(selftest, "set_capture_end", choose(False)),
     ):
@@ -191,10 +191,10 @@ def test_self_test_reports_kernels_that_only_a_capture_chooses(megatron, caplog)
 
 
 def error_on_two_ranks() -> str:
-    """What each rank raises when replays on rank 1 alone are wrong."""
-    original = _Graphed.replay_forward
+    """Return the error that this rank raises when replays are wrong on rank 1 only."""
+    original = GraphedLayer.replay_forward
 
-    def replay(graphed: _Graphed, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def replay(graphed: GraphedLayer, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         results = original(graphed, given)
         results[0][0, 0, 0] += dist.get_rank()
         return results
@@ -202,7 +202,7 @@ def error_on_two_ranks() -> str:
     with megatron_on_cpu():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
         try:
-            with graphs(), patch.object(_Graphed, "replay_forward", replay):
+            with graphs(), patch.object(GraphedLayer, "replay_forward", replay):
                 captured(("moe",))
         except RuntimeError as error:
             return str(error)
@@ -233,8 +233,8 @@ def test_a_change_raises_before_the_replay(megatron, scope, change):
     training, _ = captured(scope)
     training.forward(BATCH, SEQUENCE, seed=0)
     with (
-        patch.object(_Graphed, "replay_forward", unreachable),
-        pytest.raises(ValueError, match=rf"{re.escape(change)}=.* \(was .*capture again"),
+        patch.object(GraphedLayer, "replay_forward", unreachable),
+        pytest.raises(ValueError, match=rf"{re.escape(change)} must stay .*, got .*capture again"),
     ):
         CHANGES[change](training)
         training.forward(BATCH, SEQUENCE, seed=0)
@@ -248,13 +248,13 @@ def test_number_of_microbatches_counts_where_each_has_a_graph(megatron):
     for layer in training.model.module.module.decoder.layers:
         layer.cuda_graphs *= 2
     training.forward(BATCH, SEQUENCE, seed=0)
-    with other, pytest.raises(ValueError, match=r"num_microbatches=3 \(was 2\)"):
+    with other, pytest.raises(ValueError, match="num_microbatches must stay 2, got 3"):
         training.forward(BATCH, SEQUENCE, seed=0)
 
 
 def test_a_padding_mask_raises_before_a_replay_that_drops_it(megatron):
     training, _ = captured(("attn", "moe"))
-    with pytest.raises(ValueError, match="padding_mask is not possible"):
+    with pytest.raises(ValueError, match=r"padding_mask must be None .*; Megatron drops it"):
         training.forward(BATCH, SEQUENCE, seed=0, padding_mask=padding_mask())
 
 
@@ -262,8 +262,8 @@ def test_packed_sequences_raise_before_a_replay(megatron):
     training, _ = captured(("attn", "moe"))
     packed = PackedSeqParams(qkv_format="thd")
     with (
-        patch.object(_Graphed, "replay_forward", unreachable),
-        pytest.raises(ValueError, match="packed_seq_params is not possible"),
+        patch.object(GraphedLayer, "replay_forward", unreachable),
+        pytest.raises(ValueError, match=r"packed_seq_params must be None .*; pad every sequence"),
     ):
         training.forward(BATCH, SEQUENCE, seed=0, packed_seq_params=packed)
 
@@ -292,19 +292,23 @@ def test_frozen_parameters_have_no_gradient_to_compare(megatron):
 
 def test_a_scope_without_layers_is_refused(megatron):
     training = Training(("mamba",))
-    with pytest.raises(ValueError, match="no layer has any of them"):
+    with pytest.raises(
+        ValueError, match=r"cuda_graph_modules .*must name a part .*, got \['mamba'\]"
+    ):
         layer_graphs(training)
 
 
 def test_other_ways_to_capture_are_refused(megatron):
-    with pytest.raises(ValueError, match="cuda_graph_impl='none' is not possible"):
+    with pytest.raises(
+        ValueError, match=r"cuda_graph_impl must be 'transformer_engine' .*, got 'none'"
+    ):
         layer_graphs(Training(None))
 
 
 def test_after_a_failed_capture_layers_are_eager(megatron):
     training = Training(("moe",))
     with (
-        patch.object(_Graphed, "capture_forward", unreachable),
+        patch.object(GraphedLayer, "capture_forward", unreachable),
         pytest.raises(AssertionError, match="replay ran Python"),
     ):
         layer_graphs(training).capture()
@@ -313,7 +317,7 @@ def test_after_a_failed_capture_layers_are_eager(megatron):
 
 
 def iteration_of(training: Training, **changes: Any) -> dict[str, Any]:
-    """Arguments of a schedule: one microbatch of tokens."""
+    """Return arguments for a schedule: one microbatch of tokens."""
     tokens = torch.arange(SEQUENCE).expand(BATCH, -1)
 
     def forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
@@ -334,18 +338,20 @@ def iteration_of(training: Training, **changes: Any) -> dict[str, Any]:
     return arguments | changes
 
 
-def test_an_iteration_must_stay_what_its_first_call_was(megatron, monkeypatch):
+def test_an_iteration_must_not_change_after_its_first_call(megatron, monkeypatch):
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
     training = Training(None)
-    training.config.cuda_graph_warmup_steps = 100  # It never comes to a capture.
+    training.config.cuda_graph_warmup_steps = 100  # It never captures.
     graph = IterationGraph(training.config)
     first = graph(**iteration_of(training))[0]["loss"]
     assert torch.equal(graph(**iteration_of(training))[0]["loss"], first)
     for name, value in {"num_microbatches": 2, "seq_length": 8, "micro_batch_size": 3}.items():
-        with pytest.raises(ValueError, match=rf"{name}={value} \(was \d\) is not possible"):
+        with pytest.raises(ValueError, match=rf"{name} must stay \d, got {value}: a captured"):
             graph(**iteration_of(training, **{name: value}))
     training.config.moe_aux_loss_coeff = 0.5
-    with pytest.raises(ValueError, match=r"moe_aux_loss_coeff in layer 2=0.5 \(was 0.01\)"):
+    with pytest.raises(
+        ValueError, match=r"moe_aux_loss_coeff in layer 2 must stay 0\.01, got 0\.5"
+    ):
         graph(**iteration_of(training))
     graph.delete()
     assert graph._wrapped.curr_iter("training") == 0

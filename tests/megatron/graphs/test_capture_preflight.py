@@ -1,4 +1,4 @@
-"""What a plain loop has set and no CUDA graph can live with, named before a capture."""
+"""Settings of a plain loop that CUDA graphs cannot work with are named before a capture."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from padded_dispatch.megatron.graphs import capture as graphs_module
+from padded_dispatch.megatron.graphs import capture
 from padded_dispatch.megatron.graphs.capture import (
     IterationGraph,
     LayerGraphs,
@@ -27,7 +27,7 @@ def megatron() -> Iterator[None]:
 
 def test_states_in_host_memory_are_refused_on_a_gpu(megatron):
     check_random_states(torch.device("cpu"))
-    with pytest.raises(ValueError, match="te_rng_tracker=False is not possible"):
+    with pytest.raises(ValueError, match=r"te_rng_tracker must be True .*, got False; call model"):
         check_random_states(torch.device("cuda"))
 
 
@@ -43,29 +43,29 @@ def test_gradients_that_are_read_are_refused_by_name(name):
     quiet = SimpleNamespace(ddp_config=SimpleNamespace(**settings))
     reads = SimpleNamespace(ddp_config=SimpleNamespace(**settings | {name: True}))
     check_gradients_are_not_read([quiet])
-    with pytest.raises(ValueError, match=f"{name}=True is not possible"):
+    with pytest.raises(ValueError, match=f"{name} must be False .*, got True; set it to False"):
         check_gradients_are_not_read([quiet, reads])
 
 
-def test_one_graph_of_a_step_refuses_them_in_its_first_call(megatron):
+def test_one_graph_of_a_step_rejects_them_in_its_first_call(megatron):
     training = Training(None)
     training.config.cuda_graph_warmup_steps = 100
     training.model.ddp_config.check_for_nan_in_grad = True
-    with pytest.raises(ValueError, match="check_for_nan_in_grad=True"):
+    with pytest.raises(ValueError, match=r"check_for_nan_in_grad must .*, got True"):
         IterationGraph(training.config)(**iteration_of(training))
-    # Graphs of layers leave gradients to the host.
+    # Graphs of layers allow it, because the host reads gradients between steps.
     training = Training(("moe",))
     training.model.ddp_config.check_for_nan_in_grad = True
     LayerGraphs([training.model], seq_length=7, micro_batch=2)
 
 
-def test_both_kinds_of_graphs_look_at_random_states(megatron, monkeypatch):
-    def refuse(device: torch.device) -> None:
-        raise ValueError(f"looked at {device}")
+def test_both_kinds_of_graphs_check_random_states(megatron, monkeypatch):
+    def reject(device: torch.device) -> None:
+        raise ValueError(f"checked {device}")
 
-    monkeypatch.setattr(graphs_module, "check_random_states", refuse)
+    monkeypatch.setattr(capture, "check_random_states", reject)
     layers, iteration = Training(("moe",)), Training(None)
-    with pytest.raises(ValueError, match="looked at cpu"):
+    with pytest.raises(ValueError, match="checked cpu"):
         LayerGraphs([layers.model], seq_length=7, micro_batch=2)
-    with pytest.raises(ValueError, match="looked at cpu"):
+    with pytest.raises(ValueError, match="checked cpu"):
         IterationGraph(iteration.config)(**iteration_of(iteration))

@@ -1,4 +1,4 @@
-"""What captures of `cuda_graph_impl="local"` would leave wrong; on GPUs, a training with them."""
+"""Corrections to captures of `cuda_graph_impl="local"`; on GPUs, training with these graphs."""
 
 import inspect
 from collections.abc import Iterator
@@ -21,18 +21,21 @@ from tests.support.graph_training import Situation, replays_equal_eager
 
 IS_OLD = (package_info.MAJOR, package_info.MINOR) < (0, 18)
 LENGTH = 5
+NOTHING_CAPTURED = (
+    "cuda_graph_impl must be 'transformer_engine' for scope 'moe' .*, got 'local'; set it, or leave"
+)
 
 
 @pytest.fixture
-def megatron(monkeypatch) -> Iterator[None]:  # What tests patch is put back after `uninstall`.
-    guard.uninstall()  # A loop of another module may have left it.
+def megatron(monkeypatch) -> Iterator[None]:  # `monkeypatch` is undone after `uninstall`.
+    guard.uninstall()  # Tests of another module may have installed it.
     with tiny.one_process():
         yield
     uninstall()
 
 
 def settings(*scopes: str, dispatcher: str = "padded_alltoall") -> dict[str, Any]:
-    """For `tiny.config`, with stock drop-and-pad where it is not ours."""
+    """Return settings for `tiny.config`; stock dispatchers get drop-and-pad."""
     static = {"moe_expert_capacity_factor": 1.0}
     if dispatcher != "padded_alltoall":
         static["moe_pad_expert_input_to_capacity"] = True
@@ -41,7 +44,7 @@ def settings(*scopes: str, dispatcher: str = "padded_alltoall") -> dict[str, Any
 
 
 def gpt(spec: Any = None, **fields: Any) -> Any:
-    """A GPT of one layer, as Megatron captures it."""
+    """Build a GPT of one layer that Megatron would capture."""
     spec = spec or tiny.layer_spec()
     fields |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     model_parallel_cuda_manual_seed(1)
@@ -52,31 +55,31 @@ def gpt(spec: Any = None, **fields: Any) -> Any:
 @pytest.mark.parametrize(
     ("scopes", "captured_layers"), [(("moe",), None), ((), 1), (("attn",), 1)], ids=str
 )
-def test_graphs_that_would_hold_nothing_are_refused(megatron, scopes, captured_layers):
+def test_scopes_that_capture_nothing_are_rejected(megatron, scopes, captured_layers):
     install()
     if captured_layers is None:
-        with pytest.raises(ValueError, match="cuda_graph_impl='local' with scope 'moe'"):
+        with pytest.raises(ValueError, match=NOTHING_CAPTURED):
             gpt(**settings(*scopes))
     else:
         layers = gpt(**settings(*scopes)).decoder.layers
         assert [hasattr(layer, "cudagraph_manager") for layer in layers] == [True]
 
 
-def test_with_padded_spec_they_are_refused_at_the_first_pass(megatron):
-    """When a layer is built, nobody knows yet that it will be padded."""
+def test_with_padded_spec_they_are_rejected_in_the_first_pass(megatron):
+    """The layer's manager is made before its MoE layer, so the guard cannot check it earlier."""
     fields = settings("moe", dispatcher="alltoall")
     layer = gpt(padded_spec(tiny.layer_spec()), **fields).decoder.layers[0]
-    with pytest.raises(ValueError, match="cuda_graph_impl='local' with scope 'moe'"):
+    with pytest.raises(ValueError, match=NOTHING_CAPTURED):
         layer(hidden_states=torch.ones(LENGTH, 1, tiny.HIDDEN), attention_mask=None)
 
 
-def test_stock_graphs_hold_nothing_and_say_nothing(megatron):
+def test_stock_captures_nothing_and_raises_nothing(megatron):
     layers = gpt(**settings("moe", dispatcher="alltoall")).decoder.layers
     assert [hasattr(layer, "cudagraph_manager") for layer in layers] == [False]
 
 
 class Pool:
-    """Megatron's, as far as it matters: what is free."""
+    """A stand-in for Megatron's pool: a list of free buffers."""
 
     def __init__(self) -> None:
         self.free: list[Any] = []
@@ -86,7 +89,7 @@ class Pool:
 
 
 def capture(runner: Any) -> None:
-    """What matters of `create_fwd_graph`: passes over zeros, and a buffer for others to use."""
+    """Stand in for `create_fwd_graph`: a pass over zeros, then a buffer goes to the pool."""
     hidden = torch.zeros(LENGTH, 1, tiny.HIDDEN)
     runner.base_module.mlp(hidden)
     _CudagraphGlobalRecord.tensor_reuse_pool.insert(hidden)
@@ -113,14 +116,14 @@ def test_d15_a_capture_leaves_counts_and_inputs_alone_if_the_model_is_ours(
         assert demand_E.sum() == LENGTH * tiny.TOP_K
         assert torch.equal(layer.mlp.token_dispatcher.counters.demand_E, demand_E)
     assert len(pool.free) == int(not (ours and IS_OLD))
-    pool.insert("a gradient")  # As before.
+    pool.insert("a gradient")  # The patch is undone.
     assert pool.free[-1] == "a gradient"
     uninstall()
     assert _CudaGraphRunner.create_fwd_graph is capture
 
 
-def test_what_has_no_config_is_captured_as_ever(megatron, monkeypatch):
-    """FlashInferSampling of 0.18, say."""
+def test_modules_without_a_config_are_captured_unchanged(megatron, monkeypatch):
+    """FlashInferSampling of 0.18 is one."""
     monkeypatch.setattr(_CudaGraphRunner, "create_fwd_graph", lambda runner: "captured")
     install()
     runner = SimpleNamespace(base_module=torch.nn.Identity())
@@ -128,7 +131,7 @@ def test_what_has_no_config_is_captured_as_ever(megatron, monkeypatch):
 
 
 class Manager:
-    """Megatron's, of a layer: until graphs are there it runs eagerly, later it replays."""
+    """A stand-in for a layer's manager: eager until graphs exist, then it counts replays."""
 
     def __init__(self) -> None:
         self.num_replays = 0
@@ -162,7 +165,9 @@ def test_d23_an_evaluation_is_eager_and_a_change_raises_before_a_replay(megatron
     assert dispatcher.eval_counters.demand_E.sum() == LENGTH * tiny.TOP_K
     layer.train()
     dispatcher.configs.set_factor(0.5)
-    with pytest.raises(ValueError, match=r"dispatch_config=.*capacity_factor=0.5.*capture again"):
+    with pytest.raises(
+        ValueError, match=r"dispatch_config must stay .*, got .*capacity_factor=0\.5.*capture again"
+    ):
         layer(**given)
     assert manager.num_replays == 1
 
@@ -177,7 +182,7 @@ def test_d23_stock_replays_a_training_step_in_evaluation(megatron, monkeypatch):
 
 
 def test_old_versions_give_buffers_of_inputs_away():
-    """Right after the forward's capture; from 0.18 on not before backward is captured."""
+    """They do so right after the forward's capture; from 0.18 on, after the backward's."""
     source = inspect.getsource(_CudaGraphRunner.create_fwd_graph)
     assert ("tensor_reuse_pool.insert(buf)" in source) == IS_OLD == compat.FREES_GRAPH_INPUTS
 

@@ -1,4 +1,4 @@
-"""What graphs will hold: estimated before a capture, named when it does not fit."""
+"""The memory of graphs is estimated before a capture and named if it does not fit."""
 
 import logging
 import re
@@ -17,13 +17,13 @@ from padded_dispatch.megatron.graphs.selftest import Sample
 from tests.megatron.graphs.test_capture import BATCH, SEQUENCE, Training, graphs
 from tests.megatron.graphs.test_capture_helper import iteration_of
 from tests.support import tiny
-from tests.support.graph_protocol import _Graphed
+from tests.support.graph_protocol import GraphedLayer
 
 WIDTH = 16
 
 
 class Tower(torch.nn.Module):
-    """Keeps its input, and what tanh gives, which the second layer reads as well."""
+    """A layer that saves its input and tanh's output, which its second linear reads too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,12 +40,12 @@ def sample(num_tokens: int = 5) -> Sample:
 
 
 def test_kept_is_what_backward_reads_each_storage_once_and_no_parameters():
-    # The input, and tanh's output, which the second layer reads as well: 2 * 5 * 16 * 4 bytes.
+    # The input, and tanh's output, which is saved twice: 2 * 5 * 16 * 4 bytes.
     assert saved_bytes(sample()) == 2 * 5 * WIDTH * 4
 
 
 def test_nothing_stays_alive():
-    """What tanh gives is saved by tanh itself, the shortest of cycles."""
+    """tanh saves its own output, which is the shortest reference cycle."""
     seen, given = [], sample()
 
     def note(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -56,11 +56,11 @@ def test_nothing_stays_alive():
     assert [storage.expired() for storage in seen] == [True]
 
 
-def test_estimate_counts_what_is_in_flight_at_once():
+def test_estimate_counts_microbatches_in_flight_at_once():
     kept = saved_bytes(sample())
     gradients = 2 * (WIDTH * WIDTH + WIDTH) * 4
     one, two = [sample()], [sample(), sample()]
-    assert estimate([two], [1, -1]) == GraphMemory(kept=2 * kept, at_work=gradients)
+    assert estimate([two], [1, -1]) == GraphMemory(kept=2 * kept, working=gradients)
     # Chunk 1 has one layer, chunk 2 has two: at most two passes of each are in flight.
     order = [1, 1, 2, 2, -2, -2, 1, -1, -1, -1, 2, -2]
     assert estimate([one, two], order).kept == (2 + 2 * 2) * kept
@@ -68,8 +68,8 @@ def test_estimate_counts_what_is_in_flight_at_once():
 
 
 def test_an_estimate_in_words():
-    words = str(GraphMemory(kept=3 * 2**30, at_work=2**29))
-    assert words == ("about 3.50 GiB: 3.00 kept for backward passes, 0.50 for one layer at work")
+    words = str(GraphMemory(kept=3 * 2**30, working=2**29))
+    assert words == "about 3.50 GiB: 3.00 kept for backward, 0.50 of working memory for one layer"
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_recomputed_and_uncaptured_parts_are_not_kept(megatron):
         assert recomputed == whole
 
 
-def test_dispatch_is_at_work_beside_the_gradients(megatron):
+def test_working_memory_is_dispatch_and_gradients(megatron):
     training = Training(("moe",))
     made = LayerGraphs([training.model], seq_length=SEQUENCE, micro_batch=BATCH)
     (samples,), order = made._samples_and_order()
@@ -107,7 +107,7 @@ def test_dispatch_is_at_work_beside_the_gradients(megatron):
     gradients = sum(p.numel() * 2 for p in layer.parameters())
     config = layer.mlp.token_dispatcher.dispatch_config
     buffers = config.buffer_bytes(SEQUENCE * BATCH, tiny.HIDDEN, 2).total
-    assert estimate([samples], order).at_work == gradients + buffers
+    assert estimate([samples], order).working == gradients + buffers
 
 
 def test_the_estimate_is_logged_before_the_capture(megatron, caplog):
@@ -117,22 +117,22 @@ def test_the_estimate_is_logged_before_the_capture(megatron, caplog):
         patch.object(memory, "estimate", lambda *_: "about nothing"),
     ):
         capture(training)
-    (said,) = [r.message for r in caplog.records if "will hold" in r.message]
-    assert said == "CUDA graphs of 2 layers will hold about nothing"
+    (message,) = [r.message for r in caplog.records if "will hold" in r.message]
+    assert message == "CUDA graphs of 2 layers will hold about nothing"
 
 
-def test_out_of_memory_in_a_capture_names_the_pools_and_the_remedy(megatron):
+def test_out_of_memory_in_a_capture_names_the_pools_and_a_fix(megatron):
     training = Training(("moe",))
 
-    def full(graphed: _Graphed) -> None:
+    def full(graphed: GraphedLayer) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.54 GiB.")
 
     wanted = re.compile(
         r"memory pools of the CUDA graphs do not fit beside the 0.00 GiB.*They hold about .*kept "
-        r"for backward passes.*moe_expert_capacity_factor.*Tried to allocate 1.54 GiB"
+        r"for backward.*moe_expert_capacity_factor.*Tried to allocate 1.54 GiB"
     )
     with (
-        patch.object(_Graphed, "capture_forward", full),
+        patch.object(GraphedLayer, "capture_forward", full),
         pytest.raises(torch.OutOfMemoryError, match=wanted),
     ):
         capture(training)
@@ -140,7 +140,7 @@ def test_out_of_memory_in_a_capture_names_the_pools_and_the_remedy(megatron):
 
 
 class _FullIteration:
-    """Megatron's wrapper at the call in which it captures, on a device that is too small."""
+    """A stand-in for Megatron's wrapper whose capture runs out of memory."""
 
     cuda_graph_warmup_steps = 3
 
@@ -155,5 +155,7 @@ def test_out_of_memory_in_the_capture_of_a_step_names_its_graph(megatron):
     training = Training(None)
     graph = IterationGraph(training.config)
     graph._wrapped = _FullIteration()
-    with pytest.raises(torch.OutOfMemoryError, match="They hold about what an eager step needs"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match="They hold about what an eager step allocates, "
+    ):
         graph(**iteration_of(training))

@@ -1,4 +1,4 @@
-"""A MoE layer by itself as graphs, over the stand-in for CUDA graphs."""
+"""CUDA graphs of a standalone MoE layer, over the stand-in for CUDA graphs."""
 
 import os
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 
 from padded_dispatch.megatron.compat import training_stream
-from padded_dispatch.megatron.graphs.capture import GraphedMoELayer
+from padded_dispatch.megatron.graphs import GraphedMoELayer
 from tests.megatron.graphs.test_capture import graphs, unreachable
 from tests.support import parity, tiny
-from tests.support.graph_protocol import _Graphed
+from tests.support.graph_protocol import GraphedLayer
 from tests.support.layer_parity import LayerCase, build_layer
 from tests.support.pool import WorkerPool
 
@@ -22,9 +22,9 @@ SEQUENCE, BATCH = 5, 3
 
 
 class _Callable:
-    """What PyTorch hands back: a module whose training passes are replays."""
+    """The module that PyTorch returns, whose training passes are replays."""
 
-    def __init__(self, graphed: _Graphed) -> None:
+    def __init__(self, graphed: GraphedLayer) -> None:
         self._graphed = graphed
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class _Tuple(nn.Module):
 
 
 def make_graphed_callables(module: nn.Module, args: tuple[Tensor, ...]) -> _Callable:
-    graphed = _Graphed(_Tuple(module), args, {})
+    graphed = GraphedLayer(_Tuple(module), args, {})
     graphed.warm_up()
     graphed.capture_forward()
     graphed.capture_backward()
@@ -58,7 +58,7 @@ def megatron() -> Iterator[None]:
         yield
 
 
-def bare(dispatcher: str = "padded_alltoall", **settings: Any) -> GraphedMoELayer:
+def standalone(dispatcher: str = "padded_alltoall", **settings: Any) -> GraphedMoELayer:
     values = {"moe_expert_capacity_factor": 1.0, **settings}
     layer = tiny.layer(tiny.config(dispatcher, **values))
     return GraphedMoELayer(layer, seq_length=SEQUENCE, micro_batch=BATCH)
@@ -77,7 +77,7 @@ def step(graphed: Any, seed: int) -> list[Tensor]:
 
 
 def test_replays_equal_eager_runs(megatron):
-    eager, graphed = bare(), bare()
+    eager, graphed = standalone(), standalone()
     report = graphed.capture()
     assert report.unreproducible == ()
     # The output, and the gradients of the input and of every parameter.
@@ -88,12 +88,12 @@ def test_replays_equal_eager_runs(megatron):
             found = step(graphed, seed)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     graphed.delete()
-    with patch.object(_Graphed, "replay_forward", unreachable):
+    with patch.object(GraphedLayer, "replay_forward", unreachable):
         step(graphed, 0)
 
 
-def test_capture_leaves_no_trace(megatron):
-    graphed = bare()
+def test_capture_restores_counters_and_gradients(megatron):
+    graphed = standalone()
     step(graphed, 0)
     before = [tensor.clone() for tensor in graphed.mlp.token_dispatcher.counters.tensors()]
     graphed.capture()
@@ -104,53 +104,57 @@ def test_capture_leaves_no_trace(megatron):
 
 
 def test_evaluation_is_eager_and_takes_any_shape(megatron):
-    graphed = bare()
+    graphed = standalone()
     graphed.capture()
     graphed.eval()
-    with patch.object(_Graphed, "replay_forward", unreachable):
+    with patch.object(GraphedLayer, "replay_forward", unreachable):
         (output,) = graphed(torch.ones(2, 1, tiny.HIDDEN))
     assert output.shape == (2, 1, tiny.HIDDEN)
 
 
 def test_a_change_raises_before_the_replay(megatron):
-    graphed = bare()
+    graphed = standalone()
     graphed.capture()
-    with pytest.raises(ValueError, match=r"tokens.shape=\(4, 3, 16\) \(was \(5, 3, 16\)\)"):
+    with pytest.raises(ValueError, match=r"tokens.shape must stay \(5, 3, 16\), got \(4, 3, 16\)"):
         graphed(torch.ones(4, BATCH, tiny.HIDDEN))
     graphed.config.moe_aux_loss_coeff = 0.5
-    with pytest.raises(ValueError, match=r"moe_aux_loss_coeff in layer 1=0\.5"):
+    with pytest.raises(ValueError, match=r"moe_aux_loss_coeff in layer 1 must .*got 0\.5"):
         graphed(torch.ones(SEQUENCE, BATCH, tiny.HIDDEN))
 
 
 def test_a_wrong_replay_fails_the_self_test(megatron):
-    original = _Graphed.replay_forward
+    original = GraphedLayer.replay_forward
 
-    def replay(graphed: _Graphed, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def replay(graphed: GraphedLayer, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         (output,) = original(graphed, given)
         return (output + 1,)
 
     with (
-        patch.object(_Graphed, "replay_forward", replay),
+        patch.object(GraphedLayer, "replay_forward", replay),
         pytest.raises(RuntimeError, match="layer 1: its output differs from eager"),
     ):
-        bare().capture()
+        standalone().capture()
 
 
-def test_what_cannot_be_captured_is_refused_by_name(megatron):
-    with pytest.raises(ValueError, match="moe_token_dispatcher_type='allgather' is not possible"):
-        bare("allgather", moe_expert_capacity_factor=None)
+def test_layers_that_cannot_be_captured_are_rejected_by_name(megatron):
+    dispatcher = r"moe_token_dispatcher_type must be 'padded_alltoall' .*, got 'allgather'; set it"
+    with pytest.raises(ValueError, match=dispatcher):
+        standalone("allgather", moe_expert_capacity_factor=None)
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-    with pytest.raises(ValueError, match="recompute_granularity='selective' is not possible"):
-        bare(**recompute)
+    granularity = r"recompute_granularity must be None .*, got 'selective'; leave it out"
+    with pytest.raises(ValueError, match=granularity):
+        standalone(**recompute)
 
 
 def differing_on_gpus(num_ranks: int) -> list[str]:
-    """Names of what a replay gave other bits than an eager run, over 20 batches."""
+    """Return the names of tensors in which replays and eager runs differ, over 20 batches."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_stream(training_stream())
     with parity.megatron("cuda", expert_model_parallel_size=num_ranks):
         sizes = {"num_experts": 16, "top_k": 4, "hidden": 256, "ffn": 192}
-        case = LayerCase(name="bare", device="cuda", dtype=torch.bfloat16, ep=num_ranks, **sizes)
+        case = LayerCase(
+            name="standalone", device="cuda", dtype=torch.bfloat16, ep=num_ranks, **sizes
+        )
         layer = build_layer(case, "padded_alltoall")
         model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
         graphed = GraphedMoELayer(layer, seq_length=64, micro_batch=2)
