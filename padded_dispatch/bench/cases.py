@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-from padded_dispatch.config import DispatchConfig, require
+from padded_dispatch.config import NO_DROP, DispatchConfig, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ class Case:
         return DispatchConfig(
             num_experts=self.shape.num_experts,
             top_k=self.shape.top_k,
-            capacity_factor=self.capacity_factor,
+            capacity_factor=NO_DROP if self.capacity_factor is None else self.capacity_factor,
             num_ranks=self.ep,
         )
 

@@ -21,11 +21,10 @@ themselves. Every rank takes part in every call, also without rows.
 
 What the caller must guarantee: all calls of a process are on one stream, or ordered as if they
 were; what the forward pass received is not used after the backward pass, and gradients not after
-the next layer's backward. If a peer dies or never comes, the others wait in a barrier. In a replay
-they wait for 45 seconds; then each prints the missing rank's number in the group, and its device
-fails. (A rank that pauses for longer, for instance to write a checkpoint alone, must make the
-others wait on the host meanwhile.) In eager the limit is 10 minutes, but ranks compare shapes on
-the host before each call, and that comparison fails at once if a peer has died.
+the next layer's backward. If a peer dies or never comes, the others wait in a barrier, for 10
+minutes as with NCCL; then each prints the missing rank's number in the group, and its device fails.
+In eager the ranks compare shapes on the host before each call, and that comparison fails at once if
+a peer has died.
 
 Sums equal those of `AllToAllExchange` bit by bit: the same kernel adds the same slots.
 

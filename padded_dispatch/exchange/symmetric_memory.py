@@ -44,10 +44,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from padded_dispatch.config import require
 from padded_dispatch.exchange.alltoall import group_name
 
-# How long a barrier waits for a peer. An eager call follows a comparison on the host, but a peer
-# may still have to compile kernels: NCCL's default. A replay never waits for a compilation.
-_TIMEOUT_MS = 600_000
-_REPLAY_TIMEOUT_MS = 45_000
+# How long a barrier waits for a peer, which may be compiling kernels, reading data or writing a
+# checkpoint: NCCL's default. A captured barrier keeps the value of its capture.
+TIMEOUT_MS = 600_000
 _ALIGNMENT = 256
 
 _log = logging.getLogger("padded_dispatch")
@@ -102,9 +101,7 @@ class PeerMemory:
         The barrier resets its signals, so it can be captured. After the time limit, the kernel of a
         waiting rank prints the missing rank (its number in the group), and its device fails.
         """
-        captured = torch.cuda.is_current_stream_capturing()
-        timeout_ms = _REPLAY_TIMEOUT_MS if captured else _TIMEOUT_MS
-        self._handle.barrier(channel=0, timeout_ms=timeout_ms)
+        self._handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
 
 
 _held: WeakKeyDictionary[PeerMemory, int] = WeakKeyDictionary()

@@ -234,7 +234,7 @@ def passes_in_flight(config: Any, pp_rank: int) -> int:
 def _factor(config: Any, options: PaddedOptions, layer_number: int | None, training: bool) -> float:
     if not training and options.eval_factor is not None:
         return options.eval_factor
-    if layer_number in options.layer_factors:
+    if layer_number is not None and layer_number in options.layer_factors:
         return options.layer_factors[layer_number]
     factor = options.factor_of_step.get(0, config.moe_expert_capacity_factor)
     # Megatron takes a negative factor for None, but only in `__post_init__`.

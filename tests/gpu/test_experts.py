@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from padded_dispatch.megatron import PaddedOptions, install, uninstall
-from padded_dispatch.megatron.experts import BatchedExperts, PackedExperts
+from padded_dispatch.megatron.experts import StackedExperts
 from tests.megatron.test_experts_checkpoints import written
 from tests.support import tiny
 from tests.support.layer_parity import LayerCase, build_layer
@@ -74,7 +74,7 @@ def results(layer: Layer, tokens: Tensor) -> dict[str, Tensor]:
 @EACH
 def test_te_grouped_mlp_and_packed_experts_load_each_other(kind):
     module, packed = Layer(MODULE, **KINDS[kind]).moe, Layer(**KINDS[kind]).moe
-    assert type(packed.experts) is PackedExperts
+    assert type(packed.experts) is StackedExperts
     assert module.state_dict().keys() == packed.state_dict().keys()
     for source, target in ((packed, module), (module, packed)):
         with torch.no_grad():
@@ -140,10 +140,12 @@ def test_the_activation_computed_again_changes_no_bit(kind):
         assert torch.equal(found[name], value), name
 
 
-def test_auto_takes_packed_experts_in_bf16():
-    auto = PaddedOptions(experts="auto")
-    assert type(Layer(auto).moe.experts) is PackedExperts
-    assert type(Layer(auto, ours=DROPS).moe.experts) is BatchedExperts
+@pytest.mark.parametrize(("ours", "experts"), [((), "packed"), (DROPS, "batched")])
+def test_auto_decides_by_capacity(ours, experts):
+    layer = Layer(PaddedOptions(), ours=ours)
+    assert type(layer.moe.experts) is StackedExperts
+    layer(tokens_of(0))
+    assert layer.moe.token_dispatcher.chosen == {"experts": experts, "exchange": "none"}
 
 
 @EACH

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.dispatcher import Dispatched
+from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.exchange.direct import DirectExchange
 from padded_dispatch.utils.routings import routing_scores
 
@@ -311,6 +312,7 @@ def lose_a_rank(how: str, env: dict[str, str], log: str, left: Any) -> None:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     device = my_gpu()
     dist.init_process_group("nccl", device_id=device)
+    symmetric_memory.TIMEOUT_MS = 45_000
     layer = Layer()
     dispatcher, inputs = layer.dispatcher("direct"), make_inputs(layer, "uniform", 0, device)
     leaves = dist.get_rank() == dist.get_world_size() - 1
