@@ -3,8 +3,6 @@
 The public API is what this package and `padded_dispatch.megatron` export.
 """
 
-from importlib.metadata import version
-
 from padded_dispatch.config import NO_DROP, BufferBytes, DispatchConfig, Policy, Remedy
 from padded_dispatch.dispatcher import Dispatched, PaddedDispatcher
 from padded_dispatch.exchange import ExpertInput
@@ -14,7 +12,7 @@ from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
 from padded_dispatch.ops.select import Selection, select
 
-__version__ = version("padded-dispatch")
+__version__ = "0.1.0"
 
 __all__ = [
     "NO_DROP",
