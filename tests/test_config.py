@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.moe.moe_utils import get_capacity
 
-from padded_dispatch.config import DispatchConfig
+from padded_dispatch.config import NO_DROP, DispatchConfig
 
 GOOD = dict(num_experts=8, top_k=2, capacity_factor=1.25)
 
@@ -72,7 +72,7 @@ def test_no_factor_drops_nothing(num_tokens):
         (100, {"alignment": 3}, 33),
         (100, {"alignment": 16, "num_ranks": 8, "num_experts": 16}, 16),  # 15.6, and 8 * 16 rows
         (5, {"alignment": 16, "capacity_factor": 100.0}, 16),  # Aligned after the clamp, past T.
-        (5, {"alignment": 16, "capacity_factor": None, "num_ranks": 4, "etp_size": 2}, 6),
+        (5, {"alignment": 16, "capacity_factor": NO_DROP, "num_ranks": 4, "etp_size": 2}, 6),
     ],
 )
 def test_capacity_by_hand(num_tokens, changes, capacity):
@@ -109,10 +109,11 @@ def test_alignment_adds_as_little_as_possible(sizes, alignment, num_ranks, etp_s
         ({"top_k": 9}, "top_k must be at most num_experts=8, got 9; lower top_k$"),
         (
             {"capacity_factor": 0.0},
-            r"capacity_factor must be a finite number above 0, got 0\.0; set None to drop nothing$",
+            r"capacity_factor must be a number above 0, got 0\.0; set NO_DROP to drop nothing$",
         ),
         ({"capacity_factor": -1.0}, r"capacity_factor must be .* got -1\.0;"),
-        ({"capacity_factor": math.inf}, "capacity_factor must be .* got inf;"),
+        ({"capacity_factor": math.nan}, "capacity_factor must be .* got nan;"),
+        ({"capacity_factor": None}, "capacity_factor must be .* got None;"),
         ({"capacity_factor": math.nan}, "capacity_factor must be .* got nan;"),
         ({"min_capacity": 0}, "min_capacity must be a whole number of at least 1, got 0$"),
         ({"alignment": -16}, "alignment must be a whole number of at least 1, got -16$"),

@@ -16,6 +16,7 @@ from hypothesis import given
 from torch import Tensor
 
 from padded_dispatch import DispatchConfig, Dispatched, ExpertInput, PaddedDispatcher, reference
+from padded_dispatch.config import NO_DROP
 from padded_dispatch.utils.launch import WorkerError
 from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.grids import Grid, grid, poisoned_memory
@@ -260,7 +261,7 @@ def test_four_ranks_are_the_reference(pool4: WorkerPool, routing, num_ranks, etp
 
 @pytest.mark.parametrize(
     "changes",
-    [{"policy": "position"}, {"capacity_factor": None}, {"alignment": 16}, {"min_capacity": 5}],
+    [{"policy": "position"}, {"capacity_factor": NO_DROP}, {"alignment": 16}, {"min_capacity": 5}],
 )
 def test_every_option_is_the_reference(pool4: WorkerPool, changes):
     config = config_of(2, 2, **changes)
@@ -367,7 +368,7 @@ def _exchange_with(**on_rank_1: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ({"packed": True}, "packed is 0 on rank 0, 1 on rank 1"),
+        ({"packed": True}, "layout is 0 on rank 0, 1 on rank 1"),
         ({"microbatches_in_flight": 3}, "microbatches_in_flight is 1 on rank 0, 3 on rank 1"),
     ],
     ids=["packed", "in flight"],

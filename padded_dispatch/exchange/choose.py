@@ -7,8 +7,10 @@ in the first eager pass with a T, alike on all ranks, and stays.
 Direct stores or the all-to-all. `"auto"` takes direct stores where the experts read packed rows,
 all ranks of the group are GPUs of one host that reach each other's memory, and twice the buffers of
 all layers fit into the memory that is free in the first pass (optimizer states are often allocated
-later). On 2 H200 they beat the all-to-all in every case measured, by 2 to 31 %, but for GPT-OSS-20B
-at 512 tokens and factor 1.25, where batched experts over the all-to-all were 3 % faster.
+later). On 2 H200 they beat the all-to-all in 25 of 27 cases, by 1 to 32 %. The two others are
+GPT-OSS-20B at 512 tokens, where reading the experts' weights takes most of the time and one
+`torch.bmm` reads them faster: there batched experts over the all-to-all were 1 and 3 % faster at
+factors 1.0 and 1.25. So "auto" takes these where F > 20 m, with m as below.
 
 Packed or padded rows, for experts that take either. One `torch.bmm` over all slots (padded) is
 faster per row than `torch._grouped_mm` over the real rows (packed), and computes the padding. With
@@ -34,12 +36,11 @@ cost 1.6 %) and in 3 of 27 on two (at most 1.8 %). Milliseconds, packed and padd
 (notebooks/results/defaults.json has the rows that are part of the product's claims.)
 
 Letters: T tokens, K experts per token, E experts, R ranks of the group, S sources, C capacity,
-D hidden size, N = E * C rows that a rank's experts can get.
+D hidden size, F ffn size, N = E * C rows that a rank's experts can get.
 """
 
 from dataclasses import dataclass
 from typing import Literal, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,12 @@ from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.alltoall import AllToAllExchange
 from padded_dispatch.exchange.direct import DirectExchange
 from padded_dispatch.exchange.local import LocalExchange
-from padded_dispatch.exchange.symmetric_memory import Shape, direct_bytes, free_bytes
+from padded_dispatch.exchange.symmetric_memory import (
+    Shape,
+    direct_bytes,
+    free_bytes,
+    shares_workspace,
+)
 
 ExchangeKind = Literal["auto", "alltoall", "direct"]
 Layout = Literal["padded", "packed", "either"]
@@ -59,6 +65,9 @@ Layout = Literal["padded", "packed", "either"]
 # (per row, per expert): what a packed row and an expert of packed rows cost, in padded rows.
 _ALONE = 1.05, 130
 _EXCHANGED = 0.84, 65
+
+# F over rows per expert, from which on reading weights takes most of the time; see above.
+_OUTWEIGHS = 20
 
 # Every shape has buffers that stay, so "auto" does not follow a T that changes again and again.
 _MAX_DIRECT_SHAPES = 4
@@ -107,6 +116,7 @@ class LayerExchanges:
             for their backward pass; each has a buffer.
         num_layers: layers of the model on this rank that will want buffers; "auto" makes sure that
             all of them fit.
+        ffn_size: of the experts (F), for "auto"; 0 where it is not known.
 
     Raises:
         ValueError: on all ranks, when they differ in an argument, or "direct" cannot work.
@@ -123,6 +133,7 @@ class LayerExchanges:
         kind: ExchangeKind = "auto",
         microbatches_in_flight: int = 1,
         num_layers: int = 1,
+        ffn_size: int = 0,
     ) -> None:
         kinds, layouts = get_args(ExchangeKind), get_args(Layout)
         # Compare before anything is built: the constructor of DirectExchange runs collectives.
@@ -137,6 +148,7 @@ class LayerExchanges:
         self._kind = kind
         self._microbatches_in_flight = microbatches_in_flight
         self._num_layers = num_layers
+        self._ffn_size = ffn_size
         num_local_experts = config.num_local_experts
         self._direct: DirectExchange | None = None
         self._no_direct = 'exchange="alltoall" was asked for'
@@ -206,7 +218,9 @@ class LayerExchanges:
                 width=tokens_TD.shape[1],
                 dtype=tokens_TD.dtype,
             )
-            refused = "" if self._kind == "direct" else self._does_not_fit(shape, tokens_TD)
+            refused = (
+                "" if self._kind == "direct" else self._why_not_direct(config, shape, tokens_TD)
+            )
             if not refused:
                 reason = f"the {self._group.size()} ranks share a host and reach each other's GPUs"
                 return Choice(exchange=self._direct, kind="direct", reason=reason)
@@ -222,32 +236,34 @@ class LayerExchanges:
         assert exchange is not None
         return Choice(exchange=exchange, kind=kind, reason=reason)
 
-    def _does_not_fit(self, shape: Shape, tokens_TD: Tensor) -> str:
-        """Return why "auto" leaves direct stores out for a shape; empty where it takes them."""
+    def _why_not_direct(self, config: DispatchConfig, shape: Shape, tokens_TD: Tensor) -> str:
+        """Return why "auto" leaves direct stores out for a pass; empty where it takes them."""
+        num_tokens = tokens_TD.shape[0]
+        if self._padded is not None and prefers_padded(config, num_tokens):
+            balanced = num_tokens * config.top_k / config.num_local_experts
+            if self._ffn_size > _OUTWEIGHS * balanced:
+                return f"{balanced:.0f} rows per expert are few for weights of {self._ffn_size}"
+        return self._no_room(shape, tokens_TD)
+
+    def _no_room(self, shape: Shape, tokens_TD: Tensor) -> str:
+        """Return why the buffers of a shape are not made; empty where they fit."""
         assert self._group is not None
         if not tokens_TD.is_cuda or tokens_TD.dtype == torch.float64:
             return f"the rows are {tokens_TD.dtype} on {tokens_TD.device.type}"
-        # One decision for all layers of a shape: those that come later find less memory free.
-        fits = _fits.setdefault(self._group, {})
-        if shape not in fits:
-            need = direct_bytes(
-                shape,
-                num_ranks=self._group.size(),
-                num_buffers=self._num_layers * self._microbatches_in_flight,
-            )
-            free = free_bytes(self._group, tokens_TD.device)
-            fits[shape] = ""
-            if 2 * need > free:
-                fits[shape] = (
-                    f"buffers of direct stores need {need / 2**30:.2f} GiB for {self._num_layers} "
-                    f"layers, and {free / 2**30:.2f} GiB are free"
-                )
-            elif list(fits.values()).count("") > _MAX_DIRECT_SHAPES:
-                fits[shape] = f"{_MAX_DIRECT_SHAPES} other shapes have buffers"
-        return fits[shape]
-
-
-_fits: WeakKeyDictionary[dist.ProcessGroup, dict[Shape, str]] = WeakKeyDictionary()
+        if sum(choice.kind == "direct" for choice in self._choices.values()) == _MAX_DIRECT_SHAPES:
+            return f"{_MAX_DIRECT_SHAPES} other shapes have buffers"
+        # The first layer of a shape decides for all: later ones find less memory free.
+        if shares_workspace(self._group, shape):
+            return ""
+        num_buffers = self._num_layers * self._microbatches_in_flight
+        need = direct_bytes(shape, num_ranks=self._group.size(), num_buffers=num_buffers)
+        free = free_bytes(self._group, tokens_TD.device)
+        if 2 * need <= free:
+            return ""
+        return (
+            f"buffers of direct stores need {need / 2**30:.2f} GiB for {self._num_layers} layers, "
+            f"and {free / 2**30:.2f} GiB are free"
+        )
 
 
 def agree_on_shapes(

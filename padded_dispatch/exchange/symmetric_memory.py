@@ -313,6 +313,11 @@ def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
+def shares_workspace(group: dist.ProcessGroup, shape: Shape) -> bool:
+    """Return whether a layer of the same shape has buffers on every rank; a collective call."""
+    return all(gather_objects(group, shape in _workspaces.get(group, {})))
+
+
 def direct_bytes(shape: Shape, *, num_ranks: int, num_buffers: int) -> int:
     """Return the bytes per rank of `num_buffers` receive buffers and the workspace they share."""
     return num_buffers * ReceiveBuffer.num_bytes(shape) + Workspace.num_bytes(shape, num_ranks)

@@ -86,6 +86,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             kind=_exchange_kind(config, options.exchange),
             microbatches_in_flight=in_flight,
             num_layers=max(1, config.num_layers // config.pipeline_model_parallel_size),
+            ffn_size=config.moe_ffn_hidden_size or 0,
         )
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         self.counters = Counters(self.dispatch_config.num_experts, device)

@@ -201,6 +201,11 @@ class PaddedOptions:
     )
 
     def __post_init__(self) -> None:
+        # YAML and JSON have lists only.
+        if isinstance(self.schedule, list):
+            object.__setattr__(self, "schedule", tuple(map(tuple, self.schedule)))
+        if isinstance(self.grow_factors, list):
+            object.__setattr__(self, "grow_factors", tuple(self.grow_factors))
         for option in dataclasses.fields(self):
             choices, value = option.metadata.get("choices"), getattr(self, option.name)
             if choices:

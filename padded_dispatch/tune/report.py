@@ -13,6 +13,7 @@ from elsewhere, so it opens without a network and can be mailed.
 import textwrap
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from padded_dispatch.tune.convert import Meaning, RoutingSizes, from_source
 from padded_dispatch.tune.recommend import Advice, percent
@@ -34,14 +35,14 @@ _ELSEWHERE: dict[Meaning, str] = {
 _TABLE_ROWS = 12  # about so many factors are shown
 
 
-def options(study: Study, *, per_layer: bool) -> dict[str, str | int]:
+def options(study: Study, *, per_layer: bool) -> dict[str, Any]:
     """Return the fields of `PaddedOptions` that differ from their defaults.
 
     Args:
         study: with the recommendation.
         per_layer: one factor for each layer, instead of one schedule or factor for all.
     """
-    given: dict[str, str | int] = {}
+    given: dict[str, Any] = {}
     question, training = study.question, study.training
     if question.policy_given:
         given["policy"] = question.policy
@@ -50,15 +51,14 @@ def options(study: Study, *, per_layer: bool) -> dict[str, str | int]:
     if question.alignment != 1:
         given["alignment"] = question.alignment
     if per_layer:
-        factors = {layer: advice.factor for layer, advice in training.layers.items()}
-        given["layer_factors"] = ",".join(f"{n}:{factor:g}" for n, factor in factors.items())
+        given["layer_factors"] = {n: advice.factor for n, advice in training.layers.items()}
     elif len(training.overall.phases) > 1:
         phases = training.overall.phases
-        given["schedule"] = ",".join(f"{p.first_step}:{p.factor:g}" for p in phases)
+        given["schedule"] = tuple((phase.first_step, phase.factor) for phase in phases)
     # Without it evaluation is as training: with the layer's factor, or with the schedule's last.
     evaluation = study.evaluation.overall.factor
     if given.keys() & {"layer_factors", "schedule"} or evaluation != training.overall.factor:
-        given["eval_factor"] = f"{evaluation:g}"
+        given["eval_factor"] = evaluation
     return given
 
 
@@ -69,8 +69,24 @@ def flags(study: Study, *, per_layer: bool) -> list[str]:
         f"--moe-expert-capacity-factor {study.training.overall.factor:g}",
     ]
     for name, value in options(study, per_layer=per_layer).items():
-        found.append(f"--padded-{name.replace('_', '-')} {value}")
+        found.append(f"--padded-{name.replace('_', '-')} {_flag_text(value)}")
     return found
+
+
+def _flag_text(value: Any) -> str:
+    if isinstance(value, dict):
+        value = tuple(value.items())
+    if isinstance(value, tuple):
+        return ",".join(f"{number}:{factor:g}" for number, factor in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _yaml_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{number}: {factor:g}" for number, factor in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(f"[{number}, {factor:g}]" for number, factor in value) + "]"
+    return _flag_text(value)
 
 
 def yaml(study: Study, *, per_layer: bool) -> str:
@@ -83,7 +99,7 @@ def yaml(study: Study, *, per_layer: bool) -> str:
     given = options(study, per_layer=per_layer)
     lines += ["padded_dispatch:"] if given else []
     for name, value in given.items():
-        lines.append(f'  {name}: "{value}"' if isinstance(value, str) else f"  {name}: {value}")
+        lines.append(f"  {name}: {_yaml_text(value)}")
     return "\n".join([*lines, ""])
 
 

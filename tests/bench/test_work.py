@@ -53,22 +53,16 @@ def test_variants_are_the_options_experts(megatron):
         build(case, stock_flags(case, on_gpu=False, router_fusion=False), CPU).layer.experts
         for case in (_case(contender="module"), _case(contender="packed"))
     ]
-    assert [type(found).__name__ for found in experts] == ["SequentialMLP", "PackedExperts"]
+    assert [type(found).__name__ for found in experts] == ["SequentialMLP", "StackedExperts"]
 
 
-def test_auto_is_the_options_untouched_and_its_row_has_what_was_chosen(megatron, monkeypatch):
+def test_auto_is_the_options_untouched_and_its_row_has_what_was_chosen(megatron):
     assert OPTIONS["auto"] == PaddedOptions()
 
-    def build_and_choose(case, flags, device):
-        layer = build(case, flags, device)
-        layer.layer.token_dispatcher.chosen = {"experts": "packed", "exchange": "alltoall"}
-        return layer
-
     flags = ["--device", "cpu", "--workers", "1", "--iterations", "1", "--repeats", "1"]
-    monkeypatch.setattr(work, "build", build_and_choose)
     row = work.measure(_case(contender="auto"), parse(flags), CPU)
     assert (row["error"], row["contender"], row["variant"]) == (None, "ours", "auto")
-    assert row["chosen"] == {"experts": "packed", "exchange": "alltoall"}
+    assert row["chosen"] == {"experts": "module", "exchange": "none"}
 
 
 def test_the_sweep_of_defaults_is_one_command(monkeypatch):

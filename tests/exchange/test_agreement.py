@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
+from padded_dispatch.config import NO_DROP
 from padded_dispatch.exchange.agreement import Agreement, _new_mirror
 from padded_dispatch.utils.launch import WorkerError
 from tests.support.pool import WorkerPool
@@ -54,7 +55,7 @@ def errors_of(pool: WorkerPool, fn: Any, *args: Any) -> list[str]:
         ("E", 8, "E is 4 on rank 0, 8 on rank 1"),
         ("K", 3, "K is 2 on rank 0, 3 on rank 1"),
         ("capacity_factor", 0.5, "C is 3 on rank 0, 2 on rank 1"),
-        ("capacity_factor", None, "C is 3 on rank 0, 5 on rank 1"),
+        ("capacity_factor", NO_DROP, "C is 3 on rank 0, 5 on rank 1"),
         ("dtype", torch.float64, "dtype is torch.float32 on rank 0, torch.float64 on rank 1"),
         ("dtype", torch.int32, "dtype is torch.float32 on rank 0, torch.int32 on rank 1"),
     ],

@@ -1,6 +1,6 @@
 """Which exchange and layout a layer takes: the rule, what forbids direct stores, what fits."""
 
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import torch
 from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.exchange import choose
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.choose import Choice, LayerExchanges, prefers_padded
+from padded_dispatch.exchange.choose import Choice, LayerExchanges, Layout, prefers_padded
 from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.exchange.symmetric_memory import Shape, direct_bytes
 
@@ -116,7 +116,16 @@ class Direct:
         pass
 
 
-def reason_of(*, free: int, num_layers: int = 1, num_shapes: int = 1, cuda: bool = True) -> Choice:
+def reason_of(
+    *,
+    free: int = 2**40,
+    num_layers: int = 1,
+    num_shapes: int = 1,
+    cuda: bool = True,
+    shared: bool = False,
+    layout: Layout = "packed",
+    ffn_size: int = 0,
+) -> Choice:
     config = DispatchConfig(**SMALL, capacity_factor=1.0, num_ranks=2)
     group = Group()
 
@@ -128,11 +137,12 @@ def reason_of(*, free: int, num_layers: int = 1, num_shapes: int = 1, cuda: bool
 
     with (
         patch.object(choose, "DirectExchange", Direct),
-        patch.object(choose, "AllToAllExchange", lambda *args, packed: Direct()),
+        patch.object(choose, "AllToAllExchange", lambda *args, packed: Mock(packed=packed)),
         patch.object(choose, "free_bytes", lambda group, device: free),
+        patch.object(choose, "shares_workspace", lambda group, shape: shared),
     ):
         exchanges = LayerExchanges(
-            config, Agreement(), group, layout="packed", num_layers=num_layers
+            config, Agreement(), group, layout=layout, num_layers=num_layers, ffn_size=ffn_size
         )
         for number in range(num_shapes):
             choice = exchanges.choose(config, Rows(64 * (number + 1)))
@@ -148,10 +158,21 @@ def test_auto_takes_direct_stores_where_buffers_of_all_layers_fit_twice():
     choice = reason_of(free=2 * need - 1, num_layers=3)
     assert choice.kind == "alltoall"
     assert "GiB for 3 layers" in choice.reason
+    # Another layer of the shape has its buffers: the first one has decided.
+    assert reason_of(free=0, num_layers=3, shared=True).kind == "direct"
 
 
 def test_auto_leaves_direct_stores_out_on_a_cpu_and_for_ever_new_shapes():
-    assert reason_of(free=2**40, cuda=False).reason == "the rows are torch.bfloat16 on cpu"
-    assert reason_of(free=2**40, num_shapes=4).kind == "direct"
-    choice = reason_of(free=2**40, num_shapes=5)
+    assert reason_of(cuda=False).reason == "the rows are torch.bfloat16 on cpu"
+    assert reason_of(num_shapes=4).kind == "direct"
+    choice = reason_of(num_shapes=5)
     assert (choice.kind, choice.reason) == ("alltoall", "4 other shapes have buffers")
+
+
+def test_auto_takes_batched_experts_where_weights_outweigh_rows():
+    """64 tokens ask for 2 of 4 experts on 2 ranks: 64 rows per expert, and 20 * 64 is 1,280."""
+    few = reason_of(layout="either", ffn_size=1281)
+    assert (few.kind, few.exchange.packed) == ("alltoall", False)
+    assert few.reason.startswith("64 rows per expert are few for weights of 1281")
+    assert reason_of(layout="either", ffn_size=1280).kind == "direct"
+    assert reason_of(layout="packed", ffn_size=1281).kind == "direct"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from triton.runtime import interpreter
 
-from padded_dispatch import DispatchConfig, PaddedDispatcher
+from padded_dispatch import NO_DROP, DispatchConfig, PaddedDispatcher
 from padded_dispatch.exchange import direct, symmetric_memory
 from padded_dispatch.exchange.direct import DirectExchange
 from tests.support.direct_parity import (
@@ -24,6 +24,7 @@ from tests.support.direct_parity import (
     Layer,
     backward,
     differences,
+    direct_of,
     forward,
     make_inputs,
     poison,
@@ -105,7 +106,7 @@ def test_equals_the_all_to_all(threads, routing):
 @needs_no_gpu
 @pytest.mark.parametrize(
     "changes",
-    [{"factor": None}, {"factor": 0.5}, {"tokens": 1, "top_k": 1, "local_experts": 1}],
+    [{"factor": NO_DROP}, {"factor": 0.5}, {"tokens": 1, "top_k": 1, "local_experts": 1}],
 )
 def test_equals_the_all_to_all_in_other_sizes(threads, changes):
     layer = dataclasses.replace(SMALL, **changes)
@@ -162,7 +163,7 @@ def _layers_share() -> tuple[bool, bool]:
     for layer, dispatcher in ((SMALL, one), (SMALL, same), (other, another)):
         step(dispatcher, make_inputs(layer, "uniform", 0, CPU))
     workspaces = [
-        next(iter(dispatcher.exchange._buffers.values())).workspace
+        next(iter(direct_of(dispatcher)._buffers.values())).workspace
         for dispatcher in (one, same, another)
     ]
     return workspaces[0] is workspaces[1], workspaces[0] is workspaces[2]
@@ -188,7 +189,7 @@ def test_unknown_exchanges_are_refused():
     config = DispatchConfig(num_experts=2, top_k=1)
     with pytest.raises(ValueError, match=r"^exchange.*'mpi'") as refused:
         PaddedDispatcher(config, exchange="mpi")  # pyright: ignore[reportArgumentType]
-    assert "one of alltoall, direct" in str(refused.value)
+    assert "one of auto, alltoall, direct" in str(refused.value)
 
 
 def test_a_group_that_splits_experts_is_refused():

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from padded_dispatch.config import NO_DROP
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.alltoall import AllToAllExchange, all_to_all, group_name
 from padded_dispatch.exchange.direct import DirectExchange, _push_rows, _return_rows
@@ -64,7 +65,7 @@ ENVIRONMENT = {
 SMALL = Layer()
 EAGER = {
     "bf16": SMALL,
-    "fp32, no dropping": dataclasses.replace(SMALL, dtype=torch.float32, factor=None),
+    "fp32, no dropping": dataclasses.replace(SMALL, dtype=torch.float32, factor=NO_DROP),
     "one of everything": Layer(tokens=1, width=8, top_k=1, local_experts=1),
 }
 IN_FLIGHT = (

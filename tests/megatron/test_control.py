@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron.control import CapacityControl
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.options import PaddedOptions
@@ -54,7 +55,7 @@ def control(**options: Any) -> tuple[CapacityControl, Any]:
     return CapacityControl([chunk], PaddedOptions(**options)), chunk
 
 
-def factors(chunk: Any) -> list[float | None]:
+def factors(chunk: Any) -> list[float]:
     return [layer.token_dispatcher.dispatch_config.capacity_factor for layer in chunk]
 
 
@@ -92,7 +93,9 @@ def test_an_error_names_layers_and_factors():
 
 def test_growth_takes_reads_in_a_row_and_the_next_factor(caplog):
     with tiny.one_process(), caplog.at_level(logging.WARNING):
-        capacity, chunk = control(on_overflow="grow", grow_after=2, grow_factors="0.25,1,no-drop")
+        capacity, chunk = control(
+            on_overflow="grow", grow_after=2, grow_factors=(0.25, 1.0, NO_DROP)
+        )
         assert capacity.step(snapshots(5, 1)) == []
         assert capacity.step(snapshots(5, 0)) == [
             "capacity factor 0.5 -> 1: layer 1 dropped 5.00% of its rows in steps 1000 to 1000 and "
@@ -104,13 +107,13 @@ def test_growth_takes_reads_in_a_row_and_the_next_factor(caplog):
         assert change.startswith("capacity factor 0.5 -> 1: layer 2")
         [change] = capacity.step(snapshots(1, 0))
         assert change.startswith("capacity factor 1 -> no-drop: layer 1")
-        assert factors(chunk) == [None, 1.0] and capacity.factors == {1: None, 2: 1.0}
+        assert factors(chunk) == [NO_DROP, 1.0] and capacity.factors == {1: NO_DROP, 2: 1.0}
         assert not caplog.records
 
 
 def test_counts_of_steps_with_the_old_factor_do_not_grow_a_layer():
     with tiny.one_process():
-        capacity, _ = control(on_overflow="grow", grow_after=1, grow_factors="1,2")
+        capacity, _ = control(on_overflow="grow", grow_after=1, grow_factors=(1.0, 2.0))
         assert len(capacity.step(snapshots(5, 0, step=1))) == 1
         assert capacity.step(snapshots(5, 0, step=1)) == []
         assert len(capacity.step(snapshots(5, 0, step=2))) == 1
@@ -118,7 +121,7 @@ def test_counts_of_steps_with_the_old_factor_do_not_grow_a_layer():
 
 def test_layers_that_cannot_grow_are_logged(caplog):
     with tiny.one_process(), caplog.at_level(logging.WARNING):
-        capacity, chunk = control(on_overflow="grow", grow_after=1, grow_factors="0.5")
+        capacity, chunk = control(on_overflow="grow", grow_after=1, grow_factors=(0.5,))
         assert capacity.step(snapshots(5, 0)) == []
         assert "; grow_factors has no larger factor" in caplog.text
         assert factors(chunk) == [0.5, 0.5]
@@ -126,19 +129,19 @@ def test_layers_that_cannot_grow_are_logged(caplog):
 
 def test_a_schedule_is_followed_and_evaluation_keeps_its_own_factor():
     with tiny.one_process():
-        capacity, chunk = control(schedule="0:0.5,2:2,3:2", layer_factors="2:0.5")
+        capacity, chunk = control(schedule=((0, 0.5), (2, 2.0), (3, 2.0)), layer_factors={2: 0.5})
         assert capacity.step(None) == []
         assert capacity.step(None) == ["capacity factor 2 by schedule: layers 1"]
         assert capacity.step(None) == []
         assert factors(chunk) == [2.0, 0.5]
         chunk.eval()
-        assert factors(chunk) == [None, None]  # `eval_factor="no-drop"` of the model's options
+        assert factors(chunk) == [NO_DROP, NO_DROP]  # `eval_factor` of the model's options
 
 
 def test_a_resumed_run_continues_its_schedule():
     with tiny.one_process():
         chunk = model(1, 2)
-        options = PaddedOptions(schedule="10:2,20:3,30:4")
+        options = PaddedOptions(schedule=((10, 2.0), (20, 3.0), (30, 4.0)))
         assert CapacityControl([chunk], options, step=29).factors == {1: 3.0, 2: 3.0}
         assert factors(chunk) == [3.0, 3.0]
 
@@ -147,13 +150,19 @@ def test_a_resumed_run_continues_its_schedule():
     ("options", "named"),
     [
         ({"on_overflow": "warn"}, "on_overflow='warn'"),
-        ({"schedule": "0:1,5:2", "on_overflow": "grow"}, "on_overflow='grow', schedule='0:1,5:2'"),
+        (
+            {"schedule": ((0, 1.0), (5, 2.0)), "on_overflow": "grow"},
+            r"on_overflow='grow', schedule=\(\(0, 1\.0\), \(5, 2\.0\)\)",
+        ),
     ],
 )
 def test_training_without_control_is_refused(options, named):
     with tiny.one_process():
         chunk = model(1, **options)
-        with pytest.raises(ValueError, match=f"^{named} .* in a training loop .*CapacityControl"):
+        with pytest.raises(
+            ValueError,
+            match=f"^a training loop must have a CapacityControl to follow {named}, got none",
+        ):
             run(chunk[0], 1)
         run(chunk[0], 1, training=False)
         CapacityControl([chunk], PaddedOptions(**options))
@@ -161,10 +170,10 @@ def test_training_without_control_is_refused(options, named):
 
 
 def test_options_that_need_no_control():
-    assert PaddedOptions(schedule="0:2", on_overflow="drop").to_control == {}
+    assert PaddedOptions(schedule=((0, 2.0),), on_overflow="drop").to_control == {}
 
 
-def _other_stage() -> dict[int, float | None]:
+def _other_stage() -> dict[int, float]:
     with megatron_on_cpu():
         parallel_state.initialize_model_parallel()
         try:

@@ -82,7 +82,7 @@ def test_a_map_that_no_router_of_ours_made_is_counted_as_overflow():
 
 
 def test_no_tokens_raise():
-    with pytest.raises(ValueError, match="num_tokens=0"):
+    with pytest.raises(ValueError, match="num_tokens must be at least 1, got 0"):
         layer()(torch.randn(0, 2, tiny.HIDDEN))
 
 

@@ -139,6 +139,11 @@ def test_a_wrong_flag_is_named_with_what_to_give(capsys, flag, text, complaint):
     assert capsys.readouterr().err.rstrip().endswith(f"error: argument {flag}: {complaint}")
 
 
+def test_lists_of_yaml_files_are_taken():
+    options = PaddedOptions(schedule=[[0, 2], [40, 1.25]], grow_factors=[2, 3])  # pyright: ignore
+    assert options == PaddedOptions(schedule=((0, 2), (40, 1.25)), grow_factors=(2, 3))
+
+
 def test_options_survive_pickling():
     options = parse("--padded-layer-factors", "3:1.5", "--padded-schedule", "0:2")
     assert pickle.loads(pickle.dumps(options)) == options

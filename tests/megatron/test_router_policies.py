@@ -229,9 +229,9 @@ def test_reroute_is_refused_where_the_next_best_expert_is_unknown():
         "moe_router_load_balancing_type": "sinkhorn",
         "moe_expert_capacity_factor": None,
     }
-    router(remedy="renormalize", layer_factors="1:0.5", overrides=sinkhorn)
+    router(remedy="renormalize", layer_factors={1: 0.5}, overrides=sinkhorn)
     with pytest.raises(ValueError, match=r"type must .* remedy='reroute', got 'sinkhorn'"):
-        router(remedy="reroute", layer_factors="1:0.5", overrides=sinkhorn)
+        router(remedy="reroute", layer_factors={1: 0.5}, overrides=sinkhorn)
 
 
 def test_protected_tokens_come_first_in_training_only():

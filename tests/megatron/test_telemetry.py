@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
+from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron import PaddedOptions, padded_spec
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.telemetry import Telemetry, write_scalars
@@ -23,7 +24,7 @@ def model(*numbers: int, **settings: Any) -> Any:
     """Build a chunk with one layer per number; `settings` are fields of the config or options."""
     options = {name: settings.pop(name) for name in OPTIONS & settings.keys()}
     config = tiny.config(moe_expert_capacity_factor=0.5, **settings)
-    config.padded_dispatch = PaddedOptions(**{"eval_factor": "no-drop"} | options)
+    config.padded_dispatch = PaddedOptions(**{"eval_factor": NO_DROP} | options)
     chunk: Any = nn.Sequential()
     for number in numbers:
         layer = tiny.layer(config, padded_spec(tiny.layer_spec()))

@@ -37,7 +37,7 @@ class Layer:
     width: int = 328
     top_k: int = 3
     local_experts: int = 5
-    factor: float | None = 1.25
+    factor: float = 1.25
     dtype: torch.dtype = torch.bfloat16
     microbatches_in_flight: int = 1
 
@@ -152,10 +152,16 @@ def step(dispatcher: PaddedDispatcher, inputs: Inputs) -> dict[str, Tensor]:
     return backward(forward(dispatcher, inputs))
 
 
+def direct_of(dispatcher: PaddedDispatcher) -> DirectExchange:
+    """Return the exchange of a dispatcher that was made for direct stores."""
+    exchange = dispatcher.exchanges._direct
+    assert exchange is not None
+    return exchange
+
+
 def poison(dispatcher: PaddedDispatcher) -> None:
     """Fill this rank's buffers with NaN; peers write to them only after its next call begins."""
-    assert isinstance(dispatcher.exchange, DirectExchange)
-    for buffers in dispatcher.exchange._buffers.values():
+    for buffers in direct_of(dispatcher)._buffers.values():
         workspace = buffers.workspace
         receive_buffers = [*buffers._receive_buffers, workspace.gradients]
         everything = [workspace.slots_ECD, workspace.meta_EC1]

@@ -359,11 +359,10 @@ class Training:
     def _note_idle(self, idle: list[int]) -> None:
         for layer in self._moe:
             for name, parameter in layer.experts.named_parameters():
-                found = _EXPERT.search(name)
-                assert found is not None, f"no expert number in {name}"
-                expert = layer.local_expert_indices[int(found[1] or found[2])]
-                notes = self._idle_nonzero if expert in idle else self._busy_nonzero
-                notes.append(parameter.main_grad.count_nonzero())
+                for local, grad in _grads_of_experts(layer, name, parameter):
+                    expert = layer.local_expert_indices[local]
+                    notes = self._idle_nonzero if expert in idle else self._busy_nonzero
+                    notes.append(grad.count_nonzero())
 
     def idle_failures(self) -> list[str]:
         """Check that gradients of idle experts are zero and that some of the others are not."""
@@ -381,6 +380,16 @@ class Training:
         if last_rank and not idle:
             broken.append("no expert was idle")
         return broken
+
+
+def _grads_of_experts(layer: Any, name: str, parameter: Any) -> Iterator[tuple[int, Tensor]]:
+    """Yield the gradient of each local expert in a parameter, which holds one expert or all."""
+    found = _EXPERT.search(name)
+    if found is not None:
+        yield int(found[1] or found[2]), parameter.main_grad
+    else:
+        num_experts = len(layer.local_expert_indices)
+        yield from enumerate(parameter.main_grad.unflatten(0, (num_experts, -1)))
 
 
 class _Comparison:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from padded_dispatch.config import DispatchConfig
+from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.tune.cost import LayerSizes, balanced_drop, balanced_drop_poisson, cost
 
 QWEN3 = LayerSizes(num_tokens=4096, hidden_size=2048, ffn_size=768)
@@ -66,7 +66,7 @@ def test_ranks_that_split_experts_gather_rows_and_share_flops():
 
 
 def test_dropping_nothing_costs_every_token_for_every_expert():
-    assert cost(qwen3(None), QWEN3, busiest_rows=32768).num_slots == 128 * 4096
+    assert cost(qwen3(NO_DROP), QWEN3, busiest_rows=32768).num_slots == 128 * 4096
 
 
 def test_sizes_below_one():

@@ -55,9 +55,9 @@ def test_the_options_accept_them(found, per_layer):
     read = from_arguments(parser.parse_args(words))
     assert read == PaddedOptions(**options(found, per_layer=per_layer))
     factors = {layer: advice.factor for layer, advice in found.training.layers.items()}
-    assert read.factor_of_layer == (factors if per_layer else {})
+    assert read.layer_factors == (factors if per_layer else {})
     assert read.factor_of_step == ({} if per_layer else {0: 2.0, 40: 1.25})
-    assert read.eval_factors == (found.evaluation.overall.factor,)
+    assert read.eval_factor == found.evaluation.overall.factor
 
 
 @pytest.mark.parametrize("per_layer", [False, True])
@@ -66,7 +66,7 @@ def test_evaluation_is_named_wherever_training_has_several_factors(found, per_la
     found = with_phases(found, Phase(first_step=0, factor=2.0), Phase(first_step=40, factor=1.25))
     found = dataclasses.replace(found, evaluation=found.training)
     given = PaddedOptions(**options(found, per_layer=per_layer))
-    assert given.eval_factors == (found.training.overall.factor,)
+    assert given.eval_factor == found.training.overall.factor
 
 
 def test_a_policy_is_named_where_it_was_asked_for(found):
@@ -90,8 +90,8 @@ def test_yaml(found):
         "padded_dispatch:",
         "  min_capacity: 4",
         "  alignment: 16",
-        '  schedule: "0:2,40:1.25"',
-        f'  eval_factor: "{evaluation:g}"',
+        "  schedule: [[0, 2], [40, 1.25]]",
+        f"  eval_factor: {evaluation:g}",
     ]
 
 

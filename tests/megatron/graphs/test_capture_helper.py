@@ -254,7 +254,7 @@ def test_number_of_microbatches_counts_where_each_has_a_graph(megatron):
 
 def test_a_padding_mask_raises_before_a_replay_that_drops_it(megatron):
     training, _ = captured(("attn", "moe"))
-    with pytest.raises(ValueError, match=r"padding_mask must be None .*; Megatron drops it"):
+    with pytest.raises(ValueError, match=r"padding_mask must be None .*; Megatron drops the mask"):
         training.forward(BATCH, SEQUENCE, seed=0, padding_mask=padding_mask())
 
 
