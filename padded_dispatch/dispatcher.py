@@ -113,7 +113,7 @@ class PaddedDispatcher:
             ValueError: the same on all ranks, when their shapes differ or T is 0.
         """
         capacity = agree_on_shapes(self.agreement, self.config, tokens_TD)
-        exchange = self.exchanges.choose(self.config, tokens_TD).exchange
+        exchange = self.exchanges.choose(self.config, tokens_TD, probs_TE).exchange
         selection = select_with_remedy(
             self.config,
             capacity,

@@ -80,7 +80,7 @@ def prefers_padded(config: DispatchConfig, num_tokens: int) -> bool:
     1.25 gives n = 320 slots, below 1.05 * 256 + 130 = 398.8: padded. Factor 2.0 gives 512: packed.
 
     Args:
-        config: the layer's.
+        config: config of the layer.
         num_tokens: tokens on this rank (T).
     """
     per_row, per_expert = _ALONE if config.num_sources == 1 else _EXCHANGED
@@ -105,8 +105,8 @@ class LayerExchanges:
     """The exchanges of one layer. Creating it is a collective call of both groups' members.
 
     Args:
-        config: sizes of groups and number of experts are read.
-        agreement: of the same groups.
+        config: its sizes of groups and number of experts are read.
+        agreement: an agreement over the same groups.
         group: the expert-parallel group; None for a single rank.
         etp_group: the group whose ranks split every expert's ffn; None where none do.
         layout: what the experts read: padded rows, packed rows, or either.
@@ -116,7 +116,7 @@ class LayerExchanges:
             for their backward pass; each has a buffer.
         num_layers: layers of the model on this rank that will want buffers; "auto" makes sure that
             all of them fit.
-        ffn_size: of the experts (F), for "auto"; 0 where it is not known.
+        ffn_size: width of the experts' hidden layer (F), for "auto"; 0 if unknown.
 
     Raises:
         ValueError: on all ranks, when they differ in an argument, or "direct" cannot work.
@@ -136,11 +136,15 @@ class LayerExchanges:
         ffn_size: int = 0,
     ) -> None:
         kinds, layouts = get_args(ExchangeKind), get_args(Layout)
-        # Compare before anything is built: the constructor of DirectExchange runs collectives.
+        # Compare before anything is built: the constructor of DirectExchange runs collectives. All
+        # that "auto" decides by is compared here or by `agree_on_shapes`, because some of its
+        # decisions run collectives and others do not.
         agreement.check(
             exchange=kinds.index(kind) if kind in kinds else -1,
             layout=layouts.index(layout),
             microbatches_in_flight=microbatches_in_flight,
+            num_layers=num_layers,
+            ffn_size=ffn_size,
         )
         require(kind in kinds, "exchange", kind, f"be one of {', '.join(kinds)}")
         self._config = config
@@ -154,11 +158,13 @@ class LayerExchanges:
         self._no_direct = 'exchange="alltoall" was asked for'
         if kind != "alltoall":
             try:
-                if layout == "padded":
-                    raise ValueError(
-                        "exchange='direct' must have experts that read packed rows, got padded "
-                        "ones; set experts='packed' or exchange='alltoall'"
-                    )
+                require(
+                    layout != "padded",
+                    "the experts' layout",
+                    layout,
+                    "be packed with exchange='direct'",
+                    "set experts='packed' or exchange='alltoall'",
+                )
                 self._direct = DirectExchange(
                     num_local_experts,
                     group,
@@ -182,18 +188,21 @@ class LayerExchanges:
             self._padded = AllToAllExchange(num_local_experts, group, etp_group, packed=False)
         self._choices: dict[tuple[int, int], Choice] = {}
 
-    def choose(self, config: DispatchConfig, tokens_TD: Tensor) -> Choice:
-        """Return the exchange for a pass; the first pass of a shape is a collective call.
+    def choose(self, config: DispatchConfig, tokens_TD: Tensor, probs_TE: Tensor) -> Choice:
+        """Return the exchange for a pass. The first pass with a T and C is a collective call.
+
+        Call `agree_on_shapes` before it, which raises in a capture that has a new T or C.
 
         Args:
-            config: the one of this pass; its capacity factor may change between steps.
+            config: the config of this pass; its capacity factor may change between steps.
             tokens_TD: floating point [T, D].
+            probs_TE: floating point [T, E]; its dtype is read.
         """
         num_tokens = tokens_TD.shape[0]
         capacity = config.capacity(num_tokens)
         choice = self._choices.get((num_tokens, capacity))
         if choice is None:
-            choice = self._decide(config, capacity, tokens_TD)
+            choice = self._decide(config, capacity, tokens_TD, probs_TE)
             self._choices[num_tokens, capacity] = choice
         return choice
 
@@ -202,15 +211,18 @@ class LayerExchanges:
         return self._choices[num_tokens, capacity].exchange
 
     def is_packed(self, config: DispatchConfig, num_tokens: int) -> bool:
-        """Return whether experts will read packed rows, as far as is known before the first pass.
+        """Return whether experts are expected to read packed rows; callable before the first pass.
 
-        Direct stores count as certain where the machine allows them.
+        Where the machine allows direct stores, it assumes them.
         """
         if self._direct is not None or self._padded is None:
             return True
         return self._packed is not None and not prefers_padded(config, num_tokens)
 
-    def _decide(self, config: DispatchConfig, capacity: int, tokens_TD: Tensor) -> Choice:
+    def _decide(
+        self, config: DispatchConfig, capacity: int, tokens_TD: Tensor, probs_TE: Tensor
+    ) -> Choice:
+        reason = self._no_direct
         if self._direct is not None and self._group is not None:
             shape = Shape(
                 num_experts=config.num_experts,
@@ -218,15 +230,15 @@ class LayerExchanges:
                 width=tokens_TD.shape[1],
                 dtype=tokens_TD.dtype,
             )
-            refused = (
-                "" if self._kind == "direct" else self._why_not_direct(config, shape, tokens_TD)
-            )
-            if not refused:
+            reason = ""
+            if self._kind == "auto":
+                reason = self._why_not_direct(config, shape, tokens_TD, probs_TE)
+            if not reason:
                 reason = f"the {self._group.size()} ranks share a host and reach each other's GPUs"
                 return Choice(exchange=self._direct, kind="direct", reason=reason)
-            self._no_direct = refused
-        kind = "none" if config.num_sources == 1 else "alltoall"
-        reason = "one rank" if kind == "none" else self._no_direct
+        kind = "alltoall"
+        if config.num_sources == 1:
+            kind, reason = "none", "one rank"
         exchange = self._packed or self._padded
         if self._packed is not None and self._padded is not None:
             padded = prefers_padded(config, tokens_TD.shape[0])
@@ -236,28 +248,32 @@ class LayerExchanges:
         assert exchange is not None
         return Choice(exchange=exchange, kind=kind, reason=reason)
 
-    def _why_not_direct(self, config: DispatchConfig, shape: Shape, tokens_TD: Tensor) -> str:
-        """Return why "auto" leaves direct stores out for a pass; empty where it takes them."""
+    def _why_not_direct(
+        self, config: DispatchConfig, shape: Shape, tokens_TD: Tensor, probs_TE: Tensor
+    ) -> str:
+        """Return why "auto" leaves direct stores out for a pass; empty if it takes them."""
         num_tokens = tokens_TD.shape[0]
+        for name, values in (("rows", tokens_TD), ("probabilities", probs_TE)):
+            if not values.is_cuda or values.dtype == torch.float64:
+                return f"the {name} are {values.dtype} on {values.device.type}"
         if self._padded is not None and prefers_padded(config, num_tokens):
             balanced = num_tokens * config.top_k / config.num_local_experts
             if self._ffn_size > _OUTWEIGHS * balanced:
                 return f"{balanced:.0f} rows per expert are few for weights of {self._ffn_size}"
-        return self._no_room(shape, tokens_TD)
+        return self._no_room(shape, tokens_TD.device)
 
-    def _no_room(self, shape: Shape, tokens_TD: Tensor) -> str:
-        """Return why the buffers of a shape are not made; empty where they fit."""
+    def _no_room(self, shape: Shape, device: torch.device) -> str:
+        """Return why the buffers of a shape are not made; empty if they fit."""
         assert self._group is not None
-        if not tokens_TD.is_cuda or tokens_TD.dtype == torch.float64:
-            return f"the rows are {tokens_TD.dtype} on {tokens_TD.device.type}"
         if sum(choice.kind == "direct" for choice in self._choices.values()) == _MAX_DIRECT_SHAPES:
             return f"{_MAX_DIRECT_SHAPES} other shapes have buffers"
-        # The first layer of a shape decides for all: later ones find less memory free.
+        # Once one layer of a shape has buffers, the others follow: the sum below counted theirs,
+        # and by now less memory is free.
         if shares_workspace(self._group, shape):
             return ""
         num_buffers = self._num_layers * self._microbatches_in_flight
         need = direct_bytes(shape, num_ranks=self._group.size(), num_buffers=num_buffers)
-        free = free_bytes(self._group, tokens_TD.device)
+        free = free_bytes(self._group, device)
         if 2 * need <= free:
             return ""
         return (
@@ -274,8 +290,8 @@ def agree_on_shapes(
     T = 0 is checked after the comparison, so every rank raises and none is left in a collective.
 
     Args:
-        agreement: of the layer's groups.
-        config: the layer's.
+        agreement: an agreement over the layer's groups.
+        config: config of the pass.
         tokens_TD: floating point [T, D].
         more: further whole numbers that must be equal on all ranks.
 

@@ -54,7 +54,7 @@ def refusals(config: Any, rows: tuple[ConfigField, ...]) -> list[str]:
 
 def padded_options(config: Any) -> PaddedOptions:
     """Return the options of a config; the defaults where none were set."""
-    return getattr(config, "padded_dispatch", PaddedOptions())
+    return config.padded_dispatch if is_ours(config) else PaddedOptions()
 
 
 def is_ours(config: Any) -> bool:
@@ -91,15 +91,15 @@ def dispatch_config(
     layer_number: int | None = None,
     training: bool = True,
 ) -> DispatchConfig:
-    """Return what decides our shapes, from what a Megatron user has set.
+    """Return the settings that decide our shapes, read from Megatron's config and our options.
 
     Args:
         config: a TransformerConfig that `check_config` has passed.
-        options: what Megatron has no field for.
+        options: options of the padded dispatcher.
         num_ranks: ranks in the expert-parallel group (R).
         etp_size: ranks that split every expert.
         layer_number: see `number_in_model`; None before the layer has its number.
-        training: evaluation may have a factor of its own.
+        training: False for evaluation, which may have its own factor.
 
     Raises:
         ValueError: see `DispatchConfig`.
@@ -252,5 +252,5 @@ def _alignment(config: Any, options: PaddedOptions) -> int:
 
 
 def _read(config: Any, name: str) -> Any:
-    """Return the field's value; None, which no row refuses, where this version lacks the field."""
+    """Return the field's value, or None, which no row refuses, if this version lacks the field."""
     return getattr(config, name, None)

@@ -29,7 +29,7 @@ from torch import Tensor
 from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.exchange import Exchange, Slots
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.choose import Choice, ExchangeKind, LayerExchanges
+from padded_dispatch.exchange.choose import Choice, LayerExchanges
 from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import (
     LayerConfigs,
@@ -83,7 +83,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self.ep_group,
             self.tp_group,
             layout=self._experts.layout or "padded",
-            kind=_exchange_kind(config, options.exchange),
+            kind=options.exchange,
             microbatches_in_flight=in_flight,
             num_layers=max(1, config.num_layers // config.pipeline_model_parallel_size),
             ffn_size=config.moe_ffn_hidden_size or 0,
@@ -153,12 +153,12 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """
         tokens_TD = tokens.view(-1, tokens.shape[-1])
         config = self.dispatch_config
-        choice = self.exchanges.choose(config, tokens_TD)
+        choice = self.exchanges.choose(config, tokens_TD, probs)
         if choice is not self._choice:
+            device, packed = str(tokens.device), choice.exchange.packed
+            announce(config, *tokens_TD.shape, tokens.element_size(), device, packed, self._logs)
             self._choice = choice
-            self._log_choice(tokens_TD.shape[0], choice.reason)
-        device, packed = str(tokens.device), choice.exchange.packed
-        announce(config, *tokens_TD.shape, tokens.element_size(), device, packed, self._logs)
+            self._log_choice(tokens_TD.shape[0])
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
         capacity = config.capacity(tokens_TD.shape[0])
@@ -190,9 +190,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """Bring slots into the experts' order.
 
         Returns:
-            Rows [N, D], where each expert's lie, probabilities [N]. In the middle for a module of
-            Megatron's: rows per local expert, int64 [L] on the host, S * C each, no matter how many
-            are real. For packed rows: where each expert's end, int32 [L] on the device.
+            Rows [N, D], counts [L] and probabilities [N]. For padded rows, the counts are rows per
+            local expert, int64 on the host: S * C each, padded rows included. For packed rows, they
+            are running counts of real rows, int32 on the device.
         """
         exchange = self._exchange
         arranged = exchange.arrange(Slots(rows_MCD=hidden_states, meta_MC1=probs))
@@ -241,7 +241,10 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     @property
     def chosen(self) -> dict[str, str]:
-        """What the last pass used: names of its experts and of its exchange; empty before one."""
+        """Names of the experts and the exchange of the last pass that ran Python.
+
+        Empty before the first one. A replayed CUDA graph keeps those of its capture.
+        """
         if self._choice is None:
             return {}
         experts = "module"
@@ -249,12 +252,12 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             experts = "packed" if self._choice.exchange.packed else "batched"
         return {"experts": experts, "exchange": self._choice.kind}
 
-    def _log_choice(self, num_tokens: int, reason: str) -> None:
-        if self._logs:
+    def _log_choice(self, num_tokens: int) -> None:
+        if self._logs and self._choice is not None:
             _log_once(
                 f"padded dispatch at {num_tokens} tokens per rank: "
                 f"experts={self.chosen['experts']} ({self._experts.reason}), "
-                f"exchange={self.chosen['exchange']} ({reason})"
+                f"exchange={self._choice.kind} ({self._choice.reason})"
             )
 
 
@@ -264,14 +267,6 @@ def _pipeline_rank(pg_collection: Any) -> int:
         return pipeline.rank()
     known = parallel_state.model_parallel_is_initialized()
     return parallel_state.get_pipeline_model_parallel_rank() if known else 0
-
-
-def _exchange_kind(config: Any, kind: ExchangeKind) -> ExchangeKind:
-    """Return the kind of exchange to make; "auto" leaves direct stores out where they cannot work.
-
-    Direct stores carry probabilities in at most fp32.
-    """
-    return "alltoall" if kind == "auto" and config.moe_router_dtype == "fp64" else kind
 
 
 @functools.cache
@@ -333,11 +328,12 @@ def announce(
     if config.capacity_factor != NO_DROP:
         return
     size = config.buffer_bytes(num_tokens, hidden_size, element_size, packed=packed)
-    ratio = config.num_experts * config.capacity(num_tokens) / (num_tokens * config.top_k)
+    capacity = config.capacity(num_tokens)
+    ratio = config.num_experts * capacity / (num_tokens * config.top_k)
     cost = (
-        f"moe_expert_capacity_factor=None drops nothing and costs C = {config.capacity(num_tokens)}"
-        f" slots per (source, expert): up to {size.total / 2**30:.2f} GiB of buffers per layer, "
-        f"{ratio:.1f} times a dropless one"
+        "a capacity factor of NO_DROP (moe_expert_capacity_factor=None) drops nothing and costs "
+        f"C = {capacity} slots per (source, expert): up to {size.total / 2**30:.2f} GiB of buffers "
+        f"per layer, {ratio:.1f} times a dropless one"
     )
     fix = "set moe_expert_capacity_factor, 1.25 for a start"
     if device.startswith("cuda"):

@@ -58,7 +58,7 @@ def one_rank(layout="either", **settings) -> tuple[DispatchConfig, LayerExchange
 
 
 def chosen(exchanges: LayerExchanges, config: DispatchConfig, num_tokens: int) -> Choice:
-    return exchanges.choose(config, torch.zeros(num_tokens, 3))
+    return exchanges.choose(config, torch.zeros(num_tokens, 3), torch.zeros(num_tokens, 4))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_choice_stays_and_is_found_by_tokens_and_capacity():
 def test_direct_stores_that_cannot_work_are_refused_or_left_out():
     with pytest.raises(ValueError, match="exchange='direct'"):
         one_rank("packed", kind="direct")
-    with pytest.raises(ValueError, match="must have experts that read packed rows, got padded"):
+    with pytest.raises(ValueError, match=r"layout must be packed .*, got 'padded'; set"):
         one_rank("padded", kind="direct")
     with pytest.raises(ValueError, match="exchange must be one of auto, alltoall, direct, got"):
         one_rank(kind="nccl")
@@ -122,6 +122,7 @@ def reason_of(
     num_layers: int = 1,
     num_shapes: int = 1,
     cuda: bool = True,
+    probs_dtype: torch.dtype = torch.float32,
     shared: bool = False,
     layout: Layout = "packed",
     ffn_size: int = 0,
@@ -145,7 +146,9 @@ def reason_of(
             config, Agreement(), group, layout=layout, num_layers=num_layers, ffn_size=ffn_size
         )
         for number in range(num_shapes):
-            choice = exchanges.choose(config, Rows(64 * (number + 1)))
+            rows = Rows(64 * (number + 1))
+            probs = Mock(is_cuda=cuda, dtype=probs_dtype, device=rows.device)
+            choice = exchanges.choose(config, rows, probs)
     return choice
 
 
@@ -164,6 +167,8 @@ def test_auto_takes_direct_stores_where_buffers_of_all_layers_fit_twice():
 
 def test_auto_leaves_direct_stores_out_on_a_cpu_and_for_ever_new_shapes():
     assert reason_of(cuda=False).reason == "the rows are torch.bfloat16 on cpu"
+    wide = reason_of(probs_dtype=torch.float64)
+    assert (wide.kind, wide.reason) == ("alltoall", "the probabilities are torch.float64 on cuda")
     assert reason_of(num_shapes=4).kind == "direct"
     choice = reason_of(num_shapes=5)
     assert (choice.kind, choice.reason) == ("alltoall", "4 other shapes have buffers")
