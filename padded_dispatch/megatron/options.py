@@ -40,22 +40,22 @@ def read_factor(text: str) -> float:
 
 
 def read_factors(text: str) -> tuple[float, ...]:
-    """Parse `1.5,2,no-drop`; empty text is no factor.
+    """Parse `1.5,2,no-drop`; `none` and empty text are no factor.
 
     Raises:
         ValueError: shows the text and what to give.
     """
-    return tuple(read_factor(part) for part in text.split(",") if text)
+    return tuple(map(read_factor, _parts(text)))
 
 
 def read_factor_table(text: str) -> dict[int, float]:
-    """Parse `3:1.5,7:no-drop`; empty text is an empty table.
+    """Parse `3:1.5,7:no-drop`; `none` and empty text are an empty table.
 
     Raises:
         ValueError: shows the text and what to give.
     """
     table: dict[int, float] = {}
-    for part in text.split(",") if text else ():
+    for part in _parts(text):
         key, colon, factor = part.partition(":")
         number = _number(int, key)
         if not colon or number is None or number in table:
@@ -69,8 +69,12 @@ def show_factor(factor: float) -> str:
     return _NO_DROP_TEXT if factor == NO_DROP else f"{factor:g}"
 
 
+def _parts(text: str) -> list[str]:
+    return [] if text in ("", "none") else text.split(",")
+
+
 def _read_optional_factor(text: str) -> float | None:
-    return None if text in ("", "none") else read_factor(text)
+    return read_factor(text) if _parts(text) else None
 
 
 def _read_schedule(text: str) -> tuple[tuple[int, float], ...]:
@@ -309,16 +313,6 @@ def from_arguments(arguments: argparse.Namespace) -> PaddedOptions:
         for option in dataclasses.fields(PaddedOptions)
     }
     return PaddedOptions(**values)
-
-
-def to_flags(options: PaddedOptions) -> list[str]:
-    """Return the flags that give these options; those with default values are left out."""
-    return [
-        word
-        for option in dataclasses.fields(options)
-        if (value := getattr(options, option.name)) != getattr(_DEFAULTS, option.name)
-        for word in (_flag(option), _show(value))
-    ]
 
 
 def to_json(options: PaddedOptions) -> dict[str, Any]:

@@ -25,12 +25,12 @@ def test_what_is_no_factor(text):
 
 def test_several_factors():
     assert read_factors("1.5,2,no-drop") == (1.5, 2.0, NO_DROP)
-    assert read_factors("") == ()
+    assert read_factors("") == read_factors("none") == ()
 
 
 def test_a_table():
     assert read_factor_table("3:1.5,10:no-drop") == {3: 1.5, 10: NO_DROP}
-    assert read_factor_table("") == {}
+    assert read_factor_table("") == read_factor_table("none") == {}
     for text in ("3:1,3:2", "x:1", ":1", "1.5"):
         with pytest.raises(ValueError, match=f"^must be NUMBER:FACTOR,.* got {text!r}$"):
             read_factor_table(text)
