@@ -217,7 +217,7 @@ def _run(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
     for chunk in chunks:
         chunk.zero_grad_buffer()
     given = _noise(like, seed=2 * layer.layer_number).requires_grad_()
-    with _restore_random_state(), _restore_draws(layer):
+    with _restore_random_state(), counts_put_back(layer):  # Draws of policy "random" are counts.
         output = layer(given, **sample.kwargs)[0]
         output.backward(_noise(output, seed=2 * layer.layer_number + 1))
     assert given.grad is not None
@@ -267,18 +267,6 @@ def _restore_random_state() -> Iterator[None]:
         tracker.set_states(states)
         torch.cuda.set_rng_state(cuda)
         torch.set_rng_state(cpu)
-
-
-@contextmanager
-def _restore_draws(layer: Any) -> Iterator[None]:
-    """Restore the number of the router's next random draw at the end (policy "random")."""
-    counts = [buffer for name, buffer in layer.named_buffers() if name.endswith("num_draws")]
-    kept = [count.clone() for count in counts]
-    try:
-        yield
-    finally:
-        for count, copy in zip(counts, kept, strict=True):
-            count.copy_(copy)
 
 
 @contextmanager
