@@ -118,7 +118,7 @@ class CapacityControl:
         for number in self.factors:
             self._reads_above[number] = self._reads_above[number] + 1 if number in above else 0
         ripe = [n for n in above if self._reads_above[n] >= self._options.grow_after]
-        larger = {n: self._next_larger(n) for n in ripe}
+        larger = {n: [f for f in self._options.grow_factors if f > self.factors[n]] for n in ripe}
         stuck = [n for n, factors in larger.items() if not factors]
         if stuck:
             self._warn(f"{self._words(stuck, snapshots)}; grow_factors has no larger factor")
@@ -130,10 +130,6 @@ class CapacityControl:
         ]
         self.set_factors(growing)
         return changes
-
-    def _next_larger(self, number: int) -> list[float]:
-        now = self.factors[number]
-        return [factor for factor in self._options.grow_factors if factor > now]
 
     def _follow_schedule(self, step: int) -> list[str]:
         factor = self._options.factor_of_step[step]

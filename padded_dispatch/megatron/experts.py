@@ -8,7 +8,7 @@ attributes of parameters are Megatron's own; `StackedExperts` then copies the we
 copy a layer holds its experts twice.
 
 The GEMMs need one weight `[L, out, in]` per linear. (Views of TEGroupedMLP's separate parameters do
-not work: Megatron's DDP lays parameters out in a buffer of its own, in reverse order.) Biases are
+not work: Megatron's DDP lays parameters out in its own buffer, in reverse order.) Biases are
 one parameter of one dimension, `[L * out]`, because Megatron's optimizers decide by the number of
 dimensions what does not decay (0.16.1 to 0.19.0, `optimizer/__init__.py`) and what Muon
 orthogonalizes.
@@ -54,7 +54,7 @@ from torch import Tensor, nn
 from padded_dispatch.exchange.choose import Layout
 from padded_dispatch.experts import ExpertWeights, grouped_mlp
 from padded_dispatch.megatron.config import padded_options, refusals
-from padded_dispatch.megatron.fields import ConfigField
+from padded_dispatch.megatron.fields import ConfigField, given
 from padded_dispatch.ops.activation import Activation, Function
 from padded_dispatch.ops.grouped import batched_linear, grouped_linear
 from padded_dispatch.utils.nvtx import nvtx_range
@@ -67,7 +67,7 @@ _NO_SCALES = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenExperts:
-    """What `PaddedOptions.experts` comes to for a config.
+    """The experts that a config gets.
 
     Attributes:
         layout: which rows `StackedExperts` may read; None keeps the module of the layer's spec.
@@ -79,7 +79,7 @@ class ChosenExperts:
 
 
 def chosen_experts(config: Any) -> ChosenExperts:
-    """Return what `PaddedOptions.experts` comes to for a config.
+    """Return the experts that `PaddedOptions.experts` gives a config.
 
     "auto" keeps the spec's module where the config has a setting that `StackedExperts` does not
     compute (fp8 among them), where training is not in bf16, and on GPUs before Hopper, whose
@@ -95,11 +95,12 @@ def chosen_experts(config: Any) -> ChosenExperts:
 
 
 def _against_ours(config: Any) -> str:
-    sizes = config.hidden_size, config.moe_ffn_hidden_size
+    """Return why "auto" keeps the module of the layer's spec; empty if it takes ours."""
     if refused := _refused(config):
-        return "\n".join(["packed and batched experts do not support", *refused])
+        return refused
     if not config.bf16:
         return "bf16 is not set"
+    sizes = config.hidden_size, config.moe_ffn_hidden_size
     if any(size % 8 for size in sizes):
         return f"the sizes {sizes[0]} and {sizes[1]} are not multiples of 8"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
@@ -122,8 +123,7 @@ class StackedExperts(MegatronModule):
     def __init__(self, config: Any, experts: Any, pg_collection: Any) -> None:
         super().__init__(config=config)
         if refused := _refused(config):
-            complaint = "packed and batched experts do not support"
-            raise ValueError("\n".join([complaint, *refused]))
+            raise ValueError(refused)
         self.activation = _activation(config)
         self.recompute = config.recompute_granularity == "selective" and _has_moe_act(
             config.recompute_modules
@@ -181,9 +181,9 @@ class StackedExperts(MegatronModule):
         """Return the shards of a distributed checkpoint, as TEGroupedMLP has them.
 
         Args:
-            prefix: of this module.
+            prefix: of this module's keys.
             sharded_offsets: (axis, place, pieces) of the axes in front, such as the layers'.
-            metadata: Megatron's; `singleton_local_shards` gives every expert keys of its own.
+            metadata: Megatron's; `singleton_local_shards` gives every expert its own keys.
         """
         linears = {"linear_fc1": self.linear_fc1, "linear_fc2": self.linear_fc2}
         num_local_experts = self.linear_fc1.num_experts
@@ -213,7 +213,7 @@ class ShardedLayout:
         first: the id of this rank's first expert.
         num_experts: E.
         replica: (pipeline, tensor, data parallel) coordinates among copies; only zeros are written.
-        one_by_one: every expert has keys of its own, instead of a place on a common axis.
+        one_by_one: every expert has its own keys, instead of a place on a common axis.
     """
 
     prefix: str
@@ -267,7 +267,7 @@ class StackedLinear(nn.Module):
         Args:
             name: of this linear.
             layout: where this rank's experts lie.
-            num_parts: 2 where gate and up are on shards of their own.
+            num_parts: 2 if gate and up have separate shards, else 1.
         """
         found: dict[str, Any] = {
             kind: _factory(f"{name}.{kind}", parameter, layout, self.num_experts, num_parts)
@@ -379,8 +379,8 @@ def _parameters(experts: Any, linear: str) -> tuple[list[Tensor], list[Tensor]]:
     return [weight for weight, _ in found], [bias for _, bias in found if bias is not None]
 
 
-def _refused(config: Any) -> list[str]:
-    """Return one line per setting that `StackedExperts` does not compute."""
+def _refused(config: Any) -> str:
+    """Return the settings that `StackedExperts` does not compute, one a line; empty if none."""
     found = refusals(config, _FIELDS)
     clamp, fused = config.activation_func_clamp_value, config.bias_activation_fusion
     if clamp is not None and fused and config.activation_func is F.silu:
@@ -388,15 +388,11 @@ def _refused(config: Any) -> list[str]:
             f"  activation_func_clamp_value={clamp!r}: Megatron's fused SwiGLU leaves it out. "
             "Remedy: bias_activation_fusion=False, or None."
         )
-    return found
+    return "\n".join(["packed and batched experts do not support", *found]) if found else ""
 
 
 def _field(name: str, note: str, refuses: Any) -> ConfigField:
     return ConfigField(name=name, status="refused", note=note, refuses=refuses, remedy=_REMEDY)
-
-
-def _given(value: Any) -> bool:
-    return value is not None
 
 
 def _has_moe_act(modules: Any) -> bool:
@@ -411,14 +407,14 @@ _FIELDS = (
     ),
     _field("activation_func_fp8_input_store", "the activation keeps its input as it is", bool),
     _field("use_te_activation_func", "the activation is a kernel of ours", bool),
-    _field("moe_mlp_glu_interleave_size", "gate and up are not interleaved", _given),
+    _field("moe_mlp_glu_interleave_size", "gate and up are not interleaved", given),
     _field("moe_single_grouped_bias", "biases are read one by one", bool),
     _field("moe_apply_probs_on_input", "probabilities weigh the activation", bool),
-    _field("moe_latent_size", "untested", _given),
+    _field("moe_latent_size", "untested", given),
     _field("expert_tensor_parallel_size", "untested", lambda size: (size or 1) > 1),
     _field("fp16", "they compute in bf16, on CPUs in any other dtype, too", bool),
-    _field("fp8", "they compute in bf16", _given),
-    _field("fp4", "they compute in bf16", _given),
+    _field("fp8", "they compute in bf16", given),
+    _field("fp4", "they compute in bf16", given),
     _field("delay_wgrad_compute", "weights have their gradient right after backward", bool),
     _field(
         "overlap_dispatch_backward_with_experts_wgrad",

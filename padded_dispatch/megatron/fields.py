@@ -21,7 +21,8 @@ Status = Literal["used", "harmless", "refused"]
 VERSIONS = ("0.16", "0.17", "0.18", "0.19")
 
 
-def _given(value: Any) -> bool:
+def given(value: Any) -> bool:
+    """Return whether a field is set."""
     return value is not None
 
 
@@ -91,7 +92,7 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
         "sets a capacity per rank, for HybridEP and NCCL EP; ours is per (source rank, expert)",
         "set moe_expert_capacity_factor instead",
         _SINCE_18,
-        _given,
+        given,
     ),
     _harmless("moe_extended_tp", "read nowhere; deprecated", _ONLY_16),
     _used("moe_ffn_hidden_size", "width of the routed experts"),
@@ -211,7 +212,7 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
     _harmless(
         "fine_grained_activation_offloading", "in attention, norms and experts; see offload_modules"
     ),
-    _refused("fp4", "untested", "train in bf16", refuses=_given),
+    _refused("fp4", "untested", "train in bf16", refuses=given),
     _used("fp8", "TEGroupedMLP quantizes padded, aligned rows; not with CUDA graphs"),
     _refused(
         "hybrid_context_parallel",
@@ -237,7 +238,7 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
         "frees the outputs of our stages, which may share memory; untested",
         "unset it",
     ),
-    _refused("quant_recipe", "quantizes experts; untested", "unset it", refuses=_given),
+    _refused("quant_recipe", "quantizes experts; untested", "unset it", refuses=given),
     _used("recompute_granularity", "recompute plans again, and counts once"),
     _used("recompute_modules", "recompute plans again, and counts once"),
     _used("sequence_parallel", "T is this rank's share of the tokens"),

@@ -72,11 +72,6 @@ def experts_of_rows(offsets_L: Tensor) -> Tensor:
     return torch.arange(offsets_L.shape[0]).repeat_interleave(counts_L)
 
 
-def sum_rows(rows_NO: Tensor, weights_N: Tensor | None, offsets_L: Tensor) -> Tensor:
-    """Sum each expert's rows, weighted if there are weights: [L, O]."""
-    return _sum_rows(rows_NO, weights_N, offsets_L)
-
-
 def _blocks(offsets_L: Tensor) -> list[slice]:
     """Return the rows of every expert, read on the host."""
     offsets = offsets_L.tolist()
@@ -185,14 +180,15 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets_L: Tensor) -> Tensor:
 
 
 @custom_op("padded_dispatch::sum_rows_by_expert", mutates_args=())
-def _sum_rows(rows_NO: Tensor, weights_N: Tensor | None, offsets_L: Tensor) -> Tensor:
+def sum_rows(rows_NO: Tensor, weights_N: Tensor | None, offsets_L: Tensor) -> Tensor:
+    """Sum each expert's rows, weighted if there are weights: [L, O]."""
     wide = rows_NO.to(torch.promote_types(rows_NO.dtype, torch.float32))
     if weights_N is not None:
         wide = wide * weights_N[:, None]
     return torch.stack([wide[rows].sum(0) for rows in _blocks(offsets_L)]).to(rows_NO.dtype)
 
 
-@_sum_rows.register_kernel("cuda")
+@sum_rows.register_kernel("cuda")
 def _(rows_NO, weights_N, offsets_L):
     from padded_dispatch.kernels import grouped
 
@@ -200,7 +196,7 @@ def _(rows_NO, weights_N, offsets_L):
     return grouped.sum_rows(rows_NO.contiguous(), weights_N, offsets_L)
 
 
-@_sum_rows.register_fake
+@sum_rows.register_fake
 def _(rows_NO, weights_N, offsets_L):
     return rows_NO.new_empty(offsets_L.shape[0], rows_NO.shape[1])
 
@@ -242,7 +238,7 @@ def _grouped_linear_backward(ctx, grad_NO):
     if needs_weight:
         grad_LOI = _grouped_outer(grad_NO, rows_NI, offsets_L)
     if needs_bias:
-        grad_LO = _sum_rows(grad_NO, probs_N, offsets_L)
+        grad_LO = sum_rows(grad_NO, probs_N, offsets_L)
     if needs_probs and bias_LO is not None:
         grad_N = _dot_rows(grad_NO, bias_LO, probs_N, offsets_L)
     return grad_NI, grad_LOI, grad_LO, grad_N, None

@@ -55,7 +55,7 @@ def test_biases(counts, width):
     equal((biased_NO[:num_rows], expected_NO))
     for weights_N in (None, probs_N):
         given = rows_NO, weights_N, offsets_L
-        equal((grouped.sum_rows(*map(here_if_tensor, given)), ops._sum_rows(*given)))
+        equal((grouped.sum_rows(*map(here_if_tensor, given)), ops.sum_rows(*given)))
     dots_N = grouped.dot_rows(*map(here, (rows_NO, bias_LO, offsets_L)))
     expected_N = ops._dot_rows(rows_NO, bias_LO, probs_N, offsets_L)
     equal((dots_N[:num_rows], expected_N[:num_rows]))

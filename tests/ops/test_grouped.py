@@ -173,7 +173,7 @@ def test_all_are_sound_custom_ops(biased):
     opcheck(grouped._grouped_linear, (rows_NI, weight_LOI, bias_LO, probs_N, offsets_L))
     opcheck(grouped._grouped_outer, (grad_NO, plain_NI, offsets_L))
     weights_N = None if probs_N is None else probs_N.detach()
-    opcheck(grouped._sum_rows, (grad_NO, weights_N, offsets_L))
+    opcheck(grouped.sum_rows, (grad_NO, weights_N, offsets_L))
     if bias_LO is not None:
         opcheck(grouped._dot_rows, (grad_NO, bias_LO.detach(), weights_N, offsets_L))
     opcheck(grouped._batched_linear, (inputs([2, 2], biased, spare=0)[0], weight_LOI[:2].detach()))
