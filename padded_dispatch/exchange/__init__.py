@@ -48,7 +48,7 @@ class ExpertInput:
     Attributes:
         rows_ND: [N, D].
         probs_N: at least fp32, 0 in padded rows.
-        kept_SL: int32, real rows per (source, local expert): the first so many of its C slots.
+        kept_SL: int32, real rows per (source, local expert), which fill the first of its C slots.
         offsets_LS: int32, where the packed rows of each (local expert, source) end; None for the
             padded layout.
     """
@@ -74,27 +74,21 @@ class Exchange(Protocol):
 
     def prepare(self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan) -> Slots:
         """Put tokens and their probabilities into slots, on this rank."""
-        ...
 
     def move(self, outgoing: Slots) -> Slots:
         """Send slots to the ranks of their experts."""
-        ...
 
     def arrange(self, incoming: Slots) -> ExpertInput:
         """Bring slots into the order that experts read."""
-        ...
 
     def disarrange(self, out_ND: Tensor, offsets_LS: Tensor | None) -> Slots:
         """Bring the experts' output, laid out as their input was, back into slots."""
-        ...
 
     def move_back(self, outgoing: Slots) -> Slots:
         """Send slots back to the ranks of their tokens."""
-        ...
 
     def combine(self, incoming: Slots, plan: DispatchPlan, offsets_LS: Tensor | None) -> Tensor:
         """Sum the slots of every token: [T, D]. `offsets_LS` are those of the input."""
-        ...
 
 
 class PackedAtOnce:

@@ -1,7 +1,7 @@
 """Symmetric memory: the same buffers on every rank of a group, which all its ranks can write to.
 
-It stands on the CUDA backend of torch's symmetric memory. It needs GPUs of one host that can access
-each other (NVLink), and neither NVSHMEM nor multicast. Allocating is a collective call of the group
+It uses the CUDA backend of torch's symmetric memory. It needs GPUs of one host that can access each
+other (NVLink), and neither NVSHMEM nor multicast. Allocating is a collective call of the group
 and never happens during a capture: the first eager call with a shape allocates, after the ranks
 have compared that shape. Before that, the bytes are logged, and a layer that does not fit raises.
 

@@ -64,7 +64,7 @@ def build(
     check_experts(layer.experts)
     if chosen_experts(config).layout is not None:
         layer.experts = StackedExperts(config, layer.experts, pg_collection)
-        torch.cuda.empty_cache()  # Blocks of single weights are too small for what comes later.
+        torch.cuda.empty_cache()  # Free the blocks of single weights, which are too small to reuse.
     # The spec's own experts get no NVTX range: Megatron's local CUDA graphs refuse modules with
     # forward pre-hooks, and a function set on the instance would follow the module into its copies.
     dispatcher = PaddedAlltoAllTokenDispatcher(

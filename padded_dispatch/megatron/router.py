@@ -363,7 +363,7 @@ def check_reroute(config: Any) -> None:
 def scores_of_all(router: Any, logits_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
     """Return the probability that each expert would have had, and the order of choice.
 
-    Megatron gives probabilities of the chosen experts only; rerouting needs those of all experts.
+    Megatron returns probabilities of the chosen experts only; rerouting needs those of all experts.
     They follow from the logits as in `topk_routing_with_score_function` (Megatron-Core 0.16.1 to
     0.19.0), with the divisor of the token's own request:
 

@@ -1,4 +1,4 @@
-"""Custom ops of the dispatcher, one idea a module; `kernels` has their twins.
+"""Custom ops of the dispatcher, one idea a module; `kernels` has their Triton kernels.
 
 An op has four parts, in one module: its body in plain torch, which runs on CPUs and is the
 specification; the Triton kernel that runs on CUDA devices and must give the same result; a fake
@@ -8,7 +8,7 @@ one. Callers use the plain functions at the top of a module; the ops are below t
 The modules, in the order of a token's way:
 
 select: cut the routing map to at most C tokens per expert, by policy
-overflow: the entry of selection: `select`, then a remedy for dropped rows (without a twin)
+overflow: the entry of selection: `select`, then a remedy for dropped rows (torch only)
 plan: give every kept row its slot
 rows: move rows between tokens, slots and packed rows
 grouped: the linears of all experts over packed rows

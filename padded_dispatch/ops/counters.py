@@ -38,7 +38,6 @@ class RoutingObserver(Protocol):
             selection: what was kept of it.
             capacity: slots per expert on this rank (C).
         """
-        ...
 
 
 def mass_units(probs: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class Workers:
-    """Processes that run one function after another, all the same one at a time."""
+    """Processes that run functions one after another; all run the same one at a time."""
 
     def __init__(self, num_workers: int) -> None:
         spawn = multiprocessing.get_context("spawn")

@@ -84,7 +84,7 @@ def require_folder(option: str, folder: Path) -> None:
     """Raise if `folder` is not writable, or does not exist and cannot be created.
 
     Raises:
-        ValueError: in that case; it names `option`.
+        ValueError: names `option`.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     require(

@@ -37,7 +37,7 @@ def routing_scores(
         top_k: experts of each token (K).
         skew: distribution of the demand over experts, see `Skew`; "none" equals "uniform" here.
         sigma: standard deviation of the experts' log popularity under "lognormal".
-        num_idle: the last so many experts get no token; at least K others must remain.
+        num_idle: number of experts, the last ones, that get no token; at least K must remain.
         seed: seed of the tokens; pass a different one on each rank.
     """
     popularity_E = np.zeros(num_experts)

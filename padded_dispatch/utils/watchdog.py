@@ -35,7 +35,7 @@ class Watchdog:
     code is `EXIT_CODE`.
 
     Args:
-        seconds: the time limit of each.
+        seconds: the time limit.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -62,16 +62,18 @@ class Watchdog:
     def beat(self, what: str) -> None:
         """Require that the GPU finishes, within the limit, all work launched until now.
 
+        Does nothing without a GPU.
+
         Args:
             what: description used in the error message.
         """
-        done = None
-        if torch.cuda.is_available():
-            done = torch.cuda.Event()
-            done.record()
-            with self._changed:
-                self._deadlines.append(self._deadline(what, done))
-                self._changed.notify()
+        if not torch.cuda.is_available():
+            return
+        done = torch.cuda.Event()
+        done.record()
+        with self._changed:
+            self._deadlines.append(self._deadline(what, done))
+            self._changed.notify()
 
     def stop(self) -> None:
         """End the thread."""

@@ -58,7 +58,7 @@ _captured: WeakKeyDictionary[Any, Invariants] = WeakKeyDictionary()
 
 
 def install() -> None:
-    """Guard every layer that has a padded dispatcher; do nothing if that is already so."""
+    """Guard every layer that has a padded dispatcher; do nothing after an earlier `install`."""
     if _patches:
         return
     for owner, name, wrap in (
