@@ -39,7 +39,7 @@ class Slots:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertInput:
-    """What the experts of this rank get: N = L * S * C rows in one of two layouts.
+    """Rows for the experts of this rank: N = L * S * C rows in one of two layouts.
 
     Padded: expert l owns the rows `l * S * C` and the next S * C; padded rows are exactly zero.
     Packed: experts' real rows follow each other, ordered by (expert, source, slot). The rows behind
@@ -74,21 +74,27 @@ class Exchange(Protocol):
 
     def prepare(self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan) -> Slots:
         """Put tokens and their probabilities into slots, on this rank."""
+        ...
 
     def move(self, outgoing: Slots) -> Slots:
         """Send slots to the ranks of their experts."""
+        ...
 
     def arrange(self, incoming: Slots) -> ExpertInput:
         """Bring slots into the order that experts read."""
+        ...
 
     def disarrange(self, out_ND: Tensor, offsets_LS: Tensor | None) -> Slots:
         """Bring the experts' output, laid out as their input was, back into slots."""
+        ...
 
     def move_back(self, outgoing: Slots) -> Slots:
         """Send slots back to the ranks of their tokens."""
+        ...
 
     def combine(self, incoming: Slots, plan: DispatchPlan, offsets_LS: Tensor | None) -> Tensor:
         """Sum the slots of every token: [T, D]. `offsets_LS` are those of the input."""
+        ...
 
 
 class PackedAtOnce:

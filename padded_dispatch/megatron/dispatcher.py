@@ -155,8 +155,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         config = self.dispatch_config
         choice = self.exchanges.choose(config, tokens_TD, probs)
         if choice is not self._choice:
-            device, packed = str(tokens.device), choice.exchange.packed
-            announce(config, *tokens_TD.shape, tokens.element_size(), device, packed, self._logs)
+            announce(config, tokens_TD, packed=choice.exchange.packed, logs=self._logs)
             self._choice = choice
             self._log_choice(tokens_TD.shape[0])
         if self.shared_overlap is not None:
@@ -255,9 +254,10 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     def _log_choice(self, num_tokens: int) -> None:
         if self._logs and self._choice is not None:
             _log_once(
+                logging.INFO,
                 f"padded dispatch at {num_tokens} tokens per rank: "
                 f"experts={self.chosen['experts']} ({self._experts.reason}), "
-                f"exchange={self._choice.kind} ({self._choice.reason})"
+                f"exchange={self._choice.kind} ({self._choice.reason})",
             )
 
 
@@ -270,8 +270,8 @@ def _pipeline_rank(pg_collection: Any) -> int:
 
 
 @functools.cache
-def _log_once(line: str) -> None:
-    _log.info(line)
+def _log_once(level: int, line: str) -> None:
+    _log.log(level, line)
 
 
 def is_padded(module: Any) -> bool:
@@ -300,24 +300,12 @@ def _counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
             yield from dispatcher.eval_counters.tensors()
 
 
-@functools.cache
-def announce(
-    config: DispatchConfig,
-    num_tokens: int,
-    hidden_size: int,
-    element_size: int,
-    device: str,
-    packed: bool,
-    logs: bool,
-) -> None:
+def announce(config: DispatchConfig, tokens_TD: Tensor, *, packed: bool, logs: bool) -> None:
     """Log once per shape what it costs to drop nothing, and raise if it cannot fit.
 
     Args:
         config: nothing happens unless its factor is `NO_DROP`.
-        num_tokens: tokens on this rank (T).
-        hidden_size: width of a row (D).
-        element_size: bytes of one element of a row.
-        device: of the rows, as text.
+        tokens_TD: [T, D].
         packed: the experts read packed rows.
         logs: this rank logs.
 
@@ -327,7 +315,8 @@ def announce(
     """
     if config.capacity_factor != NO_DROP:
         return
-    size = config.buffer_bytes(num_tokens, hidden_size, element_size, packed=packed)
+    num_tokens, hidden_size = tokens_TD.shape
+    size = config.buffer_bytes(num_tokens, hidden_size, tokens_TD.element_size(), packed=packed)
     capacity = config.capacity(num_tokens)
     ratio = config.num_experts * capacity / (num_tokens * config.top_k)
     cost = (
@@ -336,9 +325,9 @@ def announce(
         f"per layer, {ratio:.1f} times a dropless one"
     )
     fix = "set moe_expert_capacity_factor, 1.25 for a start"
-    if device.startswith("cuda"):
-        memory = torch.cuda.get_device_properties(device).total_memory
+    if tokens_TD.is_cuda:
+        memory = torch.cuda.get_device_properties(tokens_TD.device).total_memory
         if size.total > memory:
             raise ValueError(f"{cost}; the device has {memory / 2**30:.2f} GiB; {fix}")
     if logs:
-        _log.warning("%s. To pay less, %s.", cost, fix)
+        _log_once(logging.WARNING, f"{cost}. To pay less, {fix}.")

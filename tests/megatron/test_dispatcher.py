@@ -102,12 +102,13 @@ def test_inference_toggles_change_nothing():
 
 def test_the_price_of_dropping_nothing_is_said_once(caplog):
     config = DispatchConfig(num_experts=8, top_k=2, num_ranks=4)
+    tokens_TD = torch.empty(1000, 64, dtype=torch.bfloat16)
     with caplog.at_level(logging.WARNING, logger="padded_dispatch"):
         for _ in range(3):
-            announce(config, 1000, 64, 2, "cpu", False, True)
+            announce(config, tokens_TD, packed=False, logs=True)
         dropping = DispatchConfig(num_experts=8, top_k=2, capacity_factor=1.0)
-        announce(dropping, 1000, 64, 2, "cpu", False, True)
-        announce(config, 2000, 64, 2, "cpu", False, False)
+        announce(dropping, tokens_TD, packed=False, logs=True)
+        announce(config, torch.cat([tokens_TD, tokens_TD]), packed=False, logs=False)
     (record,) = caplog.records
     assert "C = 1000 slots" in record.message
     assert "4.0 times a dropless one" in record.message
