@@ -5,12 +5,13 @@ the config, T, and the kind of machine, and from nothing that the router decides
 in the first eager pass with a T, alike on all ranks, and stays.
 
 Direct stores or the all-to-all. `"auto"` takes direct stores where the experts read packed rows,
-all ranks of the group are GPUs of one host that reach each other's memory, and twice the buffers of
-all layers fit into the memory that is free in the first pass (optimizer states are often allocated
-later). On 2 H200 they beat the all-to-all in 25 of 27 cases, by 1 to 32 %. The two others are
-GPT-OSS-20B at 512 tokens, where reading the experts' weights takes most of the time and one
-`torch.bmm` reads them faster: there batched experts over the all-to-all were 1 and 3 % faster at
-factors 1.0 and 1.25. So "auto" takes these where F > 20 m, with m as below.
+all ranks of the group are GPUs of one host that reach each other's memory, rows and probabilities
+are at most fp32, and twice the buffers of all layers fit into the memory that is free in the first
+pass (optimizer states are often allocated later). On 2 H200 they beat the all-to-all in 25 of 27
+cases, by 1 to 32 %. The two others are GPT-OSS-20B at 512 tokens, where reading the experts'
+weights takes most of the time and one `torch.bmm` reads them faster: there batched experts over the
+all-to-all were 1 and 3 % faster at factors 1.0 and 1.25. So "auto" takes the all-to-all if F > 20
+m, with m as below, and the rule below prefers padded rows.
 
 Packed or padded rows, for experts that take either. One `torch.bmm` over all slots (padded) is
 faster per row than `torch._grouped_mm` over the real rows (packed), and computes the padding. With

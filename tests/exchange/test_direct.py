@@ -69,15 +69,16 @@ class ThreadMemory:
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Run ranks as threads, one of which at a time interprets a kernel."""
-    lock, launch = threading.Lock(), interpreter.GridExecutor.__call__
+    """Run ranks as threads, one of which at a time parses and interprets a kernel."""
+    lock, run = threading.Lock(), interpreter.InterpretedFunction.run
+    ThreadMemory.met.reset()  # An earlier test that failed may have left it broken.
 
     def one_at_a_time(self, *args, **kwargs):
         with lock:
-            return launch(self, *args, **kwargs)
+            return run(self, *args, **kwargs)
 
     with (
-        patch.object(interpreter.GridExecutor, "__call__", one_at_a_time),
+        patch.object(interpreter.InterpretedFunction, "run", one_at_a_time),
         patch.object(symmetric_memory, "PeerMemory", ThreadMemory),
         patch.object(symmetric_memory, "_free_bytes", lambda device: 2**40),
         patch.object(direct, "check_group", lambda group: group),
