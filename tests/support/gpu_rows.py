@@ -65,7 +65,8 @@ class Rows:
         self, arguments: argparse.Namespace, num_gpus: int, environment: dict[str, str]
     ) -> None:
         os.environ.update(environment)
-        command = arguments.command or " ".join(["python", *sys.argv])
+        program = f"python -m tests.gpu.{Path(sys.argv[0]).stem}"
+        command = arguments.command or " ".join([program, *sys.argv[1:]])
         self._path = arguments.out
         self._about = about(num_gpus=num_gpus, command=command, commit=arguments.commit)
         self._about["environment"] = environment
