@@ -158,7 +158,9 @@ def _check_flags(given: argparse.Namespace) -> None:
     for paths in (given.traces, given.eval_traces or ()):
         for path in paths:
             if not path.exists():
-                raise ValueError(f"{path} must be a trace or a folder of traces, got no such file")
+                raise ValueError(
+                    f"{path} must be a trace or a folder of traces, got nothing there; correct it"
+                )
         if paths and _are_megatrons(paths) and None in (given.experts, given.ranks):
             raise ValueError(
                 "--experts and --ranks must be given for Megatron's traces, which do not hold "
@@ -210,7 +212,9 @@ def _load(paths: Sequence[Path], given: argparse.Namespace) -> Trace:
             return _from_layer_1(trace)
         return load_traces(paths, max_bytes=max_bytes)
     except OSError as error:
-        raise ValueError(f"{error.filename}: {error.strerror}; give a trace") from error
+        raise ValueError(
+            f"{error.filename} must be a readable trace, got {error.strerror}; give another"
+        ) from error
 
 
 def _are_megatrons(paths: Sequence[Path]) -> bool:
