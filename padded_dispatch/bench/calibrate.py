@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from padded_dispatch.bench.cases import MODELS
-from padded_dispatch.config import DispatchConfig, require
+from padded_dispatch.config import require
 from padded_dispatch.tune.cost import LayerSizes, cost
 from padded_dispatch.tune.time_model import NAMES, START, Measured, TimeModel, Work, fit, save
 from padded_dispatch.utils.results import read_runs
@@ -167,12 +167,7 @@ def _is_usable(row: dict[str, Any]) -> bool:
 def _measured(row: dict[str, Any], num_tokens: int) -> Measured:
     """Convert a results row; it enters the fit only at `num_tokens` tokens."""
     shape = MODELS[row["model"]]
-    config = DispatchConfig(
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        capacity_factor=row["capacity_factor"],
-        num_ranks=row["ep"],
-    )
+    config = shape.dispatch_config(row["capacity_factor"], row["ep"])
     sizes = LayerSizes(
         num_tokens=row["tokens"], hidden_size=shape.hidden_size, ffn_size=shape.ffn_size
     )

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from padded_dispatch.config import require
 from padded_dispatch.megatron.options import PaddedOptions, to_json
 from padded_dispatch.utils.results import require_folder
+from padded_dispatch.utils.shapes import SHAPES, LayerShape
 
 Device = Literal["cpu", "cuda"]
 Balancing = Literal["aux-loss", "expert-bias", "forced"]
@@ -46,19 +47,15 @@ def _option(text: str, default: Any = dataclasses.MISSING) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape:
+class ModelShape(LayerShape):
     """Sizes of one layer. All layers are alike, and all are Mixture-of-Experts layers.
 
     `gpt_oss`: biases everywhere, and a clamped SwiGLU with x * sigmoid(1.702 x) in place of SiLU.
     """
 
-    hidden_size: int
     num_heads: int
     num_kv_groups: int
     head_size: int
-    num_experts: int
-    top_k: int
-    expert_ffn_size: int
     shared_ffn_size: int | None = None
     qk_layernorm: bool = False
     gpt_oss: bool = False
@@ -91,7 +88,7 @@ PRESETS = {
             head_size=32,
             num_experts=8,
             top_k=2,
-            expert_ffn_size=256,
+            ffn_size=256,
         ),
         num_layers=2,
         seq_length=64,
@@ -103,39 +100,26 @@ PRESETS = {
     "qwen3-30b-a3b": Preset(
         about="layers of Qwen3-30B-A3B",
         model=ModelShape(
-            hidden_size=2048,
+            **vars(SHAPES["qwen3-30b-a3b"]),
             num_heads=32,
             num_kv_groups=4,
             head_size=128,
-            num_experts=128,
-            top_k=8,
-            expert_ffn_size=768,
             qk_layernorm=True,
         ),
     ),
     "gpt-oss-20b": Preset(
         about="layers like GPT-OSS-20B's, without attention sinks and sliding windows",
         model=ModelShape(
-            hidden_size=2880,
-            num_heads=64,
-            num_kv_groups=8,
-            head_size=64,
-            num_experts=32,
-            top_k=4,
-            expert_ffn_size=2880,
-            gpt_oss=True,
+            **vars(SHAPES["gpt-oss-20b"]), num_heads=64, num_kv_groups=8, head_size=64, gpt_oss=True
         ),
     ),
     "deepseek-v2-lite": Preset(
         about="layers like DeepSeek-V2-Lite's: two shared experts, ordinary attention",
         model=ModelShape(
-            hidden_size=2048,
+            **vars(SHAPES["deepseek-v2-lite"]),
             num_heads=16,
             num_kv_groups=16,
             head_size=128,
-            num_experts=64,
-            top_k=6,
-            expert_ffn_size=1408,
             shared_ffn_size=2816,
         ),
     ),
@@ -406,7 +390,8 @@ class Settings:
         require_folder("--trace", output.trace)
         folder, every, steps = str(output.trace), output.trace_every, output.steps
         traced = dispatcher == "padded_alltoall"
-        require(traced, "--trace", folder, "come with --dispatcher padded_alltoall")
+        rule = "be padded_alltoall with --trace"
+        require(traced, "--dispatcher", dispatcher, rule, "leave out one of the two")
         unused = output.resume or not list(output.trace.glob("*.npy"))
         require(unused, "--trace", folder, "hold no earlier trace", "choose another folder")
         rule = f"be at most steps={steps}, to trace at least one"

@@ -41,7 +41,7 @@ from padded_dispatch.tune.trace import Trace
 Meaning = Literal["source", "rank", "pooled"]
 MEANINGS: tuple[str, ...] = get_args(Meaning)
 
-NEVER = np.iinfo(np.int32).max  # the place of a choice that asks for nothing: no slot is for it
+NEVER = np.iinfo(np.int32).max  # the place of an empty choice, which no capacity reaches
 # A key holds the number of its group in 16 bits, then 16 bits of choice, then 32 bits of score.
 _MAX_GROUPS = 2**16
 _CHUNK_ROWS = 2**18  # sorted at a time: small enough for a processor's cache

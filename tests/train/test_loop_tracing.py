@@ -77,7 +77,7 @@ def test_mistakes_are_named(tmp_path):
     with pytest.raises(ValueError, match=rf"^--trace must hold no earlier trace, got '{tmp_path}'"):
         parse(f"--trace {tmp_path}".split())
     with pytest.raises(
-        ValueError, match=r"^--trace must come with --dispatcher padded_alltoall, got "
+        ValueError, match=r"^--dispatcher must be padded_alltoall with --trace, got 'all"
     ):
         parse(f"--trace {tmp_path} --dispatcher allgather".split())
     with pytest.raises(ValueError, match=r"^--trace-every must be at most steps=9, .*, got 10$"):
