@@ -14,6 +14,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -331,9 +332,8 @@ def test_wrong_flags_are_noticed(parsers_only, capsys):
 
 
 def test_version_is_the_one_of_the_project():
-    text = (ROOT / "pyproject.toml").read_text()
-    (version,) = re.findall('^version = "(.*)"$', text, re.MULTILINE)
-    assert version == padded_dispatch.__version__
+    version = padded_dispatch.__version__
+    assert metadata.version("padded-dispatch") == version
     assert f"\n## {version}" in (ROOT / ".github" / "CHANGELOG.md").read_text()
 
 

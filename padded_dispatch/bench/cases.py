@@ -1,4 +1,4 @@
-"""What the benchmark measures: model shapes, contenders, skews, and a case made of them."""
+"""Cases of the benchmark: model shapes, contenders, skews, and a case made of them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

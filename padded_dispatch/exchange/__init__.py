@@ -39,7 +39,7 @@ class Slots:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertInput:
-    """What the experts of this rank get: N = L * S * C rows in one of two layouts.
+    """Rows for the experts of this rank: N = L * S * C rows in one of two layouts.
 
     Padded: expert l owns the rows `l * S * C` and the next S * C; padded rows are exactly zero.
     Packed: experts' real rows follow each other, ordered by (expert, source, slot). The rows behind

@@ -154,7 +154,7 @@ class LayerConfigs:
 
     @property
     def in_training(self) -> bool:
-        """Whether the layer is in training mode; true before it has a router."""
+        """True while the layer is in training mode, and before it has a router."""
         return self._router is None or self._router.training
 
     def check_controlled(self) -> None:

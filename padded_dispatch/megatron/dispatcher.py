@@ -241,7 +241,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     @property
     def chosen(self) -> dict[str, str]:
-        """What the last pass used: names of its experts and of its exchange; empty before one."""
+        """Names of the experts and the exchange of the last pass; empty before the first."""
         if self._choice is None:
             return {}
         experts = "module"

@@ -67,7 +67,7 @@ _NO_SCALES = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenExperts:
-    """What `PaddedOptions.experts` comes to for a config.
+    """The experts that `PaddedOptions.experts` means for a config.
 
     Attributes:
         layout: which rows `StackedExperts` may read; None keeps the module of the layer's spec.
@@ -79,7 +79,7 @@ class ChosenExperts:
 
 
 def chosen_experts(config: Any) -> ChosenExperts:
-    """Return what `PaddedOptions.experts` comes to for a config.
+    """Return the experts that `PaddedOptions.experts` means for a config.
 
     "auto" keeps the spec's module where the config has a setting that `StackedExperts` does not
     compute (fp8 among them), where training is not in bf16, and on GPUs before Hopper, whose
@@ -205,7 +205,7 @@ class StackedExperts(MegatronModule):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedLayout:
-    """Where a rank's experts lie in a distributed checkpoint.
+    """Place of a rank's experts in a distributed checkpoint.
 
     Attributes:
         prefix: of the experts' keys, with the dot.

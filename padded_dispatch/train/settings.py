@@ -128,7 +128,7 @@ PRESETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How the model is trained."""
+    """The training recipe."""
 
     num_layers: int = _option("layers of the model")
     seq_length: int = _option("bytes per sequence")
@@ -159,7 +159,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch:
-    """How tokens reach their experts."""
+    """The dispatcher and its settings."""
 
     dispatcher: DispatcherName = _option(
         "ours, or one of Megatron's; a CPU runs all but alltoall, a GPU runs all",
@@ -199,7 +199,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What is run, shown and kept."""
+    """Length of the run, and what it prints and stores."""
 
     steps: int = _option("steps in all")
     graph: Graph = _option(

@@ -108,7 +108,7 @@ class Advice:
 
     @property
     def promised(self) -> bool:
-        """Whether the target is promised for steps like those in the trace."""
+        """True if the target is promised for steps like those in the trace."""
         return not self.caveats
 
 

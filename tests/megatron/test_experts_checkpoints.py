@@ -177,26 +177,28 @@ def test_ranks_share_the_experts(pool2: WorkerPool, kind, ep, experts_of_ranks, 
         assert {where[3] for where in ours} == {(0, 0, replicas[rank])}
 
 
-def _adam_states(which: Any) -> dict[Any, Any]:
-    """What a checkpoint gets of Adam after a step with gradients that tell experts apart."""
-    parameters = list(which.parameters())
-    adam = torch.optim.Adam(parameters)
-    for parameter in parameters:
-        parameter.grad = parameter.detach() / 2
+def _adam(which: Any, share: float) -> torch.optim.Adam:
+    """Return Adam after one step; the gradients are that share of the parameters."""
+    adam = torch.optim.Adam(which.parameters())
+    for parameter in which.parameters():
+        parameter.grad = parameter.detach() * share
     adam.step()
+    return adam
+
+
+def _sharded_states(which: Any, adam: torch.optim.Adam) -> dict[str, Any]:
     sharded = which.sharded_state_dict("experts.", (), None)
-    ids = optimizer.get_param_id_to_sharded_param_map(sharded, iter(parameters))
+    ids = optimizer.get_param_id_to_sharded_param_map(sharded, iter(which.parameters()))
     state = adam.state_dict()
     optimizer.optim_state_to_sharding_state(state, ids, ("step",))
-    return written(state["state"])
+    return state["state"]
 
 
 @BIASED
 def test_optimizer_states_are_those_of_single_experts(megatron, biased):
     """Megatron makes them of the parameters' shards, key by key: 'optimizer.state.exp_avg...'."""
-    ours, theirs = (
-        _adam_states(experts(kind, add_bias_linear=biased)) for kind in ("packed", "module")
-    )
+    both = (experts(kind, add_bias_linear=biased) for kind in ("packed", "module"))
+    ours, theirs = (written(_sharded_states(which, _adam(which, 0.5))) for which in both)
     assert len(ours) == 2 * (1 + biased) * 3 * tiny.NUM_EXPERTS
     assert all(key.startswith("optimizer.state.exp_avg") for key, *_ in ours)
     assert_same(ours, theirs)
@@ -220,6 +222,25 @@ def test_distributed_checkpoints_load_both_ways(megatron, tmp_path: Path, biased
             for which in sorted((one, other), key=is_module)
         )
     )
+
+
+@BIASED
+@pytest.mark.parametrize("source", ["packed", "module"])
+def test_optimizer_states_load_both_ways(megatron, tmp_path: Path, biased, source):
+    target = {"packed": "module", "module": "packed"}[source]
+    one, other = (experts(kind, add_bias_linear=biased) for kind in (source, target))
+    adam, restored = _adam(one, 0.5), _adam(other, 3.0)
+    dist_checkpointing.save(_sharded_states(one, adam), str(tmp_path))
+    before = {where: v.clone() for where, v in written(_sharded_states(other, restored)).items()}
+    states: Any = dist_checkpointing.load(_sharded_states(other, restored), str(tmp_path))
+    for state in states.values():
+        state["step"] = torch.tensor(1.0)  # Megatron keeps it in the parameter groups.
+    restored.load_state_dict({**restored.state_dict(), "state": states})
+    ours, theirs = (
+        written(_sharded_states(which, state)) for which, state in ((other, restored), (one, adam))
+    )
+    assert any(not torch.equal(before[where], value) for where, value in theirs.items())
+    assert_same(ours, theirs)
 
 
 def is_module(which: Any) -> bool:
