@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from padded_dispatch.bench.cases import MODELS
-from padded_dispatch.config import DispatchConfig, require
+from padded_dispatch.config import require
 from padded_dispatch.tune.cost import LayerSizes, cost
 from padded_dispatch.tune.time_model import NAMES, START, Measured, TimeModel, Work, fit, save
 from padded_dispatch.utils.results import read_runs
@@ -74,6 +74,7 @@ def compare(calibration: TimeModel, results: dict[str, Any]) -> str:
         "check",
         f"{len(rows)} rows, machines {' and '.join(kinds)}",
         "hold rows of `padded-dispatch bench` in graphs, of the kind of machine that is calibrated",
+        "give results of that machine",
     )
     errors: dict[str, list[tuple[float, str]]] = {}
     for row in rows:
@@ -109,14 +110,14 @@ def _measure(given: argparse.Namespace, argv: list[str]) -> int:
         not rows.exists(),
         "out",
         str(given.out),
-        f"name a new calibration: {rows} exists",
+        f"be a new calibration, but {rows} exists",
         "fit that with --from, or take another name",
     )
     require(
         "RANK" not in os.environ,
         "RANK",
         os.environ.get("RANK"),
-        "be unset: calibrate starts its workers itself",
+        "be unset, since calibrate starts its workers itself",
         "under torchrun run `padded-dispatch bench`, then `calibrate --from` its results",
     )
     flags = _bench_flags(given, argv)
@@ -141,7 +142,7 @@ def _usable(results: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[st
             last[tuple(row[name] for name in _CASE)] = row, number
             kinds.add(_kind(run["about"]))
     found = " and ".join(sorted(kinds))
-    require(len(kinds) <= 1, "results", found, "come from one kind of machine")
+    require(len(kinds) <= 1, "results", found, "be of one kind of machine", "fit each by itself")
     rows = [row for row, _ in last.values()]
     sources = [results["runs"][n]["about"] for n in sorted({n for _, n in last.values()})]
     return rows, sources
@@ -166,12 +167,7 @@ def _is_usable(row: dict[str, Any]) -> bool:
 def _measured(row: dict[str, Any], num_tokens: int) -> Measured:
     """Convert a results row; it enters the fit only at `num_tokens` tokens."""
     shape = MODELS[row["model"]]
-    config = DispatchConfig(
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        capacity_factor=row["capacity_factor"],
-        num_ranks=row["ep"],
-    )
+    config = shape.dispatch_config(row["capacity_factor"], row["ep"])
     sizes = LayerSizes(
         num_tokens=row["tokens"], hidden_size=shape.hidden_size, ffn_size=shape.ffn_size
     )
@@ -199,7 +195,8 @@ def _measured(row: dict[str, Any], num_tokens: int) -> Measured:
 def _bench_flags(given: argparse.Namespace, argv: list[str]) -> list[str]:
     models = ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"]
     num_gpus = torch.cuda.device_count()
-    require(num_gpus, "GPUs", num_gpus, "be at least 1: the model is of CUDA graphs")
+    rule = "be at least 1, since the model is of CUDA graphs"
+    require(num_gpus, "number of GPUs", num_gpus, rule, "fit existing results with --from")
     # Every rank of a group has the same number of experts, so of six GPUs four are used.
     experts = math.gcd(*(MODELS[model].num_experts for model in models))
     workers = given.workers or max(n for n in range(1, num_gpus + 1) if experts % n == 0)

@@ -6,24 +6,10 @@ from itertools import product
 from typing import Any, Literal
 
 from padded_dispatch.config import NO_DROP, DispatchConfig, require
+from padded_dispatch.utils.shapes import SHAPES, LayerShape
 
-
-@dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """D, E, K and F of one MoE layer with SwiGLU experts without bias."""
-
-    hidden_size: int
-    num_experts: int
-    top_k: int
-    ffn_size: int
-
-
-MODELS = {
-    "tiny": LayerShape(hidden_size=32, num_experts=8, top_k=2, ffn_size=48),
-    "qwen3-30b-a3b": LayerShape(hidden_size=2048, num_experts=128, top_k=8, ffn_size=768),
-    "gpt-oss-20b": LayerShape(hidden_size=2880, num_experts=32, top_k=4, ffn_size=2880),
-    "deepseek-v2-lite": LayerShape(hidden_size=2048, num_experts=64, top_k=6, ffn_size=1408),
-}
+# Measured with SwiGLU experts without bias.
+MODELS = {"tiny": LayerShape(hidden_size=32, num_experts=8, top_k=2, ffn_size=48), **SHAPES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +120,8 @@ class Case:
 
     def dispatch_config(self) -> DispatchConfig:
         """Return the capacity that stock and ours share; C = T where nothing is dropped."""
-        return DispatchConfig(
-            num_experts=self.shape.num_experts,
-            top_k=self.shape.top_k,
-            capacity_factor=NO_DROP if self.capacity_factor is None else self.capacity_factor,
-            num_ranks=self.ep,
-        )
+        factor = NO_DROP if self.capacity_factor is None else self.capacity_factor
+        return self.shape.dispatch_config(factor, self.ep)
 
 
 def sweep(

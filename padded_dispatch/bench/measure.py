@@ -26,8 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from padded_dispatch.bench.cases import SKEWS, Case, LayerShape
+from padded_dispatch.bench.cases import SKEWS, Case
 from padded_dispatch.utils.routings import routing_scores
+from padded_dispatch.utils.shapes import LayerShape
 
 _WARMUP = 5
 _PROFILED = 4
@@ -65,9 +66,9 @@ def batches(case: Case, *, seed: int, dtype: torch.dtype, device: torch.device) 
 
     Args:
         case: model, tokens, skew and ep count.
-        seed: a number of this rank's own.
+        seed: a different number on each rank.
         dtype: of the tokens.
-        device: where the batches are kept.
+        device: of the batches.
     """
     return _drawn(case.shape, case.tokens, case.skew, case.num_idle, seed, dtype, device)
 

@@ -27,7 +27,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from padded_dispatch.bench.cases import MODELS, LayerShape
+from padded_dispatch.bench.cases import MODELS
 from padded_dispatch.config import DispatchConfig, Policy, require
 from padded_dispatch.experts import ExpertWeights, Linear, grouped_mlp
 from padded_dispatch.ops.activation import Activation
@@ -45,6 +45,7 @@ from padded_dispatch.ops.rows import (
 )
 from padded_dispatch.ops.select import select
 from padded_dispatch.utils.results import about, append_run, require_results
+from padded_dispatch.utils.shapes import LayerShape
 
 _CALLS = 10
 _COPIED = 2**27  # bytes; far more than the caches hold
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> int:
     for model in given.models:
         for num_tokens in given.tokens:
             for factor in given.capacity_factors:
-                config = _config(MODELS[model], given.ep, factor)
+                config = MODELS[model].dispatch_config(factor, given.ep)
                 where = {
                     "model": model,
                     "ep": given.ep,
@@ -155,12 +156,6 @@ def _line(row: dict[str, Any]) -> str:
     return (
         f"{row['model']:16} EP{row['ep']} T {row['tokens']:6} CF {row['capacity_factor']:<5} "
         f"{row['part']:24} fill {row['fill']:4.0%} {row['us']:9.1f} us {' '.join(rates)}"
-    )
-
-
-def _config(shape: LayerShape, ep: int, factor: float) -> DispatchConfig:
-    return DispatchConfig(
-        num_experts=shape.num_experts, top_k=shape.top_k, capacity_factor=factor, num_ranks=ep
     )
 
 

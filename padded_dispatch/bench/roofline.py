@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from padded_dispatch.bench.cases import LayerShape
+from padded_dispatch.utils.shapes import LayerShape
 
 _FLOP_PER_S = 790e12
 _BYTES_PER_S = 450e9

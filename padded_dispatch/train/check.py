@@ -11,7 +11,7 @@ from padded_dispatch.train.settings import Settings
 from padded_dispatch.tune.trace import record_bytes
 from padded_dispatch.utils.results import require_results
 
-_EXTRA = "pip install 'padded-dispatch[train]' first"
+_EXTRA = "run pip install 'padded-dispatch[train]'"
 
 
 def check(settings: Settings) -> None:

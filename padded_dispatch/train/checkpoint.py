@@ -65,10 +65,10 @@ def check_resumable(settings: Settings) -> None:
     about = json.loads((found / "run.json").read_text())
     then, now = about["settings"], settings.as_json(*_DECISIVE)
     differing = [
-        f"{name}={now[group][name]} (was {value})"
+        f"{name}={now[group].get(name)} (was {value})"
         for group in _DECISIVE
         for name, value in then[group].items()
-        if now[group][name] != value
+        if now[group].get(name) != value
     ]
     require(
         not differing,

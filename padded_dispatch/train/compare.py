@@ -94,8 +94,8 @@ def check_runs(command: str, runs: Sequence[Settings]) -> None:
                 folder is None,
                 flag(name),
                 str(folder),
-                f"be left out of {command}",
-                "its runs would overwrite each other's files; --out keeps their figures",
+                f"be left out of {command}, whose runs would overwrite each other's files",
+                "keep figures with --out",
             )
         check(settings)
 

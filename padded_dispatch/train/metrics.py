@@ -50,7 +50,7 @@ def flops_per_token(model: ModelShape, num_layers: int, seq_length: int) -> int:
     projections = 4 * width * model.head_size * (model.num_heads + model.num_kv_groups)
     scores = 2 * model.num_heads * model.head_size * seq_length
     router = 2 * width * model.num_experts
-    active_ffn_size = model.top_k * model.expert_ffn_size + (model.shared_ffn_size or 0)
+    active_ffn_size = model.top_k * model.ffn_size + (model.shared_ffn_size or 0)
     layer = projections + scores + router + 6 * width * active_ffn_size
     return 3 * (num_layers * layer + 2 * width * VOCABULARY)
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from padded_dispatch.config import require
 from padded_dispatch.megatron.options import PaddedOptions, to_json
 from padded_dispatch.utils.results import require_folder
+from padded_dispatch.utils.shapes import SHAPES, LayerShape
 
 Device = Literal["cpu", "cuda"]
 Balancing = Literal["aux-loss", "expert-bias", "forced"]
@@ -46,19 +47,15 @@ def _option(text: str, default: Any = dataclasses.MISSING) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape:
+class ModelShape(LayerShape):
     """Sizes of one layer. All layers are alike, and all are Mixture-of-Experts layers.
 
     `gpt_oss`: biases everywhere, and a clamped SwiGLU with x * sigmoid(1.702 x) in place of SiLU.
     """
 
-    hidden_size: int
     num_heads: int
     num_kv_groups: int
     head_size: int
-    num_experts: int
-    top_k: int
-    expert_ffn_size: int
     shared_ffn_size: int | None = None
     qk_layernorm: bool = False
     gpt_oss: bool = False
@@ -91,7 +88,7 @@ PRESETS = {
             head_size=32,
             num_experts=8,
             top_k=2,
-            expert_ffn_size=256,
+            ffn_size=256,
         ),
         num_layers=2,
         seq_length=64,
@@ -103,39 +100,26 @@ PRESETS = {
     "qwen3-30b-a3b": Preset(
         about="layers of Qwen3-30B-A3B",
         model=ModelShape(
-            hidden_size=2048,
+            **vars(SHAPES["qwen3-30b-a3b"]),
             num_heads=32,
             num_kv_groups=4,
             head_size=128,
-            num_experts=128,
-            top_k=8,
-            expert_ffn_size=768,
             qk_layernorm=True,
         ),
     ),
     "gpt-oss-20b": Preset(
         about="layers like GPT-OSS-20B's, without attention sinks and sliding windows",
         model=ModelShape(
-            hidden_size=2880,
-            num_heads=64,
-            num_kv_groups=8,
-            head_size=64,
-            num_experts=32,
-            top_k=4,
-            expert_ffn_size=2880,
-            gpt_oss=True,
+            **vars(SHAPES["gpt-oss-20b"]), num_heads=64, num_kv_groups=8, head_size=64, gpt_oss=True
         ),
     ),
     "deepseek-v2-lite": Preset(
         about="layers like DeepSeek-V2-Lite's: two shared experts, ordinary attention",
         model=ModelShape(
-            hidden_size=2048,
+            **vars(SHAPES["deepseek-v2-lite"]),
             num_heads=16,
             num_kv_groups=16,
             head_size=128,
-            num_experts=64,
-            top_k=6,
-            expert_ffn_size=1408,
             shared_ffn_size=2816,
         ),
     ),
@@ -281,8 +265,7 @@ class Settings:
                     require(value > 0, flag(name), value, "be above 0")
         state, seed = self.recipe.adam_state, self.recipe.seed
         fits = state == "fp32" or self.layout.device == "cuda"
-        fix = "Transformer Engine's Adam, on a GPU, keeps less"
-        require(fits, "--adam-state", state, "be fp32 on a CPU", fix)
+        require(fits, "--adam-state", state, "be fp32 on a CPU", "leave it out")
         require(seed < 2**63, "--seed", seed, "be below 2**63")
         self._check_layout()
         self._check_dispatch()
@@ -313,51 +296,50 @@ class Settings:
             require(total % value == 0, name, value, f"divide the {total} {things}")
         if layout.vpp is not None:
             require(layout.pp > 1, "--vpp", layout.vpp, "be left out at --pp 1")
-            passes = self.num_microbatches
-            rule = f"give each rank a multiple of pp={layout.pp} passes with --vpp"
-            fits = passes % layout.pp == 0
-            require(fits, "--global-batch", recipe.global_batch, rule, f"it gives {passes}")
+            product = recipe.micro_batch * layout.dp * layout.pp
+            rule = f"be a multiple of micro_batch * data parallel size * pp={product} with --vpp"
+            require(recipe.global_batch % product == 0, "--global-batch", recipe.global_batch, rule)
         if layout.tp > 1:
-            reason = "Megatron's layer norm for CPUs has no sequence parallelism"
-            require(layout.device == "cuda", "--tp", layout.tp, "be 1 on a CPU", reason)
-            rule = "be 1 without --sequence-parallel"
-            reason = "Megatron trains experts under tensor parallelism only with it"
-            require(layout.sequence_parallel, "--tp", layout.tp, rule, reason)
+            rule = "be 1 on a CPU, where Megatron's layer norm has no sequence parallelism"
+            require(layout.device == "cuda", "--tp", layout.tp, rule)
+            rule = "come with --sequence-parallel, without which Megatron trains no experts"
+            require(layout.sequence_parallel, "--tp", layout.tp, rule, "add it")
 
     def _check_dispatch(self) -> None:
         dispatch, on_gpu = self.dispatch, self.layout.device == "cuda"
         dispatcher, factor, padded = dispatch.dispatcher, dispatch.capacity_factor, dispatch.padded
-        left_out = f"be left out with --dispatcher {dispatcher}"
         if dispatcher != "padded_alltoall":
             fix = "in compare, give it to each padded contender, behind its --vs"
             for name, default in vars(PaddedOptions()).items():
                 value = getattr(padded, name)
-                require(value == default, flag(f"padded_{name}"), value, left_out, fix)
+                rule = f"be left out with --dispatcher {dispatcher}"
+                require(value == default, flag(f"padded_{name}"), value, rule, fix)
         if dispatcher not in DROPPING:
             policy = dispatch.drop_policy
-            require(factor is None, "--capacity-factor", factor, left_out, "it drops nothing")
-            require(policy == "probs", "--drop-policy", policy, left_out, "it drops nothing")
+            rule = f"be left out with --dispatcher {dispatcher}, which drops nothing"
+            require(factor is None, "--capacity-factor", factor, rule)
+            require(policy == "probs", "--drop-policy", policy, rule)
         for number in padded.layer_factors:
             require(
                 number <= self.recipe.num_layers,
                 "--padded-layer-factors",
                 padded.layer_factors,
                 f"name layers from 1 to num_layers={self.recipe.num_layers}",
-                f"there is no layer {number}",
+                f"leave out layer {number}",
             )
         require(
             on_gpu or dispatcher != "alltoall",
             "--dispatcher",
             dispatcher,
             "be padded_alltoall, allgather or alltoall-drop-pad on a CPU",
-            "Megatron's alltoall needs a GPU",
+            "add --device cuda for Megatron's alltoall",
         )
         require(
             padded.exchange != "direct" or (on_gpu and self.layout.ep > 1),
             "--padded-exchange",
             padded.exchange,
-            "be another one without --device cuda and an --ep of at least 2",
-            "direct stores go between the GPUs of one host",
+            "be auto or alltoall without several GPUs, between which direct stores go",
+            "add --device cuda and an --ep of at least 2",
         )
         has_shared = self.model.shared_ffn_size is not None
         require(
@@ -365,7 +347,7 @@ class Settings:
             "--shared-overlap",
             dispatch.shared_overlap,
             "be left out without shared experts and with --dispatcher allgather",
-            "a preset with shared experts is deepseek-v2-lite",
+            "use --preset deepseek-v2-lite, which has shared experts",
         )
         rule = "be a number above 0, or 'none' to drop nothing"
         require(factor is None or 0 < factor < math.inf, "--capacity-factor", factor, rule)
@@ -377,7 +359,7 @@ class Settings:
         graph, dispatcher = self.output.graph, self.dispatch.dispatcher
         if graph != "none":
             on_gpu = self.layout.device == "cuda"
-            require(on_gpu, "--graph", graph, "be none on a CPU", "CUDA graphs need a GPU")
+            require(on_gpu, "--graph", graph, "be none on a CPU", "add --device cuda")
             accepted = _STOCK_GRAPHS.get(dispatcher, (graph,))
             rule = f"be {' or '.join(accepted)} with --dispatcher {dispatcher}"
             require(graph in accepted, "--graph", graph, rule)
@@ -407,10 +389,10 @@ class Settings:
             return
         require_folder("--trace", output.trace)
         folder, every, steps = str(output.trace), output.trace_every, output.steps
-        rule = f"be left out with --dispatcher {dispatcher}"
         traced = dispatcher == "padded_alltoall"
-        require(traced, "--trace", folder, rule, "only padded_alltoall is traced")
+        rule = "be padded_alltoall with --trace"
+        require(traced, "--dispatcher", dispatcher, rule, "leave out one of the two")
         unused = output.resume or not list(output.trace.glob("*.npy"))
         require(unused, "--trace", folder, "hold no earlier trace", "choose another folder")
-        rule = f"be at most steps={steps}"
-        require(every <= steps, "--trace-every", every, rule, "otherwise no step is traced")
+        rule = f"be at most steps={steps}, to trace at least one"
+        require(every <= steps, "--trace-every", every, rule)

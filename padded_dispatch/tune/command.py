@@ -158,7 +158,9 @@ def _check_flags(given: argparse.Namespace) -> None:
     for paths in (given.traces, given.eval_traces or ()):
         for path in paths:
             if not path.exists():
-                raise ValueError(f"{path} must be a trace or a folder of traces, got no such file")
+                raise ValueError(
+                    f"{path} must be a trace or a folder of traces, got nothing there; correct it"
+                )
         if paths and _are_megatrons(paths) and None in (given.experts, given.ranks):
             raise ValueError(
                 "--experts and --ranks must be given for Megatron's traces, which do not hold "
@@ -210,7 +212,9 @@ def _load(paths: Sequence[Path], given: argparse.Namespace) -> Trace:
             return _from_layer_1(trace)
         return load_traces(paths, max_bytes=max_bytes)
     except OSError as error:
-        raise ValueError(f"{error.filename}: {error.strerror}; give a trace") from error
+        raise ValueError(
+            f"{error.filename} must be a readable trace, got {error.strerror}; give another"
+        ) from error
 
 
 def _are_megatrons(paths: Sequence[Path]) -> bool:
@@ -279,7 +283,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         type=Path,
         metavar="TRACE",
-        help="of training: files or folders, of `train --trace` or Megatron's tracer (.jsonl)",
+        help="training traces: files or folders of `train --trace` or Megatron's tracer (.jsonl)",
     )
     parser.add_argument("--run-dir", type=Path, default=Path("tune"), help="folder for the results")
     parser.add_argument(
@@ -287,30 +291,32 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         type=Path,
         metavar="TRACE",
-        help="of evaluation (None: as TRACE)",
+        help="traces of evaluation (None: those of training)",
     )
-    parser.add_argument("--from-step", type=int, default=0, help="leave out the steps before it")
+    parser.add_argument("--from-step", type=int, default=0, help="leave out earlier steps")
     parser.add_argument("--max-gib", type=float, default=4.0, help="refuse larger traces")
     parser.add_argument("--plots", action=argparse.BooleanOptionalAction, default=True)
     promise = parser.add_argument_group("the promise")
-    promise.add_argument("--drop", type=float, default=0.001, help="share of rows in a step")
+    promise.add_argument("--drop", type=float, default=0.001, help="largest share of a step's rows")
     promise.add_argument("--eval-drop", type=float, default=0.0, help="the same in evaluation")
-    promise.add_argument("--steps-share", type=float, default=0.99, help="of steps that keep it")
-    promise.add_argument("--confidence", type=float, default=0.95, help="that it is kept")
+    promise.add_argument(
+        "--steps-share", type=float, default=0.99, help="share of steps that keep it"
+    )
+    promise.add_argument("--confidence", type=float, default=0.95, help="of the promise")
     promise.add_argument(
         "--hold-out", type=float, default=0.0, help="share of steps, the last ones, to check it on"
     )
     slots = parser.add_argument_group("slots")
     slots.add_argument("--policy", choices=POLICIES, help="which rows keep a slot (None: probs)")
-    slots.add_argument("--min-capacity", type=int, default=1, help="least slots")
-    slots.add_argument("--alignment", type=int, default=1, help="of an expert's buffer, in rows")
+    slots.add_argument("--min-capacity", type=int, default=1, help="least slots per expert")
+    slots.add_argument("--alignment", type=int, default=1, help="rows of a buffer are a multiple")
     slots.add_argument(
         "--etp", type=int, default=1, help="ranks that split every expert, as in the traced run"
     )
-    slots.add_argument("--factors", nargs="+", type=float, help="to try (None: a grid)")
+    slots.add_argument("--factors", nargs="+", type=float, help="factors to try (None: a grid)")
     costs = parser.add_argument_group("costs, where both sizes are given")
     costs.add_argument("--hidden-size", type=int, help="width of a row")
-    costs.add_argument("--ffn-size", type=int, help="of an expert")
+    costs.add_argument("--ffn-size", type=int, help="ffn size of an expert")
     costs.add_argument("--layers-per-rank", type=int, help="MoE layers (None: those of the trace)")
     costs.add_argument("--in-flight", type=int, default=1, help="micro-batches before backward")
     costs.add_argument(

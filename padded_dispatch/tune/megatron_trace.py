@@ -158,7 +158,10 @@ def _layer(where: str, record: dict[str, Any]) -> int:
         case "mtp":
             return MTP_LAYERS * (_number(where, record, "mtp_idx") + 1) + layer
         case block:
-            raise ValueError(f"{where}: block must be decoder or mtp, got {block!r:.80}")
+            raise ValueError(
+                f"{where}: block must be decoder or mtp, got {block!r:.80}; give a file of "
+                "Megatron's tracer"
+            )
 
 
 def _ids(where: str, record: dict[str, Any], num_experts: int) -> NDArray[np.int16]:

@@ -47,7 +47,8 @@ def require_matplotlib() -> None:
     """
     if find_spec("matplotlib") is None:
         raise ValueError(
-            "plots need Matplotlib; run pip install 'padded-dispatch[tune]', or give --no-plots"
+            "Matplotlib must be installed for --plots, got none; run pip install "
+            "'padded-dispatch[tune]', or give --no-plots"
         )
 
 

@@ -29,8 +29,8 @@ of these 44 for every correlation from step to step. The worst of each row:
     .97, .99      at most 0.6 %     next to none: so few independent steps promise nothing
 
 With only the levels that up to four times as many steps exceed, coarse values were taken for
-independent: 68 % untrue at .99, 21 % at .9. No rule sees what a trace does not hold: where the need
-is constant but for long, rare bursts, a trace without one does not show them.
+independent: 68 % untrue at .99, 21 % at .9. No rule can detect long, rare bursts from a trace that
+holds none.
 
 Values here are ordered, not measured: each is the index of the smallest factor that suffices for a
 step.

@@ -78,8 +78,8 @@ class RoutingBuffer:
             "record micro-batches of one size",
         )
         ids_TK, probs_TK = choices(asked_TE, probs_TE, top_k)
-        # Shifting needs no index: a capture or a warm-up would leave one at the wrong value. Its
-        # choices, too, are gone after one step.
+        # Shifting needs no index, which a capture or a warm-up would leave at the wrong value. The
+        # choices that these leave are shifted out within one step.
         self.ids_MTK.copy_(torch.cat((self.ids_MTK[1:], ids_TK[None])))
         self.probs_MTK.copy_(torch.cat((self.probs_MTK[1:], probs_TK[None])))
 

@@ -41,7 +41,7 @@ from padded_dispatch.tune.trace import Trace
 Meaning = Literal["source", "rank", "pooled"]
 MEANINGS: tuple[str, ...] = get_args(Meaning)
 
-NEVER = np.iinfo(np.int32).max  # the place of a choice that asks for nothing: no slot is for it
+NEVER = np.iinfo(np.int32).max  # the place of an empty choice, which no capacity reaches
 # A key holds the number of its group in 16 bits, then 16 bits of choice, then 32 bits of score.
 _MAX_GROUPS = 2**16
 _CHUNK_ROWS = 2**18  # sorted at a time: small enough for a processor's cache
@@ -216,8 +216,8 @@ def _check(
         trace.probs_NTK is not None or policy in ("position", "random"),
         "policy",
         policy,
-        "be position or random",
-        "this trace has no probabilities",
+        "be position or random for a trace without probabilities",
+        "set policy='position'",
     )
     require(
         meaning != "rank" or min_capacity == 1,
@@ -310,13 +310,10 @@ def _competing_records(trace: Trace) -> NDArray[np.int64]:
     lengths = np.diff(starts, append=len(order))
     if (lengths != num_ranks).any():
         step, number, layer, group = keys[:, starts[lengths != num_ranks][0]].tolist()
-        require(
-            False,
-            "num_ranks",
-            num_ranks,
-            f"be the ranks that share experts, but step {step}, micro-batch {number}, layer "
-            f"{layer} lacks some of the ranks {group * num_ranks} to {(group + 1) * num_ranks - 1}",
-            "merge the traces of all ranks",
+        raise ValueError(
+            f"step {step}, micro-batch {number}, layer {layer} must have records of ranks "
+            f"{group * num_ranks} to {(group + 1) * num_ranks - 1} (num_ranks={num_ranks}), got "
+            "only some; merge the traces of all ranks"
         )
     return order.reshape(-1, num_ranks)
 

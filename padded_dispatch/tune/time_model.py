@@ -165,7 +165,7 @@ def fit(measured: Sequence[Measured], sources: Sequence[dict[str, Any]]) -> Time
     values = start * (1.0 + change)
     if (values <= 0).any():
         wrong = ", ".join(name for name, v in zip(NAMES, values, strict=True) if v <= 0)
-        raise ValueError(f"rows contradict the model: {wrong} came out below 0; measure more rows")
+        raise ValueError(f"rows must agree with the model, got {wrong} below 0; measure more rows")
     errors: dict[str, float] = {}
     for row in measured:
         error = abs(float(_terms(row.work) @ values) / row.ms - 1.0)

@@ -4,8 +4,7 @@ A record is one forward pass of one layer on one source rank: one micro-batch of
 with several micro-batches has several records of a (layer, rank), in their order.
 
 A trace has one normal form: a token's expert ids in ascending order, then -1. The dispatcher sees
-them in this order, a duplicate cannot be written down, and two traces are equal when their arrays
-are.
+them in this order, no token names an expert twice, and two traces are equal when their arrays are.
 
 On disk a trace is one NumPy array of records in a `.npy` file, which anything with NumPy can map.
 A record is a structure of fixed size, `step layer rank num_experts num_ranks probs ids`; `ids` has
@@ -27,11 +26,11 @@ R source ranks in an expert-parallel group.
 import math
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
@@ -345,7 +344,7 @@ def load_trace(path: Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Trace:
 
 def save_trace(trace: Trace, path: Path) -> None:
     """Write a trace; an existing file is replaced."""
-    with TraceWriter(path) as writer:
+    with closing(TraceWriter(path)) as writer:
         writer.append(trace)
 
 
@@ -398,17 +397,6 @@ class TraceWriter:
         """Close the file; nothing can be appended afterwards."""
         if self._file is not None:
             self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _write_header(self, file: BinaryIO) -> None:
         file.seek(0)

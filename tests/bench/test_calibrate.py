@@ -77,7 +77,7 @@ def test_results_of_two_kinds_of_machine(tmp_path):
     (run, *_) = json.loads(RESULTS.read_text())["runs"]
     other = {"about": run["about"] | {"machine": "8 x NVIDIA B200"}, "rows": run["rows"]}
     with pytest.raises(
-        ValueError, match=r"results must come from one kind .*, got 'NVIDIA B200 and NVIDIA H200'"
+        ValueError, match=r"results must be of one kind .*, got 'NVIDIA B200 and NVIDIA H200'; fit"
     ):
         calibrate({"runs": [run, other]})
 
@@ -158,7 +158,7 @@ def test_mistakes(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"rows.*0"):  # of another command
         calibrate(results([{"check": "parity", "passed": True}]))
     monkeypatch.setenv("RANK", "3")
-    with pytest.raises(ValueError, match=r"RANK must be unset: .*, got '3'; under torchrun"):
+    with pytest.raises(ValueError, match=r"RANK must be unset, .*, got '3'; under torchrun"):
         main(["--out", str(tmp_path / "d.json")])
     with pytest.raises(SystemExit):
         main([])
@@ -207,5 +207,5 @@ def test_what_is_measured_tells_the_coefficients_apart(
 
 def test_without_gpus_there_is_nothing_to_measure(monkeypatch, tmp_path):
     started_with(monkeypatch, 0, lambda settings: 0)
-    with pytest.raises(ValueError, match=r"GPUs must be at least 1: .*CUDA graphs, got 0"):
+    with pytest.raises(ValueError, match=r"GPUs must be at least 1, .*CUDA graphs, got 0; fit"):
         main(["--out", str(tmp_path / "c.json")])

@@ -8,7 +8,7 @@ import torch
 from padded_dispatch import cli
 from padded_dispatch.bench import parts
 from padded_dispatch.bench.cases import MODELS
-from padded_dispatch.bench.parts import _config, _parts, main
+from padded_dispatch.bench.parts import _parts, main
 
 CPU = torch.device("cpu")
 POLICIES = ("probs", "position", "random", "priority")
@@ -18,7 +18,7 @@ KERNELS = ("select and plan", "meta", "gather", "gather, packed", "combine", "pa
 
 def test_bytes_and_flops_are_those_of_real_rows():
     shape = MODELS["tiny"]
-    config = _config(shape, ep=2, factor=4.0)  # C = T: all rows are kept.
+    config = shape.dispatch_config(4.0, num_ranks=2)  # C = T: all rows are kept.
     found = {(part.name, part.fill): part for part in _parts(shape, config, 10, CPU)}
     row, num_kept = shape.hidden_size * 4, 10 * shape.top_k
     fill = num_kept / (shape.num_experts * 10)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from padded_dispatch.bench.cases import MODELS, LayerShape
 from padded_dispatch.bench.roofline import roofline
+from padded_dispatch.utils.shapes import SHAPES, LayerShape
 
 
 def test_example():
-    found = roofline(torch.full((8, 128), 256), MODELS["qwen3-30b-a3b"])
+    found = roofline(torch.full((8, 128), 256), SHAPES["qwen3-30b-a3b"])
     # 8 * 4,096 rows at 18 * 2048 * 768 FLOPs; 7/8 of them cross, four times, 4,096 bytes each.
     assert found.flops == 32768 * 18 * 2048 * 768
     assert found.gemm_ms == pytest.approx(1.174, abs=0.0005)
@@ -25,6 +25,6 @@ def test_the_busiest_rank_decides():
 
 
 def test_one_rank_sends_nothing():
-    found = roofline(torch.full((1, 32), 512), MODELS["gpt-oss-20b"])
+    found = roofline(torch.full((1, 32), 512), SHAPES["gpt-oss-20b"])
     assert found.wire_ms == 0
     assert found.gemm_ms == pytest.approx(3.096, abs=0.0005)

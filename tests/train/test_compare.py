@@ -54,10 +54,13 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
             "^--device and --workers must be the same for all contenders, got 'cpu, 2 and cpu, 1'; "
             "give them before the first --vs$",
         ),
-        ("--vs --run-dir somewhere", "^--run-dir must be left out of compare, got 'somewhere'; "),
+        (
+            "--vs --run-dir somewhere",
+            "^--run-dir must be left out of compare, .*, got 'somewhere'; ",
+        ),
         (
             "--trace traces --trace-every 1 --vs",
-            "^--trace must be left out of compare, got 'traces'; .* --out keeps their figures$",
+            "^--trace must be left out of compare, .*, got 'traces'; keep figures with --out$",
         ),
         (
             "--experts packed --vs --vs --dispatcher allgather",
@@ -66,7 +69,7 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
         ("--vs --out /dev/null/r.json", "^--out must .*/dev/null"),
         (
             "--vs --vs --graph layer",
-            "^--graph must be none on a CPU, got 'layer'; CUDA graphs",
+            "^--graph must be none on a CPU, got 'layer'; add --device cuda",
         ),
     ],
 )

@@ -44,7 +44,9 @@ def on_a_gpu(graph: str, dispatcher: str = "padded_alltoall") -> Settings:
 
 @pytest.mark.parametrize("graph", ["partial", "layer", "full-iteration"])
 def test_a_cpu_has_no_graphs(graph):
-    with pytest.raises(ValueError, match=f"^--graph must be none on a CPU, got {graph!r}; CUDA"):
+    with pytest.raises(
+        ValueError, match=f"^--graph must be none on a CPU, got {graph!r}; add --device cuda"
+    ):
         parse(["--graph", graph])
 
 

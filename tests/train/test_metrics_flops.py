@@ -12,7 +12,7 @@ def test_the_docstring_example():
         head_size=2,
         num_experts=3,
         top_k=2,
-        expert_ffn_size=5,
+        ffn_size=5,
     )
     projections = 2 * 4 * (2 * 2) + 2 * (2 * 4 * 2) + 2 * (2 * 2) * 4  # q, k and v, output
     scores = 2 * (2 * 2 * 2) * 3  # two products, three positions on average, all heads

@@ -184,7 +184,7 @@ def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
     [
         ("", "TRACE or --synthetic must be given, got none"),
         ("some.npy --synthetic zipf", "TRACE or --synthetic must be given, got both"),
-        ("nowhere.npy", "nowhere.npy must be a trace or a folder of traces, got no such file"),
+        ("nowhere.npy", "nowhere.npy must be a trace or a folder of traces, got nothing there"),
         ("broken.npy", "broken.npy: "),
         ("folder", "folder: the folder must hold traces (*.npy), got none"),
         (

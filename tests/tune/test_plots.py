@@ -1,7 +1,6 @@
 """Figures hold the right numbers and labels with units, and no two runs differ."""
 
 import numpy as np
-import pytest
 
 from padded_dispatch.tune import plots
 from padded_dispatch.tune.cost import LayerSizes
@@ -90,9 +89,3 @@ def test_svg_is_text_without_a_prolog_and_always_the_same():
     assert first.startswith("<svg ")
     assert first.rstrip().endswith("</svg>")
     assert ">dropped rows</text>" in first
-
-
-def test_a_missing_matplotlib_is_named(monkeypatch):
-    monkeypatch.setattr("padded_dispatch.tune.plots.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'padded-dispatch\[tune\]'"):
-        plots.require_matplotlib()

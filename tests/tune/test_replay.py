@@ -258,7 +258,7 @@ def test_without_probabilities():
     assert found.asked_mass is None and found.kept_mass is None
     for policy in ("probs", "priority"):
         with pytest.raises(
-            ValueError, match=rf"policy must .*, got '{policy}'; .* no probabilities"
+            ValueError, match=rf"policy must .* without probabilities, got '{policy}'; set"
         ):
             replay(trace, [1.0], policy=policy)
 
@@ -288,7 +288,7 @@ def test_another_number_of_ranks():
         (dict(num_ranks=4, meaning="rank"), "num_experts must be a multiple of num_ranks=4, got 6"),
         (
             dict(meaning="pooled", num_ranks=3),
-            r"num_ranks must .* step 0, micro-batch 0, layer 0 .* 0 to 2, got 3; merge",
+            r"step 0, micro-batch 0, layer 0 must .* 0 to 2 \(num_ranks=3\), got only .*; merge",
         ),
     ],
 )

@@ -120,7 +120,9 @@ def test_the_description_names_the_ranks():
 def test_rows_that_contradict_the_model():
     few, many = works(False)[2:]
     rows = [row_of(few, 9.0), row_of(many, 0.1), row_of(dataclasses.replace(few, flops=4e12), 2.0)]
-    with pytest.raises(ValueError, match=r"contradict the model: .* came out below 0"):
+    with pytest.raises(
+        ValueError, match=r"rows must agree with the model, got .* below 0; measure"
+    ):
         fit(rows, [ABOUT])
 
 

@@ -5,6 +5,7 @@ import io
 import pickle
 import tracemalloc
 import zipfile
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ def test_numpy_alone_can_read_it(tmp_path):
 def test_every_part_is_in_the_file_at_once(tmp_path):
     path = tmp_path / "trace.npy"
     whole = trace()
-    with TraceWriter(path) as writer:
+    with closing(TraceWriter(path)) as writer:
         for n in range(12):
             writer.append(whole)
             assert load_trace(path).num_records == 3 * (n + 1)
@@ -46,8 +47,7 @@ def test_every_part_is_in_the_file_at_once(tmp_path):
 
 
 def test_a_writer_without_records_leaves_no_file(tmp_path):
-    with TraceWriter(tmp_path / "trace.npy"):
-        pass
+    TraceWriter(tmp_path / "trace.npy").close()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -60,7 +60,7 @@ def test_rows_beyond_the_count_in_the_header_are_left_out(tmp_path):
 
 @pytest.mark.parametrize("other", [trace(num_tokens=4), trace(num_ranks=1), trace(probs=False)])
 def test_a_file_has_one_size_of_records(tmp_path, other):
-    with TraceWriter(tmp_path / "trace.npy") as writer:
+    with closing(TraceWriter(tmp_path / "trace.npy")) as writer:
         writer.append(trace())
         with pytest.raises(
             ValueError, match=r"part must have the fields .*, got .*; write another file"

@@ -1,0 +1,31 @@
+"""The layers of public models by name: the one home of their sizes, for benchmarks and presets."""
+
+from dataclasses import dataclass
+
+from padded_dispatch.config import DispatchConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """D, E, K and F of a Mixture-of-Experts layer; `ffn_size` is that of one expert."""
+
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    ffn_size: int
+
+    def dispatch_config(self, capacity_factor: float, num_ranks: int) -> DispatchConfig:
+        """Return the config of such a layer on `num_ranks` ranks."""
+        return DispatchConfig(
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            capacity_factor=capacity_factor,
+            num_ranks=num_ranks,
+        )
+
+
+SHAPES = {
+    "qwen3-30b-a3b": LayerShape(hidden_size=2048, num_experts=128, top_k=8, ffn_size=768),
+    "gpt-oss-20b": LayerShape(hidden_size=2880, num_experts=32, top_k=4, ffn_size=2880),
+    "deepseek-v2-lite": LayerShape(hidden_size=2048, num_experts=64, top_k=6, ffn_size=1408),
+}
