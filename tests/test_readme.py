@@ -13,6 +13,7 @@ import itertools
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -331,10 +332,11 @@ def test_wrong_flags_are_noticed(parsers_only, capsys):
 
 
 def test_version_is_the_one_of_the_project():
-    text = (ROOT / "pyproject.toml").read_text()
-    (version,) = re.findall('^version = "(.*)"$', text, re.MULTILINE)
-    assert version == padded_dispatch.__version__
-    assert f"\n## {version}" in (ROOT / ".github" / "CHANGELOG.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    version = project["tool"]["setuptools"]["dynamic"]["version"]
+    assert version == {"attr": "padded_dispatch.__version__"}
+    changes = (ROOT / ".github" / "CHANGELOG.md").read_text()
+    assert f"\n## {padded_dispatch.__version__}" in changes
 
 
 if __name__ == "__main__":
