@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from triton.runtime import interpreter
 
-from padded_dispatch import NO_DROP, DispatchConfig, PaddedDispatcher
+from padded_dispatch import NO_DROP
 from padded_dispatch.exchange import direct, symmetric_memory
 from padded_dispatch.exchange.direct import DirectExchange
 from tests.support.direct_parity import (
@@ -175,21 +175,6 @@ def test_layers_of_one_shape_share_a_workspace(threads):
 
 
 # What is refused.
-
-
-def test_padded_rows_are_refused():
-    config = DispatchConfig(num_experts=2, top_k=1)
-    with pytest.raises(ValueError, match=r"^exchange.*'direct'") as refused:
-        PaddedDispatcher(config, exchange="direct")
-    assert "packed" in str(refused.value)
-    assert "exchange='alltoall'" in str(refused.value)
-
-
-def test_unknown_exchanges_are_refused():
-    config = DispatchConfig(num_experts=2, top_k=1)
-    with pytest.raises(ValueError, match=r"^exchange.*'mpi'") as refused:
-        PaddedDispatcher(config, exchange="mpi")  # pyright: ignore[reportArgumentType]
-    assert "one of auto, alltoall, direct" in str(refused.value)
 
 
 def test_a_group_that_splits_experts_is_refused():
