@@ -3,7 +3,8 @@
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,17 @@ def pool4() -> Iterator[WorkerPool]:
     """Provide four workers with a gloo default group; they start at their first use."""
     with WorkerPool(4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def on_ranks(pool2: WorkerPool, pool4: WorkerPool) -> Callable[..., list[Any]]:
+    """Return a function that runs `fn(*args)` on 1, 2 or 4 ranks; 1 is this process."""
+    pools = {2: pool2, 4: pool4}
+
+    def run(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        return [fn(*args)] if num_ranks == 1 else pools[num_ranks].run(fn, *args)
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,10 @@ from padded_dispatch import DispatchConfig, Dispatched, ExpertInput, PaddedDispa
 from padded_dispatch.config import NO_DROP
 from padded_dispatch.utils.launch import WorkerError
 from padded_dispatch.utils.routings import routing_map, thin_out
-from tests.support.grids import Grid, grid, poisoned_memory
+from tests.support.grids import GRIDS, Grid, grid, poisoned_memory
 from tests.support.pool import WorkerPool
-from tests.support.routing_cases import RoutingCase, assert_same, routing_cases
+from tests.support.routing_cases import RoutingCase, assert_same, grad_of, leaf, routing_cases
 
-GRIDS_OF_2 = pytest.mark.parametrize(("num_ranks", "etp_size"), [(2, 1), (1, 2)])
-GRIDS_OF_4 = pytest.mark.parametrize(("num_ranks", "etp_size"), [(4, 1), (2, 2)])
 ROUTINGS = pytest.mark.parametrize("routing", ["thin", "hot", "same", "idle", "masked", "tiny"])
 LOCAL_EXPERTS, TOP_K, TOKENS, HIDDEN = 2, 3, 7, 4
 
@@ -132,23 +130,14 @@ def experts(given: ExpertInput, here: Grid) -> Tensor:
     return (rows_LMD @ weight_LDD).flatten(0, 1) * given.probs_N[:, None]
 
 
-def _leaf(payload: np.ndarray) -> Tensor:
-    return torch.from_numpy(payload.copy()).requires_grad_()
-
-
-def _grad(leaf: Tensor) -> Tensor:
-    assert leaf.grad is not None
-    return leaf.grad
-
-
 class _Step:
     """One microbatch on one rank, in two parts, so that tests can choose their order."""
 
     def __init__(self, config: DispatchConfig, batch: Batch) -> None:
         self.here = grid(config.num_ranks, config.etp_size)
         source = self.here.source
-        self.tokens_TD = _leaf(batch.tokens_STD[source])
-        self.probs_TE = _leaf(batch.probs_STE[source])
+        self.tokens_TD = leaf(batch.tokens_STD[source])
+        self.probs_TE = leaf(batch.probs_STE[source])
         self.map_TE = torch.from_numpy(batch.map_STE[source])
         self.mask_T = torch.from_numpy(batch.mask_ST[source])
         self.grad_TD = torch.from_numpy(batch.grad_STD[source])
@@ -171,9 +160,9 @@ class _Step:
         out_TD.backward(self.grad_TD)
         return OneRank(
             out_TD=out_TD.detach(),
-            grad_tokens_TD=_grad(self.tokens_TD),
-            grad_probs_TE=_grad(self.probs_TE),
-            grad_out_ND=_grad(out_ND),
+            grad_tokens_TD=grad_of(self.tokens_TD),
+            grad_probs_TE=grad_of(self.probs_TE),
+            grad_out_ND=grad_of(out_ND),
             is_real_N=is_real_N,
             demand_E=dispatched.selection.demand_E,
         )
@@ -237,26 +226,12 @@ def config_of(num_ranks: int = 1, etp_size: int = 1, **changes: Any) -> Dispatch
 
 
 @ROUTINGS
-def test_one_rank_is_the_reference(routing):
-    config = config_of()
-    batch = make_batch(config, routing)
-    assert_is_reference(config, batch, [_one_step(config, batch)])
-
-
-@ROUTINGS
-@GRIDS_OF_2
-def test_two_ranks_are_the_reference(pool2: WorkerPool, routing, num_ranks, etp_size):
+@GRIDS
+def test_all_ranks_are_the_reference(on_ranks, routing, num_ranks, etp_size):
     config = config_of(num_ranks, etp_size)
     batch = make_batch(config, routing)
-    assert_is_reference(config, batch, pool2.run(_one_step, config, batch))
-
-
-@ROUTINGS
-@GRIDS_OF_4
-def test_four_ranks_are_the_reference(pool4: WorkerPool, routing, num_ranks, etp_size):
-    config = config_of(num_ranks, etp_size)
-    batch = make_batch(config, routing)
-    assert_is_reference(config, batch, pool4.run(_one_step, config, batch))
+    results = on_ranks(num_ranks * etp_size, _one_step, config, batch)
+    assert_is_reference(config, batch, results)
 
 
 @pytest.mark.parametrize(
@@ -269,11 +244,12 @@ def test_every_option_is_the_reference(pool4: WorkerPool, changes):
     assert_is_reference(config, batch, pool4.run(_one_step, config, batch))
 
 
-@GRIDS_OF_4
-def test_a_dispatcher_keeps_nothing_between_calls(pool4: WorkerPool, num_ranks, etp_size):
+@GRIDS
+def test_a_dispatcher_keeps_nothing_between_calls(on_ranks, num_ranks, etp_size):
     config = config_of(num_ranks, etp_size)
     batches = make_batch(config, "thin", seed=1), make_batch(config, "tiny", seed=2)
-    firsts, seconds = zip(*pool4.run(_two_in_flight, config, batches), strict=True)
+    results = on_ranks(num_ranks * etp_size, _two_in_flight, config, batches)
+    firsts, seconds = zip(*results, strict=True)
     assert_is_reference(config, batches[0], list(firsts))
     assert_is_reference(config, batches[1], list(seconds))
 
@@ -321,20 +297,18 @@ def _compiled_and_eager(
             leaves = [x.clone().requires_grad_() for x in (tokens_TD, probs_TE)]
             out_TD = layer(dispatcher, *leaves, map_TE)
             out_TD.square().sum().backward()
-            results.append([out_TD.detach(), *map(_grad, leaves)])
+            results.append([out_TD.detach(), *map(grad_of, leaves)])
         pairs += zip(*results, strict=True)
     return pairs
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_compiled_as_one_graph_is_eager_bit_by_bit(packed):
-    for ours, theirs in _compiled_and_eager(1, 1, packed):
-        assert torch.equal(ours, theirs)
-
-
-@GRIDS_OF_2
-def test_compiled_over_ranks_is_eager_bit_by_bit(pool2: WorkerPool, num_ranks, etp_size):
-    for pairs in pool2.run(_compiled_and_eager, num_ranks, etp_size):
+@pytest.mark.parametrize(
+    ("num_ranks", "etp_size", "packed"),
+    [(1, 1, False), (1, 1, True), (2, 1, False), (1, 2, False)],
+)
+def test_compiled_as_one_graph_is_eager_bit_by_bit(on_ranks, num_ranks, etp_size, packed):
+    arguments = num_ranks, etp_size, packed
+    for pairs in on_ranks(num_ranks * etp_size, _compiled_and_eager, *arguments):
         assert len(pairs) == 6
         for ours, theirs in pairs:
             assert torch.equal(ours, theirs)

@@ -15,20 +15,13 @@ from padded_dispatch import experts
 from padded_dispatch.experts import ExpertWeights, grouped_mlp
 from padded_dispatch.ops import activation as activation_module
 from padded_dispatch.ops.activation import Activation
-from tests.ops.test_activation import ALL, FUNCTIONS
+from tests.ops.test_activation import ALL, BIASED, EACH, FUNCTIONS
+from tests.ops.test_grouped import CASES, offsets_of
 from tests.support.grids import poisoned_memory
 
-# Rows of each expert: none in front, between and behind; one; everything in one expert; nothing.
-COUNTS = [[0, 3, 0, 5, 1, 0], [1], [0, 7, 0], [0, 0], [4, 4]]
-CASES = pytest.mark.parametrize("counts", COUNTS, ids=str)
-EACH = pytest.mark.parametrize("name", ALL)
 D, WIDTH = 6, 5
 
 Found = dict[str, Tensor]
-
-
-def offsets_of(counts: list[int]) -> Tensor:
-    return torch.tensor(counts).cumsum(0).int()
 
 
 def inputs(
@@ -117,7 +110,7 @@ def no_rows_no_gradient(counts: list[int], found: Found) -> None:
                 assert grad.any() if count else torch.equal(grad, torch.zeros_like(grad)), name
 
 
-@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+@BIASED
 @EACH
 @CASES
 def test_output_and_gradients(counts, name, biased):
@@ -129,7 +122,7 @@ def test_output_and_gradients(counts, name, biased):
     no_rows_no_gradient(counts, mine)
 
 
-@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+@BIASED
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_fc2s_input_may_be_recomputed(monkeypatch, biased, recompute):
     """With `recompute`, it is freed between forward and backward, and no bit changes."""
@@ -209,7 +202,7 @@ def random_case(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+@BIASED
 @EACH
 @pytest.mark.parametrize("counts", LARGE, ids=str)
 def test_bf16_is_as_exact_as_torch(cuda, counts, name, biased):

@@ -4,9 +4,7 @@ Payloads are whole numbers in fp64 that encode their address. All sums are exact
 no tolerance, and a misplaced row shows its origin. Fresh memory is NaN throughout.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.library import opcheck
-from torch.testing._internal.distributed import multi_threaded_pg
 
 from padded_dispatch import reference
 from padded_dispatch.config import BufferBytes, DispatchConfig
@@ -29,12 +26,11 @@ from padded_dispatch.exchange.alltoall import (
 from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.ops.plan import make_plan
 from padded_dispatch.utils.routings import routing_map, thin_out
-from tests.support.grids import Grid, grid, poisoned_memory
+from tests.support.grids import GRIDS, Grid, grid, poisoned_memory
 from tests.support.pool import WorkerPool
-from tests.support.routing_cases import assert_same
+from tests.support.routing_cases import addresses, assert_same, grad_of, leaf
+from tests.support.threads import run_on_threads
 
-GRIDS_OF_2 = pytest.mark.parametrize(("num_ranks", "etp_size"), [(2, 1), (1, 2)])
-GRIDS_OF_4 = pytest.mark.parametrize(("num_ranks", "etp_size"), [(4, 1), (2, 2)])
 LAYOUTS = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 ROUTINGS = pytest.mark.parametrize("routing", ["thin", "same", "idle", "tiny"])
 
@@ -60,11 +56,6 @@ class Case:
             reference.plan(kept_TE, top_k=self.top_k, capacity=self.capacity)
             for kept_TE in self.kept_STE
         ]
-
-
-def addresses(*shape: int, offset: int = 0) -> np.ndarray:
-    """Return a different whole number for every element; `offset` keeps payloads apart."""
-    return np.arange(1.0, np.prod(shape) + 1).reshape(shape) + offset
 
 
 def make_case(routing: str, num_ranks: int, etp_size: int) -> Case:
@@ -115,9 +106,6 @@ def exchange_of(here: Grid, num_local_experts: int, packed: bool) -> Exchange:
 
 
 def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:
-    def leaf(payload: np.ndarray) -> Tensor:
-        return torch.from_numpy(payload.copy()).requires_grad_()
-
     exchange = exchange_of(here, case.out_IRLMD.shape[2], packed)
     kept_TE = torch.from_numpy(case.kept_STE[here.source])
     plan = make_plan(kept_TE, top_k=case.top_k, capacity=case.capacity)
@@ -146,17 +134,14 @@ def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:
     returned = exchange.disarrange(out_ND, given.offsets_LS)
     combined_TD = exchange.combine(exchange.move_back(returned), plan, given.offsets_LS)
     combined_TD.backward(torch.from_numpy(case.grad_combined_STD[here.source]))
-    assert tokens_TD.grad is not None
-    assert probs_TE.grad is not None
-    assert out_ND.grad is not None
     return {
         "rows": given.rows_ND.detach(),
         "probs": given.probs_N.detach(),
         "kept": given.kept_SL,
-        "grad_tokens": tokens_TD.grad,
-        "grad_probs": probs_TE.grad,
+        "grad_tokens": grad_of(tokens_TD),
+        "grad_probs": grad_of(probs_TE),
         "combined": combined_TD.detach(),
-        "grad_out": out_ND.grad,
+        "grad_out": grad_of(out_ND),
     }
 
 
@@ -191,9 +176,11 @@ def assert_is_reference(case: Case, results: list[dict[str, Tensor]], packed: bo
 
 @LAYOUTS
 @ROUTINGS
-def test_one_rank_is_the_reference(routing, packed):
-    case = make_case(routing, 1, 1)
-    assert_is_reference(case, [_there_and_back(case, packed)], packed)
+@GRIDS
+def test_every_stage_is_the_reference(on_ranks, routing, num_ranks, etp_size, packed):
+    case = make_case(routing, num_ranks, etp_size)
+    results = on_ranks(num_ranks * etp_size, _there_and_back, case, packed)
+    assert_is_reference(case, results, packed)
 
 
 def test_one_rank_with_packed_rows_needs_no_slots():
@@ -202,46 +189,14 @@ def test_one_rank_with_packed_rows_needs_no_slots():
     assert type(exchange_of(here, 2, packed=False)) is AllToAllExchange
 
 
-@LAYOUTS
-@ROUTINGS
-@GRIDS_OF_2
-def test_two_ranks_are_the_reference(pool2: WorkerPool, routing, num_ranks, etp_size, packed):
-    case = make_case(routing, num_ranks, etp_size)
-    assert_is_reference(case, pool2.run(_there_and_back, case, packed), packed)
-
-
-@LAYOUTS
-@ROUTINGS
-@GRIDS_OF_4
-def test_four_ranks_are_the_reference(pool4: WorkerPool, routing, num_ranks, etp_size, packed):
-    case = make_case(routing, num_ranks, etp_size)
-    assert_is_reference(case, pool4.run(_there_and_back, case, packed), packed)
-
-
 def test_sixty_four_ranks_are_the_reference():
-    """Threads of this process, with torch's in-process group in place of gloo."""
     case = make_case("thin", 64, 1)
-    store = dist.HashStore()
 
-    def run(rank: int) -> dict[str, Tensor]:
-        dist.init_process_group("threaded", rank=rank, world_size=64, store=store)
-        try:
-            here = Grid(r=rank, i=0, group=dist.group.WORLD, etp_group=None)
-            return results_of(case, here, packed=False)
-        except BaseException as error:
-            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)  # Wakes the waiting ranks.
-            raise
-        # The group ends with its thread; torch 2.11 cannot destroy a threaded one.
+    def run() -> dict[str, Tensor]:
+        here = Grid(r=dist.get_rank(), i=0, group=dist.group.WORLD, etp_group=None)
+        return results_of(case, here, packed=False)
 
-    multi_threaded_pg._install_threaded_pg()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    try:
-        with ThreadPoolExecutor(64) as threads:
-            results = list(threads.map(run, range(64)))
-    finally:
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
-        multi_threaded_pg._uninstall_threaded_pg()
-    assert_is_reference(case, results, packed=False)
+    assert_is_reference(case, run_on_threads(64, run), packed=False)
 
 
 def test_memory_is_poisoned():
@@ -313,31 +268,15 @@ def _allocated(config: DispatchConfig, dtype: torch.dtype, packed: bool) -> Buff
     return BufferBytes(send=send, receive=receive, experts=experts, back=back, plan=plan_bytes)
 
 
-def config_of(**grid_sizes: Any) -> DispatchConfig:
-    return DispatchConfig(num_experts=4, top_k=2, capacity_factor=1.5, **grid_sizes)
-
-
 @LAYOUTS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_bytes_are_those_that_one_rank_allocates(dtype, packed):
-    config = config_of()
+@GRIDS
+def test_bytes_are_those_that_ranks_allocate(on_ranks, num_ranks, etp_size, dtype, packed):
+    config = DispatchConfig(
+        num_experts=4, top_k=2, capacity_factor=1.5, num_ranks=num_ranks, etp_size=etp_size
+    )
     expected = config.buffer_bytes(7, 3, dtype.itemsize, packed=packed)
-    assert _allocated(config, dtype, packed) == expected
+    found = on_ranks(num_ranks * etp_size, _allocated, config, dtype, packed)
+    assert found == [expected] * (num_ranks * etp_size)
     parts = expected.send, expected.receive, expected.experts, expected.back, expected.plan
     assert expected.total == sum(parts)
-
-
-@LAYOUTS
-@GRIDS_OF_2
-def test_bytes_are_those_that_two_ranks_allocate(pool2: WorkerPool, num_ranks, etp_size, packed):
-    config = config_of(num_ranks=num_ranks, etp_size=etp_size)
-    expected = config.buffer_bytes(7, 3, 2, packed=packed)
-    assert pool2.run(_allocated, config, torch.bfloat16, packed) == [expected] * 2
-
-
-@LAYOUTS
-@GRIDS_OF_4
-def test_bytes_are_those_that_four_ranks_allocate(pool4: WorkerPool, num_ranks, etp_size, packed):
-    config = config_of(num_ranks=num_ranks, etp_size=etp_size)
-    expected = config.buffer_bytes(7, 3, 2, packed=packed)
-    assert pool4.run(_allocated, config, torch.bfloat16, packed) == [expected] * 4

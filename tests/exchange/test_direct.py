@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from triton.runtime import interpreter
 
-from padded_dispatch import NO_DROP, DispatchConfig, PaddedDispatcher
+from padded_dispatch import NO_DROP
 from padded_dispatch.exchange import direct, symmetric_memory
 from padded_dispatch.exchange.direct import DirectExchange
 from tests.support.direct_parity import (

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from padded_dispatch.megatron import padded_spec
 from tests.support import tiny
 
 pytestmark = pytest.mark.gpu
@@ -21,8 +20,8 @@ def test_d21_router_bias_narrower_than_its_logits(megatron):
     Its result depends on the memory behind the bias, so only ours is asserted.
     """
     settings = {"bf16": True, "params_dtype": torch.bfloat16, "moe_router_dtype": "fp32"}
-    config = tiny.config("alltoall", add_bias_linear=True, **settings)
-    router = tiny.layer(config, padded_spec(tiny.layer_spec())).cuda().router
+    settings |= {"dispatcher": "alltoall", "add_bias_linear": True}
+    router = tiny.padded_layer(**settings).cuda().router
     memory = torch.full((4 * tiny.NUM_EXPERTS,), 7.0, dtype=torch.bfloat16, device="cuda")
     router.bias.data = memory[: tiny.NUM_EXPERTS]
     router.bias.data.normal_()

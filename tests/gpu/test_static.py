@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from padded_dispatch import DispatchConfig, PaddedDispatcher
+from padded_dispatch import NO_DROP, DispatchConfig, PaddedDispatcher
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +34,7 @@ def step(dispatcher: PaddedDispatcher, tokens_TD, probs_TE, map_TE) -> tuple[tor
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("policy", ["probs", "position"])
-@pytest.mark.parametrize("factor", [None, 0.5, 1.25])
+@pytest.mark.parametrize("factor", [NO_DROP, 0.5, 1.25])
 def test_eager_reads_nothing_back(cuda, policy, factor, packed):
     config = DispatchConfig(num_experts=E, top_k=K, capacity_factor=factor, policy=policy)
     dispatcher = PaddedDispatcher(config, packed=packed)
@@ -50,7 +50,7 @@ def test_eager_reads_nothing_back(cuda, policy, factor, packed):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("policy", ["probs", "position"])
-@pytest.mark.parametrize("factor", [None, 0.5, 1.25])
+@pytest.mark.parametrize("factor", [NO_DROP, 0.5, 1.25])
 def test_one_capture_serves_every_routing(cuda, policy, factor, packed):
     """Replay equals eager bit by bit, and rows move on a GPU as on a CPU."""
     config = DispatchConfig(num_experts=E, top_k=K, capacity_factor=factor, policy=policy)

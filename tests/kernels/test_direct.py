@@ -17,7 +17,7 @@ from padded_dispatch import reference
 from padded_dispatch.kernels import direct, rows
 from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.device import DEVICE, here, ints
-from tests.support.routing_cases import assert_same
+from tests.support.routing_cases import addresses, assert_same
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -25,7 +25,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.full(shape, fill, dtype=dtype, device=DEVICE)
 
 
-def addresses(buffers: list[Tensor]) -> Tensor:
+def pointers(buffers: list[Tensor]) -> Tensor:
     return torch.tensor([buffer.data_ptr() for buffer in buffers], device=DEVICE)
 
 
@@ -35,7 +35,7 @@ def addresses(buffers: list[Tensor]) -> Tensor:
 def test_push_counts_example():
     tables = [empty(2, 2, dtype=torch.int32) for _ in range(2)]
     for rank, kept_E in enumerate((ints(1, 2), ints(3, 4))):
-        direct.push_counts(kept_E, addresses(tables), rank)
+        direct.push_counts(kept_E, pointers(tables), rank)
     assert [table.tolist() for table in tables] == [[[1, 2], [3, 4]]] * 2
 
 
@@ -56,8 +56,8 @@ def test_push_rows_example():
         torch.tensor([[0.5, 0.25], [0.75, 0.0]], device=DEVICE),
         ints([0, 2], [1, -1]),
         ints(0, 3),
-        addresses(rows_RND),
-        addresses(probs_RN),
+        pointers(rows_RND),
+        pointers(probs_RN),
         2,
     )
     assert rows_RND[0][:2].tolist() == [[7], [8]] and rows_RND[0][2:].isnan().all()
@@ -72,8 +72,8 @@ def test_return_rows_example():
         torch.tensor([[1.0], [2.0], [3.0], [torch.nan]], device=DEVICE),
         torch.tensor([0.1, 0.2, 0.3, torch.nan], device=DEVICE),
         ints([1, 3]),
-        addresses(slots_RECD),
-        addresses(metas_REC1),
+        pointers(slots_RECD),
+        pointers(metas_REC1),
         1,
         2,
     )
@@ -125,12 +125,12 @@ class World:
             for _ in range(size)
         ]
 
-    def everyone(self, name: str) -> Tensor:
-        return addresses([getattr(rank, name) for rank in self.ranks])
+    def pointers(self, name: str) -> Tensor:
+        return pointers([getattr(rank, name) for rank in self.ranks])
 
     def push(self, tokens_STD: np.ndarray, probs_STE: np.ndarray | None) -> None:
         for r, plan in enumerate(self.plans):
-            direct.push_counts(here(plan.kept_E), self.everyone("table_RE"), r)
+            direct.push_counts(here(plan.kept_E), self.pointers("table_RE"), r)
         for r, rank in enumerate(self.ranks):
             out = rank.start_E, rank.offsets_LS, rank.count_SL
             direct.place_rows(rank.table_RE, r, *out)
@@ -140,8 +140,8 @@ class World:
                 None if probs_STE is None else here(probs_STE[r]),
                 here(plan.slot_of_TK),
                 rank.start_E,
-                self.everyone("rows_ND"),
-                self.everyone("probs_N"),
+                self.pointers("rows_ND"),
+                self.pointers("probs_N"),
                 self.capacity,
             )
 
@@ -151,8 +151,8 @@ class World:
                 packed[r],
                 None if beside is None else beside[r],
                 rank.offsets_LS,
-                self.everyone("slots_ECD"),
-                self.everyone("meta_EC1"),
+                self.pointers("slots_ECD"),
+                self.pointers("meta_EC1"),
                 r,
                 self.capacity,
             )
@@ -168,16 +168,11 @@ class World:
         return packed
 
 
-def numbers(*shape: int, offset: int) -> np.ndarray:
-    """A whole number of its own for every element."""
-    return np.arange(1, np.prod(shape) + 1, dtype=np.float32).reshape(shape) + offset
-
-
 def check(kept_STE: np.ndarray, top_k: int, capacity: int, width: int) -> None:
     size, num_tokens, num_experts = kept_STE.shape
     world = World(kept_STE, top_k, capacity, width)
-    tokens_STD = numbers(size, num_tokens, width, offset=0)
-    probs_STE = numbers(size, num_tokens, num_experts, offset=10_000)
+    tokens_STD = addresses(size, num_tokens, width, offset=0).astype(np.float32)
+    probs_STE = addresses(size, num_tokens, num_experts, offset=10_000).astype(np.float32)
     given = reference.dispatch(tokens_STD, probs_STE, world.plans, num_ranks=size)
     world.push(tokens_STD, probs_STE)
     for r, rank in enumerate(world.ranks):
@@ -188,8 +183,8 @@ def check(kept_STE: np.ndarray, top_k: int, capacity: int, width: int) -> None:
             assert got[len(expected) :].isnan().all()
 
     # The way back of the experts' output, and of gradients.
-    back_RLMD = numbers(*given.rows_RLMD.shape, offset=20_000)
-    beside_RLM = numbers(*given.probs_RLM.shape, offset=30_000)
+    back_RLMD = addresses(*given.rows_RLMD.shape, offset=20_000).astype(np.float32)
+    beside_RLM = addresses(*given.probs_RLM.shape, offset=30_000).astype(np.float32)
     world.return_rows(
         world.padded(back_RLMD, given.kept_RSL), world.padded(beside_RLM, given.kept_RSL)
     )
@@ -261,12 +256,12 @@ def test_more_than_one_block_of_everything(monkeypatch):
 def test_rows_beyond_2_to_the_31_elements():
     num_rows, width = 2**20 + 1, 2048
     rows_ND = torch.zeros(num_rows, width, dtype=torch.bfloat16, device="cuda")
-    nowhere = addresses([rows_ND])
+    nowhere = pointers([rows_ND])
     token_TD = torch.full((1, width), 3, dtype=torch.bfloat16, device="cuda")
     slot = ints([num_rows - 1])
-    direct.push_rows(token_TD, None, slot, ints(0), addresses([rows_ND]), nowhere, num_rows)
+    direct.push_rows(token_TD, None, slot, ints(0), pointers([rows_ND]), nowhere, num_rows)
     assert (rows_ND[-1] == 3).all() and not rows_ND[:-1].any()
     slots_ECD = torch.zeros_like(rows_ND)[None]
     offsets = ints([num_rows])
-    direct.return_rows(rows_ND, None, offsets, addresses([slots_ECD]), nowhere, 0, num_rows)
+    direct.return_rows(rows_ND, None, offsets, pointers([slots_ECD]), nowhere, 0, num_rows)
     assert (slots_ECD[0, -1] == 3).all() and not slots_ECD[0, :-1].any()

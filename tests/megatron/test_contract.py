@@ -12,7 +12,6 @@ import importlib.util
 import inspect
 import types
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin
@@ -44,14 +43,10 @@ from padded_dispatch.megatron import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.megatron.compat import layer_graphs
 from tests.support import tiny
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 CORE = Path(megatron.core.__path__[0])
 INSTALLED = (package_info.MAJOR, package_info.MINOR)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron_alone() -> Iterator[None]:
-    with tiny.one_process():
-        yield
 
 
 class Group:

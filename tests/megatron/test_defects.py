@@ -8,7 +8,6 @@ states it, and only our half is tested.
 """
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 from padded_dispatch import DispatchConfig
-from padded_dispatch.megatron import PaddedOptions, padded_spec
+from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.config import check_config
 from padded_dispatch.ops.select import select
@@ -29,14 +28,10 @@ from padded_dispatch.utils.launch import WorkerError
 from tests.support import tiny
 from tests.support.parity import megatron
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 INSTALLED = (package_info.MAJOR, package_info.MINOR)
 EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron_alone() -> Iterator[None]:
-    with tiny.one_process():
-        yield
 
 
 def dropless(**settings: Any) -> Any:
@@ -51,9 +46,8 @@ def stock(factor: float, **settings: Any) -> Any:
 
 def ours(factor: float | None, options: PaddedOptions | None = None, **settings: Any) -> Any:
     """Return the padded layer, with the weights of the stock one."""
-    config = tiny.config("alltoall", moe_expert_capacity_factor=factor, **settings)
-    config.padded_dispatch = options or PaddedOptions()
-    return tiny.layer(config, padded_spec(tiny.layer_spec()))
+    settings |= {"dispatcher": "alltoall", "moe_expert_capacity_factor": factor}
+    return tiny.padded_layer(options, **settings)
 
 
 def tokens(*shape: int) -> Tensor:
@@ -309,6 +303,7 @@ def test_d11_text_generation_leaves_training_as_it_was(monkeypatch):
         inference_utils.set_decode_expert_padding(layer, False)
         num_rows.append(int(expert_inputs(layer, x)[1].sum()))
         same.append(torch.equal(layer(x)[0], before))
+    assert layer.token_dispatcher.dispatch_config.capacity_factor == 0.5
     assert num_rows == [24, 12]  # dropless T * K; E * C
     assert same == [False, True]
 

@@ -1,26 +1,15 @@
 """The six methods, called as Megatron calls them."""
 
 import logging
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from padded_dispatch import DispatchConfig
-from padded_dispatch.megatron import padded_spec
 from padded_dispatch.megatron.dispatcher import announce
 from tests.support import tiny
 
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron() -> Iterator[None]:
-    with tiny.one_process():
-        yield
-
-
-def layer(**overrides: Any) -> Any:
-    return tiny.layer(tiny.config(**overrides), padded_spec(tiny.layer_spec()))
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def routing(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,7 +22,7 @@ def routing(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("shape", [(6, 2), (1, 1), (3, 5)])
 def test_identity_experts_give_tokens_times_kept_probabilities(shape):
-    dispatcher = layer().token_dispatcher
+    dispatcher = tiny.padded_layer().token_dispatcher
     hidden = torch.randn(*shape, tiny.HIDDEN, dtype=torch.float64)
     probs_TE, map_TE = routing(hidden[..., 0].numel())
     rows, meta = dispatcher.dispatch_preprocess(hidden, map_TE, probs_TE)
@@ -51,7 +40,7 @@ def test_identity_experts_give_tokens_times_kept_probabilities(shape):
 
 
 def test_padded_rows_are_zero_and_only_they():
-    dispatcher = layer().token_dispatcher
+    dispatcher = tiny.padded_layer().token_dispatcher
     hidden = torch.randn(4, 2, tiny.HIDDEN).abs() + 1
     probs_TE, map_TE = routing(8)
     rows, meta = dispatcher.dispatch_preprocess(hidden, map_TE, probs_TE.float())
@@ -64,7 +53,7 @@ def test_padded_rows_are_zero_and_only_they():
 
 def test_nothing_outlives_the_layer_and_shapes_may_change():
     """Evaluation of another shape between training steps."""
-    moe = layer(moe_expert_capacity_factor=1.0)
+    moe = tiny.padded_layer(moe_expert_capacity_factor=1.0)
     dispatcher = moe.token_dispatcher
     for shape in ((6, 2), (3, 1), (6, 2)):
         output, _ = moe(torch.randn(*shape, tiny.HIDDEN))
@@ -74,30 +63,16 @@ def test_nothing_outlives_the_layer_and_shapes_may_change():
 
 
 def test_a_map_that_no_router_of_ours_made_is_counted_as_overflow():
-    dispatcher = layer(moe_expert_capacity_factor=0.5).token_dispatcher
-    everyone_to_0 = torch.zeros(8, 4, dtype=torch.bool)
-    everyone_to_0[:, 0] = True
-    dispatcher.dispatch_preprocess(torch.randn(8, 1, tiny.HIDDEN), everyone_to_0, torch.rand(8, 4))
+    dispatcher = tiny.padded_layer(moe_expert_capacity_factor=0.5).token_dispatcher
+    all_to_0 = torch.zeros(8, 4, dtype=torch.bool)
+    all_to_0[:, 0] = True
+    dispatcher.dispatch_preprocess(torch.randn(8, 1, tiny.HIDDEN), all_to_0, torch.rand(8, 4))
     assert dispatcher.counters.num_unplaced.item() == 8 - 2
 
 
 def test_no_tokens_raise():
     with pytest.raises(ValueError, match="num_tokens must be at least 1, got 0"):
-        layer()(torch.randn(0, 2, tiny.HIDDEN))
-
-
-def test_inference_toggles_change_nothing():
-    """`set_decode_expert_padding` writes to dispatcher, router and config, and never back."""
-    from megatron.core.inference.utils import set_decode_expert_padding
-
-    moe = layer(moe_expert_capacity_factor=0.5)
-    x = torch.randn(8, 1, tiny.HIDDEN)
-    before, _ = moe(x)
-    set_decode_expert_padding(moe, True, capacity_factor=2)
-    set_decode_expert_padding(moe, False)
-    after, _ = moe(x)
-    assert torch.equal(before, after)
-    assert moe.token_dispatcher.dispatch_config.capacity_factor == 0.5
+        tiny.padded_layer()(torch.randn(0, 2, tiny.HIDDEN))
 
 
 def test_the_price_of_dropping_nothing_is_said_once(caplog):

@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,8 +19,11 @@ from padded_dispatch.megatron import PaddedOptions, install, padded_spec, uninst
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.dispatcher import _log_once
 from padded_dispatch.megatron.experts import _FIELDS, StackedExperts, chosen_experts
+from tests.ops.test_activation import BIASED
 from tests.support import parity, tiny
 from tests.support.pool import WorkerPool
+
+pytestmark = pytest.mark.usefixtures("one_process")
 
 MODULE = PaddedOptions(experts="module")
 PACKED = PaddedOptions(experts="packed")
@@ -29,14 +31,8 @@ AUTO = PaddedOptions(experts="auto")
 SHAPES = {"fc1": (48, tiny.HIDDEN), "fc2": (tiny.HIDDEN, 24)}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def megatron() -> Iterator[None]:
-    with tiny.one_process():
-        yield
-
-
 def layer(options: PaddedOptions = PACKED, later: Any = None, **overrides: Any) -> Any:
-    """A layer; `later` are settings that Megatron checks against what a CPU has not."""
+    """Build a layer; `later` are settings that Megatron refuses on a CPU."""
     config = tiny.config(**overrides)
     config.padded_dispatch = options
     for name, value in (later or {}).items():
@@ -126,10 +122,10 @@ def test_experts_without_tokens_still_have_a_gradient():
     assert has_gradient.count(True) == tiny.TOP_K
 
 
-@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+@BIASED
 def test_checkpoints_have_the_keys_of_te_grouped_mlp(biased):
     settings = {"add_bias_linear": biased}
-    module, packed = layer(PaddedOptions(), **settings), layer(**settings)
+    module, packed = layer(MODULE, **settings), layer(**settings)
     state = {key: value for key, value in packed.state_dict().items() if key.startswith("experts.")}
     expected = {f"experts.linear_{name}._extra_state": (0,) for name in SHAPES}
     for i, expert in enumerate(module.experts.local_experts):  # Built from the same seed.
@@ -208,7 +204,7 @@ def test_every_refusal_is_tried():
 @pytest.mark.parametrize("row", _FIELDS, ids=lambda row: row.name)
 def test_what_it_does_not_compute_is_refused_by_name(row):
     config = tiny.config()
-    module = layer(PaddedOptions())
+    module = layer(MODULE)
     groups = get_default_pg_collection()
     StackedExperts(config, module.experts, groups)
     setattr(config, row.name, REFUSED[row.name])  # Some versions lack some of the fields.
@@ -298,7 +294,7 @@ def _attributes() -> list[dict[str, Any]]:
     """Of fc1's and fc2's weights, of the module and of ours."""
     with parity.megatron("cpu", expert_model_parallel_size=2):
         found = []
-        for options in (PaddedOptions(), PACKED):
+        for options in (MODULE, PACKED):
             settings = {"expert_model_parallel_size": 2, "add_bias_linear": True}
             made = layer(options, **settings).experts
             mlp = made if options is PACKED else made.local_experts[0]
@@ -352,7 +348,7 @@ def _trained(options: PaddedOptions) -> list[Tensor]:
 
 
 def test_training_is_that_of_the_module_it_replaces():
-    ours, expected = _trained(PACKED), _trained(PaddedOptions())
+    ours, expected = _trained(PACKED), _trained(MODULE)
     assert expected[0][0] > expected[0][-1]
     for mine, theirs in zip(ours, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)

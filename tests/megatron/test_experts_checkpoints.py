@@ -14,11 +14,11 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from padded_dispatch.megatron import PaddedOptions, padded_spec
+from padded_dispatch.megatron import PaddedOptions
+from tests.ops.test_activation import BIASED
 from tests.support import parity, tiny
 from tests.support.pool import WorkerPool
 
-BIASED = pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
 ONE_BY_ONE = pytest.mark.parametrize("one_by_one", [False, True], ids=["one axis", "one by one"])
 LAYERS = ((0, 1, 3),)  # The second of three layers.
 
@@ -30,10 +30,8 @@ def megatron() -> Iterator[None]:
 
 
 def experts(kind: str, **settings: Any) -> Any:
-    config = tiny.config(**settings)
-    config.padded_dispatch = PaddedOptions(experts=kind)
-    made = tiny.layer(config, padded_spec(tiny.layer_spec())).experts
-    if config.add_bias_linear:  # Megatron begins with zeros.
+    made = tiny.padded_layer(PaddedOptions(experts=kind), **settings).experts
+    if made.config.add_bias_linear:  # Megatron begins with zeros.
         for name in ("linear_fc1", "linear_fc2"):
             for number, bias in enumerate(biases_of(made, name)):
                 bias.copy_(torch.arange(len(bias)) + 100 * number)

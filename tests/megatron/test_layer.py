@@ -1,7 +1,5 @@
 """`PaddedMoELayer` and `padded_spec`: the padded path without `install()`."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -13,16 +11,12 @@ from megatron.core.transformer.spec_utils import build_module
 from padded_dispatch.megatron import PaddedAlltoAllTokenDispatcher, PaddedMoELayer, padded_spec
 from tests.support import tiny
 
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron() -> Iterator[None]:
-    with tiny.one_process():
-        yield
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def test_layer_needs_no_install_and_no_config_word():
     for dispatcher in ("padded_alltoall", "alltoall"):
-        layer = tiny.layer(tiny.config(dispatcher), padded_spec(tiny.layer_spec()))
+        layer = tiny.padded_layer(dispatcher=dispatcher)
         assert type(layer) is PaddedMoELayer
         assert type(layer.token_dispatcher) is PaddedAlltoAllTokenDispatcher
         assert layer.config.moe_token_dispatcher_type == dispatcher
@@ -60,7 +54,7 @@ def test_transformer_layer_passes_its_process_groups():
 
 def test_checkpoints_have_stock_keys():
     stock = tiny.layer(tiny.config("allgather"))
-    padded = tiny.layer(tiny.config(), padded_spec(tiny.layer_spec()))
+    padded = tiny.padded_layer()
     assert stock.state_dict().keys() == padded.state_dict().keys()
     padded.load_state_dict(stock.state_dict())
 
@@ -70,11 +64,9 @@ def test_shared_experts_equal_stock(overlap):
     """Output and every gradient; with overlap they run inside the dispatcher."""
     shared = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
     stock = tiny.layer(tiny.config("allgather", **shared))
-    padded = tiny.layer(tiny.config(**shared), padded_spec(tiny.layer_spec()))
-    if overlap:
-        # Without install(), Megatron's check of the config accepts its own dispatchers only.
-        config = tiny.config("alltoall", moe_shared_expert_overlap=True, **shared)
-        padded = tiny.layer(config, padded_spec(tiny.layer_spec()))
+    # Without install(), Megatron's check of the config accepts overlap of its own dispatchers only.
+    more = {"dispatcher": "alltoall", "moe_shared_expert_overlap": True} if overlap else {}
+    padded = tiny.padded_layer(**shared, **more)
     x = torch.randn(5, 2, tiny.HIDDEN)
     results = [output_and_gradients(layer.double(), x.double()) for layer in (stock, padded)]
     for ours, theirs in zip(*results, strict=True):

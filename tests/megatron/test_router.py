@@ -1,6 +1,5 @@
 """The router counts the map that was asked for, then returns the map that is kept."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,23 +11,19 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.config import NO_DROP
-from padded_dispatch.megatron import PaddedOptions, padded_spec
+from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.router import SelectAfterCounting, select_after_counting
 from tests.support import tiny
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 T = 12
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron() -> Iterator[None]:
-    with tiny.one_process():
-        yield
 
 
 def router(**overrides: Any) -> Any:
     """Return the router of a layer in which every token wants experts 0 and 1 most."""
-    layer = tiny.layer(tiny.config(**overrides), padded_spec(tiny.layer_spec()))
+    layer = tiny.padded_layer(**overrides)
     with torch.no_grad():
         layer.router.weight.zero_()
         layer.router.weight[:2, 0] = torch.tensor([2.0, 1.0])
@@ -79,9 +74,7 @@ def test_recompute_is_counted_once_and_evaluation_separately():
 
 def test_evaluation_has_its_own_capacity():
     options = PaddedOptions(eval_factor=NO_DROP, layer_factors={1: 1.0})
-    config = tiny.config(moe_expert_capacity_factor=0.5)
-    config.padded_dispatch = options
-    layer = tiny.layer(config, padded_spec(tiny.layer_spec()))  # of number 1
+    layer = tiny.padded_layer(options, moe_expert_capacity_factor=0.5)  # of number 1
     hidden = torch.randn(T, 1, tiny.HIDDEN)
     assert layer(hidden)[0].shape == layer.eval()(hidden)[0].shape
     dispatcher = layer.token_dispatcher
@@ -185,9 +178,7 @@ def test_a_pass_writes_nothing_to_the_config(monkeypatch):
 
 def test_the_router_reads_the_layers_config_except_for_the_factor():
     losses = {"moe_aux_loss_coeff": 0.25, "moe_router_load_balancing_type": "aux_loss"}
-    layer = tiny.layer(
-        tiny.config(moe_expert_capacity_factor=0.5, **losses), padded_spec(tiny.layer_spec())
-    )
+    layer = tiny.padded_layer(moe_expert_capacity_factor=0.5, **losses)
     route, gradients = layer.router, []
     for coefficient in (0.25, 0.5):
         layer.config.moe_aux_loss_coeff = coefficient
@@ -209,8 +200,8 @@ def test_the_router_reads_the_layers_config_except_for_the_factor():
 
 def test_a_factor_for_text_generation_does_not_drop_before_counting(monkeypatch):
     monkeypatch.setattr(inference_utils, "moe_layer_cache", None)
-    config = tiny.config("alltoall", moe_expert_capacity_factor=0.5, **EXPERT_BIAS)
-    layer = tiny.layer(config, padded_spec(tiny.layer_spec()))
+    settings = {"dispatcher": "alltoall", "moe_expert_capacity_factor": 0.5, **EXPERT_BIAS}
+    layer = tiny.padded_layer(**settings)
     inference_utils.set_decode_expert_padding(layer, True, capacity_factor=1)
     _, kept_TE = layer.router(tokens())
     assert layer.router.local_tokens_per_expert.sum() == T * tiny.TOP_K

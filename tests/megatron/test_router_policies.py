@@ -1,6 +1,5 @@
 """Policies and remedies in Megatron's router: selection, draws, gradients, checkpoints."""
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -9,7 +8,7 @@ from megatron.core import dist_checkpointing
 from torch import Tensor
 
 from padded_dispatch.config import POLICIES, REMEDIES
-from padded_dispatch.megatron import install, padded_spec, protect
+from padded_dispatch.megatron import install, protect
 from padded_dispatch.megatron.graphs.capture import LayerGraphs
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.ops.overflow import select_with_remedy
@@ -23,20 +22,14 @@ from tests.megatron.graphs.test_capture import (
 )
 from tests.support import tiny
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 T = 24
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron() -> Iterator[None]:
-    with tiny.one_process():
-        yield
 
 
 def layer(options: PaddedOptions, **overrides: Any) -> Any:
     settings = {"moe_expert_capacity_factor": 0.75, "moe_router_pre_softmax": True}
-    config = tiny.config(**(settings | overrides))
-    config.padded_dispatch = options
-    return tiny.layer(config, padded_spec(tiny.layer_spec()))
+    return tiny.padded_layer(options, **(settings | overrides))
 
 
 def router(*, overrides: dict[str, Any] | None = None, **options: Any) -> Any:

@@ -6,13 +6,13 @@ from torch import Tensor
 from torch.library import opcheck
 
 from padded_dispatch.ops import grouped
+from tests.ops.test_activation import BIASED
 from tests.support.grids import poisoned_memory
 
 # Rows of each expert: none in front, between and behind; one; everything in one expert; nothing.
 CASES = pytest.mark.parametrize(
     "counts", [[0, 3, 0, 5, 1, 0], [1], [0, 7, 0], [0, 0], [4, 4]], ids=str
 )
-BIASED = pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
 I, O = 6, 5  # noqa: E741
 SPARE = 3
 

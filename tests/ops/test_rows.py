@@ -16,7 +16,14 @@ from padded_dispatch.ops.plan import DispatchPlan, make_plan
 from padded_dispatch.ops.select import select
 from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.grids import poisoned_memory
-from tests.support.routing_cases import RoutingCase, assert_same, routing_cases
+from tests.support.routing_cases import (
+    RoutingCase,
+    addresses,
+    assert_same,
+    grad_of,
+    leaf,
+    routing_cases,
+)
 
 HIDDEN = 3
 ALL_OPS = torch.ops.padded_dispatch
@@ -28,20 +35,6 @@ def planned(case: RoutingCase) -> tuple[DispatchPlan, reference.Plan]:
         make_plan(torch.from_numpy(case.map_TE), **sizes),
         reference.plan(case.map_TE, **sizes),
     )
-
-
-def addresses(*shape: int, offset: int = 0) -> np.ndarray:
-    """A different whole number for every element; `offset` keeps payloads apart."""
-    return np.arange(1.0, np.prod(shape) + 1).reshape(shape) + offset
-
-
-def leaf(payload: np.ndarray) -> Tensor:
-    return torch.from_numpy(payload.copy()).requires_grad_()
-
-
-def grad_of(tensor: Tensor) -> Tensor:
-    assert tensor.grad is not None
-    return tensor.grad
 
 
 @given(case=routing_cases())

@@ -5,8 +5,11 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.distributed as dist
+
+GRIDS = pytest.mark.parametrize(("num_ranks", "etp_size"), [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2)])
 
 
 @dataclass(frozen=True, kw_only=True)

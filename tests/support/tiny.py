@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from padded_dispatch.megatron import PaddedOptions, padded_spec
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 
@@ -54,6 +55,14 @@ def layer(config: TransformerConfig, spec: Any = None) -> Any:
     built = mlp(config=config) if callable(mlp) else build_module(mlp, config=config)
     built.set_layer_number(1)
     return built.train()
+
+
+def padded_layer(options: PaddedOptions | None = None, **settings: Any) -> Any:
+    """Build a MoE layer with the padded dispatcher, by `padded_spec`."""
+    made = config(**settings)
+    if options is not None:
+        made.padded_dispatch = options
+    return layer(made, padded_spec(layer_spec()))
 
 
 @contextmanager

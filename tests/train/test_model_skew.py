@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from padded_dispatch.megatron import padded_spec, uninstall
+from padded_dispatch.megatron import uninstall
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.loop import train
@@ -20,8 +20,8 @@ EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function
 @pytest.mark.parametrize("settings", [{}, EXPERT_BIAS], ids=["softmax", "bias"])
 def test_demand_is_what_the_routers_own_counters_see(settings):
     with tiny.one_process():
-        config = tiny.config(moe_expert_capacity_factor=0.5, moe_router_dtype="fp32", **settings)
-        layer = tiny.layer(config, padded_spec(tiny.layer_spec()))
+        fields = {"moe_expert_capacity_factor": 0.5, "moe_router_dtype": "fp32", **settings}
+        layer = tiny.padded_layer(**fields)
         if settings:
             layer.router.expert_bias += torch.tensor([0.0, 0.3, 0.0, -0.2])
         plain = layer.router.gating(torch.ones(1, 1, tiny.HIDDEN))

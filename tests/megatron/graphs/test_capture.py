@@ -233,12 +233,6 @@ def graphs() -> Iterator[None]:
         unset_num_microbatches_calculator()
 
 
-@pytest.fixture(scope="module")
-def megatron() -> Iterator[None]:
-    with tiny.one_process(), graphs():
-        yield
-
-
 def test_tape_replays_ops_and_nothing_else():
     static, count, calls = torch.tensor([1.0, 2.0]), torch.zeros(()), []
     with Tape() as tape:

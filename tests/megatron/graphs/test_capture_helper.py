@@ -32,18 +32,11 @@ from tests.megatron.graphs.test_capture import (
     padding_mask,
     unreachable,
 )
-from tests.support import tiny
 from tests.support.graph_protocol import GraphedLayer
 from tests.support.pool import WorkerPool
 
 SCOPES = [*WHOLE, *PARTIAL]
 IDS = ["+".join(scope) or "layer" for scope in SCOPES]
-
-
-@pytest.fixture(scope="module")
-def megatron() -> Iterator[None]:
-    with tiny.one_process(), graphs():
-        yield
 
 
 def layer_graphs(training: Training) -> LayerGraphs:

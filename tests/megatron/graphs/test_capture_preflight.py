@@ -1,6 +1,5 @@
 """Settings of a plain loop that CUDA graphs cannot work with are named before a capture."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -14,15 +13,8 @@ from padded_dispatch.megatron.graphs.capture import (
     check_gradients_are_not_read,
     check_random_states,
 )
-from tests.megatron.graphs.test_capture import Training, graphs
+from tests.megatron.graphs.test_capture import Training
 from tests.megatron.graphs.test_capture_helper import iteration_of
-from tests.support import tiny
-
-
-@pytest.fixture(scope="module")
-def megatron() -> Iterator[None]:
-    with tiny.one_process(), graphs():
-        yield
 
 
 def test_states_in_host_memory_are_refused_on_a_gpu(megatron):

@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +13,7 @@ from padded_dispatch.megatron.graphs import memory
 from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs
 from padded_dispatch.megatron.graphs.memory import GraphMemory, estimate, saved_bytes
 from padded_dispatch.megatron.graphs.selftest import Sample
-from tests.megatron.graphs.test_capture import BATCH, SEQUENCE, Training, graphs
+from tests.megatron.graphs.test_capture import BATCH, SEQUENCE, Training
 from tests.megatron.graphs.test_capture_helper import iteration_of
 from tests.support import tiny
 from tests.support.graph_protocol import GraphedLayer
@@ -70,12 +69,6 @@ def test_estimate_counts_microbatches_in_flight_at_once():
 def test_an_estimate_in_words():
     words = str(GraphMemory(kept=3 * 2**30, working=2**29))
     assert words == "about 3.50 GiB: 3.00 kept for backward, 0.50 of working memory for one layer"
-
-
-@pytest.fixture(scope="module")
-def megatron() -> Iterator[None]:
-    with tiny.one_process(), graphs():
-        yield
 
 
 def capture(training: Training) -> None:
