@@ -23,8 +23,8 @@ much as
 
 So padded rows are chosen where n is below that. Measured on H200s, forward and backward of a layer
 in a CUDA graph, bf16, uniform routing, for Qwen3-30B-A3B, GPT-OSS-20B and DeepSeek-V2-Lite: the
-slower choice was taken in 1 of 72 cases on one GPU (512 to 16,384 tokens, factors 1.0 to 2.0; it
-cost 1.6 %) and in 3 of 27 on two (at most 1.8 %). Milliseconds, packed and padded:
+slower choice was taken in 1 of 99 cases on one GPU (512 to 16,384 tokens, factors 1.0 to 2.0; it
+cost 1.6 %) and in 3 of 27 on two (at most 1.2 %). Milliseconds, packed and padded:
 
     one GPU          factor 1.0       1.25            1.5             2.0
     Qwen3      512   1.69  1.30    1.69  1.32      1.67  1.33      1.67  1.36

@@ -178,20 +178,6 @@ def test_layers_of_one_shape_share_a_workspace(threads):
 # What is refused.
 
 
-def test_padded_rows_are_refused():
-    config = DispatchConfig(num_experts=2, top_k=1)
-    with pytest.raises(ValueError, match="packed with exchange='direct', got 'padded'") as refused:
-        PaddedDispatcher(config, exchange="direct")
-    assert "exchange='alltoall'" in str(refused.value)
-
-
-def test_unknown_exchanges_are_refused():
-    config = DispatchConfig(num_experts=2, top_k=1)
-    with pytest.raises(ValueError, match=r"^exchange.*'mpi'") as refused:
-        PaddedDispatcher(config, exchange="mpi")  # pyright: ignore[reportArgumentType]
-    assert "one of auto, alltoall, direct" in str(refused.value)
-
-
 def test_a_group_that_splits_experts_is_refused():
     class Two:
         def size(self) -> int:
