@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from padded_dispatch.megatron import PaddedOptions
+from padded_dispatch.megatron.options import to_json
 from padded_dispatch.utils.launch import WorkerError
 from tests.support.gpu_rows import Rows, parsed, wants
 from tests.support.layer_parity import LayerCase, layer_parity, single_draws
@@ -91,13 +92,18 @@ def pipeline_cases(device: str, num_ranks: int) -> Iterator[PipelineCase]:
             yield PipelineCase(name=f"PP2/VPP2/EP{sizes['ep']}", dtype=dtype, **sizes)
 
 
+def fields_of(case: Any) -> dict[str, Any]:
+    """Return the fields of a case as JSON values."""
+    row = dataclasses.asdict(case) | {"dtype": str(case.dtype).removeprefix("torch.")}
+    return row | {"options": to_json(case.options)} if isinstance(case, LayerCase) else row
+
+
 def run_case(pool: WorkerPool, check: str, parity: Callable[..., Any], case: Any) -> dict[str, Any]:
     """Run one case; return its row: the case, its errors, and whether it passed."""
     started = time.monotonic()
-    row: dict[str, Any] = {"check": check, "passed": False, **dataclasses.asdict(case)}
-    row |= {"dtype": str(case.dtype).removeprefix("torch."), "contender": "ours"}
-    row |= {"baseline": case.stock_type, "ranks": pool.num_workers, "repeats": None}
-    row |= {"errors": None, "failures": None}
+    row: dict[str, Any] = {"check": check, "passed": False, **fields_of(case)}
+    row |= {"contender": "ours", "baseline": case.stock_type, "ranks": pool.num_workers}
+    row |= {"repeats": None, "errors": None, "failures": None}
     try:
         found = pool.run(parity, case, timeout_s=CASE_S)
     except WorkerError as error:
@@ -115,8 +121,7 @@ def count_misses(pool: WorkerPool, case: LayerCase, num_draws: int) -> dict[str,
     misses = pool.run(single_draws, case, num_draws, timeout_s=CASE_S)[0]
     return {
         "check": "single draws",
-        **dataclasses.asdict(case),
-        "dtype": str(case.dtype).removeprefix("torch."),
+        **fields_of(case),
         "draws": num_draws,
         "misses": {name: dataclasses.asdict(m) for name, m in misses.items()},
         "passed": True,  # The row only counts.
