@@ -16,9 +16,11 @@ from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord, _CudaG
 
 from padded_dispatch.megatron import compat, install, padded_spec, uninstall
 from padded_dispatch.megatron.graphs import guard
+from tests.gpu import situations
 from tests.support import tiny
 from tests.support.graph_training import Situation, replays_equal_eager
 
+ENVIRONMENT = situations.ENVIRONMENT  # for `gpu_pools`
 IS_OLD = (package_info.MAJOR, package_info.MINOR) < (0, 18)
 LENGTH = 5
 NOTHING_CAPTURED = (
