@@ -46,6 +46,7 @@ def test_it_trains_evaluates_and_saves_in_an_empty_folder(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     patterns = [
+        r"experts: module, exchange: alltoall",
         r"step 1/4  loss 5\.\d{4}  [\d,]+ tokens/s  \S+ GFLOP/s per process  fill .*  dropped .*",
         r"step 2/4  .*",
         r"step 4/4  .*",
@@ -99,6 +100,7 @@ def long_run(folder) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     ) as process:
         try:
             assert process.stdout is not None
+            assert process.stdout.readline().startswith("experts: ")
             assert process.stdout.readline().startswith("step ")
             yield process, workers_of(process.pid)
         finally:

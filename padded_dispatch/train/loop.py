@@ -207,6 +207,13 @@ def _build(settings: Settings, device: torch.device) -> Trainer:
     )
 
 
+def _show_choice(chunks: list[Any], log: Log) -> None:
+    """Show the experts and the exchange that the options came to, if this rank has a MoE layer."""
+    for layer in moe_layers(chunks)[:1]:
+        chosen = layer.token_dispatcher.chosen
+        log.message(f"experts: {chosen['experts']}, exchange: {chosen['exchange']}")
+
+
 def _run(
     trainer: Trainer, start: checkpoint.Progress, log: Log, recorder: Recorder | None
 ) -> Outcome:
@@ -229,6 +236,8 @@ def _run(
     first_loss, rows, evaluations = start.first_loss, [], []
     for number in range(start.step + 1, output.steps + 1):
         step = trainer.step(number)
+        if watch and number == start.step + 1:
+            _show_choice(trainer.chunks, log)
         meter.add(step.losses)
         if recorder:
             recorder.add(step.marks, step.losses)
