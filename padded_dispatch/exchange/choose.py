@@ -86,9 +86,13 @@ def prefers_padded(config: DispatchConfig, num_tokens: int) -> bool:
         num_tokens: tokens on this rank (T).
     """
     per_row, per_expert = _ALONE if config.num_sources == 1 else _EXCHANGED
-    balanced = config.num_sources * num_tokens * config.top_k / config.num_experts
     slots = config.num_sources * config.capacity(num_tokens)
-    return slots < per_row * balanced + per_expert
+    return slots < per_row * _balanced(config, num_tokens) + per_expert
+
+
+def _balanced(config: DispatchConfig, num_tokens: int) -> float:
+    """Return m, the rows per expert in perfect balance."""
+    return config.num_sources * num_tokens * config.top_k / config.num_experts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,7 +153,6 @@ class LayerExchanges:
             ffn_size=ffn_size,
         )
         require(kind in kinds, "exchange", kind, f"be one of {', '.join(kinds)}")
-        self._config = config
         self._group = group
         self._kind = kind
         self._microbatches_in_flight = microbatches_in_flight
@@ -259,7 +262,7 @@ class LayerExchanges:
             if not values.is_cuda or values.dtype == torch.float64:
                 return f"the {name} are {values.dtype} on {values.device.type}"
         if self._padded is not None and prefers_padded(config, num_tokens):
-            balanced = num_tokens * config.top_k / config.num_local_experts
+            balanced = _balanced(config, num_tokens)
             if self._ffn_size > _OUTWEIGHS * balanced:
                 return f"{balanced:.0f} rows per expert are few for weights of {self._ffn_size}"
         return self._no_room(shape, tokens_TD.device)
