@@ -13,6 +13,7 @@ from padded_dispatch.megatron.graphs import GraphedMoELayer, LayerGraphs
 from padded_dispatch.megatron.install import install, uninstall
 from padded_dispatch.megatron.layer import PaddedMoELayer, padded_spec
 from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.router import protect
 from padded_dispatch.megatron.telemetry import Telemetry
 
@@ -24,6 +25,7 @@ __all__ = [
     "PaddedAlltoAllTokenDispatcher",
     "PaddedMoELayer",
     "PaddedOptions",
+    "Retry",
     "Telemetry",
     "install",
     "megatron_on_cpu",

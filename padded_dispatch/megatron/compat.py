@@ -4,12 +4,15 @@ from typing import Any
 
 import torch
 from megatron.core import full_cuda_graph
+from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 _FIELDS = TransformerConfig.__dataclass_fields__
 _IS_18 = "cuda_graph_modules" in _FIELDS
+_INDEXER_LOSSES = dsa.DSAIndexerLossLoggingHelper
 
 # True if `local` graphs reuse an input's buffer while backward still reads it.
 FREES_GRAPH_INPUTS = not _IS_18
@@ -65,6 +68,25 @@ def clear_moe_metrics() -> None:
         moe_utils.clear_aux_losses_tracker()
     else:
         tracker().clear()
+
+
+def logged_tensors() -> dict[str, Tensor]:
+    """Return the sums that Megatron adds to in forward passes until its next report, by name.
+
+    They are values of each layer: MoE metrics such as auxiliary losses, and the losses of
+    multi-token prediction and of sparse attention's indexer, where this version has them.
+    """
+    tracker = getattr(moe_utils, "get_moe_metrics_tracker", None)  # New in 0.18.
+    if tracker is None:
+        metrics = moe_utils.get_moe_layer_wise_logging_tracker()
+        found = {f"moe {name}": entry["values"] for name, entry in metrics.items()}
+    else:
+        found = {f"moe {name}": entry.values for name, entry in tracker().metrics.items()}
+    for helper in (multi_token_prediction.MTPLossLoggingHelper, _INDEXER_LOSSES):
+        for name, value in getattr(helper, "tracker", {}).items():
+            if isinstance(value, Tensor):
+                found[f"{helper.__name__} {name}"] = value
+    return found
 
 
 def forget_moe_state() -> None:

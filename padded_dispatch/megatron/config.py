@@ -129,6 +129,7 @@ class LayerConfigs:
         training: the config of training passes.
         evaluation: the config of evaluation passes.
         controlled: whether a `CapacityControl` changes this layer's factor.
+        retried: whether a `Retry` repeats steps in which this layer drops.
 
     Args:
         config, options, num_ranks, etp_size: see `dispatch_config`.
@@ -142,7 +143,9 @@ class LayerConfigs:
         )
         self._has_eval_factor = options.eval_factor is not None
         self._to_control = options.to_control
+        self._on_overflow = options.on_overflow
         self.controlled = False
+        self.retried = False
         self._router: Any = None
         self.training = self._translate()
         self.evaluation = self._translate(training=False)
@@ -158,7 +161,7 @@ class LayerConfigs:
         return self._router is None or self._router.training
 
     def check_controlled(self) -> None:
-        """Raise if `schedule` or `on_overflow` is set but no `CapacityControl` exists.
+        """Raise if `schedule` or `on_overflow` is set but the object that follows it is missing.
 
         Raises:
             ValueError: names the options.
@@ -169,6 +172,14 @@ class LayerConfigs:
                 f"a training loop must have a CapacityControl to follow {given}, got none; make a "
                 "padded_dispatch.megatron.CapacityControl of the model before the first step and "
                 "call its step() after each one, or leave the options out"
+            )
+
+        if self._on_overflow == "retry" and not self.retried:
+            raise ValueError(
+                "a training loop must repeat steps with on_overflow='retry', got one without "
+                "padded_dispatch.megatron.Retry; wrap the forward-backward function in it. For "
+                "Megatron-LM's pretrain(), start the script with python -m "
+                "padded_dispatch.megatron.run, or call install() after it has imported pretrain"
             )
 
     def follow(self, router: Any) -> None:

@@ -282,7 +282,7 @@ def is_padded(module: Any) -> bool:
 @contextmanager
 def counts_put_back(*models: torch.nn.Module) -> Iterator[None]:
     """Restore the counters and buffers of `models` when the block ends."""
-    kept = [(tensor, tensor.clone()) for model in models for tensor in _counting_tensors(model)]
+    kept = [(tensor, tensor.clone()) for model in models for tensor in counting_tensors(model)]
     try:
         yield
     finally:
@@ -291,7 +291,8 @@ def counts_put_back(*models: torch.nn.Module) -> Iterator[None]:
                 tensor.copy_(copy)
 
 
-def _counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
+def counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
+    """Yield the buffers of a model, and the counters of its padded layers."""
     yield from model.buffers()
     for module in model.modules():
         if is_padded(module):

@@ -8,6 +8,9 @@ stock configs pass through unchanged:
 - `MoELayer.__init__` raises for an unknown name: see `padded_dispatch.megatron.layer`.
 - The type of the config field becomes the choices of `--moe-token-dispatcher-type`.
 
+With `on_overflow="retry"` it also wraps Megatron-LM's `train_step`, if that has been imported: see
+`padded_dispatch.megatron.megatron_lm`.
+
 `install()` also guards layers that replay CUDA graphs: see `padded_dispatch.megatron.graphs.guard`.
 """
 
@@ -22,6 +25,7 @@ from padded_dispatch.megatron.compat import captures_moe
 from padded_dispatch.megatron.config import check_config
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.layer import build, dispatcher_type
+from padded_dispatch.megatron.megatron_lm import retry_steps
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.utils.patches import Patches
 
@@ -40,11 +44,14 @@ def install(options: PaddedOptions | None = None) -> None:
             which `dataclasses.replace` does not copy.
     """
     uninstall()
+    options = options or PaddedOptions()
     post_init: Any = TransformerConfig.__post_init__
-    post_init = _wrap_post_init(post_init, options or PaddedOptions())
+    post_init = _wrap_post_init(post_init, options)
     _patches.set(TransformerConfig, "__post_init__", post_init)
     _patches.set(MoELayer, "__init__", _wrap_init(MoELayer.__init__))
     _patches.set(_FIELD, "type", Literal[(*get_args(_FIELD.type), NAME)])
+    if options.on_overflow == "retry":
+        retry_steps(_patches)
     guard.install()
 
 

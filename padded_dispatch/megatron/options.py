@@ -20,7 +20,7 @@ from padded_dispatch.exchange.choose import ExchangeKind
 
 Alignment = int | Literal["auto"]
 Experts = Literal["auto", "module", "packed", "batched"]
-OnOverflow = Literal["drop", "warn", "error", "grow"]
+OnOverflow = Literal["drop", "warn", "error", "grow", "retry"]
 
 _NO_DROP_TEXT = "no-drop"
 
@@ -170,7 +170,10 @@ class PaddedOptions:
     on_overflow: OnOverflow = _option(
         "drop",
         "what to do when telemetry finds that a layer dropped more than the threshold: drop: go "
-        "on; warn: log it; error: end the run; grow: give the layer a larger factor",
+        "on; warn: log it; error: end the run; grow: give the layer a larger factor; or, with "
+        "retry, after every step that dropped anything: repeat it without dropping, before the "
+        "optimizer",
+        cost="retry: a wait of the host per step, and the repeated steps",
         choices=get_args(OnOverflow),
     )
     overflow_threshold: float = _option(0.0, "share of a layer's rows that may be dropped")
@@ -221,6 +224,15 @@ class PaddedOptions:
             f"be auto or alltoall with experts={self.experts!r}",
             "set experts='packed' to use direct stores",
         )
+        for name, default in (("remedy", "none"), ("overflow_threshold", 0.0)):
+            value = getattr(self, name)
+            require(
+                self.on_overflow != "retry" or value == default,
+                name,
+                value,
+                f"be {default!r} with on_overflow='retry', which leaves no row dropped",
+                "leave out one of the two",
+            )
         share = self.overflow_threshold
         require(0 <= share < 1, "overflow_threshold", share, "be a share from 0 to below 1")
         for name in ("min_capacity", "grow_after", "telemetry_every", "reroute_rounds"):
@@ -265,7 +277,7 @@ class PaddedOptions:
     def to_control(self) -> dict[str, Any]:
         """The options that have no effect unless a training loop has a `CapacityControl`."""
         controlled = {}
-        if self.on_overflow != "drop":
+        if self.on_overflow not in ("drop", "retry"):
             controlled["on_overflow"] = self.on_overflow
         if self.factor_of_step.keys() - {0}:
             controlled["schedule"] = self.schedule

@@ -8,6 +8,8 @@ before the script are options of the padded dispatcher; everything after it goes
 """
 
 import argparse
+import contextlib
+import importlib
 import re
 import runpy
 import sys
@@ -32,10 +34,14 @@ def main() -> None:
         options = from_arguments(arguments)
     except ValueError as error:
         parser.error(_name_flag(str(error)))
-    install(options)
     sys.argv = [str(arguments.script), *arguments.arguments]
     # Like `python SCRIPT`, which puts the script's folder first.
     sys.path.insert(0, str(arguments.script.resolve().parent))
+    if options.on_overflow == "retry":
+        # `install` wraps Megatron-LM's loop. A script that needs it fails by itself without it.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("megatron.training.training")
+    install(options)
     runpy.run_path(str(arguments.script), run_name="__main__")
 
 

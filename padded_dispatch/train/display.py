@@ -125,6 +125,8 @@ def progress_line(row: Row, num_steps: int) -> str:
     ]
     if row.fill is not None and row.dropped is not None:
         parts += [f"fill {row.fill:.1%}", f"dropped {row.dropped:.1%}"]
+    if row.retried is not None:
+        parts += [f"retried {row.retried}"]
     if row.allocated_gib is not None:
         parts += [f"{row.allocated_gib:.1f} GiB"]
     return "  ".join(parts)

@@ -1,5 +1,7 @@
 """The training loop of one worker: steps, progress lines, evaluations, checkpoints.
 
+With `on_overflow="retry"` a step that dropped rows runs twice (`padded_dispatch.megatron.retry`).
+
 `run_passes` runs micro-batches through the model by Megatron's schedules
 (`get_forward_backward_func`): without a pipeline, with one, and interleaved. `CapacityWatch` reads
 what was dropped and changes capacity factors between steps. `trace_recorder` (`--trace`) writes the
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from padded_dispatch.megatron.control import CapacityControl
 from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.telemetry import Telemetry, padded_moe_layers
 from padded_dispatch.megatron.world import world
 from padded_dispatch.train import checkpoint
@@ -88,9 +91,13 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The results of a step: losses of this rank's passes, learning rate, gradient norm, times."""
+    """The results of a step: losses of this rank's passes, learning rate, gradient norm, times.
+
+    `retried`: whether the step ran twice; None if the run repeats no step.
+    """
 
     losses: list[Tensor]
+    retried: bool | None
     lr: float
     grad_norm: float | Tensor | None
     marks: StepMarks
@@ -107,11 +114,12 @@ class Trainer:
     text: Windows
     held_out: Windows
     graphs: TrainingGraphs | None
+    retry: Retry | None
     skew: RouterSkew | None
 
     def step(self, number: int) -> Step:
         """Run step 1, 2, ...: forward, backward and an update of the weights."""
-        recipe = self.settings.recipe
+        recipe, num_before = self.settings.recipe, self.retry.num_retried if self.retry else 0
         with self.graphs.step() if self.graphs else nullcontext():
             start = mark(self.device)
             for chunk in self.chunks:
@@ -124,13 +132,14 @@ class Trainer:
                 self.device,
                 first_sample=(number - 1) * recipe.global_batch,
                 num_passes=self.settings.num_microbatches,
-                schedule=self.graphs.schedule if self.graphs else None,
+                schedule=self.retry or (self.graphs.schedule if self.graphs else None),
             )
             passed = mark(self.device)
             lr = learning_rate(recipe, number)
             grad_norm = self.optimizer.step(lr)
             marks = StepMarks(start=start, passed=passed, done=mark(self.device))
-        return Step(losses=losses, lr=lr, grad_norm=grad_norm, marks=marks)
+        retried = self.retry.num_retried > num_before if self.retry else None
+        return Step(losses=losses, retried=retried, lr=lr, grad_norm=grad_norm, marks=marks)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -195,6 +204,10 @@ def _build(settings: Settings, device: torch.device) -> Trainer:
     if settings.output.graph != "none":
         assert isinstance(optimizer, MegatronAdam)
         graphs = TrainingGraphs(settings, config, chunks, optimizer)
+    retry = None
+    if settings.dispatch.padded.on_overflow == "retry":
+        passes = (graphs and graphs.schedule) or get_forward_backward_func()
+        retry = Retry(passes, chunks, counts=skew.counts() if skew else ())
     return Trainer(
         settings=settings,
         device=device,
@@ -203,6 +216,7 @@ def _build(settings: Settings, device: torch.device) -> Trainer:
         text=Windows(corpus.train, recipe.seq_length, recipe.seed),
         held_out=Windows(corpus.held_out, recipe.seq_length, recipe.seed),
         graphs=graphs,
+        retry=retry,
         skew=skew,
     )
 
@@ -238,7 +252,7 @@ def _run(
         step = trainer.step(number)
         if watch and number == start.step + 1:
             _show_choice(trainer.chunks, log)
-        meter.add(step.losses)
+        meter.add(step.losses, step.retried)
         if recorder:
             recorder.add(step.marks, step.losses)
         if tracer:
@@ -265,10 +279,16 @@ def _run(
         tracer.close()
     if watch:
         watch.finish()
+    retried = {}
+    if trainer.retry:
+        retried = {"retried": trainer.retry.num_retried}
+        log.message(f"retried steps: {trainer.retry.num_retried} of {trainer.retry.num_steps}")
     if recorder:
         memory = trainer.graphs.memory_gib if trainer.graphs else None
         skewed = trainer.skew.figures() if trainer.skew else {}
-        recorder.write(fill=rows[-1].fill, dropped=rows[-1].dropped, memory_gib=memory, **skewed)
+        recorder.write(
+            fill=rows[-1].fill, dropped=rows[-1].dropped, memory_gib=memory, **retried, **skewed
+        )
     return Outcome(first_loss=first_loss, rows=tuple(rows), evaluations=tuple(evaluations))
 
 

@@ -114,7 +114,8 @@ class Row:
     `loss`: mean per byte, in nats. `step_ms`: mean. `tokens_per_s`, `tflops_per_gpu`: see
     `StepWork.speed`. `fill`: kept rows per slot, and `dropped`: share of rows without a slot, over
     all MoE layers; None if the dispatcher does not count. `unplaced`: rows that a plan lost, which
-    must be 0. `allocated_gib`, `reserved_gib`: peaks on rank 0's GPU.
+    must be 0. `retried`: steps that ran twice because of drops; None if the run repeats none.
+    `allocated_gib`, `reserved_gib`: peaks on rank 0's GPU.
     """
 
     step: int
@@ -127,6 +128,7 @@ class Row:
     fill: float | None
     dropped: float | None
     unplaced: int | None
+    retried: int | None
     allocated_gib: float | None
     reserved_gib: float | None
 
@@ -148,13 +150,21 @@ class Meter:
         self._work = work
         self._losses: list[Tensor] = []
         self._num_steps = 0
+        self._num_retried: int | None = None
         self._seconds = 0.0
         self._started = time.perf_counter()
 
-    def add(self, losses: list[Tensor]) -> None:
-        """Count a step with the losses of this rank's passes, which may be none."""
+    def add(self, losses: list[Tensor], retried: bool | None = None) -> None:
+        """Count a step.
+
+        Args:
+            losses: those of this rank's passes, which may be none.
+            retried: whether it ran twice; None if the run repeats no step.
+        """
         self._num_steps += 1
         self._losses += losses
+        if retried is not None:
+            self._num_retried = (self._num_retried or 0) + retried
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -171,8 +181,9 @@ class Meter:
             loss_sum, num_losses, demand, kept, slots, unplaced = self._sums()
             step_s = self._seconds / self._num_steps
             counts = demand > 0
+            retried = self._num_retried
             self._losses.clear()
-            self._num_steps, self._seconds = 0, 0.0
+            self._num_steps, self._num_retried, self._seconds = 0, None, 0.0
         return Row(
             step=step,
             loss=loss_sum / num_losses,
@@ -184,6 +195,7 @@ class Meter:
             fill=kept / slots if counts else None,
             dropped=1 - kept / demand if counts else None,
             unplaced=int(unplaced) if counts else None,
+            retried=retried,
             **peak_memory(self._device),
         )
 

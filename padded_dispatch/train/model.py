@@ -216,6 +216,10 @@ class RouterSkew:
         self._demand.append([router.take_demand() for router in self._routers])
         self._bias.append([router.bias_range() for router in self._routers])
 
+    def counts(self) -> tuple[Tensor, ...]:
+        """Return the tensors that passes count in."""
+        return tuple(router.demand_E for router in self._routers)
+
     def figures(self) -> dict[str, list[float]]:
         """Return one number per step, over all ranks. All ranks must call it.
 
@@ -245,7 +249,7 @@ class _SkewedRouter:
         generator = torch.Generator().manual_seed(seed + self.number)
         popularity_E = sigma * torch.randn(num_experts, generator=generator)
         self._popularity_E = popularity_E.to(device)
-        self._demand_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.demand_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self._gating = router.gating
         router.gating = self.gating
 
@@ -268,12 +272,12 @@ class _SkewedRouter:
             scores_TE = scores_TE + bias_E
         chosen_TK = scores_TE.topk(config.moe_router_topk, dim=1).indices
         map_TE = torch.zeros_like(scores_TE, dtype=torch.int64).scatter(1, chosen_TK, 1)
-        self._demand_E += map_TE.sum(0)
+        self.demand_E += map_TE.sum(0)
 
     def take_demand(self) -> Tensor:
         """Return the demand since the last call, int64 [E]."""
-        taken_E = self._demand_E.clone()
-        self._demand_E.zero_()
+        taken_E = self.demand_E.clone()
+        self.demand_E.zero_()
         return taken_E
 
     def bias_range(self) -> Tensor:

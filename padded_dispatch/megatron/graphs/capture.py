@@ -20,7 +20,7 @@ exclude each other, full recompute with graphs of layers, CPU offloading) is not
 import functools
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -295,9 +295,36 @@ class IterationGraph:
         self._invariants = {}
         gc.collect()
 
+    def run_eagerly(self, **kwargs: Any) -> list[Any]:
+        """Run a training step's passes without the graph; its arguments may have changed."""
+        return uncaptured(self._wrapped)(**kwargs)
+
     def _invariants_now(self, kwargs: dict[str, Any]) -> guard.Invariants:
         names = ("num_microbatches", "seq_length", "micro_batch_size")
         return {name: kwargs[name] for name in names} | guard.invariants_of(self._layers)
+
+
+def uncaptured(forward_backward_func: Any) -> Callable[..., list[Any]]:
+    """Return a function that runs the passes of a step without a graph of the whole step.
+
+    Args:
+        forward_backward_func: an `IterationGraph`, Megatron's FullCudaGraphWrapper, or a function
+            without a graph, which is returned.
+    """
+    if isinstance(forward_backward_func, IterationGraph):
+        return forward_backward_func.run_eagerly
+    if not isinstance(forward_backward_func, FullCudaGraphWrapper):
+        return forward_backward_func
+    wrapper: Any = forward_backward_func
+
+    def run(**kwargs: Any) -> list[Any]:
+        # Forward steps expect batches as the wrapper hands them out: on the GPU, in its buffers.
+        batches = wrapper.data_read(
+            kwargs["data_iterator"], kwargs["model"], True, kwargs["num_microbatches"]
+        )
+        return wrapper.forward_backward_func(**kwargs | {"data_iterator": batches})
+
+    return run
 
 
 @contextmanager

@@ -34,12 +34,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
 from torch import Tensor
 
 from padded_dispatch.megatron.compat import clear_moe_metrics
 from padded_dispatch.megatron.dispatcher import counts_put_back
+from padded_dispatch.megatron.random_states import RandomStates
 from padded_dispatch.utils.patches import Patches
 
 try:
@@ -252,21 +252,12 @@ def _kernels_of_a_capture() -> Iterator[None]:
 
 @contextmanager
 def _restore_random_state() -> Iterator[None]:
-    """Restore the random states of torch and of Megatron's tracker at the end."""
-    tracker: Any = get_cuda_rng_tracker()
-    cpu, cuda, states = torch.get_rng_state(), torch.cuda.get_rng_state(), tracker.get_states()
-    # Transformer Engine's tracker holds generators, which graphs refer to; Megatron's, tensors.
-    positions = {
-        name: state.get_state() for name, state in states.items() if hasattr(state, "get_state")
-    }
+    """Restore all random states at the end."""
+    before = RandomStates.now()
     try:
         yield
     finally:
-        for name, position in positions.items():
-            states[name].set_state(position)
-        tracker.set_states(states)
-        torch.cuda.set_rng_state(cuda)
-        torch.set_rng_state(cpu)
+        before.restore()
 
 
 @contextmanager

@@ -1,0 +1,282 @@
+"""Repeat a training step that dropped rows, so that no update of the weights lacks any.
+
+    forward_backward = Retry(get_forward_backward_func(), chunks)
+    for step in ...:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        losses = forward_backward(forward_step_func=..., data_iterator=..., model=chunks, ...)
+        optimizer.step()
+
+`Retry` stands between the training loop and Megatron's schedule, or a CUDA graph of it. It lets the
+schedule run as it would, with static capacity and replayed graphs, and then sums the dropped rows
+of all layers and ranks. If there are any, the step is taken back and the same microbatches run once
+more, eagerly and without dropping. Then the optimizer sees the gradients of a run that never drops,
+bit by bit if it computes with the same experts and kernels. A step in which nothing was dropped
+costs one all-reduce of a number and one wait of the host for it, which is inherent: the host has to
+decide.
+
+What a step changes, and how it goes back:
+
+- Gradients. Megatron's loop zeroes them before each step, so they are zeroed again
+  (`zero_grad_buffer`), which also resets the state of DDP's buckets. The schedule has returned by
+  then: it ends with `finalize_model_grads`, which waits for every reduction that overlapped with
+  the backward pass. No reduction is left in flight, and a second one starts from new gradients.
+- Parameters that were gathered during the forward passes (`overlap_param_gather`) stay: the
+  optimizer has not run, so they are still right, and Megatron gathers none twice.
+- Random states: see `random_states`.
+- Counts on the device: counters of telemetry, draws of policy "random", and all buffers of the
+  model, such as the counts and the bias of `moe_router_enable_expert_bias`, which
+  `finalize_model_grads` has updated. They are copied before the step, in stream order.
+- Sums that Megatron logs (auxiliary losses, losses of multi-token prediction). They may hold
+  earlier steps, so they are copied, too.
+- Microbatches: see `microbatches`.
+
+Loss scaling needs nothing: the scale changes in the optimizer. The second run is eager because no
+graph has the capacity that it needs.
+
+Letters: Y padded layers of this rank, W numbers in `Counters.totals`.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from padded_dispatch.config import NO_DROP, require
+from padded_dispatch.kernels import SCALARS
+from padded_dispatch.megatron.compat import graph_scopes, logged_tensors
+from padded_dispatch.megatron.config import padded_options
+from padded_dispatch.megatron.dispatcher import counting_tensors, is_padded
+from padded_dispatch.megatron.graphs.capture import uncaptured
+from padded_dispatch.megatron.graphs.eager import without_graphs
+from padded_dispatch.megatron.microbatches import record, replay
+from padded_dispatch.megatron.random_states import RandomStates
+
+_log = logging.getLogger("padded_dispatch")
+
+
+class Retry:
+    """A forward-backward function of Megatron's that repeats a step which dropped rows.
+
+    Call it like the function that it wraps, once per step and on all ranks, with gradients zeroed.
+    Calls with `forward_only` pass through. `forward_backward_func`, `chunks`: the arguments.
+
+    Attributes:
+        num_steps: training steps so far.
+        num_retried: how many of them ran twice.
+
+    Args:
+        forward_backward_func: the result of `get_forward_backward_func()`, or a graph of it: an
+            `IterationGraph` or Megatron's FullCudaGraphWrapper.
+        chunks: the model's chunks on this rank, in Megatron's DistributedDataParallel. Their
+            options must have `on_overflow="retry"`.
+        counts: further tensors that training passes count in, to be restored as well.
+
+    Raises:
+        ValueError: if a setting cannot be combined with repeated steps; names it.
+    """
+
+    def __init__(
+        self,
+        forward_backward_func: Callable[..., list[Any]],
+        chunks: list[Any],
+        *,
+        counts: tuple[Tensor, ...] = (),
+    ) -> None:
+        check_retry(chunks)
+        self.forward_backward_func = forward_backward_func
+        self.chunks = chunks
+        self.num_steps = 0
+        self.num_retried = 0
+        self._eager = uncaptured(forward_backward_func)
+        self._layers = [m for chunk in chunks for m in chunk.modules() if is_padded(m)]
+        for layer in self._layers:
+            layer.token_dispatcher.configs.retried = True
+        self._counts = counts
+
+    def __call__(self, **kwargs: Any) -> list[Any]:
+        """Run a step's passes, and run them again if any row was dropped.
+
+        Args:
+            kwargs: arguments of Megatron's `forward_backward_func`.
+
+        Returns:
+            The results of the run whose gradients stand.
+
+        Raises:
+            RuntimeError: on all ranks, if the second run dropped rows, too.
+        """
+        if kwargs.get("forward_only"):
+            return self.forward_backward_func(**kwargs)
+        before = _StepStart(self.chunks, self._counts)
+        totals_YW = self._totals()
+        recorded = record(kwargs["data_iterator"])
+        results = self.forward_backward_func(**kwargs | {"data_iterator": recorded})
+        self.num_steps += 1
+        num_dropped = self._num_dropped(totals_YW)
+        if num_dropped == 0:
+            return results
+        del results  # Free what the first run returned.
+        before.restore()
+        with without_graphs(self.chunks), dropping_nothing(self._layers):
+            results = self._eager(**kwargs | {"data_iterator": replay(recorded)})
+        self.num_retried += 1
+        self._note(num_dropped)
+        still_dropped = self._num_dropped(totals_YW)
+        if still_dropped:
+            raise RuntimeError(
+                f"a repeated step must drop no row, got {still_dropped} dropped rows in step "
+                f"{self.num_steps}, which dropped {num_dropped} before; please report this defect"
+            )
+        return results
+
+    def _totals(self) -> Tensor | None:
+        """Return a copy of the counters, int64 [Y, W]; None if this rank has no padded layer."""
+        totals = [layer.token_dispatcher.counters.totals for layer in self._layers]
+        return torch.stack(totals) if totals else None
+
+    def _num_dropped(self, before_YW: Tensor | None) -> int:
+        """Return the rows that all layers of all ranks have dropped since; waits for the device.
+
+        Ranks that route the same tokens each count them: what matters is whether it is zero.
+        """
+        device = next(self.chunks[0].parameters()).device
+        num_dropped = torch.zeros((), dtype=torch.int64, device=device)
+        now_YW = self._totals()
+        if now_YW is not None and before_YW is not None:
+            totals_W = (now_YW - before_YW).sum(0)
+            num_experts = (len(totals_W) - len(SCALARS)) // 2
+            demand_E, kept_E = totals_W[: 2 * num_experts].view(2, num_experts)
+            unplaced = totals_W[2 * num_experts + SCALARS.index("num_unplaced")]
+            num_dropped += demand_E.sum() - kept_E.sum() + unplaced
+        dist.all_reduce(num_dropped)
+        return int(num_dropped.item())
+
+    def _note(self, num_dropped: int) -> None:
+        """Log the first, second, fourth, eighth ... retry on rank 0."""
+        if self.num_retried.bit_count() == 1 and dist.get_rank() == 0:
+            _log.warning(
+                "retried steps: %d of %d; step %d dropped %d rows and ran again without dropping",
+                self.num_retried,
+                self.num_steps,
+                self.num_steps,
+                num_dropped,
+            )
+
+
+@contextmanager
+def dropping_nothing(layers: list[Any]) -> Iterator[None]:
+    """Let training passes of padded layers drop nothing inside the block.
+
+    Args:
+        layers: MoE layers with the padded dispatcher.
+    """
+    kept = [(configs := layer.token_dispatcher.configs, configs.training) for layer in layers]
+    for configs, training in kept:
+        configs.training = dataclasses.replace(training, capacity_factor=NO_DROP)
+    try:
+        yield
+    finally:
+        for configs, training in kept:
+            configs.training = training
+
+
+def check_retry(chunks: list[Any]) -> None:
+    """Raise if steps of a model cannot be repeated.
+
+    Args:
+        chunks: the model's chunks on this rank.
+
+    Raises:
+        ValueError: names the setting, its value and what to change.
+    """
+    for chunk in chunks:
+        require(
+            isinstance(chunk, DistributedDataParallel),
+            "chunks",
+            type(chunk).__name__,
+            "be in Megatron's DistributedDataParallel, whose gradients can be taken back",
+            "wrap them, or choose another on_overflow",
+        )
+        require(
+            not getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False),
+            "reuse_grad_buf_for_mxfp8_param_ag",
+            True,
+            "be False with on_overflow='retry', which zeroes gradients that share memory with "
+            "parameters",
+            "set it to False",
+        )
+    config: Any = get_model_config(chunks[0])
+    on_overflow = padded_options(config).on_overflow
+    require(on_overflow == "retry", "on_overflow", on_overflow, "be 'retry'", "set it")
+    require(
+        config.finalize_model_grads_func is not None,
+        "finalize_model_grads_func",
+        None,
+        "be set with on_overflow='retry': a step must be one call that ends with the reduction of "
+        "gradients",
+        "set it to megatron.core.distributed.finalize_model_grads",
+    )
+    require(
+        not config.fp8 or config.fp8_recipe != "delayed",
+        "fp8_recipe",
+        config.fp8_recipe,
+        "keep no history of earlier passes with on_overflow='retry'",
+        "set 'tensorwise', 'blockwise' or 'mxfp8', or train in bf16",
+    )
+    scopes = sorted(graph_scopes(config))
+    require(
+        config.cuda_graph_impl != "local" or scopes in ([], ["full_iteration"]),
+        "cuda_graph_modules (cuda_graph_scope before 0.18)",
+        scopes,
+        "be empty with cuda_graph_impl='local' and on_overflow='retry', which runs layers eagerly",
+        "leave it empty, or set cuda_graph_impl='transformer_engine'",
+    )
+
+
+class _StepStart:
+    """The state of a rank before a step.
+
+    Args:
+        chunks: the model's chunks on this rank.
+        more: further tensors to restore.
+    """
+
+    def __init__(self, chunks: list[Any], more: tuple[Tensor, ...]) -> None:
+        self._chunks = chunks
+        self._random = RandomStates.now()
+        self._counts = [t for chunk in chunks for t in counting_tensors(chunk.module)] + list(more)
+        self._copies = [torch.empty_like(tensor) for tensor in self._counts]
+        _copy_all(self._copies, self._counts)
+        self._logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set everything that a step changes back, and clear the gradients."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        _copy_all(self._counts, self._copies)
+        for name, tensor in logged_tensors().items():
+            if name in self._logged:
+                tensor.copy_(self._logged[name])
+            else:
+                tensor.zero_()
+        self._random.restore()
+
+
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors, in one launch for each dtype."""
+    pairs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        pairs.setdefault(target.dtype, []).append((target, source))
+    with torch.no_grad():
+        for of_dtype in pairs.values():
+            to, given = zip(*of_dtype, strict=True)
+            torch._foreach_copy_(to, given)
