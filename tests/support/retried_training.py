@@ -1,0 +1,394 @@
+"""Train a GPT twice in lockstep: with repeated steps and little capacity, and never dropping.
+
+Both start with the same weights. After every step the losses, gradients, parameters, buffers,
+counts of demand, logged sums and random states of the two are compared bit by bit. The batches are
+drawn from the generators that dropout draws from, as a loader without worker processes may do.
+
+With a graph, the training that never drops stays eager: the repeated steps of the other are eager,
+too, so equal bits show that they left the graphs alone. On a CPU the layers are Megatron's local
+ones, with the stand-in of `graph_protocol` for graphs.
+"""
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from padded_dispatch.megatron import LayerGraphs, PaddedOptions, Retry
+from padded_dispatch.megatron.compat import (
+    iteration_graph,
+    layer_graphs,
+    logged_tensors,
+    training_stream,
+)
+from padded_dispatch.megatron.graphs import IterationGraph
+from padded_dispatch.megatron.random_states import RandomStates
+from padded_dispatch.megatron.telemetry import padded_moe_layers
+from tests.support.graph_protocol import cuda_graphs_on_cpu
+from tests.support.graph_training import Findings, bits
+from tests.support.parity import megatron
+
+SEED = 50
+EAGER_STEPS = 2  # before a capture
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetriedCase:
+    """A model, how ranks share it, and what a repeated step has to take back.
+
+    `graph`: what is captured: "layer", "local" (by Megatron's local graphs) or "full-iteration".
+    `factor`: the capacity factor of the training with repeated steps.
+    """
+
+    name: str
+    device: str = "cpu"
+    ranks: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    graph: Literal["none", "layer", "local", "full-iteration"] = "none"
+    microbatches: int = 1
+    dropout: float = 0.1
+    expert_bias: bool = False
+    policy: Literal["megatron", "random"] = "megatron"
+    recompute: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    factor: float = 0.5
+    steps: int = 4
+    batch: int = 2
+    seq: int = 10
+    num_layers: int = 2
+    hidden: int = 16
+    heads: int = 2
+    ffn: int = 24
+    num_experts: int = 4
+    top_k: int = 2
+    vocab: int = 32
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the case runs on GPUs."""
+        return self.device == "cuda"
+
+    @property
+    def in_bf16(self) -> bool:
+        """Whether the model is in bf16, which captured layers must be."""
+        return self.on_gpu or self.graph != "none"
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size of everything but the experts."""
+        return self.ranks // self.pp
+
+
+def retried_equals_never_dropping(case: RetriedCase) -> Findings:
+    """Compare the two trainings. Runs on all `case.ranks` ranks of the default group."""
+    with world(case):
+        never = Training(case, factor=None)
+        retried = Training(case, factor=case.factor, retry=True)
+        differing: dict[str, int] = {}
+        for number in range(case.steps):
+            if number == EAGER_STEPS and retried.graphs is not None:
+                retried.graphs.capture()
+            wanted, given = never.step(number), retried.step(number)
+            assert wanted.keys() == given.keys()
+            for name in wanted:
+                if not torch.equal(bits(wanted[name]), bits(given[name])):
+                    differing[name] = differing.get(name, 0) + 1
+            if not never.random.generators.same_as(retried.random.generators):
+                differing["the random states"] = differing.get("the random states", 0) + 1
+        assert retried.retry is not None
+        facts = {
+            "steps": retried.retry.num_steps,
+            "retried": retried.retry.num_retried,
+            "tensors_per_step": len(wanted),
+            "loss": never.losses,
+        }
+        retried.end()
+        return Findings(differing=differing, facts=facts)
+
+
+@contextmanager
+def world(case: RetriedCase) -> Iterator[None]:
+    """Set up Megatron's groups and number of microbatches, on a stream that can be captured."""
+    sizes = {
+        "pipeline_model_parallel_size": case.pp,
+        "virtual_pipeline_model_parallel_size": case.vpp,
+        "expert_model_parallel_size": case.ep,
+    }
+    with ExitStack() as stack:
+        if case.on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_stream(training_stream())
+        stack.enter_context(megatron(case.device, **sizes))
+        if not case.on_gpu and case.graph != "none":
+            stack.enter_context(cuda_graphs_on_cpu())
+        global_batch = case.microbatches * case.batch * case.dp
+        init_num_microbatches_calculator(dist.get_rank(), None, global_batch, case.batch, case.dp)
+        stack.callback(unset_num_microbatches_calculator)
+        yield
+
+
+class Training:
+    """One of the two trainings.
+
+    Args:
+        case: sizes of the model.
+        factor: its capacity factor; None drops nothing.
+        retry: repeat steps that dropped, and capture what `case.graph` names.
+    """
+
+    def __init__(self, case: RetriedCase, *, factor: float | None, retry: bool = False) -> None:
+        self.case = case
+        model_parallel_cuda_manual_seed(SEED, te_rng_tracker=case.on_gpu, force_reset_rng=True)
+        torch.manual_seed(SEED)
+        random.seed(SEED)
+        np.random.seed(SEED)
+        graph = case.graph if retry else "none"
+        self.config = _config(case, graph, factor)
+        options = {"on_overflow": "retry"} if retry else {}
+        self.config.padded_dispatch = PaddedOptions(policy=case.policy, **options)
+        self.chunks = _chunks(case, self.config)
+        self._optimizer = _optimizer(case, self.chunks)
+        self.graphs = self._iteration = None
+        if graph == "layer":
+            given = () if self._optimizer is None else (self._optimizer,)
+            self.graphs = LayerGraphs(
+                self.chunks, seq_length=case.seq, micro_batch=case.batch, optimizers=given
+            )
+        if graph == "full-iteration":
+            self._iteration = IterationGraph(self.config)
+        self._passes = self._iteration or get_forward_backward_func()
+        self.retry = Retry(self._passes, self.chunks) if retry else None
+        self.random = RandomStates.now()
+        self._logged: dict[str, Tensor] = {}
+        self.losses: list[float] = []
+
+    def step(self, number: int) -> dict[str, Tensor]:
+        """Run a step with this training's own random states; return results by name."""
+        self.random.restore()
+        for name, tensor in logged_tensors().items():
+            tensor.copy_(self._logged.get(name, torch.zeros_like(tensor)))
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+        reports = self.passes()
+        self.random = RandomStates.now()
+        self._logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
+        results = {f"the loss of pass {i}": r["loss"].clone() for i, r in enumerate(reports)}
+        if reports:
+            self.losses.append(torch.stack([report["loss"] for report in reports]).mean().item())
+        results |= {f"logged {name}": tensor for name, tensor in self._logged.items()}
+        gradients = {
+            f"the gradient of {name}": parameter.main_grad.clone()
+            for name, parameter in self._parameters()
+        }
+        self._update()
+        results |= gradients | {name: p.data for name, p in self._parameters()}
+        for index, chunk in enumerate(self.chunks):
+            buffers = chunk.module.named_buffers()
+            results |= {f"{name} of chunk {index}": buffer for name, buffer in buffers}
+        for layer_number, layer in padded_moe_layers(self.chunks).items():
+            results[f"demand of layer {layer_number}"] = layer.token_dispatcher.counters.demand_E
+        return results
+
+    def passes(self, batches: Any = None) -> list[dict[str, Tensor]]:
+        """Run forward and backward of all microbatches."""
+        case = self.case
+        iterators = [batches or draws(case) for _ in self.chunks]
+        return (self.retry or self._passes)(
+            forward_step_func=_forward,
+            data_iterator=iterators,
+            model=self.chunks,
+            num_microbatches=case.microbatches,
+            seq_length=case.seq,
+            micro_batch_size=case.batch,
+            forward_only=False,
+        )
+
+    def end(self) -> None:
+        """Delete the graphs; call it before the process groups are destroyed."""
+        if self.graphs is not None:
+            self.graphs.delete()
+        if self._iteration is not None:
+            self._iteration.delete()
+        if self.case.graph == "local":
+            delete_cuda_graphs()  # Megatron keeps local graphs in a class attribute.
+
+    def _update(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.step()
+            return
+        with torch.no_grad():
+            for _, parameter in self._parameters():
+                parameter -= 0.5 * parameter.main_grad
+
+    def _parameters(self) -> Iterator[tuple[str, Any]]:
+        for index, chunk in enumerate(self.chunks):
+            for name, parameter in chunk.module.named_parameters():
+                yield f"{name} of chunk {index}", parameter
+
+
+def draws(case: RetriedCase) -> Iterator[dict[str, Tensor]]:
+    """Yield batches drawn from three global generators."""
+    while True:
+        shift = random.randrange(case.vocab) + np.random.randint(case.vocab)
+        ids = (torch.randint(case.vocab, (case.batch, case.seq + 1)) + shift) % case.vocab
+        yield {"ids": ids.to(case.device)}
+
+
+def _config(case: RetriedCase, graph: str, factor: float | None) -> TransformerConfig:
+    captured: dict[str, Any] = {}
+    if graph == "layer":
+        captured = layer_graphs("attn", "moe")
+    elif graph == "local":
+        captured = {**layer_graphs(), "cuda_graph_impl": "local"}
+    elif graph == "full-iteration":
+        captured = {**iteration_graph(), "cuda_graph_warmup_steps": EAGER_STEPS}
+    if case.recompute:
+        captured |= {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    balancing: dict[str, Any] = {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1e-2,
+    }
+    if case.expert_bias:
+        balancing |= {
+            "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
+        }
+    dtype = torch.bfloat16 if case.in_bf16 else torch.float32
+    return TransformerConfig(
+        num_layers=case.num_layers,
+        hidden_size=case.hidden,
+        num_attention_heads=case.heads,
+        ffn_hidden_size=case.ffn,
+        moe_ffn_hidden_size=case.ffn,
+        num_moe_experts=case.num_experts,
+        moe_router_topk=case.top_k,
+        moe_router_dtype="fp32",
+        moe_z_loss_coeff=1e-3,
+        moe_expert_capacity_factor=factor,
+        moe_token_dispatcher_type="padded_alltoall",
+        moe_grouped_gemm=case.on_gpu,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp,
+        expert_model_parallel_size=case.ep,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        normalization="RMSNorm",
+        init_method_std=0.2,
+        hidden_dropout=case.dropout,
+        attention_dropout=case.dropout,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=case.on_gpu,
+        gradient_accumulation_fusion=False,
+        use_cpu_initialization=not case.on_gpu,
+        bf16=case.in_bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        deterministic_mode=True,
+        finalize_model_grads_func=finalize_model_grads,
+        **balancing,
+        **captured,
+    )
+
+
+def _chunks(case: RetriedCase, config: TransformerConfig) -> list[Any]:
+    """Build this rank's chunks, each in Megatron's DDP."""
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=case.on_gpu,
+        overlap_grad_reduce=case.overlap_grad_reduce,
+        overlap_param_gather=case.overlap_param_gather,
+    )
+    chunks = []
+    for stage in range(case.vpp or 1):
+        vp_stage = stage if case.vpp else None
+        where: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=case.on_gpu, normalization="RMSNorm", vp_stage=vp_stage
+        )
+        model: Any = GPTModel(
+            config,
+            spec,
+            vocab_size=case.vocab,
+            max_sequence_length=case.seq,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+            vp_stage=vp_stage,
+        )
+        if case.in_bf16:
+            model = Float16Module(config, model.cuda() if case.on_gpu else model)
+        chunk = DistributedDataParallel(config, ddp, model, disable_bucketing=stage > 0)
+        chunk.broadcast_params()
+        chunks.append(chunk.train())
+    if case.overlap_grad_reduce:
+        # Like Megatron's training: gradients are reduced in the last microbatch only.
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync if case.vpp else no_sync[0]
+    return chunks
+
+
+def _optimizer(case: RetriedCase, chunks: list[Any]) -> Any:
+    """Return Megatron's optimizer, which needs a GPU; None on a CPU."""
+    if not case.on_gpu:
+        return None
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-3,
+        clip_grad=1.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        overlap_param_gather=case.overlap_param_gather,
+    )
+    return get_megatron_optimizer(config, chunks)
+
+
+def _forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    ids = next(batches)["ids"]
+    batch, length = ids.shape[0], ids.shape[1] - 1
+    positions = torch.arange(length, device=ids.device).expand(batch, -1)
+    # Transformer Engine's attention is causal without a mask.
+    future = None
+    if ids.device.type == "cpu":
+        future = torch.ones(batch, 1, length, length, dtype=torch.bool).triu(1)
+    return model(ids[:, :-1].contiguous(), positions, future, labels=ids[:, 1:].contiguous()), _mean
+
+
+def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = losses.float().mean()
+    # Megatron divides the loss in place by the number of microbatches.
+    return loss, {"loss": loss.detach().clone()}
