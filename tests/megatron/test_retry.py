@@ -14,6 +14,13 @@ CASES = [
     RetriedCase(name="PP2", ranks=2, pp=2, microbatches=3),
     RetriedCase(name="PP2/VPP2", ranks=2, pp=2, vpp=2, num_layers=4, microbatches=4),
     RetriedCase(name="overlapped reduction", ranks=2, microbatches=3, overlap_grad_reduce=True),
+    RetriedCase(
+        name="overlapped gathering",
+        ranks=2,
+        microbatches=3,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+    ),
     RetriedCase(name="recompute", recompute=True),
     RetriedCase(name="graphs of layers", ranks=2, ep=2, graph="layer", dropout=0.0),
 ]

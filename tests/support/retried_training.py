@@ -63,7 +63,8 @@ class RetriedCase:
     """A model, how ranks share it, and what a repeated step has to take back.
 
     `graph`: what is captured: "layer", "local" (by Megatron's local graphs) or "full-iteration".
-    `factor`: the capacity factor of the training with repeated steps.
+    `overlap_param_gather`: of a distributed optimizer, which all cases on GPUs have; on a CPU its
+    place is taken by shards of plain SGD. `factor`: of the training with repeated steps.
     """
 
     name: str
@@ -248,8 +249,22 @@ class Training:
             self._optimizer.step()
             return
         with torch.no_grad():
-            for _, parameter in self._parameters():
-                parameter -= 0.5 * parameter.main_grad
+            if self.case.overlap_param_gather:
+                self._update_shards()
+            else:
+                for _, parameter in self._parameters():
+                    parameter -= 0.5 * parameter.main_grad
+
+    def _update_shards(self) -> None:
+        """Update this rank's part of each bucket; the next forward passes gather the others."""
+        for chunk in self.chunks:
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                size = group.intra_distributed_optimizer_instance_size
+                rank = group.intra_distributed_optimizer_instance_rank
+                for bucket in group.buckets:
+                    own = bucket.param_data.chunk(size)[rank]
+                    own -= 0.5 * bucket.grad_data.chunk(size)[rank]
+                group.param_gather_dispatched = False
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
         for index, chunk in enumerate(self.chunks):
@@ -327,7 +342,7 @@ def _chunks(case: RetriedCase, config: TransformerConfig) -> list[Any]:
     """Build this rank's chunks, each in Megatron's DDP."""
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=case.on_gpu,
+        use_distributed_optimizer=case.on_gpu or case.overlap_param_gather,
         overlap_grad_reduce=case.overlap_grad_reduce,
         overlap_param_gather=case.overlap_param_gather,
     )
