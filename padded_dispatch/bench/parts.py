@@ -196,14 +196,14 @@ def _selections(config: DispatchConfig, num_tokens: int, device: torch.device) -
 
 def _telemetry(config: DispatchConfig, probs_TE: Tensor, map_TE: Tensor) -> Part:
     """Return the part that counts what a layer counts in one pass."""
-    counters = Counters(config.num_experts, map_TE.device)
-    capacity = config.capacity(len(map_TE))
+    counters = Counters(config, map_TE.device)
+    capacity, sizes = config.capacity(len(map_TE)), config.sizes(len(map_TE))
     selection = select(map_TE, probs_TE, capacity=capacity)
     plan = make_plan(selection.kept_TE, top_k=config.top_k, capacity=capacity)
     num_slots = config.num_experts * capacity
 
     def count() -> None:
-        counters.observe(map_TE, probs_TE, selection, capacity)
+        counters.observe(map_TE, probs_TE, selection, sizes)
         counters.add_unplaced(plan.unplaced_E)
         counters.add_received(plan.kept_E)
 
