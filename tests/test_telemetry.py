@@ -11,6 +11,7 @@ from padded_dispatch.config import DispatchConfig
 from padded_dispatch.ops.counters import Counters
 from padded_dispatch.ops.select import select
 from padded_dispatch.telemetry import Snapshot, snapshot_of
+from tests.support.pools import pools
 
 T, K, E = 6, 2, 4
 
@@ -19,14 +20,14 @@ def counted() -> Counters:
     """Two passes of 6 tokens, 5 of which ask for two experts each; C = 3."""
     config = DispatchConfig(num_experts=E, top_k=K)
     counters = Counters(config, "cpu")
-    sizes = config.sizes_that_fit(T, 3)
     asked_TE = torch.zeros(T, E, dtype=torch.bool)
     asked_TE[:5, 0] = True
     asked_TE[:4, 1] = True
     asked_TE[4, 3] = True
     probs_TE = torch.full((T, E), 0.5)
     for _ in range(2):
-        counters.observe(asked_TE, probs_TE, select(asked_TE, probs_TE, capacity=3), sizes)
+        selection = select(asked_TE, probs_TE, sizes=pools(E, 3))
+        counters.observe(asked_TE, probs_TE, selection, pools(E, 3))
     counters.add_unplaced(torch.tensor([0, 7, 0, 0]))
     return counters
 
@@ -85,10 +86,8 @@ def test_the_needed_factor_is_of_a_pools_balanced_demand(cells_per_pool, factor)
 def test_demand_and_dropped_rows_per_expert_and_per_rank():
     seen = snapshot()
     assert seen.dropped_of_experts[0].tolist() == [4, 2, 0, 0]
-    assert (seen.demand_of_ranks[0].tolist(), seen.dropped_of_ranks[0].tolist()) == (
-        [18, 2],
-        [6, 0],
-    )
+    assert seen.demand_of_ranks[0].tolist() == [18, 2]
+    assert seen.dropped_of_ranks[0].tolist() == [6, 0]
 
 
 def test_figures_are_of_all_layers_and_of_each():

@@ -1,10 +1,10 @@
 """Rounds: a pass that dispatches, computes and combines some of its tokens after the other.
 
 A pass that fits its sizes to its routing goes in rounds if it would need more room than allowed:
-see `padded_dispatch.exchange.fit`. Router, losses and shared experts see all tokens at once; the steps
-of the dispatcher around the experts hand on tokens as they are. Where the layer asks for the input
-of its experts, all rounds but the last run, and the layer's own call of its experts computes the
-last one. So `MoELayer` needs no change.
+see `padded_dispatch.exchange.fit`. Router, losses and shared experts see all tokens at once; the
+steps of the dispatcher around the experts hand on tokens as they are. Where the layer asks for the
+input of its experts, all rounds but the last run, and the layer's own call of its experts computes
+the last one. So `MoELayer` needs no change.
 
 Letters: T tokens, D hidden size, E experts, N rows of this rank's experts.
 """

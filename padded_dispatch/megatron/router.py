@@ -198,10 +198,9 @@ class SelectAfterCounting(TopKRouter):
         if padding_mask is not None:
             map_TE = map_TE & ~padding_mask.reshape(-1, 1)
         sizes = self._sizes(config, map_TE)
-        capacity = sizes.pool_slots if sizes.may_drop else map_TE.shape[0]
         selection = select_with_remedy(
             config,
-            capacity,
+            sizes,
             map_TE,
             probs_TE,
             scores_TE,
