@@ -131,7 +131,6 @@ class LayerConfigs:
         training: the config of training passes.
         evaluation: the config of evaluation passes.
         controlled: whether a `CapacityControl` changes this layer's factor.
-        all_fit: True while all passes fit, see `padded_dispatch.megatron.fit.fitting`.
 
     Args:
         config, options, num_ranks, etp_size: see `dispatch_config`.
@@ -147,7 +146,6 @@ class LayerConfigs:
         self._eval_by_default = options.eval_factor is None
         self._to_control = options.to_control
         self.controlled = False
-        self.all_fit = False
         self._fitted: Fitted | None = None
         self._router: Any = None
         self.training = self._translate()
@@ -162,8 +160,8 @@ class LayerConfigs:
         """
         config = self.training if self.in_training else self.evaluation
         if self._eval_by_default and not self.in_training and capturing():
-            config = self.training
-        return dataclasses.replace(config, capacity_factor=FIT) if self.all_fit else config
+            return self.training
+        return config
 
     def sizes(self, num_tokens: int) -> PoolSizes:
         """Return the sizes of the pass that the router routed last, of a round if it has several.
