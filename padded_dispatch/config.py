@@ -26,7 +26,7 @@ P: slots of one such pool
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 Policy = Literal["probs", "position", "random", "priority"]
 POLICIES: tuple[str, ...] = get_args(Policy)
@@ -40,6 +40,12 @@ CAPACITY_POOLS: tuple[str, ...] = get_args(CapacityPool)
 
 # The capacity factor that drops nothing: every token has a slot with every expert (C = T).
 NO_DROP = math.inf
+
+# The capacity factor of eager passes that drop nothing: each pass has the smallest sizes that hold
+# all its rows. See `padded_dispatch.exchange.fit`.
+FIT: Final = "fit"
+
+CapacityFactor = float | Literal["fit"]
 
 
 def require(ok: object, field: str, value: object, rule: str, fix: str = "") -> None:
@@ -121,7 +127,8 @@ class DispatchConfig:
         num_experts: experts in all (E), a multiple of `num_ranks`.
         top_k: the most experts that a token can have (K).
         capacity_factor: slots per (source, expert) relative to perfect balance. `NO_DROP`
-            drops nothing and costs C = T.
+            drops nothing and costs C = T. `FIT` drops nothing, in eager passes only: their sizes
+            follow from the routing.
         min_capacity: the fewest slots per (source, expert).
         alignment: every expert's buffer (S * C rows) is a multiple of this; some recipes need it.
         capacity_pool: which rows share slots. "expert": C slots belong to one (source, expert).
@@ -144,7 +151,7 @@ class DispatchConfig:
 
     num_experts: int
     top_k: int
-    capacity_factor: float = NO_DROP
+    capacity_factor: CapacityFactor = NO_DROP
     min_capacity: int = 1
     alignment: int = 1
     capacity_pool: CapacityPool = "expert"
@@ -188,10 +195,10 @@ class DispatchConfig:
         )
         factor = self.capacity_factor
         require(
-            isinstance(factor, int | float) and factor > 0,
+            factor == FIT or (isinstance(factor, int | float) and factor > 0),
             "capacity_factor",
             factor,
-            "be a number above 0",
+            "be a number above 0 or FIT",
             "set NO_DROP to drop nothing",
         )
         for name, value, choices in (
@@ -214,6 +221,17 @@ class DispatchConfig:
         """Ranks that send rows to one expert's buffer (S)."""
         return self.num_ranks * self.etp_size
 
+    @property
+    def fits(self) -> bool:
+        """True if the sizes of a pass follow from its routing."""
+        return self.capacity_factor == FIT
+
+    @property
+    def cells_per_pool(self) -> int:
+        """Pairs of (source, expert) that share a pool."""
+        cells = {"expert": 1, "rank": self.num_local_experts}
+        return cells.get(self.capacity_pool, self.num_local_experts * self.num_sources)
+
     def capacity(self, num_tokens: int) -> int:
         """Return the slots per (source, expert) for T = `num_tokens` tokens on this rank.
 
@@ -225,8 +243,16 @@ class DispatchConfig:
         Example: T=4096, K=8, E=128, factor 1.25 gives C = 320.
 
         Raises:
-            ValueError: if T = 0, because a rank without tokens has no static shape.
+            ValueError: if T = 0, because a rank without tokens has no static shape, and if the
+                factor is `FIT`.
         """
+        require(
+            self.capacity_factor != FIT,
+            "capacity_factor",
+            self.capacity_factor,
+            "be a number for sizes that do not depend on the routing",
+            "set a number or NO_DROP, or take sizes_that_fit",
+        )
         require(
             num_tokens >= 1,
             "num_tokens",
@@ -251,7 +277,7 @@ class DispatchConfig:
         8 pools of 5,120, or for "receiver" one pool of T * K = 32,768; N = 40,960 in each case.
 
         Raises:
-            ValueError: if T = 0.
+            ValueError: if T = 0, and if the factor is `FIT`.
         """
         capacity = self.capacity(num_tokens)
         most = num_tokens * min(self.top_k, self.num_local_experts)
@@ -265,12 +291,15 @@ class DispatchConfig:
     def sizes_that_fit(self, num_tokens: int, demand: int) -> PoolSizes:
         """Return the sizes of a pass in which `demand` is the largest demand for one pool.
 
+        Slots of pool "expert" keep the alignment.
+
         Args:
             num_tokens: tokens on this rank (T).
             demand: the most rows that ask for one pool, of all pools of all ranks: for one (source,
                 expert), one (source, destination rank), or one destination rank.
         """
-        return self._sizes(num_tokens, max(1, demand), may_drop=False)
+        step = self._capacity_step if self.capacity_pool == "expert" else 1
+        return self._sizes(num_tokens, -(-max(1, demand) // step) * step, may_drop=False)
 
     def _sizes(self, num_tokens: int, slots: int, *, may_drop: bool) -> PoolSizes:
         """Return the sizes for pools of `slots` slots each; those of "receiver" are a rank's."""

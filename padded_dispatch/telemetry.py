@@ -6,6 +6,7 @@ together; it is not a mean of means.
 Y: layers. W: numbers in `Counters.totals`.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,12 +37,14 @@ class Snapshot:
     Attributes:
         layers_Y: numbers of the layers.
         top_k: K.
+        cells_per_pool: pairs of (source, expert) that share a pool.
         idle_passes_YR: for each rank of the expert-parallel group, passes in which its experts
             received no row.
     """
 
     layers_Y: Ints
     top_k: int
+    cells_per_pool: int = 1
     demand_YE: Ints
     kept_YE: Ints
     asked_mass_Y: Ints
@@ -60,7 +63,22 @@ class Snapshot:
     @property
     def dropped(self) -> Ints:
         """Rows that got no slot, neither where they asked nor by rerouting."""
-        return self.demand_YE.sum(1) - self.kept_YE.sum(1)
+        return self.dropped_of_experts.sum(1)
+
+    @property
+    def dropped_of_experts(self) -> Ints:
+        """Demand minus kept rows of each expert; a rerouted row lowers it where it went."""
+        return self.demand_YE - self.kept_YE
+
+    @property
+    def demand_of_ranks(self) -> Ints:
+        """Rows asked for, per rank of the expert-parallel group whose experts they asked for."""
+        return self._of_ranks(self.demand_YE)
+
+    @property
+    def dropped_of_ranks(self) -> Ints:
+        """`dropped_of_experts`, summed over the experts of each rank."""
+        return self._of_ranks(self.dropped_of_experts)
 
     @property
     def dropped_share(self) -> Floats:
@@ -85,20 +103,22 @@ class Snapshot:
     @property
     def rank_overload(self) -> Floats:
         """Demand for the experts of the busiest expert-parallel rank over the mean of the ranks."""
-        num_ranks = self.idle_passes_YR.shape[1]
-        demand_YR = self.demand_YE.reshape(len(self.layers_Y), num_ranks, -1).sum(2)
-        return _ratio(demand_YR.max(1), demand_YR.mean(1))
+        return _ratio(self.demand_of_ranks.max(1), self.demand_of_ranks.mean(1))
 
     @property
     def needed_factor(self) -> Floats:
-        """Capacity factor with which no (source, expert) would have dropped a row.
+        """Capacity factor with which no pool would have dropped a row.
 
-        Capacities are whole numbers of rows, so up to one row less would be enough. If T changes
-        from pass to pass, the factor is for the mean T.
+        Capacities are whole numbers of rows, so up to one row less per (source, expert) would be
+        enough. If T changes from pass to pass, the factor is for the mean T.
         """
-        choices_Y = self.num_positions_Y * self.top_k
+        choices_Y = self.num_positions_Y * self.top_k * self.cells_per_pool
         num_experts = self.demand_YE.shape[1]
         return _ratio(self.max_demand_Y * num_experts * self.num_passes_Y, choices_Y)
+
+    def _of_ranks(self, rows_YE: Ints) -> Ints:
+        num_ranks = self.idle_passes_YR.shape[1]
+        return rows_YE.reshape(len(self.layers_Y), num_ranks, -1).sum(2)
 
     def figures(self) -> dict[str, float]:
         """Return one number per figure for all layers, by the names that logs use.
@@ -109,9 +129,12 @@ class Snapshot:
         if not self.num_passes_Y.any():
             return {}
         of_layers = self.figures_of_layers()
-        counts = {name: count for name, count in vars(self).items() if name != "top_k"}
-        sums = {name: count.sum(0, keepdims=True) for name, count in counts.items()}
-        of_all = Snapshot(**sums, top_k=self.top_k).figures_of_layers()
+        sums = {
+            name: count.sum(0, keepdims=True)
+            for name, count in vars(self).items()
+            if isinstance(count, np.ndarray)
+        }
+        of_all = dataclasses.replace(self, **sums).figures_of_layers()
         return {
             name: max(_LARGEST[name], *of_layers[name]) if name in _LARGEST else figure
             for name, (figure,) in of_all.items()
@@ -137,7 +160,13 @@ class Snapshot:
 
 
 def snapshot_of(
-    totals_YW: Ints, max_demand_Y: Ints, idle_passes_YR: Ints, *, layers: Sequence[int], top_k: int
+    totals_YW: Ints,
+    max_demand_Y: Ints,
+    idle_passes_YR: Ints,
+    *,
+    layers: Sequence[int],
+    top_k: int,
+    cells_per_pool: int = 1,
 ) -> Snapshot:
     """Make a snapshot from rows of `Counters.totals`, summed over ranks.
 
@@ -154,6 +183,7 @@ def snapshot_of(
     return Snapshot(
         layers_Y=np.array(layers, dtype=np.int64),
         top_k=top_k,
+        cells_per_pool=cells_per_pool,
         demand_YE=demand_YE,
         kept_YE=kept_YE,
         max_demand_Y=max_demand_Y,

@@ -1,27 +1,33 @@
 """Figures from counts: two layers, four experts on two ranks, the second layer without any pass."""
 
+import dataclasses
 import math
 
 import numpy as np
+import pytest
 import torch
 
+from padded_dispatch.config import DispatchConfig
 from padded_dispatch.ops.counters import Counters
 from padded_dispatch.ops.select import select
 from padded_dispatch.telemetry import Snapshot, snapshot_of
+from tests.support.pools import pools
 
 T, K, E = 6, 2, 4
 
 
 def counted() -> Counters:
     """Two passes of 6 tokens, 5 of which ask for two experts each; C = 3."""
-    counters = Counters(E, "cpu")
+    config = DispatchConfig(num_experts=E, top_k=K)
+    counters = Counters(config, "cpu")
     asked_TE = torch.zeros(T, E, dtype=torch.bool)
     asked_TE[:5, 0] = True
     asked_TE[:4, 1] = True
     asked_TE[4, 3] = True
     probs_TE = torch.full((T, E), 0.5)
     for _ in range(2):
-        counters.observe(asked_TE, probs_TE, select(asked_TE, probs_TE, capacity=3), 3)
+        selection = select(asked_TE, probs_TE, sizes=pools(E, 3))
+        counters.observe(asked_TE, probs_TE, selection, pools(E, 3))
     counters.add_unplaced(torch.tensor([0, 7, 0, 0]))
     return counters
 
@@ -68,6 +74,20 @@ def test_the_needed_factor_drops_nothing():
     """Through the capacity that follows from it."""
     factor = float(snapshot().needed_factor[0])
     assert math.ceil(T * K / E * factor) == 5
+
+
+@pytest.mark.parametrize(("cells_per_pool", "factor"), [(1, 5 / 3), (2, 5 / 6), (4, 5 / 12)])
+def test_the_needed_factor_is_of_a_pools_balanced_demand(cells_per_pool, factor):
+    """A cell's balanced demand is T * K / E = 3 rows, a pool's as many times its cells."""
+    seen = dataclasses.replace(snapshot(), cells_per_pool=cells_per_pool)
+    assert seen.needed_factor[0] == pytest.approx(factor)
+
+
+def test_demand_and_dropped_rows_per_expert_and_per_rank():
+    seen = snapshot()
+    assert seen.dropped_of_experts[0].tolist() == [4, 2, 0, 0]
+    assert seen.demand_of_ranks[0].tolist() == [18, 2]
+    assert seen.dropped_of_ranks[0].tolist() == [6, 0]
 
 
 def test_figures_are_of_all_layers_and_of_each():

@@ -211,6 +211,14 @@ class LayerExchanges:
             self._choices[num_tokens, capacity] = choice
         return choice
 
+    @property
+    def fitting(self) -> Choice:
+        """The exchange of passes with `FIT`: one without a buffer for each size."""
+        exchange = self._packed or self._padded
+        assert exchange is not None
+        kind = "none" if exchange.num_sources == 1 else "alltoall"
+        return Choice(exchange=exchange, kind=kind, reason="sizes fit each pass")
+
     def chosen(self, num_tokens: int, capacity: int) -> Exchange:
         """Return the exchange that `choose` chose for T and C."""
         return self._choices[num_tokens, capacity].exchange
@@ -310,7 +318,7 @@ def agree_on_shapes(
         D=hidden_size,
         E=config.num_experts,
         K=config.top_k,
-        C=config.capacity(num_tokens) if num_tokens else 0,
+        C=0 if config.fits or not num_tokens else config.capacity(num_tokens),
         **more,
     )
-    return config.capacity(num_tokens)
+    return num_tokens if config.fits else config.capacity(num_tokens)

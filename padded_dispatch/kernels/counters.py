@@ -30,7 +30,9 @@ def count(
     kept_TE: Tensor,
     probs_TE: Tensor,
     demand_E: Tensor,
-    capacity: int,
+    pooled_E: Tensor,
+    experts_per_pool: int,
+    num_slots: int,
 ) -> None:
     """Add one pass to `totals` and `max_demand`, in place.
 
@@ -41,11 +43,14 @@ def count(
         kept_TE: bool [T, E].
         probs_TE: floating point [T, E], finite where asked.
         demand_E: int32 [E], the column sums of `asked_TE`.
-        capacity: slots per expert (C).
+        pooled_E: integers [E], the rows that share pools: `demand_E`, or its sum over the sources.
+        experts_per_pool: consecutive experts whose rows share a pool.
+        num_slots: slots offered.
 
-    Example: E = 2, C = 1, `asked = [[1, 1], [1, 0]]`, `kept = [[0, 1], [1, 0]]`,
-    `probs = [[.25, .75], [.5, 0]]`, `demand = [2, 1]` add demand [2, 1] and kept [1, 1]; then asked
-    mass 1.5 and dropped mass .25, both times 2**32; 2 tokens, none lost; 2 positions, 1 pass, 2
+    Example: E = 2, one expert per pool, 2 slots, `asked = [[1, 1], [1, 0]]`,
+    `kept = [[0, 1], [1, 0]]`, `probs = [[.25, .75], [.5, 0]]`, `demand = [2, 1]` add demand [2, 1]
+    and kept [1, 1]; then asked mass 1.5 and dropped mass .25, both times 2**32; 2 tokens, none
+    lost; 2 positions, 1 pass, 2
     slots.
     """
     num_tokens, num_experts = asked_TE.shape
@@ -58,11 +63,15 @@ def count(
         kept_TE.contiguous(),
         probs_TE.contiguous(),
         demand_E,
+        pooled_E,
         num_tokens,
-        capacity,
+        num_slots,
         NUM_EXPERTS=num_experts,
+        EXPERTS_PER_POOL=experts_per_pool,
         BLOCK_T=block_t,
         BLOCK_E=block_e,
+        BLOCK_G=triton.next_power_of_2(num_experts // experts_per_pool),
+        BLOCK_X=triton.next_power_of_2(experts_per_pool),
         WIDE=tl.float64 if probs_TE.dtype == torch.float64 else tl.float32,
     )
 
@@ -75,11 +84,15 @@ def _count_kernel(
     kept,
     probs,
     demand,
+    pooled,
     num_tokens,
-    capacity,
+    num_slots,
     NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PER_POOL: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_X: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -104,10 +117,14 @@ def _count_kernel(
         demand_e = tl.load(demand + e, mask=e < NUM_EXPERTS, other=0).to(tl.int64)
         before_e = tl.load(totals + e, mask=e < NUM_EXPERTS, other=0)
         tl.store(totals + e, before_e + demand_e, mask=e < NUM_EXPERTS)
-        tl.store(max_demand, tl.maximum(tl.load(max_demand), tl.max(demand_e)))
+        x = tl.arange(0, BLOCK_X)[None, :]
+        expert = tl.arange(0, BLOCK_G)[:, None] * EXPERTS_PER_POOL + x
+        in_pool = (x < EXPERTS_PER_POOL) & (expert < NUM_EXPERTS)
+        demand_g = tl.sum(tl.load(pooled + expert, mask=in_pool, other=0).to(tl.int64), 1)
+        tl.store(max_demand, tl.maximum(tl.load(max_demand), tl.max(demand_g)))
         _add(scalars + _NUM_POSITIONS, num_tokens)
         _add(scalars + _NUM_PASSES, 1)
-        _add(scalars + _NUM_SLOTS, NUM_EXPERTS * capacity)
+        _add(scalars + _NUM_SLOTS, num_slots)
 
 
 @triton.jit

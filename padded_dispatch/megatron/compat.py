@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from megatron.core import full_cuda_graph
 from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
 from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,7 +32,7 @@ def layer_graphs(*scopes: str) -> dict[str, Any]:
 def graph_scopes(config: Any) -> set[str]:
     """Return names of the parts of a layer that a config captures; empty means whole layers."""
     scopes = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", ())
-    return {scope.name for scope in scopes or ()}
+    return {getattr(scope, "name", scope) for scope in scopes or ()}
 
 
 def captures_moe(config: Any) -> bool:
@@ -49,6 +50,23 @@ def iteration_graph() -> dict[str, Any]:
     if _IS_18:
         return {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}
     return {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}
+
+
+def capturing() -> bool:
+    """Return whether a CUDA graph is being captured: by Megatron, or of a whole iteration.
+
+    The passes with which Megatron warms up for a capture count, too.
+    """
+    by_torch = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return by_torch or is_graph_capturing() or is_graph_warmup()
+
+
+def captures_iteration(config: Any) -> bool:
+    """Return whether a config asks for one graph of all passes of a step."""
+    impl = getattr(config, "cuda_graph_impl", "none")
+    return impl == "full_iteration" or (
+        impl == "local" and "full_iteration" in graph_scopes(config)
+    )
 
 
 def training_stream() -> torch.cuda.Stream:

@@ -9,8 +9,9 @@ from typing import Any
 
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 
-from padded_dispatch.config import NO_DROP, DispatchConfig
-from padded_dispatch.megatron.compat import number_in_model
+from padded_dispatch.config import FIT, NO_DROP, CapacityFactor, DispatchConfig, PoolSizes
+from padded_dispatch.exchange.fit import Fitted
+from padded_dispatch.megatron.compat import captures_iteration, capturing, number_in_model
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
 from padded_dispatch.megatron.options import PaddedOptions
 
@@ -99,7 +100,7 @@ def dispatch_config(
         num_ranks: ranks in the expert-parallel group (R).
         etp_size: ranks that split every expert.
         layer_number: see `number_in_model`; None before the layer has its number.
-        training: False for evaluation, which may have its own factor.
+        training: False for evaluation, see `eval_factor`.
 
     Raises:
         ValueError: see `DispatchConfig`.
@@ -111,6 +112,7 @@ def dispatch_config(
         capacity_factor=_factor(config, options, layer_number, training),
         min_capacity=options.min_capacity,
         alignment=_alignment(config, options),
+        capacity_pool=options.capacity_pool,
         policy=config.moe_token_drop_policy if policy == "megatron" else policy,
         remedy=options.remedy,
         reroute_rounds=options.reroute_rounds,
@@ -120,7 +122,7 @@ def dispatch_config(
 
 
 class LayerConfigs:
-    """The `DispatchConfig`s of one layer, which change between steps only.
+    """The `DispatchConfig`s of one layer, which change between steps only, and the sizes of a pass.
 
     Router and dispatcher share one object. The router's mode decides which of the two configs
     holds; a layer that is replayed from a CUDA graph has a mode, too.
@@ -141,19 +143,46 @@ class LayerConfigs:
         self._translate = functools.partial(
             dispatch_config, config, options, num_ranks=num_ranks, etp_size=etp_size
         )
-        self._has_eval_factor = options.eval_factor is not None
+        self._eval_follows = _eval_factor(config, options) is None
+        self._eval_by_default = options.eval_factor is None
         self._to_control = options.to_control
         self._on_overflow = options.on_overflow
         self.controlled = False
         self.retried = False
+        self._fitted: Fitted | None = None
         self._router: Any = None
         self.training = self._translate()
         self.evaluation = self._translate(training=False)
 
     @property
     def now(self) -> DispatchConfig:
-        """The config for the layer's current mode."""
-        return self.training if self.in_training else self.evaluation
+        """The config for the layer's current mode.
+
+        A graph of text generation (`local`) is captured in evaluation mode. Unless `eval_factor`
+        asks for `FIT`, which then raises, it is as training.
+        """
+        config = self.training if self.in_training else self.evaluation
+        if self._eval_by_default and not self.in_training and capturing():
+            return self.training
+        return config
+
+    def sizes(self, num_tokens: int) -> PoolSizes:
+        """Return the sizes of the pass that the router routed last, of a round if it has several.
+
+        Only a pass with `FIT` depends on what the router found: a replayed router runs no Python.
+        """
+        now = self.now
+        return self.fitted.sizes if now.fits else now.sizes(num_tokens)
+
+    @property
+    def fitted(self) -> Fitted:
+        """The sizes that the router found for its last pass with `FIT`."""
+        assert self._fitted is not None
+        return self._fitted
+
+    @fitted.setter
+    def fitted(self, fitted: Fitted) -> None:
+        self._fitted = fitted
 
     @property
     def in_training(self) -> bool:
@@ -173,7 +202,6 @@ class LayerConfigs:
                 "padded_dispatch.megatron.CapacityControl of the model before the first step and "
                 "call its step() after each one, or leave the options out"
             )
-
         if self._on_overflow == "retry" and not self.retried:
             raise ValueError(
                 "a training loop must repeat steps with on_overflow='retry', got one without "
@@ -194,14 +222,14 @@ class LayerConfigs:
         self.training = self._translate(layer_number=layer_number)
         self.evaluation = self._translate(layer_number=layer_number, training=False)
 
-    def set_factor(self, factor: float) -> None:
-        """Change the factor of training, and of evaluation unless it has its own.
+    def set_factor(self, factor: CapacityFactor) -> None:
+        """Change the factor of training, and of evaluation if it is as training.
 
         Call it between steps, on all ranks alike. CUDA graphs that were captured before raise when
         they are replayed.
         """
         self.training = dataclasses.replace(self.training, capacity_factor=factor)
-        if not self._has_eval_factor:
+        if self._eval_follows:
             self.evaluation = self.training
 
 
@@ -242,12 +270,29 @@ def passes_in_flight(config: Any, pp_rank: int) -> int:
     return most * again
 
 
-def _factor(config: Any, options: PaddedOptions, layer_number: int | None, training: bool) -> float:
-    if not training and options.eval_factor is not None:
+def _eval_factor(config: Any, options: PaddedOptions) -> CapacityFactor | None:
+    """Return the factor of evaluation; None if it is as training.
+
+    Of Megatron's CUDA graphs, those of layers are replayed in training only (`guard` sees to it for
+    `local` ones), so evaluation is eager. Its graph of a full iteration is captured for evaluation,
+    too.
+    """
+    if options.eval_factor is not None:
         return options.eval_factor
+    return None if captures_iteration(config) else FIT
+
+
+def _factor(
+    config: Any, options: PaddedOptions, layer_number: int | None, training: bool
+) -> CapacityFactor:
+    factor = None if training else _eval_factor(config, options)
+    if factor is not None:
+        return factor
     if layer_number is not None and layer_number in options.layer_factors:
         return options.layer_factors[layer_number]
-    factor = options.factor_of_step.get(0, config.moe_expert_capacity_factor)
+    if 0 in options.factor_of_step:
+        return options.factor_of_step[0]
+    factor = config.moe_expert_capacity_factor
     # Megatron takes a negative factor for None, but only in `__post_init__`.
     return NO_DROP if factor is None or factor < 0 else factor
 

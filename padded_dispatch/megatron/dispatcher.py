@@ -30,6 +30,7 @@ from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.exchange import Exchange, Slots
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import Choice, LayerExchanges
+from padded_dispatch.exchange.fit import Fitted, fit
 from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import (
     LayerConfigs,
@@ -38,6 +39,7 @@ from padded_dispatch.megatron.config import (
     passes_in_flight,
 )
 from padded_dispatch.megatron.experts import chosen_experts
+from padded_dispatch.megatron.rounds import Rounds, arguments_of_experts
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.ops.counters import Counters
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
@@ -74,6 +76,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.configs = LayerConfigs(config, options, num_ranks=self.ep_size, etp_size=self.tp_size)
         self.agreement = Agreement(self.ep_group, self.tp_group)
         self._experts = chosen_experts(config)
+        self._options = options
         in_flight = options.microbatches_in_flight
         if in_flight == "auto":
             in_flight = passes_in_flight(config, _pipeline_rank(pg_collection))
@@ -89,14 +92,16 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             ffn_size=config.moe_ffn_hidden_size or 0,
         )
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-        self.counters = Counters(self.dispatch_config.num_experts, device)
-        self.eval_counters = Counters(self.dispatch_config.num_experts, device)
+        self.counters = Counters(self.configs.training, device)
+        self.eval_counters = Counters(self.configs.evaluation, device)
         self.shared_overlap: SharedExpertOverlap | None = None
         self.slot_of_SBK: Tensor | None = None
         self.choice_of_slot_EC: Tensor | None = None
         self.kept_E: Tensor | None = None
         self.unplaced_E: Tensor | None = None
         self.offsets_LS: Tensor | None = None  # Where packed rows lie, until they are combined.
+        self.experts: Any = None  # Set by the layer; for passes in rounds.
+        self._rounds: Rounds | None = None  # Of a pass that goes in rounds, until it is combined.
         self._choice: Choice | None = None
         self.cudagraph_attrs = list(_PLAN_TENSORS)
         # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
@@ -115,6 +120,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         return Selector(
             configs=self.configs,
             agreement=self.agreement,
+            fit=self._fit,
             observers=[self.counters],
             eval_observers=[self.eval_counters],
         )
@@ -122,9 +128,22 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     @property
     def _exchange(self) -> Exchange:
         """The exchange of the pass whose plan the attributes hold."""
+        if self.dispatch_config.fits:
+            return self.exchanges.fitting.exchange
         assert self.slot_of_SBK is not None and self.choice_of_slot_EC is not None
         num_tokens = self.slot_of_SBK.shape[:-1].numel()
         return self.exchanges.chosen(num_tokens, self.choice_of_slot_EC.shape[1])
+
+    def _fit(self, config: DispatchConfig, asked_TE: Tensor) -> Fitted:
+        """Return the sizes of a pass that drops nothing; see `Selector`."""
+        return fit(
+            config,
+            asked_TE,
+            self.ep_group,
+            self.tp_group,
+            packed=self.exchanges.fitting.exchange.packed,
+            max_factor=self._options.fit_max_factor,
+        )
 
     def _counters_now(self) -> Counters | None:
         """Return the counters of the layer's mode; None in the first pass of recompute."""
@@ -153,17 +172,23 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """
         tokens_TD = tokens.view(-1, tokens.shape[-1])
         config = self.dispatch_config
-        choice = self.exchanges.choose(config, tokens_TD, probs)
+        choice = self.exchanges.fitting
+        if not config.fits:
+            choice = self.exchanges.choose(config, tokens_TD, probs)
         if choice is not self._choice:
             announce(config, tokens_TD, packed=choice.exchange.packed, logs=self._logs)
             self._choice = choice
             self._log_choice(tokens_TD.shape[0])
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
-        capacity = config.capacity(tokens_TD.shape[0])
+        counters = self._counters_now()
+        self._rounds = None
+        if config.fits and (fitted := self.configs.fitted).num_rounds > 1:
+            self._rounds = Rounds(fitted, choice.exchange, top_k=config.top_k, map_TE=routing_map)
+            return tokens, probs
+        capacity = self.configs.sizes(tokens_TD.shape[0]).pool_slots
         plan = make_plan(routing_map, top_k=config.top_k, capacity=capacity)
         outgoing = choice.exchange.prepare(tokens_TD, probs, plan)
-        counters = self._counters_now()
         if counters is not None:
             counters.add_unplaced(plan.unplaced_E)
         self.slot_of_SBK = plan.slot_of_TK.view(*tokens.shape[:-1], -1)
@@ -177,7 +202,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """Send slots to the ranks of their experts: [E, ...] to [R * L, ...]."""
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
-        incoming = self._exchange.move(Slots(rows_MCD=hidden_states, meta_MC1=probs))
+        incoming = Slots(rows_MCD=hidden_states, meta_MC1=probs)
+        if self._rounds is None:
+            incoming = self._exchange.move(incoming)
         if self.shared_overlap is not None:
             self.shared_overlap.fc1(incoming.rows_MCD)
         assert incoming.meta_MC1 is not None
@@ -189,37 +216,46 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """Bring slots into the experts' order.
 
         Returns:
-            Rows [N, D], counts [L] and probabilities [N]. For padded rows, the counts are rows per
-            local expert, int64 on the host: S * C each, padded rows included. For packed rows, they
-            are running counts of real rows, int32 on the device.
+            See `padded_dispatch.megatron.rounds.arguments_of_experts`.
         """
-        exchange = self._exchange
-        arranged = exchange.arrange(Slots(rows_MCD=hidden_states, meta_MC1=probs))
         counters = self._counters_now()
+        if self._rounds is not None:
+            arranged = self._rounds.until_last(self.experts, hidden_states, probs, counters)
+            return arguments_of_experts(arranged)
+        arranged = self._exchange.arrange(Slots(rows_MCD=hidden_states, meta_MC1=probs))
         if counters is not None:
             counters.add_received(arranged.kept_SL)
         self.offsets_LS = arranged.offsets_LS
-        if self.offsets_LS is not None:
-            return arranged.rows_ND, self.offsets_LS[:, -1].contiguous(), arranged.probs_N
-        num_rows = exchange.num_sources * hidden_states.shape[1]
-        rows_per_expert = torch.full((exchange.num_local_experts,), num_rows)
-        return arranged.rows_ND, rows_per_expert, arranged.probs_N
+        return arguments_of_experts(arranged)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Bring the experts' output [N, D] back into slots, [R * L, C, D]."""
+        if self._rounds is not None:
+            return self._rounds.after_last(hidden_states)
         return self._exchange.disarrange(hidden_states, self.offsets_LS).rows_MCD
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Send slots back to the ranks of their tokens: [R * L, C, D] to [E, C, D]."""
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
-        incoming = self._exchange.move_back(Slots(rows_MCD=hidden_states))
+        incoming = Slots(rows_MCD=hidden_states)
+        if self._rounds is None:
+            incoming = self._exchange.move_back(incoming)
         if self.shared_overlap is not None:
             self.shared_overlap.fc2(incoming.rows_MCD)
         return incoming.rows_MCD
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Sum every token's slots, in the shape that the tokens came in: [S, B, D]."""
+        output = hidden_states if self._rounds is not None else self._combine(hidden_states)
+        if self.shared_overlap is not None:
+            output = output + self.shared_overlap.output()
+        self._rounds = self.offsets_LS = None
+        for name in _PLAN_TENSORS:
+            setattr(self, name, None)
+        return output
+
+    def _combine(self, hidden_states: Tensor) -> Tensor:
         assert self.slot_of_SBK is not None and self.choice_of_slot_EC is not None
         assert self.kept_E is not None and self.unplaced_E is not None
         plan = DispatchPlan(
@@ -230,13 +266,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             capacity=self.choice_of_slot_EC.shape[1],
         )
         combined_TD = self._exchange.combine(Slots(rows_MCD=hidden_states), plan, self.offsets_LS)
-        self.offsets_LS = None
-        output = combined_TD.view(*self.slot_of_SBK.shape[:-1], -1)
-        if self.shared_overlap is not None:
-            output = output + self.shared_overlap.output()
-        for name in _PLAN_TENSORS:
-            setattr(self, name, None)
-        return output
+        return combined_TD.view(*self.slot_of_SBK.shape[:-1], -1)
 
     @property
     def chosen(self) -> dict[str, str]:

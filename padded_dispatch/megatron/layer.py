@@ -72,6 +72,7 @@ def build(
     )
     if layer.use_shared_expert and layer.shared_expert_overlap:
         dispatcher.set_shared_experts(layer.shared_experts)
+    dispatcher.experts = layer.experts
     layer.token_dispatcher = dispatcher
     select_after_counting(layer.router, dispatcher.selector)
 

@@ -5,7 +5,8 @@ all configs to `install(options=...)`. Command-line flags and the table of optio
 `padded_dispatch/megatron/README.md` are made from the fields here.
 
 Options are typed values. Text is parsed in one place, for command lines: `1.25` is a capacity
-factor and `no-drop` is `NO_DROP`; factors of layers or steps are `3:1.5,7:no-drop`.
+factor, `no-drop` is `NO_DROP` and `fit` is `FIT`; factors of layers or steps are
+`3:1.5,7:no-drop`.
 """
 
 import argparse
@@ -15,7 +16,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from padded_dispatch.config import NO_DROP, POLICIES, REMEDIES, Policy, Remedy, require
+from padded_dispatch.config import (
+    CAPACITY_POOLS,
+    FIT,
+    NO_DROP,
+    POLICIES,
+    REMEDIES,
+    CapacityFactor,
+    CapacityPool,
+    Policy,
+    Remedy,
+    require,
+)
 from padded_dispatch.exchange.choose import ExchangeKind
 
 Alignment = int | Literal["auto"]
@@ -25,18 +37,13 @@ OnOverflow = Literal["drop", "warn", "error", "grow", "retry"]
 _NO_DROP_TEXT = "no-drop"
 
 
-def read_factor(text: str) -> float:
-    """Parse a capacity factor: a number above 0, or `no-drop`.
+def read_factor(text: str) -> CapacityFactor:
+    """Parse a capacity factor: a number above 0, `no-drop`, or `fit`.
 
     Raises:
         ValueError: shows the text and what to give.
     """
-    if text == _NO_DROP_TEXT:
-        return NO_DROP
-    factor = _number(float, text)
-    if factor is None or not math.isfinite(factor) or factor <= 0:
-        raise ValueError(f"must be a number above 0 or '{_NO_DROP_TEXT}', got {text!r}")
-    return factor
+    return FIT if text == FIT else _read_number(text, f", '{_NO_DROP_TEXT}' or '{FIT}'")
 
 
 def read_factors(text: str) -> tuple[float, ...]:
@@ -45,16 +52,16 @@ def read_factors(text: str) -> tuple[float, ...]:
     Raises:
         ValueError: shows the text and what to give.
     """
-    return tuple(map(read_factor, _parts(text)))
+    return tuple(map(_read_number, _parts(text)))
 
 
-def read_factor_table(text: str) -> dict[int, float]:
+def read_factor_table(text: str) -> dict[int, CapacityFactor]:
     """Parse `3:1.5,7:no-drop`; `none` and empty text are an empty table.
 
     Raises:
         ValueError: shows the text and what to give.
     """
-    table: dict[int, float] = {}
+    table: dict[int, CapacityFactor] = {}
     for part in _parts(text):
         key, colon, factor = part.partition(":")
         number = _number(int, key)
@@ -64,20 +71,31 @@ def read_factor_table(text: str) -> dict[int, float]:
     return table
 
 
-def show_factor(factor: float) -> str:
+def show_factor(factor: CapacityFactor) -> str:
     """Return the text of a factor."""
+    if isinstance(factor, str):
+        return factor
     return _NO_DROP_TEXT if factor == NO_DROP else f"{factor:g}"
+
+
+def _read_number(text: str, or_words: str = f" or '{_NO_DROP_TEXT}'") -> float:
+    if text == _NO_DROP_TEXT:
+        return NO_DROP
+    factor = _number(float, text)
+    if factor is None or not math.isfinite(factor) or factor <= 0:
+        raise ValueError(f"must be a number above 0{or_words}, got {text!r}")
+    return factor
 
 
 def _parts(text: str) -> list[str]:
     return [] if text in ("", "none") else text.split(",")
 
 
-def _read_optional_factor(text: str) -> float | None:
+def _read_optional_factor(text: str) -> CapacityFactor | None:
     return read_factor(text) if _parts(text) else None
 
 
-def _read_schedule(text: str) -> tuple[tuple[int, float], ...]:
+def _read_schedule(text: str) -> tuple[tuple[int, CapacityFactor], ...]:
     return tuple(read_factor_table(text).items())
 
 
@@ -133,6 +151,13 @@ class PaddedOptions:
         "recipe needs, else 1",
         read=_read_auto_or_count,
     )
+    capacity_pool: CapacityPool = _option(
+        "expert",
+        "which rows share slots: expert: a cell of C slots for each (source rank, expert); rank: "
+        "one pool for each (source, destination rank); receiver: one for each destination rank, "
+        "by direct stores. All have as many slots; rank and receiver need packed experts",
+        choices=CAPACITY_POOLS,
+    )
     policy: Policy | Literal["megatron"] = _option(
         "megatron",
         "which rows keep a slot: megatron: as moe_token_drop_policy; probs: the most probable; "
@@ -149,22 +174,29 @@ class PaddedOptions:
         choices=REMEDIES,
     )
     reroute_rounds: int = _option(1, "how often reroute tries for rows that found no slot")
-    layer_factors: Mapping[int, float] = _option(
+    layer_factors: Mapping[int, CapacityFactor] = _option(
         {},
         "capacity factors of single layers, such as 3:1.5,7:no-drop, by Megatron's layer number, "
         "which starts at 1; layers of multi-token prediction come last",
         read=read_factor_table,
     )
-    eval_factor: float | None = _option(
+    eval_factor: CapacityFactor | None = _option(
         None,
-        "capacity factor in evaluation, or no-drop; none: as in training",
+        "capacity factor in evaluation, no-drop, or fit: sizes of each pass as its routing needs, "
+        "nothing dropped; none: fit where evaluation is eager, else as in training",
         read=_read_optional_factor,
     )
-    schedule: tuple[tuple[int, float], ...] = _option(
+    fit_max_factor: float = _option(
+        4.0,
+        "with fit, the factor whose slots no pool exceeds: a pass that needs more goes in rounds "
+        "over its tokens; no-drop: always one round",
+        read=_read_number,
+    )
+    schedule: tuple[tuple[int, CapacityFactor], ...] = _option(
         (),
         "capacity factors over the steps, such as 0:2,200:1.25: the second holds once 200 steps "
         "are done; each change captures CUDA graphs again, and layers with a factor of their own "
-        "keep it",
+        "keep it; 0:fit trains eagerly without drops",
         read=_read_schedule,
     )
     on_overflow: OnOverflow = _option(
@@ -233,6 +265,13 @@ class PaddedOptions:
                 f"be {default!r} with on_overflow='retry', which leaves no row dropped",
                 "leave out one of the two",
             )
+        require(
+            self.capacity_pool == "expert" or self.experts in ("auto", "packed"),
+            "capacity_pool",
+            self.capacity_pool,
+            f"be expert with experts={self.experts!r}, which read padded rows",
+            "set experts='packed', or leave it to 'auto'",
+        )
         share = self.overflow_threshold
         require(0 <= share < 1, "overflow_threshold", share, "be a share from 0 to below 1")
         for name in ("min_capacity", "grow_after", "telemetry_every", "reroute_rounds"):
@@ -256,12 +295,14 @@ class PaddedOptions:
             factor is None or _is_factor(factor),
             "eval_factor",
             factor,
-            "be a number above 0, NO_DROP or None",
+            "be a number above 0, NO_DROP, FIT or None",
         )
+        factor = self.fit_max_factor
+        require(_is_number(factor), "fit_max_factor", factor, "be a number above 0, or NO_DROP")
         factors = self.grow_factors
         require(
             isinstance(factors, tuple)
-            and all(map(_is_factor, factors))
+            and all(map(_is_number, factors))
             and list(factors) == sorted(set(factors)),
             "grow_factors",
             factors,
@@ -289,6 +330,10 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_factor(value: Any) -> bool:
+    return value == FIT or _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 

@@ -9,11 +9,11 @@
 
 `Retry` stands between the training loop and Megatron's schedule, or a CUDA graph of it. It lets the
 schedule run as it would, with static capacity and replayed graphs, and then sums the dropped rows
-of all layers and ranks. If there are any, the step is taken back and the same microbatches run once
-more, eagerly and without dropping. Then the optimizer sees the gradients of a run that never drops,
-bit by bit if it computes with the same experts and kernels. A step in which nothing was dropped
-costs one all-reduce of a number and one wait of the host for it, which is inherent: the host has to
-decide.
+of all layers and ranks. If there are any, the step is taken back, and the same microbatches run
+once more, eagerly, with sizes that fit the routing (`padded_dispatch.exchange.fit`). The optimizer
+then sees the gradients of a run that never drops, bit by bit if it computes with the same experts
+and kernels. A step in which nothing was dropped costs one all-reduce of a number, and one wait of
+the host for it. The wait is inherent: the host has to decide.
 
 What a step changes, and how it goes back:
 
@@ -49,7 +49,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from padded_dispatch.config import NO_DROP, require
+from padded_dispatch.config import FIT, require
 from padded_dispatch.kernels import SCALARS
 from padded_dispatch.megatron.compat import graph_scopes, logged_tensors
 from padded_dispatch.megatron.config import padded_options
@@ -173,14 +173,14 @@ class Retry:
 
 @contextmanager
 def dropping_nothing(layers: list[Any]) -> Iterator[None]:
-    """Let training passes of padded layers drop nothing inside the block.
+    """Let training passes of padded layers fit their sizes to the routing inside the block.
 
     Args:
         layers: MoE layers with the padded dispatcher.
     """
     kept = [(configs := layer.token_dispatcher.configs, configs.training) for layer in layers]
     for configs, training in kept:
-        configs.training = dataclasses.replace(training, capacity_factor=NO_DROP)
+        configs.training = dataclasses.replace(training, capacity_factor=FIT)
     try:
         yield
     finally:

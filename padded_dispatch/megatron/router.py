@@ -19,20 +19,21 @@ experts; P experts per group.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from padded_dispatch.config import require
+from padded_dispatch.config import DispatchConfig, PoolSizes, require
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import agree_on_shapes
+from padded_dispatch.exchange.fit import Fitted
+from padded_dispatch.megatron.compat import capturing
 from padded_dispatch.megatron.config import LayerConfigs, padded_options
 from padded_dispatch.ops.counters import RoutingObserver
 from padded_dispatch.ops.overflow import select_with_remedy
@@ -55,12 +56,15 @@ _OTHER_ROUTINGS = frozenset({"sinkhorn", "quantile_balancing"})
 class Selector:
     """The parts of a layer that its router needs to cut its map to capacity.
 
-    `observers` are called in training passes, `eval_observers` in evaluation mode; an observer of
-    both is in both lists. A CUDA graph captures the calls, so append observers before the capture.
+    `fit` finds the sizes of a pass whose factor is `FIT`, from its config and the map that was
+    asked for; a collective call. `observers` are called in training passes, `eval_observers` in
+    evaluation mode; an observer of both is in both lists. A CUDA graph captures the calls, so
+    append observers before the capture.
     """
 
     configs: LayerConfigs
     agreement: Agreement
+    fit: Callable[[DispatchConfig, Tensor], Fitted]
     observers: list[RoutingObserver] = field(default_factory=list)
     eval_observers: list[RoutingObserver] = field(default_factory=list)
 
@@ -189,14 +193,14 @@ class SelectAfterCounting(TopKRouter):
         probs_TE, map_TE = super().routing(logits, padding_mask)
         config = self.selector.configs.now
         scores_TE = choice_TE = None
-        if config.remedy == "reroute":
+        if config.remedy == "reroute" and not config.fits:
             scores_TE, choice_TE = scores_of_all(self, logits.flatten(0, -2), map_TE)
         if padding_mask is not None:
             map_TE = map_TE & ~padding_mask.reshape(-1, 1)
-        capacity = config.capacity(map_TE.shape[0])
+        sizes = self._sizes(config, map_TE)
         selection = select_with_remedy(
             config,
-            capacity,
+            sizes,
             map_TE,
             probs_TE,
             scores_TE,
@@ -206,8 +210,23 @@ class SelectAfterCounting(TopKRouter):
         )
         self._count_draw()
         for observer in self._observers():
-            observer.observe(map_TE, probs_TE.detach(), selection, capacity)
+            observer.observe(map_TE, probs_TE.detach(), selection, sizes)
         return selection.probs_TE, selection.kept_TE
+
+    def _sizes(self, config: DispatchConfig, asked_TE: Tensor) -> PoolSizes:
+        """Return the sizes of this pass; with `FIT`, find them and leave them to the dispatcher."""
+        if not config.fits:
+            return config.sizes(asked_TE.shape[0])
+        require(
+            not capturing(),
+            "capacity_factor",
+            config.capacity_factor,
+            "be a number in a CUDA graph, because sizes that fit are read on the host in each pass",
+            "set a number or no-drop where graphs are captured: the eval_factor for evaluation",
+        )
+        fitted = self.selector.fit(config, asked_TE)
+        self.selector.configs.fitted = fitted
+        return fitted.sizes_of_pass
 
     def protect(self, keep: Tensor) -> None:
         """Give the marked tokens slots first; see the function `protect`."""
@@ -225,7 +244,7 @@ class SelectAfterCounting(TopKRouter):
 
     def _protected(self, num_tokens: int) -> Tensor | None:
         """Return the mask for this pass; None in evaluation, which has other tokens."""
-        self.was_captured |= _capturing()
+        self.was_captured |= capturing()
         if self.protected_T is None or not self.training:
             return None
         require(
@@ -311,13 +330,6 @@ def _view_class(base: type) -> type:
 
     hidden = property(lambda config: None, write)
     return type(base)(f"{base.__name__}WithoutFactor", (base,), {name: hidden})
-
-
-def _capturing() -> bool:
-    """Return whether a CUDA graph is being captured: by Megatron, or of a whole iteration."""
-    return is_graph_capturing() or (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    )
 
 
 def _check_random(config: Any) -> None:

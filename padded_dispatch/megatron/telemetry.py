@@ -203,6 +203,7 @@ class Telemetry:
             sums_YW[:, num_totals:],
             layers=self.layers,
             top_k=self._shape.top_k,
+            cells_per_pool=self._shape.cells_per_pool,
         )
 
 
@@ -211,6 +212,7 @@ class _LayerShape:
     """Sizes of a layer, sent to ranks without one. All layers of a model have the same."""
 
     top_k: int
+    cells_per_pool: int
     num_ranks: int
     num_totals: int
 
@@ -219,6 +221,7 @@ class _LayerShape:
         config = layer.token_dispatcher.dispatch_config
         return cls(
             top_k=config.top_k,
+            cells_per_pool=config.cells_per_pool,
             num_ranks=config.num_ranks,
             num_totals=len(layer.token_dispatcher.counters.totals),
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from padded_dispatch.config import DispatchConfig, PoolSizes
 from padded_dispatch.kernels import SCALARS
 from padded_dispatch.ops.select import Selection
 
@@ -25,7 +26,7 @@ class RoutingObserver(Protocol):
     """Receiver of every selection that is counted."""
 
     def observe(
-        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, capacity: int
+        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, sizes: PoolSizes
     ) -> None:
         """Receive one pass of one layer on one rank.
 
@@ -36,7 +37,7 @@ class RoutingObserver(Protocol):
             asked_TE: bool [T, E], what the router asked for, without padding tokens.
             probs_TE: floating point [T, E], the router's probabilities before selection.
             selection: what was kept of it.
-            capacity: slots per expert on this rank (C).
+            sizes: the sizes of the pass.
         """
 
 
@@ -48,6 +49,10 @@ def mass_units(probs: Tensor) -> Tensor:
 
 class Counters:
     """Counts of one layer on one rank since it was made; int64 tensors on the device.
+
+    Args:
+        config: its numbers of experts, ranks and sources are read, and which cells share a pool.
+        device: device of the tensors.
 
     All sums are views of `totals`, which a reader copies as one. Capturing a CUDA graph also counts
     its warm-up passes, whose inputs mean nothing; the caller that captures must restore the totals.
@@ -61,19 +66,24 @@ class Counters:
         lost_tokens: those of them that kept none.
         num_positions: T per pass, padding tokens included.
         num_passes: passes.
-        num_slots: slots offered, E * C per pass.
+        num_slots: slots offered, an equal share of all pools for each source: E * C per pass.
         num_unplaced: kept rows that a plan had no slot for. Must be zero; nonzero means that a map
             was not cut to capacity.
         idle_passes: passes in which this rank's experts received no row.
         rerouted: rows that went to another expert.
         protected_dropped: rows of protected tokens that were dropped, because they alone exceeded
             capacity.
-        max_demand: the largest demand for one expert in one pass since it was last zeroed; the only
-            number that is no sum.
+        max_demand: the largest demand for one pool in one pass since it was last zeroed; the only
+            number that is no sum. A pool is that of the config, whatever sizes a pass has.
         totals: `demand_E`, `kept_E`, then `SCALARS`.
     """
 
-    def __init__(self, num_experts: int, device: torch.device | str | int) -> None:
+    def __init__(self, config: DispatchConfig, device: torch.device | str | int) -> None:
+        num_experts = config.num_experts
+        self._experts_per_pool = 1
+        if config.capacity_pool != "expert":
+            self._experts_per_pool = config.num_local_experts
+        self._of_sources = config.num_ranks, config.num_sources
         num_totals = 2 * num_experts + len(SCALARS)
         self.totals = torch.zeros(num_totals, dtype=torch.int64, device=device)
         self.max_demand = torch.zeros((), dtype=torch.int64, device=device)
@@ -93,11 +103,21 @@ class Counters:
 
     @torch.no_grad()
     def observe(
-        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, capacity: int
+        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, sizes: PoolSizes
     ) -> None:
         """Count one selection; see `RoutingObserver`."""
-        kept_TE, demand_E = selection.kept_TE, selection.demand_E
-        _count(self.totals, self.max_demand, asked_TE, kept_TE, probs_TE, demand_E, capacity)
+        num_ranks, num_sources = self._of_sources
+        _count(
+            self.totals,
+            self.max_demand,
+            asked_TE,
+            selection.kept_TE,
+            probs_TE,
+            selection.demand_E,
+            selection.demand_E,
+            self._experts_per_pool,
+            sizes.num_rows * num_ranks // num_sources,
+        )
         if selection.rerouted_E is not None:
             self.rerouted += selection.rerouted_E.sum()
         if selection.protected_dropped_E is not None:
@@ -135,7 +155,9 @@ def count_in_torch(
     kept_TE: Tensor,
     probs_TE: Tensor,
     demand_E: Tensor,
-    capacity: int,
+    pooled_E: Tensor,
+    experts_per_pool: int,
+    num_slots: int,
 ) -> None:
     """Add one pass to `totals` and `max_demand`, in place.
 
@@ -153,20 +175,21 @@ def count_in_torch(
     scalars["lost_tokens"] += (asked_T & ~kept_TE.any(1)).sum()
     scalars["num_positions"] += num_tokens
     scalars["num_passes"] += 1
-    scalars["num_slots"] += num_experts * capacity
-    torch.maximum(max_demand, demand_E.max(), out=max_demand)
+    scalars["num_slots"] += num_slots
+    demand_G = pooled_E.unflatten(0, (-1, experts_per_pool)).sum(1)
+    torch.maximum(max_demand, demand_G.max(), out=max_demand)
 
 
 _count = custom_op("padded_dispatch::count", count_in_torch, mutates_args=("totals", "max_demand"))
 
 
 @_count.register_kernel("cuda")
-def _(totals, max_demand, asked_TE, kept_TE, probs_TE, demand_E, capacity):
+def _(*args):
     from padded_dispatch.kernels import counters
 
-    counters.count(totals, max_demand, asked_TE, kept_TE, probs_TE, demand_E, capacity)
+    counters.count(*args)
 
 
 @_count.register_fake
-def _(totals, max_demand, asked_TE, kept_TE, probs_TE, demand_E, capacity):
+def _(*args):
     return None

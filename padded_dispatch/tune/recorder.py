@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from padded_dispatch.config import require
+from padded_dispatch.config import PoolSizes, require
 from padded_dispatch.ops.select import Selection
 from padded_dispatch.tune.trace import Trace, TraceWriter, record_bytes
 
@@ -55,7 +55,7 @@ class RoutingBuffer:
 
     @torch.no_grad()
     def observe(
-        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, capacity: int
+        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, sizes: PoolSizes
     ) -> None:
         """Append one micro-batch and discard the first: see `RoutingObserver`.
 

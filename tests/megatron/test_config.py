@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 from megatron.core import package_info
+from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from padded_dispatch.config import NO_DROP, DispatchConfig
+from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
+from padded_dispatch.megatron.compat import iteration_graph
 from padded_dispatch.megatron.config import (
     LayerConfigs,
     check_config,
@@ -103,6 +105,7 @@ def test_fields_that_a_version_lacks_are_not_asked_for():
 def test_every_setting_of_a_megatron_user_is_translated():
     config = megatron_config(moe_expert_capacity_factor=1.5, moe_token_drop_policy="position")
     options = PaddedOptions(min_capacity=4, alignment=16, remedy="reroute", reroute_rounds=3)
+    options = dataclasses.replace(options, capacity_pool="rank")
     assert dispatch_config(config, options, num_ranks=3, etp_size=2) == DispatchConfig(
         num_experts=6,
         top_k=2,
@@ -112,6 +115,7 @@ def test_every_setting_of_a_megatron_user_is_translated():
         policy="position",
         remedy="reroute",
         reroute_rounds=3,
+        capacity_pool="rank",
         num_ranks=3,
         etp_size=2,
     )
@@ -151,13 +155,14 @@ FACTORS = PaddedOptions(layer_factors={2: 3.0, 5: NO_DROP}, eval_factor=4.0, sch
     ("options", "layer_number", "training", "factor"),
     [
         (PaddedOptions(), 2, True, 1.5),
-        (PaddedOptions(), 2, False, 1.5),
+        (PaddedOptions(), 2, False, FIT),
         (FACTORS, None, True, 1.5),
         (FACTORS, 1, True, 1.5),
         (FACTORS, 2, True, 3.0),
         (FACTORS, 5, True, NO_DROP),
         (FACTORS, 2, False, 4.0),
-        (PaddedOptions(layer_factors={2: 3.0}), 2, False, 3.0),
+        (PaddedOptions(layer_factors={2: 3.0}), 2, False, FIT),
+        (PaddedOptions(schedule=((0, FIT),)), 2, True, FIT),
         (PaddedOptions(schedule=SCHEDULE, layer_factors={2: 3.0}), 1, True, 2.0),
         (PaddedOptions(schedule=SCHEDULE, layer_factors={2: 3.0}), 2, True, 3.0),
     ],
@@ -168,7 +173,9 @@ def test_factor_by_layer_and_mode(options, layer_number, training, factor):
     assert dispatch_config(config, options, **where).capacity_factor == factor
 
 
-@pytest.mark.parametrize(("eval_factor", "evaluation"), [(None, 2.5), (NO_DROP, NO_DROP)])
+@pytest.mark.parametrize(
+    ("eval_factor", "evaluation"), [(None, FIT), (NO_DROP, NO_DROP), (2.0, 2.0)]
+)
 def test_configs_follow_the_mode_of_their_router(eval_factor, evaluation):
     config = megatron_config(moe_expert_capacity_factor=1.5)
     options = PaddedOptions(eval_factor=eval_factor, layer_factors={4: 2.0})
@@ -181,6 +188,36 @@ def test_configs_follow_the_mode_of_their_router(eval_factor, evaluation):
     assert (configs.now.capacity_factor, configs.now.num_ranks) == (2.5, 3)
     router.training = False
     assert configs.now.capacity_factor == evaluation
+
+
+def test_evaluation_that_a_graph_captures_is_as_training():
+    config = megatron_config(moe_expert_capacity_factor=1.5, **iteration_graph())
+    router = SimpleNamespace(training=False, layer_number=1, is_mtp_layer=False)
+    factors = []
+    for eval_factor in (None, FIT):
+        options = PaddedOptions(eval_factor=eval_factor, layer_factors={1: 3.0})
+        configs = LayerConfigs(config, options, num_ranks=3, etp_size=1)
+        configs.follow(router)
+        factors.append(configs.now.capacity_factor)
+        configs.set_factor(2.5)
+        factors.append(configs.now.capacity_factor)
+    assert factors == [3.0, 2.5, FIT, FIT]
+
+
+def test_text_generation_that_a_graph_captures_is_as_training(monkeypatch):
+    config = megatron_config(moe_expert_capacity_factor=1.5)
+    router = SimpleNamespace(training=False, layer_number=1, is_mtp_layer=False)
+    factors = []
+    for eval_factor in (None, FIT):
+        options = PaddedOptions(eval_factor=eval_factor)
+        configs = LayerConfigs(config, options, num_ranks=3, etp_size=1)
+        configs.follow(router)
+        for mode in ("_IS_GRAPH_CAPTURING", "_IS_GRAPH_WARMUP"):
+            with monkeypatch.context() as patch:
+                patch.setattr(cuda_graphs, mode, True)
+                factors.append(configs.now.capacity_factor)
+        assert configs.now.capacity_factor == FIT
+    assert factors == [1.5, 1.5, FIT, FIT]
 
 
 def test_layers_of_multi_token_prediction_follow_the_others():

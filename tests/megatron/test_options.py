@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from padded_dispatch.config import NO_DROP
+from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron.options import (
     PaddedOptions,
     add_arguments,
@@ -54,6 +54,28 @@ def test_direct_stores_are_for_packed_experts():
         PaddedOptions(exchange="mpi")  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("experts", ["module", "batched"])
+@pytest.mark.parametrize("capacity_pool", ["rank", "receiver"])
+def test_pools_of_several_experts_are_for_packed_rows(capacity_pool, experts):
+    message = (
+        rf"^capacity_pool must be expert with experts='{experts}', which read padded rows, got "
+        rf"'{capacity_pool}'; set experts='packed', or leave it to 'auto'$"
+    )
+    with pytest.raises(ValueError, match=message):
+        PaddedOptions(capacity_pool=capacity_pool, experts=experts)
+    assert PaddedOptions(capacity_pool=capacity_pool, experts="packed").experts == "packed"
+    assert parse("--padded-capacity-pool", capacity_pool).capacity_pool == capacity_pool
+
+
+def test_flags_take_fit_where_a_pass_can_be_eager():
+    words = "--padded-eval-factor", "fit", "--padded-schedule", "0:fit,9:1.5"
+    options = parse(*words, "--padded-layer-factors", "2:fit", "--padded-fit-max-factor", "no-drop")
+    assert (options.eval_factor, options.fit_max_factor) == (FIT, NO_DROP)
+    assert (options.schedule, options.layer_factors) == (((0, FIT), (9, 1.5)), {2: FIT})
+    with pytest.raises(SystemExit):
+        parse("--padded-grow-factors", "2,fit")
+
+
 def test_alignment_is_a_number_or_auto():
     assert PaddedOptions().alignment == "auto"
     assert parse("--padded-alignment", "auto").alignment == "auto"
@@ -80,8 +102,12 @@ TABLE = "map whole numbers from {} on to factors above 0, each number once"
         ("layer_factors", {0: 1.5}, TABLE.format(1)),
         ("layer_factors", "3:1.5", TABLE.format(1)),
         ("layer_factors", {1: 0.0}, TABLE.format(1)),
-        ("eval_factor", 0, "be a number above 0, NO_DROP or None"),
-        ("eval_factor", "2", "be a number above 0, NO_DROP or None"),
+        ("eval_factor", 0, "be a number above 0, NO_DROP, FIT or None"),
+        ("eval_factor", "2", "be a number above 0, NO_DROP, FIT or None"),
+        ("fit_max_factor", 0, "be a number above 0, or NO_DROP"),
+        ("fit_max_factor", FIT, "be a number above 0, or NO_DROP"),
+        ("capacity_pool", "node", "be one of expert, rank, receiver"),
+        ("grow_factors", (2.0, FIT), "be a tuple of rising factors above 0"),
         ("schedule", ((200, -1.0),), TABLE.format(0)),
         ("schedule", ((1, 2.0), (1, 3.0)), TABLE.format(0)),
         ("schedule", (200,), TABLE.format(0)),
@@ -112,7 +138,7 @@ def test_flags_parse_factors():
 @pytest.mark.parametrize(
     ("flag", "text", "complaint"),
     [
-        ("--padded-eval-factor", "abc", "must be a number above 0 or 'no-drop', got 'abc'"),
+        ("--padded-eval-factor", "abc", "must be a number above 0, 'no-drop' or 'fit', got 'abc'"),
         ("--padded-schedule", "200", "must be NUMBER:FACTOR,... with each number once, got '200'"),
         ("--padded-microbatches-in-flight", "x", "must be a whole number or 'auto', got 'x'"),
         ("--padded-seed", "x", "must be of type int, got 'x'"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from padded_dispatch.config import NO_DROP
+from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron.options import (
     read_factor,
     read_factor_table,
@@ -11,7 +11,9 @@ from padded_dispatch.megatron.options import (
 )
 
 
-@pytest.mark.parametrize(("text", "factor"), [("1.25", 1.25), ("3", 3.0), ("no-drop", NO_DROP)])
+@pytest.mark.parametrize(
+    ("text", "factor"), [("1.25", 1.25), ("3", 3.0), ("no-drop", NO_DROP), ("fit", FIT)]
+)
 def test_a_factor_and_back(text, factor):
     assert read_factor(text) == factor
     assert show_factor(factor) == text
@@ -19,13 +21,17 @@ def test_a_factor_and_back(text, factor):
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "nan", "inf", "much", "none"])
 def test_what_is_no_factor(text):
-    with pytest.raises(ValueError, match=f"^must be a number above 0 or 'no-drop', got {text!r}$"):
+    with pytest.raises(
+        ValueError, match=f"^must be a number above 0, 'no-drop' or 'fit', got {text!r}$"
+    ):
         read_factor(text)
 
 
 def test_several_factors():
     assert read_factors("1.5,2,no-drop") == (1.5, 2.0, NO_DROP)
     assert read_factors("") == read_factors("none") == ()
+    with pytest.raises(ValueError, match=r"^must be a number above 0 or 'no-drop', got 'fit'$"):
+        read_factors("2,fit")
 
 
 def test_a_table():

@@ -53,7 +53,7 @@ def test_map_is_cut_to_the_first():
 
 
 def test_recompute_is_counted_once_and_evaluation_separately():
-    route = router(moe_expert_capacity_factor=0.5)
+    route = router(options=PaddedOptions(eval_factor=0.5), moe_expert_capacity_factor=0.5)
     with torch.no_grad():  # the first pass of recompute
         route(tokens())
     route(tokens())
@@ -108,20 +108,20 @@ def test_observers_see_the_map_before_selection():
     seen = []
 
     class Recorder:
-        def observe(self, asked_TE, probs_TE, selection, capacity):
-            seen.append((asked_TE, probs_TE, selection, capacity))
+        def observe(self, asked_TE, probs_TE, selection, sizes):
+            seen.append((asked_TE, probs_TE, selection, sizes))
 
     route.selector.observers.append(Recorder())
     padding_mask = torch.zeros(T, 1, dtype=torch.bool)
     padding_mask[-4:] = True
     probs_TE, kept_TE = route(tokens(), padding_mask)
-    [(asked_TE, all_probs_TE, selection, capacity)] = seen
+    [(asked_TE, all_probs_TE, selection, sizes)] = seen
     assert asked_TE.sum(1).tolist() == [2] * 8 + [0] * 4
     assert torch.equal(all_probs_TE[kept_TE], probs_TE[kept_TE])
     assert torch.allclose(all_probs_TE[:8].sum(1), torch.ones(8))
     assert not all_probs_TE.requires_grad
     assert torch.equal(selection.kept_TE, kept_TE)
-    assert capacity == 3
+    assert sizes.pool_slots == 3
 
 
 EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}

@@ -42,10 +42,10 @@ class HostCount:
         self.kept_E = np.zeros(E, dtype=np.int64)
         self.largest = 0
 
-    def observe(self, asked_TE, probs_TE, selection, capacity):
+    def observe(self, asked_TE, probs_TE, selection, sizes):
         demand_E = asked_TE.numpy().sum(0)
         self.demand_E += demand_E
-        self.kept_E += np.minimum(demand_E, capacity)
+        self.kept_E += np.minimum(demand_E, sizes.pool_slots)
         self.largest = max(self.largest, int(demand_E.max()))
 
 

@@ -35,10 +35,10 @@ class LastPass:
         self.probs_TE = torch.zeros(shape, dtype=torch.float64, device=case.device)
         self.capacity = 0
 
-    def observe(self, asked_TE, probs_TE, selection, capacity):
+    def observe(self, asked_TE, probs_TE, selection, sizes):
         self.asked_TE.copy_(asked_TE)
         self.probs_TE.copy_(probs_TE)
-        self.capacity = capacity
+        self.capacity = sizes.pool_slots
 
 
 class HostCount:

@@ -1,8 +1,10 @@
 """Train a GPT twice in lockstep: with repeated steps and little capacity, and never dropping.
 
-Both start with the same weights. After every step the losses, gradients, parameters, buffers,
-counts of demand, logged sums and random states of the two are compared bit by bit. The batches are
-drawn from the generators that dropout draws from, as a loader without worker processes may do.
+Both start with the same weights. The one that never drops fits its sizes to the routing, as
+repeated steps do: products of padded rows may depend on the number of rows. After every step the
+losses, gradients, parameters, buffers, counts of demand, logged sums and random states of the two
+are compared bit by bit. The batches are drawn from the generators that dropout draws from, as a
+loader without worker processes may do.
 
 With a graph, the training that never drops stays eager: the repeated steps of the other are eager,
 too, so equal bits show that they left the graphs alone. On a CPU the layers are Megatron's local
@@ -40,6 +42,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from padded_dispatch.config import FIT
 from padded_dispatch.megatron import LayerGraphs, PaddedOptions, Retry
 from padded_dispatch.megatron.compat import (
     iteration_graph,
@@ -112,8 +115,8 @@ class RetriedCase:
 def retried_equals_never_dropping(case: RetriedCase) -> Findings:
     """Compare the two trainings. Runs on all `case.ranks` ranks of the default group."""
     with world(case):
-        never = Training(case, factor=None)
-        retried = Training(case, factor=case.factor, retry=True)
+        never = Training(case, schedule=((0, FIT),))
+        retried = Training(case, on_overflow="retry")
         differing: dict[str, int] = {}
         for number in range(case.steps):
             if number == EAGER_STEPS and retried.graphs is not None:
@@ -162,19 +165,19 @@ class Training:
 
     Args:
         case: sizes of the model.
-        factor: its capacity factor; None drops nothing.
-        retry: repeat steps that dropped, and capture what `case.graph` names.
+        options: options of the padded dispatcher. With `on_overflow="retry"` it repeats steps, and
+            captures what `case.graph` names.
     """
 
-    def __init__(self, case: RetriedCase, *, factor: float | None, retry: bool = False) -> None:
+    def __init__(self, case: RetriedCase, **options: Any) -> None:
         self.case = case
         model_parallel_cuda_manual_seed(SEED, te_rng_tracker=case.on_gpu, force_reset_rng=True)
         torch.manual_seed(SEED)
         random.seed(SEED)
         np.random.seed(SEED)
+        retry = options.get("on_overflow") == "retry"
         graph = case.graph if retry else "none"
-        self.config = _config(case, graph, factor)
-        options = {"on_overflow": "retry"} if retry else {}
+        self.config = _config(case, graph)
         self.config.padded_dispatch = PaddedOptions(policy=case.policy, **options)
         self.chunks = _chunks(case, self.config)
         self._optimizer = _optimizer(case, self.chunks)
@@ -280,7 +283,7 @@ def draws(case: RetriedCase) -> Iterator[dict[str, Tensor]]:
         yield {"ids": ids.to(case.device)}
 
 
-def _config(case: RetriedCase, graph: str, factor: float | None) -> TransformerConfig:
+def _config(case: RetriedCase, graph: str) -> TransformerConfig:
     captured: dict[str, Any] = {}
     if graph == "layer":
         captured = layer_graphs("attn", "moe")
@@ -310,7 +313,7 @@ def _config(case: RetriedCase, graph: str, factor: float | None) -> TransformerC
         moe_router_topk=case.top_k,
         moe_router_dtype="fp32",
         moe_z_loss_coeff=1e-3,
-        moe_expert_capacity_factor=factor,
+        moe_expert_capacity_factor=case.factor,
         moe_token_dispatcher_type="padded_alltoall",
         moe_grouped_gemm=case.on_gpu,
         pipeline_model_parallel_size=case.pp,

@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
+from padded_dispatch.config import PoolSizes
+from tests.support.pools import pools
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingCase:
@@ -24,6 +27,10 @@ class RoutingCase:
         """Return map, probabilities and mask for the code under test."""
         mask_T = None if self.mask_T is None else torch.from_numpy(self.mask_T)
         return torch.from_numpy(self.map_TE), torch.from_numpy(self.probs_TE), mask_T
+
+    def sizes(self, capacity: int | None = None) -> PoolSizes:
+        """Return sizes with C slots for each expert; `capacity` instead of the case's own."""
+        return pools(self.map_TE.shape[1], capacity or self.capacity)
 
 
 @st.composite

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from padded_dispatch.config import DispatchConfig
 from padded_dispatch.ops.counters import Counters
 from padded_dispatch.train import metrics
 from padded_dispatch.train.metrics import Meter, StepWork, mean_over_ranks
@@ -15,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def counted(demand, kept, slots, unplaced=0):
-    counters = Counters(2, CPU)
+    counters = Counters(DispatchConfig(num_experts=2, top_k=1), CPU)
     counters.demand_E += torch.tensor(demand)
     counters.kept_E += torch.tensor(kept)
     counters.num_slots += slots

@@ -10,7 +10,10 @@ from padded_dispatch.tune.recorder import Recording, RoutingBuffer, TraceRecorde
 from padded_dispatch.tune.trace import load_trace, record_bytes
 from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.graph_protocol import Tape
+from tests.support.pools import pools
 from tests.support.routing_cases import RoutingCase, routing_cases
+
+SIZES = pools(5, 2)
 
 
 @given(routing_cases())
@@ -34,7 +37,7 @@ def microbatch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def observe(buffer: RoutingBuffer, number: int) -> None:
     map_TE, probs_TE = microbatch(number)
-    buffer.observe(map_TE, probs_TE, select(map_TE, probs_TE, capacity=2), 2)
+    buffer.observe(map_TE, probs_TE, select(map_TE, probs_TE, sizes=SIZES), SIZES)
 
 
 def buffer(num_microbatches: int = 2) -> RoutingBuffer:
@@ -77,10 +80,10 @@ def test_recorded_steps_have_all_their_microbatches_in_order(tmp_path, num_micro
 
 def test_a_replayed_microbatch_is_kept_like_an_eager_one():
     map_TE, probs_TE = microbatch(0)
-    selection = select(map_TE, probs_TE, capacity=2)
+    selection = select(map_TE, probs_TE, sizes=SIZES)
     replayed, eager, tape = buffer(3), buffer(3), Tape()
     with tape:
-        replayed.observe(map_TE, probs_TE, selection, 2)
+        replayed.observe(map_TE, probs_TE, selection, SIZES)
     observe(eager, 0)
     for number in range(1, 6):
         for static, new in zip((map_TE, probs_TE), microbatch(number), strict=True):
@@ -111,10 +114,10 @@ def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path):
 
 def test_what_a_trace_cannot_hold():
     map_TE, probs_TE = microbatch(0)
-    selection = select(map_TE, probs_TE, capacity=2)
+    selection = select(map_TE, probs_TE, sizes=SIZES)
     with pytest.raises(
         ValueError, match=r"probs_TE.dtype must .*, got torch.float64; .* moe_router_dtype='fp32'"
     ):
-        buffer().observe(map_TE, probs_TE.double(), selection, 2)
+        buffer().observe(map_TE, probs_TE.double(), selection, SIZES)
     with pytest.raises(ValueError, match=r"num_tokens must be 7, the size of the buffer, got 6"):
-        buffer().observe(map_TE[:6], probs_TE[:6], selection, 2)
+        buffer().observe(map_TE[:6], probs_TE[:6], selection, SIZES)
