@@ -29,7 +29,10 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
@@ -65,9 +68,10 @@ EAGER_STEPS = 2  # before a capture
 class RetriedCase:
     """A model, how ranks share it, and what a repeated step has to take back.
 
-    `graph`: what is captured: "layer", "local" (by Megatron's local graphs) or "full-iteration".
-    `overlap_param_gather`: of a distributed optimizer, which all cases on GPUs have; on a CPU its
-    place is taken by shards of plain SGD. `factor`: of the training with repeated steps.
+    `mtp`: a layer of multi-token prediction. `graph`: what is captured: "layer", "local" (by
+    Megatron's local graphs) or "full-iteration". `overlap_param_gather`: of a distributed
+    optimizer, which all cases on GPUs have; on a CPU its place is taken by shards of plain SGD.
+    `factor`: of the training with repeated steps.
     """
 
     name: str
@@ -82,6 +86,7 @@ class RetriedCase:
     expert_bias: bool = False
     policy: Literal["megatron", "random"] = "megatron"
     recompute: bool = False
+    mtp: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     factor: float = 0.5
@@ -122,10 +127,8 @@ def retried_equals_never_dropping(case: RetriedCase) -> Findings:
             if number == EAGER_STEPS and retried.graphs is not None:
                 retried.graphs.capture()
             wanted, given = never.step(number), retried.step(number)
-            assert wanted.keys() == given.keys()
-            for name in wanted:
-                if not torch.equal(bits(wanted[name]), bits(given[name])):
-                    differing[name] = differing.get(name, 0) + 1
+            for name in differing_names(wanted, given):
+                differing[name] = differing.get(name, 0) + 1
             if not never.random.generators.same_as(retried.random.generators):
                 differing["the random states"] = differing.get("the random states", 0) + 1
         assert retried.retry is not None
@@ -137,6 +140,12 @@ def retried_equals_never_dropping(case: RetriedCase) -> Findings:
         }
         retried.end()
         return Findings(differing=differing, facts=facts)
+
+
+def differing_names(wanted: dict[str, Tensor], given: dict[str, Tensor]) -> list[str]:
+    """Return the names of the tensors whose bits differ."""
+    assert wanted.keys() == given.keys()
+    return [name for name in wanted if not torch.equal(bits(wanted[name]), bits(given[name]))]
 
 
 @contextmanager
@@ -336,6 +345,7 @@ def _config(case: RetriedCase, graph: str) -> TransformerConfig:
         pipeline_dtype=dtype,
         deterministic_mode=True,
         finalize_model_grads_func=finalize_model_grads,
+        mtp_num_layers=1 if case.mtp else None,
         **balancing,
         **captured,
     )
@@ -365,6 +375,7 @@ def _chunks(case: RetriedCase, config: TransformerConfig) -> list[Any]:
             post_process=parallel_state.is_pipeline_last_stage(**where),
             position_embedding_type="rope",
             share_embeddings_and_output_weights=False,
+            mtp_block_spec=_mtp(case, config, spec),
             vp_stage=vp_stage,
         )
         if case.in_bf16:
@@ -377,6 +388,12 @@ def _chunks(case: RetriedCase, config: TransformerConfig) -> list[Any]:
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if case.vpp else no_sync[0]
     return chunks
+
+
+def _mtp(case: RetriedCase, config: TransformerConfig, spec: Any) -> Any:
+    if not case.mtp:
+        return None
+    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=case.on_gpu)
 
 
 def _optimizer(case: RetriedCase, chunks: list[Any]) -> Any:
