@@ -6,6 +6,9 @@
         for change in control.step(telemetry.step()):
             ...                            # log the change; capture CUDA graphs again
 
+With `on_overflow="retry"` only the schedule is followed: `Retry` repeats a step before the
+optimizer, and telemetry then has no drops to show.
+
 Decisions depend only on options and on snapshots, which are the same on all ranks. So all ranks
 make the same decisions in the same step, also for layers that they do not have. Nothing changes
 within a step: rows that a pass or a replay drops stay dropped, and are counted.

@@ -4,8 +4,8 @@
 forward-backward function, be it Megatron's schedule or a graph of it. `retry_steps` wraps that one
 function of Megatron-LM: where the model's options ask for retry, `train_step` gets a `Retry`.
 
-A test in which Megatron-LM repeats a step by itself (its rerun state machine) is not disturbed: it
-zeroes the gradients and rewinds the data before each attempt, and every attempt is a step here.
+Megatron-LM repeats a step by itself when it looks for irreproducible results (its rerun state
+machine). It zeroes gradients and rewinds the data before each attempt, so each is a step here.
 """
 
 import functools
@@ -42,14 +42,18 @@ def _with_retry(training: Any, train_step: Callable[..., Any]) -> Callable[..., 
         train_step: its function; the names of two of its arguments are read.
     """
     signature = inspect.signature(train_step)
-    retries: list[Retry] = []  # That of the present model and forward-backward function.
+    current: Retry | None = None
 
     def retry_for(forward_backward_func: Any, model: list[Any]) -> Retry:
-        made = [r for r in retries if r.forward_backward_func is forward_backward_func]
-        if not made or made[0].chunks is not model:
-            made = [Retry(forward_backward_func, model)]
-        retries[:] = made
-        return made[0]
+        """Return the `Retry` of this training; one more only for another model or function."""
+        nonlocal current
+        if (
+            current is None
+            or current.chunks is not model
+            or current.forward_backward_func is not forward_backward_func
+        ):
+            current = Retry(forward_backward_func, model)
+        return current
 
     @functools.wraps(train_step)
     def repeated(*args: Any, **kwargs: Any) -> Any:

@@ -91,7 +91,7 @@ TABLE = "map whole numbers from {} on to factors above 0, each number once"
     [
         ("alignment", 0, "be a whole number of at least 1, or 'auto'"),
         ("min_capacity", 0, "be a whole number of at least 1"),
-        ("on_overflow", "stop", "be one of drop, warn, error, grow"),
+        ("on_overflow", "stop", "be one of drop, warn, error, grow, retry"),
         ("overflow_threshold", 1.0, "be a share from 0 to below 1"),
         ("grow_after", 0, "be a whole number of at least 1"),
         ("telemetry_every", -1, "be a whole number of at least 1"),

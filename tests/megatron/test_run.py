@@ -35,6 +35,32 @@ def test_script_runs_as_main_with_its_own_arguments(tmp_path: Path):
     assert done.stdout.splitlines()[-1] == "__main__ ['--lr', '3', '-x'] 16 7"
 
 
+@pytest.mark.ahead
+@pytest.mark.parametrize("on_overflow", ["retry", "drop"])
+def test_megatron_lms_loop_beside_the_script_is_wrapped_for_retry(tmp_path: Path, on_overflow):
+    folder = tmp_path / "megatron" / "training"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "training.py").write_text("def train_step(model, forward_backward_func): pass")
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text(
+        "from megatron.training.training import train_step\n"
+        "print(hasattr(train_step, '__wrapped__'))"
+    )
+    done = run("--padded-on-overflow", on_overflow, str(script))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(on_overflow == "retry")
+
+
+@pytest.mark.ahead
+def test_a_script_without_megatron_lm_runs_with_retry_too(tmp_path: Path):
+    (tmp_path / "beside.py").write_text("VALUE = 7")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = run("--padded-on-overflow", "retry", str(tmp_path / "script.py"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "__main__ [] auto 7"
+
+
 def test_missing_script_is_named(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["run", "nowhere.py"])
     with pytest.raises(SystemExit) as end:

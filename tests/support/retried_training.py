@@ -198,8 +198,8 @@ class Training:
             )
         if graph == "full-iteration":
             self._iteration = IterationGraph(self.config)
-        self._passes = self._iteration or get_forward_backward_func()
-        self.retry = Retry(self._passes, self.chunks) if retry else None
+        self.schedule = self._iteration or get_forward_backward_func()
+        self.retry = Retry(self.schedule, self.chunks) if retry else None
         self.random = RandomStates.now()
         self._logged: dict[str, Tensor] = {}
         self.losses: list[float] = []
@@ -237,8 +237,8 @@ class Training:
         """Run forward and backward of all microbatches."""
         case = self.case
         iterators = [batches or draws(case) for _ in self.chunks]
-        return (self.retry or self._passes)(
-            forward_step_func=_forward,
+        return (self.retry or self.schedule)(
+            forward_step_func=forward,
             data_iterator=iterators,
             model=self.chunks,
             num_microbatches=case.microbatches,
@@ -412,7 +412,8 @@ def _optimizer(case: RetriedCase, chunks: list[Any]) -> Any:
     return get_megatron_optimizer(config, chunks)
 
 
-def _forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+def forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    """Run a microbatch: Megatron's `forward_step_func`."""
     ids = next(batches)["ids"]
     batch, length = ids.shape[0], ids.shape[1] - 1
     positions = torch.arange(length, device=ids.device).expand(batch, -1)

@@ -26,6 +26,7 @@ def row(step, **given) -> Row:
         "fill": 0.625,
         "dropped": 0.125,
         "unplaced": 0,
+        "retried": None,
         "allocated_gib": None,
         "reserved_gib": None,
     }
@@ -41,6 +42,12 @@ def test_a_line_on_a_cpu_and_on_a_gpu():
     assert progress_line(gpu, 10) == (
         "step 10/10  loss 3.2500  12,346 tokens/s  321 TFLOP/s per GPU  17.2 GiB"
     )
+
+
+def test_repeated_steps_are_in_the_line():
+    assert progress_line(row(7, retried=0), 200) == f"step   7/200  {LINE}  retried 0"
+    gpu = row(10, fill=None, dropped=None, allocated_gib=17.25, retried=3)
+    assert progress_line(gpu, 10).endswith("per GPU  retried 3  17.2 GiB")
 
 
 def show(stream, **given) -> str:

@@ -1,0 +1,126 @@
+"""Test repeated steps on GPUs, and write results rows.
+
+    python -m tests.gpu.retry --out notebooks/results/pools.json --commit SHA
+
+Two trainings run in lockstep: one with little capacity, CUDA graphs and `on_overflow="retry"`, and
+an eager one that fits its sizes to the routing and so never drops. All losses, gradients,
+parameters, buffers, logged sums and random states are the same, bit by bit. Every step of the first
+drops, so each is repeated. The cases `some steps` have so much capacity that only some steps drop;
+their rows have the number. The results file is complete after every case. `--only TEXT` runs the
+cases whose names contain the text. `--cpu N` tries the program on N processes over gloo, with a
+stand-in for CUDA graphs.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import re
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from padded_dispatch.utils.launch import WorkerError
+from tests.support.gpu_rows import Rows, parsed, wants
+from tests.support.pool import WorkerPool
+from tests.support.retried_training import RetriedCase, retried_equals_never_dropping
+
+CASE_S = 240.0
+CHECK = "repeated steps equal training that never drops"
+
+# Libraries read these when they are loaded, so they are set before a worker starts.
+ENVIRONMENT = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+
+_GPU: dict[str, Any] = {
+    "device": "cuda",
+    "steps": 6,
+    "batch": 1,
+    "seq": 256,
+    "hidden": 512,
+    "heads": 8,
+    "ffn": 512,
+    "num_experts": 32,
+    "top_k": 4,
+    "vocab": 512,
+}
+
+
+def cases() -> Iterator[RetriedCase]:
+    """Yield all cases, from one rank to two."""
+    for ranks, graph in itertools.product((1, 2), ("none", "layer", "local", "full-iteration")):
+        where: dict[str, Any] = {"ranks": ranks, "ep": ranks, "graph": graph, **_GPU}
+        name = f"EP{ranks}, graph {graph}"
+        yield RetriedCase(name=name, **where)
+        yield RetriedCase(name=f"{name}, 3 microbatches, draws", microbatches=3, **where | _DRAWS)
+    for graph in ("none", "layer", "full-iteration"):
+        two: dict[str, Any] = {"ranks": 2, "graph": graph, "microbatches": 3, **_GPU}
+        overlap: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+        yield RetriedCase(name=f"EP2, graph {graph}, all overlapped", ep=2, **overlap, **two)
+        yield RetriedCase(name=f"two replicas, graph {graph}, all overlapped", **overlap, **two)
+    deep: dict[str, Any] = {"ranks": 2, "pp": 2, "num_layers": 4, "microbatches": 4, **_GPU}
+    for graph in ("none", "layer"):
+        yield RetriedCase(name=f"PP2, graph {graph}", graph=graph, **deep)
+        yield RetriedCase(name=f"PP2/VPP2, graph {graph}", graph=graph, vpp=2, **deep)
+    for ranks, graph in itertools.product((1, 2), ("layer", "full-iteration")):
+        where = {"ranks": ranks, "ep": ranks, "graph": graph, **_GPU, "steps": 12, "factor": 1.6}
+        yield RetriedCase(name=f"some steps, EP{ranks}, graph {graph}", **where)
+
+
+_DRAWS: dict[str, Any] = {"policy": "random", "expert_bias": True}
+
+
+def on_cpu(case: RetriedCase) -> RetriedCase | None:
+    """Return a small version of a case for the CPU; None if Megatron needs a GPU for it."""
+    if case.graph in ("local", "full-iteration") or case.factor != 0.5:
+        return None
+    default = {field.name: field.default for field in dataclasses.fields(RetriedCase)}
+    small = {name: default[name] for name in (*_GPU, "dropout")} | {"dropout": 0.0}
+    # Its shards follow all ranks of a bucket; a pipeline's first bucket is not split alike.
+    return dataclasses.replace(case, **small, overlap_param_gather=False)
+
+
+def run_case(pool: WorkerPool, case: RetriedCase) -> dict[str, Any]:
+    """Run a case; return its row: the case, its findings, and whether it passed."""
+    started = time.monotonic()
+    row: dict[str, Any] = {"check": CHECK, "passed": False, **dataclasses.asdict(case)}
+    row |= {"contender": "ours", "facts": None, "failures": None}
+    try:
+        found = pool.run(retried_equals_never_dropping, case, timeout_s=CASE_S)
+    except WorkerError as error:
+        # Remove tracebacks, which contain paths of the machine.
+        row["failures"] = [re.sub(r"\nTraceback.*?(?=\nrank \d|\Z)", "", str(error), flags=re.S)]
+        pool.close()  # Their leftover state could break the next case.
+    else:
+        facts = row["facts"] = found[0].facts
+        failures = {f"rank {r}: {text}" for r, f in enumerate(found) for text in f.failures()}
+        if facts["retried"] == 0 or (case.factor == 0.5 and facts["retried"] < facts["steps"]):
+            failures.add(f"{facts['retried']} of {facts['steps']} steps were repeated")
+        row["failures"] = sorted(failures)[:20]
+        row["passed"] = not failures
+    return row | {"seconds": round(time.monotonic() - started, 2)}
+
+
+def main() -> int:
+    """Run all cases; return 1 if one failed."""
+    arguments = parsed(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
+    rows = Rows(arguments, arguments.num_gpus, ENVIRONMENT)
+    pool = WorkerPool(1, backend=arguments.backend)
+    for full in cases():
+        case = on_cpu(full) if arguments.cpu else full
+        if case is None or case.ranks > arguments.num_ranks or not wants(arguments, case.name):
+            continue
+        if pool.num_workers != case.ranks:
+            pool.close()
+            pool = WorkerPool(case.ranks, backend=arguments.backend)
+        rows.add(run_case(pool, case))
+    pool.close()
+    return rows.exit_code()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
