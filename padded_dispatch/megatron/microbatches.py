@@ -9,8 +9,8 @@ the last do, with tensor parallelism often only the first rank of a group, and v
 an iterator each. So nothing is read ahead, and every iterator records what is taken from it.
 
 Copies are recorded, because a loader may fill the same memory again and a forward step may change
-its batch. Reading may draw random numbers: a replay then sets the generators to where reading had
-left them.
+its batch. Reading may draw random numbers: a replay then sets the generators that reading drew from
+to where it had left them.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class RecordedMicrobatches:
 
     def __init__(self, source: Any) -> None:
         self._source = source
-        self._recorded: list[tuple[Any, GeneratorStates | None]] = []
+        self._recorded: list[tuple[Any, GeneratorStates]] = []
 
     def __iter__(self) -> "RecordedMicrobatches":
         return self
@@ -39,8 +39,8 @@ class RecordedMicrobatches:
     def __next__(self) -> Any:
         before = GeneratorStates.now()
         microbatch = next(self._source)
-        after = GeneratorStates.now()
-        self._recorded.append((_copy(microbatch), None if after.same_as(before) else after))
+        drawn_from = GeneratorStates.now().changed_since(before)
+        self._recorded.append((_copy(microbatch), drawn_from))
         return microbatch
 
     def __getattr__(self, name: str) -> Any:
@@ -48,9 +48,8 @@ class RecordedMicrobatches:
 
     def again(self) -> Iterator[Any]:
         """Yield the recorded microbatches."""
-        for microbatch, after in self._recorded:
-            if after is not None:
-                after.restore()
+        for microbatch, drawn_from in self._recorded:
+            drawn_from.restore()
             yield microbatch
 
 

@@ -11,6 +11,7 @@ Nothing here waits for the GPU: torch keeps the states of CUDA generators on the
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,43 +20,51 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
+# How to get and set the state of each generator that any code of this process may draw from.
+# Torch's functions are looked up in every call, because `megatron_on_cpu` replaces them.
+_GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "python": (random.getstate, random.setstate),
+    "numpy": (np.random.get_state, np.random.set_state),
+    "cuda": (lambda: torch.cuda.get_rng_state(), lambda state: torch.cuda.set_rng_state(state)),
+    "cpu": (lambda: torch.get_rng_state(), lambda state: torch.set_rng_state(state)),
+}
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GeneratorStates:
-    """States of the generators that any code of this process may draw from."""
+    """States of generators that any code of this process may draw from, by name."""
 
-    python: Any
-    numpy: Any
-    cpu: Tensor
-    cuda: Tensor
+    states: dict[str, Any]
 
     @classmethod
     def now(cls) -> "GeneratorStates":
-        """Return the states as they are."""
-        return cls(
-            python=random.getstate(),
-            numpy=np.random.get_state(),
-            cpu=torch.get_rng_state(),
-            cuda=torch.cuda.get_rng_state(),
-        )
+        """Return the states of all of them."""
+        return cls(states={name: get() for name, (get, _) in _GENERATORS.items()})
 
     def restore(self) -> None:
         """Set the generators to these states."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.cuda.set_rng_state(self.cuda)
-        torch.set_rng_state(self.cpu)
+        for name, state in self.states.items():
+            _, put = _GENERATORS[name]
+            put(state)
+
+    def changed_since(self, before: "GeneratorStates") -> "GeneratorStates":
+        """Return those states that are others than `before`."""
+        changed = {n: s for n, s in self.states.items() if not _same(s, before.states[n])}
+        return GeneratorStates(states=changed)
 
     def same_as(self, other: "GeneratorStates") -> bool:
         """Return whether both have the same states."""
-        (kind, words, *rest), (other_kind, other_words, *other_rest) = self.numpy, other.numpy
-        return (
-            self.python == other.python
-            and (kind, rest) == (other_kind, other_rest)
-            and np.array_equal(words, other_words)
-            and torch.equal(self.cpu, other.cpu)
-            and torch.equal(self.cuda, other.cuda)
-        )
+        return not self.changed_since(other).states
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two states of one generator are the same: tensors, or tuples."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    return all(
+        np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -187,7 +187,9 @@ class Training:
         retry = options.get("on_overflow") == "retry"
         graph = case.graph if retry else "none"
         self.config = _config(case, graph)
-        self.config.padded_dispatch = PaddedOptions(policy=case.policy, **options)
+        # On GPUs "auto" could choose other experts for other sizes; a CPU has only the spec's.
+        experts = "packed" if case.on_gpu else "auto"
+        self.config.padded_dispatch = PaddedOptions(policy=case.policy, experts=experts, **options)
         self.chunks = _chunks(case, self.config)
         self._optimizer = _optimizer(case, self.chunks)
         self.graphs = self._iteration = None
