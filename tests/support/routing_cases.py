@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
+from padded_dispatch.config import PoolSizes
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingCase:
@@ -42,6 +44,31 @@ def routing_cases(draw: st.DrawFn) -> RoutingCase:
         top_k=draw(st.integers(1, num_experts)),
         capacity=draw(st.integers(1, num_tokens + 2)),
     )
+
+
+def sizes_of(
+    num_experts: int, slots: int, num_pools: int | None = None, *, may_drop: bool = True
+) -> PoolSizes:
+    """Return the sizes of one source on one rank; by default, every expert has its own pool."""
+    num_pools = num_pools or num_experts
+    return PoolSizes(
+        num_experts=num_experts,
+        num_pools=num_pools,
+        pool_slots=slots,
+        num_rows=num_pools * slots,
+        may_drop=may_drop,
+    )
+
+
+# For `pools_of`.
+NUMBERS = st.integers(0, 4)
+
+
+def pools_of(case: RoutingCase, number: int) -> PoolSizes:
+    """Return sizes with C slots per pool; 0 is a pool for each expert, 1 one for all, and so on."""
+    num_experts = case.map_TE.shape[1]
+    counts = [num_experts, *(n for n in range(1, num_experts) if num_experts % n == 0)]
+    return sizes_of(num_experts, case.capacity, counts[number % len(counts)])
 
 
 def addresses(*shape: int, offset: int = 0) -> np.ndarray:
