@@ -14,10 +14,12 @@ from padded_dispatch import DispatchConfig, PaddedDispatcher, reference
 from padded_dispatch.config import POLICIES as ALL_POLICIES
 from padded_dispatch.ops.overflow import LEAST_KEPT, renormalize, reroute, select_with_remedy
 from padded_dispatch.ops.select import Selection, select
+from tests.support.pools import pools
 from tests.support.routing_cases import RoutingCase, assert_same, routing_cases
 
 POLICIES = pytest.mark.parametrize("policy", ALL_POLICIES)
 DRAW = 11
+SIZES = pools(5, 2)  # of the map in `routed`
 
 
 def tensor(array: np.ndarray | None) -> Tensor | None:
@@ -27,7 +29,7 @@ def tensor(array: np.ndarray | None) -> Tensor | None:
 def both(case: RoutingCase, policy: str) -> tuple[Selection, reference.Selection]:
     """The same selection of a case without padding tokens, by the code and by the reference."""
     map_TE, probs_TE, _ = case.tensors()
-    of_both = dict(capacity=case.capacity, policy=policy)
+    of_both = dict(sizes=case.sizes(), policy=policy)
     selection = select(
         map_TE, probs_TE, **of_both, protected_T=tensor(case.protected_T), draw=torch.tensor(DRAW)
     )
@@ -61,8 +63,8 @@ def test_the_example_of_renormalize():
 def test_the_example_of_reroute():
     map_TE = torch.tensor([[True, False, False], [True, False, False]])
     scores_TE = torch.tensor([[0.6, 0.1, 0.1], [0.5, 0.3, 0.2]])
-    selection = select(map_TE, scores_TE, capacity=1)
-    found = reroute(selection, scores_TE, capacity=1, policy="probs")
+    selection = select(map_TE, scores_TE, sizes=pools(3, 1))
+    found = reroute(selection, scores_TE, sizes=pools(3, 1), policy="probs")
     expected_TE = torch.tensor([[0.6, 0.0, 0.0], [0.0, 0.3, 0.0]])
     assert torch.equal(found.probs_TE, expected_TE)
     assert torch.equal(found.kept_TE, expected_TE > 0)
@@ -91,7 +93,7 @@ def test_renormalize_is_the_reference(policy, case: RoutingCase):
 def test_reroute_is_the_reference_and_keeps_its_promises(policy, given_case, rounds: int):
     case, choice_TE = given_case
     selection, by_loops = both(case, policy)
-    arguments = dict(capacity=case.capacity, policy=policy, rounds=rounds)
+    arguments = dict(sizes=case.sizes(), policy=policy, rounds=rounds)
     map_TE, scores_TE, _ = case.tensors()
     found = reroute(
         selection,
@@ -126,7 +128,7 @@ def test_enough_rounds_leave_no_dropped_row_beside_a_free_slot(case: RoutingCase
     found = reroute(
         selection,
         scores_TE,
-        capacity=case.capacity,
+        sizes=case.sizes(),
         policy="probs",
         rounds=map_TE.numel(),
     )
@@ -155,7 +157,7 @@ def test_gradients_are_those_of_the_function(remedy):
     def chosen(logits_TE: Tensor) -> Tensor:
         scores_TE = logits_TE.softmax(1)
         probs_TE = torch.where(map_TE, scores_TE, 0)
-        return select_with_remedy(config, 2, map_TE, probs_TE, scores_TE).probs_TE
+        return select_with_remedy(config, SIZES, map_TE, probs_TE, scores_TE).probs_TE
 
     kept_TE = chosen(logits_TE) > 0
     assert (~kept_TE).all(1).any()
@@ -167,7 +169,7 @@ def test_the_gradient_of_reroute_goes_to_scores_of_rerouted_and_probs_of_kept_ro
     config, map_TE = routed("reroute")
     scores_TE = torch.rand(9, 5, generator=torch.Generator().manual_seed(1)).requires_grad_()
     probs_TE = torch.where(map_TE, scores_TE.detach(), 0).requires_grad_()
-    selection = select_with_remedy(config, 2, map_TE, probs_TE, scores_TE)
+    selection = select_with_remedy(config, SIZES, map_TE, probs_TE, scores_TE)
     grad_TE = torch.arange(1.0, 46.0).view(9, 5)
     selection.probs_TE.backward(grad_TE)
     assert probs_TE.grad is not None and scores_TE.grad is not None
@@ -181,7 +183,7 @@ def test_renormalize_of_next_to_nothing_is_finite(kept):
     """Test a token that keeps a row of almost no probability, in fp32, forward and backward."""
     map_TE = torch.ones(2, 2, dtype=torch.bool)
     probs_TE = torch.tensor([[1.0, 0.5], [0.5, kept]], requires_grad=True)
-    selection = select(map_TE, probs_TE, capacity=1)
+    selection = select(map_TE, probs_TE, sizes=pools(2, 1))
     # Token 0 keeps both rows; token 1 is made to keep the second one.
     kept_TE = torch.tensor([[True, False], [False, True]])
     selection = dataclasses.replace(
@@ -199,7 +201,7 @@ def test_renormalize_of_next_to_nothing_is_finite(kept):
 def test_renormalize_leaves_the_bits_of_tokens_that_lost_nothing():
     probs_TE = torch.rand(50, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
     map_TE = torch.ones(50, 7, dtype=torch.bool)
-    selection = select(map_TE, probs_TE, capacity=40)
+    selection = select(map_TE, probs_TE, sizes=pools(7, 40))
     found_TE = renormalize(selection, probs_TE).probs_TE
     whole_T = selection.kept_TE.all(1)
     assert 0 < whole_T.sum() < 50
@@ -211,7 +213,7 @@ def test_renormalize_leaves_the_bits_of_tokens_that_lost_nothing():
 def test_probabilities_keep_their_dtype(remedy, dtype):
     config, map_TE = routed(remedy)
     probs_TE = torch.rand(9, 5, dtype=torch.float32).to(dtype)
-    selection = select_with_remedy(config, 2, map_TE, probs_TE, probs_TE.float())
+    selection = select_with_remedy(config, SIZES, map_TE, probs_TE, probs_TE.float())
     assert selection.probs_TE.dtype == dtype
 
 
@@ -223,10 +225,12 @@ def test_padding_tokens_change_nothing(policy, remedy):
     scores_TE = torch.rand(9, 5, generator=torch.Generator().manual_seed(3))
     real = torch.arange(9) % 4 != 1
     draw = torch.tensor(DRAW)
-    masked = select_with_remedy(config, 2, map_TE, scores_TE, scores_TE, mask_T=~real, draw=draw)
+    masked = select_with_remedy(
+        config, SIZES, map_TE, scores_TE, scores_TE, mask_T=~real, draw=draw
+    )
     assert not masked.kept_TE[~real].any() and not masked.probs_TE[~real].any()
     if policy != "random":  # A draw knows tokens by their index.
-        alone = select_with_remedy(config, 2, map_TE[real], scores_TE[real], scores_TE[real])
+        alone = select_with_remedy(config, SIZES, map_TE[real], scores_TE[real], scores_TE[real])
         assert torch.equal(masked.kept_TE[real], alone.kept_TE)
         assert torch.equal(masked.probs_TE[real], alone.probs_TE)
         assert torch.equal(masked.demand_E, alone.demand_E)
@@ -240,7 +244,7 @@ def test_through_the_dispatcher(remedy):
     scores_TE = torch.randint(1, 9, (9, 5), generator=torch.Generator().manual_seed(4)) / 8.0
     tokens_TD = torch.ones(9, 1)
     sent = PaddedDispatcher(config).dispatch(tokens_TD, scores_TE, map_TE, scores_TE=scores_TE)
-    expected = select_with_remedy(config, 2, map_TE, scores_TE, scores_TE)
+    expected = select_with_remedy(config, SIZES, map_TE, scores_TE, scores_TE)
     assert torch.equal(sent.selection.probs_TE, expected.probs_TE)
     assert sent.plan.unplaced_E.tolist() == [0] * 5
     assert torch.equal(sent.plan.kept_E, expected.kept_TE.sum(0, dtype=torch.int32))
@@ -249,4 +253,4 @@ def test_through_the_dispatcher(remedy):
 def test_reroute_without_scores_is_refused():
     config, map_TE = routed("reroute")
     with pytest.raises(ValueError, match="scores_TE must be given with remedy='reroute', got"):
-        select_with_remedy(config, 2, map_TE, torch.rand(9, 5))
+        select_with_remedy(config, SIZES, map_TE, torch.rand(9, 5))

@@ -8,13 +8,13 @@ from torch.library import opcheck
 from padded_dispatch import reference
 from padded_dispatch.ops.plan import make_plan, packed_slots, plan_in_torch
 from padded_dispatch.utils.routings import routing_map
+from tests.support.pools import pools
 from tests.support.routing_cases import (
     NUMBERS,
     RoutingCase,
     assert_same,
     pools_of,
     routing_cases,
-    sizes_of,
 )
 
 
@@ -92,9 +92,9 @@ def test_every_row_has_one_slot_and_no_slot_has_two(case: RoutingCase, number: i
 @given(case=routing_cases())
 def test_enough_room_keeps_every_row_of_every_expert(case: RoutingCase):
     map_TE = torch.from_numpy(case.map_TE)
-    plan = make_plan(map_TE, top_k=map_TE.shape[1], sizes=sizes_of(map_TE.shape[1], case.capacity))
+    plan = make_plan(map_TE, top_k=map_TE.shape[1], sizes=pools(map_TE.shape[1], case.capacity))
     assert torch.equal(plan.kept_E, map_TE.sum(0).clamp(max=case.capacity).int())
-    roomy = make_plan(map_TE, top_k=map_TE.shape[1], sizes=sizes_of(*map_TE.shape[::-1]))
+    roomy = make_plan(map_TE, top_k=map_TE.shape[1], sizes=pools(*map_TE.shape[::-1]))
     assert roomy.unplaced_E.sum().item() == 0
 
 
@@ -102,7 +102,7 @@ def test_enough_room_keeps_every_row_of_every_expert(case: RoutingCase):
 def test_a_large_map_is_the_reference(num_pools: int, slots: int):
     """Beyond what property tests reach: counts past one byte, sizes off every power of two."""
     map_TE = routing_map(1031, 67, 7, skew="hot", seed=5)
-    plan = make_plan(torch.from_numpy(map_TE), top_k=7, sizes=sizes_of(67, slots, num_pools))
+    plan = make_plan(torch.from_numpy(map_TE), top_k=7, sizes=pools(67, slots, 67 // num_pools))
     expected = reference.plan(map_TE, top_k=7, capacity=slots, num_pools=num_pools)
     lost = 1031 - 301 if num_pools == 67 else 7 * 1031 - 5003
     assert plan.unplaced_E.sum().item() == lost
@@ -114,6 +114,6 @@ def test_all_are_sound_custom_ops():
     map_TE = torch.ones(7, 6, dtype=torch.bool)
     opcheck(torch.ops.padded_dispatch.plan, (map_TE, 3, 6, 2))
     opcheck(torch.ops.padded_dispatch.plan, (map_TE, 3, 2, 4))
-    plan = make_plan(map_TE, top_k=3, sizes=sizes_of(6, 2))
+    plan = make_plan(map_TE, top_k=3, sizes=pools(6, 2))
     offsets_E = plan.kept_E.cumsum(0, dtype=torch.int32)
     opcheck(torch.ops.padded_dispatch.packed_slots, (plan.slot_of_TK, offsets_E, 2))

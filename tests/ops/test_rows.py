@@ -16,6 +16,7 @@ from padded_dispatch.ops.plan import DispatchPlan, make_plan
 from padded_dispatch.ops.select import select
 from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.grids import poisoned_memory
+from tests.support.pools import pools
 from tests.support.routing_cases import (
     NUMBERS,
     RoutingCase,
@@ -25,7 +26,6 @@ from tests.support.routing_cases import (
     leaf,
     pools_of,
     routing_cases,
-    sizes_of,
 )
 
 HIDDEN = 3
@@ -34,10 +34,10 @@ ALL_OPS = torch.ops.padded_dispatch
 
 def planned(case: RoutingCase, number: int = 0) -> tuple[DispatchPlan, reference.Plan]:
     sizes = pools_of(case, number)
-    pools = dict(capacity=sizes.pool_slots, num_pools=sizes.num_pools)
+    of_pools = dict(capacity=sizes.pool_slots, num_pools=sizes.num_pools)
     return (
         make_plan(torch.from_numpy(case.map_TE), top_k=case.top_k, sizes=sizes),
-        reference.plan(case.map_TE, top_k=case.top_k, **pools),
+        reference.plan(case.map_TE, top_k=case.top_k, **of_pools),
     )
 
 
@@ -75,9 +75,9 @@ def in_pools(buffers: np.ndarray, plan: reference.Plan) -> np.ndarray:
 def test_gathers_are_the_reference_s_dispatch(case: RoutingCase, number: int):
     plan, plan_by_loops = planned(case, number)
     num_tokens, num_experts = case.map_TE.shape
-    pools = plan_by_loops.choice_of_slot_GP.shape
+    shape = plan_by_loops.choice_of_slot_GP.shape
     tokens, probs = addresses(num_tokens, HIDDEN), addresses(num_tokens, num_experts, offset=100)
-    grad_rows, grad_probs = addresses(*pools, HIDDEN, offset=200), addresses(*pools)
+    grad_rows, grad_probs = addresses(*shape, HIDDEN, offset=200), addresses(*shape)
     with poisoned_memory():
         tokens_TD, probs_TE = leaf(tokens), leaf(probs)
         rows_GPD = ops.gather_rows(tokens_TD, plan)
@@ -192,7 +192,7 @@ def test_packing_is_the_reference(kept, shared: bool):
 def test_packing_in_one_step_equals_two_steps(one_pool: bool, case: RoutingCase):
     """Forward and backward, where all rows come from this rank."""
     num_tokens, num_experts = case.map_TE.shape
-    sizes = sizes_of(num_experts, case.capacity, 1 if one_pool else num_experts)
+    sizes = pools(num_experts, case.capacity, num_experts if one_pool else 1)
     plan = make_plan(torch.from_numpy(case.map_TE), top_k=case.top_k, sizes=sizes)
     offsets_E1 = ops.running_offsets(plan.kept_E[None])
     num_rows = offsets_E1[-1, 0]
@@ -223,7 +223,7 @@ def one_plan() -> DispatchPlan:
     """Tokens with 0 to K experts, an expert with too many rows, one with none."""
     map_TE = torch.from_numpy(thin_out(routing_map(7, 5, 3, seed=2), share=0.2))
     map_TE[:, 4] = False
-    plan = make_plan(map_TE, top_k=3, sizes=sizes_of(5, 2))
+    plan = make_plan(map_TE, top_k=3, sizes=pools(5, 2))
     assert plan.unplaced_E.sum().item() > 0
     assert (plan.slot_of_TK < 0).all(1).any()
     assert plan.kept_E.tolist()[4] == 0
@@ -309,8 +309,9 @@ def test_all_are_sound_custom_ops():
 
 
 def _whole_way(tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, weight_DD: Tensor) -> Tensor:
-    selection = select(map_TE, probs_TE, capacity=2)
-    plan = make_plan(selection.kept_TE, top_k=3, sizes=sizes_of(5, 2))
+    sizes = pools(map_TE.shape[1], 2)
+    selection = select(map_TE, probs_TE, sizes=sizes)
+    plan = make_plan(selection.kept_TE, top_k=3, sizes=sizes)
     rows_GPD = ops.gather_rows(tokens_TD, plan)
     probs_EC = ops.gather_meta(selection.probs_TE, plan)[:, :-1]
     return ops.combine_rows((rows_GPD @ weight_DD) * probs_EC[..., None], plan)
@@ -346,7 +347,7 @@ def test_the_same_input_gives_the_same_bits():
 def test_sums_of_narrow_rows_are_fp32_rounded_once(dtype):
     # `big` is where the spacing of the dtype becomes 2: adding ones one by one would lose them.
     big = 2.0 / torch.finfo(dtype).eps
-    plan = make_plan(torch.ones(1, 4, dtype=torch.bool), top_k=4, sizes=sizes_of(4, 1))
+    plan = make_plan(torch.ones(1, 4, dtype=torch.bool), top_k=4, sizes=pools(4, 1))
     narrow = torch.tensor([big, 1, 1, 1], dtype=dtype)
     assert ((narrow[0] + narrow[1]) + narrow[2]) + narrow[3] == big
     assert ops.combine_rows(narrow.view(4, 1, 1), plan).tolist() == [[big + 4]]  # 3, rounded
@@ -358,13 +359,13 @@ def test_sums_of_narrow_rows_are_fp32_rounded_once(dtype):
 
 def test_sums_follow_ascending_experts():
     # In fp32, (2**24 + 1) - 2**24 is 0 and (2**24 - 2**24) + 1 is 1: the order shows.
-    plan = make_plan(torch.ones(2, 3, dtype=torch.bool), top_k=3, sizes=sizes_of(3, 2))
+    plan = make_plan(torch.ones(2, 3, dtype=torch.bool), top_k=3, sizes=pools(3, 2))
     first_token, second_token = [2.0**24, 1.0, -(2.0**24)], [2.0**24, -(2.0**24), 1.0]
     rows_GPD = torch.tensor([first_token, second_token]).T[..., None]
     assert ops.combine_rows(rows_GPD, plan).tolist() == [[0.0], [1.0]]
 
 
 def test_fp64_stays_fp64():
-    plan = make_plan(torch.ones(1, 2, dtype=torch.bool), top_k=2, sizes=sizes_of(2, 1))
+    plan = make_plan(torch.ones(1, 2, dtype=torch.bool), top_k=2, sizes=pools(2, 1))
     rows_GPD = torch.tensor([1.0, 2.0**-40], dtype=torch.float64).view(2, 1, 1)
     assert ops.combine_rows(rows_GPD, plan).item() == 1.0 + 2.0**-40

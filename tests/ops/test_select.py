@@ -17,6 +17,7 @@ from padded_dispatch.ops.select import (
     random_scores,
     select,
 )
+from tests.support.pools import pools
 from tests.support.routing_cases import RoutingCase, assert_same, routing_cases
 
 POLICIES = pytest.mark.parametrize("policy", ALL_POLICIES)
@@ -30,7 +31,7 @@ def cut(case: RoutingCase, policy, *, capacity: int | None = None, draw: int = 0
     return select(
         map_TE,
         probs_TE,
-        capacity=capacity or case.capacity,
+        sizes=case.sizes(capacity),
         policy=policy,
         mask_T=mask_T,
         protected_T=None if case.protected_T is None else torch.from_numpy(case.protected_T),
@@ -67,7 +68,7 @@ def test_priority_serves_first_choices_first_and_sure_tokens_before_others():
     map_TE = torch.ones(4, 2, dtype=torch.bool)
 
     def kept(expert: int, capacity: int) -> list[int]:
-        chosen = select(map_TE, probs_TE, capacity=capacity, policy="priority")
+        chosen = select(map_TE, probs_TE, sizes=pools(2, capacity), policy="priority")
         return chosen.kept_TE[:, expert].nonzero().flatten().tolist()
 
     # Token 2's equal choices go by expert id: expert 0 is its first.
@@ -82,7 +83,7 @@ def test_select_is_the_reference(policy, case: RoutingCase, draw: int):
     expected = reference.select(
         case.map_TE,
         case.probs_TE,
-        capacity=case.capacity,
+        sizes=case.sizes(),
         policy=policy,
         mask_T=case.mask_T,
         protected_T=case.protected_T,
@@ -104,7 +105,7 @@ def test_the_gradient_reaches_what_was_kept(policy, case: RoutingCase):
     map_TE, probs_TE, mask_T = case.tensors()
     probs_TE.requires_grad_()
     selection = select(
-        map_TE, probs_TE, capacity=case.capacity, policy=policy, mask_T=mask_T, draw=DRAW
+        map_TE, probs_TE, sizes=case.sizes(), policy=policy, mask_T=mask_T, draw=DRAW
     )
     grad_TE = np.arange(1.0, map_TE.numel() + 1).reshape(map_TE.shape)
     selection.probs_TE.backward(torch.from_numpy(grad_TE))
@@ -136,9 +137,9 @@ def test_protected_tokens_are_dropped_only_where_they_alone_exceed_capacity(poli
 @given(case=routing_cases())
 def test_probabilities_outside_the_map_are_not_read(policy, case: RoutingCase):
     map_TE, probs_TE, _ = case.tensors()
-    clean = select(map_TE, probs_TE, capacity=case.capacity, policy=policy, draw=DRAW)
+    clean = select(map_TE, probs_TE, sizes=case.sizes(), policy=policy, draw=DRAW)
     probs_TE[~map_TE] = torch.nan
-    poisoned = select(map_TE, probs_TE, capacity=case.capacity, policy=policy, draw=DRAW)
+    poisoned = select(map_TE, probs_TE, sizes=case.sizes(), policy=policy, draw=DRAW)
     assert torch.equal(clean.kept_TE, poisoned.kept_TE)
     assert torch.equal(clean.probs_TE, poisoned.probs_TE)
 
@@ -147,7 +148,7 @@ def test_probabilities_outside_the_map_are_not_read(policy, case: RoutingCase):
 def test_ties_keep_the_lowest_token_in_a_map_of_any_size(policy):
     # Where an unstable sort or top-k would show: thousands of equal probabilities.
     map_TE = torch.ones(4099, 3, dtype=torch.bool)
-    selection = select(map_TE, torch.full((4099, 3), 0.125), capacity=1000, policy=policy)
+    selection = select(map_TE, torch.full((4099, 3), 0.125), sizes=pools(3, 1000), policy=policy)
     expected_T = torch.arange(4099) < 1000
     assert torch.equal(selection.kept_TE, expected_T[:, None].expand(-1, 3))
 
@@ -191,7 +192,9 @@ def test_random_scores_of_one_expert_are_never_equal():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_probabilities_keep_their_dtype(dtype):
-    selection = select(torch.tensor([[True]]), torch.tensor([[0.3]], dtype=dtype), capacity=1)
+    selection = select(
+        torch.tensor([[True]]), torch.tensor([[0.3]], dtype=dtype), sizes=pools(1, 1)
+    )
     assert selection.probs_TE.dtype == dtype
     assert selection.probs_TE.item() == torch.tensor(0.3, dtype=dtype).item()
 
@@ -199,9 +202,9 @@ def test_probabilities_keep_their_dtype(dtype):
 def test_wrong_arguments_are_refused():
     arguments = torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 2)
     with pytest.raises(ValueError, match=r"^policy must be one of probs, .*, got 'rand'$"):
-        select(*arguments, capacity=1, policy="rand")  # pyright: ignore
+        select(*arguments, sizes=pools(2, 1), policy="rand")  # pyright: ignore
     with pytest.raises(ValueError, match=r"^draw must be .* policy='random', got None; pass one"):
-        select(*arguments, capacity=1, policy="random")
+        select(*arguments, sizes=pools(2, 1), policy="random")
 
 
 def test_all_are_sound_custom_ops():

@@ -9,6 +9,7 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from padded_dispatch.config import PoolSizes
+from tests.support.pools import pools
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,10 @@ class RoutingCase:
         """Return map, probabilities and mask for the code under test."""
         mask_T = None if self.mask_T is None else torch.from_numpy(self.mask_T)
         return torch.from_numpy(self.map_TE), torch.from_numpy(self.probs_TE), mask_T
+
+    def sizes(self, capacity: int | None = None) -> PoolSizes:
+        """Return sizes with C slots for each expert; `capacity` instead of the case's own."""
+        return pools(self.map_TE.shape[1], capacity or self.capacity)
 
 
 @st.composite
@@ -46,20 +51,6 @@ def routing_cases(draw: st.DrawFn) -> RoutingCase:
     )
 
 
-def sizes_of(
-    num_experts: int, slots: int, num_pools: int | None = None, *, may_drop: bool = True
-) -> PoolSizes:
-    """Return the sizes of one source on one rank; by default, every expert has its own pool."""
-    num_pools = num_pools or num_experts
-    return PoolSizes(
-        num_experts=num_experts,
-        num_pools=num_pools,
-        pool_slots=slots,
-        num_rows=num_pools * slots,
-        may_drop=may_drop,
-    )
-
-
 # For `pools_of`.
 NUMBERS = st.integers(0, 4)
 
@@ -68,7 +59,7 @@ def pools_of(case: RoutingCase, number: int) -> PoolSizes:
     """Return sizes with C slots per pool; 0 is a pool for each expert, 1 one for all, and so on."""
     num_experts = case.map_TE.shape[1]
     counts = [num_experts, *(n for n in range(1, num_experts) if num_experts % n == 0)]
-    return sizes_of(num_experts, case.capacity, counts[number % len(counts)])
+    return pools(num_experts, case.capacity, num_experts // counts[number % len(counts)])
 
 
 def addresses(*shape: int, offset: int = 0) -> np.ndarray:
