@@ -47,9 +47,19 @@ def test_select_ignores_padding_tokens():
 def test_plan_fills_slots_in_token_order():
     plan = reference.plan(bools("x.", "xx", ".x"), top_k=2, capacity=2)
     assert plan.slot_of_TK.tolist() == [[0, -1], [1, 2], [3, -1]]
-    assert plan.choice_of_slot_EC.tolist() == [[0, 2], [3, 4]]
+    assert plan.choice_of_slot_GP.tolist() == [[0, 2], [3, 4]]
     assert plan.kept_E.tolist() == [2, 2]
     assert plan.num_unplaced == 0
+
+
+def test_plan_of_pools_orders_rows_by_expert():
+    # Two pools of two experts each, P = 3. The second pool has one slot too few for expert 3.
+    plan = reference.plan(bools("xx..", ".x.x", "x.xx", "..x."), top_k=3, capacity=3, num_pools=2)
+    assert plan.slot_of_TK.tolist() == [[0, 2, -1], [-1, 5, -1], [1, 3, -1], [4, -1, -1]]
+    assert plan.expert_of_TK.tolist() == [[0, 1, -1], [-1, 3, -1], [0, 2, -1], [2, -1, -1]]
+    assert plan.choice_of_slot_GP.tolist() == [[0, 6, 1], [7, 9, 4]]
+    assert plan.kept_E.tolist() == [2, 1, 2, 1]
+    assert plan.num_unplaced == 2
 
 
 def test_plan_counts_what_has_no_slot():
@@ -57,7 +67,7 @@ def test_plan_counts_what_has_no_slot():
     # than C; the lost row keeps its place among the choices of token 2.
     plan = reference.plan(bools("xxx", "x..", "x.x"), top_k=2, capacity=2)
     assert plan.slot_of_TK.tolist() == [[0, 2], [1, -1], [-1, 4]]
-    assert plan.choice_of_slot_EC.tolist() == [[0, 2], [1, -1], [5, -1]]
+    assert plan.choice_of_slot_GP.tolist() == [[0, 2], [1, -1], [5, -1]]
     assert plan.kept_E.tolist() == [2, 1, 1]
     assert plan.num_unplaced == 2
 
@@ -103,6 +113,25 @@ def test_dispatch_puts_each_row_into_its_source_s_block(plans):
     # Source 1 sent nothing.
     assert not given.rows_RLMD[:, :, 2:4].any()
     assert not given.kept_RSL[:, 1].any()
+
+
+def test_pools_move_the_same_rows():
+    """Without drops, only the rows' places in their source's pools differ."""
+    maps = [thin_out(routing_map(TOKENS, EXPERTS, TOP_K, seed=s), share=0.2) for s in range(2)]
+    given, packed = [], []
+    for num_pools, slots in ((EXPERTS, TOKENS), (RANKS, 2 * TOKENS), (1, TOP_K * TOKENS)):
+        plans = [
+            reference.plan(map_TE, top_k=TOP_K, capacity=slots, num_pools=num_pools)
+            for map_TE in maps
+        ]
+        given.append(reference.dispatch(TOKENS_STD[:2], PROBS_STE[:2], plans, num_ranks=RANKS))
+        rows, kept = given[-1].rows_RLMD, given[-1].kept_RSL
+        packed.append([reference.pack(*one).tolist() for one in zip(rows, kept, strict=True)])
+        home_STD = reference.combine(rows, plans)
+        num_kept_ST = np.stack(maps).sum(2)
+        np.testing.assert_array_equal(home_STD, TOKENS_STD[:2] * num_kept_ST[..., None])
+    assert packed[0] == packed[1] == packed[2]
+    np.testing.assert_array_equal(given[0].kept_RSL, given[2].kept_RSL)
 
 
 def test_combine_of_dispatch_multiplies_by_the_number_of_kept_rows(plans):
