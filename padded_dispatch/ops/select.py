@@ -62,6 +62,7 @@ class Selection:
         rerouted_E: int32, rows that remedy "reroute" brought to each expert; None without it.
         kept_SE: int32, rows that each source keeps for each expert, the same on all ranks. None
             unless sources share slots: pool "receiver" with several sources.
+        demand_SE: int32, rows asked for by each source, where a layer exchanged them; for counters.
     """
 
     asked_TE: Tensor
@@ -71,6 +72,7 @@ class Selection:
     protected_dropped_E: Tensor | None = None
     rerouted_E: Tensor | None = None
     kept_SE: Tensor | None = None
+    demand_SE: Tensor | None = None
 
 
 @nvtx_range("select")
