@@ -317,13 +317,10 @@ def select_backward(kept_TE: NDArray, grad_TE: NDArray) -> NDArray:
     return np.where(kept_TE, grad_TE, np.zeros_like(grad_TE))
 
 
-def plan(kept_TE: NDArray, *, top_k: int, capacity: int, num_pools: int | None = None) -> Plan:
-    """Give every kept row a slot, by expert, then by token, while its pool has free slots.
-
-    `capacity`: slots of a pool (P). `num_pools`: G; None is a pool for each expert.
-    """
+def plan(kept_TE: NDArray, *, top_k: int, sizes: PoolSizes) -> Plan:
+    """Give every kept row a slot, by expert, then by token, while its pool has free slots."""
     num_tokens, num_experts = kept_TE.shape
-    num_pools = num_experts if num_pools is None else num_pools
+    num_pools, capacity = sizes.num_pools, sizes.pool_slots
     slot_of_TK = np.full((num_tokens, top_k), -1, np.int32)
     expert_of_TK = np.full((num_tokens, top_k), -1, np.int32)
     choice_of_slot_GP = np.full((num_pools, capacity), -1, np.int32)

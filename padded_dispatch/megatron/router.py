@@ -34,7 +34,7 @@ from padded_dispatch.config import DispatchConfig, PoolSizes, require
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import agree_on_shapes
-from padded_dispatch.exchange.fit import Fitted
+from padded_dispatch.exchange.fit import Fitted, require_eager
 from padded_dispatch.megatron.compat import capturing
 from padded_dispatch.megatron.config import LayerConfigs, padded_options
 from padded_dispatch.ops.counters import RoutingObserver
@@ -242,13 +242,7 @@ class SelectAfterCounting(TopKRouter):
         """Return the sizes of this pass; with `FIT`, find them and leave them to the dispatcher."""
         if not config.fits:
             return config.sizes(asked_TE.shape[0])
-        require(
-            not capturing(),
-            "capacity_factor",
-            config.capacity_factor,
-            "be a number in a CUDA graph, because sizes that fit are read on the host in each pass",
-            "set a number or no-drop where graphs are captured: the eval_factor for evaluation",
-        )
+        require_eager(capturing())
         fitted = self.selector.fit(config, asked_TE)
         self.selector.configs.fitted = fitted
         return fitted.sizes_of_pass

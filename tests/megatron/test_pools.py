@@ -78,9 +78,9 @@ def test_a_pool_drops_only_when_it_is_full(policy, remedy):
     assert (counters.max_demand.item(), counters.num_unplaced.item()) == (20 * K, 0)
 
 
-def _on_two_ranks(work: Callable[..., Any], *args: Any, **sizes: int) -> Any:
+def _over_two_ranks(work: Callable[..., Any], *args: Any) -> Any:
     with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(**sizes)
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
         try:
             return work(*args)
         finally:
@@ -113,9 +113,8 @@ RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 @pytest.mark.parametrize("factor", [0.25, 0.5, 1.0])
 @pytest.mark.parametrize("pool", POOLS)
 def test_two_ranks_keep_what_their_pools_hold(pool2, pool, factor, recompute):
-    sizes = {"expert_model_parallel_size": 2}
     (first, differs, seen), (second, differs_too, seen_too) = pool2.run(
-        _on_two_ranks, _kept_rows, pool, factor, recompute, **sizes
+        _over_two_ranks, _kept_rows, pool, factor, recompute
     )
     assert differs == differs_too == []
     demand_SR = np.array([first["demand_E"], second["demand_E"]]).reshape(2, 2, 2).sum(2)
@@ -153,8 +152,7 @@ def _several_in_flight(pool: str) -> list[str]:
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_several_passes_in_flight_keep_their_own_plans(pool2, pool):
-    sizes = {"expert_model_parallel_size": 2}
-    assert pool2.run(_on_two_ranks, _several_in_flight, pool, **sizes) == [[], []]
+    assert pool2.run(_over_two_ranks, _several_in_flight, pool) == [[], []]
 
 
 def _evaluation_fits(pool: str, max_factor: float) -> Any:
@@ -178,8 +176,7 @@ def _evaluation_fits(pool: str, max_factor: float) -> Any:
 @pytest.mark.parametrize("max_factor", [NO_DROP, 0.5], ids=["one round", "rounds"])
 @pytest.mark.parametrize("pool", ["expert", *POOLS])
 def test_evaluation_drops_nothing_and_equals_a_dropless_one(pool2, pool, max_factor):
-    sizes = {"expert_model_parallel_size": 2}
-    first, second = pool2.run(_on_two_ranks, _evaluation_fits, pool, max_factor, **sizes)
+    first, second = pool2.run(_over_two_ranks, _evaluation_fits, pool, max_factor)
     for equal, (demand_E, kept_E), fitted, _ in (first, second):
         assert equal == [True] * 3
         assert demand_E == kept_E and sum(kept_E) == (12 + 3 + 12) * K

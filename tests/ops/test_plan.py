@@ -51,9 +51,7 @@ def test_plan_is_the_reference(case: RoutingCase, number: int):
     kept_SE = torch.zeros(1, dtype=torch.int32)
     map_TE = torch.from_numpy(case.map_TE)
     plan = make_plan(map_TE, top_k=case.top_k, sizes=sizes, kept_SE=kept_SE)
-    expected = reference.plan(
-        case.map_TE, top_k=case.top_k, capacity=sizes.pool_slots, num_pools=sizes.num_pools
-    )
+    expected = reference.plan(case.map_TE, top_k=case.top_k, sizes=sizes)
     assert_same(plan.slot_of_TK, expected.slot_of_TK)
     assert_same(plan.expert_of_TK, expected.expert_of_TK)
     assert_same(plan.choice_of_slot_GP, expected.choice_of_slot_GP)
@@ -102,8 +100,9 @@ def test_enough_room_keeps_every_row_of_every_expert(case: RoutingCase):
 def test_a_large_map_is_the_reference(num_pools: int, slots: int):
     """Beyond what property tests reach: counts past one byte, sizes off every power of two."""
     map_TE = routing_map(1031, 67, 7, skew="hot", seed=5)
-    plan = make_plan(torch.from_numpy(map_TE), top_k=7, sizes=pools(67, slots, 67 // num_pools))
-    expected = reference.plan(map_TE, top_k=7, capacity=slots, num_pools=num_pools)
+    sizes = pools(67, slots, 67 // num_pools)
+    plan = make_plan(torch.from_numpy(map_TE), top_k=7, sizes=sizes)
+    expected = reference.plan(map_TE, top_k=7, sizes=sizes)
     lost = 1031 - 301 if num_pools == 67 else 7 * 1031 - 5003
     assert plan.unplaced_E.sum().item() == lost
     assert_same(plan.slot_of_TK, expected.slot_of_TK)

@@ -34,10 +34,9 @@ ALL_OPS = torch.ops.padded_dispatch
 
 def planned(case: RoutingCase, number: int = 0) -> tuple[DispatchPlan, reference.Plan]:
     sizes = pools_of(case, number)
-    of_pools = dict(capacity=sizes.pool_slots, num_pools=sizes.num_pools)
     return (
         make_plan(torch.from_numpy(case.map_TE), top_k=case.top_k, sizes=sizes),
-        reference.plan(case.map_TE, top_k=case.top_k, **of_pools),
+        reference.plan(case.map_TE, top_k=case.top_k, sizes=sizes),
     )
 
 
