@@ -164,7 +164,7 @@ def _evaluation_fits(pool: str, max_factor: float) -> Any:
     with torch.no_grad():
         for one in (made.eval(), whole.eval()):
             results.append(
-                [one(tokens(length, seed))[0] for seed, length in enumerate((12, 3, 12))]
+                [one(tokens(length, seed))[0] for seed, length in enumerate((12, 10, 12))]
             )
     counters, dispatcher = made.token_dispatcher.eval_counters, made.token_dispatcher
     assert not dispatcher.counters.totals.any()
@@ -179,7 +179,7 @@ def test_evaluation_drops_nothing_and_equals_a_dropless_one(pool2, pool, max_fac
     first, second = pool2.run(_over_two_ranks, _evaluation_fits, pool, max_factor)
     for equal, (demand_E, kept_E), fitted, _ in (first, second):
         assert equal == [True] * 3
-        assert demand_E == kept_E and sum(kept_E) == (12 + 3 + 12) * K
+        assert demand_E == kept_E and sum(kept_E) == (12 + 10 + 12) * K
         assert fitted.sizes.num_pools == 2  # Those of "rank" need least room.
         assert (fitted.num_rounds > 1) == (max_factor == 0.5)
     assert first[2] == second[2]
@@ -201,8 +201,10 @@ def test_an_eager_evaluation_inside_a_capture_raises(monkeypatch):
 @pytest.mark.parametrize("pool", POOLS)
 def test_experts_that_cannot_be_packed_are_named(pool):
     options = PaddedOptions(capacity_pool=pool)
+    settings = {"moe_apply_probs_on_input": True, "moe_router_pre_softmax": True}
+    settings["moe_router_topk"] = 1
     with pytest.raises(ValueError) as error:
-        tiny.padded_layer(options, moe_apply_probs_on_input=True, moe_router_topk=1)
+        tiny.padded_layer(options, **settings)
     lines = str(error.value).splitlines()
     assert lines[0] == (
         "capacity_pool must be expert, because experts that share slots are packed, which do not "
