@@ -4,9 +4,9 @@ A row's place in its pool's order is two unsigned numbers. The first one has few
 level and, under "priority", which choice of its token it is. The second one is the policy's score:
 the bits of a float, in its order, or random bits. Equals are ordered by token, then by expert.
 
-1. `_count_kernel` copies the asked map to the kept one, and counts each expert's rows.
-2. `_list_kernel` lists the rows of each pool that has more of them than slots, by token, then by
-   expert, with their two numbers. A pool without overflow is done.
+1. `_select_count_kernel` copies the asked map to the kept one, and counts each expert's rows.
+2. `_select_list_kernel` lists the rows of each pool that has more of them than slots, by token,
+   then by expert, with their two numbers. A pool without overflow is done.
 3. The numbers of the P-th row in the order are found digit by digit, 8 bits each (radix selection).
    A histogram of one digit, over the rows that agree in all digits before, says which digit it is.
 4. Rows behind the P-th one are struck from the kept map; of its equals, the first ones stay.
@@ -54,6 +54,7 @@ def kept_map(
     """
     num_tokens, num_experts = asked_TE.shape
     asked_TE, score_TE = asked_TE.contiguous(), probs_TE.contiguous()
+    limit_E = None if limit_E is None else limit_E.contiguous()
     num_choices, rank_TE = 1, None
     if policy == "priority":
         num_choices, rank_TE = num_experts, choice_ranks(asked_TE, probs_TE)
@@ -79,7 +80,7 @@ def kept_map(
     if second_bits:
         second_GN = torch.empty_like(listed_GN, dtype=_UNSIGNED[second_bits])
     blocks = dict(BLOCK_T=tiles.block_t, BLOCK_G=tiles.block_g, BLOCK_X=tiles.block_x, num_warps=8)
-    _count_kernel[tiles.grid](
+    _select_count_kernel[tiles.grid](
         asked_TE,
         kept_TE,
         asked_BE,
@@ -90,7 +91,7 @@ def kept_map(
         X=experts_per_pool,
         **blocks,
     )
-    _list_kernel[tiles.grid](
+    _select_list_kernel[tiles.grid](
         asked_TE,
         score_TE,
         rank_TE,
@@ -197,10 +198,10 @@ def _strike(
     state_DG3 = demand_E.new_empty(num_digits, num_pools, 3, dtype=torch.int64)
     grid = num_parts, num_pools
     for digit in range(num_digits):
-        _digit_kernel[grid](
+        _select_digit_kernel[grid](
             *pools, *order[1:], count_DGPV, state_DG3, digit, PARTS=num_parts, **constants
         )
-    _strike_kernel[grid](
+    _select_strike_kernel[grid](
         kept_TE, *pools, *order, count_DGPV, state_DG3, num_experts, PARTS=num_parts, **constants
     )
 
@@ -228,7 +229,7 @@ def choice_ranks(asked_TE: Tensor, probs_TE: Tensor) -> Tensor:
 
 
 @triton.jit
-def _count_kernel(
+def _select_count_kernel(
     asked,
     kept,
     asked_BE,
@@ -262,7 +263,7 @@ def _count_kernel(
 
 
 @triton.jit
-def _list_kernel(
+def _select_list_kernel(
     asked,
     score,
     rank,
@@ -413,7 +414,7 @@ def _select_kernel(
 
 
 @triton.jit(do_not_specialize=["digit"])
-def _digit_kernel(
+def _select_digit_kernel(
     demand,
     limit_E,
     slots,
@@ -462,7 +463,7 @@ def _digit_kernel(
 
 
 @triton.jit
-def _strike_kernel(
+def _select_strike_kernel(
     kept,
     demand,
     limit_E,

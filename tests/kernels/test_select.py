@@ -18,7 +18,7 @@ from padded_dispatch.config import POLICIES
 from padded_dispatch.kernels import select
 from padded_dispatch.ops.select import choice_ranks_in_torch, kept_map_in_torch
 from padded_dispatch.utils.routings import routing_map
-from tests.support.device import equal, few, here, here_if_tensor
+from tests.support.device import equal, here, here_if_tensor
 from tests.support.routing_cases import RoutingCase, cases_with_pools, routing_cases
 
 
@@ -85,7 +85,7 @@ def assert_is_torch(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@few
+@settings(max_examples=15)
 @given(given_case=cases_with_pools(), data=st.data())
 def test_select(dtype: torch.dtype, policy, given_case, data: st.DataObject):
     case, experts_per_pool = given_case
