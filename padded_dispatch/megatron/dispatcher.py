@@ -5,10 +5,10 @@ Conforms to `megatron.core.transformer.moe.token_dispatcher.MoETokenDispatcher`.
 The contract passes two tensors from method to method and leaves the rest to attributes. Ours are
 the plan's tensors, and nothing else: no shape and no Python number, because a replayed CUDA graph
 sets tensors by name (`cudagraph_attrs`) and runs no Python. T, G and P are read off their shapes,
-and with them which exchange serves the pass. No attribute needs a gradient, no backward reads one, and
-all are dropped when the layer is done, so that no graph memory stays pinned. (`offsets_LS` lives
-from the experts' input to the sum of their output. No capture of Megatron's begins or ends between,
-so no replay has to set it.)
+and with them which exchange serves the pass. No attribute needs a gradient, no backward reads one,
+and all are dropped when the layer is done, so that no graph memory stays pinned. (`offsets_LS`
+lives from the experts' input to the sum of their output. No capture of Megatron's begins or ends
+between, so no replay has to set it.)
 
 Letters: T tokens as [S, B] (sequence, batch), K experts per token, E experts, L experts on this
 rank, R ranks of the expert-parallel group, C capacity, G pools of P slots, of X experts each, D
