@@ -249,7 +249,7 @@ def test_every_policy_and_remedy_is_the_reference(on_ranks, num_ranks, etp_size,
 @POOLS
 @GRIDS
 def test_a_pool_keeps_as_many_rows_as_it_has_slots(on_ranks, num_ranks, etp_size, pool):
-    config = config_of(pool, num_ranks, etp_size)
+    config = config_of(pool, num_ranks, etp_size, capacity_factor=0.5)
     batch, sizes = make_batch(config), config.sizes(TOKENS)
     sources = num_ranks * etp_size
     results = on_ranks(sources, _steps, [config], batch)

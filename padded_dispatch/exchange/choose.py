@@ -338,11 +338,7 @@ class LayerExchanges:
         if config.num_sources == 1:
             kind, reason = "none", "one rank"
         elif config.capacity_pool == "receiver":
-            if tokens_TD.is_cuda:
-                raise ValueError(
-                    "capacity_pool='receiver' must have direct stores on GPUs, got "
-                    f"{reason}; set capacity_pool='rank', or make exchange='direct' possible"
-                )
+            _refuse_on_gpus(tokens_TD, reason)
             sizes = blocks_of_receivers(config, sizes, tokens_TD.shape[0])
         exchange = self._packed or self._padded
         if self._packed is not None and self._padded is not None:
@@ -385,6 +381,15 @@ class LayerExchanges:
         return (
             f"buffers of direct stores need {need / 2**30:.2f} GiB for {self._num_layers} layers, "
             f"and {free / 2**30:.2f} GiB are free"
+        )
+
+
+def _refuse_on_gpus(tokens_TD: Tensor, reason: str) -> None:
+    """Raise if an all-to-all would carry rows of pool "receiver" between GPUs."""
+    if tokens_TD.is_cuda:
+        raise ValueError(
+            f"capacity_pool='receiver' must have direct stores on GPUs, got: {reason}; "
+            "make exchange='direct' possible, or set capacity_pool='rank'"
         )
 
 

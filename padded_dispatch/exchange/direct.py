@@ -28,22 +28,23 @@ themselves. Every rank takes part in every call, also without rows. By buffer:
 - Counts (`Workspace.table_RE`) are written before the first barrier of a push. Their last readers
   (`place_rows`) finished before the second barrier of the push that they belong to, which this rank
   has passed.
-- Demands are written without a barrier before them, into two tables in turn. The readers of a table
-  (the copy) come before the next barrier of their stream, whichever it is: that of the next
-  `all_demands`, which uses the other table, or that of the push. So before a rank writes to a table
-  again, it has passed a barrier that all ranks reached after their copy. Rerouting asks once per
-  round, with no push between: that is why there are two tables. Replays repeat the turns of their
-  capture, and between the last call of one pass and the first of the next lies a push. All layers of
-  a group may share the tables, because the argument counts barriers of the group, not of a layer.
+- Demands are written without a barrier before them, into two tables in turn. A table's only reader
+  (the copy) comes before the next barrier of its stream: that of the next `all_demands`, which uses
+  the other table, or that of the push. So before a rank writes to a table again, it has passed a
+  barrier that all ranks reached after their copies. Rerouting asks once per round, with no push
+  between; one table would not be enough. Replays repeat the turns of their capture, and between the
+  last call of a pass and the first of the next lies a push. All layers of a group share the tables,
+  because the argument counts the group's barriers, not those of a layer.
 - Receive buffers of the forward pass, behind `all_demands`. Its barrier is the first of the push: a
-  rank that has passed it may write, because all ranks reached it after their last use of that
-  buffer. This holds because the push of a pass follows its `all_demands` on the stream, with nothing
-  between them but routing, selection and the plan, which read no received rows. The buffer is the
-  turn of this pass; its last owner's backward came before on the stream, in training, recomputation
-  (whose forward is a pass of its own, with demands and push), and with several microbatches in
-  flight, where other turns are not touched. An evaluation takes its turn like any pass.
+  rank that has passed it may write, because all ranks reached it after their last use of the
+  buffer. This holds because between a pass's `all_demands` and its push the stream holds only
+  routing, selection and the plan, which read no received rows. The buffer is the one whose turn it
+  is. With several microbatches in flight, others are not touched, and the backward pass of the
+  buffer's last owner came before, on every stream. Recomputation is a pass of its own, with demands
+  and a push, and so is an evaluation.
 - Gradients and returned slots, in the workspace, are written between the two barriers of their own
   call, forward and backward. A backward push has no `all_demands` before it and keeps its barrier.
+  It reads `kept_SE`, which the forward pass saved in memory of its own.
 
 What the caller must guarantee: all calls of a process are on one stream, or ordered as if they
 were; what the forward pass received is not used after the backward pass, and gradients not after

@@ -12,8 +12,8 @@ multiples of 16.
 
 Memory has a limit: no pool has more slots than `max_factor` would give it. A pass that needs more
 goes in rounds. Each round takes the next tokens, with all their rows, and all rounds have the same
-sizes. As no token is split, each sum over a token's rows is one sum, rounded once, and has the bits
-of a pass in one round. Buffers of a round are free for the next one; what backward needs stays.
+sizes. As no token is split, each sum over a token's rows is one sum, rounded once, as in a pass of
+one round. Buffers of a round are free for the next one; what backward needs stays.
 
 Letters: T tokens on this rank, E experts, G pools of a source.
 """
