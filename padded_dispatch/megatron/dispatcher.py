@@ -56,6 +56,15 @@ _PLAN_TENSORS = (
     "kept_SE",
 )
 
+_EVALUATION_FITS = (
+    "padded dispatch in evaluation: each pass has the sizes that its routing needs, and drops "
+    "nothing; for another capacity set eval_factor"
+)
+_EVALUATION_IS_AS_TRAINING = (
+    "padded dispatch in evaluation: capacity and drops are as in training, because a CUDA graph "
+    "captures evaluation; for another capacity set eval_factor"
+)
+
 _log = logging.getLogger("padded_dispatch")
 
 
@@ -201,6 +210,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             announce(config, tokens_TD, packed=choice.exchange.packed, logs=self._logs)
             self._choice = choice
             self._log_choice(tokens_TD.shape[0])
+        if self._logs and self._options.eval_factor is None and not self.configs.in_training:
+            _log_once(logging.INFO, _EVALUATION_FITS if config.fits else _EVALUATION_IS_AS_TRAINING)
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
         self._rounds = None

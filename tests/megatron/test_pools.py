@@ -214,5 +214,5 @@ def test_experts_that_cannot_be_packed_are_named(pool):
         "support"
     )
     assert lines[1].startswith("  moe_apply_probs_on_input=True: ")
-    assert lines[2] == f"got {pool!r}; set it to expert"
+    assert lines[2].startswith(f"got {pool!r}; set it to expert")
     assert dataclasses.replace(options, capacity_pool="expert").experts == "auto"
