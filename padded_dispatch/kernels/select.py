@@ -126,7 +126,7 @@ _UNSIGNED = {16: torch.uint16, 32: torch.uint32, 64: torch.uint64}
 
 @dataclass(frozen=True, kw_only=True)
 class _Tiles:
-    """How the programs of a launch divide the map: in blocks of tokens and of pools.
+    """The map's division among the programs of a launch: in blocks of tokens and of pools.
 
     Attributes:
         block_t: tokens that a program holds at once.
@@ -174,7 +174,10 @@ def _strike(
     second_GN: Tensor | None,
     first_bits: int,
 ) -> None:
-    """Clear the rows of `kept_TE` that have no slot, by the lists of their pools."""
+    """Clear the rows of `kept_TE` that have no slot, by the lists of their pools.
+
+    The arguments are those of `kept_map`, the lists, and the bits of the first number.
+    """
     num_pools, num_candidates = listed_GN.shape
     num_experts = len(demand_E)
     first_digits = triton.cdiv(first_bits, 8)
