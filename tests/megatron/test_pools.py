@@ -189,6 +189,21 @@ def test_evaluation_drops_nothing_and_equals_a_dropless_one(pool2, pool, max_fac
 
 
 @pytest.mark.usefixtures("one_process")
+def test_evaluation_is_that_of_a_dropless_stock_layer():
+    """Bit by bit: Megatron's own experts compute the same rows, in products of many rows."""
+    stock = tiny.layer(tiny.config("allgather")).eval()
+    options = PaddedOptions(experts="module")
+    ours = tiny.padded_layer(options, moe_expert_capacity_factor=0.5).eval()
+    ours.load_state_dict(stock.state_dict())
+    with torch.no_grad():
+        output, expected = (one(tokens(64))[0] for one in (ours, stock))
+    assert torch.equal(output, expected)
+    counters = ours.token_dispatcher.eval_counters
+    assert E * counters.max_demand <= counters.num_slots < E * 64
+    assert counters.max_demand > 64 * K / E * 0.5  # Training would have dropped.
+
+
+@pytest.mark.usefixtures("one_process")
 def test_an_eager_evaluation_inside_a_capture_raises(monkeypatch):
     made = layer("rank", 1.0, eval_factor=FIT).eval()
     monkeypatch.setattr("megatron.core.transformer.cuda_graphs._IS_GRAPH_CAPTURING", True)
