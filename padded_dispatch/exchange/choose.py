@@ -238,18 +238,19 @@ class LayerExchanges:
             )
         if layout != "packed":
             self._padded = AllToAllExchange(num_local_experts, group, etp_group, packed=False)
-        self._fitting = self._padded
+        fitting: Exchange | None = self._padded
         if layout != "padded":
-            self._fitting = LocalExchange(num_local_experts)
+            fitting = LocalExchange(num_local_experts)
             if config.num_sources > 1:
-                self._fitting = AllToAllExchange(
+                fitting = AllToAllExchange(
                     num_local_experts,
                     group,
                     etp_group,
                     packed=True,
                     experts_per_pool=num_local_experts,
                 )
-        assert self._fitting is not None
+        assert fitting is not None
+        self._fitting: Exchange = fitting
         self._choices: dict[tuple[int, ...], Choice] = {}
         self._chosen: dict[tuple[int, ...], Exchange] = {}
 

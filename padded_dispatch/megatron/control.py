@@ -50,7 +50,9 @@ class CapacityControl:
         local = {n: configs.training.capacity_factor for n, configs in self._configs.items()}
         of_ranks: list[dict[int, CapacityFactor]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(of_ranks, local)
-        factors = {number: factor for of_rank in of_ranks for number, factor in of_rank.items()}
+        factors: dict[int, CapacityFactor] = {}
+        for of_rank in of_ranks:
+            factors |= of_rank
         self.factors: dict[int, CapacityFactor] = dict(sorted(factors.items()))
         self._num_warnings = 0
         # Consecutive snapshots in which a layer dropped more than the threshold.
