@@ -262,11 +262,9 @@ def _(
 ):
     from padded_dispatch.kernels import select
 
-    # Nothing to choose from, or too many tokens for one program.
-    arguments = asked_TE, probs_TE, slots, policy, level_TE, draw
-    one_program = experts_per_pool == 1 and limit_E is None
-    if not one_program or not slots < asked_TE.shape[0] <= select.MAX_TOKENS:
-        return kept_map_in_torch(*arguments, experts_per_pool, limit_E)
+    arguments = asked_TE, probs_TE, slots, policy, level_TE, draw, experts_per_pool, limit_E
+    if limit_E is None and slots >= len(asked_TE) * experts_per_pool:
+        return kept_map_in_torch(*arguments)  # Nothing to choose from.
     return select.kept_map(*arguments)
 
 
