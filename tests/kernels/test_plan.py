@@ -10,7 +10,7 @@ from hypothesis import given
 from padded_dispatch.kernels import plan
 from padded_dispatch.ops.plan import packed_slots, plan_in_torch
 from tests.support.device import equal, few, here, ints
-from tests.support.routing_cases import NUMBERS, RoutingCase, pools_of, routing_cases
+from tests.support.routing_cases import RoutingCase, cases_with_pools, routing_cases
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,11 @@ def test_packed_slots_example():
 
 
 @few
-@given(case=routing_cases(), number=NUMBERS)
-def test_plan(case: RoutingCase, number: int):
-    map_TE, sizes = torch.from_numpy(case.map_TE), pools_of(case, number)
-    pools = sizes.num_pools, sizes.pool_slots
+@given(drawn=cases_with_pools())
+def test_plan(drawn: tuple[RoutingCase, int]):
+    case, shared = drawn
+    map_TE = torch.from_numpy(case.map_TE)
+    pools = map_TE.shape[1] // shared, case.capacity
     got = plan.plan(here(map_TE), case.top_k, *pools)
     equal(*zip(got, plan_in_torch(map_TE, case.top_k, *pools), strict=True))
 

@@ -12,7 +12,7 @@ from padded_dispatch.kernels import rows
 from padded_dispatch.ops import rows as ops
 from padded_dispatch.ops.plan import plan_in_torch
 from tests.support.device import DEVICE, equal, few, here, ints
-from tests.support.routing_cases import NUMBERS, RoutingCase, pools_of, routing_cases
+from tests.support.routing_cases import RoutingCase, cases_with_pools
 
 
 def test_spread_rows_example():
@@ -58,10 +58,12 @@ def test_unpack_rows_example():
 
 
 @few
-@given(case=routing_cases(), number=NUMBERS)
-def test_moves_and_sums(case: RoutingCase, number: int):
+@given(drawn=cases_with_pools())
+def test_moves_and_sums(drawn: tuple[RoutingCase, int]):
     """All that moves, by the maps of one plan; an odd width, rows with garbage where empty."""
-    map_TE, num_pools = torch.from_numpy(case.map_TE), pools_of(case, number).num_pools
+    case, shared = drawn
+    map_TE = torch.from_numpy(case.map_TE)
+    num_pools = map_TE.shape[1] // shared
     num_experts = map_TE.shape[1]
     slots, experts, choices, kept_E, _ = plan_in_torch(map_TE, case.top_k, num_pools, case.capacity)
     tokens_TD = torch.randn(map_TE.shape[0], 19)

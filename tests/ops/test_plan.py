@@ -10,10 +10,9 @@ from padded_dispatch.ops.plan import make_plan, packed_slots, plan_in_torch
 from padded_dispatch.utils.routings import routing_map
 from tests.support.pools import pools
 from tests.support.routing_cases import (
-    NUMBERS,
     RoutingCase,
     assert_same,
-    pools_of,
+    cases_with_pools,
     routing_cases,
 )
 
@@ -44,10 +43,11 @@ def test_the_example_of_packed_slots():
     assert packed_slots(slot_of_TK, offsets_E, 2).tolist() == [[0, 1], [2, -1]]
 
 
-@given(case=routing_cases(), number=NUMBERS)
-def test_plan_is_the_reference(case: RoutingCase, number: int):
+@given(drawn=cases_with_pools())
+def test_plan_is_the_reference(drawn: tuple[RoutingCase, int]):
     """Also for maps that were not cut down: rows with more than K, pools with more than P."""
-    sizes = pools_of(case, number)
+    case, shared = drawn
+    sizes = pools(case.map_TE.shape[1], case.capacity, shared)
     kept_SE = torch.zeros(1, dtype=torch.int32)
     map_TE = torch.from_numpy(case.map_TE)
     plan = make_plan(map_TE, top_k=case.top_k, sizes=sizes, kept_SE=kept_SE)
@@ -61,11 +61,12 @@ def test_plan_is_the_reference(case: RoutingCase, number: int):
     assert plan.kept_SE is kept_SE
 
 
-@given(case=routing_cases(), number=NUMBERS)
-def test_every_row_has_one_slot_and_no_slot_has_two(case: RoutingCase, number: int):
+@given(drawn=cases_with_pools())
+def test_every_row_has_one_slot_and_no_slot_has_two(drawn: tuple[RoutingCase, int]):
+    case, shared = drawn
     map_TE = torch.from_numpy(case.map_TE)
     num_tokens = map_TE.shape[0]
-    sizes = pools_of(case, number)
+    sizes = pools(case.map_TE.shape[1], case.capacity, shared)
     plan = make_plan(map_TE, top_k=case.top_k, sizes=sizes)
     # Shapes depend on sizes alone.
     assert plan.slot_of_TK.shape == plan.expert_of_TK.shape == (num_tokens, case.top_k)

@@ -18,13 +18,12 @@ from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.grids import poisoned_memory
 from tests.support.pools import pools
 from tests.support.routing_cases import (
-    NUMBERS,
     RoutingCase,
     addresses,
     assert_same,
+    cases_with_pools,
     grad_of,
     leaf,
-    pools_of,
     routing_cases,
 )
 
@@ -32,8 +31,8 @@ HIDDEN = 3
 ALL_OPS = torch.ops.padded_dispatch
 
 
-def planned(case: RoutingCase, number: int = 0) -> tuple[DispatchPlan, reference.Plan]:
-    sizes = pools_of(case, number)
+def planned(case: RoutingCase, shared: int = 1) -> tuple[DispatchPlan, reference.Plan]:
+    sizes = pools(case.map_TE.shape[1], case.capacity, shared)
     return (
         make_plan(torch.from_numpy(case.map_TE), top_k=case.top_k, sizes=sizes),
         reference.plan(case.map_TE, top_k=case.top_k, sizes=sizes),
@@ -70,9 +69,10 @@ def in_pools(buffers: np.ndarray, plan: reference.Plan) -> np.ndarray:
     return pools
 
 
-@given(case=routing_cases(), number=NUMBERS)
-def test_gathers_are_the_reference_s_dispatch(case: RoutingCase, number: int):
-    plan, plan_by_loops = planned(case, number)
+@given(drawn=cases_with_pools())
+def test_gathers_are_the_reference_s_dispatch(drawn: tuple[RoutingCase, int]):
+    case, shared = drawn
+    plan, plan_by_loops = planned(case, shared)
     num_tokens, num_experts = case.map_TE.shape
     shape = plan_by_loops.choice_of_slot_GP.shape
     tokens, probs = addresses(num_tokens, HIDDEN), addresses(num_tokens, num_experts, offset=100)
@@ -98,9 +98,10 @@ def test_gathers_are_the_reference_s_dispatch(case: RoutingCase, number: int):
     assert_same(grad_of(probs_TE), grad_probs_STE[0])
 
 
-@given(case=routing_cases(), number=NUMBERS)
-def test_combine_is_the_reference_and_reads_no_padded_row(case: RoutingCase, number: int):
-    plan, plan_by_loops = planned(case, number)
+@given(drawn=cases_with_pools())
+def test_combine_is_the_reference_and_reads_no_padded_row(drawn: tuple[RoutingCase, int]):
+    case, shared = drawn
+    plan, plan_by_loops = planned(case, shared)
     num_tokens = case.map_TE.shape[0]
     rows = addresses(*plan_by_loops.choice_of_slot_GP.shape, HIDDEN)
     rows[plan_by_loops.choice_of_slot_GP < 0] = np.nan
@@ -115,9 +116,10 @@ def test_combine_is_the_reference_and_reads_no_padded_row(case: RoutingCase, num
     assert_same(grad_of(rows_GPD), in_pools(grad_RLMD[0], plan_by_loops))
 
 
-@given(case=routing_cases(), number=NUMBERS)
-def test_nan_in_the_gradient_of_a_padded_row_is_not_read(case: RoutingCase, number: int):
-    plan, _ = planned(case, number)
+@given(drawn=cases_with_pools())
+def test_nan_in_the_gradient_of_a_padded_row_is_not_read(drawn: tuple[RoutingCase, int]):
+    case, shared = drawn
+    plan, _ = planned(case, shared)
     num_tokens, num_experts = case.map_TE.shape
     with poisoned_memory():
         tokens_TD = leaf(addresses(num_tokens, HIDDEN))
@@ -133,9 +135,10 @@ def test_nan_in_the_gradient_of_a_padded_row_is_not_read(case: RoutingCase, numb
     assert torch.equal(grad_of(probs_TE).sum(1), num_kept_T.double())
 
 
-@given(case=routing_cases(), number=NUMBERS)
-def test_identity_experts_give_the_sum_of_kept_probabilities(case: RoutingCase, number: int):
-    plan, _ = planned(case, number)
+@given(drawn=cases_with_pools())
+def test_identity_experts_give_the_sum_of_kept_probabilities(drawn: tuple[RoutingCase, int]):
+    case, shared = drawn
+    plan, _ = planned(case, shared)
     tokens_TD = torch.from_numpy(addresses(case.map_TE.shape[0], HIDDEN))
     meta_GPX = ops.gather_meta(torch.from_numpy(case.probs_TE), plan)
     probs_GP1 = meta_GPX[:, : case.capacity, None]

@@ -51,17 +51,6 @@ def routing_cases(draw: st.DrawFn) -> RoutingCase:
     )
 
 
-# For `pools_of`.
-NUMBERS = st.integers(0, 4)
-
-
-def pools_of(case: RoutingCase, number: int) -> PoolSizes:
-    """Return sizes with C slots per pool; 0 is a pool for each expert, 1 one for all, and so on."""
-    num_experts = case.map_TE.shape[1]
-    counts = [num_experts, *(n for n in range(1, num_experts) if num_experts % n == 0)]
-    return pools(num_experts, case.capacity, num_experts // counts[number % len(counts)])
-
-
 @st.composite
 def cases_with_pools(draw: st.DrawFn) -> tuple[RoutingCase, int]:
     """Draw a case, and how many of its experts share a pool."""
