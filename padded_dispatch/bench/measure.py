@@ -41,7 +41,7 @@ _PHASES = {
     "meta": r"_(gather|scatter)_meta_kernel",
     "gather": r"_spread_rows_kernel|\b_permute_kernel|_unpermute_bwd",
     "combine": r"_sum_rows_kernel|_unpermute_kernel",
-    "regroup": r"_regroup|_pack_rows|_unpack_rows|sort_chunks",
+    "regroup": r"_regroup|_move_rows|_pack_rows|_unpack_rows|sort_chunks",
     "exchange": r"nccl|_push_rows|_return_rows|_push_counts|_place_rows|barrier_kernel",
     "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas",
     "activation": r"silu|swiglu|gated|gelu|sigmoid|_activat\w*_kernel",
