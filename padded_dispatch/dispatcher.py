@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig, require
+from padded_dispatch.config import NO_DROP, DispatchConfig, require
 from padded_dispatch.exchange import Exchange, ExpertInput
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.choose import ExchangeKind, LayerExchanges, agree_on_shapes
+from padded_dispatch.exchange.choose import Choice, ExchangeKind, LayerExchanges, agree_on_shapes
+from padded_dispatch.exchange.fit import fit
 from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
 from padded_dispatch.ops.select import Selection
@@ -49,7 +50,7 @@ class PaddedDispatcher:
         config: its `num_ranks` and `etp_size` must be the groups' sizes.
         group: the expert-parallel process group; None for a single rank.
         etp_group: the group whose ranks split every expert's ffn; None where none do.
-        packed: give the experts packed rows, see `ExpertInput`.
+        packed: give the experts packed rows, see `ExpertInput`; experts that share slots need it.
         exchange: "alltoall", any backend's; "direct", stores between the GPUs of one host, see
             `padded_dispatch.exchange.direct`, which needs `packed`; or "auto", direct where that
             can work, see `padded_dispatch.exchange.choose`.
@@ -75,6 +76,7 @@ class PaddedDispatcher:
             value = getattr(config, field)
             require(value == size, field, value, f"be {size}, the size of its process group")
         self.config = config
+        self._groups = group, etp_group
         self.agreement = Agreement(group, etp_group)
         self.exchanges = LayerExchanges(
             config,
@@ -112,24 +114,42 @@ class PaddedDispatcher:
         Raises:
             ValueError: the same on all ranks, when their shapes differ or T is 0.
         """
-        capacity = agree_on_shapes(self.agreement, self.config, tokens_TD)
-        exchange = self.exchanges.choose(self.config, tokens_TD, probs_TE).exchange
+        agree_on_shapes(self.agreement, self.config, tokens_TD)
+        choice = self._choose(tokens_TD, probs_TE, map_TE, mask_T)
+        exchange = choice.exchange
         selection = select_with_remedy(
             self.config,
-            self.config.sizes(len(tokens_TD)),
+            choice.sizes if self.config.fits else self.config.sizes(len(tokens_TD)),
             map_TE,
             probs_TE,
             scores_TE,
             mask_T=mask_T,
             protected_T=protected_T,
             draw=draw,
+            all_demands=exchange.all_demands,
+            source=self.exchanges.source,
         )
-        plan = make_plan(selection.kept_TE, top_k=self.config.top_k, capacity=capacity)
-        outgoing = exchange.prepare(tokens_TD, selection.probs_TE, plan)
+        plan = make_plan(
+            selection.kept_TE,
+            top_k=self.config.top_k,
+            sizes=choice.sizes,
+            kept_SE=selection.kept_SE,
+        )
+        outgoing = exchange.prepare(tokens_TD, selection.probs_TE, plan, choice.sizes.num_rows)
         expert_input = exchange.arrange(exchange.move(outgoing))
         return Dispatched(
             expert_input=expert_input, plan=plan, selection=selection, exchange=exchange
         )
+
+    def _choose(
+        self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, mask_T: Tensor | None
+    ) -> Choice:
+        if not self.config.fits:
+            return self.exchanges.choose(self.config, tokens_TD, probs_TE)
+        asked_TE = map_TE if mask_T is None else map_TE & ~mask_T[:, None]
+        packed = self.exchanges.fits_packed
+        fitted = fit(self.config, asked_TE, *self._groups, packed=packed, max_factor=NO_DROP)
+        return self.exchanges.fitting(fitted.sizes)
 
     def combine(self, out_ND: Tensor, dispatched: Dispatched) -> Tensor:
         """Send the experts' output back and sum it per token: [N, D] to [T, D].

@@ -16,7 +16,7 @@ from hypothesis import given
 from torch import Tensor
 
 from padded_dispatch import DispatchConfig, Dispatched, ExpertInput, PaddedDispatcher, reference
-from padded_dispatch.config import NO_DROP
+from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.utils.launch import WorkerError
 from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.grids import GRIDS, Grid, grid, poisoned_memory
@@ -190,7 +190,6 @@ def _two_in_flight(config: DispatchConfig, batches: tuple[Batch, Batch]) -> list
 
 
 def assert_is_reference(config: DispatchConfig, batch: Batch, results: list[OneRank]) -> None:
-    capacity = config.capacity(batch.tokens_STD.shape[1])
     sizes = config.sizes(batch.tokens_STD.shape[1])
     selections = [
         reference.select(map_TE, probs_TE, sizes=sizes, policy=config.policy, mask_T=mask_T)
@@ -198,7 +197,7 @@ def assert_is_reference(config: DispatchConfig, batch: Batch, results: list[OneR
             batch.map_STE, batch.probs_STE, batch.mask_ST, strict=True
         )
     ]
-    plans = [reference.plan(s.kept_TE, top_k=config.top_k, capacity=capacity) for s in selections]
+    plans = [reference.plan(s.kept_TE, top_k=config.top_k, sizes=sizes) for s in selections]
     probs_STE = np.stack([selection.probs_TE for selection in selections])
     ranks = dict(num_ranks=config.num_ranks, etp_size=config.etp_size)
     out_STD = reference.layer(batch.tokens_STD, probs_STE, plans, numpy_experts, **ranks)
@@ -243,6 +242,19 @@ def test_every_option_is_the_reference(pool4: WorkerPool, changes):
     config = config_of(2, 2, **changes)
     batch = make_batch(config, "hot")
     assert_is_reference(config, batch, pool4.run(_one_step, config, batch))
+
+
+@pytest.mark.parametrize("routing", ["hot", "masked", "idle", "tiny"])
+def test_sizes_that_fit_drop_nothing(pool4: WorkerPool, routing):
+    batch = make_batch(config_of(2, 2), routing)
+    fitted, whole = (
+        pool4.run(_one_step, config_of(2, 2, capacity_factor=factor), batch)
+        for factor in (FIT, NO_DROP)
+    )
+    for ours, expected in zip(fitted, whole, strict=True):
+        for name in ("out_TD", "grad_tokens_TD", "grad_probs_TE", "demand_E"):
+            assert torch.equal(getattr(ours, name), getattr(expected, name)), name
+        assert len(ours.grad_out_ND) <= len(expected.grad_out_ND)
 
 
 @GRIDS

@@ -12,8 +12,8 @@ multiples of 16.
 
 Memory has a limit: no pool has more slots than `max_factor` would give it. A pass that needs more
 goes in rounds. Each round takes the next tokens, with all their rows, and all rounds have the same
-sizes. As no token is split, each sum over a token's rows is one sum, rounded once, and has the bits
-of a pass in one round. Buffers of a round are free for the next one; what backward needs stays.
+sizes. As no token is split, each sum over a token's rows is one sum, rounded once, as in a pass of
+one round. Buffers of a round are free for the next one; what backward needs stays.
 
 Letters: T tokens on this rank, E experts, G pools of a source.
 """
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig, PoolSizes
+from padded_dispatch.config import FIT, DispatchConfig, PoolSizes, require
 
 _LEAST = 16  # Slots of a pool are a multiple of it, and of a 16th of the power of two below.
 
@@ -73,7 +73,11 @@ def fit(
         groups: the groups whose ranks share the layer; None for a single rank.
         packed: the experts read packed rows.
         max_factor: the capacity factor whose slots no pool exceeds; `NO_DROP` sets no limit.
+
+    Raises:
+        ValueError: inside a capture.
     """
+    require_eager(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
     num_tokens = asked_TE.shape[0]
     pool = "rank" if packed else "expert"
     config = dataclasses.replace(config, capacity_pool=pool, capacity_factor=max_factor)
@@ -93,6 +97,21 @@ def fit(
         sizes=config.sizes_that_fit(tokens_per_round, min(round_up(demand), limit.pool_slots)),
         tokens_per_round=tokens_per_round,
         num_rounds=math.ceil(num_tokens / tokens_per_round),
+    )
+
+
+def require_eager(captures: bool) -> None:
+    """Raise if a CUDA graph captures a pass that would fit.
+
+    Raises:
+        ValueError: names the factor and what to set.
+    """
+    require(
+        not captures,
+        "capacity_factor",
+        FIT,
+        "be a number in a CUDA graph, because sizes that fit are read on the host in each pass",
+        "set a number or no-drop where graphs are captured: the eval_factor for evaluation",
     )
 
 

@@ -45,6 +45,14 @@ def captures_moe(config: Any) -> bool:
     return config.cuda_graph_impl != "none" and "moe" in str(scopes)
 
 
+def captures_routing(config: Any) -> bool:
+    """Return whether a config captures the routers of MoE layers in training."""
+    if getattr(config, "cuda_graph_impl", "none") in (None, "none"):
+        return False
+    scopes = graph_scopes(config)
+    return not scopes or captures_iteration(config) or any("moe" in scope for scope in scopes)
+
+
 def iteration_graph() -> dict[str, Any]:
     """Return config fields for one graph of all passes of a step; before 0.18 it is a scope."""
     if _IS_18:

@@ -11,7 +11,12 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 
 from padded_dispatch.config import FIT, NO_DROP, CapacityFactor, DispatchConfig, PoolSizes
 from padded_dispatch.exchange.fit import Fitted
-from padded_dispatch.megatron.compat import captures_iteration, capturing, number_in_model
+from padded_dispatch.megatron.compat import (
+    captures_iteration,
+    captures_routing,
+    capturing,
+    number_in_model,
+)
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
 from padded_dispatch.megatron.options import PaddedOptions
 
@@ -40,6 +45,16 @@ def check_config(config: Any) -> None:
             f"  fp8={fp8!r} with cuda_graph_impl={graphs!r}: untested. Remedy: train in bf16, or "
             'set cuda_graph_impl="none".'
         )
+    options = padded_options(config)
+    for name, factors in (
+        ("layer_factors", options.layer_factors),
+        ("schedule", options.factor_of_step),
+    ):
+        if FIT in factors.values() and captures_routing(config):
+            refused.append(
+                f"  {name}={getattr(options, name)!r} with cuda_graph_impl={graphs!r}: sizes that "
+                "fit a pass are read on the host. Remedy: numbers, or graphs of attention only."
+            )
     if refused:
         raise ValueError("\n".join(["the padded dispatcher does not support", *refused]))
 

@@ -16,10 +16,12 @@ within a step: rows that a pass or a replay drops stay dropped, and are counted.
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
+from padded_dispatch.config import FIT, CapacityFactor
 from padded_dispatch.megatron.options import PaddedOptions, show_factor
 from padded_dispatch.megatron.telemetry import Snapshots, padded_moe_layers
 from padded_dispatch.telemetry import Snapshot
@@ -49,10 +51,12 @@ class CapacityControl:
         for configs in self._configs.values():
             configs.controlled = True
         local = {n: configs.training.capacity_factor for n, configs in self._configs.items()}
-        of_ranks: list[dict[int, float]] = [{} for _ in range(dist.get_world_size())]
+        of_ranks: list[dict[int, CapacityFactor]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(of_ranks, local)
-        factors = {number: factor for of_rank in of_ranks for number, factor in of_rank.items()}
-        self.factors: dict[int, float] = dict(sorted(factors.items()))
+        factors: dict[int, CapacityFactor] = {}
+        for of_rank in of_ranks:
+            factors |= of_rank
+        self.factors: dict[int, CapacityFactor] = dict(sorted(factors.items()))
         self._num_warnings = 0
         # Consecutive snapshots in which a layer dropped more than the threshold.
         self._reads_above = dict.fromkeys(self.factors, 0)
@@ -61,7 +65,7 @@ class CapacityControl:
         if past:
             self._follow_schedule(max(past))
 
-    def set_factors(self, factors: dict[int, float]) -> None:
+    def set_factors(self, factors: Mapping[int, CapacityFactor]) -> None:
         """Change the factors of some layers, by number, between steps.
 
         CUDA graphs have to be captured again. Factors for evaluation (`eval_factor`) do not change.
@@ -121,7 +125,7 @@ class CapacityControl:
         for number in self.factors:
             self._reads_above[number] = self._reads_above[number] + 1 if number in above else 0
         ripe = [n for n in above if self._reads_above[n] >= self._options.grow_after]
-        larger = {n: [f for f in self._options.grow_factors if f > self.factors[n]] for n in ripe}
+        larger = {n: self._larger(self.factors[n]) for n in ripe}
         stuck = [n for n, factors in larger.items() if not factors]
         if stuck:
             self._warn(f"{self._words(stuck, snapshots)}; grow_factors has no larger factor")
@@ -133,6 +137,10 @@ class CapacityControl:
         ]
         self.set_factors(growing)
         return changes
+
+    def _larger(self, factor: CapacityFactor) -> list[float]:
+        """Return the factors that a layer may grow to; none of one that fits."""
+        return [f for f in self._options.grow_factors if factor != FIT and f > factor]
 
     def _follow_schedule(self, step: int) -> list[str]:
         factor = self._options.factor_of_step[step]

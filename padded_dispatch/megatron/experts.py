@@ -83,9 +83,26 @@ def chosen_experts(config: Any) -> ChosenExperts:
 
     "auto" keeps the spec's module where the config has a setting that `StackedExperts` does not
     compute (fp8 among them), where training is not in bf16, and on GPUs before Hopper, whose
-    `torch._grouped_mm` reads counts on the host.
+    `torch._grouped_mm` reads counts on the host. Where experts share a pool, it means packed.
+
+    Raises:
+        ValueError: if experts share a pool and packed experts do not support the config.
     """
-    option = padded_options(config).experts
+    options = padded_options(config)
+    option = options.experts
+    if options.capacity_pool != "expert":
+        pool, against = options.capacity_pool, _refusals(config)
+        if option == "auto" and (reason := _against_device()):
+            against.append(f"  {reason}")
+        if against:
+            reasons = [line.partition(". Remedy")[0] for line in against]
+            rule = "be expert, because experts that share slots are packed, which do not support"
+            raise ValueError(
+                "\n".join(
+                    [f"capacity_pool must {rule}", *reasons, f"got {pool!r}; set it to expert"]
+                )
+            )
+        return ChosenExperts(layout="packed", reason=f"capacity_pool={pool!r}")
     layouts: dict[str, Layout | None] = {"module": None, "packed": "packed", "batched": "padded"}
     if option != "auto":
         return ChosenExperts(layout=layouts[option], reason=f"experts={option!r} was asked for")
@@ -103,6 +120,11 @@ def _against_ours(config: Any) -> str:
     sizes = config.hidden_size, config.moe_ffn_hidden_size
     if any(size % 8 for size in sizes):
         return f"the sizes {sizes[0]} and {sizes[1]} are not multiples of 8"
+    return _against_device()
+
+
+def _against_device() -> str:
+    """Return why packed experts cannot run on this device; empty if they can."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
         return "packed experts need a Hopper GPU or a later one"
     return ""
@@ -381,6 +403,11 @@ def _parameters(experts: Any, linear: str) -> tuple[list[Tensor], list[Tensor]]:
 
 def _refused(config: Any) -> str:
     """Return the settings that `StackedExperts` does not compute, one a line; empty if none."""
+    found = _refusals(config)
+    return "\n".join(["packed and batched experts do not support", *found]) if found else ""
+
+
+def _refusals(config: Any) -> list[str]:
     found = refusals(config, _FIELDS)
     clamp, fused = config.activation_func_clamp_value, config.bias_activation_fusion
     if clamp is not None and fused and config.activation_func is F.silu:
@@ -388,7 +415,7 @@ def _refused(config: Any) -> str:
             f"  activation_func_clamp_value={clamp!r}: Megatron's fused SwiGLU leaves it out. "
             "Remedy: bias_activation_fusion=False, or None."
         )
-    return "\n".join(["packed and batched experts do not support", *found]) if found else ""
+    return found
 
 
 def _field(name: str, note: str, refuses: Any) -> ConfigField:

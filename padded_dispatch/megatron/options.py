@@ -310,7 +310,7 @@ class PaddedOptions:
         )
 
     @property
-    def factor_of_step(self) -> dict[int, float]:
+    def factor_of_step(self) -> dict[int, CapacityFactor]:
         """`schedule` as a dict: the factor that holds once so many steps are done."""
         return dict(self.schedule)
 

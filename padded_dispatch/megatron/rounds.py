@@ -69,7 +69,8 @@ class Rounds:
                 counters.add_unplaced(plan.unplaced_E)
         if counters is not None:
             counters.add_received(torch.stack(received))
-        return arranged
+        assert self._last is not None
+        return self._last[1]
 
     def after_last(self, out_ND: Tensor) -> Tensor:
         """Return the sum of every token's rows, in the shape of the tokens.
@@ -83,9 +84,9 @@ class Rounds:
     def _dispatch(
         self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor
     ) -> tuple[DispatchPlan, ExpertInput]:
-        capacity = self._fitted.sizes.pool_slots
-        plan = make_plan(map_TE, top_k=self._top_k, capacity=capacity)
-        outgoing = self._exchange.prepare(tokens_TD, probs_TE, plan)
+        sizes = self._fitted.sizes
+        plan = make_plan(map_TE, top_k=self._top_k, sizes=sizes)
+        outgoing = self._exchange.prepare(tokens_TD, probs_TE, plan, sizes.num_rows)
         return plan, self._exchange.arrange(self._exchange.move(outgoing))
 
     def _combine(self, out_ND: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ Letters: T tokens on this rank; K experts per token; E experts in all; D hidden 
 experts; P experts per group.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -30,9 +31,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig, PoolSizes, require
+from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import agree_on_shapes
-from padded_dispatch.exchange.fit import Fitted
+from padded_dispatch.exchange.fit import Fitted, require_eager
 from padded_dispatch.megatron.compat import capturing
 from padded_dispatch.megatron.config import LayerConfigs, padded_options
 from padded_dispatch.ops.counters import RoutingObserver
@@ -56,15 +58,27 @@ _OTHER_ROUTINGS = frozenset({"sinkhorn", "quantile_balancing"})
 class Selector:
     """The parts of a layer that its router needs to cut its map to capacity.
 
-    `fit` finds the sizes of a pass whose factor is `FIT`, from its config and the map that was
-    asked for; a collective call. `observers` are called in training passes, `eval_observers` in
-    evaluation mode; an observer of both is in both lists. A CUDA graph captures the calls, so
-    append observers before the capture.
+    `observers` are called in training passes, `eval_observers` in evaluation mode; an observer of
+    both is in both lists. A CUDA graph captures the calls, so append observers before the capture.
+
+    Attributes:
+        configs: configs of the layer.
+        agreement: over its groups.
+        fit: finds the sizes of a pass whose factor is `FIT`, from its config and the map that was
+            asked for; a collective call.
+        exchange: finds the exchange of a pass from its config, tokens and probabilities; for pool
+            "receiver".
+        source: number of this rank among the sources of its experts.
+        take_kept: takes the rows that each source keeps, `Selection.kept_SE`.
+        observers, eval_observers: see above.
     """
 
     configs: LayerConfigs
     agreement: Agreement
     fit: Callable[[DispatchConfig, Tensor], Fitted]
+    exchange: Callable[[DispatchConfig, Tensor, Tensor], Exchange]
+    source: int
+    take_kept: Callable[[Tensor | None], None]
     observers: list[RoutingObserver] = field(default_factory=list)
     eval_observers: list[RoutingObserver] = field(default_factory=list)
 
@@ -124,6 +138,7 @@ class SelectAfterCounting(TopKRouter):
     protected_T: Tensor | None
     was_captured: bool
     saw_padding_mask: bool
+    _tokens_TD: Tensor | None
 
     def attach(self, selector: Selector) -> None:
         """Set the attributes of this class, and hide the capacity factor from the router."""
@@ -140,6 +155,7 @@ class SelectAfterCounting(TopKRouter):
         self.protected_T = None
         self.was_captured = False
         self.saw_padding_mask = False
+        self._tokens_TD = None
         self.selector = selector
         self.config = _without_factor(self.config)
         selector.configs.follow(self)
@@ -169,7 +185,11 @@ class SelectAfterCounting(TopKRouter):
                 MASK_IS_LOST,
             )
             self.saw_padding_mask = padding_mask is not None
-        return super().forward(input, padding_mask)
+        self._tokens_TD = tokens_TD
+        try:
+            return super().forward(input, padding_mask)
+        finally:
+            self._tokens_TD = None
 
     def gating(self, input: Tensor) -> Tensor:
         """Return the logits, also where the bias is narrower than they are.
@@ -197,7 +217,7 @@ class SelectAfterCounting(TopKRouter):
             scores_TE, choice_TE = scores_of_all(self, logits.flatten(0, -2), map_TE)
         if padding_mask is not None:
             map_TE = map_TE & ~padding_mask.reshape(-1, 1)
-        sizes = self._sizes(config, map_TE)
+        sizes, demands = self._sizes(config, map_TE), self._demands(config, probs_TE)
         selection = select_with_remedy(
             config,
             sizes,
@@ -207,7 +227,12 @@ class SelectAfterCounting(TopKRouter):
             choice_TE,
             protected_T=self._protected(map_TE.shape[0]),
             draw=self._draw(),
+            all_demands=demands,
+            source=self.selector.source,
         )
+        self.selector.take_kept(selection.kept_SE)
+        if demands is not None:
+            selection = dataclasses.replace(selection, demand_SE=demands.first)
         self._count_draw()
         for observer in self._observers():
             observer.observe(map_TE, probs_TE.detach(), selection, sizes)
@@ -217,16 +242,17 @@ class SelectAfterCounting(TopKRouter):
         """Return the sizes of this pass; with `FIT`, find them and leave them to the dispatcher."""
         if not config.fits:
             return config.sizes(asked_TE.shape[0])
-        require(
-            not capturing(),
-            "capacity_factor",
-            config.capacity_factor,
-            "be a number in a CUDA graph, because sizes that fit are read on the host in each pass",
-            "set a number or no-drop where graphs are captured: the eval_factor for evaluation",
-        )
+        require_eager(capturing())
         fitted = self.selector.fit(config, asked_TE)
         self.selector.configs.fitted = fitted
         return fitted.sizes_of_pass
+
+    def _demands(self, config: DispatchConfig, probs_TE: Tensor) -> "_Demands | None":
+        """Return how this source learns the demands of all; None unless they share slots."""
+        if config.capacity_pool != "receiver" or config.num_sources == 1:
+            return None
+        assert self._tokens_TD is not None
+        return _Demands(self.selector.exchange(config, self._tokens_TD, probs_TE))
 
     def protect(self, keep: Tensor) -> None:
         """Give the marked tokens slots first; see the function `protect`."""
@@ -302,6 +328,20 @@ def _combined(base: type) -> type:
     """
     names = {"__qualname__": base.__qualname__, "__module__": base.__module__}
     return type(base)(base.__name__, (SelectAfterCounting, base), names)
+
+
+class _Demands:
+    """Exchange of the demands of all sources; `first` is the first table, int32 [S, E]."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self.first: Tensor | None = None
+
+    def __call__(self, demand_E: Tensor) -> Tensor:
+        demand_SE = self._exchange.all_demands(demand_E)
+        if self.first is None:
+            self.first = demand_SE
+        return demand_SE
 
 
 def _without_factor(config: Any) -> Any:

@@ -131,6 +131,13 @@ def _mix(bits: Tensor) -> Tensor:
 accept = custom_op("padded_dispatch::accept", accept_in_torch, mutates_args=())
 
 
+@accept.register_kernel("cuda")
+def _(demand_SE, num_rows, num_ranks, kept_SE=None):
+    from padded_dispatch.kernels import acceptance
+
+    return acceptance.accept(demand_SE, num_rows, num_ranks, kept_SE)
+
+
 @accept.register_fake
 def _(demand_SE, num_rows, num_ranks, kept_SE=None):
     return torch.empty_like(demand_SE)

@@ -107,6 +107,9 @@ class Counters:
     ) -> None:
         """Count one selection; see `RoutingObserver`."""
         num_ranks, num_sources = self._of_sources
+        pooled_E = selection.demand_E
+        if selection.demand_SE is not None:
+            pooled_E = selection.demand_SE.sum(0)
         _count(
             self.totals,
             self.max_demand,
@@ -114,7 +117,7 @@ class Counters:
             selection.kept_TE,
             probs_TE,
             selection.demand_E,
-            selection.demand_E,
+            pooled_E,
             self._experts_per_pool,
             sizes.num_rows * num_ranks // num_sources,
         )

@@ -165,6 +165,7 @@ def reroute(
         if receivers is None:
             has_room_E = _has_room(kept_TE, sizes.num_pools, sizes.pool_slots)
         else:
+            assert kept_SE is not None
             has_room_E = _has_room(kept_SE, receivers.num_ranks, sizes.num_rows)
         free_TE = open_TE & ~kept_TE & has_room_E
         proposed_TE = free_TE & (choice_ranks(free_TE, choice_TE) < num_lost_T1)
@@ -207,4 +208,4 @@ def _has_room(rows_NE: Tensor, num_pools: int, slots: int) -> Tensor:
     """
     num_rows, num_experts = rows_NE.shape
     taken_G = rows_NE.view(num_rows, num_pools, -1).sum((0, 2))
-    return (taken_G < slots).repeat_interleave(num_experts // num_pools)
+    return (taken_G < slots)[:, None].expand(-1, num_experts // num_pools).reshape(-1)

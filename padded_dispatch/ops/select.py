@@ -62,6 +62,7 @@ class Selection:
         rerouted_E: int32, rows that remedy "reroute" brought to each expert; None without it.
         kept_SE: int32, rows that each source keeps for each expert, the same on all ranks. None
             unless sources share slots: pool "receiver" with several sources.
+        demand_SE: int32, rows asked for by each source, where a layer exchanged them; for counters.
     """
 
     asked_TE: Tensor
@@ -71,6 +72,7 @@ class Selection:
     protected_dropped_E: Tensor | None = None
     rerouted_E: Tensor | None = None
     kept_SE: Tensor | None = None
+    demand_SE: Tensor | None = None
 
 
 @nvtx_range("select")
@@ -262,11 +264,9 @@ def _(
 ):
     from padded_dispatch.kernels import select
 
-    # Nothing to choose from, or too many tokens for one program.
-    arguments = asked_TE, probs_TE, slots, policy, level_TE, draw
-    one_program = experts_per_pool == 1 and limit_E is None
-    if not one_program or not slots < asked_TE.shape[0] <= select.MAX_TOKENS:
-        return kept_map_in_torch(*arguments, experts_per_pool, limit_E)
+    arguments = asked_TE, probs_TE, slots, policy, level_TE, draw, experts_per_pool, limit_E
+    if limit_E is None and slots >= len(asked_TE) * experts_per_pool:
+        return kept_map_in_torch(*arguments)  # Nothing to choose from.
     return select.kept_map(*arguments)
 
 

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.tensor_parallel import random
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
-from padded_dispatch.config import require
+from padded_dispatch.config import CapacityFactor, require
 from padded_dispatch.megatron.options import read_factor, show_factor
 from padded_dispatch.train.model import unwrapped
 from padded_dispatch.train.optimizer import MegatronAdam, TorchAdam
@@ -39,7 +39,7 @@ class Progress:
 
     step: int
     first_loss: float
-    factors: dict[int, float]
+    factors: dict[int, CapacityFactor]
 
 
 def newest(run_dir: Path) -> Path:
@@ -131,7 +131,9 @@ def load(checkpoint: Path, chunks: list[Any], optimizer: TorchAdam | MegatronAda
     optimizer.adam.load_state_dict(state["optimizer"])
     _set_random_states(state["random"])
     about = json.loads((checkpoint / "run.json").read_text())
-    factors = {int(number): read_factor(text) for number, text in about["factors"].items()}
+    factors: dict[int, CapacityFactor] = {
+        int(number): read_factor(text) for number, text in about["factors"].items()
+    }
     return Progress(step=about["step"], first_loss=about["first_loss"], factors=factors)
 
 

@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from padded_dispatch.config import CapacityFactor
 from padded_dispatch.megatron.control import CapacityControl
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.megatron.retry import Retry
@@ -382,7 +383,7 @@ class CapacityWatch:
         log: Log,
         *,
         step: int,
-        factors: dict[int, float],
+        factors: dict[int, CapacityFactor],
     ) -> None:
         self._telemetry = Telemetry(chunks, every=options.telemetry_every, step=step)
         self._control = CapacityControl(chunks, options, step=step)
@@ -391,7 +392,7 @@ class CapacityWatch:
         self._log = log
 
     @property
-    def factors(self) -> dict[int, float]:
+    def factors(self) -> dict[int, CapacityFactor]:
         """Capacity factors of all layers of the model, by layer number."""
         return self._control.factors
 

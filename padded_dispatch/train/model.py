@@ -11,6 +11,7 @@ count only what it kept.
 Letters: T tokens of a pass, K experts per token, E experts.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -33,7 +34,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from padded_dispatch.config import FIT
 from padded_dispatch.megatron.install import install
+from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.train.graphs import graph_fields
 from padded_dispatch.train.settings import VOCABULARY, Settings
 
@@ -46,7 +49,7 @@ def transformer_config(settings: Settings) -> TransformerConfig:
     """
     model, recipe, layout = settings.model, settings.recipe, settings.layout
     if settings.dispatch.dispatcher == "padded_alltoall":
-        install(settings.dispatch.padded)
+        install(_options(settings))
     return TransformerConfig(
         num_layers=recipe.num_layers,
         hidden_size=model.hidden_size,
@@ -138,6 +141,14 @@ def _layer_spec(settings: Settings) -> Any:
     if settings.layout.device == "cuda":
         return get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=True, **options)
     return get_gpt_layer_local_spec(normalization="RMSNorm", **options)
+
+
+def _options(settings: Settings) -> PaddedOptions:
+    """Return the dispatcher's options; evaluation is eager here, also beside an iteration graph."""
+    options = settings.dispatch.padded
+    if options.eval_factor is None:
+        options = dataclasses.replace(options, eval_factor=FIT)
+    return options
 
 
 def _activation(settings: Settings) -> dict[str, Any]:

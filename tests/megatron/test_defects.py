@@ -348,6 +348,7 @@ def replay_after_evaluation(layer: Any, x: Tensor) -> Tensor:
     captured = named_tensors(layer.token_dispatcher)
     with torch.no_grad():
         layer.eval()(tokens(5, 1))
+    layer.train()
     for name, value in captured.items():
         setattr(layer.token_dispatcher, name, value)
     return after_preprocess(layer, hidden, probs)

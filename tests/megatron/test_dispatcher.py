@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from padded_dispatch import DispatchConfig
+from padded_dispatch.megatron import dispatcher as dispatcher_module
 from padded_dispatch.megatron.dispatcher import announce
 from tests.support import tiny
 
@@ -58,7 +59,7 @@ def test_nothing_outlives_the_layer_and_shapes_may_change():
     for shape in ((6, 2), (3, 1), (6, 2)):
         output, _ = moe(torch.randn(*shape, tiny.HIDDEN))
         assert output.shape == (*shape, tiny.HIDDEN)
-        assert [getattr(dispatcher, name) for name in dispatcher.cudagraph_attrs] == [None] * 4
+        assert [getattr(dispatcher, name) for name in dispatcher.cudagraph_attrs] == [None] * 6
     assert dispatcher.counters.num_unplaced.item() == 0
 
 
@@ -73,6 +74,21 @@ def test_a_map_that_no_router_of_ours_made_is_counted_as_overflow():
 def test_no_tokens_raise():
     with pytest.raises(ValueError, match="num_tokens must be at least 1, got 0"):
         tiny.padded_layer()(torch.randn(0, 2, tiny.HIDDEN))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_evaluation_drops_is_named_once(caplog, monkeypatch, captured):
+    dispatcher_module._log_once.cache_clear()
+    moe = tiny.padded_layer(moe_expert_capacity_factor=0.5).eval()
+    monkeypatch.setattr("megatron.core.transformer.cuda_graphs._IS_GRAPH_CAPTURING", captured)
+    with caplog.at_level(logging.INFO, logger="padded_dispatch"), torch.no_grad():
+        for length in (6, 9, 6):
+            moe(torch.randn(length, 1, tiny.HIDDEN))
+    lines = [r.message for r in caplog.records if "in evaluation" in r.message]
+    expected = "as in training, because a CUDA graph" if captured else "needs, and drops nothing"
+    assert len(lines) == 1 and expected in lines[0]
+    counters = moe.token_dispatcher.eval_counters
+    assert bool(counters.kept_E.sum() < counters.demand_E.sum()) == captured
 
 
 def test_the_price_of_dropping_nothing_is_said_once(caplog):

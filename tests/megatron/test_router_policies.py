@@ -234,7 +234,7 @@ def test_reroute_is_refused_where_the_next_best_expert_is_unknown():
 
 
 def test_protected_tokens_come_first_in_training_only():
-    route = router(policy="probs")
+    route = router(policy="probs", eval_factor=0.75)
     scores_TE = logits().flatten(0, 1).softmax(1)
     map_TE = torch.zeros(T, tiny.NUM_EXPERTS, dtype=torch.bool)
     map_TE.scatter_(1, scores_TE.topk(tiny.TOP_K).indices, True)

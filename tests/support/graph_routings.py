@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import Policy, Remedy
+from padded_dispatch.config import CapacityPool, Policy, Remedy
 from padded_dispatch.exchange.choose import ExchangeKind
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.compat import training_stream
@@ -45,6 +45,7 @@ class RoutingCase:
     capacity_factor: float | None = 1.25
     packed: bool = False
     exchange: ExchangeKind = "alltoall"
+    capacity_pool: CapacityPool = "expert"
     policy: Policy | Literal["megatron"] = "megatron"
     remedy: Remedy = "none"
     seed: int = 0
@@ -172,6 +173,7 @@ def make_layer(case: RoutingCase) -> Any:
         options=PaddedOptions(
             experts="packed" if case.packed else "module",
             exchange=case.exchange,
+            capacity_pool=case.capacity_pool,
             seed=case.seed,
             policy=case.policy,
             remedy=case.remedy,

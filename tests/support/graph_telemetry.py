@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from padded_dispatch.config import PoolSizes
 from padded_dispatch.megatron.graphs.selftest import waiting_raises
 from padded_dispatch.megatron.telemetry import Snapshots, Telemetry
 from tests.support.graph_routings import (
@@ -33,12 +34,12 @@ class LastPass:
         shape = case.seq, case.num_experts
         self.asked_TE = torch.zeros(shape, dtype=torch.bool, device=case.device)
         self.probs_TE = torch.zeros(shape, dtype=torch.float64, device=case.device)
-        self.capacity = 0
+        self.sizes: PoolSizes | None = None
 
     def observe(self, asked_TE, probs_TE, selection, sizes):
         self.asked_TE.copy_(asked_TE)
         self.probs_TE.copy_(probs_TE)
-        self.capacity = sizes.pool_slots
+        self.sizes = sizes
 
 
 class HostCount:
@@ -49,20 +50,22 @@ class HostCount:
         self.kept_PE: list[Any] = []
         self.asked_mass = self.dropped_mass = self.lost_tokens = self.largest = self.num_slots = 0
 
-    def add(self, asked_TE, probs_TE, capacity: int) -> None:
+    def add(self, asked_TE, probs_TE, sizes: PoolSizes) -> None:
         kept_TE = np.zeros_like(asked_TE)
-        for e in range(asked_TE.shape[1]):
-            rows = np.flatnonzero(asked_TE[:, e])
-            order = np.argsort(-probs_TE[rows, e], kind="stable")
-            kept_TE[rows[order[:capacity]], e] = True
+        for g in range(sizes.num_pools):
+            pool = slice(g * sizes.experts_per_pool, (g + 1) * sizes.experts_per_pool)
+            tokens, experts = np.nonzero(asked_TE[:, pool])
+            order = np.argsort(-probs_TE[:, pool][tokens, experts], kind="stable")
+            kept = order[: sizes.pool_slots]
+            kept_TE[:, pool][tokens[kept], experts[kept]] = True
+            self.largest = max(self.largest, len(tokens))
         self.demand_E += asked_TE.sum(0)
         self.kept_PE.append(kept_TE.sum(0))
         self.asked_mass += int(np.rint(probs_TE[asked_TE] * 2**32).astype(np.int64).sum())
         dropped = probs_TE[asked_TE & ~kept_TE]
         self.dropped_mass += int(np.rint(dropped * 2**32).astype(np.int64).sum())
         self.lost_tokens += int((asked_TE.any(1) & ~kept_TE.any(1)).sum())
-        self.largest = max(self.largest, int(asked_TE.sum(0).max()))
-        self.num_slots += asked_TE.shape[1] * capacity
+        self.num_slots += sizes.num_pools * sizes.pool_slots
 
 
 def telemetry_is_a_hosts_count(case: RoutingCase) -> Findings:
@@ -80,7 +83,7 @@ def telemetry_is_a_hosts_count(case: RoutingCase) -> Findings:
             with waiting_raises(torch.device(case.device)):
                 snapshots = telemetry.step()
             reads += [snapshots] if snapshots is not None else []
-            host.add(last.asked_TE.cpu().numpy(), last.probs_TE.cpu().numpy(), last.capacity)
+            host.add(last.asked_TE.cpu().numpy(), last.probs_TE.cpu().numpy(), last.sizes)
         reads.append(telemetry.read())
         hosts: list[Any] = [None] * case.ranks
         dist.all_gather_object(hosts, host)

@@ -23,6 +23,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -39,11 +40,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from padded_dispatch.megatron.compat import (
-    layer_graphs,
-    training_stream,
-)
-from padded_dispatch.megatron.graphs.capture import LayerGraphs
+from padded_dispatch.config import CapacityFactor, CapacityPool
+from padded_dispatch.exchange.choose import ExchangeKind
+from padded_dispatch.megatron import PaddedOptions
+from padded_dispatch.megatron.compat import iteration_graph, layer_graphs, training_stream
+from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs
 from tests.support.graph_protocol import cuda_graphs_on_cpu
 from tests.support.parity import megatron
 
@@ -58,7 +59,8 @@ class Situation:
     """A model, how ranks share it, and what happens around its graphs.
 
     `impl`: Megatron's cuda_graph_impl; with "local" Megatron captures by itself at the end of the
-    first step, without a self-test. `scopes`: captured parts of each layer; () is the whole layer.
+    first step, and with "full_iteration" after `EAGER_STEPS`, both without a self-test. `scopes`:
+    captured parts of each layer; () is the whole layer. `capacity_pool`, `exchange`: PaddedOptions.
     `dense`: numbers of layers without experts, from 0. `recompute`: Megatron's recompute_modules.
     `evaluates`: batch and length of an evaluation before every step. `idle`: experts that get no
     token, by a router bias: "rank" means those of the last expert-parallel rank in two of three
@@ -74,7 +76,9 @@ class Situation:
     ep: int = 1
     etp: int = 1
     dispatcher: str = "padded_alltoall"
-    impl: Literal["transformer_engine", "local"] = "transformer_engine"
+    impl: Literal["transformer_engine", "local", "full_iteration"] = "transformer_engine"
+    capacity_pool: CapacityPool = "expert"
+    exchange: ExchangeKind = "auto"
     scopes: tuple[str, ...] = ("attn", "moe")
     dense: tuple[int, ...] = ()
     recompute: tuple[str, ...] = ()
@@ -82,6 +86,7 @@ class Situation:
     overlap_param_gather: bool = False
     distributed_optimizer: bool = True
     evaluates: tuple[int, int] | None = None
+    eval_factor: CapacityFactor | None = None
     idle: Literal["none", "rank", "expert"] = "none"
     replays: int = 5
     microbatches: int = 2
@@ -156,6 +161,35 @@ def replays_equal_eager(case: Situation) -> Findings:
             facts=facts,
             broken=tuple(broken),
         )
+
+
+def memory_is_flat(case: Situation) -> Findings:
+    """Train `case.replays` steps with graphs; memory after a tenth of them is all that is needed.
+
+    The facts have the bytes that torch's allocator had allocated and reserved, ten times.
+    """
+    with _world(case):
+        training = Training(case, graphs=True)
+        for number in range(EAGER_STEPS):
+            training.step(number)
+        if case.impl == "transformer_engine":
+            training.capture()
+        allocated, reserved = [], []
+        for number in range(EAGER_STEPS, EAGER_STEPS + case.replays):
+            training.step(number)
+            training.forget()
+            if (number - EAGER_STEPS + 1) % max(1, case.replays // 10) == 0:
+                allocated.append(torch.cuda.memory_allocated())
+                reserved.append(torch.cuda.memory_reserved())
+        loss = training.last_loss()
+        training.delete_graphs()
+        broken = [
+            f"{name} grew from {steps[0]} to {max(steps)} bytes"
+            for name, steps in (("allocated", allocated), ("reserved", reserved))
+            if max(steps) > steps[0]
+        ]
+        facts = {"allocated": allocated, "reserved": reserved, "loss": loss}
+        return Findings(facts=facts, broken=tuple(broken))
 
 
 def replays_do_not_wait(case: Situation) -> Findings:
@@ -239,6 +273,9 @@ class Training:
         self._moe = [m for c in self._chunks for m in c.modules() if isinstance(m, MoELayer)]
         self._optimizer = _optimizer(case, self._chunks)
         self._graphs = None
+        self._schedule = None
+        if graphs and case.impl == "full_iteration":
+            self._schedule = IterationGraph(self._config)
         if graphs and case.impl == "transformer_engine":
             self._graphs = LayerGraphs(
                 self._chunks,
@@ -258,7 +295,9 @@ class Training:
 
     def delete_graphs(self) -> None:
         """Delete the graphs; call it before the process groups are destroyed."""
-        if self._graphs is None:
+        if self._schedule is not None:
+            self._schedule.delete()
+        elif self._graphs is None:
             delete_cuda_graphs()  # Megatron keeps local graphs in a class attribute.
         else:
             self._graphs.delete()
@@ -266,6 +305,8 @@ class Training:
     def num_graphs(self) -> int:
         """Return the number of graphs of all layers; forward and backward count as one."""
         layers = [module for chunk in self._chunks for module in chunk.modules()]
+        if self._case.impl == "full_iteration":
+            return int(FullCudaGraphWrapper.cuda_graph["training"] is not None)
         if self._case.impl == "local":
             managers = [m.cudagraph_manager for m in layers if hasattr(m, "cudagraph_manager")]
             return sum(len(manager.cudagraph_runners) for manager in managers)
@@ -274,6 +315,14 @@ class Training:
     def losses(self) -> list[float]:
         """Return the mean loss of every step, on ranks that compute it."""
         return [loss.item() for loss in self._losses]
+
+    def last_loss(self) -> float | None:
+        """Return the mean loss of the last step, on ranks that compute it."""
+        return self._losses[-1].item() if self._losses else None
+
+    def forget(self) -> None:
+        """Forget all losses but the last, and what was noted of gradients."""
+        del self._losses[:-1], self._idle_nonzero[:], self._busy_nonzero[:]
 
     def step(self, number: int, outside: Any = nullcontext) -> dict[str, Tensor]:
         """Run a step; return results by name. `outside` wraps everything but the passes."""
@@ -314,7 +363,8 @@ class Training:
         return {f"the loss of evaluation {i}": loss for i, loss in enumerate(losses)}
 
     def _run(self, number: int, batch: int, seq: int, *, forward_only: bool) -> list[Tensor]:
-        reports = get_forward_backward_func()(
+        schedule = None if forward_only else self._schedule
+        reports = (schedule or get_forward_backward_func())(
             forward_step_func=_forward,
             data_iterator=[self._batches(number, batch, seq) for _ in self._chunks],
             model=self._chunks,
@@ -325,14 +375,18 @@ class Training:
         )
         return [report["loss"] for report in reports]
 
-    def _batches(self, number: int, batch: int, seq: int) -> Iterator[Tensor]:
-        """Yield token ids [B, S + 1], drawn on the device: a copy from the host would wait."""
+    def _batches(self, number: int, batch: int, seq: int) -> Iterator[dict[str, Tensor]]:
+        """Yield token ids [B, S + 1], drawn on the device: a copy from the host would wait.
+
+        Megatron's graph of an iteration needs a dict.
+        """
         draw = torch.Generator(self._case.device)
         draw.manual_seed(number * self._case.dp + parallel_state.get_data_parallel_rank())
         for _ in range(self._case.microbatches):
             shape = (batch, seq + 1)
             device = self._case.device
-            yield torch.randint(self._case.vocab, shape, generator=draw, device=device)
+            ids = torch.randint(self._case.vocab, shape, generator=draw, device=device)
+            yield {"ids": ids}
 
     def _update(self) -> None:
         if not self._on_gpu:
@@ -425,7 +479,7 @@ def _config(case: Situation, graphs: bool) -> TransformerConfig:
             "recompute_granularity": "selective",
             "recompute_modules": list(case.recompute),
         }
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=case.num_layers,
         hidden_size=case.hidden,
         num_attention_heads=case.heads,
@@ -467,8 +521,19 @@ def _config(case: Situation, graphs: bool) -> TransformerConfig:
         deterministic_mode=True,
         finalize_model_grads_func=finalize_model_grads,
         **recompute,
-        **({**layer_graphs(*case.scopes), "cuda_graph_impl": case.impl} if graphs else {}),
+        **(_graph_fields(case) if graphs else {}),
     )
+    if case.dispatcher == "padded_alltoall":
+        config.padded_dispatch = PaddedOptions(
+            capacity_pool=case.capacity_pool, exchange=case.exchange, eval_factor=case.eval_factor
+        )
+    return config
+
+
+def _graph_fields(case: Situation) -> dict[str, Any]:
+    if case.impl == "full_iteration":
+        return {"cuda_graph_warmup_steps": EAGER_STEPS, **iteration_graph()}
+    return {**layer_graphs(*case.scopes), "cuda_graph_impl": case.impl}
 
 
 def _chunks(case: Situation, config: TransformerConfig) -> list[Any]:
@@ -533,8 +598,8 @@ def _optimizer(case: Situation, chunks: list[Any]) -> Any:
     return get_megatron_optimizer(config, chunks)
 
 
-def _forward(batches: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
-    ids = next(batches)
+def _forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    ids = next(batches)["ids"]
     batch, length = ids.shape[0], ids.shape[1] - 1
     positions = torch.arange(length, device=ids.device).expand(batch, -1)
     # Transformer Engine's attention is causal without a mask. Without one, Megatron passes zeros to

@@ -63,6 +63,9 @@ def run(pool, flags: str) -> Outcome:
         "--pp 2 --vpp 2 --num-layers 4",
         "--etp 2",
         "--ep 1",
+        "--padded-capacity-pool rank --pp 2 --vpp 2 --num-layers 4",
+        "--padded-capacity-pool receiver",
+        "--padded-schedule 0:fit",
     ],
 )
 def test_the_loss_falls(pool2, flags):

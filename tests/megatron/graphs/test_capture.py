@@ -26,9 +26,11 @@ from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from padded_dispatch.megatron import install, uninstall
+from padded_dispatch.config import CapacityPool, Remedy
+from padded_dispatch.megatron import PaddedOptions, install, uninstall
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.megatron.dispatcher import _PLAN_TENSORS
 from tests.support import tiny
 from tests.support.graph_protocol import Tape, cuda_graphs_on_cpu
 from tests.support.pool import WorkerPool
@@ -152,9 +154,8 @@ class Training:
 
     def pinned(self) -> list[str]:
         """Return names of the dispatchers' attributes that hold a plan's tensors."""
-        names = ("slot_of_SBK", "choice_of_slot_EC", "kept_E", "unplaced_E")
         dispatchers = [layer.token_dispatcher for layer in self.moe_layers]
-        return [name for name in names for d in dispatchers if getattr(d, name) is not None]
+        return [n for n in _PLAN_TENSORS for d in dispatchers if getattr(d, n) is not None]
 
 
 def counts(layer: Any) -> Results:
@@ -277,6 +278,30 @@ def ep2_differences(scope: Scope, case: str) -> list[str]:
 @pytest.mark.parametrize("scope", [WHOLE[0], PARTIAL[2]], ids="+".join)
 def test_replay_equals_eager_on_two_ranks(pool2: WorkerPool, scope, case):
     assert pool2.run(ep2_differences, scope, case) == [[], []]
+
+
+def pools_differences(scope: Scope, pool: CapacityPool, remedy: Remedy) -> list[str]:
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+        try:
+            with graphs():
+                install(PaddedOptions(capacity_pool=pool, remedy=remedy))
+                settings = {"moe_expert_capacity_factor": 0.5}
+                training = Training(None, **settings)
+                eager = [training.step(number) for number in range(5)]
+                for step in eager:
+                    assert step["kept_E of layer 0"].sum() < step["demand_E of layer 0"].sum()
+                return differences(eager, graphed_run(scope, **settings))
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("remedy", ["none", "reroute"])
+@pytest.mark.parametrize("pool", ["rank", "receiver"])
+@pytest.mark.parametrize("scope", PARTIAL, ids="+".join)
+def test_replay_equals_eager_with_pools_on_two_ranks(pool2: WorkerPool, scope, pool, remedy):
+    """Whole layers are for GPUs: on CPUs, rows are packed by ops whose shapes follow the values."""
+    assert pool2.run(pools_differences, scope, pool, remedy) == [[], []]
 
 
 @pytest.mark.parametrize("scope", WHOLE, ids=lambda scope: "+".join(scope) or "layer")

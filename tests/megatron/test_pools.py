@@ -1,0 +1,233 @@
+"""Capacity pools in Megatron's layer: rows that share slots, on one rank and on two."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from padded_dispatch.config import FIT, NO_DROP
+from padded_dispatch.megatron import PaddedOptions
+from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.megatron.telemetry import Telemetry
+from tests.support import tiny
+
+E, K = tiny.NUM_EXPERTS, tiny.TOP_K
+POOLS = ("rank", "receiver")
+
+
+def layer(pool: str, factor: float | None, *, eval_factor: Any = None, **settings: Any) -> Any:
+    options = PaddedOptions(experts="packed", capacity_pool=pool, eval_factor=eval_factor)
+    made = tiny.padded_layer(options, moe_expert_capacity_factor=factor, **settings)
+    with torch.no_grad():
+        made.router.weight[0] += 3 * made.router.weight[1]  # Expert 0 is busy, and so is rank 0.
+    return made
+
+
+def tokens(num_tokens: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + seed)
+    return torch.randn(num_tokens, 1, tiny.HIDDEN, generator=generator)
+
+
+def run(made: Any, hidden: Tensor) -> dict[str, Tensor]:
+    """Return the output, and the gradients of the tokens and of every parameter."""
+    hidden = hidden.clone().requires_grad_()
+    made.zero_grad()
+    output, _ = made(hidden)
+    output.backward(torch.ones_like(output).cumsum(0) / 10)
+    grads = {name: parameter.grad.clone() for name, parameter in made.named_parameters()}
+    return {"output": output.detach(), "tokens": hidden.grad, **grads}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("num_tokens", [1, 7, 30])
+def test_one_rank_with_a_factor_of_one_drops_nothing(monkeypatch, pool, num_tokens):
+    pooled, whole = layer(pool, 1.0), layer("expert", None)
+    expected = run(whole, tokens(num_tokens))
+    for name in ("kept_map", "kept_map_in_torch"):
+        monkeypatch.setattr(f"padded_dispatch.ops.select.{name}", None)  # Nothing is selected.
+    assert same(run(pooled, tokens(num_tokens)), expected) == []
+    counters = pooled.token_dispatcher.counters
+    assert counters.kept_E.tolist() == counters.demand_E.tolist()
+    assert counters.num_slots == num_tokens * K
+    assert counters.num_unplaced == 0
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("remedy", ["none", "renormalize", "reroute"])
+@pytest.mark.parametrize("policy", ["probs", "position", "random", "priority"])
+def test_a_pool_drops_only_when_it_is_full(policy, remedy):
+    options = PaddedOptions(
+        experts="packed", capacity_pool="rank", policy=policy, remedy=remedy, reroute_rounds=4
+    )
+    made = tiny.padded_layer(options, moe_expert_capacity_factor=0.5)
+    run(made, tokens(20))
+    counters = made.token_dispatcher.counters
+    assert counters.demand_E.sum() == 20 * K
+    assert counters.kept_E.sum() == counters.num_slots == 20 * K // 2
+    assert (counters.max_demand.item(), counters.num_unplaced.item()) == (20 * K, 0)
+
+
+def _over_two_ranks(work: Callable[..., Any], *args: Any) -> Any:
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+        try:
+            return work(*args)
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def _kept_rows(pool: str, factor: float, recompute: dict[str, Any]) -> Any:
+    made, whole = layer(pool, factor, **recompute), layer("expert", None)
+    whole.load_state_dict(made.state_dict())
+    telemetry = Telemetry([_chunk(made)])
+    found = run(made, tokens(15))
+    counters = made.token_dispatcher.counters
+    counts = {name: getattr(counters, name).tolist() for name in ("demand_E", "kept_E")}
+    counts |= {"num_unplaced": counters.num_unplaced.item(), "slots": counters.num_slots.item()}
+    snapshot = telemetry.read().training
+    whole.router = made.router  # Rows that it keeps, in a layer that has slots for all of them.
+    return counts, same(found, run(whole, tokens(15))), snapshot
+
+
+def _chunk(made: Any) -> Any:
+    chunk: Any = torch.nn.Sequential(made)
+    chunk.config = made.config
+    return chunk
+
+
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+@pytest.mark.parametrize("recompute", [{}, RECOMPUTE], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("factor", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("pool", POOLS)
+def test_two_ranks_keep_what_their_pools_hold(pool2, pool, factor, recompute):
+    (first, differs, seen), (second, differs_too, seen_too) = pool2.run(
+        _over_two_ranks, _kept_rows, pool, factor, recompute
+    )
+    assert differs == differs_too == []
+    demand_SR = np.array([first["demand_E"], second["demand_E"]]).reshape(2, 2, 2).sum(2)
+    kept_SR = np.array([first["kept_E"], second["kept_E"]]).reshape(2, 2, 2).sum(2)
+    slots = int(np.ceil(15 * K / E * factor)) * 2
+    if pool == "rank":
+        assert kept_SR.tolist() == np.minimum(demand_SR, slots).tolist()
+    else:
+        assert kept_SR.sum(0).tolist() == np.minimum(demand_SR.sum(0), 2 * slots).tolist()
+    assert (first["num_unplaced"], second["num_unplaced"]) == (0, 0)
+    assert first["slots"] == second["slots"] == 2 * slots
+    assert np.array_equal(seen.kept_YE, seen_too.kept_YE)
+    assert seen.dropped_of_ranks[0].tolist() == (demand_SR - kept_SR).sum(0).tolist()
+    largest = demand_SR.max() if pool == "rank" else demand_SR.sum(0).max()
+    assert seen.max_demand_Y[0] == largest
+    balanced = 15 * K / 2 * (1 if pool == "rank" else 2)
+    assert seen.needed_factor[0] == pytest.approx(largest / balanced)
+    assert seen.fill[0] == kept_SR.sum() / (4 * slots)
+
+
+def _several_in_flight(pool: str) -> list[str]:
+    made = layer(pool, 0.5)
+    alone = [run(made, tokens(9, seed)) for seed in (1, 2, 3)]
+    made.zero_grad()
+    given = [tokens(9, seed).requires_grad_() for seed in (1, 2, 3)]
+    outputs = [made(hidden)[0] for hidden in given]
+    for output in (outputs[1], outputs[0], outputs[2]):
+        output.backward(torch.ones_like(output).cumsum(0) / 10)
+    return [
+        f"pass {n}"
+        for n, (hidden, output, one) in enumerate(zip(given, outputs, alone, strict=True))
+        if not torch.equal(output, one["output"]) or not torch.equal(hidden.grad, one["tokens"])
+    ]
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_several_passes_in_flight_keep_their_own_plans(pool2, pool):
+    assert pool2.run(_over_two_ranks, _several_in_flight, pool) == [[], []]
+
+
+def _evaluation_fits(pool: str, max_factor: float) -> Any:
+    options = PaddedOptions(experts="packed", capacity_pool=pool, fit_max_factor=max_factor)
+    made = tiny.padded_layer(options, moe_expert_capacity_factor=0.25)
+    whole = layer("expert", None, eval_factor=NO_DROP)
+    whole.load_state_dict(made.state_dict())
+    results = []
+    with torch.no_grad():
+        for one in (made.eval(), whole.eval()):
+            results.append(
+                [one(tokens(length, seed))[0] for seed, length in enumerate((12, 10, 12))]
+            )
+    counters, dispatcher = made.token_dispatcher.eval_counters, made.token_dispatcher
+    assert not dispatcher.counters.totals.any()
+    for ours, expected in zip(*results, strict=True):
+        # With few rows in a round, products of a CPU round in other ways.
+        torch.testing.assert_close(ours, expected)
+    equal = [torch.equal(*pair) for pair in zip(*results, strict=True)]
+    of_all = torch.stack([counters.demand_E, counters.kept_E])
+    return equal, of_all.tolist(), dispatcher.configs.fitted, counters.max_demand.item()
+
+
+@pytest.mark.parametrize("max_factor", [NO_DROP, 0.5], ids=["one round", "rounds"])
+@pytest.mark.parametrize("pool", ["expert", *POOLS])
+def test_evaluation_drops_nothing_and_equals_a_dropless_one(pool2, pool, max_factor):
+    first, second = pool2.run(_over_two_ranks, _evaluation_fits, pool, max_factor)
+    for equal, (demand_E, kept_E), fitted, _ in (first, second):
+        assert max_factor < 1 or equal == [True] * 3
+        assert demand_E == kept_E and sum(kept_E) == (12 + 10 + 12) * K
+        assert fitted.sizes.num_pools == 2  # Those of "rank" need least room.
+        assert (fitted.num_rounds > 1) == (max_factor == 0.5)
+    assert first[2] == second[2]
+
+
+@pytest.mark.usefixtures("one_process")
+def test_evaluation_is_that_of_a_dropless_stock_layer():
+    """Bit by bit: Megatron's own experts compute the same rows, in products of many rows."""
+    stock = tiny.layer(tiny.config("allgather")).eval()
+    options = PaddedOptions(experts="module")
+    ours = tiny.padded_layer(options, moe_expert_capacity_factor=0.5).eval()
+    ours.load_state_dict(stock.state_dict())
+    with torch.no_grad():
+        output, expected = (one(tokens(64))[0] for one in (ours, stock))
+    assert torch.equal(output, expected)
+    counters = ours.token_dispatcher.eval_counters
+    assert E * counters.max_demand <= counters.num_slots < E * 64
+    assert counters.max_demand > 64 * K / E * 0.5  # Training would have dropped.
+
+
+@pytest.mark.usefixtures("one_process")
+def test_an_eager_evaluation_inside_a_capture_raises(monkeypatch):
+    made = layer("rank", 1.0, eval_factor=FIT).eval()
+    monkeypatch.setattr("megatron.core.transformer.cuda_graphs._IS_GRAPH_CAPTURING", True)
+    message = (
+        r"^capacity_factor must be a number in a CUDA graph, because .*, got 'fit'; set a number "
+        "or no-drop where graphs are captured"
+    )
+    with pytest.raises(ValueError, match=message):
+        made(tokens(4))
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("pool", POOLS)
+def test_experts_that_cannot_be_packed_are_named(pool):
+    options = PaddedOptions(capacity_pool=pool)
+    settings = {"moe_apply_probs_on_input": True, "moe_router_pre_softmax": True}
+    settings["moe_router_topk"] = 1
+    with pytest.raises(ValueError) as error:
+        tiny.padded_layer(options, **settings)
+    lines = str(error.value).splitlines()
+    assert lines[0] == (
+        "capacity_pool must be expert, because experts that share slots are packed, which do not "
+        "support"
+    )
+    assert lines[1].startswith("  moe_apply_probs_on_input=True: ")
+    assert lines[2].startswith(f"got {pool!r}; set it to expert")
+    assert dataclasses.replace(options, capacity_pool="expert").experts == "auto"
