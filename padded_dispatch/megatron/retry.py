@@ -279,4 +279,4 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     with torch.no_grad():
         for of_dtype in pairs.values():
             to, given = zip(*of_dtype, strict=True)
-            torch._foreach_copy_(to, given)
+            torch._foreach_copy_(to, given)  # pyright: ignore[reportPrivateImportUsage]
