@@ -47,7 +47,7 @@ def results_row(out: Path) -> dict[str, Any]:
 def test_repeated_steps_are_shown_and_stored(pool2, tmp_path):
     """The first step of two is repeated; in the second each expert has a slot for each token."""
     folder, ours, other = tmp_path / "run", tmp_path / "ours.json", tmp_path / "other.json"
-    flags = "--steps 2 --router-skew 1 --commit abc"
+    flags = "--steps 2 --router-skew 0.2 --commit abc"
     retried = f"--padded-schedule 0:0.75,1:4 --padded-on-overflow retry --run-dir {folder}"
     outcome = run(pool2, f"{flags} {retried} --out {ours}")
     assert [row.retried for row in outcome.rows] == [1, 0]
