@@ -4,11 +4,11 @@ Expert l's rows end at `offsets_L[l]` and begin where those of the expert before
 stay on the device. Rows behind the last one are never read, forward or backward, and are
 unspecified in a result. An expert without rows has gradients of exact zeros.
 
-On CUDA devices the products are `torch._grouped_mm` in bf16, its one fast path, which needs neither
-the host nor a copy: 2D x 3D for rows, 2D x 2D for weight gradients. For any other dtype or size it
-copies the offsets to the host and loops, so these raise here. It takes no bias; ours is added in
-place, and its gradients have kernels of their own. On CPUs plain loops are the specification, in
-any dtype.
+On CUDA devices all products are in bf16. Rows times weights is `padded_dispatch.kernels.gemm`.
+Weight gradients are `torch._grouped_mm`, 2D x 2D, in its one fast path, which needs neither the
+host nor a copy: for another dtype or size it copies the offsets to the host and loops, so these
+raise here. Neither takes a bias; ours is added in place, and its gradients have kernels of their
+own. On CPUs plain loops are the specification, in any dtype.
 
 If all experts have equally many rows, padded ones among them, `batched_linear` does the same with
 one `torch.bmm` per linear: per row it is faster, and it computes the padding.
@@ -98,11 +98,11 @@ def _grouped_linear(
 
 @_grouped_linear.register_kernel("cuda")
 def _(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L):
-    _check(rows_NI, weight_LOI)
-    out_NO = _grouped_mm(rows_NI.contiguous(), weight_LOI.transpose(1, 2), offsets_L)
-    if bias_LO is not None:
-        from padded_dispatch.kernels import grouped
+    from padded_dispatch.kernels import gemm, grouped
 
+    _check(rows_NI, weight_LOI)
+    out_NO = gemm.rows_times_weights(rows_NI.contiguous(), weight_LOI, offsets_L)
+    if bias_LO is not None:
         grouped.add_bias(out_NO, bias_LO.contiguous(), probs_N.contiguous(), offsets_L)
     return out_NO
 
@@ -146,8 +146,11 @@ def _grouped_outer(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor) -> Tenso
 
 @_grouped_outer.register_kernel("cuda")
 def _(grad_NO, rows_NI, offsets_L):
-    # Column-major times row-major: the only combination that takes experts without rows.
-    return _grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), offsets_L)
+    # Column-major times row-major: the only combination that takes experts without rows. Private
+    # until torch 2.10, where it is `torch.nn.functional.grouped_mm`.
+    return torch._grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
+        grad_NO.contiguous().T, rows_NI.contiguous(), offs=offsets_L
+    )
 
 
 @_grouped_outer.register_fake
@@ -172,11 +175,6 @@ def _check(rows_NI: Tensor, weight_LOI: Tensor) -> None:
         "be multiples of 8 for packed experts on a GPU",
         fix,
     )
-
-
-def _grouped_mm(a: Tensor, b: Tensor, offsets_L: Tensor) -> Tensor:
-    # Private until torch 2.10, where it is `torch.nn.functional.grouped_mm`.
-    return torch._grouped_mm(a, b, offs=offsets_L)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @custom_op("padded_dispatch::sum_rows_by_expert", mutates_args=())
