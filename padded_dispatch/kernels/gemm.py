@@ -1,16 +1,19 @@
-"""Grouped products over packed rows: every expert's rows times that expert's matrix.
+"""Grouped products over packed rows: rows times weights, and gradients of weights in fp32.
 
-`rows_times_weights` serves both forward linears and both gradients of rows. Offsets stay on the
-device. Rows behind the last one are never read into a result that is kept, and never written.
+`rows_times_weights` multiplies every expert's rows by that expert's matrix: both forward linears
+and both gradients of rows. `add_weight_gradients` multiplies two blocks of rows of one expert, and
+adds the product to an fp32 buffer: no bf16 gradient is rounded, written and read again. Offsets
+stay on the device. Rows behind the last one are never read into a result that is kept, and never
+written.
 
-The kernel is persistent: `num_programs` programs take tiles in turn, experts in ascending order, so
-fewer programs leave multiprocessors to others. Operands are read by the tensor memory accelerator
-(TMA). A tile that crosses an expert's last row is computed whole, and its other rows are not
-stored. Every element is summed by one program in the order of the inner dimension: the result
-depends on the operands and the tile sizes alone.
+The kernels are persistent: `num_programs` programs take tiles in turn, experts in ascending order,
+so fewer programs leave multiprocessors to others. Operands are read by the tensor memory
+accelerator (TMA). A tile that crosses an expert's last row is computed whole, and its other rows
+are not stored. Every element is summed by one program in the order of the inner dimension: the
+result depends on the operands and the tile sizes alone.
 
-On an H200, microseconds of fc1, fc2, and the gradients of fc2's and fc1's rows, bf16, random
-routing, beside `torch._grouped_mm`:
+Rows times weights on an H200, microseconds of fc1, fc2, and the gradients of fc2's and fc1's rows,
+bf16, random routing, beside `torch._grouped_mm`:
 
                                         this kernel          torch
     Qwen3, 128 experts of 256 rows    380 227 219 385    414 307 241 461
@@ -24,6 +27,18 @@ Triton 3.6 does not overlap (347 210 180 374), and which take more shared memory
 they are to be; 3 stages and whole tiles at the end (340 193 176 380); tiles of 64 x 256
 (392 220 201 425), of 128 x 128 with 128 elements of the inner dimension (388 236 201 398) and with
 two programs on a multiprocessor (474 290 253 494).
+
+Weight gradients of fc1 and fc2, added to fp32, beside `torch._grouped_mm` and an addition:
+
+    Qwen3, 128 experts of 256 rows     1,636  800     1,935  976
+    Qwen3, 64 experts of 512 rows        922  460     1,115  559
+    Qwen3, 16 experts of 2,048 rows      490  215       546  254
+    GPT-OSS, 16 experts of 1,024       1,577  839     1,824  969
+
+Without the addition torch is faster (Qwen3, 512 rows: 428 203, this kernel 438 234), so it computes
+gradients that are not added. Tried and left out, Qwen3 with 512 rows: one program on a
+multiprocessor (982 529), blocks of 32 rows (946 485), tiles of 64 x 256 (1,089 558), of 128 x 64
+with three programs (1,196 621), of 128 x 256 (1,163 594).
 
 I and O: width of an input and an output row of a linear. N: rows. L: experts.
 """
@@ -42,7 +57,7 @@ _TILES_AT_A_TIME = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Launch parameters of a product; the default is the fastest on an H200.
+    """Launch parameters of a product; the defaults are the fastest on an H200.
 
     Attributes:
         rows: rows of a tile of the result.
@@ -60,6 +75,7 @@ class Tiles:
 
 
 _TILES = Tiles()
+_GRADIENT_TILES = Tiles(columns=128, stages=3, warps=4)
 
 
 def rows_times_weights(
@@ -217,3 +233,86 @@ def _store_rows(out, sums, row, column, end, width, ROWS: tl.constexpr, COLUMNS:
     o = (column + tl.arange(0, COLUMNS))[None, :]
     at = out + n.to(tl.int64) * width + o
     tl.store(at, sums.to(out.dtype.element_ty), mask=(n < end) & (o < width))
+
+
+def add_weight_gradients(
+    grad_NO: Tensor,
+    rows_NI: Tensor,
+    offsets_L: Tensor,
+    sums_LOI: Tensor,
+    *,
+    tiles: Tiles = _GRADIENT_TILES,
+    num_programs: int | None = None,
+) -> None:
+    """Add every expert's `grad.T @ rows` to its sums, in place.
+
+    Args:
+        grad_NO: contiguous bf16 or fp16; O is a multiple of 8.
+        rows_NI: contiguous, same dtype; I is a multiple of 8.
+        offsets_L: contiguous int32, where the rows of each expert end.
+        sums_LOI: contiguous fp32.
+        tiles: launch parameters.
+        num_programs: None is two for each multiprocessor.
+
+    Example: `grad = [[1], [2], [3]]`, `rows = [[1], [10], [100]]` and `offsets = [2, 2, 3]` add
+    `[[[21]], [[0]], [[300]]]`.
+    """
+    num_experts, width_out, width_in = sums_LOI.shape
+    _add_weight_gradients_kernel[(num_programs or 2 * _multiprocessors(rows_NI.device),)](
+        TensorDescriptor.from_tensor(grad_NO, [tiles.inner, tiles.rows]),
+        TensorDescriptor.from_tensor(rows_NI, [tiles.inner, tiles.columns]),
+        sums_LOI,
+        offsets_L,
+        num_experts,
+        width_out,
+        width_in,
+        triton.cdiv(width_out, tiles.rows),
+        triton.cdiv(width_in, tiles.columns),
+        ROWS=tiles.rows,
+        COLUMNS=tiles.columns,
+        INNER=tiles.inner,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
+@triton.jit
+def _add_weight_gradients_kernel(
+    grad,
+    rows,
+    sums,
+    offsets,
+    num_experts,
+    width_out,
+    width_in,
+    tiles_down,
+    tiles_across,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    while tile < num_experts * tiles_down * tiles_across:
+        expert = tile // (tiles_down * tiles_across)
+        down = tile // tiles_across % tiles_down * ROWS
+        across = tile % tiles_across * COLUMNS
+        start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(offsets + expert)
+        product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        num_whole = (end - start) // INNER
+        for block in range(0, num_whole):
+            n = start + block * INNER
+            product = tl.dot(grad.load([n, down]).T, rows.load([n, across]), product)
+        n = start + num_whole * INNER
+        if n < end:
+            # The other rows are the next expert's, or unspecified: NaN, perhaps.
+            real = (n + tl.arange(0, INNER) < end)[:, None]
+            g = tl.where(real, grad.load([n, down]), 0)
+            x = tl.where(real, rows.load([n, across]), 0)
+            product = tl.dot(g.T, x, product)
+        o = (down + tl.arange(0, ROWS))[:, None]
+        i = (across + tl.arange(0, COLUMNS))[None, :]
+        inside = (o < width_out) & (i < width_in)
+        at = sums + (expert.to(tl.int64) * width_out + o) * width_in + i
+        tl.store(at, tl.load(at, mask=inside, other=0) + product, mask=inside)
+        tile += tl.num_programs(0)

@@ -79,5 +79,42 @@ def test_rows_behind_the_last_one_are_not_written(monkeypatch):
     assert out_NO[4:].tolist() == [[7.0] * 8] * 5
 
 
+def test_weight_gradients_example():
+    grad_NO, rows_NI = torch.zeros(3, 8, dtype=DTYPE), torch.zeros(3, 8, dtype=DTYPE)
+    grad_NO[:, 0], rows_NI[:, 0] = torch.tensor([1.0, 2, 3]), torch.tensor([1.0, 10, 100])
+    sums_LOI = torch.zeros(3, 8, 8, device=DEVICE)
+    gemm.add_weight_gradients(here(grad_NO), here(rows_NI), ints(2, 2, 3), sums_LOI, tiles=SMALL)
+    assert sums_LOI[:, 0, 0].tolist() == [21.0, 0.0, 300.0]
+    assert sums_LOI.count_nonzero() == 2
+
+
+@pytest.mark.parametrize(
+    "counts", [[0, 70, 0, 64, 1, 0], [1], [129, 0], [0, 0]], ids=lambda c: f"{len(c)}"
+)
+def test_weight_gradients_are_added_in_fp32(counts):
+    generator = torch.Generator().manual_seed(len(counts))
+    num_rows, width_out, width_in = sum(counts), 72, 40
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randint(-1, 2, shape, generator=generator).to(DTYPE)
+
+    grad_NO, rows_NI = draw(num_rows + 5, width_out), draw(num_rows + 5, width_in)
+    grad_NO[num_rows:] = rows_NI[num_rows:] = torch.nan
+    offsets_L = torch.tensor(counts).cumsum(0).int()
+    start, expected_LOI = 0, torch.full((len(counts), width_out, width_in), 0.25)
+    for expert, end in enumerate(offsets_L.tolist()):
+        expected_LOI[expert] += grad_NO[start:end].float().T @ rows_NI[start:end].float()
+        start = end
+    for num_programs in (1, None):
+        sums_LOI = torch.full_like(expected_LOI, 0.25, device=DEVICE)
+        gemm.add_weight_gradients(
+            *map(here, (grad_NO, rows_NI, offsets_L)),
+            sums_LOI,
+            tiles=SMALL,
+            num_programs=num_programs,
+        )
+        equal((sums_LOI, expected_LOI))
+
+
 def _taken(like: Tensor, filled: Tensor, shape: tuple[int, ...]) -> Tensor:
     return filled if shape == (9, 8) else torch.empty(shape, dtype=like.dtype, device=like.device)
