@@ -10,6 +10,10 @@ also writes zeros into empty slots, for the padded layout. These are not counted
 rate: at fill 0.8 to at most 82 % of a copy's with D 2048, K 8. In the packed layout empty slots are
 never read, and neither `gather, packed` nor `unpack` writes them.
 
+With `--select-experts`, selection runs alone, for numbers of experts instead of models: pools of
+one expert, of E / 8 and of E / 2, at factor 1.0, where about half of them overflow, and with one
+expert that every token asks for. Its bytes are the map once in and once out, and the scores.
+
 Shape suffixes: those of the README (T K E L S C D F); N packed rows, M = S * L buffers.
 """
 
@@ -30,6 +34,7 @@ from torch import Tensor
 from padded_dispatch.bench.cases import MODELS
 from padded_dispatch.config import DispatchConfig, Policy, require
 from padded_dispatch.experts import ExpertWeights, Linear, grouped_mlp
+from padded_dispatch.ops.acceptance import accept
 from padded_dispatch.ops.activation import Activation
 from padded_dispatch.ops.counters import Counters
 from padded_dispatch.ops.grouped import batched_linear, grouped_linear
@@ -43,7 +48,7 @@ from padded_dispatch.ops.rows import (
     running_offsets,
     unpack_rows,
 )
-from padded_dispatch.ops.select import select
+from padded_dispatch.ops.select import kept_map, kept_map_in_torch, select
 from padded_dispatch.utils.results import about, append_run, require_results
 from padded_dispatch.utils.shapes import LayerShape
 
@@ -82,8 +87,29 @@ def main(argv: list[str]) -> int:
     if given.out:
         require_results("out", given.out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for num_experts in given.select_experts:
+        require(
+            num_experts >= 8 and num_experts % 8 == 0,
+            "select_experts",
+            num_experts,
+            "be a multiple of 8",
+        )
     num_gpus, command = int(device.type == "cuda"), " ".join(["padded-dispatch parts", *argv])
     run = about(num_gpus=num_gpus, command=command, commit=given.commit)
+    cases = _selection_cases if given.select_experts else _model_cases
+    for where, part in cases(given, device):
+        row = where | _row(part, given.repeats, device)
+        if given.out:
+            append_run(given.out, run, [row])
+        sys.stdout.write(f"{_line(row)}\n")
+        sys.stdout.flush()
+    return 0
+
+
+def _model_cases(
+    given: argparse.Namespace, device: torch.device
+) -> Iterator[tuple[dict[str, Any], Part]]:
+    """Yield all parts of each model, and where they belong in a table."""
     for model in given.models:
         for num_tokens in given.tokens:
             for factor in given.capacity_factors:
@@ -96,12 +122,57 @@ def main(argv: list[str]) -> int:
                     "capacity": config.capacity(num_tokens),
                 }
                 for part in _parts(MODELS[model], config, num_tokens, device):
-                    row = where | _row(part, given.repeats, device)
-                    if given.out:
-                        append_run(given.out, run, [row])
-                    sys.stdout.write(f"{_line(row)}\n")
-                    sys.stdout.flush()
-    return 0
+                    yield where, part
+
+
+def _selection_cases(
+    given: argparse.Namespace, device: torch.device
+) -> Iterator[tuple[dict[str, Any], Part]]:
+    """Yield selection alone, for pools of one expert and of the experts of 8 and of 2 ranks."""
+    for num_experts in given.select_experts:
+        for num_tokens in given.tokens:
+            top_k = min(8, num_experts // 8)
+            for num_pools in (num_experts, 8, 2):
+                slots = max(1, num_tokens * top_k // num_pools)
+                where = {
+                    "model": f"{num_experts} experts",
+                    "ep": 1 if num_pools == num_experts else num_pools,
+                    "tokens": num_tokens,
+                    "capacity_factor": 1.0,
+                    "capacity": slots,
+                }
+                for part in _pool_selections(num_tokens, num_experts, num_pools, slots, device):
+                    yield where, part
+
+
+def _pool_selections(
+    num_tokens: int, num_experts: int, num_pools: int, slots: int, device: torch.device
+) -> Iterator[Part]:
+    """Yield the selection of each policy, and of a hot expert; with pools of one, torch's, too."""
+    top_k = min(8, num_experts // 8)
+    config = DispatchConfig(num_experts=num_experts, top_k=top_k)
+    probs_TE, map_TE = _routing(config, num_tokens, device)
+    draw = torch.zeros((), dtype=torch.int64, device=device)
+    width = num_experts // num_pools
+    least = 2 * map_TE.numel() + probs_TE.element_size() * num_tokens * top_k
+
+    def part(name: str, function: Callable[..., object], *arguments: object) -> Part:
+        run = functools.partial(function, map_TE, probs_TE, slots, *arguments)
+        return Part(name=name, run=run, fill=1.0, bytes=least)
+
+    for policy in get_args(Policy):
+        yield part(f"select {policy}, X {width}", kept_map, policy, None, draw, width)
+    if num_pools == num_experts:
+        limit_E = torch.full((num_experts,), slots, dtype=torch.int32, device=device)
+        yield part("select probs, limits", kept_map, "probs", None, None, 1, limit_E)
+        yield part("select probs, torch", kept_map_in_torch, "probs")
+        demand_SE = map_TE[:8].to(torch.int32)
+        accepting = functools.partial(accept, demand_SE, int(demand_SE.sum()) // 16 + 1, 8)
+        yield Part(name="accept, 8 sources", run=accepting, fill=1.0)
+    hot_TE = probs_TE.index_fill(1, torch.zeros(1, dtype=torch.int64, device=device), 1.0)
+    hot_map_TE = torch.zeros_like(map_TE).scatter_(1, hot_TE.topk(top_k).indices, True)
+    hot = functools.partial(kept_map, hot_map_TE, probs_TE, slots, "probs", None, None, width)
+    yield Part(name=f"select probs, hot, X {width}", run=hot, fill=1.0, bytes=least)
 
 
 def microseconds(run: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
@@ -172,7 +243,7 @@ def _parts(
 
 def _selections(config: DispatchConfig, num_tokens: int, device: torch.device) -> Iterator[Part]:
     """Yield each policy, each remedy, and protection: forward only, the same for any routing."""
-    capacity = config.capacity(num_tokens)
+    capacity, sizes = config.capacity(num_tokens), config.sizes(num_tokens)
     probs_TE, map_TE = _routing(config, num_tokens, device)
     protected_T = torch.arange(num_tokens, device=device) % 10 == 0
     draw = torch.zeros((), dtype=torch.int64, device=device)
@@ -181,7 +252,7 @@ def _selections(config: DispatchConfig, num_tokens: int, device: torch.device) -
     def part(name: str, chosen: DispatchConfig, protected_T: Tensor | None = None) -> Part:
         def run() -> None:
             select_with_remedy(
-                chosen, capacity, map_TE, probs_TE, probs_TE, protected_T=protected_T, draw=draw
+                chosen, sizes, map_TE, probs_TE, probs_TE, protected_T=protected_T, draw=draw
             )
 
         return Part(name=name, run=run, fill=fill)
@@ -198,7 +269,7 @@ def _telemetry(config: DispatchConfig, probs_TE: Tensor, map_TE: Tensor) -> Part
     """Return the part that counts what a layer counts in one pass."""
     counters = Counters(config.num_experts, map_TE.device)
     capacity = config.capacity(len(map_TE))
-    selection = select(map_TE, probs_TE, capacity=capacity)
+    selection = select(map_TE, probs_TE, sizes=config.sizes(len(map_TE)))
     plan = make_plan(selection.kept_TE, top_k=config.top_k, capacity=capacity)
     num_slots = config.num_experts * capacity
 
@@ -224,10 +295,10 @@ def _kernels(
     shape: LayerShape, config: DispatchConfig, num_tokens: int, device: torch.device
 ) -> Iterator[Part]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    capacity = config.capacity(num_tokens)
+    capacity, sizes = config.capacity(num_tokens), config.sizes(num_tokens)
     probs_TE, map_TE = _routing(config, num_tokens, device)
     tokens_TD = torch.randn(num_tokens, shape.hidden_size, device=device).to(dtype)
-    kept_TE = select(map_TE, probs_TE, capacity=capacity).kept_TE
+    kept_TE = select(map_TE, probs_TE, sizes=sizes).kept_TE
     plan = make_plan(kept_TE, top_k=config.top_k, capacity=capacity)
     rows_ECD = gather_rows(tokens_TD, plan)
     num_kept = int(plan.kept_E.sum())
@@ -236,7 +307,7 @@ def _kernels(
     once = (num_tokens + num_kept) * per_row
 
     def select_and_plan() -> None:
-        kept_TE = select(map_TE, probs_TE, capacity=capacity).kept_TE
+        kept_TE = select(map_TE, probs_TE, sizes=sizes).kept_TE
         make_plan(kept_TE, top_k=config.top_k, capacity=capacity)
 
     yield Part(name="select and plan", run=select_and_plan, fill=fill)
@@ -304,6 +375,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--capacity-factors", nargs="+", type=float, default=[1.25])
     parser.add_argument("--ep", type=int, default=8, help="ranks that send rows to each expert")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument(
+        "--select-experts",
+        nargs="+",
+        type=int,
+        default=[],
+        help="time selection alone, with these numbers of experts instead of models",
+    )
     parser.add_argument("--out", type=Path, help="results file to write")
     parser.add_argument("--commit", help="commit of the code, for the results")
     return parser

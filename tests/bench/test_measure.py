@@ -15,7 +15,9 @@ from padded_dispatch.bench.measure import batches, phase_of, phases_ms
     ("kernel", "phase"),
     [
         ("_select_kernel", "select"),
+        ("_select_digit_kernel", "select"),
         ("_choice_ranks_kernel", "select"),
+        ("_accept_kernel", "select"),
         ("_slot_kernel", "plan"),
         ("_gather_meta_kernel", "meta"),
         ("_spread_rows_kernel", "gather"),

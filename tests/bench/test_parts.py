@@ -51,6 +51,27 @@ def test_rows_are_kept(tmp_path, capsys, ep):
     assert len(capsys.readouterr().out.splitlines()) == len(run["rows"])
 
 
+def test_selection_runs_alone_for_numbers_of_experts(tmp_path, capsys):
+    out = tmp_path / "select.json"
+    argv = ["--select-experts", "16", "--tokens", "9", "--repeats", "3", "--out", str(out)]
+    assert main(argv) == 0
+    (run,) = json.loads(out.read_text())["runs"]
+    found = {(row["ep"], row["capacity"]): [] for row in run["rows"]}
+    for row in run["rows"]:
+        found[row["ep"], row["capacity"]].append(row["part"])
+        assert row["model"] == "16 experts" and row["us"] > 0
+    # K = 2, so that 18 rows go to 16, 8 or 2 pools.
+    assert found == {
+        (ranks, slots): [
+            *(f"select {policy}, X {width}" for policy in POLICIES),
+            *(["select probs, limits", "select probs, torch", "accept, 8 sources"] * (width == 1)),
+            f"select probs, hot, X {width}",
+        ]
+        for ranks, slots, width in ((1, 1, 1), (8, 2, 2), (2, 9, 8))
+    }
+    assert len(capsys.readouterr().out.splitlines()) == len(run["rows"])
+
+
 def test_an_interrupted_run_keeps_its_rows(monkeypatch, tmp_path, capsys):
     measured = iter([[3.0, 1.0, 2.0], [5.0]])
 
@@ -71,6 +92,8 @@ def test_an_interrupted_run_keeps_its_rows(monkeypatch, tmp_path, capsys):
 def test_mistakes_are_found_before_anything_is_measured(tmp_path):
     with pytest.raises(ValueError, match=r"^repeats must be at least 1, got 0$"):
         main(["--repeats", "0"])
+    with pytest.raises(ValueError, match=r"^select_experts must be a multiple of 8, got 12$"):
+        main(["--select-experts", "12"])
     (tmp_path / "r.json").write_text("{}")
     with pytest.raises(ValueError, match=r"out.*r\.json.*runs"):
         main(["--out", str(tmp_path / "r.json")])

@@ -11,12 +11,16 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.config import POLICIES, REMEDIES, DispatchConfig
+from padded_dispatch.ops.acceptance import accept, accept_in_torch
 from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import make_plan
+from padded_dispatch.ops.select import kept_map, kept_map_in_torch
+from tests.support.pools import pools
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 
 T, K, E, C = 1027, 3, 13, 200
+SIZES = pools(E, C)
 NUM_ROUTINGS = 100
 EVERY_POLICY = pytest.mark.parametrize("policy", POLICIES)
 EVERY_REMEDY = pytest.mark.parametrize("remedy", REMEDIES)
@@ -44,7 +48,7 @@ def step(config: DispatchConfig, inputs: list[Tensor], draw: Tensor) -> dict[str
     probs_TE = torch.where(map_TE, scores_TE, 0).requires_grad_()
     scores_TE = scores_TE.detach().requires_grad_()
     selection = select_with_remedy(
-        config, C, map_TE, probs_TE, scores_TE, protected_T=protected_T, draw=draw
+        config, SIZES, map_TE, probs_TE, scores_TE, protected_T=protected_T, draw=draw
     )
     plan = make_plan(selection.kept_TE, top_k=K, capacity=C)
     weight_TE = torch.arange(1.0, 1 + T * E, device=map_TE.device).view(T, E)
@@ -146,3 +150,39 @@ def test_random_differs_between_replays_and_repeats_with_the_draw():
         assert torch.equal(kept_TE, again[number])
         assert all(not torch.equal(kept_TE, other) for other in first[:number])
     assert all(torch.equal(*pair) for pair in zip(first[2:], later[:3], strict=True))
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(4096, 128), (33000, 128), (131072, 512)])
+def test_selection_of_any_size_is_torchs(policy, dtype, num_tokens, num_experts):
+    """Pools of one expert, of a rank's and of half of them; a hot expert; limits per expert."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    probs_TE = torch.rand(num_tokens, num_experts, device="cuda", generator=generator).to(dtype)
+    probs_TE[:, 3] += 1
+    map_TE = torch.zeros_like(probs_TE, dtype=torch.bool)
+    map_TE.scatter_(1, probs_TE.topk(8).indices, True)
+    draw = torch.tensor(5, device="cuda")
+    limit_E = torch.arange(num_experts, device="cuda", dtype=torch.int32) * 5
+    for width, limits in (
+        (1, None),
+        (num_experts // 8, None),
+        (num_experts // 2, None),
+        (1, limit_E),
+    ):
+        slots = num_tokens * 8 * width // num_experts
+        arguments = (map_TE, probs_TE, slots, policy, None, draw, width, limits)
+        found, expected = kept_map(*arguments), kept_map_in_torch(*arguments)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        assert (found[0] != map_TE).any()
+
+
+def test_acceptance_is_torchs():
+    generator = torch.Generator("cuda").manual_seed(0)
+    demand_SE = torch.randint(0, 900, (8, 128), device="cuda", generator=generator).int()
+    kept_SE = demand_SE // 3
+    for num_ranks in (1, 8):
+        num_rows = int(demand_SE.sum()) // num_ranks // 2
+        for kept in (None, kept_SE):
+            arguments = demand_SE, num_rows, num_ranks, kept
+            assert torch.equal(accept(*arguments), accept_in_torch(*arguments))

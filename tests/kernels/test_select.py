@@ -3,19 +3,23 @@
 Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from torch import Tensor
 
 from padded_dispatch.config import POLICIES
 from padded_dispatch.kernels import select
 from padded_dispatch.ops.select import choice_ranks_in_torch, kept_map_in_torch
 from padded_dispatch.utils.routings import routing_map
-from tests.support.device import equal, few, here
-from tests.support.routing_cases import RoutingCase, routing_cases
+from tests.support.device import equal, here, here_if_tensor
+from tests.support.routing_cases import RoutingCase, cases_with_pools, routing_cases
 
 
 def test_select_example():
@@ -38,30 +42,102 @@ def test_choice_ranks_example():
     assert ranks_TE[asked_TE].tolist() == [1, 0, 2]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@few
-@given(case=routing_cases(), draw=st.integers(-(2**63), 2**63 - 1), data=st.data())
-def test_select(dtype: torch.dtype, policy, case: RoutingCase, draw: int, data: st.DataObject):
-    # Negative, zero of either sign, and equal scores: quarters from -1/2 on.
+@contextmanager
+def small_programs() -> Iterator[None]:
+    """Divide the smallest maps and lists among several programs, each of which takes steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("_TILE", 8), ("_BLOCK", 128), ("_SHORT", 4), ("_MAX_BLOCKS", 2)):
+            patch.setattr(select, name, value)
+        yield
+
+
+def assert_is_torch(
+    case: RoutingCase,
+    policy: str,
+    dtype: torch.dtype,
+    data: st.DataObject,
+    *,
+    experts_per_pool: int = 1,
+    limit_E: Tensor | None = None,
+) -> None:
+    """Compare the kernels with torch, on a case whose scores are also negative."""
+    # Zeros of either sign, and equal scores: quarters from -1/2 on.
     probs_TE = (torch.from_numpy(case.probs_TE) - 0.5).to(dtype)
     probs_TE = torch.where(probs_TE == 0, torch.copysign(probs_TE, torch.randn(())), probs_TE)
     asked_TE = torch.from_numpy(case.map_TE)
     probs_TE[~asked_TE] = torch.nan
     levels = arrays(np.uint8, case.map_TE.shape, elements=st.integers(0, 3))
     level_TE = data.draw(st.none() | levels | levels.map(lambda level_TE: level_TE[:, :1]))
-    level_TE = None if level_TE is None else torch.from_numpy(level_TE)
-    number = torch.tensor(draw)
-    kept_TE, demand_E = select.kept_map(
-        here(asked_TE),
-        here(probs_TE),
+    arguments = (
+        asked_TE,
+        probs_TE,
         case.capacity,
         policy,
-        None if level_TE is None else here(level_TE),
-        here(number),
+        None if level_TE is None else torch.from_numpy(level_TE),
+        torch.tensor(data.draw(st.integers(-(2**63), 2**63 - 1))),
+        experts_per_pool,
+        limit_E,
     )
-    expected_TE, _ = kept_map_in_torch(asked_TE, probs_TE, case.capacity, policy, level_TE, number)
+    kept_TE, demand_E = select.kept_map(*map(here_if_tensor, arguments))
+    expected_TE, _ = kept_map_in_torch(*arguments)
     equal((kept_TE, expected_TE), (demand_E, asked_TE.sum(0, dtype=torch.int32)))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@settings(max_examples=15)
+@given(given_case=cases_with_pools(), data=st.data())
+def test_select(dtype: torch.dtype, policy, given_case, data: st.DataObject):
+    case, experts_per_pool = given_case
+    assert_is_torch(case, policy, dtype, data, experts_per_pool=experts_per_pool)
+
+
+@pytest.mark.parametrize("policy", ["probs", "priority"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@settings(max_examples=10)
+@given(given_case=cases_with_pools(), data=st.data())
+def test_select_by_scores_of_16_bits(dtype: torch.dtype, policy, given_case, data: st.DataObject):
+    case, experts_per_pool = given_case
+    assert_is_torch(case, policy, dtype, data, experts_per_pool=experts_per_pool)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=10)
+@given(case=routing_cases(), data=st.data())
+def test_select_by_limits(policy, case: RoutingCase, data: st.DataObject):
+    """Test limits of zero, too: a receiver may accept nothing."""
+    num_tokens, num_experts = case.map_TE.shape
+    limits = arrays(np.int32, num_experts, elements=st.integers(0, num_tokens + 1))
+    limit_E = torch.from_numpy(data.draw(limits))
+    assert_is_torch(case, policy, torch.float32, data, limit_E=limit_E)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=10)
+@given(given_case=cases_with_pools(), data=st.data())
+def test_select_with_several_programs_for_everything(policy, given_case, data: st.DataObject):
+    case, experts_per_pool = given_case
+    dtype = torch.float64 if policy == "priority" else torch.float32
+    with small_programs():
+        assert_is_torch(case, policy, dtype, data, experts_per_pool=experts_per_pool)
+
+
+def bits_that_differ(dtype: torch.dtype) -> Tensor:
+    """Return values that differ in one bit each from the next, and those of either sign."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(40, 1, generator=generator, dtype=torch.float64).to(dtype)
+    above = torch.nextafter(values, torch.full_like(values, torch.inf))
+    return torch.cat([values, above, -values])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_bit_of_a_score_counts(dtype):
+    """Neighbouring floats, so that all digits decide: each slot more keeps the next row."""
+    probs_TE = bits_that_differ(dtype)
+    asked_TE = torch.ones_like(probs_TE, dtype=torch.bool)
+    for slots in (1, 7, 40, 41, 79, 119):
+        kept_TE, _ = select.kept_map(here(asked_TE), here(probs_TE), slots, "probs")
+        equal((kept_TE, kept_map_in_torch(asked_TE, probs_TE, slots, "probs")[0]))
 
 
 @given(case=routing_cases())
@@ -74,19 +150,34 @@ def test_choice_ranks(case: RoutingCase):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("skew", ["uniform", "same", "none"])
-def test_select_of_many_tokens_in_odd_sizes(policy, skew):
-    """More tokens than one warp of a program holds, more than one block of ranks, three warps."""
-    map_TE = torch.from_numpy(routing_map(1027, 13, 3, skew=skew))
-    probs_TE = torch.rand(1027, 13).mul(8).round()
+@pytest.mark.parametrize(("num_experts", "experts_per_pool"), [(13, 1), (24, 12)])
+def test_select_of_many_tokens_in_odd_sizes(policy, skew, num_experts, experts_per_pool):
+    """Several tiles and steps of tokens, lists of several blocks, in one part and in several."""
+    map_TE = torch.from_numpy(routing_map(515, num_experts, 3, skew=skew))
+    generator = torch.Generator().manual_seed(1)
+    probs_TE = torch.rand(515, num_experts, generator=generator).mul(8).round()
+    slots = 50 * experts_per_pool
     draw = torch.tensor(5)
-    for level_TE in (None, (torch.arange(1027) % 3 == 0)[:, None].to(torch.uint8)):
-        kept_TE, demand_E = select.kept_map(
-            here(map_TE),
-            here(probs_TE),
-            100,
-            policy,
-            None if level_TE is None else here(level_TE),
-            here(draw),
-        )
-        expected_TE, _ = kept_map_in_torch(map_TE, probs_TE, 100, policy, level_TE, draw)
+    protected_T1 = (torch.arange(515) % 3 == 0)[:, None].to(torch.uint8)
+    for level_TE, short in ((None, 2**20), (protected_T1, 250)):
+        arguments = (map_TE, probs_TE, slots, policy, level_TE, draw, experts_per_pool)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in (("_TILE", 1024), ("_BLOCK", 256), ("_SHORT", short)):
+                patch.setattr(select, name, value)
+            kept_TE, demand_E = select.kept_map(*map(here_if_tensor, arguments))
+        expected_TE, _ = kept_map_in_torch(*arguments)
         equal((kept_TE, expected_TE), (demand_E, map_TE.sum(0, dtype=torch.int32)))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4095, 4096, 131072])
+@pytest.mark.parametrize("num_pools", [1, 2, 8, 32, 500, 512])
+@pytest.mark.parametrize("experts_per_pool", [1, 3, 64, 512])
+def test_tiles_cover_the_map(num_tokens: int, num_pools: int, experts_per_pool: int):
+    tiles = select._tiles(num_tokens, num_pools, experts_per_pool)
+    blocks, columns = tiles.grid
+    assert blocks == tiles.num_blocks <= 256
+    assert (blocks - 1) * tiles.tokens_per_block < num_tokens <= blocks * tiles.tokens_per_block
+    assert (columns - 1) * tiles.block_g < num_pools <= columns * tiles.block_g
+    assert tiles.tokens_per_block % tiles.block_t == 0
+    assert tiles.block_x >= experts_per_pool
+    assert tiles.block_t * tiles.block_g * tiles.block_x <= 4096
