@@ -1,5 +1,6 @@
 """Which exchange and layout a layer takes: the rule, what forbids direct stores, what fits."""
 
+from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
@@ -8,7 +9,13 @@ import torch
 from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.exchange import choose
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.choose import Choice, LayerExchanges, Layout, prefers_padded
+from padded_dispatch.exchange.choose import (
+    Choice,
+    LayerExchanges,
+    Layout,
+    blocks_of_receivers,
+    prefers_padded,
+)
 from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.exchange.symmetric_memory import Shape, direct_bytes
 
@@ -84,8 +91,8 @@ def test_a_choice_stays_and_is_found_by_tokens_and_capacity():
     larger = DispatchConfig(**SMALL, capacity_factor=NO_DROP)
     small, large = chosen(exchanges, config, 8), chosen(exchanges, larger, 4096)
     assert chosen(exchanges, config, 8) is small
-    assert exchanges.chosen(8, config.capacity(8)) is small.exchange
-    assert exchanges.chosen(4096, 4096) is large.exchange
+    assert exchanges.chosen(8, 4, config.capacity(8)) is small.exchange
+    assert exchanges.chosen(4096, 4, 4096) is large.exchange
     assert small.exchange is not large.exchange
 
 
@@ -105,6 +112,9 @@ class Group:
 
     def size(self) -> int:
         return 2
+
+    def rank(self) -> int:
+        return 1
 
 
 class Direct:
@@ -126,8 +136,10 @@ def reason_of(
     shared: bool = False,
     layout: Layout = "packed",
     ffn_size: int = 0,
+    pool: Any = "expert",
+    factor: float = 1.0,
 ) -> Choice:
-    config = DispatchConfig(**SMALL, capacity_factor=1.0, num_ranks=2)
+    config = DispatchConfig(**SMALL, capacity_factor=factor, capacity_pool=pool, num_ranks=2)
     group = Group()
 
     class Rows:
@@ -138,7 +150,9 @@ def reason_of(
 
     with (
         patch.object(choose, "DirectExchange", Direct),
-        patch.object(choose, "AllToAllExchange", lambda *args, packed: Mock(packed=packed)),
+        patch.object(
+            choose, "AllToAllExchange", lambda *args, packed, **settings: Mock(packed=packed)
+        ),
         patch.object(choose, "free_bytes", lambda group, device: free),
         patch.object(choose, "shares_workspace", lambda group, shape: shared),
     ):
@@ -153,7 +167,7 @@ def reason_of(
 
 
 def test_auto_takes_direct_stores_where_buffers_of_all_layers_fit_twice():
-    shape = Shape(num_experts=4, capacity=32, width=16, dtype=torch.bfloat16)
+    shape = Shape(num_experts=4, num_slots=128, num_rows=128, width=16, dtype=torch.bfloat16)
     need = direct_bytes(shape, num_ranks=2, num_buffers=3)
     choice = reason_of(free=2 * need, num_layers=3)
     assert choice.kind == "direct"
@@ -163,6 +177,62 @@ def test_auto_takes_direct_stores_where_buffers_of_all_layers_fit_twice():
     assert "GiB for 3 layers" in choice.reason
     # Another layer of the shape has its buffers: the first one has decided.
     assert reason_of(free=0, num_layers=3, shared=True).kind == "direct"
+
+
+def test_auto_counts_the_buffers_of_shared_slots():
+    """N = 128 rows as before, and T * K = 128 slots, of which a factor of 4 leaves 128."""
+    shape = Shape(num_experts=4, num_slots=128, num_rows=256, width=16, dtype=torch.bfloat16)
+    need = direct_bytes(shape, num_ranks=2, num_buffers=1)
+    choice = reason_of(free=2 * need, pool="receiver", factor=4.0)
+    assert (choice.kind, choice.sizes.pool_slots, choice.sizes.num_rows) == ("direct", 128, 256)
+    with pytest.raises(ValueError, match=r"^capacity_pool='receiver' must have direct stores on "):
+        reason_of(free=2 * need - 1, pool="receiver", factor=4.0)
+
+
+def test_an_all_to_all_of_receivers_has_wide_blocks_and_only_on_cpus():
+    choice = reason_of(cuda=False, pool="receiver", factor=0.75)
+    config = DispatchConfig(**SMALL, capacity_factor=0.75, capacity_pool="receiver", num_ranks=2)
+    sizes = config.sizes(64)
+    assert (sizes.num_pools, sizes.pool_slots, sizes.num_rows) == (1, 128, 96)
+    assert choice.kind == "alltoall"
+    assert choice.sizes == blocks_of_receivers(config, sizes, 64)
+    assert (choice.sizes.num_pools, choice.sizes.pool_slots) == (2, 96)
+    assert (choice.sizes.num_rows, choice.sizes.may_drop) == (192, True)
+
+
+def test_the_example_of_blocks_of_receivers():
+    config = DispatchConfig(**QWEN3, capacity_factor=1.25, capacity_pool="receiver", num_ranks=8)
+    sizes = config.sizes(4096)
+    assert sizes.num_rows == 40_960
+    blocks = blocks_of_receivers(config, sizes, 4096)
+    assert (blocks.num_pools, blocks.pool_slots) == (8, 32_768)
+
+
+def test_one_rank_shares_slots_with_no_source():
+    config = DispatchConfig(**SMALL, capacity_factor=0.5, capacity_pool="receiver")
+    exchanges = LayerExchanges(config, Agreement(), layout="either")
+    assert exchanges.is_packed(config, 8)
+    choice = chosen(exchanges, config, 8)
+    assert isinstance(choice.exchange, LocalExchange)
+    assert (choice.kind, choice.sizes) == ("none", config.sizes(8))
+    assert exchanges.chosen(8, 1, 8) is choice.exchange
+
+
+def test_a_choice_follows_the_sizes_of_a_pass():
+    config = DispatchConfig(**SMALL, capacity_factor=0.5, capacity_pool="rank")
+    exchanges = LayerExchanges(config, Agreement(), layout="packed")
+    fits = config.sizes_that_fit(8, 13)
+    tokens_TD, probs_TE = torch.zeros(8, 3), torch.zeros(8, 4)
+    choice = exchanges.choose(config, tokens_TD, probs_TE, fits)
+    assert choice.sizes is fits
+    assert exchanges.chosen(8, 1, 13) is choice.exchange
+    assert exchanges.choose(config, tokens_TD, probs_TE).sizes == config.sizes(8)
+
+
+def test_experts_that_share_slots_read_packed_rows():
+    config = DispatchConfig(**SMALL, capacity_pool="rank")
+    with pytest.raises(ValueError, match=r"^capacity_pool must be 'expert' with experts that read"):
+        LayerExchanges(config, Agreement(), layout="padded")
 
 
 def test_auto_leaves_direct_stores_out_on_a_cpu_and_for_ever_new_shapes():

@@ -5,6 +5,7 @@ the kernels, in Triton's interpreter. Results must equal those of the all-to-all
 """
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Iterator
 from unittest.mock import patch
@@ -46,6 +47,7 @@ class ThreadMemory:
     """`PeerMemory` of threads; the n-th objects of all threads belong together."""
 
     met = threading.Barrier(NUM_RANKS)
+    num_barriers = [0] * NUM_RANKS
     parts: list[np.ndarray | None] = [None] * NUM_RANKS
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
@@ -64,6 +66,7 @@ class ThreadMemory:
         return torch.tensor([part.ctypes.data + offset for part in self._parts])
 
     def barrier(self) -> None:
+        self.num_barriers[self._rank] += 1
         self.met.wait(60)
 
 
@@ -105,9 +108,26 @@ def test_equals_the_all_to_all(threads, routing):
 
 
 @needs_no_gpu
+@pytest.mark.parametrize("routing", ["uniform", "hot", "same", "absent"])
+@pytest.mark.parametrize("pool", ["rank", "receiver"])
+def test_pools_equal_the_all_to_all(threads, routing, pool):
+    layer = dataclasses.replace(SMALL, pool=pool, factor=0.8, local_experts=3)
+    assert run_on_threads(NUM_RANKS, _differences, layer, routing) == [[], []]
+
+
+@needs_no_gpu
 @pytest.mark.parametrize(
     "changes",
-    [{"factor": NO_DROP}, {"factor": 0.5}, {"tokens": 1, "top_k": 1, "local_experts": 1}],
+    [
+        {"factor": NO_DROP},
+        {"factor": 0.5},
+        {"tokens": 1, "top_k": 1, "local_experts": 1},
+        {"pool": "rank", "factor": NO_DROP},
+        {"pool": "receiver", "factor": NO_DROP},
+        {"pool": "receiver", "factor": 0.5, "remedy": "reroute"},
+        {"pool": "receiver", "tokens": 1, "top_k": 1, "local_experts": 1},
+    ],
+    ids=str,
 )
 def test_equals_the_all_to_all_in_other_sizes(threads, changes):
     layer = dataclasses.replace(SMALL, **changes)
@@ -132,12 +152,64 @@ def _in_flight(layers: tuple[Layer, ...]) -> list[str]:
 
 
 @needs_no_gpu
-def test_three_passes_in_flight_through_two_layers(threads):
+def test_three_passes_in_flight_through_three_layers(threads):
     layers = (
         dataclasses.replace(SMALL, microbatches_in_flight=3),
         dataclasses.replace(SMALL, width=3, local_experts=1, top_k=1, microbatches_in_flight=3),
+        dataclasses.replace(SMALL, pool="receiver", factor=0.8, microbatches_in_flight=3),
     )
     assert run_on_threads(NUM_RANKS, _in_flight, layers) == [[], []]
+
+
+def _barriers(pool: str) -> list[int]:
+    """Return the numbers of barriers of a forward and a backward pass after the first one."""
+    layer = dataclasses.replace(SMALL, pool=pool, factor=0.8)
+    dispatcher = layer.dispatcher("direct")
+    step(dispatcher, make_inputs(layer, "uniform", 0, CPU))
+    counts, rank = [ThreadMemory.num_barriers[dist.get_rank()]], dist.get_rank()
+    passed = forward(dispatcher, make_inputs(layer, "uniform", 1, CPU))
+    counts.append(ThreadMemory.num_barriers[rank])
+    backward(passed)
+    counts.append(ThreadMemory.num_barriers[rank])
+    return [after - before for before, after in itertools.pairwise(counts)]
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("pool", ["expert", "rank", "receiver"])
+def test_every_pool_takes_as_many_barriers(threads, pool):
+    """Two for a push and two for a return; the demands have one of those of the push."""
+    assert run_on_threads(NUM_RANKS, _barriers, pool) == [[4, 4]] * NUM_RANKS
+
+
+def _many_demands() -> list[list[list[int]]]:
+    """Ask again and again, with other demands each time, and with nothing between."""
+    exchange = DirectExchange(2, dist.group.WORLD)
+    rank_E = 100 * dist.get_rank() + torch.arange(4, dtype=torch.int32)
+    return [exchange.all_demands(rank_E + 1000 * n).tolist() for n in range(5)]
+
+
+@needs_no_gpu
+def test_demands_are_those_of_the_call(threads):
+    expected = [[[1000 * n + 100 * s + e for e in range(4)] for s in range(2)] for n in range(5)]
+    assert run_on_threads(NUM_RANKS, _many_demands) == [expected, expected]
+
+
+def _evaluation_between() -> list[str]:
+    """A forward pass without gradients, while a training pass waits for its backward pass."""
+    layer = dataclasses.replace(SMALL, pool="receiver", factor=0.8, microbatches_in_flight=2)
+    direct_, alltoall = layer.dispatcher("direct"), layer.dispatcher("alltoall")
+    first, second = (make_inputs(layer, routing, 3, CPU) for routing in ("hot", "uniform"))
+    waiting = forward(direct_, first)
+    with torch.no_grad():
+        evaluated = forward(direct_, second).out_TD
+        expected = forward(alltoall, second).out_TD
+    found = differences(backward(waiting), step(alltoall, first))
+    return found + ["evaluation"] * (not torch.equal(evaluated, expected))
+
+
+@needs_no_gpu
+def test_an_evaluation_leaves_a_waiting_pass_alone(threads):
+    assert run_on_threads(NUM_RANKS, _evaluation_between) == [[], []]
 
 
 def _too_many() -> str:

@@ -31,13 +31,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from padded_dispatch.config import NO_DROP
+from padded_dispatch.config import CAPACITY_POOLS, NO_DROP
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.alltoall import AllToAllExchange, all_to_all, group_name
-from padded_dispatch.exchange.direct import DirectExchange, _push_rows, _return_rows
+from padded_dispatch.exchange.direct import DirectExchange, _maps, _push_rows, _return_rows
 from padded_dispatch.kernels import direct as kernels
+from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
-from padded_dispatch.ops.select import select
 from padded_dispatch.utils.launch import WorkerError, start_workers, torchrun_env
 from tests.support.direct_parity import (
     Layer,
@@ -63,15 +63,33 @@ ENVIRONMENT = {
 }
 
 SMALL = Layer()
+RANK, RECEIVER = (dataclasses.replace(SMALL, pool=pool, factor=0.9) for pool in CAPACITY_POOLS[1:])
 EAGER = {
     "bf16": SMALL,
     "fp32, no dropping": dataclasses.replace(SMALL, dtype=torch.float32, factor=NO_DROP),
     "one of everything": Layer(tokens=1, width=8, top_k=1, local_experts=1),
+    "rank": RANK,
+    "rank, fp32, no dropping": dataclasses.replace(RANK, dtype=torch.float32, factor=NO_DROP),
+    "receiver": RECEIVER,
+    "receiver, rerouted": dataclasses.replace(RECEIVER, remedy="reroute"),
+    "receiver, fp32, no dropping": dataclasses.replace(
+        RECEIVER, dtype=torch.float32, factor=NO_DROP
+    ),
+    "receiver, one of everything": Layer(
+        tokens=1, width=8, top_k=1, local_experts=1, pool="receiver"
+    ),
 }
-IN_FLIGHT = (
-    dataclasses.replace(SMALL, microbatches_in_flight=3),
-    Layer(tokens=260, width=1032, top_k=4, local_experts=8, factor=0.5, microbatches_in_flight=3),
-)
+WIDE = Layer(tokens=260, width=1032, top_k=4, local_experts=8, factor=0.5, microbatches_in_flight=3)
+IN_FLIGHT = {
+    "expert": (dataclasses.replace(SMALL, microbatches_in_flight=3), WIDE),
+    "pools": (
+        dataclasses.replace(RECEIVER, microbatches_in_flight=3),
+        dataclasses.replace(WIDE, pool="rank"),
+    ),
+    "receiver, rerouted": (
+        dataclasses.replace(RECEIVER, remedy="reroute", microbatches_in_flight=2),
+    ),
+}
 _REPEATS = 10  # calls in a graph
 _SAMPLES = 7
 
@@ -115,16 +133,19 @@ def programs(number: int) -> Iterator[None]:
 
 
 def there_and_back(
-    exchange: Exchange, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan
+    exchange: Exchange, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan, num_rows: int
 ) -> Tensor:
     """Run all stages forward with identity experts."""
-    given = exchange.arrange(exchange.move(exchange.prepare(tokens_TD, probs_TE, plan)))
+    if plan.kept_SE is not None:
+        exchange.all_demands(plan.kept_E)  # Its barrier is the first of the push.
+    outgoing = exchange.prepare(tokens_TD, probs_TE, plan, num_rows)
+    given = exchange.arrange(exchange.move(outgoing))
     returned = exchange.move_back(exchange.disarrange(given.rows_ND, given.offsets_LS))
     return exchange.combine(returned, plan, given.offsets_LS)
 
 
-def speed(factor: float) -> dict[str, Any]:
-    """Time the direct exchange and the all-to-all on 4,096 tokens."""
+def speed(factor: float, pool: Any) -> dict[str, Any]:
+    """Time the direct exchange on 4,096 tokens, and the all-to-all unless sources share slots."""
     device, size = my_gpu(), dist.get_world_size()
     layer = Layer(
         tokens=4096,
@@ -133,32 +154,41 @@ def speed(factor: float) -> dict[str, Any]:
         local_experts=128 // size,
         factor=factor,
         microbatches_in_flight=1,
+        pool=pool,
     )
     given = make_inputs(layer, "uniform", 0, device)
-    config = layer.dispatcher("alltoall").config
-    capacity = config.capacity(layer.tokens)
+    config = layer.dispatcher("direct").config
+    sizes = config.sizes(layer.tokens)
     with torch.no_grad():
-        kept = select(given.map_TE, given.probs_TE, sizes=config.sizes(layer.tokens))
-        plan = make_plan(kept.kept_TE, top_k=layer.top_k, capacity=capacity)
-        tokens_TD, probs_TE = given.tokens_TD.detach(), kept.probs_TE.detach()
         exchange = DirectExchange(layer.local_experts, dist.group.WORLD)
-        exchange.prepare(tokens_TD, probs_TE, plan)
+        demands = dict(all_demands=exchange.all_demands, source=dist.get_rank())
+        kept = select_with_remedy(config, sizes, given.map_TE, given.probs_TE, **demands)
+        plan = make_plan(kept.kept_TE, top_k=layer.top_k, sizes=sizes, kept_SE=kept.kept_SE)
+        tokens_TD, probs_TE = given.tokens_TD.detach(), kept.probs_TE.detach()
+        passed = tokens_TD, probs_TE, plan, sizes.num_rows
+        there_and_back(exchange, *passed)
         (buffers,) = exchange._buffers.values()
-        nccl = AllToAllExchange(layer.local_experts, dist.group.WORLD, packed=True)
-        maps = plan.slot_of_TK, plan.kept_E
-        where = capacity, size, buffers.key, False
+        maps, where = _maps(plan), (sizes.num_rows, size, buffers.key, False)
         rows_ND, _, offsets_LS = _push_rows(tokens_TD, probs_TE, *maps, *where)
         out_ND = rows_ND.clone()
-        slots_ECD = torch.randn(128, capacity, layer.width, device=device).to(layer.dtype)
-        name = group_name(dist.group.WORLD)
         calls: dict[str, Callable[[], object]] = {
             "barrier": buffers.workspace.barrier,
+            "demands": lambda: exchange.all_demands(plan.kept_E),
             "push": lambda: _push_rows(tokens_TD, probs_TE, *maps, *where),
-            "return": lambda: _return_rows(out_ND, None, offsets_LS, *maps, capacity, buffers.key),
-            "nccl": lambda: all_to_all(slots_ECD, name),
-            "dispatch and combine": lambda: there_and_back(exchange, tokens_TD, probs_TE, plan),
-            "dispatch and combine, nccl": lambda: there_and_back(nccl, tokens_TD, probs_TE, plan),
+            "return": lambda: _return_rows(out_ND, None, offsets_LS, *maps, buffers.key),
+            "dispatch and combine": lambda: there_and_back(exchange, *passed),
         }
+        slots_GPD = tokens_TD.new_zeros(sizes.num_pools, sizes.pool_slots, layer.width)
+        if pool != "receiver":
+            nccl = AllToAllExchange(
+                layer.local_experts,
+                dist.group.WORLD,
+                packed=True,
+                experts_per_pool=sizes.experts_per_pool,
+            )
+            name = group_name(dist.group.WORLD)
+            calls["nccl"] = lambda: all_to_all(slots_GPD, name)
+            calls["dispatch and combine, nccl"] = lambda: there_and_back(nccl, *passed)
         us = {label: graphed_us(call) for label, call in calls.items()}
         for number in (132, 264, 1056):
             with programs(number):
@@ -169,7 +199,7 @@ def speed(factor: float) -> dict[str, Any]:
     row_bytes = layer.width * layer.dtype.itemsize
     link_bytes = {
         "push": real.item() / size * row_bytes * (size - 1) / size,
-        "nccl": slots_ECD.numel() / layer.width * row_bytes * (size - 1) / size,
+        "nccl": slots_GPD.numel() / layer.width * row_bytes * (size - 1) / size,
     }
     rates = {
         label: round(link_bytes["nccl" if label == "nccl" else "push"] / value / 1e3, 1)
@@ -183,9 +213,13 @@ def parts(size: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any], tuple
     """Yield for each part the fields of its row, the function that ranks run, and its arguments."""
     for name, layer in EAGER.items():
         yield {"check": f"eager equals all-to-all: {name}"}, eager_differences, (layer,)
-    yield {"check": "1000 replays equal all-to-all"}, replay_differences, (IN_FLIGHT, 1000)
-    for factor in (1.0, 2.0):
-        yield {"measure": "exchange", "capacity_factor": factor}, speed, (factor,)
+    for name, layers in IN_FLIGHT.items():
+        row = {"check": f"1000 replays equal all-to-all: {name}"}
+        yield row, replay_differences, (layers, 1000)
+    for pool in CAPACITY_POOLS:
+        for factor in (1.0, 2.0):
+            row = {"measure": "exchange", "capacity_pool": pool, "capacity_factor": factor}
+            yield row, speed, (factor, pool)
 
 
 def run_part(

@@ -16,5 +16,6 @@ def test_eager_equals_the_all_to_all(gpu_pools, name):
     assert gpu_pools[2].run(eager_differences, EAGER[name]) == [[], []]
 
 
-def test_replays_equal_the_all_to_all(gpu_pools):
-    assert gpu_pools[2].run(replay_differences, IN_FLIGHT, 50) == [[], []]
+@pytest.mark.parametrize("name", IN_FLIGHT)
+def test_replays_equal_the_all_to_all(gpu_pools, name):
+    assert gpu_pools[2].run(replay_differences, IN_FLIGHT[name], 50) == [[], []]

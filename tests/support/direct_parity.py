@@ -19,7 +19,7 @@ from torch import Tensor
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.dispatcher import Dispatched
-from padded_dispatch.exchange import symmetric_memory
+from padded_dispatch.exchange import choose, symmetric_memory
 from padded_dispatch.exchange.direct import DirectExchange
 from padded_dispatch.utils.routings import routing_scores
 
@@ -30,7 +30,8 @@ _T = TypeVar("_T")
 class Layer:
     """The sizes of a layer: T, D, K, experts per rank, capacity factor, and the dtype of rows.
 
-    `microbatches_in_flight` forward passes precede the first backward pass.
+    `pool` and `remedy` as in a config. `microbatches_in_flight` forward passes precede the first
+    backward pass.
     """
 
     tokens: int = 515
@@ -40,6 +41,8 @@ class Layer:
     factor: float = 1.25
     dtype: torch.dtype = torch.bfloat16
     microbatches_in_flight: int = 1
+    pool: Any = "expert"
+    remedy: Any = "none"
 
     def dispatcher(self, exchange: Any) -> PaddedDispatcher:
         """Return a dispatcher over all ranks of the default group; a collective call."""
@@ -48,8 +51,12 @@ class Layer:
             num_experts=self.local_experts * size,
             top_k=self.top_k,
             capacity_factor=self.factor,
+            capacity_pool=self.pool,
+            remedy=self.remedy,
             num_ranks=size,
         )
+        if self.pool == "receiver" and exchange == "alltoall":
+            choose._refuse_on_gpus = lambda tokens_TD, reason: None  # To compare with, no more.
         group = dist.group.WORLD
         return PaddedDispatcher(
             config,
@@ -67,6 +74,7 @@ class Inputs:
     tokens_TD: Tensor
     probs_TE: Tensor
     map_TE: Tensor
+    scores_TE: Tensor
     grad_TD: Tensor
 
     def copy_from(self, other: "Inputs", shift: int) -> None:
@@ -94,13 +102,15 @@ def make_inputs(layer: Layer, routing: str, seed: int, device: torch.device) -> 
     map_TE = torch.zeros(scores_TE.shape, dtype=torch.bool).scatter(1, chosen_TK, True)
     if routing == "none" or (routing == "absent" and rank == size - 1):
         map_TE[:] = False
-    probs_TE = torch.where(map_TE, scores_TE.float().softmax(1), 0)
+    scores_TE = scores_TE.float().softmax(1)
+    probs_TE = torch.where(map_TE, scores_TE, 0)
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(2, layer.tokens, layer.width, generator=generator).to(device, layer.dtype)
     return Inputs(
         tokens_TD=rows[0].clone().requires_grad_(),
         probs_TE=probs_TE.to(device).requires_grad_(),
         map_TE=map_TE.to(device),
+        scores_TE=scores_TE.to(device),
         grad_TD=rows[1].clone(),
     )
 
@@ -112,15 +122,23 @@ class Forward:
     inputs: Inputs
     sent: Dispatched
     out_TD: Tensor
+    num_rows: int
 
 
 def forward(dispatcher: PaddedDispatcher, inputs: Inputs) -> Forward:
     """Run dispatch, experts and combine."""
-    sent = dispatcher.dispatch(inputs.tokens_TD, inputs.probs_TE, inputs.map_TE)
+    config = dispatcher.config
+    sent = dispatcher.dispatch(
+        inputs.tokens_TD,
+        inputs.probs_TE,
+        inputs.map_TE,
+        scores_TE=inputs.scores_TE if config.remedy == "reroute" else None,
+    )
     given = sent.expert_input
     out_ND = torch.tanh(given.rows_ND.float()) * given.probs_N[:, None]
     out_TD = dispatcher.combine(out_ND.to(given.rows_ND.dtype), sent)
-    return Forward(inputs=inputs, sent=sent, out_TD=out_TD)
+    num_rows = config.sizes(len(inputs.tokens_TD)).num_rows
+    return Forward(inputs=inputs, sent=sent, out_TD=out_TD, num_rows=num_rows)
 
 
 def backward(passed: Forward) -> dict[str, Tensor]:
@@ -130,8 +148,9 @@ def backward(passed: Forward) -> dict[str, Tensor]:
     row_N = torch.arange(given.probs_N.shape[0], device=given.probs_N.device)
     real_N = row_N < given.offsets_LS[-1, -1]
     # Read before the backward pass, after which the buffers may be used again.
-    rows_ND = torch.where(real_N[:, None], given.rows_ND.detach(), 0)
-    probs_N = torch.where(real_N, given.probs_N.detach(), 0)
+    # An all-to-all with pool "receiver" has more room than there are rows.
+    rows_ND = torch.where(real_N[:, None], given.rows_ND.detach(), 0)[: passed.num_rows]
+    probs_N = torch.where(real_N, given.probs_N.detach(), 0)[: passed.num_rows]
     inputs = passed.inputs
     grad_TD, grad_TE = torch.autograd.grad(
         passed.out_TD, (inputs.tokens_TD, inputs.probs_TE), inputs.grad_TD
@@ -164,7 +183,7 @@ def poison(dispatcher: PaddedDispatcher) -> None:
     for buffers in direct_of(dispatcher)._buffers.values():
         workspace = buffers.workspace
         receive_buffers = [*buffers._receive_buffers, workspace.gradients]
-        everything = [workspace.slots_ECD, workspace.meta_EC1]
+        everything = [workspace.slots_QD, workspace.meta_Q]
         for tensor in everything + [
             tensor for receive_buffer in receive_buffers for tensor in receive_buffer.take()
         ]:
@@ -293,14 +312,15 @@ def small_run() -> None:
     """
     device = my_gpu()
     dist.init_process_group("gloo")
-    layer = Layer(tokens=37, width=40, top_k=2, local_experts=3)
-    dispatcher = layer.dispatcher("direct")
-    for seed, routing in enumerate(("uniform", "idle")):
-        inputs = make_inputs(layer, routing, seed, device)
-        expected = step(dispatcher, inputs)
-        poison(dispatcher)
-        found = differences(step(dispatcher, inputs), expected)
-        assert not found, (routing, found)
+    for pool in ("expert", "rank", "receiver"):
+        layer = Layer(tokens=37, width=40, top_k=2, local_experts=3, pool=pool)
+        dispatcher = layer.dispatcher("direct")
+        for seed, routing in enumerate(("uniform", "idle")):
+            inputs = make_inputs(layer, routing, seed, device)
+            expected = step(dispatcher, inputs)
+            poison(dispatcher)
+            found = differences(step(dispatcher, inputs), expected)
+            assert not found, (pool, routing, found)
     meet()
 
 

@@ -81,11 +81,10 @@ def test_every_record_is_what_reference_and_dispatcher_do(trace, policy, min_cap
         assert found.slots[f] == capacity * trace.num_experts
         for n in range(trace.num_records):
             map_TE, probs_TE = dense(trace, n)
-            expected = reference.select(
-                map_TE, probs_TE, sizes=pools(trace.num_experts, capacity), policy=policy
-            )
+            sizes = pools(trace.num_experts, capacity)
+            expected = reference.select(map_TE, probs_TE, sizes=sizes, policy=policy)
             kept_TE = expected.kept_TE
-            plan = reference.plan(kept_TE, top_k=trace.top_k, capacity=capacity)
+            plan = reference.plan(kept_TE, top_k=trace.top_k, sizes=sizes)
             assert found.demand_by_expert[n].tolist() == expected.demand_E.tolist()
             assert found.kept_by_expert[f, n].tolist() == plan.kept_E.tolist()
             asked_T, kept_T = map_TE.any(1), kept_TE.any(1)
@@ -93,8 +92,8 @@ def test_every_record_is_what_reference_and_dispatcher_do(trace, policy, min_cap
             assert found.lost_tokens[f, n] == (asked_T & ~kept_T).sum()
 
             tensors = torch.from_numpy(map_TE), torch.from_numpy(probs_TE)
-            ours = select(*tensors, sizes=pools(trace.num_experts, capacity), policy=policy)
-            counts = make_plan(ours.kept_TE, top_k=trace.top_k, capacity=capacity)
+            ours = select(*tensors, sizes=sizes, policy=policy)
+            counts = make_plan(ours.kept_TE, top_k=trace.top_k, sizes=sizes)
             assert found.kept_by_expert[f, n].tolist() == counts.kept_E.tolist()
             assert found.asked_mass[n] == mass_units(tensors[1]).sum().item()
             assert found.kept_mass[f, n] == mass_units(ours.probs_TE).sum().item()
