@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from padded_dispatch import DispatchConfig
+from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.megatron import PaddedOptions
+from padded_dispatch.megatron import dispatcher as dispatcher_module
 from padded_dispatch.megatron.dispatcher import announce
 from tests.support import tiny
 
@@ -88,3 +91,15 @@ def test_the_price_of_dropping_nothing_is_said_once(caplog):
     assert "C = 1000 slots" in record.message
     assert "4.0 times a dropless one" in record.message
     assert "set moe_expert_capacity_factor" in record.message
+
+
+def test_the_time_limit_of_the_option_is_that_of_the_agreement(monkeypatch):
+    limits_s = []
+
+    def recorded(*groups, timeout):
+        limits_s.append(timeout)
+        return Agreement(*groups, timeout=timeout)
+
+    monkeypatch.setattr(dispatcher_module, "Agreement", recorded)
+    tiny.padded_layer(PaddedOptions(agreement_timeout=7.5))
+    assert limits_s == [7.5]
