@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.inference import utils as inference_utils
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron import PaddedOptions
+from padded_dispatch.megatron import router as router_module
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.router import SelectAfterCounting, select_after_counting
 from tests.support import tiny
@@ -310,3 +312,17 @@ def test_gating_with_a_bias_narrower_than_the_logits():
     logits.sum().backward()
     assert route.bias.grad.dtype == torch.bfloat16
     assert route.bias.grad.tolist() == [T] * 4
+
+
+def test_a_narrow_bias_is_cast_before_the_product(monkeypatch):
+    """Transformer Engine's GEMM reads the bias in the dtype of its output; a CPU's casts it."""
+    dtypes = []
+
+    def recorded(input, weight, bias, dtype):
+        dtypes.append((bias.dtype, dtype))
+        return router_gating_linear(input, weight, bias, dtype)
+
+    monkeypatch.setattr(router_module, "router_gating_linear", recorded)
+    settings = {"params_dtype": torch.bfloat16, "moe_router_dtype": "fp64"}
+    router(add_bias_linear=True, **settings).gating(tokens().bfloat16())
+    assert dtypes == [(torch.float64, torch.float64)]
