@@ -121,10 +121,10 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, str, int, Any]]:
             yield node, "test", -1, ast.UnaryOp(ast.Not(), node.test)
         case ast.Constant(value=bool()):
             yield node, "value", -1, not node.value
-        case ast.Constant(value=int()):
-            yield node, "value", -1, node.value + 1
-        case ast.Constant(value=float()) if math.isfinite(node.value):
-            yield node, "value", -1, node.value * 2 or 1.0
+        case ast.Constant(value=int() as number):
+            yield node, "value", -1, number + 1
+        case ast.Constant(value=float() as number) if math.isfinite(number):
+            yield node, "value", -1, number * 2 or 1.0
     for name, value in ast.iter_fields(node):
         children = value if isinstance(value, list) else [value]
         for place, child in enumerate(children):
@@ -222,7 +222,7 @@ class Copies:
 
 def main() -> None:
     """Make and run all mutants of the modules in the arguments."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "modules", nargs="+", metavar="MODULE", help="file or folder in the package"
     )
