@@ -381,3 +381,21 @@ def test_an_expert_of_minus_infinity_is_not_chosen_though_it_alone_is_free():
 def test_a_row_that_found_a_place_does_not_try_again():
     # In each round the token would take one more of experts 1 to 3.
     assert rerouted([[0, 0, 0, 0]], [[0.9, 0.1, 0.3, 0.2]], rounds=3) == [[0, 0, 1, 0]]
+
+
+@POLICIES
+def test_rerouting_after_selection_follows_protection(policy):
+    config, map_TE = routed("reroute")
+    config = dataclasses.replace(config, policy=policy)
+    scores_TE = torch.rand(9, 5, generator=torch.Generator().manual_seed(6))
+    protected_T, draw = torch.arange(9) >= 5, torch.tensor(DRAW)
+    of_tokens = dict(protected_T=protected_T, draw=draw)
+    found = select_with_remedy(config, 2, map_TE, scores_TE, scores_TE, 1 - scores_TE, **of_tokens)
+    selection = select(map_TE, scores_TE, capacity=2, policy=policy, **of_tokens)
+    arguments = dict(capacity=2, policy=policy, rounds=2, **of_tokens)
+
+    def kept(**changed) -> Tensor:
+        return reroute(selection, scores_TE, 1 - scores_TE, **(arguments | changed)).kept_TE
+
+    assert torch.equal(found.kept_TE, kept())
+    assert not torch.equal(found.kept_TE, kept(protected_T=None))
