@@ -55,6 +55,8 @@ class PaddedDispatcher:
             can work, see `padded_dispatch.exchange.choose`.
         microbatches_in_flight: with direct stores, the most passes that wait for their backward
             pass.
+        agreement_timeout: seconds that a rank may come to a call later than another; ten times as
+            long in its first calls, see `padded_dispatch.exchange.agreement`.
 
     Raises:
         ValueError: on all ranks, when they differ in an argument or one cannot work.
@@ -69,13 +71,14 @@ class PaddedDispatcher:
         packed: bool = False,
         exchange: ExchangeKind = "auto",
         microbatches_in_flight: int = 1,
+        agreement_timeout: float = 60.0,
     ) -> None:
         for field, given in (("num_ranks", group), ("etp_size", etp_group)):
             size = given.size() if given is not None else 1
             value = getattr(config, field)
             require(value == size, field, value, f"be {size}, the size of its process group")
         self.config = config
-        self.agreement = Agreement(group, etp_group)
+        self.agreement = Agreement(group, etp_group, timeout=agreement_timeout)
         self.exchanges = LayerExchanges(
             config,
             self.agreement,
@@ -110,9 +113,18 @@ class PaddedDispatcher:
             draw: int64 scalar, for policy "random": see `padded_dispatch.ops.select.select`.
 
         Raises:
-            ValueError: the same on all ranks, when their shapes differ or T is 0.
+            ValueError: the same on all ranks, when their shapes or rules differ or T is 0.
+            AbsentRanksError: on all ranks that wait, when one does not come.
         """
-        agree_on_shapes(self.agreement, self.config, tokens_TD)
+        # What is given is compared as well, so that all ranks raise if one lacks an argument.
+        rules = (
+            ("dtype of probabilities", probs_TE.dtype),
+            ("shape of probs_TE", tuple(probs_TE.shape)),
+            ("shape of map_TE", tuple(map_TE.shape)),
+            ("scores_TE is given", scores_TE is not None),
+            ("draw is given", draw is not None),
+        )
+        agree_on_shapes(self.agreement, self.config, tokens_TD, rules)
         choice = self.exchanges.choose(self.config, tokens_TD, probs_TE)
         exchange = choice.exchange
         selection = select_with_remedy(

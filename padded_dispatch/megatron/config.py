@@ -57,6 +57,19 @@ def padded_options(config: Any) -> PaddedOptions:
     return config.padded_dispatch if is_ours(config) else PaddedOptions()
 
 
+def settings_of(config: Any) -> tuple[tuple[str, object], ...]:
+    """Return all options and the fields of `config` that act on the padded path, as text by name.
+
+    The ranks of a layer must have the same; `agreement_timeout` decides no result.
+    """
+    options = vars(padded_options(config)).items()
+    fields = [row.name for row in (*MOE_FIELDS, *OTHER_FIELDS) if row.status == "used"]
+    return (
+        *((name, str(value)) for name, value in options if name != "agreement_timeout"),
+        *((name, str(_read(config, name))) for name in fields),
+    )
+
+
 def is_ours(config: Any) -> bool:
     """Return whether a model of this config has padded layers, by config word or `padded_spec`."""
     return hasattr(config, "padded_dispatch")

@@ -204,6 +204,13 @@ class PaddedOptions:
         cost="E * C * D elements each",
     )
 
+    agreement_timeout: float = _option(
+        60.0,
+        "seconds that a rank may come to a layer's call later than another, before all that wait "
+        "raise an error that names it; ten times as long in the first two calls of a layer with a "
+        "shape. More than a rank can be busy with work of its own, such as writing a checkpoint",
+    )
+
     def __post_init__(self) -> None:
         # YAML and JSON have lists only.
         if isinstance(self.schedule, list):
@@ -223,6 +230,13 @@ class PaddedOptions:
         )
         share = self.overflow_threshold
         require(0 <= share < 1, "overflow_threshold", share, "be a share from 0 to below 1")
+        seconds = self.agreement_timeout
+        require(
+            _is_factor(seconds) and math.isfinite(seconds),
+            "agreement_timeout",
+            seconds,
+            "be a finite number of seconds above 0",
+        )
         for name in ("min_capacity", "grow_after", "telemetry_every", "reroute_rounds"):
             value = getattr(self, name)
             require(_is_count(value), name, value, "be a whole number of at least 1")
