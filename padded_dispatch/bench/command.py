@@ -9,8 +9,7 @@ import torch
 
 from padded_dispatch.bench.cases import CONTENDERS, MODELS, SKEWS, sweep
 from padded_dispatch.bench.work import Settings, work
-from padded_dispatch.config import require
-from padded_dispatch.exchange.choose import ExchangeKind
+from padded_dispatch.config import ExchangeKind, require
 from padded_dispatch.utils.launch import start_workers
 from padded_dispatch.utils.results import require_results
 

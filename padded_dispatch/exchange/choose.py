@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig, require
+from padded_dispatch.config import DispatchConfig, ExchangeKind, require
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.alltoall import AllToAllExchange
@@ -61,7 +61,6 @@ from padded_dispatch.exchange.symmetric_memory import (
     shares_workspace,
 )
 
-ExchangeKind = Literal["auto", "alltoall", "direct"]
 Layout = Literal["padded", "packed", "either"]
 
 # (per row, per expert): what a packed row and an expert of packed rows cost, in padded rows.

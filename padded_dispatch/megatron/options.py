@@ -15,8 +15,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from padded_dispatch.config import NO_DROP, POLICIES, REMEDIES, Policy, Remedy, require
-from padded_dispatch.exchange.choose import ExchangeKind
+from padded_dispatch.config import (
+    NO_DROP,
+    POLICIES,
+    REMEDIES,
+    ExchangeKind,
+    Policy,
+    Remedy,
+    require,
+)
 
 Alignment = int | Literal["auto"]
 Experts = Literal["auto", "module", "packed", "batched"]

@@ -15,8 +15,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from padded_dispatch.config import require
 
 _PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine")
@@ -30,6 +28,8 @@ def about(*, num_gpus: int, command: str, commit: str | None) -> dict[str, Any]:
         command: the command line as it was typed.
         commit: Git SHA, with a -dirty suffix for uncommitted changes; None if unknown.
     """
+    import torch  # Not at the top: command lines import this module.
+
     cpu = f"{os.cpu_count()} CPU cores, {platform.machine()}"
     return {
         "machine": f"{num_gpus} x {torch.cuda.get_device_name()}" if num_gpus else cpu,
