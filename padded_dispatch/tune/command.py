@@ -46,6 +46,9 @@ def _tune(given: argparse.Namespace) -> int:
     model = time_model.load(given.calibration) if given.calibration else time_model.shipped()
     if given.plots:
         plots.require_matplotlib()
+    with_plots = plots.has_matplotlib() if given.plots is None else given.plots
+    if given.synthetic is not None:
+        _check_memory(_synthetic_sizes(given), given.max_gib)
 
     with _progress("reading" if given.traces else "making a trace") as done:
         trace, name = _trace(given)
@@ -66,7 +69,9 @@ def _tune(given: argparse.Namespace) -> int:
         done(f"at {len(found.options)} factors")
     sys.stdout.write(f"\n{summary(found)}\n")
     with _progress("writing") as done:
-        done(str(write(found, given.run_dir, with_plots=given.plots)))
+        done(str(write(found, given.run_dir, with_plots=with_plots)))
+    if not (with_plots or given.plots is False):
+        sys.stdout.write(f"The report has no figures; for them, {plots.REMEDY}.\n")
     return 0 if found.training.overall.promised else 3
 
 
@@ -174,6 +179,21 @@ def _check_flags(given: argparse.Namespace) -> None:
     require(math.isfinite(given.max_gib), "max_gib", given.max_gib, "be a finite number")
     if given.synthetic is not None:
         _synthetic_sizes(given)
+
+
+def _check_memory(sizes: TraceSizes, max_gib: float) -> None:
+    """Raise if making a synthetic trace takes more memory than `--max-gib`."""
+    num_records = sizes.num_steps * sizes.num_layers * sizes.num_ranks
+    choices = num_records * sizes.num_tokens * sizes.top_k
+    # An int16 expert and an fp32 probability each; one record has fp64 scores [T, E] beside them.
+    gib = (6 * choices + 8 * sizes.num_tokens * sizes.num_experts) / 2**30
+    require(
+        gib <= max_gib,
+        "max_gib",
+        max_gib,
+        f"be at least {gib:,.1f}, which this trace takes",
+        "lower --steps, --layers or --tokens, or raise it",
+    )
 
 
 def _trace(given: argparse.Namespace) -> tuple[Trace, str]:
@@ -295,7 +315,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--from-step", type=int, default=0, help="leave out earlier steps")
     parser.add_argument("--max-gib", type=float, default=4.0, help="refuse larger traces")
-    parser.add_argument("--plots", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--plots",
+        action=argparse.BooleanOptionalAction,
+        help="figures in the report (None: if Matplotlib is installed)",
+    )
     promise = parser.add_argument_group("the promise")
     promise.add_argument("--drop", type=float, default=0.001, help="largest share of a step's rows")
     promise.add_argument("--eval-drop", type=float, default=0.0, help="the same in evaluation")
