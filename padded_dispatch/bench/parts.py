@@ -78,9 +78,9 @@ def main(argv: list[str]) -> int:
         ValueError: for mistakes in `argv`.
     """
     given = _parser().parse_args(argv)
-    require(given.repeats >= 1, "repeats", given.repeats, "be at least 1")
+    require(given.repeats >= 1, "--repeats", given.repeats, "be at least 1")
     if given.out:
-        require_results("out", given.out)
+        require_results("--out", given.out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     num_gpus, command = int(device.type == "cuda"), " ".join(["padded-dispatch parts", *argv])
     run = about(num_gpus=num_gpus, command=command, commit=given.commit)

@@ -21,6 +21,7 @@ from padded_dispatch.tune.recommend import Target
 from padded_dispatch.tune.study import Layer, Question, Study, study
 from padded_dispatch.tune.synthetic import KINDS, TraceSizes, synthetic_trace
 from padded_dispatch.tune.trace import Trace, load_traces
+from padded_dispatch.utils.flags import errors_name_flags
 from padded_dispatch.utils.results import require_folder
 
 _SYNTHETIC = dict(steps=400, layers=2, ranks=4, tokens=256, experts=32, top_k=4, seed=0)
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
         SystemExit: for `--help` and for errors that argparse finds.
     """
     given = _parser().parse_args(argv)
-    with _errors_name_flags(given):
+    with errors_name_flags(given):
         return _tune(given)
 
 
@@ -258,22 +259,6 @@ def _layer(given: argparse.Namespace, trace: Trace, model: time_model.TimeModel)
         microbatches_in_flight=given.in_flight,
     )
     return Layer(sizes=sizes, time_model=model)
-
-
-@contextmanager
-def _errors_name_flags(given: argparse.Namespace) -> Iterator[None]:
-    """Replace the field at the start of an error by the flag that sets it.
-
-    A flag is named like its field, with "num_" left out.
-    """
-    try:
-        yield
-    except ValueError as error:
-        field, must, rest = str(error).partition(" must ")
-        name = field.removeprefix("num_")
-        if must and name in vars(given):
-            raise ValueError(f"--{name.replace('_', '-')} must {rest}") from error
-        raise
 
 
 @contextmanager
