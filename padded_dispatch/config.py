@@ -16,7 +16,12 @@ S: sources of an expert's rows, R times the expert-tensor-parallel size
 C: capacity, the slots of one source in one expert's buffer
 D: hidden size
 F: ffn size of one expert
-N: rows of all experts on this rank, L * S * C
+N: rows for which the experts of this rank have room, L * S * C where every expert has its own slots
+
+A pool is a number of slots that several experts share: see `DispatchConfig.capacity_pool`.
+
+G: pools in which one source lays out its rows
+P: slots of one such pool
 """
 
 import math
@@ -32,6 +37,8 @@ REMEDIES: tuple[str, ...] = get_args(Remedy)
 # See `padded_dispatch.exchange.choose`.
 ExchangeKind = Literal["auto", "alltoall", "direct"]
 
+CapacityPool = Literal["expert", "rank", "receiver"]
+CAPACITY_POOLS: tuple[str, ...] = get_args(CapacityPool)
 
 # The capacity factor that drops nothing: every token has a slot with every expert (C = T).
 NO_DROP = math.inf
@@ -80,6 +87,35 @@ class BufferBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PoolSizes:
+    """The sizes of one pass, which follow from the config and T.
+
+    A source lays out its rows in `num_pools` pools of `pool_slots` slots each. A pool belongs to
+    E / G consecutive experts, whose rows follow each other in it without gaps. Slot p of pool g has
+    the number `g * P + p`.
+
+    Attributes:
+        num_experts: E.
+        num_pools: pools of one source (G): E, one for each expert; R, one for each destination
+            rank; or 1.
+        pool_slots: slots of one pool (P).
+        num_rows: rows for which the experts of one rank have room (N).
+        may_drop: False if no routing asks for more slots than there are.
+    """
+
+    num_experts: int
+    num_pools: int
+    pool_slots: int
+    num_rows: int
+    may_drop: bool
+
+    @property
+    def experts_per_pool(self) -> int:
+        """Experts that share a pool, E / G."""
+        return self.num_experts // self.num_pools
+
+
+@dataclass(frozen=True, kw_only=True)
 class DispatchConfig:
     """The settings that decide every shape on the padded path.
 
@@ -90,6 +126,10 @@ class DispatchConfig:
             drops nothing and costs C = T.
         min_capacity: the fewest slots per (source, expert).
         alignment: every expert's buffer (S * C rows) is a multiple of this; some recipes need it.
+        capacity_pool: which rows share slots. "expert": C slots belong to one (source, expert).
+            "rank": L * C slots belong to one (source, destination rank), whose experts share them.
+            "receiver": S * L * C slots belong to one destination rank, whose experts and sources
+            share them. All three offer as many slots in all.
         policy: which rows keep a slot when more ask than fit: "probs" (the most probable),
             "position" (the first tokens), "random" (a draw), or "priority" (first choices before
             second ones, the most certain tokens first); see `padded_dispatch.ops.select`.
@@ -109,6 +149,7 @@ class DispatchConfig:
     capacity_factor: float = NO_DROP
     min_capacity: int = 1
     alignment: int = 1
+    capacity_pool: CapacityPool = "expert"
     policy: Policy = "probs"
     remedy: Remedy = "none"
     reroute_rounds: int = 1
@@ -156,6 +197,7 @@ class DispatchConfig:
             "set NO_DROP to drop nothing",
         )
         for name, value, choices in (
+            ("capacity_pool", self.capacity_pool, CAPACITY_POOLS),
             ("policy", self.policy, POLICIES),
             ("remedy", self.remedy, REMEDIES),
         ):
@@ -200,6 +242,52 @@ class DispatchConfig:
             slots = math.ceil((demand / self.num_experts) * self.capacity_factor)
         slots = max(1, min(num_tokens, max(slots, self.min_capacity)))
         return -(-slots // self._capacity_step) * self._capacity_step
+
+    def sizes(self, num_tokens: int) -> PoolSizes:
+        """Return the sizes of a pass with T = `num_tokens` tokens on this rank.
+
+        Pools of several experts have no slots that no routing can fill: a source has at most
+        T * min(K, L) rows for the L experts of one rank.
+
+        Example: T=4096, K=8, E=128, R=8, factor 1.25 (C = 320) gives 128 pools of 320 slots,
+        8 pools of 5,120, or for "receiver" one pool of T * K = 32,768; N = 40,960 in each case.
+
+        Raises:
+            ValueError: if T = 0.
+        """
+        capacity = self.capacity(num_tokens)
+        most = num_tokens * min(self.top_k, self.num_local_experts)
+        of_rank = min(capacity * self.num_local_experts, most)
+        if self.capacity_pool == "expert":
+            return self._sizes(num_tokens, capacity, may_drop=capacity < num_tokens)
+        if self.capacity_pool == "rank":
+            return self._sizes(num_tokens, of_rank, may_drop=of_rank < most)
+        return self._sizes(num_tokens, of_rank * self.num_sources, may_drop=of_rank < most)
+
+    def sizes_that_fit(self, num_tokens: int, demand: int) -> PoolSizes:
+        """Return the sizes of a pass in which `demand` is the largest demand for one pool.
+
+        Args:
+            num_tokens: tokens on this rank (T).
+            demand: the most rows that ask for one pool, of all pools of all ranks: for one (source,
+                expert), one (source, destination rank), or one destination rank.
+        """
+        return self._sizes(num_tokens, max(1, demand), may_drop=False)
+
+    def _sizes(self, num_tokens: int, slots: int, *, may_drop: bool) -> PoolSizes:
+        """Return the sizes for pools of `slots` slots each; those of "receiver" are a rank's."""
+        pools = {"expert": self.num_experts, "rank": self.num_ranks, "receiver": 1}
+        local = self.num_local_experts if self.capacity_pool == "expert" else 1
+        sources = 1 if self.capacity_pool == "receiver" else self.num_sources
+        # A source of "receiver" lays out all its rows as one block, and cannot have more of them.
+        all_rows = min(num_tokens * self.top_k, slots * self.num_ranks)
+        return PoolSizes(
+            num_experts=self.num_experts,
+            num_pools=pools[self.capacity_pool],
+            pool_slots=all_rows if self.capacity_pool == "receiver" else slots,
+            num_rows=slots * local * sources,
+            may_drop=may_drop,
+        )
 
     def buffer_bytes(
         self, num_tokens: int, hidden_size: int, element_size: int, *, packed: bool = False

@@ -137,3 +137,55 @@ def test_a_wrong_value_is_named(changes, message):
 def test_no_tokens_are_refused(num_tokens):
     with pytest.raises(ValueError, match=f"^num_tokens must be at least 1, got {num_tokens}; pad"):
         DispatchConfig(**GOOD).capacity(num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("capacity_pool", "num_pools", "pool_slots"),
+    [("expert", 128, 320), ("rank", 8, 5120), ("receiver", 1, 32768)],
+)
+def test_pools_of_the_docstring_s_example(capacity_pool, num_pools, pool_slots):
+    config = DispatchConfig(
+        num_experts=128, top_k=8, capacity_factor=1.25, num_ranks=8, capacity_pool=capacity_pool
+    )
+    sizes = config.sizes(4096)
+    assert (sizes.num_pools, sizes.pool_slots) == (num_pools, pool_slots)
+    assert sizes.experts_per_pool == 128 // num_pools
+    assert sizes.num_rows == 40_960
+    assert sizes.may_drop
+
+
+@given(sizes=sizes(), log_ranks=st.integers(0, 3), etp_size=st.integers(1, 2))
+def test_pools_offer_as_many_slots_as_cells_unless_no_routing_fills_them(
+    sizes, log_ranks, etp_size
+):
+    num_tokens, num_experts, top_k, factor = sizes
+    num_ranks = 2**log_ranks
+    of = {
+        pool: DispatchConfig(
+            num_experts=num_experts * num_ranks,
+            top_k=top_k,
+            capacity_factor=factor,
+            num_ranks=num_ranks,
+            etp_size=etp_size,
+            capacity_pool=pool,
+        ).sizes(num_tokens)
+        for pool in ("expert", "rank", "receiver")
+    }
+    most = num_ranks * etp_size * num_tokens * min(top_k, num_experts)
+    assert of["rank"].num_rows == min(of["expert"].num_rows, most) == of["receiver"].num_rows
+    assert of["rank"].may_drop == of["receiver"].may_drop == (of["rank"].num_rows < most)
+    assert of["rank"].num_rows == num_ranks * etp_size * of["rank"].pool_slots
+    assert of["receiver"].pool_slots <= num_tokens * top_k
+    assert of["expert"].pool_slots * num_experts * num_ranks * etp_size == of["expert"].num_rows
+
+
+@pytest.mark.parametrize(
+    ("capacity_pool", "num_pools", "pool_slots", "num_rows"),
+    [("expert", 8, 5, 2 * 4 * 5), ("rank", 2, 5, 2 * 5), ("receiver", 1, 10, 5)],
+)
+def test_sizes_that_fit_a_demand_of_five_rows(capacity_pool, num_pools, pool_slots, num_rows):
+    config = DispatchConfig(num_experts=8, top_k=2, num_ranks=2, capacity_pool=capacity_pool)
+    sizes = config.sizes_that_fit(7, 5)
+    assert (sizes.num_pools, sizes.pool_slots, sizes.num_rows) == (num_pools, pool_slots, num_rows)
+    assert not sizes.may_drop
+    assert config.sizes_that_fit(7, 0).pool_slots >= 1
