@@ -4,7 +4,9 @@ import argparse
 import dataclasses
 import json
 import math
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -68,7 +70,8 @@ def _tune(given: argparse.Namespace) -> int:
             layers_of_model=not (given.traces and _are_megatrons(given.traces)),
         )
         done(f"at {len(found.options)} factors")
-    sys.stdout.write(f"\n{summary(found)}\n")
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    sys.stdout.write(f"\n{summary(found, columns)}\n")
     with _progress("writing") as done:
         done(str(write(found, given.run_dir, with_plots=with_plots)))
     if not (with_plots or given.plots is False):
@@ -76,21 +79,29 @@ def _tune(given: argparse.Namespace) -> int:
     return 0 if found.training.overall.promised else 3
 
 
-def summary(found: Study) -> str:
-    """Return the text for the terminal."""
-    parts = [found.training.sentence(), str(report.factor_table(found))]
+def summary(found: Study, columns: int | None = None) -> str:
+    """Return the text for the terminal, within a number of columns if there is one."""
+
+    def prose(text: str) -> str:
+        return textwrap.fill(text, columns) if columns else text
+
+    def table(made: report.Table) -> str:
+        return made.within(columns) if columns else str(made)
+
+    parts = [prose(found.training.sentence()), table(report.factor_table(found))]
     if len(found.training.layers) > 1:
-        parts.append(f"One factor per layer:\n{report.layer_table(found)}")
+        parts.append(f"One factor per layer:\n{table(report.layer_table(found))}")
     evaluation = found.evaluation.overall
     promised = "" if evaluation.promised else ", without a promise"
-    parts.append(f"In evaluation: {evaluation.factor:g}, for {found.evaluation.target}{promised}.")
+    others = [f"In evaluation: {evaluation.factor:g}, for {found.evaluation.target}{promised}."]
     if found.held_out is not None:
-        parts.append(found.held_out_sentence())
-    parts += [f"Also: {caveat}." for caveat in found.training.overall.caveats[1:]]
+        others.append(found.held_out_sentence())
+    others += [f"Also: {caveat}." for caveat in found.training.overall.caveats[1:]]
     if found.layer is not None:
-        parts.append(found.layer.time_model.describe())
+        others.append(found.layer.time_model.describe())
     if not found.layers_of_model:
-        parts.append(report.NO_LAYERS)
+        others.append(report.NO_LAYERS)
+    parts += map(prose, others)
     parts.append(" \\\n".join(report.flags(found, per_layer=False)))
     return "\n\n".join(parts) + "\n"
 

@@ -62,6 +62,15 @@ def test_a_made_up_trace_to_all_files(tune, tmp_path):
     assert found["options"][-1]["dropped"] == 0
 
 
+def test_a_terminal_gets_no_line_that_is_too_long(tune, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    sizes = "--hidden-size 64 --ffn-size 48 --hold-out 0.3"
+    _, printed, found = tune(f"--synthetic zipf {MADE} --no-plots {sizes}")
+    assert max(map(len, printed.splitlines())) <= 80
+    assert found["sentence"] in " ".join(printed.split())
+
+
 def test_recorded_traces_and_folders_of_them(tune, tmp_path):
     trace = synthetic_trace("lognormal", SIZES, seed=5)
     (tmp_path / "run").mkdir()
