@@ -40,8 +40,8 @@ def main(argv: list[str] | None = None) -> int:
         commands.add_parser(name, help=help, add_help=False)
     arguments, rest = parser.parse_known_args(argv)
     _ignore_expected_warnings()
-    command = importlib.import_module(_COMMANDS[arguments.command][0])
     try:
+        command = importlib.import_module(_COMMANDS[arguments.command][0])
         return command.main(rest)
     except ValueError as error:
         sys.stderr.write(f"padded-dispatch {arguments.command}: {error}\n")

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig, require
+from padded_dispatch.config import DispatchConfig, ExchangeKind, require
 from padded_dispatch.exchange import Exchange, ExpertInput
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.choose import ExchangeKind, LayerExchanges, agree_on_shapes
+from padded_dispatch.exchange.choose import LayerExchanges, agree_on_shapes
 from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
 from padded_dispatch.ops.select import Selection

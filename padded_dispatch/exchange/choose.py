@@ -55,7 +55,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig, PoolSizes, require
+from padded_dispatch.config import DispatchConfig, ExchangeKind, PoolSizes, require
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.agreement import Agreement, Values
 from padded_dispatch.exchange.alltoall import AllToAllExchange
@@ -68,7 +68,6 @@ from padded_dispatch.exchange.symmetric_memory import (
     shares_workspace,
 )
 
-ExchangeKind = Literal["auto", "alltoall", "direct"]
 Layout = Literal["padded", "packed", "either"]
 
 # (per row, per expert): what a packed row and an expert of packed rows cost, in padded rows.

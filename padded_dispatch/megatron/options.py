@@ -15,8 +15,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from padded_dispatch.config import NO_DROP, POLICIES, REMEDIES, Policy, Remedy, require
-from padded_dispatch.exchange.choose import ExchangeKind
+from padded_dispatch.config import (
+    NO_DROP,
+    POLICIES,
+    REMEDIES,
+    ExchangeKind,
+    Policy,
+    Remedy,
+    require,
+)
 
 Alignment = int | Literal["auto"]
 Experts = Literal["auto", "module", "packed", "batched"]
@@ -244,7 +251,10 @@ class PaddedOptions:
             value = getattr(self, name)
             rule = "be a whole number of at least 1, or 'auto'"
             require(value == "auto" or _is_count(value), name, value, rule)
-        for name, first in (("layer_factors", 1), ("schedule", 0)):
+        for name, first, example in (
+            ("layer_factors", 1, "{3: 1.5, 7: NO_DROP}"),
+            ("schedule", 0, "((0, 2.0), (200, 1.25))"),
+        ):
             value = getattr(self, name)
             pairs = _pairs(value)
             require(
@@ -252,6 +262,7 @@ class PaddedOptions:
                 name,
                 value,
                 f"map whole numbers from {first} on to factors above 0, each number once",
+                f"write, for example, {example}",
             )
         factor = self.eval_factor
         require(
@@ -284,6 +295,16 @@ class PaddedOptions:
         if self.factor_of_step.keys() - {0}:
             controlled["schedule"] = self.schedule
         return controlled
+
+
+def require_options(name: str, value: Any) -> None:
+    """Raise if `value` is no `PaddedOptions`: a dict of a YAML file, for example.
+
+    Raises:
+        ValueError: names the value as `name`.
+    """
+    fix = "write PaddedOptions(**...)" if isinstance(value, Mapping) else "make one"
+    require(isinstance(value, PaddedOptions), name, value, "be PaddedOptions", fix)
 
 
 def _is_count(value: Any) -> bool:

@@ -1,9 +1,11 @@
 """Checks of settings that need Megatron, the text or the disk, before any worker starts."""
 
+from contextlib import nullcontext
 from importlib.util import find_spec
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron.config import dispatch_config
+from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.train import checkpoint
 from padded_dispatch.train.data import Windows, load_corpus
 from padded_dispatch.train.model import transformer_config
@@ -43,7 +45,9 @@ def check(settings: Settings) -> None:
     )
     if output.trace is not None:
         _check_trace_size(settings)
-    config = transformer_config(settings)
+    # As in the workers: without a GPU, `install` would warn.
+    with megatron_on_cpu() if layout.device == "cpu" else nullcontext():
+        config = transformer_config(settings)
     if settings.dispatch.dispatcher == "padded_alltoall":
         options = settings.dispatch.padded
         dispatch_config(config, options, num_ranks=layout.ep, etp_size=layout.etp)

@@ -4,7 +4,9 @@ import argparse
 import dataclasses
 import json
 import math
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from padded_dispatch.tune.recommend import Target
 from padded_dispatch.tune.study import Layer, Question, Study, study
 from padded_dispatch.tune.synthetic import KINDS, TraceSizes, synthetic_trace
 from padded_dispatch.tune.trace import Trace, load_traces
+from padded_dispatch.utils.flags import errors_name_flags
 from padded_dispatch.utils.results import require_folder
 
 _SYNTHETIC = dict(steps=400, layers=2, ranks=4, tokens=256, experts=32, top_k=4, seed=0)
@@ -34,7 +37,7 @@ def main(argv: list[str]) -> int:
         SystemExit: for `--help` and for errors that argparse finds.
     """
     given = _parser().parse_args(argv)
-    with _errors_name_flags(given):
+    with errors_name_flags(given):
         return _tune(given)
 
 
@@ -46,6 +49,9 @@ def _tune(given: argparse.Namespace) -> int:
     model = time_model.load(given.calibration) if given.calibration else time_model.shipped()
     if given.plots:
         plots.require_matplotlib()
+    with_plots = plots.has_matplotlib() if given.plots is None else given.plots
+    if given.synthetic is not None:
+        _check_memory(_synthetic_sizes(given), given.max_gib)
 
     with _progress("reading" if given.traces else "making a trace") as done:
         trace, name = _trace(given)
@@ -64,27 +70,38 @@ def _tune(given: argparse.Namespace) -> int:
             layers_of_model=not (given.traces and _are_megatrons(given.traces)),
         )
         done(f"at {len(found.options)} factors")
-    sys.stdout.write(f"\n{summary(found)}\n")
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    sys.stdout.write(f"\n{summary(found, columns)}\n")
     with _progress("writing") as done:
-        done(str(write(found, given.run_dir, with_plots=given.plots)))
+        done(str(write(found, given.run_dir, with_plots=with_plots)))
+    if not (with_plots or given.plots is False):
+        sys.stdout.write(f"The report has no figures; for them, {plots.REMEDY}.\n")
     return 0 if found.training.overall.promised else 3
 
 
-def summary(found: Study) -> str:
-    """Return the text for the terminal."""
-    parts = [found.training.sentence(), str(report.factor_table(found))]
+def summary(found: Study, columns: int | None = None) -> str:
+    """Return the text for the terminal, within a number of columns if there is one."""
+
+    def prose(text: str) -> str:
+        return textwrap.fill(text, columns) if columns else text
+
+    def table(made: report.Table) -> str:
+        return made.within(columns) if columns else str(made)
+
+    parts = [prose(found.training.sentence()), table(report.factor_table(found))]
     if len(found.training.layers) > 1:
-        parts.append(f"One factor per layer:\n{report.layer_table(found)}")
+        parts.append(f"One factor per layer:\n{table(report.layer_table(found))}")
     evaluation = found.evaluation.overall
     promised = "" if evaluation.promised else ", without a promise"
-    parts.append(f"In evaluation: {evaluation.factor:g}, for {found.evaluation.target}{promised}.")
+    others = [f"In evaluation: {evaluation.factor:g}, for {found.evaluation.target}{promised}."]
     if found.held_out is not None:
-        parts.append(found.held_out_sentence())
-    parts += [f"Also: {caveat}." for caveat in found.training.overall.caveats[1:]]
+        others.append(found.held_out_sentence())
+    others += [f"Also: {caveat}." for caveat in found.training.overall.caveats[1:]]
     if found.layer is not None:
-        parts.append(found.layer.time_model.describe())
+        others.append(found.layer.time_model.describe())
     if not found.layers_of_model:
-        parts.append(report.NO_LAYERS)
+        others.append(report.NO_LAYERS)
+    parts += map(prose, others)
     parts.append(" \\\n".join(report.flags(found, per_layer=False)))
     return "\n\n".join(parts) + "\n"
 
@@ -176,6 +193,21 @@ def _check_flags(given: argparse.Namespace) -> None:
         _synthetic_sizes(given)
 
 
+def _check_memory(sizes: TraceSizes, max_gib: float) -> None:
+    """Raise if making a synthetic trace takes more memory than `--max-gib`."""
+    num_records = sizes.num_steps * sizes.num_layers * sizes.num_ranks
+    choices = num_records * sizes.num_tokens * sizes.top_k
+    # An int16 expert and an fp32 probability each; one record has fp64 scores [T, E] beside them.
+    gib = (6 * choices + 8 * sizes.num_tokens * sizes.num_experts) / 2**30
+    require(
+        gib <= max_gib,
+        "max_gib",
+        max_gib,
+        f"be at least {gib:,.1f}, which this trace takes",
+        "lower --steps, --layers or --tokens, or raise it",
+    )
+
+
 def _trace(given: argparse.Namespace) -> tuple[Trace, str]:
     """Return the trace of training from `--from-step` on, and its name."""
     if given.traces:
@@ -241,22 +273,6 @@ def _layer(given: argparse.Namespace, trace: Trace, model: time_model.TimeModel)
 
 
 @contextmanager
-def _errors_name_flags(given: argparse.Namespace) -> Iterator[None]:
-    """Replace the field at the start of an error by the flag that sets it.
-
-    A flag is named like its field, with "num_" left out.
-    """
-    try:
-        yield
-    except ValueError as error:
-        field, must, rest = str(error).partition(" must ")
-        name = field.removeprefix("num_")
-        if must and name in vars(given):
-            raise ValueError(f"--{name.replace('_', '-')} must {rest}") from error
-        raise
-
-
-@contextmanager
 def _progress(name: str) -> Iterator[Callable[[str], None]]:
     """Print the name of a part of the work; at its end, its result and its duration."""
     results: list[str] = []
@@ -295,7 +311,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--from-step", type=int, default=0, help="leave out earlier steps")
     parser.add_argument("--max-gib", type=float, default=4.0, help="refuse larger traces")
-    parser.add_argument("--plots", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--plots",
+        action=argparse.BooleanOptionalAction,
+        help="figures in the report (None: if Matplotlib is installed)",
+    )
     promise = parser.add_argument_group("the promise")
     promise.add_argument("--drop", type=float, default=0.001, help="largest share of a step's rows")
     promise.add_argument("--eval-drop", type=float, default=0.0, help="the same in evaluation")

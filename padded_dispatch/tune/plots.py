@@ -39,17 +39,22 @@ _STYLE: Any = {
 _LEAST = 1e-6  # The smallest share on an axis: one row in a million.
 
 
+REMEDY = "run pip install 'matplotlib>=3.9,<4'"
+
+
+def has_matplotlib() -> bool:
+    """Return whether figures can be drawn."""
+    return find_spec("matplotlib") is not None
+
+
 def require_matplotlib() -> None:
     """Raise if Matplotlib is not installed; call it before the work.
 
     Raises:
-        ValueError: names the ways out.
+        ValueError: names the remedy.
     """
-    if find_spec("matplotlib") is None:
-        raise ValueError(
-            "Matplotlib must be installed for --plots, got none; run pip install "
-            "'padded-dispatch[tune]', or give --no-plots"
-        )
+    if not has_matplotlib():
+        raise ValueError(f"Matplotlib must be installed for --plots, got none; {REMEDY}")
 
 
 def figures(study: Study) -> dict[str, "Figure"]:

@@ -13,11 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
-
-import torch
-
-from padded_dispatch.config import require
 
 _PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine")
 
@@ -30,6 +27,8 @@ def about(*, num_gpus: int, command: str, commit: str | None) -> dict[str, Any]:
         command: the command line as it was typed.
         commit: Git SHA, with a -dirty suffix for uncommitted changes; None if unknown.
     """
+    import torch  # Not at the top: command lines import this module.
+
     cpu = f"{os.cpu_count()} CPU cores, {platform.machine()}"
     return {
         "machine": f"{num_gpus} x {torch.cuda.get_device_name()}" if num_gpus else cpu,
@@ -55,8 +54,9 @@ def read_runs(option: str, path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
         raise ValueError(
-            f"{option} must be a results file, got {path} ({error}); name another file"
+            f"{option} must be a results file, got {path} ({reason}); name another file"
         ) from None
     match results:
         case {"runs": list(runs)}:
@@ -83,17 +83,21 @@ def require_results(option: str, path: Path) -> None:
 def require_folder(option: str, folder: Path) -> None:
     """Raise if `folder` is not writable, or does not exist and cannot be created.
 
+    Permissions alone do not show it: file systems are read-only, full, or none, like /proc. So this
+    creates a temporary folder where the first new one would be, and deletes it.
+
     Raises:
         ValueError: names `option`.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
-    require(
-        existing.is_dir() and os.access(existing, os.W_OK),
-        option,
-        str(folder),
-        "be a path in a writable folder",
-        f"{existing} is not a writable folder: name another",
-    )
+    try:
+        with TemporaryDirectory(dir=existing):
+            pass
+    except OSError:
+        raise ValueError(
+            f"{option} must be a path in a writable folder, got {str(folder)!r}; {existing} is not "
+            "a writable folder: name another"
+        ) from None
 
 
 def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]) -> None:

@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from padded_dispatch import cli
 from padded_dispatch.tune.command import main
+from padded_dispatch.tune.plots import REMEDY
 from padded_dispatch.tune.replay import replay
 from padded_dispatch.tune.study import grid, largest_need
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
@@ -57,6 +60,15 @@ def test_a_made_up_trace_to_all_files(tune, tmp_path):
     assert list(found["training"]["layers"]) == ["1", "2"]  # as Megatron counts
     assert found["layer"]["sizes"]["num_layers"] == 2
     assert found["options"][-1]["dropped"] == 0
+
+
+def test_a_terminal_gets_no_line_that_is_too_long(tune, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    sizes = "--hidden-size 64 --ffn-size 48 --hold-out 0.3"
+    _, printed, found = tune(f"--synthetic zipf {MADE} --no-plots {sizes}")
+    assert max(map(len, printed.splitlines())) <= 80
+    assert found["sentence"] in " ".join(printed.split())
 
 
 def test_recorded_traces_and_folders_of_them(tune, tmp_path):
@@ -182,6 +194,12 @@ def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (HUGE, "--max-gib must be at least 45.8, which this trace takes, got 4.0; lower --steps"),
+        ("--synthetic zipf --tokens 100000000", "--max-gib must be at least 7,176.4, which this"),
+        (
+            "--synthetic zipf --run-dir /proc/x",
+            "--run-dir must be a path in a writable folder, got",
+        ),
         ("", "TRACE or --synthetic must be given, got none"),
         ("some.npy --synthetic zipf", "TRACE or --synthetic must be given, got both"),
         ("nowhere.npy", "nowhere.npy must be a trace or a folder of traces, got nothing there"),
@@ -247,10 +265,33 @@ def test_a_typo_in_a_flag_is_named(capsys):
     assert "unrecognized arguments: --dorp" in capsys.readouterr().err
 
 
-def test_a_missing_matplotlib_is_named_before_the_work(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def without_matplotlib(monkeypatch):
     monkeypatch.setattr("padded_dispatch.tune.plots.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'padded-dispatch\[tune\]'"):
-        main(HUGE.split())
-    with pytest.raises(ValueError, match="--drop must be"):
-        main([*HUGE.split(), "--drop", "3"])
+
+
+def test_without_matplotlib_the_report_has_no_figures(without_matplotlib, tune, tmp_path):
+    """As after the first block of the README's Quick start."""
+    _, printed, _ = tune(f"--synthetic zipf {MADE}")
+    last = "The report has no figures; for them, run pip install 'matplotlib>=3.9,<4'."
+    assert printed.splitlines()[-1] == last
+    assert {path.name for path in (tmp_path / "tune").iterdir()} == {
+        "report.html",
+        "recommendation.json",
+        "recommendation.yaml",
+    }
+    _, printed, _ = tune(f"--synthetic zipf {MADE} --no-plots")
+    assert "figures" not in printed
+
+
+def test_a_missing_matplotlib_is_named_after_the_arguments(without_matplotlib, tmp_path, tune):
+    with pytest.raises(ValueError, match=r"^Matplotlib must be .* for --plots, got none; run pip"):
+        tune(f"{HUGE} --plots")
+    with pytest.raises(ValueError, match=r"--drop must be"):
+        tune(f"{HUGE} --plots --drop 3")
+
+
+def test_the_extra_has_the_matplotlib_that_the_remedy_names():
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    (package,) = extras["project"]["optional-dependencies"]["tune"]
+    assert f"run pip install '{package}'" == REMEDY

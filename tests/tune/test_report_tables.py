@@ -63,3 +63,37 @@ def test_layers(found):
         assert cells["factor"] == f"{advice.factor:g}"
         assert cells["promised"] == ("yes" if advice.promised else "no")
         assert cells["eval"] == f"{found.evaluation.layers[layer].factor:g}"
+
+
+def test_a_wide_table_is_split_behind_its_first_column():
+    table = Table(
+        headers=("factor", "slots", "dropped", "ms"),
+        rows=(("1", "32", "5 %", "1.5"), ("1.25", "40", "0.1 %", "1.6")),
+        marked=1,
+    )
+    whole = [
+        "  factor  slots  dropped   ms",
+        "       1     32      5 %  1.5",
+        ">   1.25     40    0.1 %  1.6",
+    ]
+    split = [
+        "  factor  slots",
+        "       1     32",
+        ">   1.25     40",
+        "",
+        "  factor  dropped",
+        "       1      5 %",
+        ">   1.25    0.1 %",
+        "",
+        "  factor   ms",
+        "       1  1.5",
+        ">   1.25  1.6",
+    ]
+    assert table.within(29).splitlines() == str(table).splitlines() == whole
+    assert table.within(24).splitlines() == [line[:24] for line in whole] + [
+        "",
+        "  factor   ms",
+        "       1  1.5",
+        ">   1.25  1.6",
+    ]
+    assert table.within(17).splitlines() == table.within(1).splitlines() == split

@@ -27,7 +27,7 @@ def test_runs_are_added(tmp_path):
     [
         ('{"a": 1}', r"it has no list of runs\); name another file"),
         ("[]", r"it has no list of runs\); name another file"),
-        ('{"runs": [', r"Expecting value: .*\); name another file"),
+        ('{"runs": [', r"it is not JSON\); name another file"),
         (None, r".*Is a directory.*\); name another file"),
     ],
 )
@@ -59,7 +59,14 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
             results.require_folder("trace", folder)
     with pytest.raises(ValueError, match=rf"^out must be a path .*, got '{tmp_path}/file'"):
         results.require_results("out", tmp_path / "file" / "r.json")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    before = sorted(tmp_path.iterdir())
+    results.require_results("out", tmp_path / "new" / "r.json")
+    assert sorted(tmp_path.iterdir()) == before
+
+    def no_space(*args, **kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "mkdir", no_space)  # As on a full disk, or in /proc.
     with pytest.raises(ValueError, match=rf"; {tmp_path} is not a writable folder: name another$"):
         results.require_results("results", tmp_path / "r.json")
 
