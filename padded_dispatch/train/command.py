@@ -12,10 +12,11 @@ def main(argv: list[str]) -> int:
     """
     settings = parse(argv)
     # Imported late, since they bring Megatron: --help and a typo need neither.
-    from padded_dispatch.train.check import check
+    from padded_dispatch.train.check import check, held_folders
     from padded_dispatch.train.loop import work
     from padded_dispatch.utils.launch import start_workers
 
-    check(settings)
-    outcome = start_workers(work, (settings,), num_workers=settings.layout.workers)
+    with held_folders(settings):
+        check(settings)
+        outcome = start_workers(work, (settings,), num_workers=settings.layout.workers)
     return 1 if outcome.fell is False else 0

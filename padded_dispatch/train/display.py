@@ -8,11 +8,11 @@ earlier one, after dropping the rows past its checkpoint.
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import Any, Self, TextIO
 
 from padded_dispatch.megatron.telemetry import Snapshots
 from padded_dispatch.train.metrics import Row
+from padded_dispatch.train.rows import open_rows
 from padded_dispatch.train.settings import Output
 
 
@@ -35,7 +35,7 @@ class Log:
         self._tensorboard: Any = None
         if output.run_dir is not None:
             output.run_dir.mkdir(parents=True, exist_ok=True)
-            self._file = _rows_until(steps_done, output.run_dir / "metrics.jsonl")
+            self._file = open_rows(output.run_dir / "metrics.jsonl", steps_done)
         if output.tensorboard:
             # Imported here, since it takes a second or two.
             from torch.utils.tensorboard import SummaryWriter
@@ -96,6 +96,7 @@ class Log:
                 if isinstance(value, int | float) and name not in ("step", "steps"):
                     tag = f"{figures['kind']}/{name}"
                     self._tensorboard.add_scalar(tag, value, figures["step"])
+            self._tensorboard.flush()  # It would keep them for two minutes, which a kill loses.
 
     def __enter__(self) -> Self:
         return self
@@ -128,15 +129,3 @@ def progress_line(row: Row, num_steps: int) -> str:
     if row.allocated_gib is not None:
         parts += [f"{row.allocated_gib:.1f} GiB"]
     return "  ".join(parts)
-
-
-def _rows_until(step: int, path: Path) -> TextIO:
-    """Open `path` for appending, keeping only complete rows up to `step`."""
-    kept = []
-    if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        whole = (line for line in lines if line.endswith("\n"))
-        kept = [line for line in whole if json.loads(line)["step"] <= step]
-    file = path.open("w")
-    file.writelines(kept)
-    return file

@@ -16,11 +16,13 @@ parent should report it.
 """
 
 import ctypes
+import errno
 import math
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -37,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from padded_dispatch.config import require
 from padded_dispatch.utils.patches import Patches
 from padded_dispatch.utils.signals import ending_signals, held_back, write_line
 
@@ -88,11 +91,13 @@ def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_wor
         The function's result on rank 0; under torchrun, on this rank.
 
     Raises:
+        ValueError: the environment names a port for rendezvous that another process has.
         SystemExit: with code 1 if a worker raised or died, after its traceback and one line with
             the rank and its error on stderr; with code 128 + signal on SIGINT, SIGTERM and SIGHUP.
             Either way all workers have ended.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _require_free_port()
         return fn(*args)
     handlers = {number: signal.signal(number, _exit) for number in ending_signals()}
     try:
@@ -112,6 +117,22 @@ def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_wor
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _require_free_port() -> None:
+    """Raise on rank 0 if it cannot host the rendezvous store; torch tries for half a minute."""
+    port, shared = os.environ.get("MASTER_PORT", ""), "TORCHELASTIC_USE_AGENT_STORE"
+    if os.environ["RANK"] != "0" or os.environ.get(shared) == "True" or not port.isdigit():
+        return
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        socket.create_server(("", int(port)), family=family, dualstack_ipv6=both).close()
+        taken = False
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+    fix = "set another one on all ranks, or end the process that listens on it"
+    require(not taken, "MASTER_PORT", int(port), "be a free port", fix)
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
@@ -235,6 +256,7 @@ def _serve(pipe: Connection, env: dict[str, str]) -> None:
     # A child, such as a writer of a checkpoint, would keep the pipe open, and outlive this process.
     os.register_at_fork(after_in_child=pipe.close)
     os.register_at_fork(after_in_child=_die_with_parent)
+    Patches().set(spawning, "get_command_line", _with_first_statements())
     os.environ.update(env)
     torch.set_num_threads(1)
     while True:
