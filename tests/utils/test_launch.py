@@ -377,6 +377,7 @@ def test_ctrl_c_ends_importing_workers_without_their_words(tmp_path):
 
 
 @pytest.mark.ahead
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="looks into /proc")
 def test_a_signal_to_one_worker_ends_the_job(tmp_path):
     job = Job(tmp_path, "sleep")
     os.kill(workers_of(job.process.pid)[0], signal.SIGINT)
@@ -391,3 +392,25 @@ def test_under_torchrun_the_function_is_only_called(monkeypatch):
     called = []
     start_workers(called.append, (os.getpid(),), num_workers=8)
     assert called == [os.getpid()]
+
+
+def test_a_taken_port_is_named_at_once(monkeypatch):
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        for name, value in torchrun.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        message = f"^MASTER_PORT must be a free port, got {port}; set another one on all ranks, or"
+        with pytest.raises(ValueError, match=message):
+            start_workers(print, num_workers=2)
+        # The store of torchrun's agent, and that of rank 0, are there already.
+        called = []
+        with monkeypatch.context() as agent:
+            agent.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+            start_workers(called.append, (0,), num_workers=2)
+        monkeypatch.setenv("RANK", "1")
+        start_workers(called.append, (1,), num_workers=2)
+    monkeypatch.setenv("RANK", "0")
+    start_workers(called.append, (2,), num_workers=2)
+    assert called == [0, 1, 2]
