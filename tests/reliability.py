@@ -4,13 +4,15 @@
 
 Every row is one fault: a signal to the parent, to a worker or to all processes of the terminal, at
 one moment of a resumed run; a broken checkpoint; a disk, a port or a folder that cannot be used. It
-holds the seconds until the job's last process has ended, the processes that were left after 15
-seconds, and the lines of earlier runs that were lost: rows of metrics.jsonl, rows of the results
-file, events of TensorBoard, records of traces, checkpoints. It needs no GPU. Full and read-only
-disks need root, to mount a file system in memory; without it they are left out.
+holds the seconds from the signal (or, where a job is refused, from its start) until the job's last
+process has ended, the processes that were left after 15 seconds, and the lines of earlier runs that
+were lost: rows of metrics.jsonl, rows of the results file, events of TensorBoard, records of
+traces, checkpoints. It needs no GPU. Full and read-only disks need root, to mount a file system in
+memory; without it they are left out.
 """
 
 import argparse
+import atexit
 import contextlib
 import json
 import os
@@ -44,7 +46,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 class Job:
-    """A command in a session of its own, in `folder`."""
+    """A command in a session of its own, in `folder`; it ends with this program."""
 
     def __init__(self, folder: Path, flags: list[str], environment: dict[str, str]) -> None:
         self.folder = folder
@@ -58,6 +60,16 @@ class Job:
                 stderr=stderr,
                 start_new_session=True,
             )
+        self._started = time.monotonic()
+        atexit.register(self.kill)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def seconds(self) -> float:
+        """Return the seconds since its start."""
+        return time.monotonic() - self._started
 
     def lines(self) -> list[str]:
         return self._stdout.read_text().splitlines()
@@ -84,9 +96,9 @@ class Job:
         while (left := self.left()) and time.monotonic() - begin < limit_s:
             time.sleep(0.02)
         seconds = time.monotonic() - begin
-        if left:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.kill()
         self.process.wait()
+        atexit.unregister(self.kill)
         return seconds, len(left)
 
 
@@ -245,13 +257,13 @@ BROKEN: dict[str, Callable[[Path], Any]] = {
 
 def refused(job: Job, fault: str, words: str) -> dict[str, Any]:
     """Return the row of a job that should end before work starts, with one line of `words`."""
-    seconds, orphans = job.end(60.0)
+    _, orphans = job.end(120.0)
     errors = job.errors()
     one_line = errors.count("\n") == 1 and words in errors
     return {
         "check": "refused",
         "fault": fault,
-        "seconds": seconds,
+        "seconds": job.seconds(),
         "exit_code": job.process.returncode,
         "error": errors.strip().splitlines()[-1].replace(str(job.folder), "FOLDER"),
         "orphans": orphans,
@@ -343,11 +355,11 @@ def two_jobs(earlier: Path, folder: Path) -> dict[str, Any]:
         for shared in ("run", "trace"):
             (own / shared).symlink_to(folder / shared)
     jobs = [Job(own, flags, {}) for own in folders]
-    for job in jobs:
-        job.process.wait()
-    loser = max(jobs, key=lambda job: job.process.returncode)
-    winner = next(job for job in jobs if job is not loser)
+    while all(job.process.poll() is None for job in jobs):
+        time.sleep(0.02)
+    winner, loser = sorted(jobs, key=lambda job: job.process.returncode is not None)
     row = refused(loser, "two jobs in one folder", "must be used by one job at a time; process ")
+    winner.process.wait()
     trained = winner.process.returncode in (0, 1) and steps(winner) == 2
     row["passed"] &= trained and newest(folder).name == f"step-{DONE + 2:08d}"
     return row
@@ -385,6 +397,7 @@ def main() -> int:
     arguments = parser.parse_args()
     # A shell starts background jobs with SIGINT ignored, which the jobs here would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     command = arguments.command or " ".join(["python -m tests.reliability", *sys.argv[1:]])
     run_about = about(num_gpus=0, command=command, commit=arguments.commit)
     failed = 0
