@@ -50,6 +50,12 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         sys.stderr.write(f"padded-dispatch {arguments.command}: {error}\n")
         return 2
+    except SystemExit as end:
+        if argv is None and isinstance(end.code, int):
+            # An interpreter that has imported torch takes seconds to end, on a busy machine many.
+            sys.stdout.flush()
+            os._exit(end.code)
+        raise
     except KeyboardInterrupt:  # Called from Python: see above.
         sys.stderr.write(f"padded-dispatch {arguments.command}: interrupted\n")
         return 128 + signal.SIGINT

@@ -102,7 +102,7 @@ class Job:
         return seconds, len(left)
 
 
-def until(job: Job, reached: Callable[[], Any], limit_s: float = 120.0) -> None:
+def until(job: Job, reached: Callable[[], Any], limit_s: float = 600.0) -> None:
     """Wait until `reached`, or until the job has ended."""
     begin = time.monotonic()
     while not reached() and job.process.poll() is None:

@@ -15,7 +15,6 @@ ours. They also let SIGINT end it at once: Ctrl-C reaches all processes of a ter
 parent should report it.
 """
 
-import atexit
 import ctypes
 import errno
 import math
@@ -140,15 +139,7 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
     for handled in ending_signals():
         signal.signal(handled, signal.SIG_IGN)  # a second Ctrl-C must not stop the stopping
     write_line(number, "stopping all workers")
-    # Without this, an interpreter that has imported torch takes seconds to end, on a busy machine
-    # many. Registered last, it runs first.
-    atexit.register(_exit_at_once, 128 + number)
     raise SystemExit(128 + number)
-
-
-def _exit_at_once(code: int) -> None:
-    sys.stdout.flush()
-    os._exit(code)
 
 
 class Workers:

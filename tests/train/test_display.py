@@ -126,5 +126,6 @@ def test_a_kill_loses_no_tensorboard_figure(tmp_path):
 
     with Log(Output(steps=20, run_dir=tmp_path, tensorboard=True), 0, io.StringIO()) as log:
         log.row(row(9))
+        log.row(row(10))
         events = EventAccumulator(str(tmp_path)).Reload()
-        assert [e.step for e in events.Scalars("train/loss")] == [9]
+        assert [e.step for e in events.Scalars("train/loss")] == [9, 10]
