@@ -395,8 +395,9 @@ def main() -> int:
     add_results(parser)
     add_only(parser)
     arguments = parser.parse_args()
-    # A shell starts background jobs with SIGINT ignored, which the jobs here would inherit.
+    # Jobs inherit what is ignored: SIGINT in a shell's background job, SIGHUP under nohup.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     command = arguments.command or " ".join(["python -m tests.reliability", *sys.argv[1:]])
     run_about = about(num_gpus=0, command=command, commit=arguments.commit)
