@@ -31,6 +31,10 @@ _EXPECTED_WARNINGS = (
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
+    if argv is None:
+        # A bare `except:` around an optional import discards KeyboardInterrupt, and the run goes
+        # on. The default action ends the process at any moment; its workers end with it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     parser = argparse.ArgumentParser(
         prog="padded-dispatch",
         description="A Mixture-of-Experts token dispatcher with static shapes for Megatron-Core.",
@@ -46,7 +50,13 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         sys.stderr.write(f"padded-dispatch {arguments.command}: {error}\n")
         return 2
-    except KeyboardInterrupt:  # With workers, `start_workers` handles it.
+    except SystemExit as end:
+        if argv is None and isinstance(end.code, int):
+            # An interpreter that has imported torch takes seconds to end, on a busy machine many.
+            sys.stdout.flush()
+            os._exit(end.code)
+        raise
+    except KeyboardInterrupt:  # Called from Python: see above.
         sys.stderr.write(f"padded-dispatch {arguments.command}: interrupted\n")
         return 128 + signal.SIGINT
 

@@ -14,6 +14,7 @@ import pytest
 
 from padded_dispatch import cli
 from tests.support.ahead import ENVIRONMENT
+from tests.support.processes import workers_of
 
 COMMAND = [sys.executable, "-m", "padded_dispatch.cli"]
 SMALL = "train --seq-length 24 --micro-batch 3 --lr-warmup 2"
@@ -116,17 +117,6 @@ def long_run(folder) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def workers_of(pid: int) -> list[int]:
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        children = [int(child) for child in file.read().split()]
-    return [child for child in children if "spawn_main" in command_of(child)]
-
-
-def command_of(pid: int) -> str:
-    with open(f"/proc/{pid}/cmdline") as file:
-        return file.read()
-
-
 def wait_until_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 20
     while any(os.path.exists(f"/proc/{pid}") for pid in pids):
@@ -169,6 +159,29 @@ def test_a_dead_worker_ends_the_job(tmp_path):
         assert failed == "rank 1 of 2 failed: ChildProcessError: killed by SIGKILL"
         assert resume.startswith("to resume: padded-dispatch train ")
         wait_until_gone(workers)
+
+
+@pytest.mark.ahead
+def test_ctrl_c_ends_a_command_that_is_importing(tmp_path):
+    """Packages that Megatron imports try optional ones, and discard every exception."""
+    (tmp_path / "slow.py").write_text(
+        "import time\nprint('importing', flush=True)\n"
+        "while True:\n    try: time.sleep(60)\n    except BaseException: pass\n"
+    )
+    code = (
+        "import sys\nfrom padded_dispatch import cli\n"
+        "cli._COMMANDS['train'] = ('slow', '')\nsys.argv[1:] = ['train']\ncli.main()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, env=USERS, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(15) == -signal.SIGINT
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,14 @@ def main(argv: list[str]) -> int:
             _write(header(settings, width()))
             wait_for("importing Megatron-Core, to check the settings", sys.stdout)
         # Imported late, since it brings Megatron: --help and a typo need it not.
-        from padded_dispatch.train.check import check
+        from padded_dispatch.train.check import check, held_folders
 
-        check(settings)
+        with held_folders(settings):
+            check(settings)
+            stop_waiting()
+            outcome = _train(settings, argv, shown=shown)
     finally:
         stop_waiting()
-    outcome = _train(settings, argv, shown=shown)
     if shown and is_live(sys.stdout):
         _write("\nNext:")
         for purpose, command in next_steps(settings, argv):

@@ -10,11 +10,11 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Self, TextIO
 
 from padded_dispatch.megatron.telemetry import Snapshots
 from padded_dispatch.train.metrics import Row
+from padded_dispatch.train.rows import kept_rows, open_rows
 from padded_dispatch.train.screen import (
     Screen,
     bar,
@@ -57,10 +57,9 @@ class Log:
         if output.run_dir is not None:
             output.run_dir.mkdir(parents=True, exist_ok=True)
             path = output.run_dir / "metrics.jsonl"
-            kept = _rows_until(steps_done, path)
+            kept = map(json.loads, kept_rows(path, steps_done).splitlines())
             self._losses += [row["loss"] for row in kept if row["kind"] == "train"]
-            self._file = path.open("w")
-            self._file.writelines(f"{json.dumps(row)}\n" for row in kept)
+            self._file = open_rows(path, steps_done)
         if output.tensorboard:
             # Imported here, since it takes a second or two.
             from torch.utils.tensorboard import SummaryWriter
@@ -126,6 +125,7 @@ class Log:
                 if isinstance(value, int | float) and name not in ("step", "steps"):
                     tag = f"{figures['kind']}/{name}"
                     self._tensorboard.add_scalar(tag, value, figures["step"])
+            self._tensorboard.flush()  # It would keep them for two minutes, which a kill loses.
 
     def __enter__(self) -> Self:
         return self
@@ -210,11 +210,3 @@ def _figures(row: Row) -> list[str]:
     if row.allocated_gib is not None:
         parts += [f"{row.allocated_gib:.1f} GiB"]
     return parts
-
-
-def _rows_until(step: int, path: Path) -> list[dict[str, Any]]:
-    """Return the complete rows of a file up to a step; none if there is no file."""
-    if not path.exists():
-        return []
-    whole = (line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
-    return [row for row in map(json.loads, whole) if row["step"] <= step]

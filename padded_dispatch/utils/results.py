@@ -9,12 +9,15 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from padded_dispatch.config import require
 
 _PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine")
 
@@ -78,6 +81,7 @@ def require_results(option: str, path: Path) -> None:
     if os.environ.get("RANK", "0") == "0":
         require_folder(option, path.parent)
         read_runs(option, path)
+        require_space(option, path.parent)
 
 
 def require_folder(option: str, folder: Path) -> None:
@@ -100,6 +104,37 @@ def require_folder(option: str, folder: Path) -> None:
         ) from None
 
 
+def require_space(option: str, folder: Path, num_bytes: int = 2**20) -> None:
+    """Raise if `folder`, which is created, does not take `num_bytes` more.
+
+    Up to 1 MiB is written, since permissions alone do not show a disk that is full or read-only.
+
+    Raises:
+        ValueError: names `option`.
+    """
+    probe = folder / f"probe.{platform.node()}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with probe.open("wb") as file:
+                file.write(bytes(min(num_bytes, 2**20)))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
+        free_bytes = shutil.disk_usage(folder).free
+        fault = f"{free_bytes / 2**20:.0f} MiB are free"
+    except OSError as error:
+        free_bytes, fault = 0, str(error.strerror)
+    require(
+        free_bytes >= num_bytes,
+        option,
+        str(folder),
+        f"be in a folder that takes {num_bytes / 2**20:.0f} MiB",
+        f"{fault}: free space there, or name another",
+    )
+
+
 def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Append rows to the results file `path`.
 
@@ -114,9 +149,22 @@ def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]
             same = [{"about": run_about, "rows": []}]
             runs += same
         same[-1]["rows"] += rows
-        unfinished = path.with_name(f"{path.name}.unfinished")
-        unfinished.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+        replace_file(path, json.dumps({"runs": runs}, indent=1) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file that holds its old or its new text at any moment, also when the disk is full."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        with unfinished.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # Some file systems report a full disk only here.
         unfinished.replace(path)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 @contextmanager

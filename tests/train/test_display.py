@@ -178,3 +178,13 @@ def test_tensorboard_gets_every_figure(tmp_path):
     assert steps == [(9, 0.625), (10, 0.625), (11, 0.625), (12, 0.625)]
     assert [(e.step, e.value) for e in events.Scalars("held-out/loss")] == [(10, 2.5)]
     assert "train/grad_norm" not in events.Tags()["scalars"]
+
+
+def test_a_kill_loses_no_tensorboard_figure(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Log(Output(steps=20, run_dir=tmp_path, tensorboard=True), 0, io.StringIO()) as log:
+        log.row(row(9))
+        log.row(row(10))
+        events = EventAccumulator(str(tmp_path)).Reload()
+        assert [e.step for e in events.Scalars("train/loss")] == [9, 10]
