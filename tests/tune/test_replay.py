@@ -15,7 +15,7 @@ from padded_dispatch.ops.counters import mass_units
 from padded_dispatch.ops.plan import make_plan
 from padded_dispatch.ops.select import select
 from padded_dispatch.tune import replay as replay_module
-from padded_dispatch.tune.replay import MEANINGS, replay
+from padded_dispatch.tune.replay import POOLS, has_all_sources, largest_need, replay
 from padded_dispatch.tune.trace import Trace
 from tests.support.traces import small_trace
 
@@ -99,7 +99,7 @@ def test_every_record_is_what_reference_and_dispatcher_do(trace, policy, min_cap
 
 @given(traces(), st.sampled_from(EXACT))
 def test_pooled_is_one_source_with_all_tokens(trace, policy):
-    found = replay(trace, FACTORS, policy=policy, meaning="pooled")
+    found = replay(trace, FACTORS, policy=policy, pool="all-sources")
     for records in units(trace):
         maps, probs = zip(*(dense(trace, n) for n in records), strict=True)
         map_ME, probs_ME = np.concatenate(maps), np.concatenate(probs)
@@ -114,7 +114,7 @@ def test_pooled_is_one_source_with_all_tokens(trace, policy):
 
 @given(traces())
 def test_a_rank_has_one_budget_for_all_its_experts(trace):
-    found = replay(trace, FACTORS, policy="position", meaning="rank", alignment=2)
+    found = replay(trace, FACTORS, policy="position", pool="hybrid-ep", alignment=2)
     num_local_experts = trace.num_experts // trace.num_ranks
     for f, factor in enumerate(FACTORS):
         budget = int(trace.num_tokens * trace.top_k * factor)
@@ -131,6 +131,15 @@ def test_a_rank_has_one_budget_for_all_its_experts(trace):
             assert found.kept_by_expert[f, records].tolist() == kept_RE.tolist()
 
 
+def least(trace: Trace, pool: str) -> float:
+    """Return the factor of one slot."""
+    cells = {"expert": 1, "all-sources": trace.num_ranks}.get(pool)
+    if cells is None:
+        cells = trace.num_experts // trace.num_ranks
+        cells *= 1 if pool == "rank" else trace.num_ranks
+    return trace.num_experts / (trace.num_tokens * trace.top_k * cells)
+
+
 def units(trace: Trace) -> list[list[int]]:
     """Records of one micro-batch of one layer in one group, by rank."""
     found: dict[tuple[int, ...], list[int]] = {}
@@ -141,33 +150,40 @@ def units(trace: Trace) -> list[list[int]]:
     return [sorted(records, key=lambda n: trace.ranks[n]) for records in found.values()]
 
 
-@given(traces(), st.sampled_from(POLICIES), st.sampled_from(MEANINGS))
-def test_a_larger_factor_never_drops_more(trace, policy, meaning):
-    found = replay(trace, sorted(FACTORS), policy=policy, meaning=meaning)
+@given(traces(), st.sampled_from(POLICIES), st.sampled_from(POOLS))
+def test_a_larger_factor_never_drops_more(trace, policy, pool):
+    found = replay(trace, sorted(FACTORS), policy=policy, pool=pool)
     for kept in (found.kept_by_expert, found.kept_mass, -found.lost_tokens):
         assert (np.diff(kept, axis=0) >= 0).all()
 
 
-@given(traces(), st.sampled_from(POLICIES), st.sampled_from(MEANINGS))
-def test_the_needed_factor_is_that_of_the_largest_demand_and_drops_nothing(trace, policy, meaning):
-    needed = replay(trace, [1.0], meaning=meaning).needed_factor
-    rows, num_experts = trace.num_tokens * trace.top_k, trace.num_experts
+@given(traces(), st.sampled_from(POLICIES), st.sampled_from(POOLS))
+def test_the_needed_factor_is_that_of_the_largest_demand_and_drops_nothing(trace, policy, pool):
+    needed = replay(trace, [1.0], pool=pool).needed_factor
+    rows, num_experts, num_ranks = (
+        trace.num_tokens * trace.top_k,
+        trace.num_experts,
+        trace.num_ranks,
+    )
     demand_by_expert = replay(trace, [1.0]).demand_by_expert
-    if meaning == "source":
-        expected = demand_by_expert.max(1) * num_experts / rows
-    else:
-        expected = np.empty(trace.num_records)
-        for records in units(trace):
-            demand_E = demand_by_expert[records].sum(0)
-            demand_R = demand_E.reshape(trace.num_ranks, -1).sum(1)
-            balance = rows * trace.num_ranks / num_experts
-            expected[records] = (
-                demand_R.max() / rows if meaning == "rank" else demand_E.max() / balance
-            )
+    expected = np.empty(trace.num_records)
+    for records in units(trace):
+        demand_SE = demand_by_expert[records]
+        demand_SR = demand_SE.reshape(num_ranks, num_ranks, -1).sum(2)
+        expected[records] = {
+            "expert": demand_SE.max(1) * num_experts / rows,
+            "rank": demand_SR.max(1) * num_ranks / rows,
+            "receiver": demand_SR.sum(0).max() / rows,
+            "all-sources": demand_SE.sum(0).max() * num_experts / (rows * num_ranks),
+            "hybrid-ep": demand_SR.sum(0).max() / rows,
+        }[pool]
+    np.testing.assert_allclose(
+        largest_need(trace, pool=pool), max(needed.max(), least(trace, pool))
+    )
     # Both round a few times; one slot is at least 1 / (T * K), which is above 2**-7 here.
     np.testing.assert_allclose(needed, expected, rtol=2**-50)
     factors = sorted({*needed.tolist()} - {0})
-    found = replay(trace, factors or [1.0], policy=policy, meaning=meaning)
+    found = replay(trace, factors or [1.0], policy=policy, pool=pool)
     for f, factor in enumerate(factors):
         assert (found.dropped[f][needed <= factor] == 0).all()
 
@@ -185,10 +201,10 @@ def test_random_keeps_as_many_and_draws_by_seed():
 
 def test_any_number_of_records_at_a_time_gives_the_same(monkeypatch):
     trace = small_trace(steps=[0, 0, 1, 1], layers=[0] * 4, ranks=[0, 1, 0, 1], num_tokens=7)
-    at_once = [replay(trace, FACTORS, meaning=meaning) for meaning in MEANINGS]
+    at_once = [replay(trace, FACTORS, pool=pool) for pool in POOLS]
     monkeypatch.setattr(replay_module, "_CHUNK_ROWS", 1)
-    for whole, meaning in zip(at_once, MEANINGS, strict=True):
-        found = replay(trace, FACTORS, meaning=meaning)
+    for whole, pool in zip(at_once, POOLS, strict=True):
+        found = replay(trace, FACTORS, pool=pool)
         np.testing.assert_array_equal(found.kept_by_expert, whole.kept_by_expert)
         np.testing.assert_array_equal(found.kept_mass, whole.kept_mass)
         np.testing.assert_array_equal(found.needed_factor, whole.needed_factor)
@@ -227,8 +243,8 @@ def test_padding_asks_for_nothing():
     padding = by_hand(
         ids_NTK=np.full((1, 4, 1), -1, np.int16), probs_NTK=np.zeros((1, 4, 1), np.float32)
     )
-    for meaning in MEANINGS:
-        found = replay(padding, [1.0], meaning=meaning)
+    for pool in POOLS:
+        found = replay(padding, [1.0], pool=pool)
         assert found.demand.tolist() == [0]
         assert found.dropped.tolist() == [[0]]
         assert found.asked_mass.tolist() == [0]
@@ -268,11 +284,11 @@ def test_another_number_of_ranks():
         steps=[0] * 4, layers=[0] * 4, ranks=[0, 1, 2, 3], num_ranks=4, num_experts=8
     )
     in_halves = dataclasses.replace(trace, num_ranks=2)
-    halves = replay(in_halves, [1.0], meaning="pooled")
-    first = replay(in_halves.where(trace.ranks < 2), [1.0], meaning="pooled")
+    halves = replay(in_halves, [1.0], pool="all-sources")
+    first = replay(in_halves.where(trace.ranks < 2), [1.0], pool="all-sources")
     np.testing.assert_array_equal(halves.kept_by_expert[:, :2], first.kept_by_expert)
     # 4 or 2 sources of 5 tokens with 3 of 8 experts each.
-    assert replay(trace, [1.0], meaning="pooled").capacities.tolist() == [math.ceil(60 / 8)]
+    assert replay(trace, [1.0], pool="all-sources").capacities.tolist() == [math.ceil(60 / 8)]
     assert halves.capacities.tolist() == [math.ceil(30 / 8)]
 
 
@@ -283,11 +299,15 @@ def test_another_number_of_ranks():
         (dict(factors=[0.0]), "capacity_factor must .*, got 0.0"),
         (dict(factors=[math.nan]), "capacity_factor must .*, got nan"),
         (dict(policy="best"), "policy must be one of probs, position.*, got 'best'"),
-        (dict(meaning="expert"), "meaning must be one of source, rank, pooled, got 'expert'"),
-        (dict(meaning="rank", min_capacity=2), "min_capacity must be 1 .*, got 2; leave it out"),
-        (dict(num_ranks=4, meaning="rank"), "num_experts must be a multiple of num_ranks=4, got 6"),
+        (dict(pool="source"), "pool must be one of expert, rank, .*, got 'source'"),
+        (dict(etp=3), "etp must divide the 2 sources of the trace, got 3"),
+        (dict(pool="hybrid-ep", min_capacity=2), "min_capacity must be 1 .*, got 2; leave it out"),
         (
-            dict(meaning="pooled", num_ranks=3),
+            dict(num_ranks=4, pool="hybrid-ep"),
+            "num_experts must be a multiple of num_ranks=4, got 6",
+        ),
+        (
+            dict(pool="all-sources", num_ranks=3),
             r"step 0, micro-batch 0, layer 0 must .* 0 to 2 \(num_ranks=3\), got only .*; merge",
         ),
     ],
