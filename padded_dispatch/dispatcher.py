@@ -116,7 +116,7 @@ class PaddedDispatcher:
         exchange = self.exchanges.choose(self.config, tokens_TD, probs_TE).exchange
         selection = select_with_remedy(
             self.config,
-            capacity,
+            self.config.sizes(len(tokens_TD)),
             map_TE,
             probs_TE,
             scores_TE,

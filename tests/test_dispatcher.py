@@ -191,8 +191,9 @@ def _two_in_flight(config: DispatchConfig, batches: tuple[Batch, Batch]) -> list
 
 def assert_is_reference(config: DispatchConfig, batch: Batch, results: list[OneRank]) -> None:
     capacity = config.capacity(batch.tokens_STD.shape[1])
+    sizes = config.sizes(batch.tokens_STD.shape[1])
     selections = [
-        reference.select(map_TE, probs_TE, capacity=capacity, policy=config.policy, mask_T=mask_T)
+        reference.select(map_TE, probs_TE, sizes=sizes, policy=config.policy, mask_T=mask_T)
         for map_TE, probs_TE, mask_T in zip(
             batch.map_STE, batch.probs_STE, batch.mask_ST, strict=True
         )

@@ -5,6 +5,7 @@ import pytest
 
 from padded_dispatch import reference
 from padded_dispatch.utils.routings import routing_map, thin_out
+from tests.support.pools import pools
 
 
 def bools(*rows: str) -> np.ndarray:
@@ -16,7 +17,7 @@ def test_select_keeps_the_most_probable_or_the_first():
     probs_TE = np.array([[0.2], [0.5], [0.9], [0.5]])
     kept = {
         (policy, capacity): np.flatnonzero(
-            reference.select(map_TE, probs_TE, capacity=capacity, policy=policy).kept_TE
+            reference.select(map_TE, probs_TE, sizes=pools(1, capacity), policy=policy).kept_TE
         ).tolist()
         for policy in ("probs", "position")
         for capacity in (1, 2, 4)
@@ -35,7 +36,7 @@ def test_select_ignores_padding_tokens():
     selection = reference.select(
         bools("xx", "x.", "xx"),
         np.array([[0.9, 0.9], [0.1, 0.2], [0.3, 0.4]]),
-        capacity=1,
+        sizes=pools(2, 1),
         policy="probs",
         mask_T=np.array([True, False, False]),
     )
@@ -82,7 +83,7 @@ def plans() -> list[reference.Plan]:
         thin_out(routing_map(TOKENS, EXPERTS, TOP_K, seed=s), share=0.2) for s in range(SOURCES)
     ]
     kept = [
-        reference.select(m, p, capacity=CAPACITY, policy="position").kept_TE
+        reference.select(m, p, sizes=pools(EXPERTS, CAPACITY), policy="position").kept_TE
         for m, p in zip(maps, PROBS_STE, strict=True)
     ]
     kept[1] = bools("....", "....", "....")

@@ -8,6 +8,7 @@ import torch
 from padded_dispatch.ops.counters import Counters
 from padded_dispatch.ops.select import select
 from padded_dispatch.telemetry import Snapshot, snapshot_of
+from tests.support.pools import pools
 
 T, K, E = 6, 2, 4
 
@@ -21,7 +22,7 @@ def counted() -> Counters:
     asked_TE[4, 3] = True
     probs_TE = torch.full((T, E), 0.5)
     for _ in range(2):
-        counters.observe(asked_TE, probs_TE, select(asked_TE, probs_TE, capacity=3), 3)
+        counters.observe(asked_TE, probs_TE, select(asked_TE, probs_TE, sizes=pools(E, 3)), 3)
     counters.add_unplaced(torch.tensor([0, 7, 0, 0]))
     return counters
 

@@ -172,7 +172,7 @@ def _parts(
 
 def _selections(config: DispatchConfig, num_tokens: int, device: torch.device) -> Iterator[Part]:
     """Yield each policy, each remedy, and protection: forward only, the same for any routing."""
-    capacity = config.capacity(num_tokens)
+    capacity, sizes = config.capacity(num_tokens), config.sizes(num_tokens)
     probs_TE, map_TE = _routing(config, num_tokens, device)
     protected_T = torch.arange(num_tokens, device=device) % 10 == 0
     draw = torch.zeros((), dtype=torch.int64, device=device)
@@ -181,7 +181,7 @@ def _selections(config: DispatchConfig, num_tokens: int, device: torch.device) -
     def part(name: str, chosen: DispatchConfig, protected_T: Tensor | None = None) -> Part:
         def run() -> None:
             select_with_remedy(
-                chosen, capacity, map_TE, probs_TE, probs_TE, protected_T=protected_T, draw=draw
+                chosen, sizes, map_TE, probs_TE, probs_TE, protected_T=protected_T, draw=draw
             )
 
         return Part(name=name, run=run, fill=fill)
@@ -198,7 +198,7 @@ def _telemetry(config: DispatchConfig, probs_TE: Tensor, map_TE: Tensor) -> Part
     """Return the part that counts what a layer counts in one pass."""
     counters = Counters(config.num_experts, map_TE.device)
     capacity = config.capacity(len(map_TE))
-    selection = select(map_TE, probs_TE, capacity=capacity)
+    selection = select(map_TE, probs_TE, sizes=config.sizes(len(map_TE)))
     plan = make_plan(selection.kept_TE, top_k=config.top_k, capacity=capacity)
     num_slots = config.num_experts * capacity
 
@@ -224,10 +224,10 @@ def _kernels(
     shape: LayerShape, config: DispatchConfig, num_tokens: int, device: torch.device
 ) -> Iterator[Part]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    capacity = config.capacity(num_tokens)
+    capacity, sizes = config.capacity(num_tokens), config.sizes(num_tokens)
     probs_TE, map_TE = _routing(config, num_tokens, device)
     tokens_TD = torch.randn(num_tokens, shape.hidden_size, device=device).to(dtype)
-    kept_TE = select(map_TE, probs_TE, capacity=capacity).kept_TE
+    kept_TE = select(map_TE, probs_TE, sizes=sizes).kept_TE
     plan = make_plan(kept_TE, top_k=config.top_k, capacity=capacity)
     rows_ECD = gather_rows(tokens_TD, plan)
     num_kept = int(plan.kept_E.sum())
@@ -236,7 +236,7 @@ def _kernels(
     once = (num_tokens + num_kept) * per_row
 
     def select_and_plan() -> None:
-        kept_TE = select(map_TE, probs_TE, capacity=capacity).kept_TE
+        kept_TE = select(map_TE, probs_TE, sizes=sizes).kept_TE
         make_plan(kept_TE, top_k=config.top_k, capacity=capacity)
 
     yield Part(name="select and plan", run=select_and_plan, fill=fill)

@@ -187,12 +187,13 @@ def _ordered_bits(value, BITS: tl.constexpr):
 def _random_bits(draw, t, e):
     """Compute `padded_dispatch.ops.select.random_scores` for token t and expert e."""
     high, low = (draw >> 32) & 0xFFFFFFFF, draw & 0xFFFFFFFF
-    mixed = _mix(_mix(high ^ 0x9E3779B9) ^ low)
-    return _mix(_mix(mixed ^ t.to(tl.int64)) ^ e.to(tl.int64)).to(tl.uint32)
+    mixed = mix(mix(high ^ 0x9E3779B9) ^ low)
+    return mix(mix(mixed ^ t.to(tl.int64)) ^ e.to(tl.int64)).to(tl.uint32)
 
 
 @triton.jit
-def _mix(bits):
+def mix(bits):
+    """Apply the finalizer of MurmurHash3 to 32 bits in an int64."""
     bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
     return bits ^ (bits >> 16)

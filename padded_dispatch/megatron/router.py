@@ -196,7 +196,7 @@ class SelectAfterCounting(TopKRouter):
         capacity = config.capacity(map_TE.shape[0])
         selection = select_with_remedy(
             config,
-            capacity,
+            config.sizes(map_TE.shape[0]),
             map_TE,
             probs_TE,
             scores_TE,

@@ -2,7 +2,7 @@
 
 `none`: a dropped row adds nothing to its token, whose residual passes through.
 `renormalize`: a token's kept probabilities are scaled up to the sum that it asked with.
-`reroute`: a dropped row goes to its token's next-best expert with a free slot on this source rank.
+`reroute`: a dropped row goes to its token's next-best expert whose pool has a free slot.
 
 Measure before you use either remedy. The authors of Switch Transformer tried rerouting (No Token
 Left Behind) and "found no empirical benefits" (arXiv 2101.03961, appendix). For inference,
@@ -12,12 +12,14 @@ Shapes are static here, too: a remedy is a fixed number of kernels, whatever was
 expert bias and `demand_E` see what the router asked for; a remedy never changes them.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig, Policy
+from padded_dispatch.config import DispatchConfig, Policy, PoolSizes
+from padded_dispatch.ops.acceptance import Receivers
 from padded_dispatch.ops.select import Selection, choice_ranks, kept_map, select
 
 # `renormalize` leaves a token alone if its kept rows weigh less than this: the gradient through the
@@ -27,7 +29,7 @@ LEAST_KEPT = 2.0**-64
 
 def select_with_remedy(
     config: DispatchConfig,
-    capacity: int,
+    sizes: PoolSizes,
     map_TE: Tensor,
     probs_TE: Tensor,
     scores_TE: Tensor | None = None,
@@ -36,11 +38,15 @@ def select_with_remedy(
     mask_T: Tensor | None = None,
     protected_T: Tensor | None = None,
     draw: Tensor | None = None,
+    all_demands: Callable[[Tensor], Tensor] | None = None,
+    source: int = 0,
 ) -> Selection:
-    """Cut a routing map down to capacity by the config's policy, then apply the config's remedy.
+    """Cut a routing map down to its slots by the config's policy, then apply the config's remedy.
 
-    See `select` for `mask_T`, `protected_T` and `draw`, and `reroute` for `scores_TE` and
-    `choice_TE`, which only that remedy reads.
+    See `select` for `sizes`, `mask_T`, `protected_T` and `draw`, and `reroute` for `scores_TE` and
+    `choice_TE`, which only that remedy reads. See `padded_dispatch.ops.acceptance.Receivers` for
+    `all_demands` and `source`, which only pool "receiver" reads. With one source, nothing is shared
+    between sources, and "receiver" is "rank".
 
     Returns:
         See `padded_dispatch.ops.select.Selection`.
@@ -48,16 +54,21 @@ def select_with_remedy(
     Raises:
         ValueError: if the remedy is "reroute" and `scores_TE` is None; see also `select`.
     """
+    receivers = None
+    if config.capacity_pool == "receiver" and config.num_sources > 1:
+        assert all_demands is not None, "pool 'receiver' needs the demands of all sources"
+        receivers = Receivers(all_demands=all_demands, source=source, num_ranks=config.num_ranks)
     selection = select(
         map_TE,
         probs_TE,
-        capacity=capacity,
+        sizes=sizes,
         policy=config.policy,
         mask_T=mask_T,
         protected_T=protected_T,
         draw=draw,
+        receivers=receivers,
     )
-    if config.remedy == "none" or capacity >= map_TE.shape[0]:
+    if config.remedy == "none" or not sizes.may_drop:
         return selection
     if config.remedy == "renormalize":
         return renormalize(selection, probs_TE)
@@ -70,11 +81,12 @@ def select_with_remedy(
         selection,
         scores_TE,
         choice_TE,
-        capacity=capacity,
+        sizes=sizes,
         policy=config.policy,
         rounds=config.reroute_rounds,
         protected_T=protected_T,
         draw=draw,
+        receivers=receivers,
     )
 
 
@@ -106,19 +118,24 @@ def reroute(
     scores_TE: Tensor,
     choice_TE: Tensor | None = None,
     *,
-    capacity: int,
+    sizes: PoolSizes,
     policy: Policy,
     rounds: int = 1,
     protected_T: Tensor | None = None,
     draw: Tensor | None = None,
+    receivers: Receivers | None = None,
 ) -> Selection:
     """Send dropped rows to experts that have slots left.
 
     In each round, a token with dropped rows that have no place yet proposes as many experts: the
-    best by `choice_TE` (equals by expert id) that have a free slot, that it did not ask for and was
-    not given. Where proposals exceed the free slots, the policy decides by `scores_TE`, protected
-    tokens first. Kept rows never lose their slot, no expert gets more than C rows, and no token
-    gets more rows than it asked for.
+    best by `choice_TE` (equals by expert id) whose pool has a free slot, that it did not ask for
+    and was not given. Where proposals exceed the free slots, the policy decides by `scores_TE`,
+    protected tokens first. Kept rows never lose their slot, no pool gets more rows than it has
+    slots, and no token gets more rows than it asked for.
+
+    Where sources share the slots of a receiver, they exchange their demands in each round: kept
+    rows and proposals. Kept rows of all sources are accepted first, so that none is lost. Then the
+    receiver's free slots are shared among the proposals as among any demand.
 
     A rerouted row has the probability that `scores_TE` gives its expert, and its gradient.
 
@@ -130,28 +147,64 @@ def reroute(
             new expert's score is lower; no other row changes.
         choice_TE: floating point [T, E] without gradient: what experts are chosen by, if that is
             not their score (expert bias, groups). -inf is never chosen. None is `scores_TE`.
-        capacity: C, as in the selection.
+        sizes: as in the selection.
         policy: as in the selection.
         rounds: how many times rows without a place try again.
         protected_T: as in the selection.
         draw: as in the selection.
+        receivers: as in the selection.
 
-    Example: C = 1, both tokens ask for expert 0 with .6 and .5; token 1 scores .3 for expert 1 and
+    Example: P = 1, both tokens ask for expert 0 with .6 and .5; token 1 scores .3 for expert 1 and
     .2 for expert 2, and gets expert 1 with .3.
     """
-    asked_TE, kept_TE = selection.asked_TE, selection.kept_TE
+    asked_TE, kept_TE, kept_SE = selection.asked_TE, selection.kept_TE, selection.kept_SE
     choice_TE = scores_TE.detach() if choice_TE is None else choice_TE.detach()
     open_TE = ~asked_TE & (choice_TE > -torch.inf)
     for _ in range(rounds):
         num_lost_T1 = (asked_TE.sum(1) - kept_TE.sum(1))[:, None]
-        free_TE = open_TE & ~kept_TE & (kept_TE.sum(0) < capacity)
+        if receivers is None:
+            has_room_E = _has_room(kept_TE, sizes.num_pools, sizes.pool_slots)
+        else:
+            has_room_E = _has_room(kept_SE, receivers.num_ranks, sizes.num_rows)
+        free_TE = open_TE & ~kept_TE & has_room_E
         proposed_TE = free_TE & (choice_ranks(free_TE, choice_TE) < num_lost_T1)
         level_TE = 2 * kept_TE.to(torch.uint8)
         if protected_T is not None:
             level_TE += protected_T[:, None]
         wanted_TE = kept_TE | proposed_TE
-        kept_TE = kept_map(wanted_TE, scores_TE.detach(), capacity, policy, level_TE, draw)[0]
+        limit_E, experts_per_pool = None, sizes.experts_per_pool
+        if receivers is not None:
+            kept_SE = receivers.accepted(wanted_TE.sum(0, dtype=torch.int32), sizes, kept_SE)
+            limit_E, experts_per_pool = kept_SE[receivers.source], 1
+        kept_TE = kept_map(
+            wanted_TE,
+            scores_TE.detach(),
+            sizes.pool_slots,
+            policy,
+            level_TE,
+            draw,
+            experts_per_pool,
+            limit_E,
+        )[0]
     rerouted_TE = kept_TE & ~asked_TE
     probs_TE = torch.where(rerouted_TE, scores_TE.to(selection.probs_TE.dtype), selection.probs_TE)
-    rerouted_E = rerouted_TE.sum(0, dtype=torch.int32)
-    return replace(selection, kept_TE=kept_TE, probs_TE=probs_TE, rerouted_E=rerouted_E)
+    return replace(
+        selection,
+        kept_TE=kept_TE,
+        probs_TE=probs_TE,
+        rerouted_E=rerouted_TE.sum(0, dtype=torch.int32),
+        kept_SE=kept_SE,
+    )
+
+
+def _has_room(rows_NE: Tensor, num_pools: int, slots: int) -> Tensor:
+    """Return for each expert whether its pool has a free slot: bool [E].
+
+    Args:
+        rows_NE: bool or integer [N, E], taken slots; their sum over an expert's column is its rows.
+        num_pools: pools of consecutive experts.
+        slots: of one pool.
+    """
+    num_rows, num_experts = rows_NE.shape
+    taken_G = rows_NE.view(num_rows, num_pools, -1).sum((0, 2))
+    return (taken_G < slots).repeat_interleave(num_experts // num_pools)

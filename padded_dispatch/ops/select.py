@@ -1,8 +1,13 @@
-"""Selection: cut a routing map down to at most C tokens per expert.
+"""Selection: cut a routing map down to the rows for which there are slots.
 
-The result is exact and deterministic under every policy; equals are ordered by token index. Shapes
-are static: stable sorts of the whole [T, E] map, where a smarter selection would read its values on
-the host. Selection goes by the map, never by `probs > 0`: a routed token may have probability zero.
+Slots belong to pools (`config.DispatchConfig.capacity_pool`), and the experts of a pool compete for
+them: of all rows that ask for a pool, the first ones in the policy's order are kept, as many as it
+has slots. A pool of one expert is an expert's own buffer of C slots.
+
+The result is exact and deterministic under every policy; equals are ordered by token, then by
+expert. Shapes are static: stable sorts of the whole [T, E] map, where a smarter selection would
+read its values on the host. Selection goes by the map, never by `probs > 0`: a routed token may
+have probability zero.
 
 The policies, and what is published about them:
 
@@ -11,16 +16,22 @@ The policies, and what is published about them:
   here: `protected_T`).
 - `position`: the first tokens first, as in GShard and Switch (arXiv 2101.03961). The cheapest; it
   always drops from the end of the batch.
-- `random`: every subset of C of an expert's rows is equally probable. DeepSpeed's `use_rts` (arXiv
-  2109.10465) draws to remove that bias towards the front of the batch.
+- `random`: every subset of a pool's rows that fills its slots is equally probable. DeepSpeed's
+  `use_rts` (arXiv 2109.10465) draws to remove that bias towards the front of the batch.
 - `priority`: batch-prioritised routing (V-MoE, arXiv 2106.05974). Tokens are ordered by their best
   probability; first choices are served in that order, then second choices, and so on. V-MoE runs
   inference at factors well below 1 with it; in ST-MoE it "significantly helps for capacity factors
   less than one" (arXiv 2202.08906, section 5.2).
 
-Each expert fills its slots independently of the others, so a policy is an order of one expert's
-rows, and a larger capacity never drops a row that a smaller one kept. Under every policy but
-`position`, whether a token keeps its slot also depends on later tokens.
+Each pool fills its slots independently of the others, so a policy is an order of one pool's rows,
+and more slots never drop a row that fewer slots kept. Under every policy but `position`, whether a
+token keeps its slot also depends on later tokens.
+
+Where all sources share the slots of a receiver, their demands decide first how many rows of each
+source and expert are accepted (`padded_dispatch.ops.acceptance`). Selection then keeps as many rows
+of each expert, the first ones in the policy's order.
+
+G pools, P slots of one pool, X experts of one pool.
 """
 
 from dataclasses import dataclass
@@ -29,7 +40,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from padded_dispatch.config import POLICIES, Policy, require
+from padded_dispatch.config import POLICIES, Policy, PoolSizes, require
+from padded_dispatch.ops.acceptance import Receivers
 from padded_dispatch.utils.nvtx import nvtx_range
 
 _32_BITS = 0xFFFFFFFF
@@ -37,16 +49,19 @@ _32_BITS = 0xFFFFFFFF
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The routing map, cut down to capacity.
+    """The routing map, cut down to the rows that have a slot.
 
     Attributes:
         asked_TE: bool, the map that was cut: what the router asked for, without padding tokens.
-        kept_TE: bool, at most C per column.
+        kept_TE: bool, at most P rows in the columns of a pool. `asked_TE` itself where no routing
+            can ask for more slots than there are.
         probs_TE: the router's dtype, exactly 0 where not kept; the only field with a gradient.
         demand_E: int32, rows asked for per expert, before dropping.
         protected_dropped_E: int32, dropped rows of protected tokens. A protected row is dropped
-            only if the protected rows alone exceed C. None where no token was protected.
+            only if the protected rows alone exceed the slots. None where no token was protected.
         rerouted_E: int32, rows that remedy "reroute" brought to each expert; None without it.
+        kept_SE: int32, rows that each source keeps for each expert, the same on all ranks. None
+            unless sources share slots: pool "receiver" with several sources.
     """
 
     asked_TE: Tensor
@@ -55,6 +70,7 @@ class Selection:
     demand_E: Tensor
     protected_dropped_E: Tensor | None = None
     rerouted_E: Tensor | None = None
+    kept_SE: Tensor | None = None
 
 
 @nvtx_range("select")
@@ -62,24 +78,28 @@ def select(
     map_TE: Tensor,
     probs_TE: Tensor,
     *,
-    capacity: int,
+    sizes: PoolSizes,
     policy: Policy = "probs",
     mask_T: Tensor | None = None,
     protected_T: Tensor | None = None,
     draw: Tensor | None = None,
+    receivers: Receivers | None = None,
 ) -> Selection:
-    """Cut a routing map down to at most C tokens per expert.
+    """Cut a routing map down to the rows for which there are slots.
 
     Args:
         map_TE: bool [T, E], what the router asked for; any number of experts per token.
         probs_TE: floating point [T, E].
-        capacity: slots per expert on this source rank (C).
+        sizes: of this pass: `DispatchConfig.sizes(T)`. Nothing is selected, and no selection kernel
+            runs, if they say that nothing can be dropped.
         policy: see the module's docstring.
         mask_T: bool [T], True for padding tokens. They take no slot and are not demand.
         protected_T: bool [T], True for tokens that come before all others, whatever the policy.
-            They are dropped, and counted, only if they alone ask for more than C slots.
+            They are dropped, and counted, only if they alone ask for more slots than there are.
         draw: int64 scalar on the tokens' device, for policy "random" only: equal numbers give equal
             draws. Its owner changes it in place, after the pass that records gradients.
+        receivers: where all sources share the slots of a receiver: how their demands are exchanged.
+            All ranks must call `select` together then.
 
     Raises:
         ValueError: if the policy is unknown, or is "random" without `draw`.
@@ -93,8 +113,24 @@ def select(
         "pass one on the tokens' device",
     )
     asked_TE = map_TE if mask_T is None else map_TE & ~mask_T[:, None]
-    level_TE = None if protected_T is None else protected_T[:, None].to(torch.uint8)
-    kept_TE, demand_E = kept_map(asked_TE, probs_TE.detach(), capacity, policy, level_TE, draw)
+    kept_SE, limit_E, experts_per_pool = None, None, sizes.experts_per_pool
+    if receivers is not None:
+        kept_SE = receivers.accepted(asked_TE.sum(0, dtype=torch.int32), sizes)
+        limit_E, experts_per_pool = kept_SE[receivers.source], 1
+    if sizes.may_drop:
+        level_TE = None if protected_T is None else protected_T[:, None].to(torch.uint8)
+        kept_TE, demand_E = kept_map(
+            asked_TE,
+            probs_TE.detach(),
+            sizes.pool_slots,
+            policy,
+            level_TE,
+            draw,
+            experts_per_pool,
+            limit_E,
+        )
+    else:
+        kept_TE, demand_E = asked_TE, asked_TE.sum(0, dtype=torch.int32)
     dropped_E = None
     if protected_T is not None:
         dropped_E = (asked_TE & ~kept_TE & protected_T[:, None]).sum(0, dtype=torch.int32)
@@ -104,37 +140,43 @@ def select(
         probs_TE=torch.where(kept_TE, probs_TE, 0),
         demand_E=demand_E,
         protected_dropped_E=dropped_E,
+        kept_SE=kept_SE,
     )
 
 
 def kept_map_in_torch(
     asked_TE: Tensor,
     probs_TE: Tensor,
-    capacity: int,
+    slots: int,
     policy: str,
     level_TE: Tensor | None = None,
     draw: Tensor | None = None,
+    experts_per_pool: int = 1,
+    limit_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the rows of `asked_TE` that keep a slot, and the demand.
 
     Args:
         asked_TE: bool, the routing map without padding tokens.
         probs_TE: floating point, finite where asked; read by "probs" and "priority" only.
-        capacity: the most tokens per expert (C).
-        policy: see the module's docstring. Equals are ordered by token; under "priority" also the
-            equal choices of one token by expert.
+        slots: the most rows of one pool (P).
+        policy: see the module's docstring. Equals are ordered by token, then by expert; under
+            "priority" also the equal choices of one token by expert.
         level_TE: uint8 [T, E] or [T, 1], at most 3. Rows of a higher level come before all of a
             lower one; the policy orders those of one level. None is one level for all.
         draw: int64 scalar on the device, for "random" only: the number of the draw.
+        experts_per_pool: X consecutive experts share a pool.
+        limit_E: int32, the most rows of each expert, at least 0. If given, it replaces `slots`, and
+            X must be 1.
 
     Returns:
         kept_TE bool [T, E] and demand_E int32 [E], the column sums of `asked_TE`.
 
-    Example: column `asked = [1, 1, 0, 1]`, `probs = [.2, .5, .9, .5]`, C = 2 keeps tokens 1 and 3
-    under "probs" and tokens 0 and 1 under "position"; with C = 1 it keeps 1 and 0.
+    Example: column `asked = [1, 1, 0, 1]`, `probs = [.2, .5, .9, .5]`, P = 2 keeps tokens 1 and 3
+    under "probs" and tokens 0 and 1 under "position"; with P = 1 it keeps 1 and 0.
     """
-    num_tokens, demand_E = asked_TE.shape[0], asked_TE.sum(0, dtype=torch.int32)
-    if capacity >= num_tokens:
+    demand_E = asked_TE.sum(0, dtype=torch.int32)
+    if limit_E is None and slots >= len(asked_TE) * experts_per_pool:
         return asked_TE.clone(), demand_E
     # Stable sorts by one criterion after the other, the least important one first.
     criteria = []
@@ -151,13 +193,28 @@ def kept_map_in_torch(
         ]
     if level_TE is not None:
         criteria.append(level_TE.expand_as(asked_TE))
-    order_TE = torch.arange(num_tokens, device=asked_TE.device)[:, None].expand_as(asked_TE)
-    for criterion_TE in (*criteria, asked_TE.to(torch.uint8)):
-        sorted_TE = criterion_TE.gather(0, order_TE)
-        places_TE = torch.sort(sorted_TE, dim=0, descending=True, stable=True).indices
-        order_TE = order_TE.gather(0, places_TE)
-    first_TE = torch.zeros_like(asked_TE).scatter(0, order_TE[:capacity], True)
-    return first_TE & asked_TE, demand_E
+    criteria.append(asked_TE.to(torch.uint8))
+    # A column for each pool, with its T * X candidates by token, then by expert: row t * X + x.
+    columns = [_pool_columns(criterion_TE, experts_per_pool) for criterion_TE in criteria]
+    places_N = torch.arange(len(columns[0]), device=asked_TE.device)
+    order_NG = places_N[:, None].expand_as(columns[0])
+    for criterion_NG in columns:
+        sorted_NG = criterion_NG.gather(0, order_NG)
+        order_NG = order_NG.gather(
+            0, torch.sort(sorted_NG, dim=0, descending=True, stable=True).indices
+        )
+    within_NG = (places_N[:, None] < (slots if limit_E is None else limit_E)).expand_as(order_NG)
+    first_NG = torch.empty_like(within_NG, memory_format=torch.contiguous_format)
+    first_NG = first_NG.scatter(0, order_NG, within_NG)
+    num_tokens, num_experts = asked_TE.shape
+    first_TE = first_NG.view(num_tokens, experts_per_pool, -1).transpose(1, 2)
+    return first_TE.reshape(num_tokens, num_experts) & asked_TE, demand_E
+
+
+def _pool_columns(rows_TE: Tensor, experts_per_pool: int) -> Tensor:
+    """Return a [T, E] tensor as [T * X, G]: a column for each pool, by token, then by expert."""
+    rows_TGX = rows_TE.reshape(len(rows_TE), -1, experts_per_pool)
+    return rows_TGX.transpose(1, 2).reshape(-1, rows_TGX.shape[1])
 
 
 def choice_ranks_in_torch(asked_TE: Tensor, probs_TE: Tensor) -> Tensor:
@@ -200,17 +257,23 @@ kept_map = custom_op("padded_dispatch::select", kept_map_in_torch, mutates_args=
 
 
 @kept_map.register_kernel("cuda")
-def _(asked_TE, probs_TE, capacity, policy, level_TE=None, draw=None):
+def _(
+    asked_TE, probs_TE, slots, policy, level_TE=None, draw=None, experts_per_pool=1, limit_E=None
+):
     from padded_dispatch.kernels import select
 
     # Nothing to choose from, or too many tokens for one program.
-    if not capacity < asked_TE.shape[0] <= select.MAX_TOKENS:
-        return kept_map_in_torch(asked_TE, probs_TE, capacity, policy, level_TE, draw)
-    return select.kept_map(asked_TE, probs_TE, capacity, policy, level_TE, draw)
+    arguments = asked_TE, probs_TE, slots, policy, level_TE, draw
+    one_program = experts_per_pool == 1 and limit_E is None
+    if not one_program or not slots < asked_TE.shape[0] <= select.MAX_TOKENS:
+        return kept_map_in_torch(*arguments, experts_per_pool, limit_E)
+    return select.kept_map(*arguments)
 
 
 @kept_map.register_fake
-def _(asked_TE, probs_TE, capacity, policy, level_TE=None, draw=None):
+def _(
+    asked_TE, probs_TE, slots, policy, level_TE=None, draw=None, experts_per_pool=1, limit_E=None
+):
     return torch.empty_like(asked_TE), asked_TE.new_empty(asked_TE.shape[1], dtype=torch.int32)
 
 

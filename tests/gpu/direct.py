@@ -135,9 +135,10 @@ def speed(factor: float) -> dict[str, Any]:
         microbatches_in_flight=1,
     )
     given = make_inputs(layer, "uniform", 0, device)
-    capacity = layer.dispatcher("alltoall").config.capacity(layer.tokens)
+    config = layer.dispatcher("alltoall").config
+    capacity = config.capacity(layer.tokens)
     with torch.no_grad():
-        kept = select(given.map_TE, given.probs_TE, capacity=capacity)
+        kept = select(given.map_TE, given.probs_TE, sizes=config.sizes(layer.tokens))
         plan = make_plan(kept.kept_TE, top_k=layer.top_k, capacity=capacity)
         tokens_TD, probs_TE = given.tokens_TD.detach(), kept.probs_TE.detach()
         exchange = DirectExchange(layer.local_experts, dist.group.WORLD)

@@ -13,10 +13,12 @@ from torch import Tensor
 from padded_dispatch.config import POLICIES, REMEDIES, DispatchConfig
 from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import make_plan
+from tests.support.pools import pools
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 
 T, K, E, C = 1027, 3, 13, 200
+SIZES = pools(E, C)
 NUM_ROUTINGS = 100
 EVERY_POLICY = pytest.mark.parametrize("policy", POLICIES)
 EVERY_REMEDY = pytest.mark.parametrize("remedy", REMEDIES)
@@ -44,7 +46,7 @@ def step(config: DispatchConfig, inputs: list[Tensor], draw: Tensor) -> dict[str
     probs_TE = torch.where(map_TE, scores_TE, 0).requires_grad_()
     scores_TE = scores_TE.detach().requires_grad_()
     selection = select_with_remedy(
-        config, C, map_TE, probs_TE, scores_TE, protected_T=protected_T, draw=draw
+        config, SIZES, map_TE, probs_TE, scores_TE, protected_T=protected_T, draw=draw
     )
     plan = make_plan(selection.kept_TE, top_k=K, capacity=C)
     weight_TE = torch.arange(1.0, 1 + T * E, device=map_TE.device).view(T, E)

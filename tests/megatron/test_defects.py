@@ -27,6 +27,7 @@ from padded_dispatch.ops.select import select
 from padded_dispatch.utils.launch import WorkerError
 from tests.support import tiny
 from tests.support.parity import megatron
+from tests.support.pools import pools
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -119,7 +120,7 @@ def test_d2_position_drops_the_end_of_the_batch():
         probs_TE, map_TE, 2, 0.5, drop_policy="position"
     )
     assert (stock_TE != first_TE).any(0).all()  # every expert keeps a wrong set
-    selection = select(map_TE, probs_TE, capacity=capacity, policy="position")
+    selection = select(map_TE, probs_TE, sizes=config.sizes(4096), policy="position")
     assert torch.equal(selection.kept_TE, first_TE)
 
 
@@ -386,7 +387,7 @@ def test_d16_ties_go_to_the_first_token():
     _, stock_TE = moe_utils.apply_router_token_dropping(probs_TE, map_TE, 1, 0.3)
     capacity = moe_utils.get_capacity(4096, 3, 0.3)
     assert not stock_TE[:capacity].all()
-    kept_TE = select(map_TE, probs_TE, capacity=capacity).kept_TE
+    kept_TE = select(map_TE, probs_TE, sizes=pools(3, capacity)).kept_TE
     assert kept_TE[:capacity].all() and not kept_TE[capacity:].any()
 
 

@@ -21,6 +21,7 @@ from tests.megatron.graphs.test_capture import (
     graphs,
 )
 from tests.support import tiny
+from tests.support.pools import pools
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -59,7 +60,12 @@ def test_the_router_returns_the_selection_of_its_map(policy, remedy):
     config = route.selector.configs.now
     assert (config.policy, config.remedy, config.reroute_rounds) == (policy, remedy, 2)
     expected = select_with_remedy(
-        config, 9, map_TE, torch.where(map_TE, scores_TE, 0), scores_TE, draw=draw
+        config,
+        pools(tiny.NUM_EXPERTS, 9),
+        map_TE,
+        torch.where(map_TE, scores_TE, 0),
+        scores_TE,
+        draw=draw,
     )
     assert torch.equal(kept_TE, expected.kept_TE)
     assert (kept_TE & ~map_TE).any() == (remedy == "reroute")

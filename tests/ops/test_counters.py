@@ -7,6 +7,7 @@ import torch
 from padded_dispatch.ops.counters import Counters, mass_units
 from padded_dispatch.ops.overflow import reroute
 from padded_dispatch.ops.select import select
+from tests.support.pools import pools
 
 
 def test_counts_add_up_and_reset():
@@ -15,7 +16,7 @@ def test_counts_add_up_and_reset():
     asked_TE = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 0], [0, 0, 0]], dtype=torch.bool)
     probs_TE = torch.tensor([[0.5, 0.25, 9.0], [0.75, 9.0, 9.0], [1.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
     for capacity in (2, 1):
-        selection = select(asked_TE, probs_TE, capacity=capacity)
+        selection = select(asked_TE, probs_TE, sizes=pools(3, capacity))
         counters.observe(asked_TE, probs_TE, selection, capacity)
         counters.add_unplaced(torch.tensor([capacity, 0, 0], dtype=torch.int32))
     assert counters.demand_E.tolist() == [6, 2, 0]
@@ -39,8 +40,9 @@ def test_rerouted_rows_and_protected_ones_that_were_dropped_are_counted():
     asked_TE = torch.tensor([[1, 0, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool)
     scores_TE = torch.tensor([[0.5, 0.2, 0.1], [0.6, 0.3, 0.2], [0.4, 0.1, 0.2]])
     protected_T = torch.tensor([True, False, True])
-    selection = select(asked_TE, scores_TE, capacity=1, protected_T=protected_T)  # keeps token 0
-    found = reroute(selection, scores_TE, capacity=1, policy="probs")
+    # Keeps token 0.
+    selection = select(asked_TE, scores_TE, sizes=pools(3, 1), protected_T=protected_T)
+    found = reroute(selection, scores_TE, sizes=pools(3, 1), policy="probs")
     for _ in range(2):
         counters.observe(asked_TE, scores_TE, found, 1)
     assert counters.demand_E.tolist() == [6, 0, 0]

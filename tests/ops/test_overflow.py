@@ -1,33 +1,40 @@
 """Remedies for dropped rows: against the reference, and their gradients."""
 
 import dataclasses
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher, reference
 from padded_dispatch.config import POLICIES as ALL_POLICIES
+from padded_dispatch.config import REMEDIES
 from padded_dispatch.ops.overflow import LEAST_KEPT, renormalize, reroute, select_with_remedy
 from padded_dispatch.ops.select import Selection, select
-from tests.support.routing_cases import RoutingCase, assert_same, routing_cases
+from tests.support.pools import pools
+from tests.support.routing_cases import RoutingCase, assert_same, cases_with_pools, routing_cases
 
 POLICIES = pytest.mark.parametrize("policy", ALL_POLICIES)
 DRAW = 11
+CHOICES = st.sampled_from([0.5, 0.25, 1.0, 0.0, -1.0, -np.inf])
+SIZES = pools(5, 2)  # of the map in `routed`
 
 
 def tensor(array: np.ndarray | None) -> Tensor | None:
     return None if array is None else torch.from_numpy(array.copy())
 
 
-def both(case: RoutingCase, policy: str) -> tuple[Selection, reference.Selection]:
+def both(
+    case: RoutingCase, policy: str, experts_per_pool: int = 1
+) -> tuple[Selection, reference.Selection]:
     """The same selection of a case without padding tokens, by the code and by the reference."""
     map_TE, probs_TE, _ = case.tensors()
-    of_both = dict(capacity=case.capacity, policy=policy)
+    of_both = dict(sizes=case.sizes(None, experts_per_pool), policy=policy)
     selection = select(
         map_TE, probs_TE, **of_both, protected_T=tensor(case.protected_T), draw=torch.tensor(DRAW)
     )
@@ -38,11 +45,10 @@ def both(case: RoutingCase, policy: str) -> tuple[Selection, reference.Selection
 
 
 @st.composite
-def with_choices(draw: st.DrawFn) -> tuple[RoutingCase, np.ndarray]:
-    """A case and the values that its tokens choose experts by; -inf is never chosen."""
-    case = draw(routing_cases())
-    values = st.sampled_from([0.5, 0.25, 1.0, 0.0, -1.0, -np.inf])
-    return case, draw(arrays(np.float64, case.map_TE.shape, elements=values))
+def with_choices(draw: st.DrawFn) -> tuple[RoutingCase, int, np.ndarray]:
+    """A case, experts per pool, and what tokens choose experts by; -inf is never chosen."""
+    case, experts_per_pool = draw(cases_with_pools())
+    return case, experts_per_pool, draw(arrays(np.float64, case.map_TE.shape, elements=CHOICES))
 
 
 def test_the_example_of_renormalize():
@@ -61,8 +67,8 @@ def test_the_example_of_renormalize():
 def test_the_example_of_reroute():
     map_TE = torch.tensor([[True, False, False], [True, False, False]])
     scores_TE = torch.tensor([[0.6, 0.1, 0.1], [0.5, 0.3, 0.2]])
-    selection = select(map_TE, scores_TE, capacity=1)
-    found = reroute(selection, scores_TE, capacity=1, policy="probs")
+    selection = select(map_TE, scores_TE, sizes=pools(3, 1))
+    found = reroute(selection, scores_TE, sizes=pools(3, 1), policy="probs")
     expected_TE = torch.tensor([[0.6, 0.0, 0.0], [0.0, 0.3, 0.0]])
     assert torch.equal(found.probs_TE, expected_TE)
     assert torch.equal(found.kept_TE, expected_TE > 0)
@@ -89,9 +95,10 @@ def test_renormalize_is_the_reference(policy, case: RoutingCase):
 @POLICIES
 @given(given_case=with_choices(), rounds=st.integers(1, 3))
 def test_reroute_is_the_reference_and_keeps_its_promises(policy, given_case, rounds: int):
-    case, choice_TE = given_case
-    selection, by_loops = both(case, policy)
-    arguments = dict(capacity=case.capacity, policy=policy, rounds=rounds)
+    case, experts_per_pool, choice_TE = given_case
+    selection, by_loops = both(case, policy, experts_per_pool)
+    sizes = case.sizes(None, experts_per_pool)
+    arguments = dict(sizes=sizes, policy=policy, rounds=rounds)
     map_TE, scores_TE, _ = case.tensors()
     found = reroute(
         selection,
@@ -113,25 +120,29 @@ def test_reroute_is_the_reference_and_keeps_its_promises(policy, given_case, rou
     assert_same(found.kept_TE, expected.kept_TE)
     assert_same(found.probs_TE, expected.probs_TE)
     assert not (selection.kept_TE & ~found.kept_TE).any()
-    assert (found.kept_TE.sum(0) <= case.capacity).all()
+    rows_G = found.kept_TE.view(len(map_TE), sizes.num_pools, -1).sum((0, 2))
+    assert (rows_G <= case.capacity).all()
     assert (found.kept_TE.sum(1) <= map_TE.sum(1)).all()
     assert torch.equal(found.kept_TE & map_TE, selection.kept_TE)
     assert torch.equal(found.demand_E, map_TE.sum(0, dtype=torch.int32))
 
 
-@given(case=routing_cases())
-def test_enough_rounds_leave_no_dropped_row_beside_a_free_slot(case: RoutingCase):
-    selection, _ = both(case, "probs")
+@given(given_case=cases_with_pools())
+def test_enough_rounds_leave_no_dropped_row_beside_a_free_slot(given_case):
+    case, experts_per_pool = given_case
+    selection, _ = both(case, "probs", experts_per_pool)
     map_TE, scores_TE, _ = case.tensors()
     found = reroute(
         selection,
         scores_TE,
-        capacity=case.capacity,
+        sizes=case.sizes(None, experts_per_pool),
         policy="probs",
         rounds=map_TE.numel(),
     )
     lost_T = found.kept_TE.sum(1) < map_TE.sum(1)
-    free_TE = ~map_TE & ~found.kept_TE & (found.kept_TE.sum(0) < case.capacity)
+    rows_G = found.kept_TE.view(len(map_TE), -1, experts_per_pool).sum((0, 2))
+    has_room_E = (rows_G < case.capacity).repeat_interleave(experts_per_pool)
+    free_TE = ~map_TE & ~found.kept_TE & has_room_E
     assert not (lost_T[:, None] & free_TE).any()
 
 
@@ -155,7 +166,7 @@ def test_gradients_are_those_of_the_function(remedy):
     def chosen(logits_TE: Tensor) -> Tensor:
         scores_TE = logits_TE.softmax(1)
         probs_TE = torch.where(map_TE, scores_TE, 0)
-        return select_with_remedy(config, 2, map_TE, probs_TE, scores_TE).probs_TE
+        return select_with_remedy(config, SIZES, map_TE, probs_TE, scores_TE).probs_TE
 
     kept_TE = chosen(logits_TE) > 0
     assert (~kept_TE).all(1).any()
@@ -167,7 +178,7 @@ def test_the_gradient_of_reroute_goes_to_scores_of_rerouted_and_probs_of_kept_ro
     config, map_TE = routed("reroute")
     scores_TE = torch.rand(9, 5, generator=torch.Generator().manual_seed(1)).requires_grad_()
     probs_TE = torch.where(map_TE, scores_TE.detach(), 0).requires_grad_()
-    selection = select_with_remedy(config, 2, map_TE, probs_TE, scores_TE)
+    selection = select_with_remedy(config, SIZES, map_TE, probs_TE, scores_TE)
     grad_TE = torch.arange(1.0, 46.0).view(9, 5)
     selection.probs_TE.backward(grad_TE)
     assert probs_TE.grad is not None and scores_TE.grad is not None
@@ -181,7 +192,7 @@ def test_renormalize_of_next_to_nothing_is_finite(kept):
     """Test a token that keeps a row of almost no probability, in fp32, forward and backward."""
     map_TE = torch.ones(2, 2, dtype=torch.bool)
     probs_TE = torch.tensor([[1.0, 0.5], [0.5, kept]], requires_grad=True)
-    selection = select(map_TE, probs_TE, capacity=1)
+    selection = select(map_TE, probs_TE, sizes=pools(2, 1))
     # Token 0 keeps both rows; token 1 is made to keep the second one.
     kept_TE = torch.tensor([[True, False], [False, True]])
     selection = dataclasses.replace(
@@ -199,7 +210,7 @@ def test_renormalize_of_next_to_nothing_is_finite(kept):
 def test_renormalize_leaves_the_bits_of_tokens_that_lost_nothing():
     probs_TE = torch.rand(50, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
     map_TE = torch.ones(50, 7, dtype=torch.bool)
-    selection = select(map_TE, probs_TE, capacity=40)
+    selection = select(map_TE, probs_TE, sizes=pools(7, 40))
     found_TE = renormalize(selection, probs_TE).probs_TE
     whole_T = selection.kept_TE.all(1)
     assert 0 < whole_T.sum() < 50
@@ -211,7 +222,7 @@ def test_renormalize_leaves_the_bits_of_tokens_that_lost_nothing():
 def test_probabilities_keep_their_dtype(remedy, dtype):
     config, map_TE = routed(remedy)
     probs_TE = torch.rand(9, 5, dtype=torch.float32).to(dtype)
-    selection = select_with_remedy(config, 2, map_TE, probs_TE, probs_TE.float())
+    selection = select_with_remedy(config, SIZES, map_TE, probs_TE, probs_TE.float())
     assert selection.probs_TE.dtype == dtype
 
 
@@ -223,10 +234,12 @@ def test_padding_tokens_change_nothing(policy, remedy):
     scores_TE = torch.rand(9, 5, generator=torch.Generator().manual_seed(3))
     real = torch.arange(9) % 4 != 1
     draw = torch.tensor(DRAW)
-    masked = select_with_remedy(config, 2, map_TE, scores_TE, scores_TE, mask_T=~real, draw=draw)
+    masked = select_with_remedy(
+        config, SIZES, map_TE, scores_TE, scores_TE, mask_T=~real, draw=draw
+    )
     assert not masked.kept_TE[~real].any() and not masked.probs_TE[~real].any()
     if policy != "random":  # A draw knows tokens by their index.
-        alone = select_with_remedy(config, 2, map_TE[real], scores_TE[real], scores_TE[real])
+        alone = select_with_remedy(config, SIZES, map_TE[real], scores_TE[real], scores_TE[real])
         assert torch.equal(masked.kept_TE[real], alone.kept_TE)
         assert torch.equal(masked.probs_TE[real], alone.probs_TE)
         assert torch.equal(masked.demand_E, alone.demand_E)
@@ -240,7 +253,7 @@ def test_through_the_dispatcher(remedy):
     scores_TE = torch.randint(1, 9, (9, 5), generator=torch.Generator().manual_seed(4)) / 8.0
     tokens_TD = torch.ones(9, 1)
     sent = PaddedDispatcher(config).dispatch(tokens_TD, scores_TE, map_TE, scores_TE=scores_TE)
-    expected = select_with_remedy(config, 2, map_TE, scores_TE, scores_TE)
+    expected = select_with_remedy(config, SIZES, map_TE, scores_TE, scores_TE)
     assert torch.equal(sent.selection.probs_TE, expected.probs_TE)
     assert sent.plan.unplaced_E.tolist() == [0] * 5
     assert torch.equal(sent.plan.kept_E, expected.kept_TE.sum(0, dtype=torch.int32))
@@ -249,4 +262,175 @@ def test_through_the_dispatcher(remedy):
 def test_reroute_without_scores_is_refused():
     config, map_TE = routed("reroute")
     with pytest.raises(ValueError, match="scores_TE must be given with remedy='reroute', got"):
-        select_with_remedy(config, 2, map_TE, torch.rand(9, 5))
+        select_with_remedy(config, SIZES, map_TE, torch.rand(9, 5))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What several sources ask of the receivers whose slots they share, and the config."""
+
+    config: DispatchConfig
+    map_STE: np.ndarray
+    scores_STE: np.ndarray
+    choice_STE: np.ndarray
+    mask_ST: np.ndarray
+    protected_ST: np.ndarray
+
+
+@st.composite
+def shared_receivers(draw: st.DrawFn) -> Shared:
+    """Draw one or two receivers, also with expert tensor parallelism, up to four sources."""
+    num_ranks, etp_size = draw(st.sampled_from([(1, 2), (2, 1), (2, 2), (3, 1)]))
+    num_experts = num_ranks * draw(st.integers(1, 3))
+    config = DispatchConfig(
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, num_experts)),
+        capacity_factor=draw(st.sampled_from([0.3, 0.7, 1.0])),
+        capacity_pool="receiver",
+        reroute_rounds=draw(st.integers(1, 3)),
+        num_ranks=num_ranks,
+        etp_size=etp_size,
+    )
+    shape = config.num_sources, draw(st.integers(1, 5))
+    order_STE = draw(arrays(np.int8, (*shape, num_experts))).argsort(-1, kind="stable")
+    map_STE = order_STE.argsort(-1, kind="stable") < config.top_k
+    scores = st.sampled_from([0.5, 0.25, 1.0, 0.0])
+    return Shared(
+        config=config,
+        map_STE=map_STE & draw(arrays(bool, map_STE.shape)),
+        scores_STE=draw(arrays(np.float64, map_STE.shape, elements=scores)),
+        choice_STE=draw(arrays(np.float64, map_STE.shape, elements=CHOICES)),
+        mask_ST=draw(arrays(bool, shape)),
+        protected_ST=draw(arrays(bool, shape)),
+    )
+
+
+def on_all_sources(shared: Shared, config: DispatchConfig) -> list[Selection]:
+    """Select on every source, with the demands of all of them in each exchange.
+
+    The sources run one after the other. A source's n-th exchange needs the n-th demands of the
+    later ones, so all run again until their demands no longer change.
+    """
+    demands: dict[int, list[Tensor]] = {}
+
+    def of_source(source: int) -> Selection:
+        exchanges = iter(range(config.reroute_rounds + 1))
+        mine = demands.setdefault(source, [])
+
+        def all_demands(demand_E: Tensor) -> Tensor:
+            number = next(exchanges)
+            mine[number:] = [demand_E]
+            nothing_E = torch.zeros_like(demand_E)
+            return torch.stack(
+                [
+                    demands[s][number] if number < len(demands.get(s, [])) else nothing_E
+                    for s in range(config.num_sources)
+                ]
+            )
+
+        return select_with_remedy(
+            config,
+            config.sizes(shared.map_STE.shape[1]),
+            torch.from_numpy(shared.map_STE[source]),
+            torch.from_numpy(shared.scores_STE[source]),
+            torch.from_numpy(shared.scores_STE[source]),
+            torch.from_numpy(shared.choice_STE[source]),
+            mask_T=torch.from_numpy(shared.mask_ST[source]),
+            protected_T=torch.from_numpy(shared.protected_ST[source]),
+            draw=torch.tensor(DRAW),
+            all_demands=all_demands,
+            source=source,
+        )
+
+    for _ in range(config.reroute_rounds + 1):
+        for source in range(config.num_sources):
+            of_source(source)
+    return [of_source(source) for source in range(config.num_sources)]
+
+
+def reference_of_all(shared: Shared, config: DispatchConfig) -> list[reference.Selection]:
+    """Select on every source by the reference."""
+    sizes = config.sizes(shared.map_STE.shape[1])
+    asked_STE = shared.map_STE & ~shared.mask_ST[..., None]
+    limit_SE = demand_SE = asked_STE.sum(1, dtype=np.int32)
+    receivers = dict(num_ranks=config.num_ranks, num_rows=sizes.num_rows)
+    if sizes.may_drop:
+        limit_SE = reference.accept(demand_SE, **receivers)
+    selections = [
+        reference.select(
+            asked_TE,
+            scores_TE,
+            sizes=sizes,
+            policy=config.policy,
+            protected_T=protected_T,
+            draw=DRAW,
+            limit_E=limit_E,
+        )
+        for asked_TE, scores_TE, protected_T, limit_E in zip(
+            asked_STE, shared.scores_STE, shared.protected_ST, limit_SE, strict=True
+        )
+    ]
+    if config.remedy == "renormalize":
+        return [
+            reference.renormalize(*of_source)
+            for of_source in zip(selections, asked_STE, shared.scores_STE, strict=True)
+        ]
+    if config.remedy == "none" or not sizes.may_drop:
+        return selections
+    return reference.reroute_to_receivers(
+        selections,
+        asked_STE,
+        shared.scores_STE,
+        shared.choice_STE,
+        **receivers,
+        policy=config.policy,
+        rounds=config.reroute_rounds,
+        protected_ST=shared.protected_ST,
+        draw=DRAW,
+    )
+
+
+@POLICIES
+@pytest.mark.parametrize("remedy", REMEDIES)
+@settings(max_examples=30)
+@given(shared=shared_receivers())
+def test_sources_that_share_receivers_are_the_reference(policy, remedy, shared: Shared):
+    config = dataclasses.replace(shared.config, policy=policy, remedy=remedy)
+    found = on_all_sources(shared, config)
+    sizes = config.sizes(shared.map_STE.shape[1])
+    expected = reference_of_all(shared, config)
+    for selection, by_reference in zip(found, expected, strict=True):
+        assert_same(selection.kept_TE, by_reference.kept_TE)
+        assert_same(selection.probs_TE, by_reference.probs_TE)
+        assert_same(selection.demand_E, by_reference.demand_E)
+    # Every rank has the same table, and it says what each source kept.
+    kept_SE = torch.stack([selection.kept_TE.sum(0, dtype=torch.int32) for selection in found])
+    for selection in found:
+        assert selection.kept_SE is not None and torch.equal(selection.kept_SE, kept_SE)
+    kept_R = kept_SE.view(config.num_sources, config.num_ranks, -1).sum((0, 2))
+    assert (kept_R <= sizes.num_rows).all()
+    if remedy == "none":
+        demand_SE = torch.stack([selection.demand_E for selection in found])
+        demand_R = demand_SE.view(config.num_sources, config.num_ranks, -1).sum((0, 2))
+        assert torch.equal(kept_R, demand_R.clamp(max=sizes.num_rows))
+
+
+@given(shared=shared_receivers(), policy=st.sampled_from(ALL_POLICIES))
+def test_sharing_never_keeps_less_of_a_cell_than_slots_of_its_own(shared: Shared, policy):
+    config = dataclasses.replace(shared.config, policy=policy)
+    num_tokens = shared.map_STE.shape[1]
+    for selection in on_all_sources(shared, config):
+        own_E = selection.demand_E.clamp(max=config.capacity(num_tokens))
+        assert (selection.kept_TE.sum(0) >= own_E).all()
+
+
+def test_receiver_is_rank_where_there_is_one_source():
+    map_TE = torch.ones(9, 4, dtype=torch.bool)
+    probs_TE = torch.rand(9, 4, generator=torch.Generator().manual_seed(6))
+    found = []
+    for pool in ("rank", "receiver"):
+        config = DispatchConfig(num_experts=4, top_k=2, capacity_factor=0.5, capacity_pool=pool)
+        found.append(select_with_remedy(config, config.sizes(9), map_TE, probs_TE))
+    assert torch.equal(found[0].kept_TE, found[1].kept_TE)
+    assert found[0].kept_TE.sum() == 12  # C = 3
+    assert found[0].kept_SE is found[1].kept_SE is None

@@ -16,6 +16,7 @@ from padded_dispatch.ops.plan import DispatchPlan, make_plan
 from padded_dispatch.ops.select import select
 from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.grids import poisoned_memory
+from tests.support.pools import pools
 from tests.support.routing_cases import (
     RoutingCase,
     addresses,
@@ -254,7 +255,7 @@ def test_all_are_sound_custom_ops():
 
 
 def _whole_way(tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, weight_DD: Tensor) -> Tensor:
-    selection = select(map_TE, probs_TE, capacity=2)
+    selection = select(map_TE, probs_TE, sizes=pools(map_TE.shape[1], 2))
     plan = make_plan(selection.kept_TE, top_k=3, capacity=2)
     rows_ECD = ops.gather_rows(tokens_TD, plan)
     probs_EC = ops.gather_meta(selection.probs_TE, plan)[:, :-1]

@@ -10,6 +10,7 @@ from padded_dispatch.tune.recorder import Recording, RoutingBuffer, TraceRecorde
 from padded_dispatch.tune.trace import load_trace, record_bytes
 from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.graph_protocol import Tape
+from tests.support.pools import pools
 from tests.support.routing_cases import RoutingCase, routing_cases
 
 
@@ -34,7 +35,7 @@ def microbatch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def observe(buffer: RoutingBuffer, number: int) -> None:
     map_TE, probs_TE = microbatch(number)
-    buffer.observe(map_TE, probs_TE, select(map_TE, probs_TE, capacity=2), 2)
+    buffer.observe(map_TE, probs_TE, select(map_TE, probs_TE, sizes=pools(5, 2)), 2)
 
 
 def buffer(num_microbatches: int = 2) -> RoutingBuffer:
@@ -77,7 +78,7 @@ def test_recorded_steps_have_all_their_microbatches_in_order(tmp_path, num_micro
 
 def test_a_replayed_microbatch_is_kept_like_an_eager_one():
     map_TE, probs_TE = microbatch(0)
-    selection = select(map_TE, probs_TE, capacity=2)
+    selection = select(map_TE, probs_TE, sizes=pools(5, 2))
     replayed, eager, tape = buffer(3), buffer(3), Tape()
     with tape:
         replayed.observe(map_TE, probs_TE, selection, 2)
@@ -111,7 +112,7 @@ def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path):
 
 def test_what_a_trace_cannot_hold():
     map_TE, probs_TE = microbatch(0)
-    selection = select(map_TE, probs_TE, capacity=2)
+    selection = select(map_TE, probs_TE, sizes=pools(5, 2))
     with pytest.raises(
         ValueError, match=r"probs_TE.dtype must .*, got torch.float64; .* moe_router_dtype='fp32'"
     ):

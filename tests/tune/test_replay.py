@@ -17,6 +17,7 @@ from padded_dispatch.ops.select import select
 from padded_dispatch.tune import replay as replay_module
 from padded_dispatch.tune.replay import POOLS, has_all_sources, largest_need, replay
 from padded_dispatch.tune.trace import Trace
+from tests.support.pools import pools
 from tests.support.traces import small_trace
 
 FACTORS = [0.3, 1.0, 0.7, 1.25, 3.0]
@@ -80,7 +81,9 @@ def test_every_record_is_what_reference_and_dispatcher_do(trace, policy, min_cap
         assert found.slots[f] == capacity * trace.num_experts
         for n in range(trace.num_records):
             map_TE, probs_TE = dense(trace, n)
-            expected = reference.select(map_TE, probs_TE, capacity=capacity, policy=policy)
+            expected = reference.select(
+                map_TE, probs_TE, sizes=pools(trace.num_experts, capacity), policy=policy
+            )
             kept_TE = expected.kept_TE
             plan = reference.plan(kept_TE, top_k=trace.top_k, capacity=capacity)
             assert found.demand_by_expert[n].tolist() == expected.demand_E.tolist()
@@ -90,7 +93,7 @@ def test_every_record_is_what_reference_and_dispatcher_do(trace, policy, min_cap
             assert found.lost_tokens[f, n] == (asked_T & ~kept_T).sum()
 
             tensors = torch.from_numpy(map_TE), torch.from_numpy(probs_TE)
-            ours = select(*tensors, capacity=capacity, policy=policy)
+            ours = select(*tensors, sizes=pools(trace.num_experts, capacity), policy=policy)
             counts = make_plan(ours.kept_TE, top_k=trace.top_k, capacity=capacity)
             assert found.kept_by_expert[f, n].tolist() == counts.kept_E.tolist()
             assert found.asked_mass[n] == mass_units(tensors[1]).sum().item()
@@ -106,7 +109,9 @@ def test_pooled_is_one_source_with_all_tokens(trace, policy):
         for f, capacity in enumerate(found.capacities.tolist()):
             balance = len(map_ME) * trace.top_k / trace.num_experts * FACTORS[f]
             assert capacity == max(1, min(len(map_ME), math.ceil(balance)))
-            kept_ME = reference.select(map_ME, probs_ME, capacity=capacity, policy=policy).kept_TE
+            kept_ME = reference.select(
+                map_ME, probs_ME, sizes=pools(trace.num_experts, capacity), policy=policy
+            ).kept_TE
             kept_RE = kept_ME.reshape(trace.num_ranks, -1, trace.num_experts).sum(1)
             assert found.kept_by_expert[f, records].tolist() == kept_RE.tolist()
             assert found.slots[f] * trace.num_ranks == capacity * trace.num_experts
