@@ -292,25 +292,42 @@ class DispatchConfig:
     ) -> BufferBytes:
         """Return the bytes of one layer's buffers on one rank.
 
+        They are those of collectives or of a single rank. Where sources share slots ("receiver"),
+        they are those of direct stores: `receive` holds what the experts read, and `back` the
+        slots to which rows return, which all layers share.
+
         Args:
             num_tokens: tokens on this rank (T).
             hidden_size: width of a row (D).
             element_size: bytes of one element of a row: 2 for bf16, 4 for fp32.
-            packed: whether the experts take packed rows, whose offsets lie beside the counts.
+            packed: whether the experts take packed rows, whose offsets lie beside the counts;
+                experts that share slots always do.
         """
-        capacity = self.capacity(num_tokens)
+        sizes = self.sizes(num_tokens)
+        slots, rows = sizes.num_pools * sizes.pool_slots, sizes.num_rows
+        counts = self.num_local_experts * self.num_sources
         per_row = hidden_size * element_size
+        pooled = self.capacity_pool != "expert"
+        packed = packed or pooled
+        plan = 4 * (2 * num_tokens * self.top_k + slots + 2 * self.num_experts)
+        if self.capacity_pool == "receiver" and self.num_sources > 1:
+            return BufferBytes(
+                send=0,
+                receive=rows * (per_row + 4) + 4 * counts,
+                experts=8 * counts,
+                back=rows * per_row + slots * (per_row + 4),
+                plan=plan + 4 * self.num_sources * self.num_experts,
+            )
         # Each row travels with its fp32 probability, each expert's rows with their fp32 count.
-        send = self.num_experts * (capacity * (per_row + 4) + 4)
-        returned = self.num_experts * capacity * per_row
-        buffers = self.num_local_experts * self.num_sources
-        rows = buffers * capacity
+        send = slots * (per_row + 4) + 4 * self.num_experts
         exchanged, shared = self.num_ranks > 1, self.etp_size > 1
         regrouped = self.num_sources > 1 and (packed or self.num_local_experts > 1)
+        # A single rank's pool of all experts is packed already.
+        copied = self.num_sources > 1 or not pooled
         return BufferBytes(
             send=send,
             receive=send * exchanged + self.etp_size * send * shared,
-            experts=rows * (per_row * regrouped + 4) + 4 * buffers * (1 + packed),
-            back=rows * per_row + returned * ((regrouped or shared) + exchanged),
-            plan=4 * (num_tokens * self.top_k + self.num_experts * (capacity + 2)),
+            experts=rows * (per_row * regrouped + 4 * copied) + 4 * counts * (1 + packed),
+            back=rows * per_row + slots * per_row * ((regrouped or shared) + exchanged),
+            plan=plan,
         )

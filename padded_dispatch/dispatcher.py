@@ -49,7 +49,7 @@ class PaddedDispatcher:
         config: its `num_ranks` and `etp_size` must be the groups' sizes.
         group: the expert-parallel process group; None for a single rank.
         etp_group: the group whose ranks split every expert's ffn; None where none do.
-        packed: give the experts packed rows, see `ExpertInput`.
+        packed: give the experts packed rows, see `ExpertInput`; experts that share slots need it.
         exchange: "alltoall", any backend's; "direct", stores between the GPUs of one host, see
             `padded_dispatch.exchange.direct`, which needs `packed`; or "auto", direct where that
             can work, see `padded_dispatch.exchange.choose`.
@@ -112,8 +112,9 @@ class PaddedDispatcher:
         Raises:
             ValueError: the same on all ranks, when their shapes differ or T is 0.
         """
-        capacity = agree_on_shapes(self.agreement, self.config, tokens_TD)
-        exchange = self.exchanges.choose(self.config, tokens_TD, probs_TE).exchange
+        agree_on_shapes(self.agreement, self.config, tokens_TD)
+        choice = self.exchanges.choose(self.config, tokens_TD, probs_TE)
+        exchange = choice.exchange
         selection = select_with_remedy(
             self.config,
             self.config.sizes(len(tokens_TD)),
@@ -123,9 +124,16 @@ class PaddedDispatcher:
             mask_T=mask_T,
             protected_T=protected_T,
             draw=draw,
+            all_demands=exchange.all_demands,
+            source=self.exchanges.source,
         )
-        plan = make_plan(selection.kept_TE, top_k=self.config.top_k, capacity=capacity)
-        outgoing = exchange.prepare(tokens_TD, selection.probs_TE, plan)
+        plan = make_plan(
+            selection.kept_TE,
+            top_k=self.config.top_k,
+            sizes=choice.sizes,
+            kept_SE=selection.kept_SE,
+        )
+        outgoing = exchange.prepare(tokens_TD, selection.probs_TE, plan, choice.sizes.num_rows)
         expert_input = exchange.arrange(exchange.move(outgoing))
         return Dispatched(
             expert_input=expert_input, plan=plan, selection=selection, exchange=exchange

@@ -3,14 +3,16 @@
 It computes everything between the router and the combined output, as slowly and plainly as
 possible, and shares nothing with the code that it specifies.
 
-The rules. A token's rows are ordered by ascending expert id. An expert's buffer belongs to its
-sources in blocks of C slots; each source fills its block in token order. A slot without a token is
-zero, and so is its gradient. Combine adds a token's slots without weights, in the order of its
-rows, in at least fp32.
+The rules. A token's rows are ordered by ascending expert id. A source lays out its rows in G pools
+of P slots, each of which belongs to X = E / G consecutive experts: in a pool, rows are ordered by
+expert, then by token, without gaps. An expert's buffer belongs to its sources in blocks of P rows,
+since it may fill a pool by itself; each source fills its block in token order. A row without a
+token is zero, and so is its gradient. Combine adds a token's slots without weights, in the order
+of its rows, in at least fp32.
 
 Letters as in `config`. S = etp_size * R sources, of which source `i * R + r` is rank r of the i-th
 expert-parallel group. Arrays over all sources start with S, arrays over all expert ranks with R.
-M: rows of one expert's buffer, S * C.
+M: rows of one expert's buffer, S * P. Where each expert has its own pool, P = C and X = 1.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +44,8 @@ class Plan:
     """The fields of `padded_dispatch.ops.plan.DispatchPlan`, for one source."""
 
     slot_of_TK: NDArray
-    choice_of_slot_EC: NDArray
+    expert_of_TK: NDArray
+    choice_of_slot_GP: NDArray
     kept_E: NDArray
     num_unplaced: int
 
@@ -314,28 +317,34 @@ def select_backward(kept_TE: NDArray, grad_TE: NDArray) -> NDArray:
     return np.where(kept_TE, grad_TE, np.zeros_like(grad_TE))
 
 
-def plan(kept_TE: NDArray, *, top_k: int, capacity: int) -> Plan:
-    """Give every kept row a slot, in token order, while there are free slots."""
+def plan(kept_TE: NDArray, *, top_k: int, sizes: PoolSizes) -> Plan:
+    """Give every kept row a slot, by expert, then by token, while its pool has free slots."""
     num_tokens, num_experts = kept_TE.shape
+    num_pools, capacity = sizes.num_pools, sizes.pool_slots
     slot_of_TK = np.full((num_tokens, top_k), -1, np.int32)
-    choice_of_slot_EC = np.full((num_experts, capacity), -1, np.int32)
+    expert_of_TK = np.full((num_tokens, top_k), -1, np.int32)
+    choice_of_slot_GP = np.full((num_pools, capacity), -1, np.int32)
     kept_E = np.zeros(num_experts, np.int32)
     num_unplaced = 0
-    for t in range(num_tokens):
-        k = 0
-        for e in range(num_experts):
+    num_taken_G = np.zeros(num_pools, np.int32)
+    for e in range(num_experts):
+        g = e * num_pools // num_experts
+        for t in range(num_tokens):
             if not kept_TE[t, e]:
                 continue
-            if k < top_k and kept_E[e] < capacity:
-                slot_of_TK[t, k] = e * capacity + kept_E[e]
-                choice_of_slot_EC[e, kept_E[e]] = t * top_k + k
+            k = kept_TE[t, :e].sum()
+            if k < top_k and num_taken_G[g] < capacity:
+                slot_of_TK[t, k] = g * capacity + num_taken_G[g]
+                expert_of_TK[t, k] = e
+                choice_of_slot_GP[g, num_taken_G[g]] = t * top_k + k
+                num_taken_G[g] += 1
                 kept_E[e] += 1
             else:
                 num_unplaced += 1
-            k += 1
     return Plan(
         slot_of_TK=slot_of_TK,
-        choice_of_slot_EC=choice_of_slot_EC,
+        expert_of_TK=expert_of_TK,
+        choice_of_slot_GP=choice_of_slot_GP,
         kept_E=kept_E,
         num_unplaced=num_unplaced,
     )
@@ -346,7 +355,7 @@ def dispatch(
 ) -> ExpertInput:
     """Copy its token and probability to every slot that has a token."""
     num_sources, _, hidden_size = tokens_STD.shape
-    num_experts, capacity = plans[0].choice_of_slot_EC.shape
+    num_experts, capacity = len(plans[0].kept_E), plans[0].choice_of_slot_GP.shape[1]
     num_local_experts = num_experts // num_ranks
     buffer_RLM = num_ranks, num_local_experts, num_sources * capacity
     rows_RLMD = np.zeros((*buffer_RLM, hidden_size), tokens_STD.dtype)
@@ -401,7 +410,7 @@ def combine(out_RLMD: NDArray, plans: Sequence[Plan]) -> NDArray:
 
 def combine_backward(grad_STD: NDArray, plans: Sequence[Plan], *, num_ranks: int) -> NDArray:
     """Return the gradient of out_RLMD: its token's in every slot, exactly 0 in padded rows."""
-    num_experts, capacity = plans[0].choice_of_slot_EC.shape
+    num_experts, capacity = len(plans[0].kept_E), plans[0].choice_of_slot_GP.shape[1]
     num_rows = len(plans) * capacity
     shape = num_ranks, num_experts // num_ranks, num_rows, grad_STD.shape[-1]
     grad_RLMD = np.zeros(shape, grad_STD.dtype)
@@ -456,14 +465,17 @@ def layer_backward(
 
 def _slots(plans: Sequence[Plan], num_ranks: int) -> Iterator[_Slot]:
     """Yield every kept row, by source, then token, then ascending expert."""
-    num_experts, capacity = plans[0].choice_of_slot_EC.shape
     for source, plan_of_source in enumerate(plans):
+        num_experts = len(plan_of_source.kept_E)
+        num_pools, capacity = plan_of_source.choice_of_slot_GP.shape
+        num_shared = num_experts // num_pools
         for t, slots_K in enumerate(plan_of_source.slot_of_TK.tolist()):
-            for slot in slots_K:
+            for k, slot in enumerate(slots_K):
                 if slot == -1:
                     continue
-                e, c = divmod(slot, capacity)
+                e = int(plan_of_source.expert_of_TK[t, k])
+                pool = e // num_shared
+                before = int(plan_of_source.kept_E[pool * num_shared : e].sum())
                 rank, local = divmod(e, num_experts // num_ranks)
-                yield _Slot(
-                    source=source, t=t, e=e, rank=rank, local=local, m=source * capacity + c
-                )
+                m = source * capacity + slot - pool * capacity - before
+                yield _Slot(source=source, t=t, e=e, rank=rank, local=local, m=m)

@@ -190,7 +190,6 @@ def _two_in_flight(config: DispatchConfig, batches: tuple[Batch, Batch]) -> list
 
 
 def assert_is_reference(config: DispatchConfig, batch: Batch, results: list[OneRank]) -> None:
-    capacity = config.capacity(batch.tokens_STD.shape[1])
     sizes = config.sizes(batch.tokens_STD.shape[1])
     selections = [
         reference.select(map_TE, probs_TE, sizes=sizes, policy=config.policy, mask_T=mask_T)
@@ -198,7 +197,7 @@ def assert_is_reference(config: DispatchConfig, batch: Batch, results: list[OneR
             batch.map_STE, batch.probs_STE, batch.mask_ST, strict=True
         )
     ]
-    plans = [reference.plan(s.kept_TE, top_k=config.top_k, capacity=capacity) for s in selections]
+    plans = [reference.plan(s.kept_TE, top_k=config.top_k, sizes=sizes) for s in selections]
     probs_STE = np.stack([selection.probs_TE for selection in selections])
     ranks = dict(num_ranks=config.num_ranks, etp_size=config.etp_size)
     out_STD = reference.layer(batch.tokens_STD, probs_STE, plans, numpy_experts, **ranks)

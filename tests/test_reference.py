@@ -45,19 +45,29 @@ def test_select_ignores_padding_tokens():
 
 
 def test_plan_fills_slots_in_token_order():
-    plan = reference.plan(bools("x.", "xx", ".x"), top_k=2, capacity=2)
+    plan = reference.plan(bools("x.", "xx", ".x"), top_k=2, sizes=pools(2, 2))
     assert plan.slot_of_TK.tolist() == [[0, -1], [1, 2], [3, -1]]
-    assert plan.choice_of_slot_EC.tolist() == [[0, 2], [3, 4]]
+    assert plan.choice_of_slot_GP.tolist() == [[0, 2], [3, 4]]
     assert plan.kept_E.tolist() == [2, 2]
     assert plan.num_unplaced == 0
+
+
+def test_plan_of_pools_orders_rows_by_expert():
+    # Two pools of two experts each, P = 3. The second pool has one slot too few for expert 3.
+    plan = reference.plan(bools("xx..", ".x.x", "x.xx", "..x."), top_k=3, sizes=pools(4, 3, 2))
+    assert plan.slot_of_TK.tolist() == [[0, 2, -1], [-1, 5, -1], [1, 3, -1], [4, -1, -1]]
+    assert plan.expert_of_TK.tolist() == [[0, 1, -1], [-1, 3, -1], [0, 2, -1], [2, -1, -1]]
+    assert plan.choice_of_slot_GP.tolist() == [[0, 6, 1], [7, 9, 4]]
+    assert plan.kept_E.tolist() == [2, 1, 2, 1]
+    assert plan.num_unplaced == 2
 
 
 def test_plan_counts_what_has_no_slot():
     # Token 0 has three experts, one more than K. Expert 0 is asked for by three tokens, one more
     # than C; the lost row keeps its place among the choices of token 2.
-    plan = reference.plan(bools("xxx", "x..", "x.x"), top_k=2, capacity=2)
+    plan = reference.plan(bools("xxx", "x..", "x.x"), top_k=2, sizes=pools(3, 2))
     assert plan.slot_of_TK.tolist() == [[0, 2], [1, -1], [-1, 4]]
-    assert plan.choice_of_slot_EC.tolist() == [[0, 2], [1, -1], [5, -1]]
+    assert plan.choice_of_slot_GP.tolist() == [[0, 2], [1, -1], [5, -1]]
     assert plan.kept_E.tolist() == [2, 1, 1]
     assert plan.num_unplaced == 2
 
@@ -88,7 +98,8 @@ def plans() -> list[reference.Plan]:
     ]
     kept[1] = bools("....", "....", "....")
     kept[2] = bools("x..x", "..x.", "x...")
-    return [reference.plan(kept_TE, top_k=TOP_K, capacity=CAPACITY) for kept_TE in kept]
+    sizes = pools(EXPERTS, CAPACITY)
+    return [reference.plan(kept_TE, top_k=TOP_K, sizes=sizes) for kept_TE in kept]
 
 
 def test_dispatch_puts_each_row_into_its_source_s_block(plans):
@@ -103,6 +114,23 @@ def test_dispatch_puts_each_row_into_its_source_s_block(plans):
     # Source 1 sent nothing.
     assert not given.rows_RLMD[:, :, 2:4].any()
     assert not given.kept_RSL[:, 1].any()
+
+
+def test_pools_move_the_same_rows():
+    """Without drops, only the rows' places in their source's pools differ."""
+    maps = [thin_out(routing_map(TOKENS, EXPERTS, TOP_K, seed=s), share=0.2) for s in range(2)]
+    given, packed = [], []
+    for shared, slots in ((1, TOKENS), (EXPERTS // RANKS, 2 * TOKENS), (EXPERTS, TOP_K * TOKENS)):
+        sizes = pools(EXPERTS, slots, shared)
+        plans = [reference.plan(map_TE, top_k=TOP_K, sizes=sizes) for map_TE in maps]
+        given.append(reference.dispatch(TOKENS_STD[:2], PROBS_STE[:2], plans, num_ranks=RANKS))
+        rows, kept = given[-1].rows_RLMD, given[-1].kept_RSL
+        packed.append([reference.pack(*one).tolist() for one in zip(rows, kept, strict=True)])
+        home_STD = reference.combine(rows, plans)
+        num_kept_ST = np.stack(maps).sum(2)
+        np.testing.assert_array_equal(home_STD, TOKENS_STD[:2] * num_kept_ST[..., None])
+    assert packed[0] == packed[1] == packed[2]
+    np.testing.assert_array_equal(given[0].kept_RSL, given[2].kept_RSL)
 
 
 def test_combine_of_dispatch_multiplies_by_the_number_of_kept_rows(plans):

@@ -198,8 +198,9 @@ def _telemetry(config: DispatchConfig, probs_TE: Tensor, map_TE: Tensor) -> Part
     """Return the part that counts what a layer counts in one pass."""
     counters = Counters(config.num_experts, map_TE.device)
     capacity = config.capacity(len(map_TE))
-    selection = select(map_TE, probs_TE, sizes=config.sizes(len(map_TE)))
-    plan = make_plan(selection.kept_TE, top_k=config.top_k, capacity=capacity)
+    sizes = config.sizes(len(map_TE))
+    selection = select(map_TE, probs_TE, sizes=sizes)
+    plan = make_plan(selection.kept_TE, top_k=config.top_k, sizes=sizes)
     num_slots = config.num_experts * capacity
 
     def count() -> None:
@@ -228,7 +229,7 @@ def _kernels(
     probs_TE, map_TE = _routing(config, num_tokens, device)
     tokens_TD = torch.randn(num_tokens, shape.hidden_size, device=device).to(dtype)
     kept_TE = select(map_TE, probs_TE, sizes=sizes).kept_TE
-    plan = make_plan(kept_TE, top_k=config.top_k, capacity=capacity)
+    plan = make_plan(kept_TE, top_k=config.top_k, sizes=sizes)
     rows_ECD = gather_rows(tokens_TD, plan)
     num_kept = int(plan.kept_E.sum())
     fill = num_kept / (config.num_experts * capacity)
@@ -237,7 +238,7 @@ def _kernels(
 
     def select_and_plan() -> None:
         kept_TE = select(map_TE, probs_TE, sizes=sizes).kept_TE
-        make_plan(kept_TE, top_k=config.top_k, capacity=capacity)
+        make_plan(kept_TE, top_k=config.top_k, sizes=sizes)
 
     yield Part(name="select and plan", run=select_and_plan, fill=fill)
     yield Part(name="meta", run=lambda: gather_meta(probs_TE, plan), fill=fill)

@@ -8,9 +8,9 @@ Three exchanges: `alltoall` (equal-split collectives, any backend), `direct` (st
 GPUs of one host) and `local` (one rank). `choose` picks one per layer and number of tokens;
 `agreement` compares shapes over the ranks first.
 
-Letters: T tokens, E experts, L experts on this rank, S sources of an expert's rows, C capacity,
-D hidden size, N = L * S * C rows of this rank's experts, M blocks of C slots: E of them before the
-exchange and S * L after it.
+Letters: T tokens, E experts, L experts on this rank, S sources of an expert's rows, D hidden size,
+N rows for which this rank's experts have room, M pools of P slots: those of this source before the
+exchange, those of all sources after it. A pool belongs to X experts; PX is P + X.
 """
 
 from dataclasses import dataclass
@@ -23,32 +23,33 @@ from padded_dispatch.ops.plan import DispatchPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """Rows in slots, ordered (source or destination rank, local expert, slot).
+    """Rows in slots, ordered (source or destination rank, pool, slot).
 
-    With `PackedAtOnce`, the same shapes hold packed rows.
+    With `PackedAtOnce`, they hold packed rows.
 
     Attributes:
-        rows_MCD: [M, C, D].
-        meta_MC1: [M, C + 1], at least fp32: the probability of each slot, then the number of kept
-            rows. None on the way back.
+        rows_MPD: [M, P, D].
+        meta_MPX: [M, P + X], at least fp32: the probability of each slot, then the numbers of kept
+            rows of the pool's experts. None on the way back.
     """
 
-    rows_MCD: Tensor
-    meta_MC1: Tensor | None = None
+    rows_MPD: Tensor
+    meta_MPX: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertInput:
-    """Rows for the experts of this rank: N = L * S * C rows in one of two layouts.
+    """Rows for the experts of this rank: N rows in one of two layouts.
 
     Padded: expert l owns the rows `l * S * C` and the next S * C; padded rows are exactly zero.
+    Only experts with pools of their own can have it.
     Packed: experts' real rows follow each other, ordered by (expert, source, slot). The rows behind
     the last one are unspecified and must not be read, nor may a result depend on them.
 
     Attributes:
         rows_ND: [N, D].
         probs_N: at least fp32, 0 in padded rows.
-        kept_SL: int32, real rows per (source, local expert), which fill the first of its C slots.
+        kept_SL: int32, real rows per (source, local expert).
         offsets_LS: int32, where the packed rows of each (local expert, source) end; None for the
             padded layout.
     """
@@ -62,6 +63,9 @@ class ExpertInput:
 class Exchange(Protocol):
     """Six stages in the order of their use. An exchange keeps nothing on `self` but buffers.
 
+    Where sources share slots, `all_demands` comes before them: what each source may keep follows
+    from the demands of all.
+
     Attributes:
         packed: whether `ExpertInput` is packed.
         num_sources: S.
@@ -72,8 +76,17 @@ class Exchange(Protocol):
     num_sources: int
     num_local_experts: int
 
-    def prepare(self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan) -> Slots:
-        """Put tokens and their probabilities into slots, on this rank."""
+    def all_demands(self, demand_E: Tensor) -> Tensor:
+        """Return the demands of all sources, int32 [S, E], from that of this one, int32 [E]."""
+        ...
+
+    def prepare(
+        self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan, num_rows: int
+    ) -> Slots:
+        """Put tokens and their probabilities into slots, on this rank.
+
+        `num_rows`: rows for which the experts of each rank have room (N).
+        """
         ...
 
     def move(self, outgoing: Slots) -> Slots:
@@ -107,9 +120,8 @@ class PackedAtOnce:
         return outgoing
 
     def disarrange(self, out_ND: Tensor, offsets_LS: Tensor | None) -> Slots:
-        """Return the same rows as [E, C, D]."""
-        assert offsets_LS is not None
-        return Slots(rows_MCD=out_ND.unflatten(0, (offsets_LS.numel(), -1)))
+        """Return the same rows, [1, N, D]."""
+        return Slots(rows_MPD=out_ND[None])
 
     def move_back(self, outgoing: Slots) -> Slots:
         """Return the slots: `combine` moves the rows back, since it has the plan."""

@@ -14,9 +14,15 @@ ordinary op, and a CUDA graph records one NCCL call on the current stream. (torc
 collectives run on NCCL's stream and keep their work in a registry until a wait; neither is of use
 inside a graph.) A reduction accumulates in at least fp32, whatever the rows' dtype.
 
+A pool lies whole on one destination rank: it belongs to one of its experts, or to all of them. If
+the sources share slots ("receiver"), no block can be narrower than the rows that one source may
+send, so blocks are that wide, and most of them stay empty. That serves CPUs and tests; `choose`
+refuses it on GPUs.
+
 Letters: T tokens, E experts, R expert-parallel ranks, L = E / R local experts, S sources (R times
-the expert-tensor-parallel size), C slots per (source, expert), D hidden size, N = L * S * C rows;
-M buffers of C slots: E before the exchange, R * L after it, S * L after the gather.
+the expert-tensor-parallel size), D hidden size, N rows of this rank's experts, one for each slot
+that they receive; M pools of P slots, of X experts each: E / X before the exchange, R * L / X after
+it, S * L / X after the gather. PX: P + X.
 """
 
 from typing import Any, cast
@@ -119,6 +125,7 @@ class AllToAllExchange:
         group: the expert-parallel group (R ranks), or None for one rank.
         etp_group: the group whose ranks split every expert's ffn, or None for one rank.
         packed: hand out the packed layout of `ExpertInput` instead of the padded one.
+        experts_per_pool: local experts that share a pool (X); the padded layout needs 1.
     """
 
     def __init__(
@@ -128,78 +135,95 @@ class AllToAllExchange:
         etp_group: dist.ProcessGroup | None = None,
         *,
         packed: bool = False,
+        experts_per_pool: int = 1,
     ) -> None:
+        assert packed or experts_per_pool == 1
         self.packed = packed
         self.num_local_experts = num_local_experts
         self.num_ranks = group.size() if group is not None else 1
         self.etp_size = etp_group.size() if etp_group is not None else 1
         self.num_sources = self.num_ranks * self.etp_size
+        self._num_pools = self.num_sources * num_local_experts // experts_per_pool
         self._group = group_name(group) if group is not None else ""
         self._etp_group = group_name(etp_group) if etp_group is not None else ""
 
+    def all_demands(self, demand_E: Tensor) -> Tensor:
+        """Return the demands of all sources: int32 [E] to [S, E]."""
+        demand_SE = demand_E[None]
+        if self.num_ranks > 1:
+            demand_SE = all_gather(demand_SE, self._group, self.num_ranks)
+        if self.etp_size > 1:
+            demand_SE = all_gather(demand_SE, self._etp_group, self.etp_size)
+        return demand_SE
+
     @nvtx_range("gather")
-    def prepare(self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan) -> Slots:
-        """Gather tokens and probabilities into slots: rows [E, C, D], meta [E, C + 1]."""
-        rows_MCD = gather_rows(tokens_TD, plan, zeros=not self.packed)
-        return Slots(rows_MCD=rows_MCD, meta_MC1=gather_meta(probs_TE, plan))
+    def prepare(
+        self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan, num_rows: int
+    ) -> Slots:
+        """Gather tokens and probabilities into slots: rows [M, P, D], meta [M, P + X]."""
+        rows_MPD = gather_rows(tokens_TD, plan, zeros=not self.packed)
+        return Slots(rows_MPD=rows_MPD, meta_MPX=gather_meta(probs_TE, plan))
 
     @nvtx_range("exchange")
     def move(self, outgoing: Slots) -> Slots:
-        """Send slots to the ranks of their experts: [E, ...] to [R * L, ...]."""
+        """Send slots to the ranks of their experts."""
         return self._all_to_all(outgoing)
 
     @nvtx_range("regroup")
     def arrange(self, incoming: Slots) -> ExpertInput:
-        """Reorder [R * L, C, D] to rows [N, D] by expert; gather them over the etp group first."""
-        rows_MCD, meta_MC1 = incoming.rows_MCD, incoming.meta_MC1
-        assert meta_MC1 is not None
+        """Reorder received slots to rows [N, D] by expert; gather them over the etp group first."""
+        rows_MPD, meta_MPX = incoming.rows_MPD, incoming.meta_MPX
+        assert meta_MPX is not None
         if self.etp_size > 1:
-            rows_MCD = all_gather(rows_MCD, self._etp_group, self.etp_size)
-            meta_MC1 = all_gather(meta_MC1, self._etp_group, self.etp_size)
+            rows_MPD = all_gather(rows_MPD, self._etp_group, self.etp_size)
+            meta_MPX = all_gather(meta_MPX, self._etp_group, self.etp_size)
         by_source = (self.num_sources, self.num_local_experts)
-        meta_SLC1 = meta_MC1.unflatten(0, by_source)
-        kept_SL = meta_SLC1[..., -1].detach().to(torch.int32)
+        pool_slots = rows_MPD.shape[1]
+        kept_MX = meta_MPX[:, pool_slots:].detach()
+        kept_SL = kept_MX.reshape(by_source).to(torch.int32)
         if self.packed:
             offsets_LS = running_offsets(kept_SL)
+            probs_MP1 = meta_MPX[:, :pool_slots, None]
             return ExpertInput(
-                rows_ND=pack_rows(rows_MCD, offsets_LS, zeros=False),
-                probs_N=pack_rows(meta_MC1[:, :-1, None], offsets_LS, zeros=False).squeeze(1),
+                rows_ND=pack_rows(rows_MPD, offsets_LS, zeros=False),
+                probs_N=pack_rows(probs_MP1, offsets_LS, zeros=False).squeeze(1),
                 kept_SL=kept_SL,
                 offsets_LS=offsets_LS,
             )
+        probs_SLC = meta_MPX[:, :pool_slots].unflatten(0, by_source)
         return ExpertInput(
-            rows_ND=rows_MCD.unflatten(0, by_source).transpose(0, 1).flatten(0, 2),
-            probs_N=meta_SLC1[..., :-1].transpose(0, 1).flatten(),
+            rows_ND=rows_MPD.unflatten(0, by_source).transpose(0, 1).flatten(0, 2),
+            probs_N=probs_SLC.transpose(0, 1).flatten(),
             kept_SL=kept_SL,
         )
 
     @nvtx_range("regroup")
     def disarrange(self, out_ND: Tensor, offsets_LS: Tensor | None) -> Slots:
-        """Reorder [N, D] to [R * L, C, D], and sum them over the ranks that split an expert."""
+        """Reorder [N, D] to received slots, and sum them over the ranks that split an expert."""
         if offsets_LS is not None:
-            rows_MCD = unpack_rows(out_ND, offsets_LS, zeros=False)
+            rows_MPD = unpack_rows(out_ND, offsets_LS, self._num_pools, zeros=False)
         else:
             by_expert = (self.num_local_experts, self.num_sources, -1)
-            rows_MCD = out_ND.unflatten(0, by_expert).transpose(0, 1).flatten(0, 1)
+            rows_MPD = out_ND.unflatten(0, by_expert).transpose(0, 1).flatten(0, 1)
         if self.etp_size > 1:
-            rows_MCD = reduce_scatter(rows_MCD, self._etp_group, self.etp_size)
-        return Slots(rows_MCD=rows_MCD)
+            rows_MPD = reduce_scatter(rows_MPD, self._etp_group, self.etp_size)
+        return Slots(rows_MPD=rows_MPD)
 
     @nvtx_range("exchange")
     def move_back(self, outgoing: Slots) -> Slots:
-        """Send slots back to the ranks of their tokens: [R * L, C, D] to [E, C, D]."""
+        """Send slots back to the ranks of their tokens."""
         return self._all_to_all(outgoing)
 
     @nvtx_range("combine")
     def combine(self, incoming: Slots, plan: DispatchPlan, offsets_LS: Tensor | None) -> Tensor:
         """Return the sum of every token's slots, [T, D]."""
-        return combine_rows(incoming.rows_MCD, plan, zeros=not self.packed)
+        return combine_rows(incoming.rows_MPD, plan, zeros=not self.packed)
 
     def _all_to_all(self, slots: Slots) -> Slots:
         if self.num_ranks == 1:
             return slots
-        meta_MC1 = slots.meta_MC1
+        meta_MPX = slots.meta_MPX
         return Slots(
-            rows_MCD=all_to_all(slots.rows_MCD, self._group),
-            meta_MC1=None if meta_MC1 is None else all_to_all(meta_MC1, self._group),
+            rows_MPD=all_to_all(slots.rows_MPD, self._group),
+            meta_MPX=None if meta_MPX is None else all_to_all(meta_MPX, self._group),
         )

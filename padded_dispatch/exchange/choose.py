@@ -37,8 +37,13 @@ cost 1.6 %) and in 3 of 27 on two (at most 1.2 %). Milliseconds, packed and padd
 Over all of notebooks/results/defaults.json, 66 cases on one and two H200, "auto" took at most 1.014
 times as long as the fastest explicit choice.
 
-Letters: T tokens, K experts per token, E experts, R ranks of the group, S sources, C capacity,
-D hidden size, F ffn size, N = E * C rows that a rank's experts can get.
+Experts that share pools read packed rows: the padded layout belongs to slots that one expert owns.
+Where sources share slots ("receiver"), only direct stores move no more rows than there are. An
+all-to-all must be wide enough for every source to fill the receiver alone; that is for CPUs, and
+refused on GPUs.
+
+Letters: T tokens, K experts per token, E experts, L experts on a rank, R ranks of the group, S
+sources, C capacity, D hidden size, F ffn size, N rows that a rank's experts can get.
 """
 
 from dataclasses import dataclass
@@ -48,7 +53,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig, require
+from padded_dispatch.config import DispatchConfig, PoolSizes, require
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.alltoall import AllToAllExchange
@@ -99,23 +104,46 @@ def _balanced(config: DispatchConfig, num_tokens: int) -> float:
 class Choice:
     """An exchange and why it was chosen.
 
-    `kind`: "alltoall" or "direct"; "none" for one rank. `reason`: for the log.
+    `kind`: "alltoall" or "direct"; "none" for one rank. `reason`: for the log. `sizes`: those of
+    the pass as this exchange lays rows out, for `make_plan`.
     """
 
     exchange: Exchange
     kind: Literal["alltoall", "direct", "none"]
     reason: str
+    sizes: PoolSizes
+
+
+def blocks_of_receivers(config: DispatchConfig, sizes: PoolSizes, num_tokens: int) -> PoolSizes:
+    """Return the sizes with which an all-to-all carries rows whose sources share slots.
+
+    A source has one pool for each destination rank, with a slot for every row that it may send
+    there. The receiver has room for all of these slots.
+
+    Example: T=4096, K=8, E=128, R=8 and N = 40,960 give 8 pools of 4096 * 8 = 32,768 slots, of
+    which at most 40,960 hold a row.
+    """
+    most = num_tokens * min(config.top_k, config.num_local_experts)
+    slots = min(sizes.num_rows, most)
+    return PoolSizes(
+        num_experts=config.num_experts,
+        num_pools=config.num_ranks,
+        pool_slots=slots,
+        num_rows=slots * config.num_sources,
+        may_drop=sizes.may_drop,
+    )
 
 
 class LayerExchanges:
     """The exchanges of one layer. Creating it is a collective call of both groups' members.
 
     Args:
-        config: its sizes of groups and number of experts are read.
+        config: its sizes of groups, number of experts and kind of pools are read.
         agreement: an agreement over the same groups.
         group: the expert-parallel group; None for a single rank.
         etp_group: the group whose ranks split every expert's ffn; None where none do.
-        layout: what the experts read: padded rows, packed rows, or either.
+        layout: what the experts read: padded rows, packed rows, or either. Experts that share pools
+            read packed rows.
         kind: "alltoall", any backend's; "direct", stores between the GPUs of one host, which needs
             packed rows; or "auto".
         microbatches_in_flight: with direct stores, the most forward passes of the layer that wait
@@ -153,6 +181,19 @@ class LayerExchanges:
             ffn_size=ffn_size,
         )
         require(kind in kinds, "exchange", kind, f"be one of {', '.join(kinds)}")
+        pool = config.capacity_pool
+        require(
+            pool == "expert" or layout != "padded",
+            "capacity_pool",
+            pool,
+            "be 'expert' with experts that read padded rows",
+            "set experts='packed' or capacity_pool='expert'",
+        )
+        if pool != "expert" and layout == "either":
+            layout = "packed"
+        etp_rank = etp_group.rank() if etp_group is not None else 0
+        group_rank = group.rank() if group is not None else 0
+        self.source = etp_rank * config.num_ranks + group_rank
         self._group = group
         self._kind = kind
         self._microbatches_in_flight = microbatches_in_flight
@@ -187,33 +228,56 @@ class LayerExchanges:
             self._packed = (
                 LocalExchange(num_local_experts)
                 if one_rank
-                else AllToAllExchange(num_local_experts, group, etp_group, packed=True)
+                else AllToAllExchange(
+                    num_local_experts,
+                    group,
+                    etp_group,
+                    packed=True,
+                    experts_per_pool=1 if pool == "expert" else num_local_experts,
+                )
             )
         if layout != "packed":
             self._padded = AllToAllExchange(num_local_experts, group, etp_group, packed=False)
-        self._choices: dict[tuple[int, int], Choice] = {}
+        self._choices: dict[tuple[int, ...], Choice] = {}
+        self._chosen: dict[tuple[int, ...], Exchange] = {}
 
-    def choose(self, config: DispatchConfig, tokens_TD: Tensor, probs_TE: Tensor) -> Choice:
-        """Return the exchange for a pass. The first pass with a T and C is a collective call.
+    def choose(
+        self,
+        config: DispatchConfig,
+        tokens_TD: Tensor,
+        probs_TE: Tensor,
+        sizes: PoolSizes | None = None,
+    ) -> Choice:
+        """Return the exchange for a pass. The first pass with a T and sizes is a collective call.
 
-        Call `agree_on_shapes` before it, which raises in a capture that has a new T or C.
+        Call `agree_on_shapes` before it, which raises in a capture that has a new T or C. The
+        router may call it before selection; it needs no routing.
 
         Args:
             config: the config of this pass; its capacity factor may change between steps.
             tokens_TD: floating point [T, D].
             probs_TE: floating point [T, E]; its dtype is read.
+            sizes: those of this pass, the same on all ranks; None are those of the config.
+
+        Raises:
+            ValueError: on all ranks, if sources share slots, the rows are on a GPU, and direct
+                stores cannot serve the pass.
         """
         num_tokens = tokens_TD.shape[0]
-        capacity = config.capacity(num_tokens)
-        choice = self._choices.get((num_tokens, capacity))
+        if sizes is None:
+            sizes = config.sizes(num_tokens)
+        key = num_tokens, sizes.num_pools, sizes.pool_slots, sizes.num_rows
+        choice = self._choices.get(key)
         if choice is None:
-            choice = self._decide(config, capacity, tokens_TD, probs_TE)
-            self._choices[num_tokens, capacity] = choice
+            choice = self._decide(config, sizes, tokens_TD, probs_TE)
+            self._choices[key] = choice
+            laid_out = choice.sizes
+            self._chosen[num_tokens, laid_out.num_pools, laid_out.pool_slots] = choice.exchange
         return choice
 
-    def chosen(self, num_tokens: int, capacity: int) -> Exchange:
-        """Return the exchange that `choose` chose for T and C."""
-        return self._choices[num_tokens, capacity].exchange
+    def chosen(self, num_tokens: int, num_pools: int, pool_slots: int) -> Exchange:
+        """Return the exchange that `choose` chose for T and the pools of a plan, G and P."""
+        return self._chosen[num_tokens, num_pools, pool_slots]
 
     def is_packed(self, config: DispatchConfig, num_tokens: int) -> bool:
         """Return whether experts are expected to read packed rows; callable before the first pass.
@@ -225,33 +289,43 @@ class LayerExchanges:
         return self._packed is not None and not prefers_padded(config, num_tokens)
 
     def _decide(
-        self, config: DispatchConfig, capacity: int, tokens_TD: Tensor, probs_TE: Tensor
+        self, config: DispatchConfig, sizes: PoolSizes, tokens_TD: Tensor, probs_TE: Tensor
     ) -> Choice:
         reason = self._no_direct
         if self._direct is not None and self._group is not None:
             shape = Shape(
                 num_experts=config.num_experts,
-                capacity=capacity,
+                num_slots=sizes.num_pools * sizes.pool_slots,
+                num_rows=sizes.num_rows,
                 width=tokens_TD.shape[1],
                 dtype=tokens_TD.dtype,
             )
-            reason = ""
+            reason = f"the {self._group.size()} ranks share a host and reach each other's GPUs"
+            why_not = ""
             if self._kind == "auto":
-                reason = self._why_not_direct(config, shape, tokens_TD, probs_TE)
-            if not reason:
-                reason = f"the {self._group.size()} ranks share a host and reach each other's GPUs"
-                return Choice(exchange=self._direct, kind="direct", reason=reason)
+                why_not = self._why_not_direct(config, shape, tokens_TD, probs_TE)
+            if not why_not:
+                return Choice(exchange=self._direct, kind="direct", reason=reason, sizes=sizes)
+            reason = why_not
         kind = "alltoall"
         if config.num_sources == 1:
             kind, reason = "none", "one rank"
+        elif config.capacity_pool == "receiver":
+            if tokens_TD.is_cuda:
+                raise ValueError(
+                    "capacity_pool='receiver' must have direct stores on GPUs, got "
+                    f"{reason}; set capacity_pool='rank', or make exchange='direct' possible"
+                )
+            sizes = blocks_of_receivers(config, sizes, tokens_TD.shape[0])
         exchange = self._packed or self._padded
         if self._packed is not None and self._padded is not None:
             padded = prefers_padded(config, tokens_TD.shape[0])
             exchange = self._padded if padded else self._packed
             fast = "fast" if padded else "slow"
-            reason += f"; batched experts are {fast} for {capacity} slots per source and expert"
+            slots = sizes.pool_slots
+            reason += f"; batched experts are {fast} for {slots} slots per source and expert"
         assert exchange is not None
-        return Choice(exchange=exchange, kind=kind, reason=reason)
+        return Choice(exchange=exchange, kind=kind, reason=reason, sizes=sizes)
 
     def _why_not_direct(
         self, config: DispatchConfig, shape: Shape, tokens_TD: Tensor, probs_TE: Tensor

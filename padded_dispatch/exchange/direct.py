@@ -10,21 +10,47 @@ is the other's transpose:
 The forward of dispatch is a push, the forward of combine a return; backward, the other way round.
 Probabilities, or their gradients, travel with the rows.
 
+Where sources share slots ("receiver"), they exchange demands before selection, which tells every
+rank how many rows each source keeps. The push of the forward pass is shorter then, and backward
+takes the numbers that the forward pass saved:
+
+    all_demands   demands, barrier, copy                 then selection and plan
+    push_rows     offsets, rows, barrier                 in the forward pass
+    push_rows     barrier, offsets, rows, barrier        in the backward pass of combine
+
 Why no buffer is overwritten too early. Everything that one call writes to peers' memory lies
 between two barriers of all ranks on the current stream. The first barrier shows that all ranks have
 finished with the previous contents, since their uses came before on their streams. The second shows
 that all rows have arrived. A call therefore does not depend on the calls before it: they may belong
-to another layer, a replayed graph, an evaluation, or a recomputation. The counts are the one
-exception: ranks write them before the first barrier. Their last readers (`place_rows`) finished
-before the second barrier of the previous push, which this rank has passed. Captured barriers reset
-themselves. Every rank takes part in every call, also without rows.
+to another layer, a replayed graph, an evaluation, or a recomputation. Captured barriers reset
+themselves. Every rank takes part in every call, also without rows. By buffer:
+
+- Counts (`Workspace.table_RE`) are written before the first barrier of a push. Their last readers
+  (`place_rows`) finished before the second barrier of the push that they belong to, which this rank
+  has passed.
+- Demands are written without a barrier before them, into two tables in turn. The readers of a table
+  (the copy) come before the next barrier of their stream, whichever it is: that of the next
+  `all_demands`, which uses the other table, or that of the push. So before a rank writes to a table
+  again, it has passed a barrier that all ranks reached after their copy. Rerouting asks once per
+  round, with no push between: that is why there are two tables. Replays repeat the turns of their
+  capture, and between the last call of one pass and the first of the next lies a push. All layers of
+  a group may share the tables, because the argument counts barriers of the group, not of a layer.
+- Receive buffers of the forward pass, behind `all_demands`. Its barrier is the first of the push: a
+  rank that has passed it may write, because all ranks reached it after their last use of that
+  buffer. This holds because the push of a pass follows its `all_demands` on the stream, with nothing
+  between them but routing, selection and the plan, which read no received rows. The buffer is the
+  turn of this pass; its last owner's backward came before on the stream, in training, recomputation
+  (whose forward is a pass of its own, with demands and push), and with several microbatches in
+  flight, where other turns are not touched. An evaluation takes its turn like any pass.
+- Gradients and returned slots, in the workspace, are written between the two barriers of their own
+  call, forward and backward. A backward push has no `all_demands` before it and keeps its barrier.
 
 What the caller must guarantee: all calls of a process are on one stream, or ordered as if they
 were; what the forward pass received is not used after the backward pass, and gradients not after
-the next layer's backward. If a peer dies or never comes, the others wait in a barrier, for 10
-minutes as with NCCL; then each prints the missing rank's number in the group, and its device fails.
-In eager the ranks compare shapes on the host before each call, and that comparison fails at once if
-a peer has died.
+the next layer's backward; `all_demands` and the push of its pass follow each other, as above. If a
+peer dies or never comes, the others wait in a barrier, for 10 minutes as with NCCL; then each
+prints the missing rank's number in the group, and its device fails. In eager the ranks compare
+shapes on the host before each call, and that comparison fails at once if a peer has died.
 
 Sums equal those of `AllToAllExchange` bit by bit: the same kernel adds the same slots.
 
@@ -44,8 +70,9 @@ Tried and left out:
   of 50.6, with the all-to-all 54.1 instead of 53.1 (commit 29e73fb, 2 H200). It is Megatron's
   option, so it stays available; its default is off.
 
-Letters: T tokens, E experts, R ranks and S = R sources, L = E / R local experts, C slots per
-(source, expert), D hidden size, N = E * C rows, the most that a rank's experts can receive.
+Letters: T tokens, K experts per token, E experts, R ranks and S = R sources, L = E / R local
+experts, D hidden size, N the most rows that a rank's experts can receive, G pools of P slots of a
+source, X = E / G experts of a pool.
 """
 
 import torch
@@ -55,7 +82,15 @@ from torch.library import custom_op
 
 from padded_dispatch.config import require
 from padded_dispatch.exchange import ExpertInput, PackedAtOnce, Slots
-from padded_dispatch.exchange.symmetric_memory import DirectBuffers, Shape, check_group, find
+from padded_dispatch.exchange.symmetric_memory import (
+    Demands,
+    DirectBuffers,
+    Shape,
+    check_group,
+    demands_of,
+    find,
+    find_demands,
+)
 from padded_dispatch.ops.plan import DispatchPlan
 from padded_dispatch.ops.rows import running_offsets
 from padded_dispatch.utils.nvtx import nvtx_range
@@ -66,10 +101,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class DirectExchange(PackedAtOnce):
     """`Exchange` by direct stores, for experts that take packed rows.
 
-    Between the stages, tensors have the shapes of `AllToAllExchange`. From `prepare` to `arrange`,
-    rows [E, C, D] are packed already, and meta [E, C + 1], flattened, is the probabilities of the N
-    rows followed by the counts [S, L]. From `disarrange` to `combine`, rows are the experts' packed
-    output.
+    From `prepare` to `arrange`, rows [1, N, D] are packed already, and meta [1, N + E] is their
+    probabilities followed by the counts [S, L]. From `disarrange` to `combine`, rows are the
+    experts' packed output.
 
     Args:
         num_local_experts: experts on this rank (L).
@@ -103,22 +137,28 @@ class DirectExchange(PackedAtOnce):
         self.num_sources = self._group.size()
         self._microbatches_in_flight = microbatches_in_flight
         self._buffers: dict[Shape, DirectBuffers] = {}
+        self._demands: Demands | None = None
+
+    def all_demands(self, demand_E: Tensor) -> Tensor:
+        """Return the demands of all sources: int32 [E] to [S, E].
+
+        The first call is a collective call on the host, and so is not to be captured.
+        """
+        if self._demands is None:
+            self._demands = demands_of(self._group, demand_E.shape[0], demand_E.device)
+        return _all_demands(demand_E, self.num_sources, self._demands.key)
 
     @nvtx_range("exchange")
-    def prepare(self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan) -> Slots:
-        """Push tokens and probabilities to their experts: rows [E, C, D], meta [E, C + 1].
+    def prepare(
+        self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan, num_rows: int
+    ) -> Slots:
+        """Push tokens and probabilities to their experts: rows [1, N, D], meta [1, N + E].
 
         Raises:
             ValueError: for tensors on the CPU or in fp64.
         """
         _check(tokens_TD, probs_TE)
-        num_experts, capacity = plan.choice_of_slot_EC.shape
-        shape = Shape(
-            num_experts=num_experts,
-            capacity=capacity,
-            width=tokens_TD.shape[1],
-            dtype=tokens_TD.dtype,
-        )
+        shape = _shape(plan, num_rows, tokens_TD)
         if shape not in self._buffers:
             self._buffers[shape] = DirectBuffers(
                 self._group,
@@ -129,23 +169,19 @@ class DirectExchange(PackedAtOnce):
         rows_ND, meta, _ = _push_rows(
             tokens_TD,
             probs_TE,
-            plan.slot_of_TK,
-            plan.kept_E,
-            capacity,
+            *_maps(plan),
+            num_rows,
             self.num_sources,
             self._buffers[shape].key,
             True,
         )
-        return Slots(
-            rows_MCD=rows_ND.unflatten(0, (num_experts, capacity)),
-            meta_MC1=meta.unflatten(0, (num_experts, capacity + 1)),
-        )
+        return Slots(rows_MPD=rows_ND[None], meta_MPX=meta[None])
 
     @nvtx_range("regroup")
     def arrange(self, incoming: Slots) -> ExpertInput:
         """Return the same rows as [N, D], with their probabilities and offsets."""
-        assert incoming.meta_MC1 is not None
-        rows_ND, meta = incoming.rows_MCD.flatten(0, 1), incoming.meta_MC1.flatten()
+        assert incoming.meta_MPX is not None
+        rows_ND, meta = incoming.rows_MPD.flatten(0, 1), incoming.meta_MPX.flatten()
         num_rows = rows_ND.shape[0]
         count_SL = meta[num_rows:].detach().view(self.num_sources, self.num_local_experts)
         kept_SL = count_SL.to(torch.int32)
@@ -160,19 +196,28 @@ class DirectExchange(PackedAtOnce):
     def combine(self, incoming: Slots, plan: DispatchPlan, offsets_LS: Tensor | None) -> Tensor:
         """Return packed rows to their tokens' ranks, and sum every token's slots: [T, D]."""
         assert offsets_LS is not None
-        num_experts, capacity, width = incoming.rows_MCD.shape
-        dtype = incoming.rows_MCD.dtype
-        shape = Shape(num_experts=num_experts, capacity=capacity, width=width, dtype=dtype)
-        sum_TD, _ = _return_rows(
-            incoming.rows_MCD.flatten(0, 1),
-            None,
-            offsets_LS,
-            plan.slot_of_TK,
-            plan.kept_E,
-            capacity,
-            self._buffers[shape].key,
-        )
+        rows_ND = incoming.rows_MPD.flatten(0, 1)
+        buffers = self._buffers[_shape(plan, rows_ND.shape[0], rows_ND)]
+        sum_TD, _ = _return_rows(rows_ND, None, offsets_LS, *_maps(plan), buffers.key)
         return sum_TD
+
+
+def _shape(plan: DispatchPlan, num_rows: int, rows_ND: Tensor) -> Shape:
+    return Shape(
+        num_experts=plan.kept_E.shape[0],
+        num_slots=plan.choice_of_slot_GP.numel(),
+        num_rows=num_rows,
+        width=rows_ND.shape[1],
+        dtype=rows_ND.dtype,
+    )
+
+
+def _maps(plan: DispatchPlan) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int, int]:
+    """Return what the ops read of a plan: maps, counts, P and X."""
+    num_pools, pool_slots = plan.choice_of_slot_GP.shape
+    experts_per_pool = plan.kept_E.shape[0] // num_pools
+    maps = plan.slot_of_TK, plan.expert_of_TK, plan.kept_E, plan.kept_SE
+    return *maps, pool_slots, experts_per_pool
 
 
 def _check(tokens_TD: Tensor, probs_TE: Tensor) -> None:
@@ -191,7 +236,25 @@ def _check(tokens_TD: Tensor, probs_TE: Tensor) -> None:
 
 # The ops. A custom op takes no objects, so `key` is the string with which it finds the layer's
 # `DirectBuffers`, as a name finds a process group. `saved` rows go to the layer's own buffer for
-# this microbatch, others to the workspace, which the next layer overwrites.
+# this microbatch, others to the workspace, which the next layer overwrites. `kept_SE` is given
+# where `all_demands` told it: then no counts are pushed, and its barrier is the first of the push
+# of the forward pass.
+
+
+@custom_op("padded_dispatch::all_demands", mutates_args=())
+def _all_demands(demand_E: Tensor, num_ranks: int, key: str) -> Tensor:
+    from padded_dispatch.kernels import direct
+
+    demands = find_demands(key)
+    table_RE, table_R = demands.next_table()
+    direct.push_counts(demand_E.contiguous(), table_R, demands.rank)
+    demands.barrier()
+    return table_RE.clone()
+
+
+@_all_demands.register_fake
+def _(demand_E, num_ranks, key):
+    return demand_E.new_empty(num_ranks, demand_E.shape[0])
 
 
 @custom_op("padded_dispatch::push_rows", mutates_args=())
@@ -199,8 +262,12 @@ def _push_rows(
     tokens_TD: Tensor,
     probs_TE: Tensor | None,
     slot_of_TK: Tensor,
+    expert_of_TK: Tensor,
     kept_E: Tensor,
-    capacity: int,
+    kept_SE: Tensor | None,
+    pool_slots: int,
+    experts_per_pool: int,
+    num_rows: int,
     num_ranks: int,
     key: str,
     saved: bool,
@@ -212,28 +279,50 @@ def _push_rows(
     receive_buffer = buffers.next_receive_buffer() if saved else workspace.gradients
     rows_ND, meta = receive_buffer.take()
     num_experts = kept_E.shape[0]
-    start_E = torch.empty_like(kept_E)
+    shift_E = torch.empty_like(kept_E)
     offsets_LS = kept_E.new_empty(num_experts // num_ranks, num_ranks)
-    direct.push_counts(kept_E, workspace.table_R, rank)
-    workspace.barrier()
-    direct.place_rows(workspace.table_RE, rank, start_E, offsets_LS, meta[rows_ND.shape[0] :])
+    if kept_SE is None:
+        direct.push_counts(kept_E, workspace.table_R, rank)
+    if kept_SE is None or not saved:
+        workspace.barrier()
+    direct.place_rows(
+        workspace.table_RE if kept_SE is None else kept_SE,
+        rank,
+        shift_E,
+        offsets_LS,
+        meta[num_rows:],
+        pool_slots,
+        experts_per_pool,
+    )
     direct.push_rows(
         tokens_TD.contiguous(),
         None if probs_TE is None else probs_TE.contiguous(),
         slot_of_TK,
-        start_E,
+        expert_of_TK,
+        shift_E,
         receive_buffer.rows_R,
         receive_buffer.meta_R,
-        capacity,
     )
     workspace.barrier()
     return rows_ND, meta, offsets_LS
 
 
 @_push_rows.register_fake
-def _(tokens_TD, probs_TE, slot_of_TK, kept_E, capacity, num_ranks, key, saved):
+def _(
+    tokens_TD,
+    probs_TE,
+    slot_of_TK,
+    expert_of_TK,
+    kept_E,
+    kept_SE,
+    pool_slots,
+    experts_per_pool,
+    num_rows,
+    num_ranks,
+    key,
+    saved,
+):
     num_experts = kept_E.shape[0]
-    num_rows = num_experts * capacity
     return (
         tokens_TD.new_empty(num_rows, tokens_TD.shape[1]),
         tokens_TD.new_empty(num_rows + num_experts, dtype=torch.float32),
@@ -247,8 +336,11 @@ def _return_rows(
     probs_N: Tensor | None,
     offsets_LS: Tensor,
     slot_of_TK: Tensor,
+    expert_of_TK: Tensor,
     kept_E: Tensor,
-    capacity: int,
+    kept_SE: Tensor | None,
+    pool_slots: int,
+    experts_per_pool: int,
     key: str,
 ) -> tuple[Tensor, Tensor]:
     from padded_dispatch.kernels import direct, rows
@@ -260,20 +352,35 @@ def _return_rows(
         packed_ND.contiguous(),
         None if probs_N is None else probs_N.contiguous(),
         offsets_LS,
+        kept_SE,
         workspace.slots_R,
         workspace.meta_R,
         buffers.rank,
-        capacity,
+        pool_slots,
+        experts_per_pool,
     )
     workspace.barrier()
-    sum_TD = rows.sum_rows(workspace.slots_ECD.flatten(0, 1), slot_of_TK)
+    sum_TD = rows.sum_rows(workspace.slots_QD, slot_of_TK)
     if probs_N is None:
         return sum_TD, packed_ND.new_empty(0, dtype=torch.float32)
-    return sum_TD, rows.scatter_meta(workspace.meta_EC1, slot_of_TK)
+    meta_GP = workspace.meta_Q.view(-1, pool_slots)
+    num_experts = kept_E.shape[0]
+    return sum_TD, rows.scatter_meta(meta_GP, slot_of_TK, expert_of_TK, pool_slots, num_experts)
 
 
 @_return_rows.register_fake
-def _(packed_ND, probs_N, offsets_LS, slot_of_TK, kept_E, capacity, key):
+def _(
+    packed_ND,
+    probs_N,
+    offsets_LS,
+    slot_of_TK,
+    expert_of_TK,
+    kept_E,
+    kept_SE,
+    pool_slots,
+    experts_per_pool,
+    key,
+):
     num_tokens = slot_of_TK.shape[0]
     values = (0,) if probs_N is None else (num_tokens, kept_E.shape[0])
     return (
@@ -283,29 +390,29 @@ def _(packed_ND, probs_N, offsets_LS, slot_of_TK, kept_E, capacity, key):
 
 
 def _push_setup(ctx, inputs, output) -> None:
-    _, probs_TE, slot_of_TK, kept_E, capacity, _, key, _ = inputs
-    ctx.save_for_backward(output[2], slot_of_TK, kept_E)
-    ctx.capacity, ctx.key, ctx.dtype = capacity, key, probs_TE.dtype
+    _, probs_TE, *maps, pool_slots, experts_per_pool, _, _, key, _ = inputs
+    ctx.save_for_backward(output[2], *maps)
+    ctx.where, ctx.dtype = (pool_slots, experts_per_pool, key), probs_TE.dtype
 
 
 @nvtx_range("exchange backward")
 def _push_backward(ctx, grad_ND, grad_meta, _):
     grads_N = grad_meta[: grad_ND.shape[0]]
-    grad_TD, grad_TE = _return_rows(grad_ND, grads_N, *ctx.saved_tensors, ctx.capacity, ctx.key)
-    return grad_TD, grad_TE.to(ctx.dtype), *(None,) * 6
+    grad_TD, grad_TE = _return_rows(grad_ND, grads_N, *ctx.saved_tensors, *ctx.where)
+    return grad_TD, grad_TE.to(ctx.dtype), *(None,) * 10
 
 
 def _return_setup(ctx, inputs, output) -> None:
-    _, _, offsets_LS, slot_of_TK, kept_E, capacity, key = inputs
-    ctx.save_for_backward(slot_of_TK, kept_E)
-    ctx.capacity, ctx.num_ranks, ctx.key = capacity, offsets_LS.shape[1], key
+    packed_ND, _, offsets_LS, *maps, pool_slots, experts_per_pool, key = inputs
+    ctx.save_for_backward(*maps)
+    num_ranks = offsets_LS.shape[1]
+    ctx.where = pool_slots, experts_per_pool, packed_ND.shape[0], num_ranks, key, False
 
 
 @nvtx_range("exchange backward")
 def _return_backward(ctx, grad_TD, _):
-    where = ctx.capacity, ctx.num_ranks, ctx.key, False
-    grad_ND, _, _ = _push_rows(grad_TD, None, *ctx.saved_tensors, *where)
-    return grad_ND, *(None,) * 6
+    grad_ND, _, _ = _push_rows(grad_TD, None, *ctx.saved_tensors, *ctx.where)
+    return grad_ND, *(None,) * 9
 
 
 _push_rows.register_autograd(_push_backward, setup_context=_push_setup)

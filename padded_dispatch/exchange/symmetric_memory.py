@@ -12,18 +12,19 @@ backward is done. (Turns are right if microbatches end in the order in which the
 of Megatron's schedules. If there are too few turns, tensors of the last turn are still alive, and
 `next_receive_buffer` raises.) All layers of a shape share one `Workspace`, one after another: the
 counts, the slots that rows return to, and a receive buffer for gradients, whose contents last until
-the next layer's backward. Buffers are freed with their owners; tensors that an exchange returned
-must not outlive it.
+the next layer's backward. All layers of a group share its `Demands`. Buffers are freed with their
+owners; tensors that an exchange returned must not outlive it.
 
-Elements per rank, with N = E * C rows: N * D per layer and microbatch in flight, and 2 * N * D
-shared by all layers of the same shape; everything else is small.
+Elements per rank, with N rows and Q slots: N * D per layer and microbatch in flight, and (N + Q) *
+D shared by all layers of the same shape; everything else is small. Where sources share slots
+("receiver"), Q is no more than T * K; else it is N.
 
 The driver allocates this memory, so torch's allocator does not count it. `allocated_gib` and
 `reserved_gib` add what is held now to torch's peaks; a layer holds its buffers as long as it lives.
 
-Letters: E experts, L local experts, R ranks and S = R sources, C slots per (source, expert), D
-hidden size, N = E * C rows, the most that a rank's experts can receive. `..._R`: int64 [R], the
-addresses of a buffer on every rank.
+Letters: T tokens, K experts per token, E experts, L local experts, R ranks and S = R sources, D
+hidden size, N the most rows that a rank's experts can receive, Q slots of a source. `..._R`: int64
+[R], the addresses of a buffer on every rank.
 """
 
 import ctypes
@@ -55,17 +56,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes that decide the buffers: E, C, D, and the dtype of rows."""
+    """The sizes that decide the buffers: E, Q, N, D, and the dtype of rows."""
 
     num_experts: int
-    capacity: int
+    num_slots: int
+    num_rows: int
     width: int
     dtype: torch.dtype
-
-    @property
-    def num_rows(self) -> int:
-        """N, the most rows that a rank's experts can receive."""
-        return self.num_experts * self.capacity
 
 
 class PeerMemory:
@@ -182,32 +179,59 @@ class ReceiveBuffer:
 class Workspace:
     """Buffers that all layers of one shape use in turn.
 
-    `table_RE`: int32, the counts of all sources. `slots_ECD`, `meta_EC1` [E, C + 1]: rows, and one
-    fp32 number for each, that came back to this rank. `table_R`, `slots_R`, `meta_R`: their
-    addresses on every rank. `gradients`: the receive buffer of backward passes.
+    `table_RE`: int32, the counts of all sources. `slots_QD`, `meta_Q`: rows, and one fp32 number
+    for each, that came back to this rank. `table_R`, `slots_R`, `meta_R`: their addresses on every
+    rank. `gradients`: the receive buffer of backward passes.
     """
 
     def __init__(self, group: dist.ProcessGroup, shape: Shape, device: torch.device) -> None:
         layout = _Layout()
-        slots = shape.num_experts, shape.capacity, shape.width
-        meta = shape.num_experts, shape.capacity + 1
-        table_at = layout.add(group.size() * shape.num_experts, torch.int32)
-        slots_at = layout.add(shape.num_rows * shape.width, shape.dtype)
-        meta_at = layout.add(meta[0] * meta[1], torch.float32)
+        table = group.size(), shape.num_experts
+        table_at = layout.add(table[0] * table[1], torch.int32)
+        slots_at = layout.add(shape.num_slots * shape.width, shape.dtype)
+        meta_at = layout.add(shape.num_slots, torch.float32)
         memory = PeerMemory(group, layout.num_bytes, device)
         self.barrier = memory.barrier
-        self.table_RE = memory.tensor(table_at, (group.size(), shape.num_experts), torch.int32)
+        self.table_RE = memory.tensor(table_at, table, torch.int32)
         self.table_R = memory.addresses(table_at)
-        self.slots_ECD = memory.tensor(slots_at, slots, shape.dtype)
+        self.slots_QD = memory.tensor(slots_at, (shape.num_slots, shape.width), shape.dtype)
         self.slots_R = memory.addresses(slots_at)
-        self.meta_EC1 = memory.tensor(meta_at, meta, torch.float32)
+        self.meta_Q = memory.tensor(meta_at, (shape.num_slots,), torch.float32)
         self.meta_R = memory.addresses(meta_at)
         self.gradients = ReceiveBuffer(group, shape, device)
 
     @staticmethod
     def num_bytes(shape: Shape, num_ranks: int) -> int:
         """Return the bytes on each rank."""
-        return 2 * ReceiveBuffer.num_bytes(shape) + 4 * num_ranks * shape.num_experts
+        slots = shape.num_slots * (shape.width * shape.dtype.itemsize + 4)
+        return slots + 4 * num_ranks * shape.num_experts + ReceiveBuffer.num_bytes(shape)
+
+
+class Demands:
+    """Tables int32 [R, E] of the demands of all sources; all layers of a group share them.
+
+    There are two, which calls use in turn. `barrier`: of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_experts: int, device: torch.device) -> None:
+        self.rank = group.rank()
+        self.key = f"{group_name(group)}/{next(_numbers)}"
+        layout = _Layout()
+        table = group.size(), num_experts
+        places = [layout.add(table[0] * table[1], torch.int32) for _ in range(2)]
+        memory = PeerMemory(group, layout.num_bytes, device)
+        self.barrier = memory.barrier
+        self._tables = [
+            (memory.tensor(place, table, torch.int32), memory.addresses(place)) for place in places
+        ]
+        self._turn = 0
+        _demands[self.key] = self
+
+    def next_table(self) -> tuple[Tensor, Tensor]:
+        """Return the next table, and its addresses on every rank."""
+        table = self._tables[self._turn]
+        self._turn = 1 - self._turn
+        return table
 
 
 class DirectBuffers:
@@ -269,7 +293,26 @@ def find(key: str) -> DirectBuffers:
     return _buffers[key]
 
 
+def find_demands(key: str) -> Demands:
+    """Return the tables of demands with this key."""
+    return _demands[key]
+
+
+def demands_of(group: dist.ProcessGroup, num_experts: int, device: torch.device) -> Demands:
+    """Return the tables of demands of a group, new if no layer has them; a collective call."""
+    of_group = _demands_of_groups.setdefault(group, WeakValueDictionary())
+    demands = of_group.get(num_experts)
+    # Ranks may free a layer at different times, and all must take the same branch.
+    if not all(gather_objects(group, demands is not None)) or demands is None:
+        demands = of_group[num_experts] = Demands(group, num_experts, device)
+    return demands
+
+
 _numbers = itertools.count()
+_demands: WeakValueDictionary[str, Demands] = WeakValueDictionary()
+_demands_of_groups: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[int, Demands]] = (
+    WeakKeyDictionary()
+)
 _buffers: WeakValueDictionary[str, DirectBuffers] = WeakValueDictionary()
 _workspaces: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[Shape, Workspace]] = (
     WeakKeyDictionary()

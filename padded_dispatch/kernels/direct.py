@@ -5,15 +5,22 @@ ranks, as this rank can store to them. Kernels only store to peers and never rea
 not synchronize: the caller puts a barrier of all ranks before each of them (all ranks are done with
 what the buffers held) and behind it (all rows have arrived).
 
-`push_counts` sends every rank the number of rows that this source keeps for each expert.
-`place_rows` computes from these counts where rows lie at their experts: packed, ordered (expert,
-source, slot). `push_rows` sends every token there. `return_rows` sends packed rows back into slots.
+`push_counts` sends every rank a number for each expert: the rows that this source keeps, or asks
+for. `place_rows` computes from the kept rows of all sources where rows lie at their experts:
+packed, ordered (expert, source, slot). `push_rows` sends every token there. `return_rows` sends
+packed rows back into slots.
+
+A source has its rows of an expert behind each other, in slots and at the expert. So one number per
+expert leads from a slot to its place there, and one number per (source, expert) leads back, however
+experts share pools.
 
 A link is shared by all programs that store over it at a time, so their destinations should differ.
 `push_rows` walks tokens in their own order, whose experts differ, and each token begins with
 another of its choices. In `return_rows` every program walks its own part of the packed rows, so
 that rows go to all sources at any time. 4 programs of 4 warps per multiprocessor of an H200, times
 the blocks of columns.
+
+P: slots of a pool of a source. X: its experts; 1, all of a rank, or all. Q: slots of a source.
 """
 
 import triton
@@ -27,7 +34,7 @@ def push_counts(kept_E: Tensor, table_R: Tensor, rank: int) -> None:
     """Write this rank's row of every rank's table.
 
     Args:
-        kept_E: int32, rows that this rank keeps for each expert.
+        kept_E: contiguous int32, a number for each expert.
         table_R: addresses of int32 [R, E] on every rank.
         rank: this rank.
     """
@@ -45,45 +52,63 @@ def _push_counts_kernel(kept, table_at, rank, num_experts, BLOCK: tl.constexpr):
 
 
 def place_rows(
-    table_RE: Tensor, rank: int, start_E: Tensor, offsets_LS: Tensor, count_SL: Tensor
+    table_RE: Tensor,
+    rank: int,
+    shift_E: Tensor,
+    offsets_LS: Tensor,
+    count_SL: Tensor,
+    pool_slots: int,
+    experts_per_pool: int,
 ) -> None:
     """Compute where rows begin and end at their experts.
 
     Args:
-        table_RE: int32, the rows of every (source, expert).
+        table_RE: contiguous int32, the rows of every (source, expert).
         rank: this rank.
-        start_E: int32, written: where this rank's rows begin at each expert's rank.
+        shift_E: int32, written: place of this rank's rows at each expert's rank, less their slot.
         offsets_LS: int32, written: where the rows of each (local expert, source) end on this rank.
         count_SL: fp32, written: the rows of each (source, local expert) on this rank.
+        pool_slots: P.
+        experts_per_pool: X.
 
-    Example: R = 2 and `table = [[1, 0, 2, 0], [3, 1, 0, 5]]` on rank 1 give `start = [1, 4, 2, 2]`,
-    `offsets = [[2, 2], [2, 7]]` and `count = [[2, 0], [0, 5]]`: rank 1 has experts 2 and 3.
+    Example: R = 2, `table = [[1, 0, 2, 0], [3, 1, 0, 5]]`, P = 5 and X = 1 on rank 1, which has
+    experts 2 and 3. Its rows begin at `[1, 4, 2, 2]` and its slots at `[0, 5, 10, 15]`: `shift =
+    [1, -1, -8, -13]`, `offsets = [[2, 2], [2, 7]]` and `count = [[2, 0], [0, 5]]`. With X = 2 its
+    slots begin at `[0, 3, 5, 5]`, with X = 4 and P = 10 at `[0, 3, 4, 4]`.
     """
     num_local, num_ranks = offsets_LS.shape
     _place_rows_kernel[(num_ranks,)](
         table_RE,
-        start_E,
+        shift_E,
         offsets_LS,
         count_SL,
         rank,
         num_ranks,
         num_local,
+        pool_slots,
+        experts_per_pool,
+        SHARED=experts_per_pool > 1,
         S_BLOCK=triton.next_power_of_2(num_ranks),
         L_BLOCK=triton.next_power_of_2(num_local),
+        E_BLOCK=triton.next_power_of_2(num_ranks * num_local),
     )
 
 
 @triton.jit
 def _place_rows_kernel(
     table,
-    start,
+    shift,
     offsets,
     count_SL,
     rank,
     num_ranks,
     num_local,
+    pool_slots,
+    num_shared,
+    SHARED: tl.constexpr,
     S_BLOCK: tl.constexpr,
     L_BLOCK: tl.constexpr,
+    E_BLOCK: tl.constexpr,
 ):
     owner = tl.program_id(0)  # The rank whose experts this program computes.
     s = tl.arange(0, S_BLOCK)[:, None]
@@ -94,7 +119,15 @@ def _place_rows_kernel(
     all_sources = tl.sum(count, 0)
     before = tl.cumsum(all_sources, 0) - all_sources
     end = before[None, :] + tl.cumsum(count, 0)
-    tl.store(start + e + 0 * s, end - count, mask=valid & (s == rank))
+    slot = e // num_shared * pool_slots
+    if SHARED:
+        # Behind the rows of the pool's experts on earlier ranks, and of those here.
+        x = tl.arange(0, E_BLOCK)
+        first = owner * num_local
+        earlier = (x >= first // num_shared * num_shared) & (x < first)
+        mine = tl.load(table + rank * (num_ranks * num_local) + x, mask=earlier, other=0)
+        slot += tl.sum(mine, 0) + tl.cumsum(count, 1) - count
+    tl.store(shift + e + 0 * s, end - count - slot, mask=valid & (s == rank))
     if owner == rank:
         tl.store(offsets + local * num_ranks + s, end, mask=valid)
         tl.store(count_SL + s * num_local + local, count.to(tl.float32), mask=valid)
@@ -104,39 +137,40 @@ def push_rows(
     tokens_TD: Tensor,
     probs_TE: Tensor | None,
     slot_of_TK: Tensor,
-    start_E: Tensor,
+    expert_of_TK: Tensor,
+    shift_E: Tensor,
     rows_R: Tensor,
     probs_R: Tensor,
-    capacity: int,
 ) -> None:
     """Send every token's row, and its probability, to each of its experts.
 
     Args:
         tokens_TD: contiguous.
         probs_TE: contiguous, floating point; None if nothing travels beside the rows.
-        slot_of_TK: int32, `e * C + c` or -1.
-        start_E: int32, from `place_rows`.
+        slot_of_TK: int32, -1 where there is none.
+        expert_of_TK: int32.
+        shift_E: int32, from `place_rows`.
         rows_R: addresses of [N, D] on every rank, in the tokens' dtype.
         probs_R: addresses of fp32 [N] on every rank.
-        capacity: C.
 
-    Example: R = 2, E = 2, C = 2, `start = [0, 3]` and `slot_of_TK = [[0, 2], [1, -1]]`: both tokens
-    go to rows 0 and 1 on rank 0; the first one also goes to row 3 on rank 1.
+    Example: R = 2, E = 2, P = 2, `shift = [0, 1]`, `slot_of_TK = [[0, 2], [1, -1]]` and
+    `expert_of_TK = [[0, 1], [0, -1]]`: both tokens go to rows 0 and 1 on rank 0; the first one also
+    goes to row 3 on rank 1.
     """
     num_tokens, top_k = slot_of_TK.shape
-    width, num_experts = tokens_TD.shape[1], start_E.shape[0]
+    width, num_experts = tokens_TD.shape[1], shift_E.shape[0]
     programs = min(num_tokens, _PROGRAMS)
     _push_rows_kernel[(programs, triton.cdiv(width, _block(width)))](
         tokens_TD,
         probs_TE if probs_TE is not None else tokens_TD,
         slot_of_TK,
-        start_E,
+        expert_of_TK,
+        shift_E,
         rows_R,
         probs_R,
         num_tokens,
         num_experts,
         num_experts // rows_R.shape[0],
-        capacity,
         width,
         K=top_k,
         WITH_PROBS=probs_TE is not None,
@@ -150,13 +184,13 @@ def _push_rows_kernel(
     tokens,
     probs,
     slot_of,
-    start,
+    expert_of,
+    shift,
     rows_at,
     probs_at,
     num_tokens,
     num_experts,
     num_local,
-    capacity,
     width,
     K: tl.constexpr,
     WITH_PROBS: tl.constexpr,
@@ -169,10 +203,10 @@ def _push_rows_kernel(
         for i in tl.static_range(K):
             k = (t + i) % K
             slot = tl.load(slot_of + t * K + k)
+            e = tl.load(expert_of + t * K + k)
             if slot >= 0:
-                e = slot // capacity
                 rank = e // num_local
-                place = (tl.load(start + e) + slot % capacity).to(tl.int64)
+                place = (slot + tl.load(shift + e)).to(tl.int64)
                 rows = tl.load(rows_at + rank).to(tl.pointer_type(tokens.dtype.element_ty))
                 target = tl.multiple_of(rows, 16) + place * width + column
                 tl.store(target, row, mask=column < width)
@@ -187,10 +221,12 @@ def return_rows(
     packed_ND: Tensor,
     probs_N: Tensor | None,
     offsets_LS: Tensor,
+    kept_SE: Tensor | None,
     slots_R: Tensor,
     meta_R: Tensor,
     rank: int,
-    capacity: int,
+    pool_slots: int,
+    experts_per_pool: int,
 ) -> None:
     """Send packed rows, and a number beside each, back into their slots on their source ranks.
 
@@ -198,29 +234,40 @@ def return_rows(
         packed_ND: contiguous; rows from `offsets_LS[-1, -1]` on are not read.
         probs_N: contiguous fp32; None if nothing travels beside the rows.
         offsets_LS: contiguous int32.
-        slots_R: addresses of [E, C, D] on every rank, in the rows' dtype. Empty slots are not
-            written.
-        meta_R: addresses of fp32 [E, C + 1] on every rank. The last column is not written.
+        kept_SE: contiguous int32, the rows of every (source, expert); None unless a pool has
+            experts on several ranks.
+        slots_R: addresses of [Q, D] on every rank, in the rows' dtype. Empty slots are not written.
+        meta_R: addresses of fp32 [Q] on every rank.
         rank: this rank.
-        capacity: C.
+        pool_slots: P.
+        experts_per_pool: X.
 
-    Example: on rank 1 of 2 with L = 1 and C = 2, `offsets = [[1, 3]]`: row 0 goes to slot (1, 0) on
-    rank 0, rows 1 and 2 to slots (1, 0) and (1, 1) on rank 1.
+    Example: on rank 1 of 2 with L = 1, P = 2 and X = 1, `offsets = [[1, 3]]`: row 0 goes to slot 2
+    on rank 0, rows 1 and 2 to slots 2 and 3 on rank 1. With X = 2 and `kept_SE = [[1, 1], [0, 2]]`
+    they go to slot 1 on rank 0, and slots 0 and 1 on rank 1.
     """
     width = packed_ND.shape[1]
     programs = min(packed_ND.shape[0], _PROGRAMS)
+    num_local, num_ranks = offsets_LS.shape
     _return_rows_kernel[(programs, triton.cdiv(width, _block(width)))](
         packed_ND,
         probs_N if probs_N is not None else packed_ND,
         offsets_LS,
+        kept_SE if kept_SE is not None else offsets_LS,
         slots_R,
         meta_R,
         rank,
-        *offsets_LS.shape,
-        capacity,
+        num_local,
+        num_ranks,
+        pool_slots,
+        experts_per_pool,
         width,
         WITH_PROBS=probs_N is not None,
+        SHARED=experts_per_pool > 1,
+        OF_ALL_RANKS=kept_SE is not None,
         BUFFERS=triton.next_power_of_2(offsets_LS.numel()),
+        L_BLOCK=triton.next_power_of_2(num_local),
+        E_BLOCK=triton.next_power_of_2(num_local * num_ranks),
         BLOCK=_block(width),
         num_warps=4,
     )
@@ -231,15 +278,21 @@ def _return_rows_kernel(
     packed,
     probs,
     offsets,
+    kept,
     slots_at,
     meta_at,
     rank,
     num_local,
     num_sources,
-    capacity,
+    pool_slots,
+    num_shared,
     width,
     WITH_PROBS: tl.constexpr,
+    SHARED: tl.constexpr,
+    OF_ALL_RANKS: tl.constexpr,
     BUFFERS: tl.constexpr,
+    L_BLOCK: tl.constexpr,
+    E_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -248,25 +301,37 @@ def _return_rows_kernel(
     share = tl.cdiv(total, tl.num_programs(0))
     row = tl.program_id(0) * share
     last = tl.minimum(row + share, total)
-    # The first row's buffer is the first one that ends behind that row.
     b = tl.arange(0, BUFFERS)
-    end = tl.load(offsets + b, mask=b < num_buffers, other=2147483647)
-    buffer = tl.sum((end <= row).to(tl.int32), 0)
+    ends = tl.load(offsets + b, mask=b < num_buffers, other=2147483647)
     while row < last:
-        while tl.load(offsets + buffer) <= row:
-            buffer += 1
+        # The row's buffer is the first one that ends behind it.
+        buffer = tl.sum((ends <= row).to(tl.int32), 0)
         begin = tl.load(offsets + buffer - 1, mask=buffer > 0, other=0)
-        source = buffer % num_sources
-        e = rank * num_local + buffer // num_sources
-        slot = e.to(tl.int64) * capacity + (row - begin)
-        value = tl.load(packed + row.to(tl.int64) * width + column, mask=column < width)
+        stop = tl.minimum(tl.load(offsets + buffer), last)
+        source, local = buffer % num_sources, buffer // num_sources
+        e = rank * num_local + local
+        first_slot = (e // num_shared).to(tl.int64) * pool_slots
+        if SHARED:
+            # Behind the rows of the pool's experts here, and of those on earlier ranks.
+            x = tl.arange(0, L_BLOCK)
+            place = x * num_sources + source
+            here = tl.load(offsets + place, mask=x < local, other=0)
+            here -= tl.load(offsets + place - 1, mask=(x < local) & (place > 0), other=0)
+            first_slot += tl.sum(here, 0)
+            if OF_ALL_RANKS:
+                x = tl.arange(0, E_BLOCK)
+                of_source = kept + source * (num_local * num_sources) + x
+                first_slot += tl.sum(tl.load(of_source, mask=x < rank * num_local, other=0), 0)
         slots = tl.load(slots_at + source).to(tl.pointer_type(packed.dtype.element_ty))
-        tl.store(tl.multiple_of(slots, 16) + slot * width + column, value, mask=column < width)
-        if WITH_PROBS:
-            meta = tl.load(meta_at + source).to(tl.pointer_type(tl.float32))
-            # A row of `meta` is C + 1 long.
-            tl.store(meta + slot + e, tl.load(probs + row), mask=tl.program_id(1) == 0)
-        row += 1
+        meta = tl.load(meta_at + source).to(tl.pointer_type(tl.float32))
+        while row < stop:
+            slot = first_slot + (row - begin)
+            value = tl.load(packed + row.to(tl.int64) * width + column, mask=column < width)
+            target = tl.multiple_of(slots, 16) + slot * width + column
+            tl.store(target, value, mask=column < width)
+            if WITH_PROBS:
+                tl.store(meta + slot, tl.load(probs + row), mask=tl.program_id(1) == 0)
+            row += 1
 
 
 def _block(width: int) -> int:

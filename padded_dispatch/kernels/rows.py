@@ -12,20 +12,23 @@ empty ones if asked to; `sum_rows`, its transpose, adds a token's slots. With E 
 times over (58 us); loops over tokens in fewer programs, other numbers of warps, and zeros before,
 behind or between the tokens (each within 2 %).
 
-Probabilities and counts beside the rows. They have one element per slot, so one program per expert
+Probabilities and counts beside the rows. They have one element per slot, so one program per pool
 (`gather_meta`) or per token (`scatter_meta`, its transpose) is enough.
 
-Slots and packed rows. The received buffer is ordered (source, expert, slot) and has gaps; packed
-rows are ordered (expert, source, slot) and have none. `offsets_LS`, the running count of real rows
-in that order, places every row of both: source s's rows of expert l begin where the rows before
-them end. The rows of one (source, expert) are a run of elements on either side. A program moves a
-part of a run without regard to rows and columns, so no lane idles if the width is no power of two,
-and probabilities, rows of width one, use the same kernel. `pack_rows` and `unpack_rows`: 67 us with
-D 2048, K 8, 96 % of the copy's speed (rows count once read and once written); 48 us with D 2880,
-K 4, 95 %. Blocks of 8192 elements were 3 % slower, and programs that kept to rows and columns 3 to
-7 %.
+Slots and packed rows. The received buffer is ordered (source, pool, slot) and has gaps behind the
+rows of each pool; packed rows are ordered (expert, source, slot) and have none. `offsets_LS`, the
+running count of real rows in that order, places every row of both: source s's rows of expert l
+begin where the rows before them end; in their pool, behind those of the pool's earlier experts. The
+rows of one (source, expert) are a run of elements on either side. A program moves a part of a pool
+without regard to rows and columns, so no lane idles if the width is no power of two, and
+probabilities, rows of width one, use the same kernel. Where every expert has its own pool, that is
+a part of one run; else the program goes from run to run, and finds each by one comparison with the
+ends of all runs of its pool. `pack_rows` and `unpack_rows`, one run per pool: 67 us with D 2048, K
+8, 96 % of the copy's speed (rows count once read and once written); 48 us with D 2880, K 4, 95 %.
+Blocks of 8192 elements were 3 % slower, and programs that kept to rows and columns 3 to 7 %.
 
-M: buffers of (source, local expert) pairs, S * L. N: slots, or packed rows. C1: C + 1.
+G, P, X: pools of this source, their slots and experts. M: received pools, S * L / X. N: slots, or
+packed rows. PX: P + X.
 """
 
 import torch
@@ -168,67 +171,104 @@ def _warps(width: int) -> int:
     return max(1, min(8, _block(width) // 256))
 
 
-def gather_meta(probs_TE: Tensor, choice_of_slot_EC: Tensor, kept_E: Tensor, top_k: int) -> Tensor:
-    """Gather the probability of every slot (0 where empty), then the count of kept rows.
+def gather_meta(
+    probs_TE: Tensor, expert_of_TK: Tensor, choice_of_slot_GP: Tensor, kept_E: Tensor
+) -> Tensor:
+    """Gather the probability of every slot (0 where empty), then the counts of kept rows.
 
     Args:
         probs_TE: contiguous, floating point.
-        choice_of_slot_EC: int32, `t * K + k` or -1.
+        expert_of_TK: int32; -1 where a token has no row.
+        choice_of_slot_GP: int32, `t * K + k` or -1.
         kept_E: int32.
-        top_k: K.
 
     Returns:
-        [E, C + 1], fp32 (fp64 for fp64 probabilities).
+        [G, P + X], fp32 (fp64 for fp64 probabilities).
 
-    Example: K = 1, `probs = [[.9, .1], [.8, .2]]`, `choice_of_slot = [[0, 1], [-1, -1]]` and
-    `kept = [2, 0]` give `[[.9, .8, 2], [0, 0, 0]]`.
+    Example: K = 1, `probs = [[.9, .1], [.8, .2]]`, `expert_of_TK = [[0], [0]]`, `choice_of_slot =
+    [[0, 1], [-1, -1]]` and `kept = [2, 0]` give `[[.9, .8, 2], [0, 0, 0]]`. With one pool for both
+    experts, `choice_of_slot = [[0, 1]]`, they give `[[.9, .8, 2, 0]]`.
     """
-    num_experts, capacity = choice_of_slot_EC.shape
+    num_pools, pool_slots = choice_of_slot_GP.shape
+    num_experts = kept_E.shape[0]
+    width = pool_slots + num_experts // num_pools
     dtype = torch.promote_types(probs_TE.dtype, torch.float32)
-    meta_EC1 = probs_TE.new_empty(num_experts, capacity + 1, dtype=dtype)
-    block = min(1024, triton.next_power_of_2(capacity + 1))
-    _gather_meta_kernel[(num_experts, triton.cdiv(capacity + 1, block))](
-        probs_TE, choice_of_slot_EC, kept_E, meta_EC1, num_experts, capacity, top_k, BLOCK=block
+    meta_GPX = probs_TE.new_empty(num_pools, width, dtype=dtype)
+    block = min(1024, triton.next_power_of_2(width))
+    _gather_meta_kernel[(num_pools, triton.cdiv(width, block))](
+        probs_TE,
+        expert_of_TK,
+        choice_of_slot_GP,
+        kept_E,
+        meta_GPX,
+        num_experts,
+        pool_slots,
+        width,
+        expert_of_TK.shape[1],
+        SHARED=num_experts > num_pools,
+        BLOCK=block,
     )
-    return meta_EC1
+    return meta_GPX
 
 
 @triton.jit
 def _gather_meta_kernel(
-    probs, choice_of_slot, kept, meta, num_experts, capacity, top_k, BLOCK: tl.constexpr
+    probs,
+    expert_of,
+    choice_of_slot,
+    kept,
+    meta,
+    num_experts,
+    pool_slots,
+    width,
+    top_k,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    e = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    choice = tl.load(choice_of_slot + e * capacity + c, mask=c < capacity, other=-1)
+    pool = tl.program_id(0).to(tl.int64)
+    p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    choice = tl.load(choice_of_slot + pool * pool_slots + p, mask=p < pool_slots, other=-1)
     token = (tl.maximum(choice, 0) // top_k).to(tl.int64)
-    prob = tl.load(probs + token * num_experts + e, mask=choice >= 0, other=0.0)
+    expert = pool
+    if SHARED:
+        expert = tl.load(expert_of + choice, mask=choice >= 0, other=0)
+    prob = tl.load(probs + token * num_experts + expert, mask=choice >= 0, other=0.0)
     value = prob.to(meta.dtype.element_ty)
-    value = tl.where(c == capacity, tl.load(kept + e).to(meta.dtype.element_ty), value)
-    tl.store(meta + e * (capacity + 1) + c, value, mask=c <= capacity)
+    is_count = (p >= pool_slots) & (p < width)
+    first = pool * (width - pool_slots)
+    count = tl.load(kept + first + p - pool_slots, mask=is_count, other=0)
+    value = tl.where(is_count, count.to(meta.dtype.element_ty), value)
+    tl.store(meta + pool * width + p, value, mask=p < width)
 
 
-def scatter_meta(meta_EC1: Tensor, slot_of_TK: Tensor) -> Tensor:
+def scatter_meta(
+    meta_GPX: Tensor, slot_of_TK: Tensor, expert_of_TK: Tensor, pool_slots: int, num_experts: int
+) -> Tensor:
     """Return every slot's value to its (token, expert); 0 where there is no slot.
 
     Args:
-        meta_EC1: contiguous [E, C + 1], floating point; the last column is not read.
-        slot_of_TK: int32, `e * C + c` or -1.
+        meta_GPX: contiguous, floating point; columns from P on are not read, and there may be none.
+        slot_of_TK: int32, `g * P + p` or -1.
+        expert_of_TK: int32.
+        pool_slots: P.
+        num_experts: E.
 
     Returns:
-        [T, E] in the dtype of `meta_EC1`.
+        [T, E] in the dtype of `meta_GPX`.
 
-    Example: C = 1, `meta = [[.5, 1], [.7, 1]]` and `slot_of_TK = [[1], [-1]]` give
-    `[[0, .7], [0, 0]]`.
+    Example: P = 1, E = 2, `meta = [[.5, 1], [.7, 1]]`, `slot_of_TK = [[1], [-1]]` and
+    `expert_of_TK = [[1], [-1]]` give `[[0, .7], [0, 0]]`.
     """
     num_tokens, top_k = slot_of_TK.shape
-    num_experts, width = meta_EC1.shape
-    values_TE = meta_EC1.new_empty(num_tokens, num_experts)
+    values_TE = meta_GPX.new_empty(num_tokens, num_experts)
     _scatter_meta_kernel[(num_tokens,)](
-        meta_EC1,
+        meta_GPX,
         slot_of_TK,
+        expert_of_TK,
         values_TE,
         num_experts,
-        width - 1,
+        pool_slots,
+        meta_GPX.shape[1] - pool_slots,
         K=top_k,
         BLOCK_E=triton.next_power_of_2(num_experts),
         num_warps=1,
@@ -238,145 +278,168 @@ def scatter_meta(meta_EC1: Tensor, slot_of_TK: Tensor) -> Tensor:
 
 @triton.jit
 def _scatter_meta_kernel(
-    meta, slot_of, values, num_experts, capacity, K: tl.constexpr, BLOCK_E: tl.constexpr
+    meta,
+    slot_of,
+    expert_of,
+    values,
+    num_experts,
+    pool_slots,
+    num_counts,
+    K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     row = tl.zeros((BLOCK_E,), dtype=values.dtype.element_ty)
     for k in tl.static_range(K):
         slot = tl.load(slot_of + t * K + k)
-        expert = tl.maximum(slot, 0) // capacity
-        # A slot is e * C + c, but a row of `meta` is C + 1 long.
-        value = tl.load(meta + (slot + expert).to(tl.int64), mask=slot >= 0, other=0.0)
+        expert = tl.load(expert_of + t * K + k)
+        # Counts stand between the slots of two pools.
+        place = slot.to(tl.int64) + tl.maximum(slot, 0) // pool_slots * num_counts
+        value = tl.load(meta + place, mask=slot >= 0, other=0.0)
         row = tl.where((e == expert) & (slot >= 0), value, row)
     tl.store(values + t * num_experts + e, row, mask=e < num_experts)
 
 
-def pack_rows(slots_MCD: Tensor, offsets_LS: Tensor) -> Tensor:
+def pack_rows(slots_MPD: Tensor, offsets_LS: Tensor) -> Tensor:
     """Pack real rows without gaps; rows behind them are not written.
 
     Args:
-        slots_MCD: [S * L, C, D]; copied unless every [C, D] of it is contiguous.
-        offsets_LS: contiguous int32.
+        slots_MPD: copied unless every [P, D] of it is contiguous.
+        offsets_LS: contiguous int32; its number of elements is a multiple of M.
 
     Returns:
-        [S * L * C, D].
+        [M * P, D].
 
-    Example: L = 2, S = 2, C = 2 and `offsets = [[1, 3], [3, 4]]` (expert 0 has one row from source
+    Example: L = 2, S = 2, P = 2 and `offsets = [[1, 3], [3, 4]]` (expert 0 has one row from source
     0 and two from source 1; expert 1 none and one) pack the slots `[[a, -], [-, -], [b, c], [d,
-    -]]` to `[a, b, c, d]` and four unwritten rows.
+    -]]` to `[a, b, c, d]` and four unwritten rows. One pool per source, of P = 4, has the slots
+    `[[a, -, -, -], [b, c, d, -]]`, with the same result.
     """
-    if not slots_MCD[0].is_contiguous():
-        slots_MCD = slots_MCD.contiguous()
-    num_buffers, capacity, width = slots_MCD.shape
-    packed_ND = slots_MCD.new_empty(num_buffers * capacity, width)
-    block = min(_BLOCK, triton.next_power_of_2(capacity * width))
-    blocks = triton.cdiv(capacity * width, block)
-    _pack_rows_kernel[(num_buffers * blocks,)](
-        slots_MCD,
-        offsets_LS,
-        packed_ND,
-        *offsets_LS.shape,
-        slots_MCD.stride(0),
-        width,
-        blocks,
-        BLOCK=block,
-        num_warps=_WARPS,
-    )
+    if not slots_MPD[0].is_contiguous():
+        slots_MPD = slots_MPD.contiguous()
+    num_pools, pool_slots, width = slots_MPD.shape
+    packed_ND = slots_MPD.new_empty(num_pools * pool_slots, width)
+    _move_rows(slots_MPD, offsets_LS, packed_ND, UNPACK=False, ZEROS=False)
     return packed_ND
 
 
-@triton.jit
-def _part_of_run(
-    slots,
-    offsets,
-    packed,
-    num_local_experts,
-    num_sources,
-    stride,
-    width,
-    blocks,
-    BLOCK: tl.constexpr,
-):
-    """Return this program's part on both sides, its first element, and the real rows of its run."""
-    m = tl.program_id(0) // blocks
-    place = (m % num_local_experts) * num_sources + m // num_local_experts
-    start = tl.load(offsets + place - 1, mask=place > 0, other=0).to(tl.int64)
-    first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK  # 32 bits end at 2**31 elements.
-    i = tl.arange(0, BLOCK)
-    in_slots = slots + (m.to(tl.int64) * stride + first) + i
-    in_packed = packed + (start * width + first) + i
-    return in_slots, in_packed, first, tl.load(offsets + place) - start
-
-
-@triton.jit
-def _pack_rows_kernel(
-    slots,
-    offsets,
-    packed,
-    num_local_experts,
-    num_sources,
-    stride,
-    width,
-    blocks,
-    BLOCK: tl.constexpr,
-):
-    in_slots, in_packed, first, num_rows = _part_of_run(
-        slots, offsets, packed, num_local_experts, num_sources, stride, width, blocks, BLOCK
-    )
-    is_real = tl.arange(0, BLOCK) < num_rows * width - first
-    tl.store(in_packed, tl.load(in_slots, mask=is_real), mask=is_real)
-
-
-def unpack_rows(packed_ND: Tensor, offsets_LS: Tensor, *, zeros: bool = True) -> Tensor:
+def unpack_rows(
+    packed_ND: Tensor, offsets_LS: Tensor, num_pools: int, *, zeros: bool = True
+) -> Tensor:
     """Put packed rows back in their slots, with zeros in empty ones.
 
     Args:
         packed_ND: contiguous [N, D]; rows from `offsets_LS[-1, -1]` on are not read.
-        offsets_LS: contiguous int32; N is a multiple of its number of elements.
+        offsets_LS: contiguous int32; its number of elements is a multiple of M.
+        num_pools: M, of which N is a multiple.
         zeros: False leaves empty slots unwritten.
 
     Returns:
-        [S * L, C, D] with C = N / (S * L).
+        [M, P, D] with P = N / M.
 
     Example: that of `pack_rows` in reverse, with 0 where it has `-`.
     """
-    num_buffers, width = offsets_LS.numel(), packed_ND.shape[1]
-    capacity = packed_ND.shape[0] // num_buffers
-    slots_MCD = packed_ND.new_empty(num_buffers, capacity, width)
-    block = min(_BLOCK, triton.next_power_of_2(capacity * width))
-    blocks = triton.cdiv(capacity * width, block)
-    _unpack_rows_kernel[(num_buffers * blocks,)](
-        packed_ND,
+    num_rows, width = packed_ND.shape
+    slots_MPD = packed_ND.new_empty(num_pools, num_rows // num_pools, width)
+    _move_rows(slots_MPD, offsets_LS, packed_ND, UNPACK=True, ZEROS=zeros)
+    return slots_MPD
+
+
+def _move_rows(slots_MPD: Tensor, offsets_LS: Tensor, packed_ND: Tensor, **constants: bool) -> None:
+    num_pools, pool_slots, width = slots_MPD.shape
+    num_shared = offsets_LS.numel() // num_pools
+    # A block of probabilities would be many runs, which one program moves one after another.
+    largest = _BLOCK // 8 if num_shared > 1 and width == 1 else _BLOCK
+    block = min(largest, triton.next_power_of_2(pool_slots * width))
+    blocks = triton.cdiv(pool_slots * width, block)
+    _move_rows_kernel[(num_pools * blocks,)](
+        slots_MPD,
         offsets_LS,
-        slots_MCD,
+        packed_ND,
         *offsets_LS.shape,
-        capacity * width,
+        slots_MPD.stride(0),
+        pool_slots * width,
         width,
         blocks,
-        ZEROS=zeros,
+        num_shared,
+        SHARED=num_shared > 1,
         BLOCK=block,
+        BLOCK_X=triton.next_power_of_2(num_shared),
         num_warps=_WARPS,
+        **constants,
     )
-    return slots_MCD
 
 
 @triton.jit
-def _unpack_rows_kernel(
-    packed,
-    offsets,
+def _move_rows_kernel(
     slots,
+    offsets,
+    packed,
     num_local_experts,
     num_sources,
+    stride,
     size,
     width,
     blocks,
+    num_shared,
+    UNPACK: tl.constexpr,
     ZEROS: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_X: tl.constexpr,
 ):
-    in_slots, in_packed, first, num_rows = _part_of_run(
-        slots, offsets, packed, num_local_experts, num_sources, size, width, blocks, BLOCK
-    )
-    is_real = tl.arange(0, BLOCK) < num_rows * width - first
-    value = tl.load(in_packed, mask=is_real, other=0)
-    tl.store(in_slots, value, mask=tl.arange(0, BLOCK) < size - first if ZEROS else is_real)
+    pool = tl.program_id(0) // blocks
+    pools_per_source = num_local_experts // num_shared
+    source = pool // pools_per_source
+    place = pool % pools_per_source * num_shared * num_sources + source
+    first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK  # 32 bits end at 2**31 elements.
+    i = tl.arange(0, BLOCK)
+    in_slots = slots + (pool.to(tl.int64) * stride + first) + i
+    if SHARED:
+        begins, ends = _runs(offsets, place, num_sources, num_shared, BLOCK_X)
+        element = first
+        last = tl.minimum(first + BLOCK, tl.max(ends, 0).to(tl.int64) * width)
+        while element < last:
+            shift, end = _run_at(element // width, begins, ends, num_shared, BLOCK_X)
+            stop = tl.minimum(end * width, last)
+            mine = (first + i >= element) & (first + i < stop)
+            _copy(in_slots, packed + (shift * width + first) + i, mine, mine, UNPACK)
+            element = stop
+        if ZEROS:
+            nothing = tl.zeros((BLOCK,), dtype=slots.dtype.element_ty)
+            tl.store(in_slots, nothing, mask=(first + i >= last) & (first + i < size))
+    else:
+        begin = tl.load(offsets + place - 1, mask=place > 0, other=0).to(tl.int64)
+        is_real = i < (tl.load(offsets + place) - begin) * width - first
+        written = i < size - first if ZEROS else is_real
+        _copy(in_slots, packed + (begin * width + first) + i, is_real, written, UNPACK)
+
+
+@triton.jit
+def _copy(in_slots, in_packed, is_real, written, UNPACK: tl.constexpr):
+    """Copy real elements; where others are written, they are zeros."""
+    if UNPACK:
+        tl.store(in_slots, tl.load(in_packed, mask=is_real, other=0), mask=written)
+    else:
+        tl.store(in_packed, tl.load(in_slots, mask=is_real), mask=is_real)
+
+
+@triton.jit
+def _runs(offsets, place, num_sources, num_shared, BLOCK_X: tl.constexpr):
+    """Return where the packed rows of each run of a pool begin, and where each run ends in it."""
+    x = tl.arange(0, BLOCK_X)
+    place += x * num_sources
+    begin = tl.load(offsets + place - 1, mask=(x < num_shared) & (place > 0), other=0)
+    end = tl.load(offsets + place, mask=x < num_shared, other=0)
+    return begin, tl.cumsum(end - begin, 0)
+
+
+@triton.jit
+def _run_at(row, begins, ends, num_shared, BLOCK_X: tl.constexpr):
+    """Return how far behind its place in the pool the run with this row lies, and its end there."""
+    x = tl.arange(0, BLOCK_X)
+    this = tl.sum(((ends <= row) & (x < num_shared)).to(tl.int32), 0)
+    begin = tl.sum(tl.where(x == this, begins, 0), 0).to(tl.int64)
+    end_before = tl.sum(tl.where(x == this - 1, ends, 0), 0)
+    return begin - end_before, tl.sum(tl.where(x == this, ends, 0), 0).to(tl.int64)

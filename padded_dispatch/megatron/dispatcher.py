@@ -4,15 +4,15 @@ Conforms to `megatron.core.transformer.moe.token_dispatcher.MoETokenDispatcher`.
 
 The contract passes two tensors from method to method and leaves the rest to attributes. Ours are
 the plan's tensors, and nothing else: no shape and no Python number, because a replayed CUDA graph
-sets tensors by name (`cudagraph_attrs`) and runs no Python. T and C are read off their shapes, and
-with them which exchange serves the pass. No attribute needs a gradient, no backward reads one, and
+sets tensors by name (`cudagraph_attrs`) and runs no Python. T, G and P are read off their shapes,
+and with them which exchange serves the pass. No attribute needs a gradient, no backward reads one, and
 all are dropped when the layer is done, so that no graph memory stays pinned. (`offsets_LS` lives
 from the experts' input to the sum of their output. No capture of Megatron's begins or ends between,
 so no replay has to set it.)
 
 Letters: T tokens as [S, B] (sequence, batch), K experts per token, E experts, L experts on this
-rank, R ranks of the expert-parallel group, C capacity, D hidden size, N rows of this rank's
-experts.
+rank, R ranks of the expert-parallel group, C capacity, G pools of P slots, of X experts each, D
+hidden size, N rows of this rank's experts.
 """
 
 import functools
@@ -42,8 +42,16 @@ from padded_dispatch.megatron.router import Selector
 from padded_dispatch.ops.counters import Counters
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
 
-# The tensors of `DispatchPlan`; the slots keep the shape that the tokens came in.
-_PLAN_TENSORS = ("slot_of_SBK", "choice_of_slot_EC", "kept_E", "unplaced_E")
+# The tensors of `DispatchPlan`; slots and experts keep the shape that the tokens came in. `kept_SE`
+# is None unless sources share slots; Megatron leaves out an attribute that holds no tensor.
+_PLAN_TENSORS = (
+    "slot_of_SBK",
+    "expert_of_SBK",
+    "choice_of_slot_GP",
+    "kept_E",
+    "unplaced_E",
+    "kept_SE",
+)
 
 _log = logging.getLogger("padded_dispatch")
 
@@ -93,9 +101,11 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.eval_counters = Counters(self.dispatch_config.num_experts, device)
         self.shared_overlap: SharedExpertOverlap | None = None
         self.slot_of_SBK: Tensor | None = None
-        self.choice_of_slot_EC: Tensor | None = None
+        self.expert_of_SBK: Tensor | None = None
+        self.choice_of_slot_GP: Tensor | None = None
         self.kept_E: Tensor | None = None
         self.unplaced_E: Tensor | None = None
+        self.kept_SE: Tensor | None = None  # Set by the router, which learns it before selection.
         self.offsets_LS: Tensor | None = None  # Where packed rows lie, until they are combined.
         self._choice: Choice | None = None
         self.cudagraph_attrs = list(_PLAN_TENSORS)
@@ -122,9 +132,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     @property
     def _exchange(self) -> Exchange:
         """The exchange of the pass whose plan the attributes hold."""
-        assert self.slot_of_SBK is not None and self.choice_of_slot_EC is not None
+        assert self.slot_of_SBK is not None and self.choice_of_slot_GP is not None
         num_tokens = self.slot_of_SBK.shape[:-1].numel()
-        return self.exchanges.chosen(num_tokens, self.choice_of_slot_EC.shape[1])
+        return self.exchanges.chosen(num_tokens, *self.choice_of_slot_GP.shape)
 
     def _counters_now(self) -> Counters | None:
         """Return the counters of the layer's mode; None in the first pass of recompute."""
@@ -145,11 +155,12 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
         Args:
             tokens: floating point [S, B, D] (or any leading shape), T = S * B.
-            routing_map: bool [T, E], at most C per column: what our router keeps.
+            routing_map: bool [T, E]: what our router keeps, for which there are slots.
             probs: floating point [T, E].
 
         Returns:
-            Rows [E, C, D] and, at least fp32, their probabilities and counts [E, C + 1].
+            Rows in pools [G, P, D] and, at least fp32, their probabilities and counts, [G, P + X];
+            where rows are packed at once, [1, N, D] and what the exchange puts beside them.
         """
         tokens_TD = tokens.view(-1, tokens.shape[-1])
         config = self.dispatch_config
@@ -160,28 +171,28 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self._log_choice(tokens_TD.shape[0])
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
-        capacity = config.capacity(tokens_TD.shape[0])
-        plan = make_plan(routing_map, top_k=config.top_k, capacity=capacity)
-        outgoing = choice.exchange.prepare(tokens_TD, probs, plan)
+        plan = make_plan(routing_map, top_k=config.top_k, sizes=choice.sizes, kept_SE=self.kept_SE)
+        outgoing = choice.exchange.prepare(tokens_TD, probs, plan, choice.sizes.num_rows)
         counters = self._counters_now()
         if counters is not None:
             counters.add_unplaced(plan.unplaced_E)
         self.slot_of_SBK = plan.slot_of_TK.view(*tokens.shape[:-1], -1)
-        self.choice_of_slot_EC = plan.choice_of_slot_EC
+        self.expert_of_SBK = plan.expert_of_TK.view(*tokens.shape[:-1], -1)
+        self.choice_of_slot_GP = plan.choice_of_slot_GP
         self.kept_E = plan.kept_E
         self.unplaced_E = plan.unplaced_E
-        assert outgoing.meta_MC1 is not None
-        return outgoing.rows_MCD, outgoing.meta_MC1
+        assert outgoing.meta_MPX is not None
+        return outgoing.rows_MPD, outgoing.meta_MPX
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Send slots to the ranks of their experts: [E, ...] to [R * L, ...]."""
+        """Send slots to the ranks of their experts."""
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
-        incoming = self._exchange.move(Slots(rows_MCD=hidden_states, meta_MC1=probs))
+        incoming = self._exchange.move(Slots(rows_MPD=hidden_states, meta_MPX=probs))
         if self.shared_overlap is not None:
-            self.shared_overlap.fc1(incoming.rows_MCD)
-        assert incoming.meta_MC1 is not None
-        return incoming.rows_MCD, incoming.meta_MC1
+            self.shared_overlap.fc1(incoming.rows_MPD)
+        assert incoming.meta_MPX is not None
+        return incoming.rows_MPD, incoming.meta_MPX
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
@@ -194,7 +205,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             are running counts of real rows, int32 on the device.
         """
         exchange = self._exchange
-        arranged = exchange.arrange(Slots(rows_MCD=hidden_states, meta_MC1=probs))
+        arranged = exchange.arrange(Slots(rows_MPD=hidden_states, meta_MPX=probs))
         counters = self._counters_now()
         if counters is not None:
             counters.add_received(arranged.kept_SL)
@@ -206,30 +217,32 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         return arranged.rows_ND, rows_per_expert, arranged.probs_N
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Bring the experts' output [N, D] back into slots, [R * L, C, D]."""
-        return self._exchange.disarrange(hidden_states, self.offsets_LS).rows_MCD
+        """Bring the experts' output [N, D] back into slots."""
+        return self._exchange.disarrange(hidden_states, self.offsets_LS).rows_MPD
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Send slots back to the ranks of their tokens: [R * L, C, D] to [E, C, D]."""
+        """Send slots back to the ranks of their tokens."""
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
-        incoming = self._exchange.move_back(Slots(rows_MCD=hidden_states))
+        incoming = self._exchange.move_back(Slots(rows_MPD=hidden_states))
         if self.shared_overlap is not None:
-            self.shared_overlap.fc2(incoming.rows_MCD)
-        return incoming.rows_MCD
+            self.shared_overlap.fc2(incoming.rows_MPD)
+        return incoming.rows_MPD
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Sum every token's slots, in the shape that the tokens came in: [S, B, D]."""
-        assert self.slot_of_SBK is not None and self.choice_of_slot_EC is not None
+        assert self.slot_of_SBK is not None and self.expert_of_SBK is not None
+        assert self.choice_of_slot_GP is not None
         assert self.kept_E is not None and self.unplaced_E is not None
         plan = DispatchPlan(
             slot_of_TK=self.slot_of_SBK.flatten(0, -2),
-            choice_of_slot_EC=self.choice_of_slot_EC,
+            expert_of_TK=self.expert_of_SBK.flatten(0, -2),
+            choice_of_slot_GP=self.choice_of_slot_GP,
             kept_E=self.kept_E,
             unplaced_E=self.unplaced_E,
-            capacity=self.choice_of_slot_EC.shape[1],
+            kept_SE=self.kept_SE,
         )
-        combined_TD = self._exchange.combine(Slots(rows_MCD=hidden_states), plan, self.offsets_LS)
+        combined_TD = self._exchange.combine(Slots(rows_MPD=hidden_states), plan, self.offsets_LS)
         self.offsets_LS = None
         output = combined_TD.view(*self.slot_of_SBK.shape[:-1], -1)
         if self.shared_overlap is not None:

@@ -3,11 +3,14 @@
 `gather_rows` gives every slot its token's row; `combine_rows` sums the slots of every token. Each
 is the transpose of the other, so the backward of one calls the other. Every element of a result has
 one writer: there are no atomics, and no order of writes that could change a sum. Both ops follow
-the plan's `slot_of_TK`. Of its inverse, `choice_of_slot_EC`, they read only the shape, and, to
+the plan's `slot_of_TK`. Of its inverse, `choice_of_slot_GP`, they read only the shape, and, to
 write zeros, which slots are empty.
 
-`pack_rows` takes received rows out of their slots and closes the gaps; `unpack_rows`, its
+`pack_rows` takes received rows out of their pools and closes the gaps; `unpack_rows`, its
 transpose, puts them back. Rows behind the last packed row are unspecified, forward and backward.
+A received pool holds the rows of X experts from one source, by expert, in its first slots. Its rows
+of an expert therefore begin where those of the pool's earlier experts end, and the counts alone say
+where that is.
 
 With one source, nothing lies between slots and packed rows. `gather_packed` and `combine_packed`
 then take one step instead of two: the same ops, with packed rows in place of slots and no zeros.
@@ -19,7 +22,8 @@ Rows that will be packed need no zeros, because no op reads an empty slot then. 
 those slots unspecified, in results and in gradients, so that a kernel need not write them. The
 torch bodies fill them with NaN, which shows any read.
 
-M: buffers of (source, local expert) pairs on this rank, S * L. C1: C + 1.
+G: pools of this source, of P slots each, which belong to X = E / G experts each. M: pools that
+this rank receives, S * L / X. PX: P + X.
 """
 
 import torch
@@ -31,27 +35,29 @@ from padded_dispatch.utils.nvtx import nvtx_range
 
 
 def gather_rows(tokens_TD: Tensor, plan: DispatchPlan, *, zeros: bool = True) -> Tensor:
-    """Copy its token to every slot: [T, D] to [E, C, D], 0 in padded rows if `zeros`."""
-    return _gather(tokens_TD, plan.slot_of_TK, plan.choice_of_slot_EC, zeros)
+    """Copy its token to every slot: [T, D] to [G, P, D], 0 in padded rows if `zeros`."""
+    return _gather(tokens_TD, plan.slot_of_TK, plan.choice_of_slot_GP, zeros)
 
 
 def gather_meta(probs_TE: Tensor, plan: DispatchPlan) -> Tensor:
-    """Gather what travels beside the rows: [T, E] to [E, C + 1], at least fp32.
+    """Gather what travels beside the rows: [T, E] to [G, P + X], at least fp32.
 
-    Each expert's probabilities by slot, 0 in padded rows, then the number of its kept rows, which
-    has no gradient. Counts are exact in fp32 up to 2**24 rows, far above any T.
+    The probabilities of each pool by slot, 0 in padded rows, then the number of kept rows of each
+    of its experts, which has no gradient. Counts are exact in fp32 up to 2**24 rows, far above any
+    T.
     """
-    return _gather_meta(probs_TE, plan.slot_of_TK, plan.choice_of_slot_EC, plan.kept_E)
+    maps = plan.slot_of_TK, plan.expert_of_TK, plan.choice_of_slot_GP
+    return _gather_meta(probs_TE, *maps, plan.kept_E)
 
 
-def combine_rows(rows_ECD: Tensor, plan: DispatchPlan, *, zeros: bool = True) -> Tensor:
-    """Sum the slots of every token: [E, C, D] to [T, D].
+def combine_rows(rows_GPD: Tensor, plan: DispatchPlan, *, zeros: bool = True) -> Tensor:
+    """Sum the slots of every token: [G, P, D] to [T, D].
 
     The sum is unweighted, in ascending expert order, accumulated in fp32 (fp64 for fp64 rows) and
     rounded once. A token without slots gets exact zeros. Padded rows are never read into a sum;
     their gradient is 0 if `zeros`.
     """
-    return _combine(rows_ECD, plan.slot_of_TK, plan.choice_of_slot_EC, zeros)
+    return _combine(rows_GPD, plan.slot_of_TK, plan.choice_of_slot_GP, zeros)
 
 
 def running_offsets(kept_SL: Tensor) -> Tensor:
@@ -64,18 +70,23 @@ def running_offsets(kept_SL: Tensor) -> Tensor:
     return offsets.view(num_local_experts, num_sources)
 
 
-def pack_rows(slots_MCD: Tensor, offsets_LS: Tensor, *, zeros: bool = True) -> Tensor:
-    """Pack real rows without gaps: [S * L, C, D] to [N, D].
+def pack_rows(slots_MPD: Tensor, offsets_LS: Tensor, *, zeros: bool = True) -> Tensor:
+    """Pack real rows without gaps: [M, P, D] to [M * P, D].
 
-    The input is ordered by source, expert, slot, the result by expert, source, slot. Rows from
+    The input is ordered by source, pool, slot, the result by expert, source, slot. Rows from
     `offsets_LS[-1, -1]` on are unspecified. The gradient of padded rows is 0 if `zeros`.
     """
-    return _pack(slots_MCD, offsets_LS, zeros)
+    return _pack(slots_MPD, offsets_LS, zeros)
 
 
-def unpack_rows(packed_ND: Tensor, offsets_LS: Tensor, *, zeros: bool = True) -> Tensor:
-    """Put packed rows back in their slots: [N, D] to [S * L, C, D], 0 in padded rows if `zeros`."""
-    return _unpack(packed_ND, offsets_LS, zeros)
+def unpack_rows(
+    packed_ND: Tensor, offsets_LS: Tensor, num_pools: int | None = None, *, zeros: bool = True
+) -> Tensor:
+    """Put packed rows back in their slots: [N, D] to [M, P, D], 0 in padded rows if `zeros`.
+
+    `num_pools`: M; None if every expert has its own pool of each source.
+    """
+    return _unpack(packed_ND, offsets_LS, num_pools or offsets_LS.numel(), zeros)
 
 
 def gather_packed(tokens_TD: Tensor, plan: DispatchPlan, offsets_LS: Tensor) -> Tensor:
@@ -83,18 +94,26 @@ def gather_packed(tokens_TD: Tensor, plan: DispatchPlan, offsets_LS: Tensor) -> 
 
     Args:
         tokens_TD: floating point.
-        plan: the plan of these tokens.
+        plan: the plan of these tokens, with a pool for each expert or one for all of them.
         offsets_LS: `running_offsets` of the plan's counts.
     """
-    slot_of_TK = packed_slots(plan.slot_of_TK, offsets_LS, plan.capacity)
-    return _gather(tokens_TD, slot_of_TK, plan.choice_of_slot_EC, False).flatten(0, 1)
+    slot_of_TK = _packed_row_of_choice(plan, offsets_LS)
+    return _gather(tokens_TD, slot_of_TK, plan.choice_of_slot_GP, False).flatten(0, 1)
 
 
 def combine_packed(rows_ND: Tensor, plan: DispatchPlan, offsets_LS: Tensor) -> Tensor:
     """Do `unpack_rows` and `combine_rows` in one step: the transpose of `gather_packed`."""
-    slot_of_TK = packed_slots(plan.slot_of_TK, offsets_LS, plan.capacity)
-    rows_ECD = rows_ND.unflatten(0, plan.choice_of_slot_EC.shape)
-    return _combine(rows_ECD, slot_of_TK, plan.choice_of_slot_EC, False)
+    slot_of_TK = _packed_row_of_choice(plan, offsets_LS)
+    rows_GPD = rows_ND.unflatten(0, plan.choice_of_slot_GP.shape)
+    return _combine(rows_GPD, slot_of_TK, plan.choice_of_slot_GP, False)
+
+
+def _packed_row_of_choice(plan: DispatchPlan, offsets_LS: Tensor) -> Tensor:
+    """Return the packed row of every (token, choice); a single pool has no gaps."""
+    num_pools, pool_slots = plan.choice_of_slot_GP.shape
+    if num_pools == 1:
+        return plan.slot_of_TK
+    return packed_slots(plan.slot_of_TK, offsets_LS, pool_slots)
 
 
 # The ops, in the order of their functions, then their backward passes.
@@ -108,84 +127,98 @@ def _take(source_ND: Tensor, index: Tensor, *, zeros: bool = True) -> Tensor:
 
 @custom_op("padded_dispatch::gather", mutates_args=())
 def _gather(
-    tokens_TD: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor, zeros: bool
+    tokens_TD: Tensor, slot_of_TK: Tensor, choice_of_slot_GP: Tensor, zeros: bool
 ) -> Tensor:
-    num_tokens, num_slots = tokens_TD.shape[0], choice_of_slot_EC.numel()
+    num_tokens, num_slots = tokens_TD.shape[0], choice_of_slot_GP.numel()
     token_of_slot = torch.full((num_slots + 1,), -1, device=tokens_TD.device)
     # Choices without a slot, -1, write to the extra element at the end.
     token_of_slot[slot_of_TK] = torch.arange(num_tokens, device=tokens_TD.device)[:, None]
-    return _take(tokens_TD, token_of_slot[:-1].view_as(choice_of_slot_EC), zeros=zeros)
+    return _take(tokens_TD, token_of_slot[:-1].view_as(choice_of_slot_GP), zeros=zeros)
 
 
 @_gather.register_kernel("cuda")
-def _(tokens_TD, slot_of_TK, choice_of_slot_EC, zeros):
+def _(tokens_TD, slot_of_TK, choice_of_slot_GP, zeros):
     from padded_dispatch.kernels import rows
 
-    return rows.spread_rows(tokens_TD.contiguous(), slot_of_TK, choice_of_slot_EC, zeros=zeros)
+    return rows.spread_rows(tokens_TD.contiguous(), slot_of_TK, choice_of_slot_GP, zeros=zeros)
 
 
 @_gather.register_fake
-def _(tokens_TD, slot_of_TK, choice_of_slot_EC, zeros):
-    return tokens_TD.new_empty(*choice_of_slot_EC.shape, tokens_TD.shape[1])
+def _(tokens_TD, slot_of_TK, choice_of_slot_GP, zeros):
+    return tokens_TD.new_empty(*choice_of_slot_GP.shape, tokens_TD.shape[1])
 
 
 @custom_op("padded_dispatch::gather_meta", mutates_args=())
 def _gather_meta(
-    probs_TE: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor, kept_E: Tensor
+    probs_TE: Tensor,
+    slot_of_TK: Tensor,
+    expert_of_TK: Tensor,
+    choice_of_slot_GP: Tensor,
+    kept_E: Tensor,
 ) -> Tensor:
-    top_k = slot_of_TK.shape[1]
-    token_EC = choice_of_slot_EC.clamp(min=0).long() // top_k
-    probs_EC = torch.where(choice_of_slot_EC >= 0, probs_TE.T.gather(1, token_EC), 0)
+    choice_GP = choice_of_slot_GP.clamp(min=0).long()
+    # Clamped again: choice 0 may be without an expert.
+    expert_GP = expert_of_TK.flatten()[choice_GP].clamp(min=0)
+    probs_GP = probs_TE[choice_GP // slot_of_TK.shape[1], expert_GP]
+    probs_GP = torch.where(choice_of_slot_GP >= 0, probs_GP, 0)
     dtype = torch.promote_types(probs_TE.dtype, torch.float32)
-    return torch.cat([probs_EC.to(dtype), kept_E[:, None].to(dtype)], dim=1)
+    counts_GX = kept_E.view(choice_GP.shape[0], -1)
+    return torch.cat([probs_GP.to(dtype), counts_GX.to(dtype)], dim=1)
 
 
 @_gather_meta.register_kernel("cuda")
-def _(probs_TE, slot_of_TK, choice_of_slot_EC, kept_E):
+def _(probs_TE, slot_of_TK, expert_of_TK, choice_of_slot_GP, kept_E):
     from padded_dispatch.kernels import rows
 
-    top_k = slot_of_TK.shape[1]
-    return rows.gather_meta(probs_TE.contiguous(), choice_of_slot_EC, kept_E, top_k)
+    return rows.gather_meta(probs_TE.contiguous(), expert_of_TK, choice_of_slot_GP, kept_E)
 
 
 @_gather_meta.register_fake
-def _(probs_TE, slot_of_TK, choice_of_slot_EC, kept_E):
-    num_experts, capacity = choice_of_slot_EC.shape
+def _(probs_TE, slot_of_TK, expert_of_TK, choice_of_slot_GP, kept_E):
+    num_pools, pool_slots = choice_of_slot_GP.shape
     dtype = torch.promote_types(probs_TE.dtype, torch.float32)
-    return probs_TE.new_empty(num_experts, capacity + 1, dtype=dtype)
+    width = pool_slots + kept_E.shape[0] // num_pools
+    return probs_TE.new_empty(num_pools, width, dtype=dtype)
 
 
 @custom_op("padded_dispatch::scatter_meta", mutates_args=())
-def _scatter_meta(meta_EC1: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor) -> Tensor:
-    num_experts, capacity = choice_of_slot_EC.shape
-    expert_TK = torch.div(slot_of_TK, capacity, rounding_mode="floor")
-    value_TK = _take(meta_EC1[:, :-1].reshape(-1, 1), slot_of_TK).squeeze(-1)
+def _scatter_meta(
+    meta_GPX: Tensor,
+    slot_of_TK: Tensor,
+    expert_of_TK: Tensor,
+    choice_of_slot_GP: Tensor,
+    num_experts: int,
+) -> Tensor:
+    pool_slots = choice_of_slot_GP.shape[1]
+    value_TK = _take(meta_GPX[:, :pool_slots].reshape(-1, 1), slot_of_TK).squeeze(-1)
     # One compare per k instead of a scatter_add: its targets never collide, but torch's
     # deterministic mode would sort them all the same.
-    experts_E = torch.arange(num_experts, device=meta_EC1.device)
-    values_TE = meta_EC1.new_zeros(slot_of_TK.shape[0], num_experts)
-    for value_T, expert_T in zip(value_TK.unbind(1), expert_TK.unbind(1), strict=True):
+    experts_E = torch.arange(num_experts, device=meta_GPX.device)
+    values_TE = meta_GPX.new_zeros(slot_of_TK.shape[0], num_experts)
+    for value_T, expert_T in zip(value_TK.unbind(1), expert_of_TK.unbind(1), strict=True):
         values_TE = torch.where(expert_T[:, None] == experts_E, value_T[:, None], values_TE)
     return values_TE
 
 
 @_scatter_meta.register_kernel("cuda")
-def _(meta_EC1, slot_of_TK, choice_of_slot_EC):
+def _(meta_GPX, slot_of_TK, expert_of_TK, choice_of_slot_GP, num_experts):
     from padded_dispatch.kernels import rows
 
-    return rows.scatter_meta(meta_EC1.contiguous(), slot_of_TK)
+    pool_slots = choice_of_slot_GP.shape[1]
+    maps = slot_of_TK, expert_of_TK
+    return rows.scatter_meta(meta_GPX.contiguous(), *maps, pool_slots, num_experts)
 
 
 @_scatter_meta.register_fake
-def _(meta_EC1, slot_of_TK, choice_of_slot_EC):
-    return meta_EC1.new_empty(slot_of_TK.shape[0], meta_EC1.shape[0])
+def _(meta_GPX, slot_of_TK, expert_of_TK, choice_of_slot_GP, num_experts):
+    return meta_GPX.new_empty(slot_of_TK.shape[0], num_experts)
 
 
 @custom_op("padded_dispatch::combine", mutates_args=())
 def _combine(
-    rows_ECD: Tensor, slot_of_TK: Tensor, choice_of_slot_EC: Tensor, zeros: bool
+    rows_GPD: Tensor, slot_of_TK: Tensor, choice_of_slot_GP: Tensor, zeros: bool
 ) -> Tensor:
-    rows_ND = rows_ECD.flatten(0, 1)
+    rows_ND = rows_GPD.flatten(0, 1)
     dtype = torch.promote_types(rows_ND.dtype, torch.float32)
     first, *others = slot_of_TK.unbind(1)
     sum_TD = _take(rows_ND, first).to(dtype)
@@ -195,66 +228,70 @@ def _combine(
 
 
 @_combine.register_kernel("cuda")
-def _(rows_ECD, slot_of_TK, choice_of_slot_EC, zeros):
+def _(rows_GPD, slot_of_TK, choice_of_slot_GP, zeros):
     from padded_dispatch.kernels import rows
 
-    return rows.sum_rows(rows_ECD.contiguous().flatten(0, 1), slot_of_TK)
+    return rows.sum_rows(rows_GPD.contiguous().flatten(0, 1), slot_of_TK)
 
 
 @_combine.register_fake
-def _(rows_ECD, slot_of_TK, choice_of_slot_EC, zeros):
-    return rows_ECD.new_empty(slot_of_TK.shape[0], rows_ECD.shape[-1])
+def _(rows_GPD, slot_of_TK, choice_of_slot_GP, zeros):
+    return rows_GPD.new_empty(slot_of_TK.shape[0], rows_GPD.shape[-1])
 
 
-def _packed_row_of_slot(offsets_LS: Tensor, capacity: int) -> Tensor:
-    """Return the packed row of each slot, int [S * L, C]; -1 is none."""
-    num_local_experts, num_sources = offsets_LS.shape
-    kept = torch.diff(offsets_LS.flatten(), prepend=offsets_LS.new_zeros(1))
-    kept_LS1 = kept.view(num_local_experts, num_sources, 1)
-    c_C = torch.arange(capacity, device=offsets_LS.device)
-    row_LSC = torch.where(c_C < kept_LS1, offsets_LS[..., None] - kept_LS1 + c_C, -1)
-    return row_LSC.transpose(0, 1).flatten(0, 1)
+def _packed_row_of_slot(offsets_LS: Tensor, num_pools: int, pool_slots: int) -> Tensor:
+    """Return the packed row of each received slot, int [M, P]; -1 is none."""
+    begins_LS = torch.cat([offsets_LS.new_zeros(1), offsets_LS.flatten()[:-1]]).view_as(offsets_LS)
+    begins_MX = begins_LS.T.reshape(num_pools, -1)
+    kept_MX = offsets_LS.T.reshape(num_pools, -1) - begins_MX
+    ends_MX = kept_MX.cumsum(1, dtype=torch.int32)
+    p_P = torch.arange(pool_slots, dtype=torch.int32, device=offsets_LS.device)
+    p_MP = p_P.repeat(num_pools, 1)
+    # The run of a slot is the first that ends behind it.
+    x_MP = torch.searchsorted(ends_MX, p_MP, right=True)
+    num_shared = ends_MX.shape[1]
+    shift_MP = (begins_MX - ends_MX + kept_MX).gather(1, x_MP.clamp(max=num_shared - 1))
+    return torch.where(x_MP < num_shared, p_MP + shift_MP, -1)
 
 
 @custom_op("padded_dispatch::pack", mutates_args=())
-def _pack(slots_MCD: Tensor, offsets_LS: Tensor, zeros: bool) -> Tensor:
-    row_MC = _packed_row_of_slot(offsets_LS, slots_MCD.shape[1])
-    packed_ND = slots_MCD.new_empty(row_MC.numel(), slots_MCD.shape[2])
-    packed_ND[row_MC[row_MC >= 0]] = slots_MCD[row_MC >= 0]
+def _pack(slots_MPD: Tensor, offsets_LS: Tensor, zeros: bool) -> Tensor:
+    row_MP = _packed_row_of_slot(offsets_LS, *slots_MPD.shape[:2])
+    packed_ND = slots_MPD.new_empty(row_MP.numel(), slots_MPD.shape[2])
+    packed_ND[row_MP[row_MP >= 0]] = slots_MPD[row_MP >= 0]
     return packed_ND
 
 
 @_pack.register_kernel("cuda")
-def _(slots_MCD, offsets_LS, zeros):
+def _(slots_MPD, offsets_LS, zeros):
     from padded_dispatch.kernels import rows
 
-    return rows.pack_rows(slots_MCD, offsets_LS)
+    return rows.pack_rows(slots_MPD, offsets_LS)
 
 
 @_pack.register_fake
-def _(slots_MCD, offsets_LS, zeros):
-    num_buffers, capacity, width = slots_MCD.shape
-    return slots_MCD.new_empty(num_buffers * capacity, width)
+def _(slots_MPD, offsets_LS, zeros):
+    num_pools, pool_slots, width = slots_MPD.shape
+    return slots_MPD.new_empty(num_pools * pool_slots, width)
 
 
 @custom_op("padded_dispatch::unpack", mutates_args=())
-def _unpack(packed_ND: Tensor, offsets_LS: Tensor, zeros: bool) -> Tensor:
-    row_MC = _packed_row_of_slot(offsets_LS, packed_ND.shape[0] // offsets_LS.numel())
-    return _take(packed_ND, row_MC, zeros=zeros)
+def _unpack(packed_ND: Tensor, offsets_LS: Tensor, num_pools: int, zeros: bool) -> Tensor:
+    row_MP = _packed_row_of_slot(offsets_LS, num_pools, packed_ND.shape[0] // num_pools)
+    return _take(packed_ND, row_MP, zeros=zeros)
 
 
 @_unpack.register_kernel("cuda")
-def _(packed_ND, offsets_LS, zeros):
+def _(packed_ND, offsets_LS, num_pools, zeros):
     from padded_dispatch.kernels import rows
 
-    return rows.unpack_rows(packed_ND.contiguous(), offsets_LS, zeros=zeros)
+    return rows.unpack_rows(packed_ND.contiguous(), offsets_LS, num_pools, zeros=zeros)
 
 
 @_unpack.register_fake
-def _(packed_ND, offsets_LS, zeros):
-    num_buffers = offsets_LS.numel()
+def _(packed_ND, offsets_LS, num_pools, zeros):
     num_rows, width = packed_ND.shape
-    return packed_ND.new_empty(num_buffers, num_rows // num_buffers, width)
+    return packed_ND.new_empty(num_pools, num_rows // num_pools, width)
 
 
 def _save_maps(ctx, inputs, output) -> None:
@@ -263,8 +300,8 @@ def _save_maps(ctx, inputs, output) -> None:
 
 
 @nvtx_range("gather backward")
-def _gather_backward(ctx, grad_ECD):
-    return _combine(grad_ECD, *ctx.saved_tensors, ctx.zeros), None, None, None
+def _gather_backward(ctx, grad_GPD):
+    return _combine(grad_GPD, *ctx.saved_tensors, ctx.zeros), None, None, None
 
 
 @nvtx_range("combine backward")
@@ -273,45 +310,53 @@ def _combine_backward(ctx, grad_TD):
 
 
 def _save_meta_maps(ctx, inputs, output) -> None:
-    probs_TE, slots, choices, _ = inputs
-    ctx.save_for_backward(slots, choices)
-    ctx.dtype = probs_TE.dtype
+    probs_TE, *maps, _ = inputs
+    ctx.save_for_backward(*maps)
+    ctx.num_experts, ctx.dtype = probs_TE.shape[1], probs_TE.dtype
 
 
 @nvtx_range("gather backward")
-def _gather_meta_backward(ctx, grad_EC1):
-    return _scatter_meta(grad_EC1, *ctx.saved_tensors).to(ctx.dtype), None, None, None
+def _gather_meta_backward(ctx, grad_GPX):
+    grad_TE = _scatter_meta(grad_GPX, *ctx.saved_tensors, ctx.num_experts)
+    return grad_TE.to(ctx.dtype), None, None, None, None
 
 
 def _save_scatter_maps(ctx, inputs, output) -> None:
-    _, slots, choices = inputs
-    ctx.save_for_backward(slots, choices)
+    meta_GPX, *maps, _ = inputs
+    ctx.save_for_backward(*maps)
+    ctx.num_counts = meta_GPX.shape[1] - maps[2].shape[1]
 
 
 def _scatter_meta_backward(ctx, grad_TE):
-    slots, choices = ctx.saved_tensors
-    no_counts_E = torch.zeros_like(choices[:, 0])
-    return _gather_meta(grad_TE, slots, choices, no_counts_E), None, None
+    choices = ctx.saved_tensors[2]
+    no_counts_E = choices.new_zeros(choices.shape[0] * ctx.num_counts)
+    return _gather_meta(grad_TE, *ctx.saved_tensors, no_counts_E), None, None, None, None
+
+
+def _save_pools(ctx, inputs, output) -> None:
+    slots_MPD, offsets_LS, ctx.zeros = inputs
+    ctx.save_for_backward(offsets_LS)
+    ctx.num_pools = slots_MPD.shape[0]
 
 
 def _save_offsets(ctx, inputs, output) -> None:
-    _, offsets_LS, ctx.zeros = inputs
+    _, offsets_LS, _, ctx.zeros = inputs
     ctx.save_for_backward(offsets_LS)
 
 
 @nvtx_range("regroup backward")
 def _pack_backward(ctx, grad_ND):
-    return _unpack(grad_ND, *ctx.saved_tensors, ctx.zeros), None, None
+    return _unpack(grad_ND, *ctx.saved_tensors, ctx.num_pools, ctx.zeros), None, None
 
 
 @nvtx_range("regroup backward")
-def _unpack_backward(ctx, grad_MCD):
-    return _pack(grad_MCD, *ctx.saved_tensors, ctx.zeros), None, None
+def _unpack_backward(ctx, grad_MPD):
+    return _pack(grad_MPD, *ctx.saved_tensors, ctx.zeros), None, None, None
 
 
 _gather.register_autograd(_gather_backward, setup_context=_save_maps)
 _combine.register_autograd(_combine_backward, setup_context=_save_maps)
 _gather_meta.register_autograd(_gather_meta_backward, setup_context=_save_meta_maps)
 _scatter_meta.register_autograd(_scatter_meta_backward, setup_context=_save_scatter_maps)
-_pack.register_autograd(_pack_backward, setup_context=_save_offsets)
+_pack.register_autograd(_pack_backward, setup_context=_save_pools)
 _unpack.register_autograd(_unpack_backward, setup_context=_save_offsets)

@@ -37,13 +37,14 @@ micro-batch of one layer, of one source or of all sources of a group; M tokens o
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from padded_dispatch.config import POLICIES, DispatchConfig, Policy, require
+from padded_dispatch.ops.acceptance import accept_cells
 from padded_dispatch.ops.counters import mass_units
 from padded_dispatch.tune.trace import Trace
 
@@ -173,7 +174,7 @@ def replay(
     """
     slots = _Slots(trace=trace, pool=pool, min_capacity=min_capacity, alignment=alignment, etp=etp)
     _check(slots, factors, policy)
-    all_sizes = [slots.sizes(float(factor)) for factor in factors]
+    capacities = np.array([slots.capacity(float(factor)) for factor in factors], np.int64)
     num_records, num_factors = trace.num_records, len(factors)
     demand_by_expert = np.empty((num_records, trace.num_experts), np.int32)
     kept_by_expert = np.empty((num_factors, num_records, trace.num_experts), np.int32)
@@ -192,8 +193,8 @@ def replay(
         asked_mass[records] = rows.mass(asked)
         demand_USE = demand_NE.reshape(*records_UR.shape, -1)
         needed_factor[records] = np.repeat(slots.needed_factors(demand_USE), records_UR.shape[1])
-        for f, sizes in enumerate(all_sizes):
-            kept = rows.place_NTK < slots.limits(sizes, demand_USE, rows)
+        for f, capacity in enumerate(capacities.tolist()):
+            kept = rows.place_NTK < slots.limits(capacity, demand_USE, rows)
             kept_by_expert[f, records] = rows.count(kept)
             kept_mass[f, records] = rows.mass(kept)
             lost_tokens[f, records] = num_tokens[records] - kept.any(2).sum(1)
@@ -201,8 +202,8 @@ def replay(
     return Replay(
         num_ranks=trace.num_ranks,
         factors=np.array(factors, np.float64),
-        capacities=np.array([sizes.slots for sizes in all_sizes], np.int64),
-        slots=np.array([sizes.slots for sizes in all_sizes]) * slots.pools_per_record(),
+        capacities=capacities,
+        slots=capacities * slots.pools_per_record(),
         steps=trace.steps,
         layers=trace.layers,
         ranks=trace.ranks,
@@ -285,14 +286,6 @@ def _check(slots: "_Slots", factors: Sequence[float], policy: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    """The slots at one factor: of one pool, and C, which "receiver" keeps for every cell."""
-
-    slots: int
-    capacity: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Slots:
     """The slots of one kind of pool."""
 
@@ -316,49 +309,49 @@ class _Slots:
     def cells(self) -> int:
         """How many (source, expert) share one pool."""
         sources = self.trace.num_ranks if self.shared_by_sources else 1
-        return sources * (
-            self.trace.num_experts // self.num_ranks if self.pool in _OF_A_RANK else 1
-        )
+        experts = self.trace.num_experts // self.num_ranks if self.pool in _OF_A_RANK else 1
+        return sources * experts
 
-    def sizes(self, factor: float) -> _Sizes:
-        """Return the slots at a factor."""
+    def capacity(self, factor: float) -> int:
+        """Return the slots of one pool."""
         trace = self.trace
         if self.pool == "hybrid-ep":
             rows = int(trace.num_tokens * trace.top_k * factor) * self.etp
-            slots = -(-rows // self.alignment) * self.alignment
-            return _Sizes(slots=slots, capacity=slots)
-        of_ranks = self.pool in _OF_A_RANK
+            return -(-rows // self.alignment) * self.alignment
+        groups: dict[str, Any] = {"capacity_pool": "expert"}
+        if self.pool in _OF_A_RANK:
+            groups = dict(capacity_pool=self.pool, num_ranks=self.num_ranks, etp_size=self.etp)
+        elif self.pool == "expert":
+            # Only how many sources share a buffer matters; R need not divide E.
+            groups["etp_size"] = trace.num_ranks
         config = DispatchConfig(
             num_experts=trace.num_experts,
             top_k=trace.top_k,
             capacity_factor=factor,
             min_capacity=self.min_capacity,
             alignment=self.alignment,
-            capacity_pool=self.pool if of_ranks else "expert",
-            # For the pools of one expert, only how many sources share a buffer matters, and R need
-            # not divide E.
-            num_ranks=self.num_ranks if of_ranks else 1,
-            etp_size=self.etp if of_ranks else 1 if self.pool == "all-sources" else trace.num_ranks,
+            **groups,
         )
         sources = trace.num_ranks if self.pool == "all-sources" else 1
         sizes = config.sizes(trace.num_tokens * sources)
-        return _Sizes(
-            slots=sizes.num_rows if self.pool == "receiver" else sizes.pool_slots,
-            capacity=config.capacity(trace.num_tokens * sources),
-        )
+        return sizes.num_rows if self.pool == "receiver" else sizes.pool_slots
 
     def limits(
-        self, sizes: _Sizes, demand_USE: NDArray[np.int64], rows: "_Rows"
+        self, capacity: int, demand_USE: NDArray[np.int64], rows: "_Rows"
     ) -> int | NDArray[np.int64]:
         """Return the place from which on rows are dropped: one for all, or one for each row."""
         if self.pool != "receiver":
-            return sizes.slots
+            return capacity
         num_units, num_sources, num_experts = demand_USE.shape
         by_rank = num_units, num_sources, self.num_ranks, num_experts // self.num_ranks
         demand_URSL = demand_USE.reshape(by_rank).transpose(0, 2, 1, 3)
-        accepted_URSL = accept(demand_URSL, sizes)
-        accepted_NE = accepted_URSL.transpose(0, 2, 1, 3).reshape(-1)
-        return accepted_NE[rows.cell_NTK]
+        accepted_RM = accept_cells(
+            torch.from_numpy(demand_URSL.reshape(num_units * self.num_ranks, -1)),
+            capacity,
+            torch.arange(self.num_ranks).repeat(num_units),
+        )
+        accepted_URSL = accepted_RM.numpy().reshape(demand_URSL.shape)
+        return accepted_URSL.transpose(0, 2, 1, 3).reshape(-1)[rows.cell_NTK]
 
     def pools_per_record(self) -> np.float64:
         """Return how many pools there are for each record that competes for them."""

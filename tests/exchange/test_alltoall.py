@@ -5,16 +5,19 @@ no tolerance, and a misplaced row shows its origin. Fresh memory is NaN througho
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
 from padded_dispatch import reference
-from padded_dispatch.config import BufferBytes, DispatchConfig
+from padded_dispatch.config import BufferBytes, DispatchConfig, PoolSizes
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.alltoall import (
     AllToAllExchange,
@@ -23,6 +26,7 @@ from padded_dispatch.exchange.alltoall import (
     group_name,
     reduce_scatter,
 )
+from padded_dispatch.exchange.choose import blocks_of_receivers
 from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.ops.plan import make_plan
 from padded_dispatch.utils.routings import routing_map, thin_out
@@ -31,18 +35,20 @@ from tests.support.pool import WorkerPool
 from tests.support.routing_cases import addresses, assert_same, grad_of, leaf
 from tests.support.threads import run_on_threads
 
-LAYOUTS = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+LAYOUTS = pytest.mark.parametrize("layout", ["padded", "packed", "rank", "receiver"])
 ROUTINGS = pytest.mark.parametrize("routing", ["thin", "same", "idle", "tiny"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Payloads of all ranks. Shard i of an expert contributes `out_IRLMD[i]` to the sum."""
+    """Payloads of all ranks. Shard i of an expert contributes `out_IRLMD[i]` to the sum.
 
-    num_ranks: int
-    etp_size: int
-    top_k: int
-    capacity: int
+    `sizes`: of the pools in which the reference lays rows out.
+    """
+
+    config: DispatchConfig
+    sizes: PoolSizes
+    packed: bool
     kept_STE: np.ndarray
     tokens_STD: np.ndarray
     probs_STE: np.ndarray
@@ -53,36 +59,49 @@ class Case:
 
     def plans(self) -> list[reference.Plan]:
         return [
-            reference.plan(kept_TE, top_k=self.top_k, capacity=self.capacity)
+            reference.plan(kept_TE, top_k=self.config.top_k, sizes=self.sizes)
             for kept_TE in self.kept_STE
         ]
 
 
-def make_case(routing: str, num_ranks: int, etp_size: int) -> Case:
+def make_case(routing: str, num_ranks: int, etp_size: int, layout: str) -> Case:
     """thin: 0 to K experts per token, some rows dropped. same: all tokens to the same experts, and
-    all others idle. idle: the last rank has no real tokens. tiny: one of everything."""
+    all others idle. idle: the last rank has no real tokens. tiny: one of everything.
+
+    layout: "padded" and "packed" rows of experts with slots of their own; "rank" and "receiver" are
+    pools, whose rows are packed.
+    """
     sources = num_ranks * etp_size
     num_tokens, local, top_k, capacity, hidden = 7, 2, 3, 3, 5
     if routing == "tiny":
         num_tokens, local, top_k, capacity, hidden = 1, 1, 1, 1, 1
     experts = local * num_ranks
-    top_k = min(top_k, experts)
+    config = DispatchConfig(
+        num_experts=experts,
+        top_k=min(top_k, experts),
+        capacity_factor=0.01,
+        min_capacity=capacity,
+        capacity_pool="expert" if layout in ("padded", "packed") else layout,
+        policy="position",
+        num_ranks=num_ranks,
+        etp_size=etp_size,
+    )
+    sizes = config.sizes(num_tokens)
     maps = []
     for source in range(sources):
         skew = "same" if routing == "same" else "uniform"
-        map_TE = routing_map(num_tokens, experts, top_k, skew=skew, seed=source)
+        map_TE = routing_map(num_tokens, experts, config.top_k, skew=skew, seed=source)
         if routing == "thin":
             map_TE = thin_out(map_TE, share=0.2, seed=source)
         if routing == "idle" and source == sources - 1:
             map_TE[:] = False
-        maps.append(map_TE & (map_TE.cumsum(0) <= capacity))
-    buffers = etp_size, num_ranks, local, sources * capacity
+        maps.append(map_TE)
+    buffers = etp_size, num_ranks, local, sources * sizes.pool_slots
     return Case(
-        num_ranks=num_ranks,
-        etp_size=etp_size,
-        top_k=top_k,
-        capacity=capacity,
-        kept_STE=np.stack(maps),
+        config=config,
+        sizes=sizes,
+        packed=layout != "padded",
+        kept_STE=kept_of(config, np.stack(maps)),
         tokens_STD=addresses(sources, num_tokens, hidden),
         probs_STE=addresses(sources, num_tokens, experts, offset=10_000),
         grad_rows_IRLMD=addresses(*buffers, hidden, offset=20_000),
@@ -92,35 +111,63 @@ def make_case(routing: str, num_ranks: int, etp_size: int) -> Case:
     )
 
 
-def _there_and_back(case: Case, packed: bool) -> dict[str, Tensor]:
+def kept_of(config: DispatchConfig, map_STE: np.ndarray) -> np.ndarray:
+    """Cut the maps of all sources to the slots of a config."""
+    sizes, limits_SE = config.sizes(map_STE.shape[1]), [None] * len(map_STE)
+    if config.capacity_pool == "receiver":
+        limits_SE = reference.accept(
+            map_STE.sum(1, dtype=np.int32), num_ranks=config.num_ranks, num_rows=sizes.num_rows
+        )
+    return np.stack(
+        [
+            reference.select(
+                map_TE, map_TE * 1.0, sizes=sizes, policy=config.policy, limit_E=limit_E
+            ).kept_TE
+            for map_TE, limit_E in zip(map_STE, limits_SE, strict=True)
+        ]
+    )
+
+
+def _there_and_back(case: Case) -> dict[str, Tensor]:
     """Return all results and gradients of this rank of a pool."""
     with poisoned_memory():
-        return results_of(case, grid(case.num_ranks, case.etp_size), packed)
+        return results_of(case, grid(case.config.num_ranks, case.config.etp_size))
 
 
-def exchange_of(here: Grid, num_local_experts: int, packed: bool) -> Exchange:
+def exchange_of(here: Grid, config: DispatchConfig, packed: bool) -> Exchange:
     """Return the exchange that a dispatcher of this rank takes."""
+    num_local_experts = config.num_local_experts
     if packed and here.group is None and here.etp_group is None:
         return LocalExchange(num_local_experts)
-    return AllToAllExchange(num_local_experts, here.group, here.etp_group, packed=packed)
+    return AllToAllExchange(
+        num_local_experts,
+        here.group,
+        here.etp_group,
+        packed=packed,
+        experts_per_pool=1 if config.capacity_pool == "expert" else num_local_experts,
+    )
 
 
-def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:
-    exchange = exchange_of(here, case.out_IRLMD.shape[2], packed)
+def results_of(case: Case, here: Grid) -> dict[str, Tensor]:
+    config, sizes, packed = case.config, case.sizes, case.packed
+    exchange = exchange_of(here, config, packed)
     kept_TE = torch.from_numpy(case.kept_STE[here.source])
-    plan = make_plan(kept_TE, top_k=case.top_k, capacity=case.capacity)
+    if config.capacity_pool == "receiver" and config.num_sources > 1:
+        sizes = blocks_of_receivers(config, sizes, len(kept_TE))
+    plan = make_plan(kept_TE, top_k=config.top_k, sizes=sizes)
     tokens_TD, probs_TE = leaf(case.tokens_STD[here.source]), leaf(case.probs_STE[here.source])
-    outgoing = exchange.prepare(tokens_TD, probs_TE, plan)
+    outgoing = exchange.prepare(tokens_TD, probs_TE, plan, sizes.num_rows)
     given = exchange.arrange(exchange.move(outgoing))
+    assert given.rows_ND.shape[0] == given.probs_N.shape[0] == sizes.num_rows
 
     def experts_hold(payload_IRLM: np.ndarray) -> np.ndarray:
         """Return this rank's part in the experts' layout; NaN after the last packed row."""
         payload_LM = payload_IRLM[here.i, here.r]
-        rows = payload_LM.reshape(-1, *payload_LM.shape[2:]).copy()
-        if packed:
-            real = reference.pack(payload_LM, given.kept_SL.numpy())
-            rows[:] = np.nan
-            rows[: len(real)] = real
+        if not packed:
+            return payload_LM.reshape(-1, *payload_LM.shape[2:])
+        real = reference.pack(payload_LM, given.kept_SL.numpy())
+        rows = np.full((sizes.num_rows, *payload_LM.shape[2:]), np.nan)
+        rows[: len(real)] = real
         return rows
 
     torch.autograd.backward(
@@ -145,8 +192,9 @@ def results_of(case: Case, here: Grid, packed: bool) -> dict[str, Tensor]:
     }
 
 
-def assert_is_reference(case: Case, results: list[dict[str, Tensor]], packed: bool) -> None:
-    plans, num_ranks = case.plans(), case.num_ranks
+def assert_is_reference(case: Case, results: list[dict[str, Tensor]]) -> None:
+    plans, num_ranks = case.plans(), case.config.num_ranks
+    assert all(plan.num_unplaced == 0 for plan in plans)
     given = reference.dispatch(case.tokens_STD, case.probs_STE, plans, num_ranks=num_ranks)
     grad_tokens_STD, grad_probs_STE = reference.dispatch_backward(
         case.grad_rows_IRLMD.sum(0),
@@ -163,11 +211,12 @@ def assert_is_reference(case: Case, results: list[dict[str, Tensor]], packed: bo
             ("probs", given.probs_RLM),
             ("grad_out", grad_out_RLMD),
         ):
-            expected = by_loops_RLM[r].reshape(-1, *by_loops_RLM.shape[3:])
-            assert result[name].shape == expected.shape
-            if packed:  # What follows the real rows is unspecified.
+            if case.packed:  # What follows the real rows is unspecified.
                 expected = reference.pack(by_loops_RLM[r], given.kept_RSL[r])
-            assert_same(result[name][: len(expected)], expected)
+                assert_same(result[name][: len(expected)], expected)
+            else:
+                expected = by_loops_RLM[r].reshape(-1, *by_loops_RLM.shape[3:])
+                assert_same(result[name], expected)
         assert_same(result["kept"], given.kept_RSL[r])
         assert_same(result["grad_tokens"], grad_tokens_STD[source])
         assert_same(result["grad_probs"], grad_probs_STE[source])
@@ -177,26 +226,111 @@ def assert_is_reference(case: Case, results: list[dict[str, Tensor]], packed: bo
 @LAYOUTS
 @ROUTINGS
 @GRIDS
-def test_every_stage_is_the_reference(on_ranks, routing, num_ranks, etp_size, packed):
-    case = make_case(routing, num_ranks, etp_size)
-    results = on_ranks(num_ranks * etp_size, _there_and_back, case, packed)
-    assert_is_reference(case, results, packed)
+def test_every_stage_is_the_reference(on_ranks, routing, num_ranks, etp_size, layout):
+    case = make_case(routing, num_ranks, etp_size, layout)
+    assert_is_reference(case, on_ranks(num_ranks * etp_size, _there_and_back, case))
+
+
+@given(
+    num_local=st.integers(1, 4),
+    num_tokens=st.integers(1, 6),
+    top_k=st.integers(1, 4),
+    min_capacity=st.integers(1, 4),
+    pool=st.sampled_from(["rank", "receiver"]),
+    etp_size=st.sampled_from([1, 2]),
+    share=st.sampled_from([0.0, 0.3, 0.9]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40)
+def test_any_pools_move_what_the_reference_moves(pool2, pool, seed, share, **sizes):
+    """Odd sizes, on two ranks: of one expert-parallel group, or of one that splits experts."""
+    case = random_case(pool, seed, share, **sizes)
+    assert_is_reference(case, pool2.run(_there_and_back, case))
+
+
+def random_case(
+    pool: Any,
+    seed: int,
+    share: float,
+    *,
+    num_local: int,
+    num_tokens: int,
+    top_k: int,
+    min_capacity: int,
+    etp_size: int,
+) -> Case:
+    num_ranks = 2 // etp_size
+    num_experts = num_local * num_ranks
+    config = DispatchConfig(
+        num_experts=num_experts,
+        top_k=min(top_k, num_experts),
+        capacity_factor=0.01,
+        min_capacity=min_capacity,
+        capacity_pool=pool,
+        num_ranks=num_ranks,
+        etp_size=etp_size,
+    )
+    maps = [
+        thin_out(routing_map(num_tokens, num_experts, config.top_k, seed=seed + s), share=share)
+        for s in range(2)
+    ]
+    sizes = config.sizes(num_tokens)
+    kept_STE = kept_of(config, np.stack(maps))
+    # As many rows of a pool as ask for it, up to its slots.
+    asked_RS = np.stack(maps).sum(1).reshape(2, num_ranks, -1).sum(2).T
+    kept_RS = kept_STE.sum(1).reshape(2, num_ranks, -1).sum(2).T
+    if pool == "rank":
+        np.testing.assert_array_equal(kept_RS, np.minimum(asked_RS, sizes.pool_slots))
+    else:
+        np.testing.assert_array_equal(kept_RS.sum(1), asked_RS.sum(1).clip(max=sizes.num_rows))
+    buffers = etp_size, num_ranks, num_local, 2 * sizes.pool_slots
+    return Case(
+        config=config,
+        sizes=sizes,
+        packed=True,
+        kept_STE=kept_STE,
+        tokens_STD=addresses(2, num_tokens, 3),
+        probs_STE=addresses(2, num_tokens, num_experts, offset=10_000),
+        grad_rows_IRLMD=addresses(*buffers, 3, offset=20_000),
+        grad_probs_IRLM=addresses(*buffers, offset=30_000),
+        out_IRLMD=addresses(*buffers, 3, offset=40_000),
+        grad_combined_STD=addresses(2, num_tokens, 3, offset=50_000),
+    )
+
+
+def _demands(num_ranks: int, etp_size: int) -> Tensor:
+    here = grid(num_ranks, etp_size)
+    config = DispatchConfig(
+        num_experts=3 * num_ranks, top_k=1, num_ranks=num_ranks, etp_size=etp_size
+    )
+    demand_E = torch.arange(3 * num_ranks, dtype=torch.int32) + 100 * here.source
+    return exchange_of(here, config, packed=True).all_demands(demand_E)
+
+
+@GRIDS
+def test_all_ranks_learn_the_demands_of_all_sources(on_ranks, num_ranks, etp_size):
+    sources = num_ranks * etp_size
+    expected = [[100 * s + e for e in range(3 * num_ranks)] for s in range(sources)]
+    for demand_SE in on_ranks(sources, _demands, num_ranks, etp_size):
+        assert demand_SE.dtype == torch.int32
+        assert demand_SE.tolist() == expected
 
 
 def test_one_rank_with_packed_rows_needs_no_slots():
-    here = grid(1, 1)
-    assert type(exchange_of(here, 2, packed=True)) is LocalExchange
-    assert type(exchange_of(here, 2, packed=False)) is AllToAllExchange
+    here, config = grid(1, 1), DispatchConfig(num_experts=2, top_k=1)
+    assert type(exchange_of(here, config, packed=True)) is LocalExchange
+    assert type(exchange_of(here, config, packed=False)) is AllToAllExchange
 
 
-def test_sixty_four_ranks_are_the_reference():
-    case = make_case("thin", 64, 1)
+@pytest.mark.parametrize("layout", ["padded", "rank"])
+def test_sixty_four_ranks_are_the_reference(layout):
+    case = make_case("thin", 64, 1, layout)
 
     def run() -> dict[str, Tensor]:
         here = Grid(r=dist.get_rank(), i=0, group=dist.group.WORLD, etp_group=None)
-        return results_of(case, here, packed=False)
+        return results_of(case, here)
 
-    assert_is_reference(case, run_on_threads(64, run), packed=False)
+    assert_is_reference(case, run_on_threads(64, run))
 
 
 def test_memory_is_poisoned():
@@ -241,7 +375,7 @@ def test_collectives_are_sound_custom_ops(pool2: WorkerPool):
 def _allocated(config: DispatchConfig, dtype: torch.dtype, packed: bool) -> BufferBytes:
     """Return the bytes of new storage behind the results of every stage, on this rank."""
     here = grid(config.num_ranks, config.etp_size)
-    exchange = exchange_of(here, config.num_local_experts, packed)
+    exchange = exchange_of(here, config, packed)
     known: dict[int, Tensor] = {}  # Keeps everything alive, so that no address is used twice.
 
     def new_bytes(*tensors: Tensor | None) -> int:
@@ -251,12 +385,14 @@ def _allocated(config: DispatchConfig, dtype: torch.dtype, packed: bool) -> Buff
         return sum(t.untyped_storage().nbytes() for t in new.values())
 
     map_TE = torch.from_numpy(routing_map(7, config.num_experts, config.top_k))
-    plan = make_plan(map_TE, top_k=config.top_k, capacity=config.capacity(7))
-    plan_bytes = new_bytes(plan.slot_of_TK, plan.choice_of_slot_EC, plan.kept_E, plan.unplaced_E)
-    sent = exchange.prepare(torch.ones(7, 3, dtype=dtype), torch.ones(map_TE.shape), plan)
-    send = new_bytes(sent.rows_MCD, sent.meta_MC1)
+    plan = make_plan(map_TE, top_k=config.top_k, sizes=config.sizes(7))
+    maps = plan.slot_of_TK, plan.expert_of_TK, plan.choice_of_slot_GP
+    plan_bytes = new_bytes(*maps, plan.kept_E, plan.unplaced_E)
+    tokens_TD, num_rows = torch.ones(7, 3, dtype=dtype), config.sizes(7).num_rows
+    sent = exchange.prepare(tokens_TD, torch.ones(map_TE.shape), plan, num_rows)
+    send = new_bytes(sent.rows_MPD, sent.meta_MPX)
     moved = exchange.move(sent)
-    receive = new_bytes(moved.rows_MCD, moved.meta_MC1)
+    receive = new_bytes(moved.rows_MPD, moved.meta_MPX)
     if here.etp_group is not None:  # Inside `arrange`: the slots of all shards.
         receive += config.etp_size * send
     given = exchange.arrange(moved)
@@ -264,17 +400,23 @@ def _allocated(config: DispatchConfig, dtype: torch.dtype, packed: bool) -> Buff
     out_ND = given.rows_ND.clone()
     returned = exchange.disarrange(out_ND, given.offsets_LS)
     moved_back = exchange.move_back(returned)
-    back = new_bytes(out_ND, returned.rows_MCD, moved_back.rows_MCD)
+    back = new_bytes(out_ND, returned.rows_MPD, moved_back.rows_MPD)
     return BufferBytes(send=send, receive=receive, experts=experts, back=back, plan=plan_bytes)
 
 
-@LAYOUTS
+@pytest.mark.parametrize("layout", ["padded", "packed", "rank"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @GRIDS
-def test_bytes_are_those_that_ranks_allocate(on_ranks, num_ranks, etp_size, dtype, packed):
+def test_bytes_are_those_that_ranks_allocate(on_ranks, num_ranks, etp_size, dtype, layout):
     config = DispatchConfig(
-        num_experts=4, top_k=2, capacity_factor=1.5, num_ranks=num_ranks, etp_size=etp_size
+        num_experts=4,
+        top_k=2,
+        capacity_factor=1.5,
+        capacity_pool="rank" if layout == "rank" else "expert",
+        num_ranks=num_ranks,
+        etp_size=etp_size,
     )
+    packed = layout != "padded"
     expected = config.buffer_bytes(7, 3, dtype.itemsize, packed=packed)
     found = on_ranks(num_ranks * etp_size, _allocated, config, dtype, packed)
     assert found == [expected] * (num_ranks * etp_size)

@@ -84,8 +84,8 @@ def test_a_choice_stays_and_is_found_by_tokens_and_capacity():
     larger = DispatchConfig(**SMALL, capacity_factor=NO_DROP)
     small, large = chosen(exchanges, config, 8), chosen(exchanges, larger, 4096)
     assert chosen(exchanges, config, 8) is small
-    assert exchanges.chosen(8, config.capacity(8)) is small.exchange
-    assert exchanges.chosen(4096, 4096) is large.exchange
+    assert exchanges.chosen(8, 4, config.capacity(8)) is small.exchange
+    assert exchanges.chosen(4096, 4, 4096) is large.exchange
     assert small.exchange is not large.exchange
 
 
@@ -105,6 +105,9 @@ class Group:
 
     def size(self) -> int:
         return 2
+
+    def rank(self) -> int:
+        return 1
 
 
 class Direct:
@@ -138,7 +141,9 @@ def reason_of(
 
     with (
         patch.object(choose, "DirectExchange", Direct),
-        patch.object(choose, "AllToAllExchange", lambda *args, packed: Mock(packed=packed)),
+        patch.object(
+            choose, "AllToAllExchange", lambda *args, packed, **settings: Mock(packed=packed)
+        ),
         patch.object(choose, "free_bytes", lambda group, device: free),
         patch.object(choose, "shares_workspace", lambda group, shape: shared),
     ):
@@ -153,7 +158,7 @@ def reason_of(
 
 
 def test_auto_takes_direct_stores_where_buffers_of_all_layers_fit_twice():
-    shape = Shape(num_experts=4, capacity=32, width=16, dtype=torch.bfloat16)
+    shape = Shape(num_experts=4, num_slots=128, num_rows=128, width=16, dtype=torch.bfloat16)
     need = direct_bytes(shape, num_ranks=2, num_buffers=3)
     choice = reason_of(free=2 * need, num_layers=3)
     assert choice.kind == "direct"

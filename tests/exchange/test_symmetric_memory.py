@@ -87,7 +87,7 @@ def test_two_hosts_are_refused():
 
 
 def test_buffers_that_do_not_fit_are_refused():
-    shape = Shape(num_experts=4, capacity=2**20, width=2**10, dtype=torch.bfloat16)
+    shape = Shape(num_experts=4, num_slots=2**22, num_rows=2**22, width=2**10, dtype=torch.bfloat16)
     with (
         patch.object(symmetric_memory, "gather_objects", lambda group, value: [value]),
         patch.object(symmetric_memory, "_free_bytes", lambda device: 2**30),

@@ -48,7 +48,7 @@ def step(config: DispatchConfig, inputs: list[Tensor], draw: Tensor) -> dict[str
     selection = select_with_remedy(
         config, SIZES, map_TE, probs_TE, scores_TE, protected_T=protected_T, draw=draw
     )
-    plan = make_plan(selection.kept_TE, top_k=K, capacity=C)
+    plan = make_plan(selection.kept_TE, top_k=K, sizes=SIZES)
     weight_TE = torch.arange(1.0, 1 + T * E, device=map_TE.device).view(T, E)
     (selection.probs_TE * weight_TE).sum().backward()
     draw += 1
@@ -58,7 +58,7 @@ def step(config: DispatchConfig, inputs: list[Tensor], draw: Tensor) -> dict[str
         "demand_E": selection.demand_E,
         "protected_dropped_E": selection.protected_dropped_E,
         "slot_of_TK": plan.slot_of_TK,
-        "choice_of_slot_EC": plan.choice_of_slot_EC,
+        "choice_of_slot_GP": plan.choice_of_slot_GP,
         "unplaced_E": plan.unplaced_E,
         "probs_TE": selection.probs_TE.detach(),
         "grad of probs_TE": probs_TE.grad,

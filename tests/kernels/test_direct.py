@@ -4,7 +4,8 @@ A rank's buffers are tensors of their own, and what would be addresses on its pe
 addresses of those. Without a GPU they run in Triton's interpreter. Memory is NaN beforehand.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from padded_dispatch import reference
+from padded_dispatch.config import DispatchConfig, PoolSizes
 from padded_dispatch.kernels import direct, rows
 from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.device import DEVICE, here, ints
@@ -39,11 +41,16 @@ def test_push_counts_example():
     assert [table.tolist() for table in tables] == [[[1, 2], [3, 4]]] * 2
 
 
-def test_place_rows_example():
-    start_E = empty(4, dtype=torch.int32)
+@pytest.mark.parametrize(
+    ("pool_slots", "experts_per_pool", "slots"),
+    [(5, 1, [0, 5, 10, 15]), (5, 2, [0, 3, 5, 5]), (10, 4, [0, 3, 4, 4])],
+)
+def test_place_rows_examples(pool_slots, experts_per_pool, slots):
+    shift_E = empty(4, dtype=torch.int32)
     offsets_LS, count_SL = empty(2, 2, dtype=torch.int32), empty(2, 2)
-    direct.place_rows(ints([1, 0, 2, 0], [3, 1, 0, 5]), 1, start_E, offsets_LS, count_SL)
-    assert start_E.tolist() == [1, 4, 2, 2]
+    table_RE = ints([1, 0, 2, 0], [3, 1, 0, 5])
+    direct.place_rows(table_RE, 1, shift_E, offsets_LS, count_SL, pool_slots, experts_per_pool)
+    assert (shift_E + ints(*slots)).tolist() == [1, 4, 2, 2]
     assert offsets_LS.tolist() == [[2, 2], [2, 7]]
     assert count_SL.tolist() == [[2, 0], [0, 5]]
 
@@ -55,33 +62,35 @@ def test_push_rows_example():
         torch.tensor([[7.0], [8.0]], device=DEVICE),
         torch.tensor([[0.5, 0.25], [0.75, 0.0]], device=DEVICE),
         ints([0, 2], [1, -1]),
-        ints(0, 3),
+        ints([0, 1], [0, -1]),
+        ints(0, 1),
         pointers(rows_RND),
         pointers(probs_RN),
-        2,
     )
     assert rows_RND[0][:2].tolist() == [[7], [8]] and rows_RND[0][2:].isnan().all()
     assert rows_RND[1][3].tolist() == [7] and rows_RND[1][:3].isnan().all()
     assert probs_RN[0][:2].tolist() == [0.5, 0.75] and probs_RN[1][3] == 0.25
 
 
-def test_return_rows_example():
-    slots_RECD = [empty(2, 2, 1) for _ in range(2)]
-    metas_REC1 = [empty(2, 3) for _ in range(2)]
+@pytest.mark.parametrize(
+    ("shared", "slots"), [(1, [[0, 0, 1, 0], [0, 0, 2, 3]]), (2, [[0, 1, 0, 0], [2, 3, 0, 0]])]
+)
+def test_return_rows_examples(shared, slots):
+    slots_RQD = [empty(4, 1) for _ in range(2)]
+    metas_RQ = [empty(4) for _ in range(2)]
     direct.return_rows(
         torch.tensor([[1.0], [2.0], [3.0], [torch.nan]], device=DEVICE),
-        torch.tensor([0.1, 0.2, 0.3, torch.nan], device=DEVICE),
+        torch.tensor([10.0, 20.0, 30.0, torch.nan], device=DEVICE),
         ints([1, 3]),
-        pointers(slots_RECD),
-        pointers(metas_REC1),
+        ints([1, 1], [0, 2]) if shared == 2 else None,
+        pointers(slots_RQD),
+        pointers(metas_RQ),
         1,
         2,
+        shared,
     )
-    assert slots_RECD[0].flatten().nan_to_num(0).tolist() == [0, 0, 1, 0]
-    assert slots_RECD[1].flatten().nan_to_num(0).tolist() == [0, 0, 2, 3]
-    torch.testing.assert_close(metas_REC1[0][1, 0].item(), 0.1)
-    torch.testing.assert_close(metas_REC1[1][1, :2].tolist(), [0.2, 0.3])
-    assert torch.stack(metas_REC1).isfinite().sum() == 3
+    assert [one.flatten().nan_to_num(0).tolist() for one in slots_RQD] == slots
+    assert [(one.nan_to_num(0) / 10).tolist() for one in metas_RQ] == slots
 
 
 # All ranks.
@@ -94,9 +103,9 @@ class Rank:
     table_RE: Tensor
     rows_ND: Tensor
     probs_N: Tensor
-    slots_ECD: Tensor
-    meta_EC1: Tensor
-    start_E: Tensor
+    slots_QD: Tensor
+    meta_Q: Tensor
+    shift_E: Tensor
     offsets_LS: Tensor
     count_SL: Tensor
 
@@ -104,21 +113,23 @@ class Rank:
 class World:
     """What every rank of a world does, one rank after another; that is where barriers go."""
 
-    def __init__(self, kept_STE: np.ndarray, top_k: int, capacity: int, width: int) -> None:
-        self.capacity = capacity
-        self.plans = [
-            reference.plan(kept_TE, top_k=top_k, capacity=capacity) for kept_TE in kept_STE
-        ]
+    def __init__(self, kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int) -> None:
+        self.pools = sizes.pool_slots, sizes.experts_per_pool
+        self.plans = [reference.plan(kept_TE, top_k=top_k, sizes=sizes) for kept_TE in kept_STE]
+        assert all(plan.num_unplaced == 0 for plan in self.plans)
         size, num_experts = len(kept_STE), kept_STE.shape[2]
-        num_local, num_rows = num_experts // size, num_experts * capacity
+        self.kept_SE = None
+        if sizes.experts_per_pool > num_experts // size:
+            self.kept_SE = here(kept_STE.sum(1, dtype=np.int32))
+        num_local, num_slots = num_experts // size, sizes.num_pools * sizes.pool_slots
         self.ranks = [
             Rank(
                 table_RE=empty(size, num_experts, dtype=torch.int32),
-                rows_ND=empty(num_rows, width),
-                probs_N=empty(num_rows),
-                slots_ECD=empty(num_experts, capacity, width),
-                meta_EC1=empty(num_experts, capacity + 1),
-                start_E=empty(num_experts, dtype=torch.int32),
+                rows_ND=empty(sizes.num_rows, width),
+                probs_N=empty(sizes.num_rows),
+                slots_QD=empty(num_slots, width),
+                meta_Q=empty(num_slots),
+                shift_E=empty(num_experts, dtype=torch.int32),
                 offsets_LS=empty(num_local, size, dtype=torch.int32),
                 count_SL=empty(size, num_local),
             )
@@ -132,17 +143,17 @@ class World:
         for r, plan in enumerate(self.plans):
             direct.push_counts(here(plan.kept_E), self.pointers("table_RE"), r)
         for r, rank in enumerate(self.ranks):
-            out = rank.start_E, rank.offsets_LS, rank.count_SL
-            direct.place_rows(rank.table_RE, r, *out)
+            out = rank.shift_E, rank.offsets_LS, rank.count_SL
+            direct.place_rows(rank.table_RE, r, *out, *self.pools)
         for r, (rank, plan) in enumerate(zip(self.ranks, self.plans, strict=True)):
             direct.push_rows(
                 here(tokens_STD[r]),
                 None if probs_STE is None else here(probs_STE[r]),
                 here(plan.slot_of_TK),
-                rank.start_E,
+                here(plan.expert_of_TK),
+                rank.shift_E,
                 self.pointers("rows_ND"),
                 self.pointers("probs_N"),
-                self.capacity,
             )
 
     def return_rows(self, packed: list[Tensor], beside: list[Tensor] | None) -> None:
@@ -151,26 +162,40 @@ class World:
                 packed[r],
                 None if beside is None else beside[r],
                 rank.offsets_LS,
-                self.pointers("slots_ECD"),
-                self.pointers("meta_EC1"),
+                self.kept_SE,
+                self.pointers("slots_QD"),
+                self.pointers("meta_Q"),
                 r,
-                self.capacity,
+                *self.pools,
             )
+
+    def home(self, r: int) -> tuple[Tensor, Tensor]:
+        """Return the sums of rank r's slots, and the numbers beside them."""
+        slot_of_TK, expert_of_TK = here(self.plans[r].slot_of_TK), here(self.plans[r].expert_of_TK)
+        rank, (pool_slots, _) = self.ranks[r], self.pools
+        values_TE = rows.scatter_meta(
+            rank.meta_Q.view(-1, pool_slots),
+            slot_of_TK,
+            expert_of_TK,
+            pool_slots,
+            rank.shift_E.shape[0],
+        )
+        return rows.sum_rows(rank.slots_QD, slot_of_TK).cpu(), values_TE.cpu()
 
     def padded(self, rows: np.ndarray, kept_RSL: np.ndarray) -> list[Tensor]:
         """Payloads [R, L, M, ...] in the packed layout, NaN behind the last row."""
         packed = []
         for r, rows_LM in enumerate(rows):
             real = reference.pack(rows_LM, kept_RSL[r])
-            held = empty(rows_LM.shape[0] * rows_LM.shape[1], *rows_LM.shape[2:])
+            held = empty(len(self.ranks[r].rows_ND), *rows_LM.shape[2:])
             held[: len(real)] = here(real)
             packed.append(held)
         return packed
 
 
-def check(kept_STE: np.ndarray, top_k: int, capacity: int, width: int) -> None:
+def check(kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int) -> None:
     size, num_tokens, num_experts = kept_STE.shape
-    world = World(kept_STE, top_k, capacity, width)
+    world = World(kept_STE, top_k, sizes, width)
     tokens_STD = addresses(size, num_tokens, width, offset=0).astype(np.float32)
     probs_STE = addresses(size, num_tokens, num_experts, offset=10_000).astype(np.float32)
     given = reference.dispatch(tokens_STD, probs_STE, world.plans, num_ranks=size)
@@ -193,11 +218,11 @@ def check(kept_STE: np.ndarray, top_k: int, capacity: int, width: int) -> None:
         back_RLMD, beside_RLM, world.plans, num_experts=num_experts
     )
     for r, rank in enumerate(world.ranks):
-        slot_of_TK = here(world.plans[r].slot_of_TK)
-        assert_same(rows.sum_rows(rank.slots_ECD.flatten(0, 1), slot_of_TK).cpu(), sums_STD[r])
-        assert_same(rows.scatter_meta(rank.meta_EC1, slot_of_TK).cpu(), values_STE[r])
-        empty_EC = here(world.plans[r].choice_of_slot_EC) < 0
-        assert rank.slots_ECD[empty_EC].isnan().all()
+        sum_TD, values_TE = world.home(r)
+        assert_same(sum_TD, sums_STD[r])
+        assert_same(values_TE, values_STE[r])
+        empty_Q = here(world.plans[r].choice_of_slot_GP).flatten() < 0
+        assert rank.slots_QD[empty_Q].isnan().all()
 
     # Gradients of the output, and the output without anything beside it.
     world.push(tokens_STD + 1, None)
@@ -207,12 +232,29 @@ def check(kept_STE: np.ndarray, top_k: int, capacity: int, width: int) -> None:
     for r, rank in enumerate(world.ranks):
         expected = reference.pack(grad_RLMD[r], given.kept_RSL[r])
         assert_same(rank.rows_ND[: len(expected)].cpu(), expected)
-        slot_of_TK = here(world.plans[r].slot_of_TK)
-        assert_same(rows.sum_rows(rank.slots_ECD.flatten(0, 1), slot_of_TK).cpu(), home_STD[r])
+        assert_same(world.home(r)[0], home_STD[r])
 
 
-@settings(max_examples=15)
+POOLS = pytest.mark.parametrize("pool", ["expert", "rank", "receiver"])
+
+
+def sizes_of(pool: Any, kept_STE: np.ndarray, top_k: int, capacity: int) -> PoolSizes:
+    """Return the sizes of a pool with `capacity` slots per expert, or as many as rows need."""
+    size, num_tokens, num_experts = kept_STE.shape
+    config = DispatchConfig(
+        num_experts=num_experts, top_k=top_k, capacity_pool=pool, num_ranks=size
+    )
+    if pool == "expert":
+        config = replace(config, capacity_factor=0.01, min_capacity=capacity)
+        return config.sizes(num_tokens)
+    kept_SR = kept_STE.sum(1).reshape(size, size, -1).sum(2)
+    most = kept_SR.max() if pool == "rank" else kept_SR.sum(0).max()
+    return config.sizes_that_fit(num_tokens, int(most))
+
+
+@settings(max_examples=30)
 @given(
+    pool=st.sampled_from(["expert", "rank", "receiver"]),
     size=st.sampled_from([2, 3, 4]),
     num_local=st.integers(1, 3),
     num_tokens=st.integers(1, 5),
@@ -222,7 +264,7 @@ def check(kept_STE: np.ndarray, top_k: int, capacity: int, width: int) -> None:
     share=st.sampled_from([0.0, 0.3, 0.9]),
     seed=st.integers(0, 99),
 )
-def test_any_routing(size, num_local, num_tokens, top_k, capacity, width, share, seed):
+def test_any_routing(pool, size, num_local, num_tokens, top_k, capacity, width, share, seed):
     num_experts = size * num_local
     top_k = min(top_k, num_experts)
     kept_STE = np.stack(
@@ -231,25 +273,29 @@ def test_any_routing(size, num_local, num_tokens, top_k, capacity, width, share,
             for s in range(size)
         ]
     )
-    check(kept_STE & (kept_STE.cumsum(1) <= capacity), top_k, capacity, width)
+    kept_STE &= kept_STE.cumsum(1) <= min(capacity, num_tokens)
+    check(kept_STE, top_k, sizes_of(pool, kept_STE, top_k, capacity), width)
 
 
+@POOLS
 @pytest.mark.parametrize("skew", ["same", "none", "hot"])
-def test_skewed_routings(skew):
-    maps = [routing_map(6, 4, 2, skew=skew, seed=seed) for seed in range(2)]
-    check(np.stack(maps), 2, 6, 5)
+def test_skewed_routings(skew, pool):
+    kept_STE = np.stack([routing_map(6, 4, 2, skew=skew, seed=seed) for seed in range(2)])
+    check(kept_STE, 2, sizes_of(pool, kept_STE, 2, 6), 5)
 
 
-def test_a_rank_without_rows():
-    maps = [routing_map(6, 4, 2, seed=0), routing_map(6, 4, 2, skew="none")]
-    check(np.stack(maps), 2, 6, 5)
+@POOLS
+def test_a_rank_without_rows(pool):
+    kept_STE = np.stack([routing_map(6, 4, 2, seed=0), routing_map(6, 4, 2, skew="none")])
+    check(kept_STE, 2, sizes_of(pool, kept_STE, 2, 6), 5)
 
 
-def test_more_than_one_block_of_everything(monkeypatch):
+@POOLS
+def test_more_than_one_block_of_everything(monkeypatch, pool):
     """Fewer programs than tokens and rows, wider rows than a block of a row's."""
     monkeypatch.setattr(direct, "_PROGRAMS", 3)
-    maps = [routing_map(11, 4, 3, seed=seed) for seed in range(2)]
-    check(np.stack(maps), 3, 11, 2500)
+    kept_STE = np.stack([routing_map(11, 4, 3, seed=seed) for seed in range(2)])
+    check(kept_STE, 3, sizes_of(pool, kept_STE, 3, 11), 2500)
 
 
 @pytest.mark.gpu
@@ -259,9 +305,9 @@ def test_rows_beyond_2_to_the_31_elements():
     nowhere = pointers([rows_ND])
     token_TD = torch.full((1, width), 3, dtype=torch.bfloat16, device="cuda")
     slot = ints([num_rows - 1])
-    direct.push_rows(token_TD, None, slot, ints(0), pointers([rows_ND]), nowhere, num_rows)
+    direct.push_rows(token_TD, None, slot, ints([0]), ints(0), pointers([rows_ND]), nowhere)
     assert (rows_ND[-1] == 3).all() and not rows_ND[:-1].any()
-    slots_ECD = torch.zeros_like(rows_ND)[None]
-    offsets = ints([num_rows])
-    direct.return_rows(rows_ND, None, offsets, pointers([slots_ECD]), nowhere, 0, num_rows)
-    assert (slots_ECD[0, -1] == 3).all() and not slots_ECD[0, :-1].any()
+    slots_QD = torch.zeros_like(rows_ND)
+    offsets, slots_R = ints([num_rows]), pointers([slots_QD])
+    direct.return_rows(rows_ND, None, offsets, None, slots_R, nowhere, 0, num_rows, 1)
+    assert (slots_QD[-1] == 3).all() and not slots_QD[:-1].any()

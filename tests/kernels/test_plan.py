@@ -3,21 +3,30 @@
 Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
 """
 
+import pytest
 import torch
 from hypothesis import given
 
 from padded_dispatch.kernels import plan
 from padded_dispatch.ops.plan import packed_slots, plan_in_torch
 from tests.support.device import equal, few, here, ints
-from tests.support.routing_cases import RoutingCase, routing_cases
+from tests.support.routing_cases import NUMBERS, RoutingCase, pools_of, routing_cases
 
 
-def test_plan_example():
+@pytest.mark.parametrize(
+    ("pools", "slots", "choices", "kept", "unplaced"),
+    [
+        ((2, 2), [[0, -1], [1, 2], [3, -1]], [[0, 2], [3, 4]], [2, 2], [0, 0]),
+        ((1, 3), [[0, -1], [1, 2], [-1, -1]], [[0, 2, 3]], [2, 1], [0, 1]),
+    ],
+)
+def test_plan_examples(pools, slots, choices, kept, unplaced):
     kept_TE = here([[True, False], [True, True], [False, True]])
-    slot_of_TK, choice_of_slot_EC, kept_E, unplaced_E = plan.plan(kept_TE, 2, 2)
-    assert slot_of_TK.tolist() == [[0, -1], [1, 2], [3, -1]]
-    assert choice_of_slot_EC.tolist() == [[0, 2], [3, 4]]
-    assert (kept_E.tolist(), unplaced_E.tolist()) == ([2, 2], [0, 0])
+    slot_of_TK, expert_of_TK, choice_of_slot_GP, kept_E, unplaced_E = plan.plan(kept_TE, 2, *pools)
+    assert slot_of_TK.tolist() == slots
+    assert expert_of_TK.tolist() == [[0, -1], [0, 1], [1 if pools[0] == 2 else -1, -1]]
+    assert choice_of_slot_GP.tolist() == choices
+    assert (kept_E.tolist(), unplaced_E.tolist()) == (kept, unplaced)
 
 
 def test_packed_slots_example():
@@ -26,27 +35,31 @@ def test_packed_slots_example():
 
 
 @few
-@given(case=routing_cases())
-def test_plan(case: RoutingCase):
-    map_TE = torch.from_numpy(case.map_TE)
-    got = plan.plan(here(map_TE), case.top_k, case.capacity)
-    equal(*zip(got, plan_in_torch(map_TE, case.top_k, case.capacity), strict=True))
+@given(case=routing_cases(), number=NUMBERS)
+def test_plan(case: RoutingCase, number: int):
+    map_TE, sizes = torch.from_numpy(case.map_TE), pools_of(case, number)
+    pools = sizes.num_pools, sizes.pool_slots
+    got = plan.plan(here(map_TE), case.top_k, *pools)
+    equal(*zip(got, plan_in_torch(map_TE, case.top_k, *pools), strict=True))
 
 
 @few
 @given(case=routing_cases())
 def test_packed_slots(case: RoutingCase):
     map_TE = torch.from_numpy(case.map_TE)
-    slots, _, kept_E, _ = plan_in_torch(map_TE, case.top_k, case.capacity)
+    num_experts = map_TE.shape[1]
+    slots, _, _, kept_E, _ = plan_in_torch(map_TE, case.top_k, num_experts, case.capacity)
     offsets_E = kept_E.cumsum(0, dtype=torch.int32)
     packed_TK = plan.packed_slots(here(slots), here(offsets_E), case.capacity)
     equal((packed_TK, packed_slots(slots, offsets_E, case.capacity)))
 
 
-def test_more_tokens_than_one_block():
-    map_TE = torch.rand(1500, 3) < 0.7
-    expected = plan_in_torch(map_TE, 2, 1100)
-    equal(*zip(plan.plan(here(map_TE), 2, 1100), expected, strict=True))
-    slots, offsets_E = expected[0], expected[2].cumsum(0, dtype=torch.int32)
-    packed_TK = plan.packed_slots(here(slots), here(offsets_E), 1100)
-    equal((packed_TK, packed_slots(slots, offsets_E, 1100)))
+@pytest.mark.parametrize("pools", [(4, 1100), (2, 2300), (1, 4700), (1, 1)])
+def test_more_tokens_than_one_block(pools):
+    map_TE = torch.rand(1500, 4) < 0.7
+    expected = plan_in_torch(map_TE, 2, *pools)
+    equal(*zip(plan.plan(here(map_TE), 2, *pools), expected, strict=True))
+    if pools[0] == 4:
+        slots, offsets_E = expected[0], expected[3].cumsum(0, dtype=torch.int32)
+        packed_TK = plan.packed_slots(here(slots), here(offsets_E), 1100)
+        equal((packed_TK, packed_slots(slots, offsets_E, 1100)))

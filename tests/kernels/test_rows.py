@@ -12,7 +12,7 @@ from padded_dispatch.kernels import rows
 from padded_dispatch.ops import rows as ops
 from padded_dispatch.ops.plan import plan_in_torch
 from tests.support.device import DEVICE, equal, few, here, ints
-from tests.support.routing_cases import RoutingCase, routing_cases
+from tests.support.routing_cases import NUMBERS, RoutingCase, pools_of, routing_cases
 
 
 def test_spread_rows_example():
@@ -26,43 +26,51 @@ def test_sum_rows_example():
     assert rows.sum_rows(rows_ND, ints([2, -1], [0, 1])).tolist() == [[4.0], [3.0]]
 
 
-def test_gather_meta_example():
-    probs_TE = here([[0.9, 0.1], [0.8, 0.2]])
-    meta_EC1 = rows.gather_meta(probs_TE, ints([0, 1], [-1, -1]), ints(2, 0), 1)
-    equal((meta_EC1, torch.tensor([[0.9, 0.8, 2.0], [0.0, 0.0, 0.0]])))
+def test_gather_meta_examples():
+    probs_TE, experts = here([[0.9, 0.1], [0.8, 0.2]]), ints([0], [0])
+    meta_GPX = rows.gather_meta(probs_TE, experts, ints([0, 1], [-1, -1]), ints(2, 0))
+    equal((meta_GPX, torch.tensor([[0.9, 0.8, 2.0], [0.0, 0.0, 0.0]])))
+    meta_GPX = rows.gather_meta(probs_TE, experts, ints([0, 1]), ints(2, 0))
+    equal((meta_GPX, torch.tensor([[0.9, 0.8, 2.0, 0.0]])))
 
 
 def test_scatter_meta_example():
-    meta_EC1 = here([[0.5, 1.0], [0.7, 1.0]])
-    equal((rows.scatter_meta(meta_EC1, ints([1], [-1])), torch.tensor([[0.0, 0.7], [0.0, 0.0]])))
+    meta_GPX = here([[0.5, 1.0], [0.7, 1.0]])
+    values_TE = rows.scatter_meta(meta_GPX, ints([1], [-1]), ints([1], [-1]), 1, 2)
+    equal((values_TE, torch.tensor([[0.0, 0.7], [0.0, 0.0]])))
 
 
 def test_pack_rows_example():
-    slots_MCD = here([[[1.0], [9.0]], [[9.0], [9.0]], [[2.0], [3.0]], [[4.0], [9.0]]])
-    packed_ND = rows.pack_rows(slots_MCD, ints([1, 3], [3, 4]))
-    assert packed_ND.shape == (8, 1)
-    assert packed_ND[:4].flatten().tolist() == [1.0, 2.0, 3.0, 4.0]
+    own = here([[[1.0], [9.0]], [[9.0], [9.0]], [[2.0], [3.0]], [[4.0], [9.0]]])
+    one_per_source = here([[[1.0], [9.0], [9.0], [9.0]], [[2.0], [3.0], [4.0], [9.0]]])
+    for slots_MPD in (own, one_per_source):
+        packed_ND = rows.pack_rows(slots_MPD, ints([1, 3], [3, 4]))
+        assert packed_ND.shape == (8, 1)
+        assert packed_ND[:4].flatten().tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_unpack_rows_example():
     packed_ND = here([[1.0], [2.0], [3.0], [4.0], [9.0], [9.0], [9.0], [9.0]])
-    slots_MCD = rows.unpack_rows(packed_ND, ints([1, 3], [3, 4]))
-    assert slots_MCD.squeeze(2).tolist() == [[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [4.0, 0.0]]
+    slots_MPD = rows.unpack_rows(packed_ND, ints([1, 3], [3, 4]), 4)
+    assert slots_MPD.squeeze(2).tolist() == [[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [4.0, 0.0]]
+    slots_MPD = rows.unpack_rows(packed_ND, ints([1, 3], [3, 4]), 2)
+    assert slots_MPD.squeeze(2).tolist() == [[1.0, 0.0, 0.0, 0.0], [2.0, 3.0, 4.0, 0.0]]
 
 
 @few
-@given(case=routing_cases())
-def test_moves_and_sums(case: RoutingCase):
+@given(case=routing_cases(), number=NUMBERS)
+def test_moves_and_sums(case: RoutingCase, number: int):
     """All that moves, by the maps of one plan; an odd width, rows with garbage where empty."""
-    map_TE = torch.from_numpy(case.map_TE)
-    slots, choices, kept_E, _ = plan_in_torch(map_TE, case.top_k, case.capacity)
+    map_TE, num_pools = torch.from_numpy(case.map_TE), pools_of(case, number).num_pools
+    num_experts = map_TE.shape[1]
+    slots, experts, choices, kept_E, _ = plan_in_torch(map_TE, case.top_k, num_pools, case.capacity)
     tokens_TD = torch.randn(map_TE.shape[0], 19)
     rows_ECD = torch.randn(*choices.shape, 19)
     rows_ECD[choices < 0] = torch.nan
     unwritten_ECD = rows.spread_rows(here(tokens_TD), here(slots), here(choices), zeros=False)
     expected_ECD = ops._gather(tokens_TD, slots, choices, True)
     equal((unwritten_ECD[here(choices >= 0)], expected_ECD[choices >= 0]))
-    meta_EC1 = torch.randn(choices.shape[0], choices.shape[1] + 1)
+    meta_GPX = torch.randn(num_pools, case.capacity + num_experts // num_pools)
     probs_TE = torch.from_numpy(case.probs_TE).float()
     equal(
         (
@@ -74,12 +82,14 @@ def test_moves_and_sums(case: RoutingCase):
             ops._combine(rows_ECD, slots, choices, True),
         ),
         (
-            rows.gather_meta(here(probs_TE), here(choices), here(kept_E), case.top_k),
-            ops._gather_meta(probs_TE, slots, choices, kept_E),
+            rows.gather_meta(here(probs_TE), here(experts), here(choices), here(kept_E)),
+            ops._gather_meta(probs_TE, slots, experts, choices, kept_E),
         ),
         (
-            rows.scatter_meta(here(meta_EC1), here(slots)),
-            ops._scatter_meta(meta_EC1, slots, choices),
+            rows.scatter_meta(
+                here(meta_GPX), here(slots), here(experts), case.capacity, num_experts
+            ),
+            ops._scatter_meta(meta_GPX, slots, experts, choices, num_experts),
         ),
     )
 
@@ -92,25 +102,43 @@ def test_moves_and_sums(case: RoutingCase):
         )
     ),
     width=st.sampled_from([1, 19]),
+    shared=st.booleans(),
 )
-def test_packing_and_unpacking(kept: list[list[int]], width: int):
+def test_packing_and_unpacking(kept: list[list[int]], width: int, shared: bool):
     """Slots of a wider buffer, as probabilities are, with NaN where no row is."""
-    kept_SL = torch.tensor(kept, dtype=torch.int32)
+    check_packing(torch.tensor(kept, dtype=torch.int32), 5, width, shared)
+
+
+def check_packing(kept_SL: torch.Tensor, room: int, width: int, shared: bool) -> None:
     offsets_LS = ops.running_offsets(kept_SL)
-    slots_MCD = torch.randn(kept_SL.numel(), 6, width)[:, :-1]
-    slots_MCD[torch.arange(5) >= kept_SL.view(-1, 1)] = torch.nan
+    kept_M, num_slots = kept_SL.flatten(), room
+    if shared:
+        kept_M, num_slots = kept_SL.sum(1), room * kept_SL.shape[1]
+    num_pools = len(kept_M)
+    slots_MPD = torch.randn(num_pools, num_slots + 1, width)[:, :-1]
+    real_MP = torch.arange(num_slots) < kept_M[:, None]
+    slots_MPD[~real_MP] = torch.nan
     num_rows = int(kept_SL.sum())
-    expected_ND = ops._pack(slots_MCD, offsets_LS, True)
-    packed_ND = rows.pack_rows(here(slots_MCD), here(offsets_LS))
+    expected_ND = ops._pack(slots_MPD, offsets_LS, True)
+    packed_ND = rows.pack_rows(here(slots_MPD), here(offsets_LS))
     equal((packed_ND[:num_rows], expected_ND[:num_rows]))
     assert packed_ND.shape == expected_ND.shape
     expected_ND[num_rows:] = torch.nan
-    unpacked_MCD = rows.unpack_rows(here(expected_ND), here(offsets_LS))
-    equal((unpacked_MCD, ops._unpack(expected_ND, offsets_LS, True)))
-    assert not unpacked_MCD.isnan().any()
-    real_MC = torch.arange(5) < kept_SL.view(-1, 1)
-    unpacked_MCD = rows.unpack_rows(here(expected_ND), here(offsets_LS), zeros=False)
-    equal((unpacked_MCD[here(real_MC)], slots_MCD[real_MC]))
+    unpacked_MPD = rows.unpack_rows(here(expected_ND), here(offsets_LS), num_pools)
+    equal((unpacked_MPD, ops._unpack(expected_ND, offsets_LS, num_pools, True)))
+    assert not unpacked_MPD.isnan().any()
+    unpacked_MPD = rows.unpack_rows(here(expected_ND), here(offsets_LS), num_pools, zeros=False)
+    equal((unpacked_MPD[here(real_MP)], slots_MPD[real_MP]))
+
+
+@pytest.mark.parametrize(("num_local", "width"), [(64, 1), (64, 2), (7, 700)])
+def test_pools_of_many_blocks_and_experts(num_local: int, width: int):
+    """Runs that end within a block, runs longer than a block, and experts without rows."""
+    draw = torch.Generator().manual_seed(num_local)
+    kept_SL = torch.randint(0, 9, (2, num_local), generator=draw, dtype=torch.int32)
+    kept_SL[0, ::3] = 0
+    kept_SL[1, num_local // 2] = 2500 // width
+    check_packing(kept_SL, max(9, 2500 // num_local // width + 9), width, shared=True)
 
 
 def test_packing_a_gradient_that_is_one_row_everywhere():
@@ -144,7 +172,7 @@ def test_rows_wider_than_one_block():
     equal((packed_ND[:8], slots_MCD.flatten(0, 1)[:8]))
     expected_MCD = slots_MCD.clone()
     expected_MCD[1, 1:] = 0
-    equal((rows.unpack_rows(packed_ND, here(offsets_LS)), expected_MCD))
+    equal((rows.unpack_rows(packed_ND, here(offsets_LS), 2), expected_MCD))
 
 
 @pytest.mark.gpu
@@ -156,7 +184,7 @@ def test_rows_beyond_2_to_the_31_elements():
     assert (rows.sum_rows(tokens_TD, ints([num_rows - 1])) == 3).all()
     offsets = ints([num_rows])
     assert (rows.pack_rows(tokens_TD[None], offsets)[-1] == 3).all()
-    assert (rows.unpack_rows(tokens_TD, offsets)[0, -1] == 3).all()
+    assert (rows.unpack_rows(tokens_TD, offsets, 1)[0, -1] == 3).all()
     slots = torch.full((num_rows, 1), -1, dtype=torch.int32, device="cuda")
     choices = slots.flatten().clone()
     for first, last in ((0, num_rows - 1), (num_rows - 1, 0)):

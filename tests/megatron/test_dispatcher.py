@@ -58,7 +58,7 @@ def test_nothing_outlives_the_layer_and_shapes_may_change():
     for shape in ((6, 2), (3, 1), (6, 2)):
         output, _ = moe(torch.randn(*shape, tiny.HIDDEN))
         assert output.shape == (*shape, tiny.HIDDEN)
-        assert [getattr(dispatcher, name) for name in dispatcher.cudagraph_attrs] == [None] * 4
+        assert [getattr(dispatcher, name) for name in dispatcher.cudagraph_attrs] == [None] * 6
     assert dispatcher.counters.num_unplaced.item() == 0
 
 

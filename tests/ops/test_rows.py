@@ -18,11 +18,13 @@ from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.grids import poisoned_memory
 from tests.support.pools import pools
 from tests.support.routing_cases import (
+    NUMBERS,
     RoutingCase,
     addresses,
     assert_same,
     grad_of,
     leaf,
+    pools_of,
     routing_cases,
 )
 
@@ -30,123 +32,171 @@ HIDDEN = 3
 ALL_OPS = torch.ops.padded_dispatch
 
 
-def planned(case: RoutingCase) -> tuple[DispatchPlan, reference.Plan]:
-    sizes = dict(top_k=case.top_k, capacity=case.capacity)
+def planned(case: RoutingCase, number: int = 0) -> tuple[DispatchPlan, reference.Plan]:
+    sizes = pools_of(case, number)
     return (
-        make_plan(torch.from_numpy(case.map_TE), **sizes),
-        reference.plan(case.map_TE, **sizes),
+        make_plan(torch.from_numpy(case.map_TE), top_k=case.top_k, sizes=sizes),
+        reference.plan(case.map_TE, top_k=case.top_k, sizes=sizes),
     )
 
 
-@given(case=routing_cases())
-def test_gathers_are_the_reference_s_dispatch(case: RoutingCase):
-    plan, plan_by_loops = planned(case)
+def by_expert(slots: np.ndarray, plan: reference.Plan) -> np.ndarray:
+    """Spread payloads of pools [G, P, ...] over the buffers of their experts, [E, P, ...].
+
+    What is not a row is NaN.
+    """
+    num_pools, num_slots = plan.choice_of_slot_GP.shape
+    num_experts = len(plan.kept_E)
+    spread = np.full((num_experts, *slots.shape[1:]), np.nan)
+    for g in range(num_pools):
+        p = 0
+        for e in range(g * num_experts // num_pools, (g + 1) * num_experts // num_pools):
+            kept = plan.kept_E[e]
+            spread[e, :kept] = slots[g, p : p + kept]
+            p += kept
+    assert spread.shape[1] == num_slots
+    return spread
+
+
+def in_pools(buffers: np.ndarray, plan: reference.Plan) -> np.ndarray:
+    """Bring rows of experts' buffers [E, P, ...] into their pools [G, P, ...]; 0 behind them."""
+    num_pools, num_slots = plan.choice_of_slot_GP.shape
+    pools = np.zeros((num_pools, *buffers.shape[1:]))
+    for g, kept_X in enumerate(plan.kept_E.reshape(num_pools, -1)):
+        buffers_X = buffers[g * len(kept_X) : (g + 1) * len(kept_X)]
+        rows = [one[:kept] for one, kept in zip(buffers_X, kept_X, strict=True)]
+        pools[g, : kept_X.sum()] = np.concatenate(rows)
+    assert pools.shape[1] == num_slots
+    return pools
+
+
+@given(case=routing_cases(), number=NUMBERS)
+def test_gathers_are_the_reference_s_dispatch(case: RoutingCase, number: int):
+    plan, plan_by_loops = planned(case, number)
     num_tokens, num_experts = case.map_TE.shape
-    buffer_EC = num_experts, case.capacity
+    shape = plan_by_loops.choice_of_slot_GP.shape
     tokens, probs = addresses(num_tokens, HIDDEN), addresses(num_tokens, num_experts, offset=100)
-    grad_rows, grad_probs = addresses(*buffer_EC, HIDDEN, offset=200), addresses(*buffer_EC)
+    grad_rows, grad_probs = addresses(*shape, HIDDEN, offset=200), addresses(*shape)
     with poisoned_memory():
         tokens_TD, probs_TE = leaf(tokens), leaf(probs)
-        rows_ECD = ops.gather_rows(tokens_TD, plan)
-        probs_EC = ops.gather_meta(probs_TE, plan)[:, :-1]
-        rows_ECD.backward(torch.from_numpy(grad_rows))
-        probs_EC.backward(torch.from_numpy(grad_probs))
+        rows_GPD = ops.gather_rows(tokens_TD, plan)
+        meta_GPX = ops.gather_meta(probs_TE, plan)
+        probs_GP, counts_GX = meta_GPX[:, : case.capacity], meta_GPX[:, case.capacity :]
+        rows_GPD.backward(torch.from_numpy(grad_rows))
+        probs_GP.backward(torch.from_numpy(grad_probs))
     given = reference.dispatch(tokens[None], probs[None], [plan_by_loops], num_ranks=1)
-    assert_same(rows_ECD, given.rows_RLMD[0])
-    assert_same(probs_EC, given.probs_RLM[0])
+    assert_same(rows_GPD, in_pools(given.rows_RLMD[0], plan_by_loops))
+    assert_same(probs_GP, in_pools(given.probs_RLM[0], plan_by_loops))
+    assert_same(counts_GX.flatten(), plan_by_loops.kept_E.astype(np.float64))
     grad_tokens_STD, grad_probs_STE = reference.dispatch_backward(
-        grad_rows[None], grad_probs[None], [plan_by_loops], num_experts=num_experts
+        by_expert(grad_rows, plan_by_loops)[None],
+        by_expert(grad_probs, plan_by_loops)[None],
+        [plan_by_loops],
+        num_experts=num_experts,
     )
     assert_same(grad_of(tokens_TD), grad_tokens_STD[0])
     assert_same(grad_of(probs_TE), grad_probs_STE[0])
 
 
-@given(case=routing_cases())
-def test_combine_is_the_reference_and_reads_no_padded_row(case: RoutingCase):
-    plan, plan_by_loops = planned(case)
-    num_tokens, num_experts = case.map_TE.shape
-    rows = addresses(num_experts, case.capacity, HIDDEN)
-    rows[plan_by_loops.choice_of_slot_EC < 0] = np.nan
+@given(case=routing_cases(), number=NUMBERS)
+def test_combine_is_the_reference_and_reads_no_padded_row(case: RoutingCase, number: int):
+    plan, plan_by_loops = planned(case, number)
+    num_tokens = case.map_TE.shape[0]
+    rows = addresses(*plan_by_loops.choice_of_slot_GP.shape, HIDDEN)
+    rows[plan_by_loops.choice_of_slot_GP < 0] = np.nan
     grad = addresses(num_tokens, HIDDEN, offset=100)
     with poisoned_memory():
-        rows_ECD = leaf(rows)
-        out_TD = ops.combine_rows(rows_ECD, plan)
+        rows_GPD = leaf(rows)
+        out_TD = ops.combine_rows(rows_GPD, plan)
         out_TD.backward(torch.from_numpy(grad))
-    assert_same(out_TD, reference.combine(rows[None], [plan_by_loops])[0])
+    expected = reference.combine(by_expert(rows, plan_by_loops)[None], [plan_by_loops])[0]
+    assert_same(out_TD, expected)
     grad_RLMD = reference.combine_backward(grad[None], [plan_by_loops], num_ranks=1)
-    assert_same(grad_of(rows_ECD), grad_RLMD[0])
+    assert_same(grad_of(rows_GPD), in_pools(grad_RLMD[0], plan_by_loops))
 
 
-@given(case=routing_cases())
-def test_nan_in_the_gradient_of_a_padded_row_is_not_read(case: RoutingCase):
-    plan, _ = planned(case)
+@given(case=routing_cases(), number=NUMBERS)
+def test_nan_in_the_gradient_of_a_padded_row_is_not_read(case: RoutingCase, number: int):
+    plan, _ = planned(case, number)
     num_tokens, num_experts = case.map_TE.shape
     with poisoned_memory():
         tokens_TD = leaf(addresses(num_tokens, HIDDEN))
         probs_TE = leaf(addresses(num_tokens, num_experts))
-        rows_ECD = ops.gather_rows(tokens_TD, plan)
-        probs_EC = ops.gather_meta(probs_TE, plan)[:, :-1]
-        is_real_EC = plan.choice_of_slot_EC >= 0
-        probs_EC.backward(torch.where(is_real_EC, 1.0, torch.nan).double())
-        is_real_EC1 = is_real_EC[..., None]
-        rows_ECD.backward(torch.where(is_real_EC1, 1.0, torch.nan).double().expand_as(rows_ECD))
+        rows_GPD = ops.gather_rows(tokens_TD, plan)
+        probs_GP = ops.gather_meta(probs_TE, plan)[:, : case.capacity]
+        is_real_GP = plan.choice_of_slot_GP >= 0
+        probs_GP.backward(torch.where(is_real_GP, 1.0, torch.nan).double())
+        is_real_GP1 = is_real_GP[..., None]
+        rows_GPD.backward(torch.where(is_real_GP1, 1.0, torch.nan).double().expand_as(rows_GPD))
     num_kept_T = (plan.slot_of_TK >= 0).sum(1)
     assert_same(grad_of(tokens_TD), num_kept_T.double()[:, None].expand(-1, HIDDEN).numpy())
     assert torch.equal(grad_of(probs_TE).sum(1), num_kept_T.double())
 
 
-@given(case=routing_cases())
-def test_identity_experts_give_the_sum_of_kept_probabilities(case: RoutingCase):
-    plan, _ = planned(case)
+@given(case=routing_cases(), number=NUMBERS)
+def test_identity_experts_give_the_sum_of_kept_probabilities(case: RoutingCase, number: int):
+    plan, _ = planned(case, number)
     tokens_TD = torch.from_numpy(addresses(case.map_TE.shape[0], HIDDEN))
-    meta_EC1 = ops.gather_meta(torch.from_numpy(case.probs_TE), plan)
-    probs_EC1, kept_E = meta_EC1[:, :-1, None], meta_EC1[:, -1]
-    assert torch.equal(kept_E, plan.kept_E.double())
-    out_TD = ops.combine_rows(ops.gather_rows(tokens_TD, plan) * probs_EC1, plan)
+    meta_GPX = ops.gather_meta(torch.from_numpy(case.probs_TE), plan)
+    probs_GP1 = meta_GPX[:, : case.capacity, None]
+    out_TD = ops.combine_rows(ops.gather_rows(tokens_TD, plan) * probs_GP1, plan)
     # Probabilities are quarters: exact.
-    assert torch.equal(out_TD, tokens_TD * ops.combine_rows(probs_EC1, plan))
+    assert torch.equal(out_TD, tokens_TD * ops.combine_rows(probs_GP1, plan))
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["own pools", "one pool"])
 @pytest.mark.parametrize(
     "kept",
     [[[2]], [[0, 3, 1], [3, 0, 2]], [[0], [0]], [[0, 0], [1, 0], [0, 3]]],
     ids=["one of all", "gaps", "nothing", "experts and sources without rows"],
 )
-def test_packing_is_the_reference(kept):
+def test_packing_is_the_reference(kept, shared: bool):
     """Forward and backward of both, with NaN behind the last row; capacity 3."""
     kept_SL = torch.tensor(kept, dtype=torch.int32)
     num_sources, num_local = kept_SL.shape
-    slots = addresses(num_sources, num_local, 3, HIDDEN)
-    real_SLC = np.arange(3) < np.array(kept)[..., None]
-    slots_LMD = slots.transpose(1, 0, 2, 3).reshape(num_local, -1, HIDDEN)
-    packed = reference.pack(slots_LMD, kept_SL.numpy())
-    grad_packed = np.full((slots[..., 0].size, HIDDEN), np.nan)
+    payload = addresses(num_sources, num_local, 3, HIDDEN)
+    packed = reference.pack(
+        payload.transpose(1, 0, 2, 3).reshape(num_local, -1, HIDDEN), kept_SL.numpy()
+    )
+    num_pools, num_slots = kept_SL.numel(), 3
+    slots = payload.reshape(num_pools, 3, HIDDEN)
+    kept_MX = kept_SL.view(-1, 1)
+    if shared:  # Rows of a source behind each other, in a pool that they do not fill.
+        num_pools, num_slots, kept_MX = num_sources, 3 * num_local + 1, kept_SL
+        slots = addresses(num_pools, num_slots, HIDDEN, offset=1000)
+        for one, payload_LCD, kept_L in zip(slots, payload, kept, strict=True):
+            rows = [buffer[:n] for buffer, n in zip(payload_LCD, kept_L, strict=True)]
+            one[: sum(kept_L)] = np.concatenate(rows)
+    real_MP = np.arange(num_slots) < kept_MX.sum(1, keepdim=True).numpy()
+    grad_packed = np.full((num_pools * num_slots, HIDDEN), np.nan)
     grad_packed[: len(packed)] = packed
     with poisoned_memory():
         offsets_LS = ops.running_offsets(kept_SL)
-        slots_MCD = leaf(slots.reshape(-1, 3, HIDDEN))
-        rows_ND = ops.pack_rows(slots_MCD, offsets_LS)
+        slots_MPD = leaf(slots)
+        rows_ND = ops.pack_rows(slots_MPD, offsets_LS)
         rows_ND.backward(torch.from_numpy(grad_packed))
         packed_ND = leaf(grad_packed)
-        back_MCD = ops.unpack_rows(packed_ND, offsets_LS)
-        back_MCD.backward(slots_MCD.detach())
-    expected = np.where(real_SLC[..., None], slots, 0).reshape(-1, 3, HIDDEN)
+        back_MPD = ops.unpack_rows(packed_ND, offsets_LS, num_pools)
+        back_MPD.backward(slots_MPD.detach())
+    expected = np.where(real_MP[..., None], slots, 0)
     assert rows_ND.shape == grad_packed.shape
     assert_same(rows_ND[: len(packed)], packed)
-    assert_same(grad_of(slots_MCD), expected)
-    assert_same(back_MCD, expected)
+    assert_same(grad_of(slots_MPD), expected)
+    assert_same(back_MPD, expected)
     assert_same(grad_of(packed_ND)[: len(packed)], packed)
 
 
+@pytest.mark.parametrize("one_pool", [False, True])
 @given(case=routing_cases())
-def test_packing_in_one_step_equals_two_steps(case: RoutingCase):
+def test_packing_in_one_step_equals_two_steps(one_pool: bool, case: RoutingCase):
     """Forward and backward, where all rows come from this rank."""
-    plan, _ = planned(case)
     num_tokens, num_experts = case.map_TE.shape
+    sizes = pools(num_experts, case.capacity, num_experts if one_pool else 1)
+    plan = make_plan(torch.from_numpy(case.map_TE), top_k=case.top_k, sizes=sizes)
     offsets_E1 = ops.running_offsets(plan.kept_E[None])
     num_rows = offsets_E1[-1, 0]
     payload = addresses(num_tokens, HIDDEN)
-    grad = addresses(num_experts * case.capacity, HIDDEN, offset=100)
+    grad = addresses(sizes.num_rows, HIDDEN, offset=100)
     grad[num_rows:] = np.nan
     results = []
     with poisoned_memory():
@@ -157,7 +207,8 @@ def test_packing_in_one_step_equals_two_steps(case: RoutingCase):
                 home_TD = ops.combine_packed(out_ND, plan, offsets_E1)
             else:
                 rows_ND = ops.pack_rows(ops.gather_rows(tokens_TD, plan), offsets_E1)
-                home_TD = ops.combine_rows(ops.unpack_rows(out_ND, offsets_E1), plan)
+                slots_GPD = ops.unpack_rows(out_ND, offsets_E1, sizes.num_pools)
+                home_TD = ops.combine_rows(slots_GPD, plan)
             rows_ND.backward(torch.from_numpy(grad))
             home_TD.backward(torch.from_numpy(payload))
             real = rows_ND[:num_rows], home_TD, grad_of(tokens_TD), grad_of(out_ND)[:num_rows]
@@ -171,7 +222,7 @@ def one_plan() -> DispatchPlan:
     """Tokens with 0 to K experts, an expert with too many rows, one with none."""
     map_TE = torch.from_numpy(thin_out(routing_map(7, 5, 3, seed=2), share=0.2))
     map_TE[:, 4] = False
-    plan = make_plan(map_TE, top_k=3, capacity=2)
+    plan = make_plan(map_TE, top_k=3, sizes=pools(5, 2))
     assert plan.unplaced_E.sum().item() > 0
     assert (plan.slot_of_TK < 0).all(1).any()
     assert plan.kept_E.tolist()[4] == 0
@@ -181,17 +232,17 @@ def one_plan() -> DispatchPlan:
 def test_slots_that_are_not_read_may_be_left_unwritten():
     """With `zeros=False`: NaN in empty slots and in their gradients, the same values elsewhere."""
     plan = one_plan()
-    empty_EC = plan.choice_of_slot_EC < 0
+    empty_EC = plan.choice_of_slot_GP < 0
     tokens_TD = leaf(addresses(1, 1, 7, HIDDEN).reshape(7, HIDDEN))
-    rows_ECD = ops.gather_rows(tokens_TD, plan, zeros=False)
-    assert torch.equal(rows_ECD.isnan().all(2), empty_EC)
-    assert torch.equal(rows_ECD.nan_to_num(0), ops.gather_rows(tokens_TD, plan))
-    rows_ECD.backward(rows_ECD.detach())
+    rows_GPD = ops.gather_rows(tokens_TD, plan, zeros=False)
+    assert torch.equal(rows_GPD.isnan().all(2), empty_EC)
+    assert torch.equal(rows_GPD.nan_to_num(0), ops.gather_rows(tokens_TD, plan))
+    rows_GPD.backward(rows_GPD.detach())
     whole_TD = ops.combine_rows(ops.gather_rows(tokens_TD.detach(), plan), plan)
     assert torch.equal(grad_of(tokens_TD), whole_TD)
-    again_ECD = rows_ECD.detach().requires_grad_()
+    again_ECD = rows_GPD.detach().requires_grad_()
     ops.combine_rows(again_ECD, plan, zeros=False).backward(tokens_TD.detach())
-    assert torch.equal(grad_of(again_ECD).nan_to_num(-1), rows_ECD.detach().nan_to_num(-1))
+    assert torch.equal(grad_of(again_ECD).nan_to_num(-1), rows_GPD.detach().nan_to_num(-1))
 
     kept_SL = torch.tensor([[0, 2], [3, 1]], dtype=torch.int32)
     offsets_LS, real_MC = ops.running_offsets(kept_SL), torch.arange(3) < kept_SL.view(-1, 1)
@@ -236,30 +287,33 @@ def test_gradients_of_packing():
 
 def test_all_are_sound_custom_ops():
     plan = one_plan()
-    maps = plan.slot_of_TK, plan.choice_of_slot_EC
+    maps = plan.slot_of_TK, plan.choice_of_slot_GP
     checked = {
-        "gather_meta": (fp64(7, 5), *maps, plan.kept_E),
-        "scatter_meta": (fp64(5, 3), *maps),
+        "gather_meta": (fp64(7, 5), maps[0], plan.expert_of_TK, maps[1], plan.kept_E),
+        "scatter_meta": (fp64(5, 3), maps[0], plan.expert_of_TK, maps[1], 5),
         "gather": (fp64(7, HIDDEN), *maps, True),
         "combine": (fp64(5, 2, HIDDEN), *maps, True),
     }
     # All slots full, since opcheck compares every element.
     offsets_LS = ops.running_offsets(torch.full((2, 3), 4, dtype=torch.int32))
     checked["pack"] = fp64(6, 4, HIDDEN), offsets_LS, True
-    checked["unpack"] = fp64(24, HIDDEN), offsets_LS, True
+    checked["unpack"] = fp64(24, HIDDEN), offsets_LS, 6, True
     for name, arguments in checked.items():
         opcheck(getattr(ALL_OPS, name), arguments)
+    opcheck(ALL_OPS.pack, (fp64(2, 12, HIDDEN), offsets_LS, True))
+    opcheck(ALL_OPS.unpack, (fp64(24, HIDDEN), offsets_LS, 2, True))
     # Rows with strides, too: experts and transposed weights make such.
     opcheck(ALL_OPS.gather, (torch.randn(HIDDEN, 7).T.requires_grad_(), *maps, True))
     opcheck(ALL_OPS.combine, (torch.randn(2, 5, HIDDEN).transpose(0, 1), *maps, True))
 
 
 def _whole_way(tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, weight_DD: Tensor) -> Tensor:
-    selection = select(map_TE, probs_TE, sizes=pools(map_TE.shape[1], 2))
-    plan = make_plan(selection.kept_TE, top_k=3, capacity=2)
-    rows_ECD = ops.gather_rows(tokens_TD, plan)
+    sizes = pools(map_TE.shape[1], 2)
+    selection = select(map_TE, probs_TE, sizes=sizes)
+    plan = make_plan(selection.kept_TE, top_k=3, sizes=sizes)
+    rows_GPD = ops.gather_rows(tokens_TD, plan)
     probs_EC = ops.gather_meta(selection.probs_TE, plan)[:, :-1]
-    return ops.combine_rows((rows_ECD @ weight_DD) * probs_EC[..., None], plan)
+    return ops.combine_rows((rows_GPD @ weight_DD) * probs_EC[..., None], plan)
 
 
 def _results(function, num_tokens: int) -> list[Tensor]:
@@ -292,7 +346,7 @@ def test_the_same_input_gives_the_same_bits():
 def test_sums_of_narrow_rows_are_fp32_rounded_once(dtype):
     # `big` is where the spacing of the dtype becomes 2: adding ones one by one would lose them.
     big = 2.0 / torch.finfo(dtype).eps
-    plan = make_plan(torch.ones(1, 4, dtype=torch.bool), top_k=4, capacity=1)
+    plan = make_plan(torch.ones(1, 4, dtype=torch.bool), top_k=4, sizes=pools(4, 1))
     narrow = torch.tensor([big, 1, 1, 1], dtype=dtype)
     assert ((narrow[0] + narrow[1]) + narrow[2]) + narrow[3] == big
     assert ops.combine_rows(narrow.view(4, 1, 1), plan).tolist() == [[big + 4]]  # 3, rounded
@@ -304,13 +358,13 @@ def test_sums_of_narrow_rows_are_fp32_rounded_once(dtype):
 
 def test_sums_follow_ascending_experts():
     # In fp32, (2**24 + 1) - 2**24 is 0 and (2**24 - 2**24) + 1 is 1: the order shows.
-    plan = make_plan(torch.ones(2, 3, dtype=torch.bool), top_k=3, capacity=2)
+    plan = make_plan(torch.ones(2, 3, dtype=torch.bool), top_k=3, sizes=pools(3, 2))
     first_token, second_token = [2.0**24, 1.0, -(2.0**24)], [2.0**24, -(2.0**24), 1.0]
-    rows_ECD = torch.tensor([first_token, second_token]).T[..., None]
-    assert ops.combine_rows(rows_ECD, plan).tolist() == [[0.0], [1.0]]
+    rows_GPD = torch.tensor([first_token, second_token]).T[..., None]
+    assert ops.combine_rows(rows_GPD, plan).tolist() == [[0.0], [1.0]]
 
 
 def test_fp64_stays_fp64():
-    plan = make_plan(torch.ones(1, 2, dtype=torch.bool), top_k=2, capacity=1)
-    rows_ECD = torch.tensor([1.0, 2.0**-40], dtype=torch.float64).view(2, 1, 1)
-    assert ops.combine_rows(rows_ECD, plan).item() == 1.0 + 2.0**-40
+    plan = make_plan(torch.ones(1, 2, dtype=torch.bool), top_k=2, sizes=pools(2, 1))
+    rows_GPD = torch.tensor([1.0, 2.0**-40], dtype=torch.float64).view(2, 1, 1)
+    assert ops.combine_rows(rows_GPD, plan).item() == 1.0 + 2.0**-40

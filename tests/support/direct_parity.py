@@ -164,7 +164,7 @@ def poison(dispatcher: PaddedDispatcher) -> None:
     for buffers in direct_of(dispatcher)._buffers.values():
         workspace = buffers.workspace
         receive_buffers = [*buffers._receive_buffers, workspace.gradients]
-        everything = [workspace.slots_ECD, workspace.meta_EC1]
+        everything = [workspace.slots_QD, workspace.meta_Q]
         for tensor in everything + [
             tensor for receive_buffer in receive_buffers for tensor in receive_buffer.take()
         ]:

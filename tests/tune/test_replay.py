@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from padded_dispatch import reference
-from padded_dispatch.config import POLICIES, DispatchConfig
+from padded_dispatch.config import CAPACITY_POOLS, POLICIES, DispatchConfig
+from padded_dispatch.ops.acceptance import Receivers
 from padded_dispatch.ops.counters import mass_units
-from padded_dispatch.ops.plan import make_plan
-from padded_dispatch.ops.select import select
+from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.tune import replay as replay_module
-from padded_dispatch.tune.replay import POOLS, has_all_sources, largest_need, replay
+from padded_dispatch.tune.replay import POOLS, largest_need, replay
 from padded_dispatch.tune.trace import Trace
 from tests.support.pools import pools
 from tests.support.traces import small_trace
@@ -58,46 +58,64 @@ def dense(trace: Trace, n: int) -> tuple[np.ndarray, np.ndarray]:
     return map_TE, probs_TE
 
 
-@settings(max_examples=50)  # One example is up to 48 records at five factors.
+@settings(max_examples=80)  # One example is up to 48 records at five factors.
 @given(
     trace=traces(),
     policy=st.sampled_from(EXACT),
+    pool=st.sampled_from(CAPACITY_POOLS),
     min_capacity=st.integers(1, 3),
     alignment=st.integers(1, 4),
 )
-def test_every_record_is_what_reference_and_dispatcher_do(trace, policy, min_capacity, alignment):
-    found = replay(trace, FACTORS, policy=policy, min_capacity=min_capacity, alignment=alignment)
+def test_every_record_is_what_reference_and_dispatcher_do(
+    trace, policy, pool, min_capacity, alignment
+):
+    slots = dict(min_capacity=min_capacity, alignment=alignment)
+    found = replay(trace, FACTORS, policy=policy, pool=pool, **slots)
     for f, factor in enumerate(FACTORS):
         config = DispatchConfig(
             num_experts=trace.num_experts,
             top_k=trace.top_k,
             capacity_factor=factor,
-            min_capacity=min_capacity,
-            alignment=alignment,
+            capacity_pool=pool,
+            policy=policy,
             num_ranks=trace.num_ranks,
+            **slots,
         )
-        capacity = config.capacity(trace.num_tokens)
-        assert found.capacities[f] == capacity
-        assert found.slots[f] == capacity * trace.num_experts
-        for n in range(trace.num_records):
-            map_TE, probs_TE = dense(trace, n)
-            expected = reference.select(
-                map_TE, probs_TE, sizes=pools(trace.num_experts, capacity), policy=policy
-            )
-            kept_TE = expected.kept_TE
-            plan = reference.plan(kept_TE, top_k=trace.top_k, capacity=capacity)
-            assert found.demand_by_expert[n].tolist() == expected.demand_E.tolist()
-            assert found.kept_by_expert[f, n].tolist() == plan.kept_E.tolist()
-            asked_T, kept_T = map_TE.any(1), kept_TE.any(1)
-            assert found.num_tokens[n] == asked_T.sum()
-            assert found.lost_tokens[f, n] == (asked_T & ~kept_T).sum()
+        sizes = config.sizes(trace.num_tokens)
+        assert found.capacities[f] == (sizes.num_rows if pool == "receiver" else sizes.pool_slots)
+        for records in units(trace):
+            demand_SE = found.demand_by_expert[records]
+            accepted_SE = None
+            if pool == "receiver" and sizes.may_drop:
+                accepted_SE = reference.accept(
+                    demand_SE, num_ranks=trace.num_ranks, num_rows=sizes.num_rows
+                )
+            for source, n in enumerate(records):
+                map_TE, probs_TE = dense(trace, n)
+                limit_E = None if accepted_SE is None else accepted_SE[source]
+                expected = reference.select(
+                    map_TE, probs_TE, sizes=sizes, policy=policy, limit_E=limit_E
+                )
+                kept_TE = expected.kept_TE
+                assert found.demand_by_expert[n].tolist() == expected.demand_E.tolist()
+                assert found.kept_by_expert[f, n].tolist() == kept_TE.sum(0).tolist()
+                asked_T, kept_T = map_TE.any(1), kept_TE.any(1)
+                assert found.num_tokens[n] == asked_T.sum()
+                assert found.lost_tokens[f, n] == (asked_T & ~kept_T).sum()
 
-            tensors = torch.from_numpy(map_TE), torch.from_numpy(probs_TE)
-            ours = select(*tensors, sizes=pools(trace.num_experts, capacity), policy=policy)
-            counts = make_plan(ours.kept_TE, top_k=trace.top_k, capacity=capacity)
-            assert found.kept_by_expert[f, n].tolist() == counts.kept_E.tolist()
-            assert found.asked_mass[n] == mass_units(tensors[1]).sum().item()
-            assert found.kept_mass[f, n] == mass_units(ours.probs_TE).sum().item()
+                tensors = torch.from_numpy(map_TE), torch.from_numpy(probs_TE)
+                receivers = None
+                if pool == "receiver":
+                    table_SE = torch.from_numpy(demand_SE)
+                    receivers = Receivers(
+                        all_demands=lambda _: table_SE,  # noqa: B023 - called in this turn
+                        source=source,
+                        num_ranks=trace.num_ranks,
+                    )
+                ours = select_with_remedy(config, sizes, *tensors, receivers=receivers)
+                assert ours.kept_TE.numpy().tolist() == kept_TE.tolist()
+                assert found.asked_mass[n] == mass_units(tensors[1]).sum().item()
+                assert found.kept_mass[f, n] == mass_units(ours.probs_TE).sum().item()
 
 
 @given(traces(), st.sampled_from(EXACT))

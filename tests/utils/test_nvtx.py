@@ -12,6 +12,7 @@ from padded_dispatch.utils import nvtx
 from padded_dispatch.utils.nvtx import nvtx_range
 from tests.megatron.graphs.test_capture import Training, graphs
 from tests.support import tiny
+from tests.support.pools import pools
 
 
 @pytest.fixture
@@ -56,8 +57,9 @@ def test_packed_rows_regroup_in_a_backward_pass_too(shown):
     exchange = AllToAllExchange(2, packed=True)
     tokens_TD = torch.ones(3, 2, requires_grad=True)
     kept_TE = torch.eye(2, dtype=torch.bool)[[0, 1, 1]]
-    plan = make_plan(kept_TE, top_k=1, capacity=2)
-    given = exchange.arrange(exchange.move(exchange.prepare(tokens_TD, torch.ones(3, 2), plan)))
+    plan = make_plan(kept_TE, top_k=1, sizes=pools(2, 2))
+    outgoing = exchange.prepare(tokens_TD, torch.ones(3, 2), plan, 4)
+    given = exchange.arrange(exchange.move(outgoing))
     back = exchange.move_back(exchange.disarrange(given.rows_ND, given.offsets_LS))
     shown.clear()
     exchange.combine(back, plan, given.offsets_LS).sum().backward()

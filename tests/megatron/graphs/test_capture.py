@@ -152,7 +152,7 @@ class Training:
 
     def pinned(self) -> list[str]:
         """Return names of the dispatchers' attributes that hold a plan's tensors."""
-        names = ("slot_of_SBK", "choice_of_slot_EC", "kept_E", "unplaced_E")
+        names = ("slot_of_SBK", "expert_of_SBK", "choice_of_slot_GP", "kept_E", "unplaced_E")
         dispatchers = [layer.token_dispatcher for layer in self.moe_layers]
         return [name for name in names for d in dispatchers if getattr(d, name) is not None]
 
