@@ -16,7 +16,7 @@ Which rows compete, and what a factor of 1 is, depends on the pool of slots. The
 - "rank": a source's rows for all experts of one rank; L * C slots.
 - "receiver": all sources' rows for all experts of one rank; S * L * C slots. Every (source, expert)
   has C of them for itself, and the rest is shared by `padded_dispatch.ops.acceptance`, which
-  decides how many rows of each keep a slot; the policy decides which.
+  decides how many rows of each keep a slot; the policy decides which. With one source it is "rank".
 
 The others are the field's:
 
@@ -172,6 +172,8 @@ def replay(
     Raises:
         ValueError: names the argument, its value and what to change.
     """
+    if pool == "receiver" and trace.num_ranks == 1:
+        pool = "rank"  # Nothing is shared between sources.
     slots = _Slots(trace=trace, pool=pool, min_capacity=min_capacity, alignment=alignment, etp=etp)
     _check(slots, factors, policy)
     capacities = np.array([slots.capacity(float(factor)) for factor in factors], np.int64)

@@ -89,11 +89,11 @@ class Option:
     """One factor, what it drops and what it costs.
 
     `dropped`: share of all rows; `balanced_drop`: the same if all experts were equally popular,
-    None where several share a pool; `worst_layer`: of the layer that loses most. `lost`: share of tokens
-    that lost all their experts. `retried`: share of the steps in which any layer dropped a row,
-    which `on_overflow="retry"` would run again. `fill`: kept rows per slot. `cost`, `padded_ms`,
-    `packed_ms`: of a layer, forward and backward, per micro-batch; None where the layer's sizes are
-    not known.
+    None where several share a pool; `worst_layer`: of the layer that loses most. `lost`: share of
+    tokens that lost all their experts. `retried`: share of the steps in which any layer dropped a
+    row, which `on_overflow="retry"` would run again. `fill`: kept rows per slot. `cost`,
+    `padded_ms`, `packed_ms`: of a layer, forward and backward, per micro-batch; None where the
+    layer's sizes are not known.
     """
 
     factor: float

@@ -8,8 +8,7 @@ import pytest
 
 from padded_dispatch import cli
 from padded_dispatch.tune.command import main
-from padded_dispatch.tune.replay import replay
-from padded_dispatch.tune.replay import largest_need
+from padded_dispatch.tune.replay import largest_need, replay
 from padded_dispatch.tune.study import grid
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 from padded_dispatch.tune.trace import save_trace
