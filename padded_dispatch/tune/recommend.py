@@ -46,13 +46,14 @@ _ALIKE = 1.1  # factors closer than this are one phase: every change captures gr
 class Target:
     """A promise: at most `drop` of the rows dropped in `steps_share` of the steps.
 
-    `confidence`: the confidence that the factor is not too small.
+    The default `drop` is 5 %: in studies (`tune.menu`), models that lost 7 to 10 % of their rows
+    lost next to nothing in quality. `confidence`: the confidence that the factor is not too small.
 
     Raises:
         ValueError: names the field, its value and what to change.
     """
 
-    drop: float = 0.001
+    drop: float = 0.05
     steps_share: float = 0.99
     confidence: float = 0.95
 

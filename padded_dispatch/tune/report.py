@@ -11,13 +11,14 @@ from elsewhere, so it opens without a network and can be mailed.
 """
 
 import textwrap
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from padded_dispatch.tune.convert import Meaning, RoutingSizes, from_source
+from padded_dispatch.tune.menu import menu, notes
 from padded_dispatch.tune.recommend import Advice, percent
 from padded_dispatch.tune.study import Option, Study
+from padded_dispatch.tune.table import Table
 
 NO_LAYERS = (
     "No settings for each layer: this trace numbers layers within a pipeline stage, which merges "
@@ -119,24 +120,6 @@ def elsewhere(study: Study) -> dict[str, str]:
         except ValueError as error:
             found[name] = str(error)
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """A table of text cells; `marked` is the recommended row, if any."""
-
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    marked: int | None = None
-
-    def __str__(self) -> str:
-        lines = [self.headers, *self.rows]
-        widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-        text = []
-        for number, line in enumerate(lines, start=-1):
-            cells = "  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True))
-            text.append(f"{'>' if number == self.marked else ' '} {cells}")
-        return "\n".join(text)
 
 
 def factor_table(study: Study) -> Table:
@@ -250,6 +233,7 @@ def html(study: Study, svgs: dict[str, str]) -> str:
     body = [
         f"<h1>{_text(title)}</h1>",
         _section("recommendation", None, _answer(study)),
+        _section("menu", "The choices", _menu(study)),
         _section("settings", "What to set", _settings(study)),
         _section("figures", "Why", _figures(svgs)) if svgs else "",
         _section("factors", "What each factor does", _factors(study)),
@@ -285,7 +269,14 @@ def _answer(study: Study) -> str:
         tiles.append((f"{option.padded_ms:.2f} ms", "per layer, modelled"))
     items = "\n".join(f"<li><b>{_text(big)}</b><span>{_text(s)}</span></li>" for big, s in tiles)
     answer = f'<p class="answer">{_text(study.training.sentence())}</p>'
+    if study.warm_up is not None:
+        answer += f"\n<p>{_text(study.warm_up.sentence())}</p>"
     return f'{answer}\n<ul class="tiles">\n{items}\n</ul>'
+
+
+def _menu(study: Study) -> str:
+    listed = "\n".join(f'<p class="note">{_text(text)}</p>' for text in notes(study))
+    return f"{_table(menu(study))}\n{listed}"
 
 
 def _settings(study: Study) -> str:

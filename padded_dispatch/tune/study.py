@@ -13,6 +13,7 @@ from padded_dispatch.tune.recommend import Advice, Recommendation, Target, perce
 from padded_dispatch.tune.replay import Replay, replay
 from padded_dispatch.tune.time_model import TimeModel
 from padded_dispatch.tune.trace import Trace
+from padded_dispatch.tune.warm_up import settled_since
 
 _RECORDS_AT_A_TIME = 256
 
@@ -33,6 +34,7 @@ class Question:
         factors: to try; None takes a grid up to the factor that drops nothing.
         hold_out: share of the steps, the last ones, that the recommendation does not see and is
             checked on.
+        leave_out_warm_up: find the end of the warm-up, and recommend from the steps after it.
 
     Raises:
         ValueError: names the field, its value and what to change.
@@ -47,6 +49,7 @@ class Question:
     policy_given: bool = False
     factors: tuple[float, ...] | None = None
     hold_out: float = 0.0
+    leave_out_warm_up: bool = False
 
     def __post_init__(self) -> None:
         for name in ("min_capacity", "alignment", "etp"):
@@ -98,12 +101,33 @@ class HeldOut:
     kept: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """Steps that were left out: the first `num_steps`, up to before step `settled_since`.
+
+    `dropped`: the share of their rows that the recommended `factor` drops.
+    """
+
+    num_steps: int
+    settled_since: int
+    factor: float
+    dropped: float
+
+    def sentence(self) -> str:
+        """Return what was left out, and what it means."""
+        return (
+            f"The first {self.num_steps:,} steps of the trace, before step "
+            f"{self.settled_since:,}, are a warm-up and were left out: {self.factor:g} drops "
+            f"{percent(self.dropped)} of their rows."
+        )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Study:
     """The answers of a trace.
 
     `training`, `evaluation`: the two recommendations. `num_ranks`: ranks that hold different
-    experts (R). `layers_of_model`: see `study`.
+    experts (R). `layers_of_model`: see `study`. `warm_up`: None where no step was left out.
     """
 
     name: str
@@ -119,6 +143,7 @@ class Study:
     layer: Layer | None
     layers_of_model: bool
     held_out: HeldOut | None
+    warm_up: WarmUp | None
 
     def held_out_sentence(self) -> str:
         """Return the result of the check on unseen steps."""
@@ -178,6 +203,11 @@ def study(
         )
         unseen = trace.where(trace.steps >= first_unseen)
         trace = trace.where(trace.steps < first_unseen)
+    before = None
+    if question.leave_out_warm_up:
+        since = settled_since(trace)
+        if since > trace.steps.min():
+            before, trace = trace.where(trace.steps < since), trace.where(trace.steps >= since)
     replayed = _replay(trace, question)
     training = recommend(replayed, question.target)
     evaluation = replayed if eval_trace is None else _replay(eval_trace, question)
@@ -195,6 +225,17 @@ def study(
         layer=layer,
         layers_of_model=layers_of_model,
         held_out=None if unseen is None else _check(unseen, question, training.overall),
+        warm_up=None if before is None else _warm_up(before, trace, question, training.overall),
+    )
+
+
+def _warm_up(before: Trace, trace: Trace, question: Question, advice: Advice) -> WarmUp:
+    replayed = _replay(before, dataclasses.replace(question, factors=(advice.factor,)))
+    return WarmUp(
+        num_steps=len(np.unique(before.steps)),
+        settled_since=int(trace.steps.min()),
+        factor=advice.factor,
+        dropped=float(replayed.dropped.sum() / max(1, int(replayed.demand.sum()))),
     )
 
 

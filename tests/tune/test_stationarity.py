@@ -74,7 +74,7 @@ def test_a_change_at_the_end():
 
 
 def test_numbers_of_steps():
-    assert [num_covered(n, 0.95) for n in (24, 25, 1000, 1024)] == [0, 1, 40, 40]
-    assert num_covered(1000, 0.9) == 80
+    assert [num_covered(n, 0.95) for n in (33, 34, 1000, 1024)] == [0, 1, 30, 30]
+    assert num_covered(1000, 0.9) == 60
     # P(more than 2 of 40) is 0.7 %, P(more than 1 of 40) 6 %.
     assert [num_allowed(h, 0.99) for h in (1, 10, 40, 1000)] == [0, 1, 2, 18]
