@@ -215,9 +215,12 @@ def recommend(replay: Replay, target: Target) -> Recommendation:
         )
         return _advise(steps, target, missing)
 
+    overall = advice(rows.demand.sum(0), all_dropped.sum(1))
+    if len(rows.layers) == 1:
+        return Recommendation(target=target, overall=overall, layers={int(rows.layers[0]): overall})
     return Recommendation(
         target=target,
-        overall=advice(rows.demand.sum(0), all_dropped.sum(1)),
+        overall=overall,
         layers={
             int(layer): advice(rows.demand[i], all_dropped[:, i])
             for i, layer in enumerate(rows.layers)
