@@ -1,5 +1,8 @@
 """Tests that notice a change: exact small cases, false alarms, and changes that must be seen."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -9,8 +12,10 @@ from padded_dispatch.tune.stationarity import (
     num_allowed,
     num_covered,
 )
+from tests.tune.processes import KINDS
 
 SHARE, CONFIDENCE = 0.99, 0.95
+PROMISES = Path(__file__).parents[2] / "notebooks" / "results" / "promises.json"
 
 
 def noise(num_steps, seed):
@@ -78,3 +83,19 @@ def test_numbers_of_steps():
     assert num_covered(1000, 0.9) == 60
     # P(more than 2 of 40) is 0.7 %, P(more than 1 of 40) 6 %.
     assert [num_allowed(h, 0.99) for h in (1, 10, 40, 1000)] == [0, 1, 2, 18]
+
+
+@pytest.mark.parametrize("num_steps", [500, 1000])
+def test_measured_promises(num_steps):
+    """The rows of `tests.tune.promises`: all kinds that it has, 200 runs of each."""
+    runs = json.loads(PROMISES.read_text())["runs"]
+    rows = [row for run in runs for row in run["rows"] if row["steps"] == num_steps]
+    assert {row["kind"] for row in rows} == set(KINDS)
+    assert len(rows) == len(KINDS) > 30
+    assert {row["runs"] for row in rows} == {200}
+    assert max(row["broken_next"] for row in rows) <= 10  # 5 %
+    for row in rows:
+        if row["group"] == "independent":
+            assert row["promised"] >= 175
+        if row["group"] in ("independent", "mixing"):
+            assert row["broken_later"] <= 10
