@@ -65,17 +65,18 @@ class Replay:
 
     Axes, in this order: factors, records, experts.
 
-    `factors`: float64. `capacities`: int64, the slots of one pool at each factor. `slots`: float64,
-    slots that each factor offers per record. `num_ranks`, `steps`, `layers`, `ranks`: of the trace.
-    `demand_by_expert`: int32 [records, experts], rows asked for. `kept_by_expert`: int32
-    [factors, records, experts]. `asked_mass` [records] and `kept_mass` [factors, records]: int64,
-    probability in units of 2**-32; None where the trace has none. `num_tokens`: int32 [records],
-    tokens that asked for an expert; `lost_tokens`: int32 [factors, records], those of them that
-    kept none. `needed_factor`: float64 [records], the factor whose capacity is the largest demand
-    for the same slots; nothing is dropped at it. Where sources share slots, it is over all of them,
-    and the same for each.
+    `pool`: which rows share slots. `factors`: float64. `capacities`: int64, the slots of one pool
+    at each factor. `slots`: float64, slots that each factor offers per record. `num_ranks`,
+    `steps`, `layers`, `ranks`: of the trace. `demand_by_expert`: int32 [records, experts], rows
+    asked for. `kept_by_expert`: int32 [factors, records, experts]. `asked_mass` [records] and
+    `kept_mass` [factors, records]: int64, probability in units of 2**-32; None where the trace has
+    none. `num_tokens`: int32 [records], tokens that asked for an expert; `lost_tokens`: int32
+    [factors, records], those of them that kept none. `needed_factor`: float64 [records], the factor
+    whose capacity is the largest demand for the same slots; nothing is dropped at it. Where sources
+    share slots, it is over all of them, and the same for each.
     """
 
+    pool: Pool
     num_ranks: int
     factors: NDArray[np.float64]
     capacities: NDArray[np.int64]
@@ -202,6 +203,7 @@ def replay(
             lost_tokens[f, records] = num_tokens[records] - kept.any(2).sum(1)
     has_probs = trace.probs_NTK is not None
     return Replay(
+        pool=pool,
         num_ranks=trace.num_ranks,
         factors=np.array(factors, np.float64),
         capacities=capacities,

@@ -15,6 +15,7 @@ from padded_dispatch.tune.recommend import Recommendation, Target, percent, reco
 from padded_dispatch.tune.replay import Replay, has_all_sources, largest_need, replay
 from padded_dispatch.tune.time_model import TimeModel
 from padded_dispatch.tune.trace import Trace
+from padded_dispatch.tune.warm_up import settled_since
 
 _RECORDS_AT_A_TIME = 256
 
@@ -34,13 +35,15 @@ class Question:
         policy: decides which rows keep a slot.
         min_capacity: least slots per (source, expert).
         alignment: of an expert's buffer, as in `DispatchConfig`.
-        pools: values of `capacity_pool` to compare; None takes all that can serve the trace.
+        pools: values of `capacity_pool` to compare, those that fewer rows share first; None takes
+            all that can serve the traced run.
         etp: ranks that split every expert between them (expert tensor parallel); each of them is
             a separate source in the trace.
         policy_given: settings name the policy, instead of leaving it to the model's config.
         factors: to try; None takes a grid up to the factor that drops nothing.
         hold_out: share of the steps, the last ones, that the recommendation does not see and is
             checked on.
+        leave_out_warm_up: find the end of the warm-up, and recommend from the steps after it.
 
     Raises:
         ValueError: names the field, its value and what to change.
@@ -51,11 +54,12 @@ class Question:
     policy: Policy = "probs"
     min_capacity: int = 1
     alignment: int = 1
-    pools: tuple[CapacityPool, ...] | None = None
+    pools: tuple[CapacityPool, ...] | None = ("expert",)
     etp: int = 1
     policy_given: bool = False
     factors: tuple[float, ...] | None = None
     hold_out: float = 0.0
+    leave_out_warm_up: bool = False
 
     def __post_init__(self) -> None:
         for name in ("min_capacity", "alignment", "etp"):
@@ -77,11 +81,29 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PoolAnswer:
-    """The recommendation for one kind of pool, `pool`, and the replay that it comes from."""
+    """The recommendation for one kind of pool, `pool`, and the replay that it comes from.
+
+    Properties are at the recommended factor. `dropped`: share of all rows. `retried`: share of the
+    steps in which any layer dropped a row. `needed`: the factor that drops nothing of the trace.
+    """
 
     pool: CapacityPool
     replay: Replay
     training: Recommendation
+
+    @property
+    def dropped(self) -> float:
+        return self.training.overall.dropped
+
+    @property
+    def retried(self) -> float:
+        rows = self.replay.by_layer_and_step()
+        chosen = int(np.argmax(self.replay.factors == self.training.overall.factor))
+        return float((rows.dropped[chosen].sum(0) > 0).mean())
+
+    @property
+    def needed(self) -> float:
+        return float(self.replay.needed_factor.max())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +143,35 @@ class HeldOut:
     kept: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """Steps that were left out: the first `num_steps`, up to before step `settled_since`.
+
+    `dropped`: the share of their rows that the recommended `factor` drops.
+    """
+
+    num_steps: int
+    settled_since: int
+    factor: float
+    dropped: float
+
+    def sentence(self) -> str:
+        """Return what was left out, and what it means."""
+        return (
+            f"The first {self.num_steps:,} steps of the trace, before step "
+            f"{self.settled_since:,}, are a warm-up and were left out: {self.factor:g} drops "
+            f"{percent(self.dropped)} of their rows."
+        )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Study:
     """The answers of a trace.
 
     `pools`: the answer for each kind of pool that was compared; `pool`: the recommended kind, which
     all that follows is for. `training`, `evaluation`: the two recommendations. `num_ranks`: ranks
-    that hold different experts (R). `layers_of_model`: see `study`.
+    that hold different experts (R). `layers_of_model`: see `study`. `warm_up`: None where no step
+    was left out.
     """
 
     name: str
@@ -145,6 +189,7 @@ class Study:
     layer: Layer | None
     layers_of_model: bool
     held_out: HeldOut | None
+    warm_up: WarmUp | None
 
     def held_out_sentence(self) -> str:
         """Return the result of the check on unseen steps."""
@@ -204,6 +249,11 @@ def study(
         )
         unseen = trace.where(trace.steps >= first_unseen)
         trace = trace.where(trace.steps < first_unseen)
+    before = None
+    if question.leave_out_warm_up:
+        since = settled_since(trace)
+        if since > trace.steps.min():
+            before, trace = trace.where(trace.steps < since), trace.where(trace.steps >= since)
     answers = []
     for pool in question.pools or _pools_for(trace, num_ranks):
         replayed = _replay(trace, question, pool)
@@ -229,6 +279,18 @@ def study(
         layer=layer,
         layers_of_model=layers_of_model,
         held_out=None if unseen is None else _check(unseen, question, chosen),
+        warm_up=None if before is None else _warm_up(before, trace, question, chosen),
+    )
+
+
+def _warm_up(before: Trace, trace: Trace, question: Question, chosen: PoolAnswer) -> WarmUp:
+    factor = chosen.training.overall.factor
+    replayed = _replay(before, dataclasses.replace(question, factors=(factor,)), chosen.pool)
+    return WarmUp(
+        num_steps=len(np.unique(before.steps)),
+        settled_since=int(trace.steps.min()),
+        factor=factor,
+        dropped=float(replayed.dropped.sum() / max(1, int(replayed.demand.sum()))),
     )
 
 
