@@ -217,8 +217,8 @@ li.caveat { margin: .4rem 0; }
 """
 
 _POOLS = (
-    "Which rows share slots (capacity_pool), at the factor that keeps the target; equal factors are "
-    'equal bytes. Retried: the share of steps that on_overflow="retry" would run again.'
+    "Which rows share slots (capacity_pool), at the factor that keeps the target; equal factors "
+    'are equal bytes. Retried: the share of steps that on_overflow="retry" would run again.'
 )
 
 _CAPTIONS = {
@@ -322,7 +322,8 @@ def _figures(svgs: dict[str, str]) -> str:
 def _factors(study: Study) -> str:
     note = (
         "Dropped: of all rows. Balanced: the same if all experts were equally popular. Lost "
-        "tokens: those that keep none of their experts. Retried: the share of steps in which any row is dropped. Fill: kept rows per slot."
+        "tokens: those that keep none of their experts. Retried: the share of steps in which any "
+        "row is dropped. Fill: kept rows per slot."
     )
     if study.layer is not None:
         note += (

@@ -81,11 +81,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PoolAnswer:
-    """The recommendation for one kind of pool, `pool`, and the replay that it comes from.
-
-    Properties are at the recommended factor. `dropped`: share of all rows. `retried`: share of the
-    steps in which any layer dropped a row. `needed`: the factor that drops nothing of the trace.
-    """
+    """The recommendation for one kind of pool, `pool`, and the replay that it comes from."""
 
     pool: CapacityPool
     replay: Replay
@@ -93,16 +89,19 @@ class PoolAnswer:
 
     @property
     def dropped(self) -> float:
+        """Share of all rows that the recommended factor drops."""
         return self.training.overall.dropped
 
     @property
     def retried(self) -> float:
+        """Share of the steps in which any layer drops a row at the recommended factor."""
         rows = self.replay.by_layer_and_step()
         chosen = int(np.argmax(self.replay.factors == self.training.overall.factor))
         return float((rows.dropped[chosen].sum(0) > 0).mean())
 
     @property
     def needed(self) -> float:
+        """Factor that drops nothing of the trace."""
         return float(self.replay.needed_factor.max())
 
 

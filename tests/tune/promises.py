@@ -37,6 +37,7 @@ def replay_of(needs: Needs) -> Replay:
     num_steps = len(needs)
     kept = np.minimum(1.0, factors[:, None] / needs) * ROWS
     return Replay(
+        pool="expert",
         num_ranks=1,
         factors=factors,
         capacities=np.ceil(factors * 100).astype(np.int64),
