@@ -84,13 +84,15 @@ def _drawn(
     device: torch.device,
 ) -> list[Batch]:
     drawn = []
-    for number in range(seed * _NUM_BATCHES, (seed + 1) * _NUM_BATCHES):
+    for i in range(_NUM_BATCHES):
+        number = seed * _NUM_BATCHES + i
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randn(num_tokens, 1, shape.hidden_size, generator=generator)
         scores_TE = routing_scores(
             num_tokens,
             shape.num_experts,
             shape.top_k,
+            hot_expert=i * shape.num_experts // _NUM_BATCHES if skew == "rotating" else 0,
             num_idle=num_idle,
             seed=number,
             **SKEWS[skew],

@@ -6,13 +6,14 @@ import re
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from padded_dispatch import cli
 from padded_dispatch.tune.command import main
 from padded_dispatch.tune.plots import REMEDY
-from padded_dispatch.tune.replay import replay
-from padded_dispatch.tune.study import grid, largest_need
+from padded_dispatch.tune.replay import largest_need, replay
+from padded_dispatch.tune.study import grid
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 from padded_dispatch.tune.trace import save_trace
 
@@ -125,7 +126,7 @@ def test_a_missing_rank_prevents_a_promise(tune, tmp_path):
     trace = synthetic_trace("balanced", sizes)
     for rank in range(3):
         save_trace(trace.where(trace.ranks == rank), tmp_path / f"rank-{rank}.npy")
-    flags = "--no-plots --steps-share 0.9"
+    flags = "--no-plots --steps-share 0.9 --require-promise --from-step 0"
     code, printed, found = tune(f"rank-0.npy rank-1.npy rank-2.npy {flags}")
     assert code == 3
     for advice in (found["training"], found["evaluation"]):
@@ -148,8 +149,10 @@ def test_expert_tensor_parallelism(tune, tmp_path):
         tune("etp.npy --no-plots")
 
 
-def test_no_promise_is_exit_code_3(tune):
-    code, printed, found = tune(f"--synthetic drift {MADE} --no-plots")
+def test_no_promise_is_exit_code_3_only_if_it_is_required(tune):
+    flags = f"--synthetic drift {MADE} --no-plots --from-step 0 --drop 0.001"
+    assert tune(flags)[0] == 0
+    code, printed, found = tune(f"{flags} --require-promise")
     assert code == 3
     assert "without a promise" in printed
     (caveat,) = found["training"]["overall"]["caveats"]
@@ -181,7 +184,39 @@ def test_from_step(tune):
     code, printed, found = tune(f"--synthetic drift {MADE} --no-plots --from-step 45")
     assert "making a trace ... 4,800 rows, 60 records" in printed
     assert found["training"]["overall"]["num_steps"] == 15
-    assert code == 3
+    assert found["warm_up"] is None
+    assert code == 0
+
+
+def test_a_warm_up_is_left_out_unless_a_step_is_named(tune, tmp_path):
+    uneven, even = (synthetic_trace(kind, SIZES, seed=1) for kind in ("zipf", "balanced"))
+    late = (even.steps >= 20)[:, None, None]
+    warming = dataclasses.replace(even, ids_NTK=np.where(late, even.ids_NTK, uneven.ids_NTK))
+    save_trace(warming, tmp_path / "warming.npy")
+    _, printed, found = tune("warming.npy --no-plots")
+    since = found["warm_up"]["settled_since"]
+    assert since == found["warm_up"]["num_steps"]
+    assert 18 <= since <= 25
+    factor = found["training"]["overall"]["factor"]
+    assert (
+        f"The first {since} steps of the trace, before step {since}, are a warm-up and were left "
+        f"out: {factor:g} drops " in printed
+    )
+    early = replay(warming.where(warming.steps < since), [factor])
+    assert found["warm_up"]["dropped"] == early.dropped.sum() / early.demand.sum()
+    _, printed, whole = tune("warming.npy --no-plots --from-step 0")
+    assert whole["training"]["overall"]["num_steps"] == 60
+    assert whole["training"]["overall"]["factor"] > factor
+    assert "warm-up" not in printed
+    _, _, named = tune(f"warming.npy --no-plots --from-step {since}")
+    assert named["training"] == found["training"]
+
+
+def test_the_answer_fits_one_screen(tune):
+    _, printed, found = tune(f"--synthetic zipf {MADE} --no-plots --hidden-size 64 --ffn-size 48")
+    assert len(printed.splitlines()) <= 40
+    (marked,) = (line for line in printed.splitlines() if line.startswith(">"))
+    assert marked.split()[1] == f"{found['training']['overall']['factor']:g}"
 
 
 def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.recommend import Target
-from padded_dispatch.tune.report import Table, factor_table, layer_table
+from padded_dispatch.tune.report import factor_table, layer_table
 from padded_dispatch.tune.study import Layer, Question, study
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 from padded_dispatch.tune.time_model import shipped
@@ -20,11 +20,6 @@ def found():
     sizes = LayerSizes(num_tokens=40, hidden_size=64, ffn_size=48)
     layer = Layer(sizes=sizes, time_model=shipped())
     return study(synthetic_trace("zipf", SIZES, seed=1), QUESTION, name="zipf", layer=layer)
-
-
-def test_text_is_aligned_and_marked():
-    table = Table(headers=("a", "long"), rows=(("1", "2"), ("10", "200")), marked=1)
-    assert str(table) == "   a  long\n   1     2\n> 10   200"
 
 
 def test_factors_among_them_the_recommended_one(found):
@@ -63,37 +58,3 @@ def test_layers(found):
         assert cells["factor"] == f"{advice.factor:g}"
         assert cells["promised"] == ("yes" if advice.promised else "no")
         assert cells["eval"] == f"{found.evaluation.layers[layer].factor:g}"
-
-
-def test_a_wide_table_is_split_behind_its_first_column():
-    table = Table(
-        headers=("factor", "slots", "dropped", "ms"),
-        rows=(("1", "32", "5 %", "1.5"), ("1.25", "40", "0.1 %", "1.6")),
-        marked=1,
-    )
-    whole = [
-        "  factor  slots  dropped   ms",
-        "       1     32      5 %  1.5",
-        ">   1.25     40    0.1 %  1.6",
-    ]
-    split = [
-        "  factor  slots",
-        "       1     32",
-        ">   1.25     40",
-        "",
-        "  factor  dropped",
-        "       1      5 %",
-        ">   1.25    0.1 %",
-        "",
-        "  factor   ms",
-        "       1  1.5",
-        ">   1.25  1.6",
-    ]
-    assert table.within(29).splitlines() == str(table).splitlines() == whole
-    assert table.within(24).splitlines() == [line[:24] for line in whole] + [
-        "",
-        "  factor   ms",
-        "       1  1.5",
-        ">   1.25  1.6",
-    ]
-    assert table.within(17).splitlines() == table.within(1).splitlines() == split
