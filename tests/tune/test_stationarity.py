@@ -79,8 +79,8 @@ def test_a_change_at_the_end():
 
 
 def test_numbers_of_steps():
-    assert [num_covered(n, 0.95) for n in (33, 34, 1000, 1024)] == [0, 1, 30, 30]
-    assert num_covered(1000, 0.9) == 60
+    assert [num_covered(n, 0.95) for n in (49, 50, 1000, 1024)] == [0, 1, 20, 20]
+    assert num_covered(1000, 0.9) == 40
     # P(more than 2 of 40) is 0.7 %, P(more than 1 of 40) 6 %.
     assert [num_allowed(h, 0.99) for h in (1, 10, 40, 1000)] == [0, 1, 2, 18]
 
