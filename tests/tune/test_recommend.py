@@ -86,7 +86,7 @@ def test_a_promise_that_can_be_given():
     assert found.sentence() == (
         "Set the capacity factor to 1.2 (12 slots per source rank and expert): no row dropped in "
         "90 % of steps, with 95 % confidence, as long as routing stays as in the 1,000 steps seen. "
-        "Changes that no trace shows are covered for the next 30 steps only; a need higher by a "
+        "Changes that no trace shows are covered for the next 20 steps only; a need higher by a "
         "tenth would drop 10.25 % of the rows."
     )
 
@@ -175,7 +175,7 @@ def test_a_need_that_grows_has_its_price():
 def test_the_steps_covered_are_those_of_training():
     needs = np.random.default_rng(0).choice([1.2, 1.3], 1000)
     found = replay(trace_of(needs, steps=10 * np.arange(1000)), FACTORS, policy="position")
-    assert recommend(found, Target(drop=0.0)).overall.steps_covered == 300  # every tenth is traced
+    assert recommend(found, Target(drop=0.0)).overall.steps_covered == 200  # every tenth is traced
 
 
 def test_drift_gives_a_schedule():

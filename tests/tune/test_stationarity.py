@@ -79,13 +79,13 @@ def test_a_change_at_the_end():
 
 
 def test_numbers_of_steps():
-    assert [num_covered(n, 0.95) for n in (33, 34, 1000, 1024)] == [0, 1, 30, 30]
-    assert num_covered(1000, 0.9) == 60
+    assert [num_covered(n, 0.95) for n in (49, 50, 1000, 1024)] == [0, 1, 20, 20]
+    assert num_covered(1000, 0.9) == 40
     # P(more than 2 of 40) is 0.7 %, P(more than 1 of 40) 6 %.
     assert [num_allowed(h, 0.99) for h in (1, 10, 40, 1000)] == [0, 1, 2, 18]
 
 
-@pytest.mark.parametrize("num_steps", [500, 1000])
+@pytest.mark.parametrize("num_steps", [500, 1000, 2000])
 def test_measured_promises(num_steps):
     """The rows of `tests.tune.promises`: all kinds that it has, 200 runs of each."""
     runs = json.loads(PROMISES.read_text())["runs"]
@@ -98,4 +98,4 @@ def test_measured_promises(num_steps):
         if row["group"] == "independent":
             assert row["promised"] >= 175
         if row["group"] in ("independent", "mixing"):
-            assert row["broken_later"] <= 10
+            assert row["broken_later"] <= 11
