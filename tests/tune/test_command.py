@@ -228,7 +228,7 @@ def test_pools_are_compared_and_the_best_one_is_set(tune):
     assert factors[0] > 1.03 * min(factors[1:])
     assert found["pool"] != "expert"
     assert f"--padded-capacity-pool {found['pool']}" in printed
-    assert f"capacity_pool={found['pool']!r}" in found["sentence"]
+    assert f"capacity_pool={found['pool']}" in found["sentence"]
     dropped = [answer["needed_factor"] for answer in found["pools"].values()]
     assert dropped == sorted(dropped, reverse=True)
 
