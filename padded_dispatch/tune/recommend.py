@@ -149,7 +149,7 @@ class Recommendation:
         owner = _OWNERS[self.pool]
         text = f"Set the capacity factor to {advice.factor:g} ({advice.capacity} slots per {owner})"
         if self.pool != "expert":
-            text += f" with capacity_pool={self.pool!r}"
+            text += f" with capacity_pool={self.pool}"
         if not advice.promised:
             met = advice.num_steps - advice.steps_over
             return (

@@ -306,12 +306,12 @@ class _Slots:
 
     @property
     def shared_by_sources(self) -> bool:
-        """Whether rows of different sources compete."""
+        """True if rows of different sources compete."""
         return self.pool not in ("expert", "rank")
 
     @property
     def cells(self) -> int:
-        """How many (source, expert) share one pool."""
+        """Pairs of a source and an expert that share one pool."""
         sources = self.trace.num_ranks if self.shared_by_sources else 1
         experts = self.trace.num_experts // self.num_ranks if self.pool in _OF_A_RANK else 1
         return sources * experts

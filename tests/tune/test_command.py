@@ -46,7 +46,7 @@ def test_a_made_up_trace_to_all_files(tune, tmp_path):
         "recommendation.yaml",
         *(
             f"{name}.{kind}"
-            for name in ("dropped", "load", "need", "cost")
+            for name in ("dropped", "load", "need", "cost", "pools")
             for kind in ("png", "svg")
         ),
     }
@@ -77,10 +77,10 @@ def test_recorded_traces_and_folders_of_them(tune, tmp_path):
     (tmp_path / "run").mkdir()
     for rank in (0, 1):
         save_trace(trace.where(trace.ranks == rank), tmp_path / "run" / f"rank-{rank}.npy")
-    _, printed, by_folder = tune("run --no-plots")
+    _, printed, by_folder = tune("run --no-plots --pools expert")
     assert "reading ... 9,600 rows, 120 records" not in printed
     assert "reading ... 19,200 rows, 240 records" in printed
-    _, _, by_file = tune("run/rank-1.npy run/rank-0.npy --no-plots")
+    _, _, by_file = tune("run/rank-1.npy run/rank-0.npy --no-plots --pools expert")
     assert by_file["options"] == by_folder["options"]
     exact = replay(trace, grid(largest_need(trace)))
     dropped = [option["dropped"] for option in by_folder["options"]]
@@ -103,7 +103,7 @@ def test_megatrons_own_traces(tune, tmp_path):
         }
         with (tmp_path / f"router_trace_rank{trace.ranks[n]}.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
-    _, printed, found = tune(". --experts 6 --ranks 2 --no-plots")
+    _, printed, found = tune(". --experts 6 --ranks 2 --no-plots --pools expert")
     assert found["question"]["policy"] == "position"  # Such traces have no probabilities.
     exact = replay(trace, grid(largest_need(trace)))
     dropped = [option["dropped"] for option in found["options"]]
@@ -150,7 +150,7 @@ def test_expert_tensor_parallelism(tune, tmp_path):
 
 
 def test_no_promise_is_exit_code_3_only_if_it_is_required(tune):
-    flags = f"--synthetic drift {MADE} --no-plots --from-step 0 --drop 0.001"
+    flags = f"--synthetic drift {MADE} --no-plots --from-step 0 --drop 0.001 --pools expert"
     assert tune(flags)[0] == 0
     code, printed, found = tune(f"{flags} --require-promise")
     assert code == 3
@@ -215,8 +215,22 @@ def test_a_warm_up_is_left_out_unless_a_step_is_named(tune, tmp_path):
 def test_the_answer_fits_one_screen(tune):
     _, printed, found = tune(f"--synthetic zipf {MADE} --no-plots --hidden-size 64 --ffn-size 48")
     assert len(printed.splitlines()) <= 40
-    (marked,) = (line for line in printed.splitlines() if line.startswith(">"))
-    assert marked.split()[1] == f"{found['training']['overall']['factor']:g}"
+    pool, factor = (line for line in printed.splitlines() if line.startswith(">"))
+    recommended = f"{found['training']['overall']['factor']:g}"
+    assert pool.split()[1:3] == [found["pool"], recommended]
+    assert factor.split()[1] == recommended
+
+
+def test_pools_are_compared_and_the_best_one_is_set(tune):
+    _, printed, found = tune(f"--synthetic lognormal {MADE} --no-plots --drop 0.01")
+    assert list(found["pools"]) == ["expert", "rank", "receiver"]
+    factors = [answer["factor"] for answer in found["pools"].values()]
+    assert factors[0] > 1.03 * min(factors[1:])
+    assert found["pool"] != "expert"
+    assert f"--padded-capacity-pool {found['pool']}" in printed
+    assert f"capacity_pool={found['pool']}" in found["sentence"]
+    dropped = [answer["needed_factor"] for answer in found["pools"].values()]
+    assert dropped == sorted(dropped, reverse=True)
 
 
 def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
