@@ -1,16 +1,22 @@
 """padded_dispatch: a Mixture-of-Experts token dispatcher with static shapes.
 
-The public API is what this package and `padded_dispatch.megatron` export.
+The public API is what this package and `padded_dispatch.megatron` export. A name that needs torch
+is imported when it is first used: `padded-dispatch --help` and a typo take no torch.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from padded_dispatch.config import NO_DROP, BufferBytes, DispatchConfig, Policy, Remedy
-from padded_dispatch.dispatcher import Dispatched, PaddedDispatcher
-from padded_dispatch.exchange import ExpertInput
-from padded_dispatch.experts import ExpertWeights, grouped_mlp
-from padded_dispatch.ops.activation import Activation
-from padded_dispatch.ops.overflow import select_with_remedy
-from padded_dispatch.ops.plan import DispatchPlan, make_plan
-from padded_dispatch.ops.select import Selection, select
+
+if TYPE_CHECKING:
+    from padded_dispatch.dispatcher import Dispatched, PaddedDispatcher
+    from padded_dispatch.exchange import ExpertInput
+    from padded_dispatch.experts import ExpertWeights, grouped_mlp
+    from padded_dispatch.ops.activation import Activation
+    from padded_dispatch.ops.overflow import select_with_remedy
+    from padded_dispatch.ops.plan import DispatchPlan, make_plan
+    from padded_dispatch.ops.select import Selection, select
 
 __version__ = "0.1.0"
 
@@ -33,3 +39,30 @@ __all__ = [
     "select",
     "select_with_remedy",
 ]
+
+# The module of each name that is imported when it is first used.
+_HOMES = {
+    "Activation": "ops.activation",
+    "DispatchPlan": "ops.plan",
+    "Dispatched": "dispatcher",
+    "ExpertInput": "exchange",
+    "ExpertWeights": "experts",
+    "PaddedDispatcher": "dispatcher",
+    "Selection": "ops.select",
+    "grouped_mlp": "experts",
+    "make_plan": "ops.plan",
+    "select": "ops.select",
+    "select_with_remedy": "ops.overflow",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value  # The next look-up finds it without this function.
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

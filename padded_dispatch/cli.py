@@ -31,6 +31,10 @@ _EXPECTED_WARNINGS = (
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
+    if argv is None:
+        # A bare `except:` around an optional import discards KeyboardInterrupt, and the run goes
+        # on. The default action ends the process at any moment; its workers end with it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     parser = argparse.ArgumentParser(
         prog="padded-dispatch",
         description="A Mixture-of-Experts token dispatcher with static shapes for Megatron-Core.",
@@ -40,13 +44,19 @@ def main(argv: list[str] | None = None) -> int:
         commands.add_parser(name, help=help, add_help=False)
     arguments, rest = parser.parse_known_args(argv)
     _ignore_expected_warnings()
-    command = importlib.import_module(_COMMANDS[arguments.command][0])
     try:
+        command = importlib.import_module(_COMMANDS[arguments.command][0])
         return command.main(rest)
     except ValueError as error:
         sys.stderr.write(f"padded-dispatch {arguments.command}: {error}\n")
         return 2
-    except KeyboardInterrupt:  # With workers, `start_workers` handles it.
+    except SystemExit as end:
+        if argv is None and isinstance(end.code, int):
+            # An interpreter that has imported torch takes seconds to end, on a busy machine many.
+            sys.stdout.flush()
+            os._exit(end.code)
+        raise
+    except KeyboardInterrupt:  # Called from Python: see above.
         sys.stderr.write(f"padded-dispatch {arguments.command}: interrupted\n")
         return 128 + signal.SIGINT
 

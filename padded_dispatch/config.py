@@ -34,9 +34,11 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 Remedy = Literal["none", "renormalize", "reroute"]
 REMEDIES: tuple[str, ...] = get_args(Remedy)
 
+# See `padded_dispatch.exchange.choose`.
+ExchangeKind = Literal["auto", "alltoall", "direct"]
+
 CapacityPool = Literal["expert", "rank", "receiver"]
 CAPACITY_POOLS: tuple[str, ...] = get_args(CapacityPool)
-
 
 # The capacity factor that drops nothing: every token has a slot with every expert (C = T).
 NO_DROP = math.inf

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import NO_DROP, DispatchConfig, require
+from padded_dispatch.config import NO_DROP, DispatchConfig, ExchangeKind, require
 from padded_dispatch.exchange import Exchange, ExpertInput
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.choose import Choice, ExchangeKind, LayerExchanges, agree_on_shapes
+from padded_dispatch.exchange.choose import Choice, LayerExchanges, agree_on_shapes
 from padded_dispatch.exchange.fit import fit
 from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
@@ -56,6 +56,8 @@ class PaddedDispatcher:
             can work, see `padded_dispatch.exchange.choose`.
         microbatches_in_flight: with direct stores, the most passes that wait for their backward
             pass.
+        agreement_timeout: seconds that a rank may come to a call later than another; ten times as
+            long in its first calls, see `padded_dispatch.exchange.agreement`.
 
     Raises:
         ValueError: on all ranks, when they differ in an argument or one cannot work.
@@ -70,6 +72,7 @@ class PaddedDispatcher:
         packed: bool = False,
         exchange: ExchangeKind = "auto",
         microbatches_in_flight: int = 1,
+        agreement_timeout: float = 60.0,
     ) -> None:
         for field, given in (("num_ranks", group), ("etp_size", etp_group)):
             size = given.size() if given is not None else 1
@@ -77,7 +80,7 @@ class PaddedDispatcher:
             require(value == size, field, value, f"be {size}, the size of its process group")
         self.config = config
         self._groups = group, etp_group
-        self.agreement = Agreement(group, etp_group)
+        self.agreement = Agreement(group, etp_group, timeout=agreement_timeout)
         self.exchanges = LayerExchanges(
             config,
             self.agreement,
@@ -112,9 +115,18 @@ class PaddedDispatcher:
             draw: int64 scalar, for policy "random": see `padded_dispatch.ops.select.select`.
 
         Raises:
-            ValueError: the same on all ranks, when their shapes differ or T is 0.
+            ValueError: the same on all ranks, when their shapes or rules differ or T is 0.
+            AbsentRanksError: on all ranks that wait, when one does not come.
         """
-        agree_on_shapes(self.agreement, self.config, tokens_TD)
+        # What is given is compared as well, so that all ranks raise if one lacks an argument.
+        rules = (
+            ("dtype of probabilities", probs_TE.dtype),
+            ("shape of probs_TE", tuple(probs_TE.shape)),
+            ("shape of map_TE", tuple(map_TE.shape)),
+            ("scores_TE is given", scores_TE is not None),
+            ("draw is given", draw is not None),
+        )
+        agree_on_shapes(self.agreement, self.config, tokens_TD, rules)
         choice = self._choose(tokens_TD, probs_TE, map_TE, mask_T)
         exchange = choice.exchange
         selection = select_with_remedy(

@@ -23,8 +23,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from padded_dispatch.ops.activation import Activation, activate
 from padded_dispatch.ops.grouped import grouped_linear
 
-# Rows, weights, offsets, bias or None, probabilities or None: see `grouped_linear`.
-Linear = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+# Rows, weights, offsets; bias, probabilities and sums of gradients, or None: see `grouped_linear`.
+Linear = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,17 @@ class ExpertWeights:
         fc2_LDF: likewise.
         fc1_bias_LG: None if there is no bias.
         fc2_bias_LD: None if there is no bias.
+        fc1_sums_LGD: fp32, to which backward adds the gradient of `fc1_LGD`; the gradient that
+            autograd gets is unspecified then. None leaves it to autograd.
+        fc2_sums_LDF: likewise.
     """
 
     fc1_LGD: Tensor
     fc2_LDF: Tensor
     fc1_bias_LG: Tensor | None = None
     fc2_bias_LD: Tensor | None = None
+    fc1_sums_LGD: Tensor | None = None
+    fc2_sums_LDF: Tensor | None = None
 
 
 def grouped_mlp(
@@ -68,7 +73,7 @@ def grouped_mlp(
     Returns:
         [N, D]; rows from `offsets_L[-1]` on are unspecified, as are those of the gradients.
     """
-    fc1_NG = linear(rows_ND, weights.fc1_LGD, offsets_L, None, None)
+    fc1_NG = linear(rows_ND, weights.fc1_LGD, offsets_L, None, None, weights.fc1_sums_LGD)
 
     def activated(fc1_NG: Tensor) -> Tensor:
         return activate(fc1_NG, probs_N, offsets_L, activation, weights.fc1_bias_LG)
@@ -78,7 +83,8 @@ def grouped_mlp(
     if recompute:
         context = _recomputed(hidden_NF, lambda: activated(saved_NG).detach())
     with context:
-        return linear(hidden_NF, weights.fc2_LDF, offsets_L, weights.fc2_bias_LD, probs_N)
+        bias_LD, sums_LDF = weights.fc2_bias_LD, weights.fc2_sums_LDF
+        return linear(hidden_NF, weights.fc2_LDF, offsets_L, bias_LD, probs_N, sums_LDF)
 
 
 def _recomputed(value: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:

@@ -184,14 +184,17 @@ def _hash(receiver: int, demand: Sequence[int]) -> int:
 
 
 def renormalize(selection: Selection, asked_TE: NDArray, probs_TE: NDArray) -> Selection:
-    """Scale a token's kept probabilities up to the sum that it asked with."""
+    """Scale a token's kept probabilities up to the sum that it asked with, in at least fp32."""
+    dtype = probs_TE.dtype
+    least = np.sqrt(np.finfo(dtype).smallest_normal)
+    wide_TE = probs_TE.astype(np.promote_types(dtype, np.float32))
     scaled_TE = selection.probs_TE.copy()
     for t in range(asked_TE.shape[0]):
-        asked = sum(probs_TE[t, e] for e in np.flatnonzero(asked_TE[t]))
-        kept = sum(probs_TE[t, e] for e in np.flatnonzero(selection.kept_TE[t]))
+        asked = sum(wide_TE[t, e] for e in np.flatnonzero(asked_TE[t]))
+        kept = sum(wide_TE[t, e] for e in np.flatnonzero(selection.kept_TE[t]))
         lost_some = selection.kept_TE[t].sum() < asked_TE[t].sum()
-        if lost_some and kept >= 2.0**-64:
-            scaled_TE[t] = selection.probs_TE[t] / kept * asked
+        if lost_some and kept >= least:
+            scaled_TE[t] = wide_TE[t] * selection.kept_TE[t] / kept * asked
     return replace(selection, probs_TE=scaled_TE)
 
 

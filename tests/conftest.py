@@ -49,7 +49,7 @@ def pytest_unconfigure() -> None:
 def stock_megatron() -> Iterator[None]:
     """Remove our patches of Megatron after each test module."""
     yield
-    if installed := sys.modules.get("padded_dispatch.megatron.install"):
+    if installed := sys.modules.get("padded_dispatch.megatron.installer"):
         installed.uninstall()
 
 

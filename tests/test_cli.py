@@ -14,9 +14,11 @@ import pytest
 
 from padded_dispatch import cli
 from tests.support.ahead import ENVIRONMENT
+from tests.support.processes import workers_of
 
 COMMAND = [sys.executable, "-m", "padded_dispatch.cli"]
 SMALL = "train --seq-length 24 --micro-batch 3 --lr-warmup 2"
+LONG = "--steps 100000 --log-every 1 --save-every 1 --run-dir run"
 # The environment of a user, but with one thread per process.
 USERS = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONWARNINGS"}
 USERS["OMP_NUM_THREADS"] = "1"
@@ -46,10 +48,18 @@ def test_it_trains_evaluates_and_saves_in_an_empty_folder(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     patterns = [
+        "padded-dispatch train",
+        "  model       tiny: .*",
+        "  parameters  .*",
+        "  devices     2 processes on a CPU, expert parallel 2",
+        "  dispatcher  padded_alltoall, capacity factor 1.25, policy probs",
+        "  work        4 steps of 6 sequences of 24 bytes, from Python's own source",
+        "  files       run: metrics.jsonl, a checkpoint every 4 steps",
+        "starting 2 processes: 10 to 30 seconds",
         r"experts: module, exchange: alltoall",
         r"step 1/4  loss 5\.\d{4}  [\d,]+ tokens/s  \S+ GFLOP/s per process  fill .*  dropped .*",
-        r"step 2/4  .*",
-        r"step 4/4  .*",
+        r"step 2/4  .*  \d+:\d\d left",
+        r"step 4/4  .*%",
         r"step 4  held-out loss \d\.\d{4}",
         r"loss fell from 5\.\d\d to \d\.\d\d",
     ]
@@ -87,10 +97,9 @@ def test_under_torchrun_it_starts_no_processes(tmp_path):
 
 @contextmanager
 def long_run(folder) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """Yield a run that has done its first step, and its workers' process ids."""
-    flags = "--steps 100000 --log-every 1 --save-every 1 --run-dir run"
+    """Yield a run that has done its second step, and its workers' process ids."""
     with subprocess.Popen(
-        [*COMMAND, *SMALL.split(), *flags.split()],
+        [*COMMAND, *SMALL.split(), *LONG.split()],
         cwd=folder,
         env=USERS,
         stdout=subprocess.PIPE,
@@ -100,23 +109,12 @@ def long_run(folder) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     ) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline().startswith("experts: ")
-            assert process.stdout.readline().startswith("step ")
+            # Then the checkpoint of the first step is whole.
+            assert any(line.startswith("step      2/") for line in process.stdout)
             yield process, workers_of(process.pid)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def workers_of(pid: int) -> list[int]:
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        children = [int(child) for child in file.read().split()]
-    return [child for child in children if "spawn_main" in command_of(child)]
-
-
-def command_of(pid: int) -> str:
-    with open(f"/proc/{pid}/cmdline") as file:
-        return file.read()
 
 
 def wait_until_gone(pids: list[int]) -> None:
@@ -137,7 +135,9 @@ def test_ctrl_c_ends_everything_and_leaves_only_whole_checkpoints(tmp_path):
         os.killpg(process.pid, signal.SIGINT)  # A terminal signals all processes.
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 128 + signal.SIGINT
-        assert our_words(stderr) == "SIGINT: stopping all workers\n"
+        stopped, resume = our_words(stderr).splitlines()
+        assert stopped == "SIGINT: stopping all workers"
+        assert resume == f"to resume: padded-dispatch {SMALL} {LONG} --resume"
         wait_until_gone(workers)
     for checkpoint in (tmp_path / "run" / "checkpoints").glob("step-*"):
         assert {path.name for path in checkpoint.iterdir()} == {
@@ -155,8 +155,33 @@ def test_a_dead_worker_ends_the_job(tmp_path):
         os.kill(workers[1], signal.SIGKILL)
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 1
-        assert stderr.endswith("rank 1 of 2 failed: ChildProcessError: killed by SIGKILL\n")
+        failed, resume = stderr.splitlines()[-2:]
+        assert failed == "rank 1 of 2 failed: ChildProcessError: killed by SIGKILL"
+        assert resume.startswith("to resume: padded-dispatch train ")
         wait_until_gone(workers)
+
+
+@pytest.mark.ahead
+def test_ctrl_c_ends_a_command_that_is_importing(tmp_path):
+    """Packages that Megatron imports try optional ones, and discard every exception."""
+    (tmp_path / "slow.py").write_text(
+        "import time\nprint('importing', flush=True)\n"
+        "while True:\n    try: time.sleep(60)\n    except BaseException: pass\n"
+    )
+    code = (
+        "import sys\nfrom padded_dispatch import cli\n"
+        "cli._COMMANDS['train'] = ('slow', '')\nsys.argv[1:] = ['train']\ncli.main()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, env=USERS, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(15) == -signal.SIGINT
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(

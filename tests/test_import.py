@@ -1,4 +1,4 @@
-"""`import padded_dispatch` needs only torch and NumPy, and has no side effects."""
+"""`import padded_dispatch` needs neither torch nor Megatron, and has no side effects."""
 
 import subprocess
 import sys
@@ -54,6 +54,42 @@ def effects_of(statement: str) -> str:
 
 def test_importing_has_no_side_effects():
     assert effects_of("import padded_dispatch") == str(NOTHING)
+
+
+@pytest.mark.parametrize(
+    "module", ["padded_dispatch", "padded_dispatch.cli", "padded_dispatch.megatron.options"]
+)
+def test_command_lines_import_no_torch(module):
+    script = f"import {module}, sys; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False False\n"
+
+
+@pytest.mark.parametrize("package", ["padded_dispatch", "padded_dispatch.megatron"])
+def test_every_public_name_is_imported_when_it_is_used(package):
+    """Also after its module, whose name may be the same, was imported by itself."""
+    script = (
+        f"import importlib, {package} as package\n"
+        "homes = package._HOMES\n"
+        "assert set(homes) <= set(package.__all__) <= set(dir(package))\n"
+        "for name, home in homes.items():\n"
+        "    module = importlib.import_module(f'{package.__name__}.{home}')\n"
+        "    assert getattr(package, name) is getattr(module, name), name\n"
+        "from " + package + " import *\n"
+        "missing = [name for name in package.__all__ if name not in globals()]\n"
+        "try: package.nothing\n"
+        "except AttributeError as error: print(missing, error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"[] module {package!r} has no attribute 'nothing'\n"
 
 
 def test_side_effects_are_found():

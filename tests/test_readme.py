@@ -13,6 +13,7 @@ import itertools
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -139,6 +140,16 @@ def test_python_of_the_readme_runs():
     exec(example, names)
     assert names["config"].moe_token_dispatcher_type == "padded_alltoall"
     assert names["config"].padded_dispatch.policy == "priority"
+
+
+def test_installation_names_the_versions_of_the_project():
+    page = (ROOT / ".github" / "INSTALL.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["te"]]
+    assert [package for package in wanted if f"`{package}`" not in page] == []
+    assert project["requires-python"] == ">=3.11" and "| Python | 3.11 or later |" in page
+    extras = {name for name in project["optional-dependencies"] if f"`{name}`" not in page}
+    assert extras == set()
 
 
 # The page of the package.

@@ -32,11 +32,11 @@ def main(argv: list[str]) -> int:
         SystemExit: see `start_workers`.
     """
     given = _parser().parse_args(argv)
-    for option, path in (("from", given.results), ("check", given.check)):
+    for option, path in (("--from", given.results), ("--check", given.check)):
         require(path is None or path.exists(), option, str(path), "be an existing results file")
-    check = None if given.check is None else {"runs": read_runs("check", given.check)}
+    check = None if given.check is None else {"runs": read_runs("--check", given.check)}
     failed = 0 if given.results is not None else _measure(given, argv)
-    calibration = calibrate({"runs": read_runs("from", given.results or _rows_path(given.out))})
+    calibration = calibrate({"runs": read_runs("--from", given.results or _rows_path(given.out))})
     save(calibration, given.out)
     sys.stdout.write(f"{table(calibration)}\n\n{calibration.describe()}\n")
     if check is not None:
@@ -108,7 +108,7 @@ def _measure(given: argparse.Namespace, argv: list[str]) -> int:
     rows = _rows_path(given.out)
     require(
         not rows.exists(),
-        "out",
+        "--out",
         str(given.out),
         f"be a new calibration, but {rows} exists",
         "fit that with --from, or take another name",

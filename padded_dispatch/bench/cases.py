@@ -64,12 +64,15 @@ CONTENDERS = {
     "direct-graphed": Contender(**_OURS, variant="direct", graph="layer", min_ep=2),
 }
 
-# Arguments of `routings.routing_scores`; with "idle-rank" the last rank's experts get no rows.
+# Arguments of `routings.routing_scores`. With "idle-rank" the last rank's experts get no rows; with
+# "rotating" every batch has another hot expert, the same on all ranks.
 SKEWS: dict[str, dict[str, Any]] = {
     "uniform": {"skew": "uniform"},
     "lognormal-0.3": {"skew": "lognormal", "sigma": 0.3},
     "lognormal-0.6": {"skew": "lognormal", "sigma": 0.6},
+    "topics-0.5": {"skew": "topics", "sigma": 0.5},
     "hot": {"skew": "hot"},
+    "rotating": {"skew": "hot"},
     "idle-rank": {"skew": "uniform"},
 }
 

@@ -9,8 +9,8 @@ import torch
 
 from padded_dispatch.bench.cases import CONTENDERS, MODELS, SKEWS, sweep
 from padded_dispatch.bench.work import Settings, work
-from padded_dispatch.config import require
-from padded_dispatch.exchange.choose import ExchangeKind
+from padded_dispatch.config import ExchangeKind, require
+from padded_dispatch.utils.flags import errors_name_flags
 from padded_dispatch.utils.launch import start_workers
 from padded_dispatch.utils.results import require_results
 
@@ -35,6 +35,13 @@ def parse(argv: list[str]) -> Settings:
         SystemExit: for `--help` and for mistakes that argparse finds.
     """
     given = _parser().parse_args(argv)
+    flags = {"skew": "--skews", "capacity_factor": "--capacity-factors"}
+    with errors_name_flags(given, **flags):
+        return _settings(given, argv)
+
+
+def _settings(given: argparse.Namespace, argv: list[str]) -> Settings:
+    """Build settings from flags that the parser has read."""
     workers = given.workers
     if workers is None:
         workers = torch.cuda.device_count() if given.device == "cuda" else 2

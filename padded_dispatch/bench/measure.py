@@ -43,7 +43,7 @@ _PHASES = {
     "combine": r"_sum_rows_kernel|_unpermute_kernel",
     "regroup": r"_regroup|_move_rows|_pack_rows|_unpack_rows|sort_chunks",
     "exchange": r"nccl|_push_rows|_return_rows|_push_counts|_place_rows|barrier_kernel",
-    "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas",
+    "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas|_rows_times_weights|_row_tiles",
     "activation": r"silu|swiglu|gated|gelu|sigmoid|_activat\w*_kernel",
     "copies": r"Memcpy|Memset|copy_kernel|FillFunctor|CatArray",
 }
@@ -84,13 +84,15 @@ def _drawn(
     device: torch.device,
 ) -> list[Batch]:
     drawn = []
-    for number in range(seed * _NUM_BATCHES, (seed + 1) * _NUM_BATCHES):
+    for i in range(_NUM_BATCHES):
+        number = seed * _NUM_BATCHES + i
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randn(num_tokens, 1, shape.hidden_size, generator=generator)
         scores_TE = routing_scores(
             num_tokens,
             shape.num_experts,
             shape.top_k,
+            hot_expert=i * shape.num_experts // _NUM_BATCHES if skew == "rotating" else 0,
             num_idle=num_idle,
             seed=number,
             **SKEWS[skew],

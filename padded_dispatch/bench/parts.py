@@ -83,9 +83,9 @@ def main(argv: list[str]) -> int:
         ValueError: for mistakes in `argv`.
     """
     given = _parser().parse_args(argv)
-    require(given.repeats >= 1, "repeats", given.repeats, "be at least 1")
+    require(given.repeats >= 1, "--repeats", given.repeats, "be at least 1")
     if given.out:
-        require_results("out", given.out)
+        require_results("--out", given.out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for num_experts in given.select_experts:
         require(

@@ -6,7 +6,7 @@ gradients: the rows, and the numbers that belong to them.
 
 Three exchanges: `alltoall` (equal-split collectives, any backend), `direct` (stores between the
 GPUs of one host) and `local` (one rank). `choose` picks one per layer and number of tokens;
-`agreement` compares shapes over the ranks first.
+`agreement` compares shapes and rules over the ranks first.
 
 Letters: T tokens, E experts, L experts on this rank, S sources of an expert's rows, D hidden size,
 N rows for which this rank's experts have room, M pools of P slots: those of this source before the

@@ -46,6 +46,8 @@ Letters: T tokens, K experts per token, E experts, L experts on a rank, R ranks 
 sources, C capacity, D hidden size, F ffn size, N rows that a rank's experts can get.
 """
 
+import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -53,9 +55,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig, PoolSizes, require, require_tokens
+from padded_dispatch.config import (
+    DispatchConfig,
+    ExchangeKind,
+    PoolSizes,
+    require,
+    require_tokens,
+)
 from padded_dispatch.exchange import Exchange
-from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.exchange.agreement import Agreement, Values
 from padded_dispatch.exchange.alltoall import AllToAllExchange
 from padded_dispatch.exchange.direct import DirectExchange
 from padded_dispatch.exchange.local import LocalExchange
@@ -66,7 +74,6 @@ from padded_dispatch.exchange.symmetric_memory import (
     shares_workspace,
 )
 
-ExchangeKind = Literal["auto", "alltoall", "direct"]
 Layout = Literal["padded", "packed", "either"]
 
 # (per row, per expert): what a packed row and an expert of packed rows cost, in padded rows.
@@ -395,9 +402,13 @@ def _refuse_on_gpus(tokens_TD: Tensor, reason: str) -> None:
 
 
 def agree_on_shapes(
-    agreement: Agreement, config: DispatchConfig, tokens_TD: Tensor, **more: int
+    agreement: Agreement,
+    config: DispatchConfig,
+    tokens_TD: Tensor,
+    rules: Values = (),
+    **shapes: object,
 ) -> None:
-    """Compare everything that decides a shape over the ranks, before the routing is known.
+    """Compare everything that decides a result over the ranks, before the routing is known.
 
     T = 0 is checked after the comparison, so every rank raises and none is left in a collective.
 
@@ -405,19 +416,31 @@ def agree_on_shapes(
         agreement: an agreement over the layer's groups.
         config: config of the pass.
         tokens_TD: floating point [T, D].
-        more: further whole numbers that must be equal on all ranks.
+        rules: further values that must be equal on all ranks.
+        **shapes: the same, of values that a CUDA graph captures.
 
     Raises:
         ValueError: on all ranks, when they differ or T is 0.
+        AbsentRanksError: on all ranks that wait, when one does not come.
     """
     num_tokens, hidden_size = tokens_TD.shape
-    agreement.check(
-        dtype=tokens_TD.dtype,
-        T=num_tokens,
-        D=hidden_size,
-        E=config.num_experts,
-        K=config.top_k,
-        C=config.capacity(num_tokens) if num_tokens and not config.fits else 0,
-        **more,
-    )
+    if not torch.compiler.is_compiling():
+        agreement.check(
+            rules_of(config) + rules,
+            T=num_tokens,
+            D=hidden_size,
+            E=config.num_experts,
+            K=config.top_k,
+            C=config.capacity(num_tokens) if num_tokens and not config.fits else 0,
+            dtype=tokens_TD.dtype,
+            **shapes,
+        )
     require_tokens(num_tokens)
+
+
+@functools.cache
+def rules_of(config: DispatchConfig) -> Values:
+    """Return the settings of `config` beside the sizes that `agree_on_shapes` compares anyway."""
+    compared = ("num_experts", "top_k")
+    fields = (field.name for field in dataclasses.fields(config) if field.init)
+    return tuple((name, getattr(config, name)) for name in fields if name not in compared)

@@ -3,19 +3,27 @@
 Two ways in. `install()` makes `moe_token_dispatcher_type="padded_alltoall"` work everywhere.
 `padded_spec(spec)` puts `PaddedMoELayer` into a layer spec and patches nothing, except that a
 config with CUDA graphs installs the guard of replays.
+
+All names below are imported when one of them is first used, and with them Megatron. Command lines
+read `padded_dispatch.megatron.options` alone, which takes neither Megatron nor torch.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from padded_dispatch.config import NO_DROP
-from padded_dispatch.megatron.control import CapacityControl
-from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
-from padded_dispatch.megatron.graphs import GraphedMoELayer, LayerGraphs
-from padded_dispatch.megatron.install import install, uninstall
-from padded_dispatch.megatron.layer import PaddedMoELayer, padded_spec
-from padded_dispatch.megatron.options import PaddedOptions
-from padded_dispatch.megatron.retry import Retry
-from padded_dispatch.megatron.router import protect
-from padded_dispatch.megatron.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from padded_dispatch.megatron.control import CapacityControl
+    from padded_dispatch.megatron.cpu import megatron_on_cpu
+    from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+    from padded_dispatch.megatron.graphs import GraphedMoELayer, LayerGraphs
+    from padded_dispatch.megatron.installer import install, uninstall
+    from padded_dispatch.megatron.layer import PaddedMoELayer, padded_spec
+    from padded_dispatch.megatron.options import PaddedOptions
+    from padded_dispatch.megatron.retry import Retry
+    from padded_dispatch.megatron.router import protect
+    from padded_dispatch.megatron.telemetry import Telemetry
 
 __all__ = [
     "NO_DROP",
@@ -33,3 +41,32 @@ __all__ = [
     "protect",
     "uninstall",
 ]
+
+# The module of each name.
+_HOMES = {
+    "CapacityControl": "control",
+    "GraphedMoELayer": "graphs",
+    "LayerGraphs": "graphs",
+    "PaddedAlltoAllTokenDispatcher": "dispatcher",
+    "PaddedMoELayer": "layer",
+    "PaddedOptions": "options",
+    "Retry": "retry",
+    "Telemetry": "telemetry",
+    "install": "installer",
+    "megatron_on_cpu": "cpu",
+    "padded_spec": "layer",
+    "protect": "router",
+    "uninstall": "installer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for known, home in _HOMES.items():
+        globals()[known] = getattr(importlib.import_module(f"{__name__}.{home}"), known)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

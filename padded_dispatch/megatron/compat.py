@@ -14,9 +14,15 @@ from torch import Tensor
 _FIELDS = TransformerConfig.__dataclass_fields__
 _IS_18 = "cuda_graph_modules" in _FIELDS
 _INDEXER_LOSSES = dsa.DSAIndexerLossLoggingHelper
+_IS_19 = "activation_offload_fraction" in _FIELDS
 
 # True if `local` graphs reuse an input's buffer while backward still reads it.
 FREES_GRAPH_INPUTS = not _IS_18
+
+# True if `local` graphs add gradients to `main_grad` themselves, but for those of parameters that
+# say `grad_added_to_main_grad`. Before, they restore that flag at a replay only where the config
+# has `gradient_accumulation_fusion`.
+LOCAL_GRAPHS_ADD_GRADIENTS = _IS_19
 
 
 def layer_graphs(*scopes: str) -> dict[str, Any]:

@@ -5,11 +5,19 @@ The rows of `padded_dispatch.megatron.fields` decide what is refused; this modul
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 
-from padded_dispatch.config import FIT, NO_DROP, CapacityFactor, DispatchConfig, PoolSizes
+from padded_dispatch.config import (
+    FIT,
+    NO_DROP,
+    CapacityFactor,
+    DispatchConfig,
+    PoolSizes,
+    require,
+)
 from padded_dispatch.exchange.fit import Fitted
 from padded_dispatch.megatron.compat import (
     captures_iteration,
@@ -18,7 +26,7 @@ from padded_dispatch.megatron.compat import (
     number_in_model,
 )
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
-from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.megatron.options import PaddedOptions, require_options
 
 _EXPERTS = ("TEGroupedMLP", "SequentialMLP")
 
@@ -28,15 +36,29 @@ _REFUSED_EXPERTS = {
     "InferenceGroupedMLP": "it takes a routing map from an inference dispatcher",
 }
 
+# Fields of `DispatchConfig`, and the fields of Megatron's config that set them.
+_NAMES = {
+    "num_experts": "num_moe_experts",
+    "top_k": "moe_router_topk",
+    "capacity_factor": "moe_expert_capacity_factor",
+    "policy": "moe_token_drop_policy",
+    "num_ranks": "expert_model_parallel_size",
+    "etp_size": "expert_tensor_parallel_size",
+}
+_MEGATRONS = re.compile(rf"\b({'|'.join(_NAMES)})\b")
+
 
 def check_config(config: Any) -> None:
     """Raise one error for everything in `config` that the padded path does not support.
+
+    Options and sizes are checked as well, as far as the config alone shows them.
 
     Args:
         config: a TransformerConfig of any supported version.
 
     Raises:
-        ValueError: one line per refused setting: field, value, reason, remedy.
+        ValueError: one line per refused setting: field, value, reason, remedy; or see
+            `dispatch_config` and `padded_options`.
     """
     refused = refusals(config, (*MOE_FIELDS, *OTHER_FIELDS))
     fp8, graphs = _read(config, "fp8"), _read(config, "cuda_graph_impl")
@@ -57,6 +79,46 @@ def check_config(config: Any) -> None:
             )
     if refused:
         raise ValueError("\n".join(["the padded dispatcher does not support", *refused]))
+    if _read(config, "num_moe_experts"):
+        _check_layers(config, options)
+        for training in (True, False):
+            dispatch_config(
+                config,
+                options,
+                num_ranks=_read(config, "expert_model_parallel_size") or 1,
+                etp_size=_read(config, "expert_tensor_parallel_size") or 1,
+                training=training,
+            )
+
+
+def _check_layers(config: Any, options: PaddedOptions) -> None:
+    """Raise if `layer_factors` names a layer that the model does not have, or a dense one."""
+    last = config.num_layers + (_read(config, "mtp_num_layers") or 0)
+    for number in options.layer_factors:
+        require(
+            number <= last,
+            "layer_factors",
+            options.layer_factors,
+            f"name layers from 1 to {last}, the layers of the model",
+            f"leave out layer {number}",
+        )
+        require(
+            not _is_dense(config, number),
+            "layer_factors",
+            options.layer_factors,
+            f"name layers with experts, as moe_layer_freq={config.moe_layer_freq} has them",
+            f"leave out layer {number}",
+        )
+
+
+def _is_dense(config: Any, number: int) -> bool:
+    """Return whether `moe_layer_freq` makes layer `number`, from 1, a layer without experts."""
+    pattern = _read(config, "moe_layer_freq") or 1
+    if number > config.num_layers:  # Multi-token prediction follows the last layer.
+        return False
+    if isinstance(pattern, int):
+        return (number - 1) % pattern != 0
+    return len(pattern) == config.num_layers and not pattern[number - 1]
 
 
 def refusals(config: Any, rows: tuple[ConfigField, ...]) -> list[str]:
@@ -69,8 +131,27 @@ def refusals(config: Any, rows: tuple[ConfigField, ...]) -> list[str]:
 
 
 def padded_options(config: Any) -> PaddedOptions:
-    """Return the options of a config; the defaults where none were set."""
-    return config.padded_dispatch if is_ours(config) else PaddedOptions()
+    """Return the options of a config; the defaults where none were set.
+
+    Raises:
+        ValueError: they are no `PaddedOptions`.
+    """
+    options = config.padded_dispatch if is_ours(config) else PaddedOptions()
+    require_options("padded_dispatch", options)
+    return options
+
+
+def settings_of(config: Any) -> tuple[tuple[str, object], ...]:
+    """Return all options and the fields of `config` that act on the padded path, as text by name.
+
+    The ranks of a layer must have the same; `agreement_timeout` decides no result.
+    """
+    options = vars(padded_options(config)).items()
+    fields = [row.name for row in (*MOE_FIELDS, *OTHER_FIELDS) if row.status == "used"]
+    return (
+        *((name, str(value)) for name, value in options if name != "agreement_timeout"),
+        *((name, str(_read(config, name))) for name in fields),
+    )
 
 
 def is_ours(config: Any) -> bool:
@@ -118,22 +199,26 @@ def dispatch_config(
         training: False for evaluation, see `eval_factor`.
 
     Raises:
-        ValueError: see `DispatchConfig`.
+        ValueError: see `DispatchConfig`; it names Megatron's fields.
     """
     policy = options.policy
-    return DispatchConfig(
-        num_experts=config.num_moe_experts,
-        top_k=config.moe_router_topk,
-        capacity_factor=_factor(config, options, layer_number, training),
-        min_capacity=options.min_capacity,
-        alignment=_alignment(config, options),
-        capacity_pool=options.capacity_pool,
-        policy=config.moe_token_drop_policy if policy == "megatron" else policy,
-        remedy=options.remedy,
-        reroute_rounds=options.reroute_rounds,
-        num_ranks=num_ranks,
-        etp_size=etp_size,
-    )
+    alignment = _alignment(config, options)
+    try:
+        return DispatchConfig(
+            num_experts=config.num_moe_experts,
+            top_k=config.moe_router_topk,
+            capacity_factor=_factor(config, options, layer_number, training),
+            min_capacity=options.min_capacity,
+            alignment=alignment,
+            capacity_pool=options.capacity_pool,
+            policy=config.moe_token_drop_policy if policy == "megatron" else policy,
+            remedy=options.remedy,
+            reroute_rounds=options.reroute_rounds,
+            num_ranks=num_ranks,
+            etp_size=etp_size,
+        )
+    except ValueError as error:
+        raise ValueError(_MEGATRONS.sub(lambda name: _NAMES[name[0]], str(error))) from None
 
 
 class LayerConfigs:

@@ -28,7 +28,13 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.overrides import TorchFunctionMode
 
+from padded_dispatch.config import require
 from padded_dispatch.utils.patches import Patches
+
+CPU_REMEDY = (
+    "to run Megatron on a CPU, build the model and train inside `with megatron_on_cpu():` from "
+    "padded_dispatch.megatron"
+)
 
 _CPU = torch.device("cpu")
 
@@ -75,6 +81,21 @@ class _CudaMeansCpu(TorchFunctionMode):
         if device is not None and torch.device(device).type == "cuda":
             kwargs = {**kwargs, "device": _CPU}
         return func(*args, **kwargs)
+
+
+def is_on_cpu() -> bool:
+    """Return whether this is inside `megatron_on_cpu()`."""
+    return torch.cuda.Stream is _Stream
+
+
+def check_device() -> None:
+    """Raise if Megatron can run on no device here.
+
+    Raises:
+        ValueError: names `megatron_on_cpu`.
+    """
+    found = torch.cuda.is_available() or is_on_cpu()
+    require(found, "PyTorch", "none", "see a GPU", CPU_REMEDY)
 
 
 @contextmanager

@@ -92,7 +92,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         check_config(config)
         options = padded_options(config)
         self.configs = LayerConfigs(config, options, num_ranks=self.ep_size, etp_size=self.tp_size)
-        self.agreement = Agreement(self.ep_group, self.tp_group)
+        self.agreement = Agreement(self.ep_group, self.tp_group, timeout=options.agreement_timeout)
         self._experts = chosen_experts(config)
         self._options = options
         in_flight = options.microbatches_in_flight

@@ -13,11 +13,12 @@ one parameter of one dimension, `[L * out]`, because Megatron's optimizers decid
 dimensions what does not decay (0.16.1 to 0.19.0, `optimizer/__init__.py`) and what Muon
 orthogonalizes.
 
-Gradients arrive in the parameters' dtype and Megatron's DDP adds them to `main_grad` in fp32.
-Transformer Engine's fused accumulation (`gradient_accumulation_fusion`), which adds before it
-rounds, is not used. So every micro-batch's gradient is rounded to bf16 once, by at most 2**-8 of
-itself, as in every linear without the fusion. Over 1 and over 8 micro-batches of random gradients
-`main_grad` was off by 0.17 % in the root mean square (tests/ops/test_grouped.py).
+In training with Megatron's DDP, backward adds weight gradients to `main_grad` in fp32 and sets
+`grad_added_to_main_grad`, as Megatron's own linears do with `gradient_accumulation_fusion`; what
+autograd gets is unspecified memory. `adds_gradients` has the exceptions. In these, gradients arrive
+in the parameters' dtype and DDP adds them. Every micro-batch's gradient is then rounded to bf16
+once, by at most 2**-8 of itself: over 1 and over 8 micro-batches of random gradients `main_grad`
+was off by 0.17 % in the root mean square (tests/ops/test_grouped.py).
 
 Checkpoints hold single experts, as TEGroupedMLP's do, and either module loads the other's:
 
@@ -53,6 +54,7 @@ from torch import Tensor, nn
 
 from padded_dispatch.exchange.choose import Layout
 from padded_dispatch.experts import ExpertWeights, grouped_mlp
+from padded_dispatch.megatron.compat import LOCAL_GRAPHS_ADD_GRADIENTS
 from padded_dispatch.megatron.config import padded_options, refusals
 from padded_dispatch.megatron.fields import ConfigField, given
 from padded_dispatch.ops.activation import Activation, Function
@@ -130,6 +132,24 @@ def _against_device() -> str:
     return ""
 
 
+def adds_gradients(config: Any) -> bool:
+    """Return whether a backward pass of this moment may add gradients to `main_grad` itself.
+
+    A replayed graph does not set `grad_added_to_main_grad`, and DDP resets it before each step. So
+    graphs are an exception, unless Megatron knows of such gradients in them: always with
+    `gradient_accumulation_fusion`; else with Transformer Engine's graphs, for which DDP does not
+    reset it, in graphs of the whole iteration, which hold DDP's additions, too, and in `local` ones
+    of 0.19.
+    """
+    if config.gradient_accumulation_fusion:
+        return True
+    if config.cuda_graph_impl == "local":
+        return LOCAL_GRAPHS_ADD_GRADIENTS
+    if config.cuda_graph_impl == "none":
+        return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return True
+
+
 class StackedExperts(MegatronModule):
     """Experts of one rank, with one parameter per linear.
 
@@ -174,11 +194,14 @@ class StackedExperts(MegatronModule):
             rows_L = torch.arange(
                 num_each, num_rows + 1, num_each, dtype=torch.int32, device=rows_ND.device
             )
+        adds = adds_gradients(self.config)
         weights = ExpertWeights(
             fc1_LGD=self.linear_fc1.weight,
             fc2_LDF=self.linear_fc2.weight,
             fc1_bias_LG=self.linear_fc1.biases(),
             fc2_bias_LD=self.linear_fc2.biases(),
+            fc1_sums_LGD=self.linear_fc1.sums() if adds else None,
+            fc2_sums_LDF=self.linear_fc2.sums() if adds else None,
         )
         output_ND = grouped_mlp(
             rows_ND,
@@ -282,6 +305,22 @@ class StackedLinear(nn.Module):
     def biases(self) -> Tensor | None:
         """Return the bias of each expert, [L, out]."""
         return None if self.bias is None else self.bias.view(self.num_experts, -1)
+
+    def sums(self) -> Tensor | None:
+        """Return the fp32 buffer to which this pass's backward adds the weight's gradient.
+
+        None if there is none: in evaluation, outside of DDP, with FSDP, for a frozen weight, or
+        where gradients are summed in another dtype. DDP reads the flag after backward, and resets
+        it before the forward passes of a step.
+        """
+        weight: Any = self.weight
+        main_grad = getattr(weight, "main_grad", None)
+        trains = torch.is_grad_enabled() and weight.requires_grad
+        trains &= not hasattr(weight, "__fsdp_param__")
+        if not trains or main_grad is None or main_grad.dtype != torch.float32:
+            return None
+        weight.grad_added_to_main_grad = True
+        return main_grad.view_as(weight)
 
     def sharded(self, name: str, layout: ShardedLayout, num_parts: int) -> dict[str, Any]:
         """Return the entries of a sharded state dict.

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron.config import check_config, check_experts, padded_options
+from padded_dispatch.megatron.cpu import check_device
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.megatron.experts import StackedExperts, chosen_experts
 from padded_dispatch.megatron.graphs import guard
@@ -53,9 +54,10 @@ def build(
     Megatron pass `pg_collection` by keyword.
 
     Raises:
-        ValueError: if the config or the experts are not supported; see `check_config` and
-            `check_experts`.
+        ValueError: if there is no device, or the config or the experts are not supported; see
+            `check_device`, `check_config` and `check_experts`.
     """
+    check_device()
     check_config(config)
     config.padded_dispatch = padded_options(config)  # See `is_ours`.
     pg_collection = pg_collection or get_default_pg_collection()

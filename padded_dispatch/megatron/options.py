@@ -24,11 +24,11 @@ from padded_dispatch.config import (
     REMEDIES,
     CapacityFactor,
     CapacityPool,
+    ExchangeKind,
     Policy,
     Remedy,
     require,
 )
-from padded_dispatch.exchange.choose import ExchangeKind
 
 Alignment = int | Literal["auto"]
 Experts = Literal["auto", "module", "packed", "batched"]
@@ -239,6 +239,13 @@ class PaddedOptions:
         cost="E * C * D elements each",
     )
 
+    agreement_timeout: float = _option(
+        60.0,
+        "seconds that a rank may come to a layer's call later than another, before all that wait "
+        "raise an error that names it; ten times as long in the first two calls of a layer with a "
+        "shape. More than a rank can be busy with work of its own, such as writing a checkpoint",
+    )
+
     def __post_init__(self) -> None:
         # YAML and JSON have lists only.
         if isinstance(self.schedule, list):
@@ -274,6 +281,13 @@ class PaddedOptions:
         )
         share = self.overflow_threshold
         require(0 <= share < 1, "overflow_threshold", share, "be a share from 0 to below 1")
+        seconds = self.agreement_timeout
+        require(
+            _is_number(seconds) and math.isfinite(seconds),
+            "agreement_timeout",
+            seconds,
+            "be a finite number of seconds above 0",
+        )
         for name in ("min_capacity", "grow_after", "telemetry_every", "reroute_rounds"):
             value = getattr(self, name)
             require(_is_count(value), name, value, "be a whole number of at least 1")
@@ -281,7 +295,10 @@ class PaddedOptions:
             value = getattr(self, name)
             rule = "be a whole number of at least 1, or 'auto'"
             require(value == "auto" or _is_count(value), name, value, rule)
-        for name, first in (("layer_factors", 1), ("schedule", 0)):
+        for name, first, example in (
+            ("layer_factors", 1, "{3: 1.5, 7: NO_DROP}"),
+            ("schedule", 0, "((0, 2.0), (200, 1.25))"),
+        ):
             value = getattr(self, name)
             pairs = _pairs(value)
             require(
@@ -289,6 +306,7 @@ class PaddedOptions:
                 name,
                 value,
                 f"map whole numbers from {first} on to factors above 0, each number once",
+                f"write, for example, {example}",
             )
         factor = self.eval_factor
         require(
@@ -323,6 +341,16 @@ class PaddedOptions:
         if self.factor_of_step.keys() - {0}:
             controlled["schedule"] = self.schedule
         return controlled
+
+
+def require_options(name: str, value: Any) -> None:
+    """Raise if `value` is no `PaddedOptions`: a dict of a YAML file, for example.
+
+    Raises:
+        ValueError: names the value as `name`.
+    """
+    fix = "write PaddedOptions(**...)" if isinstance(value, Mapping) else "make one"
+    require(isinstance(value, PaddedOptions), name, value, "be PaddedOptions", fix)
 
 
 def _is_count(value: Any) -> bool:

@@ -32,11 +32,11 @@ from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig, PoolSizes, require
 from padded_dispatch.exchange import Exchange
-from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.exchange.agreement import Agreement, Values
 from padded_dispatch.exchange.choose import agree_on_shapes
 from padded_dispatch.exchange.fit import Fitted, require_eager
-from padded_dispatch.megatron.compat import capturing
-from padded_dispatch.megatron.config import LayerConfigs, padded_options
+from padded_dispatch.megatron.compat import capturing, number_in_model
+from padded_dispatch.megatron.config import LayerConfigs, padded_options, settings_of
 from padded_dispatch.ops.counters import RoutingObserver
 from padded_dispatch.ops.overflow import select_with_remedy
 
@@ -139,6 +139,7 @@ class SelectAfterCounting(TopKRouter):
     was_captured: bool
     saw_padding_mask: bool
     _tokens_TD: Tensor | None
+    _settings: Values | None
 
     def attach(self, selector: Selector) -> None:
         """Set the attributes of this class, and hide the capacity factor from the router."""
@@ -156,14 +157,18 @@ class SelectAfterCounting(TopKRouter):
         self.was_captured = False
         self.saw_padding_mask = False
         self._tokens_TD = None
+        self._settings = None
         self.selector = selector
         self.config = _without_factor(self.config)
         selector.configs.follow(self)
+        if self.layer_number is not None:
+            selector.agreement.layer = number_in_model(self)
 
     def set_layer_number(self, layer_number: int) -> None:
         """Set the number, and look up the capacity factors that the options give this layer."""
         super().set_layer_number(layer_number)
         self.selector.configs.find_factors()
+        self.selector.agreement.layer = number_in_model(self)
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Compare shapes over the ranks, then run `TopKRouter.forward`.
@@ -173,7 +178,13 @@ class SelectAfterCounting(TopKRouter):
         config, tokens_TD = self.selector.configs.now, input.flatten(0, -2)
         # The mode is compared, too: training and evaluation may have the same capacity here, but
         # the ranks' next calls would differ.
-        agree_on_shapes(self.selector.agreement, config, tokens_TD, training=int(self.training))
+        agree_on_shapes(
+            self.selector.agreement,
+            config,
+            tokens_TD,
+            self._rules(padding_mask),
+            training=int(self.training),
+        )
         if self.training:
             self.selector.configs.check_controlled()
         if self.training and self.config.cuda_graph_impl == "transformer_engine":
@@ -190,6 +201,23 @@ class SelectAfterCounting(TopKRouter):
             return super().forward(input, padding_mask)
         finally:
             self._tokens_TD = None
+
+    def _rules(self, padding_mask: Tensor | None) -> Values:
+        """Return everything that decides this pass, except for what `agree_on_shapes` compares.
+
+        Options and Megatron's fields are read once. The others decide whether a rank raises later
+        in this pass, when its peers are in the exchange.
+        """
+        if self._settings is None:
+            self._settings = settings_of(self.config)
+        captures = self.config.cuda_graph_impl == "transformer_engine"
+        protected_T = self.protected_T if self.training else None
+        return (
+            *self._settings,
+            ("layer has a CapacityControl", self.selector.configs.controlled),
+            ("tokens of protect()", None if protected_T is None else protected_T.numel()),
+            ("padding_mask is given", captures and padding_mask is not None),
+        )
 
     def gating(self, input: Tensor) -> Tensor:
         """Return the logits, also where the bias is narrower than they are.

@@ -15,7 +15,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from padded_dispatch.megatron.install import install
+from padded_dispatch.megatron.installer import install
 from padded_dispatch.megatron.options import add_arguments, from_arguments
 
 

@@ -90,21 +90,37 @@ def accept_in_torch(
     num_sources, num_experts = demand_SE.shape
     num_local = num_experts // num_ranks
     demand_RM = _cells_of_receivers(demand_SE, num_ranks)
-    if kept_SE is None:
-        base_RM = demand_RM.clamp(max=num_rows // (num_sources * num_local))
-    else:
-        base_RM = _cells_of_receivers(kept_SE, num_ranks)
+    base_RM = None if kept_SE is None else _cells_of_receivers(kept_SE, num_ranks)
+    number_R = torch.arange(num_ranks, device=demand_SE.device)
+    accepted_RM = accept_cells(demand_RM, num_rows, number_R, base_RM)
+    accepted_RSL = accepted_RM.view(num_ranks, num_sources, num_local)
+    return accepted_RSL.transpose(0, 1).reshape(num_sources, num_experts).to(torch.int32)
+
+
+def accept_cells(
+    demand_RM: Tensor, num_rows: int, number_R: Tensor, base_RM: Tensor | None = None
+) -> Tensor:
+    """Return the accepted rows of each cell of some receivers: int64 [R, M].
+
+    Args:
+        demand_RM: int64, rows asked of each receiver by its M = S * L cells, by source, then by
+            expert.
+        num_rows: slots of one receiver (N).
+        number_R: int64, the number of each receiver among the ranks.
+        base_RM: int64, rows that are accepted in any case; None is the cells' own shares.
+    """
+    if base_RM is None:
+        base_RM = demand_RM.clamp(max=num_rows // demand_RM.shape[1])
     excess_RM = demand_RM - base_RM
     running_RM = excess_RM.cumsum(1)
     excess_R1 = excess_RM.sum(1, keepdim=True)
     free_R1 = (num_rows - base_RM.sum(1, keepdim=True)).minimum(excess_R1)
-    offset_R1 = (_hash(demand_RM)[:, None] * excess_R1) >> 32
+    offset_R1 = (_hash(demand_RM, number_R)[:, None] * excess_R1) >> 32
     # With F = X the formula accepts all of the excess. Nothing to share is not divided by.
     whole_R1 = excess_R1.clamp(min=1)
     upto_RM = (running_RM * free_R1 + offset_R1) // whole_R1
     before_RM = ((running_RM - excess_RM) * free_R1 + offset_R1) // whole_R1
-    accepted_RSL = (base_RM + upto_RM - before_RM).view(num_ranks, num_sources, num_local)
-    return accepted_RSL.transpose(0, 1).reshape(num_sources, num_experts).to(torch.int32)
+    return base_RM + upto_RM - before_RM
 
 
 def _cells_of_receivers(rows_SE: Tensor, num_ranks: int) -> Tensor:
@@ -113,13 +129,11 @@ def _cells_of_receivers(rows_SE: Tensor, num_ranks: int) -> Tensor:
     return rows_SRL.transpose(0, 1).reshape(num_ranks, -1).to(torch.int64)
 
 
-def _hash(demand_RM: Tensor) -> Tensor:
+def _hash(demand_RM: Tensor, number_R: Tensor) -> Tensor:
     """Return 32 bits for each receiver, from its number and its demands: int64 [R]."""
-    num_receivers, num_cells = demand_RM.shape
-    cells_M = torch.arange(num_cells, device=demand_RM.device)
-    receivers_R = torch.arange(num_receivers, device=demand_RM.device)
+    cells_M = torch.arange(demand_RM.shape[1], device=demand_RM.device)
     mixed_RM = _mix(_mix(cells_M ^ 0x9E3779B9) ^ demand_RM)
-    return _mix(_mix(receivers_R) ^ (mixed_RM.sum(1) & _32_BITS))
+    return _mix(_mix(number_R) ^ (mixed_RM.sum(1) & _32_BITS))
 
 
 def _mix(bits: Tensor) -> Tensor:

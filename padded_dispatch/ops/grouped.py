@@ -4,17 +4,24 @@ Expert l's rows end at `offsets_L[l]` and begin where those of the expert before
 stay on the device. Rows behind the last one are never read, forward or backward, and are
 unspecified in a result. An expert without rows has gradients of exact zeros.
 
-On CUDA devices the products are `torch._grouped_mm` in bf16, its one fast path, which needs neither
-the host nor a copy: 2D x 3D for rows, 2D x 2D for weight gradients. For any other dtype or size it
-copies the offsets to the host and loops, so these raise here. It takes no bias; ours is added in
-place, and its gradients have kernels of their own. On CPUs plain loops are the specification, in
-any dtype.
+On CUDA devices all products are in bf16. Rows times weights is `padded_dispatch.kernels.gemm`.
+Weight gradients are `torch._grouped_mm`, 2D x 2D, in its one fast path, which needs neither the
+host nor a copy: for another dtype or size it copies the offsets to the host and loops, so these
+raise here. Neither takes a bias; ours is added in place, and its gradients have kernels of their
+own. On CPUs plain loops are the specification, in any dtype.
+
+A weight's gradient may instead be added to a buffer in fp32, `sums_LOI`, in the backward pass: it
+is then never rounded to the weight's dtype. The gradient that autograd gets for the weight is
+unspecified memory in this case, one block for all weights of a shape. On a GPU that saves the
+gradient's way through memory, and in CUDA graphs a gradient per layer.
 
 If all experts have equally many rows, padded ones among them, `batched_linear` does the same with
 one `torch.bmm` per linear: per row it is faster, and it computes the padding.
 
 I and O: width of an input and an output row. M: rows of each expert, if equal.
 """
+
+import functools
 
 import torch
 from torch import Tensor
@@ -29,6 +36,7 @@ def grouped_linear(
     offsets_L: Tensor,
     bias_LO: Tensor | None = None,
     probs_N: Tensor | None = None,
+    sums_LOI: Tensor | None = None,
 ) -> Tensor:
     """Compute `rows @ weight[l].T + prob * bias[l]` for every expert's rows: [N, I] to [N, O].
 
@@ -38,11 +46,12 @@ def grouped_linear(
         offsets_L: contiguous int32, ascending, the last at most N.
         bias_LO: same dtype; None adds nothing.
         probs_N: at least fp32; scales the bias only. Required with a bias.
+        sums_LOI: contiguous fp32, to which backward adds the gradient of the weight.
 
     Raises:
         ValueError: on CUDA devices, for another dtype or size.
     """
-    return _grouped_linear(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L)
+    return _grouped_linear(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, sums_LOI)
 
 
 def batched_linear(
@@ -51,13 +60,14 @@ def batched_linear(
     offsets_L: Tensor,
     bias_LO: Tensor | None = None,
     probs_N: Tensor | None = None,
+    sums_LOI: Tensor | None = None,
 ) -> Tensor:
     """Compute `grouped_linear` for experts with equally many rows, N / L, as one batched product.
 
-    The arguments are those of `grouped_linear`, in any dtype and size. `offsets_L` is not read:
-    expert l's rows end at `(l + 1) * N / L`.
+    The arguments are those of `grouped_linear`, in any dtype and size. Expert l's rows end at
+    `offsets_L[l] = (l + 1) * N / L`.
     """
-    out_NO = _batched_linear(rows_NI, weight_LOI)
+    out_NO = _batched_linear(rows_NI, weight_LOI, offsets_L, sums_LOI)
     if bias_LO is None:
         return out_NO
     assert probs_N is not None
@@ -85,6 +95,7 @@ def _grouped_linear(
     bias_LO: Tensor | None,
     probs_N: Tensor | None,
     offsets_L: Tensor,
+    sums_LOI: Tensor | None,
 ) -> Tensor:
     out_NO = rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
     for expert, rows in enumerate(_blocks(offsets_L)):
@@ -97,31 +108,33 @@ def _grouped_linear(
 
 
 @_grouped_linear.register_kernel("cuda")
-def _(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L):
-    _check(rows_NI, weight_LOI)
-    out_NO = _grouped_mm(rows_NI.contiguous(), weight_LOI.transpose(1, 2), offsets_L)
-    if bias_LO is not None:
-        from padded_dispatch.kernels import grouped
+def _(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, sums_LOI):
+    from padded_dispatch.kernels import gemm, grouped
 
+    _check(rows_NI, weight_LOI)
+    out_NO = gemm.rows_times_weights(rows_NI.contiguous(), weight_LOI, offsets_L)
+    if bias_LO is not None:
         grouped.add_bias(out_NO, bias_LO.contiguous(), probs_N.contiguous(), offsets_L)
     return out_NO
 
 
 @_grouped_linear.register_fake
-def _(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L):
+def _(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, sums_LOI):
     return rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
 
 
 # An op, because autograd's gradient of `bmm` would be that of the transposed weight, and turning it
 # round would copy the gradients of all weights.
 @custom_op("padded_dispatch::batched_linear", mutates_args=())
-def _batched_linear(rows_NI: Tensor, weight_LOI: Tensor) -> Tensor:
+def _batched_linear(
+    rows_NI: Tensor, weight_LOI: Tensor, offsets_L: Tensor, sums_LOI: Tensor | None
+) -> Tensor:
     rows_LMI = rows_NI.unflatten(0, (weight_LOI.shape[0], -1))
     return torch.bmm(rows_LMI, weight_LOI.transpose(1, 2)).flatten(0, 1)
 
 
 @_batched_linear.register_fake
-def _(rows_NI, weight_LOI):
+def _(rows_NI, weight_LOI, offsets_L, sums_LOI):
     return rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
 
 
@@ -146,13 +159,37 @@ def _grouped_outer(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor) -> Tenso
 
 @_grouped_outer.register_kernel("cuda")
 def _(grad_NO, rows_NI, offsets_L):
-    # Column-major times row-major: the only combination that takes experts without rows.
-    return _grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), offsets_L)
+    # Column-major times row-major: the only combination that takes experts without rows. Private
+    # until torch 2.10, where it is `torch.nn.functional.grouped_mm`.
+    return torch._grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
+        grad_NO.contiguous().T, rows_NI.contiguous(), offs=offsets_L
+    )
 
 
 @_grouped_outer.register_fake
 def _(grad_NO, rows_NI, offsets_L):
     return rows_NI.new_empty(offsets_L.shape[0], grad_NO.shape[1], rows_NI.shape[1])
+
+
+@custom_op("padded_dispatch::add_grouped_outer", mutates_args=("sums_LOI",))
+def _add_grouped_outer(
+    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor
+) -> None:
+    """Add every expert's weight gradient, `grad.T @ rows`, to `sums_LOI`."""
+    for expert, rows in enumerate(_blocks(offsets_L)):
+        sums_LOI[expert] += grad_NO[rows].to(sums_LOI.dtype).T @ rows_NI[rows].to(sums_LOI.dtype)
+
+
+@_add_grouped_outer.register_kernel("cuda")
+def _(grad_NO, rows_NI, offsets_L, sums_LOI):
+    from padded_dispatch.kernels import gemm
+
+    gemm.add_weight_gradients(grad_NO.contiguous(), rows_NI.contiguous(), offsets_L, sums_LOI)
+
+
+@_add_grouped_outer.register_fake
+def _(grad_NO, rows_NI, offsets_L, sums_LOI):
+    return None
 
 
 def _check(rows_NI: Tensor, weight_LOI: Tensor) -> None:
@@ -172,11 +209,6 @@ def _check(rows_NI: Tensor, weight_LOI: Tensor) -> None:
         "be multiples of 8 for packed experts on a GPU",
         fix,
     )
-
-
-def _grouped_mm(a: Tensor, b: Tensor, offsets_L: Tensor) -> Tensor:
-    # Private until torch 2.10, where it is `torch.nn.functional.grouped_mm`.
-    return torch._grouped_mm(a, b, offs=offsets_L)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @custom_op("padded_dispatch::sum_rows_by_expert", mutates_args=())
@@ -224,32 +256,55 @@ def _(rows_NO, vectors_LO, like_N, offsets_L):
     return torch.empty_like(like_N)
 
 
+@functools.cache
+def _block(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _unspecified(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return unspecified memory that must not be written, the same for all equal arguments."""
+    # Autograd takes a gradient as it is only if nothing else refers to its tensor, else a copy.
+    return _block(shape, dtype, device).detach()
+
+
 def _save_inputs(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+    # Not among the saved tensors, which must not change before backward: the passes of other
+    # micro-batches add to the sums in the meantime.
+    *saved, ctx.sums_LOI = inputs
+    ctx.save_for_backward(*saved)
 
 
 def _grouped_linear_backward(ctx, grad_NO):
     rows_NI, weight_LOI, bias_LO, probs_N, offsets_L = ctx.saved_tensors
-    needs_rows, needs_weight, needs_bias, needs_probs, _ = ctx.needs_input_grad
+    needs_rows, needs_weight, needs_bias, needs_probs, *_ = ctx.needs_input_grad
     grad_NI = grad_LOI = grad_LO = grad_N = None
     if needs_rows:
         transposed_LIO = weight_LOI.transpose(1, 2)
-        grad_NI = _grouped_linear(grad_NO, transposed_LIO, None, None, offsets_L)
-    if needs_weight:
+        grad_NI = _grouped_linear(grad_NO, transposed_LIO, None, None, offsets_L, None)
+    if needs_weight and ctx.sums_LOI is not None:
+        _add_grouped_outer(grad_NO, rows_NI, offsets_L, ctx.sums_LOI)
+        grad_LOI = _unspecified(weight_LOI.shape, weight_LOI.dtype, weight_LOI.device)
+    elif needs_weight:
         grad_LOI = _grouped_outer(grad_NO, rows_NI, offsets_L)
     if needs_bias:
         grad_LO = sum_rows(grad_NO, probs_N, offsets_L)
     if needs_probs and bias_LO is not None:
         grad_N = _dot_rows(grad_NO, bias_LO, probs_N, offsets_L)
-    return grad_NI, grad_LOI, grad_LO, grad_N, None
+    return grad_NI, grad_LOI, grad_LO, grad_N, None, None
 
 
 def _batched_linear_backward(ctx, grad_NO):
-    rows_NI, weight_LOI = ctx.saved_tensors
-    needs_rows, needs_weight = ctx.needs_input_grad
-    grad_NI = _batched_linear(grad_NO, weight_LOI.transpose(1, 2)) if needs_rows else None
-    grad_LOI = _batched_outer(grad_NO, rows_NI, weight_LOI.shape[0]) if needs_weight else None
-    return grad_NI, grad_LOI
+    rows_NI, weight_LOI, offsets_L = ctx.saved_tensors
+    needs_rows, needs_weight, *_ = ctx.needs_input_grad
+    grad_NI = grad_LOI = None
+    if needs_rows:
+        grad_NI = _batched_linear(grad_NO, weight_LOI.transpose(1, 2), offsets_L, None)
+    if needs_weight and ctx.sums_LOI is not None:
+        _add_grouped_outer(grad_NO, rows_NI, offsets_L, ctx.sums_LOI)
+        grad_LOI = _unspecified(weight_LOI.shape, weight_LOI.dtype, weight_LOI.device)
+    elif needs_weight:
+        grad_LOI = _batched_outer(grad_NO, rows_NI, weight_LOI.shape[0])
+    return grad_NI, grad_LOI, None, None
 
 
 _grouped_linear.register_autograd(_grouped_linear_backward, setup_context=_save_inputs)

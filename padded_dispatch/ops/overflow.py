@@ -12,6 +12,7 @@ Shapes are static here, too: a remedy is a fixed number of kernels, whatever was
 expert bias and `demand_E` see what the router asked for; a remedy never changes them.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,9 +23,15 @@ from padded_dispatch.config import DispatchConfig, Policy, PoolSizes
 from padded_dispatch.ops.acceptance import Receivers
 from padded_dispatch.ops.select import Selection, choice_ranks, kept_map, select
 
-# `renormalize` leaves a token alone if its kept rows weigh less than this: the gradient through the
-# quotient grows like one over their sum and would overflow in fp32.
-LEAST_KEPT = 2.0**-64
+
+def least_kept(dtype: torch.dtype) -> float:
+    """Return the least sum of kept probabilities that `renormalize` scales up.
+
+    The gradient through the quotient grows like one over the sum. It is rounded to the dtype of the
+    probabilities, so half of the dtype's exponents are for it, and half for the gradient that it is
+    multiplied by: 2**-63 for fp32 and bf16, 2**-7 for fp16, 2**-511 for fp64.
+    """
+    return math.sqrt(torch.finfo(dtype).tiny)
 
 
 def select_with_remedy(
@@ -94,7 +101,7 @@ def renormalize(selection: Selection, probs_TE: Tensor) -> Selection:
     """Scale each token's kept probabilities up to the sum of those that it asked with.
 
     The arithmetic is at least fp32 and rounds once. Tokens that lost nothing keep their bits.
-    Tokens that lost all rows, or kept less than `LEAST_KEPT`, are left as they are. The gradient is
+    Tokens that lost all rows, or kept less than `least_kept`, are left as they are. The gradient is
     that of the quotient, so through the sum it also reaches the probabilities of dropped rows.
 
     Args:
@@ -106,9 +113,12 @@ def renormalize(selection: Selection, probs_TE: Tensor) -> Selection:
     asked_TE = selection.asked_TE
     wide = torch.promote_types(probs_TE.dtype, torch.float32)
     sum_asked_T1 = torch.where(asked_TE, probs_TE, 0).sum(1, keepdim=True, dtype=wide)
-    sum_kept_T1 = selection.probs_TE.sum(1, keepdim=True, dtype=wide)
-    scaled_T1 = (sum_kept_T1 >= LEAST_KEPT) & (asked_TE & ~selection.kept_TE).any(1, keepdim=True)
-    share_TE = selection.probs_TE / torch.where(scaled_T1, sum_kept_T1, 1)
+    # Wide from here on: two large parts of its gradient cancel, and must be summed before rounding.
+    kept_probs_TE = selection.probs_TE.to(wide)
+    sum_kept_T1 = kept_probs_TE.sum(1, keepdim=True)
+    enough_T1 = sum_kept_T1 >= least_kept(probs_TE.dtype)
+    scaled_T1 = enough_T1 & (asked_TE & ~selection.kept_TE).any(1, keepdim=True)
+    share_TE = kept_probs_TE / torch.where(scaled_T1, sum_kept_T1, 1)
     scaled_TE = (share_TE * sum_asked_T1).to(probs_TE.dtype)
     return replace(selection, probs_TE=torch.where(scaled_T1, scaled_TE, selection.probs_TE))
 

@@ -5,8 +5,8 @@
       -> in each: device and process groups          world
          -> model, Adam, CUDA graphs                 model, optimizer, graphs
          -> steps, evaluations, capacity, traces     loop, data
-         -> figures, progress, results files         metrics, display
-         -> checkpoints                              checkpoint
+         -> figures, progress, results files         metrics, display, rows
+         -> checkpoints                              checkpoint, integrity
 
 `compare` and `sweep` are two more commands, which train several runs in the same processes.
 

@@ -64,7 +64,15 @@ def parse(argv: list[str]) -> Settings:
         ValueError: names the flag, its rule, its value and what to set.
         SystemExit: for `--help` and for flags that argparse refuses.
     """
-    arguments = parser().parse_args(argv)
+    return resolve(parser().parse_args(argv))
+
+
+def resolve(arguments: argparse.Namespace) -> Settings:
+    """Return the settings of flags that `parser` has read; this imports torch, to count GPUs.
+
+    Raises:
+        ValueError: names the flag, its rule, its value and what to set.
+    """
     given = vars(arguments)
     preset = PRESETS[arguments.preset]
     layout = Layout(**_layout_defaults(preset, given) | _of(Layout, given))

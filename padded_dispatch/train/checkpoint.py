@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from padded_dispatch.config import CapacityFactor, require
 from padded_dispatch.megatron.options import read_factor, show_factor
+from padded_dispatch.train.integrity import checkpoints, require_whole
 from padded_dispatch.train.model import unwrapped
 from padded_dispatch.train.optimizer import MegatronAdam, TorchAdam
 from padded_dispatch.train.settings import Settings
@@ -48,21 +49,21 @@ def newest(run_dir: Path) -> Path:
     Raises:
         ValueError: there is none.
     """
-    found = sorted((run_dir / "checkpoints").glob("step-*"))
+    found = checkpoints(run_dir)
     require(found, "--run-dir", str(run_dir), "hold a checkpoint", "leave out --resume")
     return found[-1]
 
 
 def check_resumable(settings: Settings) -> None:
-    """Raise if the newest checkpoint has other settings, or has done all steps already.
+    """Raise if the newest checkpoint is broken, has other settings, or has done all steps already.
 
     Raises:
-        ValueError: names every setting that differs, with both values.
+        ValueError: names the broken file, or every setting that differs, with both values.
     """
     output = settings.output
     assert output.run_dir is not None
     found = newest(output.run_dir)
-    about = json.loads((found / "run.json").read_text())
+    about = require_whole(found)
     then, now = about["settings"], settings.as_json(*_DECISIVE)
     differing = [
         f"{name}={now[group].get(name)} (was {value})"

@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from padded_dispatch.config import FIT
-from padded_dispatch.megatron.install import install
+from padded_dispatch.megatron.installer import install
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.train.graphs import graph_fields
 from padded_dispatch.train.settings import VOCABULARY, Settings

@@ -4,7 +4,9 @@ import argparse
 import dataclasses
 import json
 import math
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,28 +15,31 @@ from typing import Any
 
 import numpy as np
 
-from padded_dispatch.config import POLICIES, require
+from padded_dispatch.config import CAPACITY_POOLS, POLICIES, require
 from padded_dispatch.tune import plots, report, time_model
 from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.megatron_trace import load_megatron_traces
+from padded_dispatch.tune.menu import menu, notes, pool_table
 from padded_dispatch.tune.recommend import Target
 from padded_dispatch.tune.study import Layer, Question, Study, study
 from padded_dispatch.tune.synthetic import KINDS, TraceSizes, synthetic_trace
+from padded_dispatch.tune.table import Table
 from padded_dispatch.tune.trace import Trace, load_traces
+from padded_dispatch.utils.flags import errors_name_flags
 from padded_dispatch.utils.results import require_folder
 
 _SYNTHETIC = dict(steps=400, layers=2, ranks=4, tokens=256, experts=32, top_k=4, seed=0)
 
 
 def main(argv: list[str]) -> int:
-    """Tune, and return the exit code: 0 if the target is promised, 3 if not.
+    """Tune, and return the exit code: 0, or 3 if a required promise cannot be made.
 
     Raises:
         ValueError: a wrong flag or a broken trace; names it and what to change.
         SystemExit: for `--help` and for errors that argparse finds.
     """
     given = _parser().parse_args(argv)
-    with _errors_name_flags(given):
+    with errors_name_flags(given):
         return _tune(given)
 
 
@@ -46,6 +51,9 @@ def _tune(given: argparse.Namespace) -> int:
     model = time_model.load(given.calibration) if given.calibration else time_model.shipped()
     if given.plots:
         plots.require_matplotlib()
+    with_plots = plots.has_matplotlib() if given.plots is None else given.plots
+    if given.synthetic is not None:
+        _check_memory(_synthetic_sizes(given), given.max_gib)
 
     with _progress("reading" if given.traces else "making a trace") as done:
         trace, name = _trace(given)
@@ -64,27 +72,43 @@ def _tune(given: argparse.Namespace) -> int:
             layers_of_model=not (given.traces and _are_megatrons(given.traces)),
         )
         done(f"at {len(found.options)} factors")
-    sys.stdout.write(f"\n{summary(found)}\n")
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    sys.stdout.write(f"\n{summary(found, columns)}\n")
     with _progress("writing") as done:
-        done(str(write(found, given.run_dir, with_plots=given.plots)))
-    return 0 if found.training.overall.promised else 3
+        done(str(write(found, given.run_dir, with_plots=with_plots)))
+    if not (with_plots or given.plots is False):
+        sys.stdout.write(f"The report has no figures; for them, {plots.REMEDY}.\n")
+    return 3 if given.require_promise and not found.training.overall.promised else 0
 
 
-def summary(found: Study) -> str:
-    """Return the text for the terminal."""
-    parts = [found.training.sentence(), str(report.factor_table(found))]
-    if len(found.training.layers) > 1:
-        parts.append(f"One factor per layer:\n{report.layer_table(found)}")
+def summary(found: Study, columns: int | None = None) -> str:
+    """Return the text for the terminal, within a number of columns if there is one."""
+
+    def prose(text: str) -> str:
+        return textwrap.fill(text, columns) if columns else text
+
+    def table(made: Table) -> str:
+        return made.within(columns) if columns else str(made)
+
+    parts = [prose(found.training.sentence())]
+    if found.warm_up is not None:
+        parts.append(prose(found.warm_up.sentence()))
+    if len(found.pools) > 1:
+        parts.append(table(pool_table(found)))
+    parts.append("\n".join([table(menu(found)), *(prose(f"  {note}") for note in notes(found))]))
+    layers = [advice.factor for advice in found.training.layers.values()]
+    if len(layers) > 1:
+        words = f"Each layer by itself: {min(layers):g} to {max(layers):g}; the report lists them."
+        parts.append(prose(words))
     evaluation = found.evaluation.overall
     promised = "" if evaluation.promised else ", without a promise"
-    parts.append(f"In evaluation: {evaluation.factor:g}, for {found.evaluation.target}{promised}.")
+    others = [f"In evaluation: {evaluation.factor:g}, for {found.evaluation.target}{promised}."]
     if found.held_out is not None:
-        parts.append(found.held_out_sentence())
-    parts += [f"Also: {caveat}." for caveat in found.training.overall.caveats[1:]]
-    if found.layer is not None:
-        parts.append(found.layer.time_model.describe())
+        others.append(found.held_out_sentence())
+    others += [f"Also: {caveat}." for caveat in found.training.overall.caveats[1:]]
     if not found.layers_of_model:
-        parts.append(report.NO_LAYERS)
+        others.append(report.NO_LAYERS)
+    parts += map(prose, others)
     parts.append(" \\\n".join(report.flags(found, per_layer=False)))
     return "\n\n".join(parts) + "\n"
 
@@ -122,11 +146,23 @@ def as_json(found: Study) -> dict[str, Any]:
         },
         "question": dataclasses.asdict(found.question),
         "sentence": found.training.sentence(),
+        "pool": found.pool,
+        "pools": {
+            answer.pool: {
+                "factor": answer.training.overall.factor,
+                "promised": answer.training.overall.promised,
+                "dropped": answer.dropped,
+                "retried": answer.retried,
+                "needed_factor": answer.needed,
+            }
+            for answer in found.pools
+        },
         "training": dataclasses.asdict(found.training),
         "evaluation": dataclasses.asdict(found.evaluation),
         "flags": report.flags(found, per_layer=False),
         "flags_per_layer": report.flags(found, per_layer=True) if found.layers_of_model else None,
         "elsewhere": report.elsewhere(found),
+        "warm_up": None if found.warm_up is None else dataclasses.asdict(found.warm_up),
         "held_out": None if found.held_out is None else dataclasses.asdict(found.held_out),
         "options": [dataclasses.asdict(option) for option in found.options],
         "layer": None if layer is None else dataclasses.asdict(layer),
@@ -143,10 +179,12 @@ def _question(given: argparse.Namespace) -> Question:
         policy=given.policy or "probs",
         min_capacity=given.min_capacity,
         alignment=given.alignment,
+        pools=tuple(given.pools) if given.pools else None,
         etp=given.etp,
         policy_given=given.policy is not None,
         factors=tuple(given.factors) if given.factors else None,
         hold_out=given.hold_out,
+        leave_out_warm_up=given.from_step is None,
     )
 
 
@@ -176,6 +214,21 @@ def _check_flags(given: argparse.Namespace) -> None:
         _synthetic_sizes(given)
 
 
+def _check_memory(sizes: TraceSizes, max_gib: float) -> None:
+    """Raise if making a synthetic trace takes more memory than `--max-gib`."""
+    num_records = sizes.num_steps * sizes.num_layers * sizes.num_ranks
+    choices = num_records * sizes.num_tokens * sizes.top_k
+    # An int16 expert and an fp32 probability each; one record has fp64 scores [T, E] beside them.
+    gib = (6 * choices + 8 * sizes.num_tokens * sizes.num_experts) / 2**30
+    require(
+        gib <= max_gib,
+        "max_gib",
+        max_gib,
+        f"be at least {gib:,.1f}, which this trace takes",
+        "lower --steps, --layers or --tokens, or raise it",
+    )
+
+
 def _trace(given: argparse.Namespace) -> tuple[Trace, str]:
     """Return the trace of training from `--from-step` on, and its name."""
     if given.traces:
@@ -185,6 +238,8 @@ def _trace(given: argparse.Namespace) -> tuple[Trace, str]:
         sizes = _synthetic_sizes(given)
         trace = synthetic_trace(given.synthetic, sizes, strength=given.strength, seed=given.seed)
         trace = _from_layer_1(trace)
+    if given.from_step is None:
+        return trace, name
     last = int(trace.steps.max())
     require(given.from_step <= last, "from_step", given.from_step, f"be at most the last, {last}")
     return trace.where(trace.steps >= given.from_step), name
@@ -241,22 +296,6 @@ def _layer(given: argparse.Namespace, trace: Trace, model: time_model.TimeModel)
 
 
 @contextmanager
-def _errors_name_flags(given: argparse.Namespace) -> Iterator[None]:
-    """Replace the field at the start of an error by the flag that sets it.
-
-    A flag is named like its field, with "num_" left out.
-    """
-    try:
-        yield
-    except ValueError as error:
-        field, must, rest = str(error).partition(" must ")
-        name = field.removeprefix("num_")
-        if must and name in vars(given):
-            raise ValueError(f"--{name.replace('_', '-')} must {rest}") from error
-        raise
-
-
-@contextmanager
 def _progress(name: str) -> Iterator[Callable[[str], None]]:
     """Print the name of a part of the work; at its end, its result and its duration."""
     results: list[str] = []
@@ -274,8 +313,7 @@ def _progress(name: str) -> Iterator[Callable[[str], None]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="padded-dispatch tune",
-        description="Choose a capacity factor from traces of a router. Exit code 3: nothing can be "
-        "promised.",
+        description="Choose a capacity factor from traces of a router.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
@@ -293,11 +331,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TRACE",
         help="traces of evaluation (None: those of training)",
     )
-    parser.add_argument("--from-step", type=int, default=0, help="leave out earlier steps")
+    parser.add_argument(
+        "--from-step", type=int, help="leave out earlier steps (None: those of the warm-up)"
+    )
     parser.add_argument("--max-gib", type=float, default=4.0, help="refuse larger traces")
-    parser.add_argument("--plots", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--plots",
+        action=argparse.BooleanOptionalAction,
+        help="figures in the report (None: if Matplotlib is installed)",
+    )
     promise = parser.add_argument_group("the promise")
-    promise.add_argument("--drop", type=float, default=0.001, help="largest share of a step's rows")
+    promise.add_argument(
+        "--drop", type=float, default=Target().drop, help="largest share of a step's rows"
+    )
     promise.add_argument("--eval-drop", type=float, default=0.0, help="the same in evaluation")
     promise.add_argument(
         "--steps-share", type=float, default=0.99, help="share of steps that keep it"
@@ -306,7 +352,16 @@ def _parser() -> argparse.ArgumentParser:
     promise.add_argument(
         "--hold-out", type=float, default=0.0, help="share of steps, the last ones, to check it on"
     )
+    promise.add_argument(
+        "--require-promise", action="store_true", help="exit with 3 if nothing can be promised"
+    )
     slots = parser.add_argument_group("slots")
+    slots.add_argument(
+        "--pools",
+        nargs="+",
+        choices=CAPACITY_POOLS,
+        help="kinds of pools to compare (None: all that can serve the run)",
+    )
     slots.add_argument("--policy", choices=POLICIES, help="which rows keep a slot (None: probs)")
     slots.add_argument("--min-capacity", type=int, default=1, help="least slots per expert")
     slots.add_argument("--alignment", type=int, default=1, help="rows of a buffer are a multiple")

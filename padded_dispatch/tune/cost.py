@@ -63,8 +63,8 @@ class LayerSizes:
 class Cost:
     """Cost of one factor on one rank.
 
-    `capacity`: slots per (source, expert). `num_slots`: rows that this rank's experts have room
-    for.
+    `capacity`: slots per (source, expert), of which pools have as many in all. `num_slots`: rows
+    that this rank's experts have room for.
 
     Per layer and micro-batch, forward and backward: `wire_bytes` that leave this rank;
     `padded_flops` and `packed_flops` of the experts' GEMMs.
@@ -102,7 +102,12 @@ def cost(config: DispatchConfig, sizes: LayerSizes, *, busiest_rows: float) -> C
     slots, 587.5 MB on the wire, 1.16 TFLOP padded, and 0.93 packed if 32,768 rows are real.
     """
     capacity = config.capacity(sizes.num_tokens)
-    num_slots = config.num_local_experts * config.num_sources * capacity
+    pools = config.sizes(sizes.num_tokens)
+    num_slots = pools.num_rows
+    # Direct stores, which "receiver" needs, send real rows only.
+    sent_rows = pools.num_pools * pools.pool_slots
+    if config.capacity_pool == "receiver":
+        sent_rows = math.ceil(busiest_rows)
     ffn = sizes.ffn_size / config.etp_size
     buffers = config.buffer_bytes(sizes.num_tokens, sizes.hidden_size, sizes.element_size)
     saved = round(num_slots * ((sizes.hidden_size + 3 * ffn) * sizes.element_size + _META_BYTES))
@@ -114,7 +119,7 @@ def cost(config: DispatchConfig, sizes: LayerSizes, *, busiest_rows: float) -> C
     return Cost(
         capacity=capacity,
         num_slots=num_slots,
-        wire_bytes=_wire_bytes(config, sizes, capacity),
+        wire_bytes=_wire_bytes(config, sizes, sent_rows),
         buffer_bytes=buffers.total,
         saved_bytes=saved + buffers.plan,
         memory_bytes=memory,
@@ -124,13 +129,14 @@ def cost(config: DispatchConfig, sizes: LayerSizes, *, busiest_rows: float) -> C
     )
 
 
-def _wire_bytes(config: DispatchConfig, sizes: LayerSizes, capacity: int) -> int:
+def _wire_bytes(config: DispatchConfig, sizes: LayerSizes, sent_rows: int) -> int:
     """Return the bytes of four exchanges of rows and two of metadata, and their gathering over ETP.
 
-    The four: dispatch and combine, forward and backward.
+    The four: dispatch and combine, forward and backward. `sent_rows`: of one exchange, those to
+    this rank itself included.
     """
-    rows = config.num_experts * capacity * sizes.hidden_size * sizes.element_size
-    meta = config.num_experts * (capacity + 1) * _META_BYTES
+    rows = sent_rows * sizes.hidden_size * sizes.element_size
+    meta = (sent_rows + config.num_experts) * _META_BYTES
     sent = 4 * rows + 2 * meta
     return sent * (config.num_ranks - 1) // config.num_ranks + sent * (config.etp_size - 1)
 

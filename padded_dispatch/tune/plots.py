@@ -39,22 +39,29 @@ _STYLE: Any = {
 _LEAST = 1e-6  # The smallest share on an axis: one row in a million.
 
 
+REMEDY = "run pip install 'matplotlib>=3.9,<4'"
+
+
+def has_matplotlib() -> bool:
+    """Return whether figures can be drawn."""
+    return find_spec("matplotlib") is not None
+
+
 def require_matplotlib() -> None:
     """Raise if Matplotlib is not installed; call it before the work.
 
     Raises:
-        ValueError: names the ways out.
+        ValueError: names the remedy.
     """
-    if find_spec("matplotlib") is None:
-        raise ValueError(
-            "Matplotlib must be installed for --plots, got none; run pip install "
-            "'padded-dispatch[tune]', or give --no-plots"
-        )
+    if not has_matplotlib():
+        raise ValueError(f"Matplotlib must be installed for --plots, got none; {REMEDY}")
 
 
 def figures(study: Study) -> dict[str, "Figure"]:
     """Draw all figures, by name; `cost` only where the layer's sizes are known."""
     drawn = {"dropped": dropped, "load": load, "need": need}
+    if len(study.pools) > 1:
+        drawn["pools"] = pools
     if study.layer is not None:
         drawn["cost"] = costs
     with _style():
@@ -83,8 +90,10 @@ def dropped(study: Study) -> "Figure":
             axes.plot(factors, _visible(of_layer), color=BLUE, alpha=0.35, lw=1, label=label)
     of_all = _visible([option.dropped for option in study.options])
     axes.plot(factors, of_all, color=BLACK, lw=2.2, marker="o", ms=3.5, label="all rows")
-    balanced = _visible([option.balanced_drop for option in study.options])
-    axes.plot(factors, balanced, color=GREEN, lw=1.8, ls="--", label="perfectly balanced router")
+    if study.pool == "expert":
+        balanced = _visible([option.balanced_drop for option in study.options])
+        label = "perfectly balanced router"
+        axes.plot(factors, balanced, color=GREEN, lw=1.8, ls="--", label=label)
     target, advice = study.question.target, study.training.overall
     if target.drop:
         axes.axhline(target.drop, color=GREY, lw=1, ls=":", label=f"target: {percent(target.drop)}")
@@ -96,6 +105,24 @@ def dropped(study: Study) -> "Figure":
     axes.set_xlabel("capacity factor (slots per source and expert, relative to balance)")
     axes.set_ylabel("dropped rows")
     axes.set_title("What each factor drops")
+    figure.legend(loc="outside right upper")
+    return figure
+
+
+def pools(study: Study) -> "Figure":
+    """Draw the dropped share by factor for each kind of pool that was compared."""
+    figure, axes = _figure(8.4, 4.2)
+    for answer, color in zip(study.pools, (BLACK, BLUE, ORANGE), strict=False):
+        order = np.argsort(answer.replay.factors, kind="stable")
+        shares = answer.replay.dropped.sum(1)[order] / max(1, int(answer.replay.demand.sum()))
+        factors = answer.replay.factors[order]
+        axes.plot(factors, _visible(shares), color=color, lw=2, marker="o", ms=3, label=answer.pool)
+    axes.set_yscale("log")
+    axes.set_ylim(_LEAST, 1)
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share * 100:g} %")
+    axes.set_xlabel("capacity factor (slots, and with the all-to-all bytes, relative to balance)")
+    axes.set_ylabel("dropped rows")
+    axes.set_title("What each kind of pool drops")
     figure.legend(loc="outside right upper")
     return figure
 

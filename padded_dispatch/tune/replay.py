@@ -9,41 +9,53 @@ One 64-bit key per row holds its group of competitors, then what the policy comp
 of these keys leaves equal rows in the order of source, token, expert, which is how the dispatcher
 breaks ties.
 
-Three meanings of capacity decide which rows compete, and what a factor of 1 is:
+Which rows compete, and what a factor of 1 is, depends on the pool of slots. The first three are
+`DispatchConfig.capacity_pool`, so a replay is what the dispatcher does:
 
-- "source", ours: a source's rows for one expert; `DispatchConfig.capacity` slots.
-- "pooled": all sources' rows for one expert. The same formula for R * T tokens.
-- "rank": all sources' rows for all experts of one rank; T * K * factor slots, rounded down, then up
-  to the alignment, as `moe_expert_rank_capacity_factor` with HybridEP in Megatron-Core 0.19.0
-  (`_HybridEPManager.setup_metadata`). Which rows are kept is decided by our policy; their number
-  does not depend on it. Gaps that FP8 leaves between experts are not counted.
+- "expert": a source's rows for one expert; C slots.
+- "rank": a source's rows for all experts of one rank; L * C slots.
+- "receiver": all sources' rows for all experts of one rank; S * L * C slots. Every (source, expert)
+  has C of them for itself, and the rest is shared by `padded_dispatch.ops.acceptance`, which
+  decides how many rows of each keep a slot; the policy decides which. With one source it is "rank".
+
+The others are the field's:
+
+- "all-sources": all sources' rows for one expert. The same formula for S * T tokens.
+- "hybrid-ep": all sources' rows for all experts of one rank; T * K * factor slots for each source,
+  rounded down, then up to the alignment, as `moe_expert_rank_capacity_factor` with HybridEP in
+  Megatron-Core 0.19.0 (`_HybridEPManager.setup_metadata`). Which rows are kept is decided by our
+  policy; their number does not depend on it. Gaps that FP8 leaves between experts are not counted.
 
 Probability mass is counted in int64 units of 2**-32, rounded row by row, so that a sum does not
 depend on its order. The dispatcher's telemetry does the same.
 
-Letters: N records; T tokens of a record; K experts per token; E experts; R ranks; U units, which
-are one micro-batch of one layer on all ranks of a group; M tokens of several records.
+Letters: N records; T tokens of a record; K experts per token; E experts; L experts of one rank; S
+sources of a group; C slots per (source, expert) of the dispatcher; U units, which are one
+micro-batch of one layer, of one source or of all sources of a group; M tokens of several records.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from padded_dispatch.config import POLICIES, DispatchConfig, Policy, require
+from padded_dispatch.ops.acceptance import accept_cells
 from padded_dispatch.ops.counters import mass_units
 from padded_dispatch.tune.trace import Trace
 
-Meaning = Literal["source", "rank", "pooled"]
-MEANINGS: tuple[str, ...] = get_args(Meaning)
+Pool = Literal["expert", "rank", "receiver", "all-sources", "hybrid-ep"]
+POOLS: tuple[str, ...] = get_args(Pool)
 
 NEVER = np.iinfo(np.int32).max  # the place of an empty choice, which no capacity reaches
 # A key holds the number of its group in 16 bits, then 16 bits of choice, then 32 bits of score.
 _MAX_GROUPS = 2**16
+# Pools that the experts of one rank share.
+_OF_A_RANK = ("rank", "receiver", "hybrid-ep")
 _CHUNK_ROWS = 2**18  # sorted at a time: small enough for a processor's cache
 
 
@@ -53,17 +65,18 @@ class Replay:
 
     Axes, in this order: factors, records, experts.
 
-    `factors`: float64. `capacities`: int64, the C of each factor. `slots`: float64, slots that each
-    factor offers per record. `num_ranks`, `steps`, `layers`, `ranks`: of the trace.
-    `demand_by_expert`: int32 [records, experts], rows asked for. `kept_by_expert`: int32
-    [factors, records, experts]. `asked_mass` [records] and `kept_mass` [factors, records]: int64,
-    probability in units of 2**-32; None where the trace has none. `num_tokens`: int32 [records],
-    tokens that asked for an expert; `lost_tokens`: int32 [factors, records], those of them that
-    kept none. `needed_factor`: float64 [records], the factor whose capacity is the largest demand
-    for the same slots; nothing is dropped at it. With "pooled" and "rank" it is over all sources,
-    and the same for all of them.
+    `pool`: which rows share slots. `factors`: float64. `capacities`: int64, the slots of one pool
+    at each factor. `slots`: float64, slots that each factor offers per record. `num_ranks`,
+    `steps`, `layers`, `ranks`: of the trace. `demand_by_expert`: int32 [records, experts], rows
+    asked for. `kept_by_expert`: int32 [factors, records, experts]. `asked_mass` [records] and
+    `kept_mass` [factors, records]: int64, probability in units of 2**-32; None where the trace has
+    none. `num_tokens`: int32 [records], tokens that asked for an expert; `lost_tokens`: int32
+    [factors, records], those of them that kept none. `needed_factor`: float64 [records], the factor
+    whose capacity is the largest demand for the same slots; nothing is dropped at it. Where sources
+    share slots, it is over all of them, and the same for each.
     """
 
+    pool: Pool
     num_ranks: int
     factors: NDArray[np.float64]
     capacities: NDArray[np.int64]
@@ -132,9 +145,10 @@ def replay(
     factors: Sequence[float],
     *,
     policy: Policy = "probs",
-    meaning: Meaning = "source",
+    pool: Pool = "expert",
     min_capacity: int = 1,
     alignment: int = 1,
+    etp: int = 1,
     seed: int = 0,
 ) -> Replay:
     """Replay a trace at every capacity factor of `factors`.
@@ -144,26 +158,25 @@ def replay(
     choose, which no trace has.
 
     Args:
-        trace: the recorded demand. With "pooled" and "rank", all sources of each group; with
-            "rank", its `num_ranks` divides the number of experts.
+        trace: the recorded demand. It must hold all sources of each group if `pool` is one that
+            sources share.
         factors: at least one, each above 0, in any order.
         policy: which rows keep a slot, see `ops.select`. "random" draws with `seed`, not as the
             dispatcher drew. A trace does not hold which tokens were protected.
-        meaning: which rows share a capacity, see the module's docstring.
-        min_capacity: least slots, not with meaning "rank".
-        alignment: as in `DispatchConfig`; with "rank", a rank's slots are a multiple of it.
+        pool: which rows share slots, see the module's docstring.
+        min_capacity: least slots per (source, expert), not with "hybrid-ep".
+        alignment: as in `DispatchConfig`; with "hybrid-ep", a rank's slots are a multiple of it.
+        etp: ranks that split every expert between them; each of them is a source of the trace. The
+            others hold different experts, in equal numbers, if experts share slots.
         seed: of the policy "random".
 
     Raises:
         ValueError: names the argument, its value and what to change.
     """
-    _check(trace, factors, policy, meaning, min_capacity)
-    slots = _Slots(
-        trace=trace,
-        meaning=meaning,
-        min_capacity=min_capacity,
-        alignment=alignment,
-    )
+    if pool == "receiver" and trace.num_ranks == 1:
+        pool = "rank"  # Nothing is shared between sources.
+    slots = _Slots(trace=trace, pool=pool, min_capacity=min_capacity, alignment=alignment, etp=etp)
+    _check(slots, factors, policy)
     capacities = np.array([slots.capacity(float(factor)) for factor in factors], np.int64)
     num_records, num_factors = trace.num_records, len(factors)
     demand_by_expert = np.empty((num_records, trace.num_experts), np.int32)
@@ -176,23 +189,25 @@ def replay(
     random = np.random.default_rng(seed)
     for records_UR in slots.chunks():
         rows, records = _rows(trace, slots, records_UR, policy, random), records_UR.flatten()
-        demand_by_expert[records] = rows.count(NEVER)
-        num_tokens[records] = rows.num_tokens(NEVER)
-        asked_mass[records] = rows.mass(NEVER)
-        needed_factor[records] = np.repeat(
-            [slots.needed_factor(demand) for demand in rows.largest_demands(len(records_UR))],
-            records_UR.shape[1],
-        )
+        asked = rows.place_NTK < NEVER
+        demand_NE = rows.count(asked)
+        demand_by_expert[records] = demand_NE
+        num_tokens[records] = asked.any(2).sum(1)
+        asked_mass[records] = rows.mass(asked)
+        demand_USE = demand_NE.reshape(*records_UR.shape, -1)
+        needed_factor[records] = np.repeat(slots.needed_factors(demand_USE), records_UR.shape[1])
         for f, capacity in enumerate(capacities.tolist()):
-            kept_by_expert[f, records] = rows.count(capacity)
-            kept_mass[f, records] = rows.mass(capacity)
-            lost_tokens[f, records] = num_tokens[records] - rows.num_tokens(capacity)
+            kept = rows.place_NTK < slots.limits(capacity, demand_USE, rows)
+            kept_by_expert[f, records] = rows.count(kept)
+            kept_mass[f, records] = rows.mass(kept)
+            lost_tokens[f, records] = num_tokens[records] - kept.any(2).sum(1)
     has_probs = trace.probs_NTK is not None
     return Replay(
+        pool=pool,
         num_ranks=trace.num_ranks,
         factors=np.array(factors, np.float64),
         capacities=capacities,
-        slots=capacities * slots.buffers_per_record(),
+        slots=capacities * slots.pools_per_record(),
         steps=trace.steps,
         layers=trace.layers,
         ranks=trace.ranks,
@@ -206,11 +221,45 @@ def replay(
     )
 
 
-def _check(
-    trace: Trace, factors: Sequence[float], policy: str, meaning: str, min_capacity: int
-) -> None:
+def largest_need(trace: Trace, *, pool: Pool = "expert", etp: int = 1) -> float:
+    """Return the smallest factor, but for minimum and alignment, that drops nothing of the trace.
+
+    Args:
+        trace: see `replay`.
+        pool: see `replay`.
+        etp: see `replay`.
+    """
+    slots = _Slots(trace=trace, pool=pool, min_capacity=1, alignment=1, etp=etp)
+    _check(slots, (1.0,), "position")
+    least = trace.num_experts / (trace.num_tokens * trace.top_k * slots.cells)
+    needs = [
+        slots.needed_factors(_demand(trace, records_UR)).max() for records_UR in slots.chunks()
+    ]
+    return max(least, *needs)
+
+
+def has_all_sources(trace: Trace) -> bool:
+    """Return whether every micro-batch of every layer has records of all sources of its groups."""
+    try:
+        _competing_records(trace)
+    except ValueError:
+        return False
+    return True
+
+
+def _demand(trace: Trace, records_UR: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rows asked for, by unit, source and expert, [U, R, E]."""
+    ids_NTK = trace.ids_NTK[records_UR.flatten()]
+    record_N11 = np.arange(len(ids_NTK))[:, None, None]
+    cells = (record_N11 * trace.num_experts + ids_NTK)[ids_NTK >= 0]
+    counts = np.bincount(cells, minlength=len(ids_NTK) * trace.num_experts)
+    return counts.reshape(*records_UR.shape, trace.num_experts)
+
+
+def _check(slots: "_Slots", factors: Sequence[float], policy: str) -> None:
+    trace, pool = slots.trace, slots.pool
     require(policy in POLICIES, "policy", policy, f"be one of {', '.join(POLICIES)}")
-    require(meaning in MEANINGS, "meaning", meaning, f"be one of {', '.join(MEANINGS)}")
+    require(pool in POOLS, "pool", pool, f"be one of {', '.join(POOLS)}")
     require(len(factors) >= 1, "factors", factors, "hold at least one factor")
     require(
         trace.probs_NTK is not None or policy in ("position", "random"),
@@ -220,78 +269,141 @@ def _check(
         "set policy='position'",
     )
     require(
-        meaning != "rank" or min_capacity == 1,
+        pool != "hybrid-ep" or slots.min_capacity == 1,
         "min_capacity",
-        min_capacity,
-        "be 1 with meaning 'rank', for which Megatron-Core has none",
+        slots.min_capacity,
+        "be 1 with pool 'hybrid-ep', for which Megatron-Core has none",
         "leave it out",
     )
     require(
-        meaning != "rank" or trace.num_experts % trace.num_ranks == 0,
+        trace.num_ranks % slots.etp == 0,
+        "etp",
+        slots.etp,
+        f"divide the {trace.num_ranks} sources of the trace",
+    )
+    require(
+        pool not in _OF_A_RANK or trace.num_experts % slots.num_ranks == 0,
         "num_experts",
         trace.num_experts,
-        f"be a multiple of num_ranks={trace.num_ranks}",
+        f"be a multiple of num_ranks={slots.num_ranks}",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Slots:
-    """The slots under one meaning of capacity."""
+    """The slots of one kind of pool."""
 
     trace: Trace
-    meaning: Meaning
+    pool: Pool
     min_capacity: int
     alignment: int
+    etp: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that hold different experts (R)."""
+        return self.trace.num_ranks // self.etp
+
+    @property
+    def shared_by_sources(self) -> bool:
+        """True if rows of different sources compete."""
+        return self.pool not in ("expert", "rank")
+
+    @property
+    def cells(self) -> int:
+        """Pairs of a source and an expert that share one pool."""
+        sources = self.trace.num_ranks if self.shared_by_sources else 1
+        experts = self.trace.num_experts // self.num_ranks if self.pool in _OF_A_RANK else 1
+        return sources * experts
 
     def capacity(self, factor: float) -> int:
-        """Return the slots for the rows of one group (C)."""
-        trace, pooled = self.trace, self.meaning == "pooled"
+        """Return the slots of one pool."""
+        trace = self.trace
+        if self.pool == "hybrid-ep":
+            rows = int(trace.num_tokens * trace.top_k * factor) * self.etp
+            return -(-rows // self.alignment) * self.alignment
+        groups: dict[str, Any] = {"capacity_pool": "expert"}
+        if self.pool in _OF_A_RANK:
+            groups = dict(capacity_pool=self.pool, num_ranks=self.num_ranks, etp_size=self.etp)
+        elif self.pool == "expert":
+            # Only how many sources share a buffer matters; R need not divide E.
+            groups["etp_size"] = trace.num_ranks
         config = DispatchConfig(
             num_experts=trace.num_experts,
             top_k=trace.top_k,
             capacity_factor=factor,
             min_capacity=self.min_capacity,
             alignment=self.alignment,
-            # Only how many sources share a buffer matters; with expert tensor parallelism there
-            # may be more of them than experts.
-            etp_size=1 if pooled else trace.num_ranks,
+            **groups,
         )
-        if self.meaning == "rank":
-            budget = int(trace.num_tokens * trace.top_k * factor)
-            return -(-budget // self.alignment) * self.alignment
-        return config.capacity(trace.num_tokens * (trace.num_ranks if pooled else 1))
+        sources = trace.num_ranks if self.pool == "all-sources" else 1
+        sizes = config.sizes(trace.num_tokens * sources)
+        return sizes.num_rows if self.pool == "receiver" else sizes.pool_slots
 
-    def buffers_per_record(self) -> np.float64:
-        """Return the groups of slots, divided among the records that compete for them."""
-        num_experts = self.trace.num_experts
-        buffers = {"source": num_experts, "rank": 1, "pooled": num_experts / self.trace.num_ranks}
-        return np.float64(buffers[self.meaning])
+    def limits(
+        self, capacity: int, demand_USE: NDArray[np.int64], rows: "_Rows"
+    ) -> int | NDArray[np.int64]:
+        """Return the place from which on rows are dropped: one for all, or one for each row."""
+        if self.pool != "receiver":
+            return capacity
+        num_units, num_sources, num_experts = demand_USE.shape
+        by_rank = num_units, num_sources, self.num_ranks, num_experts // self.num_ranks
+        demand_URSL = demand_USE.reshape(by_rank).transpose(0, 2, 1, 3)
+        accepted_RM = accept_cells(
+            torch.from_numpy(demand_URSL.reshape(num_units * self.num_ranks, -1)),
+            capacity,
+            torch.arange(self.num_ranks).repeat(num_units),
+        )
+        accepted_URSL = accepted_RM.numpy().reshape(demand_URSL.shape)
+        return accepted_URSL.transpose(0, 2, 1, 3).reshape(-1)[rows.cell_NTK]
 
-    def needed_factor(self, demand: int) -> float:
-        """Return a factor whose capacity is `demand`, but for minimum and alignment."""
+    def pools_per_record(self) -> np.float64:
+        """Return how many pools there are for each record that competes for them."""
+        per_source = {
+            "expert": self.trace.num_experts,
+            "rank": self.num_ranks,
+            "receiver": 1 / self.etp,
+            "all-sources": self.trace.num_experts / self.trace.num_ranks,
+            "hybrid-ep": 1 / self.etp,
+        }
+        return np.float64(per_source[self.pool])
+
+    def needed_factors(self, demand_USE: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return, for each unit, a factor with a slot for all rows, but for minimum and alignment.
+
+        Args:
+            demand_USE: rows asked for, of each source and expert.
+        """
+        num_units, _, num_experts = demand_USE.shape
         rows = self.trace.num_tokens * self.trace.top_k
-        if self.meaning == "rank":
-            factor = demand / rows
+        demand = demand_USE.sum(1, keepdims=True) if self.shared_by_sources else demand_USE
+        if self.pool in _OF_A_RANK:
+            by_rank = self.num_ranks, num_experts // self.num_ranks
+            demand = demand.reshape(num_units, -1, *by_rank).sum(3)
+        most = demand.reshape(num_units, -1).max(1)
+        if self.pool == "hybrid-ep":
+            factors = most / (rows * self.etp)
             # A quotient that was rounded down would lose a slot when rows * factor is, too.
-            return factor if int(rows * factor) >= demand else math.nextafter(factor, math.inf)
-        sources = self.trace.num_ranks if self.meaning == "pooled" else 1
-        return demand * self.trace.num_experts / (rows * sources)
+            short = np.trunc(rows * factors) * self.etp < most
+            return np.where(short, np.nextafter(factors, np.inf), factors)
+        return most * num_experts / (rows * self.cells)
 
     def group_of_expert(self) -> NDArray[np.int64]:
         """Return the group, within a unit, in which each expert's rows compete, [E]."""
         experts = np.arange(self.trace.num_experts)
-        if self.meaning == "rank":
-            return experts // (self.trace.num_experts // self.trace.num_ranks)
+        if self.pool in ("rank", "hybrid-ep"):
+            return experts // (self.trace.num_experts // self.num_ranks)
         return experts
 
     def chunks(self) -> list[NDArray[np.int64]]:
         """Return the trace's records in units that compete, some units at a time."""
-        if self.meaning == "source":
-            records_UR = np.arange(self.trace.num_records)[:, None]
-        else:
+        if self.shared_by_sources:
             records_UR = _competing_records(self.trace)
+        else:
+            records_UR = np.arange(self.trace.num_records)[:, None]
         rows = records_UR.shape[1] * self.trace.num_tokens * self.trace.top_k
-        units = max(1, min(_CHUNK_ROWS // rows, _MAX_GROUPS // self.trace.num_experts))
+        groups = records_UR.shape[1] * self.trace.num_experts
+        units = max(1, min(_CHUNK_ROWS // rows, _MAX_GROUPS // groups))
         return [records_UR[start : start + units] for start in range(0, len(records_UR), units)]
 
 
@@ -322,35 +434,23 @@ def _competing_records(trace: Trace) -> NDArray[np.int64]:
 class _Rows:
     """Rows of some records, each with its place among its competitors.
 
-    `cell_NTK`: `n * E + e`. `first_NT`: the lowest place of a token's rows. `mass_NTK`: 0 without
-    probabilities.
+    `cell_NTK`: `n * E + e`. `mass_NTK`: 0 without probabilities.
     """
 
     num_experts: int
     cell_NTK: NDArray[np.int64]
     place_NTK: NDArray[np.int32]
-    first_NT: NDArray[np.int32]
     mass_NTK: NDArray[np.int64]
 
-    def count(self, capacity: int) -> NDArray[np.int64]:
-        """Count the rows that keep one of `capacity` slots, [N, E]."""
-        cells = self.cell_NTK[self.place_NTK < capacity]
+    def count(self, chosen_NTK: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Count the chosen rows by expert, [N, E]."""
         num_records = len(self.place_NTK)
-        counts = np.bincount(cells, minlength=num_records * self.num_experts)
+        counts = np.bincount(self.cell_NTK[chosen_NTK], minlength=num_records * self.num_experts)
         return counts.reshape(num_records, self.num_experts)
 
-    def mass(self, capacity: int) -> NDArray[np.int64]:
-        """Return the probability of these rows, [N]."""
-        return np.where(self.place_NTK < capacity, self.mass_NTK, 0).sum((1, 2))
-
-    def num_tokens(self, capacity: int) -> NDArray[np.int64]:
-        """Count the tokens with at least one of these rows, [N]."""
-        return (self.first_NT < capacity).sum(1)
-
-    def largest_demands(self, num_units: int) -> list[int]:
-        """Return the most rows that compete in one group, for each unit."""
-        places = np.where(self.place_NTK == NEVER, -1, self.place_NTK).reshape(num_units, -1)
-        return (places.max(1) + 1).tolist()
+    def mass(self, chosen_NTK: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Return the probability of the chosen rows, [N]."""
+        return np.where(chosen_NTK, self.mass_NTK, 0).sum((1, 2))
 
 
 def _rows(
@@ -364,7 +464,7 @@ def _rows(
     probs_NTK = None if trace.probs_NTK is None else trace.probs_NTK[records_UR.flatten()]
     record_N11 = np.arange(len(ids_NTK))[:, None, None]
     # The id -1 indexes the last expert; its place keeps it out of every count.
-    unit_N11 = record_N11 // records_UR.shape[1]
+    unit_N11 = record_N11 if slots.pool == "receiver" else record_N11 // records_UR.shape[1]
     group_NTK = unit_N11 * trace.num_experts + slots.group_of_expert()[ids_NTK]
     place_NTK = _places(
         ids_NTK.reshape(-1, trace.top_k),
@@ -377,7 +477,6 @@ def _rows(
         num_experts=trace.num_experts,
         cell_NTK=record_N11 * trace.num_experts + ids_NTK,
         place_NTK=place_NTK,
-        first_NT=place_NTK.min(2),
         mass_NTK=np.zeros(ids_NTK.shape, np.int64)
         if probs_NTK is None
         else mass_units(torch.from_numpy(probs_NTK)).numpy(),

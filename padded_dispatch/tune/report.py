@@ -11,13 +11,14 @@ from elsewhere, so it opens without a network and can be mailed.
 """
 
 import textwrap
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from padded_dispatch.tune.convert import Meaning, RoutingSizes, from_source
+from padded_dispatch.tune.menu import menu, notes, pool_table
 from padded_dispatch.tune.recommend import Advice, percent
 from padded_dispatch.tune.study import Option, Study
+from padded_dispatch.tune.table import Table
 
 NO_LAYERS = (
     "No settings for each layer: this trace numbers layers within a pipeline stage, which merges "
@@ -44,6 +45,8 @@ def options(study: Study, *, per_layer: bool) -> dict[str, Any]:
     """
     given: dict[str, Any] = {}
     question, training = study.question, study.training
+    if study.pool != "expert":
+        given["capacity_pool"] = study.pool
     if question.policy_given:
         given["policy"] = question.policy
     if question.min_capacity != 1:
@@ -121,24 +124,6 @@ def elsewhere(study: Study) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """A table of text cells; `marked` is the recommended row, if any."""
-
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    marked: int | None = None
-
-    def __str__(self) -> str:
-        lines = [self.headers, *self.rows]
-        widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-        text = []
-        for number, line in enumerate(lines, start=-1):
-            cells = "  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True))
-            text.append(f"{'>' if number == self.marked else ' '} {cells}")
-        return "\n".join(text)
-
-
 def factor_table(study: Study) -> Table:
     """Return the drop and the cost of some of the factors, the recommended one among them."""
     chosen = study.training.overall.factor
@@ -148,7 +133,8 @@ def factor_table(study: Study) -> Table:
         for i, option in enumerate(study.options)
         if i % every == 0 or option.factor == chosen or option is study.options[-1]
     ]
-    headers = ("factor", "slots", "dropped", "balanced", "worst layer", "lost tokens", "fill")
+    headers = ("factor", "slots", "dropped", "balanced", "worst layer", "lost tokens", "retried")
+    headers += ("fill",)
     if study.layer is not None:
         headers += ("wire MB", "memory GiB", "in graphs", "TFLOP", "ms padded", "ms packed")
     return Table(
@@ -174,9 +160,10 @@ def _option_cells(option: Option) -> tuple[str, ...]:
         f"{option.factor:g}",
         str(option.capacity),
         percent(option.dropped),
-        percent(option.balanced_drop),
+        "-" if option.balanced_drop is None else percent(option.balanced_drop),
         percent(option.worst_layer),
         percent(option.lost),
+        percent(option.retried),
         percent(option.fill),
     )
     if option.cost is not None:
@@ -229,7 +216,13 @@ figure svg { width: 100%; height: auto; }
 li.caveat { margin: .4rem 0; }
 """
 
+_POOLS = (
+    "Which rows share slots (capacity_pool), at the factor that keeps the target; equal factors "
+    'are equal bytes. Retried: the share of steps that on_overflow="retry" would run again.'
+)
+
 _CAPTIONS = {
+    "pools": "What each kind of pool drops at equal bytes.",
     "dropped": "The dashed line is a perfectly balanced router, which still drops because tokens "
     "choose at random; better balance would save the distance to it.",
     "need": "One point per step: the smallest factor that would have kept the target. More steps "
@@ -250,6 +243,7 @@ def html(study: Study, svgs: dict[str, str]) -> str:
     body = [
         f"<h1>{_text(title)}</h1>",
         _section("recommendation", None, _answer(study)),
+        _section("menu", "The choices", _menu(study)),
         _section("settings", "What to set", _settings(study)),
         _section("figures", "Why", _figures(svgs)) if svgs else "",
         _section("factors", "What each factor does", _factors(study)),
@@ -285,7 +279,17 @@ def _answer(study: Study) -> str:
         tiles.append((f"{option.padded_ms:.2f} ms", "per layer, modelled"))
     items = "\n".join(f"<li><b>{_text(big)}</b><span>{_text(s)}</span></li>" for big, s in tiles)
     answer = f'<p class="answer">{_text(study.training.sentence())}</p>'
+    if study.warm_up is not None:
+        answer += f"\n<p>{_text(study.warm_up.sentence())}</p>"
     return f'{answer}\n<ul class="tiles">\n{items}\n</ul>'
+
+
+def _menu(study: Study) -> str:
+    listed = "\n".join(f'<p class="note">{_text(text)}</p>' for text in notes(study))
+    pools = ""
+    if len(study.pools) > 1:
+        pools = f'<p class="note">{_POOLS}</p>\n{_table(pool_table(study))}\n'
+    return f"{pools}{_table(menu(study))}\n{listed}"
 
 
 def _settings(study: Study) -> str:
@@ -318,7 +322,8 @@ def _figures(svgs: dict[str, str]) -> str:
 def _factors(study: Study) -> str:
     note = (
         "Dropped: of all rows. Balanced: the same if all experts were equally popular. Lost "
-        "tokens: those that keep none of their experts. Fill: kept rows per slot."
+        "tokens: those that keep none of their experts. Retried: the share of steps in which any "
+        "row is dropped. Fill: kept rows per slot."
     )
     if study.layer is not None:
         note += (

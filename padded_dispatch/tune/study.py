@@ -2,19 +2,27 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from padded_dispatch.config import DispatchConfig, Policy, require
+from padded_dispatch.config import CAPACITY_POOLS, CapacityPool, DispatchConfig, Policy, require
 from padded_dispatch.tune.cost import Cost, LayerSizes, balanced_drop, cost
-from padded_dispatch.tune.recommend import Advice, Recommendation, Target, percent, recommend
-from padded_dispatch.tune.replay import Replay, replay
+from padded_dispatch.tune.recommend import Recommendation, Target, percent, recommend
+from padded_dispatch.tune.replay import Replay, has_all_sources, largest_need, replay
 from padded_dispatch.tune.time_model import TimeModel
 from padded_dispatch.tune.trace import Trace
+from padded_dispatch.tune.warm_up import settled_since
 
 _RECORDS_AT_A_TIME = 256
+
+# A pool that more rows share is chosen if its factor is at most this share of the other's.
+_WORTH_SHARING = 0.97
+# "receiver" needs direct stores, which reach the GPUs of one host.
+_MOST_OF_A_HOST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +35,15 @@ class Question:
         policy: decides which rows keep a slot.
         min_capacity: least slots per (source, expert).
         alignment: of an expert's buffer, as in `DispatchConfig`.
+        pools: values of `capacity_pool` to compare, those that fewer rows share first; None takes
+            all that can serve the traced run.
         etp: ranks that split every expert between them (expert tensor parallel); each of them is
             a separate source in the trace.
         policy_given: settings name the policy, instead of leaving it to the model's config.
         factors: to try; None takes a grid up to the factor that drops nothing.
         hold_out: share of the steps, the last ones, that the recommendation does not see and is
             checked on.
+        leave_out_warm_up: find the end of the warm-up, and recommend from the steps after it.
 
     Raises:
         ValueError: names the field, its value and what to change.
@@ -43,10 +54,12 @@ class Question:
     policy: Policy = "probs"
     min_capacity: int = 1
     alignment: int = 1
+    pools: tuple[CapacityPool, ...] | None = ("expert",)
     etp: int = 1
     policy_given: bool = False
     factors: tuple[float, ...] | None = None
     hold_out: float = 0.0
+    leave_out_warm_up: bool = False
 
     def __post_init__(self) -> None:
         for name in ("min_capacity", "alignment", "etp"):
@@ -54,6 +67,8 @@ class Question:
         valid = all(math.isfinite(factor) and factor > 0 for factor in self.factors or ())
         require(valid, "factors", self.factors, "be finite numbers above 0")
         require(0 <= self.hold_out < 1, "hold_out", self.hold_out, "be a share from 0 to below 1")
+        known = self.pools is None or (self.pools and set(self.pools) <= set(CAPACITY_POOLS))
+        require(known, "pools", self.pools, f"be some of {', '.join(CAPACITY_POOLS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +79,51 @@ class Layer:
     time_model: TimeModel
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PoolAnswer:
+    """The recommendation for one kind of pool, `pool`, and the replay that it comes from."""
+
+    pool: CapacityPool
+    replay: Replay
+    training: Recommendation
+
+    @property
+    def dropped(self) -> float:
+        """Share of all rows that the recommended factor drops."""
+        return self.training.overall.dropped
+
+    @property
+    def retried(self) -> float:
+        """Share of the steps in which any layer drops a row at the recommended factor."""
+        rows = self.replay.by_layer_and_step()
+        chosen = int(np.argmax(self.replay.factors == self.training.overall.factor))
+        return float((rows.dropped[chosen].sum(0) > 0).mean())
+
+    @property
+    def needed(self) -> float:
+        """Factor that drops nothing of the trace."""
+        return float(self.replay.needed_factor.max())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """One factor, what it drops and what it costs.
 
-    `dropped`: share of all rows; `balanced_drop`: the same if all experts were equally popular;
-    `worst_layer`: of the layer that loses most. `lost`: share of tokens that lost all their
-    experts. `fill`: kept rows per slot. `cost`, `padded_ms`, `packed_ms`: of a layer, forward and
-    backward, per micro-batch; None where the layer's sizes are not known.
+    `dropped`: share of all rows; `balanced_drop`: the same if all experts were equally popular,
+    None where several share a pool; `worst_layer`: of the layer that loses most. `lost`: share of
+    tokens that lost all their experts. `retried`: share of the steps in which any layer dropped a
+    row, which `on_overflow="retry"` would run again. `fill`: kept rows per slot. `cost`,
+    `padded_ms`, `packed_ms`: of a layer, forward and backward, per micro-batch; None where the
+    layer's sizes are not known.
     """
 
     factor: float
     capacity: int
     dropped: float
-    balanced_drop: float
+    balanced_drop: float | None
     worst_layer: float
     lost: float
+    retried: float
     fill: float
     cost: Cost | None
     padded_ms: float | None
@@ -98,12 +142,35 @@ class HeldOut:
     kept: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """Steps that were left out: the first `num_steps`, up to before step `settled_since`.
+
+    `dropped`: the share of their rows that the recommended `factor` drops.
+    """
+
+    num_steps: int
+    settled_since: int
+    factor: float
+    dropped: float
+
+    def sentence(self) -> str:
+        """Return what was left out, and what it means."""
+        return (
+            f"The first {self.num_steps:,} steps of the trace, before step "
+            f"{self.settled_since:,}, are a warm-up and were left out: {self.factor:g} drops "
+            f"{percent(self.dropped)} of their rows."
+        )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Study:
     """The answers of a trace.
 
-    `training`, `evaluation`: the two recommendations. `num_ranks`: ranks that hold different
-    experts (R). `layers_of_model`: see `study`.
+    `pools`: the answer for each kind of pool that was compared; `pool`: the recommended kind, which
+    all that follows is for. `training`, `evaluation`: the two recommendations. `num_ranks`: ranks
+    that hold different experts (R). `layers_of_model`: see `study`. `warm_up`: None where no step
+    was left out.
     """
 
     name: str
@@ -112,6 +179,8 @@ class Study:
     num_ranks: int
     num_tokens: int
     question: Question
+    pools: tuple[PoolAnswer, ...]
+    pool: CapacityPool
     replay: Replay
     training: Recommendation
     evaluation: Recommendation
@@ -119,6 +188,7 @@ class Study:
     layer: Layer | None
     layers_of_model: bool
     held_out: HeldOut | None
+    warm_up: WarmUp | None
 
     def held_out_sentence(self) -> str:
         """Return the result of the check on unseen steps."""
@@ -178,9 +248,20 @@ def study(
         )
         unseen = trace.where(trace.steps >= first_unseen)
         trace = trace.where(trace.steps < first_unseen)
-    replayed = _replay(trace, question)
-    training = recommend(replayed, question.target)
-    evaluation = replayed if eval_trace is None else _replay(eval_trace, question)
+    before = None
+    if question.leave_out_warm_up:
+        since = settled_since(trace)
+        if since > trace.steps.min():
+            before, trace = trace.where(trace.steps < since), trace.where(trace.steps >= since)
+    answers = []
+    for pool in question.pools or _pools_for(trace, num_ranks):
+        replayed = _replay(trace, question, pool)
+        training = recommend(replayed, question.target)
+        answers.append(PoolAnswer(pool=pool, replay=replayed, training=training))
+    chosen = best_pool(answers)
+    evaluation = chosen.replay
+    if eval_trace is not None:
+        evaluation = _replay(eval_trace, question, chosen.pool)
     return Study(
         name=name,
         num_experts=trace.num_experts,
@@ -188,35 +269,63 @@ def study(
         num_ranks=num_ranks,
         num_tokens=trace.num_tokens,
         question=question,
-        replay=replayed,
-        training=training,
+        pools=tuple(answers),
+        pool=chosen.pool,
+        replay=chosen.replay,
+        training=chosen.training,
         evaluation=recommend(evaluation, question.eval_target),
-        options=_options(trace, replayed, question, layer),
+        options=_options(trace, chosen, question, layer),
         layer=layer,
         layers_of_model=layers_of_model,
-        held_out=None if unseen is None else _check(unseen, question, training.overall),
+        held_out=None if unseen is None else _check(unseen, question, chosen),
+        warm_up=None if before is None else _warm_up(before, trace, question, chosen),
     )
 
 
-def _check(trace: Trace, question: Question, advice: Advice) -> HeldOut:
+def _warm_up(before: Trace, trace: Trace, question: Question, chosen: PoolAnswer) -> WarmUp:
+    factor = chosen.training.overall.factor
+    replayed = _replay(before, dataclasses.replace(question, factors=(factor,)), chosen.pool)
+    return WarmUp(
+        num_steps=len(np.unique(before.steps)),
+        settled_since=int(trace.steps.min()),
+        factor=factor,
+        dropped=float(replayed.dropped.sum() / max(1, int(replayed.demand.sum()))),
+    )
+
+
+def best_pool(answers: Sequence[PoolAnswer]) -> PoolAnswer:
+    """Return the pool with the smallest factor; a simpler one wins if it needs hardly more.
+
+    Args:
+        answers: at least one, those that fewer rows share first.
+    """
+    best, *others = answers
+    for other in others:
+        if other.training.overall.factor <= _WORTH_SHARING * best.training.overall.factor:
+            best = other
+    return best
+
+
+def _pools_for(trace: Trace, num_ranks: int) -> tuple[CapacityPool, ...]:
+    """Return the pools that can serve the traced run, those that fewer rows share first.
+
+    With one rank, "receiver" is "rank". Its demand is known only if all sources were traced.
+    """
+    one_source = trace.num_ranks == 1
+    if one_source or num_ranks > _MOST_OF_A_HOST or not has_all_sources(trace):
+        return "expert", "rank"
+    return "expert", "rank", "receiver"
+
+
+def _check(trace: Trace, question: Question, chosen: PoolAnswer) -> HeldOut:
+    advice = chosen.training.overall
     factor = advice.phases[-1].factor if advice.phases else advice.factor
-    rows = _replay(trace, dataclasses.replace(question, factors=(factor,))).by_layer_and_step()
+    question = dataclasses.replace(question, factors=(factor,))
+    rows = _replay(trace, question, chosen.pool).by_layer_and_step()
     demand = rows.demand.sum(0)
     kept = rows.dropped[0].sum(0) <= question.target.drop * demand
     asked = demand > 0
     return HeldOut(factor=factor, num_steps=int(asked.sum()), kept=int(kept[asked].sum()))
-
-
-def largest_need(trace: Trace) -> float:
-    """Return the factor at which the fullest (record, expert) of the trace drops nothing."""
-    most = 1
-    for start in range(0, trace.num_records, _RECORDS_AT_A_TIME):
-        ids_NTK = trace.ids_NTK[start : start + _RECORDS_AT_A_TIME]
-        record_NTK = np.broadcast_to(np.arange(len(ids_NTK))[:, None, None], ids_NTK.shape)
-        asked_NTK = ids_NTK >= 0
-        cells = record_NTK[asked_NTK] * trace.num_experts + ids_NTK[asked_NTK]
-        most = max(most, int(np.bincount(cells, minlength=1).max()))
-    return most * trace.num_experts / (trace.num_tokens * trace.top_k)
 
 
 def grid(need: float) -> tuple[float, ...]:
@@ -231,23 +340,27 @@ def grid(need: float) -> tuple[float, ...]:
     return (*(factor for factor in factors if factor < last), last)
 
 
-def _replay(trace: Trace, question: Question) -> Replay:
-    return replay(
-        trace,
-        question.factors or grid(largest_need(trace)),
+def _replay(trace: Trace, question: Question, pool: CapacityPool) -> Replay:
+    slots: dict[str, Any] = dict(
         policy=question.policy,
+        pool=pool,
         min_capacity=question.min_capacity,
         alignment=question.alignment,
+        etp=question.etp,
     )
+    factors = question.factors or grid(largest_need(trace, pool=pool, etp=question.etp))
+    return replay(trace, factors, **slots)
 
 
 def _options(
-    trace: Trace, replayed: Replay, question: Question, layer: Layer | None
+    trace: Trace, chosen: PoolAnswer, question: Question, layer: Layer | None
 ) -> tuple[Option, ...]:
+    replayed = chosen.replay
     dropped = replayed.dropped.sum(1) / max(1, int(replayed.demand.sum()))
     lost = replayed.lost_tokens.sum(1) / max(1, int(replayed.num_tokens.sum()))
     rows = replayed.by_layer_and_step()
     worst = (rows.dropped.sum(2) / np.maximum(rows.demand.sum(1), 1)).max(1)
+    retried = (rows.dropped.sum(1) > 0).mean(1)
     fill = replayed.kept.mean(1) / replayed.slots
     busiest = busiest_rows(trace, replayed, etp=question.etp)
     options = []
@@ -259,6 +372,7 @@ def _options(
             capacity_factor=factor,
             min_capacity=question.min_capacity,
             alignment=question.alignment,
+            capacity_pool=chosen.pool,
             policy=question.policy,
             num_ranks=trace.num_ranks // question.etp,
             etp_size=question.etp,
@@ -276,7 +390,9 @@ def _options(
                 factor=factor,
                 capacity=capacity,
                 dropped=float(dropped[i]),
-                balanced_drop=balanced_drop(
+                balanced_drop=None
+                if chosen.pool != "expert"
+                else balanced_drop(
                     num_tokens=trace.num_tokens,
                     top_k=trace.top_k,
                     num_experts=trace.num_experts,
@@ -284,6 +400,7 @@ def _options(
                 ),
                 worst_layer=float(worst[i]),
                 lost=float(lost[i]),
+                retried=float(retried[i]),
                 fill=float(fill[i]),
                 cost=found,
                 padded_ms=padded_ms,

@@ -11,7 +11,8 @@ A record is a structure of fixed size, `step layer rank num_experts num_ranks pr
 shape [T, K]. The header therefore decides every size, and it is compared with the size of the file
 before the rest is read. Nothing is decompressed or unpickled, so reading takes at most the size of
 the file. Records are appended, so recording needs no memory for the whole trace. The header holds
-the number of records and is written last, so the file of a killed process is a trace, too.
+the number of records and is written last, and the file gets its name when it has records: the file
+of a process that was killed at any moment is a trace, too.
 
 A recording is several files, `rank-RANK-step-STEP.npy` of `train --trace`. A resumed run writes
 new files from its checkpoint's step on, and the files before them still hold the steps that the
@@ -357,11 +358,12 @@ class TraceWriter:
     """A file that records are appended to; the first part decides the sizes of all.
 
     Args:
-        path: created by the first part; an existing file is replaced.
+        path: the first part creates it, with its records; an existing file is replaced.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._unfinished = path.with_name(f"{path.name}.unfinished")
         self._file: BinaryIO | None = None
         self._dtype = np.dtype([])
         self._sizes = 0, 0
@@ -375,8 +377,9 @@ class TraceWriter:
         """
         dtype = _record_dtype(part.num_tokens, part.top_k, probs=part.probs_NTK is not None)
         sizes = part.num_experts, part.num_ranks
+        first = self._file is None
         if self._file is None:
-            self._file = self._path.open("wb")
+            self._file = self._unfinished.open("wb")
             self._dtype, self._sizes = dtype, sizes
             self._write_header(self._file)
         require(
@@ -392,6 +395,8 @@ class TraceWriter:
             self._file.write(_records(part, dtype, slice(start, start + step)).tobytes())
         self._num_records += part.num_records
         self._write_header(self._file)
+        if first:
+            self._unfinished.replace(self._path)
 
     def close(self) -> None:
         """Close the file; nothing can be appended afterwards."""

@@ -5,21 +5,31 @@ calls the function.
 
 A worker answers on a pipe, with a result or an exception. It stays alive after an exception, since
 its peers would otherwise fail as well and hide the first cause. A dead worker closes its pipe, so
-the parent detects a death without polling. Workers end with their parent, however that ends. The
-parent hosts the rendezvous store, so no port has to be guessed.
+the parent detects a death without polling. The parent hosts the rendezvous store, so no port has to
+be guessed.
+
+Workers end with their parent, however and whenever that ends. On Linux the kernel kills them, also
+while they import; elsewhere a thread waits for the parent's end, from the end of the imports on. A
+worker sets this up before it imports anything, so the first statements of its command line are
+ours. They also let SIGINT end it at once: Ctrl-C reaches all processes of a terminal, and only the
+parent should report it.
 """
 
+import ctypes
+import errno
 import math
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import spawn as spawning
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -29,9 +39,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from padded_dispatch.config import require
+from padded_dispatch.utils.patches import Patches
+from padded_dispatch.utils.signals import ending_signals, held_back, write_line
+
 _PEERS_S = 2.0  # after the first error, time for peers to report theirs before they are stopped
 _EXIT_S = 30.0  # time for a worker's exit handlers
-_END_S = 3.0  # time for a busy worker to end after SIGTERM
+_END_S = 3.0  # time for a worker to end after SIGTERM, and again after SIGKILL
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class WorkerError(RuntimeError):
@@ -74,13 +91,15 @@ def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_wor
         The function's result on rank 0; under torchrun, on this rank.
 
     Raises:
+        ValueError: the environment names a port for rendezvous that another process has.
         SystemExit: with code 1 if a worker raised or died, after its traceback and one line with
-            the rank and its error on stderr; with code 128 + signal on SIGINT and SIGTERM. Either
-            way all workers have ended.
+            the rank and its error on stderr; with code 128 + signal on SIGINT, SIGTERM and SIGHUP.
+            Either way all workers have ended.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _require_free_port()
         return fn(*args)
-    handlers = {number: signal.signal(number, _exit) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, _exit) for number in ending_signals()}
     try:
         workers = Workers(num_workers)
         try:
@@ -100,10 +119,26 @@ def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_wor
             signal.signal(number, handler)
 
 
+def _require_free_port() -> None:
+    """Raise on rank 0 if it cannot host the rendezvous store; torch tries for half a minute."""
+    port, shared = os.environ.get("MASTER_PORT", ""), "TORCHELASTIC_USE_AGENT_STORE"
+    if os.environ["RANK"] != "0" or os.environ.get(shared) == "True" or not port.isdigit():
+        return
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        socket.create_server(("", int(port)), family=family, dualstack_ipv6=both).close()
+        taken = False
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+    fix = "set another one on all ranks, or end the process that listens on it"
+    require(not taken, "MASTER_PORT", int(port), "be a free port", fix)
+
+
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    for handled in (signal.SIGINT, signal.SIGTERM):
+    for handled in ending_signals():
         signal.signal(handled, signal.SIG_IGN)  # a second Ctrl-C must not stop the stopping
-    sys.stderr.write(f"{signal.Signals(number).name}: stopping all workers\n")
+    write_line(number, "stopping all workers")
     raise SystemExit(128 + number)
 
 
@@ -115,24 +150,22 @@ class Workers:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        # Ctrl-C reaches all processes of a terminal; the parent handles it. Workers inherit that
-        # it is ignored, so that they print no traceback while they import.
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            for rank in range(num_workers):
-                ours, theirs = spawn.Pipe()
-                env = torchrun_env(rank, num_workers, self._store.port)
-                # Daemons: if this process ends without stop(), it does not wait for them.
-                process = spawn.Process(target=_serve, args=(theirs, env), daemon=True)
-                process.start()
-                theirs.close()  # Otherwise the pipe would outlive the worker.
-                self._pipes.append(ours)
-                self._processes.append(process)
-        except OSError:
+            # A signal in the middle of a start would leave a process that no list names.
+            with held_back(), Patches() as patches:
+                patches.set(spawning, "get_command_line", _with_first_statements())
+                for rank in range(num_workers):
+                    ours, theirs = spawn.Pipe()
+                    env = torchrun_env(rank, num_workers, self._store.port)
+                    # Daemons: if this process ends without stop(), it does not wait for them.
+                    process = spawn.Process(target=_serve, args=(theirs, env), daemon=True)
+                    process.start()
+                    theirs.close()  # Otherwise the pipe would outlive the worker.
+                    self._pipes.append(ours)
+                    self._processes.append(process)
+        except BaseException:
             self.stop()
             raise
-        finally:
-            signal.signal(signal.SIGINT, handler)
 
     def run(
         self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float | None = None
@@ -185,7 +218,7 @@ class Workers:
         self._join(_END_S)
         for process in self._processes:
             process.kill()
-            process.join()
+        self._join(_END_S)  # A process inside a driver's call may not end at all.
 
     def _join(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -220,8 +253,10 @@ def _serve(pipe: Connection, env: dict[str, str]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # A daemon could not have child processes, such as the writers of a checkpoint.
     multiprocessing.current_process().daemon = False
-    # A child that outlives this process would keep the pipe open.
+    # A child, such as a writer of a checkpoint, would keep the pipe open, and outlive this process.
     os.register_at_fork(after_in_child=pipe.close)
+    os.register_at_fork(after_in_child=_die_with_parent)
+    Patches().set(spawning, "get_command_line", _with_first_statements())
     os.environ.update(env)
     torch.set_num_threads(1)
     while True:
@@ -238,6 +273,30 @@ def _serve(pipe: Connection, env: dict[str, str]) -> None:
         pipe.send_bytes(answer)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _with_first_statements() -> Callable[..., list[str]]:
+    """Return `multiprocessing.spawn.get_command_line` with statements before its own."""
+    get_command_line = spawning.get_command_line
+    first = "import os, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    if _libc is not None:
+        first += (
+            f"import ctypes; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGKILL); "
+            f"os.getppid() == {os.getpid()} or os._exit(1); "
+        )
+
+    def command_line(**values: Any) -> list[str]:
+        command = get_command_line(**values)
+        place = command.index("-c") + 1
+        return [*command[:place], first + command[place], *command[place + 1 :]]
+
+    return command_line
+
+
+def _die_with_parent() -> None:
+    """Let the kernel kill this process when the thread that forked it ends."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with_parent() -> None:

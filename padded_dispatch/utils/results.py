@@ -9,13 +9,13 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
-
-import torch
 
 from padded_dispatch.config import require
 
@@ -30,6 +30,8 @@ def about(*, num_gpus: int, command: str, commit: str | None) -> dict[str, Any]:
         command: the command line as it was typed.
         commit: Git SHA, with a -dirty suffix for uncommitted changes; None if unknown.
     """
+    import torch  # Not at the top: command lines import this module.
+
     cpu = f"{os.cpu_count()} CPU cores, {platform.machine()}"
     return {
         "machine": f"{num_gpus} x {torch.cuda.get_device_name()}" if num_gpus else cpu,
@@ -55,8 +57,9 @@ def read_runs(option: str, path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
         raise ValueError(
-            f"{option} must be a results file, got {path} ({error}); name another file"
+            f"{option} must be a results file, got {path} ({reason}); name another file"
         ) from None
     match results:
         case {"runs": list(runs)}:
@@ -78,21 +81,57 @@ def require_results(option: str, path: Path) -> None:
     if os.environ.get("RANK", "0") == "0":
         require_folder(option, path.parent)
         read_runs(option, path)
+        require_space(option, path.parent)
 
 
 def require_folder(option: str, folder: Path) -> None:
     """Raise if `folder` is not writable, or does not exist and cannot be created.
 
+    Permissions alone do not show it: file systems are read-only, full, or none, like /proc. So this
+    creates a temporary folder where the first new one would be, and deletes it.
+
     Raises:
         ValueError: names `option`.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    try:
+        with TemporaryDirectory(dir=existing):
+            pass
+    except OSError:
+        raise ValueError(
+            f"{option} must be a path in a writable folder, got {str(folder)!r}; {existing} is not "
+            "a writable folder: name another"
+        ) from None
+
+
+def require_space(option: str, folder: Path, num_bytes: int = 2**20) -> None:
+    """Raise if `folder`, which is created, does not take `num_bytes` more.
+
+    Up to 1 MiB is written, since permissions alone do not show a disk that is full or read-only.
+
+    Raises:
+        ValueError: names `option`.
+    """
+    probe = folder / f"probe.{platform.node()}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with probe.open("wb") as file:
+                file.write(bytes(min(num_bytes, 2**20)))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
+        free_bytes = shutil.disk_usage(folder).free
+        fault = f"{free_bytes / 2**20:.0f} MiB are free"
+    except OSError as error:
+        free_bytes, fault = 0, str(error.strerror)
     require(
-        existing.is_dir() and os.access(existing, os.W_OK),
+        free_bytes >= num_bytes,
         option,
         str(folder),
-        "be a path in a writable folder",
-        f"{existing} is not a writable folder: name another",
+        f"be in a folder that takes {num_bytes / 2**20:.0f} MiB",
+        f"{fault}: free space there, or name another",
     )
 
 
@@ -110,9 +149,22 @@ def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]
             same = [{"about": run_about, "rows": []}]
             runs += same
         same[-1]["rows"] += rows
-        unfinished = path.with_name(f"{path.name}.unfinished")
-        unfinished.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+        replace_file(path, json.dumps({"runs": runs}, indent=1) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file that holds its old or its new text at any moment, also when the disk is full."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        with unfinished.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # Some file systems report a full disk only here.
         unfinished.replace(path)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 @contextmanager

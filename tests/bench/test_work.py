@@ -212,13 +212,13 @@ def test_exchanges_choose_among_our_contenders(monkeypatch, flags, expected):
         (["--workers", "0"], "workers must be at least 1, got 0"),
         (["--minutes", "-1"], "minutes must be 0 or more, got -1.0"),
         (["--out", "/dev/null/r.json"], "out.*'?/dev/null"),
-        (["--tokens", "0"], "num_tokens must .*, got 0"),
-        (["--capacity-factors", "-1"], "capacity_factor must .*, got -1.0"),
-        (["--skews", "idle-rank", "--ep", "1"], "skew must leave .* ep=1, got 'idle-rank'"),
+        (["--tokens", "0"], "tokens must .*, got 0"),
+        (["--capacity-factors", "-1"], "capacity-factors must .*, got -1.0"),
+        (["--skews", "idle-rank", "--ep", "1"], "skews must leave .* ep=1, got 'idle-rank'"),
     ],
 )
 def test_mistakes_are_found_before_there_are_workers(flags, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^--{message}"):
         parse(["--device", "cpu", *flags])
 
 
@@ -227,7 +227,7 @@ def test_direct_stores_need_ranks(monkeypatch, flags):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     given = ["--device", "cuda", "--models", "tiny", "--contenders", "direct", "--ep", "1", *flags]
     rule = "exchange must be one that .* these --ep" if flags else "contenders must run .* --ep"
-    with pytest.raises(ValueError, match=f"^{rule}"):
+    with pytest.raises(ValueError, match=f"^--{rule}"):
         parse(given)
 
 

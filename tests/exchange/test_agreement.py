@@ -1,5 +1,7 @@
 """Ranks that pass different values all raise the same ValueError, and none waits.
 
+A rank that waits for a call that another does not make raises, too, and names it.
+
 Every function here runs on all ranks of a pool. If the run returns one error per rank, no rank was
 left waiting.
 """
@@ -12,27 +14,45 @@ import torch.distributed as dist
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.config import NO_DROP
-from padded_dispatch.exchange.agreement import Agreement, _new_mirror
+from padded_dispatch.exchange import agreement as agreement_module
+from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.exchange.mirror import AbsentRanksError
 from padded_dispatch.utils.launch import WorkerError
 from tests.support.pool import WorkerPool
 
-SAME = dict(T=5, D=3, E=4, K=2, capacity_factor=1.0, dtype=torch.float32)
+SAME = dict(
+    T=5,
+    D=3,
+    E=4,
+    K=2,
+    dtype=torch.float32,
+    probs_dtype=torch.float32,
+    scores=False,
+    draw=False,
+)
+RULES = dict(capacity_factor=1.0, policy="probs", remedy="none", reroute_rounds=1, alignment=1)
 
 
 def _steps(steps: list[dict[int, dict[str, Any]]]) -> None:
-    """One dispatch per step; a step maps a rank to what it changes in `SAME`."""
+    """One dispatch per step; a step maps a rank to what it changes in `SAME` and `RULES`."""
     for deviations in steps:
-        values = SAME | deviations.get(dist.get_rank(), {})
+        values = SAME | RULES | deviations.get(dist.get_rank(), {})
         config = DispatchConfig(
             num_experts=values["E"],
             top_k=values["K"],
-            capacity_factor=values["capacity_factor"],
             num_ranks=dist.get_world_size(),
+            **{name: values[name] for name in RULES},
         )
         dispatcher = PaddedDispatcher(config, group=dist.group.WORLD)
         tokens_TD = torch.zeros(values["T"], values["D"], dtype=values["dtype"])
-        probs_TE = torch.ones(values["T"], values["E"])
-        dispatcher.dispatch(tokens_TD, probs_TE, probs_TE > 0)
+        probs_TE = torch.ones(values["T"], values["E"], dtype=values["probs_dtype"])
+        dispatcher.dispatch(
+            tokens_TD,
+            probs_TE,
+            probs_TE > 0,
+            scores_TE=probs_TE if values["scores"] else None,
+            draw=torch.tensor(0) if values["draw"] else None,
+        )
 
 
 def errors_of(pool: WorkerPool, fn: Any, *args: Any) -> list[str]:
@@ -58,6 +78,19 @@ def errors_of(pool: WorkerPool, fn: Any, *args: Any) -> list[str]:
         ("capacity_factor", NO_DROP, "C is 3 on rank 0, 5 on rank 1"),
         ("dtype", torch.float64, "dtype is torch.float32 on rank 0, torch.float64 on rank 1"),
         ("dtype", torch.int32, "dtype is torch.float32 on rank 0, torch.int32 on rank 1"),
+        # Rules that no shape shows.
+        ("capacity_factor", 1.01, "capacity_factor is 1.0 on rank 0, 1.01 on rank 1"),
+        ("policy", "position", "policy is probs on rank 0, position on rank 1"),
+        ("remedy", "renormalize", "remedy is none on rank 0, renormalize on rank 1"),
+        ("reroute_rounds", 2, "reroute_rounds is 1 on rank 0, 2 on rank 1"),
+        ("alignment", 2, "alignment is 1 on rank 0, 2 on rank 1"),
+        (
+            "probs_dtype",
+            torch.float64,
+            "dtype of probabilities is torch.float32 on rank 0, torch.float64 on rank 1",
+        ),
+        ("scores", True, "scores_TE is given is False on rank 0, True on rank 1"),
+        ("draw", True, "draw is given is False on rank 0, True on rank 1"),
     ],
 )
 def test_one_rank_differs(pool2, step, name, value, words):
@@ -103,19 +136,140 @@ def test_another_order_of_calls_is_seen(pool2):
         assert "call number is 2 on rank 0, 1 on rank 1" in message
 
 
-def _gather_ranks_through_a_mirror() -> list[int]:
-    """Return all ranks, gathered while rank 0 is in one group more than rank 1."""
-    dist.new_group([0])
-    mirror = _new_mirror(dist.group.WORLD)
-    gathered = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    mirror.allgather([gathered], [torch.tensor([dist.get_rank()])]).wait()
-    return [int(rank) for rank in gathered]
+def _other_layers(layers: list[int | None]) -> None:
+    """Rank 0 calls the first of two layers, rank 1 the second, both for the first time."""
+    group = dist.new_group()
+    agreements = [Agreement(group), Agreement(group)]
+    for agreement, layer in zip(agreements, layers, strict=True):
+        agreement.layer = layer
+    agreements[dist.get_rank()].check(D=8)
 
 
-def test_a_mirror_does_not_depend_on_other_groups(pool2):
-    """On GPUs, where the group is NCCL's, each rank makes a gloo mirror of it."""
-    ranks = pool2.run(_gather_ranks_through_a_mirror, timeout_s=30)
-    assert ranks == [[0, 1], [0, 1]]
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ([None, None], "caller is dispatcher 1 on rank 0, dispatcher 2 on rank 1. "),
+        ([3, 3], "caller is layer 3 (dispatcher 1) on rank 0, layer 3 (dispatcher 2) on rank 1. "),
+    ],
+)
+def test_another_layer_is_seen(pool2, layers, words):
+    first, second = errors_of(pool2, _other_layers, layers)
+    assert (
+        first
+        == second
+        == (
+            f"ranks disagree about a padded dispatch: {words}Give every rank the same config and "
+            "batches of the same shape."
+        )
+    )
+
+
+def _another_number() -> None:
+    agreement = Agreement(dist.new_group())
+    agreement.layer = 4 + dist.get_rank()
+    agreement.check(D=8)
+
+
+def test_another_layer_number_is_seen(pool2):
+    for message in errors_of(pool2, _another_number):
+        assert "layer 4 (dispatcher 1) on rank 0, layer 5 (dispatcher 1) on rank 1" in message
+
+
+def _other_names() -> None:
+    agreement = Agreement(dist.new_group())
+    if dist.get_rank() == 0:
+        agreement.check((("seed", 3),), D=8)
+    else:
+        agreement.check(D=8, E=4)
+
+
+def test_a_value_that_one_rank_does_not_pass_is_seen(pool2):
+    for message in errors_of(pool2, _other_names):
+        assert (
+            "seed is 3 on rank 0, absent on rank 1; E is absent on rank 0, 4 on rank 1" in message
+        )
+
+
+def _long_values() -> None:
+    rank = str(dist.get_rank())
+    Agreement(dist.new_group()).check((("long", 300 * rank), *(("same", 1),) * 2000))
+
+
+def test_long_values_are_cut(pool2):
+    for message in errors_of(pool2, _long_values):
+        assert f"long is {200 * '0'} on rank 0, {200 * '1'} on rank 1." in message
+
+
+def _one_more_call(rank: int) -> str:
+    """Return the error of the rank that makes a third call, while its peer is in a collective."""
+    group = dist.new_group()
+    config = DispatchConfig(num_experts=4, top_k=2, num_ranks=2)
+    dispatcher = PaddedDispatcher(config, group=group, agreement_timeout=1.0)
+    tokens_TD, probs_TE = torch.ones(3, 2), torch.ones(3, 4)
+    words = ""
+    for _ in range(2):
+        dispatcher.dispatch(tokens_TD, probs_TE, probs_TE > 0)
+    if dist.get_rank() == rank:
+        with pytest.raises(AbsentRanksError) as caught:
+            dispatcher.dispatch(tokens_TD, probs_TE, probs_TE > 0)
+        words = str(caught.value)
+    summed = torch.ones(5, 5)
+    dist.all_reduce(summed, group=group)
+    assert torch.equal(summed, torch.full((5, 5), 2.0))
+    return words
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_makes_one_more_call_or_one_less(pool2, rank):
+    """Gloo would abort the process if the two collectives met in one group."""
+    words = pool2.run(_one_more_call, rank, timeout_s=60)
+    assert words[1 - rank] == ""
+    # The first call of an agreement is that of the exchange's arguments.
+    assert words[rank].startswith(
+        "all 2 ranks of the layer must come to call 4 of dispatcher 1 within 1 s, got no call from "
+        f"rank {1 - rank}; the last call that all made: call 3 of dispatcher 1; "
+    )
+
+
+class _Recorder:
+    """A `Mirror` of one rank that writes down its limits."""
+
+    def __init__(self) -> None:
+        self.num_agreements = 0
+        self.ranks = [0]
+        self.limits_s: list[float] = []
+
+    def gather(self, row: torch.Tensor, limit_s: float, where: str) -> list[torch.Tensor]:
+        self.limits_s.append(limit_s)
+        return [row]
+
+
+def test_the_limit_is_longer_until_values_were_compared_twice(monkeypatch):
+    recorder = _Recorder()
+
+    def mirror_of(groups, limit_s):
+        recorder.limits_s.append(limit_s)
+        return recorder
+
+    monkeypatch.setattr(agreement_module, "mirror_of", mirror_of)
+    agreement = Agreement(_TwoRanks(), timeout=6.0)  # pyright: ignore[reportArgumentType]
+    for num_tokens in (5, 5, 5, 7, 7, 5, 7):
+        agreement.check((("seed", 1),), T=num_tokens)
+    assert recorder.limits_s == [60, 60, 60, 6, 60, 60, 6, 6]
+    agreement.check((("seed", 2),), T=5)
+    assert recorder.limits_s[-1] == 60
+
+
+class _TwoRanks:
+    def size(self) -> int:
+        return 2
+
+
+def test_one_rank_compares_nothing(monkeypatch):
+    monkeypatch.setattr(agreement_module, "mirror_of", lambda *_: pytest.fail("made a mirror"))
+    agreement = Agreement(None)
+    agreement.check((("seed", 1),), T=5)
+    agreement.check(T=6)
 
 
 def _check_in_capture(num_tokens: int) -> None:
@@ -131,6 +285,6 @@ def test_a_capture_accepts_only_shapes_of_an_eager_call(pool2):
     assert pool2.run(_check_in_capture, 5) == [None, None]
     for message in errors_of(pool2, _check_in_capture, 6):
         assert message == (
-            "shapes inside a CUDA graph capture must be those of an earlier eager step, got T=6, "
-            "dtype=torch.float32; run one eager step with the same shapes before capturing"
+            "shapes inside a CUDA graph capture must be those of an earlier eager step, got "
+            "dtype=torch.float32, T=6; run one eager step with the same shapes before capturing"
         )

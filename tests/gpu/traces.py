@@ -69,7 +69,7 @@ def promised(folder: Path, out: Path, hold_out: float, from_step: int) -> dict[s
 
     The row passes if the promised share of these steps kept the target, or nothing was promised.
     """
-    flags = ["--hold-out", str(hold_out), "--from-step", str(from_step)]
+    flags = ["--hold-out", str(hold_out), "--from-step", str(from_step), "--drop", "0.001"]
     tune.main([str(folder), *flags, "--no-plots", "--run-dir", str(out)])
     found = json.loads((out / "recommendation.json").read_text())
     advice, held = found["training"]["overall"], found["held_out"]

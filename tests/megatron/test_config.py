@@ -10,7 +10,7 @@ from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
-from padded_dispatch.megatron.compat import iteration_graph
+from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.config import (
     LayerConfigs,
     check_config,
@@ -188,6 +188,22 @@ def test_configs_follow_the_mode_of_their_router(eval_factor, evaluation):
     assert (configs.now.capacity_factor, configs.now.num_ranks) == (2.5, 3)
     router.training = False
     assert configs.now.capacity_factor == evaluation
+
+
+@pytest.mark.parametrize(
+    "options", [PaddedOptions(schedule=((0, FIT),)), PaddedOptions(layer_factors={1: FIT})]
+)
+def test_training_that_fits_is_refused_where_graphs_capture_the_router(options):
+    name = "schedule" if options.schedule else "layer_factors"
+    for scopes in ((), ("attn", "moe"), ("moe_router",)):
+        config = megatron_config(moe_expert_capacity_factor=1.5, **layer_graphs(*scopes))
+        config.padded_dispatch = options
+        with pytest.raises(ValueError, match=rf"  {name}=.*fit.* with cuda_graph_impl='transf"):
+            check_config(config)
+    for fields in (layer_graphs("attn"), {}):
+        config = megatron_config(moe_expert_capacity_factor=1.5, **fields)
+        config.padded_dispatch = options
+        check_config(config)
 
 
 def test_evaluation_that_a_graph_captures_is_as_training():

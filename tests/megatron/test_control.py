@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from padded_dispatch.config import NO_DROP
+from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron.control import CapacityControl
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.options import PaddedOptions
@@ -187,3 +187,12 @@ def _other_stage() -> dict[int, float]:
 
 def test_ranks_decide_alike_for_layers_that_they_do_not_have(pool2):
     assert pool2.run(_other_stage) == [{1: 0.5, 2: 1.5}] * 2
+
+
+def test_a_layer_that_fits_does_not_grow():
+    with tiny.one_process():
+        controlled, chunk = control(on_overflow="grow", grow_after=1, grow_factors=(1.0, 2.0))
+        controlled.set_factors({1: FIT})
+        changes = [controlled.step(snapshots(1, 1, step=step)) for step in (1000, 1001)]
+        assert [len(change) for change in changes] == [1, 1]
+        assert factors(chunk) == [FIT, 2.0]

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.megatron.cpu import check_device, is_on_cpu, megatron_on_cpu
 
 PATCHED = {
     torch.cuda: ("current_device", "synchronize", "Stream", "stream", "current_stream"),
@@ -48,6 +48,18 @@ def test_leaving_restores_everything():
         raise RuntimeError("inside")
     assert all(a is b for a, b in zip(attributes(), before, strict=True))
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_inside_and_outside_are_told_apart(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert not is_on_cpu()
+    with megatron_on_cpu():
+        assert is_on_cpu()
+        check_device()
+    with pytest.raises(ValueError, match=r"^PyTorch must see a GPU, got 'none'; .*megatron_on_cpu"):
+        check_device()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    check_device()
 
 
 def test_the_last_norm_is_from_torch(monkeypatch):

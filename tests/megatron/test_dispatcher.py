@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from padded_dispatch import DispatchConfig
+from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron import dispatcher as dispatcher_module
 from padded_dispatch.megatron.dispatcher import announce
 from tests.support import tiny
@@ -104,3 +106,52 @@ def test_the_price_of_dropping_nothing_is_said_once(caplog):
     assert "C = 1000 slots" in record.message
     assert "4.0 times a dropless one" in record.message
     assert "set moe_expert_capacity_factor" in record.message
+
+
+def test_the_time_limit_of_the_option_is_that_of_the_agreement(monkeypatch):
+    limits_s = []
+
+    def recorded(*groups, timeout):
+        limits_s.append(timeout)
+        return Agreement(*groups, timeout=timeout)
+
+    monkeypatch.setattr(dispatcher_module, "Agreement", recorded)
+    tiny.padded_layer(PaddedOptions(agreement_timeout=7.5))
+    assert limits_s == [7.5]
+
+
+def test_the_first_pass_of_recompute_is_not_counted():
+    """It has no gradients; evaluation has none either, and is counted."""
+    dispatcher = tiny.padded_layer(moe_expert_capacity_factor=0.5).token_dispatcher
+    all_to_0 = torch.zeros(8, 4, dtype=torch.bool)
+    all_to_0[:, 0] = True
+
+    def one_pass() -> None:
+        hidden, probs_TE = torch.randn(8, 1, tiny.HIDDEN), torch.rand(8, 4)
+        rows, meta = dispatcher.dispatch_preprocess(hidden, all_to_0, probs_TE)
+        dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(rows, meta))
+
+    with torch.no_grad():
+        one_pass()
+    assert not dispatcher.counters.totals.any() and not dispatcher.eval_counters.totals.any()
+    one_pass()
+    assert dispatcher.counters.num_unplaced.item() == 8 - 2
+    first_pass = dispatcher.counters.totals.clone()
+    one_pass()
+    assert torch.equal(dispatcher.counters.totals, 2 * first_pass)
+
+
+def test_offsets_of_packed_rows_do_not_outlive_the_layer():
+    moe = tiny.padded_layer(PaddedOptions(experts="packed"), moe_expert_capacity_factor=1.0)
+    dispatcher = moe.token_dispatcher
+    seen = []
+    disarrange = dispatcher.combine_preprocess
+
+    def recorded(hidden_states):
+        seen.append(dispatcher.offsets_LS)
+        return disarrange(hidden_states)
+
+    dispatcher.combine_preprocess = recorded
+    moe(torch.randn(6, 2, tiny.HIDDEN))
+    assert seen[0] is not None and seen[0].shape == (4, 1)
+    assert dispatcher.offsets_LS is None

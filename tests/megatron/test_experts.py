@@ -2,6 +2,7 @@
 
 import logging
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from padded_dispatch import experts
 from padded_dispatch.megatron import PaddedOptions, install, padded_spec, uninstall
+from padded_dispatch.megatron import experts as megatron_experts
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.dispatcher import _log_once
 from padded_dispatch.megatron.experts import _FIELDS, StackedExperts, chosen_experts
@@ -101,6 +103,87 @@ def test_output_and_gradients_are_those_of_the_module_it_replaces(factor, shape,
     ours, expected = results(packed, tokens), results(module, tokens)
     for name, value in expected.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def add_main_grads(packed: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Give the experts' weights what Megatron's DDP gives them; the sums are not zero."""
+    found = {}
+    for name in SHAPES:
+        weight = getattr(packed.experts, f"linear_{name}").weight
+        weight.main_grad = torch.full(weight.shape, 3.0, dtype=dtype)
+        weight.grad_added_to_main_grad = False
+        found[name] = weight
+    return found
+
+
+@pytest.mark.parametrize("experts", ["packed", "batched"])
+@pytest.mark.parametrize("num_passes", [1, 2])
+def test_fused_gradients_are_added_to_main_grad(experts, num_passes):
+    """With two passes, both forward passes come before both backward passes, as in a pipeline."""
+    options, tokens = PaddedOptions(experts=experts), torch.randn(7, 3, tiny.HIDDEN).double()
+    settings = {"moe_expert_capacity_factor": 1.0}
+    plain = layer(options, **settings).double()
+    fused = layer(options, **settings).double()
+    fused.load_state_dict(plain.state_dict())
+    expected = results(plain, tokens)
+    weights = add_main_grads(fused)
+    outputs = [fused(tokens)[0] for _ in range(num_passes)]
+    for output in outputs:
+        output.square().sum().backward()
+    for name, weight in weights.items():
+        assert weight.grad_added_to_main_grad and weight.grad.dtype == weight.dtype
+        added = (weight.main_grad - 3).double()
+        # In fp32, around 3: every addition rounds by at most 2**-22.
+        allowed = num_passes * tiny.NUM_EXPERTS * 2**-22 + expected[f"{name} weight"].abs() * 2**-22
+        assert ((added - num_passes * expected[f"{name} weight"]).abs() <= 8 * allowed).all()
+    torch.testing.assert_close(fused.router.weight.grad, num_passes * expected["router"])
+
+
+@pytest.mark.parametrize("why", ["bf16", "frozen", "evaluation", "no DDP", "FSDP"])
+def test_gradients_are_left_to_autograd_where_they_cannot_be_added(why):
+    fused = layer(PACKED)
+    weights = add_main_grads(fused, torch.bfloat16 if why == "bf16" else torch.float32)
+    for weight in weights.values():
+        if why == "frozen":
+            weight.requires_grad_(False)
+        if why == "FSDP":
+            weight.__fsdp_param__ = True
+        if why == "no DDP":
+            del weight.main_grad, weight.grad_added_to_main_grad
+    with torch.set_grad_enabled(why != "evaluation"):
+        output = fused(torch.randn(7, 3, tiny.HIDDEN))[0]
+    if why != "evaluation":
+        output.sum().backward()
+    for weight in weights.values():
+        assert (weight.grad is None) == (why in ("frozen", "evaluation"))
+        if why != "no DDP":
+            assert not weight.grad_added_to_main_grad
+            assert (weight.main_grad == 3).all()
+
+
+@pytest.mark.parametrize("version_19", [False, True])
+@pytest.mark.parametrize(
+    ("impl", "fusion", "capturing", "expected"),
+    [
+        ("none", False, False, True),
+        ("none", False, True, False),  # A graph that Megatron does not know.
+        ("none", True, True, True),
+        ("transformer_engine", False, True, True),
+        ("full_iteration", False, True, True),
+        ("local", True, True, True),
+        ("local", False, True, "from 0.19 on"),
+        ("local", False, False, "from 0.19 on"),
+    ],
+)
+def test_graphs_decide_who_adds_gradients(
+    monkeypatch, impl, fusion, capturing, expected, version_19
+):
+    monkeypatch.setattr(megatron_experts, "LOCAL_GRAPHS_ADD_GRADIENTS", version_19)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    config = SimpleNamespace(gradient_accumulation_fusion=fusion, cuda_graph_impl=impl)
+    found = megatron_experts.adds_gradients(config)
+    assert found is (version_19 if expected == "from 0.19 on" else expected)
 
 
 def sequential_to_packed(state: dict[str, Any]) -> dict[str, Any]:

@@ -93,6 +93,8 @@ TABLE = "map whole numbers from {} on to factors above 0, each number once"
         ("min_capacity", 0, "be a whole number of at least 1"),
         ("on_overflow", "stop", "be one of drop, warn, error, grow, retry"),
         ("overflow_threshold", 1.0, "be a share from 0 to below 1"),
+        ("agreement_timeout", 0.0, "be a finite number of seconds above 0"),
+        ("agreement_timeout", float("inf"), "be a finite number of seconds above 0"),
         ("grow_after", 0, "be a whole number of at least 1"),
         ("telemetry_every", -1, "be a whole number of at least 1"),
         ("microbatches_in_flight", 0, "be a whole number of at least 1, or 'auto'"),

@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.inference import utils as inference_utils
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron import PaddedOptions
+from padded_dispatch.megatron import router as router_module
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.router import SelectAfterCounting, select_after_counting
 from tests.support import tiny
@@ -101,6 +103,81 @@ def test_ranks_of_different_modes_raise(pool2):
     first, second = pool2.run(_one_in_evaluation)
     assert first == second
     assert "training is 1 on rank 0, 0 on rank 1" in first
+
+
+def _raised(options: PaddedOptions | None = None, **settings: Any) -> str:
+    """Return the error of a pass whose router has these settings."""
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+        try:
+            route = tiny.padded_layer(options, moe_expert_capacity_factor=0.5, **settings).router
+            route(tokens())
+        except ValueError as error:
+            return str(error)
+        finally:
+            parallel_state.destroy_model_parallel()
+    return "nothing raised"
+
+
+def _other_rules() -> list[str]:
+    """Return the errors of passes in which rank 1 has another option, field, mask or control."""
+    other = dist.get_rank() == 1
+    words = [
+        _raised(PaddedOptions(policy="random", seed=int(other))),
+        _raised(PaddedOptions(remedy="reroute", reroute_rounds=1 + other)),
+        _raised(PaddedOptions(telemetry_every=1 + other, on_overflow="drop")),
+        _raised(moe_router_topk_scaling_factor=2.0 if other else None),
+        _raised(moe_router_dtype="fp64" if other else "fp32"),
+        _raised(PaddedOptions(agreement_timeout=60.0 + other)),
+    ]
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+        for change in ("protect", "control"):
+            route = router(moe_expert_capacity_factor=0.5)
+            if other and change == "protect":
+                route.protect(torch.ones(T, dtype=torch.bool))
+            if other and change == "control":
+                route.selector.configs.controlled = True
+            with pytest.raises(ValueError, match="ranks disagree") as caught:
+                route(tokens())
+            words.append(str(caught.value))
+        parallel_state.destroy_model_parallel()
+    return words
+
+
+def test_ranks_with_other_rules_raise(pool2):
+    first, second = pool2.run(_other_rules)
+    assert first == second
+    expected = [
+        "seed is 0 on rank 0, 1 on rank 1",
+        "reroute_rounds is 1 on rank 0, 2 on rank 1",
+        "telemetry_every is 1 on rank 0, 2 on rank 1",
+        "moe_router_topk_scaling_factor is None on rank 0, 2.0 on rank 1",
+        "moe_router_dtype is fp32 on rank 0, fp64 on rank 1",
+        None,
+        "tokens of protect() is None on rank 0, 12 on rank 1",
+        "layer has a CapacityControl is False on rank 0, True on rank 1",
+    ]
+    for words, differs in zip(first, expected, strict=True):
+        assert words == "nothing raised" if differs is None else f": {differs}. Give" in words
+
+
+def _other_order_of_layers() -> str:
+    """Return the error of ranks that call layers 1 and 2 in different orders."""
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+        routers = [router(moe_expert_capacity_factor=0.5) for _ in range(2)]
+        routers[1].set_layer_number(2)
+        with pytest.raises(ValueError, match="ranks disagree") as caught:
+            routers[dist.get_rank()](tokens())
+        parallel_state.destroy_model_parallel()
+    return str(caught.value)
+
+
+def test_ranks_in_different_layers_raise(pool2):
+    first, second = pool2.run(_other_order_of_layers)
+    assert first == second
+    assert "caller is layer 1 (dispatcher 1) on rank 0, layer 2 (dispatcher 2) on rank 1." in first
 
 
 def test_observers_see_the_map_before_selection():
@@ -235,3 +312,17 @@ def test_gating_with_a_bias_narrower_than_the_logits():
     logits.sum().backward()
     assert route.bias.grad.dtype == torch.bfloat16
     assert route.bias.grad.tolist() == [T] * 4
+
+
+def test_a_narrow_bias_is_cast_before_the_product(monkeypatch):
+    """Transformer Engine's GEMM reads the bias in the dtype of its output; a CPU's casts it."""
+    dtypes = []
+
+    def recorded(input, weight, bias, dtype):
+        dtypes.append((bias.dtype, dtype))
+        return router_gating_linear(input, weight, bias, dtype)
+
+    monkeypatch.setattr(router_module, "router_gating_linear", recorded)
+    settings = {"params_dtype": torch.bfloat16, "moe_router_dtype": "fp64"}
+    router(add_bias_linear=True, **settings).gating(tokens().bfloat16())
+    assert dtypes == [(torch.float64, torch.float64)]

@@ -163,6 +163,47 @@ def test_weight_gradients_are_rounded_once_and_added_in_fp32(num_steps):
     assert relative.sqrt().item() == pytest.approx(0.0017, abs=5e-5)  # The docstring's 0.17 %.
 
 
+@pytest.mark.parametrize("linear", [grouped.grouped_linear, grouped.batched_linear])
+def test_sums_get_the_gradient_without_rounding_it(linear):
+    """Two passes are in flight; rows of NaN follow the last expert's in the packed layout."""
+    counts = [0, 3, 4, 0] if linear is grouped.grouped_linear else [3, 3, 3]
+    spare = SPARE if linear is grouped.grouped_linear else 0
+    offsets_L, num_rows = offsets_of(counts), sum(counts)
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    weight_LOI = draw(len(counts), O, I).requires_grad_()
+    sums_LOI = torch.full(weight_LOI.shape, 0.5)
+    passes, expected_LOI = [], sums_LOI.double()
+    for _ in range(2):
+        rows_NI, grad_NO = draw(num_rows + spare, I), draw(num_rows + spare, O)
+        rows_NI[num_rows:] = grad_NO[num_rows:] = torch.nan
+        rows_NI.requires_grad_()
+        out_NO = linear(rows_NI, weight_LOI, offsets_L, sums_LOI=sums_LOI)
+        passes.append((out_NO, grad_NO, rows_NI))
+        expected_LOI += grouped._grouped_outer(grad_NO.double(), rows_NI.double(), offsets_L)
+    for out_NO, grad_NO, rows_NI in passes:
+        out_NO.backward(grad_NO)
+        plain_NI = rows_NI.detach().requires_grad_()
+        linear(plain_NI, weight_LOI.detach(), offsets_L).backward(grad_NO)
+        assert rows_NI.grad is not None and plain_NI.grad is not None
+        assert torch.equal(rows_NI.grad[:num_rows], plain_NI.grad[:num_rows])
+    # Sums of at most 8 products of two numbers below 4, and 0.5, in fp32.
+    assert (sums_LOI - expected_LOI).abs().max() <= 2 * 8 * 128 * 2**-24
+    assert weight_LOI.grad is not None and weight_LOI.grad.shape == weight_LOI.shape
+
+
+def test_unspecified_gradients_share_memory():
+    weight_LOI, grad = torch.zeros(2, 3, 4), torch.zeros(0)
+    for _ in range(2):
+        again = grouped._unspecified(weight_LOI.shape, weight_LOI.dtype, weight_LOI.device)
+        assert again.shape == weight_LOI.shape and again.dtype == weight_LOI.dtype
+        assert grad.numel() == 0 or again.data_ptr() == grad.data_ptr()
+        grad = again
+
+
 @BIASED
 def test_all_are_sound_custom_ops(biased):
     # Every row is real, since opcheck compares every element.
@@ -170,13 +211,16 @@ def test_all_are_sound_custom_ops(biased):
     rows_NI, weight_LOI, bias_LO, probs_N = inputs([2, 0, 3], biased, spare=0)
     assert rows_NI is not None
     plain_NI, grad_NO = rows_NI.detach(), torch.randn(5, O, dtype=torch.float64)
-    opcheck(grouped._grouped_linear, (rows_NI, weight_LOI, bias_LO, probs_N, offsets_L))
+    opcheck(grouped._grouped_linear, (rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, None))
+    sums_LOI = torch.zeros(weight_LOI.shape, dtype=torch.float64)
+    opcheck(grouped._add_grouped_outer, (grad_NO, plain_NI, offsets_L, sums_LOI))
     opcheck(grouped._grouped_outer, (grad_NO, plain_NI, offsets_L))
     weights_N = None if probs_N is None else probs_N.detach()
     opcheck(grouped.sum_rows, (grad_NO, weights_N, offsets_L))
     if bias_LO is not None:
         opcheck(grouped._dot_rows, (grad_NO, bias_LO.detach(), weights_N, offsets_L))
-    opcheck(grouped._batched_linear, (inputs([2, 2], biased, spare=0)[0], weight_LOI[:2].detach()))
+    batch = inputs([2, 2], biased, spare=0)[0], weight_LOI[:2].detach(), offsets_of([2, 2]), None
+    opcheck(grouped._batched_linear, batch)
     opcheck(grouped._batched_outer, (grad_NO[:4], plain_NI[:4], 2))
 
 

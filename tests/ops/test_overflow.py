@@ -14,7 +14,7 @@ from torch import Tensor
 from padded_dispatch import DispatchConfig, PaddedDispatcher, reference
 from padded_dispatch.config import POLICIES as ALL_POLICIES
 from padded_dispatch.config import REMEDIES
-from padded_dispatch.ops.overflow import LEAST_KEPT, renormalize, reroute, select_with_remedy
+from padded_dispatch.ops.overflow import renormalize, reroute, select_with_remedy
 from padded_dispatch.ops.select import Selection, select
 from tests.support.pools import pools
 from tests.support.routing_cases import RoutingCase, assert_same, cases_with_pools, routing_cases
@@ -187,24 +187,106 @@ def test_the_gradient_of_reroute_goes_to_scores_of_rerouted_and_probs_of_kept_ro
     assert torch.equal(scores_TE.grad, torch.where(kept_TE & ~map_TE, grad_TE, 0))
 
 
-@pytest.mark.parametrize("kept", [0.0, LEAST_KEPT / 2, LEAST_KEPT])
-def test_renormalize_of_next_to_nothing_is_finite(kept):
-    """Test a token that keeps a row of almost no probability, in fp32, forward and backward."""
-    map_TE = torch.ones(2, 2, dtype=torch.bool)
-    probs_TE = torch.tensor([[1.0, 0.5], [0.5, kept]], requires_grad=True)
-    selection = select(map_TE, probs_TE, sizes=pools(2, 1))
-    # Token 0 keeps both rows; token 1 is made to keep the second one.
-    kept_TE = torch.tensor([[True, False], [False, True]])
-    selection = dataclasses.replace(
-        selection, kept_TE=kept_TE, probs_TE=torch.where(kept_TE, probs_TE, 0)
+LEAST = {
+    torch.float16: 2.0**-7,
+    torch.bfloat16: 2.0**-63,
+    torch.float32: 2.0**-63,
+    torch.float64: 2.0**-511,
+}
+
+
+def with_little_kept(kept: float, dtype: torch.dtype) -> tuple[Selection, Tensor]:
+    """Return a selection in which token 0 lost a row, and token 1 kept one of probability `kept`.
+
+    Token 2 lost nothing.
+    """
+    probs_TE = torch.tensor([[1.0, 0.5], [0.5, kept], [0.25, kept]], dtype=dtype)
+    probs_TE.requires_grad_()
+    kept_TE = torch.tensor([[True, False], [False, True], [True, True]])
+    asked_TE = torch.ones(3, 2, dtype=torch.bool)
+    selection = Selection(
+        asked_TE=asked_TE,
+        kept_TE=kept_TE,
+        probs_TE=torch.where(kept_TE, probs_TE, 0),
+        demand_E=asked_TE.sum(0, dtype=torch.int32),
     )
-    found_TE = renormalize(selection, probs_TE).probs_TE
-    assert found_TE.tolist() == [[1.5, 0.0], [0.0, 0.5 + kept if kept == LEAST_KEPT else kept]]
-    found_TE.sum().backward()
+    return selection, probs_TE
+
+
+@pytest.mark.parametrize("dtype", LEAST)
+@pytest.mark.parametrize("share", [0.0, 0.5, 1 - 2**-7, 1.0])
+def test_renormalize_of_next_to_nothing_is_finite(dtype, share):
+    """Forward and backward; the bound is the same in the reference."""
+    kept = share * LEAST[dtype]
+    selection, probs_TE = with_little_kept(kept, dtype)
+    found = renormalize(selection, probs_TE)
+    scaled = share == 1
+    expected = [[1.5, 0.0], [0.0, probs_TE[1].sum().item() if scaled else kept], [0.25, kept]]
+    assert found.probs_TE.tolist() == expected
+    found.probs_TE.sum().backward()
     assert probs_TE.grad is not None
     # What is kept alone has the whole sum, whose gradient is 1; what is left as it is, its own.
-    own = [1.0, 1.0] if kept == LEAST_KEPT else [0.0, 1.0]
-    assert probs_TE.grad.tolist() == [[1.0, 1.0], own]
+    assert probs_TE.grad.tolist() == [[1.0, 1.0], [1.0, 1.0] if scaled else [0.0, 1.0], [1.0, 1.0]]
+    if dtype != torch.bfloat16:  # NumPy has none.
+        by_loops = reference.Selection(
+            kept_TE=selection.kept_TE.numpy(),
+            probs_TE=selection.probs_TE.detach().numpy(),
+            demand_E=selection.demand_E.numpy(),
+            protected_dropped_E=np.zeros(2, dtype=np.int32),
+        )
+        found_by_loops = reference.renormalize(
+            by_loops, selection.asked_TE.numpy(), probs_TE.detach().numpy()
+        )
+        assert found_by_loops.probs_TE.tolist() == expected
+        assert found_by_loops.probs_TE.dtype == probs_TE.detach().numpy().dtype
+
+
+@pytest.mark.parametrize("dtype", LEAST)
+def test_the_largest_gradient_of_renormalize_is_finite(dtype):
+    """Of two kept rows, one alone has a gradient: as large as one over their sum."""
+    least = LEAST[dtype]
+    probs_TE = torch.tensor([[1.0, least / 2, least / 2]], dtype=dtype, requires_grad=True)
+    kept_TE = torch.tensor([[False, True, True]])
+    selection = Selection(
+        asked_TE=torch.ones(1, 3, dtype=torch.bool),
+        kept_TE=kept_TE,
+        probs_TE=torch.where(kept_TE, probs_TE, 0),
+        demand_E=torch.ones(3, dtype=torch.int32),
+    )
+    renormalize(selection, probs_TE).probs_TE[0, 1].backward()
+    assert probs_TE.grad is not None
+    # d (p1 * (1 + p1 + p2) / (p1 + p2)): half of one over the sum, and the part through the sum.
+    half = (1 / least + 1) / 2
+    expected = torch.tensor([[0.5, half + 0.5, -half + 0.5]], dtype=torch.float64).to(dtype)
+    assert torch.equal(probs_TE.grad, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_renormalize_computes_in_fp32_and_rounds_once(dtype):
+    """Sums and quotients of narrow numbers, forward and backward, are those of fp32."""
+    generator = torch.Generator().manual_seed(5)
+    narrow_TE = torch.rand(200, 8, generator=generator).to(dtype)
+    kept_TE = torch.rand(200, 8, generator=generator) < 0.7
+    grad_TE = torch.rand(200, 8, generator=generator).to(dtype)
+    results = []
+    for probs_TE in (narrow_TE.clone(), narrow_TE.float()):
+        probs_TE.requires_grad_()
+        selection = Selection(
+            asked_TE=torch.ones(200, 8, dtype=torch.bool),
+            kept_TE=kept_TE,
+            probs_TE=torch.where(kept_TE, probs_TE, 0),
+            demand_E=torch.full((8,), 200, dtype=torch.int32),
+        )
+        found_TE = renormalize(selection, probs_TE).probs_TE
+        found_TE.backward(grad_TE.to(probs_TE.dtype))
+        assert probs_TE.grad is not None
+        results.append((found_TE.detach(), probs_TE.grad))
+    (found_TE, found_grad_TE), (wide_TE, wide_grad_TE) = results
+    assert torch.equal(found_TE, wide_TE.to(dtype))
+    # The parts through the kept and through the asked sum are rounded, then added.
+    eps = torch.finfo(dtype).eps
+    error_TE = (found_grad_TE.float() - wide_grad_TE).abs()
+    assert (error_TE <= 1.5 * eps * wide_grad_TE.abs().clamp(min=1)).all()
 
 
 def test_renormalize_leaves_the_bits_of_tokens_that_lost_nothing():
@@ -218,7 +300,7 @@ def test_renormalize_leaves_the_bits_of_tokens_that_lost_nothing():
 
 
 @pytest.mark.parametrize("remedy", ["none", "renormalize", "reroute"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_probabilities_keep_their_dtype(remedy, dtype):
     config, map_TE = routed(remedy)
     probs_TE = torch.rand(9, 5, dtype=torch.float32).to(dtype)
@@ -434,3 +516,71 @@ def test_receiver_is_rank_where_there_is_one_source():
     assert torch.equal(found[0].kept_TE, found[1].kept_TE)
     assert found[0].kept_TE.sum() == 12  # C = 3
     assert found[0].kept_SE is found[1].kept_SE is None
+
+
+def rerouted(kept, scores, choice=None, *, capacity=2, rounds=1, protected=None) -> list[list[int]]:
+    """Return the kept map of tokens that all asked for expert 0 alone, under policy "probs"."""
+    kept_TE, scores_TE = torch.tensor(kept, dtype=torch.bool), torch.tensor(scores)
+    asked_TE = torch.zeros_like(kept_TE)
+    asked_TE[:, 0] = True
+    selection = Selection(
+        asked_TE=asked_TE | kept_TE,
+        kept_TE=kept_TE,
+        probs_TE=torch.where(kept_TE, scores_TE, 0),
+        demand_E=(asked_TE | kept_TE).sum(0, dtype=torch.int32),
+    )
+    found = reroute(
+        selection,
+        scores_TE,
+        None if choice is None else torch.tensor(choice),
+        sizes=pools(kept_TE.shape[1], capacity),
+        policy="probs",
+        rounds=rounds,
+        protected_T=None if protected is None else torch.tensor(protected),
+    )
+    return found.kept_TE.int().tolist()
+
+
+# Token 0 keeps a row of expert 1 by a small score; tokens 1 and 2 lost theirs, and propose.
+ONE_KEPT = [[0, 1], [0, 0], [0, 0]]
+SCORES = [[0.9, 0.1], [0.9, 0.5], [0.9, 0.6]]
+
+
+@pytest.mark.parametrize("protected", [None, [False, True, True]])
+def test_a_kept_row_is_not_evicted_by_better_or_protected_ones(protected):
+    found = rerouted(ONE_KEPT, SCORES, protected=protected)
+    assert found == [[0, 1], [0, 0], [0, 1]]
+
+
+def test_protected_tokens_are_rerouted_first():
+    found = rerouted(ONE_KEPT, SCORES, protected=[False, True, False])
+    assert found == [[0, 1], [0, 1], [0, 0]]
+
+
+def test_an_expert_of_minus_infinity_is_not_chosen_though_it_alone_is_free():
+    assert rerouted([[0, 0]], [[0.9, 0.5]], [[1.0, -torch.inf]], rounds=3) == [[0, 0]]
+    assert rerouted([[0, 0]], [[0.9, 0.5]], [[1.0, -1e30]]) == [[0, 1]]
+
+
+def test_a_row_that_found_a_place_does_not_try_again():
+    # In each round the token would take one more of experts 1 to 3.
+    assert rerouted([[0, 0, 0, 0]], [[0.9, 0.1, 0.3, 0.2]], rounds=3) == [[0, 0, 1, 0]]
+
+
+@POLICIES
+def test_rerouting_after_selection_follows_protection(policy):
+    config, map_TE = routed("reroute")
+    config = dataclasses.replace(config, policy=policy)
+    scores_TE = torch.rand(9, 5, generator=torch.Generator().manual_seed(6))
+    protected_T, draw = torch.arange(9) >= 5, torch.tensor(DRAW)
+    of_tokens = dict(protected_T=protected_T, draw=draw)
+    routed_TE = map_TE, scores_TE, scores_TE, 1 - scores_TE
+    found = select_with_remedy(config, SIZES, *routed_TE, **of_tokens)
+    selection = select(map_TE, scores_TE, sizes=SIZES, policy=policy, **of_tokens)
+    arguments = dict(sizes=SIZES, policy=policy, rounds=2, **of_tokens)
+
+    def kept(**changed) -> Tensor:
+        return reroute(selection, scores_TE, 1 - scores_TE, **(arguments | changed)).kept_TE
+
+    assert torch.equal(found.kept_TE, kept())
+    assert not torch.equal(found.kept_TE, kept(protected_T=None))

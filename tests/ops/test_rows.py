@@ -371,3 +371,40 @@ def test_fp64_stays_fp64():
     plan = make_plan(torch.ones(1, 2, dtype=torch.bool), top_k=2, sizes=pools(2, 1))
     rows_GPD = torch.tensor([1.0, 2.0**-40], dtype=torch.float64).view(2, 1, 1)
     assert ops.combine_rows(rows_GPD, plan).item() == 1.0 + 2.0**-40
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_second_gradients_of_packing_follow_zeros(zeros):
+    """Of padded rows: exact zeros, or NaN where they are left unspecified."""
+    kept_SL = torch.tensor([[0, 2], [3, 1]], dtype=torch.int32)
+    offsets_LS, real_MC = ops.running_offsets(kept_SL), torch.arange(3) < kept_SL.view(-1, 1)
+    payload_MCD = torch.from_numpy(addresses(1, 1, 12, HIDDEN).reshape(4, 3, HIDDEN))
+    packed_ND = leaf(addresses(12, HIDDEN))
+    grad_MCD = payload_MCD.clone().requires_grad_()
+    back_MCD = ops.unpack_rows(packed_ND, offsets_LS, zeros=zeros)
+    (grad_ND,) = torch.autograd.grad(back_MCD, packed_ND, grad_MCD, create_graph=True)
+    num_rows = int(kept_SL.sum())
+    assert torch.equal(grad_ND[:num_rows], ops.pack_rows(payload_MCD, offsets_LS)[:num_rows])
+    grad_ND.backward(ops.pack_rows(payload_MCD, offsets_LS))
+    padded = 0.0 if zeros else -1.0
+    expected_MCD = torch.where(real_MC[..., None], payload_MCD, padded)
+    assert_same(grad_of(grad_MCD).nan_to_num(-1.0), expected_MCD.numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_meta_is_at_least_fp32(dtype):
+    """Counts above 2**11 are exact beside narrow probabilities, whose gradient is narrow again."""
+    num_tokens = 2051
+    everything_TE = torch.ones(num_tokens, 1, dtype=torch.bool)
+    plan = make_plan(everything_TE, top_k=1, sizes=pools(1, num_tokens))
+    probs_TE = torch.full((num_tokens, 1), 0.3, dtype=dtype, requires_grad=True)
+    meta_EC1 = ops.gather_meta(probs_TE, plan)
+    assert meta_EC1.dtype == torch.promote_types(dtype, torch.float32)
+    assert meta_EC1[0, -1].item() == num_tokens
+    assert torch.equal(meta_EC1[0, :-1], probs_TE[:, 0].to(meta_EC1.dtype))
+    meta_EC1.sum().backward()
+    assert torch.equal(grad_of(probs_TE), torch.ones(num_tokens, 1, dtype=dtype))
+    # The fake tensor has the same dtype.
+    maps = plan.slot_of_TK, plan.expert_of_TK, plan.choice_of_slot_GP, plan.kept_E
+    arguments = probs_TE.detach(), *maps
+    opcheck(ALL_OPS.gather_meta, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import CapacityPool, Policy, Remedy
-from padded_dispatch.exchange.choose import ExchangeKind
+from padded_dispatch.config import CapacityPool, ExchangeKind, Policy, Remedy
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.compat import training_stream
 from padded_dispatch.utils.routings import routing_scores

@@ -40,8 +40,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from padded_dispatch.config import CapacityFactor, CapacityPool
-from padded_dispatch.exchange.choose import ExchangeKind
+from padded_dispatch.config import CapacityFactor, CapacityPool, ExchangeKind
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs, training_stream
 from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs

@@ -5,7 +5,7 @@ as in a separate process, since torch keeps its world and its registry of groups
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +15,24 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 from padded_dispatch.exchange import agreement
+
+
+class ThreadedMirror:
+    """A `Mirror` of threads, which gather in their own groups: sockets would be one per pair."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], limit_s: float) -> None:
+        self.num_agreements = 0
+        self._groups = groups
+        own = torch.tensor([dist.get_rank()])
+        self.ranks = [int(rank) for rank in self.gather(own, limit_s, "its creation")]
+
+    def gather(self, row: torch.Tensor, limit_s: float, where: str) -> list[torch.Tensor]:
+        rows = row[None]
+        for group in self._groups:
+            gathered = [torch.empty_like(rows) for _ in range(group.size())]
+            group.allgather([gathered], [rows]).wait()
+            rows = torch.cat(gathered)
+        return list(rows)
 
 
 def run_on_threads(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -39,8 +57,7 @@ def run_on_threads(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[A
     multi_threaded_pg._install_threaded_pg()
     isolate(True)
     try:
-        # The threaded group compares invariants itself: a mirror would need a socket per pair.
-        with patch.object(agreement, "_mirror", lambda group: group):
+        with patch.object(agreement, "mirror_of", ThreadedMirror):
             threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
             for thread in threads:
                 thread.start()

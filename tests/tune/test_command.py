@@ -3,13 +3,17 @@
 import dataclasses
 import json
 import re
+import tomllib
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from padded_dispatch import cli
 from padded_dispatch.tune.command import main
-from padded_dispatch.tune.replay import replay
-from padded_dispatch.tune.study import grid, largest_need
+from padded_dispatch.tune.plots import REMEDY
+from padded_dispatch.tune.replay import largest_need, replay
+from padded_dispatch.tune.study import grid
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 from padded_dispatch.tune.trace import save_trace
 
@@ -42,7 +46,7 @@ def test_a_made_up_trace_to_all_files(tune, tmp_path):
         "recommendation.yaml",
         *(
             f"{name}.{kind}"
-            for name in ("dropped", "load", "need", "cost")
+            for name in ("dropped", "load", "need", "cost", "pools")
             for kind in ("png", "svg")
         ),
     }
@@ -59,15 +63,24 @@ def test_a_made_up_trace_to_all_files(tune, tmp_path):
     assert found["options"][-1]["dropped"] == 0
 
 
+def test_a_terminal_gets_no_line_that_is_too_long(tune, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    sizes = "--hidden-size 64 --ffn-size 48 --hold-out 0.3"
+    _, printed, found = tune(f"--synthetic zipf {MADE} --no-plots {sizes}")
+    assert max(map(len, printed.splitlines())) <= 80
+    assert found["sentence"] in " ".join(printed.split())
+
+
 def test_recorded_traces_and_folders_of_them(tune, tmp_path):
     trace = synthetic_trace("lognormal", SIZES, seed=5)
     (tmp_path / "run").mkdir()
     for rank in (0, 1):
         save_trace(trace.where(trace.ranks == rank), tmp_path / "run" / f"rank-{rank}.npy")
-    _, printed, by_folder = tune("run --no-plots")
+    _, printed, by_folder = tune("run --no-plots --pools expert")
     assert "reading ... 9,600 rows, 120 records" not in printed
     assert "reading ... 19,200 rows, 240 records" in printed
-    _, _, by_file = tune("run/rank-1.npy run/rank-0.npy --no-plots")
+    _, _, by_file = tune("run/rank-1.npy run/rank-0.npy --no-plots --pools expert")
     assert by_file["options"] == by_folder["options"]
     exact = replay(trace, grid(largest_need(trace)))
     dropped = [option["dropped"] for option in by_folder["options"]]
@@ -90,7 +103,7 @@ def test_megatrons_own_traces(tune, tmp_path):
         }
         with (tmp_path / f"router_trace_rank{trace.ranks[n]}.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
-    _, printed, found = tune(". --experts 6 --ranks 2 --no-plots")
+    _, printed, found = tune(". --experts 6 --ranks 2 --no-plots --pools expert")
     assert found["question"]["policy"] == "position"  # Such traces have no probabilities.
     exact = replay(trace, grid(largest_need(trace)))
     dropped = [option["dropped"] for option in found["options"]]
@@ -113,7 +126,7 @@ def test_a_missing_rank_prevents_a_promise(tune, tmp_path):
     trace = synthetic_trace("balanced", sizes)
     for rank in range(3):
         save_trace(trace.where(trace.ranks == rank), tmp_path / f"rank-{rank}.npy")
-    flags = "--no-plots --steps-share 0.9"
+    flags = "--no-plots --steps-share 0.9 --require-promise --from-step 0"
     code, printed, found = tune(f"rank-0.npy rank-1.npy rank-2.npy {flags}")
     assert code == 3
     for advice in (found["training"], found["evaluation"]):
@@ -136,8 +149,10 @@ def test_expert_tensor_parallelism(tune, tmp_path):
         tune("etp.npy --no-plots")
 
 
-def test_no_promise_is_exit_code_3(tune):
-    code, printed, found = tune(f"--synthetic drift {MADE} --no-plots")
+def test_no_promise_is_exit_code_3_only_if_it_is_required(tune):
+    flags = f"--synthetic drift {MADE} --no-plots --from-step 0 --drop 0.001 --pools expert"
+    assert tune(flags)[0] == 0
+    code, printed, found = tune(f"{flags} --require-promise")
     assert code == 3
     assert "without a promise" in printed
     (caveat,) = found["training"]["overall"]["caveats"]
@@ -169,7 +184,53 @@ def test_from_step(tune):
     code, printed, found = tune(f"--synthetic drift {MADE} --no-plots --from-step 45")
     assert "making a trace ... 4,800 rows, 60 records" in printed
     assert found["training"]["overall"]["num_steps"] == 15
-    assert code == 3
+    assert found["warm_up"] is None
+    assert code == 0
+
+
+def test_a_warm_up_is_left_out_unless_a_step_is_named(tune, tmp_path):
+    uneven, even = (synthetic_trace(kind, SIZES, seed=1) for kind in ("zipf", "balanced"))
+    late = (even.steps >= 20)[:, None, None]
+    warming = dataclasses.replace(even, ids_NTK=np.where(late, even.ids_NTK, uneven.ids_NTK))
+    save_trace(warming, tmp_path / "warming.npy")
+    _, printed, found = tune("warming.npy --no-plots")
+    since = found["warm_up"]["settled_since"]
+    assert since == found["warm_up"]["num_steps"]
+    assert 18 <= since <= 25
+    factor = found["training"]["overall"]["factor"]
+    assert (
+        f"The first {since} steps of the trace, before step {since}, are a warm-up and were left "
+        f"out: {factor:g} drops " in printed
+    )
+    early = replay(warming.where(warming.steps < since), [factor])
+    assert found["warm_up"]["dropped"] == early.dropped.sum() / early.demand.sum()
+    _, printed, whole = tune("warming.npy --no-plots --from-step 0")
+    assert whole["training"]["overall"]["num_steps"] == 60
+    assert whole["training"]["overall"]["factor"] > factor
+    assert "warm-up" not in printed
+    _, _, named = tune(f"warming.npy --no-plots --from-step {since}")
+    assert named["training"] == found["training"]
+
+
+def test_the_answer_fits_one_screen(tune):
+    _, printed, found = tune(f"--synthetic zipf {MADE} --no-plots --hidden-size 64 --ffn-size 48")
+    assert len(printed.splitlines()) <= 40
+    pool, factor = (line for line in printed.splitlines() if line.startswith(">"))
+    recommended = f"{found['training']['overall']['factor']:g}"
+    assert pool.split()[1:3] == [found["pool"], recommended]
+    assert factor.split()[1] == recommended
+
+
+def test_pools_are_compared_and_the_best_one_is_set(tune):
+    _, printed, found = tune(f"--synthetic lognormal {MADE} --no-plots --drop 0.01")
+    assert list(found["pools"]) == ["expert", "rank", "receiver"]
+    factors = [answer["factor"] for answer in found["pools"].values()]
+    assert factors[0] > 1.03 * min(factors[1:])
+    assert found["pool"] != "expert"
+    assert f"--padded-capacity-pool {found['pool']}" in printed
+    assert f"capacity_pool={found['pool']}" in found["sentence"]
+    dropped = [answer["needed_factor"] for answer in found["pools"].values()]
+    assert dropped == sorted(dropped, reverse=True)
 
 
 def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
@@ -182,6 +243,12 @@ def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (HUGE, "--max-gib must be at least 45.8, which this trace takes, got 4.0; lower --steps"),
+        ("--synthetic zipf --tokens 100000000", "--max-gib must be at least 7,176.4, which this"),
+        (
+            "--synthetic zipf --run-dir /proc/x",
+            "--run-dir must be a path in a writable folder, got",
+        ),
         ("", "TRACE or --synthetic must be given, got none"),
         ("some.npy --synthetic zipf", "TRACE or --synthetic must be given, got both"),
         ("nowhere.npy", "nowhere.npy must be a trace or a folder of traces, got nothing there"),
@@ -247,10 +314,33 @@ def test_a_typo_in_a_flag_is_named(capsys):
     assert "unrecognized arguments: --dorp" in capsys.readouterr().err
 
 
-def test_a_missing_matplotlib_is_named_before_the_work(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def without_matplotlib(monkeypatch):
     monkeypatch.setattr("padded_dispatch.tune.plots.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'padded-dispatch\[tune\]'"):
-        main(HUGE.split())
-    with pytest.raises(ValueError, match="--drop must be"):
-        main([*HUGE.split(), "--drop", "3"])
+
+
+def test_without_matplotlib_the_report_has_no_figures(without_matplotlib, tune, tmp_path):
+    """As after the first block of the README's Quick start."""
+    _, printed, _ = tune(f"--synthetic zipf {MADE}")
+    last = "The report has no figures; for them, run pip install 'matplotlib>=3.9,<4'."
+    assert printed.splitlines()[-1] == last
+    assert {path.name for path in (tmp_path / "tune").iterdir()} == {
+        "report.html",
+        "recommendation.json",
+        "recommendation.yaml",
+    }
+    _, printed, _ = tune(f"--synthetic zipf {MADE} --no-plots")
+    assert "figures" not in printed
+
+
+def test_a_missing_matplotlib_is_named_after_the_arguments(without_matplotlib, tmp_path, tune):
+    with pytest.raises(ValueError, match=r"^Matplotlib must be .* for --plots, got none; run pip"):
+        tune(f"{HUGE} --plots")
+    with pytest.raises(ValueError, match=r"--drop must be"):
+        tune(f"{HUGE} --plots --drop 3")
+
+
+def test_the_extra_has_the_matplotlib_that_the_remedy_names():
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    (package,) = extras["project"]["optional-dependencies"]["tune"]
+    assert f"run pip install '{package}'" == REMEDY

@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from padded_dispatch import reference
-from padded_dispatch.config import POLICIES, DispatchConfig
+from padded_dispatch.config import CAPACITY_POOLS, POLICIES, DispatchConfig
 from padded_dispatch.ops.counters import mass_units
-from padded_dispatch.ops.plan import make_plan
-from padded_dispatch.ops.select import select
+from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.tune import replay as replay_module
-from padded_dispatch.tune.replay import MEANINGS, replay
+from padded_dispatch.tune.replay import POOLS, largest_need, replay
 from padded_dispatch.tune.trace import Trace
 from tests.support.pools import pools
 from tests.support.traces import small_trace
@@ -58,50 +57,68 @@ def dense(trace: Trace, n: int) -> tuple[np.ndarray, np.ndarray]:
     return map_TE, probs_TE
 
 
-@settings(max_examples=50)  # One example is up to 48 records at five factors.
+@settings(max_examples=80)  # One example is up to 48 records at five factors.
 @given(
     trace=traces(),
     policy=st.sampled_from(EXACT),
+    pool=st.sampled_from(CAPACITY_POOLS),
     min_capacity=st.integers(1, 3),
     alignment=st.integers(1, 4),
 )
-def test_every_record_is_what_reference_and_dispatcher_do(trace, policy, min_capacity, alignment):
-    found = replay(trace, FACTORS, policy=policy, min_capacity=min_capacity, alignment=alignment)
+def test_every_record_is_what_reference_and_dispatcher_do(
+    trace, policy, pool, min_capacity, alignment
+):
+    slots = dict(min_capacity=min_capacity, alignment=alignment)
+    found = replay(trace, FACTORS, policy=policy, pool=pool, **slots)
     for f, factor in enumerate(FACTORS):
         config = DispatchConfig(
             num_experts=trace.num_experts,
             top_k=trace.top_k,
             capacity_factor=factor,
-            min_capacity=min_capacity,
-            alignment=alignment,
+            capacity_pool=pool,
+            policy=policy,
             num_ranks=trace.num_ranks,
+            **slots,
         )
-        capacity = config.capacity(trace.num_tokens)
-        assert found.capacities[f] == capacity
-        assert found.slots[f] == capacity * trace.num_experts
-        for n in range(trace.num_records):
-            map_TE, probs_TE = dense(trace, n)
-            sizes = pools(trace.num_experts, capacity)
-            expected = reference.select(map_TE, probs_TE, sizes=sizes, policy=policy)
-            kept_TE = expected.kept_TE
-            plan = reference.plan(kept_TE, top_k=trace.top_k, sizes=sizes)
-            assert found.demand_by_expert[n].tolist() == expected.demand_E.tolist()
-            assert found.kept_by_expert[f, n].tolist() == plan.kept_E.tolist()
-            asked_T, kept_T = map_TE.any(1), kept_TE.any(1)
-            assert found.num_tokens[n] == asked_T.sum()
-            assert found.lost_tokens[f, n] == (asked_T & ~kept_T).sum()
+        sizes = config.sizes(trace.num_tokens)
+        assert found.capacities[f] == (sizes.num_rows if pool == "receiver" else sizes.pool_slots)
+        for records in units(trace):
+            demand_SE = found.demand_by_expert[records]
+            accepted_SE = None
+            if pool == "receiver" and sizes.may_drop and trace.num_ranks > 1:
+                accepted_SE = reference.accept(
+                    demand_SE, num_ranks=trace.num_ranks, num_rows=sizes.num_rows
+                )
+            for source, n in enumerate(records):
+                map_TE, probs_TE = dense(trace, n)
+                limit_E = None if accepted_SE is None else accepted_SE[source]
+                expected = reference.select(
+                    map_TE, probs_TE, sizes=sizes, policy=policy, limit_E=limit_E
+                )
+                kept_TE = expected.kept_TE
+                assert found.demand_by_expert[n].tolist() == expected.demand_E.tolist()
+                assert found.kept_by_expert[f, n].tolist() == kept_TE.sum(0).tolist()
+                asked_T, kept_T = map_TE.any(1), kept_TE.any(1)
+                assert found.num_tokens[n] == asked_T.sum()
+                assert found.lost_tokens[f, n] == (asked_T & ~kept_T).sum()
 
-            tensors = torch.from_numpy(map_TE), torch.from_numpy(probs_TE)
-            ours = select(*tensors, sizes=sizes, policy=policy)
-            counts = make_plan(ours.kept_TE, top_k=trace.top_k, sizes=sizes)
-            assert found.kept_by_expert[f, n].tolist() == counts.kept_E.tolist()
-            assert found.asked_mass[n] == mass_units(tensors[1]).sum().item()
-            assert found.kept_mass[f, n] == mass_units(ours.probs_TE).sum().item()
+                tensors = torch.from_numpy(map_TE), torch.from_numpy(probs_TE)
+                table_SE = torch.from_numpy(demand_SE)
+                ours = select_with_remedy(
+                    config,
+                    sizes,
+                    *tensors,
+                    all_demands=lambda _: table_SE,  # noqa: B023 - called in this turn
+                    source=source,
+                )
+                assert ours.kept_TE.numpy().tolist() == kept_TE.tolist()
+                assert found.asked_mass[n] == mass_units(tensors[1]).sum().item()
+                assert found.kept_mass[f, n] == mass_units(ours.probs_TE).sum().item()
 
 
 @given(traces(), st.sampled_from(EXACT))
 def test_pooled_is_one_source_with_all_tokens(trace, policy):
-    found = replay(trace, FACTORS, policy=policy, meaning="pooled")
+    found = replay(trace, FACTORS, policy=policy, pool="all-sources")
     for records in units(trace):
         maps, probs = zip(*(dense(trace, n) for n in records), strict=True)
         map_ME, probs_ME = np.concatenate(maps), np.concatenate(probs)
@@ -118,7 +135,7 @@ def test_pooled_is_one_source_with_all_tokens(trace, policy):
 
 @given(traces())
 def test_a_rank_has_one_budget_for_all_its_experts(trace):
-    found = replay(trace, FACTORS, policy="position", meaning="rank", alignment=2)
+    found = replay(trace, FACTORS, policy="position", pool="hybrid-ep", alignment=2)
     num_local_experts = trace.num_experts // trace.num_ranks
     for f, factor in enumerate(FACTORS):
         budget = int(trace.num_tokens * trace.top_k * factor)
@@ -135,6 +152,15 @@ def test_a_rank_has_one_budget_for_all_its_experts(trace):
             assert found.kept_by_expert[f, records].tolist() == kept_RE.tolist()
 
 
+def least(trace: Trace, pool: str) -> float:
+    """Return the factor of one slot."""
+    cells = {"expert": 1, "all-sources": trace.num_ranks}.get(pool)
+    if cells is None:
+        cells = trace.num_experts // trace.num_ranks
+        cells *= 1 if pool == "rank" else trace.num_ranks
+    return trace.num_experts / (trace.num_tokens * trace.top_k * cells)
+
+
 def units(trace: Trace) -> list[list[int]]:
     """Records of one micro-batch of one layer in one group, by rank."""
     found: dict[tuple[int, ...], list[int]] = {}
@@ -145,33 +171,40 @@ def units(trace: Trace) -> list[list[int]]:
     return [sorted(records, key=lambda n: trace.ranks[n]) for records in found.values()]
 
 
-@given(traces(), st.sampled_from(POLICIES), st.sampled_from(MEANINGS))
-def test_a_larger_factor_never_drops_more(trace, policy, meaning):
-    found = replay(trace, sorted(FACTORS), policy=policy, meaning=meaning)
+@given(traces(), st.sampled_from(POLICIES), st.sampled_from(POOLS))
+def test_a_larger_factor_never_drops_more(trace, policy, pool):
+    found = replay(trace, sorted(FACTORS), policy=policy, pool=pool)
     for kept in (found.kept_by_expert, found.kept_mass, -found.lost_tokens):
         assert (np.diff(kept, axis=0) >= 0).all()
 
 
-@given(traces(), st.sampled_from(POLICIES), st.sampled_from(MEANINGS))
-def test_the_needed_factor_is_that_of_the_largest_demand_and_drops_nothing(trace, policy, meaning):
-    needed = replay(trace, [1.0], meaning=meaning).needed_factor
-    rows, num_experts = trace.num_tokens * trace.top_k, trace.num_experts
+@given(traces(), st.sampled_from(POLICIES), st.sampled_from(POOLS))
+def test_the_needed_factor_is_that_of_the_largest_demand_and_drops_nothing(trace, policy, pool):
+    needed = replay(trace, [1.0], pool=pool).needed_factor
+    rows, num_experts, num_ranks = (
+        trace.num_tokens * trace.top_k,
+        trace.num_experts,
+        trace.num_ranks,
+    )
     demand_by_expert = replay(trace, [1.0]).demand_by_expert
-    if meaning == "source":
-        expected = demand_by_expert.max(1) * num_experts / rows
-    else:
-        expected = np.empty(trace.num_records)
-        for records in units(trace):
-            demand_E = demand_by_expert[records].sum(0)
-            demand_R = demand_E.reshape(trace.num_ranks, -1).sum(1)
-            balance = rows * trace.num_ranks / num_experts
-            expected[records] = (
-                demand_R.max() / rows if meaning == "rank" else demand_E.max() / balance
-            )
+    expected = np.empty(trace.num_records)
+    for records in units(trace):
+        demand_SE = demand_by_expert[records]
+        demand_SR = demand_SE.reshape(num_ranks, num_ranks, -1).sum(2)
+        expected[records] = {
+            "expert": demand_SE.max(1) * num_experts / rows,
+            "rank": demand_SR.max(1) * num_ranks / rows,
+            "receiver": demand_SR.sum(0).max() / rows,
+            "all-sources": demand_SE.sum(0).max() * num_experts / (rows * num_ranks),
+            "hybrid-ep": demand_SR.sum(0).max() / rows,
+        }[pool]
+    np.testing.assert_allclose(
+        largest_need(trace, pool=pool), max(needed.max(), least(trace, pool))
+    )
     # Both round a few times; one slot is at least 1 / (T * K), which is above 2**-7 here.
     np.testing.assert_allclose(needed, expected, rtol=2**-50)
     factors = sorted({*needed.tolist()} - {0})
-    found = replay(trace, factors or [1.0], policy=policy, meaning=meaning)
+    found = replay(trace, factors or [1.0], policy=policy, pool=pool)
     for f, factor in enumerate(factors):
         assert (found.dropped[f][needed <= factor] == 0).all()
 
@@ -189,10 +222,10 @@ def test_random_keeps_as_many_and_draws_by_seed():
 
 def test_any_number_of_records_at_a_time_gives_the_same(monkeypatch):
     trace = small_trace(steps=[0, 0, 1, 1], layers=[0] * 4, ranks=[0, 1, 0, 1], num_tokens=7)
-    at_once = [replay(trace, FACTORS, meaning=meaning) for meaning in MEANINGS]
+    at_once = [replay(trace, FACTORS, pool=pool) for pool in POOLS]
     monkeypatch.setattr(replay_module, "_CHUNK_ROWS", 1)
-    for whole, meaning in zip(at_once, MEANINGS, strict=True):
-        found = replay(trace, FACTORS, meaning=meaning)
+    for whole, pool in zip(at_once, POOLS, strict=True):
+        found = replay(trace, FACTORS, pool=pool)
         np.testing.assert_array_equal(found.kept_by_expert, whole.kept_by_expert)
         np.testing.assert_array_equal(found.kept_mass, whole.kept_mass)
         np.testing.assert_array_equal(found.needed_factor, whole.needed_factor)
@@ -231,8 +264,8 @@ def test_padding_asks_for_nothing():
     padding = by_hand(
         ids_NTK=np.full((1, 4, 1), -1, np.int16), probs_NTK=np.zeros((1, 4, 1), np.float32)
     )
-    for meaning in MEANINGS:
-        found = replay(padding, [1.0], meaning=meaning)
+    for pool in POOLS:
+        found = replay(padding, [1.0], pool=pool)
         assert found.demand.tolist() == [0]
         assert found.dropped.tolist() == [[0]]
         assert found.asked_mass.tolist() == [0]
@@ -272,11 +305,11 @@ def test_another_number_of_ranks():
         steps=[0] * 4, layers=[0] * 4, ranks=[0, 1, 2, 3], num_ranks=4, num_experts=8
     )
     in_halves = dataclasses.replace(trace, num_ranks=2)
-    halves = replay(in_halves, [1.0], meaning="pooled")
-    first = replay(in_halves.where(trace.ranks < 2), [1.0], meaning="pooled")
+    halves = replay(in_halves, [1.0], pool="all-sources")
+    first = replay(in_halves.where(trace.ranks < 2), [1.0], pool="all-sources")
     np.testing.assert_array_equal(halves.kept_by_expert[:, :2], first.kept_by_expert)
     # 4 or 2 sources of 5 tokens with 3 of 8 experts each.
-    assert replay(trace, [1.0], meaning="pooled").capacities.tolist() == [math.ceil(60 / 8)]
+    assert replay(trace, [1.0], pool="all-sources").capacities.tolist() == [math.ceil(60 / 8)]
     assert halves.capacities.tolist() == [math.ceil(30 / 8)]
 
 
@@ -287,11 +320,15 @@ def test_another_number_of_ranks():
         (dict(factors=[0.0]), "capacity_factor must .*, got 0.0"),
         (dict(factors=[math.nan]), "capacity_factor must .*, got nan"),
         (dict(policy="best"), "policy must be one of probs, position.*, got 'best'"),
-        (dict(meaning="expert"), "meaning must be one of source, rank, pooled, got 'expert'"),
-        (dict(meaning="rank", min_capacity=2), "min_capacity must be 1 .*, got 2; leave it out"),
-        (dict(num_ranks=4, meaning="rank"), "num_experts must be a multiple of num_ranks=4, got 6"),
+        (dict(pool="source"), "pool must be one of expert, rank, .*, got 'source'"),
+        (dict(etp=3), "etp must divide the 2 sources of the trace, got 3"),
+        (dict(pool="hybrid-ep", min_capacity=2), "min_capacity must be 1 .*, got 2; leave it out"),
         (
-            dict(meaning="pooled", num_ranks=3),
+            dict(num_ranks=4, pool="hybrid-ep"),
+            "num_experts must be a multiple of num_ranks=4, got 6",
+        ),
+        (
+            dict(pool="all-sources", num_ranks=3),
             r"step 0, micro-batch 0, layer 0 must .* 0 to 2 \(num_ranks=3\), got only .*; merge",
         ),
     ],

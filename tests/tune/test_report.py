@@ -6,6 +6,7 @@ import pytest
 
 from padded_dispatch.tune import plots
 from padded_dispatch.tune.cost import LayerSizes
+from padded_dispatch.tune.menu import menu
 from padded_dispatch.tune.recommend import Target
 from padded_dispatch.tune.report import factor_table, flags, html, layer_table
 from padded_dispatch.tune.study import Layer, Question, study
@@ -96,6 +97,7 @@ def page(text):
 def test_sections_in_reading_order(page):
     assert list(page.texts) == [
         "recommendation",
+        "menu",
         "settings",
         "figures",
         "factors",
@@ -118,6 +120,9 @@ def test_tables_show_the_recommendation(found, page):
     assert page.rows["factors"] == [list(row) for row in (table.headers, *table.rows)]
     factor = found.training.overall.factor
     assert page.marked["factors"][:2] == [f"{factor:g}", str(found.training.overall.capacity)]
+    choices = menu(found)
+    assert page.rows["menu"] == [list(row) for row in (choices.headers, *choices.rows)]
+    assert page.marked["menu"][0] == f"{factor:g}"
     layers = layer_table(found)
     assert page.rows["layers"] == [list(row) for row in (layers.headers, *layers.rows)]
 

@@ -6,7 +6,7 @@ import pytest
 
 from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.recommend import Target
-from padded_dispatch.tune.report import Table, factor_table, layer_table
+from padded_dispatch.tune.report import factor_table, layer_table
 from padded_dispatch.tune.study import Layer, Question, study
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 from padded_dispatch.tune.time_model import shipped
@@ -20,11 +20,6 @@ def found():
     sizes = LayerSizes(num_tokens=40, hidden_size=64, ffn_size=48)
     layer = Layer(sizes=sizes, time_model=shipped())
     return study(synthetic_trace("zipf", SIZES, seed=1), QUESTION, name="zipf", layer=layer)
-
-
-def test_text_is_aligned_and_marked():
-    table = Table(headers=("a", "long"), rows=(("1", "2"), ("10", "200")), marked=1)
-    assert str(table) == "   a  long\n   1     2\n> 10   200"
 
 
 def test_factors_among_them_the_recommended_one(found):

@@ -22,7 +22,9 @@ from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 from padded_dispatch.tune.time_model import shipped
 from padded_dispatch.tune.trace import Trace
 
-QUESTION = Question(target=Target(steps_share=0.9), eval_target=Target(drop=0.0, steps_share=0.9))
+QUESTION = Question(
+    target=Target(drop=0.001, steps_share=0.9), eval_target=Target(drop=0.0, steps_share=0.9)
+)
 SIZES = TraceSizes(num_steps=60, num_layers=2, num_ranks=2, num_tokens=37, num_experts=6, top_k=2)
 
 

@@ -51,6 +51,29 @@ def test_a_writer_without_records_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_kill_before_the_first_records_leaves_the_file_before_it(tmp_path, monkeypatch):
+    """A file without records is no trace, and `tune` would refuse the whole recording for it."""
+
+    def killed(*args) -> None:
+        raise KeyboardInterrupt
+
+    for before in (None, trace()):
+        path = tmp_path / f"{before is not None}.npy"
+        if before is not None:
+            save_trace(before, path)
+        with monkeypatch.context() as patches, closing(TraceWriter(path)) as writer:
+            patches.setattr("padded_dispatch.tune.trace._records", killed)
+            with pytest.raises(KeyboardInterrupt):
+                writer.append(trace(probs=False))
+        assert [equal(load_trace(found), trace()) for found in tmp_path.glob("*.npy")] == (
+            [] if before is None else [True]
+        )
+        save_trace(trace(probs=False), path)
+        assert equal(load_trace(path), trace(probs=False))
+        path.unlink()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_rows_beyond_the_count_in_the_header_are_left_out(tmp_path):
     path = tmp_path / "trace.npy"
     save_trace(trace(), path)

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from padded_dispatch.utils import launch
 from padded_dispatch.utils.launch import WorkerError, start_workers
 from tests.support.ahead import ENVIRONMENT
 from tests.support.pool import WorkerPool
+from tests.support.processes import workers_of
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +132,8 @@ def _die_with_a_child(end: Path) -> None:
     """Fork a child, such as a writer of a checkpoint, that lives until `end` exists; then die."""
     if dist.get_rank() == 1:
         if os.fork() == 0:
+            if launch._libc is not None:
+                launch._libc.prctl(launch._PR_SET_PDEATHSIG, 0)
             for _ in range(600):
                 if end.exists():
                     break
@@ -147,6 +151,36 @@ def test_a_killed_worker_is_noticed_while_its_child_lives(tmp_path, monkeypatch)
     finally:
         (tmp_path / "end").touch()
     assert repr(caught.value.errors[1]) == "ChildProcessError('killed by SIGKILL')"
+
+
+def _die_before_a_child(port: int) -> None:
+    """Fork a child that keeps a connection for as long as it lives; then die."""
+    if dist.get_rank() == 1:
+        alive = socket.create_connection(("127.0.0.1", port))
+        if os.fork() == 0:
+            alive.sendall(b"forked\n")
+            time.sleep(600)
+        alive.recv(1)  # The test answers when it has seen the child's line.
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the children of a process")
+def test_the_children_of_a_killed_worker_end_with_it(pool):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with ThreadPoolExecutor(1) as thread:
+            connection = thread.submit(_answer_the_first_line, server)
+            with pytest.raises(WorkerError):
+                pool.run(_die_before_a_child, server.getsockname()[1])
+        with connection.result() as ended:
+            assert ended.recv(1) == b""
+
+
+def _answer_the_first_line(server: socket.socket) -> socket.socket:
+    connection, _ = server.accept()
+    connection.settimeout(20)
+    assert connection.recv(7) == b"forked\n"
+    connection.sendall(b"!")
+    return connection
 
 
 def test_a_failed_start_leaves_no_worker(monkeypatch):
@@ -247,9 +281,9 @@ JOB = """
 class Job:
     """A running `JOB` and a connection to each of its workers."""
 
-    def __init__(self, folder, how: str) -> None:
+    def __init__(self, folder, how: str, source: str = JOB) -> None:
         script = folder / "job.py"
-        script.write_text(textwrap.dedent(JOB))
+        script.write_text(textwrap.dedent(source))
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(60)
             self.process = subprocess.Popen(
@@ -259,7 +293,10 @@ class Job:
                 text=True,
                 start_new_session=True,
             )
-            self.workers = [server.accept()[0].makefile() for _ in range(2)]
+            connections = [server.accept()[0] for _ in range(2)]
+            for connection in connections:
+                connection.settimeout(60)
+            self.workers = [connection.makefile() for connection in connections]
         self.first_lines = sorted(worker.readline() for worker in self.workers)
         self.last_words: list[str] = []
 
@@ -300,9 +337,80 @@ def test_workers_end_with_a_killed_parent(tmp_path):
     assert job.end()[0] == -signal.SIGKILL
 
 
+# A job whose workers import for ever.
+IMPORTING = """
+    import socket, sys, time
+    if __name__ == "__mp_main__":
+        alive = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+        alive.sendall(b"importing\\n")
+        while True:
+            try:
+                time.sleep(600)
+            except BaseException:  # As around optional imports.
+                pass
+    from padded_dispatch.utils.launch import start_workers
+
+    if __name__ == "__main__":
+        start_workers(print, num_workers=2)
+"""
+
+
+@pytest.mark.ahead
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_signal_while_workers_import_ends_all_processes(tmp_path, number):
+    job = Job(tmp_path, "", IMPORTING)
+    assert job.first_lines == ["importing\n"] * 2
+    begin = time.monotonic()
+    job.process.send_signal(number)
+    code, stderr = job.end()
+    assert time.monotonic() - begin < 15
+    killed = number == signal.SIGKILL
+    assert code == (-number if killed else 128 + number)
+    assert stderr == ("" if killed else f"{number.name}: stopping all workers\n")
+
+
+@pytest.mark.ahead
+def test_ctrl_c_ends_importing_workers_without_their_words(tmp_path):
+    job = Job(tmp_path, "", IMPORTING)
+    os.killpg(job.process.pid, signal.SIGINT)  # A terminal signals all processes.
+    assert job.end() == (130, "SIGINT: stopping all workers\n")
+
+
+@pytest.mark.ahead
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="looks into /proc")
+def test_a_signal_to_one_worker_ends_the_job(tmp_path):
+    job = Job(tmp_path, "sleep")
+    os.kill(workers_of(job.process.pid)[0], signal.SIGINT)
+    code, stderr = job.end()
+    assert code == 1
+    assert stderr.endswith("of 2 failed: ChildProcessError: killed by SIGINT\n")
+
+
 def test_under_torchrun_the_function_is_only_called(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     called = []
     start_workers(called.append, (os.getpid(),), num_workers=8)
     assert called == [os.getpid()]
+
+
+def test_a_taken_port_is_named_at_once(monkeypatch):
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        for name, value in torchrun.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        message = f"^MASTER_PORT must be a free port, got {port}; set another one on all ranks, or"
+        with pytest.raises(ValueError, match=message):
+            start_workers(print, num_workers=2)
+        # The store of torchrun's agent, and that of rank 0, are there already.
+        called = []
+        with monkeypatch.context() as agent:
+            agent.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+            start_workers(called.append, (0,), num_workers=2)
+        monkeypatch.setenv("RANK", "1")
+        start_workers(called.append, (1,), num_workers=2)
+    monkeypatch.setenv("RANK", "0")
+    start_workers(called.append, (2,), num_workers=2)
+    assert called == [0, 1, 2]

@@ -1,5 +1,6 @@
 """Results files: rows are appended, never lost."""
 
+import errno
 import json
 import os
 
@@ -27,7 +28,7 @@ def test_runs_are_added(tmp_path):
     [
         ('{"a": 1}', r"it has no list of runs\); name another file"),
         ("[]", r"it has no list of runs\); name another file"),
-        ('{"runs": [', r"Expecting value: .*\); name another file"),
+        ('{"runs": [', r"it is not JSON\); name another file"),
         (None, r".*Is a directory.*\); name another file"),
     ],
 )
@@ -59,7 +60,14 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
             results.require_folder("trace", folder)
     with pytest.raises(ValueError, match=rf"^out must be a path .*, got '{tmp_path}/file'"):
         results.require_results("out", tmp_path / "file" / "r.json")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    before = sorted(tmp_path.iterdir())
+    results.require_results("out", tmp_path / "new" / "r.json")
+    assert sorted(tmp_path.iterdir()) == before
+
+    def no_space(*args, **kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "mkdir", no_space)  # As on a full disk, or in /proc.
     with pytest.raises(ValueError, match=rf"; {tmp_path} is not a writable folder: name another$"):
         results.require_results("results", tmp_path / "r.json")
 
@@ -87,3 +95,38 @@ def test_only_the_rank_that_writes_needs_the_folder(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("RANK", "1")
     results.require_results("out", tmp_path / "file" / "r.json")
+
+
+def test_a_file_is_replaced_at_once_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "r.json"
+    results.replace_file(path, "old")
+
+    def full(file) -> None:
+        assert path.read_text() == "old"
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            results.replace_file(path, "new")
+        with pytest.raises(OSError, match="No space left"):
+            results.append_run(tmp_path / "other.json", {}, [{"ms": 1}])
+    assert path.read_text() == "old"
+    results.replace_file(path, "new")
+    assert path.read_text() == "new"
+    assert [found.name for found in tmp_path.iterdir()] == ["r.json"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
+def test_a_disk_that_takes_nothing_is_found_before_work_starts(tmp_path, monkeypatch, number):
+    def refuse(file) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    message = (
+        rf"^--out must be in a folder that takes 1 MiB, got '{tmp_path}'; {os.strerror(number)}: "
+        "free space there, or name another$"
+    )
+    with pytest.raises(ValueError, match=message):
+        results.require_results("--out", tmp_path / "r.json")
+    assert list(tmp_path.iterdir()) == []

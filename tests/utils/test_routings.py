@@ -35,7 +35,17 @@ def test_popular_experts_are_the_same_on_all_ranks():
     assert favourites[0] == favourites[1]
 
 
-@pytest.mark.parametrize("skew", ["uniform", "lognormal", "hot", "same"])
+def test_every_rank_has_topics_of_its_own():
+    favourites = [routing_map(999, 16, 2, skew="topics", seed=r).sum(0).argmax() for r in range(4)]
+    assert len(set(favourites)) > 1
+
+
+def test_any_expert_can_be_the_hot_one():
+    scores_TE = routing_scores(99, 16, 2, skew="hot", hot_expert=5)
+    assert (scores_TE.argmax(1) == 5).all()
+
+
+@pytest.mark.parametrize("skew", ["uniform", "lognormal", "topics", "hot", "same"])
 def test_the_largest_scores_are_the_map(skew):
     scores_TE = routing_scores(97, 12, 5, skew=skew, seed=3)
     fifth_T = np.sort(scores_TE, axis=1)[:, -5]

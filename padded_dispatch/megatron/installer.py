@@ -5,7 +5,8 @@ stock configs pass through unchanged:
 
 - `TransformerConfig.__post_init__` checks some options against the names of the stock dispatchers.
   It runs with 'alltoall', whose checks are right for this dispatcher; then `check_config` runs.
-- `MoELayer.__init__` raises for an unknown name: see `padded_dispatch.megatron.layer`.
+- `MoELayer.__init__` raises for an unknown name: see `padded_dispatch.megatron.layer`. With
+  `padded_dispatch.megatron` imported and no `install()`, its error names the missing call.
 - The type of the config field becomes the choices of `--moe-token-dispatcher-type`.
 
 With `on_overflow="retry"` it also wraps Megatron-LM's `train_step`, if that has been imported: see
@@ -15,24 +16,29 @@ With `on_overflow="retry"` it also wraps Megatron-LM's `train_step`, if that has
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
+import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from padded_dispatch.config import require
 from padded_dispatch.megatron.compat import captures_moe
 from padded_dispatch.megatron.config import check_config
+from padded_dispatch.megatron.cpu import CPU_REMEDY, is_on_cpu
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.layer import build, dispatcher_type
 from padded_dispatch.megatron.megatron_lm import retry_steps
-from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.megatron.options import PaddedOptions, require_options
 from padded_dispatch.utils.patches import Patches
 
 NAME = "padded_alltoall"
 
 _FIELD: Any = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
 _patches = Patches()
+_log = logging.getLogger(__name__)
 
 
 def install(options: PaddedOptions | None = None) -> None:
@@ -42,9 +48,15 @@ def install(options: PaddedOptions | None = None) -> None:
         options: for every config that is made from now on. To give one config other options, set
             `config.padded_dispatch = PaddedOptions(...)` afterwards; this is a plain attribute,
             which `dataclasses.replace` does not copy.
+
+    Raises:
+        ValueError: `options` are no `PaddedOptions`.
     """
+    options = PaddedOptions() if options is None else options
+    require_options("options", options)
+    if not (torch.cuda.is_available() or is_on_cpu()):
+        _log.warning("PyTorch sees no GPU; %s", CPU_REMEDY)
     uninstall()
-    options = options or PaddedOptions()
     post_init: Any = TransformerConfig.__post_init__
     post_init = _wrap_post_init(post_init, options)
     _patches.set(TransformerConfig, "__post_init__", post_init)
@@ -86,9 +98,9 @@ def _wrap_post_init(
                 _with_static_shapes(post_init, self)
             else:
                 post_init(self)
-        check_config(self)
         if not hasattr(self, "padded_dispatch"):
             self.padded_dispatch = options
+        check_config(self)
 
     return padded_post_init
 
@@ -109,3 +121,23 @@ def _with_static_shapes(post_init: Callable[[Any], None], config: Any) -> None:
     finally:
         config.moe_pad_expert_input_to_capacity = pads
         config.moe_expert_capacity_factor = factor if drops else None
+
+
+def _explain(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `MoELayer.__init__`, which raises for our name, to name the remedy instead."""
+
+    @functools.wraps(init)
+    def explained_init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        require(
+            config.moe_token_dispatcher_type != NAME,
+            "moe_token_dispatcher_type",
+            NAME,
+            "be made known to Megatron first",
+            "call padded_dispatch.megatron.install() before the config and the model are made",
+        )
+        init(self, config, *args, **kwargs)
+
+    return explained_init
+
+
+MoELayer.__init__ = _explain(MoELayer.__init__)

@@ -25,9 +25,14 @@ def host() -> tuple[object, ...]:
     return TransformerConfig.__post_init__, MoELayer.__init__, field.type
 
 
-def test_without_install_megatron_rejects_the_value():
-    with pytest.raises(ValueError, match="Unsupported token dispatcher type: padded_alltoall"):
+def test_without_install_the_error_names_it():
+    words = (
+        "^moe_token_dispatcher_type must be made known to Megatron first, got 'padded_alltoall'; "
+        r"call padded_dispatch\.megatron\.install\(\) before the config and the model are made"
+    )
+    with pytest.raises(ValueError, match=words):
         tiny.layer(tiny.config())
+    assert type(tiny.layer(tiny.config("allgather"))) is MoELayer
 
 
 def test_install_is_idempotent_and_reversible():
@@ -67,6 +72,101 @@ def test_options_reach_the_dispatcher():
     assert tiny.layer(config).token_dispatcher.dispatch_config.capacity(40) == 3
     config.padded_dispatch = PaddedOptions(min_capacity=5)
     assert tiny.layer(config).token_dispatcher.dispatch_config.capacity(40) == 5
+
+
+@pytest.mark.parametrize("given", [{"policy": "priority"}, "policy=priority", 0])
+def test_options_of_another_type_are_rejected_at_once(given):
+    """Also if they are false: an empty dict must not become the defaults."""
+    fix = r"write PaddedOptions\(\*\*\.\.\.\)" if isinstance(given, dict) else "make one"
+    with pytest.raises(ValueError, match=f"^options must be PaddedOptions, got .*; {fix}$"):
+        install(given)
+    install()
+    config = tiny.config()
+    config.padded_dispatch = given
+    with pytest.raises(ValueError, match=f"^padded_dispatch must be PaddedOptions, got .*; {fix}"):
+        tiny.layer(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "words"),
+    [
+        (
+            {"layer_factors": {1: 2.0, 9: 1.5}},
+            {"num_layers": 2},
+            "^layer_factors must name layers from 1 to 2, the layers of the model, got .*; "
+            "leave out layer 9$",
+        ),
+        (
+            {"layer_factors": {2: 1.5}},
+            {"num_layers": 2, "moe_layer_freq": [1, 0]},
+            r"^layer_factors must name layers with experts, as moe_layer_freq=\[1, 0\] has them, "
+            "got .*; leave out layer 2$",
+        ),
+        (
+            {"layer_factors": {1: 2.0, 3: 1.5, 4: 1.5}},
+            {"num_layers": 5, "moe_layer_freq": 2},
+            "^layer_factors must name layers with experts, .*; leave out layer 4$",
+        ),
+        (
+            {},
+            {"moe_router_topk": 5},
+            "^moe_router_topk must be at most num_moe_experts=4, got 5; lower moe_router_topk$",
+        ),
+        (
+            {},
+            {"moe_token_drop_policy": "prob"},
+            "^moe_token_drop_policy must be one of probs, position, .*, got 'prob'$",
+        ),
+        (
+            {},
+            {"expert_model_parallel_size": 3},
+            "^num_moe_experts must be a multiple of expert_model_parallel_size=3, got 4; change",
+        ),
+    ],
+)
+def test_what_the_model_does_not_have_is_found_when_the_config_is_made(options, fields, words):
+    install(PaddedOptions(**options))
+    with pytest.raises(ValueError, match=words):
+        tiny.config(**fields)
+
+
+def test_factors_of_all_layers_with_experts_are_accepted():
+    install(PaddedOptions(layer_factors={1: 2.0, 3: 1.5, 5: 1.5}))
+    assert tiny.config(num_layers=5, moe_layer_freq=2).num_layers == 5
+    install(PaddedOptions(layer_factors={2: 2.0}))
+    assert tiny.config(num_layers=2, moe_layer_freq=[0, 1]).num_layers == 2
+    # Layers of multi-token prediction come last.
+    assert tiny.config(num_layers=1, mtp_num_layers=1).mtp_num_layers == 1
+    dense = tiny.config(num_moe_experts=None, moe_ffn_hidden_size=None)
+    assert dense.num_moe_experts is None
+
+
+def test_options_that_are_set_on_a_config_are_checked_with_the_layer():
+    config = tiny.config()
+    config.padded_dispatch = PaddedOptions(layer_factors={9: 1.5})
+    install()
+    with pytest.raises(
+        ValueError, match=r"^layer_factors must name layers from 1 to 1, .* layer 9"
+    ):
+        tiny.layer(config)
+
+
+def test_without_a_gpu_the_remedy_is_named(monkeypatch, caplog):
+    remedy = "inside `with megatron_on_cpu():` from padded_dispatch.megatron"
+    install()
+    assert caplog.messages == []
+    config = tiny.config()
+    monkeypatch.setattr("padded_dispatch.megatron.cpu.is_on_cpu", lambda: False)
+    monkeypatch.setattr("padded_dispatch.megatron.installer.is_on_cpu", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"^PyTorch must see a GPU, got 'none'; to run"):
+        tiny.layer(config)
+    install()
+    (message,) = caplog.messages
+    assert message.startswith("PyTorch sees no GPU; ") and remedy in message
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    install()
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("factor", [None, -1.0, 1.25])

@@ -1,0 +1,174 @@
+"""A rank that does not come: all that wait raise one error, which names it.
+
+Each test has a group of its own, since a mirror is of no more use after such an error.
+"""
+
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from padded_dispatch.exchange.mirror import AbsentRanksError, Mirror, _within, mirror_of
+from padded_dispatch.utils import launch
+from padded_dispatch.utils.launch import WorkerError
+from tests.support.pool import WorkerPool
+
+LONG_S = 100.0
+
+
+def own_row() -> torch.Tensor:
+    return torch.tensor([dist.get_rank(), 7])
+
+
+def errors_of_calls(mirror: Mirror, *limits_s: float) -> list[str]:
+    """Return the errors of one call after the other, the first of them call 2."""
+    errors = []
+    for number, limit_s in enumerate(limits_s, start=2):
+        with pytest.raises(AbsentRanksError) as caught:
+            mirror.gather(own_row(), limit_s, f"call {number} of layer 1")
+        errors.append(str(caught.value))
+    return errors
+
+
+def grid() -> list[Any]:
+    """Return this rank's groups of {0, 1}, {2, 3}, {0, 2} and {1, 3}."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    rank = dist.get_rank()
+    return [groups[rank // 2], groups[2 + rank % 2]]
+
+
+def _late_in_a_grid(late: int) -> tuple[list[int], list[str]]:
+    """Return the rows of call 1, and the errors of the next two; one rank comes after its peers."""
+    mirror = Mirror(grid(), LONG_S)
+    rows = mirror.gather(own_row(), LONG_S, "call 1 of layer 1")
+    is_late = dist.get_rank() == late
+    if is_late:
+        dist.barrier()
+    errors = errors_of_calls(mirror, *((LONG_S, LONG_S) if is_late else (0.5, LONG_S)))
+    if not is_late:
+        dist.barrier()
+    assert mirror.ranks == [0, 1, 2, 3]
+    return torch.stack(rows).tolist(), errors
+
+
+def test_all_ranks_of_a_grid_raise_one_error_also_the_late_one(pool4):
+    results = pool4.run(_late_in_a_grid, 3, timeout_s=60)
+    words = results[0][1][0]
+    assert words.startswith(
+        "all 4 ranks of the layer must come to call 2 of layer 1 within 0.5 s, got no call from "
+        "rank 3; the last call that all made: call 1 of layer 1; look for the first error"
+    )
+    assert "set agreement_timeout to more seconds" in words
+    rows = [[rank, 7] for rank in range(4)]
+    assert results == [(rows, [words, words])] * 4
+
+
+def _two_are_late() -> str:
+    mirror = Mirror([dist.new_group()], LONG_S)
+    words = "" if dist.get_rank() in (1, 2) else errors_of_calls(mirror, 0.5)[0]
+    dist.barrier()  # Absent ranks keep their connections until then.
+    return words
+
+
+def test_all_absent_ranks_are_named(pool4):
+    first, *nothing, last = pool4.run(_two_are_late, timeout_s=60)
+    assert (nothing, first) == (["", ""], last)
+    assert "within 0.5 s, got no call from ranks 1, 2; the last call that all made: none;" in first
+
+
+def _one_ends() -> None:
+    mirror = Mirror([dist.new_group()], LONG_S)
+    mirror.gather(own_row(), LONG_S, "call 1 of layer 1")
+    if dist.get_rank() == 1:
+        os._exit(3)
+    mirror.gather(own_row(), LONG_S, "call 2 of layer 1")
+
+
+def test_a_process_that_ends_is_named_long_before_the_limit(monkeypatch):
+    monkeypatch.setattr(launch, "_PEERS_S", 30.0)
+    with WorkerPool(3) as pool, pytest.raises(WorkerError) as caught:
+        pool.run(_one_ends, timeout_s=60)
+    errors = caught.value.errors
+    assert [type(errors[rank]) for rank in range(3)] == [
+        AbsentRanksError,
+        ChildProcessError,
+        AbsentRanksError,
+    ]
+    assert str(errors[0]) == str(errors[2])
+    assert (
+        "must come to call 2 of layer 1, got a closed connection and no call from rank 1; "
+        "the last call that all made: call 1 of layer 1;"
+    ) in str(errors[0])
+
+
+def _one_creates_none() -> str:
+    group = dist.new_group()
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(AbsentRanksError) as caught:
+        Mirror([group], 0.5)
+    return str(caught.value)
+
+
+def test_a_rank_that_creates_no_dispatcher_is_named(pool2):
+    words, _ = pool2.run(_one_creates_none, timeout_s=60)
+    assert words.startswith(
+        "all 2 ranks of a group must create their dispatcher within 0.5 s, got none from rank 1; "
+    )
+
+
+class _DeadStore:
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("connection closed")
+
+
+def _one_is_absent_and_the_store_is_gone() -> str:
+    mirror = Mirror([dist.new_group()], LONG_S)
+    mirror._store = _DeadStore()  # pyright: ignore[reportAttributeAccessIssue]
+    words = errors_of_calls(mirror, 0.5)[0] if dist.get_rank() == 1 else ""
+    dist.barrier()
+    return words
+
+
+def test_without_a_store_the_call_is_named(pool2):
+    _, words = pool2.run(_one_is_absent_and_the_store_is_gone, timeout_s=60)
+    assert words.startswith(
+        "all 2 ranks of the layer must come to call 2 of layer 1 within 0.5 s, got no call from "
+        "some (the store of the job, which has their numbers, does not answer); "
+    )
+
+
+def test_the_store_is_not_waited_for():
+    answered = threading.Event()
+
+    def never() -> str:
+        answered.wait()
+        return "late"
+
+    assert _within(0.01, never) == ""
+    answered.set()
+    assert _within(60.0, lambda: "words") == "words"
+
+    def fail() -> str:
+        raise RuntimeError("the store is gone")
+
+    assert _within(60.0, fail) == ""
+
+
+def _mirrors_and_rows() -> tuple[list[bool], list[int]]:
+    """Return which mirrors are the same, and ranks that were gathered.
+
+    Rank 0 is in one group more than rank 1.
+    """
+    dist.new_group([0])
+    one, two = dist.new_group(), dist.new_group()
+    first, again, other = (mirror_of([group], LONG_S) for group in (one, one, two))
+    rows = other.gather(own_row(), LONG_S, "a call")
+    return [first is again, first is other], [int(row[0]) for row in rows]
+
+
+def test_layers_share_the_mirror_of_their_groups(pool2):
+    assert pool2.run(_mirrors_and_rows, timeout_s=60) == [([True, False], [0, 1])] * 2

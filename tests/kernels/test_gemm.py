@@ -1,0 +1,120 @@
+"""Grouped products against one product per expert, bit by bit.
+
+Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from padded_dispatch.kernels import gemm
+from tests.support.device import DEVICE, equal, here, ints
+
+# The interpreter's products of bf16 are wrong (Triton 3.9): it multiplies the bits.
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+
+SMALL = gemm.Tiles(rows=64, columns=32, inner=16, stages=2, warps=4)
+
+
+def by_expert(rows_NI: Tensor, weight_LOI: Tensor, offsets_L: Tensor) -> Tensor:
+    parts, start = [], 0
+    for weight_OI, end in zip(weight_LOI.float(), offsets_L.tolist(), strict=True):
+        parts.append(rows_NI[start:end].float() @ weight_OI.T)
+        start = end
+    return torch.cat(parts).to(rows_NI.dtype)
+
+
+def test_example_of_the_docstring():
+    rows_NI = torch.zeros(2, 8, dtype=DTYPE)
+    rows_NI[:, :2] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    weight_LOI = torch.zeros(2, 8, 8, dtype=DTYPE)
+    weight_LOI[0, 0, 0] = weight_LOI[1, 0, 1] = 1
+    out_NO = gemm.rows_times_weights(here(rows_NI), here(weight_LOI), ints(1, 2), tiles=SMALL)
+    assert out_NO[:, 0].tolist() == [1.0, 4.0]
+    assert not out_NO[:, 1:].any()
+
+
+def test_row_tiles_example():
+    table, count = gemm._row_tiles(ints(3, 3, 7), 7, 2)
+    assert count.tolist() == [4]
+    assert table[:4].tolist() == [[0, 0], [0, 2], [2, 3], [2, 5]]
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "gradient"])
+@pytest.mark.parametrize(("width_in", "width_out"), [(24, 40), (8, 8)])
+@pytest.mark.parametrize(
+    "counts", [[0, 70, 0, 64, 1, 0], [1], [129, 0], [0, 0], [3] * 150], ids=lambda c: f"{len(c)}"
+)
+def test_each_expert_has_its_own_matrix(counts, width_in, width_out, transposed):
+    """Small whole numbers, whose sums are exact in any order; other rows are NaN."""
+    generator = torch.Generator().manual_seed(len(counts) + width_in)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randint(-1, 2, shape, generator=generator).to(DTYPE)
+
+    num_rows = sum(counts)
+    rows_NI = draw(num_rows + 5, width_in)
+    rows_NI[num_rows:] = torch.nan
+    if transposed:
+        weight_LOI = draw(len(counts), width_in, width_out).transpose(1, 2)
+    else:
+        weight_LOI = draw(len(counts), width_out, width_in)
+    offsets_L = torch.tensor(counts).cumsum(0).int()
+    expected_NO = by_expert(rows_NI, weight_LOI, offsets_L)
+    for num_programs in (1, None):
+        out_NO = gemm.rows_times_weights(
+            here(rows_NI), here(weight_LOI), here(offsets_L), tiles=SMALL, num_programs=num_programs
+        )
+        assert out_NO.shape == (num_rows + 5, width_out)
+        equal((out_NO[:num_rows], expected_NO))
+
+
+def test_rows_behind_the_last_one_are_not_written(monkeypatch):
+    filled = torch.full((9, 8), 7.0, dtype=DTYPE, device=DEVICE)
+    monkeypatch.setattr(Tensor, "new_empty", lambda self, *shape, **kw: _taken(self, filled, shape))
+    rows_NI = torch.ones(9, 8, dtype=DTYPE, device=DEVICE)
+    weight_LOI = torch.ones(1, 8, 8, dtype=DTYPE, device=DEVICE)
+    out_NO = gemm.rows_times_weights(rows_NI, weight_LOI, ints(4), tiles=SMALL)
+    assert out_NO[:4].tolist() == [[8.0] * 8] * 4
+    assert out_NO[4:].tolist() == [[7.0] * 8] * 5
+
+
+def test_weight_gradients_example():
+    grad_NO, rows_NI = torch.zeros(3, 8, dtype=DTYPE), torch.zeros(3, 8, dtype=DTYPE)
+    grad_NO[:, 0], rows_NI[:, 0] = torch.tensor([1.0, 2, 3]), torch.tensor([1.0, 10, 100])
+    sums_LOI = torch.zeros(3, 8, 8, device=DEVICE)
+    gemm.add_weight_gradients(here(grad_NO), here(rows_NI), ints(2, 2, 3), sums_LOI, tiles=SMALL)
+    assert sums_LOI[:, 0, 0].tolist() == [21.0, 0.0, 300.0]
+    assert sums_LOI.count_nonzero() == 2
+
+
+@pytest.mark.parametrize(
+    "counts", [[0, 70, 0, 64, 1, 0], [1], [129, 0], [0, 0]], ids=lambda c: f"{len(c)}"
+)
+def test_weight_gradients_are_added_in_fp32(counts):
+    generator = torch.Generator().manual_seed(len(counts))
+    num_rows, width_out, width_in = sum(counts), 72, 40
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randint(-1, 2, shape, generator=generator).to(DTYPE)
+
+    grad_NO, rows_NI = draw(num_rows + 5, width_out), draw(num_rows + 5, width_in)
+    grad_NO[num_rows:] = rows_NI[num_rows:] = torch.nan
+    offsets_L = torch.tensor(counts).cumsum(0).int()
+    start, expected_LOI = 0, torch.full((len(counts), width_out, width_in), 0.25)
+    for expert, end in enumerate(offsets_L.tolist()):
+        expected_LOI[expert] += grad_NO[start:end].float().T @ rows_NI[start:end].float()
+        start = end
+    for num_programs in (1, None):
+        sums_LOI = torch.full_like(expected_LOI, 0.25, device=DEVICE)
+        gemm.add_weight_gradients(
+            *map(here, (grad_NO, rows_NI, offsets_L)),
+            sums_LOI,
+            tiles=SMALL,
+            num_programs=num_programs,
+        )
+        equal((sums_LOI, expected_LOI))
+
+
+def _taken(like: Tensor, filled: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return filled if shape == (9, 8) else torch.empty(shape, dtype=like.dtype, device=like.device)

@@ -1,0 +1,283 @@
+"""Change the package in small ways, one at a time, and list the changes that no test notices.
+
+    python -m tests.mutate ops/overflow.py exchange --out FILE --commit SHA --jobs 16
+
+Each change (a mutant) is made in a copy of the repository, in which the module's own test files run
+until the first failure: `tests/ops/test_overflow*.py` for `ops/overflow.py`. A mutant is caught if
+a test fails or the tests take too long. Most survivors are gaps in the tests; some change nothing
+that can be seen, and stay. Code that only a GPU runs, annotations, asserts and texts are left out.
+"""
+
+import argparse
+import ast
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from padded_dispatch.utils.results import about, append_run, require_results
+
+ROOT = Path(__file__).parent.parent
+_OPTIONS = "-p", "no:cacheprovider", "-p", "no:warnings"
+
+_SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult,
+    ast.Pow: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A changed module: `source`, and the changed line, before and after."""
+
+    line: int
+    before: str
+    after: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.before} -> {self.after}"
+
+
+def mutants(source: str) -> list[Mutant]:
+    """Return all mutants of a module, in the order of its lines."""
+    tree = ast.parse(source)
+    made = []
+    for node, statement in _nodes(tree):
+        for owner, name, place, changed in _changes(node):
+            kept = getattr(owner, name)
+            removed = kept[place] if place >= 0 else kept
+            whole = removed if isinstance(removed, ast.stmt) else statement
+            line, before = getattr(whole, "lineno", 1), ast.unparse(whole).splitlines()[0]
+            value = changed if place < 0 else [*kept[:place], changed, *kept[place + 1 :]]
+            setattr(owner, name, value)
+            after = ast.unparse(changed if whole is removed else whole).splitlines()[0]
+            made.append(Mutant(line=line, before=before, after=after, source=ast.unparse(tree)))
+            setattr(owner, name, kept)
+    return made
+
+
+def _nodes(node: ast.AST, statement: ast.AST | None = None) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """Yield the nodes that may change, each with its statement."""
+    if isinstance(node, ast.stmt) or statement is None:
+        statement = node
+    yield node, statement
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "type_comment"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not _is_left_out(child):
+                yield from _nodes(child, statement)
+
+
+def _is_left_out(node: ast.AST) -> bool:
+    if isinstance(node, ast.FunctionDef):
+        return any("cuda" in ast.unparse(decorator) for decorator in node.decorator_list)
+    return isinstance(node, ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom)
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, str, int, Any]]:
+    """Yield (owner, field, place in the field's list or -1, new value) of each change at a node."""
+    match node:
+        case ast.Compare():
+            for place, operator in enumerate(node.ops):
+                yield node, "ops", place, _SWAPPED[type(operator)]()
+        case ast.BoolOp():
+            yield node, "op", -1, _SWAPPED[type(node.op)]()
+        case ast.BinOp() | ast.AugAssign() if type(node.op) in _SWAPPED:
+            yield node, "op", -1, _SWAPPED[type(node.op)]()
+        case ast.If() | ast.IfExp() | ast.While() if not _has_negation(node.test):
+            yield node, "test", -1, ast.UnaryOp(ast.Not(), node.test)
+        case ast.Constant(value=bool()):
+            yield node, "value", -1, not node.value
+        case ast.Constant(value=int() as number):
+            yield node, "value", -1, number + 1
+        case ast.Constant(value=float() as number) if math.isfinite(number):
+            yield node, "value", -1, number * 2 or 1.0
+    for name, value in ast.iter_fields(node):
+        children = value if isinstance(value, list) else [value]
+        for place, child in enumerate(children):
+            at = place if isinstance(value, list) else -1
+            if isinstance(child, ast.UnaryOp) and not isinstance(child.op, ast.UAdd):
+                yield node, name, at, child.operand
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
+                yield node, name, at, ast.Pass()
+
+
+def _has_negation(test: ast.expr) -> bool:
+    """Return whether another change of a condition is its negation."""
+    match test:
+        case ast.Compare(
+            ops=[ast.Eq() | ast.NotEq() | ast.Is() | ast.IsNot() | ast.In() | ast.NotIn()]
+        ):
+            return True
+        case ast.UnaryOp(op=ast.Not()):
+            return True
+    return False
+
+
+def modules_of(paths: list[str], root: Path = ROOT) -> list[Path]:
+    """Return the modules, relative to the package, that paths in it name; folders name all theirs.
+
+    Raises:
+        ValueError: names a path that is none, or a module without tests.
+    """
+    package = root / "padded_dispatch"
+    found = []
+    for path in paths:
+        folder = package / path
+        files = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]
+        named = [file.relative_to(package) for file in files if file.name != "__init__.py"]
+        tested = [file for file in named if (package / file).exists() and files_for(file, root)]
+        if not tested:
+            raise ValueError(f"MODULE must be in padded_dispatch and have tests, got {path}")
+        found += tested
+    return found
+
+
+def files_for(module: Path, root: Path = ROOT) -> list[str]:
+    """Return the test files of a module: `test_STEM.py` and `test_STEM_*.py` in its folder.
+
+    Files of another module whose name is longer are not among them.
+    """
+    folder = root / "tests" / module.parent
+    stem = module.stem
+    longer = [p.stem for p in (root / "padded_dispatch" / module.parent).glob(f"{stem}_*.py")]
+    files = [*folder.glob(f"test_{stem}.py"), *sorted(folder.glob(f"test_{stem}_*.py"))]
+    own = [f for f in files if not any(f.stem.startswith(f"test_{name}") for name in longer)]
+    return [str(file.relative_to(root)) for file in own]
+
+
+class Copies:
+    """Copies of the repository, one for each job, in which tests run."""
+
+    def __init__(self, jobs: int, folder: Path) -> None:
+        self._free = [folder / str(job) for job in range(jobs)]
+        for copy in self._free:
+            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+
+    def run(self, module: Path, sources: list[str], limit_s: float) -> list[bool]:
+        """Return for each source of a module whether its tests pass within a time limit."""
+        with ThreadPoolExecutor(len(self._free)) as threads:
+            return list(threads.map(lambda source: self._passes(module, source, limit_s), sources))
+
+    def _passes(self, module: Path, source: str, limit_s: float) -> bool:
+        copy = self._free.pop()
+        file = copy / "padded_dispatch" / module
+        file.write_text(source)
+        # No bytecode: a mutant may be as long and as old as the one before it.
+        environment = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        tests = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-x", "-q", *_OPTIONS, *files_for(module)],
+            cwd=copy,
+            env=os.environ | environment | {"CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            code = tests.wait(None if limit_s == math.inf else limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with suppress(ProcessLookupError):  # Tests that hang, and their workers.
+                os.killpg(tests.pid, signal.SIGKILL)
+            tests.wait()
+        shutil.copy(ROOT / "padded_dispatch" / module, file)
+        self._free.append(copy)
+        return code == 0
+
+
+def main() -> None:
+    """Make and run all mutants of the modules in the arguments."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "modules", nargs="+", metavar="MODULE", help="file or folder in the package"
+    )
+    parser.add_argument("--out", type=Path, help="results file")
+    parser.add_argument("--commit", help="Git SHA of the code")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
+    parser.add_argument("--every", type=int, default=1, help="only each n-th mutant (default: 1)")
+    parser.add_argument("--seconds", type=float, help="stop before a module after so many")
+    parser.add_argument("--list", action="store_true", help="show the mutants and make none")
+    arguments = parser.parse_args()
+    try:
+        modules = modules_of(arguments.modules)
+        if arguments.out:
+            require_results("--out", arguments.out)
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.list:
+        for module in modules:
+            for mutant in mutants((ROOT / "padded_dispatch" / module).read_text()):
+                sys.stdout.write(f"{module}:{mutant}\n")
+        return
+    command = " ".join(["python -m tests.mutate", *sys.argv[1:]])
+    run_about = about(num_gpus=0, command=command, commit=arguments.commit)
+    end = time.monotonic() + (arguments.seconds or math.inf)
+    with tempfile.TemporaryDirectory() as folder:
+        copies = Copies(arguments.jobs, Path(folder))
+        for module in modules:
+            if time.monotonic() < end:
+                row = _try(copies, module, arguments.every)
+                if arguments.out:
+                    append_run(arguments.out, run_about, [row])
+
+
+def _try(copies: Copies, module: Path, every: int) -> dict[str, Any]:
+    """Return the results row of a module, and print it."""
+    source = (ROOT / "padded_dispatch" / module).read_text()
+    start = time.monotonic()
+    [passed] = copies.run(module, [ast.unparse(ast.parse(source))], math.inf)
+    took_s = time.monotonic() - start
+    if not passed:
+        raise SystemExit(f"the tests of {module} must pass before it is changed")
+    tried = mutants(source)[::every]
+    lived = copies.run(module, [mutant.source for mutant in tried], 60 + 5 * took_s)
+    survivors = [str(mutant) for mutant, alive in zip(tried, lived, strict=True) if alive]
+    caught = len(tried) - len(survivors)
+    sys.stdout.write(f"{module}: {caught} of {len(tried)} caught in {took_s:.0f} s each\n")
+    sys.stdout.writelines(f"  {module}:{survivor}\n" for survivor in survivors)
+    sys.stdout.flush()
+    return {
+        "module": str(module),
+        "mutants": len(tried),
+        "caught": caught,
+        "survivors": survivors,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Mutants of a small module, and what counts as caught."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import mutate
+from tests.mutate import Copies, files_for, modules_of, mutants
+
+SOURCE = '''\
+"""Text 1."""
+LIMIT: int = 3
+
+@register_kernel("cuda")
+def gpu(x): return x + 1
+
+def f(a, b=True):
+    """Text 2."""
+    assert a > 1
+    if not a or a <= 2:
+        print(f"{a + 1}")
+        return -a * 2.5
+    return b
+'''
+
+
+def test_all_mutants_of_a_module():
+    assert [str(mutant) for mutant in mutants(SOURCE)] == [
+        "2: LIMIT: int = 3 -> LIMIT: int = 4",
+        "7: def f(a, b=True): -> def f(a, b=False):",
+        "10: if not a or a <= 2: -> if not (not a or a <= 2):",
+        "11: print(f'{a + 1}') -> pass",
+        "10: if not a or a <= 2: -> if not a and a <= 2:",
+        "10: if not a or a <= 2: -> if a or a <= 2:",
+        "10: if not a or a <= 2: -> if not a or a < 2:",
+        "10: if not a or a <= 2: -> if not a or a <= 3:",
+        "12: return -a * 2.5 -> return -a / 2.5",
+        "12: return -a * 2.5 -> return a * 2.5",
+        "12: return -a * 2.5 -> return -a * 5.0",
+    ]
+
+
+def test_a_mutant_is_one_change():
+    for mutant in mutants(SOURCE):
+        lines = mutant.source.splitlines()
+        same = [line for line in mutants(SOURCE)[0].source.splitlines() if line in lines]
+        assert len(same) >= len(lines) - 2
+        compile(mutant.source, "mutant", "exec")
+
+
+def tree(root: Path, names: list[str]) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("")
+    return root
+
+
+def test_modules_and_their_tests(tmp_path):
+    files = ["ops/rows.py", "ops/rows_packed.py", "ops/__init__.py", "ops/bare.py", "config.py"]
+    tests = [f"ops/test_rows{aspect}.py" for aspect in ("", "_odd", "_packed")] + ["test_config.py"]
+    root = tree(tmp_path, [f"padded_dispatch/{f}" for f in files] + [f"tests/{t}" for t in tests])
+    found = modules_of(["ops", "config.py"], root)
+    assert found == [Path("ops/rows.py"), Path("ops/rows_packed.py"), Path("config.py")]
+    assert files_for(found[0], root) == ["tests/ops/test_rows.py", "tests/ops/test_rows_odd.py"]
+    assert files_for(found[1], root) == ["tests/ops/test_rows_packed.py"]
+    for wrong in ("ops/bare.py", "ops/none.py"):
+        with pytest.raises(ValueError, match="must be in padded_dispatch and have tests, got ops/"):
+            modules_of([wrong], root)
+
+
+TESTS = """
+from padded_dispatch.a import f
+
+def test_f():
+    assert f(1) == 2
+"""
+
+
+def test_a_source_passes_fails_or_takes_too_long(tmp_path, monkeypatch):
+    root = tree(tmp_path / "root", ["padded_dispatch/__init__.py", "tests/__init__.py"])
+    (root / "padded_dispatch/a.py").write_text("def f(x): return x + 1")
+    (root / "tests/test_a.py").write_text(TESTS)
+    (root / "pyproject.toml").write_text("")
+    monkeypatch.setattr(mutate, "ROOT", root)
+    monkeypatch.setattr(mutate, "files_for", lambda module: ["tests/test_a.py"])
+    copies = Copies(2, tmp_path / "copies")
+    sources = [
+        "def f(x): return x + 1",
+        "def f(x): return x - 1",
+        "def f(x): return 2 * x",
+        "does not compile",
+    ]
+    assert copies.run(Path("a.py"), sources, 600) == [True, False, True, False]
+    assert (root / "padded_dispatch/a.py").read_text() == "def f(x): return x + 1"
+    endless = "def f(x):\n    while True: pass"
+    assert copies.run(Path("a.py"), [endless], 0.0) == [False]
