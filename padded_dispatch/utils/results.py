@@ -81,7 +81,7 @@ def require_results(option: str, path: Path) -> None:
     if os.environ.get("RANK", "0") == "0":
         require_folder(option, path.parent)
         read_runs(option, path)
-        require_space(option, path.parent)
+        require_space(option, _existing(path.parent))
 
 
 def require_folder(option: str, folder: Path) -> None:
@@ -93,7 +93,7 @@ def require_folder(option: str, folder: Path) -> None:
     Raises:
         ValueError: names `option`.
     """
-    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    existing = _existing(folder)
     try:
         with TemporaryDirectory(dir=existing):
             pass
@@ -102,6 +102,11 @@ def require_folder(option: str, folder: Path) -> None:
             f"{option} must be a path in a writable folder, got {str(folder)!r}; {existing} is not "
             "a writable folder: name another"
         ) from None
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the first one above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
 
 
 def require_space(option: str, folder: Path, num_bytes: int = 2**20) -> None:
