@@ -249,6 +249,11 @@ class DispatchConfig:
         cells = {"expert": 1, "rank": self.num_local_experts}
         return cells.get(self.capacity_pool, self.num_local_experts * self.num_sources)
 
+    @property
+    def shares_receivers(self) -> bool:
+        """True if several sources share slots, so that each needs the demands of all."""
+        return self.capacity_pool == "receiver" and self.num_sources > 1 and not self.fits
+
     def capacity(self, num_tokens: int) -> int:
         """Return the slots per (source, expert) for T = `num_tokens` tokens on this rank.
 

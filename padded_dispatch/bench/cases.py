@@ -1,15 +1,21 @@
 """Cases of the benchmark: model shapes, contenders, skews, and a case made of them."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-from padded_dispatch.config import NO_DROP, DispatchConfig, require
+from padded_dispatch.config import NO_DROP, CapacityPool, DispatchConfig, require
 from padded_dispatch.utils.shapes import SHAPES, LayerShape
 
 # Measured with SwiGLU experts without bias.
 MODELS = {"tiny": LayerShape(hidden_size=32, num_experts=8, top_k=2, ffn_size=48), **SHAPES}
+
+
+Variant = Literal[
+    "auto", "module", "packed", "batched", "direct", "rank", "rank direct", "receiver"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +36,7 @@ class Contender:
     dispatcher: str
     drops: bool = True
     on_cpu: bool = False
-    variant: Literal["auto", "module", "packed", "batched", "direct"] | None = None
+    variant: Variant | None = None
     graph: str = "none"
     min_ep: int = 1
 
@@ -39,9 +45,17 @@ class Contender:
         """`PaddedOptions.exchange` of ours where the variant fixes it, else None."""
         if self.variant in (None, "auto"):
             return None
-        return "direct" if self.variant == "direct" else "alltoall"
+        return "direct" if self.variant in _DIRECT else "alltoall"
+
+    @property
+    def capacity_pool(self) -> CapacityPool:
+        """`PaddedOptions.capacity_pool`; "expert" for stock, too."""
+        if self.variant == "receiver":
+            return "receiver"
+        return "rank" if self.variant in ("rank", "rank direct") else "expert"
 
 
+_DIRECT = ("direct", "rank direct", "receiver")
 _OURS: dict[str, Any] = {"name": "ours", "dispatcher": "padded_alltoall"}
 _DROP_PAD: dict[str, Any] = {"name": "stock-drop-pad", "dispatcher": "alltoall"}
 
@@ -62,6 +76,9 @@ CONTENDERS = {
     "batched-graphed": Contender(**_OURS, variant="batched", graph="layer"),
     "direct": Contender(**_OURS, variant="direct", min_ep=2),
     "direct-graphed": Contender(**_OURS, variant="direct", graph="layer", min_ep=2),
+    "rank-graphed": Contender(**_OURS, variant="rank", graph="layer"),
+    "rank-direct-graphed": Contender(**_OURS, variant="rank direct", graph="layer", min_ep=2),
+    "receiver-graphed": Contender(**_OURS, variant="receiver", graph="layer", min_ep=2),
 }
 
 # Arguments of `routings.routing_scores`. With "idle-rank" the last rank's experts get no rows; with
@@ -124,7 +141,8 @@ class Case:
     def dispatch_config(self) -> DispatchConfig:
         """Return the capacity that stock and ours share; C = T where nothing is dropped."""
         factor = NO_DROP if self.capacity_factor is None else self.capacity_factor
-        return self.shape.dispatch_config(factor, self.ep)
+        config = self.shape.dispatch_config(factor, self.ep)
+        return dataclasses.replace(config, capacity_pool=CONTENDERS[self.contender].capacity_pool)
 
 
 def sweep(

@@ -43,7 +43,8 @@ _PHASES = {
     "combine": r"_sum_rows_kernel|_unpermute_kernel",
     "regroup": r"_regroup|_move_rows|_pack_rows|_unpack_rows|sort_chunks",
     "exchange": r"nccl|_push_rows|_return_rows|_push_counts|_place_rows|barrier_kernel",
-    "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas|_rows_times_weights|_row_tiles|_add_weight_gradients",
+    "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas"
+    r"|_rows_times_weights|_row_tiles|_add_weight_gradients",
     "activation": r"silu|swiglu|gated|gelu|sigmoid|_activat\w*_kernel",
     "copies": r"Memcpy|Memset|copy_kernel|FillFunctor|CatArray",
 }

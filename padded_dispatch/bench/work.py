@@ -13,15 +13,18 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 
 from padded_dispatch.bench.cases import CONTENDERS, Case
 from padded_dispatch.bench.layer import build, chosen, stock_flags
 from padded_dispatch.bench.measure import Batch, Passes, batches, kernels_ms, phases_ms, timed
 from padded_dispatch.bench.roofline import roofline
 from padded_dispatch.bench.table import line, table
+from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange.symmetric_memory import allocated_gib, reserved_gib
 from padded_dispatch.megatron import install
 from padded_dispatch.megatron.world import world
+from padded_dispatch.ops.acceptance import accept
 from padded_dispatch.utils.results import about, append_run
 
 _SHOWN_KERNELS = 24
@@ -35,6 +38,7 @@ _FIGURES = (
     "floor_ms",
     "floor_parts_ms",
     "fill",
+    "dropped",
     "tflops_per_gpu",
     "allocated_gib",
     "reserved_gib",
@@ -137,7 +141,8 @@ def _figures(
     graphed = CONTENDERS[case.contender].graph == "layer"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     data = batches(case, seed=dist.get_rank(), dtype=dtype, device=device)
-    kept_SE = _kept(case, data)
+    config, demand_BSE = case.dispatch_config(), _demand(case, data)
+    kept_SE = torch.stack([_kept(d_SE, config, case.tokens) for d_SE in demand_BSE]).mean(0)
     least = roofline(kept_SE, case.shape)
     before = _fresh_peak_gib() if on_gpu else (0.0, 0.0)
     layer = build(case, flags, device)
@@ -153,8 +158,9 @@ def _figures(
         "tflops_per_gpu": least.flops / timing.ms / 1e9,
     }
     if CONTENDERS[case.contender].drops:
-        slots = case.shape.num_experts * case.dispatch_config().capacity(case.tokens)
+        slots = case.shape.num_experts * config.capacity(case.tokens)
         figures["fill"] = kept_SE.sum(1).mean().item() / slots
+        figures["dropped"] = 1 - kept_SE.sum().item() / demand_BSE.float().mean(0).sum().item()
     if on_gpu:
         figures["floor_ms"] = least.ms
         figures["floor_parts_ms"] = {"gemm": least.gemm_ms, "wire": least.wire_ms}
@@ -177,19 +183,33 @@ def _fresh_peak_gib() -> tuple[float, float]:
     return allocated_gib(), reserved_gib()
 
 
-def _kept(case: Case, data: list[Batch]) -> torch.Tensor:
-    """Return the kept rows of the average batch, [R, E]: by source rank in this rank's EP group."""
-    capacity = case.dispatch_config().capacity(case.tokens)
+def _demand(case: Case, data: list[Batch]) -> Tensor:
+    """Return the rows asked for in each batch, int32 [batches, R, E], by source rank of the group.
+
+    The group is this rank's expert-parallel one.
+    """
     counts = []
     for batch in data:
         chosen_TK = batch.logits[:, 0].topk(case.shape.top_k).indices
-        count_E = torch.bincount(chosen_TK.flatten(), minlength=case.shape.num_experts)
-        counts.append(count_E.clamp(max=capacity).float())
-    mine_E = torch.stack(counts).mean(0)
+        counts.append(torch.bincount(chosen_TK.flatten(), minlength=case.shape.num_experts))
+    mine_BE = torch.stack(counts).to(torch.int32)
     group = parallel_state.get_expert_model_parallel_group()
-    gathered = [torch.empty_like(mine_E) for _ in range(case.ep)]
-    dist.all_gather(gathered, mine_E, group=group)
-    return torch.stack(gathered).cpu()
+    gathered = [torch.empty_like(mine_BE) for _ in range(case.ep)]
+    dist.all_gather(gathered, mine_BE, group=group)
+    return torch.stack(gathered, 1).cpu()
+
+
+def _kept(demand_SE: Tensor, config: DispatchConfig, num_tokens: int) -> Tensor:
+    """Return the rows that keep a slot, [S, E]; sums over a pool are exact.
+
+    Which experts of a pool lose rows depends on the policy; here each loses the same share.
+    """
+    sizes = config.sizes(num_tokens)
+    if config.shares_receivers:
+        return accept(demand_SE, sizes.num_rows, config.num_ranks).float()
+    demand_SGX = demand_SE.unflatten(1, (sizes.num_pools, -1)).float()
+    share_SG1 = (sizes.pool_slots / demand_SGX.sum(2, keepdim=True).clamp(min=1)).clamp(max=1)
+    return (demand_SGX * share_SG1).flatten(1)
 
 
 def _largest(value: float, device: torch.device) -> float:

@@ -14,28 +14,29 @@ GPT-OSS-20B at 512 tokens, factors 1.0 and 1.25, and 3 to 13 % for all three mod
 "auto" takes the all-to-all if F > 20 * m, with m as below, and the rule below prefers padded rows.
 
 Packed or padded rows, for experts that take either. One `torch.bmm` over all slots (padded) is
-faster per row than `torch._grouped_mm` over the real rows (packed), and computes the padding. With
+faster per row than a grouped product over the real rows (packed), and computes the padding. With
 m = S * T * K / E rows per expert in perfect balance and n = S * C slots, packed rows cost about as
 much as
 
-    1.05 * m + 130   padded rows, where the rows come from one rank and are not moved again;
+    1.05 * m + 90    padded rows, where the rows come from one rank and are not moved again;
     0.84 * m + 65    padded rows behind an all-to-all: the padded layout is copied once more.
 
-So padded rows are chosen where n is below that. Measured on H200s, forward and backward of a layer
-in a CUDA graph, bf16, uniform routing, for Qwen3-30B-A3B, GPT-OSS-20B and DeepSeek-V2-Lite: the
-slower choice was taken in 1 of 99 cases on one GPU (512 to 16,384 tokens, factors 1.0 to 2.0; it
-cost 1.6 %) and in 3 of 27 on two (at most 1.2 %). Milliseconds, packed and padded:
+So padded rows are chosen where n is below that. Milliseconds of a layer in a CUDA graph, forward
+and backward, one H200, bf16, uniform routing, packed and padded; the slower choice is taken once,
+and costs 0.1 %:
 
-    one GPU          factor 1.0       1.25            1.5             2.0
-    Qwen3      512   1.69  1.30    1.69  1.32      1.67  1.33      1.67  1.36
-              4096   2.46  2.29    2.84  2.60      2.86  2.90      2.91  3.39
-             16384   8.00  7.63    8.55  8.87      8.51  9.97      8.50 12.28
-    GPT-OSS    512   2.09  1.57    2.14  1.66      2.13  1.69      2.14  1.75
-              4096   4.94  4.75    5.53  5.32      5.45  6.09      5.46  7.50
-             16384  17.59 16.50   18.10 19.48     18.08 22.51     18.08 28.07
+    factor             1.0           1.25            1.5            2.0
+    Qwen3      512   1.52  1.30    1.53  1.32      1.51  1.32      1.52  1.35
+              4096   2.54  2.29    2.83  2.65      2.87  3.01      2.90  3.53
+             16384   7.96  7.85    8.38  8.95      8.41 10.19      8.42 12.43
+    GPT-OSS    512   1.84  1.57    1.89  1.65      1.88  1.66      1.88  1.75
+              4096   5.14  4.79    5.57  5.56      5.54  6.22      5.60  7.64
+             16384  19.02 16.88   19.28 20.30     19.15 22.96     19.23 29.40
 
-Over all of notebooks/results/defaults.json, 66 cases on one and two H200, "auto" took at most 1.014
-times as long as the fastest explicit choice.
+The line for the all-to-all was fitted when the products of packed rows were torch's, 2 to 4 % of a
+layer slower: it cost at most 1.2 % in 3 of 27 cases on two H200. With it, over all of
+notebooks/results/defaults.json, 66 cases on one and two H200, "auto" took at most 1.014 times as
+long as the fastest explicit choice.
 
 Experts that share pools read packed rows: the padded layout belongs to slots that one expert owns.
 Where sources share slots ("receiver"), only direct stores move no more rows than there are. An
@@ -77,7 +78,7 @@ from padded_dispatch.exchange.symmetric_memory import (
 Layout = Literal["padded", "packed", "either"]
 
 # (per row, per expert): what a packed row and an expert of packed rows cost, in padded rows.
-_ALONE = 1.05, 130
+_ALONE = 1.05, 90
 _EXCHANGED = 0.84, 65
 
 # F over rows per expert, from which on reading weights takes most of the time; see above.
@@ -91,7 +92,7 @@ def prefers_padded(config: DispatchConfig, num_tokens: int) -> bool:
     """Return whether experts that take either layout are faster on padded rows.
 
     Example: Qwen3-30B-A3B (E 128, K 8) on one rank at T = 4096 has m = 256 rows per expert. Factor
-    1.25 gives n = 320 slots, below 1.05 * 256 + 130 = 398.8: padded. Factor 2.0 gives 512: packed.
+    1.25 gives n = 320 slots, below 1.05 * 256 + 90 = 358.8: padded. Factor 2.0 gives 512: packed.
 
     Args:
         config: config of the layer.

@@ -277,7 +277,7 @@ class SelectAfterCounting(TopKRouter):
 
     def _demands(self, config: DispatchConfig, probs_TE: Tensor) -> "_Demands | None":
         """Return how this source learns the demands of all; None unless they share slots."""
-        if config.capacity_pool != "receiver" or config.num_sources == 1:
+        if not config.shares_receivers:
             return None
         assert self._tokens_TD is not None
         return _Demands(self.selector.exchange(config, self._tokens_TD, probs_TE))

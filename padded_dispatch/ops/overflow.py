@@ -62,7 +62,7 @@ def select_with_remedy(
         ValueError: if the remedy is "reroute" and `scores_TE` is None; see also `select`.
     """
     receivers = None
-    if config.capacity_pool == "receiver" and config.num_sources > 1:
+    if config.shares_receivers:
         assert all_demands is not None, "pool 'receiver' needs the demands of all sources"
         receivers = Receivers(all_demands=all_demands, source=source, num_ranks=config.num_ranks)
     selection = select(

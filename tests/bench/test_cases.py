@@ -67,6 +67,19 @@ def test_contenders_have_their_names_variants_and_graphs():
         "batched-graphed": ("ours", "batched", "layer"),
         "direct": ("ours", "direct", "none"),
         "direct-graphed": ("ours", "direct", "layer"),
+        "rank-graphed": ("ours", "rank", "layer"),
+        "rank-direct-graphed": ("ours", "rank direct", "layer"),
+        "receiver-graphed": ("ours", "receiver", "layer"),
+    }
+
+
+def test_contenders_have_their_pools():
+    found = {key: who.capacity_pool for key, who in CONTENDERS.items()}
+    pooled = {key: pool for key, pool in found.items() if pool != "expert"}
+    assert pooled == {
+        "rank-graphed": "rank",
+        "rank-direct-graphed": "rank",
+        "receiver-graphed": "receiver",
     }
 
 

@@ -185,7 +185,7 @@ def telemetry_cases() -> Iterator[RoutingCase]:
     for ranks in RANKS:
         pooled: dict[str, Any] = {"ranks": ranks, "packed": True, "capacity_pool": "rank"}
         name = f"pool rank, EP{ranks}, telemetry of 100 replays"
-        yield RoutingCase(name=name, capacity_factor=0.8, num_routings=100, **pooled)
+        yield RoutingCase(name=name, capacity_factor=0.3, num_routings=100, **pooled)
 
 
 def memory_cases() -> Iterator[Situation]:
