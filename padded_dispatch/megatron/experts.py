@@ -269,11 +269,11 @@ class ShardedLayout:
     one_by_one: bool
 
     def expert(self, local: int) -> tuple[str, tuple[tuple[int, int, int], ...]]:
-        """Return the prefix and the offsets of one expert's tensors."""
+        """Return what follows the experts' prefix in one expert's keys, and its offsets."""
         number = self.first + local
         if self.one_by_one:
-            return f"{self.prefix}{number}.", self.offsets
-        return self.prefix, (*self.offsets, (len(self.offsets), number, self.num_experts))
+            return f"{number}.", self.offsets
+        return "", (*self.offsets, (len(self.offsets), number, self.num_experts))
 
 
 class StackedLinear(nn.Module):
@@ -335,9 +335,12 @@ class StackedLinear(nn.Module):
             for kind, parameter in self.named_parameters()
         }
         for local in range(self.num_experts):
-            prefix, offsets = layout.expert(local)
+            expert_key, offsets = layout.expert(local)
             found[f"_extra_state{local or ''}"] = make_sharded_object_for_checkpoint(
-                _NO_SCALES, f"{prefix}{name}._extra_state", offsets, replica_id=layout.replica
+                _NO_SCALES,
+                f"{layout.prefix}{expert_key}{name}._extra_state",
+                offsets,
+                replica_id=layout.replica,
             )
         return found
 
@@ -351,12 +354,14 @@ def _factory(
                 "the distributed optimizer's checkpoint must keep parameters whole, got flattened "
                 "ones; set its format to fully_reshardable or dp_reshardable"
             )
-        owner = key.removesuffix(f"{layout.prefix}{name}")  # Empty, or an optimizer's state.
+        # Not `layout.prefix`: Megatron takes the number of a layer out of a key, where all layers
+        # are alike, and an optimizer puts the name of its state in front.
+        experts = key.removesuffix(name)
         shards = []
         for local, expert in enumerate(data.detach().view(num_experts, -1, *parameter.shape[2:])):
-            prefix, offsets = layout.expert(local)
+            expert_key, offsets = layout.expert(local)
             for number, part in enumerate(expert.chunk(num_parts)):
-                part_key, place = f"{owner}{prefix}{name}", (len(offsets), number, num_parts)
+                part_key, place = f"{experts}{expert_key}{name}", (len(offsets), number, num_parts)
                 if layout.one_by_one and num_parts > 1:
                     part_key, place = f"{part_key}_{'wv'[number]}", (len(offsets), 0, 1)
                 shards.append(

@@ -136,10 +136,14 @@ def _both(kind: str, offsets: Any, one_by_one: bool, settings: dict[str, Any]) -
     packed = experts("packed", **settings)
     other = GroupedMLP(packed) if kind == "grouped" else experts("module", **settings)
     metadata = {"singleton_local_shards": one_by_one}
-    return [
-        written(which.sharded_state_dict("layers.mlp.experts.", offsets, dict(metadata)))
-        for which in (packed, other)
-    ]
+    found = []
+    for which in (packed, other):
+        sharded = which.sharded_state_dict("layers.1.mlp.experts.", offsets, dict(metadata))
+        # As a block of layers does that are all alike: `offsets` tell them apart.
+        replace_prefix_for_sharding(sharded, "layers.1.", "layers.")
+        found.append(written(sharded))
+        assert all(key.startswith("layers.mlp.experts.") for key, *_ in found[-1])
+    return found
 
 
 def _on_two_ranks(kind: str, ep: int) -> list[Any]:
