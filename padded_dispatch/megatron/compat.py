@@ -59,6 +59,17 @@ def captures_routing(config: Any) -> bool:
     return not scopes or captures_iteration(config) or any("moe" in scope for scope in scopes)
 
 
+def captures_router_alone(config: Any) -> bool:
+    """Return whether graphs of a config end between the router and the first dispatch stage.
+
+    Such a graph hands on the map and the probabilities, and nothing else that the router found.
+    """
+    if getattr(config, "cuda_graph_impl", "none") in (None, "none"):
+        return False
+    scopes = graph_scopes(config)
+    return "moe_router" in scopes and not scopes & {"moe", "moe_preprocess"}
+
+
 def iteration_graph() -> dict[str, Any]:
     """Return config fields for one graph of all passes of a step; before 0.18 it is a scope."""
     if _IS_18:

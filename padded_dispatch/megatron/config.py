@@ -21,6 +21,7 @@ from padded_dispatch.config import (
 from padded_dispatch.exchange.fit import Fitted
 from padded_dispatch.megatron.compat import (
     captures_iteration,
+    captures_router_alone,
     captures_routing,
     capturing,
     number_in_model,
@@ -77,6 +78,12 @@ def check_config(config: Any) -> None:
                 f"  {name}={getattr(options, name)!r} with cuda_graph_impl={graphs!r}: sizes that "
                 "fit a pass are read on the host. Remedy: numbers, or graphs of attention only."
             )
+    if options.capacity_pool == "receiver" and captures_router_alone(config):
+        refused.append(
+            f"  capacity_pool='receiver' with cuda_graph_impl={graphs!r} and 'moe_router' without "
+            "'moe_preprocess': such a graph does not hand on the rows that other ranks keep. "
+            "Remedy: capture 'moe_preprocess', too, or capacity_pool='rank'."
+        )
     if refused:
         raise ValueError("\n".join(["the padded dispatcher does not support", *refused]))
     if _read(config, "num_moe_experts"):

@@ -220,10 +220,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
                 self.configs.fitted, choice.exchange, top_k=config.top_k, map_TE=routing_map
             )
             return tokens, probs
-        if self.kept_SE is None and config.shares_receivers:
-            # A graph of the router without this stage was replayed, which hands on the map alone.
-            kept_E = routing_map.sum(0, dtype=torch.int32)
-            self.kept_SE = choice.exchange.all_demands(kept_E)
         plan = make_plan(routing_map, top_k=config.top_k, sizes=choice.sizes, kept_SE=self.kept_SE)
         outgoing = choice.exchange.prepare(tokens_TD, probs, plan, choice.sizes.num_rows)
         counters = self._counters_now()

@@ -36,7 +36,6 @@ SMALL = {"num_experts": 4, "top_k": 2}
         (QWEN3, 1, 16384, 1.0, True),
         (QWEN3, 1, 16384, 1.25, False),
         (GPT_OSS, 1, 512, 2.0, True),
-        (GPT_OSS, 1, 4096, 1.25, True),
         (GPT_OSS, 1, 4096, 1.5, False),
         (GPT_OSS, 1, 16384, 1.25, False),
         (DEEPSEEK, 1, 2048, 1.25, True),

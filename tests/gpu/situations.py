@@ -107,7 +107,8 @@ def _pools() -> Iterator[Situation]:
     for ranks in (1, 2, 4):
         for name, chosen in pools(ranks):
             sizes = {"ranks": ranks, "ep": ranks, **chosen}
-            for scopes in (WHOLE, PARTIAL, ("attn", "moe_router")):
+            alone = [("attn", "moe_router")] if chosen["capacity_pool"] == "rank" else []
+            for scopes in (WHOLE, PARTIAL, *alone):
                 graphs = f"graphs of {'+'.join(scopes)}"
                 yield Situation(name=f"{name}, {graphs}", scopes=scopes, microbatches=4, **sizes)
             plain = {"distributed_optimizer": False, **sizes}

@@ -2,6 +2,7 @@
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from megatron.core import package_info
@@ -204,6 +205,19 @@ def test_training_that_fits_is_refused_where_graphs_capture_the_router(options):
         config = megatron_config(moe_expert_capacity_factor=1.5, **fields)
         config.padded_dispatch = options
         check_config(config)
+
+
+def test_shared_receivers_need_more_than_a_graph_of_the_router():
+    def configured(pool: str, *scopes: str) -> Any:
+        config = megatron_config(moe_expert_capacity_factor=1.5, bf16=True, **layer_graphs(*scopes))
+        config.padded_dispatch = PaddedOptions(capacity_pool=pool)
+        return config
+
+    with pytest.raises(ValueError, match=r"capacity_pool='receiver' .* Remedy: capture 'moe_pre"):
+        check_config(configured("receiver", "attn", "moe_router"))
+    check_config(configured("rank", "attn", "moe_router"))
+    for scopes in ((), ("attn",), ("attn", "moe"), ("attn", "moe_router", "moe_preprocess")):
+        check_config(configured("receiver", *scopes))
 
 
 def test_evaluation_that_a_graph_captures_is_as_training():

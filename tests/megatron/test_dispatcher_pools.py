@@ -231,23 +231,3 @@ def test_experts_that_cannot_be_packed_are_named(pool):
     assert lines[1].startswith("  moe_apply_probs_on_input=True: ")
     assert lines[2].startswith(f"got {pool!r}; set it to expert")
     assert dataclasses.replace(options, capacity_pool="expert").experts == "auto"
-
-
-def _kept_of_all_after_a_router_graph() -> tuple[list[list[int]], list[list[int]]]:
-    """Return what the router learnt, and what dispatch finds from the map alone."""
-    made = layer("receiver", 0.5)
-    hidden = tokens(20)
-    made.token_dispatcher.kept_SE = None
-    probs_TE, map_TE = made.router(hidden)
-    learnt_SE = made.token_dispatcher.kept_SE
-    made.token_dispatcher.kept_SE = None  # A replayed graph of the router runs no Python.
-    made.token_dispatcher.dispatch_preprocess(hidden, map_TE, probs_TE)
-    return learnt_SE.tolist(), made.token_dispatcher.kept_SE.tolist()
-
-
-def test_dispatch_learns_what_all_keep_where_only_the_router_was_replayed(pool2):
-    found = pool2.run(_over_two_ranks, _kept_of_all_after_a_router_graph)
-    (learnt, from_map), other = found
-    assert learnt == from_map
-    assert other == (learnt, from_map)
-    assert sum(map(sum, learnt)) == 2 * 20 * K // 2
