@@ -12,6 +12,7 @@ import argparse
 import ast
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -244,7 +245,7 @@ def main() -> None:
             for mutant in mutants((ROOT / "padded_dispatch" / module).read_text()):
                 sys.stdout.write(f"{module}:{mutant}\n")
         return
-    command = " ".join(["python -m tests.mutate", *sys.argv[1:]])
+    command = f"python -m tests.mutate {shlex.join(sys.argv[1:])}"
     run_about = about(num_gpus=0, command=command, commit=arguments.commit)
     end = time.monotonic() + (arguments.seconds or math.inf)
     with tempfile.TemporaryDirectory() as folder:

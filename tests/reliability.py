@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import pickle
+import shlex
 import shutil
 import signal
 import socket
@@ -399,7 +400,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    command = arguments.command or " ".join(["python -m tests.reliability", *sys.argv[1:]])
+    command = arguments.command or f"python -m tests.reliability {shlex.join(sys.argv[1:])}"
     run_about = about(num_gpus=0, command=command, commit=arguments.commit)
     failed = 0
     with tempfile.TemporaryDirectory() as place:

@@ -58,7 +58,8 @@ def options(study: Study, *, per_layer: bool) -> dict[str, Any]:
     elif len(training.overall.phases) > 1:
         phases = training.overall.phases
         given["schedule"] = tuple((phase.first_step, phase.factor) for phase in phases)
-    # Without it evaluation is as training: with the layer's factor, or with the schedule's last.
+    # A graph that captures evaluation runs it as training without this: with the layer's factor, or
+    # with the schedule's last. Eager evaluation fits its sizes by default.
     evaluation = study.evaluation.overall.factor
     if given.keys() & {"layer_factors", "schedule"} or evaluation != training.overall.factor:
         given["eval_factor"] = evaluation

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ class Rows:
     ) -> None:
         os.environ.update(environment)
         program = f"python -m tests.gpu.{Path(sys.argv[0]).stem}"
-        command = arguments.command or " ".join([program, *sys.argv[1:]])
+        command = arguments.command or f"{program} {shlex.join(sys.argv[1:])}"
         self._path = arguments.out
         self._about = about(num_gpus=num_gpus, command=command, commit=arguments.commit)
         self._about["environment"] = environment
