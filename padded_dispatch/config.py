@@ -276,10 +276,11 @@ class DispatchConfig:
             "set a number or NO_DROP, or take sizes_that_fit",
         )
         require_tokens(num_tokens)
-        slots = num_tokens
-        if self.capacity_factor != NO_DROP:
+        slots, factor = num_tokens, self.capacity_factor
+        assert factor != "fit"
+        if factor != NO_DROP:
             demand = num_tokens * self.top_k
-            slots = math.ceil((demand / self.num_experts) * self.capacity_factor)
+            slots = math.ceil((demand / self.num_experts) * factor)
         slots = max(1, min(num_tokens, max(slots, self.min_capacity)))
         return -(-slots // self._capacity_step) * self._capacity_step
 
