@@ -53,21 +53,23 @@ def stock_megatron() -> Iterator[None]:
         installed.uninstall()
 
 
-@pytest.fixture(scope="session")
+# New workers for each module: gloo groups live as long as their process, each with threads, and
+# some thousands of them slow down every later test.
+@pytest.fixture(scope="module")
 def pool2() -> Iterator[WorkerPool]:
     """Provide two workers with a gloo default group; they start at their first use."""
     with WorkerPool(2) as pool:
         yield pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pool4() -> Iterator[WorkerPool]:
     """Provide four workers with a gloo default group; they start at their first use."""
     with WorkerPool(4) as pool:
         yield pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def on_ranks(pool2: WorkerPool, pool4: WorkerPool) -> Callable[..., list[Any]]:
     """Return a function that runs `fn(*args)` on 1, 2 or 4 ranks; 1 is this process."""
     pools = {2: pool2, 4: pool4}
