@@ -9,6 +9,7 @@ the wrong place, not from an attacker: the data files hold pickled objects as we
 checkpoints that you trust.
 """
 
+import enum
 import importlib
 import json
 import pickle
@@ -144,12 +145,21 @@ def _data_sizes(checkpoint: Path) -> dict[str, int]:
     return sizes
 
 
+def _member(cls: Any, name: str) -> Any:
+    """Return a member of an enum, and nothing else that a class or an object has."""
+    if isinstance(cls, enum.EnumMeta) and name in cls.__members__:
+        return cls.__members__[name]
+    raise _FaultError(f".metadata asks for {name!r} of {cls!r}: it may carry code")
+
+
 class _Unpickler(pickle.Unpickler):
     """An unpickler of the classes that torch and Megatron write to `.metadata`, and no others."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if global_name in _CLASSES.get(module_name, ()):
             return getattr(importlib.import_module(module_name), global_name)
+        if (module_name, global_name) == ("builtins", "getattr"):
+            return _member  # How some versions of Python 3.11 pickle the members of an enum.
         dtype = getattr(torch, global_name, None) if module_name == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype

@@ -297,8 +297,17 @@ def pools_differences(scope: Scope, pool: CapacityPool, remedy: Remedy) -> list[
 
 
 @pytest.mark.parametrize("remedy", ["none", "reroute"])
-@pytest.mark.parametrize("pool", ["rank", "receiver"])
-@pytest.mark.parametrize("scope", PARTIAL, ids="+".join)
+@pytest.mark.parametrize(
+    ("pool", "scope"),
+    [
+        (pool, scope)
+        for pool in ("rank", "receiver")
+        for scope in PARTIAL
+        # Refused: such a graph does not hand on what "receiver" needs.
+        if pool == "rank" or "moe_router" not in scope or "moe_preprocess" in scope
+    ],
+    ids=str,
+)
 def test_replay_equals_eager_with_pools_on_two_ranks(pool2: WorkerPool, scope, pool, remedy):
     """Whole layers are for GPUs: on CPUs, rows are packed by ops whose shapes follow the values."""
     assert pool2.run(pools_differences, scope, pool, remedy) == [[], []]
