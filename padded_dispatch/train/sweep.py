@@ -3,9 +3,9 @@
     padded-dispatch sweep --factors 0.5 1 none --policies probs position+reroute --seeds 0 1 2 \\
         --out runs/quality.json --steps 200 --eval-passes 32
 
-Every factor with every policy and every seed is a run. All other flags are those of
+Every factor with every policy, pool (`--pools`) and seed is a run. All other flags are those of
 `padded-dispatch train` and hold for all runs. Runs with the same seed start from the same weights
-and read the same bytes in the same order: only their factor and policy differ.
+and read the same bytes in the same order: only their factor, policy and pool differ.
 
 Processes start once and train one run after another. `--jobs N` runs N such sets side by side, each
 with its own process groups. A row is added to the file when its run ends. An interrupted sweep
@@ -22,6 +22,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ _VARIED = {
     "drop_policy": "--policies",
     "padded_policy": "--policies",
     "padded_remedy": "--policies",
+    "padded_capacity_pool": "--pools",
 }
 
 
@@ -56,9 +58,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="padded-dispatch sweep",
         usage="padded-dispatch sweep --out PATH [FLAGS] [FLAGS OF padded-dispatch train]",
-        description="Train at several capacity factors, policies and seeds, and add each run's "
-        "training loss, held-out loss, dropped rows and time as a row to a results file. Runs that "
-        "the file already has are left out.",
+        description="Train at several capacity factors, policies, pools and seeds, and add "
+        "each run's training loss, held-out loss, dropped rows and time as a row to a results "
+        "file. Runs that the file already has are left out.",
         allow_abbrev=False,
     )
     made.add_argument(
@@ -76,6 +78,13 @@ def parser() -> argparse.ArgumentParser:
         help="which rows keep a slot: values of --padded-policy, such as priority, or with a value "
         "of --padded-remedy for dropped rows, such as probs+reroute; for Megatron's dispatchers "
         "values of --drop-policy (default: probs)",
+    )
+    made.add_argument(
+        "--pools",
+        nargs="+",
+        default=["expert"],
+        metavar="NAME",
+        help="which rows share slots: values of --padded-capacity-pool (default: expert)",
     )
     made.add_argument(
         "--seeds",
@@ -114,7 +123,7 @@ def main(argv: list[str]) -> int:
     jobs: int = arguments.jobs
     require(jobs >= 1, "--jobs", jobs, "be at least 1")
     require(jobs == 1 or "WORLD_SIZE" not in os.environ, "--jobs", jobs, "be 1 under torchrun")
-    runs = planned(arguments.factors, arguments.policies, arguments.seeds, flags)
+    runs = planned(arguments.factors, arguments.policies, arguments.seeds, flags, arguments.pools)
     check_runs("sweep", runs)
     about = about_run(runs[0], num_jobs=jobs)
     done = finished(arguments.out, about)
@@ -135,7 +144,11 @@ def main(argv: list[str]) -> int:
 
 
 def planned(
-    factors: list[str], policies: list[str], seeds: list[str], flags: list[str]
+    factors: list[str],
+    policies: list[str],
+    seeds: list[str],
+    flags: list[str],
+    pools: Sequence[str] = ("expert",),
 ) -> list[Settings]:
     """Return the settings of every run, seed by seed: an interrupted sweep is whole for some seeds.
 
@@ -145,7 +158,7 @@ def planned(
         ValueError: names the flag, its rule, its value and what to set.
     """
     train = train_parser()
-    train.set_defaults(padded_policy=argparse.SUPPRESS, padded_remedy=argparse.SUPPRESS)
+    train.set_defaults(**{name: argparse.SUPPRESS for name in _VARIED if name[:6] == "padded"})
     given = vars(train.parse_args(flags))
     for name, instead in _VARIED.items():
         value = given.get(name, argparse.SUPPRESS)
@@ -154,10 +167,11 @@ def planned(
     stock = given.get("dispatcher", "padded_alltoall") != "padded_alltoall"
     policy_flag = "--drop-policy" if stock else "--padded-policy"
     runs = []
-    for seed, policy, factor in product(seeds, policies, factors):
+    for seed, policy, pool, factor in product(seeds, policies, pools, factors):
         name, _, remedy = policy.partition("+")
         varied = ["--capacity-factor", factor, "--seed", seed, policy_flag, name]
-        settings = parse([*flags, *varied, "--padded-remedy", remedy or "none"])
+        varied += ["--padded-remedy", remedy or "none", "--padded-capacity-pool", pool]
+        settings = parse([*flags, *varied])
         if settings.output.eval_every is None:
             output = dataclasses.replace(settings.output, eval_every=settings.output.steps)
             settings = dataclasses.replace(settings, output=output)
@@ -206,6 +220,7 @@ def row_of(
     return {
         **identity(settings),
         "variant": policy if padded.remedy == "none" else f"{policy}+{padded.remedy}",
+        "pool": padded.capacity_pool,
         "flags": flags_of(settings),
         "seed": settings.recipe.seed,
         "jobs": num_jobs,
@@ -236,8 +251,9 @@ def line(row: dict[str, Any]) -> str:
     """
     factor = "none" if row["capacity_factor"] is None else f"{row['capacity_factor']:g}"
     dropped = "" if row["dropped"][-1] is None else f", dropped {row['dropped'][-1]:.0%}"
+    pool = "" if row["pool"] == "expert" else f", pool {row['pool']}"
     return (
-        f"factor {factor}, {row['variant']}, seed {row['seed']}: loss {row['loss'][-1]:.4f}, "
+        f"factor {factor}, {row['variant']}{pool}, seed {row['seed']}: loss {row['loss'][-1]:.4f}, "
         f"held-out {row['held_out']['loss'][-1]:.4f}{dropped}, {row['seconds']:.0f} s"
     )
 

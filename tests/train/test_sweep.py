@@ -107,6 +107,12 @@ def test_a_policy_may_bring_a_remedy():
     assert (padded.policy, padded.remedy) == ("position", "reroute")
 
 
+def test_pools_are_compared_with_one_seed_and_policy():
+    runs = planned(["1", "2"], ["probs"], ["0"], ["--workers", "2"], ["expert", "rank"])
+    named = [(run.dispatch.padded.capacity_pool, run.dispatch.capacity_factor) for run in runs]
+    assert named == [("expert", 1.0), ("expert", 2.0), ("rank", 1.0), ("rank", 2.0)]
+
+
 def test_megatrons_own_dispatchers_have_its_policies():
     flags = ["--dispatcher", "alltoall-drop-pad"]
     runs = planned(["1"], ["probs", "position"], ["0"], flags)
@@ -152,6 +158,7 @@ def test_a_row_as_text():
     row = {
         "capacity_factor": 1.25,
         "variant": "probs",
+        "pool": "expert",
         "seed": 3,
         "loss": [5.0, 2.0],
         "held_out": {"step": [2], "loss": [2.5]},
@@ -163,6 +170,8 @@ def test_a_row_as_text():
     )
     row |= {"capacity_factor": None, "dropped": [None, None]}
     assert line(row) == "factor none, probs, seed 3: loss 2.0000, held-out 2.5000, 11 s"
+    row |= {"pool": "rank"}
+    assert line(row).startswith("factor none, probs, pool rank, seed 3: loss 2.0000")
 
 
 @pytest.mark.parametrize(
@@ -175,6 +184,10 @@ def test_a_row_as_text():
         ("--drop-policy position", "^--drop-policy must .*, got 'position'; give --policies$"),
         ("--padded-policy random", "^--padded-policy must .*, got 'random'; give --policies$"),
         ("--padded-remedy none", "^--padded-remedy must .*, got 'none'; give --policies$"),
+        (
+            "--padded-capacity-pool rank",
+            "^--padded-capacity-pool must be left out of sweep, got 'rank'; give --pools$",
+        ),
         (
             "--factors 1 --policies probs+reroute --dispatcher alltoall-drop-pad",
             "^--padded-remedy must be left out with --dispatcher alltoall-drop-pad, got 'reroute'",
