@@ -15,20 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from padded_dispatch.config import CAPACITY_POOLS, POLICIES, require
+from padded_dispatch.config import require
 from padded_dispatch.tune import plots, report, time_model
+from padded_dispatch.tune.arguments import SYNTHETIC, read
 from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.megatron_trace import load_megatron_traces
 from padded_dispatch.tune.menu import menu, notes, pool_table
-from padded_dispatch.tune.recommend import Target
 from padded_dispatch.tune.study import Layer, Question, Study, study
-from padded_dispatch.tune.synthetic import KINDS, TraceSizes, synthetic_trace
+from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 from padded_dispatch.tune.table import Table
+from padded_dispatch.tune.target import Target
 from padded_dispatch.tune.trace import Trace, load_traces
 from padded_dispatch.utils.flags import errors_name_flags
 from padded_dispatch.utils.results import require_folder
-
-_SYNTHETIC = dict(steps=400, layers=2, ranks=4, tokens=256, experts=32, top_k=4, seed=0)
 
 
 def main(argv: list[str]) -> int:
@@ -38,7 +37,7 @@ def main(argv: list[str]) -> int:
         ValueError: a wrong flag or a broken trace; names it and what to change.
         SystemExit: for `--help` and for errors that argparse finds.
     """
-    given = _parser().parse_args(argv)
+    given = read(argv)
     with errors_name_flags(given):
         return _tune(given)
 
@@ -249,9 +248,9 @@ def _synthetic_sizes(given: argparse.Namespace) -> TraceSizes:
     return TraceSizes(
         num_steps=given.steps,
         num_layers=given.layers,
-        num_ranks=_SYNTHETIC["ranks"] if given.ranks is None else given.ranks,
+        num_ranks=SYNTHETIC["ranks"] if given.ranks is None else given.ranks,
         num_tokens=given.tokens,
-        num_experts=_SYNTHETIC["experts"] if given.experts is None else given.experts,
+        num_experts=SYNTHETIC["experts"] if given.experts is None else given.experts,
         top_k=given.top_k,
     )
 
@@ -308,86 +307,3 @@ def _progress(name: str) -> Iterator[Callable[[str], None]]:
         sys.stdout.write("\n")
         raise
     sys.stdout.write(f"{' '.join(results)} ({time.monotonic() - started:.1f} s)\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="padded-dispatch tune",
-        description="Choose a capacity factor from traces of a router.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "traces",
-        nargs="*",
-        type=Path,
-        metavar="TRACE",
-        help="training traces: files or folders of `train --trace` or Megatron's tracer (.jsonl)",
-    )
-    parser.add_argument("--run-dir", type=Path, default=Path("tune"), help="folder for the results")
-    parser.add_argument(
-        "--eval-traces",
-        nargs="+",
-        type=Path,
-        metavar="TRACE",
-        help="traces of evaluation (None: those of training)",
-    )
-    parser.add_argument(
-        "--from-step", type=int, help="leave out earlier steps (None: those of the warm-up)"
-    )
-    parser.add_argument("--max-gib", type=float, default=4.0, help="refuse larger traces")
-    parser.add_argument(
-        "--plots",
-        action=argparse.BooleanOptionalAction,
-        help="figures in the report (None: if Matplotlib is installed)",
-    )
-    promise = parser.add_argument_group("the promise")
-    promise.add_argument(
-        "--drop", type=float, default=Target().drop, help="largest share of a step's rows"
-    )
-    promise.add_argument("--eval-drop", type=float, default=0.0, help="the same in evaluation")
-    promise.add_argument(
-        "--steps-share", type=float, default=0.99, help="share of steps that keep it"
-    )
-    promise.add_argument("--confidence", type=float, default=0.95, help="of the promise")
-    promise.add_argument(
-        "--hold-out", type=float, default=0.0, help="share of steps, the last ones, to check it on"
-    )
-    promise.add_argument(
-        "--require-promise", action="store_true", help="exit with 3 if nothing can be promised"
-    )
-    slots = parser.add_argument_group("slots")
-    slots.add_argument(
-        "--pools",
-        nargs="+",
-        choices=CAPACITY_POOLS,
-        help="kinds of pools to compare (None: all that can serve the run)",
-    )
-    slots.add_argument("--policy", choices=POLICIES, help="which rows keep a slot (None: probs)")
-    slots.add_argument("--min-capacity", type=int, default=1, help="least slots per expert")
-    slots.add_argument("--alignment", type=int, default=1, help="rows of a buffer are a multiple")
-    slots.add_argument(
-        "--etp", type=int, default=1, help="ranks that split every expert, as in the traced run"
-    )
-    slots.add_argument("--factors", nargs="+", type=float, help="factors to try (None: a grid)")
-    costs = parser.add_argument_group("costs, where both sizes are given")
-    costs.add_argument("--hidden-size", type=int, help="width of a row")
-    costs.add_argument("--ffn-size", type=int, help="ffn size of an expert")
-    costs.add_argument("--layers-per-rank", type=int, help="MoE layers (None: those of the trace)")
-    costs.add_argument("--in-flight", type=int, default=1, help="micro-batches before backward")
-    costs.add_argument(
-        "--calibration",
-        type=Path,
-        help="time model of `padded-dispatch calibrate` (None: H200, as shipped)",
-    )
-    made = parser.add_argument_group("a synthetic trace instead")
-    made.add_argument("--synthetic", choices=KINDS, help="kind of routing")
-    made.add_argument("--strength", type=float, default=1.0, help="how uneven it is")
-    for name, default in _SYNTHETIC.items():
-        flag = f"--{name.replace('_', '-')}"
-        if name in ("experts", "ranks"):
-            made.add_argument(
-                flag, type=int, help=f"(None: {default}); Megatron's own traces need it, too"
-            )
-        else:
-            made.add_argument(flag, type=int, default=default)
-    return parser

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from padded_dispatch.tune.recommend import percent
 from padded_dispatch.tune.study import Option, Study
 from padded_dispatch.tune.table import Table
+from padded_dispatch.tune.target import percent
 
 # A row of the menu is the smallest factor that drops no more than this.
 _SHARES = (0.3, 0.1, 0.05, 0.03, 0.01, 0.001, 0.0)

@@ -16,9 +16,10 @@ from typing import Any
 
 from padded_dispatch.tune.convert import Meaning, RoutingSizes, from_source
 from padded_dispatch.tune.menu import menu, notes, pool_table
-from padded_dispatch.tune.recommend import Advice, percent
+from padded_dispatch.tune.recommend import Advice
 from padded_dispatch.tune.study import Option, Study
 from padded_dispatch.tune.table import Table
+from padded_dispatch.tune.target import percent
 
 NO_LAYERS = (
     "No settings for each layer: this trace numbers layers within a pipeline stage, which merges "
