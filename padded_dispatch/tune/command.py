@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 
 from padded_dispatch.config import require
-from padded_dispatch.tune import plots, report, time_model
+from padded_dispatch.tune import plots, report, settings, time_model
 from padded_dispatch.tune.arguments import SYNTHETIC, read
 from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.megatron_trace import load_megatron_traces
-from padded_dispatch.tune.menu import menu, notes, pool_table
+from padded_dispatch.tune.screen import SETTINGS, summary
 from padded_dispatch.tune.study import Layer, Question, Study, study
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
-from padded_dispatch.tune.table import Table
 from padded_dispatch.tune.target import Target
 from padded_dispatch.tune.trace import Trace, load_traces
 from padded_dispatch.utils.flags import errors_name_flags
@@ -71,8 +70,7 @@ def _tune(given: argparse.Namespace) -> int:
             layers_of_model=not (given.traces and _are_megatrons(given.traces)),
         )
         done(f"at {len(found.options)} factors")
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    sys.stdout.write(f"\n{summary(found, columns)}\n")
+    sys.stdout.write(f"\n{_shown(found, given.run_dir)}\n\n")
     with _progress("writing") as done:
         done(str(write(found, given.run_dir, with_plots=with_plots)))
     if not (with_plots or given.plots is False):
@@ -80,40 +78,16 @@ def _tune(given: argparse.Namespace) -> int:
     return 3 if given.require_promise and not found.training.overall.promised else 0
 
 
-def summary(found: Study, columns: int | None = None) -> str:
-    """Return the text for the terminal, within a number of columns if there is one."""
-
-    def prose(text: str) -> str:
-        return textwrap.fill(text, columns) if columns else text
-
-    def table(made: Table) -> str:
-        return made.within(columns) if columns else str(made)
-
-    parts = [prose(found.training.sentence())]
-    if found.warm_up is not None:
-        parts.append(prose(found.warm_up.sentence()))
-    if len(found.pools) > 1:
-        parts.append(table(pool_table(found)))
-    parts.append("\n".join([table(menu(found)), *(prose(f"  {note}") for note in notes(found))]))
-    layers = [advice.factor for advice in found.training.layers.values()]
-    if len(layers) > 1:
-        words = f"Each layer by itself: {min(layers):g} to {max(layers):g}; the report lists them."
-        parts.append(prose(words))
-    evaluation = found.evaluation.overall
-    promised = "" if evaluation.promised else ", without a promise"
-    others = [f"In evaluation: {evaluation.factor:g}, for {found.evaluation.target}{promised}."]
-    if found.held_out is not None:
-        others.append(found.held_out_sentence())
-    others += [f"Also: {caveat}." for caveat in found.training.overall.caveats[1:]]
-    if not found.layers_of_model:
-        others.append(report.NO_LAYERS)
-    parts += map(prose, others)
-    parts.append(" \\\n".join(report.flags(found, per_layer=False)))
-    return "\n\n".join(parts) + "\n"
+def _shown(found: Study, folder: Path) -> str:
+    """Return the summary, on a terminal what fits above the last line and the next prompt."""
+    if not sys.stdout.isatty():
+        return summary(found, folder)
+    columns, lines = shutil.get_terminal_size()
+    return summary(found, folder, columns=columns, lines=lines - 3)
 
 
 def write(found: Study, folder: Path, *, with_plots: bool) -> Path:
-    """Write report.html, recommendation.json and .yaml, and figures as PNG and SVG.
+    """Write report.html, settings.md, recommendation.json and .yaml, and figures as PNG and SVG.
 
     Returns:
         The report's path.
@@ -126,10 +100,18 @@ def write(found: Study, folder: Path, *, with_plots: bool) -> Path:
             svgs[name] = plots.svg(figure)
             (folder / f"{name}.svg").write_text(svgs[name])
     (folder / "recommendation.json").write_text(json.dumps(as_json(found), indent=1) + "\n")
-    (folder / "recommendation.yaml").write_text(report.yaml(found, per_layer=False))
+    (folder / "recommendation.yaml").write_text(_commented_yaml(found))
+    (folder / SETTINGS).write_text(settings.markdown(found))
     path = folder / "report.html"
     path.write_text(report.html(found, svgs))
     return path
+
+
+def _commented_yaml(found: Study) -> str:
+    sentence = textwrap.wrap(
+        found.training.sentence(), 80, initial_indent="# ", subsequent_indent="# "
+    )
+    return "\n".join([*sentence, settings.yaml(found, per_layer=False), ""])
 
 
 def as_json(found: Study) -> dict[str, Any]:
@@ -158,14 +140,20 @@ def as_json(found: Study) -> dict[str, Any]:
         },
         "training": dataclasses.asdict(found.training),
         "evaluation": dataclasses.asdict(found.evaluation),
-        "flags": report.flags(found, per_layer=False),
-        "flags_per_layer": report.flags(found, per_layer=True) if found.layers_of_model else None,
+        "settings": _settings_json(found, per_layer=False),
+        "settings_per_layer": _settings_json(found, per_layer=True)
+        if found.layers_of_model
+        else None,
         "elsewhere": report.elsewhere(found),
         "warm_up": None if found.warm_up is None else dataclasses.asdict(found.warm_up),
         "held_out": None if found.held_out is None else dataclasses.asdict(found.held_out),
         "options": [dataclasses.asdict(option) for option in found.options],
         "layer": None if layer is None else dataclasses.asdict(layer),
     }
+
+
+def _settings_json(found: Study, *, per_layer: bool) -> dict[str, str]:
+    return {block.target: block.text for block in settings.blocks(found, per_layer=per_layer)}
 
 
 def _question(given: argparse.Namespace) -> Question:
