@@ -12,7 +12,6 @@ import importlib.util
 import itertools
 import re
 import shlex
-import sys
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
@@ -299,7 +298,7 @@ def contenders(words: list[str]) -> Iterator[list[str]]:
 
 
 @EACH_PAGE
-def test_commands_parse(page, monkeypatch, parsers_only):
+def test_commands_parse(page, parsers_only):
     for command in commands(page.read_text()):
         if not re.match(r"padded-dispatch |python |pytest |torchrun |-m ", command):
             continue
@@ -309,9 +308,7 @@ def test_commands_parse(page, monkeypatch, parsers_only):
                 with pytest.raises(_ParsedError):
                     cli.main(argv)
         if (before := "padded_dispatch.megatron.run") in words and words[-1] != before:
-            monkeypatch.setattr(sys, "argv", [before, *words[words.index(before) + 1 :]])
-            with pytest.raises(_ParsedError):
-                run.main()
+            assert run.read(words[words.index(before) + 1 :])[1].endswith((".py", "..."))
         check_paths(words)
 
 
