@@ -105,6 +105,17 @@ def test_plot_shows_the_figures_of_the_results_file():
     assert shown <= labels, "run python notebooks/readme_figures.py"
 
 
+def test_plot_of_pools_shows_the_figures_of_the_results_file():
+    figures = readme_figures()
+    labels = set(re.findall("<!-- (.*?) -->", (figures.IMAGES / "pools.svg").read_text()))
+    shown = {
+        f"{shares[1.25]:.2%}"
+        for (_, pool), shares in figures.pool_drops().items()
+        if pool != "receiver"
+    }
+    assert shown <= labels, "run python notebooks/readme_figures.py"
+
+
 # The README.
 
 

@@ -27,7 +27,7 @@ from padded_dispatch.megatron.compat import (
     number_in_model,
 )
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
-from padded_dispatch.megatron.options import PaddedOptions, require_options
+from padded_dispatch.megatron.options import PaddedOptions, by_name, require_options
 
 _EXPERTS = ("TEGroupedMLP", "SequentialMLP")
 
@@ -153,7 +153,7 @@ def settings_of(config: Any) -> tuple[tuple[str, object], ...]:
 
     The ranks of a layer must have the same; `agreement_timeout` decides no result.
     """
-    options = vars(padded_options(config)).items()
+    options = by_name(padded_options(config)).items()
     fields = [row.name for row in (*MOE_FIELDS, *OTHER_FIELDS) if row.status == "used"]
     return (
         *((name, str(value)) for name, value in options if name != "agreement_timeout"),

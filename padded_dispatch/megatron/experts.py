@@ -40,6 +40,7 @@ Letters: L experts on this rank, N rows, D hidden size, F ffn size, G columns of
 """
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,9 @@ from padded_dispatch.ops.grouped import batched_linear, grouped_linear
 from padded_dispatch.utils.nvtx import nvtx_range
 
 _REMEDY = 'PaddedOptions(experts="module")'
+
+# The name of one expert's part of a parameter.
+_SINGLE_NAME = re.compile(r"(weight|bias)\d+")
 
 # Transformer Engine's key for fp8 scales, which a strict load asks for. Empty means none.
 _NO_SCALES = torch.empty(0, dtype=torch.uint8)
@@ -279,14 +283,20 @@ class ShardedLayout:
 class StackedLinear(nn.Module):
     """L linears in one parameter, two with biases.
 
+    One expert's part of a parameter can be read under the name that TEGroupedLinear gives it, such
+    as `weight3`: Megatron-Bridge does, see `padded_dispatch.megatron.bridge`.
+
     Attributes:
         weight: [L, out, in].
         bias: [L * out], or None.
+        tensor_model_parallel: False: a rank holds whole experts. Megatron-Bridge reads it.
 
     Args:
         weights: [out, in] each; copied, with the attributes that Megatron gave them.
         biases: [out] each, likewise; none where there is no bias.
     """
+
+    tensor_model_parallel = False
 
     def __init__(self, weights: list[Tensor], biases: list[Tensor]) -> None:
         super().__init__()
@@ -301,6 +311,23 @@ class StackedLinear(nn.Module):
                 setattr(self.bias, name, value)
         self.register_state_dict_post_hook(_split)
         self.register_load_state_dict_pre_hook(_stack)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if _SINGLE_NAME.fullmatch(name) and name in (singles := self.singles()):
+                return singles[name]
+            raise
+
+    def singles(self) -> dict[str, nn.Parameter]:
+        """Return one expert's part of each parameter by name; they share the parameters' memory."""
+        found = {}
+        for kind, parameter in self.named_parameters():
+            shape = self.num_experts, -1, *parameter.shape[2:]
+            for number, part in enumerate(parameter.detach().view(shape)):
+                found[f"{kind}{number}"] = nn.Parameter(part, parameter.requires_grad)
+        return found
 
     def biases(self) -> Tensor | None:
         """Return the bias of each expert, [L, out]."""

@@ -21,6 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from padded_dispatch.config import require
+from padded_dispatch.megatron.bridge import show_single_experts
 from padded_dispatch.megatron.config import check_config, check_experts, padded_options
 from padded_dispatch.megatron.cpu import check_device
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
@@ -65,6 +66,7 @@ def build(
         init(layer, config, *args, pg_collection=pg_collection, **kwargs)
     check_experts(layer.experts)
     if chosen_experts(config).layout is not None:
+        show_single_experts()
         layer.experts = StackedExperts(config, layer.experts, pg_collection)
         torch.cuda.empty_cache()  # Free the blocks of single weights, which are too small to reuse.
     # The spec's own experts get no NVTX range: Megatron's local CUDA graphs refuse modules with

@@ -136,9 +136,12 @@ def _option(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PaddedOptions:
     """Options of the padded dispatcher beside Megatron's own `moe_*` fields.
+
+    It has slots, and so no `__dict__`: Megatron-Bridge copies a config before it goes to other
+    ranks, and sets each attribute of each value with a `__dict__`, which a frozen value refuses.
 
     Raises:
         ValueError: names the option, its value and what to set.
@@ -402,9 +405,13 @@ def from_arguments(arguments: argparse.Namespace) -> PaddedOptions:
 
 def to_json(options: PaddedOptions) -> dict[str, Any]:
     """Return the options as JSON values; factors stand as the text of their flags."""
-    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     plain = (str, int)
-    return {name: v if isinstance(v, plain) else _show(v) for name, v in values.items()}
+    return {name: v if isinstance(v, plain) else _show(v) for name, v in by_name(options).items()}
+
+
+def by_name(options: PaddedOptions) -> dict[str, Any]:
+    """Return the options' values by name."""
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
 
 
 def markdown_table() -> str:
