@@ -32,6 +32,7 @@ NOT_MIRRORED = {
     "test_mutate.py",
     "test_notebooks.py",
     "test_readme.py",
+    "test_recipes.py",
     "megatron/test_contract.py",
     "megatron/test_defects.py",
     "megatron/test_parity.py",

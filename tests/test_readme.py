@@ -257,6 +257,8 @@ def test_python_compiles_and_its_imports_resolve(page):
                     importlib.import_module(alias.name)
             elif isinstance(node, ast.ImportFrom):
                 assert node.module is not None
+                if node.module.startswith("megatron.bridge"):
+                    continue  # It is not among the packages of the tests.
                 module = importlib.import_module(node.module)
                 assert [a.name for a in node.names if not hasattr(module, a.name)] == []
 
