@@ -1,11 +1,16 @@
 """Mutants of a small module, and what counts as caught."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+import padded_dispatch
 from tests import mutate
 from tests.mutate import Copies, files_for, modules_of, mutants
+from tests.support.equivalent import EQUIVALENT
+
+PACKAGE = Path(padded_dispatch.__file__).parent
 
 SOURCE = '''\
 """Text 1."""
@@ -83,14 +88,20 @@ def test_a_source_passes_fails_or_takes_too_long(tmp_path, monkeypatch):
     (root / "pyproject.toml").write_text("")
     monkeypatch.setattr(mutate, "ROOT", root)
     monkeypatch.setattr(mutate, "files_for", lambda module: ["tests/test_a.py"])
-    copies = Copies(2, tmp_path / "copies")
     sources = [
         "def f(x): return x + 1",
         "def f(x): return x - 1",
         "def f(x): return 2 * x",
         "does not compile",
     ]
-    assert copies.run(Path("a.py"), sources, 600) == [True, False, True, False]
-    assert (root / "padded_dispatch/a.py").read_text() == "def f(x): return x + 1"
     endless = "def f(x):\n    while True: pass"
-    assert copies.run(Path("a.py"), [endless], 0.0) == [False]
+    with closing(Copies(2, tmp_path / "copies")) as copies:
+        assert copies.run(Path("a.py"), sources, 600) == [True, False, True, False]
+        assert (root / "padded_dispatch/a.py").read_text() == "def f(x): return x + 1"
+        assert copies.run(Path("a.py"), [endless], 0.0) == [False]
+
+
+def test_equivalent_changes_are_changes_of_their_modules():
+    for module, reasons in EQUIVALENT.items():
+        changes = {mutant.change for mutant in mutants((PACKAGE / module).read_text())}
+        assert reasons.keys() <= changes, module

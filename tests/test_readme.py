@@ -12,7 +12,6 @@ import importlib.util
 import itertools
 import re
 import shlex
-import sys
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
@@ -102,6 +101,17 @@ def test_plot_shows_the_figures_of_the_results_file():
         f"{ms:.2f}"
         for (_, name, factor), ms in figures.layer_times().items()
         if (name, factor) != (figures.PACKED, 1.0)
+    }
+    assert shown <= labels, "run python notebooks/readme_figures.py"
+
+
+def test_plot_of_pools_shows_the_figures_of_the_results_file():
+    figures = readme_figures()
+    labels = set(re.findall("<!-- (.*?) -->", (figures.IMAGES / "pools.svg").read_text()))
+    shown = {
+        f"{shares[1.25]:.2%}"
+        for (_, pool), shares in figures.pool_drops().items()
+        if pool != "receiver"
     }
     assert shown <= labels, "run python notebooks/readme_figures.py"
 
@@ -288,7 +298,7 @@ def contenders(words: list[str]) -> Iterator[list[str]]:
 
 
 @EACH_PAGE
-def test_commands_parse(page, monkeypatch, parsers_only):
+def test_commands_parse(page, parsers_only):
     for command in commands(page.read_text()):
         if not re.match(r"padded-dispatch |python |pytest |torchrun |-m ", command):
             continue
@@ -298,9 +308,7 @@ def test_commands_parse(page, monkeypatch, parsers_only):
                 with pytest.raises(_ParsedError):
                     cli.main(argv)
         if (before := "padded_dispatch.megatron.run") in words and words[-1] != before:
-            monkeypatch.setattr(sys, "argv", [before, *words[words.index(before) + 1 :]])
-            with pytest.raises(_ParsedError):
-                run.main()
+            assert run.read(words[words.index(before) + 1 :])[1].endswith((".py", "..."))
         check_paths(words)
 
 

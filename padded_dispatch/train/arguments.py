@@ -57,6 +57,11 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def read(argv: list[str]) -> argparse.Namespace:
+    """Return the flags of `padded-dispatch train`; see `parser`."""
+    return parser().parse_args(argv)
+
+
 def parse(argv: list[str]) -> Settings:
     """Return the settings that a command line asks for.
 
@@ -64,7 +69,7 @@ def parse(argv: list[str]) -> Settings:
         ValueError: names the flag, its rule, its value and what to set.
         SystemExit: for `--help` and for flags that argparse refuses.
     """
-    return resolve(parser().parse_args(argv))
+    return resolve(read(argv))
 
 
 def resolve(arguments: argparse.Namespace) -> Settings:
