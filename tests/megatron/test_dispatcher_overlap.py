@@ -25,6 +25,8 @@ CASES = [
     OverlapCase(name="one local expert", num_experts=2),
     OverlapCase(name="one local expert, batched", num_experts=2, experts="batched"),
     OverlapCase(name="shared experts", shared_ffn=8, experts="packed"),
+    OverlapCase(name="delayed", delay_wgrad=True, experts="packed", overlap_grad_reduce=True),
+    OverlapCase(name="delayed, batched", delay_wgrad=True, experts="batched"),
 ]
 FITS: dict[str, Any] = {"schedule": ((0, FIT),)}
 
