@@ -209,6 +209,9 @@ class Copies:
         copy = self._free.pop()
         file = copy.folder / "padded_dispatch" / module
         file.write_text(source)
+        # A mutant may be as long and as old as the one before it.
+        for bytecode in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+            bytecode.unlink()
         code = copy.test(files_for(module), limit_s)
         shutil.copy(ROOT / "padded_dispatch" / module, file)
         self._free.append(copy)
@@ -221,8 +224,7 @@ class _Copy:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__"))
-        # No bytecode: a mutant may be as long and as old as the one before it.
-        environment = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {"PYTHONPATH": str(folder)}
         no_gpu = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
         self._server = subprocess.Popen(
             [sys.executable, "-P", str(_FORK_TESTS)],
