@@ -17,8 +17,6 @@ from padded_dispatch.tune.time_model import TimeModel
 from padded_dispatch.tune.trace import Trace
 from padded_dispatch.tune.warm_up import settled_since
 
-_RECORDS_AT_A_TIME = 256
-
 # A pool that more rows share is chosen if its factor is at most this share of the other's.
 _WORTH_SHARING = 0.97
 # "receiver" needs direct stores, which reach the GPUs of one host.
