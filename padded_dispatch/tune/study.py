@@ -362,8 +362,8 @@ def _options(
     fill = replayed.kept.mean(1) / replayed.slots
     busiest = busiest_rows(trace, replayed, etp=question.etp)
     options = []
-    for i in np.argsort(replayed.factors, kind="stable").tolist():
-        factor, capacity = float(replayed.factors[i]), int(replayed.capacities[i])
+    settings = zip(replayed.factors.tolist(), replayed.capacities.tolist(), strict=True)
+    for i, (factor, capacity) in enumerate(settings):
         config = DispatchConfig(
             num_experts=trace.num_experts,
             top_k=trace.top_k,
