@@ -14,7 +14,7 @@ from padded_dispatch.bench.measure import batches, phase_of, phases_ms
 @pytest.mark.parametrize(
     ("kernel", "phase"),
     [
-        ("_select_kernel", "select"),
+        ("_select_strike_kernel", "select"),
         ("_select_digit_kernel", "select"),
         ("_choice_ranks_kernel", "select"),
         ("_accept_kernel", "select"),
