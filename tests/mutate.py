@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from padded_dispatch.utils.results import about, append_run, require_results
+from padded_dispatch.utils.results import about, append_run, read_runs, require_results
 from tests.support.equivalent import EQUIVALENT
 
 ROOT = Path(__file__).parent.parent
@@ -114,6 +114,8 @@ def _nodes(node: ast.AST, statement: ast.AST | None = None) -> Iterator[tuple[as
 def _is_left_out(node: ast.AST) -> bool:
     if isinstance(node, ast.FunctionDef):
         return any("cuda" in ast.unparse(decorator) for decorator in node.decorator_list)
+    if isinstance(node, ast.keyword):  # zip(..., strict=True) asserts, too.
+        return node.arg == "strict"
     return isinstance(node, ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom)
 
 
@@ -209,6 +211,9 @@ class Copies:
         copy = self._free.pop()
         file = copy.folder / "padded_dispatch" / module
         file.write_text(source)
+        # A mutant may be as long and as old as the one before it.
+        for bytecode in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+            bytecode.unlink()
         code = copy.test(files_for(module), limit_s)
         shutil.copy(ROOT / "padded_dispatch" / module, file)
         self._free.append(copy)
@@ -221,8 +226,7 @@ class _Copy:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__"))
-        # No bytecode: a mutant may be as long and as old as the one before it.
-        environment = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {"PYTHONPATH": str(folder)}
         no_gpu = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
         self._server = subprocess.Popen(
             [sys.executable, "-P", str(_FORK_TESTS)],
@@ -259,6 +263,9 @@ def main() -> None:
     parser.add_argument("--commit", help="Git SHA of the code")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--every", type=int, default=1, help="only each n-th mutant (default: 1)")
+    parser.add_argument(
+        "--again", type=Path, metavar="FILE", help="only those that survived in a results file"
+    )
     parser.add_argument("--seconds", type=float, help="stop before a module after so many")
     parser.add_argument("--list", action="store_true", help="show the mutants and make none")
     arguments = parser.parse_args()
@@ -274,6 +281,10 @@ def main() -> None:
                 sys.stdout.write(f"{module}:{mutant}\n")
         return
     command = f"python -m tests.mutate {shlex.join(sys.argv[1:])}"
+    lived_before = None
+    if arguments.again:
+        runs = read_runs("--again", arguments.again)
+        lived_before = survivors_in([row for run in runs for row in run["rows"]])
     run_about = about(num_gpus=0, command=command, commit=arguments.commit)
     end = time.monotonic() + (arguments.seconds or math.inf)
     with (
@@ -282,12 +293,21 @@ def main() -> None:
     ):
         for module in modules:
             if time.monotonic() < end:
-                row = _try(copies, module, arguments.every)
+                row = _try(copies, module, arguments.every, lived_before)
                 if arguments.out:
                     append_run(arguments.out, run_about, [row])
 
 
-def _try(copies: Copies, module: Path, every: int) -> dict[str, Any]:
+def survivors_in(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Return the changes that survived by module, each as of its newest row."""
+    mutated = [row for row in rows if row.get("check") == "mutants"]
+    lived = {row["module"]: row["survivors"] for row in mutated}
+    return {m: [name.partition(": ")[2] for name in names] for m, names in lived.items()}
+
+
+def _try(
+    copies: Copies, module: Path, every: int, lived_before: dict[str, list[str]] | None
+) -> dict[str, Any]:
     """Return the results row of a module, and print it."""
     source = (ROOT / "padded_dispatch" / module).read_text()
     start = time.monotonic()
@@ -297,8 +317,11 @@ def _try(copies: Copies, module: Path, every: int) -> dict[str, Any]:
         raise SystemExit(f"the tests of {module} must pass before it is changed")
     made = mutants(source)
     reasons = EQUIVALENT.get(str(module), {})
-    same = [mutant for mutant in made[::every] if mutant.change in reasons]
-    tried = [mutant for mutant in made[::every] if mutant.change not in reasons]
+    sample = made[::every]
+    if lived_before is not None:
+        sample = [mutant for mutant in made if mutant.change in lived_before.get(str(module), [])]
+    same = [mutant for mutant in sample if mutant.change in reasons]
+    tried = [mutant for mutant in sample if mutant.change not in reasons]
     lived = copies.run(module, [mutant.source for mutant in tried], 60 + 5 * took_s)
     survivors = [str(mutant) for mutant, alive in zip(tried, lived, strict=True) if alive]
     caught = len(tried) - len(survivors)
@@ -310,6 +333,7 @@ def _try(copies: Copies, module: Path, every: int) -> dict[str, Any]:
         "module": str(module),
         "all_mutants": len(made),
         "every": every,
+        "again": lived_before is not None,
         "mutants": len(tried),
         "caught": caught,
         "survivors": survivors,

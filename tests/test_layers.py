@@ -16,7 +16,8 @@ LAYERS = (  # Low to high; modules on one line do not import each other.
     "ops",
     "exchange experts telemetry",
     "dispatcher",
-    "megatron tune",
+    "tune",
+    "megatron",
     "bench train",
     "cli",
 )

@@ -72,7 +72,7 @@ def compare(calibration: TimeModel, results: dict[str, Any]) -> str:
     kinds = sorted({_kind(about) for about in (*calibration.sources, *sources)})
     require(
         rows and len(kinds) == 1,
-        "check",
+        "--check",
         f"{len(rows)} rows, machines {' and '.join(kinds)}",
         "hold rows of `padded-dispatch bench` in graphs, of the kind of machine that is calibrated",
         "give results of that machine",

@@ -1,14 +1,13 @@
 """`padded-dispatch bench`: from a command line to an exit code."""
 
 import argparse
-from typing import get_args
 
 import torch
 
-from padded_dispatch.bench.arguments import read_bench, with_defaults
+from padded_dispatch.bench.arguments import EXCHANGES, read_bench, with_defaults
 from padded_dispatch.bench.cases import CONTENDERS, sweep
 from padded_dispatch.bench.work import Settings, work
-from padded_dispatch.config import ExchangeKind, require
+from padded_dispatch.config import require
 from padded_dispatch.utils.flags import errors_name_flags
 from padded_dispatch.utils.launch import start_workers
 from padded_dispatch.utils.results import require_results
@@ -47,7 +46,7 @@ def _settings(given: argparse.Namespace, argv: list[str]) -> Settings:
     named = given.contenders or [
         key for key, contender in CONTENDERS.items() if given.device == "cuda" or contender.on_cpu
     ]
-    wanted = given.exchange or get_args(ExchangeKind)
+    wanted = given.exchange or EXCHANGES
     contenders = [key for key in named if CONTENDERS[key].exchange in (None, *wanted)]
     _check(given, workers, contenders)
     cases = tuple(

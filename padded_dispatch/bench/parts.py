@@ -88,12 +88,8 @@ def main(argv: list[str]) -> int:
         require_results("--out", given.out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for num_experts in given.select_experts:
-        require(
-            num_experts >= 8 and num_experts % 8 == 0,
-            "select_experts",
-            num_experts,
-            "be a multiple of 8",
-        )
+        valid = num_experts >= 8 and num_experts % 8 == 0
+        require(valid, "--select-experts", num_experts, "be a multiple of 8")
     num_gpus, command = int(device.type == "cuda"), " ".join(["padded-dispatch parts", *argv])
     run = about(num_gpus=num_gpus, command=command, commit=given.commit)
     cases = _selection_cases if given.select_experts else _model_cases
@@ -130,10 +126,10 @@ def _selection_cases(
 ) -> Iterator[tuple[dict[str, Any], Part]]:
     """Yield selection alone, for pools of one expert and of the experts of 8 and of 2 ranks."""
     for num_experts in given.select_experts:
+        config = DispatchConfig(num_experts=num_experts, top_k=min(8, num_experts // 8))
         for num_tokens in given.tokens:
-            top_k = min(8, num_experts // 8)
             for num_pools in (num_experts, 8, 2):
-                slots = max(1, num_tokens * top_k // num_pools)
+                slots = max(1, num_tokens * config.top_k // num_pools)
                 where = {
                     "model": f"{num_experts} experts",
                     "ep": 1 if num_pools == num_experts else num_pools,
@@ -141,16 +137,15 @@ def _selection_cases(
                     "capacity_factor": 1.0,
                     "capacity": slots,
                 }
-                for part in _pool_selections(num_tokens, num_experts, num_pools, slots, device):
+                for part in _pool_selections(config, num_tokens, num_pools, slots, device):
                     yield where, part
 
 
 def _pool_selections(
-    num_tokens: int, num_experts: int, num_pools: int, slots: int, device: torch.device
+    config: DispatchConfig, num_tokens: int, num_pools: int, slots: int, device: torch.device
 ) -> Iterator[Part]:
     """Yield the selection of each policy, and of a hot expert; with pools of one, torch's, too."""
-    top_k = min(8, num_experts // 8)
-    config = DispatchConfig(num_experts=num_experts, top_k=top_k)
+    num_experts, top_k = config.num_experts, config.top_k
     probs_TE, map_TE = _routing(config, num_tokens, device)
     draw = torch.zeros((), dtype=torch.int64, device=device)
     width = num_experts // num_pools

@@ -51,7 +51,7 @@ def plan(
     )
     if num_shared > 1:
         rows_E = torch.empty_like(kept_E)
-        _count_kernel[(num_experts,)](
+        _plan_count_kernel[(num_experts,)](
             kept_TE,
             rank_TE,
             rows_E,
@@ -109,7 +109,7 @@ def _rank_kernel(
 
 
 @triton.jit
-def _count_kernel(
+def _plan_count_kernel(
     kept,
     rank,
     rows,

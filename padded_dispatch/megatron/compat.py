@@ -70,6 +70,11 @@ def captures_router_alone(config: Any) -> bool:
     return "moe_router" in scopes and not scopes & {"moe", "moe_preprocess"}
 
 
+def overlaps_dispatch_backward(config: Any) -> bool:
+    """Return whether experts compute weight gradients while rows' travel back; new in 0.18."""
+    return getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False)
+
+
 def iteration_graph() -> dict[str, Any]:
     """Return config fields for one graph of all passes of a step; before 0.18 it is a scope."""
     if _IS_18:

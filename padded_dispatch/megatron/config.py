@@ -24,6 +24,7 @@ from padded_dispatch.megatron.compat import (
     captures_router_alone,
     captures_routing,
     capturing,
+    graph_scopes,
     number_in_model,
 )
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
@@ -84,6 +85,7 @@ def check_config(config: Any) -> None:
             "'moe_preprocess': such a graph does not hand on the rows that other ranks keep. "
             "Remedy: capture 'moe_preprocess', too, or capacity_pool='rank'."
         )
+    refused += _refused_overlaps(config, options)
     if refused:
         raise ValueError("\n".join(["the padded dispatcher does not support", *refused]))
     if _read(config, "num_moe_experts"):
@@ -96,6 +98,29 @@ def check_config(config: Any) -> None:
                 etp_size=_read(config, "expert_tensor_parallel_size") or 1,
                 training=training,
             )
+
+
+def _refused_overlaps(config: Any, options: PaddedOptions) -> list[str]:
+    """Return one line per setting that Megatron's combined schedule cannot run with."""
+    if not _read(config, "overlap_moe_expert_parallel_comm"):
+        return []
+    found = []
+    for name, value in (("exchange", "direct"), ("capacity_pool", "receiver")):
+        if getattr(options, name) == value:
+            found.append(
+                f"  {name}={value!r} with overlap_moe_expert_parallel_comm: stores of two streams "
+                "would overwrite each other. Remedy: exchange='auto' with capacity_pool='expert' "
+                "or 'rank', or no overlap."
+            )
+    impl = _read(config, "cuda_graph_impl")
+    of_layers = impl in ("local", "transformer_engine") and not captures_iteration(config)
+    if of_layers and (impl == "local" or not graph_scopes(config)):
+        found.append(
+            f"  cuda_graph_impl={impl!r} of whole layers with overlap_moe_expert_parallel_comm: "
+            "the schedule runs layers in pieces, beside such graphs. Remedy: 'transformer_engine' "
+            "with the scopes attn, moe_router and moe_preprocess."
+        )
+    return found
 
 
 def _check_layers(config: Any, options: PaddedOptions) -> None:

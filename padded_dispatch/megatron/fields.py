@@ -202,11 +202,7 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
         _SINCE_18,
     ),
     _used("cuda_graph_scope", "scope `moe` needs no factor and no pad flag after install()"),
-    _refused(
-        "delay_wgrad_compute",
-        "needs overlap_moe_expert_parallel_comm, which is refused",
-        "unset it",
-    ),
+    _used("delay_wgrad_compute", "experts compute weight gradients after those of their rows"),
     _used("expert_model_parallel_size", "R, the ranks of the exchange"),
     _used("expert_tensor_parallel_size", "ranks that split every expert; they share its sources"),
     _harmless(
@@ -232,11 +228,14 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
         refuses=lambda modules: not {"expert_fc1", "fused_group_mlp"}.isdisjoint(modules or ()),
         remedy="remove these two",
     ),
-    _refused("overlap_dispatch_backward_with_experts_wgrad", "untested", "unset it", _SINCE_18),
-    _refused(
+    _used(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "weight gradients of experts are computed while gradients of rows travel",
+        _SINCE_18,
+    ),
+    _used(
         "overlap_moe_expert_parallel_comm",
-        "frees the outputs of our stages, which may share memory; untested",
-        "unset it",
+        "rows of a microbatch travel while another computes, by the all-to-all",
     ),
     _refused("quant_recipe", "quantizes experts; untested", "unset it", refuses=given),
     _used("recompute_granularity", "recompute plans again, and counts once"),

@@ -9,8 +9,8 @@ stock configs pass through unchanged:
   `padded_dispatch.megatron` imported and no `install()`, its error names the missing call.
 - The type of the config field becomes the choices of `--moe-token-dispatcher-type`.
 
-With `on_overflow="retry"` it also wraps Megatron-LM's `train_step`, if that has been imported: see
-`padded_dispatch.megatron.megatron_lm`.
+It also follows Megatron-LM's training loop (`padded_dispatch.megatron.megatron_lm`), if that has
+been imported by then, or when a config with this dispatcher is made.
 
 `install()` also guards layers that replay CUDA graphs: see `padded_dispatch.megatron.graphs.guard`.
 """
@@ -30,7 +30,7 @@ from padded_dispatch.megatron.config import check_config
 from padded_dispatch.megatron.cpu import CPU_REMEDY, is_on_cpu
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.layer import build, dispatcher_type
-from padded_dispatch.megatron.megatron_lm import retry_steps
+from padded_dispatch.megatron.megatron_lm import follow_training
 from padded_dispatch.megatron.options import PaddedOptions, require_options
 from padded_dispatch.utils.patches import Patches
 
@@ -62,8 +62,7 @@ def install(options: PaddedOptions | None = None) -> None:
     _patches.set(TransformerConfig, "__post_init__", post_init)
     _patches.set(MoELayer, "__init__", _wrap_init(MoELayer.__init__))
     _patches.set(_FIELD, "type", Literal[(*get_args(_FIELD.type), NAME)])
-    if options.on_overflow == "retry":
-        retry_steps(_patches)
+    follow_training(_patches)
     guard.install()
 
 
@@ -101,6 +100,7 @@ def _wrap_post_init(
         if not hasattr(self, "padded_dispatch"):
             self.padded_dispatch = options
         check_config(self)
+        follow_training(_patches)
 
     return padded_post_init
 

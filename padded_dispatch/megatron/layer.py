@@ -114,14 +114,16 @@ def padded_spec(spec: Any) -> Any:
     """Return a copy of a Megatron spec in which every `MoELayer` is a `PaddedMoELayer`.
 
     Args:
-        spec: the spec of a GPT layer, of a block of layers (`layer_specs`), or of the MoE layer
-            itself: a ModuleSpec in 0.16 and 0.17, a `functools.partial` in 0.18 and later.
+        spec: the spec of a GPT layer, of a block of layers (`layer_specs`), of a hybrid stack
+            (`moe_layer`), or of the MoE layer itself: a ModuleSpec in 0.16 and 0.17, a
+            `functools.partial` in 0.18 and later.
 
     Raises:
         ValueError: if the spec has no MoE layer.
     """
     padded, num_replaced = _replace(spec)
-    require(num_replaced > 0, "spec", spec, "contain a MoELayer", "give num_experts to the spec")
+    kind = type(spec).__name__  # A whole spec fills a screen.
+    require(num_replaced > 0, "spec", kind, "contain a MoELayer", "give num_experts to the spec")
     return padded
 
 
@@ -131,7 +133,7 @@ def _replace(spec: Any) -> tuple[Any, int]:
         return functools.partial(PaddedMoELayer, *spec.args, **spec.keywords), 1
     if isinstance(spec, ModuleSpec) and spec.module is MoELayer:
         return dataclasses.replace(spec, module=PaddedMoELayer), 1
-    for name in ("submodules", "mlp"):
+    for name in ("submodules", "mlp", "moe_layer"):
         if getattr(spec, name, None) is not None:
             inner, num_replaced = _replace(getattr(spec, name))
             return _with(spec, name, inner), num_replaced

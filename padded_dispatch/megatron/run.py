@@ -29,10 +29,9 @@ def main() -> None:
     sys.argv = [script, *arguments]
     # Like `python SCRIPT`, which puts the script's folder first.
     sys.path.insert(0, str(Path(script).resolve().parent))
-    if options.on_overflow == "retry":
-        # `install` wraps Megatron-LM's loop. A script that needs it fails by itself without it.
-        with contextlib.suppress(ImportError):
-            importlib.import_module("megatron.training.training")
+    # `install` follows Megatron-LM's loop. A script that needs it fails by itself without it.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("megatron.training.training")
     importlib.import_module("padded_dispatch.megatron.installer").install(options)
     runpy.run_path(script, run_name="__main__")
 

@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         for option in dataclasses.fields(cls):
             if "help" in option.metadata:
                 _add(group, option, hints[option.name])
-    add_arguments(made, bare=("experts", "exchange"))
+    add_arguments(made, bare=("experts", "exchange"), without=("trace",))  # It is `--trace` here.
     return made
 
 

@@ -385,6 +385,9 @@ class Settings:
 
     def _check_trace(self) -> None:
         output, dispatcher = self.output, self.dispatch.dispatcher
+        folder = self.dispatch.padded.trace
+        rule = "be None, because it is for Megatron-LM's own loop"
+        require(folder is None, "padded.trace", folder, rule, "set --trace")
         if output.trace is None:
             return
         require_folder("--trace", output.trace)

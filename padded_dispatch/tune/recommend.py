@@ -167,10 +167,7 @@ def recommend(replay: Replay, target: Target) -> Recommendation:
     Raises:
         ValueError: the largest factor is too small for some step, or no row was asked for.
     """
-    order = np.argsort(replay.factors, kind="stable")
-    factors, capacities = replay.factors[order], replay.capacities[order]
-    rows = replay.by_layer_and_step()
-    all_dropped = rows.dropped[order]
+    factors, rows = replay.factors, replay.by_layer_and_step()
     missing = _missing_ranks(replay)
     if not rows.demand.any():
         raise ValueError("trace must ask for at least one expert, got padding only; trace again")
@@ -192,11 +189,11 @@ def recommend(replay: Replay, target: Target) -> Recommendation:
             dropped=dropped,
             needed=needed,
             factors=factors,
-            capacities=capacities,
+            capacities=replay.capacities,
         )
         return _advise(steps, target, missing)
 
-    overall = advice(rows.demand.sum(0), all_dropped.sum(1))
+    overall = advice(rows.demand.sum(0), rows.dropped.sum(1))
     if len(rows.layers) == 1:
         layers = {int(rows.layers[0]): overall}
         return Recommendation(target=target, overall=overall, layers=layers, pool=replay.pool)
@@ -205,7 +202,7 @@ def recommend(replay: Replay, target: Target) -> Recommendation:
         pool=replay.pool,
         overall=overall,
         layers={
-            int(layer): advice(rows.demand[i], all_dropped[:, i])
+            int(layer): advice(rows.demand[i], rows.dropped[:, i])
             for i, layer in enumerate(rows.layers)
             if rows.demand[i].any()
         },

@@ -138,7 +138,7 @@ def exchange_of(here: Grid, config: DispatchConfig, packed: bool) -> Exchange:
     """Return the exchange that a dispatcher of this rank takes."""
     num_local_experts = config.num_local_experts
     if packed and here.group is None and here.etp_group is None:
-        return LocalExchange(num_local_experts)
+        return LocalExchange()
     return AllToAllExchange(
         num_local_experts,
         here.group,

@@ -1,16 +1,18 @@
 """Translation of Megatron's config, and everything that is refused."""
 
 import dataclasses
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from megatron.core import package_info
-from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer import cuda_graphs, transformer_config
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
+from padded_dispatch.megatron import install, uninstall
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.config import (
     LayerConfigs,
@@ -21,6 +23,7 @@ from padded_dispatch.megatron.config import (
 )
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
 from padded_dispatch.megatron.options import PaddedOptions
+from tests.support import tiny
 
 INSTALLED = f"{package_info.MAJOR}.{package_info.MINOR}"
 
@@ -205,6 +208,55 @@ def test_training_that_fits_is_refused_where_graphs_capture_the_router(options):
         config = megatron_config(moe_expert_capacity_factor=1.5, **fields)
         config.padded_dispatch = options
         check_config(config)
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    install()
+    yield
+    uninstall()
+
+
+OVERLAPS: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "words"),
+    [
+        ({"exchange": "direct"}, {}, "exchange='direct' with overlap_moe"),
+        ({"capacity_pool": "receiver"}, {}, "capacity_pool='receiver' with overlap_moe"),
+        ({}, layer_graphs(), "cuda_graph_impl='transformer_engine' of whole layers with overlap_m"),
+        ({}, layer_graphs() | {"cuda_graph_impl": "local"}, "cuda_graph_impl='local' of whole"),
+    ],
+    ids=["direct stores", "shared receivers", "whole layers", "local graphs"],
+)
+def test_what_the_combined_schedule_cannot_run_is_refused(options, fields, words):
+    config = megatron_config(**OVERLAPS, **fields)
+    config.padded_dispatch = PaddedOptions(**options)
+    with pytest.raises(ValueError, match=f"  {words}.*Remedy: "):
+        check_config(config)
+    config.overlap_moe_expert_parallel_comm = False
+    check_config(config)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        layer_graphs("attn"),
+        layer_graphs("attn", "moe_router"),
+        layer_graphs("attn", "moe_router", "moe_preprocess"),
+        {} if INSTALLED in ("0.16", "0.17") else iteration_graph(),  # Megatron refuses it there.
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("delays", [False, True])
+def test_the_combined_schedule_runs_with_graphs_of_what_precedes_the_exchange(
+    installed, fields, delays, monkeypatch
+):
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda version: True)
+    made = {"expert_model_parallel_size": 2, "delay_wgrad_compute": delays, **OVERLAPS, **fields}
+    assert tiny.config(**made).padded_dispatch == PaddedOptions()
 
 
 def test_shared_receivers_need_more_than_a_graph_of_the_router():

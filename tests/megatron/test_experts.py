@@ -139,6 +139,51 @@ def test_fused_gradients_are_added_to_main_grad(experts, num_passes):
     torch.testing.assert_close(fused.router.weight.grad, num_passes * expected["router"])
 
 
+DELAYED = {"delay_wgrad_compute": True}
+
+
+@pytest.mark.parametrize("experts", ["packed", "batched"])
+@pytest.mark.parametrize("sums", [None, torch.float32, torch.bfloat16], ids=str)
+def test_backward_dw_computes_what_backward_has_delayed(experts, sums):
+    """Two passes, in bf16: gradients have the bits of those that backward computes."""
+    tokens = torch.randn(2, 7, 3, tiny.HIDDEN).bfloat16()
+    found = {}
+    for later in ({}, DELAYED):
+        made = layer(PaddedOptions(experts=experts), later=later).bfloat16()
+        weights = [made.experts.linear_fc1.weight, made.experts.linear_fc2.weight]
+        if sums is not None:
+            add_main_grads(made, sums)
+        for given in tokens:
+            output, _ = made(given.requires_grad_())
+            output.square().sum().backward()
+            if later:
+                assert len(made.experts.linear_fc1.delayed) == 1
+            made.experts.backward_dw()
+            if sums is torch.bfloat16 and not later:  # As DDP's hook does.
+                for weight in weights:
+                    weight.main_grad += weight.grad
+                    weight.grad = None
+        found[bool(later)] = [w.grad if sums is None else w.main_grad for w in weights]
+        assert not made.experts.linear_fc1.delayed and not made.experts.linear_fc2.delayed
+    for delayed, at_once in zip(found[True], found[False], strict=True):
+        assert torch.equal(delayed, at_once)
+
+
+def test_hooks_of_ddp_run_when_a_delayed_gradient_is_there():
+    """Rounds delay several gradients of a pass; DDP hears of them once."""
+    made = layer(later=DELAYED).bfloat16()
+    linear, seen = made.experts.linear_fc1, []
+    assert linear.weight.skip_backward_post_hook
+    linear.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append(linear.weight.grad))
+    for _ in range(2):
+        made(torch.randn(7, 3, tiny.HIDDEN).bfloat16().requires_grad_())[0].sum().backward()
+    assert len(linear.delayed) == 2 and not seen
+    made.experts.backward_dw()
+    assert len(seen) == 1 and seen[0].shape == linear.weight.shape
+    made.experts.backward_dw()
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize("why", ["bf16", "frozen", "evaluation", "no DDP", "FSDP"])
 def test_gradients_are_left_to_autograd_where_they_cannot_be_added(why):
     fused = layer(PACKED)
@@ -274,8 +319,6 @@ REFUSED = {
     "fp16": True,
     "fp8": "e4m3",
     "fp4": "e2m1",
-    "delay_wgrad_compute": True,
-    "overlap_dispatch_backward_with_experts_wgrad": True,
     "offload_modules": ["moe_act"],
 }
 

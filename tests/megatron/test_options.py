@@ -80,6 +80,18 @@ def test_flags_take_fit_where_a_pass_can_be_eager():
         parse("--padded-grow-factors", "2,fit")
 
 
+def test_a_trace_is_a_folder_and_a_parser_may_leave_it_out():
+    assert parse().trace is None and parse("--padded-trace", "none").trace is None
+    assert parse("--padded-trace", "traces").trace == "traces"
+    with pytest.raises(ValueError, match=r"^trace must be the name of a folder, or None, got ''"):
+        PaddedOptions(trace="")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, without=("trace",))
+    assert from_arguments(parser.parse_args([])) == PaddedOptions()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--padded-trace", "traces"])
+
+
 def test_alignment_is_a_number_or_auto():
     assert PaddedOptions().alignment == "auto"
     assert parse("--padded-alignment", "auto").alignment == "auto"

@@ -11,6 +11,7 @@ test and its tests are imported anew in each run, from the current folder.
 
 import gc
 import importlib
+import multiprocessing
 import multiprocessing.util
 import os
 import sys
@@ -71,6 +72,8 @@ if __name__ == "__main__":
         for name in _MODULES:
             importlib.import_module(name)
     multiprocessing.util.spawnv_passfds = _fork_python
+    # Most runs need no workers. Those of the others import the package themselves.
+    multiprocessing.set_forkserver_preload = lambda modules: None
     gc.freeze()
     for line in sys.stdin:
         process = os.fork()
