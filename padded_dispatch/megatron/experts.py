@@ -55,7 +55,7 @@ from torch import Tensor, nn
 
 from padded_dispatch.exchange.choose import Layout
 from padded_dispatch.experts import ExpertWeights, grouped_mlp
-from padded_dispatch.megatron.compat import LOCAL_GRAPHS_ADD_GRADIENTS
+from padded_dispatch.megatron.compat import FUSED_SWIGLU_CLAMPS, LOCAL_GRAPHS_ADD_GRADIENTS
 from padded_dispatch.megatron.config import padded_options, refusals
 from padded_dispatch.megatron.fields import ConfigField, given
 from padded_dispatch.ops.activation import Activation, Function
@@ -481,7 +481,8 @@ def _refused(config: Any) -> str:
 def _refusals(config: Any) -> list[str]:
     found = refusals(config, _FIELDS)
     clamp, fused = config.activation_func_clamp_value, config.bias_activation_fusion
-    if clamp is not None and fused and config.activation_func is F.silu:
+    leaves_out = fused and config.activation_func is F.silu and not FUSED_SWIGLU_CLAMPS
+    if clamp is not None and leaves_out:
         found.append(
             f"  activation_func_clamp_value={clamp!r}: Megatron's fused SwiGLU leaves it out. "
             "Remedy: bias_activation_fusion=False, or None."
@@ -495,6 +496,10 @@ def _field(name: str, note: str, refuses: Any) -> ConfigField:
 
 def _has_moe_act(modules: Any) -> bool:
     return "moe_act" in (modules or ())
+
+
+def _offloads(modules: Any) -> bool:
+    return not {"expert_fc1", "moe_act"}.isdisjoint(modules or ())
 
 
 _FIELDS = (
@@ -513,11 +518,12 @@ _FIELDS = (
     _field("fp16", "they compute in bf16, on CPUs in any other dtype, too", bool),
     _field("fp8", "they compute in bf16", given),
     _field("fp4", "they compute in bf16", given),
+    _field("quant_recipe", "they compute in bf16", given),
     _field("delay_wgrad_compute", "weights have their gradient right after backward", bool),
     _field(
         "overlap_dispatch_backward_with_experts_wgrad",
         "weights have their gradient right after backward",
         bool,
     ),
-    _field("offload_modules", "they do not offload moe_act", _has_moe_act),
+    _field("offload_modules", "they offload neither expert_fc1 nor moe_act", _offloads),
 )
