@@ -65,6 +65,7 @@ from torch import Tensor, nn
 from padded_dispatch.exchange.choose import Layout
 from padded_dispatch.experts import ExpertWeights, grouped_mlp
 from padded_dispatch.megatron.compat import (
+    FUSED_SWIGLU_CLAMPS,
     LOCAL_GRAPHS_ADD_GRADIENTS,
     overlaps_dispatch_backward,
 )
@@ -533,7 +534,8 @@ def _refused(config: Any) -> str:
 def _refusals(config: Any) -> list[str]:
     found = refusals(config, _FIELDS)
     clamp, fused = config.activation_func_clamp_value, config.bias_activation_fusion
-    if clamp is not None and fused and config.activation_func is F.silu:
+    leaves_out = fused and config.activation_func is F.silu and not FUSED_SWIGLU_CLAMPS
+    if clamp is not None and leaves_out:
         found.append(
             f"  activation_func_clamp_value={clamp!r}: Megatron's fused SwiGLU leaves it out. "
             "Remedy: bias_activation_fusion=False, or None."
@@ -547,6 +549,10 @@ def _field(name: str, note: str, refuses: Any) -> ConfigField:
 
 def _has_moe_act(modules: Any) -> bool:
     return "moe_act" in (modules or ())
+
+
+def _offloads(modules: Any) -> bool:
+    return not {"expert_fc1", "moe_act"}.isdisjoint(modules or ())
 
 
 _FIELDS = (
@@ -565,5 +571,6 @@ _FIELDS = (
     _field("fp16", "they compute in bf16, on CPUs in any other dtype, too", bool),
     _field("fp8", "they compute in bf16", given),
     _field("fp4", "they compute in bf16", given),
-    _field("offload_modules", "they do not offload moe_act", _has_moe_act),
+    _field("quant_recipe", "they compute in bf16", given),
+    _field("offload_modules", "they offload neither expert_fc1 nor moe_act", _offloads),
 )
