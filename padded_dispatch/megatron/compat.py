@@ -17,6 +17,9 @@ _IS_18 = "cuda_graph_modules" in _FIELDS
 _INDEXER_LOSSES = dsa.DSAIndexerLossLoggingHelper
 _IS_19 = "activation_offload_fraction" in _FIELDS
 
+# True if layers of multi-token prediction get the padding mask.
+MTP_HAS_MASKS = _IS_18
+
 # True if `local` graphs reuse an input's buffer while backward still reads it.
 FREES_GRAPH_INPUTS = not _IS_18
 

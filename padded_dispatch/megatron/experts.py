@@ -62,6 +62,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor, nn
 
+from padded_dispatch.config import FIT, NO_DROP, require
 from padded_dispatch.exchange.choose import Layout
 from padded_dispatch.experts import ExpertWeights, grouped_mlp
 from padded_dispatch.megatron.compat import (
@@ -105,8 +106,33 @@ def chosen_experts(config: Any) -> ChosenExperts:
     `torch._grouped_mm` reads counts on the host. Where experts share a pool, it means packed.
 
     Raises:
-        ValueError: if experts share a pool and packed experts do not support the config.
+        ValueError: if experts share a pool and packed experts do not support the config, or if the
+            spec's module would delay gradients of several rounds.
     """
+    chosen = _chosen_experts(config)
+    if chosen.layout is None:
+        _check_rounds(config)
+    return chosen
+
+
+def _check_rounds(config: Any) -> None:
+    """Raise if experts whose `backward_dw` computes one gradient could have one of each round."""
+    options = padded_options(config)
+    factors = *options.layer_factors.values(), *options.factor_of_step.values()
+    delays = config.delay_wgrad_compute or overlaps_dispatch_backward(config)
+    fits = FIT in factors or options.on_overflow == "retry"
+    require(
+        not (delays and fits) or options.fit_max_factor == NO_DROP,
+        "fit_max_factor",
+        options.fit_max_factor,
+        "be no-drop with delayed weight gradients, training passes that fit (on_overflow='retry' "
+        "has them, too) and experts of the layer's spec, which would compute the gradients of one "
+        "round only",
+        "set it, or experts='packed'",
+    )
+
+
+def _chosen_experts(config: Any) -> ChosenExperts:
     options = padded_options(config)
     option = options.experts
     if options.capacity_pool != "expert":

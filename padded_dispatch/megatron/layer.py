@@ -123,12 +123,12 @@ class _EqualsMoELayer(type(MoELayer)):
 class PaddedMoELayer(MoELayer, metaclass=_EqualsMoELayer):
     """`MoELayer` with static shapes, for use without `install()`. Same arguments, same state dict.
 
-    It patches Megatron only if the config asks for CUDA graphs: `guard.install` then adds checks
-    before each replay.
+    It patches Megatron only if the config asks for CUDA graphs or the combined schedule:
+    `guard.install` then adds checks before each replay, and hands on padding masks.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        if config.cuda_graph_impl != "none":
+        if config.cuda_graph_impl != "none" or config.overlap_moe_expert_parallel_comm:
             guard.install()
         build(super().__init__.__func__, self, config, *args, **kwargs)
 
