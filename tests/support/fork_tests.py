@@ -2,8 +2,8 @@
 
     python -P tests/support/fork_tests.py
 
-A line of standard input has, separated by spaces, the most examples of `hypothesis` where a test
-does not say how many, and the arguments of pytest. Two lines answer it: the number of the process,
+A line of standard input has, separated by spaces, the most examples of each test of `hypothesis`,
+and the arguments of pytest. Two lines answer it: the number of the process,
 which leads a process group of its own, and its exit code. The code under test and its tests are
 imported anew in each run, from the current folder. Examples that fail are not shrunk, for only the
 exit code counts.
@@ -32,6 +32,8 @@ _MODULES = (
     "torch.testing._internal.distributed.multi_threaded_pg",
     "triton.language",
 )
+# Where hypothesis keeps what `@settings` says about a test.
+_SETTINGS = "_hypothesis_internal_use_settings"
 
 
 class _Examples:
@@ -46,6 +48,13 @@ class _Examples:
         )
         settings.register_profile("forked", settings(), **changes)
         settings.load_profile("forked")
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            test = getattr(item, "obj", None)
+            if own := getattr(test, _SETTINGS, None):
+                fewer = settings(own, max_examples=min(own.max_examples, self._most))
+                setattr(test, _SETTINGS, fewer)
 
 
 def _fork_python(path: bytes, args: Sequence[str], pass_fds: Sequence[int]) -> int:
