@@ -138,18 +138,6 @@ def _(rows_NI, weight_LOI, offsets_L, sums_LOI):
     return rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
 
 
-@custom_op("padded_dispatch::batched_outer", mutates_args=())
-def _batched_outer(grad_NO: Tensor, rows_NI: Tensor, num_experts: int) -> Tensor:
-    """Compute every expert's weight gradient, `grad.T @ rows`: [L, O, I]."""
-    grad_LMO = grad_NO.unflatten(0, (num_experts, -1))
-    return torch.bmm(grad_LMO.transpose(1, 2), rows_NI.unflatten(0, (num_experts, -1)))
-
-
-@_batched_outer.register_fake
-def _(grad_NO, rows_NI, num_experts):
-    return rows_NI.new_empty(num_experts, grad_NO.shape[1], rows_NI.shape[1])
-
-
 @custom_op("padded_dispatch::grouped_outer", mutates_args=())
 def _grouped_outer(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor) -> Tensor:
     """Compute every expert's weight gradient, `grad.T @ rows`: [L, O, I]."""
@@ -303,7 +291,8 @@ def _batched_linear_backward(ctx, grad_NO):
         _add_grouped_outer(grad_NO, rows_NI, offsets_L, ctx.sums_LOI)
         grad_LOI = _unspecified(weight_LOI.shape, weight_LOI.dtype, weight_LOI.device)
     elif needs_weight:
-        grad_LOI = _batched_outer(grad_NO, rows_NI, weight_LOI.shape[0])
+        grad_LMO = grad_NO.unflatten(0, (weight_LOI.shape[0], -1))
+        grad_LOI = torch.bmm(grad_LMO.transpose(1, 2), rows_NI.unflatten(0, grad_LMO.shape[:2]))
     return grad_NI, grad_LOI, None, None
 
 
