@@ -249,10 +249,10 @@ def _block(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _unspecified(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return unspecified memory that must not be written, the same for all equal arguments."""
+def _unspecified(weight_LOI: Tensor) -> Tensor:
+    """Return unspecified memory that must not be written, the same for all weights of a shape."""
     # Autograd takes a gradient as it is only if nothing else refers to its tensor, else a copy.
-    return _block(shape, dtype, device).detach()
+    return _block(weight_LOI.shape, weight_LOI.dtype, weight_LOI.device).detach()
 
 
 def _save_inputs(ctx, inputs, output) -> None:
@@ -271,7 +271,7 @@ def _grouped_linear_backward(ctx, grad_NO):
         grad_NI = _grouped_linear(grad_NO, transposed_LIO, None, None, offsets_L, None)
     if needs_weight and ctx.sums_LOI is not None:
         _add_grouped_outer(grad_NO, rows_NI, offsets_L, ctx.sums_LOI)
-        grad_LOI = _unspecified(weight_LOI.shape, weight_LOI.dtype, weight_LOI.device)
+        grad_LOI = _unspecified(weight_LOI)
     elif needs_weight:
         grad_LOI = _grouped_outer(grad_NO, rows_NI, offsets_L)
     if needs_bias:
@@ -289,7 +289,7 @@ def _batched_linear_backward(ctx, grad_NO):
         grad_NI = _batched_linear(grad_NO, weight_LOI.transpose(1, 2), offsets_L, None)
     if needs_weight and ctx.sums_LOI is not None:
         _add_grouped_outer(grad_NO, rows_NI, offsets_L, ctx.sums_LOI)
-        grad_LOI = _unspecified(weight_LOI.shape, weight_LOI.dtype, weight_LOI.device)
+        grad_LOI = _unspecified(weight_LOI)
     elif needs_weight:
         grad_LMO = grad_NO.unflatten(0, (weight_LOI.shape[0], -1))
         grad_LOI = torch.bmm(grad_LMO.transpose(1, 2), rows_NI.unflatten(0, grad_LMO.shape[:2]))

@@ -198,7 +198,7 @@ def test_sums_get_the_gradient_without_rounding_it(linear):
 def test_unspecified_gradients_share_memory():
     weight_LOI, grad = torch.zeros(2, 3, 4), torch.zeros(0)
     for _ in range(2):
-        again = grouped._unspecified(weight_LOI.shape, weight_LOI.dtype, weight_LOI.device)
+        again = grouped._unspecified(weight_LOI)
         assert again.shape == weight_LOI.shape and again.dtype == weight_LOI.dtype
         assert grad.numel() == 0 or again.data_ptr() == grad.data_ptr()
         grad = again
