@@ -7,8 +7,10 @@ by the number of steps done:
 
 A run that resumes at some step takes the factors after the last change up to it. So the format of
 the checkpoint does not matter, nor whether it was written later (`--async-save`) or elsewhere
-(non-persistent checkpoints). Changes after that step are forgotten: the resumed run makes its own. Megatron's checkpoints have no place for
-this: state dicts of models keep their keys, and the saved arguments are compared, not restored.
+(non-persistent checkpoints). Changes after that step are forgotten: the resumed run makes its own.
+
+Megatron's checkpoints have no place for this: state dicts of models keep their keys, and the saved
+arguments are compared, not restored.
 """
 
 import json

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron.compat import captures_moe
-from padded_dispatch.megatron.config import check_config
+from padded_dispatch.megatron.config import check_config, take_over
 from padded_dispatch.megatron.cpu import CPU_REMEDY, is_on_cpu
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.layer import build, dispatcher_type
@@ -93,6 +93,7 @@ def _wrap_post_init(
         if self.moe_token_dispatcher_type != NAME:
             post_init(self)
             return
+        take_over(self)
         with dispatcher_type(self, "alltoall"):
             if captures_moe(self):
                 _with_static_shapes(post_init, self)
@@ -100,6 +101,7 @@ def _wrap_post_init(
                 post_init(self)
         if not hasattr(self, "padded_dispatch"):
             self.padded_dispatch = options
+        take_over(self)
         check_config(self)
         follow_training(_patches)
         keep_options(_patches)

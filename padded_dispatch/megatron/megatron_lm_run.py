@@ -3,7 +3,7 @@
 After each step a `CapacityWatch` reads what was dropped and changes factors. Figures go to
 Megatron's line of a step, its TensorBoard and its W&B, under the names of
 `padded_dispatch.megatron.telemetry.scalars`. In the line, Megatron prints what is in
-`total_loss_dict`, divided by the steps since the last line; up to 0.17 it leaves out zeros.
+`total_loss_dict`, divided by the steps since the last line; 0.16.1 leaves out zeros.
 
 Where Megatron prints a line the host waits for the device, so a reading that has been started is
 taken there: with `telemetry_every` a divisor of `--log-interval`, a line shows the steps that it is

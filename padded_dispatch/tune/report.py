@@ -191,7 +191,7 @@ def _answer(study: Study) -> str:
     advice = study.training.overall
     tiles = [
         (f"{advice.factor:g}", "capacity factor in training"),
-        (f"{study.evaluation.overall.factor:g}", "in evaluation"),
+        (f"{study.evaluation.overall.factor:g}", "in evaluation, if captured"),
         (percent(advice.dropped), "of the rows seen dropped"),
         (percent(advice.worst), "of the rows in the worst step"),
     ]
@@ -299,7 +299,7 @@ def _method(study: Study) -> str:
         f"The factor is the upper {percent(question.target.confidence)} confidence bound, by order "
         f"statistics, of the quantile in the target; steps come in runs, so "
         f"{training.num_steps:,} of them count as {training.num_independent:,.0f}.",
-        f"Evaluation: {study.evaluation.target}.",
+        f"Evaluation: eager passes drop nothing. For a captured one: {study.evaluation.target}.",
     ]
     if study.held_out is not None:
         texts.append(study.held_out_sentence())

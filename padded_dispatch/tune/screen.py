@@ -74,7 +74,8 @@ def _parts(study: Study, folder: Path, columns: int | None) -> dict[str, str]:
     evaluation = study.evaluation.overall
     promised = "" if evaluation.promised else ", without a promise"
     parts["evaluation"] = prose(
-        f"In evaluation: {evaluation.factor:g}, for {study.evaluation.target}{promised}."
+        "In evaluation: eager passes drop nothing. Where a CUDA graph captures evaluation, "
+        f"--padded-eval-factor {evaluation.factor:g} is for {study.evaluation.target}{promised}."
     )
     if study.held_out is not None:
         parts["held-out"] = prose(study.held_out_sentence())

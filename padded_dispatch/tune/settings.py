@@ -9,9 +9,10 @@ padded-dispatch train  flags of its own beside the launcher's
 Python                 `install()`, and fields of `TransformerConfig`
 YAML                   the same fields, those of `PaddedOptions` under `padded_dispatch`
 
-A block has the factor, the kind of pool, what the slots were asked to be, the factors of layers or
-steps, and the factor of evaluation. The capacity factor is also right for stock drop-and-pad, whose
-capacity has the same definition.
+A block has the factor, the kind of pool, what the slots were asked to be, and the factors of layers
+or steps. It leaves evaluation alone: eager evaluation fits its routing and drops nothing, which a
+factor would end. The capacity factor is also right for stock drop-and-pad, whose capacity has the
+same definition.
 """
 
 import textwrap
@@ -103,11 +104,6 @@ def options(study: Study, *, per_layer: bool) -> dict[str, Any]:
     elif len(training.overall.phases) > 1:
         phases = training.overall.phases
         given["schedule"] = tuple((phase.first_step, phase.factor) for phase in phases)
-    # A graph that captures evaluation runs it as training without this: with the layer's factor, or
-    # with the schedule's last. Eager evaluation fits its sizes by default.
-    evaluation = study.evaluation.overall.factor
-    if given.keys() & {"layer_factors", "schedule"} or evaluation != training.overall.factor:
-        given["eval_factor"] = evaluation
     return given
 
 

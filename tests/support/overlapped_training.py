@@ -30,7 +30,7 @@ class OverlapCase(RetriedCase):
     """A model, and what its schedule overlaps.
 
     `experts`: the option. `delay_wgrad`: gradients of weights are computed after those of rows.
-    `shared_ffn`: width of shared experts, if there are any.
+    `shared_ffn`: width of shared experts, if there are any. `padded`: the last tokens are padding.
     """
 
     ranks: int = 2
@@ -42,6 +42,7 @@ class OverlapCase(RetriedCase):
     experts: Experts = "module"
     delay_wgrad: bool = False
     shared_ffn: int | None = None
+    padded: bool = False
 
     @property
     def in_bf16(self) -> bool:
@@ -62,7 +63,9 @@ class OverlapTraining(Training):
         case, generator = self.case, torch.Generator().manual_seed(self._number)
         while True:
             ids = torch.randint(case.vocab, (case.batch, case.seq + 1), generator=generator)
-            yield {"ids": ids.to(case.device)}
+            mask = torch.arange(case.seq).expand(case.batch, -1) >= case.seq - 3
+            padding = {"padding_mask": mask.to(case.device)} if case.padded else {}
+            yield {"ids": ids.to(case.device), **padding}
 
 
 def overlapped_equals_plain(case: OverlapCase, **options: Any) -> Findings:

@@ -426,7 +426,8 @@ def forward(
     batches: Iterator[dict[str, Tensor]], model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Any]:
     """Run a microbatch, or plan it: Megatron's `forward_step_func`."""
-    ids = next(batches)["ids"]
+    given = next(batches)
+    ids, masks = given["ids"], {name: given[name] for name in given.keys() & {"padding_mask"}}
     batch, length = ids.shape[0], ids.shape[1] - 1
     positions = torch.arange(length, device=ids.device).expand(batch, -1)
     # Transformer Engine's attention is causal without a mask.
@@ -434,7 +435,8 @@ def forward(
     if ids.device.type == "cpu":
         future = torch.ones(batch, 1, length, length, dtype=torch.bool).triu(1)
     run = model.build_schedule_plan if return_schedule_plan else model
-    return run(ids[:, :-1].contiguous(), positions, future, labels=ids[:, 1:].contiguous()), _mean
+    tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    return run(tokens, positions, future, labels=labels, **masks), _mean
 
 
 def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

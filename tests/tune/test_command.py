@@ -239,7 +239,7 @@ def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
     save_trace(synthetic_trace("balanced", SIZES), tmp_path / "even.npy")
     _, printed, found = tune(f"--synthetic zipf {MADE} --no-plots --eval-traces even.npy")
     assert found["evaluation"]["overall"]["factor"] < found["training"]["overall"]["factor"]
-    assert "In evaluation: 1, for no row dropped in 99 % of steps, without a promise." in printed
+    assert "--padded-eval-factor 1 is for no row dropped in 99 % of steps, without a pro" in printed
 
 
 @pytest.mark.parametrize(

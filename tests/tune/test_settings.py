@@ -97,31 +97,19 @@ def wanted(name: str, per_layer: bool) -> tuple[float, PaddedOptions]:
 
 
 def test_options_are_those_of_the_question_and_the_answer():
-    evaluation = STUDIES["pool"].evaluation.overall.factor
-    assert options(STUDIES["pool"], per_layer=False) == {
-        "capacity_pool": "rank",
-        "policy": "priority",
-        "eval_factor": evaluation,
-    }
-    assert evaluation > STUDIES["pool"].training.overall.factor
+    pool = STUDIES["pool"]
+    # Eager evaluation drops nothing by default: a factor would end that.
+    assert pool.evaluation.overall.factor > pool.training.overall.factor
+    assert options(pool, per_layer=False) == {"capacity_pool": "rank", "policy": "priority"}
     aligned = options(STUDIES["aligned"], per_layer=False)
     assert (aligned["min_capacity"], aligned["alignment"]) == (4, 16)
     schedule = options(STUDIES["schedule"], per_layer=False)["schedule"]
     assert schedule == ((0, 2.0), (40, 1.25))
     layers = options(STUDIES["schedule"], per_layer=True)
-    assert layers.keys() == {"layer_factors", "eval_factor"}
+    assert layers.keys() == {"layer_factors"}
     advice = STUDIES["schedule"].training.layers
     assert layers["layer_factors"] == {1: advice[1].factor, 2: advice[2].factor}
     assert options(STUDIES["plain"], per_layer=False) == {}
-
-
-@pytest.mark.parametrize("per_layer", [False, True])
-def test_evaluation_is_named_wherever_training_has_several_factors(per_layer):
-    """Without it, evaluation would take the layer's own factor, or the schedule's last one."""
-    found = STUDIES["schedule"]
-    found = dataclasses.replace(found, evaluation=found.training)
-    given = PaddedOptions(**options(found, per_layer=per_layer))
-    assert given.eval_factor == found.training.overall.factor
 
 
 def run_in_bash(text: str, folder: Path) -> str:
@@ -208,23 +196,22 @@ def test_the_block_of_yaml_makes_the_config(name, per_layer):
 
 def test_text_of_the_blocks():
     pool = STUDIES["pool"]
-    factor, evaluation = pool.training.overall.factor, pool.evaluation.overall.factor
+    factor = pool.training.overall.factor
     megatron_lm, train, python, yaml = (block.text for block in blocks(pool, per_layer=False))
-    flags = "--padded-capacity-pool rank --padded-policy priority --padded-eval-factor"
+    flags = "--padded-capacity-pool rank --padded-policy priority"
     assert " ".join(megatron_lm.replace("\\\n", "").split()) == (
         "torchrun --nproc-per-node auto -m padded_dispatch.megatron.run pretrain_gpt.py "
         '"${ARGS[@]}" --moe-token-dispatcher-type padded_alltoall '
-        f"--moe-expert-capacity-factor {factor:g} {flags} {evaluation:g}"
+        f"--moe-expert-capacity-factor {factor:g} {flags}"
     )
     assert max(map(len, megatron_lm.splitlines())) <= 78
     assert " ".join(train.replace("\\\n", "").split()) == (
-        f"padded-dispatch train --capacity-factor {factor:g} {flags} {evaluation:g}"
+        f"padded-dispatch train --capacity-factor {factor:g} {flags}"
     )
-    assert python.splitlines()[2:6] == [
+    assert python.splitlines()[2:5] == [
         "install(PaddedOptions(",
         '    capacity_pool="rank",',
         '    policy="priority",',
-        f"    eval_factor={evaluation:g},",
     ]
     assert yaml.splitlines() == [
         "moe_token_dispatcher_type: padded_alltoall",
@@ -232,7 +219,6 @@ def test_text_of_the_blocks():
         "padded_dispatch:",
         "  capacity_pool: rank",
         "  policy: priority",
-        f"  eval_factor: {evaluation:g}",
     ]
 
 
