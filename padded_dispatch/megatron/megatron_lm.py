@@ -40,7 +40,7 @@ def follow_training(patches: Patches) -> None:
     training: Any = sys.modules.get(_MODULE)
     if training is None or not hasattr(training, "train_step"):
         return  # Not imported, or about to be.
-    if isinstance(getattr(training.train_step, "followed_by", None), _Loop):
+    if isinstance(vars(training.train_step).get("followed_by"), _Loop):
         return
     loop = _Loop(training)
     for name in ("train", "train_step", "training_log"):
@@ -79,7 +79,7 @@ class _Loop:
 
             return instead(call, bound.arguments)
 
-        followed.followed_by = self  # pyright: ignore[reportFunctionMemberAccess]
+        vars(followed)["followed_by"] = self
         return followed
 
     def train(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:

@@ -157,17 +157,10 @@ class LayerGraphs:
             MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
         hooked = _hooked(self._chunks)
         with _without_forward_hooks(hooked):
-            with restore_state(self._chunks):
-                for sample in self._flat_samples():
-                    run_eager(self._chunks, sample)
-                held = memory.estimate(*self._samples_and_order())
-                num_layers = len(self._helper.flattened_callables)
-                _log.info("CUDA graphs of %d layers will hold %s", num_layers, held)
-                with memory.explain_out_of_memory(str(held)):
-                    _create(self._helper)
+            _create(self._helper, self._chunks)
             report = None
             if self._all_padded():
-                report = run_self_test(self._chunks, self._flat_samples())
+                report = run_self_test(self._chunks, _samples(self._helper))
         if hooked:
             self._helper.cuda_graph_set_manual_hooks()
         if report is not None:
@@ -197,27 +190,6 @@ class LayerGraphs:
         if self._helper.graphs_created():
             release(self._helper)
         gc.collect()
-
-    def _flat_samples(self) -> list[Sample]:
-        chunks, _ = self._samples_and_order()
-        return [sample for samples in chunks for sample in samples]
-
-    def _samples_and_order(self) -> tuple[list[list[Sample]], list[int]]:
-        """Return the inputs of each layer's first graph, by chunk, and the capture's schedule.
-
-        `_get_cuda_graph_input_data` returns inputs in the order (chunk, microbatch, layer), 0.16.1
-        to 0.19.0.
-        """
-        args, options = self._helper._get_cuda_graph_input_data()
-        chunks, start = [], 0
-        for layers in self._helper.callables_per_chunk:
-            samples = []
-            for number, layer in enumerate(layers, start):
-                kwargs = options["sample_kwargs"][number]
-                samples.append(Sample(layer=layer, args=args[number], kwargs=kwargs))
-            chunks.append(samples)
-            start += len(layers) * self._helper.num_microbatches
-        return chunks, options["_order"]
 
     def _all_padded(self) -> bool:
         modules = (module for chunk in self._chunks for module in chunk.modules())
@@ -297,10 +269,13 @@ def release(helper: Any) -> None:
 
 
 def capture_by(helper: Any, chunks: list[Any]) -> None:
-    """Capture with Megatron's TECudaGraphHelper between two steps, as Megatron-LM does."""
+    """Capture with Megatron's TECudaGraphHelper between two steps, like `LayerGraphs.capture`.
+
+    There is no self-test: a loop that captures by itself has none either.
+    """
     hooked = _hooked(chunks)
     with _without_forward_hooks(hooked):
-        _create(helper)
+        _create(helper, chunks)
     if hooked:
         helper.cuda_graph_set_manual_hooks()
 
@@ -316,11 +291,41 @@ def forget_iterations() -> None:
     gc.collect()
 
 
-def _create(helper: Any) -> None:
-    try:
-        helper.create_cudagraphs()
-    finally:
-        cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
+def _create(helper: Any, chunks: list[Any]) -> None:
+    """Run each layer eagerly, since shapes must not be new in a capture; capture; restore state."""
+    with restore_state(chunks):
+        for sample in _samples(helper):
+            run_eager(chunks, sample)
+        held = memory.estimate(*_samples_and_order(helper))
+        _log.info("CUDA graphs of %d layers will hold %s", len(helper.flattened_callables), held)
+        try:
+            with memory.explain_out_of_memory(str(held)):
+                helper.create_cudagraphs()
+        finally:
+            cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
+
+
+def _samples(helper: Any) -> list[Sample]:
+    chunks, _ = _samples_and_order(helper)
+    return [sample for samples in chunks for sample in samples]
+
+
+def _samples_and_order(helper: Any) -> tuple[list[list[Sample]], list[int]]:
+    """Return the inputs of each layer's first graph, by chunk, and the capture's schedule.
+
+    `_get_cuda_graph_input_data` returns inputs in the order (chunk, microbatch, layer), 0.16.1 to
+    0.19.0.
+    """
+    args, options = helper._get_cuda_graph_input_data()
+    chunks, start = [], 0
+    for layers in helper.callables_per_chunk:
+        samples = []
+        for number, layer in enumerate(layers, start):
+            kwargs = options["sample_kwargs"][number]
+            samples.append(Sample(layer=layer, args=args[number], kwargs=kwargs))
+        chunks.append(samples)
+        start += len(layers) * helper.num_microbatches
+    return chunks, options["_order"]
 
 
 def _hooked(chunks: list[Any]) -> list[Any]:
