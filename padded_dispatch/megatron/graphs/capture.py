@@ -45,6 +45,7 @@ from padded_dispatch.megatron.graphs.selftest import (
     run_eager,
     run_self_test,
 )
+from padded_dispatch.utils.patches import Patches
 
 _log = logging.getLogger("padded_dispatch")
 
@@ -204,7 +205,8 @@ class LayerGraphs:
 
     def _create(self) -> None:
         try:
-            self._helper.create_cudagraphs()
+            with self._numbers_kept():
+                self._helper.create_cudagraphs()
         finally:
             cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
 
@@ -216,18 +218,35 @@ class LayerGraphs:
         """Return the inputs of each layer's first graph, by chunk, and the capture's schedule.
 
         `_get_cuda_graph_input_data` returns inputs in the order (chunk, microbatch, layer), 0.16.1
-        to 0.19.0.
+        to 0.19.0. With `overlap_moe_expert_parallel_comm`, every layer is a chunk of the capture.
         """
-        args, options = self._helper._get_cuda_graph_input_data()
+        helper, layers_of_chunks = self._helper, self._helper.callables_per_chunk
+        with self._numbers_kept():
+            args, options = helper._get_cuda_graph_input_data()
+            if helper.num_model_chunks != len(layers_of_chunks):
+                layers_of_chunks = [[layer] for layers in layers_of_chunks for layer in layers]
         chunks, start = [], 0
-        for layers in self._helper.callables_per_chunk:
+        for layers in layers_of_chunks:
             samples = []
             for number, layer in enumerate(layers, start):
                 kwargs = options["sample_kwargs"][number]
                 samples.append(Sample(layer=layer, args=args[number], kwargs=kwargs))
             chunks.append(samples)
-            start += len(layers) * self._helper.num_microbatches
-        return chunks, options["_order"]
+            start += len(layers) * helper.num_microbatches
+        # Steps and a half are delayed gradients of weights.
+        return chunks, [step for step in options["_order"] if step == int(step)]
+
+    @contextmanager
+    def _numbers_kept(self) -> Iterator[None]:
+        """Restore the helper's numbers of chunks and layers.
+
+        With `overlap_moe_expert_parallel_comm` the helper sets them to those of the capture, and
+        takes them for the model's in the next call.
+        """
+        with Patches() as patches:
+            for name in ("num_layers_per_chunk", "num_model_chunks"):
+                patches.set(self._helper, name, getattr(self._helper, name))
+            yield
 
     def _all_padded(self) -> bool:
         modules = (module for chunk in self._chunks for module in chunk.modules())
