@@ -18,6 +18,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core import package_info
+
 from tests.gpu.situations import ENVIRONMENT, run_case
 from tests.support.gpu_rows import Rows, parsed, wants
 from tests.support.overlapped_training import OverlapCase, overlapped_equals_plain
@@ -57,6 +59,8 @@ def cases() -> Iterator[OverlapCase]:
         yield OverlapCase(name=f"{name}, one local expert", **how | {"num_experts": 2, "top_k": 2})
         yield OverlapCase(name=f"{name}, shared experts", shared_ffn=512, **how)
         yield OverlapCase(name=f"{name}, padding mask", padded=True, **how)
+        if not delays and (package_info.MAJOR, package_info.MINOR) >= (0, 18):
+            yield OverlapCase(name=f"{name}, beside dispatch", dispatch_backward=True, **how)
         deep = how | {"ranks": 4, "pp": 2, "vpp": 2, "num_layers": 4}
         yield OverlapCase(name=f"{name}, PP2/VPP2", **deep)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import utils as schedule_streams
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer import transformer_config
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.autograd import DeviceType
@@ -42,6 +43,8 @@ class OverlapCase(RetriedCase):
     """A model, and what its schedule overlaps.
 
     `experts`: the option. `delay_wgrad`: gradients of weights are computed after those of rows.
+    `dispatch_backward`: so they are in the plain schedule, beside the dispatch's backward pass,
+    instead of the combined schedule; new in 0.18.
     `scopes`: parts of layers that CUDA graphs of the combined schedule hold; none for no graphs.
     `shared_ffn`: width of shared experts, if there are any. `padded`: the last tokens are padding.
     `protects`: each microbatch protects other tokens.
@@ -55,6 +58,7 @@ class OverlapCase(RetriedCase):
     steps: int = 2
     experts: Experts = "module"
     delay_wgrad: bool = False
+    dispatch_backward: bool = False
     scopes: tuple[str, ...] = ()
     shared_ffn: int | None = None
     padded: bool = False
@@ -148,13 +152,17 @@ def overlapped_equals_plain(case: OverlapCase, **options: Any) -> Findings:
         "delay_wgrad_compute": case.delay_wgrad,
     }
     options = {"experts": case.experts, **options}
+    if case.dispatch_backward:
+        overlap = {"overlap_dispatch_backward_with_experts_wgrad": True}
     if case.scopes:
         overlap |= layer_graphs(*case.scopes)
     case = dataclasses.replace(case, graph="layer" if case.scopes else "none")
     with world(case), ExitStack() as stack:
+        patches = stack.enter_context(Patches())
         if not hasattr(RowParallelLinear, "backward_dw"):  # 0.16 calls it, and does not have it.
-            patches = stack.enter_context(Patches())
             patches.set(RowParallelLinear, "backward_dw", lambda linear: None)
+        if not case.on_gpu:  # Nor has a CPU a Transformer Engine.
+            patches.set(transformer_config, "is_te_min_version", lambda version: True)
         plain = OverlapTraining(dataclasses.replace(case, fields=shared), **options)
         overlapped = OverlapTraining(dataclasses.replace(case, fields=shared | overlap), **options)
         if case.scopes:
