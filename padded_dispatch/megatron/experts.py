@@ -255,6 +255,10 @@ class StackedExperts(MegatronModule):
         )
         return output_ND, None
 
+    def need_backward_dw(self) -> bool:
+        """Return whether `backward_dw` computes gradients; Megatron-FSDP asks."""
+        return self.linear_fc1.delayed is not None
+
     def backward_dw(self) -> None:
         """Compute the gradients of the weights that backward has delayed."""
         self.linear_fc2.backward_dw()
