@@ -25,7 +25,7 @@ def use_style() -> None:
     """Set matplotlib's defaults; call it once, before the first figure."""
     plt.rcParams.update(
         {
-            "figure.dpi": 96,
+            "figure.dpi": 150,
             "figure.constrained_layout.use": True,
             "font.size": 10,
             "text.color": INK,
@@ -59,7 +59,8 @@ def show(figure: Figure, caption: str | None = None) -> None:
     plt.close(figure)
     picture = Image.open(whole).convert("RGB").quantize(128, dither=Image.Dither.NONE)
     picture.save(small, format="png", optimize=True)
-    display(Shown(data=small.getvalue(), format="png"))
+    width = round(picture.width * 96 / plt.rcParams["figure.dpi"])  # browsers count 96 to an inch
+    display(Shown(data=small.getvalue(), format="png", width=width))
 
 
 def drawing(axes: Axes) -> None:

@@ -94,33 +94,6 @@ def show_empty(command: str) -> None:
     figures.show(figure)
 
 
-def files() -> Markdown:
-    """Return a table with one line for each results file."""
-    lines = []
-    for path in sorted(Path("results").glob("*.json")):
-        runs = json.loads(path.read_text())["runs"]
-        abouts = [run["about"] for run in runs]
-        programs = dict.fromkeys(_program(about["command"]) for about in abouts)
-        machines = dict.fromkeys(about["machine"] for about in abouts)
-        dates = sorted({about["date"] for about in abouts})
-        lines.append(
-            [
-                path.name,
-                sum(len(run["rows"]) for run in runs),
-                len(runs),
-                "; ".join(machines),
-                " to ".join(dict.fromkeys([dates[0], dates[-1]])),
-                ", ".join(f"`{program}`" for program in programs),
-            ]
-        )
-    return table(["file", "rows", "commands", "machines", "dates", "written by"], lines)
-
-
-def _program(command: str) -> str:
-    words = command.split()
-    return " ".join(words[: 3 if words[1] == "-m" else 2])
-
-
 # The defaults
 
 
@@ -618,15 +591,14 @@ def draw_over_factor(rows: Rows, columns: int = 2, height: float = 2.4) -> None:
     _show_layers(figure, panels[0, 0], rows)
 
 
-def draw_other_tokens(layers: Layers) -> None:
-    """Draw ms against the factor at the other numbers of tokens, on one rank and on the most."""
-    others = [r for r in where(layers.newest, skew="uniform") if r["tokens"] != layers.tokens]
+def draw_few_tokens(layers: Layers) -> None:
+    """Draw ms against the factor at the fewest tokens, on one rank and on the most."""
+    others = [r for r in where(layers.newest, skew="uniform") if r["tokens"] < layers.tokens]
     with_ours = {case(row) for row in others if row["contender"] == "ours"}
     others = [row for row in others if case(row) in with_ours]
-    most = max(row["ep"] for row in others)
-    for tokens in dict.fromkeys(row["tokens"] for row in others):
-        rows = [row for row in where(others, tokens=tokens) if row["ep"] in (1, most)]
-        draw_over_factor(rows, columns=3, height=3.0)
+    fewest, most = min(row["tokens"] for row in others), max(row["ep"] for row in others)
+    rows = [row for row in where(others, tokens=fewest) if row["ep"] in (1, most)]
+    draw_over_factor(rows, columns=3, height=3.0)
 
 
 def beside_stock(layers: Layers) -> Markdown:

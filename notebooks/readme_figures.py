@@ -1,9 +1,9 @@
-"""Draw the two pictures of the top README, and write its table, from the results files.
+"""Draw the pictures of the top README, and write its table, from the results files.
 
     python notebooks/readme_figures.py
 
-writes `.github/images/idea.svg` and `.github/images/layer_time.svg` and prints the table. Numbers
-come from `notebooks/results/*.json` alone: of the runs that hold every cell, the last one counts.
+writes them to `.github/images` and prints the table. Numbers come from `notebooks/results/*.json`
+alone: of the runs that hold every cell, the last one counts.
 """
 
 import json
@@ -48,9 +48,10 @@ LOOKS = {STOCK: (ORANGE, "o"), PACKED: (GREEN, "^"), DIRECT: (BLUE, "s")}
 
 
 def main() -> None:
-    """Write both pictures and print the table."""
+    """Write the pictures and print the table."""
     with matplotlib.rc_context(STYLE):
-        for name, figure in (("idea", draw_idea()), ("layer_time", draw_layer_time())):
+        drawn = {"idea": draw_idea(), "layer_time": draw_layer_time(), "pools": draw_pools()}
+        for name, figure in drawn.items():
             path = IMAGES / f"{name}.svg"
             figure.savefig(path, metadata={"Date": None, "Creator": None})
             plt.close(figure)
@@ -121,6 +122,76 @@ def draw_layer_time() -> Figure:
         ax.set_axisbelow(True)
     axes[0].set_ylabel("ms per layer")
     axes[0].legend(loc="lower left", fontsize=8.5)
+    return figure
+
+
+# The plot: dropped rows over the capacity factor, by who shares slots.
+
+POOLS = {"expert": ORANGE, "rank": GREEN, "receiver": BLUE}
+SKEWS = {"lognormal 0.3": "all ranks alike", "topics 0.5": "each rank with its own topics"}
+
+
+def pool_drops(path: Path = RESULTS / "pools.json") -> dict[tuple[str, str], dict[float, float]]:
+    """Return dropped shares by factor for each (skew, pool) of the Qwen3-30B-A3B shape on 8 ranks.
+
+    All of them are of one command.
+
+    Raises:
+        ValueError: if no run of the file has every cell.
+    """
+    wanted = {(skew, pool) for skew in SKEWS for pool in POOLS}
+    for run in reversed(json.loads(path.read_text())["runs"]):
+        cells = {
+            (row["skew"], row["capacity_pool"]): {float(f): d for f, d in row["dropped"].items()}
+            for row in run["rows"]
+            if row["check"] == "rows dropped by synthetic routing"
+            and (row["model"], row["ep"]) == ("qwen3-30b-a3b", 8)
+        }
+        if cells.keys() >= wanted:
+            return {cell: cells[cell] for cell in wanted}
+    raise ValueError(f"path must hold one run with all of {sorted(wanted)}, got {path}")
+
+
+def draw_pools() -> Figure:
+    """Draw what each kind of pool drops, one plot per skew."""
+    drops = pool_drops()
+    widths = {
+        "expert": 2.0,
+        "rank": 4.5,
+        "receiver": 2.0,
+    }  # Where two lie on each other, both show.
+    figure, axes = plt.subplots(1, 2, figsize=(8.2, 2.7), layout="constrained", sharey=True)
+    for ax, (skew, title) in zip(axes, SKEWS.items(), strict=True):
+        for pool, colour in POOLS.items():
+            shares = drops[skew, pool]
+            percents = [100 * share for share in shares.values()]
+            ax.plot(
+                list(shares),
+                percents,
+                color=colour,
+                marker="o",
+                ms=3.5,
+                lw=widths[pool],
+                label=pool,
+            )
+        for pool, places in (("expert", 8), ("rank", 12)):
+            share = drops[skew, pool][1.25]
+            ax.annotate(
+                f"{share:.2%}",
+                (1.25, 100 * share),
+                xytext=(places, 6),
+                textcoords="offset points",
+                fontsize=8,
+                color=POOLS[pool],
+            )
+        ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        ax.set_xlim(0.97, 2.53)
+        ax.set_xlabel("capacity factor")
+        ax.grid(color=PALE)
+        ax.set_axisbelow(True)
+    axes[0].set_ylim(0, 100 * max(max(shares.values()) for shares in drops.values()) + 1)
+    axes[0].set_ylabel("dropped, % of rows")
+    axes[0].legend(title="capacity_pool", loc="upper right", fontsize=8.5)
     return figure
 
 

@@ -37,11 +37,11 @@ _NUM_BATCHES = 4
 # The first pattern that matches decides.
 _PHASES = {
     "select": r"_select_\w*kernel|_choice_ranks_kernel|_accept_kernel",
-    "plan": r"_rank_kernel|_slot_kernel|_row_id_map",
+    "plan": r"_rank_kernel|_plan_count_kernel|_slot_kernel|_row_id_map",
     "meta": r"_(gather|scatter)_meta_kernel",
     "gather": r"_spread_rows_kernel|\b_permute_kernel|_unpermute_bwd",
     "combine": r"_sum_rows_kernel|_unpermute_kernel",
-    "regroup": r"_regroup|_move_rows|_pack_rows|_unpack_rows|sort_chunks",
+    "regroup": r"_move_rows|sort_chunks",
     "exchange": r"nccl|_push_rows|_return_rows|_push_counts|_place_rows|barrier_kernel",
     "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas"
     r"|_rows_times_weights|_row_tiles|_add_weight_gradients",

@@ -25,12 +25,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from padded_dispatch.bench.arguments import read_parts, with_defaults
 from padded_dispatch.bench.cases import MODELS
 from padded_dispatch.config import DispatchConfig, Policy, require
 from padded_dispatch.experts import ExpertWeights, Linear, grouped_mlp
@@ -82,18 +82,14 @@ def main(argv: list[str]) -> int:
     Raises:
         ValueError: for mistakes in `argv`.
     """
-    given = _parser().parse_args(argv)
+    given = with_defaults(read_parts(argv))
     require(given.repeats >= 1, "--repeats", given.repeats, "be at least 1")
     if given.out:
         require_results("--out", given.out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for num_experts in given.select_experts:
-        require(
-            num_experts >= 8 and num_experts % 8 == 0,
-            "select_experts",
-            num_experts,
-            "be a multiple of 8",
-        )
+        valid = num_experts >= 8 and num_experts % 8 == 0
+        require(valid, "--select-experts", num_experts, "be a multiple of 8")
     num_gpus, command = int(device.type == "cuda"), " ".join(["padded-dispatch parts", *argv])
     run = about(num_gpus=num_gpus, command=command, commit=given.commit)
     cases = _selection_cases if given.select_experts else _model_cases
@@ -130,10 +126,10 @@ def _selection_cases(
 ) -> Iterator[tuple[dict[str, Any], Part]]:
     """Yield selection alone, for pools of one expert and of the experts of 8 and of 2 ranks."""
     for num_experts in given.select_experts:
+        config = DispatchConfig(num_experts=num_experts, top_k=min(8, num_experts // 8))
         for num_tokens in given.tokens:
-            top_k = min(8, num_experts // 8)
             for num_pools in (num_experts, 8, 2):
-                slots = max(1, num_tokens * top_k // num_pools)
+                slots = max(1, num_tokens * config.top_k // num_pools)
                 where = {
                     "model": f"{num_experts} experts",
                     "ep": 1 if num_pools == num_experts else num_pools,
@@ -141,16 +137,15 @@ def _selection_cases(
                     "capacity_factor": 1.0,
                     "capacity": slots,
                 }
-                for part in _pool_selections(num_tokens, num_experts, num_pools, slots, device):
+                for part in _pool_selections(config, num_tokens, num_pools, slots, device):
                     yield where, part
 
 
 def _pool_selections(
-    num_tokens: int, num_experts: int, num_pools: int, slots: int, device: torch.device
+    config: DispatchConfig, num_tokens: int, num_pools: int, slots: int, device: torch.device
 ) -> Iterator[Part]:
     """Yield the selection of each policy, and of a hot expert; with pools of one, torch's, too."""
-    top_k = min(8, num_experts // 8)
-    config = DispatchConfig(num_experts=num_experts, top_k=top_k)
+    num_experts, top_k = config.num_experts, config.top_k
     probs_TE, map_TE = _routing(config, num_tokens, device)
     draw = torch.zeros((), dtype=torch.int64, device=device)
     width = num_experts // num_pools
@@ -361,28 +356,3 @@ def _experts(
             one_product = functools.partial(both_ways, linear=batched_linear)
             yield Part(name="batched experts", run=one_product, fill=fill, flops=flops)
         yield Part(name="packed experts", run=both_ways, fill=fill, flops=flops)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="padded-dispatch parts",
-        description="Time kernels and experts by themselves, on one device.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    on_gpu = torch.cuda.is_available()
-    models = ["qwen3-30b-a3b", "gpt-oss-20b"] if on_gpu else ["tiny"]
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=models)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[4096 if on_gpu else 64])
-    parser.add_argument("--capacity-factors", nargs="+", type=float, default=[1.25])
-    parser.add_argument("--ep", type=int, default=8, help="ranks that send rows to each expert")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument(
-        "--select-experts",
-        nargs="+",
-        type=int,
-        default=[],
-        help="time selection alone, with these numbers of experts instead of models",
-    )
-    parser.add_argument("--out", type=Path, help="results file to write")
-    parser.add_argument("--commit", help="commit of the code, for the results")
-    return parser

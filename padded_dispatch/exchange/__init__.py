@@ -69,12 +69,10 @@ class Exchange(Protocol):
     Attributes:
         packed: whether `ExpertInput` is packed.
         num_sources: S.
-        num_local_experts: L.
     """
 
     packed: bool
     num_sources: int
-    num_local_experts: int
 
     def all_demands(self, demand_E: Tensor) -> Tensor:
         """Return the demands of all sources, int32 [S, E], from that of this one, int32 [E]."""

@@ -236,36 +236,24 @@ class LayerExchanges:
                 if kind == "direct":
                     raise
                 self.no_direct = str(error)
+
+        def packed(experts_per_pool: int) -> Exchange:
+            if config.num_sources == 1:
+                return LocalExchange()
+            groups = group, etp_group
+            return AllToAllExchange(
+                num_local_experts, *groups, packed=True, experts_per_pool=experts_per_pool
+            )
+
         self._packed: Exchange | None = None
         self._padded: Exchange | None = None
-        if layout != "padded":
-            one_rank = config.num_sources == 1
-            self._packed = (
-                LocalExchange(num_local_experts)
-                if one_rank
-                else AllToAllExchange(
-                    num_local_experts,
-                    group,
-                    etp_group,
-                    packed=True,
-                    experts_per_pool=1 if pool == "expert" else num_local_experts,
-                )
-            )
+        self._fitting: Exchange
         if layout != "packed":
             self._padded = AllToAllExchange(num_local_experts, group, etp_group, packed=False)
-        fitting: Exchange | None = self._padded
+            self._fitting = self._padded
         if layout != "padded":
-            fitting = LocalExchange(num_local_experts)
-            if config.num_sources > 1:
-                fitting = AllToAllExchange(
-                    num_local_experts,
-                    group,
-                    etp_group,
-                    packed=True,
-                    experts_per_pool=num_local_experts,
-                )
-        assert fitting is not None
-        self._fitting: Exchange = fitting
+            self._packed = packed(1 if pool == "expert" else num_local_experts)
+            self._fitting = packed(num_local_experts)
         self._choices: dict[tuple[int, ...], Choice] = {}
         self._chosen: dict[tuple[int, ...], Exchange] = {}
 
@@ -274,7 +262,6 @@ class LayerExchanges:
         config: DispatchConfig,
         tokens_TD: Tensor,
         probs_TE: Tensor,
-        sizes: PoolSizes | None = None,
     ) -> Choice:
         """Return the exchange for a pass. The first pass with a T and sizes is a collective call.
 
@@ -285,15 +272,13 @@ class LayerExchanges:
             config: the config of this pass; its capacity factor may change between steps.
             tokens_TD: floating point [T, D].
             probs_TE: floating point [T, E]; its dtype is read.
-            sizes: those of this pass, the same on all ranks; None are those of the config.
 
         Raises:
             ValueError: on all ranks, if sources share slots, the rows are on a GPU, and direct
                 stores cannot serve the pass.
         """
         num_tokens = tokens_TD.shape[0]
-        if sizes is None:
-            sizes = config.sizes(num_tokens)
+        sizes = config.sizes(num_tokens)
         key = num_tokens, sizes.num_pools, sizes.pool_slots, sizes.num_rows
         choice = self._choices.get(key)
         if choice is None:
@@ -343,13 +328,12 @@ class LayerExchanges:
                 width=tokens_TD.shape[1],
                 dtype=tokens_TD.dtype,
             )
-            reason = f"the {self._group.size()} ranks share a host and reach each other's GPUs"
-            why_not = ""
+            reason = ""
             if self._kind == "auto":
-                why_not = self._why_not_direct(config, shape, tokens_TD, probs_TE)
-            if not why_not:
+                reason = self._why_not_direct(config, shape, tokens_TD, probs_TE)
+            if not reason:
+                reason = f"the {self._group.size()} ranks share a host and reach each other's GPUs"
                 return Choice(exchange=self._direct, kind="direct", reason=reason, sizes=sizes)
-            reason = why_not
         kind = "alltoall"
         if config.num_sources == 1:
             kind, reason = "none", "one rank"

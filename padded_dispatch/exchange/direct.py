@@ -309,20 +309,7 @@ def _push_rows(
 
 
 @_push_rows.register_fake
-def _(
-    tokens_TD,
-    probs_TE,
-    slot_of_TK,
-    expert_of_TK,
-    kept_E,
-    kept_SE,
-    pool_slots,
-    experts_per_pool,
-    num_rows,
-    num_ranks,
-    key,
-    saved,
-):
+def _(tokens_TD, _probs, _slots, _experts, kept_E, _kept, _P, _X, num_rows, num_ranks, *_):
     num_experts = kept_E.shape[0]
     return (
         tokens_TD.new_empty(num_rows, tokens_TD.shape[1]),
@@ -370,18 +357,7 @@ def _return_rows(
 
 
 @_return_rows.register_fake
-def _(
-    packed_ND,
-    probs_N,
-    offsets_LS,
-    slot_of_TK,
-    expert_of_TK,
-    kept_E,
-    kept_SE,
-    pool_slots,
-    experts_per_pool,
-    key,
-):
+def _(packed_ND, probs_N, _offsets, slot_of_TK, _experts, kept_E, *_):
     num_tokens = slot_of_TK.shape[0]
     values = (0,) if probs_N is None else (num_tokens, kept_E.shape[0])
     return (

@@ -31,15 +31,9 @@ class LocalExchange(PackedAtOnce):
 
     Between the stages, tensors have the shapes of `AllToAllExchange`, but rows [G, P, D] are packed
     already: as [N, D], the real ones come first.
-
-    Args:
-        num_local_experts: all experts (E).
     """
 
     num_sources = 1
-
-    def __init__(self, num_local_experts: int) -> None:
-        self.num_local_experts = num_local_experts
 
     def all_demands(self, demand_E: Tensor) -> Tensor:
         """Return the demand of this rank, the only source: int32 [E] to [1, E]."""

@@ -2,7 +2,8 @@
 
 They need Triton, which comes with torch's CUDA builds. Their ops import them at the first CUDA
 tensor. With TRITON_INTERPRET=1 they run on a CPU, which is how their logic is tested. Every module
-has the kernels of the `ops` module of the same name; `direct` has those of `exchange.direct`.
+has the kernels of the `ops` module of the same name; `gemm` has the products of `ops.grouped`, and
+`direct` the kernels of `exchange.direct`.
 """
 
 # What `counters` counts, one number each, in the order in which they lie behind the numbers per

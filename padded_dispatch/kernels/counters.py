@@ -50,8 +50,7 @@ def count(
     Example: E = 2, one expert per pool, 2 slots, `asked = [[1, 1], [1, 0]]`,
     `kept = [[0, 1], [1, 0]]`, `probs = [[.25, .75], [.5, 0]]`, `demand = [2, 1]` add demand [2, 1]
     and kept [1, 1]; then asked mass 1.5 and dropped mass .25, both times 2**32; 2 tokens, none
-    lost; 2 positions, 1 pass, 2
-    slots.
+    lost; 2 positions, 1 pass, 2 slots.
     """
     num_tokens, num_experts = asked_TE.shape
     block_e = triton.next_power_of_2(num_experts)

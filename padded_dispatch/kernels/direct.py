@@ -162,7 +162,7 @@ def push_rows(
     programs = min(num_tokens, _PROGRAMS)
     _push_rows_kernel[(programs, triton.cdiv(width, _block(width)))](
         tokens_TD,
-        probs_TE if probs_TE is not None else tokens_TD,
+        probs_TE,
         slot_of_TK,
         expert_of_TK,
         shift_E,
@@ -173,7 +173,6 @@ def push_rows(
         num_experts // rows_R.shape[0],
         width,
         K=top_k,
-        WITH_PROBS=probs_TE is not None,
         BLOCK=_block(width),
         num_warps=4,
     )
@@ -193,7 +192,6 @@ def _push_rows_kernel(
     num_local,
     width,
     K: tl.constexpr,
-    WITH_PROBS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -210,7 +208,7 @@ def _push_rows_kernel(
                 rows = tl.load(rows_at + rank).to(tl.pointer_type(tokens.dtype.element_ty))
                 target = tl.multiple_of(rows, 16) + place * width + column
                 tl.store(target, row, mask=column < width)
-                if WITH_PROBS:
+                if probs is not None:
                     beside = tl.load(probs_at + rank).to(tl.pointer_type(tl.float32))
                     prob = tl.load(probs + t * num_experts + e).to(tl.float32)
                     tl.store(beside + place, prob, mask=tl.program_id(1) == 0)
@@ -251,9 +249,9 @@ def return_rows(
     num_local, num_ranks = offsets_LS.shape
     _return_rows_kernel[(programs, triton.cdiv(width, _block(width)))](
         packed_ND,
-        probs_N if probs_N is not None else packed_ND,
+        probs_N,
         offsets_LS,
-        kept_SE if kept_SE is not None else offsets_LS,
+        kept_SE,
         slots_R,
         meta_R,
         rank,
@@ -262,9 +260,7 @@ def return_rows(
         pool_slots,
         experts_per_pool,
         width,
-        WITH_PROBS=probs_N is not None,
         SHARED=experts_per_pool > 1,
-        OF_ALL_RANKS=kept_SE is not None,
         BUFFERS=triton.next_power_of_2(offsets_LS.numel()),
         L_BLOCK=triton.next_power_of_2(num_local),
         E_BLOCK=triton.next_power_of_2(num_local * num_ranks),
@@ -287,9 +283,7 @@ def _return_rows_kernel(
     pool_slots,
     num_shared,
     width,
-    WITH_PROBS: tl.constexpr,
     SHARED: tl.constexpr,
-    OF_ALL_RANKS: tl.constexpr,
     BUFFERS: tl.constexpr,
     L_BLOCK: tl.constexpr,
     E_BLOCK: tl.constexpr,
@@ -318,7 +312,7 @@ def _return_rows_kernel(
             here = tl.load(offsets + place, mask=x < local, other=0)
             here -= tl.load(offsets + place - 1, mask=(x < local) & (place > 0), other=0)
             first_slot += tl.sum(here, 0)
-            if OF_ALL_RANKS:
+            if kept is not None:
                 x = tl.arange(0, E_BLOCK)
                 of_source = kept + source * (num_local * num_sources) + x
                 first_slot += tl.sum(tl.load(of_source, mask=x < rank * num_local, other=0), 0)
@@ -329,7 +323,7 @@ def _return_rows_kernel(
             value = tl.load(packed + row.to(tl.int64) * width + column, mask=column < width)
             target = tl.multiple_of(slots, 16) + slot * width + column
             tl.store(target, value, mask=column < width)
-            if WITH_PROBS:
+            if probs is not None:
                 tl.store(meta + slot, tl.load(probs + row), mask=tl.program_id(1) == 0)
             row += 1
 

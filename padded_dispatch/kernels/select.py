@@ -192,20 +192,20 @@ def _strike(
         FIRST_DIGITS=first_digits,
         SECOND_DIGITS=second_digits,
         BLOCK=_BLOCK,
+        PARTS=num_parts,
         num_warps=4,
     )
-    if num_parts == 1:
-        _select_kernel[(num_pools,)](kept_TE, *pools, *order, num_experts, **constants)
-        return
-    count_DGPV = demand_E.new_empty(num_digits, num_pools, num_parts, 256)
-    state_DG3 = demand_E.new_empty(num_digits, num_pools, 3, dtype=torch.int64)
     grid = num_parts, num_pools
-    for digit in range(num_digits):
-        _select_digit_kernel[grid](
-            *pools, *order[1:], count_DGPV, state_DG3, digit, PARTS=num_parts, **constants
-        )
+    count_DGPV = state_DG3 = None
+    if num_parts > 1:
+        count_DGPV = demand_E.new_empty(num_digits, num_pools, num_parts, 256)
+        state_DG3 = demand_E.new_empty(num_digits, num_pools, 3, dtype=torch.int64)
+        for digit in range(num_digits):
+            _select_digit_kernel[grid](
+                *pools, *order[1:], count_DGPV, state_DG3, digit, **constants
+            )
     _select_strike_kernel[grid](
-        kept_TE, *pools, *order, count_DGPV, state_DG3, num_experts, PARTS=num_parts, **constants
+        kept_TE, *pools, *order, count_DGPV, state_DG3, num_experts, **constants
     )
 
 
@@ -355,67 +355,6 @@ def _select_list_kernel(
             tl.store(seconds + to, _ordered_bits(value, SECOND_BITS), mask=rows)
 
 
-@triton.jit
-def _select_kernel(
-    kept,
-    demand,
-    limit_E,
-    slots,
-    num_candidates,
-    listed,
-    firsts,
-    seconds,
-    num_experts,
-    X: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    FIRST_DIGITS: tl.constexpr,
-    SECOND_DIGITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Find the last row of a pool that has a slot, and strike those behind it, in one program."""
-    g = tl.program_id(0)
-    num_rows, room = _rows_and_room(demand, limit_E, slots, g, X, BLOCK_X)
-    if num_rows <= room:
-        return
-    first, second = _lowest(SECOND_DIGITS)
-    list_at = g.to(tl.int64) * num_candidates
-    for digit in range(FIRST_DIGITS + SECOND_DIGITS):
-        count = _histogram(
-            firsts,
-            seconds,
-            list_at,
-            0,
-            num_rows,
-            first,
-            second,
-            digit,
-            FIRST_DIGITS,
-            SECOND_DIGITS,
-            BLOCK,
-        )
-        first, second, room = _narrow(
-            count, first, second, room, digit, FIRST_DIGITS, SECOND_DIGITS
-        )
-    _strike_part(
-        kept,
-        listed,
-        firsts,
-        seconds,
-        list_at,
-        0,
-        num_rows,
-        first,
-        second,
-        room,
-        g,
-        num_experts,
-        X,
-        FIRST_DIGITS,
-        SECOND_DIGITS,
-        BLOCK,
-    )
-
-
 @triton.jit(do_not_specialize=["digit"])
 def _select_digit_kernel(
     demand,
@@ -485,44 +424,66 @@ def _select_strike_kernel(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Strike the rows without a slot from one part of a pool's list."""
+    """Strike the rows without a slot from one part of a pool's list, or from all of it.
+
+    A program that has all of it finds the last row with a slot by itself.
+    """
     part, g = tl.program_id(0), tl.program_id(1)
     num_rows, room = _rows_and_room(demand, limit_E, slots, g, X, BLOCK_X)
     if num_rows <= room:
         return
     num_pools = tl.num_programs(1)
+    list_at = g.to(tl.int64) * num_candidates
     DIGITS: tl.constexpr = FIRST_DIGITS + SECOND_DIGITS
-    first, second, room = _found_before(
-        counts, states, room, g, num_pools, DIGITS, FIRST_DIGITS, SECOND_DIGITS, PARTS
-    )
     rows_per_part = tl.cdiv(num_rows, PARTS)
     start = tl.minimum(num_rows, part * rows_per_part)
-    if DIGITS == 0:
-        num_equals = start
+    num_equals = start
+    if PARTS == 1:
+        first, second = _lowest(SECOND_DIGITS)
+        for digit in range(DIGITS):
+            count = _histogram(
+                firsts,
+                seconds,
+                list_at,
+                0,
+                num_rows,
+                first,
+                second,
+                digit,
+                FIRST_DIGITS,
+                SECOND_DIGITS,
+                BLOCK,
+            )
+            first, second, room = _narrow(
+                count, first, second, room, digit, FIRST_DIGITS, SECOND_DIGITS
+            )
     else:
-        # Rows that agree in all digits: counted where the last digit was.
-        parts = tl.arange(0, PARTS)
-        last = (second if SECOND_DIGITS > 0 else first) & 255
-        at = (((DIGITS - 1) * num_pools + g) * PARTS + parts) * 256 + last.to(tl.int32)
-        num_equals = tl.sum(tl.load(counts + at, mask=parts < part, other=0), 0)
-    _strike_part(
-        kept,
-        listed,
-        firsts,
-        seconds,
-        g.to(tl.int64) * num_candidates,
-        start,
-        tl.minimum(num_rows, start + rows_per_part),
-        first,
-        second,
-        room - num_equals,
-        g,
-        num_experts,
-        X,
-        FIRST_DIGITS,
-        SECOND_DIGITS,
-        BLOCK,
-    )
+        first, second, room = _found_before(
+            counts, states, room, g, num_pools, DIGITS, FIRST_DIGITS, SECOND_DIGITS, PARTS
+        )
+        if DIGITS > 0:
+            # Rows that agree in all digits: counted where the last digit was.
+            parts = tl.arange(0, PARTS)
+            last = (second if SECOND_DIGITS > 0 else first) & 255
+            at = (((DIGITS - 1) * num_pools + g) * PARTS + parts) * 256 + last.to(tl.int32)
+            num_equals = tl.sum(tl.load(counts + at, mask=parts < part, other=0), 0)
+    # Rows below both numbers go, and of their equals those beyond the room that is left.
+    room -= num_equals
+    stop = tl.minimum(num_rows, start + rows_per_part)
+    for begin in range(start, stop, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        inside = i < stop
+        first_N, second_N = _order(
+            firsts, seconds, list_at + i, inside, FIRST_DIGITS, SECOND_DIGITS
+        )
+        equals = inside & (first_N == first) & (second_N == second)
+        above = (first_N > first) | ((first_N == first) & (second_N > second))
+        number = tl.cumsum(equals.to(tl.int32), 0)
+        keeps = above | (equals & (number <= room))
+        room -= tl.sum(equals.to(tl.int32), 0)
+        row = tl.load(listed + list_at + i, mask=inside, other=0)
+        in_map = (row // X).to(tl.int64) * num_experts + g * X + row % X
+        tl.store(kept + in_map, 0, mask=inside & ~keeps)
 
 
 @triton.jit
@@ -627,42 +588,6 @@ def _histogram(
             agrees_N = (first_N == first) & (second_N >> shift >> 8 == second >> shift >> 8)
         count += tl.histogram(value_N, 256, mask=agrees_N & (i < stop))
     return count
-
-
-@triton.jit
-def _strike_part(
-    kept,
-    listed,
-    firsts,
-    seconds,
-    list_at,
-    start,
-    stop,
-    first,
-    second,
-    room,
-    g,
-    num_experts,
-    X: tl.constexpr,
-    FIRST_DIGITS: tl.constexpr,
-    SECOND_DIGITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Strike listed rows below both numbers, and their equals beyond `room`."""
-    for begin in range(start, stop, BLOCK):
-        i = begin + tl.arange(0, BLOCK)
-        inside = i < stop
-        first_N, second_N = _order(
-            firsts, seconds, list_at + i, inside, FIRST_DIGITS, SECOND_DIGITS
-        )
-        equals = inside & (first_N == first) & (second_N == second)
-        above = (first_N > first) | ((first_N == first) & (second_N > second))
-        number = tl.cumsum(equals.to(tl.int32), 0)
-        keeps = above | (equals & (number <= room))
-        room -= tl.sum(equals.to(tl.int32), 0)
-        row = tl.load(listed + list_at + i, mask=inside, other=0)
-        at = (row // X).to(tl.int64) * num_experts + g * X + row % X
-        tl.store(kept + at, 0, mask=inside & ~keeps)
 
 
 @triton.jit

@@ -47,6 +47,7 @@ Letters: L experts on this rank, N rows, D hidden size, F ffn size, G columns of
 """
 
 import math
+import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ from padded_dispatch.config import FIT, NO_DROP, require
 from padded_dispatch.exchange.choose import Layout
 from padded_dispatch.experts import ExpertWeights, grouped_mlp
 from padded_dispatch.megatron.compat import (
+    FUSED_SWIGLU_CLAMPS,
     LOCAL_GRAPHS_ADD_GRADIENTS,
     overlaps_dispatch_backward,
 )
@@ -75,6 +77,9 @@ from padded_dispatch.ops.grouped import Delayed, batched_linear, grouped_linear
 from padded_dispatch.utils.nvtx import nvtx_range
 
 _REMEDY = 'PaddedOptions(experts="module")'
+
+# The name of one expert's part of a parameter.
+_SINGLE_NAME = re.compile(r"(weight|bias)\d+")
 
 # Transformer Engine's key for fp8 scales, which a strict load asks for. Empty means none.
 _NO_SCALES = torch.empty(0, dtype=torch.uint8)
@@ -326,9 +331,13 @@ class ShardedLayout:
 class StackedLinear(nn.Module):
     """L linears in one parameter, two with biases.
 
+    One expert's part of a parameter can be read under the name that TEGroupedLinear gives it, such
+    as `weight3`: Megatron-Bridge does, see `padded_dispatch.megatron.bridge`.
+
     Attributes:
         weight: [L, out, in].
         bias: [L * out], or None.
+        tensor_model_parallel: False: a rank holds whole experts. Megatron-Bridge reads it.
         delayed: gradients of the weight that `backward_dw` will compute; None if backward does.
 
     Args:
@@ -336,6 +345,8 @@ class StackedLinear(nn.Module):
         biases: [out] each, likewise; none where there is no bias.
         delays: whether `backward_dw` computes the gradient of the weight.
     """
+
+    tensor_model_parallel = False
 
     def __init__(
         self, weights: list[Tensor], biases: list[Tensor], *, delays: bool = False
@@ -357,6 +368,23 @@ class StackedLinear(nn.Module):
                 vars(parameter)["skip_backward_post_hook"] = skips
         self.register_state_dict_post_hook(_split)
         self.register_load_state_dict_pre_hook(_stack)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if _SINGLE_NAME.fullmatch(name) and name in (singles := self.singles()):
+                return singles[name]
+            raise
+
+    def singles(self) -> dict[str, nn.Parameter]:
+        """Return one expert's part of each parameter by name; they share the parameters' memory."""
+        found = {}
+        for kind, parameter in self.named_parameters():
+            shape = self.num_experts, -1, *parameter.shape[2:]
+            for number, part in enumerate(parameter.detach().view(shape)):
+                found[f"{kind}{number}"] = nn.Parameter(part, parameter.requires_grad)
+        return found
 
     def biases(self) -> Tensor | None:
         """Return the bias of each expert, [L, out]."""
@@ -535,7 +563,8 @@ def _refused(config: Any) -> str:
 def _refusals(config: Any) -> list[str]:
     found = refusals(config, _FIELDS)
     clamp, fused = config.activation_func_clamp_value, config.bias_activation_fusion
-    if clamp is not None and fused and config.activation_func is F.silu:
+    leaves_out = fused and config.activation_func is F.silu and not FUSED_SWIGLU_CLAMPS
+    if clamp is not None and leaves_out:
         found.append(
             f"  activation_func_clamp_value={clamp!r}: Megatron's fused SwiGLU leaves it out. "
             "Remedy: bias_activation_fusion=False, or None."
@@ -549,6 +578,10 @@ def _field(name: str, note: str, refuses: Any) -> ConfigField:
 
 def _has_moe_act(modules: Any) -> bool:
     return "moe_act" in (modules or ())
+
+
+def _offloads(modules: Any) -> bool:
+    return not {"expert_fc1", "moe_act"}.isdisjoint(modules or ())
 
 
 _FIELDS = (
@@ -567,5 +600,6 @@ _FIELDS = (
     _field("fp16", "they compute in bf16, on CPUs in any other dtype, too", bool),
     _field("fp8", "they compute in bf16", given),
     _field("fp4", "they compute in bf16", given),
-    _field("offload_modules", "they do not offload moe_act", _has_moe_act),
+    _field("quant_recipe", "they compute in bf16", given),
+    _field("offload_modules", "they offload neither expert_fc1 nor moe_act", _offloads),
 )

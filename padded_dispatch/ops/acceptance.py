@@ -39,7 +39,7 @@ from torch.library import custom_op
 
 from padded_dispatch.config import PoolSizes
 
-_32_BITS = 0xFFFFFFFF
+BITS_32 = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +132,14 @@ def _cells_of_receivers(rows_SE: Tensor, num_ranks: int) -> Tensor:
 def _hash(demand_RM: Tensor, number_R: Tensor) -> Tensor:
     """Return 32 bits for each receiver, from its number and its demands: int64 [R]."""
     cells_M = torch.arange(demand_RM.shape[1], device=demand_RM.device)
-    mixed_RM = _mix(_mix(cells_M ^ 0x9E3779B9) ^ demand_RM)
-    return _mix(_mix(number_R) ^ (mixed_RM.sum(1) & _32_BITS))
+    mixed_RM = mix(mix(cells_M ^ 0x9E3779B9) ^ demand_RM)
+    return mix(mix(number_R) ^ (mixed_RM.sum(1) & BITS_32))
 
 
-def _mix(bits: Tensor) -> Tensor:
-    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & _32_BITS
-    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & _32_BITS
+def mix(bits: Tensor) -> Tensor:
+    """Apply the finalizer of MurmurHash3 to 32 bits in an int64."""
+    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & BITS_32
+    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & BITS_32
     return bits ^ (bits >> 16)
 
 

@@ -41,10 +41,8 @@ from torch import Tensor
 from torch.library import custom_op
 
 from padded_dispatch.config import POLICIES, Policy, PoolSizes, require
-from padded_dispatch.ops.acceptance import Receivers
+from padded_dispatch.ops.acceptance import BITS_32, Receivers, mix
 from padded_dispatch.utils.nvtx import nvtx_range
-
-_32_BITS = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,15 +242,9 @@ def random_scores(draw: Tensor, num_tokens: int, num_experts: int) -> Tensor:
     """
     t_T1 = torch.arange(num_tokens, device=draw.device)[:, None]
     e_E = torch.arange(num_experts, device=draw.device)
-    mixed = _mix(0x9E3779B9 ^ ((draw >> 32) & _32_BITS))
-    mixed = _mix(mixed ^ (draw & _32_BITS))
-    return _mix(_mix(mixed ^ t_T1) ^ e_E)
-
-
-def _mix(bits: Tensor) -> Tensor:
-    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & _32_BITS
-    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & _32_BITS
-    return bits ^ (bits >> 16)
+    mixed = mix(0x9E3779B9 ^ ((draw >> 32) & BITS_32))
+    mixed = mix(mixed ^ (draw & BITS_32))
+    return mix(mix(mixed ^ t_T1) ^ e_E)
 
 
 kept_map = custom_op("padded_dispatch::select", kept_map_in_torch, mutates_args=())

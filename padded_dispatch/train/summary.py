@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from padded_dispatch.train.settings import DROPPING, VOCABULARY, ModelShape, Settings
 
+# Flags of files, which another run would overwrite.
 _FILES = ("--run-dir", "--save-every", "--resume", "--out", "--tensorboard")
 _LABEL = 12  # columns of "  dispatcher"
 
@@ -145,10 +146,7 @@ def next_steps(settings: Settings, argv: Sequence[str]) -> list[tuple[str, str]]
     if settings.dispatch.dispatcher == "padded_alltoall":
         sizes = ("--hidden-size", str(model.hidden_size), "--ffn-size", str(model.ffn_size))
         if output.trace is None:
-            flags = _without(
-                argv, "--run-dir", "--save-every", "--resume", "--out", "--tensorboard"
-            )
-            command = _command("train", *flags, "--trace", "traces")
+            command = _command("train", *_without(argv, *_FILES), "--trace", "traces")
             found.append(("record what the routers ask for", command))
         folder = str(output.trace or "traces")
         found.append(("choose a capacity factor from it", _command("tune", folder, *sizes)))

@@ -7,11 +7,15 @@ synthetic       makes traces of pure kinds
 replay          replays a trace at any factor, exactly
 cost            bytes and FLOPs of a factor; the drop of a perfectly balanced router
 time_model      milliseconds from bytes and FLOPs
+warm_up         where a run has settled
 quantile        confidence bounds on a quantile of steps
+stationarity    whether a trace resembles itself
 recommend       the smallest factor that keeps a target
 study           all of it for one trace
 convert         capacity factors of other dispatchers
 plots           figures of a study
+menu            the choices that a study leaves
+table           tables of text
 report          settings, tables and the HTML report of a study
 command         the command line
 

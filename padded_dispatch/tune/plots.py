@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from padded_dispatch.tune.recommend import percent, smallest_sufficient
+from padded_dispatch.tune.recommend import smallest_sufficient
 from padded_dispatch.tune.study import Option, Study
+from padded_dispatch.tune.target import percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,8 +83,7 @@ def dropped(study: Study) -> "Figure":
     figure, axes = _figure(8.4, 4.2)
     factors = [option.factor for option in study.options]
     rows = study.replay.by_layer_and_step()
-    order = np.argsort(study.replay.factors, kind="stable")
-    shares = rows.dropped.sum(2)[order] / np.maximum(rows.demand.sum(1), 1)  # [factors, layers]
+    shares = rows.dropped.sum(2) / np.maximum(rows.demand.sum(1), 1)  # [factors, layers]
     if shares.shape[1] > 1:
         for i, of_layer in enumerate(shares.T):
             label = "each layer" if i == 0 else None
@@ -113,10 +113,9 @@ def pools(study: Study) -> "Figure":
     """Draw the dropped share by factor for each kind of pool that was compared."""
     figure, axes = _figure(8.4, 4.2)
     for answer, color in zip(study.pools, (BLACK, BLUE, ORANGE), strict=False):
-        order = np.argsort(answer.replay.factors, kind="stable")
-        shares = answer.replay.dropped.sum(1)[order] / max(1, int(answer.replay.demand.sum()))
-        factors = answer.replay.factors[order]
-        axes.plot(factors, _visible(shares), color=color, lw=2, marker="o", ms=3, label=answer.pool)
+        found = answer.replay
+        shares = _visible(found.dropped.sum(1) / max(1, int(found.demand.sum())))
+        axes.plot(found.factors, shares, color=color, lw=2, marker="o", ms=3, label=answer.pool)
     axes.set_yscale("log")
     axes.set_ylim(_LEAST, 1)
     axes.yaxis.set_major_formatter(lambda share, _: f"{share * 100:g} %")
@@ -159,8 +158,7 @@ def need(study: Study) -> "Figure":
     """Draw the factor that every step needs, and the recommended one."""
     figure, axes = _figure(8.4, 4.0)
     rows = study.replay.by_layer_and_step()
-    order = np.argsort(study.replay.factors, kind="stable")
-    factors, dropped = study.replay.factors[order], rows.dropped[order]
+    factors, dropped = study.replay.factors, rows.dropped
     drop, advice = study.question.target.drop, study.training.overall
     needed = factors[smallest_sufficient(rows.demand.sum(0), dropped.sum(1), drop)]
     layers_need = [

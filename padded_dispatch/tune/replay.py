@@ -65,15 +65,15 @@ class Replay:
 
     Axes, in this order: factors, records, experts.
 
-    `pool`: which rows share slots. `factors`: float64. `capacities`: int64, the slots of one pool
-    at each factor. `slots`: float64, slots that each factor offers per record. `num_ranks`,
-    `steps`, `layers`, `ranks`: of the trace. `demand_by_expert`: int32 [records, experts], rows
-    asked for. `kept_by_expert`: int32 [factors, records, experts]. `asked_mass` [records] and
-    `kept_mass` [factors, records]: int64, probability in units of 2**-32; None where the trace has
-    none. `num_tokens`: int32 [records], tokens that asked for an expert; `lost_tokens`: int32
-    [factors, records], those of them that kept none. `needed_factor`: float64 [records], the factor
-    whose capacity is the largest demand for the same slots; nothing is dropped at it. Where sources
-    share slots, it is over all of them, and the same for each.
+    `pool`: which rows share slots. `factors`: float64, ascending. `capacities`: int64, the slots of
+    one pool at each factor. `slots`: float64, slots that each factor offers per record.
+    `num_ranks`, `steps`, `layers`, `ranks`: of the trace. `demand_by_expert`: int32 [records,
+    experts], rows asked for. `kept_by_expert`: int32 [factors, records, experts]. `asked_mass`
+    [records] and `kept_mass` [factors, records]: int64, probability in units of 2**-32; None where
+    the trace has none. `num_tokens`: int32 [records], tokens that asked for an expert;
+    `lost_tokens`: int32 [factors, records], those of them that kept none. `needed_factor`: float64
+    [records], the factor whose capacity is the largest demand for the same slots; nothing is
+    dropped at it. Where sources share slots, it is over all of them, and the same for each.
     """
 
     pool: Pool
@@ -160,7 +160,7 @@ def replay(
     Args:
         trace: the recorded demand. It must hold all sources of each group if `pool` is one that
             sources share.
-        factors: at least one, each above 0, in any order.
+        factors: at least one, each above 0, in any order; the result has them in ascending order.
         policy: which rows keep a slot, see `ops.select`. "random" draws with `seed`, not as the
             dispatcher drew. A trace does not hold which tokens were protected.
         pool: which rows share slots, see the module's docstring.
@@ -177,7 +177,8 @@ def replay(
         pool = "rank"  # Nothing is shared between sources.
     slots = _Slots(trace=trace, pool=pool, min_capacity=min_capacity, alignment=alignment, etp=etp)
     _check(slots, factors, policy)
-    capacities = np.array([slots.capacity(float(factor)) for factor in factors], np.int64)
+    factors = sorted(map(float, factors))
+    capacities = np.array([slots.capacity(factor) for factor in factors], np.int64)
     num_records, num_factors = trace.num_records, len(factors)
     demand_by_expert = np.empty((num_records, trace.num_experts), np.int32)
     kept_by_expert = np.empty((num_factors, num_records, trace.num_experts), np.int32)

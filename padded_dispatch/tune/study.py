@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 
 from padded_dispatch.config import CAPACITY_POOLS, CapacityPool, DispatchConfig, Policy, require
 from padded_dispatch.tune.cost import Cost, LayerSizes, balanced_drop, cost
-from padded_dispatch.tune.recommend import Recommendation, Target, percent, recommend
+from padded_dispatch.tune.recommend import Recommendation, recommend
 from padded_dispatch.tune.replay import Replay, has_all_sources, largest_need, replay
+from padded_dispatch.tune.target import Target, percent
 from padded_dispatch.tune.time_model import TimeModel
 from padded_dispatch.tune.trace import Trace
 from padded_dispatch.tune.warm_up import settled_since
-
-_RECORDS_AT_A_TIME = 256
 
 # A pool that more rows share is chosen if its factor is at most this share of the other's.
 _WORTH_SHARING = 0.97
@@ -364,8 +363,8 @@ def _options(
     fill = replayed.kept.mean(1) / replayed.slots
     busiest = busiest_rows(trace, replayed, etp=question.etp)
     options = []
-    for i in np.argsort(replayed.factors, kind="stable").tolist():
-        factor, capacity = float(replayed.factors[i]), int(replayed.capacities[i])
+    settings = zip(replayed.factors.tolist(), replayed.capacities.tolist(), strict=True)
+    for i, (factor, capacity) in enumerate(settings):
         config = DispatchConfig(
             num_experts=trace.num_experts,
             top_k=trace.top_k,

@@ -23,6 +23,7 @@ from padded_dispatch.utils.routings import noisy_scores
 # uniform      all experts alike, every token at random: the best that a router can learn
 # zipf         popularity falls as 1 / place ** strength
 # lognormal    its logarithm is normal with deviation `strength`; real loads look like this
+# topics       lognormal, drawn for each rank: sources whose data has topics of its own
 # hot-experts  an eighth of the experts is e ** strength times as popular as the others
 # hot-rank     all experts of one rank are e ** strength times as popular
 # rotating     hot-experts that change at every fourth step
@@ -35,6 +36,7 @@ Kind = Literal[
     "uniform",
     "zipf",
     "lognormal",
+    "topics",
     "hot-experts",
     "hot-rank",
     "rotating",
@@ -96,7 +98,8 @@ def synthetic_trace(
     probs_NTK = np.empty(ids_NTK.shape, np.float32)
     for n, (step, layer, rank) in enumerate(zip(steps, layers, ranks, strict=True)):
         tokens = seed, int(step), int(layer), int(rank)
-        popularity = _popularity(kind, sizes, int(step), int(layer), strength, seed)
+        source = int(rank) if kind == "topics" else 0
+        popularity = _popularity(kind, sizes, int(step), int(layer), source, strength, seed)
         scores_TE = noisy_scores(popularity, sizes.num_tokens, seed=tokens)
         if kind == "balanced":
             ids_NTK[n] = _balanced_ids(sizes, tokens)
@@ -121,18 +124,24 @@ def synthetic_trace(
 
 
 def _popularity(
-    kind: Kind, sizes: TraceSizes, step: int, layer: int, strength: float, seed: int
+    kind: Kind,
+    sizes: TraceSizes,
+    step: int,
+    layer: int,
+    source: int,
+    strength: float,
+    seed: int,
 ) -> NDArray[np.floating]:
     """Return the log popularity of each expert, [E]."""
     num_experts = sizes.num_experts
     # The popular experts are drawn per layer, and for some kinds per period of steps.
     period = step // _ROTATES if kind == "rotating" else 0
-    random = np.random.default_rng([seed, layer, period])
+    random = np.random.default_rng([seed, layer, period, source])
     order = random.permutation(num_experts)
     hot = order < max(1, num_experts // _HOT)
     if kind == "zipf":
         return -strength * np.log1p(order)
-    if kind in ("lognormal", "drift"):
+    if kind in ("lognormal", "topics", "drift"):
         share = step / max(1, sizes.num_steps - 1) if kind == "drift" else 1.0
         return share * strength * random.normal(size=num_experts)
     if kind in ("hot-experts", "rotating"):

@@ -28,7 +28,7 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -138,10 +138,8 @@ class Trace:
 
     def where(self, chosen: NDArray[np.bool_]) -> "Trace":
         """Return the records for which `chosen` is True, in their order."""
-        return Trace(
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            num_ranks=self.num_ranks,
+        return replace(
+            self,
             steps=self.steps[chosen],
             layers=self.layers[chosen],
             ranks=self.ranks[chosen],

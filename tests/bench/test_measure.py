@@ -14,10 +14,11 @@ from padded_dispatch.bench.measure import batches, phase_of, phases_ms
 @pytest.mark.parametrize(
     ("kernel", "phase"),
     [
-        ("_select_kernel", "select"),
+        ("_select_strike_kernel", "select"),
         ("_select_digit_kernel", "select"),
         ("_choice_ranks_kernel", "select"),
         ("_accept_kernel", "select"),
+        ("_plan_count_kernel", "plan"),
         ("_slot_kernel", "plan"),
         ("_gather_meta_kernel", "meta"),
         ("_spread_rows_kernel", "gather"),

@@ -92,7 +92,7 @@ def test_an_interrupted_run_keeps_its_rows(monkeypatch, tmp_path, capsys):
 def test_mistakes_are_found_before_anything_is_measured(tmp_path):
     with pytest.raises(ValueError, match=r"^--repeats must be at least 1, got 0$"):
         main(["--repeats", "0"])
-    with pytest.raises(ValueError, match=r"^select_experts must be a multiple of 8, got 12$"):
+    with pytest.raises(ValueError, match=r"^--select-experts must be a multiple of 8, got 12$"):
         main(["--select-experts", "12"])
     (tmp_path / "r.json").write_text("{}")
     with pytest.raises(ValueError, match=r"out.*r\.json.*runs"):

@@ -222,6 +222,12 @@ def test_mistakes_are_found_before_there_are_workers(flags, message):
         parse(["--device", "cpu", *flags])
 
 
+def test_no_contender_fixes_the_exchange_auto(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--device", "cpu", "--exchange", "auto"])
+    assert "invalid choice: 'auto'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flags", [[], ["--exchange", "direct"]])
 def test_direct_stores_need_ranks(monkeypatch, flags):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

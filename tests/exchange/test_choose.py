@@ -1,5 +1,6 @@
 """Which exchange and layout a layer takes: the rule, what forbids direct stores, what fits."""
 
+import dataclasses
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -229,15 +230,14 @@ def test_one_rank_shares_slots_with_no_source():
     assert exchanges.chosen(8, 1, 8) is choice.exchange
 
 
-def test_a_choice_follows_the_sizes_of_a_pass():
+def test_a_choice_follows_the_factor_of_a_pass():
     config = DispatchConfig(**SMALL, capacity_factor=0.5, capacity_pool="rank")
     exchanges = LayerExchanges(config, Agreement(), layout="packed")
-    fits = config.sizes_that_fit(8, 13)
-    tokens_TD, probs_TE = torch.zeros(8, 3), torch.zeros(8, 4)
-    choice = exchanges.choose(config, tokens_TD, probs_TE, fits)
-    assert choice.sizes is fits
-    assert exchanges.chosen(8, 1, 13) is choice.exchange
-    assert exchanges.choose(config, tokens_TD, probs_TE).sizes == config.sizes(8)
+    larger = dataclasses.replace(config, capacity_factor=0.75)
+    for now, slots in ((config, 8), (larger, 12), (config, 8)):
+        choice = chosen(exchanges, now, 8)
+        assert choice.sizes == now.sizes(8)
+        assert exchanges.chosen(8, 1, slots) is choice.exchange
 
 
 def test_experts_that_share_slots_read_packed_rows():

@@ -338,6 +338,7 @@ REFUSED = {
     "fp16": True,
     "fp8": "e4m3",
     "fp4": "e2m1",
+    "quant_recipe": object(),
     "offload_modules": ["moe_act"],
 }
 
@@ -361,9 +362,14 @@ def test_what_it_does_not_compute_is_refused_by_name(row):
     assert line.endswith('Remedy: PaddedOptions(experts="module").')
 
 
-def test_a_clamp_that_megatron_would_leave_out_is_refused():
+def test_a_clamp_that_megatron_would_leave_out_is_refused(monkeypatch):
+    """From 0.20 on Megatron's fused SwiGLU clamps, too."""
     clamped = {"activation_func_clamp_value": 7.0}
     layer(**clamped)
+    with monkeypatch.context() as since_20:
+        since_20.setattr("padded_dispatch.megatron.experts.FUSED_SWIGLU_CLAMPS", True)
+        layer(later={"bias_activation_fusion": True}, **clamped)
+    monkeypatch.setattr("padded_dispatch.megatron.experts.FUSED_SWIGLU_CLAMPS", False)
     with pytest.raises(ValueError, match=r"activation_func_clamp_value=7\.0: Megatron's fused"):
         layer(later={"bias_activation_fusion": True}, **clamped)
 
@@ -376,6 +382,7 @@ def test_a_clamp_that_megatron_would_leave_out_is_refused():
         ({"bf16": False}, None, "bf16 is not set"),
         ({"moe_ffn_hidden_size": 20}, None, "the sizes 16 and 20 are not multiples of 8"),
         ({"use_te_activation_func": True}, None, "packed and batched experts do not support"),
+        ({"offload_modules": ["expert_fc1"]}, None, "packed and batched experts do not support"),
         ({"fp8": "e4m3"}, None, "packed and batched experts do not support\n  fp8='e4m3'"),
     ],
     ids=str,

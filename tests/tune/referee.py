@@ -22,7 +22,7 @@ from padded_dispatch.utils.results import about, append_run, require_results
 from padded_dispatch.utils.routings import noisy_scores
 from padded_dispatch.utils.shapes import SHAPES
 
-FACTORS = (1.0, 1.1, 1.25, 2.0)
+FACTORS = (1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
 MODELS = ("qwen3-30b-a3b", "gpt-oss-20b")
 _HOT = 2.0  # log popularity of a hot expert
 

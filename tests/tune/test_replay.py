@@ -19,7 +19,7 @@ from padded_dispatch.tune.trace import Trace
 from tests.support.pools import pools
 from tests.support.traces import small_trace
 
-FACTORS = [0.3, 1.0, 0.7, 1.25, 3.0]
+FACTORS = [0.3, 0.7, 1.0, 1.25, 3.0]
 EXACT = [policy for policy in POLICIES if policy != "random"]  # The others' draws are their own.
 
 
@@ -173,7 +173,7 @@ def units(trace: Trace) -> list[list[int]]:
 
 @given(traces(), st.sampled_from(POLICIES), st.sampled_from(POOLS))
 def test_a_larger_factor_never_drops_more(trace, policy, pool):
-    found = replay(trace, sorted(FACTORS), policy=policy, pool=pool)
+    found = replay(trace, FACTORS, policy=policy, pool=pool)
     for kept in (found.kept_by_expert, found.kept_mass, -found.lost_tokens):
         assert (np.diff(kept, axis=0) >= 0).all()
 
@@ -271,6 +271,14 @@ def test_padding_asks_for_nothing():
         assert found.asked_mass.tolist() == [0]
         assert found.lost_tokens.tolist() == [[0]]
         assert found.needed_factor.tolist() == [0]
+
+
+def test_factors_ascend_in_any_order():
+    trace = small_trace(steps=[0, 1], layers=[0, 0], ranks=[0, 0], num_tokens=9)
+    found, expected = replay(trace, FACTORS[::-1]), replay(trace, FACTORS)
+    assert found.factors.tolist() == FACTORS
+    np.testing.assert_array_equal(found.capacities, expected.capacities)
+    np.testing.assert_array_equal(found.kept_by_expert, expected.kept_by_expert)
 
 
 def test_rows_per_layer_and_step():

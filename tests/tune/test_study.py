@@ -62,7 +62,7 @@ def test_busiest_rows_by_hand():
     )
     found = replay(trace, [4.0, 1.0], policy="position")
     # At factor 1, C = 1: three and four slots filled in pass 0 become 2 + 0 against 1 + 2.
-    assert busiest_rows(trace, found).tolist() == [(5 + 6) / 2, (3 + 4) / 2]
+    assert busiest_rows(trace, found).tolist() == [(3 + 4) / 2, (5 + 6) / 2]
     half = trace.where(trace.ranks == 0)  # the other source is taken to be like this one
     assert busiest_rows(half, replay(half, [4.0], policy="position")).tolist() == [(6 + 8) / 2]
 

@@ -60,6 +60,15 @@ def test_popular_experts_are_the_same_at_all_steps_and_ranks_and_strength_is_how
     assert (demand(kind, strength=0) == demand("uniform")).all()
 
 
+def test_topics_are_popular_experts_of_one_rank():
+    found = demand("topics", strength=3.0)
+    assert (found.sum(0).max(2) > 3 * 16 * MEAN).all()
+    for total_RE in found.sum(0):  # of each layer
+        assert len({int(total_E.argmax()) for total_E in total_RE}) > 1
+    assert (demand("topics", strength=0) == demand("uniform")).all()
+    assert (found[:, :, 0] == demand("lognormal", strength=3.0)[:, :, 0]).all()
+
+
 def test_hot_sets():
     hot_LE = demand("hot-experts", strength=6.0).sum((0, 2)) > 2 * 64 * MEAN
     assert hot_LE.sum(1).tolist() == [2, 2]
