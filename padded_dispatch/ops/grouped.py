@@ -162,18 +162,6 @@ def _(rows_NI, weight_LOI, offsets_L, sums_LOI):
     return rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
 
 
-@custom_op("padded_dispatch::batched_outer", mutates_args=())
-def _batched_outer(grad_NO: Tensor, rows_NI: Tensor, num_experts: int) -> Tensor:
-    """Compute every expert's weight gradient, `grad.T @ rows`: [L, O, I]."""
-    grad_LMO = grad_NO.unflatten(0, (num_experts, -1))
-    return torch.bmm(grad_LMO.transpose(1, 2), rows_NI.unflatten(0, (num_experts, -1)))
-
-
-@_batched_outer.register_fake
-def _(grad_NO, rows_NI, num_experts):
-    return rows_NI.new_empty(num_experts, grad_NO.shape[1], rows_NI.shape[1])
-
-
 @custom_op("padded_dispatch::grouped_outer", mutates_args=())
 def _grouped_outer(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor) -> Tensor:
     """Compute every expert's weight gradient, `grad.T @ rows`: [L, O, I]."""
@@ -311,7 +299,8 @@ def _batched_gradient(
     grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor | None
 ) -> Tensor:
     if sums_LOI is None:
-        return _batched_outer(grad_NO, rows_NI, offsets_L.shape[0])
+        grad_LMO = grad_NO.unflatten(0, (offsets_L.shape[0], -1))
+        return torch.bmm(grad_LMO.transpose(1, 2), rows_NI.unflatten(0, grad_LMO.shape[:2]))
     return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI)
 
 
