@@ -34,8 +34,8 @@ from torch.library import custom_op
 
 from padded_dispatch.config import require
 
-# Gradients of a weight [L, O, I] that are still to be computed, oldest first. Each call computes one,
-# or adds it to the sums and returns unspecified memory.
+# Gradients of a weight [L, O, I] that are still to be computed, oldest first. Each call computes
+# one, or adds it to the sums and returns unspecified memory.
 Delayed = deque[Callable[[], Tensor]]
 
 

@@ -173,6 +173,7 @@ def test_backward_dw_computes_what_backward_has_delayed(experts, sums):
 def test_hooks_of_ddp_run_when_a_delayed_gradient_is_there():
     """Rounds delay several gradients of a pass; DDP hears of them once."""
     made = layer(later=DELAYED).bfloat16()
+    assert made.experts.need_backward_dw() and not layer().experts.need_backward_dw()
     linear, seen = made.experts.linear_fc1, []
     assert linear.weight.skip_backward_post_hook
     linear.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append(linear.weight.grad))

@@ -193,10 +193,11 @@ class Training:
         options = {"policy": case.policy, "experts": experts, **options}
         self.config.padded_dispatch = PaddedOptions(**options)
         self.chunks = _chunks(case, self.config)
-        self._optimizer = _optimizer(case, self.chunks)
-        self.graphs = self._iteration = None
+        self.optimizer = _optimizer(case, self.chunks)
+        self.graphs: LayerGraphs | None = None
+        self._iteration: IterationGraph | None = None
         if graph == "layer":
-            given = () if self._optimizer is None else (self._optimizer,)
+            given = () if self.optimizer is None else (self.optimizer,)
             self.graphs = LayerGraphs(
                 self.chunks, seq_length=case.seq, micro_batch=case.batch, optimizers=given
             )
@@ -215,8 +216,8 @@ class Training:
             tensor.copy_(self._logged.get(name, torch.zeros_like(tensor)))
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        if self._optimizer is not None:
-            self._optimizer.zero_grad()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
         reports = self.passes()
         self.random = RandomStates.now()
         self._logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
@@ -265,8 +266,8 @@ class Training:
             delete_cuda_graphs()  # Megatron keeps local graphs in a class attribute.
 
     def _update(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.step()
+        if self.optimizer is not None:
+            self.optimizer.step()
             return
         with torch.no_grad():
             if self.case.overlap_param_gather:
@@ -346,7 +347,7 @@ def _config(case: RetriedCase, graph: str) -> TransformerConfig:
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=case.on_gpu,
-        gradient_accumulation_fusion=False,
+        **{"gradient_accumulation_fusion": False, **case.fields},
         use_cpu_initialization=not case.on_gpu,
         bf16=case.in_bf16,
         params_dtype=dtype,
@@ -356,7 +357,6 @@ def _config(case: RetriedCase, graph: str) -> TransformerConfig:
         mtp_num_layers=1 if case.mtp else None,
         **balancing,
         **captured,
-        **case.fields,
     )
 
 
