@@ -4,7 +4,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "ops/overflow.py": {
         "share_TE = kept_probs_TE / torch.where(scaled_T1, sum_kept_T1, 1) -> "
         "share_TE = kept_probs_TE / torch.where(scaled_T1, sum_kept_T1, 2)": (
-            "read only where a token is scaled, and there it is not used, nor in the gradient"
+            "the number is for tokens that are not scaled, whose shares are not used"
         ),
     },
     "exchange/fit.py": {
