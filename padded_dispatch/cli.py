@@ -9,15 +9,38 @@ import os
 import signal
 import sys
 import warnings
+from typing import Any
 
+# The function that reads a command's line, the command's module, and its help. Reading takes no
+# torch: `--help` and a typo end there, before the command is imported.
 _COMMANDS = {
-    "train": ("padded_dispatch.train.command", "train a small Mixture-of-Experts GPT"),
-    "compare": ("padded_dispatch.train.compare", "train several contenders in the same processes"),
-    "sweep": ("padded_dispatch.train.sweep", "train at several capacity factors and seeds"),
-    "bench": ("padded_dispatch.bench.command", "measure one layer, ours beside Megatron's"),
-    "parts": ("padded_dispatch.bench.parts", "measure kernels and experts alone"),
-    "tune": ("padded_dispatch.tune.command", "choose a capacity factor from routing traces"),
-    "calibrate": ("padded_dispatch.bench.calibrate", "fit tune's time model to this machine"),
+    "train": ("train.arguments:read", "train.command", "train a small Mixture-of-Experts GPT"),
+    "compare": (
+        "train.runs:read_compare",
+        "train.compare",
+        "train several contenders in the same processes",
+    ),
+    "sweep": (
+        "train.runs:read_sweep",
+        "train.sweep",
+        "train at several capacity factors and seeds",
+    ),
+    "bench": (
+        "bench.arguments:read_bench",
+        "bench.command",
+        "measure one layer, ours beside Megatron's",
+    ),
+    "parts": ("bench.arguments:read_parts", "bench.parts", "measure kernels and experts alone"),
+    "tune": (
+        "tune.arguments:read",
+        "tune.command",
+        "choose a capacity factor from routing traces",
+    ),
+    "calibrate": (
+        "bench.arguments:read_calibrate",
+        "bench.calibrate",
+        "fit tune's time model to this machine",
+    ),
 }
 
 # Warnings of Megatron-Core: at every import without Transformer Engine, and in 0.16 about the
@@ -40,13 +63,15 @@ def main(argv: list[str] | None = None) -> int:
         description="A Mixture-of-Experts token dispatcher with static shapes for Megatron-Core.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (_, help) in _COMMANDS.items():
+    for name, (*_, help) in _COMMANDS.items():
         commands.add_parser(name, help=help, add_help=False)
     arguments, rest = parser.parse_known_args(argv)
     _ignore_expected_warnings()
     try:
-        command = importlib.import_module(_COMMANDS[arguments.command][0])
-        return command.main(rest)
+        reader, command, _ = _COMMANDS[arguments.command]
+        module, _, read = reader.partition(":")
+        getattr(_module(module), read)(rest)
+        return _module(command).main(rest)
     except ValueError as error:
         sys.stderr.write(f"padded-dispatch {arguments.command}: {error}\n")
         return 2
@@ -59,6 +84,10 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:  # Called from Python: see above.
         sys.stderr.write(f"padded-dispatch {arguments.command}: interrupted\n")
         return 128 + signal.SIGINT
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"padded_dispatch.{name}")
 
 
 def _ignore_expected_warnings() -> None:

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from padded_dispatch.ops.activation import Activation, activate
-from padded_dispatch.ops.grouped import grouped_linear
+from padded_dispatch.ops.grouped import Delayed, grouped_linear
 
-# Rows, weights, offsets; bias, probabilities and sums of gradients, or None: see `grouped_linear`.
-Linear = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
+# `grouped_linear` or `batched_linear`.
+Linear = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,8 @@ class ExpertWeights:
         fc1_sums_LGD: fp32, to which backward adds the gradient of `fc1_LGD`; the gradient that
             autograd gets is unspecified then. None leaves it to autograd.
         fc2_sums_LDF: likewise.
+        fc1_delayed: where backward keeps the gradient of `fc1_LGD` for later; None computes it.
+        fc2_delayed: likewise.
     """
 
     fc1_LGD: Tensor
@@ -47,6 +49,8 @@ class ExpertWeights:
     fc2_bias_LD: Tensor | None = None
     fc1_sums_LGD: Tensor | None = None
     fc2_sums_LDF: Tensor | None = None
+    fc1_delayed: Delayed | None = None
+    fc2_delayed: Delayed | None = None
 
 
 def grouped_mlp(
@@ -73,7 +77,8 @@ def grouped_mlp(
     Returns:
         [N, D]; rows from `offsets_L[-1]` on are unspecified, as are those of the gradients.
     """
-    fc1_NG = linear(rows_ND, weights.fc1_LGD, offsets_L, None, None, weights.fc1_sums_LGD)
+    fc1_sums_LGD, fc1_delayed = weights.fc1_sums_LGD, weights.fc1_delayed
+    fc1_NG = linear(rows_ND, weights.fc1_LGD, offsets_L, None, None, fc1_sums_LGD, fc1_delayed)
 
     def activated(fc1_NG: Tensor) -> Tensor:
         return activate(fc1_NG, probs_N, offsets_L, activation, weights.fc1_bias_LG)
@@ -84,7 +89,8 @@ def grouped_mlp(
         context = _recomputed(hidden_NF, lambda: activated(saved_NG).detach())
     with context:
         bias_LD, sums_LDF = weights.fc2_bias_LD, weights.fc2_sums_LDF
-        return linear(hidden_NF, weights.fc2_LDF, offsets_L, bias_LD, probs_N, sums_LDF)
+        given = bias_LD, probs_N, sums_LDF, weights.fc2_delayed
+        return linear(hidden_NF, weights.fc2_LDF, offsets_L, *given)
 
 
 def _recomputed(value: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:

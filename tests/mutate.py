@@ -4,14 +4,16 @@
 
 Each change (a mutant) is made in a copy of the repository, in which the module's own test files run
 until the first failure: `tests/ops/test_overflow*.py` for `ops/overflow.py`. A mutant is caught if
-a test fails or the tests take too long. Most survivors are gaps in the tests; some change nothing
-that can be seen, and stay. Code that only a GPU runs, annotations, asserts and texts are left out.
+a test fails or the tests take too long. Survivors are gaps in the tests. Changes that nothing can
+notice are listed with their reason in `tests/support/equivalent.py` and not tried. Code that only a
+GPU runs, annotations, asserts and texts are left out.
 """
 
 import argparse
 import ast
 import math
 import os
+import select
 import shlex
 import shutil
 import signal
@@ -21,14 +23,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from padded_dispatch.utils.results import about, append_run, require_results
+from padded_dispatch.utils.results import about, append_run, read_runs, require_results
+from tests.support.equivalent import EQUIVALENT
 
 ROOT = Path(__file__).parent.parent
+_FORK_TESTS = Path(__file__).parent / "support" / "fork_tests.py"
+# Most mutants are caught by the first few examples of hypothesis; the others get all of them.
+_EXAMPLES = 4, 100
 _OPTIONS = "-p", "no:cacheprovider", "-p", "no:warnings"
 
 _SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
@@ -67,8 +73,13 @@ class Mutant:
     after: str
     source: str
 
+    @property
+    def change(self) -> str:
+        """The line before and after."""
+        return f"{self.before} -> {self.after}"
+
     def __str__(self) -> str:
-        return f"{self.line}: {self.before} -> {self.after}"
+        return f"{self.line}: {self.change}"
 
 
 def mutants(source: str) -> list[Mutant]:
@@ -105,6 +116,8 @@ def _nodes(node: ast.AST, statement: ast.AST | None = None) -> Iterator[tuple[as
 def _is_left_out(node: ast.AST) -> bool:
     if isinstance(node, ast.FunctionDef):
         return any("cuda" in ast.unparse(decorator) for decorator in node.decorator_list)
+    if isinstance(node, ast.keyword):  # zip(..., strict=True) asserts, too.
+        return node.arg == "strict"
     return isinstance(node, ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom)
 
 
@@ -184,41 +197,62 @@ class Copies:
     """Copies of the repository, one for each job, in which tests run."""
 
     def __init__(self, jobs: int, folder: Path) -> None:
-        self._free = [folder / str(job) for job in range(jobs)]
-        for copy in self._free:
-            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        self._free = [_Copy(folder / str(job)) for job in range(jobs)]
 
     def run(self, module: Path, sources: list[str], limit_s: float) -> list[bool]:
         """Return for each source of a module whether its tests pass within a time limit."""
         with ThreadPoolExecutor(len(self._free)) as threads:
             return list(threads.map(lambda source: self._passes(module, source, limit_s), sources))
 
+    def close(self) -> None:
+        """End the processes of all copies."""
+        for copy in self._free:
+            copy.close()
+
     def _passes(self, module: Path, source: str, limit_s: float) -> bool:
         copy = self._free.pop()
-        file = copy / "padded_dispatch" / module
+        file = copy.folder / "padded_dispatch" / module
         file.write_text(source)
-        # No bytecode: a mutant may be as long and as old as the one before it.
-        environment = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-        tests = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-x", "-q", *_OPTIONS, *files_for(module)],
-            cwd=copy,
-            env=os.environ | environment | {"CUDA_VISIBLE_DEVICES": ""},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            code = tests.wait(None if limit_s == math.inf else limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            with suppress(ProcessLookupError):  # Tests that hang, and their workers.
-                os.killpg(tests.pid, signal.SIGKILL)
-            tests.wait()
+        # A mutant may be as long and as old as the one before it.
+        for bytecode in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+            bytecode.unlink()
+        passes = all(copy.passes(files_for(module), most, limit_s) for most in _EXAMPLES)
         shutil.copy(ROOT / "padded_dispatch" / module, file)
         self._free.append(copy)
-        return code == 0
+        return passes
+
+
+class _Copy:
+    """A copy of the repository, with a process of `fork_tests` that runs its tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        environment = {"PYTHONPATH": str(folder)}
+        no_gpu = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+        self._server = subprocess.Popen(
+            [sys.executable, "-P", str(_FORK_TESTS)],
+            bufsize=0,
+            cwd=folder,
+            env=os.environ | environment | no_gpu,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def passes(self, files: list[str], most_examples: int, limit_s: float) -> bool:
+        """Return whether tests pass; they are killed after a time limit."""
+        asked, answers = self._server.stdin, self._server.stdout
+        assert asked is not None and answers is not None
+        asked.write(" ".join([str(most_examples), "-x", "-q", *_OPTIONS, *files]).encode() + b"\n")
+        tests = int(answers.readline())
+        select.select([answers], [], [], None if limit_s == math.inf else limit_s)
+        with suppress(ProcessLookupError):  # Tests that hang, and their workers.
+            os.killpg(tests, signal.SIGKILL)
+        return int(answers.readline()) == 0
+
+    def close(self) -> None:
+        """End the process, which must be idle."""
+        self._server.communicate()
 
 
 def main() -> None:
@@ -231,6 +265,9 @@ def main() -> None:
     parser.add_argument("--commit", help="Git SHA of the code")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--every", type=int, default=1, help="only each n-th mutant (default: 1)")
+    parser.add_argument(
+        "--again", type=Path, metavar="FILE", help="only those that survived in a results file"
+    )
     parser.add_argument("--seconds", type=float, help="stop before a module after so many")
     parser.add_argument("--list", action="store_true", help="show the mutants and make none")
     arguments = parser.parse_args()
@@ -246,18 +283,33 @@ def main() -> None:
                 sys.stdout.write(f"{module}:{mutant}\n")
         return
     command = f"python -m tests.mutate {shlex.join(sys.argv[1:])}"
+    lived_before = None
+    if arguments.again:
+        runs = read_runs("--again", arguments.again)
+        lived_before = survivors_in([row for run in runs for row in run["rows"]])
     run_about = about(num_gpus=0, command=command, commit=arguments.commit)
     end = time.monotonic() + (arguments.seconds or math.inf)
-    with tempfile.TemporaryDirectory() as folder:
-        copies = Copies(arguments.jobs, Path(folder))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(Copies(arguments.jobs, Path(folder))) as copies,
+    ):
         for module in modules:
             if time.monotonic() < end:
-                row = _try(copies, module, arguments.every)
+                row = _try(copies, module, arguments.every, lived_before)
                 if arguments.out:
                     append_run(arguments.out, run_about, [row])
 
 
-def _try(copies: Copies, module: Path, every: int) -> dict[str, Any]:
+def survivors_in(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Return the changes that survived by module, each as of its newest row."""
+    mutated = [row for row in rows if row.get("check") == "mutants"]
+    lived = {row["module"]: row["survivors"] for row in mutated}
+    return {m: [name.partition(": ")[2] for name in names] for m, names in lived.items()}
+
+
+def _try(
+    copies: Copies, module: Path, every: int, lived_before: dict[str, list[str]] | None
+) -> dict[str, Any]:
     """Return the results row of a module, and print it."""
     source = (ROOT / "padded_dispatch" / module).read_text()
     start = time.monotonic()
@@ -265,7 +317,13 @@ def _try(copies: Copies, module: Path, every: int) -> dict[str, Any]:
     took_s = time.monotonic() - start
     if not passed:
         raise SystemExit(f"the tests of {module} must pass before it is changed")
-    tried = mutants(source)[::every]
+    made = mutants(source)
+    reasons = EQUIVALENT.get(str(module), {})
+    sample = made[::every]
+    if lived_before is not None:
+        sample = [mutant for mutant in made if mutant.change in lived_before.get(str(module), [])]
+    same = [mutant for mutant in sample if mutant.change in reasons]
+    tried = [mutant for mutant in sample if mutant.change not in reasons]
     lived = copies.run(module, [mutant.source for mutant in tried], 60 + 5 * took_s)
     survivors = [str(mutant) for mutant, alive in zip(tried, lived, strict=True) if alive]
     caught = len(tried) - len(survivors)
@@ -273,10 +331,16 @@ def _try(copies: Copies, module: Path, every: int) -> dict[str, Any]:
     sys.stdout.writelines(f"  {module}:{survivor}\n" for survivor in survivors)
     sys.stdout.flush()
     return {
+        "check": "mutants",
         "module": str(module),
+        "all_mutants": len(made),
+        "every": every,
+        "again": lived_before is not None,
         "mutants": len(tried),
         "caught": caught,
         "survivors": survivors,
+        "equivalent": {str(mutant): reasons[mutant.change] for mutant in same},
+        "passed": not survivors,
     }
 
 

@@ -170,7 +170,8 @@ def test_ctrl_c_ends_a_command_that_is_importing(tmp_path):
     )
     code = (
         "import sys\nfrom padded_dispatch import cli\n"
-        "cli._COMMANDS['train'] = ('slow', '')\nsys.argv[1:] = ['train']\ncli.main()"
+        "cli._COMMANDS['train'] = ('slow:', 'slow', '')\n"
+        "cli._module = __import__\nsys.argv[1:] = ['train']\ncli.main()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=tmp_path, env=USERS, stdout=subprocess.PIPE, text=True
@@ -216,16 +217,25 @@ def test_tensorboard_that_is_missing_is_named(capsys, monkeypatch, tmp_path):
     assert "pip install 'padded-dispatch[train]'" in capsys.readouterr().err
 
 
+NEEDED = {"compare": ["--vs"], "sweep": ["--out", "r.json"], "calibrate": ["--out", "r.json"]}
+
+
 @pytest.mark.ahead
-def test_help_needs_no_megatron():
+@pytest.mark.parametrize("command", ["", *cli._COMMANDS])
+def test_help_and_a_typo_need_no_torch(command):
+    words = command.split()
     code = (
         "import sys; from padded_dispatch import cli\n"
-        "try: cli.main(['--help'])\n"
-        "except SystemExit as end: assert end.code == 0\n"
-        "assert not [name for name in sys.modules if name.split('.')[0] == 'megatron']"
+        f"for argv, end in ({[*words, '--help']}, 0), "
+        f"({[*words, *NEEDED.get(command, []), '--no-such-flag']}, 2):\n"
+        "    try: cli.main(argv)\n"
+        "    except SystemExit as exit: assert exit.code == end\n"
+        "    else: raise AssertionError(argv)\n"
+        "print({'torch', 'megatron', 'matplotlib'} & set(sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "train" in done.stdout
+    assert f"usage: padded-dispatch {command}".strip() in done.stdout
+    assert done.stdout.splitlines()[-1] == "set()"

@@ -1,5 +1,6 @@
 """Capacity: Megatron's formula digit for digit, clamped and aligned."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.moe.moe_utils import get_capacity
 
-from padded_dispatch.config import NO_DROP, DispatchConfig
+from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
 
 GOOD = dict(num_experts=8, top_k=2, capacity_factor=1.25)
 
@@ -189,3 +190,120 @@ def test_sizes_that_fit_a_demand_of_five_rows(capacity_pool, num_pools, pool_slo
     assert (sizes.num_pools, sizes.pool_slots, sizes.num_rows) == (num_pools, pool_slots, num_rows)
     assert not sizes.may_drop
     assert config.sizes_that_fit(7, 0).pool_slots >= 1
+
+
+def test_the_defaults():
+    config = DispatchConfig(num_experts=8, top_k=2)
+    assert (config.capacity_factor, config.min_capacity, config.alignment) == (math.inf, 1, 1)
+    assert (config.capacity_pool, config.policy, config.remedy) == ("expert", "probs", "none")
+    assert (config.reroute_rounds, config.num_ranks, config.etp_size) == (1, 1, 1)
+    assert "_capacity_step" not in repr(config)
+    assert config == dataclasses.replace(config, capacity_factor=NO_DROP)
+
+
+def test_an_unknown_pool_is_named():
+    with pytest.raises(
+        ValueError, match=r"^capacity_pool must be one of expert, rank, receiver, got"
+    ):
+        DispatchConfig(**GOOD, capacity_pool="node")  # pyright: ignore
+
+
+def test_sizes_of_a_pass_that_fits_are_not_known_before():
+    config = DispatchConfig(num_experts=8, top_k=2, capacity_factor=FIT)
+    assert config.fits and not DispatchConfig(**GOOD).fits
+    with pytest.raises(
+        ValueError, match=r"^capacity_factor must be a number for sizes .* got 'fit'"
+    ):
+        config.capacity(7)
+    with pytest.raises(ValueError, match=r"^num_tokens must be at least 1, got 0; pad"):
+        config.sizes_that_fit(0, 5)
+
+
+@pytest.mark.parametrize(
+    ("demand", "alignment", "capacity_pool", "pool_slots"),
+    [
+        (0, 1, "expert", 1),
+        (1, 1, "expert", 1),
+        (5, 4, "expert", 6),  # 2 sources: an even number of slots
+        (6, 4, "expert", 6),
+        (5, 4, "rank", 5),
+    ],
+)
+def test_slots_that_fit_are_as_few_as_possible(demand, alignment, capacity_pool, pool_slots):
+    settings = dict(capacity_pool=capacity_pool, alignment=alignment, capacity_factor=FIT)
+    config = DispatchConfig(num_experts=8, top_k=2, num_ranks=2, **settings)
+    assert config.sizes_that_fit(7, demand).pool_slots == pool_slots
+
+
+@pytest.mark.parametrize(
+    ("capacity_pool", "num_ranks", "etp_size", "cells", "shares"),
+    [
+        ("expert", 2, 2, 1, False),
+        ("rank", 2, 2, 6, False),
+        ("receiver", 2, 2, 24, True),
+        ("receiver", 2, 1, 12, True),
+        ("receiver", 1, 3, 36, True),
+        ("receiver", 1, 1, 12, False),
+    ],
+)
+def test_cells_and_sources_that_share_slots(capacity_pool, num_ranks, etp_size, cells, shares):
+    config = DispatchConfig(
+        num_experts=12,
+        top_k=2,
+        capacity_pool=capacity_pool,
+        num_ranks=num_ranks,
+        etp_size=etp_size,
+    )
+    assert config.num_local_experts == 12 // num_ranks
+    assert config.num_sources == num_ranks * etp_size
+    assert config.cells_per_pool == cells
+    assert config.shares_receivers == shares
+    assert not dataclasses.replace(config, capacity_factor=FIT).shares_receivers
+
+
+def test_nothing_may_drop_exactly_where_slots_are_enough():
+    for pool in ("expert", "rank", "receiver"):
+        for factor, may_drop in ((3.9, True), (4.0, False), (NO_DROP, False)):
+            config = DispatchConfig(
+                num_experts=8, top_k=2, capacity_factor=factor, num_ranks=2, capacity_pool=pool
+            )
+            # 40 * 2 / 8 * 3.9 = 39 slots of a cell; a rank's four experts get 80 rows at most.
+            expected = may_drop if pool == "expert" else False
+            assert config.sizes(40).may_drop == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "packed", "send", "receive", "experts", "back", "plan"),
+    [
+        (dict(num_experts=4), False, 176, 0, 80, 96, 208),
+        (dict(num_experts=4), True, 176, 0, 96, 96, 208),
+        (dict(num_experts=2, num_ranks=2), False, 148, 148, 64, 168, 184),
+        (dict(num_experts=2, num_ranks=2), True, 148, 148, 156, 252, 184),
+        (dict(num_experts=4, num_ranks=2), False, 176, 176, 176, 288, 208),
+        (dict(num_experts=4, num_ranks=2), True, 176, 176, 192, 288, 208),
+        (dict(num_experts=3, num_ranks=3), False, 162, 162, 72, 180, 196),
+        (dict(num_experts=3, num_ranks=3), True, 162, 162, 174, 270, 196),
+        (dict(num_experts=6, num_ranks=3), False, 204, 204, 204, 324, 232),
+        (dict(num_experts=6, num_ranks=3), True, 204, 204, 228, 324, 232),
+        (dict(num_experts=4, etp_size=2), False, 176, 352, 352, 288, 208),
+        (dict(num_experts=4, etp_size=2), True, 176, 352, 384, 288, 208),
+        (dict(num_experts=3, etp_size=3), False, 162, 486, 486, 360, 196),
+        (dict(num_experts=3, etp_size=3), True, 162, 486, 522, 360, 196),
+        (dict(num_experts=4, num_ranks=2, etp_size=2), False, 176, 528, 352, 384, 208),
+        (dict(num_experts=4, num_ranks=2, etp_size=2), True, 176, 528, 384, 384, 208),
+        (dict(num_experts=4, capacity_pool="rank"), False, 156, 0, 32, 84, 200),
+        (dict(num_experts=4, num_ranks=2, capacity_pool="rank"), False, 176, 176, 192, 288, 208),
+        (dict(num_experts=4, capacity_pool="receiver"), False, 156, 0, 32, 84, 200),
+        (dict(num_experts=4, num_ranks=2, capacity_pool="receiver"), False, 0, 176, 32, 236, 232),
+        (dict(num_experts=6, num_ranks=3, capacity_pool="receiver"), False, 0, 204, 48, 248, 288),
+        (dict(num_experts=4, etp_size=2, capacity_pool="receiver"), False, 0, 312, 64, 308, 232),
+    ],
+)
+def test_buffer_bytes_of_each_layout(settings, packed, send, receive, experts, back, plan):
+    """T = 7, K = 2, rows of D = 3 times 2 bytes, factor 1; C = ceil(14 / E)."""
+    config = DispatchConfig(top_k=2, capacity_factor=1.0, **settings)
+    found = config.buffer_bytes(7, 3, 2, packed=packed)
+    assert dataclasses.astuple(found) == (send, receive, experts, back, plan)
+    assert found.total == send + receive + experts + back + plan
+    if not packed:
+        assert config.buffer_bytes(7, 3, 2) == found

@@ -16,7 +16,8 @@ LAYERS = (  # Low to high; modules on one line do not import each other.
     "ops",
     "exchange experts telemetry",
     "dispatcher",
-    "megatron tune",
+    "tune",
+    "megatron",
     "bench train",
     "cli",
 )
@@ -32,6 +33,7 @@ NOT_MIRRORED = {
     "test_mutate.py",
     "test_notebooks.py",
     "test_readme.py",
+    "test_recipes.py",
     "megatron/test_contract.py",
     "megatron/test_defects.py",
     "megatron/test_parity.py",

@@ -1,11 +1,16 @@
 """Mutants of a small module, and what counts as caught."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+import padded_dispatch
 from tests import mutate
 from tests.mutate import Copies, files_for, modules_of, mutants
+from tests.support.equivalent import EQUIVALENT
+
+PACKAGE = Path(padded_dispatch.__file__).parent
 
 SOURCE = '''\
 """Text 1."""
@@ -18,7 +23,7 @@ def f(a, b=True):
     """Text 2."""
     assert a > 1
     if not a or a <= 2:
-        print(f"{a + 1}")
+        print(f"{a + 1}", *zip(a, b, strict=True))
         return -a * 2.5
     return b
 '''
@@ -29,7 +34,7 @@ def test_all_mutants_of_a_module():
         "2: LIMIT: int = 3 -> LIMIT: int = 4",
         "7: def f(a, b=True): -> def f(a, b=False):",
         "10: if not a or a <= 2: -> if not (not a or a <= 2):",
-        "11: print(f'{a + 1}') -> pass",
+        "11: print(f'{a + 1}', *zip(a, b, strict=True)) -> pass",
         "10: if not a or a <= 2: -> if not a and a <= 2:",
         "10: if not a or a <= 2: -> if a or a <= 2:",
         "10: if not a or a <= 2: -> if not a or a < 2:",
@@ -83,14 +88,31 @@ def test_a_source_passes_fails_or_takes_too_long(tmp_path, monkeypatch):
     (root / "pyproject.toml").write_text("")
     monkeypatch.setattr(mutate, "ROOT", root)
     monkeypatch.setattr(mutate, "files_for", lambda module: ["tests/test_a.py"])
-    copies = Copies(2, tmp_path / "copies")
     sources = [
         "def f(x): return x + 1",
         "def f(x): return x - 1",
         "def f(x): return 2 * x",
         "does not compile",
     ]
-    assert copies.run(Path("a.py"), sources, 600) == [True, False, True, False]
-    assert (root / "padded_dispatch/a.py").read_text() == "def f(x): return x + 1"
     endless = "def f(x):\n    while True: pass"
-    assert copies.run(Path("a.py"), [endless], 0.0) == [False]
+    with closing(Copies(2, tmp_path / "copies")) as copies:
+        assert copies.run(Path("a.py"), sources, 600) == [True, False, True, False]
+        assert (root / "padded_dispatch/a.py").read_text() == "def f(x): return x + 1"
+        assert copies.run(Path("a.py"), [endless], 0.0) == [False]
+
+
+def test_survivors_are_those_of_the_newest_row():
+    rows = [
+        {"check": "mutants", "module": "a.py", "survivors": ["3: x: int = 1 -> x: int = 2"]},
+        {"check": "fault"},
+        {"check": "mutants", "module": "b.py", "survivors": ["4: x -> y", "5: y -> x"]},
+        {"check": "mutants", "module": "b.py", "survivors": ["14: x -> y"]},
+    ]
+    expected = {"a.py": ["x: int = 1 -> x: int = 2"], "b.py": ["x -> y"]}
+    assert mutate.survivors_in(rows) == expected
+
+
+def test_equivalent_changes_are_changes_of_their_modules():
+    for module, reasons in EQUIVALENT.items():
+        changes = {mutant.change for mutant in mutants((PACKAGE / module).read_text())}
+        assert reasons.keys() <= changes, module

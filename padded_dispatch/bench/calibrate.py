@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from padded_dispatch.bench.arguments import read_calibrate
 from padded_dispatch.bench.cases import MODELS
 from padded_dispatch.config import require
 from padded_dispatch.tune.cost import LayerSizes, cost
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> int:
         ValueError: for mistakes in `argv`, and for rows that the model cannot be fitted to.
         SystemExit: see `start_workers`.
     """
-    given = _parser().parse_args(argv)
+    given = read_calibrate(argv)
     for option, path in (("--from", given.results), ("--check", given.check)):
         require(path is None or path.exists(), option, str(path), "be an existing results file")
     check = None if given.check is None else {"runs": read_runs("--check", given.check)}
@@ -208,33 +209,3 @@ def _bench_flags(given: argparse.Namespace, argv: list[str]) -> list[str]:
     if given.commit is not None:
         flags += ["--commit", given.commit]
     return [str(flag) for flag in flags]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="padded-dispatch calibrate",
-        description="Measure layers on this machine and fit the time model of `tune` to them.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="calibration to write, for `tune --calibration`"
-    )
-    parser.add_argument(
-        "--from",
-        dest="results",
-        type=Path,
-        metavar="RESULTS",
-        help="fit this results file of `padded-dispatch bench`, measure nothing",
-    )
-    parser.add_argument(
-        "--check",
-        type=Path,
-        metavar="RESULTS",
-        help="results file of `padded-dispatch bench` to compare the fit with",
-    )
-    parser.add_argument(
-        "--workers", type=int, help="processes; None: as many GPUs as divide the models' experts"
-    )
-    parser.add_argument("--minutes", type=float, default=2.0, help="start no case after this time")
-    parser.add_argument("--commit", help="commit of the code, for the results")
-    return parser

@@ -1,19 +1,16 @@
 """`padded-dispatch bench`: from a command line to an exit code."""
 
 import argparse
-import os
-from pathlib import Path
 
 import torch
 
-from padded_dispatch.bench.cases import CONTENDERS, MODELS, SKEWS, sweep
+from padded_dispatch.bench.arguments import EXCHANGES, read_bench, with_defaults
+from padded_dispatch.bench.cases import CONTENDERS, sweep
 from padded_dispatch.bench.work import Settings, work
 from padded_dispatch.config import require
 from padded_dispatch.utils.flags import errors_name_flags
 from padded_dispatch.utils.launch import start_workers
 from padded_dispatch.utils.results import require_results
-
-_EXCHANGES = ("alltoall", "direct")  # what a contender can fix; "auto" is a contender of its own
 
 
 def main(argv: list[str]) -> int:
@@ -35,7 +32,7 @@ def parse(argv: list[str]) -> Settings:
         ValueError: names the option, its rule, its value and the fix.
         SystemExit: for `--help` and for mistakes that argparse finds.
     """
-    given = _parser().parse_args(argv)
+    given = with_defaults(read_bench(argv))
     flags = {"skew": "--skews", "capacity_factor": "--capacity-factors"}
     with errors_name_flags(given, **flags):
         return _settings(given, argv)
@@ -49,7 +46,7 @@ def _settings(given: argparse.Namespace, argv: list[str]) -> Settings:
     named = given.contenders or [
         key for key, contender in CONTENDERS.items() if given.device == "cuda" or contender.on_cpu
     ]
-    wanted = given.exchange or _EXCHANGES
+    wanted = given.exchange or EXCHANGES
     contenders = [key for key in named if CONTENDERS[key].exchange in (None, *wanted)]
     _check(given, workers, contenders)
     cases = tuple(
@@ -104,52 +101,3 @@ def _check(given: argparse.Namespace, workers: int, contenders: list[str]) -> No
         require(on_device, "contenders", key, "run on a CPU", "use --device cuda, or leave it out")
     minutes = given.minutes
     require(minutes is None or minutes >= 0, "minutes", minutes, "be 0 or more")
-
-
-def _parser() -> argparse.ArgumentParser:
-    on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="padded-dispatch bench",
-        description="Measure forward and backward of one MoE layer, ours beside Megatron-Core's.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    sweeps = parser.add_argument_group("what to measure (every combination)")
-    sweeps.add_argument("--ep", nargs="+", type=int, help="expert-parallel sizes; None: workers")
-    sweeps.add_argument(
-        "--models",
-        nargs="+",
-        choices=MODELS,
-        default=["qwen3-30b-a3b", "gpt-oss-20b"] if on_gpu else ["tiny"],
-    )
-    sweeps.add_argument(
-        "--tokens", nargs="+", type=int, default=[4096 if on_gpu else 64], help="per rank"
-    )
-    sweeps.add_argument("--skews", nargs="+", choices=SKEWS, default=["uniform"])
-    sweeps.add_argument("--capacity-factors", nargs="+", type=float, default=[1.0, 1.25, 2.0])
-    sweeps.add_argument(
-        "--contenders", nargs="+", choices=CONTENDERS, help="None: all that the device runs"
-    )
-    sweeps.add_argument(
-        "--exchange",
-        nargs="+",
-        choices=_EXCHANGES,
-        help="only contenders of ours that use it; None: both",
-    )
-    how = parser.add_argument_group("how to measure")
-    how.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
-    workers = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
-    how.add_argument("--workers", type=int, default=workers, help="processes; None: all GPUs, or 2")
-    how.add_argument("--iterations", type=int, default=20, help="passes per repeat")
-    how.add_argument("--repeats", type=int, default=5, help="samples; their median counts")
-    how.add_argument("--minutes", type=float, help="start no case after this time")
-    fusion = {"action": argparse.BooleanOptionalAction, "default": False}
-    how.add_argument("--router-fusion", **fusion, help="moe_router_fusion, for all contenders")
-    phases = {"action": argparse.BooleanOptionalAction, "default": True}
-    how.add_argument("--phases", **phases, help="profile kernels (GPUs only)")
-    kept = parser.add_argument_group("results")
-    kept.add_argument(
-        "--out", type=Path, help="results file to write; each row is added when measured"
-    )
-    kept.add_argument("--commit", help="commit of the code, for the results")
-    kept.add_argument("--command", help="command line for the results, if not this one")
-    return parser

@@ -25,12 +25,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from padded_dispatch.bench.arguments import read_parts, with_defaults
 from padded_dispatch.bench.cases import MODELS
 from padded_dispatch.config import DispatchConfig, Policy, require
 from padded_dispatch.experts import ExpertWeights, Linear, grouped_mlp
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
     Raises:
         ValueError: for mistakes in `argv`.
     """
-    given = _parser().parse_args(argv)
+    given = with_defaults(read_parts(argv))
     require(given.repeats >= 1, "--repeats", given.repeats, "be at least 1")
     if given.out:
         require_results("--out", given.out)
@@ -356,28 +356,3 @@ def _experts(
             one_product = functools.partial(both_ways, linear=batched_linear)
             yield Part(name="batched experts", run=one_product, fill=fill, flops=flops)
         yield Part(name="packed experts", run=both_ways, fill=fill, flops=flops)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="padded-dispatch parts",
-        description="Time kernels and experts by themselves, on one device.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    on_gpu = torch.cuda.is_available()
-    models = ["qwen3-30b-a3b", "gpt-oss-20b"] if on_gpu else ["tiny"]
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=models)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[4096 if on_gpu else 64])
-    parser.add_argument("--capacity-factors", nargs="+", type=float, default=[1.25])
-    parser.add_argument("--ep", type=int, default=8, help="ranks that send rows to each expert")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument(
-        "--select-experts",
-        nargs="+",
-        type=int,
-        default=[],
-        help="time selection alone, with these numbers of experts instead of models",
-    )
-    parser.add_argument("--out", type=Path, help="results file to write")
-    parser.add_argument("--commit", help="commit of the code, for the results")
-    return parser

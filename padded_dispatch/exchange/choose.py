@@ -159,6 +159,10 @@ class LayerExchanges:
         num_layers: layers of the model on this rank that will want buffers; "auto" makes sure that
             all of them fit.
         ffn_size: width of the experts' hidden layer (F), for "auto"; 0 if unknown.
+        why_not_direct: reason for which "auto" leaves direct stores out in all passes; "" if none.
+
+    Attributes:
+        no_direct: why direct stores are left out in all passes, if they are.
 
     Raises:
         ValueError: on all ranks, when they differ in an argument, or "direct" cannot work.
@@ -176,7 +180,10 @@ class LayerExchanges:
         microbatches_in_flight: int = 1,
         num_layers: int = 1,
         ffn_size: int = 0,
+        why_not_direct: str = "",
     ) -> None:
+        if kind == "auto" and why_not_direct:
+            kind = "alltoall"
         kinds, layouts = get_args(ExchangeKind), get_args(Layout)
         # Compare before anything is built: the constructor of DirectExchange runs collectives. All
         # that "auto" decides by is compared here or by `agree_on_shapes`, because some of its
@@ -209,7 +216,7 @@ class LayerExchanges:
         self._ffn_size = ffn_size
         num_local_experts = config.num_local_experts
         self._direct: DirectExchange | None = None
-        self._no_direct = 'exchange="alltoall" was asked for'
+        self.no_direct = why_not_direct or 'exchange="alltoall" was asked for'
         if kind != "alltoall":
             try:
                 require(
@@ -228,7 +235,7 @@ class LayerExchanges:
             except ValueError as error:
                 if kind == "direct":
                     raise
-                self._no_direct = str(error)
+                self.no_direct = str(error)
 
         def packed(experts_per_pool: int) -> Exchange:
             if config.num_sources == 1:
@@ -312,7 +319,7 @@ class LayerExchanges:
     def _decide(
         self, config: DispatchConfig, sizes: PoolSizes, tokens_TD: Tensor, probs_TE: Tensor
     ) -> Choice:
-        reason = self._no_direct
+        reason = self.no_direct
         if self._direct is not None and self._group is not None:
             shape = Shape(
                 num_experts=config.num_experts,

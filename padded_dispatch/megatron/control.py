@@ -90,17 +90,28 @@ class CapacityControl:
                 than `overflow_threshold`; names the layers and the factors that they needed.
         """
         self._step += 1
-        changes = []
-        if snapshots is not None:
-            self.check(snapshots)
-            if self._options.on_overflow == "grow":
-                changes += self._grow(snapshots)
+        changes = [] if snapshots is None else self.react(snapshots)
         if self._step in self._options.factor_of_step:
             changes += self._follow_schedule(self._step)
         return changes
 
+    def react(self, snapshots: Snapshots) -> list[str]:
+        """Warn, raise or let layers grow, between two steps; `step` calls it.
+
+        Args:
+            snapshots: the result of `Telemetry.finish`, which `step` will not be given.
+
+        Returns:
+            See `step`.
+
+        Raises:
+            RuntimeError: see `step`.
+        """
+        self.check(snapshots)
+        return self._grow(snapshots) if self._options.on_overflow == "grow" else []
+
     def check(self, snapshots: Snapshots) -> None:
-        """Warn or raise as `on_overflow` asks for; `step` calls it.
+        """Warn or raise as `on_overflow` asks for; `react` calls it.
 
         Raises:
             RuntimeError: see `step`.

@@ -4,7 +4,7 @@ Megatron-Core 0.16.1 to 0.19.0 asks for the current CUDA device, for CUDA stream
 random state in places where a CPU would do as well. Inside `megatron_on_cpu()`:
 
 - tensors that are meant for "cuda" are made on the CPU;
-- streams and events do nothing, since CPU work is finished when a call returns;
+- streams, events and profiler ranges do nothing, since CPU work is finished when a call returns;
 - the CPU's generator stands in for CUDA's, so that Megatron's random state tracker and its
   recomputation work as on a GPU.
 
@@ -49,6 +49,12 @@ class _Stream:
         """Do nothing."""
 
     def wait_event(self, event: object) -> None:
+        """Do nothing."""
+
+    def wait(self, stream: object = None) -> None:
+        """Do nothing."""
+
+    def record(self, stream: object = None) -> None:
         """Do nothing."""
 
     def record_event(self) -> "_Stream":
@@ -108,6 +114,10 @@ def megatron_on_cpu() -> Iterator[None]:
         (torch.cuda, "current_device", lambda: _CPU),
         (torch.cuda, "synchronize", lambda device=None: None),
         (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "Event", _Stream),
+        (torch.Tensor, "record_stream", lambda tensor, stream: None),
+        (torch.cuda.nvtx, "range_push", lambda name: 0),
+        (torch.cuda.nvtx, "range_pop", lambda: 0),
         (torch.cuda, "stream", _stream),
         (torch.cuda, "current_stream", _Stream),
         (torch.cuda, "default_stream", _Stream),

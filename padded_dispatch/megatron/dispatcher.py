@@ -11,6 +11,16 @@ lives from the experts' input to the sum of their output. No capture of Megatron
 between, so no replay has to set it. Passes with `FIT` are never replayed: their exchange and their
 rounds need not be found in tensors.)
 
+With `overlap_moe_expert_parallel_comm` Megatron calls the methods one by one, `token_dispatch`, and
+the two from `token_combine` on, on a stream of their own; backward passes of other microbatches
+come between, forward passes do not, so the attributes hold one pass. That asks for two things:
+
+- Megatron frees what went into a method once it has run. A result that shares memory with it is
+  copied: with one local expert, padded rows are in the experts' order as they arrive. (Megatron
+  spares the input only for the word `alltoall`, 0.17 to 0.19.)
+- The plan's tensors are allocated on the computing stream, and the communicating one reads them
+  until backward. `record_stream` keeps the allocator from giving them away before.
+
 Letters: T tokens as [S, B] (sequence, batch), K experts per token, E experts, L experts on this
 rank, R ranks of the expert-parallel group, C capacity, G pools of P slots, of X experts each, D
 hidden size, N rows of this rank's experts.
@@ -65,6 +75,10 @@ _EVALUATION_IS_AS_TRAINING = (
     "captures evaluation; for another capacity set eval_factor"
 )
 
+_OVERLAP_TAKES_TWO_STREAMS = (
+    "overlap_moe_expert_parallel_comm uses two streams, and direct stores must be ordered on one"
+)
+
 _log = logging.getLogger("padded_dispatch")
 
 
@@ -95,6 +109,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.agreement = Agreement(self.ep_group, self.tp_group, timeout=options.agreement_timeout)
         self._experts = chosen_experts(config)
         self._options = options
+        self._overlaps = config.overlap_moe_expert_parallel_comm
         in_flight = options.microbatches_in_flight
         if in_flight == "auto":
             in_flight = passes_in_flight(config, _pipeline_rank(pg_collection))
@@ -105,6 +120,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self.tp_group,
             layout=self._experts.layout or "padded",
             kind=options.exchange,
+            why_not_direct=_OVERLAP_TAKES_TWO_STREAMS if self._overlaps else "",
             microbatches_in_flight=in_flight,
             num_layers=max(1, config.num_layers // config.pipeline_model_parallel_size),
             ffn_size=config.moe_ffn_hidden_size or 0,
@@ -219,7 +235,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self._rounds = Rounds(
                 self.configs.fitted, choice.exchange, top_k=config.top_k, map_TE=routing_map
             )
-            return tokens, probs
+            return self._apart(tokens, tokens), self._apart(probs, probs)
         plan = make_plan(routing_map, top_k=config.top_k, sizes=choice.sizes, kept_SE=self.kept_SE)
         outgoing = choice.exchange.prepare(tokens_TD, probs, plan, choice.sizes.num_rows)
         counters = self._counters_now()
@@ -243,7 +259,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         if self.shared_overlap is not None:
             self.shared_overlap.fc1(incoming.rows_MPD)
         assert incoming.meta_MPX is not None
-        return incoming.rows_MPD, incoming.meta_MPX
+        rows_MPD = self._apart(incoming.rows_MPD, hidden_states)
+        return rows_MPD, self._apart(incoming.meta_MPX, probs)
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
@@ -261,7 +278,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         if counters is not None:
             counters.add_received(arranged.kept_SL)
         self.offsets_LS = arranged.offsets_LS
-        return arguments_of_experts(arranged)
+        rows_ND, rows_L, probs_N = arguments_of_experts(arranged)
+        return self._apart(rows_ND, hidden_states), rows_L, probs_N
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Bring the experts' output [N, D] back into slots."""
@@ -278,7 +296,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             incoming = self._exchange.move_back(incoming)
         if self.shared_overlap is not None:
             self.shared_overlap.fc2(incoming.rows_MPD)
-        return incoming.rows_MPD
+        return self._apart(incoming.rows_MPD, hidden_states)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Sum every token's slots, in the shape that the tokens came in: [S, B, D]."""
@@ -302,8 +320,20 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             unplaced_E=self.unplaced_E,
             kept_SE=self.kept_SE,
         )
+        if self._overlaps:
+            stream = torch.cuda.current_stream()
+            for tensor in vars(plan).values():
+                if tensor is not None:
+                    tensor.record_stream(stream)
         combined_TD = self._exchange.combine(Slots(rows_MPD=hidden_states), plan, self.offsets_LS)
         return combined_TD.view(*self.slot_of_SBK.shape[:-1], -1)
+
+    def _apart(self, made: Tensor, given: Tensor) -> Tensor:
+        """Return `made`, or a copy if it shares the memory of `given`, which the schedule frees."""
+        if not self._overlaps:
+            return made
+        shares = made.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+        return made.clone() if shares else made
 
     @property
     def chosen(self) -> dict[str, str]:

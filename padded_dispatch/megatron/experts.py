@@ -20,6 +20,13 @@ in the parameters' dtype and DDP adds them. Every micro-batch's gradient is then
 once, by at most 2**-8 of itself: over 1 and over 8 micro-batches of random gradients `main_grad`
 was off by 0.17 % in the root mean square (tests/ops/test_grouped.py).
 
+With `delay_wgrad_compute` or `overlap_dispatch_backward_with_experts_wgrad`, backward keeps what
+the gradients of the weights need, and Megatron calls `backward_dw` to compute them: while gradients
+of rows travel. The operations are the same. Megatron's DDP with `delay_wgrad_compute` leaves the
+weights to `StackedLinear.register_wgrad_accumulation_and_reduce_hooks` then, whose hooks add and
+reduce a gradient once it is there. With other wrappers `backward_dw` adds to `main_grad` itself.
+Biases have their gradient right after backward, as with TEGroupedMLP.
+
 Checkpoints hold single experts, as TEGroupedMLP's do, and either module loads the other's:
 
 - `state_dict`: `weight0`, `bias0`, ... of each linear, as TEGroupedLinear has them.
@@ -40,6 +47,9 @@ Letters: L experts on this rank, N rows, D hidden size, F ffn size, G columns of
 """
 
 import math
+import re
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,16 +62,24 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor, nn
 
+from padded_dispatch.config import FIT, NO_DROP, require
 from padded_dispatch.exchange.choose import Layout
 from padded_dispatch.experts import ExpertWeights, grouped_mlp
-from padded_dispatch.megatron.compat import LOCAL_GRAPHS_ADD_GRADIENTS
+from padded_dispatch.megatron.compat import (
+    FUSED_SWIGLU_CLAMPS,
+    LOCAL_GRAPHS_ADD_GRADIENTS,
+    overlaps_dispatch_backward,
+)
 from padded_dispatch.megatron.config import padded_options, refusals
 from padded_dispatch.megatron.fields import ConfigField, given
 from padded_dispatch.ops.activation import Activation, Function
-from padded_dispatch.ops.grouped import batched_linear, grouped_linear
+from padded_dispatch.ops.grouped import Delayed, batched_linear, grouped_linear
 from padded_dispatch.utils.nvtx import nvtx_range
 
 _REMEDY = 'PaddedOptions(experts="module")'
+
+# The name of one expert's part of a parameter.
+_SINGLE_NAME = re.compile(r"(weight|bias)\d+")
 
 # Transformer Engine's key for fp8 scales, which a strict load asks for. Empty means none.
 _NO_SCALES = torch.empty(0, dtype=torch.uint8)
@@ -88,8 +106,33 @@ def chosen_experts(config: Any) -> ChosenExperts:
     `torch._grouped_mm` reads counts on the host. Where experts share a pool, it means packed.
 
     Raises:
-        ValueError: if experts share a pool and packed experts do not support the config.
+        ValueError: if experts share a pool and packed experts do not support the config, or if the
+            spec's module would delay gradients of several rounds.
     """
+    chosen = _chosen_experts(config)
+    if chosen.layout is None:
+        _check_rounds(config)
+    return chosen
+
+
+def _check_rounds(config: Any) -> None:
+    """Raise if experts whose `backward_dw` computes one gradient could have one of each round."""
+    options = padded_options(config)
+    factors = *options.layer_factors.values(), *options.factor_of_step.values()
+    delays = config.delay_wgrad_compute or overlaps_dispatch_backward(config)
+    fits = FIT in factors or options.on_overflow == "retry"
+    require(
+        not (delays and fits) or options.fit_max_factor == NO_DROP,
+        "fit_max_factor",
+        options.fit_max_factor,
+        "be no-drop with delayed weight gradients, training passes that fit (on_overflow='retry' "
+        "has them, too) and experts of the layer's spec, which would compute the gradients of one "
+        "round only",
+        "set it, or experts='packed'",
+    )
+
+
+def _chosen_experts(config: Any) -> ChosenExperts:
     options = padded_options(config)
     option = options.experts
     if options.capacity_pool != "expert":
@@ -170,8 +213,9 @@ class StackedExperts(MegatronModule):
         self.recompute = config.recompute_granularity == "selective" and _has_moe_act(
             config.recompute_modules
         )
-        self.linear_fc1 = StackedLinear(*_parameters(experts, "linear_fc1"))
-        self.linear_fc2 = StackedLinear(*_parameters(experts, "linear_fc2"))
+        delays = config.delay_wgrad_compute or overlaps_dispatch_backward(config)
+        self.linear_fc1 = StackedLinear(*_parameters(experts, "linear_fc1"), delays=delays)
+        self.linear_fc2 = StackedLinear(*_parameters(experts, "linear_fc2"), delays=delays)
         self._ep_group, self._dp_group = pg_collection.ep, pg_collection.expt_dp
 
     @nvtx_range("experts")
@@ -202,6 +246,8 @@ class StackedExperts(MegatronModule):
             fc2_bias_LD=self.linear_fc2.biases(),
             fc1_sums_LGD=self.linear_fc1.sums() if adds else None,
             fc2_sums_LDF=self.linear_fc2.sums() if adds else None,
+            fc1_delayed=self.linear_fc1.delayed,
+            fc2_delayed=self.linear_fc2.delayed,
         )
         output_ND = grouped_mlp(
             rows_ND,
@@ -215,7 +261,9 @@ class StackedExperts(MegatronModule):
         return output_ND, None
 
     def backward_dw(self) -> None:
-        """Do nothing: `delay_wgrad_compute` is refused, so backward computed all gradients."""
+        """Compute the gradients of the weights that backward has delayed."""
+        self.linear_fc2.backward_dw()
+        self.linear_fc1.backward_dw()
 
     def sharded_state_dict(
         self,
@@ -279,17 +327,29 @@ class ShardedLayout:
 class StackedLinear(nn.Module):
     """L linears in one parameter, two with biases.
 
+    One expert's part of a parameter can be read under the name that TEGroupedLinear gives it, such
+    as `weight3`: Megatron-Bridge does, see `padded_dispatch.megatron.bridge`.
+
     Attributes:
         weight: [L, out, in].
         bias: [L * out], or None.
+        tensor_model_parallel: False: a rank holds whole experts. Megatron-Bridge reads it.
+        delayed: gradients of the weight that `backward_dw` will compute; None if backward does.
 
     Args:
         weights: [out, in] each; copied, with the attributes that Megatron gave them.
         biases: [out] each, likewise; none where there is no bias.
+        delays: whether `backward_dw` computes the gradient of the weight.
     """
 
-    def __init__(self, weights: list[Tensor], biases: list[Tensor]) -> None:
+    tensor_model_parallel = False
+
+    def __init__(
+        self, weights: list[Tensor], biases: list[Tensor], *, delays: bool = False
+    ) -> None:
         super().__init__()
+        self.delayed: Delayed | None = deque() if delays else None
+        self._when_added: list[Callable[[], None]] = []
         self.num_experts = len(weights)
         self.weight = nn.Parameter(torch.stack([weight.detach() for weight in weights]))
         for name, value in vars(weights[0]).items():
@@ -299,8 +359,29 @@ class StackedLinear(nn.Module):
             self.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]))
             for name, value in vars(biases[0]).items():
                 setattr(self.bias, name, value)
+        if delays:
+            self.weight.skip_backward_post_hook = True
+            if self.bias is not None:
+                self.bias.skip_backward_post_hook = False
         self.register_state_dict_post_hook(_split)
         self.register_load_state_dict_pre_hook(_stack)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if _SINGLE_NAME.fullmatch(name) and name in (singles := self.singles()):
+                return singles[name]
+            raise
+
+    def singles(self) -> dict[str, nn.Parameter]:
+        """Return one expert's part of each parameter by name; they share the parameters' memory."""
+        found = {}
+        for kind, parameter in self.named_parameters():
+            shape = self.num_experts, -1, *parameter.shape[2:]
+            for number, part in enumerate(parameter.detach().view(shape)):
+                found[f"{kind}{number}"] = nn.Parameter(part, parameter.requires_grad)
+        return found
 
     def biases(self) -> Tensor | None:
         """Return the bias of each expert, [L, out]."""
@@ -321,6 +402,31 @@ class StackedLinear(nn.Module):
             return None
         weight.grad_added_to_main_grad = True
         return main_grad.view_as(weight)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Take DDP's hook of a weight with `skip_backward_post_hook`, for `backward_dw`."""
+        self._when_added.append(hook)
+
+    @torch.no_grad()
+    def backward_dw(self) -> None:
+        """Compute the gradients that backward has delayed, those of all rounds of a pass."""
+        if not self.delayed:
+            return
+        weight: Any = self.weight
+        is_added = getattr(weight, "grad_added_to_main_grad", False)
+        while self.delayed:
+            gradient = self.delayed.popleft()()
+            if is_added or weight.grad is None:
+                weight.grad = gradient
+            else:
+                weight.grad += gradient
+        for hook in self._when_added:
+            hook()
+        has_sums = hasattr(weight, "main_grad") and not hasattr(weight, "__fsdp_param__")
+        if has_sums and not self._when_added:
+            if not is_added:
+                weight.main_grad += weight.grad
+            weight.grad = None
 
     def sharded(self, name: str, layout: ShardedLayout, num_parts: int) -> dict[str, Any]:
         """Return the entries of a sharded state dict.
@@ -454,7 +560,8 @@ def _refused(config: Any) -> str:
 def _refusals(config: Any) -> list[str]:
     found = refusals(config, _FIELDS)
     clamp, fused = config.activation_func_clamp_value, config.bias_activation_fusion
-    if clamp is not None and fused and config.activation_func is F.silu:
+    leaves_out = fused and config.activation_func is F.silu and not FUSED_SWIGLU_CLAMPS
+    if clamp is not None and leaves_out:
         found.append(
             f"  activation_func_clamp_value={clamp!r}: Megatron's fused SwiGLU leaves it out. "
             "Remedy: bias_activation_fusion=False, or None."
@@ -468,6 +575,10 @@ def _field(name: str, note: str, refuses: Any) -> ConfigField:
 
 def _has_moe_act(modules: Any) -> bool:
     return "moe_act" in (modules or ())
+
+
+def _offloads(modules: Any) -> bool:
+    return not {"expert_fc1", "moe_act"}.isdisjoint(modules or ())
 
 
 _FIELDS = (
@@ -486,11 +597,6 @@ _FIELDS = (
     _field("fp16", "they compute in bf16, on CPUs in any other dtype, too", bool),
     _field("fp8", "they compute in bf16", given),
     _field("fp4", "they compute in bf16", given),
-    _field("delay_wgrad_compute", "weights have their gradient right after backward", bool),
-    _field(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        "weights have their gradient right after backward",
-        bool,
-    ),
-    _field("offload_modules", "they do not offload moe_act", _has_moe_act),
+    _field("quant_recipe", "they compute in bf16", given),
+    _field("offload_modules", "they offload neither expert_fc1 nor moe_act", _offloads),
 )

@@ -9,8 +9,8 @@ stock configs pass through unchanged:
   `padded_dispatch.megatron` imported and no `install()`, its error names the missing call.
 - The type of the config field becomes the choices of `--moe-token-dispatcher-type`.
 
-With `on_overflow="retry"` it also wraps Megatron-LM's `train_step`, if that has been imported: see
-`padded_dispatch.megatron.megatron_lm`.
+It also follows Megatron-LM's training loop (`padded_dispatch.megatron.megatron_lm`), if that has
+been imported by then, or when a config with this dispatcher is made.
 
 `install()` also guards layers that replay CUDA graphs: see `padded_dispatch.megatron.graphs.guard`.
 """
@@ -26,11 +26,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron.compat import captures_moe
-from padded_dispatch.megatron.config import check_config
+from padded_dispatch.megatron.config import check_config, take_over
 from padded_dispatch.megatron.cpu import CPU_REMEDY, is_on_cpu
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.layer import build, dispatcher_type
-from padded_dispatch.megatron.megatron_lm import retry_steps
+from padded_dispatch.megatron.megatron_lm import follow_training
 from padded_dispatch.megatron.options import PaddedOptions, require_options
 from padded_dispatch.utils.patches import Patches
 
@@ -62,8 +62,7 @@ def install(options: PaddedOptions | None = None) -> None:
     _patches.set(TransformerConfig, "__post_init__", post_init)
     _patches.set(MoELayer, "__init__", _wrap_init(MoELayer.__init__))
     _patches.set(_FIELD, "type", Literal[(*get_args(_FIELD.type), NAME)])
-    if options.on_overflow == "retry":
-        retry_steps(_patches)
+    follow_training(_patches)
     guard.install()
 
 
@@ -93,6 +92,7 @@ def _wrap_post_init(
         if self.moe_token_dispatcher_type != NAME:
             post_init(self)
             return
+        take_over(self)
         with dispatcher_type(self, "alltoall"):
             if captures_moe(self):
                 _with_static_shapes(post_init, self)
@@ -100,7 +100,9 @@ def _wrap_post_init(
                 post_init(self)
         if not hasattr(self, "padded_dispatch"):
             self.padded_dispatch = options
+        take_over(self)
         check_config(self)
+        follow_training(_patches)
 
     return padded_post_init
 

@@ -1,11 +1,19 @@
-"""`on_overflow="retry"` in Megatron-LM's own training loop, without a line of code.
+"""Retry, telemetry, control and traces in Megatron-LM's own training loop, without a line of code.
 
-`pretrain()` calls `megatron.training.training.train_step` for each step and passes it the
-forward-backward function, be it Megatron's schedule or a graph of it. `retry_steps` wraps that one
-function of Megatron-LM: where the model's options ask for retry, `train_step` gets a `Retry`.
+Three functions of `megatron.training.training` are wrapped, and their arguments read by name:
+
+- `train`, the loop: a run starts before layers are captured, and ends after the last step.
+- `train_step`, a step, which is given the forward-backward function, be it Megatron's schedule or a
+  graph of it: with `on_overflow="retry"` it gets a `Retry` instead. The step is counted afterwards.
+- `training_log`, which logs a step: figures go where Megatron's own do.
+
+A script that calls `train_step` in a loop of its own has all of it as well; there the run starts
+with the first step, and its last reading is not shown. What happens is in
+`padded_dispatch.megatron.megatron_lm_run`.
 
 Megatron-LM repeats a step by itself when it looks for irreproducible results (its rerun state
-machine). It zeroes gradients and rewinds the data before each attempt, so each is a step here.
+machine). It zeroes gradients and rewinds the data before each attempt, so each is a step for
+`Retry`, and all of them are one for telemetry.
 """
 
 import functools
@@ -16,60 +24,106 @@ from typing import Any
 
 from megatron.core.utils import get_model_config
 
-from padded_dispatch.megatron.config import is_ours, padded_options
-from padded_dispatch.megatron.retry import Retry
+from padded_dispatch.megatron.config import is_ours
+from padded_dispatch.megatron.megatron_lm_run import Run
 from padded_dispatch.utils.patches import Patches
 
 _MODULE = "megatron.training.training"
 
 
-def retry_steps(patches: Patches) -> None:
-    """Let Megatron-LM's `train_step` repeat steps; do nothing if its loop is not imported.
+def follow_training(patches: Patches) -> None:
+    """Follow Megatron-LM's training loop; do nothing if it is not imported, or followed already.
 
     Args:
-        patches: gets the replaced function.
+        patches: gets the replaced functions.
     """
     training: Any = sys.modules.get(_MODULE)
-    if training is not None:
-        patches.set(training, "train_step", _with_retry(training, training.train_step))
+    if training is None or not hasattr(training, "train_step"):
+        return  # Not imported, or about to be.
+    if isinstance(getattr(training.train_step, "followed_by", None), _Loop):
+        return
+    loop = _Loop(training)
+    for name in ("train", "train_step", "training_log"):
+        if hasattr(training, name):
+            patches.set(training, name, loop.wrapped(getattr(training, name), getattr(loop, name)))
 
 
-def _with_retry(training: Any, train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `train_step` with a `Retry` in place of its forward-backward function.
+class _Loop:
+    """The loop of a process; it has one run at a time.
 
     Args:
-        training: Megatron-LM's module, whose arguments and TensorBoard writer are read.
-        train_step: its function; the names of two of its arguments are read.
+        training: Megatron-LM's module.
     """
-    signature = inspect.signature(train_step)
-    current: Retry | None = None
 
-    def retry_for(forward_backward_func: Any, model: list[Any]) -> Retry:
-        """Return the `Retry` of this training; one more only for another model or function."""
-        nonlocal current
-        if (
-            current is None
-            or current.chunks is not model
-            or current.forward_backward_func is not forward_backward_func
-        ):
-            current = Retry(forward_backward_func, model)
-        return current
+    def __init__(self, training: Any) -> None:
+        self._training = training
+        self._run: Run | None = None
 
-    @functools.wraps(train_step)
-    def repeated(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        given = bound.arguments
-        config: Any = get_model_config(given["model"][0])
-        if not is_ours(config) or padded_options(config).on_overflow != "retry":
-            return train_step(*args, **kwargs)
-        retry = retry_for(given["forward_backward_func"], given["model"])
-        given["forward_backward_func"] = retry
-        num_before = retry.num_retried
-        result = train_step(*bound.args, **bound.kwargs)
-        writer = training.get_tensorboard_writer()
-        if writer is not None and retry.num_retried > num_before:
-            step = training.get_args().curr_iteration
-            writer.add_scalar("moe/retried_steps", retry.num_retried, step)
+    def wrapped(
+        self,
+        function: Callable[..., Any],
+        instead: Callable[[Callable[[], Any], dict[str, Any]], Any],
+    ) -> Callable[..., Any]:
+        """Return a function that calls `instead` with a call of `function` and its arguments.
+
+        The arguments are given by name. Changes of them count.
+        """
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+
+            def call() -> Any:
+                return function(*bound.args, **bound.kwargs)
+
+            return instead(call, bound.arguments)
+
+        followed.followed_by = self  # pyright: ignore[reportFunctionMemberAccess]
+        return followed
+
+    def train(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
+        """Train a model from where it is to the last step."""
+        run = self._run_of(given["model"], self._training.get_args().iteration)
+        if run is None:
+            return call()
+        try:
+            result = call()
+            run.finish()
+        finally:
+            run.close()
+            self._run = None
         return result
 
-    return repeated
+    def train_step(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
+        """Run one step."""
+        steps_done = given.get("iteration")
+        if steps_done is None:
+            steps_done = self._training.get_args().curr_iteration
+        run = self._run_of(given["model"], steps_done)
+        if run is None:
+            return call()
+        given["forward_backward_func"] = run.before_step(given["forward_backward_func"])
+        result = call()
+        run.after_step(steps_done + 1)
+        return result
+
+    def training_log(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
+        """Log one step."""
+        if self._run is not None:
+            self._run.before_log(
+                given["total_loss_dict"],
+                given["iteration"],
+                skipped=bool(given.get("skipped_iter")),
+                first=bool(given.get("is_first_iteration")),
+            )
+        return call()
+
+    def _run_of(self, chunks: list[Any], steps_done: int) -> Run | None:
+        """Return the run of a model, which starts if it is another one; None without our layers."""
+        if self._run is None or self._run.chunks is not chunks:
+            if self._run is not None:
+                self._run.close()
+            ours = is_ours(get_model_config(chunks[0]))
+            self._run = Run(self._training, chunks, step=steps_done) if ours else None
+        return self._run

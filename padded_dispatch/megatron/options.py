@@ -95,6 +95,10 @@ def _read_optional_factor(text: str) -> CapacityFactor | None:
     return read_factor(text) if _parts(text) else None
 
 
+def _read_optional_text(text: str) -> str | None:
+    return None if text in ("", "none") else text
+
+
 def _read_schedule(text: str) -> tuple[tuple[int, CapacityFactor], ...]:
     return tuple(read_factor_table(text).items())
 
@@ -136,9 +140,12 @@ def _option(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PaddedOptions:
     """Options of the padded dispatcher beside Megatron's own `moe_*` fields.
+
+    It has slots, and so no `__dict__`: Megatron-Bridge copies a config before it goes to other
+    ranks, and sets each attribute of each value with a `__dict__`, which a frozen value refuses.
 
     Raises:
         ValueError: names the option, its value and what to set.
@@ -218,6 +225,12 @@ class PaddedOptions:
     telemetry_every: int = _option(
         10, "steps between two reads of what was dropped", cost="19 us for counting, always"
     )
+    trace: str | None = _option(
+        None,
+        "folder for routing traces in Megatron-LM's own loop, one file per rank, for "
+        "padded-dispatch tune: a hundred steps or more, 1 GiB per rank at most",
+        read=_read_optional_text,
+    )
     experts: Experts = _option(
         "auto",
         "auto: packed or batched, by shape, where the config allows it, else module; module: the "
@@ -278,6 +291,13 @@ class PaddedOptions:
             self.capacity_pool,
             f"be expert with experts={self.experts!r}, which read padded rows",
             "set experts='packed', or leave it to 'auto'",
+        )
+        folder = self.trace
+        require(
+            folder is None or (isinstance(folder, str) and folder != ""),
+            "trace",
+            folder,
+            "be the name of a folder, or None",
         )
         share = self.overflow_threshold
         require(0 <= share < 1, "overflow_threshold", share, "be a share from 0 to below 1")
@@ -375,10 +395,20 @@ def _pairs(value: Any) -> list[tuple[int, Any]] | None:
     return pairs if whole and len(pairs) == len(value) else None
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, bare: tuple[str, ...] = ()) -> None:
-    """Add one flag per option, `--padded-...`, to `parser`; those in `bare` also by their name."""
+def add_arguments(
+    parser: argparse.ArgumentParser, *, bare: tuple[str, ...] = (), without: tuple[str, ...] = ()
+) -> None:
+    """Add one flag per option, `--padded-...`, to `parser`.
+
+    Args:
+        parser: the parser.
+        bare: options that have a flag by their name as well.
+        without: options that get no flag.
+    """
     group = parser.add_argument_group("padded dispatch")
     for option in dataclasses.fields(PaddedOptions):
+        if option.name in without:
+            continue
         default = getattr(_DEFAULTS, option.name)
         group.add_argument(
             _flag(option),
@@ -396,15 +426,20 @@ def from_arguments(arguments: argparse.Namespace) -> PaddedOptions:
     values = {
         option.name: getattr(arguments, f"padded_{option.name}")
         for option in dataclasses.fields(PaddedOptions)
+        if hasattr(arguments, f"padded_{option.name}")
     }
     return PaddedOptions(**values)
 
 
 def to_json(options: PaddedOptions) -> dict[str, Any]:
     """Return the options as JSON values; factors stand as the text of their flags."""
-    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     plain = (str, int)
-    return {name: v if isinstance(v, plain) else _show(v) for name, v in values.items()}
+    return {name: v if isinstance(v, plain) else _show(v) for name, v in by_name(options).items()}
+
+
+def by_name(options: PaddedOptions) -> dict[str, Any]:
+    """Return the options' values by name."""
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
 
 
 def markdown_table() -> str:

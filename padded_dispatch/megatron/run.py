@@ -1,10 +1,13 @@
 """Run a Megatron-LM script after `install()`, so that it can use the padded dispatcher.
 
-    python -m padded_dispatch.megatron.run [--padded-...] pretrain_gpt.py \\
-        --moe-token-dispatcher-type padded_alltoall ...
+    torchrun --nproc-per-node 8 -m padded_dispatch.megatron.run pretrain_gpt.py \\
+        --moe-token-dispatcher-type padded_alltoall --padded-policy priority ...
 
-Works under torchrun too (`torchrun ... -m padded_dispatch.megatron.run pretrain_gpt.py ...`). Flags
-before the script are options of the padded dispatcher; everything after it goes to the script.
+Works without torchrun too (`python -m padded_dispatch.megatron.run pretrain_gpt.py ...`). The first
+word that is no option of the padded dispatcher is the script. `--padded-...` may stand anywhere,
+before the script or among its arguments; all other words go to the script, in their order.
+
+The command line is read before torch is imported.
 """
 
 import argparse
@@ -15,34 +18,60 @@ import runpy
 import sys
 from pathlib import Path
 
-from padded_dispatch.megatron.installer import install
-from padded_dispatch.megatron.options import add_arguments, from_arguments
+from padded_dispatch.megatron.options import PaddedOptions, add_arguments, from_arguments
 
 
 def main() -> None:
     """Install, then run the script as if it had been started directly."""
-    parser = argparse.ArgumentParser(
-        prog="python -m padded_dispatch.megatron.run", description="Run a Megatron-LM script."
-    )
-    add_arguments(parser)
-    parser.add_argument("script", type=Path, help="for example pretrain_gpt.py")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    arguments = parser.parse_args()
-    if not arguments.script.is_file():
-        parser.error(f"script must be an existing file, got {str(arguments.script)!r}")
+    options, script, arguments = read(sys.argv[1:])
+    if not Path(script).is_file():
+        _parser().error(f"SCRIPT must be an existing file, got {script!r}; start it in its folder")
+    sys.argv = [script, *arguments]
+    # Like `python SCRIPT`, which puts the script's folder first.
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    # `install` follows Megatron-LM's loop. A script that needs it fails by itself without it.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("megatron.training.training")
+    importlib.import_module("padded_dispatch.megatron.installer").install(options)
+    runpy.run_path(script, run_name="__main__")
+
+
+def read(argv: list[str]) -> tuple[PaddedOptions, str, list[str]]:
+    """Return the options, the path of the script, and the script's arguments.
+
+    Raises:
+        SystemExit: for `--help` before the script, and for mistakes.
+    """
+    parser = _parser()
+    given, words = parser.parse_known_args(argv)
+    if words[:1] in (["-h"], ["--help"]):
+        parser.print_help()
+        parser.exit()
+    if not words:
+        parser.error("SCRIPT must be given, for example pretrain_gpt.py")
+    script, *arguments = words
+    unknown = [word for word in words if word.startswith("--padded-")]
+    if unknown:
+        parser.error(f"{unknown[0]} must be an option of the padded dispatcher; see --help")
+    if script.startswith("-"):
+        parser.error(f"SCRIPT must stand before its own arguments, got {script!r} first")
     try:
-        options = from_arguments(arguments)
+        return from_arguments(given), script, arguments
     except ValueError as error:
         parser.error(_name_flag(str(error)))
-    sys.argv = [str(arguments.script), *arguments.arguments]
-    # Like `python SCRIPT`, which puts the script's folder first.
-    sys.path.insert(0, str(arguments.script.resolve().parent))
-    if options.on_overflow == "retry":
-        # `install` wraps Megatron-LM's loop. A script that needs it fails by itself without it.
-        with contextlib.suppress(ImportError):
-            importlib.import_module("megatron.training.training")
-    install(options)
-    runpy.run_path(str(arguments.script), run_name="__main__")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m padded_dispatch.megatron.run",
+        usage="python -m padded_dispatch.megatron.run [OPTIONS] SCRIPT [OPTIONS AND ARGUMENTS]",
+        description="Run a Megatron-LM script, such as pretrain_gpt.py. Options of the padded "
+        "dispatcher may stand anywhere on the line; all else goes to the script.",
+        add_help=False,  # Behind the script, --help is the script's.
+        allow_abbrev=False,  # A flag of the script may be the beginning of one of ours.
+    )
+    add_arguments(parser)
+    return parser
 
 
 def _name_flag(message: str) -> str:

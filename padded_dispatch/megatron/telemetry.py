@@ -24,7 +24,10 @@ layer is on one pipeline stage only; ranks of other stages add zeros for it.
 
 Megatron's own tracker of MoE metrics (0.16.1: `save_to_aux_losses_tracker`, from 0.18 on
 `MoEMetricsTracker`) is not used: it reports every step, writes zeros in steps without a read, and
-in Megatron's training loop leaves out names that the loop does not list.
+in Megatron's training loop leaves out names that the loop does not list. In that loop
+`padded_dispatch.megatron.megatron_lm` shows the figures beside Megatron's.
+
+A layer by itself, without a layer number, is a model, too: see `padded_moe_layers`.
 
 Letters: Y layers of the whole model, R ranks of the expert-parallel group, W columns of a layer's
 sums (its totals, then the idle passes of each rank).
@@ -56,27 +59,43 @@ class Snapshots:
     evaluation: Snapshot
 
 
-def write_scalars(snapshots: Snapshots, writer: Any, *, per_layer: bool = False) -> None:
-    """Write the figures of snapshots to TensorBoard, named like Megatron's MoE metrics.
+# Figures of single layers, the most telling first; see `scalars`.
+_OF_LAYERS = ("dropped", "needed_factor", "fill", "expert_overload", "rank_overload", "lost_tokens")
+
+
+def scalars(snapshots: Snapshots, *, per_layer: bool = False) -> dict[str, float]:
+    """Return the figures of snapshots, named like Megatron's MoE metrics.
 
     Names are those of `Snapshot.figures`: `moe/dropped` for training, `moe-held-out/dropped` for
-    evaluation.
+    evaluation. Nothing is returned of a phase in which no pass ran.
+
+    Args:
+        snapshots: the result of `Telemetry.step` or `Telemetry.read`.
+        per_layer: also return `moe/dropped_layer_0` and so on, at most 2 * K names per layer;
+            layers count from 0, as Megatron's.
+    """
+    found = {}
+    for prefix, snapshot in (("moe", snapshots.training), ("moe-held-out", snapshots.evaluation)):
+        figures = snapshot.figures()
+        found |= {f"{prefix}/{name}": value for name, value in figures.items()}
+        if figures and per_layer:
+            columns = snapshot.figures_of_layers()
+            for name in _OF_LAYERS[: 2 * snapshot.top_k]:
+                for number, value in zip(columns["layer"], columns[name], strict=True):
+                    found[f"{prefix}/{name}_layer_{int(number) - 1}"] = value
+    return found
+
+
+def write_scalars(snapshots: Snapshots, writer: Any, *, per_layer: bool = False) -> None:
+    """Write `scalars` to TensorBoard.
 
     Args:
         snapshots: the result of `Telemetry.step` or `Telemetry.read`.
         writer: a `SummaryWriter`, or another object with `add_scalar(name, value, step)`.
-        per_layer: also write `moe/dropped_layer_0` and so on; layers count from 0, as Megatron's.
+        per_layer: see `scalars`.
     """
-    for prefix, snapshot in (("moe", snapshots.training), ("moe-held-out", snapshots.evaluation)):
-        figures = snapshot.figures()
-        for name, value in figures.items():
-            writer.add_scalar(f"{prefix}/{name}", value, snapshots.step)
-        if figures and per_layer:
-            columns = snapshot.figures_of_layers()
-            for name in figures:
-                for number, value in zip(columns["layer"], columns[name], strict=True):
-                    tag = f"{prefix}/{name}_layer_{int(number) - 1}"
-                    writer.add_scalar(tag, value, snapshots.step)
+    for name, value in scalars(snapshots, per_layer=per_layer).items():
+        writer.add_scalar(name, value, snapshots.step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +151,18 @@ class Telemetry:
         Returns:
             Snapshots in the step after the one that started a read; otherwise None.
         """
-        finished = None if self._pending is None else self._finish()
+        finished = self.finish()
         self._step += 1
         if self._step % self._every == 0:
             self._pending = self._start()
         return finished
+
+    def finish(self) -> Snapshots | None:
+        """Return the snapshots of a read that was started, if any; waits until it has arrived.
+
+        It costs nothing where the host waits for the device anyway.
+        """
+        return None if self._pending is None else self._finish()
 
     def read(self) -> Snapshots:
         """Return snapshots of everything since the last ones, now; waits for the device."""
@@ -228,13 +254,21 @@ class _LayerShape:
 
 
 def padded_moe_layers(chunks: list[Any]) -> dict[int, Any]:
-    """Return a model's MoE layers with the padded dispatcher, by `number_in_model`."""
-    found = {}
+    """Return a model's MoE layers with the padded dispatcher, by `number_in_model`.
+
+    Layers without a number, which no transformer layer surrounds, follow the others in their order.
+    """
+    found: dict[int, Any] = {}
+    unnumbered = []
     for chunk in chunks:
         for module in chunk.modules():
             if is_padded(module):
-                found[number_in_model(module.router)] = module
-    return found
+                if module.router.layer_number is None:
+                    unnumbered.append(module)
+                else:
+                    found[number_in_model(module.router)] = module
+    first = max(found, default=0) + 1
+    return found | dict(enumerate(unnumbered, first))
 
 
 def _routes_its_own_tokens(config: Any) -> bool:

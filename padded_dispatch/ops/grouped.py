@@ -15,6 +15,9 @@ is then never rounded to the weight's dtype. The gradient that autograd gets for
 unspecified memory in this case, one block for all weights of a shape. On a GPU that saves the
 gradient's way through memory, and in CUDA graphs a gradient per layer.
 
+`delayed` keeps what a weight's gradient needs, instead of computing it in the backward pass. The
+caller computes it later, with the same operations: `linear.gradient` below.
+
 If all experts have equally many rows, padded ones among them, `batched_linear` does the same with
 one `torch.bmm` per linear: per row it is faster, and it computes the padding.
 
@@ -22,12 +25,18 @@ I and O: width of an input and an output row. M: rows of each expert, if equal.
 """
 
 import functools
+from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
 from padded_dispatch.config import require
+
+# Gradients of a weight [L, O, I] that nobody has computed, oldest first. Each call computes one, or
+# adds it to the sums and returns unspecified memory.
+Delayed = deque[Callable[[], Tensor]]
 
 
 def grouped_linear(
@@ -37,6 +46,7 @@ def grouped_linear(
     bias_LO: Tensor | None = None,
     probs_N: Tensor | None = None,
     sums_LOI: Tensor | None = None,
+    delayed: Delayed | None = None,
 ) -> Tensor:
     """Compute `rows @ weight[l].T + prob * bias[l]` for every expert's rows: [N, I] to [N, O].
 
@@ -47,11 +57,18 @@ def grouped_linear(
         bias_LO: same dtype; None adds nothing.
         probs_N: at least fp32; scales the bias only. Required with a bias.
         sums_LOI: contiguous fp32, to which backward adds the gradient of the weight.
+        delayed: backward appends the gradient of the weight, uncomputed, and gives none to
+            autograd. None computes it.
 
     Raises:
         ValueError: on CUDA devices, for another dtype or size.
     """
-    return _grouped_linear(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, sums_LOI)
+    if delayed is None or not weight_LOI.requires_grad:
+        return _grouped_linear(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, sums_LOI)
+    out_NO = _grouped_linear(rows_NI, weight_LOI.detach(), bias_LO, probs_N, offsets_L, None)
+    return _Delay.apply(
+        out_NO, weight_LOI, rows_NI, offsets_L, sums_LOI, _grouped_gradient, delayed
+    )
 
 
 def batched_linear(
@@ -61,13 +78,20 @@ def batched_linear(
     bias_LO: Tensor | None = None,
     probs_N: Tensor | None = None,
     sums_LOI: Tensor | None = None,
+    delayed: Delayed | None = None,
 ) -> Tensor:
     """Compute `grouped_linear` for experts with equally many rows, N / L, as one batched product.
 
     The arguments are those of `grouped_linear`, in any dtype and size. Expert l's rows end at
     `offsets_L[l] = (l + 1) * N / L`.
     """
-    out_NO = _batched_linear(rows_NI, weight_LOI, offsets_L, sums_LOI)
+    if delayed is None or not weight_LOI.requires_grad:
+        out_NO = _batched_linear(rows_NI, weight_LOI, offsets_L, sums_LOI)
+    else:
+        out_NO = _batched_linear(rows_NI, weight_LOI.detach(), offsets_L, None)
+        out_NO = _Delay.apply(
+            out_NO, weight_LOI, rows_NI, offsets_L, sums_LOI, _batched_gradient, delayed
+        )
     if bias_LO is None:
         return out_NO
     assert probs_N is not None
@@ -249,17 +273,40 @@ def _block(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _unspecified(weight_LOI: Tensor) -> Tensor:
-    """Return unspecified memory that must not be written, the same for all weights of a shape."""
+def _unspecified(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return unspecified memory that must not be written, the same for all equal arguments."""
     # Autograd takes a gradient as it is only if nothing else refers to its tensor, else a copy.
-    return _block(weight_LOI.shape, weight_LOI.dtype, weight_LOI.device).detach()
+    return _block(shape, dtype, device).detach()
 
 
 def _save_inputs(ctx, inputs, output) -> None:
     # Not among the saved tensors, which must not change before backward: the passes of other
     # micro-batches add to the sums in the meantime.
-    *saved, ctx.sums_LOI = inputs
-    ctx.save_for_backward(*saved)
+    rows_NI, *saved, ctx.sums_LOI = inputs
+    # Rows are for the gradient of the weight only, which is not asked for where it is delayed.
+    ctx.save_for_backward(rows_NI if ctx.needs_input_grad[1] else None, *saved)
+
+
+def _grouped_gradient(
+    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor | None
+) -> Tensor:
+    if sums_LOI is None:
+        return _grouped_outer(grad_NO, rows_NI, offsets_L)
+    return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI)
+
+
+def _batched_gradient(
+    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor | None
+) -> Tensor:
+    if sums_LOI is None:
+        grad_LMO = grad_NO.unflatten(0, (offsets_L.shape[0], -1))
+        return torch.bmm(grad_LMO.transpose(1, 2), rows_NI.unflatten(0, grad_LMO.shape[:2]))
+    return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI)
+
+
+def _add_gradient(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor) -> Tensor:
+    _add_grouped_outer(grad_NO, rows_NI, offsets_L, sums_LOI)
+    return _unspecified(sums_LOI.shape, rows_NI.dtype, rows_NI.device)
 
 
 def _grouped_linear_backward(ctx, grad_NO):
@@ -269,11 +316,8 @@ def _grouped_linear_backward(ctx, grad_NO):
     if needs_rows:
         transposed_LIO = weight_LOI.transpose(1, 2)
         grad_NI = _grouped_linear(grad_NO, transposed_LIO, None, None, offsets_L, None)
-    if needs_weight and ctx.sums_LOI is not None:
-        _add_grouped_outer(grad_NO, rows_NI, offsets_L, ctx.sums_LOI)
-        grad_LOI = _unspecified(weight_LOI)
-    elif needs_weight:
-        grad_LOI = _grouped_outer(grad_NO, rows_NI, offsets_L)
+    if needs_weight:
+        grad_LOI = _grouped_gradient(grad_NO, rows_NI, offsets_L, ctx.sums_LOI)
     if needs_bias:
         grad_LO = sum_rows(grad_NO, probs_N, offsets_L)
     if needs_probs and bias_LO is not None:
@@ -287,13 +331,29 @@ def _batched_linear_backward(ctx, grad_NO):
     grad_NI = grad_LOI = None
     if needs_rows:
         grad_NI = _batched_linear(grad_NO, weight_LOI.transpose(1, 2), offsets_L, None)
-    if needs_weight and ctx.sums_LOI is not None:
-        _add_grouped_outer(grad_NO, rows_NI, offsets_L, ctx.sums_LOI)
-        grad_LOI = _unspecified(weight_LOI)
-    elif needs_weight:
-        grad_LMO = grad_NO.unflatten(0, (weight_LOI.shape[0], -1))
-        grad_LOI = torch.bmm(grad_LMO.transpose(1, 2), rows_NI.unflatten(0, grad_LMO.shape[:2]))
+    if needs_weight:
+        grad_LOI = _batched_gradient(grad_NO, rows_NI, offsets_L, ctx.sums_LOI)
     return grad_NI, grad_LOI, None, None
+
+
+class _Delay(torch.autograd.Function):
+    """Hand on a linear's result, and in backward keep what its weight's gradient needs.
+
+    The weight is an input, so that backward comes here also where no other input has a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, out_NO, weight_LOI, rows_NI, offsets_L, sums_LOI, gradient, delayed):
+        ctx.save_for_backward(rows_NI, offsets_L)
+        ctx.kept = sums_LOI, gradient, delayed
+        return out_NO
+
+    @staticmethod
+    def backward(ctx, grad_NO):  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows_NI, offsets_L = ctx.saved_tensors
+        sums_LOI, gradient, delayed = ctx.kept
+        delayed.append(functools.partial(gradient, grad_NO, rows_NI.detach(), offsets_L, sums_LOI))
+        return grad_NO, *(None,) * 6
 
 
 _grouped_linear.register_autograd(_grouped_linear_backward, setup_context=_save_inputs)

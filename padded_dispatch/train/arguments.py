@@ -53,8 +53,13 @@ def parser() -> argparse.ArgumentParser:
         for option in dataclasses.fields(cls):
             if "help" in option.metadata:
                 _add(group, option, hints[option.name])
-    add_arguments(made, bare=("experts", "exchange"))
+    add_arguments(made, bare=("experts", "exchange"), without=("trace",))  # It is `--trace` here.
     return made
+
+
+def read(argv: list[str]) -> argparse.Namespace:
+    """Return the flags of `padded-dispatch train`; see `parser`."""
+    return parser().parse_args(argv)
 
 
 def parse(argv: list[str]) -> Settings:
@@ -64,7 +69,7 @@ def parse(argv: list[str]) -> Settings:
         ValueError: names the flag, its rule, its value and what to set.
         SystemExit: for `--help` and for flags that argparse refuses.
     """
-    return resolve(parser().parse_args(argv))
+    return resolve(read(argv))
 
 
 def resolve(arguments: argparse.Namespace) -> Settings:

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from padded_dispatch.train.arguments import parser, resolve
+from padded_dispatch.train.arguments import read, resolve
 from padded_dispatch.train.screen import is_live, stop_waiting, wait_for, width
 from padded_dispatch.train.settings import Settings
 from padded_dispatch.train.summary import header, how_to_resume, next_steps
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
         ValueError: a mistake in the flags, found before any worker starts.
         SystemExit: see `start_workers`.
     """
-    given = parser().parse_args(argv)
+    given = read(argv)
     shown = not vars(given).get("json") and _is_first()
     try:
         if shown:

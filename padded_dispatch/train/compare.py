@@ -13,7 +13,6 @@ shows in every contender: equal rows of a results file are repeats.
 `check_runs` and `in_turn` serve `padded-dispatch sweep` as well.
 """
 
-import argparse
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,14 +22,13 @@ import torch.distributed as dist
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron.world import world
-from padded_dispatch.train.arguments import parse
+from padded_dispatch.train.arguments import resolve
 from padded_dispatch.train.check import check
 from padded_dispatch.train.loop import train_in_groups
+from padded_dispatch.train.runs import SEPARATOR, read_compare
 from padded_dispatch.train.settings import Settings, flag
 from padded_dispatch.train.world import free_memory, model_parallel
 from padded_dispatch.utils.launch import start_workers
-
-_SEPARATOR = "--vs"
 
 
 def main(argv: list[str]) -> int:
@@ -40,36 +38,12 @@ def main(argv: list[str]) -> int:
         ValueError: a mistake in any contender's flags, found before any worker starts.
         SystemExit: see `start_workers`.
     """
-    shared, *contenders = _split(argv)
-    arguments, common = parser().parse_known_args(shared)
-    repeats: int = arguments.repeats
-    require(repeats >= 1, "--repeats", repeats, "be at least 1")
-    require(contenders, _SEPARATOR, len(contenders), "be given at least once")
-    runs = [parse(common + flags) for flags in contenders]
+    repeats, contenders = read_compare(argv)
+    runs = [resolve(contender.given) for contender in contenders]
     check_runs("compare", runs)
-    names = [" ".join(flags) for flags in contenders]
+    names = [contender.name for contender in contenders]
     start_workers(_work, (runs * repeats, names * repeats), num_workers=runs[0].layout.workers)
     return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the flags that come before the first `--vs` and that `train` lacks."""
-    made = argparse.ArgumentParser(
-        prog="padded-dispatch compare",
-        usage="padded-dispatch compare [--repeats N] [FLAGS OF padded-dispatch train] "
-        "--vs [FLAGS OF padded-dispatch train] ...",
-        description="Train several contenders, one after another, in the same processes. Each --vs "
-        "starts a contender with flags of its own; flags before the first --vs hold for all.",
-        allow_abbrev=False,
-    )
-    made.add_argument(
-        "--repeats",
-        type=int,
-        default=1,
-        metavar="N",
-        help="train all contenders in turn, N times over (default: 1)",
-    )
-    return made
 
 
 def check_runs(command: str, runs: Sequence[Settings]) -> None:
@@ -86,7 +60,7 @@ def check_runs(command: str, runs: Sequence[Settings]) -> None:
             "--device and --workers",
             f"{layout.device}, {layout.workers} and {first.device}, {first.workers}",
             "be the same for all contenders",
-            f"give them before the first {_SEPARATOR}",
+            f"give them before the first {SEPARATOR}",
         )
         for name in ("run_dir", "trace"):
             folder = getattr(output, name)
@@ -110,16 +84,6 @@ def in_turn(runs: Sequence[Settings], device: torch.device) -> Iterator[Settings
             for settings in same:
                 yield settings
                 free_memory(device)
-
-
-def _split(argv: list[str]) -> list[list[str]]:
-    parts: list[list[str]] = [[]]
-    for word in argv:
-        if word == _SEPARATOR:
-            parts.append([])
-        else:
-            parts[-1].append(word)
-    return parts
 
 
 def _work(runs: list[Settings], names: list[str]) -> None:

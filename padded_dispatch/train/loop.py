@@ -3,12 +3,14 @@
 With `on_overflow="retry"` a step that dropped rows runs twice (`padded_dispatch.megatron.retry`).
 
 `run_passes` runs micro-batches through the model by Megatron's schedules
-(`get_forward_backward_func`): without a pipeline, with one, and interleaved. `CapacityWatch` reads
-what was dropped and changes capacity factors between steps. `trace_recorder` (`--trace`) writes the
-routers' choices, one file per rank, for `padded-dispatch tune`.
+(`get_forward_backward_func`): without a pipeline, with one, and interleaved. A `CapacityWatch`
+(`padded_dispatch.megatron.watch`) reads what was dropped and changes capacity factors between
+steps. `trace_recorder` (`--trace`) writes the routers' choices, one file per rank, for
+`padded-dispatch tune`.
 """
 
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -23,11 +25,9 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from padded_dispatch.config import CapacityFactor
-from padded_dispatch.megatron.control import CapacityControl
-from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.megatron.retry import Retry
-from padded_dispatch.megatron.telemetry import Telemetry, padded_moe_layers
+from padded_dispatch.megatron.routing import record_routing
+from padded_dispatch.megatron.watch import CapacityWatch
 from padded_dispatch.megatron.world import world
 from padded_dispatch.train import checkpoint
 from padded_dispatch.train.data import Windows, load_corpus
@@ -57,7 +57,7 @@ from padded_dispatch.train.optimizer import (
 )
 from padded_dispatch.train.settings import Output, Settings
 from padded_dispatch.train.world import megatron_state, model_parallel
-from padded_dispatch.tune.recorder import Recording, RoutingBuffer, TraceRecorder
+from padded_dispatch.tune.recorder import TraceRecorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,17 +236,21 @@ def _run(
     meter = Meter(moe_layers(trainer.chunks), trainer.device, StepWork.of(settings))
     tracer = None
     if output.trace:
-        tracer = trace_recorder(settings, trainer.chunks, trainer.device, steps_done=start.step)
-        if tracer.every > output.trace_every:
+        tracer = trace_recorder(settings, trainer.chunks, steps_done=start.step)
+        if tracer and tracer.every > output.trace_every:
             log.message(
                 f"--trace-every raised to {tracer.every}, to keep each trace file below "
                 f"--trace-gib {output.trace_gib:g}"
             )
     watch = None
     if settings.dispatch.dispatcher == "padded_alltoall":
-        options, graphs = settings.dispatch.padded, trainer.graphs
         watch = CapacityWatch(
-            trainer.chunks, options, graphs, log, step=start.step, factors=start.factors
+            trainer.chunks,
+            settings.dispatch.padded,
+            show=log.capacity,
+            changed=functools.partial(_follow_changes, trainer.graphs, log),
+            step=start.step,
+            factors=start.factors,
         )
     first_loss, rows, evaluations = start.first_loss, [], []
     for number in range(start.step + 1, output.steps + 1):
@@ -264,7 +268,7 @@ def _run(
             log.row(rows[-1])
             first_loss = rows[-1].loss if number == 1 else first_loss
         if watch:
-            watch.after_step(number)
+            watch.after_step()
         if trainer.skew:
             trainer.skew.after_step()
         if output.eval_every and (last or number % output.eval_every == 0):
@@ -291,6 +295,14 @@ def _run(
             fill=rows[-1].fill, dropped=rows[-1].dropped, memory_gib=memory, **retried, **skewed
         )
     return Outcome(first_loss=first_loss, rows=tuple(rows), evaluations=tuple(evaluations))
+
+
+def _follow_changes(graphs: TrainingGraphs | None, log: Log, step: int, changes: list[str]) -> None:
+    """Log changes of capacity factors after a step, and let the graphs be captured again."""
+    for change in changes:
+        log.message(f"after step {step}: {change}")
+    if graphs is not None:
+        graphs.recapture()
 
 
 def _log(output: Output, steps_done: int) -> Log:
@@ -363,102 +375,29 @@ def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, {"loss": loss.detach().clone()}
 
 
-class CapacityWatch:
-    """Telemetry and capacity control of a run with the padded dispatcher.
-
-    Args:
-        chunks: the model.
-        options: options of the dispatcher.
-        graphs: graphs to capture again when a factor changes.
-        log: log for readings and changes.
-        step: steps that a resumed run has done already, else 0.
-        factors: factors of its layers at that step.
-    """
-
-    def __init__(
-        self,
-        chunks: list[Any],
-        options: PaddedOptions,
-        graphs: TrainingGraphs | None,
-        log: Log,
-        *,
-        step: int,
-        factors: dict[int, CapacityFactor],
-    ) -> None:
-        self._telemetry = Telemetry(chunks, every=options.telemetry_every, step=step)
-        self._control = CapacityControl(chunks, options, step=step)
-        self._control.set_factors(factors)
-        self._graphs = graphs
-        self._log = log
-
-    @property
-    def factors(self) -> dict[int, CapacityFactor]:
-        """Capacity factors of all layers of the model, by layer number."""
-        return self._control.factors
-
-    def after_step(self, number: int) -> None:
-        """Log readings and apply changes of factors. All ranks must call it after every step.
-
-        Raises:
-            RuntimeError: see `CapacityControl.step`.
-        """
-        reading = self._telemetry.step()
-        if reading is not None:
-            self._log.capacity(reading)
-        changes = self._control.step(reading)
-        for change in changes:
-            self._log.message(f"after step {number}: {change}")
-        if changes and self._graphs is not None:
-            self._graphs.recapture()
-
-    def finish(self) -> None:
-        """Log and check the last reading. Raises as `after_step` does."""
-        reading = self._telemetry.read()
-        self._log.capacity(reading)
-        self._control.check(reading)
-
-
 def trace_recorder(
-    settings: Settings, chunks: list[Any], device: torch.device, *, steps_done: int
-) -> TraceRecorder:
+    settings: Settings, chunks: list[Any], *, steps_done: int
+) -> TraceRecorder | None:
     """Attach a recorder to all padded layers of this rank. Call it before graphs are captured.
 
     Args:
         settings: settings with a folder for `trace`, which is created.
         chunks: the model.
-        device: the model's device.
         steps_done: steps that a resumed run has done already, else 0.
 
     Raises:
         ValueError: not even one step fits into the limit.
     """
-    output, layout, recipe = settings.output, settings.layout, settings.recipe
+    output, recipe = settings.output, settings.recipe
     assert output.trace is not None
-    buffers = {}
-    for number, layer in padded_moe_layers(chunks).items():
-        buffers[number] = RoutingBuffer(
-            num_microbatches=settings.num_microbatches,
-            # Tensor parallelism comes with sequence parallelism here, which splits the tokens.
-            num_tokens=recipe.micro_batch * recipe.seq_length // layout.tp,
-            top_k=settings.model.top_k,
-            device=device,
-        )
-        layer.router.selector.observers.append(buffers[number])
-    output.trace.mkdir(parents=True, exist_ok=True)
-    recording = Recording(
-        num_experts=settings.model.num_experts,
-        num_ranks=layout.ep * layout.etp,
-        # Pipeline stages come last in Megatron's order of ranks, and expert-parallel groups first.
-        rank=dist.get_rank() % (layout.workers // layout.pp),
+    return record_routing(
+        chunks,
+        output.trace,
+        num_microbatches=settings.num_microbatches,
+        # Tensor parallelism comes with sequence parallelism here, which splits the tokens.
+        num_tokens=recipe.micro_batch * recipe.seq_length // settings.layout.tp,
         every=output.trace_every,
+        steps_done=steps_done,
         num_steps=output.steps,
         max_bytes=int(output.trace_gib * 2**30),
     )
-    # The file name tells `load_traces` which steps a resumed run has repeated. Files that begin
-    # after the checkpoint hold only such steps, and are deleted.
-    name = f"rank-{dist.get_rank():05d}-step-"
-    for earlier in output.trace.glob(f"{name}*.npy"):
-        if int(earlier.stem.removeprefix(name)) > steps_done:
-            earlier.unlink()
-    path = output.trace / f"{name}{steps_done:08d}.npy"
-    return TraceRecorder(path, buffers, recording)

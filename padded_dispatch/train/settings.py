@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron.options import PaddedOptions, to_json
+from padded_dispatch.megatron.options import PaddedOptions, by_name, to_json
 from padded_dispatch.utils.results import require_folder
 from padded_dispatch.utils.shapes import SHAPES, LayerShape
 
@@ -310,7 +310,7 @@ class Settings:
         dispatcher, factor, padded = dispatch.dispatcher, dispatch.capacity_factor, dispatch.padded
         if dispatcher != "padded_alltoall":
             fix = "in compare, give it to each padded contender, behind its --vs"
-            for name, default in vars(PaddedOptions()).items():
+            for name, default in by_name(PaddedOptions()).items():
                 value = getattr(padded, name)
                 rule = f"be left out with --dispatcher {dispatcher}"
                 require(value == default, flag(f"padded_{name}"), value, rule, fix)
@@ -385,6 +385,9 @@ class Settings:
 
     def _check_trace(self) -> None:
         output, dispatcher = self.output, self.dispatch.dispatcher
+        folder = self.dispatch.padded.trace
+        rule = "be None, because it is for Megatron-LM's own loop"
+        require(folder is None, "padded.trace", folder, rule, "set --trace")
         if output.trace is None:
             return
         require_folder("--trace", output.trace)

@@ -23,7 +23,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,84 +30,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from padded_dispatch.config import require
 from padded_dispatch.megatron.world import world
-from padded_dispatch.train.arguments import parse
-from padded_dispatch.train.arguments import parser as train_parser
+from padded_dispatch.train.arguments import resolve
 from padded_dispatch.train.compare import check_runs, in_turn
 from padded_dispatch.train.loop import Outcome, train_in_groups
 from padded_dispatch.train.metrics import about_run, identity
-from padded_dispatch.train.settings import Settings, flag
+from padded_dispatch.train.runs import read_sweep
+from padded_dispatch.train.settings import Settings
 from padded_dispatch.utils.launch import start_workers
 from padded_dispatch.utils.results import append_run, read_runs, require_results
-
-# Flags of `padded-dispatch train` that differ between runs, and the flag of sweep that sets them.
-_VARIED = {
-    "seed": "--seeds",
-    "capacity_factor": "--factors",
-    "drop_policy": "--policies",
-    "padded_policy": "--policies",
-    "padded_remedy": "--policies",
-    "padded_capacity_pool": "--pools",
-}
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the flags that `padded-dispatch train` lacks."""
-    made = argparse.ArgumentParser(
-        prog="padded-dispatch sweep",
-        usage="padded-dispatch sweep --out PATH [FLAGS] [FLAGS OF padded-dispatch train]",
-        description="Train at several capacity factors, policies, pools and seeds, and add "
-        "each run's training loss, held-out loss, dropped rows and time as a row to a results "
-        "file. Runs that the file already has are left out.",
-        allow_abbrev=False,
-    )
-    made.add_argument(
-        "--factors",
-        nargs="+",
-        default=["0.5", "0.75", "1", "1.25", "2", "none"],
-        metavar="X",
-        help="capacity factors; 'none' drops nothing (default: 0.5 0.75 1 1.25 2 none)",
-    )
-    made.add_argument(
-        "--policies",
-        nargs="+",
-        default=["probs"],
-        metavar="NAME",
-        help="which rows keep a slot: values of --padded-policy, such as priority, or with a value "
-        "of --padded-remedy for dropped rows, such as probs+reroute; for Megatron's dispatchers "
-        "values of --drop-policy (default: probs)",
-    )
-    made.add_argument(
-        "--pools",
-        nargs="+",
-        default=["expert"],
-        metavar="NAME",
-        help="which rows share slots: values of --padded-capacity-pool (default: expert)",
-    )
-    made.add_argument(
-        "--seeds",
-        nargs="+",
-        default=["0", "1", "2"],
-        metavar="N",
-        help="seeds of the weights and of the order of the data (default: 0 1 2)",
-    )
-    made.add_argument(
-        "--jobs",
-        type=int,
-        default=1,
-        metavar="N",
-        help="runs side by side, each in --workers processes; more than 1 makes times meaningless "
-        "(default: 1)",
-    )
-    made.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="PATH",
-        help="results file (JSON) to which each run adds one row",
-    )
-    return made
 
 
 def main(argv: list[str]) -> int:
@@ -118,12 +48,10 @@ def main(argv: list[str]) -> int:
         ValueError: a mistake in any run's flags, found before any worker starts.
         SystemExit: see `start_workers`.
     """
-    arguments, flags = parser().parse_known_args(argv)
+    arguments, every = read_sweep(argv)
     require_results("--out", arguments.out)
     jobs: int = arguments.jobs
-    require(jobs >= 1, "--jobs", jobs, "be at least 1")
-    require(jobs == 1 or "WORLD_SIZE" not in os.environ, "--jobs", jobs, "be 1 under torchrun")
-    runs = planned(arguments.factors, arguments.policies, arguments.seeds, flags, arguments.pools)
+    runs = planned(every)
     check_runs("sweep", runs)
     about = about_run(runs[0], num_jobs=jobs)
     done = finished(arguments.out, about)
@@ -143,35 +71,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def planned(
-    factors: list[str],
-    policies: list[str],
-    seeds: list[str],
-    flags: list[str],
-    pools: Sequence[str] = ("expert",),
-) -> list[Settings]:
-    """Return the settings of every run, seed by seed: an interrupted sweep is whole for some seeds.
-
-    Without --eval-every a run evaluates once, at its end.
+def planned(every: Sequence[argparse.Namespace]) -> list[Settings]:
+    """Return the settings of every run; without --eval-every a run evaluates once, at its end.
 
     Raises:
         ValueError: names the flag, its rule, its value and what to set.
     """
-    train = train_parser()
-    train.set_defaults(**{name: argparse.SUPPRESS for name in _VARIED if name[:6] == "padded"})
-    given = vars(train.parse_args(flags))
-    for name, instead in _VARIED.items():
-        value = given.get(name, argparse.SUPPRESS)
-        absent = value == argparse.SUPPRESS
-        require(absent, flag(name), value, "be left out of sweep", f"give {instead}")
-    stock = given.get("dispatcher", "padded_alltoall") != "padded_alltoall"
-    policy_flag = "--drop-policy" if stock else "--padded-policy"
     runs = []
-    for seed, policy, pool, factor in product(seeds, policies, pools, factors):
-        name, _, remedy = policy.partition("+")
-        varied = ["--capacity-factor", factor, "--seed", seed, policy_flag, name]
-        varied += ["--padded-remedy", remedy or "none", "--padded-capacity-pool", pool]
-        settings = parse([*flags, *varied])
+    for given in every:
+        settings = resolve(given)
         if settings.output.eval_every is None:
             output = dataclasses.replace(settings.output, eval_every=settings.output.steps)
             settings = dataclasses.replace(settings, output=output)

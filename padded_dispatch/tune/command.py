@@ -15,20 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from padded_dispatch.config import CAPACITY_POOLS, POLICIES, require
-from padded_dispatch.tune import plots, report, time_model
+from padded_dispatch.config import require
+from padded_dispatch.tune import plots, report, settings, time_model
+from padded_dispatch.tune.arguments import SYNTHETIC, read
 from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.megatron_trace import load_megatron_traces
-from padded_dispatch.tune.menu import menu, notes, pool_table
-from padded_dispatch.tune.recommend import Target
+from padded_dispatch.tune.screen import SETTINGS, summary
 from padded_dispatch.tune.study import Layer, Question, Study, study
-from padded_dispatch.tune.synthetic import KINDS, TraceSizes, synthetic_trace
-from padded_dispatch.tune.table import Table
+from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
+from padded_dispatch.tune.target import Target
 from padded_dispatch.tune.trace import Trace, load_traces
 from padded_dispatch.utils.flags import errors_name_flags
 from padded_dispatch.utils.results import require_folder
-
-_SYNTHETIC = dict(steps=400, layers=2, ranks=4, tokens=256, experts=32, top_k=4, seed=0)
 
 
 def main(argv: list[str]) -> int:
@@ -38,7 +36,7 @@ def main(argv: list[str]) -> int:
         ValueError: a wrong flag or a broken trace; names it and what to change.
         SystemExit: for `--help` and for errors that argparse finds.
     """
-    given = _parser().parse_args(argv)
+    given = read(argv)
     with errors_name_flags(given):
         return _tune(given)
 
@@ -72,8 +70,7 @@ def _tune(given: argparse.Namespace) -> int:
             layers_of_model=not (given.traces and _are_megatrons(given.traces)),
         )
         done(f"at {len(found.options)} factors")
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    sys.stdout.write(f"\n{summary(found, columns)}\n")
+    sys.stdout.write(f"\n{_shown(found, given.run_dir)}\n\n")
     with _progress("writing") as done:
         done(str(write(found, given.run_dir, with_plots=with_plots)))
     if not (with_plots or given.plots is False):
@@ -81,40 +78,16 @@ def _tune(given: argparse.Namespace) -> int:
     return 3 if given.require_promise and not found.training.overall.promised else 0
 
 
-def summary(found: Study, columns: int | None = None) -> str:
-    """Return the text for the terminal, within a number of columns if there is one."""
-
-    def prose(text: str) -> str:
-        return textwrap.fill(text, columns) if columns else text
-
-    def table(made: Table) -> str:
-        return made.within(columns) if columns else str(made)
-
-    parts = [prose(found.training.sentence())]
-    if found.warm_up is not None:
-        parts.append(prose(found.warm_up.sentence()))
-    if len(found.pools) > 1:
-        parts.append(table(pool_table(found)))
-    parts.append("\n".join([table(menu(found)), *(prose(f"  {note}") for note in notes(found))]))
-    layers = [advice.factor for advice in found.training.layers.values()]
-    if len(layers) > 1:
-        words = f"Each layer by itself: {min(layers):g} to {max(layers):g}; the report lists them."
-        parts.append(prose(words))
-    evaluation = found.evaluation.overall
-    promised = "" if evaluation.promised else ", without a promise"
-    others = [f"In evaluation: {evaluation.factor:g}, for {found.evaluation.target}{promised}."]
-    if found.held_out is not None:
-        others.append(found.held_out_sentence())
-    others += [f"Also: {caveat}." for caveat in found.training.overall.caveats[1:]]
-    if not found.layers_of_model:
-        others.append(report.NO_LAYERS)
-    parts += map(prose, others)
-    parts.append(" \\\n".join(report.flags(found, per_layer=False)))
-    return "\n\n".join(parts) + "\n"
+def _shown(found: Study, folder: Path) -> str:
+    """Return the summary, on a terminal what fits above the last line and the next prompt."""
+    if not sys.stdout.isatty():
+        return summary(found, folder)
+    columns, lines = shutil.get_terminal_size()
+    return summary(found, folder, columns=columns, lines=lines - 3)
 
 
 def write(found: Study, folder: Path, *, with_plots: bool) -> Path:
-    """Write report.html, recommendation.json and .yaml, and figures as PNG and SVG.
+    """Write report.html, settings.md, recommendation.json and .yaml, and figures as PNG and SVG.
 
     Returns:
         The report's path.
@@ -127,10 +100,18 @@ def write(found: Study, folder: Path, *, with_plots: bool) -> Path:
             svgs[name] = plots.svg(figure)
             (folder / f"{name}.svg").write_text(svgs[name])
     (folder / "recommendation.json").write_text(json.dumps(as_json(found), indent=1) + "\n")
-    (folder / "recommendation.yaml").write_text(report.yaml(found, per_layer=False))
+    (folder / "recommendation.yaml").write_text(_commented_yaml(found))
+    (folder / SETTINGS).write_text(settings.markdown(found))
     path = folder / "report.html"
     path.write_text(report.html(found, svgs))
     return path
+
+
+def _commented_yaml(found: Study) -> str:
+    sentence = textwrap.wrap(
+        found.training.sentence(), 80, initial_indent="# ", subsequent_indent="# "
+    )
+    return "\n".join([*sentence, settings.yaml(found, per_layer=False), ""])
 
 
 def as_json(found: Study) -> dict[str, Any]:
@@ -159,14 +140,20 @@ def as_json(found: Study) -> dict[str, Any]:
         },
         "training": dataclasses.asdict(found.training),
         "evaluation": dataclasses.asdict(found.evaluation),
-        "flags": report.flags(found, per_layer=False),
-        "flags_per_layer": report.flags(found, per_layer=True) if found.layers_of_model else None,
+        "settings": _settings_json(found, per_layer=False),
+        "settings_per_layer": _settings_json(found, per_layer=True)
+        if found.layers_of_model
+        else None,
         "elsewhere": report.elsewhere(found),
         "warm_up": None if found.warm_up is None else dataclasses.asdict(found.warm_up),
         "held_out": None if found.held_out is None else dataclasses.asdict(found.held_out),
         "options": [dataclasses.asdict(option) for option in found.options],
         "layer": None if layer is None else dataclasses.asdict(layer),
     }
+
+
+def _settings_json(found: Study, *, per_layer: bool) -> dict[str, str]:
+    return {block.target: block.text for block in settings.blocks(found, per_layer=per_layer)}
 
 
 def _question(given: argparse.Namespace) -> Question:
@@ -249,9 +236,9 @@ def _synthetic_sizes(given: argparse.Namespace) -> TraceSizes:
     return TraceSizes(
         num_steps=given.steps,
         num_layers=given.layers,
-        num_ranks=_SYNTHETIC["ranks"] if given.ranks is None else given.ranks,
+        num_ranks=SYNTHETIC["ranks"] if given.ranks is None else given.ranks,
         num_tokens=given.tokens,
-        num_experts=_SYNTHETIC["experts"] if given.experts is None else given.experts,
+        num_experts=SYNTHETIC["experts"] if given.experts is None else given.experts,
         top_k=given.top_k,
     )
 
@@ -308,86 +295,3 @@ def _progress(name: str) -> Iterator[Callable[[str], None]]:
         sys.stdout.write("\n")
         raise
     sys.stdout.write(f"{' '.join(results)} ({time.monotonic() - started:.1f} s)\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="padded-dispatch tune",
-        description="Choose a capacity factor from traces of a router.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "traces",
-        nargs="*",
-        type=Path,
-        metavar="TRACE",
-        help="training traces: files or folders of `train --trace` or Megatron's tracer (.jsonl)",
-    )
-    parser.add_argument("--run-dir", type=Path, default=Path("tune"), help="folder for the results")
-    parser.add_argument(
-        "--eval-traces",
-        nargs="+",
-        type=Path,
-        metavar="TRACE",
-        help="traces of evaluation (None: those of training)",
-    )
-    parser.add_argument(
-        "--from-step", type=int, help="leave out earlier steps (None: those of the warm-up)"
-    )
-    parser.add_argument("--max-gib", type=float, default=4.0, help="refuse larger traces")
-    parser.add_argument(
-        "--plots",
-        action=argparse.BooleanOptionalAction,
-        help="figures in the report (None: if Matplotlib is installed)",
-    )
-    promise = parser.add_argument_group("the promise")
-    promise.add_argument(
-        "--drop", type=float, default=Target().drop, help="largest share of a step's rows"
-    )
-    promise.add_argument("--eval-drop", type=float, default=0.0, help="the same in evaluation")
-    promise.add_argument(
-        "--steps-share", type=float, default=0.99, help="share of steps that keep it"
-    )
-    promise.add_argument("--confidence", type=float, default=0.95, help="of the promise")
-    promise.add_argument(
-        "--hold-out", type=float, default=0.0, help="share of steps, the last ones, to check it on"
-    )
-    promise.add_argument(
-        "--require-promise", action="store_true", help="exit with 3 if nothing can be promised"
-    )
-    slots = parser.add_argument_group("slots")
-    slots.add_argument(
-        "--pools",
-        nargs="+",
-        choices=CAPACITY_POOLS,
-        help="kinds of pools to compare (None: all that can serve the run)",
-    )
-    slots.add_argument("--policy", choices=POLICIES, help="which rows keep a slot (None: probs)")
-    slots.add_argument("--min-capacity", type=int, default=1, help="least slots per expert")
-    slots.add_argument("--alignment", type=int, default=1, help="rows of a buffer are a multiple")
-    slots.add_argument(
-        "--etp", type=int, default=1, help="ranks that split every expert, as in the traced run"
-    )
-    slots.add_argument("--factors", nargs="+", type=float, help="factors to try (None: a grid)")
-    costs = parser.add_argument_group("costs, where both sizes are given")
-    costs.add_argument("--hidden-size", type=int, help="width of a row")
-    costs.add_argument("--ffn-size", type=int, help="ffn size of an expert")
-    costs.add_argument("--layers-per-rank", type=int, help="MoE layers (None: those of the trace)")
-    costs.add_argument("--in-flight", type=int, default=1, help="micro-batches before backward")
-    costs.add_argument(
-        "--calibration",
-        type=Path,
-        help="time model of `padded-dispatch calibrate` (None: H200, as shipped)",
-    )
-    made = parser.add_argument_group("a synthetic trace instead")
-    made.add_argument("--synthetic", choices=KINDS, help="kind of routing")
-    made.add_argument("--strength", type=float, default=1.0, help="how uneven it is")
-    for name, default in _SYNTHETIC.items():
-        flag = f"--{name.replace('_', '-')}"
-        if name in ("experts", "ranks"):
-            made.add_argument(
-                flag, type=int, help=f"(None: {default}); Megatron's own traces need it, too"
-            )
-        else:
-            made.add_argument(flag, type=int, default=default)
-    return parser

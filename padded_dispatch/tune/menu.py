@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from padded_dispatch.tune.recommend import percent
 from padded_dispatch.tune.study import Option, Study
 from padded_dispatch.tune.table import Table
+from padded_dispatch.tune.target import percent
 
 # A row of the menu is the smallest factor that drops no more than this.
 _SHARES = (0.3, 0.1, 0.05, 0.03, 0.01, 0.001, 0.0)
@@ -41,7 +41,7 @@ class Finding:
 FINDINGS = (
     Finding(dropped=0.008, effect="loss equal", source="b"),
     Finding(dropped=0.031, effect="-0.004 ± 0.015", source="a"),
-    Finding(dropped=0.074, effect="+0.001 bits per byte", source="b"),
+    Finding(dropped=0.074, effect="+0.001 bits/byte", source="b"),
     Finding(dropped=0.095, effect="+0.002 ± 0.004", source="a"),
     Finding(dropped=0.106, effect="SuperGLUE 86.5", source="c"),
     Finding(dropped=0.283, effect="+0.017 ± 0.017", source="a"),
@@ -73,7 +73,7 @@ def menu(study: Study) -> Table:
         "factor": [f"{option.factor:g}" for option in shown],
         "slots": [str(option.capacity) for option in shown],
         "dropped": [percent(option.dropped) for option in shown],
-        f"{percent(study.question.target.steps_share)} of steps": [
+        f"{percent(study.question.target.steps_share)} steps": [
             f"<= {percent(_dropped_in_most_steps(study, option))}" for option in shown
         ],
     }
@@ -116,7 +116,11 @@ def notes(study: Study) -> list[str]:
     """Return the meaning of the columns and the sources of the findings that the menu cites."""
     found = [finding(option.dropped) for option in choices(study) if option.dropped]
     cited = sorted({cited.source for cited in found if cited is not None})
-    texts = ["In studies: what dropping at least this share did to the loss."]
+    share = percent(study.question.target.steps_share)
+    texts = [
+        f"{share} steps: what this share of the steps does not exceed. In studies: what dropping "
+        "at least this share did to the loss."
+    ]
     if study.layer is not None:
         texts.append("ms, modelled: one layer, forward and backward, packed experts. GiB: a rank.")
     return texts + [f"[{letter}] {SOURCES[letter]}." for letter in cited]

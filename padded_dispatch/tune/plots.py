@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from padded_dispatch.tune.recommend import percent, smallest_sufficient
+from padded_dispatch.tune.recommend import smallest_sufficient
 from padded_dispatch.tune.study import Option, Study
+from padded_dispatch.tune.target import percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -33,11 +33,11 @@ from padded_dispatch.tune.stationarity import (
     end_differs,
     num_covered,
 )
+from padded_dispatch.tune.target import Target, percent
 
 _GROWTH = 1.1  # of the need, for the price of a change that no trace shows
 _MOST_PHASES = 8
 _PHASE_STEPS = 20  # fewer are too few for a phase
-_LEAST_PERCENT = 1e-4
 _MOST_NAMED = 8  # missing ranks
 _ALIKE = 1.1  # factors closer than this are one phase: every change captures graphs again
 
@@ -49,36 +49,6 @@ _OWNERS: dict[Pool, str] = {
     "all-sources": "expert",
     "hybrid-ep": "destination rank",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """A promise: at most `drop` of the rows dropped in `steps_share` of the steps.
-
-    The default `drop` is 5 %: in studies (`tune.menu`), models that lost 7 to 10 % of their rows
-    lost next to nothing in quality. `confidence`: the confidence that the factor is not too small.
-
-    Raises:
-        ValueError: names the field, its value and what to change.
-    """
-
-    drop: float = 0.05
-    steps_share: float = 0.99
-    confidence: float = 0.95
-
-    def __post_init__(self) -> None:
-        require(0 <= self.drop < 1, "drop", self.drop, "be a share from 0 to below 1")
-        for name, least in (("steps_share", 0), ("confidence", 0.5)):
-            value = getattr(self, name)
-            require(least < value < 1, name, value, f"be a share above {least} and below 1")
-
-    @property
-    def rows(self) -> str:
-        """The drop of one step, in words."""
-        return f"at most {percent(self.drop)} of rows dropped" if self.drop else "no row dropped"
-
-    def __str__(self) -> str:
-        return f"{self.rows} in {percent(self.steps_share)} of steps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,16 +325,3 @@ def _caveats(
             f"no more than {percent(bound.promised_share)} of steps; about {needed:,} would do"
         )
     return tuple(found)
-
-
-def percent(share: float) -> str:
-    """Format a share: 0.001 is 0.1 %, 0.99 is 99 %.
-
-    Small shares keep two digits; none is rounded up to 100 %.
-    """
-    hundredths = share * 100
-    if 0 < hundredths < _LEAST_PERCENT:
-        return f"< {_LEAST_PERCENT:f}".rstrip("0") + " %"
-    if hundredths > 99:
-        hundredths = math.floor(hundredths * 100) / 100
-    return f"{hundredths:.{2 if hundredths < 1 else 4}g} %"

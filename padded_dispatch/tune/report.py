@@ -1,8 +1,4 @@
-"""Report a study: settings to paste, tables, and one HTML page.
-
-`--padded-...` flags are those of the launcher and of `padded-dispatch train`; keys under
-`padded_dispatch` are fields of `PaddedOptions`. The capacity factor is also right for stock
-drop-and-pad, whose capacity has the same definition.
+"""Report a study: tables, and one HTML page.
 
 The terminal and the page show the same tables. The page gives the answer first, then the settings,
 then the reasons: figures, what every factor drops and costs, layer by layer, and at the end the
@@ -10,20 +6,15 @@ caveats and the method. It is one file: figures are inline SVG, and no script, f
 from elsewhere, so it opens without a network and can be mailed.
 """
 
-import textwrap
 from html import escape
-from typing import Any
 
 from padded_dispatch.tune.convert import Meaning, RoutingSizes, from_source
 from padded_dispatch.tune.menu import menu, notes, pool_table
-from padded_dispatch.tune.recommend import Advice, percent
+from padded_dispatch.tune.recommend import Advice
+from padded_dispatch.tune.settings import NO_LAYERS, Block, blocks
 from padded_dispatch.tune.study import Option, Study
 from padded_dispatch.tune.table import Table
-
-NO_LAYERS = (
-    "No settings for each layer: this trace numbers layers within a pipeline stage, which merges "
-    "those of several stages; options number layers in the model."
-)
+from padded_dispatch.tune.target import percent
 
 _ELSEWHERE: dict[Meaning, str] = {
     "source": "Megatron-Core, alltoall with padding to capacity: moe_expert_capacity_factor",
@@ -34,77 +25,6 @@ _ELSEWHERE: dict[Meaning, str] = {
 }
 
 _TABLE_ROWS = 12  # about so many factors are shown
-
-
-def options(study: Study, *, per_layer: bool) -> dict[str, Any]:
-    """Return the fields of `PaddedOptions` that differ from their defaults.
-
-    Args:
-        study: with the recommendation.
-        per_layer: one factor for each layer, instead of one schedule or factor for all.
-    """
-    given: dict[str, Any] = {}
-    question, training = study.question, study.training
-    if study.pool != "expert":
-        given["capacity_pool"] = study.pool
-    if question.policy_given:
-        given["policy"] = question.policy
-    if question.min_capacity != 1:
-        given["min_capacity"] = question.min_capacity
-    if question.alignment != 1:
-        given["alignment"] = question.alignment
-    if per_layer:
-        given["layer_factors"] = {n: advice.factor for n, advice in training.layers.items()}
-    elif len(training.overall.phases) > 1:
-        phases = training.overall.phases
-        given["schedule"] = tuple((phase.first_step, phase.factor) for phase in phases)
-    # A graph that captures evaluation runs it as training without this: with the layer's factor, or
-    # with the schedule's last. Eager evaluation fits its sizes by default.
-    evaluation = study.evaluation.overall.factor
-    if given.keys() & {"layer_factors", "schedule"} or evaluation != training.overall.factor:
-        given["eval_factor"] = evaluation
-    return given
-
-
-def flags(study: Study, *, per_layer: bool) -> list[str]:
-    """Return the flags of Megatron-LM through `python -m padded_dispatch.megatron.run`."""
-    found = [
-        "--moe-token-dispatcher-type padded_alltoall",
-        f"--moe-expert-capacity-factor {study.training.overall.factor:g}",
-    ]
-    for name, value in options(study, per_layer=per_layer).items():
-        found.append(f"--padded-{name.replace('_', '-')} {_flag_text(value)}")
-    return found
-
-
-def _flag_text(value: Any) -> str:
-    if isinstance(value, dict):
-        value = tuple(value.items())
-    if isinstance(value, tuple):
-        return ",".join(f"{number}:{factor:g}" for number, factor in value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _yaml_text(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{number}: {factor:g}" for number, factor in value.items()) + "}"
-    if isinstance(value, tuple):
-        return "[" + ", ".join(f"[{number}, {factor:g}]" for number, factor in value) + "]"
-    return _flag_text(value)
-
-
-def yaml(study: Study, *, per_layer: bool) -> str:
-    """Return fields of TransformerConfig, and of `PaddedOptions` under `padded_dispatch`."""
-    lines = [
-        *textwrap.wrap(study.training.sentence(), 80, initial_indent="# ", subsequent_indent="# "),
-        "moe_token_dispatcher_type: padded_alltoall",
-        f"moe_expert_capacity_factor: {study.training.overall.factor:g}",
-    ]
-    given = options(study, per_layer=per_layer)
-    lines += ["padded_dispatch:"] if given else []
-    for name, value in given.items():
-        lines.append(f"  {name}: {_yaml_text(value)}")
-    return "\n".join([*lines, ""])
 
 
 def elsewhere(study: Study) -> dict[str, str]:
@@ -212,6 +132,7 @@ th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
 tr.marked td { background: var(--wash); font-weight: 600; }
 pre { background: #f6f6f6; border-radius: 6px; padding: .9rem 1.1rem; overflow-x: auto;
   font-size: .88rem; }
+summary { cursor: pointer; }
 figure { margin: 1.5rem 0 0; }
 figure svg { width: 100%; height: auto; }
 li.caveat { margin: .4rem 0; }
@@ -270,7 +191,7 @@ def _answer(study: Study) -> str:
     advice = study.training.overall
     tiles = [
         (f"{advice.factor:g}", "capacity factor in training"),
-        (f"{study.evaluation.overall.factor:g}", "in evaluation"),
+        (f"{study.evaluation.overall.factor:g}", "in evaluation, if captured"),
         (percent(advice.dropped), "of the rows seen dropped"),
         (percent(advice.worst), "of the rows in the worst step"),
     ]
@@ -294,22 +215,22 @@ def _menu(study: Study) -> str:
 
 
 def _settings(study: Study) -> str:
-    parts = [
-        "<p>Megatron-LM, through the launcher of padded_dispatch, one factor for all layers:</p>",
-        _code(" \\\n".join(flags(study, per_layer=False))),
-    ]
+    parts = ["<p>Each block runs as it is printed.</p>"]
+    parts += [_block(block) for block in blocks(study, per_layer=False)]
     if not study.layers_of_model:
         parts.append(f"<p>{_text(NO_LAYERS)}</p>")
     elif len(study.training.layers) > 1:
-        parts += [
-            "<p>The same with a factor for each layer:</p>",
-            _code(" \\\n".join(flags(study, per_layer=True))),
-        ]
-    parts += ["<p>As fields of the two configs:</p>", _code(yaml(study, per_layer=False))]
+        listed = "\n".join(_block(block) for block in blocks(study, per_layer=True))
+        summary = "<summary>The same with a factor for each layer</summary>"
+        parts.append(f"<details>\n{summary}\n{listed}\n</details>")
     parts.append("<p>Elsewhere, a buffer of as many rows per rank (what it drops differs):</p>")
     items = [f"<li>{_text(name)}: {_text(value)}</li>" for name, value in elsewhere(study).items()]
     parts.append("<ul>\n" + "\n".join(items) + "\n</ul>")
     return "\n".join(parts)
+
+
+def _block(block: Block) -> str:
+    return f"<p><b>{_text(block.target)}</b>, {_text(block.about)}:</p>\n{_code(block.text)}"
 
 
 def _figures(svgs: dict[str, str]) -> str:
@@ -378,7 +299,7 @@ def _method(study: Study) -> str:
         f"The factor is the upper {percent(question.target.confidence)} confidence bound, by order "
         f"statistics, of the quantile in the target; steps come in runs, so "
         f"{training.num_steps:,} of them count as {training.num_independent:,.0f}.",
-        f"Evaluation: {study.evaluation.target}.",
+        f"Evaluation: eager passes drop nothing. For a captured one: {study.evaluation.target}.",
     ]
     if study.held_out is not None:
         texts.append(study.held_out_sentence())

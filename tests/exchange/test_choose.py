@@ -138,6 +138,7 @@ def reason_of(
     ffn_size: int = 0,
     pool: Any = "expert",
     factor: float = 1.0,
+    why_not: str = "",
 ) -> Choice:
     config = DispatchConfig(**SMALL, capacity_factor=factor, capacity_pool=pool, num_ranks=2)
     group = Group()
@@ -157,13 +158,24 @@ def reason_of(
         patch.object(choose, "shares_workspace", lambda group, shape: shared),
     ):
         exchanges = LayerExchanges(
-            config, Agreement(), group, layout=layout, num_layers=num_layers, ffn_size=ffn_size
+            config,
+            Agreement(),
+            group,
+            layout=layout,
+            num_layers=num_layers,
+            ffn_size=ffn_size,
+            why_not_direct=why_not,
         )
         for number in range(num_shapes):
             rows = Rows(64 * (number + 1))
             probs = Mock(is_cuda=cuda, dtype=probs_dtype, device=rows.device)
             choice = exchanges.choose(config, rows, probs)
     return choice
+
+
+def test_auto_leaves_direct_stores_out_for_a_reason_of_the_callers():
+    choice = reason_of(why_not="two streams")
+    assert (choice.kind, choice.reason) == ("alltoall", "two streams")
 
 
 def test_auto_takes_direct_stores_where_buffers_of_all_layers_fit_twice():

@@ -44,6 +44,8 @@ def small(name: str) -> Any:
         "EP2: a rank without tokens in some steps, attn+moe",
         "PP2/VPP2",
         "dense and MoE layers",
+        "grown, EP2, attn+moe",
+        "grown, EP2, all overlapped",
     ],
 )
 def test_replay_equals_eager_on_cpus(pool2, name):

@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor
 
 from padded_dispatch import experts
+from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron import PaddedOptions, install, padded_spec, uninstall
 from padded_dispatch.megatron import experts as megatron_experts
 from padded_dispatch.megatron.compat import forget_moe_state
@@ -137,6 +138,68 @@ def test_fused_gradients_are_added_to_main_grad(experts, num_passes):
         allowed = num_passes * tiny.NUM_EXPERTS * 2**-22 + expected[f"{name} weight"].abs() * 2**-22
         assert ((added - num_passes * expected[f"{name} weight"]).abs() <= 8 * allowed).all()
     torch.testing.assert_close(fused.router.weight.grad, num_passes * expected["router"])
+
+
+DELAYED = {"delay_wgrad_compute": True}
+
+
+@pytest.mark.parametrize("experts", ["packed", "batched"])
+@pytest.mark.parametrize("sums", [None, torch.float32, torch.bfloat16], ids=str)
+def test_backward_dw_computes_what_backward_has_delayed(experts, sums):
+    """Two passes, in bf16: gradients have the bits of those that backward computes."""
+    tokens = torch.randn(2, 7, 3, tiny.HIDDEN).bfloat16()
+    found = {}
+    for later in ({}, DELAYED):
+        made = layer(PaddedOptions(experts=experts), later=later).bfloat16()
+        weights = [made.experts.linear_fc1.weight, made.experts.linear_fc2.weight]
+        if sums is not None:
+            add_main_grads(made, sums)
+        for given in tokens:
+            output, _ = made(given.requires_grad_())
+            output.square().sum().backward()
+            if later:
+                assert len(made.experts.linear_fc1.delayed) == 1
+            made.experts.backward_dw()
+            if sums is torch.bfloat16 and not later:  # As DDP's hook does.
+                for weight in weights:
+                    weight.main_grad += weight.grad
+                    weight.grad = None
+        found[bool(later)] = [w.grad if sums is None else w.main_grad for w in weights]
+        assert not made.experts.linear_fc1.delayed and not made.experts.linear_fc2.delayed
+    for delayed, at_once in zip(found[True], found[False], strict=True):
+        assert torch.equal(delayed, at_once)
+
+
+def test_hooks_of_ddp_run_when_a_delayed_gradient_is_there():
+    """Rounds delay several gradients of a pass; DDP hears of them once."""
+    made = layer(later=DELAYED).bfloat16()
+    linear, seen = made.experts.linear_fc1, []
+    assert linear.weight.skip_backward_post_hook
+    linear.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append(linear.weight.grad))
+    for _ in range(2):
+        made(torch.randn(7, 3, tiny.HIDDEN).bfloat16().requires_grad_())[0].sum().backward()
+    assert len(linear.delayed) == 2 and not seen
+    made.experts.backward_dw()
+    assert len(seen) == 1 and seen[0].shape == linear.weight.shape
+    made.experts.backward_dw()
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"on_overflow": "retry"}, {"schedule": ((0, FIT),)}, {"layer_factors": {1: FIT}}]
+)
+def test_modules_that_delay_one_gradient_get_no_rounds(options):
+    config = tiny.config()
+    config.delay_wgrad_compute = True
+    config.padded_dispatch = PaddedOptions(experts="module", **options)
+    with pytest.raises(ValueError, match=r"^fit_max_factor must be no-drop .*, got 4\.0; set it"):
+        chosen_experts(config)
+    for passing in ({"fit_max_factor": NO_DROP}, {"experts": "packed"}):
+        config.padded_dispatch = PaddedOptions(**{"experts": "module", **options, **passing})
+        chosen_experts(config)
+    config.delay_wgrad_compute = False
+    config.padded_dispatch = PaddedOptions(experts="module", **options)
+    chosen_experts(config)
 
 
 @pytest.mark.parametrize("why", ["bf16", "frozen", "evaluation", "no DDP", "FSDP"])
@@ -274,8 +337,7 @@ REFUSED = {
     "fp16": True,
     "fp8": "e4m3",
     "fp4": "e2m1",
-    "delay_wgrad_compute": True,
-    "overlap_dispatch_backward_with_experts_wgrad": True,
+    "quant_recipe": object(),
     "offload_modules": ["moe_act"],
 }
 
@@ -299,9 +361,14 @@ def test_what_it_does_not_compute_is_refused_by_name(row):
     assert line.endswith('Remedy: PaddedOptions(experts="module").')
 
 
-def test_a_clamp_that_megatron_would_leave_out_is_refused():
+def test_a_clamp_that_megatron_would_leave_out_is_refused(monkeypatch):
+    """From 0.20 on Megatron's fused SwiGLU clamps, too."""
     clamped = {"activation_func_clamp_value": 7.0}
     layer(**clamped)
+    with monkeypatch.context() as since_20:
+        since_20.setattr("padded_dispatch.megatron.experts.FUSED_SWIGLU_CLAMPS", True)
+        layer(later={"bias_activation_fusion": True}, **clamped)
+    monkeypatch.setattr("padded_dispatch.megatron.experts.FUSED_SWIGLU_CLAMPS", False)
     with pytest.raises(ValueError, match=r"activation_func_clamp_value=7\.0: Megatron's fused"):
         layer(later={"bias_activation_fusion": True}, **clamped)
 
@@ -314,6 +381,7 @@ def test_a_clamp_that_megatron_would_leave_out_is_refused():
         ({"bf16": False}, None, "bf16 is not set"),
         ({"moe_ffn_hidden_size": 20}, None, "the sizes 16 and 20 are not multiples of 8"),
         ({"use_te_activation_func": True}, None, "packed and batched experts do not support"),
+        ({"offload_modules": ["expert_fc1"]}, None, "packed and batched experts do not support"),
         ({"fp8": "e4m3"}, None, "packed and batched experts do not support\n  fp8='e4m3'"),
     ],
     ids=str,

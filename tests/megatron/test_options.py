@@ -1,7 +1,10 @@
 import argparse
+import copy
 import dataclasses
 import pickle
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -9,6 +12,7 @@ from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron.options import (
     PaddedOptions,
     add_arguments,
+    by_name,
     from_arguments,
     markdown_table,
 )
@@ -74,6 +78,18 @@ def test_flags_take_fit_where_a_pass_can_be_eager():
     assert (options.schedule, options.layer_factors) == (((0, FIT), (9, 1.5)), {2: FIT})
     with pytest.raises(SystemExit):
         parse("--padded-grow-factors", "2,fit")
+
+
+def test_a_trace_is_a_folder_and_a_parser_may_leave_it_out():
+    assert parse().trace is None and parse("--padded-trace", "none").trace is None
+    assert parse("--padded-trace", "traces").trace == "traces"
+    with pytest.raises(ValueError, match=r"^trace must be the name of a folder, or None, got ''"):
+        PaddedOptions(trace="")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, without=("trace",))
+    assert from_arguments(parser.parse_args([])) == PaddedOptions()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--padded-trace", "traces"])
 
 
 def test_alignment_is_a_number_or_auto():
@@ -157,9 +173,35 @@ def test_lists_of_yaml_files_are_taken():
     assert options == PaddedOptions(schedule=((0, 2), (40, 1.25)), grow_factors=(2, 3))
 
 
-def test_options_survive_pickling():
-    options = parse("--padded-layer-factors", "3:1.5", "--padded-schedule", "0:2")
-    assert pickle.loads(pickle.dumps(options)) == options
+OPTIONS = PaddedOptions(
+    layer_factors={3: 1.5}, schedule=((0, 2.0),), grow_factors=(2.0, NO_DROP), eval_factor=FIT
+)
+
+
+def test_options_survive_copies_and_conversion_to_a_dict():
+    assert pickle.loads(pickle.dumps(OPTIONS)) == OPTIONS
+    assert copy.deepcopy(OPTIONS) == OPTIONS == copy.copy(OPTIONS)
+    assert dataclasses.replace(OPTIONS) == OPTIONS
+    assert (
+        PaddedOptions(**dataclasses.asdict(OPTIONS)) == OPTIONS == PaddedOptions(**by_name(OPTIONS))
+    )
+
+
+def with_attributes_set(value: Any) -> Any:
+    """Copy a value as Megatron-Bridge's `remove_non_pickleables` does: attribute by attribute."""
+    if not hasattr(value, "__dict__"):
+        return value
+    copied = copy.copy(value)
+    for name, attribute in vars(value).items():
+        setattr(copied, name, with_attributes_set(attribute))
+    return copied
+
+
+def test_options_survive_a_walk_that_sets_every_attribute():
+    config = SimpleNamespace(inner=SimpleNamespace(word="x"), padded_dispatch=OPTIONS)
+    walked = with_attributes_set(config)
+    assert walked == config and walked.inner is not config.inner
+    assert walked.padded_dispatch == OPTIONS
 
 
 def test_table_has_one_row_per_option():

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from padded_dispatch.megatron.run import main
+from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.megatron.run import main, read
 from tests.support.ahead import ENVIRONMENT
 
 SCRIPT = """
@@ -37,7 +38,7 @@ def test_script_runs_as_main_with_its_own_arguments(tmp_path: Path):
 
 @pytest.mark.ahead
 @pytest.mark.parametrize("on_overflow", ["retry", "drop"])
-def test_megatron_lms_loop_beside_the_script_is_wrapped_for_retry(tmp_path: Path, on_overflow):
+def test_megatron_lms_loop_beside_the_script_is_followed(tmp_path: Path, on_overflow):
     folder = tmp_path / "megatron" / "training"
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
@@ -49,7 +50,7 @@ def test_megatron_lms_loop_beside_the_script_is_wrapped_for_retry(tmp_path: Path
     )
     done = run("--padded-on-overflow", on_overflow, str(script))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(on_overflow == "retry")
+    assert done.stdout.splitlines()[-1] == "True"
 
 
 @pytest.mark.ahead
@@ -66,7 +67,7 @@ def test_missing_script_is_named(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
-    assert "script must be an existing file, got 'nowhere.py'" in capsys.readouterr().err
+    assert "SCRIPT must be an existing file, got 'nowhere.py'" in capsys.readouterr().err
 
 
 def test_a_wrong_option_is_named_by_its_flag(monkeypatch, capsys):
@@ -76,3 +77,52 @@ def test_a_wrong_option_is_named_by_its_flag(monkeypatch, capsys):
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert "error: --padded-grow-after must" in error and "got 0" in error
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--padded-alignment 16 --padded-policy=priority s.py --lr -3 -x --no-pad a -- b",
+        "s.py --lr -3 -x --no-pad a --padded-policy priority --padded-alignment=16 -- b",
+        "--padded-alignment 16 s.py --lr -3 -x --padded-policy=priority --no-pad a -- b",
+        "s.py --lr --padded-alignment 16 -3 --padded-policy priority -x --no-pad a -- b",
+    ],
+)
+def test_our_options_stand_anywhere_and_the_rest_keeps_its_order(line):
+    options, script, arguments = read(line.split())
+    assert options == PaddedOptions(alignment=16, policy="priority")
+    assert (script, arguments) == ("s.py", ["--lr", "-3", "-x", "--no-pad", "a", "--", "b"])
+
+
+def test_words_of_the_script_are_no_abbreviations_of_ours():
+    assert read(["s.py", "--padded", "3", "--help"])[2] == ["--padded", "3", "--help"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "SCRIPT must be given, for example pretrain_gpt.py"),
+        ("--lr 3 s.py", "SCRIPT must stand before its own arguments, got '--lr' first"),
+        ("s.py --padded-polcy probs", "--padded-polcy must be an option of the padded dispatcher"),
+        ("s.py --padded-policy none", "argument --padded-policy: invalid choice: 'none'"),
+        ("s.py --padded-grow-after 0", "--padded-grow-after must be a whole number"),
+    ],
+)
+def test_a_mistake_is_named(capsys, line, message):
+    with pytest.raises(SystemExit) as end:
+        read(line.split())
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.ahead
+def test_help_shows_our_options_and_takes_no_torch():
+    code = (
+        "import sys; from padded_dispatch.megatron.run import read\n"
+        "try: read(['--help'])\nexcept SystemExit as end: assert not end.code\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert "--padded-capacity-pool" in done.stdout and done.stdout.endswith("\nFalse\n")

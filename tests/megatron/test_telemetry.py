@@ -13,22 +13,28 @@ from torch import nn
 from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron import PaddedOptions, padded_spec
 from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.megatron.telemetry import Telemetry, write_scalars
+from padded_dispatch.megatron.telemetry import _OF_LAYERS, Telemetry, scalars, write_scalars
 from tests.support import tiny
 
 E, T = tiny.NUM_EXPERTS, 13
 OPTIONS = {field.name for field in dataclasses.fields(PaddedOptions)}
 
 
-def model(*numbers: int, **settings: Any) -> Any:
-    """Build a chunk with one layer per number; `settings` are fields of the config or options."""
+def model(*numbers: int | None, **settings: Any) -> Any:
+    """Build a chunk with one layer per number; `settings` are fields of the config or options.
+
+    A layer with None has no number, as one that no transformer layer surrounds.
+    """
     options = {name: settings.pop(name) for name in OPTIONS & settings.keys()}
     config = tiny.config(moe_expert_capacity_factor=0.5, **settings)
     config.padded_dispatch = PaddedOptions(**{"eval_factor": NO_DROP} | options)
     chunk: Any = nn.Sequential()
     for number in numbers:
         layer = tiny.layer(config, padded_spec(tiny.layer_spec()))
-        layer.set_layer_number(number)
+        if number is None:
+            layer.layer_number = layer.router.layer_number = None
+        else:
+            layer.set_layer_number(number)
         chunk.append(layer)
     chunk.config = config
     return chunk
@@ -146,10 +152,59 @@ def test_scalars_have_megatrons_kind_of_names():
     write_scalars(snapshots, Writer())
     assert written["moe/dropped"] == (snapshots.training.figures()["dropped"], 40)
     assert len(written) == len(snapshots.training.figures())
+    in_all = len(written)
     write_scalars(snapshots, Writer(), per_layer=True)
     assert written["moe/fill_layer_1"] == (snapshots.training.fill[0], 40)
     assert written["moe/fill_layer_2"] == (0.0, 40)
     assert not any(name.startswith("moe-held-out") for name in written)
+    assert len(written) - in_all == 2 * 2 * tiny.TOP_K
+
+
+@pytest.mark.parametrize(
+    ("top_k", "names"), [(1, ["dropped", "needed_factor"]), (4, list(_OF_LAYERS))]
+)
+def test_a_layer_has_at_most_two_names_per_choice(top_k, names):
+    with tiny.one_process():
+        chunk = model(1, moe_router_topk=top_k, moe_router_pre_softmax=True)
+        telemetry = Telemetry([chunk])
+        run(chunk[0], 1)
+        found = scalars(telemetry.read(), per_layer=True)
+    of_layer = [name for name in found if name.endswith("_layer_0")]
+    assert of_layer == [f"moe/{name}_layer_0" for name in names]
+    assert len(of_layer) <= 2 * top_k
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"), [((None,), [1]), ((None, None), [1, 2]), ((None, 3), [4, 3])]
+)
+def test_a_layer_by_itself_needs_no_number(numbers, expected):
+    with tiny.one_process():
+        chunk = model(*numbers)
+        counts, _ = watch(chunk[0])
+        telemetry = Telemetry([chunk])
+        run(chunk[0], 1)
+        training = telemetry.read().training
+        assert telemetry.layers == tuple(sorted(expected))
+        first = telemetry.layers.index(expected[0])
+        assert training.demand_YE[first].tolist() == counts.demand_E.tolist()
+        alone = Telemetry([chunk[0]])
+        run(chunk[0], 2)
+        assert alone.read().training.num_tokens_Y.tolist() == [T]
+
+
+def test_a_read_can_be_finished_at_once():
+    with tiny.one_process():
+        chunk = model(1)
+        telemetry = Telemetry([chunk], every=2)
+        for step in (1, 2):
+            assert telemetry.finish() is None
+            run(chunk[0], step)
+            assert telemetry.step() is None
+        snapshots = telemetry.finish()
+        assert snapshots is not None
+        assert (snapshots.step, snapshots.num_steps) == (2, 2)
+        assert snapshots.training.num_tokens_Y.tolist() == [2 * T]
+        assert telemetry.finish() is None and telemetry.step() is None
 
 
 def test_a_model_without_padded_layers_is_refused():

@@ -55,6 +55,13 @@ def test_rerouted_rows_and_protected_ones_that_were_dropped_are_counted():
     assert counters.lost_tokens.item() == 0
 
 
+def test_a_pass_without_received_rows_is_idle():
+    counters = Counters(CONFIG, "cpu")
+    for received in ([0, 0], [0, 2], [0, 0]):
+        counters.add_received(torch.tensor(received, dtype=torch.int32))
+    assert counters.idle_passes.item() == 2
+
+
 @pytest.mark.parametrize(
     ("capacity_pool", "max_demand", "num_slots"), [("expert", 3, 6 * 5), ("rank", 4, 2 * 5)]
 )

@@ -1,5 +1,7 @@
 """Linears with one weight for each expert, against one expert after the other."""
 
+from collections import deque
+
 import pytest
 import torch
 from torch import Tensor
@@ -195,10 +197,56 @@ def test_sums_get_the_gradient_without_rounding_it(linear):
     assert weight_LOI.grad is not None and weight_LOI.grad.shape == weight_LOI.shape
 
 
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("rows_have_gradients", [True, False])
+@pytest.mark.parametrize("linear", [grouped.grouped_linear, grouped.batched_linear])
+def test_a_delayed_gradient_has_the_bits_of_one_at_once(linear, rows_have_gradients, added):
+    """Two passes wait, and come in the order of their backward passes."""
+    counts = [0, 3, 4, 0] if linear is grouped.grouped_linear else [3, 3, 3]
+    offsets_L, num_rows = offsets_of(counts), sum(counts)
+    drawn = [torch.randn(2, num_rows, width).bfloat16() for width in (I, O)]
+    weight_LOI = torch.randn(len(counts), O, I).bfloat16().requires_grad_()
+
+    def run(delayed: grouped.Delayed | None) -> list[Tensor]:
+        sums_LOI = torch.full(weight_LOI.shape, 0.5) if added else None
+        found = []
+        for rows_NI, grad_NO in zip(*drawn, strict=True):
+            weight_LOI.grad = None
+            rows_NI = rows_NI.clone().requires_grad_(rows_have_gradients)
+            out_NO = linear(rows_NI, weight_LOI, offsets_L, sums_LOI=sums_LOI, delayed=delayed)
+            out_NO.backward(grad_NO)
+            found += [out_NO.detach()] + ([rows_NI.grad] if rows_NI.grad is not None else [])
+            if delayed is None:
+                found.append(weight_LOI.grad)
+            else:
+                assert weight_LOI.grad is None
+        while delayed:
+            found.append(delayed.popleft()())
+        return found if sums_LOI is None else [sums_LOI]
+
+    expected, given = run(None), run(deque())
+    if not added:  # Delayed ones come last.
+        per_pass = len(expected) // 2
+        first, second = expected[:per_pass], expected[per_pass:]
+        expected = [*first[:-1], *second[:-1], first[-1], second[-1]]
+    assert len(given) == len(expected)
+    for value, wanted in zip(given, expected, strict=True):
+        assert torch.equal(value, wanted)
+
+
+def test_a_frozen_weight_delays_nothing():
+    rows_NI, weight_LOI, *_ = inputs([2, 2], biased=False, spare=0)
+    assert rows_NI is not None and weight_LOI is not None
+    for linear in (grouped.grouped_linear, grouped.batched_linear):
+        delayed: grouped.Delayed = deque()
+        linear(rows_NI, weight_LOI.detach(), offsets_of([2, 2]), delayed=delayed).sum().backward()
+        assert not delayed
+
+
 def test_unspecified_gradients_share_memory():
     weight_LOI, grad = torch.zeros(2, 3, 4), torch.zeros(0)
     for _ in range(2):
-        again = grouped._unspecified(weight_LOI)
+        again = grouped._unspecified(weight_LOI.shape, weight_LOI.dtype, weight_LOI.device)
         assert again.shape == weight_LOI.shape and again.dtype == weight_LOI.dtype
         assert grad.numel() == 0 or again.data_ptr() == grad.data_ptr()
         grad = again

@@ -14,8 +14,9 @@ from torch import Tensor
 from padded_dispatch import DispatchConfig, PaddedDispatcher, reference
 from padded_dispatch.config import POLICIES as ALL_POLICIES
 from padded_dispatch.config import REMEDIES
+from padded_dispatch.ops import overflow
 from padded_dispatch.ops.overflow import renormalize, reroute, select_with_remedy
-from padded_dispatch.ops.select import Selection, select
+from padded_dispatch.ops.select import Selection, kept_map, select
 from tests.support.pools import pools
 from tests.support.routing_cases import RoutingCase, assert_same, cases_with_pools, routing_cases
 
@@ -584,3 +585,16 @@ def test_rerouting_after_selection_follows_protection(policy):
 
     assert torch.equal(found.kept_TE, kept())
     assert not torch.equal(found.kept_TE, kept(protected_T=None))
+
+
+def test_levels_of_rows_are_those_that_kernels_take(monkeypatch):
+    """At most 3: they have two bits."""
+    levels = []
+
+    def kept_map_seen(*arguments):
+        levels.append(arguments[4])
+        return kept_map(*arguments)
+
+    monkeypatch.setattr(overflow, "kept_map", kept_map_seen)
+    assert rerouted(ONE_KEPT, SCORES, protected=[True, True, False]) == [[0, 1], [0, 1], [0, 0]]
+    assert [level_TE.tolist() for level_TE in levels] == [[[1, 3], [1, 1], [0, 0]]]

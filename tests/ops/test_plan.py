@@ -43,6 +43,11 @@ def test_the_example_of_packed_slots():
     assert packed_slots(slot_of_TK, offsets_E, 2).tolist() == [[0, 1], [2, -1]]
 
 
+def test_the_only_slot_of_the_first_expert_is_its_own():
+    slot_of_TK, offsets_E = torch.tensor([[0, 1], [-1, -1]]), torch.tensor([1, 2])
+    assert packed_slots(slot_of_TK.int(), offsets_E.int(), 1).tolist() == [[0, 1], [-1, -1]]
+
+
 @given(drawn=cases_with_pools())
 def test_plan_is_the_reference(drawn: tuple[RoutingCase, int]):
     """Also for maps that were not cut down: rows with more than K, pools with more than P."""

@@ -43,7 +43,12 @@ from torch import Tensor
 from padded_dispatch.config import CapacityFactor, CapacityPool, ExchangeKind
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs, training_stream
-from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs
+from padded_dispatch.megatron.graphs.capture import (
+    IterationGraph,
+    LayerGraphs,
+    forget_iterations,
+)
+from padded_dispatch.megatron.graphs.recapture import recapture
 from tests.support.graph_protocol import cuda_graphs_on_cpu
 from tests.support.parity import megatron
 
@@ -61,7 +66,9 @@ class Situation:
     first step, and with "full_iteration" after `EAGER_STEPS`, both without a self-test. `scopes`:
     captured parts of each layer; () is the whole layer. `capacity_pool`, `exchange`: PaddedOptions.
     `dense`: numbers of layers without experts, from 0. `recompute`: Megatron's recompute_modules.
-    `evaluates`: batch and length of an evaluation before every step. `idle`: experts that get no
+    `evaluates`: batch and length of an evaluation before every step. `grows`: after two replays the
+    capacity factors double, and `recapture` finds the graphs; Megatron's own wrapper then captures
+    whole iterations. `idle`: experts that get no
     token, by a router bias: "rank" means those of the last expert-parallel rank in two of three
     steps, "expert" the last expert in all steps.
     """
@@ -86,6 +93,7 @@ class Situation:
     distributed_optimizer: bool = True
     evaluates: tuple[int, int] | None = None
     eval_factor: CapacityFactor | None = None
+    grows: bool = False
     idle: Literal["none", "rank", "expert"] = "none"
     replays: int = 5
     microbatches: int = 2
@@ -140,6 +148,9 @@ def replays_equal_eager(case: Situation) -> Findings:
                 before = torch.cuda.memory_allocated()
                 report = graphed.capture()
                 captured_bytes = torch.cuda.memory_allocated() - before
+            if case.grows and number == EAGER_STEPS + 2:
+                for training in (eager, again, graphed):
+                    training.grow()
             results = [training.step(number) for training in (eager, again, graphed)]
             unreproducible.add(results[0], results[1])
             differing.add(results[0], results[2])
@@ -273,8 +284,10 @@ class Training:
         self._optimizer = _optimizer(case, self._chunks)
         self._graphs = None
         self._schedule = None
+        self._with_graphs = graphs
         if graphs and case.impl == "full_iteration":
-            self._schedule = IterationGraph(self._config)
+            make = _megatrons_wrapper if case.grows else IterationGraph
+            self._schedule = make(self._config)
         if graphs and case.impl == "transformer_engine":
             self._graphs = LayerGraphs(
                 self._chunks,
@@ -294,12 +307,20 @@ class Training:
 
     def delete_graphs(self) -> None:
         """Delete the graphs; call it before the process groups are destroyed."""
-        if self._schedule is not None:
-            self._schedule.delete()
+        if self._case.impl == "full_iteration":
+            forget_iterations()
         elif self._graphs is None:
             delete_cuda_graphs()  # Megatron keeps local graphs in a class attribute.
         else:
             self._graphs.delete()
+
+    def grow(self) -> None:
+        """Double the capacity factors, and let the graphs be captured again."""
+        for layer in self._moe:
+            configs = layer.token_dispatcher.configs
+            configs.set_factor(2 * configs.training.capacity_factor)
+        if self._with_graphs:
+            recapture(self._chunks)
 
     def num_graphs(self) -> int:
         """Return the number of graphs of all layers; forward and backward count as one."""
@@ -468,6 +489,16 @@ class _Comparison:
 
 def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _megatrons_wrapper(config: TransformerConfig) -> FullCudaGraphWrapper:
+    """Return Megatron's graph of whole iterations, as Megatron-LM makes it."""
+    made: Any = FullCudaGraphWrapper(
+        get_forward_backward_func(), cuda_graph_warmup_steps=config.cuda_graph_warmup_steps
+    )
+    # Before 0.18, the loader's own stream copies batches without waiting for them.
+    made.static_loader.stream = torch.cuda.current_stream()
+    return made
 
 
 def _config(case: Situation, graphs: bool) -> TransformerConfig:

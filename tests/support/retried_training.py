@@ -15,7 +15,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -71,7 +71,7 @@ class RetriedCase:
     `mtp`: a layer of multi-token prediction. `graph`: what is captured: "layer", "local" (by
     Megatron's local graphs) or "full-iteration". `overlap_param_gather`: of a distributed
     optimizer, which all cases on GPUs have; on a CPU its place is taken by shards of plain SGD.
-    `factor`: of the training with repeated steps.
+    `factor`: of the training with repeated steps. `fields`: further fields of Megatron's config.
     """
 
     name: str
@@ -100,6 +100,7 @@ class RetriedCase:
     num_experts: int = 4
     top_k: int = 2
     vocab: int = 32
+    fields: dict[str, Any] = field(default_factory=dict)
 
     @property
     def on_gpu(self) -> bool:
@@ -189,7 +190,8 @@ class Training:
         self.config = _config(case, graph)
         # On GPUs "auto" could choose other experts for other sizes; a CPU has only the spec's.
         experts = "packed" if case.on_gpu else "auto"
-        self.config.padded_dispatch = PaddedOptions(policy=case.policy, experts=experts, **options)
+        options = {"policy": case.policy, "experts": experts, **options}
+        self.config.padded_dispatch = PaddedOptions(**options)
         self.chunks = _chunks(case, self.config)
         self._optimizer = _optimizer(case, self.chunks)
         self.graphs = self._iteration = None
@@ -238,7 +240,7 @@ class Training:
     def passes(self, batches: Any = None) -> list[dict[str, Tensor]]:
         """Run forward and backward of all microbatches."""
         case = self.case
-        iterators = [batches or draws(case) for _ in self.chunks]
+        iterators = [batches or self.batches() for _ in self.chunks]
         return (self.retry or self.schedule)(
             forward_step_func=forward,
             data_iterator=iterators,
@@ -248,6 +250,10 @@ class Training:
             micro_batch_size=case.batch,
             forward_only=False,
         )
+
+    def batches(self) -> Iterator[dict[str, Tensor]]:
+        """Return an iterator over the microbatches of the next step, for one chunk."""
+        return draws(self.case)
 
     def end(self) -> None:
         """Delete the graphs; call it before the process groups are destroyed."""
@@ -350,6 +356,7 @@ def _config(case: RetriedCase, graph: str) -> TransformerConfig:
         mtp_num_layers=1 if case.mtp else None,
         **balancing,
         **captured,
+        **case.fields,
     )
 
 
@@ -360,6 +367,7 @@ def _chunks(case: RetriedCase, config: TransformerConfig) -> list[Any]:
         use_distributed_optimizer=case.on_gpu or case.overlap_param_gather,
         overlap_grad_reduce=case.overlap_grad_reduce,
         overlap_param_gather=case.overlap_param_gather,
+        delay_wgrad_compute=config.delay_wgrad_compute,
     )
     chunks = []
     for stage in range(case.vpp or 1):
@@ -414,16 +422,21 @@ def _optimizer(case: RetriedCase, chunks: list[Any]) -> Any:
     return get_megatron_optimizer(config, chunks)
 
 
-def forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
-    """Run a microbatch: Megatron's `forward_step_func`."""
-    ids = next(batches)["ids"]
+def forward(
+    batches: Iterator[dict[str, Tensor]], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
+    """Run a microbatch, or plan it: Megatron's `forward_step_func`."""
+    given = next(batches)
+    ids, masks = given["ids"], {name: given[name] for name in given.keys() & {"padding_mask"}}
     batch, length = ids.shape[0], ids.shape[1] - 1
     positions = torch.arange(length, device=ids.device).expand(batch, -1)
     # Transformer Engine's attention is causal without a mask.
     future = None
     if ids.device.type == "cpu":
         future = torch.ones(batch, 1, length, length, dtype=torch.bool).triu(1)
-    return model(ids[:, :-1].contiguous(), positions, future, labels=ids[:, 1:].contiguous()), _mean
+    run = model.build_schedule_plan if return_schedule_plan else model
+    tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    return run(tokens, positions, future, labels=labels, **masks), _mean
 
 
 def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -10,6 +10,7 @@ import pytest
 
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.train import sweep as sweep_module
+from padded_dispatch.train.runs import read_sweep
 from padded_dispatch.train.sweep import finished, flags_of, line, main, planned, run_key
 from padded_dispatch.utils.results import about, append_run
 from tests.support.inline_pool import only_worker
@@ -23,6 +24,11 @@ def laptop(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def runs_of(factors, policies, seeds, flags, pools=("expert",)):
+    words = ["--factors", *factors, "--policies", *policies, "--seeds", *seeds, "--pools", *pools]
+    return planned(read_sweep([*words, "--out", "results.json", *flags])[1])
 
 
 def rows_of(path):
@@ -46,7 +52,7 @@ def test_side_by_side_or_in_turn_a_run_is_the_same_and_none_is_made_twice(tmp_pa
         return capsys.readouterr().out
 
     policies = ["probs", "priority+renormalize"]
-    done = planned(["0.5", "none"], ["position"], ["0"], SMALL.split())
+    done = runs_of(["0.5", "none"], ["position"], ["0"], SMALL.split())
     before = about(num_gpus=0, command="", commit="a")
     append_run(together, before, [{"flags": flags_of(run)} for run in done])
     factors = "--factors 0.5 none"
@@ -92,7 +98,7 @@ def test_workers_side_by_side_are_dealt_to_jobs(monkeypatch, tmp_path, number, j
         raise Joined("{RANK} of {WORLD_SIZE} at {MASTER_PORT}".format_map(os.environ))
 
     monkeypatch.setattr(sweep_module, "world", join)
-    runs = planned(["1", "2"], ["probs"], ["0"], ["--workers", "2"])
+    runs = runs_of(["1", "2"], ["probs"], ["0"], ["--workers", "2"])
     launched = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": "4", "MASTER_PORT": "1"}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
@@ -101,24 +107,24 @@ def test_workers_side_by_side_are_dealt_to_jobs(monkeypatch, tmp_path, number, j
 
 
 def test_a_policy_may_bring_a_remedy():
-    plain, with_remedy = planned(["1"], ["random", "position+reroute"], ["0"], [])
+    plain, with_remedy = runs_of(["1"], ["random", "position+reroute"], ["0"], [])
     assert (plain.dispatch.padded.policy, plain.dispatch.padded.remedy) == ("random", "none")
     padded = with_remedy.dispatch.padded
     assert (padded.policy, padded.remedy) == ("position", "reroute")
 
 
 def test_pools_are_compared_with_one_seed_and_policy():
-    runs = planned(["1", "2"], ["probs"], ["0"], ["--workers", "2"], ["expert", "rank"])
+    runs = runs_of(["1", "2"], ["probs"], ["0"], ["--workers", "2"], ["expert", "rank"])
     named = [(run.dispatch.padded.capacity_pool, run.dispatch.capacity_factor) for run in runs]
     assert named == [("expert", 1.0), ("expert", 2.0), ("rank", 1.0), ("rank", 2.0)]
 
 
 def test_megatrons_own_dispatchers_have_its_policies():
     flags = ["--dispatcher", "alltoall-drop-pad"]
-    runs = planned(["1"], ["probs", "position"], ["0"], flags)
+    runs = runs_of(["1"], ["probs", "position"], ["0"], flags)
     found = [(run.dispatch.drop_policy, run.dispatch.padded) for run in runs]
     assert found == [("probs", PaddedOptions()), ("position", PaddedOptions())]
-    (ours,) = planned(["1"], ["position"], ["0"], ["--dispatcher", "padded_alltoall"])
+    (ours,) = runs_of(["1"], ["position"], ["0"], ["--dispatcher", "padded_alltoall"])
     assert (ours.dispatch.drop_policy, ours.dispatch.padded.policy) == ("probs", "position")
 
 
@@ -130,11 +136,11 @@ def test_a_file_without_runs_is_found_first(tmp_path):
 
 
 def test_seeds_are_outermost_and_runs_evaluate_at_their_end():
-    runs = planned(["0.5", "none"], ["probs"], ["0", "7"], ["--steps", "9"])
+    runs = runs_of(["0.5", "none"], ["probs"], ["0", "7"], ["--steps", "9"])
     named = [(run.recipe.seed, run.dispatch.capacity_factor) for run in runs]
     assert named == [(0, 0.5), (0, None), (7, 0.5), (7, None)]
     assert {run.output.eval_every for run in runs} == {9}
-    (often,) = planned(["1"], ["probs"], ["0"], ["--steps", "9", "--eval-every", "4"])
+    (often,) = runs_of(["1"], ["probs"], ["0"], ["--steps", "9", "--eval-every", "4"])
     assert often.output.eval_every == 4
 
 
@@ -143,14 +149,14 @@ def test_only_runs_of_the_same_machine_versions_and_flags_are_done(tmp_path):
     here = {"machine": "this", "versions": {"torch": "2"}, "date": "today", "commit": "b"}
     assert finished(path, here) == set()
     before, other = here | {"date": "before", "commit": "a"}, here | {"machine": "other"}
-    one, two = planned(["1", "2"], ["probs"], ["0"], [])
+    one, two = runs_of(["1", "2"], ["probs"], ["0"], [])
     runs = [
         {"about": before, "rows": [{"flags": flags_of(one)}]},
         {"about": other, "rows": [{"flags": flags_of(two)}]},
     ]
     path.write_text(json.dumps({"runs": runs}))
     assert finished(path, here) == {run_key(flags_of(one))}
-    longer = planned(["1"], ["probs"], ["0"], ["--steps", "401"])[0]
+    longer = runs_of(["1"], ["probs"], ["0"], ["--steps", "401"])[0]
     assert run_key(flags_of(longer)) not in finished(path, here)
 
 

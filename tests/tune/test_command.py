@@ -44,6 +44,7 @@ def test_a_made_up_trace_to_all_files(tune, tmp_path):
         "report.html",
         "recommendation.json",
         "recommendation.yaml",
+        "settings.md",
         *(
             f"{name}.{kind}"
             for name in ("dropped", "load", "need", "cost", "pools")
@@ -65,6 +66,7 @@ def test_a_made_up_trace_to_all_files(tune, tmp_path):
 
 def test_a_terminal_gets_no_line_that_is_too_long(tune, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "60")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     sizes = "--hidden-size 64 --ffn-size 48 --hold-out 0.3"
     _, printed, found = tune(f"--synthetic zipf {MADE} --no-plots {sizes}")
@@ -108,11 +110,11 @@ def test_megatrons_own_traces(tune, tmp_path):
     exact = replay(trace, grid(largest_need(trace)))
     dropped = [option["dropped"] for option in found["options"]]
     assert dropped == (exact.dropped.sum(1) / 19_200).tolist()
-    assert found["flags_per_layer"] is None
+    assert found["settings_per_layer"] is None
     assert (
         "No settings for each layer: this trace numbers layers within a pipeline stage" in printed
     )
-    assert not any("layer-factors" in flag for flag in found["flags"])
+    assert "layer-factors" not in found["settings"]["Megatron-LM"]
     with pytest.raises(
         ValueError, match="--experts and --ranks must be given for Megatron's traces"
     ):
@@ -176,8 +178,8 @@ def test_slots_and_promise_are_what_was_asked_for(tune):
         (2.0, 32),
         (6.0, 40),
     ]
-    assert "--padded-alignment 16" in found["flags"]
-    assert "--padded-policy position" in found["flags"]
+    assert "--padded-alignment 16" in found["settings"]["Megatron-LM"]
+    assert "--padded-policy position" in found["settings"]["padded-dispatch train"]
 
 
 def test_from_step(tune):
@@ -237,7 +239,7 @@ def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
     save_trace(synthetic_trace("balanced", SIZES), tmp_path / "even.npy")
     _, printed, found = tune(f"--synthetic zipf {MADE} --no-plots --eval-traces even.npy")
     assert found["evaluation"]["overall"]["factor"] < found["training"]["overall"]["factor"]
-    assert "In evaluation: 1, for no row dropped in 99 % of steps, without a promise." in printed
+    assert "--padded-eval-factor 1 is for no row dropped in 99 % of steps, without a pro" in printed
 
 
 @pytest.mark.parametrize(
@@ -328,6 +330,7 @@ def test_without_matplotlib_the_report_has_no_figures(without_matplotlib, tune, 
         "report.html",
         "recommendation.json",
         "recommendation.yaml",
+        "settings.md",
     }
     _, printed, _ = tune(f"--synthetic zipf {MADE} --no-plots")
     assert "figures" not in printed

@@ -63,7 +63,7 @@ def test_rows_are_the_smallest_factors_for_some_shares():
 def test_cells():
     found = study_of(drop=0.02)
     table = menu(found)
-    assert table.headers == ("factor", "slots", "dropped", "99 % of steps", "in studies")
+    assert table.headers == ("factor", "slots", "dropped", "99 % steps", "in studies")
     assert table.marked is not None
     advice = found.training.overall
     marked = table.rows[table.marked]

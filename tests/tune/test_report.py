@@ -8,7 +8,8 @@ from padded_dispatch.tune import plots
 from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.menu import menu
 from padded_dispatch.tune.recommend import Target
-from padded_dispatch.tune.report import factor_table, flags, html, layer_table
+from padded_dispatch.tune.report import factor_table, html, layer_table
+from padded_dispatch.tune.settings import blocks
 from padded_dispatch.tune.study import Layer, Question, study
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 from padded_dispatch.tune.time_model import shipped
@@ -129,7 +130,9 @@ def test_tables_show_the_recommendation(found, page):
 
 def test_settings_are_those_of_the_recommendation(found, page):
     for per_layer in (False, True):
-        assert " \\\n".join(flags(found, per_layer=per_layer)) in page.texts["settings"]
+        for block in blocks(found, per_layer=per_layer):
+            assert block.text in page.texts["settings"]
+            assert block.target in page.texts["settings"]
 
 
 def test_every_figure_is_drawn(page):

@@ -17,7 +17,6 @@ arguments and that a plain loop leaves unchecked. What Megatron's config itself 
 exclude each other, full recompute with graphs of layers, CPU offloading) is not checked again.
 """
 
-import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator
@@ -99,7 +98,8 @@ class LayerGraphs:
         optimizers: Megatron's optimizers, whose gradients the capture clears.
 
     Raises:
-        ValueError: if the config captures nothing of this model; see also `check_random_states`.
+        ValueError: if the config captures nothing of this model, or quantizes; see also
+            `check_random_states`.
     """
 
     def __init__(
@@ -118,17 +118,15 @@ class LayerGraphs:
             "be 'transformer_engine' for graphs of layers",
             "set it",
         )
+        for name in ("fp8", "fp4"):
+            value = getattr(config, name, None)
+            rule = "be unset for LayerGraphs, whose self-test runs layers in bf16"
+            require(not value, name, value, rule, "let Megatron's training loop capture the layers")
         check_random_states(next(chunks[0].parameters()).device)
         self._chunks = chunks
-        self._new_helper = functools.partial(
-            cuda_graphs.TECudaGraphHelper,
-            chunks,
-            config,
-            seq_length,
-            micro_batch,
-            optimizers=list(optimizers),
+        self._helper: Any = cuda_graphs.TECudaGraphHelper(
+            chunks, config, seq_length, micro_batch, optimizers=list(optimizers)
         )
-        self._helper: Any = self._new_helper()
         require(
             self._helper.flattened_callables,
             "cuda_graph_modules (cuda_graph_scope before 0.18)",
@@ -157,8 +155,7 @@ class LayerGraphs:
             # present address.
             device = next(self._chunks[0].parameters()).device
             MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
-        # With `overlap_param_gather`, forward pre-hooks wait for parameters.
-        hooked = [chunk for chunk in self._chunks if chunk.ddp_config.overlap_param_gather]
+        hooked = _hooked(self._chunks)
         with _without_forward_hooks(hooked):
             with restore_state(self._chunks):
                 for sample in self._flat_samples():
@@ -167,7 +164,7 @@ class LayerGraphs:
                 num_layers = len(self._helper.flattened_callables)
                 _log.info("CUDA graphs of %d layers will hold %s", num_layers, held)
                 with memory.explain_out_of_memory(str(held)):
-                    self._create()
+                    _create(self._helper)
             report = None
             if self._all_padded():
                 report = run_self_test(self._chunks, self._flat_samples())
@@ -198,15 +195,8 @@ class LayerGraphs:
         hangs.
         """
         if self._helper.graphs_created():
-            self._helper.delete_cuda_graphs()
-            self._helper = self._new_helper()  # From 0.17 on, a helper captures only once.
+            release(self._helper)
         gc.collect()
-
-    def _create(self) -> None:
-        try:
-            self._helper.create_cudagraphs()
-        finally:
-            cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
 
     def _flat_samples(self) -> list[Sample]:
         chunks, _ = self._samples_and_order()
@@ -287,13 +277,8 @@ class IterationGraph:
 
         The next calls warm up eagerly and capture again.
         """
-        # Not by `reset_cuda_graph`, which is new in 0.18 and keeps the buffers of the batches.
-        FullCudaGraphWrapper.cuda_graph["training"] = None
-        FullCudaGraphWrapper.result["training"] = None
-        FullCudaGraphWrapper.curr_iteration["training"] = 0
-        StaticBufferLoader.static_buffers["training"] = []
+        forget_iterations()
         self._invariants = {}
-        gc.collect()
 
     def run_eagerly(self, **kwargs: Any) -> list[Any]:
         """Run a training step's passes without the graph; its arguments may have changed."""
@@ -302,6 +287,49 @@ class IterationGraph:
     def _invariants_now(self, kwargs: dict[str, Any]) -> guard.Invariants:
         names = ("num_microbatches", "seq_length", "micro_batch_size")
         return {name: kwargs[name] for name in names} | guard.invariants_of(self._layers)
+
+
+def release(helper: Any) -> None:
+    """Delete the graphs of Megatron's TECudaGraphHelper, so that it can capture again."""
+    helper.delete_cuda_graphs()
+    if hasattr(helper, "_capture_finished"):  # From 0.17 on it captures once otherwise.
+        helper._capture_finished = False
+
+
+def capture_by(helper: Any, chunks: list[Any]) -> None:
+    """Capture with Megatron's TECudaGraphHelper between two steps, as Megatron-LM does."""
+    hooked = _hooked(chunks)
+    with _without_forward_hooks(hooked):
+        _create(helper)
+    if hooked:
+        helper.cuda_graph_set_manual_hooks()
+
+
+def forget_iterations() -> None:
+    """Free Megatron's graphs of a step and of an evaluation; next calls warm up, then capture."""
+    # Not by `reset_cuda_graph`, which is new in 0.18 and keeps the buffers of the batches.
+    for stage in ("training", "validation"):
+        FullCudaGraphWrapper.cuda_graph[stage] = None
+        FullCudaGraphWrapper.result[stage] = None
+        FullCudaGraphWrapper.curr_iteration[stage] = 0
+        StaticBufferLoader.static_buffers[stage] = []
+    gc.collect()
+
+
+def _create(helper: Any) -> None:
+    try:
+        helper.create_cudagraphs()
+    finally:
+        cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
+
+
+def _hooked(chunks: list[Any]) -> list[Any]:
+    """Return the chunks whose forward pre-hooks wait for parameters (`overlap_param_gather`)."""
+    return [
+        chunk
+        for chunk in chunks
+        if chunk.ddp_config.overlap_param_gather and chunk.remove_forward_pre_hook_handles
+    ]
 
 
 def uncaptured(forward_backward_func: Any) -> Callable[..., list[Any]]:

@@ -8,7 +8,9 @@ dispatcher alone. If only some ranks changed, those raise, and the others block 
 until their watchdog kills them.
 
 `cuda_graph_impl="transformer_engine"`: all of Megatron's paths to a layer's graph go through
-`TransformerLayer._te_cuda_graph_capture` and `_te_cuda_graph_replay` (0.16.1 to 0.19.0).
+`TransformerLayer._te_cuda_graph_capture` and `_te_cuda_graph_replay` (0.16.1 to 0.19.0). A capture
+runs passes over ones, whose counts are restored: telemetry would report that they dropped. The
+helper that captured is remembered, for `padded_dispatch.megatron.graphs.recapture`.
 
 `cuda_graph_impl="local"`: Megatron captures by itself at the end of the first step, layer by layer
 in `_CudaGraphRunner.create_fwd_graph`, and checks the shapes of inputs in each replay. What it gets
@@ -25,6 +27,9 @@ wrong for models with our dispatcher is corrected here:
 - For scope `moe`, Megatron captures nothing of a GPTModel's layers and raises no error (0.16.1 to
   0.19.0). The guard raises.
 
+Beside graphs, Megatron's combined schedule calls routers without the padding mask:
+`padded_dispatch.megatron.combined_schedule` gives it to them.
+
 `IterationGraph` guards whole iterations in the same way. Megatron's own FullCudaGraphWrapper has no
 guard.
 """
@@ -33,14 +38,20 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord, _CudaGraphRunner
+from megatron.core.transformer.cuda_graphs import (
+    TECudaGraphHelper,
+    _CudagraphGlobalRecord,
+    _CudaGraphRunner,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.config import require
+from padded_dispatch.megatron.combined_schedule import with_masks
 from padded_dispatch.megatron.compat import FREES_GRAPH_INPUTS, graph_scopes
 from padded_dispatch.megatron.config import is_ours
 from padded_dispatch.megatron.dispatcher import counts_put_back, is_padded
@@ -55,6 +66,7 @@ _MOE_FIELDS = tuple(
 )
 _patches = Patches()
 _captured: WeakKeyDictionary[Any, Invariants] = WeakKeyDictionary()
+_helpers: WeakSet[Any] = WeakSet()
 
 
 def install() -> None:
@@ -67,6 +79,8 @@ def install() -> None:
         (TransformerLayer, "_should_call_local_cudagraph", _wrap_local_choice),
         (TransformerLayer, "create_mcore_cudagraph_manager", _wrap_local_manager),
         (_CudaGraphRunner, "create_fwd_graph", _wrap_local_capture),
+        (TECudaGraphHelper, "create_cudagraphs", _wrap_helper),
+        (TransformerLayerSchedulePlan, "_build_callable_nodes", with_masks),
     ):
         _patches.set(owner, name, wrap(getattr(owner, name)))
 
@@ -74,6 +88,12 @@ def install() -> None:
 def uninstall() -> None:
     """Undo `install`; do nothing without an `install` before."""
     _patches.undo()
+
+
+def helper_of(chunks: list[Any]) -> Any:
+    """Return the TECudaGraphHelper that holds the graphs of a model's layers, or None."""
+    mine = (helper for helper in _helpers if helper.model[0] is chunks[0])
+    return next((helper for helper in mine if helper.graphs_created()), None)
 
 
 def padded_layers(chunks: list[Any]) -> list[Any]:
@@ -133,6 +153,19 @@ def _wrap_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
         return capture(layer, *args, **kwargs)
 
     return recorded_capture
+
+
+def _wrap_helper(create: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(create)
+    def clean_create(helper: Any) -> None:
+        if not is_ours(helper.config):
+            create(helper)
+            return
+        _helpers.add(helper)
+        with counts_put_back(*(chunk.module for chunk in helper.model)):
+            create(helper)
+
+    return clean_create
 
 
 def _wrap_replay(replay: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ losses, gradients and counts must equal those of a run without graphs in every s
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +32,7 @@ from padded_dispatch.megatron import PaddedOptions, install, uninstall
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.dispatcher import _PLAN_TENSORS
+from padded_dispatch.megatron.graphs import LayerGraphs
 from tests.support import tiny
 from tests.support.graph_protocol import Tape, cuda_graphs_on_cpu
 from tests.support.pool import WorkerPool
@@ -147,11 +149,6 @@ class Training:
         finally:
             cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
 
-    def reset_counters(self) -> None:
-        """Reset counters, which a capture by Megatron's helper leaves changed."""
-        for layer in self.moe_layers:
-            layer.token_dispatcher.counters.reset()
-
     def pinned(self) -> list[str]:
         """Return names of the dispatchers' attributes that hold a plan's tensors."""
         dispatchers = [layer.token_dispatcher for layer in self.moe_layers]
@@ -199,7 +196,6 @@ def graphed_run(scope: Scope, **settings: Any) -> list[Results]:
     training = Training(scope, **settings)
     steps = [training.step(0), training.step(1)]
     training.capture()
-    training.reset_counters()
     for number in (2, 3):
         training.evaluate(number)
         with no_python(training, scope):
@@ -320,19 +316,16 @@ def test_capture_of_the_whole_layer_pins_no_plan(megatron, scope):
     assert training.pinned() == []
 
 
-def test_capture_counts_its_own_passes_until_reset(megatron):
+def test_capture_puts_back_the_counts_of_its_own_passes(megatron):
     training = Training(("moe",))
-    training.step(0)
+    training.forward(BATCH, SEQUENCE, seed=3)
+    before = [{n: count.clone() for n, count in counts(m).items()} for m in training.moe_layers]
     training.capture()
-    for layer in training.moe_layers:
-        counters = layer.token_dispatcher.counters
-        # Two warm-up passes and the capture, on inputs of ones: all tokens ask for the same two.
-        assert sorted(counters.demand_E.tolist()) == [0, 0, 3 * NUM_TOKENS, 3 * NUM_TOKENS]
-        counters.reset()
-    results = training.step(1)
-    for index in range(2):
-        demand = results[f"demand_E of layer {index}"].sum()
-        assert demand == MICROBATCHES * NUM_TOKENS * tiny.TOP_K
+    # Two warm-up passes and the capture, on inputs of ones, would each have counted all tokens.
+    for layer, kept in zip(training.moe_layers, before, strict=True):
+        assert kept["demand_E"].sum() == NUM_TOKENS * tiny.TOP_K
+        after = counts(layer)
+        assert [name for name in kept if not torch.equal(kept[name], after[name])] == []
 
 
 @pytest.mark.parametrize(
@@ -377,3 +370,11 @@ def test_stock_cannot_capture_overlapped_shared_experts(megatron):
             training.capture()
     else:
         training.capture()
+
+
+@pytest.mark.parametrize("quantized", [{"fp8": "e4m3"}, {"fp4": "e2m1"}], ids=str)
+def test_layers_that_quantize_are_refused_because_of_the_self_test(quantized):
+    config = SimpleNamespace(cuda_graph_impl="transformer_engine", **quantized)
+    (name,) = quantized
+    with pytest.raises(ValueError, match=rf"^{name} must be unset for LayerGraphs, .*; let Megatr"):
+        LayerGraphs([SimpleNamespace(config=config)], seq_length=4, micro_batch=1)

@@ -1,0 +1,148 @@
+"""The command lines of `padded-dispatch bench`, `parts` and `calibrate`.
+
+`--help` and a typo import no torch, so defaults that depend on the machine come later:
+`with_defaults`.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from padded_dispatch.bench.cases import CONTENDERS, MODELS, SKEWS
+
+EXCHANGES = ("alltoall", "direct")  # what a contender can fix; "auto" is a contender of its own
+
+
+def read_bench(argv: list[str]) -> argparse.Namespace:
+    """Return the flags of `padded-dispatch bench`."""
+    return _bench_parser().parse_args(argv)
+
+
+def read_parts(argv: list[str]) -> argparse.Namespace:
+    """Return the flags of `padded-dispatch parts`."""
+    return _parts_parser().parse_args(argv)
+
+
+def read_calibrate(argv: list[str]) -> argparse.Namespace:
+    """Return the flags of `padded-dispatch calibrate`."""
+    return _calibrate_parser().parse_args(argv)
+
+
+def with_defaults(given: argparse.Namespace) -> argparse.Namespace:
+    """Return the flags of `bench` or `parts` with the machine's defaults; this imports torch."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    defaults = {
+        "device": "cuda" if on_gpu else "cpu",
+        "models": ["qwen3-30b-a3b", "gpt-oss-20b"] if on_gpu else ["tiny"],
+        "tokens": [4096 if on_gpu else 64],
+    }
+    known = {name: value for name, value in vars(given).items() if value is not None}
+    return argparse.Namespace(**vars(given) | defaults | known)
+
+
+def _bench_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="padded-dispatch bench",
+        description="Measure forward and backward of one MoE layer, ours beside Megatron-Core's.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    sweeps = parser.add_argument_group("what to measure (every combination)")
+    sweeps.add_argument("--ep", nargs="+", type=int, help="expert-parallel sizes; None: workers")
+    sweeps.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        help="None: qwen3-30b-a3b and gpt-oss-20b; without a GPU tiny",
+    )
+    sweeps.add_argument(
+        "--tokens", nargs="+", type=int, help="per rank; None: 4096; without a GPU 64"
+    )
+    sweeps.add_argument("--skews", nargs="+", choices=SKEWS, default=["uniform"])
+    sweeps.add_argument("--capacity-factors", nargs="+", type=float, default=[1.0, 1.25, 2.0])
+    sweeps.add_argument(
+        "--contenders", nargs="+", choices=CONTENDERS, help="None: all that the device runs"
+    )
+    sweeps.add_argument(
+        "--exchange",
+        nargs="+",
+        choices=EXCHANGES,
+        help="only contenders of ours that use it; None: both",
+    )
+    how = parser.add_argument_group("how to measure")
+    how.add_argument("--device", choices=("cpu", "cuda"), help="None: cuda if there is a GPU")
+    workers = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+    how.add_argument("--workers", type=int, default=workers, help="processes; None: all GPUs, or 2")
+    how.add_argument("--iterations", type=int, default=20, help="passes per repeat")
+    how.add_argument("--repeats", type=int, default=5, help="samples; their median counts")
+    how.add_argument("--minutes", type=float, help="start no case after this time")
+    fusion = {"action": argparse.BooleanOptionalAction, "default": False}
+    how.add_argument("--router-fusion", **fusion, help="moe_router_fusion, for all contenders")
+    phases = {"action": argparse.BooleanOptionalAction, "default": True}
+    how.add_argument("--phases", **phases, help="profile kernels (GPUs only)")
+    kept = parser.add_argument_group("results")
+    kept.add_argument(
+        "--out", type=Path, help="results file to write; each row is added when measured"
+    )
+    kept.add_argument("--commit", help="commit of the code, for the results")
+    kept.add_argument("--command", help="command line for the results, if not this one")
+    return parser
+
+
+def _parts_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="padded-dispatch parts",
+        description="Time kernels and experts by themselves, on one device.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        help="None: qwen3-30b-a3b and gpt-oss-20b; without a GPU tiny",
+    )
+    parser.add_argument("--tokens", nargs="+", type=int, help="None: 4096; without a GPU 64")
+    parser.add_argument("--capacity-factors", nargs="+", type=float, default=[1.25])
+    parser.add_argument("--ep", type=int, default=8, help="ranks that send rows to each expert")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument(
+        "--select-experts",
+        nargs="+",
+        type=int,
+        default=[],
+        help="time selection alone, with these numbers of experts instead of models",
+    )
+    parser.add_argument("--out", type=Path, help="results file to write")
+    parser.add_argument("--commit", help="commit of the code, for the results")
+    return parser
+
+
+def _calibrate_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="padded-dispatch calibrate",
+        description="Measure layers on this machine and fit the time model of `tune` to them.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="calibration to write, for `tune --calibration`"
+    )
+    parser.add_argument(
+        "--from",
+        dest="results",
+        type=Path,
+        metavar="RESULTS",
+        help="fit this results file of `padded-dispatch bench`, measure nothing",
+    )
+    parser.add_argument(
+        "--check",
+        type=Path,
+        metavar="RESULTS",
+        help="results file of `padded-dispatch bench` to compare the fit with",
+    )
+    parser.add_argument(
+        "--workers", type=int, help="processes; None: as many GPUs as divide the models' experts"
+    )
+    parser.add_argument("--minutes", type=float, default=2.0, help="start no case after this time")
+    parser.add_argument("--commit", help="commit of the code, for the results")
+    return parser

@@ -1,0 +1,99 @@
+"""The command line of `padded-dispatch tune`; `--help` and a typo import no torch."""
+
+import argparse
+from pathlib import Path
+
+from padded_dispatch.config import CAPACITY_POOLS, POLICIES
+from padded_dispatch.tune.synthetic import KINDS
+from padded_dispatch.tune.target import Target
+
+# Flags of a synthetic trace, and their defaults.
+SYNTHETIC = dict(steps=400, layers=2, ranks=4, tokens=256, experts=32, top_k=4, seed=0)
+
+
+def read(argv: list[str]) -> argparse.Namespace:
+    """Return the flags of `padded-dispatch tune`."""
+    return _parser().parse_args(argv)
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="padded-dispatch tune",
+        description="Choose a capacity factor from traces of a router.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    made.add_argument(
+        "traces",
+        nargs="*",
+        type=Path,
+        metavar="TRACE",
+        help="training traces: files or folders of `train --trace` or Megatron's tracer (.jsonl)",
+    )
+    made.add_argument("--run-dir", type=Path, default=Path("tune"), help="folder for the results")
+    made.add_argument(
+        "--eval-traces",
+        nargs="+",
+        type=Path,
+        metavar="TRACE",
+        help="traces of evaluation (None: those of training)",
+    )
+    made.add_argument(
+        "--from-step", type=int, help="leave out earlier steps (None: those of the warm-up)"
+    )
+    made.add_argument("--max-gib", type=float, default=4.0, help="refuse larger traces")
+    made.add_argument(
+        "--plots",
+        action=argparse.BooleanOptionalAction,
+        help="figures in the report (None: if Matplotlib is installed)",
+    )
+    promise = made.add_argument_group("the promise")
+    promise.add_argument(
+        "--drop", type=float, default=Target().drop, help="largest share of a step's rows"
+    )
+    promise.add_argument("--eval-drop", type=float, default=0.0, help="the same in evaluation")
+    promise.add_argument(
+        "--steps-share", type=float, default=0.99, help="share of steps that keep it"
+    )
+    promise.add_argument("--confidence", type=float, default=0.95, help="of the promise")
+    promise.add_argument(
+        "--hold-out", type=float, default=0.0, help="share of steps, the last ones, to check it on"
+    )
+    promise.add_argument(
+        "--require-promise", action="store_true", help="exit with 3 if nothing can be promised"
+    )
+    slots = made.add_argument_group("slots")
+    slots.add_argument(
+        "--pools",
+        nargs="+",
+        choices=CAPACITY_POOLS,
+        help="kinds of pools to compare (None: all that can serve the run)",
+    )
+    slots.add_argument("--policy", choices=POLICIES, help="which rows keep a slot (None: probs)")
+    slots.add_argument("--min-capacity", type=int, default=1, help="least slots per expert")
+    slots.add_argument("--alignment", type=int, default=1, help="rows of a buffer are a multiple")
+    slots.add_argument(
+        "--etp", type=int, default=1, help="ranks that split every expert, as in the traced run"
+    )
+    slots.add_argument("--factors", nargs="+", type=float, help="factors to try (None: a grid)")
+    costs = made.add_argument_group("costs, where both sizes are given")
+    costs.add_argument("--hidden-size", type=int, help="width of a row")
+    costs.add_argument("--ffn-size", type=int, help="ffn size of an expert")
+    costs.add_argument("--layers-per-rank", type=int, help="MoE layers (None: those of the trace)")
+    costs.add_argument("--in-flight", type=int, default=1, help="micro-batches before backward")
+    costs.add_argument(
+        "--calibration",
+        type=Path,
+        help="time model of `padded-dispatch calibrate` (None: H200, as shipped)",
+    )
+    routing = made.add_argument_group("a synthetic trace instead")
+    routing.add_argument("--synthetic", choices=KINDS, help="kind of routing")
+    routing.add_argument("--strength", type=float, default=1.0, help="how uneven it is")
+    for name, default in SYNTHETIC.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name in ("experts", "ranks"):
+            routing.add_argument(
+                flag, type=int, help=f"(None: {default}); Megatron's own traces need it, too"
+            )
+        else:
+            routing.add_argument(flag, type=int, default=default)
+    return made

@@ -1,0 +1,172 @@
+"""Hugging Face weights of stacked experts, by Megatron-Bridge and by a stand-in for it."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from padded_dispatch.megatron import PaddedOptions, bridge
+from padded_dispatch.megatron.bridge import show_single_experts, single_experts
+from tests.support import tiny
+
+STACKED = {"experts.linear_fc1.weight", "experts.linear_fc2.weight"}
+SINGLE = {f"experts.linear_fc{fc}.weight{i}" for fc in (1, 2) for i in range(tiny.NUM_EXPERTS)}
+
+
+@pytest.fixture(autouse=True)
+def megatron() -> Iterator[None]:
+    with tiny.one_process():
+        yield
+
+
+def layer(experts: Any = "packed", **settings: Any) -> Any:
+    return tiny.padded_layer(PaddedOptions(experts=experts), **settings)
+
+
+def names(module: Any) -> set[str]:
+    return {name for name, _ in module.named_parameters() if name.startswith("experts")}
+
+
+@pytest.mark.parametrize("experts", ["packed", "batched"])
+def test_single_experts_are_listed_under_the_names_of_te_grouped_mlp(experts):
+    made = layer(experts)
+    assert names(made) == STACKED
+    with single_experts([made]):
+        assert names(made) == SINGLE
+        with single_experts([made]):
+            assert names(made) == SINGLE
+        assert names(made) == SINGLE
+    assert names(made) == STACKED
+    assert {name for name in made.state_dict() if "weight" in name} >= SINGLE
+
+
+def test_what_is_copied_into_a_single_expert_arrives_and_nothing_else_changes():
+    made = layer(add_bias_linear=True)
+    linear = made.experts.linear_fc1
+    before = linear.weight.detach().clone()
+    with single_experts([made]):
+        listed = dict(made.named_parameters())
+    new = torch.randn(48, tiny.HIDDEN)
+    listed["experts.linear_fc1.weight2"].data.copy_(new)
+    listed["experts.linear_fc1.bias3"].data.fill_(7.0)
+    assert torch.equal(linear.weight[2], new) and torch.equal(linear.weight3, before[3])
+    assert torch.equal(linear.weight[[0, 1, 3]], before[[0, 1, 3]])
+    assert linear.biases()[3].eq(7.0).all() and linear.biases()[:3].eq(0.0).all()
+
+
+def test_a_single_expert_can_be_read_by_name():
+    linear = layer().experts.linear_fc2
+    assert linear.weight0.data_ptr() == linear.weight.data_ptr()
+    assert torch.equal(linear.weight3, linear.weight[3])
+    for name in (f"weight{tiny.NUM_EXPERTS}", "bias0", "weight", "main_grad", "weight-1"):
+        assert hasattr(linear, name) == (name == "weight")
+
+
+def test_a_failure_leaves_the_parameters_as_they_were():
+    made = layer()
+    with pytest.raises(KeyError), single_experts([made]):
+        raise KeyError
+    assert names(made) == STACKED
+
+
+def test_models_without_stacked_experts_stay_as_they_are():
+    made = layer("module")
+    before = names(made)
+    assert before and before.isdisjoint(STACKED)
+    with single_experts([made]):
+        assert names(made) == before
+
+
+class StandIn:
+    """What `MegatronModelBridge` has: methods that list the parameters of `megatron_model`."""
+
+    def build_conversion_tasks(self, hf_pretrained: Any, megatron_model: Any) -> list[set[str]]:
+        return [names(chunk) for chunk in megatron_model]
+
+    def _megatron_global_param_names_all_pp_ranks(self, megatron_model: Any) -> set[str]:
+        return names(megatron_model)
+
+
+@pytest.fixture
+def conversion(monkeypatch) -> Any:
+    module = types.ModuleType(bridge._CONVERSION)
+    stand_in: Any = type("MegatronModelBridge", (), dict(vars(StandIn)))
+    module.MegatronModelBridge = stand_in  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, bridge._CONVERSION, module)
+    return stand_in
+
+
+def test_bridge_sees_single_experts_once_a_layer_is_built(conversion):
+    chunks = [layer(), layer("module")]
+    once = dict(vars(conversion))
+    assert conversion().build_conversion_tasks(None, chunks) == [SINGLE, names(chunks[1])]
+    assert conversion().build_conversion_tasks(None, megatron_model=chunks)[0] == SINGLE
+    assert conversion()._megatron_global_param_names_all_pp_ranks(chunks[0]) == SINGLE
+    assert names(chunks[0]) == STACKED
+    layer(), show_single_experts()
+    assert dict(vars(conversion)) == once
+
+
+def test_without_bridge_nothing_happens(monkeypatch):
+    monkeypatch.delitem(sys.modules, bridge._CONVERSION, raising=False)
+    show_single_experts()
+    assert bridge._CONVERSION not in sys.modules
+
+
+def test_bridge_finds_how_weights_are_split_over_ranks():
+    """It looks up the class's name in a table, and else reads an attribute of the module."""
+    made = layer()
+    assert type(made.router).__name__ == "TopKRouter"
+    assert made.experts.linear_fc1.tensor_model_parallel is False
+
+
+def ranks(tmp_path: Any, dispatcher: str, experts: str, world: int) -> list[dict[str, Any]]:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.bridge_model"]
+    started = [
+        subprocess.Popen(
+            [*command, dispatcher, experts, str(rank), str(world), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    found = []
+    for process in started:
+        output, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors[-3000:]
+        found.append(json.loads(output.splitlines()[-1]))
+    return found
+
+
+def needs_bridge() -> None:
+    """Skip where Megatron-Bridge is not installed.
+
+    It is no dependency, not even of the tests: it pins Megatron-Core and Transformer Engine. To run
+    these tests, install it beside the others, without its dependencies (tests/README.md).
+    """
+    try:
+        found = importlib.util.find_spec("megatron.bridge")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        pytest.skip("Megatron-Bridge is not installed")
+
+
+@pytest.mark.parametrize(("experts", "num_ranks"), [("packed", 2), ("batched", 1)])
+def test_hugging_face_weights_go_to_megatron_and_back(experts, num_ranks, tmp_path):
+    """Weights are exact. Logits differ by rounding in fp32, as the stock dispatcher's do."""
+    needs_bridge()
+    for found in ranks(tmp_path, "padded_alltoall", experts, num_ranks):
+        assert found["experts"] == "StackedExperts" and found["names"] and found["exact"]
+        assert found["parameters"] == [
+            f"decoder.layers.{number}.mlp.{name}" for number in (0, 1) for name in sorted(STACKED)
+        ]
+        assert found["logits_off_by"] < 5e-7
+        assert found["walks"] == dict.fromkeys(found["walks"], True) and len(found["walks"]) == 4

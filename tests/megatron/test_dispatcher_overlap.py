@@ -1,0 +1,123 @@
+"""Megatron's combined schedule computes what its plain one does, bit by bit.
+
+The schedule runs the forward pass of a microbatch beside the backward pass of another, calls the
+dispatcher's methods one by one, and frees what went into them.
+"""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from padded_dispatch.config import FIT
+from padded_dispatch.megatron import PaddedOptions, dispatcher, padded_spec
+from padded_dispatch.ops.plan import DispatchPlan
+from tests.support import tiny
+from tests.support.overlapped_training import OverlapCase, overlapped_equals_plain
+
+CASES = [
+    OverlapCase(name="module"),
+    OverlapCase(name="packed", experts="packed"),
+    OverlapCase(name="batched", experts="batched", expert_bias=True, policy="random"),
+    # The rows of one local expert are in order as they arrive.
+    OverlapCase(name="one local expert", num_experts=2),
+    OverlapCase(name="one local expert, batched", num_experts=2, experts="batched"),
+    OverlapCase(name="shared experts", shared_ffn=8, experts="packed"),
+    OverlapCase(name="delayed", delay_wgrad=True, experts="packed", overlap_grad_reduce=True),
+    OverlapCase(name="delayed, batched", delay_wgrad=True, experts="batched"),
+]
+FITS: dict[str, Any] = {"schedule": ((0, FIT),)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_bits_are_those_of_the_plain_schedule(pool2, case):
+    found = pool2.run(overlapped_equals_plain, case)
+    assert [findings.failures() for findings in found] == [[], []]
+
+
+def _with_options(case: OverlapCase, options: dict[str, Any]) -> Any:
+    return overlapped_equals_plain(case, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"capacity_pool": "rank"},
+        {"fit_max_factor": 0.5, **FITS},  # Rounds, which hand tokens on as they are.
+        {"on_overflow": "retry"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_bits_are_those_of_the_plain_schedule_with(pool2, options):
+    case = OverlapCase(name="half a slot for each row", factor=0.5, experts="packed")
+    found = pool2.run(_with_options, case, options)
+    assert [findings.failures() for findings in found] == [[], []]
+
+
+def layer(*, overlaps: bool = True, **options: Any) -> Any:
+    """Build a layer alone, whose config Megatron's checks would want more ranks for."""
+    config = tiny.config()
+    config.overlap_moe_expert_parallel_comm = overlaps
+    config.padded_dispatch = PaddedOptions(**options)
+    return tiny.layer(config, padded_spec(tiny.layer_spec()))
+
+
+def share(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("options", [{}, {"fit_max_factor": 0.5, **FITS}], ids=["once", "rounds"])
+def test_no_result_shares_the_memory_that_the_schedule_frees(options):
+    """On one rank, the exchange hands on rows as they are, and so do the steps around rounds."""
+    moe, hidden = layer(**options), torch.randn(9, 2, tiny.HIDDEN)
+    given = [hidden, *reversed(moe.route(hidden))]
+    rows, meta = moe.token_dispatcher.dispatch_preprocess(*given)
+    assert not share(rows, hidden) and not share(meta, given[2])
+    sent, probs = moe.token_dispatcher.token_dispatch(rows, meta)
+    assert not share(sent, rows) and not share(probs, meta)
+    rows_ND, *more = moe.token_dispatcher.dispatch_postprocess(sent, probs)
+    assert not share(rows_ND, sent)
+    out = moe.token_dispatcher.combine_preprocess(moe.experts(rows_ND, *more)[0])
+    assert not share(moe.token_dispatcher.token_combine(out), out)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_without_the_schedule_nothing_is_copied():
+    moe, hidden = layer(overlaps=False), torch.randn(9, 2, tiny.HIDDEN)
+    probs, kept = moe.route(hidden)
+    rows, meta = moe.token_dispatcher.dispatch_preprocess(hidden, kept, probs)
+    assert share(moe.token_dispatcher.token_dispatch(rows, meta)[0], rows)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_the_allocator_keeps_the_plan_for_the_second_stream(overlaps):
+    recorded: list[int] = []
+    plans: list[DispatchPlan] = []
+
+    def plan(**tensors: Any) -> DispatchPlan:
+        plans.append(DispatchPlan(**tensors))
+        return plans[-1]
+
+    moe = layer(overlaps=overlaps)
+    with (
+        patch.object(dispatcher, "DispatchPlan", plan),
+        patch.object(
+            torch.Tensor, "record_stream", lambda tensor, _: recorded.append(tensor.data_ptr())
+        ),
+    ):
+        moe(torch.randn(9, 2, tiny.HIDDEN))
+    tensors = [tensor for tensor in vars(plans[0]).values() if tensor is not None]
+    assert recorded == [tensor.data_ptr() for tensor in tensors if overlaps]
+
+
+@pytest.mark.usefixtures("one_process")
+def test_direct_stores_are_left_out_and_the_log_has_the_reason():
+    reason = layer().token_dispatcher.exchanges.no_direct
+    assert reason == (
+        "overlap_moe_expert_parallel_comm uses two streams, and direct stores must be ordered on "
+        "one"
+    )

@@ -1,0 +1,143 @@
+"""The page of recipes: shell syntax, our flags, Megatron's flags against the table of fields."""
+
+import ast
+import dataclasses
+import subprocess
+from inspect import signature
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.distributed.run import get_args_parser
+
+from padded_dispatch.megatron import LayerGraphs, install
+from padded_dispatch.megatron.compat import captures_moe
+from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, VERSIONS
+from padded_dispatch.megatron.run import read
+from tests.support.recipes import GRAPHS_016, GRAPHS_018, PAGE, expand, recipes
+from tests.test_readme import blocks
+
+COMMANDS = [name for name in recipes() if name != "args.sh"]
+EACH = pytest.mark.parametrize("name", COMMANDS)
+TABLE = {row.name: row for row in (*MOE_FIELDS, *OTHER_FIELDS)}
+# Flags of Megatron-LM that are named otherwise than the field of the config.
+NAMES = {"num_experts": "num_moe_experts", "te_rng_tracker": "use_te_rng_tracker"}
+# A field that the table does not list, because no MoE layer reads it.
+TRACE = "moe_routing_trace_path"
+
+
+def test_the_page_has_a_recipe_for_each_situation():
+    assert COMMANDS == [
+        "eager",
+        GRAPHS_018,
+        GRAPHS_016,
+        "one host",
+        "several hosts",
+        "slurm",
+        "trace, 0.19 and later",
+    ]
+
+
+def test_every_block_is_named_and_bash_can_read_it():
+    text = PAGE.read_text()
+    assert [block for block in blocks(text, "bash") if block not in recipes().values()] == []
+    for block in recipes().values():
+        done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def flags_of(arguments: list[str]) -> dict[str, list[str]]:
+    """Return the values of each flag, by name; the last one counts, as in argparse."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for word in arguments:
+        if word.startswith("--"):
+            name = word.removeprefix("--").replace("-", "_")
+            found[name] = []
+        else:
+            found[name].append(word)
+    return found
+
+
+@EACH
+def test_torchrun_and_the_launcher_take_their_words(name, tmp_path):
+    command = expand(name, tmp_path)
+    given = get_args_parser().parse_args([*command.torchrun, "pretrain_gpt.py"])
+    _, script, arguments = read(command.launcher)
+    assert script == "pretrain_gpt.py"
+    flags = flags_of(arguments)
+    traces = name.startswith("trace")
+    assert flags["moe_token_dispatcher_type"] == ["alltoall" if traces else "padded_alltoall"]
+    num_gpus = int(given.nnodes.split(":")[0]) * int(given.nproc_per_node)
+    ep = int(flags.get("expert_model_parallel_size", ["1"])[0])
+    assert num_gpus % ep == 0 and 32 % ep == 0
+    (micro,), (batch,) = flags["micro_batch_size"], flags["global_batch_size"]
+    assert int(batch) % (int(micro) * num_gpus) == 0
+
+
+VERSIONS_OF = {
+    "eager": VERSIONS,
+    GRAPHS_016: VERSIONS[:2],
+    "trace, 0.19 and later": VERSIONS[3:],
+}
+
+
+@EACH
+def test_flags_of_megatron_are_fields_that_we_accept(name, tmp_path):
+    """Those of MoE layers and of graphs, in each version that the recipe is for."""
+    _, _, arguments = read(expand(name, tmp_path).launcher)
+    ours = [flag for flag in flags_of(arguments) if flag.startswith(("moe_", "cuda_graph_"))]
+    for flag in (flag for flag in ours if flag != TRACE):
+        row = TABLE[flag]
+        assert row.status != "refused", flag
+        assert set(VERSIONS_OF.get(name, VERSIONS[2:])) <= set(row.versions), flag
+
+
+def value_of(words: list[str]) -> Any:
+    """Return the value of a flag: True without words, a list of several, a number if it is one."""
+    if len(words) != 1:
+        return words or True
+    try:
+        return ast.literal_eval(words[0])
+    except ValueError:
+        return words[0]
+
+
+def test_megatrons_config_accepts_the_flags(tmp_path):
+    """Of the installed version, with the graphs of the recipe for it."""
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    graphs = GRAPHS_018 if "cuda_graph_modules" in fields else GRAPHS_016
+    _, _, arguments = read(expand("one host", tmp_path, graphs=graphs).launcher)
+    flags = {NAMES.get(flag, flag): words for flag, words in flags_of(arguments).items()}
+    install()
+    config: Any = TransformerConfig(
+        **{name: value_of(words) for name, words in flags.items() if name in fields}
+    )
+    assert config.moe_token_dispatcher_type == "padded_alltoall"
+    assert config.moe_expert_capacity_factor == 1.25
+    assert (config.num_moe_experts, config.moe_router_topk) == (32, 4)
+    assert config.cuda_graph_impl == "transformer_engine" and config.use_te_rng_tracker
+    assert captures_moe(config)
+
+
+def test_the_loop_captures_after_eager_steps_and_deletes_the_graphs():
+    (loop,) = [block for block in blocks(PAGE.read_text(), "python") if "LayerGraphs(" in block]
+    names: dict[str, Any] = {}
+    exec(loop, names)
+    calls = MagicMock()
+    passes = {"num_microbatches": 2, "seq_length": 64, "micro_batch_size": 3}
+    chunks = [calls.chunk]
+    with patch.dict(
+        names, LayerGraphs=calls.LayerGraphs, get_forward_backward_func=lambda: calls.passes
+    ):
+        names["train"](chunks, calls.optimizer, "forward", "batches", num_steps=5, passes=passes)
+    assert calls.LayerGraphs.call_args.args == (chunks,)
+    assert calls.LayerGraphs.call_args.kwargs.keys() < signature(LayerGraphs).parameters.keys()
+    order = [name for name, *_ in calls.mock_calls]
+    step = ["chunk.zero_grad_buffer", "optimizer.zero_grad", "passes", "optimizer.step"]
+    capture, delete = "LayerGraphs().capture", "LayerGraphs().delete"
+    assert order == ["LayerGraphs", *step * 3, capture, *step * 2, delete]
+    parameters = signature(forward_backward_no_pipelining).parameters
+    assert calls.passes.call_args.kwargs.keys() <= parameters.keys()
