@@ -120,10 +120,14 @@ class _Loop:
         return call()
 
     def _run_of(self, chunks: list[Any], steps_done: int) -> Run | None:
-        """Return the run of a model, which starts if it is another one; None without our layers."""
+        """Return the run of a model, which starts if it is another one; None without our layers.
+
+        A dense model may have our word in its config.
+        """
         if self._run is None or self._run.chunks is not chunks:
             if self._run is not None:
                 self._run.close()
-            ours = is_ours(get_model_config(chunks[0]))
+            config: Any = get_model_config(chunks[0])
+            ours = is_ours(config) and config.num_moe_experts is not None
             self._run = Run(self._training, chunks, step=steps_done) if ours else None
         return self._run

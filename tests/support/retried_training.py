@@ -175,18 +175,19 @@ class Training:
 
     Args:
         case: sizes of the model.
+        graphed: it captures what `case.graph` names.
         options: options of the padded dispatcher. With `on_overflow="retry"` it repeats steps, and
             captures what `case.graph` names.
     """
 
-    def __init__(self, case: RetriedCase, **options: Any) -> None:
+    def __init__(self, case: RetriedCase, *, graphed: bool = False, **options: Any) -> None:
         self.case = case
         model_parallel_cuda_manual_seed(SEED, te_rng_tracker=case.on_gpu, force_reset_rng=True)
         torch.manual_seed(SEED)
         random.seed(SEED)
         np.random.seed(SEED)
         retry = options.get("on_overflow") == "retry"
-        graph = case.graph if retry else "none"
+        graph = case.graph if retry or graphed else "none"
         self.config = _config(case, graph)
         # On GPUs "auto" could choose other experts for other sizes; a CPU has only the spec's.
         experts = "packed" if case.on_gpu else "auto"
@@ -229,7 +230,7 @@ class Training:
             f"the gradient of {name}": parameter.main_grad.clone()
             for name, parameter in self._parameters()
         }
-        self._update()
+        self.update()
         results |= gradients | {name: p.data for name, p in self._parameters()}
         for index, chunk in enumerate(self.chunks):
             buffers = chunk.module.named_buffers()
@@ -265,7 +266,8 @@ class Training:
         if self.case.graph == "local":
             delete_cuda_graphs()  # Megatron keeps local graphs in a class attribute.
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """Change the parameters by their gradients."""
         if self.optimizer is not None:
             self.optimizer.step()
             return
