@@ -74,7 +74,7 @@ def on_cpu(case: OverlapCase) -> OverlapCase | None:
     if case.scopes and case.delay_wgrad:
         return None
     default = {field.name: field.default for field in dataclasses.fields(OverlapCase)}
-    small = {name: default[name] for name in _GPU}
+    small = {name: default[name] for name in _GPU if name != "microbatches"}
     small |= {"num_layers": case.num_layers} if case.pp > 1 else {}
     small |= {"num_experts": min(case.num_experts, 4), "steps": 4 if case.scopes else 2}
     return dataclasses.replace(case, **small)
