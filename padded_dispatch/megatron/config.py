@@ -178,6 +178,30 @@ def _default(name: str) -> Any:
     return getattr(found, "default", None)
 
 
+def check_pipeline(config: Any) -> None:
+    """Raise if the combined schedule would run a pass on another one's input.
+
+    Without `overlap_p2p_comm` Megatron's combined schedule computes other losses than its plain one
+    once passes alternate: seen with 0.16.1 and 0.19.0, 2 stages of 2 chunks and 4 microbatches on
+    CPUs, with Megatron's own dispatcher, too. Frameworks may set the field after the config is
+    made, so this is for the first layer that is built.
+
+    Raises:
+        ValueError: names the field.
+    """
+    chunks = _read(config, "virtual_pipeline_model_parallel_size") or 1
+    require(
+        not _read(config, "overlap_moe_expert_parallel_comm")
+        or chunks == 1
+        or config.overlap_p2p_comm,
+        "overlap_p2p_comm",
+        False,
+        "be True with overlap_moe_expert_parallel_comm and virtual pipeline stages, whose passes "
+        "Megatron otherwise mixes up",
+        "set it, and batch_p2p_comm=False",
+    )
+
+
 def _check_layers(config: Any, options: PaddedOptions) -> None:
     """Raise if `layer_factors` names a layer that the model does not have, or a dense one."""
     last = config.num_layers + (_read(config, "mtp_num_layers") or 0)

@@ -46,6 +46,7 @@ from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import (
     LayerConfigs,
     check_config,
+    check_pipeline,
     padded_options,
     passes_in_flight,
 )
@@ -104,6 +105,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         check_config(config)
+        check_pipeline(config)
         options = padded_options(config)
         self.configs = LayerConfigs(config, options, num_ranks=self.ep_size, etp_size=self.tp_size)
         self.agreement = Agreement(self.ep_group, self.tp_group, timeout=options.agreement_timeout)

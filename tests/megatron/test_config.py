@@ -20,6 +20,7 @@ from padded_dispatch.megatron.config import (
     _log_once,
     check_config,
     check_experts,
+    check_pipeline,
     dispatch_config,
     notes,
     passes_in_flight,
@@ -300,6 +301,17 @@ def test_what_the_combined_schedule_cannot_run_is_refused(options, fields, words
         check_config(config)
     config.overlap_moe_expert_parallel_comm = False
     check_config(config)
+
+
+def test_virtual_stages_need_overlapped_sends_for_the_combined_schedule():
+    config = megatron_config(virtual_pipeline_model_parallel_size=2, **OVERLAPS)
+    with pytest.raises(ValueError, match=r"^overlap_p2p_comm must be True with .*, got False; set"):
+        check_pipeline(config)
+    for change in ("overlap_p2p_comm", True), ("virtual_pipeline_model_parallel_size", None):
+        passing = megatron_config(**OVERLAPS, **dict([change]))
+        check_pipeline(passing)
+    config.overlap_moe_expert_parallel_comm = False
+    check_pipeline(config)
 
 
 def test_graphs_of_experts_are_refused_where_their_gradients_come_after_backward():

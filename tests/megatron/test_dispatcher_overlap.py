@@ -132,6 +132,15 @@ def test_the_allocator_keeps_the_plan_for_the_second_stream(overlaps):
 
 
 @pytest.mark.usefixtures("one_process")
+def test_virtual_stages_without_overlapped_sends_are_refused_when_a_layer_is_built():
+    config = tiny.config()
+    config.overlap_moe_expert_parallel_comm = True
+    config.virtual_pipeline_model_parallel_size = 2
+    with pytest.raises(ValueError, match="overlap_p2p_comm must be True"):
+        tiny.layer(config, padded_spec(tiny.layer_spec()))
+
+
+@pytest.mark.usefixtures("one_process")
 def test_direct_stores_are_left_out_and_the_log_has_the_reason():
     reason = layer().token_dispatcher.exchanges.no_direct
     assert reason == (
