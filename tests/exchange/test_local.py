@@ -62,7 +62,7 @@ def test_it_is_the_all_to_all_without_peers(which, pool, num_experts):
     map_TE, per_pool = asked(which, num_experts), config.sizes(T).experts_per_pool
     all_to_all = AllToAllExchange(num_experts, packed=True, experts_per_pool=per_pool)
     with poisoned_memory():
-        found = passed(LocalExchange(num_experts), config, map_TE)
+        found = passed(LocalExchange(), config, map_TE)
         expected = passed(all_to_all, config, map_TE)
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
@@ -70,6 +70,6 @@ def test_it_is_the_all_to_all_without_peers(which, pool, num_experts):
 
 
 def test_its_demand_is_that_of_all_sources():
-    exchange = LocalExchange(3)
+    exchange = LocalExchange()
     assert exchange.all_demands(torch.tensor([2, 0, 1])).tolist() == [[2, 0, 1]]
-    assert (exchange.num_sources, exchange.num_local_experts, exchange.packed) == (1, 3, True)
+    assert (exchange.num_sources, exchange.packed) == (1, True)
