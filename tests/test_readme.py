@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PACKAGE_PAGE = ROOT / "padded_dispatch" / "README.md"
 MEGATRON_PAGE = ROOT / "padded_dispatch" / "megatron" / "README.md"
+FIELDS_PAGE = MEGATRON_PAGE.with_name("FIELDS.md")
 FOLDERS = (".github", "padded_dispatch", "notebooks", "tests")
 PAGES = (README, *sorted(page for name in FOLDERS for page in (ROOT / name).rglob("*.md")))
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -65,6 +66,8 @@ def generated() -> dict[tuple[Path, str], str]:
     return {
         (README, "steps"): readme_figures().step_table(),
         (MEGATRON_PAGE, "options"): options.markdown_table(),
+        (FIELDS_PAGE, "moe fields"): fields.markdown_table(fields.MOE_FIELDS),
+        (FIELDS_PAGE, "other fields"): fields.markdown_table(fields.OTHER_FIELDS),
     }
 
 
@@ -88,9 +91,6 @@ def test_tables_are_generated():
         text = page.read_text()
         assert with_table(text, name, table) == text, "run python -m tests.test_readme"
     assert options.markdown_table() in MEGATRON_PAGE.read_text()
-    text = (ROOT / "padded_dispatch" / "megatron" / "FIELDS.md").read_text()
-    for rows in (fields.MOE_FIELDS, fields.OTHER_FIELDS):
-        assert f"\n{fields.markdown_table(rows)}\n" in text
 
 
 def test_plot_shows_the_figures_of_the_results_file():
@@ -248,17 +248,22 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(path), f"{path}#{anchor}"
 
 
+# Megatron-Bridge and what comes with it: not among the packages of the tests.
+NOT_HERE = ("megatron.bridge", "yaml")
+
+
 @EACH_PAGE
 def test_python_compiles_and_its_imports_resolve(page):
     for block in blocks(page.read_text(), "python"):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    importlib.import_module(alias.name)
+                    if not alias.name.startswith(NOT_HERE):
+                        importlib.import_module(alias.name)
             elif isinstance(node, ast.ImportFrom):
                 assert node.module is not None
-                if node.module.startswith("megatron.bridge"):
-                    continue  # It is not among the packages of the tests.
+                if node.module.startswith(NOT_HERE):
+                    continue
                 module = importlib.import_module(node.module)
                 assert [a.name for a in node.names if not hasattr(module, a.name)] == []
 

@@ -166,8 +166,16 @@ class AllToAllExchange:
 
     @nvtx_range("exchange")
     def move(self, outgoing: Slots) -> Slots:
-        """Send slots to the ranks of their experts."""
-        return self._all_to_all(outgoing)
+        """Send slots to the ranks of their experts, or back to those of their tokens."""
+        if self.num_ranks == 1:
+            return outgoing
+        meta_MPX = outgoing.meta_MPX
+        return Slots(
+            rows_MPD=all_to_all(outgoing.rows_MPD, self._group),
+            meta_MPX=None if meta_MPX is None else all_to_all(meta_MPX, self._group),
+        )
+
+    move_back = move  # An equal-split all-to-all is its own transpose.
 
     @nvtx_range("regroup")
     def arrange(self, incoming: Slots) -> ExpertInput:
@@ -209,21 +217,7 @@ class AllToAllExchange:
             rows_MPD = reduce_scatter(rows_MPD, self._etp_group, self.etp_size)
         return Slots(rows_MPD=rows_MPD)
 
-    @nvtx_range("exchange")
-    def move_back(self, outgoing: Slots) -> Slots:
-        """Send slots back to the ranks of their tokens."""
-        return self._all_to_all(outgoing)
-
     @nvtx_range("combine")
     def combine(self, incoming: Slots, plan: DispatchPlan, offsets_LS: Tensor | None) -> Tensor:
         """Return the sum of every token's slots, [T, D]."""
         return combine_rows(incoming.rows_MPD, plan, zeros=not self.packed)
-
-    def _all_to_all(self, slots: Slots) -> Slots:
-        if self.num_ranks == 1:
-            return slots
-        meta_MPX = slots.meta_MPX
-        return Slots(
-            rows_MPD=all_to_all(slots.rows_MPD, self._group),
-            meta_MPX=None if meta_MPX is None else all_to_all(meta_MPX, self._group),
-        )

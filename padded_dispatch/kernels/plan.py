@@ -35,7 +35,7 @@ def plan(
     choice_of_slot_GP = kept_TE.new_empty(num_pools, pool_slots, dtype=torch.int32)
     kept_E = kept_TE.new_empty(num_experts, dtype=torch.int32)
     unplaced_E = torch.empty_like(kept_E)
-    rows_E = kept_E  # Not read where every expert has its own pool.
+    rows_E = None
     block = min(_BLOCK, triton.next_power_of_2(num_tokens))
     blocks = triton.cdiv(num_tokens, block)
     _rank_kernel[(num_tokens,)](
@@ -76,7 +76,6 @@ def plan(
         top_k,
         pool_slots,
         num_shared,
-        SHARED=num_shared > 1,
         BLOCK=block,
         BLOCKS_T=blocks,
         BLOCK_X=triton.next_power_of_2(num_shared),
@@ -145,7 +144,6 @@ def _slot_kernel(
     top_k,
     pool_slots,
     num_shared,
-    SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS_T: tl.constexpr,
     BLOCK_X: tl.constexpr,
@@ -155,7 +153,7 @@ def _slot_kernel(
     place_in_pool = e % num_shared
     first_slot = e // num_shared * pool_slots
     start = 0  # Where the expert's rows begin in its pool.
-    if SHARED:
+    if rows is not None:
         x = tl.arange(0, BLOCK_X)
         of_pool = tl.load(rows + e - place_in_pool + x, mask=x < num_shared, other=0)
         start = tl.sum(tl.where(x < place_in_pool, of_pool, 0), 0)
@@ -181,7 +179,7 @@ def _slot_kernel(
     tl.store(unplaced_E + e, num_asked - num_kept)
     # The experts of a pool share the work of emptying the slots behind its last row.
     filled = num_kept
-    if SHARED:
+    if rows is not None:
         filled = tl.sum(of_pool, 0)
     p = filled + place_in_pool * BLOCK + tl.arange(0, BLOCK)
     while tl.min(p, 0) < pool_slots:

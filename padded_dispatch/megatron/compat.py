@@ -1,9 +1,10 @@
-"""Differences between Megatron-Core 0.16.1, 0.17.1, 0.18.0 and 0.19.0, and nothing else."""
+"""Differences between Megatron-Core 0.16.1, 0.17.1, 0.18.0, 0.19.0 and 0.20, and nothing else."""
 
 from typing import Any
 
 import torch
 from megatron.core import full_cuda_graph
+from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
 from megatron.core.transformer.experimental_attention_variant import dsa
@@ -16,8 +17,14 @@ _IS_18 = "cuda_graph_modules" in _FIELDS
 _INDEXER_LOSSES = dsa.DSAIndexerLossLoggingHelper
 _IS_19 = "activation_offload_fraction" in _FIELDS
 
+# True if layers of multi-token prediction get the padding mask.
+MTP_HAS_MASKS = _IS_18
+
 # True if `local` graphs reuse an input's buffer while backward still reads it.
 FREES_GRAPH_INPUTS = not _IS_18
+
+# True if fused SwiGLU applies `activation_func_clamp_value`.
+FUSED_SWIGLU_CLAMPS = hasattr(fused_bias_swiglu, "clamped_swiglu")
 
 # True if `local` graphs add gradients to `main_grad` themselves, but for those of parameters that
 # say `grad_added_to_main_grad`. Before, they restore that flag at a replay only where the config
@@ -45,10 +52,11 @@ def captures_moe(config: Any) -> bool:
     """Return whether a config names a part of MoE layers to capture, before Megatron parsed it.
 
     Before parsing, scopes are strings or enum members: one, a list of them, or one string with
-    commas.
+    commas; and the fields `external_cuda_graph` and `enable_cuda_graph` may ask for graphs.
     """
     scopes = [getattr(config, name, None) for name in ("cuda_graph_modules", "cuda_graph_scope")]
-    return config.cuda_graph_impl != "none" and "moe" in str(scopes)
+    asked = config.cuda_graph_impl != "none" or config.external_cuda_graph
+    return (asked or config.enable_cuda_graph) and "moe" in str(scopes)
 
 
 def captures_routing(config: Any) -> bool:
@@ -57,6 +65,14 @@ def captures_routing(config: Any) -> bool:
         return False
     scopes = graph_scopes(config)
     return not scopes or captures_iteration(config) or any("moe" in scope for scope in scopes)
+
+
+def captures_experts(config: Any) -> bool:
+    """Return whether a config captures the experts of MoE layers."""
+    if getattr(config, "cuda_graph_impl", "none") in (None, "none"):
+        return False
+    scopes = graph_scopes(config)
+    return not scopes or captures_iteration(config) or "moe" in scopes
 
 
 def captures_router_alone(config: Any) -> bool:

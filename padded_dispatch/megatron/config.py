@@ -5,10 +5,13 @@ The rows of `padded_dispatch.megatron.fields` decide what is refused; this modul
 
 import dataclasses
 import functools
+import logging
 import re
 from typing import Any
 
-from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
+from megatron.core.fp4_utils import get_fp4_align_size
+from megatron.core.fp8_utils import get_fp8_align_size
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.config import (
     FIT,
@@ -20,6 +23,7 @@ from padded_dispatch.config import (
 )
 from padded_dispatch.exchange.fit import Fitted
 from padded_dispatch.megatron.compat import (
+    captures_experts,
     captures_iteration,
     captures_router_alone,
     captures_routing,
@@ -37,6 +41,8 @@ _REFUSED_EXPERTS = {
     "GroupedMLP": "it needs the grouped_gemm package and is gone in Megatron-Core 0.17",
     "InferenceGroupedMLP": "it takes a routing map from an inference dispatcher",
 }
+
+_log = logging.getLogger(__name__)
 
 # Fields of `DispatchConfig`, and the fields of Megatron's config that set them.
 _NAMES = {
@@ -63,12 +69,14 @@ def check_config(config: Any) -> None:
             `dispatch_config` and `padded_options`.
     """
     refused = refusals(config, (*MOE_FIELDS, *OTHER_FIELDS))
-    fp8, graphs = _read(config, "fp8"), _read(config, "cuda_graph_impl")
-    if fp8 and graphs not in (None, "none"):
-        refused.append(
-            f"  fp8={fp8!r} with cuda_graph_impl={graphs!r}: untested. Remedy: train in bf16, or "
-            'set cuda_graph_impl="none".'
-        )
+    graphs = _read(config, "cuda_graph_impl")
+    for name in ("fp8", "fp4"):
+        if _read(config, name) and captures_experts(config):
+            refused.append(
+                f"  {name}={_read(config, name)!r} with experts in a CUDA graph "
+                f"(cuda_graph_impl={graphs!r}): untested. Remedy: capture attn, moe_router and "
+                "moe_preprocess only, or train in bf16."
+            )
     options = padded_options(config)
     for name, factors in (
         ("layer_factors", options.layer_factors),
@@ -101,26 +109,73 @@ def check_config(config: Any) -> None:
 
 
 def _refused_overlaps(config: Any, options: PaddedOptions) -> list[str]:
-    """Return one line per setting that Megatron's combined schedule cannot run with."""
-    if not _read(config, "overlap_moe_expert_parallel_comm"):
-        return []
-    found = []
-    for name, value in (("exchange", "direct"), ("capacity_pool", "receiver")):
-        if getattr(options, name) == value:
-            found.append(
-                f"  {name}={value!r} with overlap_moe_expert_parallel_comm: stores of two streams "
-                "would overwrite each other. Remedy: exchange='auto' with capacity_pool='expert' "
-                "or 'rank', or no overlap."
-            )
-    impl = _read(config, "cuda_graph_impl")
+    """Return one line per setting that cannot be combined with one that overlaps the exchange."""
+    combined = "overlap_moe_expert_parallel_comm"
+    why = {
+        combined: "the schedule runs layers in pieces, beside such graphs",
+        "overlap_dispatch_backward_with_experts_wgrad": "in a replay, Megatron's DDP does not see "
+        "gradients that come after backward",
+    }
+    impl, scopes = _read(config, "cuda_graph_impl"), graph_scopes(config)
     of_layers = impl in ("local", "transformer_engine") and not captures_iteration(config)
-    if of_layers and (impl == "local" or not graph_scopes(config)):
-        found.append(
-            f"  cuda_graph_impl={impl!r} of whole layers with overlap_moe_expert_parallel_comm: "
-            "the schedule runs layers in pieces, beside such graphs. Remedy: 'transformer_engine' "
-            "with the scopes attn, moe_router and moe_preprocess."
-        )
+    found = []
+    for name, reason in why.items():
+        if not _read(config, name):
+            continue
+        if of_layers and (impl == "local" or not scopes or "moe" in scopes):
+            found.append(
+                f"  cuda_graph_impl={impl!r} of layers with their experts, with {name}: {reason}. "
+                "Remedy: 'transformer_engine' with the scopes attn, moe_router and moe_preprocess."
+            )
+    for name, value in (("exchange", "direct"), ("capacity_pool", "receiver")):
+        if _read(config, combined) and getattr(options, name) == value:
+            found.append(
+                f"  {name}={value!r} with {combined}: stores of two streams would overwrite each "
+                "other. Remedy: exchange='auto' with capacity_pool='expert' or 'rank', or no "
+                "overlap."
+            )
     return found
+
+
+def take_over(config: Any) -> None:
+    """Reset what a recipe sets for another dispatcher; log once what stands in its place.
+
+    It goes before Megatron's own checks, which want the other dispatcher for such settings, and
+    after them, since they derive one field from another.
+    """
+    for row in _set_for_others(config):
+        _log_once(_note(config, row))
+        if row.resets:
+            setattr(config, row.name, _default(row.name))
+
+
+def notes(config: Any) -> list[str]:
+    """Return what `take_over` logs for a config: one line per field, with what stands in place."""
+    return [_note(config, row) for row in _set_for_others(config)]
+
+
+def _set_for_others(config: Any) -> list[ConfigField]:
+    """Return the rows of fields that a recipe has set for another dispatcher."""
+    return [
+        row
+        for row in (*MOE_FIELDS, *OTHER_FIELDS)
+        if row.status == "replaced" and _read(config, row.name) not in (None, _default(row.name))
+    ]
+
+
+def _note(config: Any, row: ConfigField) -> str:
+    return f"{row.name}={_read(config, row.name)!r}: {row.note}"
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+    _log.info("set for another dispatcher: %s", line)
+
+
+def _default(name: str) -> Any:
+    """Return the default of a field of Megatron's config, None if this version lacks the field."""
+    found: Any = TransformerConfig.__dataclass_fields__.get(name)
+    return getattr(found, "default", None)
 
 
 def _check_layers(config: Any, options: PaddedOptions) -> None:
@@ -432,11 +487,14 @@ def _factor(
 def _alignment(config: Any, options: PaddedOptions) -> int:
     """Return the alignment in rows.
 
-    Megatron-Core 0.16.1 to 0.19.0 needs 32 for fp8 in the recipe mxfp8, 16 in the others.
+    Megatron-Core 0.16.1 to 0.20 needs 32 for fp8 in the recipe mxfp8, 16 in the others, and for
+    fp4 what its recipe says.
     """
     if options.alignment != "auto":
         return options.alignment
-    return get_align_size_for_quantization(config) if config.fp8 or config.fp4 else 1
+    if config.fp8:
+        return get_fp8_align_size(config.fp8_recipe)
+    return get_fp4_align_size(config.fp4_recipe) if config.fp4 else 1
 
 
 def _read(config: Any, name: str) -> Any:

@@ -62,9 +62,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor, nn
 
+from padded_dispatch.config import FIT, NO_DROP, require
 from padded_dispatch.exchange.choose import Layout
 from padded_dispatch.experts import ExpertWeights, grouped_mlp
 from padded_dispatch.megatron.compat import (
+    FUSED_SWIGLU_CLAMPS,
     LOCAL_GRAPHS_ADD_GRADIENTS,
     overlaps_dispatch_backward,
 )
@@ -104,8 +106,33 @@ def chosen_experts(config: Any) -> ChosenExperts:
     `torch._grouped_mm` reads counts on the host. Where experts share a pool, it means packed.
 
     Raises:
-        ValueError: if experts share a pool and packed experts do not support the config.
+        ValueError: if experts share a pool and packed experts do not support the config, or if the
+            spec's module would delay gradients of several rounds.
     """
+    chosen = _chosen_experts(config)
+    if chosen.layout is None:
+        _check_rounds(config)
+    return chosen
+
+
+def _check_rounds(config: Any) -> None:
+    """Raise if experts whose `backward_dw` computes one gradient could have one of each round."""
+    options = padded_options(config)
+    factors = *options.layer_factors.values(), *options.factor_of_step.values()
+    delays = config.delay_wgrad_compute or overlaps_dispatch_backward(config)
+    fits = FIT in factors or options.on_overflow == "retry"
+    require(
+        not (delays and fits) or options.fit_max_factor == NO_DROP,
+        "fit_max_factor",
+        options.fit_max_factor,
+        "be no-drop with delayed weight gradients, training passes that fit (on_overflow='retry' "
+        "has them, too) and experts of the layer's spec, which would compute the gradients of one "
+        "round only",
+        "set it, or experts='packed'",
+    )
+
+
+def _chosen_experts(config: Any) -> ChosenExperts:
     options = padded_options(config)
     option = options.experts
     if options.capacity_pool != "expert":
@@ -233,6 +260,10 @@ class StackedExperts(MegatronModule):
         )
         return output_ND, None
 
+    def need_backward_dw(self) -> bool:
+        """Return whether `backward_dw` computes gradients; Megatron-FSDP asks."""
+        return self.linear_fc1.delayed is not None
+
     def backward_dw(self) -> None:
         """Compute the gradients of the weights that backward has delayed."""
         self.linear_fc2.backward_dw()
@@ -332,10 +363,9 @@ class StackedLinear(nn.Module):
             self.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]))
             for name, value in vars(biases[0]).items():
                 setattr(self.bias, name, value)
-        if delays:
-            self.weight.skip_backward_post_hook = True
-            if self.bias is not None:
-                self.bias.skip_backward_post_hook = False
+        for parameter, skips in ((self.weight, True), (self.bias, False)):
+            if delays and parameter is not None:
+                vars(parameter)["skip_backward_post_hook"] = skips
         self.register_state_dict_post_hook(_split)
         self.register_load_state_dict_pre_hook(_stack)
 
@@ -533,7 +563,8 @@ def _refused(config: Any) -> str:
 def _refusals(config: Any) -> list[str]:
     found = refusals(config, _FIELDS)
     clamp, fused = config.activation_func_clamp_value, config.bias_activation_fusion
-    if clamp is not None and fused and config.activation_func is F.silu:
+    leaves_out = fused and config.activation_func is F.silu and not FUSED_SWIGLU_CLAMPS
+    if clamp is not None and leaves_out:
         found.append(
             f"  activation_func_clamp_value={clamp!r}: Megatron's fused SwiGLU leaves it out. "
             "Remedy: bias_activation_fusion=False, or None."
@@ -547,6 +578,10 @@ def _field(name: str, note: str, refuses: Any) -> ConfigField:
 
 def _has_moe_act(modules: Any) -> bool:
     return "moe_act" in (modules or ())
+
+
+def _offloads(modules: Any) -> bool:
+    return not {"expert_fc1", "moe_act"}.isdisjoint(modules or ())
 
 
 _FIELDS = (
@@ -565,5 +600,6 @@ _FIELDS = (
     _field("fp16", "they compute in bf16, on CPUs in any other dtype, too", bool),
     _field("fp8", "they compute in bf16", given),
     _field("fp4", "they compute in bf16", given),
-    _field("offload_modules", "they do not offload moe_act", _has_moe_act),
+    _field("quant_recipe", "they compute in bf16", given),
+    _field("offload_modules", "they offload neither expert_fc1 nor moe_act", _offloads),
 )

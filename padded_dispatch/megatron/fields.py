@@ -2,10 +2,13 @@
 
 These rows alone decide which settings are refused: `padded_dispatch.megatron.config` checks configs
 with them, FIELDS.md shows them, and a test compares them with the installed Megatron. Each row
-follows from reading the uses of its field in Megatron-Core 0.16.1, 0.17.1, 0.18.0 and 0.19.0.
+follows from reading the uses of its field in Megatron-Core 0.16.1, 0.17.1, 0.18.0, 0.19.0 and the
+development version of 0.20 of November 2026.
 
 `used`: our code reads the field, or its effect is the same here as in stock Megatron.
 `harmless`: the field acts where we change nothing, or nowhere.
+`replaced`: recipes set the field for another dispatcher; it is accepted, the log says once what
+stands in its place, and where Megatron would act on the value, the field goes back to its default.
 `refused`: the field would be ignored, or give wrong or untested results; all values except the
 default are refused.
 A used or harmless field may have single values that are refused; `refuses` tests for them.
@@ -16,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Status = Literal["used", "harmless", "refused"]
+Status = Literal["used", "harmless", "replaced", "refused"]
 
-VERSIONS = ("0.16", "0.17", "0.18", "0.19")
+VERSIONS = ("0.16", "0.17", "0.18", "0.19", "0.20")
 
 
 def given(value: Any) -> bool:
@@ -30,10 +33,11 @@ def given(value: Any) -> bool:
 class ConfigField:
     """One field of TransformerConfig.
 
-    `note`: its effect on the padded path, or the reason for refusing it.
+    `note`: its effect on the padded path, what stands in its place, or the reason for refusing it.
     `versions`: the minor versions of Megatron-Core that have it.
     `refuses`: returns true for a value that is refused.
     `remedy`: the change that a user with such a value should make.
+    `resets`: the field of a config goes back to its default.
     """
 
     name: str
@@ -42,9 +46,11 @@ class ConfigField:
     versions: tuple[str, ...] = VERSIONS
     refuses: Callable[[Any], bool] = lambda value: False
     remedy: str = ""
+    resets: bool = False
 
 
 _SINCE_17, _SINCE_18, _SINCE_19, _ONLY_16 = VERSIONS[1:], VERSIONS[2:], VERSIONS[3:], VERSIONS[:1]
+_ONLY_19, _SINCE_20 = VERSIONS[3:4], VERSIONS[4:]
 
 
 def _used(name: str, note: str, versions: tuple[str, ...] = VERSIONS) -> ConfigField:
@@ -53,6 +59,12 @@ def _used(name: str, note: str, versions: tuple[str, ...] = VERSIONS) -> ConfigF
 
 def _harmless(name: str, note: str, versions: tuple[str, ...] = VERSIONS) -> ConfigField:
     return ConfigField(name=name, status="harmless", note=note, versions=versions)
+
+
+def _replaced(
+    name: str, note: str, versions: tuple[str, ...] = VERSIONS, *, resets: bool = True
+) -> ConfigField:
+    return ConfigField(name=name, status="replaced", note=note, versions=versions, resets=resets)
 
 
 def _refused(
@@ -67,18 +79,20 @@ def _refused(
     )
 
 
-_FLEX = "read by the flex dispatcher only"
-_STASH = "read with moe_paged_stash only, which is refused"
+_FLEX = "rows travel by direct stores or the all-to-all, see PaddedOptions(exchange=...)"
+_SMS = "direct stores and the all-to-all choose their SMs themselves"
+_BF16 = "rows travel in the dtype of the hidden states"
+_STASH = "read with moe_paged_stash only"
+_SEPARATE = "TEGroupedMLP has one parameter per expert; packed experts have one for all"
+_ALIGNED = 'PaddedOptions(alignment="auto") rounds C up to what the recipe needs and loses no token'
 
 MOE_FIELDS: tuple[ConfigField, ...] = (
     _used("moe_apply_probs_on_input", "in the experts; bias in padded rows is never read back"),
     _used("moe_aux_loss_coeff", "in the router, on the map before dropping"),
-    _harmless("moe_deepep_num_sms", _FLEX),
-    _refused(
-        "moe_enable_deepep",
-        "DeepEP is a back end of the flex dispatcher",
-        "leave it False",
-    ),
+    _replaced("moe_combine_bwd_dtype", _BF16, _SINCE_20),
+    _replaced("moe_deepep_num_sms", _SMS),
+    _replaced("moe_dispatch_fwd_dtype", _BF16, _SINCE_20),
+    _replaced("moe_enable_deepep", _FLEX),
     _used("moe_enable_routing_replay", "in the router; selection cuts the replayed map"),
     ConfigField(
         name="moe_expert_capacity_factor",
@@ -87,42 +101,44 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
         refuses=lambda factor: factor is not None and (factor == 0 or not math.isfinite(factor)),
         remedy="set a number above 0, such as 1.25, or None",
     ),
-    _refused(
+    _replaced(
         "moe_expert_rank_capacity_factor",
-        "sets a capacity per rank, for HybridEP and NCCL EP; ours is per (source rank, expert)",
-        "set moe_expert_capacity_factor instead",
+        "moe_expert_capacity_factor sets the capacity; the same number there with "
+        "PaddedOptions(capacity_pool='receiver') gives a rank as many rows",
         _SINCE_18,
-        given,
     ),
     _harmless("moe_extended_tp", "read nowhere; deprecated", _ONLY_16),
     _used("moe_ffn_hidden_size", "width of the routed experts"),
-    _harmless("moe_flex_dispatcher_backend", _FLEX),
-    _harmless("moe_flex_dispatcher_num_sms", _FLEX, _SINCE_19),
+    _replaced("moe_flex_dispatcher_backend", _FLEX),
+    _replaced("moe_flex_dispatcher_num_sms", _SMS, _SINCE_19),
     _harmless("moe_grad_scale_func", "scales the auxiliary losses, in the schedules", _SINCE_19),
     _used("moe_grouped_gemm", "chooses the experts: TEGroupedMLP or SequentialMLP"),
-    _harmless("moe_hybridep_num_blocks_permute", _FLEX, _SINCE_17),
-    _harmless("moe_hybridep_num_blocks_unpermute", _FLEX, _SINCE_17),
-    _harmless("moe_hybridep_num_sms", _FLEX),
-    _harmless("moe_hybridep_num_sms_preprocessing", _FLEX, _SINCE_18),
-    _harmless("moe_hybridep_pad_uneven_dispatch_inputs", _FLEX, _SINCE_19),
+    _replaced("moe_hybridep_num_blocks_permute", _SMS, _SINCE_17),
+    _replaced("moe_hybridep_num_blocks_unpermute", _SMS, _SINCE_17),
+    _replaced("moe_hybridep_num_sms", _SMS),
+    _replaced("moe_hybridep_num_sms_preprocessing", _SMS, _SINCE_18),
+    _replaced(
+        "moe_hybridep_pad_uneven_dispatch_inputs",
+        "all ranks must have the same number of tokens; else each raises the same error",
+        _SINCE_19,
+    ),
     _used("moe_input_jitter_eps", "in the router, on its input"),
     _used("moe_latent_size", "the layer projects before dispatch; D is the latent size"),
     _harmless("moe_layer_freq", "read by the layer specs: which layers are MoE"),
     _used("moe_layer_recompute", "deprecated; becomes recompute_modules=['moe']"),
     _harmless("moe_mlp_glu_interleave_size", "order of columns inside TEGroupedMLP", _SINCE_18),
-    _harmless("moe_ncclep_static_shape", _FLEX, _SINCE_19),
-    _harmless("moe_ncclep_zero_copy", _FLEX, _SINCE_19),
+    _replaced("moe_ncclep_static_shape", "shapes are always static", _ONLY_19),
+    _replaced("moe_ncclep_zero_copy", _FLEX, _SINCE_19),
     _harmless("moe_pad_expert_input_to_capacity", "no effect: the padded path always pads"),
-    _refused(
+    _replaced(
         "moe_pad_experts_for_cuda_graph_inference",
-        "changes the capacity of a built layer for decoding; ours is fixed at construction",
-        "leave it False; shapes are static in decoding, too",
+        "shapes are static in decoding, too, with the capacity of PaddedOptions(eval_factor=...)",
         _SINCE_17,
+        resets=False,  # Megatron's text generation asks for it.
     ),
-    _refused(
+    _replaced(
         "moe_paged_stash",
-        "stashes the rows of the flex dispatcher's back ends",
-        "leave it False",
+        "buffers have the size of the capacity factor, and packed experts keep real rows only",
         _SINCE_18,
     ),
     _harmless("moe_paged_stash_buffer_size_factor_cpu", _STASH, _SINCE_18),
@@ -130,7 +146,7 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
     _harmless("moe_paged_stash_page_size", _STASH, _SINCE_18),
     _harmless("moe_per_layer_logging", "read by the training script, for its log of the losses"),
     _harmless("moe_permute_fusion", "the padded path has no permutation to fuse"),
-    _harmless("moe_permute_fusion_into_hybridep", _FLEX, _SINCE_17),
+    _replaced("moe_permute_fusion_into_hybridep", "direct stores put rows in place", _SINCE_17),
     _used("moe_router_bias_update_rate", "rate at which the expert bias follows the true counts"),
     _used("moe_router_dtype", "dtype of the router's arithmetic and of its probabilities"),
     _used("moe_router_enable_expert_bias", "the bias follows the counts before dropping"),
@@ -140,16 +156,8 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
     _used("moe_router_group_topk", "in the router, before selection"),
     _used("moe_router_load_balancing_type", "in the router, before selection"),
     _used("moe_router_num_groups", "in the router, before selection"),
-    _refused(
-        "moe_router_padding_for_fp8",
-        "old name of moe_router_padding_for_quantization",
-        "leave it False; PaddedOptions(alignment=...) aligns the experts' rows",
-    ),
-    _refused(
-        "moe_router_padding_for_quantization",
-        "aligns counts by adding tokens to the map; stock drop-and-pad then loses real tokens",
-        "leave it False; PaddedOptions(alignment=...) aligns the experts' rows",
-    ),
+    _replaced("moe_router_padding_for_fp8", _ALIGNED),
+    _replaced("moe_router_padding_for_quantization", _ALIGNED),
     _used("moe_router_pre_softmax", "in the router, before selection"),
     _harmless(
         "moe_router_quantile_balancing_ema",
@@ -166,18 +174,18 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
     ),
     _used("moe_shared_expert_intermediate_size", "width of the shared experts"),
     _used("moe_shared_expert_overlap", "shared experts run during our all-to-all"),
-    _harmless("moe_single_grouped_bias", "how TEGroupedMLP stores its biases", _SINCE_18),
-    _refused(
-        "moe_single_grouped_weight",
-        "needs fp8 (0.18) or the op fuser (0.19), which are refused",
-        "leave it False",
-        _SINCE_18,
-    ),
+    _replaced("moe_single_grouped_bias", _SEPARATE, _SINCE_18),
+    _replaced("moe_single_grouped_weight", _SEPARATE, _SINCE_18),
     _used("moe_token_dispatcher_type", "'padded_alltoall' selects the padded dispatcher"),
     _used(
         "moe_token_drop_policy", "which rows keep a slot, unless PaddedOptions(policy=...) is set"
     ),
     _harmless("moe_token_dropping", "read nowhere"),
+    _replaced(
+        "moe_use_grouped_tensor",
+        "rows per expert never change, so TEGroupedMLP needs no counts on the device",
+        _SINCE_20,
+    ),
     _refused(
         "moe_use_legacy_grouped_gemm",
         "GroupedMLP needs the grouped_gemm package and is gone in 0.17; untested",
@@ -208,8 +216,13 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
     _harmless(
         "fine_grained_activation_offloading", "in attention, norms and experts; see offload_modules"
     ),
-    _refused("fp4", "untested", "train in bf16", refuses=given),
-    _used("fp8", "TEGroupedMLP quantizes padded, aligned rows; not with CUDA graphs"),
+    _used(
+        "fp4",
+        "as fp8; Transformer Engine runs it on Blackwell only",
+    ),
+    _used(
+        "fp8", "TEGroupedMLP quantizes padded, aligned rows; not in a CUDA graph that has experts"
+    ),
     _refused(
         "hybrid_context_parallel",
         "gives every microbatch another number of tokens",
@@ -224,9 +237,9 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
     ConfigField(
         name="offload_modules",
         status="harmless",
-        note="expert_fc1 and fused_group_mlp force the experts' input to be freed; untested",
-        refuses=lambda modules: not {"expert_fc1", "fused_group_mlp"}.isdisjoint(modules or ()),
-        remedy="remove these two",
+        note="fused_group_mlp belongs to the op fuser's experts, which are not used here",
+        refuses=lambda modules: "fused_group_mlp" in (modules or ()),
+        remedy="offload expert_fc1 and moe_act instead",
     ),
     _used(
         "overlap_dispatch_backward_with_experts_wgrad",
@@ -237,7 +250,7 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
         "overlap_moe_expert_parallel_comm",
         "rows of a microbatch travel while another computes, by the all-to-all",
     ),
-    _refused("quant_recipe", "quantizes experts; untested", "unset it", refuses=given),
+    _used("quant_recipe", "TEGroupedMLP follows it"),
     _used("recompute_granularity", "recompute plans again, and counts once"),
     _used("recompute_modules", "recompute plans again, and counts once"),
     _used("sequence_parallel", "T is this rank's share of the tokens"),
@@ -248,11 +261,11 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
         refuses=lambda impl: impl == "inference_optimized",
         remedy="set transformer_engine",
     ),
-    _refused(
+    _replaced(
         "use_transformer_engine_op_fuser",
-        "its experts take packed rows and counts on the device; untested",
-        "unset it",
+        "it fuses dense layers; MoE layers keep TEGroupedMLP without it, or packed experts",
         _SINCE_18,
+        resets=False,
     ),
     _refused(
         "variable_seq_lengths",

@@ -26,12 +26,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron.compat import captures_moe
-from padded_dispatch.megatron.config import check_config
+from padded_dispatch.megatron.config import check_config, take_over
 from padded_dispatch.megatron.cpu import CPU_REMEDY, is_on_cpu
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.layer import build, dispatcher_type
 from padded_dispatch.megatron.megatron_lm import follow_training
 from padded_dispatch.megatron.options import PaddedOptions, require_options
+from padded_dispatch.megatron.saved import keep_options
 from padded_dispatch.utils.patches import Patches
 
 NAME = "padded_alltoall"
@@ -92,6 +93,7 @@ def _wrap_post_init(
         if self.moe_token_dispatcher_type != NAME:
             post_init(self)
             return
+        take_over(self)
         with dispatcher_type(self, "alltoall"):
             if captures_moe(self):
                 _with_static_shapes(post_init, self)
@@ -99,8 +101,10 @@ def _wrap_post_init(
                 post_init(self)
         if not hasattr(self, "padded_dispatch"):
             self.padded_dispatch = options
+        take_over(self)
         check_config(self)
         follow_training(_patches)
+        keep_options(_patches)
 
     return padded_post_init
 

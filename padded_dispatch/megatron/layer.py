@@ -22,7 +22,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron.bridge import show_single_experts
-from padded_dispatch.megatron.config import check_config, check_experts, padded_options
+from padded_dispatch.megatron.config import (
+    check_config,
+    check_experts,
+    padded_options,
+    take_over,
+)
 from padded_dispatch.megatron.cpu import check_device
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.megatron.experts import StackedExperts, chosen_experts
@@ -39,6 +44,23 @@ def dispatcher_type(config: Any, stock: str) -> Iterator[None]:
         yield
     finally:
         config.moe_token_dispatcher_type = name
+
+
+@contextmanager
+def _without_op_fuser(config: Any) -> Iterator[None]:
+    """Let experts be built without Transformer Engine's op fuser, which dense layers may use.
+
+    Its experts take packed rows and counts on the device; TEGroupedMLP decides when it is built.
+    """
+    name = "use_transformer_engine_op_fuser"
+    fuses = getattr(config, name, False)
+    if fuses:
+        setattr(config, name, False)
+    try:
+        yield
+    finally:
+        if fuses:
+            setattr(config, name, True)
 
 
 def build(
@@ -59,10 +81,11 @@ def build(
             `check_device`, `check_config` and `check_experts`.
     """
     check_device()
+    take_over(config)
     check_config(config)
     config.padded_dispatch = padded_options(config)  # See `is_ours`.
     pg_collection = pg_collection or get_default_pg_collection()
-    with dispatcher_type(config, "allgather"):
+    with dispatcher_type(config, "allgather"), _without_op_fuser(config):
         init(layer, config, *args, pg_collection=pg_collection, **kwargs)
     check_experts(layer.experts)
     if chosen_experts(config).layout is not None:
@@ -100,12 +123,12 @@ class _EqualsMoELayer(type(MoELayer)):
 class PaddedMoELayer(MoELayer, metaclass=_EqualsMoELayer):
     """`MoELayer` with static shapes, for use without `install()`. Same arguments, same state dict.
 
-    It patches Megatron only if the config asks for CUDA graphs: `guard.install` then adds checks
-    before each replay.
+    It patches Megatron only if the config asks for CUDA graphs or the combined schedule:
+    `guard.install` then adds checks before each replay, and hands on padding masks.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        if config.cuda_graph_impl != "none":
+        if config.cuda_graph_impl != "none" or config.overlap_moe_expert_parallel_comm:
             guard.install()
         build(super().__init__.__func__, self, config, *args, **kwargs)
 

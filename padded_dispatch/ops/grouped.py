@@ -16,7 +16,7 @@ unspecified memory in this case, one block for all weights of a shape. On a GPU 
 gradient's way through memory, and in CUDA graphs a gradient per layer.
 
 `delayed` keeps what a weight's gradient needs, instead of computing it in the backward pass. The
-caller computes it later, with the same operations: `linear.gradient` below.
+caller computes it later, with the same operations: `_grouped_gradient` or `_batched_gradient`.
 
 If all experts have equally many rows, padded ones among them, `batched_linear` does the same with
 one `torch.bmm` per linear: per row it is faster, and it computes the padding.
@@ -34,8 +34,8 @@ from torch.library import custom_op
 
 from padded_dispatch.config import require
 
-# Gradients of a weight [L, O, I] that nobody has computed, oldest first. Each call computes one, or
-# adds it to the sums and returns unspecified memory.
+# Gradients of a weight [L, O, I] that wait, oldest first. Each call computes one, or adds it to the
+# sums and returns unspecified memory.
 Delayed = deque[Callable[[], Tensor]]
 
 
@@ -160,18 +160,6 @@ def _batched_linear(
 @_batched_linear.register_fake
 def _(rows_NI, weight_LOI, offsets_L, sums_LOI):
     return rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
-
-
-@custom_op("padded_dispatch::batched_outer", mutates_args=())
-def _batched_outer(grad_NO: Tensor, rows_NI: Tensor, num_experts: int) -> Tensor:
-    """Compute every expert's weight gradient, `grad.T @ rows`: [L, O, I]."""
-    grad_LMO = grad_NO.unflatten(0, (num_experts, -1))
-    return torch.bmm(grad_LMO.transpose(1, 2), rows_NI.unflatten(0, (num_experts, -1)))
-
-
-@_batched_outer.register_fake
-def _(grad_NO, rows_NI, num_experts):
-    return rows_NI.new_empty(num_experts, grad_NO.shape[1], rows_NI.shape[1])
 
 
 @custom_op("padded_dispatch::grouped_outer", mutates_args=())
@@ -311,7 +299,8 @@ def _batched_gradient(
     grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor | None
 ) -> Tensor:
     if sums_LOI is None:
-        return _batched_outer(grad_NO, rows_NI, offsets_L.shape[0])
+        grad_LMO = grad_NO.unflatten(0, (offsets_L.shape[0], -1))
+        return torch.bmm(grad_LMO.transpose(1, 2), rows_NI.unflatten(0, grad_LMO.shape[:2]))
     return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI)
 
 

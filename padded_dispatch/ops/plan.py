@@ -55,7 +55,7 @@ def make_plan(
             no slot and are counted.
         top_k: choices per token that the plan has room for (K).
         sizes: its pools are read.
-        kept_SE: int32, rows that each source keeps for each expert, where `all_demands` told it.
+        kept_SE: int32, rows that each source keeps for each expert, if sources share slots.
     """
     slot_of_TK, expert_of_TK, choice_of_slot_GP, kept_E, unplaced_E = _plan(
         kept_TE, top_k, sizes.num_pools, sizes.pool_slots

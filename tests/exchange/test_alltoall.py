@@ -422,3 +422,26 @@ def test_bytes_are_those_that_ranks_allocate(on_ranks, num_ranks, etp_size, dtyp
     assert found == [expected] * (num_ranks * etp_size)
     parts = expected.send, expected.receive, expected.experts, expected.back, expected.plan
     assert expected.total == sum(parts)
+
+
+def test_no_zeros_are_written_where_packed_experts_read_none():
+    """Slots without a row hold NaN on a CPU, there and back, and so do their gradients."""
+    exchange = AllToAllExchange(2, packed=True)
+    map_TE = torch.tensor([[True, False], [True, True], [True, False]])
+    plan = make_plan(map_TE, top_k=2, sizes=DispatchConfig(num_experts=2, top_k=2).sizes(3))
+    tokens_TD, probs_TE = torch.ones(3, 2, requires_grad=True), torch.ones(3, 2, requires_grad=True)
+    outgoing = exchange.prepare(tokens_TD, probs_TE, plan, 6)
+    assert outgoing.meta_MPX is not None
+    given = exchange.arrange(outgoing)
+    back = exchange.disarrange(given.rows_ND * given.probs_N[:, None], given.offsets_LS)
+    for tensor in (outgoing.rows_MPD, outgoing.meta_MPX, back.rows_MPD):
+        tensor.retain_grad()
+    exchange.combine(back, plan, given.offsets_LS).sum().backward()
+    empty_MP = plan.choice_of_slot_GP < 0
+    assert empty_MP.tolist() == [[False] * 3, [False, True, True]]
+    grads = (outgoing.rows_MPD.grad, outgoing.meta_MPX.grad, back.rows_MPD.grad)
+    for values in (outgoing.rows_MPD, back.rows_MPD, *grads):
+        assert values is not None
+        assert torch.equal(values[:, :3].reshape(2, 3, -1).isnan().all(2), empty_MP)
+    assert torch.equal(tokens_TD.grad, torch.tensor([[1.0, 1.0], [2.0, 2.0], [1.0, 1.0]]))
+    assert torch.equal(probs_TE.grad, torch.tensor([[2.0, 0.0], [2.0, 2.0], [2.0, 0.0]]))

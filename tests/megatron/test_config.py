@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from megatron.core import package_info
+from megatron.core.fp4_utils import get_fp4_align_size
 from megatron.core.transformer import cuda_graphs, transformer_config
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -16,10 +17,13 @@ from padded_dispatch.megatron import install, uninstall
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.config import (
     LayerConfigs,
+    _log_once,
     check_config,
     check_experts,
     dispatch_config,
+    notes,
     passes_in_flight,
+    take_over,
 )
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
 from padded_dispatch.megatron.options import PaddedOptions
@@ -30,9 +34,7 @@ INSTALLED = f"{package_info.MAJOR}.{package_info.MINOR}"
 # A value that is refused, where it is not simply True.
 VALUES = {
     "moe_expert_capacity_factor": 0.0,
-    "moe_expert_rank_capacity_factor": 1.5,
-    "fp4": "e2m1",
-    "offload_modules": ["core_attn", "expert_fc1"],
+    "offload_modules": ["core_attn", "fused_group_mlp"],
     "transformer_impl": "inference_optimized",
 }
 REFUSING = [
@@ -73,21 +75,79 @@ def test_a_refused_value_is_named_with_reason_and_remedy(row):
 
 
 def test_all_refused_settings_are_named_at_once():
-    config = megatron_config(fp4="e2m1", variable_seq_lengths=True, moe_enable_deepep=True)
+    config = megatron_config(
+        cpu_offloading=True, variable_seq_lengths=True, moe_expert_capacity_factor=0.0
+    )
     with pytest.raises(ValueError) as error:
         check_config(config)
     lines = str(error.value).splitlines()[1:]
     assert [line.split("=")[0].strip() for line in lines] == [
-        "moe_enable_deepep",
-        "fp4",
+        "moe_expert_capacity_factor",
+        "cpu_offloading",
         "variable_seq_lengths",
     ]
 
 
-def test_fp8_is_refused_in_graphs_only():
-    check_config(SimpleNamespace(fp8="hybrid", cuda_graph_impl="none"))
-    with pytest.raises(ValueError, match="fp8='hybrid' with cuda_graph_impl='local': untested"):
-        check_config(SimpleNamespace(fp8="hybrid", cuda_graph_impl="local"))
+NO_EXPERTS = ("attn",), ("moe_router",), ("attn", "moe_router", "moe_preprocess")
+
+
+@pytest.mark.parametrize("quantized", [{"fp8": "hybrid"}, {"fp4": "e2m1"}], ids=str)
+def test_quantized_training_is_refused_only_where_a_graph_has_experts(quantized):
+    ((name, value),) = quantized.items()
+    check_config(megatron_config(**quantized))
+    for scopes in NO_EXPERTS:
+        check_config(megatron_config(**quantized, **layer_graphs(*scopes)))
+        check_config(megatron_config(**quantized, **layer_graphs(*scopes) | LOCAL))
+    words = f"  {name}='{value}' with experts in a CUDA graph .*'{{}}'.: untested. Remedy: capture"
+    for graphs in (
+        layer_graphs(),
+        layer_graphs("moe"),
+        layer_graphs("attn", "moe"),
+        layer_graphs() | LOCAL,
+        iteration_graph(),
+    ):
+        with pytest.raises(ValueError, match=words.format(graphs["cuda_graph_impl"])):
+            check_config(megatron_config(**quantized, **graphs))
+
+
+LOCAL = {"cuda_graph_impl": "local"}
+REPLACED = [
+    row
+    for row in (*MOE_FIELDS, *OTHER_FIELDS)
+    if INSTALLED in row.versions and row.status == "replaced"
+]
+OTHER_VALUES = {
+    "moe_flex_dispatcher_backend": "hybridep",
+    "moe_expert_rank_capacity_factor": 1.5,
+    "moe_combine_bwd_dtype": "mxfp8",
+    "moe_dispatch_fwd_dtype": "mxfp8",
+}
+
+
+@pytest.mark.parametrize("row", REPLACED, ids=lambda row: row.name)
+def test_what_is_set_for_another_dispatcher_is_logged_once_and_reset(row, caplog):
+    default = getattr(megatron_config(), row.name)
+    is_number = "num" in row.name
+    value = OTHER_VALUES.get(row.name, 7 if is_number else True)
+    config = megatron_config(**{row.name: value})
+    line = f"{row.name}={value!r}: {row.note}"
+    assert value != default and notes(config) == [line]
+    _log_once.cache_clear()
+    with caplog.at_level("INFO"):
+        for made in (config, config, megatron_config(**{row.name: value})):
+            take_over(made)
+            assert getattr(made, row.name) == (default if row.resets else value)
+    assert caplog.messages == [f"set for another dispatcher: {line}"]
+    check_config(config)
+
+
+def test_what_is_not_set_is_not_logged(caplog):
+    config = megatron_config(moe_flex_dispatcher_backend=None)
+    before = dict(vars(config))
+    with caplog.at_level("INFO"):
+        take_over(config)
+        take_over(megatron_config())
+    assert caplog.messages == [] == notes(config) and vars(config) == before
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), 0])
@@ -96,10 +156,11 @@ def test_a_factor_that_is_no_number_above_zero_is_refused(factor):
         check_config(megatron_config(moe_expert_capacity_factor=factor))
 
 
-def test_offloading_is_refused_only_for_the_experts_input():
-    check_config(
-        megatron_config(fine_grained_activation_offloading=True, offload_modules=["core_attn"])
-    )
+def test_offloading_is_refused_only_for_experts_of_the_op_fuser():
+    for modules in (["core_attn"], ["core_attn", "expert_fc1", "moe_act"], [], None):
+        check_config(
+            megatron_config(fine_grained_activation_offloading=True, offload_modules=modules)
+        )
 
 
 def test_fields_that_a_version_lacks_are_not_asked_for():
@@ -142,6 +203,7 @@ def test_no_factor_and_a_negative_one_drop_nothing(factor):
         ({"fp8": "hybrid", "fp8_recipe": "delayed"}, 16),
         ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, 16),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),
+        ({"fp4": "e2m1", "fp4_recipe": "nvfp4"}, get_fp4_align_size("nvfp4")),
     ],
 )
 def test_alignment_follows_the_recipe(settings, rows):
@@ -225,10 +287,11 @@ OVERLAPS: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "bf16": Tr
     [
         ({"exchange": "direct"}, {}, "exchange='direct' with overlap_moe"),
         ({"capacity_pool": "receiver"}, {}, "capacity_pool='receiver' with overlap_moe"),
-        ({}, layer_graphs(), "cuda_graph_impl='transformer_engine' of whole layers with overlap_m"),
-        ({}, layer_graphs() | {"cuda_graph_impl": "local"}, "cuda_graph_impl='local' of whole"),
+        ({}, layer_graphs(), "cuda_graph_impl='transformer_engine' of .* with overlap_moe_exp"),
+        ({}, layer_graphs("attn", "moe"), "cuda_graph_impl='transformer_engine' of .* overlap_moe"),
+        ({}, layer_graphs() | {"cuda_graph_impl": "local"}, "cuda_graph_impl='local' of .* overla"),
     ],
-    ids=["direct stores", "shared receivers", "whole layers", "local graphs"],
+    ids=["direct stores", "shared receivers", "whole layers", "experts", "local graphs"],
 )
 def test_what_the_combined_schedule_cannot_run_is_refused(options, fields, words):
     config = megatron_config(**OVERLAPS, **fields)
@@ -237,6 +300,18 @@ def test_what_the_combined_schedule_cannot_run_is_refused(options, fields, words
         check_config(config)
     config.overlap_moe_expert_parallel_comm = False
     check_config(config)
+
+
+def test_graphs_of_experts_are_refused_where_their_gradients_come_after_backward():
+    name = "overlap_dispatch_backward_with_experts_wgrad"
+    for scopes in ((), ("attn", "moe"), ("attn", "moe_router"), ("attn",)):
+        config = megatron_config(**layer_graphs(*scopes))
+        setattr(config, name, True)  # 0.16 and 0.17 do not have it.
+        if scopes and "moe" not in scopes:
+            check_config(config)
+            continue
+        with pytest.raises(ValueError, match=f"of layers with their experts, with {name}: in a re"):
+            check_config(config)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core import package_info
 from torch import Tensor
 
 from padded_dispatch.config import FIT
@@ -17,9 +18,10 @@ from padded_dispatch.ops.plan import DispatchPlan
 from tests.support import tiny
 from tests.support.overlapped_training import OverlapCase, overlapped_equals_plain
 
+INSTALLED = package_info.MAJOR, package_info.MINOR
 CASES = [
     OverlapCase(name="module"),
-    OverlapCase(name="packed", experts="packed"),
+    OverlapCase(name="packed", experts="packed", protects=True, factor=0.5),
     OverlapCase(name="batched", experts="batched", expert_bias=True, policy="random"),
     # The rows of one local expert are in order as they arrive.
     OverlapCase(name="one local expert", num_experts=2),
@@ -33,6 +35,25 @@ FITS: dict[str, Any] = {"schedule": ((0, FIT),)}
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_bits_are_those_of_the_plain_schedule(pool2, case):
+    found = pool2.run(overlapped_equals_plain, case)
+    assert [findings.failures() for findings in found] == [[], []]
+
+
+@pytest.mark.parametrize(
+    "scopes", [("attn", "moe_router"), ("attn", "moe_router", "moe_preprocess")], ids=str
+)
+def test_bits_are_those_of_the_plain_schedule_with_graphs_of(pool2, scopes):
+    case = OverlapCase(name="graphs", scopes=scopes, steps=4)
+    found = pool2.run(overlapped_equals_plain, case)
+    assert [findings.failures() for findings in found] == [[], []]
+    # The combined schedule has two microbatches in flight, so each has graphs of its own.
+    assert found[0].facts["graphs"] == case.num_layers * case.microbatches
+
+
+@pytest.mark.skipif(INSTALLED < (0, 18), reason="new in Megatron-Core 0.18")
+@pytest.mark.parametrize("experts", ["module", "packed", "batched"])
+def test_bits_are_those_of_weight_gradients_at_once(pool2, experts):
+    case = OverlapCase(name="beside dispatch", dispatch_backward=True, experts=experts)
     found = pool2.run(overlapped_equals_plain, case)
     assert [findings.failures() for findings in found] == [[], []]
 

@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor
 
 from padded_dispatch import experts
+from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron import PaddedOptions, install, padded_spec, uninstall
 from padded_dispatch.megatron import experts as megatron_experts
 from padded_dispatch.megatron.compat import forget_moe_state
@@ -172,6 +173,7 @@ def test_backward_dw_computes_what_backward_has_delayed(experts, sums):
 def test_hooks_of_ddp_run_when_a_delayed_gradient_is_there():
     """Rounds delay several gradients of a pass; DDP hears of them once."""
     made = layer(later=DELAYED).bfloat16()
+    assert made.experts.need_backward_dw() and not layer().experts.need_backward_dw()
     linear, seen = made.experts.linear_fc1, []
     assert linear.weight.skip_backward_post_hook
     linear.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append(linear.weight.grad))
@@ -182,6 +184,23 @@ def test_hooks_of_ddp_run_when_a_delayed_gradient_is_there():
     assert len(seen) == 1 and seen[0].shape == linear.weight.shape
     made.experts.backward_dw()
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"on_overflow": "retry"}, {"schedule": ((0, FIT),)}, {"layer_factors": {1: FIT}}]
+)
+def test_modules_that_delay_one_gradient_get_no_rounds(options):
+    config = tiny.config()
+    config.delay_wgrad_compute = True
+    config.padded_dispatch = PaddedOptions(experts="module", **options)
+    with pytest.raises(ValueError, match=r"^fit_max_factor must be no-drop .*, got 4\.0; set it"):
+        chosen_experts(config)
+    for passing in ({"fit_max_factor": NO_DROP}, {"experts": "packed"}):
+        config.padded_dispatch = PaddedOptions(**{"experts": "module", **options, **passing})
+        chosen_experts(config)
+    config.delay_wgrad_compute = False
+    config.padded_dispatch = PaddedOptions(experts="module", **options)
+    chosen_experts(config)
 
 
 @pytest.mark.parametrize("why", ["bf16", "frozen", "evaluation", "no DDP", "FSDP"])
@@ -319,6 +338,7 @@ REFUSED = {
     "fp16": True,
     "fp8": "e4m3",
     "fp4": "e2m1",
+    "quant_recipe": object(),
     "offload_modules": ["moe_act"],
 }
 
@@ -342,9 +362,14 @@ def test_what_it_does_not_compute_is_refused_by_name(row):
     assert line.endswith('Remedy: PaddedOptions(experts="module").')
 
 
-def test_a_clamp_that_megatron_would_leave_out_is_refused():
+def test_a_clamp_that_megatron_would_leave_out_is_refused(monkeypatch):
+    """From 0.20 on Megatron's fused SwiGLU clamps, too."""
     clamped = {"activation_func_clamp_value": 7.0}
     layer(**clamped)
+    with monkeypatch.context() as since_20:
+        since_20.setattr("padded_dispatch.megatron.experts.FUSED_SWIGLU_CLAMPS", True)
+        layer(later={"bias_activation_fusion": True}, **clamped)
+    monkeypatch.setattr("padded_dispatch.megatron.experts.FUSED_SWIGLU_CLAMPS", False)
     with pytest.raises(ValueError, match=r"activation_func_clamp_value=7\.0: Megatron's fused"):
         layer(later={"bias_activation_fusion": True}, **clamped)
 
@@ -357,6 +382,7 @@ def test_a_clamp_that_megatron_would_leave_out_is_refused():
         ({"bf16": False}, None, "bf16 is not set"),
         ({"moe_ffn_hidden_size": 20}, None, "the sizes 16 and 20 are not multiples of 8"),
         ({"use_te_activation_func": True}, None, "packed and batched experts do not support"),
+        ({"offload_modules": ["expert_fc1"]}, None, "packed and batched experts do not support"),
         ({"fp8": "e4m3"}, None, "packed and batched experts do not support\n  fp8='e4m3'"),
     ],
     ids=str,

@@ -63,6 +63,7 @@ def test_a_row_has_a_note_and_a_remedy_only_where_something_is_refused(row):
     assert row.versions == tuple(v for v in VERSIONS if v in row.versions) != ()
     if row.status == "refused":
         assert row.refuses(True)
+    assert row.status == "replaced" or not row.resets
     if row.status == "refused" or row.refuses is not ConfigField.refuses:
         assert row.remedy
     else:
@@ -85,8 +86,8 @@ def test_the_markdown_table_shows_versions_status_and_remedy():
         ConfigField(name="b", status="refused", note="why not", remedy="do c"),
     )
     assert markdown_table(rows).splitlines() == [
-        "| field | 0.16 | 0.17 | 0.18 | 0.19 | status | on the padded path |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        "| `a` | x |  |  | x | used | why |",
-        "| `b` | x | x | x | x | refused | why not: do c |",
+        "| field | 0.16 | 0.17 | 0.18 | 0.19 | 0.20 | status | on the padded path |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| `a` | x |  |  | x |  | used | why |",
+        "| `b` | x | x | x | x | x | refused | why not: do c |",
     ]

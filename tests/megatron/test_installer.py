@@ -8,7 +8,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from padded_dispatch.megatron import PaddedOptions, install, uninstall
-from padded_dispatch.megatron.compat import layer_graphs
+from padded_dispatch.megatron.compat import graph_scopes, layer_graphs
+from padded_dispatch.megatron.config import _log_once
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from tests.support import tiny
 
@@ -179,6 +180,49 @@ def test_scope_moe_needs_neither_factor_nor_pad_flag(factor):
     config = tiny.config(**graphs)
     assert config.moe_expert_capacity_factor == (1.25 if factor == 1.25 else None)
     assert config.moe_pad_expert_input_to_capacity is False
+
+
+def test_scope_moe_works_with_the_former_names_of_graphs():
+    """`external_cuda_graph` means Transformer Engine's graphs, `enable_cuda_graph` local ones."""
+    scopes = {name: value for name, value in layer_graphs("moe").items() if "impl" not in name}
+    install()
+    config = tiny.config(external_cuda_graph=True, **scopes)
+    assert config.cuda_graph_impl == "transformer_engine" and graph_scopes(config) == {"moe"}
+    config = tiny.config(enable_cuda_graph=True, **scopes)
+    assert config.cuda_graph_impl == "local" and graph_scopes(config) == {"moe"}
+    assert config.moe_expert_capacity_factor is None
+
+
+# What recipes set for HybridEP and NCCL EP; a version takes the fields that it has.
+FOR_OTHERS = {
+    "moe_enable_deepep": True,
+    "moe_flex_dispatcher_backend": "ncclep",
+    "moe_expert_rank_capacity_factor": 1.5,
+    "moe_paged_stash": True,
+    "moe_pad_experts_for_cuda_graph_inference": True,
+    "moe_router_padding_for_quantization": True,
+    "moe_hybridep_num_sms": 32,
+    "moe_ncclep_zero_copy": True,
+    "moe_dispatch_fwd_dtype": "mxfp8",
+    "moe_single_grouped_weight": True,
+    "use_transformer_engine_op_fuser": True,
+}
+
+
+def test_a_recipe_for_another_dispatcher_is_accepted(caplog):
+    """Megatron itself accepts most of these settings with the flex dispatcher only."""
+    fields = TransformerConfig.__dataclass_fields__
+    settings = {name: value for name, value in FOR_OTHERS.items() if name in fields}
+    install()
+    _log_once.cache_clear()
+    with caplog.at_level("INFO", "padded_dispatch.megatron.config"):
+        config = tiny.config(**settings)
+        config.__post_init__()
+    kept = {"moe_pad_experts_for_cuda_graph_inference", "use_transformer_engine_op_fuser"}
+    for name, value in settings.items():
+        assert getattr(config, name) == (value if name in kept else fields[name].default), name
+    logged = [message.split(": ")[1].split("=")[0] for message in caplog.messages]
+    assert sorted(logged) == sorted(settings)
 
 
 def test_scopes_without_experts_need_no_factor_either():

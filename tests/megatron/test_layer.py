@@ -9,8 +9,10 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.mamba import mamba_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.megatron import PaddedAlltoAllTokenDispatcher, PaddedMoELayer, padded_spec
 from tests.support import tiny
@@ -50,6 +52,24 @@ def test_spec_of_a_hybrid_stack():
     assert layers.attention_layer is stack.submodules.attention_layer
     local = padded_spec(dataclasses.replace(stack.submodules, moe_layer=tiny.layer_spec()))
     assert type(build_module(local.moe_layer, config=tiny.config()).mlp) is PaddedMoELayer
+
+
+def test_experts_are_built_without_the_op_fuser(monkeypatch):
+    """Transformer Engine's fused experts take counts on the device; dense layers stay fused."""
+    seen, init = [], SequentialMLP.__init__
+
+    def recording(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = next(a for a in (*args, *kwargs.values()) if isinstance(a, TransformerConfig))
+        seen.append(vars(given)["use_transformer_engine_op_fuser"])
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(SequentialMLP, "__init__", recording)
+    config: Any = tiny.config()
+    for fuses in (True, False):
+        config.use_transformer_engine_op_fuser = fuses  # Some versions lack it.
+        layer = tiny.layer(config, padded_spec(tiny.layer_spec()))
+        assert layer.config.use_transformer_engine_op_fuser is fuses
+    assert seen == [False, False]
 
 
 def test_spec_without_experts_is_refused():

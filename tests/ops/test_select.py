@@ -13,6 +13,7 @@ from padded_dispatch import reference
 from padded_dispatch.config import POLICIES as ALL_POLICIES
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.ops import select as module
+from padded_dispatch.ops.acceptance import Receivers
 from padded_dispatch.ops.select import (
     Selection,
     choice_ranks_in_torch,
@@ -75,6 +76,13 @@ def test_the_example_of_choice_ranks():
     asked_TE = torch.tensor([[True, False, True, True]])
     ranks_TE = choice_ranks_in_torch(asked_TE, torch.tensor([[0.2, 0.9, 0.4, 0.2]]))
     assert ranks_TE[asked_TE].tolist() == [1, 0, 2]
+
+
+def test_equal_choices_are_ranked_by_expert_in_a_map_of_any_width():
+    # Where an unstable sort would show: hundreds of equal probabilities, half of them asked for.
+    asked_TE = (torch.arange(600) % 2 == 0).expand(2, -1)
+    ranks_TE = choice_ranks_in_torch(asked_TE, torch.full((2, 600), 0.5))
+    assert torch.equal(ranks_TE[:, ::2], torch.arange(300).int().expand(2, -1))
 
 
 def test_priority_serves_first_choices_first_and_sure_tokens_before_others():
@@ -190,6 +198,35 @@ def test_experts_of_a_pool_compete_for_its_slots():
         # Choices of each token, in order: 0 1 2 3, 3 2 1 0, 0 1 2 3.
         "priority": [[1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 0]],
     }
+
+
+def test_a_source_keeps_what_receivers_accept():
+    """Two sources, two receivers of two experts each; C = 1, so a receiver has four slots."""
+    config = DispatchConfig(
+        num_experts=4, top_k=2, capacity_factor=0.3, num_ranks=2, capacity_pool="receiver"
+    )
+    map_TE = torch.tensor([[1, 0, 1, 0], [1, 0, 0, 1], [1, 0, 1, 0]], dtype=torch.bool)
+    probs_TE = torch.tensor([[0.1, 0, 0.2, 0], [0.3, 0, 0, 0.4], [0.5, 0, 0.6, 0]])
+    mine_E, other_E = torch.tensor([3, 0, 2, 1]), torch.tensor([1, 2, 0, 0])
+    seen = []
+
+    def all_demands(demand_E: Tensor) -> Tensor:
+        seen.append(demand_E)
+        return torch.stack([other_E.int(), demand_E])
+
+    receivers = Receivers(all_demands=all_demands, source=1, num_ranks=2)
+    sizes = config.sizes(3)
+    selection = select(map_TE, probs_TE, sizes=sizes, receivers=receivers)
+    assert [demand_E.tolist() for demand_E in seen] == [mine_E.tolist()]
+    assert sizes.num_rows == 4 and selection.kept_SE is not None
+    # Cells keep one row each; the first receiver has one more slot for three more rows.
+    first, second = selection.kept_SE.tolist()
+    assert sum(first[:2] + second[:2]) == 4 and second[0] in (1, 2)
+    assert second[2:] == [2, 1]
+    best = [2, 1][: second[0]]
+    assert selection.kept_TE[:, 0].nonzero().flatten().tolist() == sorted(best)
+    assert torch.equal(selection.kept_TE[:, 1:], map_TE[:, 1:])
+    assert selection.demand_E.tolist() == mine_E.tolist()
 
 
 def test_nothing_is_selected_where_nothing_can_be_dropped(monkeypatch):

@@ -2,11 +2,11 @@
 
     python -P tests/support/fork_tests.py
 
-A line of standard input has the arguments of one run, separated by spaces. Two lines answer it: the
-number of the process, which leads a process group of its own, and its exit code. The code under
-test and its tests are imported anew in each run, from the current folder.
-
-`hypothesis` does not shrink the examples that fail here, for only the exit code counts.
+A line of standard input has, separated by spaces, the most examples of each test of `hypothesis`,
+and the arguments of pytest. Two lines answer it: the number of the process,
+which leads a process group of its own, and its exit code. The code under test and its tests are
+imported anew in each run, from the current folder. Examples that fail are not shrunk, for only the
+exit code counts.
 """
 
 import gc
@@ -17,6 +17,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -31,15 +32,29 @@ _MODULES = (
     "torch.testing._internal.distributed.multi_threaded_pg",
     "triton.language",
 )
+# Where hypothesis keeps what `@settings` says about a test.
+_SETTINGS = "_hypothesis_internal_use_settings"
 
 
-class _NoShrinking:
+class _Examples:
     """A plugin; `conftest.py` has loaded its own profile by the time that it is asked."""
 
+    def __init__(self, most: int) -> None:
+        self._most = most
+
     def pytest_configure(self, config: pytest.Config) -> None:
-        phases = Phase.explicit, Phase.generate
-        settings.register_profile("no shrinking", settings(), phases=phases)
-        settings.load_profile("no shrinking")
+        changes: dict[str, Any] = dict(
+            max_examples=self._most, phases=(Phase.explicit, Phase.generate)
+        )
+        settings.register_profile("forked", settings(), **changes)
+        settings.load_profile("forked")
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            test = getattr(item, "obj", None)
+            if own := getattr(test, _SETTINGS, None):
+                fewer = settings(own, max_examples=min(own.max_examples, self._most))
+                setattr(test, _SETTINGS, fewer)
 
 
 def _fork_python(path: bytes, args: Sequence[str], pass_fds: Sequence[int]) -> int:
@@ -55,13 +70,13 @@ def _fork_python(path: bytes, args: Sequence[str], pass_fds: Sequence[int]) -> i
         os._exit(0)
 
 
-def _run(arguments: list[str]) -> None:
+def _run(most_examples: str, *arguments: str) -> None:
     with open(os.devnull, "r+") as null:
         for stream in range(3):
             os.dup2(null.fileno(), stream)
     code = 1
     try:
-        code = pytest.main(arguments, plugins=[_NoShrinking()])
+        code = pytest.main(list(arguments), plugins=[_Examples(int(most_examples))])
     finally:
         os._exit(code)
 
@@ -78,7 +93,7 @@ if __name__ == "__main__":
     for line in sys.stdin:
         process = os.fork()
         if process == 0:
-            _run(line.split())
+            _run(*line.split())
         os.setpgid(process, process)
         sys.stdout.write(f"{process}\n")
         sys.stdout.flush()

@@ -194,10 +194,11 @@ class Training:
         options = {"policy": case.policy, "experts": experts, **options}
         self.config.padded_dispatch = PaddedOptions(**options)
         self.chunks = _chunks(case, self.config)
-        self._optimizer = _optimizer(case, self.chunks)
-        self.graphs = self._iteration = None
+        self.optimizer = _optimizer(case, self.chunks)
+        self.graphs: LayerGraphs | None = None
+        self._iteration: IterationGraph | None = None
         if graph == "layer":
-            given = () if self._optimizer is None else (self._optimizer,)
+            given = () if self.optimizer is None else (self.optimizer,)
             self.graphs = LayerGraphs(
                 self.chunks, seq_length=case.seq, micro_batch=case.batch, optimizers=given
             )
@@ -216,8 +217,8 @@ class Training:
             tensor.copy_(self._logged.get(name, torch.zeros_like(tensor)))
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        if self._optimizer is not None:
-            self._optimizer.zero_grad()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
         reports = self.passes()
         self.random = RandomStates.now()
         self._logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
@@ -267,8 +268,8 @@ class Training:
 
     def update(self) -> None:
         """Change the parameters by their gradients."""
-        if self._optimizer is not None:
-            self._optimizer.step()
+        if self.optimizer is not None:
+            self.optimizer.step()
             return
         with torch.no_grad():
             if self.case.overlap_param_gather:
@@ -348,7 +349,7 @@ def _config(case: RetriedCase, graph: str) -> TransformerConfig:
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=case.on_gpu,
-        gradient_accumulation_fusion=False,
+        **{"gradient_accumulation_fusion": False, **case.fields},
         use_cpu_initialization=not case.on_gpu,
         bf16=case.in_bf16,
         params_dtype=dtype,
@@ -358,7 +359,6 @@ def _config(case: RetriedCase, graph: str) -> TransformerConfig:
         mtp_num_layers=1 if case.mtp else None,
         **balancing,
         **captured,
-        **case.fields,
     )
 
 
@@ -428,7 +428,8 @@ def forward(
     batches: Iterator[dict[str, Tensor]], model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Any]:
     """Run a microbatch, or plan it: Megatron's `forward_step_func`."""
-    ids = next(batches)["ids"]
+    given = next(batches)
+    ids, masks = given["ids"], {name: given[name] for name in given.keys() & {"padding_mask"}}
     batch, length = ids.shape[0], ids.shape[1] - 1
     positions = torch.arange(length, device=ids.device).expand(batch, -1)
     # Transformer Engine's attention is causal without a mask.
@@ -436,7 +437,8 @@ def forward(
     if ids.device.type == "cpu":
         future = torch.ones(batch, 1, length, length, dtype=torch.bool).triu(1)
     run = model.build_schedule_plan if return_schedule_plan else model
-    return run(ids[:, :-1].contiguous(), positions, future, labels=ids[:, 1:].contiguous()), _mean
+    tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    return run(tokens, positions, future, labels=labels, **masks), _mean
 
 
 def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

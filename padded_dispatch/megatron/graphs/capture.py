@@ -44,6 +44,7 @@ from padded_dispatch.megatron.graphs.selftest import (
     run_eager,
     run_self_test,
 )
+from padded_dispatch.utils.patches import Patches
 
 _log = logging.getLogger("padded_dispatch")
 
@@ -98,7 +99,8 @@ class LayerGraphs:
         optimizers: Megatron's optimizers, whose gradients the capture clears.
 
     Raises:
-        ValueError: if the config captures nothing of this model; see also `check_random_states`.
+        ValueError: if the config captures nothing of this model, or quantizes; see also
+            `check_random_states`.
     """
 
     def __init__(
@@ -117,6 +119,10 @@ class LayerGraphs:
             "be 'transformer_engine' for graphs of layers",
             "set it",
         )
+        for name in ("fp8", "fp4"):
+            value = getattr(config, name, None)
+            rule = "be unset for LayerGraphs, whose self-test runs layers in bf16"
+            require(not value, name, value, rule, "let Megatron's training loop capture the layers")
         check_random_states(next(chunks[0].parameters()).device)
         self._chunks = chunks
         self._helper: Any = cuda_graphs.TECudaGraphHelper(
@@ -294,7 +300,7 @@ def _create(helper: Any, chunks: list[Any]) -> None:
         held = memory.estimate(*_samples_and_order(helper))
         _log.info("CUDA graphs of %d layers will hold %s", len(helper.flattened_callables), held)
         try:
-            with memory.explain_out_of_memory(str(held)):
+            with memory.explain_out_of_memory(str(held)), _numbers_kept(helper):
                 helper.create_cudagraphs()
         finally:
             cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
@@ -309,18 +315,36 @@ def _samples_and_order(helper: Any) -> tuple[list[list[Sample]], list[int]]:
     """Return the inputs of each layer's first graph, by chunk, and the capture's schedule.
 
     `_get_cuda_graph_input_data` returns inputs in the order (chunk, microbatch, layer), 0.16.1 to
-    0.19.0.
+    0.19.0. With `overlap_moe_expert_parallel_comm`, every layer is a chunk of the capture.
     """
-    args, options = helper._get_cuda_graph_input_data()
+    layers_of_chunks = helper.callables_per_chunk
+    with _numbers_kept(helper):
+        args, options = helper._get_cuda_graph_input_data()
+        if helper.num_model_chunks != len(layers_of_chunks):
+            layers_of_chunks = [[layer] for layers in layers_of_chunks for layer in layers]
     chunks, start = [], 0
-    for layers in helper.callables_per_chunk:
+    for layers in layers_of_chunks:
         samples = []
         for number, layer in enumerate(layers, start):
             kwargs = options["sample_kwargs"][number]
             samples.append(Sample(layer=layer, args=args[number], kwargs=kwargs))
         chunks.append(samples)
         start += len(layers) * helper.num_microbatches
-    return chunks, options["_order"]
+    # Steps and a half are delayed gradients of weights.
+    return chunks, [step for step in options["_order"] if step == int(step)]
+
+
+@contextmanager
+def _numbers_kept(helper: Any) -> Iterator[None]:
+    """Restore the helper's numbers of chunks and layers.
+
+    With `overlap_moe_expert_parallel_comm` the helper sets them to those of the capture, and takes
+    them for the model's in the next call.
+    """
+    with Patches() as patches:
+        for name in ("num_layers_per_chunk", "num_model_chunks"):
+            patches.set(helper, name, getattr(helper, name))
+        yield
 
 
 def _hooked(chunks: list[Any]) -> list[Any]:

@@ -27,6 +27,9 @@ wrong for models with our dispatcher is corrected here:
 - For scope `moe`, Megatron captures nothing of a GPTModel's layers and raises no error (0.16.1 to
   0.19.0). The guard raises.
 
+Beside graphs, Megatron's combined schedule calls routers without the padding mask:
+`padded_dispatch.megatron.combined_schedule` gives it to them.
+
 `IterationGraph` guards whole iterations in the same way. Megatron's own FullCudaGraphWrapper has no
 guard.
 """
@@ -37,6 +40,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.cuda_graphs import (
     TECudaGraphHelper,
@@ -47,6 +51,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.config import require
+from padded_dispatch.megatron.combined_schedule import with_masks
 from padded_dispatch.megatron.compat import FREES_GRAPH_INPUTS, graph_scopes
 from padded_dispatch.megatron.config import is_ours
 from padded_dispatch.megatron.dispatcher import counts_put_back, is_padded
@@ -75,6 +80,7 @@ def install() -> None:
         (TransformerLayer, "create_mcore_cudagraph_manager", _wrap_local_manager),
         (_CudaGraphRunner, "create_fwd_graph", _wrap_local_capture),
         (TECudaGraphHelper, "create_cudagraphs", _wrap_helper),
+        (TransformerLayerSchedulePlan, "_build_callable_nodes", with_masks),
     ):
         _patches.set(owner, name, wrap(getattr(owner, name)))
 

@@ -1,0 +1,58 @@
+"""Give routers the padding mask that Megatron's combined schedule leaves out.
+
+With `overlap_moe_expert_parallel_comm` Megatron runs a layer in pieces, and calls the router
+without the mask that the model was given (0.16.1 to 0.19.0, `build_transformer_layer_callables`).
+Padding tokens would take slots and count in the losses. The mask is at hand, in the state of the
+model's chunk. While the piece with the router of a padded layer runs, `MoELayer.route` has it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from padded_dispatch.megatron.compat import MTP_HAS_MASKS, graph_scopes
+from padded_dispatch.megatron.dispatcher import is_padded
+from padded_dispatch.megatron.router import MASK_IS_LOST
+from padded_dispatch.utils.patches import Patches
+
+
+def with_masks(build: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `TransformerLayerSchedulePlan._build_callable_nodes` to hand on padding masks."""
+
+    @functools.wraps(build)
+    def build_with_masks(plan: Any, *args: Any, **kwargs: Any) -> None:
+        build(plan, *args, **kwargs)
+        layer = _transformer_layer(plan.layer)
+        if is_padded(getattr(layer, "mlp", None)):
+            # The piece that ends with the dispatcher's first stage; `attn` until 0.18.
+            first = getattr(plan, "attn", None) or plan.pre_dispatch_computation
+            first.submodule = functools.partial(_run_with_mask, layer, first.submodule)
+
+    return build_with_masks
+
+
+def _transformer_layer(layer: Any) -> Any:
+    """Return a layer, or the one in a layer of multi-token prediction; None if it has no masks."""
+    for name in ("mtp_model_layer", "transformer_layer"):
+        if hasattr(layer, name):
+            return getattr(layer, name) if MTP_HAS_MASKS else None
+    return layer
+
+
+def _run_with_mask(layer: Any, run: Callable[..., Any], node: Any, *args: Any) -> Any:
+    moe, route = layer.mlp, layer.mlp.route
+
+    def route_with_mask(hidden_states: Tensor) -> Any:
+        # Read here: a layer of multi-token prediction has moved it on by one token by now.
+        mask_BS = node.chunk_state.padding_mask
+        if mask_BS is None:
+            return route(hidden_states)
+        if getattr(layer, "cuda_graphs", None) and "moe_router" in graph_scopes(layer.config):
+            raise ValueError(f"padding_mask must be None in a replay, got a mask; {MASK_IS_LOST}")
+        return route(hidden_states, padding_mask=mask_BS.transpose(0, 1).bool())
+
+    with Patches() as patches:
+        patches.set(moe, "route", route_with_mask)
+        return run(node, *args)
