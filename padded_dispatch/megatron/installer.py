@@ -12,11 +12,15 @@ stock configs pass through unchanged:
 It also follows Megatron-LM's training loop (`padded_dispatch.megatron.megatron_lm`), if that has
 been imported by then, or when a config with this dispatcher is made.
 
+If Megatron-Bridge has been imported, its check of the name where a recipe overlaps expert-parallel
+communication runs with 'alltoall', too. Import Bridge before `install()`.
+
 `install()` also guards layers that replay CUDA graphs: see `padded_dispatch.megatron.graphs.guard`.
 """
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -36,6 +40,7 @@ from padded_dispatch.megatron.saved import keep_options
 from padded_dispatch.utils.patches import Patches
 
 NAME = "padded_alltoall"
+_BRIDGE = "megatron.bridge.training.comm_overlap"
 
 _FIELD: Any = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
 _patches = Patches()
@@ -64,6 +69,10 @@ def install(options: PaddedOptions | None = None) -> None:
     _patches.set(MoELayer, "__init__", _wrap_init(MoELayer.__init__))
     _patches.set(_FIELD, "type", Literal[(*get_args(_FIELD.type), NAME)])
     follow_training(_patches)
+    overlap = getattr(sys.modules.get(_BRIDGE), "CommOverlapConfig", None)
+    if overlap is not None:
+        name = "_get_model_comm_overlap_cfgs"
+        _patches.set(overlap, name, _with_stock_name(getattr(overlap, name)))
     guard.install()
 
 
@@ -72,6 +81,19 @@ def uninstall() -> None:
     if _patches:
         _patches.undo()
         guard.uninstall()
+
+
+def _with_stock_name(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of Bridge that checks the dispatcher of a model's config."""
+
+    @functools.wraps(method)
+    def checked(self: Any, model_cfg: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(model_cfg, "moe_token_dispatcher_type", None) != NAME:
+            return method(self, model_cfg, *args, **kwargs)
+        with dispatcher_type(model_cfg, "alltoall"):
+            return method(self, model_cfg, *args, **kwargs)
+
+    return checked
 
 
 def _wrap_init(init: Callable[..., None]) -> Callable[..., None]:

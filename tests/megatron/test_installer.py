@@ -1,7 +1,10 @@
 """After install() the config value alone is enough; uninstall() restores stock Megatron."""
 
+import sys
+import types
 import typing
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -223,6 +226,31 @@ def test_a_recipe_for_another_dispatcher_is_accepted(caplog):
         assert getattr(config, name) == (value if name in kept else fields[name].default), name
     logged = [message.split(": ")[1].split("=")[0] for message in caplog.messages]
     assert sorted(logged) == sorted(settings)
+
+
+class CommOverlapConfig:
+    """What Bridge has: a check of the dispatcher's name."""
+
+    def _get_model_comm_overlap_cfgs(self, model_cfg: Any, ddp_config: Any) -> Any:
+        assert model_cfg.moe_token_dispatcher_type in ("alltoall", "flex")
+        return model_cfg.moe_token_dispatcher_type, ddp_config
+
+
+def test_overlap_of_bridge_passes_its_check_of_the_dispatcher(monkeypatch):
+    module: Any = types.ModuleType("megatron.bridge.training.comm_overlap")
+    module.CommOverlapConfig = CommOverlapConfig
+    check = CommOverlapConfig._get_model_comm_overlap_cfgs
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    install()
+    for name, seen in (("padded_alltoall", "alltoall"), ("flex", "flex")):
+        model = types.SimpleNamespace(moe_token_dispatcher_type=name)
+        assert CommOverlapConfig()._get_model_comm_overlap_cfgs(model, ddp_config=5) == (seen, 5)
+        assert model.moe_token_dispatcher_type == name
+    with pytest.raises(AssertionError):
+        model = types.SimpleNamespace(moe_token_dispatcher_type="allgather")
+        CommOverlapConfig()._get_model_comm_overlap_cfgs(model, None)
+    uninstall()
+    assert CommOverlapConfig._get_model_comm_overlap_cfgs is check
 
 
 def test_scopes_without_experts_need_no_factor_either():

@@ -51,9 +51,20 @@ class _StandIn(types.ModuleType):
             raise AttributeError(name)
         if name[0].islower():
             return importlib.import_module(f"{self.__name__}.{name}")
-        made = type(name, (torch.nn.Module,), {"__module__": self.__name__})
+        made = type(name, (_AnyModule,), {"__module__": self.__name__})
         setattr(self, name, made)
         return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what a decorator would, or the stand-in itself."""
+        return args[0] if args and callable(args[0]) else self
+
+
+class _AnyModule(torch.nn.Module):
+    """A class that takes any arguments."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -7,6 +7,23 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "the number is for tokens that are not scaled, whose shares are not used"
         ),
     },
+    "ops/rows.py": {
+        "token_of_slot = torch.full((num_slots + 1,), -1, device=tokens_TD.device) -> "
+        "token_of_slot = torch.full((num_slots + 1,), -2, device=tokens_TD.device)": (
+            "any negative number is no token"
+        ),
+        "return torch.where(x_MP < num_shared, p_MP + shift_MP, -1) -> "
+        "return torch.where(x_MP < num_shared, p_MP + shift_MP, -2)": (
+            "any negative number is no row"
+        ),
+    },
+    "exchange/agreement.py": {
+        "layer = -1 if self.layer is None else self.layer -> "
+        "layer = -2 if self.layer is None else self.layer": "layers have no negative numbers",
+        "first, second = (int.from_bytes(half, signed=True) for half in (digest[:8], digest[8:])) "
+        "-> first, second = (int.from_bytes(half, signed=True) for half in "
+        "(digest[:8], digest[9:]))": "120 bits of a hash tell values apart as 128 do",
+    },
     "exchange/fit.py": {
         "if group is not None and group.size() > 1: -> "
         "if group is not None and group.size() >= 1:": (

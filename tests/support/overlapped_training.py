@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from padded_dispatch.megatron import LayerGraphs, protect
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.options import Experts
+from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.utils.patches import Patches
 from tests.support.graph_training import Findings
 from tests.support.retried_training import (
@@ -76,7 +77,10 @@ class OverlapTraining(Training):
     def step(self, number: int) -> dict[str, Tensor]:
         """Run step `number`; see `Training`."""
         self._number = number
-        return super().step(number)
+        results = super().step(number)
+        for layer_number, layer in padded_moe_layers(self.chunks).items():
+            results[f"counts of layer {layer_number}"] = layer.token_dispatcher.counters.totals
+        return results
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
         """Return an iterator over the step's microbatches, the same for all chunks."""

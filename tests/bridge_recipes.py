@@ -1,0 +1,340 @@
+"""Which of Megatron-Bridge's recipes a padded dispatcher accepts, as a page.
+
+    python -m tests.bridge_recipes --write padded_dispatch/megatron/BRIDGE.md
+
+Every MoE recipe of the installed Bridge is built on the CPU: its precision and its overlap are
+applied as Bridge's training does, the dispatcher's word and a capacity factor of 1.25 are set, and
+the config is checked. Nothing is trained. What recipes read from Hugging Face is stood in for: the
+settings of a recipe are its own, the sizes of its model are not. Packages that only train stand in
+as well, Transformer Engine among them.
+
+A recipe counts as one of experts if its name is one of such a model (`MOE_MODELS`).
+"""
+
+import argparse
+import collections
+import copy
+import importlib
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import megatron.core.models.gpt.gpt_layer_specs
+import megatron.core.models.mamba.mamba_layer_specs  # noqa: F401
+import torch
+from packaging.version import Version
+
+from padded_dispatch.megatron import install, megatron_on_cpu
+from padded_dispatch.megatron.config import check_config, notes, take_over
+from tests.support.bridge_model import StandIns
+
+# The library first: performance recipes import it, without its `__init__`.
+_PACKAGES = (
+    ("library", "megatron.bridge.recipes"),
+    ("performance", "megatron.bridge.perf_recipes"),
+)
+STATES = "accepted", "accepted, noted", "refused", "not built"
+_RECIPE = re.compile(r"(?!_)\w+_config")
+_REFUSED = "the padded dispatcher does not support"
+
+MOE_MODELS = re.compile(
+    r"a\d+b|deepseek|gpt_oss|kimi|moonlight|glm|olmoe|minimax|step3|stepfun|moe|mixtral|llama4"
+    r"|nemotron_3_(nano(?!_4b)|super|ultra)|exaone_moe|k_exaone"
+)
+
+# Imported by Bridge's modules, used in training only.
+_STANDING_IN = (
+    "datasets",
+    "diffusers",
+    "megatron",
+    "modelopt",
+    "open_clip",
+    "peft",
+    "timm",
+    "transformer_engine",
+    "transformer_engine_torch",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one recipe.
+
+    Attributes:
+        kind: the set of recipes that it is of: performance or library.
+        name: of the function.
+        notes: what stands in the place of settings for another dispatcher.
+        refusals: the settings that are refused, each with its reason.
+        error: why the recipe could not be built; empty if it was.
+    """
+
+    kind: str
+    name: str
+    notes: tuple[str, ...] = ()
+    refusals: tuple[str, ...] = ()
+    error: str = ""
+
+    @property
+    def state(self) -> str:
+        """One of `STATES`."""
+        if self.error:
+            return "not built"
+        return "refused" if self.refusals else "accepted, noted" if self.notes else "accepted"
+
+    @property
+    def settings(self) -> str:
+        """The settings that are refused."""
+        return ", ".join(f"`{line.partition(': ')[0]}`" for line in self.refusals)
+
+    @property
+    def model(self) -> str:
+        """The name up to the task."""
+        return re.split(r"_(?:pretrain|sft|peft|finetune|lora)(?:_|$)", self.name)[0]
+
+
+class _Model:
+    """Stands in for `AutoBridge`: a model of experts with sizes that every layout divides."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @classmethod
+    def from_hf_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> "_Model":
+        return cls(str(name))
+
+    from_hf_config = from_hf_pretrained
+
+    def to_megatron_provider(self, *args: Any, **kwargs: Any) -> Any:
+        providers = importlib.import_module("megatron.bridge.models.gpt_provider")
+        provider = providers.GPTModelProvider(
+            moe_token_dispatcher_type="alltoall",
+            num_layers=64,
+            hidden_size=4096,
+            num_attention_heads=64,
+            num_moe_experts=256,
+            moe_router_topk=8,
+            moe_ffn_hidden_size=1536,
+            moe_grouped_gemm=True,
+            add_bias_linear=False,
+            gated_linear_unit=True,
+            vocab_size=128256,
+        )
+        provider.to_text_provider = lambda *args, **kwargs: provider
+        return provider
+
+    get_model_config = to_megatron_provider
+    hf_pretrained = types.SimpleNamespace()
+
+
+def modules_of(package: str) -> list[Any]:
+    """Import all modules below a package, except its own `__init__`, which imports all of them."""
+    (folder,) = importlib.import_module(package.rpartition(".")[0]).__path__
+    folder = Path(folder) / package.rpartition(".")[2]
+    empty = types.ModuleType(package)
+    empty.__path__ = [str(folder)]
+    sys.modules[package] = empty
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        inner = ".".join(path.relative_to(folder).with_suffix("").parts)
+        name = f"{package}.{inner.removesuffix('.__init__')}"
+        try:
+            found.append(importlib.import_module(name))
+        except Exception as error:  # Models of other kinds need more than stands in.
+            sys.stderr.write(f"{name} cannot be imported: {type(error).__name__}: {error}\n")
+    return found
+
+
+def recipes_of(package: str) -> dict[str, Any]:
+    """Return the recipes of a package by name."""
+    found = {}
+    for module in modules_of(package):
+        for name, function in vars(module).items():
+            own = getattr(function, "__module__", "") == module.__name__
+            if own and inspect.isfunction(function) and _RECIPE.fullmatch(name):
+                found[name] = function
+    return found
+
+
+def check(kind: str, name: str, recipe: Any) -> Outcome | None:
+    """Return the outcome of a recipe; None if its model has no experts.
+
+    Megatron's own checks, which run first, may ask for sizes that the model here does not have; the
+    config is then checked without them.
+    """
+    try:
+        model = _prepared(recipe())
+    except NotImplementedError:  # A name without a recipe behind it.
+        return None
+    except Exception as error:  # Whatever a recipe needs that this machine lacks.
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return Outcome(kind=kind, name=name, error=reason) if MOE_MODELS.search(name) else None
+    if not MOE_MODELS.search(name) and (model.expert_model_parallel_size or 1) == 1:
+        return None
+    model.moe_token_dispatcher_type = "padded_alltoall"
+    model.moe_expert_capacity_factor = 1.25
+    noted = notes(model)
+    try:
+        try:
+            copy.deepcopy(model).finalize()
+        except (AssertionError, ValueError) as error:
+            if str(error).startswith(_REFUSED):
+                raise
+            sys.stderr.write(f"{name}: checked without Megatron: {str(error).strip()[:200]}\n")
+            take_over(model)
+            check_config(_parsed(model))
+    except ValueError as error:
+        lines = tuple(line.strip() for line in str(error).removeprefix(_REFUSED).splitlines())
+        return Outcome(kind=kind, name=name, refusals=tuple(filter(None, lines)))
+    return Outcome(kind=kind, name=name, notes=tuple(noted))
+
+
+def _prepared(config: Any) -> Any:
+    """Apply precision and overlap as Bridge's training does, and return the model's config."""
+    precisions = importlib.import_module("megatron.bridge.training.mixed_precision")
+    precision, overlap, model = config.mixed_precision, config.comm_overlap, config.model
+    if isinstance(precision, str):
+        precision = precisions.get_mixed_precision_config(precision)
+    if precision is not None:
+        precision.finalize()
+        precision.setup(model, config.optimizer, config.ddp)
+    if overlap is not None:
+        overlap.data_parallel_size = 1
+        overlap.finalize()
+        overlap.setup(model, config.optimizer, config.ddp)
+    return model
+
+
+def _parsed(model: Any) -> Any:
+    """Return a config whose CUDA graphs are written as Megatron writes them."""
+    for name in ("cuda_graph_modules", "cuda_graph_scope"):
+        scopes = getattr(model, name, None)
+        if isinstance(scopes, str):
+            setattr(model, name, [] if scopes == "full" else scopes.split(","))
+    if getattr(model, "external_cuda_graph", False):
+        model.cuda_graph_impl = "transformer_engine"
+    return model
+
+
+_INTRODUCTION = """\
+Every recipe of a model with experts in Megatron-Bridge {version}, with
+`moe_token_dispatcher_type="padded_alltoall"` and a capacity factor of 1.25. Written by
+`python -m tests.bridge_recipes`: configs were built and checked on a CPU with stand-ins for the
+models' sizes; nothing was trained. [Back to the top](../../README.md); [options](README.md);
+[how to start a recipe](RECIPES.md#megatron-bridge).
+
+- Import Bridge before `install()`, and call `install()` before the recipe makes its config.
+- Set `moe_flex_dispatcher_backend=None` for Bridge's performance scripts. Where it names a back
+  end, they turn the dispatcher's word back into `flex`.
+- Bridge loads and exports Hugging Face weights of packed and batched experts, exactly.
+- `run_config.yaml` holds Megatron's fields only. A program that reads it, such as an exporter,
+  calls `install()` with the options.
+- LoRA on the linears of experts needs `PaddedOptions(experts="module")`.
+"""
+
+
+def page(outcomes: list[Outcome], version: str) -> str:
+    """Return the page: counts by set and model, what is refused and why, what is replaced."""
+    lines = [
+        "# Which recipes work",
+        "",
+        _INTRODUCTION.format(version=version),
+        *_counts("recipes", outcomes, lambda one: one.kind),
+        "",
+        "## Refused because",
+        "",
+        *_settings([one.refusals for one in outcomes]),
+        "",
+        *_grouped([(one.settings, one.name) for one in outcomes if one.refusals]),
+        "",
+        "## Replaced",
+        "",
+        "The log says once what stands in a setting's place. The config gets Megatron's default",
+        "where Megatron would act on the value.",
+        "",
+        *_settings([one.notes for one in outcomes]),
+        "",
+        "## Model by model",
+        "",
+        *_counts("model", outcomes, lambda one: one.model),
+    ]
+    missing = [(one.error, one.name) for one in outcomes if one.error]
+    if missing:
+        lines += ["", "## Not built here", "", *_grouped(missing)]
+    return "\n".join(lines) + "\n"
+
+
+def _grouped(reasons: list[tuple[str, str]]) -> list[str]:
+    """Return one item per reason, with the names of the recipes that have it."""
+    names: dict[str, list[str]] = {}
+    for reason, name in reasons:
+        names.setdefault(reason, []).append(f"`{name}`")
+    return [f"- {reason}: {', '.join(found)}" for reason, found in names.items()]
+
+
+def _counts(head: str, outcomes: list[Outcome], key: Callable[[Outcome], str]) -> list[str]:
+    """Return a table: how many recipes of each group came to which state."""
+    counted: dict[str, collections.Counter[str]] = {}
+    for one in outcomes:
+        counted.setdefault(key(one), collections.Counter())[one.state] += 1
+    rows = [f"| {head} | in all | {' | '.join(STATES)} |", "| --- " * (2 + len(STATES)) + "|"]
+    for name, states in sorted(counted.items(), reverse=head == "recipes"):
+        numbers = " | ".join(str(states[state]) for state in STATES)
+        rows.append(f"| {name} | {states.total()} | {numbers} |")
+    return rows
+
+
+def _settings(texts: list[tuple[str, ...]]) -> list[str]:
+    """Return a table: each setting, how many recipes have it, and what is said about it."""
+    lines = [line for text in texts for line in text]
+    counted = collections.Counter((line.partition("=")[0], _reason(line)) for line in lines)
+    rows = ["| setting | recipes | |", "| --- | --- | --- |"]
+    return rows + [f"| `{name}` | {num} | {why} |" for (name, why), num in counted.most_common()]
+
+
+def _reason(line: str) -> str:
+    return line.partition(": ")[2].partition(" Remedy: ")[0].rstrip(".")
+
+
+def stand_in() -> None:
+    """Let packages and models stand in that no config needs."""
+    vars(typing).setdefault("override", lambda function: function)  # New in Python 3.12.
+    sys.meta_path.append(StandIns(*_STANDING_IN))
+    vars(importlib.import_module("megatron.core.utils"))["get_te_version"] = lambda: Version("2.20")
+    # Recipes ask for the GPU to choose kernels.
+    hopper = types.SimpleNamespace(major=9, minor=0, name="NVIDIA H100", total_memory=80 << 30)
+    vars(torch.cuda)["get_device_properties"] = lambda *args: hopper
+    vars(torch.cuda)["get_device_capability"] = lambda *args: (hopper.major, hopper.minor)
+    bridge = importlib.import_module("megatron.bridge")
+    conversion = importlib.import_module("megatron.bridge.models.conversion.auto_bridge")
+    for module in (bridge, conversion):
+        vars(module)["AutoBridge"] = _Model
+
+
+def main() -> None:
+    """Check all recipes and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="the page; else it is printed")
+    parser.add_argument("--version", required=True, help="name of the Bridge, for the page")
+    arguments = parser.parse_args()
+    stand_in()
+    install()
+    outcomes = []
+    found = {kind: recipes_of(package) for kind, package in _PACKAGES}
+    with megatron_on_cpu():
+        for kind, recipes in found.items():
+            outcomes += [check(kind, name, recipe) for name, recipe in sorted(recipes.items())]
+    text = page([one for one in outcomes if one is not None], arguments.version)
+    if arguments.write:
+        arguments.write.write_text(text)
+    else:
+        sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
