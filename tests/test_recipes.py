@@ -24,8 +24,6 @@ EACH = pytest.mark.parametrize("name", COMMANDS)
 TABLE = {row.name: row for row in (*MOE_FIELDS, *OTHER_FIELDS)}
 # Flags of Megatron-LM that are named otherwise than the field of the config.
 NAMES = {"num_experts": "num_moe_experts", "te_rng_tracker": "use_te_rng_tracker"}
-# A field that the table does not list, because no MoE layer reads it.
-TRACE = "moe_routing_trace_path"
 
 
 def test_the_page_has_a_recipe_for_each_situation():
@@ -36,7 +34,7 @@ def test_the_page_has_a_recipe_for_each_situation():
         "one host",
         "several hosts",
         "slurm",
-        "trace, 0.19 and later",
+        "trace",
     ]
 
 
@@ -65,11 +63,11 @@ def flags_of(arguments: list[str]) -> dict[str, list[str]]:
 def test_torchrun_and_the_launcher_take_their_words(name, tmp_path):
     command = expand(name, tmp_path)
     given = get_args_parser().parse_args([*command.torchrun, "pretrain_gpt.py"])
-    _, script, arguments = read(command.launcher)
+    options, script, arguments = read(command.launcher)
     assert script == "pretrain_gpt.py"
+    assert options.trace == ("traces" if name == "trace" else None)
     flags = flags_of(arguments)
-    traces = name.startswith("trace")
-    assert flags["moe_token_dispatcher_type"] == ["alltoall" if traces else "padded_alltoall"]
+    assert flags["moe_token_dispatcher_type"] == ["padded_alltoall"]
     num_gpus = int(given.nnodes.split(":")[0]) * int(given.nproc_per_node)
     ep = int(flags.get("expert_model_parallel_size", ["1"])[0])
     assert num_gpus % ep == 0 and 32 % ep == 0
@@ -77,11 +75,7 @@ def test_torchrun_and_the_launcher_take_their_words(name, tmp_path):
     assert int(batch) % (int(micro) * num_gpus) == 0
 
 
-VERSIONS_OF = {
-    "eager": VERSIONS,
-    GRAPHS_016: VERSIONS[:2],
-    "trace, 0.19 and later": VERSIONS[3:],
-}
+VERSIONS_OF = {"eager": VERSIONS, GRAPHS_016: VERSIONS[:2]}
 
 
 @EACH
@@ -89,7 +83,7 @@ def test_flags_of_megatron_are_fields_that_we_accept(name, tmp_path):
     """Those of MoE layers and of graphs, in each version that the recipe is for."""
     _, _, arguments = read(expand(name, tmp_path).launcher)
     ours = [flag for flag in flags_of(arguments) if flag.startswith(("moe_", "cuda_graph_"))]
-    for flag in (flag for flag in ours if flag != TRACE):
+    for flag in ours:
         row = TABLE[flag]
         assert row.status != "refused", flag
         assert set(VERSIONS_OF.get(name, VERSIONS[2:])) <= set(row.versions), flag

@@ -117,3 +117,24 @@ def test_nothing_counted_has_no_figures():
     none = np.zeros(1, dtype=np.int64)
     empty = snapshot_of(totals_YW, none, none[:, None], layers=(1,), top_k=K)
     assert empty.figures() == {}
+
+
+def test_figures_of_perfect_balance_and_of_no_demand():
+    counters = Counters(DispatchConfig(num_experts=E, top_k=K), "cpu")
+    for num_asked in (T, 0):
+        counters.reset()
+        asked_TE = torch.arange(T)[:, None].expand(T, E) < num_asked
+        selection = select(asked_TE, asked_TE.float(), sizes=pools(E, T))
+        counters.observe(asked_TE, asked_TE.float(), selection, pools(E, T))
+        seen = snapshot_of(
+            counters.totals.numpy()[None],
+            counters.max_demand.numpy()[None],
+            np.zeros((1, 2), dtype=np.int64),
+            layers=(1,),
+            top_k=E,
+        )
+        figures = seen.figures()
+        # Overloads are at least 1, also where nothing was asked for.
+        assert (figures["expert_overload"], figures["rank_overload"]) == (1.0, 1.0)
+        assert figures["needed_factor"] == (1.0 if num_asked else 0.0)
+        assert seen.cells_per_pool == 1

@@ -397,7 +397,7 @@ def agree_on_shapes(
     agreement: Agreement,
     config: DispatchConfig,
     tokens_TD: Tensor,
-    rules: Values = (),
+    rules: Values,
     **shapes: object,
 ) -> None:
     """Compare everything that decides a result over the ranks, before the routing is known.

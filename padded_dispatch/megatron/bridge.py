@@ -61,11 +61,11 @@ def single_experts(chunks: Iterable[Any]) -> Iterator[None]:
     singles = {linear: linear.singles() for linear in kept}
     try:
         for linear, parameters in singles.items():
-            linear._parameters = parameters
+            linear.__dict__["_parameters"] = parameters
         yield
     finally:
         for linear, parameters in kept.items():
-            linear._parameters = parameters
+            linear.__dict__["_parameters"] = parameters
 
 
 def _showing(method: Callable[..., Any]) -> Callable[..., Any]:

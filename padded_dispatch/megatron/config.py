@@ -109,25 +109,31 @@ def check_config(config: Any) -> None:
 
 
 def _refused_overlaps(config: Any, options: PaddedOptions) -> list[str]:
-    """Return one line per setting that Megatron's combined schedule cannot run with."""
-    if not _read(config, "overlap_moe_expert_parallel_comm"):
-        return []
-    found = []
-    for name, value in (("exchange", "direct"), ("capacity_pool", "receiver")):
-        if getattr(options, name) == value:
-            found.append(
-                f"  {name}={value!r} with overlap_moe_expert_parallel_comm: stores of two streams "
-                "would overwrite each other. Remedy: exchange='auto' with capacity_pool='expert' "
-                "or 'rank', or no overlap."
-            )
-    impl = _read(config, "cuda_graph_impl")
+    """Return one line per setting that cannot be combined with one that overlaps the exchange."""
+    combined = "overlap_moe_expert_parallel_comm"
+    why = {
+        combined: "the schedule runs layers in pieces, beside such graphs",
+        "overlap_dispatch_backward_with_experts_wgrad": "in a replay, Megatron's DDP does not see "
+        "gradients that come after backward",
+    }
+    impl, scopes = _read(config, "cuda_graph_impl"), graph_scopes(config)
     of_layers = impl in ("local", "transformer_engine") and not captures_iteration(config)
-    if of_layers and (impl == "local" or not graph_scopes(config)):
-        found.append(
-            f"  cuda_graph_impl={impl!r} of whole layers with overlap_moe_expert_parallel_comm: "
-            "the schedule runs layers in pieces, beside such graphs. Remedy: 'transformer_engine' "
-            "with the scopes attn, moe_router and moe_preprocess."
-        )
+    found = []
+    for name, reason in why.items():
+        if not _read(config, name):
+            continue
+        if of_layers and (impl == "local" or not scopes or "moe" in scopes):
+            found.append(
+                f"  cuda_graph_impl={impl!r} of layers with their experts, with {name}: {reason}. "
+                "Remedy: 'transformer_engine' with the scopes attn, moe_router and moe_preprocess."
+            )
+    for name, value in (("exchange", "direct"), ("capacity_pool", "receiver")):
+        if _read(config, combined) and getattr(options, name) == value:
+            found.append(
+                f"  {name}={value!r} with {combined}: stores of two streams would overwrite each "
+                "other. Remedy: exchange='auto' with capacity_pool='expert' or 'rank', or no "
+                "overlap."
+            )
     return found
 
 

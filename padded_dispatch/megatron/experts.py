@@ -260,6 +260,10 @@ class StackedExperts(MegatronModule):
         )
         return output_ND, None
 
+    def need_backward_dw(self) -> bool:
+        """Return whether `backward_dw` computes gradients; Megatron-FSDP asks."""
+        return self.linear_fc1.delayed is not None
+
     def backward_dw(self) -> None:
         """Compute the gradients of the weights that backward has delayed."""
         self.linear_fc2.backward_dw()
@@ -359,10 +363,9 @@ class StackedLinear(nn.Module):
             self.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]))
             for name, value in vars(biases[0]).items():
                 setattr(self.bias, name, value)
-        if delays:
-            self.weight.skip_backward_post_hook = True
-            if self.bias is not None:
-                self.bias.skip_backward_post_hook = False
+        for parameter, skips in ((self.weight, True), (self.bias, False)):
+            if delays and parameter is not None:
+                vars(parameter)["skip_backward_post_hook"] = skips
         self.register_state_dict_post_hook(_split)
         self.register_load_state_dict_pre_hook(_stack)
 

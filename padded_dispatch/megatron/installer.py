@@ -36,6 +36,7 @@ from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.layer import build, dispatcher_type
 from padded_dispatch.megatron.megatron_lm import follow_training
 from padded_dispatch.megatron.options import PaddedOptions, require_options
+from padded_dispatch.megatron.saved import keep_options
 from padded_dispatch.utils.patches import Patches
 
 NAME = "padded_alltoall"
@@ -125,6 +126,7 @@ def _wrap_post_init(
         take_over(self)
         check_config(self)
         follow_training(_patches)
+        keep_options(_patches)
 
     return padded_post_init
 

@@ -40,7 +40,7 @@ def follow_training(patches: Patches) -> None:
     training: Any = sys.modules.get(_MODULE)
     if training is None or not hasattr(training, "train_step"):
         return  # Not imported, or about to be.
-    if isinstance(getattr(training.train_step, "followed_by", None), _Loop):
+    if isinstance(vars(training.train_step).get("followed_by"), _Loop):
         return
     loop = _Loop(training)
     for name in ("train", "train_step", "training_log"):
@@ -79,7 +79,7 @@ class _Loop:
 
             return instead(call, bound.arguments)
 
-        followed.followed_by = self  # pyright: ignore[reportFunctionMemberAccess]
+        vars(followed)["followed_by"] = self
         return followed
 
     def train(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
@@ -120,10 +120,14 @@ class _Loop:
         return call()
 
     def _run_of(self, chunks: list[Any], steps_done: int) -> Run | None:
-        """Return the run of a model, which starts if it is another one; None without our layers."""
+        """Return the run of a model, which starts if it is another one; None without our layers.
+
+        A dense model may have our word in its config.
+        """
         if self._run is None or self._run.chunks is not chunks:
             if self._run is not None:
                 self._run.close()
-            ours = is_ours(get_model_config(chunks[0]))
+            config: Any = get_model_config(chunks[0])
+            ours = is_ours(config) and config.num_moe_experts is not None
             self._run = Run(self._training, chunks, step=steps_done) if ours else None
         return self._run

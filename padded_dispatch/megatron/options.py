@@ -437,6 +437,17 @@ def to_json(options: PaddedOptions) -> dict[str, Any]:
     return {name: v if isinstance(v, plain) else _show(v) for name, v in by_name(options).items()}
 
 
+def to_plain(options: PaddedOptions) -> dict[str, Any]:
+    """Return the options as values that YAML holds, and that `PaddedOptions(**...)` reads back."""
+    return {name: _plain(value) for name, value in by_name(options).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
 def by_name(options: PaddedOptions) -> dict[str, Any]:
     """Return the options' values by name."""
     return {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}

@@ -75,7 +75,7 @@ def record_routing(
     folder.mkdir(parents=True, exist_ok=True)
     dispatcher = next(iter(layers.values())).token_dispatcher
     num_sources = dispatcher.ep_size * dispatcher.tp_size
-    group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
     recording = Recording(
         num_experts=dispatcher.dispatch_config.num_experts,
         num_ranks=num_sources,

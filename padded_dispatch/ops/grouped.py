@@ -16,7 +16,7 @@ unspecified memory in this case, one block for all weights of a shape. On a GPU 
 gradient's way through memory, and in CUDA graphs a gradient per layer.
 
 `delayed` keeps what a weight's gradient needs, instead of computing it in the backward pass. The
-caller computes it later, with the same operations: `linear.gradient` below.
+caller computes it later, with the same operations: `_grouped_gradient` or `_batched_gradient`.
 
 If all experts have equally many rows, padded ones among them, `batched_linear` does the same with
 one `torch.bmm` per linear: per row it is faster, and it computes the padding.
@@ -34,8 +34,8 @@ from torch.library import custom_op
 
 from padded_dispatch.config import require
 
-# Gradients of a weight [L, O, I] that are still to be computed, oldest first. Each call computes one,
-# or adds it to the sums and returns unspecified memory.
+# Gradients of a weight [L, O, I] that wait, oldest first. Each call computes one, or adds it to the
+# sums and returns unspecified memory.
 Delayed = deque[Callable[[], Tensor]]
 
 

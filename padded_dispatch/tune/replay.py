@@ -37,6 +37,7 @@ micro-batch of one layer, of one source or of all sources of a group; M tokens o
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -97,7 +98,7 @@ class Replay:
         """Rows that each record asked for, [records]."""
         return self.demand_by_expert.sum(1, dtype=np.int64)
 
-    @property
+    @cached_property  # A dozen readers, and the largest array of a study.
     def kept(self) -> NDArray[np.int64]:
         """Rows of each record that keep a slot, [factors, records]."""
         return self.kept_by_expert.sum(2, dtype=np.int64)

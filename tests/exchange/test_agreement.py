@@ -175,6 +175,17 @@ def test_another_layer_number_is_seen(pool2):
         assert "layer 4 (dispatcher 1) on rank 0, layer 5 (dispatcher 1) on rank 1" in message
 
 
+def _a_number_on_one_rank() -> None:
+    agreement = Agreement(dist.new_group())
+    agreement.layer = 1 if dist.get_rank() else None
+    agreement.check(D=8)
+
+
+def test_a_layer_that_only_one_rank_knows_is_seen(pool2):
+    for message in errors_of(pool2, _a_number_on_one_rank):
+        assert "caller is dispatcher 1 on rank 0, layer 1 (dispatcher 1) on rank 1." in message
+
+
 def _other_names() -> None:
     agreement = Agreement(dist.new_group())
     if dist.get_rank() == 0:
@@ -258,6 +269,15 @@ def test_the_limit_is_longer_until_values_were_compared_twice(monkeypatch):
     assert recorder.limits_s == [60, 60, 60, 6, 60, 60, 6, 6]
     agreement.check((("seed", 2),), T=5)
     assert recorder.limits_s[-1] == 60
+
+
+def test_a_rank_may_come_a_minute_later_unless_more_is_said(monkeypatch):
+    recorder = _Recorder()
+    monkeypatch.setattr(agreement_module, "mirror_of", lambda *_: recorder)
+    agreement = Agreement(_TwoRanks())  # pyright: ignore[reportArgumentType]
+    for _ in range(3):
+        agreement.check(T=5)
+    assert recorder.limits_s == [600, 600, 60]
 
 
 class _TwoRanks:

@@ -3,9 +3,8 @@
     python -m tests.gpu.recipes --megatron-lm PATH --logs logs
 
 It needs torchrun, Transformer Engine and as many GPUs as `--gpus`. Each recipe of one host runs as
-it stands on the page, but for the number of GPUs. From Megatron-Core 0.19 on, the block that
-`padded-dispatch tune` printed about the recorded trace is then pasted and run. Each has a log with
-its output and exit code.
+it stands on the page, but for the number of GPUs. The block that `padded-dispatch tune` printed
+about the recorded trace is then pasted and run. Each has a log with its output and exit code.
 """
 
 import argparse
@@ -37,18 +36,9 @@ def main(argv: list[str]) -> int:
         ).read_text()
     )
     graphs = GRAPHS_018 if has_modules else GRAPHS_016
-    traces = "moe-routing-trace-path" in _sources(given.megatron_lm)
-    names = given.recipes or ["eager", graphs, "one host"]
-    if given.recipes is None and traces:
-        names += ["trace, 0.19 and later", PASTED]
+    names = given.recipes or ["eager", graphs, "one host", "trace", PASTED]
     failed = [name for name in names if not _run(name, given, graphs)]
     return 1 if failed else 0
-
-
-def _sources(checkout: Path) -> str:
-    """Return the files that name Megatron-LM's flags, with dashes."""
-    files = ["megatron/training/arguments.py", "megatron/core/transformer/transformer_config.py"]
-    return "".join((checkout / name).read_text().replace("_", "-") for name in files)
 
 
 def _run(name: str, given: argparse.Namespace, graphs: str) -> bool:

@@ -35,7 +35,12 @@ def test_streams_do_nothing():
         stream = torch.cuda.current_stream()
         stream.wait_stream(torch.cuda.default_stream())
         stream.wait_event(stream.record_event())
-        torch.cuda.synchronize()
+        event = torch.cuda.Event()
+        event.record(stream)
+        event.wait(stream)
+        torch.zeros(2).record_stream(stream)
+        with torch.cuda.nvtx.range("name"):
+            torch.cuda.synchronize()
 
 
 def test_leaving_restores_everything():

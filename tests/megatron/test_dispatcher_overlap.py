@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core import package_info
 from torch import Tensor
 
 from padded_dispatch.config import FIT
@@ -19,7 +20,7 @@ from tests.support.overlapped_training import OverlapCase, overlapped_equals_pla
 
 CASES = [
     OverlapCase(name="module"),
-    OverlapCase(name="packed", experts="packed"),
+    OverlapCase(name="packed", experts="packed", protects=True, factor=0.5),
     OverlapCase(name="batched", experts="batched", expert_bias=True, policy="random"),
     # The rows of one local expert are in order as they arrive.
     OverlapCase(name="one local expert", num_experts=2),
@@ -28,6 +29,11 @@ CASES = [
     OverlapCase(name="delayed", delay_wgrad=True, experts="packed", overlap_grad_reduce=True),
     OverlapCase(name="delayed, batched", delay_wgrad=True, experts="batched"),
 ]
+if (package_info.MAJOR, package_info.MINOR) >= (0, 18):  # The setting is new there.
+    CASES += [
+        OverlapCase(name=f"beside dispatch, {experts}", dispatch_backward=True, experts=experts)
+        for experts in ("module", "packed", "batched")
+    ]
 FITS: dict[str, Any] = {"schedule": ((0, FIT),)}
 
 
@@ -35,6 +41,17 @@ FITS: dict[str, Any] = {"schedule": ((0, FIT),)}
 def test_bits_are_those_of_the_plain_schedule(pool2, case):
     found = pool2.run(overlapped_equals_plain, case)
     assert [findings.failures() for findings in found] == [[], []]
+
+
+@pytest.mark.parametrize(
+    "scopes", [("attn", "moe_router"), ("attn", "moe_router", "moe_preprocess")], ids=str
+)
+def test_bits_are_those_of_the_plain_schedule_with_graphs_of(pool2, scopes):
+    case = OverlapCase(name="graphs", scopes=scopes, steps=4)
+    found = pool2.run(overlapped_equals_plain, case)
+    assert [findings.failures() for findings in found] == [[], []]
+    # The combined schedule has two microbatches in flight, so each has graphs of its own.
+    assert found[0].facts["graphs"] == case.num_layers * case.microbatches
 
 
 def _with_options(case: OverlapCase, options: dict[str, Any]) -> Any:

@@ -140,16 +140,18 @@ def test_fused_gradients_are_added_to_main_grad(experts, num_passes):
     torch.testing.assert_close(fused.router.weight.grad, num_passes * expected["router"])
 
 
-DELAYED = {"delay_wgrad_compute": True}
+DELAYED: dict[str, Any] = {"delay_wgrad_compute": True}
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
 
 
+@pytest.mark.parametrize("recomputed", [{}, RECOMPUTED], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("experts", ["packed", "batched"])
 @pytest.mark.parametrize("sums", [None, torch.float32, torch.bfloat16], ids=str)
-def test_backward_dw_computes_what_backward_has_delayed(experts, sums):
+def test_backward_dw_computes_what_backward_has_delayed(experts, sums, recomputed):
     """Two passes, in bf16: gradients have the bits of those that backward computes."""
     tokens = torch.randn(2, 7, 3, tiny.HIDDEN).bfloat16()
     found = {}
-    for later in ({}, DELAYED):
+    for later in ({}, DELAYED | recomputed):
         made = layer(PaddedOptions(experts=experts), later=later).bfloat16()
         weights = [made.experts.linear_fc1.weight, made.experts.linear_fc2.weight]
         if sums is not None:
@@ -173,6 +175,7 @@ def test_backward_dw_computes_what_backward_has_delayed(experts, sums):
 def test_hooks_of_ddp_run_when_a_delayed_gradient_is_there():
     """Rounds delay several gradients of a pass; DDP hears of them once."""
     made = layer(later=DELAYED).bfloat16()
+    assert made.experts.need_backward_dw() and not layer().experts.need_backward_dw()
     linear, seen = made.experts.linear_fc1, []
     assert linear.weight.skip_backward_post_hook
     linear.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append(linear.weight.grad))

@@ -73,11 +73,16 @@ def test_without_retry_the_schedule_is_megatrons(training_loop):
     assert training_loop.calls == [training.schedule]
 
 
-def test_stock_models_train_as_before(training_loop, monkeypatch):
+@pytest.mark.parametrize("kind", ["stock", "dense"])
+def test_other_models_train_as_before(training_loop, monkeypatch, kind):
     with world(CASE):
         install()
         training = Training(CASE)
-        del training.config.padded_dispatch
+        if kind == "stock":
+            del training.config.padded_dispatch
+        else:
+            training.config.num_moe_experts = None
+            training.schedule = lambda **given: []
         monkeypatch.setattr("padded_dispatch.megatron.megatron_lm.Run", None)  # Would raise.
         step(training_loop, training)
         training_loop.training_log({}, {}, 2, 0)

@@ -1,18 +1,22 @@
 """A training in Megatron-LM's loop: what is shown, how factors change, what a resumed run knows."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer import cuda_graphs
 
 from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron import PaddedOptions, install, uninstall
 from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.tune.trace import load_traces
 from tests.megatron.test_telemetry import HostCount
+from tests.support.graph_protocol import make_graphed_callables
 from tests.support.megatron_lm_loop import Writer, stand_in
 from tests.support.retried_training import RetriedCase, Training, draws, forward, world
 
@@ -155,9 +159,8 @@ def test_grown_factors_hold_from_the_next_step_and_after_a_resume(training_loop,
     options = {"on_overflow": "grow", "grow_after": 1, "grow_factors": (0.75, NO_DROP), **EVERY}
     training = Training(CASE, **options)
     training_loop.before = lambda step: seen.setdefault(step, factors(training))
-    with pytest.MonkeyPatch.context() as patch:
-        name = "padded_dispatch.megatron.megatron_lm_run.recapture"
-        patch.setattr(name, lambda chunks: recaptured.append(len(training_loop.calls)))
+    name = "padded_dispatch.megatron.megatron_lm_run.recapture"
+    with patch(name, lambda chunks: recaptured.append(len(training_loop.calls))):
         train(training_loop, training, **options)
     assert [seen[step] for step in range(6)] == (
         [{1: 0.5, 2: 0.5}] * 2 + [{1: 0.75, 2: 0.75}] * 2 + [{1: NO_DROP, 2: NO_DROP}] * 2
@@ -172,6 +175,50 @@ def test_grown_factors_hold_from_the_next_step_and_after_a_resume(training_loop,
     resumed = train(training_loop, **options)
     assert factors(resumed) == {1: 0.75, 2: 0.75}
     assert training_loop.printed[-1] == f"capacity factors as {tmp_path} has them for step 3"
+
+
+def losses(loop: Any, case: RetriedCase, *, graphed: bool) -> tuple[list[float], Training]:
+    """Train a case; layers grow after the second step, and are captured after the first."""
+    options = {"on_overflow": "grow", "grow_after": 1, "grow_factors": (1.0,), **EVERY}
+    install(PaddedOptions(**options))
+    training = Training(case, graphed=graphed, **options)
+    found = []
+
+    def passes(**given: Any) -> list[Any]:
+        reports = training.schedule(**given)
+        found.extend(report["loss"].item() for report in reports)
+        return reports
+
+    def before(step: int) -> None:
+        if step > 0:
+            training.update()
+        if step == 1 and training.graphs is not None:
+            training.graphs.capture()
+
+    loop.before = before
+    loop.train(forward, training.chunks, draws(case), training.config, passes)
+    return found, training
+
+
+def test_graphs_are_captured_again_before_the_next_step(monkeypatch):
+    case = dataclasses.replace(CASE, graph="layer", dropout=0.0)
+    captures = []
+
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        captures.append(len(loop.calls))
+        return make_graphed_callables(*args, **kwargs)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with world(case), patch.object(cuda_graphs, "make_graphed_callables", capture):
+        loop = stand_in(monkeypatch, case)
+        eager, _ = losses(loop, case, graphed=False)
+        loop.calls.clear()
+        graphed, training = losses(loop, case, graphed=True)
+        training.end()
+        uninstall()
+    dist.destroy_process_group()
+    assert factors(training) == {1: 1.0, 2: 1.0} and captures == [1, 2]
+    assert graphed == eager and len(set(eager)) == len(eager) == 6 * case.microbatches
 
 
 def test_a_trace_holds_all_steps_of_a_run_and_of_its_resumption(training_loop, tmp_path):

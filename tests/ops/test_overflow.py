@@ -73,6 +73,37 @@ def test_the_example_of_reroute():
     expected_TE = torch.tensor([[0.6, 0.0, 0.0], [0.0, 0.3, 0.0]])
     assert torch.equal(found.probs_TE, expected_TE)
     assert torch.equal(found.kept_TE, expected_TE > 0)
+    assert found.rerouted_E is not None
+    assert (found.rerouted_E.tolist(), found.rerouted_E.dtype) == ([0, 1, 0], torch.int32)
+
+
+def test_rows_without_a_place_try_once_unless_more_is_asked_for():
+    map_TE = torch.tensor([[True, False, False]] * 3)
+    scores_TE = torch.tensor([[0.9, 0.1, 0.1], [0.5, 0.3, 0.2], [0.4, 0.35, 0.1]])
+    selection = select(map_TE, scores_TE, sizes=pools(3, 1))
+    kept = [
+        reroute(selection, scores_TE, sizes=pools(3, 1), policy="probs", **rounds).kept_TE.int()
+        for rounds in ({}, {"rounds": 1}, {"rounds": 2})
+    ]
+    # Both propose expert 1, and token 2 scores higher there.
+    once, twice = [[1, 0, 0], [0, 0, 0], [0, 1, 0]], [[1, 0, 0], [0, 0, 1], [0, 1, 0]]
+    assert [kept_TE.tolist() for kept_TE in kept] == [once, once, twice]
+
+
+def test_a_source_without_a_number_is_the_first():
+    config = DispatchConfig(
+        num_experts=1, top_k=1, capacity_factor=0.5, capacity_pool="receiver", etp_size=2
+    )
+    map_TE = torch.ones(4, 1, dtype=torch.bool)
+
+    def all_demands(demand_E: Tensor) -> Tensor:
+        return torch.stack([demand_E, torch.zeros_like(demand_E)])
+
+    found = select_with_remedy(
+        config, config.sizes(4), map_TE, torch.ones(4, 1), all_demands=all_demands
+    )
+    assert found.kept_SE is not None and found.kept_SE.tolist() == [[4], [0]]
+    assert torch.equal(found.kept_TE, map_TE)
 
 
 @POLICIES

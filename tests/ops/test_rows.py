@@ -408,3 +408,22 @@ def test_meta_is_at_least_fp32(dtype):
     maps = plan.slot_of_TK, plan.expert_of_TK, plan.choice_of_slot_GP, plan.kept_E
     arguments = probs_TE.detach(), *maps
     opcheck(ALL_OPS.gather_meta, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_packed_at_once_has_no_zeros_behind_the_last_row():
+    """They hold NaN on a CPU, and so do their gradients."""
+    map_TE = torch.tensor([[True, False], [True, True], [False, False]])
+    plan = make_plan(map_TE, top_k=2, sizes=pools(2, 3))
+    offsets_LS = ops.running_offsets(plan.kept_E[None])
+    tokens_TD = torch.tensor([[1.0], [2.0], [4.0]], requires_grad=True)
+    rows_ND = ops.gather_packed(tokens_TD, plan, offsets_LS)
+    rows_ND.retain_grad()
+    assert rows_ND[:3].flatten().tolist() == [1.0, 2.0, 2.0]
+    assert rows_ND[3:].isnan().all()
+    out_TD = ops.combine_packed(rows_ND, plan, offsets_LS)
+    assert out_TD.flatten().tolist() == [1.0, 4.0, 0.0]
+    out_TD.backward(torch.tensor([[1.0], [3.0], [5.0]]))
+    assert rows_ND.grad is not None and tokens_TD.grad is not None
+    assert rows_ND.grad[:3].flatten().tolist() == [1.0, 3.0, 3.0]
+    assert rows_ND.grad[3:].isnan().all()
+    assert tokens_TD.grad.flatten().tolist() == [1.0, 6.0, 0.0]

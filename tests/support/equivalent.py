@@ -1,3 +1,41 @@
 """Changes of `tests.mutate` that nothing can notice, by module, each with the reason."""
 
-EQUIVALENT: dict[str, dict[str, str]] = {}
+EQUIVALENT: dict[str, dict[str, str]] = {
+    "ops/overflow.py": {
+        "share_TE = kept_probs_TE / torch.where(scaled_T1, sum_kept_T1, 1) -> "
+        "share_TE = kept_probs_TE / torch.where(scaled_T1, sum_kept_T1, 2)": (
+            "the number is for tokens that are not scaled, whose shares are not used"
+        ),
+    },
+    "ops/rows.py": {
+        "token_of_slot = torch.full((num_slots + 1,), -1, device=tokens_TD.device) -> "
+        "token_of_slot = torch.full((num_slots + 1,), -2, device=tokens_TD.device)": (
+            "any negative number is no token"
+        ),
+        "return torch.where(x_MP < num_shared, p_MP + shift_MP, -1) -> "
+        "return torch.where(x_MP < num_shared, p_MP + shift_MP, -2)": (
+            "any negative number is no row"
+        ),
+    },
+    "exchange/agreement.py": {
+        "layer = -1 if self.layer is None else self.layer -> "
+        "layer = -2 if self.layer is None else self.layer": "layers have no negative numbers",
+        "first, second = (int.from_bytes(half, signed=True) for half in (digest[:8], digest[8:])) "
+        "-> first, second = (int.from_bytes(half, signed=True) for half in "
+        "(digest[:8], digest[9:]))": "120 bits of a hash tell values apart as 128 do",
+    },
+    "exchange/fit.py": {
+        "if group is not None and group.size() > 1: -> "
+        "if group is not None and group.size() >= 1:": (
+            "the largest number of one rank is its own"
+        ),
+        "num_rounds = math.ceil(asked_TE.shape[0] / length) -> "
+        "num_rounds = math.ceil(asked_TE.shape[0] * length)": (
+            "more rounds, without any token, ask for no row: the largest demand stays"
+        ),
+        "rows_TG = torch.nn.functional.pad(rows_TG, (0, 0, 0, missing)) -> "
+        "rows_TG = torch.nn.functional.pad(rows_TG, (0, 1, 0, missing))": (
+            "one more pool, for which no row asks: the largest demand stays"
+        ),
+    },
+}

@@ -9,6 +9,7 @@ generator of their own.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,12 +18,25 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import utils as schedule_streams
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer import transformer_config
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
+from padded_dispatch.megatron import LayerGraphs, protect
+from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.options import Experts
+from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.utils.patches import Patches
 from tests.support.graph_training import Findings
-from tests.support.retried_training import RetriedCase, Training, differing_names, world
+from tests.support.retried_training import (
+    EAGER_STEPS,
+    RetriedCase,
+    Training,
+    differing_names,
+    world,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +44,11 @@ class OverlapCase(RetriedCase):
     """A model, and what its schedule overlaps.
 
     `experts`: the option. `delay_wgrad`: gradients of weights are computed after those of rows.
+    `dispatch_backward`: so they are in the plain schedule, beside the dispatch's backward pass,
+    instead of the combined schedule; new in 0.18.
+    `scopes`: parts of layers that CUDA graphs of the combined schedule hold; none for no graphs.
     `shared_ffn`: width of shared experts, if there are any. `padded`: the last tokens are padding.
+    `protects`: each microbatch protects other tokens.
     """
 
     ranks: int = 2
@@ -41,8 +59,11 @@ class OverlapCase(RetriedCase):
     steps: int = 2
     experts: Experts = "module"
     delay_wgrad: bool = False
+    dispatch_backward: bool = False
+    scopes: tuple[str, ...] = ()
     shared_ffn: int | None = None
     padded: bool = False
+    protects: bool = False
 
     @property
     def in_bf16(self) -> bool:
@@ -56,16 +77,68 @@ class OverlapTraining(Training):
     def step(self, number: int) -> dict[str, Tensor]:
         """Run step `number`; see `Training`."""
         self._number = number
-        return super().step(number)
+        results = super().step(number)
+        for layer_number, layer in padded_moe_layers(self.chunks).items():
+            results[f"counts of layer {layer_number}"] = layer.token_dispatcher.counters.totals
+        return results
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
         """Return an iterator over the step's microbatches, the same for all chunks."""
         case, generator = self.case, torch.Generator().manual_seed(self._number)
         while True:
             ids = torch.randint(case.vocab, (case.batch, case.seq + 1), generator=generator)
+            if case.protects:
+                draws = torch.rand(case.seq, case.batch, generator=generator)
+                protect(self.chunks, draws.to(case.device) < 0.2)
             mask = torch.arange(case.seq).expand(case.batch, -1) >= case.seq - 3
             padding = {"padding_mask": mask.to(case.device)} if case.padded else {}
             yield {"ids": ids.to(case.device), **padding}
+
+
+def _timed(case: OverlapCase, *trainings: OverlapTraining) -> dict[str, float]:
+    """Return milliseconds of a step of each training, and of overlap in the second."""
+    found = {}
+    for name, training in zip(("plain_ms", "ms"), trainings, strict=True):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        training.passes()
+        end.record()
+        end.synchronize()
+        found[name] = start.elapsed_time(end)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        trainings[1].passes()
+        torch.cuda.synchronize()
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    spans = [
+        (event.device_resource_id(), event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in events
+        if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
+    ]
+    return found | {"overlapped_ms": busy_together(spans) / 1e6}
+
+
+def busy_together(spans: list[tuple[int, int, int]]) -> int:
+    """Return how long at least two streams were busy.
+
+    Args:
+        spans: stream, start and end of each kernel.
+    """
+    running: Counter[int] = Counter()
+    together, since = 0, 0
+    steps = [(start, 1, stream) for stream, start, _ in spans]
+    steps += [(end, -1, stream) for stream, _, end in spans]
+    for now, change, stream in sorted(steps):
+        if sum(count > 0 for count in running.values()) > 1:
+            together += now - since
+        running[stream] += change
+        since = now
+    return together
+
+
+def _layers(training: Training) -> list[Any]:
+    modules = (module for chunk in training.chunks for module in chunk.modules())
+    return [module for module in modules if isinstance(module, TransformerLayer)]
 
 
 def overlapped_equals_plain(case: OverlapCase, **options: Any) -> Findings:
@@ -83,16 +156,40 @@ def overlapped_equals_plain(case: OverlapCase, **options: Any) -> Findings:
         "delay_wgrad_compute": case.delay_wgrad,
     }
     options = {"experts": case.experts, **options}
+    if case.dispatch_backward:
+        overlap = {"overlap_dispatch_backward_with_experts_wgrad": True}
+    if case.scopes:
+        overlap |= layer_graphs(*case.scopes)
+    case = dataclasses.replace(case, graph="layer" if case.scopes else "none")
     with world(case), ExitStack() as stack:
+        patches = stack.enter_context(Patches())
         if not hasattr(RowParallelLinear, "backward_dw"):  # 0.16 calls it, and does not have it.
-            patches = stack.enter_context(Patches())
             patches.set(RowParallelLinear, "backward_dw", lambda linear: None)
+        if not case.on_gpu:  # Nor has a CPU a Transformer Engine.
+            patches.set(transformer_config, "is_te_min_version", lambda version: True)
         plain = OverlapTraining(dataclasses.replace(case, fields=shared), **options)
         overlapped = OverlapTraining(dataclasses.replace(case, fields=shared | overlap), **options)
+        if case.scopes:
+            overlapped.graphs = LayerGraphs(
+                overlapped.chunks,
+                seq_length=case.seq,
+                micro_batch=case.batch,
+                optimizers=() if overlapped.optimizer is None else (overlapped.optimizer,),
+            )
         differing: dict[str, int] = {}
         for number in range(case.steps):
+            if number == EAGER_STEPS and overlapped.graphs is not None:
+                overlapped.graphs.capture()
             wanted, given = plain.step(number), overlapped.step(number)
             for name in differing_names(wanted, given):
                 differing[name] = differing.get(name, 0) + 1
-        facts = {"tensors_per_step": len(wanted), "loss": plain.losses}
+        timed = _timed(case, plain, overlapped) if case.on_gpu else {}
+        graphs = [getattr(layer, "cuda_graphs", []) for layer in _layers(overlapped)]
+        overlapped.end()
+        facts = {
+            "graphs": sum(map(len, graphs)),
+            "tensors_per_step": len(wanted),
+            "loss": plain.losses,
+            **timed,
+        }
         return Findings(differing=differing, facts=facts)

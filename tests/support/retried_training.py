@@ -175,28 +175,30 @@ class Training:
 
     Args:
         case: sizes of the model.
+        graphed: it captures what `case.graph` names.
         options: options of the padded dispatcher. With `on_overflow="retry"` it repeats steps, and
             captures what `case.graph` names.
     """
 
-    def __init__(self, case: RetriedCase, **options: Any) -> None:
+    def __init__(self, case: RetriedCase, *, graphed: bool = False, **options: Any) -> None:
         self.case = case
         model_parallel_cuda_manual_seed(SEED, te_rng_tracker=case.on_gpu, force_reset_rng=True)
         torch.manual_seed(SEED)
         random.seed(SEED)
         np.random.seed(SEED)
         retry = options.get("on_overflow") == "retry"
-        graph = case.graph if retry else "none"
+        graph = case.graph if retry or graphed else "none"
         self.config = _config(case, graph)
         # On GPUs "auto" could choose other experts for other sizes; a CPU has only the spec's.
         experts = "packed" if case.on_gpu else "auto"
         options = {"policy": case.policy, "experts": experts, **options}
         self.config.padded_dispatch = PaddedOptions(**options)
         self.chunks = _chunks(case, self.config)
-        self._optimizer = _optimizer(case, self.chunks)
-        self.graphs = self._iteration = None
+        self.optimizer = _optimizer(case, self.chunks)
+        self.graphs: LayerGraphs | None = None
+        self._iteration: IterationGraph | None = None
         if graph == "layer":
-            given = () if self._optimizer is None else (self._optimizer,)
+            given = () if self.optimizer is None else (self.optimizer,)
             self.graphs = LayerGraphs(
                 self.chunks, seq_length=case.seq, micro_batch=case.batch, optimizers=given
             )
@@ -215,8 +217,8 @@ class Training:
             tensor.copy_(self._logged.get(name, torch.zeros_like(tensor)))
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        if self._optimizer is not None:
-            self._optimizer.zero_grad()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
         reports = self.passes()
         self.random = RandomStates.now()
         self._logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
@@ -228,7 +230,7 @@ class Training:
             f"the gradient of {name}": parameter.main_grad.clone()
             for name, parameter in self._parameters()
         }
-        self._update()
+        self.update()
         results |= gradients | {name: p.data for name, p in self._parameters()}
         for index, chunk in enumerate(self.chunks):
             buffers = chunk.module.named_buffers()
@@ -264,9 +266,10 @@ class Training:
         if self.case.graph == "local":
             delete_cuda_graphs()  # Megatron keeps local graphs in a class attribute.
 
-    def _update(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.step()
+    def update(self) -> None:
+        """Change the parameters by their gradients."""
+        if self.optimizer is not None:
+            self.optimizer.step()
             return
         with torch.no_grad():
             if self.case.overlap_param_gather:
@@ -346,7 +349,7 @@ def _config(case: RetriedCase, graph: str) -> TransformerConfig:
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=case.on_gpu,
-        gradient_accumulation_fusion=False,
+        **{"gradient_accumulation_fusion": False, **case.fields},
         use_cpu_initialization=not case.on_gpu,
         bf16=case.in_bf16,
         params_dtype=dtype,
@@ -356,7 +359,6 @@ def _config(case: RetriedCase, graph: str) -> TransformerConfig:
         mtp_num_layers=1 if case.mtp else None,
         **balancing,
         **captured,
-        **case.fields,
     )
 
 

@@ -290,3 +290,12 @@ def test_help_names_every_default(capsys):
     assert "--lr-warmup N steps over which the learning rate rises (default: 20)" in text
     assert "--num-layers N layers of the model (default: the preset's)" in text
     assert "--padded-min-capacity" in text
+
+
+def test_a_trace_is_named_by_one_flag():
+    with pytest.raises(SystemExit):
+        parse(["--padded-trace", "traces"])
+    dispatch = dataclasses.replace(parse([]).dispatch, padded=PaddedOptions(trace="traces"))
+    message = r"^padded\.trace must be None, .*, got 'traces'; set --trace$"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(parse([]), dispatch=dispatch)

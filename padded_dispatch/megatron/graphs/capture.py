@@ -44,6 +44,7 @@ from padded_dispatch.megatron.graphs.selftest import (
     run_eager,
     run_self_test,
 )
+from padded_dispatch.utils.patches import Patches
 
 _log = logging.getLogger("padded_dispatch")
 
@@ -157,17 +158,10 @@ class LayerGraphs:
             MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
         hooked = _hooked(self._chunks)
         with _without_forward_hooks(hooked):
-            with restore_state(self._chunks):
-                for sample in self._flat_samples():
-                    run_eager(self._chunks, sample)
-                held = memory.estimate(*self._samples_and_order())
-                num_layers = len(self._helper.flattened_callables)
-                _log.info("CUDA graphs of %d layers will hold %s", num_layers, held)
-                with memory.explain_out_of_memory(str(held)):
-                    _create(self._helper)
+            _create(self._helper, self._chunks)
             report = None
             if self._all_padded():
-                report = run_self_test(self._chunks, self._flat_samples())
+                report = run_self_test(self._chunks, _samples(self._helper))
         if hooked:
             self._helper.cuda_graph_set_manual_hooks()
         if report is not None:
@@ -197,27 +191,6 @@ class LayerGraphs:
         if self._helper.graphs_created():
             release(self._helper)
         gc.collect()
-
-    def _flat_samples(self) -> list[Sample]:
-        chunks, _ = self._samples_and_order()
-        return [sample for samples in chunks for sample in samples]
-
-    def _samples_and_order(self) -> tuple[list[list[Sample]], list[int]]:
-        """Return the inputs of each layer's first graph, by chunk, and the capture's schedule.
-
-        `_get_cuda_graph_input_data` returns inputs in the order (chunk, microbatch, layer), 0.16.1
-        to 0.19.0.
-        """
-        args, options = self._helper._get_cuda_graph_input_data()
-        chunks, start = [], 0
-        for layers in self._helper.callables_per_chunk:
-            samples = []
-            for number, layer in enumerate(layers, start):
-                kwargs = options["sample_kwargs"][number]
-                samples.append(Sample(layer=layer, args=args[number], kwargs=kwargs))
-            chunks.append(samples)
-            start += len(layers) * self._helper.num_microbatches
-        return chunks, options["_order"]
 
     def _all_padded(self) -> bool:
         modules = (module for chunk in self._chunks for module in chunk.modules())
@@ -297,10 +270,13 @@ def release(helper: Any) -> None:
 
 
 def capture_by(helper: Any, chunks: list[Any]) -> None:
-    """Capture with Megatron's TECudaGraphHelper between two steps, as Megatron-LM does."""
+    """Capture with Megatron's TECudaGraphHelper between two steps, like `LayerGraphs.capture`.
+
+    There is no self-test: a loop that captures by itself has none either.
+    """
     hooked = _hooked(chunks)
     with _without_forward_hooks(hooked):
-        _create(helper)
+        _create(helper, chunks)
     if hooked:
         helper.cuda_graph_set_manual_hooks()
 
@@ -316,11 +292,59 @@ def forget_iterations() -> None:
     gc.collect()
 
 
-def _create(helper: Any) -> None:
-    try:
-        helper.create_cudagraphs()
-    finally:
-        cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
+def _create(helper: Any, chunks: list[Any]) -> None:
+    """Run each layer eagerly, since shapes must not be new in a capture; capture; restore state."""
+    with restore_state(chunks):
+        for sample in _samples(helper):
+            run_eager(chunks, sample)
+        held = memory.estimate(*_samples_and_order(helper))
+        _log.info("CUDA graphs of %d layers will hold %s", len(helper.flattened_callables), held)
+        try:
+            with memory.explain_out_of_memory(str(held)), _numbers_kept(helper):
+                helper.create_cudagraphs()
+        finally:
+            cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
+
+
+def _samples(helper: Any) -> list[Sample]:
+    chunks, _ = _samples_and_order(helper)
+    return [sample for samples in chunks for sample in samples]
+
+
+def _samples_and_order(helper: Any) -> tuple[list[list[Sample]], list[int]]:
+    """Return the inputs of each layer's first graph, by chunk, and the capture's schedule.
+
+    `_get_cuda_graph_input_data` returns inputs in the order (chunk, microbatch, layer), 0.16.1 to
+    0.19.0. With `overlap_moe_expert_parallel_comm`, every layer is a chunk of the capture.
+    """
+    layers_of_chunks = helper.callables_per_chunk
+    with _numbers_kept(helper):
+        args, options = helper._get_cuda_graph_input_data()
+        if helper.num_model_chunks != len(layers_of_chunks):
+            layers_of_chunks = [[layer] for layers in layers_of_chunks for layer in layers]
+    chunks, start = [], 0
+    for layers in layers_of_chunks:
+        samples = []
+        for number, layer in enumerate(layers, start):
+            kwargs = options["sample_kwargs"][number]
+            samples.append(Sample(layer=layer, args=args[number], kwargs=kwargs))
+        chunks.append(samples)
+        start += len(layers) * helper.num_microbatches
+    # Steps and a half are delayed gradients of weights.
+    return chunks, [step for step in options["_order"] if step == int(step)]
+
+
+@contextmanager
+def _numbers_kept(helper: Any) -> Iterator[None]:
+    """Restore the helper's numbers of chunks and layers.
+
+    With `overlap_moe_expert_parallel_comm` the helper sets them to those of the capture, and takes
+    them for the model's in the next call.
+    """
+    with Patches() as patches:
+        for name in ("num_layers_per_chunk", "num_model_chunks"):
+            patches.set(helper, name, getattr(helper, name))
+        yield
 
 
 def _hooked(chunks: list[Any]) -> list[Any]:

@@ -23,6 +23,10 @@ Other kernels in a capture. Two things make a capture compute differently from e
 So the two eager runs choose kernels as a capture does. A third eager run chooses as training does
 and shows whether that makes a difference (`SelfTest.other_kernels`).
 
+Pieces of layers. With `overlap_moe_expert_parallel_comm` a replay returns what the schedule's next
+piece takes, and with `delay_wgrad_compute` the schedule computes gradients of weights after
+backward. The test runs whole layers: without the first setting, and with the call of the second.
+
 The test restores random states, buffers and counters. It runs after Megatron's capture and, like
 that, leaves gradients and Megatron's MoE metrics cleared.
 """
@@ -105,7 +109,7 @@ def run_self_test(chunks: list[Any], samples: list[Sample]) -> SelfTest:
             names rank, layer and tensor.
     """
     found = _Findings()
-    with restore_state(chunks):
+    with restore_state(chunks), _whole_layers(samples):
         for sample in samples:
             _compare(chunks, sample, found)
         failed, varying = _outcome(found)
@@ -220,6 +224,7 @@ def _run(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
     with _restore_random_state(), counts_put_back(layer):  # Draws of policy "random" are counts.
         output = layer(given, **sample.kwargs)[0]
         output.backward(_noise(output, seed=2 * layer.layer_number + 1))
+        _compute_delayed_gradients(layer)
     assert given.grad is not None
     results = {"its output": output.detach(), "the gradient of its input": given.grad}
     for name, param in layer.named_parameters():
@@ -228,6 +233,26 @@ def _run(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
             gradient = param.main_grad if hasattr(param, "main_grad") else param.grad
             results[f"the gradient of {name}"] = gradient
     return results
+
+
+def _compute_delayed_gradients(layer: Any) -> None:
+    """Compute what backward has left to the schedule, as the schedule does."""
+    if not layer.config.delay_wgrad_compute:
+        return
+    layer.init_backward_dw_wrapper()
+    if layer.cuda_graphs:
+        layer.set_te_cuda_graph_backward_dw_wrapper()
+    layer.mlp.backward_dw()
+    layer.backward_dw_wrapper.backward_dw()
+
+
+@contextmanager
+def _whole_layers(samples: list[Sample]) -> Iterator[None]:
+    """Let replays return the output of a layer, not the input of the schedule's next piece."""
+    with Patches() as patches:
+        for sample in samples:
+            patches.set(sample.layer.config, "overlap_moe_expert_parallel_comm", False)
+        yield
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:

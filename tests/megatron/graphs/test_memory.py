@@ -10,7 +10,11 @@ from megatron.core import package_info
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from padded_dispatch.megatron.graphs import memory
-from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs
+from padded_dispatch.megatron.graphs.capture import (
+    IterationGraph,
+    LayerGraphs,
+    _samples_and_order,
+)
 from padded_dispatch.megatron.graphs.memory import GraphMemory, estimate, saved_bytes
 from padded_dispatch.megatron.graphs.selftest import Sample
 from tests.megatron.graphs.test_capture import BATCH, SEQUENCE, Training
@@ -77,7 +81,7 @@ def capture(training: Training) -> None:
 
 def kept_bytes(training: Training) -> int:
     made = LayerGraphs([training.model], seq_length=SEQUENCE, micro_batch=BATCH)
-    return estimate(*made._samples_and_order()).kept
+    return estimate(*_samples_and_order(made._helper)).kept
 
 
 def test_recomputed_and_uncaptured_parts_are_not_kept(megatron):
@@ -95,7 +99,7 @@ def test_recomputed_and_uncaptured_parts_are_not_kept(megatron):
 def test_working_memory_is_dispatch_and_gradients(megatron):
     training = Training(("moe",))
     made = LayerGraphs([training.model], seq_length=SEQUENCE, micro_batch=BATCH)
-    (samples,), order = made._samples_and_order()
+    (samples,), order = _samples_and_order(made._helper)
     layer = samples[0].layer
     gradients = sum(p.numel() * 2 for p in layer.parameters())
     config = layer.mlp.token_dispatcher.dispatch_config
