@@ -148,7 +148,10 @@ def test_the_store_is_not_waited_for():
         answered.wait()
         return "late"
 
+    before = set(threading.enumerate())
     assert _within(0.01, never) == ""
+    (waiting,) = set(threading.enumerate()) - before
+    assert waiting.daemon  # Nor does a process that wants to end wait for it.
     answered.set()
     assert _within(60.0, lambda: "words") == "words"
 

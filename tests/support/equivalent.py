@@ -24,6 +24,15 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "-> first, second = (int.from_bytes(half, signed=True) for half in "
         "(digest[:8], digest[9:]))": "120 bits of a hash tell values apart as 128 do",
     },
+    "exchange/mirror.py": {
+        "if not absent or time.monotonic() >= end: -> if not absent or time.monotonic() > end:": (
+            "a clock with nanoseconds; and at the very end one look more"
+        ),
+        "name = blake2b(json.dumps(sorted(found)).encode(), digest_size=8).hexdigest() -> "
+        "name = blake2b(json.dumps(sorted(found)).encode(), digest_size=9).hexdigest()": (
+            "a name that is a byte longer, on all ranks"
+        ),
+    },
     "exchange/fit.py": {
         "if group is not None and group.size() > 1: -> "
         "if group is not None and group.size() >= 1:": (
