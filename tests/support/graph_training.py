@@ -18,24 +18,16 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -49,6 +41,7 @@ from padded_dispatch.megatron.graphs.capture import (
     forget_iterations,
 )
 from padded_dispatch.megatron.graphs.recapture import recapture
+from tests.support.gpt import ddp_chunks, mean_loss, megatron_adam, model_inputs
 from tests.support.graph_protocol import cuda_graphs_on_cpu
 from tests.support.parity import megatron
 
@@ -279,7 +272,7 @@ class Training:
         model_parallel_cuda_manual_seed(SEED, te_rng_tracker=self._on_gpu, force_reset_rng=True)
         torch.manual_seed(SEED)
         self._config = _config(case, graphs)
-        self._chunks = _chunks(case, self._config)
+        self._chunks = ddp_chunks(self._config, _ddp(case), vocab=case.vocab, seq=case.seq)
         self._moe = [m for c in self._chunks for m in c.modules() if isinstance(m, MoELayer)]
         self._optimizer = _optimizer(case, self._chunks)
         self._graphs = None
@@ -566,81 +559,20 @@ def _graph_fields(case: Situation) -> dict[str, Any]:
     return {**layer_graphs(*case.scopes), "cuda_graph_impl": case.impl}
 
 
-def _chunks(case: Situation, config: TransformerConfig) -> list[Any]:
-    """Build this rank's chunks, each in Megatron's DDP."""
-    on_gpu = case.device == "cuda"
-    ddp = DistributedDataParallelConfig(
+def _ddp(case: Situation) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=case.distributed_optimizer,
         overlap_grad_reduce=case.overlap_grad_reduce,
         overlap_param_gather=case.overlap_param_gather,
     )
-    chunks = []
-    for stage in range(case.vpp or 1):
-        vp_stage = stage if case.vpp else None
-        where: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
-        spec = get_gpt_decoder_block_spec(
-            config, use_transformer_engine=on_gpu, normalization="RMSNorm", vp_stage=vp_stage
-        )
-        model = GPTModel(
-            config,
-            spec,
-            vocab_size=case.vocab,
-            max_sequence_length=case.seq,
-            pre_process=parallel_state.is_pipeline_first_stage(**where),
-            post_process=parallel_state.is_pipeline_last_stage(**where),
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
-            vp_stage=vp_stage,
-        )
-        if not on_gpu:
-            _without_last_bias(model)
-        model = Float16Module(config, model.cuda() if on_gpu else model)
-        chunk = DistributedDataParallel(config, ddp, model, disable_bucketing=stage > 0)
-        chunk.broadcast_params()
-        chunks.append(chunk.train())
-    if case.overlap_grad_reduce:
-        # Like Megatron's training: gradients are reduced in the last microbatch only.
-        no_sync = [chunk.no_sync for chunk in chunks]
-        config.no_sync_func = no_sync if case.vpp else no_sync[0]
-    return chunks
-
-
-def _without_last_bias(model: Any) -> None:
-    """Remove fc2 biases, which SequentialMLP adds in place to a view; CPU autograd rejects this."""
-    for name, module in model.named_modules():
-        if ".local_experts." in name and name.endswith("linear_fc2"):
-            module.register_parameter("bias", None)
 
 
 def _optimizer(case: Situation, chunks: list[Any]) -> Any:
     if case.device == "cpu":
         return torch.optim.AdamW([p for chunk in chunks for p in chunk.parameters()], lr=1e-2)
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=1e-3,
-        clip_grad=1.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_distributed_optimizer=case.distributed_optimizer,
-        overlap_param_gather=case.overlap_param_gather,
-    )
-    return get_megatron_optimizer(config, chunks)
+    return megatron_adam(chunks, _ddp(case))
 
 
 def _forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
-    ids = next(batches)["ids"]
-    batch, length = ids.shape[0], ids.shape[1] - 1
-    positions = torch.arange(length, device=ids.device).expand(batch, -1)
-    # Transformer Engine's attention is causal without a mask. Without one, Megatron passes zeros to
-    # a graph, which its local attention would read as a mask.
-    future = None
-    if ids.device.type == "cpu":
-        future = torch.ones(batch, 1, length, length, dtype=torch.bool).triu(1)
-    return model(ids[:, :-1], positions, future, labels=ids[:, 1:]), _mean
-
-
-def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = losses.float().mean()
-    # Megatron divides the loss in place by the number of microbatches.
-    return loss, {"loss": loss.detach().clone()}
+    return model(**model_inputs(next(batches)["ids"])), mean_loss

@@ -22,26 +22,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_mtp_block_spec,
-)
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -56,6 +44,7 @@ from padded_dispatch.megatron.compat import (
 from padded_dispatch.megatron.graphs import IterationGraph
 from padded_dispatch.megatron.random_states import RandomStates
 from padded_dispatch.megatron.telemetry import padded_moe_layers
+from tests.support.gpt import ddp_chunks, mean_loss, megatron_adam, model_inputs
 from tests.support.graph_protocol import cuda_graphs_on_cpu
 from tests.support.graph_training import Findings, bits
 from tests.support.parity import megatron
@@ -193,8 +182,10 @@ class Training:
         experts = "packed" if case.on_gpu else "auto"
         options = {"policy": case.policy, "experts": experts, **options}
         self.config.padded_dispatch = PaddedOptions(**options)
-        self.chunks = _chunks(case, self.config)
-        self.optimizer = _optimizer(case, self.chunks)
+        ddp = _ddp(case, self.config)
+        self.chunks = ddp_chunks(self.config, ddp, vocab=case.vocab, seq=case.seq)
+        # Megatron's optimizer needs a GPU.
+        self.optimizer = megatron_adam(self.chunks, ddp) if case.on_gpu else None
         self.graphs: LayerGraphs | None = None
         self._iteration: IterationGraph | None = None
         if graph == "layer":
@@ -362,66 +353,14 @@ def _config(case: RetriedCase, graph: str) -> TransformerConfig:
     )
 
 
-def _chunks(case: RetriedCase, config: TransformerConfig) -> list[Any]:
-    """Build this rank's chunks, each in Megatron's DDP."""
-    ddp = DistributedDataParallelConfig(
+def _ddp(case: RetriedCase, config: TransformerConfig) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=case.on_gpu or case.overlap_param_gather,
         overlap_grad_reduce=case.overlap_grad_reduce,
         overlap_param_gather=case.overlap_param_gather,
         delay_wgrad_compute=config.delay_wgrad_compute,
     )
-    chunks = []
-    for stage in range(case.vpp or 1):
-        vp_stage = stage if case.vpp else None
-        where: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
-        spec = get_gpt_decoder_block_spec(
-            config, use_transformer_engine=case.on_gpu, normalization="RMSNorm", vp_stage=vp_stage
-        )
-        model: Any = GPTModel(
-            config,
-            spec,
-            vocab_size=case.vocab,
-            max_sequence_length=case.seq,
-            pre_process=parallel_state.is_pipeline_first_stage(**where),
-            post_process=parallel_state.is_pipeline_last_stage(**where),
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
-            mtp_block_spec=_mtp(case, config, spec),
-            vp_stage=vp_stage,
-        )
-        if case.in_bf16:
-            model = Float16Module(config, model.cuda() if case.on_gpu else model)
-        chunk = DistributedDataParallel(config, ddp, model, disable_bucketing=stage > 0)
-        chunk.broadcast_params()
-        chunks.append(chunk.train())
-    if case.overlap_grad_reduce:
-        # Like Megatron's training: gradients are reduced in the last microbatch only.
-        no_sync = [chunk.no_sync for chunk in chunks]
-        config.no_sync_func = no_sync if case.vpp else no_sync[0]
-    return chunks
-
-
-def _mtp(case: RetriedCase, config: TransformerConfig, spec: Any) -> Any:
-    if not case.mtp:
-        return None
-    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=case.on_gpu)
-
-
-def _optimizer(case: RetriedCase, chunks: list[Any]) -> Any:
-    """Return Megatron's optimizer, which needs a GPU; None on a CPU."""
-    if not case.on_gpu:
-        return None
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=1e-3,
-        clip_grad=1.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_distributed_optimizer=True,
-        overlap_param_gather=case.overlap_param_gather,
-    )
-    return get_megatron_optimizer(config, chunks)
 
 
 def forward(
@@ -429,19 +368,6 @@ def forward(
 ) -> tuple[Any, Any]:
     """Run a microbatch, or plan it: Megatron's `forward_step_func`."""
     given = next(batches)
-    ids, masks = given["ids"], {name: given[name] for name in given.keys() & {"padding_mask"}}
-    batch, length = ids.shape[0], ids.shape[1] - 1
-    positions = torch.arange(length, device=ids.device).expand(batch, -1)
-    # Transformer Engine's attention is causal without a mask.
-    future = None
-    if ids.device.type == "cpu":
-        future = torch.ones(batch, 1, length, length, dtype=torch.bool).triu(1)
+    masks = {name: given[name] for name in given.keys() & {"padding_mask"}}
     run = model.build_schedule_plan if return_schedule_plan else model
-    tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    return run(tokens, positions, future, labels=labels, **masks), _mean
-
-
-def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = losses.float().mean()
-    # Megatron divides the loss in place by the number of microbatches.
-    return loss, {"loss": loss.detach().clone()}
+    return run(**model_inputs(given["ids"]), **masks), mean_loss
