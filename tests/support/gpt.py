@@ -1,4 +1,4 @@
-"""What trainings of a small GPT share: its chunks in Megatron's DDP, its optimizer, a microbatch."""
+"""What trainings of a small GPT share: chunks in Megatron's DDP, optimizer, microbatch."""
 
 from typing import Any
 
