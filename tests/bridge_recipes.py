@@ -228,12 +228,12 @@ Every recipe of a model with experts in Megatron-Bridge {version}, with
 models' sizes; nothing was trained. [Back to the top](../../README.md); [options](README.md);
 [how to start a recipe](RECIPES.md#megatron-bridge).
 
-- Import Bridge before `install()`, and call `install()` before the recipe makes its config.
+- Call `install()` before the recipe makes its config.
 - Set `moe_flex_dispatcher_backend=None` for Bridge's performance scripts. Where it names a back
   end, they turn the dispatcher's word back into `flex`.
 - Bridge loads and exports Hugging Face weights of packed and batched experts, exactly.
-- `run_config.yaml` holds Megatron's fields only. A program that reads it, such as an exporter,
-  calls `install()` with the options.
+- `run_config.yaml` holds the options. A program that reads it, such as an exporter, calls
+  `install()` [with them](RECIPES.md#megatron-bridge).
 - LoRA on the linears of experts needs `PaddedOptions(experts="module")`.
 """
 

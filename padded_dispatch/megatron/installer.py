@@ -41,6 +41,7 @@ from padded_dispatch.utils.patches import Patches
 
 NAME = "padded_alltoall"
 _BRIDGE = "megatron.bridge.training.comm_overlap"
+_OVERLAP_CHECK = "_get_model_comm_overlap_cfgs"
 
 _FIELD: Any = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
 _patches = Patches()
@@ -69,10 +70,7 @@ def install(options: PaddedOptions | None = None) -> None:
     _patches.set(MoELayer, "__init__", _wrap_init(MoELayer.__init__))
     _patches.set(_FIELD, "type", Literal[(*get_args(_FIELD.type), NAME)])
     follow_training(_patches)
-    overlap = getattr(sys.modules.get(_BRIDGE), "CommOverlapConfig", None)
-    if overlap is not None:
-        name = "_get_model_comm_overlap_cfgs"
-        _patches.set(overlap, name, _with_stock_name(getattr(overlap, name)))
+    _pass_overlap_check()
     guard.install()
 
 
@@ -81,6 +79,18 @@ def uninstall() -> None:
     if _patches:
         _patches.undo()
         guard.uninstall()
+
+
+def _pass_overlap_check() -> None:
+    """Let our word pass the check of Bridge's settings of overlap, if Bridge is imported.
+
+    It is called whenever a config is made, of any dispatcher: Bridge's recipes make one before they
+    take our word, and check it before they make the final one.
+    """
+    overlap = getattr(sys.modules.get(_BRIDGE), "CommOverlapConfig", None)
+    check = getattr(overlap, _OVERLAP_CHECK, None)
+    if check is not None and not hasattr(check, "knows_padded"):
+        _patches.set(overlap, _OVERLAP_CHECK, _with_stock_name(check))
 
 
 def _with_stock_name(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,6 +103,7 @@ def _with_stock_name(method: Callable[..., Any]) -> Callable[..., Any]:
         with dispatcher_type(model_cfg, "alltoall"):
             return method(self, model_cfg, *args, **kwargs)
 
+    vars(checked)["knows_padded"] = True
     return checked
 
 
@@ -112,6 +123,7 @@ def _wrap_post_init(
 ) -> Callable[[Any], None]:
     @functools.wraps(post_init)
     def padded_post_init(self: Any) -> None:
+        _pass_overlap_check()
         if self.moe_token_dispatcher_type != NAME:
             post_init(self)
             return

@@ -236,12 +236,18 @@ class CommOverlapConfig:
         return model_cfg.moe_token_dispatcher_type, ddp_config
 
 
-def test_overlap_of_bridge_passes_its_check_of_the_dispatcher(monkeypatch):
+@pytest.mark.parametrize("imported_first", [True, False])
+def test_overlap_of_bridge_passes_its_check_of_the_dispatcher(monkeypatch, imported_first):
     module: Any = types.ModuleType("megatron.bridge.training.comm_overlap")
     module.CommOverlapConfig = CommOverlapConfig
     check = CommOverlapConfig._get_model_comm_overlap_cfgs
+    if not imported_first:
+        install()
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    install()
+    if imported_first:
+        install()
+    else:
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     for name, seen in (("padded_alltoall", "alltoall"), ("flex", "flex")):
         model = types.SimpleNamespace(moe_token_dispatcher_type=name)
         assert CommOverlapConfig()._get_model_comm_overlap_cfgs(model, ddp_config=5) == (seen, 5)
