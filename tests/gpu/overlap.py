@@ -19,10 +19,9 @@ from typing import Any
 
 from megatron.core import package_info
 
-from tests.gpu.situations import ENVIRONMENT, run_case
-from tests.support.gpu_rows import Rows, parsed, wants
+from tests.support.gpu_cases import ENVIRONMENT, run_cases
+from tests.support.gpu_rows import parsed
 from tests.support.overlapped_training import OverlapCase, overlapped_equals_plain
-from tests.support.pool import WorkerPool
 
 CHECK = "the combined schedule equals the plain one"
 # The combined schedule of virtual pipeline stages needs them.
@@ -83,18 +82,11 @@ def on_cpu(case: OverlapCase) -> OverlapCase | None:
 def main() -> int:
     """Run all cases; return 1 if one failed."""
     arguments = parsed(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
-    rows = Rows(arguments, arguments.num_gpus, ENVIRONMENT)
-    pool = WorkerPool(2, backend=arguments.backend)
-    for full in sorted(cases(), key=lambda case: case.ranks):
-        case = on_cpu(full) if arguments.cpu else full
-        if case is None or case.ranks > arguments.num_ranks or not wants(arguments, case.name):
-            continue
-        if pool.num_workers != case.ranks:
-            pool.close()
-            pool = WorkerPool(case.ranks, backend=arguments.backend)
-        rows.add(run_case(pool, CHECK, overlapped_equals_plain, case))
-    pool.close()
-    return rows.exit_code()
+    wanted = sorted(cases(), key=lambda case: case.ranks)
+    checks = (
+        (CHECK, overlapped_equals_plain, on_cpu(case) if arguments.cpu else case) for case in wanted
+    )
+    return run_cases(arguments, ENVIRONMENT, checks)
 
 
 if __name__ == "__main__":

@@ -14,27 +14,15 @@ stand-in for CUDA graphs.
 import argparse
 import dataclasses
 import itertools
-import re
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
-from padded_dispatch.utils.launch import WorkerError
-from tests.support.gpu_rows import Rows, parsed, wants
-from tests.support.pool import WorkerPool
+from tests.support.gpu_cases import ENVIRONMENT, run_cases
+from tests.support.gpu_rows import parsed
 from tests.support.retried_training import RetriedCase, retried_equals_never_dropping
 
-CASE_S = 240.0
 CHECK = "repeated steps equal training that never drops"
-
-# Libraries read these when they are loaded, so they are set before a worker starts.
-ENVIRONMENT = {
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-}
 
 _GPU: dict[str, Any] = {
     "device": "cuda",
@@ -85,42 +73,12 @@ def on_cpu(case: RetriedCase) -> RetriedCase | None:
     return dataclasses.replace(case, **small, dropout=0.0 if case.graph == "layer" else 0.1)
 
 
-def run_case(pool: WorkerPool, case: RetriedCase) -> dict[str, Any]:
-    """Run a case; return its row: the case, its findings, and whether it passed."""
-    started = time.monotonic()
-    row: dict[str, Any] = {"check": CHECK, "passed": False, **dataclasses.asdict(case)}
-    row |= {"contender": "ours", "facts": None, "failures": None}
-    try:
-        found = pool.run(retried_equals_never_dropping, case, timeout_s=CASE_S)
-    except WorkerError as error:
-        # Remove tracebacks, which contain paths of the machine.
-        row["failures"] = [re.sub(r"\nTraceback.*?(?=\nrank \d|\Z)", "", str(error), flags=re.S)]
-        pool.close()  # Their leftover state could break the next case.
-    else:
-        facts = row["facts"] = found[0].facts
-        failures = {f"rank {r}: {text}" for r, f in enumerate(found) for text in f.failures()}
-        if facts["retried"] == 0 or (case.factor == 0.5 and facts["retried"] < facts["steps"]):
-            failures.add(f"{facts['retried']} of {facts['steps']} steps were repeated")
-        row["failures"] = sorted(failures)[:20]
-        row["passed"] = not failures
-    return row | {"seconds": round(time.monotonic() - started, 2)}
-
-
 def main() -> int:
     """Run all cases; return 1 if one failed."""
     arguments = parsed(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
-    rows = Rows(arguments, arguments.num_gpus, ENVIRONMENT)
-    pool = WorkerPool(1, backend=arguments.backend)
-    for full in cases():
-        case = on_cpu(full) if arguments.cpu else full
-        if case is None or case.ranks > arguments.num_ranks or not wants(arguments, case.name):
-            continue
-        if pool.num_workers != case.ranks:
-            pool.close()
-            pool = WorkerPool(case.ranks, backend=arguments.backend)
-        rows.add(run_case(pool, case))
-    pool.close()
-    return rows.exit_code()
+    wanted = (on_cpu(case) if arguments.cpu else case for case in cases())
+    checks = ((CHECK, retried_equals_never_dropping, case) for case in wanted)
+    return run_cases(arguments, ENVIRONMENT, checks)
 
 
 if __name__ == "__main__":

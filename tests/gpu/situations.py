@@ -14,17 +14,15 @@ program on N processes over gloo, with a stand-in for CUDA graphs and small size
 import argparse
 import dataclasses
 import itertools
-import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 from megatron.core import package_info
 
 from padded_dispatch.config import Policy, Remedy
-from padded_dispatch.utils.launch import WorkerError
-from tests.support.gpu_rows import Rows, parsed, wants
+from tests.support.gpu_cases import ENVIRONMENT, run_cases
+from tests.support.gpu_rows import parsed
 from tests.support.graph_routings import (
     RoutingCase,
     draws_repeat_with_the_seed,
@@ -37,24 +35,13 @@ from tests.support.graph_training import (
     replays_do_not_wait,
     replays_equal_eager,
 )
-from tests.support.pool import WorkerPool
 
 Case = Situation | RoutingCase
 Check = Callable[[Any], Any]
 
-CASE_S = 180.0
 RANKS = (1, 2, 4, 8)
 WHOLE, PARTIAL = ("attn", "moe"), ("attn", "moe_router", "moe_preprocess")
 GPT_OSS: dict[str, Any] = {"hidden": 2880, "ffn": 2880, "heads": 64, "groups": 8}
-
-# Libraries read these when they are loaded, so they are set before a worker starts.
-ENVIRONMENT = {
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
-    # Direct stores do not need multicast, which some hosts offer to some GPUs only.
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-}
 
 _TINY = {"num_experts": 8, "top_k": 2, "hidden": 16, "ffn": 24}
 
@@ -264,40 +251,14 @@ def on_cpu(case: Case) -> Case | None:
     )
 
 
-def run_case(pool: WorkerPool, check: str, run: Check, case: Case) -> dict[str, Any]:
-    """Run a case; return its row: the case, its findings, and whether it passed."""
-    started = time.monotonic()
-    row: dict[str, Any] = {"check": check, "passed": False, **dataclasses.asdict(case)}
-    row |= {"contender": "ours", "facts": None, "failures": None}
-    try:
-        found = pool.run(run, case, timeout_s=CASE_S)
-    except WorkerError as error:
-        # Remove tracebacks, which contain paths of the machine.
-        row["failures"] = [re.sub(r"\nTraceback.*?(?=\nrank \d|\Z)", "", str(error), flags=re.S)]
-        pool.close()  # Their leftover state could break the next case.
-    else:
-        row["facts"] = found[0].facts
-        failures = {f"rank {r}: {text}" for r, f in enumerate(found) for text in f.failures()}
-        row["failures"] = sorted(failures)[:20]
-        row["passed"] = not failures
-    return row | {"seconds": round(time.monotonic() - started, 2)}
-
-
 def main() -> int:
     """Run all cases; return 1 if one failed."""
     arguments = parsed(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
-    rows = Rows(arguments, arguments.num_gpus, ENVIRONMENT)
-    pool = WorkerPool(1, backend=arguments.backend)
-    for check, run, case in checks(arguments.num_ranks):
-        case = on_cpu(case) if arguments.cpu else case
-        if case is None or not wants(arguments, case.name):
-            continue
-        if pool.num_workers != case.ranks:
-            pool.close()
-            pool = WorkerPool(case.ranks, backend=arguments.backend)
-        rows.add(run_case(pool, check, run, case))
-    pool.close()
-    return rows.exit_code()
+    wanted = (
+        (check, run, on_cpu(case) if arguments.cpu else case)
+        for check, run, case in checks(arguments.num_ranks)
+    )
+    return run_cases(arguments, ENVIRONMENT, wanted)
 
 
 if __name__ == "__main__":

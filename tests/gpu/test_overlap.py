@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.gpu.overlap import CHECK, ENVIRONMENT, cases, on_cpu
-from tests.gpu.situations import run_case
+from tests.gpu.overlap import CHECK, cases, on_cpu
+from tests.support.gpu_cases import ENVIRONMENT, run_case
 from tests.support.overlapped_training import busy_together, overlapped_equals_plain
 
 __all__ = ["ENVIRONMENT"]

@@ -2,8 +2,10 @@
 
 import pytest
 
-from tests.gpu.retry import ENVIRONMENT, cases, on_cpu, run_case
+from tests.gpu.retry import CHECK, cases, on_cpu
+from tests.support.gpu_cases import ENVIRONMENT, run_case
 from tests.support.pool import WorkerPool
+from tests.support.retried_training import retried_equals_never_dropping
 
 __all__ = ["ENVIRONMENT"]
 
@@ -19,14 +21,14 @@ def test_every_case_has_its_own_name():
 def test_on_cpus(pool2, name):
     case = on_cpu(CASES[name])
     assert case is not None
-    row = run_case(pool2, case)
+    row = run_case(pool2, CHECK, retried_equals_never_dropping, case)
     assert (row["failures"], row["passed"]) == ([], True)
     assert row["facts"]["retried"] == row["facts"]["steps"]
 
 
 def failures(pools: dict[int, WorkerPool], name: str) -> list[str]:
     case = CASES[name]
-    return run_case(pools[case.ranks], case)["failures"]
+    return run_case(pools[case.ranks], CHECK, retried_equals_never_dropping, case)["failures"]
 
 
 @pytest.mark.gpu

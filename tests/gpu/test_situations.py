@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from padded_dispatch.megatron import telemetry
 from tests.gpu import situations as graph_situations
-from tests.gpu.situations import ENVIRONMENT, checks, on_cpu, run_case
-from tests.support import gpu_rows
+from tests.gpu.situations import checks, on_cpu
+from tests.support import gpu_cases, gpu_rows
+from tests.support.gpu_cases import ENVIRONMENT, run_case
 from tests.support.graph_protocol import GraphedLayer
 from tests.support.graph_routings import (
     RoutingCase,
@@ -156,7 +157,7 @@ def test_the_file_is_written_case_by_case_and_a_failure_does_not_end_it(tmp_path
         counts.append(len(json.loads(out.read_text())["runs"][0]["rows"]))
 
     cases = [("a check", _stub, Situation(name=f"{n}", microbatches=n)) for n in (3, 1)]
-    monkeypatch.setattr(graph_situations, "WorkerPool", InlinePool)
+    monkeypatch.setattr(gpu_cases, "WorkerPool", InlinePool)
     monkeypatch.setattr(graph_situations, "checks", lambda num_ranks: cases)
     monkeypatch.setattr(gpu_rows, "print_line", count_rows)
     for name in ENVIRONMENT:

@@ -18,7 +18,7 @@ from padded_dispatch.megatron.compat import training_stream
 from padded_dispatch.megatron.graphs.capture import LayerGraphs
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.loop import train
-from tests.gpu.situations import ENVIRONMENT
+from tests.support.gpu_cases import ENVIRONMENT
 from tests.support.pool import WorkerPool
 
 

@@ -129,7 +129,11 @@ def retried_equals_never_dropping(case: RetriedCase) -> Findings:
             "loss": never.losses,
         }
         retried.end()
-        return Findings(differing=differing, facts=facts)
+        num_retried = facts["retried"]
+        # At factor 0.5 every step drops.
+        enough = num_retried == facts["steps"] if case.factor == 0.5 else num_retried > 0
+        broken = () if enough else (f"{num_retried} of {facts['steps']} steps were repeated",)
+        return Findings(differing=differing, facts=facts, broken=broken)
 
 
 def differing_names(wanted: dict[str, Tensor], given: dict[str, Tensor]) -> list[str]:
