@@ -9,7 +9,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
-MAX_BYTES = 400_000
+MAX_BYTES = 800_000  # Ten figures at 150 dpi.
 # A folder or an address of one machine.
 LOCAL = re.compile(r"(?<![\w.])/(?:home|root|tmp|usr|opt|work|mnt|Users)/|\b127\.0\.0\.1\b|://")
 
