@@ -283,11 +283,11 @@ class Job:
 
     def __init__(self, folder, how: str, source: str = JOB) -> None:
         script = folder / "job.py"
-        script.write_text(textwrap.dedent(source))
+        # A job inherits what is ignored: SIGHUP under nohup.
+        heard = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+        script.write_text(heard + textwrap.dedent(source))
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(60)
-            # A job inherits what is ignored: SIGHUP under nohup.
-            before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
             self.process = subprocess.Popen(
                 [sys.executable, str(script), str(server.getsockname()[1]), how],
                 env=ENVIRONMENT,
@@ -295,7 +295,6 @@ class Job:
                 text=True,
                 start_new_session=True,
             )
-            signal.signal(signal.SIGHUP, before)
             connections = [server.accept()[0] for _ in range(2)]
             for connection in connections:
                 connection.settimeout(60)
