@@ -61,18 +61,14 @@ def captures_moe(config: Any) -> bool:
 
 def captures_routing(config: Any) -> bool:
     """Return whether a config captures the routers of MoE layers in training."""
-    if getattr(config, "cuda_graph_impl", "none") in (None, "none"):
-        return False
-    scopes = graph_scopes(config)
-    return not scopes or captures_iteration(config) or any("moe" in scope for scope in scopes)
+    return _captures(config) and (
+        _captures_all(config) or any("moe" in scope for scope in graph_scopes(config))
+    )
 
 
 def captures_experts(config: Any) -> bool:
     """Return whether a config captures the experts of MoE layers."""
-    if getattr(config, "cuda_graph_impl", "none") in (None, "none"):
-        return False
-    scopes = graph_scopes(config)
-    return not scopes or captures_iteration(config) or "moe" in scopes
+    return _captures(config) and (_captures_all(config) or "moe" in graph_scopes(config))
 
 
 def captures_router_alone(config: Any) -> bool:
@@ -80,15 +76,23 @@ def captures_router_alone(config: Any) -> bool:
 
     Such a graph hands on the map and the probabilities, and nothing else that the router found.
     """
-    if getattr(config, "cuda_graph_impl", "none") in (None, "none"):
-        return False
     scopes = graph_scopes(config)
-    return "moe_router" in scopes and not scopes & {"moe", "moe_preprocess"}
+    return _captures(config) and "moe_router" in scopes and not scopes & {"moe", "moe_preprocess"}
 
 
-def overlaps_dispatch_backward(config: Any) -> bool:
-    """Return whether experts compute weight gradients while rows' travel back; new in 0.18."""
-    return getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False)
+def _captures(config: Any) -> bool:
+    return getattr(config, "cuda_graph_impl", "none") not in (None, "none")
+
+
+def _captures_all(config: Any) -> bool:
+    """Return whether graphs, if there are any, hold whole layers or iterations."""
+    return not graph_scopes(config) or captures_iteration(config)
+
+
+def delays_weight_gradients(config: Any) -> bool:
+    """Return whether experts compute weight gradients in `backward_dw`; both fields ask for it."""
+    beside_dispatch = getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False)  # 0.18
+    return config.delay_wgrad_compute or beside_dispatch
 
 
 def iteration_graph() -> dict[str, Any]:

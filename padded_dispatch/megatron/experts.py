@@ -68,7 +68,7 @@ from padded_dispatch.experts import ExpertWeights, grouped_mlp
 from padded_dispatch.megatron.compat import (
     FUSED_SWIGLU_CLAMPS,
     LOCAL_GRAPHS_ADD_GRADIENTS,
-    overlaps_dispatch_backward,
+    delays_weight_gradients,
 )
 from padded_dispatch.megatron.config import padded_options, refusals
 from padded_dispatch.megatron.fields import ConfigField, given
@@ -119,10 +119,9 @@ def _check_rounds(config: Any) -> None:
     """Raise if experts whose `backward_dw` computes one gradient could have one of each round."""
     options = padded_options(config)
     factors = *options.layer_factors.values(), *options.factor_of_step.values()
-    delays = config.delay_wgrad_compute or overlaps_dispatch_backward(config)
     fits = FIT in factors or options.on_overflow == "retry"
     require(
-        not (delays and fits) or options.fit_max_factor == NO_DROP,
+        not (delays_weight_gradients(config) and fits) or options.fit_max_factor == NO_DROP,
         "fit_max_factor",
         options.fit_max_factor,
         "be no-drop with delayed weight gradients, training passes that fit (on_overflow='retry' "
@@ -213,7 +212,7 @@ class StackedExperts(MegatronModule):
         self.recompute = config.recompute_granularity == "selective" and _has_moe_act(
             config.recompute_modules
         )
-        delays = config.delay_wgrad_compute or overlaps_dispatch_backward(config)
+        delays = delays_weight_gradients(config)
         self.linear_fc1 = StackedLinear(*_parameters(experts, "linear_fc1"), delays=delays)
         self.linear_fc2 = StackedLinear(*_parameters(experts, "linear_fc2"), delays=delays)
         self._ep_group, self._dp_group = pg_collection.ep, pg_collection.expt_dp

@@ -89,7 +89,7 @@ def _pass_overlap_check() -> None:
     """
     overlap = getattr(sys.modules.get(_BRIDGE), "CommOverlapConfig", None)
     check = getattr(overlap, _OVERLAP_CHECK, None)
-    if check is not None and not hasattr(check, "knows_padded"):
+    if check is not None and not _patches.replaces(overlap, _OVERLAP_CHECK):
         _patches.set(overlap, _OVERLAP_CHECK, _with_stock_name(check))
 
 
@@ -103,7 +103,6 @@ def _with_stock_name(method: Callable[..., Any]) -> Callable[..., Any]:
         with dispatcher_type(model_cfg, "alltoall"):
             return method(self, model_cfg, *args, **kwargs)
 
-    vars(checked)["knows_padded"] = True
     return checked
 
 

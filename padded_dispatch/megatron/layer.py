@@ -33,6 +33,7 @@ from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.megatron.experts import StackedExperts, chosen_experts
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.router import select_after_counting
+from padded_dispatch.utils.patches import Patches
 
 
 @contextmanager
@@ -53,14 +54,10 @@ def _without_op_fuser(config: Any) -> Iterator[None]:
     Its experts take packed rows and counts on the device; TEGroupedMLP decides when it is built.
     """
     name = "use_transformer_engine_op_fuser"
-    fuses = getattr(config, name, False)
-    if fuses:
-        setattr(config, name, False)
-    try:
+    with Patches() as patches:
+        if getattr(config, name, False):
+            patches.set(config, name, False)
         yield
-    finally:
-        if fuses:
-            setattr(config, name, True)
 
 
 def build(

@@ -42,7 +42,7 @@ def keep_options(patches: Patches) -> None:
     for module, name in _CONTAINERS:
         container = getattr(sys.modules.get(module), name, None)
         method = vars(container).get(_CONVERT) if container is not None else None
-        if isinstance(method, classmethod) and not hasattr(method.__func__, "keeps_options"):
+        if isinstance(method, classmethod) and not patches.replaces(container, _CONVERT):
             patches.set(container, _CONVERT, classmethod(_keeping(method.__func__)))
 
 
@@ -56,7 +56,6 @@ def _keeping(convert: Callable[..., Any]) -> Callable[..., Any]:
             _add_options(converted.get("transformer"), value.transformer)
         return converted
 
-    vars(keeping)["keeps_options"] = True
     return keeping
 
 

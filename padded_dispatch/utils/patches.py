@@ -43,6 +43,10 @@ class Patches:
         setattr(owner, name, value)
         self._saved.append((owner, name, before))
 
+    def replaces(self, owner: Any, name: str) -> bool:
+        """Return whether `owner.name` is replaced."""
+        return any(known is owner and named == name for known, named, _ in self._saved)
+
     def undo(self) -> None:
         """Put every attribute back, the last one first; do nothing if none is replaced."""
         while self._saved:

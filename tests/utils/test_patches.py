@@ -33,6 +33,16 @@ def test_attributes_are_replaced_until_undo():
     assert owner.value == 1
 
 
+def test_what_is_replaced_is_known_until_undo():
+    owner, alike, patches = SimpleNamespace(value=1), SimpleNamespace(value=1), Patches()
+    assert not patches.replaces(owner, "value")
+    patches.set(owner, "value", 2)
+    assert patches.replaces(owner, "value")
+    assert not patches.replaces(owner, "other") and not patches.replaces(alike, "value")
+    patches.undo()
+    assert not patches.replaces(owner, "value")
+
+
 def test_a_missing_attribute_is_deleted_again():
     owner: Any = SimpleNamespace()
     with Patches() as patches:
