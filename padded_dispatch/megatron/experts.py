@@ -163,7 +163,7 @@ def _against_ours(config: Any) -> str:
         return "bf16 is not set"
     if (config.expert_tensor_parallel_size or 1) > 1:
         return "no times were measured with expert_tensor_parallel_size above 1"
-    sizes = config.hidden_size, config.moe_ffn_hidden_size
+    sizes = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size
     if any(size % 8 for size in sizes):
         return f"the sizes {sizes[0]} and {sizes[1]} are not multiples of 8"
     return _against_device()
@@ -624,7 +624,6 @@ _FIELDS = (
     _field("moe_mlp_glu_interleave_size", "gate and up are not interleaved", given),
     _field("moe_single_grouped_bias", "biases are read one by one", bool),
     _field("moe_apply_probs_on_input", "probabilities weigh the activation", bool),
-    _field("moe_latent_size", "untested", given),
     _field("fp16", "they compute in bf16, on CPUs in any other dtype, too", bool),
     _field("fp8", "they compute in bf16", given),
     _field("fp4", "they compute in bf16", given),
