@@ -114,6 +114,8 @@ def _pools() -> Iterator[Situation]:
             yield Situation(name=f"{name}, evaluation that fits", **evaluates)
             recomputes = {"recompute": ("moe_act",), **sizes}
             yield Situation(name=f"{name}, recompute of moe_act", **recomputes)
+    split: dict[str, Any] = {"ranks": 2, "tp": 2, "etp": 2, "capacity_pool": "rank"}
+    yield Situation(name="pool rank, TP2/ETP2", exchange="alltoall", **split)
     for name, chosen in pools(2):
         deep = {"ranks": 4, "pp": 2, "ep": 2, "num_layers": 4, "microbatches": 4, **chosen}
         yield Situation(name=f"{name}, PP2", **deep)
