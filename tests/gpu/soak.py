@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.gpu_rows import Rows, parsed
+from tests.support.gpu_rows import Rows, parsed, wants
 
 # They differ from run to run.
 _MEASURED = ("step_ms", "tokens_per_s", "tflops_per_gpu", "allocated_gib", "reserved_gib")
@@ -38,15 +38,18 @@ def main() -> int:
     rows = Rows(arguments, arguments.num_gpus, {})
     rank_counts = [arguments.cpu] if arguments.cpu else [1, 2]
     for num_ranks in rank_counts:
-        if num_ranks <= arguments.num_ranks:
-            rows.add(_soaked(num_ranks, arguments))
+        exchange = "direct" if num_ranks > 1 and not arguments.cpu else "auto"
+        name = f"soak, EP{num_ranks}, {exchange}"
+        if num_ranks <= arguments.num_ranks and wants(arguments, name):
+            rows.add(_soaked(name, num_ranks, exchange, arguments))
     return rows.exit_code()
 
 
-def _soaked(num_ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def _soaked(
+    name: str, num_ranks: int, exchange: str, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Train, resume from half, and return the row of both runs."""
     steps = arguments.steps
-    exchange = "direct" if num_ranks > 1 and not arguments.cpu else "auto"
     device = "cpu" if arguments.cpu else "cuda"
     graph = "none" if arguments.cpu else "layer"
     flags = (
@@ -55,7 +58,7 @@ def _soaked(num_ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
         f"--eval-every {max(1, steps // 20)} --save-every {steps // 2} --padded-on-overflow grow "
         "--padded-overflow-threshold 0.02 --padded-telemetry-every 10"
     ).split()
-    row: dict[str, Any] = {"check": "soak", "name": f"{num_ranks} ranks, {exchange}"}
+    row: dict[str, Any] = {"check": "soak", "name": name}
     row |= {"flags": flags, "steps": steps, "failures": [], "facts": None}
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
