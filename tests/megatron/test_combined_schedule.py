@@ -1,5 +1,6 @@
 """Routers get the padding mask in Megatron's combined schedule, too."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,15 @@ PADDED = OverlapCase(name="padded", padded=True, factor=0.5, expert_bias=True)
 MASK_BS = torch.tensor([[False, False, True], [False, True, True]])
 
 
-def test_bits_are_those_of_the_plain_schedule_with_the_same_mask(pool2):
-    found = pool2.run(overlapped_equals_plain, PADDED)
+@pytest.mark.parametrize("scopes", [(), ("attn", "moe_router", "moe_preprocess")], ids=str)
+def test_bits_are_those_of_the_plain_schedule_with_the_same_mask(pool2, scopes):
+    """Two steps are eager, two replay graphs; each microbatch has a mask of its own."""
+    case = dataclasses.replace(PADDED, scopes=scopes, steps=4 if scopes else 2)
+    found = pool2.run(overlapped_equals_plain, case)
     assert [findings.failures() for findings in found] == [[], []]
+    # A layer has a graph for each microbatch.
+    graphs = case.num_layers * case.microbatches if scopes else 0
+    assert [findings.facts["graphs"] for findings in found] == [graphs, graphs]
 
 
 def route(layer: Any, hidden: Tensor) -> Any:
