@@ -226,6 +226,11 @@ class SelectAfterCounting(TopKRouter):
         Returns:
             Probabilities [T, E], exactly 0 where not kept, and the kept map, bool [T, E].
         """
+        if padding_mask is not None:
+            # Without gradients of masked rows: an auxiliary loss divides by the number of tokens,
+            # and if all are masked its gradient is NaN, which a product with 0 would keep.
+            masked = padding_mask.reshape(*logits.shape[:-1], 1)
+            logits = logits.masked_fill(masked, 0)
         probs_TE, map_TE = super().routing(logits, padding_mask)
         config = self.selector.configs.now
         scores_TE = choice_TE = None

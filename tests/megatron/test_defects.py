@@ -468,3 +468,15 @@ def test_d20_padding_for_quantization_is_replaced(monkeypatch, request):
         config = tiny.config(**{name: True}, **settings)
         assert not config.moe_router_padding_for_fp8
         assert not config.moe_router_padding_for_quantization
+
+
+def test_d24_a_microbatch_of_padding_alone():
+    """Stock's auxiliary loss is 0 / 0 there, and all gradients before it become NaN."""
+    losses = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    gradients = []
+    for router in (dropless(**losses).router, ours(1.0, **losses).router):
+        probs_TE, _ = router(alike(6), torch.ones(6, 1, dtype=torch.bool))
+        (probs_TE * 0).sum().backward()
+        gradients.append(router.weight.grad)
+    assert gradients[0].isnan().all()
+    assert not gradients[1].any()
