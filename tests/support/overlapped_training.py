@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import utils as schedule_streams
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer import transformer_config
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -82,6 +83,11 @@ class OverlapTraining(Training):
             results[f"counts of layer {layer_number}"] = layer.token_dispatcher.counters.totals
         return results
 
+    def modules(self) -> Iterator[Any]:
+        """Yield all modules of the model on this rank."""
+        for chunk in self.chunks:
+            yield from chunk.modules()
+
     def batches(self) -> Iterator[dict[str, Tensor]]:
         """Return an iterator over the step's microbatches, the same for all chunks."""
         case, generator = self.case, torch.Generator().manual_seed(self._number)
@@ -137,9 +143,8 @@ def busy_together(spans: list[tuple[int, int, int]]) -> int:
     return together
 
 
-def _layers(training: Training) -> list[Any]:
-    modules = (module for chunk in training.chunks for module in chunk.modules())
-    return [module for module in modules if isinstance(module, TransformerLayer)]
+def _layers(training: OverlapTraining) -> list[Any]:
+    return [module for module in training.modules() if isinstance(module, TransformerLayer)]
 
 
 def overlapped_equals_plain(case: OverlapCase, **options: Any) -> Findings:
@@ -168,8 +173,13 @@ def overlapped_equals_plain(case: OverlapCase, **options: Any) -> Findings:
             patches.set(RowParallelLinear, "backward_dw", lambda linear: None)
         if not case.on_gpu:  # Nor has a CPU a Transformer Engine.
             patches.set(transformer_config, "is_te_min_version", lambda version: True)
+        # Without Apex, Megatron's own linears cannot add to `main_grad`; those of TE can.
+        patches.set(layers, "_grad_accum_fusion_available", True)
         plain = OverlapTraining(dataclasses.replace(case, fields=shared), **options)
         overlapped = OverlapTraining(dataclasses.replace(case, fields=shared | overlap), **options)
+        for module in (*plain.modules(), *overlapped.modules()):
+            if isinstance(module, layers.ColumnParallelLinear):
+                module.gradient_accumulation_fusion = False
         if case.scopes:
             overlapped.graphs = LayerGraphs(
                 overlapped.chunks,
