@@ -40,14 +40,6 @@ from padded_dispatch.megatron.config import LayerConfigs, padded_options, settin
 from padded_dispatch.ops.counters import RoutingObserver
 from padded_dispatch.ops.overflow import select_with_remedy
 
-# Megatron-Core 0.16.1 to 0.19.0: `TransformerLayer._te_cuda_graph_capture` and
-# `_te_cuda_graph_replay` call the MoE layer without the mask.
-MASK_IS_LOST = (
-    "Megatron drops the mask where cuda_graph_impl='transformer_engine' captures or replays a "
-    "layer, and padding tokens would then take slots and count in the losses; train without "
-    "padding_mask, or set cuda_graph_impl='none'"
-)
-
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 # Load balancing that does not choose experts by logits and bias alone.
@@ -129,15 +121,12 @@ class SelectAfterCounting(TopKRouter):
     `num_draws`: int64 [1], the draws so far; a buffer under policy "random", else None.
     `protected_T`: bool [T], the tokens that get slots first; None before the first `protect`.
     `was_captured`: whether a CUDA graph holds a pass of this router.
-    `saw_padding_mask`: whether the last training pass had a padding mask; kept up to date only
-        where Transformer Engine captures layers.
     """
 
     selector: Selector
     num_draws: Tensor | None
     protected_T: Tensor | None
     was_captured: bool
-    saw_padding_mask: bool
     _tokens_TD: Tensor | None
     _settings: Values | None
 
@@ -155,7 +144,6 @@ class SelectAfterCounting(TopKRouter):
         self.register_buffer("num_draws", num_draws)
         self.protected_T = None
         self.was_captured = False
-        self.saw_padding_mask = False
         self._tokens_TD = None
         self._settings = None
         self.selector = selector
@@ -187,15 +175,15 @@ class SelectAfterCounting(TopKRouter):
         )
         if self.training:
             self.selector.configs.check_controlled()
-        if self.training and self.config.cuda_graph_impl == "transformer_engine":
-            require(
-                padding_mask is not None or not self.saw_padding_mask,
-                "padding_mask",
-                padding_mask,
-                "be given in every training step once one step had it",
-                MASK_IS_LOST,
-            )
-            self.saw_padding_mask = padding_mask is not None
+        num_tokens = tokens_TD.shape[0]
+        require(
+            padding_mask is None or padding_mask.numel() == num_tokens,
+            "padding_mask.shape",
+            None if padding_mask is None else list(padding_mask.shape),
+            f"have one entry for each of the {num_tokens} tokens of this rank",
+            "with sequence parallelism, split the mask like the tokens on later pipeline stages; "
+            "Megatron does so on the first one only",
+        )
         self._tokens_TD = tokens_TD
         try:
             return super().forward(input, padding_mask)
@@ -238,6 +226,11 @@ class SelectAfterCounting(TopKRouter):
         Returns:
             Probabilities [T, E], exactly 0 where not kept, and the kept map, bool [T, E].
         """
+        if padding_mask is not None:
+            # Without gradients of masked rows: an auxiliary loss divides by the number of tokens,
+            # and if all are masked its gradient is NaN, which a product with 0 would keep.
+            masked = padding_mask.reshape(*logits.shape[:-1], 1)
+            logits = logits.masked_fill(masked, 0)
         probs_TE, map_TE = super().routing(logits, padding_mask)
         config = self.selector.configs.now
         scores_TE = choice_TE = None

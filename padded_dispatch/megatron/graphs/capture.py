@@ -34,6 +34,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from padded_dispatch.config import require
+from padded_dispatch.megatron import masks
 from padded_dispatch.megatron.compat import graph_scopes
 from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.graphs import guard, memory
@@ -326,7 +327,7 @@ def _samples_and_order(helper: Any) -> tuple[list[list[Sample]], list[int]]:
     for layers in layers_of_chunks:
         samples = []
         for number, layer in enumerate(layers, start):
-            kwargs = options["sample_kwargs"][number]
+            kwargs = options["sample_kwargs"][number] | masks.sample(layer)
             samples.append(Sample(layer=layer, args=args[number], kwargs=kwargs))
         chunks.append(samples)
         start += len(layers) * helper.num_microbatches
