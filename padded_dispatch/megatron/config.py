@@ -70,13 +70,13 @@ def check_config(config: Any) -> None:
     """
     refused = refusals(config, (*MOE_FIELDS, *OTHER_FIELDS))
     graphs = _read(config, "cuda_graph_impl")
-    for name in ("fp8", "fp4"):
-        if _read(config, name) and captures_experts(config):
-            refused.append(
-                f"  {name}={_read(config, name)!r} with experts in a CUDA graph "
-                f"(cuda_graph_impl={graphs!r}): untested. Remedy: capture attn, moe_router and "
-                "moe_preprocess only, or train in bf16."
-            )
+    if _keeps_old_weights(config):
+        refused.append(
+            f"  quant_recipe with experts in a CUDA graph (cuda_graph_impl={graphs!r}), without "
+            "fp8 or fp4: Megatron then captures no quantization of weights, so replays would go on "
+            "with those of the capture. Remedy: set fp8 or fp4, or "
+            "disable_parameter_transpose_cache=True."
+        )
     options = padded_options(config)
     for name, factors in (
         ("layer_factors", options.layer_factors),
@@ -106,6 +106,17 @@ def check_config(config: Any) -> None:
                 etp_size=_read(config, "expert_tensor_parallel_size") or 1,
                 training=training,
             )
+
+
+def _keeps_old_weights(config: Any) -> bool:
+    """Return whether graphs of layers would replay with weights that were quantized once."""
+    return (
+        bool(_read(config, "quant_recipe"))
+        and not (_read(config, "fp8") or _read(config, "fp4"))
+        and captures_experts(config)
+        and not captures_iteration(config)
+        and not _read(config, "disable_parameter_transpose_cache")
+    )
 
 
 def _refused_overlaps(config: Any, options: PaddedOptions) -> list[str]:
@@ -509,16 +520,31 @@ def _factor(
 
 
 def _alignment(config: Any, options: PaddedOptions) -> int:
-    """Return the alignment in rows.
+    """Return the alignment in rows, the largest that one of the config's recipes needs.
 
     Megatron-Core 0.16.1 to 0.20 needs 32 for fp8 in the recipe mxfp8, 16 in the others, and for
-    fp4 what its recipe says.
+    fp4 what its recipe says. Megatron does not ask `quant_recipe`, which gives modules recipes of
+    their own.
     """
     if options.alignment != "auto":
         return options.alignment
-    if config.fp8:
-        return get_fp8_align_size(config.fp8_recipe)
-    return get_fp4_align_size(config.fp4_recipe) if config.fp4 else 1
+    fp8, fp4 = _own_recipes(_read(config, "quant_recipe"))
+    fp8 += [config.fp8_recipe] if config.fp8 else []
+    fp4 += [config.fp4_recipe] if config.fp4 else []
+    return max([1, *map(get_fp8_align_size, fp8), *map(get_fp4_align_size, fp4)])
+
+
+def _own_recipes(quant_recipe: Any) -> tuple[list[Any], list[Any]]:
+    """Return the recipes of fp8 and of fp4 in a `quant_recipe`, of Megatron's kind or another."""
+    settings = getattr(quant_recipe, "configs", None) or {}
+    parts = [
+        one.get(part) or {}
+        for one in settings.values()
+        for part in ("training_recipe", "evaluation_recipe")
+    ]
+    names = "fp8_quantization_recipe", "fp4_quantization_recipe"
+    fp8, fp4 = ([part[name] for part in parts if part.get(name)] for name in names)
+    return fp8, fp4
 
 
 def _read(config: Any, name: str) -> Any:

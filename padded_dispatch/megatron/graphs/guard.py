@@ -68,8 +68,9 @@ from padded_dispatch.utils.patches import Patches
 # Values that a graph depends on, by the names that errors give.
 Invariants = dict[str, Any]
 
-_MOE_FIELDS = tuple(
-    field.name for field in dataclasses.fields(TransformerConfig) if field.name.startswith("moe_")
+_FIELDS = (
+    *(f.name for f in dataclasses.fields(TransformerConfig) if f.name.startswith("moe_")),
+    *("fp8", "fp8_recipe", "fp4", "fp4_recipe"),
 )
 _patches = Patches()
 _captured: WeakKeyDictionary[Any, Invariants] = WeakKeyDictionary()
@@ -142,7 +143,7 @@ def _layer_invariants(layer: Any) -> Invariants:
     return {
         "training": (layer.training, moe.training, moe.router.training, moe.experts.training),
         "dispatch_config": moe.token_dispatcher.dispatch_config,
-        **{name: getattr(config, name) for name in _MOE_FIELDS},
+        **{name: getattr(config, name) for name in _FIELDS},
     }
 
 
