@@ -193,7 +193,8 @@ def _wait(work: Any) -> None:
             return
         except RuntimeError:
             if work.is_completed():
-                raise
+                work.wait()  # Raises if it has failed; it may have ended just after the look.
+                return
 
 
 def _problem(run: Callable[[], None], limit_s: float) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from padded_dispatch.exchange.mirror import AbsentRanksError, Mirror, _numbered, _within, mirror_of
+from padded_dispatch.exchange.mirror import AbsentRanksError, Mirror, _numbered, _wait, _within, mirror_of
 from padded_dispatch.utils import launch
 from padded_dispatch.utils.launch import WorkerError
 from tests.support.pool import WorkerPool
@@ -138,6 +138,29 @@ def test_a_rank_that_creates_no_dispatcher_is_named(pool2):
     assert words.startswith(
         "all 2 ranks of a group must create their dispatcher within 0.5 s, got none from rank 1; "
     )
+
+
+class _EndsAfterTheLook:
+    """A collective that ends just after the first wait for it has given up."""
+
+    def __init__(self, error: str) -> None:
+        self.error, self.looks = error, 0
+
+    def wait(self, *seconds: object) -> None:
+        self.looks += 1
+        if self.looks == 1:
+            raise RuntimeError("timed out")
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_collective_that_ends_as_a_look_for_signals_begins():
+    _wait(_EndsAfterTheLook(""))
+    with pytest.raises(RuntimeError, match="closed"):
+        _wait(_EndsAfterTheLook("closed"))
 
 
 class _DeadStore:
