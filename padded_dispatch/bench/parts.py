@@ -32,6 +32,7 @@ from torch import Tensor
 
 from padded_dispatch.bench.arguments import read_parts, with_defaults
 from padded_dispatch.bench.cases import MODELS
+from padded_dispatch.bench.clocks import max_sm_mhz
 from padded_dispatch.config import DispatchConfig, Policy, require
 from padded_dispatch.experts import ExpertWeights, Linear, grouped_mlp
 from padded_dispatch.ops.acceptance import accept
@@ -92,6 +93,7 @@ def main(argv: list[str]) -> int:
         require(valid, "--select-experts", num_experts, "be a multiple of 8")
     num_gpus, command = int(device.type == "cuda"), " ".join(["padded-dispatch parts", *argv])
     run = about(num_gpus=num_gpus, command=command, commit=given.commit)
+    run["max_sm_mhz"] = max_sm_mhz(device)
     cases = _selection_cases if given.select_experts else _model_cases
     for where, part in cases(given, device):
         row = where | _row(part, given.repeats, device)
