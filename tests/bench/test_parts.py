@@ -34,20 +34,20 @@ def test_bytes_and_flops_are_those_of_real_rows():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels would not be interpreted")
 def test_direct_stores_move_the_rows_of_one_rank():
-    """Rank 0 of 2 has tokens 0 to 8, and gets as many from rank 1, for experts 0 to 3 of 8."""
+    """Rank 0 of 2 has tokens 0 to 9, and gets as many from rank 1, for experts 0 to 3 of 8."""
     shape = MODELS["tiny"]
     config = shape.dispatch_config(4.0, num_ranks=2)
     found = {}
-    for part in _direct_stores(shape, config, 9, CPU):
+    for part in _direct_stores(shape, config, 10, CPU):
         part.run()
         found[part.name] = part.bytes
-    here = _routing(config, 9, CPU)[1][:, :4].sum(1).tolist()  # of each token's two experts
+    here = _routing(config, 10, CPU)[1][:, :4].sum(1).tolist()  # of each token's two experts
     assert sorted(set(here)) == [0, 1, 2]
     stored = sum(here) + sum(num < 2 for num in here)
     row = shape.hidden_size * 4
     assert {name: num_bytes // row for name, num_bytes in found.items()} == {
-        "push each": 9 + 18,
-        "push once": 9 + stored,
+        "push each": 10 + 20,
+        "push once": 10 + stored,
         "copies": 2 * sum(num == 2 for num in here),
         "return": 2 * 2 * sum(here),
     }
