@@ -27,6 +27,8 @@ from padded_dispatch.bench.measure import batches, phase_of, phases_ms
         ("_unpermute_kernel", "combine"),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
         ("_push_rows_kernel", "exchange"),
+        ("_push_tokens_kernel", "exchange"),
+        ("_copy_rows_kernel", "exchange"),
         ("c10d::symmetric_memory::barrier_kernel(unsigned int**, int)", "exchange"),
         ("nvjet_tst_192x192_64x4_1x2_h_bz_coopB_NTN", "gemm"),
         ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x>", "gemm"),
