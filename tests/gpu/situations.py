@@ -18,8 +18,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
-from megatron.core import package_info
-
 from padded_dispatch.config import Policy, Remedy
 from tests.support.gpu_cases import ENVIRONMENT, run_cases
 from tests.support.gpu_rows import parsed
@@ -49,9 +47,7 @@ _TINY = {"num_experts": 8, "top_k": 2, "hidden": 16, "ffn": 24}
 def situations() -> Iterator[Situation]:
     """Yield training cases, from one rank to eight."""
     yield Situation(name="4 microbatches", microbatches=4)
-    # From 0.18 on graphs do not recompute `moe`, and eager training rounds differently.
-    moe = ("moe",) if (package_info.MAJOR, package_info.MINOR) < (0, 18) else ()
-    for module in (*moe, "moe_act", "layernorm"):
+    for module in ("moe", "moe_act", "layernorm"):
         yield Situation(name=f"recompute {module}", recompute=(module,))
     yield Situation(name="evaluation between steps", evaluates=(1, 256))
     yield Situation(name="evaluation of another shape", evaluates=(3, 160))
@@ -148,6 +144,8 @@ def _pools() -> Iterator[Situation]:
             yield Situation(name=f"{name}, evaluation that fits", **evaluates)
             recomputes = {"recompute": ("moe_act",), **sizes}
             yield Situation(name=f"{name}, recompute of moe_act", **recomputes)
+    split: dict[str, Any] = {"ranks": 2, "tp": 2, "etp": 2, "capacity_pool": "rank"}
+    yield Situation(name="pool rank, TP2/ETP2", exchange="alltoall", **split)
     for name, chosen in pools(2):
         deep = {"ranks": 4, "pp": 2, "ep": 2, "num_layers": 4, "microbatches": 4, **chosen}
         yield Situation(name=f"{name}, PP2", **deep)

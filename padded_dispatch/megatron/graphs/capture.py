@@ -170,9 +170,9 @@ class LayerGraphs:
             if report.other_kernels:
                 _log.warning(
                     "%s: graphs compute with other kernels than eager training, so losses differ "
-                    "by rounding. One cause is recompute of 'moe' from Megatron-Core 0.18 on. The "
-                    "other is Transformer Engine's attention, whose kernels are then slower: make "
-                    "seq_length=%d a multiple of 128, or set NVTE_DEBUG=1 to log the choice",
+                    "by rounding. The cause may be Transformer Engine's attention, whose kernels "
+                    "are then slower: make seq_length=%d a multiple of 128, or set NVTE_DEBUG=1 to "
+                    "log the choice",
                     ", ".join(report.other_kernels),
                     self._helper.seq_length,
                 )
