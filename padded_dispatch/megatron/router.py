@@ -163,7 +163,8 @@ class SelectAfterCounting(TopKRouter):
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Compare shapes over the ranks, then run `TopKRouter.forward`.
 
-        This is the layer's first step, so ranks that differ raise before any exchange.
+        This is the layer's first step, so ranks that differ raise before any exchange. Evaluation
+        that fits takes another T on each rank, as Megatron's dynamic engine has it.
         """
         config, tokens_TD = self.selector.configs.now, input.flatten(0, -2)
         # The mode is compared, too: training and evaluation may have the same capacity here, but
@@ -173,6 +174,7 @@ class SelectAfterCounting(TopKRouter):
             config,
             tokens_TD,
             self._rules(padding_mask),
+            any_tokens=config.fits and not self.training,
             training=int(self.training),
         )
         if self.training:
