@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from padded_dispatch.exchange.mirror import AbsentRanksError, Mirror, _numbered, _wait, _within, mirror_of
+from padded_dispatch.exchange.mirror import (
+    AbsentRanksError,
+    Mirror,
+    _numbered,
+    _wait,
+    _within,
+    mirror_of,
+)
 from padded_dispatch.utils import launch
 from padded_dispatch.utils.launch import WorkerError
 from tests.support.pool import WorkerPool
