@@ -34,7 +34,7 @@ class Model:
         made = tiny.config(**{k: v for k, v in vars(self).items() if k in self.asked})
         vars(self).update(vars(made))
 
-    asked = "fp8", "cpu_offloading", "moe_enable_deepep", "moe_expert_capacity_factor"
+    asked = "fp8", "variable_seq_lengths", "moe_enable_deepep", "moe_expert_capacity_factor"
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def test_a_recipe_is_accepted_noted_or_refused(outcome_of):
     noted = outcome_of("glm_config", lambda: Model(moe_enable_deepep=True))
     assert noted.state == "accepted, noted"
     assert [line.partition("=")[0] for line in noted.notes] == ["moe_enable_deepep"]
-    refused = outcome_of("glm_config", lambda: Model(cpu_offloading=True))
-    assert refused.state == "refused" and refused.settings == "`cpu_offloading=True`"
+    refused = outcome_of("glm_config", lambda: Model(variable_seq_lengths=True))
+    assert refused.state == "refused" and refused.settings == "`variable_seq_lengths=True`"
 
 
 def test_the_precision_of_a_recipe():

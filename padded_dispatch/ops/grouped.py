@@ -162,14 +162,14 @@ def _(rows_NI, weight_LOI, offsets_L, sums_LOI):
     return rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
 
 
-@custom_op("padded_dispatch::grouped_outer", mutates_args=())
-def _grouped_outer(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor) -> Tensor:
+@custom_op("padded_dispatch::outer_by_expert", mutates_args=())
+def outer_by_expert(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor) -> Tensor:
     """Compute every expert's weight gradient, `grad.T @ rows`: [L, O, I]."""
     products = [grad_NO[rows].T @ rows_NI[rows] for rows in _blocks(offsets_L)]
     return torch.stack(products)
 
 
-@_grouped_outer.register_kernel("cuda")
+@outer_by_expert.register_kernel("cuda")
 def _(grad_NO, rows_NI, offsets_L):
     # Column-major times row-major: the only combination that takes experts without rows. Private
     # until torch 2.10, where it is `torch.nn.functional.grouped_mm`.
@@ -178,13 +178,13 @@ def _(grad_NO, rows_NI, offsets_L):
     )
 
 
-@_grouped_outer.register_fake
+@outer_by_expert.register_fake
 def _(grad_NO, rows_NI, offsets_L):
     return rows_NI.new_empty(offsets_L.shape[0], grad_NO.shape[1], rows_NI.shape[1])
 
 
-@custom_op("padded_dispatch::add_grouped_outer", mutates_args=("sums_LOI",))
-def _add_grouped_outer(
+@custom_op("padded_dispatch::add_outer_by_expert", mutates_args=("sums_LOI",))
+def add_outer_by_expert(
     grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor
 ) -> None:
     """Add every expert's weight gradient, `grad.T @ rows`, to `sums_LOI`."""
@@ -192,14 +192,14 @@ def _add_grouped_outer(
         sums_LOI[expert] += grad_NO[rows].to(sums_LOI.dtype).T @ rows_NI[rows].to(sums_LOI.dtype)
 
 
-@_add_grouped_outer.register_kernel("cuda")
+@add_outer_by_expert.register_kernel("cuda")
 def _(grad_NO, rows_NI, offsets_L, sums_LOI):
     from padded_dispatch.kernels import gemm
 
     gemm.add_weight_gradients(grad_NO.contiguous(), rows_NI.contiguous(), offsets_L, sums_LOI)
 
 
-@_add_grouped_outer.register_fake
+@add_outer_by_expert.register_fake
 def _(grad_NO, rows_NI, offsets_L, sums_LOI):
     return None
 
@@ -291,7 +291,7 @@ def _grouped_gradient(
     grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor | None
 ) -> Tensor:
     if sums_LOI is None:
-        return _grouped_outer(grad_NO, rows_NI, offsets_L)
+        return outer_by_expert(grad_NO, rows_NI, offsets_L)
     return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI)
 
 
@@ -305,7 +305,7 @@ def _batched_gradient(
 
 
 def _add_gradient(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor) -> Tensor:
-    _add_grouped_outer(grad_NO, rows_NI, offsets_L, sums_LOI)
+    add_outer_by_expert(grad_NO, rows_NI, offsets_L, sums_LOI)
     return _unspecified(sums_LOI.shape, rows_NI.dtype, rows_NI.device)
 
 

@@ -55,7 +55,10 @@ def cases() -> Iterator[OverlapCase]:
             # Graphs hold delayed gradients of weights only where these are added to `main_grad`.
             fields = {"gradient_accumulation_fusion": True} if delays else {}
             captured = how | {"scopes": scopes, "fields": fields}
-            yield OverlapCase(name=f"{name}, graphs of {'+'.join(scopes)}", **captured)
+            graphs = f"{name}, graphs of {'+'.join(scopes)}"
+            yield OverlapCase(name=graphs, **captured)
+            if not delays:
+                yield OverlapCase(name=f"{graphs}, padding mask", padded=True, **captured)
         yield OverlapCase(name=f"{name}, one local expert", **how | {"num_experts": 2, "top_k": 2})
         yield OverlapCase(name=f"{name}, shared experts", shared_ffn=512, **how)
         yield OverlapCase(name=f"{name}, padding mask", padded=True, **how)

@@ -156,9 +156,9 @@ def test_weight_gradients_are_rounded_once_and_added_in_fp32(num_steps):
         grouped.grouped_linear(rows_NI, weight_LOI, offsets_L).backward(grad_NO)
         assert weight_LOI.grad is not None and weight_LOI.grad.dtype == torch.bfloat16
         main += weight_LOI.grad
-        added = grouped._grouped_outer(grad_NO.double(), rows_NI.double(), offsets_L)
+        added = grouped.outer_by_expert(grad_NO.double(), rows_NI.double(), offsets_L)
         exact, sizes = exact + added, sizes + added.abs()
-        terms += grouped._grouped_outer(grad_NO.double().abs(), rows_NI.double().abs(), offsets_L)
+        terms += grouped.outer_by_expert(grad_NO.double().abs(), rows_NI.double().abs(), offsets_L)
     # Besides, at most 128 roundings of fp32 lie between a product and `main`.
     assert ((main - exact).abs() <= 2**-8 * sizes + 128 * 2**-24 * terms).all()
     relative = (main - exact).square().sum() / exact.square().sum()
@@ -185,7 +185,7 @@ def test_sums_get_the_gradient_without_rounding_it(linear):
         rows_NI.requires_grad_()
         out_NO = linear(rows_NI, weight_LOI, offsets_L, sums_LOI=sums_LOI)
         passes.append((out_NO, grad_NO, rows_NI))
-        expected_LOI += grouped._grouped_outer(grad_NO.double(), rows_NI.double(), offsets_L)
+        expected_LOI += grouped.outer_by_expert(grad_NO.double(), rows_NI.double(), offsets_L)
     for out_NO, grad_NO, rows_NI in passes:
         out_NO.backward(grad_NO)
         plain_NI = rows_NI.detach().requires_grad_()
@@ -261,8 +261,8 @@ def test_all_are_sound_custom_ops(biased):
     plain_NI, grad_NO = rows_NI.detach(), torch.randn(5, O, dtype=torch.float64)
     opcheck(grouped._grouped_linear, (rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, None))
     sums_LOI = torch.zeros(weight_LOI.shape, dtype=torch.float64)
-    opcheck(grouped._add_grouped_outer, (grad_NO, plain_NI, offsets_L, sums_LOI))
-    opcheck(grouped._grouped_outer, (grad_NO, plain_NI, offsets_L))
+    opcheck(grouped.add_outer_by_expert, (grad_NO, plain_NI, offsets_L, sums_LOI))
+    opcheck(grouped.outer_by_expert, (grad_NO, plain_NI, offsets_L))
     weights_N = None if probs_N is None else probs_N.detach()
     opcheck(grouped.sum_rows, (grad_NO, weights_N, offsets_L))
     if bias_LO is not None:

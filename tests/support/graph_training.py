@@ -43,6 +43,7 @@ from padded_dispatch.megatron.graphs.capture import (
 from padded_dispatch.megatron.graphs.recapture import recapture
 from tests.support.gpt import ddp_chunks, mean_loss, megatron_adam, model_inputs
 from tests.support.graph_protocol import cuda_graphs_on_cpu
+from tests.support.packed_sequences import packed, packed_attention
 from tests.support.parity import megatron
 
 SEED = 40
@@ -63,7 +64,9 @@ class Situation:
     capacity factors double, and `recapture` finds the graphs; Megatron's own wrapper then captures
     whole iterations. `idle`: experts that get no
     token, by a router bias: "rank" means those of the last expert-parallel rank in two of three
-    steps, "expert" the last expert in all steps.
+    steps, "expert" the last expert in all steps. `masked`: each microbatch has a padding mask of
+    its own; it masks nothing in one of three, and all but one token of each sequence in another.
+    `packed`: each microbatch is packed from sequences of other lengths.
     """
 
     name: str
@@ -89,6 +92,8 @@ class Situation:
     grows: bool = False
     idle: Literal["none", "rank", "expert"] = "none"
     replays: int = 5
+    masked: bool = False
+    packed: bool = False
     microbatches: int = 2
     batch: int = 1
     seq: int = 256
@@ -257,6 +262,7 @@ def _world(case: Situation) -> Iterator[None]:
         stack.enter_context(megatron(case.device, **sizes))
         if case.device == "cpu":
             stack.enter_context(cuda_graphs_on_cpu())
+            stack.enter_context(packed_attention())
         global_batch = case.microbatches * case.batch * case.dp
         init_num_microbatches_calculator(dist.get_rank(), None, global_batch, case.batch, case.dp)
         stack.callback(unset_num_microbatches_calculator)
@@ -388,18 +394,27 @@ class Training:
         )
         return [report["loss"] for report in reports]
 
-    def _batches(self, number: int, batch: int, seq: int) -> Iterator[dict[str, Tensor]]:
+    def _batches(self, number: int, batch: int, seq: int) -> Iterator[dict[str, Any]]:
         """Yield token ids [B, S + 1], drawn on the device: a copy from the host would wait.
 
-        Megatron's graph of an iteration needs a dict.
+        Megatron's graph of an iteration needs a dict. The other entries are arguments of the model.
         """
         draw = torch.Generator(self._case.device)
         draw.manual_seed(number * self._case.dp + parallel_state.get_data_parallel_rank())
-        for _ in range(self._case.microbatches):
+        for index in range(self._case.microbatches):
             shape = (batch, seq + 1)
             device = self._case.device
             ids = torch.randint(self._case.vocab, shape, generator=draw, device=device)
-            yield {"ids": ids}
+            given: dict[str, Any] = {"ids": ids}
+            if self._case.masked:
+                share = (0.4, 0, 1)[(number + index) % 3]
+                chances = torch.rand(batch, seq, generator=draw, device=device)
+                given["padding_mask"] = chances < share
+                given["padding_mask"][:, 0] = False
+            if self._case.packed:
+                first = (2 * number + index) % (seq - 1) + 1
+                given["packed_seq_params"] = packed([first, seq - first], device)
+            yield given
 
     def _update(self) -> None:
         if not self._on_gpu:
@@ -574,5 +589,6 @@ def _optimizer(case: Situation, chunks: list[Any]) -> Any:
     return megatron_adam(chunks, _ddp(case))
 
 
-def _forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
-    return model(**model_inputs(next(batches)["ids"])), mean_loss
+def _forward(batches: Iterator[dict[str, Any]], model: Any) -> tuple[Tensor, Any]:
+    given = dict(next(batches))
+    return model(**model_inputs(given.pop("ids")), **given), mean_loss

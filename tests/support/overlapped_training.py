@@ -48,8 +48,8 @@ class OverlapCase(RetriedCase):
     `dispatch_backward`: so they are in the plain schedule, beside the dispatch's backward pass,
     instead of the combined schedule; new in 0.18.
     `scopes`: parts of layers that CUDA graphs of the combined schedule hold; none for no graphs.
-    `shared_ffn`: width of shared experts, if there are any. `padded`: the last tokens are padding.
-    `protects`: each microbatch protects other tokens.
+    `shared_ffn`: width of shared experts, if there are any. `padded`: other tokens are padding in
+    each microbatch. `protects`: each microbatch protects other tokens.
     """
 
     ranks: int = 2
@@ -96,9 +96,10 @@ class OverlapTraining(Training):
             if case.protects:
                 draws = torch.rand(case.seq, case.batch, generator=generator)
                 protect(self.chunks, draws.to(case.device) < 0.2)
-            mask = torch.arange(case.seq).expand(case.batch, -1) >= case.seq - 3
-            padding = {"padding_mask": mask.to(case.device)} if case.padded else {}
-            yield {"ids": ids.to(case.device), **padding}
+            given = {"ids": ids}
+            if case.padded:
+                given["padding_mask"] = torch.rand(case.batch, case.seq, generator=generator) < 0.3
+            yield {name: tensor.to(case.device) for name, tensor in given.items()}
 
 
 def _timed(case: OverlapCase, *trainings: OverlapTraining) -> dict[str, float]:

@@ -34,6 +34,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from padded_dispatch.config import require
+from padded_dispatch.megatron import masks
 from padded_dispatch.megatron.compat import graph_scopes
 from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.graphs import guard, memory
@@ -169,9 +170,9 @@ class LayerGraphs:
             if report.other_kernels:
                 _log.warning(
                     "%s: graphs compute with other kernels than eager training, so losses differ "
-                    "by rounding. One cause is recompute of 'moe' from Megatron-Core 0.18 on. The "
-                    "other is Transformer Engine's attention, whose kernels are then slower: make "
-                    "seq_length=%d a multiple of 128, or set NVTE_DEBUG=1 to log the choice",
+                    "by rounding. The cause may be Transformer Engine's attention, whose kernels "
+                    "are then slower: make seq_length=%d a multiple of 128, or set NVTE_DEBUG=1 to "
+                    "log the choice",
                     ", ".join(report.other_kernels),
                     self._helper.seq_length,
                 )
@@ -321,7 +322,7 @@ def _samples_and_order(helper: Any) -> tuple[list[list[Sample]], list[int]]:
     for layers in layers_of_chunks:
         samples = []
         for number, layer in enumerate(layers, start):
-            kwargs = options["sample_kwargs"][number]
+            kwargs = options["sample_kwargs"][number] | masks.sample(layer)
             samples.append(Sample(layer=layer, args=args[number], kwargs=kwargs))
         chunks.append(samples)
         start += len(layers) * helper.num_microbatches

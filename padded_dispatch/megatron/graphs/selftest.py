@@ -12,16 +12,12 @@ pair of eager runs that differs excuses all of them, while a single pair may be 
 192 layers on 4 H200s, 26 had an equal pair and another replay. Before the test fails, all ranks run
 a few more pairs, which matters for models of few layers.
 
-Other kernels in a capture. Two things make a capture compute differently from eager training:
-
-- Transformer Engine chooses attention kernels depending on whether it is being captured. With
-  2.20.2 on an H200, cuDNN's fused attention runs eagerly for sequences of 64, 96 and 128, but in a
-  capture for 128 only; the others get the unfused one.
-- From Megatron-Core 0.18 on, a checkpoint (recompute of `moe`) does nothing in a capture. Eagerly,
-  its first pass, without gradients, rounds differently: `topk` then leaves the choices unsorted.
-
-So the two eager runs choose kernels as a capture does. A third eager run chooses as training does
-and shows whether that makes a difference (`SelfTest.other_kernels`).
+Other kernels in a capture. Transformer Engine chooses attention kernels depending on whether it is
+being captured. With 2.20.2 on an H200, cuDNN's fused attention runs eagerly for sequences of 64, 96
+and 128, but in a capture for 128 only; the others get the unfused one. From Megatron-Core 0.18 on,
+a checkpoint (recompute of `moe`) does nothing in a capture; eagerly, both of its passes have the
+same bits. So the two eager runs choose kernels as a capture does. A third eager run chooses as
+training does and shows whether that makes a difference (`SelfTest.other_kernels`).
 
 Pieces of layers. With `overlap_moe_expert_parallel_comm` a replay returns what the schedule's next
 piece takes, and with `delay_wgrad_compute` the schedule computes gradients of weights after

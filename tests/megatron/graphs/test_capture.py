@@ -326,30 +326,6 @@ def test_capture_puts_back_the_counts_of_its_own_passes(megatron):
         assert [name for name in kept if not torch.equal(kept[name], after[name])] == []
 
 
-@pytest.mark.parametrize(
-    "scope", [WHOLE[0], WHOLE[2], PARTIAL[1]], ids=lambda s: "+".join(s) or "layer"
-)
-def test_capture_that_would_drop_the_padding_mask_is_refused(megatron, scope):
-    training = Training(scope)
-    training.step(0, padding_mask=padding_mask())
-    with pytest.raises(ValueError, match="padding_mask"):
-        training.capture()
-
-
-def test_replay_that_drops_the_padding_mask_is_refused(megatron):
-    """Scope `attn` leaves the MoE layer eager, but Megatron's replay drops its mask."""
-    training = Training(("attn",))
-    training.step(0, padding_mask=padding_mask())
-    training.capture()
-    with pytest.raises(ValueError, match="padding_mask"):
-        training.step(1, padding_mask=padding_mask())
-
-
-def padding_mask() -> Tensor:
-    """Return a mask that is True for the last two tokens of every sequence."""
-    return (torch.arange(SEQUENCE) >= SEQUENCE - 2).expand(BATCH, -1)
-
-
 def test_stock_trips_over_an_evaluation_between_replays(megatron):
     """Stock keeps capacity and shape as Python values; the stand-in shows that they get stale."""
     training = Training(PARTIAL[1], **STOCK_DROP_AND_PAD)
