@@ -73,8 +73,7 @@ def test_where_megatron_wants_other_sizes_our_checks_still_run(outcome_of):
     assert outcome_of("glm_config", Odd).state == "accepted"
     (name,) = [name for name in layer_graphs() if name != "cuda_graph_impl"]
     for scopes, state in (("attn,moe_router", "accepted"), ("full", "refused")):
-        graphs = {"cuda_graph_impl": "transformer_engine", name: scopes, "fp8": "e4m3"}
-        fields = graphs | {"fp8_recipe": "delayed"}
+        fields = {"cuda_graph_impl": "transformer_engine", name: scopes, "quant_recipe": "own"}
         assert outcome_of("glm_config", lambda fields=fields: Odd(**fields)).state == state
 
 

@@ -7,8 +7,9 @@
 import argparse
 import os
 from pathlib import Path
+from typing import get_args
 
-from padded_dispatch.bench.cases import CONTENDERS, MODELS, SKEWS
+from padded_dispatch.bench.cases import CONTENDERS, MODELS, SKEWS, MainGrad
 
 EXCHANGES = ("alltoall", "direct")  # what a contender can fix; "auto" is a contender of its own
 
@@ -63,6 +64,14 @@ def _bench_parser() -> argparse.ArgumentParser:
     sweeps.add_argument("--capacity-factors", nargs="+", type=float, default=[1.0, 1.25, 2.0])
     sweeps.add_argument(
         "--contenders", nargs="+", choices=CONTENDERS, help="None: all that the device runs"
+    )
+    sweeps.add_argument(
+        "--main-grad",
+        nargs="+",
+        choices=get_args(MainGrad),
+        default=["none"],
+        help="parameter gradients: none: left where they are; separate: added to fp32 buffers "
+        "after each pass, as by Megatron's DDP; fused: the experts' products add them",
     )
     sweeps.add_argument(
         "--exchange",

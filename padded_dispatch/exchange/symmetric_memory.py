@@ -56,13 +56,17 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes that decide the buffers: E, Q, N, D, and the dtype of rows."""
+    """The sizes that decide the buffers: E, Q, N, D, the dtype of rows, and their `places`.
+
+    `num_places`: R * T * K if a token crosses a link once, else 0.
+    """
 
     num_experts: int
     num_slots: int
     num_rows: int
     width: int
     dtype: torch.dtype
+    num_places: int = 0
 
 
 class PeerMemory:
@@ -135,7 +139,8 @@ class _Layout:
 class ReceiveBuffer:
     """Rows [N, D] and meta, fp32 [N + E]: a number for each row, then counts [S, L].
 
-    `rows_R`, `meta_R`: their addresses on every rank.
+    Where a token crosses a link once, also places, int32 [R, T, K]: the rows of every (source,
+    token) here. `rows_R`, `meta_R`, `places_R`: their addresses on every rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, shape: Shape, device: torch.device) -> None:
@@ -143,16 +148,23 @@ class ReceiveBuffer:
         self._shape = shape
         self._rows = layout.add(shape.num_rows * shape.width, shape.dtype)
         self._meta = layout.add(shape.num_rows + shape.num_experts, torch.float32)
+        self._places = layout.add(shape.num_places, torch.int32)
         self._memory = PeerMemory(group, layout.num_bytes, device)
         self._taken: list[StorageWeakRef] = []
         self.rows_R = self._memory.addresses(self._rows)
         self.meta_R = self._memory.addresses(self._meta)
+        self.places_R = self._memory.addresses(self._places)
 
     @staticmethod
     def num_bytes(shape: Shape) -> int:
         """Return the bytes on each rank."""
-        meta = 4 * (shape.num_rows + shape.num_experts)
+        meta = 4 * (shape.num_rows + shape.num_experts + shape.num_places)
         return shape.num_rows * shape.width * shape.dtype.itemsize + meta
+
+    def places(self, num_ranks: int, num_tokens: int, top_k: int) -> Tensor:
+        """Return this rank's places [R, T, K]."""
+        assert num_ranks * num_tokens * top_k == self._shape.num_places
+        return self._memory.tensor(self._places, (num_ranks, num_tokens, top_k), torch.int32)
 
     def is_free(self) -> bool:
         """Return True if all tensors of the last `take` are gone."""
@@ -238,6 +250,7 @@ class DirectBuffers:
     """The buffers of one layer for one shape; a collective call of the group.
 
     `key`: the argument with which custom ops `find` it. `rank`: this rank's number in the group.
+    `crosses_once`: whether a token crosses a link once.
 
     Args:
         group: the expert-parallel group.
@@ -260,6 +273,7 @@ class DirectBuffers:
     ) -> None:
         assert not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing()
         self.rank = group.rank()
+        self.crosses_once = shape.num_places > 0
         self.key = f"{group_name(group)}/{next(_numbers)}"
         layer_bytes = microbatches_in_flight * ReceiveBuffer.num_bytes(shape)
         self.workspace = _workspace(group, shape, device, layer_bytes)

@@ -10,15 +10,25 @@ for. `place_rows` computes from the kept rows of all sources where rows lie at t
 packed, ordered (expert, source, slot). `push_rows` sends every token there. `return_rows` sends
 packed rows back into slots.
 
+`push_tokens` and `copy_rows` do together what `push_rows` does, to the bit, with one copy of a
+token on each link: it arrives at the first of its places on a rank, beside a list of all of them,
+and behind the barrier that rank copies it to the others. A rank's own tokens are stored at all
+their places at once. The copies are a kernel of their own since a row has to be there before it can
+be read: an arrival that its reader waits for would need a flag for every row. The first place is
+the experts' own, so that the copy which crossed the link is written once.
+
 A source has its rows of an expert behind each other, in slots and at the expert. So one number per
 expert leads from a slot to its place there, and one number per (source, expert) leads back, however
 experts share pools.
 
 A link is shared by all programs that store over it at a time, so their destinations should differ.
 `push_rows` walks tokens in their own order, whose experts differ, and each token begins with
-another of its choices. In `return_rows` every program walks its own part of the packed rows, so
-that rows go to all sources at any time. 4 programs of 4 warps per multiprocessor of an H200, times
-the blocks of columns.
+another of its choices, in `push_tokens` with another rank. In `return_rows` every program walks its
+own part of the packed rows, so that rows go to all sources at any time. 4 programs of 4 warps per
+multiprocessor of an H200, times the blocks of columns.
+
+With `sent_R`, int64 [R], a kernel adds to it the rows that it stores at each rank; None compiles to
+nothing.
 
 P: slots of a pool of a source. X: its experts; 1, all of a rank, or all. Q: slots of a source.
 """
@@ -28,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 _PROGRAMS = 528
+_TOKENS = 4  # of a program of `copy_rows`, whose rows are in flight together
 
 
 def push_counts(kept_E: Tensor, table_R: Tensor, rank: int) -> None:
@@ -141,6 +152,7 @@ def push_rows(
     shift_E: Tensor,
     rows_R: Tensor,
     probs_R: Tensor,
+    sent_R: Tensor | None = None,
 ) -> None:
     """Send every token's row, and its probability, to each of its experts.
 
@@ -152,6 +164,7 @@ def push_rows(
         shift_E: int32, from `place_rows`.
         rows_R: addresses of [N, D] on every rank, in the tokens' dtype.
         probs_R: addresses of fp32 [N] on every rank.
+        sent_R: see above.
 
     Example: R = 2, E = 2, P = 2, `shift = [0, 1]`, `slot_of_TK = [[0, 2], [1, -1]]` and
     `expert_of_TK = [[0, 1], [0, -1]]`: both tokens go to rows 0 and 1 on rank 0; the first one also
@@ -168,6 +181,7 @@ def push_rows(
         shift_E,
         rows_R,
         probs_R,
+        sent_R,
         num_tokens,
         num_experts,
         num_experts // rows_R.shape[0],
@@ -187,6 +201,7 @@ def _push_rows_kernel(
     shift,
     rows_at,
     probs_at,
+    sent,
     num_tokens,
     num_experts,
     num_local,
@@ -212,7 +227,192 @@ def _push_rows_kernel(
                     beside = tl.load(probs_at + rank).to(tl.pointer_type(tl.float32))
                     prob = tl.load(probs + t * num_experts + e).to(tl.float32)
                     tl.store(beside + place, prob, mask=tl.program_id(1) == 0)
+                if sent is not None:
+                    tl.atomic_add(sent + rank, 1, mask=tl.program_id(1) == 0)
         t += tl.num_programs(0)
+
+
+def push_tokens(
+    tokens_TD: Tensor,
+    probs_TE: Tensor | None,
+    slot_of_TK: Tensor,
+    expert_of_TK: Tensor,
+    shift_E: Tensor,
+    rows_R: Tensor,
+    probs_R: Tensor,
+    places_R: Tensor,
+    rank: int,
+    sent_R: Tensor | None = None,
+) -> None:
+    """Send every token's row once to each rank of its experts, and its probabilities to all.
+
+    Args:
+        tokens_TD: contiguous.
+        probs_TE: contiguous, floating point; None if nothing travels beside the rows.
+        slot_of_TK: int32, -1 where there is none.
+        expert_of_TK: int32.
+        shift_E: int32, from `place_rows`.
+        rows_R: addresses of [N, D] on every rank, in the tokens' dtype.
+        probs_R: addresses of fp32 [N] on every rank.
+        places_R: addresses of int32 [R, T, K] on every rank: where the rows of every (source,
+            token) lie there, -1 for choices that are elsewhere. This rank's part is written on all
+            other ranks.
+        rank: this rank.
+        sent_R: see above.
+
+    Example: on rank 1 of 2 with E = 4, P = 2, `shift = [0, 0, 2, 0]`, `slot_of_TK = [[0, 2, 5]]`
+    and `expert_of_TK = [[0, 1, 2]]`, the token goes to row 0 on rank 0 and row 7 on rank 1. On rank
+    0, `places[1] = [[0, 2, -1]]`, with which `copy_rows` fills row 2.
+    """
+    num_tokens, top_k = slot_of_TK.shape
+    width, num_experts = tokens_TD.shape[1], shift_E.shape[0]
+    num_ranks = rows_R.shape[0]
+    programs = min(num_tokens, _PROGRAMS)
+    _push_tokens_kernel[(programs, triton.cdiv(width, _block(width)))](
+        tokens_TD,
+        probs_TE,
+        slot_of_TK,
+        expert_of_TK,
+        shift_E,
+        rows_R,
+        probs_R,
+        places_R,
+        sent_R,
+        rank,
+        num_tokens,
+        num_experts,
+        num_experts // num_ranks,
+        num_ranks,
+        width,
+        K=top_k,
+        K_BLOCK=triton.next_power_of_2(top_k),
+        BLOCK=_block(width),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _push_tokens_kernel(
+    tokens,
+    probs,
+    slot_of,
+    expert_of,
+    shift,
+    rows_at,
+    probs_at,
+    places_at,
+    sent,
+    rank,
+    num_tokens,
+    num_experts,
+    num_local,
+    num_ranks,
+    width,
+    K: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    k = tl.arange(0, K_BLOCK)
+    listed = k < tl.where(tl.program_id(1) == 0, K, 0)  # by one program of a row
+    t = tl.program_id(0).to(tl.int64)
+    while t < num_tokens:
+        row = tl.load(tokens + t * width + column, mask=column < width)
+        slot = tl.load(slot_of + t * K + k, mask=k < K, other=-1)
+        e = tl.load(expert_of + t * K + k, mask=k < K, other=-1)
+        real = slot >= 0
+        place = slot + tl.load(shift + e, mask=real, other=0)
+        owner = tl.where(real, e // num_local, -1)
+        if probs is not None:
+            prob = tl.load(probs + t * num_experts + e, mask=real, other=0).to(tl.float32)
+        turn = (t % num_ranks).to(tl.int32)
+        for i in range(num_ranks):
+            peer = (turn + i) % num_ranks
+            here = owner == peer
+            rows = tl.load(rows_at + peer).to(tl.pointer_type(tokens.dtype.element_ty))
+            rows = tl.multiple_of(rows, 16)
+            if peer == rank:
+                for n in tl.static_range(K):
+                    at = tl.max(tl.where(here & (k == n), place, -1), 0)
+                    target = rows + at.to(tl.int64) * width + column
+                    tl.store(target, row, mask=column < tl.where(at >= 0, width, 0))
+            else:
+                first = tl.min(tl.where(here, place, 2147483647), 0)
+                target = rows + first.to(tl.int64) * width + column
+                tl.store(target, row, mask=column < tl.where(first < 2147483647, width, 0))
+                places = tl.load(places_at + peer).to(tl.pointer_type(tl.int32))
+                places += (rank * num_tokens + t) * K
+                tl.store(places + k, tl.where(here, place, -1), mask=listed)
+            if probs is not None:
+                beside = tl.load(probs_at + peer).to(tl.pointer_type(tl.float32))
+                tl.store(beside + place, prob, mask=here & listed)
+            if sent is not None:
+                num_here = tl.sum(here.to(tl.int32), 0)
+                num_sent = tl.where(peer == rank, num_here, tl.minimum(num_here, 1))
+                tl.atomic_add(sent + peer, num_sent, mask=tl.program_id(1) == 0)
+        t += tl.num_programs(0)
+
+
+def copy_rows(rows_ND: Tensor, places_RTK: Tensor, rank: int) -> None:
+    """Copy each token of another rank from the first of its places on this rank to the others.
+
+    Args:
+        rows_ND: contiguous; changed in place.
+        places_RTK: contiguous int32, as `push_tokens` of all other ranks wrote them: ascending but
+            for -1. This rank's own part is not read.
+        rank: this rank.
+
+    Example: on rank 0 of 2, `places = [[[7, 7]], [[0, 2]]]` copies row 0 to row 2.
+    """
+    num_ranks, num_tokens, top_k = places_RTK.shape
+    width = rows_ND.shape[1]
+    block = _copy_block(width)
+    parts = triton.cdiv(width, block)
+    _copy_rows_kernel[(triton.cdiv((num_ranks - 1) * num_tokens, _TOKENS) * parts,)](
+        rows_ND,
+        places_RTK,
+        rank,
+        num_tokens,
+        (num_ranks - 1) * num_tokens,
+        width,
+        parts,
+        K=top_k,
+        K_BLOCK=triton.next_power_of_2(top_k),
+        TOKENS=_TOKENS,
+        BLOCK=block,
+        num_warps=max(1, block // 256),
+    )
+
+
+@triton.jit
+def _copy_rows_kernel(
+    rows,
+    places,
+    rank,
+    num_tokens,
+    num_others,
+    width,
+    parts,
+    K: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Tokens of all ranks but this one; the parts of a row are neighbours.
+    other = tl.program_id(0) // parts * TOKENS + tl.arange(0, TOKENS)
+    column = (tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK))[None, :]
+    token = (other + tl.where(other >= rank * num_tokens, num_tokens, 0)).to(tl.int64)
+    k = tl.arange(0, K_BLOCK)[None, :]
+    listed = (k < K) & (other < num_others)[:, None]
+    place = tl.load(places + token[:, None] * K + k, mask=listed, other=-1)
+    first = tl.min(tl.where(place >= 0, place, 2147483647), 1)
+    again = tl.max(place, 1) > first
+    source = rows + first.to(tl.int64)[:, None] * width + column
+    row = tl.load(source, mask=again[:, None] & (column < width))
+    for n in tl.static_range(1, K):
+        at = tl.max(tl.where(k == n, place, -1), 1)
+        target = rows + at.to(tl.int64)[:, None] * width + column
+        tl.store(target, row, mask=(at > first)[:, None] & (column < width))
 
 
 def return_rows(
@@ -225,6 +425,7 @@ def return_rows(
     rank: int,
     pool_slots: int,
     experts_per_pool: int,
+    sent_R: Tensor | None = None,
 ) -> None:
     """Send packed rows, and a number beside each, back into their slots on their source ranks.
 
@@ -239,6 +440,7 @@ def return_rows(
         rank: this rank.
         pool_slots: P.
         experts_per_pool: X.
+        sent_R: see above.
 
     Example: on rank 1 of 2 with L = 1, P = 2 and X = 1, `offsets = [[1, 3]]`: row 0 goes to slot 2
     on rank 0, rows 1 and 2 to slots 2 and 3 on rank 1. With X = 2 and `kept_SE = [[1, 1], [0, 2]]`
@@ -254,6 +456,7 @@ def return_rows(
         kept_SE,
         slots_R,
         meta_R,
+        sent_R,
         rank,
         num_local,
         num_ranks,
@@ -277,6 +480,7 @@ def _return_rows_kernel(
     kept,
     slots_at,
     meta_at,
+    sent,
     rank,
     num_local,
     num_sources,
@@ -318,6 +522,8 @@ def _return_rows_kernel(
                 first_slot += tl.sum(tl.load(of_source, mask=x < rank * num_local, other=0), 0)
         slots = tl.load(slots_at + source).to(tl.pointer_type(packed.dtype.element_ty))
         meta = tl.load(meta_at + source).to(tl.pointer_type(tl.float32))
+        if sent is not None:
+            tl.atomic_add(sent + source, stop - row, mask=tl.program_id(1) == 0)
         while row < stop:
             slot = first_slot + (row - begin)
             value = tl.load(packed + row.to(tl.int64) * width + column, mask=column < width)
@@ -333,3 +539,10 @@ def _block(width: int) -> int:
     # GPT-OSS layer took 5.40 ms with them (2 H200, EP 2, factor 1.25) and 5.34 ms without, on other
     # machines.
     return min(2048, max(16, triton.next_power_of_2(width)))
+
+
+def _copy_block(width: int) -> int:
+    """Return the columns of a program of `copy_rows`, a power of two with few idle lanes."""
+    if width <= 2048:
+        return max(16, triton.next_power_of_2(width))
+    return min((2048, 1024), key=lambda block: triton.cdiv(width, block) * block)

@@ -124,6 +124,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             kind=options.exchange,
             why_not_direct=_OVERLAP_TAKES_TWO_STREAMS if self._overlaps else "",
             microbatches_in_flight=in_flight,
+            link_rows=options.link_rows,
             num_layers=max(1, config.num_layers // config.pipeline_model_parallel_size),
             ffn_size=config.moe_ffn_hidden_size or 0,
         )

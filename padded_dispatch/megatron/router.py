@@ -21,6 +21,7 @@ experts; P experts per group.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from padded_dispatch.config import DispatchConfig, PoolSizes, require
 from padded_dispatch.exchange import Exchange
@@ -161,7 +163,8 @@ class SelectAfterCounting(TopKRouter):
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Compare shapes over the ranks, then run `TopKRouter.forward`.
 
-        This is the layer's first step, so ranks that differ raise before any exchange.
+        This is the layer's first step, so ranks that differ raise before any exchange. Evaluation
+        that fits takes another T on each rank, as Megatron's dynamic engine has it.
         """
         config, tokens_TD = self.selector.configs.now, input.flatten(0, -2)
         # The mode is compared, too: training and evaluation may have the same capacity here, but
@@ -171,6 +174,7 @@ class SelectAfterCounting(TopKRouter):
             config,
             tokens_TD,
             self._rules(padding_mask),
+            any_tokens=config.fits and not self.training,
             training=int(self.training),
         )
         if self.training:
@@ -231,7 +235,9 @@ class SelectAfterCounting(TopKRouter):
             # and if all are masked its gradient is NaN, which a product with 0 would keep.
             masked = padding_mask.reshape(*logits.shape[:-1], 1)
             logits = logits.masked_fill(masked, 0)
-        probs_TE, map_TE = super().routing(logits, padding_mask)
+        recomputes = self.training and not torch.is_grad_enabled()
+        with _SortedChoices() if recomputes else nullcontext():
+            probs_TE, map_TE = super().routing(logits, padding_mask)
         config = self.selector.configs.now
         scores_TE = choice_TE = None
         if config.remedy == "reroute" and not config.fits:
@@ -349,6 +355,23 @@ def _combined(base: type) -> type:
     """
     names = {"__qualname__": base.__qualname__, "__module__": base.__module__}
     return type(base)(base.__name__, (SelectAfterCounting, base), names)
+
+
+class _SortedChoices(TorchFunctionMode):
+    """Let `topk` sort what it finds, as in a pass with gradients.
+
+    From 0.18 on Megatron leaves a token's chosen experts unsorted in a pass without gradients. A
+    softmax over them then rounds in another order, also in the first pass of recompute: its output
+    differs from that of the second pass, whose gradients train, and from a CUDA graph's.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.topk:
+            kwargs["sorted"] = True
+        return func(*args, **kwargs)
 
 
 class _Demands:

@@ -72,6 +72,33 @@ def test_push_rows_example():
     assert probs_RN[0][:2].tolist() == [0.5, 0.75] and probs_RN[1][3] == 0.25
 
 
+def test_push_tokens_and_copy_rows_examples():
+    rows_RND, probs_RN = [empty(8, 1) for _ in range(2)], [empty(8) for _ in range(2)]
+    places_RRTK = [empty(2, 1, 3, dtype=torch.int32) for _ in range(2)]
+    direct.push_tokens(
+        torch.tensor([[7.0]], device=DEVICE),
+        torch.tensor([[0.5, 0.25, 0.125, 0.0]], device=DEVICE),
+        ints([0, 2, 5]),
+        ints([0, 1, 2]),
+        ints(0, 0, 2, 0),
+        pointers(rows_RND),
+        pointers(probs_RN),
+        pointers(places_RRTK),
+        1,
+    )
+    assert rows_RND[0].isnan().flatten().tolist() == [False] + 7 * [True]
+    assert rows_RND[1].isnan().flatten().tolist() == 7 * [True] + [False]
+    assert rows_RND[0][0] == rows_RND[1][7] == 7
+    assert probs_RN[0].nan_to_num(0).tolist() == [0.5, 0, 0.25, 0, 0, 0, 0, 0]
+    assert probs_RN[1].nan_to_num(0).tolist() == [0, 0, 0, 0, 0, 0, 0, 0.125]
+    assert places_RRTK[0][1].tolist() == [[0, 2, -1]]
+    for unwritten in (places_RRTK[0][0], *places_RRTK[1]):
+        assert (unwritten == -(2**31)).all()
+    places_RRTK[0][0] = 7  # This rank's own part is not read.
+    direct.copy_rows(rows_RND[0], places_RRTK[0], 0)
+    assert rows_RND[0].nan_to_num(0).flatten().tolist() == [7, 0, 7, 0, 0, 0, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("shared", "slots"), [(1, [[0, 0, 1, 0], [0, 0, 2, 3]]), (2, [[0, 1, 0, 0], [2, 3, 0, 0]])]
 )
@@ -108,12 +135,20 @@ class Rank:
     shift_E: Tensor
     offsets_LS: Tensor
     count_SL: Tensor
+    places_STK: Tensor
+    sent_R: Tensor
 
 
 class World:
-    """What every rank of a world does, one rank after another; that is where barriers go."""
+    """What every rank of a world does, one rank after another; that is where barriers go.
 
-    def __init__(self, kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int) -> None:
+    `once`: whether a token crosses a link once.
+    """
+
+    def __init__(
+        self, kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int, *, once: bool
+    ) -> None:
+        self.once = once
         self.pools = sizes.pool_slots, sizes.experts_per_pool
         self.plans = [reference.plan(kept_TE, top_k=top_k, sizes=sizes) for kept_TE in kept_STE]
         assert all(plan.num_unplaced == 0 for plan in self.plans)
@@ -132,6 +167,8 @@ class World:
                 shift_E=empty(num_experts, dtype=torch.int32),
                 offsets_LS=empty(num_local, size, dtype=torch.int32),
                 count_SL=empty(size, num_local),
+                places_STK=empty(size, kept_STE.shape[1], top_k, dtype=torch.int32),
+                sent_R=torch.zeros(size, dtype=torch.int64, device=DEVICE),
             )
             for _ in range(size)
         ]
@@ -146,7 +183,7 @@ class World:
             out = rank.shift_E, rank.offsets_LS, rank.count_SL
             direct.place_rows(rank.table_RE, r, *out, *self.pools)
         for r, (rank, plan) in enumerate(zip(self.ranks, self.plans, strict=True)):
-            direct.push_rows(
+            pushed = (
                 here(tokens_STD[r]),
                 None if probs_STE is None else here(probs_STE[r]),
                 here(plan.slot_of_TK),
@@ -155,6 +192,14 @@ class World:
                 self.pointers("rows_ND"),
                 self.pointers("probs_N"),
             )
+            sent_R = None if probs_STE is None else rank.sent_R.zero_()
+            if self.once:
+                direct.push_tokens(*pushed, self.pointers("places_STK"), r, sent_R)
+            else:
+                direct.push_rows(*pushed, sent_R)
+        if self.once:
+            for r, rank in enumerate(self.ranks):
+                direct.copy_rows(rank.rows_ND, rank.places_STK, r)
 
     def return_rows(self, packed: list[Tensor], beside: list[Tensor] | None) -> None:
         for r, rank in enumerate(self.ranks):
@@ -167,6 +212,7 @@ class World:
                 self.pointers("meta_Q"),
                 r,
                 *self.pools,
+                None if beside is None else rank.sent_R.zero_(),
             )
 
     def home(self, r: int) -> tuple[Tensor, Tensor]:
@@ -193,14 +239,21 @@ class World:
         return packed
 
 
-def check(kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int) -> None:
+def check(kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int, *, once: bool) -> None:
     size, num_tokens, num_experts = kept_STE.shape
-    world = World(kept_STE, top_k, sizes, width)
+    world = World(kept_STE, top_k, sizes, width, once=once)
+    kept_STRL = kept_STE.reshape(size, num_tokens, size, -1)
     tokens_STD = addresses(size, num_tokens, width, offset=0).astype(np.float32)
     probs_STE = addresses(size, num_tokens, num_experts, offset=10_000).astype(np.float32)
     given = reference.dispatch(tokens_STD, probs_STE, world.plans, num_ranks=size)
     world.push(tokens_STD, probs_STE)
     for r, rank in enumerate(world.ranks):
+        sent_R = kept_STRL[r].sum((0, 2))
+        if once:
+            own, sent_R = sent_R[r], kept_STRL[r].any(2).sum(0)
+            sent_R[r] = own
+            assert (rank.places_STK[r] == -(2**31)).all()
+        assert_same(rank.sent_R.cpu(), sent_R)
         assert_same(rank.count_SL.int().cpu(), given.kept_RSL[r])
         for got, expected_RLM in ((rank.rows_ND, given.rows_RLMD), (rank.probs_N, given.probs_RLM)):
             expected = reference.pack(expected_RLM[r], given.kept_RSL[r])
@@ -218,6 +271,7 @@ def check(kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int) -> Non
         back_RLMD, beside_RLM, world.plans, num_experts=num_experts
     )
     for r, rank in enumerate(world.ranks):
+        assert_same(rank.sent_R.cpu(), kept_STRL[:, :, r].sum((1, 2)))
         sum_TD, values_TE = world.home(r)
         assert_same(sum_TD, sums_STD[r])
         assert_same(values_TE, values_STE[r])
@@ -235,7 +289,11 @@ def check(kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int) -> Non
         assert_same(world.home(r)[0], home_STD[r])
 
 
-POOLS = pytest.mark.parametrize("pool", ["expert", "rank", "receiver"])
+# Neither path asks how the other is chosen: each pool takes one of them, shared slots both.
+PATHS = pytest.mark.parametrize(
+    ("pool", "once"),
+    [("expert", True), ("rank", False), ("receiver", False), ("receiver", True)],
+)
 
 
 def sizes_of(pool: Any, kept_STE: np.ndarray, top_k: int, capacity: int) -> PoolSizes:
@@ -262,9 +320,10 @@ def sizes_of(pool: Any, kept_STE: np.ndarray, top_k: int, capacity: int) -> Pool
     capacity=st.integers(1, 4),
     width=st.sampled_from([1, 19]),
     share=st.sampled_from([0.0, 0.3, 0.9]),
+    once=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_any_routing(pool, size, num_local, num_tokens, top_k, capacity, width, share, seed):
+def test_any_routing(pool, size, num_local, num_tokens, top_k, capacity, width, share, once, seed):
     num_experts = size * num_local
     top_k = min(top_k, num_experts)
     kept_STE = np.stack(
@@ -274,28 +333,28 @@ def test_any_routing(pool, size, num_local, num_tokens, top_k, capacity, width, 
         ]
     )
     kept_STE &= kept_STE.cumsum(1) <= min(capacity, num_tokens)
-    check(kept_STE, top_k, sizes_of(pool, kept_STE, top_k, capacity), width)
+    check(kept_STE, top_k, sizes_of(pool, kept_STE, top_k, capacity), width, once=once)
 
 
-@POOLS
+@PATHS
 @pytest.mark.parametrize("skew", ["same", "none", "hot"])
-def test_skewed_routings(skew, pool):
+def test_skewed_routings(skew, pool, once):
     kept_STE = np.stack([routing_map(6, 4, 2, skew=skew, seed=seed) for seed in range(2)])
-    check(kept_STE, 2, sizes_of(pool, kept_STE, 2, 6), 5)
+    check(kept_STE, 2, sizes_of(pool, kept_STE, 2, 6), 5, once=once)
 
 
-@POOLS
-def test_a_rank_without_rows(pool):
+@PATHS
+def test_a_rank_without_rows(pool, once):
     kept_STE = np.stack([routing_map(6, 4, 2, seed=0), routing_map(6, 4, 2, skew="none")])
-    check(kept_STE, 2, sizes_of(pool, kept_STE, 2, 6), 5)
+    check(kept_STE, 2, sizes_of(pool, kept_STE, 2, 6), 5, once=once)
 
 
-@POOLS
-def test_more_than_one_block_of_everything(monkeypatch, pool):
+@PATHS
+def test_more_than_one_block_of_everything(monkeypatch, pool, once):
     """Fewer programs than tokens and rows, wider rows than a block of a row's."""
     monkeypatch.setattr(direct, "_PROGRAMS", 3)
     kept_STE = np.stack([routing_map(11, 4, 3, seed=seed) for seed in range(2)])
-    check(kept_STE, 3, sizes_of(pool, kept_STE, 3, 11), 2500)
+    check(kept_STE, 3, sizes_of(pool, kept_STE, 3, 11), 2500, once=once)
 
 
 @pytest.mark.gpu
@@ -307,6 +366,15 @@ def test_rows_beyond_2_to_the_31_elements():
     slot = ints([num_rows - 1])
     direct.push_rows(token_TD, None, slot, ints([0]), ints(0), pointers([rows_ND]), nowhere)
     assert (rows_ND[-1] == 3).all() and not rows_ND[:-1].any()
+    direct.push_tokens(
+        token_TD + 1, None, slot, ints([0]), ints(0), pointers([rows_ND]), *(nowhere, nowhere), 0
+    )
+    assert (rows_ND[-1] == 4).all() and not rows_ND[:-1].any()
+    places_RTK = ints([[[0, 0]], [[num_rows - 2, num_rows - 1]]])
+    rows_ND[-2] = 3
+    direct.copy_rows(rows_ND, places_RTK, 0)
+    assert (rows_ND[-2:] == 3).all() and not rows_ND[:-2].any()
+    rows_ND[-2] = 0
     slots_QD = torch.zeros_like(rows_ND)
     offsets, slots_R = ints([num_rows]), pointers([slots_QD])
     direct.return_rows(rows_ND, None, offsets, None, slots_R, nowhere, 0, num_rows, 1)

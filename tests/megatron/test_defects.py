@@ -480,3 +480,17 @@ def test_d24_a_microbatch_of_padding_alone():
         gradients.append(router.weight.grad)
     assert gradients[0].isnan().all()
     assert not gradients[1].any()
+
+
+def test_d25_both_passes_of_recompute_round_alike():
+    """From 0.18 on, stock leaves chosen experts unsorted in passes without gradients."""
+    hidden, many = tokens(100, 1), {"num_moe_experts": 64, "moe_router_topk": 8}
+    found = []
+    for layer in (dropless(**many), ours(None, **many)):
+        with torch.no_grad():
+            first, _ = layer.router(hidden)
+        found.append((first, layer.router(hidden)[0]))
+    (first, second), (our_first, our_second) = found
+    torch.testing.assert_close(first, second)
+    assert torch.equal(first, second) == (INSTALLED < (0, 18))
+    assert torch.equal(our_first, our_second) and torch.equal(our_second, second)

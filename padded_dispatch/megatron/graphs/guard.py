@@ -18,6 +18,7 @@ wrong for models with our dispatcher is corrected here:
 
 - `_should_call_local_cudagraph` records the first step, compares later ones, and keeps evaluation
   eager. Stock replays the graph of a training step in evaluation, counters and dropout included.
+  Text generation keeps its graphs; the layer learns that it generates before it is captured.
 - A capture runs passes over zeros. What they count is restored: our counters, and Megatron's
   buffers such as those of expert bias, which Megatron itself restores from 0.18 on.
 - A layer's input stays in its buffer. In 0.16 and 0.17 others may use the buffer once the forward
@@ -68,8 +69,9 @@ from padded_dispatch.utils.patches import Patches
 # Values that a graph depends on, by the names that errors give.
 Invariants = dict[str, Any]
 
-_MOE_FIELDS = tuple(
-    field.name for field in dataclasses.fields(TransformerConfig) if field.name.startswith("moe_")
+_FIELDS = (
+    *(f.name for f in dataclasses.fields(TransformerConfig) if f.name.startswith("moe_")),
+    *("fp8", "fp8_recipe", "fp4", "fp4_recipe"),
 )
 _patches = Patches()
 _captured: WeakKeyDictionary[Any, Invariants] = WeakKeyDictionary()
@@ -142,7 +144,7 @@ def _layer_invariants(layer: Any) -> Invariants:
     return {
         "training": (layer.training, moe.training, moe.router.training, moe.experts.training),
         "dispatch_config": moe.token_dispatcher.dispatch_config,
-        **{name: getattr(config, name) for name in _MOE_FIELDS},
+        **{name: getattr(config, name) for name in _FIELDS},
     }
 
 
@@ -224,6 +226,9 @@ def _wrap_local_choice(choose: Callable[..., bool]) -> Callable[..., bool]:
         graphed, padded = choose(layer, *args, **kwargs), _is_padded(layer)
         if padded:  # With `padded_spec`, the config is not ours yet when the manager is made.
             _check_captures(layer, layer.config)
+            layer.mlp.token_dispatcher.configs.given_context = (
+                kwargs.get("inference_context") is not None
+            )
         if padded and layer.training:  # Megatron asks in each pass, whatever its way of capturing.
             check_packed(layer, kwargs.get("packed_seq_params"))
             masks.note(layer, kwargs.get("padding_mask"))

@@ -8,7 +8,6 @@ losses, gradients and counts must equal those of a run without graphs in every s
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +31,6 @@ from padded_dispatch.megatron import PaddedOptions, install, uninstall
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.dispatcher import _PLAN_TENSORS
-from padded_dispatch.megatron.graphs import LayerGraphs
 from tests.support import tiny
 from tests.support.graph_protocol import Tape, cuda_graphs_on_cpu
 from tests.support.pool import WorkerPool
@@ -346,11 +344,3 @@ def test_stock_cannot_capture_overlapped_shared_experts(megatron):
             training.capture()
     else:
         training.capture()
-
-
-@pytest.mark.parametrize("quantized", [{"fp8": "e4m3"}, {"fp4": "e2m1"}], ids=str)
-def test_layers_that_quantize_are_refused_because_of_the_self_test(quantized):
-    config = SimpleNamespace(cuda_graph_impl="transformer_engine", **quantized)
-    (name,) = quantized
-    with pytest.raises(ValueError, match=rf"^{name} must be unset for LayerGraphs, .*; let Megatr"):
-        LayerGraphs([SimpleNamespace(config=config)], seq_length=4, micro_batch=1)

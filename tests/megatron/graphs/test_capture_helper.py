@@ -215,6 +215,7 @@ CHANGES: dict[str, Callable[[Training], object]] = {
     "dispatch_config": lambda t: t.moe_layers[0].token_dispatcher.configs.set_factor(2.0),
     "moe_aux_loss_coeff": lambda t: setattr(t.config, "moe_aux_loss_coeff", 0.5),
     "moe_expert_capacity_factor": lambda t: setattr(t.config, "moe_expert_capacity_factor", 9.0),
+    "fp8": lambda t: setattr(t.config, "fp8", "e4m3"),
 }
 
 
