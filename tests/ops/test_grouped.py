@@ -19,6 +19,23 @@ I, O = 6, 5  # noqa: E741
 SPARE = 3
 
 
+def test_row_tiles_example():
+    table = grouped.row_tiles(offsets_of([3, 0, 130]), 140)
+    assert table.shape == (1 + 1 + 3, 4)
+    assert table[:4].tolist() == [[3, 0, 0, 0], [0, 0, 1, 0], *[[2, 1, 2, 3]] * 2]
+
+
+def test_tiles_change_nothing_and_need_no_gradient():
+    rows_NI, weight_LOI = torch.randn(7, 3), torch.randn(2, 4, 3, requires_grad=True)
+    offsets_L = offsets_of([5, 2])
+    tiles = grouped.row_tiles(offsets_L, 7)
+    expected_NO = grouped.grouped_linear(rows_NI, weight_LOI, offsets_L)
+    found_NO = grouped.grouped_linear(rows_NI, weight_LOI, offsets_L, tiles=tiles)
+    assert torch.equal(found_NO, expected_NO)
+    found_NO.sum().backward()
+    opcheck(grouped.row_tiles, (offsets_L, 7), test_utils=["test_schema", "test_faketensor"])
+
+
 def offsets_of(counts: list[int]) -> Tensor:
     return torch.tensor(counts).cumsum(0).int()
 
@@ -259,7 +276,7 @@ def test_all_are_sound_custom_ops(biased):
     rows_NI, weight_LOI, bias_LO, probs_N = inputs([2, 0, 3], biased, spare=0)
     assert rows_NI is not None
     plain_NI, grad_NO = rows_NI.detach(), torch.randn(5, O, dtype=torch.float64)
-    opcheck(grouped._grouped_linear, (rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, None))
+    opcheck(grouped._grouped_linear, (rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, None, None))
     sums_LOI = torch.zeros(weight_LOI.shape, dtype=torch.float64)
     opcheck(grouped.add_outer_by_expert, (grad_NO, plain_NI, offsets_L, sums_LOI))
     opcheck(grouped.outer_by_expert, (grad_NO, plain_NI, offsets_L))
