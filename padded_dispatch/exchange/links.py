@@ -2,9 +2,11 @@
 
     once    one copy of a token goes to each rank of its experts, which copies it to the others
     each    every (token, expert) row goes by itself
+    summed  as `once`, and one sum of a token's rows on a rank goes home
 
-Both place the same bits in the same rows. `"auto"` takes `once` where routing that spreads tokens
-evenly saves at least `_SAVES` of the rows. Shares of the rows that still cross, `crossing_share`:
+The first two place the same bits in the same rows. `"auto"` takes `once` where routing that spreads
+tokens evenly saves at least `_SAVES` of the rows. Shares of the rows that still cross,
+`crossing_share`:
 
     EP                                    2      4      8
     Qwen3-30B-A3B       E 128, K 8     0.25   0.45   0.67
@@ -48,7 +50,7 @@ def num_places(
     link_rows: LinkRows, *, num_ranks: int, num_experts: int, top_k: int, num_tokens: int
 ) -> int:
     """Return R * T * K, the places that a rank is told, if tokens cross a link once; else 0."""
-    once = link_rows == "once"
+    once = link_rows in ("once", "summed")
     if link_rows == "auto":
         once = crossing_share(num_ranks, num_experts, top_k) <= 1 - _SAVES
     return num_ranks * num_tokens * top_k if once else 0

@@ -263,7 +263,8 @@ class PaddedOptions:
         "auto",
         "with direct, rows of a token that cross a link: once: one for each rank of its experts, "
         "which copies it; each: one for each expert; auto: once where that saves a tenth of the "
-        "rows. Results are the same, bit by bit",
+        "rows. Results are the same, bit by bit. summed: as once, and one sum of a token's rows on "
+        "a rank goes home, which is rounded once more",
         choices=get_args(LinkRows),
     )
 
