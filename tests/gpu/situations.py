@@ -75,6 +75,39 @@ def situations() -> Iterator[Situation]:
         deep = {"pp": 2, "num_layers": 4, "microbatches": 4, **sizes}
         yield Situation(name=name, **deep)
         yield Situation(name=name.replace("PP2", "PP2/VPP2"), vpp=2, **deep)
+    yield from _masked()
+    yield from _packed()
+
+
+def _masked() -> Iterator[Situation]:
+    """Yield training with padding masks that change, in each kind of graph."""
+    for ranks in (1, 2):
+        sizes: dict[str, Any] = {"ranks": ranks, "ep": ranks, "masked": True, "replays": 6}
+        for scopes in (("moe",), WHOLE, (), PARTIAL, ("attn",)):
+            name = f"masks, EP{ranks}, {'+'.join(scopes) or 'whole layers'}"
+            yield Situation(name=name, scopes=scopes, **sizes)
+        yield Situation(name=f"masks, EP{ranks}, local", impl="local", scopes=(), **sizes)
+        plain = {"distributed_optimizer": False, **sizes}
+        yield Situation(name=f"masks, EP{ranks}, iterations", impl="full_iteration", **plain)
+        name, chosen = list(pools(ranks))[-1]
+        yield Situation(name=f"masks, {name}", **chosen, **sizes)
+    deep: dict[str, Any] = {"pp": 2, "num_layers": 4, "microbatches": 4, "ranks": 2}
+    yield Situation(name="masks, PP2", masked=True, replays=6, **deep)
+    split: dict[str, Any] = {"ranks": 2, "tp": 2, "ep": 2}
+    yield Situation(name="masks, TP2/EP2/ETP1", masked=True, replays=6, **split)
+    parts: dict[str, Any] = {"ranks": 2, "cp": 2, "ep": 2, "masked": True, "replays": 6}
+    for scopes in (WHOLE, ("moe",), ("moe_router", "moe_preprocess")):
+        yield Situation(name=f"masks, CP2/EP2, {'+'.join(scopes)}", scopes=scopes, **parts)
+
+
+def _packed() -> Iterator[Situation]:
+    """Yield training with packed sequences, whose attention is not captured."""
+    for ranks in (1, 2):
+        sizes: dict[str, Any] = {"ranks": ranks, "ep": ranks, "packed": True, "replays": 6}
+        for scopes in (("moe",), ("moe_router", "moe_preprocess")):
+            name = f"packed sequences, EP{ranks}, {'+'.join(scopes)}"
+            yield Situation(name=name, scopes=scopes, **sizes)
+            yield Situation(name=f"{name}, with masks", scopes=scopes, masked=True, **sizes)
 
 
 def _grown() -> Iterator[Situation]:
@@ -230,6 +263,8 @@ def on_cpu(case: Case) -> Case | None:
         return None
     if case.capacity_pool != "expert" and "moe" in case.scopes:
         return None  # On CPUs, ops that pack rows have shapes that follow the values.
+    if case.cp > 1 and "attn" in case.scopes:
+        return None  # The stand-in for attention does not see whole sequences.
     if case.tp > 1 or case.recompute not in ((), ("moe",)) or case.replays == 50:
         return None
     return dataclasses.replace(
