@@ -2,12 +2,18 @@
 
     python -m tests.hosts --out FILE --commit SHA
 
-`agreement`: the milliseconds of a comparison before a layer's call, with 8, 64 and 256 processes,
-beside those of an all-gather of the same row. All processes share this machine, so with more
-processes than cores a time is the work of all of them, one after the other; no network is in it.
+`agreement`: the milliseconds of a comparison before a layer's call, with 8 and 64 processes, beside
+those of an all-gather of the same row. All processes share this machine, so with more processes
+than cores a time is the work of all of them, one after the other; no network is in it. 256
+processes make 32,640 connections: minutes, and nothing else runs meanwhile.
+
+`collectives`: jobs of 64 and 256 ranks as threads, in every situation, see
+`tests.support.many_ranks`: all ranks of a group must start the same collectives in the same order
+with the same sizes, and all ranks of a stage the same over all their groups.
 """
 
 import argparse
+import functools
 import os
 import shlex
 import socket
@@ -27,6 +33,7 @@ from torch.testing._internal.distributed import fake_pg
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.mirror import mirror_of
 from padded_dispatch.utils.results import about, append_run, require_results
+from tests.support.many_ranks import World, train
 
 _LIMIT_S = 900.0
 
@@ -60,6 +67,37 @@ def agreement(num_ranks: int, num_calls: int) -> dict[str, Any]:
             "samples_all_gather_ms": gather_ms,
         }
     return row
+
+
+# Steps of each world. Steps of 256 ranks with stages take seconds each.
+_WORLDS = {
+    World(name="EP8 x ETP2 x PP2/VPP2", ep=8, etp=2, pp=2, vpp=2): 200,
+    World(name="EP64", ep=64): 200,
+    World(name="EP256", ep=256): 200,
+    World(name="EP32 x ETP2 x PP4/VPP2", ep=32, etp=2, pp=4, vpp=2): 10,
+}
+
+
+def collectives(world: World, num_steps: int) -> dict[str, Any]:
+    """Return whether all ranks of a job start the same collectives, a row of a results file."""
+    start, cpu_start = time.monotonic(), time.process_time()
+    records, (num_trained, num_repeated) = train(world, seed=1, num_steps=num_steps)
+    differing = records.differing()
+    orders = [rank for stage in world.stages() for rank in records.differing_orders(stage)]
+    return {
+        "check": "collectives",
+        "world": world.name,
+        "ranks": world.num_ranks,
+        "steps": num_steps,
+        "training_steps": num_trained,
+        "repeated_steps": num_repeated,
+        "collectives_of_a_rank": len(records.of_rank[0]),
+        "ranks_in_another_order": orders,
+        "differing": differing[:10],
+        "seconds": time.monotonic() - start,
+        "cpu_seconds": time.process_time() - cpu_start,
+        "passed": not differing and not orders,
+    }
 
 
 def _forked(work: Callable[[], None]) -> int:
@@ -123,7 +161,9 @@ def _rank(rank: int, num_ranks: int, num_calls: int, port: int, pipe: int) -> No
 def main() -> None:
     """Measure, and write what was found after each case."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--only", choices=["agreement", "collectives"], help="one of the two")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="(8 64)")
+    parser.add_argument("--steps", type=int, help="of each world, instead of its own number")
     parser.add_argument("--calls", type=int, default=20, help="that are measured (20)")
     parser.add_argument("--out", type=Path, help="results file")
     parser.add_argument("--commit", help="Git SHA of the code")
@@ -135,13 +175,23 @@ def main() -> None:
             parser.error(str(error))
     torch.set_num_threads(1)
     command = f"python -m tests.hosts {shlex.join(sys.argv[1:])}"
-    rows = []
-    for num_ranks in arguments.ranks:
-        rows.append(agreement(num_ranks, arguments.calls))
-        sys.stdout.write(f"{ {k: v for k, v in rows[-1].items() if 'samples' not in k} }\n")
+    rows: list[dict[str, Any]] = []
+    works: list[Callable[[], dict[str, Any]]] = []
+    if arguments.only != "collectives":
+        works = [functools.partial(agreement, n, arguments.calls) for n in arguments.ranks]
+    if arguments.only != "agreement":
+        works += [
+            functools.partial(collectives, world, arguments.steps or num_steps)
+            for world, num_steps in _WORLDS.items()
+        ]
+    for work in works:
+        rows.append(work())
+        shown = {name: value for name, value in rows[-1].items() if "samples" not in name}
+        sys.stdout.write(f"{shown}\n")
         sys.stdout.flush()
-    if arguments.out:
-        append_run(arguments.out, about(num_gpus=0, command=command, commit=arguments.commit), rows)
+        if arguments.out:
+            ran = about(num_gpus=0, command=command, commit=arguments.commit)
+            append_run(arguments.out, ran, rows[-1:])
     raise SystemExit(not all(row["passed"] for row in rows))
 
 

@@ -343,6 +343,7 @@ class LayerExchanges:
                     top_k=config.top_k,
                     num_tokens=tokens_TD.shape[0],
                 ),
+                summed=self._link_rows == "summed",
             )
             reason = ""
             if self._kind == "auto":
