@@ -122,3 +122,21 @@ def test_a_packed_row_computes_its_sequences(megatron, experts):
             part = slice(start, start + length)
             torch.testing.assert_close(row[part], losses(part, packed([length])))
             start += length
+
+
+@pytest.mark.skipif(
+    not hasattr(PackedSeqParams, "tokens_per_sample"), reason="new in Megatron-Core 0.19"
+)
+def test_flattened_samples_are_routed_alike(megatron):
+    """Megatron rearranges tokens and mask for the MoE part, and its output back."""
+    training = Training(None, moe_expert_capacity_factor=None)
+    mask_BS = torch.tensor([[False, True, False, False, False, True]])
+    rows = []
+    for length in (None, 3):
+        params = packed([3, 3])
+        params.tokens_per_sample = length
+        given = {"packed_seq_params": params, "padding_mask": mask_BS}
+        rows.append(training.forward(1, 6, seed=0, **given))
+    asked = [int(layer.token_dispatcher.counters.demand_E.sum()) for layer in training.moe_layers]
+    assert asked == [2 * 4 * tiny.TOP_K] * 2
+    torch.testing.assert_close(*rows)
