@@ -125,6 +125,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             why_not_direct=_OVERLAP_TAKES_TWO_STREAMS if self._overlaps else "",
             microbatches_in_flight=in_flight,
             link_rows=options.link_rows,
+            ranks_per_host=None if options.ranks_per_host == "auto" else options.ranks_per_host,
             num_layers=max(1, config.num_layers // config.pipeline_model_parallel_size),
             ffn_size=config.moe_ffn_hidden_size or 0,
         )
@@ -226,7 +227,13 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         config = self.dispatch_config
         choice = self._choose(config, tokens_TD, probs)
         if choice is not self._choice:
-            announce(config, tokens_TD, packed=choice.exchange.packed, logs=self._logs)
+            announce(
+                config,
+                tokens_TD,
+                packed=choice.exchange.packed,
+                num_hosts=self.exchanges.num_hosts,
+                logs=self._logs,
+            )
             self._choice = choice
             self._log_choice(tokens_TD.shape[0])
         if self._logs and self._options.eval_factor is None and not self.configs.in_training:
@@ -401,7 +408,9 @@ def counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
             yield from dispatcher.eval_counters.tensors()
 
 
-def announce(config: DispatchConfig, tokens_TD: Tensor, *, packed: bool, logs: bool) -> None:
+def announce(
+    config: DispatchConfig, tokens_TD: Tensor, *, packed: bool, logs: bool, num_hosts: int = 1
+) -> None:
     """Log once per shape what it costs to drop nothing, and raise if it cannot fit.
 
     Args:
@@ -409,6 +418,7 @@ def announce(config: DispatchConfig, tokens_TD: Tensor, *, packed: bool, logs: b
         tokens_TD: [T, D].
         packed: the experts read packed rows.
         logs: this rank logs.
+        num_hosts: with two levels, hosts of the expert-parallel group; 1 without.
 
     Raises:
         ValueError: when one layer's buffers exceed the whole memory of the device; the same on all
@@ -417,7 +427,8 @@ def announce(config: DispatchConfig, tokens_TD: Tensor, *, packed: bool, logs: b
     if config.capacity_factor != NO_DROP:
         return
     num_tokens, hidden_size = tokens_TD.shape
-    size = config.buffer_bytes(num_tokens, hidden_size, tokens_TD.element_size(), packed=packed)
+    sizes = num_tokens, hidden_size, tokens_TD.element_size()
+    size = config.buffer_bytes(*sizes, packed=packed, num_hosts=num_hosts)
     capacity = config.capacity(num_tokens)
     ratio = config.num_experts * capacity / (num_tokens * config.top_k)
     cost = (
