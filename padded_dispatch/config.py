@@ -35,7 +35,7 @@ Remedy = Literal["none", "renormalize", "reroute"]
 REMEDIES: tuple[str, ...] = get_args(Remedy)
 
 # See `padded_dispatch.exchange.choose`.
-ExchangeKind = Literal["auto", "alltoall", "direct"]
+ExchangeKind = Literal["auto", "alltoall", "direct", "two-level"]
 
 # See `padded_dispatch.exchange.links`.
 LinkRows = Literal["auto", "each", "once", "summed"]
@@ -90,7 +90,7 @@ class BufferBytes:
 
     Attributes:
         send: rows and probabilities in slots before the exchange; packed rows if a single rank
-            packs its own.
+            packs its own. With two levels, the tokens of a rank of each host, too.
         receive: the same after the exchange, and gathered over the expert-tensor-parallel group.
         experts: what the experts read, unless it is a view of `receive`: regrouped rows,
             probabilities, counts.
@@ -341,7 +341,13 @@ class DispatchConfig:
         )
 
     def buffer_bytes(
-        self, num_tokens: int, hidden_size: int, element_size: int, *, packed: bool = False
+        self,
+        num_tokens: int,
+        hidden_size: int,
+        element_size: int,
+        *,
+        packed: bool = False,
+        num_hosts: int = 1,
     ) -> BufferBytes:
         """Return the bytes of one layer's buffers on one rank.
 
@@ -355,6 +361,7 @@ class DispatchConfig:
             element_size: bytes of one element of a row: 2 for bf16, 4 for fp32.
             packed: whether the experts take packed rows, whose offsets lie beside the counts;
                 experts that share slots always do.
+            num_hosts: with two levels, hosts of the expert-parallel group; 1 without.
         """
         sizes = self.sizes(num_tokens)
         slots, rows = sizes.num_pools * sizes.pool_slots, sizes.num_rows
@@ -377,8 +384,9 @@ class DispatchConfig:
         regrouped = self.num_sources > 1 and (packed or self.num_local_experts > 1)
         # A single rank's pool of all experts is packed already.
         copied = self.num_sources > 1 or not pooled
+        tokens = num_hosts * num_tokens * per_row if num_hosts > 1 else 0
         return BufferBytes(
-            send=send,
+            send=send + tokens,
             receive=send * exchanged + self.etp_size * send * shared,
             experts=rows * (per_row * regrouped + 4 * copied) + 4 * counts * (1 + packed),
             back=rows * per_row + slots * per_row * ((regrouped or shared) + exchanged),

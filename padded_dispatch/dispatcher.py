@@ -52,12 +52,15 @@ class PaddedDispatcher:
         etp_group: the group whose ranks split every expert's ffn; None where none do.
         packed: give the experts packed rows, see `ExpertInput`; experts that share slots need it.
         exchange: "alltoall", any backend's; "direct", stores between the GPUs of one host, see
-            `padded_dispatch.exchange.direct`, which needs `packed`; or "auto", direct where that
+            `padded_dispatch.exchange.direct`, which needs `packed`; "two-level", for a group over
+            several hosts, see `padded_dispatch.exchange.two_level`; or "auto", direct where that
             can work, see `padded_dispatch.exchange.choose`.
         microbatches_in_flight: with direct stores, the most passes that wait for their backward
             pass.
         link_rows: with direct stores, how often a token crosses a link; see
             `padded_dispatch.exchange.links`.
+        ranks_per_host: with two levels, ranks of the group on each host, in the order of ranks;
+            None asks the hosts for their names.
         agreement_timeout: seconds that a rank may come to a call later than another; ten times as
             long in its first calls, see `padded_dispatch.exchange.agreement`.
 
@@ -75,6 +78,7 @@ class PaddedDispatcher:
         exchange: ExchangeKind = "auto",
         microbatches_in_flight: int = 1,
         link_rows: LinkRows = "auto",
+        ranks_per_host: int | None = None,
         agreement_timeout: float = 60.0,
     ) -> None:
         for field, given in (("num_ranks", group), ("etp_size", etp_group)):
@@ -93,6 +97,7 @@ class PaddedDispatcher:
             kind=exchange,
             microbatches_in_flight=microbatches_in_flight,
             link_rows=link_rows,
+            ranks_per_host=ranks_per_host,
         )
 
     def dispatch(

@@ -72,7 +72,8 @@ def agreement(num_ranks: int, num_calls: int) -> dict[str, Any]:
 # Steps of each world. Steps of 256 ranks with stages take seconds each.
 _WORLDS = {
     World(name="EP8 x ETP2 x PP2/VPP2", ep=8, etp=2, pp=2, vpp=2): 200,
-    World(name="EP64", ep=64): 200,
+    World(name="EP64, one level", ep=64): 200,
+    World(name="EP64, two levels", ep=64, ranks_per_host=8): 50,
     World(name="EP256", ep=256): 200,
     World(name="EP32 x ETP2 x PP4/VPP2", ep=32, etp=2, pp=4, vpp=2): 10,
 }
@@ -163,6 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=["agreement", "collectives"], help="one of the two")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="(8 64)")
+    parser.add_argument("--worlds", default="", metavar="TEXT", help="those with it in their name")
     parser.add_argument("--steps", type=int, help="of each world, instead of its own number")
     parser.add_argument("--calls", type=int, default=20, help="that are measured (20)")
     parser.add_argument("--out", type=Path, help="results file")
@@ -183,6 +185,7 @@ def main() -> None:
         works += [
             functools.partial(collectives, world, arguments.steps or num_steps)
             for world, num_steps in _WORLDS.items()
+            if arguments.worlds in world.name
         ]
     for work in works:
         rows.append(work())

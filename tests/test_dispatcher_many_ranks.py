@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
-from padded_dispatch.megatron import padded_spec
+from padded_dispatch.megatron import PaddedOptions, padded_spec
 from padded_dispatch.megatron.cpu import _CudaMeansCpu, megatron_on_cpu
 from tests import test_dispatcher
 from tests.support import tiny
@@ -59,9 +59,9 @@ class LayerRun:
     grad_experts: dict[int, list[Tensor]]
 
 
-def layer_config(num_ranks: int) -> TransformerConfig:
+def layer_config(num_ranks: int, ranks_per_host: int | None) -> TransformerConfig:
     """Return a config in which nothing rounds: whole numbers, ReLU, two equal scores per token."""
-    return tiny.config(
+    config = tiny.config(
         num_moe_experts=RANKS,
         hidden_size=RANKS,
         moe_ffn_hidden_size=3,
@@ -71,9 +71,12 @@ def layer_config(num_ranks: int) -> TransformerConfig:
         moe_router_dtype="fp64",
         params_dtype=torch.float64,
     )
+    if ranks_per_host is not None:
+        config.padded_dispatch = PaddedOptions(exchange="two-level", ranks_per_host=ranks_per_host)
+    return config
 
 
-def layer_run(tokens_RTD: Tensor) -> LayerRun:
+def layer_run(tokens_RTD: Tensor, ranks_per_host: int | None = None) -> LayerRun:
     """Run a step of Megatron's MoE layer; the tokens are split over the ranks."""
     group: Any = dist.group.WORLD
     alone = ("tp", "cp", "expt_tp", "expt_dp", "tp_cp", "tp_dp_cp", "dp", "dp_cp")
@@ -81,7 +84,7 @@ def layer_run(tokens_RTD: Tensor) -> LayerRun:
     spec = padded_spec(tiny.layer_spec()).submodules.mlp
     make = spec if callable(spec) else functools.partial(build_module, spec)
     with _CudaMeansCpu():
-        layer = make(config=layer_config(group.size()), pg_collection=groups)
+        layer = make(config=layer_config(group.size(), ranks_per_host), pg_collection=groups)
         layer.set_layer_number(1)
         layer.double().train()
         _set_weights(layer)
@@ -89,6 +92,8 @@ def layer_run(tokens_RTD: Tensor) -> LayerRun:
         tokens_TD = mine_RTD.flatten(0, 1).clone().requires_grad_()
         out_TD = layer(tokens_TD[:, None])[0][:, 0]
         out_TD.backward(tokens_TD.detach().roll(1, -1))
+    wanted = "none" if group.size() == 1 else "alltoall" if ranks_per_host is None else "two-level"
+    assert layer.token_dispatcher.chosen["exchange"] == wanted
     assert tokens_TD.grad is not None
     return LayerRun(
         out_TD=out_TD.detach(),
@@ -109,7 +114,8 @@ def _set_weights(layer: Any) -> None:
                 parameter.copy_(torch.randint(-3, 4, parameter.shape, generator=draw))
 
 
-def test_a_megatron_layer_on_sixty_four_ranks_equals_one_rank():
+@pytest.mark.parametrize("ranks_per_host", [None, 8])
+def test_a_megatron_layer_on_sixty_four_ranks_equals_one_rank(ranks_per_host):
     draw = torch.Generator().manual_seed(3)
     tokens_RTD = torch.randint(-3, 4, (RANKS, 5, RANKS), generator=draw).double()
     chosen_RTK = torch.rand(RANKS, 5, RANKS, generator=draw).topk(2, dim=-1).indices
@@ -117,7 +123,7 @@ def test_a_megatron_layer_on_sixty_four_ranks_equals_one_rank():
     tokens_RTD.scatter_(2, chosen_RTK, 8.0)
     with megatron_on_cpu():
         (alone,) = run_on_threads(1, layer_run, tokens_RTD)
-        ranks = run_on_threads(RANKS, layer_run, tokens_RTD)
+        ranks = run_on_threads(RANKS, layer_run, tokens_RTD, ranks_per_host)
     assert torch.equal(torch.cat([run.out_TD for run in ranks]), alone.out_TD)
     assert torch.equal(torch.cat([run.grad_tokens_TD for run in ranks]), alone.grad_tokens_TD)
     for run in ranks:

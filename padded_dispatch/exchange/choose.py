@@ -43,6 +43,9 @@ Where sources share slots ("receiver"), only direct stores move no more rows tha
 all-to-all must be wide enough for every source to fill the receiver alone; that is for CPUs, and
 refused on GPUs.
 
+Two levels, for groups over several hosts, are taken only when asked for: no machine with several
+hosts has run them. See `padded_dispatch.exchange.two_level` for the bytes that they save.
+
 Letters: T tokens, K experts per token, E experts, L experts on a rank, R ranks of the group, S
 sources, C capacity, D hidden size, F ffn size, N rows that a rank's experts can get.
 """
@@ -50,7 +53,7 @@ sources, C capacity, D hidden size, F ffn size, N rows that a rank's experts can
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -76,6 +79,7 @@ from padded_dispatch.exchange.symmetric_memory import (
     free_bytes,
     shares_workspace,
 )
+from padded_dispatch.exchange.two_level import TwoLevelExchange, hosts_of
 
 Layout = Literal["padded", "packed", "either"]
 
@@ -114,12 +118,12 @@ def _balanced(config: DispatchConfig, num_tokens: int) -> float:
 class Choice:
     """An exchange and why it was chosen.
 
-    `kind`: "alltoall" or "direct"; "none" for one rank. `reason`: for the log. `sizes`: those of
-    the pass as this exchange lays rows out, for `make_plan`.
+    `kind`: "alltoall", "direct" or "two-level"; "none" for one rank. `reason`: for the log.
+    `sizes`: those of the pass as this exchange lays rows out, for `make_plan`.
     """
 
     exchange: Exchange
-    kind: Literal["alltoall", "direct", "none"]
+    kind: Literal["alltoall", "direct", "two-level", "none"]
     reason: str
     sizes: PoolSizes
 
@@ -155,11 +159,12 @@ class LayerExchanges:
         layout: what the experts read: padded rows, packed rows, or either. Experts that share pools
             read packed rows.
         kind: "alltoall", any backend's; "direct", stores between the GPUs of one host, which needs
-            packed rows; or "auto".
+            packed rows; "two-level", for a group over several hosts; or "auto".
         microbatches_in_flight: with direct stores, the most forward passes of the layer that wait
             for their backward pass; each has a buffer.
         link_rows: with direct stores, how often a token crosses a link; see
             `padded_dispatch.exchange.links`.
+        ranks_per_host: with two levels, ranks of the group on each host; None asks the hosts.
         num_layers: layers of the model on this rank that will want buffers; "auto" makes sure that
             all of them fit.
         ffn_size: width of the experts' hidden layer (F), for "auto"; 0 if unknown.
@@ -183,6 +188,7 @@ class LayerExchanges:
         kind: ExchangeKind = "auto",
         microbatches_in_flight: int = 1,
         link_rows: LinkRows = "auto",
+        ranks_per_host: int | None = None,
         num_layers: int = 1,
         ffn_size: int = 0,
         why_not_direct: str = "",
@@ -198,6 +204,7 @@ class LayerExchanges:
             layout=layouts.index(layout),
             microbatches_in_flight=microbatches_in_flight,
             link_rows=links.index(link_rows) if link_rows in links else -1,
+            ranks_per_host=ranks_per_host,
             num_layers=num_layers,
             ffn_size=ffn_size,
         )
@@ -211,12 +218,22 @@ class LayerExchanges:
             "be 'expert' with experts that read padded rows",
             "set experts='packed' or capacity_pool='expert'",
         )
+        two_levels = kind == "two-level"
+        require(
+            pool != "receiver" or not two_levels,
+            "capacity_pool",
+            pool,
+            "be 'expert' or 'rank' with exchange='two-level'",
+            "choose one of these; sources that share slots need direct stores",
+        )
         if pool != "expert" and layout == "either":
             layout = "packed"
+        self._hosts = hosts_of(group, ranks_per_host) if two_levels else None
         etp_rank = etp_group.rank() if etp_group is not None else 0
         group_rank = group.rank() if group is not None else 0
         self.source = etp_rank * config.num_ranks + group_rank
         self._group = group
+        self._etp_group = etp_group
         self._kind = kind
         self._microbatches_in_flight = microbatches_in_flight
         self._link_rows: LinkRows = link_rows
@@ -224,8 +241,8 @@ class LayerExchanges:
         self._ffn_size = ffn_size
         num_local_experts = config.num_local_experts
         self._direct: DirectExchange | None = None
-        self.no_direct = why_not_direct or 'exchange="alltoall" was asked for'
-        if kind != "alltoall":
+        self.no_direct = why_not_direct or f'exchange="{kind}" was asked for'
+        if kind in ("auto", "direct"):
             try:
                 require(
                     layout != "padded",
@@ -246,25 +263,31 @@ class LayerExchanges:
                     raise
                 self.no_direct = str(error)
 
-        def packed(experts_per_pool: int) -> Exchange:
-            if config.num_sources == 1:
-                return LocalExchange()
-            groups = group, etp_group
-            return AllToAllExchange(
-                num_local_experts, *groups, packed=True, experts_per_pool=experts_per_pool
-            )
-
         self._packed: Exchange | None = None
         self._padded: Exchange | None = None
         self._fitting: Exchange
         if layout != "packed":
-            self._padded = AllToAllExchange(num_local_experts, group, etp_group, packed=False)
+            self._padded = self._by_collectives(num_local_experts, packed=False)
             self._fitting = self._padded
         if layout != "padded":
-            self._packed = packed(1 if pool == "expert" else num_local_experts)
-            self._fitting = packed(num_local_experts)
+            alone = config.num_sources == 1
+            shared = 1 if pool == "expert" else num_local_experts
+            self._packed, self._fitting = (
+                LocalExchange()
+                if alone
+                else self._by_collectives(num_local_experts, packed=True, experts_per_pool=number)
+                for number in (shared, num_local_experts)
+            )
         self._choices: dict[tuple[int, ...], Choice] = {}
         self._chosen: dict[tuple[int, ...], Exchange] = {}
+
+    def _by_collectives(self, num_local_experts: int, **settings: Any) -> AllToAllExchange:
+        """Return an exchange by collectives, over two levels if that was asked for."""
+        if self._hosts is None:
+            return AllToAllExchange(num_local_experts, self._group, self._etp_group, **settings)
+        assert self._group is not None
+        groups = self._group, self._etp_group
+        return TwoLevelExchange(num_local_experts, self._hosts, *groups, **settings)
 
     def choose(
         self,
@@ -297,6 +320,16 @@ class LayerExchanges:
             self._chosen[num_tokens, laid_out.num_pools, laid_out.pool_slots] = choice.exchange
         return choice
 
+    @property
+    def num_hosts(self) -> int:
+        """Hosts of the group with two levels, 1 without."""
+        return 1 if self._hosts is None else self._hosts.rail.size()
+
+    @property
+    def _collectives(self) -> Literal["alltoall", "two-level"]:
+        """Which exchange by collectives the layer has."""
+        return "alltoall" if self._hosts is None else "two-level"
+
     def fitting(self, sizes: PoolSizes) -> Choice:
         """Return the exchange of a pass with `FIT`: one without a buffer for each size.
 
@@ -304,7 +337,7 @@ class LayerExchanges:
             sizes: those that `padded_dispatch.exchange.fit` found.
         """
         exchange = self._fitting
-        kind = "none" if exchange.num_sources == 1 else "alltoall"
+        kind = "none" if exchange.num_sources == 1 else self._collectives
         return Choice(exchange=exchange, kind=kind, reason="sizes fit each pass", sizes=sizes)
 
     @property
@@ -351,7 +384,7 @@ class LayerExchanges:
             if not reason:
                 reason = f"the {self._group.size()} ranks share a host and reach each other's GPUs"
                 return Choice(exchange=self._direct, kind="direct", reason=reason, sizes=sizes)
-        kind = "alltoall"
+        kind = self._collectives
         if config.num_sources == 1:
             kind, reason = "none", "one rank"
         elif config.capacity_pool == "receiver":

@@ -11,8 +11,9 @@ one after the other, N * N in all. `gather` is that all-gather, for values that 
 
 Both have a time limit. When it expires, or when a process ends, gloo closes the connections, so
 all ranks that wait fail within milliseconds. Each of them then posts in the store of the job that
-it waits. Ranks that have not posted `_GRACE_S` later are absent. The first rank to see that writes
-the error into the store, and all raise this error: also a rank that comes later.
+it waits. Ranks that have not posted `_GRACE_S` later are absent; if the layer spans several hosts,
+theirs are named, too. The first rank to see that writes the error into the store, and all raise
+this error: also a rank that comes later.
 
 Nothing is posted in a call that succeeds. Sends and receives between each pair of ranks would name
 the absent ranks without a store, but took 30 times as long as an all-gather for 2 processes on 2
@@ -20,6 +21,7 @@ cores, and twice as long for 4.
 """
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -83,6 +85,7 @@ class Mirror:
         # use_local_synchronization) names the group by the number of groups in this process: ranks
         # of one group that are members of different numbers of others would wait for each other.
         self._store = PrefixStore(name, _store())
+        self._store.set(f"host/{self._me}", socket.gethostname())
         place = self.ranks.index(self._me)
         limit = timedelta(seconds=limit_s)
         try:
@@ -168,8 +171,18 @@ class Mirror:
         waiting = [r for r in self.ranks if r not in absent]
         problems = [self._store.get(f"waits/{r}").decode() for r in waiting]
         problem = next((p for p in problems if p != _CLOSED), problem)
-        words = self._words(where, problem, _numbered(absent) if absent else "none of them in time")
+        names = _numbered(absent) + self._on_hosts(absent) if absent else "none of them in time"
+        words = self._words(where, problem, names)
         return self._store.compare_set("verdict", "", words).decode()
+
+    def _on_hosts(self, absent: list[int]) -> str:
+        """Return the hosts of the absent ranks; "" if all ranks of the layer share one."""
+        # Each rank has posted its own before it connected.
+        host_of = {rank: self._store.get(f"host/{rank}").decode() for rank in self.ranks}
+        if len(set(host_of.values())) == 1:
+            return ""
+        hosts = list(dict.fromkeys(host_of[rank] for rank in absent))
+        return f" on host{'s' if len(hosts) > 1 else ''} {', '.join(hosts)}"
 
     def _words(self, where: str, problem: str, absent: str) -> str:
         return (

@@ -150,6 +150,11 @@ def _refused_overlaps(config: Any, options: PaddedOptions) -> list[str]:
                 "other. Remedy: exchange='auto' with capacity_pool='expert' or 'rank', or no "
                 "overlap."
             )
+    if _read(config, combined) and options.exchange == "two-level":
+        found.append(
+            f"  exchange='two-level' with {combined}: it sends where the schedule computes. "
+            "Remedy: exchange='auto', or no overlap."
+        )
     return found
 
 

@@ -133,6 +133,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             why_not_direct=_OVERLAP_TAKES_TWO_STREAMS if self._overlaps else "",
             microbatches_in_flight=in_flight,
             link_rows=options.link_rows,
+            ranks_per_host=None if options.ranks_per_host == "auto" else options.ranks_per_host,
             num_layers=max(1, config.num_layers // config.pipeline_model_parallel_size),
             ffn_size=config.moe_ffn_hidden_size or 0,
         )
@@ -241,6 +242,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
                 config,
                 tokens_TD,
                 packed=choice.exchange.packed,
+                num_hosts=self.exchanges.num_hosts,
                 logs=self._logs and not generates,
                 fix=_LESS_TO_GENERATE if generates else _LESS_TO_TRAIN,
             )
@@ -433,6 +435,7 @@ def announce(
     packed: bool,
     logs: bool,
     fix: str = _LESS_TO_TRAIN,
+    num_hosts: int = 1,
 ) -> None:
     """Log once per shape what it costs to drop nothing, and raise if it cannot fit.
 
@@ -442,6 +445,7 @@ def announce(
         packed: the experts read packed rows.
         logs: this rank logs.
         fix: the setting that asks for fewer slots.
+        num_hosts: with two levels, hosts of the expert-parallel group; 1 without.
 
     Raises:
         ValueError: when one layer's buffers exceed the whole memory of the device; the same on all
@@ -450,7 +454,8 @@ def announce(
     if config.capacity_factor != NO_DROP:
         return
     num_tokens, hidden_size = tokens_TD.shape
-    size = config.buffer_bytes(num_tokens, hidden_size, tokens_TD.element_size(), packed=packed)
+    sizes = num_tokens, hidden_size, tokens_TD.element_size()
+    size = config.buffer_bytes(*sizes, packed=packed, num_hosts=num_hosts)
     capacity = config.capacity(num_tokens)
     ratio = config.num_experts * capacity / (num_tokens * config.top_k)
     cost = (

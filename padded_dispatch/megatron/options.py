@@ -243,7 +243,9 @@ class PaddedOptions:
     exchange: ExchangeKind = _option(
         "auto",
         "auto: direct where it can work, else alltoall; alltoall: all slots, by any backend; "
-        "direct: stores of real rows between the GPUs of one host, for packed experts",
+        "direct: stores of real rows between the GPUs of one host, for packed experts; two-level: "
+        "for several hosts, tokens between them and slots inside; results are those of alltoall, "
+        "bit by bit",
         choices=get_args(ExchangeKind),
     )
     router: Router = _option(
@@ -268,6 +270,12 @@ class PaddedOptions:
         choices=get_args(LinkRows),
     )
 
+    ranks_per_host: int | Literal["auto"] = _option(
+        "auto",
+        "with two-level, ranks of the expert-parallel group on each host, in the order of their "
+        "ranks; auto: by the hosts' names",
+        read=_read_auto_or_count,
+    )
     agreement_timeout: float = _option(
         60.0,
         "seconds that a rank may come to a layer's call later than another, before all that wait "
@@ -327,7 +335,7 @@ class PaddedOptions:
         for name in ("min_capacity", "grow_after", "telemetry_every", "reroute_rounds"):
             value = getattr(self, name)
             require(_is_count(value), name, value, "be a whole number of at least 1")
-        for name in ("alignment", "microbatches_in_flight"):
+        for name in ("alignment", "microbatches_in_flight", "ranks_per_host"):
             value = getattr(self, name)
             rule = "be a whole number of at least 1, or 'auto'"
             require(value == "auto" or _is_count(value), name, value, rule)

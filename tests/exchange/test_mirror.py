@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from padded_dispatch.exchange import mirror as mirror_module
 from padded_dispatch.exchange.mirror import (
     AbsentRanksError,
     Mirror,
@@ -86,17 +87,24 @@ def test_all_ranks_hear_that_any_one_differs(pool4):
     assert pool4.run(_answers, timeout_s=60) == [answers] * 4
 
 
-def _two_are_late() -> str:
-    mirror = Mirror([dist.new_group()], LONG_S)
+def _two_are_late(hosts: list[str]) -> str:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(mirror_module.socket, "gethostname", lambda: hosts[dist.get_rank()])
+        mirror = Mirror([dist.new_group()], LONG_S)
     words = "" if dist.get_rank() in (1, 2) else errors_of_calls(mirror, 0.5)[0]
     dist.barrier()  # Absent ranks keep their connections until then.
     return words
 
 
-def test_all_absent_ranks_are_named(pool4):
-    first, *nothing, last = pool4.run(_two_are_late, timeout_s=60)
+@pytest.mark.parametrize(
+    ("hosts", "named"),
+    [("aaaa", ""), ("abba", " on host b"), ("aabb", " on hosts a, b")],
+)
+def test_all_absent_ranks_are_named_with_their_hosts(pool4, hosts, named):
+    first, *nothing, last = pool4.run(_two_are_late, list(hosts), timeout_s=60)
     assert (nothing, first) == (["", ""], last)
-    assert "within 0.5 s, got no call from ranks 1, 2; the last call that all made: none;" in first
+    words = f"within 0.5 s, got no call from ranks 1, 2{named}; the last call that all made: none;"
+    assert words in first
 
 
 def test_many_ranks_are_named_in_a_few_words():

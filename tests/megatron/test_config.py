@@ -322,11 +322,19 @@ OVERLAPS: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "bf16": Tr
     [
         ({"exchange": "direct"}, {}, "exchange='direct' with overlap_moe"),
         ({"capacity_pool": "receiver"}, {}, "capacity_pool='receiver' with overlap_moe"),
+        ({"exchange": "two-level"}, {}, "exchange='two-level' with overlap_moe"),
         ({}, layer_graphs(), "cuda_graph_impl='transformer_engine' of .* with overlap_moe_exp"),
         ({}, layer_graphs("attn", "moe"), "cuda_graph_impl='transformer_engine' of .* overlap_moe"),
         ({}, layer_graphs() | {"cuda_graph_impl": "local"}, "cuda_graph_impl='local' of .* overla"),
     ],
-    ids=["direct stores", "shared receivers", "whole layers", "experts", "local graphs"],
+    ids=[
+        "direct stores",
+        "shared receivers",
+        "two levels",
+        "whole layers",
+        "experts",
+        "local graphs",
+    ],
 )
 def test_what_the_combined_schedule_cannot_run_is_refused(options, fields, words):
     config = megatron_config(**OVERLAPS, **fields)

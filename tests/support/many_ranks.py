@@ -30,13 +30,17 @@ from tests.support.threads import run_on_threads
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A grid of ranks: (p * etp + i) * ep + r is rank r of the i-th group of stage p."""
+    """A grid of ranks: (p * etp + i) * ep + r is rank r of the i-th group of stage p.
+
+    `ranks_per_host`: those of an expert-parallel group on a host, with two levels; 0 for others.
+    """
 
     name: str
     ep: int
     etp: int = 1
     pp: int = 1
     vpp: int = 1
+    ranks_per_host: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -140,7 +144,10 @@ class _Rank:
             pipeline_dtype=torch.float32,
             moe_expert_capacity_factor=1.0,
         )
-        config.padded_dispatch = PaddedOptions(on_overflow="retry")
+        levels: dict[str, Any] = {}
+        if world.ranks_per_host:
+            levels = {"exchange": "two-level", "ranks_per_host": world.ranks_per_host}
+        config.padded_dispatch = PaddedOptions(on_overflow="retry", **levels)
         spec = padded_spec(tiny.layer_spec()).submodules.mlp
         make = spec if callable(spec) else functools.partial(build_module, spec)
         groups = _groups(world)

@@ -91,6 +91,7 @@ def _working_bytes(sample: Sample) -> int:
         tokens.shape[-1],
         tokens.element_size(),
         packed=dispatcher.exchanges.is_packed(config, num_tokens),
+        num_hosts=dispatcher.exchanges.num_hosts,
     )
     return gradients + buffers.total
 

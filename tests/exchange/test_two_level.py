@@ -1,0 +1,288 @@
+"""Two levels equal the all-to-all, bit by bit, forward and backward; and what each level sends.
+
+Ranks of one host play several. Payloads are random, so that another order of a sum would show.
+Rows that hold no token are NaN: in fresh memory, in the experts' output, and in its gradient.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.library import opcheck
+
+from padded_dispatch import DispatchConfig, PaddedDispatcher
+from padded_dispatch.config import FIT
+from padded_dispatch.exchange import ExpertInput, two_level
+from padded_dispatch.exchange.two_level import LevelBytes, hosts_of, level_bytes
+from padded_dispatch.utils.launch import WorkerError
+from padded_dispatch.utils.routings import routing_map
+from tests.support.collectives import Records, recorded
+from tests.support.grids import grid, poisoned_memory
+from tests.support.threads import run_on_threads
+from tests.test_dispatcher import is_real, poison
+
+TOKENS, HIDDEN, LOCAL_EXPERTS = 7, 4, 2
+CASES = [
+    {},
+    {"packed": True, "dtype": torch.bfloat16, "skew": "hot"},
+    {"packed": True, "capacity_pool": "rank", "policy": "position", "skew": "same"},
+    {"dtype": torch.bfloat16, "policy": "random", "skew": "none on the last"},
+    {"packed": True, "remedy": "renormalize", "capacity_factor": 2.0},
+    {"packed": True, "capacity_factor": FIT, "skew": "hot"},
+]
+
+
+def config_of(num_ranks: int, etp_size: int = 1, **changes: Any) -> DispatchConfig:
+    sizes = dict(num_experts=LOCAL_EXPERTS * num_ranks, top_k=3, capacity_factor=0.75)
+    return DispatchConfig(**{**sizes, **changes}, num_ranks=num_ranks, etp_size=etp_size)
+
+
+def _is_real(given: ExpertInput) -> Tensor:
+    if given.offsets_LS is None:
+        return is_real(given)
+    return torch.arange(given.rows_ND.shape[0]) < given.offsets_LS[-1, -1]
+
+
+def _step(
+    dispatcher: PaddedDispatcher, dtype: torch.dtype, skew: Any, source: int
+) -> dict[str, Tensor]:
+    """Return all that a step makes on this rank."""
+    config, draw = dispatcher.config, torch.Generator().manual_seed(source)
+    if skew == "none on the last":
+        skew = "none" if source == config.num_sources - 1 else "uniform"
+    map_TE = torch.from_numpy(
+        routing_map(TOKENS, config.num_experts, config.top_k, skew=skew, seed=source)
+    )
+    tokens_TD = torch.randn(TOKENS, HIDDEN, generator=draw).to(dtype).requires_grad_()
+    probs_TE = torch.rand(map_TE.shape, generator=draw).requires_grad_()
+    weight_DD = torch.randn(HIDDEN, HIDDEN, generator=draw).to(dtype).requires_grad_()
+    sent = dispatcher.dispatch(
+        tokens_TD,
+        probs_TE,
+        map_TE,
+        draw=torch.tensor(3) if config.policy == "random" else None,
+    )
+    given = sent.expert_input
+    is_real_N = _is_real(given)
+    rows_ND, probs_N = poison(given.rows_ND, is_real_N), poison(given.probs_N, is_real_N)
+    out_ND = torch.where(is_real_N[:, None], rows_ND, 0) @ weight_DD
+    out_ND = torch.where(is_real_N[:, None], out_ND, 0)  # Keeps NaN out of the weight's gradient.
+    out_ND = poison((out_ND * probs_N[:, None]).to(dtype), is_real_N)
+    out_ND.retain_grad()
+    out_TD = dispatcher.combine(out_ND, sent)
+    out_TD.backward(torch.randn(out_TD.shape, generator=draw).to(dtype))
+    found = {"out": out_TD.detach(), "kept": given.kept_SL, "rows": given.rows_ND[is_real_N]}
+    for name, of in dict(tokens=tokens_TD, probs=probs_TE, weight=weight_DD, out=out_ND).items():
+        assert of.grad is not None
+        found[f"gradient of {name}"] = of.grad[is_real_N] if name == "out" else of.grad
+    if given.offsets_LS is None:
+        assert not given.rows_ND[~is_real_N].any()
+        assert out_ND.grad is not None
+        assert not out_ND.grad[~is_real_N].any()
+    return found
+
+
+def _both(case: dict[str, Any], ranks_per_host: int, etp_size: int = 1) -> list[str]:
+    """Return what differs between the exchanges on this rank."""
+    case = {"packed": False, "dtype": torch.float32, "skew": "uniform", **case}
+    packed, dtype, skew = (case.pop(name) for name in ("packed", "dtype", "skew"))
+    num_ranks = dist.get_world_size() // etp_size
+    group, etp_group = dist.group.WORLD, None
+    if etp_size > 1:
+        here = grid(num_ranks, etp_size)
+        group, etp_group = here.group, here.etp_group
+    found = []
+    for exchange in ("alltoall", "two-level"):
+        dispatcher = PaddedDispatcher(
+            config_of(num_ranks, etp_size, **case),
+            group=group,
+            etp_group=etp_group,
+            packed=packed,
+            exchange=exchange,
+            ranks_per_host=ranks_per_host if exchange == "two-level" else None,
+        )
+        with poisoned_memory():
+            found.append(_step(dispatcher, dtype, skew, dist.get_rank()))
+    assert dispatcher.exchanges.num_hosts == num_ranks // ranks_per_host
+    plain, levels = found
+    return [name for name, value in plain.items() if not torch.equal(value, levels[name])]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_hosts_of_two_ranks_equal_the_all_to_all(pool4, case):
+    assert pool4.run(_both, case, 2) == [[]] * 4
+
+
+@pytest.mark.parametrize("per_host", [1, 2, 4])
+def test_eight_ranks_equal_the_all_to_all(per_host):
+    for case in CASES[:3]:
+        assert run_on_threads(8, _both, case, per_host) == [[]] * 8
+
+
+def test_experts_that_are_split_equal_the_all_to_all(pool4):
+    assert pool4.run(_both, {}, 1, 2) == [[]] * 4
+
+
+def _one_step(exchange: Any, skew: str, capacity_pool: Any) -> None:
+    config = config_of(8, capacity_pool=capacity_pool)
+    packed = capacity_pool == "rank"
+    per_host = 2 if exchange == "two-level" else None
+    dispatcher = PaddedDispatcher(
+        config, group=dist.group.WORLD, packed=packed, exchange=exchange, ranks_per_host=per_host
+    )
+    _step(dispatcher, torch.float32, skew, dist.get_rank())
+
+
+def _sent(records: Records, rank: int, per_host: int) -> tuple[int, int]:
+    """Return the bytes that a rank sends to other hosts and to its own, in payload collectives."""
+    between = within = 0
+    sizes = {"torch.float32": 4, "torch.int32": 4}
+    for name, group, (_, given) in records.of_rank[rank]:
+        dtype, shape = given.split(" ", 1)
+        num_bytes = sizes[dtype] * torch.Size(eval(shape)).numel()
+        for peer in group:
+            if peer == rank:
+                continue
+            to_peer = num_bytes if name == "all_gather_single" else num_bytes // len(group)
+            if peer // per_host == rank // per_host:
+                within += to_peer
+            else:
+                between += to_peer
+    return between, within
+
+
+@pytest.mark.parametrize("skew", ["uniform", "hot"])
+@pytest.mark.parametrize("pool", ["expert", "rank"])
+@pytest.mark.parametrize("exchange", ["alltoall", "two-level"])
+def test_each_level_sends_the_bytes_that_were_predicted(exchange, pool, skew):
+    with recorded(8) as records:
+        run_on_threads(8, _one_step, exchange, skew, pool)
+    for started in records.of_rank:
+        started[:] = [one for one in started if one[0].endswith("_single")]
+    config = config_of(8, capacity_pool=pool)
+    two_levels = exchange == "two-level"
+    forward = level_bytes(config, TOKENS, HIDDEN, 4, ranks_per_host=2, two_levels=two_levels)
+    # Backward, gradients of rows go the other way; those of probabilities go, and counts with them.
+    sizes = config.sizes(TOKENS)
+    meta = 4 * (sizes.num_pools * sizes.pool_slots + config.num_experts)
+    back = meta * 6 // 8 + forward.back_between, meta // 8 + forward.back_within
+    there = forward.there_between - meta * 6 // 8, forward.there_within - meta // 8
+    for rank in range(8):
+        assert _sent(records, rank, 2) == (
+            forward.there_between + forward.back_between + there[0] + back[0],
+            forward.there_within + forward.back_within + there[1] + back[1],
+        )
+
+
+def test_bytes_of_a_public_model():
+    config = DispatchConfig(num_experts=128, top_k=8, capacity_factor=1.25, num_ranks=64)
+
+    def there(two_levels: bool, ranks_per_host: int) -> LevelBytes:
+        return level_bytes(
+            config, 4096, 2048, 2, ranks_per_host=ranks_per_host, two_levels=two_levels
+        )
+
+    # 7 * 4096 rows of 4 KiB; a number, a probability and a count for 7/8 of 128 * 320 slots.
+    assert there(True, 8).there_between == 7 * 4096 * 4096 + 112 * (320 * 8 + 4)
+    assert there(False, 8).there_between == 112 * (320 * 4100 + 4)
+    assert there(True, 32).there_between == 4096 * 4096 + 64 * (320 * 8 + 4)
+    assert there(True, 8).back_between == there(False, 8).back_between == 112 * 320 * 4096
+    assert there(True, 8).there_within == 112 * 320 * 4096 + 14 * (320 * 4 + 4)
+    assert there(False, 8).there_within == 14 * (320 * 4100 + 4)
+
+
+def test_buffers_hold_the_tokens_of_all_hosts():
+    config = config_of(8)
+    plain, levels = (
+        config.buffer_bytes(TOKENS, HIDDEN, 2, packed=True, num_hosts=hosts) for hosts in (1, 4)
+    )
+    assert levels.send - plain.send == 4 * TOKENS * HIDDEN * 2
+    assert levels.total - plain.total == levels.send - plain.send
+
+
+def _hosts(names: list[str]) -> list[list[int]]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(two_level.socket, "gethostname", lambda: names[dist.get_rank()])
+        hosts = hosts_of(dist.group.WORLD)
+    assert hosts is hosts_of(dist.group.WORLD, 2)
+    return [dist.get_process_group_ranks(group) for group in (hosts.rail, hosts.host)]
+
+
+def test_hosts_are_those_of_the_names(pool4):
+    assert pool4.run(_hosts, ["b", "b", "a", "a"]) == [
+        [[0, 2], [0, 1]],
+        [[1, 3], [0, 1]],
+        [[0, 2], [2, 3]],
+        [[1, 3], [2, 3]],
+    ]
+
+
+@pytest.mark.parametrize(
+    "names", [["a"] * 4, ["a", "a", "a", "b"], ["a", "b", "a", "b"], ["a", "b", "b", "a"]]
+)
+def test_other_hosts_are_refused_by_name(pool4, names):
+    with pytest.raises(WorkerError) as caught:
+        pool4.run(_hosts, names)
+    for error in caught.value.errors.values():
+        assert str(error).startswith(
+            "the ranks of exchange='two-level' must be on several hosts, equally many on each, got "
+        )
+        assert "set exchange='alltoall', or ranks_per_host" in str(error)
+
+
+def _refused(ranks_per_host: int | None, **changes: Any) -> None:
+    PaddedDispatcher(
+        config_of(dist.get_world_size(), **changes),
+        group=dist.group.WORLD,
+        packed=True,
+        exchange="two-level",
+        ranks_per_host=ranks_per_host,
+    )
+
+
+def _another_number() -> None:
+    _refused(1 + dist.get_rank())
+
+
+def _receiver() -> None:
+    _refused(1, capacity_pool="receiver")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (_another_number, "ranks_per_host is 1 on rank 0, 2 on rank 1"),
+        (_receiver, "capacity_pool must be 'expert' or 'rank' with exchange='two-level', got"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_all_ranks(pool2, make, words):
+    with pytest.raises(WorkerError) as caught:
+        pool2.run(make)
+    errors = list(caught.value.errors.values())
+    assert len(errors) == 2
+    assert all(words in str(error) for error in errors)
+
+
+def test_one_rank_has_no_levels():
+    with pytest.raises(ValueError, match="must be on several hosts, got one rank"):
+        PaddedDispatcher(config_of(1, top_k=2), exchange="two-level")
+
+
+def _ops() -> None:
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    slot_of_TK = torch.tensor([[0, 3], [5, -1], [7, 2]], dtype=torch.int32)
+    choice_of_slot_GP = torch.full((4, 2), -1, dtype=torch.int32)
+    for choice, slot in enumerate(slot_of_TK.flatten().tolist()):
+        if slot >= 0:
+            choice_of_slot_GP.view(-1)[slot] = choice
+    way = slot_of_TK, choice_of_slot_GP, *hosts_of(dist.group.WORLD, 2).way, True
+    tokens_TD = torch.randn(3, 2, generator=draw, dtype=torch.float64, requires_grad=True)
+    slots_MPD = torch.randn(4, 2, 2, generator=draw, dtype=torch.float64, requires_grad=True)
+    opcheck(two_level._go, (tokens_TD, *way))
+    opcheck(two_level._return, (slots_MPD, *way))
+
+
+def test_the_ops_are_ordinary_ops(pool4):
+    pool4.run(_ops, timeout_s=60)
