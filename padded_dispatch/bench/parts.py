@@ -15,8 +15,9 @@ beside it the same in torch, as Megatron has it.
 
 `products` are the grouped products of a rank's experts, by themselves, with the rows that a random
 routing of all ranks brings each expert: rows times weights (`fc1`, `fc2`) and gradients of rows
-(`dgrad`) by our kernel and by torch's, weight gradients (`wgrad`) by torch's, and added to fp32 by
-our kernel and by torch's with an addition. `--only products` measures nothing else.
+(`dgrad`) by our kernel and by torch's; the list of tiles that our four products share; weight
+gradients (`wgrad`) by torch's, and added to fp32 by our kernel and by torch's with an addition.
+`--only products` measures nothing else.
 
 With `--select-experts`, selection runs alone, for numbers of experts instead of models: pools of
 one expert, of E / 8 and of E / 2, at factor 1.0, where about half of them overflow, and with one
@@ -51,6 +52,7 @@ from padded_dispatch.ops.grouped import (
     batched_linear,
     grouped_linear,
     outer_by_expert,
+    row_tiles,
 )
 from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import make_plan
@@ -390,6 +392,9 @@ def _products(
     _, map_TE = _routing(config, num_tokens * config.num_sources, device)
     offsets_L = map_TE[:, :num_local].sum(0).cumsum(0).to(torch.int32)
     num_rows = int(offsets_L[-1])
+    listing = functools.partial(row_tiles, offsets_L, num_rows)
+    yield Part(name="tiles of rows", run=listing, fill=1.0)
+    tiles = listing()
 
     def draw(*sizes: int) -> Tensor:
         return (torch.randn(sizes, device=device) * sizes[-1] ** -0.5).to(dtype)
@@ -417,7 +422,8 @@ def _products(
             (name, (rows_NI, weight_LOI)),
             (f"{name} dgrad", (grad_NO, weight_LIO)),
         ):
-            yield part(name=product, run=functools.partial(grouped_linear, *given, offsets_L))
+            ours = functools.partial(grouped_linear, *given, offsets_L, tiles=tiles)
+            yield part(name=product, run=ours)
             yield part(name=f"{product}, torch", run=functools.partial(torchs, *given))
         outer = functools.partial(outer_by_expert, grad_NO, rows_NI, offsets_L)
         yield part(name=f"{name} wgrad, torch", run=outer)
