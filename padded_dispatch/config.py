@@ -37,6 +37,9 @@ REMEDIES: tuple[str, ...] = get_args(Remedy)
 # See `padded_dispatch.exchange.choose`.
 ExchangeKind = Literal["auto", "alltoall", "direct"]
 
+# See `padded_dispatch.exchange.links`.
+LinkRows = Literal["auto", "each", "once", "summed"]
+
 CapacityPool = Literal["expert", "rank", "receiver"]
 CAPACITY_POOLS: tuple[str, ...] = get_args(CapacityPool)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import NO_DROP, DispatchConfig, ExchangeKind, require
+from padded_dispatch.config import NO_DROP, DispatchConfig, ExchangeKind, LinkRows, require
 from padded_dispatch.exchange import Exchange, ExpertInput
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import Choice, LayerExchanges, agree_on_shapes
@@ -56,6 +56,8 @@ class PaddedDispatcher:
             can work, see `padded_dispatch.exchange.choose`.
         microbatches_in_flight: with direct stores, the most passes that wait for their backward
             pass.
+        link_rows: with direct stores, how often a token crosses a link; see
+            `padded_dispatch.exchange.links`.
         agreement_timeout: seconds that a rank may come to a call later than another; ten times as
             long in its first calls, see `padded_dispatch.exchange.agreement`.
 
@@ -72,6 +74,7 @@ class PaddedDispatcher:
         packed: bool = False,
         exchange: ExchangeKind = "auto",
         microbatches_in_flight: int = 1,
+        link_rows: LinkRows = "auto",
         agreement_timeout: float = 60.0,
     ) -> None:
         for field, given in (("num_ranks", group), ("etp_size", etp_group)):
@@ -89,6 +92,7 @@ class PaddedDispatcher:
             layout="packed" if packed else "padded",
             kind=exchange,
             microbatches_in_flight=microbatches_in_flight,
+            link_rows=link_rows,
         )
 
     def dispatch(

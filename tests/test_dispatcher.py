@@ -357,8 +357,9 @@ def _exchange_with(**on_rank_1: Any) -> None:
     [
         ({"packed": True}, "layout is 0 on rank 0, 1 on rank 1"),
         ({"microbatches_in_flight": 3}, "microbatches_in_flight is 1 on rank 0, 3 on rank 1"),
+        ({"link_rows": "once"}, "link_rows is 0 on rank 0, 2 on rank 1"),
     ],
-    ids=["packed", "in flight"],
+    ids=["packed", "in flight", "link rows"],
 )
 def test_ranks_must_choose_the_same_exchange(pool2: WorkerPool, option, words):
     with pytest.raises(WorkerError, match=words) as caught:

@@ -11,7 +11,7 @@ from typing import get_args
 
 from padded_dispatch.bench.cases import CONTENDERS, MODELS, SKEWS, MainGrad
 
-PARTS = ("copy", "router", "selection", "rows", "products", "experts")
+PARTS = ("copy", "router", "selection", "rows", "direct", "products", "experts")
 EXCHANGES = ("alltoall", "direct")  # what a contender can fix; "auto" is a contender of its own
 
 

@@ -19,7 +19,16 @@ MODELS = {
 
 
 Variant = Literal[
-    "auto", "module", "packed", "batched", "direct", "rank", "rank direct", "receiver"
+    "auto",
+    "module",
+    "packed",
+    "batched",
+    "direct",
+    "direct each",
+    "direct summed",
+    "rank",
+    "rank direct",
+    "receiver",
 ]
 
 # Where gradients of parameters go. "none": nowhere, each pass starts without them. "separate": each
@@ -65,7 +74,7 @@ class Contender:
         return "rank" if self.variant in ("rank", "rank direct") else "expert"
 
 
-_DIRECT = ("direct", "rank direct", "receiver")
+_DIRECT = ("direct", "direct each", "direct summed", "rank direct", "receiver")
 _OURS: dict[str, Any] = {"name": "ours", "dispatcher": "padded_alltoall"}
 _DROP_PAD: dict[str, Any] = {"name": "stock-drop-pad", "dispatcher": "alltoall"}
 
@@ -86,6 +95,8 @@ CONTENDERS = {
     "batched-graphed": Contender(**_OURS, variant="batched", graph="layer"),
     "direct": Contender(**_OURS, variant="direct", min_ep=2),
     "direct-graphed": Contender(**_OURS, variant="direct", graph="layer", min_ep=2),
+    "direct-each-graphed": Contender(**_OURS, variant="direct each", graph="layer", min_ep=2),
+    "direct-summed-graphed": Contender(**_OURS, variant="direct summed", graph="layer", min_ep=2),
     "rank-graphed": Contender(**_OURS, variant="rank", graph="layer"),
     "rank-direct-graphed": Contender(**_OURS, variant="rank direct", graph="layer", min_ep=2),
     "receiver-graphed": Contender(**_OURS, variant="receiver", graph="layer", min_ep=2),

@@ -10,6 +10,10 @@ also writes zeros into empty slots, for the padded layout. These are not counted
 rate: at fill 0.8 to at most 82 % of a copy's with D 2048, K 8. In the packed layout empty slots are
 never read, and neither `gather, packed` nor `unpack` writes them.
 
+Direct stores, on GPUs, are those of one of `--ep` ranks, and the memory of all ranks is this
+device's: the time that is left where links cost nothing. `push each` sends every row, `push once`
+one copy of a token to each other rank, where `copies` makes the others; `return` is the way home.
+
 `router` is the way from logits to maps, forward and backward, with the scores that a loss reads;
 beside it the same in torch, as Megatron has it.
 
@@ -256,6 +260,7 @@ def _parts(
         "router": lambda: _routers(config, num_tokens, device),
         "selection": lambda: _selections(config, num_tokens, device),
         "rows": lambda: _kernels(shape, config, num_tokens, device),
+        "direct": lambda: _direct_stores(shape, config, num_tokens, device),
         "products": lambda: _products(shape, config, num_tokens, device),
         "experts": lambda: _experts(shape, config, num_tokens, device),
     }
@@ -381,6 +386,75 @@ def _kernels(
     yield Part(name="pack", run=lambda: pack_rows(slots_MCD, offsets_LS), fill=fill, bytes=twice)
     unpack = functools.partial(unpack_rows, packed_ND, offsets_LS, zeros=False)
     yield Part(name="unpack", run=unpack, fill=fill, bytes=twice)
+
+
+def _direct_stores(
+    shape: LayerShape, config: DispatchConfig, num_tokens: int, device: torch.device
+) -> Iterator[Part]:
+    """Yield the kernels that store to peers, if there are any; all ranks route alike.
+
+    A part is to be run before the next one is taken: the buffers are this generator's.
+    """
+    if device.type == "cpu" or config.num_ranks == 1:
+        return
+    from padded_dispatch.kernels import direct
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    sizes, num_ranks, num_experts = config.sizes(num_tokens), config.num_ranks, config.num_experts
+    probs_TE, map_TE = _routing(config, num_tokens, device)
+    tokens_TD = torch.randn(num_tokens, shape.hidden_size, device=device).to(dtype)
+    kept_TE = select(map_TE, probs_TE, sizes=sizes).kept_TE
+    plan = make_plan(kept_TE, top_k=config.top_k, sizes=sizes)
+
+    held = []  # A kernel gets addresses, which keep no buffer alive.
+
+    def of_all_ranks(*size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return a buffer of rank 0, and the addresses of those of all ranks."""
+        buffers = [torch.empty(size, dtype=dtype, device=device) for _ in range(num_ranks)]
+        held.extend(buffers)
+        return buffers[0], torch.tensor([one.data_ptr() for one in buffers], device=device)
+
+    def ints(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, device=device)
+
+    rows_ND, rows_R = of_all_ranks(sizes.num_rows, shape.hidden_size, dtype=dtype)
+    _, probs_R = of_all_ranks(sizes.num_rows, dtype=torch.float32)
+    places_RTK, places_R = of_all_ranks(num_ranks, num_tokens, config.top_k, dtype=torch.int32)
+    _, slots_R = of_all_ranks(plan.choice_of_slot_GP.numel(), shape.hidden_size, dtype=dtype)
+    table_RE = plan.kept_E.expand(num_ranks, -1).contiguous()
+    offsets_LS = ints(num_experts // num_ranks, num_ranks)
+    count_SL = torch.empty(offsets_LS.numel(), device=device)
+    where = sizes.pool_slots, sizes.experts_per_pool
+
+    def maps_of(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        shift_E = ints(num_experts)
+        direct.place_rows(table_RE, rank, shift_E, offsets_LS, count_SL, *where)
+        return plan.slot_of_TK, plan.expert_of_TK, shift_E
+
+    for rank in range(1, num_ranks):
+        maps = maps_of(rank)
+        direct.push_tokens(tokens_TD, probs_TE, *maps, rows_R, probs_R, places_R, rank)
+    pushed = tokens_TD, probs_TE, *maps_of(0), rows_R, probs_R
+
+    kept_TRL = kept_TE.view(num_tokens, num_ranks, -1)
+    num_TR, num_kept = kept_TRL.sum(2), int(plan.kept_E.sum())
+    num_elsewhere, num_own = int((num_TR[:, 1:] > 0).sum()), int(num_TR[:, 0].sum())
+    num_again = int((num_TR[:, 0] > 1).sum()) * (num_ranks - 1)
+    num_copies = int((num_TR[:, 0] - 1).clamp(min=0).sum()) * (num_ranks - 1)
+    num_slots = plan.choice_of_slot_GP.numel()
+    row_bytes = shape.hidden_size * tokens_TD.element_size()
+    part = functools.partial(Part, fill=num_kept / num_slots)
+    each = functools.partial(direct.push_rows, *pushed)
+    yield part(name="push each", run=each, bytes=(num_tokens + num_kept) * row_bytes)
+    once = functools.partial(direct.push_tokens, *pushed, places_R, 0)
+    num_stored = num_own + num_elsewhere
+    yield part(name="push once", run=once, bytes=(num_tokens + num_stored) * row_bytes)
+    copy = functools.partial(direct.copy_rows, rows_ND, places_RTK, 0)
+    yield part(name="copies", run=copy, bytes=(num_again + num_copies) * row_bytes)
+    home = functools.partial(direct.return_rows, rows_ND, None, offsets_LS, None, slots_R, probs_R)
+    home = functools.partial(home, 0, *where)
+    num_received = num_ranks * int(num_TR[:, 0].sum())
+    yield part(name="return", run=home, bytes=2 * num_received * row_bytes)
 
 
 def _products(

@@ -59,6 +59,7 @@ from torch import Tensor
 from padded_dispatch.config import (
     DispatchConfig,
     ExchangeKind,
+    LinkRows,
     PoolSizes,
     require,
     require_tokens,
@@ -67,6 +68,7 @@ from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.agreement import Agreement, Values
 from padded_dispatch.exchange.alltoall import AllToAllExchange
 from padded_dispatch.exchange.direct import DirectExchange
+from padded_dispatch.exchange.links import num_places
 from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.exchange.symmetric_memory import (
     Shape,
@@ -156,6 +158,8 @@ class LayerExchanges:
             packed rows; or "auto".
         microbatches_in_flight: with direct stores, the most forward passes of the layer that wait
             for their backward pass; each has a buffer.
+        link_rows: with direct stores, how often a token crosses a link; see
+            `padded_dispatch.exchange.links`.
         num_layers: layers of the model on this rank that will want buffers; "auto" makes sure that
             all of them fit.
         ffn_size: width of the experts' hidden layer (F), for "auto"; 0 if unknown.
@@ -178,13 +182,14 @@ class LayerExchanges:
         layout: Layout,
         kind: ExchangeKind = "auto",
         microbatches_in_flight: int = 1,
+        link_rows: LinkRows = "auto",
         num_layers: int = 1,
         ffn_size: int = 0,
         why_not_direct: str = "",
     ) -> None:
         if kind == "auto" and why_not_direct:
             kind = "alltoall"
-        kinds, layouts = get_args(ExchangeKind), get_args(Layout)
+        kinds, layouts, links = get_args(ExchangeKind), get_args(Layout), get_args(LinkRows)
         # Compare before anything is built: the constructor of DirectExchange runs collectives. All
         # that "auto" decides by is compared here or by `agree_on_shapes`, because some of its
         # decisions run collectives and others do not.
@@ -192,10 +197,12 @@ class LayerExchanges:
             exchange=kinds.index(kind) if kind in kinds else -1,
             layout=layouts.index(layout),
             microbatches_in_flight=microbatches_in_flight,
+            link_rows=links.index(link_rows) if link_rows in links else -1,
             num_layers=num_layers,
             ffn_size=ffn_size,
         )
         require(kind in kinds, "exchange", kind, f"be one of {', '.join(kinds)}")
+        require(link_rows in links, "link_rows", link_rows, f"be one of {', '.join(links)}")
         pool = config.capacity_pool
         require(
             pool == "expert" or layout != "padded",
@@ -212,6 +219,7 @@ class LayerExchanges:
         self._group = group
         self._kind = kind
         self._microbatches_in_flight = microbatches_in_flight
+        self._link_rows: LinkRows = link_rows
         self._num_layers = num_layers
         self._ffn_size = ffn_size
         num_local_experts = config.num_local_experts
@@ -231,6 +239,7 @@ class LayerExchanges:
                     group,
                     etp_group,
                     microbatches_in_flight=microbatches_in_flight,
+                    link_rows=link_rows,
                 )
             except ValueError as error:
                 if kind == "direct":
@@ -327,6 +336,14 @@ class LayerExchanges:
                 num_rows=sizes.num_rows,
                 width=tokens_TD.shape[1],
                 dtype=tokens_TD.dtype,
+                num_places=num_places(
+                    self._link_rows,
+                    num_ranks=self._group.size(),
+                    num_experts=config.num_experts,
+                    top_k=config.top_k,
+                    num_tokens=tokens_TD.shape[0],
+                ),
+                summed=self._link_rows == "summed",
             )
             reason = ""
             if self._kind == "auto":
@@ -398,6 +415,8 @@ def agree_on_shapes(
     config: DispatchConfig,
     tokens_TD: Tensor,
     rules: Values,
+    *,
+    any_tokens: bool = False,
     **shapes: object,
 ) -> None:
     """Compare everything that decides a result over the ranks, before the routing is known.
@@ -409,7 +428,8 @@ def agree_on_shapes(
         config: config of the pass.
         tokens_TD: floating point [T, D].
         rules: further values that must be equal on all ranks.
-        **shapes: the same, of values that a CUDA graph captures.
+        any_tokens: ranks may have different T; for passes with `FIT`, whose sizes are agreed later.
+        **shapes: as `rules`, of values that a CUDA graph captures.
 
     Raises:
         ValueError: on all ranks, when they differ or T is 0.
@@ -419,7 +439,7 @@ def agree_on_shapes(
     if not torch.compiler.is_compiling():
         agreement.check(
             rules_of(config) + rules,
-            T=num_tokens,
+            T="any but 0" if any_tokens and num_tokens else num_tokens,
             D=hidden_size,
             E=config.num_experts,
             K=config.top_k,

@@ -4,11 +4,18 @@ Only real rows travel. They arrive where the experts read them, packed by (exper
 there is no gather before the exchange and no regrouping after it. Two ops do all the work, and each
 is the other's transpose:
 
-    push_rows     tokens to their experts:      counts, barrier, offsets, rows, barrier
+    push_rows     tokens to their experts:      counts, barrier, offsets, rows, barrier, copies
     return_rows   packed rows to their tokens:  barrier, rows into slots, barrier, sum
 
 The forward of dispatch is a push, the forward of combine a return; backward, the other way round.
 Probabilities, or their gradients, travel with the rows.
+
+A token, or a gradient, that goes to several experts of one rank crosses the link there once, where
+that pays (`padded_dispatch.exchange.links`): into its first row, from which the receiver copies it
+to the others behind the barrier. The bits and their places are the same either way. With
+`link_rows="summed"` the way back is the mirror image, with other bits:
+
+    return_rows   lists of slots, barrier, sums into slots, barrier, sum of sums
 
 Where sources share slots ("receiver"), they exchange demands before selection, which tells every
 rank how many rows each source keeps. The push of the forward pass is shorter then, and backward
@@ -35,6 +42,9 @@ themselves. Every rank takes part in every call, also without rows. By buffer:
   between; one table would not be enough. Replays repeat the turns of their capture, and between the
   last call of a pass and the first of the next lies a push. All layers of a group share the tables,
   because the argument counts the group's barriers, not those of a layer.
+- Lists of slots are written before the first barrier of a return, as counts before that of a push.
+- Places, the list beside received rows from which copies are made, belong to the receive buffer and
+  are written with its rows. Their only reader is the copy of the same call.
 - Receive buffers of the forward pass, behind `all_demands`. Its barrier is the first of the push: a
   rank that has passed it may write, because all ranks reached it after their last use of the
   buffer. This holds because between a pass's `all_demands` and its push the stream holds only
@@ -53,7 +63,10 @@ peer dies or never comes, the others wait in a barrier, for 10 minutes as with N
 prints the missing rank's number in the group, and its device fails. In eager the ranks compare
 shapes on the host before each call, and that comparison fails at once if a peer has died.
 
-Sums equal those of `AllToAllExchange` bit by bit: the same kernel adds the same slots.
+Sums equal those of `AllToAllExchange` bit by bit: the same kernel adds the same slots. With sums
+that go home, a token's rows are added per rank, experts ascending, in fp32, and rounded to the
+rows' dtype; then the sums of the ranks likewise. That is as deterministic, but a token with rows of
+several ranks, and several rows of one of them, is rounded once more for each of these.
 
 Tried and left out:
 
@@ -81,8 +94,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import custom_op
 
-from padded_dispatch.config import require
+from padded_dispatch.config import LinkRows, require
 from padded_dispatch.exchange import ExpertInput, PackedAtOnce, Slots
+from padded_dispatch.exchange.links import num_places
 from padded_dispatch.exchange.symmetric_memory import (
     Demands,
     DirectBuffers,
@@ -112,6 +126,7 @@ class DirectExchange(PackedAtOnce):
         etp_group: None, or a group of one rank.
         microbatches_in_flight: the most microbatches whose forward is done and whose backward is
             not.
+        link_rows: how often a token crosses a link; see `padded_dispatch.exchange.links`.
 
     Raises:
         ValueError: on all ranks, if their GPUs cannot write to each other or `etp_group` has more
@@ -125,6 +140,7 @@ class DirectExchange(PackedAtOnce):
         etp_group: dist.ProcessGroup | None = None,
         *,
         microbatches_in_flight: int = 1,
+        link_rows: LinkRows = "auto",
     ) -> None:
         require(
             etp_group is None or etp_group.size() == 1,
@@ -137,6 +153,7 @@ class DirectExchange(PackedAtOnce):
         self.num_local_experts = num_local_experts
         self.num_sources = self._group.size()
         self._microbatches_in_flight = microbatches_in_flight
+        self._link_rows: LinkRows = link_rows
         self._buffers: dict[Shape, DirectBuffers] = {}
         self._demands: Demands | None = None
 
@@ -159,7 +176,7 @@ class DirectExchange(PackedAtOnce):
             ValueError: for tensors on the CPU or in fp64.
         """
         _check(tokens_TD, probs_TE)
-        shape = _shape(plan, num_rows, tokens_TD)
+        shape = self._shape(plan, num_rows, tokens_TD)
         if shape not in self._buffers:
             self._buffers[shape] = DirectBuffers(
                 self._group,
@@ -198,19 +215,28 @@ class DirectExchange(PackedAtOnce):
         """Return packed rows to their tokens' ranks, and sum every token's slots: [T, D]."""
         assert offsets_LS is not None
         rows_ND = incoming.rows_MPD.flatten(0, 1)
-        buffers = self._buffers[_shape(plan, rows_ND.shape[0], rows_ND)]
+        buffers = self._buffers[self._shape(plan, rows_ND.shape[0], rows_ND)]
         sum_TD, _ = _return_rows(rows_ND, None, offsets_LS, *_maps(plan), buffers.key)
         return sum_TD
 
-
-def _shape(plan: DispatchPlan, num_rows: int, rows_ND: Tensor) -> Shape:
-    return Shape(
-        num_experts=plan.kept_E.shape[0],
-        num_slots=plan.choice_of_slot_GP.numel(),
-        num_rows=num_rows,
-        width=rows_ND.shape[1],
-        dtype=rows_ND.dtype,
-    )
+    def _shape(self, plan: DispatchPlan, num_rows: int, rows_ND: Tensor) -> Shape:
+        num_tokens, top_k = plan.slot_of_TK.shape
+        num_experts = plan.kept_E.shape[0]
+        return Shape(
+            num_experts=num_experts,
+            num_slots=plan.choice_of_slot_GP.numel(),
+            num_rows=num_rows,
+            width=rows_ND.shape[1],
+            dtype=rows_ND.dtype,
+            num_places=num_places(
+                self._link_rows,
+                num_ranks=self.num_sources,
+                num_experts=num_experts,
+                top_k=top_k,
+                num_tokens=num_tokens,
+            ),
+            summed=self._link_rows == "summed",
+        )
 
 
 def _maps(plan: DispatchPlan) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int, int]:
@@ -295,7 +321,7 @@ def _push_rows(
         pool_slots,
         experts_per_pool,
     )
-    direct.push_rows(
+    pushed = (
         tokens_TD.contiguous(),
         None if probs_TE is None else probs_TE.contiguous(),
         slot_of_TK,
@@ -304,7 +330,13 @@ def _push_rows(
         receive_buffer.rows_R,
         receive_buffer.meta_R,
     )
-    workspace.barrier()
+    if buffers.crosses_once:
+        direct.push_tokens(*pushed, receive_buffer.places_R, rank)
+        workspace.barrier()
+        direct.copy_rows(rows_ND, receive_buffer.places(num_ranks, *slot_of_TK.shape), rank)
+    else:
+        direct.push_rows(*pushed)
+        workspace.barrier()
     return rows_ND, meta, offsets_LS
 
 
@@ -334,21 +366,26 @@ def _return_rows(
     from padded_dispatch.kernels import direct, rows
 
     buffers = find(key)
-    workspace = buffers.workspace
-    workspace.barrier()
-    direct.return_rows(
+    workspace, home_TK = buffers.workspace, slot_of_TK
+    returned = (
         packed_ND.contiguous(),
         None if probs_N is None else probs_N.contiguous(),
         offsets_LS,
         kept_SE,
-        workspace.slots_R,
-        workspace.meta_R,
-        buffers.rank,
-        pool_slots,
-        experts_per_pool,
     )
+    to = workspace.slots_R, workspace.meta_R, buffers.rank, pool_slots, experts_per_pool
+    if buffers.sums_home:
+        num_local, num_ranks = offsets_LS.shape
+        home_TK = torch.empty_like(slot_of_TK)
+        maps = slot_of_TK, expert_of_TK
+        direct.list_slots(*maps, workspace.lists_R, home_TK, buffers.rank, num_local)
+        workspace.barrier()
+        direct.return_sums(*returned, workspace.lists(num_ranks, *slot_of_TK.shape), *to)
+    else:
+        workspace.barrier()
+        direct.return_rows(*returned, *to)
     workspace.barrier()
-    sum_TD = rows.sum_rows(workspace.slots_QD, slot_of_TK)
+    sum_TD = rows.sum_rows(workspace.slots_QD, home_TK)
     if probs_N is None:
         return sum_TD, packed_ND.new_empty(0, dtype=torch.float32)
     meta_GP = workspace.meta_Q.view(-1, pool_slots)

@@ -25,6 +25,7 @@ from padded_dispatch.config import (
     CapacityFactor,
     CapacityPool,
     ExchangeKind,
+    LinkRows,
     Policy,
     Remedy,
     require,
@@ -257,6 +258,14 @@ class PaddedOptions:
         "has a buffer; auto: what the pipeline schedule needs",
         read=_read_auto_or_count,
         cost="E * C * D elements each",
+    )
+    link_rows: LinkRows = _option(
+        "auto",
+        "with direct, rows of a token that cross a link: once: one for each rank of its experts, "
+        "which copies it; each: one for each expert; auto: once where that saves a tenth of the "
+        "rows. Results are the same, bit by bit. summed: as once, and one sum of a token's rows on "
+        "a rank goes home, which is rounded once more",
+        choices=get_args(LinkRows),
     )
 
     agreement_timeout: float = _option(

@@ -8,7 +8,7 @@ import torch
 from padded_dispatch import cli
 from padded_dispatch.bench import parts
 from padded_dispatch.bench.cases import MODELS
-from padded_dispatch.bench.parts import _parts, main
+from padded_dispatch.bench.parts import _direct_stores, _parts, _routing, main
 
 CPU = torch.device("cpu")
 POLICIES = ("probs", "position", "random", "priority")
@@ -48,6 +48,27 @@ def test_bytes_and_flops_are_those_of_real_rows():
     experts = {fill: part.flops for (name, fill), part in found.items() if "packed" in name}
     assert found["batched experts", 1.0].flops == full
     assert experts == {1.0: full, 0.75: 3 * full // 4, 0.5: full // 2, 0.25: full // 4}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels would not be interpreted")
+def test_direct_stores_move_the_rows_of_one_rank():
+    """Rank 0 of 2 has tokens 0 to 9, and gets as many from rank 1, for experts 0 to 3 of 8."""
+    shape = MODELS["tiny"]
+    config = shape.dispatch_config(4.0, num_ranks=2)
+    found = {}
+    for part in _direct_stores(shape, config, 10, CPU):
+        part.run()
+        found[part.name] = part.bytes
+    here = _routing(config, 10, CPU)[1][:, :4].sum(1).tolist()  # of each token's two experts
+    assert sorted(set(here)) == [0, 1, 2]
+    stored = sum(here) + sum(num < 2 for num in here)
+    row = shape.hidden_size * 4
+    assert {name: num_bytes // row for name, num_bytes in found.items()} == {
+        "push each": 10 + 20,
+        "push once": 10 + stored,
+        "copies": 2 * sum(num == 2 for num in here),
+        "return": 2 * 2 * sum(here),
+    }
 
 
 @pytest.mark.parametrize("ep", [1, 4])

@@ -103,6 +103,10 @@ def test_direct_stores_that_cannot_work_are_refused_or_left_out():
         one_rank("padded", kind="direct")
     with pytest.raises(ValueError, match="exchange must be one of auto, alltoall, direct, got"):
         one_rank(kind="nccl")
+    with pytest.raises(
+        ValueError, match="link_rows must be one of auto, each, once, summed, got 'twice'"
+    ):
+        one_rank(link_rows="twice")
     config, exchanges = one_rank("packed", kind="auto")
     assert chosen(exchanges, config, 8).kind == "none"
 
@@ -179,7 +183,8 @@ def test_auto_leaves_direct_stores_out_for_a_reason_of_the_callers():
 
 
 def test_auto_takes_direct_stores_where_buffers_of_all_layers_fit_twice():
-    shape = Shape(num_experts=4, num_slots=128, num_rows=128, width=16, dtype=torch.bfloat16)
+    sizes = dict(num_experts=4, num_slots=128, num_rows=128, width=16, num_places=2 * 128)
+    shape = Shape(**sizes, dtype=torch.bfloat16)
     need = direct_bytes(shape, num_ranks=2, num_buffers=3)
     choice = reason_of(free=2 * need, num_layers=3)
     assert choice.kind == "direct"
@@ -193,7 +198,8 @@ def test_auto_takes_direct_stores_where_buffers_of_all_layers_fit_twice():
 
 def test_auto_counts_the_buffers_of_shared_slots():
     """N = 128 rows as before, and T * K = 128 slots, of which a factor of 4 leaves 128."""
-    shape = Shape(num_experts=4, num_slots=128, num_rows=256, width=16, dtype=torch.bfloat16)
+    sizes = dict(num_experts=4, num_slots=128, num_rows=256, width=16, num_places=2 * 128)
+    shape = Shape(**sizes, dtype=torch.bfloat16)
     need = direct_bytes(shape, num_ranks=2, num_buffers=1)
     choice = reason_of(free=2 * need, pool="receiver", factor=4.0)
     assert (choice.kind, choice.sizes.pool_slots, choice.sizes.num_rows) == ("direct", 128, 256)

@@ -29,6 +29,7 @@ from tests.support.direct_parity import (
     forward,
     make_inputs,
     poison,
+    rows_stored,
     step,
 )
 from tests.support.threads import run_on_threads
@@ -121,8 +122,12 @@ def test_pools_equal_the_all_to_all(threads, routing, pool):
     [
         {"factor": NO_DROP},
         {"factor": 0.5},
+        {"link_rows": "each"},
+        {"top_k": 1, "link_rows": "once"},
+        {"link_rows": "summed"},
+        {"link_rows": "summed", "pool": "receiver", "factor": 0.8},
         {"tokens": 1, "top_k": 1, "local_experts": 1},
-        {"pool": "rank", "factor": NO_DROP},
+        {"pool": "rank", "factor": NO_DROP, "link_rows": "each"},
         {"pool": "receiver", "factor": NO_DROP},
         {"pool": "receiver", "factor": 0.5, "remedy": "reroute"},
         {"pool": "receiver", "tokens": 1, "top_k": 1, "local_experts": 1},
@@ -159,6 +164,13 @@ def test_three_passes_in_flight_through_three_layers(threads):
         dataclasses.replace(SMALL, pool="receiver", factor=0.8, microbatches_in_flight=3),
     )
     assert run_on_threads(NUM_RANKS, _in_flight, layers) == [[], []]
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(("link_rows", "pool"), [("summed", "expert"), ("each", "receiver")])
+def test_rows_over_links_are_those_of_the_routing(threads, link_rows, pool):
+    layer = dataclasses.replace(SMALL, link_rows=link_rows, pool=pool, factor=0.8)
+    assert run_on_threads(NUM_RANKS, rows_stored, layer, ("uniform", "idle")) == [[], []]
 
 
 def _barriers(pool: str) -> list[int]:

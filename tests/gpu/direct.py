@@ -39,6 +39,7 @@ from padded_dispatch.kernels import direct as kernels
 from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
 from padded_dispatch.utils.launch import WorkerError, start_workers, torchrun_env
+from padded_dispatch.utils.shapes import SHAPES, LayerShape
 from tests.support.direct_parity import (
     Layer,
     captured,
@@ -48,6 +49,8 @@ from tests.support.direct_parity import (
     meet,
     my_gpu,
     replay_differences,
+    rows_by_kernels,
+    rows_stored,
     small_run,
 )
 from tests.support.gpu_rows import Rows, add_only, add_results, wants
@@ -64,8 +67,10 @@ ENVIRONMENT = {
 
 SMALL = Layer()
 RANK, RECEIVER = (dataclasses.replace(SMALL, pool=pool, factor=0.9) for pool in CAPACITY_POOLS[1:])
+EACH = dataclasses.replace(SMALL, link_rows="each")
 EAGER = {
     "bf16": SMALL,
+    "bf16, each row by itself": EACH,
     "fp32, no dropping": dataclasses.replace(SMALL, dtype=torch.float32, factor=NO_DROP),
     "one of everything": Layer(tokens=1, width=8, top_k=1, local_experts=1),
     "rank": RANK,
@@ -82,6 +87,10 @@ EAGER = {
 WIDE = Layer(tokens=260, width=1032, top_k=4, local_experts=8, factor=0.5, microbatches_in_flight=3)
 IN_FLIGHT = {
     "expert": (dataclasses.replace(SMALL, microbatches_in_flight=3), WIDE),
+    "expert, each row by itself": (
+        dataclasses.replace(EACH, microbatches_in_flight=3),
+        dataclasses.replace(WIDE, link_rows="each"),
+    ),
     "pools": (
         dataclasses.replace(RECEIVER, microbatches_in_flight=3),
         dataclasses.replace(WIDE, pool="rank"),
@@ -144,23 +153,27 @@ def there_and_back(
     return exchange.combine(returned, plan, given.offsets_LS)
 
 
-def speed(factor: float, pool: Any) -> dict[str, Any]:
-    """Time the direct exchange on 4,096 tokens, and the all-to-all unless sources share slots."""
+def speed(factor: float, pool: Any, link_rows: Any, shape: LayerShape) -> dict[str, Any]:
+    """Time the direct exchange on 4,096 tokens, and the all-to-all beside it where it can be.
+
+    That is where tokens cross a link once, so that it is timed once, and sources share no slots.
+    """
     device, size = my_gpu(), dist.get_world_size()
     layer = Layer(
         tokens=4096,
-        width=2048,
-        top_k=8,
-        local_experts=128 // size,
+        width=shape.hidden_size,
+        top_k=shape.top_k,
+        local_experts=shape.num_experts // size,
         factor=factor,
         microbatches_in_flight=1,
         pool=pool,
+        link_rows=link_rows,
     )
     given = make_inputs(layer, "uniform", 0, device)
     config = layer.dispatcher("direct").config
     sizes = config.sizes(layer.tokens)
     with torch.no_grad():
-        exchange = DirectExchange(layer.local_experts, dist.group.WORLD)
+        exchange = DirectExchange(layer.local_experts, dist.group.WORLD, link_rows=link_rows)
         demands = dict(all_demands=exchange.all_demands, source=dist.get_rank())
         kept = select_with_remedy(config, sizes, given.map_TE, given.probs_TE, **demands)
         plan = make_plan(kept.kept_TE, top_k=layer.top_k, sizes=sizes, kept_SE=kept.kept_SE)
@@ -171,6 +184,7 @@ def speed(factor: float, pool: Any) -> dict[str, Any]:
         maps, where = _maps(plan), (sizes.num_rows, size, buffers.key, False)
         rows_ND, _, offsets_LS = _push_rows(tokens_TD, probs_TE, *maps, *where)
         out_ND = rows_ND.clone()
+        out_R, home_R = rows_by_kernels(buffers, tokens_TD, plan, size)
         calls: dict[str, Callable[[], object]] = {
             "barrier": buffers.workspace.barrier,
             "demands": lambda: exchange.all_demands(plan.kept_E),
@@ -178,8 +192,13 @@ def speed(factor: float, pool: Any) -> dict[str, Any]:
             "return": lambda: _return_rows(out_ND, None, offsets_LS, *maps, buffers.key),
             "dispatch and combine": lambda: there_and_back(exchange, *passed),
         }
+        if buffers.crosses_once:
+            gradients = buffers.workspace.gradients
+            places_RTK = gradients.places(size, *plan.slot_of_TK.shape)
+            grad_ND, _ = gradients.take()
+            calls["copies"] = lambda: kernels.copy_rows(grad_ND, places_RTK, buffers.rank)
         slots_GPD = tokens_TD.new_zeros(sizes.num_pools, sizes.pool_slots, layer.width)
-        if pool != "receiver":
+        if pool != "receiver" and link_rows == "once":
             nccl = AllToAllExchange(
                 layer.local_experts,
                 dist.group.WORLD,
@@ -190,23 +209,34 @@ def speed(factor: float, pool: Any) -> dict[str, Any]:
             calls["nccl"] = lambda: all_to_all(slots_GPD, name)
             calls["dispatch and combine, nccl"] = lambda: there_and_back(nccl, *passed)
         us = {label: graphed_us(call) for label, call in calls.items()}
-        for number in (132, 264, 1056):
+        for number in (264, 1056):
             with programs(number):
                 for label in ("push", "return"):
                     us[f"{label}, {number} programs"] = graphed_us(calls[label])
     real = plan.kept_E.sum()
-    dist.all_reduce(real)
+    crossing = torch.stack((out_R, home_R))
+    crossing[:, dist.get_rank()] = 0
+    totals = torch.cat((real[None], crossing.sum(1)))
+    dist.all_reduce(totals)
+    real_rows, *rows = (totals / size).tolist()
     row_bytes = layer.width * layer.dtype.itemsize
     link_bytes = {
-        "push": real.item() / size * row_bytes * (size - 1) / size,
+        "push": rows[0] * row_bytes,
+        "return": rows[1] * row_bytes,
         "nccl": slots_GPD.numel() / layer.width * row_bytes * (size - 1) / size,
     }
     rates = {
-        label: round(link_bytes["nccl" if label == "nccl" else "push"] / value / 1e3, 1)
+        label: round(link_bytes[way] / value / 1e3, 1)
         for label, value in us.items()
-        if label.startswith(("push", "return", "nccl"))
+        for way in link_bytes
+        if label.startswith(way)
     }
-    return {"us": us, "gb_per_s_over_links": rates, "real_rows": real.item() / size}
+    return {
+        "us": us,
+        "gb_per_s_over_links": rates,
+        "real_rows": real_rows,
+        "link_bytes": link_bytes,
+    }
 
 
 def parts(size: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any], tuple[Any, ...]]]:
@@ -216,10 +246,20 @@ def parts(size: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any], tuple
     for name, layers in IN_FLIGHT.items():
         row = {"check": f"1000 replays equal all-to-all: {name}"}
         yield row, replay_differences, (layers, 1000)
-    for pool in CAPACITY_POOLS:
-        for factor in (1.0, 2.0):
-            row = {"measure": "exchange", "capacity_pool": pool, "capacity_factor": factor}
-            yield row, speed, (factor, pool)
+    for link_rows in ("once", "each"):
+        for pool in CAPACITY_POOLS:
+            layer = dataclasses.replace(SMALL, pool=pool, factor=0.9, link_rows=link_rows)
+            row = {"check": f"rows stored are those of the routing: {pool}, {link_rows}"}
+            yield row, rows_stored, (layer,)
+    for model in ("qwen3-30b-a3b", "gpt-oss-20b"):
+        shape = SHAPES[model]
+        for pool in CAPACITY_POOLS if model.startswith("qwen3") else ("expert",):
+            for factor in (1.0, 2.0) if pool == "expert" else (1.0,):
+                for link_rows in ("once", "each"):
+                    row: dict[str, Any] = {"measure": "exchange", "model": model}
+                    row |= {"capacity_pool": pool, "capacity_factor": factor}
+                    given = factor, pool, link_rows, shape
+                    yield row | {"link_rows": link_rows}, speed, given
 
 
 def run_part(

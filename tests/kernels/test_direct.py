@@ -72,6 +72,33 @@ def test_push_rows_example():
     assert probs_RN[0][:2].tolist() == [0.5, 0.75] and probs_RN[1][3] == 0.25
 
 
+def test_push_tokens_and_copy_rows_examples():
+    rows_RND, probs_RN = [empty(8, 1) for _ in range(2)], [empty(8) for _ in range(2)]
+    places_RRTK = [empty(2, 1, 3, dtype=torch.int32) for _ in range(2)]
+    direct.push_tokens(
+        torch.tensor([[7.0]], device=DEVICE),
+        torch.tensor([[0.5, 0.25, 0.125, 0.0]], device=DEVICE),
+        ints([0, 2, 5]),
+        ints([0, 1, 2]),
+        ints(0, 0, 2, 0),
+        pointers(rows_RND),
+        pointers(probs_RN),
+        pointers(places_RRTK),
+        1,
+    )
+    assert rows_RND[0].isnan().flatten().tolist() == [False] + 7 * [True]
+    assert rows_RND[1].isnan().flatten().tolist() == 7 * [True] + [False]
+    assert rows_RND[0][0] == rows_RND[1][7] == 7
+    assert probs_RN[0].nan_to_num(0).tolist() == [0.5, 0, 0.25, 0, 0, 0, 0, 0]
+    assert probs_RN[1].nan_to_num(0).tolist() == [0, 0, 0, 0, 0, 0, 0, 0.125]
+    assert places_RRTK[0][1].tolist() == [[0, 2, -1]]
+    for unwritten in (places_RRTK[0][0], *places_RRTK[1]):
+        assert (unwritten == -(2**31)).all()
+    places_RRTK[0][0] = 7  # This rank's own part is not read.
+    direct.copy_rows(rows_RND[0], places_RRTK[0], 0)
+    assert rows_RND[0].nan_to_num(0).flatten().tolist() == [7, 0, 7, 0, 0, 0, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("shared", "slots"), [(1, [[0, 0, 1, 0], [0, 0, 2, 3]]), (2, [[0, 1, 0, 0], [2, 3, 0, 0]])]
 )
@@ -93,6 +120,45 @@ def test_return_rows_examples(shared, slots):
     assert [(one.nan_to_num(0) / 10).tolist() for one in metas_RQ] == slots
 
 
+def test_list_slots_example():
+    lists_RRTK, home_TK = [empty(2, 1, 2, 3, dtype=torch.int32) for _ in range(2)], ints([7, 7, 7])
+    direct.list_slots(ints([0, 2, 5]), ints([0, 1, 2]), pointers(lists_RRTK), home_TK, 1, 2)
+    assert lists_RRTK[0][1].tolist() == [[[0, 2, -1], [0, 1, 0]]]
+    assert lists_RRTK[1][1].tolist() == [[[-1, -1, 5], [0, 1, 0]]]
+    assert home_TK.tolist() == [[0, -1, 5]]
+    assert (torch.stack(lists_RRTK)[:, 0] == -(2**31)).all()
+
+
+def returned_sums(packed: list[float], dtype: torch.dtype) -> list[Tensor]:
+    """Return the slots of both ranks after the docstring's example, L experts with a row each."""
+    slots_RQD = [empty(6, 1, dtype=dtype) for _ in range(2)]
+    nowhere = [empty(4) for _ in range(2)]
+    direct.return_sums(
+        torch.tensor(packed, dtype=dtype, device=DEVICE)[:, None],
+        None,
+        ints([0, 1], [1, 2], [2, 3])[: len(packed)],
+        None,
+        ints([[[-1, -1, -1], [0, 0, 0]]], [[[0, 2, 4 if len(packed) == 3 else -1], [0, 1, 2]]]),
+        pointers(slots_RQD),
+        pointers(nowhere),
+        0,
+        2,
+        1,
+    )
+    assert slots_RQD[0].isnan().all() and slots_RQD[1][1:].isnan().all()
+    return slots_RQD
+
+
+def test_return_sums_example():
+    assert returned_sums([5.0, 6.0], torch.float32)[1][0] == 11
+
+
+def test_a_sum_is_rounded_once_to_the_dtype_of_rows():
+    """1 + 2^-8 is between two numbers of bf16, 1 and 1 + 2^-7."""
+    assert returned_sums([1.0, 2**-8], torch.bfloat16)[1][0] == 1
+    assert returned_sums([1.0, 2**-8, 2**-8], torch.bfloat16)[1][0] == 1 + 2**-7
+
+
 # All ranks.
 
 
@@ -108,12 +174,22 @@ class Rank:
     shift_E: Tensor
     offsets_LS: Tensor
     count_SL: Tensor
+    places_STK: Tensor
+    lists_STK: Tensor
+    home_TK: Tensor
+    sent_R: Tensor
 
 
 class World:
-    """What every rank of a world does, one rank after another; that is where barriers go."""
+    """What every rank of a world does, one rank after another; that is where barriers go.
 
-    def __init__(self, kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int) -> None:
+    `once`: whether a token crosses a link once. `summed`: whether sums go home.
+    """
+
+    def __init__(
+        self, kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int, way: str
+    ) -> None:
+        self.once, self.summed = way != "each", way == "summed"
         self.pools = sizes.pool_slots, sizes.experts_per_pool
         self.plans = [reference.plan(kept_TE, top_k=top_k, sizes=sizes) for kept_TE in kept_STE]
         assert all(plan.num_unplaced == 0 for plan in self.plans)
@@ -132,8 +208,12 @@ class World:
                 shift_E=empty(num_experts, dtype=torch.int32),
                 offsets_LS=empty(num_local, size, dtype=torch.int32),
                 count_SL=empty(size, num_local),
+                places_STK=empty(size, kept_STE.shape[1], top_k, dtype=torch.int32),
+                lists_STK=empty(size, kept_STE.shape[1], 2, top_k, dtype=torch.int32),
+                home_TK=here(plan.slot_of_TK).clone(),
+                sent_R=torch.zeros(size, dtype=torch.int64, device=DEVICE),
             )
-            for _ in range(size)
+            for plan in self.plans
         ]
 
     def pointers(self, name: str) -> Tensor:
@@ -146,7 +226,7 @@ class World:
             out = rank.shift_E, rank.offsets_LS, rank.count_SL
             direct.place_rows(rank.table_RE, r, *out, *self.pools)
         for r, (rank, plan) in enumerate(zip(self.ranks, self.plans, strict=True)):
-            direct.push_rows(
+            pushed = (
                 here(tokens_STD[r]),
                 None if probs_STE is None else here(probs_STE[r]),
                 here(plan.slot_of_TK),
@@ -155,19 +235,35 @@ class World:
                 self.pointers("rows_ND"),
                 self.pointers("probs_N"),
             )
+            sent_R = None if probs_STE is None else rank.sent_R.zero_()
+            if self.once:
+                direct.push_tokens(*pushed, self.pointers("places_STK"), r, sent_R)
+            else:
+                direct.push_rows(*pushed, sent_R)
+        if self.once:
+            for r, rank in enumerate(self.ranks):
+                direct.copy_rows(rank.rows_ND, rank.places_STK, r)
 
     def return_rows(self, packed: list[Tensor], beside: list[Tensor] | None) -> None:
+        lists_R = self.pointers("lists_STK")
+        if self.summed:
+            for r, (rank, plan) in enumerate(zip(self.ranks, self.plans, strict=True)):
+                maps = here(plan.slot_of_TK), here(plan.expert_of_TK)
+                num_local = rank.offsets_LS.shape[0]
+                direct.list_slots(*maps, lists_R, rank.home_TK, r, num_local)
         for r, rank in enumerate(self.ranks):
-            direct.return_rows(
+            returned = (
                 packed[r],
                 None if beside is None else beside[r],
                 rank.offsets_LS,
                 self.kept_SE,
-                self.pointers("slots_QD"),
-                self.pointers("meta_Q"),
-                r,
-                *self.pools,
             )
+            to = self.pointers("slots_QD"), self.pointers("meta_Q"), r, *self.pools
+            sent_R = None if beside is None else rank.sent_R.zero_()
+            if self.summed:
+                direct.return_sums(*returned, rank.lists_STK, *to, sent_R)
+            else:
+                direct.return_rows(*returned, *to, sent_R)
 
     def home(self, r: int) -> tuple[Tensor, Tensor]:
         """Return the sums of rank r's slots, and the numbers beside them."""
@@ -180,7 +276,7 @@ class World:
             pool_slots,
             rank.shift_E.shape[0],
         )
-        return rows.sum_rows(rank.slots_QD, slot_of_TK).cpu(), values_TE.cpu()
+        return rows.sum_rows(rank.slots_QD, rank.home_TK).cpu(), values_TE.cpu()
 
     def padded(self, rows: np.ndarray, kept_RSL: np.ndarray) -> list[Tensor]:
         """Payloads [R, L, M, ...] in the packed layout, NaN behind the last row."""
@@ -193,14 +289,22 @@ class World:
         return packed
 
 
-def check(kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int) -> None:
+def check(kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int, way: str) -> None:
+    """Compare all that kernels write; numbers are whole, so their sums have one value each."""
     size, num_tokens, num_experts = kept_STE.shape
-    world = World(kept_STE, top_k, sizes, width)
+    world = World(kept_STE, top_k, sizes, width, way)
+    kept_STRL = kept_STE.reshape(size, num_tokens, size, -1)
     tokens_STD = addresses(size, num_tokens, width, offset=0).astype(np.float32)
     probs_STE = addresses(size, num_tokens, num_experts, offset=10_000).astype(np.float32)
     given = reference.dispatch(tokens_STD, probs_STE, world.plans, num_ranks=size)
     world.push(tokens_STD, probs_STE)
     for r, rank in enumerate(world.ranks):
+        sent_R = kept_STRL[r].sum((0, 2))
+        if world.once:
+            own, sent_R = sent_R[r], kept_STRL[r].any(2).sum(0)
+            sent_R[r] = own
+            assert (rank.places_STK[r] == -(2**31)).all()
+        assert_same(rank.sent_R.cpu(), sent_R)
         assert_same(rank.count_SL.int().cpu(), given.kept_RSL[r])
         for got, expected_RLM in ((rank.rows_ND, given.rows_RLMD), (rank.probs_N, given.probs_RLM)):
             expected = reference.pack(expected_RLM[r], given.kept_RSL[r])
@@ -218,10 +322,14 @@ def check(kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int) -> Non
         back_RLMD, beside_RLM, world.plans, num_experts=num_experts
     )
     for r, rank in enumerate(world.ranks):
+        kept_STL = kept_STRL[:, :, r]
+        sent_R = kept_STL.any(2).sum(1) if world.summed else kept_STL.sum((1, 2))
+        assert_same(rank.sent_R.cpu(), sent_R)
         sum_TD, values_TE = world.home(r)
         assert_same(sum_TD, sums_STD[r])
         assert_same(values_TE, values_STE[r])
-        empty_Q = here(world.plans[r].choice_of_slot_GP).flatten() < 0
+        empty_Q = torch.ones(len(rank.slots_QD), dtype=torch.bool, device=DEVICE)
+        empty_Q[rank.home_TK[rank.home_TK >= 0]] = False
         assert rank.slots_QD[empty_Q].isnan().all()
 
     # Gradients of the output, and the output without anything beside it.
@@ -235,7 +343,17 @@ def check(kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int) -> Non
         assert_same(world.home(r)[0], home_STD[r])
 
 
-POOLS = pytest.mark.parametrize("pool", ["expert", "rank", "receiver"])
+# No way of rows over links asks for the pool: each pool takes some of them.
+PATHS = pytest.mark.parametrize(
+    ("pool", "way"),
+    [
+        ("expert", "once"),
+        ("expert", "summed"),
+        ("rank", "each"),
+        ("receiver", "each"),
+        ("receiver", "summed"),
+    ],
+)
 
 
 def sizes_of(pool: Any, kept_STE: np.ndarray, top_k: int, capacity: int) -> PoolSizes:
@@ -262,9 +380,10 @@ def sizes_of(pool: Any, kept_STE: np.ndarray, top_k: int, capacity: int) -> Pool
     capacity=st.integers(1, 4),
     width=st.sampled_from([1, 19]),
     share=st.sampled_from([0.0, 0.3, 0.9]),
+    way=st.sampled_from(["each", "once", "summed"]),
     seed=st.integers(0, 99),
 )
-def test_any_routing(pool, size, num_local, num_tokens, top_k, capacity, width, share, seed):
+def test_any_routing(pool, size, num_local, num_tokens, top_k, capacity, width, share, way, seed):
     num_experts = size * num_local
     top_k = min(top_k, num_experts)
     kept_STE = np.stack(
@@ -274,28 +393,28 @@ def test_any_routing(pool, size, num_local, num_tokens, top_k, capacity, width, 
         ]
     )
     kept_STE &= kept_STE.cumsum(1) <= min(capacity, num_tokens)
-    check(kept_STE, top_k, sizes_of(pool, kept_STE, top_k, capacity), width)
+    check(kept_STE, top_k, sizes_of(pool, kept_STE, top_k, capacity), width, way)
 
 
-@POOLS
+@PATHS
 @pytest.mark.parametrize("skew", ["same", "none", "hot"])
-def test_skewed_routings(skew, pool):
+def test_skewed_routings(skew, pool, way):
     kept_STE = np.stack([routing_map(6, 4, 2, skew=skew, seed=seed) for seed in range(2)])
-    check(kept_STE, 2, sizes_of(pool, kept_STE, 2, 6), 5)
+    check(kept_STE, 2, sizes_of(pool, kept_STE, 2, 6), 5, way)
 
 
-@POOLS
-def test_a_rank_without_rows(pool):
+@PATHS
+def test_a_rank_without_rows(pool, way):
     kept_STE = np.stack([routing_map(6, 4, 2, seed=0), routing_map(6, 4, 2, skew="none")])
-    check(kept_STE, 2, sizes_of(pool, kept_STE, 2, 6), 5)
+    check(kept_STE, 2, sizes_of(pool, kept_STE, 2, 6), 5, way)
 
 
-@POOLS
-def test_more_than_one_block_of_everything(monkeypatch, pool):
+@PATHS
+def test_more_than_one_block_of_everything(monkeypatch, pool, way):
     """Fewer programs than tokens and rows, wider rows than a block of a row's."""
     monkeypatch.setattr(direct, "_PROGRAMS", 3)
     kept_STE = np.stack([routing_map(11, 4, 3, seed=seed) for seed in range(2)])
-    check(kept_STE, 3, sizes_of(pool, kept_STE, 3, 11), 2500)
+    check(kept_STE, 3, sizes_of(pool, kept_STE, 3, 11), 2500, way)
 
 
 @pytest.mark.gpu
@@ -307,6 +426,15 @@ def test_rows_beyond_2_to_the_31_elements():
     slot = ints([num_rows - 1])
     direct.push_rows(token_TD, None, slot, ints([0]), ints(0), pointers([rows_ND]), nowhere)
     assert (rows_ND[-1] == 3).all() and not rows_ND[:-1].any()
+    direct.push_tokens(
+        token_TD + 1, None, slot, ints([0]), ints(0), pointers([rows_ND]), *(nowhere, nowhere), 0
+    )
+    assert (rows_ND[-1] == 4).all() and not rows_ND[:-1].any()
+    places_RTK = ints([[[0, 0]], [[num_rows - 2, num_rows - 1]]])
+    rows_ND[-2] = 3
+    direct.copy_rows(rows_ND, places_RTK, 0)
+    assert (rows_ND[-2:] == 3).all() and not rows_ND[:-2].any()
+    rows_ND[-2] = 0
     slots_QD = torch.zeros_like(rows_ND)
     offsets, slots_R = ints([num_rows]), pointers([slots_QD])
     direct.return_rows(rows_ND, None, offsets, None, slots_R, nowhere, 0, num_rows, 1)

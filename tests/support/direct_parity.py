@@ -20,7 +20,10 @@ from torch import Tensor
 from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.dispatcher import Dispatched
 from padded_dispatch.exchange import choose, symmetric_memory
-from padded_dispatch.exchange.direct import DirectExchange
+from padded_dispatch.exchange.direct import DirectExchange, _maps
+from padded_dispatch.exchange.symmetric_memory import DirectBuffers
+from padded_dispatch.kernels import direct as kernels
+from padded_dispatch.ops.plan import DispatchPlan
 from padded_dispatch.utils.routings import routing_scores
 
 _T = TypeVar("_T")
@@ -31,7 +34,7 @@ class Layer:
     """The sizes of a layer: T, D, K, experts per rank, capacity factor, and the dtype of rows.
 
     `pool` and `remedy` as in a config. `microbatches_in_flight` forward passes precede the first
-    backward pass.
+    backward pass. `link_rows`: how often a token crosses a link.
     """
 
     tokens: int = 515
@@ -43,6 +46,7 @@ class Layer:
     microbatches_in_flight: int = 1
     pool: Any = "expert"
     remedy: Any = "none"
+    link_rows: Any = "auto"
 
     def dispatcher(self, exchange: Any) -> PaddedDispatcher:
         """Return a dispatcher over all ranks of the default group; a collective call."""
@@ -64,6 +68,7 @@ class Layer:
             packed=True,
             exchange=exchange,
             microbatches_in_flight=self.microbatches_in_flight,
+            link_rows=self.link_rows,
         )
 
 
@@ -179,7 +184,10 @@ def direct_of(dispatcher: PaddedDispatcher) -> DirectExchange:
 
 
 def poison(dispatcher: PaddedDispatcher) -> None:
-    """Fill this rank's buffers with NaN; peers write to them only after its next call begins."""
+    """Fill this rank's buffers with NaN; peers write to them only after its next call begins.
+
+    Places get zeros: with those of a call before, rows would not be copied.
+    """
     for buffers in direct_of(dispatcher)._buffers.values():
         workspace = buffers.workspace
         receive_buffers = [*buffers._receive_buffers, workspace.gradients]
@@ -188,6 +196,10 @@ def poison(dispatcher: PaddedDispatcher) -> None:
             tensor for receive_buffer in receive_buffers for tensor in receive_buffer.take()
         ]:
             tensor.fill_(torch.nan)
+        for receive_buffer in receive_buffers:
+            num_places = receive_buffer._shape.num_places
+            if num_places:
+                receive_buffer.places(num_places, 1, 1).zero_()
 
 
 def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
@@ -229,6 +241,74 @@ def eager_differences(layer: Layer) -> list[str]:
         found += [f"{routing}, first of two: {name}" for name in differences(first, expected)]
         names = differences(second, step(alltoall, again))
         found += [f"{routing}, second of two: {name}" for name in names]
+    meet()
+    return found
+
+
+def rows_by_kernels(
+    buffers: DirectBuffers, tokens_TD: Tensor, plan: DispatchPlan, num_ranks: int
+) -> tuple[Tensor, Tensor]:
+    """Return the rows that the kernels store at each rank, out and home: int64 [R] each."""
+    workspace, rank, given = buffers.workspace, buffers.rank, buffers.workspace.gradients
+    *maps, kept_E, kept_SE, pool_slots, experts_per_pool = _maps(plan)
+    shift_E = torch.empty_like(kept_E)
+    offsets_LS = kept_E.new_empty(kept_E.shape[0] // num_ranks, num_ranks)
+    count_SL = torch.empty(kept_E.shape[0], device=kept_E.device)
+    out_R, home_R = torch.zeros(2, num_ranks, dtype=torch.int64, device=kept_E.device)
+    kernels.push_counts(kept_E, workspace.table_R, rank)
+    workspace.barrier()
+    counts_of_all = workspace.table_RE, rank, shift_E, offsets_LS, count_SL
+    kernels.place_rows(*counts_of_all, pool_slots, experts_per_pool)
+    pushed = tokens_TD, None, *maps, shift_E, given.rows_R, given.meta_R
+    if buffers.crosses_once:
+        kernels.push_tokens(*pushed, given.places_R, rank, out_R)
+    else:
+        kernels.push_rows(*pushed, out_R)
+    workspace.barrier()
+    back = given.take()[0], None, offsets_LS, kept_SE
+    to = workspace.slots_R, workspace.meta_R, rank, pool_slots, experts_per_pool, home_R
+    if buffers.sums_home:
+        home_TK, num_local = torch.empty_like(plan.slot_of_TK), offsets_LS.shape[0]
+        kernels.list_slots(*maps, workspace.lists_R, home_TK, rank, num_local)
+        workspace.barrier()
+        kernels.return_sums(*back, workspace.lists(num_ranks, *home_TK.shape), *to)
+    else:
+        kernels.return_rows(*back, *to)
+    workspace.barrier()
+    return out_R, home_R
+
+
+def rows_of_routing(
+    plan: DispatchPlan, num_ranks: int, *, once: bool, summed: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the same numbers from the plans of all ranks."""
+    num_local, rank = plan.kept_E.shape[0] // num_ranks, dist.get_rank()
+    owner_TK = torch.where(plan.slot_of_TK >= 0, plan.expert_of_TK // num_local, -1)
+    owned_RTK = torch.stack([owner_TK == owner for owner in range(num_ranks)])
+    all_R, tokens_R = owned_RTK.sum((1, 2)), owned_RTK.any(2).sum(1)
+    out_R = tokens_R.clone() if once else all_R.clone()
+    out_R[rank] = all_R[rank]
+    home_RR = [torch.empty_like(all_R) for _ in range(num_ranks)]
+    dist.all_gather(home_RR, tokens_R if summed else all_R)
+    return out_R, torch.stack(home_RR)[:, rank]
+
+
+def rows_stored(layer: Layer, routings: tuple[str, ...] = ROUTINGS) -> list[str]:
+    """Return the routings in which kernels store other numbers of rows than the routing has."""
+    device = my_gpu() if torch.cuda.is_available() else torch.device("cpu")
+    size, found = dist.get_world_size(), []
+    dispatcher = layer.dispatcher("direct")
+    for seed, routing in enumerate(routings):
+        inputs = make_inputs(layer, routing, seed, device)
+        with torch.no_grad():
+            plan = forward(dispatcher, inputs).sent.plan
+            (buffers,) = direct_of(dispatcher)._buffers.values()
+            stored = rows_by_kernels(buffers, inputs.tokens_TD.detach(), plan, size)
+            ways = dict(once=buffers.crosses_once, summed=buffers.sums_home)
+            expected = rows_of_routing(plan, size, **ways)
+        for way, one, other in zip(("out", "home"), stored, expected, strict=True):
+            if not torch.equal(one, other):
+                found.append(f"{routing}, {way}: {one.tolist()}, not {other.tolist()}")
     meet()
     return found
 
@@ -312,15 +392,22 @@ def small_run() -> None:
     """
     device = my_gpu()
     dist.init_process_group("gloo")
-    for pool in ("expert", "rank", "receiver"):
-        layer = Layer(tokens=37, width=40, top_k=2, local_experts=3, pool=pool)
+    for pool, link_rows in (
+        ("expert", "once"),
+        ("expert", "each"),
+        ("rank", "once"),
+        ("receiver", "once"),
+        ("receiver", "summed"),
+    ):
+        sizes: dict[str, Any] = dict(tokens=37, width=40, top_k=2, local_experts=3)
+        layer = Layer(**sizes, pool=pool, link_rows=link_rows)
         dispatcher = layer.dispatcher("direct")
         for seed, routing in enumerate(("uniform", "idle")):
             inputs = make_inputs(layer, routing, seed, device)
             expected = step(dispatcher, inputs)
             poison(dispatcher)
             found = differences(step(dispatcher, inputs), expected)
-            assert not found, (pool, routing, found)
+            assert not found, (pool, link_rows, routing, found)
     meet()
 
 
