@@ -255,12 +255,13 @@ def _parts(
     only: Sequence[str] = PARTS,
 ) -> Iterator[Part]:
     """Yield the parts of the groups in `only`, in the order of `PARTS`."""
+    has_peers = device.type == "cuda" and config.num_ranks > 1
     groups = {
         "copy": lambda: _copies(device),
         "router": lambda: _routers(config, num_tokens, device),
         "selection": lambda: _selections(config, num_tokens, device),
         "rows": lambda: _kernels(shape, config, num_tokens, device),
-        "direct": lambda: _direct_stores(shape, config, num_tokens, device),
+        "direct": lambda: _direct_stores(shape, config, num_tokens, device) if has_peers else (),
         "products": lambda: _products(shape, config, num_tokens, device),
         "experts": lambda: _experts(shape, config, num_tokens, device),
     }
@@ -391,12 +392,10 @@ def _kernels(
 def _direct_stores(
     shape: LayerShape, config: DispatchConfig, num_tokens: int, device: torch.device
 ) -> Iterator[Part]:
-    """Yield the kernels that store to peers, if there are any; all ranks route alike.
+    """Yield the kernels that store to peers; all ranks route alike.
 
     A part is to be run before the next one is taken: the buffers are this generator's.
     """
-    if device.type == "cpu" or config.num_ranks == 1:
-        return
     from padded_dispatch.kernels import direct
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
