@@ -19,7 +19,8 @@ ROUTERS = [
     for whose in ("", ", torch")
     for ways in ("", " both ways")
 ]
-PRODUCTS = [
+PRODUCTS = ["tiles of rows"]
+PRODUCTS += [
     f"{linear}{product}"
     for linear in ("fc1", "fc2")
     for product in (
