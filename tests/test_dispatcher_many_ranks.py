@@ -1,4 +1,8 @@
-"""64 expert-parallel ranks as threads of one process, with a real all-to-all between them."""
+"""64 expert-parallel ranks as threads of one process, with a real all-to-all between them.
+
+Ranks of whole jobs start the same collectives in every situation. `python -m tests.hosts` does it
+with 64 and 256 ranks and 200 steps.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -18,7 +22,9 @@ from padded_dispatch.megatron import padded_spec
 from padded_dispatch.megatron.cpu import _CudaMeansCpu, megatron_on_cpu
 from tests import test_dispatcher
 from tests.support import tiny
+from tests.support.collectives import Records, recorded
 from tests.support.grids import Grid, poisoned_memory
+from tests.support.many_ranks import Alone, World, order_of_passes, train
 from tests.support.threads import run_on_threads
 from tests.test_dispatcher import Batch, OneRank, _Step, assert_is_reference, config_of, make_batch
 
@@ -42,18 +48,6 @@ def test_sixty_four_ranks_are_the_reference(monkeypatch, routing):
     with poisoned_memory():
         results = run_on_threads(RANKS, one_step, config, batch)
     assert_is_reference(config, batch, results)
-
-
-class _Alone:
-    """A group of one rank, for Megatron, which reads only the size and rank of such groups."""
-
-    group_name = "alone"
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +77,7 @@ def layer_run(tokens_RTD: Tensor) -> LayerRun:
     """Run a step of Megatron's MoE layer; the tokens are split over the ranks."""
     group: Any = dist.group.WORLD
     alone = ("tp", "cp", "expt_tp", "expt_dp", "tp_cp", "tp_dp_cp", "dp", "dp_cp")
-    groups = ProcessGroupCollection(ep=group, tp_ep=group, **{name: _Alone() for name in alone})
+    groups = ProcessGroupCollection(ep=group, tp_ep=group, **{name: Alone() for name in alone})
     spec = padded_spec(tiny.layer_spec()).submodules.mlp
     make = spec if callable(spec) else functools.partial(build_module, spec)
     with _CudaMeansCpu():
@@ -146,3 +140,45 @@ def test_an_error_names_the_rank_with_another_shape():
         run_on_threads(RANKS, work)
     assert "T is 5 on rank 0" in str(error.value.__cause__)
     assert "6 on rank 63" in str(error.value.__cause__)
+
+
+def test_all_ranks_of_a_job_start_the_same_collectives():
+    world = World(name="all", ep=4, etp=2, pp=2, vpp=2)
+    records, (num_steps, num_retried) = train(world, seed=1, num_steps=4)
+    assert (num_steps, num_retried) == (3, 1)
+    assert records.differing() == []
+    assert [records.differing_orders(stage) for stage in world.stages()] == [[], []]
+    started = {(name, len(group)) for name, group, _ in records.of_rank[0]}
+    assert started >= {("all_to_all_single", 4), ("all_gather_single", 2), ("allreduce", 16)}
+    assert ("reduce_scatter_single", 2) in started
+
+
+def _another_size() -> None:
+    size = 3 if dist.get_rank() == 2 else 2
+    for number in (2, size):
+        dist.all_reduce(torch.zeros(number))
+
+
+def test_another_size_or_order_is_found():
+    with recorded(3) as records, pytest.raises(RuntimeError):
+        run_on_threads(3, _another_size)
+    [line] = records.differing()
+    assert "collective 1 in group of 3: rank 2 started" in line
+    assert "[3]" in line
+    assert "[2]" in line
+    first, second = ("allreduce", (0, 1), ()), ("broadcast", (0, 1), ())
+    records = Records(2)
+    records.of_rank = [[first, second], [second, first]]
+    assert records.differing_orders([0, 1]) == [1]
+    records.of_rank = [[first], []]
+    assert records.differing()[0].startswith("collective 0 in group of 2: rank 1 started []")
+
+
+def test_passes_come_in_the_order_of_the_schedule():
+    def shown(*args: int) -> str:
+        return " ".join(f"{'BF'[f]}{c}.{m}" for f, c, m in order_of_passes(*args))
+
+    assert shown(0, 1, 1, 2) == "F0.0 B0.0 F0.1 B0.1"
+    assert shown(0, 2, 1, 2) == "F0.0 F0.1 B0.0 B0.1"
+    assert shown(1, 2, 1, 2) == "F0.0 B0.0 F0.1 B0.1"
+    assert shown(1, 2, 2, 2) == "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 B0.0 B0.1"

@@ -7,9 +7,11 @@
 import argparse
 import os
 from pathlib import Path
+from typing import get_args
 
-from padded_dispatch.bench.cases import CONTENDERS, MODELS, SKEWS
+from padded_dispatch.bench.cases import CONTENDERS, MODELS, SKEWS, MainGrad
 
+PARTS = ("copy", "router", "selection", "rows", "direct", "products", "experts")
 EXCHANGES = ("alltoall", "direct")  # what a contender can fix; "auto" is a contender of its own
 
 
@@ -65,6 +67,14 @@ def _bench_parser() -> argparse.ArgumentParser:
         "--contenders", nargs="+", choices=CONTENDERS, help="None: all that the device runs"
     )
     sweeps.add_argument(
+        "--main-grad",
+        nargs="+",
+        choices=get_args(MainGrad),
+        default=["none"],
+        help="parameter gradients: none: left where they are; separate: added to fp32 buffers "
+        "after each pass, as by Megatron's DDP; fused: the experts' products add them",
+    )
+    sweeps.add_argument(
         "--exchange",
         nargs="+",
         choices=EXCHANGES,
@@ -106,6 +116,9 @@ def _parts_parser() -> argparse.ArgumentParser:
     parser.add_argument("--capacity-factors", nargs="+", type=float, default=[1.25])
     parser.add_argument("--ep", type=int, default=8, help="ranks that send rows to each expert")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, help="groups of parts to time"
+    )
     parser.add_argument(
         "--select-experts",
         nargs="+",

@@ -159,6 +159,7 @@ def _is_usable(row: dict[str, Any]) -> bool:
         row.get("contender") in ("ours", "stock-drop-pad")
         and row["variant"] not in ("direct", "auto")
         and row["graph"] == "layer"
+        and row.get("main_grad", "none") == "none"
         and row["skew"] == "uniform"
         and row["capacity_factor"] is not None
         and row["error"] is None

@@ -1,7 +1,7 @@
 """Cases of the benchmark: model shapes, contenders, skews, and a case made of them."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
@@ -10,7 +10,12 @@ from padded_dispatch.config import NO_DROP, CapacityPool, DispatchConfig, requir
 from padded_dispatch.utils.shapes import SHAPES, LayerShape
 
 # Measured with SwiGLU experts without bias.
-MODELS = {"tiny": LayerShape(hidden_size=32, num_experts=8, top_k=2, ffn_size=48), **SHAPES}
+MODELS = {
+    "tiny": LayerShape(hidden_size=32, num_experts=8, top_k=2, ffn_size=48),
+    # The experts of DeepSeek-V3, without its shared expert and its groups of experts.
+    "deepseek-v3": LayerShape(hidden_size=7168, num_experts=256, top_k=8, ffn_size=2048),
+    **SHAPES,
+}
 
 
 Variant = Literal[
@@ -25,6 +30,11 @@ Variant = Literal[
     "rank direct",
     "receiver",
 ]
+
+# Where gradients of parameters go. "none": nowhere, each pass starts without them. "separate": each
+# is added to an fp32 buffer after the pass, as Megatron's DDP does. "fused": the experts' weight
+# gradients are added by their products, with `gradient_accumulation_fusion`; others as "separate".
+MainGrad = Literal["none", "separate", "fused"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +126,7 @@ class Case:
         skew: a key of `SKEWS`.
         capacity_factor: None for a contender that does not drop.
         contender: a key of `CONTENDERS`.
+        main_grad: see `MainGrad`.
 
     Raises:
         ValueError: names the field, its rule, its value and the fix.
@@ -127,6 +138,7 @@ class Case:
     skew: str
     capacity_factor: float | None
     contender: str
+    main_grad: MainGrad = "none"
 
     def __post_init__(self) -> None:
         config = self.dispatch_config()
@@ -164,6 +176,7 @@ def sweep(
     skews: list[str],
     capacity_factors: list[float],
     contenders: list[str],
+    main_grads: Sequence[MainGrad] = ("none",),
 ) -> Iterator[Case]:
     """Yield every valid combination, the last argument varying fastest.
 
@@ -172,7 +185,7 @@ def sweep(
     """
     for ep, model, num_tokens, skew in product(eps, models, tokens, skews):
         for i, factor in enumerate(capacity_factors):
-            for contender in contenders:
+            for contender, main_grad in product(contenders, main_grads):
                 drops = CONTENDERS[contender].drops
                 if (drops or i == 0) and ep >= CONTENDERS[contender].min_ep:
                     yield Case(
@@ -182,4 +195,5 @@ def sweep(
                         skew=skew,
                         capacity_factor=factor if drops else None,
                         contender=contender,
+                        main_grad=main_grad,
                     )

@@ -57,6 +57,7 @@ def _settings(given: argparse.Namespace, argv: list[str]) -> Settings:
             skews=given.skews,
             capacity_factors=given.capacity_factors,
             contenders=contenders,
+            main_grads=given.main_grad,
         )
     )
     used = {CONTENDERS[case.contender].exchange for case in cases}
@@ -99,5 +100,9 @@ def _check(given: argparse.Namespace, workers: int, contenders: list[str]) -> No
     for key in contenders:
         on_device = given.device == "cuda" or CONTENDERS[key].on_cpu
         require(on_device, "contenders", key, "run on a CPU", "use --device cuda, or leave it out")
+    for main_grad in given.main_grad:
+        fused_on_cpu = main_grad == "fused" and given.device == "cpu"
+        fix = "use --device cuda, or separate"
+        require(not fused_on_cpu, "main_grad", main_grad, "be none or separate on a CPU", fix)
     minutes = given.minutes
     require(minutes is None or minutes >= 0, "minutes", minutes, "be 0 or more")

@@ -70,6 +70,7 @@ def stock_flags(case: Case, *, on_gpu: bool, router_fusion: bool) -> dict[str, A
         "moe_permute_fusion": on_gpu and contender.dispatcher != "padded_alltoall",
         "moe_router_fusion": router_fusion,
         "moe_grouped_gemm": on_gpu,
+        "gradient_accumulation_fusion": case.main_grad == "fused",
     }
 
 
@@ -102,7 +103,6 @@ def build(case: Case, flags: dict[str, Any], device: torch.device) -> RoutedLaye
         activation_func=F.silu,
         add_bias_linear=False,
         bias_activation_fusion=on_gpu,
-        gradient_accumulation_fusion=False,
         bf16=on_gpu,
         params_dtype=torch.bfloat16 if on_gpu else torch.float32,
         **flags,

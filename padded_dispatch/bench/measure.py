@@ -6,8 +6,9 @@ Phases come from kernel names, since a graph has no Python to ask. A name says w
 not for which stage it runs. `gather` therefore means rows into slots: the forward pass of dispatch
 and the backward pass of combine. `combine` means the sum over slots: the forward pass of combine
 and the backward pass of dispatch. `exchange` includes the time that a collective or a barrier waits
-for its peers. `copies` regroup the padded layout and fill a graph's inputs. `other` is every name
-that matches no phase: the router, losses, fused element-wise code.
+for its peers. `copies` regroup the padded layout and fill a graph's inputs. `router` has scores and
+top-k; its GEMMs are in `gemm`. `other` is every name that matches no phase: sums, fused
+element-wise code.
 
 Shape suffixes: T tokens of this rank, E experts. Tokens and logits have a batch axis of 1 between,
 as Megatron's layers expect.
@@ -26,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from padded_dispatch.bench.cases import SKEWS, Case
+from padded_dispatch.bench.cases import SKEWS, Case, MainGrad
+from padded_dispatch.bench.clocks import sm_mhz
 from padded_dispatch.utils.routings import routing_scores
 from padded_dispatch.utils.shapes import LayerShape
 
@@ -46,6 +48,8 @@ _PHASES = {
     r"|_list_slots|\b_shift_kernel|barrier_kernel",
     "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas"
     r"|_rows_times_weights|_row_tiles|_add_weight_gradients",
+    "router": r"_route_\w*kernel|topk|bitonicSort|softmax_warp|_scatter_gather|aux_loss",
+    "telemetry": r"_count_kernel",
     "activation": r"silu|swiglu|gated|gelu|sigmoid|_activat\w*_kernel",
     "copies": r"Memcpy|Memset|copy_kernel|FillFunctor|CatArray",
 }
@@ -112,11 +116,25 @@ class Passes:
         batches: taken in turn.
         graphed: capture forward and backward as CUDA graphs, by
             `torch.cuda.make_graphed_callables` over the whole layer.
+        main_grad: unless "none", each parameter gets the attributes that Megatron's DDP gives it:
+            `main_grad`, an fp32 buffer, and `grad_added_to_main_grad`. A pass adds its gradients.
     """
 
-    def __init__(self, layer: nn.Module, batches: list[Batch], *, graphed: bool) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        batches: list[Batch],
+        *,
+        graphed: bool,
+        main_grad: MainGrad = "none",
+    ) -> None:
         self._batches = batches
-        self._parameters = list(layer.parameters())
+        self._parameters: list[Any] = list(layer.parameters())
+        self._main_grad = main_grad
+        if main_grad != "none":
+            for parameter in self._parameters:
+                parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+                parameter.grad_added_to_main_grad = False
         self._tokens = batches[0].tokens.clone().requires_grad_()
         self._logits = batches[0].logits.clone()
         self._grad = torch.randn_like(batches[0].tokens)
@@ -138,9 +156,20 @@ class Passes:
         self._tokens.grad = None
         for parameter in self._parameters:
             parameter.grad = None
+            if self._main_grad == "separate":
+                parameter.grad_added_to_main_grad = False
         output = self._fn(self._tokens, self._logits)
         output.backward(self._grad)
+        if self._main_grad != "none":
+            self._add_gradients()
         return output
+
+    @torch.no_grad()
+    def _add_gradients(self) -> None:
+        # A replayed graph does not set the flag: with "fused" it stays what the capture made it.
+        for parameter in self._parameters:
+            if parameter.grad is not None and not parameter.grad_added_to_main_grad:
+                parameter.main_grad += parameter.grad
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +177,13 @@ class Timing:
     """Milliseconds per iteration on the slowest rank.
 
     `samples_ms`: one per repeat. `host_ms`: time that the host was busy; near `ms`, the host is
-    the bottleneck.
+    the bottleneck. `sm_mhz`: clock of this rank's multiprocessors at the end of each repeat, None
+    on CPUs and where NVIDIA's library does not tell.
     """
 
     samples_ms: list[float]
     host_ms: float
+    sm_mhz: list[int] | None = None
 
     @property
     def ms(self) -> float:
@@ -166,20 +197,22 @@ def timed(
     """Warm up, then time `run(number)`; a collective call."""
     for number in range(_WARMUP):
         run(number)
-    samples, hosts = [], []
+    samples, hosts, clocks = [], [], []
     for _ in range(repeats):
         _meet(device)
         start = time.perf_counter()
         for number in range(iterations):
             run(number)
         hosts.append((time.perf_counter() - start) / iterations * 1e3)
+        clocks.append(sm_mhz(device))  # while the device is busy
         # The device is idle at start and end, so the host's clock measures the device.
         _synchronize(device)
         samples.append((time.perf_counter() - start) / iterations * 1e3)
     slowest = torch.tensor([*samples, statistics.median(hosts)], device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     *samples, host = [round(ms, 4) for ms in slowest.tolist()]
-    return Timing(samples_ms=samples, host_ms=host)
+    known = [mhz for mhz in clocks if mhz is not None]
+    return Timing(samples_ms=samples, host_ms=host, sm_mhz=known or None)
 
 
 def kernels_ms(run: Callable[[int], object], device: torch.device) -> dict[str, float]:

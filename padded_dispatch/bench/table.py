@@ -23,8 +23,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return all rows as text, one block per layer, layout and routing.
 
     `/ stock`: time divided by that of stock drop-and-pad with the same factor and graph.
-    `/ roofline`: time divided by the roofline. `GiB`: peak memory of tensors. `TFLOP/s`: GEMMs of
-    real rows, per GPU.
+    `/ roofline`: time divided by the roofline at 790 TFLOP/s. `GiB`: peak memory of tensors.
+    `TFLOP/s`: GEMMs of real rows, per GPU.
     """
     blocks: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -61,10 +61,11 @@ def _cells(row: dict[str, Any], block: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def _is_baseline(other: dict[str, Any], row: dict[str, Any]) -> bool:
-    alike = all(other[key] == row[key] for key in ("capacity_factor", "graph"))
+    alike = all(other.get(key) == row.get(key) for key in ("capacity_factor", "graph", "main_grad"))
     return alike and other["contender"] == "stock-drop-pad" and other["error"] is None
 
 
 def _name(row: dict[str, Any]) -> str:
     graphed = None if row["graph"] == "none" else "graphed"
-    return " ".join(part for part in (row["contender"], row["variant"], graphed) if part)
+    summed = "" if row["main_grad"] == "none" else f"main_grad {row['main_grad']}"
+    return " ".join(part for part in (row["contender"], row["variant"], graphed, summed) if part)

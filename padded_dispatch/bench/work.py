@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from padded_dispatch.bench.cases import CONTENDERS, Case
+from padded_dispatch.bench.clocks import max_sm_mhz
 from padded_dispatch.bench.layer import build, chosen, stock_flags
 from padded_dispatch.bench.measure import Batch, Passes, batches, kernels_ms, phases_ms, timed
 from padded_dispatch.bench.roofline import roofline
@@ -33,9 +34,11 @@ _FIGURES = (
     "ms",
     "samples_ms",
     "host_ms",
+    "sm_mhz",
     "phases_ms",
     "kernels_ms",
     "floor_ms",
+    "sustained_floor_ms",
     "floor_parts_ms",
     "fill",
     "dropped",
@@ -82,6 +85,7 @@ def work(settings: Settings) -> bool:
     num_gpus = settings.workers if settings.device == "cuda" else 0
     run = about(num_gpus=num_gpus, command=settings.command, commit=settings.commit)
     with world(settings.device) as device:
+        run["max_sm_mhz"] = max_sm_mhz(device)
         install()
         rows = []
         for ep, cases in itertools.groupby(settings.cases, key=lambda case: case.ep):
@@ -111,6 +115,7 @@ def measure(case: Case, settings: Settings, device: torch.device) -> dict[str, A
         "tokens": case.tokens,
         "capacity_factor": case.capacity_factor,
         "skew": case.skew,
+        "main_grad": case.main_grad,
         "contender": contender.name,
         "variant": contender.variant,
         "graph": contender.graph,
@@ -143,10 +148,10 @@ def _figures(
     data = batches(case, seed=dist.get_rank(), dtype=dtype, device=device)
     config, demand_BSE = case.dispatch_config(), _demand(case, data)
     kept_SE = torch.stack([_kept(d_SE, config, case.tokens) for d_SE in demand_BSE]).mean(0)
-    least = roofline(kept_SE, case.shape)
+    least = roofline(kept_SE, case.shape, main_grad=case.main_grad != "none")
     before = _fresh_peak_gib() if on_gpu else (0.0, 0.0)
     layer = build(case, flags, device)
-    passes = Passes(layer, data, graphed=graphed)
+    passes = Passes(layer, data, graphed=graphed, main_grad=case.main_grad)
     timing = timed(
         passes.run, iterations=settings.iterations, repeats=settings.repeats, device=device
     )
@@ -155,6 +160,7 @@ def _figures(
         "ms": timing.ms,
         "samples_ms": timing.samples_ms,
         "host_ms": timing.host_ms,
+        "sm_mhz": timing.sm_mhz,
         "tflops_per_gpu": least.flops / timing.ms / 1e9,
     }
     if CONTENDERS[case.contender].drops:
@@ -163,7 +169,12 @@ def _figures(
         figures["dropped"] = 1 - kept_SE.sum().item() / demand_BSE.float().mean(0).sum().item()
     if on_gpu:
         figures["floor_ms"] = least.ms
-        figures["floor_parts_ms"] = {"gemm": least.gemm_ms, "wire": least.wire_ms}
+        figures["sustained_floor_ms"] = least.sustained_ms
+        figures["floor_parts_ms"] = {
+            "gemm": least.gemm_ms,
+            "sustained_gemm": least.sustained_gemm_ms,
+            "wire": least.wire_ms,
+        }
         # Before the profiler, whose memory is no part of the layer.
         allocated, reserved = before
         figures["allocated_gib"] = round(allocated_gib() - allocated, 3)

@@ -8,9 +8,11 @@ come, all that wait raise an error after a time limit; see `padded_dispatch.exch
 
 Comparing new values only would hang: a rank that meets a value for the first time would wait in the
 comparison for peers that are already in the device collective. So each call compares, but only a
-digest of its values, which is computed once; the values themselves travel after a mismatch.
-Measured on two cores with other work: at best 0.12 ms a call with two processes, 0.28 ms with four,
-and no longer than when shapes alone were compared.
+digest of its values, which is computed once; the values themselves travel after a mismatch. That
+makes 2N small messages for N ranks, 1 + log2(N) of them one after the other; its cost for 8 to 256
+processes is in notebooks/results/hosts.json. One comparison for all layers of a pass would be
+cheaper, and would hang: a rank that then skips a layer, or raises in one, would leave its peers in
+that layer's collective, where no limit of ours holds.
 
 Replaying a CUDA graph runs no Python, and its shapes cannot change. Inside a capture, shapes that
 no eager call has compared before raise.
@@ -108,8 +110,7 @@ class Agreement:
         layer = -1 if self.layer is None else self.layer
         row = torch.tensor([self._number, layer, self._num_calls, *self._digests[values]])
         where = f"call {self._num_calls} of {self._caller()}"
-        rows = [row.tolist() for row in self._mirror.gather(row, limit_s, where)]
-        if any(row != rows[0] for row in rows):
+        if not self._mirror.is_same(row, limit_s, where):
             own = ("caller", self._caller()), ("call number", self._num_calls), *values
             texts = self._mirror.gather(_to_bytes(own), limit_s, where)
             raise ValueError(

@@ -415,6 +415,8 @@ def agree_on_shapes(
     config: DispatchConfig,
     tokens_TD: Tensor,
     rules: Values,
+    *,
+    any_tokens: bool = False,
     **shapes: object,
 ) -> None:
     """Compare everything that decides a result over the ranks, before the routing is known.
@@ -426,7 +428,8 @@ def agree_on_shapes(
         config: config of the pass.
         tokens_TD: floating point [T, D].
         rules: further values that must be equal on all ranks.
-        **shapes: the same, of values that a CUDA graph captures.
+        any_tokens: ranks may have different T; for passes with `FIT`, whose sizes are agreed later.
+        **shapes: as `rules`, of values that a CUDA graph captures.
 
     Raises:
         ValueError: on all ranks, when they differ or T is 0.
@@ -436,7 +439,7 @@ def agree_on_shapes(
     if not torch.compiler.is_compiling():
         agreement.check(
             rules_of(config) + rules,
-            T=num_tokens,
+            T="any but 0" if any_tokens and num_tokens else num_tokens,
             D=hidden_size,
             E=config.num_experts,
             K=config.top_k,

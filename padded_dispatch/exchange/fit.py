@@ -15,6 +15,9 @@ goes in rounds. Each round takes the next tokens, with all their rows, and all r
 sizes. As no token is split, each sum over a token's rows is one sum, rounded once, as in a pass of
 one round. Buffers of a round are free for the next one; what backward needs stays.
 
+Ranks may have different numbers of tokens: in text generation each has requests of its own. The
+largest number decides limit and rounds; a rank that has fewer tokens joins in all rounds.
+
 Letters: T tokens on this rank, E experts, G pools of a source.
 """
 
@@ -33,12 +36,12 @@ _LEAST = 16  # Slots of a pool are a multiple of it, and of a 16th of the power 
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """The course of one pass.
+    """The course of one pass, alike on all ranks.
 
     Attributes:
         sizes: sizes of a round.
         tokens_per_round: tokens of each round but the last, which may have fewer.
-        num_rounds: rounds of the pass.
+        num_rounds: rounds of the pass; the last ones may find no tokens on this rank.
     """
 
     sizes: PoolSizes
@@ -69,7 +72,7 @@ def fit(
 
     Args:
         config: config of the layer; its factor is not read.
-        asked_TE: bool [T, E], what the router asked for, without padding tokens; T as on all ranks.
+        asked_TE: bool [T, E], what the router asked for, without padding tokens.
         groups: the groups whose ranks share the layer; None for a single rank.
         packed: the experts read packed rows.
         max_factor: the capacity factor whose slots no pool exceeds; `NO_DROP` sets no limit.
@@ -78,16 +81,18 @@ def fit(
         ValueError: inside a capture.
     """
     require_eager(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-    num_tokens = asked_TE.shape[0]
     pool = "rank" if packed else "expert"
+    num_pools = config.num_ranks if packed else config.num_experts
     config = dataclasses.replace(config, capacity_pool=pool, capacity_factor=max_factor)
+    here = asked_TE.shape[0]
+    demand_here = _demand(asked_TE, num_pools, here)
+    num_tokens, demand = _largest([demand_here.new_full((), here), demand_here], groups)
     limit = config.sizes(num_tokens)
-    [demand] = _largest(asked_TE, limit.num_pools, [num_tokens], groups)
     tokens_per_round = num_tokens
     if demand > limit.pool_slots:
         halvings = range(1, num_tokens.bit_length() + 1)
         lengths = [math.ceil(num_tokens / 2**halving) for halving in halvings]  # Down to 1.
-        demands = _largest(asked_TE, limit.num_pools, lengths, groups)
+        demands = _largest([_demand(asked_TE, num_pools, length) for length in lengths], groups)
         tokens_per_round, demand = next(
             (length, demand)
             for length, demand in zip(lengths, demands, strict=True)
@@ -124,21 +129,17 @@ def round_up(demand: int) -> int:
     return -(-demand // step) * step
 
 
-def _largest(
-    asked_TE: Tensor,
-    num_pools: int,
-    lengths: list[int],
-    groups: tuple[dist.ProcessGroup | None, ...],
-) -> list[int]:
-    """Return the largest demand for a pool, over all ranks, in rounds of so many tokens each."""
-    largest = torch.stack([_largest_here(asked_TE, num_pools, length) for length in lengths])
+def _largest(numbers: list[Tensor], groups: tuple[dist.ProcessGroup | None, ...]) -> list[int]:
+    """Return the largest of each number, over all ranks."""
+    largest = torch.stack(numbers)
     for group in groups:
         if group is not None and group.size() > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return largest.tolist()
 
 
-def _largest_here(asked_TE: Tensor, num_pools: int, length: int) -> Tensor:
+def _demand(asked_TE: Tensor, num_pools: int, length: int) -> Tensor:
+    """Return this rank's largest demand for a pool, in rounds of so many tokens each."""
     num_rounds = math.ceil(asked_TE.shape[0] / length)
     missing = num_rounds * length - asked_TE.shape[0]
     rows_TG = asked_TE.unflatten(1, (num_pools, -1)).sum(2, dtype=torch.int32)

@@ -4,14 +4,19 @@ A `Mirror` is a gloo group of its own over all ranks that a layer's groups conne
 back end of the groups is. With gloo, too: if one rank skipped a call, the user's next collective
 would meet ours in one group, with another size, and gloo would abort the process.
 
-`gather` has a time limit. When it expires, or when a process ends, gloo closes the connections, so
+`is_same` compares one row of each rank. The first rank gathers the rows, which come at the same
+time, and broadcasts along a tree whether they are equal. That makes 1 + log2(N) messages one after
+the other for N ranks, and 2N in all. In an all-gather the rows go around in a ring: N - 1 messages
+one after the other, N * N in all. `gather` is that all-gather, for values that differ.
+
+Both have a time limit. When it expires, or when a process ends, gloo closes the connections, so
 all ranks that wait fail within milliseconds. Each of them then posts in the store of the job that
 it waits. Ranks that have not posted `_GRACE_S` later are absent. The first rank to see that writes
 the error into the store, and all raise this error: also a rank that comes later.
 
-Nothing is posted in a call that succeeds, so it costs one all-gather. Sends and receives between
-each pair of ranks would name the absent ranks without a store, but took 30 times as long as the
-all-gather for 2 processes on 2 cores, and twice as long for 4.
+Nothing is posted in a call that succeeds. Sends and receives between each pair of ranks would name
+the absent ranks without a store, but took 30 times as long as an all-gather for 2 processes on 2
+cores, and twice as long for 4.
 """
 
 import json
@@ -88,11 +93,11 @@ class Mirror:
             ) from None
         self._gloo: Any = gloo
 
-    def gather(self, row: Tensor, limit_s: float, where: str) -> list[Tensor]:
-        """Return the row of each rank, in the order of `ranks`.
+    def is_same(self, row: Tensor, limit_s: float, where: str) -> bool:
+        """Return on all ranks whether all of them passed the same row.
 
         Args:
-            row: int64 or uint8 on the host, of the same shape on all ranks.
+            row: int64 on the host, of the same shape on all ranks.
             limit_s: seconds to wait for the last rank.
             where: description of the call, for errors.
 
@@ -100,12 +105,43 @@ class Mirror:
             AbsentRanksError: on all ranks that wait, if one does not come; on a rank that comes too
                 late; and in each later call.
         """
+        is_same = torch.zeros(1, dtype=torch.int64)
+        self._collect(lambda: self._compare(row, is_same, limit_s), limit_s, where)
+        return bool(is_same)
+
+    def gather(self, row: Tensor, limit_s: float, where: str) -> list[Tensor]:
+        """Return the row of each rank, in the order of `ranks`.
+
+        Args:
+            row: int64 or uint8 on the host, of the same shape on all ranks.
+            limit_s: as for `is_same`.
+            where: as for `is_same`.
+
+        Raises:
+            AbsentRanksError: as from `is_same`.
+        """
+        rows = [torch.empty_like(row) for _ in self.ranks]
+        options = _limited("AllgatherOptions", limit_s)
+        self._collect(lambda: _wait(self._gloo.allgather([rows], [row], options)), limit_s, where)
+        return rows
+
+    def _compare(self, row: Tensor, is_same: Tensor, limit_s: float) -> None:
+        """Write into `is_same` whether the first rank got equal rows."""
+        is_first = self._me == self.ranks[0]
+        rows = [[torch.empty_like(row) for _ in self.ranks]] if is_first else []
+        gathering = self._gloo.gather(rows, [row], _limited("GatherOptions", limit_s))
+        if is_first:
+            _wait(gathering)
+            is_same.fill_(all(torch.equal(row, other) for other in rows[0]))
+        _wait(self._gloo.broadcast([is_same], _limited("BroadcastOptions", limit_s)))
+
+    def _collect(self, run: Callable[[], None], limit_s: float, where: str) -> None:
+        """Call `run`; if it fails, raise one error on all ranks."""
         if not self._failure:
-            rows = [torch.empty_like(row) for _ in self.ranks]
-            problem = self._wait_for(rows, row, limit_s)
+            problem = _problem(run, limit_s)
             if not problem:
                 self._last = where
-                return rows
+                return
             # Close what gloo has left open: the failure travels on to ranks that wait for this one.
             self._gloo = None
             seconds = _GRACE_S + _STORE_S
@@ -116,27 +152,6 @@ class Mirror:
                 "some (the store of the job, which has their numbers, does not answer)",
             )
         raise AbsentRanksError(self._failure)
-
-    def _wait_for(self, rows: list[Tensor], row: Tensor, limit_s: float) -> str:
-        """Fill `rows`, and return what went wrong, "" if nothing did.
-
-        A return value, because an exception would hold frames, and they the connections.
-        """
-        options = distributed_c10d.AllgatherOptions()  # pyright: ignore[reportPrivateImportUsage]
-        options.timeout = timedelta(seconds=limit_s)
-        start = time.monotonic()
-        try:
-            work = self._gloo.allgather([rows], [row], options)
-            while True:
-                try:
-                    work.wait(_SIGNALS)
-                    return ""
-                except RuntimeError:
-                    if work.is_completed():
-                        raise
-        except RuntimeError:
-            late = time.monotonic() - start >= limit_s
-            return f" within {limit_s:g} s, got" if late else _CLOSED
 
     def _verdict(self, where: str, problem: str) -> str:
         """Return the error of the first rank that failed, which is this one's if none has yet."""
@@ -161,6 +176,39 @@ class Mirror:
             f"all {len(self.ranks)} ranks of the layer must come to {where}{problem} no call "
             f"from {absent}; the last call that all made: {self._last}; {_FIX}"
         )
+
+
+def _limited(name: str, limit_s: float) -> Any:
+    """Return options of a collective with a time limit; the root is the first rank."""
+    options = getattr(distributed_c10d, name)()
+    options.timeout = timedelta(seconds=limit_s)
+    return options
+
+
+def _wait(work: Any) -> None:
+    """Wait for a collective, and look for Ctrl-C."""
+    while True:
+        try:
+            work.wait(_SIGNALS)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # Raises if it has failed; it may have ended just after the look.
+                return
+
+
+def _problem(run: Callable[[], None], limit_s: float) -> str:
+    """Call `run`, and return what went wrong, "" if nothing did.
+
+    A return value, because an exception would hold frames, and they the connections.
+    """
+    start = time.monotonic()
+    try:
+        run()
+        return ""
+    except RuntimeError:
+        late = time.monotonic() - start >= limit_s
+        return f" within {limit_s:g} s, got" if late else _CLOSED
 
 
 # Keyed weakly by a mirrored group: a mirror ends when its group's world is destroyed. The key of
@@ -221,8 +269,20 @@ def _connected(
 
 
 def _numbered(ranks: list[int]) -> str:
-    numbers = ", ".join(map(str, ranks))
-    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+    """Return the numbers of ranks, in ascending order, with runs of three or more cut short.
+
+    Example: [1, 2, 4, 5, 6] gives "ranks 1, 2, 4-6".
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = (f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return f"ranks {', '.join(words)}"
 
 
 def _within(seconds: float, fn: Callable[[], str]) -> str:

@@ -3,7 +3,8 @@
 With `overlap_moe_expert_parallel_comm` Megatron runs a layer in pieces, and calls the router
 without the mask that the model was given (0.16.1 to 0.19.0, `build_transformer_layer_callables`).
 Padding tokens would take slots and count in the losses. The mask is at hand, in the state of the
-model's chunk. While the piece with the router of a padded layer runs, `MoELayer.route` has it.
+model's chunk. While the piece with the router of a padded layer runs, `MoELayer.route` has it, and
+so has the replay of a layer whose router is in a CUDA graph.
 """
 
 import functools
@@ -12,9 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from padded_dispatch.megatron.compat import MTP_HAS_MASKS, graph_scopes
+from padded_dispatch.megatron import masks
+from padded_dispatch.megatron.compat import MTP_HAS_MASKS
 from padded_dispatch.megatron.dispatcher import is_padded
-from padded_dispatch.megatron.router import MASK_IS_LOST
+from padded_dispatch.megatron.packed import check_packed
 from padded_dispatch.utils.patches import Patches
 
 
@@ -44,15 +46,21 @@ def _transformer_layer(layer: Any) -> Any:
 def _run_with_mask(layer: Any, run: Callable[..., Any], node: Any, *args: Any) -> Any:
     moe, route = layer.mlp, layer.mlp.route
 
+    # The mask is read here: a layer of multi-token prediction has moved it on by one token by now.
     def route_with_mask(hidden_states: Tensor) -> Any:
-        # Read here: a layer of multi-token prediction has moved it on by one token by now.
         mask_BS = node.chunk_state.padding_mask
+        masks.note(layer, mask_BS)
         if mask_BS is None:
             return route(hidden_states)
-        if getattr(layer, "cuda_graphs", None) and "moe_router" in graph_scopes(layer.config):
-            raise ValueError(f"padding_mask must be None in a replay, got a mask; {MASK_IS_LOST}")
         return route(hidden_states, padding_mask=mask_BS.transpose(0, 1).bool())
 
+    def replay_with_mask(**kwargs: Any) -> Any:
+        return replay(**kwargs, padding_mask=node.chunk_state.padding_mask)
+
+    check_packed(layer, node.chunk_state.packed_seq_params)
     with Patches() as patches:
         patches.set(moe, "route", route_with_mask)
+        if getattr(layer, "cuda_graphs", None):
+            replay = layer._te_cuda_graph_replay
+            patches.set(layer, "_te_cuda_graph_replay", replay_with_mask)
         return run(node, *args)

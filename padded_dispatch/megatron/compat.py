@@ -66,6 +66,11 @@ def captures_routing(config: Any) -> bool:
     )
 
 
+def captures_attention(config: Any) -> bool:
+    """Return whether a config captures attention in training."""
+    return _captures(config) and (_captures_all(config) or "attn" in graph_scopes(config))
+
+
 def captures_experts(config: Any) -> bool:
     """Return whether a config captures the experts of MoE layers."""
     return _captures(config) and (_captures_all(config) or "moe" in graph_scopes(config))

@@ -9,6 +9,7 @@ import logging
 import re
 from typing import Any
 
+import torch
 from megatron.core.fp4_utils import get_fp4_align_size
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -44,6 +45,10 @@ _REFUSED_EXPERTS = {
 
 _log = logging.getLogger(__name__)
 
+# Slots per (source, expert) that evaluation may always have, whatever `fit_max_factor` is. The
+# factor is about memory; in decoding it would split passes of few tokens, which need next to none.
+_SLOTS_OF_FEW_TOKENS = 64
+
 # Fields of `DispatchConfig`, and the fields of Megatron's config that set them.
 _NAMES = {
     "num_experts": "num_moe_experts",
@@ -70,13 +75,13 @@ def check_config(config: Any) -> None:
     """
     refused = refusals(config, (*MOE_FIELDS, *OTHER_FIELDS))
     graphs = _read(config, "cuda_graph_impl")
-    for name in ("fp8", "fp4"):
-        if _read(config, name) and captures_experts(config):
-            refused.append(
-                f"  {name}={_read(config, name)!r} with experts in a CUDA graph "
-                f"(cuda_graph_impl={graphs!r}): untested. Remedy: capture attn, moe_router and "
-                "moe_preprocess only, or train in bf16."
-            )
+    if _keeps_old_weights(config):
+        refused.append(
+            f"  quant_recipe with experts in a CUDA graph (cuda_graph_impl={graphs!r}), without "
+            "fp8 or fp4: Megatron then captures no quantization of weights, so replays would go on "
+            "with those of the capture. Remedy: set fp8 or fp4, or "
+            "disable_parameter_transpose_cache=True."
+        )
     options = padded_options(config)
     for name, factors in (
         ("layer_factors", options.layer_factors),
@@ -106,6 +111,17 @@ def check_config(config: Any) -> None:
                 etp_size=_read(config, "expert_tensor_parallel_size") or 1,
                 training=training,
             )
+
+
+def _keeps_old_weights(config: Any) -> bool:
+    """Return whether graphs of layers would replay with weights that were quantized once."""
+    return (
+        bool(_read(config, "quant_recipe"))
+        and not (_read(config, "fp8") or _read(config, "fp4"))
+        and captures_experts(config)
+        and not captures_iteration(config)
+        and not _read(config, "disable_parameter_transpose_cache")
+    )
 
 
 def _refused_overlaps(config: Any, options: PaddedOptions) -> list[str]:
@@ -314,12 +330,15 @@ def dispatch_config(
     """
     policy = options.policy
     alignment = _alignment(config, options)
+    factor, min_capacity = _factor(config, options, layer_number, training), options.min_capacity
+    if factor == FIT and not training:
+        min_capacity = max(min_capacity, _SLOTS_OF_FEW_TOKENS)
     try:
         return DispatchConfig(
             num_experts=config.num_moe_experts,
             top_k=config.moe_router_topk,
-            capacity_factor=_factor(config, options, layer_number, training),
-            min_capacity=options.min_capacity,
+            capacity_factor=factor,
+            min_capacity=min_capacity,
             alignment=alignment,
             capacity_pool=options.capacity_pool,
             policy=config.moe_token_drop_policy if policy == "megatron" else policy,
@@ -341,6 +360,8 @@ class LayerConfigs:
     Attributes:
         training: the config of training passes.
         evaluation: the config of evaluation passes.
+        generation: the config of text generation in a CUDA graph; eager, its passes fit.
+        given_context: whether the layer was last called with an `inference_context`.
         controlled: whether a `CapacityControl` changes this layer's factor.
         retried: whether a `Retry` repeats steps in which this layer drops.
 
@@ -356,26 +377,39 @@ class LayerConfigs:
         )
         self._eval_follows = _eval_factor(config, options) is None
         self._eval_by_default = options.eval_factor is None
+        self._generates_without_drops = options.eval_factor in (None, FIT)
         self._to_control = options.to_control
         self._on_overflow = options.on_overflow
         self.controlled = False
         self.retried = False
+        self.given_context = False
         self._fitted: Fitted | None = None
         self._router: Any = None
-        self.training = self._translate()
-        self.evaluation = self._translate(training=False)
+        self._set(self._translate(), self._translate(training=False))
+
+    def _set(self, training: DispatchConfig, evaluation: DispatchConfig) -> None:
+        self.training, self.evaluation = training, evaluation
+        self.generation = dataclasses.replace(training, capacity_factor=NO_DROP)
+        self._fits = dataclasses.replace(
+            training,
+            capacity_factor=FIT,
+            min_capacity=max(training.min_capacity, _SLOTS_OF_FEW_TOKENS),
+        )
 
     @property
     def now(self) -> DispatchConfig:
         """The config for the layer's current mode.
 
-        A graph of text generation (`local`) is captured in evaluation mode. Unless `eval_factor`
-        asks for `FIT`, which then raises, it is as training.
+        Text generation drops nothing unless `eval_factor` is a number: a pass fits, and in a CUDA
+        graph, where the host can read nothing, C = T. Evaluation in a graph is as training.
         """
-        config = self.training if self.in_training else self.evaluation
-        if self._eval_by_default and not self.in_training and capturing():
+        if self.in_training:
             return self.training
-        return config
+        if self._generates_without_drops and self.generates:
+            return self.generation if capturing() else self._fits
+        if self._eval_by_default and capturing():
+            return self.training
+        return self.evaluation
 
     def sizes(self, num_tokens: int) -> PoolSizes:
         """Return the sizes of the pass that the router routed last, of a round if it has several.
@@ -399,6 +433,15 @@ class LayerConfigs:
     def in_training(self) -> bool:
         """True while the layer is in training mode, and before it has a router."""
         return self._router is None or self._router.training
+
+    @property
+    def generates(self) -> bool:
+        """True while the layer generates text.
+
+        Then it gets an `inference_context`, or runs in torch's inference mode, as in Megatron's
+        engines. A rank without a request computes for its peers without a context.
+        """
+        return not self.in_training and (self.given_context or torch.is_inference_mode_enabled())
 
     def check_controlled(self) -> None:
         """Raise if `schedule` or `on_overflow` is set but the object that follows it is missing.
@@ -430,8 +473,10 @@ class LayerConfigs:
     def find_factors(self) -> None:
         """Look up the factors of this layer, now that it has a number."""
         layer_number = number_in_model(self._router)
-        self.training = self._translate(layer_number=layer_number)
-        self.evaluation = self._translate(layer_number=layer_number, training=False)
+        self._set(
+            self._translate(layer_number=layer_number),
+            self._translate(layer_number=layer_number, training=False),
+        )
 
     def set_factor(self, factor: CapacityFactor) -> None:
         """Change the factor of training, and of evaluation if it is as training.
@@ -439,9 +484,8 @@ class LayerConfigs:
         Call it between steps, on all ranks alike. CUDA graphs that were captured before raise when
         they are replayed.
         """
-        self.training = dataclasses.replace(self.training, capacity_factor=factor)
-        if self._eval_follows:
-            self.evaluation = self.training
+        training = dataclasses.replace(self.training, capacity_factor=factor)
+        self._set(training, training if self._eval_follows else self.evaluation)
 
 
 def passes_in_flight(config: Any, pp_rank: int) -> int:
@@ -509,16 +553,31 @@ def _factor(
 
 
 def _alignment(config: Any, options: PaddedOptions) -> int:
-    """Return the alignment in rows.
+    """Return the alignment in rows, the largest that one of the config's recipes needs.
 
     Megatron-Core 0.16.1 to 0.20 needs 32 for fp8 in the recipe mxfp8, 16 in the others, and for
-    fp4 what its recipe says.
+    fp4 what its recipe says. Megatron does not ask `quant_recipe`, which gives modules recipes of
+    their own.
     """
     if options.alignment != "auto":
         return options.alignment
-    if config.fp8:
-        return get_fp8_align_size(config.fp8_recipe)
-    return get_fp4_align_size(config.fp4_recipe) if config.fp4 else 1
+    fp8, fp4 = _own_recipes(_read(config, "quant_recipe"))
+    fp8 += [config.fp8_recipe] if config.fp8 else []
+    fp4 += [config.fp4_recipe] if config.fp4 else []
+    return max([1, *map(get_fp8_align_size, fp8), *map(get_fp4_align_size, fp4)])
+
+
+def _own_recipes(quant_recipe: Any) -> tuple[list[Any], list[Any]]:
+    """Return the recipes of fp8 and of fp4 in a `quant_recipe`, of Megatron's kind or another."""
+    settings = getattr(quant_recipe, "configs", None) or {}
+    parts = [
+        one.get(part) or {}
+        for one in settings.values()
+        for part in ("training_recipe", "evaluation_recipe")
+    ]
+    names = "fp8_quantization_recipe", "fp4_quantization_recipe"
+    fp8, fp4 = ([part[name] for part in parts if part.get(name)] for name in names)
+    return fp8, fp4
 
 
 def _read(config: Any, name: str) -> Any:

@@ -32,8 +32,9 @@ _log = logging.getLogger("padded_dispatch")
 class CapacityControl:
     """The capacity factors of a model's layers, and when they change.
 
-    All ranks must call all methods. `factors`: the factor of every layer of the model, by layer
-    number.
+    All ranks must call all methods. By layer number: `factors`, the factor of every layer of the
+    model, and `reads_above`, the snapshots in a row in which a layer dropped more than the
+    threshold.
 
     Args:
         chunks: the model's chunks on this rank.
@@ -58,8 +59,7 @@ class CapacityControl:
             factors |= of_rank
         self.factors: dict[int, CapacityFactor] = dict(sorted(factors.items()))
         self._num_warnings = 0
-        # Consecutive snapshots in which a layer dropped more than the threshold.
-        self._reads_above = dict.fromkeys(self.factors, 0)
+        self.reads_above = dict.fromkeys(self.factors, 0)
         self._changed_at = dict.fromkeys(self.factors, step)
         past = [change for change in options.factor_of_step if change <= step]
         if past:
@@ -72,7 +72,7 @@ class CapacityControl:
         """
         self.factors |= factors
         self._changed_at |= dict.fromkeys(factors, self._step)
-        self._reads_above |= dict.fromkeys(factors, 0)
+        self.reads_above |= dict.fromkeys(factors, 0)
         for number in factors.keys() & self._configs.keys():
             self._configs[number].set_factor(factors[number])
 
@@ -134,8 +134,8 @@ class CapacityControl:
         start = snapshots.step - snapshots.num_steps
         above = [n for n in self._above(snapshots.training) if self._changed_at[n] <= start]
         for number in self.factors:
-            self._reads_above[number] = self._reads_above[number] + 1 if number in above else 0
-        ripe = [n for n in above if self._reads_above[n] >= self._options.grow_after]
+            self.reads_above[number] = self.reads_above[number] + 1 if number in above else 0
+        ripe = [n for n in above if self.reads_above[n] >= self._options.grow_after]
         larger = {n: self._larger(self.factors[n]) for n in ripe}
         stuck = [n for n, factors in larger.items() if not factors]
         if stuck:

@@ -76,6 +76,14 @@ _EVALUATION_IS_AS_TRAINING = (
     "captures evaluation; for another capacity set eval_factor"
 )
 
+_LESS_TO_TRAIN = "set moe_expert_capacity_factor, 1.25 for a start"
+_LESS_TO_GENERATE = "set eval_factor, 4 for a start, or capture graphs of fewer tokens"
+
+_GENERATION_DROPS_NOTHING = (
+    "padded dispatch in a CUDA graph of text generation: it drops nothing (C = T); to pay less "
+    "memory in graphs of many tokens, set eval_factor to a number"
+)
+
 _OVERLAP_TAKES_TWO_STREAMS = (
     "overlap_moe_expert_parallel_comm uses two streams, and direct stores must be ordered on one"
 )
@@ -226,11 +234,19 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         config = self.dispatch_config
         choice = self._choose(config, tokens_TD, probs)
         if choice is not self._choice:
-            announce(config, tokens_TD, packed=choice.exchange.packed, logs=self._logs)
+            generates = config is self.configs.generation
+            announce(
+                config,
+                tokens_TD,
+                packed=choice.exchange.packed,
+                logs=self._logs and not generates,
+                fix=_LESS_TO_GENERATE if generates else _LESS_TO_TRAIN,
+            )
             self._choice = choice
-            self._log_choice(tokens_TD.shape[0])
-        if self._logs and self._options.eval_factor is None and not self.configs.in_training:
-            _log_once(logging.INFO, _EVALUATION_FITS if config.fits else _EVALUATION_IS_AS_TRAINING)
+            fits = config.fits
+            self._log_choice("that fits" if fits else f"at {len(tokens_TD)} tokens per rank")
+        if self._logs and not self.configs.in_training:
+            self._log_evaluation(config)
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
         self._rounds = None
@@ -351,11 +367,18 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             experts = "packed" if self._choice.exchange.packed else "batched"
         return {"experts": experts, "exchange": self._choice.kind}
 
-    def _log_choice(self, num_tokens: int) -> None:
+    def _log_evaluation(self, config: DispatchConfig) -> None:
+        """Log once what evaluation and text generation drop by default."""
+        if config is self.configs.generation:
+            _log_once(logging.INFO, _GENERATION_DROPS_NOTHING)
+        elif self._options.eval_factor is None:
+            _log_once(logging.INFO, _EVALUATION_FITS if config.fits else _EVALUATION_IS_AS_TRAINING)
+
+    def _log_choice(self, which: str) -> None:
         if self._logs and self._choice is not None:
             _log_once(
                 logging.INFO,
-                f"padded dispatch at {num_tokens} tokens per rank: "
+                f"padded dispatch {which}: "
                 f"experts={self.chosen['experts']} ({self._experts.reason}), "
                 f"exchange={self._choice.kind} ({self._choice.reason})",
             )
@@ -401,7 +424,14 @@ def counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
             yield from dispatcher.eval_counters.tensors()
 
 
-def announce(config: DispatchConfig, tokens_TD: Tensor, *, packed: bool, logs: bool) -> None:
+def announce(
+    config: DispatchConfig,
+    tokens_TD: Tensor,
+    *,
+    packed: bool,
+    logs: bool,
+    fix: str = _LESS_TO_TRAIN,
+) -> None:
     """Log once per shape what it costs to drop nothing, and raise if it cannot fit.
 
     Args:
@@ -409,6 +439,7 @@ def announce(config: DispatchConfig, tokens_TD: Tensor, *, packed: bool, logs: b
         tokens_TD: [T, D].
         packed: the experts read packed rows.
         logs: this rank logs.
+        fix: the setting that asks for fewer slots.
 
     Raises:
         ValueError: when one layer's buffers exceed the whole memory of the device; the same on all
@@ -425,7 +456,6 @@ def announce(config: DispatchConfig, tokens_TD: Tensor, *, packed: bool, logs: b
         f"C = {capacity} slots per (source, expert): up to {size.total / 2**30:.2f} GiB of buffers "
         f"per layer, {ratio:.1f} times a dropless one"
     )
-    fix = "set moe_expert_capacity_factor, 1.25 for a start"
     if tokens_TD.is_cuda:
         memory = torch.cuda.get_device_properties(tokens_TD.device).total_memory
         if size.total > memory:

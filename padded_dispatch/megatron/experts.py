@@ -161,7 +161,9 @@ def _against_ours(config: Any) -> str:
         return refused
     if not config.bf16:
         return "bf16 is not set"
-    sizes = config.hidden_size, config.moe_ffn_hidden_size
+    if (config.expert_tensor_parallel_size or 1) > 1:
+        return "no times were measured with expert_tensor_parallel_size above 1"
+    sizes = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size
     if any(size % 8 for size in sizes):
         return f"the sizes {sizes[0]} and {sizes[1]} are not multiples of 8"
     return _against_device()
@@ -198,7 +200,7 @@ class StackedExperts(MegatronModule):
     Args:
         config: the layer's TransformerConfig.
         experts: the TEGroupedMLP or SequentialMLP that it replaces.
-        pg_collection: `ep` and `expt_dp` are used, for distributed checkpoints.
+        pg_collection: `ep`, `expt_tp` and `expt_dp` are used, for checkpoints.
 
     Raises:
         ValueError: names every setting that it does not support.
@@ -213,9 +215,20 @@ class StackedExperts(MegatronModule):
             config.recompute_modules
         )
         delays = delays_weight_gradients(config)
-        self.linear_fc1 = StackedLinear(*_parameters(experts, "linear_fc1"), delays=delays)
-        self.linear_fc2 = StackedLinear(*_parameters(experts, "linear_fc2"), delays=delays)
         self._ep_group, self._dp_group = pg_collection.ep, pg_collection.expt_dp
+        self._etp_group = pg_collection.expt_tp
+        splits = self._etp_group.size() > 1
+
+        def stacked(name: str, split_axis: int) -> StackedLinear:
+            return StackedLinear(
+                *_parameters(experts, name),
+                delays=delays,
+                split_axis=split_axis if splits else None,
+            )
+
+        self.linear_fc1, self.linear_fc2 = stacked("linear_fc1", 0), stacked("linear_fc2", 1)
+        # Each rank would add fc2's bias to its part of the sum. Megatron refuses such configs, too.
+        assert not splits or self.linear_fc2.bias is None
 
     @nvtx_range("experts")
     def forward(self, rows_ND: Tensor, rows_L: Tensor, probs_N: Tensor) -> tuple[Tensor, None]:
@@ -288,7 +301,8 @@ class StackedExperts(MegatronModule):
             offsets=tuple(sharded_offsets),
             first=self._ep_group.rank() * num_local_experts,
             num_experts=self._ep_group.size() * num_local_experts,
-            replica=(0, 0, self._dp_group.rank()),
+            split=(self._etp_group.rank(), self._etp_group.size()),
+            replica=self._dp_group.rank(),
             one_by_one=bool((metadata or {}).get("singleton_local_shards", False)),
         )
         halves = {"linear_fc1": 2 if self.activation.gated else 1, "linear_fc2": 1}
@@ -308,7 +322,8 @@ class ShardedLayout:
         offsets: (axis, place, pieces) of the axes in front, such as the layers'.
         first: the id of this rank's first expert.
         num_experts: E.
-        replica: (pipeline, tensor, data parallel) coordinates among copies; only zeros are written.
+        split: (place, pieces) of the axis along which ranks split every expert.
+        replica: this rank's place among the ranks that hold the same; only the first one writes.
         one_by_one: every expert has its own keys, instead of a place on a common axis.
     """
 
@@ -316,7 +331,8 @@ class ShardedLayout:
     offsets: tuple[tuple[int, int, int], ...]
     first: int
     num_experts: int
-    replica: tuple[int, int, int]
+    split: tuple[int, int]
+    replica: int
     one_by_one: bool
 
     def expert(self, local: int) -> tuple[str, tuple[tuple[int, int, int], ...]]:
@@ -336,21 +352,28 @@ class StackedLinear(nn.Module):
     Attributes:
         weight: [L, out, in].
         bias: [L * out], or None.
-        tensor_model_parallel: False: a rank holds whole experts. Megatron-Bridge reads it.
+        tensor_model_parallel: whether ranks split every expert. Megatron-Bridge reads it.
+        partition_dim: the axis of [out, in] that they split, likewise.
         delayed: gradients of the weight that `backward_dw` will compute; None if backward does.
 
     Args:
         weights: [out, in] each; copied, with the attributes that Megatron gave them.
         biases: [out] each, likewise; none where there is no bias.
         delays: whether `backward_dw` computes the gradient of the weight.
+        split_axis: the axis of [out, in] that ranks split, if they split experts.
     """
 
-    tensor_model_parallel = False
-
     def __init__(
-        self, weights: list[Tensor], biases: list[Tensor], *, delays: bool = False
+        self,
+        weights: list[Tensor],
+        biases: list[Tensor],
+        *,
+        delays: bool = False,
+        split_axis: int | None = None,
     ) -> None:
         super().__init__()
+        self.tensor_model_parallel = split_axis is not None
+        self.partition_dim = 0 if split_axis is None else split_axis
         self.delayed: Delayed | None = deque() if delays else None
         self._when_added: list[Callable[[], None]] = []
         self.num_experts = len(weights)
@@ -439,7 +462,7 @@ class StackedLinear(nn.Module):
             num_parts: 2 if gate and up have separate shards, else 1.
         """
         found: dict[str, Any] = {
-            kind: _factory(f"{name}.{kind}", parameter, layout, self.num_experts, num_parts)
+            kind: self._factory(f"{name}.{kind}", parameter, layout, num_parts)
             for kind, parameter in self.named_parameters()
         }
         for local in range(self.num_experts):
@@ -448,48 +471,55 @@ class StackedLinear(nn.Module):
                 _NO_SCALES,
                 f"{layout.prefix}{expert_key}{name}._extra_state",
                 offsets,
-                replica_id=layout.replica,
+                replica_id=(0, layout.split[0], layout.replica),
             )
         return found
 
+    def _factory(
+        self, name: str, parameter: nn.Parameter, layout: ShardedLayout, num_parts: int
+    ) -> ShardedTensorFactory:
+        axis = self.partition_dim if parameter.dim() == 3 else 0  # A bias has one only.
+        shape = self.num_experts, -1, *parameter.shape[2:]
+        split, num_splits = layout.split
 
-def _factory(
-    name: str, parameter: nn.Parameter, layout: ShardedLayout, num_experts: int, num_parts: int
-) -> ShardedTensorFactory:
-    def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any) -> Any:
-        if flattened_range is not None:
-            raise ValueError(
-                "the distributed optimizer's checkpoint must keep parameters whole, got flattened "
-                "ones; set its format to fully_reshardable or dp_reshardable"
-            )
-        # Not `layout.prefix`: Megatron takes the number of a layer out of a key, where all layers
-        # are alike, and an optimizer puts the name of its state in front.
-        experts = key.removesuffix(name)
-        shards = []
-        for local, expert in enumerate(data.detach().view(num_experts, -1, *parameter.shape[2:])):
-            expert_key, offsets = layout.expert(local)
-            for number, part in enumerate(expert.chunk(num_parts)):
-                part_key, place = f"{experts}{expert_key}{name}", (len(offsets), number, num_parts)
-                if layout.one_by_one and num_parts > 1:
-                    part_key, place = f"{part_key}_{'wv'[number]}", (len(offsets), 0, 1)
-                shards.append(
-                    ShardedTensor.from_rank_offsets(
-                        part_key,
-                        part,
-                        *offsets,
-                        place,
-                        replica_id=replica_id,
-                        prepend_axis_num=len(offsets),
-                    )
+        def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any) -> Any:
+            if flattened_range is not None:
+                raise ValueError(
+                    "the distributed optimizer's checkpoint must keep parameters whole, got "
+                    "flattened ones; set its format to fully_reshardable or dp_reshardable"
                 )
-        return shards
+            # Not `layout.prefix`: Megatron takes the number of a layer out of a key, where all
+            # layers are alike, and an optimizer puts the name of its state in front.
+            experts = key.removesuffix(name)
+            shards = []
+            for local, expert in enumerate(data.detach().view(shape)):
+                expert_key, offsets = layout.expert(local)
+                for number, part in enumerate(expert.chunk(num_parts)):
+                    part_key = f"{experts}{expert_key}{name}"
+                    # All gates lie before all ups.
+                    place, num_places = number * num_splits + split, num_parts * num_splits
+                    if layout.one_by_one and num_parts > 1:
+                        part_key = f"{part_key}_{'wv'[number]}"
+                        place, num_places = split, num_splits
+                    shards.append(
+                        ShardedTensor.from_rank_offsets(
+                            part_key,
+                            part,
+                            *offsets,
+                            (len(offsets) + axis, place, num_places),
+                            replica_id=replica_id,
+                            prepend_axis_num=len(offsets),
+                        )
+                    )
+            return shards
 
-    def merge(loaded: Any) -> Tensor:
-        return torch.cat(loaded).view_as(parameter)
+        def merge(loaded: Any) -> Tensor:
+            return torch.cat(loaded).view_as(parameter)
 
-    return ShardedTensorFactory(
-        f"{layout.prefix}{name}", parameter, build, merge, replica_id=layout.replica
-    )
+        replica = (0, 0, layout.replica)
+        return ShardedTensorFactory(
+            f"{layout.prefix}{name}", parameter, build, merge, replica_id=replica
+        )
 
 
 def _split(linear: StackedLinear, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -594,8 +624,6 @@ _FIELDS = (
     _field("moe_mlp_glu_interleave_size", "gate and up are not interleaved", given),
     _field("moe_single_grouped_bias", "biases are read one by one", bool),
     _field("moe_apply_probs_on_input", "probabilities weigh the activation", bool),
-    _field("moe_latent_size", "untested", given),
-    _field("expert_tensor_parallel_size", "untested", lambda size: (size or 1) > 1),
     _field("fp16", "they compute in bf16, on CPUs in any other dtype, too", bool),
     _field("fp8", "they compute in bf16", given),
     _field("fp4", "they compute in bf16", given),

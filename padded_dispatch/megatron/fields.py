@@ -202,7 +202,7 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
         "which tokens are dropped depends on the rest of the batch",
         "leave it False",
     ),
-    _refused("cpu_offloading", "untested with the plan among the saved tensors", "unset it"),
+    _harmless("cpu_offloading", "backward reads saved tensors only, the plan's among them"),
     _used("cuda_graph_impl", "nothing on the padded path reads a value on the host"),
     _used(
         "cuda_graph_modules",
@@ -216,12 +216,11 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
     _harmless(
         "fine_grained_activation_offloading", "in attention, norms and experts; see offload_modules"
     ),
+    _used("fp4", "as fp8; runs on Blackwell only, and has not run with padded rows yet"),
     _used(
-        "fp4",
-        "as fp8; Transformer Engine runs it on Blackwell only",
-    ),
-    _used(
-        "fp8", "TEGroupedMLP quantizes padded, aligned rows; not in a CUDA graph that has experts"
+        "fp8",
+        "TEGroupedMLP quantizes padded, aligned rows, in CUDA graphs, too; the recipe mxfp8 runs "
+        "on Blackwell only, and has not run with padded rows yet",
     ),
     _refused(
         "hybrid_context_parallel",
@@ -250,7 +249,11 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
         "overlap_moe_expert_parallel_comm",
         "rows of a microbatch travel while another computes, by the all-to-all",
     ),
-    _used("quant_recipe", "TEGroupedMLP follows it"),
+    _used(
+        "quant_recipe",
+        "TEGroupedMLP follows it; rows are aligned for all of its recipes; in CUDA graphs of "
+        "layers with experts beside fp8 or fp4 only, or with disable_parameter_transpose_cache",
+    ),
     _used("recompute_granularity", "recompute plans again, and counts once"),
     _used("recompute_modules", "recompute plans again, and counts once"),
     _used("sequence_parallel", "T is this rank's share of the tokens"),

@@ -33,6 +33,7 @@ from padded_dispatch.config import (
 
 Alignment = int | Literal["auto"]
 Experts = Literal["auto", "module", "packed", "batched"]
+Router = Literal["auto", "megatron"]
 OnOverflow = Literal["drop", "warn", "error", "grow", "retry"]
 
 _NO_DROP_TEXT = "no-drop"
@@ -244,6 +245,12 @@ class PaddedOptions:
         "auto: direct where it can work, else alltoall; alltoall: all slots, by any backend; "
         "direct: stores of real rows between the GPUs of one host, for packed experts",
         choices=get_args(ExchangeKind),
+    )
+    router: Router = _option(
+        "auto",
+        "scores, top-k and maps of routers: auto: in one kernel where the config allows it, with "
+        "the bits of Megatron's code; megatron: by Megatron's code",
+        choices=get_args(Router),
     )
     microbatches_in_flight: int | Literal["auto"] = _option(
         "auto",

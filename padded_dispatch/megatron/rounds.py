@@ -6,6 +6,9 @@ steps of the dispatcher around the experts hand on tokens as they are. Where the
 input of its experts, all rounds but the last run, and the layer's own call of its experts computes
 the last one. So `MoELayer` needs no change.
 
+All ranks go through as many rounds as the one with most tokens. A rank with fewer appends tokens
+that ask for no expert, so that no round of its is empty, and cuts them off at the end.
+
 Letters: T tokens, D hidden size, E experts, N rows of this rank's experts.
 """
 
@@ -13,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from padded_dispatch.exchange import Exchange, ExpertInput
@@ -55,14 +59,20 @@ class Rounds:
             probs_TE: floating point [T, E].
             counters: counts the pass; None leaves it out.
         """
-        self._shape, tokens_TD = tokens.shape, tokens.flatten(0, -2)
-        length, received = self._fitted.tokens_per_round, []
-        for start in range(0, len(tokens_TD), length):
+        self._shape = tokens.shape
+        length, num_rounds = self._fitted.tokens_per_round, self._fitted.num_rounds
+        missing = max(0, (num_rounds - 1) * length + 1 - self._shape[:-1].numel())
+        tokens_TD, probs_TE, map_TE = (
+            F.pad(tensor, (0, 0, 0, missing)) if missing else tensor
+            for tensor in (tokens.flatten(0, -2), probs_TE, self._map_TE)
+        )
+        received = []
+        for start in range(0, num_rounds * length, length):
             if self._last is not None:
                 rows_ND = experts(*arguments_of_experts(self._last[1]))[0]
                 self._outputs.append(self._combine(rows_ND))
             part = slice(start, start + length)
-            self._last = self._dispatch(tokens_TD[part], probs_TE[part], self._map_TE[part])
+            self._last = self._dispatch(tokens_TD[part], probs_TE[part], map_TE[part])
             plan, arranged = self._last
             received.append(arranged.kept_SL)
             if counters is not None:
@@ -79,7 +89,8 @@ class Rounds:
             out_ND: the experts' output in the last round.
         """
         assert self._shape is not None
-        return torch.cat([*self._outputs, self._combine(out_ND)]).view(self._shape)
+        combined_TD = torch.cat([*self._outputs, self._combine(out_ND)])
+        return combined_TD[: self._shape[:-1].numel()].view(self._shape)
 
     def _dispatch(
         self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor

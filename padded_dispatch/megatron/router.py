@@ -21,6 +21,7 @@ experts; P experts per group.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from padded_dispatch.config import DispatchConfig, PoolSizes, require
 from padded_dispatch.exchange import Exchange
@@ -37,16 +39,9 @@ from padded_dispatch.exchange.choose import agree_on_shapes
 from padded_dispatch.exchange.fit import Fitted, require_eager
 from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.config import LayerConfigs, padded_options, settings_of
+from padded_dispatch.megatron.routed import routed, say_once, why_not
 from padded_dispatch.ops.counters import RoutingObserver
 from padded_dispatch.ops.overflow import select_with_remedy
-
-# Megatron-Core 0.16.1 to 0.19.0: `TransformerLayer._te_cuda_graph_capture` and
-# `_te_cuda_graph_replay` call the MoE layer without the mask.
-MASK_IS_LOST = (
-    "Megatron drops the mask where cuda_graph_impl='transformer_engine' captures or replays a "
-    "layer, and padding tokens would then take slots and count in the losses; train without "
-    "padding_mask, or set cuda_graph_impl='none'"
-)
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -129,15 +124,12 @@ class SelectAfterCounting(TopKRouter):
     `num_draws`: int64 [1], the draws so far; a buffer under policy "random", else None.
     `protected_T`: bool [T], the tokens that get slots first; None before the first `protect`.
     `was_captured`: whether a CUDA graph holds a pass of this router.
-    `saw_padding_mask`: whether the last training pass had a padding mask; kept up to date only
-        where Transformer Engine captures layers.
     """
 
     selector: Selector
     num_draws: Tensor | None
     protected_T: Tensor | None
     was_captured: bool
-    saw_padding_mask: bool
     _tokens_TD: Tensor | None
     _settings: Values | None
 
@@ -155,7 +147,6 @@ class SelectAfterCounting(TopKRouter):
         self.register_buffer("num_draws", num_draws)
         self.protected_T = None
         self.was_captured = False
-        self.saw_padding_mask = False
         self._tokens_TD = None
         self._settings = None
         self.selector = selector
@@ -173,7 +164,8 @@ class SelectAfterCounting(TopKRouter):
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Compare shapes over the ranks, then run `TopKRouter.forward`.
 
-        This is the layer's first step, so ranks that differ raise before any exchange.
+        This is the layer's first step, so ranks that differ raise before any exchange. Evaluation
+        that fits takes another T on each rank, as Megatron's dynamic engine has it.
         """
         config, tokens_TD = self.selector.configs.now, input.flatten(0, -2)
         # The mode is compared, too: training and evaluation may have the same capacity here, but
@@ -183,19 +175,20 @@ class SelectAfterCounting(TopKRouter):
             config,
             tokens_TD,
             self._rules(padding_mask),
+            any_tokens=config.fits and not self.training,
             training=int(self.training),
         )
         if self.training:
             self.selector.configs.check_controlled()
-        if self.training and self.config.cuda_graph_impl == "transformer_engine":
-            require(
-                padding_mask is not None or not self.saw_padding_mask,
-                "padding_mask",
-                padding_mask,
-                "be given in every training step once one step had it",
-                MASK_IS_LOST,
-            )
-            self.saw_padding_mask = padding_mask is not None
+        num_tokens = tokens_TD.shape[0]
+        require(
+            padding_mask is None or padding_mask.numel() == num_tokens,
+            "padding_mask.shape",
+            None if padding_mask is None else list(padding_mask.shape),
+            f"have one entry for each of the {num_tokens} tokens of this rank",
+            "with sequence parallelism, split the mask like the tokens on later pipeline stages; "
+            "Megatron does so on the first one only",
+        )
         self._tokens_TD = tokens_TD
         try:
             return super().forward(input, padding_mask)
@@ -233,12 +226,17 @@ class SelectAfterCounting(TopKRouter):
         return router_gating_linear(input, self.weight, self.bias.to(dtype), dtype)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
-        """Run `TopKRouter.routing`, then keep at most C rows per expert.
+        """Do what `TopKRouter.routing` does, then keep at most C rows per expert.
 
         Returns:
             Probabilities [T, E], exactly 0 where not kept, and the kept map, bool [T, E].
         """
-        probs_TE, map_TE = super().routing(logits, padding_mask)
+        if padding_mask is not None:
+            # Without gradients of masked rows: an auxiliary loss divides by the number of tokens,
+            # and if all are masked its gradient is NaN, which a product with 0 would keep.
+            masked = padding_mask.reshape(*logits.shape[:-1], 1)
+            logits = logits.masked_fill(masked, 0)
+        probs_TE, map_TE = self._asked(logits, padding_mask)
         config = self.selector.configs.now
         scores_TE = choice_TE = None
         if config.remedy == "reroute" and not config.fits:
@@ -265,6 +263,18 @@ class SelectAfterCounting(TopKRouter):
         for observer in self._observers():
             observer.observe(map_TE, probs_TE.detach(), selection, sizes)
         return selection.probs_TE, selection.kept_TE
+
+    def _asked(self, logits: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what `TopKRouter.routing` returns, in fewer launches where that is possible."""
+        reason = "the option router is 'megatron'"
+        if padded_options(self.config).router == "auto":
+            reason = why_not(self, logits, padding_mask)
+        say_once(reason)
+        if not reason:
+            return routed(self, logits)
+        recomputes = self.training and not torch.is_grad_enabled()
+        with _SortedChoices() if recomputes else nullcontext():
+            return super().routing(logits, padding_mask)
 
     def _sizes(self, config: DispatchConfig, asked_TE: Tensor) -> PoolSizes:
         """Return the sizes of this pass; with `FIT`, find them and leave them to the dispatcher."""
@@ -356,6 +366,23 @@ def _combined(base: type) -> type:
     """
     names = {"__qualname__": base.__qualname__, "__module__": base.__module__}
     return type(base)(base.__name__, (SelectAfterCounting, base), names)
+
+
+class _SortedChoices(TorchFunctionMode):
+    """Let `topk` sort what it finds, as in a pass with gradients.
+
+    From 0.18 on Megatron leaves a token's chosen experts unsorted in a pass without gradients. A
+    softmax over them then rounds in another order, also in the first pass of recompute: its output
+    differs from that of the second pass, whose gradients train, and from a CUDA graph's.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.topk:
+            kwargs["sorted"] = True
+        return func(*args, **kwargs)
 
 
 class _Demands:

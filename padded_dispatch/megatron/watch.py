@@ -36,6 +36,7 @@ class CapacityWatch:
             change. CUDA graphs have to be captured again.
         step: steps that a resumed run has done already, else 0.
         factors: factors of its layers at that step, by layer number; may name other layers.
+        reads_above: its `reads_above` at that step.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class CapacityWatch:
         changed: Callable[[int, list[str]], None],
         step: int = 0,
         factors: Mapping[int, CapacityFactor] | None = None,
+        reads_above: Mapping[int, int] | None = None,
     ) -> None:
         self.step = step
         self._show = show
@@ -55,11 +57,17 @@ class CapacityWatch:
         self._control = CapacityControl(chunks, options, step=step)
         known = self._control.factors.keys()
         self._control.set_factors({n: f for n, f in (factors or {}).items() if n in known})
+        self._control.reads_above |= reads_above or {}
 
     @property
     def factors(self) -> dict[int, CapacityFactor]:
         """Capacity factors of all layers of the model, by layer number."""
         return self._control.factors
+
+    @property
+    def reads_above(self) -> dict[int, int]:
+        """Readings in a row in which a layer dropped too much, by layer number."""
+        return self._control.reads_above
 
     def after_step(self) -> None:
         """Count a step, show a reading if there is one, and apply changes of factors.
@@ -86,15 +94,29 @@ class CapacityWatch:
             self._show(reading)
             self._tell(self._control.react(reading))
 
-    def finish(self) -> None:
-        """Show and check a last reading, after the last step.
+    def before_checkpoint(self) -> None:
+        """Read all counts now, between two steps, and apply changes of factors.
+
+        A checkpoint has no counters. So a run that resumes from it reads over the same steps as the
+        run that wrote it, and both decide alike.
 
         Raises:
             RuntimeError: see `CapacityControl.step`.
         """
         reading = self._telemetry.read()
         self._show(reading)
-        self._control.check(reading)
+        self._tell(self._control.react(reading))
+
+    def finish(self) -> None:
+        """Show and check a last reading after the last step, unless `before_checkpoint` has.
+
+        Raises:
+            RuntimeError: see `CapacityControl.step`.
+        """
+        reading = self._telemetry.read()
+        if reading.num_steps:
+            self._show(reading)
+            self._control.check(reading)
 
     def _tell(self, changes: list[str]) -> None:
         if changes:

@@ -36,11 +36,12 @@ _DECISIVE = ("model", "recipe", "dispatch", "layout")
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The progress of a run: steps done, the first step's loss, each padded layer's factor."""
+    """The progress of a run: steps done, the first step's loss, what `CapacityWatch` knows."""
 
     step: int
     first_loss: float
     factors: dict[int, CapacityFactor]
+    reads_above: dict[int, int]
 
 
 def newest(run_dir: Path) -> Path:
@@ -135,7 +136,12 @@ def load(checkpoint: Path, chunks: list[Any], optimizer: TorchAdam | MegatronAda
     factors: dict[int, CapacityFactor] = {
         int(number): read_factor(text) for number, text in about["factors"].items()
     }
-    return Progress(step=about["step"], first_loss=about["first_loss"], factors=factors)
+    return Progress(
+        step=about["step"],
+        first_loss=about["first_loss"],
+        factors=factors,
+        reads_above={int(number): reads for number, reads in about["reads_above"].items()},
+    )
 
 
 def _state_of_rank(chunks: list[Any], optimizer: TorchAdam) -> dict[str, Any]:

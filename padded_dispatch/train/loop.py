@@ -178,7 +178,7 @@ def train_in_groups(settings: Settings, device: torch.device) -> Outcome:
     with megatron_state(settings):
         recorder = Recorder(settings, device) if settings.output.out else None
         trainer = _build(settings, device)
-        start = checkpoint.Progress(step=0, first_loss=math.nan, factors={})
+        start = checkpoint.Progress(step=0, first_loss=math.nan, factors={}, reads_above={})
         if settings.output.resume:
             assert settings.output.run_dir is not None
             newest = checkpoint.newest(settings.output.run_dir)
@@ -251,6 +251,7 @@ def _run(
             changed=functools.partial(_follow_changes, trainer.graphs, log),
             step=start.step,
             factors=start.factors,
+            reads_above=start.reads_above,
         )
     first_loss, rows, evaluations = start.first_loss, [], []
     for number in range(start.step + 1, output.steps + 1):
@@ -277,8 +278,14 @@ def _run(
                 log.evaluation(number, evaluations[-1].loss)
         if output.save_every and (last or number % output.save_every == 0):
             with meter.paused():
-                factors = watch.factors if watch else {}
-                progress = checkpoint.Progress(step=number, first_loss=first_loss, factors=factors)
+                if watch:
+                    watch.before_checkpoint()
+                progress = checkpoint.Progress(
+                    step=number,
+                    first_loss=first_loss,
+                    factors=watch.factors if watch else {},
+                    reads_above=watch.reads_above if watch else {},
+                )
                 checkpoint.save(settings, progress, trainer.chunks, trainer.optimizer)
     if tracer:
         tracer.close()

@@ -41,7 +41,12 @@ from padded_dispatch.bench.measure import batches, phase_of, phases_ms
         ("_swiglu_backward_activation_kernel", "activation"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>", "copies"),
-        ("void at::native::softmax_warp_forward", "other"),
+        ("_route_kernel", "router"),
+        ("void at::native::(anonymous namespace)::softmax_warp_forward", "router"),
+        ("void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>", "router"),
+        ("transformer_engine::fused_router::fused_moe_aux_loss_forward_kernel", "router"),
+        ("_count_kernel", "telemetry"),
+        ("void at::native::reduce_kernel", "other"),
     ],
 )
 def test_phase_of(kernel, phase):
@@ -59,8 +64,8 @@ def test_every_kernel_of_ours_has_a_phase():
     source = "".join(path.read_text() for path in package.rglob("*.py"))
     kernels = re.findall(r"@triton\.jit[^\n]*\ndef (\w+_kernel)\(", source)
     assert len(kernels) > 15
-    # The first counts for telemetry; the others are of experts with biases, which no case has.
-    without = {"_count_kernel", "_add_bias_kernel", "_dot_rows_kernel"}
+    # Of experts with biases, which no case has.
+    without = {"_add_bias_kernel", "_dot_rows_kernel"}
     assert {kernel for kernel in kernels if phase_of(kernel) == "other"} == without
 
 

@@ -14,6 +14,8 @@ def test_example():
     assert found.gemm_ms == pytest.approx(1.174, abs=0.0005)
     assert found.wire_ms == pytest.approx(1.044, abs=0.0005)
     assert found.ms == found.gemm_ms + found.wire_ms
+    assert found.sustained_gemm_ms == pytest.approx(1.174 * 790 / 670, abs=0.0005)
+    assert found.sustained_ms == found.sustained_gemm_ms + found.wire_ms
 
 
 def test_the_busiest_rank_decides():
@@ -22,6 +24,19 @@ def test_the_busiest_rank_decides():
     found = roofline(torch.tensor([[3, 4, 6, 0], [1, 0, 1, 2]]), shape)
     assert found.flops == 9 * 18 * 10 * 100
     assert found.wire_ms == pytest.approx(4 * 6 * 10 * 2 / 450e9 * 1e3)
+
+
+def test_few_rows_wait_for_memory():
+    shape = LayerShape(hidden_size=10, num_experts=4, top_k=1, ffn_size=100)
+    rows_SE = torch.tensor([[3, 4, 6, 0]])
+    # fc1: 13 rows of 10 + 200 elements and 4 weights of 2,000; fc2: of 100 + 10, and of 1,000.
+    products = 2 * (13 * 210 + 8000) + 2 * (13 * 110 + 4000)
+    found = roofline(rows_SE, shape)
+    assert found.gemm_ms == pytest.approx(3 * products / 4.3e12 * 1e3)
+    assert found.sustained_gemm_ms == found.gemm_ms
+    # Two of the six write gradients: 8 bytes instead of 2 for each weight.
+    more = roofline(rows_SE, shape, main_grad=True).gemm_ms - found.gemm_ms
+    assert more == pytest.approx(6 * 12000 / 4.3e12 * 1e3)
 
 
 def test_one_rank_sends_nothing():

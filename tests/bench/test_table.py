@@ -11,6 +11,7 @@ STOCK = {
     "contender": "stock-drop-pad",
     "variant": None,
     "graph": "layer",
+    "main_grad": "none",
     "fill": 0.78,
     "ms": 5.0,
     "floor_ms": 2.5,
@@ -23,6 +24,7 @@ STOCK = {
 OURS = STOCK | {"contender": "ours", "variant": "module", "ms": 4.0, "allocated_gib": None}
 OTHER_FACTOR = OURS | {"capacity_factor": 2.0, "floor_ms": None}
 BROKEN = OURS | {"graph": "none", "error": "ValueError: no"}
+FUSED = OURS | {"main_grad": "fused"}
 DROPLESS = STOCK | {"contender": "stock-dropless", "capacity_factor": None, "graph": "none"}
 
 
@@ -34,7 +36,8 @@ def test_line():
 
 
 def test_table_compares_with_stock_of_the_same_factor_and_graph():
-    title, header, *rows = table([STOCK, OURS, OTHER_FACTOR, BROKEN, DROPLESS]).splitlines()
+    given = [STOCK, OURS, OTHER_FACTOR, BROKEN, DROPLESS, FUSED]
+    title, header, *rows = table(given).splitlines()
     assert title == "tiny, EP 2, 64 tokens per rank, uniform"
     assert header.split("  ")[1].strip() == "contender"
     found = [" ".join(row.split()) for row in rows if row]
@@ -44,6 +47,7 @@ def test_table_compares_with_stock_of_the_same_factor_and_graph():
         "ours module graphed 2 78.0% 4.000 - - 0.500 - 300.0",
         "ours module 1.25 failed - - - - - -",
         "stock-dropless - 78.0% 5.000 - 2.00 0.500 1.50 300.0",
+        "ours module graphed main_grad fused 1.25 78.0% 4.000 - 1.60 0.500 - 300.0",
     ]
 
 

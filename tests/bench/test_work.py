@@ -100,6 +100,31 @@ def test_every_pass_has_a_fresh_batch_and_fresh_gradients(megatron):
     assert torch.equal(grads[0], grads[4])
 
 
+@pytest.mark.parametrize("contender", ["drop-pad", "module", "packed"])
+def test_gradients_are_added_to_main_grad_once(megatron, contender):
+    """Over 5 passes of 4 batches; packed experts add theirs themselves."""
+    case = _case(contender=contender, main_grad="separate")
+    data = batches(case, seed=0, dtype=torch.float32, device=CPU)
+    flags = stock_flags(case, on_gpu=False, router_fusion=False)
+    fresh, summed = build(case, flags, CPU), build(case, flags, CPU)
+    passes = Passes(summed, data, graphed=False, main_grad=case.main_grad)
+    single = Passes(fresh, data, graphed=False)
+    single._grad = passes._grad
+    expected = [torch.zeros_like(parameter) for parameter in fresh.parameters()]
+    for number in range(5):
+        passes.run(number)
+        single.run(number)
+        for total, parameter in zip(expected, fresh.parameters(), strict=True):
+            total += parameter.grad
+    for total, parameter in zip(expected, summed.parameters(), strict=True):
+        torch.testing.assert_close(parameter.main_grad, total, rtol=1e-6, atol=1e-6)
+
+
+def test_fused_gradients_are_asked_of_megatron():
+    flags = stock_flags(_case(main_grad="fused"), on_gpu=True, router_fusion=False)
+    assert flags["gradient_accumulation_fusion"]
+
+
 def test_idle_rank_gets_nothing():
     case = _case(ep=2, skew="idle-rank")
     for batch in batches(case, seed=0, dtype=torch.float32, device=CPU):
@@ -208,6 +233,7 @@ def test_exchanges_choose_among_our_contenders(monkeypatch, flags, expected):
             ["--contenders", "drop-pad", "module", "--exchange", "alltoall", "direct"],
             "exchange must be one that a contender uses on device=cpu with these --ep, got 'dir",
         ),
+        (["--main-grad", "fused"], "main-grad must be none or separate on a CPU, got 'fused'"),
         (["--repeats", "0"], "repeats must be at least 1, got 0"),
         (["--workers", "0"], "workers must be at least 1, got 0"),
         (["--minutes", "-1"], "minutes must be 0 or more, got -1.0"),
@@ -245,12 +271,16 @@ def test_more_workers_than_gpus(monkeypatch):
 
 @pytest.mark.gpu
 def test_command_on_a_gpu(tmp_path):
-    code, run = _run(tmp_path, "--workers", "1", "--models", "tiny", "--capacity-factors", "1.5")
-    rows = run["rows"]
-    assert [row["error"] for row in rows] == [None] * len(rows)
+    flags = ["--capacity-factors", "1.5", "--main-grad", "none", "separate", "fused"]
+    code, run = _run(tmp_path, "--workers", "1", "--models", "tiny", *flags)
+    assert [row["error"] for row in run["rows"]] == [None] * len(run["rows"])
     assert code == 0
+    assert run["about"]["max_sm_mhz"] > 0
+    assert all(len(row["sm_mhz"]) == 3 for row in run["rows"])
+    rows = [row for row in run["rows"] if row["main_grad"] == "none"]
+    assert len(run["rows"]) == 3 * len(rows)
     graphed = [row for row in rows if row["graph"] == "layer"]
-    assert [row["contender"] for row in graphed] == ["stock-drop-pad", *["ours"] * 4]
+    assert [row["contender"] for row in graphed] == ["stock-drop-pad", *["ours"] * 5]
     # A kernel that only we have, and one that both have: the profiler looks into graphs.
     assert graphed[1]["phases_ms"]["plan"] > 0
     assert graphed[1]["phases_ms"]["gemm"] > 0

@@ -250,9 +250,9 @@ class _Recorder:
         self.ranks = [0]
         self.limits_s: list[float] = []
 
-    def gather(self, row: torch.Tensor, limit_s: float, where: str) -> list[torch.Tensor]:
+    def is_same(self, row: torch.Tensor, limit_s: float, where: str) -> bool:
         self.limits_s.append(limit_s)
-        return [row]
+        return True
 
 
 def test_the_limit_is_longer_until_values_were_compared_twice(monkeypatch):

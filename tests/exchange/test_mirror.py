@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from padded_dispatch.exchange.mirror import AbsentRanksError, Mirror, _within, mirror_of
+from padded_dispatch.exchange.mirror import (
+    AbsentRanksError,
+    Mirror,
+    _numbered,
+    _wait,
+    _within,
+    mirror_of,
+)
 from padded_dispatch.utils import launch
 from padded_dispatch.utils.launch import WorkerError
 from tests.support.pool import WorkerPool
@@ -28,7 +35,7 @@ def errors_of_calls(mirror: Mirror, *limits_s: float) -> list[str]:
     errors = []
     for number, limit_s in enumerate(limits_s, start=2):
         with pytest.raises(AbsentRanksError) as caught:
-            mirror.gather(own_row(), limit_s, f"call {number} of layer 1")
+            mirror.is_same(own_row(), limit_s, f"call {number} of layer 1")
         errors.append(str(caught.value))
     return errors
 
@@ -54,16 +61,29 @@ def _late_in_a_grid(late: int) -> tuple[list[int], list[str]]:
     return torch.stack(rows).tolist(), errors
 
 
-def test_all_ranks_of_a_grid_raise_one_error_also_the_late_one(pool4):
-    results = pool4.run(_late_in_a_grid, 3, timeout_s=60)
+@pytest.mark.parametrize("late", [0, 1, 3])  # The first rank compares the rows.
+def test_all_ranks_of_a_grid_raise_one_error_also_the_late_one(pool4, late):
+    results = pool4.run(_late_in_a_grid, late, timeout_s=60)
     words = results[0][1][0]
     assert words.startswith(
         "all 4 ranks of the layer must come to call 2 of layer 1 within 0.5 s, got no call from "
-        "rank 3; the last call that all made: call 1 of layer 1; look for the first error"
+        f"rank {late}; the last call that all made: call 1 of layer 1; look for the first error"
     )
     assert "set agreement_timeout to more seconds" in words
     rows = [[rank, 7] for rank in range(4)]
     assert results == [(rows, [words, words])] * 4
+
+
+def _answers() -> list[bool]:
+    """Return what the ranks hear: all pass the same row, then each in turn another one."""
+    mirror, me = Mirror([dist.new_group()], LONG_S), dist.get_rank()
+    other = [-1, *range(dist.get_world_size()), -1]
+    return [mirror.is_same(torch.tensor([5, int(me == rank)]), LONG_S, "") for rank in other]
+
+
+def test_all_ranks_hear_that_any_one_differs(pool4):
+    answers = [True, False, False, False, False, True]
+    assert pool4.run(_answers, timeout_s=60) == [answers] * 4
 
 
 def _two_are_late() -> str:
@@ -79,12 +99,19 @@ def test_all_absent_ranks_are_named(pool4):
     assert "within 0.5 s, got no call from ranks 1, 2; the last call that all made: none;" in first
 
 
+def test_many_ranks_are_named_in_a_few_words():
+    assert _numbered([7]) == "rank 7"
+    assert _numbered([0, 1]) == "ranks 0, 1"
+    assert _numbered([1, 2, 4, 5, 6, 9]) == "ranks 1, 2, 4-6, 9"
+    assert _numbered(list(range(207)) + list(range(208, 256))) == "ranks 0-206, 208-255"
+
+
 def _one_ends() -> None:
     mirror = Mirror([dist.new_group()], LONG_S)
     mirror.gather(own_row(), LONG_S, "call 1 of layer 1")
     if dist.get_rank() == 1:
         os._exit(3)
-    mirror.gather(own_row(), LONG_S, "call 2 of layer 1")
+    mirror.is_same(own_row(), LONG_S, "call 2 of layer 1")
 
 
 def test_a_process_that_ends_is_named_long_before_the_limit(monkeypatch):
@@ -118,6 +145,29 @@ def test_a_rank_that_creates_no_dispatcher_is_named(pool2):
     assert words.startswith(
         "all 2 ranks of a group must create their dispatcher within 0.5 s, got none from rank 1; "
     )
+
+
+class _EndsAfterTheLook:
+    """A collective that ends just after the first wait for it has given up."""
+
+    def __init__(self, error: str) -> None:
+        self.error, self.looks = error, 0
+
+    def wait(self, *seconds: object) -> None:
+        self.looks += 1
+        if self.looks == 1:
+            raise RuntimeError("timed out")
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_collective_that_ends_as_a_look_for_signals_begins():
+    _wait(_EndsAfterTheLook(""))
+    with pytest.raises(RuntimeError, match="closed"):
+        _wait(_EndsAfterTheLook("closed"))
 
 
 class _DeadStore:

@@ -72,6 +72,14 @@ def layer_cases(device: str, num_ranks: int) -> Iterator[LayerCase]:
             packed = {"options": PaddedOptions(experts="packed")}
             yield LayerCase(name="packed experts", **packed, **wide)
             yield LayerCase(name="packed experts, every token to one", **packed, **full)
+            for experts in ("module", "packed", "batched"):
+                options = PaddedOptions(experts=experts, exchange="alltoall")
+                if num_ranks % 2 == 0 and experts != "module":
+                    split = {"tp": 2, "ep": num_ranks // 2, "etp": 2, "options": options, **plain}
+                    yield LayerCase(name=f"{experts} experts, ETP2", **split)
+                if device == "cuda":  # Megatron asks for Transformer Engine.
+                    name = f"{experts} experts, latent"
+                    yield LayerCase(name=name, options=options, latent=64, **wide)
             gpt_oss = {"bias": True, "gpt_oss": True}
             yield LayerCase(name="packed experts like GPT-OSS's", **packed, **gpt_oss, **wide)
         if dtype == torch.bfloat16 and device == "cuda":

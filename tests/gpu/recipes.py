@@ -45,7 +45,11 @@ def _run(name: str, given: argparse.Namespace, graphs: str) -> bool:
     """Run a recipe, write its log, print its result; return whether it trained to the end."""
     blocks = recipes()
     (array,) = re.findall(r"^GRAPHS=.*$", blocks[graphs], re.MULTILINE)
-    block = _pasted(given.megatron_lm) if name == PASTED else blocks[name]
+    try:
+        block = _pasted(given.megatron_lm) if name == PASTED else blocks[name]
+    except FileNotFoundError as error:  # `trace` has failed.
+        sys.stdout.write(f"FAILED  {name}  {error}\n")
+        return False
     block = block.replace("EP=8", f"EP={given.gpus}")
     done = subprocess.run(
         ["bash", "-euxc", f"{blocks['args.sh']}\n{array}\n{block}"],

@@ -13,7 +13,7 @@ import torch
 
 from padded_dispatch.megatron import PaddedOptions, bridge
 from padded_dispatch.megatron.bridge import show_single_experts, single_experts
-from tests.support import tiny
+from tests.support import parity, tiny
 
 STACKED = {"experts.linear_fc1.weight", "experts.linear_fc2.weight"}
 SINGLE = {f"experts.linear_fc{fc}.weight{i}" for fc in (1, 2) for i in range(tiny.NUM_EXPERTS)}
@@ -124,6 +124,18 @@ def test_bridge_finds_how_weights_are_split_over_ranks():
     made = layer()
     assert type(made.router).__name__ == "TopKRouter"
     assert made.experts.linear_fc1.tensor_model_parallel is False
+
+
+def _how_ranks_split_experts() -> list[tuple[bool, int]]:
+    sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    with parity.megatron("cpu", **sizes):
+        experts = layer(**sizes).experts
+    linears = experts.linear_fc1, experts.linear_fc2
+    return [(linear.tensor_model_parallel, linear.partition_dim) for linear in linears]
+
+
+def test_bridge_finds_how_ranks_split_experts(pool2):
+    assert pool2.run(_how_ranks_split_experts) == [[(True, 0), (True, 1)]] * 2
 
 
 def ranks(tmp_path: Any, dispatcher: str, experts: str, world: int) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from megatron.core import package_info
 from megatron.core.fp4_utils import get_fp4_align_size
+from megatron.core.quantization.quant_config import RecipeConfig
 from megatron.core.transformer import cuda_graphs, transformer_config
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -77,14 +78,14 @@ def test_a_refused_value_is_named_with_reason_and_remedy(row):
 
 def test_all_refused_settings_are_named_at_once():
     config = megatron_config(
-        cpu_offloading=True, variable_seq_lengths=True, moe_expert_capacity_factor=0.0
+        batch_invariant_mode=True, variable_seq_lengths=True, moe_expert_capacity_factor=0.0
     )
     with pytest.raises(ValueError) as error:
         check_config(config)
     lines = str(error.value).splitlines()[1:]
     assert [line.split("=")[0].strip() for line in lines] == [
         "moe_expert_capacity_factor",
-        "cpu_offloading",
+        "batch_invariant_mode",
         "variable_seq_lengths",
     ]
 
@@ -92,23 +93,38 @@ def test_all_refused_settings_are_named_at_once():
 NO_EXPERTS = ("attn",), ("moe_router",), ("attn", "moe_router", "moe_preprocess")
 
 
-@pytest.mark.parametrize("quantized", [{"fp8": "hybrid"}, {"fp4": "e2m1"}], ids=str)
-def test_quantized_training_is_refused_only_where_a_graph_has_experts(quantized):
-    ((name, value),) = quantized.items()
-    check_config(megatron_config(**quantized))
-    for scopes in NO_EXPERTS:
-        check_config(megatron_config(**quantized, **layer_graphs(*scopes)))
-        check_config(megatron_config(**quantized, **layer_graphs(*scopes) | LOCAL))
-    words = f"  {name}='{value}' with experts in a CUDA graph .*'{{}}'.: untested. Remedy: capture"
-    for graphs in (
-        layer_graphs(),
-        layer_graphs("moe"),
-        layer_graphs("attn", "moe"),
-        layer_graphs() | LOCAL,
-        iteration_graph(),
-    ):
-        with pytest.raises(ValueError, match=words.format(graphs["cuda_graph_impl"])):
-            check_config(megatron_config(**quantized, **graphs))
+def recipe_of_modules(**recipes: str) -> RecipeConfig:
+    """Return a quant_recipe that trains all modules in one recipe and evaluates them in bf16."""
+    params = {"training_recipe": recipes, "evaluation_recipe": {}}
+    return RecipeConfig.from_config_dict({"configs": {"all": params}})
+
+
+@pytest.mark.parametrize(
+    "quantized",
+    [
+        {"fp8": "hybrid", "fp8_recipe": "delayed"},
+        {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+        {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+        {"fp8": "e4m3", "quant_recipe": recipe_of_modules(fp8_quantization_recipe="mxfp8")},
+        {"fp4": "e2m1"},
+    ],
+)
+def test_quantized_training_is_accepted_in_every_graph(quantized):
+    for scopes in ((), ("moe",), ("attn", "moe"), *NO_EXPERTS):
+        for impl in ({}, LOCAL):
+            check_config(megatron_config(**quantized, **layer_graphs(*scopes) | impl))
+    check_config(megatron_config(**quantized, **iteration_graph()))
+
+
+def test_graphs_that_would_keep_quantized_weights_are_refused():
+    own = {"quant_recipe": recipe_of_modules(fp8_quantization_recipe="tensorwise")}
+    for graphs in (layer_graphs(), layer_graphs("moe"), layer_graphs("attn", "moe") | LOCAL):
+        with pytest.raises(ValueError, match=r"  quant_recipe with experts in .*, without fp8 or"):
+            check_config(megatron_config(**own, **graphs))
+        for lets_go in ({"fp8": "hybrid"}, {"disable_parameter_transpose_cache": True}):
+            check_config(megatron_config(**own, **graphs, **lets_go))
+    for graphs in ({}, iteration_graph(), *(layer_graphs(*scopes) for scopes in NO_EXPERTS)):
+        check_config(megatron_config(**own, **graphs))
 
 
 LOCAL = {"cuda_graph_impl": "local"}
@@ -205,6 +221,24 @@ def test_no_factor_and_a_negative_one_drop_nothing(factor):
         ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, 16),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),
         ({"fp4": "e2m1", "fp4_recipe": "nvfp4"}, get_fp4_align_size("nvfp4")),
+        ({"quant_recipe": recipe_of_modules(fp8_quantization_recipe="tensorwise")}, 16),
+        (
+            {
+                "fp8": "hybrid",
+                "fp8_recipe": "delayed",
+                "quant_recipe": recipe_of_modules(fp4_quantization_recipe="nvfp4"),
+            },
+            get_fp4_align_size("nvfp4"),
+        ),
+        (
+            {
+                "fp8": "e4m3",
+                "fp8_recipe": "mxfp8",
+                "quant_recipe": recipe_of_modules(fp8_quantization_recipe="blockwise"),
+            },
+            32,
+        ),
+        ({"quant_recipe": object()}, 1),
     ],
 )
 def test_alignment_follows_the_recipe(settings, rows):

@@ -20,12 +20,13 @@ from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 from padded_dispatch import DispatchConfig
-from padded_dispatch.megatron import PaddedOptions, install, uninstall
+from padded_dispatch.megatron import PaddedOptions, install, masks, uninstall
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.config import take_over
 from padded_dispatch.ops.select import select
 from padded_dispatch.utils.launch import WorkerError
 from tests.support import tiny
+from tests.support.graph_protocol import Tape
 from tests.support.parity import megatron
 from tests.support.pools import pools
 
@@ -310,19 +311,31 @@ def test_d11_text_generation_leaves_training_as_it_was(monkeypatch):
     assert same == [False, True]
 
 
-def test_d12_a_padding_mask_that_a_graph_would_lose_is_an_error():
+class CapturedPart:
+    """A transformer layer whose MoE part returns the mask that it is given."""
+
+    config = tiny.config(**layer_graphs("moe_router"), num_layers=1)
+
+    def _forward_mlp(self, hidden: Tensor, padding_mask: Tensor | None = None) -> Tensor | None:
+        return padding_mask
+
+
+def test_d12_a_padding_mask_reaches_a_graph():
     """Stock captures and replays a layer without the mask: losses change at the first replay.
 
-    A capture calls the layer once more in training mode, without the mask.
+    Here a capture reads a mask in memory of its own, and a replay writes there first.
     """
     capture = inspect.getsource(transformer_layer.TransformerLayer._te_cuda_graph_capture)
     assert "self._forward_mlp(hidden_states" in capture and "padding_mask" not in capture
 
-    layer = ours(1.0)
-    layer.config.cuda_graph_impl = "transformer_engine"
-    layer.router(alike(6), torch.zeros(6, 1, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"padding_mask must .* got None; .*train without"):
-        layer.router(alike(6))
+    layer, hidden, mask_BS = CapturedPart(), alike(6), torch.arange(6)[None] % 2 == 0
+    masks.note(layer, mask_BS)
+    with Tape() as graph, masks.captured(layer, hidden):
+        read = layer._forward_mlp(hidden)
+    assert read is not None and not read.any()
+    with masks.replayed(layer, mask_BS):
+        graph.replay()
+    assert torch.equal(read, mask_BS)
 
 
 def named_tensors(dispatcher: Any) -> dict[str, Tensor]:
@@ -455,3 +468,29 @@ def test_d20_padding_for_quantization_is_replaced(monkeypatch, request):
         config = tiny.config(**{name: True}, **settings)
         assert not config.moe_router_padding_for_fp8
         assert not config.moe_router_padding_for_quantization
+
+
+def test_d24_a_microbatch_of_padding_alone():
+    """Stock's auxiliary loss is 0 / 0 there, and all gradients before it become NaN."""
+    losses = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    gradients = []
+    for router in (dropless(**losses).router, ours(1.0, **losses).router):
+        probs_TE, _ = router(alike(6), torch.ones(6, 1, dtype=torch.bool))
+        (probs_TE * 0).sum().backward()
+        gradients.append(router.weight.grad)
+    assert gradients[0].isnan().all()
+    assert not gradients[1].any()
+
+
+def test_d25_both_passes_of_recompute_round_alike():
+    """From 0.18 on, stock leaves chosen experts unsorted in passes without gradients."""
+    hidden, many = tokens(100, 1), {"num_moe_experts": 64, "moe_router_topk": 8}
+    found = []
+    for layer in (dropless(**many), ours(None, **many)):
+        with torch.no_grad():
+            first, _ = layer.router(hidden)
+        found.append((first, layer.router(hidden)[0]))
+    (first, second), (our_first, our_second) = found
+    torch.testing.assert_close(first, second)
+    assert torch.equal(first, second) == (INSTALLED < (0, 18))
+    assert torch.equal(our_first, our_second) and torch.equal(our_second, second)

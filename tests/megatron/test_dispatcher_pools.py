@@ -12,9 +12,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from padded_dispatch.config import FIT, NO_DROP
-from padded_dispatch.megatron import PaddedOptions
+from padded_dispatch.megatron import PaddedOptions, config
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.telemetry import Telemetry
+from padded_dispatch.utils.patches import Patches
 from tests.support import tiny
 
 E, K = tiny.NUM_EXPERTS, tiny.TOP_K
@@ -157,7 +158,9 @@ def test_several_passes_in_flight_keep_their_own_plans(pool2, pool):
 
 def _evaluation_fits(pool: str, max_factor: float) -> Any:
     options = PaddedOptions(experts="packed", capacity_pool=pool, fit_max_factor=max_factor)
-    made = tiny.padded_layer(options, moe_expert_capacity_factor=0.25)
+    with Patches() as patches:
+        patches.set(config, "_SLOTS_OF_FEW_TOKENS", 1)
+        made = tiny.padded_layer(options, moe_expert_capacity_factor=0.25)
     whole = layer("expert", None, eval_factor=NO_DROP)
     whole.load_state_dict(made.state_dict())
     results = []

@@ -12,6 +12,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor
 
@@ -104,6 +105,39 @@ def test_output_and_gradients_are_those_of_the_module_it_replaces(factor, shape,
     ours, expected = results(packed, tokens), results(module, tokens)
     for name, value in expected.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-14, msg=name)
+
+
+class Projection(torch.nn.Linear):
+    """Stands in for Transformer Engine's TELinear, which Megatron asks for."""
+
+    def __init__(self, inputs: int, outputs: int, **_: Any) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, rows: Tensor) -> Any:
+        return super().forward(rows), None
+
+
+@pytest.mark.parametrize("factor", [None, 0.3])
+@pytest.mark.parametrize("experts", ["packed", "batched"])
+def test_latent_experts_are_those_of_the_module_they_replace(monkeypatch, experts, factor):
+    """The layer projects tokens before dispatch: D is the latent size, here 5 of 16."""
+    monkeypatch.setattr(moe_layer, "HAVE_TE", True)
+    monkeypatch.setattr(moe_layer, "TELinear", Projection, raising=False)
+    tokens = torch.randn(7, 3, tiny.HIDDEN, dtype=torch.float64)
+    settings = {"moe_latent_size": 5, "moe_expert_capacity_factor": factor}
+    options = MODULE, PaddedOptions(experts=experts)
+    module, ours = (layer(which, **settings).double() for which in options)
+    assert ours.experts.linear_fc1.weight.shape == (tiny.NUM_EXPERTS, 48, 5)
+    assert ours.experts.linear_fc2.weight.shape == (tiny.NUM_EXPERTS, 5, 24)
+    found = []
+    for made in (ours, module):
+        found.append(results(made, tokens))
+        found[-1] |= {
+            n: getattr(made, n).weight.grad for n in ("fc1_latent_proj", "fc2_latent_proj")
+        }
+    for name, value in found[1].items():
+        assert value.any()
+        torch.testing.assert_close(found[0][name], value, rtol=1e-12, atol=1e-14, msg=name)
 
 
 def add_main_grads(packed: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -335,8 +369,6 @@ REFUSED = {
     "moe_mlp_glu_interleave_size": 32,
     "moe_single_grouped_bias": True,
     "moe_apply_probs_on_input": True,
-    "moe_latent_size": 8,
-    "expert_tensor_parallel_size": 2,
     "fp16": True,
     "fp8": "e4m3",
     "fp4": "e2m1",
@@ -383,6 +415,9 @@ def test_a_clamp_that_megatron_would_leave_out_is_refused(monkeypatch):
         ({"moe_expert_capacity_factor": 1.0, "expert_model_parallel_size": 2}, "either", "experts"),
         ({"bf16": False}, None, "bf16 is not set"),
         ({"moe_ffn_hidden_size": 20}, None, "the sizes 16 and 20 are not multiples of 8"),
+        ({"expert_tensor_parallel_size": 2}, None, "no times were measured with expert_tensor"),
+        ({"moe_latent_size": 8}, "either", "experts='auto'"),
+        ({"moe_latent_size": 12}, None, "the sizes 12 and 24 are not multiples of 8"),
         ({"use_te_activation_func": True}, None, "packed and batched experts do not support"),
         ({"offload_modules": ["expert_fc1"]}, None, "packed and batched experts do not support"),
         ({"fp8": "e4m3"}, None, "packed and batched experts do not support\n  fp8='e4m3'"),

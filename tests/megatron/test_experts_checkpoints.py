@@ -146,10 +146,11 @@ def _both(kind: str, offsets: Any, one_by_one: bool, settings: dict[str, Any]) -
     return found
 
 
-def _on_two_ranks(kind: str, ep: int) -> list[Any]:
-    settings = {"expert_model_parallel_size": ep}
-    with parity.megatron("cpu", **settings):
-        return _both(kind, (), False, settings)
+def _on_two_ranks(
+    kind: str, sizes: dict[str, int], *, one_by_one: bool = False, **settings: Any
+) -> list[Any]:
+    with parity.megatron("cpu", **sizes):
+        return _both(kind, (), one_by_one, {**sizes, **settings})
 
 
 @pytest.mark.parametrize("kind", ["grouped", "sequential"])
@@ -173,10 +174,30 @@ def test_shards_are_those_of_the_module_it_replaces(
     [(2, [{0, 1}, {2, 3}], [0, 0]), (1, [{0, 1, 2, 3}] * 2, [0, 1])],
 )
 def test_ranks_share_the_experts(pool2: WorkerPool, kind, ep, experts_of_ranks, replicas):
-    for rank, (ours, theirs) in enumerate(pool2.run(_on_two_ranks, kind, ep)):
+    sizes = {"expert_model_parallel_size": ep}
+    for rank, (ours, theirs) in enumerate(pool2.run(_on_two_ranks, kind, sizes)):
         assert_same(ours, theirs)
         assert {where[2][0] for where in ours} == experts_of_ranks[rank]
         assert {where[3] for where in ours} == {(0, 0, replicas[rank])}
+
+
+def _of_split_experts(kind: str) -> list[list[Any]]:
+    sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    return [
+        _on_two_ranks(kind, sizes, gated_linear_unit=gated, one_by_one=one_by_one)
+        for gated in (True, False)
+        for one_by_one in (True, False)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["grouped", "sequential"])
+def test_ranks_share_each_expert(pool2: WorkerPool, kind):
+    found = pool2.run(_of_split_experts, kind)
+    for cases in zip(*found, strict=True):
+        shards = [where[:3] for ours, _ in cases for where in ours if "weight" in where[0]]
+        assert len(shards) == len(set(shards))
+        for ours, theirs in cases:
+            assert_same(ours, theirs)
 
 
 def _adam(which: Any, share: float) -> torch.optim.Adam:

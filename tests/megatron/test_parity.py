@@ -40,6 +40,8 @@ TWO = (
     LayerCase(name="packed, GPT-OSS", ep=2, bias=True, gpt_oss=True, options=PACKED),
     LayerCase(name="packed, ep over tp", tp=2, ep=2, options=PACKED),
     LayerCase(name="packed, recompute", ep=2, ours=RECOMPUTE, options=PACKED),
+    LayerCase(name="packed, etp", tp=2, etp=2, options=PACKED),
+    LayerCase(name="batched, etp", tp=2, etp=2, options=BATCHED),
     LayerCase(name="batched, dp", options=BATCHED),
     LayerCase(name="batched, bf16", ep=2, dtype=torch.bfloat16, options=BATCHED),
     LayerCase(name="batched, GPT-OSS", ep=2, bias=True, gpt_oss=True, options=BATCHED),
@@ -54,6 +56,11 @@ FOUR = (
     LayerCase(name="tp and ep", tp=2, ep=2),
     LayerCase(name="tp, ep and etp", tp=2, ep=2, etp=2),
     LayerCase(name="tp, ep, etp, overlap", tp=2, ep=2, etp=2, shared_ffn=6, ours=OVERLAP),
+    LayerCase(name="packed, tp, ep and etp", tp=2, ep=2, etp=2, options=PACKED),
+    LayerCase(
+        name="packed, a rank gets nothing", tp=2, ep=2, etp=2, routing="idle rank", options=PACKED
+    ),
+    LayerCase(name="batched, tp, ep and etp", tp=2, ep=2, etp=2, options=BATCHED),
     LayerCase(name="ep, one local expert", ep=4, num_experts=4),
 )
 

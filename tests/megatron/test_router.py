@@ -10,6 +10,7 @@ from megatron.core.inference import utils as inference_utils
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.overrides import TorchFunctionMode
 
 from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron import PaddedOptions
@@ -72,6 +73,28 @@ def test_recompute_is_counted_once_and_evaluation_separately():
     assert eval_counters.kept_E.tolist() == [4, 4, 0, 0]
     assert eval_counters.num_passes.item() == 2
     assert counters.num_passes.item() == 1
+
+
+class UnsortedWithoutGradients(TorchFunctionMode):
+    """Megatron's router from 0.18 on, in any version."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.topk:
+            kwargs = {"sorted": torch.is_grad_enabled(), **(kwargs or {})}
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_first_pass_of_recompute_has_the_bits_of_the_second():
+    made = tiny.padded_layer(num_moe_experts=64, moe_router_topk=8)
+    hidden = torch.randn(50, 1, tiny.HIDDEN)
+    results = []
+    for training, gradients in [(True, False), (True, True), (False, False)]:
+        made.train(training)
+        with UnsortedWithoutGradients(), torch.set_grad_enabled(gradients):
+            results.append(made.router(hidden)[0])
+    first, second, evaluation = results
+    assert torch.equal(first, second)
+    assert not torch.equal(evaluation, second)  # As stock's.
 
 
 def test_evaluation_has_its_own_capacity():

@@ -43,6 +43,12 @@ from padded_dispatch.megatron.graphs.capture import (
 from padded_dispatch.megatron.graphs.recapture import recapture
 from tests.support.gpt import ddp_chunks, mean_loss, megatron_adam, model_inputs
 from tests.support.graph_protocol import cuda_graphs_on_cpu
+from tests.support.packed_sequences import (
+    attention_of_each_rank,
+    own_part,
+    packed,
+    packed_attention,
+)
 from tests.support.parity import megatron
 
 SEED = 40
@@ -63,13 +69,16 @@ class Situation:
     capacity factors double, and `recapture` finds the graphs; Megatron's own wrapper then captures
     whole iterations. `idle`: experts that get no
     token, by a router bias: "rank" means those of the last expert-parallel rank in two of three
-    steps, "expert" the last expert in all steps.
+    steps, "expert" the last expert in all steps. `masked`: each microbatch has a padding mask of
+    its own; it masks nothing in one of three, and all but one token of each sequence in another.
+    `packed`: each microbatch is packed from sequences of other lengths.
     """
 
     name: str
     device: str = "cuda"
     ranks: int = 1
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     vpp: int | None = None
     ep: int = 1
@@ -89,6 +98,8 @@ class Situation:
     grows: bool = False
     idle: Literal["none", "rank", "expert"] = "none"
     replays: int = 5
+    masked: bool = False
+    packed: bool = False
     microbatches: int = 2
     batch: int = 1
     seq: int = 256
@@ -105,7 +116,7 @@ class Situation:
     @property
     def dp(self) -> int:
         """Data-parallel size of everything but the experts."""
-        return self.ranks // (self.tp * self.pp)
+        return self.ranks // (self.tp * self.cp * self.pp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +256,7 @@ def _world(case: Situation) -> Iterator[None]:
     """Set up Megatron's groups and number of microbatches, on a stream that can be captured."""
     sizes = {
         "tensor_model_parallel_size": case.tp,
+        "context_parallel_size": case.cp,
         "pipeline_model_parallel_size": case.pp,
         "virtual_pipeline_model_parallel_size": case.vpp,
         "expert_model_parallel_size": case.ep,
@@ -257,6 +269,8 @@ def _world(case: Situation) -> Iterator[None]:
         stack.enter_context(megatron(case.device, **sizes))
         if case.device == "cpu":
             stack.enter_context(cuda_graphs_on_cpu())
+            stack.enter_context(packed_attention())
+            stack.enter_context(attention_of_each_rank())
         global_batch = case.microbatches * case.batch * case.dp
         init_num_microbatches_calculator(dist.get_rank(), None, global_batch, case.batch, case.dp)
         stack.callback(unset_num_microbatches_calculator)
@@ -388,18 +402,27 @@ class Training:
         )
         return [report["loss"] for report in reports]
 
-    def _batches(self, number: int, batch: int, seq: int) -> Iterator[dict[str, Tensor]]:
+    def _batches(self, number: int, batch: int, seq: int) -> Iterator[dict[str, Any]]:
         """Yield token ids [B, S + 1], drawn on the device: a copy from the host would wait.
 
-        Megatron's graph of an iteration needs a dict.
+        Megatron's graph of an iteration needs a dict. The other entries are arguments of the model.
         """
         draw = torch.Generator(self._case.device)
         draw.manual_seed(number * self._case.dp + parallel_state.get_data_parallel_rank())
-        for _ in range(self._case.microbatches):
+        for index in range(self._case.microbatches):
             shape = (batch, seq + 1)
             device = self._case.device
             ids = torch.randint(self._case.vocab, shape, generator=draw, device=device)
-            yield {"ids": ids}
+            given: dict[str, Any] = {"ids": ids}
+            if self._case.masked:
+                share = (0.4, 0, 1)[(number + index) % 3]
+                chances = torch.rand(batch, seq, generator=draw, device=device)
+                given["padding_mask"] = chances < share
+                given["padding_mask"][:, 0] = False
+            if self._case.packed:
+                first = (2 * number + index) % (seq - 1) + 1
+                given["packed_seq_params"] = packed([first, seq - first], device)
+            yield given
 
     def _update(self) -> None:
         if not self._on_gpu:
@@ -521,6 +544,7 @@ def _config(case: Situation, graphs: bool) -> TransformerConfig:
         moe_grouped_gemm=on_gpu,
         tensor_model_parallel_size=case.tp,
         sequence_parallel=case.tp > 1,
+        context_parallel_size=case.cp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vpp,
         expert_model_parallel_size=case.ep,
@@ -574,5 +598,12 @@ def _optimizer(case: Situation, chunks: list[Any]) -> Any:
     return megatron_adam(chunks, _ddp(case))
 
 
-def _forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
-    return model(**model_inputs(next(batches)["ids"])), mean_loss
+def _forward(batches: Iterator[dict[str, Any]], model: Any) -> tuple[Tensor, Any]:
+    given = dict(next(batches))
+    inputs: dict[str, Any] = model_inputs(given.pop("ids")) | given
+    if parallel_state.get_context_parallel_world_size() > 1:
+        dims = {"input_ids": (1,), "position_ids": (1,), "labels": (1,), "padding_mask": (1,)}
+        for name, own in (dims | {"attention_mask": (2, 3)}).items():
+            for dim in own if inputs.get(name) is not None else ():
+                inputs[name] = own_part(inputs[name], dim)
+    return model(**inputs), mean_loss

@@ -5,8 +5,8 @@ are put back into whole tensors and summed over all ranks, so one comparison ser
 tensor, expert and expert-tensor parallelism. It runs on CPUs over gloo (SequentialMLP, stock
 `allgather`) and on GPUs over NCCL (TEGroupedMLP, stock `alltoall`).
 
-Shape suffixes: T tokens, E experts, D hidden size, F expert ffn size. In comments, S and B are
-sequence and batch.
+Shape suffixes: T tokens, E experts, D hidden size, I width of the experts' rows (the latent size or
+D), F expert ffn size. In comments, S and B are sequence and batch.
 """
 
 import functools
@@ -46,6 +46,7 @@ class LayerCase:
     `seq / tp` positions. `routing`: "random"; "idle rank" (the last rank's experts get no rows);
     "one expert" (expert 3 gets every token; needs top_k = 1). `shared_score`: weight the shared
     experts' output by a sigmoid of the token. `gpt_oss`: use GPT-OSS's activation, clamped at 1.
+    `latent`: width to which the layer projects tokens for its experts, by Transformer Engine.
     `both`: further fields of TransformerConfig; with `fp8` among them the rule compares two
     computations in fp8. `ours`: further fields for the padded layer only. `options`: its
     PaddedOptions, by default Megatron's experts and the all-to-all.
@@ -65,6 +66,7 @@ class LayerCase:
     shared_score: bool = False
     bias: bool = False
     gpt_oss: bool = False
+    latent: int | None = None
     seq: int = 14
     batch: int = 3
     routing: str = "random"
@@ -161,7 +163,11 @@ def _weights(case: LayerCase, number: int) -> dict[str, Tensor]:
         router[-E // case.ep :, 0] = -50
     elif case.routing == "one expert":
         router[3, 0] = 50
-    weights = {"router": router, "gate": draw(E, F, D), "up": draw(E, F, D), "down": draw(E, D, F)}
+    weights = {"router": router}
+    if case.latent is not None:
+        weights |= {"into": draw(case.latent, D), "out_of": draw(D, case.latent)}
+    width = case.latent or D
+    weights |= {"gate": draw(E, F, width), "up": draw(E, F, width), "down": draw(E, width, F)}
     if case.bias:
         weights |= {"gate_bias": draw(E, F), "up_bias": draw(E, F), "down_bias": draw(E, D)}
         weights["router_bias"] = draw(E)
@@ -230,6 +236,7 @@ def build_layer(case: LayerCase, dispatcher: str) -> Any:
         moe_ffn_hidden_size=case.ffn,
         moe_shared_expert_intermediate_size=case.shared_ffn,
         moe_shared_expert_gate=case.shared_score,
+        moe_latent_size=case.latent,
         num_moe_experts=case.num_experts,
         moe_router_topk=case.top_k,
         moe_router_pre_softmax=case.top_k == 1,
@@ -287,6 +294,8 @@ _REPLICATED = {
     "router.weight": "router",
     "router.bias": "router_bias",
     "shared_experts.gate_weight": "shared_score",
+    "fc1_latent_proj.weight": "into",
+    "fc2_latent_proj.weight": "out_of",
 }
 _EXPERT = re.compile(r"experts\.(?:local_experts\.(\d+)\.)?linear_fc([12])\.(weight|bias)(\d*)")
 
@@ -371,9 +380,10 @@ def in_fp64(
         probs_TE = torch.where(map_TE, scores_TE.softmax(-1), 0)
     else:  # the choice, then softmax over the chosen
         probs_TE = torch.where(map_TE, scores_TE, -torch.inf).softmax(-1)
-    out_TD = torch.zeros_like(x_TD)
+    rows_TI = x_TD if case.latent is None else x_TD @ w["into"].T
+    out_TI = torch.zeros_like(rows_TI)
     for e in range(case.num_experts):
-        gate_TF, up_TF = x_TD @ w["gate"][e].T, x_TD @ w["up"][e].T
+        gate_TF, up_TF = rows_TI @ w["gate"][e].T, rows_TI @ w["up"][e].T
         if case.bias:
             gate_TF, up_TF = gate_TF + w["gate_bias"][e], up_TF + w["up_bias"][e]
         if case.gpt_oss:
@@ -381,10 +391,11 @@ def in_fp64(
             hidden_TF = gate_TF * (1.702 * gate_TF).sigmoid() * up_TF
         else:
             hidden_TF = torch.nn.functional.silu(gate_TF) * up_TF
-        rows_TD = hidden_TF @ w["down"][e].T
+        result_TI = hidden_TF @ w["down"][e].T
         if case.bias:
-            rows_TD = rows_TD + w["down_bias"][e]
-        out_TD = out_TD + probs_TE[:, e, None] * rows_TD
+            result_TI = result_TI + w["down_bias"][e]
+        out_TI = out_TI + probs_TE[:, e, None] * result_TI
+    out_TD = out_TI if case.latent is None else out_TI @ w["out_of"].T
     if case.shared_ffn is not None:
         shared_TF = torch.nn.functional.silu(x_TD @ w["shared_gate"].T) * (x_TD @ w["shared_up"].T)
         shared_TD = shared_TF @ w["shared_down"].T

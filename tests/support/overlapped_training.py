@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import utils as schedule_streams
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer import transformer_config
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -47,8 +48,8 @@ class OverlapCase(RetriedCase):
     `dispatch_backward`: so they are in the plain schedule, beside the dispatch's backward pass,
     instead of the combined schedule; new in 0.18.
     `scopes`: parts of layers that CUDA graphs of the combined schedule hold; none for no graphs.
-    `shared_ffn`: width of shared experts, if there are any. `padded`: the last tokens are padding.
-    `protects`: each microbatch protects other tokens.
+    `shared_ffn`: width of shared experts, if there are any. `padded`: other tokens are padding in
+    each microbatch. `protects`: each microbatch protects other tokens.
     """
 
     ranks: int = 2
@@ -82,6 +83,11 @@ class OverlapTraining(Training):
             results[f"counts of layer {layer_number}"] = layer.token_dispatcher.counters.totals
         return results
 
+    def modules(self) -> Iterator[Any]:
+        """Yield all modules of the model on this rank."""
+        for chunk in self.chunks:
+            yield from chunk.modules()
+
     def batches(self) -> Iterator[dict[str, Tensor]]:
         """Return an iterator over the step's microbatches, the same for all chunks."""
         case, generator = self.case, torch.Generator().manual_seed(self._number)
@@ -90,9 +96,10 @@ class OverlapTraining(Training):
             if case.protects:
                 draws = torch.rand(case.seq, case.batch, generator=generator)
                 protect(self.chunks, draws.to(case.device) < 0.2)
-            mask = torch.arange(case.seq).expand(case.batch, -1) >= case.seq - 3
-            padding = {"padding_mask": mask.to(case.device)} if case.padded else {}
-            yield {"ids": ids.to(case.device), **padding}
+            given = {"ids": ids}
+            if case.padded:
+                given["padding_mask"] = torch.rand(case.batch, case.seq, generator=generator) < 0.3
+            yield {name: tensor.to(case.device) for name, tensor in given.items()}
 
 
 def _timed(case: OverlapCase, *trainings: OverlapTraining) -> dict[str, float]:
@@ -136,9 +143,8 @@ def busy_together(spans: list[tuple[int, int, int]]) -> int:
     return together
 
 
-def _layers(training: Training) -> list[Any]:
-    modules = (module for chunk in training.chunks for module in chunk.modules())
-    return [module for module in modules if isinstance(module, TransformerLayer)]
+def _layers(training: OverlapTraining) -> list[Any]:
+    return [module for module in training.modules() if isinstance(module, TransformerLayer)]
 
 
 def overlapped_equals_plain(case: OverlapCase, **options: Any) -> Findings:
@@ -167,8 +173,13 @@ def overlapped_equals_plain(case: OverlapCase, **options: Any) -> Findings:
             patches.set(RowParallelLinear, "backward_dw", lambda linear: None)
         if not case.on_gpu:  # Nor has a CPU a Transformer Engine.
             patches.set(transformer_config, "is_te_min_version", lambda version: True)
+        # Without Apex, Megatron's own linears cannot add to `main_grad`; those of TE can.
+        patches.set(layers, "_grad_accum_fusion_available", True)
         plain = OverlapTraining(dataclasses.replace(case, fields=shared), **options)
         overlapped = OverlapTraining(dataclasses.replace(case, fields=shared | overlap), **options)
+        for module in (*plain.modules(), *overlapped.modules()):
+            if isinstance(module, layers.ColumnParallelLinear):
+                module.gradient_accumulation_fusion = False
         if case.scopes:
             overlapped.graphs = LayerGraphs(
                 overlapped.chunks,

@@ -26,6 +26,14 @@ class ThreadedMirror:
         own = torch.tensor([dist.get_rank()])
         self.ranks = [int(rank) for rank in self.gather(own, limit_s, "its creation")]
 
+    def is_same(self, row: torch.Tensor, limit_s: float, where: str) -> bool:
+        largest = torch.cat([row, ~row])  # ~row falls where row rises.
+        for group in self._groups:
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX
+            group.allreduce([largest], options).wait()
+        return torch.equal(largest[: len(row)], ~largest[len(row) :])
+
     def gather(self, row: torch.Tensor, limit_s: float, where: str) -> list[torch.Tensor]:
         rows = row[None]
         for group in self._groups:

@@ -107,7 +107,7 @@ def test_a_run_does_not_resume_from_a_broken_checkpoint(tmp_path):
     run = settings(f"--run-dir {tmp_path} --resume")
     newest = tmp_path / "checkpoints" / "step-00000004"
     newest.mkdir(parents=True)
-    about = {"step": 4, "first_loss": 5.5, "factors": {}}
+    about = {"step": 4, "first_loss": 5.5, "factors": {}, "reads_above": {}}
     about["settings"] = run.as_json("model", "recipe", "dispatch", "layout")
     (newest / "run.json").write_text(json.dumps(about))
     (newest / ".metadata").write_bytes(pickle.dumps(Code(tmp_path / "made")))

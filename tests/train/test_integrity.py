@@ -23,6 +23,7 @@ RUN = {
     "step": 4,
     "first_loss": 5.5,
     "factors": {"1": "1.25"},
+    "reads_above": {"1": 0},
     "settings": {"model": {"top_k": 2}, "recipe": {}, "dispatch": {}, "layout": {}},
 }
 

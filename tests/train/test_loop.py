@@ -244,12 +244,21 @@ def test_capacity_grows_until_nothing_is_dropped(pool2, tmp_path):
 
 
 @pytest.mark.ahead
-def test_a_resumed_run_has_the_factors_that_have_grown(pool2, tmp_path):
-    flags = f"--steps 8 --save-every 7 --run-dir {tmp_path} {GROW}"
-    whole = run(pool2, flags)
+def test_a_resumed_run_grows_as_the_whole_one(pool2, tmp_path):
+    """At the checkpoint, one layer's factor has grown, and one of two reads for more is done."""
+    flags = f"--steps 8 --save-every 4 --eval-every 4 --run-dir {tmp_path} {GROW}"
+    whole, kinds = run(pool2, flags), ("moe", "moe-held-out", "held-out")
+    lines = [kept_rows(tmp_path, kind) for kind in kinds]
+    about = json.loads((tmp_path / "checkpoints/step-00000004/run.json").read_text())
+    assert about["factors"] == {"1": "0.5", "2": "0.5"}
+    assert about["reads_above"] == {"1": 1, "2": 1}
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000008")
     resumed = run(pool2, f"{flags} --resume")
-    assert [(row.loss, row.fill) for row in resumed.rows] == [(whole.rows[7].loss, 2 / 8)]
+    assert [(row.loss, row.fill) for row in resumed.rows] == [
+        (row.loss, row.fill) for row in whole.rows[4:]
+    ]
+    assert resumed.rows[-1].fill == 2 / 8
+    assert [kept_rows(tmp_path, kind) for kind in kinds] == lines
 
 
 @pytest.mark.ahead

@@ -34,6 +34,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from padded_dispatch.config import require
+from padded_dispatch.megatron import masks
 from padded_dispatch.megatron.compat import graph_scopes
 from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.graphs import guard, memory
@@ -99,8 +100,7 @@ class LayerGraphs:
         optimizers: Megatron's optimizers, whose gradients the capture clears.
 
     Raises:
-        ValueError: if the config captures nothing of this model, or quantizes; see also
-            `check_random_states`.
+        ValueError: if the config captures nothing of this model; see also `check_random_states`.
     """
 
     def __init__(
@@ -119,10 +119,6 @@ class LayerGraphs:
             "be 'transformer_engine' for graphs of layers",
             "set it",
         )
-        for name in ("fp8", "fp4"):
-            value = getattr(config, name, None)
-            rule = "be unset for LayerGraphs, whose self-test runs layers in bf16"
-            require(not value, name, value, rule, "let Megatron's training loop capture the layers")
         check_random_states(next(chunks[0].parameters()).device)
         self._chunks = chunks
         self._helper: Any = cuda_graphs.TECudaGraphHelper(
@@ -174,9 +170,9 @@ class LayerGraphs:
             if report.other_kernels:
                 _log.warning(
                     "%s: graphs compute with other kernels than eager training, so losses differ "
-                    "by rounding. One cause is recompute of 'moe' from Megatron-Core 0.18 on. The "
-                    "other is Transformer Engine's attention, whose kernels are then slower: make "
-                    "seq_length=%d a multiple of 128, or set NVTE_DEBUG=1 to log the choice",
+                    "by rounding. The cause may be Transformer Engine's attention, whose kernels "
+                    "are then slower: make seq_length=%d a multiple of 128, or set NVTE_DEBUG=1 to "
+                    "log the choice",
                     ", ".join(report.other_kernels),
                     self._helper.seq_length,
                 )
@@ -326,7 +322,7 @@ def _samples_and_order(helper: Any) -> tuple[list[list[Sample]], list[int]]:
     for layers in layers_of_chunks:
         samples = []
         for number, layer in enumerate(layers, start):
-            kwargs = options["sample_kwargs"][number]
+            kwargs = options["sample_kwargs"][number] | masks.sample(layer)
             samples.append(Sample(layer=layer, args=args[number], kwargs=kwargs))
         chunks.append(samples)
         start += len(layers) * helper.num_microbatches

@@ -18,6 +18,7 @@ wrong for models with our dispatcher is corrected here:
 
 - `_should_call_local_cudagraph` records the first step, compares later ones, and keeps evaluation
   eager. Stock replays the graph of a training step in evaluation, counters and dropout included.
+  Text generation keeps its graphs; the layer learns that it generates before it is captured.
 - A capture runs passes over zeros. What they count is restored: our counters, and Megatron's
   buffers such as those of expert bias, which Megatron itself restores from 0.18 on.
 - A layer's input stays in its buffer. In 0.16 and 0.17 others may use the buffer once the forward
@@ -27,7 +28,12 @@ wrong for models with our dispatcher is corrected here:
 - For scope `moe`, Megatron captures nothing of a GPTModel's layers and raises no error (0.16.1 to
   0.19.0). The guard raises.
 
-Beside graphs, Megatron's combined schedule calls routers without the padding mask:
+Padding masks and packed sequences: `padded_dispatch.megatron.masks` and `packed` have the rules.
+The guard takes part in each call of a layer (`_should_call_local_cudagraph`, whatever its graphs),
+each capture and each replay. A graph of `local` or of a whole iteration reads the mask among its
+inputs, so there must be one in each step or in none. What a later batch lacks, Megatron's loader of
+batches leaves in memory as it was, so the loader is guarded for all models. Beside graphs,
+Megatron's combined schedule calls routers without the mask:
 `padded_dispatch.megatron.combined_schedule` gives it to them.
 
 `IterationGraph` guards whole iterations in the same way. Megatron's own FullCudaGraphWrapper has no
@@ -40,6 +46,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.cuda_graphs import (
@@ -51,18 +58,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.config import require
+from padded_dispatch.megatron import masks
 from padded_dispatch.megatron.combined_schedule import with_masks
 from padded_dispatch.megatron.compat import FREES_GRAPH_INPUTS, graph_scopes
 from padded_dispatch.megatron.config import is_ours
 from padded_dispatch.megatron.dispatcher import counts_put_back, is_padded
-from padded_dispatch.megatron.router import MASK_IS_LOST
+from padded_dispatch.megatron.packed import check_packed
 from padded_dispatch.utils.patches import Patches
 
 # Values that a graph depends on, by the names that errors give.
 Invariants = dict[str, Any]
 
-_MOE_FIELDS = tuple(
-    field.name for field in dataclasses.fields(TransformerConfig) if field.name.startswith("moe_")
+_FIELDS = (
+    *(f.name for f in dataclasses.fields(TransformerConfig) if f.name.startswith("moe_")),
+    *("fp8", "fp8_recipe", "fp4", "fp4_recipe"),
 )
 _patches = Patches()
 _captured: WeakKeyDictionary[Any, Invariants] = WeakKeyDictionary()
@@ -80,6 +89,7 @@ def install() -> None:
         (TransformerLayer, "create_mcore_cudagraph_manager", _wrap_local_manager),
         (_CudaGraphRunner, "create_fwd_graph", _wrap_local_capture),
         (TECudaGraphHelper, "create_cudagraphs", _wrap_helper),
+        (StaticBufferLoader, "__call__", _wrap_loader),
         (TransformerLayerSchedulePlan, "_build_callable_nodes", with_masks),
     ):
         _patches.set(owner, name, wrap(getattr(owner, name)))
@@ -134,8 +144,12 @@ def _layer_invariants(layer: Any) -> Invariants:
     return {
         "training": (layer.training, moe.training, moe.router.training, moe.experts.training),
         "dispatch_config": moe.token_dispatcher.dispatch_config,
-        **{name: getattr(config, name) for name in _MOE_FIELDS},
+        **{name: getattr(config, name) for name in _FIELDS},
     }
+
+
+def _mask_of(given: dict[str, Any]) -> Invariants:
+    return {"padding_mask": "absent" if given.get("padding_mask") is None else "given"}
 
 
 def _is_padded(layer: Any) -> bool:
@@ -150,6 +164,9 @@ def _wrap_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
     def recorded_capture(layer: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_padded(layer):
             _captured[layer] = _call_invariants(layer, args, kwargs)
+            # The self-test's mask, if any, is for eager runs.
+            with masks.captured(layer, _hidden_states(args, kwargs)):
+                return capture(layer, *args, **kwargs)
         return capture(layer, *args, **kwargs)
 
     return recorded_capture
@@ -171,39 +188,33 @@ def _wrap_helper(create: Callable[..., None]) -> Callable[..., None]:
 def _wrap_replay(replay: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(replay)
     def guarded_replay(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if layer in _captured:
-            _check_arguments(kwargs)
-            captured, now = _captured[layer], _call_invariants(layer, args, kwargs)
-            if len(layer.cuda_graphs) == 1:
-                # One graph serves all microbatches, because each ends before the next one starts.
-                # A pipeline has a graph for each microbatch, captured in the order of its schedule.
-                now["num_microbatches"] = captured["num_microbatches"]
-            check_unchanged(captured, now)
-        return replay(layer, *args, **kwargs)
+        if layer not in _captured:
+            return replay(layer, *args, **kwargs)
+        captured, now = _captured[layer], _call_invariants(layer, args, kwargs)
+        if len(layer.cuda_graphs) == 1:
+            # One graph serves all microbatches, because each ends before the next one starts.
+            # A pipeline has a graph for each microbatch, captured in the order of its schedule.
+            now["num_microbatches"] = captured["num_microbatches"]
+        check_unchanged(captured, now)
+        check_packed(layer, kwargs.get("packed_seq_params"))
+        with masks.replayed(layer, kwargs.pop("padding_mask", None)):
+            return replay(layer, *args, **kwargs)
 
     return guarded_replay
 
 
-def _check_arguments(kwargs: dict[str, Any]) -> None:
-    """Raise if a replay is given an argument that it would ignore."""
-    if kwargs.get("padding_mask") is not None:
-        raise ValueError(f"padding_mask must be None in a replay, got a mask; {MASK_IS_LOST}")
-    if kwargs.get("packed_seq_params") is not None:
-        raise ValueError(
-            "packed_seq_params must be None in a layer that is replayed from a CUDA graph, got "
-            "sequence boundaries, which the graph cannot read; pad every sequence to one length, "
-            "or set cuda_graph_impl='none'"
-        )
-
-
 def _call_invariants(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invariants:
-    hidden_states = args[0] if args else kwargs["hidden_states"]
+    hidden_states = _hidden_states(args, kwargs)
     return {
         "hidden_states.shape": tuple(hidden_states.shape),
         "hidden_states.dtype": hidden_states.dtype,
         "num_microbatches": get_num_microbatches(),
         **_layer_invariants(layer),
     }
+
+
+def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs["hidden_states"]
 
 
 # Megatron's own graphs of layers, `cuda_graph_impl="local"`.
@@ -215,10 +226,17 @@ def _wrap_local_choice(choose: Callable[..., bool]) -> Callable[..., bool]:
         graphed, padded = choose(layer, *args, **kwargs), _is_padded(layer)
         if padded:  # With `padded_spec`, the config is not ours yet when the manager is made.
             _check_captures(layer, layer.config)
+            layer.mlp.token_dispatcher.configs.given_context = (
+                kwargs.get("inference_context") is not None
+            )
+        if padded and layer.training:  # Megatron asks in each pass, whatever its way of capturing.
+            check_packed(layer, kwargs.get("packed_seq_params"))
+            masks.note(layer, kwargs.get("padding_mask"))
         if not graphed or not is_ours(layer.config) or kwargs.get("inference_context") is not None:
             return graphed
         if layer.training and padded:
             now = _layer_invariants(layer)
+            now |= _mask_of(kwargs)
             if _CudagraphGlobalRecord.cudagraph_created:
                 check_unchanged(_captured.get(layer, now), now)
             else:
@@ -265,3 +283,18 @@ def _check_captures(layer: Any, config: Any) -> None:
         "of its layers",
         "set it, or leave the scopes empty, which captures whole layers",
     )
+
+
+# Graphs of whole iterations.
+
+
+def _wrap_loader(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def checked_load(loader: Any, inputs: Any, stage: str, microbatch: int) -> Any:
+        if FullCudaGraphWrapper.cuda_graph[stage] is not None:
+            batch = inputs[0] if isinstance(inputs, tuple) else inputs
+            captured = StaticBufferLoader.static_buffers[stage][microbatch]
+            check_unchanged(_mask_of(captured), _mask_of(batch))
+        return load(loader, inputs, stage, microbatch)
+
+    return checked_load

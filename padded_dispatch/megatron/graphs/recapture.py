@@ -64,9 +64,23 @@ def _forget_local(chunks: list[Any]) -> None:
         for held in (pool.pool, pool.tensor_strong_refs, pool.tensor_strong_refs_dataptrs):
             held.clear()
     cuda_graphs.delete_cuda_graphs()
+    _forget_uses()
     # What Megatron does when the first layer is made.
     CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()
     torch.cuda.set_stream(torch.cuda.Stream())
     observe: Any = getattr(_CudagraphGlobalRecord, "_enable_saved_tensors_observer", None)
     if observe is not None:  # From 0.19 on.
         observe()
+
+
+def _forget_uses() -> None:
+    """Take from tensors what Megatron notes about them while a step is recorded.
+
+    A tensor that outlives the graphs, such as rotary embeddings, would keep its number of uses. The
+    next capture adds to it, waits for more uses than there are, and fails in an assertion.
+    """
+    name = "cg_buffer_metadata"
+    gc.collect()
+    for held in gc.get_objects():
+        if issubclass(type(held), torch.Tensor) and name in vars(held):
+            delattr(held, name)

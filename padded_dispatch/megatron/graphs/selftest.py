@@ -12,23 +12,23 @@ pair of eager runs that differs excuses all of them, while a single pair may be 
 192 layers on 4 H200s, 26 had an equal pair and another replay. Before the test fails, all ranks run
 a few more pairs, which matters for models of few layers.
 
-Other kernels in a capture. Two things make a capture compute differently from eager training:
-
-- Transformer Engine chooses attention kernels depending on whether it is being captured. With
-  2.20.2 on an H200, cuDNN's fused attention runs eagerly for sequences of 64, 96 and 128, but in a
-  capture for 128 only; the others get the unfused one.
-- From Megatron-Core 0.18 on, a checkpoint (recompute of `moe`) does nothing in a capture. Eagerly,
-  its first pass, without gradients, rounds differently: `topk` then leaves the choices unsorted.
-
-So the two eager runs choose kernels as a capture does. A third eager run chooses as training does
-and shows whether that makes a difference (`SelfTest.other_kernels`).
+Other kernels in a capture. Transformer Engine chooses attention kernels depending on whether it is
+being captured. With 2.20.2 on an H200, cuDNN's fused attention runs eagerly for sequences of 64, 96
+and 128, but in a capture for 128 only; the others get the unfused one. From Megatron-Core 0.18 on,
+a checkpoint (recompute of `moe`) does nothing in a capture; eagerly, both of its passes have the
+same bits. So the two eager runs choose kernels as a capture does. A third eager run chooses as
+training does and shows whether that makes a difference (`SelfTest.other_kernels`).
 
 Pieces of layers. With `overlap_moe_expert_parallel_comm` a replay returns what the schedule's next
 piece takes, and with `delay_wgrad_compute` the schedule computes gradients of weights after
 backward. The test runs whole layers: without the first setting, and with the call of the second.
 
-The test restores random states, buffers and counters. It runs after Megatron's capture and, like
-that, leaves gradients and Megatron's MoE metrics cleared.
+fp8 and fp4. All runs are those of a step's first microbatch, which quantizes the weights, in the
+context that Megatron's transformer block enters, with the same scales: see
+`padded_dispatch.megatron.graphs.quantized`.
+
+The test restores random states, buffers, counters and scales. It runs after Megatron's capture and,
+like that, leaves gradients and Megatron's MoE metrics cleared.
 """
 
 from collections.abc import Iterator
@@ -43,6 +43,7 @@ from torch import Tensor
 
 from padded_dispatch.megatron.compat import clear_moe_metrics
 from padded_dispatch.megatron.dispatcher import counts_put_back
+from padded_dispatch.megatron.graphs.quantized import first_microbatch, scales_put_back
 from padded_dispatch.megatron.random_states import RandomStates
 from padded_dispatch.utils.patches import Patches
 
@@ -157,11 +158,12 @@ def run_eager(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
 
 @contextmanager
 def restore_state(chunks: list[Any]) -> Iterator[None]:
-    """Restore counters, buffers and random states at the end; clear gradients and MoE metrics."""
+    """Restore counters, buffers, random states and scales; clear gradients and MoE metrics."""
     models = [chunk.module for chunk in chunks]  # Buffers of DDP itself count nothing.
     try:
         with ExitStack() as stack:
             stack.enter_context(counts_put_back(*models))
+            stack.enter_context(scales_put_back(*models))
             stack.enter_context(_restore_random_state())
             for chunk in chunks:
                 stack.enter_context(chunk.no_sync())
@@ -221,8 +223,10 @@ def _run(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
     for chunk in chunks:
         chunk.zero_grad_buffer()
     given = _noise(like, seed=2 * layer.layer_number).requires_grad_()
-    with _restore_random_state(), counts_put_back(layer):  # Draws of policy "random" are counts.
-        output = layer(given, **sample.kwargs)[0]
+    with _restore_random_state(), counts_put_back(layer), scales_put_back(layer):
+        # Draws of policy "random" are counts.
+        with first_microbatch(layer):
+            output = layer(given, **sample.kwargs)[0]
         output.backward(_noise(output, seed=2 * layer.layer_number + 1))
         _compute_delayed_gradients(layer)
     assert given.grad is not None

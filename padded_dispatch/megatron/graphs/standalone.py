@@ -42,7 +42,7 @@ class GraphedMoELayer(nn.Module):
         micro_batch: sequences in a microbatch (B).
 
     Raises:
-        ValueError: for a layer that is not padded or that recomputes itself; see also
+        ValueError: for a layer that is not padded, recomputes itself, or quantizes; see also
             `check_random_states`.
     """
 
@@ -63,6 +63,15 @@ class GraphedMoELayer(nn.Module):
             "PyTorch's way of capturing gradients",
             "leave it out, or use LayerGraphs with a GPTModel",
         )
+        for name in ("fp8", "fp4", "quant_recipe"):
+            require(
+                not getattr(layer.config, name, None),
+                name,
+                getattr(layer.config, name, None),
+                "be unset for a standalone MoE layer, because PyTorch's way of capturing knows "
+                "neither scales nor quantized weights",
+                "leave it out, or use LayerGraphs with a GPTModel",
+            )
         self.mlp = layer  # The name that transformer layers give it.
         self.config: Any = layer.config
         self.layer_number: int = layer.layer_number or 1

@@ -8,7 +8,6 @@ losses, gradients and counts must equal those of a run without graphs in every s
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +31,6 @@ from padded_dispatch.megatron import PaddedOptions, install, uninstall
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.dispatcher import _PLAN_TENSORS
-from padded_dispatch.megatron.graphs import LayerGraphs
 from tests.support import tiny
 from tests.support.graph_protocol import Tape, cuda_graphs_on_cpu
 from tests.support.pool import WorkerPool
@@ -328,30 +326,6 @@ def test_capture_puts_back_the_counts_of_its_own_passes(megatron):
         assert [name for name in kept if not torch.equal(kept[name], after[name])] == []
 
 
-@pytest.mark.parametrize(
-    "scope", [WHOLE[0], WHOLE[2], PARTIAL[1]], ids=lambda s: "+".join(s) or "layer"
-)
-def test_capture_that_would_drop_the_padding_mask_is_refused(megatron, scope):
-    training = Training(scope)
-    training.step(0, padding_mask=padding_mask())
-    with pytest.raises(ValueError, match="padding_mask"):
-        training.capture()
-
-
-def test_replay_that_drops_the_padding_mask_is_refused(megatron):
-    """Scope `attn` leaves the MoE layer eager, but Megatron's replay drops its mask."""
-    training = Training(("attn",))
-    training.step(0, padding_mask=padding_mask())
-    training.capture()
-    with pytest.raises(ValueError, match="padding_mask"):
-        training.step(1, padding_mask=padding_mask())
-
-
-def padding_mask() -> Tensor:
-    """Return a mask that is True for the last two tokens of every sequence."""
-    return (torch.arange(SEQUENCE) >= SEQUENCE - 2).expand(BATCH, -1)
-
-
 def test_stock_trips_over_an_evaluation_between_replays(megatron):
     """Stock keeps capacity and shape as Python values; the stand-in shows that they get stale."""
     training = Training(PARTIAL[1], **STOCK_DROP_AND_PAD)
@@ -370,11 +344,3 @@ def test_stock_cannot_capture_overlapped_shared_experts(megatron):
             training.capture()
     else:
         training.capture()
-
-
-@pytest.mark.parametrize("quantized", [{"fp8": "e4m3"}, {"fp4": "e2m1"}], ids=str)
-def test_layers_that_quantize_are_refused_because_of_the_self_test(quantized):
-    config = SimpleNamespace(cuda_graph_impl="transformer_engine", **quantized)
-    (name,) = quantized
-    with pytest.raises(ValueError, match=rf"^{name} must be unset for LayerGraphs, .*; let Megatr"):
-        LayerGraphs([SimpleNamespace(config=config)], seq_length=4, micro_batch=1)

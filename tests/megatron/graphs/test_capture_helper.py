@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -29,7 +28,6 @@ from tests.megatron.graphs.test_capture import (
     Training,
     differences,
     graphs,
-    padding_mask,
     unreachable,
 )
 from tests.support.graph_protocol import GraphedLayer
@@ -217,6 +215,7 @@ CHANGES: dict[str, Callable[[Training], object]] = {
     "dispatch_config": lambda t: t.moe_layers[0].token_dispatcher.configs.set_factor(2.0),
     "moe_aux_loss_coeff": lambda t: setattr(t.config, "moe_aux_loss_coeff", 0.5),
     "moe_expert_capacity_factor": lambda t: setattr(t.config, "moe_expert_capacity_factor", 9.0),
+    "fp8": lambda t: setattr(t.config, "fp8", "e4m3"),
 }
 
 
@@ -243,22 +242,6 @@ def test_number_of_microbatches_counts_where_each_has_a_graph(megatron):
     training.forward(BATCH, SEQUENCE, seed=0)
     with other, pytest.raises(ValueError, match="num_microbatches must stay 2, got 3"):
         training.forward(BATCH, SEQUENCE, seed=0)
-
-
-def test_a_padding_mask_raises_before_a_replay_that_drops_it(megatron):
-    training, _ = captured(("attn", "moe"))
-    with pytest.raises(ValueError, match=r"padding_mask must be None .*; Megatron drops the mask"):
-        training.forward(BATCH, SEQUENCE, seed=0, padding_mask=padding_mask())
-
-
-def test_packed_sequences_raise_before_a_replay(megatron):
-    training, _ = captured(("attn", "moe"))
-    packed = PackedSeqParams(qkv_format="thd")
-    with (
-        patch.object(GraphedLayer, "replay_forward", unreachable),
-        pytest.raises(ValueError, match=r"packed_seq_params must be None .*; pad every sequence"),
-    ):
-        training.forward(BATCH, SEQUENCE, seed=0, packed_seq_params=packed)
 
 
 def test_an_evaluation_is_eager_and_not_guarded(megatron):

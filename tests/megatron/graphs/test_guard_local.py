@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from megatron.core import package_info
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import cuda_graphs
@@ -95,6 +96,44 @@ def capture(runner: Any) -> None:
     hidden = torch.zeros(LENGTH, 1, tiny.HIDDEN)
     runner.base_module.mlp(hidden)
     _CudagraphGlobalRecord.tensor_reuse_pool.insert(hidden)
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["mask captured", "no mask captured"])
+def test_a_mask_in_some_steps_only_is_refused(megatron, captured):
+    """A graph of `local` has the mask as an input, if the first step gave one."""
+    install()
+    layer = gpt(**settings()).decoder.layers[0].train()
+    masks = [torch.zeros(1, LENGTH, dtype=torch.bool), None]
+    first, other = masks if captured else masks[::-1]
+    assert layer._should_call_local_cudagraph(padding_mask=first)
+    with patch.object(_CudagraphGlobalRecord, "cudagraph_created", True):
+        assert layer._should_call_local_cudagraph(padding_mask=first)
+        with pytest.raises(ValueError, match=r"^padding_mask must stay '\w+', got '\w+': a capt"):
+            layer._should_call_local_cudagraph(padding_mask=other)
+        layer.eval()
+        layer._should_call_local_cudagraph(padding_mask=other)
+
+
+def test_a_batch_that_gains_or_loses_its_mask_is_refused(megatron, monkeypatch):
+    """Megatron's graph of an iteration would go on with the mask of an earlier step."""
+    plain = {"tokens": torch.ones(2)}
+    masked = plain | {"padding_mask": torch.zeros(2, dtype=torch.bool)}
+    load = StaticBufferLoader.__call__
+    assert "static_buffers[stage][microbatch], inputs" in inspect.getsource(load)
+    loaded = []
+    monkeypatch.setattr(StaticBufferLoader, "__call__", lambda self, *given: loaded.append(given))
+    install()
+    loader = object.__new__(StaticBufferLoader)
+    for captured, other in ((plain, masked), (masked, plain), (masked, {"padding_mask": None})):
+        monkeypatch.setattr(StaticBufferLoader, "static_buffers", {"training": [captured]})
+        monkeypatch.setattr(FullCudaGraphWrapper, "cuda_graph", {"training": None})
+        loader(other, "training", 0)  # Nothing is captured yet.
+        monkeypatch.setattr(FullCudaGraphWrapper, "cuda_graph", {"training": object()})
+        loader((captured, 1), "training", 0)
+        with pytest.raises(ValueError, match=r"^padding_mask must stay '\w+', got '\w+': a capt"):
+            loader(other, "training", 0)
+    assert len(loaded) == 6
+    uninstall()
 
 
 @pytest.mark.parametrize("dispatcher", ["padded_alltoall", "alltoall"])

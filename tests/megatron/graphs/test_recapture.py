@@ -95,9 +95,12 @@ def test_the_next_step_records_local_graphs_again(megatron, monkeypatch, created
     monkeypatch.setattr(CudaGraphManager, "global_mempool", "an old pool")
     on_gpu = {"graph_pool_handle": lambda: "a pool", "set_stream": streams.append}
     config = tiny.config(cuda_graph_impl="local")
+    lasting: Any = torch.ones(1)  # As rotary embeddings, an input of all layers and steps.
+    lasting.cg_buffer_metadata = "two uses"
     with patch.multiple(torch.cuda, **on_gpu), patch.object(torch.cuda, "empty_cache"):
         recapture([chunk(config, manager)])
     assert not _CudagraphGlobalRecord.cudagraph_created
+    assert hasattr(lasting, "cg_buffer_metadata") is not created
     assert manager.cudagraph_runners == ([] if created else ["a runner"])
     # A capture must not follow work on the default stream.
     assert len(streams) == int(created)

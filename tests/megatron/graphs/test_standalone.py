@@ -144,6 +144,11 @@ def test_layers_that_cannot_be_captured_are_rejected_by_name(megatron):
     granularity = r"recompute_granularity must be None .*, got 'selective'; leave it out"
     with pytest.raises(ValueError, match=granularity):
         standalone(**recompute)
+    layer = tiny.layer(tiny.config())
+    for name in ("fp8", "fp4", "quant_recipe"):
+        quantizes = rf"{name} must be unset for a standalone .*, got 'some'; leave it out"
+        with patch.object(layer.config, name, "some"), pytest.raises(ValueError, match=quantizes):
+            GraphedMoELayer(layer, seq_length=SEQUENCE, micro_batch=BATCH)
 
 
 def differing_on_gpus(num_ranks: int) -> list[str]:

@@ -1,0 +1,199 @@
+"""What many ranks cost and do, on a machine without GPUs.
+
+    python -m tests.hosts --out FILE --commit SHA
+
+`agreement`: the milliseconds of a comparison before a layer's call, with 8 and 64 processes, beside
+those of an all-gather of the same row. All processes share this machine, so with more processes
+than cores a time is the work of all of them, one after the other; no network is in it. 256
+processes make 32,640 connections: minutes, and nothing else runs meanwhile.
+
+`collectives`: jobs of 64 and 256 ranks as threads, in every situation, see
+`tests.support.many_ranks`: all ranks of a group must start the same collectives in the same order
+with the same sizes, and all ranks of a stage the same over all their groups.
+"""
+
+import argparse
+import functools
+import os
+import shlex
+import socket
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg
+
+from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.exchange.mirror import mirror_of
+from padded_dispatch.utils.results import about, append_run, require_results
+from tests.support.many_ranks import World, train
+
+_LIMIT_S = 900.0
+
+
+def agreement(num_ranks: int, num_calls: int) -> dict[str, Any]:
+    """Return what a comparison costs with so many processes, a row of a results file."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    reading, writing = os.pipe()
+    ends_s = timedelta(seconds=_LIMIT_S)
+    server_pid = _forked(lambda: _serve(port, ends_s))
+    pids = [
+        _forked(lambda rank=rank: _rank(rank, num_ranks, num_calls, port, writing))
+        for rank in range(num_ranks)
+    ]
+    os.close(writing)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    os.kill(server_pid, 15)
+    os.waitpid(server_pid, 0)
+    with os.fdopen(reading) as pipe:
+        lines = pipe.read().splitlines()
+    row = {"check": "agreement", "ranks": num_ranks, "calls": num_calls, "passed": not any(codes)}
+    if lines:
+        create_s, *times_ms = map(float, lines[0].split())
+        compare_ms, gather_ms = times_ms[:num_calls], times_ms[num_calls:]
+        row |= {
+            "create_s": create_s,
+            "compare_ms": statistics.median(compare_ms),
+            "all_gather_ms": statistics.median(gather_ms),
+            "samples_compare_ms": compare_ms,
+            "samples_all_gather_ms": gather_ms,
+        }
+    return row
+
+
+# Steps of each world. Steps of 256 ranks with stages take seconds each.
+_WORLDS = {
+    World(name="EP8 x ETP2 x PP2/VPP2", ep=8, etp=2, pp=2, vpp=2): 200,
+    World(name="EP64", ep=64): 200,
+    World(name="EP256", ep=256): 200,
+    World(name="EP32 x ETP2 x PP4/VPP2", ep=32, etp=2, pp=4, vpp=2): 10,
+}
+
+
+def collectives(world: World, num_steps: int) -> dict[str, Any]:
+    """Return whether all ranks of a job start the same collectives, a row of a results file."""
+    start, cpu_start = time.monotonic(), time.process_time()
+    records, (num_trained, num_repeated) = train(world, seed=1, num_steps=num_steps)
+    differing = records.differing()
+    orders = [rank for stage in world.stages() for rank in records.differing_orders(stage)]
+    return {
+        "check": "collectives",
+        "world": world.name,
+        "ranks": world.num_ranks,
+        "steps": num_steps,
+        "training_steps": num_trained,
+        "repeated_steps": num_repeated,
+        "collectives_of_a_rank": len(records.of_rank[0]),
+        "ranks_in_another_order": orders,
+        "differing": differing[:10],
+        "seconds": time.monotonic() - start,
+        "cpu_seconds": time.process_time() - cpu_start,
+        "passed": not differing and not orders,
+    }
+
+
+def _forked(work: Callable[[], None]) -> int:
+    """Call `work` in a fork of this process, which has imported torch, and return its number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _serve(port: int, ends_s: timedelta) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, timeout=ends_s, wait_for_workers=False)
+    time.sleep(ends_s.total_seconds())  # The parent ends it.
+    del store
+
+
+def _rank(rank: int, num_ranks: int, num_calls: int, port: int, pipe: int) -> None:
+    """Measure on one rank; the first one writes what it found into `pipe`.
+
+    The group is fake: only the mirror of it has connections.
+    """
+    assert fake_pg  # Its import makes the back end known.
+    limit = timedelta(seconds=_LIMIT_S)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=num_ranks)
+    group = dist.group.WORLD
+    start = time.perf_counter()
+    compared = Agreement(group, timeout=_LIMIT_S)
+    times = [time.perf_counter() - start]
+    mirror = mirror_of([group], _LIMIT_S)
+    row = torch.arange(5)
+    for _ in range(3):
+        compared.check(T=4096, D=2048)
+        mirror.gather(row, _LIMIT_S, "a call")
+    for work in (
+        lambda: compared.check(T=4096, D=2048),
+        lambda: mirror.gather(row, _LIMIT_S, "a call"),
+    ):
+        for _ in range(num_calls):
+            start = time.perf_counter()
+            work()
+            times.append((time.perf_counter() - start) * 1000)
+    try:
+        compared.check(T=4097 if rank == num_ranks - 1 else 4096, D=2048)
+    except ValueError as error:
+        assert f"4097 on rank {num_ranks - 1}" in str(error)
+    else:
+        raise AssertionError("all ranks must see that one differs")
+    if rank == 0:
+        os.write(pipe, " ".join(map(str, times)).encode())
+    mirror.gather(row, _LIMIT_S, "the end")
+
+
+def main() -> None:
+    """Measure, and write what was found after each case."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", choices=["agreement", "collectives"], help="one of the two")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="(8 64)")
+    parser.add_argument("--steps", type=int, help="of each world, instead of its own number")
+    parser.add_argument("--calls", type=int, default=20, help="that are measured (20)")
+    parser.add_argument("--out", type=Path, help="results file")
+    parser.add_argument("--commit", help="Git SHA of the code")
+    arguments = parser.parse_args()
+    if arguments.out:
+        try:
+            require_results("--out", arguments.out)
+        except ValueError as error:
+            parser.error(str(error))
+    torch.set_num_threads(1)
+    command = f"python -m tests.hosts {shlex.join(sys.argv[1:])}"
+    rows: list[dict[str, Any]] = []
+    works: list[Callable[[], dict[str, Any]]] = []
+    if arguments.only != "collectives":
+        works = [functools.partial(agreement, n, arguments.calls) for n in arguments.ranks]
+    if arguments.only != "agreement":
+        works += [
+            functools.partial(collectives, world, arguments.steps or num_steps)
+            for world, num_steps in _WORLDS.items()
+        ]
+    for work in works:
+        rows.append(work())
+        shown = {name: value for name, value in rows[-1].items() if "samples" not in name}
+        sys.stdout.write(f"{shown}\n")
+        sys.stdout.flush()
+        if arguments.out:
+            ran = about(num_gpus=0, command=command, commit=arguments.commit)
+            append_run(arguments.out, ran, rows[-1:])
+    raise SystemExit(not all(row["passed"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""A training job of many ranks as threads: MoE layers in stages, every situation, random steps.
+
+A step is drawn alike on all ranks: tokens, microbatches, capacity factor, recompute, evaluation,
+how skewed the routing is. Tokens, the rank that has padding only, and the experts without a token
+are drawn apart. Steps that drop rows are repeated by `Retry`. Stages pass nothing to each other:
+their tokens are drawn, and which collectives a rank starts must not depend on them.
+"""
+
+import dataclasses
+import functools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import build_module
+
+from padded_dispatch.config import NO_DROP
+from padded_dispatch.megatron import PaddedOptions, padded_spec, retry
+from padded_dispatch.megatron.cpu import _CudaMeansCpu, megatron_on_cpu
+from padded_dispatch.megatron.retry import Retry
+from tests.support import tiny
+from tests.support.collectives import Records, recorded
+from tests.support.threads import run_on_threads
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """A grid of ranks: (p * etp + i) * ep + r is rank r of the i-th group of stage p."""
+
+    name: str
+    ep: int
+    etp: int = 1
+    pp: int = 1
+    vpp: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.ep * self.etp * self.pp
+
+    def stages(self) -> list[list[int]]:
+        """Return the ranks of each stage."""
+        size = self.ep * self.etp
+        return [list(range(p * size, (p + 1) * size)) for p in range(self.pp)]
+
+
+class Alone:
+    """A group of one rank, for Megatron, which reads only the size and rank of such groups."""
+
+    group_name = "alone"
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def order_of_passes(
+    stage: int, num_stages: int, num_chunks: int, num_microbatches: int
+) -> list[tuple[bool, int, int]]:
+    """Return (forward?, chunk, microbatch) in the order of Megatron's 1F1B schedules."""
+    total = num_microbatches * num_chunks
+    ahead = num_stages - stage - 1
+    if num_chunks > 1:
+        ahead = 2 * ahead + (num_chunks - 1) * num_stages
+    ahead = min(ahead, total)
+
+    def place(k: int) -> tuple[int, int]:
+        group, within = divmod(k, num_stages * num_chunks)
+        return within // num_stages, group * num_stages + within % num_stages
+
+    order = []
+    for k in range(total + ahead):
+        if k < total:
+            order.append((True, *place(k)))
+        if k >= ahead:
+            chunk, microbatch = place(k - ahead)
+            order.append((False, num_chunks - 1 - chunk, microbatch))
+    return order
+
+
+class _Chunk(torch.nn.Module):
+    """A layer with what `Retry` asks of Megatron's DistributedDataParallel."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.module = layer
+
+    def zero_grad_buffer(self) -> None:
+        self.zero_grad()
+
+
+def _groups(world: World) -> ProcessGroupCollection:
+    def group(ranks: list[int]) -> Any:
+        if len(ranks) == 1:
+            return Alone()
+        # Only its members call this: all groups of a world would be hundreds for each rank.
+        return dist.new_group(ranks, use_local_synchronization=True)
+
+    p, within = divmod(dist.get_rank(), world.ep * world.etp)
+    i, r = divmod(within, world.ep)
+    stage = world.stages()[p]
+    ep, etp = stage[i * world.ep :][: world.ep], stage[r :: world.ep]
+    alone = ("cp", "expt_dp", "tp_cp", "tp_dp_cp", "dp", "dp_cp", "pp")
+    etp_group = group(etp)
+    return ProcessGroupCollection(
+        ep=group(ep),
+        tp_ep=group(stage),
+        tp=etp_group,
+        expt_tp=etp_group,
+        **{name: Alone() for name in alone},
+    )
+
+
+class _Rank:
+    """One rank of the job."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world, self.seed = world, seed
+        self.stage = dist.get_rank() // (world.ep * world.etp)
+        self.own = random.Random(f"{seed} {dist.get_rank()}")
+        config = tiny.config(
+            num_layers=world.pp * world.vpp,
+            num_moe_experts=max(world.ep, 4),
+            hidden_size=4,
+            num_attention_heads=2,
+            moe_ffn_hidden_size=2 * world.etp,
+            gated_linear_unit=False,
+            expert_model_parallel_size=world.ep,
+            expert_tensor_parallel_size=world.etp,
+            tensor_model_parallel_size=world.etp,
+            sequence_parallel=world.etp > 1,
+            pipeline_model_parallel_size=world.pp,
+            virtual_pipeline_model_parallel_size=world.vpp if world.vpp > 1 else None,
+            pipeline_dtype=torch.float32,
+            moe_expert_capacity_factor=1.0,
+        )
+        config.padded_dispatch = PaddedOptions(on_overflow="retry")
+        spec = padded_spec(tiny.layer_spec()).submodules.mlp
+        make = spec if callable(spec) else functools.partial(build_module, spec)
+        groups = _groups(world)
+        self.layers = [make(config=config, pg_collection=groups) for _ in range(world.vpp)]
+        for chunk, layer in enumerate(self.layers):
+            layer.set_layer_number(1 + self.stage + chunk * world.pp)
+            layer.router.gating = functools.partial(self._gating, layer.router.gating)
+        self.bias = torch.zeros(config.num_moe_experts)
+        chunks: list[Any] = [_Chunk(layer) for layer in self.layers]
+        self.retry = Retry(self._forward_backward, chunks)
+
+    def _gating(self, original: Any, tokens: Any) -> Any:
+        return original(tokens) + self.bias
+
+    def step(self, common: random.Random) -> None:
+        """Run a step that `common` draws alike on all ranks."""
+        num_tokens = common.choice([1, 2, 3, 5])
+        num_microbatches = self.world.pp * common.choice([1, 1, 1, 2])
+        trains = common.random() < 0.75
+        factor = common.choice([0.5, 1.25, 2.0, NO_DROP, NO_DROP])
+        recomputes = common.random() < 0.25
+        padded_rank = common.randrange(2 * self.world.num_ranks)  # None in half of the steps.
+        wanted = common.choice([0, 1, len(self.bias) // 2, len(self.bias)])
+        for layer in self.layers:
+            layer.train(trains)
+            layer.moe_layer_recompute = recomputes
+            configs = layer.token_dispatcher.configs
+            configs.training = dataclasses.replace(configs.training, capacity_factor=factor)
+        # Experts beyond the wanted ones get no token of this rank; with one wanted, most ranks
+        # starve.
+        self.bias.zero_()
+        if wanted:
+            self.bias[wanted + 1 :] = -100.0
+        self.padded = dist.get_rank() == padded_rank
+        self.num_tokens = num_tokens
+        seeds = iter(
+            [self.own.randrange(2**31) for _ in range(num_microbatches * len(self.layers))]
+        )
+        self.retry(data_iterator=seeds, num_microbatches=num_microbatches, forward_only=not trains)
+
+    def _forward_backward(
+        self, *, data_iterator: Iterator[int], num_microbatches: int, forward_only: bool = False
+    ) -> list[Any]:
+        order = order_of_passes(self.stage, self.world.pp, len(self.layers), num_microbatches)
+        outputs = {}
+        for forward, chunk, microbatch in order:
+            if forward:
+                draw = torch.Generator().manual_seed(next(data_iterator))
+                tokens = torch.randn(self.num_tokens, 1, 4, generator=draw)
+                mask = torch.ones(1, self.num_tokens, dtype=torch.bool) if self.padded else None
+                with torch.set_grad_enabled(not forward_only):
+                    tokens.requires_grad_(not forward_only)
+                    outputs[chunk, microbatch] = self.layers[chunk](tokens, padding_mask=mask)[0]
+            elif not forward_only:
+                outputs.pop((chunk, microbatch)).sum().backward()
+        return []
+
+
+def _train(world: World, seed: int, num_steps: int, records: Records) -> tuple[int, int]:
+    """Return how many training steps a rank made, and how many of them were repeated."""
+    with _CudaMeansCpu():
+        rank, common = _Rank(world, seed), random.Random(seed)
+        with records.turn():
+            for _ in range(num_steps):
+                rank.step(common)
+        return rank.retry.num_steps, rank.retry.num_retried
+
+
+def train(world: World, *, seed: int, num_steps: int) -> tuple[Records, tuple[int, int]]:
+    """Return the collectives of all ranks, and how many training steps were made and repeated."""
+    torch.manual_seed(seed)
+    with (
+        megatron_on_cpu(),
+        patch.object(retry, "check_retry"),
+        recorded(world.num_ranks) as records,
+    ):
+        steps = run_on_threads(world.num_ranks, _train, world, seed, num_steps, records)
+    assert len(set(steps)) == 1
+    return records, steps[0]
