@@ -263,6 +263,8 @@ def _parts(
         "products": lambda: _products(shape, config, num_tokens, device),
         "experts": lambda: _experts(shape, config, num_tokens, device),
     }
+    if device.type == "cpu" or config.num_ranks == 1:
+        del groups["direct"]
     for name, group in groups.items():
         if name in only:
             yield from group()
@@ -390,12 +392,10 @@ def _kernels(
 def _direct_stores(
     shape: LayerShape, config: DispatchConfig, num_tokens: int, device: torch.device
 ) -> Iterator[Part]:
-    """Yield the kernels that store to peers, if there are any; all ranks route alike.
+    """Yield the kernels that store to peers; all ranks route alike.
 
     A part is to be run before the next one is taken: the buffers are this generator's.
     """
-    if device.type == "cpu" or config.num_ranks == 1:
-        return
     from padded_dispatch.kernels import direct
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
