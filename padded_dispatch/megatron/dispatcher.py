@@ -50,7 +50,7 @@ from padded_dispatch.megatron.config import (
     padded_options,
     passes_in_flight,
 )
-from padded_dispatch.megatron.experts import chosen_experts
+from padded_dispatch.megatron.experts import chosen_experts, require_gradients_arrive
 from padded_dispatch.megatron.rounds import Rounds, arguments_of_experts
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.ops.counters import Counters
@@ -147,7 +147,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.unplaced_E: Tensor | None = None
         self.kept_SE: Tensor | None = None  # Set by the router, which learns it before selection.
         self.offsets_LS: Tensor | None = None  # Where packed rows lie, until they are combined.
-        self.experts: Any = None  # Set by the layer; for passes in rounds.
+        self.experts: Any = None  # Set by the layer.
         self._rounds: Rounds | None = None  # Of a pass that goes in rounds, until it is combined.
         self._choice: Choice | None = None
         self.cudagraph_attrs = list(_PLAN_TENSORS)
@@ -234,6 +234,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         config = self.dispatch_config
         choice = self._choose(config, tokens_TD, probs)
         if choice is not self._choice:
+            if self._experts.layout is None and self.configs.in_training:
+                require_gradients_arrive(self.experts, self.config)
             generates = config is self.configs.generation
             announce(
                 config,
