@@ -12,7 +12,8 @@ never read, and neither `gather, packed` nor `unpack` writes them.
 
 Direct stores, on GPUs, are those of one of `--ep` ranks, and the memory of all ranks is this
 device's: the time that is left where links cost nothing. `push each` sends every row, `push once`
-one copy of a token to each other rank, where `copies` makes the others; `return` is the way home.
+one copy of a token to each other rank, where `copies` makes the others; `return` is the way home,
+`return sums` that of one sum of a token's rows.
 
 `router` is the way from logits to maps, forward and backward, with the scores that a loss reads;
 beside it the same in torch, as Megatron has it.
@@ -265,6 +266,8 @@ def _parts(
         "products": lambda: _products(shape, config, num_tokens, device),
         "experts": lambda: _experts(shape, config, num_tokens, device),
     }
+    if device.type == "cpu" or config.num_ranks == 1:
+        del groups["direct"]
     for name, group in groups.items():
         if name in only:
             yield from group()
@@ -454,6 +457,15 @@ def _direct_stores(
     home = functools.partial(home, 0, *where)
     num_received = num_ranks * int(num_TR[:, 0].sum())
     yield part(name="return", run=home, bytes=2 * num_received * row_bytes)
+    lists_STK, lists_R = of_all_ranks(num_ranks, num_tokens, 2, config.top_k, dtype=torch.int32)
+    home_TK, num_local = ints(num_tokens, config.top_k), num_experts // num_ranks
+    for rank in range(num_ranks):
+        maps = plan.slot_of_TK, plan.expert_of_TK
+        direct.list_slots(*maps, lists_R, home_TK, rank, num_local)
+    sums = functools.partial(direct.return_sums, rows_ND, None, offsets_LS, None, lists_STK)
+    sums = functools.partial(sums, slots_R, probs_R, 0, *where)
+    num_sums = num_ranks * int((num_TR[:, 0] > 0).sum())
+    yield part(name="return sums", run=sums, bytes=(num_received + num_sums) * row_bytes)
 
 
 def _products(

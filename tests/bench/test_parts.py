@@ -68,6 +68,7 @@ def test_direct_stores_move_the_rows_of_one_rank():
         "push once": 10 + stored,
         "copies": 2 * sum(num == 2 for num in here),
         "return": 2 * 2 * sum(here),
+        "return sums": 2 * sum(here) + 2 * sum(num > 0 for num in here),
     }
 
 
