@@ -3,18 +3,20 @@
 A program holds the logits of some tokens, whole rows. The K best are taken one after the other: K
 times, the largest score of each row is found, with the lowest id that has it, and struck out.
 
-Results have the bits of torch's CUDA kernels, by the same operations in the same order; a test on
-GPUs compares them:
+Results of softmax have the bits of torch's CUDA kernels, as of torch 2.6 to 2.13, with these
+operations:
 
 - exp is `expf` of CUDA's math library, and quotients are rounded correctly. Powers below 2**-126
   are 0, where torch has the number.
 - A softmax sums as torch's for rows of up to 1,024: the elements l, l + 32, l + 64, ... of each of
   32 lanes l in this order, then halves of lanes: l and l + 16, then l and l + 8, ...
-- A sum of sigmoids is that of torch's reduction over a contiguous row: four sums of each lane, of
+- A sum of sigmoids follows torch's reduction over a contiguous row: four sums of each lane, of
   every fourth of its elements, then these in order, then neighbours: lanes 0 and 1, 2 and 3, ...
+  It does not have its bits, as an H200 with torch 2.11 showed.
 
-So eager and replayed passes agree, and Megatron's. The backward kernel computes the scores again
-from the logits, which takes less time than to write and read them, and sums in any order.
+So with softmax eager, replayed, and Megatron's passes agree. The backward kernel computes the
+scores again from the logits, which takes less time than to write and read them, and sums in any
+order.
 
 `padded_dispatch.ops.router` explains the arguments.
 """

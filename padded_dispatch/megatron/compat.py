@@ -162,6 +162,12 @@ def logged_tensors() -> dict[str, Tensor]:
     return found
 
 
+def put_logged_back(kept: dict[str, Tensor]) -> None:
+    """Set `logged_tensors` to copies that were made of them; those that are new since, to 0."""
+    for name, tensor in logged_tensors().items():
+        tensor.copy_(kept.get(name, torch.zeros_like(tensor)))
+
+
 def forget_moe_state() -> None:
     """Clear the state that MoE layers of earlier models left in Megatron's globals.
 

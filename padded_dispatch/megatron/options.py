@@ -33,7 +33,7 @@ from padded_dispatch.config import (
 
 Alignment = int | Literal["auto"]
 Experts = Literal["auto", "module", "packed", "batched"]
-Router = Literal["auto", "megatron"]
+Router = Literal["auto", "kernel", "megatron"]
 OnOverflow = Literal["drop", "warn", "error", "grow", "retry"]
 
 _NO_DROP_TEXT = "no-drop"
@@ -250,8 +250,9 @@ class PaddedOptions:
     )
     router: Router = _option(
         "auto",
-        "scores, top-k and maps of routers: auto: in one kernel where the config allows it, with "
-        "the bits of Megatron's code; megatron: by Megatron's code",
+        "scores, top-k and maps of routers: auto: in one kernel where it has the bits of "
+        "Megatron's code; kernel: also scores by sigmoid, which it rounds in another order; "
+        "megatron: by Megatron's code",
         choices=get_args(Router),
     )
     microbatches_in_flight: int | Literal["auto"] = _option(

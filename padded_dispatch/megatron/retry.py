@@ -51,7 +51,7 @@ from torch import Tensor
 
 from padded_dispatch.config import FIT, require
 from padded_dispatch.kernels import SCALARS
-from padded_dispatch.megatron.compat import graph_scopes, logged_tensors
+from padded_dispatch.megatron.compat import graph_scopes, logged_tensors, put_logged_back
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import counting_tensors, is_padded
 from padded_dispatch.megatron.graphs.capture import uncaptured
@@ -263,11 +263,7 @@ class _StepStart:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         _copy_all(self._counts, self._copies)
-        for name, tensor in logged_tensors().items():
-            if name in self._logged:
-                tensor.copy_(self._logged[name])
-            else:
-                tensor.zero_()
+        put_logged_back(self._logged)
         self._random.restore()
 
 

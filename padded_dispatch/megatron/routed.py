@@ -3,9 +3,9 @@
 Megatron's own code takes some 30 launches from the logits to the map, and as many backward. Here
 `padded_dispatch.ops.router` takes one each; losses, their logs and the expert bias remain
 Megatron's methods, called in its order. The bits of probabilities and map are those of Megatron's
-code, so losses and expert bias are, too. Gradients of logits are summed in another order on GPUs,
-and differ by roundings. In evaluation Megatron 0.18 and later sum sigmoids in an order that is
-unspecified.
+code for softmax, so losses and expert bias are, too. Sums of sigmoids round in another order on
+GPUs, and so do gradients of logits; in evaluation Megatron 0.18 and later leave the order of the
+former unspecified.
 
 `why_not` is the rule. Everything that it names goes through Megatron's code.
 
@@ -34,8 +34,14 @@ _MOST_EXPERTS = 1024
 _MOST_CHOICES = 32
 
 
-def why_not(router: Any, logits: Tensor, padding_mask: Tensor | None) -> str:
-    """Return why Megatron's own code must route these logits; empty if `routed` may."""
+def why_not(
+    router: Any, logits: Tensor, padding_mask: Tensor | None, *, same_bits: bool = True
+) -> str:
+    """Return why Megatron's own code must route these logits; empty if `routed` may.
+
+    `same_bits`: only if `routed` has the bits of Megatron's code. On an H200 with torch 2.11 it has
+    them for softmax, before and after top-k, but not for sigmoid.
+    """
     config = router.config
     routings = [vars(base)["routing"] for base in type(router).__mro__ if "routing" in vars(base)]
     rules = (
@@ -53,6 +59,10 @@ def why_not(router: Any, logits: Tensor, padding_mask: Tensor | None) -> str:
         (
             router.score_function in ("softmax", "sigmoid"),
             f"moe_router_score_function is {router.score_function}",
+        ),
+        (
+            not same_bits or router.score_function == "softmax",
+            "moe_router_score_function is sigmoid, and the option router is not 'kernel'",
         ),
         (not config.moe_router_group_topk, "moe_router_group_topk is set"),
         (router.router_replay is None, "moe_enable_routing_replay is set"),

@@ -266,9 +266,9 @@ class SelectAfterCounting(TopKRouter):
 
     def _asked(self, logits: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return what `TopKRouter.routing` returns, in fewer launches where that is possible."""
-        reason = "the option router is 'megatron'"
-        if padded_options(self.config).router == "auto":
-            reason = why_not(self, logits, padding_mask)
+        reason, option = "the option router is 'megatron'", padded_options(self.config).router
+        if option != "megatron":
+            reason = why_not(self, logits, padding_mask, same_bits=option == "auto")
         say_once(reason)
         if not reason:
             return routed(self, logits)

@@ -13,8 +13,8 @@ The functions, as Megatron-Core's `topk_routing_with_score_function` has them:
 
 On CPUs the operations are those of Megatron's code in the same order, backward as autograd orders
 them, and give the same bits. On CUDA devices one kernel each does the forward and the backward
-pass, which are some 30 launches in torch. Forward it has the bits of torch's kernels, too: see
-`padded_dispatch.kernels.router`. Backward it sums in another order.
+pass, which are some 30 launches in torch. Forward it has the bits of torch's kernels for softmax:
+see `padded_dispatch.kernels.router`. Sums of sigmoids, and all backward, are in another order.
 
 Equals are ordered as by `torch.topk`: the lower expert id first on CUDA devices, unspecified on
 CPUs. A NaN is larger than all numbers.

@@ -62,7 +62,7 @@ def test_bits_are_megatrons(name, monkeypatch):
         raise AssertionError("Megatron's code routed")
 
     monkeypatch.setattr(megatrons, "topk_routing_with_score_function", never)
-    found = passes(router(**settings))
+    found = passes(router("kernel", **settings))
     assert found.keys() == expected.keys()
     assert len(found) >= 10 + 4 * ("moe_z_loss_coeff" in settings)
     for key, value in expected.items():
@@ -96,6 +96,10 @@ def test_masks_score_functions_and_versions_that_it_does_not_know(monkeypatch):
     made, logits = router(), torch.zeros(3, 1, 4)
     assert routed.why_not(made, logits, None) == ""
     assert routed.why_not(made, logits, torch.zeros(3, 1)) == "there is a padding mask"
+    made.score_function = "sigmoid"
+    expected = "moe_router_score_function is sigmoid, and the option router is not 'kernel'"
+    assert routed.why_not(made, logits, None) == expected
+    assert routed.why_not(made, logits, None, same_bits=False) == ""
     made.score_function = "sqrtsoftplus"
     expected = "moe_router_score_function is sqrtsoftplus"
     assert routed.why_not(made, logits, None) == expected

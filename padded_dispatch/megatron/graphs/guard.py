@@ -60,7 +60,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from padded_dispatch.config import require
 from padded_dispatch.megatron import masks
 from padded_dispatch.megatron.combined_schedule import with_masks
-from padded_dispatch.megatron.compat import FREES_GRAPH_INPUTS, graph_scopes
+from padded_dispatch.megatron.compat import (
+    FREES_GRAPH_INPUTS,
+    graph_scopes,
+    logged_tensors,
+    put_logged_back,
+)
 from padded_dispatch.megatron.config import is_ours
 from padded_dispatch.megatron.dispatcher import counts_put_back, is_padded
 from padded_dispatch.megatron.packed import check_packed
@@ -267,7 +272,10 @@ def _wrap_local_capture(create: Callable[..., Any]) -> Callable[..., Any]:
                 # All that a forward's capture gives back to this pool are buffers of inputs.
                 pool: Any = _CudagraphGlobalRecord.tensor_reuse_pool
                 patches.set(pool, "insert", lambda buffer: None)
-            return create(runner, *args, **kwargs)
+            logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
+            made = create(runner, *args, **kwargs)
+            put_logged_back(logged)
+            return made
 
     return clean_create
 

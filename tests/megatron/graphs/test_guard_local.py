@@ -145,14 +145,19 @@ def test_d15_a_capture_leaves_counts_and_inputs_alone_if_the_model_is_ours(
     monkeypatch.setattr(_CudagraphGlobalRecord, "tensor_reuse_pool", pool, raising=False)
     install()
     fields = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    fields |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
     layer = gpt(**settings(dispatcher=dispatcher), **fields).decoder.layers[0].train()
     layer.mlp(torch.ones(LENGTH, 1, tiny.HIDDEN))
     ours = dispatcher == "padded_alltoall"
     router = layer.mlp.router
     before = router.local_tokens_per_expert.clone()
+    logged = {name: values.clone() for name, values in compat.logged_tensors().items()}
+    assert all(values.any() for values in logged.values())
     demand_E = layer.mlp.token_dispatcher.counters.demand_E.clone() if ours else None
     _CudaGraphRunner.create_fwd_graph(SimpleNamespace(base_module=layer))
     assert torch.equal(router.local_tokens_per_expert, before) == ours
+    for name, values in compat.logged_tensors().items():
+        assert torch.equal(values, logged[name]) == ours
     if ours:
         assert demand_E.sum() == LENGTH * tiny.TOP_K
         assert torch.equal(layer.mlp.token_dispatcher.counters.demand_E, demand_E)
