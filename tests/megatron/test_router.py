@@ -84,9 +84,9 @@ class UnsortedWithoutGradients(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_first_pass_of_recompute_has_the_bits_of_the_second():
-    options = PaddedOptions(router="megatron")
-    made = tiny.padded_layer(options, num_moe_experts=64, moe_router_topk=8)
+@pytest.mark.parametrize("router", ["auto", "megatron"])
+def test_the_first_pass_of_recompute_has_the_bits_of_the_second(router):
+    made = tiny.padded_layer(PaddedOptions(router=router), num_moe_experts=64, moe_router_topk=8)
     hidden = torch.randn(50, 1, tiny.HIDDEN)
     results = []
     for training, gradients in [(True, False), (True, True), (False, False)]:
@@ -95,7 +95,8 @@ def test_the_first_pass_of_recompute_has_the_bits_of_the_second():
             results.append(made.router(hidden)[0])
     first, second, evaluation = results
     assert torch.equal(first, second)
-    assert not torch.equal(evaluation, second)  # As stock's.
+    if router == "megatron":
+        assert not torch.equal(evaluation, second)  # As stock's.
 
 
 def test_evaluation_has_its_own_capacity():
