@@ -38,7 +38,7 @@ REMEDIES: tuple[str, ...] = get_args(Remedy)
 ExchangeKind = Literal["auto", "alltoall", "direct", "two-level"]
 
 # See `padded_dispatch.exchange.links`.
-LinkRows = Literal["auto", "each", "once"]
+LinkRows = Literal["auto", "each", "once", "summed"]
 
 CapacityPool = Literal["expert", "rank", "receiver"]
 CAPACITY_POOLS: tuple[str, ...] = get_args(CapacityPool)

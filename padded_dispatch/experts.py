@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from padded_dispatch.ops.activation import Activation, activate
-from padded_dispatch.ops.grouped import Delayed, grouped_linear
+from padded_dispatch.ops.grouped import Delayed, grouped_linear, row_tiles
 
 # `grouped_linear` or `batched_linear`.
 Linear = Callable[..., Tensor]
@@ -77,8 +77,10 @@ def grouped_mlp(
     Returns:
         [N, D]; rows from `offsets_L[-1]` on are unspecified, as are those of the gradients.
     """
+    tiles = row_tiles(offsets_L, len(rows_ND)) if linear is grouped_linear else None
     fc1_sums_LGD, fc1_delayed = weights.fc1_sums_LGD, weights.fc1_delayed
-    fc1_NG = linear(rows_ND, weights.fc1_LGD, offsets_L, None, None, fc1_sums_LGD, fc1_delayed)
+    given = None, None, fc1_sums_LGD, fc1_delayed, tiles
+    fc1_NG = linear(rows_ND, weights.fc1_LGD, offsets_L, *given)
 
     def activated(fc1_NG: Tensor) -> Tensor:
         return activate(fc1_NG, probs_N, offsets_L, activation, weights.fc1_bias_LG)
@@ -89,7 +91,7 @@ def grouped_mlp(
         context = _recomputed(hidden_NF, lambda: activated(saved_NG).detach())
     with context:
         bias_LD, sums_LDF = weights.fc2_bias_LD, weights.fc2_sums_LDF
-        given = bias_LD, probs_N, sums_LDF, weights.fc2_delayed
+        given = bias_LD, probs_N, sums_LDF, weights.fc2_delayed, tiles
         return linear(hidden_NF, weights.fc2_LDF, offsets_L, *given)
 
 

@@ -72,10 +72,12 @@ class Outcome:
         notes: what stands in the place of settings for another dispatcher.
         refusals: the settings that are refused, each with its reason.
         error: why the recipe could not be built; empty if it was.
+        precision: what its layers compute in.
     """
 
     kind: str
     name: str
+    precision: str = "unknown"
     notes: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
     error: str = ""
@@ -178,7 +180,7 @@ def check(kind: str, name: str, recipe: Any) -> Outcome | None:
         return None
     model.moe_token_dispatcher_type = "padded_alltoall"
     model.moe_expert_capacity_factor = 1.25
-    noted = notes(model)
+    noted, precision = notes(model), _precision(model)
     try:
         try:
             copy.deepcopy(model).finalize()
@@ -190,8 +192,19 @@ def check(kind: str, name: str, recipe: Any) -> Outcome | None:
             check_config(_parsed(model))
     except ValueError as error:
         lines = tuple(line.strip() for line in str(error).removeprefix(_REFUSED).splitlines())
-        return Outcome(kind=kind, name=name, refusals=tuple(filter(None, lines)))
-    return Outcome(kind=kind, name=name, notes=tuple(noted))
+        refused = tuple(filter(None, lines))
+        return Outcome(kind=kind, name=name, precision=precision, refusals=refused)
+    return Outcome(kind=kind, name=name, precision=precision, notes=tuple(noted))
+
+
+def _precision(model: Any) -> str:
+    """Return the number format of a model's products, with its recipe."""
+    own = ", `quant_recipe`" if getattr(model, "quant_recipe", None) else ""
+    for name in ("fp8", "fp4"):
+        if getattr(model, name, None):
+            recipe = getattr(model, f"{name}_recipe")
+            return f"{name}, {getattr(recipe, 'value', recipe)}{own}"
+    return f"bf16{own}"
 
 
 def _prepared(config: Any) -> Any:
@@ -238,13 +251,25 @@ models' sizes; nothing was trained. [Back to the top](../../README.md); [options
 """
 
 
+_PRECISION = """\
+Experts of the layer's spec quantize padded, aligned rows, in CUDA graphs, too. The recipes mxfp8
+and nvfp4 run on Blackwell only: their configs are checked on CPUs, and their models have not run.
+"""
+
+
 def page(outcomes: list[Outcome], version: str) -> str:
-    """Return the page: counts by set and model, what is refused and why, what is replaced."""
+    """Return the page: counts by kind of recipe, what is refused and why, what is replaced."""
     lines = [
         "# Which recipes work",
         "",
         _INTRODUCTION.format(version=version),
         *_counts("recipes", outcomes, lambda one: one.kind),
+        "",
+        "## Precision",
+        "",
+        *_PRECISION.splitlines(),
+        "",
+        *_counts("precision", outcomes, lambda one: one.precision),
         "",
         "## Refused because",
         "",

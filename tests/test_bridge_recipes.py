@@ -11,7 +11,12 @@ from tests import bridge_recipes
 from tests.bridge_recipes import Outcome, check, page
 from tests.support import tiny
 
-NOTED = Outcome(kind="library", name="qwen_sft_8gpu_config", notes=("moe_deepep_num_sms=3: SMs",))
+NOTED = Outcome(
+    kind="library",
+    name="qwen_sft_8gpu_config",
+    precision="fp8, mxfp8",
+    notes=("moe_deepep_num_sms=3: SMs",),
+)
 REFUSED = Outcome(
     kind="performance", name="qwen_pretrain_config", refusals=("fp8='x': untested. Remedy: none.",)
 )
@@ -29,7 +34,7 @@ class Model:
         made = tiny.config(**{k: v for k, v in vars(self).items() if k in self.asked})
         vars(self).update(vars(made))
 
-    asked = "fp8", "cpu_offloading", "moe_enable_deepep", "moe_expert_capacity_factor"
+    asked = "fp8", "variable_seq_lengths", "moe_enable_deepep", "moe_expert_capacity_factor"
 
 
 @pytest.fixture
@@ -44,11 +49,21 @@ def outcome_of(monkeypatch, request) -> Any:
 def test_a_recipe_is_accepted_noted_or_refused(outcome_of):
     plain = outcome_of("glm_config", Model)
     assert (plain.state, plain.notes, plain.refusals) == ("accepted", (), ())
+    assert plain.precision == "bf16"
     noted = outcome_of("glm_config", lambda: Model(moe_enable_deepep=True))
     assert noted.state == "accepted, noted"
     assert [line.partition("=")[0] for line in noted.notes] == ["moe_enable_deepep"]
-    refused = outcome_of("glm_config", lambda: Model(cpu_offloading=True))
-    assert refused.state == "refused" and refused.settings == "`cpu_offloading=True`"
+    refused = outcome_of("glm_config", lambda: Model(variable_seq_lengths=True))
+    assert refused.state == "refused" and refused.settings == "`variable_seq_lengths=True`"
+
+
+def test_the_precision_of_a_recipe():
+    for fields, precision in (
+        ({"fp8": None}, "bf16"),
+        ({"fp8": "e4m3", "fp8_recipe": SimpleNamespace(value="mxfp8")}, "fp8, mxfp8"),
+        ({"fp4": "e2m1", "fp4_recipe": "nvfp4", "quant_recipe": 1}, "fp4, nvfp4, `quant_recipe`"),
+    ):
+        assert bridge_recipes._precision(SimpleNamespace(**fields)) == precision
 
 
 def test_a_recipe_without_experts_is_left_out(outcome_of):
@@ -83,6 +98,7 @@ def test_the_page_counts_and_names():
     for row in (
         "| performance | 1 | 0 | 0 | 1 | 0 |",
         "| library | 3 | 1 | 1 | 0 | 1 |",
+        "| fp8, mxfp8 | 1 | 0 | 1 | 0 | 0 |",
         "| glm | 1 | 0 | 0 | 0 | 1 |",
         "| qwen | 3 | 1 | 1 | 1 | 0 |",
         "| `fp8` | 1 | untested |",

@@ -11,6 +11,7 @@ from typing import get_args
 
 from padded_dispatch.bench.cases import CONTENDERS, MODELS, SKEWS, MainGrad
 
+PARTS = ("copy", "router", "selection", "rows", "direct", "products", "experts")
 EXCHANGES = ("alltoall", "direct")  # what a contender can fix; "auto" is a contender of its own
 
 
@@ -115,6 +116,9 @@ def _parts_parser() -> argparse.ArgumentParser:
     parser.add_argument("--capacity-factors", nargs="+", type=float, default=[1.25])
     parser.add_argument("--ep", type=int, default=8, help="ranks that send rows to each expert")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, help="groups of parts to time"
+    )
     parser.add_argument(
         "--select-experts",
         nargs="+",

@@ -25,6 +25,7 @@ Variant = Literal[
     "batched",
     "direct",
     "direct each",
+    "direct summed",
     "rank",
     "rank direct",
     "receiver",
@@ -73,7 +74,7 @@ class Contender:
         return "rank" if self.variant in ("rank", "rank direct") else "expert"
 
 
-_DIRECT = ("direct", "direct each", "rank direct", "receiver")
+_DIRECT = ("direct", "direct each", "direct summed", "rank direct", "receiver")
 _OURS: dict[str, Any] = {"name": "ours", "dispatcher": "padded_alltoall"}
 _DROP_PAD: dict[str, Any] = {"name": "stock-drop-pad", "dispatcher": "alltoall"}
 
@@ -95,6 +96,7 @@ CONTENDERS = {
     "direct": Contender(**_OURS, variant="direct", min_ep=2),
     "direct-graphed": Contender(**_OURS, variant="direct", graph="layer", min_ep=2),
     "direct-each-graphed": Contender(**_OURS, variant="direct each", graph="layer", min_ep=2),
+    "direct-summed-graphed": Contender(**_OURS, variant="direct summed", graph="layer", min_ep=2),
     "rank-graphed": Contender(**_OURS, variant="rank", graph="layer"),
     "rank-direct-graphed": Contender(**_OURS, variant="rank direct", graph="layer", min_ep=2),
     "receiver-graphed": Contender(**_OURS, variant="receiver", graph="layer", min_ep=2),

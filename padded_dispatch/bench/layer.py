@@ -28,6 +28,7 @@ OPTIONS = {
     "batched": PaddedOptions(experts="batched", exchange="alltoall"),
     "direct": PaddedOptions(experts="packed", exchange="direct"),
     "direct each": PaddedOptions(experts="packed", exchange="direct", link_rows="each"),
+    "direct summed": PaddedOptions(experts="packed", exchange="direct", link_rows="summed"),
     "rank": PaddedOptions(experts="packed", exchange="alltoall", capacity_pool="rank"),
     "rank direct": PaddedOptions(experts="packed", exchange="direct", capacity_pool="rank"),
     "receiver": PaddedOptions(experts="packed", exchange="direct", capacity_pool="receiver"),

@@ -44,8 +44,8 @@ _PHASES = {
     "gather": r"_spread_rows_kernel|\b_permute_kernel|_unpermute_bwd",
     "combine": r"_sum_rows_kernel|_unpermute_kernel",
     "regroup": r"_move_rows|sort_chunks",
-    "exchange": r"nccl|_push_(rows|tokens|counts)|_copy_rows|_return_rows|_place_rows"
-    r"|barrier_kernel",
+    "exchange": r"nccl|_push_(rows|tokens|counts)|_copy_rows|_return_(rows|sums)|_place_rows"
+    r"|_list_slots|\b_shift_kernel|barrier_kernel",
     "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas"
     r"|_rows_times_weights|_row_tiles|_add_weight_gradients",
     "router": r"_route_\w*kernel|topk|bitonicSort|softmax_warp|_scatter_gather|aux_loss",

@@ -14,6 +14,14 @@ Direct stores, on GPUs, are those of one of `--ep` ranks, and the memory of all 
 device's: the time that is left where links cost nothing. `push each` sends every row, `push once`
 one copy of a token to each other rank, where `copies` makes the others; `return` is the way home.
 
+`router` is the way from logits to maps, forward and backward, with the scores that a loss reads;
+beside it the same in torch, as Megatron has it.
+
+`products` are the grouped products of a rank's experts, by themselves, with the rows that a random
+routing of all ranks brings each expert: rows times weights (`fc1`, `fc2`) and gradients of rows
+(`dgrad`) by our kernel and by torch's, weight gradients (`wgrad`) by torch's, and added to fp32 by
+our kernel and by torch's with an addition. `--only products` measures nothing else.
+
 With `--select-experts`, selection runs alone, for numbers of experts instead of models: pools of
 one expert, of E / 8 and of E / 2, at factor 1.0, where about half of them overflow, and with one
 expert that every token asks for. Its bytes are the map once in and once out, and the scores.
@@ -27,14 +35,14 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from padded_dispatch.bench.arguments import read_parts, with_defaults
+from padded_dispatch.bench.arguments import PARTS, read_parts, with_defaults
 from padded_dispatch.bench.cases import MODELS
 from padded_dispatch.bench.clocks import max_sm_mhz
 from padded_dispatch.config import DispatchConfig, Policy, require
@@ -42,9 +50,15 @@ from padded_dispatch.experts import ExpertWeights, Linear, grouped_mlp
 from padded_dispatch.ops.acceptance import accept
 from padded_dispatch.ops.activation import Activation
 from padded_dispatch.ops.counters import Counters
-from padded_dispatch.ops.grouped import batched_linear, grouped_linear
+from padded_dispatch.ops.grouped import (
+    add_outer_by_expert,
+    batched_linear,
+    grouped_linear,
+    outer_by_expert,
+)
 from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import make_plan
+from padded_dispatch.ops.router import ScoreFunction, route, route_in_torch
 from padded_dispatch.ops.rows import (
     combine_rows,
     gather_meta,
@@ -123,7 +137,7 @@ def _model_cases(
                     "capacity_factor": factor,
                     "capacity": config.capacity(num_tokens),
                 }
-                for part in _parts(MODELS[model], config, num_tokens, device):
+                for part in _parts(MODELS[model], config, num_tokens, device, given.only):
                     yield where, part
 
 
@@ -232,16 +246,56 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _parts(
-    shape: LayerShape, config: DispatchConfig, num_tokens: int, device: torch.device
+    shape: LayerShape,
+    config: DispatchConfig,
+    num_tokens: int,
+    device: torch.device,
+    only: Sequence[str] = PARTS,
 ) -> Iterator[Part]:
+    """Yield the parts of the groups in `only`, in the order of `PARTS`."""
+    groups = {
+        "copy": lambda: _copies(device),
+        "router": lambda: _routers(config, num_tokens, device),
+        "selection": lambda: _selections(config, num_tokens, device),
+        "rows": lambda: _kernels(shape, config, num_tokens, device),
+        "direct": lambda: _direct_stores(shape, config, num_tokens, device),
+        "products": lambda: _products(shape, config, num_tokens, device),
+        "experts": lambda: _experts(shape, config, num_tokens, device),
+    }
+    for name, group in groups.items():
+        if name in only:
+            yield from group()
+
+
+def _copies(device: torch.device) -> Iterator[Part]:
     source = torch.empty(_COPIED, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     yield Part(name="copy", run=lambda: target.copy_(source), fill=1.0, bytes=2 * _COPIED)
-    yield from _selections(config, num_tokens, device)
-    yield from _kernels(shape, config, num_tokens, device)
-    if device.type == "cuda" and config.num_ranks > 1:
-        yield from _direct_stores(shape, config, num_tokens, device)
-    yield from _experts(shape, config, num_tokens, device)
+
+
+def _routers(config: DispatchConfig, num_tokens: int, device: torch.device) -> Iterator[Part]:
+    """Yield routing forward and backward, by our operation and by torch with autograd."""
+    torch.manual_seed(0)
+    logits_TE = torch.randn(num_tokens, config.num_experts, device=device).requires_grad_()
+    grads = torch.randn_like(logits_TE), torch.randn_like(logits_TE[:1]).expand_as(logits_TE)
+    for function in get_args(ScoreFunction):
+
+        def ours(function: ScoreFunction = function) -> tuple[Tensor, Tensor]:
+            found = route(logits_TE, top_k=config.top_k, function=function, with_scores=True)
+            assert found.scores_TE is not None
+            return found.probs_TE, found.scores_TE
+
+        def torchs(function: ScoreFunction = function) -> tuple[Tensor, Tensor]:
+            found = route_in_torch(logits_TE, None, config.top_k, function, 1.0, True)
+            return found[0], found[2]
+
+        def both_ways(way: Callable[[], tuple[Tensor, Tensor]]) -> None:
+            torch.autograd.grad(way(), logits_TE, grads)
+
+        for name, way in (("", ours), (", torch", torchs)):
+            yield Part(name=f"router {function}{name}", run=way, fill=1.0)
+            run = functools.partial(both_ways, way)
+            yield Part(name=f"router {function} both ways{name}", run=run, fill=1.0)
 
 
 def _selections(config: DispatchConfig, num_tokens: int, device: torch.device) -> Iterator[Part]:
@@ -335,10 +389,12 @@ def _kernels(
 def _direct_stores(
     shape: LayerShape, config: DispatchConfig, num_tokens: int, device: torch.device
 ) -> Iterator[Part]:
-    """Yield the kernels that store to peers; all ranks route alike.
+    """Yield the kernels that store to peers, if there are any; all ranks route alike.
 
     A part is to be run before the next one is taken: the buffers are this generator's.
     """
+    if device.type == "cpu" or config.num_ranks == 1:
+        return
     from padded_dispatch.kernels import direct
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -397,6 +453,52 @@ def _direct_stores(
     home = functools.partial(home, 0, *where)
     num_received = num_ranks * int(num_TR[:, 0].sum())
     yield part(name="return", run=home, bytes=2 * num_received * row_bytes)
+
+
+def _products(
+    shape: LayerShape, config: DispatchConfig, num_tokens: int, device: torch.device
+) -> Iterator[Part]:
+    """Yield each grouped product of a rank's experts, by our kernels and by torch's."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    num_local = config.num_local_experts
+    _, map_TE = _routing(config, num_tokens * config.num_sources, device)
+    offsets_L = map_TE[:, :num_local].sum(0).cumsum(0).to(torch.int32)
+    num_rows = int(offsets_L[-1])
+
+    def draw(*sizes: int) -> Tensor:
+        return (torch.randn(sizes, device=device) * sizes[-1] ** -0.5).to(dtype)
+
+    def torchs(rows_NI: Tensor, weight_LOI: Tensor) -> Tensor:
+        # Private until torch 2.10, and on CPUs without a kernel.
+        if device.type == "cpu":
+            return grouped_linear(rows_NI, weight_LOI, offsets_L)
+        grouped_mm: Any = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+        return grouped_mm(rows_NI, weight_LOI.transpose(1, 2), offs=offsets_L)
+
+    def torch_added(grad_NO: Tensor, rows_NI: Tensor, sums_LOI: Tensor) -> None:
+        sums_LOI.add_(outer_by_expert(grad_NO, rows_NI, offsets_L))
+
+    for name, width_in, width_out in (
+        ("fc1", shape.hidden_size, 2 * shape.ffn_size),
+        ("fc2", shape.ffn_size, shape.hidden_size),
+    ):
+        rows_NI, grad_NO = draw(num_rows, width_in), draw(num_rows, width_out)
+        weight_LOI = draw(num_local, width_out, width_in)
+        sums_LOI = torch.zeros_like(weight_LOI, dtype=torch.float32)
+        part = functools.partial(Part, fill=1.0, flops=2 * num_rows * width_in * width_out)
+        weight_LIO = weight_LOI.transpose(1, 2)
+        for product, given in (
+            (name, (rows_NI, weight_LOI)),
+            (f"{name} dgrad", (grad_NO, weight_LIO)),
+        ):
+            yield part(name=product, run=functools.partial(grouped_linear, *given, offsets_L))
+            yield part(name=f"{product}, torch", run=functools.partial(torchs, *given))
+        outer = functools.partial(outer_by_expert, grad_NO, rows_NI, offsets_L)
+        yield part(name=f"{name} wgrad, torch", run=outer)
+        given = grad_NO, rows_NI, offsets_L, sums_LOI
+        yield part(name=f"{name} wgrad added", run=functools.partial(add_outer_by_expert, *given))
+        run = functools.partial(torch_added, grad_NO, rows_NI, sums_LOI)
+        yield part(name=f"{name} wgrad added, torch", run=run)
 
 
 def _experts(

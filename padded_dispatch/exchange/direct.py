@@ -12,7 +12,10 @@ Probabilities, or their gradients, travel with the rows.
 
 A token, or a gradient, that goes to several experts of one rank crosses the link there once, where
 that pays (`padded_dispatch.exchange.links`): into its first row, from which the receiver copies it
-to the others behind the barrier. The bits and their places are the same either way.
+to the others behind the barrier. The bits and their places are the same either way. With
+`link_rows="summed"` the way back is the mirror image, with other bits:
+
+    return_rows   lists of slots, barrier, sums into slots, barrier, sum of sums
 
 Where sources share slots ("receiver"), they exchange demands before selection, which tells every
 rank how many rows each source keeps. The push of the forward pass is shorter then, and backward
@@ -39,6 +42,7 @@ themselves. Every rank takes part in every call, also without rows. By buffer:
   between; one table would not be enough. Replays repeat the turns of their capture, and between the
   last call of a pass and the first of the next lies a push. All layers of a group share the tables,
   because the argument counts the group's barriers, not those of a layer.
+- Lists of slots are written before the first barrier of a return, as counts before that of a push.
 - Places, the list beside received rows from which copies are made, belong to the receive buffer and
   are written with its rows. Their only reader is the copy of the same call.
 - Receive buffers of the forward pass, behind `all_demands`. Its barrier is the first of the push: a
@@ -59,7 +63,10 @@ peer dies or never comes, the others wait in a barrier, for 10 minutes as with N
 prints the missing rank's number in the group, and its device fails. In eager the ranks compare
 shapes on the host before each call, and that comparison fails at once if a peer has died.
 
-Sums equal those of `AllToAllExchange` bit by bit: the same kernel adds the same slots.
+Sums equal those of `AllToAllExchange` bit by bit: the same kernel adds the same slots. With sums
+that go home, a token's rows are added per rank, experts ascending, in fp32, and rounded to the
+rows' dtype; then the sums of the ranks likewise. That is as deterministic, but a token with rows of
+several ranks, and several rows of one of them, is rounded once more for each of these.
 
 Tried and left out:
 
@@ -228,6 +235,7 @@ class DirectExchange(PackedAtOnce):
                 top_k=top_k,
                 num_tokens=num_tokens,
             ),
+            summed=self._link_rows == "summed",
         )
 
 
@@ -358,21 +366,26 @@ def _return_rows(
     from padded_dispatch.kernels import direct, rows
 
     buffers = find(key)
-    workspace = buffers.workspace
-    workspace.barrier()
-    direct.return_rows(
+    workspace, home_TK = buffers.workspace, slot_of_TK
+    returned = (
         packed_ND.contiguous(),
         None if probs_N is None else probs_N.contiguous(),
         offsets_LS,
         kept_SE,
-        workspace.slots_R,
-        workspace.meta_R,
-        buffers.rank,
-        pool_slots,
-        experts_per_pool,
     )
+    to = workspace.slots_R, workspace.meta_R, buffers.rank, pool_slots, experts_per_pool
+    if buffers.sums_home:
+        num_local, num_ranks = offsets_LS.shape
+        home_TK = torch.empty_like(slot_of_TK)
+        maps = slot_of_TK, expert_of_TK
+        direct.list_slots(*maps, workspace.lists_R, home_TK, buffers.rank, num_local)
+        workspace.barrier()
+        direct.return_sums(*returned, workspace.lists(num_ranks, *slot_of_TK.shape), *to)
+    else:
+        workspace.barrier()
+        direct.return_rows(*returned, *to)
     workspace.barrier()
-    sum_TD = rows.sum_rows(workspace.slots_QD, slot_of_TK)
+    sum_TD = rows.sum_rows(workspace.slots_QD, home_TK)
     if probs_N is None:
         return sum_TD, packed_ND.new_empty(0, dtype=torch.float32)
     meta_GP = workspace.meta_Q.view(-1, pool_slots)

@@ -2,18 +2,28 @@
 
     once    one copy of a token goes to each rank of its experts, which copies it to the others
     each    every (token, expert) row goes by itself
+    summed  as `once`, and one sum of a token's rows on a rank goes home
 
-Both place the same bits in the same rows. `"auto"` takes `once` where routing that spreads tokens
-evenly saves at least `_SAVES` of the rows. A saved row takes 1 / 333 of a GB's second on the link
-of an H200, and 2 / 4,000 to be read and written there, so nearly all of it is gained; what is lost
-is one more launch and one more list of places, a few microseconds of a pass. Shares of the rows
-that still cross, by `crossing_share`:
+The first two place the same bits in the same rows. `"auto"` takes `once` where routing that spreads
+tokens evenly saves at least `_SAVES` of the rows. Shares of the rows that still cross,
+`crossing_share`:
 
     EP                                    2      4      8
     Qwen3-30B-A3B       E 128, K 8     0.25   0.45   0.67
     DeepSeek-V2-Lite    E 64,  K 6     0.33   0.56   0.76
     GPT-OSS-20B         E 32,  K 4     0.47   0.70   0.86
     Mixtral             E 8,   K 2     0.79   0.93   1.00
+
+Between two H200 rows travel at 333 GB/s, and a copy reads and writes 4,000 GB/s, so a row that is
+saved costs a sixth of its time or less; one more launch and the lists of places take a few
+microseconds. By these figures one push of 4,096 tokens, with 10 us for its barriers and counts,
+takes as many microseconds (a prediction, except for those marked *, which were measured):
+
+                 each    once: link + copies + the rest
+    Qwen3   EP 2  198*     50 + 20 + 10 =  80
+    Qwen3   EP 4  296*    137 + 25 + 10 = 172
+    Qwen3   EP 8  362     235 + 21 + 10 = 266
+    GPT-OSS EP 2  152      67 + 13 + 10 =  90
 
 Letters: T tokens, K experts per token, E experts, R ranks.
 """
@@ -40,7 +50,7 @@ def num_places(
     link_rows: LinkRows, *, num_ranks: int, num_experts: int, top_k: int, num_tokens: int
 ) -> int:
     """Return R * T * K, the places that a rank is told, if tokens cross a link once; else 0."""
-    once = link_rows == "once"
+    once = link_rows in ("once", "summed")
     if link_rows == "auto":
         once = crossing_share(num_ranks, num_experts, top_k) <= 1 - _SAVES
     return num_ranks * num_tokens * top_k if once else 0

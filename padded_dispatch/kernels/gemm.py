@@ -7,10 +7,15 @@ stay on the device. Rows behind the last one are never read into a result that i
 written.
 
 The kernels are persistent: `num_programs` programs take tiles in turn, experts in ascending order,
-so fewer programs leave multiprocessors to others. Operands are read by the tensor memory
-accelerator (TMA). A tile that crosses an expert's last row is computed whole, and its other rows
-are not stored. Every element is summed by one program in the order of the inner dimension: the
-result depends on the operands and the tile sizes alone.
+so fewer programs leave multiprocessors to others. Of a small weight all columns are taken before
+the next rows. A large one would leave the cache meanwhile, so up to 16 tiles of rows are taken
+before the next columns: an expert of at most 2,048 rows has its weight read once. (16 of 128 rows
+beside 8 of 256 columns are about square, and as many tiles as there are multiprocessors.)
+`row_tiles` finds the tiles of the rows, once for all products with the same offsets.
+
+Operands are read by the tensor memory accelerator (TMA). A tile that crosses an expert's last row
+is computed whole, and its other rows are not stored. Every element is summed by one program in the
+order of the inner dimension: the result depends on the operands and the tile sizes alone.
 
 Rows times weights on an H200, microseconds of fc1, fc2, and the gradients of fc2's and fc1's rows,
 bf16, random routing, beside `torch._grouped_mm`:
@@ -52,7 +57,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-_TILES_AT_A_TIME = 128
+from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP
+
+_TILES_AT_A_TIME = 32
+
+_SMALL_WEIGHT = 12 * 2**20  # Bytes: a quarter of the L2 cache of an H200.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +76,7 @@ class Tiles:
         warps: warps of a program.
     """
 
-    rows: int = 128
+    rows: int = ROWS_OF_TILE
     columns: int = 256
     inner: int = 64
     stages: int = 4
@@ -83,6 +92,7 @@ def rows_times_weights(
     weight_LOI: Tensor,
     offsets_L: Tensor,
     *,
+    table: Tensor | None = None,
     tiles: Tiles = _TILES,
     num_programs: int | None = None,
 ) -> Tensor:
@@ -93,6 +103,7 @@ def rows_times_weights(
         weight_LOI: same dtype, contiguous or the transpose (1, 2) of a contiguous one; O is a
             multiple of 8.
         offsets_L: contiguous int32, where the rows of each expert end.
+        table: `row_tiles` of these offsets and number of rows; None makes it.
         tiles: launch parameters.
         num_programs: None is one for each multiprocessor.
 
@@ -106,18 +117,19 @@ def rows_times_weights(
     weight = weight_LOI.transpose(1, 2) if transposed else weight_LOI
     block = [tiles.inner, tiles.columns] if transposed else [tiles.columns, tiles.inner]
     out_NO = rows_NI.new_empty(num_rows, width_out)
-    table, count = _row_tiles(offsets_L, num_rows, tiles.rows)
+    if table is None:
+        table = row_tiles(offsets_L, num_rows, tiles.rows)
     _rows_times_weights_kernel[(num_programs or _multiprocessors(rows_NI.device),)](
         TensorDescriptor.from_tensor(rows_NI, [tiles.rows, tiles.inner]),
         TensorDescriptor.from_tensor(weight, [1, *block]),
         out_NO,
         offsets_L,
         table,
-        count,
         width_in,
         width_out,
         triton.cdiv(width_out, tiles.columns),
         TRANSPOSED=transposed,
+        DOWN=width_in * width_out * rows_NI.element_size() > _SMALL_WEIGHT,
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         INNER=tiles.inner,
@@ -134,35 +146,35 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _row_tiles(offsets_L: Tensor, num_rows: int, tile_rows: int) -> tuple[Tensor, Tensor]:
-    """List the tiles of rows: int32 [most tiles, 2], expert and first row, and int32 [1], how many.
+def row_tiles(offsets_L: Tensor, num_rows: int, tile_rows: int = ROWS_OF_TILE) -> Tensor:
+    """List the tiles of rows: int32 [1 + most tiles, 4], see `padded_dispatch.ops.grouped`.
 
-    Example: `offsets = [3, 3, 7]` and tiles of 2 rows give `[[0, 0], [0, 2], [2, 3], [2, 5]]`.
+    Example: `offsets = [3, 3, 7]` and tiles of 2 rows give the lines `[4, 0, 0, 0]`,
+    `[0, 0, 2, 0]` twice, and `[2, 2, 2, 3]` twice.
     """
     num_experts = offsets_L.shape[0]
     most = num_rows // tile_rows + num_experts
-    table = offsets_L.new_empty(most, 2)
-    count = offsets_L.new_empty(1)
+    table = offsets_L.new_empty(1 + most, 4)
     _row_tiles_kernel[(triton.cdiv(most, _TILES_AT_A_TIME),)](
         offsets_L,
         table,
-        count,
         num_experts,
         ROWS=tile_rows,
+        GROUP=TILES_OF_GROUP,
         EXPERTS=triton.next_power_of_2(num_experts),
         TILES=_TILES_AT_A_TIME,
         num_warps=4,
     )
-    return table, count
+    return table
 
 
 @triton.jit
 def _row_tiles_kernel(
     offsets,
     table,
-    count,
     num_experts,
     ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
     EXPERTS: tl.constexpr,
     TILES: tl.constexpr,
 ):
@@ -177,13 +189,18 @@ def _row_tiles_kernel(
     # The expert of a tile is the number of experts whose tiles end at it or before.
     expert = tl.sum(((last[None, :] <= tile[:, None]) & valid[None, :]).to(tl.int32), 1)
     mine = e[None, :] == expert[:, None]
-    first_tile = tl.sum(tl.where(mine, (last - num_tiles)[None, :], 0), 1)
+    last_tile = tl.sum(tl.where(mine, last[None, :], 0), 1)
+    first_tile = last_tile - tl.sum(tl.where(mine, num_tiles[None, :], 0), 1)
     first_row = tl.sum(tl.where(mine, start[None, :], 0), 1)
+    before = (tile - first_tile) // GROUP * GROUP
     there = tile < total
-    tl.store(table + 2 * tile, expert, mask=there)
-    tl.store(table + 2 * tile + 1, first_row + (tile - first_tile) * ROWS, mask=there)
+    line = table + 4 * (1 + tile)
+    tl.store(line, expert, mask=there)
+    tl.store(line + 1, first_tile + before, mask=there)
+    tl.store(line + 2, tl.minimum(last_tile - first_tile - before, GROUP), mask=there)
+    tl.store(line + 3, first_row + before * ROWS, mask=there)
     if tl.program_id(0) == 0:
-        tl.store(count, total)
+        tl.store(table + tl.arange(0, 4), tl.where(tl.arange(0, 4) == 0, total, 0))
 
 
 @triton.jit
@@ -193,22 +210,29 @@ def _rows_times_weights_kernel(
     out,
     offsets,
     table,
-    count,
     width_in,
     width_out,
     tiles_across,
     TRANSPOSED: tl.constexpr,
+    DOWN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    num_tiles = tl.load(count) * tiles_across
+    num_tiles = tl.load(table) * tiles_across
     half: tl.constexpr = COLUMNS // 2
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
-        entry = table + 2 * (tile // tiles_across)
-        expert = tl.load(entry)
-        row = tl.load(entry + 1)
-        column = tile % tiles_across * COLUMNS
+        line = table + 4 * (1 + tile // tiles_across)
+        expert = tl.load(line)
+        first = tl.load(line + 1)
+        of_group = tile - first * tiles_across
+        if DOWN:
+            group = tl.load(line + 2)
+            down, across = of_group % group, of_group // group
+        else:
+            down, across = of_group // tiles_across, of_group % tiles_across
+        row = tl.load(line + 3) + down * ROWS
+        column = across * COLUMNS
         sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for inner in range(0, width_in, INNER):
             a = rows.load([row, inner])

@@ -45,8 +45,8 @@ _REFUSED_EXPERTS = {
 
 _log = logging.getLogger(__name__)
 
-# Slots per (source, expert) to which `fit_max_factor` does not limit evaluation. The factor is
-# about memory; with few tokens, as in decoding, it would split passes that need next to none.
+# Slots per (source, expert) that evaluation may always have, whatever `fit_max_factor` is. The
+# factor is about memory; in decoding it would split passes of few tokens, which need next to none.
 _SLOTS_OF_FEW_TOKENS = 64
 
 # Fields of `DispatchConfig`, and the fields of Megatron's config that set them.

@@ -17,6 +17,7 @@ norm rejects.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,7 +45,7 @@ class _Stream:
     """A stand-in for CUDA streams and events. CPU work has finished when a call returns."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
+        self._recorded_s = 0.0
 
     def wait_stream(self, stream: object) -> None:
         """Do nothing."""
@@ -56,7 +57,12 @@ class _Stream:
         """Do nothing."""
 
     def record(self, stream: object = None) -> None:
-        """Do nothing."""
+        """Keep the time."""
+        self._recorded_s = time.perf_counter()
+
+    def elapsed_time(self, end: "_Stream") -> float:
+        """Return the milliseconds between two recorded events; text generation reports them."""
+        return 1e3 * (end._recorded_s - self._recorded_s)
 
     def record_event(self) -> "_Stream":
         """Return an event that has already happened."""

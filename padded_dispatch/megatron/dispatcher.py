@@ -50,7 +50,7 @@ from padded_dispatch.megatron.config import (
     padded_options,
     passes_in_flight,
 )
-from padded_dispatch.megatron.experts import chosen_experts
+from padded_dispatch.megatron.experts import chosen_experts, require_gradients_arrive
 from padded_dispatch.megatron.rounds import Rounds, arguments_of_experts
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.ops.counters import Counters
@@ -74,6 +74,14 @@ _EVALUATION_FITS = (
 _EVALUATION_IS_AS_TRAINING = (
     "padded dispatch in evaluation: capacity and drops are as in training, because a CUDA graph "
     "captures evaluation; for another capacity set eval_factor"
+)
+
+_LESS_TO_TRAIN = "set moe_expert_capacity_factor, 1.25 for a start"
+_LESS_TO_GENERATE = "set eval_factor, 4 for a start, or capture graphs of fewer tokens"
+
+_GENERATION_DROPS_NOTHING = (
+    "padded dispatch in a CUDA graph of text generation: it drops nothing (C = T); to pay less "
+    "memory in graphs of many tokens, set eval_factor to a number"
 )
 
 _OVERLAP_TAKES_TWO_STREAMS = (
@@ -140,7 +148,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.unplaced_E: Tensor | None = None
         self.kept_SE: Tensor | None = None  # Set by the router, which learns it before selection.
         self.offsets_LS: Tensor | None = None  # Where packed rows lie, until they are combined.
-        self.experts: Any = None  # Set by the layer; for passes in rounds.
+        self.experts: Any = None  # Set by the layer.
         self._rounds: Rounds | None = None  # Of a pass that goes in rounds, until it is combined.
         self._choice: Choice | None = None
         self.cudagraph_attrs = list(_PLAN_TENSORS)
@@ -227,17 +235,22 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         config = self.dispatch_config
         choice = self._choose(config, tokens_TD, probs)
         if choice is not self._choice:
+            if self._experts.layout is None and self.configs.in_training:
+                require_gradients_arrive(self.experts, self.config)
+            generates = config is self.configs.generation
             announce(
                 config,
                 tokens_TD,
                 packed=choice.exchange.packed,
                 num_hosts=self.exchanges.num_hosts,
-                logs=self._logs,
+                logs=self._logs and not generates,
+                fix=_LESS_TO_GENERATE if generates else _LESS_TO_TRAIN,
             )
             self._choice = choice
-            self._log_choice(tokens_TD.shape[0])
-        if self._logs and self._options.eval_factor is None and not self.configs.in_training:
-            _log_once(logging.INFO, _EVALUATION_FITS if config.fits else _EVALUATION_IS_AS_TRAINING)
+            fits = config.fits
+            self._log_choice("that fits" if fits else f"at {len(tokens_TD)} tokens per rank")
+        if self._logs and not self.configs.in_training:
+            self._log_evaluation(config)
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
         self._rounds = None
@@ -358,11 +371,18 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             experts = "packed" if self._choice.exchange.packed else "batched"
         return {"experts": experts, "exchange": self._choice.kind}
 
-    def _log_choice(self, num_tokens: int) -> None:
+    def _log_evaluation(self, config: DispatchConfig) -> None:
+        """Log once what evaluation and text generation drop by default."""
+        if config is self.configs.generation:
+            _log_once(logging.INFO, _GENERATION_DROPS_NOTHING)
+        elif self._options.eval_factor is None:
+            _log_once(logging.INFO, _EVALUATION_FITS if config.fits else _EVALUATION_IS_AS_TRAINING)
+
+    def _log_choice(self, which: str) -> None:
         if self._logs and self._choice is not None:
             _log_once(
                 logging.INFO,
-                f"padded dispatch at {num_tokens} tokens per rank: "
+                f"padded dispatch {which}: "
                 f"experts={self.chosen['experts']} ({self._experts.reason}), "
                 f"exchange={self._choice.kind} ({self._choice.reason})",
             )
@@ -409,7 +429,13 @@ def counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
 
 
 def announce(
-    config: DispatchConfig, tokens_TD: Tensor, *, packed: bool, logs: bool, num_hosts: int = 1
+    config: DispatchConfig,
+    tokens_TD: Tensor,
+    *,
+    packed: bool,
+    logs: bool,
+    fix: str = _LESS_TO_TRAIN,
+    num_hosts: int = 1,
 ) -> None:
     """Log once per shape what it costs to drop nothing, and raise if it cannot fit.
 
@@ -418,6 +444,7 @@ def announce(
         tokens_TD: [T, D].
         packed: the experts read packed rows.
         logs: this rank logs.
+        fix: the setting that asks for fewer slots.
         num_hosts: with two levels, hosts of the expert-parallel group; 1 without.
 
     Raises:
@@ -436,7 +463,6 @@ def announce(
         f"C = {capacity} slots per (source, expert): up to {size.total / 2**30:.2f} GiB of buffers "
         f"per layer, {ratio:.1f} times a dropless one"
     )
-    fix = "set moe_expert_capacity_factor, 1.25 for a start"
     if tokens_TD.is_cuda:
         memory = torch.cuda.get_device_properties(tokens_TD.device).total_memory
         if size.total > memory:

@@ -131,6 +131,33 @@ def _check_rounds(config: Any) -> None:
     )
 
 
+def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
+    """Raise if DDP would never see the weight gradients of the spec's experts.
+
+    With `overlap_dispatch_backward_with_experts_wgrad` TEGroupedMLP leaves them in `grad`, after
+    autograd is done with the weights. Megatron-FSDP takes them from there. DDP does so by the
+    module's hooks, which it registers if its own config has `delay_wgrad_compute`. (Stock trains on
+    without these gradients: seen on GPUs with 0.19.0.)
+    """
+    name = "overlap_dispatch_backward_with_experts_wgrad"
+    if not getattr(config, name, False) or config.gradient_accumulation_fusion:
+        return
+    of_ddp = [
+        parameter
+        for parameter in experts.parameters()
+        if hasattr(parameter, "main_grad") and not hasattr(parameter, "__fsdp_param__")
+    ]
+    hooks = "wgrad_accumulation_and_reduce_hooks"
+    require(
+        not of_ddp or any(getattr(module, hooks, None) for module in experts.modules()),
+        name,
+        True,
+        "be False with Megatron's DDP and experts of the layer's spec, whose weight gradients DDP "
+        "would not see",
+        "set it, set experts='packed', or train with Megatron-FSDP",
+    )
+
+
 def _chosen_experts(config: Any) -> ChosenExperts:
     options = padded_options(config)
     option = options.experts

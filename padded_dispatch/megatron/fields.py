@@ -202,7 +202,7 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
         "which tokens are dropped depends on the rest of the batch",
         "leave it False",
     ),
-    _refused("cpu_offloading", "untested with the plan among the saved tensors", "unset it"),
+    _harmless("cpu_offloading", "backward reads saved tensors only, the plan's among them"),
     _used("cuda_graph_impl", "nothing on the padded path reads a value on the host"),
     _used(
         "cuda_graph_modules",

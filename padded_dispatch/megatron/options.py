@@ -33,6 +33,7 @@ from padded_dispatch.config import (
 
 Alignment = int | Literal["auto"]
 Experts = Literal["auto", "module", "packed", "batched"]
+Router = Literal["auto", "megatron"]
 OnOverflow = Literal["drop", "warn", "error", "grow", "retry"]
 
 _NO_DROP_TEXT = "no-drop"
@@ -247,6 +248,12 @@ class PaddedOptions:
         "bit by bit",
         choices=get_args(ExchangeKind),
     )
+    router: Router = _option(
+        "auto",
+        "scores, top-k and maps of routers: auto: in one kernel where the config allows it, with "
+        "the bits of Megatron's code; megatron: by Megatron's code",
+        choices=get_args(Router),
+    )
     microbatches_in_flight: int | Literal["auto"] = _option(
         "auto",
         "with direct, the most forward passes of a layer that wait for their backward pass; each "
@@ -258,7 +265,8 @@ class PaddedOptions:
         "auto",
         "with direct, rows of a token that cross a link: once: one for each rank of its experts, "
         "which copies it; each: one for each expert; auto: once where that saves a tenth of the "
-        "rows. Results are the same, bit by bit",
+        "rows. Results are the same, bit by bit. summed: as once, and one sum of a token's rows on "
+        "a rank goes home, which is rounded once more",
         choices=get_args(LinkRows),
     )
 

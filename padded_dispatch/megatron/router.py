@@ -39,6 +39,7 @@ from padded_dispatch.exchange.choose import agree_on_shapes
 from padded_dispatch.exchange.fit import Fitted, require_eager
 from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.config import LayerConfigs, padded_options, settings_of
+from padded_dispatch.megatron.routed import routed, say_once, why_not
 from padded_dispatch.ops.counters import RoutingObserver
 from padded_dispatch.ops.overflow import select_with_remedy
 
@@ -225,7 +226,7 @@ class SelectAfterCounting(TopKRouter):
         return router_gating_linear(input, self.weight, self.bias.to(dtype), dtype)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
-        """Run `TopKRouter.routing`, then keep at most C rows per expert.
+        """Do what `TopKRouter.routing` does, then keep at most C rows per expert.
 
         Returns:
             Probabilities [T, E], exactly 0 where not kept, and the kept map, bool [T, E].
@@ -235,9 +236,7 @@ class SelectAfterCounting(TopKRouter):
             # and if all are masked its gradient is NaN, which a product with 0 would keep.
             masked = padding_mask.reshape(*logits.shape[:-1], 1)
             logits = logits.masked_fill(masked, 0)
-        recomputes = self.training and not torch.is_grad_enabled()
-        with _SortedChoices() if recomputes else nullcontext():
-            probs_TE, map_TE = super().routing(logits, padding_mask)
+        probs_TE, map_TE = self._asked(logits, padding_mask)
         config = self.selector.configs.now
         scores_TE = choice_TE = None
         if config.remedy == "reroute" and not config.fits:
@@ -264,6 +263,18 @@ class SelectAfterCounting(TopKRouter):
         for observer in self._observers():
             observer.observe(map_TE, probs_TE.detach(), selection, sizes)
         return selection.probs_TE, selection.kept_TE
+
+    def _asked(self, logits: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what `TopKRouter.routing` returns, in fewer launches where that is possible."""
+        reason = "the option router is 'megatron'"
+        if padded_options(self.config).router == "auto":
+            reason = why_not(self, logits, padding_mask)
+        say_once(reason)
+        if not reason:
+            return routed(self, logits)
+        recomputes = self.training and not torch.is_grad_enabled()
+        with _SortedChoices() if recomputes else nullcontext():
+            return super().routing(logits, padding_mask)
 
     def _sizes(self, config: DispatchConfig, asked_TE: Tensor) -> PoolSizes:
         """Return the sizes of this pass; with `FIT`, find them and leave them to the dispatcher."""

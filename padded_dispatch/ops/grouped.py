@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from padded_dispatch.config import require
+from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP
 
 # Gradients of a weight [L, O, I] that wait, oldest first. Each call computes one, or adds it to the
 # sums and returns unspecified memory.
@@ -47,6 +48,7 @@ def grouped_linear(
     probs_N: Tensor | None = None,
     sums_LOI: Tensor | None = None,
     delayed: Delayed | None = None,
+    tiles: Tensor | None = None,
 ) -> Tensor:
     """Compute `rows @ weight[l].T + prob * bias[l]` for every expert's rows: [N, I] to [N, O].
 
@@ -59,13 +61,15 @@ def grouped_linear(
         sums_LOI: contiguous fp32, to which backward adds the gradient of the weight.
         delayed: backward appends the gradient of the weight, uncomputed, and gives none to
             autograd. None computes it.
+        tiles: `row_tiles` of these offsets and N; None finds them in each product.
 
     Raises:
         ValueError: on CUDA devices, for another dtype or size.
     """
     if delayed is None or not weight_LOI.requires_grad:
-        return _grouped_linear(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, sums_LOI)
-    out_NO = _grouped_linear(rows_NI, weight_LOI.detach(), bias_LO, probs_N, offsets_L, None)
+        return _grouped_linear(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, tiles, sums_LOI)
+    given = weight_LOI.detach(), bias_LO, probs_N, offsets_L, tiles, None
+    out_NO = _grouped_linear(rows_NI, *given)
     return _Delay.apply(
         out_NO, weight_LOI, rows_NI, offsets_L, sums_LOI, _grouped_gradient, delayed
     )
@@ -79,11 +83,12 @@ def batched_linear(
     probs_N: Tensor | None = None,
     sums_LOI: Tensor | None = None,
     delayed: Delayed | None = None,
+    tiles: Tensor | None = None,
 ) -> Tensor:
     """Compute `grouped_linear` for experts with equally many rows, N / L, as one batched product.
 
-    The arguments are those of `grouped_linear`, in any dtype and size. Expert l's rows end at
-    `offsets_L[l] = (l + 1) * N / L`.
+    The arguments are those of `grouped_linear`, in any dtype and size, and `tiles` is not read.
+    Expert l's rows end at `offsets_L[l] = (l + 1) * N / L`.
     """
     if delayed is None or not weight_LOI.requires_grad:
         out_NO = _batched_linear(rows_NI, weight_LOI, offsets_L, sums_LOI)
@@ -119,6 +124,7 @@ def _grouped_linear(
     bias_LO: Tensor | None,
     probs_N: Tensor | None,
     offsets_L: Tensor,
+    tiles: Tensor | None,
     sums_LOI: Tensor | None,
 ) -> Tensor:
     out_NO = rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
@@ -132,19 +138,63 @@ def _grouped_linear(
 
 
 @_grouped_linear.register_kernel("cuda")
-def _(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, sums_LOI):
+def _(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, tiles, sums_LOI):
     from padded_dispatch.kernels import gemm, grouped
 
     _check(rows_NI, weight_LOI)
-    out_NO = gemm.rows_times_weights(rows_NI.contiguous(), weight_LOI, offsets_L)
+    out_NO = gemm.rows_times_weights(rows_NI.contiguous(), weight_LOI, offsets_L, table=tiles)
     if bias_LO is not None:
         grouped.add_bias(out_NO, bias_LO.contiguous(), probs_N.contiguous(), offsets_L)
     return out_NO
 
 
 @_grouped_linear.register_fake
-def _(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, sums_LOI):
+def _(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, tiles, sums_LOI):
     return rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
+
+
+@custom_op("padded_dispatch::row_tiles", mutates_args=())
+def row_tiles(offsets_L: Tensor, num_rows: int) -> Tensor:
+    """List the tiles of rows that products compute on CUDA devices: int32 [1 + most tiles, 4].
+
+    The first line has how many tiles follow. The others have the expert; the group of tiles that it
+    belongs to, at most `TILES_OF_GROUP` of one expert: its first tile and its number of tiles; and
+    the first row of the group. Lines behind the last tile are unspecified.
+
+    Args:
+        offsets_L: as in `grouped_linear`.
+        num_rows: N.
+
+    Example: `offsets = [3, 3, 133]` give the lines `[3, 0, 0, 0]`, `[0, 0, 1, 0]`, and twice
+    `[2, 1, 2, 3]`.
+    """
+    lines = []
+    for expert, rows in enumerate(_blocks(offsets_L)):
+        starts = range(rows.start, rows.stop, ROWS_OF_TILE)
+        first = len(lines)
+        for number in range(len(starts)):
+            before = number // TILES_OF_GROUP * TILES_OF_GROUP
+            of_group = min(TILES_OF_GROUP, len(starts) - before)
+            lines.append([expert, first + before, of_group, starts[before]])
+    table = offsets_L.new_empty(_most_tiles(offsets_L, num_rows), 4)
+    table[: 1 + len(lines)] = offsets_L.new_tensor([[len(lines), 0, 0, 0], *lines])
+    return table
+
+
+def _most_tiles(offsets_L: Tensor, num_rows: int) -> int:
+    return 1 + num_rows // ROWS_OF_TILE + len(offsets_L)
+
+
+@row_tiles.register_kernel("cuda")
+def _(offsets_L, num_rows):
+    from padded_dispatch.kernels import gemm
+
+    return gemm.row_tiles(offsets_L, num_rows)
+
+
+@row_tiles.register_fake
+def _(offsets_L, num_rows):
+    return offsets_L.new_empty(_most_tiles(offsets_L, num_rows), 4)
 
 
 # An op, because autograd's gradient of `bmm` would be that of the transposed weight, and turning it
@@ -162,14 +212,14 @@ def _(rows_NI, weight_LOI, offsets_L, sums_LOI):
     return rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
 
 
-@custom_op("padded_dispatch::grouped_outer", mutates_args=())
-def _grouped_outer(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor) -> Tensor:
+@custom_op("padded_dispatch::outer_by_expert", mutates_args=())
+def outer_by_expert(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor) -> Tensor:
     """Compute every expert's weight gradient, `grad.T @ rows`: [L, O, I]."""
     products = [grad_NO[rows].T @ rows_NI[rows] for rows in _blocks(offsets_L)]
     return torch.stack(products)
 
 
-@_grouped_outer.register_kernel("cuda")
+@outer_by_expert.register_kernel("cuda")
 def _(grad_NO, rows_NI, offsets_L):
     # Column-major times row-major: the only combination that takes experts without rows. Private
     # until torch 2.10, where it is `torch.nn.functional.grouped_mm`.
@@ -178,13 +228,13 @@ def _(grad_NO, rows_NI, offsets_L):
     )
 
 
-@_grouped_outer.register_fake
+@outer_by_expert.register_fake
 def _(grad_NO, rows_NI, offsets_L):
     return rows_NI.new_empty(offsets_L.shape[0], grad_NO.shape[1], rows_NI.shape[1])
 
 
-@custom_op("padded_dispatch::add_grouped_outer", mutates_args=("sums_LOI",))
-def _add_grouped_outer(
+@custom_op("padded_dispatch::add_outer_by_expert", mutates_args=("sums_LOI",))
+def add_outer_by_expert(
     grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor
 ) -> None:
     """Add every expert's weight gradient, `grad.T @ rows`, to `sums_LOI`."""
@@ -192,14 +242,14 @@ def _add_grouped_outer(
         sums_LOI[expert] += grad_NO[rows].to(sums_LOI.dtype).T @ rows_NI[rows].to(sums_LOI.dtype)
 
 
-@_add_grouped_outer.register_kernel("cuda")
+@add_outer_by_expert.register_kernel("cuda")
 def _(grad_NO, rows_NI, offsets_L, sums_LOI):
     from padded_dispatch.kernels import gemm
 
     gemm.add_weight_gradients(grad_NO.contiguous(), rows_NI.contiguous(), offsets_L, sums_LOI)
 
 
-@_add_grouped_outer.register_fake
+@add_outer_by_expert.register_fake
 def _(grad_NO, rows_NI, offsets_L, sums_LOI):
     return None
 
@@ -291,7 +341,7 @@ def _grouped_gradient(
     grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor | None
 ) -> Tensor:
     if sums_LOI is None:
-        return _grouped_outer(grad_NO, rows_NI, offsets_L)
+        return outer_by_expert(grad_NO, rows_NI, offsets_L)
     return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI)
 
 
@@ -305,24 +355,24 @@ def _batched_gradient(
 
 
 def _add_gradient(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor) -> Tensor:
-    _add_grouped_outer(grad_NO, rows_NI, offsets_L, sums_LOI)
+    add_outer_by_expert(grad_NO, rows_NI, offsets_L, sums_LOI)
     return _unspecified(sums_LOI.shape, rows_NI.dtype, rows_NI.device)
 
 
 def _grouped_linear_backward(ctx, grad_NO):
-    rows_NI, weight_LOI, bias_LO, probs_N, offsets_L = ctx.saved_tensors
+    rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, tiles = ctx.saved_tensors
     needs_rows, needs_weight, needs_bias, needs_probs, *_ = ctx.needs_input_grad
     grad_NI = grad_LOI = grad_LO = grad_N = None
     if needs_rows:
         transposed_LIO = weight_LOI.transpose(1, 2)
-        grad_NI = _grouped_linear(grad_NO, transposed_LIO, None, None, offsets_L, None)
+        grad_NI = _grouped_linear(grad_NO, transposed_LIO, None, None, offsets_L, tiles, None)
     if needs_weight:
         grad_LOI = _grouped_gradient(grad_NO, rows_NI, offsets_L, ctx.sums_LOI)
     if needs_bias:
         grad_LO = sum_rows(grad_NO, probs_N, offsets_L)
     if needs_probs and bias_LO is not None:
         grad_N = _dot_rows(grad_NO, bias_LO, probs_N, offsets_L)
-    return grad_NI, grad_LOI, grad_LO, grad_N, None, None
+    return grad_NI, grad_LOI, grad_LO, grad_N, None, None, None
 
 
 def _batched_linear_backward(ctx, grad_NO):

@@ -13,6 +13,20 @@ from padded_dispatch.bench.parts import _direct_stores, _parts, _routing, main
 CPU = torch.device("cpu")
 POLICIES = ("probs", "position", "random", "priority")
 SELECTIONS = (*POLICIES, "probs, renormalize", "probs, reroute", "probs, protected")
+ROUTERS = [
+    f"router {function}{ways}{whose}"
+    for function in ("softmax", "chosen", "sigmoid")
+    for whose in ("", ", torch")
+    for ways in ("", " both ways")
+]
+PRODUCTS = [
+    f"{linear}{product}"
+    for linear in ("fc1", "fc2")
+    for product in (
+        *("", ", torch", " dgrad", " dgrad, torch"),
+        *(" wgrad, torch", " wgrad added", " wgrad added, torch"),
+    )
+]
 KERNELS = ("select and plan", "meta", "gather", "gather, packed", "combine", "pack", "unpack")
 
 
@@ -25,6 +39,9 @@ def test_bytes_and_flops_are_those_of_real_rows():
     for name in ("gather", "gather, packed", "combine"):
         assert found[name, fill].bytes == (10 + num_kept) * row
     assert found["pack", fill].bytes == found["unpack", fill].bytes == 2 * num_kept * row
+    # Two ranks' tokens, of which each brings top_k rows, to half of the experts each.
+    (num_rows,) = {part.flops for part in found.values() if "fc2" in part.name}
+    assert 0 < num_rows <= 2 * 20 * shape.top_k * shape.hidden_size * shape.ffn_size
     slots = 2 * 10 * shape.num_experts // 2
     full = 18 * slots * shape.hidden_size * shape.ffn_size
     experts = {fill: part.flops for (name, fill), part in found.items() if "packed" in name}
@@ -62,14 +79,26 @@ def test_rows_are_kept(tmp_path, capsys, ep):
     assert run["about"]["command"] == " ".join(["padded-dispatch parts", *argv])
     assert [row["part"] for row in run["rows"]] == [
         "copy",
+        *ROUTERS,
         *(f"select {name}" for name in SELECTIONS),
         "telemetry",
         *KERNELS,
+        *PRODUCTS,
         "batched experts",
         *["packed experts"] * 4,
     ]
     assert all(row["us"] == sorted(row["samples_us"])[1] > 0 for row in run["rows"])
     assert len(capsys.readouterr().out.splitlines()) == len(run["rows"])
+
+
+def test_groups_of_parts_run_alone(tmp_path, capsys):
+    out = tmp_path / "parts.json"
+    argv = ["--only", "products", "router", "--tokens", "9", "--repeats", "1", "--out", str(out)]
+    assert main(argv) == 0
+    (run,) = json.loads(out.read_text())["runs"]
+    assert [row["part"] for row in run["rows"]] == [*ROUTERS, *PRODUCTS]
+    assert "max_sm_mhz" in run["about"]
+    capsys.readouterr()
 
 
 def test_selection_runs_alone_for_numbers_of_experts(tmp_path, capsys):
@@ -107,7 +136,7 @@ def test_an_interrupted_run_keeps_its_rows(monkeypatch, tmp_path, capsys):
     assert cli.main(["parts", "--models", "tiny", "--tokens", "9", "--out", str(out)]) == 130
     assert capsys.readouterr().err == "padded-dispatch parts: interrupted\n"
     (run,) = json.loads(out.read_text())["runs"]
-    assert [(row["part"], row["us"]) for row in run["rows"]] == [("copy", 2), ("select probs", 5)]
+    assert [(row["part"], row["us"]) for row in run["rows"]] == [("copy", 2), ("router softmax", 5)]
 
 
 def test_mistakes_are_found_before_anything_is_measured(tmp_path):

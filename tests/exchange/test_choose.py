@@ -103,7 +103,9 @@ def test_direct_stores_that_cannot_work_are_refused_or_left_out():
         one_rank("padded", kind="direct")
     with pytest.raises(ValueError, match=r"exchange must be one of auto, .*, two-level, got"):
         one_rank(kind="nccl")
-    with pytest.raises(ValueError, match="link_rows must be one of auto, each, once, got 'twice'"):
+    with pytest.raises(
+        ValueError, match="link_rows must be one of auto, each, once, summed, got 'twice'"
+    ):
         one_rank(link_rows="twice")
     config, exchanges = one_rank("packed", kind="auto")
     assert chosen(exchanges, config, 8).kind == "none"

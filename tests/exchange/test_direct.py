@@ -124,6 +124,8 @@ def test_pools_equal_the_all_to_all(threads, routing, pool):
         {"factor": 0.5},
         {"link_rows": "each"},
         {"top_k": 1, "link_rows": "once"},
+        {"link_rows": "summed"},
+        {"link_rows": "summed", "pool": "receiver", "factor": 0.8},
         {"tokens": 1, "top_k": 1, "local_experts": 1},
         {"pool": "rank", "factor": NO_DROP, "link_rows": "each"},
         {"pool": "receiver", "factor": NO_DROP},
@@ -165,7 +167,7 @@ def test_three_passes_in_flight_through_three_layers(threads):
 
 
 @needs_no_gpu
-@pytest.mark.parametrize(("link_rows", "pool"), [("once", "expert"), ("each", "receiver")])
+@pytest.mark.parametrize(("link_rows", "pool"), [("summed", "expert"), ("each", "receiver")])
 def test_rows_over_links_are_those_of_the_routing(threads, link_rows, pool):
     layer = dataclasses.replace(SMALL, link_rows=link_rows, pool=pool, factor=0.8)
     assert run_on_threads(NUM_RANKS, rows_stored, layer, ("uniform", "idle")) == [[], []]

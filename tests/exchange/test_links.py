@@ -30,7 +30,7 @@ def test_the_shares_of_the_table():
 
 @pytest.mark.parametrize(
     ("link_rows", "num_ranks", "expected"),
-    [("auto", 2, 32), ("auto", 4, 0), ("each", 2, 0), ("once", 4, 64)],
+    [("auto", 2, 32), ("auto", 4, 0), ("each", 2, 0), ("once", 4, 64), ("summed", 4, 64)],
 )
 def test_places_of_a_layer_that_saves_a_tenth_or_not(link_rows, num_ranks, expected):
     sizes = dict(num_ranks=num_ranks, num_experts=8, top_k=2, num_tokens=8)

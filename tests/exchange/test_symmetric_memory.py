@@ -99,7 +99,7 @@ def test_bytes_are_those_that_buffers_allocate(monkeypatch):
     monkeypatch.setattr(symmetric_memory, "gather_objects", lambda group, value: [value])
     monkeypatch.setattr(symmetric_memory, "_free_bytes", lambda device: 2**40)
     sizes = dict(num_experts=32, num_slots=64, num_rows=96, width=64, num_places=192)
-    shape = Shape(**sizes, dtype=torch.float32)
+    shape = Shape(**sizes, dtype=torch.float32, summed=True)
     group = Mock(group_name="0", **{"size.return_value": 2, "rank.return_value": 0})
     buffers = symmetric_memory.DirectBuffers(group, shape, CPU, microbatches_in_flight=3)
     assert len(allocated) == 3 + 2

@@ -193,10 +193,10 @@ def speed(factor: float, pool: Any, link_rows: Any, shape: LayerShape) -> dict[s
             "dispatch and combine": lambda: there_and_back(exchange, *passed),
         }
         if buffers.crosses_once:
-            given = buffers.workspace.gradients
-            places_RTK = given.places(size, *plan.slot_of_TK.shape)
-            given_ND, _ = given.take()
-            calls["copies"] = lambda: kernels.copy_rows(given_ND, places_RTK, buffers.rank)
+            gradients = buffers.workspace.gradients
+            places_RTK = gradients.places(size, *plan.slot_of_TK.shape)
+            grad_ND, _ = gradients.take()
+            calls["copies"] = lambda: kernels.copy_rows(grad_ND, places_RTK, buffers.rank)
         slots_GPD = tokens_TD.new_zeros(sizes.num_pools, sizes.pool_slots, layer.width)
         if pool != "receiver" and link_rows == "once":
             nccl = AllToAllExchange(

@@ -120,6 +120,45 @@ def test_return_rows_examples(shared, slots):
     assert [(one.nan_to_num(0) / 10).tolist() for one in metas_RQ] == slots
 
 
+def test_list_slots_example():
+    lists_RRTK, home_TK = [empty(2, 1, 2, 3, dtype=torch.int32) for _ in range(2)], ints([7, 7, 7])
+    direct.list_slots(ints([0, 2, 5]), ints([0, 1, 2]), pointers(lists_RRTK), home_TK, 1, 2)
+    assert lists_RRTK[0][1].tolist() == [[[0, 2, -1], [0, 1, 0]]]
+    assert lists_RRTK[1][1].tolist() == [[[-1, -1, 5], [0, 1, 0]]]
+    assert home_TK.tolist() == [[0, -1, 5]]
+    assert (torch.stack(lists_RRTK)[:, 0] == -(2**31)).all()
+
+
+def returned_sums(packed: list[float], dtype: torch.dtype) -> list[Tensor]:
+    """Return the slots of both ranks after the docstring's example, L experts with a row each."""
+    slots_RQD = [empty(6, 1, dtype=dtype) for _ in range(2)]
+    nowhere = [empty(4) for _ in range(2)]
+    direct.return_sums(
+        torch.tensor(packed, dtype=dtype, device=DEVICE)[:, None],
+        None,
+        ints([0, 1], [1, 2], [2, 3])[: len(packed)],
+        None,
+        ints([[[-1, -1, -1], [0, 0, 0]]], [[[0, 2, 4 if len(packed) == 3 else -1], [0, 1, 2]]]),
+        pointers(slots_RQD),
+        pointers(nowhere),
+        0,
+        2,
+        1,
+    )
+    assert slots_RQD[0].isnan().all() and slots_RQD[1][1:].isnan().all()
+    return slots_RQD
+
+
+def test_return_sums_example():
+    assert returned_sums([5.0, 6.0], torch.float32)[1][0] == 11
+
+
+def test_a_sum_is_rounded_once_to_the_dtype_of_rows():
+    """1 + 2^-8 is between two numbers of bf16, 1 and 1 + 2^-7."""
+    assert returned_sums([1.0, 2**-8], torch.bfloat16)[1][0] == 1
+    assert returned_sums([1.0, 2**-8, 2**-8], torch.bfloat16)[1][0] == 1 + 2**-7
+
+
 # All ranks.
 
 
@@ -136,19 +175,21 @@ class Rank:
     offsets_LS: Tensor
     count_SL: Tensor
     places_STK: Tensor
+    lists_STK: Tensor
+    home_TK: Tensor
     sent_R: Tensor
 
 
 class World:
     """What every rank of a world does, one rank after another; that is where barriers go.
 
-    `once`: whether a token crosses a link once.
+    `once`: whether a token crosses a link once. `summed`: whether sums go home.
     """
 
     def __init__(
-        self, kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int, *, once: bool
+        self, kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int, way: str
     ) -> None:
-        self.once = once
+        self.once, self.summed = way != "each", way == "summed"
         self.pools = sizes.pool_slots, sizes.experts_per_pool
         self.plans = [reference.plan(kept_TE, top_k=top_k, sizes=sizes) for kept_TE in kept_STE]
         assert all(plan.num_unplaced == 0 for plan in self.plans)
@@ -168,9 +209,11 @@ class World:
                 offsets_LS=empty(num_local, size, dtype=torch.int32),
                 count_SL=empty(size, num_local),
                 places_STK=empty(size, kept_STE.shape[1], top_k, dtype=torch.int32),
+                lists_STK=empty(size, kept_STE.shape[1], 2, top_k, dtype=torch.int32),
+                home_TK=here(plan.slot_of_TK).clone(),
                 sent_R=torch.zeros(size, dtype=torch.int64, device=DEVICE),
             )
-            for _ in range(size)
+            for plan in self.plans
         ]
 
     def pointers(self, name: str) -> Tensor:
@@ -202,18 +245,25 @@ class World:
                 direct.copy_rows(rank.rows_ND, rank.places_STK, r)
 
     def return_rows(self, packed: list[Tensor], beside: list[Tensor] | None) -> None:
+        lists_R = self.pointers("lists_STK")
+        if self.summed:
+            for r, (rank, plan) in enumerate(zip(self.ranks, self.plans, strict=True)):
+                maps = here(plan.slot_of_TK), here(plan.expert_of_TK)
+                num_local = rank.offsets_LS.shape[0]
+                direct.list_slots(*maps, lists_R, rank.home_TK, r, num_local)
         for r, rank in enumerate(self.ranks):
-            direct.return_rows(
+            returned = (
                 packed[r],
                 None if beside is None else beside[r],
                 rank.offsets_LS,
                 self.kept_SE,
-                self.pointers("slots_QD"),
-                self.pointers("meta_Q"),
-                r,
-                *self.pools,
-                None if beside is None else rank.sent_R.zero_(),
             )
+            to = self.pointers("slots_QD"), self.pointers("meta_Q"), r, *self.pools
+            sent_R = None if beside is None else rank.sent_R.zero_()
+            if self.summed:
+                direct.return_sums(*returned, rank.lists_STK, *to, sent_R)
+            else:
+                direct.return_rows(*returned, *to, sent_R)
 
     def home(self, r: int) -> tuple[Tensor, Tensor]:
         """Return the sums of rank r's slots, and the numbers beside them."""
@@ -226,7 +276,7 @@ class World:
             pool_slots,
             rank.shift_E.shape[0],
         )
-        return rows.sum_rows(rank.slots_QD, slot_of_TK).cpu(), values_TE.cpu()
+        return rows.sum_rows(rank.slots_QD, rank.home_TK).cpu(), values_TE.cpu()
 
     def padded(self, rows: np.ndarray, kept_RSL: np.ndarray) -> list[Tensor]:
         """Payloads [R, L, M, ...] in the packed layout, NaN behind the last row."""
@@ -239,9 +289,10 @@ class World:
         return packed
 
 
-def check(kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int, *, once: bool) -> None:
+def check(kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int, way: str) -> None:
+    """Compare all that kernels write; numbers are whole, so their sums have one value each."""
     size, num_tokens, num_experts = kept_STE.shape
-    world = World(kept_STE, top_k, sizes, width, once=once)
+    world = World(kept_STE, top_k, sizes, width, way)
     kept_STRL = kept_STE.reshape(size, num_tokens, size, -1)
     tokens_STD = addresses(size, num_tokens, width, offset=0).astype(np.float32)
     probs_STE = addresses(size, num_tokens, num_experts, offset=10_000).astype(np.float32)
@@ -249,7 +300,7 @@ def check(kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int, *, onc
     world.push(tokens_STD, probs_STE)
     for r, rank in enumerate(world.ranks):
         sent_R = kept_STRL[r].sum((0, 2))
-        if once:
+        if world.once:
             own, sent_R = sent_R[r], kept_STRL[r].any(2).sum(0)
             sent_R[r] = own
             assert (rank.places_STK[r] == -(2**31)).all()
@@ -271,11 +322,14 @@ def check(kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int, *, onc
         back_RLMD, beside_RLM, world.plans, num_experts=num_experts
     )
     for r, rank in enumerate(world.ranks):
-        assert_same(rank.sent_R.cpu(), kept_STRL[:, :, r].sum((1, 2)))
+        kept_STL = kept_STRL[:, :, r]
+        sent_R = kept_STL.any(2).sum(1) if world.summed else kept_STL.sum((1, 2))
+        assert_same(rank.sent_R.cpu(), sent_R)
         sum_TD, values_TE = world.home(r)
         assert_same(sum_TD, sums_STD[r])
         assert_same(values_TE, values_STE[r])
-        empty_Q = here(world.plans[r].choice_of_slot_GP).flatten() < 0
+        empty_Q = torch.ones(len(rank.slots_QD), dtype=torch.bool, device=DEVICE)
+        empty_Q[rank.home_TK[rank.home_TK >= 0]] = False
         assert rank.slots_QD[empty_Q].isnan().all()
 
     # Gradients of the output, and the output without anything beside it.
@@ -289,10 +343,16 @@ def check(kept_STE: np.ndarray, top_k: int, sizes: PoolSizes, width: int, *, onc
         assert_same(world.home(r)[0], home_STD[r])
 
 
-# Neither path asks how the other is chosen: each pool takes one of them, shared slots both.
+# No way of rows over links asks for the pool: each pool takes some of them.
 PATHS = pytest.mark.parametrize(
-    ("pool", "once"),
-    [("expert", True), ("rank", False), ("receiver", False), ("receiver", True)],
+    ("pool", "way"),
+    [
+        ("expert", "once"),
+        ("expert", "summed"),
+        ("rank", "each"),
+        ("receiver", "each"),
+        ("receiver", "summed"),
+    ],
 )
 
 
@@ -320,10 +380,10 @@ def sizes_of(pool: Any, kept_STE: np.ndarray, top_k: int, capacity: int) -> Pool
     capacity=st.integers(1, 4),
     width=st.sampled_from([1, 19]),
     share=st.sampled_from([0.0, 0.3, 0.9]),
-    once=st.booleans(),
+    way=st.sampled_from(["each", "once", "summed"]),
     seed=st.integers(0, 99),
 )
-def test_any_routing(pool, size, num_local, num_tokens, top_k, capacity, width, share, once, seed):
+def test_any_routing(pool, size, num_local, num_tokens, top_k, capacity, width, share, way, seed):
     num_experts = size * num_local
     top_k = min(top_k, num_experts)
     kept_STE = np.stack(
@@ -333,28 +393,28 @@ def test_any_routing(pool, size, num_local, num_tokens, top_k, capacity, width, 
         ]
     )
     kept_STE &= kept_STE.cumsum(1) <= min(capacity, num_tokens)
-    check(kept_STE, top_k, sizes_of(pool, kept_STE, top_k, capacity), width, once=once)
+    check(kept_STE, top_k, sizes_of(pool, kept_STE, top_k, capacity), width, way)
 
 
 @PATHS
 @pytest.mark.parametrize("skew", ["same", "none", "hot"])
-def test_skewed_routings(skew, pool, once):
+def test_skewed_routings(skew, pool, way):
     kept_STE = np.stack([routing_map(6, 4, 2, skew=skew, seed=seed) for seed in range(2)])
-    check(kept_STE, 2, sizes_of(pool, kept_STE, 2, 6), 5, once=once)
+    check(kept_STE, 2, sizes_of(pool, kept_STE, 2, 6), 5, way)
 
 
 @PATHS
-def test_a_rank_without_rows(pool, once):
+def test_a_rank_without_rows(pool, way):
     kept_STE = np.stack([routing_map(6, 4, 2, seed=0), routing_map(6, 4, 2, skew="none")])
-    check(kept_STE, 2, sizes_of(pool, kept_STE, 2, 6), 5, once=once)
+    check(kept_STE, 2, sizes_of(pool, kept_STE, 2, 6), 5, way)
 
 
 @PATHS
-def test_more_than_one_block_of_everything(monkeypatch, pool, once):
+def test_more_than_one_block_of_everything(monkeypatch, pool, way):
     """Fewer programs than tokens and rows, wider rows than a block of a row's."""
     monkeypatch.setattr(direct, "_PROGRAMS", 3)
     kept_STE = np.stack([routing_map(11, 4, 3, seed=seed) for seed in range(2)])
-    check(kept_STE, 3, sizes_of(pool, kept_STE, 3, 11), 2500, once=once)
+    check(kept_STE, 3, sizes_of(pool, kept_STE, 3, 11), 2500, way)
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.kernels import gemm
+from padded_dispatch.ops import grouped
 from tests.support.device import DEVICE, equal, here, ints
 
 # The interpreter's products of bf16 are wrong (Triton 3.9): it multiplies the bits.
@@ -35,18 +36,35 @@ def test_example_of_the_docstring():
 
 
 def test_row_tiles_example():
-    table, count = gemm._row_tiles(ints(3, 3, 7), 7, 2)
-    assert count.tolist() == [4]
-    assert table[:4].tolist() == [[0, 0], [0, 2], [2, 3], [2, 5]]
+    table = gemm.row_tiles(ints(3, 3, 7), 7, 2)
+    assert table[:5].tolist() == [[4, 0, 0, 0], *[[0, 0, 2, 0]] * 2, *[[2, 2, 2, 3]] * 2]
 
 
+@pytest.mark.parametrize(
+    "counts", [[0, 0], [1], [0, 128, 129, 0, 127], [5000, 3, 2049], [3] * 150], ids=str
+)
+def test_row_tiles_are_the_specifications(counts):
+    offsets_L = torch.tensor(counts).cumsum(0).int()
+    expected = grouped.row_tiles(offsets_L, sum(counts) + 9)
+    found = gemm.row_tiles(here(offsets_L), sum(counts) + 9)
+    assert found.shape == expected.shape
+    equal((found[: 1 + expected[0, 0]], expected[: 1 + expected[0, 0]]))
+
+
+@pytest.mark.parametrize("down", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["linear", "gradient"])
 @pytest.mark.parametrize(("width_in", "width_out"), [(24, 40), (8, 8)])
 @pytest.mark.parametrize(
-    "counts", [[0, 70, 0, 64, 1, 0], [1], [129, 0], [0, 0], [3] * 150], ids=lambda c: f"{len(c)}"
+    "counts",
+    [[0, 70, 0, 64, 1, 0], [1], [129, 0], [0, 0], [3] * 150, [5, 1100, 3]],
+    ids=lambda c: f"{len(c)}",
 )
-def test_each_expert_has_its_own_matrix(counts, width_in, width_out, transposed):
-    """Small whole numbers, whose sums are exact in any order; other rows are NaN."""
+def test_each_expert_has_its_own_matrix(counts, width_in, width_out, transposed, down, monkeypatch):
+    """Small whole numbers, whose sums are exact in any order; other rows are NaN.
+
+    1,100 rows are more tiles than a group has.
+    """
+    monkeypatch.setattr(gemm, "_SMALL_WEIGHT", 0 if down else 2**30)
     generator = torch.Generator().manual_seed(len(counts) + width_in)
 
     def draw(*shape: int) -> Tensor:

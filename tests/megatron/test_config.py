@@ -78,14 +78,14 @@ def test_a_refused_value_is_named_with_reason_and_remedy(row):
 
 def test_all_refused_settings_are_named_at_once():
     config = megatron_config(
-        cpu_offloading=True, variable_seq_lengths=True, moe_expert_capacity_factor=0.0
+        batch_invariant_mode=True, variable_seq_lengths=True, moe_expert_capacity_factor=0.0
     )
     with pytest.raises(ValueError) as error:
         check_config(config)
     lines = str(error.value).splitlines()[1:]
     assert [line.split("=")[0].strip() for line in lines] == [
         "moe_expert_capacity_factor",
-        "cpu_offloading",
+        "batch_invariant_mode",
         "variable_seq_lengths",
     ]
 

@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from torch import Tensor
+from torch import Tensor, nn
 
 from padded_dispatch import experts
 from padded_dispatch.config import FIT, NO_DROP
@@ -22,7 +22,12 @@ from padded_dispatch.megatron import PaddedOptions, install, padded_spec, uninst
 from padded_dispatch.megatron import experts as megatron_experts
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.dispatcher import _log_once
-from padded_dispatch.megatron.experts import _FIELDS, StackedExperts, chosen_experts
+from padded_dispatch.megatron.experts import (
+    _FIELDS,
+    StackedExperts,
+    chosen_experts,
+    require_gradients_arrive,
+)
 from tests.ops.test_activation import BIASED
 from tests.support import parity, tiny
 from tests.support.pool import WorkerPool
@@ -541,3 +546,22 @@ def test_training_is_that_of_the_module_it_replaces():
     assert expected[0][0] > expected[0][-1]
     for mine, theirs in zip(ours, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("arrive", ["", "by the products", "in FSDP", "by hooks", "without DDP"])
+def test_weight_gradients_that_ddp_would_not_see_are_refused(arrive):
+    module = nn.Linear(2, 2)
+    vars(module)["wgrad_accumulation_and_reduce_hooks"] = ["a hook"] * (arrive == "by hooks")
+    for parameter in module.parameters() if arrive != "without DDP" else ():
+        setattr(parameter, "__fsdp_param__" if arrive == "in FSDP" else "main_grad", True)
+    name = "overlap_dispatch_backward_with_experts_wgrad"
+    config = SimpleNamespace(gradient_accumulation_fusion=arrive == "by the products")
+    require_gradients_arrive(module, config)
+    setattr(config, name, True)
+    if arrive:
+        require_gradients_arrive(module, config)
+        return
+    with pytest.raises(
+        ValueError, match=rf"^{name} must be False with Megatron's DDP and .*packed"
+    ):
+        require_gradients_arrive(module, config)

@@ -1,6 +1,7 @@
 """`PaddedMoELayer` and `padded_spec`: the padded path without `install()`."""
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,9 +14,16 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.autograd.graph import saved_tensors_hooks
 
-from padded_dispatch.megatron import PaddedAlltoAllTokenDispatcher, PaddedMoELayer, padded_spec
-from tests.support import tiny
+from padded_dispatch.megatron import (
+    PaddedAlltoAllTokenDispatcher,
+    PaddedMoELayer,
+    PaddedOptions,
+    padded_spec,
+)
+from padded_dispatch.megatron.dispatcher import counting_tensors
+from tests.support import parity, tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -117,3 +125,72 @@ def output_and_gradients(layer: MoELayer, x: torch.Tensor) -> list[torch.Tensor]
     gradients = [x.grad, *(parameter.grad for parameter in layer.parameters())]
     assert all(gradient is not None for gradient in gradients)
     return [output, *gradients]
+
+
+class Offloaded(saved_tensors_hooks):
+    """Offloading as Transformer Engine does it: copies come back, and memory has other owners.
+
+    Parameters stay. `overwrite` gives the memory of what was saved to others; not that of `kept`.
+    """
+
+    def __init__(self) -> None:
+        self._saved: list[torch.Tensor] = []
+        super().__init__(self._pack, lambda copy: copy)
+
+    def _pack(self, saved: torch.Tensor) -> torch.Tensor:
+        if isinstance(saved, torch.nn.Parameter):
+            return saved
+        self._saved.append(saved.detach())
+        return saved.detach().clone()
+
+    def overwrite(self, kept: list[torch.Tensor]) -> int:
+        spared = {tensor.untyped_storage().data_ptr() for tensor in kept}
+        gone = [one for one in self._saved if one.untyped_storage().data_ptr() not in spared]
+        for one in gone:
+            one.fill_(-9 if one.dtype.is_signed else True)
+        return len(gone)
+
+
+OFFLOADED = {
+    "module": {},
+    "packed": {},
+    "packed, biases": {"add_bias_linear": True},
+    "batched": {},
+    "packed, shared": {"moe_shared_expert_intermediate_size": 8},
+}
+
+
+def _with_and_without_offloading(name: str, ep: int) -> list[str]:
+    options = PaddedOptions(experts=name.partition(",")[0])
+    settings = {"expert_model_parallel_size": ep, "moe_expert_capacity_factor": 0.8}
+    made = tiny.padded_layer(options, **settings, **OFFLOADED[name]).double()
+    hidden, results = torch.randn(9, 2, tiny.HIDDEN, dtype=torch.float64), []
+    for offloads in (False, True):
+        made.zero_grad()
+        given, hooks = hidden.clone().requires_grad_(), Offloaded()
+        with hooks if offloads else nullcontext():
+            output, _ = made(given)
+        if offloads:
+            kept = [given, output, *made.parameters(), *counting_tensors(made)]
+            assert hooks.overwrite(kept) > 10
+        output.backward(torch.ones_like(output).cumsum(0))
+        gradients = {name: one.grad.clone() for name, one in made.named_parameters()}
+        results.append({"output": output, "tokens": given.grad, **gradients})
+    plain, offloaded = results
+    # Products on a CPU round by the alignment of memory, and copies have another one.
+    return [w for w in plain if not torch.allclose(plain[w], offloaded[w], rtol=1e-12, atol=1e-13)]
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_backward_reads_saved_tensors_only(name):
+    """So `cpu_offloading` may move all of them; attributes hold none."""
+    assert _with_and_without_offloading(name, 1) == []
+
+
+def _offloading_on_two_ranks() -> list[str]:
+    with parity.megatron("cpu", expert_model_parallel_size=2):
+        return [what for name in OFFLOADED for what in _with_and_without_offloading(name, 2)]
+
+
+def test_backward_reads_saved_tensors_only_on_two_ranks(pool2):
+    assert pool2.run(_offloading_on_two_ranks) == [[], []]

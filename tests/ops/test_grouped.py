@@ -19,6 +19,23 @@ I, O = 6, 5  # noqa: E741
 SPARE = 3
 
 
+def test_row_tiles_example():
+    table = grouped.row_tiles(offsets_of([3, 0, 130]), 140)
+    assert table.shape == (1 + 1 + 3, 4)
+    assert table[:4].tolist() == [[3, 0, 0, 0], [0, 0, 1, 0], *[[2, 1, 2, 3]] * 2]
+
+
+def test_tiles_change_nothing_and_need_no_gradient():
+    rows_NI, weight_LOI = torch.randn(7, 3), torch.randn(2, 4, 3, requires_grad=True)
+    offsets_L = offsets_of([5, 2])
+    tiles = grouped.row_tiles(offsets_L, 7)
+    expected_NO = grouped.grouped_linear(rows_NI, weight_LOI, offsets_L)
+    found_NO = grouped.grouped_linear(rows_NI, weight_LOI, offsets_L, tiles=tiles)
+    assert torch.equal(found_NO, expected_NO)
+    found_NO.sum().backward()
+    opcheck(grouped.row_tiles, (offsets_L, 7), test_utils=["test_schema", "test_faketensor"])
+
+
 def offsets_of(counts: list[int]) -> Tensor:
     return torch.tensor(counts).cumsum(0).int()
 
@@ -156,9 +173,9 @@ def test_weight_gradients_are_rounded_once_and_added_in_fp32(num_steps):
         grouped.grouped_linear(rows_NI, weight_LOI, offsets_L).backward(grad_NO)
         assert weight_LOI.grad is not None and weight_LOI.grad.dtype == torch.bfloat16
         main += weight_LOI.grad
-        added = grouped._grouped_outer(grad_NO.double(), rows_NI.double(), offsets_L)
+        added = grouped.outer_by_expert(grad_NO.double(), rows_NI.double(), offsets_L)
         exact, sizes = exact + added, sizes + added.abs()
-        terms += grouped._grouped_outer(grad_NO.double().abs(), rows_NI.double().abs(), offsets_L)
+        terms += grouped.outer_by_expert(grad_NO.double().abs(), rows_NI.double().abs(), offsets_L)
     # Besides, at most 128 roundings of fp32 lie between a product and `main`.
     assert ((main - exact).abs() <= 2**-8 * sizes + 128 * 2**-24 * terms).all()
     relative = (main - exact).square().sum() / exact.square().sum()
@@ -185,7 +202,7 @@ def test_sums_get_the_gradient_without_rounding_it(linear):
         rows_NI.requires_grad_()
         out_NO = linear(rows_NI, weight_LOI, offsets_L, sums_LOI=sums_LOI)
         passes.append((out_NO, grad_NO, rows_NI))
-        expected_LOI += grouped._grouped_outer(grad_NO.double(), rows_NI.double(), offsets_L)
+        expected_LOI += grouped.outer_by_expert(grad_NO.double(), rows_NI.double(), offsets_L)
     for out_NO, grad_NO, rows_NI in passes:
         out_NO.backward(grad_NO)
         plain_NI = rows_NI.detach().requires_grad_()
@@ -259,10 +276,10 @@ def test_all_are_sound_custom_ops(biased):
     rows_NI, weight_LOI, bias_LO, probs_N = inputs([2, 0, 3], biased, spare=0)
     assert rows_NI is not None
     plain_NI, grad_NO = rows_NI.detach(), torch.randn(5, O, dtype=torch.float64)
-    opcheck(grouped._grouped_linear, (rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, None))
+    opcheck(grouped._grouped_linear, (rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, None, None))
     sums_LOI = torch.zeros(weight_LOI.shape, dtype=torch.float64)
-    opcheck(grouped._add_grouped_outer, (grad_NO, plain_NI, offsets_L, sums_LOI))
-    opcheck(grouped._grouped_outer, (grad_NO, plain_NI, offsets_L))
+    opcheck(grouped.add_outer_by_expert, (grad_NO, plain_NI, offsets_L, sums_LOI))
+    opcheck(grouped.outer_by_expert, (grad_NO, plain_NI, offsets_L))
     weights_N = None if probs_N is None else probs_N.detach()
     opcheck(grouped.sum_rows, (grad_NO, weights_N, offsets_L))
     if bias_LO is not None:

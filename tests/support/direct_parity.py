@@ -265,23 +265,32 @@ def rows_by_kernels(
     else:
         kernels.push_rows(*pushed, out_R)
     workspace.barrier()
-    back = given.take()[0], None, offsets_LS, kept_SE, workspace.slots_R, workspace.meta_R
-    kernels.return_rows(*back, rank, pool_slots, experts_per_pool, home_R)
+    back = given.take()[0], None, offsets_LS, kept_SE
+    to = workspace.slots_R, workspace.meta_R, rank, pool_slots, experts_per_pool, home_R
+    if buffers.sums_home:
+        home_TK, num_local = torch.empty_like(plan.slot_of_TK), offsets_LS.shape[0]
+        kernels.list_slots(*maps, workspace.lists_R, home_TK, rank, num_local)
+        workspace.barrier()
+        kernels.return_sums(*back, workspace.lists(num_ranks, *home_TK.shape), *to)
+    else:
+        kernels.return_rows(*back, *to)
     workspace.barrier()
     return out_R, home_R
 
 
-def rows_of_routing(plan: DispatchPlan, num_ranks: int, *, once: bool) -> tuple[Tensor, Tensor]:
+def rows_of_routing(
+    plan: DispatchPlan, num_ranks: int, *, once: bool, summed: bool
+) -> tuple[Tensor, Tensor]:
     """Return the same numbers from the plans of all ranks."""
     num_local, rank = plan.kept_E.shape[0] // num_ranks, dist.get_rank()
     owner_TK = torch.where(plan.slot_of_TK >= 0, plan.expert_of_TK // num_local, -1)
     owned_RTK = torch.stack([owner_TK == owner for owner in range(num_ranks)])
-    all_R = owned_RTK.sum((1, 2))
-    out_R = owned_RTK.any(2).sum(1) if once else all_R.clone()
+    all_R, tokens_R = owned_RTK.sum((1, 2)), owned_RTK.any(2).sum(1)
+    out_R = tokens_R.clone() if once else all_R.clone()
     out_R[rank] = all_R[rank]
-    all_RR = [torch.empty_like(all_R) for _ in range(num_ranks)]
-    dist.all_gather(all_RR, all_R)
-    return out_R, torch.stack(all_RR)[:, rank]
+    home_RR = [torch.empty_like(all_R) for _ in range(num_ranks)]
+    dist.all_gather(home_RR, tokens_R if summed else all_R)
+    return out_R, torch.stack(home_RR)[:, rank]
 
 
 def rows_stored(layer: Layer, routings: tuple[str, ...] = ROUTINGS) -> list[str]:
@@ -295,7 +304,8 @@ def rows_stored(layer: Layer, routings: tuple[str, ...] = ROUTINGS) -> list[str]
             plan = forward(dispatcher, inputs).sent.plan
             (buffers,) = direct_of(dispatcher)._buffers.values()
             stored = rows_by_kernels(buffers, inputs.tokens_TD.detach(), plan, size)
-            expected = rows_of_routing(plan, size, once=buffers.crosses_once)
+            ways = dict(once=buffers.crosses_once, summed=buffers.sums_home)
+            expected = rows_of_routing(plan, size, **ways)
         for way, one, other in zip(("out", "home"), stored, expected, strict=True):
             if not torch.equal(one, other):
                 found.append(f"{routing}, {way}: {one.tolist()}, not {other.tolist()}")
@@ -387,6 +397,7 @@ def small_run() -> None:
         ("expert", "each"),
         ("rank", "once"),
         ("receiver", "once"),
+        ("receiver", "summed"),
     ):
         sizes: dict[str, Any] = dict(tokens=37, width=40, top_k=2, local_experts=3)
         layer = Layer(**sizes, pool=pool, link_rows=link_rows)

@@ -43,7 +43,12 @@ from padded_dispatch.megatron.graphs.capture import (
 from padded_dispatch.megatron.graphs.recapture import recapture
 from tests.support.gpt import ddp_chunks, mean_loss, megatron_adam, model_inputs
 from tests.support.graph_protocol import cuda_graphs_on_cpu
-from tests.support.packed_sequences import packed, packed_attention
+from tests.support.packed_sequences import (
+    attention_of_each_rank,
+    own_part,
+    packed,
+    packed_attention,
+)
 from tests.support.parity import megatron
 
 SEED = 40
@@ -73,6 +78,7 @@ class Situation:
     device: str = "cuda"
     ranks: int = 1
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     vpp: int | None = None
     ep: int = 1
@@ -110,7 +116,7 @@ class Situation:
     @property
     def dp(self) -> int:
         """Data-parallel size of everything but the experts."""
-        return self.ranks // (self.tp * self.pp)
+        return self.ranks // (self.tp * self.cp * self.pp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +256,7 @@ def _world(case: Situation) -> Iterator[None]:
     """Set up Megatron's groups and number of microbatches, on a stream that can be captured."""
     sizes = {
         "tensor_model_parallel_size": case.tp,
+        "context_parallel_size": case.cp,
         "pipeline_model_parallel_size": case.pp,
         "virtual_pipeline_model_parallel_size": case.vpp,
         "expert_model_parallel_size": case.ep,
@@ -263,6 +270,7 @@ def _world(case: Situation) -> Iterator[None]:
         if case.device == "cpu":
             stack.enter_context(cuda_graphs_on_cpu())
             stack.enter_context(packed_attention())
+            stack.enter_context(attention_of_each_rank())
         global_batch = case.microbatches * case.batch * case.dp
         init_num_microbatches_calculator(dist.get_rank(), None, global_batch, case.batch, case.dp)
         stack.callback(unset_num_microbatches_calculator)
@@ -536,6 +544,7 @@ def _config(case: Situation, graphs: bool) -> TransformerConfig:
         moe_grouped_gemm=on_gpu,
         tensor_model_parallel_size=case.tp,
         sequence_parallel=case.tp > 1,
+        context_parallel_size=case.cp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vpp,
         expert_model_parallel_size=case.ep,
@@ -591,4 +600,10 @@ def _optimizer(case: Situation, chunks: list[Any]) -> Any:
 
 def _forward(batches: Iterator[dict[str, Any]], model: Any) -> tuple[Tensor, Any]:
     given = dict(next(batches))
-    return model(**model_inputs(given.pop("ids")), **given), mean_loss
+    inputs: dict[str, Any] = model_inputs(given.pop("ids")) | given
+    if parallel_state.get_context_parallel_world_size() > 1:
+        dims = {"input_ids": (1,), "position_ids": (1,), "labels": (1,), "padding_mask": (1,)}
+        for name, own in (dims | {"attention_mask": (2, 3)}).items():
+            for dim in own if inputs.get(name) is not None else ():
+                inputs[name] = own_part(inputs[name], dim)
+    return model(**inputs), mean_loss

@@ -1,4 +1,4 @@
-"""Packed sequences, and an attention for the CPU that separates them."""
+"""Packed sequences; attention for the CPU that separates them, or that runs on parts of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +6,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rotary_pos_embedding as rotary
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
@@ -49,6 +51,34 @@ def packed_attention() -> Iterator[None]:
 
     with patch.object(DotProductAttention, "forward", forward):
         yield
+
+
+@contextmanager
+def attention_of_each_rank() -> Iterator[None]:
+    """Let Megatron's local attention exist with context parallelism; it sees its own tokens only.
+
+    It is no attention over whole sequences, which Transformer Engine has.
+    """
+    original = DotProductAttention.__init__
+
+    def init(attention: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        with patch.object(config, "context_parallel_size", 1):
+            original(attention, config, *args, **kwargs)
+
+    with (
+        patch.object(DotProductAttention, "__init__", init),
+        # Megatron's pins memory.
+        patch.object(rotary, "get_pos_emb_on_this_cp_rank", lambda pos, dim, _: own_part(pos, dim)),
+    ):
+        yield
+
+
+def own_part(tensor: Tensor, dim: int) -> Tensor:
+    """Return this context-parallel rank's part: of 2R pieces, piece r and the one at 2R - 1 - r."""
+    num_ranks = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank()
+    pieces = tensor.chunk(2 * num_ranks, dim)
+    return torch.cat([pieces[rank], pieces[2 * num_ranks - 1 - rank]], dim)
 
 
 def blocks(bounds: Tensor, num_tokens: int) -> Tensor:

@@ -57,7 +57,7 @@ class ParityCase:
     recipe: str
     ranks: int
     device: str = "cuda"
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +95,7 @@ def graphed_equals_eager(case: QuantizedCase) -> Findings:
                 alone.chunks, alone.config, case.seq, case.batch, optimizers=given
             )
         report = None
+        wanted: dict[str, Tensor] = {}
         differing: dict[str, Tensor] = {}
         for number in range(case.steps):
             if number == EAGER_STEPS and helper is not None:

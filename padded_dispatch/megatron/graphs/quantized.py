@@ -94,6 +94,6 @@ def _scalings(modules: list[Any]) -> Iterator[Any]:
     """Yield what Transformer Engine's modules and fused ops keep from pass to pass."""
     for module in modules:
         fused: Any = getattr(module, "_fp8_metas", None) or {}
-        for meta in (getattr(module, "fp8_meta", None) or {}, *fused.values()):
-            scalings = (meta.get(name) for name in _SCALINGS)
+        for meta in (getattr(module, "fp8_meta", None), *fused.values()):
+            scalings = ((meta or {}).get(name) for name in _SCALINGS)
             yield from (one for one in scalings if hasattr(one, "amax_history"))

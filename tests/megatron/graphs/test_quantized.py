@@ -38,7 +38,7 @@ def values(one: Any) -> tuple[list[float], list[float]]:
 def test_scales_and_what_they_come_from_are_put_back(fails):
     forward, backward, fused = (scaling(n, [n + 1, n + 2]) for n in (3.0, 5.0, 7.0))
     first, second, ops = linear(scaling_fwd=forward, scaling_bwd=backward), linear(), nn.Identity()
-    vars(ops)["_fp8_metas"] = {"forward": {"scaling_fwd": fused}, "backward": {}}
+    vars(ops)["_fp8_metas"] = {"forward": {"scaling_fwd": fused}, "backward": None}
     made, current = scaling(1.5, [2.5, 3.5]), SimpleNamespace(recipe="tensorwise")
     model = nn.Sequential(first, second, ops)
     seen = forward.scale
@@ -151,7 +151,7 @@ class Scaled:
 
 def test_the_self_test_runs_in_fp8_with_the_same_scales(megatron, monkeypatch):
     training = Training(("attn", "moe"))
-    layers = training.model.module.module.decoder.layers
+    layers: Any = training.model.module.module.decoder.layers
     scaled = Scaled(training)
     monkeypatch.setattr(quantized, "quantizes", lambda config: True)
     monkeypatch.setattr(quantized, "_context", scaled.context)

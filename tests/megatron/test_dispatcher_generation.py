@@ -1,0 +1,183 @@
+"""Text generation drops nothing: Megatron's static engine equals stock, eager and in graphs."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer import cuda_graphs
+from torch import Tensor
+
+from padded_dispatch.config import FIT, NO_DROP
+from padded_dispatch.megatron import PaddedOptions, config
+from padded_dispatch.megatron.compat import iteration_graph
+from padded_dispatch.utils.patches import Patches
+from tests.support import tiny
+from tests.support.generation import GenerationCase, attend, drops, generates_as_stock
+from tests.support.parity import megatron
+
+E, K = tiny.NUM_EXPERTS, tiny.TOP_K
+CASES = {
+    case.name: case
+    for case in (
+        GenerationCase(name="module", experts="module"),
+        GenerationCase(name="packed", experts="packed"),
+        GenerationCase(name="batched", experts="batched"),
+        GenerationCase(name="module, local graphs", experts="module", local_graphs=True),
+        GenerationCase(name="packed, local graphs", experts="packed", local_graphs=True),
+        GenerationCase(name="module, EP2", ranks=2),
+        GenerationCase(name="batched, EP2", ranks=2, experts="batched"),
+        GenerationCase(
+            name="packed, EP2, local graphs", ranks=2, experts="packed", local_graphs=True
+        ),
+    )
+}
+
+
+@pytest.mark.ahead
+@pytest.mark.parametrize("name", CASES)
+def test_the_static_engine_equals_stock(pool2, name):
+    for found in pool2.run(generates_as_stock, CASES[name]):
+        assert found.failures() == []
+        assert (found.facts["other_tokens"], found.facts["dropped"]) == (0, 0)
+        # Layers are captured in decoding, where all sequences have begun.
+        assert found.facts["graphs"] == (2 if CASES[name].local_graphs else 0)
+
+
+def test_the_comparison_finds_dropped_rows(pool2):
+    for found in pool2.run(drops, GenerationCase(eval_factor=0.5)):
+        assert found.failures() == []
+        assert found.facts["other_tokens"] > 0
+
+
+def _hidden(num_tokens: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_tokens, 1, tiny.HIDDEN, generator=generator)
+
+
+def _layer(options: PaddedOptions, **settings: Any) -> Any:
+    made = tiny.padded_layer(options, moe_expert_capacity_factor=0.5, **settings)
+    with torch.no_grad():
+        made.router.weight[0] += 3 * made.router.weight[1]  # Expert 0 is busy.
+    return made.eval()
+
+
+def _other_numbers_of_tokens(experts: Any, max_factor: float) -> tuple[list[bool], int, list[int]]:
+    """Compare passes of another T on each rank with those of equal T, filled up with tokens."""
+    with megatron("cpu", expert_model_parallel_size=2), Patches() as patches:
+        if max_factor < 1:
+            patches.set(config, "_SLOTS_OF_FEW_TOKENS", 1)
+        made = _layer(PaddedOptions(experts=experts, fit_max_factor=max_factor))
+        whole = _layer(PaddedOptions(experts=experts, eval_factor=NO_DROP))
+        whole.load_state_dict(made.state_dict())
+        equal, rounds = [], []
+        for seed, lengths in enumerate([(1, 9), (7, 1), (5, 6), (40, 3)]):
+            hidden = _hidden(max(lengths), 2 * seed + dist.get_rank())
+            num_tokens = lengths[dist.get_rank()]
+            with torch.no_grad():
+                output = made(hidden[:num_tokens])[0]
+                expected = whole(hidden)[0][:num_tokens]
+            # With few rows in a product, a CPU rounds in other ways.
+            torch.testing.assert_close(output, expected)
+            equal.append(output.shape == hidden[:num_tokens].shape)
+            rounds.append(made.token_dispatcher.configs.fitted.num_rounds)
+        counters = made.token_dispatcher.eval_counters
+        return equal, int((counters.demand_E - counters.kept_E).sum()), rounds
+
+
+@pytest.mark.parametrize("experts", ["module", "packed"])
+@pytest.mark.parametrize("max_factor", [NO_DROP, 0.5], ids=["one round", "rounds"])
+def test_ranks_may_have_other_numbers_of_tokens(pool2, experts, max_factor):
+    """So has Megatron's dynamic engine, in eager steps; a rank without a request has one token."""
+    first, second = pool2.run(_other_numbers_of_tokens, experts, max_factor)
+    for equal, dropped, rounds in (first, second):
+        assert (equal, dropped) == ([True] * 4, 0)
+        assert (max(rounds) > 1) == (max_factor < 1)
+    assert first[2] == second[2]
+
+
+def _mismatch(training: bool, lengths: tuple[int, int]) -> str:
+    with megatron("cpu", expert_model_parallel_size=2):
+        made = _layer(PaddedOptions(agreement_timeout=20.0)).train(training)
+        try:
+            made(_hidden(lengths[dist.get_rank()], 0))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("training", "lengths", "line"),
+    [
+        (True, (4, 5), "T is 4 on rank 0, 5 on rank 1"),
+        (False, (0, 5), "T is 0 on rank 0, any but 0 on rank 1"),
+    ],
+    ids=["training", "a rank without tokens"],
+)
+def test_ranks_that_cannot_go_on_raise_alike(pool2, training, lengths, line):
+    first, second = pool2.run(_mismatch, training, lengths)
+    assert first == second
+    assert line in first
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("fields", [{}, iteration_graph()], ids=["no graph", "full iterations"])
+def test_factors_in_text_generation(monkeypatch, fields):
+    """In torch's inference mode, as in Megatron's engines; C = T where a pass is captured."""
+    factors = {}
+    for option in (None, FIT, 2.0):
+        configs = _layer(PaddedOptions(eval_factor=option), **fields).token_dispatcher.configs
+        eager = []
+        for flag in (False, True):
+            monkeypatch.setattr(cuda_graphs, "_IS_GRAPH_WARMUP", flag)
+            with torch.inference_mode():
+                eager.append(configs.now.capacity_factor)
+        factors[option] = eager
+    assert factors == {None: [FIT, NO_DROP], FIT: [FIT, NO_DROP], 2.0: [2.0, 2.0]}
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_changed_factor_is_for_training_only():
+    configs = _layer(PaddedOptions()).token_dispatcher.configs
+    configs.set_factor(3.0)
+    with torch.inference_mode():
+        assert configs.now.capacity_factor == FIT
+    assert configs.training.capacity_factor == 3.0
+    assert configs.generation.capacity_factor == NO_DROP
+
+
+@pytest.mark.usefixtures("one_process")
+def test_passes_of_few_tokens_go_in_one_round():
+    made = _layer(PaddedOptions(fit_max_factor=0.5))
+    with torch.inference_mode():
+        made(_hidden(64, 0))
+    assert made.token_dispatcher.configs.fitted.num_rounds == 1
+    with torch.inference_mode():
+        made(_hidden(200, 0))
+    assert made.token_dispatcher.configs.fitted.num_rounds > 1
+
+
+def test_the_stand_in_attends_to_what_was_written():
+    generator = torch.Generator().manual_seed(0)
+    caches = [torch.full((3, 6, 2, 4), torch.nan) for _ in range(2)]
+    given = torch.randn(3, 5, 2, 4, generator=generator)
+    for cache in caches:
+        cache[:2, :4] = given[:2, :4]
+    query = torch.randn(2, 1, 4, 4, generator=generator)
+    new = given[:2, 4:]
+    output = attend(
+        q=query,
+        k_cache=caches[0],
+        v_cache=caches[1],
+        k=new,
+        v=new,
+        cache_seqlens=torch.tensor([4, 2], dtype=torch.int32),
+        rotary_cos=None,
+        rotary_sin=None,
+        rotary_interleaved=False,
+    )
+    for sequence, keys in enumerate([given[0, :5], torch.cat([given[1, :2], new[1]])]):
+        heads = keys.repeat_interleave(2, 1)
+        scores = torch.einsum("hd,shd->hs", query[sequence, 0], heads) / 2
+        expected = torch.einsum("hs,shd->hd", scores.softmax(-1), heads)
+        torch.testing.assert_close(output[sequence, 0], expected)

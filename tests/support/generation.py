@@ -1,0 +1,382 @@
+"""Text generation by Megatron's static engine: a padded model beside a stock one.
+
+Three models with the same weights generate from the same prompts: a stock dropless one in fp32 and
+in the case's dtype, and a padded one whose capacity factor drops half of its rows in training. The
+first one's tokens are fed to all, so that all see the same inputs after a near tie, too. Logits of
+each step are compared: the error of the padded model, against fp32, is at most twice that of the
+stock one, plus one ulp of the largest logit.
+
+With `local` graphs decoding needs the flash-attn package. `attend` stands in for it, in all models;
+it can be captured. On a CPU, `LocalGraphs` stands in for Megatron's manager of graphs.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.inference import utils as inference_utils
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.inference.engines import StaticInferenceEngine, static_engine
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
+    GPTInferenceWrapper,
+)
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import attention, cuda_graphs
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from padded_dispatch.megatron import PaddedOptions
+from padded_dispatch.megatron.dispatcher import is_padded
+from padded_dispatch.megatron.options import Experts
+from padded_dispatch.utils.patches import Patches
+from tests.support.graph_protocol import Tape, pretend_capture
+from tests.support.graph_training import Findings
+from tests.support.parity import megatron
+
+try:  # Up to 0.17.
+    from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import (
+        InferenceWrapperConfig,
+    )
+except ImportError:
+    InferenceWrapperConfig = None
+
+PADS = "moe_pad_experts_for_cuda_graph_inference"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationCase:
+    """A model, its requests, and how it generates.
+
+    `experts`: the option. `eval_factor`: the option; None drops nothing. `local_graphs`: Megatron
+    captures layers in decoding; as it asks for with EP > 1, the config pads experts.
+    `prompts`: lengths of a rank's prompts, the longest and the shortest first.
+    `uneven`: ranks after the first have two requests only.
+    `new_tokens`: tokens that each request generates.
+    """
+
+    name: str = ""
+    device: str = "cpu"
+    ranks: int = 1
+    experts: Experts = "module"
+    eval_factor: float | None = None
+    local_graphs: bool = False
+    uneven: bool = False
+    prompts: tuple[int, ...] = (9, 5, 7)
+    new_tokens: int = 5
+    num_layers: int = 2
+    hidden: int = 16
+    heads: int = 2
+    ffn: int = 24
+    num_experts: int = 4
+    top_k: int = 2
+    vocab: int = 64
+
+    @property
+    def on_gpu(self) -> bool:
+        """True if the case runs on GPUs."""
+        return self.device == "cuda"
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence."""
+        return max(self.prompts) + self.new_tokens
+
+
+@dataclass
+class Generated:
+    """Logits of each step, [steps, B, V], in fp32, and the tokens that were taken, [steps, B]."""
+
+    logits: list[Tensor] = field(default_factory=list)
+    tokens: list[Tensor] = field(default_factory=list)
+
+
+class LocalGraphs:
+    """Stand-in for Megatron's manager of a layer's `local` graphs, for text generation on a CPU."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        self._graphs: dict[torch.Size, tuple[Tape, dict[str, Any], Any]] = {}
+
+    def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Capture the layer, if the shape is new, and replay it."""
+        shape = kwargs["hidden_states"].shape
+        if shape not in self._graphs:
+            static = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, kwargs)
+            with Patches() as patches:
+                patches.set(cuda_graphs, "_IS_GRAPH_WARMUP", True)
+                layer.forward(**static)
+            with pretend_capture(), Tape() as tape:
+                output = layer.forward(**static)
+            self._graphs[shape] = tape, static, output
+        tape, static, output = self._graphs[shape]
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor):
+                static[name].copy_(value)
+        tape.replay()
+        return output
+
+
+def attend(
+    *,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_interleaved: bool,
+) -> Tensor:
+    """Append one key and value to each sequence of a cache and attend to it; [B, 1, heads, width].
+
+    Stands in for `flash_attn_with_kvcache`, without rotary embeddings.
+    """
+    assert rotary_cos is None and rotary_sin is None and not rotary_interleaved
+    batch, groups = k.shape[0], q.shape[2] // k.shape[2]
+    where = cache_seqlens.long().view(-1, 1, 1, 1).expand_as(k)
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        cache[:batch].scatter_(1, where, new)
+    positions = torch.arange(k_cache.shape[1], device=q.device)
+    seen_BS = positions <= cache_seqlens.view(-1, 1)
+    # The rest of the cache was never written.
+    keys, values = (
+        cache[:batch].masked_fill(~seen_BS.view(batch, -1, 1, 1), 0).repeat_interleave(groups, 2)
+        for cache in (k_cache, v_cache)
+    )
+    query, keys, values = (tensor.transpose(1, 2) for tensor in (q, keys, values))
+    mask = seen_BS.view(batch, 1, 1, -1)
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).transpose(1, 2)
+
+
+class _Numbers:
+    """A tokenizer of texts that are numbers."""
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab_size, self.bos, self.eod, self.pad = vocab, 1, 0, 0
+
+    def tokenize(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def detokenize(self, tokens: list[int], **kwargs: Any) -> str:
+        return " ".join(map(str, tokens))
+
+    def offsets(self, tokens: list[int], text: str) -> list[int]:
+        return [0] * len(tokens)
+
+
+def prompts_of(case: GenerationCase, rank: int) -> list[str]:
+    """Return a rank's prompts; all ranks have the same lengths, unless the case is uneven."""
+    generator = torch.Generator().manual_seed(rank)
+    lengths = case.prompts[:2] if case.uneven and rank else case.prompts
+    draws = [torch.randint(2, case.vocab, (length,), generator=generator) for length in lengths]
+    return [" ".join(map(str, draw.tolist())) for draw in draws]
+
+
+def gpt(case: GenerationCase, dtype: torch.dtype, *, padded: bool, graphs: bool) -> Any:
+    """Build a model in evaluation mode; the same weights on every call."""
+    model_parallel_cuda_manual_seed(7, te_rng_tracker=case.on_gpu, force_reset_rng=True)
+    torch.manual_seed(7)
+    fields: dict[str, Any] = {}
+    if graphs and case.local_graphs:
+        fields = {"cuda_graph_impl": "local", PADS: True}
+        if PADS not in TransformerConfig.__dataclass_fields__:  # In 0.16 the wrapper has it.
+            del fields[PADS]
+    config = TransformerConfig(
+        num_layers=case.num_layers,
+        hidden_size=case.hidden,
+        num_attention_heads=case.heads,
+        init_method_std=2 / case.hidden**0.5,
+        num_moe_experts=case.num_experts,
+        moe_router_topk=case.top_k,
+        moe_ffn_hidden_size=case.ffn,
+        moe_token_dispatcher_type="padded_alltoall" if padded else "alltoall",
+        moe_expert_capacity_factor=0.5 if padded else None,
+        moe_grouped_gemm=case.on_gpu,
+        moe_router_load_balancing_type="none",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=not case.on_gpu,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        expert_model_parallel_size=case.ranks,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        flash_decode=case.local_graphs,
+        **fields,
+    )
+    if padded:
+        options = PaddedOptions(experts=case.experts, eval_factor=case.eval_factor)
+        config.padded_dispatch = options
+    experts = {"num_experts": case.num_experts, "moe_grouped_gemm": case.on_gpu}
+    spec = get_gpt_layer_local_spec
+    if case.on_gpu:
+        spec = get_gpt_layer_with_transformer_engine_spec
+    model: Any = GPTModel(
+        config,
+        spec(**experts),
+        vocab_size=case.vocab,
+        max_sequence_length=case.max_tokens,
+        share_embeddings_and_output_weights=False,
+    )
+    if case.on_gpu:
+        model = model.cuda()
+    return (Float16Module(config, model) if config.bf16 else model.to(dtype)).eval()
+
+
+def generate(case: GenerationCase, model: Any, given: list[Tensor] | None = None) -> Generated:
+    """Let the static engine generate from this rank's prompts, greedily.
+
+    Args:
+        case: the requests.
+        model: see `gpt`.
+        given: take these tokens instead, [steps, B].
+    """
+    inference_utils.moe_layer_cache = None  # Megatron keeps the first model's layers.
+    prompts, max_batch = prompts_of(case, dist.get_rank()), len(case.prompts)
+    found, config = Generated(), model.config
+    if InferenceWrapperConfig is not None:
+        wrapper_config = InferenceWrapperConfig(
+            hidden_size=case.hidden,
+            params_dtype=config.params_dtype,
+            inference_batch_times_seqlen_threshold=-1,
+            padded_vocab_size=case.vocab,
+            inference_max_requests=max_batch,
+            inference_max_seq_length=case.max_tokens,
+            **{PADS: config.cuda_graph_impl == "local"},
+        )
+        context = StaticInferenceContext.from_config(wrapper_config)
+        wrapped = GPTInferenceWrapper(model, wrapper_config, context)
+    else:
+        context = StaticInferenceContext(max_batch, case.max_tokens)
+        wrapped = GPTInferenceWrapper(model, context)
+    controller = TextGenerationController(wrapped, _Numbers(case.vocab))
+    engine = StaticInferenceEngine(controller, max_batch_size=max_batch, legacy=True)
+
+    def sample(last_token_logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        step = len(found.logits)
+        found.logits.append(last_token_logits.double())
+        tokens = last_token_logits.argmax(-1) if given is None else given[step]
+        found.tokens.append(tokens)
+        return tokens
+
+    controller.sample_from_logits = sample
+    sampling = SamplingParams(top_k=1, num_tokens_to_generate=case.new_tokens)
+    sampling.add_attributes({"no_early_termination": True})
+    requests = engine.generate(prompts=prompts, sampling_params=sampling)
+    assert all(len(request.generated_tokens) == case.new_tokens for request in requests)
+    return found
+
+
+def generates_as_stock(case: GenerationCase) -> Findings:
+    """Compare the models. Runs on all `case.ranks` ranks of the default group.
+
+    `facts`: `error` and `stock_error`, the root mean square against fp32, and `limit` of the first;
+    `other_tokens`, the steps and requests in which another logit is the largest than in fp32, of
+    `tokens`; `dropped` rows; `graphs`, captured layers and shapes.
+    """
+    with _world(case):
+        dtype = torch.bfloat16 if case.on_gpu else torch.float32
+        exact_dtype = torch.float32 if case.on_gpu else torch.float64
+        exact = generate(case, gpt(case, exact_dtype, padded=False, graphs=False))
+        plain = gpt(case, dtype, padded=False, graphs=False)
+        stock = generate(case, plain, exact.tokens)
+        del plain
+        model = gpt(case, dtype, padded=True, graphs=True)
+        ours = generate(case, model, exact.tokens)
+        wanted, logits, of_stock = (torch.stack(one.logits) for one in (exact, ours, stock))
+        error, stock_error = ((one - wanted).square().mean().sqrt() for one in (logits, of_stock))
+        limit = 2 * stock_error + torch.finfo(dtype).eps * wanted.abs().max()
+        # A near tie in fp32 may be decided otherwise by the noise of the case's dtype.
+        top = wanted.topk(2).values
+        tied = top[..., 0] - top[..., 1] < 8 * stock_error
+        others = logits.argmax(-1) != wanted.argmax(-1)
+        dispatchers = [m.token_dispatcher for m in model.modules() if is_padded(m)]
+        counts = [dispatcher.eval_counters for dispatcher in dispatchers]
+        dropped = sum(int((one.demand_E - one.kept_E).sum()) for one in counts)
+        facts = {
+            "error": float(error),
+            "stock_error": float(stock_error),
+            "limit": float(limit),
+            "other_tokens": int(others.sum()),
+            "tokens": others.numel(),
+            "dropped": dropped,
+            "graphs": sum(map(_num_graphs, model.modules())),
+            "chosen": dispatchers[0].chosen,
+        }
+        broken = []
+        if dropped and case.eval_factor is None:
+            broken.append(f"{dropped} rows were dropped")
+        if not error <= limit:
+            broken.append(f"logits are off by {error}, above {limit}")
+        if (others & ~tied).any():
+            broken.append(f"{int((others & ~tied).sum())} greedy tokens differ from stock")
+        del model, dispatchers, counts
+        if case.on_gpu and case.local_graphs:  # Before the groups that they captured end.
+            cuda_graphs.delete_cuda_graphs()
+        gc.collect()
+        return Findings(facts=facts, broken=tuple(broken))
+
+
+def drops(case: GenerationCase) -> Findings:
+    """Show that the comparison fails for a case whose `eval_factor` drops rows."""
+    found = generates_as_stock(case)
+    if found.facts["dropped"] and found.broken:
+        return Findings(facts=found.facts)
+    return Findings(facts=found.facts, broken=("rows that are dropped were not found",))
+
+
+def _with_lists(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an all-to-all so that it takes its splits as tensors, too.
+
+    Megatron's own dispatcher makes lists of them for GPUs only.
+    """
+
+    def listed(*args: Any, **kwargs: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(kwargs.get(name), Tensor):
+                kwargs[name] = kwargs[name].tolist()
+        return all_to_all(*args, **kwargs)
+
+    return listed
+
+
+def _num_graphs(module: Any) -> int:
+    manager = getattr(module, "cudagraph_manager", None)
+    if isinstance(manager, LocalGraphs):
+        return len(manager._graphs)
+    return 0 if manager is None else len(manager.cudagraph_runners)
+
+
+@contextmanager
+def _world(case: GenerationCase) -> Iterator[None]:
+    with ExitStack() as stack:
+        if case.on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        stack.enter_context(megatron(case.device, expert_model_parallel_size=case.ranks))
+        patches = stack.enter_context(Patches())
+        patches.set(static_engine, "HAVE_TQDM", True)
+        patches.set(attention, "flash_attn_with_kvcache", attend)
+        if not case.on_gpu:
+            patches.set(cuda_graphs, "CudaGraphManager", LocalGraphs)
+            patches.set(dist, "all_to_all_single", _with_lists(dist.all_to_all_single))
+        yield
