@@ -52,7 +52,8 @@ def calibrate(results: dict[str, Any]) -> TimeModel:
     packed experts, at the most frequent number of tokens, because `fixed_ms` depends on it. Three
     other kinds of rows are only compared with the fit: other numbers of tokens; stock drop-and-pad;
     batched experts, modelled as padded experts with one launch for all. Direct stores are left out:
-    they send full slots only, over another wire. `auto` is left out: it repeats another variant.
+    they send full slots only, over another wire; so are other pools, and what repeats a variant,
+    such as `auto`.
 
     Raises:
         ValueError: when rows are from different machines, or do not fit the model.
@@ -157,7 +158,7 @@ def _kind(about: dict[str, Any]) -> str:
 def _is_usable(row: dict[str, Any]) -> bool:
     return (
         row.get("contender") in ("ours", "stock-drop-pad")
-        and row["variant"] not in ("direct", "auto")
+        and row["variant"] in (None, "module", "packed", "batched")
         and row["graph"] == "layer"
         and row.get("main_grad", "none") == "none"
         and row["skew"] == "uniform"

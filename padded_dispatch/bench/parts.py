@@ -12,15 +12,17 @@ never read, and neither `gather, packed` nor `unpack` writes them.
 
 Direct stores, on GPUs, are those of one of `--ep` ranks, and the memory of all ranks is this
 device's: the time that is left where links cost nothing. `push each` sends every row, `push once`
-one copy of a token to each other rank, where `copies` makes the others; `return` is the way home.
+one copy of a token to each other rank, where `copies` makes the others; `return` is the way home,
+`return sums` that of one sum of a token's rows.
 
 `router` is the way from logits to maps, forward and backward, with the scores that a loss reads;
 beside it the same in torch, as Megatron has it.
 
 `products` are the grouped products of a rank's experts, by themselves, with the rows that a random
 routing of all ranks brings each expert: rows times weights (`fc1`, `fc2`) and gradients of rows
-(`dgrad`) by our kernel and by torch's, weight gradients (`wgrad`) by torch's, and added to fp32 by
-our kernel and by torch's with an addition. `--only products` measures nothing else.
+(`dgrad`) by our kernel and by torch's; the list of tiles that our four products share; weight
+gradients (`wgrad`) by torch's, and added to fp32 by our kernel and by torch's with an addition.
+`--only products` measures nothing else.
 
 With `--select-experts`, selection runs alone, for numbers of experts instead of models: pools of
 one expert, of E / 8 and of E / 2, at factor 1.0, where about half of them overflow, and with one
@@ -55,6 +57,7 @@ from padded_dispatch.ops.grouped import (
     batched_linear,
     grouped_linear,
     outer_by_expert,
+    row_tiles,
 )
 from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import make_plan
@@ -253,15 +256,18 @@ def _parts(
     only: Sequence[str] = PARTS,
 ) -> Iterator[Part]:
     """Yield the parts of the groups in `only`, in the order of `PARTS`."""
+    has_peers = device.type == "cuda" and config.num_ranks > 1
     groups = {
         "copy": lambda: _copies(device),
         "router": lambda: _routers(config, num_tokens, device),
         "selection": lambda: _selections(config, num_tokens, device),
         "rows": lambda: _kernels(shape, config, num_tokens, device),
-        "direct": lambda: _direct_stores(shape, config, num_tokens, device),
+        "direct": lambda: _direct_stores(shape, config, num_tokens, device) if has_peers else (),
         "products": lambda: _products(shape, config, num_tokens, device),
         "experts": lambda: _experts(shape, config, num_tokens, device),
     }
+    if device.type == "cpu" or config.num_ranks == 1:
+        del groups["direct"]
     for name, group in groups.items():
         if name in only:
             yield from group()
@@ -389,12 +395,10 @@ def _kernels(
 def _direct_stores(
     shape: LayerShape, config: DispatchConfig, num_tokens: int, device: torch.device
 ) -> Iterator[Part]:
-    """Yield the kernels that store to peers, if there are any; all ranks route alike.
+    """Yield the kernels that store to peers; all ranks route alike.
 
     A part is to be run before the next one is taken: the buffers are this generator's.
     """
-    if device.type == "cpu" or config.num_ranks == 1:
-        return
     from padded_dispatch.kernels import direct
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -453,6 +457,15 @@ def _direct_stores(
     home = functools.partial(home, 0, *where)
     num_received = num_ranks * int(num_TR[:, 0].sum())
     yield part(name="return", run=home, bytes=2 * num_received * row_bytes)
+    lists_STK, lists_R = of_all_ranks(num_ranks, num_tokens, 2, config.top_k, dtype=torch.int32)
+    home_TK, num_local = ints(num_tokens, config.top_k), num_experts // num_ranks
+    for rank in range(num_ranks):
+        maps = plan.slot_of_TK, plan.expert_of_TK
+        direct.list_slots(*maps, lists_R, home_TK, rank, num_local)
+    sums = functools.partial(direct.return_sums, rows_ND, None, offsets_LS, None, lists_STK)
+    sums = functools.partial(sums, slots_R, probs_R, 0, *where)
+    num_sums = num_ranks * int((num_TR[:, 0] > 0).sum())
+    yield part(name="return sums", run=sums, bytes=(num_received + num_sums) * row_bytes)
 
 
 def _products(
@@ -464,6 +477,9 @@ def _products(
     _, map_TE = _routing(config, num_tokens * config.num_sources, device)
     offsets_L = map_TE[:, :num_local].sum(0).cumsum(0).to(torch.int32)
     num_rows = int(offsets_L[-1])
+    listing = functools.partial(row_tiles, offsets_L, num_rows)
+    yield Part(name="tiles of rows", run=listing, fill=1.0)
+    tiles = listing()
 
     def draw(*sizes: int) -> Tensor:
         return (torch.randn(sizes, device=device) * sizes[-1] ** -0.5).to(dtype)
@@ -491,7 +507,8 @@ def _products(
             (name, (rows_NI, weight_LOI)),
             (f"{name} dgrad", (grad_NO, weight_LIO)),
         ):
-            yield part(name=product, run=functools.partial(grouped_linear, *given, offsets_L))
+            ours = functools.partial(grouped_linear, *given, offsets_L, tiles=tiles)
+            yield part(name=product, run=ours)
             yield part(name=f"{product}, torch", run=functools.partial(torchs, *given))
         outer = functools.partial(outer_by_expert, grad_NO, rows_NI, offsets_L)
         yield part(name=f"{name} wgrad, torch", run=outer)

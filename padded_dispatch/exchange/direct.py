@@ -66,7 +66,9 @@ shapes on the host before each call, and that comparison fails at once if a peer
 Sums equal those of `AllToAllExchange` bit by bit: the same kernel adds the same slots. With sums
 that go home, a token's rows are added per rank, experts ascending, in fp32, and rounded to the
 rows' dtype; then the sums of the ranks likewise. That is as deterministic, but a token with rows of
-several ranks, and several rows of one of them, is rounded once more for each of these.
+several ranks, and several rows of one of them, is rounded once more for each of these. Emulated on
+a CPU with normal rows in bf16, for K 8 and 4 at EP 2, 4 and 8, the root mean square of the error
+against fp64 is 0.0019 to 0.0024 of that of the sums, where one rounding makes it 0.0017.
 
 Tried and left out:
 

@@ -3,7 +3,8 @@
 A program holds the logits of some tokens, whole rows. The K best are taken one after the other: K
 times, the largest score of each row is found, with the lowest id that has it, and struck out.
 
-Results have the bits of torch's CUDA kernels, as of torch 2.6 to 2.13, with these operations:
+Results have the bits of torch's CUDA kernels, by the same operations in the same order; a test on
+GPUs compares them:
 
 - exp is `expf` of CUDA's math library, and quotients are rounded correctly. Powers below 2**-126
   are 0, where torch has the number.
@@ -12,8 +13,8 @@ Results have the bits of torch's CUDA kernels, as of torch 2.6 to 2.13, with the
 - A sum of sigmoids is that of torch's reduction over a contiguous row: four sums of each lane, of
   every fourth of its elements, then these in order, then neighbours: lanes 0 and 1, 2 and 3, ...
 
-So eager, replayed, and Megatron's passes agree. The backward kernel computes the scores again from
-the logits, which takes less time than to write and read them, and sums in any order.
+So eager and replayed passes agree, and Megatron's. The backward kernel computes the scores again
+from the logits, which takes less time than to write and read them, and sums in any order.
 
 `padded_dispatch.ops.router` explains the arguments.
 """

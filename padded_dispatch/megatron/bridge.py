@@ -1,4 +1,4 @@
-"""Hugging Face weights of stacked experts, loaded and exported by Megatron-Bridge.
+"""Stacked experts in Megatron-Bridge: Hugging Face weights, and adapters.
 
 Bridge lists a model's parameters, looks each name up in a table of the model, and copies its
 values. The tables know TEGroupedMLP's names, one weight per expert; `StackedExperts` has one
@@ -9,6 +9,10 @@ and exporting are exact.
 
 Bridge decides by the name of a module's class how tensor parallelism splits a weight. Our router
 keeps its base's name, and a stacked linear has the attribute that Bridge reads for other classes.
+
+Adapters, such as LoRA's, wrap Megatron's own linears. A stacked linear has no forward pass that
+they could add to, so Bridge raises for its class, and here the error gets its remedy. With adapters
+on other modules only, such as attention's, stacked experts train as they are: frozen.
 
 Read in Megatron-Bridge 0.3.1 and its head of November 2026 (0.7.0).
 """
@@ -23,6 +27,7 @@ from typing import Any
 from padded_dispatch.megatron.experts import StackedLinear
 
 _CONVERSION = "megatron.bridge.models.conversion.model_bridge"
+_ADAPTERS = "megatron.bridge.peft.base"
 
 # The methods of `MegatronModelBridge` that list parameters. 0.3.1 lacks the last one.
 _LISTING = (
@@ -47,6 +52,31 @@ def show_single_experts() -> None:
         method = getattr(bridge, name, None)
         if method is not None and not hasattr(method, "shows_single_experts"):
             setattr(bridge, name, _showing(method))
+
+
+def explain_adapters() -> None:
+    """Let Bridge's error about adapters on stacked experts name the remedy, if it is imported."""
+    adapters = getattr(sys.modules.get(_ADAPTERS), "PEFT", None)
+    if adapters is not None and not hasattr(adapters.__call__, "explains_stacked_experts"):
+        adapters.__call__ = _explaining(adapters.__call__)
+
+
+def _explaining(add: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(add)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return add(*args, **kwargs)
+        except (AttributeError, NotImplementedError) as error:
+            if StackedLinear.__name__ not in str(error):
+                raise
+            raise ValueError(
+                "experts must be 'module' for adapters on their linear_fc1 and linear_fc2, got "
+                "packed or batched ones; set PaddedOptions(experts='module'), or leave these two "
+                "out of target_modules"
+            ) from error
+
+    vars(explained)["explains_stacked_experts"] = True
+    return explained
 
 
 @contextmanager

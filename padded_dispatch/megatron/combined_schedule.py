@@ -47,7 +47,8 @@ def _run_with_mask(layer: Any, run: Callable[..., Any], node: Any, *args: Any) -
     moe, route = layer.mlp, layer.mlp.route
 
     # The mask is read here: a layer of multi-token prediction has moved it on by one token by now.
-    def route_with_mask(hidden_states: Tensor) -> Any:
+    # Megatron-Bridge hands on the same mask, as [B, S].
+    def route_with_mask(hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
         mask_BS = node.chunk_state.padding_mask
         masks.note(layer, mask_BS)
         if mask_BS is None:

@@ -186,6 +186,8 @@ def _against_ours(config: Any) -> str:
     """Return why "auto" keeps the module of the layer's spec; empty if it takes ours."""
     if refused := _refused(config):
         return refused
+    if _gets_adapters(config):
+        return "Megatron-Bridge adds adapters, which wrap Megatron's own linears"
     if not config.bf16:
         return "bf16 is not set"
     if (config.expert_tensor_parallel_size or 1) > 1:
@@ -194,6 +196,12 @@ def _against_ours(config: Any) -> str:
     if any(size % 8 for size in sizes):
         return f"the sizes {sizes[0]} and {sizes[1]} are not multiples of 8"
     return _against_device()
+
+
+def _gets_adapters(config: Any) -> bool:
+    """Return whether Megatron-Bridge's training will add adapters to a model of this config."""
+    hooks = getattr(config, "_pre_wrap_hooks", ())
+    return any(getattr(hook, "__name__", "") == "peft_pre_wrap_hook" for hook in hooks)
 
 
 def _against_device() -> str:

@@ -21,7 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron.bridge import show_single_experts
+from padded_dispatch.megatron.bridge import explain_adapters, show_single_experts
 from padded_dispatch.megatron.config import (
     check_config,
     check_experts,
@@ -87,6 +87,7 @@ def build(
     check_experts(layer.experts)
     if chosen_experts(config).layout is not None:
         show_single_experts()
+        explain_adapters()
         layer.experts = StackedExperts(config, layer.experts, pg_collection)
         torch.cuda.empty_cache()  # Free the blocks of single weights, which are too small to reuse.
     # The spec's own experts get no NVTX range: Megatron's local CUDA graphs refuse modules with

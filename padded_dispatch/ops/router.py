@@ -110,7 +110,8 @@ def _weights(
 ) -> tuple[Tensor, Tensor]:
     """Return the probabilities of the K best experts before scaling, and who they are."""
     if function == "softmax":
-        return tuple(logits_TE.softmax(1).topk(top_k, 1))
+        weight_TK, expert_TK = logits_TE.softmax(1).topk(top_k, 1)
+        return weight_TK, expert_TK
     if function == "chosen":
         chosen_TK, expert_TK = logits_TE.topk(top_k, 1)
         return chosen_TK.softmax(1), expert_TK

@@ -59,6 +59,7 @@ def test_contenders_have_their_names_variants_and_graphs():
         "drop-pad-graphed": ("stock-drop-pad", None, "layer"),
         "auto": ("ours", "auto", "none"),
         "auto-graphed": ("ours", "auto", "layer"),
+        "megatron-router-graphed": ("ours", "megatron router", "layer"),
         "module": ("ours", "module", "none"),
         "module-graphed": ("ours", "module", "layer"),
         "packed": ("ours", "packed", "none"),

@@ -19,7 +19,8 @@ ROUTERS = [
     for whose in ("", ", torch")
     for ways in ("", " both ways")
 ]
-PRODUCTS = [
+PRODUCTS = ["tiles of rows"]
+PRODUCTS += [
     f"{linear}{product}"
     for linear in ("fc1", "fc2")
     for product in (
@@ -67,6 +68,7 @@ def test_direct_stores_move_the_rows_of_one_rank():
         "push once": 10 + stored,
         "copies": 2 * sum(num == 2 for num in here),
         "return": 2 * 2 * sum(here),
+        "return sums": 2 * sum(here) + 2 * sum(num > 0 for num in here),
     }
 
 

@@ -31,6 +31,7 @@ from tests.support.direct_parity import (
     poison,
     rows_stored,
     step,
+    sum_errors,
 )
 from tests.support.threads import run_on_threads
 
@@ -171,6 +172,14 @@ def test_three_passes_in_flight_through_three_layers(threads):
 def test_rows_over_links_are_those_of_the_routing(threads, link_rows, pool):
     layer = dataclasses.replace(SMALL, link_rows=link_rows, pool=pool, factor=0.8)
     assert run_on_threads(NUM_RANKS, rows_stored, layer, ("uniform", "idle")) == [[], []]
+
+
+@needs_no_gpu
+def test_sums_that_go_home_are_rounded_twice(threads):
+    """A half of bf16's last place for each rounding; the interpreter cuts off, which is a whole."""
+    layer = dataclasses.replace(SMALL, top_k=4, dtype=torch.bfloat16, link_rows="summed")
+    for found in run_on_threads(NUM_RANKS, sum_errors, layer):
+        assert 0 < found["each"] <= 2**-8 and found["each"] < found["summed"] <= 2**-7
 
 
 def _barriers(pool: str) -> list[int]:

@@ -3,7 +3,8 @@
     python -m tests.gpu.direct --out notebooks/results/direct.json --commit SHA
 
 It uses all GPUs of the machine. Every part writes a row, and the file is complete after each row. A
-part that fails or exceeds its time limit does not stop the others.
+part that fails or exceeds its time limit does not stop the others. `--only TEXT` runs the parts
+with this text in their names: "eager", "replays", "rows stored", "exchange", "error", "a rank".
 
     compute-sanitizer --tool memcheck --show-backtrace no --target-processes all \\
         --error-exitcode 9 python -m tests.gpu.direct --small
@@ -52,6 +53,7 @@ from tests.support.direct_parity import (
     rows_by_kernels,
     rows_stored,
     small_run,
+    sum_errors,
 )
 from tests.support.gpu_rows import Rows, add_only, add_results, wants
 from tests.support.pool import WorkerPool
@@ -68,9 +70,13 @@ ENVIRONMENT = {
 SMALL = Layer()
 RANK, RECEIVER = (dataclasses.replace(SMALL, pool=pool, factor=0.9) for pool in CAPACITY_POOLS[1:])
 EACH = dataclasses.replace(SMALL, link_rows="each")
+# The sum of two rows is rounded once, wherever they are added, so it equals the all-to-all's.
+SUMMED = dataclasses.replace(SMALL, link_rows="summed", top_k=2)
 EAGER = {
     "bf16": SMALL,
     "bf16, each row by itself": EACH,
+    "bf16, sums of two go home": SUMMED,
+    "receiver, sums of two go home": dataclasses.replace(SUMMED, pool="receiver", factor=0.9),
     "fp32, no dropping": dataclasses.replace(SMALL, dtype=torch.float32, factor=NO_DROP),
     "one of everything": Layer(tokens=1, width=8, top_k=1, local_experts=1),
     "rank": RANK,
@@ -90,6 +96,10 @@ IN_FLIGHT = {
     "expert, each row by itself": (
         dataclasses.replace(EACH, microbatches_in_flight=3),
         dataclasses.replace(WIDE, link_rows="each"),
+    ),
+    "sums of two go home": (
+        dataclasses.replace(SUMMED, microbatches_in_flight=3),
+        dataclasses.replace(WIDE, pool="rank", top_k=2, link_rows="summed"),
     ),
     "pools": (
         dataclasses.replace(RECEIVER, microbatches_in_flight=3),
@@ -209,7 +219,7 @@ def speed(factor: float, pool: Any, link_rows: Any, shape: LayerShape) -> dict[s
             calls["nccl"] = lambda: all_to_all(slots_GPD, name)
             calls["dispatch and combine, nccl"] = lambda: there_and_back(nccl, *passed)
         us = {label: graphed_us(call) for label, call in calls.items()}
-        for number in (264, 1056):
+        for number in (264, 1056, 2112):
             with programs(number):
                 for label in ("push", "return"):
                     us[f"{label}, {number} programs"] = graphed_us(calls[label])
@@ -239,6 +249,11 @@ def speed(factor: float, pool: Any, link_rows: Any, shape: LayerShape) -> dict[s
     }
 
 
+def errors(layer: Layer) -> dict[str, Any]:
+    """Return the errors of sums; see `sum_errors`."""
+    return {"errors": sum_errors(layer)}
+
+
 def parts(size: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any], tuple[Any, ...]]]:
     """Yield for each part the fields of its row, the function that ranks run, and its arguments."""
     for name, layer in EAGER.items():
@@ -246,16 +261,19 @@ def parts(size: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any], tuple
     for name, layers in IN_FLIGHT.items():
         row = {"check": f"1000 replays equal all-to-all: {name}"}
         yield row, replay_differences, (layers, 1000)
-    for link_rows in ("once", "each"):
+    for link_rows in ("once", "each", "summed"):
         for pool in CAPACITY_POOLS:
             layer = dataclasses.replace(SMALL, pool=pool, factor=0.9, link_rows=link_rows)
             row = {"check": f"rows stored are those of the routing: {pool}, {link_rows}"}
             yield row, rows_stored, (layer,)
     for model in ("qwen3-30b-a3b", "gpt-oss-20b"):
         shape = SHAPES[model]
+        sizes = dict(tokens=4096, width=shape.hidden_size, top_k=shape.top_k)
+        layer = Layer(**sizes, local_experts=shape.num_experts // size)
+        yield {"measure": "error of sums", "model": model}, errors, (layer,)
         for pool in CAPACITY_POOLS if model.startswith("qwen3") else ("expert",):
             for factor in (1.0, 2.0) if pool == "expert" else (1.0,):
-                for link_rows in ("once", "each"):
+                for link_rows in ("once", "each", "summed"):
                     row: dict[str, Any] = {"measure": "exchange", "model": model}
                     row |= {"capacity_pool": pool, "capacity_factor": factor}
                     given = factor, pool, link_rows, shape

@@ -47,13 +47,16 @@ def small(name: str) -> Any:
         "dense and MoE layers",
         "grown, EP2, attn+moe",
         "grown, EP2, all overlapped",
+        "masks, PP2",
+        "masks, CP2/EP2, moe",
+        "packed sequences, EP2, moe_router+moe_preprocess, with masks",
     ],
 )
 def test_replay_equals_eager_on_cpus(pool2, name):
     found = pool2.run(replays_equal_eager, small(name))
     assert [findings.failures() for findings in found] == [[], []]
     # A layer's forward and backward count as one. A pipeline has one per layer and microbatch.
-    layers = {"PP2/VPP2": 2 * 4, "dense and MoE layers": 3}.get(name, 2)
+    layers = {"PP2/VPP2": 2 * 4, "masks, PP2": 2 * 4, "dense and MoE layers": 3}.get(name, 2)
     assert [findings.facts["graphs"] for findings in found] == [layers, layers]
 
 

@@ -113,6 +113,34 @@ def test_bridge_sees_single_experts_once_a_layer_is_built(conversion):
     assert dict(vars(conversion)) == once
 
 
+class Adapters:
+    """What `PEFT` has: it raises for a linear that it does not know."""
+
+    def __init__(self, *targets: str) -> None:
+        self._targets = targets
+
+    def __call__(self, model: Any, training: bool = True) -> Any:
+        for name, module in model.named_modules():
+            if name.endswith(self._targets):
+                raise NotImplementedError(f"Layer type is unrecognized for LoRA: {type(module)}")
+        return model
+
+
+def test_adapters_on_stacked_experts_are_refused_by_name(monkeypatch):
+    module: Any = types.ModuleType(bridge._ADAPTERS)
+    module.PEFT = type("PEFT", (), dict(vars(Adapters)))
+    monkeypatch.setitem(sys.modules, bridge._ADAPTERS, module)
+    made = layer()
+    once = module.PEFT.__call__
+    layer()
+    assert module.PEFT.__call__ is once
+    assert module.PEFT("linear_qkv")(made) is made
+    with pytest.raises(ValueError, match=r"^experts must be 'module' for adapters .*, got packed"):
+        module.PEFT("linear_fc1")(made, training=False)
+    with pytest.raises(NotImplementedError, match="TopKRouter"):
+        module.PEFT("router")(made)
+
+
 def test_without_bridge_nothing_happens(monkeypatch):
     monkeypatch.delitem(sys.modules, bridge._CONVERSION, raising=False)
     show_single_experts()

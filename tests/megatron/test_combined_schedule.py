@@ -67,6 +67,12 @@ def test_the_mask_reaches_the_router_and_stays_out_of_other_calls():
     node = node_of(layer_of(moe), None)
     assert node.submodule(node, hidden)[1].any(1).all()
 
+    def bridge(layer: Any, hidden: Tensor) -> Any:
+        return layer.mlp.route(hidden, MASK_BS)
+
+    node = node_of(layer_of(moe), MASK_BS, bridge)
+    assert torch.equal(node.submodule(node, hidden)[1], kept)
+
 
 @pytest.mark.usefixtures("one_process")
 def test_a_replay_gets_the_mask():

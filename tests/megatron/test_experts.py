@@ -438,6 +438,22 @@ def test_auto_takes_ours_where_they_can_compute_the_config(settings, layout, rea
     assert chosen.reason.startswith(reason)
 
 
+def test_auto_leaves_experts_to_adapters():
+    """Megatron-Bridge's training registers a hook of this name before it builds the model."""
+
+    def peft_pre_wrap_hook(model: Any) -> Any:
+        return model
+
+    config: Any = tiny.config()
+    config.bf16 = True
+    for hooks, layout in (([], "either"), ([print], "either"), ([peft_pre_wrap_hook], None)):
+        config._pre_wrap_hooks = hooks
+        assert chosen_experts(config).layout == layout
+    assert chosen_experts(config).reason.startswith("Megatron-Bridge adds adapters")
+    config.padded_dispatch = PACKED
+    assert chosen_experts(config).layout == "packed"
+
+
 @pytest.mark.parametrize(
     ("option", "layout"), [("module", None), ("packed", "packed"), ("batched", "padded")]
 )

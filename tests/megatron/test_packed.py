@@ -12,6 +12,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from padded_dispatch.megatron import PaddedOptions, install
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.graphs import LayerGraphs
 from padded_dispatch.megatron.packed import check_packed
@@ -100,10 +101,12 @@ def test_samples_that_a_capture_would_mix_are_refused():
         check_packed(layer, flattened)
 
 
-@pytest.mark.parametrize("factor", [None, 2.0], ids=["no factor", "factor 2"])
-def test_a_packed_row_computes_its_sequences(megatron, factor):
+@pytest.mark.parametrize("experts", ["module", "packed", "batched"])
+def test_a_packed_row_computes_its_sequences(megatron, experts):
     """Nothing is dropped, so each sequence has the losses that it has alone."""
-    training = Training(None, moe_expert_capacity_factor=factor)
+    install(PaddedOptions(experts=experts))
+    training = Training(None, moe_expert_capacity_factor=2.0)
+    install()
     tokens = torch.arange(SEQUENCE + 1)[None] * 3 % 32
     lengths, start = [3, 1, 3], 0
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -119,3 +122,21 @@ def test_a_packed_row_computes_its_sequences(megatron, factor):
             part = slice(start, start + length)
             torch.testing.assert_close(row[part], losses(part, packed([length])))
             start += length
+
+
+@pytest.mark.skipif(
+    not hasattr(PackedSeqParams, "tokens_per_sample"), reason="new in Megatron-Core 0.19"
+)
+def test_flattened_samples_are_routed_alike(megatron):
+    """Megatron rearranges tokens and mask for the MoE part, and its output back."""
+    training = Training(None, moe_expert_capacity_factor=None)
+    mask_BS = torch.tensor([[False, True, False, False, False, True]])
+    rows = []
+    for length in (None, 3):
+        params = packed([3, 3])
+        params.tokens_per_sample = length
+        given = {"packed_seq_params": params, "padding_mask": mask_BS}
+        rows.append(training.forward(1, 6, seed=0, **given))
+    asked = [int(layer.token_dispatcher.counters.demand_E.sum()) for layer in training.moe_layers]
+    assert asked == [2 * 4 * tiny.TOP_K] * 2
+    torch.testing.assert_close(*rows)

@@ -85,7 +85,8 @@ class UnsortedWithoutGradients(TorchFunctionMode):
 
 
 def test_the_first_pass_of_recompute_has_the_bits_of_the_second():
-    made = tiny.padded_layer(num_moe_experts=64, moe_router_topk=8)
+    options = PaddedOptions(router="megatron")
+    made = tiny.padded_layer(options, num_moe_experts=64, moe_router_topk=8)
     hidden = torch.randn(50, 1, tiny.HIDDEN)
     results = []
     for training, gradients in [(True, False), (True, True), (False, False)]:

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -309,6 +309,32 @@ def rows_stored(layer: Layer, routings: tuple[str, ...] = ROUTINGS) -> list[str]
         for way, one, other in zip(("out", "home"), stored, expected, strict=True):
             if not torch.equal(one, other):
                 found.append(f"{routing}, {way}: {one.tolist()}, not {other.tolist()}")
+    meet()
+    return found
+
+
+def sum_errors(layer: Layer) -> dict[str, float]:
+    """Return how far a layer's output is from the sum in fp64, with and without sums going home.
+
+    As shares of the largest sum of a token's absolute values: the greatest error and, "rms", the
+    root of the mean square.
+    """
+    device = my_gpu() if torch.cuda.is_available() else torch.device("cpu")
+    found = {}
+    for link_rows in ("each", "summed"):
+        dispatcher = replace(layer, link_rows=link_rows).dispatcher("direct")
+        inputs = make_inputs(layer, "uniform", 0, device)
+        with torch.no_grad():
+            passed = forward(dispatcher, inputs)
+            exact_TD = torch.zeros_like(passed.out_TD, dtype=torch.float64)
+            scale_TD = torch.zeros_like(exact_TD)
+            for prob_T in passed.sent.selection.probs_TE.T:
+                row_TD = torch.tanh(inputs.tokens_TD.float()) * prob_T[:, None]
+                exact_TD += row_TD.to(layer.dtype).double()
+                scale_TD += row_TD.to(layer.dtype).double().abs()
+            error_TD = (passed.out_TD.double() - exact_TD) / scale_TD.max()
+        found[link_rows] = error_TD.abs().max().item()
+        found[f"{link_rows}, rms"] = error_TD.square().mean().sqrt().item()
     meet()
     return found
 

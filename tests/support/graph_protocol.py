@@ -49,6 +49,8 @@ class Tape(TorchDispatchMode):
                 # Views and in-place ops have already written to the right memory.
                 if isinstance(value, Tensor) and value.data_ptr() != static.data_ptr():
                     static.copy_(value)
+                if isinstance(value, torch.ScriptObject):
+                    value.wait()  # A collective, which Python waited for.
 
 
 class GraphedLayer:

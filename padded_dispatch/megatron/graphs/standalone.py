@@ -33,8 +33,8 @@ class GraphedMoELayer(nn.Module):
     """A padded MoE layer whose forward and backward are one graph each; evaluation is eager.
 
     Run one pass at a time: a second forward before the backward overwrites what the first one
-    saved. Capture before the layer is wrapped in Megatron's DDP; wrap it afterwards if needed. All
-    ranks must call all methods.
+    saved. It takes no padding mask. Capture before the layer is wrapped in Megatron's DDP; wrap it
+    afterwards if needed. All ranks must call all methods.
 
     Args:
         layer: Megatron's MoELayer, in training mode.
