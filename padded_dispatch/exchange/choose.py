@@ -265,19 +265,22 @@ class LayerExchanges:
 
         self._packed: Exchange | None = None
         self._padded: Exchange | None = None
+        # Passes that fit may have other numbers of tokens on each rank, which a rail cannot gather.
+        groups = num_local_experts, group, etp_group
         self._fitting: Exchange
         if layout != "packed":
             self._padded = self._by_collectives(num_local_experts, packed=False)
-            self._fitting = self._padded
+            self._fitting = AllToAllExchange(*groups, packed=False)
         if layout != "padded":
-            alone = config.num_sources == 1
             shared = 1 if pool == "expert" else num_local_experts
-            self._packed, self._fitting = (
-                LocalExchange()
-                if alone
-                else self._by_collectives(num_local_experts, packed=True, experts_per_pool=number)
-                for number in (shared, num_local_experts)
-            )
+            self._packed = self._fitting = LocalExchange()
+            if config.num_sources > 1:
+                self._packed = self._by_collectives(
+                    num_local_experts, packed=True, experts_per_pool=shared
+                )
+                self._fitting = AllToAllExchange(
+                    *groups, packed=True, experts_per_pool=num_local_experts
+                )
         self._choices: dict[tuple[int, ...], Choice] = {}
         self._chosen: dict[tuple[int, ...], Exchange] = {}
 
@@ -337,7 +340,7 @@ class LayerExchanges:
             sizes: those that `padded_dispatch.exchange.fit` found.
         """
         exchange = self._fitting
-        kind = "none" if exchange.num_sources == 1 else self._collectives
+        kind = "none" if exchange.num_sources == 1 else "alltoall"
         return Choice(exchange=exchange, kind=kind, reason="sizes fit each pass", sizes=sizes)
 
     @property

@@ -20,6 +20,9 @@ the backward pass of combine takes the way there, that of dispatch the way back.
 Probabilities and counts, a few bytes per slot, go by the all-to-all over all ranks. The rail also
 carries the token of each slot, 4 bytes.
 
+All ranks must have equally many tokens. Passes whose sizes fit their routing need not, so they go
+by the all-to-all.
+
 `prepare` takes the whole way there and `combine` the whole way back, because both need the plan.
 
 Letters as in `padded_dispatch.exchange.alltoall`; H hosts, B ranks per host. Rank r of the group is
