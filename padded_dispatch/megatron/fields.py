@@ -132,7 +132,8 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
     _harmless("moe_pad_expert_input_to_capacity", "no effect: the padded path always pads"),
     _replaced(
         "moe_pad_experts_for_cuda_graph_inference",
-        "shapes are static in decoding, too, with the capacity of PaddedOptions(eval_factor=...)",
+        "a captured pass of text generation has C = T and drops nothing, unless "
+        "PaddedOptions(eval_factor=...) is a number",
         _SINCE_17,
         resets=False,  # Megatron's text generation asks for it.
     ),

@@ -192,7 +192,8 @@ class PaddedOptions:
     eval_factor: CapacityFactor | None = _option(
         None,
         "capacity factor in evaluation, no-drop, or fit: sizes of each pass as its routing needs, "
-        "nothing dropped; none: fit where evaluation is eager, else as in training",
+        "nothing dropped; none: fit where evaluation is eager, else as in training, and text "
+        "generation drops nothing",
         read=_read_optional_factor,
     )
     fit_max_factor: float = _option(

@@ -106,3 +106,16 @@ def test_all_ranks_take_the_largest_demand_of_all(pool2):
         demands.append(int(map_TE.sum(0).max()))
     assert first == second
     assert first.sizes.pool_slots == min(64, round_up(max(demands)))
+
+
+def _of_other_lengths(max_factor: float) -> Fitted:
+    map_TE = routed((3, 40)[dist.get_rank()], seed=1)
+    settings = {"num_ranks": dist.get_world_size()}
+    return fit(config(**settings), map_TE, dist.group.WORLD, packed=False, max_factor=max_factor)
+
+
+@pytest.mark.parametrize(("max_factor", "num_rounds"), [(NO_DROP, 1), (0.5, 4)])
+def test_the_rank_with_most_tokens_decides_the_rounds_of_all(pool2, max_factor, num_rounds):
+    first, second = pool2.run(_of_other_lengths, max_factor)
+    assert first == second
+    assert (first.num_rounds, first.tokens_per_round) == (num_rounds, 40 // num_rounds)

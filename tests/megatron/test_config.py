@@ -415,7 +415,7 @@ def test_evaluation_that_a_graph_captures_is_as_training():
     assert factors == [3.0, 2.5, FIT, FIT]
 
 
-def test_text_generation_that_a_graph_captures_is_as_training(monkeypatch):
+def test_evaluation_in_a_capture_is_as_training_and_text_generation_drops_nothing(monkeypatch):
     config = megatron_config(moe_expert_capacity_factor=1.5)
     router = SimpleNamespace(training=False, layer_number=1, is_mtp_layer=False)
     factors = []
@@ -424,11 +424,12 @@ def test_text_generation_that_a_graph_captures_is_as_training(monkeypatch):
         configs = LayerConfigs(config, options, num_ranks=3, etp_size=1)
         configs.follow(router)
         for mode in ("_IS_GRAPH_CAPTURING", "_IS_GRAPH_WARMUP"):
-            with monkeypatch.context() as patch:
-                patch.setattr(cuda_graphs, mode, True)
-                factors.append(configs.now.capacity_factor)
-        assert configs.now.capacity_factor == FIT
-    assert factors == [1.5, 1.5, FIT, FIT]
+            for configs.given_context in (False, True):
+                with monkeypatch.context() as patch:
+                    patch.setattr(cuda_graphs, mode, True)
+                    factors.append(configs.now.capacity_factor)
+                assert configs.now.capacity_factor == FIT
+    assert factors == [*[1.5, NO_DROP] * 2, *[FIT, NO_DROP] * 2]
 
 
 def test_layers_of_multi_token_prediction_follow_the_others():

@@ -76,6 +76,18 @@ def test_with_padded_spec_they_are_rejected_in_the_first_pass(megatron):
         layer(hidden_states=torch.ones(LENGTH, 1, tiny.HIDDEN), attention_mask=None)
 
 
+def test_a_layer_learns_whether_it_generates_text(megatron):
+    install()
+    layer = gpt(**settings()).eval().decoder.layers[0]
+    configs, given = layer.mlp.token_dispatcher.configs, {"attention_mask": None}
+    context = SimpleNamespace(is_static_batching=lambda: True, is_decode_only=lambda: False)
+    for one in (context, None, context):
+        layer._should_call_local_cudagraph(inference_context=one, **given)
+        assert configs.generates == configs.given_context == (one is not None)
+    layer.train()
+    assert not configs.generates
+
+
 def test_stock_captures_nothing_and_raises_nothing(megatron):
     layers = gpt(**settings("moe", dispatcher="alltoall")).decoder.layers
     assert [hasattr(layer, "cudagraph_manager") for layer in layers] == [False]
