@@ -189,8 +189,15 @@ def prompts_of(case: GenerationCase, rank: int) -> list[str]:
     return [" ".join(map(str, draw.tolist())) for draw in draws]
 
 
-def gpt(case: GenerationCase, dtype: torch.dtype, *, padded: bool, graphs: bool) -> Any:
-    """Build a model in evaluation mode; the same weights on every call."""
+def gpt(
+    case: GenerationCase,
+    dtype: torch.dtype,
+    *,
+    padded: bool,
+    graphs: bool,
+    weights: dict[str, Any] | None = None,
+) -> Any:
+    """Build a model in evaluation mode, with the weights of another one if they are given."""
     model_parallel_cuda_manual_seed(7, te_rng_tracker=case.on_gpu, force_reset_rng=True)
     torch.manual_seed(7)
     fields: dict[str, Any] = {}
@@ -238,6 +245,8 @@ def gpt(case: GenerationCase, dtype: torch.dtype, *, padded: bool, graphs: bool)
         max_sequence_length=case.max_tokens,
         share_embeddings_and_output_weights=False,
     )
+    if weights is not None:
+        model.load_state_dict(weights)
     if case.on_gpu:
         model = model.cuda()
     return (Float16Module(config, model) if config.bf16 else model.to(dtype)).eval()
@@ -297,11 +306,13 @@ def generates_as_stock(case: GenerationCase) -> Findings:
     with _world(case):
         dtype = torch.bfloat16 if case.on_gpu else torch.float32
         exact_dtype = torch.float32 if case.on_gpu else torch.float64
-        exact = generate(case, gpt(case, exact_dtype, padded=False, graphs=False))
-        plain = gpt(case, dtype, padded=False, graphs=False)
+        first = gpt(case, exact_dtype, padded=False, graphs=False)
+        exact = generate(case, first)
+        weights = first.state_dict() if case.on_gpu else None  # On CPUs all dtypes draw alike.
+        plain = gpt(case, dtype, padded=False, graphs=False, weights=weights)
         stock = generate(case, plain, exact.tokens)
         del plain
-        model = gpt(case, dtype, padded=True, graphs=True)
+        model = gpt(case, dtype, padded=True, graphs=True, weights=weights)
         ours = generate(case, model, exact.tokens)
         wanted, logits, of_stock = (torch.stack(one.logits) for one in (exact, ours, stock))
         error, stock_error = ((one - wanted).square().mean().sqrt() for one in (logits, of_stock))
