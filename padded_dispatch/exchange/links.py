@@ -17,13 +17,13 @@ tokens evenly saves at least `_SAVES` of the rows. Shares of the rows that still
 Between two H200 rows travel at 333 GB/s, and a copy reads and writes 4,000 GB/s, so a row that is
 saved costs a sixth of its time or less; one more launch and the lists of places take a few
 microseconds. By these figures one push of 4,096 tokens, with 10 us for its barriers and counts,
-takes as many microseconds (a prediction, except for those marked *, which were measured):
+takes as many microseconds. Those marked * were measured (2 H200: direct.json, commit 9ab9dd9):
 
                  each    once: link + copies + the rest
-    Qwen3   EP 2  198*     50 + 20 + 10 =  80
+    Qwen3   EP 2  198*     50 + 20 + 10 =  80, measured  84*, of it 20* for the copies
     Qwen3   EP 4  296*    137 + 25 + 10 = 172
     Qwen3   EP 8  362     235 + 21 + 10 = 266
-    GPT-OSS EP 2  152      67 + 13 + 10 =  90
+    GPT-OSS EP 2  143*     67 + 13 + 10 =  90, measured  90*, of it 10* for the copies
 
 The way back of `summed` is never taken by "auto", as its bits are others. By the 285 GB/s of the
 way back it would take 59 us over the links instead of 235 for Qwen3 at EP 2, and at least 34 to
