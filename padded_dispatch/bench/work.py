@@ -204,7 +204,7 @@ def _demand(case: Case, data: list[Batch]) -> Tensor:
         chosen_TK = batch.logits[:, 0].topk(case.shape.top_k).indices
         counts.append(torch.bincount(chosen_TK.flatten(), minlength=case.shape.num_experts))
     mine_BE = torch.stack(counts).to(torch.int32)
-    group = parallel_state.get_expert_model_parallel_group()
+    group: Any = parallel_state.get_expert_model_parallel_group()
     gathered = [torch.empty_like(mine_BE) for _ in range(case.ep)]
     dist.all_gather(gathered, mine_BE, group=group)
     return torch.stack(gathered, 1).cpu()
