@@ -22,6 +22,7 @@ KINDS = {
     "ours packed": ("ours, packed experts", figures.PURPLE),
     "ours batched": ("ours, batched experts", "#2a9d8f"),
     "ours direct": ("ours, packed, direct stores", figures.RED),
+    "ours direct each": ("ours, direct stores, each row by itself", "#e9a3a3"),
     "stock-drop-pad": ("stock drop-and-pad", figures.ORANGE),
     "stock-dropless": ("stock dropless", figures.GREEN),
 }
