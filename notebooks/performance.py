@@ -630,8 +630,11 @@ def beside_stock(layers: Layers) -> Markdown:
                 note = " (overlap)" if compare(row, stock) == "samples overlap" else ""
                 text = f"{row['ms'] / stock['ms']:.2f}{note}"
             ratios.append(text)
-        row, _ = of_factor[layers.factor]
-        lines.append([*key, *ratios, f"{row['ms'] / row['floor_ms']:.1f}"])
+        above = ""
+        if layers.factor in of_factor:
+            row, _ = of_factor[layers.factor]
+            above = f"{row['ms'] / row['floor_ms']:.1f}"
+        lines.append([*key, *ratios, above])
     heads = [f"factor {factor:g}" for factor in factors]
     return table(["layer", "way", *heads, f"/ roofline, factor {layers.factor}"], lines)
 
@@ -786,8 +789,10 @@ def exchanges() -> Markdown:
     checks = [row for row in rows if "check" in row]
     equal = [row for row in checks if "equal" in row["check"]]
     ended = [row for row in checks if "all others end" in row["check"]]
-    assert len(equal) + len(ended) == len(checks)
+    counted = [row for row in checks if "rows stored" in row["check"]]
+    assert len(equal) + len(ended) + len(counted) == len(checks)
     print(f"{sum(row['passed'] for row in equal)} of {len(equal)} checks passed: equal bits")
+    print(f"{sum(row['passed'] for row in counted)} of {len(counted)} passed: rows over the links")
     passed, slowest = sum(row["passed"] for row in ended), max(r["seconds_to_end"] for r in ended)
     print(
         f"{passed} of {len(ended)} passed: a rank dies or stalls in the middle of replays, and all "
@@ -802,23 +807,24 @@ def exchanges() -> Markdown:
                 f"factor {row['capacity_factor']}: rows sent home after fc1's weight gradient take "
                 f"{fc1[0]:.0f} us, beside it {fc1[1]:.0f} us (commit {row['about']['commit']})"
             )
-        collective = _either(us, "dispatch and combine, alltoall", "dispatch and combine, nccl")
+        both, how = "dispatch and combine", (row["ranks"], row["about"]["commit"])
         lines.append(
             [
-                *(row["ranks"], row["about"]["commit"], row["capacity_factor"]),
-                f"{us['dispatch and combine']:.0f}",
-                f"{collective:.0f}",
+                *(*how, row.get("model", "qwen3-30b-a3b"), row.get("capacity_pool", "expert")),
+                *(row["capacity_factor"], row.get("link_rows", "each"), f"{us[both]:.0f}"),
+                _either(us, f"{both}, alltoall", f"{both}, nccl"),
                 f"{rate['push']:.0f}",
-                f"{_either(rate, 'alltoall', 'nccl'):.0f}",
+                _either(rate, "alltoall", "nccl"),
             ]
         )
-    head = ["ranks", "commit", "factor", "direct, us", "all-to-all, us", "stores, GB/s"]
-    return table([*head, "NCCL, GB/s"], lines)
+    head = ["ranks", "commit", "model", "pool", "factor", "rows over a link", "direct, us"]
+    return table([*head, "all-to-all, us", "stores, GB/s", "NCCL, GB/s"], lines)
 
 
-def _either(values: dict[str, float], name: str, older: str) -> float:
-    """Return the value of `name`, which older rows call `older`."""
-    return values[name] if name in values else values[older]
+def _either(values: dict[str, float], name: str, older: str) -> str:
+    """Return the value of `name`, which older rows call `older`; "" if it was not measured."""
+    value = values.get(name, values.get(older))
+    return "" if value is None else f"{value:.0f}"
 
 
 def beside_peer() -> Markdown:
