@@ -18,6 +18,7 @@ Rows = list[dict[str, Any]]
 
 KINDS = {
     "ours auto": ("ours, defaults", figures.INK),
+    "ours auto, all-to-all": ("ours, defaults, all-to-all", "#6b7885"),
     "ours module": ("ours, Megatron's experts", figures.BLUE),
     "ours packed": ("ours, packed experts", figures.PURPLE),
     "ours batched": ("ours, batched experts", "#2a9d8f"),
@@ -37,7 +38,7 @@ GRAPHS = {
 MARKS = {"none": "o", "partial": "s", "layer": "D", "full-iteration": "*"}
 DASHES = {"layer": "-", "full-iteration": "--", "none": ":", "partial": "-."}
 ROOFLINE = "#8695a1"
-MOST_MS = 140  # where the bars of steps end
+MOST_MS = 170  # where the bars of steps end
 
 
 # Rows and their conditions
@@ -68,8 +69,10 @@ def kind(row: dict[str, Any]) -> str:
     if row["variant"]:  # of a layer
         return f"ours {row['variant']}"
     padded = row["flags"]["dispatch"]["padded"]  # of a training job
-    direct = padded.get("exchange") == "direct"
-    return "ours direct" if direct else f"ours {padded.get('experts', 'module')}"
+    exchange, which = padded.get("exchange"), f"ours {padded.get('experts', 'module')}"
+    if exchange == "direct":
+        return "ours direct"
+    return f"{which}, all-to-all" if (which, exchange) == ("ours auto", "alltoall") else which
 
 
 def conditions(rows: Rows) -> str:
