@@ -33,8 +33,9 @@ Variant = Literal[
 ]
 
 # Where gradients of parameters go. "none": nowhere, each pass starts without them. "separate": each
-# is added to an fp32 buffer after the pass, as Megatron's DDP does. "fused": the experts' weight
-# gradients are added by their products, with `gradient_accumulation_fusion`; others as "separate".
+# is added to an fp32 buffer after the pass, as Megatron's DDP does; but eager experts of ours add
+# theirs in their products. "fused": weight gradients of experts are added by their products, with
+# `gradient_accumulation_fusion`; others as "separate".
 MainGrad = Literal["none", "separate", "fused"]
 
 

@@ -256,13 +256,12 @@ def _parts(
     only: Sequence[str] = PARTS,
 ) -> Iterator[Part]:
     """Yield the parts of the groups in `only`, in the order of `PARTS`."""
-    has_peers = device.type == "cuda" and config.num_ranks > 1
     groups = {
         "copy": lambda: _copies(device),
         "router": lambda: _routers(config, num_tokens, device),
         "selection": lambda: _selections(config, num_tokens, device),
         "rows": lambda: _kernels(shape, config, num_tokens, device),
-        "direct": lambda: _direct_stores(shape, config, num_tokens, device) if has_peers else (),
+        "direct": lambda: _direct_stores(shape, config, num_tokens, device),
         "products": lambda: _products(shape, config, num_tokens, device),
         "experts": lambda: _experts(shape, config, num_tokens, device),
     }

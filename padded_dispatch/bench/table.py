@@ -61,7 +61,7 @@ def _cells(row: dict[str, Any], block: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def _is_baseline(other: dict[str, Any], row: dict[str, Any]) -> bool:
-    alike = all(other.get(key) == row.get(key) for key in ("capacity_factor", "graph", "main_grad"))
+    alike = all(other[key] == row[key] for key in ("capacity_factor", "graph", "main_grad"))
     return alike and other["contender"] == "stock-drop-pad" and other["error"] is None
 
 

@@ -73,8 +73,13 @@ def all_to_all(blocks: Tensor, name: str) -> Tensor:
 def all_gather(block: Tensor, name: str, size: int) -> Tensor:
     """Concatenate the blocks of all ranks along dim 0. Transpose of `reduce_scatter`."""
     gathered = block.new_empty(size * block.shape[0], *block.shape[1:])
-    _all_gather(gathered, block.contiguous(), group=_group(name))
+    gather_into(gathered, block, name)
     return gathered
+
+
+def gather_into(gathered: Tensor, block: Tensor, name: str) -> None:
+    """Write the blocks of all ranks one after the other; `gathered` is contiguous."""
+    _all_gather(gathered, block.contiguous(), group=_group(name))
 
 
 @custom_op("padded_dispatch::reduce_scatter", mutates_args=())

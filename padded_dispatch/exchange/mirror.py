@@ -9,11 +9,11 @@ time, and broadcasts along a tree whether they are equal. That makes 1 + log2(N)
 the other for N ranks, and 2N in all. In an all-gather the rows go around in a ring: N - 1 messages
 one after the other, N * N in all. `gather` is that all-gather, for values that differ.
 
-Both have a time limit. When it expires, or when a process ends, gloo closes the connections, so
-all ranks that wait fail within milliseconds. Each of them then posts in the store of the job that
-it waits. Ranks that have not posted `_GRACE_S` later are absent; if the layer spans several hosts,
-theirs are named, too. The first rank to see that writes the error into the store, and all raise
-this error: also a rank that comes later.
+Both have a time limit. When it expires, or when a process ends and the first rank has come, gloo
+closes the connections, so all ranks that wait fail within milliseconds. Each of them then posts in
+the store of the job that it waits. Ranks that have not posted `_GRACE_S` later are absent; if the
+layer spans several hosts, theirs are named, too. The first rank to see that writes the error into
+the store, and all raise this error: also a rank that comes later.
 
 Nothing is posted in a call that succeeds. Sends and receives between each pair of ranks would name
 the absent ranks without a store, but took 30 times as long as an all-gather for 2 processes on 2

@@ -36,14 +36,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.library import custom_op
 
 from padded_dispatch.config import DispatchConfig, require
 from padded_dispatch.exchange import Slots
 from padded_dispatch.exchange.alltoall import (
     AllToAllExchange,
-    all_gather,
     all_to_all,
+    gather_into,
     group_name,
 )
 from padded_dispatch.exchange.symmetric_memory import gather_objects
@@ -96,6 +97,7 @@ def hosts_of(group: dist.ProcessGroup | None, ranks_per_host: int | None = None)
     )
     of_group = _hosts.setdefault(group, {})
     if ranks_per_host not in of_group:
+        _check_names(group)
         host, place = divmod(group.rank(), ranks_per_host)
         first = host * ranks_per_host
         of_group[ranks_per_host] = Hosts(
@@ -103,6 +105,28 @@ def hosts_of(group: dist.ProcessGroup | None, ranks_per_host: int | None = None)
             host=_subgroup(group, ranks[first : first + ranks_per_host]),
         )
     return of_group[ranks_per_host]
+
+
+def _check_names(group: dist.ProcessGroup) -> None:
+    """Raise on all ranks if torch could not make groups of some members with these alone.
+
+    It names a group by its members and by the groups that a process has made, and members with
+    other names wait for each other. A default group that is bound to a device splits its
+    communicator, which all processes of the job must join.
+    """
+    name, fix = "groups of the ranks of exchange='two-level'", "set exchange='alltoall'"
+    counts = gather_objects(group, len(distributed_c10d._world.pg_names))
+    rule = "be equally many, since torch names new ones by their number"
+    before = f"build the model before groups that only some ranks have, or {fix}"
+    require(len(set(counts)) == 1, name, counts, rule, before)
+    default = distributed_c10d._get_default_group()
+    require(
+        getattr(default, "bound_device_id", None) is None or group.size() == dist.get_world_size(),
+        name,
+        f"a part of a default group that is bound to {getattr(default, 'bound_device_id', None)}",
+        "be all ranks of the job, or made without device_id",
+        f"leave device_id out of init_process_group, or {fix}",
+    )
 
 
 def _equal_runs(names: list[str]) -> int:
@@ -255,10 +279,9 @@ def _go(
 ) -> Tensor:
     """Send tokens to their experts: [T, D] to [M, P, D], by source. Transpose of `_return`."""
     num_tokens, top_k = slot_of_TK.shape
-    tokens_HTD = all_gather(tokens_TD, rail, num_hosts)
-    # Empty slots take the row behind the last token.
-    empty = tokens_TD.new_full((1, tokens_TD.shape[1]), 0.0 if zeros else torch.nan)
-    rows_ND = torch.cat([tokens_HTD, empty])
+    rows_ND = tokens_TD.new_empty(num_hosts * num_tokens + 1, tokens_TD.shape[1])
+    gather_into(rows_ND[:-1], tokens_TD, rail)
+    rows_ND[-1] = 0.0 if zeros else torch.nan  # What empty slots take.
     token_GP = torch.where(choice_of_slot_GP >= 0, choice_of_slot_GP // top_k, -1)
     token_HGP = all_to_all(token_GP, rail).unflatten(0, (num_hosts, -1))
     first_H11 = torch.arange(num_hosts, device=token_GP.device).view(-1, 1, 1) * num_tokens

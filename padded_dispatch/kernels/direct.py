@@ -41,6 +41,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from padded_dispatch.kernels.rows import columns
+
 _PROGRAMS = 528
 _LISTED = 64  # tokens of a program of `list_slots`
 _TOKENS = 4  # of a program of `copy_rows`, whose rows are in flight together
@@ -371,7 +373,7 @@ def copy_rows(rows_ND: Tensor, places_RTK: Tensor, rank: int) -> None:
     """
     num_ranks, num_tokens, top_k = places_RTK.shape
     width = rows_ND.shape[1]
-    block = _copy_block(width)
+    block = columns(width)
     parts = triton.cdiv(width, block)
     _copy_rows_kernel[(triton.cdiv((num_ranks - 1) * num_tokens, _TOKENS) * parts,)](
         rows_ND,
@@ -771,10 +773,3 @@ def _block(width: int) -> int:
     # GPT-OSS layer took 5.40 ms with them (2 H200, EP 2, factor 1.25) and 5.34 ms without, on other
     # machines.
     return min(2048, max(16, triton.next_power_of_2(width)))
-
-
-def _copy_block(width: int) -> int:
-    """Return the columns of a program of `copy_rows`, a power of two with few idle lanes."""
-    if width <= 2048:
-        return max(16, triton.next_power_of_2(width))
-    return min((2048, 1024), key=lambda block: triton.cdiv(width, block) * block)

@@ -62,7 +62,7 @@ def spread_rows(
     num_tokens, top_k = slot_of_TK.shape
     width, num_slots = tokens_TD.shape[1], choice_of_slot_N.numel()
     rows_ND = tokens_TD.new_empty(*choice_of_slot_N.shape, width)
-    parts = triton.cdiv(width, _block(width))
+    parts = triton.cdiv(width, columns(width))
     programs = num_tokens + (triton.cdiv(num_slots, _SLOTS) if zeros else 0)
     _spread_rows_kernel[(programs * parts,)](
         tokens_TD,
@@ -75,7 +75,7 @@ def spread_rows(
         parts,
         K=top_k,
         SLOTS=_SLOTS,
-        BLOCK=_block(width),
+        BLOCK=columns(width),
         num_warps=_warps(width),
     )
     return rows_ND
@@ -129,13 +129,13 @@ def sum_rows(rows_ND: Tensor, slot_of_TK: Tensor) -> Tensor:
     num_tokens, top_k = slot_of_TK.shape
     width = rows_ND.shape[1]
     summed_TD = rows_ND.new_empty(num_tokens, width)
-    _sum_rows_kernel[(num_tokens, triton.cdiv(width, _block(width)))](
+    _sum_rows_kernel[(num_tokens, triton.cdiv(width, columns(width)))](
         rows_ND,
         slot_of_TK,
         summed_TD,
         width,
         K=top_k,
-        BLOCK=_block(width),
+        BLOCK=columns(width),
         WIDE=tl.float64 if rows_ND.dtype == torch.float64 else tl.float32,
         num_warps=_warps(width),
     )
@@ -157,7 +157,7 @@ def _sum_rows_kernel(
     tl.store(summed + t * width + column, total.to(summed.dtype.element_ty), mask=column < width)
 
 
-def _block(width: int) -> int:
+def columns(width: int) -> int:
     """Return the columns of a program: the size with the fewest idle lanes, at most 2048.
 
     Example: 2880 columns are 3 x 1024; in 2 x 2048 every third lane would have nothing to do.
@@ -168,7 +168,7 @@ def _block(width: int) -> int:
 
 
 def _warps(width: int) -> int:
-    return max(1, min(8, _block(width) // 256))
+    return max(1, min(8, columns(width) // 256))
 
 
 def gather_meta(

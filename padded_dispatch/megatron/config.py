@@ -395,11 +395,9 @@ class LayerConfigs:
     def _set(self, training: DispatchConfig, evaluation: DispatchConfig) -> None:
         self.training, self.evaluation = training, evaluation
         self.generation = dataclasses.replace(training, capacity_factor=NO_DROP)
-        self._fits = dataclasses.replace(
-            training,
-            capacity_factor=FIT,
-            min_capacity=max(training.min_capacity, _SLOTS_OF_FEW_TOKENS),
-        )
+        few = max(training.min_capacity, _SLOTS_OF_FEW_TOKENS)
+        fits = dataclasses.replace(training, capacity_factor=FIT, min_capacity=few)
+        self._fits = evaluation if evaluation.fits else fits
 
     @property
     def now(self) -> DispatchConfig:

@@ -108,6 +108,14 @@ class CapacityControl:
             RuntimeError: see `step`.
         """
         self.check(snapshots)
+        return self.grow(snapshots)
+
+    def grow(self, snapshots: Snapshots) -> list[str]:
+        """Let layers grow if `on_overflow` asks for it; `react` calls it.
+
+        Returns:
+            See `step`.
+        """
         return self._grow(snapshots) if self._options.on_overflow == "grow" else []
 
     def check(self, snapshots: Snapshots) -> None:

@@ -147,9 +147,10 @@ def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
         for parameter in experts.parameters()
         if hasattr(parameter, "main_grad") and not hasattr(parameter, "__fsdp_param__")
     ]
-    hooks = "wgrad_accumulation_and_reduce_hooks"
+    hooks = "wgrad_accumulation_and_reduce_hooks"  # Only modules that delay have a list of them.
+    found = [getattr(module, hooks) for module in experts.modules() if hasattr(module, hooks)]
     require(
-        not of_ddp or any(getattr(module, hooks, None) for module in experts.modules()),
+        not of_ddp or not found or any(found),
         name,
         True,
         "be False with Megatron's DDP and experts of the layer's spec, whose weight gradients DDP "

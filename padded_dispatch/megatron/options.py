@@ -34,6 +34,8 @@ from padded_dispatch.config import (
 Alignment = int | Literal["auto"]
 Experts = Literal["auto", "module", "packed", "batched"]
 Router = Literal["auto", "kernel", "megatron"]
+
+_TWO_LEVEL = ("two-level",)
 OnOverflow = Literal["drop", "warn", "error", "grow", "retry"]
 
 _NO_DROP_TEXT = "no-drop"
@@ -299,7 +301,7 @@ class PaddedOptions:
             self.exchange != "direct" or self.experts in ("auto", "packed"),
             "exchange",
             self.exchange,
-            f"be auto or alltoall with experts={self.experts!r}",
+            f"be auto, alltoall or two-level with experts={self.experts!r}",
             "set experts='packed' to use direct stores",
         )
         for name, default in (("remedy", "none"), ("overflow_threshold", 0.0)):
@@ -372,6 +374,15 @@ class PaddedOptions:
             factors,
             "be a tuple of rising factors above 0",
         )
+        for name, exchanges in (("link_rows", ("auto", "direct")), ("ranks_per_host", _TWO_LEVEL)):
+            value = getattr(self, name)
+            require(
+                value == "auto" or self.exchange in exchanges,
+                name,
+                value,
+                f"be auto with exchange={self.exchange!r}, which does not read it",
+                f"set exchange={exchanges[-1]!r}, or leave it out",
+            )
 
     @property
     def factor_of_step(self) -> dict[int, CapacityFactor]:

@@ -11,7 +11,8 @@ where figures are shown and in how graphs are captured again, and in nothing els
 functions that the loop gives.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from padded_dispatch.config import CapacityFactor
@@ -94,21 +95,24 @@ class CapacityWatch:
             self._show(reading)
             self._tell(self._control.react(reading))
 
-    def before_checkpoint(self) -> None:
-        """Read all counts now, between two steps, and apply changes of factors.
+    @contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """Read all counts, between two steps, and apply changes of factors; save in this block.
 
         A checkpoint has no counters. So a run that resumes from it reads over the same steps as the
         run that wrote it, and both decide alike.
 
         Raises:
-            RuntimeError: see `CapacityControl.step`.
+            RuntimeError: after the block; see `CapacityControl.step`.
         """
         reading = self._telemetry.read()
         self._show(reading)
-        self._tell(self._control.react(reading))
+        self._tell(self._control.grow(reading))
+        yield
+        self._control.check(reading)
 
     def finish(self) -> None:
-        """Show and check a last reading after the last step, unless `before_checkpoint` has.
+        """Show and check a last reading after the last step, unless `checkpoint` has.
 
         Raises:
             RuntimeError: see `CapacityControl.step`.

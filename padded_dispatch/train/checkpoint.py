@@ -140,7 +140,7 @@ def load(checkpoint: Path, chunks: list[Any], optimizer: TorchAdam | MegatronAda
         step=about["step"],
         first_loss=about["first_loss"],
         factors=factors,
-        reads_above={int(number): reads for number, reads in about["reads_above"].items()},
+        reads_above={int(number): reads for number, reads in about.get("reads_above", {}).items()},
     )
 
 

@@ -114,11 +114,10 @@ def _run(checkpoint: Path) -> dict[str, Any]:
             "step": int(),
             "first_loss": float(),
             "factors": dict(),
-            "reads_above": dict(),
             "settings": {"model": {}, "recipe": {}, "dispatch": {}, "layout": {}},
         }:
             return run
-    raise _FaultError("run.json does not hold step, first_loss, factors, reads_above and settings")
+    raise _FaultError("run.json does not hold step, first_loss, factors and settings")
 
 
 def _data_sizes(checkpoint: Path) -> dict[str, int]:

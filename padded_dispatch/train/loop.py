@@ -277,9 +277,7 @@ def _run(
                 evaluations.append(Evaluation(step=number, loss=trainer.evaluate()))
                 log.evaluation(number, evaluations[-1].loss)
         if output.save_every and (last or number % output.save_every == 0):
-            with meter.paused():
-                if watch:
-                    watch.before_checkpoint()
+            with meter.paused(), watch.checkpoint() if watch else nullcontext():
                 progress = checkpoint.Progress(
                     step=number,
                     first_loss=first_loss,

@@ -50,12 +50,22 @@ def test_direct_stores_are_for_packed_experts():
     assert (options.exchange, options.microbatches_in_flight) == ("direct", 4)
     assert parse(*words).experts == "auto"
     message = (
-        r"^exchange must be auto or alltoall with experts='module', got 'direct'; set experts="
+        r"^exchange must be auto, alltoall or two-level with experts='module', got 'direct'; set "
     )
     with pytest.raises(ValueError, match=message):
         PaddedOptions(experts="module", exchange="direct")
     with pytest.raises(ValueError, match=r"exchange must be one of auto, .*, two-level, got"):
         PaddedOptions(exchange="mpi")  # pyright: ignore[reportArgumentType]
+
+
+def test_options_of_another_exchange_are_refused():
+    PaddedOptions(exchange="two-level", ranks_per_host=8)
+    PaddedOptions(link_rows="each")  # auto may choose direct stores.
+    with pytest.raises(ValueError, match=r"^ranks_per_host must be auto with exchange='auto'"):
+        PaddedOptions(ranks_per_host=8)
+    for exchange in ("alltoall", "two-level"):
+        with pytest.raises(ValueError, match=rf"^link_rows must be auto with exchange='{exchange}"):
+            PaddedOptions(exchange=exchange, link_rows="once")
 
 
 @pytest.mark.parametrize("experts", ["module", "batched"])

@@ -39,6 +39,7 @@ from padded_dispatch.megatron.compat import (
     iteration_graph,
     layer_graphs,
     logged_tensors,
+    put_logged_back,
     training_stream,
 )
 from padded_dispatch.megatron.graphs import IterationGraph
@@ -208,8 +209,7 @@ class Training:
     def step(self, number: int) -> dict[str, Tensor]:
         """Run a step with this training's own random states; return results by name."""
         self.random.restore()
-        for name, tensor in logged_tensors().items():
-            tensor.copy_(self._logged.get(name, torch.zeros_like(tensor)))
+        put_logged_back(self._logged)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         if self.optimizer is not None:

@@ -49,6 +49,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.cuda_graphs import (
     TECudaGraphHelper,
     _CudagraphGlobalRecord,
@@ -87,10 +88,17 @@ def install() -> None:
     """Guard every layer that has a padded dispatcher; do nothing after an earlier `install`."""
     if _patches:
         return
+    choice = "_should_call_local_cudagraph"
+    # MoE layers of hybrid stacks have their own, which does not always call the other one.
+    choosers = [
+        (layer, choice, _wrap_local_choice)
+        for layer in (TransformerLayer, getattr(transformer_layer, "MoETransformerLayer", None))
+        if layer is not None and choice in vars(layer)
+    ]
     for owner, name, wrap in (
+        *choosers,
         (TransformerLayer, "_te_cuda_graph_capture", _wrap_capture),
         (TransformerLayer, "_te_cuda_graph_replay", _wrap_replay),
-        (TransformerLayer, "_should_call_local_cudagraph", _wrap_local_choice),
         (TransformerLayer, "create_mcore_cudagraph_manager", _wrap_local_manager),
         (_CudaGraphRunner, "create_fwd_graph", _wrap_local_capture),
         (TECudaGraphHelper, "create_cudagraphs", _wrap_helper),
@@ -299,10 +307,13 @@ def _check_captures(layer: Any, config: Any) -> None:
 def _wrap_loader(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def checked_load(loader: Any, inputs: Any, stage: str, microbatch: int) -> Any:
-        if FullCudaGraphWrapper.cuda_graph[stage] is not None:
-            batch = inputs[0] if isinstance(inputs, tuple) else inputs
-            captured = StaticBufferLoader.static_buffers[stage][microbatch]
-            check_unchanged(_mask_of(captured), _mask_of(batch))
+        held = StaticBufferLoader.static_buffers[stage]
+        if microbatch < len(held):
+            batch, before = inputs[0] if isinstance(inputs, tuple) else inputs, held[microbatch]
+            # What a batch lacks, the loader leaves as it was.
+            keeps = before.get("padding_mask") is not None and "padding_mask" not in batch
+            if keeps or FullCudaGraphWrapper.cuda_graph[stage] is not None:
+                check_unchanged(_mask_of(before), _mask_of(batch))
         return load(loader, inputs, stage, microbatch)
 
     return checked_load

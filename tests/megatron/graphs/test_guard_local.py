@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -12,8 +13,9 @@ from megatron.core import package_info
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer import cuda_graphs, transformer_layer
 from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord, _CudaGraphRunner
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.megatron import compat, install, padded_spec, uninstall
 from padded_dispatch.megatron.graphs import guard
@@ -126,6 +128,18 @@ def test_a_mask_in_some_steps_only_is_refused(megatron, captured):
         layer._should_call_local_cudagraph(padding_mask=other)
 
 
+def test_each_kind_of_layer_is_guarded_when_it_chooses_a_graph():
+    """MoE layers of hybrid stacks choose by themselves from 0.17 on."""
+    name = "_should_call_local_cudagraph"
+    kinds = TransformerLayer, getattr(transformer_layer, "MoETransformerLayer", None)
+    choosers = [kind for kind in kinds if kind is not None and name in vars(kind)]
+    before = [vars(kind)[name] for kind in choosers]
+    install()
+    assert [vars(kind)[name].__wrapped__ for kind in choosers] == before
+    uninstall()
+    assert [vars(kind)[name] for kind in choosers] == before
+
+
 def test_a_batch_that_gains_or_loses_its_mask_is_refused(megatron, monkeypatch):
     """Megatron's graph of an iteration would go on with the mask of an earlier step."""
     plain = {"tokens": torch.ones(2)}
@@ -138,13 +152,19 @@ def test_a_batch_that_gains_or_loses_its_mask_is_refused(megatron, monkeypatch):
     loader = object.__new__(StaticBufferLoader)
     for captured, other in ((plain, masked), (masked, plain), (masked, {"padding_mask": None})):
         monkeypatch.setattr(StaticBufferLoader, "static_buffers", {"training": [captured]})
+        refused = pytest.raises(
+            ValueError, match=r"^padding_mask must stay '\w+', got '\w+': a capt"
+        )
+        # Before the capture, too, the loader would leave an earlier mask where a batch has none.
         monkeypatch.setattr(FullCudaGraphWrapper, "cuda_graph", {"training": None})
-        loader(other, "training", 0)  # Nothing is captured yet.
+        with refused if other is plain else nullcontext():
+            loader(other, "training", 0)
+        loader(plain, "training", 1)  # A microbatch that is new.
         monkeypatch.setattr(FullCudaGraphWrapper, "cuda_graph", {"training": object()})
         loader((captured, 1), "training", 0)
-        with pytest.raises(ValueError, match=r"^padding_mask must stay '\w+', got '\w+': a capt"):
+        with refused:
             loader(other, "training", 0)
-    assert len(loaded) == 6
+    assert len(loaded) == 8
     uninstall()
 
 
