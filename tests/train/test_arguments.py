@@ -224,8 +224,8 @@ def test_none_drops_nothing():
         ("--save-every 2", "^--save-every must come with a folder, got 2; give --run-dir$"),
         (
             "--experts packed --exchange direct",
-            "^--padded-exchange must be auto or alltoall without several GPUs, .*, got 'direct'; "
-            "add --device cuda and an --ep of at least 2$",
+            "^--padded-exchange must be auto, alltoall or two-level without several GPUs, .*, got "
+            "'direct'; add --device cuda and an --ep of at least 2$",
         ),
         ("--resume", "^--resume must come with a folder, got True; give --run-dir$"),
         ("--tensorboard", "^--tensorboard must come with a folder, got True; give --run-dir$"),
