@@ -98,6 +98,7 @@ from torch.library import custom_op
 
 from padded_dispatch.config import LinkRows, require
 from padded_dispatch.exchange import ExpertInput, PackedAtOnce, Slots
+from padded_dispatch.exchange.beside import Beside, side_stream
 from padded_dispatch.exchange.links import num_places
 from padded_dispatch.exchange.symmetric_memory import (
     Demands,
@@ -170,9 +171,16 @@ class DirectExchange(PackedAtOnce):
 
     @nvtx_range("exchange")
     def prepare(
-        self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan, num_rows: int
+        self,
+        tokens_TD: Tensor,
+        probs_TE: Tensor,
+        plan: DispatchPlan,
+        num_rows: int,
+        beside: Beside | None = None,
     ) -> Slots:
         """Push tokens and probabilities to their experts: rows [1, N, D], meta [1, N + E].
+
+        `beside`: what the backward pass computes while gradients travel home.
 
         Raises:
             ValueError: for tensors on the CPU or in fp64.
@@ -186,7 +194,7 @@ class DirectExchange(PackedAtOnce):
                 tokens_TD.device,
                 microbatches_in_flight=self._microbatches_in_flight,
             )
-        rows_ND, meta, _ = _push_rows(
+        pushed = (
             tokens_TD,
             probs_TE,
             *_maps(plan),
@@ -195,6 +203,10 @@ class DirectExchange(PackedAtOnce):
             self._buffers[shape].key,
             True,
         )
+        if beside is None:
+            rows_ND, meta, _ = _push_rows(*pushed)
+        else:
+            rows_ND, meta = _PushBeside.apply(beside, beside.weight, *pushed)
         return Slots(rows_MPD=rows_ND[None], meta_MPX=meta[None])
 
     @nvtx_range("regroup")
@@ -364,6 +376,7 @@ def _return_rows(
     pool_slots: int,
     experts_per_pool: int,
     key: str,
+    num_programs: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     from padded_dispatch.kernels import direct, rows
 
@@ -382,10 +395,11 @@ def _return_rows(
         maps = slot_of_TK, expert_of_TK
         direct.list_slots(*maps, workspace.lists_R, home_TK, buffers.rank, num_local)
         workspace.barrier()
-        direct.return_sums(*returned, workspace.lists(num_ranks, *slot_of_TK.shape), *to)
+        lists_STK = workspace.lists(num_ranks, *slot_of_TK.shape)
+        direct.return_sums(*returned, lists_STK, *to, num_programs=num_programs)
     else:
         workspace.barrier()
-        direct.return_rows(*returned, *to)
+        direct.return_rows(*returned, *to, num_programs=num_programs)
     workspace.barrier()
     sum_TD = rows.sum_rows(workspace.slots_QD, home_TK)
     if probs_N is None:
@@ -412,14 +426,15 @@ def _push_setup(ctx, inputs, output) -> None:
 
 
 @nvtx_range("exchange backward")
-def _push_backward(ctx, grad_ND, grad_meta, _):
+def _push_backward(ctx, grad_ND, grad_meta, _, num_programs=None):
     grads_N = grad_meta[: grad_ND.shape[0]]
-    grad_TD, grad_TE = _return_rows(grad_ND, grads_N, *ctx.saved_tensors, *ctx.where)
+    given = grad_ND, grads_N, *ctx.saved_tensors, *ctx.where
+    grad_TD, grad_TE = _return_rows(*given, num_programs)
     return grad_TD, grad_TE.to(ctx.dtype), *(None,) * 10
 
 
 def _return_setup(ctx, inputs, output) -> None:
-    packed_ND, _, offsets_LS, *maps, pool_slots, experts_per_pool, key = inputs
+    packed_ND, _, offsets_LS, *maps, pool_slots, experts_per_pool, key, _ = inputs
     ctx.save_for_backward(*maps)
     num_ranks = offsets_LS.shape[1]
     ctx.where = pool_slots, experts_per_pool, packed_ND.shape[0], num_ranks, key, False
@@ -428,7 +443,30 @@ def _return_setup(ctx, inputs, output) -> None:
 @nvtx_range("exchange backward")
 def _return_backward(ctx, grad_TD, _):
     grad_ND, _, _ = _push_rows(grad_TD, None, *ctx.saved_tensors, *ctx.where)
-    return grad_ND, *(None,) * 9
+    return grad_ND, *(None,) * 10
+
+
+class _PushBeside(torch.autograd.Function):
+    """`_push_rows`, whose backward also computes a weight's gradient; forward does not read it."""
+
+    @staticmethod
+    def forward(ctx, beside: Beside, weight_LOI: Tensor, tokens_TD: Tensor, *others):
+        inputs = tokens_TD, *others
+        output = _push_rows(*inputs)
+        _push_setup(ctx, inputs, output)
+        ctx.beside = beside
+        if tokens_TD.is_cuda:
+            side_stream(tokens_TD.device)  # Made here: backward may be in a capture.
+        return output[:2]
+
+    @staticmethod
+    def backward(ctx, grad_ND, grad_meta):  # pyright: ignore[reportIncompatibleMethodOverride]
+        beside = ctx.beside
+        grads, grad_LOI = beside.run(
+            lambda: _push_backward(ctx, grad_ND, grad_meta, None, beside.room.stores),
+            grad_ND.device,
+        )
+        return None, grad_LOI, *grads
 
 
 _push_rows.register_autograd(_push_backward, setup_context=_push_setup)
