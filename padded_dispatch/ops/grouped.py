@@ -83,11 +83,10 @@ def batched_linear(
     probs_N: Tensor | None = None,
     sums_LOI: Tensor | None = None,
     delayed: Delayed | None = None,
-    tiles: Tensor | None = None,
 ) -> Tensor:
     """Compute `grouped_linear` for experts with equally many rows, N / L, as one batched product.
 
-    The arguments are those of `grouped_linear`, in any dtype and size, and `tiles` is not read.
+    The arguments are those of `grouped_linear` but `tiles`, in any dtype and size.
     Expert l's rows end at `offsets_L[l] = (l + 1) * N / L`.
     """
     if delayed is None or not weight_LOI.requires_grad:
