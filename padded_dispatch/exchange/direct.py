@@ -8,7 +8,8 @@ is the other's transpose:
     return_rows   packed rows to their tokens:  barrier, rows into slots, barrier, sum
 
 The forward of dispatch is a push, the forward of combine a return; backward, the other way round.
-Probabilities, or their gradients, travel with the rows.
+Probabilities, or their gradients, travel with the rows. The return of gradients may run beside the
+product of a weight gradient: see `padded_dispatch.exchange.beside`.
 
 A token, or a gradient, that goes to several experts of one rank crosses the link there once, where
 that pays (`padded_dispatch.exchange.links`): into its first row, from which the receiver copies it
@@ -72,10 +73,11 @@ against fp64 is 0.0019 to 0.0024 of that of the sums, where one rounding makes i
 
 Tried and left out:
 
-- Gradients that return as soon as fc1's input has its own, on a second stream beside fc1's weight
-  gradient (commit f65f1d6, 4 H200, Qwen3-30B-A3B). These three kernels took 958 us instead of 969
-  at factor 1.0 and 1,009 instead of 1,008 at 2.0. The GEMM's programs fill the device until they
-  end, and the programs that store wait for a free place, whatever their stream's priority.
+- Gradients that return beside fc1's weight gradient where torch computes it (commit f65f1d6, 4
+  H200, Qwen3-30B-A3B). These three kernels took 958 us instead of 969 at factor 1.0 and 1,009
+  instead of 1,008 at 2.0. The GEMM's programs fill the device until they end, and the programs that
+  store wait for a free place, whatever their stream's priority. `padded_dispatch.exchange.beside`
+  has what is done instead.
 - Experts in two halves, each with its own exchange on its own stream, so that rows of one half
   travel during the GEMMs of the other, both ways, forward and backward (2 H200, EP 2, factor 1.25,
   a script that was not kept). All of it in a graph took 2.68 ms instead of 2.76 for Qwen3-30B-A3B
