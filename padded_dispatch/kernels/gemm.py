@@ -1,10 +1,10 @@
-"""Grouped products over packed rows: rows times weights, and gradients of weights in fp32.
+"""Grouped products over packed rows: rows times weights, and gradients of weights.
 
 `rows_times_weights` multiplies every expert's rows by that expert's matrix: both forward linears
 and both gradients of rows. `add_weight_gradients` multiplies two blocks of rows of one expert, and
 adds the product to an fp32 buffer: no bf16 gradient is rounded, written and read again. Offsets
 stay on the device. Rows behind the last one are never read into a result that is kept, and never
-written.
+written. `weight_gradients` returns the same products rounded, where nothing is added.
 
 The kernels are persistent: `num_programs` programs take tiles in turn, experts in ascending order,
 so fewer programs leave multiprocessors to others. Of a small weight all columns are taken before
@@ -50,7 +50,8 @@ last, and tiles that overlap (1,203 424 1,872); tiles of 128 x 256, too, with ha
 3,290); tiles of 64 x 128 with three programs (1,888 676 3,009).
 
 Without the addition torch is faster (fc1 519 312 979, this kernel 646 315 1,142), so it computes
-gradients that are not added.
+gradients that are not added, but for those beside which rows travel: its programs fill the device,
+and ours leave room (`padded_dispatch.exchange.beside`).
 
 I and O: width of an input and an output row of a linear. N: rows. L: experts.
 """
@@ -292,17 +293,53 @@ def add_weight_gradients(
     Example: `grad = [[1], [2], [3]]`, `rows = [[1], [10], [100]]` and `offsets = [2, 2, 3]` add
     `[[[21]], [[0]], [[300]]]`.
     """
-    num_experts, width_out, width_in = sums_LOI.shape
-    _add_weight_gradients_kernel[(num_programs or 2 * _multiprocessors(rows_NI.device),)](
+    _multiply_rows(grad_NO, rows_NI, offsets_L, sums_LOI, True, tiles, num_programs)
+
+
+def weight_gradients(
+    grad_NO: Tensor,
+    rows_NI: Tensor,
+    offsets_L: Tensor,
+    *,
+    tiles: Tiles = _GRADIENT_TILES,
+    num_programs: int | None = None,
+) -> Tensor:
+    """Compute every expert's `grad.T @ rows`, rounded once: [L, O, I] in the dtype of the rows.
+
+    The arguments are those of `add_weight_gradients`.
+    """
+    shape = offsets_L.shape[0], grad_NO.shape[1], rows_NI.shape[1]
+    out_LOI = rows_NI.new_empty(shape)
+    _multiply_rows(grad_NO, rows_NI, offsets_L, out_LOI, False, tiles, num_programs)
+    return out_LOI
+
+
+def gradient_programs(device: torch.device, spare: int) -> int:
+    """Return how many programs compute gradients of weights if `spare` of them are left out."""
+    return max(1, 2 * _multiprocessors(device) - spare)
+
+
+def _multiply_rows(
+    grad_NO: Tensor,
+    rows_NI: Tensor,
+    offsets_L: Tensor,
+    out_LOI: Tensor,
+    adds: bool,
+    tiles: Tiles,
+    num_programs: int | None,
+) -> None:
+    num_experts, width_out, width_in = out_LOI.shape
+    _weight_gradients_kernel[(num_programs or gradient_programs(rows_NI.device, 0),)](
         TensorDescriptor.from_tensor(grad_NO, [tiles.inner, tiles.rows]),
         TensorDescriptor.from_tensor(rows_NI, [tiles.inner, tiles.columns]),
-        sums_LOI,
+        out_LOI,
         offsets_L,
         num_experts,
         width_out,
         width_in,
         triton.cdiv(width_out, tiles.rows),
         triton.cdiv(width_in, tiles.columns),
+        ADDS=adds,
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         INNER=tiles.inner,
@@ -312,16 +349,17 @@ def add_weight_gradients(
 
 
 @triton.jit
-def _add_weight_gradients_kernel(
+def _weight_gradients_kernel(
     grad,
     rows,
-    sums,
+    out,
     offsets,
     num_experts,
     width_out,
     width_in,
     tiles_down,
     tiles_across,
+    ADDS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
@@ -351,11 +389,12 @@ def _add_weight_gradients_kernel(
         left, right = _halves(product, ROWS, COLUMNS)
         o = (down + tl.arange(0, ROWS))[:, None]
         i = (across + tl.arange(0, half))[None, :]
-        at = sums + (expert.to(tl.int64) * width_out + o) * width_in + i
+        at = out + (expert.to(tl.int64) * width_out + o) * width_in + i
         on_left = (o < width_out) & (i < width_in)
         on_right = (o < width_out) & (i + half < width_in)
-        left += tl.load(at, mask=on_left, other=0)
-        right += tl.load(at + half, mask=on_right, other=0)
-        tl.store(at, left, mask=on_left)
-        tl.store(at + half, right, mask=on_right)
+        if ADDS:
+            left += tl.load(at, mask=on_left, other=0)
+            right += tl.load(at + half, mask=on_right, other=0)
+        tl.store(at, left.to(out.dtype.element_ty), mask=on_left)
+        tl.store(at + half, right.to(out.dtype.element_ty), mask=on_right)
         tile += tl.num_programs(0)
