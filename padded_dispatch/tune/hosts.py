@@ -25,7 +25,6 @@ from padded_dispatch.exchange.two_level import level_bytes
 from padded_dispatch.tune.cost import LayerSizes, members_per_host
 from padded_dispatch.tune.table import Table
 
-
 ABOUT = (
     "Exchanges over hosts, modelled: MB that a rank sends to other hosts, and milliseconds of the "
     "links, for a layer, forward and backward."
@@ -133,7 +132,7 @@ def _direct_bytes(config: DispatchConfig, sizes: LayerSizes) -> int:
 def by_ranks(
     config: DispatchConfig, sizes: LayerSizes, ranks_per_host: int, links: Links
 ) -> tuple[OverHosts, ...]:
-    """Return what serves a layer on one host, two hosts, four and so on, as long as each rank has experts.
+    """Return what serves a layer on one host, two, four and so on, while each rank has experts.
 
     The R of `config` is one of the numbers of ranks.
     """
@@ -159,7 +158,7 @@ def sentence(found: Sequence[OverHosts]) -> str:
 
 
 def exchange_table(found: Sequence[OverHosts], num_ranks: int) -> Table:
-    """Return MB that a rank sends to other hosts and ms, one row for each R; marked: `num_ranks`."""
+    """Return MB that a rank sends to other hosts and ms, by R; the row of `num_ranks` is marked."""
     names = "direct", "alltoall", "two-level"
     headers = ("EP", "hosts", *(f"{name} MB" for name in names[1:]))
     rows = [

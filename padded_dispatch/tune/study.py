@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,7 @@ class Layer:
 
     sizes: LayerSizes
     time_model: TimeModel
-    links: Links = Links()
+    links: Links = field(default_factory=Links)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -171,8 +171,8 @@ class Study:
     `pools`: the answer for each kind of pool that was compared; `pool`: the recommended kind, which
     all that follows is for. `training`, `evaluation`: the two recommendations. `num_ranks`: ranks
     that hold different experts (R). `hosts`: the exchanges by number of ranks; empty where one host
-    has all of them, or the sizes of the layer are not known. `layers_of_model`: see `study`. `warm_up`: None where no step
-    was left out.
+    has all of them, or the sizes of the layer are not known. `layers_of_model`: see `study`.
+    `warm_up`: None where no step was left out.
     """
 
     name: str
