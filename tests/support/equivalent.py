@@ -47,4 +47,10 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "one more pool, for which no row asks: the largest demand stays"
         ),
     },
+    "tune/stationarity.py": {
+        "power = np.random.default_rng(0).normal(size=(_DRAWS, num_waves)) ** 2 -> "
+        "power = np.random.default_rng(1).normal(size=(_DRAWS, num_waves)) ** 2": (
+            "other draws of the same distribution"
+        ),
+    },
 }
