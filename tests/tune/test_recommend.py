@@ -91,6 +91,19 @@ def test_a_promise_that_can_be_given():
     )
 
 
+def test_few_steps_cover_none_after_them():
+    assert advise(np.full(49, 1.2), steps_share=0.9).overall.steps_covered == 0
+    assert advise(np.full(50, 1.2), steps_share=0.9).overall.steps_covered == 1
+
+
+def test_a_step_that_asks_for_one_row_counts():
+    trace = trace_of(np.full(50, 1.2))
+    trace.ids_NTK[3, 1:] = -1
+    trace.ids_NTK[7] = -1
+    found = recommend(replay(trace, FACTORS, policy="position"), Target(drop=0.0))
+    assert found.overall.num_steps == 49
+
+
 def test_chance_is_allowed_for():
     # 9 % of 300 steps need 1.3. The true share may well be above 10 %.
     found = advise(mixed(300, 1.3, 11), steps_share=0.9)
