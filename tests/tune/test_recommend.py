@@ -7,7 +7,6 @@ from padded_dispatch.tune.quantile import has_drifted
 from padded_dispatch.tune.recommend import (
     Phase,
     Target,
-    percent,
     recommend,
     smallest_sufficient,
 )
@@ -277,22 +276,6 @@ def test_a_trace_of_padding():
         recommend(replay(empty, [1.0], policy="position"), Target())
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("drop", 1.0),
-        ("drop", -0.1),
-        ("drop", float("nan")),
-        ("steps_share", 0.0),
-        ("steps_share", 1.0),
-        ("confidence", 0.5),
-    ],
-)
-def test_wrong_targets(name, value):
-    with pytest.raises(ValueError, match=f"{name} must be a share .*, got {value}"):
-        Target(**{name: value})
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_promise_holds_on_unseen_steps(kind):
     """Recommend from 600 steps, check on the next 300; each case without a promise has a caveat.
@@ -325,22 +308,6 @@ def test_steps_after_a_change_may_break_the_target():
     kept = later.dropped[0].sum(0) <= 0.001 * later.demand.sum(0)
     assert kept.mean() < 0.9
     assert not advice.promised
-
-
-@pytest.mark.parametrize(
-    ("share", "text"),
-    [
-        (0.0, "0 %"),
-        (1e-7, "< 0.0001 %"),
-        (0.001, "0.1 %"),
-        (0.37456, "37.46 %"),
-        (0.99, "99 %"),
-        (0.995, "99.5 %"),
-        (0.999999, "99.99 %"),
-    ],
-)
-def test_percent(share, text):
-    assert percent(share) == text
 
 
 @pytest.mark.parametrize("kind", FEW_KINDS)
