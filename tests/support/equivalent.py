@@ -57,6 +57,21 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "a part that needs as much as the phase before it is part of that phase"
         ),
     },
+    "tune/replay.py": {
+        "_MAX_GROUPS = 2 ** 16 -> _MAX_GROUPS = 2 * 16": (
+            "fewer records at a time, with the same result"
+        ),
+        "accepted_RM = accept_cells(torch.from_numpy(demand_URSL.reshape(num_units * "
+        "self.num_ranks, -1)), capacity, torch.arange(self.num_ranks).repeat(num_units)) -> "
+        "accepted_RM = accept_cells(torch.from_numpy(demand_URSL.reshape(num_units * "
+        "self.num_ranks, -2)), capacity, torch.arange(self.num_ranks).repeat(num_units))": (
+            "NumPy works out the size for any negative number"
+        ),
+        "demand = demand.reshape(num_units, -1, *by_rank).sum(3) -> "
+        "demand = demand.reshape(num_units, 1, *by_rank).sum(3)": (
+            "a unit has one source by then: its only one, or the sum of all"
+        ),
+    },
     "tune/stationarity.py": {
         "power = np.random.default_rng(0).normal(size=(_DRAWS, num_waves)) ** 2 -> "
         "power = np.random.default_rng(1).normal(size=(_DRAWS, num_waves)) ** 2": (
