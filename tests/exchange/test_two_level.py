@@ -5,6 +5,7 @@ Rows that hold no token are NaN: in fresh memory, in the experts' output, and in
 """
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.library import opcheck
 from torch.profiler import ProfilerActivity, profile
 
@@ -309,6 +311,49 @@ def test_other_hosts_are_refused_by_name(pool4, names):
             "the ranks of exchange='two-level' must be on several hosts, equally many on each, got "
         )
         assert "set exchange='alltoall', or ranks_per_host" in str(error)
+
+
+def _pairs_of(bound_to: str | None, part: bool) -> list[list[int]] | str:
+    """Return the groups of two hosts of one rank each, or why there are none.
+
+    `bound_to`: the device that the default group is bound to. `part`: of {0, 1} or {2, 3}.
+    """
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    group = pairs[dist.get_rank() // 2] if part else dist.new_group()
+    default = SimpleNamespace(bound_device_id=bound_to)
+    names = SimpleNamespace(_world=distributed_c10d._world, _get_default_group=lambda: default)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(two_level, "distributed_c10d", names)
+        try:
+            hosts = hosts_of(group, 1)
+        except ValueError as error:
+            return str(error)
+    return [dist.get_process_group_ranks(group) for group in (hosts.rail, hosts.host)]
+
+
+def test_a_part_of_a_default_group_that_is_bound_to_a_device_is_refused(pool4):
+    assert pool4.run(_pairs_of, None, True) == [
+        [[0, 1], [0]],
+        [[0, 1], [1]],
+        [[2, 3], [2]],
+        [[2, 3], [3]],
+    ]
+    [words] = set(pool4.run(_pairs_of, "cuda:0", True))
+    assert "got 'a part of a default group that is bound to cuda:0'; leave device_id out" in words
+    assert pool4.run(_pairs_of, "cuda:0", False) == [[[0, 1, 2, 3], [r]] for r in range(4)]
+
+
+def _one_group_more() -> None:
+    dist.new_group([0])
+    hosts_of(dist.new_group(), 1)
+
+
+def test_ranks_that_have_made_other_numbers_of_groups_are_refused(pool2):
+    with pytest.raises(WorkerError) as caught:
+        pool2.run(_one_group_more)
+    errors = [str(error) for error in caught.value.errors.values()]
+    assert len(errors) == 2
+    assert all("must be equally many, since torch names new ones" in error for error in errors)
 
 
 def _refused(ranks_per_host: int | None, **changes: Any) -> None:
