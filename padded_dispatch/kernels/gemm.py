@@ -329,7 +329,7 @@ def _multiply_rows(
     num_programs: int | None,
 ) -> None:
     num_experts, width_out, width_in = out_LOI.shape
-    _add_weight_gradients_kernel[(num_programs or gradient_programs(rows_NI.device, 0),)](
+    _weight_gradients_kernel[(num_programs or gradient_programs(rows_NI.device, 0),)](
         TensorDescriptor.from_tensor(grad_NO, [tiles.inner, tiles.rows]),
         TensorDescriptor.from_tensor(rows_NI, [tiles.inner, tiles.columns]),
         out_LOI,
@@ -349,10 +349,10 @@ def _multiply_rows(
 
 
 @triton.jit
-def _add_weight_gradients_kernel(
+def _weight_gradients_kernel(
     grad,
     rows,
-    sums,
+    out,
     offsets,
     num_experts,
     width_out,
@@ -389,12 +389,12 @@ def _add_weight_gradients_kernel(
         left, right = _halves(product, ROWS, COLUMNS)
         o = (down + tl.arange(0, ROWS))[:, None]
         i = (across + tl.arange(0, half))[None, :]
-        at = sums + (expert.to(tl.int64) * width_out + o) * width_in + i
+        at = out + (expert.to(tl.int64) * width_out + o) * width_in + i
         on_left = (o < width_out) & (i < width_in)
         on_right = (o < width_out) & (i + half < width_in)
         if ADDS:
             left += tl.load(at, mask=on_left, other=0)
             right += tl.load(at + half, mask=on_right, other=0)
-        tl.store(at, left.to(sums.dtype.element_ty), mask=on_left)
-        tl.store(at + half, right.to(sums.dtype.element_ty), mask=on_right)
+        tl.store(at, left.to(out.dtype.element_ty), mask=on_left)
+        tl.store(at + half, right.to(out.dtype.element_ty), mask=on_right)
         tile += tl.num_programs(0)
