@@ -1,6 +1,9 @@
-"""What many ranks cost and do, on a machine without GPUs.
+"""Cost and behaviour of many ranks and hosts, on a machine without GPUs.
 
     python -m tests.hosts --out FILE --commit SHA
+
+`copies`: bytes between hosts and dropped rows of one copy of a token per host, simulated, see
+`tests.support.host_copies`.
 
 `agreement`: the milliseconds of a comparison before a layer's call, with 8 and 64 processes, beside
 those of an all-gather of the same row. All processes share this machine, so with more processes
@@ -37,6 +40,7 @@ from torch.testing._internal.distributed import fake_pg
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.mirror import mirror_of
 from padded_dispatch.utils.results import about, append_run, require_results
+from tests.support.host_copies import MODELS, simulated
 from tests.support.many_ranks import World, train
 
 _LIMIT_S = 900.0
@@ -107,9 +111,24 @@ def collectives(
     row |= {"jobs": num_jobs, "wanted_steps": num_steps}
     sums = ("steps", "training_steps", "repeated_steps", "collectives_of_a_rank", "cpu_seconds")
     row |= {name: sum(job[name] for job in jobs) for name in sums}
-    row |= {name: sum((job[name] for job in jobs), []) for name in _FOUND}
+    row |= {name: [line for job in jobs for line in job[name]] for name in _FOUND}
     row["seconds"] = time.monotonic() - start
     return row | {"passed": not any(codes) and not any(row[name] for name in _FOUND)}
+
+
+_KINDS = ("agreement", "collectives", "copies")
+
+
+def copies() -> list[Callable[[], dict[str, Any]]]:
+    """Return what simulates each case of `tests.support.host_copies`."""
+    return [
+        functools.partial(simulated, model, num_ranks, factor, skew)
+        for model in MODELS
+        for num_ranks in (16, 32, 64)
+        if model.num_experts % num_ranks == 0
+        for skew in ("uniform", "lognormal")
+        for factor in (1.0, 1.25)
+    ]
 
 
 _FOUND = ("ranks_in_another_order", "differing")
@@ -193,7 +212,7 @@ def _rank(rank: int, num_ranks: int, num_calls: int, port: int, pipe: int) -> No
 def main() -> None:
     """Measure, and write what was found after each case."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=["agreement", "collectives"], help="one of the two")
+    parser.add_argument("--only", choices=_KINDS, help="one of them")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="(8 64)")
     parser.add_argument("--worlds", default="", metavar="TEXT", help="those with it in their name")
     parser.add_argument("--steps", type=int, default=200, help="of each world (200)")
@@ -214,9 +233,11 @@ def main() -> None:
     command = f"python -m tests.hosts {shlex.join(sys.argv[1:])}"
     rows: list[dict[str, Any]] = []
     works: list[Callable[[], dict[str, Any]]] = []
-    if arguments.only != "collectives":
-        works = [functools.partial(agreement, n, arguments.calls) for n in arguments.ranks]
-    if arguments.only != "agreement":
+    if arguments.only in (None, "copies"):
+        works += copies()
+    if arguments.only in (None, "agreement"):
+        works += [functools.partial(agreement, n, arguments.calls) for n in arguments.ranks]
+    if arguments.only in (None, "collectives"):
         works += [
             functools.partial(
                 collectives, world, arguments.steps, 60 * arguments.minutes, arguments.jobs
