@@ -49,6 +49,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "one more pool, for which no row asks: the largest demand stays"
         ),
     },
+    "tune/convert.py": {
+        "if meaning == 'stash' and value < 0: -> if meaning == 'stash' and value <= 0:": (
+            "0 has been refused by then"
+        ),
+    },
     "tune/cost.py": {
         "log_ratios = math.log(mean_rows) - np.log(np.arange(1, most + 1)) -> "
         "log_ratios = math.log(mean_rows) - np.log(np.arange(1, most - 1))": (
