@@ -18,7 +18,7 @@ from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.config import FIT
 from padded_dispatch.exchange import ExpertInput, two_level
 from padded_dispatch.exchange.alltoall import AllToAllExchange
-from padded_dispatch.exchange.two_level import LevelBytes, hosts_of, level_bytes
+from padded_dispatch.exchange.two_level import LevelBytes, TwoLevelExchange, hosts_of, level_bytes
 from padded_dispatch.utils.launch import WorkerError
 from padded_dispatch.utils.routings import routing_map
 from tests.support.collectives import Records, recorded
@@ -196,6 +196,8 @@ def test_bytes_of_a_public_model():
     assert there(True, 8).back_between == there(False, 8).back_between == 112 * 320 * 4096
     assert there(True, 8).there_within == 112 * 320 * 4096 + 14 * (320 * 4 + 4)
     assert there(False, 8).there_within == 14 * (320 * 4100 + 4)
+    assert there(True, 8).back_within == 112 * 320 * 4096
+    assert there(False, 8).back_within == 14 * 320 * 4096
 
 
 def test_buffers_hold_the_tokens_of_all_hosts():
@@ -205,6 +207,14 @@ def test_buffers_hold_the_tokens_of_all_hosts():
     )
     assert levels.send - plain.send == 4 * TOKENS * HIDDEN * 2
     assert levels.total - plain.total == levels.send - plain.send
+
+
+def test_rows_are_padded_unless_packed_ones_are_asked_for():
+    hosts: Any = SimpleNamespace(way=("rail", "host", 2, 2))
+    group: Any = SimpleNamespace(size=lambda: 4, group_name="group")
+    for given, packed in (({}, False), ({"packed": True}, True)):
+        exchange = TwoLevelExchange(2, hosts, group, **given)
+        assert (exchange.packed, exchange._way) == (packed, ("rail", "host", 2, 2, not packed))
 
 
 def _hosts(names: list[str]) -> list[list[int]]:
