@@ -87,4 +87,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "other draws of the same distribution"
         ),
     },
+    "tune/target.py": {
+        "if hundredths > 99: -> if hundredths >= 99:": "99 rounded down is 99",
+    },
 }
