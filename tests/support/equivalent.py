@@ -88,6 +88,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         ),
     },
     "tune/target.py": {
+        "if 0 < hundredths < _LEAST_PERCENT: -> if 0 < hundredths <= _LEAST_PERCENT:": (
+            "no floating-point number times 100 is this one"
+        ),
         "if hundredths > 99: -> if hundredths >= 99:": "99 rounded down is 99",
     },
 }
