@@ -67,12 +67,24 @@ _SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """A changed module: `source`, and the changed line, before and after."""
+    """A change of a module: its line, before and after, and the field of a node that changes."""
 
     line: int
     before: str
     after: str
-    source: str
+    tree: ast.Module
+    node: ast.AST
+    field: str
+    value: Any
+
+    @property
+    def source(self) -> str:
+        """The changed module."""
+        kept = getattr(self.node, self.field)
+        setattr(self.node, self.field, self.value)
+        source = ast.unparse(self.tree)
+        setattr(self.node, self.field, kept)
+        return source
 
     @property
     def change(self) -> str:
@@ -96,8 +108,17 @@ def mutants(source: str) -> list[Mutant]:
             value = changed if place < 0 else [*kept[:place], changed, *kept[place + 1 :]]
             setattr(owner, name, value)
             after = ast.unparse(changed if whole is removed else whole).splitlines()[0]
-            made.append(Mutant(line=line, before=before, after=after, source=ast.unparse(tree)))
             setattr(owner, name, kept)
+            mutant = Mutant(
+                line=line,
+                before=before,
+                after=after,
+                tree=tree,
+                node=owner,
+                field=name,
+                value=value,
+            )
+            made.append(mutant)
     return made
 
 

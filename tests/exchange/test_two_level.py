@@ -207,6 +207,8 @@ def test_bytes_of_a_public_model():
     assert there(True, 8).back_between == there(False, 8).back_between == 112 * 320 * 4096
     assert there(True, 8).there_within == 112 * 320 * 4096 + 14 * (320 * 4 + 4)
     assert there(False, 8).there_within == 14 * (320 * 4100 + 4)
+    assert there(True, 8).back_within == 112 * 320 * 4096
+    assert there(False, 8).back_within == 14 * 320 * 4096
 
 
 def _allocated(config: DispatchConfig, ranks_per_host: int) -> list[tuple[int, int]]:
@@ -281,6 +283,14 @@ def test_too_little_memory_is_refused_by_name():
         "GiB on the rank that has least'; lower the capacity factor or the tokens per rank, or set "
         "exchange='alltoall'"
     )
+
+
+def test_rows_are_padded_unless_packed_ones_are_asked_for():
+    hosts: Any = SimpleNamespace(way=("rail", "host", 2, 2))
+    group: Any = SimpleNamespace(size=lambda: 4, group_name="group")
+    for given, packed in (({}, False), ({"packed": True}, True)):
+        exchange = TwoLevelExchange(2, hosts, group, **given)
+        assert (exchange.packed, exchange._way) == (packed, ("rail", "host", 2, 2, not packed))
 
 
 def _hosts(names: list[str]) -> list[list[int]]:

@@ -1,5 +1,6 @@
 """The router counts the map that was asked for, then returns the map that is kept."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.overrides import TorchFunctionMode
 
-from padded_dispatch.config import NO_DROP
+from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron import router as router_module
 from padded_dispatch.megatron.cpu import megatron_on_cpu
@@ -224,6 +225,27 @@ def test_observers_see_the_map_before_selection():
     assert not all_probs_TE.requires_grad
     assert torch.equal(selection.kept_TE, kept_TE)
     assert sizes.pool_slots == 3
+
+
+def test_rows_that_receivers_took_reach_the_dispatcher(monkeypatch):
+    route, taken = router(moe_expert_capacity_factor=0.5), []
+    route.selector = dataclasses.replace(route.selector, take_kept=taken.append)
+    select, kept_SE = router_module.select_with_remedy, torch.tensor([[1, 2, 3, 0]])
+    monkeypatch.setattr(
+        router_module,
+        "select_with_remedy",
+        lambda *args, **given: dataclasses.replace(select(*args, **given), kept_SE=kept_SE),
+    )
+    route(tokens())
+    assert len(taken) == 1
+    assert taken[0] is kept_SE
+
+
+def test_a_pass_that_fits_is_not_captured(monkeypatch):
+    route = router(options=PaddedOptions(eval_factor=FIT)).eval()
+    monkeypatch.setattr(router_module, "capturing", lambda: True)
+    with pytest.raises(ValueError, match=r"^capacity_factor must be a number in a CUDA graph"):
+        route(tokens())
 
 
 EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}

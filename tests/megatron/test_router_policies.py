@@ -133,6 +133,18 @@ def test_draws_depend_on_seed_layer_and_count_only():
     assert same(draws(1, 1), draws(1, 2)) == [False] * 3
 
 
+def test_a_draw_by_its_definition():
+    """Seed and layer in 31 bits above, the draws so far below."""
+    route = router(policy="random", seed=5000)
+    route.set_layer_number(3)
+    above = (5000 * 1_000_003 + 3) % 2**31
+    found = []
+    for _ in range(2):
+        found.append(int(route._draw()))
+        kept(route)
+    assert found == [above * 2**32, above * 2**32 + 1]
+
+
 def test_a_resumed_run_continues_with_the_next_draw():
     running = router(policy="random")
     for seed in range(2):

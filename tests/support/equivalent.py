@@ -31,8 +31,6 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "left = max(0.001, deadline - time.monotonic()) -> "
         "left = max(0.002, deadline - time.monotonic())": "a millisecond more after the limit",
         "name = blake2b(json.dumps(sorted(found)).encode(), digest_size=8).hexdigest() -> "
-        "left = max(0.001, deadline - time.monotonic()) -> "
-        "left = max(0.002, deadline - time.monotonic())": "a millisecond more after the limit",
         "name = blake2b(json.dumps(sorted(found)).encode(), digest_size=9).hexdigest()": (
             "a name that is a byte longer, on all ranks"
         ),
@@ -49,6 +47,17 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "rows_TG = torch.nn.functional.pad(rows_TG, (0, 0, 0, missing)) -> "
         "rows_TG = torch.nn.functional.pad(rows_TG, (0, 1, 0, missing))": (
             "one more pool, for which no row asks: the largest demand stays"
+        ),
+    },
+    "tune/convert.py": {
+        "if meaning == 'stash' and value < 0: -> if meaning == 'stash' and value <= 0:": (
+            "0 has been refused by then"
+        ),
+    },
+    "tune/cost.py": {
+        "log_ratios = math.log(mean_rows) - np.log(np.arange(1, most + 1)) -> "
+        "log_ratios = math.log(mean_rows) - np.log(np.arange(1, most - 1))": (
+            "the last terms of the sum are far below its rounding"
         ),
     },
     "tune/recommend.py": {
@@ -77,5 +86,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "power = np.random.default_rng(1).normal(size=(_DRAWS, num_waves)) ** 2": (
             "other draws of the same distribution"
         ),
+    },
+    "tune/target.py": {
+        "if 0 < hundredths < _LEAST_PERCENT: -> if 0 < hundredths <= _LEAST_PERCENT:": (
+            "no floating-point number times 100 is this one"
+        ),
+        "if hundredths > 99: -> if hundredths >= 99:": "99 rounded down is 99",
     },
 }

@@ -67,6 +67,7 @@ def test_beyond_the_worst_case_is_the_worst_case():
         (4096.5, "max-tokens", "max-tokens must be a whole number .*, got 4096.5"),
         (0.0, "rank", "rank must be a finite number above 0, got 0.0"),
         (-1.0, "source", "source must be a finite number above 0, got -1.0"),
+        (0.0, "stash", "stash must be a finite number above 0, got 0.0"),
         (float("nan"), "stash", "stash must be a finite number above 0, got nan"),
         (1.0, "pooled", f"meaning must be one of {', '.join(MEANINGS)}, got 'pooled'"),
     ],
@@ -91,3 +92,4 @@ def test_wrong_sizes():
         RoutingSizes(num_tokens=4, num_experts=6, top_k=2, num_ranks=4)
     with pytest.raises(ValueError, match="num_tokens must be at least 1, got 0"):
         RoutingSizes(num_tokens=0, num_experts=6, top_k=2, num_ranks=2)
+    assert RoutingSizes(num_tokens=1, num_experts=1, top_k=1, num_ranks=1).worst_rows == 1

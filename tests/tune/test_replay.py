@@ -369,8 +369,8 @@ def test_places_in_a_group():
         return found[:, 0].tolist()
 
     assert places([0] * 4, [0.2, 0.5, 0.9, 0.5]) == [3, 1, 0, 2]
-    last = replay_module._MAX_GROUPS - 1
-    assert places([0, last, last, last // 2 + 1], [0.2, 0.5, 0.9, 0.7]) == [0, 1, 0, 0]
+    half = replay_module._MAX_GROUPS // 2  # the number of a group with its highest bit alone
+    assert places([0, half, half, 2 * half - 1], [0.2, 0.5, 0.9, 0.7]) == [0, 1, 0, 0]
 
 
 def test_more_sources_than_experts():
