@@ -16,6 +16,7 @@ G: width of fc1's result, 2F (gate before up) if the activation is gated, else F
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -77,9 +78,10 @@ def grouped_mlp(
     Returns:
         [N, D]; rows from `offsets_L[-1]` on are unspecified, as are those of the gradients.
     """
-    tiles = row_tiles(offsets_L, len(rows_ND)) if linear is grouped_linear else None
+    if linear is grouped_linear:  # All products of a pass, also backward, share the list.
+        linear = partial(grouped_linear, tiles=row_tiles(offsets_L, len(rows_ND)))
     fc1_sums_LGD, fc1_delayed = weights.fc1_sums_LGD, weights.fc1_delayed
-    given = None, None, fc1_sums_LGD, fc1_delayed, tiles
+    given = None, None, fc1_sums_LGD, fc1_delayed
     fc1_NG = linear(rows_ND, weights.fc1_LGD, offsets_L, *given)
 
     def activated(fc1_NG: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ def grouped_mlp(
         context = _recomputed(hidden_NF, lambda: activated(saved_NG).detach())
     with context:
         bias_LD, sums_LDF = weights.fc2_bias_LD, weights.fc2_sums_LDF
-        given = bias_LD, probs_N, sums_LDF, weights.fc2_delayed, tiles
+        given = bias_LD, probs_N, sums_LDF, weights.fc2_delayed
         return linear(hidden_NF, weights.fc2_LDF, offsets_L, *given)
 
 

@@ -27,10 +27,11 @@ from torch import Tensor
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.dispatcher import Dispatched
-from padded_dispatch.utils.results import about, append_run, require_results
+from padded_dispatch.utils.results import about, append_run
 from tests.support import fuzz_oracle
 from tests.support.fuzz_cases import Case, cases
 from tests.support.fuzz_oracle import Answer
+from tests.support.gpu_rows import parse
 from tests.support.grids import poisoned_memory
 from tests.support.threads import run_on_threads
 
@@ -302,12 +303,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no block later")
     parser.add_argument("--out", type=Path, help="results file")
     parser.add_argument("--commit", help="Git SHA of the code")
-    arguments = parser.parse_args()
-    if arguments.out:
-        try:
-            require_results("--out", arguments.out)
-        except ValueError as error:
-            parser.error(str(error))
+    arguments = parse(parser)
     torch.set_num_threads(1)
     start, ran, failures, seen = time.monotonic(), 0, [], Counter()
     for number in range(arguments.first, arguments.first + -(-arguments.examples // _BLOCK)):

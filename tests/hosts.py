@@ -32,7 +32,8 @@ from torch.testing._internal.distributed import fake_pg
 
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.mirror import mirror_of
-from padded_dispatch.utils.results import about, append_run, require_results
+from padded_dispatch.utils.results import about, append_run
+from tests.support.gpu_rows import parse
 from tests.support.many_ranks import World, train
 
 _LIMIT_S = 900.0
@@ -169,12 +170,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20, help="that are measured (20)")
     parser.add_argument("--out", type=Path, help="results file")
     parser.add_argument("--commit", help="Git SHA of the code")
-    arguments = parser.parse_args()
-    if arguments.out:
-        try:
-            require_results("--out", arguments.out)
-        except ValueError as error:
-            parser.error(str(error))
+    arguments = parse(parser)
     torch.set_num_threads(1)
     command = f"python -m tests.hosts {shlex.join(sys.argv[1:])}"
     rows: list[dict[str, Any]] = []

@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from padded_dispatch.utils.results import about, append_run, read_runs, require_results
+from padded_dispatch.utils.results import about, append_run, read_runs
 from tests.support.equivalent import EQUIVALENT
+from tests.support.gpu_rows import parse
 
 ROOT = Path(__file__).parent.parent
 _FORK_TESTS = Path(__file__).parent / "support" / "fork_tests.py"
@@ -270,11 +271,9 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, help="stop before a module after so many")
     parser.add_argument("--list", action="store_true", help="show the mutants and make none")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     try:
         modules = modules_of(arguments.modules)
-        if arguments.out:
-            require_results("--out", arguments.out)
     except ValueError as error:
         parser.error(str(error))
     if arguments.list:

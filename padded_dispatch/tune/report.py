@@ -9,6 +9,7 @@ from elsewhere, so it opens without a network and can be mailed.
 from html import escape
 
 from padded_dispatch.tune.convert import Meaning, RoutingSizes, from_source
+from padded_dispatch.tune.hosts import ABOUT, exchange_table, sentence
 from padded_dispatch.tune.menu import menu, notes, pool_table
 from padded_dispatch.tune.recommend import Advice
 from padded_dispatch.tune.settings import NO_LAYERS, Block, blocks
@@ -190,6 +191,7 @@ def html(study: Study, svgs: dict[str, str]) -> str:
         _section("settings", "What to set", _settings(study)),
         _section("figures", "Why", _figures(study, svgs)) if svgs else "",
         _section("factors", "What each factor does", _factors(study)),
+        _section("hosts", "Several hosts", _hosts(study)) if study.hosts else "",
         _section("layers", "Layer by layer", _layers(study)),
         _section("caveats", "Caveats", _caveats(study)),
         _section("method", "How it was computed", _method(study)),
@@ -281,6 +283,11 @@ def _factors(study: Study) -> str:
             "end of this page."
         )
     return f'<p class="note">{note}</p>\n{_table(factor_table(study))}'
+
+
+def _hosts(study: Study) -> str:
+    made = _table(exchange_table(study.hosts, study.num_ranks))
+    return f'<p class="note">{ABOUT}</p>\n{made}\n<p>{_text(sentence(study.hosts))}</p>'
 
 
 def _layers(study: Study) -> str:

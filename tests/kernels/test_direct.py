@@ -430,7 +430,7 @@ def test_rows_beyond_2_to_the_31_elements():
         token_TD + 1, None, slot, ints([0]), ints(0), pointers([rows_ND]), *(nowhere, nowhere), 0
     )
     assert (rows_ND[-1] == 4).all() and not rows_ND[:-1].any()
-    places_RTK = ints([[[0, 0]], [[num_rows - 2, num_rows - 1]]])
+    places_RTK = ints([[0, 0]], [[num_rows - 2, num_rows - 1]])
     rows_ND[-2] = 3
     direct.copy_rows(rows_ND, places_RTK, 0)
     assert (rows_ND[-2:] == 3).all() and not rows_ND[:-2].any()

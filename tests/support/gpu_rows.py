@@ -1,4 +1,4 @@
-"""Flags and results rows that all GPU programs of `tests/gpu` share."""
+"""Flags and results rows that programs of tests share, those of `tests/gpu` above all."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from padded_dispatch.utils.results import about, append_run
+from padded_dispatch.utils.results import about, append_run, require_results
 
 
 def add_results(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -17,6 +17,17 @@ def add_results(parser: argparse.ArgumentParser, *, required: bool = True) -> No
     parser.add_argument("--out", type=Path, required=required, help="the results file")
     parser.add_argument("--commit", required=required, help="commit that this tree was made from")
     parser.add_argument("--command", help="the command as typed, if this process sees another one")
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line; end the program if its `--out` cannot take results."""
+    arguments = parser.parse_args()
+    if arguments.out:
+        try:
+            require_results("--out", arguments.out)
+        except ValueError as error:
+            parser.error(str(error))
+    return arguments
 
 
 def add_only(parser: argparse.ArgumentParser) -> None:
