@@ -6,6 +6,7 @@ a step takes beside the best step without it.
 """
 
 import dataclasses
+import gc
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -147,31 +148,41 @@ def timeline(case: TimelineCase) -> Findings:
         fields |= layer_graphs(*case.scopes)
     graph = "layer" if case.scopes else case.graph
     case = dataclasses.replace(case, fields=fields, graph=graph)
-    options = {"experts": case.experts, "exchange": case.exchange}
     with world(case), schedule_on(case):
-        training = OverlapTraining(case, graphed=not case.scopes, **options)
-        if case.scopes:
-            given = () if training.optimizer is None else (training.optimizer,)
-            training.graphs = LayerGraphs(
-                training.chunks, seq_length=case.seq, micro_batch=case.batch, optimizers=given
-            )
-        # Two steps after a capture: the first replay, and one that finds everything warm.
-        for number in range(EAGER_STEPS + 2):
-            if number == EAGER_STEPS and training.graphs is not None:
-                training.graphs.capture()
-            training.run(number)
-        samples = [_milliseconds(training, number) for number in range(case.timed)]
-        spans = profiled(lambda: training.run(0))
-        facts: dict[str, Any] = {
-            "ms": round(statistics.median(samples), 3),
-            "samples_ms": [round(sample, 3) for sample in samples],
-            **figures(spans),
-            "timeline": listed(spans),
-        }
-        if case.on_gpu:
-            facts["allocated_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        training.end()
-        return Findings(facts=facts)
+        facts = _measured(case)
+    gc.collect()  # Before the next case: a model and its graphs hold each other.
+    if case.on_gpu:
+        torch.cuda.empty_cache()
+    return Findings(facts=facts)
+
+
+def _measured(case: TimelineCase) -> dict[str, Any]:
+    if case.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    options: dict[str, Any] = {"experts": case.experts, "exchange": case.exchange}
+    training = OverlapTraining(case, graphed=not case.scopes, **options)
+    if case.scopes:
+        given = () if training.optimizer is None else (training.optimizer,)
+        training.graphs = LayerGraphs(
+            training.chunks, seq_length=case.seq, micro_batch=case.batch, optimizers=given
+        )
+    # Two steps after a capture: the first replay, and one that finds everything warm.
+    for number in range(EAGER_STEPS + 2):
+        if number == EAGER_STEPS and training.graphs is not None:
+            training.graphs.capture()
+        training.run(number)
+    samples = [_milliseconds(training, number) for number in range(case.timed)]
+    spans = profiled(lambda: training.run(0))
+    facts = {
+        "ms": round(statistics.median(samples), 3),
+        "samples_ms": [round(sample, 3) for sample in samples],
+        **figures(spans),
+        "timeline": listed(spans),
+    }
+    if case.on_gpu:
+        facts["allocated_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    training.end()
+    return facts
 
 
 def _milliseconds(training: OverlapTraining, number: int) -> float:
