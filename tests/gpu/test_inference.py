@@ -4,9 +4,10 @@ The CPU's other cases are in tests/megatron/test_dispatcher_generation.py.
 """
 
 import pytest
+import torch
 
 from tests.gpu.inference import CHECK, cases, on_cpu
-from tests.support.generation import generates_as_stock
+from tests.support.generation import contiguous_attention, generates_as_stock
 from tests.support.gpu_cases import ENVIRONMENT, run_case
 
 __all__ = ["ENVIRONMENT"]
@@ -22,6 +23,19 @@ def test_on_cpus(pool2):
     row = run_case(pool2, CHECK, generates_as_stock, on_cpu(CASES["packed, EP2, other T per rank"]))
     assert (row["failures"], row["passed"]) == ([], True)
     assert row["facts"]["dropped"] == 0
+
+
+def test_attention_gets_contiguous_queries_keys_and_values():
+    """A cache for three requests of which two are there, and a fused projection."""
+    query, _, _ = torch.arange(4 * 2 * 2 * 24.0).view(4, 2, 2, 24).split(8, dim=-1)
+    cache = torch.arange(6 * 3 * 2 * 8.0).view(6, 3, 2, 8)
+    given = (query, cache[:4, :2], cache[:4, 1:])
+    assert [tensor.is_contiguous() for tensor in given] == [False] * 3
+    forward = contiguous_attention(lambda attention, *tensors, **options: (tensors, options))
+    (*found, mask), options = forward(None, *given, None, attn_mask_type="causal")
+    assert all(tensor.is_contiguous() for tensor in found)
+    assert all(map(torch.equal, found, given))
+    assert mask is None and options == {"attn_mask_type": "causal"}
 
 
 @pytest.mark.gpu

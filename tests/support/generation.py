@@ -6,6 +6,12 @@ first one's tokens are fed to all, so that all see the same inputs after a near 
 each step are compared: the error of the padded model, against fp32, is at most twice that of the
 stock one, plus one ulp of the largest logit.
 
+Transformer Engine 2.20.2 takes three tensors of separate memory, each from its first element on,
+for contiguous ones, and so cuDNN's attention, in bf16, reads others than it was given: queries that
+are a part of the fused projection, as without rotary embeddings, and keys and values of a cache for
+more requests than there are, whose memory was never written. That is so in stock, too. All models
+here hand their attention contiguous tensors (`contiguous_attention`).
+
 With `local` graphs decoding needs the flash-attn package. `attend` stands in for it, in all models;
 it can be captured. On a CPU, `LocalGraphs` stands in for Megatron's manager of graphs.
 """
@@ -163,6 +169,17 @@ def attend(
     query, keys, values = (tensor.transpose(1, 2) for tensor in (q, keys, values))
     mask = seen_BS.view(batch, 1, 1, -1)
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).transpose(1, 2)
+
+
+def contiguous_attention(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the `forward` of an attention so that its queries, keys and values are contiguous."""
+
+    def attend_to(attention: Any, *tensors: Any, **options: Any) -> Any:
+        query, key, value, *others = tensors
+        given = (tensor.contiguous() for tensor in (query, key, value))
+        return forward(attention, *given, *others, **options)
+
+    return attend_to
 
 
 class _Numbers:
@@ -387,7 +404,11 @@ def _world(case: GenerationCase) -> Iterator[None]:
         patches = stack.enter_context(Patches())
         patches.set(static_engine, "HAVE_TQDM", True)
         patches.set(attention, "flash_attn_with_kvcache", attend)
-        if not case.on_gpu:
+        if case.on_gpu:
+            from megatron.core.extensions.transformer_engine import TEDotProductAttention as Core
+
+            patches.set(Core, "forward", contiguous_attention(Core.forward))
+        else:
             patches.set(cuda_graphs, "CudaGraphManager", LocalGraphs)
             patches.set(dist, "all_to_all_single", _with_lists(dist.all_to_all_single))
         yield

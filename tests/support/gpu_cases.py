@@ -53,6 +53,8 @@ def run_cases(
     arguments: argparse.Namespace,
     environment: dict[str, str],
     checks: Iterable[tuple[str, Callable[[Any], Any], Any]],
+    *,
+    seen: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> int:
     """Run the wanted cases that the machine has ranks for; return 1 if one failed.
 
@@ -60,6 +62,7 @@ def run_cases(
         arguments: of the command line, see `gpu_rows.parsed`.
         environment: see `Rows`.
         checks: arguments of `run_case`; a case may be None, which is left out.
+        seen: called with each row.
     """
     rows = Rows(arguments, arguments.num_gpus, environment)
     pool = WorkerPool(1, backend=arguments.backend)
@@ -69,6 +72,8 @@ def run_cases(
         if pool.num_workers != case.ranks:
             pool.close()
             pool = WorkerPool(case.ranks, backend=arguments.backend)
-        rows.add(run_case(pool, check, run, case))
+        row = run_case(pool, check, run, case)
+        rows.add(row)
+        seen(row)
     pool.close()
     return rows.exit_code()

@@ -11,7 +11,7 @@ generator of their own.
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,15 @@ class OverlapTraining(Training):
             results[f"counts of layer {layer_number}"] = layer.token_dispatcher.counters.totals
         return results
 
+    def run(self, number: int) -> None:
+        """Run the passes of step `number` alone: nothing is updated or compared."""
+        self._number = number
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        self.passes()
+
     def modules(self) -> Iterator[Any]:
         """Yield all modules of the model on this rank."""
         for chunk in self.chunks:
@@ -147,6 +156,21 @@ def _layers(training: OverlapTraining) -> list[Any]:
     return [module for module in training.modules() if isinstance(module, TransformerLayer)]
 
 
+@contextmanager
+def schedule_on(case: OverlapCase) -> Iterator[None]:
+    """Let Megatron's combined schedule run in each version, and on a CPU, inside the block."""
+    # Megatron keeps the streams of its first combined schedule.
+    schedule_streams._COMP_STREAM = schedule_streams._COMM_STREAM = None
+    with Patches() as patches:
+        if not hasattr(RowParallelLinear, "backward_dw"):  # 0.16 calls it, and does not have it.
+            patches.set(RowParallelLinear, "backward_dw", lambda linear: None)
+        if not case.on_gpu:  # Nor has a CPU a Transformer Engine.
+            patches.set(transformer_config, "is_te_min_version", lambda version: True)
+        # Without Apex, Megatron's own linears cannot add to `main_grad`; those of TE can.
+        patches.set(layers, "_grad_accum_fusion_available", True)
+        yield
+
+
 def overlapped_equals_plain(case: OverlapCase, **options: Any) -> Findings:
     """Compare the two trainings. Runs on all `case.ranks` ranks of the default group.
 
@@ -154,8 +178,6 @@ def overlapped_equals_plain(case: OverlapCase, **options: Any) -> Findings:
         case: the model.
         options: further options of the padded dispatcher, of both.
     """
-    # Megatron keeps the streams of its first combined schedule.
-    schedule_streams._COMP_STREAM = schedule_streams._COMM_STREAM = None
     shared = {"moe_shared_expert_intermediate_size": case.shared_ffn, **case.fields}
     overlap = {
         "overlap_moe_expert_parallel_comm": True,
@@ -167,14 +189,7 @@ def overlapped_equals_plain(case: OverlapCase, **options: Any) -> Findings:
     if case.scopes:
         overlap |= layer_graphs(*case.scopes)
     case = dataclasses.replace(case, graph="layer" if case.scopes else "none")
-    with world(case), ExitStack() as stack:
-        patches = stack.enter_context(Patches())
-        if not hasattr(RowParallelLinear, "backward_dw"):  # 0.16 calls it, and does not have it.
-            patches.set(RowParallelLinear, "backward_dw", lambda linear: None)
-        if not case.on_gpu:  # Nor has a CPU a Transformer Engine.
-            patches.set(transformer_config, "is_te_min_version", lambda version: True)
-        # Without Apex, Megatron's own linears cannot add to `main_grad`; those of TE can.
-        patches.set(layers, "_grad_accum_fusion_available", True)
+    with world(case), schedule_on(case):
         plain = OverlapTraining(dataclasses.replace(case, fields=shared), **options)
         overlapped = OverlapTraining(dataclasses.replace(case, fields=shared | overlap), **options)
         for module in (*plain.modules(), *overlapped.modules()):
