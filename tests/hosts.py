@@ -1,6 +1,9 @@
-"""What many ranks cost and do, on a machine without GPUs.
+"""Cost and behaviour of many ranks and hosts, on a machine without GPUs.
 
     python -m tests.hosts --out FILE --commit SHA
+
+`copies`: bytes between hosts and dropped rows of one copy of a token per host, simulated, see
+`tests.support.host_copies`.
 
 `agreement`: the milliseconds of a comparison before a layer's call, with 8 and 64 processes, beside
 those of an all-gather of the same row. All processes share this machine, so with more processes
@@ -9,11 +12,15 @@ processes make 32,640 connections: minutes, and nothing else runs meanwhile.
 
 `collectives`: jobs of 64 and 256 ranks as threads, in every situation, see
 `tests.support.many_ranks`: all ranks of a group must start the same collectives in the same order
-with the same sizes, and all ranks of a stage the same over all their groups.
+with the same sizes, and all ranks of a stage the same over all their groups. A world's steps are
+split over jobs, one process with all its ranks each, since threads of one process use one core. A
+row has fewer steps than were wanted where the minutes were up.
 """
 
 import argparse
 import functools
+import json
+import math
 import os
 import shlex
 import socket
@@ -34,6 +41,7 @@ from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.mirror import mirror_of
 from padded_dispatch.utils.results import about, append_run
 from tests.support.gpu_rows import parse
+from tests.support.host_copies import MODELS, simulated
 from tests.support.many_ranks import World, train
 
 _LIMIT_S = 900.0
@@ -70,36 +78,78 @@ def agreement(num_ranks: int, num_calls: int) -> dict[str, Any]:
     return row
 
 
-# Steps of each world. Steps of 256 ranks with stages take seconds each.
-_WORLDS = {
-    World(name="EP8 x ETP2 x PP2/VPP2", ep=8, etp=2, pp=2, vpp=2): 200,
-    World(name="EP64, one level", ep=64): 200,
-    World(name="EP64, two levels", ep=64, ranks_per_host=8): 50,
-    World(name="EP256", ep=256): 200,
-    World(name="EP32 x ETP2 x PP4/VPP2", ep=32, etp=2, pp=4, vpp=2): 10,
-}
+_WORLDS = [
+    World(name="EP64, one level", ep=64),
+    World(name="EP64, two levels", ep=64, ranks_per_host=8),
+    World(name="EP256", ep=256),
+    World(name="EP8 x ETP2 x PP2/VPP2", ep=8, etp=2, pp=2, vpp=2),
+    World(name="EP32 x ETP2 x PP4/VPP2", ep=32, etp=2, pp=4, vpp=2),
+]
 
 
-def collectives(world: World, num_steps: int) -> dict[str, Any]:
-    """Return whether all ranks of a job start the same collectives, a row of a results file."""
-    start, cpu_start = time.monotonic(), time.process_time()
-    records, (num_trained, num_repeated) = train(world, seed=1, num_steps=num_steps)
-    differing = records.differing()
+def collectives(
+    world: World, num_steps: int, seconds: float = math.inf, num_jobs: int = 1
+) -> dict[str, Any]:
+    """Return whether all ranks start the same collectives, a row of a results file.
+
+    Args:
+        world: the grid of ranks of each job.
+        num_steps: the most steps of all jobs together.
+        seconds: after which no step begins.
+        num_jobs: jobs with seeds of their own, one per core: threads of a process use one.
+    """
+    start = time.monotonic()
+    reading, writing = os.pipe()
+    pids = [
+        _forked(lambda job=job: _job(world, 1 + job, num_steps // num_jobs, seconds, writing))
+        for job in range(num_jobs)
+    ]
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        jobs = [json.loads(line) for line in pipe]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    row = {"check": "collectives", "world": world.name, "ranks": world.num_ranks}
+    row |= {"jobs": num_jobs, "wanted_steps": num_steps}
+    sums = ("steps", "training_steps", "repeated_steps", "collectives_of_a_rank", "cpu_seconds")
+    row |= {name: sum(job[name] for job in jobs) for name in sums}
+    row |= {name: [line for job in jobs for line in job[name]] for name in _FOUND}
+    row["seconds"] = time.monotonic() - start
+    return row | {"passed": not any(codes) and not any(row[name] for name in _FOUND)}
+
+
+_KINDS = ("agreement", "collectives", "copies")
+
+
+def copies() -> list[Callable[[], dict[str, Any]]]:
+    """Return what simulates each case of `tests.support.host_copies`."""
+    return [
+        functools.partial(simulated, model, num_ranks, factor, skew)
+        for model in MODELS
+        for num_ranks in (16, 32, 64)
+        if model.num_experts % num_ranks == 0
+        for skew in ("uniform", "lognormal")
+        for factor in (1.0, 1.25)
+    ]
+
+
+_FOUND = ("ranks_in_another_order", "differing")
+
+
+def _job(world: World, seed: int, num_steps: int, seconds: float, pipe: int) -> None:
+    """Run one job, and write a line of JSON into `pipe`."""
+    start = time.process_time()
+    records, steps = train(world, seed=seed, num_steps=num_steps, seconds=seconds)
     orders = [rank for stage in world.stages() for rank in records.differing_orders(stage)]
-    return {
-        "check": "collectives",
-        "world": world.name,
-        "ranks": world.num_ranks,
-        "steps": num_steps,
-        "training_steps": num_trained,
-        "repeated_steps": num_repeated,
+    row = {
+        "steps": steps.made,
+        "training_steps": steps.trained,
+        "repeated_steps": steps.repeated,
         "collectives_of_a_rank": len(records.of_rank[0]),
         "ranks_in_another_order": orders,
-        "differing": differing[:10],
-        "seconds": time.monotonic() - start,
-        "cpu_seconds": time.process_time() - cpu_start,
-        "passed": not differing and not orders,
+        "differing": [line[:300] for line in records.differing()[:10]],
+        "cpu_seconds": time.process_time() - start,
     }
+    os.write(pipe, f"{json.dumps(row)}\n".encode())
 
 
 def _forked(work: Callable[[], None]) -> int:
@@ -163,10 +213,14 @@ def _rank(rank: int, num_ranks: int, num_calls: int, port: int, pipe: int) -> No
 def main() -> None:
     """Measure, and write what was found after each case."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=["agreement", "collectives"], help="one of the two")
+    parser.add_argument("--only", choices=_KINDS, help="one of them")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="(8 64)")
     parser.add_argument("--worlds", default="", metavar="TEXT", help="those with it in their name")
-    parser.add_argument("--steps", type=int, help="of each world, instead of its own number")
+    parser.add_argument("--steps", type=int, default=200, help="of each world (200)")
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="for each world; then no step begins (5)"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="that share a world's steps (2)")
     parser.add_argument("--calls", type=int, default=20, help="that are measured (20)")
     parser.add_argument("--out", type=Path, help="results file")
     parser.add_argument("--commit", help="Git SHA of the code")
@@ -175,12 +229,16 @@ def main() -> None:
     command = f"python -m tests.hosts {shlex.join(sys.argv[1:])}"
     rows: list[dict[str, Any]] = []
     works: list[Callable[[], dict[str, Any]]] = []
-    if arguments.only != "collectives":
-        works = [functools.partial(agreement, n, arguments.calls) for n in arguments.ranks]
-    if arguments.only != "agreement":
+    if arguments.only in (None, "copies"):
+        works += copies()
+    if arguments.only in (None, "agreement"):
+        works += [functools.partial(agreement, n, arguments.calls) for n in arguments.ranks]
+    if arguments.only in (None, "collectives"):
         works += [
-            functools.partial(collectives, world, arguments.steps or num_steps)
-            for world, num_steps in _WORLDS.items()
+            functools.partial(
+                collectives, world, arguments.steps, 60 * arguments.minutes, arguments.jobs
+            )
+            for world in _WORLDS
             if arguments.worlds in world.name
         ]
     for work in works:

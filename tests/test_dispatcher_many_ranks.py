@@ -24,7 +24,7 @@ from tests import test_dispatcher
 from tests.support import tiny
 from tests.support.collectives import Records, recorded
 from tests.support.grids import Grid, poisoned_memory
-from tests.support.many_ranks import Alone, World, order_of_passes, train
+from tests.support.many_ranks import Alone, Steps, World, _Limit, order_of_passes, train
 from tests.support.threads import run_on_threads
 from tests.test_dispatcher import Batch, OneRank, _Step, assert_is_reference, config_of, make_batch
 
@@ -150,8 +150,8 @@ def test_an_error_names_the_rank_with_another_shape():
 
 def test_all_ranks_of_a_job_start_the_same_collectives():
     world = World(name="all", ep=4, etp=2, pp=2, vpp=2)
-    records, (num_steps, num_retried) = train(world, seed=1, num_steps=4)
-    assert (num_steps, num_retried) == (3, 1)
+    records, steps = train(world, seed=1, num_steps=4)
+    assert steps == Steps(made=4, trained=3, repeated=1)
     assert records.differing() == []
     assert [records.differing_orders(stage) for stage in world.stages()] == [[], []]
     started = {(name, len(group)) for name, group, _ in records.of_rank[0]}
@@ -178,6 +178,19 @@ def test_another_size_or_order_is_found():
     assert records.differing_orders([0, 1]) == [1]
     records.of_rank = [[first], []]
     assert records.differing()[0].startswith("collective 0 in group of 2: rank 1 started []")
+
+
+def test_all_ranks_end_at_the_step_at_which_the_first_ran_out_of_time(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("tests.support.many_ranks.time.monotonic", lambda: now)
+    limit = _Limit(3, 10)
+    assert [limit.allows(step) for step in (0, 0, 1)] == [True, True, True]
+    now = 11.0
+    assert [limit.allows(step) for step in (1, 2)] == [True, False]
+    now = 0.0
+    assert [limit.allows(step) for step in (1, 2, 3)] == [True, False, False]
+    limit = _Limit(1, 10)
+    assert [limit.allows(step) for step in (0, 1, 1)] == [True, False, False]
 
 
 def test_passes_come_in_the_order_of_the_schedule():

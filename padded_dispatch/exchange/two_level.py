@@ -8,9 +8,35 @@ The ranks with the same place on all hosts are a rail. An all-gather along the r
 drops nothing, and has a size that no routing changes: (H - 1) * T rows per rank for H hosts. An
 all-to-all over all ranks sends slots, (1 - 1 / H) * E * C rows. So the way there is shorter where H
 is below the top-k times the capacity factor: for top-8 and factor 1.25 a fifth of the bytes with 2
-hosts, four fifths with 8. Sending a token to the hosts of its experts only would send less again
-with many hosts, but needs slots between hosts: further rows would be dropped, or slots kept for a
-routing that sends each token to all hosts, which is the all-gather.
+hosts, four fifths with 8.
+
+A copy of a token only to the hosts of its experts, into slots of (source, host), was simulated and
+left out (`python -m tests.hosts --only copies`, notebooks/results/hosts.json). Factor 1.25, 4,096
+tokens, 8 ranks per host, uniform routing (DeepSeek-V3's with its groups); MB between hosts on the
+way there, and ms of a layer's links, forward and backward, by the rates of `tune.hosts`:
+
+                          all-to-all        rail         copy
+    Qwen3-30B-A3B  EP 16     84   6.7     17   6.0     17   6.0
+                   EP 32    126  10.1     50   9.0     50   9.0
+                   EP 64    147  11.7    117  12.6     98  11.8
+    GPT-OSS-20B    EP 16     59   4.7     24   4.7     24   4.7
+                   EP 32     88   7.1     71   7.8     62   7.4
+    GPT-OSS-120B   EP 32     88   7.1     71   7.8     61   7.4
+                   EP 64    103   8.3    165  12.1     86   9.0
+    DeepSeek-V3    EP 16    294  23.5     59  21.0     59  21.0
+                   EP 32    440  35.2    176  31.6    172  31.5
+                   EP 64    514  41.1    411  44.0    255  37.7
+
+Two hosts of these models are the all-gather either way. With more, the copy sends less, but GPT-OSS
+and Qwen3 at EP 64 take longer than by the all-to-all, since the hop inside the host costs more than
+is saved. Only DeepSeek-V3 at EP 64 gains, 8 %. A token without a slot would lose its rows on a
+whole host: at factor 1.0 up to 1.1 % of the rows on top of what experts' slots drop, none at 1.25.
+That is a second selection in the router, and a kind of drop that telemetry does not know.
+
+Direct stores inside the host were left out, too. They pack rows by (expert, source), and here a
+rank of the host sends for one rank of every host, whose rows would lie between those of others:
+weight gradients would be other sums than those of the all-to-all. The way back needs slots, not
+the sums that direct stores make.
 
 The way back has one row per slot, as many bytes between hosts as the all-to-all. To add a token's
 rows on each host first would send less, and would round otherwise. So results, forward and
