@@ -257,7 +257,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self._log_evaluation(config)
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
-        beside = self._gradient_beside(choice.exchange)
+        beside = self._gradient_beside(choice.exchange, len(tokens_TD) * config.top_k)
         self._rounds = None
         if config.fits and self.configs.fitted.num_rounds > 1:
             self._rounds = Rounds(
@@ -281,12 +281,12 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         assert outgoing.meta_MPX is not None
         return outgoing.rows_MPD, outgoing.meta_MPX
 
-    def _gradient_beside(self, exchange: Exchange) -> Beside | None:
+    def _gradient_beside(self, exchange: Exchange, num_rows: int) -> Beside | None:
         """Return the weight gradient that backward computes while gradients travel home."""
         if self._experts.layout is None or self.experts is None:
             return None
         leaves = self._leaves and isinstance(exchange, DirectExchange)
-        return self.experts.leave_gradient(leaves)
+        return self.experts.leave_gradient(num_rows if leaves else 0)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send slots to the ranks of their experts."""

@@ -68,7 +68,7 @@ from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor, nn
 
 from padded_dispatch.config import FIT, NO_DROP, require
-from padded_dispatch.exchange.beside import ROOM, Beside
+from padded_dispatch.exchange.beside import ROOM, Beside, pays
 from padded_dispatch.exchange.choose import Layout
 from padded_dispatch.experts import ExpertWeights, grouped_mlp
 from padded_dispatch.megatron.compat import (
@@ -316,18 +316,31 @@ class StackedExperts(MegatronModule):
         )
         return output_ND, None
 
-    def leave_gradient(self, leaves: bool) -> Beside | None:
+    def leave_gradient(self, num_rows: int) -> Beside | None:
         """Set whether the next pass leaves the gradient of fc1's weight to the dispatch.
 
+        Args:
+            num_rows: rows of this rank's experts, for uniform routing; 0 leaves nothing.
+
         Returns:
-            What the dispatch needs for it; None if the gradient is not left, because `leaves` is
-            False, no gradient is asked for, Megatron delays it, or FSDP moves the weight.
+            What the dispatch needs for it; None if the gradient is not left, because no gradient is
+            asked for, Megatron delays it, FSDP moves the weight, or it does not pay.
         """
-        weight = self.linear_fc1.weight
-        leaves = leaves and self.linear_fc1.delayed is None
-        leaves = leaves and torch.is_grad_enabled() and weight.requires_grad
-        if not leaves or hasattr(weight, "__fsdp_param__"):
-            self._left = None
+        self._left = None
+        linear, weight = self.linear_fc1, self.linear_fc1.weight
+        if not torch.is_grad_enabled() or not weight.requires_grad:
+            return None
+        if linear.delayed is not None or hasattr(weight, "__fsdp_param__"):
+            return None
+        num_experts, out, width = weight.shape
+        if not num_rows or not pays(
+            num_rows=num_rows,
+            width=width,
+            out=out,
+            num_experts=num_experts,
+            num_ranks=self._ep_group.size(),
+            added=adds_gradients(self.config) and linear.buffer() is not None,
+        ):
             return None
         self._left = deque()
         return Beside(weight=weight, delayed=self._left, room=ROOM)
@@ -472,12 +485,11 @@ class StackedLinear(nn.Module):
         """Return the bias of each expert, [L, out]."""
         return None if self.bias is None else self.bias.view(self.num_experts, -1)
 
-    def sums(self) -> Tensor | None:
-        """Return the fp32 buffer to which this pass's backward adds the weight's gradient.
+    def buffer(self) -> Tensor | None:
+        """Return the fp32 buffer to which a pass of this moment may add the weight's gradient.
 
         None if there is none: in evaluation, outside of DDP, with FSDP, for a frozen weight, or
-        where gradients are summed in another dtype. DDP reads the flag after backward, and resets
-        it before the forward passes of a step.
+        where gradients are summed in another dtype.
         """
         weight: Any = self.weight
         main_grad = getattr(weight, "main_grad", None)
@@ -485,8 +497,18 @@ class StackedLinear(nn.Module):
         trains &= not hasattr(weight, "__fsdp_param__")
         if not trains or main_grad is None or main_grad.dtype != torch.float32:
             return None
-        weight.grad_added_to_main_grad = True
         return main_grad.view_as(weight)
+
+    def sums(self) -> Tensor | None:
+        """Return `buffer`, and set the flag that this pass's backward adds to it.
+
+        DDP reads the flag after backward, and resets it before the forward passes of a step.
+        """
+        sums = self.buffer()
+        if sums is not None:
+            weight: Any = self.weight
+            weight.grad_added_to_main_grad = True
+        return sums
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         """Take DDP's hook of a weight with `skip_backward_post_hook`, for `backward_dw`."""

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from padded_dispatch.exchange import beside
-from padded_dispatch.exchange.beside import Beside, Room
+from padded_dispatch.exchange.beside import Beside, Room, pays
+from padded_dispatch.utils.shapes import SHAPES
 
 GPU = torch.device("cuda")
 
@@ -79,6 +80,32 @@ def test_both_begin_behind_the_fork_and_end_before_the_join(streams, device):
             "rows on side",
             "main waits for side",
         ]
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "tokens", "returned", "added"),
+    [
+        ("qwen3-30b-a3b", 2, 4096, True, True),
+        ("qwen3-30b-a3b", 8, 4096, True, True),
+        ("qwen3-30b-a3b", 2, 512, False, False),
+        ("qwen3-30b-a3b", 1, 4096, False, False),
+        ("gpt-oss-20b", 2, 4096, False, True),
+        ("gpt-oss-20b", 8, 4096, True, True),
+    ],
+)
+def test_it_pays_where_rows_travel_longer_than_the_product_loses(
+    model, num_ranks, tokens, returned, added
+):
+    shape = SHAPES[model]
+    sizes = dict(
+        num_rows=tokens * shape.top_k,
+        width=shape.hidden_size,
+        out=2 * shape.ffn_size,
+        num_experts=shape.num_experts // num_ranks,
+        num_ranks=num_ranks,
+    )
+    assert pays(**sizes, added=False) == returned
+    assert pays(**sizes, added=True) == added
 
 
 @pytest.mark.parametrize("num_waiting", [0, 2])

@@ -6,7 +6,7 @@ It uses two GPUs of one host. `--only TEXT` runs the parts whose names contain t
 
 - "products": our product of weight gradients and torch's, bits and time, with programs left out.
 - "room": milliseconds of a layer of `bench`, and the share of its exchange under products, for
-  other numbers of programs of the two kernels, with the serial way first and last.
+  several numbers of programs of the two kernels, in turns with one after the other.
 - "replays": 1,000 replays of a graph with the two beside each other equal those of a graph with
   one after the other, bit by bit, in other routings.
 - "training": a model trains eagerly with one after the other, and in graphs of each kind with the
@@ -19,7 +19,7 @@ where nothing runs beside anything.
 import argparse
 import dataclasses
 import gc
-import itertools
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +33,15 @@ from torch import Tensor, nn
 
 from padded_dispatch.bench.cases import Case
 from padded_dispatch.bench.layer import build, stock_flags
-from padded_dispatch.bench.measure import Batch, Passes, batches, hidden_share, profiled, timed
+from padded_dispatch.bench.measure import (
+    Batch,
+    Passes,
+    batches,
+    hidden_share,
+    kernels_ms,
+    profiled,
+    timed,
+)
 from padded_dispatch.exchange.beside import ROOM, Room
 from padded_dispatch.megatron import experts as megatron_experts
 from padded_dispatch.megatron.compat import training_stream
@@ -46,7 +54,9 @@ from tests.support.graph_training import Findings, Situation, replays_equal_eage
 from tests.support.parity import megatron
 
 BESIDE, SERIAL = "direct-graphed", "direct-serial-graphed"
-_STORES, _SPARE = (66, 132, 264, 528), (0, 11, 22, 44)
+_SPARE = (0, 11, 22, 44)
+_TRIED = ((132, 22), (132, 33), (264, 33), (132, 16))  # Stores and programs left out; see `Room`.
+_TURNS = 5
 _SLEEP = 1_000_000  # Clocks, the most that a rank sleeps between two replays.
 
 
@@ -174,28 +184,44 @@ class Again(nn.Module):
         return self.layer(tokens, logits)
 
 
+@contextmanager
+def _always(room: Room = ROOM) -> Iterator[None]:
+    """Let gradients travel beside products with this room, whatever the sizes are."""
+    with (
+        patch.object(megatron_experts, "ROOM", room),
+        patch.object(megatron_experts, "pays", lambda **sizes: True),
+    ):
+        yield
+
+
 def rooms(case: LayerCase) -> Findings:
-    """Time the layer with each room, and one after the other before and after that."""
+    """Time the layer with each room, in turns with one after the other."""
+    tried = []
     with _world(case):
-        on_gpu = case.device == "cuda"
-        data = case.batches()
-        beside, serial = case.layer(BESIDE), case.layer(SERIAL)
-        tried: list[dict[str, Any]] = []
-        for room in (None, *case.rooms, None):
-            layer = serial if room is None else beside
-            with patch.object(megatron_experts, "ROOM", room or ROOM):
-                passes = Passes(Again(layer), data, graphed=on_gpu, main_grad=case.main_grad)
-            timing = timed(passes.run, iterations=20, repeats=3, device=case.where)
-            row: dict[str, Any] = {"room": None if room is None else dataclasses.asdict(room)}
-            row |= {"ms": timing.ms, "samples_ms": timing.samples_ms, "hidden_share": None}
+        on_gpu, how = case.device == "cuda", {"main_grad": case.main_grad}
+        data, beside = case.batches(), case.layer(BESIDE)
+        serial = Passes(Again(case.layer(SERIAL)), data, graphed=on_gpu, **how)
+        for room in case.rooms:
+            with _always(room):
+                passes = Passes(Again(beside), data, graphed=on_gpu, **how)
+            samples: dict[str, list[float]] = {"serial_ms": [], "beside_ms": []}
+            for _ in range(_TURNS):
+                for name, one in zip(samples, (serial, passes), strict=True):
+                    timing = timed(one.run, iterations=20, repeats=1, device=case.where)
+                    samples[name].append(timing.ms)
+            row: dict[str, Any] = {"room": dataclasses.asdict(room), **samples}
+            row["of_serial"] = statistics.median(samples["beside_ms"])
+            row["of_serial"] /= statistics.median(samples["serial_ms"])
             if on_gpu:
-                row["hidden_share"] = hidden_share(profiled(passes.run, case.where))
+                for name, one in (("serial", serial), ("beside", passes)):
+                    kernels = profiled(one.run, case.where)
+                    row[f"{name}_hidden_share"] = hidden_share(kernels)
+                    row[f"{name}_kernels_ms"] = dict(list(kernels_ms(kernels).items())[:12])
             tried.append(row)
             del passes
             gc.collect()
-    serial_ms = (tried[0]["ms"] + tried[-1]["ms"]) / 2
-    best = min(tried[1:-1], key=lambda row: row["ms"])
-    return Findings(facts={"tried": tried, "best": best, "of_serial": best["ms"] / serial_ms})
+        del serial
+    return Findings(facts={"tried": tried})
 
 
 class Drawn(list[Batch]):
@@ -230,7 +256,8 @@ def replays(case: LayerCase) -> Findings:
         both = []
         for layer in layers:
             torch.manual_seed(7)  # The gradient of the output is drawn.
-            both.append(Passes(Again(layer), data, graphed=on_gpu, main_grad=case.main_grad))
+            with _always():
+                both.append(Passes(Again(layer), data, graphed=on_gpu, main_grad=case.main_grad))
         paces = torch.Generator().manual_seed(dist.get_rank())
         differing: dict[str, Tensor] = {}
         for number in range(case.number):
@@ -272,7 +299,8 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def training(case: Situation) -> Findings:
     """Compare eager training, one after the other, with graphs, beside each other."""
-    return replays_equal_eager(case)
+    with _always():
+        return replays_equal_eager(case)
 
 
 def situations() -> Iterator[Situation]:
@@ -306,20 +334,19 @@ def checks() -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
         counts[3] = 0
         case = Products(name=f"products, {name}", counts=tuple(counts), out=out, width=width)
         yield "our product beside torch's", products, case
-    grid = tuple(
-        Room(stores=stores, spare=spare) for spare, stores in itertools.product(_SPARE, _STORES)
-    )
-    few = tuple(room for room in grid if room.stores in (132, 264))
+    few = tuple(Room(stores=stores, spare=spare) for stores, spare in _TRIED)
     for main_grad in ("none", "fused"):
-        how: dict[str, Any] = {"main_grad": main_grad}
-        name = f"room, Qwen3, main_grad {main_grad}"
-        case = LayerCase(name=f"{name}, factor 1", capacity_factor=1.0, rooms=grid, **how)
-        yield "milliseconds by room", rooms, case
-        yield "milliseconds by room", rooms, LayerCase(name=name, rooms=few, **how)
-        small = LayerCase(name=f"{name}, 512 tokens", tokens=512, rooms=few, **how)
-        yield "milliseconds by room", rooms, small
-        gpt = LayerCase(name=f"room, GPT-OSS, main_grad {main_grad}", model="gpt-oss-20b", **how)
-        yield "milliseconds by room", rooms, dataclasses.replace(gpt, rooms=few)
+        for model, name in (("qwen3-30b-a3b", "Qwen3"), ("gpt-oss-20b", "GPT-OSS")):
+            for tokens, factor in ((4096, 1.0), (4096, 1.25), (512, 1.25)):
+                case = LayerCase(
+                    name=f"room, {name}, main_grad {main_grad}, factor {factor}, {tokens} tokens",
+                    model=model,
+                    main_grad=main_grad,
+                    tokens=tokens,
+                    capacity_factor=factor,
+                    rooms=few if factor == 1.25 and tokens == 4096 else few[:1],
+                )
+                yield "milliseconds by room", rooms, case
     for main_grad in ("none", "fused"):
         name = f"replays, Qwen3, main_grad {main_grad}"
         case = LayerCase(name=name, main_grad=main_grad, tokens=1024)

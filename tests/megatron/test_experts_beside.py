@@ -16,7 +16,7 @@ from torch import Tensor
 from padded_dispatch.config import FIT
 from padded_dispatch.exchange import direct, symmetric_memory
 from padded_dispatch.exchange.beside import Beside
-from padded_dispatch.megatron import PaddedOptions
+from padded_dispatch.megatron import PaddedOptions, experts
 from padded_dispatch.megatron.compat import captures_dispatch_alone, layer_graphs
 from tests.support import tiny
 
@@ -61,6 +61,7 @@ def one_rank() -> Iterator[list[int]]:
         patch.object(direct, "check_group", lambda group: group),
         patch.object(direct, "_check", lambda tokens_TD, probs_TE: None),
         patch.object(Beside, "run", noted),
+        patch.object(experts, "pays", lambda **sizes: True),
     ):
         yield left
 
@@ -179,6 +180,26 @@ def test_a_pass_that_broke_off_leaves_no_gradient_to_the_next(one_rank):
     for one, other in zip(_gradients(made, (1,)), _gradients(expected, (1,)), strict=True):
         assert torch.equal(one, other)
     assert not one_rank
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_the_rule_reads_the_sizes_of_a_pass(one_rank, added):
+    made, seen = _layer("auto"), []
+    if added:
+        made.experts.linear_fc1.weight.main_grad = torch.zeros(tiny.NUM_EXPERTS, 48, tiny.HIDDEN)
+    with patch.object(experts, "pays", lambda **sizes: seen.append(sizes)):
+        made(_tokens(0))
+    assert seen == [
+        {
+            "num_rows": 15 * tiny.TOP_K,
+            "width": tiny.HIDDEN,
+            "out": 48,
+            "num_experts": tiny.NUM_EXPERTS,
+            "num_ranks": 1,
+            "added": added,
+        }
+    ]
+    assert made.experts._left is None and not one_rank
 
 
 def test_passes_without_gradients_leave_nothing(one_rank):
