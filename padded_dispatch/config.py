@@ -91,10 +91,12 @@ class BufferBytes:
     Attributes:
         send: rows and probabilities in slots before the exchange; packed rows if a single rank
             packs its own. With two levels, the tokens of a rank of each host, too.
-        receive: the same after the exchange, and gathered over the expert-tensor-parallel group.
+        receive: the same after the exchange, and gathered over the expert-tensor-parallel group;
+            with two levels also sorted by source.
         experts: what the experts read, unless it is a view of `receive`: regrouped rows,
             probabilities, counts.
-        back: the experts' output on its way back to the tokens.
+        back: the experts' output on its way back to the tokens; with two levels sorted by host and
+            received there, then sorted by place and received.
         plan: the maps of the dispatch plan.
     """
 
@@ -384,11 +386,17 @@ class DispatchConfig:
         regrouped = self.num_sources > 1 and (packed or self.num_local_experts > 1)
         # A single rank's pool of all experts is packed already.
         copied = self.num_sources > 1 or not pooled
-        tokens = num_hosts * num_tokens * per_row if num_hosts > 1 else 0
+        back = rows * per_row + slots * per_row * ((regrouped or shared) + exchanged)
+        receive = send * exchanged + self.etp_size * send * shared
+        if num_hosts > 1:
+            sorts = self.num_ranks > num_hosts  # One rank per host has nothing to sort.
+            send += (num_hosts * num_tokens + 1) * per_row
+            receive += slots * per_row * sorts
+            back += slots * per_row * (1 + 2 * sorts)
         return BufferBytes(
-            send=send + tokens,
-            receive=send * exchanged + self.etp_size * send * shared,
+            send=send,
+            receive=receive,
             experts=rows * (per_row * regrouped + 4 * copied) + 4 * counts * (1 + packed),
-            back=rows * per_row + slots * per_row * ((regrouped or shared) + exchanged),
+            back=back,
             plan=plan,
         )

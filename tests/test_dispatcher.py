@@ -16,6 +16,7 @@ from hypothesis import given
 from torch import Tensor
 
 from padded_dispatch import DispatchConfig, Dispatched, ExpertInput, PaddedDispatcher, reference
+from padded_dispatch import dispatcher as dispatcher_module
 from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.utils.launch import WorkerError
 from padded_dispatch.utils.routings import routing_map, thin_out
@@ -366,6 +367,39 @@ def test_ranks_must_choose_the_same_exchange(pool2: WorkerPool, option, words):
         pool2.run(functools.partial(_exchange_with, **option))
     assert {type(error) for error in caught.value.errors.values()} == {ValueError}
     assert len(caught.value.errors) == 2
+
+
+def test_what_is_left_out_has_its_default(monkeypatch):
+    made = {}
+    for name in ("Agreement", "LayerExchanges"):
+        keep = functools.partial(made.__setitem__, name)
+        monkeypatch.setattr(
+            dispatcher_module, name, lambda *args, keep=keep, **options: keep(options)
+        )
+    config = DispatchConfig(num_experts=4, top_k=2)
+    exchanges = dict(kind="auto", microbatches_in_flight=1, link_rows="auto", ranks_per_host=None)
+    PaddedDispatcher(config)
+    assert made["Agreement"] == {"timeout": 60.0}
+    assert made["LayerExchanges"] == {"layout": "padded", **exchanges}
+    PaddedDispatcher(config, packed=True, agreement_timeout=5.0)
+    assert made["Agreement"] == {"timeout": 5.0}
+    assert made["LayerExchanges"] == {"layout": "packed", **exchanges}
+
+
+def test_what_ranks_compare(monkeypatch):
+    compared: list[Any] = []
+    monkeypatch.setattr(dispatcher_module, "agree_on_shapes", lambda *args: compared.append(args))
+    dispatcher = PaddedDispatcher(DispatchConfig(num_experts=4, top_k=2))
+    tokens_TD, probs_TE = torch.ones(3, 2), torch.rand(3, 4, dtype=torch.float64)
+    map_TE = torch.tensor([[True, True, False, False]] * 3)
+    dispatcher.dispatch(tokens_TD, probs_TE, map_TE)
+    dispatcher.dispatch(tokens_TD, probs_TE, map_TE, scores_TE=probs_TE, draw=torch.tensor(1))
+    shapes = [("dtype of probabilities", torch.float64)]
+    shapes += [("shape of probs_TE", (3, 4)), ("shape of map_TE", (3, 4))]
+    for (agreement, config, tokens, rules), is_given in zip(compared, (False, True), strict=True):
+        assert (agreement, config) == (dispatcher.agreement, dispatcher.config)
+        assert tokens is tokens_TD
+        assert rules == (*shapes, ("scores_TE is given", is_given), ("draw is given", is_given))
 
 
 def test_no_tokens_are_refused():

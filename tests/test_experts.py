@@ -146,6 +146,39 @@ def test_fc2s_input_may_be_recomputed(monkeypatch, biased, recompute):
         assert torch.equal(found[key], value), key
 
 
+def test_nothing_is_recomputed_unless_asked_for(monkeypatch):
+    activation, calls = Activation(**ALL["swiglu"]), []
+
+    def activate(*given: Any) -> Tensor:
+        calls.append(given)
+        return activation_module.activate(*given)
+
+    monkeypatch.setattr(experts, "activate", activate)
+    given = inputs([2, 0, 3], 0, activation, biased=False)
+    rows_ND, probs_N = given.pop("rows_ND"), given.pop("probs_N")
+    weights = ExpertWeights(**given)
+    grouped_mlp(rows_ND, probs_N, offsets_of([2, 0, 3]), weights, activation).sum().backward()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["batched", "grouped"])
+def test_both_grouped_linears_share_one_list_of_tiles(monkeypatch, grouped):
+    activation, given_tiles = Activation(**ALL["swiglu"]), []
+
+    def some_linear(rows_ND: Tensor, weight_LXD: Tensor, *given: Any) -> Tensor:
+        given_tiles.append(given[-1])
+        return rows_ND.new_zeros(len(rows_ND), weight_LXD.shape[1])
+
+    monkeypatch.setattr(experts, "row_tiles", lambda offsets_L, num_rows: (offsets_L, num_rows))
+    if grouped:
+        monkeypatch.setattr(experts, "grouped_linear", some_linear)
+    given, offsets_L = inputs([2, 0, 3], 1, activation, biased=False), offsets_of([2, 0, 3])
+    rows_ND, probs_N = given.pop("rows_ND"), given.pop("probs_N")
+    weights = ExpertWeights(**given)
+    grouped_mlp(rows_ND, probs_N, offsets_L, weights, activation, linear=some_linear)
+    assert given_tiles == [(offsets_L, 6) if grouped else None] * 2
+
+
 def test_gradients_are_those_of_the_function():
     gpt_oss = Activation(**ALL["gpt-oss"])
     given, offsets_L = inputs([2, 0, 3], 0, gpt_oss, biased=True), offsets_of([2, 0, 3])

@@ -25,6 +25,7 @@ Variant = Literal[
     "packed",
     "batched",
     "direct",
+    "direct serial",
     "direct each",
     "direct summed",
     "rank",
@@ -76,7 +77,14 @@ class Contender:
         return "rank" if self.variant in ("rank", "rank direct") else "expert"
 
 
-_DIRECT = ("direct", "direct each", "direct summed", "rank direct", "receiver")
+_DIRECT = (
+    "direct",
+    "direct serial",
+    "direct each",
+    "direct summed",
+    "rank direct",
+    "receiver",
+)
 _OURS: dict[str, Any] = {"name": "ours", "dispatcher": "padded_alltoall"}
 _DROP_PAD: dict[str, Any] = {"name": "stock-drop-pad", "dispatcher": "alltoall"}
 
@@ -98,6 +106,7 @@ CONTENDERS = {
     "batched-graphed": Contender(**_OURS, variant="batched", graph="layer"),
     "direct": Contender(**_OURS, variant="direct", min_ep=2),
     "direct-graphed": Contender(**_OURS, variant="direct", graph="layer", min_ep=2),
+    "direct-serial-graphed": Contender(**_OURS, variant="direct serial", graph="layer", min_ep=2),
     "direct-each-graphed": Contender(**_OURS, variant="direct each", graph="layer", min_ep=2),
     "direct-summed-graphed": Contender(**_OURS, variant="direct summed", graph="layer", min_ep=2),
     "rank-graphed": Contender(**_OURS, variant="rank", graph="layer"),

@@ -215,23 +215,65 @@ def timed(
     return Timing(samples_ms=samples, host_ms=host, sm_mhz=known or None)
 
 
-def kernels_ms(run: Callable[[int], object], device: torch.device) -> dict[str, float]:
-    """Return milliseconds per iteration by kernel name, longest first; a collective call.
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One run of a kernel: its name, and microseconds on the profiler's clock."""
 
-    Concurrent kernels each count in full, so the sum may exceed wall time.
-    """
+    name: str
+    start_us: float
+    end_us: float
+
+
+def profiled(run: Callable[[int], object], device: torch.device) -> list[Kernel]:
+    """Return the kernels of `_PROFILED` iterations; a collective call."""
     _meet(device)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for number in range(_PROFILED):
             run(number)
         _synchronize(device)
-    sums: dict[str, float] = {}
     events: Any = profiler.events()
-    for event in events:
-        if event.device_type.name == "CUDA" and not event.is_user_annotation:
-            ms = event.time_range.elapsed_us() / 1e3 / _PROFILED
-            sums[event.name] = sums.get(event.name, 0.0) + ms
+    return [
+        Kernel(name=event.name, start_us=event.time_range.start, end_us=event.time_range.end)
+        for event in events
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
+    ]
+
+
+def kernels_ms(kernels: list[Kernel]) -> dict[str, float]:
+    """Return milliseconds per iteration by kernel name, longest first.
+
+    Concurrent kernels each count in full, so the sum may exceed wall time.
+    """
+    sums: dict[str, float] = {}
+    for kernel in kernels:
+        ms = (kernel.end_us - kernel.start_us) / 1e3 / _PROFILED
+        sums[kernel.name] = sums.get(kernel.name, 0.0) + ms
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def hidden_share(kernels: list[Kernel]) -> float | None:
+    """Return the share of the exchange's time in which a GEMM ran, too; None without exchange.
+
+    Example: a GEMM from 0 to 4 and one from 3 to 6, an exchange from 5 to 9 and one from 1 to 2: 2
+    of its 5 microseconds are hidden.
+    """
+    products: list[list[float]] = []  # Apart, in ascending order.
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start_us):
+        if phase_of(kernel.name) != "gemm":
+            continue
+        if products and kernel.start_us <= products[-1][1]:
+            products[-1][1] = max(products[-1][1], kernel.end_us)
+        else:
+            products.append([kernel.start_us, kernel.end_us])
+    total = hidden = 0.0
+    for kernel in kernels:
+        if phase_of(kernel.name) == "exchange":
+            total += kernel.end_us - kernel.start_us
+            hidden += sum(
+                max(0.0, min(end, kernel.end_us) - max(start, kernel.start_us))
+                for start, end in products
+            )
+    return round(hidden / total, 4) if total else None
 
 
 def phase_of(kernel: str) -> str:

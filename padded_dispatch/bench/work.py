@@ -18,7 +18,16 @@ from torch import Tensor
 from padded_dispatch.bench.cases import CONTENDERS, Case
 from padded_dispatch.bench.clocks import max_sm_mhz
 from padded_dispatch.bench.layer import build, chosen, stock_flags
-from padded_dispatch.bench.measure import Batch, Passes, batches, kernels_ms, phases_ms, timed
+from padded_dispatch.bench.measure import (
+    Batch,
+    Passes,
+    batches,
+    hidden_share,
+    kernels_ms,
+    phases_ms,
+    profiled,
+    timed,
+)
 from padded_dispatch.bench.roofline import roofline
 from padded_dispatch.bench.table import line, table
 from padded_dispatch.config import DispatchConfig
@@ -37,6 +46,7 @@ _FIGURES = (
     "sm_mhz",
     "phases_ms",
     "kernels_ms",
+    "hidden_share",
     "floor_ms",
     "sustained_floor_ms",
     "floor_parts_ms",
@@ -180,7 +190,9 @@ def _figures(
         figures["allocated_gib"] = round(allocated_gib() - allocated, 3)
         figures["reserved_gib"] = round(reserved_gib() - reserved, 3)
     if settings.phases and on_gpu:
-        kernels = kernels_ms(passes.run, device)
+        runs = profiled(passes.run, device)
+        figures["hidden_share"] = hidden_share(runs)
+        kernels = kernels_ms(runs)
         figures["phases_ms"] = phases_ms(kernels)
         longest = list(kernels.items())[:_SHOWN_KERNELS]
         figures["kernels_ms"] = {name[:120]: round(ms, 4) for name, ms in longest}

@@ -79,7 +79,7 @@ from padded_dispatch.exchange.symmetric_memory import (
     free_bytes,
     shares_workspace,
 )
-from padded_dispatch.exchange.two_level import TwoLevelExchange, hosts_of
+from padded_dispatch.exchange.two_level import TwoLevelExchange, hosts_of, require_room
 
 Layout = Literal["padded", "packed", "either"]
 
@@ -393,6 +393,8 @@ class LayerExchanges:
         elif config.capacity_pool == "receiver":
             _refuse_on_gpus(tokens_TD, reason)
             sizes = blocks_of_receivers(config, sizes, tokens_TD.shape[0])
+        if self._hosts is not None and self._group is not None:
+            require_room(config, tokens_TD, self._group, self.num_hosts)
         exchange = self._packed or self._padded
         if self._packed is not None and self._padded is not None:
             padded = prefers_padded(config, tokens_TD.shape[0])

@@ -8,7 +8,8 @@ is the other's transpose:
     return_rows   packed rows to their tokens:  barrier, rows into slots, barrier, sum
 
 The forward of dispatch is a push, the forward of combine a return; backward, the other way round.
-Probabilities, or their gradients, travel with the rows.
+Probabilities, or their gradients, travel with the rows. The return of gradients may run beside the
+product of a weight gradient: see `padded_dispatch.exchange.beside`.
 
 A token, or a gradient, that goes to several experts of one rank crosses the link there once, where
 that pays (`padded_dispatch.exchange.links`): into its first row, from which the receiver copies it
@@ -72,10 +73,11 @@ against fp64 is 0.0019 to 0.0024 of that of the sums, where one rounding makes i
 
 Tried and left out:
 
-- Gradients that return as soon as fc1's input has its own, on a second stream beside fc1's weight
-  gradient (commit f65f1d6, 4 H200, Qwen3-30B-A3B). These three kernels took 958 us instead of 969
-  at factor 1.0 and 1,009 instead of 1,008 at 2.0. The GEMM's programs fill the device until they
-  end, and the programs that store wait for a free place, whatever their stream's priority.
+- Gradients that return beside fc1's weight gradient where torch computes it (commit f65f1d6, 4
+  H200, Qwen3-30B-A3B). These three kernels took 958 us instead of 969 at factor 1.0 and 1,009
+  instead of 1,008 at 2.0. The GEMM's programs fill the device until they end, and the programs that
+  store wait for a free place, whatever their stream's priority. `padded_dispatch.exchange.beside`
+  has what is done instead.
 - Experts in two halves, each with its own exchange on its own stream, so that rows of one half
   travel during the GEMMs of the other, both ways, forward and backward (2 H200, EP 2, factor 1.25,
   a script that was not kept). All of it in a graph took 2.68 ms instead of 2.76 for Qwen3-30B-A3B
@@ -110,6 +112,7 @@ from torch.library import custom_op
 
 from padded_dispatch.config import LinkRows, require
 from padded_dispatch.exchange import ExpertInput, PackedAtOnce, Slots
+from padded_dispatch.exchange.beside import Beside, side_stream
 from padded_dispatch.exchange.links import num_places
 from padded_dispatch.exchange.symmetric_memory import (
     Demands,
@@ -182,9 +185,16 @@ class DirectExchange(PackedAtOnce):
 
     @nvtx_range("exchange")
     def prepare(
-        self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan, num_rows: int
+        self,
+        tokens_TD: Tensor,
+        probs_TE: Tensor,
+        plan: DispatchPlan,
+        num_rows: int,
+        beside: Beside | None = None,
     ) -> Slots:
         """Push tokens and probabilities to their experts: rows [1, N, D], meta [1, N + E].
+
+        `beside`: what the backward pass computes while gradients travel home.
 
         Raises:
             ValueError: for tensors on the CPU or in fp64.
@@ -198,7 +208,7 @@ class DirectExchange(PackedAtOnce):
                 tokens_TD.device,
                 microbatches_in_flight=self._microbatches_in_flight,
             )
-        rows_ND, meta, _ = _push_rows(
+        pushed = (
             tokens_TD,
             probs_TE,
             *_maps(plan),
@@ -207,6 +217,10 @@ class DirectExchange(PackedAtOnce):
             self._buffers[shape].key,
             True,
         )
+        if beside is None:
+            rows_ND, meta, _ = _push_rows(*pushed)
+        else:
+            rows_ND, meta = _PushBeside.apply(beside, beside.weight, *pushed)
         return Slots(rows_MPD=rows_ND[None], meta_MPX=meta[None])
 
     @nvtx_range("regroup")
@@ -376,6 +390,7 @@ def _return_rows(
     pool_slots: int,
     experts_per_pool: int,
     key: str,
+    num_programs: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     from padded_dispatch.kernels import direct, rows
 
@@ -394,10 +409,11 @@ def _return_rows(
         maps = slot_of_TK, expert_of_TK
         direct.list_slots(*maps, workspace.lists_R, home_TK, buffers.rank, num_local)
         workspace.barrier()
-        direct.return_sums(*returned, workspace.lists(num_ranks, *slot_of_TK.shape), *to)
+        lists_STK = workspace.lists(num_ranks, *slot_of_TK.shape)
+        direct.return_sums(*returned, lists_STK, *to, num_programs=num_programs)
     else:
         workspace.barrier()
-        direct.return_rows(*returned, *to)
+        direct.return_rows(*returned, *to, num_programs=num_programs)
     workspace.barrier()
     sum_TD = rows.sum_rows(workspace.slots_QD, home_TK)
     if probs_N is None:
@@ -424,14 +440,15 @@ def _push_setup(ctx, inputs, output) -> None:
 
 
 @nvtx_range("exchange backward")
-def _push_backward(ctx, grad_ND, grad_meta, _):
+def _push_backward(ctx, grad_ND, grad_meta, _, num_programs=None):
     grads_N = grad_meta[: grad_ND.shape[0]]
-    grad_TD, grad_TE = _return_rows(grad_ND, grads_N, *ctx.saved_tensors, *ctx.where)
+    given = grad_ND, grads_N, *ctx.saved_tensors, *ctx.where
+    grad_TD, grad_TE = _return_rows(*given, num_programs)
     return grad_TD, grad_TE.to(ctx.dtype), *(None,) * 10
 
 
 def _return_setup(ctx, inputs, output) -> None:
-    packed_ND, _, offsets_LS, *maps, pool_slots, experts_per_pool, key = inputs
+    packed_ND, _, offsets_LS, *maps, pool_slots, experts_per_pool, key, _ = inputs
     ctx.save_for_backward(*maps)
     num_ranks = offsets_LS.shape[1]
     ctx.where = pool_slots, experts_per_pool, packed_ND.shape[0], num_ranks, key, False
@@ -440,7 +457,30 @@ def _return_setup(ctx, inputs, output) -> None:
 @nvtx_range("exchange backward")
 def _return_backward(ctx, grad_TD, _):
     grad_ND, _, _ = _push_rows(grad_TD, None, *ctx.saved_tensors, *ctx.where)
-    return grad_ND, *(None,) * 9
+    return grad_ND, *(None,) * 10
+
+
+class _PushBeside(torch.autograd.Function):
+    """`_push_rows`, whose backward also computes a weight's gradient; forward does not read it."""
+
+    @staticmethod
+    def forward(ctx, beside: Beside, weight_LOI: Tensor, tokens_TD: Tensor, *others):
+        inputs = tokens_TD, *others
+        output = _push_rows(*inputs)
+        _push_setup(ctx, inputs, output)
+        ctx.beside = beside
+        if tokens_TD.is_cuda:
+            side_stream(tokens_TD.device)  # Made here: backward may be in a capture.
+        return output[:2]
+
+    @staticmethod
+    def backward(ctx, grad_ND, grad_meta):  # pyright: ignore[reportIncompatibleMethodOverride]
+        beside = ctx.beside
+        grads, grad_LOI = beside.run(
+            lambda: _push_backward(ctx, grad_ND, grad_meta, None, beside.room.stores),
+            grad_ND.device,
+        )
+        return None, grad_LOI, *grads
 
 
 _push_rows.register_autograd(_push_backward, setup_context=_push_setup)

@@ -47,7 +47,7 @@ from padded_dispatch.exchange.alltoall import (
     gather_into,
     group_name,
 )
-from padded_dispatch.exchange.symmetric_memory import gather_objects
+from padded_dispatch.exchange.symmetric_memory import free_bytes, gather_objects
 from padded_dispatch.ops.plan import DispatchPlan
 from padded_dispatch.ops.rows import gather_meta
 from padded_dispatch.utils.nvtx import nvtx_range
@@ -207,6 +207,46 @@ def level_bytes(
     )
 
 
+def bytes_at_once(
+    config: DispatchConfig,
+    num_tokens: int,
+    hidden_size: int,
+    element_size: int,
+    *,
+    num_hosts: int,
+) -> int:
+    """Return the bytes of rows that one way holds at once, on top of what it is given.
+
+    They are slots before and after a hop, or slots beside the tokens of a rank of each host. All
+    that one pass allocates is in `DispatchConfig.buffer_bytes`.
+    """
+    sizes, per_row = config.sizes(num_tokens), hidden_size * element_size
+    slots = sizes.num_pools * sizes.pool_slots
+    return per_row * (slots + max(slots, num_hosts * num_tokens + 1))
+
+
+def require_room(
+    config: DispatchConfig, tokens_TD: Tensor, group: dist.ProcessGroup, num_hosts: int
+) -> None:
+    """Raise on all ranks if a GPU has no room for two levels; a collective call if on GPUs.
+
+    Raises:
+        ValueError: says how much is needed and free.
+    """
+    if not tokens_TD.is_cuda:
+        return
+    sizes = *tokens_TD.shape, tokens_TD.element_size()
+    need = bytes_at_once(config, *sizes, num_hosts=num_hosts)
+    free = free_bytes(group, tokens_TD.device)
+    require(
+        need <= free,
+        "exchange='two-level'",
+        f"{free / 2**30:.2f} GiB on the rank that has least",
+        f"have {need / 2**30:.2f} GiB free for slots before and after a hop",
+        "lower the capacity factor or the tokens per rank, or set exchange='alltoall'",
+    )
+
+
 class TwoLevelExchange(AllToAllExchange):
     """`Exchange` that sends tokens between hosts and slots inside a host.
 
@@ -278,17 +318,40 @@ def _go(
     zeros: bool,
 ) -> Tensor:
     """Send tokens to their experts: [T, D] to [M, P, D], by source. Transpose of `_return`."""
+    # Nested calls keep no name for what is no longer read, so at most two buffers are alive.
+    by_host_MP = _rows_over_rail(slot_of_TK, choice_of_slot_GP, rail, num_hosts)
+    row_MP = _swapped(by_host_MP, num_hosts, per_host)
+    return _swapped(
+        all_to_all(_slots_of_host(tokens_TD, row_MP, rail, num_hosts, zeros), host),
+        per_host,
+        num_hosts,
+    )
+
+
+def _rows_over_rail(
+    slot_of_TK: Tensor, choice_of_slot_GP: Tensor, rail: str, num_hosts: int
+) -> Tensor:
+    """Return which of the rail's rows the slots of this rank's host take: int64 [M, P], by host.
+
+    The rail's rows are the tokens of all its ranks, and a last one for empty slots.
+    """
     num_tokens, top_k = slot_of_TK.shape
-    rows_ND = tokens_TD.new_empty(num_hosts * num_tokens + 1, tokens_TD.shape[1])
-    gather_into(rows_ND[:-1], tokens_TD, rail)
-    rows_ND[-1] = 0.0 if zeros else torch.nan  # What empty slots take.
     token_GP = torch.where(choice_of_slot_GP >= 0, choice_of_slot_GP // top_k, -1)
     token_HGP = all_to_all(token_GP, rail).unflatten(0, (num_hosts, -1))
     first_H11 = torch.arange(num_hosts, device=token_GP.device).view(-1, 1, 1) * num_tokens
     row_HGP = torch.where(token_HGP >= 0, token_HGP + first_H11, num_hosts * num_tokens)
-    row_MP = _swapped(row_HGP.flatten(0, 1), num_hosts, per_host)
-    slots_MPD = rows_ND.index_select(0, row_MP.flatten()).view(*row_MP.shape, -1)
-    return _swapped(all_to_all(slots_MPD, host), per_host, num_hosts)
+    return row_HGP.flatten(0, 1)
+
+
+def _slots_of_host(
+    tokens_TD: Tensor, row_MP: Tensor, rail: str, num_hosts: int, zeros: bool
+) -> Tensor:
+    """Gather the rail's tokens into the slots of this rank's host: [M, P, D]."""
+    num_rows = num_hosts * tokens_TD.shape[0]
+    rows_ND = tokens_TD.new_empty(num_rows + 1, tokens_TD.shape[1])
+    gather_into(rows_ND[:-1], tokens_TD, rail)
+    rows_ND[-1] = 0.0 if zeros else torch.nan  # What empty slots take.
+    return rows_ND.index_select(0, row_MP.flatten()).view(*row_MP.shape, -1)
 
 
 @custom_op("padded_dispatch::return_over_hosts", mutates_args=())
@@ -303,9 +366,17 @@ def _return(
     zeros: bool,
 ) -> Tensor:
     """Send slots back to their tokens, and sum those of each: [M, P, D] to [T, D]."""
-    to_hosts = all_to_all(_swapped(rows_MPD, num_hosts, per_host), host)
-    rows_GPD = all_to_all(_swapped(to_hosts, per_host, num_hosts), rail)
-    return torch.ops.padded_dispatch.combine(rows_GPD, slot_of_TK, choice_of_slot_GP, zeros)
+    return torch.ops.padded_dispatch.combine(
+        all_to_all(
+            _swapped(
+                all_to_all(_swapped(rows_MPD, num_hosts, per_host), host), per_host, num_hosts
+            ),
+            rail,
+        ),
+        slot_of_TK,
+        choice_of_slot_GP,
+        zeros,
+    )
 
 
 @_go.register_fake

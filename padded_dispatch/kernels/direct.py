@@ -452,6 +452,7 @@ def return_rows(
     pool_slots: int,
     experts_per_pool: int,
     sent_R: Tensor | None = None,
+    num_programs: int | None = None,
 ) -> None:
     """Send packed rows, and a number beside each, back into their slots on their source ranks.
 
@@ -467,13 +468,14 @@ def return_rows(
         pool_slots: P.
         experts_per_pool: X.
         sent_R: see above.
+        num_programs: the most for each block of columns; None is `_PROGRAMS`.
 
     Example: on rank 1 of 2 with L = 1, P = 2 and X = 1, `offsets = [[1, 3]]`: row 0 goes to slot 2
     on rank 0, rows 1 and 2 to slots 2 and 3 on rank 1. With X = 2 and `kept_SE = [[1, 1], [0, 2]]`
     they go to slot 1 on rank 0, and slots 0 and 1 on rank 1.
     """
     width = packed_ND.shape[1]
-    programs = min(packed_ND.shape[0], _PROGRAMS)
+    programs = min(packed_ND.shape[0], num_programs or _PROGRAMS)
     num_local, num_ranks = offsets_LS.shape
     _return_rows_kernel[(programs, triton.cdiv(width, _block(width)))](
         packed_ND,
@@ -644,6 +646,7 @@ def return_sums(
     pool_slots: int,
     experts_per_pool: int,
     sent_R: Tensor | None = None,
+    num_programs: int | None = None,
 ) -> None:
     """Send the sum of each token's packed rows to its rank, and the number beside each row.
 
@@ -663,6 +666,7 @@ def return_sums(
         pool_slots: P.
         experts_per_pool: X.
         sent_R: see above.
+        num_programs: the most for each block of columns; None is `_PROGRAMS`.
 
     Example: on rank 0 of 2 with L = 2, P = 2 and X = 1, `offsets = [[0, 1], [0, 2]]`: rank 1 has a
     row of either expert, `packed = [[5], [6]]`. With `lists[1] = [[[0, 2, -1], [0, 1, 0]]]` they
@@ -685,7 +689,7 @@ def return_sums(
         L_BLOCK=triton.next_power_of_2(num_local),
         E_BLOCK=triton.next_power_of_2(num_sources * num_local),
     )
-    programs = min(num_sources * num_tokens, _PROGRAMS)
+    programs = min(num_sources * num_tokens, num_programs or _PROGRAMS)
     _return_sums_kernel[(programs, triton.cdiv(width, _block(width)))](
         packed_ND,
         probs_N,

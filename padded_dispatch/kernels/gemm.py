@@ -1,10 +1,10 @@
-"""Grouped products over packed rows: rows times weights, and gradients of weights in fp32.
+"""Grouped products over packed rows: rows times weights, and gradients of weights.
 
 `rows_times_weights` multiplies every expert's rows by that expert's matrix: both forward linears
 and both gradients of rows. `add_weight_gradients` multiplies two blocks of rows of one expert, and
 adds the product to an fp32 buffer: no bf16 gradient is rounded, written and read again. Offsets
 stay on the device. Rows behind the last one are never read into a result that is kept, and never
-written.
+written. `weight_gradients` returns the same products rounded, where nothing is added.
 
 The kernels are persistent: `num_programs` programs take tiles in turn, experts in ascending order,
 so fewer programs leave multiprocessors to others. Of a small weight all columns are taken before
@@ -33,17 +33,25 @@ they are to be; 3 stages and whole tiles at the end (340 193 176 380); tiles of 
 (392 220 201 425), of 128 x 128 with 128 elements of the inner dimension (388 236 201 398) and with
 two programs on a multiprocessor (474 290 253 494).
 
-Weight gradients of fc1 and fc2, added to fp32, beside `torch._grouped_mm` and an addition:
+Weight gradients of fc1 and fc2, added to fp32, beside `torch._grouped_mm` and an addition, and the
+addition alone of one fp32 buffer to the other:
 
-    Qwen3, 128 experts of 256 rows     1,636  800     1,935  976
-    Qwen3, 64 experts of 512 rows        922  460     1,115  559
-    Qwen3, 16 experts of 2,048 rows      490  215       546  254
-    GPT-OSS, 16 experts of 1,024       1,577  839     1,824  969
+    Qwen3, 128 experts of 256 rows     1,142  600     1,935  979     1,110  556
+    Qwen3, 16 experts of 2,048 rows      396  207       489  255       141    -
+    GPT-OSS, 32 experts of 512         1,891  933     2,877 1,492    1,462  733
+    GPT-OSS, 4 experts of 4,096            -  520         -  558         -    -
 
-Without the addition torch is faster (Qwen3, 512 rows: 428 203, this kernel 438 234), so it computes
-gradients that are not added. Tried and left out, Qwen3 with 512 rows: one program on a
-multiprocessor (982 529), blocks of 32 rows (946 485), tiles of 64 x 256 (1,089 558), of 128 x 64
-with three programs (1,196 621), of 128 x 256 (1,163 594).
+Tried and left out, fc1 of Qwen3 at 256 and at 2,048 rows, and of GPT-OSS at 512: a whole tile of
+sums at the end, which does not fit the registers (1,697 447 2,542); the second half read after the
+first is written (1,227 386 1,954); quarters (1,297 391 1,968); sums read before the products (1,942
+551 2,912); TMA reductions (1,968 527 2,856); descriptors of one expert each, whose rows end at its
+last, and tiles that overlap (1,203 424 1,872); tiles of 128 x 256, too, with halves (1,194 405
+1,956); eight warps (1,714 521 2,566); one program on a multiprocessor with four stages (2,258 529
+3,290); tiles of 64 x 128 with three programs (1,888 676 3,009).
+
+Without the addition torch is faster (fc1 519 312 979, this kernel 646 315 1,142), so it computes
+gradients that are not added, but for those beside which rows travel: its programs fill the device,
+and ours leave room (`padded_dispatch.exchange.beside`).
 
 I and O: width of an input and an output row of a linear. N: rows. L: experts.
 """
@@ -244,10 +252,14 @@ def _rows_times_weights_kernel(
         end = tl.load(offsets + expert)
         # In two halves: the buffer through which a tile is stored takes half the shared memory,
         # which leaves room for a fourth stage.
-        halves = tl.permute(tl.reshape(sums, (ROWS, 2, half)), (0, 2, 1))
-        left, right = tl.split(halves)
+        left, right = _halves(sums, ROWS, COLUMNS)
         _store_rows(out, left, row, column, end, width_out, ROWS, half)
         _store_rows(out, right, row, column + half, end, width_out, ROWS, half)
+
+
+@triton.jit
+def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -281,17 +293,53 @@ def add_weight_gradients(
     Example: `grad = [[1], [2], [3]]`, `rows = [[1], [10], [100]]` and `offsets = [2, 2, 3]` add
     `[[[21]], [[0]], [[300]]]`.
     """
-    num_experts, width_out, width_in = sums_LOI.shape
-    _add_weight_gradients_kernel[(num_programs or 2 * _multiprocessors(rows_NI.device),)](
+    _multiply_rows(grad_NO, rows_NI, offsets_L, sums_LOI, True, tiles, num_programs)
+
+
+def weight_gradients(
+    grad_NO: Tensor,
+    rows_NI: Tensor,
+    offsets_L: Tensor,
+    *,
+    tiles: Tiles = _GRADIENT_TILES,
+    num_programs: int | None = None,
+) -> Tensor:
+    """Compute every expert's `grad.T @ rows`, rounded once: [L, O, I] in the dtype of the rows.
+
+    The arguments are those of `add_weight_gradients`.
+    """
+    shape = offsets_L.shape[0], grad_NO.shape[1], rows_NI.shape[1]
+    out_LOI = rows_NI.new_empty(shape)
+    _multiply_rows(grad_NO, rows_NI, offsets_L, out_LOI, False, tiles, num_programs)
+    return out_LOI
+
+
+def gradient_programs(device: torch.device, spare: int) -> int:
+    """Return how many programs compute gradients of weights if `spare` of them are left out."""
+    return max(1, 2 * _multiprocessors(device) - spare)
+
+
+def _multiply_rows(
+    grad_NO: Tensor,
+    rows_NI: Tensor,
+    offsets_L: Tensor,
+    out_LOI: Tensor,
+    adds: bool,
+    tiles: Tiles,
+    num_programs: int | None,
+) -> None:
+    num_experts, width_out, width_in = out_LOI.shape
+    _weight_gradients_kernel[(num_programs or gradient_programs(rows_NI.device, 0),)](
         TensorDescriptor.from_tensor(grad_NO, [tiles.inner, tiles.rows]),
         TensorDescriptor.from_tensor(rows_NI, [tiles.inner, tiles.columns]),
-        sums_LOI,
+        out_LOI,
         offsets_L,
         num_experts,
         width_out,
         width_in,
         triton.cdiv(width_out, tiles.rows),
         triton.cdiv(width_in, tiles.columns),
+        ADDS=adds,
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         INNER=tiles.inner,
@@ -301,16 +349,17 @@ def add_weight_gradients(
 
 
 @triton.jit
-def _add_weight_gradients_kernel(
+def _weight_gradients_kernel(
     grad,
     rows,
-    sums,
+    out,
     offsets,
     num_experts,
     width_out,
     width_in,
     tiles_down,
     tiles_across,
+    ADDS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
@@ -334,9 +383,18 @@ def _add_weight_gradients_kernel(
             g = tl.where(real, grad.load([n, down]), 0)
             x = tl.where(real, rows.load([n, across]), 0)
             product = tl.dot(g.T, x, product)
+        # In two halves: the registers cannot hold a whole tile of products and one of sums. Both
+        # are read before one is written, so that the second does not wait for the first.
+        half: tl.constexpr = COLUMNS // 2
+        left, right = _halves(product, ROWS, COLUMNS)
         o = (down + tl.arange(0, ROWS))[:, None]
-        i = (across + tl.arange(0, COLUMNS))[None, :]
-        inside = (o < width_out) & (i < width_in)
-        at = sums + (expert.to(tl.int64) * width_out + o) * width_in + i
-        tl.store(at, tl.load(at, mask=inside, other=0) + product, mask=inside)
+        i = (across + tl.arange(0, half))[None, :]
+        at = out + (expert.to(tl.int64) * width_out + o) * width_in + i
+        on_left = (o < width_out) & (i < width_in)
+        on_right = (o < width_out) & (i + half < width_in)
+        if ADDS:
+            left += tl.load(at, mask=on_left, other=0)
+            right += tl.load(at + half, mask=on_right, other=0)
+        tl.store(at, left.to(out.dtype.element_ty), mask=on_left)
+        tl.store(at + half, right.to(out.dtype.element_ty), mask=on_right)
         tile += tl.num_programs(0)

@@ -85,6 +85,12 @@ def captures_router_alone(config: Any) -> bool:
     return _captures(config) and "moe_router" in scopes and not scopes & {"moe", "moe_preprocess"}
 
 
+def captures_dispatch_alone(config: Any) -> bool:
+    """Return whether graphs of a config end between the first dispatch stage and the experts."""
+    alone = "moe_preprocess" in graph_scopes(config) and not captures_experts(config)
+    return _captures(config) and alone
+
+
 def _captures(config: Any) -> bool:
     return getattr(config, "cuda_graph_impl", "none") not in (None, "none")
 

@@ -40,9 +40,11 @@ from torch import Tensor
 from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.exchange import Exchange, Slots
 from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.exchange.beside import Beside
 from padded_dispatch.exchange.choose import Choice, LayerExchanges
+from padded_dispatch.exchange.direct import DirectExchange
 from padded_dispatch.exchange.fit import Fitted, fit
-from padded_dispatch.megatron.compat import SharedExpertOverlap
+from padded_dispatch.megatron.compat import SharedExpertOverlap, captures_dispatch_alone
 from padded_dispatch.megatron.config import (
     LayerConfigs,
     check_config,
@@ -120,6 +122,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self._experts = chosen_experts(config)
         self._options = options
         self._overlaps = config.overlap_moe_expert_parallel_comm
+        # Graphs that end before the experts would end before the gradient to be left is there.
+        self._leaves = options.gradients_home == "auto" and not captures_dispatch_alone(config)
         in_flight = options.microbatches_in_flight
         if in_flight == "auto":
             in_flight = passes_in_flight(config, _pipeline_rank(pg_collection))
@@ -253,6 +257,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self._log_evaluation(config)
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
+        beside = self._gradient_beside(choice.exchange)
         self._rounds = None
         if config.fits and self.configs.fitted.num_rounds > 1:
             self._rounds = Rounds(
@@ -260,7 +265,11 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             )
             return self._apart(tokens, tokens), self._apart(probs, probs)
         plan = make_plan(routing_map, top_k=config.top_k, sizes=choice.sizes, kept_SE=self.kept_SE)
-        outgoing = choice.exchange.prepare(tokens_TD, probs, plan, choice.sizes.num_rows)
+        given = tokens_TD, probs, plan, choice.sizes.num_rows
+        if isinstance(choice.exchange, DirectExchange):
+            outgoing = choice.exchange.prepare(*given, beside)
+        else:
+            outgoing = choice.exchange.prepare(*given)
         counters = self._counters_now()
         if counters is not None:
             counters.add_unplaced(plan.unplaced_E)
@@ -271,6 +280,13 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.unplaced_E = plan.unplaced_E
         assert outgoing.meta_MPX is not None
         return outgoing.rows_MPD, outgoing.meta_MPX
+
+    def _gradient_beside(self, exchange: Exchange) -> Beside | None:
+        """Return the weight gradient that backward computes while gradients travel home."""
+        if self._experts.layout is None or self.experts is None:
+            return None
+        leaves = self._leaves and isinstance(exchange, DirectExchange)
+        return self.experts.leave_gradient(leaves)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send slots to the ranks of their experts."""

@@ -27,6 +27,11 @@ weights to `StackedLinear.register_wgrad_accumulation_and_reduce_hooks` then, wh
 reduce a gradient once it is there. With other wrappers `backward_dw` adds to `main_grad` itself.
 Biases have their gradient right after backward, as with TEGroupedMLP.
 
+With direct stores, and where Megatron delays nothing, backward leaves the gradient of fc1's weight
+to the backward pass of the dispatch, which computes it while gradients of rows travel home
+(`padded_dispatch.exchange.beside`). To autograd it is a gradient like others: DDP's hooks, and
+`main_grad`, see no difference.
+
 Checkpoints hold single experts, as TEGroupedMLP's do, and either module loads the other's:
 
 - `state_dict`: `weight0`, `bias0`, ... of each linear, as TEGroupedLinear has them.
@@ -63,6 +68,7 @@ from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor, nn
 
 from padded_dispatch.config import FIT, NO_DROP, require
+from padded_dispatch.exchange.beside import ROOM, Beside
 from padded_dispatch.exchange.choose import Layout
 from padded_dispatch.experts import ExpertWeights, grouped_mlp
 from padded_dispatch.megatron.compat import (
@@ -263,6 +269,7 @@ class StackedExperts(MegatronModule):
             )
 
         self.linear_fc1, self.linear_fc2 = stacked("linear_fc1", 0), stacked("linear_fc2", 1)
+        self._left: Delayed | None = None  # See `leave_gradient`; taken by the next forward pass.
         # Each rank would add fc2's bias to its part of the sum. Megatron refuses such configs, too.
         assert not splits or self.linear_fc2.bias is None
 
@@ -287,6 +294,7 @@ class StackedExperts(MegatronModule):
                 num_each, num_rows + 1, num_each, dtype=torch.int32, device=rows_ND.device
             )
         adds = adds_gradients(self.config)
+        left, self._left = self._left, None
         weights = ExpertWeights(
             fc1_LGD=self.linear_fc1.weight,
             fc2_LDF=self.linear_fc2.weight,
@@ -294,7 +302,7 @@ class StackedExperts(MegatronModule):
             fc2_bias_LD=self.linear_fc2.biases(),
             fc1_sums_LGD=self.linear_fc1.sums() if adds else None,
             fc2_sums_LDF=self.linear_fc2.sums() if adds else None,
-            fc1_delayed=self.linear_fc1.delayed,
+            fc1_delayed=self.linear_fc1.delayed if left is None else left,
             fc2_delayed=self.linear_fc2.delayed,
         )
         output_ND = grouped_mlp(
@@ -307,6 +315,22 @@ class StackedExperts(MegatronModule):
             recompute=self.recompute,
         )
         return output_ND, None
+
+    def leave_gradient(self, leaves: bool) -> Beside | None:
+        """Set whether the next pass leaves the gradient of fc1's weight to the dispatch.
+
+        Returns:
+            What the dispatch needs for it; None if the gradient is not left, because `leaves` is
+            False, no gradient is asked for, Megatron delays it, or FSDP moves the weight.
+        """
+        weight = self.linear_fc1.weight
+        leaves = leaves and self.linear_fc1.delayed is None
+        leaves = leaves and torch.is_grad_enabled() and weight.requires_grad
+        if not leaves or hasattr(weight, "__fsdp_param__"):
+            self._left = None
+            return None
+        self._left = deque()
+        return Beside(weight=weight, delayed=self._left, room=ROOM)
 
     def need_backward_dw(self) -> bool:
         """Return whether `backward_dw` computes gradients; Megatron-FSDP asks."""

@@ -34,6 +34,7 @@ from padded_dispatch.config import (
 Alignment = int | Literal["auto"]
 Experts = Literal["auto", "module", "packed", "batched"]
 Router = Literal["auto", "kernel", "megatron"]
+GradientsHome = Literal["auto", "after"]
 
 _TWO_LEVEL = ("two-level",)
 OnOverflow = Literal["drop", "warn", "error", "grow", "retry"]
@@ -273,7 +274,14 @@ class PaddedOptions:
         "a rank goes home, which is rounded once more",
         choices=get_args(LinkRows),
     )
-
+    gradients_home: GradientsHome = _option(
+        "auto",
+        "with direct and packed experts, when gradients of tokens travel back to their ranks: "
+        "auto: beside the product of fc1's weight gradient, unless Megatron delays weight "
+        "gradients or graphs end before the experts; after: after it. Results are the same, bit "
+        "by bit",
+        choices=get_args(GradientsHome),
+    )
     ranks_per_host: int | Literal["auto"] = _option(
         "auto",
         "with two-level, ranks of the expert-parallel group on each host, in the order of their "

@@ -31,8 +31,9 @@ What a step changes, and how it goes back:
   earlier steps, so they are copied, too.
 - Microbatches: see `microbatches`.
 
-Loss scaling needs nothing: the scale changes in the optimizer. The second run is eager because no
-graph has the capacity that it needs.
+Loss scaling (fp16) needs nothing: Megatron's optimizer looks for gradients that overflowed, and
+changes the scale, after the schedule; it sees the gradients that stand. The second run is eager
+because no graph has the capacity that it needs.
 
 Letters: Y padded layers of this rank, W numbers in `Counters.totals`.
 """

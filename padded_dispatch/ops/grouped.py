@@ -36,8 +36,8 @@ from padded_dispatch.config import require
 from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP
 
 # Gradients of a weight [L, O, I] that wait, oldest first. Each call computes one, or adds it to the
-# sums and returns unspecified memory.
-Delayed = deque[Callable[[], Tensor]]
+# sums and returns unspecified memory. It takes `spare`, see `outer_by_expert`.
+Delayed = deque[Callable[..., Tensor]]
 
 
 def grouped_linear(
@@ -212,14 +212,26 @@ def _(rows_NI, weight_LOI, offsets_L, sums_LOI):
 
 
 @custom_op("padded_dispatch::outer_by_expert", mutates_args=())
-def outer_by_expert(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor) -> Tensor:
-    """Compute every expert's weight gradient, `grad.T @ rows`: [L, O, I]."""
+def outer_by_expert(
+    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, spare: int | None = None
+) -> Tensor:
+    """Compute every expert's weight gradient, `grad.T @ rows`: [L, O, I].
+
+    `spare`: on CUDA devices, how many programs are left out, of two on each multiprocessor, so that
+    other kernels find a place; None takes torch's product, which leaves none.
+    """
     products = [grad_NO[rows].T @ rows_NI[rows] for rows in _blocks(offsets_L)]
     return torch.stack(products)
 
 
 @outer_by_expert.register_kernel("cuda")
-def _(grad_NO, rows_NI, offsets_L):
+def _(grad_NO, rows_NI, offsets_L, spare=None):
+    if spare is not None:
+        from padded_dispatch.kernels import gemm
+
+        given = grad_NO.contiguous(), rows_NI.contiguous(), offsets_L
+        num_programs = gemm.gradient_programs(rows_NI.device, spare)
+        return gemm.weight_gradients(*given, num_programs=num_programs)
     # Column-major times row-major: the only combination that takes experts without rows. Private
     # until torch 2.10, where it is `torch.nn.functional.grouped_mm`.
     return torch._grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
@@ -228,28 +240,30 @@ def _(grad_NO, rows_NI, offsets_L):
 
 
 @outer_by_expert.register_fake
-def _(grad_NO, rows_NI, offsets_L):
+def _(grad_NO, rows_NI, offsets_L, spare=None):
     return rows_NI.new_empty(offsets_L.shape[0], grad_NO.shape[1], rows_NI.shape[1])
 
 
 @custom_op("padded_dispatch::add_outer_by_expert", mutates_args=("sums_LOI",))
 def add_outer_by_expert(
-    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor
+    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor, spare: int = 0
 ) -> None:
-    """Add every expert's weight gradient, `grad.T @ rows`, to `sums_LOI`."""
+    """Add every expert's weight gradient, `grad.T @ rows`, to `sums_LOI`; for `spare` see above."""
     for expert, rows in enumerate(_blocks(offsets_L)):
         sums_LOI[expert] += grad_NO[rows].to(sums_LOI.dtype).T @ rows_NI[rows].to(sums_LOI.dtype)
 
 
 @add_outer_by_expert.register_kernel("cuda")
-def _(grad_NO, rows_NI, offsets_L, sums_LOI):
+def _(grad_NO, rows_NI, offsets_L, sums_LOI, spare=0):
     from padded_dispatch.kernels import gemm
 
-    gemm.add_weight_gradients(grad_NO.contiguous(), rows_NI.contiguous(), offsets_L, sums_LOI)
+    given = grad_NO.contiguous(), rows_NI.contiguous(), offsets_L, sums_LOI
+    num_programs = gemm.gradient_programs(rows_NI.device, spare)
+    gemm.add_weight_gradients(*given, num_programs=num_programs)
 
 
 @add_outer_by_expert.register_fake
-def _(grad_NO, rows_NI, offsets_L, sums_LOI):
+def _(grad_NO, rows_NI, offsets_L, sums_LOI, spare=0):
     return None
 
 
@@ -337,24 +351,34 @@ def _save_inputs(ctx, inputs, output) -> None:
 
 
 def _grouped_gradient(
-    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor | None
+    grad_NO: Tensor,
+    rows_NI: Tensor,
+    offsets_L: Tensor,
+    sums_LOI: Tensor | None,
+    spare: int | None = None,
 ) -> Tensor:
     if sums_LOI is None:
-        return outer_by_expert(grad_NO, rows_NI, offsets_L)
-    return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI)
+        return outer_by_expert(grad_NO, rows_NI, offsets_L, spare)
+    return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI, spare or 0)
 
 
 def _batched_gradient(
-    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor | None
+    grad_NO: Tensor,
+    rows_NI: Tensor,
+    offsets_L: Tensor,
+    sums_LOI: Tensor | None,
+    spare: int | None = None,
 ) -> Tensor:
     if sums_LOI is None:
         grad_LMO = grad_NO.unflatten(0, (offsets_L.shape[0], -1))
         return torch.bmm(grad_LMO.transpose(1, 2), rows_NI.unflatten(0, grad_LMO.shape[:2]))
-    return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI)
+    return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI, spare or 0)
 
 
-def _add_gradient(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor) -> Tensor:
-    add_outer_by_expert(grad_NO, rows_NI, offsets_L, sums_LOI)
+def _add_gradient(
+    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor, spare: int
+) -> Tensor:
+    add_outer_by_expert(grad_NO, rows_NI, offsets_L, sums_LOI, spare)
     return _unspecified(sums_LOI.shape, rows_NI.dtype, rows_NI.device)
 
 

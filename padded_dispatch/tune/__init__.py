@@ -6,6 +6,7 @@ megatron_trace  reads the traces of Megatron-Core's own tracer
 synthetic       makes traces of pure kinds
 replay          replays a trace at any factor, exactly
 cost            bytes and FLOPs of a factor; the drop of a perfectly balanced router
+hosts           which exchange is fastest over how many hosts
 time_model      milliseconds from bytes and FLOPs
 warm_up         where a run has settled
 quantile        confidence bounds on a quantile of steps

@@ -80,6 +80,18 @@ def _parser() -> argparse.ArgumentParser:
     costs.add_argument("--ffn-size", type=int, help="ffn size of an expert")
     costs.add_argument("--layers-per-rank", type=int, help="MoE layers (None: those of the trace)")
     costs.add_argument("--in-flight", type=int, default=1, help="micro-batches before backward")
+    costs.add_argument("--ranks-per-host", type=int, default=8, help="ranks on each host")
+    costs.add_argument(
+        "--nvlink-gb-per-s",
+        type=float,
+        help="rate from rank to rank inside a host (None: that of the time model)",
+    )
+    costs.add_argument(
+        "--network-gb-per-s",
+        type=float,
+        default=50.0,
+        help="rate of a rank to other hosts; 50 is one 400 Gb/s adapter per GPU, nominally",
+    )
     costs.add_argument(
         "--calibration",
         type=Path,

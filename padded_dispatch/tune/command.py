@@ -19,6 +19,7 @@ from padded_dispatch.config import require
 from padded_dispatch.tune import plots, report, settings, time_model
 from padded_dispatch.tune.arguments import SYNTHETIC, read
 from padded_dispatch.tune.cost import LayerSizes
+from padded_dispatch.tune.hosts import Links
 from padded_dispatch.tune.megatron_trace import load_megatron_traces
 from padded_dispatch.tune.screen import SETTINGS, summary
 from padded_dispatch.tune.study import Layer, Question, Study, study
@@ -47,6 +48,7 @@ def _tune(given: argparse.Namespace) -> int:
     _check_flags(given)
     require_folder("--run-dir", given.run_dir)
     model = time_model.load(given.calibration) if given.calibration else time_model.shipped()
+    _links(given, model)
     if given.plots:
         plots.require_matplotlib()
     with_plots = plots.has_matplotlib() if given.plots is None else given.plots
@@ -149,6 +151,7 @@ def as_json(found: Study) -> dict[str, Any]:
         "held_out": None if found.held_out is None else dataclasses.asdict(found.held_out),
         "options": [dataclasses.asdict(option) for option in found.options],
         "layer": None if layer is None else dataclasses.asdict(layer),
+        "hosts": [dataclasses.asdict(one) for one in found.hosts],
     }
 
 
@@ -168,6 +171,7 @@ def _question(given: argparse.Namespace) -> Question:
         alignment=given.alignment,
         pools=tuple(given.pools) if given.pools else None,
         etp=given.etp,
+        ranks_per_host=given.ranks_per_host,
         policy_given=given.policy is not None,
         factors=tuple(given.factors) if given.factors else None,
         hold_out=given.hold_out,
@@ -279,7 +283,15 @@ def _layer(given: argparse.Namespace, trace: Trace, model: time_model.TimeModel)
         num_layers=len(np.unique(trace.layers)) if num_layers is None else num_layers,
         microbatches_in_flight=given.in_flight,
     )
-    return Layer(sizes=sizes, time_model=model)
+    return Layer(sizes=sizes, time_model=model, links=_links(given, model))
+
+
+def _links(given: argparse.Namespace, model: time_model.TimeModel) -> Links:
+    nvlink = given.nvlink_gb_per_s
+    return Links(
+        nvlink_gb_per_s=model.coefficients.wire_gb_per_s if nvlink is None else nvlink,
+        network_gb_per_s=given.network_gb_per_s,
+    )
 
 
 @contextmanager

@@ -66,7 +66,8 @@ class Cost:
     `capacity`: slots per (source, expert), of which pools have as many in all. `num_slots`: rows
     that this rank's experts have room for.
 
-    Per layer and micro-batch, forward and backward: `wire_bytes` that leave this rank;
+    Per layer and micro-batch, forward and backward: `wire_bytes` that leave this rank by the
+    all-to-all, `network_bytes` those of them that leave its host, see `tune.hosts`;
     `padded_flops` and `packed_flops` of the experts' GEMMs.
 
     In memory: `buffer_bytes` of dispatch and combine, which the layers share; `saved_bytes` that
@@ -79,6 +80,7 @@ class Cost:
     capacity: int
     num_slots: int
     wire_bytes: int
+    network_bytes: int
     buffer_bytes: int
     saved_bytes: int
     memory_bytes: int
@@ -87,7 +89,19 @@ class Cost:
     packed_flops: float
 
 
-def cost(config: DispatchConfig, sizes: LayerSizes, *, busiest_rows: float) -> Cost:
+def members_per_host(config: DispatchConfig, ranks_per_host: int) -> int:
+    """Return the ranks of an expert-parallel group on each host, R if one host has them all.
+
+    The ranks that split an expert are neighbours, so a host has fewer members of each group. Hosts
+    have equally many: the most that divide R.
+    """
+    most = min(config.num_ranks, max(1, ranks_per_host // config.etp_size))
+    return next(members for members in range(most, 0, -1) if config.num_ranks % members == 0)
+
+
+def cost(
+    config: DispatchConfig, sizes: LayerSizes, *, busiest_rows: float, ranks_per_host: int = 8
+) -> Cost:
     """Return bytes and FLOPs at the config's capacity.
 
     Saved for backward: the input of fc1 (D), its output (2F), the input of fc2 (F), an fp32
@@ -97,6 +111,7 @@ def cost(config: DispatchConfig, sizes: LayerSizes, *, busiest_rows: float) -> C
         config: with the factor.
         sizes: of the layer.
         busiest_rows: rows that the busiest rank of the group receives after dropping.
+        ranks_per_host: ranks on each host.
 
     Example: T = 4,096, K = 8, E = 128, R = 8, D = 2,048, F = 768 in bf16 at factor 1.25: 40,960
     slots, 587.5 MB on the wire, 1.16 TFLOP padded, and 0.93 packed if 32,768 rows are real.
@@ -115,11 +130,15 @@ def cost(config: DispatchConfig, sizes: LayerSizes, *, busiest_rows: float) -> C
     # Tokens in, tokens out, and the gradients of both.
     static = 4 * sizes.num_tokens * sizes.hidden_size * sizes.element_size
     memory = buffers.total + alive * (saved + buffers.plan)
+    sent = _sent_bytes(config, sizes, sent_rows)
+    others = config.num_ranks - 1
+    on_other_hosts = config.num_ranks - members_per_host(config, ranks_per_host)
     flops_per_row = _FLOPS_PER_DF * sizes.hidden_size * ffn
     return Cost(
         capacity=capacity,
         num_slots=num_slots,
-        wire_bytes=_wire_bytes(config, sizes, sent_rows),
+        wire_bytes=sent * others // config.num_ranks + sent * (config.etp_size - 1),
+        network_bytes=sent * on_other_hosts // config.num_ranks,
         buffer_bytes=buffers.total,
         saved_bytes=saved + buffers.plan,
         memory_bytes=memory,
@@ -129,16 +148,14 @@ def cost(config: DispatchConfig, sizes: LayerSizes, *, busiest_rows: float) -> C
     )
 
 
-def _wire_bytes(config: DispatchConfig, sizes: LayerSizes, sent_rows: int) -> int:
-    """Return the bytes of four exchanges of rows and two of metadata, and their gathering over ETP.
+def _sent_bytes(config: DispatchConfig, sizes: LayerSizes, sent_rows: int) -> int:
+    """Return the bytes of four exchanges of rows and two of metadata, to all ranks and to itself.
 
-    The four: dispatch and combine, forward and backward. `sent_rows`: of one exchange, those to
-    this rank itself included.
+    The four: dispatch and combine, forward and backward. `sent_rows`: of one exchange.
     """
     rows = sent_rows * sizes.hidden_size * sizes.element_size
     meta = (sent_rows + config.num_experts) * _META_BYTES
-    sent = 4 * rows + 2 * meta
-    return sent * (config.num_ranks - 1) // config.num_ranks + sent * (config.etp_size - 1)
+    return 4 * rows + 2 * meta
 
 
 _WIDTHS = 40  # standard deviations; the tail beyond is less than 1e-300 of the sum before it

@@ -9,6 +9,7 @@ from elsewhere, so it opens without a network and can be mailed.
 from html import escape
 
 from padded_dispatch.tune.convert import Meaning, RoutingSizes, from_source
+from padded_dispatch.tune.hosts import ABOUT, exchange_table, sentence
 from padded_dispatch.tune.menu import menu, notes, pool_table
 from padded_dispatch.tune.recommend import Advice
 from padded_dispatch.tune.settings import NO_LAYERS, Block, blocks
@@ -54,8 +55,10 @@ def factor_table(study: Study) -> Table:
         for i, option in enumerate(study.options)
         if i % every == 0 or option.factor == chosen or option is study.options[-1]
     ]
-    headers = ("factor", "slots", "dropped", "balanced", "worst layer", "lost tokens", "retried")
-    headers += ("fill",)
+    headers = ("factor", "slots", "dropped")
+    if study.pool == "expert":
+        headers += ("balanced",)
+    headers += ("worst layer", "lost tokens", "retried", "fill")
     if study.layer is not None:
         headers += ("wire MB", "memory GiB", "in graphs", "TFLOP", "ms padded", "ms packed")
     return Table(
@@ -81,7 +84,10 @@ def _option_cells(option: Option) -> tuple[str, ...]:
         f"{option.factor:g}",
         str(option.capacity),
         percent(option.dropped),
-        "-" if option.balanced_drop is None else percent(option.balanced_drop),
+    )
+    if option.balanced_drop is not None:
+        cells += (percent(option.balanced_drop),)
+    cells += (
         percent(option.worst_layer),
         percent(option.lost),
         percent(option.retried),
@@ -113,7 +119,8 @@ def _advice_cells(advice: Advice) -> tuple[str, ...]:
 _STYLE = """
 :root { --ink: #222; --soft: #666; --line: #e3e3e3; --accent: #D55E00; --wash: #FFF5EE; }
 body { margin: 0 auto; max-width: 66rem; padding: 2.5rem 1.5rem 4rem; color: var(--ink);
-  background: #fff; font: 16px/1.55 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+  background: #fff; font: 16px/1.55 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif;
+  overflow-wrap: anywhere; }
 h1 { font-size: 1rem; font-weight: 600; color: var(--soft); margin: 0 0 1rem; }
 h2 { font-size: 1.25rem; margin: 2.75rem 0 .5rem; }
 p, ul { max-width: 46rem; }
@@ -124,9 +131,10 @@ p, ul { max-width: 46rem; }
 .tiles li { border: 1px solid var(--line); border-radius: 6px; padding: .6rem .9rem; }
 .tiles b { display: block; font-size: 1.4rem; font-weight: 600; white-space: nowrap; }
 .tiles span, figcaption, .note { color: var(--soft); font-size: .9rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .88rem; }
-th, td { text-align: right; padding: .28rem .6rem; border-bottom: 1px solid var(--line); }
+.scroll { overflow-x: auto; overflow-wrap: normal; }
+.scroll + .scroll { margin-top: 1.25rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .82rem; }
+th, td { text-align: right; padding: .28rem .45rem; border-bottom: 1px solid var(--line); }
 td { white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
 tr.marked td { background: var(--wash); font-weight: 600; }
@@ -136,7 +144,22 @@ summary { cursor: pointer; }
 figure { margin: 1.5rem 0 0; }
 figure svg { width: 100%; height: auto; }
 li.caveat { margin: .4rem 0; }
+@media (max-width: 40rem) {
+  body { padding: 1.25rem 1rem 3rem; }
+  ul { padding-left: 1.25rem; }
+  .answer { font-size: 1.1rem; padding: .9rem 1rem; }
+  table { min-width: max-content; }
+  th:first-child, td:first-child { position: sticky; left: 0; background: #fff;
+    border-right: 1px solid var(--line); }
+  pre { white-space: pre-wrap; }
+  figure svg { width: 32rem; }
+}
 """
+
+_BALANCED = (
+    " The dashed line is a perfectly balanced router, which still drops because tokens choose at "
+    "random; better balance would save the distance to it."
+)
 
 _POOLS = (
     "Which rows share slots (capacity_pool), at the factor that keeps the target; equal factors "
@@ -145,8 +168,7 @@ _POOLS = (
 
 _CAPTIONS = {
     "pools": "What each kind of pool drops at equal bytes.",
-    "dropped": "The dashed line is a perfectly balanced router, which still drops because tokens "
-    "choose at random; better balance would save the distance to it.",
+    "dropped": "Below the dotted line the target is kept.",
     "need": "One point per step: the smallest factor that would have kept the target. More steps "
     "may move the recommendation within the shaded band.",
     "load": "Demand before anything is dropped, over the whole trace.",
@@ -167,8 +189,9 @@ def html(study: Study, svgs: dict[str, str]) -> str:
         _section("recommendation", None, _answer(study)),
         _section("menu", "The choices", _menu(study)),
         _section("settings", "What to set", _settings(study)),
-        _section("figures", "Why", _figures(svgs)) if svgs else "",
+        _section("figures", "Why", _figures(study, svgs)) if svgs else "",
         _section("factors", "What each factor does", _factors(study)),
+        _section("hosts", "Several hosts", _hosts(study)) if study.hosts else "",
         _section("layers", "Layer by layer", _layers(study)),
         _section("caveats", "Caveats", _caveats(study)),
         _section("method", "How it was computed", _method(study)),
@@ -233,19 +256,24 @@ def _block(block: Block) -> str:
     return f"<p><b>{_text(block.target)}</b>, {_text(block.about)}:</p>\n{_code(block.text)}"
 
 
-def _figures(svgs: dict[str, str]) -> str:
+def _figures(study: Study, svgs: dict[str, str]) -> str:
+    captions = dict(_CAPTIONS)
+    if study.pool == "expert":
+        captions["dropped"] += _BALANCED
     return "\n".join(
-        f'<figure id="figure-{name}">\n{svg}\n<figcaption>{_text(_CAPTIONS[name])}</figcaption>\n'
-        "</figure>"
+        f'<figure id="figure-{name}">\n<div class="scroll">\n{svg}\n</div>\n'
+        f"<figcaption>{_text(captions[name])}</figcaption>\n</figure>"
         for name, svg in svgs.items()
     )
 
 
 def _factors(study: Study) -> str:
-    note = (
-        "Dropped: of all rows. Balanced: the same if all experts were equally popular. Lost "
-        "tokens: those that keep none of their experts. Retried: the share of steps in which any "
-        "row is dropped. Fill: kept rows per slot."
+    note = "Dropped: of all rows."
+    if study.pool == "expert":
+        note += " Balanced: the same if all experts were equally popular."
+    note += (
+        " Lost tokens: those that keep none of their experts. Retried: the share of steps in which "
+        "any row is dropped. Fill: kept rows per slot."
     )
     if study.layer is not None:
         note += (
@@ -255,6 +283,11 @@ def _factors(study: Study) -> str:
             "end of this page."
         )
     return f'<p class="note">{note}</p>\n{_table(factor_table(study))}'
+
+
+def _hosts(study: Study) -> str:
+    made = _table(exchange_table(study.hosts, study.num_ranks))
+    return f'<p class="note">{ABOUT}</p>\n{made}\n<p>{_text(sentence(study.hosts))}</p>'
 
 
 def _layers(study: Study) -> str:

@@ -7,6 +7,7 @@ important first, and stands in the report. A pipe gets everything.
 import textwrap
 from pathlib import Path
 
+from padded_dispatch.tune.hosts import ABOUT, exchange_table, sentence
 from padded_dispatch.tune.menu import menu, notes, pool_table
 from padded_dispatch.tune.settings import NO_LAYERS, blocks
 from padded_dispatch.tune.study import Study
@@ -16,8 +17,8 @@ SETTINGS = "settings.md"
 
 # Parts in the order of their places on a screen; those in `_ALWAYS` are there in any case.
 _ALWAYS = ("answer", "menu", "settings")
-_BY_IMPORTANCE = ("evaluation", "promise", "warm-up", "pools", "held-out", "caveats", "notes")
-_BY_IMPORTANCE += ("layers",)
+_BY_IMPORTANCE = ("evaluation", "promise", "hosts", "warm-up", "pools", "held-out", "caveats")
+_BY_IMPORTANCE += ("notes", "layers")
 # They follow the part before them without an empty line.
 _ATTACHED = ("promise", "notes")
 
@@ -81,6 +82,9 @@ def _parts(study: Study, folder: Path, columns: int | None) -> dict[str, str]:
         parts["held-out"] = prose(study.held_out_sentence())
     if caveats := study.training.overall.caveats[1:]:
         parts["caveats"] = prose(*(f"Also: {caveat}." for caveat in caveats))
+    if study.hosts:
+        made = table(exchange_table(study.hosts, study.num_ranks))
+        parts["hosts"] = f"{prose(ABOUT)}\n{made}\n{prose(sentence(study.hosts))}"
     if layers := _layers(study):
         parts["layers"] = prose(layers)
     parts["settings"] = _settings(study, folder, columns)

@@ -3,14 +3,15 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from padded_dispatch.config import CAPACITY_POOLS, CapacityPool, DispatchConfig, Policy, require
-from padded_dispatch.tune.cost import Cost, LayerSizes, balanced_drop, cost
+from padded_dispatch.tune.cost import Cost, LayerSizes, balanced_drop, cost, members_per_host
+from padded_dispatch.tune.hosts import Links, OverHosts, by_ranks
 from padded_dispatch.tune.recommend import Recommendation, recommend
 from padded_dispatch.tune.replay import Replay, has_all_sources, largest_need, replay
 from padded_dispatch.tune.target import Target, percent
@@ -20,8 +21,6 @@ from padded_dispatch.tune.warm_up import settled_since
 
 # A pool that more rows share is chosen if its factor is at most this share of the other's.
 _WORTH_SHARING = 0.97
-# "receiver" needs direct stores, which reach the GPUs of one host.
-_MOST_OF_A_HOST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +37,7 @@ class Question:
             all that can serve the traced run.
         etp: ranks that split every expert between them (expert tensor parallel); each of them is
             a separate source in the trace.
+        ranks_per_host: ranks of a host, which direct stores reach.
         policy_given: settings name the policy, instead of leaving it to the model's config.
         factors: to try; None takes a grid up to the factor that drops nothing.
         hold_out: share of the steps, the last ones, that the recommendation does not see and is
@@ -55,13 +55,14 @@ class Question:
     alignment: int = 1
     pools: tuple[CapacityPool, ...] | None = ("expert",)
     etp: int = 1
+    ranks_per_host: int = 8
     policy_given: bool = False
     factors: tuple[float, ...] | None = None
     hold_out: float = 0.0
     leave_out_warm_up: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("min_capacity", "alignment", "etp"):
+        for name in ("min_capacity", "alignment", "etp", "ranks_per_host"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "be at least 1")
         valid = all(math.isfinite(factor) and factor > 0 for factor in self.factors or ())
         require(valid, "factors", self.factors, "be finite numbers above 0")
@@ -72,10 +73,11 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The sizes of a layer and its time model, from which costs follow."""
+    """The sizes of a layer, its time model, and the rates of its links, from which costs follow."""
 
     sizes: LayerSizes
     time_model: TimeModel
+    links: Links = field(default_factory=Links)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -168,8 +170,9 @@ class Study:
 
     `pools`: the answer for each kind of pool that was compared; `pool`: the recommended kind, which
     all that follows is for. `training`, `evaluation`: the two recommendations. `num_ranks`: ranks
-    that hold different experts (R). `layers_of_model`: see `study`. `warm_up`: None where no step
-    was left out.
+    that hold different experts (R). `hosts`: the exchanges by number of ranks; empty where one host
+    has all of them, or the sizes of the layer are not known. `layers_of_model`: see `study`.
+    `warm_up`: None where no step was left out.
     """
 
     name: str
@@ -178,6 +181,7 @@ class Study:
     num_ranks: int
     num_tokens: int
     question: Question
+    hosts: tuple[OverHosts, ...]
     pools: tuple[PoolAnswer, ...]
     pool: CapacityPool
     replay: Replay
@@ -253,7 +257,7 @@ def study(
         if since > trace.steps.min():
             before, trace = trace.where(trace.steps < since), trace.where(trace.steps >= since)
     answers = []
-    for pool in question.pools or _pools_for(trace, num_ranks):
+    for pool in question.pools or _pools_for(trace, num_ranks, question.ranks_per_host):
         replayed = _replay(trace, question, pool)
         training = recommend(replayed, question.target)
         answers.append(PoolAnswer(pool=pool, replay=replayed, training=training))
@@ -268,6 +272,7 @@ def study(
         num_ranks=num_ranks,
         num_tokens=trace.num_tokens,
         question=question,
+        hosts=_hosts(trace, chosen, question, layer),
         pools=tuple(answers),
         pool=chosen.pool,
         replay=chosen.replay,
@@ -305,13 +310,14 @@ def best_pool(answers: Sequence[PoolAnswer]) -> PoolAnswer:
     return best
 
 
-def _pools_for(trace: Trace, num_ranks: int) -> tuple[CapacityPool, ...]:
+def _pools_for(trace: Trace, num_ranks: int, ranks_per_host: int) -> tuple[CapacityPool, ...]:
     """Return the pools that can serve the traced run, those that fewer rows share first.
 
-    With one rank, "receiver" is "rank". Its demand is known only if all sources were traced.
+    With one rank, "receiver" is "rank". It needs direct stores, which reach the GPUs of one host.
+    Its demand is known only if all sources were traced.
     """
     one_source = trace.num_ranks == 1
-    if one_source or num_ranks > _MOST_OF_A_HOST or not has_all_sources(trace):
+    if one_source or num_ranks > ranks_per_host or not has_all_sources(trace):
         return "expert", "rank"
     return "expert", "rank", "receiver"
 
@@ -365,23 +371,22 @@ def _options(
     options = []
     settings = zip(replayed.factors.tolist(), replayed.capacities.tolist(), strict=True)
     for i, (factor, capacity) in enumerate(settings):
-        config = DispatchConfig(
-            num_experts=trace.num_experts,
-            top_k=trace.top_k,
-            capacity_factor=factor,
-            min_capacity=question.min_capacity,
-            alignment=question.alignment,
-            capacity_pool=chosen.pool,
-            policy=question.policy,
-            num_ranks=trace.num_ranks // question.etp,
-            etp_size=question.etp,
-        )
+        config = _config(trace, chosen, question, factor)
         found, padded_ms, packed_ms = None, None, None
         if layer is not None:
-            found = cost(config, layer.sizes, busiest_rows=float(busiest[i]))
-            local = config.num_local_experts
+            found = cost(
+                config,
+                layer.sizes,
+                busiest_rows=float(busiest[i]),
+                ranks_per_host=question.ranks_per_host,
+            )
             padded_ms, packed_ms = (
-                layer.time_model.layer_ms(found, num_local_experts=local, packed=packed)
+                layer.time_model.layer_ms(
+                    found,
+                    num_local_experts=config.num_local_experts,
+                    packed=packed,
+                    network_gb_per_s=layer.links.network_gb_per_s,
+                )
                 for packed in (False, True)
             )
         options.append(
@@ -407,6 +412,32 @@ def _options(
             )
         )
     return tuple(options)
+
+
+def _hosts(
+    trace: Trace, chosen: PoolAnswer, question: Question, layer: Layer | None
+) -> tuple[OverHosts, ...]:
+    """Return what serves the recommended factor, if the group spans hosts."""
+    config = _config(trace, chosen, question, chosen.training.overall.factor)
+    # Sources that share slots need direct stores, which no other host can reach.
+    within = members_per_host(config, question.ranks_per_host) == config.num_ranks
+    if layer is None or within or chosen.pool == "receiver":
+        return ()
+    return by_ranks(config, layer.sizes, question.ranks_per_host, layer.links)
+
+
+def _config(trace: Trace, chosen: PoolAnswer, question: Question, factor: float) -> DispatchConfig:
+    return DispatchConfig(
+        num_experts=trace.num_experts,
+        top_k=trace.top_k,
+        capacity_factor=factor,
+        min_capacity=question.min_capacity,
+        alignment=question.alignment,
+        capacity_pool=chosen.pool,
+        policy=question.policy,
+        num_ranks=trace.num_ranks // question.etp,
+        etp_size=question.etp,
+    )
 
 
 def busiest_rows(trace: Trace, replayed: Replay, *, etp: int = 1) -> NDArray[np.float64]:

@@ -113,13 +113,21 @@ class TimeModel:
         """Return the modelled milliseconds of one layer, forward and backward."""
         return float(_terms(work) @ _inverses(self.coefficients))
 
-    def layer_ms(self, cost: Cost, *, num_local_experts: int, packed: bool) -> float:
-        """Return the modelled milliseconds for a cost."""
+    def layer_ms(
+        self, cost: Cost, *, num_local_experts: int, packed: bool, network_gb_per_s: float = 50.0
+    ) -> float:
+        """Return the modelled milliseconds for a cost.
+
+        Both levels of an all-to-all over hosts send at once, so the slower one decides; its bytes
+        are turned into those that take as long inside a host. `network_gb_per_s`: see `tune.hosts`.
+        """
+        slowdown = self.coefficients.wire_gb_per_s / network_gb_per_s
+        within = cost.wire_bytes - cost.network_bytes
         return self.ms(
             Work(
                 packed=packed,
                 num_launched=0 if packed else num_local_experts,
-                wire_bytes=cost.wire_bytes,
+                wire_bytes=max(within, cost.network_bytes * slowdown),
                 flops=cost.packed_flops if packed else cost.padded_flops,
             )
         )

@@ -68,6 +68,7 @@ def test_contenders_have_their_names_variants_and_graphs():
         "batched-graphed": ("ours", "batched", "layer"),
         "direct": ("ours", "direct", "none"),
         "direct-graphed": ("ours", "direct", "layer"),
+        "direct-serial-graphed": ("ours", "direct serial", "layer"),
         "direct-each-graphed": ("ours", "direct each", "layer"),
         "direct-summed-graphed": ("ours", "direct summed", "layer"),
         "rank-graphed": ("ours", "rank", "layer"),

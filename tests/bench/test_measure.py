@@ -8,7 +8,14 @@ import torch
 
 import padded_dispatch
 from padded_dispatch.bench.cases import Case
-from padded_dispatch.bench.measure import batches, phase_of, phases_ms
+from padded_dispatch.bench.measure import (
+    Kernel,
+    batches,
+    hidden_share,
+    kernels_ms,
+    phase_of,
+    phases_ms,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +63,31 @@ def test_phase_of(kernel, phase):
 def test_phases_are_sums_and_those_without_kernels_are_left_out():
     kernels = {"nvjet_a": 1.5, "_slot_kernel": 0.25, "nvjet_b": 0.5, "sort": 0.125}
     assert phases_ms(kernels) == {"plan": 0.25, "gemm": 2.0, "other": 0.125}
+
+
+def _kernel(phase: str, start: float, end: float) -> Kernel:
+    names = {"gemm": "nvjet_a", "exchange": "_return_rows_kernel", "combine": "_sum_rows_kernel"}
+    return Kernel(name=names[phase], start_us=start, end_us=end)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "expected"),
+    [
+        ([("gemm", 0, 4), ("gemm", 3, 6), ("exchange", 5, 9), ("exchange", 1, 2)], 0.4),
+        ([("exchange", 0, 9), ("gemm", 1, 2), ("gemm", 5, 6), ("gemm", 1, 3)], 0.3333),
+        ([("exchange", 2, 3), ("gemm", 3, 4), ("combine", 3, 4)], 0.0),
+        ([("exchange", 0, 1)], 0.0),
+        ([("gemm", 0, 1), ("combine", 0, 1)], None),
+    ],
+    ids=["example", "a gap", "one after the other", "no product", "no exchange"],
+)
+def test_share_of_the_exchange_under_products(kernels, expected):
+    assert hidden_share([_kernel(*kernel) for kernel in kernels]) == expected
+
+
+def test_milliseconds_are_those_of_one_iteration():
+    kernels = [_kernel("gemm", 0, 4), _kernel("exchange", 1, 9), _kernel("gemm", 6, 10)]
+    assert kernels_ms(kernels) == {"nvjet_a": 0.002, "_return_rows_kernel": 0.002}
 
 
 def test_every_kernel_of_ours_has_a_phase():

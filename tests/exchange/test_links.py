@@ -35,3 +35,10 @@ def test_the_shares_of_the_table():
 def test_places_of_a_layer_that_saves_a_tenth_or_not(link_rows, num_ranks, expected):
     sizes = dict(num_ranks=num_ranks, num_experts=8, top_k=2, num_tokens=8)
     assert num_places(link_rows, **sizes) == expected
+
+
+def test_a_tenth_of_the_rows_is_saved_or_more():
+    # Shares .86, exactly .9, and .93.
+    for num_ranks, num_experts, top_k, is_once in ((8, 32, 4, 1), (18, 36, 8, 1), (4, 8, 2, 0)):
+        sizes = dict(num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, num_tokens=5)
+        assert num_places("auto", **sizes) == num_ranks * 5 * top_k * is_once

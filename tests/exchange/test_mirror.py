@@ -5,6 +5,9 @@ Each test has a group of its own, since a mirror is of no more use after such an
 
 import os
 import threading
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from padded_dispatch.exchange.mirror import (
     AbsentRanksError,
     Mirror,
     _numbered,
+    _problem,
     _wait,
     _within,
     mirror_of,
@@ -159,11 +163,12 @@ class _EndsAfterTheLook:
     """A collective that ends just after the first wait for it has given up."""
 
     def __init__(self, error: str) -> None:
-        self.error, self.looks = error, 0
+        self.error = error
+        self.looks: list[tuple[timedelta, ...]] = []
 
-    def wait(self, *seconds: object) -> None:
-        self.looks += 1
-        if self.looks == 1:
+    def wait(self, *seconds: timedelta) -> None:
+        self.looks.append(seconds)
+        if len(self.looks) == 1:
             raise RuntimeError("timed out")
         if self.error:
             raise RuntimeError(self.error)
@@ -173,9 +178,74 @@ class _EndsAfterTheLook:
 
 
 def test_a_collective_that_ends_as_a_look_for_signals_begins():
-    _wait(_EndsAfterTheLook(""))
+    ends = _EndsAfterTheLook("")
+    _wait(ends)
+    assert ends.looks == [(timedelta(seconds=1),), ()]  # Ctrl-C waits for a second at most.
     with pytest.raises(RuntimeError, match="closed"):
         _wait(_EndsAfterTheLook("closed"))
+
+
+class _Store(dict[str, str]):
+    """A store that no other rank reaches; it counts how often it is asked for the verdict."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.looks += keys == ["verdict"]
+        assert self.looks < 100
+        return keys[0] in self
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key].encode()
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return self.setdefault(key, value).encode()
+
+
+class _Clock:
+    """Seconds that pass in sleep alone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        patched = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
+        monkeypatch.setattr(mirror_module, "time", patched)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def closes_after(self, seconds: float) -> None:
+        self.sleep(seconds)
+        raise RuntimeError("closed")
+
+
+def test_seconds_that_a_rank_waits_for_others_to_post(monkeypatch):
+    clock, mirror, limits = _Clock(monkeypatch), object.__new__(Mirror), []
+
+    def within(seconds: float, fn: Callable[[], str]) -> str:
+        limits.append(seconds)
+        return fn()
+
+    monkeypatch.setattr(mirror_module, "_within", within)
+    store: Any = _Store()
+    store |= {"host/0": "a", "host/1": "a"}
+    mirror._me, mirror.ranks, mirror._store = 0, [0, 1], store
+    mirror._failure, mirror._last = "", "call 1"
+    with pytest.raises(AbsentRanksError, match=r"call 2, got a closed .* from rank 1; .* call 1;"):
+        mirror._collect(lambda: clock.closes_after(0.0), 1.0, "call 2")
+    assert limits == [7.0]  # two for the ranks, five for the store
+    assert clock.now == pytest.approx(1002.0, abs=0.11)
+    assert store.looks in (21, 22)  # ten in a second
+
+
+def test_at_the_limit_a_call_is_late(monkeypatch):
+    clock = _Clock(monkeypatch)
+    assert _problem(lambda: clock.closes_after(0.5), 0.5) == " within 0.5 s, got"
+    assert _problem(lambda: clock.closes_after(0.25), 0.5) == ", got a closed connection and"
+    assert _problem(lambda: None, 0.5) == ""
 
 
 class _DeadStore:

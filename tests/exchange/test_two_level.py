@@ -4,19 +4,32 @@ Ranks of one host play several. Payloads are random, so that another order of a 
 Rows that hold no token are NaN: in fresh memory, in the experts' output, and in its gradient.
 """
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.library import opcheck
+from torch.profiler import ProfilerActivity, profile
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.config import FIT
 from padded_dispatch.exchange import ExpertInput, two_level
 from padded_dispatch.exchange.alltoall import AllToAllExchange
-from padded_dispatch.exchange.two_level import LevelBytes, hosts_of, level_bytes
+from padded_dispatch.exchange.two_level import (
+    LevelBytes,
+    TwoLevelExchange,
+    bytes_at_once,
+    hosts_of,
+    level_bytes,
+    require_room,
+)
+from padded_dispatch.ops.plan import make_plan
 from padded_dispatch.utils.launch import WorkerError
 from padded_dispatch.utils.routings import routing_map
 from tests.support.collectives import Records, recorded
@@ -196,13 +209,78 @@ def test_bytes_of_a_public_model():
     assert there(False, 8).there_within == 14 * (320 * 4100 + 4)
 
 
-def test_buffers_hold_the_tokens_of_all_hosts():
-    config = config_of(8)
+def _allocated(config: DispatchConfig, ranks_per_host: int) -> list[tuple[int, int]]:
+    """Return the bytes of rows that each way allocates in all, and the most of them at once."""
+    hosts = hosts_of(dist.group.WORLD, ranks_per_host)
+    exchange = TwoLevelExchange(LOCAL_EXPERTS, hosts, dist.group.WORLD, packed=True)
+    map_TE = torch.from_numpy(routing_map(TOKENS, config.num_experts, config.top_k))
+    plan = make_plan(map_TE, top_k=config.top_k, sizes=config.sizes(TOKENS))
+    maps = plan.slot_of_TK, plan.choice_of_slot_GP
+    tokens_TD, rows_GPD = torch.ones(TOKENS, 2048), torch.ones(*maps[1].shape, 2048)
+    found = []
+    for way, rows in ((two_level._go, tokens_TD), (two_level._return, rows_GPD)):
+        way(rows, *maps, *exchange._way)
+        # Gloo copies what it gathers, and the sum of a token's rows has copies in torch; neither
+        # is of the exchange.
+        with (
+            patch.object(two_level, "gather_into", lambda *_: None),
+            patch.object(
+                torch.ops.padded_dispatch, "combine", lambda rows, *_: rows[:1, 0].clone()
+            ),
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+        ):
+            kept = way(rows, *maps, *exchange._way)
+            torch.empty(1)  # The profiler leaves out what is freed last.
+        assert profiler.profiler is not None
+        events = [one for one in profiler.profiler.kineto_results.events() if one.nbytes()]
+        sizes = [one.nbytes() for one in sorted(events, key=lambda one: one.start_ns())]
+        of_rows = [size for size in sizes if abs(size) > 2048 * 4]
+        alive = itertools.accumulate(of_rows)
+        found.append((sum(size for size in of_rows if size > 0), max(alive)))
+        del kept
+    return found
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+@pytest.mark.parametrize("factor", [0.25, 2.0])
+def test_bytes_are_those_that_ranks_allocate(pool4, factor, ranks_per_host):
+    config, row = config_of(4, capacity_factor=factor, num_experts=8), 2048 * 4
+    hosts = 4 // ranks_per_host
+    sizes = TOKENS, 2048, 4
     plain, levels = (
-        config.buffer_bytes(TOKENS, HIDDEN, 2, packed=True, num_hosts=hosts) for hosts in (1, 4)
+        config.buffer_bytes(*sizes, packed=True, num_hosts=num_hosts) for num_hosts in (1, hosts)
     )
-    assert levels.send - plain.send == 4 * TOKENS * HIDDEN * 2
-    assert levels.total - plain.total == levels.send - plain.send
+    slots = 8 * config.capacity(TOKENS) * row
+    meta = 4 * 8 * (config.capacity(TOKENS) + 1)
+    assert plain.send == plain.receive == slots + meta
+    there = levels.send + levels.receive - 2 * meta
+    back = slots + levels.back - plain.back
+    for (all_there, most_there), (all_back, most_back) in pool4.run(
+        _allocated, config, ranks_per_host
+    ):
+        assert (all_there, all_back) == (there, back)
+        most = bytes_at_once(config, *sizes, num_hosts=hosts)
+        assert (most_there, most_back) == (most, 2 * slots)
+    assert (levels.experts, levels.plan) == (plain.experts, plain.plan)
+
+
+def test_too_little_memory_is_refused_by_name():
+    config = DispatchConfig(num_experts=128, top_k=8, capacity_factor=1.25, num_ranks=64)
+    tokens_TD = Mock(spec=Tensor, is_cuda=True, shape=(4096, 2048))
+    tokens_TD.element_size.return_value = 2
+    need = 2 * 128 * 320 * 4096
+    with patch.object(two_level, "free_bytes", lambda group, device: need):
+        require_room(config, tokens_TD, Mock(), 8)
+    with (
+        patch.object(two_level, "free_bytes", lambda group, device: need - 2**26),
+        pytest.raises(ValueError) as caught,
+    ):
+        require_room(config, tokens_TD, Mock(), 8)
+    assert str(caught.value) == (
+        "exchange='two-level' must have 0.31 GiB free for slots before and after a hop, got '0.25 "
+        "GiB on the rank that has least'; lower the capacity factor or the tokens per rank, or set "
+        "exchange='alltoall'"
+    )
 
 
 def _hosts(names: list[str]) -> list[list[int]]:
@@ -233,6 +311,49 @@ def test_other_hosts_are_refused_by_name(pool4, names):
             "the ranks of exchange='two-level' must be on several hosts, equally many on each, got "
         )
         assert "set exchange='alltoall', or ranks_per_host" in str(error)
+
+
+def _pairs_of(bound_to: str | None, part: bool) -> list[list[int]] | str:
+    """Return the groups of two hosts of one rank each, or why there are none.
+
+    `bound_to`: the device that the default group is bound to. `part`: of {0, 1} or {2, 3}.
+    """
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    group = pairs[dist.get_rank() // 2] if part else dist.new_group()
+    default = SimpleNamespace(bound_device_id=bound_to)
+    names = SimpleNamespace(_world=distributed_c10d._world, _get_default_group=lambda: default)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(two_level, "distributed_c10d", names)
+        try:
+            hosts = hosts_of(group, 1)
+        except ValueError as error:
+            return str(error)
+    return [dist.get_process_group_ranks(group) for group in (hosts.rail, hosts.host)]
+
+
+def test_a_part_of_a_default_group_that_is_bound_to_a_device_is_refused(pool4):
+    assert pool4.run(_pairs_of, None, True) == [
+        [[0, 1], [0]],
+        [[0, 1], [1]],
+        [[2, 3], [2]],
+        [[2, 3], [3]],
+    ]
+    [words] = set(pool4.run(_pairs_of, "cuda:0", True))
+    assert "got 'a part of a default group that is bound to cuda:0'; leave device_id out" in words
+    assert pool4.run(_pairs_of, "cuda:0", False) == [[[0, 1, 2, 3], [r]] for r in range(4)]
+
+
+def _one_group_more() -> None:
+    dist.new_group([0])
+    hosts_of(dist.new_group(), 1)
+
+
+def test_ranks_that_have_made_other_numbers_of_groups_are_refused(pool2):
+    with pytest.raises(WorkerError) as caught:
+        pool2.run(_one_group_more)
+    errors = [str(error) for error in caught.value.errors.values()]
+    assert len(errors) == 2
+    assert all("must be equally many, since torch names new ones" in error for error in errors)
 
 
 def _refused(ranks_per_host: int | None, **changes: Any) -> None:

@@ -54,6 +54,14 @@ def cases() -> Iterator[RetriedCase]:
     for graph in ("none", "layer"):
         yield RetriedCase(name=f"PP2, graph {graph}", graph=graph, **deep)
         yield RetriedCase(name=f"PP2/VPP2, graph {graph}", graph=graph, vpp=2, **deep)
+    tensor: dict[str, Any] = {"ranks": 2, "tp": 2, "ep": 2, "microbatches": 3, **_GPU}
+    for graph in ("none", "layer"):
+        yield RetriedCase(name=f"TP2/EP2, graph {graph}", graph=graph, **tensor)
+    # With experts of the layer spec: packed ones compute in bf16.
+    for ranks in (1, 2):
+        where = {"ranks": ranks, "ep": ranks, "microbatches": 3, "fp16": True, **_GPU}
+        yield RetriedCase(name=f"EP{ranks}, fp16", **where)
+    yield RetriedCase(name="TP2/EP2, fp16", fp16=True, **tensor)
     for ranks, graph in itertools.product((1, 2), ("layer", "full-iteration")):
         where = {"ranks": ranks, "ep": ranks, "graph": graph, **_GPU, "steps": 12, "factor": 1.6}
         where |= {"dropout": 0.0}
@@ -67,6 +75,8 @@ def on_cpu(case: RetriedCase) -> RetriedCase | None:
     """Return a small version of a case for the CPU; None if Megatron needs a GPU for it."""
     if case.graph in ("local", "full-iteration") or case.factor != 0.5:
         return None
+    if case.tp > 1 and case.graph != "none":
+        return None  # Not with the stand-in for graphs.
     default = {field.name: field.default for field in dataclasses.fields(RetriedCase)}
     small = {name: default[name] for name in _GPU}
     # The stand-in for graphs replays no draws.

@@ -132,6 +132,17 @@ def test_weight_gradients_are_added_in_fp32(counts):
             num_programs=num_programs,
         )
         equal((sums_LOI, expected_LOI))
+        rounded_LOI = gemm.weight_gradients(
+            *map(here, (grad_NO, rows_NI, offsets_L)), tiles=SMALL, num_programs=num_programs
+        )
+        equal((rounded_LOI, (expected_LOI - 0.25).to(DTYPE)))
+
+
+@pytest.mark.parametrize(("spare", "expected"), [(0, 1.0), (1, 0.75), (4, 0.25), (22, 0.25)])
+def test_programs_that_leave_room(spare, expected):
+    """Two on each multiprocessor, of which the interpreter has two, and never none."""
+    device = torch.device("cpu")
+    assert gemm.gradient_programs(device, spare) == 4 * expected
 
 
 def _taken(like: Tensor, filled: Tensor, shape: tuple[int, ...]) -> Tensor:

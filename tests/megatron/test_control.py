@@ -102,6 +102,7 @@ def test_growth_takes_reads_in_a_row_and_the_next_factor(caplog):
             "needed factor 2"
         ]
         assert factors(chunk) == [1.0, 0.5]
+        assert capacity.reads_above == {1: 0, 2: 0}
         assert capacity.step(snapshots(0, 1)) == []
         [change] = capacity.step(snapshots(1, 1))
         assert change.startswith("capacity factor 0.5 -> 1: layer 2")
@@ -142,6 +143,8 @@ def test_a_resumed_run_continues_its_schedule():
     with tiny.one_process():
         chunk = model(1, 2)
         options = PaddedOptions(schedule=((10, 2.0), (20, 3.0), (30, 4.0)))
+        assert CapacityControl([chunk], options, step=9).factors == {1: 0.5, 2: 0.5}
+        assert CapacityControl([chunk], options, step=10).factors == {1: 2.0, 2: 2.0}
         assert CapacityControl([chunk], options, step=29).factors == {1: 3.0, 2: 3.0}
         assert factors(chunk) == [3.0, 3.0]
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from padded_dispatch.megatron import masks
+from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.graphs import LayerGraphs
 from tests.megatron.graphs.test_capture import (
@@ -88,6 +90,35 @@ def graphed_run(scope: Scope, **settings: Any) -> list[Results]:
                 steps.append(training.step(number))
     made.delete()
     return [*steps, training.step(3)]
+
+
+class Layer:
+    """As much of a layer as a mask needs before a capture."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.config = SimpleNamespace(**fields)
+
+
+def test_a_layer_notes_the_shape_of_its_last_mask():
+    layer = Layer(**layer_graphs("moe"))
+    masks.note(layer, None)
+    assert masks.sample(layer) == {}
+    for shape, every_third in (
+        ((2, 3), [[0, 1, 0], [0, 1, 0]]),
+        ((2, 4), [[0, 1, 0, 0], [1, 0, 0, 1]]),
+    ):
+        masks.note(layer, torch.ones(shape, dtype=torch.bool))
+        masks.note(layer, None)
+        assert masks.sample(layer)["padding_mask"].int().tolist() == every_third
+
+
+def test_other_graphs_need_no_mask():
+    """Graphs of attention alone, Megatron's own, none, and those of whole iterations."""
+    local = {**layer_graphs("moe"), "cuda_graph_impl": "local"}
+    for fields in (layer_graphs("attn"), local, {"cuda_graph_impl": "none"}, iteration_graph()):
+        layer = Layer(**fields)
+        masks.note(layer, torch.ones(2, 3, dtype=torch.bool))
+        assert masks.sample(layer) == {}
 
 
 @pytest.mark.parametrize("scope", SCOPES, ids=lambda scope: "+".join(scope) or "layer")

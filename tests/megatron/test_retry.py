@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from padded_dispatch.config import FIT
 from padded_dispatch.megatron import PaddedOptions, Retry, retry
 from padded_dispatch.megatron.retry import dropping_nothing
 from padded_dispatch.megatron.telemetry import padded_moe_layers
 from tests.megatron.test_telemetry import model
 from tests.support import tiny
+from tests.support.gpt import LOSS_SCALE
 from tests.support.retried_training import (
     RetriedCase,
     Training,
@@ -42,6 +44,9 @@ CASES = [
     ),
     RetriedCase(name="recompute", recompute=True),
     RetriedCase(name="multi-token prediction", mtp=True),
+    RetriedCase(name="fp16", fp16=True),
+    RetriedCase(name="TP2/EP2", ranks=2, tp=2, ep=2, microbatches=2),
+    RetriedCase(name="TP2, fp16", ranks=2, tp=2, microbatches=2, fp16=True),
     RetriedCase(name="graphs of layers", ranks=2, ep=2, graph="layer", dropout=0.0),
 ]
 
@@ -60,6 +65,34 @@ def test_bits_are_those_of_a_training_that_never_drops(on_ranks, alone, case):
     for findings in found:
         assert findings.failures() == []
         assert (findings.facts["steps"], findings.facts["retried"]) == (case.steps, case.steps)
+
+
+def test_an_overflow_in_the_run_that_is_taken_back_leaves_the_loss_scale_alone(alone):
+    case = RetriedCase(name="fp16", fp16=True, steps=6)
+    with world(case):
+        never = Training(case, schedule=((0, FIT),))
+        retried = Training(case, on_overflow="retry")
+        assert retried.retry is not None
+        schedule = retried.retry.forward_backward_func
+
+        def overflowing(**kwargs: Any) -> list[Any]:
+            results = schedule(**kwargs)
+            for chunk in retried.chunks:
+                for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                    buffer.grad_data.fill_(torch.inf)
+            return results
+
+        retried.retry.forward_backward_func = overflowing
+        found, scales = [], [LOSS_SCALE]
+        for number in range(case.steps):
+            wanted, given = never.step(number), retried.step(number)
+            assert differing_names(wanted, given) == []
+            found.append(bool(given["found_inf 0"]))
+            scales.append(given["loss scale 0"].item())
+        assert retried.retry.num_retried == case.steps
+    assert set(found) == {True, False}
+    factors = [after / before for before, after in itertools.pairwise(scales)]
+    assert factors == [0.5 if overflowed else 2 for overflowed in found]
 
 
 PARTS = [SimpleNamespace(name="moe")]

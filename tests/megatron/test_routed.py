@@ -107,6 +107,30 @@ def test_masks_score_functions_and_versions_that_it_does_not_know(monkeypatch):
     assert routed.why_not(made, logits, None) == "this Megatron-Core is 0.99"
 
 
+@pytest.mark.parametrize("minor", [16, 17, 18, 19, 20])
+def test_versions_that_it_knows(monkeypatch, minor):
+    monkeypatch.setattr(routed, "_VERSION", (0, minor))
+    assert routed.why_not(router(), torch.zeros(3, 1, 4), None) == ""
+
+
+@pytest.mark.parametrize("version", [(0, 15), (0, 21), (1, 16)])
+def test_versions_that_it_does_not_know(monkeypatch, version):
+    monkeypatch.setattr(routed, "_VERSION", version)
+    words = f"this Megatron-Core is {version[0]}.{version[1]}"
+    assert routed.why_not(router(), torch.zeros(3, 1, 4), None) == words
+
+
+def test_the_most_experts_and_choices():
+    made, logits = router(), torch.zeros(3, 1, 4)
+    made.num_experts, made.topk = 1024, 32
+    assert routed.why_not(made, logits, None) == ""
+    many = "there are more than 1024 experts, or 32 choices"
+    made.num_experts = 1025
+    assert routed.why_not(made, logits, None) == many
+    made.num_experts, made.topk = 1024, 33
+    assert routed.why_not(made, logits, None) == many
+
+
 def test_a_routing_of_another_tool_is_called(monkeypatch):
     calls = []
     stock = TopKRouter.routing

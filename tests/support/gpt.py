@@ -1,6 +1,9 @@
 """What trainings of a small GPT share: chunks in Megatron's DDP, optimizer, microbatch."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
@@ -12,8 +15,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
 from torch import Tensor
+
+# So high that some gradients of the first steps overflow in fp16.
+LOSS_SCALE = 2.0**18
 
 
 def ddp_chunks(
@@ -52,7 +60,7 @@ def ddp_chunks(
         )
         if not on_gpu:
             _without_last_bias(model)
-        if config.bf16:
+        if config.bf16 or config.fp16:
             model = Float16Module(config, model.cuda() if on_gpu else model)
         chunk = DistributedDataParallel(config, ddp, model, disable_bucketing=stage > 0)
         chunk.broadcast_params()
@@ -72,17 +80,65 @@ def _without_last_bias(model: Any) -> None:
 
 
 def megatron_adam(chunks: list[Any], ddp: DistributedDataParallelConfig) -> Any:
-    """Return Megatron's Adam in bf16, which needs a GPU."""
-    config = OptimizerConfig(
+    """Return Megatron's Adam, for the chunks' dtype; bf16 needs a GPU.
+
+    In fp16 the scale of losses starts too high, is halved after each step that overflows, and is
+    doubled after each other one.
+    """
+    config: Any = get_model_config(chunks[0])
+    optimizer = OptimizerConfig(
         optimizer="adam",
         lr=1e-3,
         clip_grad=1.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
+        bf16=config.bf16,
+        fp16=config.fp16,
+        initial_loss_scale=LOSS_SCALE,
+        loss_scale_window=1,
+        hysteresis=1,
+        params_dtype=config.params_dtype,
         use_distributed_optimizer=ddp.use_distributed_optimizer,
         overlap_param_gather=ddp.overlap_param_gather,
     )
-    return get_megatron_optimizer(config, chunks)
+    return get_megatron_optimizer(optimizer, chunks)
+
+
+def types_of_gpus() -> AbstractContextManager[Any]:
+    """Name tensors' types as on GPUs inside the block; Megatron's optimizer accepts no others."""
+
+    def of(tensor: Tensor, *dtype: torch.dtype) -> Any:
+        if dtype:
+            return tensor.to(*dtype)
+        return {torch.float16: "torch.cuda.HalfTensor"}.get(tensor.dtype, "torch.cuda.FloatTensor")
+
+    return patch.object(Tensor, "type", of)
+
+
+def loss_scaling(optimizer: Any) -> dict[str, Tensor]:
+    """Return the state of Megatron's loss scaling, and what the last step found, by name."""
+    state = {}
+    for index, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        scaler = part.grad_scaler
+        state |= {
+            f"loss scale {index}": scaler.scale.clone(),
+            f"steps to a larger loss scale {index}": torch.tensor(scaler._growth_tracker),
+            f"steps to a smaller loss scale {index}": torch.tensor(scaler._hysteresis_tracker),
+            f"found_inf {index}": part.found_inf.clone(),
+        }
+    return state
+
+
+@contextmanager
+def sequence_parallel_norms() -> Iterator[None]:
+    """Let the local layer specs have RMS norms under sequence parallelism inside the block."""
+
+    def norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
+        made = torch.nn.RMSNorm(hidden_size, eps=eps)
+        # Megatron sums gradients of what has this attribute over the tensor-parallel group.
+        vars(made.weight)["sequence_parallel"] = config.sequence_parallel
+        return made
+
+    with patch.object(WrappedTorchNorm, "__new__", norm):
+        yield
 
 
 def model_inputs(ids: Tensor) -> dict[str, Tensor | None]:

@@ -11,6 +11,7 @@ too, so equal bits show that they left the graphs alone. On a CPU the layers are
 ones, with the stand-in of `graph_protocol` for graphs.
 """
 
+import functools
 import os
 import random
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
@@ -45,7 +47,15 @@ from padded_dispatch.megatron.compat import (
 from padded_dispatch.megatron.graphs import IterationGraph
 from padded_dispatch.megatron.random_states import RandomStates
 from padded_dispatch.megatron.telemetry import padded_moe_layers
-from tests.support.gpt import ddp_chunks, mean_loss, megatron_adam, model_inputs
+from tests.support.gpt import (
+    ddp_chunks,
+    loss_scaling,
+    mean_loss,
+    megatron_adam,
+    model_inputs,
+    sequence_parallel_norms,
+    types_of_gpus,
+)
 from tests.support.graph_protocol import cuda_graphs_on_cpu
 from tests.support.graph_training import Findings, bits
 from tests.support.parity import megatron
@@ -61,15 +71,19 @@ class RetriedCase:
     `mtp`: a layer of multi-token prediction. `graph`: what is captured: "layer", "local" (by
     Megatron's local graphs) or "full-iteration". `overlap_param_gather`: of a distributed
     optimizer, which all cases on GPUs have; on a CPU its place is taken by shards of plain SGD.
+    `tp`: with sequence parallelism, each expert on one rank, and data on the first rank alone.
+    `fp16`: losses are scaled by Megatron's dynamic scale, which starts so high that steps overflow.
     `factor`: of the training with repeated steps. `fields`: further fields of Megatron's config.
     """
 
     name: str
     device: str = "cpu"
     ranks: int = 1
+    tp: int = 1
     pp: int = 1
     vpp: int | None = None
     ep: int = 1
+    fp16: bool = False
     graph: Literal["none", "layer", "local", "full-iteration"] = "none"
     microbatches: int = 1
     dropout: float = 0.1
@@ -100,12 +114,17 @@ class RetriedCase:
     @property
     def in_bf16(self) -> bool:
         """Whether the model is in bf16, which captured layers must be."""
-        return self.on_gpu or self.graph != "none"
+        return not self.fp16 and (self.on_gpu or self.graph != "none")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return torch.float16 if self.fp16 else torch.bfloat16 if self.in_bf16 else torch.float32
 
     @property
     def dp(self) -> int:
         """Data-parallel size of everything but the experts."""
-        return self.ranks // self.pp
+        return self.ranks // (self.tp * self.pp)
 
 
 def retried_equals_never_dropping(case: RetriedCase) -> Findings:
@@ -147,6 +166,8 @@ def differing_names(wanted: dict[str, Tensor], given: dict[str, Tensor]) -> list
 def world(case: RetriedCase) -> Iterator[None]:
     """Set up Megatron's groups and number of microbatches, on a stream that can be captured."""
     sizes = {
+        "tensor_model_parallel_size": case.tp,
+        "expert_tensor_parallel_size": 1,
         "pipeline_model_parallel_size": case.pp,
         "virtual_pipeline_model_parallel_size": case.vpp,
         "expert_model_parallel_size": case.ep,
@@ -158,6 +179,10 @@ def world(case: RetriedCase) -> Iterator[None]:
         stack.enter_context(megatron(case.device, **sizes))
         if not case.on_gpu and case.graph != "none":
             stack.enter_context(cuda_graphs_on_cpu())
+        if not case.on_gpu and case.tp > 1:
+            stack.enter_context(sequence_parallel_norms())
+        if not case.on_gpu and case.fp16:
+            stack.enter_context(types_of_gpus())
         global_batch = case.microbatches * case.batch * case.dp
         init_num_microbatches_calculator(dist.get_rank(), None, global_batch, case.batch, case.dp)
         stack.callback(unset_num_microbatches_calculator)
@@ -184,13 +209,17 @@ class Training:
         graph = case.graph if retry or graphed else "none"
         self.config = _config(case, graph)
         # On GPUs "auto" could choose other experts for other sizes; a CPU has only the spec's.
-        experts = "packed" if case.on_gpu else "auto"
+        experts = "packed" if case.in_bf16 and case.on_gpu else "auto"
         options = {"policy": case.policy, "experts": experts, **options}
         self.config.padded_dispatch = PaddedOptions(**options)
         ddp = _ddp(case, self.config)
         self.chunks = ddp_chunks(self.config, ddp, vocab=case.vocab, seq=case.seq)
-        # Megatron's optimizer needs a GPU.
-        self.optimizer = megatron_adam(self.chunks, ddp) if case.on_gpu else None
+        # Plain SGD takes the place of Megatron's optimizer on a CPU.
+        self.optimizer: Any = None
+        if case.on_gpu or case.fp16:
+            self.optimizer = megatron_adam(self.chunks, ddp)
+        if case.fp16:
+            self.config.grad_scale_func = self.optimizer.scale_loss
         self.graphs: LayerGraphs | None = None
         self._iteration: IterationGraph | None = None
         if graph == "layer":
@@ -232,15 +261,16 @@ class Training:
             results |= {f"{name} of chunk {index}": buffer for name, buffer in buffers}
         for layer_number, layer in padded_moe_layers(self.chunks).items():
             results[f"demand of layer {layer_number}"] = layer.token_dispatcher.counters.demand_E
-        return results
+        return results | (loss_scaling(self.optimizer) if self.case.fp16 else {})
 
     def passes(self, batches: Any = None) -> list[dict[str, Tensor]]:
         """Run forward and backward of all microbatches."""
         case = self.case
         iterators = [batches or self.batches() for _ in self.chunks]
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
         return (self.retry or self.schedule)(
-            forward_step_func=forward,
-            data_iterator=iterators,
+            forward_step_func=functools.partial(_shared, case) if case.tp > 1 else forward,
+            data_iterator=iterators if first else None,
             model=self.chunks,
             num_microbatches=case.microbatches,
             seq_length=case.seq,
@@ -317,7 +347,6 @@ def _config(case: RetriedCase, graph: str) -> TransformerConfig:
             "moe_router_enable_expert_bias": True,
             "moe_router_score_function": "sigmoid",
         }
-    dtype = torch.bfloat16 if case.in_bf16 else torch.float32
     return TransformerConfig(
         num_layers=case.num_layers,
         hidden_size=case.hidden,
@@ -331,6 +360,9 @@ def _config(case: RetriedCase, graph: str) -> TransformerConfig:
         moe_expert_capacity_factor=case.factor,
         moe_token_dispatcher_type="padded_alltoall",
         moe_grouped_gemm=case.on_gpu,
+        tensor_model_parallel_size=case.tp,
+        sequence_parallel=case.tp > 1,
+        expert_tensor_parallel_size=1,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vpp,
         expert_model_parallel_size=case.ep,
@@ -347,8 +379,9 @@ def _config(case: RetriedCase, graph: str) -> TransformerConfig:
         **{"gradient_accumulation_fusion": False, **case.fields},
         use_cpu_initialization=not case.on_gpu,
         bf16=case.in_bf16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
+        fp16=case.fp16,
+        params_dtype=case.dtype,
+        pipeline_dtype=case.dtype,
         deterministic_mode=True,
         finalize_model_grads_func=finalize_model_grads,
         mtp_num_layers=1 if case.mtp else None,
@@ -375,3 +408,15 @@ def forward(
     masks = {name: given[name] for name in given.keys() & {"padding_mask"}}
     run = model.build_schedule_plan if return_schedule_plan else model
     return run(**model_inputs(given["ids"]), **masks), mean_loss
+
+
+def _shared(case: RetriedCase, batches: Any, model: Any) -> tuple[Any, Any]:
+    """Run a microbatch that the first tensor-parallel rank reads, as Megatron-LM's scripts do."""
+    if batches is None:
+        ids = torch.empty(case.batch, case.seq + 1, dtype=torch.int64, device=case.device)
+    else:
+        (one,) = batches if isinstance(batches, list) else [batches]
+        ids = next(one)["ids"]
+    source = parallel_state.get_tensor_model_parallel_src_rank()
+    dist.broadcast(ids, source, group=parallel_state.get_tensor_model_parallel_group())
+    return forward(iter([{"ids": ids}]), model)

@@ -347,3 +347,24 @@ def test_the_extra_has_the_matplotlib_that_the_remedy_names():
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     (package,) = extras["project"]["optional-dependencies"]["tune"]
     assert f"run pip install '{package}'" == REMEDY
+
+
+def test_a_group_over_hosts_gets_a_table(tune, tmp_path):
+    sizes = "--hidden-size 64 --ffn-size 48 --no-plots"
+    made = "--steps 30 --layers 1 --ranks 4 --tokens 40 --experts 8 --top-k 2"
+    _, printed, found = tune(f"--synthetic zipf {made} {sizes} --ranks-per-host 2")
+    assert [one["num_ranks"] for one in found["hosts"]] == [2, 4, 8]
+    assert re.search(r"^>  4 +2 .* two-level$", printed, re.M)
+    assert "Fastest by this model: direct from EP 2, two-level from EP 4, " in printed
+    page = (tmp_path / "tune" / "report.html").read_text()
+    assert "<h2>Several hosts</h2>" in page
+    ms = found["hosts"][1]["exchanges"]["alltoall"]["ms"]
+    _, _, faster = tune(
+        f"--synthetic zipf {made} {sizes} --ranks-per-host 2 --network-gb-per-s 100"
+    )
+    assert faster["hosts"][1]["exchanges"]["alltoall"]["ms"] == pytest.approx(ms / 2)
+    assert found["options"][0]["packed_ms"] > faster["options"][0]["packed_ms"]
+    _, printed, found = tune(f"--synthetic zipf {made} {sizes}")
+    assert (found["hosts"], "over hosts" in printed) == ([], False)
+    with pytest.raises(ValueError, match="--nvlink-gb-per-s must be above 0, got 0"):
+        tune(f"--synthetic zipf {made} {sizes} --nvlink-gb-per-s 0")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from padded_dispatch.tune.quantile import (
+    _correlation_time,
     binomial_cdf,
     has_drifted,
     num_independent,
@@ -44,6 +45,8 @@ def test_binomial_cdf_by_hand():
     big = binomial_cdf(100_000, 0.99)
     assert abs(big[99_000] - 0.5) < 0.01  # the mean; nothing over- or underflows
     assert math.isclose(big[-1], 1.0, rel_tol=1e-9)
+    # Rounded sums of 7 and 10 draws are more than 1.
+    assert max(binomial_cdf(num, 0.9).max() for num in (7, 10, 100)) == 1.0
 
 
 def test_299_steps_make_the_largest_value_a_bound():
@@ -76,6 +79,16 @@ def test_one_long_burst_is_one_event():
     scattered = np.zeros(1000, int)
     scattered[::50] = 5
     assert num_independent(scattered, 0.99) > 900
+
+
+def test_correlation_time_by_hand():
+    assert _correlation_time(np.ones(10)) == pytest.approx(10)  # ten steps are worth one
+    assert _correlation_time(np.zeros(10)) == 1
+    series = np.repeat([1, -1, 1, 1, -1, -1, 1, -1], 5)
+    lags = [(series[: 40 - k] * series[k:]).sum() / 40 for k in range(6)]
+    assert lags == pytest.approx([1, 0.725, 0.45, 0.175, -0.1, -0.375])
+    # Pairs of neighbours add up to 1.725, .625 and then less than 0.
+    assert _correlation_time(series) == pytest.approx(2 * (1.725 + 0.625) - 1)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.99])
@@ -132,6 +145,8 @@ def test_drift():
         assert all(has_drifted(correlated(500, 0.5, s) + shift) for s in range(20))
     assert not has_drifted(np.array([1, 2, 3]))
     assert not has_drifted(np.zeros(100, int))
+    # Without any noise, halves one rank apart differ.
+    assert has_drifted(np.array([*range(0, 20, 2), *range(1, 20, 2)]))
 
 
 def test_a_constant_series():

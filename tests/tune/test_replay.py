@@ -14,7 +14,7 @@ from padded_dispatch.config import CAPACITY_POOLS, POLICIES, DispatchConfig
 from padded_dispatch.ops.counters import mass_units
 from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.tune import replay as replay_module
-from padded_dispatch.tune.replay import POOLS, largest_need, replay
+from padded_dispatch.tune.replay import POOLS, _places, has_all_sources, largest_need, replay
 from padded_dispatch.tune.trace import Trace
 from tests.support.pools import pools
 from tests.support.traces import small_trace
@@ -347,6 +347,30 @@ def test_wrong_arguments(arguments, message):
     trace = small_trace(steps=[0, 0], layers=[0, 0], ranks=[0, 1], num_ranks=num_ranks)
     with pytest.raises(ValueError, match=message):
         replay(trace, **arguments)
+
+
+def test_the_largest_need_of_a_wrong_number_of_sources():
+    trace = small_trace(steps=[0, 0], layers=[0, 0], ranks=[0, 1])
+    with pytest.raises(ValueError, match="etp must divide the 2 sources of the trace, got 3"):
+        largest_need(trace, etp=3)
+
+
+def test_traces_that_lack_a_source():
+    ranks = dict(steps=[0] * 4, layers=[0] * 4)
+    assert has_all_sources(small_trace(ranks=[0, 1, 2, 3], **ranks))
+    assert not has_all_sources(small_trace(ranks=[0, 1, 2, 2], **ranks))
+
+
+def test_places_in_a_group():
+    def places(groups, probs):
+        given = np.array(groups)[:, None], np.float32(probs)[:, None]
+        ids_MK, random = np.zeros((len(groups), 1), np.int16), np.random.default_rng(0)
+        found = _places(ids_MK, given[1], given[0], policy="probs", random=random)
+        return found[:, 0].tolist()
+
+    assert places([0] * 4, [0.2, 0.5, 0.9, 0.5]) == [3, 1, 0, 2]
+    last = replay_module._MAX_GROUPS - 1
+    assert places([0, last, last, last // 2 + 1], [0.2, 0.5, 0.9, 0.7]) == [0, 1, 0, 0]
 
 
 def test_more_sources_than_experts():

@@ -1,5 +1,9 @@
 """The report as a browser sees it: its elements, its numbers, and nothing from elsewhere."""
 
+import re
+import shutil
+import subprocess
+from html import escape
 from html.parser import HTMLParser
 
 import pytest
@@ -70,9 +74,11 @@ class Page(HTMLParser):
             self.rows[self.section][-1][-1] += data
 
 
-def studied(*, layer=True, name="zipf", kind="zipf"):
+def studied(*, layer=True, name="zipf", kind="zipf", pools=("expert",)):
     question = Question(
-        target=Target(drop=0.01, steps_share=0.9), eval_target=Target(drop=0.0, steps_share=0.9)
+        target=Target(drop=0.01, steps_share=0.9),
+        eval_target=Target(drop=0.0, steps_share=0.9),
+        pools=pools,
     )
     sizes = LayerSizes(num_tokens=40, hidden_size=64, ffn_size=48, num_layers=3)
     costed = Layer(sizes=sizes, time_model=shipped()) if layer else None
@@ -173,3 +179,45 @@ def test_a_missing_promise_has_a_caveat():
 def test_a_name_is_text_and_nothing_else():
     page = Page(html(studied(name="<script>alert(1)</script> & co"), {}))
     assert "script" not in page.tags
+
+
+def test_a_balanced_router_is_shown_where_an_expert_has_its_own_slots(found, text):
+    pooled = studied(pools=("expert", "rank"))
+    assert (found.pool, pooled.pool) == ("expert", "rank")
+    page = html(pooled, {"dropped": "<svg></svg>"})
+    for shown, place in ((text, found), (page, pooled)):
+        has = place is found
+        assert ("balanced" in factor_table(place).headers) is has
+        assert ("Balanced: " in shown, "perfectly balanced router" in shown) == (has, has)
+
+
+# Loads the report in frames of two widths; the browser prints this page with what it measured.
+FRAMES = """<!DOCTYPE html><meta charset="utf-8"><title>-</title>
+<iframe width="1280" style="border: 0" srcdoc="{page}"></iframe>
+<iframe width="390" style="border: 0" srcdoc="{page}"></iframe>
+<script>
+const wider = e => e.scrollWidth > e.clientWidth;
+onload = () => {{
+  const pages = [...document.querySelectorAll("iframe")].map(e => e.contentDocument);
+  document.title = pages.map(page => page.documentElement.scrollWidth + " "
+    + [...page.querySelectorAll(".scroll, pre")].filter(wider).length).join(", ");
+}};
+</script>
+"""
+BROWSER = """chromium --headless --no-sandbox --disable-gpu --no-first-run --disable-sync
+--disable-background-networking --disable-component-update --hide-scrollbars --dump-dom
+--window-size=1400,1000"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_the_page_fits_a_laptop_and_a_phone(text, tmp_path):
+    """On a phone the seven tables and figures that are wider scroll, the page does not."""
+    (file := tmp_path / "frames.html").write_text(FRAMES.format(page=escape(text)))
+    done = subprocess.run(
+        [*BROWSER.split(), f"--user-data-dir={tmp_path / 'profile'}", file.as_uri()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert re.findall("<title>(.*?)</title>", done.stdout) == ["1280 0, 390 7"]

@@ -6,7 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from padded_dispatch.tune import stationarity
 from padded_dispatch.tune.stationarity import (
+    _slow_waves,
+    _strongest,
+    _weights,
     changes_slowly,
     end_differs,
     num_allowed,
@@ -37,6 +41,35 @@ def test_series_without_any_change():
     assert not changes_slowly(np.full(500, 3), SHARE)
     for num_steps in (1, 2, 7, 8):
         assert not changes_slowly(np.arange(num_steps) % 2, SHARE)
+
+
+def test_the_three_views_by_hand(monkeypatch):
+    views = []
+    monkeypatch.setattr(stationarity, "_slow_waves", lambda *given: views.append(given) or 0.0)
+    assert not changes_slowly(np.array([7, 1, 2, 2, 1, 2, 2, 5]), 0.75)
+    (level, width, tail), numbers = zip(*views, strict=True)
+    # Ties share the middle of their places among the eight.
+    assert (level * 8).tolist() == [3.5, -3, 0, 0, -3, 0, 0, 2.5]
+    assert (width * 8).tolist() == [3.5, 3, 0, 0, 3, 0, 0, 2.5]
+    # A quarter may exceed the target, so the highest half is the tail: 7, 5 and two of the four 2s.
+    assert tail.tolist() == [1, 0, 0.5, 0.5, 0, 0.5, 0.5, 1]
+    assert numbers == (2, 2, 2)
+    changes_slowly(np.arange(100), SHARE)
+    changes_slowly(np.arange(1000), SHARE)
+    assert [num_waves for _, num_waves in views[3:]] == [25] * 3 + [48] * 3
+
+
+def test_the_strength_of_waves_by_their_definition():
+    series = np.random.default_rng(0).normal(size=30)
+    centred = series - series.mean()
+    middles = np.arange(30) + 0.5
+    waves = [(centred * np.cos(np.pi * j * middles / 30)).sum() ** 2 / 15 for j in range(1, 8)]
+    weights = np.array([1 / (j * j + 9) for j in range(1, 8)])
+    expected = weights @ waves / weights.sum() / max(np.mean(waves), series.var())
+    np.testing.assert_allclose(_slow_waves(series, 7), expected, rtol=1e-9)
+    np.testing.assert_allclose(_weights(7), weights * 7 / weights.sum(), rtol=1e-12)
+    assert _slow_waves(np.full(30, 0.1), 7) == 0
+    assert abs(_strongest(48) - 2.7) < 0.05
 
 
 def test_a_change_of_level_width_or_tail_is_seen():
@@ -76,6 +109,7 @@ def test_a_change_at_the_end():
     steps[-5:] = 2000
     assert end_differs(steps, SHARE, CONFIDENCE)
     assert not end_differs(steps[::-1], SHARE, CONFIDENCE)
+    assert not end_differs(np.full(1000, 3), SHARE, CONFIDENCE)  # as high as before is no more
 
 
 def test_numbers_of_steps():
