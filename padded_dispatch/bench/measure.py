@@ -47,7 +47,7 @@ _PHASES = {
     "exchange": r"nccl|_push_(rows|tokens|counts)|_copy_rows|_return_(rows|sums)|_place_rows"
     r"|_list_slots|\b_shift_kernel|barrier_kernel",
     "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas"
-    r"|_rows_times_weights|_row_tiles|_add_weight_gradients",
+    r"|_rows_times_weights|_row_tiles|_weight_gradients_kernel",
     "router": r"_route_\w*kernel|topk|bitonicSort|softmax_warp|_scatter_gather|aux_loss",
     "telemetry": r"_count_kernel",
     "activation": r"silu|swiglu|gated|gelu|sigmoid|_activat\w*_kernel",

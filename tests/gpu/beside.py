@@ -208,7 +208,7 @@ class Drawn(list[Batch]):
     def __len__(self) -> int:
         return self._number
 
-    def __getitem__(self, number: Any) -> Batch:
+    def __getitem__(self, number: Any) -> Any:
         tokens, logits = list.__getitem__(self, 0).tokens, list.__getitem__(self, 0).logits
         draw = torch.Generator(tokens.device)
         draw.manual_seed(number * dist.get_world_size() + dist.get_rank())
@@ -343,7 +343,7 @@ def on_cpu(case: Any) -> Any:
 
 def main() -> int:
     """Run all parts; return 1 if one failed."""
-    arguments = parsed(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
+    arguments = parsed(argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0]))
     wanted = (
         (check, run, on_cpu(case) if arguments.cpu else case) for check, run, case in checks()
     )

@@ -66,7 +66,7 @@ def one_rank() -> Iterator[list[int]]:
 
 
 def _layer(home: Any, later: Any = None, in_flight: int = 1, **settings: Any) -> Any:
-    config = tiny.config(moe_expert_capacity_factor=1.0, **settings)
+    config: Any = tiny.config(moe_expert_capacity_factor=1.0, **settings)
     config.padded_dispatch = PaddedOptions(
         experts="packed",
         exchange="direct",
@@ -84,7 +84,7 @@ def _tokens(seed: int) -> Tensor:
     return torch.randn(5, 3, tiny.HIDDEN, generator=generator).requires_grad_()
 
 
-def _gradients(layer: Any, seeds: tuple[int, ...]) -> list[Tensor]:
+def _gradients(layer: Any, seeds: tuple[int, ...]) -> list[Any]:
     """Run the forward passes, then the backward passes; return all gradients."""
     given = [_tokens(seed) for seed in seeds]
     outputs = [layer(tokens)[0] for tokens in given]
@@ -110,7 +110,7 @@ def _gradients(layer: Any, seeds: tuple[int, ...]) -> list[Tensor]:
     ids=["plain", "in flight", "recompute", "Megatron delays", "graph before experts", "router"],
 )
 def test_gradients_have_the_bits_of_those_computed_before(one_rank, changes, num_left):
-    found = []
+    found: list[list[Any]] = []
     for home in ("auto", "after"):
         made = _layer(home, **changes)
         batches = ((1, 2),) if "in_flight" in changes else ((1,), (2,))
