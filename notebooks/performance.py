@@ -832,7 +832,7 @@ def _either(values: dict[str, float], name: str, older: str) -> str:
 
 def beside_peer() -> Markdown:
     """Return a table of our exchange beside torchtitan's MinimalAsyncEP."""
-    peers = where(load("direct"), measure="exchange beside a peer")
+    peers = where(load("direct"), measure="exchange beside a peer", ep=4)
     lines = []
     for row in peers:
         (peer,) = where(peers, contender="torchtitan-minimal-async-ep", model=row["model"])

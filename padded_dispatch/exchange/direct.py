@@ -84,6 +84,18 @@ Tried and left out:
   and 5.04 instead of 5.11 for GPT-OSS-20B; one half after the other took 2.94 and 5.28. It took
   longer with fewer programs that store, or with multiprocessors kept from the GEMMs, and it gained
   nothing with the all-to-all. Too little for two streams through all six stages.
+- Sums and copies beside the stores (2 H200, EP 2, 4,096 tokens, factor 1.0, a script that was not
+  kept). 232 us of a return for Qwen3-30B-A3B are 186 for the rows over the link, 37 for the sums
+  and 7 for barriers; 80 us of a push are 51 for the rows and 19 for the copies. With the columns in
+  two parts, each with a barrier of its own, sums of one part run on a second stream beside the
+  stores of the other: 224 us instead of 232, GPT-OSS-20B 163 instead of 169; a push 79 instead of
+  80, 86 instead of 88. In four parts nothing is gained.
+- Rows that their source reads from the experts' GPU and adds at once, with the same bits, instead
+  of slots that the experts' GPU fills and sums behind the barrier. A link gives 335 GB/s to reads
+  and 362 to stores. Still a return takes 207 us instead of 232, GPT-OSS-20B 148 instead of 169, and
+  402 instead of 451 at twice the tokens (the same script). It needs the experts' output in memory
+  that peers can read. To copy it there takes longer than what is gained; experts would have to
+  write there themselves, which would gain 1 % of a layer's forward and backward pass each way.
 - Shared experts during the exchange: whole steps of DeepSeek-V2-Lite's shape took 51.0 ms instead
   of 50.6, with the all-to-all 54.1 instead of 53.1 (commit 29e73fb, 2 H200). It is Megatron's
   option, so it stays available; its default is off.
