@@ -5,6 +5,9 @@
 `copies`: bytes between hosts and dropped rows of one copy of a token per host, simulated, see
 `tests.support.host_copies`.
 
+`torchrun`: a job of two torchruns with two workers each, which play two hosts and share a folder:
+one rank writes each file, and where one host is killed, the other ends and names it.
+
 `agreement`: the milliseconds of a comparison before a layer's call, with 8 and 64 processes, beside
 those of an all-gather of the same row. All processes share this machine, so with more processes
 than cores a time is the work of all of them, one after the other; no network is in it. 256
@@ -26,6 +29,7 @@ import shlex
 import socket
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -43,6 +47,8 @@ from padded_dispatch.utils.results import about, append_run
 from tests.support.gpu_rows import parse
 from tests.support.host_copies import MODELS, simulated
 from tests.support.many_ranks import World, train
+from tests.support.processes import children_of
+from tests.support.two_hosts import Hosts
 
 _LIMIT_S = 900.0
 
@@ -117,7 +123,60 @@ def collectives(
     return row | {"passed": not any(codes) and not any(row[name] for name in _FOUND)}
 
 
-_KINDS = ("agreement", "collectives", "copies")
+_KINDS = ("agreement", "collectives", "copies", "torchrun")
+
+
+def shared_folder() -> dict[str, Any]:
+    """Return whether a job of two torchruns ends well, and writes each file from one rank only."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        hosts = Hosts(Path(folder), num_steps=4)
+        try:
+            codes = [process.wait(180.0) for process in hosts.processes]
+        finally:
+            hosts.end()
+        files = hosts.writers()
+        output = hosts.output(0)
+    shared = {path: ranks for path, ranks in files.items() if len(ranks) > 1}
+    return {
+        "check": "torchrun --nnodes 2",
+        "exit_codes": codes,
+        "last_line": output.splitlines()[-1],
+        "files": len(files),
+        "files_of_several_ranks": shared,
+        "seconds": time.monotonic() - start,
+        "passed": codes == [0, 0] and len(files) > 10 and not shared,
+    }
+
+
+def dead_host(number: int) -> dict[str, Any]:
+    """Return how the other host ends when one is killed, torchrun and workers, and what it says."""
+    with tempfile.TemporaryDirectory() as folder:
+        hosts = Hosts(Path(folder), num_steps=10_000)
+        try:
+            hosts.wait_for("  loss ", 180.0)
+            other = hosts.processes[1 - number]
+            workers = children_of(other.pid)
+            hosts.kill(number)
+            start = time.monotonic()
+            code = other.wait(180.0)
+            seconds = time.monotonic() - start
+        finally:
+            hosts.end()
+        output = hosts.output(1 - number)
+    errors = [line for line in output.splitlines() if "AbsentRanksError: " in line]
+    message = errors[0].partition("AbsentRanksError: ")[2] if errors else output[-500:]
+    # The store of the job is on host 0.
+    named = "on host host1;" if number else "the store of the job at 127.0.0.1, "
+    left = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    return {
+        "check": f"host {number} of 2 is killed",
+        "exit_code": code,
+        "seconds": seconds,
+        "message": message,
+        "processes_left": len(left),
+        "passed": code != 0 and named in message and not left,
+    }
 
 
 def copies() -> list[Callable[[], dict[str, Any]]]:
@@ -231,6 +290,8 @@ def main() -> None:
     works: list[Callable[[], dict[str, Any]]] = []
     if arguments.only in (None, "copies"):
         works += copies()
+    if arguments.only in (None, "torchrun"):
+        works += [shared_folder, *(functools.partial(dead_host, number) for number in (1, 0))]
     if arguments.only in (None, "agreement"):
         works += [functools.partial(agreement, n, arguments.calls) for n in arguments.ranks]
     if arguments.only in (None, "collectives"):

@@ -15,6 +15,9 @@ the store of the job that it waits. Ranks that have not posted `_GRACE_S` later 
 layer spans several hosts, theirs are named, too. The first rank to see that writes the error into
 the store, and all raise this error: also a rank that comes later.
 
+A collective of the user fails as well when a process has ended, mostly before our next call, and
+gloo's error names no rank. `absent_ranks_named` then makes that call.
+
 Nothing is posted in a call that succeeds. Sends and receives between each pair of ranks would name
 the absent ranks without a store, but took 30 times as long as an all-gather for 2 processes on 2
 cores, and twice as long for 4.
@@ -24,8 +27,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any
@@ -43,6 +46,9 @@ from padded_dispatch.exchange.alltoall import group_name
 
 _GRACE_S = 2.0  # for ranks that wait to post that they do, after the first of them has failed
 _STORE_S = 5.0  # for the store to answer beyond that; its process may have ended, or be stopped
+_PROBE_S = 30.0  # for the ranks that are left to come after a collective has failed
+_ROW = 5  # numbers of an `Agreement`'s row; a rank that has not failed yet is in its next call
+_AFTER = "a last call after a failed collective"
 _SIGNALS = timedelta(seconds=1)  # between two looks for Ctrl-C
 
 _CLOSED = ", got a closed connection and"
@@ -85,6 +91,7 @@ class Mirror:
         # use_local_synchronization) names the group by the number of groups in this process: ranks
         # of one group that are members of different numbers of others would wait for each other.
         self._store = PrefixStore(name, _store())
+        self._store_at = _address(self._store)
         self._store.set(f"host/{self._me}", socket.gethostname())
         place = self.ranks.index(self._me)
         limit = timedelta(seconds=limit_s)
@@ -152,7 +159,8 @@ class Mirror:
             self._failure = verdict or self._words(
                 where,
                 problem,
-                "some (the store of the job, which has their numbers, does not answer)",
+                f"some (the store of the job{self._store_at}, which has their numbers, does not "
+                "answer)",
             )
         raise AbsentRanksError(self._failure)
 
@@ -241,8 +249,41 @@ def mirror_of(groups: Sequence[dist.ProcessGroup], limit_s: float) -> Mirror:
     return of_group[names]
 
 
+@contextmanager
+def absent_ranks_named() -> Iterator[None]:
+    """Turn a collective that fails because a peer has ended into an error that names the peer.
+
+    Such an error of gloo or NCCL names no rank. Here the ranks that are left meet in their mirrors
+    and find out which do not come. Enter it where the process groups exist, around all training.
+
+    Raises:
+        AbsentRanksError: names the ranks that do not come, and their hosts.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_lost_connection(error):
+            raise
+        mirrors = [mirror for of_group in _mirrors.values() for mirror in of_group.values()]
+        for mirror in mirrors:
+            mirror.is_same(torch.zeros(_ROW, dtype=torch.int64), _PROBE_S, _AFTER)
+        raise
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistBackendError) or "gloo/transport" in str(error)
+
+
 def _store() -> Any:
     return PrefixStore("padded_dispatch", distributed_c10d._get_default_store())
+
+
+def _address(store: Any) -> str:
+    """Return where a store is, for messages; "" if it is not on the network."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    host = getattr(store, "host", "")
+    return f" at {host}" if host else ""
 
 
 def _connected(

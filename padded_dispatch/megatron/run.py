@@ -33,7 +33,9 @@ def main() -> None:
     with contextlib.suppress(ImportError):
         importlib.import_module("megatron.training.training")
     importlib.import_module("padded_dispatch.megatron.installer").install(options)
-    runpy.run_path(script, run_name="__main__")
+    mirror = importlib.import_module("padded_dispatch.exchange.mirror")
+    with mirror.absent_ranks_named():
+        runpy.run_path(script, run_name="__main__")
 
 
 def read(argv: list[str]) -> tuple[PaddedOptions, str, list[str]]:

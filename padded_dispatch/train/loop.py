@@ -25,6 +25,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from padded_dispatch.exchange.mirror import absent_ranks_named
 from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.routing import record_routing
 from padded_dispatch.megatron.watch import CapacityWatch
@@ -169,7 +170,7 @@ def work(settings: Settings) -> Outcome:
 
 def train(settings: Settings, device: torch.device) -> Outcome:
     """Train over the default process group. All ranks must call it."""
-    with model_parallel(settings.layout):
+    with model_parallel(settings.layout), absent_ranks_named():
         return train_in_groups(settings, device)
 
 

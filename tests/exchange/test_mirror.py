@@ -22,6 +22,7 @@ from padded_dispatch.exchange.mirror import (
     _problem,
     _wait,
     _within,
+    absent_ranks_named,
     mirror_of,
 )
 from padded_dispatch.utils import launch
@@ -141,6 +142,34 @@ def test_a_process_that_ends_is_named_long_before_the_limit(monkeypatch):
         "must come to call 2 of layer 1, got a closed connection and no call from rank 1; "
         "the last call that all made: call 1 of layer 1;"
     ) in str(errors[0])
+
+
+def _one_ends_before_a_collective() -> None:
+    """Send to a rank that has ended, as a step does; gloo's error names no rank."""
+    mirror_of([dist.group.WORLD], LONG_S)
+    with absent_ranks_named():
+        if dist.get_rank() == 1:
+            os._exit(3)
+        dist.all_to_all_single(torch.empty(3), torch.ones(3))
+
+
+def test_a_process_that_ends_is_named_where_a_collective_failed(monkeypatch):
+    monkeypatch.setattr(launch, "_PEERS_S", 30.0)
+    with WorkerPool(3) as pool, pytest.raises(WorkerError) as caught:
+        pool.run(_one_ends_before_a_collective, timeout_s=60)
+    errors = [caught.value.errors[rank] for rank in (0, 2)]
+    assert isinstance(caught.value.errors[1], ChildProcessError)
+    for error in errors:
+        assert isinstance(error, AbsentRanksError)
+        assert str(error).startswith(
+            "all 3 ranks of the layer must come to a last call after a failed collective, got "
+            "a closed connection and no call from rank 1; the last call that all made: none;"
+        )
+
+
+def test_errors_of_one_rank_stay_as_they_are():
+    with pytest.raises(RuntimeError, match="out of luck"), absent_ranks_named():
+        raise RuntimeError("out of luck")
 
 
 def _one_creates_none() -> str:
@@ -265,7 +294,7 @@ def test_without_a_store_the_call_is_named(pool2):
     _, words = pool2.run(_one_is_absent_and_the_store_is_gone, timeout_s=60)
     assert words.startswith(
         "all 2 ranks of the layer must come to call 2 of layer 1 within 0.5 s, got no call from "
-        "some (the store of the job, which has their numbers, does not answer); "
+        "some (the store of the job at 127.0.0.1, which has their numbers, does not answer); "
     )
 
 

@@ -3,9 +3,13 @@
 
 def workers_of(pid: int) -> list[int]:
     """Return the workers that the process `pid` has started, in no order."""
+    return [child for child in children_of(pid) if "spawn_main" in command_of(child)]
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that the process `pid` has started and that have not ended."""
     with open(f"/proc/{pid}/task/{pid}/children") as file:
-        children = [int(child) for child in file.read().split()]
-    return [child for child in children if "spawn_main" in command_of(child)]
+        return [int(child) for child in file.read().split()]
 
 
 def command_of(pid: int) -> str:
