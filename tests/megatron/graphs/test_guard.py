@@ -91,6 +91,26 @@ def test_padded_layers_of_a_model(monkeypatch):
     }
 
 
+def test_masks_and_packed_sequences_count_in_training(monkeypatch):
+    packed: list[Any] = []
+    noted: list[Any] = []
+    monkeypatch.setattr(guard, "check_packed", lambda layer, given: packed.append(given))
+    monkeypatch.setattr(guard.masks, "note", lambda layer, mask_BS: noted.append(mask_BS))
+    choose = guard._wrap_local_choice(lambda layer, **given: False)
+    given = {"packed_seq_params": "sequences", "padding_mask": "a mask"}
+    layer, other = Layer(), Layer(padded=False)
+    configs = SimpleNamespace(given_context=None)
+    layer.mlp = SimpleNamespace(token_dispatcher=SimpleNamespace(configs=configs))
+    for each in (layer.eval(), other.train()):
+        assert choose(each, **given) is False
+        assert (packed, noted) == ([], [])
+    assert choose(layer.train(), **given) is False
+    assert (packed, noted) == (["sequences"], ["a mask"])
+    assert configs.given_context is False
+    choose(layer, inference_context=object())
+    assert configs.given_context is True
+
+
 class Helper:
     def __init__(self, chunk: Any, created: bool, ours: bool = True) -> None:
         self.model, self.created = [SimpleNamespace(module=chunk)], created
