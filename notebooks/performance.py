@@ -24,6 +24,8 @@ KINDS = {
     "ours batched": ("ours, batched experts", "#2a9d8f"),
     "ours direct": ("ours, packed, direct stores", figures.RED),
     "ours direct each": ("ours, direct stores, each row by itself", "#e9a3a3"),
+    "ours direct serial": ("ours, direct stores, gradients home after products", "#c97b84"),
+    "ours direct summed": ("ours, direct stores, sums go home", "#8c1c2b"),
     "stock-drop-pad": ("stock drop-and-pad", figures.ORANGE),
     "stock-dropless": ("stock dropless", figures.GREEN),
 }
