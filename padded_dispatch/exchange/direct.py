@@ -409,8 +409,7 @@ def _return_rows(
         maps = slot_of_TK, expert_of_TK
         direct.list_slots(*maps, workspace.lists_R, home_TK, buffers.rank, num_local)
         workspace.barrier()
-        lists_STK = workspace.lists(num_ranks, *slot_of_TK.shape)
-        direct.return_sums(*returned, lists_STK, *to, num_programs=num_programs)
+        direct.return_sums(*returned, workspace.lists(num_ranks, *slot_of_TK.shape), *to)
     else:
         workspace.barrier()
         direct.return_rows(*returned, *to, num_programs=num_programs)

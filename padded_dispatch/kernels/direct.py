@@ -646,7 +646,6 @@ def return_sums(
     pool_slots: int,
     experts_per_pool: int,
     sent_R: Tensor | None = None,
-    num_programs: int | None = None,
 ) -> None:
     """Send the sum of each token's packed rows to its rank, and the number beside each row.
 
@@ -666,7 +665,6 @@ def return_sums(
         pool_slots: P.
         experts_per_pool: X.
         sent_R: see above.
-        num_programs: the most for each block of columns; None is `_PROGRAMS`.
 
     Example: on rank 0 of 2 with L = 2, P = 2 and X = 1, `offsets = [[0, 1], [0, 2]]`: rank 1 has a
     row of either expert, `packed = [[5], [6]]`. With `lists[1] = [[[0, 2, -1], [0, 1, 0]]]` they
@@ -689,7 +687,7 @@ def return_sums(
         L_BLOCK=triton.next_power_of_2(num_local),
         E_BLOCK=triton.next_power_of_2(num_sources * num_local),
     )
-    programs = min(num_sources * num_tokens, num_programs or _PROGRAMS)
+    programs = min(num_sources * num_tokens, _PROGRAMS)
     _return_sums_kernel[(programs, triton.cdiv(width, _block(width)))](
         packed_ND,
         probs_N,

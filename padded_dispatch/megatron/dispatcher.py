@@ -123,7 +123,11 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self._options = options
         self._overlaps = config.overlap_moe_expert_parallel_comm
         # Graphs that end before the experts would end before the gradient to be left is there.
-        self._leaves = options.gradients_home == "auto" and not captures_dispatch_alone(config)
+        self._leaves = (
+            options.gradients_home == "auto"
+            and options.link_rows != "summed"
+            and not captures_dispatch_alone(config)
+        )
         in_flight = options.microbatches_in_flight
         if in_flight == "auto":
             in_flight = passes_in_flight(config, _pipeline_rank(pg_collection))

@@ -278,8 +278,8 @@ class PaddedOptions:
         "auto",
         "with direct and packed experts, when gradients of tokens travel back to their ranks: "
         "auto: beside the product of fc1's weight gradient where that pays, unless Megatron delays "
-        "weight gradients or graphs end before the experts; after: after it. Results are the same, "
-        "bit by bit",
+        "weight gradients, graphs end before the experts, or sums go home; after: after it. "
+        "Results are the same, bit by bit",
         choices=get_args(GradientsHome),
     )
     ranks_per_host: int | Literal["auto"] = _option(

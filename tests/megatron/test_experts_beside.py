@@ -66,12 +66,14 @@ def one_rank() -> Iterator[list[int]]:
         yield left
 
 
-def _layer(home: Any, later: Any = None, in_flight: int = 1, **settings: Any) -> Any:
+def _layer(
+    home: Any, later: Any = None, in_flight: int = 1, link_rows: Any = "each", **settings: Any
+) -> Any:
     config: Any = tiny.config(moe_expert_capacity_factor=1.0, **settings)
     config.padded_dispatch = PaddedOptions(
         experts="packed",
         exchange="direct",
-        link_rows="each",
+        link_rows=link_rows,
         microbatches_in_flight=in_flight,
         gradients_home=home,
     )
@@ -105,10 +107,11 @@ def _gradients(layer: Any, seeds: tuple[int, ...]) -> list[Any]:
         ({"in_flight": 2}, 2),
         (RECOMPUTED, 2),
         ({"later": {"delay_wgrad_compute": True}}, 0),
+        ({"link_rows": "summed"}, 0),
         ({"later": layer_graphs("moe_router", "moe_preprocess")}, 0),
         ({"later": layer_graphs("moe_router")}, 2),
     ],
-    ids=["plain", "in flight", "recompute", "Megatron delays", "graph before experts", "router"],
+    ids=lambda value: str(value) if isinstance(value, int) else ", ".join(value) or "plain",
 )
 def test_gradients_have_the_bits_of_those_computed_before(one_rank, changes, num_left):
     found: list[list[Any]] = []
