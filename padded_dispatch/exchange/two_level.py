@@ -261,8 +261,9 @@ def require_room(
     """
     if not tokens_TD.is_cuda:
         return
-    sizes = *tokens_TD.shape, tokens_TD.element_size()
-    need = bytes_at_once(config, *sizes, num_hosts=num_hosts)
+    num_tokens, width = tokens_TD.shape
+    size = tokens_TD.element_size()
+    need = bytes_at_once(config, num_tokens, width, size, num_hosts=num_hosts)
     free = free_bytes(group, tokens_TD.device)
     require(
         need <= free,
