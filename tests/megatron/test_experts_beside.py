@@ -66,12 +66,14 @@ def one_rank() -> Iterator[list[int]]:
         yield left
 
 
-def _layer(home: Any, later: Any = None, in_flight: int = 1, **settings: Any) -> Any:
+def _layer(
+    home: Any, later: Any = None, in_flight: int = 1, link_rows: Any = "each", **settings: Any
+) -> Any:
     config: Any = tiny.config(moe_expert_capacity_factor=1.0, **settings)
     config.padded_dispatch = PaddedOptions(
         experts="packed",
         exchange="direct",
-        link_rows="each",
+        link_rows=link_rows,
         microbatches_in_flight=in_flight,
         gradients_home=home,
     )
@@ -200,6 +202,10 @@ def test_the_rule_reads_the_sizes_of_a_pass(one_rank, added):
         }
     ]
     assert made.experts._left is None and not one_rank
+
+
+def test_sums_that_go_home_leave_nothing(one_rank):
+    assert _gradients(_layer("auto", link_rows="summed"), (1,))[0].any() and not one_rank
 
 
 def test_passes_without_gradients_leave_nothing(one_rank):
