@@ -166,8 +166,7 @@ def dead_host(number: int) -> dict[str, Any]:
         output = hosts.output(1 - number)
     errors = [line for line in output.splitlines() if "AbsentRanksError: " in line]
     message = errors[0].partition("AbsentRanksError: ")[2] if errors else output[-500:]
-    # The store of the job is on host 0.
-    named = "on host host1;" if number else "the store of the job at 127.0.0.1, "
+    named = f"on host host{number}"
     left = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
     return {
         "check": f"host {number} of 2 is killed",

@@ -16,7 +16,9 @@ layer spans several hosts, theirs are named, too. The first rank to see that wri
 the store, and all raise this error: also a rank that comes later.
 
 A collective of the user fails as well when a process has ended, mostly before our next call, and
-gloo's error names no rank. `absent_ranks_named` then makes that call.
+gloo's error names no rank; others may still wait for a rank that has seen it. So
+`absent_ranks_named` asks machines, not ranks: each process listens on a port, and the kernel
+answers as long as the process lives.
 
 Nothing is posted in a call that succeeds. Sends and receives between each pair of ranks would name
 the absent ranks without a store, but took 30 times as long as an all-gather for 2 processes on 2
@@ -28,6 +30,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import blake2b
@@ -46,9 +49,10 @@ from padded_dispatch.exchange.alltoall import group_name
 
 _GRACE_S = 2.0  # for ranks that wait to post that they do, after the first of them has failed
 _STORE_S = 5.0  # for the store to answer beyond that; its process may have ended, or be stopped
-_PROBE_S = 30.0  # for the ranks that are left to come after a collective has failed
-_ROW = 5  # numbers of an `Agreement`'s row; a rank that has not failed yet is in its next call
-_AFTER = "a last call after a failed collective"
+_PROBE_S = 3.0  # for a machine to answer a connection
+_PROBES = 32  # connections tried at the same time
+_BACKLOG = 4096  # connections that nothing accepts, one for each rank that asks
+_PLACE_BYTES = 512  # of a host's name, an address and a port
 _SIGNALS = timedelta(seconds=1)  # between two looks for Ctrl-C
 
 _CLOSED = ", got a closed connection and"
@@ -91,8 +95,6 @@ class Mirror:
         # use_local_synchronization) names the group by the number of groups in this process: ranks
         # of one group that are members of different numbers of others would wait for each other.
         self._store = PrefixStore(name, _store())
-        self._store_at = _address(self._store)
-        self._store.set(f"host/{self._me}", socket.gethostname())
         place = self.ranks.index(self._me)
         limit = timedelta(seconds=limit_s)
         try:
@@ -102,6 +104,19 @@ class Mirror:
                 f"ranks {self.ranks} must connect, got {error}; {_FIX}"
             ) from None
         self._gloo: Any = gloo
+        address = _own_address()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # It never accepts: the kernel answers for a process, however busy, until that ends.
+        self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        own = json.dumps([socket.gethostname(), address, self._listener.getsockname()[1]])
+        assert len(own) <= _PLACE_BYTES
+        row = torch.frombuffer(bytearray(own.ljust(_PLACE_BYTES).encode()), dtype=torch.uint8)
+        places = self.gather(row, limit_s, "the creation of its connections")
+        self._last = "none"
+        self._places = {
+            rank: json.loads(bytes(place.tolist()))
+            for rank, place in zip(self.ranks, places, strict=True)
+        }
 
     def is_same(self, row: Tensor, limit_s: float, where: str) -> bool:
         """Return on all ranks whether all of them passed the same row.
@@ -135,6 +150,37 @@ class Mirror:
         self._collect(lambda: _wait(self._gloo.allgather([rows], [row], options)), limit_s, where)
         return rows
 
+    def require_all_alive(self) -> None:
+        """Raise if the process of a rank has ended.
+
+        Raises:
+            AbsentRanksError: the same on all ranks that see it, names them.
+        """
+        if not self._ended():
+            return
+        time.sleep(_GRACE_S)  # Processes of a host end one after the other.
+        ended = self._ended()
+        words = (
+            f"all {len(self.ranks)} ranks of the layer must stay until the job ends, got no answer "
+            f"from the process{'es' if len(ended) > 1 else ''} of {self._named(ended)}; the last "
+            f"call that all made: {self._last}; look for the first error in the output of each"
+        )
+        agreed = _within(_STORE_S, lambda: self._store.compare_set("ended", "", words).decode())
+        raise AbsentRanksError(agreed or words)
+
+    def _ended(self) -> list[int]:
+        """Return the ranks whose machine refuses a connection to them, or does not answer."""
+
+        def answers(rank: int) -> bool:
+            _, address, port = self._places[rank]
+            with suppress(OSError), socket.create_connection((address, port), _PROBE_S):
+                return True
+            return False
+
+        with ThreadPoolExecutor(_PROBES) as threads:
+            alive = list(threads.map(answers, self.ranks))
+        return [rank for rank, lives in zip(self.ranks, alive, strict=True) if not lives]
+
     def _compare(self, row: Tensor, is_same: Tensor, limit_s: float) -> None:
         """Write into `is_same` whether the first rank got equal rows."""
         is_first = self._me == self.ranks[0]
@@ -156,12 +202,7 @@ class Mirror:
             self._gloo = None
             seconds = _GRACE_S + _STORE_S
             verdict = _within(seconds, lambda: self._verdict(where, problem))
-            self._failure = verdict or self._words(
-                where,
-                problem,
-                f"some (the store of the job{self._store_at}, which has their numbers, does not "
-                "answer)",
-            )
+            self._failure = verdict or self._words(where, problem, self._without_store())
         raise AbsentRanksError(self._failure)
 
     def _verdict(self, where: str, problem: str) -> str:
@@ -179,18 +220,23 @@ class Mirror:
         waiting = [r for r in self.ranks if r not in absent]
         problems = [self._store.get(f"waits/{r}").decode() for r in waiting]
         problem = next((p for p in problems if p != _CLOSED), problem)
-        names = _numbered(absent) + self._on_hosts(absent) if absent else "none of them in time"
+        names = self._named(absent) if absent else "none of them in time"
         words = self._words(where, problem, names)
         return self._store.compare_set("verdict", "", words).decode()
 
-    def _on_hosts(self, absent: list[int]) -> str:
-        """Return the hosts of the absent ranks; "" if all ranks of the layer share one."""
-        # Each rank has posted its own before it connected.
-        host_of = {rank: self._store.get(f"host/{rank}").decode() for rank in self.ranks}
-        if len(set(host_of.values())) == 1:
-            return ""
-        hosts = list(dict.fromkeys(host_of[rank] for rank in absent))
-        return f" on host{'s' if len(hosts) > 1 else ''} {', '.join(hosts)}"
+    def _without_store(self) -> str:
+        """Return the ranks that have ended, where the store cannot say which do not come."""
+        ended = self._ended()
+        if ended:
+            return f"{self._named(ended)}, among others"
+        return "some (the store of the job, which has their numbers, does not answer)"
+
+    def _named(self, ranks: list[int]) -> str:
+        """Return numbers of ranks, and their hosts if the layer spans several."""
+        if len({host for host, *_ in self._places.values()}) == 1:
+            return _numbered(ranks)
+        hosts = list(dict.fromkeys(self._places[rank][0] for rank in ranks))
+        return f"{_numbered(ranks)} on host{'s' if len(hosts) > 1 else ''} {', '.join(hosts)}"
 
     def _words(self, where: str, problem: str, absent: str) -> str:
         return (
@@ -253,37 +299,36 @@ def mirror_of(groups: Sequence[dist.ProcessGroup], limit_s: float) -> Mirror:
 def absent_ranks_named() -> Iterator[None]:
     """Turn a collective that fails because a peer has ended into an error that names the peer.
 
-    Such an error of gloo or NCCL names no rank. Here the ranks that are left meet in their mirrors
-    and find out which do not come. Enter it where the process groups exist, around all training.
+    Such an error of gloo or NCCL names no rank. Enter it where the process groups exist, around all
+    training.
 
     Raises:
-        AbsentRanksError: names the ranks that do not come, and their hosts.
+        AbsentRanksError: names the ranks whose processes have ended, and their hosts.
     """
     try:
         yield
     except RuntimeError as error:
-        if not _is_lost_connection(error):
-            raise
-        mirrors = [mirror for of_group in _mirrors.values() for mirror in of_group.values()]
-        for mirror in mirrors:
-            mirror.is_same(torch.zeros(_ROW, dtype=torch.int64), _PROBE_S, _AFTER)
+        if isinstance(error, dist.DistBackendError) or "gloo/transport" in str(error):
+            for of_group in _mirrors.values():
+                for mirror in of_group.values():
+                    mirror.require_all_alive()
         raise
-
-
-def _is_lost_connection(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistBackendError) or "gloo/transport" in str(error)
 
 
 def _store() -> Any:
     return PrefixStore("padded_dispatch", distributed_c10d._get_default_store())
 
 
-def _address(store: Any) -> str:
-    """Return where a store is, for messages; "" if it is not on the network."""
+def _own_address() -> str:
+    """Return the address from which this machine reaches the store, or the loopback's."""
+    store = distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    host = getattr(store, "host", "")
-    return f" at {host}" if host else ""
+    host = getattr(store, "host", "127.0.0.1")
+    family, kind, *_, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as datagrams:
+        datagrams.connect(address)  # Finds a route, and sends nothing.
+        return datagrams.getsockname()[0]
 
 
 def _connected(

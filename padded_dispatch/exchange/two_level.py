@@ -262,7 +262,8 @@ def require_room(
     if not tokens_TD.is_cuda:
         return
     num_tokens, width = tokens_TD.shape
-    need = bytes_at_once(config, num_tokens, width, tokens_TD.element_size(), num_hosts=num_hosts)
+    size = tokens_TD.element_size()
+    need = bytes_at_once(config, num_tokens, width, size, num_hosts=num_hosts)
     free = free_bytes(group, tokens_TD.device)
     require(
         need <= free,

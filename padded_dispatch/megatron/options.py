@@ -277,8 +277,8 @@ class PaddedOptions:
     gradients_home: GradientsHome = _option(
         "auto",
         "with direct and packed experts, when gradients of tokens travel back to their ranks: "
-        "auto: beside the product of fc1's weight gradient where that pays, unless Megatron delays "
-        "weight gradients, graphs end before the experts, or sums go home; after: after it. "
+        "auto: beside the product of fc1's weight gradient where that pays, unless sums go home, "
+        "Megatron delays weight gradients or graphs end before the experts; after: after it. "
         "Results are the same, bit by bit",
         choices=get_args(GradientsHome),
     )

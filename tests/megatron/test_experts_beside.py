@@ -107,11 +107,10 @@ def _gradients(layer: Any, seeds: tuple[int, ...]) -> list[Any]:
         ({"in_flight": 2}, 2),
         (RECOMPUTED, 2),
         ({"later": {"delay_wgrad_compute": True}}, 0),
-        ({"link_rows": "summed"}, 0),
         ({"later": layer_graphs("moe_router", "moe_preprocess")}, 0),
         ({"later": layer_graphs("moe_router")}, 2),
     ],
-    ids=lambda value: str(value) if isinstance(value, int) else ", ".join(value) or "plain",
+    ids=["plain", "in flight", "recompute", "Megatron delays", "graph before experts", "router"],
 )
 def test_gradients_have_the_bits_of_those_computed_before(one_rank, changes, num_left):
     found: list[list[Any]] = []
@@ -203,6 +202,10 @@ def test_the_rule_reads_the_sizes_of_a_pass(one_rank, added):
         }
     ]
     assert made.experts._left is None and not one_rank
+
+
+def test_sums_that_go_home_leave_nothing(one_rank):
+    assert _gradients(_layer("auto", link_rows="summed"), (1,))[0].any() and not one_rank
 
 
 def test_passes_without_gradients_leave_nothing(one_rank):

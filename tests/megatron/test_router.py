@@ -241,6 +241,23 @@ def test_rows_that_receivers_took_reach_the_dispatcher(monkeypatch):
     assert taken[0] is kept_SE
 
 
+def test_ranks_may_have_other_tokens_in_evaluation_that_fits(monkeypatch):
+    agreed: list[Any] = []
+    monkeypatch.setattr(
+        router_module, "agree_on_shapes", lambda *args, **given: agreed.append(given)
+    )
+    for factor in (FIT, NO_DROP):
+        route = router(options=PaddedOptions(eval_factor=factor))
+        for training in (True, False):
+            route.train(training)(tokens())
+    assert agreed == [
+        {"any_tokens": False, "training": 1},
+        {"any_tokens": True, "training": 0},
+        {"any_tokens": False, "training": 1},
+        {"any_tokens": False, "training": 0},
+    ]
+
+
 def test_a_pass_that_fits_is_not_captured(monkeypatch):
     route = router(options=PaddedOptions(eval_factor=FIT)).eval()
     monkeypatch.setattr(router_module, "capturing", lambda: True)

@@ -32,6 +32,7 @@ _MODULES = (
     "torch.testing._internal.distributed.multi_threaded_pg",
     "triton.language",
 )
+_spawn_python = multiprocessing.util.spawnv_passfds
 # Where hypothesis keeps what `@settings` says about a test.
 _SETTINGS = "_hypothesis_internal_use_settings"
 
@@ -58,7 +59,12 @@ class _Examples:
 
 
 def _fork_python(path: bytes, args: Sequence[str], pass_fds: Sequence[int]) -> int:
-    """Replace `multiprocessing.util.spawnv_passfds`: its servers need no imports of their own."""
+    """Replace `multiprocessing.util.spawnv_passfds`: its servers need no imports of their own.
+
+    Other processes are started as ever: they import the main module of their parent.
+    """
+    if "--multiprocessing-fork" in args:
+        return _spawn_python(path, args, pass_fds)
     if process := os.fork():
         return process
     try:
