@@ -35,7 +35,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -108,6 +108,7 @@ class Mirror:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         # It never accepts: the kernel answers for a process, however busy, until that ends.
         self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        finalize(self, self._listener.close)
         own = json.dumps([socket.gethostname(), address, self._listener.getsockname()[1]])
         assert len(own) <= _PLACE_BYTES
         row = torch.frombuffer(bytearray(own.ljust(_PLACE_BYTES).encode()), dtype=torch.uint8)
