@@ -803,15 +803,21 @@ def exchanges() -> Markdown:
         f"{passed} of {len(ended)} passed: a rank dies or stalls in the middle of replays, and all "
         f"others end within {slowest:.0f} s"
     )
+    for row in where(load("beside"), variant="direct"):
+        (after,) = where(
+            [other for other in load("beside") if other["about"] == row["about"]],
+            variant="direct serial",
+            **{name: row[name] for name in ("model", "main_grad", "capacity_factor")},
+        )
+        print(
+            f"{row['model']}, factor {row['capacity_factor']}, main_grad {row['main_grad']}: "
+            f"{after['ms']:.2f} ms a layer with gradients home after fc1's weight gradient, "
+            f"{row['ms']:.2f} beside it"
+        )
     lines = []
     measured = where(rows, measure="exchange")
     for row in sorted(measured, key=lambda row: (row["ranks"], row["capacity_factor"])):
         us, rate = row["us"], row["gb_per_s_over_links"]
-        if fc1 := [us[name] for name in us if name.startswith("backward of fc1")]:
-            print(
-                f"factor {row['capacity_factor']}: rows sent home after fc1's weight gradient take "
-                f"{fc1[0]:.0f} us, beside it {fc1[1]:.0f} us (commit {row['about']['commit']})"
-            )
         both, how = "dispatch and combine", (row["ranks"], row["about"]["commit"])
         lines.append(
             [
