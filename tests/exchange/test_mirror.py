@@ -4,6 +4,7 @@ Each test has a group of its own, since a mirror is of no more use after such an
 """
 
 import os
+import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +19,7 @@ from padded_dispatch.exchange import mirror as mirror_module
 from padded_dispatch.exchange.mirror import (
     AbsentRanksError,
     Mirror,
+    _answers,
     _numbered,
     _problem,
     _wait,
@@ -80,7 +82,7 @@ def test_all_ranks_of_a_grid_raise_one_error_also_the_late_one(pool4, late):
     assert results == [(rows, [words, words])] * 4
 
 
-def _answers() -> list[bool]:
+def _what_ranks_hear() -> list[bool]:
     """Return what the ranks hear: all pass the same row, then each in turn another one."""
     mirror, me = Mirror([dist.new_group()], LONG_S), dist.get_rank()
     other = [-1, *range(dist.get_world_size()), -1]
@@ -89,7 +91,7 @@ def _answers() -> list[bool]:
 
 def test_all_ranks_hear_that_any_one_differs(pool4):
     answers = [True, False, False, False, False, True]
-    assert pool4.run(_answers, timeout_s=60) == [answers] * 4
+    assert pool4.run(_what_ranks_hear, timeout_s=60) == [answers] * 4
 
 
 def _two_are_late(hosts: list[str]) -> str:
@@ -165,6 +167,14 @@ def test_a_process_that_ends_is_named_where_a_collective_failed(monkeypatch):
             "all 3 ranks of the layer must stay until the job ends, got no answer from the process "
             "of rank 1; the last call that all made: none;"
         )
+
+
+def test_a_process_is_asked_at_its_address():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = ["here", *server.getsockname()]
+        assert _answers(place, "here")
+    assert not _answers(place, "here")
+    assert _answers(place, "there")  # From there the loopback is another machine.
 
 
 def test_errors_of_one_rank_stay_as_they_are():
@@ -260,8 +270,8 @@ def test_seconds_that_a_rank_waits_for_others_to_post(monkeypatch):
 
     monkeypatch.setattr(mirror_module, "_within", within)
     store: Any = _Store()
-    store |= {"host/0": "a", "host/1": "a"}
     mirror._me, mirror.ranks, mirror._store = 0, [0, 1], store
+    mirror._places = {rank: ["a", "127.0.0.1", 1] for rank in mirror.ranks}
     mirror._failure, mirror._last = "", "call 1"
     with pytest.raises(AbsentRanksError, match=r"call 2, got a closed .* from rank 1; .* call 1;"):
         mirror._collect(lambda: clock.closes_after(0.0), 1.0, "call 2")
