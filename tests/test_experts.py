@@ -165,8 +165,8 @@ def test_nothing_is_recomputed_unless_asked_for(monkeypatch):
 def test_both_grouped_linears_share_one_list_of_tiles(monkeypatch, grouped):
     activation, given_tiles = Activation(**ALL["swiglu"]), []
 
-    def some_linear(rows_ND: Tensor, weight_LXD: Tensor, *given: Any) -> Tensor:
-        given_tiles.append(given[-1])
+    def some_linear(rows_ND: Tensor, weight_LXD: Tensor, *given: Any, tiles: Any = None) -> Tensor:
+        given_tiles.append(tiles)
         return rows_ND.new_zeros(len(rows_ND), weight_LXD.shape[1])
 
     monkeypatch.setattr(experts, "row_tiles", lambda offsets_L, num_rows: (offsets_L, num_rows))
