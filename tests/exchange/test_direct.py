@@ -241,8 +241,10 @@ def _mlp_gradients(routing: str, left: bool, added: bool) -> list[list[Tensor]]:
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("added", [False, True], ids=["returned", "added"])
-@pytest.mark.parametrize("routing", ["uniform", "same", "idle", "none"])
+@pytest.mark.parametrize(
+    ("routing", "added"),
+    [("uniform", False), ("uniform", True), ("same", False), ("idle", True), ("none", False)],
+)
 def test_a_weight_gradient_beside_the_way_home_has_the_same_bits(threads, routing, added):
     beside, after = (
         run_on_threads(NUM_RANKS, _mlp_gradients, routing, left, added) for left in (True, False)

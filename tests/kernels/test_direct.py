@@ -370,7 +370,7 @@ def sizes_of(pool: Any, kept_STE: np.ndarray, top_k: int, capacity: int) -> Pool
     return config.sizes_that_fit(num_tokens, int(most))
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     pool=st.sampled_from(["expert", "rank", "receiver"]),
     size=st.sampled_from([2, 3, 4]),

@@ -148,9 +148,15 @@ def test_choice_ranks(case: RoutingCase):
     equal((ranks_TE[here(asked_TE)], choice_ranks_in_torch(asked_TE, probs_TE)[asked_TE]))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("skew", ["uniform", "same", "none"])
-@pytest.mark.parametrize(("num_experts", "experts_per_pool"), [(13, 1), (24, 12)])
+@pytest.mark.parametrize(
+    ("num_experts", "experts_per_pool", "skew", "policy"),
+    [
+        *((13, 1, "uniform", policy) for policy in POLICIES),
+        *((24, 12, "uniform", policy) for policy in POLICIES),
+        *((24, 12, skew, "priority") for skew in ("same", "none")),
+        (13, 1, "same", "probs"),
+    ],
+)
 def test_select_of_many_tokens_in_odd_sizes(policy, skew, num_experts, experts_per_pool):
     """Several tiles and steps of tokens, lists of several blocks, in one part and in several."""
     map_TE = torch.from_numpy(routing_map(515, num_experts, 3, skew=skew))
