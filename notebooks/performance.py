@@ -803,12 +803,10 @@ def exchanges() -> Markdown:
         f"{passed} of {len(ended)} passed: a rank dies or stalls in the middle of replays, and all "
         f"others end within {slowest:.0f} s"
     )
-    for row in where(load("beside"), variant="direct"):
-        (after,) = where(
-            [other for other in load("beside") if other["about"] == row["about"]],
-            variant="direct serial",
-            **{name: row[name] for name in ("model", "main_grad", "capacity_factor")},
-        )
+    beside = load("beside")
+    for row in where(beside, variant="direct"):
+        same = {name: row[name] for name in ("about", "model", "main_grad", "capacity_factor")}
+        (after,) = where(beside, variant="direct serial", **same)
         print(
             f"{row['model']}, factor {row['capacity_factor']}, main_grad {row['main_grad']}: "
             f"{after['ms']:.2f} ms a layer with gradients home after fc1's weight gradient, "

@@ -18,7 +18,7 @@ import functools
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -257,23 +257,37 @@ def hidden_share(kernels: list[Kernel]) -> float | None:
     Example: a GEMM from 0 to 4 and one from 3 to 6, an exchange from 5 to 9 and one from 1 to 2: 2
     of its 5 microseconds are hidden.
     """
-    products: list[list[float]] = []  # Apart, in ascending order.
-    for kernel in sorted(kernels, key=lambda kernel: kernel.start_us):
-        if phase_of(kernel.name) != "gemm":
-            continue
-        if products and kernel.start_us <= products[-1][1]:
-            products[-1][1] = max(products[-1][1], kernel.end_us)
-        else:
-            products.append([kernel.start_us, kernel.end_us])
-    total = hidden = 0.0
-    for kernel in kernels:
-        if phase_of(kernel.name) == "exchange":
-            total += kernel.end_us - kernel.start_us
-            hidden += sum(
-                max(0.0, min(end, kernel.end_us) - max(start, kernel.start_us))
-                for start, end in products
-            )
+
+    def times(phase: str) -> list[tuple[float, float]]:
+        return [(k.start_us, k.end_us) for k in kernels if phase_of(k.name) == phase]
+
+    exchange, products = times("exchange"), union(times("gemm"))
+    total = sum(end - start for start, end in exchange)
+    hidden = sum(common([one], products) for one in exchange)
     return round(hidden / total, 4) if total else None
+
+
+def union(times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the times that are in at least one (start, end), in order and apart."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(times):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def common(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
+    """Return how long two results of `union` overlap."""
+    total, i, j = 0.0, 0, 0
+    while i < len(one) and j < len(other):
+        total += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
 
 
 def phase_of(kernel: str) -> str:

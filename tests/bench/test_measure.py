@@ -11,10 +11,12 @@ from padded_dispatch.bench.cases import Case
 from padded_dispatch.bench.measure import (
     Kernel,
     batches,
+    common,
     hidden_share,
     kernels_ms,
     phase_of,
     phases_ms,
+    union,
 )
 
 
@@ -83,6 +85,12 @@ def _kernel(phase: str, start: float, end: float) -> Kernel:
 )
 def test_share_of_the_exchange_under_products(kernels, expected):
     assert hidden_share([_kernel(*kernel) for kernel in kernels]) == expected
+
+
+def test_times_of_several_kernels_are_joined():
+    assert union([(0, 2), (1, 1.5), (2, 3)]) == [(0, 3)]
+    assert common([(0, 4), (6, 9)], [(1, 2), (3, 7), (8, 20)]) == 1 + 1 + 1 + 1
+    assert common([], [(0, 1)]) == 0
 
 
 def test_milliseconds_are_those_of_one_iteration():

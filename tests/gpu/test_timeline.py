@@ -6,7 +6,8 @@ import pytest
 
 from tests.gpu.timeline import CHECK, cases, on_cpu
 from tests.support.gpu_cases import ENVIRONMENT, run_case
-from tests.support.timeline import Span, common, draw, figures, listed, timeline, union
+from tests.support.spans import Span
+from tests.support.timeline import draw, figures, listed, timeline
 
 __all__ = ["ENVIRONMENT"]
 
@@ -37,13 +38,6 @@ def test_the_exchange_that_ran_beside_other_kernels():
         "gemm_ms": 3.5,
     }
     assert set(figures([]).values()) == {0.0}
-
-
-def test_times_of_several_kernels_are_joined():
-    spans = [span(1, "gemm", 0, 2), span(2, "gemm", 1, 1.5), span(1, "gemm", 2, 3)]
-    assert union(spans) == [(0, 3 * MS)]
-    assert common([(0, 4), (6, 9)], [(1, 2), (3, 7), (8, 20)]) == 1 + 1 + 1 + 1
-    assert common([], [(0, 1)]) == 0
 
 
 def test_streams_count_from_0_and_times_from_the_first_kernel():

@@ -22,8 +22,6 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer import transformer_config
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from padded_dispatch.megatron import LayerGraphs, protect
 from padded_dispatch.megatron.compat import layer_graphs
@@ -38,6 +36,7 @@ from tests.support.retried_training import (
     differing_names,
     world,
 )
+from tests.support.spans import profiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,17 +120,9 @@ def _timed(case: OverlapCase, *trainings: OverlapTraining) -> dict[str, float]:
         end.record()
         end.synchronize()
         found[name] = start.elapsed_time(end)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        trainings[1].passes()
-        torch.cuda.synchronize()
-    assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.events()
-    spans = [
-        (event.device_resource_id(), event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in events
-        if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
-    ]
-    return found | {"overlapped_ms": busy_together(spans) / 1e6}
+    spans = profiled(trainings[1].passes)
+    together = busy_together([(span.stream, span.start, span.end) for span in spans])
+    return found | {"overlapped_ms": together / 1e6}
 
 
 def busy_together(spans: list[tuple[int, int, int]]) -> int:

@@ -8,23 +8,20 @@ a step takes beside the best step without it.
 import dataclasses
 import gc
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
-from padded_dispatch.bench.measure import phase_of
+from padded_dispatch.bench.measure import common, union
 from padded_dispatch.megatron import LayerGraphs
 from padded_dispatch.megatron.compat import layer_graphs
 from tests.support.graph_training import Findings
 from tests.support.overlapped_training import OverlapCase, OverlapTraining, schedule_on
 from tests.support.retried_training import EAGER_STEPS, world
-
-_KINDS = ("exchange", "gemm")
+from tests.support.spans import KINDS, Span, profiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,49 +38,18 @@ class TimelineCase(OverlapCase):
     timed: int = 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """A kernel; times in nanoseconds. `kind`: "exchange", "gemm" or "other"."""
-
-    stream: int
-    kind: str
-    start: int
-    end: int
-
-
-def union(spans: Iterable[Span]) -> list[tuple[int, int]]:
-    """Return the times in which at least one of the kernels ran, in order, without overlaps."""
-    found: list[tuple[int, int]] = []
-    for span in sorted(spans, key=lambda span: span.start):
-        if found and span.start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], span.end))
-        else:
-            found.append((span.start, span.end))
-    return found
-
-
-def common(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> int:
-    """Return how long two results of `union` overlap."""
-    total, i, j = 0, 0, 0
-    while i < len(one) and j < len(other):
-        total += max(0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
-
-
 def figures(spans: list[Span]) -> dict[str, float]:
     """Return milliseconds of a step's kernels.
 
     `span_ms`: from the first to the last. `busy_ms`: any ran. `exchange_ms`: the exchange ran.
     `hidden_ms`: it ran beside another kernel. `gemm_ms`: matrix products ran.
     """
-    exchange = union(span for span in spans if span.kind == "exchange")
-    gemm = union(span for span in spans if span.kind == "gemm")
-    others = union(span for span in spans if span.kind != "exchange")
-    of_all = union(spans)
+
+    def times(of_kind: Callable[[str], bool]) -> list[tuple[float, float]]:
+        return union((span.start, span.end) for span in spans if of_kind(span.kind))
+
+    exchange, gemm = times(lambda kind: kind == "exchange"), times(lambda kind: kind == "gemm")
+    others, of_all = times(lambda kind: kind != "exchange"), times(lambda kind: True)
     length = of_all[-1][1] - of_all[0][0] if of_all else 0
     times = {
         "span_ms": length,
@@ -110,29 +76,7 @@ def listed(spans: list[Span]) -> list[list[Any]]:
             round((span.end - first) / 1e3, 1),
         ]
         for span in sorted(spans, key=lambda span: span.start)
-        if span.kind in _KINDS
-    ]
-
-
-def profiled(run: Callable[[], object]) -> list[Span]:
-    """Run something once; return its kernels. Copies and fills are kernels of the kind "other"."""
-    on_gpu = torch.cuda.is_available()
-    with profile(
-        activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
-    ) as profiler:
-        run()
-        if on_gpu:
-            torch.cuda.synchronize()
-    assert profiler.profiler is not None
-    return [
-        Span(
-            stream=event.device_resource_id(),
-            kind=phase if (phase := phase_of(event.name())) in _KINDS else "other",
-            start=event.start_ns(),
-            end=event.start_ns() + event.duration_ns(),
-        )
-        for event in profiler.profiler.kineto_results.events()
-        if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
+        if span.kind in KINDS
     ]
 
 
