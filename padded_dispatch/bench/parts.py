@@ -19,9 +19,9 @@ one copy of a token to each other rank, where `copies` makes the others; `return
 beside it the same in torch, as Megatron has it.
 
 `products` are the grouped products of a rank's experts, by themselves, with the rows that a random
-routing of all ranks brings each expert: rows times weights (`fc1`, `fc2`) and gradients of rows
-(`dgrad`) by our kernel and by torch's; the list of tiles that our four products share; weight
-gradients (`wgrad`) by torch's, and added to fp32 by our kernel and by torch's with an addition.
+routing of all ranks brings each expert: rows times weights (`fc1`, `fc2`), gradients of rows
+(`dgrad`) and of weights (`wgrad`) by our kernels and by torch's; the list of tiles that four of
+ours share; weight gradients added to fp32 by our kernel, and by torch's with an addition.
 `--only products` measures nothing else.
 
 With `--select-experts`, selection runs alone, for numbers of experts instead of models: pools of
@@ -483,15 +483,21 @@ def _products(
     def draw(*sizes: int) -> Tensor:
         return (torch.randn(sizes, device=device) * sizes[-1] ** -0.5).to(dtype)
 
+    # torch's is private until torch 2.10, and without a kernel on CPUs.
     def torchs(rows_NI: Tensor, weight_LOI: Tensor) -> Tensor:
-        # Private until torch 2.10, and on CPUs without a kernel.
         if device.type == "cpu":
             return grouped_linear(rows_NI, weight_LOI, offsets_L)
         grouped_mm: Any = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
         return grouped_mm(rows_NI, weight_LOI.transpose(1, 2), offs=offsets_L)
 
+    def torchs_outer(grad_NO: Tensor, rows_NI: Tensor) -> Tensor:
+        if device.type == "cpu":
+            return outer_by_expert(grad_NO, rows_NI, offsets_L)
+        grouped_mm: Any = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+        return grouped_mm(grad_NO.T, rows_NI, offs=offsets_L)
+
     def torch_added(grad_NO: Tensor, rows_NI: Tensor, sums_LOI: Tensor) -> None:
-        sums_LOI.add_(outer_by_expert(grad_NO, rows_NI, offsets_L))
+        sums_LOI.add_(torchs_outer(grad_NO, rows_NI))
 
     for name, width_in, width_out in (
         ("fc1", shape.hidden_size, 2 * shape.ffn_size),
@@ -510,7 +516,9 @@ def _products(
             yield part(name=product, run=ours)
             yield part(name=f"{product}, torch", run=functools.partial(torchs, *given))
         outer = functools.partial(outer_by_expert, grad_NO, rows_NI, offsets_L)
-        yield part(name=f"{name} wgrad, torch", run=outer)
+        yield part(name=f"{name} wgrad", run=outer)
+        run = functools.partial(torchs_outer, grad_NO, rows_NI)
+        yield part(name=f"{name} wgrad, torch", run=run)
         given = grad_NO, rows_NI, offsets_L, sums_LOI
         yield part(name=f"{name} wgrad added", run=functools.partial(add_outer_by_expert, *given))
         run = functools.partial(torch_added, grad_NO, rows_NI, sums_LOI)

@@ -21,14 +21,16 @@ stream of the pass. So no tensor has to be recorded on a stream. The bits do not
 streams.
 
 Room. A product that fills the device keeps the programs that store rows waiting until its own end,
-whatever their stream's priority. torch's product does that; ours is persistent, and a number of
-programs may be left out (`Room`). The product is launched first, and the side stream begins with a
+whatever their stream's priority. torch's product does that; ours is persistent, and may leave
+multiprocessors out (`Room`). The product is launched first, and the side stream begins with a
 barrier, so the product has its places before rows are stored; that also holds where all streams
 share one queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`). Fewer programs store than alone: they share
 multiprocessors.
 
-What it costs. The product takes longer with fewer programs, and a gradient that is not added to
-fp32 is torch's product otherwise, which is faster than ours and has the same bits. fc1's weight
+What it costs. The product takes longer with fewer programs. The figures below are those of a
+product with two programs on a multiprocessor, of which 22 (11 multiprocessors) were left out, and
+beside which gradients that are not added to fp32 were torch's. The product of today is faster than
+both (`padded_dispatch.kernels.gemm`), and has not been timed beside rows that travel. fc1's weight
 gradient on an H200, microseconds (commit eec4455):
 
                                       torch's   ours   with 22 programs left out
@@ -79,11 +81,11 @@ class Room:
 
     Attributes:
         stores: the most programs that store rows, for each block of columns.
-        spare: programs of the product that are left out, of two on each multiprocessor.
+        spare: multiprocessors that the product leaves out.
     """
 
     stores: int = 132
-    spare: int = 22
+    spare: int = 11
 
 
 ROOM = Room()

@@ -123,26 +123,29 @@ def test_weight_gradients_are_added_in_fp32(counts):
     for expert, end in enumerate(offsets_L.tolist()):
         expected_LOI[expert] += grad_NO[start:end].float().T @ rows_NI[start:end].float()
         start = end
-    for num_programs in (1, None):
+    given = [here(tensor) for tensor in (grad_NO, rows_NI, offsets_L)]
+    for spare in (0, 1):
         sums_LOI = torch.full_like(expected_LOI, 0.25, device=DEVICE)
-        gemm.add_weight_gradients(
-            *map(here, (grad_NO, rows_NI, offsets_L)),
-            sums_LOI,
-            tiles=SMALL,
-            num_programs=num_programs,
-        )
+        gemm.add_weight_gradients(*given, sums_LOI, tiles=SMALL, spare=spare)
         equal((sums_LOI, expected_LOI))
-        rounded_LOI = gemm.weight_gradients(
-            *map(here, (grad_NO, rows_NI, offsets_L)), tiles=SMALL, num_programs=num_programs
-        )
+        rounded_LOI = gemm.weight_gradients(*given, tiles=SMALL, spare=spare)
         equal((rounded_LOI, (expected_LOI - 0.25).to(DTYPE)))
 
 
-@pytest.mark.parametrize(("spare", "expected"), [(0, 1.0), (1, 0.75), (4, 0.25), (22, 0.25)])
-def test_programs_that_leave_room(spare, expected):
-    """Two on each multiprocessor, of which the interpreter has two, and never none."""
-    device = torch.device("cpu")
-    assert gemm.gradient_programs(device, spare) == 4 * expected
+def test_tiles_of_gradients():
+    """Two small programs where experts have few rows; sums take the memory of a stage."""
+    small = gemm.Tiles(columns=128, stages=3, warps=4, programs=2)
+    assert gemm.gradient_tiles(8 * 384, 8, False) == small
+    assert gemm.gradient_tiles(8 * 384 + 1, 8, False) == gemm.Tiles()
+    assert gemm.gradient_tiles(8, 8, True) == gemm.Tiles(stages=3)
+
+
+@pytest.mark.parametrize("tiles", [gemm.Tiles(), gemm.Tiles(programs=2)], ids=["one", "two"])
+@pytest.mark.parametrize(("spare", "expected"), [(0, 2), (1, 1), (22, 1)])
+def test_programs_that_leave_room(tiles, spare, expected):
+    """One multiprocessor is always taken; the interpreter has two."""
+    found = gemm._num_programs(torch.device("cpu"), tiles, spare)
+    assert found == expected * tiles.programs
 
 
 def _taken(like: Tensor, filled: Tensor, shape: tuple[int, ...]) -> Tensor:
