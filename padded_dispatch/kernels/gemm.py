@@ -6,9 +6,9 @@ adds the product to an fp32 buffer: no bf16 gradient is rounded, written and rea
 stay on the device. Rows behind the last one are never read into a result that is kept, and never
 written. `weight_gradients` returns the same products rounded, where nothing is added.
 
-The kernels are persistent: `num_programs` programs take tiles in turn, experts in ascending order,
-so fewer programs leave multiprocessors to others. Of a small weight all columns are taken before
-the next rows. A large one would leave the cache meanwhile, so up to 16 tiles of rows are taken
+The kernels are persistent: programs take tiles in turn, experts in ascending order. Gradients may
+leave `spare` of them out, for other kernels. Of a small weight all columns are taken before the
+next rows. A large one would leave the cache meanwhile, so up to 16 tiles of rows are taken
 before the next columns: an expert of at most 2,048 rows has its weight read once. (16 of 128 rows
 beside 8 of 256 columns are about square, and as many tiles as there are multiprocessors.)
 `row_tiles` finds the tiles of the rows, once for all products with the same offsets.
@@ -102,7 +102,6 @@ def rows_times_weights(
     *,
     table: Tensor | None = None,
     tiles: Tiles = _TILES,
-    num_programs: int | None = None,
 ) -> Tensor:
     """Compute `rows @ weight[l].T` for every expert's rows: [N, I] to [N, O].
 
@@ -113,7 +112,6 @@ def rows_times_weights(
         offsets_L: contiguous int32, where the rows of each expert end.
         table: `row_tiles` of these offsets and number of rows; None makes it.
         tiles: launch parameters.
-        num_programs: None is one for each multiprocessor.
 
     Example: the rows `[1, 2]` and `[3, 4]` of two experts, `offsets = [1, 2]`, and their weights
     `[[1, 0]]` and `[[0, 1]]`, of one output each, give `[[1], [4]]`.
@@ -127,7 +125,7 @@ def rows_times_weights(
     out_NO = rows_NI.new_empty(num_rows, width_out)
     if table is None:
         table = row_tiles(offsets_L, num_rows, tiles.rows)
-    _rows_times_weights_kernel[(num_programs or _multiprocessors(rows_NI.device),)](
+    _rows_times_weights_kernel[(_multiprocessors(rows_NI.device),)](
         TensorDescriptor.from_tensor(rows_NI, [tiles.rows, tiles.inner]),
         TensorDescriptor.from_tensor(weight, [1, *block]),
         out_NO,
@@ -278,7 +276,7 @@ def add_weight_gradients(
     sums_LOI: Tensor,
     *,
     tiles: Tiles = _GRADIENT_TILES,
-    num_programs: int | None = None,
+    spare: int = 0,
 ) -> None:
     """Add every expert's `grad.T @ rows` to its sums, in place.
 
@@ -288,12 +286,12 @@ def add_weight_gradients(
         offsets_L: contiguous int32, where the rows of each expert end.
         sums_LOI: contiguous fp32.
         tiles: launch parameters.
-        num_programs: None is two for each multiprocessor.
+        spare: programs that are left out, of two on each multiprocessor.
 
     Example: `grad = [[1], [2], [3]]`, `rows = [[1], [10], [100]]` and `offsets = [2, 2, 3]` add
     `[[[21]], [[0]], [[300]]]`.
     """
-    _multiply_rows(grad_NO, rows_NI, offsets_L, sums_LOI, True, tiles, num_programs)
+    _multiply_rows(grad_NO, rows_NI, offsets_L, sums_LOI, True, tiles, spare)
 
 
 def weight_gradients(
@@ -302,7 +300,7 @@ def weight_gradients(
     offsets_L: Tensor,
     *,
     tiles: Tiles = _GRADIENT_TILES,
-    num_programs: int | None = None,
+    spare: int = 0,
 ) -> Tensor:
     """Compute every expert's `grad.T @ rows`, rounded once: [L, O, I] in the dtype of the rows.
 
@@ -310,13 +308,8 @@ def weight_gradients(
     """
     shape = offsets_L.shape[0], grad_NO.shape[1], rows_NI.shape[1]
     out_LOI = rows_NI.new_empty(shape)
-    _multiply_rows(grad_NO, rows_NI, offsets_L, out_LOI, False, tiles, num_programs)
+    _multiply_rows(grad_NO, rows_NI, offsets_L, out_LOI, False, tiles, spare)
     return out_LOI
-
-
-def gradient_programs(device: torch.device, spare: int) -> int:
-    """Return how many programs compute gradients of weights if `spare` of them are left out."""
-    return max(1, 2 * _multiprocessors(device) - spare)
 
 
 def _multiply_rows(
@@ -326,10 +319,11 @@ def _multiply_rows(
     out_LOI: Tensor,
     adds: bool,
     tiles: Tiles,
-    num_programs: int | None,
+    spare: int,
 ) -> None:
     num_experts, width_out, width_in = out_LOI.shape
-    _weight_gradients_kernel[(num_programs or gradient_programs(rows_NI.device, 0),)](
+    num_programs = max(1, 2 * _multiprocessors(rows_NI.device) - spare)
+    _weight_gradients_kernel[(num_programs,)](
         TensorDescriptor.from_tensor(grad_NO, [tiles.inner, tiles.rows]),
         TensorDescriptor.from_tensor(rows_NI, [tiles.inner, tiles.columns]),
         out_LOI,

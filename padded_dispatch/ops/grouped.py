@@ -36,7 +36,7 @@ from padded_dispatch.config import require
 from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP
 
 # Gradients of a weight [L, O, I] that wait, oldest first. Each call computes one, or adds it to the
-# sums and returns unspecified memory. It takes `spare`, see `outer_by_expert`.
+# sums and returns unspecified memory. Of `grouped_linear` it takes `spare`, see `outer_by_expert`.
 Delayed = deque[Callable[..., Tensor]]
 
 
@@ -230,8 +230,7 @@ def _(grad_NO, rows_NI, offsets_L, spare=None):
         from padded_dispatch.kernels import gemm
 
         given = grad_NO.contiguous(), rows_NI.contiguous(), offsets_L
-        num_programs = gemm.gradient_programs(rows_NI.device, spare)
-        return gemm.weight_gradients(*given, num_programs=num_programs)
+        return gemm.weight_gradients(*given, spare=spare)
     # Column-major times row-major: the only combination that takes experts without rows. Private
     # until torch 2.10, where it is `torch.nn.functional.grouped_mm`.
     return torch._grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
@@ -258,8 +257,7 @@ def _(grad_NO, rows_NI, offsets_L, sums_LOI, spare=0):
     from padded_dispatch.kernels import gemm
 
     given = grad_NO.contiguous(), rows_NI.contiguous(), offsets_L, sums_LOI
-    num_programs = gemm.gradient_programs(rows_NI.device, spare)
-    gemm.add_weight_gradients(*given, num_programs=num_programs)
+    gemm.add_weight_gradients(*given, spare=spare)
 
 
 @add_outer_by_expert.register_fake
@@ -363,20 +361,16 @@ def _grouped_gradient(
 
 
 def _batched_gradient(
-    grad_NO: Tensor,
-    rows_NI: Tensor,
-    offsets_L: Tensor,
-    sums_LOI: Tensor | None,
-    spare: int | None = None,
+    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor | None
 ) -> Tensor:
     if sums_LOI is None:
         grad_LMO = grad_NO.unflatten(0, (offsets_L.shape[0], -1))
         return torch.bmm(grad_LMO.transpose(1, 2), rows_NI.unflatten(0, grad_LMO.shape[:2]))
-    return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI, spare or 0)
+    return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI)
 
 
 def _add_gradient(
-    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor, spare: int
+    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor, spare: int = 0
 ) -> Tensor:
     add_outer_by_expert(grad_NO, rows_NI, offsets_L, sums_LOI, spare)
     return _unspecified(sums_LOI.shape, rows_NI.dtype, rows_NI.device)

@@ -3,6 +3,8 @@
 Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
 """
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from torch import Tensor
@@ -79,10 +81,10 @@ def test_each_expert_has_its_own_matrix(counts, width_in, width_out, transposed,
         weight_LOI = draw(len(counts), width_out, width_in)
     offsets_L = torch.tensor(counts).cumsum(0).int()
     expected_NO = by_expert(rows_NI, weight_LOI, offsets_L)
-    for num_programs in (1, None):
-        out_NO = gemm.rows_times_weights(
-            here(rows_NI), here(weight_LOI), here(offsets_L), tiles=SMALL, num_programs=num_programs
-        )
+    for _ in range(2):
+        given = here(rows_NI), here(weight_LOI), here(offsets_L)
+        out_NO = gemm.rows_times_weights(*given, tiles=SMALL)
+        monkeypatch.setattr(gemm, "_multiprocessors", lambda device: 1)  # For the second time.
         assert out_NO.shape == (num_rows + 5, width_out)
         equal((out_NO[:num_rows], expected_NO))
 
@@ -123,26 +125,24 @@ def test_weight_gradients_are_added_in_fp32(counts):
     for expert, end in enumerate(offsets_L.tolist()):
         expected_LOI[expert] += grad_NO[start:end].float().T @ rows_NI[start:end].float()
         start = end
-    for num_programs in (1, None):
+    given = [here(tensor) for tensor in (grad_NO, rows_NI, offsets_L)]
+    for spare in (10**6, 0):
         sums_LOI = torch.full_like(expected_LOI, 0.25, device=DEVICE)
-        gemm.add_weight_gradients(
-            *map(here, (grad_NO, rows_NI, offsets_L)),
-            sums_LOI,
-            tiles=SMALL,
-            num_programs=num_programs,
-        )
+        gemm.add_weight_gradients(*given, sums_LOI, tiles=SMALL, spare=spare)
         equal((sums_LOI, expected_LOI))
-        rounded_LOI = gemm.weight_gradients(
-            *map(here, (grad_NO, rows_NI, offsets_L)), tiles=SMALL, num_programs=num_programs
-        )
+        rounded_LOI = gemm.weight_gradients(*given, tiles=SMALL, spare=spare)
         equal((rounded_LOI, (expected_LOI - 0.25).to(DTYPE)))
 
 
-@pytest.mark.parametrize(("spare", "expected"), [(0, 1.0), (1, 0.75), (4, 0.25), (22, 0.25)])
-def test_programs_that_leave_room(spare, expected):
-    """Two on each multiprocessor, of which the interpreter has two, and never none."""
-    device = torch.device("cpu")
-    assert gemm.gradient_programs(device, spare) == 4 * expected
+@pytest.mark.parametrize(("spare", "expected"), [(0, 10), (1, 9), (10, 1), (22, 1)])
+def test_programs_that_leave_room(spare, expected, monkeypatch):
+    """Two on each of 5 multiprocessors, and never none."""
+    kernel = MagicMock()
+    monkeypatch.setattr(gemm, "_multiprocessors", lambda device: 5)
+    monkeypatch.setattr(gemm, "_weight_gradients_kernel", kernel)
+    rows_NI = torch.ones(4, 8, dtype=DTYPE, device=DEVICE)
+    gemm.weight_gradients(rows_NI, rows_NI, ints(4), spare=spare)
+    kernel.__getitem__.assert_called_once_with((expected,))
 
 
 def _taken(like: Tensor, filled: Tensor, shape: tuple[int, ...]) -> Tensor:
