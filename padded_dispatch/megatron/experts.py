@@ -269,7 +269,7 @@ class StackedExperts(MegatronModule):
             )
 
         self.linear_fc1, self.linear_fc2 = stacked("linear_fc1", 0), stacked("linear_fc2", 1)
-        self._left: Delayed | None = None  # See `leave_gradient`; taken by the next forward pass.
+        self._left: Delayed | None = None  # See `leave_gradient`.
         # Each rank would add fc2's bias to its part of the sum. Megatron refuses such configs, too.
         assert not splits or self.linear_fc2.bias is None
 
@@ -317,7 +317,12 @@ class StackedExperts(MegatronModule):
         return output_ND, None
 
     def leave_gradient(self, num_rows: int) -> Beside | None:
-        """Set whether the next pass leaves the gradient of fc1's weight to the dispatch.
+        """Set whether the pass that begins leaves the gradient of fc1's weight to the dispatch.
+
+        The dispatcher calls it before every pass, since a pass that broke off may have left a queue
+        in `_left`. `forward` takes the queue out, fc1's backward pass puts the gradient into it,
+        and `Beside.run` computes that in the backward pass of the dispatch. Megatron calls the
+        experts in between, with tensors only, so the queue cannot be an argument of theirs.
 
         Args:
             num_rows: rows of this rank's experts, for uniform routing; 0 leaves nothing.
@@ -328,12 +333,12 @@ class StackedExperts(MegatronModule):
         """
         self._left = None
         linear, weight = self.linear_fc1, self.linear_fc1.weight
-        if not torch.is_grad_enabled() or not weight.requires_grad:
-            return None
-        if linear.delayed is not None or hasattr(weight, "__fsdp_param__"):
+        asked = torch.is_grad_enabled() and weight.requires_grad
+        elsewhere = linear.delayed is not None or hasattr(weight, "__fsdp_param__")
+        if not num_rows or not asked or elsewhere:
             return None
         num_experts, out, width = weight.shape
-        if not num_rows or not pays(
+        if not pays(
             num_rows=num_rows,
             width=width,
             out=out,
