@@ -42,7 +42,6 @@ from padded_dispatch.exchange import Exchange, Slots
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.beside import Beside
 from padded_dispatch.exchange.choose import Choice, LayerExchanges
-from padded_dispatch.exchange.direct import DirectExchange
 from padded_dispatch.exchange.fit import Fitted, fit
 from padded_dispatch.megatron.compat import SharedExpertOverlap, captures_dispatch_alone
 from padded_dispatch.megatron.config import (
@@ -263,7 +262,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self._log_evaluation(config)
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
-        beside = self._gradient_beside(choice.exchange, len(tokens_TD) * config.top_k)
+        beside = self._gradient_beside(choice, len(tokens_TD) * config.top_k)
         self._rounds = None
         if config.fits and self.configs.fitted.num_rounds > 1:
             self._rounds = Rounds(
@@ -272,8 +271,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             return self._apart(tokens, tokens), self._apart(probs, probs)
         plan = make_plan(routing_map, top_k=config.top_k, sizes=choice.sizes, kept_SE=self.kept_SE)
         given = tokens_TD, probs, plan, choice.sizes.num_rows
-        if isinstance(choice.exchange, DirectExchange):
-            outgoing = choice.exchange.prepare(*given, beside)
+        if choice.direct is not None:
+            outgoing = choice.direct.prepare(*given, beside)
         else:
             outgoing = choice.exchange.prepare(*given)
         counters = self._counters_now()
@@ -287,11 +286,11 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         assert outgoing.meta_MPX is not None
         return outgoing.rows_MPD, outgoing.meta_MPX
 
-    def _gradient_beside(self, exchange: Exchange, num_rows: int) -> Beside | None:
+    def _gradient_beside(self, choice: Choice, num_rows: int) -> Beside | None:
         """Return the weight gradient that backward computes while gradients travel home."""
         if self._experts.layout is None or self.experts is None:
             return None
-        leaves = self._leaves and isinstance(exchange, DirectExchange)
+        leaves = self._leaves and choice.direct is not None
         return self.experts.leave_gradient(num_rows if leaves else 0)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
