@@ -17,9 +17,9 @@ from torch import Tensor
 from padded_dispatch import reference
 from padded_dispatch.config import DispatchConfig, PoolSizes
 from padded_dispatch.kernels import direct, rows
-from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.device import DEVICE, here, ints
 from tests.support.routing_cases import addresses, assert_same
+from tests.support.routings import routing_map, thin_out
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
