@@ -45,13 +45,13 @@ from padded_dispatch.exchange.choose import Choice, LayerExchanges
 from padded_dispatch.exchange.fit import Fitted, fit
 from padded_dispatch.megatron.compat import SharedExpertOverlap, captures_dispatch_alone
 from padded_dispatch.megatron.config import (
-    LayerConfigs,
     check_config,
     check_pipeline,
     padded_options,
     passes_in_flight,
 )
 from padded_dispatch.megatron.experts import chosen_experts, require_gradients_arrive
+from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.megatron.rounds import Rounds, arguments_of_experts
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.ops.counters import Counters

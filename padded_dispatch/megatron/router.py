@@ -38,7 +38,8 @@ from padded_dispatch.exchange.agreement import Agreement, Values
 from padded_dispatch.exchange.choose import agree_on_shapes
 from padded_dispatch.exchange.fit import Fitted, require_eager
 from padded_dispatch.megatron.compat import capturing, number_in_model
-from padded_dispatch.megatron.config import LayerConfigs, padded_options, settings_of
+from padded_dispatch.megatron.config import padded_options, settings_of
+from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.megatron.routed import routed, say_once, why_not
 from padded_dispatch.ops.counters import RoutingObserver
 from padded_dispatch.ops.overflow import select_with_remedy
