@@ -4,8 +4,6 @@ The rows of `padded_dispatch.megatron.fields` decide what is refused; this modul
 """
 
 import dataclasses
-import functools
-import logging
 import re
 from typing import Any
 
@@ -28,6 +26,7 @@ from padded_dispatch.megatron.compat import (
     graph_scopes,
 )
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
+from padded_dispatch.megatron.log import log_once
 from padded_dispatch.megatron.options import PaddedOptions, by_name, require_options
 
 _EXPERTS = ("TEGroupedMLP", "SequentialMLP")
@@ -37,8 +36,6 @@ _REFUSED_EXPERTS = {
     "GroupedMLP": "it needs the grouped_gemm package and is gone in Megatron-Core 0.17",
     "InferenceGroupedMLP": "it takes a routing map from an inference dispatcher",
 }
-
-_log = logging.getLogger(__name__)
 
 # Slots per (source, expert) that evaluation may always have, whatever `fit_max_factor` is. The
 # factor is about memory; in decoding it would split passes of few tokens, which need next to none.
@@ -160,7 +157,7 @@ def take_over(config: Any) -> None:
     after them, since they derive one field from another.
     """
     for row in _set_for_others(config):
-        _log_once(_note(config, row))
+        log_once(f"set for another dispatcher: {_note(config, row)}")
         if row.resets:
             setattr(config, row.name, _default(row.name))
 
@@ -181,11 +178,6 @@ def _set_for_others(config: Any) -> list[ConfigField]:
 
 def _note(config: Any, row: ConfigField) -> str:
     return f"{row.name}={_read(config, row.name)!r}: {row.note}"
-
-
-@functools.cache
-def _log_once(line: str) -> None:
-    _log.info("set for another dispatcher: %s", line)
 
 
 def _default(name: str) -> Any:

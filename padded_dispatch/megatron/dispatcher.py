@@ -26,7 +26,6 @@ rank, R ranks of the expert-parallel group, C capacity, G pools of P slots, of X
 hidden size, N rows of this rank's experts.
 """
 
-import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +51,7 @@ from padded_dispatch.megatron.config import (
 )
 from padded_dispatch.megatron.experts import chosen_experts, require_gradients_arrive
 from padded_dispatch.megatron.layer_configs import LayerConfigs
+from padded_dispatch.megatron.log import log_once
 from padded_dispatch.megatron.rounds import Rounds, arguments_of_experts
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.ops.counters import Counters
@@ -88,8 +88,6 @@ _GENERATION_DROPS_NOTHING = (
 _OVERLAP_TAKES_TWO_STREAMS = (
     "overlap_moe_expert_parallel_comm uses two streams, and direct stores must be ordered on one"
 )
-
-_log = logging.getLogger("padded_dispatch")
 
 
 class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
@@ -395,17 +393,16 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     def _log_evaluation(self, config: DispatchConfig) -> None:
         """Log once what evaluation and text generation drop by default."""
         if config is self.configs.generation:
-            _log_once(logging.INFO, _GENERATION_DROPS_NOTHING)
+            log_once(_GENERATION_DROPS_NOTHING)
         elif self._options.eval_factor is None:
-            _log_once(logging.INFO, _EVALUATION_FITS if config.fits else _EVALUATION_IS_AS_TRAINING)
+            log_once(_EVALUATION_FITS if config.fits else _EVALUATION_IS_AS_TRAINING)
 
     def _log_choice(self, which: str) -> None:
         if self._logs and self._choice is not None:
-            _log_once(
-                logging.INFO,
+            log_once(
                 f"padded dispatch {which}: "
                 f"experts={self.chosen['experts']} ({self._experts.reason}), "
-                f"exchange={self._choice.kind} ({self._choice.reason})",
+                f"exchange={self._choice.kind} ({self._choice.reason})"
             )
 
 
@@ -415,11 +412,6 @@ def _pipeline_rank(pg_collection: Any) -> int:
         return pipeline.rank()
     known = parallel_state.model_parallel_is_initialized()
     return parallel_state.get_pipeline_model_parallel_rank() if known else 0
-
-
-@functools.cache
-def _log_once(level: int, line: str) -> None:
-    _log.log(level, line)
 
 
 def is_padded(module: Any) -> bool:
@@ -489,4 +481,4 @@ def announce(
         if size.total > memory:
             raise ValueError(f"{cost}; the device has {memory / 2**30:.2f} GiB; {fix}")
     if logs:
-        _log_once(logging.WARNING, f"{cost}. To pay less, {fix}.")
+        log_once(f"{cost}. To pay less, {fix}.", logging.WARNING)

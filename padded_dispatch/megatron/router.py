@@ -38,7 +38,7 @@ from padded_dispatch.exchange.fit import Fitted, require_eager
 from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.config import padded_options, settings_of
 from padded_dispatch.megatron.layer_configs import LayerConfigs
-from padded_dispatch.megatron.routed import routed, say_once, why_not
+from padded_dispatch.megatron.routed import routed, say, why_not
 from padded_dispatch.megatron.router_scores import check_reroute, scores_of_all
 from padded_dispatch.ops.counters import RoutingObserver
 from padded_dispatch.ops.overflow import select_with_remedy
@@ -266,7 +266,7 @@ class SelectAfterCounting(TopKRouter):
         reason, option = "the option router is 'megatron'", padded_options(self.config).router
         if option != "megatron":
             reason = why_not(self, logits, padding_mask, same_bits=option == "auto")
-        say_once(reason)
+        say(reason)
         if not reason:
             return routed(self, logits)
         recomputes = self.training and not torch.is_grad_enabled()

@@ -17,7 +17,6 @@ from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
 from padded_dispatch.megatron import install, uninstall
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.config import (
-    _log_once,
     check_config,
     check_experts,
     check_pipeline,
@@ -27,6 +26,7 @@ from padded_dispatch.megatron.config import (
     take_over,
 )
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
+from padded_dispatch.megatron.log import log_once
 from padded_dispatch.megatron.options import PaddedOptions
 from tests.support import tiny
 
@@ -148,7 +148,7 @@ def test_what_is_set_for_another_dispatcher_is_logged_once_and_reset(row, caplog
     config = megatron_config(**{row.name: value})
     line = f"{row.name}={value!r}: {row.note}"
     assert value != default and notes(config) == [line]
-    _log_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level("INFO"):
         for made in (config, config, megatron_config(**{row.name: value})):
             take_over(made)
