@@ -398,7 +398,7 @@ def _direct_stores(
 
     A part is to be run before the next one is taken: the buffers are this generator's.
     """
-    from padded_dispatch.kernels import direct
+    from padded_dispatch.kernels import direct, links
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     sizes, num_ranks, num_experts = config.sizes(num_tokens), config.num_ranks, config.num_experts
@@ -434,7 +434,7 @@ def _direct_stores(
 
     for rank in range(1, num_ranks):
         maps = maps_of(rank)
-        direct.push_tokens(tokens_TD, probs_TE, *maps, rows_R, probs_R, places_R, rank)
+        links.push_tokens(tokens_TD, probs_TE, *maps, rows_R, probs_R, places_R, rank)
     pushed = tokens_TD, probs_TE, *maps_of(0), rows_R, probs_R
 
     kept_TRL = kept_TE.view(num_tokens, num_ranks, -1)
@@ -447,10 +447,10 @@ def _direct_stores(
     part = functools.partial(Part, fill=num_kept / num_slots)
     each = functools.partial(direct.push_rows, *pushed)
     yield part(name="push each", run=each, bytes=(num_tokens + num_kept) * row_bytes)
-    once = functools.partial(direct.push_tokens, *pushed, places_R, 0)
+    once = functools.partial(links.push_tokens, *pushed, places_R, 0)
     num_stored = num_own + num_elsewhere
     yield part(name="push once", run=once, bytes=(num_tokens + num_stored) * row_bytes)
-    copy = functools.partial(direct.copy_rows, rows_ND, places_RTK, 0)
+    copy = functools.partial(links.copy_rows, rows_ND, places_RTK, 0)
     yield part(name="copies", run=copy, bytes=(num_again + num_copies) * row_bytes)
     home = functools.partial(direct.return_rows, rows_ND, None, offsets_LS, None, slots_R, probs_R)
     home = functools.partial(home, 0, *where)
@@ -460,8 +460,8 @@ def _direct_stores(
     home_TK, num_local = ints(num_tokens, config.top_k), num_experts // num_ranks
     for rank in range(num_ranks):
         maps = plan.slot_of_TK, plan.expert_of_TK
-        direct.list_slots(*maps, lists_R, home_TK, rank, num_local)
-    sums = functools.partial(direct.return_sums, rows_ND, None, offsets_LS, None, lists_STK)
+        links.list_slots(*maps, lists_R, home_TK, rank, num_local)
+    sums = functools.partial(links.return_sums, rows_ND, None, offsets_LS, None, lists_STK)
     sums = functools.partial(sums, slots_R, probs_R, 0, *where)
     num_sums = num_ranks * int((num_TR[:, 0] > 0).sum())
     yield part(name="return sums", run=sums, bytes=(num_received + num_sums) * row_bytes)

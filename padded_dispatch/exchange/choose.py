@@ -120,12 +120,14 @@ class Choice:
 
     `kind`: "alltoall", "direct" or "two-level"; "none" for one rank. `reason`: for the log.
     `sizes`: those of the pass as this exchange lays rows out, for `make_plan`.
+    `direct`: the exchange again if it stores directly; its `prepare` alone takes a `Beside`.
     """
 
     exchange: Exchange
     kind: Literal["alltoall", "direct", "two-level", "none"]
     reason: str
     sizes: PoolSizes
+    direct: DirectExchange | None = None
 
 
 def blocks_of_receivers(config: DispatchConfig, sizes: PoolSizes, num_tokens: int) -> PoolSizes:
@@ -386,7 +388,10 @@ class LayerExchanges:
                 reason = self._why_not_direct(config, shape, tokens_TD, probs_TE)
             if not reason:
                 reason = f"the {self._group.size()} ranks share a host and reach each other's GPUs"
-                return Choice(exchange=self._direct, kind="direct", reason=reason, sizes=sizes)
+                direct = self._direct
+                return Choice(
+                    exchange=direct, kind="direct", reason=reason, sizes=sizes, direct=direct
+                )
         kind = self._collectives
         if config.num_sources == 1:
             kind, reason = "none", "one rank"

@@ -6,9 +6,9 @@ adds the product to an fp32 buffer: no bf16 gradient is rounded, written and rea
 stay on the device. Rows behind the last one are never read into a result that is kept, and never
 written. `weight_gradients` returns the same products rounded, where nothing is added.
 
-The kernels are persistent: `num_programs` programs take tiles in turn, experts in ascending order,
-so fewer programs leave multiprocessors to others. Of a small weight all columns are taken before
-the next rows. A large one would leave the cache meanwhile, so up to 16 tiles of rows are taken
+The kernels are persistent: programs take tiles in turn, experts in ascending order. Gradients may
+leave `spare` multiprocessors to other kernels. Of a small weight all columns are taken before the
+next rows. A large one would leave the cache meanwhile, so up to 16 tiles of rows are taken
 before the next columns: an expert of at most 2,048 rows has its weight read once. (16 of 128 rows
 beside 8 of 256 columns are about square, and as many tiles as there are multiprocessors.)
 `row_tiles` finds the tiles of the rows, once for all products with the same offsets.
@@ -96,7 +96,7 @@ class Tiles:
         inner: elements of the inner dimension that are read at a time.
         stages: tiles of the operands that are read ahead.
         warps: warps of a program.
-        programs: programs on a multiprocessor.
+        programs: programs on a multiprocessor, of gradients of weights.
     """
 
     rows: int = ROWS_OF_TILE
@@ -117,7 +117,6 @@ def rows_times_weights(
     *,
     table: Tensor | None = None,
     tiles: Tiles = _TILES,
-    num_programs: int | None = None,
 ) -> Tensor:
     """Compute `rows @ weight[l].T` for every expert's rows: [N, I] to [N, O].
 
@@ -128,7 +127,6 @@ def rows_times_weights(
         offsets_L: contiguous int32, where the rows of each expert end.
         table: `row_tiles` of these offsets and number of rows; None makes it.
         tiles: launch parameters.
-        num_programs: None is one for each multiprocessor.
 
     Example: the rows `[1, 2]` and `[3, 4]` of two experts, `offsets = [1, 2]`, and their weights
     `[[1, 0]]` and `[[0, 1]]`, of one output each, give `[[1], [4]]`.
@@ -142,7 +140,7 @@ def rows_times_weights(
     out_NO = rows_NI.new_empty(num_rows, width_out)
     if table is None:
         table = row_tiles(offsets_L, num_rows, tiles.rows)
-    _rows_times_weights_kernel[(num_programs or _num_programs(rows_NI.device, tiles),)](
+    _rows_times_weights_kernel[(_multiprocessors(rows_NI.device),)](
         _packed(rows_NI, tiles.rows, tiles.inner),
         TensorDescriptor.from_tensor(weight, [1, *block]),
         _packed(out_NO, tiles.rows, tiles.columns // 2),
@@ -169,10 +167,6 @@ def _packed(rows_NI: Tensor, num_rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(
         rows_NI, shape, [2**34 - width, width, width, 1], [1, 1, num_rows, columns]
     )
-
-
-def _num_programs(device: torch.device, tiles: Tiles, spare: int = 0) -> int:
-    return tiles.programs * max(1, _multiprocessors(device) - spare)
 
 
 @functools.cache
@@ -374,7 +368,8 @@ def _multiply_rows(
     if tiles is None:
         tiles = gradient_tiles(rows_NI.shape[0], num_experts, adds)
     half = [1, tiles.rows, tiles.columns // 2]
-    _weight_gradients_kernel[(_num_programs(rows_NI.device, tiles, spare),)](
+    num_programs = tiles.programs * max(1, _multiprocessors(rows_NI.device) - spare)
+    _weight_gradients_kernel[(num_programs,)](
         _packed(grad_NO, tiles.inner, tiles.rows),
         _packed(rows_NI, tiles.inner, tiles.columns),
         out_LOI if adds else TensorDescriptor.from_tensor(out_LOI, half),

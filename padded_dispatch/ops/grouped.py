@@ -34,7 +34,7 @@ from padded_dispatch.config import require
 from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP
 
 # Gradients of a weight [L, O, I] that wait, oldest first. Each call computes one, or adds it to the
-# sums and returns unspecified memory. It takes `spare`, see `outer_by_expert`.
+# sums and returns unspecified memory. Of `grouped_linear` it takes `spare`, see `outer_by_expert`.
 Delayed = deque[Callable[..., Tensor]]
 
 
@@ -350,20 +350,16 @@ def _grouped_gradient(
 
 
 def _batched_gradient(
-    grad_NO: Tensor,
-    rows_NI: Tensor,
-    offsets_L: Tensor,
-    sums_LOI: Tensor | None,
-    spare: int = 0,
+    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor | None
 ) -> Tensor:
     if sums_LOI is None:
         grad_LMO = grad_NO.unflatten(0, (offsets_L.shape[0], -1))
         return torch.bmm(grad_LMO.transpose(1, 2), rows_NI.unflatten(0, grad_LMO.shape[:2]))
-    return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI, spare)
+    return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI)
 
 
 def _add_gradient(
-    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor, spare: int
+    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor, spare: int = 0
 ) -> Tensor:
     add_outer_by_expert(grad_NO, rows_NI, offsets_L, sums_LOI, spare)
     return _unspecified(sums_LOI.shape, rows_NI.dtype, rows_NI.device)
