@@ -68,14 +68,10 @@ def _replaced(
 
 
 def _refused(
-    name: str,
-    note: str,
-    remedy: str,
-    versions: tuple[str, ...] = VERSIONS,
-    refuses: Callable[[Any], bool] = bool,
+    name: str, note: str, remedy: str, versions: tuple[str, ...] = VERSIONS
 ) -> ConfigField:
     return ConfigField(
-        name=name, status="refused", note=note, versions=versions, refuses=refuses, remedy=remedy
+        name=name, status="refused", note=note, versions=versions, refuses=bool, remedy=remedy
     )
 
 
