@@ -324,6 +324,11 @@ class LayerExchanges:
         return choice
 
     @property
+    def has_direct(self) -> bool:
+        """True if direct stores may serve passes."""
+        return self._direct is not None
+
+    @property
     def num_hosts(self) -> int:
         """Hosts of the group with two levels, 1 without."""
         return 1 if self._hosts is None else self._hosts.rail.size()
