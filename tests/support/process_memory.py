@@ -20,7 +20,7 @@ from torch import Tensor
 
 from padded_dispatch.exchange import direct, symmetric_memory
 from padded_dispatch.kernels import direct as kernels
-from padded_dispatch.kernels import rows
+from padded_dispatch.kernels import links, rows
 from padded_dispatch.utils.patches import Patches
 from tests.support.stream_order import StreamOrder
 
@@ -70,10 +70,13 @@ def direct_between_processes() -> Iterator[StreamOrder]:
         patches.set(symmetric_memory, "_free_bytes", lambda device: 2**40)
         patches.set(direct, "check_group", lambda group: group)
         patches.set(direct, "_check", lambda tokens_TD, probs_TE: None)
-        for function in (push_counts, place_rows, push_rows, push_tokens, copy_rows, return_rows):
-            patches.set(kernels, function.__name__, function)
-        for function in (sum_rows, scatter_meta):
-            patches.set(rows, function.__name__, function)
+        for module, functions in (
+            (kernels, (push_counts, place_rows, push_rows, return_rows)),
+            (links, (push_tokens, copy_rows)),
+            (rows, (sum_rows, scatter_meta)),
+        ):
+            for function in functions:
+                patches.set(module, function.__name__, function)
         yield ProcessMemory.order
 
 
