@@ -313,6 +313,11 @@ class LayerExchanges:
         return choice
 
     @property
+    def direct(self) -> DirectExchange | None:
+        """The exchange by direct stores, if it may serve passes."""
+        return self._direct
+
+    @property
     def num_hosts(self) -> int:
         """Hosts of the group with two levels, 1 without."""
         return 1 if self._hosts is None else self._hosts.rail.size()

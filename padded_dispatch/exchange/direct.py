@@ -58,11 +58,54 @@ themselves. Every rank takes part in every call, also without rows. By buffer:
   It reads `kept_SE`, which the forward pass saved in memory of its own.
 
 What the caller must guarantee: all calls of a process are on one stream, or ordered as if they
-were; what the forward pass received is not used after the backward pass, and gradients not after
-the next layer's backward; `all_demands` and the push of its pass follow each other, as above. If a
-peer dies or never comes, the others wait in a barrier, for 10 minutes as with NCCL; then each
-prints the missing rank's number in the group, and its device fails. In eager the ranks compare
-shapes on the host before each call, and that comparison fails at once if a peer has died.
+were, and so are uses of what they returned; all ranks make their calls in the same order; what the
+forward pass received is not used after the backward pass, and gradients not after the next layer's
+backward; `all_demands` and the push of its pass follow each other, as above. If a peer dies or
+never comes, the others wait in a barrier, for 10 minutes as with NCCL; then each prints the missing
+rank's number in the group, and its device fails. In eager the ranks compare shapes on the host
+before each call, and that comparison fails at once if a peer has died.
+
+Two streams. Megatron's combined schedule (`overlap_moe_expert_parallel_comm`) runs the forward pass
+of one microbatch, F, beside the backward pass of another, B. Of each pair of layers the host issues
+these pieces, one after the other (`TransformerLayerSchedulePlan.run`, 0.16.1 to 0.20; the piece
+`pre_dispatch_computation` is `attn` until 0.18; dW: `delay_wgrad_compute`):
+
+    communication  B combine                         F dispatch    B dispatch           F combine
+    computation             F pre-dispatch, B experts          dW            F experts
+
+and then B pre-dispatch, a computation. Each microbatch has one event. A piece waits for that of its
+microbatch, and records it at its end; dW does neither. With `prepare` in pre-dispatch and `combine`
+in F combine, two streams would share counts, slots and gradients in no order. So the dispatcher
+calls `prepare` in F dispatch. All pushes and returns are on one stream then, in the order of the
+host, the same on all ranks. What the other stream uses is in order with them (a test follows
+streams and events on a CPU):
+
+- Rows of a forward pass are read by its experts: forward, backward and dW. F dispatch writes into
+  that buffer again for a later microbatch. It waits for the end of its own F pre-dispatch, so it
+  comes after all computation that was issued before that. `next_receive_buffer` raises unless the
+  former owner's tensors are gone, and these live until its B dispatch, which no host issues between
+  F pre-dispatch and F dispatch. So the former owner's B dispatch was issued before F pre-dispatch,
+  and its experts and dW before that. Two buffers are enough without pipeline stages.
+- Gradients of B combine are read by B experts and dW. The next B combine, of the next layer, waits
+  for the event that B pre-dispatch recorded on the stream of computation, which comes after dW. The
+  first of a microbatch waits for `record_current_stream`, which is as late.
+- Counts, slots and places are read by the call that they belong to.
+- `all_demands` is part of routing, in F pre-dispatch, a computation. So its barrier, too, comes
+  after the former owner's dW. Its tables belong to it alone, and the next call comes behind the
+  push, whose rows F experts have waited for.
+- Evaluations, self-tests and repeated passes run on the stream of computation, which waits for the
+  other at the end of each schedule, and which the other waits for at the beginning of the next.
+
+A barrier waits for other ranks, and so do kernels of NCCL that run at the same time. They cannot
+block each other for ever. All ranks of a group issue the same calls in the same order, a call waits
+for the same call of the others, and events lead from earlier calls to later ones, so no wait is
+circular; where all streams share one queue, calls leave it in that order, too. A barrier is one
+small program, and NCCL's kernels have a few; all other kernels end by themselves, so places for
+these become free. They may become free late: a product that fills the device keeps barriers and
+stores waiting until its end.
+
+Captured by `full_iteration`, streams and events are the graph's edges, and the same holds. Graphs
+of `attn`, `moe_router` and `moe_preprocess` end before the push.
 
 Sums equal those of `AllToAllExchange` bit by bit: the same kernel adds the same slots. With sums
 that go home, a token's rows are added per rank, experts ascending, in fp32, and rounded to the

@@ -1,10 +1,18 @@
-"""Give routers the padding mask that Megatron's combined schedule leaves out.
+"""Adapt Megatron's combined schedule to padded layers: padding masks, and inputs that it frees.
 
-With `overlap_moe_expert_parallel_comm` Megatron runs a layer in pieces, and calls the router
-without the mask that the model was given (0.16.1 to 0.19.0, `build_transformer_layer_callables`).
-Padding tokens would take slots and count in the losses. The mask is at hand, in the state of the
-model's chunk. While the piece with the router of a padded layer runs, `MoELayer.route` has it, and
-so has the replay of a layer whose router is in a CUDA graph.
+With `overlap_moe_expert_parallel_comm` Megatron runs a layer in pieces. Two things are adapted.
+
+Masks. Megatron calls the router without the mask that the model was given (0.16.1 to 0.20,
+`build_transformer_layer_callables`). Padding tokens would take slots and count in the losses. The
+mask is at hand, in the state of the model's chunk. While the piece with the router of a padded
+layer runs, `MoELayer.route` has it, and so has the replay of a layer whose router is in a CUDA
+graph.
+
+Inputs. Megatron frees what goes into the dispatch and into the experts once these pieces have run
+forward (`should_free_input`, `ScheduleNode._forward`). Where a layer has direct stores, the
+dispatch takes tokens, which the router's backward pass needs, and the experts read rows where they
+arrived, in memory that no allocator can free. These inputs are kept. They cost nothing: other
+objects hold the same memory.
 """
 
 import functools
@@ -20,26 +28,30 @@ from padded_dispatch.megatron.packed import check_packed
 from padded_dispatch.utils.patches import Patches
 
 
-def with_masks(build: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `TransformerLayerSchedulePlan._build_callable_nodes` to hand on padding masks."""
+def adapted(build: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `TransformerLayerSchedulePlan._build_callable_nodes` to adapt padded layers."""
 
     @functools.wraps(build)
-    def build_with_masks(plan: Any, *args: Any, **kwargs: Any) -> None:
+    def build_adapted(plan: Any, *args: Any, **kwargs: Any) -> None:
         build(plan, *args, **kwargs)
         layer = _transformer_layer(plan.layer)
-        if is_padded(getattr(layer, "mlp", None)):
+        if not is_padded(getattr(layer, "mlp", None)):
+            return
+        if layer is plan.layer or MTP_HAS_MASKS:
             # The piece that ends with the dispatcher's first stage; `attn` until 0.18.
             first = getattr(plan, "attn", None) or plan.pre_dispatch_computation
             first.submodule = functools.partial(_run_with_mask, layer, first.submodule)
+        if layer.mlp.token_dispatcher.stores_late:
+            plan.moe_dispatch.free_input = plan.mlp.free_input = False
 
-    return build_with_masks
+    return build_adapted
 
 
 def _transformer_layer(layer: Any) -> Any:
-    """Return a layer, or the one in a layer of multi-token prediction; None if it has no masks."""
+    """Return a layer, or the one in a layer of multi-token prediction."""
     for name in ("mtp_model_layer", "transformer_layer"):
         if hasattr(layer, name):
-            return getattr(layer, name) if MTP_HAS_MASKS else None
+            return getattr(layer, name)
     return layer
 
 

@@ -135,13 +135,6 @@ def _refused_overlaps(config: Any, options: PaddedOptions) -> list[str]:
                 f"  cuda_graph_impl={impl!r} of layers with their experts, with {name}: {reason}. "
                 "Remedy: 'transformer_engine' with the scopes attn, moe_router and moe_preprocess."
             )
-    for name, value in (("exchange", "direct"), ("capacity_pool", "receiver")):
-        if _read(config, combined) and getattr(options, name) == value:
-            found.append(
-                f"  {name}={value!r} with {combined}: stores of two streams would overwrite each "
-                "other. Remedy: exchange='auto' with capacity_pool='expert' or 'rank', or no "
-                "overlap."
-            )
     if _read(config, combined) and options.exchange == "two-level":
         found.append(
             f"  exchange='two-level' with {combined}: it sends where the schedule computes. "
@@ -354,6 +347,8 @@ def passes_in_flight(config: Any, pp_rank: int) -> int:
     pipeline stages it is one. In 1F1B, stage r of P runs P - r passes ahead. Interleaved, the
     order of model chunks is played through: a stage warms up with 2 * (P - r - 1) passes and one
     group of micro-batches for each chunk but the last, then forward and backward passes alternate.
+    The combined schedule (`overlap_moe_expert_parallel_comm`) begins with one more, since a forward
+    pass runs beside the backward pass of an earlier micro-batch.
 
     Layers that run several times per micro-batch multiply it: repeated layers of multi-token
     prediction, and chunks of the sequence (`mlp_chunks_for_training`).
@@ -369,10 +364,11 @@ def passes_in_flight(config: Any, pp_rank: int) -> int:
     again = getattr(config, "mlp_chunks_for_training", None) or 1
     if getattr(config, "mtp_use_repeated_layer", False):
         again *= config.mtp_num_layers or 1
+    combined = int(_read(config, "overlap_moe_expert_parallel_comm") or False)
     if stages == 1 or chunks == 1:
-        return (stages - pp_rank) * again
+        return (stages - pp_rank + combined) * again
     group = config.microbatch_group_size_per_vp_stage or stages
-    warmup = 2 * (stages - pp_rank - 1) + (chunks - 1) * group
+    warmup = 2 * (stages - pp_rank - 1) + (chunks - 1) * group + combined
     waiting, most = [0] * chunks, 0
     for step in range(warmup + 2 * chunks * group):
         chunk = step % (chunks * group) // group

@@ -47,6 +47,11 @@ class _Stream:
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._recorded_s = 0.0
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Return the lowest and the highest priority, which are the same."""
+        return 0, 0
+
     def wait_stream(self, stream: object) -> None:
         """Do nothing."""
 

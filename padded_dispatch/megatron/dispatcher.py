@@ -13,13 +13,19 @@ rounds need not be found in tensors.)
 
 With `overlap_moe_expert_parallel_comm` Megatron calls the methods one by one, `token_dispatch`, and
 the two from `token_combine` on, on a stream of their own; backward passes of other microbatches
-come between, forward passes do not, so the attributes hold one pass. That asks for two things:
+come between, forward passes do not, so the attributes hold one pass. That asks for three things:
 
 - Megatron frees what went into a method once it has run. A result that shares memory with it is
   copied: with one local expert, padded rows are in the experts' order as they arrive. (Megatron
   spares the input only for the word `alltoall`, 0.17 to 0.19.)
-- The plan's tensors are allocated on the computing stream, and the communicating one reads them
-  until backward. `record_stream` keeps the allocator from giving them away before.
+- The plan's tensors and the experts' offsets are allocated on the computing stream, and the
+  communicating one reads them until backward. `record_stream` keeps the allocator from giving them
+  away before.
+- Direct stores must be in one order, so all of them are on the communicating stream: rows leave in
+  `token_dispatch`, which takes tokens and probabilities as they are, instead of in
+  `dispatch_preprocess`. Their gradients return in its backward pass. Tokens and received rows are
+  needed once the methods have run, so `combined_schedule` lets Megatron keep them, and they are not
+  copied. `padded_dispatch.exchange.direct` says why buffers are safe.
 
 Letters: T tokens as [S, B] (sequence, batch), K experts per token, E experts, L experts on this
 rank, R ranks of the expert-parallel group, C capacity, G pools of P slots, of X experts each, D
@@ -85,8 +91,11 @@ _GENERATION_DROPS_NOTHING = (
     "memory in graphs of many tokens, set eval_factor to a number"
 )
 
-_OVERLAP_TAKES_TWO_STREAMS = (
-    "overlap_moe_expert_parallel_comm uses two streams, and direct stores must be ordered on one"
+# Commit 225afe4, see notebooks/results.
+_OVERLAP_WAS_NOT_FASTER = (
+    "with overlap_moe_expert_parallel_comm direct stores must be asked for by exchange='direct'. "
+    "Without the overlap 'auto' takes them, which was faster than the overlap of the all-to-all: "
+    "273 ms a step and 330, for Qwen3's layers with 32,768 tokens on 2 H200"
 )
 
 
@@ -120,15 +129,19 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self._options = options
         self._overlaps = config.overlap_moe_expert_parallel_comm
         # Graphs that end before the experts would end before the gradient to be left is there. Sums
-        # that go home need more programs than a product can spare, see `exchange.beside`.
+        # that go home need more programs than a product can spare, see `exchange.beside`. The
+        # combined schedule hides the way home by itself.
         self._leaves = (
             options.gradients_home == "auto"
             and options.link_rows != "summed"
+            and not self._overlaps
             and not captures_dispatch_alone(config)
         )
         in_flight = options.microbatches_in_flight
         if in_flight == "auto":
             in_flight = passes_in_flight(config, _pipeline_rank(pg_collection))
+        # Only direct stores serve sources that share slots.
+        by_collectives = self._overlaps and options.capacity_pool != "receiver"
         self.exchanges = LayerExchanges(
             self.dispatch_config,
             self.agreement,
@@ -136,13 +149,15 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self.tp_group,
             layout=self._experts.layout or "padded",
             kind=options.exchange,
-            why_not_direct=_OVERLAP_TAKES_TWO_STREAMS if self._overlaps else "",
+            why_not_direct=_OVERLAP_WAS_NOT_FASTER if by_collectives else "",
             microbatches_in_flight=in_flight,
             link_rows=options.link_rows,
             ranks_per_host=None if options.ranks_per_host == "auto" else options.ranks_per_host,
             num_layers=max(1, config.num_layers // config.pipeline_model_parallel_size),
             ffn_size=config.moe_ffn_hidden_size or 0,
         )
+        # Whether `token_dispatch` makes direct stores; Megatron then keeps inputs.
+        self.stores_late = self._overlaps and self.exchanges.direct is not None
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         self.counters = Counters(self.configs.training, device)
         self.eval_counters = Counters(self.configs.evaluation, device)
@@ -235,7 +250,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
         Returns:
             Rows in pools [G, P, D] and, at least fp32, their probabilities and counts, [G, P + X];
-            where rows are packed at once, [1, N, D] and what the exchange puts beside them.
+            where rows are packed at once, [1, N, D] and what the exchange puts beside them; where
+            `token_dispatch` stores them, tokens and probabilities.
         """
         tokens_TD = tokens.view(-1, tokens.shape[-1])
         config = self.dispatch_config
@@ -268,7 +284,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             return self._apart(tokens, tokens), self._apart(probs, probs)
         plan = make_plan(routing_map, top_k=config.top_k, sizes=choice.sizes, kept_SE=self.kept_SE)
         given = tokens_TD, probs, plan, choice.sizes.num_rows
-        if choice.direct is not None:
+        if self._stores_late(choice.exchange):
+            outgoing = Slots(rows_MPD=tokens, meta_MPX=probs)
+        elif choice.direct is not None:
             outgoing = choice.direct.prepare(*given, beside)
         else:
             outgoing = choice.exchange.prepare(*given)
@@ -290,18 +308,33 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         leaves = self._leaves and choice.direct is not None
         return self.experts.leave_gradient(num_rows if leaves else 0)
 
+    def _stores_late(self, exchange: Exchange) -> bool:
+        """Return whether `token_dispatch` makes the direct stores of a pass."""
+        return self.stores_late and exchange is self.exchanges.direct
+
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send slots to the ranks of their experts."""
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
         incoming = Slots(rows_MPD=hidden_states, meta_MPX=probs)
         if self._rounds is None:
-            incoming = self._exchange.move(incoming)
+            late = self._stores_late(self._exchange)
+            incoming = (self._store if late else self._exchange.move)(incoming)
         if self.shared_overlap is not None:
             self.shared_overlap.fc1(incoming.rows_MPD)
         assert incoming.meta_MPX is not None
         rows_MPD = self._apart(incoming.rows_MPD, hidden_states)
         return rows_MPD, self._apart(incoming.meta_MPX, probs)
+
+    def _store(self, given: Slots) -> Slots:
+        """Store the rows of tokens, and their probabilities, at their experts.
+
+        A replayed graph may end before it, so the sizes follow from the config and the tokens.
+        """
+        assert given.meta_MPX is not None
+        tokens_TD, probs_TE = given.rows_MPD.flatten(0, -2), given.meta_MPX
+        choice = self._choose(self.dispatch_config, tokens_TD, probs_TE)
+        return choice.exchange.prepare(tokens_TD, probs_TE, self._plan(), choice.sizes.num_rows)
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
@@ -337,11 +370,14 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             incoming = self._exchange.move_back(incoming)
         if self.shared_overlap is not None:
             self.shared_overlap.fc2(incoming.rows_MPD)
-        return self._apart(incoming.rows_MPD, hidden_states)
+        return incoming.rows_MPD
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Sum every token's slots, in the shape that the tokens came in: [S, B, D]."""
-        output = hidden_states if self._rounds is not None else self._combine(hidden_states)
+        if self._rounds is None:
+            output = self._combine(hidden_states)
+        else:  # The schedule frees it.
+            output = hidden_states.clone() if self._overlaps else hidden_states
         if self.shared_overlap is not None:
             output = output + self.shared_overlap.output()
         self._rounds = self.offsets_LS = None
@@ -350,10 +386,22 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         return output
 
     def _combine(self, hidden_states: Tensor) -> Tensor:
+        assert self.slot_of_SBK is not None
+        plan = self._plan()
+        if self._overlaps:
+            stream = torch.cuda.current_stream()
+            for tensor in (*vars(plan).values(), self.offsets_LS):
+                if tensor is not None:
+                    tensor.record_stream(stream)
+        combined_TD = self._exchange.combine(Slots(rows_MPD=hidden_states), plan, self.offsets_LS)
+        return combined_TD.view(*self.slot_of_SBK.shape[:-1], -1)
+
+    def _plan(self) -> DispatchPlan:
+        """Return the plan that the attributes hold."""
         assert self.slot_of_SBK is not None and self.expert_of_SBK is not None
         assert self.choice_of_slot_GP is not None
         assert self.kept_E is not None and self.unplaced_E is not None
-        plan = DispatchPlan(
+        return DispatchPlan(
             slot_of_TK=self.slot_of_SBK.flatten(0, -2),
             expert_of_TK=self.expert_of_SBK.flatten(0, -2),
             choice_of_slot_GP=self.choice_of_slot_GP,
@@ -361,17 +409,10 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             unplaced_E=self.unplaced_E,
             kept_SE=self.kept_SE,
         )
-        if self._overlaps:
-            stream = torch.cuda.current_stream()
-            for tensor in vars(plan).values():
-                if tensor is not None:
-                    tensor.record_stream(stream)
-        combined_TD = self._exchange.combine(Slots(rows_MPD=hidden_states), plan, self.offsets_LS)
-        return combined_TD.view(*self.slot_of_SBK.shape[:-1], -1)
 
     def _apart(self, made: Tensor, given: Tensor) -> Tensor:
-        """Return `made`, or a copy if it shares the memory of `given`, which the schedule frees."""
-        if not self._overlaps:
+        """Return `made`, or a copy if the schedule frees the memory that it shares with `given`."""
+        if not self._overlaps or self.stores_late:
             return made
         shares = made.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
         return made.clone() if shares else made

@@ -244,7 +244,7 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
     ),
     _used(
         "overlap_moe_expert_parallel_comm",
-        "rows of a microbatch travel while another computes, by the all-to-all",
+        "rows of a microbatch travel while another computes",
     ),
     _used(
         "quant_recipe",

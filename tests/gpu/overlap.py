@@ -4,8 +4,9 @@
 
 Two trainings run in lockstep, one with `overlap_moe_expert_parallel_comm`, the other with the plain
 schedule. All losses, gradients, parameters, buffers, logged sums and counts are the same, bit by
-bit. On GPUs, the facts of a row have the milliseconds of one more step of each training, `ms` and
-`plain_ms`, and those in which kernels of several streams ran at once, `overlapped_ms`.
+bit. Cases with 'direct' in their name have direct stores in both. On GPUs, the facts of a row have
+the milliseconds of one more step of each training, `ms` and `plain_ms`, and those in which kernels
+of several streams ran at once, `overlapped_ms`.
 The results file is complete after every case. `--only TEXT` runs the cases whose names contain the
 text. `--cpu N` tries the program on N processes over gloo.
 """
@@ -26,6 +27,8 @@ from tests.support.overlapped_training import OverlapCase, overlapped_equals_pla
 CHECK = "the combined schedule equals the plain one"
 # The combined schedule of virtual pipeline stages needs them.
 OVERLAPPED_SENDS = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+HAS_PRIORITY = (package_info.MAJOR, package_info.MINOR) >= (0, 19)
+PRIORITY = {"high_priority_a2a_comm_stream": True}
 BEFORE_EXPERTS = ("attn", "moe_router", "moe_preprocess")
 
 _GPU: dict[str, Any] = {
@@ -68,6 +71,28 @@ def cases() -> Iterator[OverlapCase]:
             yield OverlapCase(name=f"{name}, beside dispatch", dispatch_backward=True, **how)
         deep = how | {"ranks": 4, "pp": 2, "vpp": 2, "num_layers": 4, "fields": OVERLAPPED_SENDS}
         yield OverlapCase(name=f"{name}, PP2/VPP2", **deep)
+    yield from direct_cases()
+
+
+def direct_cases() -> Iterator[OverlapCase]:
+    """Yield cases with direct stores, which serve packed experts."""
+    direct: dict[str, Any] = {"experts": "packed", "exchange": "direct", **_GPU}
+    for delays in (False, True):
+        how = direct | {"delay_wgrad": delays}
+        name = f"direct{', delayed' * delays}"
+        fused = {"gradient_accumulation_fusion": True} if delays else {}
+        yield OverlapCase(name=name, **how)
+        yield OverlapCase(name=f"{name}, reduction overlapped", overlap_grad_reduce=True, **how)
+        yield OverlapCase(name=f"{name}, shared experts", shared_ffn=512, **how)
+        yield OverlapCase(name=f"{name}, one local expert", **how | {"num_experts": 2, "top_k": 2})
+        graphs = how | {"scopes": BEFORE_EXPERTS, "fields": fused}
+        yield OverlapCase(name=f"{name}, graphs of {'+'.join(BEFORE_EXPERTS)}", **graphs)
+        yield OverlapCase(name=f"{name}, graph of the iteration", graph="full-iteration", **how)
+        deep = how | {"ranks": 4, "pp": 2, "vpp": 2, "num_layers": 4, "fields": OVERLAPPED_SENDS}
+        yield OverlapCase(name=f"{name}, PP2/VPP2", **deep)
+    yield OverlapCase(name="direct, shared slots", pool="receiver", delay_wgrad=True, **direct)
+    if HAS_PRIORITY:
+        yield OverlapCase(name="direct, priority", fields=PRIORITY, **direct)
 
 
 def on_cpu(case: OverlapCase) -> OverlapCase | None:
@@ -75,7 +100,7 @@ def on_cpu(case: OverlapCase) -> OverlapCase | None:
 
     Graphs of attention hold delayed gradients of weights, which the stand-in does not have.
     """
-    if case.scopes and case.delay_wgrad:
+    if (case.scopes and case.delay_wgrad) or case.graph != "none":
         return None
     default = {field.name: field.default for field in dataclasses.fields(OverlapCase)}
     small = {name: default[name] for name in _GPU if name != "microbatches"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from padded_dispatch.megatron.combined_schedule import with_masks
+from padded_dispatch.megatron.combined_schedule import adapted
 from padded_dispatch.megatron.compat import layer_graphs
 from tests.support import tiny
 from tests.support.overlapped_training import OverlapCase, overlapped_equals_plain
@@ -40,7 +40,7 @@ def node_of(layer: Any, mask_BS: Any, run: Any = route, packed: Any = None) -> A
         submodule=lambda node, hidden: run(layer, hidden),
     )
     plan = SimpleNamespace(layer=layer)
-    with_masks(lambda plan: vars(plan).update(attn=node))(plan)
+    adapted(lambda plan: vars(plan).update(attn=node))(plan)
     return node
 
 

@@ -302,16 +302,12 @@ OVERLAPS: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "bf16": Tr
 @pytest.mark.parametrize(
     ("options", "fields", "words"),
     [
-        ({"exchange": "direct"}, {}, "exchange='direct' with overlap_moe"),
-        ({"capacity_pool": "receiver"}, {}, "capacity_pool='receiver' with overlap_moe"),
         ({"exchange": "two-level"}, {}, "exchange='two-level' with overlap_moe"),
         ({}, layer_graphs(), "cuda_graph_impl='transformer_engine' of .* with overlap_moe_exp"),
         ({}, layer_graphs("attn", "moe"), "cuda_graph_impl='transformer_engine' of .* overlap_moe"),
         ({}, layer_graphs() | {"cuda_graph_impl": "local"}, "cuda_graph_impl='local' of .* overla"),
     ],
     ids=[
-        "direct stores",
-        "shared receivers",
         "two levels",
         "whole layers",
         "experts",
@@ -362,12 +358,15 @@ def test_graphs_of_experts_are_refused_where_their_gradients_come_after_backward
     ids=str,
 )
 @pytest.mark.parametrize("delays", [False, True])
+@pytest.mark.parametrize("exchange", ["auto", "direct"])
 def test_the_combined_schedule_runs_with_graphs_of_what_precedes_the_exchange(
-    installed, fields, delays, monkeypatch
+    installed, fields, delays, exchange, monkeypatch
 ):
     monkeypatch.setattr(transformer_config, "is_te_min_version", lambda version: True)
     made = {"expert_model_parallel_size": 2, "delay_wgrad_compute": delays, **OVERLAPS, **fields}
-    assert tiny.config(**made).padded_dispatch == PaddedOptions()
+    config = tiny.config(**made)
+    config.padded_dispatch = PaddedOptions(exchange=exchange)
+    check_config(config)
 
 
 def test_shared_receivers_need_more_than_a_graph_of_the_router():
@@ -399,6 +398,15 @@ def test_shared_receivers_need_more_than_a_graph_of_the_router():
                 "microbatch_group_size_per_vp_stage": 4,
             },
             [7, 5],
+        ),
+        ({"overlap_moe_expert_parallel_comm": True}, [2]),
+        (
+            {
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+                "overlap_moe_expert_parallel_comm": True,
+            },
+            [4, 4],
         ),
         ({"mlp_chunks_for_training": 3}, [3]),
         ({"mtp_use_repeated_layer": True, "mtp_num_layers": 2}, [2]),

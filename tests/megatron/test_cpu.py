@@ -32,6 +32,7 @@ def test_tensors_meant_for_cuda_are_made_on_the_cpu():
 
 def test_streams_do_nothing():
     with megatron_on_cpu(), torch.cuda.stream(torch.cuda.Stream()):
+        assert torch.cuda.Stream.priority_range() == (0, 0)
         stream = torch.cuda.current_stream()
         stream.wait_stream(torch.cuda.default_stream())
         stream.wait_event(stream.record_event())

@@ -4,6 +4,7 @@ The schedule runs the forward pass of a microbatch beside the backward pass of a
 dispatcher's methods one by one, and frees what went into them.
 """
 
+import dataclasses
 from typing import Any
 from unittest.mock import patch
 
@@ -13,10 +14,11 @@ from megatron.core import package_info
 from torch import Tensor
 
 from padded_dispatch.config import FIT
-from padded_dispatch.megatron import PaddedOptions, dispatcher, padded_spec
+from padded_dispatch.megatron import PaddedOptions, dispatcher, megatron_on_cpu, padded_spec
 from padded_dispatch.ops.plan import DispatchPlan
 from tests.support import tiny
 from tests.support.overlapped_training import OverlapCase, overlapped_equals_plain
+from tests.support.stream_order import StreamOrder
 
 CASES = [
     OverlapCase(name="module"),
@@ -34,6 +36,7 @@ if (package_info.MAJOR, package_info.MINOR) >= (0, 18):  # The setting is new th
         OverlapCase(name=f"beside dispatch, {experts}", dispatch_backward=True, experts=experts)
         for experts in ("module", "packed", "batched")
     ]
+DIRECT = OverlapCase(name="direct", experts="packed", exchange="direct")
 FITS: dict[str, Any] = {"schedule": ((0, FIT),)}
 
 
@@ -52,6 +55,53 @@ def test_bits_are_those_of_the_plain_schedule_with_graphs_of(pool2, scopes):
     assert [findings.failures() for findings in found] == [[], []]
     # The combined schedule has two microbatches in flight, so each has graphs of its own.
     assert found[0].facts["graphs"] == case.num_layers * case.microbatches
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"delay_wgrad": True, "shared_ffn": 8, "factor": 0.5},
+        {"scopes": ("attn", "moe_router", "moe_preprocess"), "steps": 3},
+    ],
+    ids=["delayed", "graphs"],
+)
+def test_direct_stores_are_on_one_stream_and_have_the_bits_of_the_plain_schedule(pool2, changes):
+    case = dataclasses.replace(DIRECT, **changes)
+    found = pool2.run(overlapped_equals_plain, case)
+    assert [findings.failures() for findings in found] == [[], []]
+    # Two for a push and two for a return, forward and backward.
+    barriers = 8 * case.num_layers * case.microbatches * case.steps
+    assert [findings.facts["barriers"] for findings in found] == [barriers, barriers]
+    if not case.scopes:  # Else the self-test has more of them.
+        assert [findings.facts["barriers_elsewhere"] for findings in found] == [barriers, barriers]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_check_of_the_order_sees_what_does_not_wait(waits):
+    with megatron_on_cpu():
+        order, second = StreamOrder(), torch.cuda.Stream()
+        watched = torch.zeros(3)
+        order.watch(address := watched.data_ptr())
+        with order.followed():
+            event = torch.cuda.Event()
+            for _ in range(2):
+                event.record()
+                with torch.cuda.stream(second):
+                    if waits:
+                        event.wait()
+                    order.barrier()
+                    order.write(address)
+                    order.barrier()
+                    event.record()
+                if waits:
+                    event.wait()
+                watched + 1
+    assert order.barriers == [second] * 4
+    early, late = (
+        "is read before peers have written it",
+        "is overwritten before its last use is done",
+    )
+    assert order.unordered == ([] if waits else [f"memory {text}" for text in (early, late, early)])
 
 
 def _with_options(case: OverlapCase, options: dict[str, Any]) -> Any:
@@ -98,7 +148,8 @@ def test_no_result_shares_the_memory_that_the_schedule_frees(options):
     rows_ND, *more = moe.token_dispatcher.dispatch_postprocess(sent, probs)
     assert not share(rows_ND, sent)
     out = moe.token_dispatcher.combine_preprocess(moe.experts(rows_ND, *more)[0])
-    assert not share(moe.token_dispatcher.token_combine(out), out)
+    combined = moe.token_dispatcher.token_combine(out)
+    assert not share(moe.token_dispatcher.combine_postprocess(combined), out)
 
 
 @pytest.mark.usefixtures("one_process")
@@ -141,9 +192,12 @@ def test_virtual_stages_without_overlapped_sends_are_refused_when_a_layer_is_bui
 
 
 @pytest.mark.usefixtures("one_process")
-def test_direct_stores_are_left_out_and_the_log_has_the_reason():
+def test_direct_stores_must_be_asked_for_and_the_log_has_the_reason():
     reason = layer().token_dispatcher.exchanges.no_direct
-    assert reason == (
-        "overlap_moe_expert_parallel_comm uses two streams, and direct stores must be ordered on "
-        "one"
+    assert reason.startswith(
+        "with overlap_moe_expert_parallel_comm direct stores must be asked for by "
+        "exchange='direct'. Without the overlap 'auto' takes them, which was faster"
     )
+    # No other exchange serves these, so "auto" tries them.
+    shared = layer(capacity_pool="receiver", experts="packed").token_dispatcher.exchanges
+    assert "no CUDA device" in shared.no_direct

@@ -11,7 +11,7 @@ generator of their own.
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from padded_dispatch.megatron.options import Experts
 from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.utils.patches import Patches
 from tests.support.graph_training import Findings
+from tests.support.process_memory import direct_between_processes
 from tests.support.retried_training import (
     EAGER_STEPS,
     RetriedCase,
@@ -37,16 +38,19 @@ from tests.support.retried_training import (
     world,
 )
 from tests.support.spans import profiled
+from tests.support.stream_order import StreamOrder
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapCase(RetriedCase):
     """A model, and what its schedule overlaps.
 
-    `experts`: the option. `delay_wgrad`: gradients of weights are computed after those of rows.
+    `experts`, `exchange`, `pool`: the options. `delay_wgrad`: gradients of weights are computed
+    after those of rows.
     `dispatch_backward`: so they are in the plain schedule, beside the dispatch's backward pass,
     instead of the combined schedule; new in 0.18.
-    `scopes`: parts of layers that CUDA graphs of the combined schedule hold; none for no graphs.
+    `scopes`: parts of layers that CUDA graphs of the combined schedule hold; none for no such
+    graphs. `graph`: or "full-iteration".
     `shared_ffn`: width of shared experts, if there are any. `padded`: other tokens are padding in
     each microbatch. `protects`: each microbatch protects other tokens.
     """
@@ -58,6 +62,8 @@ class OverlapCase(RetriedCase):
     factor: float = 1.25
     steps: int = 2
     experts: Experts = "module"
+    exchange: str = "auto"
+    pool: str = "expert"
     delay_wgrad: bool = False
     dispatch_backward: bool = False
     scopes: tuple[str, ...] = ()
@@ -148,18 +154,25 @@ def _layers(training: OverlapTraining) -> list[Any]:
 
 
 @contextmanager
-def schedule_on(case: OverlapCase) -> Iterator[None]:
-    """Let Megatron's combined schedule run in each version, and on a CPU, inside the block."""
+def schedule_on(case: OverlapCase) -> Iterator[StreamOrder | None]:
+    """Let Megatron's combined schedule run in each version, and on a CPU, inside the block.
+
+    Yields:
+        For direct stores on a CPU, what orders them.
+    """
     # Megatron keeps the streams of its first combined schedule.
     schedule_streams._COMP_STREAM = schedule_streams._COMM_STREAM = None
-    with Patches() as patches:
+    with ExitStack() as stack:
+        patches, order = stack.enter_context(Patches()), None
+        if case.exchange == "direct" and not case.on_gpu:
+            order = stack.enter_context(direct_between_processes())
         if not hasattr(RowParallelLinear, "backward_dw"):  # 0.16 calls it, and does not have it.
             patches.set(RowParallelLinear, "backward_dw", lambda linear: None)
         if not case.on_gpu:  # Nor has a CPU a Transformer Engine.
             patches.set(transformer_config, "is_te_min_version", lambda version: True)
         # Without Apex, Megatron's own linears cannot add to `main_grad`; those of TE can.
         patches.set(layers, "_grad_accum_fusion_available", True)
-        yield
+        yield order
 
 
 def overlapped_equals_plain(case: OverlapCase, **options: Any) -> Findings:
@@ -174,15 +187,20 @@ def overlapped_equals_plain(case: OverlapCase, **options: Any) -> Findings:
         "overlap_moe_expert_parallel_comm": True,
         "delay_wgrad_compute": case.delay_wgrad,
     }
-    options = {"experts": case.experts, **options}
+    given = {"experts": case.experts, "exchange": case.exchange, "capacity_pool": case.pool}
+    options = given | options
     if case.dispatch_backward:
         overlap = {"overlap_dispatch_backward_with_experts_wgrad": True}
     if case.scopes:
         overlap |= layer_graphs(*case.scopes)
-    case = dataclasses.replace(case, graph="layer" if case.scopes else "none")
-    with world(case), schedule_on(case):
+    case = dataclasses.replace(case, graph="layer" if case.scopes else case.graph)
+    with world(case), schedule_on(case) as order:
         plain = OverlapTraining(dataclasses.replace(case, fields=shared), **options)
-        overlapped = OverlapTraining(dataclasses.replace(case, fields=shared | overlap), **options)
+        overlapped = OverlapTraining(
+            dataclasses.replace(case, fields=shared | overlap),
+            graphed=case.graph == "full-iteration",
+            **options,
+        )
         for module in (*plain.modules(), *overlapped.modules()):
             if isinstance(module, layers.ColumnParallelLinear):
                 module.gradient_accumulation_fusion = False
@@ -197,7 +215,8 @@ def overlapped_equals_plain(case: OverlapCase, **options: Any) -> Findings:
         for number in range(case.steps):
             if number == EAGER_STEPS and overlapped.graphs is not None:
                 overlapped.graphs.capture()
-            wanted, given = plain.step(number), overlapped.step(number)
+            wanted = plain.step(number)
+            given = overlapped.step(number)
             for name in differing_names(wanted, given):
                 differing[name] = differing.get(name, 0) + 1
         timed = _timed(case, plain, overlapped) if case.on_gpu else {}
@@ -209,4 +228,10 @@ def overlapped_equals_plain(case: OverlapCase, **options: Any) -> Findings:
             "loss": plain.losses,
             **timed,
         }
-        return Findings(differing=differing, facts=facts)
+        broken = ()
+        if order is not None:
+            second = schedule_streams.get_comm_stream()
+            facts["barriers"] = order.barriers.count(second)
+            facts["barriers_elsewhere"] = len(order.barriers) - facts["barriers"]
+            broken = tuple(sorted(set(order.unordered)))
+        return Findings(differing=differing, facts=facts, broken=broken)

@@ -87,7 +87,10 @@ def timeline(case: TimelineCase) -> Findings:
     """
     fields: dict[str, Any] = dict(case.fields)
     if case.overlaps:
-        fields |= {"overlap_moe_expert_parallel_comm": True}
+        fields |= {
+            "overlap_moe_expert_parallel_comm": True,
+            "delay_wgrad_compute": case.delay_wgrad,
+        }
     if case.scopes:
         fields |= layer_graphs(*case.scopes)
     graph = "layer" if case.scopes else case.graph

@@ -60,7 +60,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron import masks
-from padded_dispatch.megatron.combined_schedule import with_masks
+from padded_dispatch.megatron.combined_schedule import adapted
 from padded_dispatch.megatron.compat import (
     FREES_GRAPH_INPUTS,
     graph_scopes,
@@ -103,7 +103,7 @@ def install() -> None:
         (_CudaGraphRunner, "create_fwd_graph", _wrap_local_capture),
         (TECudaGraphHelper, "create_cudagraphs", _wrap_helper),
         (StaticBufferLoader, "__call__", _wrap_loader),
-        (TransformerLayerSchedulePlan, "_build_callable_nodes", with_masks),
+        (TransformerLayerSchedulePlan, "_build_callable_nodes", adapted),
     ):
         _patches.set(owner, name, wrap(getattr(owner, name)))
 
