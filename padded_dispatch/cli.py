@@ -1,6 +1,7 @@
 """The command `padded-dispatch`, which imports only the subcommand that is run.
 
 A mistake of the user (`ValueError`) is one line and exit code 2, as argparse's own errors are.
+Without a subcommand it prints its help.
 """
 
 import argparse
@@ -10,6 +11,8 @@ import signal
 import sys
 import warnings
 from typing import Any
+
+from padded_dispatch import __version__
 
 # The function that reads a command's line, the command's module, and its help. Reading takes no
 # torch: `--help` and a typo end there, before the command is imported.
@@ -61,11 +64,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="padded-dispatch",
         description="A Mixture-of-Experts token dispatcher with static shapes for Megatron-Core.",
+        epilog="padded-dispatch COMMAND --help lists the flags of a command.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"padded-dispatch {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (*_, help) in _COMMANDS.items():
         commands.add_parser(name, help=help, add_help=False)
     arguments, rest = parser.parse_known_args(argv)
+    if arguments.command is None:
+        if rest:
+            parser.error(f"COMMAND must come first, got {rest[0]!r}; see --help")
+        parser.print_help()
+        return 0
     _ignore_expected_warnings()
     try:
         reader, command, _ = _COMMANDS[arguments.command]
