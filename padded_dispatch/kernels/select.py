@@ -649,16 +649,19 @@ def _choice_ranks_kernel(
     BLOCK_E: tl.constexpr,
     WIDE: tl.constexpr,
 ):
+    """Take each token's best expert that is left, until none is; of equals the first one."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)
     inside = (t < num_tokens)[:, None] & (e < NUM_EXPERTS)[None, :]
     at = t[:, None] * NUM_EXPERTS + e[None, :]
     prob = tl.load(probs + at, mask=inside, other=0.0).to(WIDE)
-    before = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
-    for rival in range(NUM_EXPERTS):
-        at_rival = t * NUM_EXPERTS + rival
-        is_asked = tl.load(asked + at_rival, mask=t < num_tokens, other=0) != 0
-        value = tl.load(probs + at_rival, mask=t < num_tokens, other=0.0).to(WIDE)[:, None]
-        comes_first = (value > prob) | ((value == prob) & (rival < e)[None, :])
-        before += (is_asked[:, None] & comes_first).to(tl.int32)
-    tl.store(rank + at, before, mask=inside)
+    left = tl.load(asked + at, mask=inside, other=0) != 0
+    ranks = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
+    for choice in range(tl.max(tl.sum(left.to(tl.int32), 1))):
+        best = tl.max(tl.where(left, prob, -float("inf")), 1)
+        equals = left & (prob == best[:, None])
+        expert = tl.min(tl.where(equals, e[None, :], BLOCK_E), 1)
+        chosen = e[None, :] == expert[:, None]
+        ranks = tl.where(chosen, choice, ranks)
+        left = left & ~chosen
+    tl.store(rank + at, ranks, mask=inside)

@@ -12,6 +12,7 @@ Nothing here waits for the GPU: torch keeps the states of CUDA generators on the
 
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,3 +95,13 @@ class RandomStates:
             self.tracker[name].set_state(position)
         tracker.set_states(self.tracker)
         self.generators.restore()
+
+
+def draws_of_a_block(config: Any) -> AbstractContextManager[Any]:
+    """Return the context in which Megatron's transformer block, and its capture, run a layer.
+
+    Under sequence parallelism the ranks of a tensor-parallel group hold other tokens, so a layer
+    draws from the generator of the tracker that differs between them.
+    """
+    tracker: Any = get_cuda_rng_tracker()
+    return tracker.fork() if config.sequence_parallel else nullcontext()

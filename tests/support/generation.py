@@ -309,6 +309,8 @@ def generate(case: GenerationCase, model: Any, given: list[Tensor] | None = None
     sampling = SamplingParams(top_k=1, num_tokens_to_generate=case.new_tokens)
     sampling.add_attributes({"no_early_termination": True})
     requests = engine.generate(prompts=prompts, sampling_params=sampling)
+    if hasattr(inference_utils, "InferenceMode"):  # From 0.18 on; the engine never unsets it.
+        inference_utils.InferenceMode.unset_active()
     assert all(len(request.generated_tokens) == case.new_tokens for request in requests)
     return found
 

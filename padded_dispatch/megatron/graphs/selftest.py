@@ -23,6 +23,10 @@ Pieces of layers. With `overlap_moe_expert_parallel_comm` a replay returns what 
 piece takes, and with `delay_wgrad_compute` the schedule computes gradients of weights after
 backward. The test runs whole layers: without the first setting, and with the call of the second.
 
+Sequence parallelism. Megatron's block runs its layers, and the capture, with a generator of its
+random state tracker. A graph draws from the generator that it was captured with, so the test's runs
+take the same.
+
 fp8 and fp4. All runs are those of a step's first microbatch, which quantizes the weights, in the
 context that Megatron's transformer block enters, with the same scales: see
 `padded_dispatch.megatron.graphs.quantized`.
@@ -44,7 +48,7 @@ from torch import Tensor
 from padded_dispatch.megatron.compat import clear_moe_metrics
 from padded_dispatch.megatron.dispatcher import counts_put_back
 from padded_dispatch.megatron.graphs.quantized import first_microbatch, scales_put_back
-from padded_dispatch.megatron.random_states import RandomStates
+from padded_dispatch.megatron.random_states import RandomStates, draws_of_a_block
 from padded_dispatch.utils.patches import Patches
 
 try:
@@ -225,7 +229,7 @@ def _run(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
     given = _noise(like, seed=2 * layer.layer_number).requires_grad_()
     with _restore_random_state(), counts_put_back(layer), scales_put_back(layer):
         # Draws of policy "random" are counts.
-        with first_microbatch(layer):
+        with first_microbatch(layer), draws_of_a_block(layer.config):
             output = layer(given, **sample.kwargs)[0]
         output.backward(_noise(output, seed=2 * layer.layer_number + 1))
         _compute_delayed_gradients(layer)

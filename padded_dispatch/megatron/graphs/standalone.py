@@ -27,6 +27,7 @@ from padded_dispatch.megatron.graphs.selftest import (
     run_eager,
     run_self_test,
 )
+from padded_dispatch.megatron.random_states import draws_of_a_block
 
 
 class GraphedMoELayer(nn.Module):
@@ -104,7 +105,8 @@ class GraphedMoELayer(nn.Module):
         with restore_state(chunks):
             run_eager(chunks, sample)
             tokens = self._sample.clone().requires_grad_()
-            graph = torch.cuda.make_graphed_callables(_OutputOnly(self.mlp), (tokens,))
+            with draws_of_a_block(self.config):
+                graph = torch.cuda.make_graphed_callables(_OutputOnly(self.mlp), (tokens,))
         self._invariants = self._invariants_now(self._sample)
         self.cuda_graphs = [graph]
         return run_self_test(chunks, [sample])
