@@ -19,10 +19,10 @@ from padded_dispatch import DispatchConfig, Dispatched, ExpertInput, PaddedDispa
 from padded_dispatch import dispatcher as dispatcher_module
 from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.utils.launch import WorkerError
-from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.grids import GRIDS, Grid, grid, poisoned_memory
 from tests.support.pool import WorkerPool
 from tests.support.routing_cases import RoutingCase, assert_same, grad_of, leaf, routing_cases
+from tests.support.routings import routing_map, thin_out
 
 ROUTINGS = pytest.mark.parametrize("routing", ["thin", "hot", "same", "idle", "masked", "tiny"])
 LOCAL_EXPERTS, TOP_K, TOKENS, HIDDEN = 2, 3, 7, 4

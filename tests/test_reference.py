@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from padded_dispatch import reference
-from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.pools import pools
+from tests.support.routings import routing_map, thin_out
 
 
 def bools(*rows: str) -> np.ndarray:

@@ -19,9 +19,9 @@ one copy of a token to each other rank, where `copies` makes the others; `return
 beside it the same in torch, as Megatron has it.
 
 `products` are the grouped products of a rank's experts, by themselves, with the rows that a random
-routing of all ranks brings each expert: rows times weights (`fc1`, `fc2`) and gradients of rows
-(`dgrad`) by our kernel and by torch's; the list of tiles that our four products share; weight
-gradients (`wgrad`) by torch's, and added to fp32 by our kernel and by torch's with an addition.
+routing of all ranks brings each expert: rows times weights (`fc1`, `fc2`), gradients of rows
+(`dgrad`) and of weights (`wgrad`) by our kernels and by torch's; the list of tiles that four of
+ours share; weight gradients added to fp32 by our kernel, and by torch's with an addition.
 `--only products` measures nothing else.
 
 With `--select-experts`, selection runs alone, for numbers of experts instead of models: pools of
@@ -398,7 +398,7 @@ def _direct_stores(
 
     A part is to be run before the next one is taken: the buffers are this generator's.
     """
-    from padded_dispatch.kernels import direct
+    from padded_dispatch.kernels import direct, links
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     sizes, num_ranks, num_experts = config.sizes(num_tokens), config.num_ranks, config.num_experts
@@ -434,7 +434,7 @@ def _direct_stores(
 
     for rank in range(1, num_ranks):
         maps = maps_of(rank)
-        direct.push_tokens(tokens_TD, probs_TE, *maps, rows_R, probs_R, places_R, rank)
+        links.push_tokens(tokens_TD, probs_TE, *maps, rows_R, probs_R, places_R, rank)
     pushed = tokens_TD, probs_TE, *maps_of(0), rows_R, probs_R
 
     kept_TRL = kept_TE.view(num_tokens, num_ranks, -1)
@@ -447,10 +447,10 @@ def _direct_stores(
     part = functools.partial(Part, fill=num_kept / num_slots)
     each = functools.partial(direct.push_rows, *pushed)
     yield part(name="push each", run=each, bytes=(num_tokens + num_kept) * row_bytes)
-    once = functools.partial(direct.push_tokens, *pushed, places_R, 0)
+    once = functools.partial(links.push_tokens, *pushed, places_R, 0)
     num_stored = num_own + num_elsewhere
     yield part(name="push once", run=once, bytes=(num_tokens + num_stored) * row_bytes)
-    copy = functools.partial(direct.copy_rows, rows_ND, places_RTK, 0)
+    copy = functools.partial(links.copy_rows, rows_ND, places_RTK, 0)
     yield part(name="copies", run=copy, bytes=(num_again + num_copies) * row_bytes)
     home = functools.partial(direct.return_rows, rows_ND, None, offsets_LS, None, slots_R, probs_R)
     home = functools.partial(home, 0, *where)
@@ -460,8 +460,8 @@ def _direct_stores(
     home_TK, num_local = ints(num_tokens, config.top_k), num_experts // num_ranks
     for rank in range(num_ranks):
         maps = plan.slot_of_TK, plan.expert_of_TK
-        direct.list_slots(*maps, lists_R, home_TK, rank, num_local)
-    sums = functools.partial(direct.return_sums, rows_ND, None, offsets_LS, None, lists_STK)
+        links.list_slots(*maps, lists_R, home_TK, rank, num_local)
+    sums = functools.partial(links.return_sums, rows_ND, None, offsets_LS, None, lists_STK)
     sums = functools.partial(sums, slots_R, probs_R, 0, *where)
     num_sums = num_ranks * int((num_TR[:, 0] > 0).sum())
     yield part(name="return sums", run=sums, bytes=(num_received + num_sums) * row_bytes)
@@ -483,15 +483,21 @@ def _products(
     def draw(*sizes: int) -> Tensor:
         return (torch.randn(sizes, device=device) * sizes[-1] ** -0.5).to(dtype)
 
+    # torch's is private until torch 2.10, and without a kernel on CPUs.
     def torchs(rows_NI: Tensor, weight_LOI: Tensor) -> Tensor:
-        # Private until torch 2.10, and on CPUs without a kernel.
         if device.type == "cpu":
             return grouped_linear(rows_NI, weight_LOI, offsets_L)
         grouped_mm: Any = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
         return grouped_mm(rows_NI, weight_LOI.transpose(1, 2), offs=offsets_L)
 
+    def torchs_outer(grad_NO: Tensor, rows_NI: Tensor) -> Tensor:
+        if device.type == "cpu":
+            return outer_by_expert(grad_NO, rows_NI, offsets_L)
+        grouped_mm: Any = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+        return grouped_mm(grad_NO.T, rows_NI, offs=offsets_L)
+
     def torch_added(grad_NO: Tensor, rows_NI: Tensor, sums_LOI: Tensor) -> None:
-        sums_LOI.add_(outer_by_expert(grad_NO, rows_NI, offsets_L))
+        sums_LOI.add_(torchs_outer(grad_NO, rows_NI))
 
     for name, width_in, width_out in (
         ("fc1", shape.hidden_size, 2 * shape.ffn_size),
@@ -510,7 +516,9 @@ def _products(
             yield part(name=product, run=ours)
             yield part(name=f"{product}, torch", run=functools.partial(torchs, *given))
         outer = functools.partial(outer_by_expert, grad_NO, rows_NI, offsets_L)
-        yield part(name=f"{name} wgrad, torch", run=outer)
+        yield part(name=f"{name} wgrad", run=outer)
+        run = functools.partial(torchs_outer, grad_NO, rows_NI)
+        yield part(name=f"{name} wgrad, torch", run=run)
         given = grad_NO, rows_NI, offsets_L, sums_LOI
         yield part(name=f"{name} wgrad added", run=functools.partial(add_outer_by_expert, *given))
         run = functools.partial(torch_added, grad_NO, rows_NI, sums_LOI)

@@ -21,24 +21,25 @@ stream of the pass. So no tensor has to be recorded on a stream. The bits do not
 streams.
 
 Room. A product that fills the device keeps the programs that store rows waiting until its own end,
-whatever their stream's priority. torch's product does that; ours is persistent, and a number of
-programs may be left out (`Room`). The product is launched first, and the side stream begins with a
+whatever their stream's priority. torch's product does that; ours is persistent, and may leave
+multiprocessors out (`Room`). The product is launched first, and the side stream begins with a
 barrier, so the product has its places before rows are stored; that also holds where all streams
 share one queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`). Fewer programs store than alone: they share
 multiprocessors.
 
-What it costs. The product takes longer with fewer programs, and a gradient that is not added to
-fp32 is torch's product otherwise, which is faster than ours and has the same bits. fc1's weight
-gradient on an H200, microseconds (commit eec4455):
+What it costs. The product takes longer with fewer programs. The figures below are those of a
+slower product, with two programs on a multiprocessor; instead of 11 multiprocessors it left 22
+programs out. fc1's weight gradient on an H200, microseconds (commit eec4455):
 
-                                      torch's   ours   with 22 programs left out
-    Qwen3, 64 experts of 512            400      444     487
-    GPT-OSS, 16 experts of 1,024        820      966   1,068
-    Qwen3, added to fp32                         707     799
-    GPT-OSS, added to fp32                     1,332   1,426
+                                      all programs   22 left out
+    Qwen3, 64 experts of 512               444           487
+    GPT-OSS, 16 experts of 1,024           966         1,068
+    Qwen3, added to fp32                   707           799
+    GPT-OSS, added to fp32               1,332         1,426
 
 A layer's forward and backward pass in a graph, 2 H200, EP 2, one after the other and beside, with
-22 programs left out and 132 that store, milliseconds (Qwen3: commit 225afe4, GPT-OSS: eec4455):
+22 programs left out and 132 that store, milliseconds (Qwen3: commit 225afe4, GPT-OSS: eec4455). A
+gradient that is not added was torch's, then faster, where it came before the way home:
 
     Qwen3, factor 1.0                   2.55   2.43      added to fp32   3.02   2.86
     Qwen3, factor 1.25                  2.71   2.60                      3.20   3.09
@@ -79,19 +80,19 @@ class Room:
 
     Attributes:
         stores: the most programs that store rows, for each block of columns.
-        spare: programs of the product that are left out, of two on each multiprocessor.
+        spare: multiprocessors that the product leaves out.
     """
 
     stores: int = 132
-    spare: int = 22
+    spare: int = 11
 
 
 ROOM = Room()
 
 
-_LINK = 285e3  # Bytes that travel home in a microsecond, and the rates of the product.
-_FLOPS, _MEMORY = 620e6, 4e6
-_LOSS_ADDED, _LOSS_RETURNED = 0.13, 0.3  # Of the product's time, see the table above.
+_LINK = 285e3  # Bytes that travel home in a microsecond.
+_FLOPS, _MEMORY = 700e6, 4.8e6  # Within 8 % of fc1's weight gradients in `kernels.gemm`.
+_LOSS_ADDED, _LOSS_RETURNED = 0.13, 0.11  # Of the product's time, see the table above.
 _MARGIN = 1.5  # Not all of the way home is hidden.
 
 
@@ -109,11 +110,12 @@ def pays(
         added: the gradient is added to fp32 by its product.
 
     Example: Qwen3, EP 2, 4,096 tokens. 16,384 of 32,768 rows of 4 KiB cross in 235 us. The product
-    takes 332 us, of which it loses 100 at most: it pays. GPT-OSS: 166 us, and 263 of 877 are lost.
+    takes 378 us, of which it loses 42 at most: it pays. GPT-OSS: 166 us, and 98 of 887 are lost, or
+    159 of 1,219 where they are added, for which it does not pay.
     """
     home = num_rows * (num_ranks - 1) / num_ranks * 2 * width / _LINK
     weight_bytes = num_experts * out * width * (8 if added else 2)
-    product = max(2 * num_rows * width * out / _FLOPS, weight_bytes / _MEMORY)
+    product = 2 * num_rows * width * out / _FLOPS + weight_bytes / _MEMORY
     return home > _MARGIN * product * (_LOSS_ADDED if added else _LOSS_RETURNED)
 
 

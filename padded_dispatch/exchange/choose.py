@@ -120,12 +120,14 @@ class Choice:
 
     `kind`: "alltoall", "direct" or "two-level"; "none" for one rank. `reason`: for the log.
     `sizes`: those of the pass as this exchange lays rows out, for `make_plan`.
+    `direct`: the exchange again if it stores directly; its `prepare` alone takes a `Beside`.
     """
 
     exchange: Exchange
     kind: Literal["alltoall", "direct", "two-level", "none"]
     reason: str
     sizes: PoolSizes
+    direct: DirectExchange | None = None
 
 
 def blocks_of_receivers(config: DispatchConfig, sizes: PoolSizes, num_tokens: int) -> PoolSizes:
@@ -208,27 +210,11 @@ class LayerExchanges:
             num_layers=num_layers,
             ffn_size=ffn_size,
         )
-        require(kind in kinds, "exchange", kind, f"be one of {', '.join(kinds)}")
-        require(link_rows in links, "link_rows", link_rows, f"be one of {', '.join(links)}")
         pool = config.capacity_pool
-        require(
-            pool == "expert" or layout != "padded",
-            "capacity_pool",
-            pool,
-            "be 'expert' with experts that read padded rows",
-            "set experts='packed' or capacity_pool='expert'",
-        )
-        two_levels = kind == "two-level"
-        require(
-            pool != "receiver" or not two_levels,
-            "capacity_pool",
-            pool,
-            "be 'expert' or 'rank' with exchange='two-level'",
-            "choose one of these; sources that share slots need direct stores",
-        )
+        _check(kind, link_rows, layout, pool)
         if pool != "expert" and layout == "either":
             layout = "packed"
-        self._hosts = hosts_of(group, ranks_per_host) if two_levels else None
+        self._hosts = hosts_of(group, ranks_per_host) if kind == "two-level" else None
         etp_rank = etp_group.rank() if etp_group is not None else 0
         group_rank = group.rank() if group is not None else 0
         self.source = etp_rank * config.num_ranks + group_rank
@@ -244,25 +230,11 @@ class LayerExchanges:
         self.no_direct = why_not_direct or f'exchange="{kind}" was asked for'
         if kind in ("auto", "direct"):
             try:
-                require(
-                    layout != "padded",
-                    "the experts' layout",
-                    layout,
-                    "be packed with exchange='direct'",
-                    "set experts='packed' or exchange='alltoall'",
-                )
-                self._direct = DirectExchange(
-                    num_local_experts,
-                    group,
-                    etp_group,
-                    microbatches_in_flight=microbatches_in_flight,
-                    link_rows=link_rows,
-                )
+                self._direct = self._by_direct_stores(num_local_experts, layout)
             except ValueError as error:
                 if kind == "direct":
                     raise
                 self.no_direct = str(error)
-
         self._packed: Exchange | None = None
         self._padded: Exchange | None = None
         # Passes that fit may have other numbers of tokens on each rank, which a rail cannot gather.
@@ -283,6 +255,23 @@ class LayerExchanges:
                 )
         self._choices: dict[tuple[int, ...], Choice] = {}
         self._chosen: dict[tuple[int, ...], Exchange] = {}
+
+    def _by_direct_stores(self, num_local_experts: int, layout: Layout) -> DirectExchange:
+        """Return the exchange by direct stores, or raise `ValueError` where it cannot work."""
+        require(
+            layout != "padded",
+            "the experts' layout",
+            layout,
+            "be packed with exchange='direct'",
+            "set experts='packed' or exchange='alltoall'",
+        )
+        return DirectExchange(
+            num_local_experts,
+            self._group,
+            self._etp_group,
+            microbatches_in_flight=self._microbatches_in_flight,
+            link_rows=self._link_rows,
+        )
 
     def _by_collectives(self, num_local_experts: int, **settings: Any) -> AllToAllExchange:
         """Return an exchange by collectives, over two levels if that was asked for."""
@@ -386,7 +375,10 @@ class LayerExchanges:
                 reason = self._why_not_direct(config, shape, tokens_TD, probs_TE)
             if not reason:
                 reason = f"the {self._group.size()} ranks share a host and reach each other's GPUs"
-                return Choice(exchange=self._direct, kind="direct", reason=reason, sizes=sizes)
+                direct = self._direct
+                return Choice(
+                    exchange=direct, kind="direct", reason=reason, sizes=sizes, direct=direct
+                )
         kind = self._collectives
         if config.num_sources == 1:
             kind, reason = "none", "one rank"
@@ -437,6 +429,29 @@ class LayerExchanges:
             f"buffers of direct stores need {need / 2**30:.2f} GiB for {self._num_layers} layers, "
             f"and {free / 2**30:.2f} GiB are free"
         )
+
+
+def _check(kind: str, link_rows: str, layout: Layout, pool: str) -> None:
+    """Raise for an unknown word, and for words that exclude each other."""
+    for name, value, known in (
+        ("exchange", kind, get_args(ExchangeKind)),
+        ("link_rows", link_rows, get_args(LinkRows)),
+    ):
+        require(value in known, name, value, f"be one of {', '.join(known)}")
+    require(
+        pool == "expert" or layout != "padded",
+        "capacity_pool",
+        pool,
+        "be 'expert' with experts that read padded rows",
+        "set experts='packed' or capacity_pool='expert'",
+    )
+    require(
+        pool != "receiver" or kind != "two-level",
+        "capacity_pool",
+        pool,
+        "be 'expert' or 'rank' with exchange='two-level'",
+        "choose one of these; sources that share slots need direct stores",
+    )
 
 
 def _refuse_on_gpus(tokens_TD: Tensor, reason: str) -> None:

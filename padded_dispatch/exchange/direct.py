@@ -327,7 +327,7 @@ def _push_rows(
     key: str,
     saved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from padded_dispatch.kernels import direct
+    from padded_dispatch.kernels import direct, links
 
     buffers = find(key)
     workspace, rank = buffers.workspace, buffers.rank
@@ -359,9 +359,9 @@ def _push_rows(
         receive_buffer.meta_R,
     )
     if buffers.crosses_once:
-        direct.push_tokens(*pushed, receive_buffer.places_R, rank)
+        links.push_tokens(*pushed, receive_buffer.places_R, rank)
         workspace.barrier()
-        direct.copy_rows(rows_ND, receive_buffer.places(num_ranks, *slot_of_TK.shape), rank)
+        links.copy_rows(rows_ND, receive_buffer.places(num_ranks, *slot_of_TK.shape), rank)
     else:
         direct.push_rows(*pushed)
         workspace.barrier()
@@ -392,7 +392,7 @@ def _return_rows(
     key: str,
     num_programs: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    from padded_dispatch.kernels import direct, rows
+    from padded_dispatch.kernels import direct, links, rows
 
     buffers = find(key)
     workspace, home_TK = buffers.workspace, slot_of_TK
@@ -407,9 +407,9 @@ def _return_rows(
         num_local, num_ranks = offsets_LS.shape
         home_TK = torch.empty_like(slot_of_TK)
         maps = slot_of_TK, expert_of_TK
-        direct.list_slots(*maps, workspace.lists_R, home_TK, buffers.rank, num_local)
+        links.list_slots(*maps, workspace.lists_R, home_TK, buffers.rank, num_local)
         workspace.barrier()
-        direct.return_sums(*returned, workspace.lists(num_ranks, *slot_of_TK.shape), *to)
+        links.return_sums(*returned, workspace.lists(num_ranks, *slot_of_TK.shape), *to)
     else:
         workspace.barrier()
         direct.return_rows(*returned, *to, num_programs=num_programs)

@@ -6,52 +6,65 @@ adds the product to an fp32 buffer: no bf16 gradient is rounded, written and rea
 stay on the device. Rows behind the last one are never read into a result that is kept, and never
 written. `weight_gradients` returns the same products rounded, where nothing is added.
 
-The kernels are persistent: `num_programs` programs take tiles in turn, experts in ascending order,
-so fewer programs leave multiprocessors to others. Of a small weight all columns are taken before
-the next rows. A large one would leave the cache meanwhile, so up to 16 tiles of rows are taken
+The kernels are persistent: programs take tiles in turn, experts in ascending order. Gradients may
+leave `spare` multiprocessors to other kernels. Of a small weight all columns are taken before the
+next rows. A large one would leave the cache meanwhile, so up to 16 tiles of rows are taken
 before the next columns: an expert of at most 2,048 rows has its weight read once. (16 of 128 rows
 beside 8 of 256 columns are about square, and as many tiles as there are multiprocessors.)
 `row_tiles` finds the tiles of the rows, once for all products with the same offsets.
 
-Operands are read by the tensor memory accelerator (TMA). A tile that crosses an expert's last row
-is computed whole, and its other rows are not stored. Every element is summed by one program in the
-order of the inner dimension: the result depends on the operands and the tile sizes alone.
+Operands are read, and results but sums written, by the tensor memory accelerator (TMA). An expert's
+rows end where its descriptor does: a tile that crosses the last one reads zeros there, and does not
+write the others. Every element is summed by one program in the order of the inner dimension: the
+result depends on the operands alone, and has the bits of torch's product in all shapes below.
 
 Rows times weights on an H200, microseconds of fc1, fc2, and the gradients of fc2's and fc1's rows,
-bf16, random routing, beside `torch._grouped_mm`:
+bf16, random routing, beside `torch._grouped_mm`; all columns in one run, in turn, at 1.4 to 1.7 GHz
+under the device's limit of 700 W:
 
                                         this kernel          torch
-    Qwen3, 128 experts of 256 rows    380 227 219 385    414 307 241 461
-    Qwen3, 64 experts of 512 rows     333 188 173 345    359 220 198 371
-    Qwen3, 16 experts of 2,048 rows   306 176 147 319    309 207 179 337
-    GPT-OSS, 16 experts of 1,024      828 453 516 933    954 544 511 966
+    Qwen3, 128 experts of 256 rows    392 230 208 400    507 313 258 511
+    Qwen3, 64 experts of 512 rows     340 185 172 346    421 232 219 416
+    Qwen3, 16 experts of 2,048 rows   299 165 151 299    350 197 193 343
+    GPT-OSS, 32 experts of 512        910 466 476 938  1,051 528 539 1,040
+    GPT-OSS, 16 experts of 1,024      833 438 441 855    906 462 461 899
+    GPT-OSS, 4 experts of 4,096       772 402 403 778    799 421 420 796
+    DeepSeek-V3, 32 of 1,024    2,873 1,475 1,444 3,049  3,096 1,598 1,560 3,300
 
-Tried and left out, Qwen3 with 512 rows: the end of a tile not overlapped with the beginning of the
-next one (348 212 180 414); TMA stores of whole tiles beside masked stores of the others, which
-Triton 3.6 does not overlap (347 210 180 374), and which take more shared memory than there is if
-they are to be; 3 stages and whole tiles at the end (340 193 176 380); tiles of 64 x 256
-(392 220 201 425), of 128 x 128 with 128 elements of the inner dimension (388 236 201 398) and with
-two programs on a multiprocessor (474 290 253 494).
+Tried and left out, sums of the four, of the first, fourth and sixth line, where this kernel takes
+1,230 2,790 2,355: masked stores (1,258 2,795 2,386), and loads of the next expert's rows, too
+(1,253 2,819 2,399); groups of 8 tiles (1,242 2,843 2,411); the other order of tiles (1,238 2,840
+2,383); tiles of 256 x 128 (1,615 3,583 2,605). GPT-OSS's 2,880 columns are 11.25 tiles of 256 and
+15 of 192, but blocks of Triton are powers of two. A tile with two sums, of 128 + 64 columns (2,133
+4,692 4,015), of 256 + 128 (1,715 3,788 3,196), or of 256 rows and 128 + 64 columns (2,196 4,784
+3,682), has products that ptxas runs one after the other (its remark C7515), since Triton sets two
+sums to zero between them. In Triton 3.6 `warp_specialize` changes nothing on an H200, and two
+programs of a cluster do not compile.
 
-Weight gradients of fc1 and fc2, added to fp32, beside `torch._grouped_mm` and an addition, and the
-addition alone of one fp32 buffer to the other:
+Tried before, Qwen3 with 512 rows beside 333 188 173 345: the end of a tile not overlapped with the
+beginning of the next one (348 212 180 414); 3 stages and whole tiles at the end (340 193 176 380);
+tiles of 64 x 256 (392 220 201 425), of 128 x 128 with 128 elements of the inner dimension (388 236
+201 398) and with two programs on a multiprocessor (474 290 253 494).
 
-    Qwen3, 128 experts of 256 rows     1,142  600     1,935  979     1,110  556
-    Qwen3, 16 experts of 2,048 rows      396  207       489  255       141    -
-    GPT-OSS, 32 experts of 512         1,891  933     2,877 1,492    1,462  733
-    GPT-OSS, 4 experts of 4,096            -  520         -  558         -    -
+Gradients of the weights of fc1 and fc2, rounded, and added to fp32, in the same run as the first
+table, beside torch's product, and that and an addition:
 
-Tried and left out, fc1 of Qwen3 at 256 and at 2,048 rows, and of GPT-OSS at 512: a whole tile of
-sums at the end, which does not fit the registers (1,697 447 2,542); the second half read after the
-first is written (1,227 386 1,954); quarters (1,297 391 1,968); sums read before the products (1,942
-551 2,912); TMA reductions (1,968 527 2,856); descriptors of one expert each, whose rows end at its
-last, and tiles that overlap (1,203 424 1,872); tiles of 128 x 256, too, with halves (1,194 405
-1,956); eight warps (1,714 521 2,566); one program on a multiprocessor with four stages (2,258 529
-3,290); tiles of 64 x 128 with three programs (1,888 676 3,009).
+                                      rounded      torch         added        torch
+    Qwen3, 128 experts of 256 rows    429  219    565  288    1,041  536    1,928  975
+    Qwen3, 64 experts of 512 rows     367  186    436  220      639  340    1,128  569
+    Qwen3, 16 experts of 2,048 rows   299  152    324  168      395  192      535  263
+    GPT-OSS, 32 experts of 512        990  506  1,136  598    1,744  894    2,992 1,531
+    GPT-OSS, 16 experts of 1,024      863  447    945  504    1,266  643    1,937  994
+    GPT-OSS, 4 experts of 4,096       842  415    869  434      951  504    1,139  594
+    DeepSeek-V3, 32 of 1,024        2,968 1,462  3,151 1,576   4,361 2,023  6,837 3,263
 
-Without the addition torch is faster (fc1 519 312 979, this kernel 646 315 1,142), so it computes
-gradients that are not added, but for those beside which rows travel: its programs fill the device,
-and ours leave room (`padded_dispatch.exchange.beside`).
+Tried and left out, sums of fc1 and fc2, of the first, fourth and sixth line, where rounded ones
+take 648 1,496 1,257: the tiles of many rows in the first line (698), those of few in the others
+(1,603 1,385); masked stores (730 1,570 1,262); tiles of 256 x 128 (763 1,661 1,385); a loop of
+blocks within one of tiles, whose loads wait for the stores before (1,057 1,880 1,402). Added ones
+take 1,577 2,638 1,455. TMA reductions take 1,968 2,851 1,379, and are not to be had in Triton's
+interpreter; the two small programs take 1,749 2,873 1,735, the loop within a loop 1,794 2,957
+1,537.
 
 I and O: width of an input and an output row of a linear. N: rows. L: experts.
 """
@@ -70,6 +83,7 @@ from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP
 _TILES_AT_A_TIME = 32
 
 _SMALL_WEIGHT = 12 * 2**20  # Bytes: a quarter of the L2 cache of an H200.
+_FEW_ROWS = 384  # Of an expert, between the 256 and 512 that were measured.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +96,7 @@ class Tiles:
         inner: elements of the inner dimension that are read at a time.
         stages: tiles of the operands that are read ahead.
         warps: warps of a program.
+        programs: programs on a multiprocessor, of gradients of weights.
     """
 
     rows: int = ROWS_OF_TILE
@@ -89,10 +104,10 @@ class Tiles:
     inner: int = 64
     stages: int = 4
     warps: int = 8
+    programs: int = 1
 
 
 _TILES = Tiles()
-_GRADIENT_TILES = Tiles(columns=128, stages=3, warps=4)
 
 
 def rows_times_weights(
@@ -102,7 +117,6 @@ def rows_times_weights(
     *,
     table: Tensor | None = None,
     tiles: Tiles = _TILES,
-    num_programs: int | None = None,
 ) -> Tensor:
     """Compute `rows @ weight[l].T` for every expert's rows: [N, I] to [N, O].
 
@@ -113,7 +127,6 @@ def rows_times_weights(
         offsets_L: contiguous int32, where the rows of each expert end.
         table: `row_tiles` of these offsets and number of rows; None makes it.
         tiles: launch parameters.
-        num_programs: None is one for each multiprocessor.
 
     Example: the rows `[1, 2]` and `[3, 4]` of two experts, `offsets = [1, 2]`, and their weights
     `[[1, 0]]` and `[[0, 1]]`, of one output each, give `[[1], [4]]`.
@@ -127,14 +140,13 @@ def rows_times_weights(
     out_NO = rows_NI.new_empty(num_rows, width_out)
     if table is None:
         table = row_tiles(offsets_L, num_rows, tiles.rows)
-    _rows_times_weights_kernel[(num_programs or _multiprocessors(rows_NI.device),)](
-        TensorDescriptor.from_tensor(rows_NI, [tiles.rows, tiles.inner]),
+    _rows_times_weights_kernel[(_multiprocessors(rows_NI.device),)](
+        _packed(rows_NI, tiles.rows, tiles.inner),
         TensorDescriptor.from_tensor(weight, [1, *block]),
-        out_NO,
+        _packed(out_NO, tiles.rows, tiles.columns // 2),
         offsets_L,
         table,
         width_in,
-        width_out,
         triton.cdiv(width_out, tiles.columns),
         TRANSPOSED=transposed,
         DOWN=width_in * width_out * rows_NI.element_size() > _SMALL_WEIGHT,
@@ -145,6 +157,16 @@ def rows_times_weights(
         num_stages=tiles.stages,
     )
     return out_NO
+
+
+def _packed(rows_NI: Tensor, num_rows: int, columns: int) -> TensorDescriptor:
+    """Describe packed rows for tiles that end at an expert's last row, see `_place`."""
+    width = rows_NI.shape[1]
+    most = 2**31 - 2**16
+    shape = [most, most, 2**30, width]
+    return TensorDescriptor(
+        rows_NI, shape, [2**34 - width, width, width, 1], [1, 1, num_rows, columns]
+    )
 
 
 @functools.cache
@@ -219,7 +241,6 @@ def _rows_times_weights_kernel(
     offsets,
     table,
     width_in,
-    width_out,
     tiles_across,
     TRANSPOSED: tl.constexpr,
     DOWN: tl.constexpr,
@@ -241,20 +262,31 @@ def _rows_times_weights_kernel(
             down, across = of_group // tiles_across, of_group % tiles_across
         row = tl.load(line + 3) + down * ROWS
         column = across * COLUMNS
+        end = tl.load(offsets + expert)
         sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for inner in range(0, width_in, INNER):
-            a = rows.load([row, inner])
+            a = rows.load(_place(row, end, inner)).reshape(ROWS, INNER)
             if TRANSPOSED:
                 b = weight.load([expert, inner, column]).reshape(INNER, COLUMNS)
             else:
                 b = weight.load([expert, column, inner]).reshape(COLUMNS, INNER).T
             sums = tl.dot(a, b, sums)
-        end = tl.load(offsets + expert)
         # In two halves: the buffer through which a tile is stored takes half the shared memory,
         # which leaves room for a fourth stage.
         left, right = _halves(sums, ROWS, COLUMNS)
-        _store_rows(out, left, row, column, end, width_out, ROWS, half)
-        _store_rows(out, right, row, column + half, end, width_out, ROWS, half)
+        _store_rows(out, left, row, end, column, ROWS, half)
+        _store_rows(out, right, row, end, column + half, ROWS, half)
+
+
+@triton.jit
+def _place(row, end, column):
+    """Return where `row` is in a descriptor of packed rows that end at `end`.
+
+    Its elements (F, end, i, column), F = 2**30, are those of row `i + end - F`: F times its first
+    stride, 2**34 elements less a row, is F rows back, modulo 2**64 bytes. i ends at F, so that rows
+    from `end` on are out of bounds: read as zeros, and never written.
+    """
+    return 1 << 30, end, (1 << 30) + row - end, column
 
 
 @triton.jit
@@ -263,12 +295,8 @@ def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(out, sums, row, column, end, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Store a tile without its rows from `end` on, which are the next expert's."""
-    n = (row + tl.arange(0, ROWS))[:, None]
-    o = (column + tl.arange(0, COLUMNS))[None, :]
-    at = out + n.to(tl.int64) * width + o
-    tl.store(at, sums.to(out.dtype.element_ty), mask=(n < end) & (o < width))
+def _store_rows(out, sums, row, end, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    out.store(_place(row, end, column), sums.to(out.dtype).reshape(1, 1, ROWS, COLUMNS))
 
 
 def add_weight_gradients(
@@ -277,8 +305,8 @@ def add_weight_gradients(
     offsets_L: Tensor,
     sums_LOI: Tensor,
     *,
-    tiles: Tiles = _GRADIENT_TILES,
-    num_programs: int | None = None,
+    tiles: Tiles | None = None,
+    spare: int = 0,
 ) -> None:
     """Add every expert's `grad.T @ rows` to its sums, in place.
 
@@ -287,13 +315,13 @@ def add_weight_gradients(
         rows_NI: contiguous, same dtype; I is a multiple of 8.
         offsets_L: contiguous int32, where the rows of each expert end.
         sums_LOI: contiguous fp32.
-        tiles: launch parameters.
-        num_programs: None is two for each multiprocessor.
+        tiles: launch parameters; None are those of `gradient_tiles`.
+        spare: multiprocessors that are left to other kernels, but for one.
 
     Example: `grad = [[1], [2], [3]]`, `rows = [[1], [10], [100]]` and `offsets = [2, 2, 3]` add
     `[[[21]], [[0]], [[300]]]`.
     """
-    _multiply_rows(grad_NO, rows_NI, offsets_L, sums_LOI, True, tiles, num_programs)
+    _multiply_rows(grad_NO, rows_NI, offsets_L, sums_LOI, True, tiles, spare)
 
 
 def weight_gradients(
@@ -301,8 +329,8 @@ def weight_gradients(
     rows_NI: Tensor,
     offsets_L: Tensor,
     *,
-    tiles: Tiles = _GRADIENT_TILES,
-    num_programs: int | None = None,
+    tiles: Tiles | None = None,
+    spare: int = 0,
 ) -> Tensor:
     """Compute every expert's `grad.T @ rows`, rounded once: [L, O, I] in the dtype of the rows.
 
@@ -310,13 +338,21 @@ def weight_gradients(
     """
     shape = offsets_L.shape[0], grad_NO.shape[1], rows_NI.shape[1]
     out_LOI = rows_NI.new_empty(shape)
-    _multiply_rows(grad_NO, rows_NI, offsets_L, out_LOI, False, tiles, num_programs)
+    _multiply_rows(grad_NO, rows_NI, offsets_L, out_LOI, False, tiles, spare)
     return out_LOI
 
 
-def gradient_programs(device: torch.device, spare: int) -> int:
-    """Return how many programs compute gradients of weights if `spare` of them are left out."""
-    return max(1, 2 * _multiprocessors(device) - spare)
+def gradient_tiles(num_rows: int, num_experts: int, adds: bool) -> Tiles:
+    """Return the fastest launch parameters of gradients of weights, see the table above.
+
+    Two small programs on a multiprocessor compute beside each other's stores, which few rows of an
+    expert are soon due. Sums that are read take the shared memory of the fourth stage.
+    """
+    if adds:
+        return Tiles(stages=3)
+    if num_rows <= _FEW_ROWS * num_experts:
+        return Tiles(columns=128, stages=3, warps=4, programs=2)
+    return _TILES
 
 
 def _multiply_rows(
@@ -325,14 +361,18 @@ def _multiply_rows(
     offsets_L: Tensor,
     out_LOI: Tensor,
     adds: bool,
-    tiles: Tiles,
-    num_programs: int | None,
+    tiles: Tiles | None,
+    spare: int,
 ) -> None:
     num_experts, width_out, width_in = out_LOI.shape
-    _weight_gradients_kernel[(num_programs or gradient_programs(rows_NI.device, 0),)](
-        TensorDescriptor.from_tensor(grad_NO, [tiles.inner, tiles.rows]),
-        TensorDescriptor.from_tensor(rows_NI, [tiles.inner, tiles.columns]),
-        out_LOI,
+    if tiles is None:
+        tiles = gradient_tiles(rows_NI.shape[0], num_experts, adds)
+    half = [1, tiles.rows, tiles.columns // 2]
+    num_programs = tiles.programs * max(1, _multiprocessors(rows_NI.device) - spare)
+    _weight_gradients_kernel[(num_programs,)](
+        _packed(grad_NO, tiles.inner, tiles.rows),
+        _packed(rows_NI, tiles.inner, tiles.columns),
+        out_LOI if adds else TensorDescriptor.from_tensor(out_LOI, half),
         offsets_L,
         num_experts,
         width_out,
@@ -340,6 +380,7 @@ def _multiply_rows(
         triton.cdiv(width_out, tiles.rows),
         triton.cdiv(width_in, tiles.columns),
         ADDS=adds,
+        EXPERTS=triton.next_power_of_2(num_experts),
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         INNER=tiles.inner,
@@ -360,41 +401,60 @@ def _weight_gradients_kernel(
     tiles_down,
     tiles_across,
     ADDS: tl.constexpr,
+    EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    while tile < num_experts * tiles_down * tiles_across:
-        expert = tile // (tiles_down * tiles_across)
-        down = tile // tiles_across % tiles_down * ROWS
-        across = tile % tiles_across * COLUMNS
-        start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
-        end = tl.load(offsets + expert)
-        product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        num_whole = (end - start) // INNER
-        for block in range(0, num_whole):
-            n = start + block * INNER
-            product = tl.dot(grad.load([n, down]).T, rows.load([n, across]), product)
-        n = start + num_whole * INNER
-        if n < end:
-            # The other rows are the next expert's, or unspecified: NaN, perhaps.
-            real = (n + tl.arange(0, INNER) < end)[:, None]
-            g = tl.where(real, grad.load([n, down]), 0)
-            x = tl.where(real, rows.load([n, across]), 0)
-            product = tl.dot(g.T, x, product)
-        # In two halves: the registers cannot hold a whole tile of products and one of sums. Both
-        # are read before one is written, so that the second does not wait for the first.
-        half: tl.constexpr = COLUMNS // 2
-        left, right = _halves(product, ROWS, COLUMNS)
-        o = (down + tl.arange(0, ROWS))[:, None]
-        i = (across + tl.arange(0, half))[None, :]
-        at = out + (expert.to(tl.int64) * width_out + o) * width_in + i
-        on_left = (o < width_out) & (i < width_in)
-        on_right = (o < width_out) & (i + half < width_in)
-        if ADDS:
-            left += tl.load(at, mask=on_left, other=0)
-            right += tl.load(at + half, mask=on_right, other=0)
-        tl.store(at, left.to(out.dtype.element_ty), mask=on_left)
-        tl.store(at + half, right.to(out.dtype.element_ty), mask=on_right)
-        tile += tl.num_programs(0)
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    of_expert = tiles_down * tiles_across
+    # How many blocks of rows the tiles of this program have. No rows are one block of zeros.
+    e = tl.arange(0, EXPERTS)
+    valid = e < num_experts
+    starts = tl.load(offsets + e - 1, mask=valid & (e > 0), other=0)
+    ends = tl.load(offsets + e, mask=valid, other=0)
+    before = (e * of_expert + num_programs - 1 - program) // num_programs
+    until = ((e + 1) * of_expert + num_programs - 1 - program) // num_programs
+    blocks = (until - before) * tl.maximum(tl.cdiv(ends - starts, INNER), 1)
+    num_steps = tl.sum(tl.where(valid, blocks, 0), 0)
+
+    # One loop over all of them, so that the next tile is read while one is stored. Triton does not
+    # make it of two loops whose inner one has another length for each expert.
+    half: tl.constexpr = COLUMNS // 2
+    tile = program - num_programs
+    block, num_blocks = -1, 0
+    expert, start, end, down, across = 0, 0, 0, 0, 0
+    product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for _ in range(0, num_steps):
+        block = tl.where(block == num_blocks - 1, 0, block + 1)
+        if block == 0:
+            tile += num_programs
+            expert = tile // of_expert
+            down = tile // tiles_across % tiles_down * ROWS
+            across = tile % tiles_across * COLUMNS
+            start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+            end = tl.load(offsets + expert)
+            num_blocks = tl.maximum(tl.cdiv(end - start, INNER), 1)
+        n = start + block * INNER
+        g = grad.load(_place(n, end, down))
+        x = rows.load(_place(n, end, across))
+        product = tl.dot(g.reshape(INNER, ROWS).T, x.reshape(INNER, COLUMNS), product)
+        if block == num_blocks - 1:
+            # In two halves, see above; and the registers cannot hold a whole tile of sums, too.
+            left, right = _halves(product, ROWS, COLUMNS)
+            if ADDS:
+                # Both are read before one is written, so that the second does not wait.
+                o = (down + tl.arange(0, ROWS))[:, None]
+                i = (across + tl.arange(0, half))[None, :]
+                at = out + (expert.to(tl.int64) * width_out + o) * width_in + i
+                on_left = (o < width_out) & (i < width_in)
+                on_right = (o < width_out) & (i + half < width_in)
+                left += tl.load(at, mask=on_left, other=0)
+                right += tl.load(at + half, mask=on_right, other=0)
+                tl.store(at, left, mask=on_left)
+                tl.store(at + half, right, mask=on_right)
+            else:
+                shape: tl.constexpr = (1, ROWS, half)
+                out.store([expert, down, across], left.to(out.dtype).reshape(shape))
+                out.store([expert, down, across + half], right.to(out.dtype).reshape(shape))
+            product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)

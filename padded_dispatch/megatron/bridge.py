@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from padded_dispatch.megatron.experts import StackedLinear
+from padded_dispatch.megatron.stacked_linear import StackedLinear
 
 _CONVERSION = "megatron.bridge.models.conversion.model_bridge"
 _ADAPTERS = "megatron.bridge.peft.base"

@@ -4,12 +4,9 @@ The rows of `padded_dispatch.megatron.fields` decide what is refused; this modul
 """
 
 import dataclasses
-import functools
-import logging
 import re
 from typing import Any
 
-import torch
 from megatron.core.fp4_utils import get_fp4_align_size
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -19,20 +16,17 @@ from padded_dispatch.config import (
     NO_DROP,
     CapacityFactor,
     DispatchConfig,
-    PoolSizes,
     require,
 )
-from padded_dispatch.exchange.fit import Fitted
 from padded_dispatch.megatron.compat import (
     captures_experts,
     captures_iteration,
     captures_router_alone,
     captures_routing,
-    capturing,
     graph_scopes,
-    number_in_model,
 )
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
+from padded_dispatch.megatron.log import log_once
 from padded_dispatch.megatron.options import PaddedOptions, by_name, require_options
 
 _EXPERTS = ("TEGroupedMLP", "SequentialMLP")
@@ -42,8 +36,6 @@ _REFUSED_EXPERTS = {
     "GroupedMLP": "it needs the grouped_gemm package and is gone in Megatron-Core 0.17",
     "InferenceGroupedMLP": "it takes a routing map from an inference dispatcher",
 }
-
-_log = logging.getLogger(__name__)
 
 # Slots per (source, expert) that evaluation may always have, whatever `fit_max_factor` is. The
 # factor is about memory; in decoding it would split passes of few tokens, which need next to none.
@@ -165,7 +157,7 @@ def take_over(config: Any) -> None:
     after them, since they derive one field from another.
     """
     for row in _set_for_others(config):
-        _log_once(_note(config, row))
+        log_once(f"set for another dispatcher: {_note(config, row)}")
         if row.resets:
             setattr(config, row.name, _default(row.name))
 
@@ -186,11 +178,6 @@ def _set_for_others(config: Any) -> list[ConfigField]:
 
 def _note(config: Any, row: ConfigField) -> str:
     return f"{row.name}={_read(config, row.name)!r}: {row.note}"
-
-
-@functools.cache
-def _log_once(line: str) -> None:
-    _log.info("set for another dispatcher: %s", line)
 
 
 def _default(name: str) -> Any:
@@ -334,17 +321,14 @@ def dispatch_config(
         ValueError: see `DispatchConfig`; it names Megatron's fields.
     """
     policy = options.policy
-    alignment = _alignment(config, options)
-    factor, min_capacity = _factor(config, options, layer_number, training), options.min_capacity
-    if factor == FIT and not training:
-        min_capacity = max(min_capacity, _SLOTS_OF_FEW_TOKENS)
+    factor = _factor(config, options, layer_number, training)
     try:
-        return DispatchConfig(
+        found = DispatchConfig(
             num_experts=config.num_moe_experts,
             top_k=config.moe_router_topk,
             capacity_factor=factor,
-            min_capacity=min_capacity,
-            alignment=alignment,
+            min_capacity=options.min_capacity,
+            alignment=_alignment(config, options),
             capacity_pool=options.capacity_pool,
             policy=config.moe_token_drop_policy if policy == "megatron" else policy,
             remedy=options.remedy,
@@ -354,141 +338,13 @@ def dispatch_config(
         )
     except ValueError as error:
         raise ValueError(_MEGATRONS.sub(lambda name: _NAMES[name[0]], str(error))) from None
+    return fitting(found) if factor == FIT and not training else found
 
 
-class LayerConfigs:
-    """The `DispatchConfig`s of one layer, which change between steps only, and the sizes of a pass.
-
-    Router and dispatcher share one object. The router's mode decides which of the two configs
-    holds; a layer that is replayed from a CUDA graph has a mode, too.
-
-    Attributes:
-        training: the config of training passes.
-        evaluation: the config of evaluation passes.
-        generation: the config of text generation in a CUDA graph; eager, its passes fit.
-        given_context: whether the layer was last called with an `inference_context`.
-        controlled: whether a `CapacityControl` changes this layer's factor.
-        retried: whether a `Retry` repeats steps in which this layer drops.
-
-    Args:
-        config, options, num_ranks, etp_size: see `dispatch_config`.
-    """
-
-    def __init__(
-        self, config: Any, options: PaddedOptions, *, num_ranks: int, etp_size: int
-    ) -> None:
-        self._translate = functools.partial(
-            dispatch_config, config, options, num_ranks=num_ranks, etp_size=etp_size
-        )
-        self._eval_follows = _eval_factor(config, options) is None
-        self._eval_by_default = options.eval_factor is None
-        self._generates_without_drops = options.eval_factor in (None, FIT)
-        self._to_control = options.to_control
-        self._on_overflow = options.on_overflow
-        self.controlled = False
-        self.retried = False
-        self.given_context = False
-        self._fitted: Fitted | None = None
-        self._router: Any = None
-        self._set(self._translate(), self._translate(training=False))
-
-    def _set(self, training: DispatchConfig, evaluation: DispatchConfig) -> None:
-        self.training, self.evaluation = training, evaluation
-        self.generation = dataclasses.replace(training, capacity_factor=NO_DROP)
-        few = max(training.min_capacity, _SLOTS_OF_FEW_TOKENS)
-        fits = dataclasses.replace(training, capacity_factor=FIT, min_capacity=few)
-        self._fits = evaluation if evaluation.fits else fits
-
-    @property
-    def now(self) -> DispatchConfig:
-        """The config for the layer's current mode.
-
-        Text generation drops nothing unless `eval_factor` is a number: a pass fits, and in a CUDA
-        graph, where the host can read nothing, C = T. Evaluation in a graph is as training.
-        """
-        if self.in_training:
-            return self.training
-        if self._generates_without_drops and self.generates:
-            return self.generation if capturing() else self._fits
-        if self._eval_by_default and capturing():
-            return self.training
-        return self.evaluation
-
-    def sizes(self, num_tokens: int) -> PoolSizes:
-        """Return the sizes of the pass that the router routed last, of a round if it has several.
-
-        Only a pass with `FIT` depends on what the router found: a replayed router runs no Python.
-        """
-        now = self.now
-        return self.fitted.sizes if now.fits else now.sizes(num_tokens)
-
-    @property
-    def fitted(self) -> Fitted:
-        """The sizes that the router found for its last pass with `FIT`."""
-        assert self._fitted is not None
-        return self._fitted
-
-    @fitted.setter
-    def fitted(self, fitted: Fitted) -> None:
-        self._fitted = fitted
-
-    @property
-    def in_training(self) -> bool:
-        """True while the layer is in training mode, and before it has a router."""
-        return self._router is None or self._router.training
-
-    @property
-    def generates(self) -> bool:
-        """True while the layer generates text.
-
-        Then it gets an `inference_context`, or runs in torch's inference mode, as in Megatron's
-        engines. A rank without a request computes for its peers without a context.
-        """
-        return not self.in_training and (self.given_context or torch.is_inference_mode_enabled())
-
-    def check_controlled(self) -> None:
-        """Raise if `schedule` or `on_overflow` is set but the object that follows it is missing.
-
-        Raises:
-            ValueError: names the options.
-        """
-        if self._to_control and not self.controlled:
-            given = ", ".join(f"{name}={value!r}" for name, value in self._to_control.items())
-            raise ValueError(
-                f"a training loop must have a CapacityControl to follow {given}, got none; make a "
-                "padded_dispatch.megatron.CapacityControl of the model before the first step and "
-                "call its step() after each one, or leave the options out"
-            )
-        if self._on_overflow == "retry" and not self.retried:
-            raise ValueError(
-                "a training loop must repeat steps with on_overflow='retry', got one without "
-                "padded_dispatch.megatron.Retry; wrap the forward-backward function in it. For "
-                "Megatron-LM's pretrain(), start the script with python -m "
-                "padded_dispatch.megatron.run, or call install() after it has imported pretrain"
-            )
-
-    def follow(self, router: Any) -> None:
-        """Take the mode from `router` from now on."""
-        self._router = router
-        if router.layer_number is not None:
-            self.find_factors()
-
-    def find_factors(self) -> None:
-        """Look up the factors of this layer, now that it has a number."""
-        layer_number = number_in_model(self._router)
-        self._set(
-            self._translate(layer_number=layer_number),
-            self._translate(layer_number=layer_number, training=False),
-        )
-
-    def set_factor(self, factor: CapacityFactor) -> None:
-        """Change the factor of training, and of evaluation if it is as training.
-
-        Call it between steps, on all ranks alike. CUDA graphs that were captured before raise when
-        they are replayed.
-        """
-        training = dataclasses.replace(self.training, capacity_factor=factor)
-        self._set(training, training if self._eval_follows else self.evaluation)
+def fitting(config: DispatchConfig) -> DispatchConfig:
+    """Return the config for passes outside of training whose sizes fit their routing."""
+    few = max(config.min_capacity, _SLOTS_OF_FEW_TOKENS)
+    return dataclasses.replace(config, capacity_factor=FIT, min_capacity=few)
 
 
 def passes_in_flight(config: Any, pp_rank: int) -> int:
@@ -528,7 +384,7 @@ def passes_in_flight(config: Any, pp_rank: int) -> int:
     return most * again
 
 
-def _eval_factor(config: Any, options: PaddedOptions) -> CapacityFactor | None:
+def eval_factor(config: Any, options: PaddedOptions) -> CapacityFactor | None:
     """Return the factor of evaluation; None if it is as training.
 
     Of Megatron's CUDA graphs, those of layers are replayed in training only (`guard` sees to it for
@@ -543,7 +399,7 @@ def _eval_factor(config: Any, options: PaddedOptions) -> CapacityFactor | None:
 def _factor(
     config: Any, options: PaddedOptions, layer_number: int | None, training: bool
 ) -> CapacityFactor:
-    factor = None if training else _eval_factor(config, options)
+    factor = None if training else eval_factor(config, options)
     if factor is not None:
         return factor
     if layer_number is not None and layer_number in options.layer_factors:

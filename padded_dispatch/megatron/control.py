@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from padded_dispatch.config import FIT, CapacityFactor
 from padded_dispatch.megatron.options import PaddedOptions, show_factor
-from padded_dispatch.megatron.telemetry import Snapshots, padded_moe_layers
+from padded_dispatch.megatron.telemetry import Snapshots, of_all_ranks, padded_moe_layers
 from padded_dispatch.telemetry import Snapshot
 
 _log = logging.getLogger("padded_dispatch")
@@ -51,13 +51,9 @@ class CapacityControl:
         }
         for configs in self._configs.values():
             configs.controlled = True
-        local = {n: configs.training.capacity_factor for n, configs in self._configs.items()}
-        of_ranks: list[dict[int, CapacityFactor]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(of_ranks, local)
-        factors: dict[int, CapacityFactor] = {}
-        for of_rank in of_ranks:
-            factors |= of_rank
-        self.factors: dict[int, CapacityFactor] = dict(sorted(factors.items()))
+        self.factors: dict[int, CapacityFactor] = of_all_ranks(
+            {n: configs.training.capacity_factor for n, configs in self._configs.items()}
+        )
         self._num_warnings = 0
         self.reads_above = dict.fromkeys(self.factors, 0)
         self._changed_at = dict.fromkeys(self.factors, step)

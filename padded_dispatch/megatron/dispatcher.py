@@ -26,7 +26,6 @@ rank, R ranks of the expert-parallel group, C capacity, G pools of P slots, of X
 hidden size, N rows of this rank's experts.
 """
 
-import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,17 +41,17 @@ from padded_dispatch.exchange import Exchange, Slots
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.beside import Beside
 from padded_dispatch.exchange.choose import Choice, LayerExchanges
-from padded_dispatch.exchange.direct import DirectExchange
 from padded_dispatch.exchange.fit import Fitted, fit
 from padded_dispatch.megatron.compat import SharedExpertOverlap, captures_dispatch_alone
 from padded_dispatch.megatron.config import (
-    LayerConfigs,
     check_config,
     check_pipeline,
     padded_options,
     passes_in_flight,
 )
 from padded_dispatch.megatron.experts import chosen_experts, require_gradients_arrive
+from padded_dispatch.megatron.layer_configs import LayerConfigs
+from padded_dispatch.megatron.log import log_once
 from padded_dispatch.megatron.rounds import Rounds, arguments_of_experts
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.ops.counters import Counters
@@ -90,8 +89,6 @@ _OVERLAP_TAKES_TWO_STREAMS = (
     "overlap_moe_expert_parallel_comm uses two streams, and direct stores must be ordered on one"
 )
 
-_log = logging.getLogger("padded_dispatch")
-
 
 class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     """The dispatcher that `moe_token_dispatcher_type="padded_alltoall"` selects.
@@ -123,8 +120,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self._options = options
         self._overlaps = config.overlap_moe_expert_parallel_comm
         # Graphs that end before the experts would end before the gradient to be left is there. Sums
-        # that go home need more programs than a product can spare: 2.55 ms instead of 2.28 (Qwen3,
-        # EP 2, a layer, commits 225afe4 and 7359668).
+        # that go home need more programs than a product can spare, see `exchange.beside`.
         self._leaves = (
             options.gradients_home == "auto"
             and options.link_rows != "summed"
@@ -263,7 +259,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self._log_evaluation(config)
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
-        beside = self._gradient_beside(choice.exchange, len(tokens_TD) * config.top_k)
+        beside = self._gradient_beside(choice, len(tokens_TD) * config.top_k)
         self._rounds = None
         if config.fits and self.configs.fitted.num_rounds > 1:
             self._rounds = Rounds(
@@ -272,8 +268,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             return self._apart(tokens, tokens), self._apart(probs, probs)
         plan = make_plan(routing_map, top_k=config.top_k, sizes=choice.sizes, kept_SE=self.kept_SE)
         given = tokens_TD, probs, plan, choice.sizes.num_rows
-        if isinstance(choice.exchange, DirectExchange):
-            outgoing = choice.exchange.prepare(*given, beside)
+        if choice.direct is not None:
+            outgoing = choice.direct.prepare(*given, beside)
         else:
             outgoing = choice.exchange.prepare(*given)
         counters = self._counters_now()
@@ -287,11 +283,11 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         assert outgoing.meta_MPX is not None
         return outgoing.rows_MPD, outgoing.meta_MPX
 
-    def _gradient_beside(self, exchange: Exchange, num_rows: int) -> Beside | None:
+    def _gradient_beside(self, choice: Choice, num_rows: int) -> Beside | None:
         """Return the weight gradient that backward computes while gradients travel home."""
         if self._experts.layout is None or self.experts is None:
             return None
-        leaves = self._leaves and isinstance(exchange, DirectExchange)
+        leaves = self._leaves and choice.direct is not None
         return self.experts.leave_gradient(num_rows if leaves else 0)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -396,17 +392,16 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     def _log_evaluation(self, config: DispatchConfig) -> None:
         """Log once what evaluation and text generation drop by default."""
         if config is self.configs.generation:
-            _log_once(logging.INFO, _GENERATION_DROPS_NOTHING)
+            log_once(_GENERATION_DROPS_NOTHING)
         elif self._options.eval_factor is None:
-            _log_once(logging.INFO, _EVALUATION_FITS if config.fits else _EVALUATION_IS_AS_TRAINING)
+            log_once(_EVALUATION_FITS if config.fits else _EVALUATION_IS_AS_TRAINING)
 
     def _log_choice(self, which: str) -> None:
         if self._logs and self._choice is not None:
-            _log_once(
-                logging.INFO,
+            log_once(
                 f"padded dispatch {which}: "
                 f"experts={self.chosen['experts']} ({self._experts.reason}), "
-                f"exchange={self._choice.kind} ({self._choice.reason})",
+                f"exchange={self._choice.kind} ({self._choice.reason})"
             )
 
 
@@ -416,11 +411,6 @@ def _pipeline_rank(pg_collection: Any) -> int:
         return pipeline.rank()
     known = parallel_state.model_parallel_is_initialized()
     return parallel_state.get_pipeline_model_parallel_rank() if known else 0
-
-
-@functools.cache
-def _log_once(level: int, line: str) -> None:
-    _log.log(level, line)
 
 
 def is_padded(module: Any) -> bool:
@@ -490,4 +480,4 @@ def announce(
         if size.total > memory:
             raise ValueError(f"{cost}; the device has {memory / 2**30:.2f} GiB; {fix}")
     if logs:
-        _log_once(logging.WARNING, f"{cost}. To pay less, {fix}.")
+        log_once(f"{cost}. To pay less, {fix}.", logging.WARNING)

@@ -5,13 +5,8 @@ rows only. Padded rows: it computes every slot, in one batched product per linea
 so a layer may use both, by T: see `padded_dispatch.exchange.choose`, which has the rule and its
 evidence. The layer first builds the module of its spec, so that initialization, random states and
 attributes of parameters are Megatron's own; `StackedExperts` then copies the weights. During the
-copy a layer holds its experts twice.
-
-The GEMMs need one weight `[L, out, in]` per linear. (Views of TEGroupedMLP's separate parameters do
-not work: Megatron's DDP lays parameters out in its own buffer, in reverse order.) Biases are
-one parameter of one dimension, `[L * out]`, because Megatron's optimizers decide by the number of
-dimensions what does not decay (0.16.1 to 0.19.0, `optimizer/__init__.py`) and what Muon
-orthogonalizes.
+copy a layer holds its experts twice. Parameters, and what checkpoints hold of them, are those of
+`padded_dispatch.megatron.stacked_linear`.
 
 In training with Megatron's DDP, backward adds weight gradients to `main_grad` in fp32 and sets
 `grad_added_to_main_grad`, as Megatron's own linears do with `gradient_accumulation_fusion`; what
@@ -32,39 +27,19 @@ to the backward pass of the dispatch, which computes it while gradients of rows 
 (`padded_dispatch.exchange.beside`). To autograd it is a gradient like others: DDP's hooks, and
 `main_grad`, see no difference.
 
-Checkpoints hold single experts, as TEGroupedMLP's do, and either module loads the other's:
-
-- `state_dict`: `weight0`, `bias0`, ... of each linear, as TEGroupedLinear has them.
-- `sharded_state_dict`: a `ShardedTensorFactory` per parameter, which makes the shards of
-  `TEGroupedLinear._sharded_state_dict_grouped` and `apply_swiglu_sharded_factory`: the same keys,
-  global shapes, offsets and replicas, with `singleton_local_shards` or without. SequentialMLP has
-  the same ones.
-
-Optimizer states go through the same factory. So a distributed checkpoint in the format
-`fully_reshardable` of the distributed optimizer, and one of the optimizer that is not distributed,
-hold one state per expert, which the other module finds. `dp_reshardable` stores the gradient
-buffers as they lie in memory: only the module that wrote it can read it. Formats of flattened
-parameters (`fully_sharded_model_space`) are refused, as by Megatron's own shards. Torch's format
-(`--ckpt-format torch`) keeps optimizer states by parameter number: resume with the module that
-wrote it, or with `--no-load-optim`.
-
 Letters: L experts on this rank, N rows, D hidden size, F ffn size, G columns of fc1.
 """
 
 import math
-import re
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import activations
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor, nn
 
 from padded_dispatch.config import FIT, NO_DROP, require
@@ -78,17 +53,12 @@ from padded_dispatch.megatron.compat import (
 )
 from padded_dispatch.megatron.config import padded_options, refusals
 from padded_dispatch.megatron.fields import ConfigField, given
+from padded_dispatch.megatron.stacked_linear import ShardedLayout, StackedLinear
 from padded_dispatch.ops.activation import Activation, Function
 from padded_dispatch.ops.grouped import Delayed, batched_linear, grouped_linear
 from padded_dispatch.utils.nvtx import nvtx_range
 
 _REMEDY = 'PaddedOptions(experts="module")'
-
-# The name of one expert's part of a parameter.
-_SINGLE_NAME = re.compile(r"(weight|bias)\d+")
-
-# Transformer Engine's key for fp8 scales, which a strict load asks for. Empty means none.
-_NO_SCALES = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +239,7 @@ class StackedExperts(MegatronModule):
             )
 
         self.linear_fc1, self.linear_fc2 = stacked("linear_fc1", 0), stacked("linear_fc2", 1)
-        self._left: Delayed | None = None  # See `leave_gradient`; taken by the next forward pass.
+        self._left: Delayed | None = None  # See `leave_gradient`.
         # Each rank would add fc2's bias to its part of the sum. Megatron refuses such configs, too.
         assert not splits or self.linear_fc2.bias is None
 
@@ -317,7 +287,12 @@ class StackedExperts(MegatronModule):
         return output_ND, None
 
     def leave_gradient(self, num_rows: int) -> Beside | None:
-        """Set whether the next pass leaves the gradient of fc1's weight to the dispatch.
+        """Set whether the pass that begins leaves the gradient of fc1's weight to the dispatch.
+
+        The dispatcher calls it before every pass, since a pass that broke off may have left a queue
+        in `_left`. `forward` takes the queue out, fc1's backward pass puts the gradient into it,
+        and `Beside.run` computes that in the backward pass of the dispatch. Megatron calls the
+        experts in between, with tensors only, so the queue cannot be an argument of theirs.
 
         Args:
             num_rows: rows of this rank's experts, for uniform routing; 0 leaves nothing.
@@ -328,12 +303,12 @@ class StackedExperts(MegatronModule):
         """
         self._left = None
         linear, weight = self.linear_fc1, self.linear_fc1.weight
-        if not torch.is_grad_enabled() or not weight.requires_grad:
-            return None
-        if linear.delayed is not None or hasattr(weight, "__fsdp_param__"):
+        asked = torch.is_grad_enabled() and weight.requires_grad
+        elsewhere = linear.delayed is not None or hasattr(weight, "__fsdp_param__")
+        if not num_rows or not asked or elsewhere:
             return None
         num_experts, out, width = weight.shape
-        if not num_rows or not pays(
+        if not pays(
             num_rows=num_rows,
             width=width,
             out=out,
@@ -384,243 +359,6 @@ class StackedExperts(MegatronModule):
             for name, linear in linears.items()
             for key, value in linear.sharded(name, layout, halves[name]).items()
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedLayout:
-    """Place of a rank's experts in a distributed checkpoint.
-
-    Attributes:
-        prefix: of the experts' keys, with the dot.
-        offsets: (axis, place, pieces) of the axes in front, such as the layers'.
-        first: the id of this rank's first expert.
-        num_experts: E.
-        split: (place, pieces) of the axis along which ranks split every expert.
-        replica: this rank's place among the ranks that hold the same; only the first one writes.
-        one_by_one: every expert has its own keys, instead of a place on a common axis.
-    """
-
-    prefix: str
-    offsets: tuple[tuple[int, int, int], ...]
-    first: int
-    num_experts: int
-    split: tuple[int, int]
-    replica: int
-    one_by_one: bool
-
-    def expert(self, local: int) -> tuple[str, tuple[tuple[int, int, int], ...]]:
-        """Return what follows the experts' prefix in one expert's keys, and its offsets."""
-        number = self.first + local
-        if self.one_by_one:
-            return f"{number}.", self.offsets
-        return "", (*self.offsets, (len(self.offsets), number, self.num_experts))
-
-
-class StackedLinear(nn.Module):
-    """L linears in one parameter, two with biases.
-
-    One expert's part of a parameter can be read under the name that TEGroupedLinear gives it, such
-    as `weight3`: Megatron-Bridge does, see `padded_dispatch.megatron.bridge`.
-
-    Attributes:
-        weight: [L, out, in].
-        bias: [L * out], or None.
-        tensor_model_parallel: whether ranks split every expert. Megatron-Bridge reads it.
-        partition_dim: the axis of [out, in] that they split, likewise.
-        delayed: gradients of the weight that `backward_dw` will compute; None if backward does.
-
-    Args:
-        weights: [out, in] each; copied, with the attributes that Megatron gave them.
-        biases: [out] each, likewise; none where there is no bias.
-        delays: whether `backward_dw` computes the gradient of the weight.
-        split_axis: the axis of [out, in] that ranks split, if they split experts.
-    """
-
-    def __init__(
-        self,
-        weights: list[Tensor],
-        biases: list[Tensor],
-        *,
-        delays: bool = False,
-        split_axis: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.tensor_model_parallel = split_axis is not None
-        self.partition_dim = 0 if split_axis is None else split_axis
-        self.delayed: Delayed | None = deque() if delays else None
-        self._when_added: list[Callable[[], None]] = []
-        self.num_experts = len(weights)
-        self.weight = nn.Parameter(torch.stack([weight.detach() for weight in weights]))
-        for name, value in vars(weights[0]).items():
-            setattr(self.weight, name, value + 1 if name == "partition_dim" else value)
-        self.bias: nn.Parameter | None = None
-        if biases:
-            self.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]))
-            for name, value in vars(biases[0]).items():
-                setattr(self.bias, name, value)
-        for parameter, skips in ((self.weight, True), (self.bias, False)):
-            if delays and parameter is not None:
-                vars(parameter)["skip_backward_post_hook"] = skips
-        self.register_state_dict_post_hook(_split)
-        self.register_load_state_dict_pre_hook(_stack)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if _SINGLE_NAME.fullmatch(name) and name in (singles := self.singles()):
-                return singles[name]
-            raise
-
-    def singles(self) -> dict[str, nn.Parameter]:
-        """Return one expert's part of each parameter by name; they share the parameters' memory."""
-        found = {}
-        for kind, parameter in self.named_parameters():
-            shape = self.num_experts, -1, *parameter.shape[2:]
-            for number, part in enumerate(parameter.detach().view(shape)):
-                found[f"{kind}{number}"] = nn.Parameter(part, parameter.requires_grad)
-        return found
-
-    def biases(self) -> Tensor | None:
-        """Return the bias of each expert, [L, out]."""
-        return None if self.bias is None else self.bias.view(self.num_experts, -1)
-
-    def buffer(self) -> Tensor | None:
-        """Return the fp32 buffer to which a pass of this moment may add the weight's gradient.
-
-        None if there is none: in evaluation, outside of DDP, with FSDP, for a frozen weight, or
-        where gradients are summed in another dtype.
-        """
-        weight: Any = self.weight
-        main_grad = getattr(weight, "main_grad", None)
-        trains = torch.is_grad_enabled() and weight.requires_grad
-        trains &= not hasattr(weight, "__fsdp_param__")
-        if not trains or main_grad is None or main_grad.dtype != torch.float32:
-            return None
-        return main_grad.view_as(weight)
-
-    def sums(self) -> Tensor | None:
-        """Return `buffer`, and set the flag that this pass's backward adds to it.
-
-        DDP reads the flag after backward, and resets it before the forward passes of a step.
-        """
-        sums = self.buffer()
-        if sums is not None:
-            weight: Any = self.weight
-            weight.grad_added_to_main_grad = True
-        return sums
-
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """Take DDP's hook of a weight with `skip_backward_post_hook`, for `backward_dw`."""
-        self._when_added.append(hook)
-
-    @torch.no_grad()
-    def backward_dw(self) -> None:
-        """Compute the gradients that backward has delayed, those of all rounds of a pass."""
-        if not self.delayed:
-            return
-        weight: Any = self.weight
-        is_added = getattr(weight, "grad_added_to_main_grad", False)
-        while self.delayed:
-            gradient = self.delayed.popleft()()
-            if is_added or weight.grad is None:
-                weight.grad = gradient
-            else:
-                weight.grad += gradient
-        for hook in self._when_added:
-            hook()
-        has_sums = hasattr(weight, "main_grad") and not hasattr(weight, "__fsdp_param__")
-        if has_sums and not self._when_added:
-            if not is_added:
-                weight.main_grad += weight.grad
-            weight.grad = None
-
-    def sharded(self, name: str, layout: ShardedLayout, num_parts: int) -> dict[str, Any]:
-        """Return the entries of a sharded state dict.
-
-        Args:
-            name: of this linear.
-            layout: where this rank's experts lie.
-            num_parts: 2 if gate and up have separate shards, else 1.
-        """
-        found: dict[str, Any] = {
-            kind: self._factory(f"{name}.{kind}", parameter, layout, num_parts)
-            for kind, parameter in self.named_parameters()
-        }
-        for local in range(self.num_experts):
-            expert_key, offsets = layout.expert(local)
-            found[f"_extra_state{local or ''}"] = make_sharded_object_for_checkpoint(
-                _NO_SCALES,
-                f"{layout.prefix}{expert_key}{name}._extra_state",
-                offsets,
-                replica_id=(0, layout.split[0], layout.replica),
-            )
-        return found
-
-    def _factory(
-        self, name: str, parameter: nn.Parameter, layout: ShardedLayout, num_parts: int
-    ) -> ShardedTensorFactory:
-        axis = self.partition_dim if parameter.dim() == 3 else 0  # A bias has one only.
-        shape = self.num_experts, -1, *parameter.shape[2:]
-        split, num_splits = layout.split
-
-        def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any) -> Any:
-            if flattened_range is not None:
-                raise ValueError(
-                    "the distributed optimizer's checkpoint must keep parameters whole, got "
-                    "flattened ones; set its format to fully_reshardable or dp_reshardable"
-                )
-            # Not `layout.prefix`: Megatron takes the number of a layer out of a key, where all
-            # layers are alike, and an optimizer puts the name of its state in front.
-            experts = key.removesuffix(name)
-            shards = []
-            for local, expert in enumerate(data.detach().view(shape)):
-                expert_key, offsets = layout.expert(local)
-                for number, part in enumerate(expert.chunk(num_parts)):
-                    part_key = f"{experts}{expert_key}{name}"
-                    # All gates lie before all ups.
-                    place, num_places = number * num_splits + split, num_parts * num_splits
-                    if layout.one_by_one and num_parts > 1:
-                        part_key = f"{part_key}_{'wv'[number]}"
-                        place, num_places = split, num_splits
-                    shards.append(
-                        ShardedTensor.from_rank_offsets(
-                            part_key,
-                            part,
-                            *offsets,
-                            (len(offsets) + axis, place, num_places),
-                            replica_id=replica_id,
-                            prepend_axis_num=len(offsets),
-                        )
-                    )
-            return shards
-
-        def merge(loaded: Any) -> Tensor:
-            return torch.cat(loaded).view_as(parameter)
-
-        replica = (0, 0, layout.replica)
-        return ShardedTensorFactory(
-            f"{layout.prefix}{name}", parameter, build, merge, replica_id=replica
-        )
-
-
-def _split(linear: StackedLinear, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name, parameter in linear.named_parameters():
-        stacked = state.pop(f"{prefix}{name}")
-        shape = linear.num_experts, -1, *parameter.shape[2:]
-        for number, value in enumerate(stacked.view(shape)):
-            state[f"{prefix}{name}{number}"] = value
-    state[f"{prefix}_extra_state"] = _NO_SCALES
-
-
-def _stack(linear: StackedLinear, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, parameter in linear.named_parameters():
-        keys = [f"{prefix}{name}{number}" for number in range(linear.num_experts)]
-        if all(key in state for key in keys):
-            stacked = torch.cat([state.pop(key) for key in keys])
-            state[f"{prefix}{name}"] = stacked.view(parameter.shape)
-    for number in range(linear.num_experts):
-        state.pop(f"{prefix}_extra_state{number or ''}", None)
 
 
 _FUNCTIONS: dict[Function, tuple[Any, ...]] = {

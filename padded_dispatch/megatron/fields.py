@@ -68,14 +68,10 @@ def _replaced(
 
 
 def _refused(
-    name: str,
-    note: str,
-    remedy: str,
-    versions: tuple[str, ...] = VERSIONS,
-    refuses: Callable[[Any], bool] = bool,
+    name: str, note: str, remedy: str, versions: tuple[str, ...] = VERSIONS
 ) -> ConfigField:
     return ConfigField(
-        name=name, status="refused", note=note, versions=versions, refuses=refuses, remedy=remedy
+        name=name, status="refused", note=note, versions=versions, refuses=bool, remedy=remedy
     )
 
 
@@ -277,14 +273,3 @@ OTHER_FIELDS: tuple[ConfigField, ...] = (
         "leave it False and pad sequences to one length",
     ),
 )
-
-
-def markdown_table(rows: tuple[ConfigField, ...]) -> str:
-    """Return the rows as a Markdown table: field, versions that have it, status and note."""
-    head = ["field", *VERSIONS, "status", "on the padded path"]
-    lines = [head, ["---"] * len(head)]
-    for row in rows:
-        ticks = ["x" if version in row.versions else "" for version in VERSIONS]
-        note = f"{row.note}: {row.remedy}" if row.remedy else row.note
-        lines.append([f"`{row.name}`", *ticks, row.status, note])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

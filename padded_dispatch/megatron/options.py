@@ -498,21 +498,6 @@ def by_name(options: PaddedOptions) -> dict[str, Any]:
     return {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
 
 
-def markdown_table() -> str:
-    """Return all options as a Markdown table: name, flag, default, meaning, cost.
-
-    Times are those of one layer's forward pass at T = 4096, E = 128, K = 8 on an H200
-    (notebooks/results/capacity_control.json).
-    """
-    rows = [
-        f"| `{option.name}` | `{_flag(option)}` | {_show(getattr(_DEFAULTS, option.name))} | "
-        f"{option.metadata['help']} | {option.metadata.get('cost', '')} |"
-        for option in dataclasses.fields(PaddedOptions)
-    ]
-    heading = ["| option | flag | default | meaning | cost |", "|---|---|---|---|---|"]
-    return "\n".join([*heading, *rows])
-
-
 def _parser(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return `read` for argparse, which then shows the error's own words beside the flag."""
 

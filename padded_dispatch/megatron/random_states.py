@@ -53,10 +53,6 @@ class GeneratorStates:
         changed = {n: s for n, s in self.states.items() if not _same(s, before.states[n])}
         return GeneratorStates(states=changed)
 
-    def same_as(self, other: "GeneratorStates") -> bool:
-        """Return whether both have the same states."""
-        return not self.changed_since(other).states
-
 
 def _same(one: Any, other: Any) -> bool:
     """Return whether two states of one generator are the same: tensors, or tuples."""

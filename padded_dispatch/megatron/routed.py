@@ -12,8 +12,6 @@ former unspecified.
 Letters: T tokens on this rank; E experts in all.
 """
 
-import functools
-import logging
 from typing import Any
 
 import torch
@@ -21,9 +19,8 @@ from megatron.core import package_info
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from padded_dispatch.megatron.log import log_once
 from padded_dispatch.ops.router import ScoreFunction, route
-
-_log = logging.getLogger("padded_dispatch")
 
 # `TopKRouter.routing` of these does what `routed` does. A later one may do more.
 _VERSIONS = ((0, 16), (0, 17), (0, 18), (0, 19), (0, 20))
@@ -114,10 +111,9 @@ def _function(router: Any) -> ScoreFunction:
     return "softmax" if router.config.moe_router_pre_softmax else "chosen"
 
 
-@functools.cache
-def say_once(reason: str) -> None:
+def say(reason: str) -> None:
     """Log which code routes, once for each reason."""
     if reason:
-        _log.info("Megatron's own code routes tokens, in some 30 launches: %s", reason)
+        log_once(f"Megatron's own code routes tokens, in some 30 launches: {reason}")
     else:
-        _log.info("one kernel routes tokens: scores, top-k and maps")
+        log_once("one kernel routes tokens: scores, top-k and maps")

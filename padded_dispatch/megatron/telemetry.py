@@ -34,7 +34,7 @@ sums (its totals, then the idle passes of each rank).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +47,8 @@ from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.ops.counters import Counters
 from padded_dispatch.telemetry import Ints, Snapshot, snapshot_of
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,16 +126,13 @@ class Telemetry:
         self._local_layers = padded_moe_layers(chunks)
         self._every = every
         self._step = self._read_step = step
-        local = {number: _LayerShape.of(layer) for number, layer in self._local_layers.items()}
-        of_ranks: list[dict[int, _LayerShape]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(of_ranks, local)
-        shapes = {number: shape for of_rank in of_ranks for number, shape in of_rank.items()}
+        shapes = of_all_ranks({n: _LayerShape.of(layer) for n, layer in self._local_layers.items()})
         if not shapes:
             raise ValueError(
                 "chunks must have a layer with moe_token_dispatcher_type='padded_alltoall', got "
                 "none on any rank; set it in the config, or build the model with padded_spec"
             )
-        self.layers: tuple[int, ...] = tuple(sorted(shapes))
+        self.layers: tuple[int, ...] = tuple(shapes)
         self._shape = shapes[self.layers[0]]
         self._counts_here = _routes_its_own_tokens(get_model_config(chunks[0]))
         [parameter, *_] = chunks[0].parameters()
@@ -269,6 +268,14 @@ def padded_moe_layers(chunks: list[Any]) -> dict[int, Any]:
                     found[number_in_model(module.router)] = module
     first = max(found, default=0) + 1
     return found | dict(enumerate(unnumbered, first))
+
+
+def of_all_ranks(local: dict[int, _T]) -> dict[int, _T]:
+    """Return what all ranks have by number of layer, in its order; a collective call."""
+    of_ranks: list[dict[int, _T]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, local)
+    found = {number: one for of_rank in of_ranks for number, one in of_rank.items()}
+    return {number: found[number] for number in sorted(found)}
 
 
 def _routes_its_own_tokens(config: Any) -> bool:

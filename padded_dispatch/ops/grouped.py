@@ -4,11 +4,9 @@ Expert l's rows end at `offsets_L[l]` and begin where those of the expert before
 stay on the device. Rows behind the last one are never read, forward or backward, and are
 unspecified in a result. An expert without rows has gradients of exact zeros.
 
-On CUDA devices all products are in bf16. Rows times weights is `padded_dispatch.kernels.gemm`.
-Weight gradients are `torch._grouped_mm`, 2D x 2D, in its one fast path, which needs neither the
-host nor a copy: for another dtype or size it copies the offsets to the host and loops, so these
-raise here. Neither takes a bias; ours is added in place, and its gradients have kernels of their
-own. On CPUs plain loops are the specification, in any dtype.
+On CUDA devices all products are those of `padded_dispatch.kernels.gemm`, in bf16, and sizes are
+multiples of 8; others raise here. They take no bias: it is added in place, and its gradients have
+kernels of their own. On CPUs plain loops are the specification, in any dtype.
 
 A weight's gradient may instead be added to a buffer in fp32, `sums_LOI`, in the backward pass: it
 is then never rounded to the weight's dtype. The gradient that autograd gets for the weight is
@@ -36,7 +34,7 @@ from padded_dispatch.config import require
 from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP
 
 # Gradients of a weight [L, O, I] that wait, oldest first. Each call computes one, or adds it to the
-# sums and returns unspecified memory. It takes `spare`, see `outer_by_expert`.
+# sums and returns unspecified memory. Of `grouped_linear` it takes `spare`, see `outer_by_expert`.
 Delayed = deque[Callable[..., Tensor]]
 
 
@@ -212,35 +210,25 @@ def _(rows_NI, weight_LOI, offsets_L, sums_LOI):
 
 
 @custom_op("padded_dispatch::outer_by_expert", mutates_args=())
-def outer_by_expert(
-    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, spare: int | None = None
-) -> Tensor:
+def outer_by_expert(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, spare: int = 0) -> Tensor:
     """Compute every expert's weight gradient, `grad.T @ rows`: [L, O, I].
 
-    `spare`: on CUDA devices, how many programs are left out, of two on each multiprocessor, so that
-    other kernels find a place; None takes torch's product, which leaves none.
+    `spare`: on CUDA devices, how many multiprocessors are left to other kernels.
     """
     products = [grad_NO[rows].T @ rows_NI[rows] for rows in _blocks(offsets_L)]
     return torch.stack(products)
 
 
 @outer_by_expert.register_kernel("cuda")
-def _(grad_NO, rows_NI, offsets_L, spare=None):
-    if spare is not None:
-        from padded_dispatch.kernels import gemm
+def _(grad_NO, rows_NI, offsets_L, spare=0):
+    from padded_dispatch.kernels import gemm
 
-        given = grad_NO.contiguous(), rows_NI.contiguous(), offsets_L
-        num_programs = gemm.gradient_programs(rows_NI.device, spare)
-        return gemm.weight_gradients(*given, num_programs=num_programs)
-    # Column-major times row-major: the only combination that takes experts without rows. Private
-    # until torch 2.10, where it is `torch.nn.functional.grouped_mm`.
-    return torch._grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
-        grad_NO.contiguous().T, rows_NI.contiguous(), offs=offsets_L
-    )
+    given = grad_NO.contiguous(), rows_NI.contiguous(), offsets_L
+    return gemm.weight_gradients(*given, spare=spare)
 
 
 @outer_by_expert.register_fake
-def _(grad_NO, rows_NI, offsets_L, spare=None):
+def _(grad_NO, rows_NI, offsets_L, spare=0):
     return rows_NI.new_empty(offsets_L.shape[0], grad_NO.shape[1], rows_NI.shape[1])
 
 
@@ -258,8 +246,7 @@ def _(grad_NO, rows_NI, offsets_L, sums_LOI, spare=0):
     from padded_dispatch.kernels import gemm
 
     given = grad_NO.contiguous(), rows_NI.contiguous(), offsets_L, sums_LOI
-    num_programs = gemm.gradient_programs(rows_NI.device, spare)
-    gemm.add_weight_gradients(*given, num_programs=num_programs)
+    gemm.add_weight_gradients(*given, spare=spare)
 
 
 @add_outer_by_expert.register_fake
@@ -355,28 +342,24 @@ def _grouped_gradient(
     rows_NI: Tensor,
     offsets_L: Tensor,
     sums_LOI: Tensor | None,
-    spare: int | None = None,
+    spare: int = 0,
 ) -> Tensor:
     if sums_LOI is None:
         return outer_by_expert(grad_NO, rows_NI, offsets_L, spare)
-    return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI, spare or 0)
+    return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI, spare)
 
 
 def _batched_gradient(
-    grad_NO: Tensor,
-    rows_NI: Tensor,
-    offsets_L: Tensor,
-    sums_LOI: Tensor | None,
-    spare: int | None = None,
+    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor | None
 ) -> Tensor:
     if sums_LOI is None:
         grad_LMO = grad_NO.unflatten(0, (offsets_L.shape[0], -1))
         return torch.bmm(grad_LMO.transpose(1, 2), rows_NI.unflatten(0, grad_LMO.shape[:2]))
-    return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI, spare or 0)
+    return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI)
 
 
 def _add_gradient(
-    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor, spare: int
+    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor, spare: int = 0
 ) -> Tensor:
     add_outer_by_expert(grad_NO, rows_NI, offsets_L, sums_LOI, spare)
     return _unspecified(sums_LOI.shape, rows_NI.dtype, rows_NI.device)

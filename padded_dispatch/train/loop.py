@@ -235,25 +235,7 @@ def _run(
 ) -> Outcome:
     settings, output = trainer.settings, trainer.settings.output
     meter = Meter(moe_layers(trainer.chunks), trainer.device, StepWork.of(settings))
-    tracer = None
-    if output.trace:
-        tracer = trace_recorder(settings, trainer.chunks, steps_done=start.step)
-        if tracer and tracer.every > output.trace_every:
-            log.message(
-                f"--trace-every raised to {tracer.every}, to keep each trace file below "
-                f"--trace-gib {output.trace_gib:g}"
-            )
-    watch = None
-    if settings.dispatch.dispatcher == "padded_alltoall":
-        watch = CapacityWatch(
-            trainer.chunks,
-            settings.dispatch.padded,
-            show=log.capacity,
-            changed=functools.partial(_follow_changes, trainer.graphs, log),
-            step=start.step,
-            factors=start.factors,
-            reads_above=start.reads_above,
-        )
+    tracer, watch = _tracer(trainer, start, log), _watch(trainer, start, log)
     first_loss, rows, evaluations = start.first_loss, [], []
     for number in range(start.step + 1, output.steps + 1):
         step = trainer.step(number)
@@ -301,6 +283,34 @@ def _run(
             fill=rows[-1].fill, dropped=rows[-1].dropped, memory_gib=memory, **retried, **skewed
         )
     return Outcome(first_loss=first_loss, rows=tuple(rows), evaluations=tuple(evaluations))
+
+
+def _tracer(trainer: Trainer, start: checkpoint.Progress, log: Log) -> TraceRecorder | None:
+    output = trainer.settings.output
+    if not output.trace:
+        return None
+    tracer = trace_recorder(trainer.settings, trainer.chunks, steps_done=start.step)
+    if tracer and tracer.every > output.trace_every:
+        log.message(
+            f"--trace-every raised to {tracer.every}, to keep each trace file below "
+            f"--trace-gib {output.trace_gib:g}"
+        )
+    return tracer
+
+
+def _watch(trainer: Trainer, start: checkpoint.Progress, log: Log) -> CapacityWatch | None:
+    dispatch = trainer.settings.dispatch
+    if dispatch.dispatcher != "padded_alltoall":
+        return None
+    return CapacityWatch(
+        trainer.chunks,
+        dispatch.padded,
+        show=log.capacity,
+        changed=functools.partial(_follow_changes, trainer.graphs, log),
+        step=start.step,
+        factors=start.factors,
+        reads_above=start.reads_above,
+    )
 
 
 def _follow_changes(graphs: TrainingGraphs | None, log: Log, step: int, changes: list[str]) -> None:

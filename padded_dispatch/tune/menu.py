@@ -79,7 +79,7 @@ def menu(study: Study) -> Table:
     }
     if study.layer is not None:
         columns["ms"] = [f"{option.packed_ms:.2f}" for option in shown]
-        columns["GiB"] = [f"{_gib(option):.3g}" for option in shown]
+        columns["GiB"] = [f"{option.memory_gib:.3g}" for option in shown]
     columns["in studies"] = [_in_studies(option) for option in shown]
     return Table(
         headers=tuple(columns),
@@ -131,11 +131,6 @@ def _in_studies(option: Option) -> str:
         return "nothing dropped"
     found = finding(option.dropped)
     return "beyond all of them" if found is None else str(found)
-
-
-def _gib(option: Option) -> float:
-    assert option.cost is not None
-    return option.cost.memory_bytes / 2**30
 
 
 def _dropped_in_most_steps(study: Study, option: Option) -> float:

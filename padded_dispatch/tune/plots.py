@@ -9,6 +9,7 @@ import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -198,11 +199,12 @@ def costs(study: Study) -> "Figure":
     chosen = study.option(study.training.overall.factor)
     padded = {"marker": "o", "color": BLACK}
     packed = {"marker": "s", "color": BLUE}
-    _curve(left, _padded_ms, usual, chosen, **padded, label="padded experts: every slot computed")
-    _curve(left, _packed_ms, usual, chosen, **packed, label="packed experts: empty slots skipped")
-    _curve(right, _gib, usual, chosen, **padded)
+    padded_ms, packed_ms, gib = map(attrgetter, ("padded_ms", "packed_ms", "memory_gib"))
+    _curve(left, padded_ms, usual, chosen, **padded, label="padded experts: every slot computed")
+    _curve(left, packed_ms, usual, chosen, **packed, label="packed experts: empty slots skipped")
+    _curve(right, gib, usual, chosen, **padded)
     left.plot([], [], color=ORANGE, marker="o", ms=9, lw=0, label=f"recommended: {chosen.factor:g}")
-    for axes, of in ((left, _padded_ms), (right, _gib)):
+    for axes, of in ((left, padded_ms), (right, gib)):
         for option in _spaced(usual, of):
             place = {"xytext": (6, 3), "textcoords": "offset points", "fontsize": 9}
             axes.annotate(f"{option.factor:g}", (of(option), _drawn(option)), **place)
@@ -228,21 +230,6 @@ def _curve(
     drawn = [_drawn(option) for option in options]
     axes.plot([of(option) for option in options], drawn, lw=1, ms=3.5, **style)
     axes.plot(of(chosen), _drawn(chosen), color=ORANGE, marker=style["marker"], ms=9, lw=0)
-
-
-def _padded_ms(option: Option) -> float:
-    assert option.padded_ms is not None
-    return option.padded_ms
-
-
-def _packed_ms(option: Option) -> float:
-    assert option.packed_ms is not None
-    return option.packed_ms
-
-
-def _gib(option: Option) -> float:
-    assert option.cost is not None
-    return option.cost.memory_bytes / 2**30
 
 
 def _drawn(option: Option) -> float:

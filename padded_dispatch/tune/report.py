@@ -96,7 +96,7 @@ def _option_cells(option: Option) -> tuple[str, ...]:
     if option.cost is not None:
         cells += (
             f"{option.cost.wire_bytes / 1e6:.1f}",
-            f"{option.cost.memory_bytes / 2**30:.2f}",
+            f"{option.memory_gib:.2f}",
             f"{option.cost.graph_pool_bytes / 2**30:.2f}",
             f"{option.cost.padded_flops / 1e12:.3g} / {option.cost.packed_flops / 1e12:.3g}",
             f"{option.padded_ms:.2f}",
@@ -220,7 +220,7 @@ def _answer(study: Study) -> str:
     ]
     option = study.option(advice.factor)
     if option.cost is not None:
-        tiles.append((f"{option.cost.memory_bytes / 2**30:.2f} GiB", "on a rank"))
+        tiles.append((f"{option.memory_gib:.2f} GiB", "on a rank"))
         tiles.append((f"{option.padded_ms:.2f} ms", "per layer, modelled"))
     items = "\n".join(f"<li><b>{_text(big)}</b><span>{_text(s)}</span></li>" for big, s in tiles)
     answer = f'<p class="answer">{_text(study.training.sentence())}</p>'

@@ -130,6 +130,12 @@ class Option:
     padded_ms: float | None
     packed_ms: float | None
 
+    @property
+    def memory_gib(self) -> float:
+        """`Cost.memory_bytes` in GiB, where the layer's sizes are known."""
+        assert self.cost is not None
+        return self.cost.memory_bytes / 2**30
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:

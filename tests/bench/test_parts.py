@@ -25,7 +25,7 @@ PRODUCTS += [
     for linear in ("fc1", "fc2")
     for product in (
         *("", ", torch", " dgrad", " dgrad, torch"),
-        *(" wgrad, torch", " wgrad added", " wgrad added, torch"),
+        *(" wgrad", " wgrad, torch", " wgrad added", " wgrad added, torch"),
     )
 ]
 KERNELS = ("select and plan", "meta", "gather", "gather, packed", "combine", "pack", "unpack")

@@ -12,9 +12,10 @@ from padded_dispatch.bench.command import main, parse
 from padded_dispatch.bench.layer import OPTIONS, build, stock_flags
 from padded_dispatch.bench.measure import Passes, batches
 from padded_dispatch.megatron import PaddedOptions, install, uninstall
-from padded_dispatch.utils.routings import routing_map, routing_scores
+from padded_dispatch.utils.routings import routing_scores
 from tests.support import tiny
 from tests.support.inline_pool import only_worker
+from tests.support.routings import routing_map
 
 CPU = torch.device("cpu")
 

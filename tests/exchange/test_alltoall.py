@@ -29,10 +29,10 @@ from padded_dispatch.exchange.alltoall import (
 from padded_dispatch.exchange.choose import blocks_of_receivers
 from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.ops.plan import make_plan
-from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.grids import GRIDS, Grid, grid, poisoned_memory
 from tests.support.pool import WorkerPool
 from tests.support.routing_cases import addresses, assert_same, grad_of, leaf
+from tests.support.routings import routing_map, thin_out
 from tests.support.threads import run_on_threads
 
 LAYOUTS = pytest.mark.parametrize("layout", ["padded", "packed", "rank", "receiver"])

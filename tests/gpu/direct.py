@@ -37,6 +37,7 @@ from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.alltoall import AllToAllExchange, all_to_all, group_name
 from padded_dispatch.exchange.direct import DirectExchange, _maps, _push_rows, _return_rows
 from padded_dispatch.kernels import direct as kernels
+from padded_dispatch.kernels import links
 from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
 from padded_dispatch.utils.launch import WorkerError, start_workers, torchrun_env
@@ -143,12 +144,12 @@ def graphed_us(call: Callable[[], object]) -> float:
 @contextmanager
 def programs(number: int) -> Iterator[None]:
     """Set the number of programs of the kernels that store to peers."""
-    usual = kernels._PROGRAMS
-    kernels._PROGRAMS = number
+    usual = kernels.PROGRAMS
+    kernels.PROGRAMS = number
     try:
         yield
     finally:
-        kernels._PROGRAMS = usual
+        kernels.PROGRAMS = usual
 
 
 def there_and_back(
@@ -206,7 +207,7 @@ def speed(factor: float, pool: Any, link_rows: Any, shape: LayerShape) -> dict[s
             gradients = buffers.workspace.gradients
             places_RTK = gradients.places(size, *plan.slot_of_TK.shape)
             grad_ND, _ = gradients.take()
-            calls["copies"] = lambda: kernels.copy_rows(grad_ND, places_RTK, buffers.rank)
+            calls["copies"] = lambda: links.copy_rows(grad_ND, places_RTK, buffers.rank)
         slots_GPD = tokens_TD.new_zeros(sizes.num_pools, sizes.pool_slots, layer.width)
         if pool != "receiver" and link_rows == "once":
             nccl = AllToAllExchange(

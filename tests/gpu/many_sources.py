@@ -27,9 +27,9 @@ from torch.testing._internal.distributed import fake_pg
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.exchange import agreement
-from padded_dispatch.utils.routings import routing_map
 from tests.support.gpu_rows import Rows, parsed, wants
 from tests.support.host_copies import MODELS, Model
+from tests.support.routings import routing_map
 
 RANKS = 64
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from padded_dispatch.megatron import PaddedOptions, install, uninstall
 from padded_dispatch.megatron.experts import StackedExperts
-from tests.megatron.test_experts_checkpoints import written
+from tests.megatron.test_stacked_linear import written
 from tests.support import tiny
 from tests.support.layer_parity import LayerCase, build_layer
 

@@ -1,7 +1,8 @@
 """Kernels of the direct exchange, all ranks in one process, against the reference, bit by bit.
 
-A rank's buffers are tensors of their own, and what would be addresses on its peers are the
-addresses of those. Without a GPU they run in Triton's interpreter. Memory is NaN beforehand.
+Those of `links` are among them. A rank's buffers are tensors of their own, and what would be
+addresses on its peers are the addresses of those. Without a GPU they run in Triton's interpreter.
+Memory is NaN beforehand.
 """
 
 from dataclasses import dataclass, replace
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from padded_dispatch import reference
 from padded_dispatch.config import DispatchConfig, PoolSizes
-from padded_dispatch.kernels import direct, rows
-from padded_dispatch.utils.routings import routing_map, thin_out
+from padded_dispatch.kernels import direct, links, rows
 from tests.support.device import DEVICE, here, ints
 from tests.support.routing_cases import addresses, assert_same
+from tests.support.routings import routing_map, thin_out
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -75,7 +76,7 @@ def test_push_rows_example():
 def test_push_tokens_and_copy_rows_examples():
     rows_RND, probs_RN = [empty(8, 1) for _ in range(2)], [empty(8) for _ in range(2)]
     places_RRTK = [empty(2, 1, 3, dtype=torch.int32) for _ in range(2)]
-    direct.push_tokens(
+    links.push_tokens(
         torch.tensor([[7.0]], device=DEVICE),
         torch.tensor([[0.5, 0.25, 0.125, 0.0]], device=DEVICE),
         ints([0, 2, 5]),
@@ -95,7 +96,7 @@ def test_push_tokens_and_copy_rows_examples():
     for unwritten in (places_RRTK[0][0], *places_RRTK[1]):
         assert (unwritten == -(2**31)).all()
     places_RRTK[0][0] = 7  # This rank's own part is not read.
-    direct.copy_rows(rows_RND[0], places_RRTK[0], 0)
+    links.copy_rows(rows_RND[0], places_RRTK[0], 0)
     assert rows_RND[0].nan_to_num(0).flatten().tolist() == [7, 0, 7, 0, 0, 0, 0, 0]
 
 
@@ -122,7 +123,7 @@ def test_return_rows_examples(shared, slots):
 
 def test_list_slots_example():
     lists_RRTK, home_TK = [empty(2, 1, 2, 3, dtype=torch.int32) for _ in range(2)], ints([7, 7, 7])
-    direct.list_slots(ints([0, 2, 5]), ints([0, 1, 2]), pointers(lists_RRTK), home_TK, 1, 2)
+    links.list_slots(ints([0, 2, 5]), ints([0, 1, 2]), pointers(lists_RRTK), home_TK, 1, 2)
     assert lists_RRTK[0][1].tolist() == [[[0, 2, -1], [0, 1, 0]]]
     assert lists_RRTK[1][1].tolist() == [[[-1, -1, 5], [0, 1, 0]]]
     assert home_TK.tolist() == [[0, -1, 5]]
@@ -133,7 +134,7 @@ def returned_sums(packed: list[float], dtype: torch.dtype) -> list[Tensor]:
     """Return the slots of both ranks after the docstring's example, L experts with a row each."""
     slots_RQD = [empty(6, 1, dtype=dtype) for _ in range(2)]
     nowhere = [empty(4) for _ in range(2)]
-    direct.return_sums(
+    links.return_sums(
         torch.tensor(packed, dtype=dtype, device=DEVICE)[:, None],
         None,
         ints([0, 1], [1, 2], [2, 3])[: len(packed)],
@@ -237,12 +238,12 @@ class World:
             )
             sent_R = None if probs_STE is None else rank.sent_R.zero_()
             if self.once:
-                direct.push_tokens(*pushed, self.pointers("places_STK"), r, sent_R)
+                links.push_tokens(*pushed, self.pointers("places_STK"), r, sent_R)
             else:
                 direct.push_rows(*pushed, sent_R)
         if self.once:
             for r, rank in enumerate(self.ranks):
-                direct.copy_rows(rank.rows_ND, rank.places_STK, r)
+                links.copy_rows(rank.rows_ND, rank.places_STK, r)
 
     def return_rows(self, packed: list[Tensor], beside: list[Tensor] | None) -> None:
         lists_R = self.pointers("lists_STK")
@@ -250,7 +251,7 @@ class World:
             for r, (rank, plan) in enumerate(zip(self.ranks, self.plans, strict=True)):
                 maps = here(plan.slot_of_TK), here(plan.expert_of_TK)
                 num_local = rank.offsets_LS.shape[0]
-                direct.list_slots(*maps, lists_R, rank.home_TK, r, num_local)
+                links.list_slots(*maps, lists_R, rank.home_TK, r, num_local)
         for r, rank in enumerate(self.ranks):
             returned = (
                 packed[r],
@@ -261,7 +262,7 @@ class World:
             to = self.pointers("slots_QD"), self.pointers("meta_Q"), r, *self.pools
             sent_R = None if beside is None else rank.sent_R.zero_()
             if self.summed:
-                direct.return_sums(*returned, rank.lists_STK, *to, sent_R)
+                links.return_sums(*returned, rank.lists_STK, *to, sent_R)
             else:
                 direct.return_rows(*returned, *to, sent_R)
 
@@ -412,7 +413,7 @@ def test_a_rank_without_rows(pool, way):
 @PATHS
 def test_more_than_one_block_of_everything(monkeypatch, pool, way):
     """Fewer programs than tokens and rows, wider rows than a block of a row's."""
-    monkeypatch.setattr(direct, "_PROGRAMS", 3)
+    monkeypatch.setattr(direct, "PROGRAMS", 3)
     kept_STE = np.stack([routing_map(11, 4, 3, seed=seed) for seed in range(2)])
     check(kept_STE, 3, sizes_of(pool, kept_STE, 3, 11), 2500, way)
 
@@ -426,13 +427,13 @@ def test_rows_beyond_2_to_the_31_elements():
     slot = ints([num_rows - 1])
     direct.push_rows(token_TD, None, slot, ints([0]), ints(0), pointers([rows_ND]), nowhere)
     assert (rows_ND[-1] == 3).all() and not rows_ND[:-1].any()
-    direct.push_tokens(
+    links.push_tokens(
         token_TD + 1, None, slot, ints([0]), ints(0), pointers([rows_ND]), *(nowhere, nowhere), 0
     )
     assert (rows_ND[-1] == 4).all() and not rows_ND[:-1].any()
     places_RTK = ints([[0, 0]], [[num_rows - 2, num_rows - 1]])
     rows_ND[-2] = 3
-    direct.copy_rows(rows_ND, places_RTK, 0)
+    links.copy_rows(rows_ND, places_RTK, 0)
     assert (rows_ND[-2:] == 3).all() and not rows_ND[:-2].any()
     rows_ND[-2] = 0
     slots_QD = torch.zeros_like(rows_ND)

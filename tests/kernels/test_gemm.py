@@ -3,6 +3,8 @@
 Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
 """
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from torch import Tensor
@@ -79,10 +81,10 @@ def test_each_expert_has_its_own_matrix(counts, width_in, width_out, transposed,
         weight_LOI = draw(len(counts), width_out, width_in)
     offsets_L = torch.tensor(counts).cumsum(0).int()
     expected_NO = by_expert(rows_NI, weight_LOI, offsets_L)
-    for num_programs in (1, None):
-        out_NO = gemm.rows_times_weights(
-            here(rows_NI), here(weight_LOI), here(offsets_L), tiles=SMALL, num_programs=num_programs
-        )
+    for _ in range(2):
+        given = here(rows_NI), here(weight_LOI), here(offsets_L)
+        out_NO = gemm.rows_times_weights(*given, tiles=SMALL)
+        monkeypatch.setattr(gemm, "_multiprocessors", lambda device: 1)  # For the second time.
         assert out_NO.shape == (num_rows + 5, width_out)
         equal((out_NO[:num_rows], expected_NO))
 
@@ -123,26 +125,59 @@ def test_weight_gradients_are_added_in_fp32(counts):
     for expert, end in enumerate(offsets_L.tolist()):
         expected_LOI[expert] += grad_NO[start:end].float().T @ rows_NI[start:end].float()
         start = end
-    for num_programs in (1, None):
+    given = [here(tensor) for tensor in (grad_NO, rows_NI, offsets_L)]
+    for spare in (10**6, 0):
         sums_LOI = torch.full_like(expected_LOI, 0.25, device=DEVICE)
-        gemm.add_weight_gradients(
-            *map(here, (grad_NO, rows_NI, offsets_L)),
-            sums_LOI,
-            tiles=SMALL,
-            num_programs=num_programs,
-        )
+        gemm.add_weight_gradients(*given, sums_LOI, tiles=SMALL, spare=spare)
         equal((sums_LOI, expected_LOI))
-        rounded_LOI = gemm.weight_gradients(
-            *map(here, (grad_NO, rows_NI, offsets_L)), tiles=SMALL, num_programs=num_programs
-        )
+        rounded_LOI = gemm.weight_gradients(*given, tiles=SMALL, spare=spare)
         equal((rounded_LOI, (expected_LOI - 0.25).to(DTYPE)))
 
 
-@pytest.mark.parametrize(("spare", "expected"), [(0, 1.0), (1, 0.75), (4, 0.25), (22, 0.25)])
-def test_programs_that_leave_room(spare, expected):
-    """Two on each multiprocessor, of which the interpreter has two, and never none."""
-    device = torch.device("cpu")
-    assert gemm.gradient_programs(device, spare) == 4 * expected
+@pytest.mark.parametrize(("spare", "expected"), [(0, 5), (1, 4), (4, 1), (22, 1)])
+@pytest.mark.parametrize(("num_rows", "programs"), [(768, 2), (769, 1)], ids=["few", "many"])
+def test_programs_that_leave_room(num_rows, programs, spare, expected, monkeypatch):
+    """On each of 5 multiprocessors, and never none; two where experts have at most 384 rows."""
+    kernel = MagicMock()
+    monkeypatch.setattr(gemm, "_multiprocessors", lambda device: 5)
+    monkeypatch.setattr(gemm, "_weight_gradients_kernel", kernel)
+    rows_NI = torch.ones(num_rows, 8, dtype=DTYPE, device=DEVICE)
+    gemm.weight_gradients(rows_NI, rows_NI, ints(4, 5), spare=spare)
+    kernel.__getitem__.assert_called_once_with((programs * expected,))
+
+
+@pytest.mark.parametrize(("rows", "adds"), [(256, True), (256, False), (1024, False)])
+def test_tiles_of_gradients_fit_a_multiprocessor(rows, adds):
+    """Its 227 KiB hold what is read ahead, and what is stored by half; 1 KiB is each program's."""
+    tiles = gemm.gradient_tiles(8 * rows, 8, adds)
+    ahead = tiles.stages * tiles.inner * (tiles.rows + tiles.columns) * 2
+    stored = tiles.rows * tiles.columns // 2 * (4 if adds else 2)
+    assert tiles.programs * (ahead + stored + 2**10) <= 227 * 2**10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("mean", "width_in", "width_out"), [(256, 2048, 1536), (512, 2880, 5760), (1024, 7168, 4096)]
+)
+def test_products_have_the_bits_of_torchs(mean, width_in, width_out):
+    """Experts of Qwen3, GPT-OSS and DeepSeek-V3, one of them without rows; other rows are NaN."""
+    counts = torch.tensor([mean, 0, mean + 37, mean - 38, mean - 1, 1])
+    offsets_L, num_rows = counts.cumsum(0).int().cuda(), int(counts.sum())
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda").to(torch.bfloat16)
+
+    rows_NI, grad_NO = draw(num_rows + 5, width_in), draw(num_rows + 5, width_out)
+    rows_NI[num_rows:] = grad_NO[num_rows:] = torch.nan
+    weight_LOI = draw(len(counts), width_out, width_in)
+    for rows, weight in ((rows_NI, weight_LOI), (grad_NO, weight_LOI.transpose(1, 2))):
+        expected = torch._grouped_mm(rows, weight.transpose(1, 2), offs=offsets_L)[:num_rows]
+        equal((gemm.rows_times_weights(rows, weight, offsets_L)[:num_rows], expected))
+    expected = torch._grouped_mm(grad_NO.T, rows_NI, offs=offsets_L)
+    equal((gemm.weight_gradients(grad_NO, rows_NI, offsets_L), expected))
+    sums_LOI = torch.zeros(expected.shape, device="cuda")
+    gemm.add_weight_gradients(grad_NO, rows_NI, offsets_L, sums_LOI)
+    equal((sums_LOI.to(torch.bfloat16), expected))
 
 
 def _taken(like: Tensor, filled: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -17,9 +17,9 @@ from torch import Tensor
 from padded_dispatch.config import POLICIES
 from padded_dispatch.kernels import select
 from padded_dispatch.ops.select import choice_ranks_in_torch, kept_map_in_torch
-from padded_dispatch.utils.routings import routing_map
 from tests.support.device import equal, here, here_if_tensor
 from tests.support.routing_cases import RoutingCase, cases_with_pools, routing_cases
+from tests.support.routings import routing_map
 
 
 def test_select_example():

@@ -9,7 +9,7 @@ import pytest
 from megatron.core import package_info
 from megatron.core.fp4_utils import get_fp4_align_size
 from megatron.core.quantization.quant_config import RecipeConfig
-from megatron.core.transformer import cuda_graphs, transformer_config
+from megatron.core.transformer import transformer_config
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -17,8 +17,6 @@ from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
 from padded_dispatch.megatron import install, uninstall
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.config import (
-    LayerConfigs,
-    _log_once,
     check_config,
     check_experts,
     check_pipeline,
@@ -28,6 +26,7 @@ from padded_dispatch.megatron.config import (
     take_over,
 )
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
+from padded_dispatch.megatron.log import log_once
 from padded_dispatch.megatron.options import PaddedOptions
 from tests.support import tiny
 
@@ -149,7 +148,7 @@ def test_what_is_set_for_another_dispatcher_is_logged_once_and_reset(row, caplog
     config = megatron_config(**{row.name: value})
     line = f"{row.name}={value!r}: {row.note}"
     assert value != default and notes(config) == [line]
-    _log_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level("INFO"):
         for made in (config, config, megatron_config(**{row.name: value})):
             take_over(made)
@@ -275,23 +274,6 @@ def test_factor_by_layer_and_mode(options, layer_number, training, factor):
 
 
 @pytest.mark.parametrize(
-    ("eval_factor", "evaluation"), [(None, FIT), (NO_DROP, NO_DROP), (2.0, 2.0)]
-)
-def test_configs_follow_the_mode_of_their_router(eval_factor, evaluation):
-    config = megatron_config(moe_expert_capacity_factor=1.5)
-    options = PaddedOptions(eval_factor=eval_factor, layer_factors={4: 2.0})
-    configs = LayerConfigs(config, options, num_ranks=3, etp_size=1)
-    assert configs.now.capacity_factor == 1.5
-    router = SimpleNamespace(training=True, layer_number=4, is_mtp_layer=False)
-    configs.follow(router)
-    assert configs.now.capacity_factor == 2.0
-    configs.set_factor(2.5)
-    assert (configs.now.capacity_factor, configs.now.num_ranks) == (2.5, 3)
-    router.training = False
-    assert configs.now.capacity_factor == evaluation
-
-
-@pytest.mark.parametrize(
     "options", [PaddedOptions(schedule=((0, FIT),)), PaddedOptions(layer_factors={1: FIT})]
 )
 def test_training_that_fits_is_refused_where_graphs_capture_the_router(options):
@@ -399,51 +381,6 @@ def test_shared_receivers_need_more_than_a_graph_of_the_router():
     check_config(configured("rank", "attn", "moe_router"))
     for scopes in ((), ("attn",), ("attn", "moe"), ("attn", "moe_router", "moe_preprocess")):
         check_config(configured("receiver", *scopes))
-
-
-def test_evaluation_that_a_graph_captures_is_as_training():
-    config = megatron_config(moe_expert_capacity_factor=1.5, **iteration_graph())
-    router = SimpleNamespace(training=False, layer_number=1, is_mtp_layer=False)
-    factors = []
-    for eval_factor in (None, FIT):
-        options = PaddedOptions(eval_factor=eval_factor, layer_factors={1: 3.0})
-        configs = LayerConfigs(config, options, num_ranks=3, etp_size=1)
-        configs.follow(router)
-        factors.append(configs.now.capacity_factor)
-        configs.set_factor(2.5)
-        factors.append(configs.now.capacity_factor)
-    assert factors == [3.0, 2.5, FIT, FIT]
-
-
-def test_evaluation_in_a_capture_is_as_training_and_text_generation_drops_nothing(monkeypatch):
-    config = megatron_config(moe_expert_capacity_factor=1.5)
-    router = SimpleNamespace(training=False, layer_number=1, is_mtp_layer=False)
-    factors = []
-    for eval_factor in (None, FIT):
-        options = PaddedOptions(eval_factor=eval_factor)
-        configs = LayerConfigs(config, options, num_ranks=3, etp_size=1)
-        configs.follow(router)
-        for mode in ("_IS_GRAPH_CAPTURING", "_IS_GRAPH_WARMUP"):
-            for configs.given_context in (False, True):
-                with monkeypatch.context() as patch:
-                    patch.setattr(cuda_graphs, mode, True)
-                    factors.append(configs.now.capacity_factor)
-                assert configs.now.capacity_factor == FIT
-    assert factors == [*[1.5, NO_DROP] * 2, *[FIT, NO_DROP] * 2]
-
-
-def test_layers_of_multi_token_prediction_follow_the_others():
-    """From 0.17 on Megatron numbers them from 1 again."""
-    config = megatron_config(moe_expert_capacity_factor=1.5, num_layers=3)
-    options = PaddedOptions(layer_factors={1: 2.0, 4: 3.0})
-    configs = LayerConfigs(config, options, num_ranks=3, etp_size=1)
-    factors = []
-    for is_mtp_layer in (False, True):
-        configs.follow(
-            SimpleNamespace(training=True, layer_number=1, is_mtp_layer=is_mtp_layer, config=config)
-        )
-        factors.append(configs.now.capacity_factor)
-    assert factors == [2.0, 3.0]
 
 
 @pytest.mark.parametrize(

@@ -385,7 +385,7 @@ def test_the_overlap_protocol_of_shared_experts(gate):
         assert torch.equal(output, expected)
 
 
-# The config: padded_dispatch/megatron/install.py
+# The config: padded_dispatch/megatron/installer.py
 
 
 def test_the_type_of_the_field_is_a_literal_of_three_names():

@@ -10,6 +10,7 @@ from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron import dispatcher as dispatcher_module
 from padded_dispatch.megatron.dispatcher import announce
+from padded_dispatch.megatron.log import log_once
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -80,7 +81,7 @@ def test_no_tokens_raise():
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_what_evaluation_drops_is_named_once(caplog, monkeypatch, captured):
-    dispatcher_module._log_once.cache_clear()
+    log_once.cache_clear()
     moe = tiny.padded_layer(moe_expert_capacity_factor=0.5).eval()
     monkeypatch.setattr("megatron.core.transformer.cuda_graphs._IS_GRAPH_CAPTURING", captured)
     with caplog.at_level(logging.INFO, logger="padded_dispatch"), torch.no_grad():

@@ -21,13 +21,13 @@ from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron import PaddedOptions, install, padded_spec, uninstall
 from padded_dispatch.megatron import experts as megatron_experts
 from padded_dispatch.megatron.compat import forget_moe_state
-from padded_dispatch.megatron.dispatcher import _log_once
 from padded_dispatch.megatron.experts import (
     _FIELDS,
     StackedExperts,
     chosen_experts,
     require_gradients_arrive,
 )
+from padded_dispatch.megatron.log import log_once
 from tests.ops.test_activation import BIASED
 from tests.support import parity, tiny
 from tests.support.pool import WorkerPool
@@ -479,7 +479,7 @@ def test_auto_decides_by_tokens_and_logs_it_once(caplog, settings, tokens, exper
     """No factor gives T slots to each of 8 experts, of which 2 in 8 are asked for."""
     made = layer(AUTO, later=settings, moe_expert_capacity_factor=None)
     dtype = settings.get("params_dtype", torch.float32)
-    _log_once.cache_clear()
+    log_once.cache_clear()
     assert made.token_dispatcher.chosen == {}
     with caplog.at_level(logging.INFO, "padded_dispatch"):
         for _ in range(2):

@@ -11,7 +11,6 @@ from padded_dispatch.megatron.fields import (
     OTHER_FIELDS,
     VERSIONS,
     ConfigField,
-    markdown_table,
 )
 
 ROWS = (*MOE_FIELDS, *OTHER_FIELDS)
@@ -78,16 +77,3 @@ def test_no_default_of_megatron_is_refused(row):
         num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_experts=4
     )
     assert not row.refuses(getattr(config, row.name))
-
-
-def test_the_markdown_table_shows_versions_status_and_remedy():
-    rows = (
-        ConfigField(name="a", status="used", note="why", versions=("0.16", "0.19")),
-        ConfigField(name="b", status="refused", note="why not", remedy="do c"),
-    )
-    assert markdown_table(rows).splitlines() == [
-        "| field | 0.16 | 0.17 | 0.18 | 0.19 | 0.20 | status | on the padded path |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| `a` | x |  |  | x |  | used | why |",
-        "| `b` | x | x | x | x | x | refused | why not: do c |",
-    ]

@@ -12,8 +12,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from padded_dispatch.megatron import PaddedOptions, install, uninstall
 from padded_dispatch.megatron.compat import graph_scopes, layer_graphs
-from padded_dispatch.megatron.config import _log_once
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+from padded_dispatch.megatron.log import log_once
 from tests.support import tiny
 
 
@@ -229,8 +229,8 @@ def test_a_recipe_for_another_dispatcher_is_accepted(caplog):
     fields = TransformerConfig.__dataclass_fields__
     settings = {name: value for name, value in FOR_OTHERS.items() if name in fields}
     install()
-    _log_once.cache_clear()
-    with caplog.at_level("INFO", "padded_dispatch.megatron.config"):
+    log_once.cache_clear()
+    with caplog.at_level("INFO", "padded_dispatch"):
         config = tiny.config(**settings)
         config.__post_init__()
     kept = {"moe_pad_experts_for_cuda_graph_inference", "use_transformer_engine_op_fuser"}

@@ -14,7 +14,6 @@ from padded_dispatch.megatron.options import (
     add_arguments,
     by_name,
     from_arguments,
-    markdown_table,
 )
 
 
@@ -213,18 +212,3 @@ def test_options_survive_a_walk_that_sets_every_attribute():
     walked = with_attributes_set(config)
     assert walked == config and walked.inner is not config.inner
     assert walked.padded_dispatch == OPTIONS
-
-
-def test_table_has_one_row_per_option():
-    rows = markdown_table().splitlines()[2:]
-    assert [row.split("|")[1].strip() for row in rows] == [
-        f"`{option.name}`" for option in dataclasses.fields(PaddedOptions)
-    ]
-    assert rows[0] == (
-        "| `min_capacity` | `--padded-min-capacity` | 1 | least slots per (source rank, expert), "
-        "whatever the factor |  |"
-    )
-    [policy] = [row for row in rows if "`policy`" in row]
-    assert policy.endswith("sure tokens | probs 32 us, position 21, random 31, priority 75 |")
-    [schedule] = [row for row in rows if "`schedule`" in row]
-    assert schedule.startswith("| `schedule` | `--padded-schedule` | none | capacity factors over")

@@ -10,6 +10,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from padded_dispatch.megatron import PaddedOptions, routed
 from padded_dispatch.megatron.compat import forget_moe_state, logged_tensors
+from padded_dispatch.megatron.log import log_once
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -146,7 +147,7 @@ def test_a_routing_of_another_tool_is_called(monkeypatch):
 
 
 def test_which_code_routes_is_said_once(caplog):
-    routed.say_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="padded_dispatch"):
         for choice in ("auto", "auto", "megatron", "megatron"):
             router(choice)(torch.randn(S, B, tiny.HIDDEN))

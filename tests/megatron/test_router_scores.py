@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-from padded_dispatch.megatron.router import check_reroute, scores_of_all
+from padded_dispatch.megatron.router_scores import check_reroute, scores_of_all
 
 T, E, K = 40, 8, 3
 # Logits below 8 are rounded to half an eps of that, and so is the logarithm of their sum; the

@@ -219,7 +219,8 @@ def test_sums_get_the_gradient_without_rounding_it(linear):
 @pytest.mark.parametrize("linear", [grouped.grouped_linear, grouped.batched_linear])
 def test_a_delayed_gradient_has_the_bits_of_one_at_once(linear, rows_have_gradients, added):
     """Two passes wait, and come in the order of their backward passes."""
-    counts = [0, 3, 4, 0] if linear is grouped.grouped_linear else [3, 3, 3]
+    packed = linear is grouped.grouped_linear
+    counts, spared = ([0, 3, 4, 0], {"spare": 3}) if packed else ([3, 3, 3], {})
     offsets_L, num_rows = offsets_of(counts), sum(counts)
     drawn = [torch.randn(2, num_rows, width).bfloat16() for width in (I, O)]
     weight_LOI = torch.randn(len(counts), O, I).bfloat16().requires_grad_()
@@ -238,7 +239,7 @@ def test_a_delayed_gradient_has_the_bits_of_one_at_once(linear, rows_have_gradie
             else:
                 assert weight_LOI.grad is None
         while delayed:
-            found.append(delayed.popleft()(spare=3))
+            found.append(delayed.popleft()(**spared))
         return found if sums_LOI is None else [sums_LOI]
 
     expected, given = run(None), run(deque())

@@ -7,7 +7,6 @@ from torch.library import opcheck
 
 from padded_dispatch import reference
 from padded_dispatch.ops.plan import make_plan, packed_slots, plan_in_torch
-from padded_dispatch.utils.routings import routing_map
 from tests.support.pools import pools
 from tests.support.routing_cases import (
     RoutingCase,
@@ -15,6 +14,7 @@ from tests.support.routing_cases import (
     cases_with_pools,
     routing_cases,
 )
+from tests.support.routings import routing_map
 
 
 def test_the_examples_of_the_docstring():

@@ -14,7 +14,6 @@ from padded_dispatch import reference
 from padded_dispatch.ops import rows as ops
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
 from padded_dispatch.ops.select import select
-from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.grids import poisoned_memory
 from tests.support.pools import pools
 from tests.support.routing_cases import (
@@ -26,6 +25,7 @@ from tests.support.routing_cases import (
     leaf,
     routing_cases,
 )
+from tests.support.routings import routing_map, thin_out
 
 HIDDEN = 3
 ALL_OPS = torch.ops.padded_dispatch

@@ -23,6 +23,7 @@ from padded_dispatch.exchange import choose, symmetric_memory
 from padded_dispatch.exchange.direct import DirectExchange, _maps
 from padded_dispatch.exchange.symmetric_memory import DirectBuffers
 from padded_dispatch.kernels import direct as kernels
+from padded_dispatch.kernels import links
 from padded_dispatch.ops.plan import DispatchPlan
 from padded_dispatch.utils.routings import routing_scores
 
@@ -261,7 +262,7 @@ def rows_by_kernels(
     kernels.place_rows(*counts_of_all, pool_slots, experts_per_pool)
     pushed = tokens_TD, None, *maps, shift_E, given.rows_R, given.meta_R
     if buffers.crosses_once:
-        kernels.push_tokens(*pushed, given.places_R, rank, out_R)
+        links.push_tokens(*pushed, given.places_R, rank, out_R)
     else:
         kernels.push_rows(*pushed, out_R)
     workspace.barrier()
@@ -269,9 +270,9 @@ def rows_by_kernels(
     to = workspace.slots_R, workspace.meta_R, rank, pool_slots, experts_per_pool, home_R
     if buffers.sums_home:
         home_TK, num_local = torch.empty_like(plan.slot_of_TK), offsets_LS.shape[0]
-        kernels.list_slots(*maps, workspace.lists_R, home_TK, rank, num_local)
+        links.list_slots(*maps, workspace.lists_R, home_TK, rank, num_local)
         workspace.barrier()
-        kernels.return_sums(*back, workspace.lists(num_ranks, *home_TK.shape), *to)
+        links.return_sums(*back, workspace.lists(num_ranks, *home_TK.shape), *to)
     else:
         kernels.return_rows(*back, *to)
     workspace.barrier()

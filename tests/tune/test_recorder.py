@@ -8,10 +8,10 @@ from hypothesis import given
 from padded_dispatch.ops.select import select
 from padded_dispatch.tune.recorder import Recording, RoutingBuffer, TraceRecorder, choices
 from padded_dispatch.tune.trace import load_trace, record_bytes
-from padded_dispatch.utils.routings import routing_map, thin_out
 from tests.support.graph_protocol import Tape
 from tests.support.pools import pools
 from tests.support.routing_cases import RoutingCase, routing_cases
+from tests.support.routings import routing_map, thin_out
 
 SIZES = pools(5, 2)
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from padded_dispatch.utils.routings import SKEWS, routing_map, routing_scores, thin_out
+from padded_dispatch.utils.routings import routing_scores
+from tests.support.routings import SKEWS, routing_map, thin_out
 
 
 @pytest.mark.parametrize("skew", SKEWS)
