@@ -12,8 +12,6 @@ import sys
 import warnings
 from typing import Any
 
-from padded_dispatch import __version__
-
 # The function that reads a command's line, the command's module, and its help. Reading takes no
 # torch: `--help` and a typo end there, before the command is imported.
 _COMMANDS = {
@@ -66,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         description="A Mixture-of-Experts token dispatcher with static shapes for Megatron-Core.",
         epilog="padded-dispatch COMMAND --help lists the flags of a command.",
     )
-    parser.add_argument("--version", action="version", version=f"padded-dispatch {__version__}")
+    version = importlib.import_module("padded_dispatch").__version__
+    parser.add_argument("--version", action="version", version=f"padded-dispatch {version}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (*_, help) in _COMMANDS.items():
         commands.add_parser(name, help=help, add_help=False)
