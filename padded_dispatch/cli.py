@@ -1,6 +1,7 @@
 """The command `padded-dispatch`, which imports only the subcommand that is run.
 
 A mistake of the user (`ValueError`) is one line and exit code 2, as argparse's own errors are.
+Without a subcommand it prints its help.
 """
 
 import argparse
@@ -61,11 +62,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="padded-dispatch",
         description="A Mixture-of-Experts token dispatcher with static shapes for Megatron-Core.",
+        epilog="padded-dispatch COMMAND --help lists the flags of a command.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    version = importlib.import_module("padded_dispatch").__version__
+    parser.add_argument("--version", action="version", version=f"padded-dispatch {version}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (*_, help) in _COMMANDS.items():
         commands.add_parser(name, help=help, add_help=False)
     arguments, rest = parser.parse_known_args(argv)
+    if arguments.command is None:
+        if rest:
+            parser.error(f"COMMAND must come first, got {rest[0]!r}; see --help")
+        parser.print_help()
+        return 0
     _ignore_expected_warnings()
     try:
         reader, command, _ = _COMMANDS[arguments.command]

@@ -241,6 +241,8 @@ Every recipe of a model with experts in Megatron-Bridge {version}, with
 models' sizes; nothing was trained. [Back to the top](../../README.md); [options](README.md);
 [how to start a recipe](RECIPES.md#megatron-bridge).
 
+- 'Accepted, noted': accepted, and the log says once what stands in place of a setting
+  ([which](#replaced)). A config that is 'not built' could not be made where this page was written.
 - Call `install()` before the recipe makes its config.
 - Set `moe_flex_dispatcher_backend=None` for Bridge's performance scripts. Where it names a back
   end, they turn the dispatcher's word back into `flex`.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from padded_dispatch import cli
+from padded_dispatch import __version__, cli
 from tests.support.ahead import ENVIRONMENT
 from tests.support.processes import workers_of
 
@@ -192,6 +192,10 @@ def test_ctrl_c_ends_a_command_that_is_importing(tmp_path):
         ("train --padded-min-capacity 0", "min_capacity must .*, got 0"),
         ("train --resume --run-dir nowhere", "--run-dir must hold a checkpoint, got 'nowhere'; l"),
         ("train --out /", "--out.*/.*; "),
+        ("tune traces", "TRACE must be .*, got 'traces', which does not exist; "),
+        ("tune --synthetic uniform --drop 5", "--drop must be .*, got 5.0; for 5 % set 0.05"),
+        ("bench --device cuda", "--device must be cpu where PyTorch sees no GPU, got 'cuda'"),
+        ("compare", "--vs must be given at least once, got 0; add one"),
         ("train --out /dev/null/r.json", "--out must .*/dev/null"),
         (
             "train --seq-length 10000000",
@@ -199,13 +203,42 @@ def test_ctrl_c_ends_a_command_that_is_importing(tmp_path):
         ),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, flags, message):
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, flags, message):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("PYTHONWARNINGS", "")
     assert cli.main(flags.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(f"padded-dispatch train: {message}", line)
+    assert re.match(f"padded-dispatch {flags.split()[0]}: {message}", line)
+    assert list(tmp_path.iterdir()) == []  # A mistyped folder is not made.
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--no-such-flag", "COMMAND must come first, got '--no-such-flag'"),
+        ("compare --vs --no-such-flag", "unrecognized arguments: --no-such-flag"),
+        ("sweep --out r.json --factors 1 x", "argument --factors: must be a number .*, got 'x'"),
+        ("bench --models x", "argument --models: invalid choice: 'x'"),
+    ],
+)
+def test_an_error_names_its_command_and_flag_below_one_line_of_usage(capsys, flags, message):
+    with pytest.raises(SystemExit):
+        cli.main(flags.split())
+    usage, error = capsys.readouterr().err.splitlines()
+    command = flags.split("-")[0].split(" ")[0]
+    assert usage.startswith(f"usage: padded-dispatch {command}")
+    assert re.match(f"padded-dispatch ?{command}: error: {message}", error)
+
+
+def test_without_a_command_all_are_listed(capsys):
+    assert cli.main([]) == 0
+    listed = capsys.readouterr().out
+    assert [command for command in cli._COMMANDS if f"\n    {command}" not in listed] == []
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"padded-dispatch {__version__}\n"
 
 
 def test_tensorboard_that_is_missing_is_named(capsys, monkeypatch, tmp_path):

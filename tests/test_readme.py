@@ -159,6 +159,17 @@ def test_readme_is_short():
     assert hashes == [], "commits belong to notebooks/results/README.md"
 
 
+def test_figures_of_the_first_screen_are_measured():
+    table, _ = README.read_text().split("## Quick start")
+    text = "".join(line for line in table.splitlines() if not line.startswith("| **Versions**"))
+    figures = set(re.findall(r"\d+\.\d+", text))
+    pages = ROOT / "notebooks" / "results", ROOT / "padded_dispatch" / "tune"
+    measured = "".join((folder / "README.md").read_text() for folder in pages)
+    measured += readme_figures().step_table()
+    assert len(figures) > 10
+    assert figures - set(re.findall(r"\d+\.\d+", measured)) == set()
+
+
 def test_pages_are_reached_from_the_readme_and_lead_back():
     reached, ahead = set(), [README]
     while ahead:

@@ -198,7 +198,7 @@ def _measured(row: dict[str, Any], num_tokens: int) -> Measured:
 def _bench_flags(given: argparse.Namespace, argv: list[str]) -> list[str]:
     models = ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"]
     num_gpus = torch.cuda.device_count()
-    rule = "be at least 1, since the model is of CUDA graphs"
+    rule = "be at least 1, to measure CUDA graphs"
     require(num_gpus, "number of GPUs", num_gpus, rule, "fit existing results with --from")
     # Every rank of a group has the same number of experts, so of six GPUs four are used.
     experts = math.gcd(*(MODELS[model].num_experts for model in models))

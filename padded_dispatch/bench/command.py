@@ -91,9 +91,11 @@ def _check(given: argparse.Namespace, workers: int, contenders: list[str]) -> No
     for name in ("iterations", "repeats"):
         value = getattr(given, name)
         require(value >= 1, name, value, "be at least 1")
+    num_gpus = torch.cuda.device_count()
+    on_cpu = given.device == "cpu"
+    require(on_cpu or num_gpus, "device", given.device, "be cpu where PyTorch sees no GPU")
     require(workers >= 1, "workers", workers, "be at least 1")
-    if given.device == "cuda":
-        num_gpus = torch.cuda.device_count()
+    if not on_cpu:
         require(workers <= num_gpus, "workers", workers, f"be at most {num_gpus}, the GPUs here")
     for ep in given.ep or ():
         require(ep >= 1 and workers % ep == 0, "ep", ep, f"divide workers={workers}")

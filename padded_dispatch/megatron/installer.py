@@ -33,7 +33,7 @@ from padded_dispatch.megatron.compat import captures_moe
 from padded_dispatch.megatron.config import check_config, take_over
 from padded_dispatch.megatron.cpu import CPU_REMEDY, is_on_cpu
 from padded_dispatch.megatron.graphs import guard
-from padded_dispatch.megatron.layer import build, dispatcher_type
+from padded_dispatch.megatron.layer import PaddedMoELayer, build, dispatcher_type
 from padded_dispatch.megatron.megatron_lm import follow_training
 from padded_dispatch.megatron.options import PaddedOptions, require_options
 from padded_dispatch.megatron.saved import keep_options
@@ -67,7 +67,7 @@ def install(options: PaddedOptions | None = None) -> None:
     post_init: Any = TransformerConfig.__post_init__
     post_init = _wrap_post_init(post_init, options)
     _patches.set(TransformerConfig, "__post_init__", post_init)
-    _patches.set(MoELayer, "__init__", _wrap_init(MoELayer.__init__))
+    _patches.set(MoELayer, "__init__", _wrap_init(MoELayer.__init__, options))
     _patches.set(_FIELD, "type", Literal[(*get_args(_FIELD.type), NAME)])
     follow_training(_patches)
     _pass_overlap_check()
@@ -106,12 +106,22 @@ def _with_stock_name(method: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _wrap_init(init: Callable[..., None]) -> Callable[..., None]:
+def _wrap_init(init: Callable[..., None], options: PaddedOptions) -> Callable[..., None]:
+    ignored = [options] if options != PaddedOptions() else []  # until the warning about them
+
     @functools.wraps(init)
     def padded_init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.moe_token_dispatcher_type == NAME:
             build(init, self, config, *args, **kwargs)
         else:
+            if ignored and not isinstance(self, PaddedMoELayer):
+                ignored.clear()
+                _log.warning(
+                    "options of the padded dispatcher have no effect: moe_token_dispatcher_type "
+                    "must be %r, got %r",
+                    NAME,
+                    config.moe_token_dispatcher_type,
+                )
             init(self, config, *args, **kwargs)
 
     return padded_init

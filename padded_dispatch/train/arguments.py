@@ -30,14 +30,14 @@ _GROUPS = (Recipe, Dispatch, Layout, Output)
 _METAVARS = {int: "N", Path: "PATH", str: "TEXT"}
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of `padded-dispatch train`.
+def parser(command: str = "train") -> argparse.ArgumentParser:
+    """Return the parser of `padded-dispatch train`, whose errors name `command`.
 
     Its namespace holds only the flags that were given, and every padded option.
     """
     made = argparse.ArgumentParser(
-        prog="padded-dispatch train",
-        usage="padded-dispatch train [FLAGS]",
+        prog=f"padded-dispatch {command}",
+        usage=f"padded-dispatch {command} [FLAGS]",
         description="Train a byte-level Mixture-of-Experts GPT on the source of Python's standard "
         "library, with Megatron-Core.",
     )
@@ -57,9 +57,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def read(argv: list[str]) -> argparse.Namespace:
+def read(argv: list[str], command: str = "train") -> argparse.Namespace:
     """Return the flags of `padded-dispatch train`; see `parser`."""
-    return parser().parse_args(argv)
+    return parser(command).parse_args(argv)
 
 
 def parse(argv: list[str]) -> Settings:
@@ -153,12 +153,13 @@ def _add(group: Any, option: dataclasses.Field[Any], hint: Any) -> None:
         group.add_argument(flag(option.name), choices=get_args(hint), **common)
     else:
         (kind,) = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
-        read = _factor if option.name == "capacity_factor" else kind
+        read = read_factor if option.name == "capacity_factor" else kind
         metavar = _METAVARS.get(kind, "X")
         group.add_argument(flag(option.name), type=read, metavar=metavar, **common)
 
 
-def _factor(text: str) -> float | None:
+def read_factor(text: str) -> float | None:
+    """Return a capacity factor of a command line, None for `none` and `no-drop`."""
     if text in ("none", "no-drop"):
         return None
     try:

@@ -71,6 +71,9 @@ def held_folders(settings: Settings) -> Iterator[None]:
             cannot continue what it holds.
     """
     with ExitStack() as held:
+        run_dir = settings.output.run_dir
+        if settings.output.resume and run_dir is not None and not run_dir.exists():
+            checkpoint.newest(run_dir)  # It raises; a lock would make the mistyped folder.
         if os.environ.get("RANK", "0") == "0":
             _hold(settings, held)
         if settings.output.resume:

@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from padded_dispatch.config import FIT
-from padded_dispatch.megatron.installer import install
+from padded_dispatch.megatron.installer import install, uninstall
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.train.graphs import graph_fields
 from padded_dispatch.train.settings import VOCABULARY, Settings
@@ -50,6 +50,8 @@ def transformer_config(settings: Settings) -> TransformerConfig:
     model, recipe, layout = settings.model, settings.recipe, settings.layout
     if settings.dispatch.dispatcher == "padded_alltoall":
         install(_options(settings))
+    else:  # A contender before may have installed it.
+        uninstall()
     return TransformerConfig(
         num_layers=recipe.num_layers,
         hidden_size=model.hidden_size,

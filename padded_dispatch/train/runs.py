@@ -11,7 +11,7 @@ from pathlib import Path
 
 from padded_dispatch.config import require
 from padded_dispatch.train.arguments import parser as train_parser
-from padded_dispatch.train.arguments import read
+from padded_dispatch.train.arguments import read, read_factor
 from padded_dispatch.train.settings import flag
 
 SEPARATOR = "--vs"
@@ -46,8 +46,11 @@ def read_compare(argv: list[str]) -> tuple[int, list[Contender]]:
     arguments, common = _compare_parser().parse_known_args(shared)
     repeats: int = arguments.repeats
     require(repeats >= 1, "--repeats", repeats, "be at least 1")
-    require(own, SEPARATOR, len(own), "be given at least once")
-    return repeats, [Contender(name=" ".join(flags), given=read(common + flags)) for flags in own]
+    fix = "add one, such as --vs --padded-experts packed"
+    require(own, SEPARATOR, len(own), "be given at least once", fix)
+    return repeats, [
+        Contender(name=" ".join(flags), given=read(common + flags, "compare")) for flags in own
+    ]
 
 
 def read_sweep(argv: list[str]) -> tuple[argparse.Namespace, list[argparse.Namespace]]:
@@ -66,7 +69,7 @@ def read_sweep(argv: list[str]) -> tuple[argparse.Namespace, list[argparse.Names
 
 def _every_run(arguments: argparse.Namespace, flags: list[str]) -> list[argparse.Namespace]:
     """Return the flags of each run, seed by seed: an interrupted sweep is whole for some seeds."""
-    train = train_parser()
+    train = train_parser("sweep")
     train.set_defaults(**{name: argparse.SUPPRESS for name in _VARIED if name[:6] == "padded"})
     given = vars(train.parse_args(flags))
     for name, instead in _VARIED.items():
@@ -82,7 +85,7 @@ def _every_run(arguments: argparse.Namespace, flags: list[str]) -> list[argparse
         name, _, remedy = policy.partition("+")
         varied = ["--capacity-factor", factor, "--seed", seed, policy_flag, name]
         varied += ["--padded-remedy", remedy or "none", "--padded-capacity-pool", pool]
-        every.append(read([*flags, *varied]))
+        every.append(read([*flags, *varied], "sweep"))
     return every
 
 
@@ -119,6 +122,7 @@ def _sweep_parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--factors",
         nargs="+",
+        type=_factor_text,
         default=["0.5", "0.75", "1", "1.25", "2", "none"],
         metavar="X",
         help="capacity factors; 'none' drops nothing (default: 0.5 0.75 1 1.25 2 none)",
@@ -162,6 +166,12 @@ def _sweep_parser() -> argparse.ArgumentParser:
         help="results file (JSON) to which each run adds one row",
     )
     return made
+
+
+def _factor_text(text: str) -> str:
+    """Return a capacity factor as it was given, if it is one."""
+    read_factor(text)
+    return text
 
 
 def _split(argv: list[str]) -> list[list[str]]:

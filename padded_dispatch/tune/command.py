@@ -188,7 +188,8 @@ def _check_flags(given: argparse.Namespace) -> None:
         for path in paths:
             if not path.exists():
                 raise ValueError(
-                    f"{path} must be a trace or a folder of traces, got nothing there; correct it"
+                    f"TRACE must be a trace or a folder of traces, got {str(path)!r}, which does "
+                    "not exist; record one with padded-dispatch train --trace, or correct the path"
                 )
         if paths and _are_megatrons(paths) and None in (given.experts, given.ranks):
             raise ValueError(

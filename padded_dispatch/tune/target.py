@@ -27,7 +27,8 @@ class Target:
     confidence: float = 0.95
 
     def __post_init__(self) -> None:
-        require(0 <= self.drop < 1, "drop", self.drop, "be a share from 0 to below 1")
+        fix = f"for {self.drop:g} % set {self.drop / 100:g}" if 1 <= self.drop < 100 else ""
+        require(0 <= self.drop < 1, "drop", self.drop, "be a share from 0 to below 1", fix)
         for name, least in (("steps_share", 0), ("confidence", 0.5)):
             value = getattr(self, name)
             require(least < value < 1, name, value, f"be a share above {least} and below 1")

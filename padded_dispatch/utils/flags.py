@@ -1,8 +1,30 @@
-"""Errors that name flags: a field that a user cannot see becomes the flag that sets it."""
+"""Flags in errors and in help.
+
+A field that a user cannot see becomes, in an error, the flag that sets it. Help shows a default
+where there is one, and short names of values: `--tokens N [N ...]`.
+"""
 
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Help with the defaults of flags, but for those that are off or explained in their text."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help, action.default
+        off = default is None or default is False or default == [] or default == argparse.SUPPRESS
+        if text is None or off or not action.option_strings or "default:" in text:
+            return text
+        values = default if isinstance(default, list | tuple) else [default]
+        return f"{text} (default: {' '.join(str(value) for value in values)})"
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        known = {int: "N", float: "X", Path: "PATH", None: "TEXT"}
+        kind = action.type if isinstance(action.type, type) or action.type is None else str
+        return known.get(kind, super()._get_default_metavar_for_optional(action))
 
 
 @contextmanager

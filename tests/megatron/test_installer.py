@@ -70,6 +70,18 @@ def test_stock_configs_pass_through():
     assert not hasattr(layer.config, "padded_dispatch")
 
 
+def test_options_that_no_layer_follows_are_named_once(caplog):
+    install()
+    tiny.layer(tiny.config("allgather"))
+    install(PaddedOptions(min_capacity=3))
+    tiny.layer(tiny.config())
+    assert caplog.messages == []
+    for _ in range(2):
+        tiny.layer(tiny.config("allgather"))
+    (message,) = caplog.messages
+    assert message.endswith("moe_token_dispatcher_type must be 'padded_alltoall', got 'allgather'")
+
+
 def test_options_reach_the_dispatcher():
     install(PaddedOptions(min_capacity=3))
     config = tiny.config(moe_expert_capacity_factor=0.01)

@@ -47,7 +47,7 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "^--vs must be given at least once, got 0$"),
+        ("", "^--vs must be given at least once, got 0; add one"),
         ("--repeats 0 --vs", "^--repeats must be at least 1, got 0$"),
         (
             "--vs --workers 1 --vs",

@@ -253,7 +253,7 @@ def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
         ),
         ("", "TRACE or --synthetic must be given, got none"),
         ("some.npy --synthetic zipf", "TRACE or --synthetic must be given, got both"),
-        ("nowhere.npy", "nowhere.npy must be a trace or a folder of traces, got nothing there"),
+        ("nowhere.npy", "TRACE must be a trace or a folder of traces, got 'nowhere.npy'"),
         ("broken.npy", "broken.npy: "),
         ("folder", "folder: the folder must hold traces (*.npy), got none"),
         (
@@ -294,7 +294,7 @@ def test_evaluation_from_a_trace_of_its_own(tune, tmp_path):
         (f"{HUGE} --layers-per-rank 0", "--layers-per-rank must be at least 1, got 0"),
         (f"{HUGE} --ranks 0", "--ranks must be at least 1, got 0"),
         (f"{HUGE} --run-dir broken.npy", "--run-dir must "),
-        (f"{HUGE} --eval-traces nowhere.npy", "nowhere.npy must be a trace"),
+        (f"{HUGE} --eval-traces nowhere.npy", "TRACE must be a trace"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, flags, message):

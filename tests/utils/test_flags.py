@@ -1,10 +1,11 @@
-"""Errors begin with the flag that the user gave."""
+"""Errors begin with the flag that the user gave; help shows defaults and short values."""
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 import pytest
 
-from padded_dispatch.utils.flags import errors_name_flags
+from padded_dispatch.utils.flags import HelpFormatter, errors_name_flags
 
 GIVEN = Namespace(tokens=3, min_capacity=2, capacity_factors=[1.0])
 
@@ -32,3 +33,18 @@ def test_other_errors_and_none_pass():
         pass
     with pytest.raises(KeyError, match="tokens must"), errors_name_flags(GIVEN):
         raise KeyError("tokens must")
+
+
+def test_help_shows_defaults_that_are_set_and_not_explained():
+    parser = ArgumentParser(usage="x", formatter_class=HelpFormatter, add_help=False)
+    parser.add_argument("--seed", type=int, default=0, help="a seed")
+    parser.add_argument("--factors", nargs="+", type=float, default=[1.0, 2.0], help="2 %% more")
+    parser.add_argument("--path", type=Path, help="a file (default: none)")
+    parser.add_argument("--name", default="a", help="text (default: the first)")
+    parser.add_argument("--off", action="store_true", help="a switch")
+    shown = " ".join(parser.format_help().split())
+    assert shown == (
+        "usage: x options: --seed N a seed (default: 0) "
+        "--factors X [X ...] 2 % more (default: 1.0 2.0) --path PATH a file (default: none) "
+        "--name TEXT text (default: the first) --off a switch"
+    )
