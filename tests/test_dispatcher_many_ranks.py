@@ -183,7 +183,7 @@ def test_a_rank_that_starts_another_collective_is_found(how, started, error):
     with recorded(3) as records, pytest.raises(RuntimeError) as raised:
         run_on_threads(3, _one_differs, how)
     assert error in str(raised.value.__cause__)
-    [line] = records.differing()
+    line = records.differing()[-1]
     assert line.startswith(f"collective 1 in group of 3: rank 2 started {started}, rank 0 [('allre")
 
 
