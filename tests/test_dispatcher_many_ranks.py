@@ -159,19 +159,35 @@ def test_all_ranks_of_a_job_start_the_same_collectives():
     assert ("reduce_scatter_single", 2) in started
 
 
-def _another_size() -> None:
-    size = 3 if dist.get_rank() == 2 else 2
-    for number in (2, size):
-        dist.all_reduce(torch.zeros(number))
+def _one_differs(how: str) -> None:
+    dist.all_reduce(torch.zeros(2))
+    if dist.get_rank() < 2 or how == "size":
+        dist.all_reduce(torch.zeros(2 + dist.get_rank() // 2))
+    elif how == "collective":
+        dist.barrier()
 
 
-def test_another_size_or_order_is_found():
-    with recorded(3) as records, pytest.raises(RuntimeError):
-        run_on_threads(3, _another_size)
-    [line] = records.differing()
-    assert "collective 1 in group of 3: rank 2 started" in line
-    assert "[3]" in line
-    assert "[2]" in line
+@pytest.mark.parametrize(
+    ("how", "started", "error"),
+    [
+        ("size", "[('allreduce', (0, 1, 2), ((torch.float32, torch.Size([3])),))]", "equal size"),
+        (
+            "collective",
+            "[('barrier', (0, 1, 2), ())]",
+            "rank 0 started allreduce, ranks [2] barrier",
+        ),
+        ("nothing", "[]", "no rank is left that could join those that wait: ['[0, 1] in allreduce"),
+    ],
+)
+def test_a_rank_that_starts_another_collective_is_found(how, started, error):
+    with recorded(3) as records, pytest.raises(RuntimeError) as raised:
+        run_on_threads(3, _one_differs, how)
+    assert error in str(raised.value.__cause__)
+    line = records.differing()[-1]
+    assert line.startswith(f"collective 1 in group of 3: rank 2 started {started}, rank 0 [('allre")
+
+
+def test_another_order_is_found():
     first, second = ("allreduce", (0, 1), ()), ("broadcast", (0, 1), ())
     records = Records(2)
     records.of_rank = [[first, second], [second, first]]

@@ -6,7 +6,6 @@ the kernels, in Triton's interpreter. Results must equal those of the all-to-all
 
 import dataclasses
 import itertools
-import threading
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from triton.runtime import interpreter
 
 from padded_dispatch import NO_DROP
 from padded_dispatch.exchange import direct, symmetric_memory
@@ -53,12 +51,11 @@ needs_no_gpu = pytest.mark.skipif(
 class ThreadMemory:
     """`PeerMemory` of threads; the n-th objects of all threads belong together."""
 
-    met = threading.Barrier(NUM_RANKS)
     num_barriers = [0] * NUM_RANKS
     parts: list[np.ndarray | None] = [None] * NUM_RANKS
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
-        self._rank = group.rank()
+        self._group, self._rank = group, group.rank()
         self.parts[self._rank] = np.full(num_bytes, 255, np.uint8)
         self.barrier()
         self._parts = list(self.parts)
@@ -74,21 +71,13 @@ class ThreadMemory:
 
     def barrier(self) -> None:
         self.num_barriers[self._rank] += 1
-        self.met.wait(60)
+        self._group.barrier().wait()
 
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Run ranks as threads, one of which at a time parses and interprets a kernel."""
-    lock, run = threading.Lock(), interpreter.InterpretedFunction.run
-    ThreadMemory.met.reset()  # An earlier test that failed may have left it broken.
-
-    def one_at_a_time(self, *args, **kwargs):
-        with lock:
-            return run(self, *args, **kwargs)
-
+    """Let threads be ranks, with shared memory instead of symmetric memory."""
     with (
-        patch.object(interpreter.InterpretedFunction, "run", one_at_a_time),
         patch.object(symmetric_memory, "PeerMemory", ThreadMemory),
         patch.object(symmetric_memory, "_free_bytes", lambda device: 2**40),
         patch.object(direct, "check_group", lambda group: group),

@@ -154,10 +154,8 @@ def _one_step(exchange: Any, skew: str, capacity_pool: Any) -> None:
 def _sent(records: Records, rank: int, per_host: int) -> tuple[int, int]:
     """Return the bytes that a rank sends to other hosts and to its own, in payload collectives."""
     between = within = 0
-    sizes = {"torch.float32": 4, "torch.int32": 4}
-    for name, group, (_, given) in records.of_rank[rank]:
-        dtype, shape = given.split(" ", 1)
-        num_bytes = sizes[dtype] * torch.Size(eval(shape)).numel()
+    for name, group, (_, (dtype, shape)) in records.of_rank[rank]:
+        num_bytes = dtype.itemsize * shape.numel()
         for peer in group:
             if peer == rank:
                 continue

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 import random
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -225,27 +224,24 @@ class _Limit:
         self._num_steps = num_steps
         self._ends = time.monotonic() + seconds
         self._begun = 0
-        self._lock = threading.Lock()
 
     def allows(self, step: int) -> bool:
         """Return whether a rank goes on with this step, counted from 0."""
-        with self._lock:
-            if step == self._begun and step < self._num_steps and time.monotonic() < self._ends:
-                self._begun += 1
-            elif step == self._begun:
-                self._num_steps = step
-            return step < self._begun
+        if step == self._begun and step < self._num_steps and time.monotonic() < self._ends:
+            self._begun += 1
+        elif step == self._begun:
+            self._num_steps = step
+        return step < self._begun
 
 
-def _train(world: World, seed: int, limit: _Limit, records: Records) -> Steps:
+def _train(world: World, seed: int, limit: _Limit) -> Steps:
     """Train on one rank."""
     with _CudaMeansCpu():
         rank, common = _Rank(world, seed), random.Random(seed)
     made = 0
-    with records.turn():
-        while limit.allows(made):
-            rank.step(common)
-            made += 1
+    while limit.allows(made):
+        rank.step(common)
+        made += 1
     return Steps(made=made, trained=rank.retry.num_steps, repeated=rank.retry.num_retried)
 
 
@@ -267,6 +263,6 @@ def train(
         patch.object(retry, "check_retry"),
         recorded(world.num_ranks) as records,
     ):
-        steps = run_on_threads(world.num_ranks, _train, world, seed, limit, records)
+        steps = run_on_threads(world.num_ranks, _train, world, seed, limit)
     assert len(set(steps)) == 1
     return records, steps[0]

@@ -1,26 +1,159 @@
-"""Run many ranks as threads of this process, over torch's threaded process group.
+"""Run many ranks as threads of this process, which take turns from one collective to the next.
 
-Collectives are real: each thread passes its tensors, and rank 0 copies them. Everything else runs
-as in a separate process, since torch keeps its world and its registry of groups per thread.
+Collectives are real: each rank passes its tensors, and the last of a group to come copies them for
+all. Everything else runs as in a separate process, since torch keeps its world and its registry of
+groups per thread.
+
+One thread runs at a time, in an order that depends on nothing but the code that runs: hundreds of
+threads that all want Python's lock spend most of their time in getting it. A rank that waits in a
+collective wakes the next one; so ranks may wait for each other in collectives only. If all wait,
+no collective can ever be whole, and a rank raises an error that says who waits where.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing._internal.distributed import multi_threaded_pg
-from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
+from torch.testing._internal.distributed.multi_threaded_pg import AllGather, AllReduce, ret_work
 
 from padded_dispatch.exchange import agreement
+
+_DONE = ret_work(None)
+
+
+class _Turns:
+    """The threads that are ready to run, and collectives for which others wait."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.errors: list[BaseException] = []
+        self._ready = deque(range(num_ranks))
+        self._waiting: dict[str, tuple[str, dict[int, Any]]] = {}
+        self._wakes = [threading.Lock() for _ in range(num_ranks)]
+        for wake in self._wakes:
+            wake.acquire()
+
+    def begin(self, rank: int) -> None:
+        """Wait until it is this rank's turn."""
+        self._wakes[rank].acquire()
+        if self.errors:
+            raise SystemExit("another rank failed")
+
+    def pass_on(self) -> None:
+        """Wake the next rank, if one is left."""
+        if self._waiting and not self._ready:
+            where = [f"{sorted(data)} in {name}" for name, data in self._waiting.values()]
+            self.fail(RuntimeError(f"no rank is left that could join those that wait: {where}"))
+        if self._ready:
+            self._wakes[self._ready.popleft()].release()
+
+    def fail(self, error: BaseException) -> None:
+        """Let all ranks that wait raise."""
+        self.errors.append(error)
+        for _, data in self._waiting.values():
+            self._ready.extend(data)
+        self._waiting.clear()
+
+    def meet(self, group: "ThreadGroup", name: str, data: Any, copy: Callable[..., None]) -> None:
+        """Wait for the other ranks of `group`; the last one calls `copy` with the data of all."""
+        rank = group.own_rank
+        started, of_rank = self._waiting.setdefault(group.group_name, (name, {}))
+        assert started == name, f"rank {rank} started {name}, ranks {list(of_rank)} {started}"
+        of_rank[rank] = data
+        if len(of_rank) < len(group.ranks):
+            self.pass_on()
+            self.begin(rank)
+        else:
+            del self._waiting[group.group_name]
+            self._ready.extend(other for other in of_rank if other != rank)
+            with torch.no_grad():
+                copy([of_rank[member] for member in group.ranks])
+
+
+class ThreadGroup(dist.ProcessGroup):
+    """A process group of threads.
+
+    Attributes:
+        ranks: of the default group, in this group's order.
+        own_rank: this thread's rank in the default group.
+    """
+
+    turns: _Turns
+
+    def __init__(self, options: Any, unused: object) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        self.ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        self.own_rank = self.ranks[options.group_rank]
+        self._name = options.group_id
+
+    group_name = property(lambda self: self._name)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "threads"
+
+    def start(self, name: str, copy: Callable[..., None], *data: Any) -> Any:
+        """Start a collective; all do it here."""
+        self.turns.meet(self, name, data, copy)
+        return _DONE
+
+    def allgather(self, gathered: list[list[Tensor]], given: list[Tensor], opts: Any = None) -> Any:
+        return self.start("allgather", AllGather().work, gathered, given)
+
+    def all_gather_single(self, gathered: Tensor, given: Tensor, opts: Any = None) -> Any:
+        return self.start("all_gather_single", _all_gather, gathered, given)
+
+    def all_to_all_single(
+        self, received: Tensor, given: Tensor, there: list[int], back: list[int], opts: Any = None
+    ) -> Any:
+        assert not there and not back, "parts of other sizes are not implemented"
+        return self.start("all_to_all_single", _all_to_all, received, given)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        return self.start("allreduce", AllReduce(opts.reduceOp).work, *tensors)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self.start("barrier", lambda data: None)
+
+    def reduce_scatter_single(self, received: Tensor, given: Tensor, opts: Any = None) -> Any:
+        return self.start("reduce_scatter_single", _reduce_scatter, received, given)
+
+    # The names in torch 2.8.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+
+
+def _all_gather(data: list[tuple[Tensor, Tensor]]) -> None:
+    whole = torch.cat([given for _, given in data])
+    for gathered, _ in data:
+        gathered.copy_(whole.view(gathered.shape))
+
+
+def _all_to_all(data: list[tuple[Tensor, Tensor]]) -> None:
+    blocks = torch.stack([given for _, given in data])
+    of_target = blocks.view(len(data), len(data), -1).transpose(0, 1)
+    for (received, _), rows in zip(data, of_target, strict=True):
+        received.view(rows.shape).copy_(rows)
+
+
+def _reduce_scatter(data: list[tuple[Tensor, Tensor]]) -> None:
+    summed = torch.stack([given for _, given in data]).sum(0)
+    for (received, _), block in zip(data, summed.chunk(len(data)), strict=True):
+        received.copy_(block.view(received.shape))
+
+
+dist.Backend.register_backend("threads", ThreadGroup, extended_api=True, devices=["cpu", "cuda"])
 
 
 class ThreadedMirror:
     """A `Mirror` of threads, which gather in their own groups: sockets would be one per pair."""
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], limit_s: float) -> None:
+    def __init__(self, groups: Sequence[ThreadGroup], limit_s: float) -> None:
         self.num_agreements = 0
         self._groups = groups
         own = torch.tensor([dist.get_rank()])
@@ -29,17 +162,15 @@ class ThreadedMirror:
     def is_same(self, row: torch.Tensor, limit_s: float, where: str) -> bool:
         largest = torch.cat([row, ~row])  # ~row falls where row rises.
         for group in self._groups:
-            options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MAX
-            group.allreduce([largest], options).wait()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         return torch.equal(largest[: len(row)], ~largest[len(row) :])
 
     def gather(self, row: torch.Tensor, limit_s: float, where: str) -> list[torch.Tensor]:
         rows = row[None]
         for group in self._groups:
-            gathered = [torch.empty_like(rows) for _ in range(group.size())]
-            group.allgather([gathered], [rows]).wait()
-            rows = torch.cat(gathered)
+            gathered = rows.new_empty(group.size() * len(rows), *row.shape)
+            group.start("allgather", _all_gather, gathered, rows)
+            rows = gathered
         return list(rows)
 
 
@@ -50,31 +181,36 @@ def run_on_threads(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[A
         RuntimeError: from the first error of a rank, after all other ranks have ended.
     """
     results: list[Any] = [None] * num_ranks
-    errors: list[BaseException] = []
-    store = dist.HashStore()
+    turns, store = _Turns(num_ranks), dist.HashStore()
 
     def work(rank: int) -> None:
         try:
-            dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
-            results[rank] = fn(*args)
-        except BaseException as error:  # Waiting ranks are woken and raise SystemExit.
-            errors.append(error)
-            ProcessLocalGroup.exception_handle(error)
+            turns.begin(rank)
+            with torch.autograd.set_multithreading_enabled(False):
+                dist.init_process_group("threads", rank=rank, world_size=num_ranks, store=store)
+                results[rank] = fn(*args)
+        except BaseException as error:
+            turns.fail(error)
+        finally:
+            turns.pass_on()
 
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
     multi_threaded_pg._install_threaded_pg()
     isolate(True)
     try:
-        with patch.object(agreement, "mirror_of", ThreadedMirror):
+        with (
+            patch.object(agreement, "mirror_of", ThreadedMirror),
+            patch.object(ThreadGroup, "turns", turns, create=True),
+        ):
             threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
             for thread in threads:
                 thread.start()
+            turns.pass_on()
             for thread in threads:
                 thread.join()
     finally:
         isolate(False)
         multi_threaded_pg._uninstall_threaded_pg()
-        ProcessLocalGroup.reset()
-    if errors:
-        raise RuntimeError("a rank failed") from errors[0]
+    if turns.errors:
+        raise RuntimeError("a rank failed") from turns.errors[0]
     return results
