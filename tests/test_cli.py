@@ -199,7 +199,8 @@ def test_ctrl_c_ends_a_command_that_is_importing(tmp_path):
         ),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, flags, message):
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, flags, message):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("PYTHONWARNINGS", "")
