@@ -8,7 +8,8 @@ After every sum, difference and product of 32 bits it computes the same in 64 bi
 that only `debug` would make. With the patch it does not. It also remembers which type of NumPy
 stands for which type of Triton.
 
-Without the patches tests of our kernels would take about four times as long.
+The search took 60 % of the time of our kernels' tests. The other two took 40 % of the rest, in a
+test of selection.
 """
 
 import dataclasses
