@@ -18,9 +18,9 @@ if not torch.cuda.is_available():
     torch.set_num_threads(1)  # Tensors are small, and other cores run other tests.
     # Set before any test imports a kernel: without a GPU, Triton's interpreter runs kernels.
     os.environ["TRITON_INTERPRET"] = "1"
-    from tests.support.interpreter import patch_once
+    from tests.support.interpreter import patch_interpreter
 
-    patch_once()
+    patch_interpreter()
     # Now: workers import while this process collects, and pytest captures their output.
     fork_workers()
 

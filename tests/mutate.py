@@ -34,6 +34,17 @@ from tests.support.gpu_rows import parse
 
 ROOT = Path(__file__).parent.parent
 _FORK_TESTS = Path(__file__).parent / "support" / "fork_tests.py"
+# What tests import: once in each process that forks them.
+_IMPORTED = (
+    "hypothesis.extra.numpy",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "megatron.core.transformer.cuda_graphs",
+    "megatron.core.transformer.moe.moe_layer",
+    "torch.testing._internal.distributed.multi_threaded_pg",
+    "triton.language",
+)
 # Most mutants are caught by the first few examples of hypothesis; the others get all of them.
 _EXAMPLES = 4, 100
 _OPTIONS = "-p", "no:cacheprovider", "-p", "no:warnings"
@@ -253,7 +264,7 @@ class _Copy:
         environment = {"PYTHONPATH": str(folder)}
         no_gpu = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
         self._server = subprocess.Popen(
-            [sys.executable, "-P", str(_FORK_TESTS)],
+            [sys.executable, "-P", str(_FORK_TESTS), *_IMPORTED],
             bufsize=0,
             cwd=folder,
             env=os.environ | environment | no_gpu,

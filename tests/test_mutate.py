@@ -87,6 +87,7 @@ def test_a_source_passes_fails_or_takes_too_long(tmp_path, monkeypatch):
     (root / "tests/test_a.py").write_text(TESTS)
     (root / "pyproject.toml").write_text("")
     monkeypatch.setattr(mutate, "ROOT", root)
+    monkeypatch.setattr(mutate, "_IMPORTED", ())
     monkeypatch.setattr(mutate, "files_for", lambda module: ["tests/test_a.py"])
     sources = [
         "def f(x): return x + 1",

@@ -159,16 +159,16 @@ def test_choice_ranks(case: RoutingCase):
 )
 def test_select_of_many_tokens_in_odd_sizes(policy, skew, num_experts, experts_per_pool):
     """Several tiles and steps of tokens, lists of several blocks, in one part and in several."""
-    map_TE = torch.from_numpy(routing_map(515, num_experts, 3, skew=skew))
+    map_TE = torch.from_numpy(routing_map(259, num_experts, 3, skew=skew))
     generator = torch.Generator().manual_seed(1)
-    probs_TE = torch.rand(515, num_experts, generator=generator).mul(8).round()
-    slots = 50 * experts_per_pool
+    probs_TE = torch.rand(259, num_experts, generator=generator).mul(8).round()
+    slots = 25 * experts_per_pool
     draw = torch.tensor(5)
-    protected_T1 = (torch.arange(515) % 3 == 0)[:, None].to(torch.uint8)
+    protected_T1 = (torch.arange(259) % 3 == 0)[:, None].to(torch.uint8)
     for level_TE, short in ((None, 2**20), (protected_T1, 250)):
         arguments = (map_TE, probs_TE, slots, policy, level_TE, draw, experts_per_pool)
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in (("_TILE", 1024), ("_BLOCK", 256), ("_SHORT", short)):
+            for name, value in (("_TILE", 1024), ("_BLOCK", 128), ("_SHORT", short)):
                 patch.setattr(select, name, value)
             kept_TE, demand_E = select.kept_map(*map(here_if_tensor, arguments))
         expected_TE, _ = kept_map_in_torch(*arguments)

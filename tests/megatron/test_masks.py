@@ -8,12 +8,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from padded_dispatch.megatron import masks
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
-from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.graphs import LayerGraphs
 from tests.megatron.graphs.test_capture import (
     BATCH,
@@ -30,7 +28,7 @@ from tests.megatron.graphs.test_capture import (
     no_python,
     unreachable,
 )
-from tests.support import tiny
+from tests.support import parity, tiny
 from tests.support.graph_protocol import GraphedLayer
 from tests.support.pool import WorkerPool
 
@@ -146,15 +144,11 @@ def test_replays_follow_a_mask_with_recompute(megatron):
 
 
 def two_ranks(scope: Scope) -> list[str]:
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-        try:
-            with graphs():
-                return differences(eager_run(), graphed_run(scope))
-        finally:
-            parallel_state.destroy_model_parallel()
+    with parity.megatron("cpu", expert_model_parallel_size=2), graphs():
+        return differences(eager_run(), graphed_run(scope))
 
 
+@pytest.mark.ahead
 @pytest.mark.parametrize("scope", [WHOLE[1], PARTIAL[2]], ids="+".join)
 def test_replays_follow_a_mask_on_two_ranks(pool2: WorkerPool, scope):
     assert pool2.run(two_ranks, scope) == [[], []]

@@ -19,6 +19,7 @@ from padded_dispatch.megatron.telemetry import padded_moe_layers
 from tests.megatron.test_telemetry import model
 from tests.support import tiny
 from tests.support.gpt import LOSS_SCALE
+from tests.support.graph_training import Findings
 from tests.support.retried_training import (
     RetriedCase,
     Training,
@@ -59,12 +60,26 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_bits_are_those_of_a_training_that_never_drops(on_ranks, alone, case):
-    found = on_ranks(case.ranks, retried_equals_never_dropping, case)
-    for findings in found:
-        assert findings.failures() == []
-        assert (findings.facts["steps"], findings.facts["retried"]) == (case.steps, case.steps)
+def cases_of(num_ranks: int) -> pytest.MarkDecorator:
+    cases = [case for case in CASES if case.ranks == num_ranks]
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+def check(findings: Findings, case: RetriedCase) -> None:
+    assert findings.failures() == []
+    assert (findings.facts["steps"], findings.facts["retried"]) == (case.steps, case.steps)
+
+
+@cases_of(1)
+def test_bits_are_those_of_a_training_that_never_drops(alone, case):
+    check(retried_equals_never_dropping(case), case)
+
+
+@pytest.mark.ahead
+@cases_of(2)
+def test_bits_are_those_of_a_training_that_never_drops_on_two_ranks(pool2, case):
+    for findings in pool2.run(retried_equals_never_dropping, case):
+        check(findings, case)
 
 
 def test_an_overflow_in_the_run_that_is_taken_back_leaves_the_loss_scale_alone(alone):
@@ -154,6 +169,7 @@ def _one_drop(case: RetriedCase) -> tuple[list[str], dict[int, list[int]], tuple
         return differing, dropped, (retried.retry.num_retried, retried.retry.num_steps)
 
 
+@pytest.mark.ahead
 def test_a_drop_in_one_layer_of_one_rank_repeats_the_step_on_all(pool2):
     case = RetriedCase(name="one drop", ranks=2, ep=2, factor=2.0, steps=3)
     first, second = pool2.run(_one_drop, case)

@@ -1,6 +1,6 @@
 """Run pytest many times, each in a process forked from one that has imported what tests import.
 
-    python -P tests/support/fork_tests.py
+    python -P tests/support/fork_tests.py MODULE ...
 
 A line of standard input has, separated by spaces, the most examples of each test of `hypothesis`,
 and the arguments of pytest. Two lines answer it: the number of the process,
@@ -22,16 +22,6 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 
-_MODULES = (
-    "hypothesis.extra.numpy",
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.models.gpt.gpt_model",
-    "megatron.core.optimizer",
-    "megatron.core.transformer.cuda_graphs",
-    "megatron.core.transformer.moe.moe_layer",
-    "torch.testing._internal.distributed.multi_threaded_pg",
-    "triton.language",
-)
 _spawn_python = multiprocessing.util.spawnv_passfds
 # Where hypothesis keeps what `@settings` says about a test.
 _SETTINGS = "_hypothesis_internal_use_settings"
@@ -90,7 +80,7 @@ def _run(most_examples: str, *arguments: str) -> None:
 if __name__ == "__main__":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron-Core warns about missing optional packages.
-        for name in _MODULES:
+        for name in sys.argv[1:]:
             importlib.import_module(name)
     multiprocessing.util.spawnv_passfds = _fork_python
     # Most runs need no workers. Those of the others import the package themselves.

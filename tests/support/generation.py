@@ -16,8 +16,10 @@ With `local` graphs decoding needs the flash-attn package. `attend` stands in fo
 it can be captured. On a CPU, `LocalGraphs` stands in for Megatron's manager of graphs.
 """
 
+import faulthandler
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -62,6 +64,10 @@ try:  # Up to 0.17.
     )
 except ImportError:
     InferenceWrapperConfig = None
+
+# With its engines, Megatron lets these signals dump stacks; worker pools end by SIGTERM.
+for _number in (signal.SIGINT, signal.SIGTERM):
+    faulthandler.unregister(_number)
 
 PADS = "moe_pad_experts_for_cuda_graph_inference"
 

@@ -85,12 +85,11 @@ def test_costs_where_the_sizes_are_known():
 
 
 def test_sources_are_those_that_are_cited():
-    cited = {cell for row in menu(study_of()).rows for cell in row[-1] if cell in SOURCES}
-    text = "\n".join(notes(study_of()))
-    for letter, source in SOURCES.items():
-        assert (f"[{letter}] {source}." in text) == any(
-            row[-1].endswith(f"[{letter}]") for row in menu(study_of()).rows
-        )
+    found = study_of()
+    last = [row[-1] for row in menu(found).rows]
+    text = "\n".join(notes(found))
+    cited = [letter for letter in SOURCES if any(cell.endswith(f"[{letter}]") for cell in last)]
+    assert [letter for letter in SOURCES if f"[{letter}] {SOURCES[letter]}." in text] == cited
     assert cited
 
 

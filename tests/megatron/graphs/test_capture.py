@@ -29,9 +29,8 @@ from torch import Tensor
 from padded_dispatch.config import CapacityPool, Remedy
 from padded_dispatch.megatron import PaddedOptions, install, uninstall
 from padded_dispatch.megatron.compat import layer_graphs
-from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.dispatcher import _PLAN_TENSORS
-from tests.support import tiny
+from tests.support import parity, tiny
 from tests.support.graph_protocol import Tape, cuda_graphs_on_cpu
 from tests.support.pool import WorkerPool
 
@@ -259,15 +258,11 @@ def test_replay_equals_eager_with_recompute(megatron):
 
 
 def ep2_differences(scope: Scope, case: str) -> list[str]:
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-        try:
-            with graphs():
-                return differences(eager_run(case), graphed_run(scope, **CASES[case]))
-        finally:
-            parallel_state.destroy_model_parallel()
+    with parity.megatron("cpu", expert_model_parallel_size=2), graphs():
+        return differences(eager_run(case), graphed_run(scope, **CASES[case]))
 
 
+@pytest.mark.ahead
 @pytest.mark.parametrize("case", ["dropping", "overlap and gate"])
 @pytest.mark.parametrize("scope", [WHOLE[0], PARTIAL[2]], ids="+".join)
 def test_replay_equals_eager_on_two_ranks(pool2: WorkerPool, scope, case):
@@ -275,21 +270,17 @@ def test_replay_equals_eager_on_two_ranks(pool2: WorkerPool, scope, case):
 
 
 def pools_differences(scope: Scope, pool: CapacityPool, remedy: Remedy) -> list[str]:
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-        try:
-            with graphs():
-                install(PaddedOptions(capacity_pool=pool, remedy=remedy))
-                settings = {"moe_expert_capacity_factor": 0.5}
-                training = Training(None, **settings)
-                eager = [training.step(number) for number in range(5)]
-                for step in eager:
-                    assert step["kept_E of layer 0"].sum() < step["demand_E of layer 0"].sum()
-                return differences(eager, graphed_run(scope, **settings))
-        finally:
-            parallel_state.destroy_model_parallel()
+    with parity.megatron("cpu", expert_model_parallel_size=2), graphs():
+        install(PaddedOptions(capacity_pool=pool, remedy=remedy))
+        settings = {"moe_expert_capacity_factor": 0.5}
+        training = Training(None, **settings)
+        eager = [training.step(number) for number in range(5)]
+        for step in eager:
+            assert step["kept_E of layer 0"].sum() < step["demand_E of layer 0"].sum()
+        return differences(eager, graphed_run(scope, **settings))
 
 
+@pytest.mark.ahead
 @pytest.mark.parametrize(
     ("pool", "scope", "remedy"),
     [
