@@ -38,16 +38,17 @@ programs out. fc1's weight gradient on an H200, microseconds (commit eec4455):
     GPT-OSS, added to fp32               1,332         1,426
 
 A layer's forward and backward pass in a graph, 2 H200, EP 2, one after the other and beside, with
-22 programs left out and 132 that store, milliseconds (Qwen3: commit 225afe4, GPT-OSS: eec4455). A
-gradient that is not added was torch's, then faster, where it came before the way home:
+11 multiprocessors left out and 132 programs that store, milliseconds (commit 80b3b2b):
 
-    Qwen3, factor 1.0                   2.55   2.43      added to fp32   3.02   2.86
-    Qwen3, factor 1.25                  2.71   2.60                      3.20   3.09
-    GPT-OSS, factor 1.25                5.13   5.22                         -      -
+    Qwen3, factor 1.0                   2.47   2.26      added to fp32   2.91   2.75
+    Qwen3, factor 1.25                  2.59   2.41                      3.03   2.90
+    Qwen3, factor 1.25, 512 tokens      0.90   0.88
+    GPT-OSS, factor 1.0                 4.72   4.65
+    GPT-OSS, factor 1.25                4.90   4.83
 
-`pays` is the rule. At commit eec4455 Qwen3 took 2.47 and 2.85 at factor 1.0, with 11 programs left
-out 2.56 and 2.88, with 44 2.45 and 2.91, with none 2.58 and 2.99. With 22 left out, 66 programs
-that store took up to 0.03 longer, 264 and 528 up to 0.04 less or 0.02 more.
+`pays` is the rule. With the slower product of commit eec4455 Qwen3 took 2.47 and 2.85 at 1.0,
+with 11 programs left out 2.56 and 2.88, with 44 2.45 and 2.91, with none 2.58 and 2.99. With 22
+left out, 66 programs that store took up to 0.03 longer, 264 and 528 up to 0.04 less or 0.02 more.
 
 Sums that go home (`link_rows="summed"`) do not travel beside a product: a rank adds them before it
 sends them, for which few programs are too slow. Qwen3 at factor 1.0 took 2.55 with 132 of them

@@ -91,11 +91,9 @@ _GENERATION_DROPS_NOTHING = (
     "memory in graphs of many tokens, set eval_factor to a number"
 )
 
-# Commit 225afe4, see notebooks/results.
-_OVERLAP_WAS_NOT_FASTER = (
-    "with overlap_moe_expert_parallel_comm direct stores must be asked for by exchange='direct'. "
-    "Without the overlap 'auto' takes them, which was faster than the overlap of the all-to-all: "
-    "273 ms a step and 330, for Qwen3's layers with 32,768 tokens on 2 H200"
+_OVERLAP_OF_STAGES = (
+    "with overlap_moe_expert_parallel_comm and pipeline stages direct stores must be asked for by "
+    "exchange='direct': they have run together on CPUs only"
 )
 
 
@@ -141,7 +139,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         if in_flight == "auto":
             in_flight = passes_in_flight(config, _pipeline_rank(pg_collection))
         # Only direct stores serve sources that share slots.
-        by_collectives = self._overlaps and options.capacity_pool != "receiver"
+        stages = config.pipeline_model_parallel_size
+        by_collectives = self._overlaps and stages > 1 and options.capacity_pool != "receiver"
         self.exchanges = LayerExchanges(
             self.dispatch_config,
             self.agreement,
@@ -149,11 +148,11 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self.tp_group,
             layout=self._experts.layout or "padded",
             kind=options.exchange,
-            why_not_direct=_OVERLAP_WAS_NOT_FASTER if by_collectives else "",
+            why_not_direct=_OVERLAP_OF_STAGES if by_collectives else "",
             microbatches_in_flight=in_flight,
             link_rows=options.link_rows,
             ranks_per_host=None if options.ranks_per_host == "auto" else options.ranks_per_host,
-            num_layers=max(1, config.num_layers // config.pipeline_model_parallel_size),
+            num_layers=max(1, config.num_layers // stages),
             ffn_size=config.moe_ffn_hidden_size or 0,
         )
         # Whether `token_dispatch` makes direct stores; Megatron then keeps inputs.

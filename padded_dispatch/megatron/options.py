@@ -249,7 +249,7 @@ class PaddedOptions:
         "auto: direct where it can work, else alltoall; alltoall: all slots, by any backend; "
         "direct: stores of real rows between the GPUs of one host, for packed experts; two-level: "
         "for several hosts, tokens between them and slots inside; results are those of alltoall, "
-        "bit by bit. With overlap_moe_expert_parallel_comm auto takes alltoall",
+        "bit by bit. With overlap_moe_expert_parallel_comm and pipeline stages auto takes alltoall",
         choices=get_args(ExchangeKind),
     )
     router: Router = _option(

@@ -126,9 +126,10 @@ def test_bits_are_those_of_the_plain_schedule_with(pool2, options):
     assert [findings.failures() for findings in found] == [[], []]
 
 
-def layer(*, overlaps: bool = True, **options: Any) -> Any:
+def layer(*, overlaps: bool = True, stages: int = 1, **options: Any) -> Any:
     """Build a layer alone, whose config Megatron's checks would want more ranks for."""
     config = tiny.config()
+    config.pipeline_model_parallel_size = stages
     config.overlap_moe_expert_parallel_comm = overlaps
     config.padded_dispatch = PaddedOptions(**options)
     return tiny.layer(config, padded_spec(tiny.layer_spec()))
@@ -195,12 +196,14 @@ def test_virtual_stages_without_overlapped_sends_are_refused_when_a_layer_is_bui
 
 
 @pytest.mark.usefixtures("one_process")
-def test_direct_stores_must_be_asked_for_and_the_log_has_the_reason():
-    reason = layer().token_dispatcher.exchanges.no_direct
-    assert reason.startswith(
-        "with overlap_moe_expert_parallel_comm direct stores must be asked for by "
-        "exchange='direct'. Without the overlap 'auto' takes them, which was faster"
+def test_direct_stores_must_be_asked_for_with_pipeline_stages_and_the_log_has_the_reason():
+    def no_direct(**how: Any) -> str:
+        return layer(experts="packed", **how).token_dispatcher.exchanges.no_direct
+
+    assert "no CUDA device" in no_direct()
+    assert no_direct(stages=2).startswith(
+        "with overlap_moe_expert_parallel_comm and pipeline stages direct stores must be asked for"
     )
+    assert "no CUDA device" in no_direct(stages=2, overlaps=False)
     # No other exchange serves these, so "auto" tries them.
-    shared = layer(capacity_pool="receiver", experts="packed").token_dispatcher.exchanges
-    assert "no CUDA device" in shared.no_direct
+    assert "no CUDA device" in no_direct(stages=2, capacity_pool="receiver")
