@@ -6,12 +6,13 @@ It uses all GPUs of the machine. Every part writes a row, and the file is comple
 part that fails or exceeds its time limit does not stop the others. `--only TEXT` runs the parts
 with this text in their names: "eager", "replays", "rows stored", "exchange", "error", "a rank".
 
-    compute-sanitizer --tool memcheck --show-backtrace no --target-processes all \\
-        --error-exitcode 9 python -m tests.gpu.direct --small
+    compute-sanitizer --tool memcheck --show-backtrace no --report-api-errors no \\
+        --target-processes all --error-exitcode 9 python -m tests.gpu.direct --small
 
 is a short run on two GPUs for the sanitizer's tools, without a results file. (With backtraces the
 sanitizer keeps Python's frames, and with them the tensors of a call; its receive buffer then looks
-as if it still waited for its backward pass.)
+as if it still waited for its backward pass. torch tries kinds of shared memory that a machine may
+refuse; that is no error of a kernel.)
 """
 
 import argparse
