@@ -7,6 +7,7 @@ than once, the last row counts.
 import itertools
 import json
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,12 @@ def num_layers(row: dict[str, Any]) -> int:
     return row["flags"]["recipe"]["num_layers"]
 
 
+def _passes(row: dict[str, Any]) -> int:
+    recipe, size = row["flags"]["recipe"], row["flags"]["layout"]
+    replicas = size["workers"] // (size["tp"] * size["pp"])
+    return recipe["global_batch"] // (recipe["micro_batch"] * replicas)
+
+
 def layout(row: dict[str, Any]) -> tuple[Any, ...]:
     """Return what rows in one panel share."""
     return routing(row), row["model"], row["tokens"], row["ep"]
@@ -178,7 +185,8 @@ def medians(rows: Rows) -> Rows:
 class Steps:
     """Rows of `full_layer_graph.json`.
 
-    `timed`: steps that measure time, repeats merged; those with `--shared-overlap` are left out.
+    `timed`: steps of one pass that measure time, repeats merged; those with `--shared-overlap` and
+    with gradients that travel after products are left out.
     `usual`: those with the most frequent factor (or none: stock dropless) and number of layers.
     `layouts`: of `usual`; `main`: the layouts on most ranks, with balanced routing. `newest`: the
     last row of `usual` by (layout, graph, kind).
@@ -192,6 +200,8 @@ class Steps:
                 for row in self.rows
                 if not row["flags"]["recipe"]["deterministic"]
                 and not row["flags"]["dispatch"].get("shared_overlap")
+                and row["flags"]["dispatch"]["padded"].get("gradients_home", "auto") == "auto"
+                and _passes(row) == 1
             ]
         )
         self.factor = statistics.mode(
@@ -520,17 +530,24 @@ def case(row: dict[str, Any]) -> str:
 
 
 class Layers:
-    """Graphed rows of `layer_bench.json`, of models that were measured with stock beside them.
+    """Graphed rows of `layer_bench.json` without gradients added, where stock ran at several EP.
 
     `measured`: all of them; `newest`: the last of each case; `balanced`: of `newest`, uniform
     routing and the most frequent number of tokens; `factor`: their most frequent factor.
     """
 
     def __init__(self) -> None:
-        rows = [r for r in load("layer_bench") if r["ms"] is not None and r["graph"] == "layer"]
-        stocked = {row["model"] for row in where(rows, contender="stock-drop-pad")}
+        rows = [
+            row
+            for row in load("layer_bench")
+            if row["ms"] is not None
+            and row["graph"] == "layer"
+            and row.get("main_grad", "none") == "none"
+        ]
+        stocked = {(row["model"], row["ep"]) for row in where(rows, contender="stock-drop-pad")}
+        eps = Counter(model for model, _ in stocked)
         self.measured = sorted(
-            (row for row in rows if row["model"] in stocked),
+            (row for row in rows if eps[row["model"]] > 1),
             key=lambda row: (row["tokens"], row["ep"], -ord(row["model"][0])),
         )
         last = {(case(row), row["capacity_factor"], kind(row)): row for row in self.measured}
