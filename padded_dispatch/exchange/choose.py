@@ -279,7 +279,8 @@ class LayerExchanges:
             return AllToAllExchange(num_local_experts, self._group, self._etp_group, **settings)
         assert self._group is not None
         groups = self._group, self._etp_group
-        return TwoLevelExchange(num_local_experts, self._hosts, *groups, **settings)
+        summed = self._link_rows == "summed"
+        return TwoLevelExchange(num_local_experts, self._hosts, *groups, summed=summed, **settings)
 
     def choose(
         self,

@@ -271,7 +271,7 @@ class PaddedOptions:
         "with direct, rows of a token that cross a link: once: one for each rank of its experts, "
         "which copies it; each: one for each expert; auto: once where that saves a tenth of the "
         "rows. Results are the same, bit by bit. summed: as once, and one sum of a token's rows on "
-        "a rank goes home, which is rounded once more",
+        "a rank goes home, which is rounded once more; with two-level, one sum on a host",
         choices=get_args(LinkRows),
     )
     gradients_home: GradientsHome = _option(
@@ -382,7 +382,8 @@ class PaddedOptions:
             factors,
             "be a tuple of rising factors above 0",
         )
-        for name, exchanges in (("link_rows", ("auto", "direct")), ("ranks_per_host", _TWO_LEVEL)):
+        readers = ("auto", "direct", *(_TWO_LEVEL if self.link_rows == "summed" else ()))
+        for name, exchanges in (("link_rows", readers), ("ranks_per_host", _TWO_LEVEL)):
             value = getattr(self, name)
             require(
                 value == "auto" or self.exchange in exchanges,

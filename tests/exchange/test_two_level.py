@@ -98,8 +98,10 @@ def _step(
     return found
 
 
-def _both(case: dict[str, Any], ranks_per_host: int, etp_size: int = 1) -> list[str]:
-    """Return what differs between the exchanges on this rank."""
+def _both(
+    case: dict[str, Any], ranks_per_host: int, etp_size: int = 1, link_rows: Any = "auto"
+) -> list[str]:
+    """Return what differs between the exchanges on this rank; with fp64, by more than rounding."""
     case = {"packed": False, "dtype": torch.float32, "skew": "uniform", **case}
     packed, dtype, skew = (case.pop(name) for name in ("packed", "dtype", "skew"))
     num_ranks = dist.get_world_size() // etp_size
@@ -116,6 +118,7 @@ def _both(case: dict[str, Any], ranks_per_host: int, etp_size: int = 1) -> list[
             packed=packed,
             exchange=exchange,
             ranks_per_host=ranks_per_host if exchange == "two-level" else None,
+            link_rows=link_rows if exchange == "two-level" else "auto",
         )
         with poisoned_memory():
             found.append(_step(dispatcher, dtype, skew, dist.get_rank()))
@@ -123,12 +126,45 @@ def _both(case: dict[str, Any], ranks_per_host: int, etp_size: int = 1) -> list[
     assert type(dispatcher.exchanges._fitting) is AllToAllExchange
     assert dispatcher.exchanges.num_hosts == num_ranks // ranks_per_host
     plain, levels = found
+    if dtype == torch.float64:
+        return [n for n, value in plain.items() if not torch.allclose(value, levels[n], 1e-12)]
     return [name for name, value in plain.items() if not torch.equal(value, levels[name])]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_hosts_of_two_ranks_equal_the_all_to_all(pool4, case):
     assert pool4.run(_both, case, 2) == [[]] * 4
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sums_on_hosts_differ_by_rounding_alone(pool4, case):
+    case = {**case, "dtype": torch.float64}
+    assert pool4.run(_both, case, 2, 1, "summed") == [[]] * 4
+
+
+def _summed() -> Tensor:
+    """Return a token's sum of three rows, two of them on one of two hosts of one rank."""
+    config = DispatchConfig(num_experts=4, top_k=3, capacity_factor=4.0, num_ranks=2)
+    dispatcher = PaddedDispatcher(
+        config,
+        group=dist.group.WORLD,
+        exchange="two-level",
+        ranks_per_host=1,
+        link_rows="summed",
+    )
+    map_TE = torch.tensor([[True, True, True, False]])
+    tokens_TD = torch.ones(1, 1, dtype=torch.bfloat16)
+    sent = dispatcher.dispatch(tokens_TD, map_TE.float(), map_TE)
+    given = sent.expert_input
+    # Experts 0, 1 and 2 return 256, 1 and 1.
+    factor = torch.tensor([256.0, 1.0] if dist.get_rank() == 0 else [1.0, 0.0])
+    factor_N = factor.repeat_interleave(len(given.rows_ND) // 2)
+    return dispatcher.combine((given.rows_ND * factor_N[:, None]).bfloat16(), sent)
+
+
+def test_a_sum_on_a_host_is_rounded_before_it_goes_back(pool2):
+    """256 + 1 is 256 in bf16, and so is 256 + 1 again; rounded once, the sum would be 258."""
+    assert [float(sum_TD) for sum_TD in pool2.run(_summed)] == [256.0, 256.0]
 
 
 @pytest.mark.parametrize("per_host", [1, 2, 4])
@@ -144,9 +180,14 @@ def test_experts_that_are_split_equal_the_all_to_all(pool4):
 def _one_step(exchange: Any, skew: str, capacity_pool: Any) -> None:
     config = config_of(8, capacity_pool=capacity_pool)
     packed = capacity_pool == "rank"
-    per_host = 2 if exchange == "two-level" else None
+    per_host = None if exchange == "alltoall" else 2
     dispatcher = PaddedDispatcher(
-        config, group=dist.group.WORLD, packed=packed, exchange=exchange, ranks_per_host=per_host
+        config,
+        group=dist.group.WORLD,
+        packed=packed,
+        exchange=exchange.removesuffix(" summed"),
+        ranks_per_host=per_host,
+        link_rows="summed" if exchange.endswith("summed") else "auto",
     )
     _step(dispatcher, torch.float32, skew, dist.get_rank())
 
@@ -169,15 +210,15 @@ def _sent(records: Records, rank: int, per_host: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("skew", ["uniform", "hot"])
 @pytest.mark.parametrize("pool", ["expert", "rank"])
-@pytest.mark.parametrize("exchange", ["alltoall", "two-level"])
+@pytest.mark.parametrize("exchange", ["alltoall", "two-level", "two-level summed"])
 def test_each_level_sends_the_bytes_that_were_predicted(exchange, pool, skew):
     with recorded(8) as records:
         run_on_threads(8, _one_step, exchange, skew, pool)
     for started in records.of_rank:
         started[:] = [one for one in started if one[0].endswith("_single")]
     config = config_of(8, capacity_pool=pool)
-    two_levels = exchange == "two-level"
-    forward = level_bytes(config, TOKENS, HIDDEN, 4, ranks_per_host=2, two_levels=two_levels)
+    levels = dict(two_levels=exchange != "alltoall", summed=exchange.endswith("summed"))
+    forward = level_bytes(config, TOKENS, HIDDEN, 4, ranks_per_host=2, **levels)
     # Backward, gradients of rows go the other way; those of probabilities go, and counts with them.
     sizes = config.sizes(TOKENS)
     meta = 4 * (sizes.num_pools * sizes.pool_slots + config.num_experts)
@@ -288,7 +329,8 @@ def test_rows_are_padded_unless_packed_ones_are_asked_for():
     group: Any = SimpleNamespace(size=lambda: 4, group_name="group")
     for given, packed in (({}, False), ({"packed": True}, True)):
         exchange = TwoLevelExchange(2, hosts, group, **given)
-        assert (exchange.packed, exchange._way) == (packed, ("rail", "host", 2, 2, not packed))
+        way = "rail", "host", 2, 2, not packed, False
+        assert (exchange.packed, exchange._way) == (packed, way)
 
 
 def _hosts(names: list[str]) -> list[list[int]]:
@@ -409,7 +451,7 @@ def _ops() -> None:
     for choice, slot in enumerate(slot_of_TK.flatten().tolist()):
         if slot >= 0:
             choice_of_slot_GP.view(-1)[slot] = choice
-    way = slot_of_TK, choice_of_slot_GP, *hosts_of(dist.group.WORLD, 2).way, True
+    way = slot_of_TK, choice_of_slot_GP, *hosts_of(dist.group.WORLD, 2).way, True, True
     tokens_TD = torch.randn(3, 2, generator=draw, dtype=torch.float64, requires_grad=True)
     slots_MPD = torch.randn(4, 2, 2, generator=draw, dtype=torch.float64, requires_grad=True)
     opcheck(two_level._go, (tokens_TD, *way))

@@ -65,6 +65,9 @@ def test_options_of_another_exchange_are_refused():
     for exchange in ("alltoall", "two-level"):
         with pytest.raises(ValueError, match=rf"^link_rows must be auto with exchange='{exchange}"):
             PaddedOptions(exchange=exchange, link_rows="once")
+    PaddedOptions(exchange="two-level", link_rows="summed")
+    with pytest.raises(ValueError, match=r"^link_rows must be auto with exchange='alltoall'"):
+        PaddedOptions(exchange="alltoall", link_rows="summed")
 
 
 @pytest.mark.parametrize("experts", ["module", "batched"])
