@@ -392,7 +392,8 @@ class LayerExchanges:
             _refuse_on_gpus(tokens_TD, reason)
             sizes = blocks_of_receivers(config, sizes, tokens_TD.shape[0])
         if self._hosts is not None and self._group is not None:
-            require_room(config, tokens_TD, self._group, self.num_hosts)
+            summed = self._link_rows == "summed"
+            require_room(config, tokens_TD, self._group, self.num_hosts, summed)
         exchange = self._packed or self._padded
         if self._packed is not None and self._padded is not None:
             padded = prefers_padded(config, tokens_TD.shape[0])

@@ -257,19 +257,26 @@ def bytes_at_once(
     element_size: int,
     *,
     num_hosts: int,
+    summed: bool = False,
 ) -> int:
     """Return the bytes of rows that one way holds at once, on top of what it is given.
 
-    They are slots before and after a hop, or slots beside the tokens of a rank of each host. All
-    that one pass allocates is in `DispatchConfig.buffer_bytes`.
+    They are slots before and after a hop, or slots beside the tokens of a rank of each host; with
+    sums on hosts also these tokens' before and after a hop. All that one pass allocates, without
+    sums on hosts, is in `DispatchConfig.buffer_bytes`.
     """
     sizes, per_row = config.sizes(num_tokens), hidden_size * element_size
-    slots = sizes.num_pools * sizes.pool_slots
-    return per_row * (slots + max(slots, num_hosts * num_tokens + 1))
+    slots, tokens = sizes.num_pools * sizes.pool_slots, num_hosts * num_tokens
+    there, back = slots + tokens + 1, 2 * (max(slots, tokens) if summed else slots)
+    return per_row * max(there, back)
 
 
 def require_room(
-    config: DispatchConfig, tokens_TD: Tensor, group: dist.ProcessGroup, num_hosts: int
+    config: DispatchConfig,
+    tokens_TD: Tensor,
+    group: dist.ProcessGroup,
+    num_hosts: int,
+    summed: bool = False,
 ) -> None:
     """Raise on all ranks if a GPU has no room for two levels; a collective call if on GPUs.
 
@@ -280,7 +287,7 @@ def require_room(
         return
     num_tokens, width = tokens_TD.shape
     size = tokens_TD.element_size()
-    need = bytes_at_once(config, num_tokens, width, size, num_hosts=num_hosts)
+    need = bytes_at_once(config, num_tokens, width, size, num_hosts=num_hosts, summed=summed)
     free = free_bytes(group, tokens_TD.device)
     require(
         need <= free,
@@ -414,29 +421,19 @@ def _return(
     summed: bool,
 ) -> Tensor:
     """Send slots back to their tokens, and sum those of each: [M, P, D] to [T, D]."""
-    combine = torch.ops.padded_dispatch.combine
+    # By host of their tokens. Names are used again, so at most two buffers are alive.
+    rows = _swapped(all_to_all(_swapped(rows_MPD, num_hosts, per_host), host), per_host, num_hosts)
+    slots = slot_of_TK
+    if summed:
+        num_slots = choice_of_slot_GP.numel() // num_hosts
+        slots = _slots_of_rail(slot_of_TK, num_slots, rail, num_hosts)
+    else:
+        rows = all_to_all(rows, rail)
+    rows = torch.ops.padded_dispatch.combine(rows, slots, choice_of_slot_GP, zeros)
     if not summed:
-        return combine(
-            all_to_all(_slots_by_host(rows_MPD, host, num_hosts, per_host), rail),
-            slot_of_TK,
-            choice_of_slot_GP,
-            zeros,
-        )
-    num_slots = choice_of_slot_GP.numel() // num_hosts
-    sums_ND = combine(
-        _slots_by_host(rows_MPD, host, num_hosts, per_host),
-        _slots_of_rail(slot_of_TK, num_slots, rail, num_hosts),
-        choice_of_slot_GP,
-        zeros,
-    )
-    sums_HTD = all_to_all(sums_ND, rail).unflatten(0, (num_hosts, -1))
-    wide = torch.promote_types(sums_HTD.dtype, torch.float32)
-    return sums_HTD.sum(0, dtype=wide).to(sums_HTD.dtype)
-
-
-def _slots_by_host(rows_MPD: Tensor, host: str, num_hosts: int, per_host: int) -> Tensor:
-    """Send slots inside the host to the ranks that their tokens came over: [M, P, D], by host."""
-    return _swapped(all_to_all(_swapped(rows_MPD, num_hosts, per_host), host), per_host, num_hosts)
+        return rows
+    rows = all_to_all(rows, rail).unflatten(0, (num_hosts, -1))
+    return rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
 
 
 def _slots_of_rail(slot_of_TK: Tensor, num_slots: int, rail: str, num_hosts: int) -> Tensor:

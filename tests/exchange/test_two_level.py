@@ -250,10 +250,13 @@ def test_bytes_of_a_public_model():
     assert there(False, 8).back_within == 14 * 320 * 4096
 
 
-def _allocated(config: DispatchConfig, ranks_per_host: int) -> list[tuple[int, int]]:
+def _allocated(
+    config: DispatchConfig, ranks_per_host: int, summed: bool = False
+) -> list[tuple[int, int]]:
     """Return the bytes of rows that each way allocates in all, and the most of them at once."""
     hosts = hosts_of(dist.group.WORLD, ranks_per_host)
-    exchange = TwoLevelExchange(LOCAL_EXPERTS, hosts, dist.group.WORLD, packed=True)
+    groups = hosts, dist.group.WORLD
+    exchange = TwoLevelExchange(LOCAL_EXPERTS, *groups, packed=True, summed=summed)
     map_TE = torch.from_numpy(routing_map(TOKENS, config.num_experts, config.top_k))
     plan = make_plan(map_TE, top_k=config.top_k, sizes=config.sizes(TOKENS))
     maps = plan.slot_of_TK, plan.choice_of_slot_GP
@@ -266,7 +269,9 @@ def _allocated(config: DispatchConfig, ranks_per_host: int) -> list[tuple[int, i
         with (
             patch.object(two_level, "gather_into", lambda *_: None),
             patch.object(
-                torch.ops.padded_dispatch, "combine", lambda rows, *_: rows[:1, 0].clone()
+                torch.ops.padded_dispatch,
+                "combine",
+                lambda rows, slots, *_: rows.new_zeros(len(slots) if summed else 1, 2048),
             ),
             profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
         ):
@@ -303,6 +308,18 @@ def test_bytes_are_those_that_ranks_allocate(pool4, factor, ranks_per_host):
     assert min(most_there for (_, most_there), _ in found) == most
     assert min(most_back for _, (_, most_back) in found) == 2 * slots
     assert (levels.experts, levels.plan) == (plain.experts, plain.plan)
+
+
+@pytest.mark.parametrize("factor", [0.25, 2.0])
+def test_ranks_hold_no_more_at_once_than_was_predicted_with_sums_on_hosts(pool4, factor):
+    config, sizes = config_of(4, capacity_factor=factor, num_experts=8), (TOKENS, 2048, 4)
+    slots, tokens = 8 * config.capacity(TOKENS), 2 * TOKENS
+    found = pool4.run(_allocated, config, 2, True)
+    there, back = slots + max(slots, tokens + 1), 2 * max(slots, tokens)
+    assert min(most_there for (_, most_there), _ in found) == there * 2048 * 4
+    assert min(most_back for _, (_, most_back) in found) == back * 2048 * 4
+    most = bytes_at_once(config, *sizes, num_hosts=2, summed=True)
+    assert most == max(there, back) * 2048 * 4
 
 
 def test_too_little_memory_is_refused_by_name():
