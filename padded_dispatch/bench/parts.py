@@ -483,21 +483,8 @@ def _products(
     def draw(*sizes: int) -> Tensor:
         return (torch.randn(sizes, device=device) * sizes[-1] ** -0.5).to(dtype)
 
-    # torch's is private until torch 2.10, and without a kernel on CPUs.
-    def torchs(rows_NI: Tensor, weight_LOI: Tensor) -> Tensor:
-        if device.type == "cpu":
-            return grouped_linear(rows_NI, weight_LOI, offsets_L)
-        grouped_mm: Any = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
-        return grouped_mm(rows_NI, weight_LOI.transpose(1, 2), offs=offsets_L)
-
-    def torchs_outer(grad_NO: Tensor, rows_NI: Tensor) -> Tensor:
-        if device.type == "cpu":
-            return outer_by_expert(grad_NO, rows_NI, offsets_L)
-        grouped_mm: Any = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
-        return grouped_mm(grad_NO.T, rows_NI, offs=offsets_L)
-
     def torch_added(grad_NO: Tensor, rows_NI: Tensor, sums_LOI: Tensor) -> None:
-        sums_LOI.add_(torchs_outer(grad_NO, rows_NI))
+        sums_LOI.add_(torchs_outer(grad_NO, rows_NI, offsets_L))
 
     for name, width_in, width_out in (
         ("fc1", shape.hidden_size, 2 * shape.ffn_size),
@@ -514,15 +501,34 @@ def _products(
         ):
             ours = functools.partial(grouped_linear, *given, offsets_L, tiles=tiles)
             yield part(name=product, run=ours)
-            yield part(name=f"{product}, torch", run=functools.partial(torchs, *given))
+            run = functools.partial(torchs_linear, *given, offsets_L)
+            yield part(name=f"{product}, torch", run=run)
         outer = functools.partial(outer_by_expert, grad_NO, rows_NI, offsets_L)
         yield part(name=f"{name} wgrad", run=outer)
-        run = functools.partial(torchs_outer, grad_NO, rows_NI)
+        run = functools.partial(torchs_outer, grad_NO, rows_NI, offsets_L)
         yield part(name=f"{name} wgrad, torch", run=run)
         given = grad_NO, rows_NI, offsets_L, sums_LOI
         yield part(name=f"{name} wgrad added", run=functools.partial(add_outer_by_expert, *given))
         run = functools.partial(torch_added, grad_NO, rows_NI, sums_LOI)
         yield part(name=f"{name} wgrad added, torch", run=run)
+
+
+# Private until torch 2.10, and without a kernel on CPUs.
+_grouped_mm: Any = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+
+
+def torchs_linear(rows_NI: Tensor, weight_LOI: Tensor, offsets_L: Tensor) -> Tensor:
+    """Do `grouped_linear` by torch's own product, on CPUs by ours."""
+    if not rows_NI.is_cuda:
+        return grouped_linear(rows_NI, weight_LOI, offsets_L)
+    return _grouped_mm(rows_NI, weight_LOI.transpose(1, 2), offs=offsets_L)
+
+
+def torchs_outer(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor) -> Tensor:
+    """Do `outer_by_expert` by torch's own product, on CPUs by ours."""
+    if not rows_NI.is_cuda:
+        return outer_by_expert(grad_NO, rows_NI, offsets_L)
+    return _grouped_mm(grad_NO.T, rows_NI, offs=offsets_L)
 
 
 def _experts(

@@ -42,6 +42,7 @@ from padded_dispatch.bench.measure import (
     profiled,
     timed,
 )
+from padded_dispatch.bench.parts import torchs_outer
 from padded_dispatch.exchange.beside import ROOM, Room
 from padded_dispatch.megatron import experts as megatron_experts
 from padded_dispatch.megatron.compat import training_stream
@@ -127,13 +128,6 @@ class Products:
     device: str = "cuda"
 
 
-def _torchs(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor) -> Tensor:
-    if grad_NO.device.type == "cpu":
-        return grouped.outer_by_expert(grad_NO, rows_NI, offsets_L)
-    grouped_mm: Any = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
-    return grouped_mm(grad_NO.T, rows_NI, offs=offsets_L)
-
-
 def products(case: Products) -> Findings:
     """Compare our product with torch's, and time both."""
     torch.manual_seed(0)
@@ -145,7 +139,7 @@ def products(case: Products) -> Findings:
     for tensor in (grad_NO, rows_NI):
         tensor[-100:] = torch.nan
     given = grad_NO, rows_NI, offsets_L
-    expected = _torchs(*given)
+    expected = torchs_outer(*given)
     ours = grouped.outer_by_expert(*given, 11)
     facts: dict[str, Any] = {"equal_elements": (ours == expected).double().mean().item()}
     sums_LOI = torch.zeros(expected.shape, device=case.device)
@@ -158,7 +152,7 @@ def products(case: Products) -> Findings:
     if not torch.equal(ours, grouped.outer_by_expert(*given, 0)):
         broken.append("products depend on the programs")
     if case.device == "cuda":
-        calls: dict[str, Callable[[], object]] = {"torch": lambda: _torchs(*given)}
+        calls: dict[str, Callable[[], object]] = {"torch": lambda: torchs_outer(*given)}
         for spare in _SPARE:
             calls[f"spare {spare}"] = lambda spare=spare: grouped.outer_by_expert(*given, spare)
             calls[f"added, spare {spare}"] = lambda spare=spare: grouped.add_outer_by_expert(
