@@ -34,6 +34,7 @@ from padded_dispatch.megatron.config import check_config, take_over
 from padded_dispatch.megatron.cpu import CPU_REMEDY, is_on_cpu
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.layer import PaddedMoELayer, build, dispatcher_type
+from padded_dispatch.megatron.log import log_once
 from padded_dispatch.megatron.megatron_lm import follow_training
 from padded_dispatch.megatron.options import PaddedOptions, require_options
 from padded_dispatch.megatron.saved import keep_options
@@ -107,20 +108,16 @@ def _with_stock_name(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_init(init: Callable[..., None], options: PaddedOptions) -> Callable[..., None]:
-    ignored = [options] if options != PaddedOptions() else []  # until the warning about them
-
     @functools.wraps(init)
     def padded_init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.moe_token_dispatcher_type == NAME:
             build(init, self, config, *args, **kwargs)
         else:
-            if ignored and not isinstance(self, PaddedMoELayer):
-                ignored.clear()
-                _log.warning(
+            if options != PaddedOptions() and not isinstance(self, PaddedMoELayer):
+                log_once(
                     "options of the padded dispatcher have no effect: moe_token_dispatcher_type "
-                    "must be %r, got %r",
-                    NAME,
-                    config.moe_token_dispatcher_type,
+                    f"must be {NAME!r}, got {config.moe_token_dispatcher_type!r}",
+                    logging.WARNING,
                 )
             init(self, config, *args, **kwargs)
 

@@ -71,6 +71,7 @@ def test_stock_configs_pass_through():
 
 
 def test_options_that_no_layer_follows_are_named_once(caplog):
+    log_once.cache_clear()
     install()
     tiny.layer(tiny.config("allgather"))
     install(PaddedOptions(min_capacity=3))
