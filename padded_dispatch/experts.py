@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -54,6 +55,38 @@ class ExpertWeights:
     fc2_delayed: Delayed | None = None
 
 
+class LinearsToSums(Protocol):
+    """Both linears of a pass whose rows go home inside of fc2: `padded_dispatch.exchange.fused`.
+
+    Gradients of the rows, and of their probabilities, go past `grouped_mlp`, to their tokens.
+    """
+
+    def first(
+        self,
+        rows_ND: Tensor,
+        probs_N: Tensor,
+        weight_LGD: Tensor,
+        offsets_L: Tensor,
+        tiles: Tensor,
+        sums_LGD: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return fc1's result and the probabilities."""
+        ...
+
+    def second(
+        self,
+        hidden_NF: Tensor,
+        probs_N: Tensor,
+        weight_LDF: Tensor,
+        bias_LD: Tensor | None,
+        offsets_L: Tensor,
+        tiles: Tensor,
+        sums_LDF: Tensor | None,
+    ) -> Tensor:
+        """Return the sum of every token's rows, [T, D]."""
+        ...
+
+
 def grouped_mlp(
     rows_ND: Tensor,
     probs_N: Tensor,
@@ -80,10 +113,50 @@ def grouped_mlp(
     """
     if linear is grouped_linear:  # All products of a pass, also backward, share the list.
         linear = partial(grouped_linear, tiles=row_tiles(offsets_L, len(rows_ND)))
-    fc1_sums_LGD, fc1_delayed = weights.fc1_sums_LGD, weights.fc1_delayed
-    given = None, None, fc1_sums_LGD, fc1_delayed
+    given = None, None, weights.fc1_sums_LGD, weights.fc1_delayed
     fc1_NG = linear(rows_ND, weights.fc1_LGD, offsets_L, *given)
 
+    def second(hidden_NF: Tensor) -> Tensor:
+        given = weights.fc2_bias_LD, probs_N, weights.fc2_sums_LDF, weights.fc2_delayed
+        return linear(hidden_NF, weights.fc2_LDF, offsets_L, *given)
+
+    return _from_fc1(fc1_NG, probs_N, offsets_L, weights, activation, recompute, second)
+
+
+def grouped_mlp_to_sums(
+    rows_ND: Tensor,
+    probs_N: Tensor,
+    offsets_L: Tensor,
+    weights: ExpertWeights,
+    activation: Activation,
+    linears: LinearsToSums,
+    *,
+    recompute: bool = False,
+) -> Tensor:
+    """Compute `grouped_mlp` with these linears, and return the sum of every token's rows: [T, D].
+
+    The other arguments are those of `grouped_mlp`; no gradient of `weights` is delayed.
+    """
+    given = offsets_L, row_tiles(offsets_L, len(rows_ND))
+    sums_LGD = weights.fc1_sums_LGD
+    fc1_NG, probs_N = linears.first(rows_ND, probs_N, weights.fc1_LGD, *given, sums_LGD)
+
+    def second(hidden_NF: Tensor) -> Tensor:
+        linear = weights.fc2_LDF, weights.fc2_bias_LD, *given, weights.fc2_sums_LDF
+        return linears.second(hidden_NF, probs_N, *linear)
+
+    return _from_fc1(fc1_NG, probs_N, offsets_L, weights, activation, recompute, second)
+
+
+def _from_fc1(
+    fc1_NG: Tensor,
+    probs_N: Tensor,
+    offsets_L: Tensor,
+    weights: ExpertWeights,
+    activation: Activation,
+    recompute: bool,
+    second: Callable[[Tensor], Tensor],
+) -> Tensor:
     def activated(fc1_NG: Tensor) -> Tensor:
         return activate(fc1_NG, probs_N, offsets_L, activation, weights.fc1_bias_LG)
 
@@ -92,9 +165,7 @@ def grouped_mlp(
     if recompute:
         context = _recomputed(hidden_NF, lambda: activated(saved_NG).detach())
     with context:
-        bias_LD, sums_LDF = weights.fc2_bias_LD, weights.fc2_sums_LDF
-        given = bias_LD, probs_N, sums_LDF, weights.fc2_delayed
-        return linear(hidden_NF, weights.fc2_LDF, offsets_L, *given)
+        return second(hidden_NF)
 
 
 def _recomputed(value: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:

@@ -45,7 +45,7 @@ _PHASES = {
     "combine": r"_sum_rows_kernel|_unpermute_kernel",
     "regroup": r"_move_rows|sort_chunks",
     "exchange": r"nccl|_push_(rows|tokens|counts)|_copy_rows|_return_(rows|sums)|_place_rows"
-    r"|_list_slots|\b_shift_kernel|barrier_kernel",
+    r"|_find_slots|_list_slots|\b_shift_kernel|barrier_kernel",
     "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas"
     r"|_rows_times_weights|_row_tiles|_weight_gradients_kernel",
     "router": r"_route_\w*kernel|topk|bitonicSort|softmax_warp|_scatter_gather|aux_loss",
@@ -251,20 +251,19 @@ def kernels_ms(kernels: list[Kernel]) -> dict[str, float]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def hidden_share(kernels: list[Kernel]) -> float | None:
-    """Return the share of the exchange's time in which a GEMM ran, too; None without exchange.
+def hidden_share(phases_ms: dict[str, float], serial_ms: dict[str, float]) -> float:
+    """Return the share of the exchange's time that products hide which send rows home.
 
-    Example: a GEMM from 0 to 4 and one from 3 to 6, an exchange from 5 to 9 and one from 1 to 2: 2
-    of its 5 microseconds are hidden.
+    What is left of it are kernels of the exchange, and what these products take longer.
+
+    Args:
+        phases_ms: of a layer with such products.
+        serial_ms: of the layer whose rows go home after the products, in the same run.
+
+    Example: 5 ms of products and 2 of exchange, and one after the other 4 and 6: half is hidden.
     """
-
-    def times(phase: str) -> list[tuple[float, float]]:
-        return [(k.start_us, k.end_us) for k in kernels if phase_of(k.name) == phase]
-
-    exchange, products = times("exchange"), union(times("gemm"))
-    total = sum(end - start for start, end in exchange)
-    hidden = sum(common([one], products) for one in exchange)
-    return round(hidden / total, 4) if total else None
+    longer = phases_ms["gemm"] - serial_ms["gemm"]
+    return round(1 - (phases_ms["exchange"] + longer) / serial_ms["exchange"], 4)
 
 
 def union(times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -22,7 +22,6 @@ from padded_dispatch.bench.measure import (
     Batch,
     Passes,
     batches,
-    hidden_share,
     kernels_ms,
     phases_ms,
     profiled,
@@ -46,7 +45,6 @@ _FIGURES = (
     "sm_mhz",
     "phases_ms",
     "kernels_ms",
-    "hidden_share",
     "floor_ms",
     "sustained_floor_ms",
     "floor_parts_ms",
@@ -190,9 +188,7 @@ def _figures(
         figures["allocated_gib"] = round(allocated_gib() - allocated, 3)
         figures["reserved_gib"] = round(reserved_gib() - reserved, 3)
     if settings.phases and on_gpu:
-        runs = profiled(passes.run, device)
-        figures["hidden_share"] = hidden_share(runs)
-        kernels = kernels_ms(runs)
+        kernels = kernels_ms(profiled(passes.run, device))
         figures["phases_ms"] = phases_ms(kernels)
         longest = list(kernels.items())[:_SHOWN_KERNELS]
         figures["kernels_ms"] = {name[:120]: round(ms, 4) for name, ms in longest}

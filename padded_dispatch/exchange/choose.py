@@ -120,7 +120,7 @@ class Choice:
 
     `kind`: "alltoall", "direct" or "two-level"; "none" for one rank. `reason`: for the log.
     `sizes`: those of the pass as this exchange lays rows out, for `make_plan`.
-    `direct`: the exchange again if it stores directly; its `prepare` alone takes a `Beside`.
+    `direct`: the exchange again if it stores directly; such a pass may be a fused one.
     """
 
     exchange: Exchange

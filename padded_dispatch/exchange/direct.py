@@ -8,8 +8,8 @@ is the other's transpose:
     return_rows   packed rows to their tokens:  barrier, rows into slots, barrier, sum
 
 The forward of dispatch is a push, the forward of combine a return; backward, the other way round.
-Probabilities, or their gradients, travel with the rows. The return of gradients may run beside the
-product of a weight gradient: see `padded_dispatch.exchange.beside`.
+Probabilities, or their gradients, travel with the rows. Both returns may take place inside of the
+products that compute their rows: see `padded_dispatch.exchange.fused`.
 
 A token, or a gradient, that goes to several experts of one rank crosses the link there once, where
 that pays (`padded_dispatch.exchange.links`): into its first row, from which the receiver copies it
@@ -116,11 +116,12 @@ against fp64 is 0.0019 to 0.0024 of that of the sums, where one rounding makes i
 
 Tried and left out:
 
-- Gradients that return beside fc1's weight gradient where torch computes it (commit f65f1d6, 4
-  H200, Qwen3-30B-A3B). These three kernels took 958 us instead of 969 at factor 1.0 and 1,009
-  instead of 1,008 at 2.0. The GEMM's programs fill the device until they end, and the programs that
-  store wait for a free place, whatever their stream's priority. `padded_dispatch.exchange.beside`
-  has what is done instead.
+- Gradients that return beside fc1's weight gradient, on a second stream. Where torch computes it
+  (commit f65f1d6, 4 H200, Qwen3-30B-A3B), these three kernels took 958 us instead of 969 at factor
+  1.0 and 1,009 instead of 1,008 at 2.0: the GEMM's programs fill the device until they end, and the
+  programs that store wait for a free place, whatever their stream's priority. Our own product left
+  11 multiprocessors to them, and a layer took 2.26 ms instead of 2.47 (commit 80b3b2b, 2 H200). The
+  product that computes the rows hides more when it stores them (`padded_dispatch.exchange.fused`).
 - Experts in two halves, each with its own exchange on its own stream, so that rows of one half
   travel during the GEMMs of the other, both ways, forward and backward (2 H200, EP 2, factor 1.25,
   a script that was not kept). All of it in a graph took 2.68 ms instead of 2.76 for Qwen3-30B-A3B
@@ -137,8 +138,8 @@ Tried and left out:
   of slots that the experts' GPU fills and sums behind the barrier. A link gives 335 GB/s to reads
   and 362 to stores. Still a return takes 207 us instead of 232, GPT-OSS-20B 148 instead of 169, and
   402 instead of 451 at twice the tokens (the same script). It needs the experts' output in memory
-  that peers can read. To copy it there takes longer than what is gained; experts would have to
-  write there themselves, which would gain 1 % of a layer's forward and backward pass each way.
+  that peers can read. To copy it there takes longer than what is gained, and experts that write
+  there themselves may as well write into the slots.
 - Shared experts during the exchange: whole steps of DeepSeek-V2-Lite's shape took 51.0 ms instead
   of 50.6, with the all-to-all 54.1 instead of 53.1 (commit 29e73fb, 2 H200). It is Megatron's
   option, so it stays available; its default is off.
@@ -148,6 +149,8 @@ experts, D hidden size, N the most rows that a rank's experts can receive, G poo
 source, X = E / G experts of a pool.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -155,12 +158,12 @@ from torch.library import custom_op
 
 from padded_dispatch.config import LinkRows, require
 from padded_dispatch.exchange import ExpertInput, PackedAtOnce, Slots
-from padded_dispatch.exchange.beside import Beside, side_stream
 from padded_dispatch.exchange.links import num_places
 from padded_dispatch.exchange.symmetric_memory import (
     Demands,
     DirectBuffers,
     Shape,
+    Workspace,
     check_group,
     demands_of,
     find,
@@ -233,15 +236,18 @@ class DirectExchange(PackedAtOnce):
         probs_TE: Tensor,
         plan: DispatchPlan,
         num_rows: int,
-        beside: Beside | None = None,
     ) -> Slots:
         """Push tokens and probabilities to their experts: rows [1, N, D], meta [1, N + E].
-
-        `beside`: what the backward pass computes while gradients travel home.
 
         Raises:
             ValueError: for tensors on the CPU or in fp64.
         """
+        return self.push(tokens_TD, probs_TE, plan, num_rows)[0]
+
+    def push(
+        self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan, num_rows: int
+    ) -> tuple[Slots, Tensor]:
+        """Return what `prepare` returns, and where rows end, int32 [L, S]; it raises likewise."""
         _check(tokens_TD, probs_TE)
         shape = self._shape(plan, num_rows, tokens_TD)
         if shape not in self._buffers:
@@ -251,20 +257,9 @@ class DirectExchange(PackedAtOnce):
                 tokens_TD.device,
                 microbatches_in_flight=self._microbatches_in_flight,
             )
-        pushed = (
-            tokens_TD,
-            probs_TE,
-            *_maps(plan),
-            num_rows,
-            self.num_sources,
-            self._buffers[shape].key,
-            True,
-        )
-        if beside is None:
-            rows_ND, meta, _ = _push_rows(*pushed)
-        else:
-            rows_ND, meta = _PushBeside.apply(beside, beside.weight, *pushed)
-        return Slots(rows_MPD=rows_ND[None], meta_MPX=meta[None])
+        where = num_rows, self.num_sources, self._buffers[shape].key, True
+        rows_ND, meta, offsets_LS = _push_rows(tokens_TD, probs_TE, *maps_of(plan), *where)
+        return Slots(rows_MPD=rows_ND[None], meta_MPX=meta[None]), offsets_LS
 
     @nvtx_range("regroup")
     def arrange(self, incoming: Slots) -> ExpertInput:
@@ -286,9 +281,13 @@ class DirectExchange(PackedAtOnce):
         """Return packed rows to their tokens' ranks, and sum every token's slots: [T, D]."""
         assert offsets_LS is not None
         rows_ND = incoming.rows_MPD.flatten(0, 1)
-        buffers = self._buffers[self._shape(plan, rows_ND.shape[0], rows_ND)]
-        sum_TD, _ = _return_rows(rows_ND, None, offsets_LS, *_maps(plan), buffers.key)
+        key = self.key(plan, rows_ND.shape[0], rows_ND)
+        sum_TD, _ = return_rows(rows_ND, None, offsets_LS, *maps_of(plan), key)
         return sum_TD
+
+    def key(self, plan: DispatchPlan, num_rows: int, rows: Tensor) -> str:
+        """Return the key of the buffers that `prepare` used for rows of such a width and dtype."""
+        return self._buffers[self._shape(plan, num_rows, rows)].key
 
     def _shape(self, plan: DispatchPlan, num_rows: int, rows_ND: Tensor) -> Shape:
         num_tokens, top_k = plan.slot_of_TK.shape
@@ -310,7 +309,7 @@ class DirectExchange(PackedAtOnce):
         )
 
 
-def _maps(plan: DispatchPlan) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int, int]:
+def maps_of(plan: DispatchPlan) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int, int]:
     """Return what the ops read of a plan: maps, counts, P and X."""
     num_pools, pool_slots = plan.choice_of_slot_GP.shape
     experts_per_pool = plan.kept_E.shape[0] // num_pools
@@ -422,7 +421,7 @@ def _(tokens_TD, _probs, _slots, _experts, kept_E, _kept, _P, _X, num_rows, num_
 
 
 @custom_op("padded_dispatch::return_rows", mutates_args=())
-def _return_rows(
+def return_rows(
     packed_ND: Tensor,
     probs_N: Tensor | None,
     offsets_LS: Tensor,
@@ -433,9 +432,12 @@ def _return_rows(
     pool_slots: int,
     experts_per_pool: int,
     key: str,
-    num_programs: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    from padded_dispatch.kernels import direct, links, rows
+    """Return packed rows home: the sums of every token's slots, [T, D], and numbers [T, E].
+
+    Numbers beside the rows, `probs_N`, travel with them; without, the second result is empty.
+    """
+    from padded_dispatch.kernels import direct, links
 
     buffers = find(key)
     workspace, home_TK = buffers.workspace, slot_of_TK
@@ -455,17 +457,33 @@ def _return_rows(
         links.return_sums(*returned, workspace.lists(num_ranks, *slot_of_TK.shape), *to)
     else:
         workspace.barrier()
-        direct.return_rows(*returned, *to, num_programs=num_programs)
+        direct.return_rows(*returned, *to)
     workspace.barrier()
+    maps = slot_of_TK, expert_of_TK, kept_E, pool_slots
+    return received(workspace, home_TK, *maps, numbers=probs_N is not None)
+
+
+def received(
+    workspace: Workspace,
+    home_TK: Tensor,
+    slot_of_TK: Tensor,
+    expert_of_TK: Tensor,
+    kept_E: Tensor,
+    pool_slots: int,
+    *,
+    numbers: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of the slots `home_TK`, and the `numbers` of a plan's slots, if any."""
+    from padded_dispatch.kernels import rows
+
     sum_TD = rows.sum_rows(workspace.slots_QD, home_TK)
-    if probs_N is None:
-        return sum_TD, packed_ND.new_empty(0, dtype=torch.float32)
-    meta_GP = workspace.meta_Q.view(-1, pool_slots)
-    num_experts = kept_E.shape[0]
+    if not numbers:
+        return sum_TD, sum_TD.new_empty(0, dtype=torch.float32)
+    meta_GP, num_experts = workspace.meta_Q.view(-1, pool_slots), kept_E.shape[0]
     return sum_TD, rows.scatter_meta(meta_GP, slot_of_TK, expert_of_TK, pool_slots, num_experts)
 
 
-@_return_rows.register_fake
+@return_rows.register_fake
 def _(packed_ND, probs_N, _offsets, slot_of_TK, _experts, kept_E, *_):
     num_tokens = slot_of_TK.shape[0]
     values = (0,) if probs_N is None else (num_tokens, kept_E.shape[0])
@@ -482,48 +500,31 @@ def _push_setup(ctx, inputs, output) -> None:
 
 
 @nvtx_range("exchange backward")
-def _push_backward(ctx, grad_ND, grad_meta, _, num_programs=None):
+def _push_backward(ctx, grad_ND, grad_meta, _):
     grads_N = grad_meta[: grad_ND.shape[0]]
-    given = grad_ND, grads_N, *ctx.saved_tensors, *ctx.where
-    grad_TD, grad_TE = _return_rows(*given, num_programs)
+    grad_TD, grad_TE = return_rows(grad_ND, grads_N, *ctx.saved_tensors, *ctx.where)
     return grad_TD, grad_TE.to(ctx.dtype), *(None,) * 10
 
 
 def _return_setup(ctx, inputs, output) -> None:
-    packed_ND, _, offsets_LS, *maps, pool_slots, experts_per_pool, key, _ = inputs
+    packed_ND, _, offsets_LS, *maps, pool_slots, experts_per_pool, key = inputs
     ctx.save_for_backward(*maps)
     num_ranks = offsets_LS.shape[1]
-    ctx.where = pool_slots, experts_per_pool, packed_ND.shape[0], num_ranks, key, False
+    ctx.where = pool_slots, experts_per_pool, packed_ND.shape[0], num_ranks, key
 
 
 @nvtx_range("exchange backward")
 def _return_backward(ctx, grad_TD, _):
-    grad_ND, _, _ = _push_rows(grad_TD, None, *ctx.saved_tensors, *ctx.where)
-    return grad_ND, *(None,) * 10
+    return push_gradients(grad_TD, *ctx.saved_tensors, *ctx.where), *(None,) * 9
 
 
-class _PushBeside(torch.autograd.Function):
-    """`_push_rows`, whose backward also computes a weight's gradient; forward does not read it."""
+def push_gradients(grad_TD: Tensor, *where: Any) -> Tensor:
+    """Push the gradient of every token to its rows, [N, D], which last until the next such call.
 
-    @staticmethod
-    def forward(ctx, beside: Beside, weight_LOI: Tensor, tokens_TD: Tensor, *others):
-        inputs = tokens_TD, *others
-        output = _push_rows(*inputs)
-        _push_setup(ctx, inputs, output)
-        ctx.beside = beside
-        if tokens_TD.is_cuda:
-            side_stream(tokens_TD.device)  # Made here: backward may be in a capture.
-        return output[:2]
-
-    @staticmethod
-    def backward(ctx, grad_ND, grad_meta):  # pyright: ignore[reportIncompatibleMethodOverride]
-        beside = ctx.beside
-        grads, grad_LOI = beside.run(
-            lambda: _push_backward(ctx, grad_ND, grad_meta, None, beside.room.stores),
-            grad_ND.device,
-        )
-        return None, grad_LOI, *grads
+    `where`: the arguments of `_push_rows` from the maps to the key.
+    """
+    return _push_rows(grad_TD, None, *where, False)[0]
 
 
 _push_rows.register_autograd(_push_backward, setup_context=_push_setup)
-_return_rows.register_autograd(_return_backward, setup_context=_return_setup)
+return_rows.register_autograd(_return_backward, setup_context=_return_setup)

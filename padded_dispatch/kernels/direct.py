@@ -8,7 +8,8 @@ what the buffers held) and behind it (all rows have arrived).
 `push_counts` sends every rank a number for each expert: the rows that this source keeps, or asks
 for. `place_rows` computes from the kept rows of all sources where rows lie at their experts:
 packed, ordered (expert, source, slot). `push_rows` sends every token there. `return_rows` sends
-packed rows back into slots. `padded_dispatch.kernels.links` does both with one row of a token on
+packed rows back into slots; `find_slots` finds their addresses, for a product that stores its rows
+there by itself. `padded_dispatch.kernels.links` does both with one row of a token on
 each link.
 
 A source has its rows of an expert behind each other, in slots and at the expert. So one number per
@@ -255,7 +256,6 @@ def return_rows(
     pool_slots: int,
     experts_per_pool: int,
     sent_R: Tensor | None = None,
-    num_programs: int | None = None,
 ) -> None:
     """Send packed rows, and a number beside each, back into their slots on their source ranks.
 
@@ -271,14 +271,13 @@ def return_rows(
         pool_slots: P.
         experts_per_pool: X.
         sent_R: see above.
-        num_programs: the most for each block of columns; None is `PROGRAMS`.
 
     Example: on rank 1 of 2 with L = 1, P = 2 and X = 1, `offsets = [[1, 3]]`: row 0 goes to slot 2
     on rank 0, rows 1 and 2 to slots 2 and 3 on rank 1. With X = 2 and `kept_SE = [[1, 1], [0, 2]]`
     they go to slot 1 on rank 0, and slots 0 and 1 on rank 1.
     """
     width = packed_ND.shape[1]
-    programs = min(packed_ND.shape[0], num_programs or PROGRAMS)
+    programs = min(packed_ND.shape[0], PROGRAMS)
     num_local, num_ranks = offsets_LS.shape
     _return_rows_kernel[(programs, triton.cdiv(width, block_of(width)))](
         packed_ND,
@@ -337,20 +336,20 @@ def _return_rows_kernel(
         buffer = tl.sum((ends <= row).to(tl.int32), 0)
         begin = tl.load(offsets + buffer - 1, mask=buffer > 0, other=0)
         stop = tl.minimum(tl.load(offsets + buffer), last)
-        source, local = buffer % num_sources, buffer // num_sources
-        e = rank * num_local + local
-        first_slot = (e // num_shared).to(tl.int64) * pool_slots
-        if SHARED:
-            # Behind the rows of the pool's experts here, and of those on earlier ranks.
-            x = tl.arange(0, L_BLOCK)
-            place = x * num_sources + source
-            here = tl.load(offsets + place, mask=x < local, other=0)
-            here -= tl.load(offsets + place - 1, mask=(x < local) & (place > 0), other=0)
-            first_slot += tl.sum(here, 0)
-            if kept is not None:
-                x = tl.arange(0, E_BLOCK)
-                of_source = kept + source * (num_local * num_sources) + x
-                first_slot += tl.sum(tl.load(of_source, mask=x < rank * num_local, other=0), 0)
+        source = buffer % num_sources
+        first_slot = _first_slot(
+            buffer,
+            offsets,
+            kept,
+            rank,
+            num_local,
+            num_sources,
+            pool_slots,
+            num_shared,
+            SHARED,
+            L_BLOCK,
+            E_BLOCK,
+        )
         slots = tl.load(slots_at + source).to(tl.pointer_type(packed.dtype.element_ty))
         meta = tl.load(meta_at + source).to(tl.pointer_type(tl.float32))
         if sent is not None:
@@ -363,6 +362,134 @@ def _return_rows_kernel(
             if probs is not None:
                 tl.store(meta + slot, tl.load(probs + row), mask=tl.program_id(1) == 0)
             row += 1
+
+
+@triton.jit
+def _first_slot(
+    buffer,
+    offsets,
+    kept,
+    rank,
+    num_local,
+    num_sources,
+    pool_slots,
+    num_shared,
+    SHARED: tl.constexpr,
+    L_BLOCK: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+):
+    """Return the slot, at its source, of the first row of a (local expert, source)."""
+    source, local = buffer % num_sources, buffer // num_sources
+    slot = ((rank * num_local + local) // num_shared).to(tl.int64) * pool_slots
+    if SHARED:
+        # Behind the rows of the pool's experts here, and of those on earlier ranks.
+        x = tl.arange(0, L_BLOCK)
+        place = x * num_sources + source
+        here = tl.load(offsets + place, mask=x < local, other=0)
+        here -= tl.load(offsets + place - 1, mask=(x < local) & (place > 0), other=0)
+        slot += tl.sum(here, 0)
+        if kept is not None:
+            x = tl.arange(0, E_BLOCK)
+            of_source = kept + source * (num_local * num_sources) + x
+            slot += tl.sum(tl.load(of_source, mask=x < rank * num_local, other=0), 0)
+    return slot
+
+
+def find_slots(
+    probs_N: Tensor | None,
+    offsets_LS: Tensor,
+    kept_SE: Tensor | None,
+    slots_R: Tensor,
+    meta_R: Tensor,
+    rank: int,
+    pool_slots: int,
+    experts_per_pool: int,
+    *,
+    row_bytes: int,
+    at_N: Tensor,
+) -> None:
+    """Find where `return_rows` sends packed rows, and send the numbers beside them.
+
+    Args:
+        probs_N: as in `return_rows`, and so are all others but these two.
+        offsets_LS: see there.
+        kept_SE: see there.
+        slots_R: see there.
+        meta_R: see there.
+        rank: see there.
+        pool_slots: see there.
+        experts_per_pool: see there.
+        row_bytes: bytes of a row in a slot.
+        at_N: int64, written: the address of the slot of each row.
+
+    Example: rows of 4 bytes, and slots at the addresses 1000 on rank 0 and 2000 on rank 1. The rows
+    of the first example there have the addresses 1008, 2008 and 2012.
+    """
+    num_local, num_ranks = offsets_LS.shape
+    _find_slots_kernel[(num_local * num_ranks,)](
+        probs_N,
+        offsets_LS,
+        kept_SE,
+        slots_R,
+        meta_R,
+        at_N,
+        rank,
+        num_local,
+        num_ranks,
+        pool_slots,
+        experts_per_pool,
+        row_bytes,
+        SHARED=experts_per_pool > 1,
+        L_BLOCK=triton.next_power_of_2(num_local),
+        E_BLOCK=triton.next_power_of_2(num_local * num_ranks),
+        BLOCK=512,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _find_slots_kernel(
+    probs,
+    offsets,
+    kept,
+    slots_at,
+    meta_at,
+    at,
+    rank,
+    num_local,
+    num_sources,
+    pool_slots,
+    num_shared,
+    row_bytes,
+    SHARED: tl.constexpr,
+    L_BLOCK: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    buffer = tl.program_id(0)
+    begin = tl.load(offsets + buffer - 1, mask=buffer > 0, other=0)
+    end = tl.load(offsets + buffer)
+    first_slot = _first_slot(
+        buffer,
+        offsets,
+        kept,
+        rank,
+        num_local,
+        num_sources,
+        pool_slots,
+        num_shared,
+        SHARED,
+        L_BLOCK,
+        E_BLOCK,
+    )
+    slots = tl.load(slots_at + buffer % num_sources)
+    meta = tl.load(meta_at + buffer % num_sources).to(tl.pointer_type(tl.float32))
+    for first in range(begin, end, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        slot = first_slot + (row - begin)
+        tl.store(at + row, slots + slot * row_bytes, mask=row < end)
+        if probs is not None:
+            tl.store(meta + slot, tl.load(probs + row, mask=row < end), mask=row < end)
 
 
 def block_of(width: int) -> int:

@@ -71,6 +71,7 @@ I and O: width of an input and an output row of a linear. N: rows. L: experts.
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -131,32 +132,88 @@ def rows_times_weights(
     Example: the rows `[1, 2]` and `[3, 4]` of two experts, `offsets = [1, 2]`, and their weights
     `[[1, 0]]` and `[[0, 1]]`, of one output each, give `[[1], [4]]`.
     """
-    num_rows, width_in = rows_NI.shape
-    width_out = weight_LOI.shape[1]
+    out_NO = rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
+    operands, launch = _launch(rows_NI, weight_LOI, tiles)
+    if table is None:
+        table = row_tiles(offsets_L, len(rows_NI), tiles.rows)
+    _rows_times_weights_kernel[(_multiprocessors(rows_NI.device),)](
+        *operands,
+        _packed(out_NO, tiles.rows, tiles.columns // 2),
+        offsets_L,
+        table,
+        rows_NI.shape[1],
+        triton.cdiv(weight_LOI.shape[1], tiles.columns),
+        **launch,
+    )
+    return out_NO
+
+
+def rows_times_weights_at(
+    rows_NI: Tensor,
+    weight_LOI: Tensor,
+    offsets_L: Tensor,
+    at_N: Tensor,
+    *,
+    bias_LO: Tensor | None = None,
+    probs_N: Tensor | None = None,
+    table: Tensor | None = None,
+    tiles: Tiles = _TILES,
+) -> None:
+    """Store every row of `rows_times_weights` at an address of its own.
+
+    Args:
+        rows_NI: as above, and so are `weight_LOI`, `offsets_L`, `table` and `tiles`.
+        weight_LOI: see above.
+        offsets_L: see above.
+        at_N: int64, the address of each result, a multiple of 16: on this GPU or on one that it
+            can access. Those behind the last row are not read.
+        bias_LO: contiguous, same dtype; adds `prob * bias[l]` to the rounded product.
+        probs_N: contiguous, floating point; required with a bias.
+        table: see above.
+        tiles: see above.
+
+    Example: the rows, weights and offsets above, and the addresses of the second and the first row
+    of a buffer, leave `[[4], [1]]` in it.
+    """
+    operands, launch = _launch(rows_NI, weight_LOI, tiles)
+    if table is None:
+        table = row_tiles(offsets_L, len(rows_NI), tiles.rows)
+    width_in, width_out = rows_NI.shape[1], weight_LOI.shape[1]
+    _rows_times_weights_at_kernel[(_multiprocessors(rows_NI.device),)](
+        *operands,
+        bias_LO,
+        probs_N,
+        at_N,
+        offsets_L,
+        table,
+        width_in,
+        width_out,
+        triton.cdiv(width_out, tiles.columns),
+        **launch,
+    )
+
+
+def _launch(
+    rows_NI: Tensor, weight_LOI: Tensor, tiles: Tiles
+) -> tuple[tuple[TensorDescriptor, TensorDescriptor], dict[str, Any]]:
+    """Return descriptors of both operands, and the other launch parameters of a product."""
     # A descriptor needs the contiguous dimension last.
     transposed = not weight_LOI.is_contiguous()
     weight = weight_LOI.transpose(1, 2) if transposed else weight_LOI
     block = [tiles.inner, tiles.columns] if transposed else [tiles.columns, tiles.inner]
-    out_NO = rows_NI.new_empty(num_rows, width_out)
-    if table is None:
-        table = row_tiles(offsets_L, num_rows, tiles.rows)
-    _rows_times_weights_kernel[(_multiprocessors(rows_NI.device),)](
+    operands = (
         _packed(rows_NI, tiles.rows, tiles.inner),
         TensorDescriptor.from_tensor(weight, [1, *block]),
-        _packed(out_NO, tiles.rows, tiles.columns // 2),
-        offsets_L,
-        table,
-        width_in,
-        triton.cdiv(width_out, tiles.columns),
-        TRANSPOSED=transposed,
-        DOWN=width_in * width_out * rows_NI.element_size() > _SMALL_WEIGHT,
-        ROWS=tiles.rows,
-        COLUMNS=tiles.columns,
-        INNER=tiles.inner,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
     )
-    return out_NO
+    return operands, {
+        "TRANSPOSED": transposed,
+        "DOWN": weight[0].nbytes > _SMALL_WEIGHT,
+        "ROWS": tiles.rows,
+        "COLUMNS": tiles.columns,
+        "INNER": tiles.inner,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
 
 
 def _packed(rows_NI: Tensor, num_rows: int, columns: int) -> TensorDescriptor:
@@ -251,31 +308,107 @@ def _rows_times_weights_kernel(
     num_tiles = tl.load(table) * tiles_across
     half: tl.constexpr = COLUMNS // 2
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
-        line = table + 4 * (1 + tile // tiles_across)
-        expert = tl.load(line)
-        first = tl.load(line + 1)
-        of_group = tile - first * tiles_across
-        if DOWN:
-            group = tl.load(line + 2)
-            down, across = of_group % group, of_group // group
-        else:
-            down, across = of_group // tiles_across, of_group % tiles_across
-        row = tl.load(line + 3) + down * ROWS
-        column = across * COLUMNS
+        expert, row, column = _tile(tile, table, tiles_across, DOWN, ROWS, COLUMNS)
         end = tl.load(offsets + expert)
         sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for inner in range(0, width_in, INNER):
-            a = rows.load(_place(row, end, inner)).reshape(ROWS, INNER)
-            if TRANSPOSED:
-                b = weight.load([expert, inner, column]).reshape(INNER, COLUMNS)
-            else:
-                b = weight.load([expert, column, inner]).reshape(COLUMNS, INNER).T
+            a, b = _operands(
+                rows, weight, expert, row, end, column, inner, TRANSPOSED, ROWS, COLUMNS, INNER
+            )
             sums = tl.dot(a, b, sums)
         # In two halves: the buffer through which a tile is stored takes half the shared memory,
         # which leaves room for a fourth stage.
         left, right = _halves(sums, ROWS, COLUMNS)
         _store_rows(out, left, row, end, column, ROWS, half)
         _store_rows(out, right, row, end, column + half, ROWS, half)
+
+
+@triton.jit
+def _rows_times_weights_at_kernel(
+    rows,
+    weight,
+    bias,
+    probs,
+    at,
+    offsets,
+    table,
+    width_in,
+    width_out,
+    tiles_across,
+    TRANSPOSED: tl.constexpr,
+    DOWN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    num_tiles = tl.load(table) * tiles_across
+    half: tl.constexpr = COLUMNS // 2
+    dtype: tl.constexpr = rows.dtype
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
+        expert, row, column = _tile(tile, table, tiles_across, DOWN, ROWS, COLUMNS)
+        end = tl.load(offsets + expert)
+        sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for inner in range(0, width_in, INNER):
+            a, b = _operands(
+                rows, weight, expert, row, end, column, inner, TRANSPOSED, ROWS, COLUMNS, INNER
+            )
+            sums = tl.dot(a, b, sums)
+        n = row + tl.arange(0, ROWS)
+        place = tl.load(at + n, mask=n < end, other=0).to(tl.pointer_type(dtype))
+        place = tl.multiple_of(place, [16])[:, None]
+        here = (n < end)[:, None]
+        o = column + tl.arange(0, half)
+        left, right = _halves(sums, ROWS, COLUMNS)
+        if bias is not None:
+            prob = tl.load(probs + n, mask=n < end, other=0).to(tl.float32)
+            of_expert = bias + expert.to(tl.int64) * width_out
+            left = _add_bias(left, of_expert, prob, o, width_out, dtype)
+            right = _add_bias(right, of_expert, prob, o + half, width_out, dtype)
+        first, second = o[None, :], (o + half)[None, :]
+        tl.store(place + first, left.to(dtype), mask=here & (first < width_out))
+        tl.store(place + second, right.to(dtype), mask=here & (second < width_out))
+
+
+@triton.jit
+def _add_bias(sums, bias, prob, o, width_out, dtype: tl.constexpr):
+    """Add as `kernels.grouped.add_bias` does: to rounded sums."""
+    added = tl.load(bias + o, mask=o < width_out, other=0).to(tl.float32)
+    return sums.to(dtype).to(tl.float32) + prob[:, None] * added[None, :]
+
+
+@triton.jit
+def _tile(tile, table, tiles_across, DOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the expert of a tile, its first row and its first column."""
+    line = table + 4 * (1 + tile // tiles_across)
+    of_group = tile - tl.load(line + 1) * tiles_across
+    if DOWN:
+        group = tl.load(line + 2)
+        down, across = of_group % group, of_group // group
+    else:
+        down, across = of_group // tiles_across, of_group % tiles_across
+    return tl.load(line), tl.load(line + 3) + down * ROWS, across * COLUMNS
+
+
+@triton.jit
+def _operands(
+    rows,
+    weight,
+    expert,
+    row,
+    end,
+    column,
+    inner,
+    TRANSPOSED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    a = rows.load(_place(row, end, inner)).reshape(ROWS, INNER)
+    if TRANSPOSED:
+        b = weight.load([expert, inner, column]).reshape(INNER, COLUMNS)
+    else:
+        b = weight.load([expert, column, inner]).reshape(COLUMNS, INNER).T
+    return a, b
 
 
 @triton.jit

@@ -8,8 +8,8 @@ sets tensors by name (`cudagraph_attrs`) and runs no Python. T, G and P are read
 and with them which exchange serves the pass. No attribute needs a gradient, no backward reads one,
 and all are dropped when the layer is done, so that no graph memory stays pinned. (`offsets_LS`
 lives from the experts' input to the sum of their output. No capture of Megatron's begins or ends
-between, so no replay has to set it. Passes with `FIT` are never replayed: their exchange and their
-rounds need not be found in tensors.)
+between, so no replay has to set it, and whether the experts sum need not be found in tensors.
+Passes with `FIT` are never replayed: neither need their exchange and their rounds.)
 
 With `overlap_moe_expert_parallel_comm` Megatron calls the methods one by one, `token_dispatch`, and
 the two from `token_combine` on, on a stream of their own; backward passes of other microbatches
@@ -43,9 +43,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 from padded_dispatch.config import NO_DROP, DispatchConfig
-from padded_dispatch.exchange import Exchange, Slots
+from padded_dispatch.exchange import Exchange, Slots, fused
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.beside import Beside
 from padded_dispatch.exchange.choose import Choice, LayerExchanges
 from padded_dispatch.exchange.fit import Fitted, fit
 from padded_dispatch.megatron.compat import SharedExpertOverlap, captures_dispatch_alone
@@ -126,11 +125,10 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self._experts = chosen_experts(config)
         self._options = options
         self._overlaps = config.overlap_moe_expert_parallel_comm
-        # Graphs that end before the experts would end before the gradient to be left is there. Sums
-        # that go home need more programs than a product can spare, see `exchange.beside`. The
-        # combined schedule hides the way home by itself.
-        self._leaves = (
-            options.gradients_home == "auto"
+        # Graphs that end before the experts do not hold the linears. A product's rows are not yet
+        # sums that could go home. The combined schedule hides the way home by itself.
+        self._fuses = (
+            options.rows_home == "auto"
             and options.link_rows != "summed"
             and not self._overlaps
             and not captures_dispatch_alone(config)
@@ -170,6 +168,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.offsets_LS: Tensor | None = None  # Where packed rows lie, until they are combined.
         self.experts: Any = None  # Set by the layer.
         self._rounds: Rounds | None = None  # Of a pass that goes in rounds, until it is combined.
+        self._experts_sum = False  # Whether the pass has `StackedExperts.linears`, likewise.
         self._choice: Choice | None = None
         self.cudagraph_attrs = list(_PLAN_TENSORS)
         # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
@@ -274,8 +273,11 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self._log_evaluation(config)
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
-        beside = self._gradient_beside(choice, len(tokens_TD) * config.top_k)
         self._rounds = None
+        self._experts_sum = False
+        stacked = self.experts if self._experts.layout is not None else None
+        if stacked is not None:
+            stacked.linears = None
         if config.fits and self.configs.fitted.num_rounds > 1:
             self._rounds = Rounds(
                 self.configs.fitted, choice.exchange, top_k=config.top_k, map_TE=routing_map
@@ -285,8 +287,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         given = tokens_TD, probs, plan, choice.sizes.num_rows
         if self._stores_late(choice.exchange):
             outgoing = Slots(rows_MPD=tokens, meta_MPX=probs)
-        elif choice.direct is not None:
-            outgoing = choice.direct.prepare(*given, beside)
+        elif self._fuses and choice.direct and stacked is not None and stacked.takes_linears:
+            outgoing, stacked.linears = fused.prepare(choice.direct, *given)
+            self._experts_sum = True
         else:
             outgoing = choice.exchange.prepare(*given)
         counters = self._counters_now()
@@ -299,13 +302,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.unplaced_E = plan.unplaced_E
         assert outgoing.meta_MPX is not None
         return outgoing.rows_MPD, outgoing.meta_MPX
-
-    def _gradient_beside(self, choice: Choice, num_rows: int) -> Beside | None:
-        """Return the weight gradient that backward computes while gradients travel home."""
-        if self._experts.layout is None or self.experts is None:
-            return None
-        leaves = self._leaves and choice.direct is not None
-        return self.experts.leave_gradient(num_rows if leaves else 0)
 
     def _stores_late(self, exchange: Exchange) -> bool:
         """Return whether `token_dispatch` makes the direct stores of a pass."""
@@ -355,7 +351,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         return self._apart(rows_ND, hidden_states), rows_L, probs_N
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Bring the experts' output [N, D] back into slots."""
+        """Bring the experts' output [N, D] back into slots; leave sums [T, D] as they are."""
+        if self._experts_sum:
+            return hidden_states
         if self._rounds is not None:
             return self._rounds.after_last(hidden_states)
         return self._exchange.disarrange(hidden_states, self.offsets_LS).rows_MPD
@@ -380,12 +378,15 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         if self.shared_overlap is not None:
             output = output + self.shared_overlap.output()
         self._rounds = self.offsets_LS = None
+        self._experts_sum = False
         for name in _PLAN_TENSORS:
             setattr(self, name, None)
         return output
 
     def _combine(self, hidden_states: Tensor) -> Tensor:
         assert self.slot_of_SBK is not None
+        if self._experts_sum:
+            return hidden_states.view(*self.slot_of_SBK.shape[:-1], -1)
         plan = self._plan()
         if self._overlaps:
             stream = torch.cuda.current_stream()

@@ -22,16 +22,15 @@ weights to `StackedLinear.register_wgrad_accumulation_and_reduce_hooks` then, wh
 reduce a gradient once it is there. With other wrappers `backward_dw` adds to `main_grad` itself.
 Biases have their gradient right after backward, as with TEGroupedMLP.
 
-With direct stores, and where Megatron delays nothing, backward leaves the gradient of fc1's weight
-to the backward pass of the dispatch, which computes it while gradients of rows travel home
-(`padded_dispatch.exchange.beside`). To autograd it is a gradient like others: DDP's hooks, and
-`main_grad`, see no difference.
+With direct stores, and where Megatron delays nothing, the dispatcher hands over the linears of a
+pass (`StackedExperts.linears`): fc2 then returns the sums of tokens' rows instead of the rows, and
+the backward pass of fc1 gives the tokens their gradients (`padded_dispatch.exchange.fused`). DDP's
+hooks, and `main_grad`, see no difference.
 
 Letters: L experts on this rank, N rows, D hidden size, F ffn size, G columns of fc1.
 """
 
 import math
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +42,13 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from padded_dispatch.config import FIT, NO_DROP, require
-from padded_dispatch.exchange.beside import ROOM, Beside, pays
 from padded_dispatch.exchange.choose import Layout
-from padded_dispatch.experts import ExpertWeights, grouped_mlp
+from padded_dispatch.experts import (
+    ExpertWeights,
+    LinearsToSums,
+    grouped_mlp,
+    grouped_mlp_to_sums,
+)
 from padded_dispatch.megatron.compat import (
     FUSED_SWIGLU_CLAMPS,
     LOCAL_GRAPHS_ADD_GRADIENTS,
@@ -55,7 +58,7 @@ from padded_dispatch.megatron.config import padded_options, refusals
 from padded_dispatch.megatron.fields import ConfigField, given
 from padded_dispatch.megatron.stacked_linear import ShardedLayout, StackedLinear
 from padded_dispatch.ops.activation import Activation, Function
-from padded_dispatch.ops.grouped import Delayed, batched_linear, grouped_linear
+from padded_dispatch.ops.grouped import batched_linear, grouped_linear
 from padded_dispatch.utils.nvtx import nvtx_range
 
 _REMEDY = 'PaddedOptions(experts="module")'
@@ -214,6 +217,11 @@ class StackedExperts(MegatronModule):
         experts: the TEGroupedMLP or SequentialMLP that it replaces.
         pg_collection: `ep`, `expt_tp` and `expt_dp` are used, for checkpoints.
 
+    Attributes:
+        linears: those of the pass that begins, if its rows go home inside of fc2; else None. The
+            dispatcher sets it before each pass, since a pass that broke off may have left one.
+            Megatron calls the experts in between, with tensors only, so it cannot be an argument.
+
     Raises:
         ValueError: names every setting that it does not support.
     """
@@ -239,7 +247,7 @@ class StackedExperts(MegatronModule):
             )
 
         self.linear_fc1, self.linear_fc2 = stacked("linear_fc1", 0), stacked("linear_fc2", 1)
-        self._left: Delayed | None = None  # See `leave_gradient`.
+        self.linears: LinearsToSums | None = None
         # Each rank would add fc2's bias to its part of the sum. Megatron refuses such configs, too.
         assert not splits or self.linear_fc2.bias is None
 
@@ -255,7 +263,8 @@ class StackedExperts(MegatronModule):
             probs_N: at least fp32, 0 in padded rows.
 
         Returns:
-            [N, D], and None for the bias that Megatron may add: it is part of the result.
+            [N, D], with `linears` the sums [T, D] of tokens' rows; and None for the bias that
+            Megatron may add: it is part of the result.
         """
         is_packed = rows_L.dtype == torch.int32
         if not is_packed:
@@ -264,7 +273,7 @@ class StackedExperts(MegatronModule):
                 num_each, num_rows + 1, num_each, dtype=torch.int32, device=rows_ND.device
             )
         adds = adds_gradients(self.config)
-        left, self._left = self._left, None
+        linears, self.linears = self.linears, None
         weights = ExpertWeights(
             fc1_LGD=self.linear_fc1.weight,
             fc2_LDF=self.linear_fc2.weight,
@@ -272,53 +281,23 @@ class StackedExperts(MegatronModule):
             fc2_bias_LD=self.linear_fc2.biases(),
             fc1_sums_LGD=self.linear_fc1.sums() if adds else None,
             fc2_sums_LDF=self.linear_fc2.sums() if adds else None,
-            fc1_delayed=self.linear_fc1.delayed if left is None else left,
+            fc1_delayed=self.linear_fc1.delayed,
             fc2_delayed=self.linear_fc2.delayed,
         )
-        output_ND = grouped_mlp(
-            rows_ND,
-            probs_N,
-            rows_L,
-            weights,
-            self.activation,
-            linear=grouped_linear if is_packed else batched_linear,
-            recompute=self.recompute,
-        )
-        return output_ND, None
+        given = rows_ND, probs_N, rows_L, weights, self.activation
+        if linears is not None:
+            return grouped_mlp_to_sums(*given, linears, recompute=self.recompute), None
+        linear = grouped_linear if is_packed else batched_linear
+        return grouped_mlp(*given, linear=linear, recompute=self.recompute), None
 
-    def leave_gradient(self, num_rows: int) -> Beside | None:
-        """Set whether the pass that begins leaves the gradient of fc1's weight to the dispatch.
+    @property
+    def takes_linears(self) -> bool:
+        """Whether a pass may set `linears`: not where Megatron delays gradients, nor with FSDP.
 
-        The dispatcher calls it before every pass, since a pass that broke off may have left a queue
-        in `_left`. `forward` takes the queue out, fc1's backward pass puts the gradient into it,
-        and `Beside.run` computes that in the backward pass of the dispatch. Megatron calls the
-        experts in between, with tensors only, so the queue cannot be an argument of theirs.
-
-        Args:
-            num_rows: rows of this rank's experts, for uniform routing; 0 leaves nothing.
-
-        Returns:
-            What the dispatch needs for it; None if the gradient is not left, because no gradient is
-            asked for, Megatron delays it, FSDP moves the weight, or it does not pay.
+        FSDP gathers weights by hooks on the tensors that go into a module and come out.
         """
-        self._left = None
-        linear, weight = self.linear_fc1, self.linear_fc1.weight
-        asked = torch.is_grad_enabled() and weight.requires_grad
-        elsewhere = linear.delayed is not None or hasattr(weight, "__fsdp_param__")
-        if not num_rows or not asked or elsewhere:
-            return None
-        num_experts, out, width = weight.shape
-        if not pays(
-            num_rows=num_rows,
-            width=width,
-            out=out,
-            num_experts=num_experts,
-            num_ranks=self._ep_group.size(),
-            added=adds_gradients(self.config) and linear.buffer() is not None,
-        ):
-            return None
-        self._left = deque()
-        return Beside(weight=weight, delayed=self._left, room=ROOM)
+        weight = self.linear_fc1.weight
+        return self.linear_fc1.delayed is None and not hasattr(weight, "__fsdp_param__")
 
     def need_backward_dw(self) -> bool:
         """Return whether `backward_dw` computes gradients; Megatron-FSDP asks."""

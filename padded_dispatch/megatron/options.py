@@ -34,7 +34,7 @@ from padded_dispatch.config import (
 Alignment = int | Literal["auto"]
 Experts = Literal["auto", "module", "packed", "batched"]
 Router = Literal["auto", "kernel", "megatron"]
-GradientsHome = Literal["auto", "after"]
+RowsHome = Literal["auto", "after"]
 
 _TWO_LEVEL = ("two-level",)
 OnOverflow = Literal["drop", "warn", "error", "grow", "retry"]
@@ -274,13 +274,13 @@ class PaddedOptions:
         "a rank goes home, which is rounded once more; with two-level, one sum on a host",
         choices=get_args(LinkRows),
     )
-    gradients_home: GradientsHome = _option(
+    rows_home: RowsHome = _option(
         "auto",
-        "with direct and packed experts, when gradients of tokens travel back to their ranks: "
-        "auto: beside the product of fc1's weight gradient where that pays, unless sums go home, "
-        "Megatron delays weight gradients or graphs end before the experts; after: after it. "
+        "with direct and packed experts, when rows travel back to their tokens' ranks, forward and "
+        "backward: auto: while the product that computes them stores them there, unless sums go "
+        "home, Megatron delays weight gradients or graphs end before the experts; after: after it. "
         "Results are the same, bit by bit",
-        choices=get_args(GradientsHome),
+        choices=get_args(RowsHome),
     )
     ranks_per_host: int | Literal["auto"] = _option(
         "auto",

@@ -14,7 +14,7 @@ unspecified memory in this case, one block for all weights of a shape. On a GPU 
 gradient's way through memory, and in CUDA graphs a gradient per layer.
 
 `delayed` keeps what a weight's gradient needs, instead of computing it in the backward pass. The
-caller computes it later, with the same operations: `_grouped_gradient` or `_batched_gradient`.
+caller computes it later, with the same operations: `weight_gradient` or `_batched_gradient`.
 
 If all experts have equally many rows, padded ones among them, `batched_linear` does the same with
 one `torch.bmm` per linear: per row it is faster, and it computes the padding.
@@ -24,7 +24,7 @@ I and O: width of an input and an output row. M: rows of each expert, if equal.
 
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ from padded_dispatch.config import require
 from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP
 
 # Gradients of a weight [L, O, I] that wait, oldest first. Each call computes one, or adds it to the
-# sums and returns unspecified memory. Of `grouped_linear` it takes `spare`, see `outer_by_expert`.
-Delayed = deque[Callable[..., Tensor]]
+# sums and returns unspecified memory.
+Delayed = deque[Callable[[], Tensor]]
 
 
 def grouped_linear(
@@ -65,12 +65,10 @@ def grouped_linear(
         ValueError: on CUDA devices, for another dtype or size.
     """
     if delayed is None or not weight_LOI.requires_grad:
-        return _grouped_linear(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, tiles, sums_LOI)
+        return linear_by_expert(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, tiles, sums_LOI)
     given = weight_LOI.detach(), bias_LO, probs_N, offsets_L, tiles, None
-    out_NO = _grouped_linear(rows_NI, *given)
-    return _Delay.apply(
-        out_NO, weight_LOI, rows_NI, offsets_L, sums_LOI, _grouped_gradient, delayed
-    )
+    out_NO = linear_by_expert(rows_NI, *given)
+    return _Delay.apply(out_NO, weight_LOI, rows_NI, offsets_L, sums_LOI, weight_gradient, delayed)
 
 
 def batched_linear(
@@ -114,16 +112,17 @@ def _blocks(offsets_L: Tensor) -> list[slice]:
     return [slice(start, end) for start, end in zip([0, *offsets], offsets, strict=False)]
 
 
-@custom_op("padded_dispatch::grouped_linear", mutates_args=())
-def _grouped_linear(
+@custom_op("padded_dispatch::linear_by_expert", mutates_args=())
+def linear_by_expert(
     rows_NI: Tensor,
     weight_LOI: Tensor,
     bias_LO: Tensor | None,
     probs_N: Tensor | None,
     offsets_L: Tensor,
     tiles: Tensor | None,
-    sums_LOI: Tensor | None,
+    sums_LOI: Tensor | None = None,
 ) -> Tensor:
+    """Compute `grouped_linear`; the gradient of the weight is not delayed."""
     out_NO = rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
     for expert, rows in enumerate(_blocks(offsets_L)):
         out = rows_NI[rows] @ weight_LOI[expert].T
@@ -134,19 +133,19 @@ def _grouped_linear(
     return out_NO
 
 
-@_grouped_linear.register_kernel("cuda")
-def _(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, tiles, sums_LOI):
+@linear_by_expert.register_kernel("cuda")
+def _(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, tiles, sums_LOI=None):
     from padded_dispatch.kernels import gemm, grouped
 
-    _check(rows_NI, weight_LOI)
+    check_on_gpu(rows_NI, weight_LOI)
     out_NO = gemm.rows_times_weights(rows_NI.contiguous(), weight_LOI, offsets_L, table=tiles)
     if bias_LO is not None:
         grouped.add_bias(out_NO, bias_LO.contiguous(), probs_N.contiguous(), offsets_L)
     return out_NO
 
 
-@_grouped_linear.register_fake
-def _(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, tiles, sums_LOI):
+@linear_by_expert.register_fake
+def _(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, tiles, sums_LOI=None):
     return rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
 
 
@@ -210,51 +209,47 @@ def _(rows_NI, weight_LOI, offsets_L, sums_LOI):
 
 
 @custom_op("padded_dispatch::outer_by_expert", mutates_args=())
-def outer_by_expert(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, spare: int = 0) -> Tensor:
-    """Compute every expert's weight gradient, `grad.T @ rows`: [L, O, I].
-
-    `spare`: on CUDA devices, how many multiprocessors are left to other kernels.
-    """
+def outer_by_expert(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor) -> Tensor:
+    """Compute every expert's weight gradient, `grad.T @ rows`: [L, O, I]."""
     products = [grad_NO[rows].T @ rows_NI[rows] for rows in _blocks(offsets_L)]
     return torch.stack(products)
 
 
 @outer_by_expert.register_kernel("cuda")
-def _(grad_NO, rows_NI, offsets_L, spare=0):
+def _(grad_NO, rows_NI, offsets_L):
     from padded_dispatch.kernels import gemm
 
-    given = grad_NO.contiguous(), rows_NI.contiguous(), offsets_L
-    return gemm.weight_gradients(*given, spare=spare)
+    return gemm.weight_gradients(grad_NO.contiguous(), rows_NI.contiguous(), offsets_L)
 
 
 @outer_by_expert.register_fake
-def _(grad_NO, rows_NI, offsets_L, spare=0):
+def _(grad_NO, rows_NI, offsets_L):
     return rows_NI.new_empty(offsets_L.shape[0], grad_NO.shape[1], rows_NI.shape[1])
 
 
 @custom_op("padded_dispatch::add_outer_by_expert", mutates_args=("sums_LOI",))
 def add_outer_by_expert(
-    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor, spare: int = 0
+    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor
 ) -> None:
-    """Add every expert's weight gradient, `grad.T @ rows`, to `sums_LOI`; for `spare` see above."""
+    """Add every expert's weight gradient, `grad.T @ rows`, to `sums_LOI`."""
     for expert, rows in enumerate(_blocks(offsets_L)):
         sums_LOI[expert] += grad_NO[rows].to(sums_LOI.dtype).T @ rows_NI[rows].to(sums_LOI.dtype)
 
 
 @add_outer_by_expert.register_kernel("cuda")
-def _(grad_NO, rows_NI, offsets_L, sums_LOI, spare=0):
+def _(grad_NO, rows_NI, offsets_L, sums_LOI):
     from padded_dispatch.kernels import gemm
 
-    given = grad_NO.contiguous(), rows_NI.contiguous(), offsets_L, sums_LOI
-    gemm.add_weight_gradients(*given, spare=spare)
+    gemm.add_weight_gradients(grad_NO.contiguous(), rows_NI.contiguous(), offsets_L, sums_LOI)
 
 
 @add_outer_by_expert.register_fake
-def _(grad_NO, rows_NI, offsets_L, sums_LOI, spare=0):
+def _(grad_NO, rows_NI, offsets_L, sums_LOI):
     return None
 
 
-def _check(rows_NI: Tensor, weight_LOI: Tensor) -> None:
+def check_on_gpu(rows_NI: Tensor, weight_LOI: Tensor) -> None:
+    """Raise if the products of CUDA devices do not compute such rows and weights."""
     fix = "use an experts module on the padded layout"
     require(
         rows_NI.dtype == torch.bfloat16,
@@ -337,16 +332,13 @@ def _save_inputs(ctx, inputs, output) -> None:
     ctx.save_for_backward(rows_NI if ctx.needs_input_grad[1] else None, *saved)
 
 
-def _grouped_gradient(
-    grad_NO: Tensor,
-    rows_NI: Tensor,
-    offsets_L: Tensor,
-    sums_LOI: Tensor | None,
-    spare: int = 0,
+def weight_gradient(
+    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor | None
 ) -> Tensor:
+    """Return the gradient of a weight, or add it to the sums and return unspecified memory."""
     if sums_LOI is None:
-        return outer_by_expert(grad_NO, rows_NI, offsets_L, spare)
-    return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI, spare)
+        return outer_by_expert(grad_NO, rows_NI, offsets_L)
+    return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI)
 
 
 def _batched_gradient(
@@ -358,27 +350,47 @@ def _batched_gradient(
     return _add_gradient(grad_NO, rows_NI, offsets_L, sums_LOI)
 
 
-def _add_gradient(
-    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor, spare: int = 0
-) -> Tensor:
-    add_outer_by_expert(grad_NO, rows_NI, offsets_L, sums_LOI, spare)
+def _add_gradient(grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, sums_LOI: Tensor) -> Tensor:
+    add_outer_by_expert(grad_NO, rows_NI, offsets_L, sums_LOI)
     return _unspecified(sums_LOI.shape, rows_NI.dtype, rows_NI.device)
 
 
-def _grouped_linear_backward(ctx, grad_NO):
-    rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, tiles = ctx.saved_tensors
-    needs_rows, needs_weight, needs_bias, needs_probs, *_ = ctx.needs_input_grad
+def linear_gradients(
+    needs: Sequence[bool],
+    grad_NO: Tensor,
+    rows_NI: Tensor | None,
+    weight_LOI: Tensor,
+    bias_LO: Tensor | None,
+    probs_N: Tensor | None,
+    offsets_L: Tensor,
+    tiles: Tensor | None,
+    sums_LOI: Tensor | None,
+) -> list[Tensor | None]:
+    """Return the gradients of a linear's rows, weight, bias and probabilities that are needed.
+
+    The arguments are those of `grouped_linear`; `rows_NI` is read for the weight's only.
+    """
+    needs_rows, needs_weight, needs_bias, needs_probs, *_ = needs
     grad_NI = grad_LOI = grad_LO = grad_N = None
     if needs_rows:
         transposed_LIO = weight_LOI.transpose(1, 2)
-        grad_NI = _grouped_linear(grad_NO, transposed_LIO, None, None, offsets_L, tiles, None)
+        grad_NI = linear_by_expert(grad_NO, transposed_LIO, None, None, offsets_L, tiles)
     if needs_weight:
-        grad_LOI = _grouped_gradient(grad_NO, rows_NI, offsets_L, ctx.sums_LOI)
+        assert rows_NI is not None
+        grad_LOI = weight_gradient(grad_NO, rows_NI, offsets_L, sums_LOI)
     if needs_bias:
         grad_LO = sum_rows(grad_NO, probs_N, offsets_L)
     if needs_probs and bias_LO is not None:
+        assert probs_N is not None
         grad_N = _dot_rows(grad_NO, bias_LO, probs_N, offsets_L)
-    return grad_NI, grad_LOI, grad_LO, grad_N, None, None, None
+    return [grad_NI, grad_LOI, grad_LO, grad_N]
+
+
+def _linear_backward(ctx, grad_NO):
+    rows_NI, *given = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    grads = linear_gradients(needs, grad_NO, rows_NI, *given, sums_LOI=ctx.sums_LOI)
+    return *grads, None, None, None
 
 
 def _batched_linear_backward(ctx, grad_NO):
@@ -412,5 +424,5 @@ class _Delay(torch.autograd.Function):
         return grad_NO, *(None,) * 6
 
 
-_grouped_linear.register_autograd(_grouped_linear_backward, setup_context=_save_inputs)
+linear_by_expert.register_autograd(_linear_backward, setup_context=_save_inputs)
 _batched_linear.register_autograd(_batched_linear_backward, setup_context=_save_inputs)

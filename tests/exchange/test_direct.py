@@ -1,28 +1,19 @@
-"""The direct exchange on threads, which replace the GPUs: ranks share the memory of one process.
+"""The direct exchange on threads, which replace the GPUs; see `tests.support.thread_memory`.
 
-Everything but the memory and its barriers is real: the ops, their gradients, the dispatcher, and
-the kernels, in Triton's interpreter. Results must equal those of the all-to-all bit by bit.
+Results must equal those of the all-to-all bit by bit.
 """
 
 import dataclasses
 import itertools
-from collections import deque
 from collections.abc import Iterator
-from functools import partial
-from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from padded_dispatch import NO_DROP
-from padded_dispatch.exchange import direct, symmetric_memory
-from padded_dispatch.exchange.beside import ROOM, Beside
+from padded_dispatch.exchange import direct
 from padded_dispatch.exchange.direct import DirectExchange
-from padded_dispatch.experts import ExpertWeights, grouped_mlp
-from padded_dispatch.ops.activation import Activation
 from tests.support.direct_parity import (
     ROUTINGS,
     Layer,
@@ -36,11 +27,11 @@ from tests.support.direct_parity import (
     step,
     sum_errors,
 )
+from tests.support.thread_memory import NUM_RANKS, ThreadMemory, threads_as_ranks
 from tests.support.threads import run_on_threads
 
 CPU = torch.device("cpu")
 SMALL = Layer(tokens=7, width=5, top_k=2, local_experts=2, dtype=torch.float32)
-NUM_RANKS = 2
 
 needs_no_gpu = pytest.mark.skipif(
     torch.cuda.is_available(),
@@ -48,44 +39,9 @@ needs_no_gpu = pytest.mark.skipif(
 )
 
 
-class ThreadMemory:
-    """`PeerMemory` of threads; the n-th objects of all threads belong together."""
-
-    num_barriers = [0] * NUM_RANKS
-    parts: list[np.ndarray | None] = [None] * NUM_RANKS
-
-    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
-        self._group, self._rank = group, group.rank()
-        self.parts[self._rank] = np.full(num_bytes, 255, np.uint8)
-        self.barrier()
-        self._parts = list(self.parts)
-        self.barrier()
-
-    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        part = self._parts[self._rank]
-        size = int(np.prod(shape)) * dtype.itemsize
-        return torch.from_numpy(part[offset : offset + size]).view(dtype).view(shape)
-
-    def addresses(self, offset: int) -> Tensor:
-        return torch.tensor([part.ctypes.data + offset for part in self._parts])
-
-    def barrier(self) -> None:
-        self.num_barriers[self._rank] += 1
-        self._group.barrier().wait()
-
-
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Let threads be ranks, with shared memory instead of symmetric memory."""
-    with (
-        patch.object(symmetric_memory, "PeerMemory", ThreadMemory),
-        patch.object(symmetric_memory, "_free_bytes", lambda device: 2**40),
-        patch.object(direct, "check_group", lambda group: group),
-        patch.object(direct, "_check", lambda tokens_TD, probs_TE: None),
-        patch.object(
-            symmetric_memory, "gather_objects", lambda group, value: [value] * group.size()
-        ),
-    ):
+    with threads_as_ranks():
         yield
 
 
@@ -194,54 +150,6 @@ def _barriers(pool: str) -> list[int]:
 def test_every_pool_takes_as_many_barriers(threads, pool):
     """Two for a push and two for a return; the demands have one of those of the push."""
     assert run_on_threads(NUM_RANKS, _barriers, pool) == [[4, 4]] * NUM_RANKS
-
-
-def _mlp_gradients(routing: str, left: bool, added: bool) -> list[list[Tensor]]:
-    """Two passes in flight through an MLP; return the result and all gradients of each."""
-    layer = dataclasses.replace(SMALL, microbatches_in_flight=2)
-    dispatcher = layer.dispatcher("direct")
-    exchange = direct_of(dispatcher)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    shapes = (layer.local_experts, 6, layer.width), (layer.local_experts, layer.width, 3)
-    fc1_LGD, fc2_LDF = (torch.randn(s, generator=generator).requires_grad_() for s in shapes)
-    found = []
-    passes = []
-    for seed in range(2):
-        inputs = make_inputs(layer, routing, seed, CPU)
-        delayed = deque() if left else None
-        sums_LGD = torch.ones_like(fc1_LGD) if added else None
-        beside = Beside(weight=fc1_LGD, delayed=delayed, room=ROOM) if left else None
-        with patch.object(exchange, "prepare", partial(exchange.prepare, beside=beside)):
-            sent = dispatcher.dispatch(inputs.tokens_TD, inputs.probs_TE, inputs.map_TE)
-        weights = ExpertWeights(
-            fc1_LGD=fc1_LGD, fc2_LDF=fc2_LDF, fc1_sums_LGD=sums_LGD, fc1_delayed=delayed
-        )
-        given = sent.expert_input
-        ends_L = given.offsets_LS[:, -1].contiguous()
-        out_ND = grouped_mlp(given.rows_ND, given.probs_N, ends_L, weights, Activation())
-        passes.append((inputs, sums_LGD, dispatcher.combine(out_ND, sent)))
-        del sent, given, out_ND
-    while passes:
-        inputs, sums_LGD, out_TD = passes.pop(0)
-        of = inputs.tokens_TD, inputs.probs_TE, fc1_LGD, fc2_LDF
-        tokens, probs, fc1, fc2 = torch.autograd.grad(out_TD, of, inputs.grad_TD)
-        found.append([out_TD.detach(), tokens, probs, fc2, fc1 if sums_LGD is None else sums_LGD])
-    return found
-
-
-@needs_no_gpu
-@pytest.mark.parametrize(
-    ("routing", "added"),
-    [("uniform", False), ("uniform", True), ("same", False), ("idle", True), ("none", False)],
-)
-def test_a_weight_gradient_beside_the_way_home_has_the_same_bits(threads, routing, added):
-    beside, after = (
-        run_on_threads(NUM_RANKS, _mlp_gradients, routing, left, added) for left in (True, False)
-    )
-    for one, other in zip(itertools.chain(*beside), itertools.chain(*after), strict=True):
-        for mine, expected in zip(one, other, strict=True):
-            assert torch.equal(mine, expected)
-    assert (beside[0][0][-1].abs().sum() > 0) == (added or routing != "none")
 
 
 def _many_demands() -> list[list[list[int]]]:

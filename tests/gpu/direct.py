@@ -36,7 +36,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from padded_dispatch.config import CAPACITY_POOLS, NO_DROP
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.alltoall import AllToAllExchange, all_to_all, group_name
-from padded_dispatch.exchange.direct import DirectExchange, _maps, _push_rows, _return_rows
+from padded_dispatch.exchange.direct import DirectExchange, _push_rows, maps_of, return_rows
 from padded_dispatch.kernels import direct as kernels
 from padded_dispatch.kernels import links
 from padded_dispatch.ops.overflow import select_with_remedy
@@ -193,7 +193,7 @@ def speed(factor: float, pool: Any, link_rows: Any, shape: LayerShape) -> dict[s
         passed = tokens_TD, probs_TE, plan, sizes.num_rows
         there_and_back(exchange, *passed)
         (buffers,) = exchange._buffers.values()
-        maps, where = _maps(plan), (sizes.num_rows, size, buffers.key, False)
+        maps, where = maps_of(plan), (sizes.num_rows, size, buffers.key, False)
         rows_ND, _, offsets_LS = _push_rows(tokens_TD, probs_TE, *maps, *where)
         out_ND = rows_ND.clone()
         out_R, home_R = rows_by_kernels(buffers, tokens_TD, plan, size)
@@ -201,7 +201,7 @@ def speed(factor: float, pool: Any, link_rows: Any, shape: LayerShape) -> dict[s
             "barrier": buffers.workspace.barrier,
             "demands": lambda: exchange.all_demands(plan.kept_E),
             "push": lambda: _push_rows(tokens_TD, probs_TE, *maps, *where),
-            "return": lambda: _return_rows(out_ND, None, offsets_LS, *maps, buffers.key),
+            "return": lambda: return_rows(out_ND, None, offsets_LS, *maps, buffers.key),
             "dispatch and combine": lambda: there_and_back(exchange, *passed),
         }
         if buffers.crosses_once:

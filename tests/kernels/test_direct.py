@@ -18,7 +18,7 @@ from torch import Tensor
 from padded_dispatch import reference
 from padded_dispatch.config import DispatchConfig, PoolSizes
 from padded_dispatch.kernels import direct, links, rows
-from tests.support.device import DEVICE, here, ints
+from tests.support.device import DEVICE, equal, here, ints
 from tests.support.routing_cases import addresses, assert_same
 from tests.support.routings import routing_map, thin_out
 
@@ -119,6 +119,32 @@ def test_return_rows_examples(shared, slots):
     )
     assert [one.flatten().nan_to_num(0).tolist() for one in slots_RQD] == slots
     assert [(one.nan_to_num(0) / 10).tolist() for one in metas_RQ] == slots
+
+
+@pytest.mark.parametrize(
+    ("pool_slots", "kept", "expected"),
+    [(2, None, [1008, 2008, 2012]), (2, [[1, 1], [0, 2]], [1004, 2000, 2004])],
+)
+def test_find_slots_examples(pool_slots, kept, expected):
+    """The numbers beside the rows go to the same slots."""
+    at_N = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    meta = [empty(4), empty(4)]
+    direct.find_slots(
+        here(torch.tensor([5.0, 6.0, 7.0, 8.0])),
+        ints([1, 3]),
+        None if kept is None else ints(*kept),
+        here(torch.tensor([1000, 2000])),
+        pointers(meta),
+        1,
+        pool_slots,
+        1 if kept is None else 2,
+        row_bytes=4,
+        at_N=at_N,
+    )
+    assert at_N.tolist() == [*expected, 0]
+    for base, number, address in zip((1000, 2000, 2000), (5.0, 6.0, 7.0), expected, strict=True):
+        assert meta[base // 1000 - 1][(address - base) // 4] == number
+    assert sum(int(one.isfinite().sum()) for one in meta) == 3
 
 
 def test_list_slots_example():
@@ -265,6 +291,21 @@ class World:
                 links.return_sums(*returned, rank.lists_STK, *to, sent_R)
             else:
                 direct.return_rows(*returned, *to, sent_R)
+                self._check_found(returned, to)
+
+    def _check_found(self, returned: tuple[Any, ...], to: tuple[Any, ...]) -> None:
+        """Compare rows that were sent with those at the addresses of their slots."""
+        packed_ND, *found = returned
+        row_bytes = packed_ND[0].nbytes
+        at_N = torch.empty(len(packed_ND), dtype=torch.int64, device=DEVICE)
+        direct.find_slots(*found, *to, row_bytes=row_bytes, at_N=at_N)
+        num_rows, seen = int(found[1][-1, -1]), 0
+        for rank in self.ranks:
+            place_N = (at_N[:num_rows] - rank.slots_QD.data_ptr()) // row_bytes
+            mine = (place_N >= 0) & (place_N < len(rank.slots_QD))
+            equal((rank.slots_QD[place_N[mine]], packed_ND[:num_rows][mine]))
+            seen += int(mine.sum())
+        assert seen == num_rows
 
     def home(self, r: int) -> tuple[Tensor, Tensor]:
         """Return the sums of rank r's slots, and the numbers beside them."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.kernels import gemm
+from padded_dispatch.kernels.grouped import add_bias
 from padded_dispatch.ops import grouped
 from tests.support.device import DEVICE, equal, here, ints
 
@@ -87,6 +88,61 @@ def test_each_expert_has_its_own_matrix(counts, width_in, width_out, transposed,
         monkeypatch.setattr(gemm, "_multiprocessors", lambda device: 1)  # For the second time.
         assert out_NO.shape == (num_rows + 5, width_out)
         equal((out_NO[:num_rows], expected_NO))
+
+
+def at(buffer_NO: Tensor, places: list[int]) -> Tensor:
+    """Return the addresses of these rows of a buffer."""
+    row_bytes = buffer_NO.shape[1] * buffer_NO.element_size()
+    return here(buffer_NO.data_ptr() + row_bytes * torch.tensor(places, dtype=torch.int64))
+
+
+def test_rows_at_addresses_example():
+    rows_NI = torch.zeros(2, 8, dtype=DTYPE)
+    rows_NI[:, :2] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    weight_LOI = torch.zeros(2, 8, 8, dtype=DTYPE)
+    weight_LOI[0, 0, 0] = weight_LOI[1, 0, 1] = 1
+    buffer_NO = torch.full((2, 8), 7.0, dtype=DTYPE, device=DEVICE)
+    given = here(rows_NI), here(weight_LOI), ints(1, 2), at(buffer_NO, [1, 0])
+    gemm.rows_times_weights_at(*given, tiles=SMALL)
+    assert buffer_NO[:, 0].tolist() == [4.0, 1.0]
+    assert not buffer_NO[:, 1:].any()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "gradient"])
+@pytest.mark.parametrize(
+    "counts", [[0, 70, 0, 64, 1, 0], [129, 0], [0, 0], [5, 300, 3]], ids=lambda c: f"{len(c)}"
+)
+def test_rows_at_addresses_are_those_of_the_product(counts, transposed, biased):
+    """In another order, with rows of a buffer between them that are not written."""
+    generator = torch.Generator().manual_seed(len(counts))
+
+    def draw(*shape: int) -> Tensor:
+        return here(torch.randn(shape, generator=generator).to(DTYPE))
+
+    num_rows, width_in, width_out = sum(counts) + 5, 24, 40
+    rows_NI = draw(num_rows, width_in)
+    rows_NI[num_rows - 5 :] = torch.nan
+    if transposed:
+        weight_LOI = draw(len(counts), width_in, width_out).transpose(1, 2)
+    else:
+        weight_LOI = draw(len(counts), width_out, width_in)
+    offsets_L = here(torch.tensor(counts).cumsum(0).int())
+    places = 2 * torch.randperm(num_rows, generator=generator)
+    bias, probs_N = {}, here(torch.rand(num_rows, generator=generator))
+    if biased:
+        bias = {"bias_LO": draw(len(counts), width_out), "probs_N": probs_N}
+    buffer_NO = torch.full((2 * num_rows, width_out), 7.0, dtype=DTYPE, device=DEVICE)
+    addresses = at(buffer_NO, places.tolist())
+    addresses[num_rows - 5 :] = 0  # They would crash.
+    given = rows_NI, weight_LOI, offsets_L
+    gemm.rows_times_weights_at(*given, addresses, **bias, tiles=SMALL)
+    product_NO = gemm.rows_times_weights(*given, tiles=SMALL)
+    if biased:
+        add_bias(product_NO, bias["bias_LO"], probs_N, offsets_L)
+    expected_NO = torch.full_like(buffer_NO, 7.0)
+    expected_NO[here(places[: num_rows - 5])] = product_NO[: num_rows - 5]
+    equal((buffer_NO, expected_NO))
 
 
 def test_rows_behind_the_last_one_are_not_written(monkeypatch):

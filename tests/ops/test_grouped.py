@@ -219,8 +219,7 @@ def test_sums_get_the_gradient_without_rounding_it(linear):
 @pytest.mark.parametrize("linear", [grouped.grouped_linear, grouped.batched_linear])
 def test_a_delayed_gradient_has_the_bits_of_one_at_once(linear, rows_have_gradients, added):
     """Two passes wait, and come in the order of their backward passes."""
-    packed = linear is grouped.grouped_linear
-    counts, spared = ([0, 3, 4, 0], {"spare": 3}) if packed else ([3, 3, 3], {})
+    counts = [0, 3, 4, 0] if linear is grouped.grouped_linear else [3, 3, 3]
     offsets_L, num_rows = offsets_of(counts), sum(counts)
     drawn = [torch.randn(2, num_rows, width).bfloat16() for width in (I, O)]
     weight_LOI = torch.randn(len(counts), O, I).bfloat16().requires_grad_()
@@ -239,7 +238,7 @@ def test_a_delayed_gradient_has_the_bits_of_one_at_once(linear, rows_have_gradie
             else:
                 assert weight_LOI.grad is None
         while delayed:
-            found.append(delayed.popleft()(**spared))
+            found.append(delayed.popleft()())
         return found if sums_LOI is None else [sums_LOI]
 
     expected, given = run(None), run(deque())
@@ -277,7 +276,9 @@ def test_all_are_sound_custom_ops(biased):
     rows_NI, weight_LOI, bias_LO, probs_N = inputs([2, 0, 3], biased, spare=0)
     assert rows_NI is not None
     plain_NI, grad_NO = rows_NI.detach(), torch.randn(5, O, dtype=torch.float64)
-    opcheck(grouped._grouped_linear, (rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, None, None))
+    opcheck(
+        grouped.linear_by_expert, (rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, None, None)
+    )
     sums_LOI = torch.zeros(weight_LOI.shape, dtype=torch.float64)
     opcheck(grouped.add_outer_by_expert, (grad_NO, plain_NI, offsets_L, sums_LOI))
     opcheck(grouped.outer_by_expert, (grad_NO, plain_NI, offsets_L))

@@ -20,7 +20,7 @@ from torch import Tensor
 from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.dispatcher import Dispatched
 from padded_dispatch.exchange import choose, symmetric_memory
-from padded_dispatch.exchange.direct import DirectExchange, _maps
+from padded_dispatch.exchange.direct import DirectExchange, maps_of
 from padded_dispatch.exchange.symmetric_memory import DirectBuffers
 from padded_dispatch.kernels import direct as kernels
 from padded_dispatch.kernels import links
@@ -251,7 +251,7 @@ def rows_by_kernels(
 ) -> tuple[Tensor, Tensor]:
     """Return the rows that the kernels store at each rank, out and home: int64 [R] each."""
     workspace, rank, given = buffers.workspace, buffers.rank, buffers.workspace.gradients
-    *maps, kept_E, kept_SE, pool_slots, experts_per_pool = _maps(plan)
+    *maps, kept_E, kept_SE, pool_slots, experts_per_pool = maps_of(plan)
     shift_E = torch.empty_like(kept_E)
     offsets_LS = kept_E.new_empty(kept_E.shape[0] // num_ranks, num_ranks)
     count_SL = torch.empty(kept_E.shape[0], device=kept_E.device)

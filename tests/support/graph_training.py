@@ -41,7 +41,7 @@ from padded_dispatch.megatron.graphs.capture import (
     forget_iterations,
 )
 from padded_dispatch.megatron.graphs.recapture import recapture
-from padded_dispatch.megatron.options import GradientsHome
+from padded_dispatch.megatron.options import RowsHome
 from tests.support.gpt import ddp_chunks, mean_loss, megatron_adam, model_inputs
 from tests.support.graph_protocol import cuda_graphs_on_cpu
 from tests.support.packed_sequences import (
@@ -65,7 +65,7 @@ class Situation:
     `impl`: Megatron's cuda_graph_impl; with "local" Megatron captures by itself at the end of the
     first step, and with "full_iteration" after `EAGER_STEPS`, both without a self-test. `scopes`:
     captured parts of each layer; () is the whole layer. `capacity_pool`, `exchange`: PaddedOptions.
-    `eager_home`: `gradients_home` of the eager trainings.
+    `eager_home`: `rows_home` of the eager trainings.
     `dense`: numbers of layers without experts, from 0. `recompute`: Megatron's recompute_modules.
     `evaluates`: batch and length of an evaluation before every step. `grows`: after two replays the
     capacity factors double, and `recapture` finds the graphs; Megatron's own wrapper then captures
@@ -89,7 +89,7 @@ class Situation:
     impl: Literal["transformer_engine", "local", "full_iteration"] = "transformer_engine"
     capacity_pool: CapacityPool = "expert"
     exchange: ExchangeKind = "auto"
-    eager_home: GradientsHome = "auto"
+    eager_home: RowsHome = "auto"
     scopes: tuple[str, ...] = ("attn", "moe")
     dense: tuple[int, ...] = ()
     recompute: tuple[str, ...] = ()
@@ -578,7 +578,7 @@ def _config(case: Situation, graphs: bool) -> TransformerConfig:
             capacity_pool=case.capacity_pool,
             exchange=case.exchange,
             eval_factor=case.eval_factor,
-            gradients_home="auto" if graphs else case.eager_home,
+            rows_home="auto" if graphs else case.eager_home,
         )
     return config
 

@@ -1,4 +1,4 @@
-"""Experts whose fc1 leaves its weight's gradient to the dispatch, with direct stores of one rank.
+"""Experts whose products send rows home, with direct stores of one rank.
 
 A process plays the only rank: its kernels run in Triton's interpreter, on memory of its own. All
 the rest is real: Megatron's layer, its DDP, and autograd.
@@ -14,9 +14,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 
 from padded_dispatch.config import FIT
-from padded_dispatch.exchange import direct, symmetric_memory
-from padded_dispatch.exchange.beside import Beside
-from padded_dispatch.megatron import PaddedOptions, experts
+from padded_dispatch.exchange import direct, fused, symmetric_memory
+from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.compat import captures_dispatch_alone, layer_graphs
 from tests.support import tiny
 
@@ -48,22 +47,21 @@ class OwnMemory:
 
 @pytest.fixture(autouse=True)
 def one_rank() -> Iterator[list[int]]:
-    """Let one rank have direct stores; the list gets an entry for each gradient left to them."""
-    left, run = [], Beside.run
+    """Let one rank have direct stores; the list gets the rows of each product that goes home."""
+    sent, product = [], fused.return_product
 
-    def noted(self: Beside, *args: Any) -> Any:
-        left.append(self.room.stores)
-        return run(self, *args)
+    def noted(rows_NI: Tensor, *args: Any) -> Any:
+        sent.append(len(rows_NI))
+        return product(rows_NI, *args)
 
     with (
         patch.object(symmetric_memory, "PeerMemory", OwnMemory),
         patch.object(symmetric_memory, "_free_bytes", lambda device: 2**40),
         patch.object(direct, "check_group", lambda group: group),
         patch.object(direct, "_check", lambda tokens_TD, probs_TE: None),
-        patch.object(Beside, "run", noted),
-        patch.object(experts, "pays", lambda **sizes: True),
+        patch.object(fused, "return_product", noted),
     ):
-        yield left
+        yield sent
 
 
 def _layer(
@@ -75,7 +73,7 @@ def _layer(
         exchange="direct",
         link_rows=link_rows,
         microbatches_in_flight=in_flight,
-        gradients_home=home,
+        rows_home=home,
     )
     for name, value in (later or {}).items():
         setattr(config, name, value)
@@ -101,24 +99,36 @@ def _gradients(layer: Any, seeds: tuple[int, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "num_left"),
+    ("changes", "num_sent"),
     [
-        ({}, 2),
-        ({"in_flight": 2}, 2),
-        (RECOMPUTED, 2),
+        ({}, 4),
+        ({"in_flight": 2}, 4),
+        (RECOMPUTED, 6),
+        ({"add_bias_linear": True}, 4),
         ({"later": {"delay_wgrad_compute": True}}, 0),
         ({"later": layer_graphs("moe_router", "moe_preprocess")}, 0),
-        ({"later": layer_graphs("moe_router")}, 2),
+        ({"later": layer_graphs("moe_router")}, 4),
+        ({"link_rows": "summed"}, 0),
     ],
-    ids=["plain", "in flight", "recompute", "Megatron delays", "graph before experts", "router"],
+    ids=[
+        "plain",
+        "in flight",
+        "recompute",
+        "biases",
+        "Megatron delays",
+        "graph before experts",
+        "router",
+        "sums",
+    ],
 )
-def test_gradients_have_the_bits_of_those_computed_before(one_rank, changes, num_left):
+def test_results_have_the_bits_of_one_after_the_other(one_rank, changes, num_sent):
+    """Products that send rows: two a pass, fc2's forward one once more where it is recomputed."""
     found: list[list[Any]] = []
     for home in ("auto", "after"):
         made = _layer(home, **changes)
         batches = ((1, 2),) if "in_flight" in changes else ((1,), (2,))
         grads = [grad for seeds in batches for grad in _gradients(made, seeds)]
-        assert len(one_rank) == num_left
+        assert len(one_rank) == num_sent
         found.append([*grads, made.experts.linear_fc1.weight.grad])
     for one, other in zip(*found, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
@@ -126,14 +136,14 @@ def test_gradients_have_the_bits_of_those_computed_before(one_rank, changes, num
 
 
 @pytest.mark.parametrize("frozen", [("linear_fc1",), ("linear_fc2",), ("linear_fc1", "linear_fc2")])
-def test_frozen_weights_leave_nothing(one_rank, frozen):
+def test_weights_may_be_frozen(one_rank, frozen):
     found = []
     for home in ("auto", "after"):
         made = _layer(home)
         for name in frozen:
             getattr(made.experts, name).weight.requires_grad_(False)
         found.append(_gradients(made, (1,)))
-    assert len(one_rank) == int("linear_fc1" not in frozen)
+    assert len(one_rank) == 2
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
 
@@ -166,17 +176,17 @@ def test_ddp_hears_of_a_gradient_once_and_when_it_is_there(one_rank, fuses):
             assert len(ready) == seed + 1
             assert torch.equal(ready[-1], weight.main_grad) and weight.main_grad.any()
         found.append([parameter.main_grad for parameter in made.parameters()])
-    assert len(one_rank) == 2
+    assert len(one_rank) == 4
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
 
 
-def test_a_pass_that_broke_off_leaves_no_gradient_to_the_next(one_rank):
-    """The next pass computes its own, where its exchange is another one."""
+def test_a_pass_that_broke_off_leaves_no_linears_to_the_next(one_rank):
+    """The next pass has its own exchange, which is another one."""
     made, expected = _layer("auto"), _layer("after")
     with patch.object(made.experts, "forward", side_effect=KeyError), pytest.raises(KeyError):
         made(_tokens(0))
-    assert made.experts._left is not None
+    assert made.experts.linears is not None
     for layer in (made, expected):
         layer.token_dispatcher.configs.set_factor(FIT)
     for one, other in zip(_gradients(made, (1,)), _gradients(expected, (1,)), strict=True):
@@ -184,40 +194,20 @@ def test_a_pass_that_broke_off_leaves_no_gradient_to_the_next(one_rank):
     assert not one_rank
 
 
-@pytest.mark.parametrize("added", [False, True])
-def test_the_rule_reads_the_sizes_of_a_pass(one_rank, added):
-    made, seen = _layer("auto"), []
-    if added:
-        made.experts.linear_fc1.weight.main_grad = torch.zeros(tiny.NUM_EXPERTS, 48, tiny.HIDDEN)
-    with patch.object(experts, "pays", lambda **sizes: seen.append(sizes)):
-        made(_tokens(0))
-    assert seen == [
-        {
-            "num_rows": 15 * tiny.TOP_K,
-            "width": tiny.HIDDEN,
-            "out": 48,
-            "num_experts": tiny.NUM_EXPERTS,
-            "num_ranks": 1,
-            "added": added,
-        }
-    ]
-    assert made.experts._left is None and not one_rank
-
-
-def test_sums_that_go_home_leave_nothing(one_rank):
-    assert _gradients(_layer("auto", link_rows="summed"), (1,))[0].any() and not one_rank
-
-
-def test_passes_without_gradients_leave_nothing(one_rank):
+def test_experts_of_fsdp_take_no_linears(one_rank):
+    """It gathers weights by hooks on tensors that a fused pass goes past."""
     made = _layer("auto")
+    made.experts.linear_fc1.weight.__fsdp_param__ = True
+    made(_tokens(0))
+    assert not one_rank
+
+
+def test_passes_without_gradients_send_rows_from_fc2(one_rank):
+    made, plain = _layer("auto"), _layer("after")
     with torch.no_grad():
-        made(_tokens(0))
-    assert made.experts._left is None
-    made.eval()
-    with torch.no_grad():
-        made(_tokens(0))
-    made.train()
-    assert _gradients(made, (1,))[0].any() and len(one_rank) == 1
+        assert torch.equal(made(_tokens(0))[0], plain(_tokens(0))[0])
+    assert len(one_rank) == 1 and made.experts.linears is None
+    assert _gradients(made, (1,))[0].any() and len(one_rank) == 3
 
 
 def test_graphs_that_end_before_the_experts():

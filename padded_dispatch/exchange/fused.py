@@ -1,0 +1,288 @@
+"""Products that store their rows at the tokens' ranks: the way home takes place inside them.
+
+Rows travel home twice in a pass, and each time a product has just computed them: the experts'
+output by fc2, and the gradients of received rows by fc1's backward pass. One needs links, the other
+needs the tensor cores. So these two products do not write rows to memory from which another kernel
+sends them. Each tile goes straight into slots of peers, while the next one is computed:
+
+    find slots, barrier, product with stores, barrier, sum
+
+instead of
+
+    product, barrier, stores, barrier, sum
+
+Bits are those of one after the other: a row is rounded where the product was rounded, a bias is
+added as before, and the same kernel sums the same slots. The buffers are those of
+`padded_dispatch.exchange.direct`, and so is the argument that none is overwritten too early: what
+a call writes to peers lies between two barriers of all ranks on the current stream. A layer needs
+less memory, too: neither the experts' output nor the gradients of received rows exist.
+
+On 2 H200, EP 2, 4,096 tokens, microseconds in a graph, barriers and sums included (commit e8c3699,
+a script that was not kept):
+
+                                          product     home    both    fused
+    Qwen3, fc2                                183      240     420      267
+    Qwen3, gradients of fc1's rows            341      238     595      412
+    GPT-OSS, fc2                              451      167     625      510
+    GPT-OSS, gradients of fc1's rows          935      169   1,126      987
+    the same four with 1,024 tokens            72       68     142       97
+                                              131       68     201      155
+                                              132       49     187      166
+                                              270       50     327      312
+
+What is left beside the product are sums (33 and 25 us), two barriers (9 us), addresses (5 us), and
+stores that wait for the link: fc2 of Qwen3 sends its 67 MB, which take a link 186 us, in about the
+time of its product. There is no rule: it was faster in each case. Tiles stored in four parts
+instead of two are as fast, and so are stores that pass the cache by; tiles of 128 x 128 are slower
+(279 472 554 1,072 us).
+
+Before, gradients travelled home on a second stream beside the product of fc1's weight gradient,
+which left 11 multiprocessors to the stores. That hid less, slowed down that product, and did
+nothing for the forward pass: a layer of Qwen3 took 2.26 ms, GPT-OSS 4.65, and one after the other
+2.47 and 4.72 (commit 80b3b2b).
+
+Autograd. The pass of `FusedLinears` leaves out the ops between the tokens and fc1's result, and
+between fc2's input and the tokens: `first` and `second` are their only nodes. `first` goes
+from tokens and probabilities to fc1's result, though the forward pass has pushed the rows before,
+and `second` from fc2's input to the sums. Their backward passes are
+
+    second   push of gradients, then gradients of fc2's rows, weight, bias and probabilities
+    first    fc1's product that sends gradients of rows home, then the gradient of its weight
+
+Letters: T tokens, K experts per token, E experts, L experts on this rank, S sources, D and F hidden
+and ffn size, G columns of fc1's result, N rows of this rank's experts, I and O columns of rows that
+go into a linear and come out.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from padded_dispatch.exchange import Slots
+from padded_dispatch.exchange.direct import (
+    DirectExchange,
+    maps_of,
+    push_gradients,
+    received,
+    return_rows,
+)
+from padded_dispatch.exchange.symmetric_memory import find
+from padded_dispatch.ops.grouped import (
+    check_on_gpu,
+    linear_by_expert,
+    linear_gradients,
+    weight_gradient,
+)
+from padded_dispatch.ops.plan import DispatchPlan
+from padded_dispatch.utils.nvtx import nvtx_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedLinears:
+    """The linears of the experts in one pass, whose rows `prepare` has pushed.
+
+    Attributes:
+        tokens_TD: what was pushed, and gets the gradients of the rows.
+        probs_TE: likewise.
+        home: what `return_product` reads from `offsets_LS` on.
+    """
+
+    tokens_TD: Tensor
+    probs_TE: Tensor
+    home: tuple[Any, ...]
+
+    def first(
+        self,
+        rows_ND: Tensor,
+        probs_N: Tensor,
+        weight_LGD: Tensor,
+        offsets_L: Tensor,
+        tiles: Tensor,
+        sums_LGD: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return fc1's result, [N, G], and the probabilities of the rows, [N].
+
+        Args:
+            rows_ND: what the tokens became; has no gradient of its own.
+            probs_N: likewise.
+            weight_LGD: as in `grouped_linear`, and so are the others.
+            offsets_L: see there.
+            tiles: see there.
+            sums_LGD: see there.
+        """
+        given = rows_ND, probs_N, offsets_L, tiles, sums_LGD
+        return _First.apply(self.tokens_TD, self.probs_TE, weight_LGD, *given, *self.home)
+
+    def second(
+        self,
+        hidden_NF: Tensor,
+        probs_N: Tensor,
+        weight_LDF: Tensor,
+        bias_LD: Tensor | None,
+        offsets_L: Tensor,
+        tiles: Tensor,
+        sums_LDF: Tensor | None,
+    ) -> Tensor:
+        """Return the sum of every token's rows of fc2's result, [T, D].
+
+        The arguments are those of `grouped_linear`; `probs_N` scales the bias only.
+        """
+        given = hidden_NF, weight_LDF, bias_LD, probs_N, offsets_L, tiles, sums_LDF
+        return _Second.apply(*given, *self.home)
+
+
+def prepare(
+    exchange: DirectExchange,
+    tokens_TD: Tensor,
+    probs_TE: Tensor,
+    plan: DispatchPlan,
+    num_rows: int,
+) -> tuple[Slots, FusedLinears]:
+    """Return `exchange.prepare` of the arguments, without gradients, and what has them instead."""
+    with torch.no_grad():
+        slots, offsets_LS = exchange.push(tokens_TD, probs_TE, plan, num_rows)
+    key = exchange.key(plan, num_rows, tokens_TD)
+    home = offsets_LS, *maps_of(plan), key
+    return slots, FusedLinears(tokens_TD=tokens_TD, probs_TE=probs_TE, home=home)
+
+
+@custom_op("padded_dispatch::return_product", mutates_args=())
+def return_product(
+    rows_NI: Tensor,
+    weight_LOI: Tensor,
+    bias_LO: Tensor | None,
+    weights_N: Tensor | None,
+    probs_N: Tensor | None,
+    offsets_L: Tensor,
+    tiles: Tensor | None,
+    offsets_LS: Tensor,
+    slot_of_TK: Tensor,
+    expert_of_TK: Tensor,
+    kept_E: Tensor,
+    kept_SE: Tensor | None,
+    pool_slots: int,
+    experts_per_pool: int,
+    key: str,
+) -> tuple[Tensor, Tensor]:
+    """Return `exchange.direct.return_rows` of a linear's result, whose bias `weights_N` scale."""
+    given = rows_NI, weight_LOI, bias_LO, weights_N, offsets_L, tiles
+    maps = slot_of_TK, expert_of_TK, kept_E, kept_SE, pool_slots, experts_per_pool
+    return return_rows(linear_by_expert(*given), probs_N, offsets_LS, *maps, key)
+
+
+@return_product.register_kernel("cuda")
+def _return_product_on_gpu(
+    rows_NI,
+    weight_LOI,
+    bias_LO,
+    weights_N,
+    probs_N,
+    offsets_L,
+    tiles,
+    offsets_LS,
+    slot_of_TK,
+    expert_of_TK,
+    kept_E,
+    kept_SE,
+    pool_slots,
+    experts_per_pool,
+    key,
+):
+    from padded_dispatch.kernels import direct, gemm
+
+    check_on_gpu(rows_NI, weight_LOI)
+    buffers = find(key)
+    workspace = buffers.workspace
+    at_N = torch.empty(rows_NI.shape[0], dtype=torch.int64, device=rows_NI.device)
+    workspace.barrier()
+    direct.find_slots(
+        None if probs_N is None else probs_N.contiguous(),
+        offsets_LS,
+        kept_SE,
+        workspace.slots_R,
+        workspace.meta_R,
+        buffers.rank,
+        pool_slots,
+        experts_per_pool,
+        row_bytes=weight_LOI.shape[1] * rows_NI.element_size(),
+        at_N=at_N,
+    )
+    gemm.rows_times_weights_at(
+        rows_NI.contiguous(),
+        weight_LOI,
+        offsets_L,
+        at_N,
+        bias_LO=None if bias_LO is None else bias_LO.contiguous(),
+        probs_N=None if weights_N is None else weights_N.contiguous(),
+        table=tiles,
+    )
+    workspace.barrier()
+    maps = slot_of_TK, expert_of_TK, kept_E, pool_slots
+    return received(workspace, slot_of_TK, *maps, numbers=probs_N is not None)
+
+
+@return_product.register_fake
+def _(rows_NI, weight_LOI, _b, _w, probs_N, _o, _t, _offsets, slot_of_TK, _e, kept_E, *_):
+    num_tokens = slot_of_TK.shape[0]
+    values = (0,) if probs_N is None else (num_tokens, kept_E.shape[0])
+    return (
+        rows_NI.new_empty(num_tokens, weight_LOI.shape[1]),
+        rows_NI.new_empty(values, dtype=torch.float32),
+    )
+
+
+class _First(torch.autograd.Function):
+    """fc1 of rows that are pushed already; its backward pass sends their gradients home."""
+
+    @staticmethod
+    def forward(
+        ctx, tokens_TD, probs_TE, weight_LGD, rows_ND, probs_N, offsets_L, tiles, sums_LGD, *home
+    ):
+        *maps, pool_slots, experts_per_pool, key = home
+        saved = rows_ND if ctx.needs_input_grad[2] else None, weight_LGD, offsets_L, tiles
+        ctx.save_for_backward(*saved, *maps)
+        ctx.where = pool_slots, experts_per_pool, key
+        ctx.sums_LGD, ctx.dtype = sums_LGD, probs_TE.dtype
+        fc1_NG = linear_by_expert(rows_ND, weight_LGD, None, None, offsets_L, tiles)
+        return fc1_NG, probs_N.view_as(probs_N)
+
+    @staticmethod
+    @nvtx_range("exchange backward")
+    def backward(ctx, grad_NG, grad_N):  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows_ND, weight_LGD, offsets_L, tiles, *maps = ctx.saved_tensors
+        needs_tokens, needs_probs, needs_weight, *_ = ctx.needs_input_grad
+        grad_TD = grad_TE = grad_LGD = None
+        if needs_tokens or needs_probs:
+            linear = grad_NG, weight_LGD.transpose(1, 2), None, None, grad_N, offsets_L, tiles
+            grad_TD, grad_TE = return_product(*linear, *maps, *ctx.where)
+            grad_TE = grad_TE.to(ctx.dtype)
+        if needs_weight:
+            grad_LGD = weight_gradient(grad_NG, rows_ND, offsets_L, ctx.sums_LGD)
+        return grad_TD, grad_TE, grad_LGD, *(None,) * 13
+
+
+class _Second(torch.autograd.Function):
+    """fc2, whose rows go home; its backward pass pushes their gradients."""
+
+    @staticmethod
+    def forward(ctx, hidden_NF, weight_LDF, bias_LD, probs_N, offsets_L, tiles, sums_LDF, *home):
+        *maps, pool_slots, experts_per_pool, key = home
+        hidden = hidden_NF if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(hidden, weight_LDF, bias_LD, probs_N, offsets_L, tiles, *maps[1:])
+        offsets_LS = maps[0]
+        ctx.where = pool_slots, experts_per_pool, hidden_NF.shape[0], offsets_LS.shape[1], key
+        ctx.sums_LDF = sums_LDF
+        linear = hidden_NF, weight_LDF, bias_LD, probs_N, None, offsets_L, tiles
+        return return_product(*linear, *home)[0]
+
+    @staticmethod
+    @nvtx_range("exchange backward")
+    def backward(ctx, grad_TD):  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden_NF, weight_LDF, bias_LD, probs_N, offsets_L, tiles, *maps = ctx.saved_tensors
+        grad_ND = push_gradients(grad_TD, *maps, *ctx.where)
+        linear = hidden_NF, weight_LDF, bias_LD, probs_N, offsets_L, tiles, ctx.sums_LDF
+        grads = linear_gradients(ctx.needs_input_grad, grad_ND, *linear)
+        return *grads, *(None,) * 11
