@@ -5,17 +5,23 @@ output by fc2, and the gradients of received rows by fc1's backward pass. One ne
 needs the tensor cores. So these two products do not write rows to memory from which another kernel
 sends them. Each tile goes straight into slots of peers, while the next one is computed:
 
-    find slots, barrier, product with stores, barrier, sum
+    find slots, product with stores, barrier, sum
 
 instead of
 
     product, barrier, stores, barrier, sum
 
 Bits are those of one after the other: a row is rounded where the product was rounded, a bias is
-added as before, and the same kernel sums the same slots. The buffers are those of
-`padded_dispatch.exchange.direct`, and so is the argument that none is overwritten too early: what
-a call writes to peers lies between two barriers of all ranks on the current stream. A layer needs
-less memory, too: neither the experts' output nor the gradients of received rows exist.
+added as before, and the same kernel sums the same slots. A layer needs less memory, too: neither
+the experts' output nor the gradients of received rows exist.
+
+Why no slot is overwritten too early. The buffers are those of `padded_dispatch.exchange.direct`.
+Slots, and the numbers beside them, were last read by the sum of an earlier return. Each return is
+the second half of a forward or backward pass whose first half is a push, which ends with a barrier.
+So a rank that stores rows has passed a barrier that all ranks reached after that sum, and needs no
+other. This holds because between the push and the return of a pass its stream has no return of
+another pass: halves of passes follow each other, as `direct` asks for gradients. Only Megatron's
+combined schedule mixes them, and it does not fuse.
 
 On 2 H200, EP 2, 4,096 tokens, microseconds in a graph, barriers and sums included (commit e8c3699,
 a script that was not kept):
@@ -30,8 +36,8 @@ a script that was not kept):
                                               132       49     187      166
                                               270       50     327      312
 
-What is left beside the product are sums (33 and 25 us), two barriers (9 us), addresses (5 us), and
-stores that wait for the link: fc2 of Qwen3 sends its 67 MB, which take a link 186 us, in about the
+Both with two barriers around them. What is left beside the product are sums (33 and 25 us), a
+barrier (4 us), addresses (5 us), and stores that wait for the link: fc2 of Qwen3 sends its 67 MB, which take a link 186 us, in about the
 time of its product. There is no rule: it was faster in each case. Tiles stored in four parts
 instead of two are as fast, and so are stores that pass the cache by; tiles of 128 x 128 are slower
 (279 472 554 1,072 us).
@@ -197,7 +203,6 @@ def _return_product_on_gpu(
     buffers = find(key)
     workspace = buffers.workspace
     at_N = torch.empty(rows_NI.shape[0], dtype=torch.int64, device=rows_NI.device)
-    workspace.barrier()
     direct.find_slots(
         None if probs_N is None else probs_N.contiguous(),
         offsets_LS,

@@ -292,7 +292,7 @@ class StackedExperts(MegatronModule):
 
     @property
     def takes_linears(self) -> bool:
-        """Whether a pass may set `linears`: not where Megatron delays gradients, nor with FSDP.
+        """True if a pass may set `linears`: not where Megatron delays gradients, nor with FSDP.
 
         FSDP gathers weights by hooks on the tensors that go into a module and come out.
         """

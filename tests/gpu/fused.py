@@ -7,7 +7,7 @@ It uses two GPUs of one host. `--only TEXT` runs the parts whose names contain t
 - "products": fc2 and the gradients of fc1's rows, bits and time beside the product, the way home,
   and both after another.
 - "replays": 1,000 replays of a graph whose products send rows equal those of a graph with one after
-  the other, bit by bit, in other routings.
+  the other, bit by bit, in other routings; also where each rank sleeps before it sums its slots.
 - "training": a model trains eagerly with one after the other, and in graphs of each kind with
   products that send rows; after each step everything is equal, bit by bit.
 
@@ -20,22 +20,22 @@ import dataclasses
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from padded_dispatch.bench.cases import Case
+from padded_dispatch.bench.cases import MODELS, Case
 from padded_dispatch.bench.layer import build, stock_flags
 from padded_dispatch.bench.measure import Batch, Passes, batches
 from padded_dispatch.exchange import fused
 from padded_dispatch.exchange.direct import return_rows
 from padded_dispatch.megatron.compat import training_stream
 from padded_dispatch.ops.grouped import linear_by_expert, row_tiles
-from padded_dispatch.utils.shapes import SHAPES
 from tests.gpu.direct import graphed_us, my_gpu
 from tests.gpu.situations import PARTIAL, WHOLE
 from tests.gpu.situations import on_cpu as situation_on_cpu
@@ -51,7 +51,7 @@ _SLEEP = 1_000_000  # Clocks, the most that a rank sleeps between two replays.
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCase:
-    """A layer of `bench`. `number`: of replays."""
+    """A layer of `bench`. `number`: of replays. `late`: ranks sleep before they sum slots."""
 
     name: str
     model: str = "qwen3-30b-a3b"
@@ -59,6 +59,7 @@ class LayerCase:
     capacity_factor: float = 1.25
     main_grad: Any = "none"
     number: int = 1000
+    late: bool = False
     device: str = "cuda"
     ranks: int = 2
 
@@ -115,7 +116,7 @@ class Products:
 
 def products(case: Products) -> Findings:
     """Compare both ways, and time them."""
-    shape, device, size = SHAPES[case.model], my_gpu(), dist.get_world_size()
+    shape, device, size = MODELS[case.model], my_gpu(), dist.get_world_size()
     layer = Layer(
         tokens=case.tokens,
         width=shape.hidden_size,
@@ -203,6 +204,19 @@ class Drawn(list[Batch]):
         return Batch(tokens=tokens, logits=drawn)
 
 
+@contextmanager
+def _late_sums() -> Iterator[None]:
+    """Capture a sleep before each sum of slots, of another length on each rank."""
+    draw, sums = torch.Generator().manual_seed(dist.get_rank()), fused.received
+
+    def late(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        torch.cuda._sleep(int(torch.randint(_SLEEP, (), generator=draw)))
+        return sums(*args, **kwargs)
+
+    with patch.object(fused, "received", late):
+        yield
+
+
 def replays(case: LayerCase) -> Findings:
     """Replay two graphs, and compare outputs, gradients and sums after each replay."""
     with _world(case):
@@ -212,7 +226,8 @@ def replays(case: LayerCase) -> Findings:
         both = []
         for layer in layers:
             torch.manual_seed(7)  # The gradient of the output is drawn.
-            both.append(Passes(Again(layer), data, graphed=on_gpu, main_grad=case.main_grad))
+            with _late_sums() if case.late else nullcontext():
+                both.append(Passes(Again(layer), data, graphed=on_gpu, main_grad=case.main_grad))
         paces = torch.Generator().manual_seed(dist.get_rank())
         differing: dict[str, Tensor] = {}
         for number in range(case.number):
@@ -287,6 +302,8 @@ def checks() -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
         name = f"replays, Qwen3, main_grad {main_grad}"
         case = LayerCase(name=name, main_grad=main_grad, tokens=1024)
         yield "replays equal replays of one after the other", replays, case
+    case = LayerCase(name="replays, Qwen3, late sums", late=True, tokens=1024)
+    yield "replays equal replays of one after the other", replays, case
     for situation in situations():
         yield "graphs equal eager training of one after the other", training, situation
 
@@ -295,7 +312,7 @@ def on_cpu(case: Any) -> Any:
     """Return a small version of a case for the CPU; None if Megatron needs a GPU for it."""
     if isinstance(case, Situation):
         return situation_on_cpu(case)
-    if isinstance(case, Products) or case.main_grad == "fused":
+    if isinstance(case, Products) or case.main_grad == "fused" or case.late:
         return None
     return dataclasses.replace(case, device="cpu", model="tiny", tokens=16, number=10)
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.gpu.timeline import CHECK, cases, on_cpu
 from tests.support.gpu_cases import ENVIRONMENT, run_case
-from tests.support.spans import Span
+from tests.support.spans import Span, common, union
 from tests.support.timeline import draw, figures, listed, timeline
 
 __all__ = ["ENVIRONMENT"]
@@ -76,3 +76,9 @@ def test_on_two_gpus(gpu_pools, name):
     found = run_case(gpu_pools[2], CHECK, timeline, CASES[name])
     assert found["failures"] == []
     assert found["facts"]["exchange_ms"] > 0
+
+
+def test_times_of_several_kernels_are_joined():
+    assert union([(0, 2), (1, 1.5), (2, 3)]) == [(0, 3)]
+    assert common([(0, 4), (6, 9)], [(1, 2), (3, 7), (8, 20)]) == 1 + 1 + 1 + 1
+    assert common([], [(0, 1)]) == 0

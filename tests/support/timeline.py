@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from padded_dispatch.bench.measure import common, union
 from padded_dispatch.megatron import LayerGraphs
 from padded_dispatch.megatron.compat import layer_graphs
 from tests.support.graph_training import Findings
 from tests.support.overlapped_training import OverlapCase, OverlapTraining, schedule_on
 from tests.support.retried_training import EAGER_STEPS, world
-from tests.support.spans import KINDS, Span, profiled
+from tests.support.spans import KINDS, Span, common, profiled, union
 
 
 @dataclass(frozen=True, kw_only=True)
