@@ -298,6 +298,8 @@ def checks() -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
         for tokens in (4096, 512):
             case = Products(name=f"products, {model}, {tokens} tokens", model=model, tokens=tokens)
             yield "products that send rows equal one after the other", products, case
+    case = Products(name="products, tiny, 67 tokens", model="tiny", tokens=67)
+    yield "products that send rows equal one after the other", products, case
     for main_grad in ("none", "fused"):
         name = f"replays, Qwen3, main_grad {main_grad}"
         case = LayerCase(name=name, main_grad=main_grad, tokens=1024)
