@@ -15,6 +15,8 @@ import figures
 import matplotlib.pyplot as plt
 from IPython.display import Markdown
 
+from padded_dispatch.bench.measure import hidden_share
+
 Rows = list[dict[str, Any]]
 
 KINDS = {
@@ -25,7 +27,7 @@ KINDS = {
     "ours batched": ("ours, batched experts", "#2a9d8f"),
     "ours direct": ("ours, packed, direct stores", figures.RED),
     "ours direct each": ("ours, direct stores, each row by itself", "#e9a3a3"),
-    "ours direct serial": ("ours, direct stores, gradients home after products", "#c97b84"),
+    "ours direct serial": ("ours, direct stores, rows home after products", "#c97b84"),
     "ours direct summed": ("ours, direct stores, sums go home", "#8c1c2b"),
     "stock-drop-pad": ("stock drop-and-pad", figures.ORANGE),
     "stock-dropless": ("stock dropless", figures.GREEN),
@@ -155,6 +157,11 @@ def _passes(row: dict[str, Any]) -> int:
     return recipe["global_batch"] // (recipe["micro_batch"] * replicas)
 
 
+def _home_by_default(row: dict[str, Any]) -> bool:
+    padded = row["flags"]["dispatch"]["padded"]
+    return {padded.get(name, "auto") for name in ("rows_home", "gradients_home")} == {"auto"}
+
+
 def layout(row: dict[str, Any]) -> tuple[Any, ...]:
     """Return what rows in one panel share."""
     return routing(row), row["model"], row["tokens"], row["ep"]
@@ -200,7 +207,7 @@ class Steps:
                 for row in self.rows
                 if not row["flags"]["recipe"]["deterministic"]
                 and not row["flags"]["dispatch"].get("shared_overlap")
-                and row["flags"]["dispatch"]["padded"].get("gradients_home", "auto") == "auto"
+                and _home_by_default(row)
                 and _passes(row) == 1
             ]
         )
@@ -820,14 +827,21 @@ def exchanges() -> Markdown:
         f"{passed} of {len(ended)} passed: a rank dies or stalls in the middle of replays, and all "
         f"others end within {slowest:.0f} s"
     )
-    beside = load("beside")
-    for row in where(beside, variant="direct"):
-        same = {name: row[name] for name in ("about", "model", "main_grad", "capacity_factor")}
-        (after,) = where(beside, variant="direct serial", **same)
+    layers = load("layer_bench")
+    serial = where(layers, variant="direct serial")
+    for after in serial:
+        if after["about"]["commit"] != serial[-1]["about"]["commit"]:
+            continue
+        same = ("about", "model", "tokens", "main_grad", "capacity_factor")
+        (row,) = where(layers, variant="direct", **{name: after[name] for name in same})
+        hidden = ""
+        if row["tokens"] == Layers().tokens and row["kernels_ms"]:
+            share = hidden_share(row["kernels_ms"], after["kernels_ms"])
+            hidden = f", which hides {share:.0%} of the exchange"
         print(
-            f"{row['model']}, factor {row['capacity_factor']}, main_grad {row['main_grad']}: "
-            f"{after['ms']:.2f} ms a layer with gradients home after fc1's weight gradient, "
-            f"{row['ms']:.2f} beside it"
+            f"{row['model']}, {row['tokens']:,} tokens, factor {row['capacity_factor']}, main_grad "
+            f"{row['main_grad']}: {after['ms']:.2f} ms a layer whose rows go home after the "
+            f"products, {row['ms']:.2f} inside of them{hidden}"
         )
     lines = []
     measured = where(rows, measure="exchange")
