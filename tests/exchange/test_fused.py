@@ -17,7 +17,7 @@ from padded_dispatch.exchange import Slots, fused
 from padded_dispatch.exchange.fused import FusedLinears
 from padded_dispatch.experts import ExpertWeights, grouped_mlp, grouped_mlp_to_sums
 from padded_dispatch.ops.activation import Activation
-from tests.support.direct_parity import Inputs, Layer, direct_of, make_inputs
+from tests.support.direct_parity import Inputs, Layer, direct_of, make_inputs, poison
 from tests.support.thread_memory import NUM_RANKS, threads_as_ranks
 from tests.support.threads import run_on_threads
 
@@ -145,20 +145,26 @@ def test_they_have_the_bits_of_one_after_the_other(given, routing):
     assert (both[0][0][0].abs().sum() > 0) == (routing != "none")
 
 
-def _products() -> list[bool]:
+def _products(routing: str) -> list[bool]:
     """Compare the product for GPUs with the one for CPUs; whole numbers, whose sums are exact."""
     layer = dataclasses.replace(SMALL, width=16, dtype=torch.float16, microbatches_in_flight=1)
     dispatcher = layer.dispatcher("direct")
-    inputs = make_inputs(layer, "uniform", 3, CPU)
-    sent, linears = _sent(dispatcher, inputs, True)
-    assert linears is not None and sent.expert_input.offsets_LS is not None
-    num_rows = len(sent.expert_input.rows_ND)
-    offsets_L = sent.expert_input.offsets_LS[:, -1].contiguous()
+    inputs = make_inputs(layer, routing, 3, CPU)
     generator = torch.Generator().manual_seed(dist.get_rank())
 
     def drawn(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
         return torch.randint(-2, 3, shape, generator=generator).to(dtype)
 
+    def pushed() -> tuple[tuple[Any, ...], Tensor, int]:
+        """Return what a return gets from a push, behind which no slot has rows."""
+        if direct_of(dispatcher)._buffers:
+            poison(dispatcher)
+        sent, linears = _sent(dispatcher, inputs, True)
+        assert linears is not None and sent.expert_input.offsets_LS is not None
+        offsets_L = sent.expert_input.offsets_LS[:, -1].contiguous()
+        return linears.home, offsets_L, len(sent.expert_input.rows_ND)
+
+    num_rows = pushed()[2]
     rows_NI, weight_LIO = drawn(num_rows, 8), drawn(layer.local_experts, 8, 16)
     bias_LO, weights_N, probs_N = (
         drawn(layer.local_experts, 16),
@@ -166,15 +172,24 @@ def _products() -> list[bool]:
         drawn(num_rows, dtype=torch.float32),
     )
     found = []
-    for weight_LOI in (weight_LIO.transpose(1, 2), weight_LIO.transpose(1, 2).contiguous()):
-        for beside in ((None, None, probs_N), (bias_LO, weights_N, None)):
-            args = rows_NI, weight_LOI, *beside, offsets_L, None, *linears.home
-            expected, got = fused.return_product(*args), fused._return_product_on_gpu(*args)
-            found += [torch.equal(*pair) for pair in zip(got, expected, strict=True)]
-            found.append(bool(got[0].any()) and bool(got[1].any()) == (beside[2] is not None))
+    for weight_LOI, *given in (
+        (weight_LIO.transpose(1, 2).contiguous(), bias_LO, weights_N, None),  # fc2
+        (weight_LIO.transpose(1, 2), None, None, probs_N),  # Gradients of fc1's rows.
+    ):
+        results = []
+        for product in (fused.return_product, fused._return_product_on_gpu):
+            home, offsets_L, _ = pushed()
+            results.append(product(rows_NI, weight_LOI, *given, offsets_L, None, *home))
+        expected, got = results
+        found += [torch.equal(*pair) for pair in zip(got, expected, strict=True)]
+        some = routing != "none"
+        found.append(bool(got[0].any()) == some)
+        found.append(bool(got[1].any()) == (some and given[2] is not None))
     return found
 
 
-def test_the_product_for_gpus_is_the_one_for_cpus():
+@pytest.mark.parametrize("routing", ["uniform", "same", "idle", "none"])
+def test_the_product_for_gpus_is_the_one_for_cpus(routing):
+    """Slots hold NaN before each of them, so that one of them cannot live on the other's rows."""
     with patch.object(fused, "check_on_gpu", lambda rows_NI, weight_LOI: None):
-        assert run_on_threads(NUM_RANKS, _products) == [[True] * 12] * 2
+        assert run_on_threads(NUM_RANKS, _products, routing) == [[True] * 8] * 2
