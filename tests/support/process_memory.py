@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.exchange import direct, symmetric_memory
+from padded_dispatch.exchange import direct, fused, symmetric_memory
 from padded_dispatch.kernels import direct as kernels
 from padded_dispatch.kernels import links, rows
 from padded_dispatch.utils.patches import Patches
+from tests.support.sending_product import sending_product
 from tests.support.stream_order import StreamOrder
 
 
@@ -77,6 +78,7 @@ def direct_between_processes() -> Iterator[StreamOrder]:
         ):
             for function in functions:
                 patches.set(module, function.__name__, function)
+        patches.set(fused, "return_product", sending_product)
         yield ProcessMemory.order
 
 
@@ -176,7 +178,6 @@ def return_rows(
     rank: int,
     pool_slots: int,
     experts_per_pool: int,
-    num_programs: int | None = None,
 ) -> None:
     num_local, num_ranks = offsets_LS.shape
     slots_R, meta_R = _written(slots_R), _written(meta_R)
