@@ -30,7 +30,8 @@ Why no buffer is overwritten too early. Everything that one call writes to peers
 between two barriers of all ranks on the current stream. The first barrier shows that all ranks have
 finished with the previous contents, since their uses came before on their streams. The second shows
 that all rows have arrived. A call therefore does not depend on the calls before it: they may belong
-to another layer, a replayed graph, an evaluation, or a recomputation. Captured barriers reset
+to another layer, a replayed graph, an evaluation, or a recomputation. (A return inside of a product
+begins without a barrier; that of the push of its pass takes its place.) Captured barriers reset
 themselves. Every rank takes part in every call, also without rows. By buffer:
 
 - Counts (`Workspace.table_RE`) are written before the first barrier of a push. Their last readers
@@ -55,12 +56,14 @@ themselves. Every rank takes part in every call, also without rows. By buffer:
   and a push, and so is an evaluation.
 - Gradients and returned slots, in the workspace, are written between the two barriers of their own
   call, forward and backward. A backward push has no `all_demands` before it and keeps its barrier.
-  It reads `kept_SE`, which the forward pass saved in memory of its own.
+  It reads `kept_SE`, which the forward pass saved in memory of its own. For slots that a product
+  writes, `padded_dispatch.exchange.fused` has the reason.
 
 What the caller must guarantee: all calls of a process are on one stream, or ordered as if they
 were, and so are uses of what they returned; all ranks make their calls in the same order; what the
 forward pass received is not used after the backward pass, and gradients not after the next layer's
-backward; `all_demands` and the push of its pass follow each other, as above. If a peer dies or
+backward; `all_demands` and the push of its pass follow each other, as above; and no return comes
+between a push and the return of its pass, if that one is inside of a product. If a peer dies or
 never comes, the others wait in a barrier, for 10 minutes as with NCCL; then each prints the missing
 rank's number in the group, and its device fails. In eager the ranks compare shapes on the host
 before each call, and that comparison fails at once if a peer has died.

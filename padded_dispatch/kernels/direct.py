@@ -8,9 +8,9 @@ what the buffers held) and behind it (all rows have arrived).
 `push_counts` sends every rank a number for each expert: the rows that this source keeps, or asks
 for. `place_rows` computes from the kept rows of all sources where rows lie at their experts:
 packed, ordered (expert, source, slot). `push_rows` sends every token there. `return_rows` sends
-packed rows back into slots; `find_slots` finds their addresses, for a product that stores its rows
-there by itself. `padded_dispatch.kernels.links` does both with one row of a token on
-each link.
+packed rows back into slots; for a product that stores its rows there by itself, `find_slots` finds
+their addresses, and sends the numbers beside them. `padded_dispatch.kernels.links` pushes and
+returns with one row of a token on each link.
 
 A source has its rows of an expert behind each other, in slots and at the expert. So one number per
 expert leads from a slot to its place there, and one number per (source, expert) leads back, however

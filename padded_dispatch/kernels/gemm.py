@@ -13,10 +13,14 @@ before the next columns: an expert of at most 2,048 rows has its weight read onc
 beside 8 of 256 columns are about square, and as many tiles as there are multiprocessors.)
 `row_tiles` finds the tiles of the rows, once for all products with the same offsets.
 
-Operands are read, and results but sums written, by the tensor memory accelerator (TMA). An expert's
-rows end where its descriptor does: a tile that crosses the last one reads zeros there, and does not
-write the others. Every element is summed by one program in the order of the inner dimension: the
-result depends on the operands alone, and has the bits of torch's product in all shapes below.
+`rows_times_weights_at` stores each row of the product at an address of its own, also on other GPUs:
+see `padded_dispatch.exchange.fused`.
+
+Operands are read, and results written, by the tensor memory accelerator (TMA); sums, and rows with
+addresses, are written by stores. An expert's rows end where its descriptor does: a tile that
+crosses the last one reads zeros there, and does not write the others. Every element is summed by
+one program in the order of the inner dimension: the result depends on the operands alone, and has
+the bits of torch's product in all shapes below.
 
 Rows times weights on an H200, microseconds of fc1, fc2, and the gradients of fc2's and fc1's rows,
 bf16, random routing, beside `torch._grouped_mm`; all columns in one run, in turn, at 1.4 to 1.7 GHz

@@ -4,8 +4,10 @@ A process plays the only rank: its kernels run in Triton's interpreter, on memor
 the rest is real: Megatron's layer, its DDP, and autograd.
 """
 
+import itertools
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +20,7 @@ from padded_dispatch.exchange import direct, fused, symmetric_memory
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.compat import captures_dispatch_alone, layer_graphs
 from tests.support import tiny
+from tests.support.sending_product import sending_product
 
 pytestmark = [
     pytest.mark.usefixtures("one_process"),
@@ -29,7 +32,9 @@ FUSED = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_red
 
 
 class OwnMemory:
-    """`PeerMemory` of one rank."""
+    """`PeerMemory` of one rank; `calls` has its barriers, and sums and stores of slots."""
+
+    calls: ClassVar[list[str]] = []
 
     def __init__(self, group: Any, num_bytes: int, device: torch.device) -> None:
         self._bytes = torch.full((num_bytes,), 255, dtype=torch.uint8)
@@ -42,17 +47,27 @@ class OwnMemory:
     def addresses(self, offset: int) -> Tensor:
         return torch.tensor([self._bytes.data_ptr() + offset])
 
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        self.calls.append("barrier")
 
 
 @pytest.fixture(autouse=True)
 def one_rank() -> Iterator[list[int]]:
-    """Let one rank have direct stores; the list gets the rows of each product that goes home."""
-    sent, product = [], fused.return_product
+    """Let one rank have direct stores; the list gets the rows of each product that goes home.
+
+    Between a sum of slots and a product that stores rows in them there must be a barrier.
+    """
+    sent, received = [], direct.received
+    OwnMemory.calls.clear()
 
     def noted(rows_NI: Tensor, *args: Any) -> Any:
         sent.append(len(rows_NI))
-        return product(rows_NI, *args)
+        OwnMemory.calls.append("store")
+        return sending_product(rows_NI, *args)
+
+    def summed(*args: Any, **kwargs: Any) -> Any:
+        OwnMemory.calls.append("sum")
+        return received(*args, **kwargs)
 
     with (
         patch.object(symmetric_memory, "PeerMemory", OwnMemory),
@@ -60,8 +75,11 @@ def one_rank() -> Iterator[list[int]]:
         patch.object(direct, "check_group", lambda group: group),
         patch.object(direct, "_check", lambda tokens_TD, probs_TE: None),
         patch.object(fused, "return_product", noted),
+        patch.object(direct, "received", summed),
     ):
         yield sent
+    assert OwnMemory.calls.count("store") == len(sent)
+    assert ("sum", "store") not in itertools.pairwise(OwnMemory.calls)
 
 
 def _layer(
@@ -202,12 +220,45 @@ def test_experts_of_fsdp_take_no_linears(one_rank):
     assert not one_rank
 
 
-def test_passes_without_gradients_send_rows_from_fc2(one_rank):
-    made, plain = _layer("auto"), _layer("after")
-    with torch.no_grad():
-        assert torch.equal(made(_tokens(0))[0], plain(_tokens(0))[0])
-    assert len(one_rank) == 1 and made.experts.linears is None
-    assert _gradients(made, (1,))[0].any() and len(one_rank) == 3
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_passes_without_gradients_send_rows_from_fc2(one_rank, without):
+    """Also between a forward pass and its backward pass, whose rows they do not touch."""
+    made, plain = _layer("auto", in_flight=2), _layer("after", in_flight=2)
+    tokens, found = _tokens(0), []
+    for layer in (made, plain):
+        given = _tokens(1)
+        output = layer(given)[0]
+        with without():
+            found.append(layer(tokens)[0].clone())
+        output.square().sum().backward()
+        found += [given.grad, layer.experts.linear_fc1.weight.grad]
+    assert len(one_rank) == 3 and made.experts.linears is None
+    for one, other in zip(found[:3], found[3:], strict=True):
+        assert torch.equal(one, other) and one.any()
+
+
+def test_layers_side_by_side_have_whole_halves(one_rank):
+    """Autograd ends the backward pass of the layer that was made last before that of the other."""
+    found = []
+    for home in ("auto", "after"):
+        layers, tokens = [_layer(home), _layer(home)], _tokens(0)
+        sum(layer(tokens)[0] for layer in layers).square().sum().backward()
+        found.append([tokens.grad, *(layer.experts.linear_fc1.weight.grad for layer in layers)])
+    assert len(one_rank) == 4
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_pass_keeps_neither_its_tokens_nor_its_rows(one_rank):
+    """Its graph holds them as long as it lives; nothing else does."""
+    made = _layer("auto")
+    for _ in range(2):  # A second pass takes the only buffer, which must be free.
+        tokens = _tokens(0)
+        given = weakref.ref(tokens)
+        made(tokens)[0].square().sum().backward()
+        del tokens
+        assert given() is None
+    assert len(one_rank) == 4
 
 
 def test_graphs_that_end_before_the_experts():
