@@ -126,7 +126,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self._options = options
         self._overlaps = config.overlap_moe_expert_parallel_comm
         # Graphs that end before the experts do not hold the linears. A product's rows are not yet
-        # sums that could go home. The combined schedule hides the way home by itself.
+        # sums that could go home. The combined schedule puts returns of other passes between a push
+        # and its return, which a return inside of a product forbids; it hides the way home itself.
         self._fuses = (
             options.rows_home == "auto"
             and options.link_rows != "summed"

@@ -147,6 +147,17 @@ def test_find_slots_examples(pool_slots, kept, expected):
     assert sum(int(one.isfinite().sum()) for one in meta) == 3
 
 
+def test_addresses_of_slots_beyond_32_bits():
+    """Neither is slot * bytes, nor slot * columns, a number of 32 bits."""
+    at_N = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    pool_slots, row_bytes = 2**20, 2**14
+    slots_R = here(torch.tensor([2**40, 2**41]))
+    given = None, ints([0, 2]), None, slots_R, slots_R, 1, pool_slots, 1
+    direct.find_slots(*given, row_bytes=row_bytes, at_N=at_N)
+    first = 2**41 + pool_slots * row_bytes
+    assert at_N.tolist() == [first, first + row_bytes]
+
+
 def test_list_slots_example():
     lists_RRTK, home_TK = [empty(2, 1, 2, 3, dtype=torch.int32) for _ in range(2)], ints([7, 7, 7])
     links.list_slots(ints([0, 2, 5]), ints([0, 1, 2]), pointers(lists_RRTK), home_TK, 1, 2)

@@ -199,6 +199,23 @@ def test_ddp_hears_of_a_gradient_once_and_when_it_is_there(one_rank, fuses):
         assert torch.equal(one, other)
 
 
+def test_a_factor_may_change_between_a_pass_and_its_backward_pass(one_rank):
+    """Passes of other sizes have buffers of their own."""
+    found = []
+    for home in ("auto", "after"):
+        made, outputs = _layer(home), []
+        tokens = [_tokens(seed) for seed in range(2)]
+        for given, factor in zip(tokens, (1.0, 2.0), strict=True):
+            made.token_dispatcher.configs.set_factor(factor)
+            outputs.append(made(given)[0])
+        for output in outputs:
+            output.square().sum().backward()
+        found.append([*(given.grad for given in tokens), made.experts.linear_fc1.weight.grad])
+    assert len(one_rank) == 4 and len(set(one_rank)) == 2
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_pass_that_broke_off_leaves_no_linears_to_the_next(one_rank):
     """The next pass has its own exchange, which is another one."""
     made, expected = _layer("auto"), _layer("after")
