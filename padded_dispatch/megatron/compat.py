@@ -86,9 +86,14 @@ def captures_router_alone(config: Any) -> bool:
 
 
 def captures_dispatch_alone(config: Any) -> bool:
-    """Return whether graphs of a config end between the first dispatch stage and the experts."""
-    alone = "moe_preprocess" in graph_scopes(config) and not captures_experts(config)
-    return _captures(config) and alone
+    """Return whether graphs of a config end between the first dispatch stage and the experts.
+
+    In layers of hybrid stacks, `local` ones with the scope `moe_router` do, too
+    (`MoETransformerLayer.create_mcore_cudagraph_manager`).
+    """
+    by_local = {"moe_router"} if config.cuda_graph_impl == "local" else set()
+    alone = graph_scopes(config) & ({"moe_preprocess"} | by_local) and not captures_experts(config)
+    return _captures(config) and bool(alone)
 
 
 def _captures(config: Any) -> bool:

@@ -288,4 +288,7 @@ def test_graphs_that_end_before_the_experts():
         )
     }
     assert list(found.values()) == [False, True, True]
+    config: Any = tiny.config(**layer_graphs("moe_router"))
+    config.cuda_graph_impl = "local"
+    assert captures_dispatch_alone(config)
     assert not captures_dispatch_alone(tiny.config())
