@@ -277,7 +277,7 @@ class _First(torch.autograd.Function):
         return fc1_NG, probs_N.view_as(probs_N)
 
     @staticmethod
-    @nvtx_range("exchange backward")
+    @nvtx_range("exchange and experts backward")
     def backward(ctx, grad_NG, grad_N):  # pyright: ignore[reportIncompatibleMethodOverride]
         rows_ND, weight_LGD, offsets_L, tiles, *maps = ctx.saved_tensors
         needs_tokens, needs_probs, needs_weight, *_ = ctx.needs_input_grad
@@ -306,7 +306,7 @@ class _Second(torch.autograd.Function):
         return return_product(*linear, *home)[0]
 
     @staticmethod
-    @nvtx_range("exchange backward")
+    @nvtx_range("exchange and experts backward")
     def backward(ctx, grad_TD):  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden_NF, weight_LDF, bias_LD, probs_N, offsets_L, tiles, *maps = ctx.saved_tensors
         grad_ND = push_gradients(grad_TD, *maps, *ctx.where)

@@ -2,8 +2,9 @@
 
 The stages are select, plan, gather, exchange, regroup, experts and combine. Their ranges are called
 `padded_dispatch.select` and so on; those of a backward pass, `padded_dispatch.gather backward` and
-so on. They appear in eager steps and while a CUDA graph is captured. A replay runs no Python, so it
-has none. Without a profiler, NVTX's calls return at once; a PyTorch without CUDA has no NVTX.
+so on. Where products send rows home, `experts` and `exchange and experts backward` hold the way
+home, too. They appear in eager steps and while a CUDA graph is captured. A replay runs no Python,
+so it has none. Without a profiler, NVTX's calls return at once; a PyTorch without CUDA has no NVTX.
 """
 
 import functools
