@@ -183,7 +183,8 @@ def _products(routing: str) -> list[bool]:
         results = []
         for product in (fused.return_product, fused._return_product_on_gpu):
             home, offsets_L, _ = pushed()
-            results.append(product(rows_NI, weight_LOI, *given, offsets_L, None, *home))
+            args: Any = rows_NI, weight_LOI, *given, offsets_L, None, *home
+            results.append(product(*args))
         expected, got = results
         found += [torch.equal(*pair) for pair in zip(got, expected, strict=True)]
         some = routing != "none"

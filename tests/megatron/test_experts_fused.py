@@ -259,7 +259,7 @@ def test_layers_side_by_side_have_whole_halves(one_rank):
     found = []
     for home in ("auto", "after"):
         layers, tokens = [_layer(home), _layer(home)], _tokens(0)
-        sum(layer(tokens)[0] for layer in layers).square().sum().backward()
+        (layers[0](tokens)[0] + layers[1](tokens)[0]).square().sum().backward()
         found.append([tokens.grad, *(layer.experts.linear_fc1.weight.grad for layer in layers)])
     assert len(one_rank) == 4
     for one, other in zip(*found, strict=True):
