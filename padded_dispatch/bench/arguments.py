@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 from padded_dispatch.bench.cases import CONTENDERS, MODELS, SKEWS, MainGrad
-from padded_dispatch.utils.flags import HelpFormatter
+from padded_dispatch.utils.flags import Parser
 
 PARTS = ("copy", "router", "selection", "rows", "direct", "products", "experts")
 EXCHANGES = ("alltoall", "direct")  # what a contender can fix; "auto" is a contender of its own
@@ -51,11 +51,10 @@ def _names(choices: Iterable[str]) -> str:
 
 
 def _bench_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="padded-dispatch bench",
         usage="padded-dispatch bench [FLAGS]",
         description="Measure forward and backward of one MoE layer, ours beside Megatron-Core's.",
-        formatter_class=HelpFormatter,
     )
     sweeps = parser.add_argument_group("what to measure (every combination)")
     sweeps.add_argument(
@@ -137,11 +136,10 @@ def _bench_parser() -> argparse.ArgumentParser:
 
 
 def _parts_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="padded-dispatch parts",
         usage="padded-dispatch parts [FLAGS]",
         description="Time kernels and experts by themselves, on one device.",
-        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--models",
@@ -179,11 +177,10 @@ def _parts_parser() -> argparse.ArgumentParser:
 
 
 def _calibrate_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="padded-dispatch calibrate",
         usage="padded-dispatch calibrate --out PATH [FLAGS]",
         description="Measure layers on this machine and fit the time model of `tune` to them.",
-        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--out", type=Path, required=True, help="calibration to write, for `tune --calibration`"

@@ -25,6 +25,7 @@ from padded_dispatch.train.settings import (
     Settings,
     flag,
 )
+from padded_dispatch.utils.flags import Parser
 
 _GROUPS = (Recipe, Dispatch, Layout, Output)
 _METAVARS = {int: "N", Path: "PATH", str: "TEXT"}
@@ -35,7 +36,7 @@ def parser(command: str = "train") -> argparse.ArgumentParser:
 
     Its namespace holds only the flags that were given, and every padded option.
     """
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog=f"padded-dispatch {command}",
         usage=f"padded-dispatch {command} [FLAGS]",
         description="Train a byte-level Mixture-of-Experts GPT on the source of Python's standard "

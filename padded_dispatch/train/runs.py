@@ -13,6 +13,7 @@ from padded_dispatch.config import require
 from padded_dispatch.train.arguments import parser as train_parser
 from padded_dispatch.train.arguments import read, read_factor
 from padded_dispatch.train.settings import flag
+from padded_dispatch.utils.flags import Parser
 
 SEPARATOR = "--vs"
 
@@ -91,7 +92,7 @@ def _every_run(arguments: argparse.Namespace, flags: list[str]) -> list[argparse
 
 def _compare_parser() -> argparse.ArgumentParser:
     """Return the parser of the flags that come before the first `--vs` and that `train` lacks."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="padded-dispatch compare",
         usage="padded-dispatch compare [--repeats N] [FLAGS OF padded-dispatch train] "
         "--vs [FLAGS OF padded-dispatch train] ...",
@@ -111,7 +112,7 @@ def _compare_parser() -> argparse.ArgumentParser:
 
 def _sweep_parser() -> argparse.ArgumentParser:
     """Return the parser of the flags that `padded-dispatch train` lacks."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="padded-dispatch sweep",
         usage="padded-dispatch sweep --out PATH [FLAGS] [FLAGS OF padded-dispatch train]",
         description="Train at several capacity factors, policies, pools and seeds, and add "

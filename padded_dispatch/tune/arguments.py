@@ -6,7 +6,7 @@ from pathlib import Path
 from padded_dispatch.config import CAPACITY_POOLS, POLICIES
 from padded_dispatch.tune.synthetic import KINDS
 from padded_dispatch.tune.target import Target
-from padded_dispatch.utils.flags import HelpFormatter
+from padded_dispatch.utils.flags import Parser
 
 # Flags of a synthetic trace, and their defaults.
 SYNTHETIC = dict(steps=400, layers=2, ranks=4, tokens=256, experts=32, top_k=4, seed=0)
@@ -25,11 +25,10 @@ def read(argv: list[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="padded-dispatch tune",
         usage="padded-dispatch tune (TRACE ... | --synthetic NAME) [FLAGS]",
         description="Choose a capacity factor from traces of a router.",
-        formatter_class=HelpFormatter,
     )
     made.add_argument(
         "traces",

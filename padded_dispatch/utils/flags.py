@@ -1,13 +1,16 @@
 """Flags in errors and in help.
 
-A field that a user cannot see becomes, in an error, the flag that sets it. Help shows a default
-where there is one, and short names of values: `--tokens N [N ...]`.
+A field that a user cannot see becomes, in an error, the flag that sets it, and an unknown flag has
+the most similar one beside it. Help shows a default where there is one, and short names of values:
+`--tokens N [N ...]`.
 """
 
 import argparse
+import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NoReturn
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -25,6 +28,22 @@ class HelpFormatter(argparse.HelpFormatter):
         known = {int: "N", float: "X", Path: "PATH", None: "TEXT"}
         kind = action.type if isinstance(action.type, type) or action.type is None else str
         return known.get(kind, super()._get_default_metavar_for_optional(action))
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser with `HelpFormatter` that offers a known flag for an unknown one."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**{"formatter_class": HelpFormatter, **given})
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and end the process with exit code 2."""
+        _, unrecognized, unknown = message.partition("unrecognized arguments: ")
+        if unrecognized:
+            flag = unknown.split()[0].partition("=")[0]
+            similar = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            message += f"; did you mean {similar[0]}?" if similar else "; --help lists the flags"
+        super().error(message)
 
 
 @contextmanager
