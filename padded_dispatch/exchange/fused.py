@@ -195,7 +195,27 @@ def return_product(
     experts_per_pool: int,
     key: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return `exchange.direct.return_rows` of a linear's result, whose bias `weights_N` scale."""
+    """Return `exchange.direct.return_rows` of a linear's result.
+
+    On CPUs one after the other, with two barriers. On GPUs with the second one only, see above.
+
+    Args:
+        rows_NI: as in `grouped_linear`, and so are the others up to `tiles`.
+        weight_LOI: see there.
+        bias_LO: see there.
+        weights_N: scale the bias; there they are `probs_N`.
+        probs_N: as in `return_rows`: numbers that travel beside the rows.
+        offsets_L: see above.
+        tiles: see above.
+        offsets_LS: as in `return_rows`, and so are all behind it.
+        slot_of_TK: see there.
+        expert_of_TK: see there.
+        kept_E: see there.
+        kept_SE: see there.
+        pool_slots: see there.
+        experts_per_pool: see there.
+        key: see there.
+    """
     given = rows_NI, weight_LOI, bias_LO, weights_N, offsets_L, tiles
     maps = slot_of_TK, expert_of_TK, kept_E, kept_SE, pool_slots, experts_per_pool
     return return_rows(linear_by_expert(*given), probs_N, offsets_LS, *maps, key)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from padded_dispatch import PaddedDispatcher
 from padded_dispatch.dispatcher import Dispatched
@@ -149,6 +150,18 @@ def test_they_have_the_bits_of_one_after_the_other(given, routing):
     assert (both[0][0][0].abs().sum() > 0) == (routing != "none")
 
 
+def _faked(*args: Any) -> tuple[Tensor, ...]:
+    """Return what the product returns while torch traces it."""
+    with FakeTensorMode() as mode:
+        return fused.return_product(
+            *(mode.from_tensor(one) if isinstance(one, Tensor) else one for one in args)
+        )
+
+
+def _like(tensors: tuple[Tensor, ...]) -> list[Any]:
+    return [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors]
+
+
 def _products(routing: str) -> list[bool]:
     """Compare the product for GPUs with the one for CPUs; whole numbers, whose sums are exact."""
     layer = dataclasses.replace(SMALL, width=16, dtype=torch.float16, microbatches_in_flight=1)
@@ -187,6 +200,7 @@ def _products(routing: str) -> list[bool]:
             results.append(product(*args))
         expected, got = results
         found += [torch.equal(*pair) for pair in zip(got, expected, strict=True)]
+        found.append(_like(_faked(*args)) == _like(got))
         some = routing != "none"
         found.append(bool(got[0].any()) == some)
         found.append(bool(got[1].any()) == (some and given[2] is not None))
@@ -197,4 +211,4 @@ def _products(routing: str) -> list[bool]:
 def test_the_product_for_gpus_is_the_one_for_cpus(routing):
     """Slots hold NaN before each of them, so that one of them cannot live on the other's rows."""
     with patch.object(fused, "check_on_gpu", lambda rows_NI, weight_LOI: None):
-        assert run_on_threads(NUM_RANKS, _products, routing) == [[True] * 8] * 2
+        assert run_on_threads(NUM_RANKS, _products, routing) == [[True] * 10] * 2
