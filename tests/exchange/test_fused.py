@@ -43,9 +43,10 @@ def threads() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pass:
-    """What a pass is besides its routing."""
+    """What a pass is besides its routing. `constant`: the input without a gradient."""
 
     layer: Layer = SMALL
+    constant: str = ""
     biased: bool = False
     added: bool = False
     recompute: bool = False
@@ -94,6 +95,8 @@ def _two_passes(given: Pass, routing: str, fuses: bool) -> list[Tensor]:
     passes = []
     for seed in range(2):
         inputs = make_inputs(given.layer, routing, seed, CPU)
+        if given.constant:
+            getattr(inputs, given.constant).requires_grad_(False)
         sent, linears = _sent(dispatcher, inputs, fuses)
         received = sent.expert_input
         assert received.offsets_LS is not None and received.rows_ND.requires_grad != fuses
@@ -111,7 +114,7 @@ def _two_passes(given: Pass, routing: str, fuses: bool) -> list[Tensor]:
     leaves = [one for one in vars(weights).values() if one is not None and one.requires_grad]
     while passes:
         inputs, out_TD = passes.pop(0)
-        of = [inputs.tokens_TD, inputs.probs_TE, *leaves]
+        of = [one for one in (inputs.tokens_TD, inputs.probs_TE, *leaves) if one.requires_grad]
         grads = torch.autograd.grad(out_TD, of, inputs.grad_TD)
         if given.added:  # Those of the weights are unspecified.
             grads = [grad for grad in grads if grad.ndim < 3]
@@ -132,6 +135,9 @@ def _two_passes(given: Pass, routing: str, fuses: bool) -> list[Tensor]:
         (Pass(added=True), "uniform"),
         (Pass(recompute=True, biased=True), "hot"),
         (Pass(frozen=True), "uniform"),
+        (Pass(constant="tokens_TD"), "uniform"),
+        (Pass(constant="probs_TE"), "uniform"),
+        (Pass(layer=dataclasses.replace(SMALL, top_k=3)), "uniform"),
         (Pass(layer=dataclasses.replace(SMALL, pool="rank", factor=0.8)), "hot"),
         (Pass(layer=dataclasses.replace(SMALL, pool="receiver", factor=0.8)), "hot"),
         (Pass(layer=dataclasses.replace(SMALL, link_rows="once")), "uniform"),
