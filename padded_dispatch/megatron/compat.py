@@ -96,6 +96,16 @@ def captures_dispatch_alone(config: Any) -> bool:
     return _captures(config) and bool(alone)
 
 
+def splits_hybrid_layers(config: Any) -> bool:
+    """Return whether a hybrid stack has a graph before the experts, and another one behind them.
+
+    The second one replays the sum of slots with tensors of its capture, but for those that the
+    first one hands on by name (`MoETransformerLayer.transition_cudagraph_scope`).
+    """
+    by_local = config.cuda_graph_impl == "local" and getattr(config, "is_hybrid_model", False)
+    return by_local and captures_dispatch_alone(config)
+
+
 def _captures(config: Any) -> bool:
     return getattr(config, "cuda_graph_impl", "none") not in (None, "none")
 

@@ -24,6 +24,7 @@ from padded_dispatch.megatron.compat import (
     captures_router_alone,
     captures_routing,
     graph_scopes,
+    splits_hybrid_layers,
 )
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
 from padded_dispatch.megatron.log import log_once
@@ -89,6 +90,14 @@ def check_config(config: Any) -> None:
             f"  capacity_pool='receiver' with cuda_graph_impl={graphs!r} and 'moe_router' without "
             "'moe_preprocess': such a graph does not hand on the rows that other ranks keep. "
             "Remedy: capture 'moe_preprocess', too, or capacity_pool='rank'."
+        )
+    by_stores = options.exchange == "direct" or options.capacity_pool == "receiver"
+    if by_stores and splits_hybrid_layers(config):
+        refused.append(
+            "  exchange='direct' or capacity_pool='receiver' with a graph that ends before the "
+            f"experts of a hybrid stack (cuda_graph_impl={graphs!r}): the one behind them does not "
+            "learn where rows came from. Remedy: exchange='alltoall' and capacity_pool='rank', or "
+            "capture 'moe', too."
         )
     refused += _refused_overlaps(config, options)
     if refused:

@@ -47,7 +47,11 @@ from padded_dispatch.exchange import Exchange, Slots, fused
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import Choice, LayerExchanges
 from padded_dispatch.exchange.fit import Fitted, fit
-from padded_dispatch.megatron.compat import SharedExpertOverlap, captures_dispatch_alone
+from padded_dispatch.megatron.compat import (
+    SharedExpertOverlap,
+    captures_dispatch_alone,
+    splits_hybrid_layers,
+)
 from padded_dispatch.megatron.config import (
     check_config,
     check_pipeline,
@@ -90,6 +94,9 @@ _GENERATION_DROPS_NOTHING = (
     "memory in graphs of many tokens, set eval_factor to a number"
 )
 
+_SPLIT_LAYERS = (
+    "the graph behind the experts of a hybrid stack would not learn where rows came from"
+)
 _OVERLAP_OF_STAGES = (
     "with overlap_moe_expert_parallel_comm and pipeline stages direct stores must be asked for by "
     "exchange='direct': they have run together on CPUs only"
@@ -137,9 +144,11 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         in_flight = options.microbatches_in_flight
         if in_flight == "auto":
             in_flight = passes_in_flight(config, _pipeline_rank(pg_collection))
-        # Only direct stores serve sources that share slots.
-        stages = config.pipeline_model_parallel_size
-        by_collectives = self._overlaps and stages > 1 and options.capacity_pool != "receiver"
+        stages, why_not_direct = config.pipeline_model_parallel_size, ""
+        if splits_hybrid_layers(config):
+            why_not_direct = _SPLIT_LAYERS
+        elif self._overlaps and stages > 1 and options.capacity_pool != "receiver":
+            why_not_direct = _OVERLAP_OF_STAGES  # Sources that share slots need direct stores.
         self.exchanges = LayerExchanges(
             self.dispatch_config,
             self.agreement,
@@ -147,7 +156,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self.tp_group,
             layout=self._experts.layout or "padded",
             kind=options.exchange,
-            why_not_direct=_OVERLAP_OF_STAGES if by_collectives else "",
+            why_not_direct=why_not_direct,
             microbatches_in_flight=in_flight,
             link_rows=options.link_rows,
             ranks_per_host=None if options.ranks_per_host == "auto" else options.ranks_per_host,

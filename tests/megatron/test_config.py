@@ -323,6 +323,20 @@ def test_what_the_combined_schedule_cannot_run_is_refused(options, fields, words
     check_config(config)
 
 
+@pytest.mark.parametrize(
+    "options", [{"exchange": "direct"}, {"capacity_pool": "receiver"}], ids=str
+)
+def test_direct_stores_are_refused_where_a_hybrid_stack_has_a_graph_behind_its_experts(options):
+    parts = layer_graphs("moe_router", "moe_preprocess") | {"cuda_graph_impl": "local"}
+    config = megatron_config(is_hybrid_model=True, bf16=True, **parts)
+    check_config(config)
+    config.padded_dispatch = PaddedOptions(**options)
+    with pytest.raises(ValueError, match=r"  exchange='direct' or .* of a hybrid stack .*Remedy: "):
+        check_config(config)
+    config.is_hybrid_model = False
+    check_config(config)
+
+
 def test_virtual_stages_need_overlapped_sends_for_the_combined_schedule():
     config = megatron_config(virtual_pipeline_model_parallel_size=2, **OVERLAPS)
     with pytest.raises(ValueError, match=r"^overlap_p2p_comm must be True with .*, got False; set"):

@@ -9,6 +9,7 @@ from padded_dispatch import DispatchConfig
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron import dispatcher as dispatcher_module
+from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.dispatcher import announce
 from padded_dispatch.megatron.log import log_once
 from tests.support import tiny
@@ -156,3 +157,16 @@ def test_offsets_of_packed_rows_do_not_outlive_the_layer():
     moe(torch.randn(6, 2, tiny.HIDDEN))
     assert seen[0] is not None and seen[0].shape == (4, 1)
     assert dispatcher.offsets_LS is None
+
+
+def test_a_hybrid_stack_with_a_graph_behind_its_experts_takes_the_all_to_all():
+    def no_direct(is_hybrid_model: bool) -> str:
+        parts = layer_graphs("moe_router") | {"cuda_graph_impl": "local"}
+        config = tiny.config(is_hybrid_model=is_hybrid_model)
+        for name, value in parts.items():
+            setattr(config, name, value)
+        config.padded_dispatch = PaddedOptions(experts="packed")
+        return tiny.padded_layer_of(config).token_dispatcher.exchanges.no_direct
+
+    assert "no CUDA device" in no_direct(False)
+    assert no_direct(True).startswith("the graph behind the experts of a hybrid stack would not")
