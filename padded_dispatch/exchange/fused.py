@@ -95,7 +95,6 @@ from padded_dispatch.exchange.direct import (
     maps_of,
     push_gradients,
     received,
-    return_rows,
 )
 from padded_dispatch.exchange.symmetric_memory import find
 from padded_dispatch.ops.grouped import (
@@ -195,9 +194,9 @@ def return_product(
     experts_per_pool: int,
     key: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return `exchange.direct.return_rows` of a linear's result.
+    """Return `exchange.direct.return_rows` of a linear's result; its first barrier is left out.
 
-    On CPUs one after the other, with two barriers. On GPUs with the second one only, see above.
+    On CPUs the rows leave once they are computed.
 
     Args:
         rows_NI: as in `grouped_linear`, and so are the others up to `tiles`.
@@ -216,9 +215,17 @@ def return_product(
         experts_per_pool: see there.
         key: see there.
     """
-    given = rows_NI, weight_LOI, bias_LO, weights_N, offsets_L, tiles
-    maps = slot_of_TK, expert_of_TK, kept_E, kept_SE, pool_slots, experts_per_pool
-    return return_rows(linear_by_expert(*given), probs_N, offsets_LS, *maps, key)
+    from padded_dispatch.kernels import direct
+
+    buffers = find(key)
+    workspace = buffers.workspace
+    out_NO = linear_by_expert(rows_NI, weight_LOI, bias_LO, weights_N, offsets_L, tiles)
+    returned = out_NO, None if probs_N is None else probs_N.contiguous(), offsets_LS, kept_SE
+    to = workspace.slots_R, workspace.meta_R, buffers.rank, pool_slots, experts_per_pool
+    direct.return_rows(*returned, *to)
+    workspace.barrier()
+    maps = slot_of_TK, expert_of_TK, kept_E, pool_slots
+    return received(workspace, slot_of_TK, *maps, numbers=probs_N is not None)
 
 
 @return_product.register_kernel("cuda")

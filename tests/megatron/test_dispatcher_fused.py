@@ -1,4 +1,4 @@
-"""Trainings whose products send rows home, in Megatron's schedules; see `sending_product`."""
+"""Trainings whose products send rows home, in Megatron's schedules."""
 
 import dataclasses
 from typing import Any

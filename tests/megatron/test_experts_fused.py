@@ -20,7 +20,6 @@ from padded_dispatch.exchange import direct, fused, symmetric_memory
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.compat import captures_dispatch_alone, layer_graphs
 from tests.support import tiny
-from tests.support.sending_product import sending_product
 
 pytestmark = [
     pytest.mark.usefixtures("one_process"),
@@ -57,13 +56,13 @@ def one_rank() -> Iterator[list[int]]:
 
     Between a sum of slots and a product that stores rows in them there must be a barrier.
     """
-    sent, received = [], direct.received
+    sent, product, received = [], fused.return_product, direct.received
     OwnMemory.calls.clear()
 
     def noted(rows_NI: Tensor, *args: Any) -> Any:
         sent.append(len(rows_NI))
         OwnMemory.calls.append("store")
-        return sending_product(rows_NI, *args)
+        return product(rows_NI, *args)
 
     def summed(*args: Any, **kwargs: Any) -> Any:
         OwnMemory.calls.append("sum")
@@ -76,6 +75,7 @@ def one_rank() -> Iterator[list[int]]:
         patch.object(direct, "_check", lambda tokens_TD, probs_TE: None),
         patch.object(fused, "return_product", noted),
         patch.object(direct, "received", summed),
+        patch.object(fused, "received", summed),
     ):
         yield sent
     assert OwnMemory.calls.count("store") == len(sent)

@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.exchange import direct, fused, symmetric_memory
+from padded_dispatch.exchange import direct, symmetric_memory
 from padded_dispatch.kernels import direct as kernels
 from padded_dispatch.kernels import links, rows
 from padded_dispatch.utils.patches import Patches
-from tests.support.sending_product import sending_product
 from tests.support.stream_order import StreamOrder
 
 
@@ -78,7 +77,6 @@ def direct_between_processes() -> Iterator[StreamOrder]:
         ):
             for function in functions:
                 patches.set(module, function.__name__, function)
-        patches.set(fused, "return_product", sending_product)
         yield ProcessMemory.order
 
 
