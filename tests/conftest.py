@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.support.pool import WorkerPool, end_idle_workers, num_threads
+from tests.support import rows  # as it is now
+from tests.support.pool import WorkerPool, end_idle_workers, forget_models, num_threads
 
 MAX_THREADS = 60  # of a process at the end of a session
 
@@ -46,10 +47,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def stock_megatron() -> Iterator[None]:
-    """Remove our patches of Megatron after each test module."""
+    """Remove our patches of Megatron, and its models, after each test module."""
     yield
     if installed := sys.modules.get("padded_dispatch.megatron.installer"):
         installed.uninstall()
+    forget_models()
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,7 @@ def on_ranks(pool2: WorkerPool, pool4: WorkerPool) -> Callable[..., list[Any]]:
 @pytest.fixture(scope="session")
 def gpu_pools() -> Iterator[dict[int, WorkerPool]]:
     """Provide pools with one GPU per worker, by size."""
+    os.environ.update(rows.ENVIRONMENT)
     pools = {ranks: WorkerPool(ranks, backend="nccl") for ranks in (1, 2, 4, 8)}
     yield pools
     for pool in pools.values():
