@@ -225,7 +225,7 @@ def return_product(
     direct.return_rows(*returned, *to)
     workspace.barrier()
     maps = slot_of_TK, expert_of_TK, kept_E, pool_slots
-    return received(workspace, slot_of_TK, *maps, numbers=probs_N is not None)
+    return received(workspace, *maps, numbers=probs_N is not None)
 
 
 @return_product.register_kernel("cuda")
@@ -275,7 +275,7 @@ def _return_product_on_gpu(
     )
     workspace.barrier()
     maps = slot_of_TK, expert_of_TK, kept_E, pool_slots
-    return received(workspace, slot_of_TK, *maps, numbers=probs_N is not None)
+    return received(workspace, *maps, numbers=probs_N is not None)
 
 
 @return_product.register_fake

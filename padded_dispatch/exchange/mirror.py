@@ -35,7 +35,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import blake2b
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -58,8 +58,8 @@ _SIGNALS = timedelta(seconds=1)  # between two looks for Ctrl-C
 
 _CLOSED = ", got a closed connection and"
 _FIX = (
-    "look for the first error in the output of each; if they were only busy, set agreement_timeout "
-    "to more seconds than that can take"
+    "look for the first error in the output of each; if they were only busy, give the process "
+    "groups a longer timeout"
 )
 
 
@@ -239,6 +239,16 @@ class Mirror:
             f"all {len(self.ranks)} ranks of the layer must come to {where}{problem} no call "
             f"from {absent}; the last call that all made: {self._last}; {_FIX}"
         )
+
+
+def time_limit(group: dist.ProcessGroup) -> float:
+    """Return the seconds that a collective of the group may take: its `timeout`."""
+    for device in ("cuda", "cpu"):
+        # Not every back end has options; a group without one for the device raises.
+        with suppress(RuntimeError, AttributeError):
+            backend: Any = cast(Any, group)._get_backend(torch.device(device))
+            return backend.options._timeout.total_seconds()
+    return distributed_c10d.default_pg_timeout.total_seconds()
 
 
 def _limited(name: str, limit_s: float) -> Any:

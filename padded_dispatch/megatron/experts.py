@@ -41,7 +41,7 @@ from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from padded_dispatch.config import FIT, NO_DROP, require
+from padded_dispatch.config import require
 from padded_dispatch.exchange.choose import Layout
 from padded_dispatch.experts import (
     ExpertWeights,
@@ -85,29 +85,29 @@ def chosen_experts(config: Any) -> ChosenExperts:
     `torch._grouped_mm` reads counts on the host. Where experts share a pool, it means packed.
 
     Raises:
-        ValueError: if experts share a pool and packed experts do not support the config, or if the
-            spec's module would delay gradients of several rounds.
+        ValueError: if experts share a pool and packed experts do not support the config.
     """
-    chosen = _chosen_experts(config)
-    if chosen.layout is None:
-        _check_rounds(config)
-    return chosen
-
-
-def _check_rounds(config: Any) -> None:
-    """Raise if experts whose `backward_dw` computes one gradient could have one of each round."""
     options = padded_options(config)
-    factors = *options.layer_factors.values(), *options.factor_of_step.values()
-    fits = FIT in factors or options.on_overflow == "retry"
-    require(
-        not (delays_weight_gradients(config) and fits) or options.fit_max_factor == NO_DROP,
-        "fit_max_factor",
-        options.fit_max_factor,
-        "be no-drop with delayed weight gradients, training passes that fit (on_overflow='retry' "
-        "has them, too) and experts of the layer's spec, which would compute the gradients of one "
-        "round only",
-        "set it, or experts='packed'",
-    )
+    option = options.experts
+    if options.capacity_pool != "expert":
+        pool, against = options.capacity_pool, _refusals(config)
+        if option == "auto" and (reason := _against_device()):
+            against.append(f"  {reason}")
+        if against:
+            reasons = [line.partition(". Remedy")[0] for line in against]
+            rule = "be expert, because experts that share slots are packed, which do not support"
+            raise ValueError(
+                "\n".join(
+                    [f"capacity_pool must {rule}", *reasons, f"got {pool!r}; set it to expert"]
+                )
+            )
+        return ChosenExperts(layout="packed", reason=f"capacity_pool={pool!r}")
+    layouts: dict[str, Layout | None] = {"module": None, "packed": "packed", "batched": "padded"}
+    if option != "auto":
+        return ChosenExperts(layout=layouts[option], reason=f"experts={option!r} was asked for")
+    if reason := _against_ours(config):
+        return ChosenExperts(layout=None, reason=reason)
+    return ChosenExperts(layout="either", reason="experts='auto'")
 
 
 def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
@@ -136,30 +136,6 @@ def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
         "would not see",
         "set it, set experts='packed', or train with Megatron-FSDP",
     )
-
-
-def _chosen_experts(config: Any) -> ChosenExperts:
-    options = padded_options(config)
-    option = options.experts
-    if options.capacity_pool != "expert":
-        pool, against = options.capacity_pool, _refusals(config)
-        if option == "auto" and (reason := _against_device()):
-            against.append(f"  {reason}")
-        if against:
-            reasons = [line.partition(". Remedy")[0] for line in against]
-            rule = "be expert, because experts that share slots are packed, which do not support"
-            raise ValueError(
-                "\n".join(
-                    [f"capacity_pool must {rule}", *reasons, f"got {pool!r}; set it to expert"]
-                )
-            )
-        return ChosenExperts(layout="packed", reason=f"capacity_pool={pool!r}")
-    layouts: dict[str, Layout | None] = {"module": None, "packed": "packed", "batched": "padded"}
-    if option != "auto":
-        return ChosenExperts(layout=layouts[option], reason=f"experts={option!r} was asked for")
-    if reason := _against_ours(config):
-        return ChosenExperts(layout=None, reason=reason)
-    return ChosenExperts(layout="either", reason="experts='auto'")
 
 
 def _against_ours(config: Any) -> str:

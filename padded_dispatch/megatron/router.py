@@ -34,7 +34,7 @@ from padded_dispatch.config import DispatchConfig, PoolSizes, require
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.agreement import Agreement, Values
 from padded_dispatch.exchange.choose import agree_on_shapes
-from padded_dispatch.exchange.fit import Fitted, require_eager
+from padded_dispatch.exchange.fit import require_eager
 from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.config import padded_options, settings_of
 from padded_dispatch.megatron.layer_configs import LayerConfigs
@@ -67,7 +67,7 @@ class Selector:
 
     configs: LayerConfigs
     agreement: Agreement
-    fit: Callable[[DispatchConfig, Tensor], Fitted]
+    fit: Callable[[DispatchConfig, Tensor], PoolSizes]
     exchange: Callable[[DispatchConfig, Tensor, Tensor], Exchange]
     source: int
     take_kept: Callable[[Tensor | None], None]
@@ -278,9 +278,9 @@ class SelectAfterCounting(TopKRouter):
         if not config.fits:
             return config.sizes(asked_TE.shape[0])
         require_eager(capturing())
-        fitted = self.selector.fit(config, asked_TE)
-        self.selector.configs.fitted = fitted
-        return fitted.sizes_of_pass
+        sizes = self.selector.fit(config, asked_TE)
+        self.selector.configs.fitted = sizes
+        return sizes
 
     def _demands(self, config: DispatchConfig, probs_TE: Tensor) -> "_Demands | None":
         """Return how this source learns the demands of all; None unless they share slots."""
