@@ -33,7 +33,6 @@ OPTIONS = {
     "direct summed": PaddedOptions(experts="packed", exchange="direct", link_rows="summed"),
     "rank": PaddedOptions(experts="packed", exchange="alltoall", capacity_pool="rank"),
     "rank direct": PaddedOptions(experts="packed", exchange="direct", capacity_pool="rank"),
-    "receiver": PaddedOptions(experts="packed", exchange="direct", capacity_pool="receiver"),
 }
 
 

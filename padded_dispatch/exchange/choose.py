@@ -39,10 +39,6 @@ notebooks/results/defaults.json, 66 cases on one and two H200, "auto" took at mo
 long as the fastest explicit choice.
 
 Experts that share pools read packed rows: the padded layout belongs to slots that one expert owns.
-Where sources share slots ("receiver"), only direct stores move no more rows than there are. An
-all-to-all must be wide enough for every source to fill the receiver alone; that is for CPUs, and
-refused on GPUs.
-
 Two levels, for groups over several hosts, are taken only when asked for: no machine with several
 hosts has run them. See `padded_dispatch.exchange.two_level` for the bytes that they save.
 
@@ -130,26 +126,6 @@ class Choice:
     direct: DirectExchange | None = None
 
 
-def blocks_of_receivers(config: DispatchConfig, sizes: PoolSizes, num_tokens: int) -> PoolSizes:
-    """Return the sizes with which an all-to-all carries rows whose sources share slots.
-
-    A source has one pool for each destination rank, with a slot for every row that it may send
-    there. The receiver has room for all of these slots.
-
-    Example: T=4096, K=8, E=128, R=8 and N = 40,960 give 8 pools of 4096 * 8 = 32,768 slots, of
-    which at most 40,960 hold a row.
-    """
-    most = num_tokens * min(config.top_k, config.num_local_experts)
-    slots = min(sizes.num_rows, most)
-    return PoolSizes(
-        num_experts=config.num_experts,
-        num_pools=config.num_ranks,
-        pool_slots=slots,
-        num_rows=slots * config.num_sources,
-        may_drop=sizes.may_drop,
-    )
-
-
 class LayerExchanges:
     """The exchanges of one layer. Creating it is a collective call of both groups' members.
 
@@ -215,9 +191,6 @@ class LayerExchanges:
         if pool != "expert" and layout == "either":
             layout = "packed"
         self._hosts = hosts_of(group, ranks_per_host) if kind == "two-level" else None
-        etp_rank = etp_group.rank() if etp_group is not None else 0
-        group_rank = group.rank() if group is not None else 0
-        self.source = etp_rank * config.num_ranks + group_rank
         self._group = group
         self._etp_group = etp_group
         self._kind = kind
@@ -290,17 +263,12 @@ class LayerExchanges:
     ) -> Choice:
         """Return the exchange for a pass. The first pass with a T and sizes is a collective call.
 
-        Call `agree_on_shapes` before it, which raises in a capture that has a new T or C. The
-        router may call it before selection; it needs no routing.
+        Call `agree_on_shapes` before it, which raises in a capture that has a new T or C.
 
         Args:
             config: the config of this pass; its capacity factor may change between steps.
             tokens_TD: floating point [T, D].
             probs_TE: floating point [T, E]; its dtype is read.
-
-        Raises:
-            ValueError: on all ranks, if sources share slots, the rows are on a GPU, and direct
-                stores cannot serve the pass.
         """
         num_tokens = tokens_TD.shape[0]
         sizes = config.sizes(num_tokens)
@@ -388,9 +356,6 @@ class LayerExchanges:
         kind = self._collectives
         if config.num_sources == 1:
             kind, reason = "none", "one rank"
-        elif config.capacity_pool == "receiver":
-            _refuse_on_gpus(tokens_TD, reason)
-            sizes = blocks_of_receivers(config, sizes, tokens_TD.shape[0])
         if self._hosts is not None and self._group is not None:
             summed = self._link_rows == "summed"
             require_room(config, tokens_TD, self._group, self.num_hosts, summed)
@@ -452,22 +417,6 @@ def _check(kind: str, link_rows: str, layout: Layout, pool: str) -> None:
         "be 'expert' with experts that read padded rows",
         "set experts='packed' or capacity_pool='expert'",
     )
-    require(
-        pool != "receiver" or kind != "two-level",
-        "capacity_pool",
-        pool,
-        "be 'expert' or 'rank' with exchange='two-level'",
-        "choose one of these; sources that share slots need direct stores",
-    )
-
-
-def _refuse_on_gpus(tokens_TD: Tensor, reason: str) -> None:
-    """Raise if an all-to-all would carry rows of pool "receiver" between GPUs."""
-    if tokens_TD.is_cuda:
-        raise ValueError(
-            f"capacity_pool='receiver' must have direct stores on GPUs, got: {reason}; "
-            "make exchange='direct' possible, or set capacity_pool='rank'"
-        )
 
 
 def agree_on_shapes(

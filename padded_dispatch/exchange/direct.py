@@ -18,14 +18,6 @@ to the others behind the barrier. The bits and their places are the same either 
 
     return_rows   lists of slots, barrier, sums into slots, barrier, sum of sums
 
-Where sources share slots ("receiver"), they exchange demands before selection, which tells every
-rank how many rows each source keeps. The push of the forward pass is shorter then, and backward
-takes the numbers that the forward pass saved:
-
-    all_demands   demands, barrier, copy                 then selection and plan
-    push_rows     offsets, rows, barrier                 in the forward pass
-    push_rows     barrier, offsets, rows, barrier        in the backward pass of combine
-
 Why no buffer is overwritten too early. Everything that one call writes to peers' memory lies
 between two barriers of all ranks on the current stream. The first barrier shows that all ranks have
 finished with the previous contents, since their uses came before on their streams. The second shows
@@ -37,33 +29,17 @@ themselves. Every rank takes part in every call, also without rows. By buffer:
 - Counts (`Workspace.table_RE`) are written before the first barrier of a push. Their last readers
   (`place_rows`) finished before the second barrier of the push that they belong to, which this rank
   has passed.
-- Demands are written without a barrier before them, into two tables in turn. A table's only reader
-  (the copy) comes before the next barrier of its stream: that of the next `all_demands`, which uses
-  the other table, or that of the push. So before a rank writes to a table again, it has passed a
-  barrier that all ranks reached after their copies. Rerouting asks once per round, with no push
-  between; one table would not be enough. Replays repeat the turns of their capture, and between the
-  last call of a pass and the first of the next lies a push. All layers of a group share the tables,
-  because the argument counts the group's barriers, not those of a layer.
 - Lists of slots are written before the first barrier of a return, as counts before that of a push.
 - Places, the list beside received rows from which copies are made, belong to the receive buffer and
   are written with its rows. Their only reader is the copy of the same call.
-- Receive buffers of the forward pass, behind `all_demands`. Its barrier is the first of the push: a
-  rank that has passed it may write, because all ranks reached it after their last use of the
-  buffer. This holds because between a pass's `all_demands` and its push the stream holds only
-  routing, selection and the plan, which read no received rows. The buffer is the one whose turn it
-  is. With several microbatches in flight, others are not touched, and the backward pass of the
-  buffer's last owner came before, on every stream. Recomputation is a pass of its own, with demands
-  and a push, and so is an evaluation.
-- Gradients and returned slots, in the workspace, are written between the two barriers of their own
-  call, forward and backward. A backward push has no `all_demands` before it and keeps its barrier.
-  It reads `kept_SE`, which the forward pass saved in memory of its own. For slots that a product
-  writes, `padded_dispatch.exchange.fused` has the reason.
+- Received rows, gradients and returned slots are written between the two barriers of their own
+  call, forward and backward. For slots that a product writes, `padded_dispatch.exchange.fused` has
+  the reason.
 
 What the caller must guarantee: all calls of a process are on one stream, or ordered as if they
 were, and so are uses of what they returned; all ranks make their calls in the same order; what the
 forward pass received is not used after the backward pass, and gradients not after the next layer's
-backward; `all_demands` and the push of its pass follow each other, as above; and no return comes
-between a push and the return of its pass, if that one is inside of a product. If a peer dies or
+backward; and no return comes between a push and the return of its pass, if that one is inside of a product. If a peer dies or
 never comes, the others wait in a barrier, for 10 minutes as with NCCL; then each prints the missing
 rank's number in the group, and its device fails. In eager the ranks compare shapes on the host
 before each call, and that comparison fails at once if a peer has died.
@@ -93,9 +69,6 @@ streams and events on a CPU):
   for the event that B pre-dispatch recorded on the stream of computation, which comes after dW. The
   first of a microbatch waits for `record_current_stream`, which is as late.
 - Counts, slots and places are read by the call that they belong to.
-- `all_demands` is part of routing, in F pre-dispatch, a computation. So its barrier, too, comes
-  after the former owner's dW. Its tables belong to it alone, and the next call comes behind the
-  push, whose rows F experts have waited for.
 - Evaluations, self-tests and repeated passes run on the stream of computation, which waits for the
   other at the end of each schedule, and which the other waits for at the beginning of the next.
 
@@ -163,14 +136,11 @@ from padded_dispatch.config import LinkRows, require
 from padded_dispatch.exchange import ExpertInput, PackedAtOnce, Slots
 from padded_dispatch.exchange.links import num_places
 from padded_dispatch.exchange.symmetric_memory import (
-    Demands,
     DirectBuffers,
     Shape,
     Workspace,
     check_group,
-    demands_of,
     find,
-    find_demands,
 )
 from padded_dispatch.ops.plan import DispatchPlan
 from padded_dispatch.ops.rows import running_offsets
@@ -221,16 +191,6 @@ class DirectExchange(PackedAtOnce):
         self._microbatches_in_flight = microbatches_in_flight
         self._link_rows: LinkRows = link_rows
         self._buffers: dict[Shape, DirectBuffers] = {}
-        self._demands: Demands | None = None
-
-    def all_demands(self, demand_E: Tensor) -> Tensor:
-        """Return the demands of all sources: int32 [E] to [S, E].
-
-        The first call is a collective call on the host, and so is not to be captured.
-        """
-        if self._demands is None:
-            self._demands = demands_of(self._group, demand_E.shape[0], demand_E.device)
-        return _all_demands(demand_E, self.num_sources, self._demands.key)
 
     @nvtx_range("exchange")
     def prepare(
@@ -312,11 +272,11 @@ class DirectExchange(PackedAtOnce):
         )
 
 
-def maps_of(plan: DispatchPlan) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int, int]:
+def maps_of(plan: DispatchPlan) -> tuple[Tensor, Tensor, Tensor, int, int]:
     """Return what the ops read of a plan: maps, counts, P and X."""
     num_pools, pool_slots = plan.choice_of_slot_GP.shape
     experts_per_pool = plan.kept_E.shape[0] // num_pools
-    maps = plan.slot_of_TK, plan.expert_of_TK, plan.kept_E, plan.kept_SE
+    maps = plan.slot_of_TK, plan.expert_of_TK, plan.kept_E
     return *maps, pool_slots, experts_per_pool
 
 
@@ -336,25 +296,7 @@ def _check(tokens_TD: Tensor, probs_TE: Tensor) -> None:
 
 # The ops. A custom op takes no objects, so `key` is the string with which it finds the layer's
 # `DirectBuffers`, as a name finds a process group. `saved` rows go to the layer's own buffer for
-# this microbatch, others to the workspace, which the next layer overwrites. `kept_SE` is given
-# where `all_demands` told it: then no counts are pushed, and its barrier is the first of the push
-# of the forward pass.
-
-
-@custom_op("padded_dispatch::all_demands", mutates_args=())
-def _all_demands(demand_E: Tensor, num_ranks: int, key: str) -> Tensor:
-    from padded_dispatch.kernels import direct
-
-    demands = find_demands(key)
-    table_RE, table_R = demands.next_table()
-    direct.push_counts(demand_E.contiguous(), table_R, demands.rank)
-    demands.barrier()
-    return table_RE.clone()
-
-
-@_all_demands.register_fake
-def _(demand_E, num_ranks, key):
-    return demand_E.new_empty(num_ranks, demand_E.shape[0])
+# this microbatch, others to the workspace, which the next layer overwrites.
 
 
 @custom_op("padded_dispatch::push_rows", mutates_args=())
@@ -364,7 +306,6 @@ def _push_rows(
     slot_of_TK: Tensor,
     expert_of_TK: Tensor,
     kept_E: Tensor,
-    kept_SE: Tensor | None,
     pool_slots: int,
     experts_per_pool: int,
     num_rows: int,
@@ -381,12 +322,10 @@ def _push_rows(
     num_experts = kept_E.shape[0]
     shift_E = torch.empty_like(kept_E)
     offsets_LS = kept_E.new_empty(num_experts // num_ranks, num_ranks)
-    if kept_SE is None:
-        direct.push_counts(kept_E, workspace.table_R, rank)
-    if kept_SE is None or not saved:
-        workspace.barrier()
+    direct.push_counts(kept_E, workspace.table_R, rank)
+    workspace.barrier()
     direct.place_rows(
-        workspace.table_RE if kept_SE is None else kept_SE,
+        workspace.table_RE,
         rank,
         shift_E,
         offsets_LS,
@@ -414,7 +353,7 @@ def _push_rows(
 
 
 @_push_rows.register_fake
-def _(tokens_TD, _probs, _slots, _experts, kept_E, _kept, _P, _X, num_rows, num_ranks, *_):
+def _(tokens_TD, _probs, _slots, _experts, kept_E, _P, _X, num_rows, num_ranks, *_):
     num_experts = kept_E.shape[0]
     return (
         tokens_TD.new_empty(num_rows, tokens_TD.shape[1]),
@@ -431,7 +370,6 @@ def return_rows(
     slot_of_TK: Tensor,
     expert_of_TK: Tensor,
     kept_E: Tensor,
-    kept_SE: Tensor | None,
     pool_slots: int,
     experts_per_pool: int,
     key: str,
@@ -448,7 +386,6 @@ def return_rows(
         packed_ND.contiguous(),
         None if probs_N is None else probs_N.contiguous(),
         offsets_LS,
-        kept_SE,
     )
     to = workspace.slots_R, workspace.meta_R, buffers.rank, pool_slots, experts_per_pool
     if buffers.sums_home:
@@ -506,7 +443,7 @@ def _push_setup(ctx, inputs, output) -> None:
 def _push_backward(ctx, grad_ND, grad_meta, _):
     grads_N = grad_meta[: grad_ND.shape[0]]
     grad_TD, grad_TE = return_rows(grad_ND, grads_N, *ctx.saved_tensors, *ctx.where)
-    return grad_TD, grad_TE.to(ctx.dtype), *(None,) * 10
+    return grad_TD, grad_TE.to(ctx.dtype), *(None,) * 9
 
 
 def _return_setup(ctx, inputs, output) -> None:

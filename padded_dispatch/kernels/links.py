@@ -286,7 +286,6 @@ def return_sums(
     packed_ND: Tensor,
     probs_N: Tensor | None,
     offsets_LS: Tensor,
-    kept_SE: Tensor | None,
     lists_STK: Tensor,
     slots_R: Tensor,
     meta_R: Tensor,
@@ -304,8 +303,6 @@ def return_sums(
             experts ascending, and rounded once.
         probs_N: contiguous fp32; None if nothing travels beside the rows.
         offsets_LS: contiguous int32.
-        kept_SE: contiguous int32, the rows of every (source, expert); None unless a pool has
-            experts on several ranks.
         lists_STK: int32 [S, T, 2, K] of this rank, as `list_slots` of all ranks wrote them.
         slots_R: addresses of [Q, D] on every rank, in the rows' dtype.
         meta_R: addresses of fp32 [Q] on every rank.
@@ -323,7 +320,6 @@ def return_sums(
     shift_SL = offsets_LS.new_empty(num_sources, num_local)
     _shift_kernel[(1,)](
         offsets_LS,
-        kept_SE,
         shift_SL,
         rank,
         num_local,
@@ -333,7 +329,6 @@ def return_sums(
         SHARED=experts_per_pool > 1,
         S_BLOCK=triton.next_power_of_2(num_sources),
         L_BLOCK=triton.next_power_of_2(num_local),
-        E_BLOCK=triton.next_power_of_2(num_sources * num_local),
     )
     programs = min(num_sources * num_tokens, direct.PROGRAMS)
     _return_sums_kernel[(programs, triton.cdiv(width, direct.block_of(width)))](
@@ -358,7 +353,6 @@ def return_sums(
 @triton.jit
 def _shift_kernel(
     offsets,
-    kept,
     shift,
     rank,
     num_local,
@@ -368,7 +362,6 @@ def _shift_kernel(
     SHARED: tl.constexpr,
     S_BLOCK: tl.constexpr,
     L_BLOCK: tl.constexpr,
-    E_BLOCK: tl.constexpr,
 ):
     """Compute the place of each source's rows of each expert here, less their slot there."""
     s = tl.arange(0, S_BLOCK)[:, None]
@@ -378,14 +371,9 @@ def _shift_kernel(
     begin = tl.load(offsets + at - 1, mask=valid & (at > 0), other=0)
     slot = (rank * num_local + local) // num_shared * pool_slots + 0 * s
     if SHARED:
-        # Behind the rows of the pool's experts here, and of those on earlier ranks.
+        # Behind the rows of the pool's experts before it.
         count = tl.load(offsets + at, mask=valid, other=0) - begin
         slot += tl.cumsum(count, 1) - count
-        if kept is not None:
-            x = tl.arange(0, E_BLOCK)[None, :]
-            earlier = (s < num_sources) & (x < rank * num_local)
-            of_sources = tl.load(kept + s * (num_sources * num_local) + x, mask=earlier, other=0)
-            slot += tl.sum(of_sources, 1)[:, None]
     tl.store(shift + s * num_local + local, begin - slot, mask=valid)
 
 
