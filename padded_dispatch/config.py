@@ -37,7 +37,7 @@ REMEDIES: tuple[str, ...] = get_args(Remedy)
 # See `padded_dispatch.exchange.choose`.
 ExchangeKind = Literal["auto", "alltoall", "direct"]
 
-CapacityPool = Literal["expert", "rank", "receiver"]
+CapacityPool = Literal["expert", "rank"]
 CAPACITY_POOLS: tuple[str, ...] = get_args(CapacityPool)
 
 # The capacity factor that drops nothing: every token has a slot with every expert (C = T).
@@ -117,8 +117,8 @@ class PoolSizes:
 
     Attributes:
         num_experts: E.
-        num_pools: pools of one source (G): E, one for each expert; R, one for each destination
-            rank; or 1.
+        num_pools: pools of one source (G): E, one for each expert; or R, one for each destination
+            rank.
         pool_slots: slots of one pool (P).
         num_rows: rows for which the experts of one rank have room (N).
         may_drop: False if no routing asks for more slots than there are.
@@ -149,8 +149,7 @@ class DispatchConfig:
         alignment: every expert's buffer (S * C rows) is a multiple of this; some recipes need it.
         capacity_pool: which rows share slots. "expert": C slots belong to one (source, expert).
             "rank": L * C slots belong to one (source, destination rank), whose experts share them.
-            "receiver": S * L * C slots belong to one destination rank, whose experts and sources
-            share them. All three offer as many slots in all.
+            Both offer as many slots in all.
         policy: which rows keep a slot when more ask than fit: "probs" (the most probable),
             "position" (the first tokens), "random" (a draw), or "priority" (first choices before
             second ones, the most certain tokens first); see `padded_dispatch.ops.select`.
@@ -243,13 +242,7 @@ class DispatchConfig:
     @property
     def cells_per_pool(self) -> int:
         """Pairs of (source, expert) that share a pool."""
-        cells = {"expert": 1, "rank": self.num_local_experts}
-        return cells.get(self.capacity_pool, self.num_local_experts * self.num_sources)
-
-    @property
-    def shares_receivers(self) -> bool:
-        """True if several sources share slots, so that each needs the demands of all."""
-        return self.capacity_pool == "receiver" and self.num_sources > 1 and not self.fits
+        return 1 if self.capacity_pool == "expert" else self.num_local_experts
 
     def capacity(self, num_tokens: int) -> int:
         """Return the slots per (source, expert) for T = `num_tokens` tokens on this rank.
@@ -287,7 +280,7 @@ class DispatchConfig:
         T * min(K, L) rows for the L experts of one rank.
 
         Example: T=4096, K=8, E=128, R=8, factor 1.25 (C = 320) gives 128 pools of 320 slots,
-        8 pools of 5,120, or for "receiver" one pool of T * K = 32,768; N = 40,960 in each case.
+        or 8 pools of 5,120; N = 40,960 in both cases.
 
         Raises:
             ValueError: if T = 0, and if the factor is `FIT`.
@@ -296,10 +289,8 @@ class DispatchConfig:
         most = num_tokens * min(self.top_k, self.num_local_experts)
         of_rank = min(capacity * self.num_local_experts, most)
         if self.capacity_pool == "expert":
-            return self._sizes(num_tokens, capacity, may_drop=capacity < num_tokens)
-        if self.capacity_pool == "rank":
-            return self._sizes(num_tokens, of_rank, may_drop=of_rank < most)
-        return self._sizes(num_tokens, of_rank * self.num_sources, may_drop=of_rank < most)
+            return self._sizes(capacity, may_drop=capacity < num_tokens)
+        return self._sizes(of_rank, may_drop=of_rank < most)
 
     def sizes_that_fit(self, num_tokens: int, demand: int) -> PoolSizes:
         """Return the sizes of a pass in which `demand` is the largest demand for one pool.
@@ -309,27 +300,24 @@ class DispatchConfig:
         Args:
             num_tokens: tokens on this rank (T).
             demand: the most rows that ask for one pool, of all pools of all ranks: for one (source,
-                expert), one (source, destination rank), or one destination rank.
+                expert), or one (source, destination rank).
 
         Raises:
             ValueError: if T = 0.
         """
         require_tokens(num_tokens)
         step = self._capacity_step if self.capacity_pool == "expert" else 1
-        return self._sizes(num_tokens, -(-max(1, demand) // step) * step, may_drop=False)
+        return self._sizes(-(-max(1, demand) // step) * step, may_drop=False)
 
-    def _sizes(self, num_tokens: int, slots: int, *, may_drop: bool) -> PoolSizes:
-        """Return the sizes for pools of `slots` slots each; those of "receiver" are a rank's."""
-        pools = {"expert": self.num_experts, "rank": self.num_ranks, "receiver": 1}
-        local = self.num_local_experts if self.capacity_pool == "expert" else 1
-        sources = 1 if self.capacity_pool == "receiver" else self.num_sources
-        # A source of "receiver" lays out all its rows as one block, and cannot have more of them.
-        all_rows = min(num_tokens * self.top_k, slots * self.num_ranks)
+    def _sizes(self, slots: int, *, may_drop: bool) -> PoolSizes:
+        """Return the sizes for pools of `slots` slots each."""
+        of_experts = self.capacity_pool == "expert"
+        local = self.num_local_experts if of_experts else 1
         return PoolSizes(
             num_experts=self.num_experts,
-            num_pools=pools[self.capacity_pool],
-            pool_slots=all_rows if self.capacity_pool == "receiver" else slots,
-            num_rows=slots * local * sources,
+            num_pools=self.num_experts if of_experts else self.num_ranks,
+            pool_slots=slots,
+            num_rows=slots * local * self.num_sources,
             may_drop=may_drop,
         )
 
@@ -343,9 +331,7 @@ class DispatchConfig:
     ) -> BufferBytes:
         """Return the bytes of one layer's buffers on one rank.
 
-        They are those of collectives or of a single rank. Where sources share slots ("receiver"),
-        they are those of direct stores: `receive` holds what the experts read, and `back` the
-        slots to which rows return, which all layers share.
+        They are those of collectives or of a single rank.
 
         Args:
             num_tokens: tokens on this rank (T).
@@ -361,14 +347,6 @@ class DispatchConfig:
         pooled = self.capacity_pool != "expert"
         packed = packed or pooled
         plan = 4 * (2 * num_tokens * self.top_k + slots + 2 * self.num_experts)
-        if self.capacity_pool == "receiver" and self.num_sources > 1:
-            return BufferBytes(
-                send=0,
-                receive=rows * (per_row + 4) + 4 * counts,
-                experts=8 * counts,
-                back=rows * per_row + slots * (per_row + 4),
-                plan=plan + 4 * self.num_sources * self.num_experts,
-            )
         # Each row travels with its fp32 probability, each expert's rows with their fp32 count.
         send = slots * (per_row + 4) + 4 * self.num_experts
         exchanged, shared = self.num_ranks > 1, self.etp_size > 1

@@ -135,14 +135,11 @@ class PaddedDispatcher:
             mask_T=mask_T,
             protected_T=protected_T,
             draw=draw,
-            all_demands=exchange.all_demands,
-            source=self.exchanges.source,
         )
         plan = make_plan(
             selection.kept_TE,
             top_k=self.config.top_k,
             sizes=choice.sizes,
-            kept_SE=selection.kept_SE,
         )
         outgoing = exchange.prepare(tokens_TD, selection.probs_TE, plan, choice.sizes.num_rows)
         expert_input = exchange.arrange(exchange.move(outgoing))

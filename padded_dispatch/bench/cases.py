@@ -30,7 +30,6 @@ Variant = Literal[
     "direct summed",
     "rank",
     "rank direct",
-    "receiver",
 ]
 
 # Where gradients of parameters go. "none": nowhere, each pass starts without them. "separate": each
@@ -72,8 +71,6 @@ class Contender:
     @property
     def capacity_pool(self) -> CapacityPool:
         """`PaddedOptions.capacity_pool`; "expert" for stock, too."""
-        if self.variant == "receiver":
-            return "receiver"
         return "rank" if self.variant in ("rank", "rank direct") else "expert"
 
 
@@ -83,7 +80,6 @@ _DIRECT = (
     "direct each",
     "direct summed",
     "rank direct",
-    "receiver",
 )
 _OURS: dict[str, Any] = {"name": "ours", "dispatcher": "padded_alltoall"}
 _DROP_PAD: dict[str, Any] = {"name": "stock-drop-pad", "dispatcher": "alltoall"}
@@ -111,7 +107,6 @@ CONTENDERS = {
     "direct-summed-graphed": Contender(**_OURS, variant="direct summed", graph="layer", min_ep=2),
     "rank-graphed": Contender(**_OURS, variant="rank", graph="layer"),
     "rank-direct-graphed": Contender(**_OURS, variant="rank direct", graph="layer", min_ep=2),
-    "receiver-graphed": Contender(**_OURS, variant="receiver", graph="layer", min_ep=2),
 }
 
 # Arguments of `routings.routing_scores`. With "idle-rank" the last rank's experts get no rows; with

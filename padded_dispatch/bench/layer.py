@@ -30,7 +30,6 @@ OPTIONS = {
     "direct": PaddedOptions(experts="packed", exchange="direct"),
     "rank": PaddedOptions(experts="packed", exchange="alltoall", capacity_pool="rank"),
     "rank direct": PaddedOptions(experts="packed", exchange="direct", capacity_pool="rank"),
-    "receiver": PaddedOptions(experts="packed", exchange="direct", capacity_pool="receiver"),
 }
 
 

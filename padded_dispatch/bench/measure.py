@@ -38,7 +38,7 @@ _NUM_BATCHES = 4
 
 # The first pattern that matches decides.
 _PHASES = {
-    "select": r"_select_\w*kernel|_choice_ranks_kernel|_accept_kernel",
+    "select": r"_select_\w*kernel|_choice_ranks_kernel",
     "plan": r"_rank_kernel|_plan_count_kernel|_slot_kernel|_row_id_map",
     "meta": r"_(gather|scatter)_meta_kernel",
     "gather": r"_spread_rows_kernel|\b_permute_kernel|_unpermute_bwd",

@@ -49,7 +49,6 @@ from padded_dispatch.bench.cases import MODELS
 from padded_dispatch.bench.clocks import max_sm_mhz
 from padded_dispatch.config import DispatchConfig, Policy, require
 from padded_dispatch.experts import ExpertWeights, Linear, grouped_mlp
-from padded_dispatch.ops.acceptance import accept
 from padded_dispatch.ops.activation import Activation
 from padded_dispatch.ops.counters import Counters
 from padded_dispatch.ops.grouped import (
@@ -181,12 +180,7 @@ def _pool_selections(
     for policy in get_args(Policy):
         yield part(f"select {policy}, X {width}", kept_map, policy, None, draw, width)
     if num_pools == num_experts:
-        limit_E = torch.full((num_experts,), slots, dtype=torch.int32, device=device)
-        yield part("select probs, limits", kept_map, "probs", None, None, 1, limit_E)
         yield part("select probs, torch", kept_map_in_torch, "probs")
-        demand_SE = map_TE[:8].to(torch.int32)
-        accepting = functools.partial(accept, demand_SE, int(demand_SE.sum()) // 16 + 1, 8)
-        yield Part(name="accept, 8 sources", run=accepting, fill=1.0)
     hot_TE = probs_TE.index_fill(1, torch.zeros(1, dtype=torch.int64, device=device), 1.0)
     hot_map_TE = torch.zeros_like(map_TE).scatter_(1, hot_TE.topk(top_k).indices, True)
     hot = functools.partial(kept_map, hot_map_TE, probs_TE, slots, "probs", None, None, width)

@@ -63,9 +63,6 @@ class ExpertInput:
 class Exchange(Protocol):
     """Six stages in the order of their use. An exchange keeps nothing on `self` but buffers.
 
-    Where sources share slots, `all_demands` comes before them: what each source may keep follows
-    from the demands of all.
-
     Attributes:
         packed: whether `ExpertInput` is packed.
         num_sources: S.
@@ -73,10 +70,6 @@ class Exchange(Protocol):
 
     packed: bool
     num_sources: int
-
-    def all_demands(self, demand_E: Tensor) -> Tensor:
-        """Return the demands of all sources, int32 [S, E], from that of this one, int32 [E]."""
-        ...
 
     def prepare(
         self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan, num_rows: int

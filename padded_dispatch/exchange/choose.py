@@ -96,26 +96,6 @@ class Choice:
     sizes: PoolSizes
 
 
-def blocks_of_receivers(config: DispatchConfig, sizes: PoolSizes, num_tokens: int) -> PoolSizes:
-    """Return the sizes with which an all-to-all carries rows whose sources share slots.
-
-    A source has one pool for each destination rank, with a slot for every row that it may send
-    there. The receiver has room for all of these slots.
-
-    Example: T=4096, K=8, E=128, R=8 and N = 40,960 give 8 pools of 4096 * 8 = 32,768 slots, of
-    which at most 40,960 hold a row.
-    """
-    most = num_tokens * min(config.top_k, config.num_local_experts)
-    slots = min(sizes.num_rows, most)
-    return PoolSizes(
-        num_experts=config.num_experts,
-        num_pools=config.num_ranks,
-        pool_slots=slots,
-        num_rows=slots * config.num_sources,
-        may_drop=sizes.may_drop,
-    )
-
-
 class LayerExchanges:
     """The exchanges of one layer. Creating it is a collective call of both groups' members.
 
@@ -180,9 +160,6 @@ class LayerExchanges:
         )
         if pool != "expert" and layout == "either":
             layout = "packed"
-        etp_rank = etp_group.rank() if etp_group is not None else 0
-        group_rank = group.rank() if group is not None else 0
-        self.source = etp_rank * config.num_ranks + group_rank
         self._group = group
         self._kind = kind
         self._microbatches_in_flight = microbatches_in_flight
@@ -235,17 +212,12 @@ class LayerExchanges:
     ) -> Choice:
         """Return the exchange for a pass. The first pass with a T and sizes is a collective call.
 
-        Call `agree_on_shapes` before it, which raises in a capture that has a new T or C. The
-        router may call it before selection; it needs no routing.
+        Call `agree_on_shapes` before it, which raises in a capture that has a new T or C.
 
         Args:
             config: the config of this pass; its capacity factor may change between steps.
             tokens_TD: floating point [T, D].
             probs_TE: floating point [T, E]; its dtype is read.
-
-        Raises:
-            ValueError: on all ranks, if sources share slots, the rows are on a GPU, and direct
-                stores cannot serve the pass.
         """
         num_tokens = tokens_TD.shape[0]
         sizes = config.sizes(num_tokens)
@@ -317,9 +289,6 @@ class LayerExchanges:
                 return Choice(exchange=self._direct, kind="direct", reason=reason, sizes=sizes)
         if config.num_sources == 1:
             reason = "one rank"
-        elif config.capacity_pool == "receiver":
-            _refuse_on_gpus(tokens_TD, reason)
-            sizes = blocks_of_receivers(config, sizes, tokens_TD.shape[0])
         exchange = self._packed or self._padded
         if self._packed is not None and self._padded is not None:
             padded = prefers_padded(config, tokens_TD.shape[0])
@@ -361,15 +330,6 @@ class LayerExchanges:
         return (
             f"buffers of direct stores need {need / 2**30:.2f} GiB for {self._num_layers} layers, "
             f"and {free / 2**30:.2f} GiB are free"
-        )
-
-
-def _refuse_on_gpus(tokens_TD: Tensor, reason: str) -> None:
-    """Raise if an all-to-all would carry rows of pool "receiver" between GPUs."""
-    if tokens_TD.is_cuda:
-        raise ValueError(
-            f"capacity_pool='receiver' must have direct stores on GPUs, got: {reason}; "
-            "make exchange='direct' possible, or set capacity_pool='rank'"
         )
 
 

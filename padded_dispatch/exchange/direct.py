@@ -30,14 +30,11 @@ from torch.library import custom_op
 from padded_dispatch.config import require
 from padded_dispatch.exchange import ExpertInput, PackedAtOnce, Slots
 from padded_dispatch.exchange.symmetric_memory import (
-    Demands,
     DirectBuffers,
     Shape,
     Workspace,
     check_group,
-    demands_of,
     find,
-    find_demands,
 )
 from padded_dispatch.ops.plan import DispatchPlan
 from padded_dispatch.ops.rows import running_offsets
@@ -106,16 +103,6 @@ class DirectExchange(PackedAtOnce):
         self.num_sources = self._group.size()
         self._microbatches_in_flight = microbatches_in_flight
         self._buffers: dict[Shape, DirectBuffers] = {}
-        self._demands: Demands | None = None
-
-    def all_demands(self, demand_E: Tensor) -> Tensor:
-        """Return the demands of all sources: int32 [E] to [S, E].
-
-        The first call is a collective call on the host, and so is not to be captured.
-        """
-        if self._demands is None:
-            self._demands = demands_of(self._group, demand_E.shape[0], demand_E.device)
-        return _all_demands(demand_E, self.num_sources, self._demands.key)
 
     @nvtx_range("exchange")
     def prepare(
@@ -189,11 +176,11 @@ class DirectExchange(PackedAtOnce):
         )
 
 
-def maps_of(plan: DispatchPlan) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int, int]:
+def maps_of(plan: DispatchPlan) -> tuple[Tensor, Tensor, Tensor, int, int]:
     """Return what the ops read of a plan: maps, counts, P and X."""
     num_pools, pool_slots = plan.choice_of_slot_GP.shape
     experts_per_pool = plan.kept_E.shape[0] // num_pools
-    maps = plan.slot_of_TK, plan.expert_of_TK, plan.kept_E, plan.kept_SE
+    maps = plan.slot_of_TK, plan.expert_of_TK, plan.kept_E
     return *maps, pool_slots, experts_per_pool
 
 
@@ -213,25 +200,7 @@ def _check(tokens_TD: Tensor, probs_TE: Tensor) -> None:
 
 # The ops. A custom op takes no objects, so `key` is the string with which it finds the layer's
 # `DirectBuffers`, as a name finds a process group. `saved` rows go to the layer's own buffer for
-# this microbatch, others to the workspace, which the next layer overwrites. `kept_SE` is given
-# where `all_demands` told it: then no counts are pushed, and its barrier is the first of the push
-# of the forward pass.
-
-
-@custom_op("padded_dispatch::all_demands", mutates_args=())
-def _all_demands(demand_E: Tensor, num_ranks: int, key: str) -> Tensor:
-    from padded_dispatch.kernels import direct
-
-    demands = find_demands(key)
-    table_RE, table_R = demands.next_table()
-    direct.push_counts(demand_E.contiguous(), table_R, demands.rank)
-    demands.barrier()
-    return table_RE.clone()
-
-
-@_all_demands.register_fake
-def _(demand_E, num_ranks, key):
-    return demand_E.new_empty(num_ranks, demand_E.shape[0])
+# this microbatch, others to the workspace, which the next layer overwrites.
 
 
 @custom_op("padded_dispatch::push_rows", mutates_args=())
@@ -241,7 +210,6 @@ def _push_rows(
     slot_of_TK: Tensor,
     expert_of_TK: Tensor,
     kept_E: Tensor,
-    kept_SE: Tensor | None,
     pool_slots: int,
     experts_per_pool: int,
     num_rows: int,
@@ -258,12 +226,10 @@ def _push_rows(
     num_experts = kept_E.shape[0]
     shift_E = torch.empty_like(kept_E)
     offsets_LS = kept_E.new_empty(num_experts // num_ranks, num_ranks)
-    if kept_SE is None:
-        direct.push_counts(kept_E, workspace.table_R, rank)
-    if kept_SE is None or not saved:
-        workspace.barrier()
+    direct.push_counts(kept_E, workspace.table_R, rank)
+    workspace.barrier()
     direct.place_rows(
-        workspace.table_RE if kept_SE is None else kept_SE,
+        workspace.table_RE,
         rank,
         shift_E,
         offsets_LS,
@@ -288,7 +254,7 @@ def _push_rows(
 
 
 @_push_rows.register_fake
-def _(tokens_TD, _probs, _slots, _experts, kept_E, _kept, _P, _X, num_rows, num_ranks, *_):
+def _(tokens_TD, _probs, _slots, _experts, kept_E, _P, _X, num_rows, num_ranks, *_):
     num_experts = kept_E.shape[0]
     return (
         tokens_TD.new_empty(num_rows, tokens_TD.shape[1]),
@@ -305,7 +271,6 @@ def return_rows(
     slot_of_TK: Tensor,
     expert_of_TK: Tensor,
     kept_E: Tensor,
-    kept_SE: Tensor | None,
     pool_slots: int,
     experts_per_pool: int,
     key: str,
@@ -322,7 +287,6 @@ def return_rows(
         packed_ND.contiguous(),
         None if probs_N is None else probs_N.contiguous(),
         offsets_LS,
-        kept_SE,
     )
     to = workspace.slots_R, workspace.meta_R, buffers.rank, pool_slots, experts_per_pool
     workspace.barrier()
@@ -371,7 +335,7 @@ def _push_setup(ctx, inputs, output) -> None:
 def _push_backward(ctx, grad_ND, grad_meta, _):
     grads_N = grad_meta[: grad_ND.shape[0]]
     grad_TD, grad_TE = return_rows(grad_ND, grads_N, *ctx.saved_tensors, *ctx.where)
-    return grad_TD, grad_TE.to(ctx.dtype), *(None,) * 10
+    return grad_TD, grad_TE.to(ctx.dtype), *(None,) * 9
 
 
 def _return_setup(ctx, inputs, output) -> None:

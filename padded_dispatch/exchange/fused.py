@@ -189,7 +189,6 @@ def return_product(
     slot_of_TK: Tensor,
     expert_of_TK: Tensor,
     kept_E: Tensor,
-    kept_SE: Tensor | None,
     pool_slots: int,
     experts_per_pool: int,
     key: str,
@@ -210,7 +209,6 @@ def return_product(
         slot_of_TK: see there.
         expert_of_TK: see there.
         kept_E: see there.
-        kept_SE: see there.
         pool_slots: see there.
         experts_per_pool: see there.
         key: see there.
@@ -220,7 +218,7 @@ def return_product(
     buffers = find(key)
     workspace = buffers.workspace
     out_NO = linear_by_expert(rows_NI, weight_LOI, bias_LO, weights_N, offsets_L, tiles)
-    returned = out_NO, None if probs_N is None else probs_N.contiguous(), offsets_LS, kept_SE
+    returned = out_NO, None if probs_N is None else probs_N.contiguous(), offsets_LS
     to = workspace.slots_R, workspace.meta_R, buffers.rank, pool_slots, experts_per_pool
     direct.return_rows(*returned, *to)
     workspace.barrier()
@@ -241,7 +239,6 @@ def _return_product_on_gpu(
     slot_of_TK,
     expert_of_TK,
     kept_E,
-    kept_SE,
     pool_slots,
     experts_per_pool,
     key,
@@ -255,7 +252,6 @@ def _return_product_on_gpu(
     direct.find_slots(
         None if probs_N is None else probs_N.contiguous(),
         offsets_LS,
-        kept_SE,
         workspace.slots_R,
         workspace.meta_R,
         buffers.rank,
@@ -315,7 +311,7 @@ class _First(torch.autograd.Function):
             grad_TE = grad_TE.to(ctx.dtype)
         if needs_weight:
             grad_LGD = weight_gradient(grad_NG, rows_ND, offsets_L, ctx.sums_LGD)
-        return grad_TD, grad_TE, grad_LGD, *(None,) * 13
+        return grad_TD, grad_TE, grad_LGD, *(None,) * 12
 
 
 class _Second(torch.autograd.Function):
@@ -339,4 +335,4 @@ class _Second(torch.autograd.Function):
         grad_ND = push_gradients(grad_TD, *maps, *ctx.where)
         linear = hidden_NF, weight_LDF, bias_LD, probs_N, offsets_L, tiles, ctx.sums_LDF
         grads = linear_gradients(ctx.needs_input_grad, grad_ND, *linear)
-        return *grads, *(None,) * 11
+        return *grads, *(None,) * 10

@@ -12,12 +12,11 @@ backward is done. (Turns are right if microbatches end in the order in which the
 of Megatron's schedules. If there are too few turns, tensors of the last turn are still alive, and
 `next_receive_buffer` raises.) All layers of a shape share one `Workspace`, one after another: the
 counts, the slots that rows return to, and a receive buffer for gradients, whose contents last until
-the next layer's backward. All layers of a group share its `Demands`. Buffers are freed with their
-owners; tensors that an exchange returned must not outlive it.
+the next layer's backward. Buffers are freed with their owners; tensors that an exchange returned
+must not outlive it.
 
 Elements per rank, with N rows and Q slots: N * D per layer and microbatch in flight, and (N + Q) *
-D shared by all layers of the same shape; everything else is small. Where sources share slots
-("receiver"), Q is no more than T * K; else it is N.
+D shared by all layers of the same shape; everything else is small.
 
 The driver allocates this memory, so torch's allocator does not count it. `allocated_gib` and
 `reserved_gib` add what is held now to torch's peaks; a layer holds its buffers as long as it lives.
@@ -216,33 +215,6 @@ class Workspace:
         return slots + 4 * num_ranks * shape.num_experts + ReceiveBuffer.num_bytes(shape)
 
 
-class Demands:
-    """Tables int32 [R, E] of the demands of all sources; all layers of a group share them.
-
-    There are two, which calls use in turn. `barrier`: of the group.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, num_experts: int, device: torch.device) -> None:
-        self.rank = group.rank()
-        self.key = f"{group_name(group)}/{next(_numbers)}"
-        layout = _Layout()
-        table = group.size(), num_experts
-        places = [layout.add(table[0] * table[1], torch.int32) for _ in range(2)]
-        memory = PeerMemory(group, layout.num_bytes, device)
-        self.barrier = memory.barrier
-        self._tables = [
-            (memory.tensor(place, table, torch.int32), memory.addresses(place)) for place in places
-        ]
-        self._turn = 0
-        _demands[self.key] = self
-
-    def next_table(self) -> tuple[Tensor, Tensor]:
-        """Return the next table, and its addresses on every rank."""
-        table = self._tables[self._turn]
-        self._turn = 1 - self._turn
-        return table
-
-
 class DirectBuffers:
     """The buffers of one layer for one shape; a collective call of the group.
 
@@ -302,26 +274,7 @@ def find(key: str) -> DirectBuffers:
     return _buffers[key]
 
 
-def find_demands(key: str) -> Demands:
-    """Return the tables of demands with this key."""
-    return _demands[key]
-
-
-def demands_of(group: dist.ProcessGroup, num_experts: int, device: torch.device) -> Demands:
-    """Return the tables of demands of a group, new if no layer has them; a collective call."""
-    of_group = _demands_of_groups.setdefault(group, WeakValueDictionary())
-    demands = of_group.get(num_experts)
-    # Ranks may free a layer at different times, and all must take the same branch.
-    if not all(gather_objects(group, demands is not None)) or demands is None:
-        demands = of_group[num_experts] = Demands(group, num_experts, device)
-    return demands
-
-
 _numbers = itertools.count()
-_demands: WeakValueDictionary[str, Demands] = WeakValueDictionary()
-_demands_of_groups: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[int, Demands]] = (
-    WeakKeyDictionary()
-)
 _buffers: WeakValueDictionary[str, DirectBuffers] = WeakValueDictionary()
 _workspaces: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[Shape, Workspace]] = (
     WeakKeyDictionary()

@@ -77,7 +77,7 @@ def place_rows(
     Example: R = 2, `table = [[1, 0, 2, 0], [3, 1, 0, 5]]`, P = 5 and X = 1 on rank 1, which has
     experts 2 and 3. Its rows begin at `[1, 4, 2, 2]` and its slots at `[0, 5, 10, 15]`: `shift =
     [1, -1, -8, -13]`, `offsets = [[2, 2], [2, 7]]` and `count = [[2, 0], [0, 5]]`. With X = 2 its
-    slots begin at `[0, 3, 5, 5]`, with X = 4 and P = 10 at `[0, 3, 4, 4]`.
+    slots begin at `[0, 3, 5, 5]`.
     """
     num_local, num_ranks = offsets_LS.shape
     _place_rows_kernel[(num_ranks,)](
@@ -93,7 +93,6 @@ def place_rows(
         SHARED=experts_per_pool > 1,
         S_BLOCK=triton.next_power_of_2(num_ranks),
         L_BLOCK=triton.next_power_of_2(num_local),
-        E_BLOCK=triton.next_power_of_2(num_ranks * num_local),
     )
 
 
@@ -111,7 +110,6 @@ def _place_rows_kernel(
     SHARED: tl.constexpr,
     S_BLOCK: tl.constexpr,
     L_BLOCK: tl.constexpr,
-    E_BLOCK: tl.constexpr,
 ):
     owner = tl.program_id(0)  # The rank whose experts this program computes.
     s = tl.arange(0, S_BLOCK)[:, None]
@@ -124,12 +122,8 @@ def _place_rows_kernel(
     end = before[None, :] + tl.cumsum(count, 0)
     slot = e // num_shared * pool_slots
     if SHARED:
-        # Behind the rows of the pool's experts on earlier ranks, and of those here.
-        x = tl.arange(0, E_BLOCK)
-        first = owner * num_local
-        earlier = (x >= first // num_shared * num_shared) & (x < first)
-        mine = tl.load(table + rank * (num_ranks * num_local) + x, mask=earlier, other=0)
-        slot += tl.sum(mine, 0) + tl.cumsum(count, 1) - count
+        # Behind the rows of the pool's experts before it.
+        slot += tl.cumsum(count, 1) - count
     tl.store(shift + e + 0 * s, end - count - slot, mask=valid & (s == rank))
     if owner == rank:
         tl.store(offsets + local * num_ranks + s, end, mask=valid)
@@ -315,7 +309,6 @@ def return_rows(
     packed_ND: Tensor,
     probs_N: Tensor | None,
     offsets_LS: Tensor,
-    kept_SE: Tensor | None,
     slots_R: Tensor,
     meta_R: Tensor,
     rank: int,
@@ -328,8 +321,6 @@ def return_rows(
         packed_ND: contiguous; rows from `offsets_LS[-1, -1]` on are not read.
         probs_N: contiguous fp32; None if nothing travels beside the rows.
         offsets_LS: contiguous int32.
-        kept_SE: contiguous int32, the rows of every (source, expert); None unless a pool has
-            experts on several ranks.
         slots_R: addresses of [Q, D] on every rank, in the rows' dtype. Empty slots are not written.
         meta_R: addresses of fp32 [Q] on every rank.
         rank: this rank.
@@ -337,8 +328,7 @@ def return_rows(
         experts_per_pool: X.
 
     Example: on rank 1 of 2 with L = 1, P = 2 and X = 1, `offsets = [[1, 3]]`: row 0 goes to slot 2
-    on rank 0, rows 1 and 2 to slots 2 and 3 on rank 1. With X = 2 and `kept_SE = [[1, 1], [0, 2]]`
-    they go to slot 1 on rank 0, and slots 0 and 1 on rank 1.
+    on rank 0, rows 1 and 2 to slots 2 and 3 on rank 1.
     """
     width = packed_ND.shape[1]
     programs = min(packed_ND.shape[0], PROGRAMS)
@@ -347,7 +337,6 @@ def return_rows(
         packed_ND,
         probs_N,
         offsets_LS,
-        kept_SE,
         slots_R,
         meta_R,
         rank,
@@ -359,7 +348,6 @@ def return_rows(
         SHARED=experts_per_pool > 1,
         BUFFERS=triton.next_power_of_2(offsets_LS.numel()),
         L_BLOCK=triton.next_power_of_2(num_local),
-        E_BLOCK=triton.next_power_of_2(num_local * num_ranks),
         BLOCK=block_of(width),
         num_warps=4,
     )
@@ -370,7 +358,6 @@ def _return_rows_kernel(
     packed,
     probs,
     offsets,
-    kept,
     slots_at,
     meta_at,
     rank,
@@ -382,7 +369,6 @@ def _return_rows_kernel(
     SHARED: tl.constexpr,
     BUFFERS: tl.constexpr,
     L_BLOCK: tl.constexpr,
-    E_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -402,7 +388,6 @@ def _return_rows_kernel(
         first_slot = _first_slot(
             buffer,
             offsets,
-            kept,
             rank,
             num_local,
             num_sources,
@@ -410,7 +395,6 @@ def _return_rows_kernel(
             num_shared,
             SHARED,
             L_BLOCK,
-            E_BLOCK,
         )
         slots = tl.load(slots_at + source).to(tl.pointer_type(packed.dtype.element_ty))
         meta = tl.load(meta_at + source).to(tl.pointer_type(tl.float32))
@@ -428,7 +412,6 @@ def _return_rows_kernel(
 def _first_slot(
     buffer,
     offsets,
-    kept,
     rank,
     num_local,
     num_sources,
@@ -436,29 +419,23 @@ def _first_slot(
     num_shared,
     SHARED: tl.constexpr,
     L_BLOCK: tl.constexpr,
-    E_BLOCK: tl.constexpr,
 ):
     """Return the slot, at its source, of the first row of a (local expert, source)."""
     source, local = buffer % num_sources, buffer // num_sources
     slot = ((rank * num_local + local) // num_shared).to(tl.int64) * pool_slots
     if SHARED:
-        # Behind the rows of the pool's experts here, and of those on earlier ranks.
+        # Behind the rows of the pool's experts before it.
         x = tl.arange(0, L_BLOCK)
         place = x * num_sources + source
         here = tl.load(offsets + place, mask=x < local, other=0)
         here -= tl.load(offsets + place - 1, mask=(x < local) & (place > 0), other=0)
         slot += tl.sum(here, 0)
-        if kept is not None:
-            x = tl.arange(0, E_BLOCK)
-            of_source = kept + source * (num_local * num_sources) + x
-            slot += tl.sum(tl.load(of_source, mask=x < rank * num_local, other=0), 0)
     return slot
 
 
 def find_slots(
     probs_N: Tensor | None,
     offsets_LS: Tensor,
-    kept_SE: Tensor | None,
     slots_R: Tensor,
     meta_R: Tensor,
     rank: int,
@@ -480,7 +457,6 @@ def find_slots(
     _find_slots_kernel[(num_local * num_ranks,)](
         probs_N,
         offsets_LS,
-        kept_SE,
         slots_R,
         meta_R,
         at_N,
@@ -492,7 +468,6 @@ def find_slots(
         row_bytes,
         SHARED=experts_per_pool > 1,
         L_BLOCK=triton.next_power_of_2(num_local),
-        E_BLOCK=triton.next_power_of_2(num_local * num_ranks),
         BLOCK=512,
         num_warps=4,
     )
@@ -502,7 +477,6 @@ def find_slots(
 def _find_slots_kernel(
     probs,
     offsets,
-    kept,
     slots_at,
     meta_at,
     at,
@@ -514,7 +488,6 @@ def _find_slots_kernel(
     row_bytes,
     SHARED: tl.constexpr,
     L_BLOCK: tl.constexpr,
-    E_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     buffer = tl.program_id(0)
@@ -523,7 +496,6 @@ def _find_slots_kernel(
     first_slot = _first_slot(
         buffer,
         offsets,
-        kept,
         rank,
         num_local,
         num_sources,
@@ -531,7 +503,6 @@ def _find_slots_kernel(
         num_shared,
         SHARED,
         L_BLOCK,
-        E_BLOCK,
     )
     slots = tl.load(slots_at + buffer % num_sources)
     meta = tl.load(meta_at + buffer % num_sources).to(tl.pointer_type(tl.float32))

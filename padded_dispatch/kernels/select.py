@@ -46,7 +46,6 @@ def kept_map(
     level_TE: Tensor | None = None,
     draw: Tensor | None = None,
     experts_per_pool: int = 1,
-    limit_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the map of kept rows and the demand.
 
@@ -54,7 +53,6 @@ def kept_map(
     """
     num_tokens, num_experts = asked_TE.shape
     asked_TE, score_TE = asked_TE.contiguous(), probs_TE.contiguous()
-    limit_E = None if limit_E is None else limit_E.contiguous()
     num_choices, rank_TE = 1, None
     if policy == "priority":
         num_choices, rank_TE = num_experts, choice_ranks(asked_TE, probs_TE)
@@ -97,7 +95,6 @@ def kept_map(
         rank_TE,
         level_TE,
         draw,
-        limit_E,
         asked_BE,
         asked_BG,
         demand_E,
@@ -117,7 +114,7 @@ def kept_map(
         RANDOM=policy == "random",
         **blocks,
     )
-    _strike(kept_TE, demand_E, limit_E, slots, listed_GN, first_GN, second_GN, first_bits)
+    _strike(kept_TE, demand_E, slots, listed_GN, first_GN, second_GN, first_bits)
     return kept_TE, demand_E
 
 
@@ -167,7 +164,6 @@ def _tiles(num_tokens: int, num_pools: int, experts_per_pool: int) -> _Tiles:
 def _strike(
     kept_TE: Tensor,
     demand_E: Tensor,
-    limit_E: Tensor | None,
     slots: int,
     listed_GN: Tensor,
     first_GN: Tensor | None,
@@ -184,7 +180,7 @@ def _strike(
     second_digits = 0 if second_GN is None else second_GN.element_size()
     num_digits = first_digits + second_digits
     num_parts = min(_MAX_PARTS, triton.next_power_of_2(triton.cdiv(num_candidates, _SHORT)))
-    pools = demand_E, limit_E, slots, num_candidates
+    pools = demand_E, slots, num_candidates
     order = listed_GN, first_GN, second_GN
     constants = dict(
         X=num_experts // num_pools,
@@ -272,7 +268,6 @@ def _select_list_kernel(
     rank,
     level,
     draw,
-    limit_E,
     asked_BE,
     asked_BG,
     demand,
@@ -316,10 +311,7 @@ def _select_list_kernel(
     b = tl.arange(0, BLOCK_B)[:, None]
     known = (b < num_blocks) & (g < num_pools)[None, :]
     counts = tl.load(asked_BG + b * num_pools + g[None, :], mask=known, other=0)
-    if limit_E is None:
-        overflows = tl.sum(counts, 0) > slots
-    else:
-        overflows = tl.sum(counts, 0) > tl.load(limit_E + g, mask=g < num_pools, other=0)
+    overflows = tl.sum(counts, 0) > slots
     if tl.max(overflows.to(tl.int32), 0) == 0:
         return
 
@@ -358,7 +350,6 @@ def _select_list_kernel(
 @triton.jit(do_not_specialize=["digit"])
 def _select_digit_kernel(
     demand,
-    limit_E,
     slots,
     num_candidates,
     firsts,
@@ -375,7 +366,7 @@ def _select_digit_kernel(
 ):
     """Write the histogram of a digit over one part of a pool's list."""
     part, g = tl.program_id(0), tl.program_id(1)
-    num_rows, room = _rows_and_room(demand, limit_E, slots, g, X, BLOCK_X)
+    num_rows, room = _rows_and_room(demand, slots, g, X, BLOCK_X)
     if num_rows <= room:
         return
     num_pools = tl.num_programs(1)
@@ -408,7 +399,6 @@ def _select_digit_kernel(
 def _select_strike_kernel(
     kept,
     demand,
-    limit_E,
     slots,
     num_candidates,
     listed,
@@ -429,7 +419,7 @@ def _select_strike_kernel(
     A program that has all of it finds the last row with a slot by itself.
     """
     part, g = tl.program_id(0), tl.program_id(1)
-    num_rows, room = _rows_and_room(demand, limit_E, slots, g, X, BLOCK_X)
+    num_rows, room = _rows_and_room(demand, slots, g, X, BLOCK_X)
     if num_rows <= room:
         return
     num_pools = tl.num_programs(1)
@@ -487,16 +477,11 @@ def _select_strike_kernel(
 
 
 @triton.jit
-def _rows_and_room(demand, limit_E, slots, g, X: tl.constexpr, BLOCK_X: tl.constexpr):
+def _rows_and_room(demand, slots, g, X: tl.constexpr, BLOCK_X: tl.constexpr):
     """Return how many rows ask for a pool, and how many of them it can take."""
     x = tl.arange(0, BLOCK_X)
     num_rows = tl.sum(tl.load(demand + g * X + x, mask=x < X, other=0), 0)
-    room = tl.zeros((), dtype=tl.int32)
-    if limit_E is None:
-        room += slots
-    else:
-        room += tl.load(limit_E + g)
-    return num_rows, room
+    return num_rows, tl.zeros((), dtype=tl.int32) + slots
 
 
 @triton.jit

@@ -21,7 +21,6 @@ from padded_dispatch.config import (
 from padded_dispatch.megatron.compat import (
     captures_experts,
     captures_iteration,
-    captures_router_alone,
     captures_routing,
     graph_scopes,
     splits_hybrid_layers,
@@ -81,19 +80,11 @@ def check_config(config: Any) -> None:
                 f"  {name}={getattr(options, name)!r} with cuda_graph_impl={graphs!r}: sizes that "
                 "fit a pass are read on the host. Remedy: numbers, or graphs of attention only."
             )
-    if options.capacity_pool == "receiver" and captures_router_alone(config):
+    if options.exchange == "direct" and splits_hybrid_layers(config):
         refused.append(
-            f"  capacity_pool='receiver' with cuda_graph_impl={graphs!r} and 'moe_router' without "
-            "'moe_preprocess': such a graph does not hand on the rows that other ranks keep. "
-            "Remedy: capture 'moe_preprocess', too, or capacity_pool='rank'."
-        )
-    by_stores = options.exchange == "direct" or options.capacity_pool == "receiver"
-    if by_stores and splits_hybrid_layers(config):
-        refused.append(
-            "  exchange='direct' or capacity_pool='receiver' with a graph that ends before the "
-            f"experts of a hybrid stack (cuda_graph_impl={graphs!r}): the one behind them does not "
-            "learn where rows came from. Remedy: exchange='alltoall' and capacity_pool='rank', or "
-            "capture 'moe', too."
+            "  exchange='direct' with a graph that ends before the experts of a hybrid stack "
+            f"(cuda_graph_impl={graphs!r}): the one behind them does not learn where rows came "
+            "from. Remedy: exchange='alltoall', or capture 'moe', too."
         )
     refused += _refused_overlaps(config)
     if refused:

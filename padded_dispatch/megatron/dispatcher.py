@@ -65,15 +65,13 @@ from padded_dispatch.megatron.router import Selector
 from padded_dispatch.ops.counters import Counters
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
 
-# The tensors of `DispatchPlan`; slots and experts keep the shape that the tokens came in. `kept_SE`
-# is None unless sources share slots; Megatron leaves out an attribute that holds no tensor.
+# The tensors of `DispatchPlan`; slots and experts keep the shape that the tokens came in.
 _PLAN_TENSORS = (
     "slot_of_SBK",
     "expert_of_SBK",
     "choice_of_slot_GP",
     "kept_E",
     "unplaced_E",
-    "kept_SE",
 )
 
 _EVALUATION_FITS = (
@@ -141,8 +139,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         stages, why_not_direct = config.pipeline_model_parallel_size, ""
         if splits_hybrid_layers(config):
             why_not_direct = _SPLIT_LAYERS
-        elif self._overlaps and stages > 1 and options.capacity_pool != "receiver":
-            why_not_direct = _OVERLAP_OF_STAGES  # Sources that share slots need direct stores.
+        elif self._overlaps and stages > 1:
+            why_not_direct = _OVERLAP_OF_STAGES
         self.exchanges = LayerExchanges(
             self.dispatch_config,
             self.agreement,
@@ -166,7 +164,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.choice_of_slot_GP: Tensor | None = None
         self.kept_E: Tensor | None = None
         self.unplaced_E: Tensor | None = None
-        self.kept_SE: Tensor | None = None  # Set by the router, which learns it before selection.
         self.offsets_LS: Tensor | None = None  # Where packed rows lie, until they are combined.
         self.experts: Any = None  # Set by the layer.
         self._experts_sum = False  # Whether the pass has `StackedExperts.linears`, likewise.
@@ -189,9 +186,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             configs=self.configs,
             agreement=self.agreement,
             fit=self._fit,
-            exchange=lambda *args: self._choose(*args).exchange,
-            source=self.exchanges.source,
-            take_kept=self._take_kept,
             observers=[self.counters],
             eval_observers=[self.eval_counters],
         )
@@ -215,9 +209,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """Return the sizes of a pass that drops nothing; see `Selector`."""
         packed = self.exchanges.fits_packed
         return fit(config, asked_TE, self.ep_group, self.tp_group, packed=packed)
-
-    def _take_kept(self, kept_SE: Tensor | None) -> None:
-        self.kept_SE = kept_SE
 
     def _counters_now(self) -> Counters | None:
         """Return the counters of the layer's mode; None in the first pass of recompute."""
@@ -271,7 +262,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         stacked = self.experts if self._experts.layout is not None else None
         if stacked is not None:
             stacked.linears = None
-        plan = make_plan(routing_map, top_k=config.top_k, sizes=choice.sizes, kept_SE=self.kept_SE)
+        plan = make_plan(routing_map, top_k=config.top_k, sizes=choice.sizes)
         given = tokens_TD, probs, plan, choice.sizes.num_rows
         if self._stores_late(choice.exchange):
             outgoing = Slots(rows_MPD=tokens, meta_MPX=probs)
@@ -391,7 +382,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             choice_of_slot_GP=self.choice_of_slot_GP,
             kept_E=self.kept_E,
             unplaced_E=self.unplaced_E,
-            kept_SE=self.kept_SE,
         )
 
     def _apart(self, made: Tensor, given: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
     _replaced(
         "moe_expert_rank_capacity_factor",
         "moe_expert_capacity_factor sets the capacity; the same number there with "
-        "PaddedOptions(capacity_pool='receiver') gives a rank as many rows",
+        "PaddedOptions(capacity_pool='rank') gives a rank as many rows",
         _SINCE_18,
     ),
     _harmless("moe_extended_tp", "read nowhere; deprecated", _ONLY_16),

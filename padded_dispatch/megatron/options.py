@@ -154,8 +154,8 @@ class PaddedOptions:
     capacity_pool: CapacityPool = _option(
         "expert",
         "which rows share slots: expert: a cell of C slots for each (source rank, expert); rank: "
-        "one pool for each (source, destination rank); receiver: one for each destination rank, "
-        "by direct stores. All have as many slots; rank and receiver need packed experts",
+        "one pool for each (source, destination rank). Both have as many slots; rank needs packed "
+        "experts",
         choices=CAPACITY_POOLS,
     )
     policy: Policy | Literal["megatron"] = _option(

@@ -17,7 +17,6 @@ layer loads a checkpoint that has the buffer if loading is not strict.
 Letters: T tokens on this rank; K experts per token; E experts in all; D hidden size.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -31,7 +30,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from padded_dispatch.config import DispatchConfig, PoolSizes, require
-from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.agreement import Agreement, Values
 from padded_dispatch.exchange.choose import agree_on_shapes
 from padded_dispatch.exchange.fit import require_eager
@@ -58,19 +56,12 @@ class Selector:
         agreement: over its groups.
         fit: finds the sizes of a pass whose factor is `FIT`, from its config and the map that was
             asked for; a collective call.
-        exchange: finds the exchange of a pass from its config, tokens and probabilities; for pool
-            "receiver".
-        source: number of this rank among the sources of its experts.
-        take_kept: takes the rows that each source keeps, `Selection.kept_SE`.
         observers, eval_observers: see above.
     """
 
     configs: LayerConfigs
     agreement: Agreement
     fit: Callable[[DispatchConfig, Tensor], PoolSizes]
-    exchange: Callable[[DispatchConfig, Tensor, Tensor], Exchange]
-    source: int
-    take_kept: Callable[[Tensor | None], None]
     observers: list[RoutingObserver] = field(default_factory=list)
     eval_observers: list[RoutingObserver] = field(default_factory=list)
 
@@ -127,7 +118,6 @@ class SelectAfterCounting(TopKRouter):
     num_draws: Tensor | None
     protected_T: Tensor | None
     was_captured: bool
-    _tokens_TD: Tensor | None
     _settings: Values | None
 
     def attach(self, selector: Selector) -> None:
@@ -144,7 +134,6 @@ class SelectAfterCounting(TopKRouter):
         self.register_buffer("num_draws", num_draws)
         self.protected_T = None
         self.was_captured = False
-        self._tokens_TD = None
         self._settings = None
         self.selector = selector
         self.config = _without_factor(self.config)
@@ -186,11 +175,7 @@ class SelectAfterCounting(TopKRouter):
             "with sequence parallelism, split the mask like the tokens on later pipeline stages; "
             "Megatron does so on the first one only",
         )
-        self._tokens_TD = tokens_TD
-        try:
-            return super().forward(input, padding_mask)
-        finally:
-            self._tokens_TD = None
+        return super().forward(input, padding_mask)
 
     def _rules(self, padding_mask: Tensor | None) -> Values:
         """Return everything that decides this pass, except for what `agree_on_shapes` compares.
@@ -240,7 +225,7 @@ class SelectAfterCounting(TopKRouter):
             scores_TE, choice_TE = scores_of_all(self, logits.flatten(0, -2), map_TE)
         if padding_mask is not None:
             map_TE = map_TE & ~padding_mask.reshape(-1, 1)
-        sizes, demands = self._sizes(config, map_TE), self._demands(config, probs_TE)
+        sizes = self._sizes(config, map_TE)
         selection = select_with_remedy(
             config,
             sizes,
@@ -250,12 +235,7 @@ class SelectAfterCounting(TopKRouter):
             choice_TE,
             protected_T=self._protected(map_TE.shape[0]),
             draw=self._draw(),
-            all_demands=demands,
-            source=self.selector.source,
         )
-        self.selector.take_kept(selection.kept_SE)
-        if demands is not None:
-            selection = dataclasses.replace(selection, demand_SE=demands.first)
         self._count_draw()
         for observer in self._observers():
             observer.observe(map_TE, probs_TE.detach(), selection, sizes)
@@ -281,13 +261,6 @@ class SelectAfterCounting(TopKRouter):
         sizes = self.selector.fit(config, asked_TE)
         self.selector.configs.fitted = sizes
         return sizes
-
-    def _demands(self, config: DispatchConfig, probs_TE: Tensor) -> "_Demands | None":
-        """Return how this source learns the demands of all; None unless they share slots."""
-        if not config.shares_receivers:
-            return None
-        assert self._tokens_TD is not None
-        return _Demands(self.selector.exchange(config, self._tokens_TD, probs_TE))
 
     def protect(self, keep: Tensor) -> None:
         """Give the marked tokens slots first; see the function `protect`."""
@@ -380,20 +353,6 @@ class _SortedChoices(TorchFunctionMode):
         if func is torch.topk:
             kwargs["sorted"] = True
         return func(*args, **kwargs)
-
-
-class _Demands:
-    """Exchange of the demands of all sources; `first` is the first table, int32 [S, E]."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self.first: Tensor | None = None
-
-    def __call__(self, demand_E: Tensor) -> Tensor:
-        demand_SE = self._exchange.all_demands(demand_E)
-        if self.first is None:
-            self.first = demand_SE
-        return demand_SE
 
 
 def _without_factor(config: Any) -> Any:

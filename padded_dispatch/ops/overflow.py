@@ -13,14 +13,12 @@ expert bias and `demand_E` see what the router asked for; a remedy never changes
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig, Policy, PoolSizes
-from padded_dispatch.ops.acceptance import Receivers
 from padded_dispatch.ops.select import Selection, choice_ranks, kept_map, select
 
 
@@ -45,15 +43,11 @@ def select_with_remedy(
     mask_T: Tensor | None = None,
     protected_T: Tensor | None = None,
     draw: Tensor | None = None,
-    all_demands: Callable[[Tensor], Tensor] | None = None,
-    source: int = 0,
 ) -> Selection:
     """Cut a routing map down to its slots by the config's policy, then apply the config's remedy.
 
     See `select` for `sizes`, `mask_T`, `protected_T` and `draw`, and `reroute` for `scores_TE` and
-    `choice_TE`, which only that remedy reads. See `padded_dispatch.ops.acceptance.Receivers` for
-    `all_demands` and `source`, which only pool "receiver" reads. With one source, nothing is shared
-    between sources, and "receiver" is "rank".
+    `choice_TE`, which only that remedy reads.
 
     Returns:
         See `padded_dispatch.ops.select.Selection`.
@@ -61,10 +55,6 @@ def select_with_remedy(
     Raises:
         ValueError: if the remedy is "reroute" and `scores_TE` is None; see also `select`.
     """
-    receivers = None
-    if config.shares_receivers:
-        assert all_demands is not None, "pool 'receiver' needs the demands of all sources"
-        receivers = Receivers(all_demands=all_demands, source=source, num_ranks=config.num_ranks)
     selection = select(
         map_TE,
         probs_TE,
@@ -73,7 +63,6 @@ def select_with_remedy(
         mask_T=mask_T,
         protected_T=protected_T,
         draw=draw,
-        receivers=receivers,
     )
     if config.remedy == "none" or not sizes.may_drop:
         return selection
@@ -93,7 +82,6 @@ def select_with_remedy(
         rounds=config.reroute_rounds,
         protected_T=protected_T,
         draw=draw,
-        receivers=receivers,
     )
 
 
@@ -133,7 +121,6 @@ def reroute(
     rounds: int = 1,
     protected_T: Tensor | None = None,
     draw: Tensor | None = None,
-    receivers: Receivers | None = None,
 ) -> Selection:
     """Send dropped rows to experts that have slots left.
 
@@ -142,10 +129,6 @@ def reroute(
     and was not given. Where proposals exceed the free slots, the policy decides by `scores_TE`,
     protected tokens first. Kept rows never lose their slot, no pool gets more rows than it has
     slots, and no token gets more rows than it asked for.
-
-    Where sources share the slots of a receiver, they exchange their demands in each round: kept
-    rows and proposals. Kept rows of all sources are accepted first, so that none is lost. Then the
-    receiver's free slots are shared among the proposals as among any demand.
 
     A rerouted row has the probability that `scores_TE` gives its expert, and its gradient.
 
@@ -162,31 +145,22 @@ def reroute(
         rounds: how many times rows without a place try again.
         protected_T: as in the selection.
         draw: as in the selection.
-        receivers: as in the selection.
 
     Example: P = 1, both tokens ask for expert 0 with .6 and .5; token 1 scores .3 for expert 1 and
     .2 for expert 2, and gets expert 1 with .3.
     """
-    asked_TE, kept_TE, kept_SE = selection.asked_TE, selection.kept_TE, selection.kept_SE
+    asked_TE, kept_TE = selection.asked_TE, selection.kept_TE
     choice_TE = scores_TE.detach() if choice_TE is None else choice_TE.detach()
     open_TE = ~asked_TE & (choice_TE > -torch.inf)
     for _ in range(rounds):
         num_lost_T1 = (asked_TE.sum(1) - kept_TE.sum(1))[:, None]
-        if receivers is None:
-            has_room_E = _has_room(kept_TE, sizes.num_pools, sizes.pool_slots)
-        else:
-            assert kept_SE is not None
-            has_room_E = _has_room(kept_SE, receivers.num_ranks, sizes.num_rows)
+        has_room_E = _has_room(kept_TE, sizes.num_pools, sizes.pool_slots)
         free_TE = open_TE & ~kept_TE & has_room_E
         proposed_TE = free_TE & (choice_ranks(free_TE, choice_TE) < num_lost_T1)
         level_TE = 2 * kept_TE.to(torch.uint8)
         if protected_T is not None:
             level_TE += protected_T[:, None]
         wanted_TE = kept_TE | proposed_TE
-        limit_E, experts_per_pool = None, sizes.experts_per_pool
-        if receivers is not None:
-            kept_SE = receivers.accepted(wanted_TE.sum(0, dtype=torch.int32), sizes, kept_SE)
-            limit_E, experts_per_pool = kept_SE[receivers.source], 1
         kept_TE = kept_map(
             wanted_TE,
             scores_TE.detach(),
@@ -194,8 +168,7 @@ def reroute(
             policy,
             level_TE,
             draw,
-            experts_per_pool,
-            limit_E,
+            sizes.experts_per_pool,
         )[0]
     rerouted_TE = kept_TE & ~asked_TE
     probs_TE = torch.where(rerouted_TE, scores_TE.to(selection.probs_TE.dtype), selection.probs_TE)
@@ -204,7 +177,6 @@ def reroute(
         kept_TE=kept_TE,
         probs_TE=probs_TE,
         rerouted_E=rerouted_TE.sum(0, dtype=torch.int32),
-        kept_SE=kept_SE,
     )
 
 

@@ -27,10 +27,6 @@ Each pool fills its slots independently of the others, so a policy is an order o
 and more slots never drop a row that fewer slots kept. Under every policy but `position`, whether a
 token keeps its slot also depends on later tokens.
 
-Where all sources share the slots of a receiver, their demands decide first how many rows of each
-source and expert are accepted (`padded_dispatch.ops.acceptance`). Selection then keeps as many rows
-of each expert, the first ones in the policy's order.
-
 G pools, P slots of one pool, X experts of one pool.
 """
 
@@ -41,7 +37,6 @@ from torch import Tensor
 from torch.library import custom_op
 
 from padded_dispatch.config import POLICIES, Policy, PoolSizes, require
-from padded_dispatch.ops.acceptance import BITS_32, Receivers, mix
 from padded_dispatch.utils.nvtx import nvtx_range
 
 
@@ -58,9 +53,6 @@ class Selection:
         protected_dropped_E: int32, dropped rows of protected tokens. A protected row is dropped
             only if the protected rows alone exceed the slots. None where no token was protected.
         rerouted_E: int32, rows that remedy "reroute" brought to each expert; None without it.
-        kept_SE: int32, rows that each source keeps for each expert, the same on all ranks. None
-            unless sources share slots: pool "receiver" with several sources.
-        demand_SE: int32, rows asked for by each source, where a layer exchanged them; for counters.
     """
 
     asked_TE: Tensor
@@ -69,8 +61,6 @@ class Selection:
     demand_E: Tensor
     protected_dropped_E: Tensor | None = None
     rerouted_E: Tensor | None = None
-    kept_SE: Tensor | None = None
-    demand_SE: Tensor | None = None
 
 
 @nvtx_range("select")
@@ -83,7 +73,6 @@ def select(
     mask_T: Tensor | None = None,
     protected_T: Tensor | None = None,
     draw: Tensor | None = None,
-    receivers: Receivers | None = None,
 ) -> Selection:
     """Cut a routing map down to the rows for which there are slots.
 
@@ -98,8 +87,6 @@ def select(
             They are dropped, and counted, only if they alone ask for more slots than there are.
         draw: int64 scalar on the tokens' device, for policy "random" only: equal numbers give equal
             draws. Its owner changes it in place, after the pass that records gradients.
-        receivers: where all sources share the slots of a receiver: how their demands are exchanged.
-            All ranks must call `select` together then.
 
     Raises:
         ValueError: if the policy is unknown, or is "random" without `draw`.
@@ -113,10 +100,6 @@ def select(
         "pass one on the tokens' device",
     )
     asked_TE = map_TE if mask_T is None else map_TE & ~mask_T[:, None]
-    kept_SE, limit_E, experts_per_pool = None, None, sizes.experts_per_pool
-    if receivers is not None:
-        kept_SE = receivers.accepted(asked_TE.sum(0, dtype=torch.int32), sizes)
-        limit_E, experts_per_pool = kept_SE[receivers.source], 1
     if sizes.may_drop:
         level_TE = None if protected_T is None else protected_T[:, None].to(torch.uint8)
         kept_TE, demand_E = kept_map(
@@ -126,8 +109,7 @@ def select(
             policy,
             level_TE,
             draw,
-            experts_per_pool,
-            limit_E,
+            sizes.experts_per_pool,
         )
     else:
         kept_TE, demand_E = asked_TE, asked_TE.sum(0, dtype=torch.int32)
@@ -140,7 +122,6 @@ def select(
         probs_TE=torch.where(kept_TE, probs_TE, 0),
         demand_E=demand_E,
         protected_dropped_E=dropped_E,
-        kept_SE=kept_SE,
     )
 
 
@@ -152,7 +133,6 @@ def kept_map_in_torch(
     level_TE: Tensor | None = None,
     draw: Tensor | None = None,
     experts_per_pool: int = 1,
-    limit_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the rows of `asked_TE` that keep a slot, and the demand.
 
@@ -166,8 +146,6 @@ def kept_map_in_torch(
             lower one; the policy orders those of one level. None is one level for all.
         draw: int64 scalar on the device, for "random" only: the number of the draw.
         experts_per_pool: X consecutive experts share a pool.
-        limit_E: int32, the most rows of each expert, at least 0. If given, it replaces `slots`, and
-            X must be 1.
 
     Returns:
         kept_TE bool [T, E] and demand_E int32 [E], the column sums of `asked_TE`.
@@ -176,7 +154,7 @@ def kept_map_in_torch(
     under "probs" and tokens 0 and 1 under "position"; with P = 1 it keeps 1 and 0.
     """
     demand_E = asked_TE.sum(0, dtype=torch.int32)
-    if limit_E is None and slots >= len(asked_TE) * experts_per_pool:
+    if slots >= len(asked_TE) * experts_per_pool:
         return asked_TE.clone(), demand_E
     # Stable sorts by one criterion after the other, the least important one first.
     criteria = []
@@ -203,7 +181,7 @@ def kept_map_in_torch(
         order_NG = order_NG.gather(
             0, torch.sort(sorted_NG, dim=0, descending=True, stable=True).indices
         )
-    within_NG = (places_N[:, None] < (slots if limit_E is None else limit_E)).expand_as(order_NG)
+    within_NG = (places_N[:, None] < slots).expand_as(order_NG)
     first_NG = torch.empty_like(within_NG, memory_format=torch.contiguous_format)
     first_NG = first_NG.scatter(0, order_NG, within_NG)
     num_tokens, num_experts = asked_TE.shape
@@ -247,25 +225,31 @@ def random_scores(draw: Tensor, num_tokens: int, num_experts: int) -> Tensor:
     return mix(mix(mixed ^ t_T1) ^ e_E)
 
 
+BITS_32 = 0xFFFFFFFF
+
+
+def mix(bits: Tensor) -> Tensor:
+    """Apply the finalizer of MurmurHash3 to 32 bits in an int64."""
+    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & BITS_32
+    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & BITS_32
+    return bits ^ (bits >> 16)
+
+
 kept_map = custom_op("padded_dispatch::select", kept_map_in_torch, mutates_args=())
 
 
 @kept_map.register_kernel("cuda")
-def _(
-    asked_TE, probs_TE, slots, policy, level_TE=None, draw=None, experts_per_pool=1, limit_E=None
-):
+def _(asked_TE, probs_TE, slots, policy, level_TE=None, draw=None, experts_per_pool=1):
     from padded_dispatch.kernels import select
 
-    arguments = asked_TE, probs_TE, slots, policy, level_TE, draw, experts_per_pool, limit_E
-    if limit_E is None and slots >= len(asked_TE) * experts_per_pool:
+    arguments = asked_TE, probs_TE, slots, policy, level_TE, draw, experts_per_pool
+    if slots >= len(asked_TE) * experts_per_pool:
         return kept_map_in_torch(*arguments)  # Nothing to choose from.
     return select.kept_map(*arguments)
 
 
 @kept_map.register_fake
-def _(
-    asked_TE, probs_TE, slots, policy, level_TE=None, draw=None, experts_per_pool=1, limit_E=None
-):
+def _(asked_TE, probs_TE, slots, policy, level_TE=None, draw=None, experts_per_pool=1):
     return torch.empty_like(asked_TE), asked_TE.new_empty(asked_TE.shape[1], dtype=torch.int32)
 
 
