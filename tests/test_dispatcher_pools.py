@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from padded_dispatch import DispatchConfig, PaddedDispatcher, reference
+from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.config import NO_DROP, POLICIES, REMEDIES
 from padded_dispatch.dispatcher import Dispatched
+from tests.support import reference
 from tests.support.grids import GRIDS, Grid, grid, poisoned_memory
 from tests.support.routing_cases import assert_same, grad_of, leaf
 from tests.support.routings import routing_map, thin_out

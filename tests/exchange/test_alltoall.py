@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
-from padded_dispatch import reference
 from padded_dispatch.config import BufferBytes, DispatchConfig, PoolSizes
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.alltoall import (
@@ -29,6 +28,7 @@ from padded_dispatch.exchange.alltoall import (
 from padded_dispatch.exchange.choose import blocks_of_receivers
 from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.ops.plan import make_plan
+from tests.support import reference
 from tests.support.grids import GRIDS, Grid, grid, poisoned_memory
 from tests.support.pool import WorkerPool
 from tests.support.routing_cases import addresses, assert_same, grad_of, leaf

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from padded_dispatch import reference
 from padded_dispatch.config import DispatchConfig, PoolSizes
 from padded_dispatch.kernels import direct, links, rows
+from tests.support import reference
 from tests.support.device import DEVICE, equal, here, ints
 from tests.support.routing_cases import addresses, assert_same
 from tests.support.routings import routing_map, thin_out

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from padded_dispatch import DispatchConfig, PaddedDispatcher, reference
+from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.config import POLICIES as ALL_POLICIES
 from padded_dispatch.config import REMEDIES
 from padded_dispatch.ops import overflow
 from padded_dispatch.ops.overflow import renormalize, reroute, select_with_remedy
 from padded_dispatch.ops.select import Selection, kept_map, select
+from tests.support import reference
 from tests.support.pools import pools
 from tests.support.routing_cases import RoutingCase, assert_same, cases_with_pools, routing_cases
 

@@ -6,14 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from padded_dispatch.ops.acceptance import Receivers
 from torch import Tensor
 from torch.library import opcheck
 
-from padded_dispatch import reference
 from padded_dispatch.config import POLICIES as ALL_POLICIES
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.ops import select as module
-from padded_dispatch.ops.acceptance import Receivers
 from padded_dispatch.ops.select import (
     Selection,
     choice_ranks_in_torch,
@@ -21,6 +20,7 @@ from padded_dispatch.ops.select import (
     random_scores,
     select,
 )
+from tests.support import reference
 from tests.support.pools import pools
 from tests.support.routing_cases import RoutingCase, assert_same, cases_with_pools, routing_cases
 
