@@ -39,10 +39,10 @@ themselves. Every rank takes part in every call, also without rows. By buffer:
 What the caller must guarantee: all calls of a process are on one stream, or ordered as if they
 were, and so are uses of what they returned; all ranks make their calls in the same order; what the
 forward pass received is not used after the backward pass, and gradients not after the next layer's
-backward; and no return comes between a push and the return of its pass, if that one is inside of a product. If a peer dies or
-never comes, the others wait in a barrier, for 10 minutes as with NCCL; then each prints the missing
-rank's number in the group, and its device fails. In eager the ranks compare shapes on the host
-before each call, and that comparison fails at once if a peer has died.
+backward; and no return comes between a push and the return of its pass, if that one is inside of a
+product. If a peer dies or never comes, the others wait in a barrier, for 10 minutes as with NCCL;
+then each prints the missing rank's number in the group, and its device fails. In eager the ranks
+compare shapes on the host before each call, and that comparison fails at once if a peer has died.
 
 Two streams. Megatron's combined schedule (`overlap_moe_expert_parallel_comm`) runs the forward pass
 of one microbatch, F, beside the backward pass of another, B. Of each pair of layers the host issues

@@ -20,20 +20,15 @@ from padded_dispatch.config import (
     CAPACITY_POOLS,
     FIT,
     NO_DROP,
-    POLICIES,
-    REMEDIES,
     CapacityFactor,
     CapacityPool,
     ExchangeKind,
     LinkRows,
-    Policy,
-    Remedy,
     require,
 )
 
 Alignment = int | Literal["auto"]
 Experts = Literal["auto", "module", "packed", "batched"]
-Router = Literal["auto", "kernel", "megatron"]
 RowsHome = Literal["auto", "after"]
 
 _TWO_LEVEL = ("two-level",)
@@ -170,22 +165,6 @@ class PaddedOptions:
         "experts",
         choices=CAPACITY_POOLS,
     )
-    policy: Policy | Literal["megatron"] = _option(
-        "megatron",
-        "which rows keep a slot: megatron: as moe_token_drop_policy; probs: the most probable; "
-        "position: the first; random: a draw; priority: first choices, sure tokens",
-        cost="probs 32 us, position 21, random 31, priority 75",
-        choices=("megatron", *POLICIES),
-    )
-    seed: int = _option(0, "seed of the draws of policy random")
-    remedy: Remedy = _option(
-        "none",
-        "for dropped rows: none; renormalize: scale a token's kept probabilities up to their sum "
-        "before dropping; reroute: to the next-best expert with a free slot on this rank",
-        cost="renormalize 30 us, reroute 141 per round",
-        choices=REMEDIES,
-    )
-    reroute_rounds: int = _option(1, "how often reroute tries for rows that found no slot")
     layer_factors: Mapping[int, CapacityFactor] = _option(
         {},
         "capacity factors of single layers, such as 3:1.5,7:no-drop, by Megatron's layer number, "
@@ -252,13 +231,6 @@ class PaddedOptions:
         "bit by bit. With overlap_moe_expert_parallel_comm and pipeline stages auto takes alltoall",
         choices=get_args(ExchangeKind),
     )
-    router: Router = _option(
-        "auto",
-        "scores, top-k and maps of routers: auto: in one kernel where it has the bits of "
-        "Megatron's code; kernel: also scores by sigmoid, which it rounds in another order; "
-        "megatron: by Megatron's code",
-        choices=get_args(Router),
-    )
     microbatches_in_flight: int | Literal["auto"] = _option(
         "auto",
         "with direct, the most forward passes of a layer that wait for their backward pass; each "
@@ -312,15 +284,13 @@ class PaddedOptions:
             f"be auto, alltoall or two-level with experts={self.experts!r}",
             "set experts='packed' to use direct stores",
         )
-        for name, default in (("remedy", "none"), ("overflow_threshold", 0.0)):
-            value = getattr(self, name)
-            require(
-                self.on_overflow != "retry" or value == default,
-                name,
-                value,
-                f"be {default!r} with on_overflow='retry', which leaves no row dropped",
-                "leave out one of the two",
-            )
+        require(
+            self.on_overflow != "retry" or self.overflow_threshold == 0,
+            "overflow_threshold",
+            self.overflow_threshold,
+            "be 0.0 with on_overflow='retry', which leaves no row dropped",
+            "leave out one of the two",
+        )
         require(
             self.capacity_pool == "expert" or self.experts in ("auto", "packed"),
             "capacity_pool",
@@ -344,7 +314,7 @@ class PaddedOptions:
             seconds,
             "be a finite number of seconds above 0",
         )
-        for name in ("min_capacity", "grow_after", "telemetry_every", "reroute_rounds"):
+        for name in ("min_capacity", "grow_after", "telemetry_every"):
             value = getattr(self, name)
             require(_is_count(value), name, value, "be a whole number of at least 1")
         for name in ("alignment", "microbatches_in_flight", "ranks_per_host"):
