@@ -28,11 +28,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
-Policy = Literal["probs", "position", "random", "priority"]
+Policy = Literal["probs", "position"]
 POLICIES: tuple[str, ...] = get_args(Policy)
-
-Remedy = Literal["none", "renormalize", "reroute"]
-REMEDIES: tuple[str, ...] = get_args(Remedy)
 
 # See `padded_dispatch.exchange.choose`.
 ExchangeKind = Literal["auto", "alltoall", "direct"]
@@ -150,13 +147,8 @@ class DispatchConfig:
         capacity_pool: which rows share slots. "expert": C slots belong to one (source, expert).
             "rank": L * C slots belong to one (source, destination rank), whose experts share them.
             Both offer as many slots in all.
-        policy: which rows keep a slot when more ask than fit: "probs" (the most probable),
-            "position" (the first tokens), "random" (a draw), or "priority" (first choices before
-            second ones, the most certain tokens first); see `padded_dispatch.ops.select`.
-        remedy: what happens to dropped rows: "none", "renormalize" (scale up the token's kept rows)
-            or "reroute" (send them to the next-best expert with a free slot); see
-            `padded_dispatch.ops.overflow`.
-        reroute_rounds: how many times "reroute" tries.
+        policy: which rows keep a slot when more ask than fit: "probs" (the most probable) or
+            "position" (the first tokens); see `padded_dispatch.ops.select`.
         num_ranks: ranks in the expert-parallel group (R).
         etp_size: ranks that split every expert's ffn between them (expert tensor parallel).
 
@@ -170,8 +162,6 @@ class DispatchConfig:
     alignment: int = 1
     capacity_pool: CapacityPool = "expert"
     policy: Policy = "probs"
-    remedy: Remedy = "none"
-    reroute_rounds: int = 1
     num_ranks: int = 1
     etp_size: int = 1
     _capacity_step: int = field(init=False, repr=False)
@@ -181,7 +171,6 @@ class DispatchConfig:
             "num_experts",
             "top_k",
             "alignment",
-            "reroute_rounds",
             "num_ranks",
             "etp_size",
         ):
@@ -217,7 +206,6 @@ class DispatchConfig:
         for name, value, choices in (
             ("capacity_pool", self.capacity_pool, CAPACITY_POOLS),
             ("policy", self.policy, POLICIES),
-            ("remedy", self.remedy, REMEDIES),
         ):
             require(value in choices, name, value, f"be one of {', '.join(choices)}")
         # Not in capacity(), because Dynamo cannot trace math.gcd of a symbolic number.

@@ -19,9 +19,8 @@ from padded_dispatch.exchange import Exchange, ExpertInput
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import Choice, LayerExchanges, agree_on_shapes
 from padded_dispatch.exchange.fit import fit
-from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
-from padded_dispatch.ops.select import Selection
+from padded_dispatch.ops.select import Selection, select
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +93,6 @@ class PaddedDispatcher:
         probs_TE: Tensor,
         map_TE: Tensor,
         mask_T: Tensor | None = None,
-        *,
-        scores_TE: Tensor | None = None,
-        protected_T: Tensor | None = None,
-        draw: Tensor | None = None,
     ) -> Dispatched:
         """Send rows to their experts.
 
@@ -106,10 +101,6 @@ class PaddedDispatcher:
             probs_TE: floating point [T, E], the router's weights.
             map_TE: bool [T, E], which experts each token asked for, at most K each.
             mask_T: bool [T], True for padding tokens, which take no slot.
-            scores_TE: floating point [T, E], for remedy "reroute": see
-                `padded_dispatch.ops.overflow.reroute`.
-            protected_T: bool [T], True for tokens that keep their slots before all others.
-            draw: int64 scalar, for policy "random": see `padded_dispatch.ops.select.select`.
 
         Raises:
             ValueError: the same on all ranks, when their shapes or rules differ or T is 0.
@@ -120,21 +111,12 @@ class PaddedDispatcher:
             ("dtype of probabilities", probs_TE.dtype),
             ("shape of probs_TE", tuple(probs_TE.shape)),
             ("shape of map_TE", tuple(map_TE.shape)),
-            ("scores_TE is given", scores_TE is not None),
-            ("draw is given", draw is not None),
         )
         agree_on_shapes(self.agreement, self.config, tokens_TD, rules)
         choice = self._choose(tokens_TD, probs_TE, map_TE, mask_T)
         exchange = choice.exchange
-        selection = select_with_remedy(
-            self.config,
-            choice.sizes if self.config.fits else self.config.sizes(len(tokens_TD)),
-            map_TE,
-            probs_TE,
-            scores_TE,
-            mask_T=mask_T,
-            protected_T=protected_T,
-            draw=draw,
+        selection = select(
+            map_TE, probs_TE, sizes=choice.sizes, policy=self.config.policy, mask_T=mask_T
         )
         plan = make_plan(
             selection.kept_TE,

@@ -20,7 +20,6 @@ MODELS = {
 
 Variant = Literal[
     "auto",
-    "megatron router",
     "module",
     "packed",
     "batched",
@@ -64,7 +63,7 @@ class Contender:
     @property
     def exchange(self) -> str | None:
         """`PaddedOptions.exchange` of ours where the variant fixes it, else None."""
-        if self.variant in (None, "auto", "megatron router"):
+        if self.variant in (None, "auto"):
             return None
         return "direct" if self.variant in _DIRECT else "alltoall"
 
@@ -93,7 +92,6 @@ CONTENDERS = {
     "drop-pad-graphed": Contender(**_DROP_PAD, graph="layer"),
     "auto": Contender(**_OURS, variant="auto", on_cpu=True),
     "auto-graphed": Contender(**_OURS, variant="auto", graph="layer"),
-    "megatron-router-graphed": Contender(**_OURS, variant="megatron router", graph="layer"),
     "module": Contender(**_OURS, variant="module", on_cpu=True),
     "module-graphed": Contender(**_OURS, variant="module", graph="layer"),
     "packed": Contender(**_OURS, variant="packed", on_cpu=True),

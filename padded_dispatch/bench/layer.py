@@ -23,7 +23,6 @@ _SEED = 1234
 
 OPTIONS = {
     "auto": PaddedOptions(),
-    "megatron router": PaddedOptions(router="megatron"),
     "module": PaddedOptions(experts="module", exchange="alltoall"),
     "packed": PaddedOptions(experts="packed", exchange="alltoall"),
     "batched": PaddedOptions(experts="batched", exchange="alltoall"),

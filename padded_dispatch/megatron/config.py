@@ -304,7 +304,6 @@ def dispatch_config(
     Raises:
         ValueError: see `DispatchConfig`; it names Megatron's fields.
     """
-    policy = options.policy
     factor = _factor(config, options, layer_number, training)
     try:
         found = DispatchConfig(
@@ -313,9 +312,7 @@ def dispatch_config(
             capacity_factor=factor,
             alignment=_alignment(config),
             capacity_pool=options.capacity_pool,
-            policy=config.moe_token_drop_policy if policy == "megatron" else policy,
-            remedy=options.remedy,
-            reroute_rounds=options.reroute_rounds,
+            policy=config.moe_token_drop_policy,
             num_ranks=num_ranks,
             etp_size=etp_size,
         )

@@ -174,9 +174,7 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
     _replaced("moe_single_grouped_bias", _SEPARATE, _SINCE_18),
     _replaced("moe_single_grouped_weight", _SEPARATE, _SINCE_18),
     _used("moe_token_dispatcher_type", "'padded_alltoall' selects the padded dispatcher"),
-    _used(
-        "moe_token_drop_policy", "which rows keep a slot, unless PaddedOptions(policy=...) is set"
-    ),
+    _used("moe_token_drop_policy", "which rows keep a slot"),
     _harmless("moe_token_dropping", "read nowhere"),
     _replaced(
         "moe_use_grouped_tensor",

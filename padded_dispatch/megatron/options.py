@@ -20,18 +20,13 @@ from padded_dispatch.config import (
     CAPACITY_POOLS,
     FIT,
     NO_DROP,
-    POLICIES,
-    REMEDIES,
     CapacityFactor,
     CapacityPool,
     ExchangeKind,
-    Policy,
-    Remedy,
     require,
 )
 
 Experts = Literal["auto", "module", "packed", "batched"]
-Router = Literal["auto", "kernel", "megatron"]
 OnOverflow = Literal["drop", "warn", "error", "grow", "retry"]
 
 _NO_DROP_TEXT = "no-drop"
@@ -158,22 +153,6 @@ class PaddedOptions:
         "experts",
         choices=CAPACITY_POOLS,
     )
-    policy: Policy | Literal["megatron"] = _option(
-        "megatron",
-        "which rows keep a slot: megatron: as moe_token_drop_policy; probs: the most probable; "
-        "position: the first; random: a draw; priority: first choices, sure tokens",
-        cost="probs 32 us, position 21, random 31, priority 75",
-        choices=("megatron", *POLICIES),
-    )
-    seed: int = _option(0, "seed of the draws of policy random")
-    remedy: Remedy = _option(
-        "none",
-        "for dropped rows: none; renormalize: scale a token's kept probabilities up to their sum "
-        "before dropping; reroute: to the next-best expert with a free slot on this rank",
-        cost="renormalize 30 us, reroute 141 per round",
-        choices=REMEDIES,
-    )
-    reroute_rounds: int = _option(1, "how often reroute tries for rows that found no slot")
     layer_factors: Mapping[int, CapacityFactor] = _option(
         {},
         "capacity factors of single layers, such as 3:1.5,7:no-drop, by Megatron's layer number, "
@@ -234,13 +213,6 @@ class PaddedOptions:
         "auto takes alltoall",
         choices=get_args(ExchangeKind),
     )
-    router: Router = _option(
-        "auto",
-        "scores, top-k and maps of routers: auto: in one kernel where it has the bits of "
-        "Megatron's code; kernel: also scores by sigmoid, which it rounds in another order; "
-        "megatron: by Megatron's code",
-        choices=get_args(Router),
-    )
     microbatches_in_flight: int | Literal["auto"] = _option(
         "auto",
         "with direct, the most forward passes of a layer that wait for their backward pass; each "
@@ -266,15 +238,13 @@ class PaddedOptions:
             f"be auto or alltoall with experts={self.experts!r}",
             "set experts='packed' to use direct stores",
         )
-        for name, default in (("remedy", "none"), ("overflow_threshold", 0.0)):
-            value = getattr(self, name)
-            require(
-                self.on_overflow != "retry" or value == default,
-                name,
-                value,
-                f"be {default!r} with on_overflow='retry', which leaves no row dropped",
-                "leave out one of the two",
-            )
+        require(
+            self.on_overflow != "retry" or self.overflow_threshold == 0,
+            "overflow_threshold",
+            self.overflow_threshold,
+            "be 0.0 with on_overflow='retry', which leaves no row dropped",
+            "leave out one of the two",
+        )
         require(
             self.capacity_pool == "expert" or self.experts in ("auto", "packed"),
             "capacity_pool",
@@ -291,7 +261,7 @@ class PaddedOptions:
         )
         share = self.overflow_threshold
         require(0 <= share < 1, "overflow_threshold", share, "be a share from 0 to below 1")
-        for name in ("grow_after", "telemetry_every", "reroute_rounds"):
+        for name in ("grow_after", "telemetry_every"):
             value = getattr(self, name)
             require(_is_count(value), name, value, "be a whole number of at least 1")
         name, value = "microbatches_in_flight", self.microbatches_in_flight

@@ -170,7 +170,7 @@ class Dispatch:
         "(default: 1.25 if the dispatcher drops)"
     )
     drop_policy: Literal["probs", "position"] = _option(
-        "which rows keep a slot, for every dispatcher; --padded-policy has more", default="probs"
+        "which rows keep a slot, for every dispatcher", default="probs"
     )
     shared_overlap: bool = _option(
         "run shared experts, if the model has them, beside the exchange", default=False
