@@ -26,7 +26,7 @@ from padded_dispatch.config import (
     require,
 )
 
-Experts = Literal["auto", "module", "packed", "batched"]
+Experts = Literal["auto", "module", "packed"]
 OnOverflow = Literal["drop", "warn", "error", "grow", "retry"]
 
 _NO_DROP_TEXT = "no-drop"
@@ -200,9 +200,8 @@ class PaddedOptions:
     )
     experts: Experts = _option(
         "auto",
-        "auto: packed or batched, by shape, where the config allows it, else module; module: the "
-        "experts of the layer's spec, on padded rows; packed: compute real rows only; batched: "
-        "all slots in one product per linear",
+        "auto: our own, by shape, where the config allows it, else module; module: the experts of "
+        "the layer's spec, on padded rows; packed: ours, which compute real rows only",
         choices=get_args(Experts),
     )
     exchange: ExchangeKind = _option(

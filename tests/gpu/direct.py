@@ -38,8 +38,8 @@ from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.alltoall import AllToAllExchange, all_to_all, group_name
 from padded_dispatch.exchange.direct import DirectExchange, _push_rows, maps_of, return_rows
 from padded_dispatch.kernels import direct as kernels
-from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
+from padded_dispatch.ops.select import select
 from padded_dispatch.utils.launch import WorkerError, start_workers, torchrun_env
 from padded_dispatch.utils.shapes import SHAPES, LayerShape
 from tests.support.direct_parity import (
@@ -151,7 +151,7 @@ def speed(factor: float, pool: Any, shape: LayerShape) -> dict[str, Any]:
     sizes = config.sizes(layer.tokens)
     with torch.no_grad():
         exchange = DirectExchange(layer.local_experts, dist.group.WORLD)
-        kept = select_with_remedy(config, sizes, given.map_TE, given.probs_TE)
+        kept = select(given.map_TE, given.probs_TE, sizes=sizes, policy=config.policy)
         plan = make_plan(kept.kept_TE, top_k=layer.top_k, sizes=sizes)
         tokens_TD, probs_TE = given.tokens_TD.detach(), kept.probs_TE.detach()
         passed = tokens_TD, probs_TE, plan, sizes.num_rows

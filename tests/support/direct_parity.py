@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 class Layer:
     """The sizes of a layer: T, D, K, experts per rank, capacity factor, and the dtype of rows.
 
-    `pool` and `remedy` as in a config. `microbatches_in_flight` forward passes precede the first
+    `pool` as in a config. `microbatches_in_flight` forward passes precede the first
     backward pass.
     """
 
@@ -42,7 +42,6 @@ class Layer:
     dtype: torch.dtype = torch.bfloat16
     microbatches_in_flight: int = 1
     pool: Any = "expert"
-    remedy: Any = "none"
 
     def dispatcher(self, exchange: Any) -> PaddedDispatcher:
         """Return a dispatcher over all ranks of the default group; a collective call."""
@@ -52,7 +51,6 @@ class Layer:
             top_k=self.top_k,
             capacity_factor=self.factor,
             capacity_pool=self.pool,
-            remedy=self.remedy,
             num_ranks=size,
         )
         group = dist.group.WORLD
@@ -72,7 +70,6 @@ class Inputs:
     tokens_TD: Tensor
     probs_TE: Tensor
     map_TE: Tensor
-    scores_TE: Tensor
     grad_TD: Tensor
 
     def copy_from(self, other: "Inputs", shift: int) -> None:
@@ -108,7 +105,6 @@ def make_inputs(layer: Layer, routing: str, seed: int, device: torch.device) -> 
         tokens_TD=rows[0].clone().requires_grad_(),
         probs_TE=probs_TE.to(device).requires_grad_(),
         map_TE=map_TE.to(device),
-        scores_TE=scores_TE.to(device),
         grad_TD=rows[1].clone(),
     )
 
@@ -124,13 +120,7 @@ class Forward:
 
 def forward(dispatcher: PaddedDispatcher, inputs: Inputs) -> Forward:
     """Run dispatch, experts and combine."""
-    config = dispatcher.config
-    sent = dispatcher.dispatch(
-        inputs.tokens_TD,
-        inputs.probs_TE,
-        inputs.map_TE,
-        scores_TE=inputs.scores_TE if config.remedy == "reroute" else None,
-    )
+    sent = dispatcher.dispatch(inputs.tokens_TD, inputs.probs_TE, inputs.map_TE)
     given = sent.expert_input
     out_ND = torch.tanh(given.rows_ND.float()) * given.probs_N[:, None]
     out_TD = dispatcher.combine(out_ND.to(given.rows_ND.dtype), sent)
