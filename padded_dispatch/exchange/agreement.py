@@ -1,19 +1,15 @@
 """Compare, before each call, everything that decides a result, so that no rank is left waiting.
 
 An equal-split collective hangs, or silently returns wrong rows, if two ranks call it with different
-shapes. Ranks with different policies or seeds go on silently, each with its own rules. So every
-eager call first compares its caller, its number, shapes and rules over the ranks, on the host. A
-mismatch raises the same error on every rank, before any device collective. If a rank does not
-come, all that wait raise an error after the time limit of the process group; see
+shapes. So every eager call first compares its caller, its number, shapes and rules over the ranks,
+on the host. A mismatch raises the same error on every rank, before any device collective. If a rank
+does not come, all that wait raise an error after the time limit of the process group; see
 `padded_dispatch.exchange.mirror`.
 
 Comparing new values only would hang: a rank that meets a value for the first time would wait in the
 comparison for peers that are already in the device collective. So each call compares, but only a
-digest of its values, which is computed once; the values themselves travel after a mismatch. That
-makes 2N small messages for N ranks, 1 + log2(N) of them one after the other; its cost for 8 to 256
-processes is in notebooks/results/hosts.json. One comparison for all layers of a pass would be
-cheaper, and would hang: a rank that then skips a layer, or raises in one, would leave its peers in
-that layer's collective, where no limit of ours holds.
+digest of its values, which is computed once; the values themselves travel after a mismatch. (One
+comparison for all layers of a pass would hang where a rank then skips a layer, or raises in one.)
 
 Replaying a CUDA graph runs no Python, and its shapes cannot change. Inside a capture, shapes that
 no eager call has compared before raise.

@@ -5,21 +5,17 @@ other (NVLink), and neither NVSHMEM nor multicast. Allocating is a collective ca
 and never happens during a capture: the first eager call with a shape allocates, after the ranks
 have compared that shape. Before that, the bytes are logged, and a layer that does not fit raises.
 
-Owners. A `ReceiveBuffer` takes the rows that arrive for this rank's experts. `DirectBuffers`, one
-per layer and shape, owns one of them for each microbatch in flight and uses them in turn. The
-experts save these rows for backward without a copy, so a buffer must not be used again before that
-backward is done. (Turns are right if microbatches end in the order in which they began, as in all
-of Megatron's schedules. If there are too few turns, tensors of the last turn are still alive, and
-`next_receive_buffer` raises.) All layers of a shape share one `Workspace`, one after another: the
-counts, the slots that rows return to, and a receive buffer for gradients, whose contents last until
-the next layer's backward. Buffers are freed with their owners; tensors that an exchange returned
-must not outlive it.
-
-Elements per rank, with N rows and Q slots: N * D per layer and microbatch in flight, and (N + Q) *
-D shared by all layers of the same shape; everything else is small.
+Owners. `DirectBuffers`, one per layer and shape, has a `ReceiveBuffer` for each microbatch in
+flight and uses them in turn. The experts save received rows for backward without a copy, so a
+buffer must not be used again before that backward is done: turns are right if microbatches end in
+the order in which they began, as in all of Megatron's schedules. All layers of a shape share one
+`Workspace`: the counts, the slots that rows return to, and a receive buffer for gradients, whose
+contents last until the next layer's backward. Buffers are freed with their owners; tensors that an
+exchange returned must not outlive it. Elements per rank: N * D per layer and microbatch in flight,
+and (N + Q) * D shared by all layers of the same shape; everything else is small.
 
 The driver allocates this memory, so torch's allocator does not count it. `allocated_gib` and
-`reserved_gib` add what is held now to torch's peaks; a layer holds its buffers as long as it lives.
+`reserved_gib` add what is held now to torch's peaks.
 
 Letters: T tokens, K experts per token, E experts, L local experts, R ranks and S = R sources, D
 hidden size, N the most rows that a rank's experts can receive, Q slots of a source. `..._R`: int64

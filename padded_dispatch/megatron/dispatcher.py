@@ -7,25 +7,15 @@ the plan's tensors, and nothing else: no shape and no Python number, because a r
 sets tensors by name (`cudagraph_attrs`) and runs no Python. T, G and P are read off their shapes,
 and with them which exchange serves the pass. No attribute needs a gradient, no backward reads one,
 and all are dropped when the layer is done, so that no graph memory stays pinned. (`offsets_LS`
-lives from the experts' input to the sum of their output. No capture of Megatron's begins or ends
-between, so no replay has to set it, and whether the experts sum need not be found in tensors.
+lives from the experts' input to the sum of their output, between which no capture begins or ends.
 `FIT` passes are never replayed, so their sizes need not be tensors either.)
 
-With `overlap_moe_expert_parallel_comm` Megatron calls the methods one by one, `token_dispatch`, and
-the two from `token_combine` on, on a stream of their own; backward passes of other microbatches
-come between, forward passes do not, so the attributes hold one pass. That asks for three things:
-
-- Megatron frees what went into a method once it has run. A result that shares memory with it is
-  copied: with one local expert, padded rows are in the experts' order as they arrive. (Megatron
-  spares the input only for the word `alltoall`, 0.17 to 0.19.)
-- The plan's tensors and the experts' offsets are allocated on the computing stream, and the
-  communicating one reads them until backward. `record_stream` keeps the allocator from giving them
-  away before.
-- Direct stores must be in one order, so all of them are on the communicating stream: rows leave in
-  `token_dispatch`, which takes tokens and probabilities as they are, instead of in
-  `dispatch_preprocess`. Their gradients return in its backward pass. Tokens and received rows are
-  needed once the methods have run, so `combined_schedule` lets Megatron keep them, and they are not
-  copied. `padded_dispatch.exchange.direct` says why buffers are safe.
+With `overlap_moe_expert_parallel_comm` Megatron calls the methods one by one, some on a stream of
+their own; backward passes of other microbatches come between, forward passes do not, so the
+attributes hold one pass. Megatron frees what went into a method once it has run, so a result that
+shares memory with it is copied (`_apart`); the plan's tensors are kept until the other stream has
+read them (`record_stream`); and direct stores must be in one order, so all of them are on the
+communicating stream (`_store`).
 
 Letters: T tokens as [S, B] (sequence, batch), K experts per token, E experts, L experts on this
 rank, R ranks of the expert-parallel group, C capacity, G pools of P slots, of X experts each, D
@@ -310,6 +300,29 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """Store the rows of tokens, and their probabilities, at their experts.
 
         A replayed graph may end before it, so the sizes follow from the config and the tokens.
+
+        Megatron's combined schedule runs the forward pass of one microbatch, F, beside the backward
+        pass of another, B, and issues for each pair of layers (`TransformerLayerSchedulePlan.run`,
+        0.16.1 to 0.20; dW: `delay_wgrad_compute`)
+
+            communication  B combine                       F dispatch   B dispatch         F combine
+            computation           F pre-dispatch, B experts          dW         F experts
+
+        and then B pre-dispatch. Each microbatch has one event; a piece waits for it, and records it
+        at its end; dW does neither. So all pushes and returns are on the communicating stream, in
+        the order of the host, the same on all ranks. What the other one uses is in order with them:
+
+        - F dispatch writes into a buffer again only behind its own F pre-dispatch, and so behind
+          all computation issued before. The former owner's tensors live until its B dispatch
+          (`next_receive_buffer` raises unless they are gone), which no host issues between F
+          pre-dispatch and F dispatch. So its experts and dW were issued before.
+        - Gradients of B combine are read by B experts and dW. The next B combine waits for the
+          event of B pre-dispatch, behind dW; the first one for `record_current_stream`.
+        - Evaluations and repeated passes run on the stream of computation, which waits for the
+          other at the end of each schedule, as that does at the beginning of the next.
+
+        Barriers and NCCL's kernels cannot block each other for ever: all ranks issue the same calls
+        in the same order, both are small, and all other kernels end by themselves.
         """
         assert given.meta_MPX is not None
         tokens_TD, probs_TE = given.rows_MPD.flatten(0, -2), given.meta_MPX
