@@ -24,7 +24,7 @@ import torch.distributed as dist
 from padded_dispatch.config import FIT, CapacityFactor
 from padded_dispatch.megatron.options import PaddedOptions, show_factor
 from padded_dispatch.megatron.telemetry import Snapshots, of_all_ranks, padded_moe_layers
-from padded_dispatch.telemetry import Snapshot
+from padded_dispatch.ops.counters import Snapshot
 
 _log = logging.getLogger("padded_dispatch")
 

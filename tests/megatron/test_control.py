@@ -13,7 +13,7 @@ from padded_dispatch.megatron.control import CapacityControl
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.megatron.telemetry import Snapshots
-from padded_dispatch.telemetry import Snapshot
+from padded_dispatch.ops.counters import Snapshot
 from tests.megatron.test_telemetry import model, run
 from tests.support import tiny
 
@@ -38,8 +38,6 @@ def snapshot(*dropped: int) -> Snapshot:
         num_passes_Y=NOTHING + 1,
         num_slots_Y=NOTHING + 100,
         num_unplaced_Y=NOTHING,
-        rerouted_Y=NOTHING,
-        protected_dropped_Y=NOTHING,
         max_demand_Y=NOTHING + 50,
         idle_passes_YR=np.zeros((2, 1), dtype=np.int64),
     )
