@@ -117,14 +117,7 @@ def test_alignment_adds_as_little_as_possible(sizes, alignment, num_ranks, etp_s
         ({"capacity_factor": None}, "capacity_factor must be .* got None;"),
         ({"min_capacity": 0}, "min_capacity must be a whole number of at least 1, got 0$"),
         ({"alignment": -16}, "alignment must be a whole number of at least 1, got -16$"),
-        (
-            {"policy": "rand"},
-            "policy must be one of probs, position, random, priority, got 'rand'$",
-        ),
-        (
-            {"remedy": "retry"},
-            "remedy must be one of none, renormalize, reroute, got 'retry'$",
-        ),
+        ({"policy": "rand"}, "policy must be one of probs, position, got 'rand'$"),
         ({"num_ranks": 0}, "num_ranks must be a whole number of at least 1, got 0$"),
         ({"etp_size": "2"}, "etp_size must be a whole number of at least 1, got '2'$"),
     ],
@@ -142,7 +135,7 @@ def test_no_tokens_are_refused(num_tokens):
 
 @pytest.mark.parametrize(
     ("capacity_pool", "num_pools", "pool_slots"),
-    [("expert", 128, 320), ("rank", 8, 5120), ("receiver", 1, 32768)],
+    [("expert", 128, 320), ("rank", 8, 5120)],
 )
 def test_pools_of_the_docstring_s_example(capacity_pool, num_pools, pool_slots):
     config = DispatchConfig(
@@ -170,19 +163,18 @@ def test_pools_offer_as_many_slots_as_cells_unless_no_routing_fills_them(
             etp_size=etp_size,
             capacity_pool=pool,
         ).sizes(num_tokens)
-        for pool in ("expert", "rank", "receiver")
+        for pool in ("expert", "rank")
     }
     most = num_ranks * etp_size * num_tokens * min(top_k, num_experts)
-    assert of["rank"].num_rows == min(of["expert"].num_rows, most) == of["receiver"].num_rows
-    assert of["rank"].may_drop == of["receiver"].may_drop == (of["rank"].num_rows < most)
+    assert of["rank"].num_rows == min(of["expert"].num_rows, most)
+    assert of["rank"].may_drop == (of["rank"].num_rows < most)
     assert of["rank"].num_rows == num_ranks * etp_size * of["rank"].pool_slots
-    assert of["receiver"].pool_slots <= num_tokens * top_k
     assert of["expert"].pool_slots * num_experts * num_ranks * etp_size == of["expert"].num_rows
 
 
 @pytest.mark.parametrize(
     ("capacity_pool", "num_pools", "pool_slots", "num_rows"),
-    [("expert", 8, 5, 2 * 4 * 5), ("rank", 2, 5, 2 * 5), ("receiver", 1, 10, 5)],
+    [("expert", 8, 5, 2 * 4 * 5), ("rank", 2, 5, 2 * 5)],
 )
 def test_sizes_that_fit_a_demand_of_five_rows(capacity_pool, num_pools, pool_slots, num_rows):
     config = DispatchConfig(num_experts=8, top_k=2, num_ranks=2, capacity_pool=capacity_pool)
@@ -195,16 +187,14 @@ def test_sizes_that_fit_a_demand_of_five_rows(capacity_pool, num_pools, pool_slo
 def test_the_defaults():
     config = DispatchConfig(num_experts=8, top_k=2)
     assert (config.capacity_factor, config.min_capacity, config.alignment) == (math.inf, 1, 1)
-    assert (config.capacity_pool, config.policy, config.remedy) == ("expert", "probs", "none")
-    assert (config.reroute_rounds, config.num_ranks, config.etp_size) == (1, 1, 1)
+    assert (config.capacity_pool, config.policy) == ("expert", "probs")
+    assert (config.num_ranks, config.etp_size) == (1, 1)
     assert "_capacity_step" not in repr(config)
     assert config == dataclasses.replace(config, capacity_factor=NO_DROP)
 
 
 def test_an_unknown_pool_is_named():
-    with pytest.raises(
-        ValueError, match=r"^capacity_pool must be one of expert, rank, receiver, got"
-    ):
+    with pytest.raises(ValueError, match=r"^capacity_pool must be one of expert, rank, got"):
         DispatchConfig(**GOOD, capacity_pool="node")  # pyright: ignore
 
 
@@ -235,34 +225,17 @@ def test_slots_that_fit_are_as_few_as_possible(demand, alignment, capacity_pool,
     assert config.sizes_that_fit(7, demand).pool_slots == pool_slots
 
 
-@pytest.mark.parametrize(
-    ("capacity_pool", "num_ranks", "etp_size", "cells", "shares"),
-    [
-        ("expert", 2, 2, 1, False),
-        ("rank", 2, 2, 6, False),
-        ("receiver", 2, 2, 24, True),
-        ("receiver", 2, 1, 12, True),
-        ("receiver", 1, 3, 36, True),
-        ("receiver", 1, 1, 12, False),
-    ],
-)
-def test_cells_and_sources_that_share_slots(capacity_pool, num_ranks, etp_size, cells, shares):
+@pytest.mark.parametrize(("capacity_pool", "cells"), [("expert", 1), ("rank", 6)])
+def test_cells_that_share_slots(capacity_pool, cells):
     config = DispatchConfig(
-        num_experts=12,
-        top_k=2,
-        capacity_pool=capacity_pool,
-        num_ranks=num_ranks,
-        etp_size=etp_size,
+        num_experts=12, top_k=2, capacity_pool=capacity_pool, num_ranks=2, etp_size=2
     )
-    assert config.num_local_experts == 12 // num_ranks
-    assert config.num_sources == num_ranks * etp_size
+    assert (config.num_local_experts, config.num_sources) == (6, 4)
     assert config.cells_per_pool == cells
-    assert config.shares_receivers == shares
-    assert not dataclasses.replace(config, capacity_factor=FIT).shares_receivers
 
 
 def test_nothing_may_drop_exactly_where_slots_are_enough():
-    for pool in ("expert", "rank", "receiver"):
+    for pool in ("expert", "rank"):
         for factor, may_drop in ((3.9, True), (4.0, False), (NO_DROP, False)):
             config = DispatchConfig(
                 num_experts=8, top_k=2, capacity_factor=factor, num_ranks=2, capacity_pool=pool
@@ -293,10 +266,6 @@ def test_nothing_may_drop_exactly_where_slots_are_enough():
         (dict(num_experts=4, num_ranks=2, etp_size=2), True, 176, 528, 384, 384, 208),
         (dict(num_experts=4, capacity_pool="rank"), False, 156, 0, 32, 84, 200),
         (dict(num_experts=4, num_ranks=2, capacity_pool="rank"), False, 176, 176, 192, 288, 208),
-        (dict(num_experts=4, capacity_pool="receiver"), False, 156, 0, 32, 84, 200),
-        (dict(num_experts=4, num_ranks=2, capacity_pool="receiver"), False, 0, 176, 32, 236, 232),
-        (dict(num_experts=6, num_ranks=3, capacity_pool="receiver"), False, 0, 204, 48, 248, 288),
-        (dict(num_experts=4, etp_size=2, capacity_pool="receiver"), False, 0, 312, 64, 308, 232),
     ],
 )
 def test_buffer_bytes_of_each_layout(settings, packed, send, receive, experts, back, plan):

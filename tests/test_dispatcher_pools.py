@@ -1,12 +1,10 @@
 """Pools of slots on real ranks against the reference, bit by bit: forward and all gradients.
 
 Tokens, gradients and the experts' factors are whole numbers, and probabilities are eighths, so that
-sums are exact. Renormalized probabilities are not, but each is the same quotient on both sides, and
-every product and sum after it is made in the same order. Packed rows behind the last one are NaN,
-and so are their gradients and fresh memory.
+sums are exact. Packed rows behind the last one are NaN, and so are their gradients and fresh
+memory.
 """
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +14,15 @@ import torch
 from torch import Tensor
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher, reference
-from padded_dispatch.config import NO_DROP, POLICIES, REMEDIES
+from padded_dispatch.config import NO_DROP, POLICIES
 from padded_dispatch.dispatcher import Dispatched
 from tests.support.grids import GRIDS, Grid, grid, poisoned_memory
 from tests.support.routing_cases import assert_same, grad_of, leaf
 from tests.support.routings import routing_map, thin_out
 from tests.test_dispatcher import poison
 
-POOLS = pytest.mark.parametrize("pool", ["expert", "rank", "receiver"])
-TOKENS, LOCAL_EXPERTS, TOP_K, HIDDEN, DRAW = 9, 3, 3, 4, 5
+POOLS = pytest.mark.parametrize("pool", ["expert", "rank"])
+TOKENS, LOCAL_EXPERTS, TOP_K, HIDDEN = 9, 3, 3, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +31,7 @@ class Batch:
 
     map_STE: np.ndarray
     probs_STE: np.ndarray
-    scores_STE: np.ndarray
     mask_ST: np.ndarray
-    protected_ST: np.ndarray
     tokens_STD: np.ndarray
     grad_STD: np.ndarray
 
@@ -60,9 +56,7 @@ def make_batch(config: DispatchConfig, num_tokens: int = TOKENS, seed: int = 0) 
     return Batch(
         map_STE=np.stack(maps),
         probs_STE=generator.integers(0, 9, (*shape, num_experts)) / 8,
-        scores_STE=generator.integers(0, 9, (*shape, num_experts)) / 8,
         mask_ST=generator.random(shape) < 0.1,
-        protected_ST=generator.random(shape) < 0.2,
         tokens_STD=generator.integers(-9, 10, (*shape, HIDDEN)).astype(np.float64),
         grad_STD=generator.integers(-9, 10, (*shape, HIDDEN)).astype(np.float64),
     )
@@ -97,15 +91,11 @@ class Step:
             leaf(batch.probs_STE[source]),
         )
         self.grad_TD = torch.from_numpy(batch.grad_STD[source])
-        reroutes = dispatcher.config.remedy == "reroute"
         self.sent = dispatcher.dispatch(
             self.tokens_TD,
             self.probs_TE,
             torch.from_numpy(batch.map_STE[source]),
             torch.from_numpy(batch.mask_ST[source]),
-            scores_TE=torch.from_numpy(batch.scores_STE[source]) if reroutes else None,
-            protected_T=torch.from_numpy(batch.protected_ST[source]),
-            draw=torch.tensor(DRAW) if dispatcher.config.policy == "random" else None,
         )
         self.sent.selection.probs_TE.retain_grad()
 
@@ -113,16 +103,13 @@ class Step:
         """Run experts, combine and backward."""
         out_TD = self.dispatcher.combine(experts(self.sent, self.here), self.sent)
         out_TD.backward(self.grad_TD)
-        found = {
+        return {
             "out": out_TD.detach(),
             "kept": self.sent.selection.kept_TE,
             "unplaced": self.sent.plan.unplaced_E,
             "grad_tokens": grad_of(self.tokens_TD),
             "grad_probs": grad_of(self.sent.selection.probs_TE),
         }
-        if self.sent.selection.kept_SE is not None:
-            found["kept_SE"] = self.sent.selection.kept_SE
-        return found
 
 
 def _dispatcher(config: DispatchConfig) -> tuple[PaddedDispatcher, Grid]:
@@ -142,56 +129,11 @@ def _step_of(config: DispatchConfig, batch: Batch) -> tuple[PaddedDispatcher, Ba
 
 def selected(config: DispatchConfig, batch: Batch) -> list[reference.Selection]:
     """Return what the reference selects for each source."""
-    sizes, ranks = config.sizes(batch.map_STE.shape[1]), dict(num_ranks=config.num_ranks)
+    sizes = config.sizes(batch.map_STE.shape[1])
     asked_STE = batch.map_STE & ~batch.mask_ST[..., None]
-    shared = config.capacity_pool == "receiver" and config.num_sources > 1
-    limits_SE: Any = [None] * len(asked_STE)
-    if shared:
-        demand_SE = asked_STE.sum(1, dtype=np.int32)
-        limits_SE = reference.accept(demand_SE, num_rows=sizes.num_rows, **ranks)
-    chosen = [
-        reference.select(
-            map_TE,
-            probs_TE,
-            sizes=sizes,
-            policy=config.policy,
-            protected_T=protected_T,
-            draw=DRAW,
-            limit_E=limit_E,
-        )
-        for map_TE, probs_TE, protected_T, limit_E in zip(
-            asked_STE, batch.probs_STE, batch.protected_ST, limits_SE, strict=True
-        )
-    ]
-    sources = range(len(chosen))
-    if config.remedy == "renormalize":
-        return [reference.renormalize(chosen[s], asked_STE[s], batch.probs_STE[s]) for s in sources]
-    if config.remedy == "none" or not sizes.may_drop:
-        return chosen
-    rounds = dict(policy=config.policy, rounds=config.reroute_rounds, draw=DRAW)
-    scores_STE = batch.scores_STE
-    if shared:
-        return reference.reroute_to_receivers(
-            chosen,
-            asked_STE,
-            scores_STE,
-            scores_STE,
-            num_rows=sizes.num_rows,
-            protected_ST=batch.protected_ST,
-            **ranks,
-            **rounds,
-        )
     return [
-        reference.reroute(
-            chosen[s],
-            asked_STE[s],
-            scores_STE[s],
-            scores_STE[s],
-            sizes=sizes,
-            protected_T=batch.protected_ST[s],
-            **rounds,
-        )
-        for s in sources
+        reference.select(map_TE, probs_TE, sizes=sizes, policy=config.policy)
+        for map_TE, probs_TE in zip(asked_STE, batch.probs_STE, strict=True)
     ]
 
 
@@ -218,27 +160,18 @@ def assert_is_reference(
     grad_tokens_STD, grad_probs_STE = reference.layer_backward(
         batch.tokens_STD, probs_STE, plans, by_loops_backward, batch.grad_STD, **ranks
     )
-    kept_SE = np.stack([one.kept_TE for one in chosen]).sum(1, dtype=np.int32)
     for source, result in enumerate(results):
         assert_same(result["kept"], chosen[source].kept_TE)
         assert not result["unplaced"].any()
         assert_same(result["out"], out_STD[source])
         assert_same(result["grad_tokens"], grad_tokens_STD[source])
         assert_same(result["grad_probs"], grad_probs_STE[source])
-        if "kept_SE" in result:
-            assert_same(result["kept_SE"], kept_SE)
-    assert ("kept_SE" in results[0]) == (
-        config.capacity_pool == "receiver" and config.num_sources > 1
-    )
 
 
 @POOLS
 @GRIDS
-def test_every_policy_and_remedy_is_the_reference(on_ranks, num_ranks, etp_size, pool):
-    configs = [
-        config_of(pool, num_ranks, etp_size, policy=policy, remedy=remedy)
-        for policy, remedy in itertools.product(POLICIES, REMEDIES)
-    ]
+def test_every_policy_is_the_reference(on_ranks, num_ranks, etp_size, pool):
+    configs = [config_of(pool, num_ranks, etp_size, policy=policy) for policy in POLICIES]
     batch = make_batch(configs[0])
     assert configs[0].sizes(TOKENS).may_drop
     results = on_ranks(num_ranks * etp_size, _steps, configs, batch)
@@ -255,15 +188,11 @@ def test_a_pool_keeps_as_many_rows_as_it_has_slots(on_ranks, num_ranks, etp_size
     results = on_ranks(sources, _steps, [config], batch)
     asked_SE = (batch.map_STE & ~batch.mask_ST[..., None]).sum(1)
     kept_SE = np.stack([result["kept"].sum(0).numpy() for (result,) in results])
-    num_pools = {"expert": config.num_experts, "rank": num_ranks, "receiver": num_ranks}[pool]
     asked_SG, kept_SG = (
-        rows.reshape(sources, num_pools, -1).sum(2) for rows in (asked_SE, kept_SE)
+        rows.reshape(sources, sizes.num_pools, -1).sum(2) for rows in (asked_SE, kept_SE)
     )
-    slots = sizes.pool_slots
-    if pool == "receiver" and sources > 1:
-        asked_SG, kept_SG, slots = asked_SG.sum(0), kept_SG.sum(0), sizes.num_rows
-    assert (asked_SG > slots).any()
-    np.testing.assert_array_equal(kept_SG, np.minimum(asked_SG, slots))
+    assert (asked_SG > sizes.pool_slots).any()
+    np.testing.assert_array_equal(kept_SG, np.minimum(asked_SG, sizes.pool_slots))
 
 
 @POOLS
@@ -360,7 +289,7 @@ def _compiled_and_eager(pool: Any, num_ranks: int) -> list[tuple[Tensor, Tensor]
     return pairs
 
 
-@pytest.mark.parametrize(("pool", "num_ranks"), [("rank", 1), ("rank", 2), ("receiver", 2)])
+@pytest.mark.parametrize(("pool", "num_ranks"), [("rank", 1), ("rank", 2)])
 def test_compiled_as_one_graph_is_eager_bit_by_bit(on_ranks, pool, num_ranks):
     for pairs in on_ranks(num_ranks, _compiled_and_eager, pool, num_ranks):
         assert len(pairs) == 6

@@ -61,9 +61,8 @@ def test_equals_the_all_to_all(threads, routing):
 
 @needs_no_gpu
 @pytest.mark.parametrize("routing", ["uniform", "hot", "same", "absent"])
-@pytest.mark.parametrize("pool", ["rank", "receiver"])
-def test_pools_equal_the_all_to_all(threads, routing, pool):
-    layer = dataclasses.replace(SMALL, pool=pool, factor=0.8, local_experts=3)
+def test_pools_equal_the_all_to_all(threads, routing):
+    layer = dataclasses.replace(SMALL, pool="rank", factor=0.8, local_experts=3)
     assert run_on_threads(NUM_RANKS, _differences, layer, routing) == [[], []]
 
 
@@ -76,12 +75,10 @@ def test_pools_equal_the_all_to_all(threads, routing, pool):
         {"link_rows": "each"},
         {"top_k": 1, "link_rows": "once"},
         {"link_rows": "summed"},
-        {"link_rows": "summed", "pool": "receiver", "factor": 0.8},
+        {"link_rows": "summed", "pool": "rank", "factor": 0.8},
         {"tokens": 1, "top_k": 1, "local_experts": 1},
         {"pool": "rank", "factor": NO_DROP, "link_rows": "each"},
-        {"pool": "receiver", "factor": NO_DROP},
-        {"pool": "receiver", "factor": 0.5, "remedy": "reroute"},
-        {"pool": "receiver", "tokens": 1, "top_k": 1, "local_experts": 1},
+        {"pool": "rank", "tokens": 1, "top_k": 1, "local_experts": 1},
     ],
     ids=str,
 )
@@ -112,13 +109,13 @@ def test_three_passes_in_flight_through_three_layers(threads):
     layers = (
         dataclasses.replace(SMALL, microbatches_in_flight=3),
         dataclasses.replace(SMALL, width=3, local_experts=1, top_k=1, microbatches_in_flight=3),
-        dataclasses.replace(SMALL, pool="receiver", factor=0.8, microbatches_in_flight=3),
+        dataclasses.replace(SMALL, pool="rank", factor=0.8, microbatches_in_flight=3),
     )
     assert run_on_threads(NUM_RANKS, _in_flight, layers) == [[], []]
 
 
 @needs_no_gpu
-@pytest.mark.parametrize(("link_rows", "pool"), [("summed", "expert"), ("each", "receiver")])
+@pytest.mark.parametrize(("link_rows", "pool"), [("summed", "expert"), ("each", "rank")])
 def test_rows_over_links_are_those_of_the_routing(threads, link_rows, pool):
     layer = dataclasses.replace(SMALL, link_rows=link_rows, pool=pool, factor=0.8)
     assert run_on_threads(NUM_RANKS, rows_stored, layer, ("uniform", "idle")) == [[], []]
@@ -146,28 +143,15 @@ def _barriers(pool: str) -> list[int]:
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("pool", ["expert", "rank", "receiver"])
+@pytest.mark.parametrize("pool", ["expert", "rank"])
 def test_every_pool_takes_as_many_barriers(threads, pool):
-    """Two for a push and two for a return; the demands have one of those of the push."""
+    """Two for a push and two for a return."""
     assert run_on_threads(NUM_RANKS, _barriers, pool) == [[4, 4]] * NUM_RANKS
-
-
-def _many_demands() -> list[list[list[int]]]:
-    """Ask again and again, with other demands each time, and with nothing between."""
-    exchange = DirectExchange(2, dist.group.WORLD)
-    rank_E = 100 * dist.get_rank() + torch.arange(4, dtype=torch.int32)
-    return [exchange.all_demands(rank_E + 1000 * n).tolist() for n in range(5)]
-
-
-@needs_no_gpu
-def test_demands_are_those_of_the_call(threads):
-    expected = [[[1000 * n + 100 * s + e for e in range(4)] for s in range(2)] for n in range(5)]
-    assert run_on_threads(NUM_RANKS, _many_demands) == [expected, expected]
 
 
 def _evaluation_between() -> list[str]:
     """A forward pass without gradients, while a training pass waits for its backward pass."""
-    layer = dataclasses.replace(SMALL, pool="receiver", factor=0.8, microbatches_in_flight=2)
+    layer = dataclasses.replace(SMALL, pool="rank", factor=0.8, microbatches_in_flight=2)
     direct_, alltoall = layer.dispatcher("direct"), layer.dispatcher("alltoall")
     first, second = (make_inputs(layer, routing, 3, CPU) for routing in ("hot", "uniform"))
     waiting = forward(direct_, first)

@@ -138,7 +138,6 @@ def _two_passes(given: Pass, routing: str, fuses: bool) -> list[Tensor]:
         (Pass(constant="probs_TE"), "uniform"),
         (Pass(layer=dataclasses.replace(SMALL, top_k=3)), "uniform"),
         (Pass(layer=dataclasses.replace(SMALL, pool="rank", factor=0.8)), "hot"),
-        (Pass(layer=dataclasses.replace(SMALL, pool="receiver", factor=0.8)), "hot"),
         (Pass(layer=dataclasses.replace(SMALL, link_rows="once")), "uniform"),
     ],
     ids=str,

@@ -232,9 +232,6 @@ class World:
         self.plans = [reference.plan(kept_TE, top_k=top_k, sizes=sizes) for kept_TE in kept_STE]
         assert all(plan.num_unplaced == 0 for plan in self.plans)
         size, num_experts = len(kept_STE), kept_STE.shape[2]
-        self.kept_SE = None
-        if sizes.experts_per_pool > num_experts // size:
-            self.kept_SE = here(kept_STE.sum(1, dtype=np.int32))
         num_local, num_slots = num_experts // size, sizes.num_pools * sizes.pool_slots
         self.ranks = [
             Rank(
@@ -290,12 +287,7 @@ class World:
                 num_local = rank.offsets_LS.shape[0]
                 links.list_slots(*maps, lists_R, rank.home_TK, r, num_local)
         for r, rank in enumerate(self.ranks):
-            returned = (
-                packed[r],
-                None if beside is None else beside[r],
-                rank.offsets_LS,
-                self.kept_SE,
-            )
+            returned = packed[r], None if beside is None else beside[r], rank.offsets_LS
             to = self.pointers("slots_QD"), self.pointers("meta_Q"), r, *self.pools
             sent_R = None if beside is None else rank.sent_R.zero_()
             if self.summed:
@@ -403,8 +395,7 @@ PATHS = pytest.mark.parametrize(
         ("expert", "once"),
         ("expert", "summed"),
         ("rank", "each"),
-        ("receiver", "each"),
-        ("receiver", "summed"),
+        ("rank", "summed"),
     ],
 )
 
@@ -419,13 +410,12 @@ def sizes_of(pool: Any, kept_STE: np.ndarray, top_k: int, capacity: int) -> Pool
         config = replace(config, capacity_factor=0.01, min_capacity=capacity)
         return config.sizes(num_tokens)
     kept_SR = kept_STE.sum(1).reshape(size, size, -1).sum(2)
-    most = kept_SR.max() if pool == "rank" else kept_SR.sum(0).max()
-    return config.sizes_that_fit(num_tokens, int(most))
+    return config.sizes_that_fit(num_tokens, int(kept_SR.max()))
 
 
 @settings(max_examples=20)
 @given(
-    pool=st.sampled_from(["expert", "rank", "receiver"]),
+    pool=st.sampled_from(["expert", "rank"]),
     size=st.sampled_from([2, 3, 4]),
     num_local=st.integers(1, 3),
     num_tokens=st.integers(1, 5),
@@ -490,5 +480,5 @@ def test_rows_beyond_2_to_the_31_elements():
     rows_ND[-2] = 0
     slots_QD = torch.zeros_like(rows_ND)
     offsets, slots_R = ints([num_rows]), pointers([slots_QD])
-    direct.return_rows(rows_ND, None, offsets, None, slots_R, nowhere, 0, num_rows, 1)
+    direct.return_rows(rows_ND, None, offsets, slots_R, nowhere, 0, num_rows, 1)
     assert (slots_QD[-1] == 3).all() and not slots_QD[:-1].any()
