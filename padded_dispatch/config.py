@@ -32,10 +32,7 @@ Policy = Literal["probs", "position"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
 # See `padded_dispatch.exchange.choose`.
-ExchangeKind = Literal["auto", "alltoall", "direct", "two-level"]
-
-# See `padded_dispatch.exchange.links`.
-LinkRows = Literal["auto", "each", "once", "summed"]
+ExchangeKind = Literal["auto", "alltoall", "direct"]
 
 CapacityPool = Literal["expert", "rank"]
 CAPACITY_POOLS: tuple[str, ...] = get_args(CapacityPool)
@@ -87,13 +84,11 @@ class BufferBytes:
 
     Attributes:
         send: rows and probabilities in slots before the exchange; packed rows if a single rank
-            packs its own. With two levels, the tokens of a rank of each host, too.
-        receive: the same after the exchange, and gathered over the expert-tensor-parallel group;
-            with two levels also sorted by source.
+            packs its own.
+        receive: the same after the exchange, and gathered over the expert-tensor-parallel group.
         experts: what the experts read, unless it is a view of `receive`: regrouped rows,
             probabilities, counts.
-        back: the experts' output on its way back to the tokens; with two levels sorted by host and
-            received there, then sorted by place and received.
+        back: the experts' output on its way back to the tokens.
         plan: the maps of the dispatch plan.
     """
 
@@ -148,7 +143,6 @@ class DispatchConfig:
         capacity_factor: slots per (source, expert) relative to perfect balance. `NO_DROP`
             drops nothing and costs C = T. `FIT` drops nothing, in eager passes only: their sizes
             follow from the routing.
-        min_capacity: the fewest slots per (source, expert).
         alignment: every expert's buffer (S * C rows) is a multiple of this; some recipes need it.
         capacity_pool: which rows share slots. "expert": C slots belong to one (source, expert).
             "rank": L * C slots belong to one (source, destination rank), whose experts share them.
@@ -165,7 +159,6 @@ class DispatchConfig:
     num_experts: int
     top_k: int
     capacity_factor: CapacityFactor = NO_DROP
-    min_capacity: int = 1
     alignment: int = 1
     capacity_pool: CapacityPool = "expert"
     policy: Policy = "probs"
@@ -177,7 +170,6 @@ class DispatchConfig:
         for name in (
             "num_experts",
             "top_k",
-            "min_capacity",
             "alignment",
             "num_ranks",
             "etp_size",
@@ -243,10 +235,9 @@ class DispatchConfig:
     def capacity(self, num_tokens: int) -> int:
         """Return the slots per (source, expert) for T = `num_tokens` tokens on this rank.
 
-        The capacity is `max(1, min(T, max(ceil(T * K / E * factor), min_capacity)))`, rounded up to
-        the next C with `S * C % alignment == 0`; slots beyond T stay empty. The product is
-        evaluated in the order of `megatron.core.transformer.moe.moe_utils.get_capacity`, so both
-        round alike.
+        The capacity is `max(1, min(T, ceil(T * K / E * factor)))`, rounded up to the next C with
+        `S * C % alignment == 0`; slots beyond T stay empty. The product is evaluated in the order
+        of `megatron.core.transformer.moe.moe_utils.get_capacity`, so both round alike.
 
         Example: T=4096, K=8, E=128, factor 1.25 gives C = 320.
 
@@ -267,7 +258,7 @@ class DispatchConfig:
         if factor != NO_DROP:
             demand = num_tokens * self.top_k
             slots = math.ceil((demand / self.num_experts) * factor)
-        slots = max(1, min(num_tokens, max(slots, self.min_capacity)))
+        slots = max(1, min(num_tokens, slots))
         return -(-slots // self._capacity_step) * self._capacity_step
 
     def sizes(self, num_tokens: int) -> PoolSizes:
@@ -325,7 +316,6 @@ class DispatchConfig:
         element_size: int,
         *,
         packed: bool = False,
-        num_hosts: int = 1,
     ) -> BufferBytes:
         """Return the bytes of one layer's buffers on one rank.
 
@@ -337,7 +327,6 @@ class DispatchConfig:
             element_size: bytes of one element of a row: 2 for bf16, 4 for fp32.
             packed: whether the experts take packed rows, whose offsets lie beside the counts;
                 experts that share slots always do.
-            num_hosts: with two levels, hosts of the expert-parallel group; 1 without.
         """
         sizes = self.sizes(num_tokens)
         slots, rows = sizes.num_pools * sizes.pool_slots, sizes.num_rows
@@ -353,15 +342,9 @@ class DispatchConfig:
         # A single rank's pool of all experts is packed already.
         copied = self.num_sources > 1 or not pooled
         back = rows * per_row + slots * per_row * ((regrouped or shared) + exchanged)
-        receive = send * exchanged + self.etp_size * send * shared
-        if num_hosts > 1:
-            sorts = self.num_ranks > num_hosts  # One rank per host has nothing to sort.
-            send += (num_hosts * num_tokens + 1) * per_row
-            receive += slots * per_row * sorts
-            back += slots * per_row * (1 + 2 * sorts)
         return BufferBytes(
             send=send,
-            receive=receive,
+            receive=send * exchanged + self.etp_size * send * shared,
             experts=rows * (per_row * regrouped + 4 * copied) + 4 * counts * (1 + packed),
             back=back,
             plan=plan,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import NO_DROP, DispatchConfig, ExchangeKind, LinkRows, require
+from padded_dispatch.config import DispatchConfig, ExchangeKind, require
 from padded_dispatch.exchange import Exchange, ExpertInput
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import Choice, LayerExchanges, agree_on_shapes
@@ -51,17 +51,10 @@ class PaddedDispatcher:
         etp_group: the group whose ranks split every expert's ffn; None where none do.
         packed: give the experts packed rows, see `ExpertInput`; experts that share slots need it.
         exchange: "alltoall", any backend's; "direct", stores between the GPUs of one host, see
-            `padded_dispatch.exchange.direct`, which needs `packed`; "two-level", for a group over
-            several hosts, see `padded_dispatch.exchange.two_level`; or "auto", direct where that
+            `padded_dispatch.exchange.direct`, which needs `packed`; or "auto", direct where that
             can work, see `padded_dispatch.exchange.choose`.
         microbatches_in_flight: with direct stores, the most passes that wait for their backward
             pass.
-        link_rows: with direct stores, how often a token crosses a link; see
-            `padded_dispatch.exchange.links`.
-        ranks_per_host: with two levels, ranks of the group on each host, in the order of ranks;
-            None asks the hosts for their names.
-        agreement_timeout: seconds that a rank may come to a call later than another; ten times as
-            long in its first calls, see `padded_dispatch.exchange.agreement`.
 
     Raises:
         ValueError: on all ranks, when they differ in an argument or one cannot work.
@@ -76,9 +69,6 @@ class PaddedDispatcher:
         packed: bool = False,
         exchange: ExchangeKind = "auto",
         microbatches_in_flight: int = 1,
-        link_rows: LinkRows = "auto",
-        ranks_per_host: int | None = None,
-        agreement_timeout: float = 60.0,
     ) -> None:
         for field, given in (("num_ranks", group), ("etp_size", etp_group)):
             size = given.size() if given is not None else 1
@@ -86,7 +76,7 @@ class PaddedDispatcher:
             require(value == size, field, value, f"be {size}, the size of its process group")
         self.config = config
         self._groups = group, etp_group
-        self.agreement = Agreement(group, etp_group, timeout=agreement_timeout)
+        self.agreement = Agreement(group, etp_group)
         self.exchanges = LayerExchanges(
             config,
             self.agreement,
@@ -95,8 +85,6 @@ class PaddedDispatcher:
             layout="packed" if packed else "padded",
             kind=exchange,
             microbatches_in_flight=microbatches_in_flight,
-            link_rows=link_rows,
-            ranks_per_host=ranks_per_host,
         )
 
     def dispatch(
@@ -148,8 +136,8 @@ class PaddedDispatcher:
             return self.exchanges.choose(self.config, tokens_TD, probs_TE)
         asked_TE = map_TE if mask_T is None else map_TE & ~mask_T[:, None]
         packed = self.exchanges.fits_packed
-        fitted = fit(self.config, asked_TE, *self._groups, packed=packed, max_factor=NO_DROP)
-        return self.exchanges.fitting(fitted.sizes)
+        sizes = fit(self.config, asked_TE, *self._groups, packed=packed)
+        return self.exchanges.fitting(sizes)
 
     def combine(self, out_ND: Tensor, dispatched: Dispatched) -> Tensor:
         """Send the experts' output back and sum it per token: [N, D] to [T, D].

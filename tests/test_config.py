@@ -27,14 +27,12 @@ def sizes(draw: st.DrawFn) -> tuple[int, int, int, float]:
     return draw(st.integers(1, 40_000)), num_experts, top_k, factor
 
 
-@given(sizes=sizes(), min_capacity=st.integers(1, 20))
-def test_capacity_is_megatron_s_clamped_to_the_tokens(sizes, min_capacity):
-    """`get_capacity` of Megatron-Core 0.16.1 to 0.19.0, as its router calls it."""
+@given(sizes=sizes())
+def test_capacity_is_megatron_s_clamped_to_the_tokens(sizes):
+    """`get_capacity` of Megatron-Core 0.16.1 to 0.20, as its router calls it."""
     num_tokens, num_experts, top_k, factor = sizes
-    config = DispatchConfig(
-        num_experts=num_experts, top_k=top_k, capacity_factor=factor, min_capacity=min_capacity
-    )
-    theirs = get_capacity(num_tokens * top_k, num_experts, factor, min_capacity)
+    config = DispatchConfig(num_experts=num_experts, top_k=top_k, capacity_factor=factor)
+    theirs = get_capacity(num_tokens * top_k, num_experts, factor)
     assert config.capacity(num_tokens) == min(theirs, num_tokens)
 
 
@@ -57,7 +55,7 @@ def test_the_factor_that_drops_nothing_gives_t(num_tokens, num_experts, top_k):
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 4096])
 def test_no_factor_drops_nothing(num_tokens):
-    config = DispatchConfig(num_experts=8, top_k=2, min_capacity=3)
+    config = DispatchConfig(num_experts=8, top_k=2)
     assert config.capacity(num_tokens) == num_tokens
 
 
@@ -65,8 +63,6 @@ def test_no_factor_drops_nothing(num_tokens):
     ("num_tokens", "changes", "capacity"),
     [
         (100, {}, 32),  # ceil(100 * 2 / 8 * 1.25) = ceil(31.25)
-        (100, {"min_capacity": 40}, 40),
-        (100, {"min_capacity": 400}, 100),  # No more than T, however much is asked for.
         (100, {"capacity_factor": 1e-9}, 1),
         (1, {"capacity_factor": 1e-9}, 1),
         (100, {"alignment": 16}, 32),
@@ -115,9 +111,9 @@ def test_alignment_adds_as_little_as_possible(sizes, alignment, num_ranks, etp_s
         ({"capacity_factor": -1.0}, r"capacity_factor must be .* got -1\.0;"),
         ({"capacity_factor": math.nan}, "capacity_factor must be .* got nan;"),
         ({"capacity_factor": None}, "capacity_factor must be .* got None;"),
-        ({"min_capacity": 0}, "min_capacity must be a whole number of at least 1, got 0$"),
         ({"alignment": -16}, "alignment must be a whole number of at least 1, got -16$"),
         ({"policy": "rand"}, "policy must be one of probs, position, got 'rand'$"),
+        ({"capacity_pool": "node"}, "capacity_pool must be one of expert, rank, got 'node'$"),
         ({"num_ranks": 0}, "num_ranks must be a whole number of at least 1, got 0$"),
         ({"etp_size": "2"}, "etp_size must be a whole number of at least 1, got '2'$"),
     ],
@@ -143,7 +139,7 @@ def test_pools_of_the_docstring_s_example(capacity_pool, num_pools, pool_slots):
     )
     sizes = config.sizes(4096)
     assert (sizes.num_pools, sizes.pool_slots) == (num_pools, pool_slots)
-    assert sizes.experts_per_pool == 128 // num_pools
+    assert sizes.experts_per_pool == config.cells_per_pool == 128 // num_pools
     assert sizes.num_rows == 40_960
     assert sizes.may_drop
 
@@ -186,16 +182,11 @@ def test_sizes_that_fit_a_demand_of_five_rows(capacity_pool, num_pools, pool_slo
 
 def test_the_defaults():
     config = DispatchConfig(num_experts=8, top_k=2)
-    assert (config.capacity_factor, config.min_capacity, config.alignment) == (math.inf, 1, 1)
+    assert (config.capacity_factor, config.alignment) == (math.inf, 1)
     assert (config.capacity_pool, config.policy) == ("expert", "probs")
     assert (config.num_ranks, config.etp_size) == (1, 1)
     assert "_capacity_step" not in repr(config)
     assert config == dataclasses.replace(config, capacity_factor=NO_DROP)
-
-
-def test_an_unknown_pool_is_named():
-    with pytest.raises(ValueError, match=r"^capacity_pool must be one of expert, rank, got"):
-        DispatchConfig(**GOOD, capacity_pool="node")  # pyright: ignore
 
 
 def test_sizes_of_a_pass_that_fits_are_not_known_before():
@@ -223,15 +214,6 @@ def test_slots_that_fit_are_as_few_as_possible(demand, alignment, capacity_pool,
     settings = dict(capacity_pool=capacity_pool, alignment=alignment, capacity_factor=FIT)
     config = DispatchConfig(num_experts=8, top_k=2, num_ranks=2, **settings)
     assert config.sizes_that_fit(7, demand).pool_slots == pool_slots
-
-
-@pytest.mark.parametrize(("capacity_pool", "cells"), [("expert", 1), ("rank", 6)])
-def test_cells_that_share_slots(capacity_pool, cells):
-    config = DispatchConfig(
-        num_experts=12, top_k=2, capacity_pool=capacity_pool, num_ranks=2, etp_size=2
-    )
-    assert (config.num_local_experts, config.num_sources) == (6, 4)
-    assert config.cells_per_pool == cells
 
 
 def test_nothing_may_drop_exactly_where_slots_are_enough():

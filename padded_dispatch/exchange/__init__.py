@@ -4,9 +4,8 @@ The boundary is "tokens and a plan in, expert rows out". An exchange is six func
 one for each method of a Megatron token dispatcher. Between two stages pass at most two tensors with
 gradients: the rows, and the numbers that belong to them.
 
-Four exchanges: `alltoall` (equal-split collectives, any backend), `two_level` (the same over
-several hosts, with tokens between them), `direct` (stores between the GPUs of one host) and `local`
-(one rank). `choose` picks one per layer and number of tokens;
+Three exchanges: `alltoall` (equal-split collectives, any backend), `direct` (stores between the
+GPUs of one host) and `local` (one rank). `choose` picks one per layer and number of tokens;
 `agreement` compares shapes and rules over the ranks first.
 
 Letters: T tokens, E experts, L experts on this rank, S sources of an expert's rows, D hidden size,

@@ -6,15 +6,13 @@ ranks that split an expert, and sums their partial outputs on the way back.
 
 If the experts take packed rows, one kernel packs the real rows after the exchange; empty slots
 travel unwritten and are not read. The padded layout costs a copy of all slots if both L and S are
-above 1.
+above 1. A pool lies whole on one destination rank: it belongs to one of its experts, or to all.
 
 The collectives are custom ops over a named process group. Each allocates its result and changes
-nothing else. Autograd, fake tensors and `torch.compile(fullgraph=True)` therefore treat it as an
-ordinary op, and a CUDA graph records one NCCL call on the current stream. (torch's own functional
-collectives run on NCCL's stream and keep their work in a registry until a wait; neither is of use
-inside a graph.) A reduction accumulates in at least fp32, whatever the rows' dtype.
-
-A pool lies whole on one destination rank: it belongs to one of its experts, or to all of them.
+nothing else, so autograd, fake tensors and `torch.compile(fullgraph=True)` treat it as an ordinary
+op, and a CUDA graph records one NCCL call on the current stream. (torch's own functional
+collectives run on NCCL's stream and keep their work in a registry until a wait.) A reduction
+accumulates in at least fp32, whatever the rows' dtype.
 
 Letters: T tokens, E experts, R expert-parallel ranks, L = E / R local experts, S sources (R times
 the expert-tensor-parallel size), D hidden size, N rows of this rank's experts, one for each slot

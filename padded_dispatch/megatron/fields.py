@@ -80,7 +80,7 @@ _SMS = "direct stores and the all-to-all choose their SMs themselves"
 _BF16 = "rows travel in the dtype of the hidden states"
 _STASH = "read with moe_paged_stash only"
 _SEPARATE = "TEGroupedMLP has one parameter per expert; packed experts have one for all"
-_ALIGNED = 'PaddedOptions(alignment="auto") rounds C up to what the recipe needs and loses no token'
+_ALIGNED = "the padded dispatcher rounds C up to what the recipe needs and loses no token"
 
 MOE_FIELDS: tuple[ConfigField, ...] = (
     _used("moe_apply_probs_on_input", "in the experts; bias in padded rows is never read back"),

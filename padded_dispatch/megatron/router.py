@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from padded_dispatch.config import DispatchConfig, PoolSizes, require
 from padded_dispatch.exchange.agreement import Agreement, Values
 from padded_dispatch.exchange.choose import agree_on_shapes
-from padded_dispatch.exchange.fit import Fitted, require_eager
+from padded_dispatch.exchange.fit import require_eager
 from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.config import settings_of
 from padded_dispatch.megatron.layer_configs import LayerConfigs
@@ -53,7 +53,7 @@ class Selector:
 
     configs: LayerConfigs
     agreement: Agreement
-    fit: Callable[[DispatchConfig, Tensor], Fitted]
+    fit: Callable[[DispatchConfig, Tensor], PoolSizes]
     observers: list[RoutingObserver] = field(default_factory=list)
     eval_observers: list[RoutingObserver] = field(default_factory=list)
 
@@ -187,9 +187,9 @@ class SelectAfterCounting(TopKRouter):
         if not config.fits:
             return config.sizes(asked_TE.shape[0])
         require_eager(capturing())
-        fitted = self.selector.fit(config, asked_TE)
-        self.selector.configs.fitted = fitted
-        return fitted.sizes_of_pass
+        sizes = self.selector.fit(config, asked_TE)
+        self.selector.configs.fitted = sizes
+        return sizes
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         # Does not call super(): stock combines [T, E] with [T] (0.16.1 to 0.19.0), and raises.

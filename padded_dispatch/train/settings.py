@@ -338,7 +338,7 @@ class Settings:
             padded.exchange != "direct" or (on_gpu and self.layout.ep > 1),
             "--padded-exchange",
             padded.exchange,
-            "be auto, alltoall or two-level without several GPUs, between which direct stores go",
+            "be auto or alltoall without several GPUs, between which direct stores go",
             "add --device cuda and an --ep of at least 2",
         )
         has_shared = self.model.shared_ffn_size is not None

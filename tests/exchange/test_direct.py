@@ -23,9 +23,7 @@ from tests.support.direct_parity import (
     forward,
     make_inputs,
     poison,
-    rows_stored,
     step,
-    sum_errors,
 )
 from tests.support.thread_memory import NUM_RANKS, ThreadMemory, threads_as_ranks
 from tests.support.threads import run_on_threads
@@ -54,37 +52,20 @@ def _differences(layer: Layer, routing: str) -> list[str]:
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_equals_the_all_to_all(threads, routing):
-    assert run_on_threads(NUM_RANKS, _differences, SMALL, routing) == [[], []]
-
-
-@needs_no_gpu
-@pytest.mark.parametrize("routing", ["uniform", "hot", "same", "absent"])
-def test_pools_equal_the_all_to_all(threads, routing):
-    layer = dataclasses.replace(SMALL, pool="rank", factor=0.8, local_experts=3)
-    assert run_on_threads(NUM_RANKS, _differences, layer, routing) == [[], []]
-
-
-@needs_no_gpu
 @pytest.mark.parametrize(
-    "changes",
+    ("routing", "changes"),
     [
-        {"factor": NO_DROP},
-        {"factor": 0.5},
-        {"link_rows": "each"},
-        {"top_k": 1, "link_rows": "once"},
-        {"link_rows": "summed"},
-        {"link_rows": "summed", "pool": "rank", "factor": 0.8},
-        {"tokens": 1, "top_k": 1, "local_experts": 1},
-        {"pool": "rank", "factor": NO_DROP, "link_rows": "each"},
-        {"pool": "rank", "tokens": 1, "top_k": 1, "local_experts": 1},
+        *((routing, {}) for routing in ROUTINGS),
+        *((routing, {"pool": "rank", "factor": 0.8}) for routing in ("hot", "same", "absent")),
+        ("uniform", {"factor": NO_DROP}),
+        ("uniform", {"pool": "rank", "factor": 0.8, "local_experts": 3}),
+        ("uniform", {"tokens": 1, "top_k": 1, "local_experts": 1}),
     ],
     ids=str,
 )
-def test_equals_the_all_to_all_in_other_sizes(threads, changes):
+def test_equals_the_all_to_all(threads, routing, changes):
     layer = dataclasses.replace(SMALL, **changes)
-    assert run_on_threads(NUM_RANKS, _differences, layer, "uniform") == [[], []]
+    assert run_on_threads(NUM_RANKS, _differences, layer, routing) == [[], []]
 
 
 def _in_flight(layers: tuple[Layer, ...]) -> list[str]:
@@ -114,28 +95,12 @@ def test_three_passes_in_flight_through_three_layers(threads):
     assert run_on_threads(NUM_RANKS, _in_flight, layers) == [[], []]
 
 
-@needs_no_gpu
-@pytest.mark.parametrize(("link_rows", "pool"), [("summed", "expert"), ("each", "rank")])
-def test_rows_over_links_are_those_of_the_routing(threads, link_rows, pool):
-    layer = dataclasses.replace(SMALL, link_rows=link_rows, pool=pool, factor=0.8)
-    assert run_on_threads(NUM_RANKS, rows_stored, layer, ("uniform", "idle")) == [[], []]
-
-
-@needs_no_gpu
-def test_sums_that_go_home_are_rounded_twice(threads):
-    """A half of bf16's last place for each rounding; the interpreter cuts off, which is a whole."""
-    layer = dataclasses.replace(SMALL, top_k=4, dtype=torch.bfloat16, link_rows="summed")
-    for found in run_on_threads(NUM_RANKS, sum_errors, layer):
-        assert 0 < found["each"] <= 2**-8 and found["each"] < found["summed"] <= 2**-7
-
-
-def _barriers(pool: str) -> list[int]:
+def _barriers() -> list[int]:
     """Return the numbers of barriers of a forward and a backward pass after the first one."""
-    layer = dataclasses.replace(SMALL, pool=pool, factor=0.8)
-    dispatcher = layer.dispatcher("direct")
-    step(dispatcher, make_inputs(layer, "uniform", 0, CPU))
+    dispatcher = SMALL.dispatcher("direct")
+    step(dispatcher, make_inputs(SMALL, "uniform", 0, CPU))
     counts, rank = [ThreadMemory.num_barriers[dist.get_rank()]], dist.get_rank()
-    passed = forward(dispatcher, make_inputs(layer, "uniform", 1, CPU))
+    passed = forward(dispatcher, make_inputs(SMALL, "uniform", 1, CPU))
     counts.append(ThreadMemory.num_barriers[rank])
     backward(passed)
     counts.append(ThreadMemory.num_barriers[rank])
@@ -143,10 +108,8 @@ def _barriers(pool: str) -> list[int]:
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("pool", ["expert", "rank"])
-def test_every_pool_takes_as_many_barriers(threads, pool):
-    """Two for a push and two for a return."""
-    assert run_on_threads(NUM_RANKS, _barriers, pool) == [[4, 4]] * NUM_RANKS
+def test_a_push_and_a_return_take_two_barriers_each(threads):
+    assert run_on_threads(NUM_RANKS, _barriers) == [[4, 4]] * NUM_RANKS
 
 
 def _evaluation_between() -> list[str]:

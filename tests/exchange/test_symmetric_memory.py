@@ -98,7 +98,7 @@ def test_bytes_are_those_that_buffers_allocate(monkeypatch):
     monkeypatch.setattr(symmetric_memory, "gather_objects", lambda group, value: [value])
     monkeypatch.setattr(symmetric_memory, "_free_bytes", lambda device: 2**40)
     sizes = dict(num_experts=32, num_slots=64, num_rows=96, width=64, num_places=192)
-    shape = Shape(**sizes, dtype=torch.float32, summed=True)
+    shape = Shape(**sizes, dtype=torch.float32)
     group = Mock(group_name="0", **{"size.return_value": 2, "rank.return_value": 0})
     buffers = symmetric_memory.DirectBuffers(group, shape, CPU, microbatches_in_flight=3)
     assert len(allocated) == 3 + 2
@@ -107,7 +107,8 @@ def test_bytes_are_those_that_buffers_allocate(monkeypatch):
 
 
 def test_buffers_that_do_not_fit_are_refused():
-    shape = Shape(num_experts=4, num_slots=2**22, num_rows=2**22, width=2**10, dtype=torch.bfloat16)
+    sizes = dict(num_experts=4, num_slots=2**22, num_rows=2**22, width=2**10, num_places=0)
+    shape = Shape(**sizes, dtype=torch.bfloat16)
     with (
         patch.object(symmetric_memory, "gather_objects", lambda group, value: [value]),
         patch.object(symmetric_memory, "_free_bytes", lambda device: 2**30),

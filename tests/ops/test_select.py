@@ -7,11 +7,11 @@ from hypothesis import given
 from torch import Tensor
 from torch.library import opcheck
 
-from padded_dispatch import reference
 from padded_dispatch.config import POLICIES as ALL_POLICIES
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.ops import select as module
 from padded_dispatch.ops.select import Selection, kept_map_in_torch, select
+from tests.support import reference
 from tests.support.pools import pools
 from tests.support.routing_cases import RoutingCase, assert_same, cases_with_pools, routing_cases
 
