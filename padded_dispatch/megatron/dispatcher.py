@@ -55,12 +55,12 @@ from padded_dispatch.megatron.compat import (
 from padded_dispatch.megatron.config import (
     check_config,
     check_pipeline,
+    log_once,
     padded_options,
     passes_in_flight,
 )
 from padded_dispatch.megatron.experts import chosen_experts, require_gradients_arrive
 from padded_dispatch.megatron.layer_configs import LayerConfigs
-from padded_dispatch.megatron.log import log_once
 from padded_dispatch.megatron.rounds import Rounds, arguments_of_experts
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.ops.counters import Counters

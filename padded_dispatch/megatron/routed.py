@@ -19,7 +19,7 @@ from megatron.core import package_info
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from padded_dispatch.megatron.log import log_once
+from padded_dispatch.megatron.config import log_once
 from padded_dispatch.ops.router import ScoreFunction, route
 
 # `TopKRouter.routing` of these does what `routed` does. A later one may do more.

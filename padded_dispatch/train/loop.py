@@ -25,8 +25,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from padded_dispatch.exchange.mirror import absent_ranks_named
+from padded_dispatch.megatron.megatron_lm import record_routing
 from padded_dispatch.megatron.retry import Retry
-from padded_dispatch.megatron.routing import record_routing
 from padded_dispatch.megatron.telemetry import Snapshots, Telemetry
 from padded_dispatch.megatron.world import world
 from padded_dispatch.train import checkpoint

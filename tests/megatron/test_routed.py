@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from padded_dispatch.megatron import PaddedOptions, routed
 from padded_dispatch.megatron.compat import forget_moe_state, logged_tensors
-from padded_dispatch.megatron.log import log_once
+from padded_dispatch.megatron.config import log_once
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")
