@@ -123,9 +123,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         # returns of other passes between a push and its return, which a return inside of a product
         # forbids; it hides the way home itself.
         self._fuses = not self._overlaps and not captures_dispatch_alone(config)
-        in_flight = options.microbatches_in_flight
-        if in_flight == "auto":
-            in_flight = passes_in_flight(config, _pipeline_rank(pg_collection))
         stages, why_not_direct = config.pipeline_model_parallel_size, ""
         if splits_hybrid_layers(config):
             why_not_direct = _SPLIT_LAYERS

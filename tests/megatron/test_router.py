@@ -99,7 +99,7 @@ def _disagreements() -> dict[str, str]:
             differ("training is 1 on rank 0, 0 on rank 1", made().train(not other))
             controlled = made()
             controlled.selector.configs.controlled = other
-            differ("layer has a CapacityControl is False on rank 0, True on rank 1", controlled)
+            differ("layer has a Telemetry is False on rank 0, True on rank 1", controlled)
             routers = made(), made()
             routers[1].set_layer_number(2)
             # The numbers of dispatchers count those above.
