@@ -23,9 +23,10 @@ from megatron.core.transformer import transformer_config
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from padded_dispatch.megatron import LayerGraphs, protect
+from padded_dispatch.megatron import LayerGraphs
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.options import Experts
+from padded_dispatch.megatron.router import protect
 from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.utils.patches import Patches
 from tests.support.graph_training import Findings
