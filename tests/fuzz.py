@@ -31,8 +31,8 @@ from padded_dispatch.utils.results import about, append_run
 from tests.support import fuzz_oracle
 from tests.support.fuzz_cases import Case, cases
 from tests.support.fuzz_oracle import Answer
-from tests.support.gpu_rows import parse
 from tests.support.grids import poisoned_memory
+from tests.support.rows import parse
 from tests.support.threads import run_on_threads
 
 _BLOCK = 500

@@ -46,10 +46,10 @@ from torch.testing._internal.distributed import fake_pg
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.mirror import mirror_of
 from padded_dispatch.utils.results import about, append_run
-from tests.support.gpu_rows import parse
 from tests.support.host_copies import MODELS, simulated
 from tests.support.many_ranks import World, train
 from tests.support.processes import children_of
+from tests.support.rows import parse
 from tests.support.two_hosts import Hosts
 
 _LIMIT_S = 900.0

@@ -33,8 +33,8 @@ from typing import Any
 from padded_dispatch.train.integrity import checkpoints, require_whole
 from padded_dispatch.tune.trace import load_traces
 from padded_dispatch.utils.results import about, append_run, read_runs
-from tests.support.gpu_rows import add_only, add_results, print_line, wants
 from tests.support.processes import workers_of
+from tests.support.rows import add_only, add_results, print_line, wants
 
 LIMIT_S = 15.0
 TRAIN = [sys.executable, "-m", "padded_dispatch.cli", "train"]

@@ -1,5 +1,6 @@
 """Megatron-LM's loop is followed: retries, figures of a line, traces; for our models only."""
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +17,9 @@ from padded_dispatch.tune.trace import load_traces
 from tests.megatron.test_telemetry import HostCount, T, model
 from tests.support import tiny
 from tests.support.megatron_lm_loop import MODULE, Writer, stand_in
-from tests.support.retried_training import RetriedCase, Training, draws, forward, world
+from tests.support.training import RETRIED, Training, draws, forward, world
 
-CASE = RetriedCase(name="Megatron-LM's loop", microbatches=2)
+CASE = dataclasses.replace(RETRIED, microbatches=2)
 NAMES = "train", "train_step", "training_log"
 FIGURES = ["moe/dropped", "moe/fill", "moe/needed_factor", "moe/expert_overload"]
 

@@ -5,6 +5,7 @@ layers run eagerly for a while.
 """
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import random
@@ -35,38 +36,16 @@ from padded_dispatch.megatron.telemetry import padded_moe_layers
 from tests.megatron.test_telemetry import model
 from tests.support import tiny
 from tests.support.gpt import LOSS_SCALE
-from tests.support.graph_training import Findings
-from tests.support.retried_training import (
-    RetriedCase,
+from tests.support.training import (
+    RETRIED,
+    Model,
     Training,
     differing_names,
     draws,
-    fitting,
-    retried_equals_never_dropping,
     world,
 )
 
-CASES = [
-    RetriedCase(name="one microbatch"),
-    RetriedCase(name="three microbatches", microbatches=3),
-    RetriedCase(name="EP2", ranks=2, ep=2, microbatches=3, expert_bias=True),
-    RetriedCase(name="PP2", ranks=2, pp=2, microbatches=3),
-    RetriedCase(name="PP2/VPP2", ranks=2, pp=2, vpp=2, num_layers=4, microbatches=4),
-    RetriedCase(name="overlapped reduction", ranks=2, microbatches=3, overlap_grad_reduce=True),
-    RetriedCase(
-        name="overlapped gathering",
-        ranks=2,
-        microbatches=3,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-    ),
-    RetriedCase(name="recompute", recompute=True),
-    RetriedCase(name="multi-token prediction", mtp=True),
-    RetriedCase(name="fp16", fp16=True),
-    RetriedCase(name="TP2/EP2", ranks=2, tp=2, ep=2, microbatches=2),
-    RetriedCase(name="TP2, fp16", ranks=2, tp=2, microbatches=2, fp16=True),
-    RetriedCase(name="graphs of layers", ranks=2, ep=2, graph="layer", dropout=0.0),
-]
+HALF = dataclasses.replace(RETRIED, dtype=torch.float16, steps=6)
 
 
 @pytest.fixture
@@ -77,31 +56,10 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def cases_of(num_ranks: int) -> pytest.MarkDecorator:
-    cases = [case for case in CASES if case.ranks == num_ranks]
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
-
-
-def check(findings: Findings, case: RetriedCase) -> None:
-    assert findings.failures() == []
-    assert (findings.facts["steps"], findings.facts["retried"]) == (case.steps, case.steps)
-
-
-@cases_of(1)
-def test_bits_are_those_of_a_training_that_never_drops(alone, case):
-    check(retried_equals_never_dropping(case), case)
-
-
-@cases_of(2)
-def test_bits_are_those_of_a_training_that_never_drops_on_two_ranks(pool2, case):
-    for findings in pool2.run(retried_equals_never_dropping, case):
-        check(findings, case)
-
-
 def test_an_overflow_in_the_run_that_is_taken_back_leaves_the_loss_scale_alone(alone):
-    case = RetriedCase(name="fp16", fp16=True, steps=6)
+    case = HALF
     with world(case):
-        never = Training(case, layer_factors=fitting(case))
+        never = Training(dataclasses.replace(case, never_drops=True))
         retried = Training(case, on_overflow="retry")
         assert retried.retry is not None
         schedule = retried.retry.forward_backward_func
@@ -127,8 +85,8 @@ def test_an_overflow_in_the_run_that_is_taken_back_leaves_the_loss_scale_alone(a
 
 
 PARTS = [SimpleNamespace(name="moe")]
-ONE_MICROBATCH, THREE_MICROBATCHES = CASES[:2]
-SPARE = RetriedCase(name="a slot for each token", factor=2.0, steps=3, microbatches=2)
+ONE_MICROBATCH, THREE_MICROBATCHES = RETRIED, dataclasses.replace(RETRIED, microbatches=3)
+SPARE = dataclasses.replace(RETRIED, factor=2.0, steps=3, microbatches=2)
 
 
 class DropCount:
@@ -164,7 +122,7 @@ def _drop_in_layer_2_of_the_last_rank(training: Training, skewed: list[bool]) ->
     layer.router.gating = gating
 
 
-def _one_drop(case: RetriedCase) -> tuple[list[str], dict[int, list[int]], tuple[int, int]]:
+def _one_drop(case: Model) -> tuple[list[str], dict[int, list[int]], tuple[int, int]]:
     """Train with drops in step 2, in one layer of one rank; see the test."""
     with world(case):
         options = {"layer_factors": {2: 1.5}}
@@ -186,7 +144,7 @@ def _one_drop(case: RetriedCase) -> tuple[list[str], dict[int, list[int]], tuple
 
 
 def test_a_drop_in_one_layer_of_one_rank_repeats_the_step_on_all(pool2):
-    case = RetriedCase(name="one drop", ranks=2, ep=2, factor=2.0, steps=3)
+    case = dataclasses.replace(RETRIED, ranks=2, ep=2, factor=2.0, steps=3)
     first, second = pool2.run(_one_drop, case)
     # Two microbatches of ten tokens: 20 want an expert, ceil(10 * 1.5) slots are there.
     assert first == ([], {1: [0, 0, 0, 0], 2: [0, 0, 0, 0]}, (1, 3))

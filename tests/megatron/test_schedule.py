@@ -3,7 +3,6 @@
 Transformer Engine's packed attention needs a GPU; a mask of blocks stands in for it.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -36,7 +35,6 @@ from tests.megatron.graphs.test_capture import (
 )
 from tests.support import parity, tiny
 from tests.support.graph_protocol import GraphedLayer
-from tests.support.overlapped_training import OverlapCase, overlapped_equals_plain
 from tests.support.packed_sequences import packed, packed_attention
 from tests.support.pool import WorkerPool
 
@@ -297,19 +295,7 @@ def test_flattened_samples_are_routed_alike(packs):
     torch.testing.assert_close(*rows)
 
 
-PADDED = OverlapCase(name="padded", padded=True, factor=0.5, expert_bias=True)
 MASK_BS = torch.tensor([[False, False, True], [False, True, True]])
-
-
-@pytest.mark.parametrize("scopes", [(), ("attn", "moe_router", "moe_preprocess")], ids=str)
-def test_bits_are_those_of_the_plain_schedule_with_the_same_mask(pool2, scopes):
-    """Two steps are eager, two replay graphs; each microbatch has a mask of its own."""
-    case = dataclasses.replace(PADDED, scopes=scopes, steps=4 if scopes else 2)
-    found = pool2.run(overlapped_equals_plain, case)
-    assert [findings.failures() for findings in found] == [[], []]
-    # A layer has a graph for each microbatch.
-    graphs = case.num_layers * case.microbatches if scopes else 0
-    assert [findings.facts["graphs"] for findings in found] == [graphs, graphs]
 
 
 def route(layer: Any, hidden: Tensor) -> Any:
