@@ -11,12 +11,12 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+from padded_dispatch.train.checkpoint import check_resumable, newest
 from torch.distributed import distributed_c10d
 
 from padded_dispatch.megatron import uninstall
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.train.arguments import parse
-from padded_dispatch.train.checkpoint import check_resumable, newest
 from padded_dispatch.train.loop import Outcome, train
 from padded_dispatch.train.model import transformer_config
 from padded_dispatch.train.settings import Settings
