@@ -30,9 +30,9 @@ from padded_dispatch.exchange.two_level import (
     require_room,
 )
 from padded_dispatch.ops.plan import make_plan
-from padded_dispatch.utils.launch import WorkerError
 from tests.support.collectives import Records, recorded
 from tests.support.grids import grid, poisoned_memory
+from tests.support.pool import WorkerError
 from tests.support.routings import routing_map
 from tests.support.threads import run_on_threads
 from tests.test_dispatcher import is_real, poison

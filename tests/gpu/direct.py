@@ -41,7 +41,7 @@ from padded_dispatch.kernels import direct as kernels
 from padded_dispatch.kernels import links
 from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
-from padded_dispatch.utils.launch import WorkerError, start_workers, torchrun_env
+from padded_dispatch.utils.launch import start_workers, torchrun_env
 from padded_dispatch.utils.shapes import SHAPES, LayerShape
 from tests.support.direct_parity import (
     Layer,
@@ -58,7 +58,7 @@ from tests.support.direct_parity import (
     sum_errors,
 )
 from tests.support.gpu_rows import Rows, add_only, add_results, wants
-from tests.support.pool import WorkerPool
+from tests.support.pool import WorkerError, WorkerPool
 
 LIMIT_S = 60.0
 

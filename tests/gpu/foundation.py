@@ -18,11 +18,10 @@ import torch
 
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.options import to_json
-from padded_dispatch.utils.launch import WorkerError
 from tests.support.gpu_rows import Rows, parsed, wants
 from tests.support.layer_parity import LayerCase, layer_parity, single_draws
 from tests.support.pipeline_parity import STAGES, PipelineCase, pipeline_parity
-from tests.support.pool import WorkerPool
+from tests.support.pool import WorkerError, WorkerPool
 
 DTYPES = (torch.bfloat16, torch.float32)
 CASE_S = 120.0
