@@ -128,27 +128,19 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         check_pipeline(config)
         options = padded_options(config)
         self.configs = LayerConfigs(config, options, num_ranks=self.ep_size, etp_size=self.tp_size)
-        self.agreement = Agreement(self.ep_group, self.tp_group, timeout=options.agreement_timeout)
+        self.agreement = Agreement(self.ep_group, self.tp_group, timeout=60.0)
         self._experts = chosen_experts(config)
         self._options = options
         self._overlaps = config.overlap_moe_expert_parallel_comm
         # Graphs that end before the experts do not hold the linears. A product's rows are not yet
         # sums that could go home. The combined schedule puts returns of other passes between a push
         # and its return, which a return inside of a product forbids; it hides the way home itself.
-        self._fuses = (
-            options.rows_home == "auto"
-            and options.link_rows != "summed"
-            and not self._overlaps
-            and not captures_dispatch_alone(config)
-        )
-        in_flight = options.microbatches_in_flight
-        if in_flight == "auto":
-            in_flight = passes_in_flight(config, _pipeline_rank(pg_collection))
+        self._fuses = not self._overlaps and not captures_dispatch_alone(config)
         stages, why_not_direct = config.pipeline_model_parallel_size, ""
         if splits_hybrid_layers(config):
             why_not_direct = _SPLIT_LAYERS
-        elif self._overlaps and stages > 1 and options.capacity_pool != "receiver":
-            why_not_direct = _OVERLAP_OF_STAGES  # Sources that share slots need direct stores.
+        elif self._overlaps and stages > 1:
+            why_not_direct = _OVERLAP_OF_STAGES
         self.exchanges = LayerExchanges(
             self.dispatch_config,
             self.agreement,
@@ -157,9 +149,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             layout=self._experts.layout or "padded",
             kind=options.exchange,
             why_not_direct=why_not_direct,
-            microbatches_in_flight=in_flight,
-            link_rows=options.link_rows,
-            ranks_per_host=None if options.ranks_per_host == "auto" else options.ranks_per_host,
+            microbatches_in_flight=passes_in_flight(config, _pipeline_rank(pg_collection)),
             num_layers=max(1, config.num_layers // stages),
             ffn_size=config.moe_ffn_hidden_size or 0,
         )
@@ -228,7 +218,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self.ep_group,
             self.tp_group,
             packed=self.exchanges.fits_packed,
-            max_factor=self._options.fit_max_factor,
+            max_factor=NO_DROP,
         )
 
     def _take_kept(self, kept_SE: Tensor | None) -> None:

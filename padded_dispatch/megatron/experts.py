@@ -41,7 +41,7 @@ from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from padded_dispatch.config import FIT, NO_DROP, require
+from padded_dispatch.config import require
 from padded_dispatch.exchange.choose import Layout
 from padded_dispatch.experts import (
     ExpertWeights,
@@ -85,29 +85,9 @@ def chosen_experts(config: Any) -> ChosenExperts:
     `torch._grouped_mm` reads counts on the host. Where experts share a pool, it means packed.
 
     Raises:
-        ValueError: if experts share a pool and packed experts do not support the config, or if the
-            spec's module would delay gradients of several rounds.
+        ValueError: if experts share a pool and packed experts do not support the config.
     """
-    chosen = _chosen_experts(config)
-    if chosen.layout is None:
-        _check_rounds(config)
-    return chosen
-
-
-def _check_rounds(config: Any) -> None:
-    """Raise if experts whose `backward_dw` computes one gradient could have one of each round."""
-    options = padded_options(config)
-    factors = *options.layer_factors.values(), *options.factor_of_step.values()
-    fits = FIT in factors or options.on_overflow == "retry"
-    require(
-        not (delays_weight_gradients(config) and fits) or options.fit_max_factor == NO_DROP,
-        "fit_max_factor",
-        options.fit_max_factor,
-        "be no-drop with delayed weight gradients, training passes that fit (on_overflow='retry' "
-        "has them, too) and experts of the layer's spec, which would compute the gradients of one "
-        "round only",
-        "set it, or experts='packed'",
-    )
+    return _chosen_experts(config)
 
 
 def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
@@ -401,7 +381,7 @@ def _refusals(config: Any) -> list[str]:
 
 
 def _field(name: str, note: str, refuses: Any) -> ConfigField:
-    return ConfigField(name=name, status="refused", note=note, refuses=refuses, remedy=_REMEDY)
+    return ConfigField(name=name, note=note, refuses=refuses, remedy=_REMEDY)
 
 
 def _has_moe_act(modules: Any) -> bool:

@@ -1,17 +1,12 @@
 """One training of a model in Megatron-LM's loop: what is done around its steps.
 
-After each step a `CapacityWatch` reads what was dropped and changes factors. Figures go to
-Megatron's line of a step, its TensorBoard and its W&B, under the names of
+`Telemetry` reads what was dropped, in the first step and then once for each `--log-interval`.
+Figures go to Megatron's line of a step, its TensorBoard and its W&B, under the names of
 `padded_dispatch.megatron.telemetry.scalars`. In the line, Megatron prints what is in
 `total_loss_dict`, divided by the steps since the last line; 0.16.1 leaves out zeros.
 
-Where Megatron prints a line the host waits for the device, so a reading that has been started is
-taken there: with `telemetry_every` a divisor of `--log-interval`, a line shows the steps that it is
-about. Elsewhere the host does what telemetry does in any loop, and nothing else.
-
-A changed factor holds from the next step on. The graphs are captured again before it: until then an
-evaluation replays what the last step was. Factors that changed are kept in a file beside the
-checkpoints, from which a resumed run takes them.
+Where Megatron prints a line the host waits for the device, so the reading that has been started is
+taken there. A loop that prints none takes it a step later.
 """
 
 from collections.abc import Callable
@@ -23,12 +18,9 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config
 
 from padded_dispatch.megatron.config import padded_options
-from padded_dispatch.megatron.factor_file import FactorFile
-from padded_dispatch.megatron.graphs.recapture import recapture
 from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.routing import record_routing
-from padded_dispatch.megatron.telemetry import Snapshots, scalars
-from padded_dispatch.megatron.watch import CapacityWatch
+from padded_dispatch.megatron.telemetry import Snapshots, Telemetry, scalars
 from padded_dispatch.tune.recorder import TraceRecorder
 
 # Figures in Megatron's line of a step.
@@ -55,28 +47,15 @@ class Run:
         self._args = args = training.get_args()
         config: Any = get_model_config(chunks[0])
         self._options = padded_options(config)
-        self._file = FactorFile(args.load, args.save, step=step)
-        self._watch = CapacityWatch(
-            chunks,
-            self._options,
-            show=self._show,
-            changed=self._follow_changes,
-            step=step,
-            factors=self._file.factors,
-        )
-        if self._file.factors:
-            training.print_rank_0(f"capacity factors as {args.load} has them for step {step}")
+        self._step = step
+        self._telemetry = Telemetry(chunks, every=args.log_interval, step=step)
         self._recorder = self._record(config, step)
         self._retry: Retry | None = None
         self._num_retried = 0
         self._line: dict[str, float] = {}
-        self._must_recapture = False
 
     def before_step(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function for the passes of the next step; capture graphs again if due."""
-        if self._must_recapture:
-            recapture(self.chunks)
-            self._must_recapture = False
+        """Return the function for the passes of the next step."""
         if self._options.on_overflow != "retry":
             return forward_backward_func
         if self._retry is None or self._retry.forward_backward_func is not forward_backward_func:
@@ -91,10 +70,11 @@ class Run:
             step: steps done; Megatron-LM may have skipped some (`--iterations-to-skip`).
 
         Raises:
-            RuntimeError: see `CapacityWatch.after_step`.
+            RuntimeError: see `Telemetry`.
         """
-        for _ in range(max(1, step - self._watch.step)):
-            self._watch.after_step()
+        for _ in range(max(1, step - self._step)):
+            self._step += 1
+            self._show(self._telemetry.step())
         if self._retry is not None and self._retry.num_retried > self._num_retried:
             self._num_retried = self._retry.num_retried
             # After figures of earlier steps: W&B takes no value of a step before the last one.
@@ -114,11 +94,11 @@ class Run:
             first: the first step, which always has a line.
 
         Raises:
-            RuntimeError: see `CapacityWatch.read_pending`.
+            RuntimeError: see `Telemetry`.
         """
         if step % self._args.log_interval != 0 and not first:
             return
-        self._watch.read_pending()
+        self._show(self._telemetry.finish())
         if self._retry is not None:
             self._line["moe/retried_steps"] = self._retry.num_retried
         num_steps = max(1, total_loss_dict.get("advanced iterations", 0) + (not skipped))
@@ -129,9 +109,11 @@ class Run:
         """Show and check the last reading, after the last step.
 
         Raises:
-            RuntimeError: see `CapacityWatch.finish`.
+            RuntimeError: see `Telemetry`.
         """
-        self._watch.finish()
+        reading = self._telemetry.read()
+        if reading.num_steps:
+            self._show(reading)
         if writer := self._training.get_tensorboard_writer():
             writer.flush()
 
@@ -141,7 +123,9 @@ class Run:
             self._recorder.close()
             self._recorder = None
 
-    def _show(self, snapshots: Snapshots) -> None:
+    def _show(self, snapshots: Snapshots | None) -> None:
+        if snapshots is None:
+            return
         figures = snapshots.training.figures()
         self._line |= {f"moe/{name}": figures[name] for name in _IN_LINE if name in figures}
         per_layer = self._args.moe_per_layer_logging
@@ -154,12 +138,6 @@ class Run:
                 writer.add_scalar(name, value, step)
         if wandb := self._training.get_wandb_writer():
             wandb.log(values, step)
-
-    def _follow_changes(self, step: int, changes: list[str]) -> None:
-        for change in changes:
-            self._training.print_rank_0(f"after step {step}: {change}")
-        self._file.add(step, self._watch.factors)
-        self._must_recapture = True
 
     def _record(self, config: Any, step: int) -> TraceRecorder | None:
         """Start a trace if the options ask for one."""

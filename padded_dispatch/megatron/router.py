@@ -36,7 +36,7 @@ from padded_dispatch.exchange.agreement import Agreement, Values
 from padded_dispatch.exchange.choose import agree_on_shapes
 from padded_dispatch.exchange.fit import Fitted, require_eager
 from padded_dispatch.megatron.compat import capturing, number_in_model
-from padded_dispatch.megatron.config import padded_options, settings_of
+from padded_dispatch.megatron.config import settings_of
 from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.megatron.routed import routed, say, why_not
 from padded_dispatch.megatron.router_scores import check_reroute, scores_of_all
@@ -204,7 +204,7 @@ class SelectAfterCounting(TopKRouter):
         protected_T = self.protected_T if self.training else None
         return (
             *self._settings,
-            ("layer has a CapacityControl", self.selector.configs.controlled),
+            ("layer has a Telemetry", self.selector.configs.controlled),
             ("tokens of protect()", None if protected_T is None else protected_T.numel()),
             ("padding_mask is given", captures and padding_mask is not None),
         )
@@ -263,9 +263,7 @@ class SelectAfterCounting(TopKRouter):
 
     def _asked(self, logits: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return what `TopKRouter.routing` returns, in fewer launches where that is possible."""
-        reason, option = "the option router is 'megatron'", padded_options(self.config).router
-        if option != "megatron":
-            reason = why_not(self, logits, padding_mask, same_bits=option == "auto")
+        reason = why_not(self, logits, padding_mask)
         say(reason)
         if not reason:
             return routed(self, logits)
@@ -321,8 +319,7 @@ class SelectAfterCounting(TopKRouter):
         """Return the int64 of this pass's draw: seed and layer above, `num_draws` below 2**32."""
         if self.num_draws is None:
             return None
-        seed = padded_options(self.config).seed * 1_000_003 + (self.layer_number or 0)
-        return self.num_draws[0] + ((seed % 2**31) << 32)
+        return self.num_draws[0] + ((self.layer_number or 0) << 32)
 
     def _count_draw(self) -> None:
         # Only in training passes with gradients. Recompute runs a pass without gradients first,

@@ -28,7 +28,6 @@ from torch.distributed import distributed_c10d
 
 from padded_dispatch.exchange.mirror import absent_ranks_named
 from padded_dispatch.megatron.compat import forget_moe_state
-from padded_dispatch.megatron.control import CapacityControl
 from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.routing import record_routing
 from padded_dispatch.megatron.telemetry import Telemetry
@@ -48,7 +47,7 @@ from padded_dispatch.train.settings import Layout, Settings
 from padded_dispatch.tune.recorder import TraceRecorder
 
 _EVALUATION_PASSES = 32
-_TELEMETRY_EVERY = 10  # steps between two checks of on_overflow, at least
+_TELEMETRY_EVERY = 10  # steps between two checks of drops, at least
 _TRACE_BYTES = 2**30  # of each rank; fewer steps are traced to fit
 
 
@@ -167,9 +166,9 @@ def _build(settings: Settings, device: torch.device) -> Trainer:
 def _run(trainer: Trainer, meter: Meter) -> Outcome:
     settings, output = trainer.settings, trainer.settings.output
     ours = settings.dispatch.dispatcher == "padded_alltoall"
+    # It warns of drops, or raises, as `on_overflow` says.
     every = max(output.log_every, _TELEMETRY_EVERY)
     telemetry = Telemetry(trainer.chunks, every=every) if ours else None
-    control = CapacityControl(trainer.chunks, settings.dispatch.padded) if ours else None
     tracer, rows, evaluations = _tracer(trainer), [], {}
     for number in range(1, output.steps + 1):
         meter.add(trainer.step(number))
@@ -181,17 +180,15 @@ def _run(trainer: Trainer, meter: Meter) -> Outcome:
         if number == 1 or last or number % output.log_every == 0:
             rows.append(meter.read(learning_rate(settings.recipe.lr, number, output.steps)))
             show(rows[-1].line(output.steps))
-        if telemetry and control:
-            reading = telemetry.step()
-            if last:
-                reading = telemetry.read()
-            if reading:
-                control.check(reading)
+        if telemetry:
+            telemetry.step()
         if output.eval_every and (last or number % output.eval_every == 0):
             evaluations[number] = trainer.evaluate()
             show(f"step {number} | held-out loss {evaluations[number]:.4f}")
     if tracer:
         tracer.close()
+    if telemetry:
+        telemetry.read()
     return Outcome(rows=rows, evaluations=evaluations)
 
 

@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from padded_dispatch.megatron.graphs.recapture import recapture
 from torch import Tensor
 
 from padded_dispatch.config import CapacityFactor, CapacityPool, ExchangeKind
@@ -40,7 +41,6 @@ from padded_dispatch.megatron.graphs.capture import (
     LayerGraphs,
     forget_iterations,
 )
-from padded_dispatch.megatron.graphs.recapture import recapture
 from padded_dispatch.megatron.options import RowsHome
 from tests.support.gpt import ddp_chunks, mean_loss, megatron_adam, model_inputs
 from tests.support.graph_protocol import cuda_graphs_on_cpu

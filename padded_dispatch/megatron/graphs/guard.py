@@ -9,8 +9,7 @@ until their watchdog kills them.
 
 `cuda_graph_impl="transformer_engine"`: all of Megatron's paths to a layer's graph go through
 `TransformerLayer._te_cuda_graph_capture` and `_te_cuda_graph_replay` (0.16.1 to 0.19.0). A capture
-runs passes over ones, whose counts are restored: telemetry would report that they dropped. The
-helper that captured is remembered, for `padded_dispatch.megatron.graphs.recapture`.
+runs passes over ones, whose counts are restored: telemetry would report that they dropped.
 
 `cuda_graph_impl="local"`: Megatron captures by itself at the end of the first step, layer by layer
 in `_CudaGraphRunner.create_fwd_graph`, and checks the shapes of inputs in each replay. What it gets
@@ -44,7 +43,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
@@ -81,7 +80,6 @@ _FIELDS = (
 )
 _patches = Patches()
 _captured: WeakKeyDictionary[Any, Invariants] = WeakKeyDictionary()
-_helpers: WeakSet[Any] = WeakSet()
 
 
 def install() -> None:
@@ -111,12 +109,6 @@ def install() -> None:
 def uninstall() -> None:
     """Undo `install`; do nothing without an `install` before."""
     _patches.undo()
-
-
-def helper_of(chunks: list[Any]) -> Any:
-    """Return the TECudaGraphHelper that holds the graphs of a model's layers, or None."""
-    mine = (helper for helper in _helpers if helper.model[0] is chunks[0])
-    return next((helper for helper in mine if helper.graphs_created()), None)
 
 
 def padded_layers(chunks: list[Any]) -> list[Any]:
@@ -191,7 +183,6 @@ def _wrap_helper(create: Callable[..., None]) -> Callable[..., None]:
         if not is_ours(helper.config):
             create(helper)
             return
-        _helpers.add(helper)
         with counts_put_back(*(chunk.module for chunk in helper.model)):
             create(helper)
 
