@@ -20,7 +20,7 @@ from typing import Any
 
 from padded_dispatch.config import require
 from padded_dispatch.train.arguments import read, read_compare, resolve
-from padded_dispatch.train.settings import DROPPING, Settings
+from padded_dispatch.train.settings import Settings
 
 
 def train(argv: list[str]) -> int:
@@ -113,23 +113,16 @@ def _check(settings: Settings) -> None:
 
 
 def _header(settings: Settings) -> str:
-    """Return one line: the model, the processes and the dispatcher."""
-    model, recipe, layout = settings.model, settings.recipe, settings.layout
-    sizes = {"EP": layout.ep, "ETP": layout.etp, "TP": layout.tp, "PP": layout.pp}
-    dispatch = settings.dispatch
-    factor = "" if dispatch.dispatcher not in DROPPING else ", drops nothing"
-    if dispatch.capacity_factor is not None:
-        factor = f", capacity factor {dispatch.capacity_factor:g}"
-    parts = [
-        f"{settings.preset}: {recipe.num_layers} layers, top {model.top_k} of {model.num_experts} "
-        "experts",
-        " ".join(
-            [f"{layout.workers} processes ({layout.device})"]
-            + [f"{name} {size}" for name, size in sizes.items() if size > 1]
-        ),
-        f"{dispatch.dispatcher}{factor}",
-    ]
-    return " | ".join(parts)
+    """Return one line: the model, the dispatcher and the processes."""
+    model, dispatch, layout = settings.model, settings.dispatch, settings.layout
+    factor, sizes = dispatch.capacity_factor, ("ep", "etp", "tp", "pp")
+    return (
+        f"{settings.preset}, {settings.recipe.num_layers} layers, {model.top_k} of "
+        f"{model.num_experts} experts per token; {dispatch.dispatcher}"
+        + (", nothing dropped" if factor is None else f", capacity factor {factor:g}")
+        + f"; {layout.workers} processes ({layout.device})"
+        + "".join(f", {n.upper()} {getattr(layout, n)}" for n in sizes if getattr(layout, n) > 1)
+    )
 
 
 def _show(text: str) -> None:
