@@ -1,4 +1,4 @@
-"""Results and errors of workers reach the parent, and no worker is left, however the parent ends."""
+"""Results and errors of workers reach the parent; no worker is left, however the parent ends."""
 
 import os
 import signal

@@ -1,0 +1,72 @@
+"""`compare`: several contenders in the same processes."""
+
+import json
+from unittest.mock import patch
+
+import pytest
+from megatron.core import parallel_state
+
+from padded_dispatch.train.command import compare
+from tests.support.inline_pool import only_worker
+
+SMALL = "--steps 2 --seq-length 24 --micro-batch 3"
+
+
+def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
+    path = tmp_path / "results.json"
+    flags = f"{SMALL} --out {path} --commit abc --repeats 2"
+    make_groups = parallel_state.initialize_model_parallel
+    with (
+        only_worker(),
+        patch.object(parallel_state, "initialize_model_parallel", wraps=make_groups) as groups,
+    ):
+        assert compare(f"{flags} --vs --capacity-factor 2 0.5 --vs --deterministic".split()) == 0
+    assert groups.call_count == 1
+    (run,) = json.loads(path.read_text())["runs"]
+    rows = run["rows"]
+    assert [row["capacity_factor"] for row in rows] == [2.0, 0.5, 1.25] * 2
+    assert [row["flags"]["recipe"]["deterministic"] for row in rows] == [False, False, True] * 2
+    # A run's numbers do not depend on the runs before it.
+    losses = [row["loss"] for row in rows]
+    assert losses[:3] == losses[3:] and losses[0] != losses[1]
+    # 72 tokens, 2 of 8 experts each: 9 of the 18 slots of perfect balance.
+    assert all(share >= 0.5 for share in rows[1]["dropped"])
+    assert all(row["seconds"] > 0 and row["allocated_before_gib"] is None for row in rows)
+    lines = capfd.readouterr().out.splitlines()
+    assert [line for line in lines if line[1:2] == "/"] == [
+        f"{number}/6 {name}"
+        for number, name in enumerate(
+            ["--capacity-factor 2", "--capacity-factor 0.5", "--deterministic"] * 2, 1
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--vs --workers 1 --vs",
+            "^--device and --workers must be the same for all contenders, got 'cpu, 2 and cpu, 1'; "
+            "give them before the first --vs$",
+        ),
+        (
+            "--trace traces --trace-every 1 --vs",
+            "^--trace must be left out of compare, .*, got 'traces'; keep figures with --out$",
+        ),
+        (
+            "--experts packed --vs --vs --dispatcher allgather",
+            "^--padded-experts must be left out with --dispatcher allgather, got 'packed'; ",
+        ),
+        ("--vs --out /dev/null/r.json", "^--out must .*/dev/null"),
+        (
+            "--vs --vs --graph layer",
+            "^--graph must be none on a CPU, got 'layer'; add --device cuda",
+        ),
+    ],
+)
+def test_mistakes_are_found_before_there_are_workers(flags, message):
+    with (
+        patch("padded_dispatch.utils.launch.start_workers", None),
+        pytest.raises(ValueError, match=message),
+    ):
+        compare(f"{SMALL} {flags}".split())
