@@ -4,6 +4,8 @@ The rows of `padded_dispatch.megatron.fields` decide what is refused; this modul
 """
 
 import dataclasses
+import functools
+import logging
 import re
 from typing import Any
 
@@ -26,8 +28,9 @@ from padded_dispatch.megatron.compat import (
     splits_hybrid_layers,
 )
 from padded_dispatch.megatron.fields import REFUSED, REPLACED, ConfigField
-from padded_dispatch.megatron.log import log_once
 from padded_dispatch.megatron.options import PaddedOptions, require_options, to_plain
+
+_log = logging.getLogger("padded_dispatch")
 
 _EXPERTS = ("TEGroupedMLP", "SequentialMLP")
 
@@ -69,6 +72,12 @@ _NAMES = {
     "etp_size": "expert_tensor_parallel_size",
 }
 _MEGATRONS = re.compile(rf"\b({'|'.join(_NAMES)})\b")
+
+
+@functools.cache
+def log_once(line: str, level: int = logging.INFO) -> None:
+    """Log a line, unless this process has logged it before."""
+    _log.log(level, line)
 
 
 def check_config(config: Any) -> None:

@@ -116,9 +116,8 @@ class PaddedOptions:
     )
     experts: Experts = _option(
         "auto",
-        "auto: packed or batched, by shape, where the config allows it, else module; module: the "
-        "experts of the layer's spec, on padded rows; packed: compute real rows only; batched: "
-        "all slots in one product per linear",
+        "auto: our own, by shape, where the config allows it, else module; module: the experts of "
+        "the layer's spec, on padded rows; packed: ours, which compute real rows only",
         choices=get_args(Experts),
     )
     exchange: ExchangeKind = _option(

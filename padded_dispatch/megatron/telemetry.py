@@ -12,7 +12,7 @@
 
 Three words name the parts. Counters live on the device, one set per layer and rank
 (`padded_dispatch.ops.counters`). A `Snapshot` holds what counters counted in some steps, on the
-host, summed over ranks (`padded_dispatch.telemetry`). `Telemetry` reads counters and makes
+host, summed over ranks (`padded_dispatch.ops.counters`). `Telemetry` reads counters and makes
 snapshots of them.
 
 A read is enqueued on the training stream, between two steps: the layers' totals are summed over all
@@ -51,8 +51,7 @@ from torch import Tensor
 from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import is_padded
-from padded_dispatch.ops.counters import Counters
-from padded_dispatch.telemetry import Ints, Snapshot, snapshot_of
+from padded_dispatch.ops.counters import Counters, Ints, Snapshot, snapshot_of
 
 _T = TypeVar("_T")
 _log = logging.getLogger("padded_dispatch")

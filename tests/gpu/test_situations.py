@@ -44,8 +44,6 @@ def small(name: str) -> Any:
         "EP2: a rank without tokens in some steps, attn+moe",
         "PP2/VPP2",
         "dense and MoE layers",
-        "grown, EP2, attn+moe",
-        "grown, EP2, all overlapped",
         "masks, PP2",
         "masks, CP2/EP2, moe",
         "packed sequences, EP2, moe_router+moe_preprocess, with masks",
