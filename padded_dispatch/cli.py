@@ -31,16 +31,10 @@ _COMMANDS = {
         "bench.command",
         "measure one layer, ours beside Megatron's",
     ),
-    "parts": ("bench.arguments:read_parts", "bench.parts", "measure kernels and experts alone"),
     "tune": (
         "tune.arguments:read",
         "tune.command",
         "choose a capacity factor from routing traces",
-    ),
-    "calibrate": (
-        "bench.arguments:read_calibrate",
-        "bench.calibrate",
-        "fit tune's time model to this machine",
     ),
 }
 

@@ -78,7 +78,7 @@ class LayerCase:
     def layer(self, contender: str) -> nn.Module:
         """Return the layer; all have the same weights."""
         case = self.case(contender)
-        flags = stock_flags(case, on_gpu=self.device == "cuda", router_fusion=False)
+        flags = stock_flags(case, on_gpu=self.device == "cuda")
         return build(case, flags, self.where)
 
     @property

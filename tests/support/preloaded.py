@@ -4,7 +4,7 @@ import gc
 import importlib
 import warnings
 
-_MODULES = "hypothesis", "padded_dispatch.bench.work", "padded_dispatch.train.loop", "pytest"
+_MODULES = "hypothesis", "padded_dispatch.bench.command", "padded_dispatch.train.loop", "pytest"
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron-Core warns about missing optional packages.

@@ -176,7 +176,7 @@ def graphed_time(case: SpeedCase) -> Findings:
         if on_gpu:
             torch.cuda.set_stream(training_stream())
         device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
-        flags = stock_flags(measured, on_gpu=on_gpu, router_fusion=False)
+        flags = stock_flags(measured, on_gpu=on_gpu)
         layer = build(measured, flags | (fp8_fields(case.recipe) if on_gpu else {}), device)
         data = batches(
             measured,
