@@ -19,7 +19,7 @@ MODELS = {
 
 # Which options ours has, see `layer.OPTIONS`. "auto" is the dispatcher's word alone, "rank" the
 # same with `capacity_pool="rank"`; the others fix experts and exchange.
-Variant = Literal["auto", "rank", "module", "packed", "batched", "direct"]
+Variant = Literal["auto", "rank", "module", "packed", "direct"]
 
 # Where gradients of parameters go. "none": nowhere, each pass starts without them. "fused": to fp32
 # buffers; experts' products add theirs, with `gradient_accumulation_fusion`, and the others are

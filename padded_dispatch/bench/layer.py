@@ -26,7 +26,6 @@ OPTIONS: dict[Variant, PaddedOptions] = {
     "rank": PaddedOptions(capacity_pool="rank"),
     "module": PaddedOptions(experts="module", exchange="alltoall"),
     "packed": PaddedOptions(experts="packed", exchange="alltoall"),
-    "batched": PaddedOptions(experts="batched", exchange="alltoall"),
     "direct": PaddedOptions(experts="packed", exchange="direct"),
 }
 

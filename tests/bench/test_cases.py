@@ -60,8 +60,7 @@ def test_contenders_have_their_names_graphs_and_pools():
         )
         for key, who in CONTENDERS.items()
     }
-    ours = {"auto": True, "rank": True, "module": True, "packed": True}
-    ours |= {"batched": True, "direct": False}
+    ours = {"auto": True, "rank": True, "module": True, "packed": True, "direct": False}
     expected = {
         "dropless": ("stock-dropless", None, "none", "alltoall", False, "expert"),
         "drop-pad": ("stock-drop-pad", None, "none", "alltoall", True, "expert"),
