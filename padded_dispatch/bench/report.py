@@ -1,4 +1,4 @@
-"""What a run reports: a line for each row, a table at the end, and the roofline beside each time.
+"""Text of a run: a line for each row, a table at the end, and the roofline beside each time.
 
 The roofline is the least time that NVIDIA H200s need for the real rows of a layer. Each of the six
 GEMMs takes the longer of two times: its operations at a rate, and its operands and result through
