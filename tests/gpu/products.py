@@ -14,6 +14,7 @@ import functools
 import statistics
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from padded_dispatch.ops.grouped import (
 )
 from padded_dispatch.utils.results import about, append_run
 from padded_dispatch.utils.routings import routing_scores
-from tests.support.gpu_rows import add_results, parse
 
 _CALLS = 10
 # Private until torch 2.10.
@@ -99,11 +99,12 @@ def products(
 def main() -> int:
     """Time all products; return 0."""
     parser = argparse.ArgumentParser(description=__doc__)
-    add_results(parser)
+    parser.add_argument("--out", type=Path, required=True, help="the results file")
+    parser.add_argument("--commit", required=True, help="commit that this tree was made from")
     parser.add_argument("--models", nargs="+", default=["qwen3-30b-a3b", "gpt-oss-20b"])
     parser.add_argument("--ep", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--tokens", type=int, default=4096, help="of each rank")
-    given = parse(parser)
+    given = parser.parse_args()
     command = " ".join(["python -m tests.gpu.products", *sys.argv[1:]])
     run = about(num_gpus=1, command=command, commit=given.commit)
     for ep in given.ep:
