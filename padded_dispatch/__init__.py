@@ -7,14 +7,13 @@ is imported when it is first used: `padded-dispatch --help` and a typo take no t
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from padded_dispatch.config import NO_DROP, BufferBytes, DispatchConfig, Policy, Remedy
+from padded_dispatch.config import NO_DROP, BufferBytes, DispatchConfig, Policy
 
 if TYPE_CHECKING:
     from padded_dispatch.dispatcher import Dispatched, PaddedDispatcher
     from padded_dispatch.exchange import ExpertInput
     from padded_dispatch.experts import ExpertWeights, grouped_mlp
     from padded_dispatch.ops.activation import Activation
-    from padded_dispatch.ops.overflow import select_with_remedy
     from padded_dispatch.ops.plan import DispatchPlan, make_plan
     from padded_dispatch.ops.select import Selection, select
 
@@ -31,13 +30,11 @@ __all__ = [
     "ExpertWeights",
     "PaddedDispatcher",
     "Policy",
-    "Remedy",
     "Selection",
     "__version__",
     "grouped_mlp",
     "make_plan",
     "select",
-    "select_with_remedy",
 ]
 
 # The module of each name that is imported when it is first used.
@@ -52,7 +49,6 @@ _HOMES = {
     "grouped_mlp": "experts",
     "make_plan": "ops.plan",
     "select": "ops.select",
-    "select_with_remedy": "ops.overflow",
 }
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from padded_dispatch.megatron.layer import PaddedMoELayer, padded_spec
     from padded_dispatch.megatron.options import PaddedOptions
     from padded_dispatch.megatron.retry import Retry
-    from padded_dispatch.megatron.router import protect
     from padded_dispatch.megatron.telemetry import Telemetry
 
 __all__ = [
@@ -38,7 +37,6 @@ __all__ = [
     "install",
     "megatron_on_cpu",
     "padded_spec",
-    "protect",
     "uninstall",
 ]
 
@@ -55,7 +53,6 @@ _HOMES = {
     "install": "installer",
     "megatron_on_cpu": "cpu",
     "padded_spec": "layer",
-    "protect": "router",
     "uninstall": "installer",
 }
 

@@ -80,7 +80,7 @@ _SMS = "direct stores and the all-to-all choose their SMs themselves"
 _BF16 = "rows travel in the dtype of the hidden states"
 _STASH = "read with moe_paged_stash only"
 _SEPARATE = "TEGroupedMLP has one parameter per expert; packed experts have one for all"
-_ALIGNED = 'PaddedOptions(alignment="auto") rounds C up to what the recipe needs and loses no token'
+_ALIGNED = "the padded dispatcher rounds C up to what the recipe needs and loses no token"
 
 MOE_FIELDS: tuple[ConfigField, ...] = (
     _used("moe_apply_probs_on_input", "in the experts; bias in padded rows is never read back"),
@@ -100,7 +100,7 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
     _replaced(
         "moe_expert_rank_capacity_factor",
         "moe_expert_capacity_factor sets the capacity; the same number there with "
-        "PaddedOptions(capacity_pool='receiver') gives a rank as many rows",
+        "PaddedOptions(capacity_pool='rank') gives a rank as many rows",
         _SINCE_18,
     ),
     _harmless("moe_extended_tp", "read nowhere; deprecated", _ONLY_16),
@@ -174,9 +174,7 @@ MOE_FIELDS: tuple[ConfigField, ...] = (
     _replaced("moe_single_grouped_bias", _SEPARATE, _SINCE_18),
     _replaced("moe_single_grouped_weight", _SEPARATE, _SINCE_18),
     _used("moe_token_dispatcher_type", "'padded_alltoall' selects the padded dispatcher"),
-    _used(
-        "moe_token_drop_policy", "which rows keep a slot, unless PaddedOptions(policy=...) is set"
-    ),
+    _used("moe_token_drop_policy", "which rows keep a slot"),
     _harmless("moe_token_dropping", "read nowhere"),
     _replaced(
         "moe_use_grouped_tensor",

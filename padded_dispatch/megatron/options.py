@@ -20,23 +20,13 @@ from padded_dispatch.config import (
     CAPACITY_POOLS,
     FIT,
     NO_DROP,
-    POLICIES,
-    REMEDIES,
     CapacityFactor,
     CapacityPool,
     ExchangeKind,
-    LinkRows,
-    Policy,
-    Remedy,
     require,
 )
 
-Alignment = int | Literal["auto"]
-Experts = Literal["auto", "module", "packed", "batched"]
-Router = Literal["auto", "kernel", "megatron"]
-RowsHome = Literal["auto", "after"]
-
-_TWO_LEVEL = ("two-level",)
+Experts = Literal["auto", "module", "packed"]
 OnOverflow = Literal["drop", "warn", "error", "grow", "retry"]
 
 _NO_DROP_TEXT = "no-drop"
@@ -156,36 +146,13 @@ class PaddedOptions:
         ValueError: names the option, its value and what to set.
     """
 
-    min_capacity: int = _option(1, "least slots per (source rank, expert), whatever the factor")
-    alignment: Alignment = _option(
-        "auto",
-        "rows of an expert's buffer are a multiple of this; auto: what the config's fp8 or fp4 "
-        "recipe needs, else 1",
-        read=_read_auto_or_count,
-    )
     capacity_pool: CapacityPool = _option(
         "expert",
         "which rows share slots: expert: a cell of C slots for each (source rank, expert); rank: "
-        "one pool for each (source, destination rank); receiver: one for each destination rank, "
-        "by direct stores. All have as many slots; rank and receiver need packed experts",
+        "one pool for each (source, destination rank). Both have as many slots; rank needs packed "
+        "experts",
         choices=CAPACITY_POOLS,
     )
-    policy: Policy | Literal["megatron"] = _option(
-        "megatron",
-        "which rows keep a slot: megatron: as moe_token_drop_policy; probs: the most probable; "
-        "position: the first; random: a draw; priority: first choices, sure tokens",
-        cost="probs 32 us, position 21, random 31, priority 75",
-        choices=("megatron", *POLICIES),
-    )
-    seed: int = _option(0, "seed of the draws of policy random")
-    remedy: Remedy = _option(
-        "none",
-        "for dropped rows: none; renormalize: scale a token's kept probabilities up to their sum "
-        "before dropping; reroute: to the next-best expert with a free slot on this rank",
-        cost="renormalize 30 us, reroute 141 per round",
-        choices=REMEDIES,
-    )
-    reroute_rounds: int = _option(1, "how often reroute tries for rows that found no slot")
     layer_factors: Mapping[int, CapacityFactor] = _option(
         {},
         "capacity factors of single layers, such as 3:1.5,7:no-drop, by Megatron's layer number, "
@@ -198,12 +165,6 @@ class PaddedOptions:
         "nothing dropped; none: fit where evaluation is eager, else as in training, and text "
         "generation drops nothing",
         read=_read_optional_factor,
-    )
-    fit_max_factor: float = _option(
-        4.0,
-        "with fit, the factor whose slots no pool exceeds: a pass that needs more goes in rounds "
-        "over its tokens; no-drop: always one round",
-        read=_read_number,
     )
     schedule: tuple[tuple[int, CapacityFactor], ...] = _option(
         (),
@@ -239,25 +200,17 @@ class PaddedOptions:
     )
     experts: Experts = _option(
         "auto",
-        "auto: packed or batched, by shape, where the config allows it, else module; module: the "
-        "experts of the layer's spec, on padded rows; packed: compute real rows only; batched: "
-        "all slots in one product per linear",
+        "auto: our own, by shape, where the config allows it, else module; module: the experts of "
+        "the layer's spec, on padded rows; packed: ours, which compute real rows only",
         choices=get_args(Experts),
     )
     exchange: ExchangeKind = _option(
         "auto",
         "auto: direct where it can work, else alltoall; alltoall: all slots, by any backend; "
-        "direct: stores of real rows between the GPUs of one host, for packed experts; two-level: "
-        "for several hosts, tokens between them and slots inside; results are those of alltoall, "
-        "bit by bit. With overlap_moe_expert_parallel_comm and pipeline stages auto takes alltoall",
+        "direct: stores of real rows between the GPUs of one host, for packed experts; results are "
+        "those of alltoall, bit by bit. With overlap_moe_expert_parallel_comm and pipeline stages "
+        "auto takes alltoall",
         choices=get_args(ExchangeKind),
-    )
-    router: Router = _option(
-        "auto",
-        "scores, top-k and maps of routers: auto: in one kernel where it has the bits of "
-        "Megatron's code; kernel: also scores by sigmoid, which it rounds in another order; "
-        "megatron: by Megatron's code",
-        choices=get_args(Router),
     )
     microbatches_in_flight: int | Literal["auto"] = _option(
         "auto",
@@ -265,34 +218,6 @@ class PaddedOptions:
         "has a buffer; auto: what the pipeline schedule needs",
         read=_read_auto_or_count,
         cost="E * C * D elements each",
-    )
-    link_rows: LinkRows = _option(
-        "auto",
-        "with direct, rows of a token that cross a link: once: one for each rank of its experts, "
-        "which copies it; each: one for each expert; auto: once where that saves a tenth of the "
-        "rows. Results are the same, bit by bit. summed: as once, and one sum of a token's rows on "
-        "a rank goes home, which is rounded once more; with two-level, one sum on a host",
-        choices=get_args(LinkRows),
-    )
-    rows_home: RowsHome = _option(
-        "auto",
-        "with direct and packed experts, when rows travel back to their tokens' ranks, forward and "
-        "backward: auto: while the product that computes them stores them there, unless sums go "
-        "home, Megatron delays weight gradients or graphs end before the experts; after: after it. "
-        "Results are the same, bit by bit",
-        choices=get_args(RowsHome),
-    )
-    ranks_per_host: int | Literal["auto"] = _option(
-        "auto",
-        "with two-level, ranks of the expert-parallel group on each host, in the order of their "
-        "ranks; auto: by the hosts' names",
-        read=_read_auto_or_count,
-    )
-    agreement_timeout: float = _option(
-        60.0,
-        "seconds that a rank may come to a layer's call later than another, before all that wait "
-        "raise an error that names it; ten times as long in the first two calls of a layer with a "
-        "shape. More than a rank can be busy with work of its own, such as writing a checkpoint",
     )
 
     def __post_init__(self) -> None:
@@ -309,18 +234,16 @@ class PaddedOptions:
             self.exchange != "direct" or self.experts in ("auto", "packed"),
             "exchange",
             self.exchange,
-            f"be auto, alltoall or two-level with experts={self.experts!r}",
+            f"be auto or alltoall with experts={self.experts!r}",
             "set experts='packed' to use direct stores",
         )
-        for name, default in (("remedy", "none"), ("overflow_threshold", 0.0)):
-            value = getattr(self, name)
-            require(
-                self.on_overflow != "retry" or value == default,
-                name,
-                value,
-                f"be {default!r} with on_overflow='retry', which leaves no row dropped",
-                "leave out one of the two",
-            )
+        require(
+            self.on_overflow != "retry" or self.overflow_threshold == 0,
+            "overflow_threshold",
+            self.overflow_threshold,
+            "be 0.0 with on_overflow='retry', which leaves no row dropped",
+            "leave out one of the two",
+        )
         require(
             self.capacity_pool == "expert" or self.experts in ("auto", "packed"),
             "capacity_pool",
@@ -337,20 +260,12 @@ class PaddedOptions:
         )
         share = self.overflow_threshold
         require(0 <= share < 1, "overflow_threshold", share, "be a share from 0 to below 1")
-        seconds = self.agreement_timeout
-        require(
-            _is_number(seconds) and math.isfinite(seconds),
-            "agreement_timeout",
-            seconds,
-            "be a finite number of seconds above 0",
-        )
-        for name in ("min_capacity", "grow_after", "telemetry_every", "reroute_rounds"):
+        for name in ("grow_after", "telemetry_every"):
             value = getattr(self, name)
             require(_is_count(value), name, value, "be a whole number of at least 1")
-        for name in ("alignment", "microbatches_in_flight", "ranks_per_host"):
-            value = getattr(self, name)
-            rule = "be a whole number of at least 1, or 'auto'"
-            require(value == "auto" or _is_count(value), name, value, rule)
+        name, value = "microbatches_in_flight", self.microbatches_in_flight
+        rule = "be a whole number of at least 1, or 'auto'"
+        require(value == "auto" or _is_count(value), name, value, rule)
         for name, first, example in (
             ("layer_factors", 1, "{3: 1.5, 7: NO_DROP}"),
             ("schedule", 0, "((0, 2.0), (200, 1.25))"),
@@ -371,8 +286,6 @@ class PaddedOptions:
             factor,
             "be a number above 0, NO_DROP, FIT or None",
         )
-        factor = self.fit_max_factor
-        require(_is_number(factor), "fit_max_factor", factor, "be a number above 0, or NO_DROP")
         factors = self.grow_factors
         require(
             isinstance(factors, tuple)
@@ -382,16 +295,6 @@ class PaddedOptions:
             factors,
             "be a tuple of rising factors above 0",
         )
-        readers = ("auto", "direct", *(_TWO_LEVEL if self.link_rows == "summed" else ()))
-        for name, exchanges in (("link_rows", readers), ("ranks_per_host", _TWO_LEVEL)):
-            value = getattr(self, name)
-            require(
-                value == "auto" or self.exchange in exchanges,
-                name,
-                value,
-                f"be auto with exchange={self.exchange!r}, which does not read it",
-                f"set exchange={exchanges[-1]!r}, or leave it out",
-            )
 
     @property
     def factor_of_step(self) -> dict[int, CapacityFactor]:

@@ -24,7 +24,7 @@ What a step changes, and how it goes back:
 - Parameters that were gathered during the forward passes (`overlap_param_gather`) stay: the
   optimizer has not run, so they are still right, and Megatron gathers none twice.
 - Random states: see `random_states`.
-- Counts on the device: counters of telemetry, draws of policy "random", and all buffers of the
+- Counts on the device: counters of telemetry, and all buffers of the
   model, such as the counts and the bias of `moe_router_enable_expert_bias`, which
   `finalize_model_grads` has updated. They are copied before the step, in stream order.
 - Sums that Megatron logs (auxiliary losses, losses of multi-token prediction). They may hold

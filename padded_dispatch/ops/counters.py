@@ -83,7 +83,6 @@ class Counters:
         self._experts_per_pool = 1
         if config.capacity_pool != "expert":
             self._experts_per_pool = config.num_local_experts
-        self._of_sources = config.num_ranks, config.num_sources
         num_totals = 2 * num_experts + len(SCALARS)
         self.totals = torch.zeros(num_totals, dtype=torch.int64, device=device)
         self.max_demand = torch.zeros((), dtype=torch.int64, device=device)
@@ -106,10 +105,6 @@ class Counters:
         self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, sizes: PoolSizes
     ) -> None:
         """Count one selection; see `RoutingObserver`."""
-        num_ranks, num_sources = self._of_sources
-        pooled_E = selection.demand_E
-        if selection.demand_SE is not None:
-            pooled_E = selection.demand_SE.sum(0)
         _count(
             self.totals,
             self.max_demand,
@@ -117,9 +112,8 @@ class Counters:
             selection.kept_TE,
             probs_TE,
             selection.demand_E,
-            pooled_E,
             self._experts_per_pool,
-            sizes.num_rows * num_ranks // num_sources,
+            sizes.num_pools * sizes.pool_slots,
         )
         if selection.rerouted_E is not None:
             self.rerouted += selection.rerouted_E.sum()
@@ -158,7 +152,6 @@ def count_in_torch(
     kept_TE: Tensor,
     probs_TE: Tensor,
     demand_E: Tensor,
-    pooled_E: Tensor,
     experts_per_pool: int,
     num_slots: int,
 ) -> None:
@@ -179,7 +172,7 @@ def count_in_torch(
     scalars["num_positions"] += num_tokens
     scalars["num_passes"] += 1
     scalars["num_slots"] += num_slots
-    demand_G = pooled_E.unflatten(0, (-1, experts_per_pool)).sum(1)
+    demand_G = demand_E.unflatten(0, (-1, experts_per_pool)).sum(1)
     torch.maximum(max_demand, demand_G.max(), out=max_demand)
 
 

@@ -22,8 +22,6 @@ _VARIED = {
     "seed": "--seeds",
     "capacity_factor": "--factors",
     "drop_policy": "--policies",
-    "padded_policy": "--policies",
-    "padded_remedy": "--policies",
     "padded_capacity_pool": "--pools",
 }
 
@@ -77,15 +75,12 @@ def _every_run(arguments: argparse.Namespace, flags: list[str]) -> list[argparse
         value = given.get(name, argparse.SUPPRESS)
         absent = value == argparse.SUPPRESS
         require(absent, flag(name), value, "be left out of sweep", f"give {instead}")
-    stock = given.get("dispatcher", "padded_alltoall") != "padded_alltoall"
-    policy_flag = "--drop-policy" if stock else "--padded-policy"
     every = []
     for seed, policy, pool, factor in product(
         arguments.seeds, arguments.policies, arguments.pools, arguments.factors
     ):
-        name, _, remedy = policy.partition("+")
-        varied = ["--capacity-factor", factor, "--seed", seed, policy_flag, name]
-        varied += ["--padded-remedy", remedy or "none", "--padded-capacity-pool", pool]
+        varied = ["--capacity-factor", factor, "--seed", seed, "--drop-policy", policy]
+        varied += ["--padded-capacity-pool", pool]
         every.append(read([*flags, *varied], "sweep"))
     return every
 
@@ -133,9 +128,7 @@ def _sweep_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["probs"],
         metavar="NAME",
-        help="which rows keep a slot: values of --padded-policy, such as priority, or with a value "
-        "of --padded-remedy for dropped rows, such as probs+reroute; for Megatron's dispatchers "
-        "values of --drop-policy (default: probs)",
+        help="which rows keep a slot: values of --drop-policy (default: probs)",
     )
     made.add_argument(
         "--pools",

@@ -170,7 +170,7 @@ class Dispatch:
         "(default: 1.25 if the dispatcher drops)"
     )
     drop_policy: Literal["probs", "position"] = _option(
-        "which rows keep a slot, for every dispatcher; --padded-policy has more", default="probs"
+        "which rows keep a slot, for every dispatcher", default="probs"
     )
     shared_overlap: bool = _option(
         "run shared experts, if the model has them, beside the exchange", default=False
@@ -338,7 +338,7 @@ class Settings:
             padded.exchange != "direct" or (on_gpu and self.layout.ep > 1),
             "--padded-exchange",
             padded.exchange,
-            "be auto, alltoall or two-level without several GPUs, between which direct stores go",
+            "be auto or alltoall without several GPUs, between which direct stores go",
             "add --device cuda and an --ep of at least 2",
         )
         has_shared = self.model.shared_ffn_size is not None

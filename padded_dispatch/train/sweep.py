@@ -122,12 +122,11 @@ def row_of(
     is the median step time over the second half of them; None if other runs ran beside this one.
     """
     rows, last, padded = outcome.rows, outcome.rows[-1], settings.dispatch.padded
-    policy = settings.dispatch.drop_policy if padded.policy == "megatron" else padded.policy
     steady = [row.step_ms for row in rows[len(rows) // 2 :]]
     alone = num_jobs == 1
     return {
         **identity(settings),
-        "variant": policy if padded.remedy == "none" else f"{policy}+{padded.remedy}",
+        "variant": settings.dispatch.drop_policy,
         "pool": padded.capacity_pool,
         "flags": flags_of(settings),
         "seed": settings.recipe.seed,

@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=CAPACITY_POOLS,
         metavar="NAME",
         help="which rows share slots, kinds to compare: expert: those for one expert from one "
-        "rank; rank: those from one rank to another; receiver: all for one rank (default: all "
+        "rank; rank: those from one rank to another (default: all "
         "that can serve the run)",
     )
     slots.add_argument("--policy", choices=POLICIES, help="which rows keep a slot (default: probs)")

@@ -119,10 +119,7 @@ def cost(
     capacity = config.capacity(sizes.num_tokens)
     pools = config.sizes(sizes.num_tokens)
     num_slots = pools.num_rows
-    # Direct stores, which "receiver" needs, send real rows only.
     sent_rows = pools.num_pools * pools.pool_slots
-    if config.capacity_pool == "receiver":
-        sent_rows = math.ceil(busiest_rows)
     ffn = sizes.ffn_size / config.etp_size
     buffers = config.buffer_bytes(sizes.num_tokens, sizes.hidden_size, sizes.element_size)
     saved = round(num_slots * ((sizes.hidden_size + 3 * ffn) * sizes.element_size + _META_BYTES))

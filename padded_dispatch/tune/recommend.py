@@ -45,7 +45,6 @@ _ALIKE = 1.1  # factors closer than this are one phase: every change captures gr
 _OWNERS: dict[Pool, str] = {
     "expert": "source rank and expert",
     "rank": "source and destination rank",
-    "receiver": "destination rank",
     "all-sources": "expert",
     "hybrid-ep": "destination rank",
 }

@@ -9,17 +9,11 @@ One 64-bit key per row holds its group of competitors, then what the policy comp
 of these keys leaves equal rows in the order of source, token, expert, which is how the dispatcher
 breaks ties.
 
-Which rows compete, and what a factor of 1 is, depends on the pool of slots. The first three are
+Which rows compete, and what a factor of 1 is, depends on the pool of slots. The first two are
 `DispatchConfig.capacity_pool`, so a replay is what the dispatcher does:
 
 - "expert": a source's rows for one expert; C slots.
 - "rank": a source's rows for all experts of one rank; L * C slots.
-- "receiver": all sources' rows for all experts of one rank; S * L * C slots. Every (source, expert)
-  has C of them for itself, and the rest is shared by `padded_dispatch.ops.acceptance`, which
-  decides how many rows of each keep a slot; the policy decides which. With one source it is "rank".
-
-The others are the field's:
-
 - "all-sources": all sources' rows for one expert. The same formula for S * T tokens.
 - "hybrid-ep": all sources' rows for all experts of one rank; T * K * factor slots for each source,
   rounded down, then up to the alignment, as `moe_expert_rank_capacity_factor` with HybridEP in
@@ -45,18 +39,17 @@ import torch
 from numpy.typing import NDArray
 
 from padded_dispatch.config import POLICIES, DispatchConfig, Policy, require
-from padded_dispatch.ops.acceptance import accept_cells
 from padded_dispatch.ops.counters import mass_units
 from padded_dispatch.tune.trace import Trace
 
-Pool = Literal["expert", "rank", "receiver", "all-sources", "hybrid-ep"]
+Pool = Literal["expert", "rank", "all-sources", "hybrid-ep"]
 POOLS: tuple[str, ...] = get_args(Pool)
 
 NEVER = np.iinfo(np.int32).max  # the place of an empty choice, which no capacity reaches
 # A key holds the number of its group in 16 bits, then 16 bits of choice, then 32 bits of score.
 _MAX_GROUPS = 2**16
 # Pools that the experts of one rank share.
-_OF_A_RANK = ("rank", "receiver", "hybrid-ep")
+_OF_A_RANK = ("rank", "hybrid-ep")
 _CHUNK_ROWS = 2**18  # sorted at a time: small enough for a processor's cache
 
 
@@ -174,8 +167,6 @@ def replay(
     Raises:
         ValueError: names the argument, its value and what to change.
     """
-    if pool == "receiver" and trace.num_ranks == 1:
-        pool = "rank"  # Nothing is shared between sources.
     slots = _Slots(trace=trace, pool=pool, min_capacity=min_capacity, alignment=alignment, etp=etp)
     _check(slots, factors, policy)
     factors = sorted(map(float, factors))
@@ -340,31 +331,19 @@ class _Slots:
         )
         sources = trace.num_ranks if self.pool == "all-sources" else 1
         sizes = config.sizes(trace.num_tokens * sources)
-        return sizes.num_rows if self.pool == "receiver" else sizes.pool_slots
+        return sizes.pool_slots
 
     def limits(
         self, capacity: int, demand_USE: NDArray[np.int64], rows: "_Rows"
     ) -> int | NDArray[np.int64]:
         """Return the place from which on rows are dropped: one for all, or one for each row."""
-        if self.pool != "receiver":
-            return capacity
-        num_units, num_sources, num_experts = demand_USE.shape
-        by_rank = num_units, num_sources, self.num_ranks, num_experts // self.num_ranks
-        demand_URSL = demand_USE.reshape(by_rank).transpose(0, 2, 1, 3)
-        accepted_RM = accept_cells(
-            torch.from_numpy(demand_URSL.reshape(num_units * self.num_ranks, -1)),
-            capacity,
-            torch.arange(self.num_ranks).repeat(num_units),
-        )
-        accepted_URSL = accepted_RM.numpy().reshape(demand_URSL.shape)
-        return accepted_URSL.transpose(0, 2, 1, 3).reshape(-1)[rows.cell_NTK]
+        return capacity
 
     def pools_per_record(self) -> np.float64:
         """Return how many pools there are for each record that competes for them."""
         per_source = {
             "expert": self.trace.num_experts,
             "rank": self.num_ranks,
-            "receiver": 1 / self.etp,
             "all-sources": self.trace.num_experts / self.trace.num_ranks,
             "hybrid-ep": 1 / self.etp,
         }
@@ -466,7 +445,7 @@ def _rows(
     probs_NTK = None if trace.probs_NTK is None else trace.probs_NTK[records_UR.flatten()]
     record_N11 = np.arange(len(ids_NTK))[:, None, None]
     # The id -1 indexes the last expert; its place keeps it out of every count.
-    unit_N11 = record_N11 if slots.pool == "receiver" else record_N11 // records_UR.shape[1]
+    unit_N11 = record_N11 // records_UR.shape[1]
     group_NTK = unit_N11 * trace.num_experts + slots.group_of_expert()[ids_NTK]
     place_NTK = _places(
         ids_NTK.reshape(-1, trace.top_k),

@@ -93,8 +93,6 @@ def options(study: Study, *, per_layer: bool) -> dict[str, Any]:
     question, training = study.question, study.training
     if study.pool != "expert":
         given["capacity_pool"] = study.pool
-    if question.policy_given:
-        given["policy"] = question.policy
     if question.min_capacity != 1:
         given["min_capacity"] = question.min_capacity
     if question.alignment != 1:

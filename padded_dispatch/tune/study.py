@@ -13,7 +13,7 @@ from padded_dispatch.config import CAPACITY_POOLS, CapacityPool, DispatchConfig,
 from padded_dispatch.tune.cost import Cost, LayerSizes, balanced_drop, cost, members_per_host
 from padded_dispatch.tune.hosts import Links, OverHosts, by_ranks
 from padded_dispatch.tune.recommend import Recommendation, recommend
-from padded_dispatch.tune.replay import Replay, has_all_sources, largest_need, replay
+from padded_dispatch.tune.replay import Replay, largest_need, replay
 from padded_dispatch.tune.target import Target, percent
 from padded_dispatch.tune.time_model import TimeModel
 from padded_dispatch.tune.trace import Trace
@@ -317,15 +317,8 @@ def best_pool(answers: Sequence[PoolAnswer]) -> PoolAnswer:
 
 
 def _pools_for(trace: Trace, num_ranks: int, ranks_per_host: int) -> tuple[CapacityPool, ...]:
-    """Return the pools that can serve the traced run, those that fewer rows share first.
-
-    With one rank, "receiver" is "rank". It needs direct stores, which reach the GPUs of one host.
-    Its demand is known only if all sources were traced.
-    """
-    one_source = trace.num_ranks == 1
-    if one_source or num_ranks > ranks_per_host or not has_all_sources(trace):
-        return "expert", "rank"
-    return "expert", "rank", "receiver"
+    """Return the pools that can serve the traced run, those that fewer rows share first."""
+    return "expert", "rank"
 
 
 def _check(trace: Trace, question: Question, chosen: PoolAnswer) -> HeldOut:
@@ -427,7 +420,7 @@ def _hosts(
     config = _config(trace, chosen, question, chosen.training.overall.factor)
     # Sources that share slots need direct stores, which no other host can reach.
     within = members_per_host(config, question.ranks_per_host) == config.num_ranks
-    if layer is None or within or chosen.pool == "receiver":
+    if layer is None or within:
         return ()
     return by_ranks(config, layer.sizes, question.ranks_per_host, layer.links)
 

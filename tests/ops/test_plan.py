@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from torch.library import opcheck
 
-from padded_dispatch import reference
 from padded_dispatch.ops.plan import make_plan, packed_slots, plan_in_torch
+from tests.support import reference
 from tests.support.pools import pools
 from tests.support.routing_cases import (
     RoutingCase,

@@ -1,9 +1,9 @@
 """Bytes and times of exchanges over hosts, by hand and as in the field's public models."""
 
 import pytest
+from padded_dispatch.exchange.two_level import level_bytes
 
 from padded_dispatch.config import NO_DROP, DispatchConfig
-from padded_dispatch.exchange.two_level import level_bytes
 from padded_dispatch.tune.cost import LayerSizes, cost, members_per_host
 from padded_dispatch.tune.hosts import (
     Links,
