@@ -76,7 +76,6 @@ def options_table() -> str:
 def generated() -> dict[tuple[Path, str], str]:
     """Return the text between `<!-- NAME: ... -->` and `<!-- NAME: end -->`, by page and name."""
     return {
-        (README, "steps"): readme_figures().step_table(),
         (MEGATRON_PAGE, "options"): options_table(),
     }
 
@@ -114,17 +113,6 @@ def test_plot_shows_the_figures_of_the_results_file():
     assert shown <= labels, "run python notebooks/readme_figures.py"
 
 
-def test_plot_of_pools_shows_the_figures_of_the_results_file():
-    figures = readme_figures()
-    labels = set(re.findall("<!-- (.*?) -->", (figures.IMAGES / "pools.svg").read_text()))
-    shown = {
-        f"{shares[1.25]:.2%}"
-        for (_, pool), shares in figures.pool_drops().items()
-        if pool != "receiver"
-    }
-    assert shown <= labels, "run python notebooks/readme_figures.py"
-
-
 # The README.
 
 
@@ -147,7 +135,6 @@ def test_figures_of_the_first_screen_are_measured():
     figures = set(re.findall(r"\d+\.\d+", text))
     pages = ROOT / "notebooks" / "results", ROOT / "padded_dispatch" / "tune"
     measured = "".join((folder / "README.md").read_text() for folder in pages)
-    measured += readme_figures().step_table()
     assert len(figures) > 10
     assert figures - set(re.findall(r"\d+\.\d+", measured)) == set()
 
