@@ -30,8 +30,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from padded_dispatch.trace import load_traces
 from padded_dispatch.train.integrity import checkpoints, require_whole
-from padded_dispatch.tune.trace import load_traces
 from padded_dispatch.utils.results import about, append_run, read_runs
 from tests.support.gpu_rows import add_only, add_results, print_line, wants
 from tests.support.processes import workers_of

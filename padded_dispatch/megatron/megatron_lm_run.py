@@ -29,7 +29,7 @@ from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.routing import record_routing
 from padded_dispatch.megatron.telemetry import Snapshots, scalars
 from padded_dispatch.megatron.watch import CapacityWatch
-from padded_dispatch.tune.recorder import TraceRecorder
+from padded_dispatch.recorder import TraceRecorder
 
 # Figures in Megatron's line of a step.
 _IN_LINE = ("dropped", "fill", "needed_factor", "expert_overload")

@@ -5,7 +5,7 @@
         train()
         recorder.step(step)
 
-`padded_dispatch.tune.recorder` does the recording; this module knows the layers and the ranks.
+`padded_dispatch.recorder` does the recording; this module knows the layers and the ranks.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron.telemetry import padded_moe_layers
-from padded_dispatch.tune.recorder import Recording, RoutingBuffer, TraceRecorder
+from padded_dispatch.recorder import Recording, RoutingBuffer, TraceRecorder
 
 
 def record_routing(

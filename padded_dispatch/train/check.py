@@ -9,12 +9,12 @@ from importlib.util import find_spec
 from padded_dispatch.config import require
 from padded_dispatch.megatron.config import dispatch_config
 from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.trace import record_bytes
 from padded_dispatch.train import checkpoint
 from padded_dispatch.train.data import Windows, load_corpus
 from padded_dispatch.train.model import transformer_config
 from padded_dispatch.train.rows import kept_rows
 from padded_dispatch.train.settings import Settings
-from padded_dispatch.tune.trace import record_bytes
 from padded_dispatch.utils.lock import only_job
 from padded_dispatch.utils.results import require_results, require_space
 

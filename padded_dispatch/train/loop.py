@@ -30,6 +30,7 @@ from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.routing import record_routing
 from padded_dispatch.megatron.watch import CapacityWatch
 from padded_dispatch.megatron.world import world
+from padded_dispatch.recorder import TraceRecorder
 from padded_dispatch.train import checkpoint
 from padded_dispatch.train.data import Windows, load_corpus
 from padded_dispatch.train.display import Log
@@ -58,7 +59,6 @@ from padded_dispatch.train.optimizer import (
 )
 from padded_dispatch.train.settings import Output, Settings
 from padded_dispatch.train.world import megatron_state, model_parallel
-from padded_dispatch.tune.recorder import TraceRecorder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from padded_dispatch.config import require
+from padded_dispatch.trace import Trace, load_traces
 from padded_dispatch.tune import plots, report, settings, time_model
 from padded_dispatch.tune.arguments import SYNTHETIC, read
 from padded_dispatch.tune.cost import LayerSizes
@@ -25,7 +26,6 @@ from padded_dispatch.tune.screen import SETTINGS, summary
 from padded_dispatch.tune.study import Layer, Question, Study, study
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 from padded_dispatch.tune.target import Target
-from padded_dispatch.tune.trace import Trace, load_traces
 from padded_dispatch.utils.flags import errors_name_flags
 from padded_dispatch.utils.results import require_folder
 

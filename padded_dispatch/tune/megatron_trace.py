@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padded_dispatch.config import require
-from padded_dispatch.tune.trace import DEFAULT_MAX_BYTES, Trace, ascending, merge
+from padded_dispatch.trace import DEFAULT_MAX_BYTES, Trace, ascending, merge
 
 MTP_LAYERS = 10_000
 

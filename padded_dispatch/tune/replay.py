@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 from padded_dispatch.config import POLICIES, DispatchConfig, Policy, require
 from padded_dispatch.ops.acceptance import accept_cells
 from padded_dispatch.ops.counters import mass_units
-from padded_dispatch.tune.trace import Trace
+from padded_dispatch.trace import Trace
 
 Pool = Literal["expert", "rank", "receiver", "all-sources", "hybrid-ep"]
 POOLS: tuple[str, ...] = get_args(Pool)

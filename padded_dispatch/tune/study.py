@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padded_dispatch.config import CAPACITY_POOLS, CapacityPool, DispatchConfig, Policy, require
+from padded_dispatch.trace import Trace
 from padded_dispatch.tune.cost import Cost, LayerSizes, balanced_drop, cost, members_per_host
 from padded_dispatch.tune.hosts import Links, OverHosts, by_ranks
 from padded_dispatch.tune.recommend import Recommendation, recommend
 from padded_dispatch.tune.replay import Replay, has_all_sources, largest_need, replay
 from padded_dispatch.tune.target import Target, percent
 from padded_dispatch.tune.time_model import TimeModel
-from padded_dispatch.tune.trace import Trace
 from padded_dispatch.tune.warm_up import settled_since
 
 # A pool that more rows share is chosen if its factor is at most this share of the other's.

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padded_dispatch.config import require
-from padded_dispatch.tune.trace import MAX_EXPERTS, Trace, ascending
+from padded_dispatch.trace import MAX_EXPERTS, Trace, ascending
 from padded_dispatch.utils.routings import noisy_scores
 
 # balanced     all experts exactly alike, on every rank (to one row where E does not divide T * K)

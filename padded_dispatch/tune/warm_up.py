@@ -13,8 +13,8 @@ than 95 % of the rest. What the rest promises is decided from the rest alone.
 import numpy as np
 from numpy.typing import NDArray
 
+from padded_dispatch.trace import Trace
 from padded_dispatch.tune.replay import replay
-from padded_dispatch.tune.trace import Trace
 
 _FEWEST_STEPS = 10  # fewer show no end of a warm-up
 _ROUNDING = 1e-12

@@ -14,7 +14,7 @@ from megatron.core.transformer import cuda_graphs
 from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron import PaddedOptions, install, uninstall
 from padded_dispatch.megatron.telemetry import padded_moe_layers
-from padded_dispatch.tune.trace import load_traces
+from padded_dispatch.trace import load_traces
 from tests.megatron.test_telemetry import HostCount
 from tests.support.graph_protocol import make_graphed_callables
 from tests.support.megatron_lm_loop import Writer, stand_in

@@ -13,11 +13,11 @@ from padded_dispatch.config import Policy
 from padded_dispatch.megatron import uninstall
 from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.ops.counters import Counters
+from padded_dispatch.trace import load_traces
 from padded_dispatch.train import loop
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.settings import Settings
 from padded_dispatch.tune.replay import replay
-from padded_dispatch.tune.trace import load_traces
 
 # Counters by (step, layer, rank).
 Counted = dict[tuple[int, int, int], dict[str, Any]]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from padded_dispatch.tune.trace import Trace, ascending
+from padded_dispatch.trace import Trace, ascending
 
 
 def small_trace(

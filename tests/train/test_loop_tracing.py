@@ -5,9 +5,9 @@ import torch
 
 from padded_dispatch.megatron import uninstall
 from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.trace import load_traces
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.check import check
-from padded_dispatch.tune.trace import load_traces
 from tests.support.traced_run import Counted, assert_trace_says_the_same, counted_run
 
 SMALL = "--seq-length 24 --micro-batch 3 --log-every 2 --lr-warmup 2 --steps 6"

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from padded_dispatch.config import CAPACITY_POOLS
+from padded_dispatch.trace import Trace, ascending
 from padded_dispatch.tune.replay import largest_need, replay
-from padded_dispatch.tune.trace import Trace, ascending
 from padded_dispatch.utils.results import about, append_run, require_results
 from padded_dispatch.utils.routings import noisy_scores
 from padded_dispatch.utils.shapes import SHAPES

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from padded_dispatch import cli
+from padded_dispatch.trace import save_trace
 from padded_dispatch.tune.command import main
 from padded_dispatch.tune.plots import REMEDY
 from padded_dispatch.tune.replay import largest_need, replay
 from padded_dispatch.tune.study import grid
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
-from padded_dispatch.tune.trace import save_trace
 
 SIZES = TraceSizes(num_steps=60, num_layers=2, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
 MADE = "--steps 60 --layers 2 --ranks 2 --tokens 40 --experts 6 --top-k 2"

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from padded_dispatch.trace import Trace
 from padded_dispatch.tune.quantile import has_drifted
 from padded_dispatch.tune.recommend import (
     Phase,
@@ -13,7 +14,6 @@ from padded_dispatch.tune.recommend import (
 from padded_dispatch.tune.replay import replay
 from padded_dispatch.tune.study import grid, largest_need
 from padded_dispatch.tune.synthetic import KINDS, TraceSizes, synthetic_trace
-from padded_dispatch.tune.trace import Trace
 from tests.tune.processes import KINDS as KINDS_OF_NEED
 from tests.tune.promises import try_kind
 

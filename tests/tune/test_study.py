@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from padded_dispatch.config import DispatchConfig
+from padded_dispatch.trace import Trace
 from padded_dispatch.tune.cost import LayerSizes, cost
 from padded_dispatch.tune.recommend import Target
 from padded_dispatch.tune.replay import replay
@@ -20,7 +21,6 @@ from padded_dispatch.tune.study import (
 )
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 from padded_dispatch.tune.time_model import shipped
-from padded_dispatch.tune.trace import Trace
 
 QUESTION = Question(
     target=Target(drop=0.001, steps_share=0.9), eval_target=Target(drop=0.0, steps_share=0.9)

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 
 from padded_dispatch.ops.select import select
-from padded_dispatch.tune.recorder import Recording, RoutingBuffer, TraceRecorder, choices
-from padded_dispatch.tune.trace import load_trace, record_bytes
+from padded_dispatch.recorder import Recording, RoutingBuffer, TraceRecorder, choices
+from padded_dispatch.trace import load_trace, record_bytes
 from tests.support.graph_protocol import Tape
 from tests.support.pools import pools
 from tests.support.routing_cases import RoutingCase, routing_cases

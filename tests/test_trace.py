@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from padded_dispatch.tune.trace import Trace, ascending, merge, running_count
+from padded_dispatch.trace import Trace, ascending, merge, running_count
 from tests.support.traces import equal, small_trace
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from padded_dispatch.config import PoolSizes, require
 from padded_dispatch.ops.select import Selection
-from padded_dispatch.tune.trace import Trace, TraceWriter, record_bytes
+from padded_dispatch.trace import Trace, TraceWriter, record_bytes
 
 
 class RoutingBuffer:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib import format as npy
 
-from padded_dispatch.tune.trace import TraceWriter, load_trace, load_traces, merge, save_trace
+from padded_dispatch.trace import TraceWriter, load_trace, load_traces, merge, save_trace
 from tests.support.traces import equal, small_trace
 
 
@@ -62,7 +62,7 @@ def test_a_kill_before_the_first_records_leaves_the_file_before_it(tmp_path, mon
         if before is not None:
             save_trace(before, path)
         with monkeypatch.context() as patches, closing(TraceWriter(path)) as writer:
-            patches.setattr("padded_dispatch.tune.trace._records", killed)
+            patches.setattr("padded_dispatch.trace._records", killed)
             with pytest.raises(KeyboardInterrupt):
                 writer.append(trace(probs=False))
         assert [equal(load_trace(found), trace()) for found in tmp_path.glob("*.npy")] == (
