@@ -33,14 +33,9 @@ _COMMANDS = {
     ),
     "parts": ("bench.arguments:read_parts", "bench.parts", "measure kernels and experts alone"),
     "tune": (
-        "tune.arguments:read",
+        "tune.command:read",
         "tune.command",
         "choose a capacity factor from routing traces",
-    ),
-    "calibrate": (
-        "bench.arguments:read_calibrate",
-        "bench.calibrate",
-        "fit tune's time model to this machine",
     ),
 }
 

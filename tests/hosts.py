@@ -2,9 +2,6 @@
 
     python -m tests.hosts --out FILE --commit SHA
 
-`copies`: bytes between hosts and dropped rows of one copy of a token per host, simulated, see
-`tests.support.host_copies`.
-
 `torchrun`: a job of two torchruns with two workers each, which play two hosts and share a folder:
 one rank writes each file, and where one host is killed, the other ends and names it.
 
@@ -47,7 +44,6 @@ from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.mirror import mirror_of
 from padded_dispatch.utils.results import about, append_run
 from tests.support.gpu_rows import parse
-from tests.support.host_copies import MODELS, simulated
 from tests.support.many_ranks import World, train
 from tests.support.processes import children_of
 from tests.support.two_hosts import Hosts
@@ -125,7 +121,7 @@ def collectives(
     return row | {"passed": not any(codes) and not any(row[name] for name in _FOUND)}
 
 
-_KINDS = ("agreement", "collectives", "copies", "torchrun")
+_KINDS = ("agreement", "collectives", "torchrun")
 
 
 def shared_folder() -> dict[str, Any]:
@@ -178,18 +174,6 @@ def dead_host(number: int) -> dict[str, Any]:
         "processes_left": len(left),
         "passed": code != 0 and named in message and not left,
     }
-
-
-def copies() -> list[Callable[[], dict[str, Any]]]:
-    """Return what simulates each case of `tests.support.host_copies`."""
-    return [
-        functools.partial(simulated, model, num_ranks, factor, skew)
-        for model in MODELS
-        for num_ranks in (16, 32, 64)
-        if model.num_experts % num_ranks == 0
-        for skew in ("uniform", "lognormal")
-        for factor in (1.0, 1.25)
-    ]
 
 
 _FOUND = ("ranks_in_another_order", "differing")
@@ -290,8 +274,6 @@ def main() -> None:
     command = f"python -m tests.hosts {shlex.join(sys.argv[1:])}"
     rows: list[dict[str, Any]] = []
     works: list[Callable[[], dict[str, Any]]] = []
-    if arguments.only in (None, "copies"):
-        works += copies()
     if arguments.only in (None, "torchrun"):
         works += [shared_folder, *(functools.partial(dead_host, number) for number in (1, 0))]
     if arguments.only in (None, "agreement"):

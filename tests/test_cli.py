@@ -250,7 +250,7 @@ def test_tensorboard_that_is_missing_is_named(capsys, monkeypatch, tmp_path):
     assert "pip install 'padded-dispatch[train]'" in capsys.readouterr().err
 
 
-NEEDED = {"compare": ["--vs"], "sweep": ["--out", "r.json"], "calibrate": ["--out", "r.json"]}
+NEEDED = {"compare": ["--vs"], "sweep": ["--out", "r.json"]}
 
 
 @pytest.mark.ahead

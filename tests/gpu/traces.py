@@ -1,16 +1,13 @@
-"""Check that a run's trace equals the run's own counters, and that advice from it holds.
+"""Check that the replay of a run's trace equals the run's own counters.
 
     python -m tests.gpu.traces --out notebooks/results/traces.json --commit SHA
 
 Trains a small model with CUDA graphs of whole layers and a trace of every step, and reads every
-layer's counters after every step. First row: the replay of the trace at the run's own factor equals
-the counters, step by step and bit by bit. Then `padded-dispatch tune` gets the first part of the
-steps, and its recommendation is checked on the others. This is done twice: from the start, where
-demand still changes, so that `tune` should promise nothing, and from a step at which it is stable.
+layer's counters after every step. The replay of the trace at the run's own factor must equal the
+counters, step by step and bit by bit.
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -21,7 +18,6 @@ import torch
 
 from padded_dispatch.megatron.compat import training_stream
 from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.tune import command as tune
 from tests.support.gpu_rows import Rows, add_results
 from tests.support.pool import WorkerPool
 from tests.support.traced_run import Counted, assert_trace_says_the_same, counted_run
@@ -64,31 +60,6 @@ def compared(pool: WorkerPool, folder: Path, flags: str, device: str) -> dict[st
     }
 
 
-def promised(folder: Path, out: Path, hold_out: float, from_step: int) -> dict[str, Any]:
-    """Compare the promise of `tune` with the steps held out; return a row.
-
-    The row passes if the promised share of these steps kept the target, or nothing was promised.
-    """
-    flags = ["--hold-out", str(hold_out), "--from-step", str(from_step), "--drop", "0.001"]
-    tune.main([str(folder), *flags, "--no-plots", "--run-dir", str(out)])
-    found = json.loads((out / "recommendation.json").read_text())
-    advice, held = found["training"]["overall"], found["held_out"]
-    promise = not advice["caveats"]
-    share = found["training"]["target"]["steps_share"]
-    return {
-        "check": "hold-out",
-        "passed": not promise or held["kept"] >= share * held["num_steps"],
-        "tune": " ".join(flags),
-        "target": found["training"]["target"],
-        "promised": promise,
-        "sentence": found["sentence"],
-        "factor": advice["factor"],
-        "num_steps": advice["num_steps"],
-        "num_independent": advice["num_independent"],
-        "held_out": held,
-    }
-
-
 def main() -> int:
     """Run all parts; return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -96,8 +67,6 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--settled", type=int, default=300, help="step of the second promise")
-    parser.add_argument("--hold-out", type=float, default=0.3)
     parser.add_argument("flags", nargs="*", help="more of `padded-dispatch train`, after --")
     given = parser.parse_args()
     graph = "layer" if given.device == "cuda" else "none"
@@ -111,8 +80,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name, WorkerPool(given.workers, backend=backend) as pool:
         traces = Path(name, "traces")
         rows.add(compared(pool, traces, flags, given.device) | run_was)
-        for first in (0, given.settled):
-            rows.add(promised(traces, Path(name, "tune"), given.hold_out, first) | run_was)
     return rows.exit_code()
 
 
