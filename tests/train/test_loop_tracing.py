@@ -34,7 +34,6 @@ def run(pool, flags: str) -> Counted:
         ("--trace-every 3 --pp 2 --num-layers 4", "probs"),
         ("--trace-every 2 --etp 2 --balancing expert-bias", "probs"),
         ("--trace-every 2 --ep 1", "probs"),
-        ("--trace-every 2 --padded-policy priority --padded-remedy renormalize", "priority"),
     ],
 )
 def test_the_what_if_is_what_the_run_counted(pool2, tmp_path, flags, policy):

@@ -2,17 +2,13 @@
 
 import ast
 import contextlib
-import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from padded_dispatch.megatron import PaddedOptions, install
+from padded_dispatch.megatron import PaddedOptions, install, run
 from padded_dispatch.tune.recommend import Study, Target, study
 from padded_dispatch.tune.settings import blocks, options
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
@@ -25,20 +21,6 @@ MODEL: dict[str, Any] = dict(
     moe_router_topk=2,
     moe_aux_loss_coeff=0.0,
 )
-# Megatron-LM's spelling of the flags that a block adds to the user's own.
-SCRIPT = f"""
-import argparse, json
-from megatron.core.transformer.transformer_config import TransformerConfig
-
-parser = argparse.ArgumentParser(allow_abbrev=False)
-parser.add_argument("--num-layers", type=int)
-parser.add_argument("--moe-token-dispatcher-type")
-parser.add_argument("--moe-expert-capacity-factor", type=float)
-config = TransformerConfig(**{MODEL!r} | vars(parser.parse_args()))
-options = config.padded_dispatch
-layers = sorted(options.layer_factors.items())
-print(json.dumps([config.moe_expert_capacity_factor, options.capacity_pool, layers]))
-"""
 SIZES = TraceSizes(num_steps=30, num_layers=2, num_ranks=2, num_tokens=64, num_experts=8, top_k=2)
 TRACE = synthetic_trace("lognormal", SIZES, seed=1)
 STUDIES = {
@@ -93,26 +75,19 @@ def test_text_of_the_blocks():
     assert "padded" not in text_for("YAML", STUDIES["expert"], False).splitlines()[1:]
 
 
-def test_the_block_of_megatron_lm_runs(tmp_path):
-    """In bash, with a process in place of one for each GPU."""
-    found = STUDIES["rank"]
-    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
-    text = text_for("Megatron-LM", found, True)
-    script = text.replace("--nproc-per-node auto", "--nproc-per-node 1")
-    script = script.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        ["bash", "-euc", f"ARGS=(--num-layers 2)\n{script}"],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
-    factor, given = wanted(found, True)
-    layers = [list(item) for item in sorted(given.layer_factors.items())]
-    assert json.loads(done.stdout.splitlines()[-1]) == [factor, "rank", layers]
+@EACH
+@EACH_POOL
+def test_bash_and_the_launcher_take_the_block_of_megatron_lm(found, per_layer):
+    """In place of torchrun, a function prints the words that it is given."""
+    text = text_for("Megatron-LM", found, per_layer)
+    script = f"torchrun() {{ printf '%s\\n' \"$@\"; }}\nARGS=(--num-layers 2)\n{text}"
+    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
+    start, words = done.stdout.splitlines()[:4], done.stdout.splitlines()[4:]
+    assert start == ["--nproc-per-node", "auto", "-m", "padded_dispatch.megatron.run"]
+    factor, given = wanted(found, per_layer)
+    model = ["--num-layers", "2", "--moe-token-dispatcher-type", "padded_alltoall"]
+    rest = [*model, "--moe-expert-capacity-factor", f"{factor:g}"]
+    assert run.read(words) == (given, "pretrain_gpt.py", rest)
 
 
 def config_of(fields: dict[str, Any]) -> tuple[float | None, PaddedOptions]:
