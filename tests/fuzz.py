@@ -71,7 +71,6 @@ def _dispatcher(case: Case) -> PaddedDispatcher:
         num_experts=case.num_experts,
         top_k=case.top_k,
         capacity_factor=case.factor,  # pyright: ignore
-        min_capacity=case.min_capacity,
         alignment=case.alignment,
         capacity_pool=case.pool,  # pyright: ignore
         policy=case.policy,  # pyright: ignore

@@ -23,7 +23,6 @@ CASE = Case(
     num_local=2,
     top_k=1,
     factor=0.5,
-    min_capacity=1,
     alignment=1,
     pool="expert",
     policy="probs",

@@ -20,7 +20,6 @@ MODELS = {
 
 Variant = Literal[
     "auto",
-    "megatron router",
     "module",
     "packed",
     "batched",
@@ -30,7 +29,6 @@ Variant = Literal[
     "direct summed",
     "rank",
     "rank direct",
-    "receiver",
 ]
 
 # Where gradients of parameters go. "none": nowhere, each pass starts without them. "separate": each
@@ -65,15 +63,13 @@ class Contender:
     @property
     def exchange(self) -> str | None:
         """`PaddedOptions.exchange` of ours where the variant fixes it, else None."""
-        if self.variant in (None, "auto", "megatron router"):
+        if self.variant in (None, "auto"):
             return None
         return "direct" if self.variant in _DIRECT else "alltoall"
 
     @property
     def capacity_pool(self) -> CapacityPool:
         """`PaddedOptions.capacity_pool`; "expert" for stock, too."""
-        if self.variant == "receiver":
-            return "receiver"
         return "rank" if self.variant in ("rank", "rank direct") else "expert"
 
 
@@ -83,7 +79,6 @@ _DIRECT = (
     "direct each",
     "direct summed",
     "rank direct",
-    "receiver",
 )
 _OURS: dict[str, Any] = {"name": "ours", "dispatcher": "padded_alltoall"}
 _DROP_PAD: dict[str, Any] = {"name": "stock-drop-pad", "dispatcher": "alltoall"}
@@ -97,7 +92,6 @@ CONTENDERS = {
     "drop-pad-graphed": Contender(**_DROP_PAD, graph="layer"),
     "auto": Contender(**_OURS, variant="auto", on_cpu=True),
     "auto-graphed": Contender(**_OURS, variant="auto", graph="layer"),
-    "megatron-router-graphed": Contender(**_OURS, variant="megatron router", graph="layer"),
     "module": Contender(**_OURS, variant="module", on_cpu=True),
     "module-graphed": Contender(**_OURS, variant="module", graph="layer"),
     "packed": Contender(**_OURS, variant="packed", on_cpu=True),
@@ -111,7 +105,6 @@ CONTENDERS = {
     "direct-summed-graphed": Contender(**_OURS, variant="direct summed", graph="layer", min_ep=2),
     "rank-graphed": Contender(**_OURS, variant="rank", graph="layer"),
     "rank-direct-graphed": Contender(**_OURS, variant="rank direct", graph="layer", min_ep=2),
-    "receiver-graphed": Contender(**_OURS, variant="receiver", graph="layer", min_ep=2),
 }
 
 # Arguments of `routings.routing_scores`. With "idle-rank" the last rank's experts get no rows; with

@@ -23,17 +23,12 @@ _SEED = 1234
 
 OPTIONS = {
     "auto": PaddedOptions(),
-    "megatron router": PaddedOptions(router="megatron"),
     "module": PaddedOptions(experts="module", exchange="alltoall"),
     "packed": PaddedOptions(experts="packed", exchange="alltoall"),
     "batched": PaddedOptions(experts="batched", exchange="alltoall"),
     "direct": PaddedOptions(experts="packed", exchange="direct"),
-    "direct serial": PaddedOptions(experts="packed", exchange="direct", rows_home="after"),
-    "direct each": PaddedOptions(experts="packed", exchange="direct", link_rows="each"),
-    "direct summed": PaddedOptions(experts="packed", exchange="direct", link_rows="summed"),
     "rank": PaddedOptions(experts="packed", exchange="alltoall", capacity_pool="rank"),
     "rank direct": PaddedOptions(experts="packed", exchange="direct", capacity_pool="rank"),
-    "receiver": PaddedOptions(experts="packed", exchange="direct", capacity_pool="receiver"),
 }
 
 

@@ -38,7 +38,7 @@ _NUM_BATCHES = 4
 
 # The first pattern that matches decides.
 _PHASES = {
-    "select": r"_select_\w*kernel|_choice_ranks_kernel|_accept_kernel",
+    "select": r"_select_\w*kernel",
     "plan": r"_rank_kernel|_plan_count_kernel|_slot_kernel|_row_id_map",
     "meta": r"_(gather|scatter)_meta_kernel",
     "gather": r"_spread_rows_kernel|\b_permute_kernel|_unpermute_bwd",
@@ -48,7 +48,7 @@ _PHASES = {
     r"|_find_slots|_list_slots|\b_shift_kernel|barrier_kernel",
     "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas"
     r"|_rows_times_weights|_row_tiles|_weight_gradients_kernel",
-    "router": r"_route_\w*kernel|topk|bitonicSort|softmax_warp|_scatter_gather|aux_loss",
+    "router": r"topk|bitonicSort|softmax_warp|_scatter_gather|aux_loss",
     "telemetry": r"_count_kernel",
     "activation": r"silu|swiglu|gated|gelu|sigmoid|_activat\w*_kernel",
     "copies": r"Memcpy|Memset|copy_kernel|FillFunctor|CatArray",

@@ -15,9 +15,6 @@ device's: the time that is left where links cost nothing. `push each` sends ever
 one copy of a token to each other rank, where `copies` makes the others; `return` is the way home,
 `return sums` that of one sum of a token's rows.
 
-`router` is the way from logits to maps, forward and backward, with the scores that a loss reads;
-beside it the same in torch, as Megatron has it.
-
 `products` are the grouped products of a rank's experts, by themselves, with the rows that a random
 routing of all ranks brings each expert: rows times weights (`fc1`, `fc2`), gradients of rows
 (`dgrad`) and of weights (`wgrad`) by our kernels and by torch's; the list of tiles that four of
@@ -32,7 +29,6 @@ Shape suffixes: those of the README (T K E L S C D F); N packed rows, M = S * L 
 """
 
 import argparse
-import dataclasses
 import functools
 import statistics
 import sys
@@ -49,7 +45,6 @@ from padded_dispatch.bench.cases import MODELS
 from padded_dispatch.bench.clocks import max_sm_mhz
 from padded_dispatch.config import DispatchConfig, Policy, require
 from padded_dispatch.experts import ExpertWeights, Linear, grouped_mlp
-from padded_dispatch.ops.acceptance import accept
 from padded_dispatch.ops.activation import Activation
 from padded_dispatch.ops.counters import Counters
 from padded_dispatch.ops.grouped import (
@@ -59,9 +54,7 @@ from padded_dispatch.ops.grouped import (
     outer_by_expert,
     row_tiles,
 )
-from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import make_plan
-from padded_dispatch.ops.router import ScoreFunction, route, route_in_torch
 from padded_dispatch.ops.rows import (
     combine_rows,
     gather_meta,
@@ -170,7 +163,6 @@ def _pool_selections(
     """Yield the selection of each policy, and of a hot expert; with pools of one, torch's, too."""
     num_experts, top_k = config.num_experts, config.top_k
     probs_TE, map_TE = _routing(config, num_tokens, device)
-    draw = torch.zeros((), dtype=torch.int64, device=device)
     width = num_experts // num_pools
     least = 2 * map_TE.numel() + probs_TE.element_size() * num_tokens * top_k
 
@@ -179,17 +171,12 @@ def _pool_selections(
         return Part(name=name, run=run, fill=1.0, bytes=least)
 
     for policy in get_args(Policy):
-        yield part(f"select {policy}, X {width}", kept_map, policy, None, draw, width)
+        yield part(f"select {policy}, X {width}", kept_map, policy, width)
     if num_pools == num_experts:
-        limit_E = torch.full((num_experts,), slots, dtype=torch.int32, device=device)
-        yield part("select probs, limits", kept_map, "probs", None, None, 1, limit_E)
         yield part("select probs, torch", kept_map_in_torch, "probs")
-        demand_SE = map_TE[:8].to(torch.int32)
-        accepting = functools.partial(accept, demand_SE, int(demand_SE.sum()) // 16 + 1, 8)
-        yield Part(name="accept, 8 sources", run=accepting, fill=1.0)
     hot_TE = probs_TE.index_fill(1, torch.zeros(1, dtype=torch.int64, device=device), 1.0)
     hot_map_TE = torch.zeros_like(map_TE).scatter_(1, hot_TE.topk(top_k).indices, True)
-    hot = functools.partial(kept_map, hot_map_TE, probs_TE, slots, "probs", None, None, width)
+    hot = functools.partial(kept_map, hot_map_TE, probs_TE, slots, "probs", width)
     yield Part(name=f"select probs, hot, X {width}", run=hot, fill=1.0, bytes=least)
 
 
@@ -258,7 +245,6 @@ def _parts(
     """Yield the parts of the groups in `only`, in the order of `PARTS`."""
     groups = {
         "copy": lambda: _copies(device),
-        "router": lambda: _routers(config, num_tokens, device),
         "selection": lambda: _selections(config, num_tokens, device),
         "rows": lambda: _kernels(shape, config, num_tokens, device),
         "direct": lambda: _direct_stores(shape, config, num_tokens, device),
@@ -278,52 +264,15 @@ def _copies(device: torch.device) -> Iterator[Part]:
     yield Part(name="copy", run=lambda: target.copy_(source), fill=1.0, bytes=2 * _COPIED)
 
 
-def _routers(config: DispatchConfig, num_tokens: int, device: torch.device) -> Iterator[Part]:
-    """Yield routing forward and backward, by our operation and by torch with autograd."""
-    torch.manual_seed(0)
-    logits_TE = torch.randn(num_tokens, config.num_experts, device=device).requires_grad_()
-    grads = torch.randn_like(logits_TE), torch.randn_like(logits_TE[:1]).expand_as(logits_TE)
-    for function in get_args(ScoreFunction):
-
-        def ours(function: ScoreFunction = function) -> tuple[Tensor, Tensor]:
-            found = route(logits_TE, top_k=config.top_k, function=function, with_scores=True)
-            assert found.scores_TE is not None
-            return found.probs_TE, found.scores_TE
-
-        def torchs(function: ScoreFunction = function) -> tuple[Tensor, Tensor]:
-            found = route_in_torch(logits_TE, None, config.top_k, function, 1.0, True)
-            return found[0], found[2]
-
-        def both_ways(way: Callable[[], tuple[Tensor, Tensor]]) -> None:
-            torch.autograd.grad(way(), logits_TE, grads)
-
-        for name, way in (("", ours), (", torch", torchs)):
-            yield Part(name=f"router {function}{name}", run=way, fill=1.0)
-            run = functools.partial(both_ways, way)
-            yield Part(name=f"router {function} both ways{name}", run=run, fill=1.0)
-
-
 def _selections(config: DispatchConfig, num_tokens: int, device: torch.device) -> Iterator[Part]:
-    """Yield each policy, each remedy, and protection: forward only, the same for any routing."""
+    """Yield each policy: forward only, the same for any routing."""
     capacity, sizes = config.capacity(num_tokens), config.sizes(num_tokens)
     probs_TE, map_TE = _routing(config, num_tokens, device)
-    protected_T = torch.arange(num_tokens, device=device) % 10 == 0
-    draw = torch.zeros((), dtype=torch.int64, device=device)
     fill = int(map_TE.sum(0).clamp(max=capacity).sum()) / (config.num_experts * capacity)
 
-    def part(name: str, chosen: DispatchConfig, protected_T: Tensor | None = None) -> Part:
-        def run() -> None:
-            select_with_remedy(
-                chosen, sizes, map_TE, probs_TE, probs_TE, protected_T=protected_T, draw=draw
-            )
-
-        return Part(name=name, run=run, fill=fill)
-
     for policy in get_args(Policy):
-        yield part(f"select {policy}", dataclasses.replace(config, policy=policy))
-    for remedy in ("renormalize", "reroute"):
-        yield part(f"select probs, {remedy}", dataclasses.replace(config, remedy=remedy))
-    yield part("select probs, protected", config, protected_T)
+        run = functools.partial(select, map_TE, probs_TE, sizes=sizes, policy=policy)
+        yield Part(name=f"select {policy}", run=run, fill=fill)
     yield _telemetry(config, probs_TE, map_TE)
 
 

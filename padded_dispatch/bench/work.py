@@ -33,7 +33,6 @@ from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange.symmetric_memory import allocated_gib, reserved_gib
 from padded_dispatch.megatron import install
 from padded_dispatch.megatron.world import world
-from padded_dispatch.ops.acceptance import accept
 from padded_dispatch.utils.results import about, append_run
 
 _SHOWN_KERNELS = 24
@@ -224,8 +223,6 @@ def _kept(demand_SE: Tensor, config: DispatchConfig, num_tokens: int) -> Tensor:
     Which experts of a pool lose rows depends on the policy; here each loses the same share.
     """
     sizes = config.sizes(num_tokens)
-    if config.shares_receivers:
-        return accept(demand_SE, sizes.num_rows, config.num_ranks).float()
     demand_SGX = demand_SE.unflatten(1, (sizes.num_pools, -1)).float()
     share_SG1 = (sizes.pool_slots / demand_SGX.sum(2, keepdim=True).clamp(min=1)).clamp(max=1)
     return (demand_SGX * share_SG1).flatten(1)

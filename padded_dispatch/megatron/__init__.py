@@ -1,4 +1,4 @@
-"""The padded dispatcher in Megatron-Core 0.16.1 to 0.19.0.
+"""The padded dispatcher in Megatron-Core 0.16.1 to 0.20.
 
 Two ways in. `install()` makes `moe_token_dispatcher_type="padded_alltoall"` work everywhere.
 `padded_spec(spec)` puts `PaddedMoELayer` into a layer spec and patches nothing, except that a
@@ -11,26 +11,18 @@ read `padded_dispatch.megatron.options` alone, which takes neither Megatron nor 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from padded_dispatch.config import NO_DROP
-
 if TYPE_CHECKING:
-    from padded_dispatch.megatron.control import CapacityControl
     from padded_dispatch.megatron.cpu import megatron_on_cpu
-    from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
-    from padded_dispatch.megatron.graphs import GraphedMoELayer, LayerGraphs
+    from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs
     from padded_dispatch.megatron.installer import install, uninstall
     from padded_dispatch.megatron.layer import PaddedMoELayer, padded_spec
     from padded_dispatch.megatron.options import PaddedOptions
     from padded_dispatch.megatron.retry import Retry
-    from padded_dispatch.megatron.router import protect
     from padded_dispatch.megatron.telemetry import Telemetry
 
 __all__ = [
-    "NO_DROP",
-    "CapacityControl",
-    "GraphedMoELayer",
+    "IterationGraph",
     "LayerGraphs",
-    "PaddedAlltoAllTokenDispatcher",
     "PaddedMoELayer",
     "PaddedOptions",
     "Retry",
@@ -38,16 +30,13 @@ __all__ = [
     "install",
     "megatron_on_cpu",
     "padded_spec",
-    "protect",
     "uninstall",
 ]
 
 # The module of each name.
 _HOMES = {
-    "CapacityControl": "control",
-    "GraphedMoELayer": "graphs",
+    "IterationGraph": "graphs",
     "LayerGraphs": "graphs",
-    "PaddedAlltoAllTokenDispatcher": "dispatcher",
     "PaddedMoELayer": "layer",
     "PaddedOptions": "options",
     "Retry": "retry",
@@ -55,7 +44,6 @@ _HOMES = {
     "install": "installer",
     "megatron_on_cpu": "cpu",
     "padded_spec": "layer",
-    "protect": "router",
     "uninstall": "installer",
 }
 

@@ -76,15 +76,6 @@ def captures_experts(config: Any) -> bool:
     return _captures(config) and (_captures_all(config) or "moe" in graph_scopes(config))
 
 
-def captures_router_alone(config: Any) -> bool:
-    """Return whether graphs of a config end between the router and the first dispatch stage.
-
-    Such a graph hands on the map and the probabilities, and nothing else that the router found.
-    """
-    scopes = graph_scopes(config)
-    return _captures(config) and "moe_router" in scopes and not scopes & {"moe", "moe_preprocess"}
-
-
 def captures_dispatch_alone(config: Any) -> bool:
     """Return whether graphs of a config end between the first dispatch stage and the experts.
 

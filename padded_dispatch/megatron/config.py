@@ -4,6 +4,8 @@ The rows of `padded_dispatch.megatron.fields` decide what is refused; this modul
 """
 
 import dataclasses
+import functools
+import logging
 import re
 from typing import Any
 
@@ -21,14 +23,14 @@ from padded_dispatch.config import (
 from padded_dispatch.megatron.compat import (
     captures_experts,
     captures_iteration,
-    captures_router_alone,
     captures_routing,
     graph_scopes,
     splits_hybrid_layers,
 )
-from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
-from padded_dispatch.megatron.log import log_once
-from padded_dispatch.megatron.options import PaddedOptions, by_name, require_options
+from padded_dispatch.megatron.fields import REFUSED, REPLACED, ConfigField
+from padded_dispatch.megatron.options import PaddedOptions, require_options, to_plain
+
+_log = logging.getLogger("padded_dispatch")
 
 _EXPERTS = ("TEGroupedMLP", "SequentialMLP")
 
@@ -38,9 +40,27 @@ _REFUSED_EXPERTS = {
     "InferenceGroupedMLP": "it takes a routing map from an inference dispatcher",
 }
 
-# Slots per (source, expert) that evaluation may always have, whatever `fit_max_factor` is. The
-# factor is about memory; in decoding it would split passes of few tokens, which need next to none.
-_SLOTS_OF_FEW_TOKENS = 64
+# Fields that decide what ranks compute, beside all `moe_...`.
+_COMPARED = (
+    "add_bias_linear",
+    "cuda_graph_impl",
+    "cuda_graph_modules",
+    "cuda_graph_scope",
+    "delay_wgrad_compute",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "fp4",
+    "fp8",
+    "mlp_chunks_for_training",
+    "num_moe_experts",
+    "overlap_dispatch_backward_with_experts_wgrad",
+    "overlap_moe_expert_parallel_comm",
+    "quant_recipe",
+    "recompute_granularity",
+    "recompute_modules",
+    "sequence_parallel",
+    "transformer_impl",
+)
 
 # Fields of `DispatchConfig`, and the fields of Megatron's config that set them.
 _NAMES = {
@@ -52,6 +72,12 @@ _NAMES = {
     "etp_size": "expert_tensor_parallel_size",
 }
 _MEGATRONS = re.compile(rf"\b({'|'.join(_NAMES)})\b")
+
+
+@functools.cache
+def log_once(line: str, level: int = logging.INFO) -> None:
+    """Log a line, unless this process has logged it before."""
+    _log.log(level, line)
 
 
 def check_config(config: Any) -> None:
@@ -66,7 +92,7 @@ def check_config(config: Any) -> None:
         ValueError: one line per refused setting: field, value, reason, remedy; or see
             `dispatch_config` and `padded_options`.
     """
-    refused = refusals(config, (*MOE_FIELDS, *OTHER_FIELDS))
+    refused = refusals(config, REFUSED)
     graphs = _read(config, "cuda_graph_impl")
     if _keeps_old_weights(config):
         refused.append(
@@ -76,30 +102,18 @@ def check_config(config: Any) -> None:
             "disable_parameter_transpose_cache=True."
         )
     options = padded_options(config)
-    for name, factors in (
-        ("layer_factors", options.layer_factors),
-        ("schedule", options.factor_of_step),
-    ):
-        if FIT in factors.values() and captures_routing(config):
-            refused.append(
-                f"  {name}={getattr(options, name)!r} with cuda_graph_impl={graphs!r}: sizes that "
-                "fit a pass are read on the host. Remedy: numbers, or graphs of attention only."
-            )
-    if options.capacity_pool == "receiver" and captures_router_alone(config):
+    if FIT in options.layer_factors.values() and captures_routing(config):
         refused.append(
-            f"  capacity_pool='receiver' with cuda_graph_impl={graphs!r} and 'moe_router' without "
-            "'moe_preprocess': such a graph does not hand on the rows that other ranks keep. "
-            "Remedy: capture 'moe_preprocess', too, or capacity_pool='rank'."
+            f"  layer_factors={options.layer_factors!r} with cuda_graph_impl={graphs!r}: sizes "
+            "that fit a pass are read on the host. Remedy: numbers, or graphs of attention only."
         )
-    by_stores = options.exchange == "direct" or options.capacity_pool == "receiver"
-    if by_stores and splits_hybrid_layers(config):
+    if options.exchange == "direct" and splits_hybrid_layers(config):
         refused.append(
-            "  exchange='direct' or capacity_pool='receiver' with a graph that ends before the "
-            f"experts of a hybrid stack (cuda_graph_impl={graphs!r}): the one behind them does not "
-            "learn where rows came from. Remedy: exchange='alltoall' and capacity_pool='rank', or "
-            "capture 'moe', too."
+            "  exchange='direct' with a graph that ends before the experts of a hybrid stack "
+            f"(cuda_graph_impl={graphs!r}): the one behind them does not learn where rows came "
+            "from. Remedy: exchange='alltoall', or capture 'moe', too."
         )
-    refused += _refused_overlaps(config, options)
+    refused += _refused_overlaps(config)
     if refused:
         raise ValueError("\n".join(["the padded dispatcher does not support", *refused]))
     if _read(config, "num_moe_experts"):
@@ -125,7 +139,7 @@ def _keeps_old_weights(config: Any) -> bool:
     )
 
 
-def _refused_overlaps(config: Any, options: PaddedOptions) -> list[str]:
+def _refused_overlaps(config: Any) -> list[str]:
     """Return one line per setting that cannot be combined with one that overlaps the exchange."""
     combined = "overlap_moe_expert_parallel_comm"
     why = {
@@ -144,11 +158,6 @@ def _refused_overlaps(config: Any, options: PaddedOptions) -> list[str]:
                 f"  cuda_graph_impl={impl!r} of layers with their experts, with {name}: {reason}. "
                 "Remedy: 'transformer_engine' with the scopes attn, moe_router and moe_preprocess."
             )
-    if _read(config, combined) and options.exchange == "two-level":
-        found.append(
-            f"  exchange='two-level' with {combined}: it sends where the schedule computes. "
-            "Remedy: exchange='auto', or no overlap."
-        )
     return found
 
 
@@ -171,11 +180,7 @@ def notes(config: Any) -> list[str]:
 
 def _set_for_others(config: Any) -> list[ConfigField]:
     """Return the rows of fields that a recipe has set for another dispatcher."""
-    return [
-        row
-        for row in (*MOE_FIELDS, *OTHER_FIELDS)
-        if row.status == "replaced" and _read(config, row.name) not in (None, _default(row.name))
-    ]
+    return [row for row in REPLACED if _read(config, row.name) not in (None, _default(row.name))]
 
 
 def _note(config: Any, row: ConfigField) -> str:
@@ -265,14 +270,12 @@ def padded_options(config: Any) -> PaddedOptions:
 def settings_of(config: Any) -> tuple[tuple[str, object], ...]:
     """Return all options and the fields of `config` that act on the padded path, as text by name.
 
-    The ranks of a layer must have the same; `agreement_timeout` decides no result.
+    The ranks of a layer must have the same.
     """
-    options = by_name(padded_options(config)).items()
-    fields = [row.name for row in (*MOE_FIELDS, *OTHER_FIELDS) if row.status == "used"]
-    return (
-        *((name, str(value)) for name, value in options if name != "agreement_timeout"),
-        *((name, str(_read(config, name))) for name in fields),
-    )
+    moe = [name for name in TransformerConfig.__dataclass_fields__ if name.startswith("moe_")]
+    fields = {name: _read(config, name) for name in (*moe, *_COMPARED)}
+    values = to_plain(padded_options(config)) | fields
+    return tuple((name, str(value)) for name, value in values.items() if not callable(value))
 
 
 def is_ours(config: Any) -> bool:
@@ -322,19 +325,15 @@ def dispatch_config(
     Raises:
         ValueError: see `DispatchConfig`; it names Megatron's fields.
     """
-    policy = options.policy
     factor = _factor(config, options, layer_number, training)
     try:
         found = DispatchConfig(
             num_experts=config.num_moe_experts,
             top_k=config.moe_router_topk,
             capacity_factor=factor,
-            min_capacity=options.min_capacity,
-            alignment=_alignment(config, options),
+            alignment=_alignment(config),
             capacity_pool=options.capacity_pool,
-            policy=config.moe_token_drop_policy if policy == "megatron" else policy,
-            remedy=options.remedy,
-            reroute_rounds=options.reroute_rounds,
+            policy=config.moe_token_drop_policy,
             num_ranks=num_ranks,
             etp_size=etp_size,
         )
@@ -345,8 +344,7 @@ def dispatch_config(
 
 def fitting(config: DispatchConfig) -> DispatchConfig:
     """Return the config for passes outside of training whose sizes fit their routing."""
-    few = max(config.min_capacity, _SLOTS_OF_FEW_TOKENS)
-    return dataclasses.replace(config, capacity_factor=FIT, min_capacity=few)
+    return dataclasses.replace(config, capacity_factor=FIT)
 
 
 def passes_in_flight(config: Any, pp_rank: int) -> int:
@@ -409,22 +407,18 @@ def _factor(
         return factor
     if layer_number is not None and layer_number in options.layer_factors:
         return options.layer_factors[layer_number]
-    if 0 in options.factor_of_step:
-        return options.factor_of_step[0]
     factor = config.moe_expert_capacity_factor
     # Megatron takes a negative factor for None, but only in `__post_init__`.
     return NO_DROP if factor is None or factor < 0 else factor
 
 
-def _alignment(config: Any, options: PaddedOptions) -> int:
+def _alignment(config: Any) -> int:
     """Return the alignment in rows, the largest that one of the config's recipes needs.
 
     Megatron-Core 0.16.1 to 0.20 needs 32 for fp8 in the recipe mxfp8, 16 in the others, and for
     fp4 what its recipe says. Megatron does not ask `quant_recipe`, which gives modules recipes of
     their own.
     """
-    if options.alignment != "auto":
-        return options.alignment
     fp8, fp4 = _own_recipes(_read(config, "quant_recipe"))
     fp8 += [config.fp8_recipe] if config.fp8 else []
     fp4 += [config.fp4_recipe] if config.fp4 else []

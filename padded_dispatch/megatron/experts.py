@@ -41,14 +41,9 @@ from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from padded_dispatch.config import FIT, NO_DROP, require
+from padded_dispatch.config import require
 from padded_dispatch.exchange.choose import Layout
-from padded_dispatch.experts import (
-    ExpertWeights,
-    LinearsToSums,
-    grouped_mlp,
-    grouped_mlp_to_sums,
-)
+from padded_dispatch.experts import ExpertWeights, LinearsToSums, grouped_mlp
 from padded_dispatch.megatron.compat import (
     FUSED_SWIGLU_CLAMPS,
     LOCAL_GRAPHS_ADD_GRADIENTS,
@@ -58,7 +53,6 @@ from padded_dispatch.megatron.config import padded_options, refusals
 from padded_dispatch.megatron.fields import ConfigField, given
 from padded_dispatch.megatron.stacked_linear import ShardedLayout, StackedLinear
 from padded_dispatch.ops.activation import Activation, Function
-from padded_dispatch.ops.grouped import batched_linear, grouped_linear
 from padded_dispatch.utils.nvtx import nvtx_range
 
 _REMEDY = 'PaddedOptions(experts="module")'
@@ -85,29 +79,29 @@ def chosen_experts(config: Any) -> ChosenExperts:
     `torch._grouped_mm` reads counts on the host. Where experts share a pool, it means packed.
 
     Raises:
-        ValueError: if experts share a pool and packed experts do not support the config, or if the
-            spec's module would delay gradients of several rounds.
+        ValueError: if experts share a pool and packed experts do not support the config.
     """
-    chosen = _chosen_experts(config)
-    if chosen.layout is None:
-        _check_rounds(config)
-    return chosen
-
-
-def _check_rounds(config: Any) -> None:
-    """Raise if experts whose `backward_dw` computes one gradient could have one of each round."""
     options = padded_options(config)
-    factors = *options.layer_factors.values(), *options.factor_of_step.values()
-    fits = FIT in factors or options.on_overflow == "retry"
-    require(
-        not (delays_weight_gradients(config) and fits) or options.fit_max_factor == NO_DROP,
-        "fit_max_factor",
-        options.fit_max_factor,
-        "be no-drop with delayed weight gradients, training passes that fit (on_overflow='retry' "
-        "has them, too) and experts of the layer's spec, which would compute the gradients of one "
-        "round only",
-        "set it, or experts='packed'",
-    )
+    option = options.experts
+    if options.capacity_pool != "expert":
+        pool, against = options.capacity_pool, _refusals(config)
+        if option == "auto" and (reason := _against_device()):
+            against.append(f"  {reason}")
+        if against:
+            reasons = [line.partition(". Remedy")[0] for line in against]
+            rule = "be expert, because experts that share slots are packed, which do not support"
+            raise ValueError(
+                "\n".join(
+                    [f"capacity_pool must {rule}", *reasons, f"got {pool!r}; set it to expert"]
+                )
+            )
+        return ChosenExperts(layout="packed", reason=f"capacity_pool={pool!r}")
+    if option != "auto":
+        layout = "packed" if option == "packed" else None
+        return ChosenExperts(layout=layout, reason=f"experts={option!r} was asked for")
+    if reason := _against_ours(config):
+        return ChosenExperts(layout=None, reason=reason)
+    return ChosenExperts(layout="either", reason="experts='auto'")
 
 
 def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
@@ -136,30 +130,6 @@ def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
         "would not see",
         "set it, set experts='packed', or train with Megatron-FSDP",
     )
-
-
-def _chosen_experts(config: Any) -> ChosenExperts:
-    options = padded_options(config)
-    option = options.experts
-    if options.capacity_pool != "expert":
-        pool, against = options.capacity_pool, _refusals(config)
-        if option == "auto" and (reason := _against_device()):
-            against.append(f"  {reason}")
-        if against:
-            reasons = [line.partition(". Remedy")[0] for line in against]
-            rule = "be expert, because experts that share slots are packed, which do not support"
-            raise ValueError(
-                "\n".join(
-                    [f"capacity_pool must {rule}", *reasons, f"got {pool!r}; set it to expert"]
-                )
-            )
-        return ChosenExperts(layout="packed", reason=f"capacity_pool={pool!r}")
-    layouts: dict[str, Layout | None] = {"module": None, "packed": "packed", "batched": "padded"}
-    if option != "auto":
-        return ChosenExperts(layout=layouts[option], reason=f"experts={option!r} was asked for")
-    if reason := _against_ours(config):
-        return ChosenExperts(layout=None, reason=reason)
-    return ChosenExperts(layout="either", reason="experts='auto'")
 
 
 def _against_ours(config: Any) -> str:
@@ -284,11 +254,8 @@ class StackedExperts(MegatronModule):
             fc1_delayed=self.linear_fc1.delayed,
             fc2_delayed=self.linear_fc2.delayed,
         )
-        given = rows_ND, probs_N, rows_L, weights, self.activation
-        if linears is not None:
-            return grouped_mlp_to_sums(*given, linears, recompute=self.recompute), None
-        linear = grouped_linear if is_packed else batched_linear
-        return grouped_mlp(*given, linear=linear, recompute=self.recompute), None
+        how = dict(padded=not is_packed, home=linears, recompute=self.recompute)
+        return grouped_mlp(rows_ND, probs_N, rows_L, weights, self.activation, **how), None
 
     @property
     def takes_linears(self) -> bool:
@@ -401,7 +368,7 @@ def _refusals(config: Any) -> list[str]:
 
 
 def _field(name: str, note: str, refuses: Any) -> ConfigField:
-    return ConfigField(name=name, status="refused", note=note, refuses=refuses, remedy=_REMEDY)
+    return ConfigField(name=name, note=note, refuses=refuses, remedy=_REMEDY)
 
 
 def _has_moe_act(modules: Any) -> bool:

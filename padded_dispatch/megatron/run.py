@@ -1,7 +1,7 @@
 """Run a Megatron-LM script after `install()`, so that it can use the padded dispatcher.
 
     torchrun --nproc-per-node 8 -m padded_dispatch.megatron.run pretrain_gpt.py \\
-        --moe-token-dispatcher-type padded_alltoall --padded-policy priority ...
+        --moe-token-dispatcher-type padded_alltoall --padded-capacity-pool rank ...
 
 Works without torchrun too (`python -m padded_dispatch.megatron.run pretrain_gpt.py ...`). The first
 word that is no option of the padded dispatcher is the script. `--padded-...` may stand anywhere,
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 def _name_flag(message: str) -> str:
     """Replace the option that an error of `PaddedOptions` begins with by its flag.
 
-    Example: "grow_after must ..." becomes "--padded-grow-after must ...".
+    Example: "eval_factor must ..." becomes "--padded-eval-factor must ...".
     """
     return re.sub(r"^\w+", lambda name: f"--padded-{name[0].replace('_', '-')}", message)
 

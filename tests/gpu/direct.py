@@ -4,7 +4,7 @@
 
 It uses all GPUs of the machine. Every part writes a row, and the file is complete after each row. A
 part that fails or exceeds its time limit does not stop the others. `--only TEXT` runs the parts
-with this text in their names: "eager", "replays", "rows stored", "exchange", "error", "a rank".
+with this text in their names: "eager", "replays", "exchange", "a rank".
 
     compute-sanitizer --tool memcheck --show-backtrace no --report-api-errors no \\
         --target-processes all --error-exitcode 9 python -m tests.gpu.direct --small
@@ -38,10 +38,9 @@ from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.alltoall import AllToAllExchange, all_to_all, group_name
 from padded_dispatch.exchange.direct import DirectExchange, _push_rows, maps_of, return_rows
 from padded_dispatch.kernels import direct as kernels
-from padded_dispatch.kernels import links
-from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
-from padded_dispatch.utils.launch import WorkerError, start_workers, torchrun_env
+from padded_dispatch.ops.select import select
+from padded_dispatch.utils.launch import start_workers, torchrun_env
 from padded_dispatch.utils.shapes import SHAPES, LayerShape
 from tests.support.direct_parity import (
     Layer,
@@ -52,13 +51,10 @@ from tests.support.direct_parity import (
     meet,
     my_gpu,
     replay_differences,
-    rows_by_kernels,
-    rows_stored,
     small_run,
-    sum_errors,
 )
 from tests.support.gpu_rows import Rows, add_only, add_results, wants
-from tests.support.pool import WorkerPool
+from tests.support.pool import WorkerError, WorkerPool
 
 LIMIT_S = 60.0
 
@@ -70,45 +66,20 @@ ENVIRONMENT = {
 }
 
 SMALL = Layer()
-RANK, RECEIVER = (dataclasses.replace(SMALL, pool=pool, factor=0.9) for pool in CAPACITY_POOLS[1:])
-EACH = dataclasses.replace(SMALL, link_rows="each")
-# The sum of two rows is rounded once, wherever they are added, so it equals the all-to-all's.
-SUMMED = dataclasses.replace(SMALL, link_rows="summed", top_k=2)
+RANK = dataclasses.replace(SMALL, pool="rank", factor=0.9)
 EAGER = {
     "bf16": SMALL,
-    "bf16, each row by itself": EACH,
-    "bf16, sums of two go home": SUMMED,
-    "receiver, sums of two go home": dataclasses.replace(SUMMED, pool="receiver", factor=0.9),
     "fp32, no dropping": dataclasses.replace(SMALL, dtype=torch.float32, factor=NO_DROP),
     "one of everything": Layer(tokens=1, width=8, top_k=1, local_experts=1),
     "rank": RANK,
     "rank, fp32, no dropping": dataclasses.replace(RANK, dtype=torch.float32, factor=NO_DROP),
-    "receiver": RECEIVER,
-    "receiver, rerouted": dataclasses.replace(RECEIVER, remedy="reroute"),
-    "receiver, fp32, no dropping": dataclasses.replace(
-        RECEIVER, dtype=torch.float32, factor=NO_DROP
-    ),
-    "receiver, one of everything": Layer(
-        tokens=1, width=8, top_k=1, local_experts=1, pool="receiver"
-    ),
 }
 WIDE = Layer(tokens=260, width=1032, top_k=4, local_experts=8, factor=0.5, microbatches_in_flight=3)
 IN_FLIGHT = {
     "expert": (dataclasses.replace(SMALL, microbatches_in_flight=3), WIDE),
-    "expert, each row by itself": (
-        dataclasses.replace(EACH, microbatches_in_flight=3),
-        dataclasses.replace(WIDE, link_rows="each"),
-    ),
-    "sums of two go home": (
-        dataclasses.replace(SUMMED, microbatches_in_flight=3),
-        dataclasses.replace(WIDE, pool="rank", top_k=2, link_rows="summed"),
-    ),
     "pools": (
-        dataclasses.replace(RECEIVER, microbatches_in_flight=3),
+        dataclasses.replace(RANK, microbatches_in_flight=3),
         dataclasses.replace(WIDE, pool="rank"),
-    ),
-    "receiver, rerouted": (
-        dataclasses.replace(RECEIVER, remedy="reroute", microbatches_in_flight=2),
     ),
 }
 _REPEATS = 10  # calls in a graph
@@ -157,19 +128,14 @@ def there_and_back(
     exchange: Exchange, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan, num_rows: int
 ) -> Tensor:
     """Run all stages forward with identity experts."""
-    if plan.kept_SE is not None:
-        exchange.all_demands(plan.kept_E)  # Its barrier is the first of the push.
     outgoing = exchange.prepare(tokens_TD, probs_TE, plan, num_rows)
     given = exchange.arrange(exchange.move(outgoing))
     returned = exchange.move_back(exchange.disarrange(given.rows_ND, given.offsets_LS))
     return exchange.combine(returned, plan, given.offsets_LS)
 
 
-def speed(factor: float, pool: Any, link_rows: Any, shape: LayerShape) -> dict[str, Any]:
-    """Time the direct exchange on 4,096 tokens, and the all-to-all beside it where it can be.
-
-    That is where tokens cross a link once, so that it is timed once, and sources share no slots.
-    """
+def speed(factor: float, pool: Any, shape: LayerShape) -> dict[str, Any]:
+    """Time the direct exchange on 4,096 tokens, and the all-to-all beside it."""
     device, size = my_gpu(), dist.get_world_size()
     layer = Layer(
         tokens=4096,
@@ -179,16 +145,14 @@ def speed(factor: float, pool: Any, link_rows: Any, shape: LayerShape) -> dict[s
         factor=factor,
         microbatches_in_flight=1,
         pool=pool,
-        link_rows=link_rows,
     )
     given = make_inputs(layer, "uniform", 0, device)
     config = layer.dispatcher("direct").config
     sizes = config.sizes(layer.tokens)
     with torch.no_grad():
-        exchange = DirectExchange(layer.local_experts, dist.group.WORLD, link_rows=link_rows)
-        demands = dict(all_demands=exchange.all_demands, source=dist.get_rank())
-        kept = select_with_remedy(config, sizes, given.map_TE, given.probs_TE, **demands)
-        plan = make_plan(kept.kept_TE, top_k=layer.top_k, sizes=sizes, kept_SE=kept.kept_SE)
+        exchange = DirectExchange(layer.local_experts, dist.group.WORLD)
+        kept = select(given.map_TE, given.probs_TE, sizes=sizes, policy=config.policy)
+        plan = make_plan(kept.kept_TE, top_k=layer.top_k, sizes=sizes)
         tokens_TD, probs_TE = given.tokens_TD.detach(), kept.probs_TE.detach()
         passed = tokens_TD, probs_TE, plan, sizes.num_rows
         there_and_back(exchange, *passed)
@@ -196,39 +160,36 @@ def speed(factor: float, pool: Any, link_rows: Any, shape: LayerShape) -> dict[s
         maps, where = maps_of(plan), (sizes.num_rows, size, buffers.key, False)
         rows_ND, _, offsets_LS = _push_rows(tokens_TD, probs_TE, *maps, *where)
         out_ND = rows_ND.clone()
-        out_R, home_R = rows_by_kernels(buffers, tokens_TD, plan, size)
         calls: dict[str, Callable[[], object]] = {
             "barrier": buffers.workspace.barrier,
-            "demands": lambda: exchange.all_demands(plan.kept_E),
             "push": lambda: _push_rows(tokens_TD, probs_TE, *maps, *where),
             "return": lambda: return_rows(out_ND, None, offsets_LS, *maps, buffers.key),
             "dispatch and combine": lambda: there_and_back(exchange, *passed),
         }
-        if buffers.crosses_once:
-            gradients = buffers.workspace.gradients
-            places_RTK = gradients.places(size, *plan.slot_of_TK.shape)
-            grad_ND, _ = gradients.take()
-            calls["copies"] = lambda: links.copy_rows(grad_ND, places_RTK, buffers.rank)
+        gradients = buffers.workspace.gradients
+        places_RTK = gradients.places(size, *plan.slot_of_TK.shape)
+        grad_ND, _ = gradients.take()
+        calls["copies"] = lambda: kernels.copy_rows(grad_ND, places_RTK, buffers.rank)
         slots_GPD = tokens_TD.new_zeros(sizes.num_pools, sizes.pool_slots, layer.width)
-        if pool != "receiver" and link_rows == "once":
-            nccl = AllToAllExchange(
-                layer.local_experts,
-                dist.group.WORLD,
-                packed=True,
-                experts_per_pool=sizes.experts_per_pool,
-            )
-            name = group_name(dist.group.WORLD)
-            calls["nccl"] = lambda: all_to_all(slots_GPD, name)
-            calls["dispatch and combine, nccl"] = lambda: there_and_back(nccl, *passed)
+        nccl = AllToAllExchange(
+            layer.local_experts,
+            dist.group.WORLD,
+            packed=True,
+            experts_per_pool=sizes.experts_per_pool,
+        )
+        name = group_name(dist.group.WORLD)
+        calls["nccl"] = lambda: all_to_all(slots_GPD, name)
+        calls["dispatch and combine, nccl"] = lambda: there_and_back(nccl, *passed)
         us = {label: graphed_us(call) for label, call in calls.items()}
         for number in (264, 1056, 2112):
             with programs(number):
                 for label in ("push", "return"):
                     us[f"{label}, {number} programs"] = graphed_us(calls[label])
     real = plan.kept_E.sum()
-    crossing = torch.stack((out_R, home_R))
-    crossing[:, dist.get_rank()] = 0
-    totals = torch.cat((real[None], crossing.sum(1)))
+    owner_TK = torch.where(plan.slot_of_TK >= 0, plan.expert_of_TK // layer.local_experts, -1)
+    owned_RTK = torch.stack([owner_TK == owner for owner in range(size)])
+    owned_RTK[dist.get_rank()] = False
+    totals = torch.stack((real, owned_RTK.any(2).sum(), owned_RTK.sum()))
     dist.all_reduce(totals)
     real_rows, *rows = (totals / size).tolist()
     row_bytes = layer.width * layer.dtype.itemsize
@@ -251,11 +212,6 @@ def speed(factor: float, pool: Any, link_rows: Any, shape: LayerShape) -> dict[s
     }
 
 
-def errors(layer: Layer) -> dict[str, Any]:
-    """Return the errors of sums; see `sum_errors`."""
-    return {"errors": sum_errors(layer)}
-
-
 def parts(size: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any], tuple[Any, ...]]]:
     """Yield for each part the fields of its row, the function that ranks run, and its arguments."""
     for name, layer in EAGER.items():
@@ -263,23 +219,12 @@ def parts(size: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any], tuple
     for name, layers in IN_FLIGHT.items():
         row = {"check": f"1000 replays equal all-to-all: {name}"}
         yield row, replay_differences, (layers, 1000)
-    for link_rows in ("once", "each", "summed"):
-        for pool in CAPACITY_POOLS:
-            layer = dataclasses.replace(SMALL, pool=pool, factor=0.9, link_rows=link_rows)
-            row = {"check": f"rows stored are those of the routing: {pool}, {link_rows}"}
-            yield row, rows_stored, (layer,)
     for model in ("qwen3-30b-a3b", "gpt-oss-20b"):
-        shape = SHAPES[model]
-        sizes = dict(tokens=4096, width=shape.hidden_size, top_k=shape.top_k)
-        layer = Layer(**sizes, local_experts=shape.num_experts // size)
-        yield {"measure": "error of sums", "model": model}, errors, (layer,)
         for pool in CAPACITY_POOLS if model.startswith("qwen3") else ("expert",):
             for factor in (1.0, 2.0) if pool == "expert" else (1.0,):
-                for link_rows in ("once", "each", "summed"):
-                    row: dict[str, Any] = {"measure": "exchange", "model": model}
-                    row |= {"capacity_pool": pool, "capacity_factor": factor}
-                    given = factor, pool, link_rows, shape
-                    yield row | {"link_rows": link_rows}, speed, given
+                row: dict[str, Any] = {"measure": "exchange", "model": model}
+                row |= {"capacity_pool": pool, "capacity_factor": factor}
+                yield row, speed, (factor, pool, SHAPES[model])
 
 
 def run_part(

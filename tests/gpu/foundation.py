@@ -17,12 +17,11 @@ from typing import Any
 import torch
 
 from padded_dispatch.megatron import PaddedOptions
-from padded_dispatch.megatron.options import to_json
-from padded_dispatch.utils.launch import WorkerError
+from padded_dispatch.megatron.options import to_plain
 from tests.support.gpu_rows import Rows, parsed, wants
 from tests.support.layer_parity import LayerCase, layer_parity, single_draws
 from tests.support.pipeline_parity import STAGES, PipelineCase, pipeline_parity
-from tests.support.pool import WorkerPool
+from tests.support.pool import WorkerError, WorkerPool
 
 DTYPES = (torch.bfloat16, torch.float32)
 CASE_S = 120.0
@@ -103,7 +102,7 @@ def pipeline_cases(device: str, num_ranks: int) -> Iterator[PipelineCase]:
 def fields_of(case: Any) -> dict[str, Any]:
     """Return the fields of a case as JSON values."""
     row = dataclasses.asdict(case) | {"dtype": str(case.dtype).removeprefix("torch.")}
-    return row | {"options": to_json(case.options)} if isinstance(case, LayerCase) else row
+    return row | {"options": to_plain(case.options)} if isinstance(case, LayerCase) else row
 
 
 def run_case(pool: WorkerPool, check: str, parity: Callable[..., Any], case: Any) -> dict[str, Any]:

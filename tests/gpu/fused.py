@@ -274,7 +274,7 @@ def training(case: Situation) -> Findings:
 
 def situations() -> Iterator[Situation]:
     """Yield trainings whose products send rows home, in each kind of graph."""
-    two: dict[str, Any] = {"ranks": 2, "ep": 2, "exchange": "direct", "eager_home": "after"}
+    two: dict[str, Any] = {"ranks": 2, "ep": 2, "exchange": "direct"}
     two |= {"microbatches": 4}
     for scopes in (WHOLE, PARTIAL, ("attn", "moe_router")):
         yield Situation(name=f"training, graphs of {'+'.join(scopes)}", scopes=scopes, **two)

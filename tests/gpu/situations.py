@@ -68,7 +68,6 @@ def situations() -> Iterator[Situation]:
         yield Situation(name=f"200 replays, {'+'.join(scopes)}", replays=200, scopes=scopes, **two)
     yield from _pools()
     yield Situation(name="EP2: local graphs of whole layers", impl="local", scopes=(), **two)
-    yield from _grown()
     mixed = {"num_layers": 3, "dense": (1,), "scopes": ("attn", "mlp", "moe")}
     yield Situation(name="dense and MoE layers", **mixed, **two)
     for sizes, name in (({"ranks": 2}, "PP2"), ({"ranks": 4, "ep": 2}, "PP2/EP2")):
@@ -108,19 +107,6 @@ def _packed() -> Iterator[Situation]:
             name = f"packed sequences, EP{ranks}, {'+'.join(scopes)}"
             yield Situation(name=name, scopes=scopes, **sizes)
             yield Situation(name=f"{name}, with masks", scopes=scopes, masked=True, **sizes)
-
-
-def _grown() -> Iterator[Situation]:
-    """Yield training whose factors change, so that each kind of graph is captured again."""
-    for ranks in (1, 2):
-        sizes: dict[str, Any] = {"ranks": ranks, "ep": ranks, "grows": True, "replays": 6}
-        for scopes in (WHOLE, PARTIAL):
-            yield Situation(name=f"grown, EP{ranks}, {'+'.join(scopes)}", scopes=scopes, **sizes)
-        overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-        yield Situation(name=f"grown, EP{ranks}, all overlapped", **overlap, **sizes)
-        yield Situation(name=f"grown, EP{ranks}, local", impl="local", scopes=(), **sizes)
-        plain = {"distributed_optimizer": False, **sizes}
-        yield Situation(name=f"grown, EP{ranks}, iterations", impl="full_iteration", **plain)
 
 
 def pools(ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -38,15 +38,12 @@ def small(name: str) -> Any:
     return on_cpu(CASES[name][2])
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize(
     "name",
     [
         "EP2: a rank without tokens in some steps, attn+moe",
         "PP2/VPP2",
         "dense and MoE layers",
-        "grown, EP2, attn+moe",
-        "grown, EP2, all overlapped",
         "masks, PP2",
         "masks, CP2/EP2, moe",
         "packed sequences, EP2, moe_router+moe_preprocess, with masks",
@@ -60,14 +57,12 @@ def test_replay_equals_eager_on_cpus(pool2, name):
     assert [findings.facts["graphs"] for findings in found] == [layers, layers]
 
 
-@pytest.mark.ahead
 def test_routings_equal_eager_runs_on_cpus(pool2):
     found = pool2.run(routings_equal_eager, small("1,000 routings, EP2"))
     assert [findings.failures() for findings in found] == [[], []]
     assert found[0].facts["different_demands"] == 8
 
 
-@pytest.mark.ahead
 def test_telemetry_of_replays_is_a_hosts_count_on_cpus(pool2):
     found = pool2.run(telemetry_is_a_hosts_count, small("telemetry of 100 replays, EP2"))
     assert [findings.failures() for findings in found] == [[], []]
@@ -79,7 +74,6 @@ def _counting_one_rank(case: RoutingCase) -> Findings:
         return telemetry_is_a_hosts_count(case)
 
 
-@pytest.mark.ahead
 def test_telemetry_that_leaves_out_a_rank_is_found(pool2):
     case = small("telemetry of 100 replays, EP2")
     first, second = pool2.run(_counting_one_rank, case)
@@ -87,13 +81,11 @@ def test_telemetry_that_leaves_out_a_rank_is_found(pool2):
     assert "passes is 8, and the host counted 16" in first.broken
 
 
-@pytest.mark.ahead
 def test_draws_repeat_with_the_seed_on_cpus(pool2):
     found = pool2.run(draws_repeat_with_the_seed, small("draws of replays, EP2"))
     assert [findings.failures() for findings in found] == [[], []]
 
 
-@pytest.mark.ahead
 def test_draws_that_do_not_change_are_found(pool2):
     case = dataclasses.replace(small("draws of replays, EP2"), policy="probs")
     first, _ = pool2.run(draws_repeat_with_the_seed, case)
@@ -116,7 +108,6 @@ def _with_a_stale_replay(case: Situation) -> Findings:
         return replays_equal_eager(case)
 
 
-@pytest.mark.ahead
 def test_a_replay_that_is_not_eager_is_found(pool2):
     first, _ = pool2.run(_with_a_stale_replay, small("EP2: DDP"))
     assert any("differs from eager" in failure for failure in first.failures())

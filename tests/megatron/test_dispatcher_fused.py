@@ -42,7 +42,6 @@ def _fused_equals_serial(case: OverlapCase) -> Findings:
     )
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize(
     ("changes", "halves"),
     [

@@ -21,13 +21,13 @@ from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron import PaddedOptions, install, padded_spec, uninstall
 from padded_dispatch.megatron import experts as megatron_experts
 from padded_dispatch.megatron.compat import forget_moe_state
+from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.experts import (
     _FIELDS,
     StackedExperts,
     chosen_experts,
     require_gradients_arrive,
 )
-from padded_dispatch.megatron.log import log_once
 from tests.ops.test_activation import BIASED
 from tests.support import parity, tiny
 from tests.support.pool import WorkerPool

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from padded_dispatch.config import FIT
 from padded_dispatch.megatron import PaddedOptions, Retry, retry
 from padded_dispatch.megatron.retry import dropping_nothing
 from padded_dispatch.megatron.telemetry import padded_moe_layers
@@ -25,6 +24,7 @@ from tests.support.retried_training import (
     Training,
     differing_names,
     draws,
+    fitting,
     retried_equals_never_dropping,
     world,
 )
@@ -75,7 +75,6 @@ def test_bits_are_those_of_a_training_that_never_drops(alone, case):
     check(retried_equals_never_dropping(case), case)
 
 
-@pytest.mark.ahead
 @cases_of(2)
 def test_bits_are_those_of_a_training_that_never_drops_on_two_ranks(pool2, case):
     for findings in pool2.run(retried_equals_never_dropping, case):
@@ -85,7 +84,7 @@ def test_bits_are_those_of_a_training_that_never_drops_on_two_ranks(pool2, case)
 def test_an_overflow_in_the_run_that_is_taken_back_leaves_the_loss_scale_alone(alone):
     case = RetriedCase(name="fp16", fp16=True, steps=6)
     with world(case):
-        never = Training(case, schedule=((0, FIT),))
+        never = Training(case, layer_factors=fitting(case))
         retried = Training(case, on_overflow="retry")
         assert retried.retry is not None
         schedule = retried.retry.forward_backward_func
@@ -169,7 +168,6 @@ def _one_drop(case: RetriedCase) -> tuple[list[str], dict[int, list[int]], tuple
         return differing, dropped, (retried.retry.num_retried, retried.retry.num_steps)
 
 
-@pytest.mark.ahead
 def test_a_drop_in_one_layer_of_one_rank_repeats_the_step_on_all(pool2):
     case = RetriedCase(name="one drop", ranks=2, ep=2, factor=2.0, steps=3)
     first, second = pool2.run(_one_drop, case)

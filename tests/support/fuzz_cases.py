@@ -42,7 +42,6 @@ class Case:
     num_local: int
     top_k: int
     factor: float | str
-    min_capacity: int
     alignment: int
     pool: str
     policy: str
@@ -86,7 +85,6 @@ def cases(draw: st.DrawFn) -> Case:
         num_local=num_local,
         top_k=top_k,
         factor=draw(st.sampled_from(FACTORS)),
-        min_capacity=draw(st.integers(1, 3)),
         alignment=draw(st.sampled_from([1, 1, 3, 4])),
         pool=pool,
         policy=draw(st.sampled_from(POLICIES)),

@@ -43,7 +43,7 @@ def capacity(case: Case) -> int:
     assert not isinstance(case.factor, str)
     if case.factor != math.inf:
         slots = math.ceil(case.num_tokens * case.top_k / case.num_experts * case.factor)
-    slots = max(1, min(case.num_tokens, max(slots, case.min_capacity)))
+    slots = max(1, min(case.num_tokens, slots))
     while slots * len(case.sources) % case.alignment:
         slots += 1
     return slots

@@ -40,8 +40,6 @@ from padded_dispatch.megatron.graphs.capture import (
     LayerGraphs,
     forget_iterations,
 )
-from padded_dispatch.megatron.graphs.recapture import recapture
-from padded_dispatch.megatron.options import RowsHome
 from tests.support.gpt import ddp_chunks, mean_loss, megatron_adam, model_inputs
 from tests.support.graph_protocol import cuda_graphs_on_cpu
 from tests.support.packed_sequences import (
@@ -65,11 +63,8 @@ class Situation:
     `impl`: Megatron's cuda_graph_impl; with "local" Megatron captures by itself at the end of the
     first step, and with "full_iteration" after `EAGER_STEPS`, both without a self-test. `scopes`:
     captured parts of each layer; () is the whole layer. `capacity_pool`, `exchange`: PaddedOptions.
-    `eager_home`: `rows_home` of the eager trainings.
     `dense`: numbers of layers without experts, from 0. `recompute`: Megatron's recompute_modules.
-    `evaluates`: batch and length of an evaluation before every step. `grows`: after two replays the
-    capacity factors double, and `recapture` finds the graphs; Megatron's own wrapper then captures
-    whole iterations. `idle`: experts that get no
+    `evaluates`: batch and length of an evaluation before every step. `idle`: experts that get no
     token, by a router bias: "rank" means those of the last expert-parallel rank in two of three
     steps, "expert" the last expert in all steps. `masked`: each microbatch has a padding mask of
     its own; it masks nothing in one of three, and all but one token of each sequence in another.
@@ -89,7 +84,6 @@ class Situation:
     impl: Literal["transformer_engine", "local", "full_iteration"] = "transformer_engine"
     capacity_pool: CapacityPool = "expert"
     exchange: ExchangeKind = "auto"
-    eager_home: RowsHome = "auto"
     scopes: tuple[str, ...] = ("attn", "moe")
     dense: tuple[int, ...] = ()
     recompute: tuple[str, ...] = ()
@@ -98,7 +92,6 @@ class Situation:
     distributed_optimizer: bool = True
     evaluates: tuple[int, int] | None = None
     eval_factor: CapacityFactor | None = None
-    grows: bool = False
     idle: Literal["none", "rank", "expert"] = "none"
     replays: int = 5
     masked: bool = False
@@ -155,9 +148,6 @@ def replays_equal_eager(case: Situation) -> Findings:
                 before = torch.cuda.memory_allocated()
                 report = graphed.capture()
                 captured_bytes = torch.cuda.memory_allocated() - before
-            if case.grows and number == EAGER_STEPS + 2:
-                for training in (eager, again, graphed):
-                    training.grow()
             results = [training.step(number) for training in (eager, again, graphed)]
             unreproducible.add(results[0], results[1])
             differing.add(results[0], results[2])
@@ -294,10 +284,8 @@ class Training:
         self._optimizer = _optimizer(case, self._chunks)
         self._graphs = None
         self._schedule = None
-        self._with_graphs = graphs
         if graphs and case.impl == "full_iteration":
-            make = _megatrons_wrapper if case.grows else IterationGraph
-            self._schedule = make(self._config)
+            self._schedule = IterationGraph(self._config)
         if graphs and case.impl == "transformer_engine":
             self._graphs = LayerGraphs(
                 self._chunks,
@@ -323,14 +311,6 @@ class Training:
             delete_cuda_graphs()  # Megatron keeps local graphs in a class attribute.
         else:
             self._graphs.delete()
-
-    def grow(self) -> None:
-        """Double the capacity factors, and let the graphs be captured again."""
-        for layer in self._moe:
-            configs = layer.token_dispatcher.configs
-            configs.set_factor(2 * configs.training.capacity_factor)
-        if self._with_graphs:
-            recapture(self._chunks)
 
     def num_graphs(self) -> int:
         """Return the number of graphs of all layers; forward and backward count as one."""
@@ -510,16 +490,6 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _megatrons_wrapper(config: TransformerConfig) -> FullCudaGraphWrapper:
-    """Return Megatron's graph of whole iterations, as Megatron-LM makes it."""
-    made: Any = FullCudaGraphWrapper(
-        get_forward_backward_func(), cuda_graph_warmup_steps=config.cuda_graph_warmup_steps
-    )
-    # Before 0.18, the loader's own stream copies batches without waiting for them.
-    made.static_loader.stream = torch.cuda.current_stream()
-    return made
-
-
 def _config(case: Situation, graphs: bool) -> TransformerConfig:
     on_gpu = case.device == "cuda"
     recompute: dict[str, Any] = {}
@@ -578,7 +548,6 @@ def _config(case: Situation, graphs: bool) -> TransformerConfig:
             capacity_pool=case.capacity_pool,
             exchange=case.exchange,
             eval_factor=case.eval_factor,
-            rows_home="auto" if graphs else case.eager_home,
         )
     return config
 

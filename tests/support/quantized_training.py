@@ -21,7 +21,7 @@ from padded_dispatch.bench.layer import build, stock_flags
 from padded_dispatch.bench.measure import Passes, batches, timed
 from padded_dispatch.megatron.compat import training_stream
 from padded_dispatch.megatron.graphs.capture import release
-from padded_dispatch.megatron.graphs.quantized import first_microbatch
+from padded_dispatch.megatron.graphs.selftest import first_microbatch
 from tests.support.graph_training import Findings, bits
 from tests.support.layer_parity import LayerCase, layer_parity
 from tests.support.parity import megatron

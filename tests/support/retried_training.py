@@ -35,7 +35,7 @@ from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from padded_dispatch.config import FIT
+from padded_dispatch.config import FIT, CapacityFactor
 from padded_dispatch.megatron import LayerGraphs, PaddedOptions, Retry
 from padded_dispatch.megatron.compat import (
     iteration_graph,
@@ -45,7 +45,7 @@ from padded_dispatch.megatron.compat import (
     training_stream,
 )
 from padded_dispatch.megatron.graphs import IterationGraph
-from padded_dispatch.megatron.random_states import RandomStates
+from padded_dispatch.megatron.retry import RandomStates
 from padded_dispatch.megatron.telemetry import padded_moe_layers
 from tests.support.gpt import (
     ddp_chunks,
@@ -88,7 +88,6 @@ class RetriedCase:
     microbatches: int = 1
     dropout: float = 0.1
     expert_bias: bool = False
-    policy: Literal["megatron", "random"] = "megatron"
     recompute: bool = False
     mtp: bool = False
     overlap_grad_reduce: bool = False
@@ -127,10 +126,15 @@ class RetriedCase:
         return self.ranks // (self.tp * self.pp)
 
 
+def fitting(case: RetriedCase) -> dict[int, CapacityFactor]:
+    """Return `layer_factors` with which no layer of a case drops anything."""
+    return dict.fromkeys(range(1, case.num_layers + case.mtp + 1), FIT)
+
+
 def retried_equals_never_dropping(case: RetriedCase) -> Findings:
     """Compare the two trainings. Runs on all `case.ranks` ranks of the default group."""
     with world(case):
-        never = Training(case, schedule=((0, FIT),))
+        never = Training(case, layer_factors=fitting(case))
         retried = Training(case, on_overflow="retry")
         differing: dict[str, int] = {}
         for number in range(case.steps):
@@ -210,7 +214,7 @@ class Training:
         self.config = _config(case, graph)
         # On GPUs "auto" could choose other experts for other sizes; a CPU has only the spec's.
         experts = "packed" if case.in_bf16 and case.on_gpu else "auto"
-        options = {"policy": case.policy, "experts": experts, **options}
+        options = {"experts": experts, **options}
         self.config.padded_dispatch = PaddedOptions(**options)
         ddp = _ddp(case, self.config)
         self.chunks = ddp_chunks(self.config, ddp, vocab=case.vocab, seq=case.seq)

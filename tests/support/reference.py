@@ -16,7 +16,7 @@ M: rows of one expert's buffer, S * P. Where each expert has its own pool, P = C
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,6 @@ class Selection:
     kept_TE: NDArray
     probs_TE: NDArray
     demand_E: NDArray
-    protected_dropped_E: NDArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,233 +85,27 @@ def select(
     sizes: PoolSizes,
     policy: str,
     mask_T: NDArray | None = None,
-    protected_T: NDArray | None = None,
-    draw: int = 0,
-    limit_E: NDArray | None = None,
 ) -> Selection:
-    """Keep at most P rows per pool, or `limit_E` per expert: the first ones in the policy's order.
-
-    Where sources share the slots of a receiver, `limit_E` are the rows that `accept` gives this
-    source.
-    """
+    """Keep at most P rows per pool: the first ones in the policy's order."""
     asked_TE = map_TE.copy()
     if mask_T is not None:
         asked_TE[mask_T] = False
-    level_TE = np.zeros(map_TE.shape, int)
-    if protected_T is not None:
-        level_TE += protected_T[:, None]
-    limits = [sizes.pool_slots] * sizes.num_pools if limit_E is None else limit_E.tolist()
-    kept_TE = _first_in_order(asked_TE, probs_TE, limits, policy, level_TE, draw)
+    kept_TE = np.zeros_like(asked_TE)
+    width = sizes.experts_per_pool
+    for g in range(sizes.num_pools):
+        rows = [
+            (-probs_TE[t, e] if policy == "probs" else 0, t, e)
+            for t in range(asked_TE.shape[0])
+            for e in range(g * width, (g + 1) * width)
+            if asked_TE[t, e]
+        ]
+        for _, t, e in sorted(rows)[: sizes.pool_slots]:
+            kept_TE[t, e] = True
     return Selection(
         kept_TE=kept_TE,
         probs_TE=np.where(kept_TE, probs_TE, np.zeros_like(probs_TE)),
         demand_E=asked_TE.sum(0, dtype=np.int32),
-        protected_dropped_E=(asked_TE & ~kept_TE & (level_TE == 1)).sum(0, dtype=np.int32),
     )
-
-
-def _first_in_order(
-    asked_TE: NDArray,
-    probs_TE: NDArray,
-    limits: Sequence[int],
-    policy: str,
-    level_TE: NDArray,
-    draw: int,
-) -> NDArray:
-    """Keep the first rows of each pool, ordered by level, then policy, then token, then expert."""
-    num_tokens, num_experts = asked_TE.shape
-    kept_TE = np.zeros_like(asked_TE)
-    experts_per_pool = num_experts // len(limits)
-    for g, limit in enumerate(limits):
-        rows = []
-        for t in range(num_tokens):
-            for e in range(g * experts_per_pool, (g + 1) * experts_per_pool):
-                if not asked_TE[t, e]:
-                    continue
-                # Rows with smaller criteria come first.
-                criteria: tuple[float, ...] = ()
-                if policy == "probs":
-                    criteria = (-probs_TE[t, e],)
-                elif policy == "random":
-                    criteria = (-random_score(draw, t, e),)
-                elif policy == "priority":
-                    choices = [f for f in range(num_experts) if asked_TE[t, f]]
-                    choices.sort(key=lambda f: (-probs_TE[t, f], f))
-                    criteria = (choices.index(e), -probs_TE[t, choices[0]])
-                rows.append((-level_TE[t, e], *criteria, t, e))
-        for *_, t, e in sorted(rows)[:limit]:
-            kept_TE[t, e] = True
-    return kept_TE
-
-
-def accept(
-    demand_SE: NDArray, *, num_ranks: int, num_rows: int, kept_SE: NDArray | None = None
-) -> NDArray:
-    """Share the N slots of each receiver among the sources and experts that ask for them.
-
-    Each (source, expert) gets the rows of `kept_SE`, or else its own share, N // (S * L), if it
-    asks for so many. Free slots are shared in proportion to what is asked beyond that.
-    """
-    num_sources, num_experts = demand_SE.shape
-    num_local = num_experts // num_ranks
-    accepted_SE = np.zeros_like(demand_SE)
-    for r in range(num_ranks):
-        cells = [(s, r * num_local + i) for s in range(num_sources) for i in range(num_local)]
-        demand = [int(demand_SE[cell]) for cell in cells]
-        if kept_SE is None:
-            base = [min(asked, num_rows // len(cells)) for asked in demand]
-        else:
-            base = [int(kept_SE[cell]) for cell in cells]
-        excess = sum(demand) - sum(base)
-        free = min(num_rows - sum(base), excess)
-        offset = excess * _hash(r, demand) // 2**32
-        before = 0
-        for i, cell in enumerate(cells):
-            upto = before + demand[i] - base[i]
-            more = 0
-            if excess > 0:
-                more = (upto * free + offset) // excess - (before * free + offset) // excess
-            accepted_SE[cell] = base[i] + more
-            before = upto
-    return accepted_SE
-
-
-def _hash(receiver: int, demand: Sequence[int]) -> int:
-    """Mix 32 bits from a receiver's number and its demands."""
-    total = sum(_mix(_mix(i ^ 0x9E3779B9) ^ rows) for i, rows in enumerate(demand))
-    return _mix(_mix(receiver) ^ total % 2**32)
-
-
-def renormalize(selection: Selection, asked_TE: NDArray, probs_TE: NDArray) -> Selection:
-    """Scale a token's kept probabilities up to the sum that it asked with, in at least fp32."""
-    dtype = probs_TE.dtype
-    least = np.sqrt(np.finfo(dtype).smallest_normal)
-    wide_TE = probs_TE.astype(np.promote_types(dtype, np.float32))
-    scaled_TE = selection.probs_TE.copy()
-    for t in range(asked_TE.shape[0]):
-        asked = sum(wide_TE[t, e] for e in np.flatnonzero(asked_TE[t]))
-        kept = sum(wide_TE[t, e] for e in np.flatnonzero(selection.kept_TE[t]))
-        lost_some = selection.kept_TE[t].sum() < asked_TE[t].sum()
-        if lost_some and kept >= least:
-            scaled_TE[t] = wide_TE[t] * selection.kept_TE[t] / kept * asked
-    return replace(selection, probs_TE=scaled_TE)
-
-
-def reroute(
-    selection: Selection,
-    asked_TE: NDArray,
-    scores_TE: NDArray,
-    choice_TE: NDArray,
-    *,
-    sizes: PoolSizes,
-    policy: str,
-    rounds: int,
-    protected_T: NDArray | None = None,
-    draw: int = 0,
-) -> Selection:
-    """Send dropped rows to their tokens' best other experts, by choice, while slots are free."""
-    limits = [sizes.pool_slots] * sizes.num_pools
-    kept_TE = selection.kept_TE.copy()
-    for _ in range(rounds):
-        taken_G = _rows_of_pools(kept_TE, sizes.num_pools)
-        wanted_TE = _with_proposals(kept_TE, asked_TE, choice_TE, taken_G < sizes.pool_slots)
-        kept_TE = _first_in_order(
-            wanted_TE, scores_TE, limits, policy, _levels(kept_TE, protected_T), draw
-        )
-    return _rerouted(selection, kept_TE, asked_TE, scores_TE)
-
-
-def reroute_to_receivers(
-    selections: Sequence[Selection],
-    asked_STE: NDArray,
-    scores_STE: NDArray,
-    choice_STE: NDArray,
-    *,
-    num_ranks: int,
-    num_rows: int,
-    policy: str,
-    rounds: int,
-    protected_ST: NDArray | None = None,
-    draw: int = 0,
-) -> list[Selection]:
-    """Do the same for all sources, which share the N slots of each receiver."""
-    sources = range(len(selections))
-    kept_STE = np.array([selection.kept_TE for selection in selections])
-    for _ in range(rounds):
-        kept_SE = kept_STE.sum(1, dtype=np.int32)
-        has_room_R = _rows_of_pools(kept_SE, num_ranks) < num_rows
-        wanted_STE = np.array(
-            [_with_proposals(kept_STE[s], asked_STE[s], choice_STE[s], has_room_R) for s in sources]
-        )
-        accepted_SE = accept(
-            wanted_STE.sum(1, dtype=np.int32),
-            num_ranks=num_ranks,
-            num_rows=num_rows,
-            kept_SE=kept_SE,
-        )
-        for s in sources:
-            kept_STE[s] = _first_in_order(
-                wanted_STE[s],
-                scores_STE[s],
-                accepted_SE[s].tolist(),
-                policy,
-                _levels(kept_STE[s], None if protected_ST is None else protected_ST[s]),
-                draw,
-            )
-    return [_rerouted(selections[s], kept_STE[s], asked_STE[s], scores_STE[s]) for s in sources]
-
-
-def _rows_of_pools(rows_NE: NDArray, num_pools: int) -> NDArray:
-    """Count the rows of each pool of consecutive experts."""
-    return np.array([part_NE.sum() for part_NE in np.split(rows_NE, num_pools, axis=1)])
-
-
-def _with_proposals(
-    kept_TE: NDArray, asked_TE: NDArray, choice_TE: NDArray, has_room_G: NDArray
-) -> NDArray:
-    """Add to the kept rows the experts that tokens with dropped rows propose."""
-    num_tokens, num_experts = asked_TE.shape
-    wanted_TE = kept_TE.copy()
-    for t in range(num_tokens):
-        others = [
-            e
-            for e in range(num_experts)
-            if not (asked_TE[t, e] or kept_TE[t, e])
-            and choice_TE[t, e] > -np.inf
-            and has_room_G[e * len(has_room_G) // num_experts]
-        ]
-        others.sort(key=lambda e: (-choice_TE[t, e], e))
-        for e in others[: asked_TE[t].sum() - kept_TE[t].sum()]:
-            wanted_TE[t, e] = True
-    return wanted_TE
-
-
-def _levels(kept_TE: NDArray, protected_T: NDArray | None) -> NDArray:
-    """Put kept rows before all others, and protected tokens before the rest."""
-    return 2 * kept_TE + (0 if protected_T is None else protected_T[:, None])
-
-
-def _rerouted(
-    selection: Selection, kept_TE: NDArray, asked_TE: NDArray, scores_TE: NDArray
-) -> Selection:
-    """Return the selection with the rows that found another expert, and their scores."""
-    probs_TE = np.where(kept_TE & ~asked_TE, scores_TE, selection.probs_TE)
-    return replace(selection, kept_TE=kept_TE, probs_TE=probs_TE)
-
-
-def random_score(draw: int, t: int, e: int) -> int:
-    """Mix 32 random bits for a row from the number of the draw, the token and the expert."""
-    bits = 0x9E3779B9
-    for value in (draw >> 32 & 0xFFFFFFFF, draw & 0xFFFFFFFF, t, e):
-        bits = _mix(bits ^ value)
-    return bits
-
-
-def _mix(bits: int) -> int:
-    """Apply the finalizer of MurmurHash3 to 32 bits."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        bits = (bits ^ bits >> shift) * factor % 2**32
-    return bits
 
 
 def select_backward(kept_TE: NDArray, grad_TE: NDArray) -> NDArray:
