@@ -21,6 +21,7 @@ Letters: M micro-batches of a step; T tokens; K experts per token; E experts.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from padded_dispatch.config import PoolSizes, require
 from padded_dispatch.ops.select import Selection
-from padded_dispatch.tune.trace import Trace, TraceWriter, record_bytes
+from padded_dispatch.trace import HEADER_BYTES, Trace, append, record_bytes
 
 
 class RoutingBuffer:
@@ -129,7 +130,7 @@ class TraceRecorder:
     """A recorder that writes the choices of this rank's layers to one file.
 
     Args:
-        path: of the file; an existing one is replaced.
+        path: of the file, which the first recorded step creates; an existing one is replaced.
         buffers: of the layers, by number. All have one shape.
         recording: its settings.
 
@@ -145,7 +146,7 @@ class TraceRecorder:
         self, path: Path, buffers: Mapping[int, RoutingBuffer], recording: Recording
     ) -> None:
         num_microbatches, num_tokens, top_k = next(iter(buffers.values())).ids_MTK.shape
-        per_step = len(buffers) * num_microbatches * record_bytes(num_tokens, top_k)
+        per_step = len(buffers) * num_microbatches * record_bytes(num_tokens, top_k) + HEADER_BYTES
         most_steps = recording.max_bytes // per_step
         require(
             most_steps >= 1,
@@ -156,15 +157,16 @@ class TraceRecorder:
         self.every = recording.every * max(
             1, -(-(recording.num_steps // recording.every) // most_steps)
         )
+        self._path = path
         self._recording = recording
         self._buffers = buffers
-        self._writer = TraceWriter(path)
+        self._file: BinaryIO | None = None
         # Copies on a CPU are synchronous and need neither pinned memory nor an event.
         pinned = next(iter(buffers.values())).ids_MTK.is_cuda
-        self._copies = {
-            number: [torch.empty_like(t, device="cpu", pin_memory=pinned) for t in b.tensors()]
-            for number, b in buffers.items()
-        }
+        self._copies = [
+            [torch.empty_like(t, device="cpu", pin_memory=pinned) for t in buffer.tensors()]
+            for buffer in buffers.values()
+        ]
         self._arrived = torch.cuda.Event() if pinned else None
         self._pending: int | None = None  # the step of the copies
 
@@ -172,8 +174,8 @@ class TraceRecorder:
         """Record a training step; call it after each step, on its stream."""
         self._take()
         if number % self.every == 0:
-            for layer, buffer in self._buffers.items():
-                for copy, tensor in zip(self._copies[layer], buffer.tensors(), strict=True):
+            for copies, buffer in zip(self._copies, self._buffers.values(), strict=True):
+                for copy, tensor in zip(copies, buffer.tensors(), strict=True):
                     copy.copy_(tensor, non_blocking=True)
             if self._arrived is not None:
                 self._arrived.record()
@@ -182,25 +184,29 @@ class TraceRecorder:
     def close(self) -> None:
         """Write the pending step and close the file; call it once, after the last step."""
         self._take()
-        self._writer.close()
+        if self._file is not None:
+            self._file.close()
 
     def _take(self) -> None:
+        """Write the pending step."""
         if self._pending is None:
             return
         if self._arrived is not None:
             self._arrived.synchronize()
-        for layer, (ids_MTK, probs_MTK) in self._copies.items():
-            num_microbatches = len(ids_MTK)
-            self._writer.append(
-                Trace(
-                    num_experts=self._recording.num_experts,
-                    top_k=ids_MTK.shape[2],
-                    num_ranks=self._recording.num_ranks,
-                    steps=np.full(num_microbatches, self._pending, np.int64),
-                    layers=np.full(num_microbatches, layer, np.int32),
-                    ranks=np.full(num_microbatches, self._recording.rank, np.int32),
-                    ids_NTK=ids_MTK.numpy(),
-                    probs_NTK=probs_MTK.numpy(),
-                )
-            )
+        if self._file is None:
+            self._file = self._path.open("wb")
+        ids_NTK, probs_NTK = (torch.cat(parts).numpy() for parts in zip(*self._copies, strict=True))
+        num_records, _, top_k = ids_NTK.shape
+        layers = np.repeat(np.array([*self._buffers], np.int32), num_records // len(self._buffers))
+        step = Trace(
+            num_experts=self._recording.num_experts,
+            top_k=top_k,
+            num_ranks=self._recording.num_ranks,
+            steps=np.full(num_records, self._pending, np.int64),
+            layers=layers,
+            ranks=np.full(num_records, self._recording.rank, np.int32),
+            ids_NTK=ids_NTK,
+            probs_NTK=probs_NTK,
+        )
+        append(step, self._file)
         self._pending = None
