@@ -5,7 +5,7 @@
 Each change (a mutant) is made in a copy of the repository, in which the module's own test files run
 until the first failure: `tests/ops/test_overflow*.py` for `ops/overflow.py`. A mutant is caught if
 a test fails or the tests take too long. Survivors are gaps in the tests. Changes that nothing can
-notice are listed with their reason in `tests/support/equivalent.py` and not tried. Code that only a
+notice are listed with their reason in `EQUIVALENT` and not tried. Code that only a
 GPU runs, annotations, asserts and texts are left out.
 """
 
@@ -13,7 +13,6 @@ import argparse
 import ast
 import math
 import os
-import select
 import shlex
 import shutil
 import signal
@@ -23,31 +22,53 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from padded_dispatch.utils.results import about, append_run, read_runs
-from tests.support.equivalent import EQUIVALENT
+from padded_dispatch.utils.results import about, append_run
 from tests.support.rows import parse
 
 ROOT = Path(__file__).parent.parent
-_FORK_TESTS = Path(__file__).parent / "support" / "fork_tests.py"
-# What tests import: once in each process that forks them.
-_IMPORTED = (
-    "hypothesis.extra.numpy",
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.models.gpt.gpt_model",
-    "megatron.core.optimizer",
-    "megatron.core.transformer.cuda_graphs",
-    "megatron.core.transformer.moe.moe_layer",
-    "torch.testing._internal.distributed.multi_threaded_pg",
-    "triton.language",
-)
-# Most mutants are caught by the first few examples of hypothesis; the others get all of them.
-_EXAMPLES = 4, 100
-_OPTIONS = "-p", "no:cacheprovider", "-p", "no:warnings"
+
+# Changes that nothing can notice, by module, each with the reason.
+EQUIVALENT: dict[str, dict[str, str]] = {
+    "ops/rows.py": {
+        "token_of_slot = torch.full((num_slots + 1,), -1, device=tokens_TD.device) -> "
+        "token_of_slot = torch.full((num_slots + 1,), -2, device=tokens_TD.device)": (
+            "any negative number is no token"
+        ),
+        "return torch.where(x_MP < num_shared, p_MP + shift_MP, -1) -> "
+        "return torch.where(x_MP < num_shared, p_MP + shift_MP, -2)": (
+            "any negative number is no row"
+        ),
+    },
+    "exchange/agreement.py": {
+        "layer = -1 if self.layer is None else self.layer -> "
+        "layer = -2 if self.layer is None else self.layer": "layers have no negative numbers",
+        "first, second = (int.from_bytes(half, signed=True) for half in (digest[:8], digest[8:])) "
+        "-> first, second = (int.from_bytes(half, signed=True) for half in "
+        "(digest[:8], digest[9:]))": "120 bits of a hash tell values apart as 128 do",
+    },
+    "exchange/mirror.py": {
+        "if not absent or time.monotonic() >= end: -> if not absent or time.monotonic() > end:": (
+            "a clock with nanoseconds; and at the very end one look more"
+        ),
+        "left = max(0.001, deadline - time.monotonic()) -> "
+        "left = max(0.002, deadline - time.monotonic())": "a millisecond more after the limit",
+        "name = blake2b(json.dumps(sorted(found)).encode(), digest_size=8).hexdigest() -> "
+        "name = blake2b(json.dumps(sorted(found)).encode(), digest_size=9).hexdigest()": (
+            "a name that is a byte longer, on all ranks"
+        ),
+    },
+    "exchange/fit.py": {
+        "if group is not None and group.size() > 1: -> "
+        "if group is not None and group.size() >= 1:": (
+            "the largest number of one rank is its own"
+        ),
+    },
+}
 
 _SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -230,62 +251,39 @@ class Copies:
     """Copies of the repository, one for each job, in which tests run."""
 
     def __init__(self, jobs: int, folder: Path) -> None:
-        self._free = [_Copy(folder / str(job)) for job in range(jobs)]
+        self._free = [folder / str(job) for job in range(jobs)]
+        for copy in self._free:
+            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
 
     def run(self, module: Path, sources: list[str], limit_s: float) -> list[bool]:
         """Return for each source of a module whether its tests pass within a time limit."""
         with ThreadPoolExecutor(len(self._free)) as threads:
             return list(threads.map(lambda source: self._passes(module, source, limit_s), sources))
 
-    def close(self) -> None:
-        """End the processes of all copies."""
-        for copy in self._free:
-            copy.close()
-
     def _passes(self, module: Path, source: str, limit_s: float) -> bool:
         copy = self._free.pop()
-        file = copy.folder / "padded_dispatch" / module
+        file = copy / "padded_dispatch" / module
         file.write_text(source)
-        # A mutant may be as long and as old as the one before it.
-        for bytecode in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
-            bytecode.unlink()
-        passes = all(copy.passes(files_for(module), most, limit_s) for most in _EXAMPLES)
+        tests = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:warnings", *files_for(module)]
+        environment = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "pytest", *tests],
+            cwd=copy,
+            env=os.environ | environment | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            passes = process.wait(None if limit_s == math.inf else limit_s) == 0
+        except subprocess.TimeoutExpired:
+            passes = False
+        with suppress(ProcessLookupError):  # Tests that hang, and their workers.
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
         shutil.copy(ROOT / "padded_dispatch" / module, file)
         self._free.append(copy)
         return passes
-
-
-class _Copy:
-    """A copy of the repository, with a process of `fork_tests` that runs its tests."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__"))
-        environment = {"PYTHONPATH": str(folder)}
-        no_gpu = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-        self._server = subprocess.Popen(
-            [sys.executable, "-P", str(_FORK_TESTS), *_IMPORTED],
-            bufsize=0,
-            cwd=folder,
-            env=os.environ | environment | no_gpu,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-
-    def passes(self, files: list[str], most_examples: int, limit_s: float) -> bool:
-        """Return whether tests pass; they are killed after a time limit."""
-        asked, answers = self._server.stdin, self._server.stdout
-        assert asked is not None and answers is not None
-        asked.write(" ".join([str(most_examples), "-x", "-q", *_OPTIONS, *files]).encode() + b"\n")
-        tests = int(answers.readline())
-        select.select([answers], [], [], None if limit_s == math.inf else limit_s)
-        with suppress(ProcessLookupError):  # Tests that hang, and their workers.
-            os.killpg(tests, signal.SIGKILL)
-        return int(answers.readline()) == 0
-
-    def close(self) -> None:
-        """End the process, which must be idle."""
-        self._server.communicate()
 
 
 def main() -> None:
@@ -298,10 +296,6 @@ def main() -> None:
     parser.add_argument("--commit", help="Git SHA of the code")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--every", type=int, default=1, help="only each n-th mutant (default: 1)")
-    parser.add_argument(
-        "--again", type=Path, metavar="FILE", help="only those that survived in a results file"
-    )
-    parser.add_argument("--seconds", type=float, help="stop before a module after so many")
     parser.add_argument("--list", action="store_true", help="show the mutants and make none")
     arguments = parse(parser)
     try:
@@ -314,33 +308,16 @@ def main() -> None:
                 sys.stdout.write(f"{module}:{mutant}\n")
         return
     command = f"python -m tests.mutate {shlex.join(sys.argv[1:])}"
-    lived_before = None
-    if arguments.again:
-        runs = read_runs("--again", arguments.again)
-        lived_before = survivors_in([row for run in runs for row in run["rows"]])
     run_about = about(num_gpus=0, command=command, commit=arguments.commit)
-    end = time.monotonic() + (arguments.seconds or math.inf)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        closing(Copies(arguments.jobs, Path(folder))) as copies,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
+        copies = Copies(arguments.jobs, Path(folder))
         for module in modules:
-            if time.monotonic() < end:
-                row = _try(copies, module, arguments.every, lived_before)
-                if arguments.out:
-                    append_run(arguments.out, run_about, [row])
+            row = _try(copies, module, arguments.every)
+            if arguments.out:
+                append_run(arguments.out, run_about, [row])
 
 
-def survivors_in(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Return the changes that survived by module, each as of its newest row."""
-    mutated = [row for row in rows if row.get("check") == "mutants"]
-    lived = {row["module"]: row["survivors"] for row in mutated}
-    return {m: [name.partition(": ")[2] for name in names] for m, names in lived.items()}
-
-
-def _try(
-    copies: Copies, module: Path, every: int, lived_before: dict[str, list[str]] | None
-) -> dict[str, Any]:
+def _try(copies: Copies, module: Path, every: int) -> dict[str, Any]:
     """Return the results row of a module, and print it."""
     source = (ROOT / "padded_dispatch" / module).read_text()
     start = time.monotonic()
@@ -351,8 +328,6 @@ def _try(
     made = mutants(source)
     reasons = EQUIVALENT.get(str(module), {})
     sample = made[::every]
-    if lived_before is not None:
-        sample = [mutant for mutant in made if mutant.change in lived_before.get(str(module), [])]
     same = [mutant for mutant in sample if mutant.change in reasons]
     tried = [mutant for mutant in sample if mutant.change not in reasons]
     lived = copies.run(module, [mutant.source for mutant in tried], 60 + 5 * took_s)
@@ -366,7 +341,6 @@ def _try(
         "module": str(module),
         "all_mutants": len(made),
         "every": every,
-        "again": lived_before is not None,
         "mutants": len(tried),
         "caught": caught,
         "survivors": survivors,

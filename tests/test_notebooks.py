@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-import pytest
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
@@ -38,35 +37,23 @@ def faults(notebook: Any) -> list[str]:
     return found
 
 
-def test_the_four_notebooks_are_there():
+def test_notebooks_can_be_read_without_running_them():
     assert [path.name[:2] for path in PATHS] == ["01", "02", "03", "04"]
-
-
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_notebook_can_be_read_without_running_it(path):
-    notebook = nbformat.read(path, as_version=4)
-    nbformat.validate(notebook)
-    assert faults(notebook) == []
-    assert path.stat().st_size < MAX_BYTES
-
-
-@pytest.mark.parametrize(
-    ("output", "fault"),
-    [
+    for path in PATHS:
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
+        assert faults(notebook) == [], path.name
+        assert path.stat().st_size < MAX_BYTES
+        code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+        assert sum(len(source.splitlines()) for source in code) < 200, path.name
+    title = nbformat.v4.new_markdown_cell("**On the command line:** `x`")
+    for output, fault in (
         (nbformat.v4.new_output("error", ename="KeyError"), "error KeyError"),
         (nbformat.v4.new_output("stream", name="stderr", text="careful"), "stderr careful"),
         (nbformat.v4.new_output("stream", text="in /home/me/x"), "local in /home/me/x"),
-        (
-            nbformat.v4.new_output("display_data", {"text/html": "http://here:8888"}),
-            "local \nhttp://here:8888",
-        ),
-    ],
-)
-def test_faults_are_found(output, fault):
-    title = nbformat.v4.new_markdown_cell("**On the command line:** `x`")
-    cell = nbformat.v4.new_code_cell("x", execution_count=1, outputs=[output])
-    assert faults(nbformat.v4.new_notebook(cells=[title, cell])) == [fault]
-    cell.execution_count = 2
-    cell.outputs = []
+    ):
+        cell = nbformat.v4.new_code_cell("x", execution_count=1, outputs=[output])
+        assert faults(nbformat.v4.new_notebook(cells=[title, cell])) == [fault]
+    cell = nbformat.v4.new_code_cell("x", execution_count=2)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# x"), cell])
     assert faults(notebook) == ["not executed from top to bottom", "no command line"]

@@ -2,7 +2,7 @@
 
     python -m tests.test_readme
 
-writes the tables that code generates into the pages: options, and the figures of the README.
+writes the table of options into its page.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -33,7 +32,6 @@ PACKAGE_PAGE = ROOT / "padded_dispatch" / "README.md"
 MEGATRON_PAGE = ROOT / "padded_dispatch" / "megatron" / "README.md"
 FOLDERS = (".github", "padded_dispatch", "notebooks", "tests")
 PAGES = (README, *sorted(page for name in FOLDERS for page in (ROOT / name).rglob("*.md")))
-EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -48,19 +46,6 @@ def without_code(text: str) -> str:
     )
 
 
-# Tables that code generates.
-
-
-def readme_figures() -> ModuleType:
-    """Import notebooks/readme_figures.py, which is in no package."""
-    path = ROOT / "notebooks" / "readme_figures.py"
-    spec = importlib.util.spec_from_file_location("readme_figures", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def options_table() -> str:
     """Return all options as a Markdown table."""
     lines = ["| option | flag | default | meaning |", "|---|---|---|---|"]
@@ -73,163 +58,72 @@ def options_table() -> str:
     return "\n".join(lines)
 
 
-def generated() -> dict[tuple[Path, str], str]:
-    """Return the text between `<!-- NAME: ... -->` and `<!-- NAME: end -->`, by page and name."""
-    return {
-        (MEGATRON_PAGE, "options"): options_table(),
-    }
+def with_options(text: str) -> str:
+    """Return the page of Megatron with the table of options as it is now."""
+    begin, rest = text.split("<!-- options: written by `python -m tests.test_readme` -->\n")
+    _, end = rest.split("<!-- options: end -->")
+    marker = "<!-- options: written by `python -m tests.test_readme` -->"
+    return f"{begin}{marker}\n\n{options_table()}\n\n<!-- options: end -->{end}"
 
 
-def with_table(text: str, name: str, table: str) -> str:
-    """Return a page's text with another table between the markers of a name."""
-    begin, end = re.escape(f"<!-- {name}: "), re.escape(f"<!-- {name}: end -->")
-    (marker,) = re.findall(rf"^({begin}(?!end).*)$", text, re.MULTILINE)
-    region = rf"^{re.escape(marker)}\n.*?^{end}$"
-    new = f"{marker}\n\n{table}\n\n<!-- {name}: end -->"
-    return re.sub(region, lambda _: new, text, flags=re.MULTILINE | re.DOTALL)
+def test_names_of_options_functions_and_versions_on_pages_are_those_of_the_code():
+    text = MEGATRON_PAGE.read_text()
+    assert with_options(text) == text, "run python -m tests.test_readme"
+    section = PACKAGE_PAGE.read_text().split("## Public names")[1].split("\n## ")[0]
+    for module in ("padded_dispatch", "padded_dispatch.megatron"):
+        (table,) = re.findall(rf"^From `{re.escape(module)}`,.*?(?=^From|\Z)", section, re.M | re.S)
+        listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+        assert sorted(listed) == sorted(importlib.import_module(module).__all__)
+    page = (ROOT / ".github" / "INSTALL.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["te"]]
+    wanted += project["optional-dependencies"]
+    assert [package for package in wanted if f"`{package}`" not in page] == []
+    assert metadata.version("padded-dispatch") == padded_dispatch.__version__
+    # Every defect of stock in the table has a test, and every test of a defect its row.
+    table = set(re.findall(r"^\| (D\d+b?) \|", text, re.MULTILINE))
+    files = [p for name in ("megatron", "gpu") for p in (ROOT / "tests" / name).rglob("test_*.py")]
+    tests = re.findall(r"def test_(d\d+b?)_", "".join(path.read_text() for path in files))
+    assert table == {name.upper().replace("B", "b") for name in tests}
 
 
-def write_tables() -> None:
-    """Write all generated tables into their pages."""
-    for (page, name), table in generated().items():
-        page.write_text(with_table(page.read_text(), name, table))
-
-
-def test_tables_are_generated():
-    for (page, name), table in generated().items():
-        text = page.read_text()
-        assert with_table(text, name, table) == text, "run python -m tests.test_readme"
-
-
-def test_plot_shows_the_figures_of_the_results_file():
-    """Matplotlib writes the text of each label into the file, as a comment."""
-    figures = readme_figures()
+def test_figures_of_the_readme_are_measured():
+    """Matplotlib writes the text of each label into a picture, as a comment."""
+    spec = importlib.util.spec_from_file_location(
+        "readme_figures", ROOT / "notebooks" / "readme_figures.py"
+    )
+    assert spec is not None and spec.loader is not None
+    figures: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
     labels = set(re.findall("<!-- (.*?) -->", (figures.IMAGES / "layer_time.svg").read_text()))
+    times = figures.layer_times()
     shown = {
-        f"{ms:.2f}"
-        for (_, name, factor), ms in figures.layer_times().items()
-        if (name, factor) != (figures.PACKED, 1.0)
+        f"{ms:.2f}" for (_, name, f), ms in times.items() if (name, f) != (figures.PACKED, 1.0)
     }
     assert shown <= labels, "run python notebooks/readme_figures.py"
+    first_screen = README.read_text().split("## Quick start")[0]
+    numbers = set(re.findall(r"\b0\.\d+\b", first_screen))
+    results = (ROOT / "notebooks" / "results" / "README.md").read_text()
+    assert numbers and numbers <= set(re.findall(r"\d+\.\d+", results))
 
 
-# The README.
-
-
-def test_quick_start_has_two_blocks():
-    """.ci/run takes the second one as the test command."""
+def test_blocks_run():
+    """.ci/run takes the second block of Quick start as the test command."""
     section = README.read_text().split("## Quick start")[1].split("\n## ")[0]
-    assert len(re.findall("^```bash$", section, re.MULTILINE)) == 2
-
-
-def test_readme_is_short():
-    text = README.read_text()
-    assert len(text.splitlines()) <= 200
-    hashes = re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,}\b", text)
-    assert hashes == [], "commits belong to notebooks/results/README.md"
-
-
-def test_figures_of_the_first_screen_are_measured():
-    table, _ = README.read_text().split("## Quick start")
-    text = "".join(line for line in table.splitlines() if not line.startswith("| **Versions**"))
-    figures = set(re.findall(r"\d+\.\d+", text))
-    pages = ROOT / "notebooks" / "results", ROOT / "padded_dispatch" / "tune"
-    measured = "".join((folder / "README.md").read_text() for folder in pages)
-    assert len(figures) > 10
-    assert figures - set(re.findall(r"\d+\.\d+", measured)) == set()
-
-
-def test_pages_are_reached_from_the_readme_and_lead_back():
-    reached, ahead = set(), [README]
-    while ahead:
-        page = ahead.pop()
-        reached.add(page)
-        linked = {path for path, _ in links(page) if path.suffix == ".md"}
-        ahead += linked - reached
-        assert page == README or page.name == "FIELDS.md" or README in linked
-    assert reached == set(PAGES)
-
-
-def test_python_of_the_readme_runs():
-    """One block: install, then a config that has the options."""
+    _, test = blocks(section, "bash")
+    assert test.splitlines()[-1] == "pytest" and len(test.splitlines()) == 4
+    assert len(README.read_text().splitlines()) <= 130
     (example,) = blocks(README.read_text(), "python")
     names: dict[str, Any] = {}
     exec(example, names)
     assert names["config"].moe_token_dispatcher_type == "padded_alltoall"
-    assert names["config"].padded_dispatch.policy == "priority"
-
-
-def test_installation_names_the_versions_of_the_project():
-    page = (ROOT / ".github" / "INSTALL.md").read_text()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["te"]]
-    assert [package for package in wanted if f"`{package}`" not in page] == []
-    assert project["requires-python"] == ">=3.11" and "| Python | 3.11 or later |" in page
-    extras = {name for name in project["optional-dependencies"] if f"`{name}`" not in page}
-    assert extras == set()
-
-
-# The page of the package.
-
-
-def test_example_without_megatron_runs():
-    (example,) = [
-        block
-        for block in blocks(PACKAGE_PAGE.read_text(), "python")
-        if "PaddedDispatcher(" in block
-    ]
-    names: dict[str, Any] = {}
+    (example,) = [b for b in blocks(PACKAGE_PAGE.read_text(), "python") if "PaddedDispatcher(" in b]
+    names = {}
     exec(example, names)
     kept_TE = names["sent"].selection.kept_TE
     tokens_TD, probs_TE = names["tokens_TD"], names["probs_TE"]
     weights_T1 = torch.where(kept_TE, probs_TE, 0).sum(1, keepdim=True)
     torch.testing.assert_close(names["out_TD"], torch.tanh(tokens_TD) * weights_T1)
-
-
-def test_tree_lists_every_module():
-    (tree,) = re.findall(
-        r"^```\n(padded_dispatch/\n.*?)^```", PACKAGE_PAGE.read_text(), re.MULTILINE | re.DOTALL
-    )
-    listed, folders = set(), [ROOT]
-    for line in tree.splitlines():
-        name = line.split()[0]
-        depth = (len(line) - len(line.lstrip())) // 2
-        folders = [*folders[: depth + 1], folders[depth] / name]
-        listed.add(folders[-1])
-    package = ROOT / "padded_dispatch"
-    modules = {path for path in package.rglob("*.py") if path.name != "__init__.py"}
-    listed = {path for path in listed if path.suffix == ".py"}
-    missing = sorted(str(path.relative_to(ROOT)) for path in modules - listed)
-    gone = sorted(str(path.relative_to(ROOT)) for path in listed - modules)
-    assert (missing, gone) == ([], [])
-
-
-@pytest.mark.parametrize("module", ["padded_dispatch", "padded_dispatch.megatron"])
-def test_public_names_are_listed(module):
-    section = PACKAGE_PAGE.read_text().split("## Public names")[1].split("\n## ")[0]
-    (table,) = re.findall(rf"^From `{re.escape(module)}`,.*?(?=^From|\Z)", section, re.M | re.S)
-    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert sorted(listed) == sorted(importlib.import_module(module).__all__)
-
-
-# The page of Megatron.
-
-
-def test_differences_name_their_tests():
-    """Every defect of the table has a test, and every test of a defect its row."""
-    table = set(re.findall(r"^\| (D\d+b?) \|", MEGATRON_PAGE.read_text(), re.MULTILINE))
-    files = [
-        path
-        for folder in ("megatron", "gpu")
-        for path in (ROOT / "tests" / folder).glob("**/test_*.py")
-    ]
-    tests = "".join(path.read_text() for path in files)
-    assert table == {
-        name.upper().replace("B", "b") for name in re.findall(r"def test_(d\d+b?)_", tests)
-    }
-
-
-# All pages: links, Python, command lines.
 
 
 def links(page: Path) -> Iterator[tuple[Path, str]]:
@@ -247,31 +141,28 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@EACH_PAGE
-def test_links_lead_somewhere(page):
-    for path, anchor in links(page):
-        assert path.is_relative_to(ROOT)
-        assert path.exists(), path
-        assert not anchor or anchor in anchors(path), f"{path}#{anchor}"
+def test_links_lead_somewhere_and_pages_are_reached():
+    reached, waiting = set(), [README]
+    while waiting:
+        page = waiting.pop()
+        reached.add(page)
+        for path, anchor in links(page):
+            assert path.is_relative_to(ROOT) and path.exists(), f"{page}: {path}"
+            assert not anchor or anchor in anchors(path), f"{page}: {path}#{anchor}"
+        linked = {path for path, _ in links(page) if path.suffix == ".md"}
+        waiting += linked - reached
+    assert reached == set(PAGES)
 
 
 # Megatron-Bridge and what comes with it: not among the packages of the tests.
 NOT_HERE = ("megatron.bridge", "yaml")
 
 
-@EACH_PAGE
-def test_python_compiles_and_its_imports_resolve(page):
-    for block in blocks(page.read_text(), "python"):
+def test_python_on_pages_compiles_and_its_imports_resolve():
+    for block in (block for page in PAGES for block in blocks(page.read_text(), "python")):
         for node in ast.walk(ast.parse(block)):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    if not alias.name.startswith(NOT_HERE):
-                        importlib.import_module(alias.name)
-            elif isinstance(node, ast.ImportFrom):
-                assert node.module is not None
-                if node.module.startswith(NOT_HERE):
-                    continue
-                module = importlib.import_module(node.module)
+            if isinstance(node, ast.ImportFrom) and not str(node.module).startswith(NOT_HERE):
+                module = importlib.import_module(str(node.module))
                 assert [a.name for a in node.names if not hasattr(module, a.name)] == []
 
 
@@ -311,9 +202,8 @@ def contenders(words: list[str]) -> Iterator[list[str]]:
     yield from ([*shared, "--vs", *flags] for flags in own) if own else [shared]
 
 
-@EACH_PAGE
-def test_commands_parse(page, parsers_only):
-    for command in commands(page.read_text()):
+def test_commands_on_pages_parse(parsers_only):
+    for command in (command for page in PAGES for command in commands(page.read_text())):
         if not re.match(r"padded-dispatch |python |pytest |torchrun |-m ", command):
             continue
         words = shlex.split(command)
@@ -324,6 +214,13 @@ def test_commands_parse(page, parsers_only):
         if (before := "padded_dispatch.megatron.run") in words and words[-1] != before:
             assert run.read(words[words.index(before) + 1 :])[1].endswith((".py", "..."))
         check_paths(words)
+    found = list(
+        commands("x\n\n    padded-dispatch tune a \\\n      --drop 0.1\n\nas `pytest -m gpu`")
+    )
+    assert found == ["padded-dispatch tune a --drop 0.1", "pytest -m gpu"]
+    for wrong in ("pytest tests/none", "python -m tests.gpu --no-such-flag"):
+        with pytest.raises(AssertionError):
+            check_paths(shlex.split(wrong))
 
 
 def check_paths(words: list[str]) -> None:
@@ -332,10 +229,12 @@ def check_paths(words: list[str]) -> None:
         words = words[1:]
     match words:
         case ["python", "-m", module, *flags] if module.startswith("tests."):
-            spec = importlib.util.find_spec(module)
+            spec = importlib.util.find_spec(module) or importlib.util.find_spec("tests")
+            if spec is not None and spec.submodule_search_locations:
+                spec = importlib.util.find_spec(f"{module}.__main__")
             assert spec is not None and spec.origin is not None, module
             source = Path(spec.origin).read_text()
-            source += (ROOT / "tests" / "support" / "gpu_rows.py").read_text()
+            source += (ROOT / "tests" / "support" / "rows.py").read_text()
             assert [f for f in flags if f.startswith("--") and f'"{f}"' not in source] == []
         case ["python", script, *_] if script.endswith(".py"):
             assert (ROOT / script).exists(), script
@@ -344,31 +243,5 @@ def check_paths(words: list[str]) -> None:
             assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_commands_are_found():
-    """These tests can fail: a wrong flag, file or module is noticed."""
-    lines = "    padded-dispatch tune a \\\n      --drop 0.1\n    pytest tests/none"
-    text = f"x\n\n{lines}\n\nas `pytest -m gpu`"
-    found = list(commands(text))
-    assert found == ["padded-dispatch tune a --drop 0.1", "pytest tests/none", "pytest -m gpu"]
-    with pytest.raises(AssertionError):
-        check_paths(shlex.split(found[1]))
-    with pytest.raises(AssertionError):
-        check_paths(["python", "-m", "tests.gpu.direct", "--no-such-flag"])
-    with pytest.raises(AssertionError):
-        check_paths(["python", "-m", "tests.gpu.absent"])
-
-
-def test_wrong_flags_are_noticed(parsers_only, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--no-such-flag"])
-    assert "--no-such-flag" in capsys.readouterr().err
-
-
-def test_version_is_the_one_of_the_project():
-    version = padded_dispatch.__version__
-    assert metadata.version("padded-dispatch") == version
-    assert f"\n## {version}" in (ROOT / ".github" / "CHANGELOG.md").read_text()
-
-
 if __name__ == "__main__":
-    write_tables()
+    MEGATRON_PAGE.write_text(with_options(MEGATRON_PAGE.read_text()))
