@@ -78,8 +78,7 @@ def _dispatcher(settings: Settings) -> str:
     if dispatch.dispatcher in DROPPING:
         parts.append("no row is dropped" if factor is None else f"capacity factor {factor:g}")
     if dispatch.dispatcher == "padded_alltoall":
-        policy = dispatch.drop_policy if padded.policy == "megatron" else padded.policy
-        parts.append(f"policy {policy}")
+        parts.append(f"policy {dispatch.drop_policy}")
         # What "auto" chooses is shown after the first step.
         chosen = {"experts": padded.experts, "exchange": padded.exchange}
         parts += [f"{name} {value}" for name, value in chosen.items() if value != "auto"]
