@@ -37,7 +37,7 @@ if (package_info.MAJOR, package_info.MINOR) >= (0, 18):  # The setting is new th
         for experts in ("module", "packed", "batched")
     ]
 DIRECT = OverlapCase(name="direct", experts="packed", exchange="direct")
-FITS: dict[str, Any] = {"schedule": ((0, FIT),)}
+FITS: dict[str, Any] = {"layer_factors": {1: FIT, 2: FIT}}
 
 
 @pytest.mark.ahead

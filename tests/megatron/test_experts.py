@@ -17,7 +17,6 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor, nn
 
 from padded_dispatch import experts
-from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron import PaddedOptions, install, padded_spec, uninstall
 from padded_dispatch.megatron import experts as megatron_experts
 from padded_dispatch.megatron.compat import forget_moe_state
@@ -225,23 +224,6 @@ def test_hooks_of_ddp_run_when_a_delayed_gradient_is_there():
     assert len(seen) == 1 and seen[0].shape == linear.weight.shape
     made.experts.backward_dw()
     assert len(seen) == 1
-
-
-@pytest.mark.parametrize(
-    "options", [{"on_overflow": "retry"}, {"schedule": ((0, FIT),)}, {"layer_factors": {1: FIT}}]
-)
-def test_modules_that_delay_one_gradient_get_no_rounds(options):
-    config = tiny.config()
-    config.delay_wgrad_compute = True
-    config.padded_dispatch = PaddedOptions(experts="module", **options)
-    with pytest.raises(ValueError, match=r"^fit_max_factor must be no-drop .*, got 4\.0; set it"):
-        chosen_experts(config)
-    for passing in ({"fit_max_factor": NO_DROP}, {"experts": "packed"}):
-        config.padded_dispatch = PaddedOptions(**{"experts": "module", **options, **passing})
-        chosen_experts(config)
-    config.delay_wgrad_compute = False
-    config.padded_dispatch = PaddedOptions(experts="module", **options)
-    chosen_experts(config)
 
 
 @pytest.mark.parametrize("why", ["bf16", "frozen", "evaluation", "no DDP", "FSDP"])
