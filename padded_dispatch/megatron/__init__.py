@@ -1,4 +1,4 @@
-"""The padded dispatcher in Megatron-Core 0.16.1 to 0.19.0.
+"""The padded dispatcher in Megatron-Core 0.16.1 to 0.20.
 
 Two ways in. `install()` makes `moe_token_dispatcher_type="padded_alltoall"` work everywhere.
 `padded_spec(spec)` puts `PaddedMoELayer` into a layer spec and patches nothing, except that a
@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 from padded_dispatch.config import NO_DROP
 
 if TYPE_CHECKING:
-    from padded_dispatch.megatron.control import CapacityControl
     from padded_dispatch.megatron.cpu import megatron_on_cpu
-    from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
-    from padded_dispatch.megatron.graphs import GraphedMoELayer, LayerGraphs
+    from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs
     from padded_dispatch.megatron.installer import install, uninstall
     from padded_dispatch.megatron.layer import PaddedMoELayer, padded_spec
     from padded_dispatch.megatron.options import PaddedOptions
@@ -26,10 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_DROP",
-    "CapacityControl",
-    "GraphedMoELayer",
+    "IterationGraph",
     "LayerGraphs",
-    "PaddedAlltoAllTokenDispatcher",
     "PaddedMoELayer",
     "PaddedOptions",
     "Retry",
@@ -42,10 +38,8 @@ __all__ = [
 
 # The module of each name.
 _HOMES = {
-    "CapacityControl": "control",
-    "GraphedMoELayer": "graphs",
+    "IterationGraph": "graphs",
     "LayerGraphs": "graphs",
-    "PaddedAlltoAllTokenDispatcher": "dispatcher",
     "PaddedMoELayer": "layer",
     "PaddedOptions": "options",
     "Retry": "retry",

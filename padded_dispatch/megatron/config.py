@@ -4,6 +4,8 @@ The rows of `padded_dispatch.megatron.fields` decide what is refused; this modul
 """
 
 import dataclasses
+import functools
+import logging
 import re
 from typing import Any
 
@@ -25,9 +27,10 @@ from padded_dispatch.megatron.compat import (
     graph_scopes,
     splits_hybrid_layers,
 )
-from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
-from padded_dispatch.megatron.log import log_once
-from padded_dispatch.megatron.options import PaddedOptions, by_name, require_options
+from padded_dispatch.megatron.fields import REFUSED, REPLACED, ConfigField
+from padded_dispatch.megatron.options import PaddedOptions, require_options, to_plain
+
+_log = logging.getLogger("padded_dispatch")
 
 _EXPERTS = ("TEGroupedMLP", "SequentialMLP")
 
@@ -36,6 +39,28 @@ _REFUSED_EXPERTS = {
     "GroupedMLP": "it needs the grouped_gemm package and is gone in Megatron-Core 0.17",
     "InferenceGroupedMLP": "it takes a routing map from an inference dispatcher",
 }
+
+# Fields that decide what ranks compute, beside all `moe_...`.
+_COMPARED = (
+    "add_bias_linear",
+    "cuda_graph_impl",
+    "cuda_graph_modules",
+    "cuda_graph_scope",
+    "delay_wgrad_compute",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "fp4",
+    "fp8",
+    "mlp_chunks_for_training",
+    "num_moe_experts",
+    "overlap_dispatch_backward_with_experts_wgrad",
+    "overlap_moe_expert_parallel_comm",
+    "quant_recipe",
+    "recompute_granularity",
+    "recompute_modules",
+    "sequence_parallel",
+    "transformer_impl",
+)
 
 # Fields of `DispatchConfig`, and the fields of Megatron's config that set them.
 _NAMES = {
@@ -47,6 +72,12 @@ _NAMES = {
     "etp_size": "expert_tensor_parallel_size",
 }
 _MEGATRONS = re.compile(rf"\b({'|'.join(_NAMES)})\b")
+
+
+@functools.cache
+def log_once(line: str, level: int = logging.INFO) -> None:
+    """Log a line, unless this process has logged it before."""
+    _log.log(level, line)
 
 
 def check_config(config: Any) -> None:
@@ -61,7 +92,7 @@ def check_config(config: Any) -> None:
         ValueError: one line per refused setting: field, value, reason, remedy; or see
             `dispatch_config` and `padded_options`.
     """
-    refused = refusals(config, (*MOE_FIELDS, *OTHER_FIELDS))
+    refused = refusals(config, REFUSED)
     graphs = _read(config, "cuda_graph_impl")
     if _keeps_old_weights(config):
         refused.append(
@@ -71,15 +102,11 @@ def check_config(config: Any) -> None:
             "disable_parameter_transpose_cache=True."
         )
     options = padded_options(config)
-    for name, factors in (
-        ("layer_factors", options.layer_factors),
-        ("schedule", options.factor_of_step),
-    ):
-        if FIT in factors.values() and captures_routing(config):
-            refused.append(
-                f"  {name}={getattr(options, name)!r} with cuda_graph_impl={graphs!r}: sizes that "
-                "fit a pass are read on the host. Remedy: numbers, or graphs of attention only."
-            )
+    if FIT in options.layer_factors.values() and captures_routing(config):
+        refused.append(
+            f"  layer_factors={options.layer_factors!r} with cuda_graph_impl={graphs!r}: sizes "
+            "that fit a pass are read on the host. Remedy: numbers, or graphs of attention only."
+        )
     if options.exchange == "direct" and splits_hybrid_layers(config):
         refused.append(
             "  exchange='direct' with a graph that ends before the experts of a hybrid stack "
@@ -153,11 +180,7 @@ def notes(config: Any) -> list[str]:
 
 def _set_for_others(config: Any) -> list[ConfigField]:
     """Return the rows of fields that a recipe has set for another dispatcher."""
-    return [
-        row
-        for row in (*MOE_FIELDS, *OTHER_FIELDS)
-        if row.status == "replaced" and _read(config, row.name) not in (None, _default(row.name))
-    ]
+    return [row for row in REPLACED if _read(config, row.name) not in (None, _default(row.name))]
 
 
 def _note(config: Any, row: ConfigField) -> str:
@@ -249,12 +272,10 @@ def settings_of(config: Any) -> tuple[tuple[str, object], ...]:
 
     The ranks of a layer must have the same.
     """
-    options = by_name(padded_options(config)).items()
-    fields = [row.name for row in (*MOE_FIELDS, *OTHER_FIELDS) if row.status == "used"]
-    return (
-        *((name, str(value)) for name, value in options),
-        *((name, str(_read(config, name))) for name in fields),
-    )
+    moe = [name for name in TransformerConfig.__dataclass_fields__ if name.startswith("moe_")]
+    fields = {name: _read(config, name) for name in (*moe, *_COMPARED)}
+    values = to_plain(padded_options(config)) | fields
+    return tuple((name, str(value)) for name, value in values.items() if not callable(value))
 
 
 def is_ours(config: Any) -> bool:
@@ -386,8 +407,6 @@ def _factor(
         return factor
     if layer_number is not None and layer_number in options.layer_factors:
         return options.layer_factors[layer_number]
-    if 0 in options.factor_of_step:
-        return options.factor_of_step[0]
     factor = config.moe_expert_capacity_factor
     # Megatron takes a negative factor for None, but only in `__post_init__`.
     return NO_DROP if factor is None or factor < 0 else factor

@@ -45,12 +45,12 @@ from padded_dispatch.megatron.compat import (
 from padded_dispatch.megatron.config import (
     check_config,
     check_pipeline,
+    log_once,
     padded_options,
     passes_in_flight,
 )
 from padded_dispatch.megatron.experts import chosen_experts, require_gradients_arrive
 from padded_dispatch.megatron.layer_configs import LayerConfigs
-from padded_dispatch.megatron.log import log_once
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.ops.counters import Counters
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
@@ -123,9 +123,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         # returns of other passes between a push and its return, which a return inside of a product
         # forbids; it hides the way home itself.
         self._fuses = not self._overlaps and not captures_dispatch_alone(config)
-        in_flight = options.microbatches_in_flight
-        if in_flight == "auto":
-            in_flight = passes_in_flight(config, _pipeline_rank(pg_collection))
         stages, why_not_direct = config.pipeline_model_parallel_size, ""
         if splits_hybrid_layers(config):
             why_not_direct = _SPLIT_LAYERS
@@ -139,7 +136,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             layout=self._experts.layout or "padded",
             kind=options.exchange,
             why_not_direct=why_not_direct,
-            microbatches_in_flight=in_flight,
+            microbatches_in_flight=passes_in_flight(config, _pipeline_rank(pg_collection)),
             num_layers=max(1, config.num_layers // stages),
             ffn_size=config.moe_ffn_hidden_size or 0,
         )

@@ -368,7 +368,7 @@ def _refusals(config: Any) -> list[str]:
 
 
 def _field(name: str, note: str, refuses: Any) -> ConfigField:
-    return ConfigField(name=name, status="refused", note=note, refuses=refuses, remedy=_REMEDY)
+    return ConfigField(name=name, note=note, refuses=refuses, remedy=_REMEDY)
 
 
 def _has_moe_act(modules: Any) -> bool:

@@ -23,7 +23,7 @@ class LayerConfigs:
         evaluation: the config of evaluation passes.
         generation: the config of text generation in a CUDA graph; eager, its passes fit.
         given_context: whether the layer was last called with an `inference_context`.
-        controlled: whether a `CapacityControl` changes this layer's factor.
+        controlled: whether a `Telemetry` reads what this layer drops.
         retried: whether a `Retry` repeats steps in which this layer drops.
 
     Args:
@@ -39,7 +39,6 @@ class LayerConfigs:
         self._eval_follows = eval_factor(config, options) is None
         self._eval_by_default = options.eval_factor is None
         self._generates_without_drops = options.eval_factor in (None, FIT)
-        self._to_control = options.to_control
         self._on_overflow = options.on_overflow
         self.controlled = False
         self.retried = False
@@ -101,17 +100,16 @@ class LayerConfigs:
         return not self.in_training and (self.given_context or torch.is_inference_mode_enabled())
 
     def check_controlled(self) -> None:
-        """Raise if `schedule` or `on_overflow` is set but the object that follows it is missing.
+        """Raise if `on_overflow` asks for an object that is missing.
 
         Raises:
-            ValueError: names the options.
+            ValueError: names the option.
         """
-        if self._to_control and not self.controlled:
-            given = ", ".join(f"{name}={value!r}" for name, value in self._to_control.items())
+        if self._on_overflow == "error" and not self.controlled:
             raise ValueError(
-                f"a training loop must have a CapacityControl to follow {given}, got none; make a "
-                "padded_dispatch.megatron.CapacityControl of the model before the first step and "
-                "call its step() after each one, or leave the options out"
+                "a training loop must have a Telemetry to follow on_overflow='error', got none; "
+                "make a padded_dispatch.megatron.Telemetry of the model before the first step and "
+                "call its step() after each one, or leave the option out"
             )
         if self._on_overflow == "retry" and not self.retried:
             raise ValueError(

@@ -140,7 +140,7 @@ class SelectAfterCounting(TopKRouter):
         captures = self.config.cuda_graph_impl == "transformer_engine"
         return (
             *self._settings,
-            ("layer has a CapacityControl", self.selector.configs.controlled),
+            ("layer has a Telemetry", self.selector.configs.controlled),
             ("padding_mask is given", captures and padding_mask is not None),
         )
 

@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 def _name_flag(message: str) -> str:
     """Replace the option that an error of `PaddedOptions` begins with by its flag.
 
-    Example: "grow_after must ..." becomes "--padded-grow-after must ...".
+    Example: "eval_factor must ..." becomes "--padded-eval-factor must ...".
     """
     return re.sub(r"^\w+", lambda name: f"--padded-{name[0].replace('_', '-')}", message)
 

@@ -5,11 +5,14 @@
         train()
         snapshots = telemetry.step()      # None, except one step after each read was started
         if snapshots is not None:
-            write_scalars(snapshots, writer)
+            for name, value in scalars(snapshots).items():
+                writer.add_scalar(name, value, snapshots.step)
+
+`on_overflow` is followed here: a reading with drops is logged in words, or ends the run.
 
 Three words name the parts. Counters live on the device, one set per layer and rank
 (`padded_dispatch.ops.counters`). A `Snapshot` holds what counters counted in some steps, on the
-host, summed over ranks (`padded_dispatch.telemetry`). `Telemetry` reads counters and makes
+host, summed over ranks (`padded_dispatch.ops.counters`). `Telemetry` reads counters and makes
 snapshots of them.
 
 A read is enqueued on the training stream, between two steps: the layers' totals are summed over all
@@ -33,6 +36,8 @@ Letters: Y layers of the whole model, R ranks of the expert-parallel group, W co
 sums (its totals, then the idle passes of each rank).
 """
 
+import logging
+import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -44,11 +49,12 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from padded_dispatch.megatron.compat import number_in_model
+from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import is_padded
-from padded_dispatch.ops.counters import Counters
-from padded_dispatch.telemetry import Ints, Snapshot, snapshot_of
+from padded_dispatch.ops.counters import Counters, Ints, Snapshot, snapshot_of
 
 _T = TypeVar("_T")
+_log = logging.getLogger("padded_dispatch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,16 +94,20 @@ def scalars(snapshots: Snapshots, *, per_layer: bool = False) -> dict[str, float
     return found
 
 
-def write_scalars(snapshots: Snapshots, writer: Any, *, per_layer: bool = False) -> None:
-    """Write `scalars` to TensorBoard.
-
-    Args:
-        snapshots: the result of `Telemetry.step` or `Telemetry.read`.
-        writer: a `SummaryWriter`, or another object with `add_scalar(name, value, step)`.
-        per_layer: see `scalars`.
-    """
-    for name, value in scalars(snapshots, per_layer=per_layer).items():
-        writer.add_scalar(name, value, snapshots.step)
+def overflow_words(snapshots: Snapshots) -> str:
+    """Return what the layer dropped that dropped most, and what to set."""
+    training, first = snapshots.training, snapshots.step - snapshots.num_steps + 1
+    shares_Y = np.nan_to_num(training.dropped_share)
+    worst = int(shares_Y.argmax())
+    one = snapshots.num_steps == 1
+    when = f"at step {first}" if one else f"in steps {first} to {snapshots.step}"
+    factor = math.ceil(training.needed_factor[worst] * 100) / 100
+    pool = "" if training.cells_per_pool > 1 else "capacity_pool='rank' or "
+    return (
+        f"{shares_Y[worst]:.2%} of the rows of layer {training.layers_Y[worst]} found no room "
+        f"{when} ({training.figures()['dropped']:.2%} of all rows); a capacity factor of "
+        f"{factor:g} would have held them: set it, {pool}on_overflow='retry'"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +123,12 @@ class _Copy:
 class Telemetry:
     """Reader of the counters of all padded layers of a model. All ranks must call all methods.
 
+    Every method that returns snapshots warns of drops in training, or raises a RuntimeError on all
+    ranks if `on_overflow` is "error" and a layer has dropped more than `overflow_threshold`.
+
     Args:
         chunks: the model's chunks on this rank.
-        every: steps between two reads.
+        every: steps between two reads. The first step is read by itself.
         step: steps done already.
 
     Raises:
@@ -124,8 +137,9 @@ class Telemetry:
 
     def __init__(self, chunks: list[Any], *, every: int = 10, step: int = 0) -> None:
         self._local_layers = padded_moe_layers(chunks)
-        self._every = every
+        self._every, self._first = every, step + 1
         self._step = self._read_step = step
+        self._num_warnings = 0
         shapes = of_all_ranks({n: _LayerShape.of(layer) for n, layer in self._local_layers.items()})
         if not shapes:
             raise ValueError(
@@ -142,7 +156,10 @@ class Telemetry:
         self._sums_shape = 2, len(self.layers), self._shape.num_totals + self._shape.num_ranks
         self._last_sums = np.zeros(self._sums_shape, dtype=np.int64)
         self._largest = np.zeros((2, len(self.layers)), dtype=np.int64)
-        self.read()
+        for layer in self._local_layers.values():
+            layer.token_dispatcher.configs.controlled = True
+        self._pending = self._start()
+        self._finish()
 
     def step(self) -> Snapshots | None:
         """Count one training step, and start or finish a read. Call it after each step.
@@ -150,18 +167,18 @@ class Telemetry:
         Returns:
             Snapshots in the step after the one that started a read; otherwise None.
         """
-        finished = self.finish()
+        finished = None if self._pending is None else self._finish()
         self._step += 1
-        if self._step % self._every == 0:
+        if self._step % self._every == 0 or self._step == self._first:
             self._pending = self._start()
-        return finished
+        return self._followed(finished)
 
     def finish(self) -> Snapshots | None:
         """Return the snapshots of a read that was started, if any; waits until it has arrived.
 
         It costs nothing where the host waits for the device anyway.
         """
-        return None if self._pending is None else self._finish()
+        return self._followed(None if self._pending is None else self._finish())
 
     def read(self) -> Snapshots:
         """Return snapshots of everything since the last ones, now; waits for the device."""
@@ -169,7 +186,27 @@ class Telemetry:
             # The next sums include the pending ones. The largest demand was zeroed.
             self._take_largest(self._pending)
         self._pending = self._start()
-        return self._finish()
+        snapshots = self._finish()
+        self._followed(snapshots)
+        return snapshots
+
+    def _followed(self, snapshots: Snapshots | None) -> Snapshots | None:
+        """Return the snapshots, after `on_overflow` has been followed."""
+        on_overflow, threshold = self._shape.on_overflow, self._shape.overflow_threshold
+        if snapshots is None or on_overflow == "retry":
+            return snapshots
+        shares_Y = np.nan_to_num(snapshots.training.dropped_share)
+        if not (shares_Y > threshold).any():
+            return snapshots
+        words = overflow_words(snapshots)
+        if on_overflow == "error":
+            raise RuntimeError(
+                f"on_overflow='error': {words}, or raise overflow_threshold={threshold:g}"
+            )
+        self._num_warnings += 1
+        if self._num_warnings.bit_count() == 1 and dist.get_rank() == 0:
+            _log.warning("%s (warning %d)", words, self._num_warnings)
+        return snapshots
 
     @torch.no_grad()
     def _start(self) -> _Copy:
@@ -234,21 +271,25 @@ class Telemetry:
 
 @dataclass(frozen=True, kw_only=True)
 class _LayerShape:
-    """Sizes of a layer, sent to ranks without one. All layers of a model have the same."""
+    """Sizes and options of a layer, for ranks without one. All layers of a model have the same."""
 
     top_k: int
     cells_per_pool: int
     num_ranks: int
     num_totals: int
+    on_overflow: str
+    overflow_threshold: float
 
     @classmethod
     def of(cls, layer: Any) -> "_LayerShape":
-        config = layer.token_dispatcher.dispatch_config
+        config, options = layer.token_dispatcher.dispatch_config, padded_options(layer.config)
         return cls(
             top_k=config.top_k,
             cells_per_pool=config.cells_per_pool,
             num_ranks=config.num_ranks,
             num_totals=len(layer.token_dispatcher.counters.totals),
+            on_overflow=options.on_overflow,
+            overflow_threshold=options.overflow_threshold,
         )
 
 

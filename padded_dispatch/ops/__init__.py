@@ -12,5 +12,5 @@ plan: give every kept row its slot
 rows: move rows between tokens, slots and packed rows
 grouped: the linears of all experts over packed rows
 activation: what lies between an expert's two linears
-counters: count what was asked for, kept and lost, on the device
+counters: count what was asked for, kept and lost, on the device; figures of that on the host
 """

@@ -24,8 +24,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.tensor_parallel import random
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
-from padded_dispatch.config import CapacityFactor, require
-from padded_dispatch.megatron.options import read_factor, show_factor
+from padded_dispatch.config import require
 from padded_dispatch.train.integrity import checkpoints, require_whole
 from padded_dispatch.train.model import unwrapped
 from padded_dispatch.train.optimizer import MegatronAdam, TorchAdam
@@ -36,12 +35,10 @@ _DECISIVE = ("model", "recipe", "dispatch", "layout")
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The progress of a run: steps done, the first step's loss, what `CapacityWatch` knows."""
+    """The progress of a run: steps done, and the first step's loss."""
 
     step: int
     first_loss: float
-    factors: dict[int, CapacityFactor]
-    reads_above: dict[int, int]
 
 
 def newest(run_dir: Path) -> Path:
@@ -109,8 +106,7 @@ def save(
         state_dict_saver.save(_state_of_rank(chunks, optimizer), checkpoint_id=temporary)
     dist.barrier()
     if first:
-        factors = {number: show_factor(factor) for number, factor in progress.factors.items()}
-        about = {**dataclasses.asdict(progress), "factors": factors}
+        about = dataclasses.asdict(progress)
         about["settings"] = settings.as_json(*_DECISIVE)
         (temporary / "run.json").write_text(json.dumps(about, indent=2))
         temporary.rename(folder / f"step-{progress.step:08d}")
@@ -133,15 +129,7 @@ def load(checkpoint: Path, chunks: list[Any], optimizer: TorchAdam | MegatronAda
     optimizer.adam.load_state_dict(state["optimizer"])
     _set_random_states(state["random"])
     about = json.loads((checkpoint / "run.json").read_text())
-    factors: dict[int, CapacityFactor] = {
-        int(number): read_factor(text) for number, text in about["factors"].items()
-    }
-    return Progress(
-        step=about["step"],
-        first_loss=about["first_loss"],
-        factors=factors,
-        reads_above={int(number): reads for number, reads in about.get("reads_above", {}).items()},
-    )
+    return Progress(step=about["step"], first_loss=about["first_loss"])
 
 
 def _state_of_rank(chunks: list[Any], optimizer: TorchAdam) -> dict[str, Any]:

@@ -113,11 +113,10 @@ def _run(checkpoint: Path) -> dict[str, Any]:
         case {
             "step": int(),
             "first_loss": float(),
-            "factors": dict(),
             "settings": {"model": {}, "recipe": {}, "dispatch": {}, "layout": {}},
         }:
             return run
-    raise _FaultError("run.json does not hold step, first_loss, factors and settings")
+    raise _FaultError("run.json does not hold step, first_loss and settings")
 
 
 def _data_sizes(checkpoint: Path) -> dict[str, int]:

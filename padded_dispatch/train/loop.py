@@ -3,14 +3,13 @@
 With `on_overflow="retry"` a step that dropped rows runs twice (`padded_dispatch.megatron.retry`).
 
 `run_passes` runs micro-batches through the model by Megatron's schedules
-(`get_forward_backward_func`): without a pipeline, with one, and interleaved. A `CapacityWatch`
-(`padded_dispatch.megatron.watch`) reads what was dropped and changes capacity factors between
-steps. `trace_recorder` (`--trace`) writes the routers' choices, one file per rank, for
+(`get_forward_backward_func`): without a pipeline, with one, and interleaved. A `Telemetry`
+(`padded_dispatch.megatron.telemetry`) reads what was dropped.
+`trace_recorder` (`--trace`) writes the routers' choices, one file per rank, for
 `padded-dispatch tune`.
 """
 
 import dataclasses
-import functools
 import math
 import os
 import sys
@@ -26,9 +25,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from padded_dispatch.exchange.mirror import absent_ranks_named
+from padded_dispatch.megatron.megatron_lm import record_routing
 from padded_dispatch.megatron.retry import Retry
-from padded_dispatch.megatron.routing import record_routing
-from padded_dispatch.megatron.watch import CapacityWatch
+from padded_dispatch.megatron.telemetry import Snapshots, Telemetry
 from padded_dispatch.megatron.world import world
 from padded_dispatch.train import checkpoint
 from padded_dispatch.train.data import Windows, load_corpus
@@ -179,7 +178,7 @@ def train_in_groups(settings: Settings, device: torch.device) -> Outcome:
     with megatron_state(settings):
         recorder = Recorder(settings, device) if settings.output.out else None
         trainer = _build(settings, device)
-        start = checkpoint.Progress(step=0, first_loss=math.nan, factors={}, reads_above={})
+        start = checkpoint.Progress(step=0, first_loss=math.nan)
         if settings.output.resume:
             assert settings.output.run_dir is not None
             newest = checkpoint.newest(settings.output.run_dir)
@@ -235,7 +234,7 @@ def _run(
 ) -> Outcome:
     settings, output = trainer.settings, trainer.settings.output
     meter = Meter(moe_layers(trainer.chunks), trainer.device, StepWork.of(settings))
-    tracer, watch = _tracer(trainer, start, log), _watch(trainer, start, log)
+    tracer, watch = _tracer(trainer, start, log), _watch(trainer, start)
     first_loss, rows, evaluations = start.first_loss, [], []
     for number in range(start.step + 1, output.steps + 1):
         step = trainer.step(number)
@@ -252,7 +251,7 @@ def _run(
             log.row(rows[-1])
             first_loss = rows[-1].loss if number == 1 else first_loss
         if watch:
-            watch.after_step()
+            _show(watch.step(), log)
         if trainer.skew:
             trainer.skew.after_step()
         if output.eval_every and (last or number % output.eval_every == 0):
@@ -260,18 +259,17 @@ def _run(
                 evaluations.append(Evaluation(step=number, loss=trainer.evaluate()))
                 log.evaluation(number, evaluations[-1].loss)
         if output.save_every and (last or number % output.save_every == 0):
-            with meter.paused(), watch.checkpoint() if watch else nullcontext():
+            with meter.paused():
                 progress = checkpoint.Progress(
                     step=number,
                     first_loss=first_loss,
-                    factors=watch.factors if watch else {},
-                    reads_above=watch.reads_above if watch else {},
                 )
                 checkpoint.save(settings, progress, trainer.chunks, trainer.optimizer)
     if tracer:
         tracer.close()
     if watch:
-        watch.finish()
+        last_reading = watch.read()
+        _show(last_reading if last_reading.num_steps else None, log)
     retried = {}
     if trainer.retry:
         retried = {"retried": trainer.retry.num_retried}
@@ -298,27 +296,16 @@ def _tracer(trainer: Trainer, start: checkpoint.Progress, log: Log) -> TraceReco
     return tracer
 
 
-def _watch(trainer: Trainer, start: checkpoint.Progress, log: Log) -> CapacityWatch | None:
-    dispatch = trainer.settings.dispatch
-    if dispatch.dispatcher != "padded_alltoall":
+def _watch(trainer: Trainer, start: checkpoint.Progress) -> Telemetry | None:
+    if trainer.settings.dispatch.dispatcher != "padded_alltoall":
         return None
-    return CapacityWatch(
-        trainer.chunks,
-        dispatch.padded,
-        show=log.capacity,
-        changed=functools.partial(_follow_changes, trainer.graphs, log),
-        step=start.step,
-        factors=start.factors,
-        reads_above=start.reads_above,
-    )
+    every = trainer.settings.output.log_every
+    return Telemetry(trainer.chunks, every=every, step=start.step)
 
 
-def _follow_changes(graphs: TrainingGraphs | None, log: Log, step: int, changes: list[str]) -> None:
-    """Log changes of capacity factors after a step, and let the graphs be captured again."""
-    for change in changes:
-        log.message(f"after step {step}: {change}")
-    if graphs is not None:
-        graphs.recapture()
+def _show(snapshots: Snapshots | None, log: Log) -> None:
+    if snapshots is not None:
+        log.capacity(snapshots)
 
 
 def _log(output: Output, steps_done: int) -> Log:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron.options import PaddedOptions, by_name, to_json
+from padded_dispatch.megatron.options import PaddedOptions, to_plain
 from padded_dispatch.utils.results import require_folder
 from padded_dispatch.utils.shapes import SHAPES, LayerShape
 
@@ -253,7 +253,7 @@ class Settings:
         """Return the named groups as `json.loads` would read them back from a file."""
         values = {group: dataclasses.asdict(getattr(self, group)) for group in groups}
         if "dispatch" in values:
-            values["dispatch"]["padded"] = to_json(self.dispatch.padded)
+            values["dispatch"]["padded"] = to_plain(self.dispatch.padded)
         return json.loads(json.dumps(values))
 
     def __post_init__(self) -> None:
@@ -310,7 +310,7 @@ class Settings:
         dispatcher, factor, padded = dispatch.dispatcher, dispatch.capacity_factor, dispatch.padded
         if dispatcher != "padded_alltoall":
             fix = "in compare, give it to each padded contender, behind its --vs"
-            for name, default in by_name(PaddedOptions()).items():
+            for name, default in to_plain(PaddedOptions()).items():
                 value = getattr(padded, name)
                 rule = f"be left out with --dispatcher {dispatcher}"
                 require(value == default, flag(f"padded_{name}"), value, rule, fix)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from padded_dispatch.megatron.combined_schedule import adapted
 from padded_dispatch.megatron.compat import layer_graphs
+from padded_dispatch.megatron.schedule import adapted
 from tests.support import tiny
 from tests.support.overlapped_training import OverlapCase, overlapped_equals_plain
 from tests.support.packed_sequences import packed

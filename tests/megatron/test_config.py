@@ -21,12 +21,12 @@ from padded_dispatch.megatron.config import (
     check_experts,
     check_pipeline,
     dispatch_config,
+    log_once,
     notes,
     passes_in_flight,
     take_over,
 )
 from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, ConfigField
-from padded_dispatch.megatron.log import log_once
 from padded_dispatch.megatron.options import PaddedOptions
 from tests.support import tiny
 

@@ -39,8 +39,8 @@ from megatron.core.transformer.transformer_config import (
 )
 
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.megatron import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.megatron.compat import layer_graphs
+from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")

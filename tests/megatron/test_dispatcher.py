@@ -8,8 +8,8 @@ import torch
 from padded_dispatch import DispatchConfig
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.compat import layer_graphs
+from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.dispatcher import announce
-from padded_dispatch.megatron.log import log_once
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -21,6 +21,7 @@ from padded_dispatch import experts
 from padded_dispatch.megatron import PaddedOptions, install, padded_spec, uninstall
 from padded_dispatch.megatron import experts as megatron_experts
 from padded_dispatch.megatron.compat import forget_moe_state
+from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.experts import (
     _FIELDS,
     ChosenExperts,
@@ -28,7 +29,6 @@ from padded_dispatch.megatron.experts import (
     chosen_experts,
     require_gradients_arrive,
 )
-from padded_dispatch.megatron.log import log_once
 from tests.ops.test_activation import BIASED
 from tests.support import parity, tiny
 from tests.support.pool import WorkerPool

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from padded_dispatch.megatron import masks
+from padded_dispatch.megatron import schedule
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.graphs import LayerGraphs
 from tests.megatron.graphs.test_capture import (
@@ -99,15 +99,15 @@ class Layer:
 
 def test_a_layer_notes_the_shape_of_its_last_mask():
     layer = Layer(**layer_graphs("moe"))
-    masks.note(layer, None)
-    assert masks.sample(layer) == {}
+    schedule.note_mask(layer, None)
+    assert schedule.sample_mask(layer) == {}
     for shape, every_third in (
         ((2, 3), [[0, 1, 0], [0, 1, 0]]),
         ((2, 4), [[0, 1, 0, 0], [1, 0, 0, 1]]),
     ):
-        masks.note(layer, torch.ones(shape, dtype=torch.bool))
-        masks.note(layer, None)
-        assert masks.sample(layer)["padding_mask"].int().tolist() == every_third
+        schedule.note_mask(layer, torch.ones(shape, dtype=torch.bool))
+        schedule.note_mask(layer, None)
+        assert schedule.sample_mask(layer)["padding_mask"].int().tolist() == every_third
 
 
 def test_other_graphs_need_no_mask():
@@ -115,8 +115,8 @@ def test_other_graphs_need_no_mask():
     local = {**layer_graphs("moe"), "cuda_graph_impl": "local"}
     for fields in (layer_graphs("attn"), local, {"cuda_graph_impl": "none"}, iteration_graph()):
         layer = Layer(**fields)
-        masks.note(layer, torch.ones(2, 3, dtype=torch.bool))
-        assert masks.sample(layer) == {}
+        schedule.note_mask(layer, torch.ones(2, 3, dtype=torch.bool))
+        assert schedule.sample_mask(layer) == {}
 
 
 @pytest.mark.parametrize("scope", SCOPES, ids=lambda scope: "+".join(scope) or "layer")
@@ -199,7 +199,7 @@ def test_a_mask_of_another_shape_is_refused(megatron):
     layer = training.model.module.module.decoder.layers[0]
     with (
         pytest.raises(ValueError, match=r"padding_mask.shape must be \[2, 7\] .*, got \[1, 7\]"),
-        masks.replayed(layer, mask_of(0)[:1]),
+        schedule.replayed(layer, mask_of(0)[:1]),
     ):
         pass
 

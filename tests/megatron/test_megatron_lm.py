@@ -83,7 +83,7 @@ def test_other_models_train_as_before(training_loop, monkeypatch, kind):
         else:
             training.config.num_moe_experts = None
             training.schedule = lambda **given: []
-        monkeypatch.setattr("padded_dispatch.megatron.megatron_lm.Run", None)  # Would raise.
+        monkeypatch.setattr("padded_dispatch.megatron.megatron_lm._Run", None)  # Would raise.
         step(training_loop, training)
         training_loop.training_log({}, {}, 2, 0)
     assert training_loop.calls == [training.schedule] and training_loop.lines == [(2, {})]

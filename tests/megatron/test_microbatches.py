@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.megatron.microbatches import record, replay
-from padded_dispatch.megatron.random_states import GeneratorStates
+from padded_dispatch.megatron.retry import GeneratorStates, record, replay
 
 Pair = namedtuple("Pair", "ids mask")
 

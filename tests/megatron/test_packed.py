@@ -15,7 +15,7 @@ from torch import Tensor
 from padded_dispatch.megatron import PaddedOptions, install
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.graphs import LayerGraphs
-from padded_dispatch.megatron.packed import check_packed
+from padded_dispatch.megatron.schedule import check_packed
 from tests.megatron.graphs.test_capture import (
     PARTIAL,
     SEQUENCE,

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from padded_dispatch.megatron import random_states
+from padded_dispatch.megatron import retry as random_states
 from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.megatron.random_states import GeneratorStates, RandomStates
+from padded_dispatch.megatron.retry import GeneratorStates, RandomStates
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "python": random.random,

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from padded_dispatch.config import FIT
 from padded_dispatch.megatron import PaddedOptions, Retry, retry
 from padded_dispatch.megatron.retry import dropping_nothing
 from padded_dispatch.megatron.telemetry import padded_moe_layers
@@ -25,6 +24,7 @@ from tests.support.retried_training import (
     Training,
     differing_names,
     draws,
+    fitting,
     retried_equals_never_dropping,
     world,
 )
@@ -84,7 +84,7 @@ def test_bits_are_those_of_a_training_that_never_drops_on_two_ranks(pool2, case)
 def test_an_overflow_in_the_run_that_is_taken_back_leaves_the_loss_scale_alone(alone):
     case = RetriedCase(name="fp16", fp16=True, steps=6)
     with world(case):
-        never = Training(case, schedule=((0, FIT),))
+        never = Training(case, layer_factors=fitting(case))
         retried = Training(case, on_overflow="retry")
         assert retried.retry is not None
         schedule = retried.retry.forward_backward_func

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from padded_dispatch.megatron.routing import record_routing
+from padded_dispatch.megatron.megatron_lm import record_routing
 from tests.megatron.test_telemetry import T, model
 from tests.support import tiny
 

@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron import PaddedOptions, install, uninstall
+from padded_dispatch.megatron.bridge import _CONTAINERS, KEY
 from padded_dispatch.megatron.options import to_plain
-from padded_dispatch.megatron.saved import _CONTAINERS, KEY
 from tests.megatron.test_bridge import needs_bridge
 from tests.support.processes import ENVIRONMENT
 

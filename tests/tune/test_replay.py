@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from padded_dispatch.ops.overflow import select_with_remedy
 
 from padded_dispatch.config import CAPACITY_POOLS, POLICIES, DispatchConfig
 from padded_dispatch.ops.counters import mass_units
-from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.tune import replay as replay_module
 from padded_dispatch.tune.replay import POOLS, _places, has_all_sources, largest_need, replay
 from padded_dispatch.tune.trace import Trace

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch import cli
 from padded_dispatch.megatron import PaddedOptions, install
-from padded_dispatch.megatron.options import to_json
+from padded_dispatch.megatron.options import to_plain
 from padded_dispatch.train import command
 from padded_dispatch.tune.recommend import Phase
 from padded_dispatch.tune.settings import Block, blocks, markdown, options
@@ -39,14 +39,14 @@ MODEL: dict[str, Any] = dict(
 SCRIPT = f"""
 import argparse, json
 from megatron.core.transformer.transformer_config import TransformerConfig
-from padded_dispatch.megatron.options import to_json
+from padded_dispatch.megatron.options import to_plain
 
 parser = argparse.ArgumentParser(allow_abbrev=False)
 parser.add_argument("--num-layers", type=int)
 parser.add_argument("--moe-token-dispatcher-type")
 parser.add_argument("--moe-expert-capacity-factor", type=float)
 config = TransformerConfig(**{MODEL!r} | vars(parser.parse_args()))
-print(json.dumps([config.moe_expert_capacity_factor, to_json(config.padded_dispatch)]))
+print(json.dumps([config.moe_expert_capacity_factor, to_plain(config.padded_dispatch)]))
 """
 SMALL = "--steps 2 --seq-length 24 --micro-batch 3 --lr-warmup 2 --device cpu --workers 1"
 
@@ -134,7 +134,7 @@ def test_the_block_of_megatron_lm_runs(tmp_path, name, per_layer):
     (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
     printed = run_in_bash(block_for("Megatron-LM", name, per_layer).text, tmp_path)
     factor, given = wanted(name, per_layer)
-    assert json.loads(printed.splitlines()[-1]) == [factor, to_json(given)]
+    assert json.loads(printed.splitlines()[-1]) == [factor, to_plain(given)]
 
 
 @EACH

@@ -19,7 +19,7 @@ exclude each other, full recompute with graphs of layers, CPU offloading) is not
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,10 +34,10 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron import masks
+from padded_dispatch.megatron import schedule
 from padded_dispatch.megatron.compat import graph_scopes
 from padded_dispatch.megatron.dispatcher import is_padded
-from padded_dispatch.megatron.graphs import guard, memory
+from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.graphs.selftest import (
     Sample,
     SelfTest,
@@ -45,6 +45,7 @@ from padded_dispatch.megatron.graphs.selftest import (
     run_eager,
     run_self_test,
 )
+from padded_dispatch.megatron.retry import uncaptured
 from padded_dispatch.utils.patches import Patches
 
 _log = logging.getLogger("padded_dispatch")
@@ -238,7 +239,7 @@ class IterationGraph:
         eager_peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         held = f"about what an eager step allocates, {eager_peak / 2**30:.2f} GiB at most"
         _log.info("the CUDA graph of a step will hold %s", held)
-        with memory.explain_out_of_memory(held):
+        with explain_out_of_memory(f"They hold {held}. "):
             return self._wrapped(**kwargs)
 
     def delete(self) -> None:
@@ -265,16 +266,24 @@ def release(helper: Any) -> None:
         helper._capture_finished = False
 
 
-def capture_by(helper: Any, chunks: list[Any]) -> None:
-    """Capture with Megatron's TECudaGraphHelper between two steps, like `LayerGraphs.capture`.
+@contextmanager
+def explain_out_of_memory(held: str = "") -> Iterator[None]:
+    """Add to an out-of-memory error how graphs need less.
 
-    There is no self-test: a loop that captures by itself has none either.
+    Args:
+        held: a sentence on what the graphs hold, for the message.
     """
-    hooked = _hooked(chunks)
-    with _without_forward_hooks(hooked):
-        _create(helper, chunks)
-    if hooked:
-        helper.cuda_graph_set_manual_hooks()
+    before = torch.cuda.memory_allocated()
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            f"the memory pools of the CUDA graphs do not fit beside the {before / 2**30:.2f} GiB "
+            f"that are in use without them. {held}To need less, use a smaller micro-batch or "
+            "moe_expert_capacity_factor, recompute_modules=['moe_act'] ('moe' has no effect in a "
+            "capture from Megatron-Core 0.18 on), more pipeline or expert parallelism, or a "
+            f"smaller scope of the graphs (without 'moe'). {error}"
+        ) from error
 
 
 def forget_iterations() -> None:
@@ -293,41 +302,31 @@ def _create(helper: Any, chunks: list[Any]) -> None:
     with restore_state(chunks):
         for sample in _samples(helper):
             run_eager(chunks, sample)
-        held = memory.estimate(*_samples_and_order(helper))
-        _log.info("CUDA graphs of %d layers will hold %s", len(helper.flattened_callables), held)
         try:
-            with memory.explain_out_of_memory(str(held)), _numbers_kept(helper):
+            with explain_out_of_memory(), _numbers_kept(helper):
                 helper.create_cudagraphs()
         finally:
             cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
 
 
 def _samples(helper: Any) -> list[Sample]:
-    chunks, _ = _samples_and_order(helper)
-    return [sample for samples in chunks for sample in samples]
-
-
-def _samples_and_order(helper: Any) -> tuple[list[list[Sample]], list[int]]:
-    """Return the inputs of each layer's first graph, by chunk, and the capture's schedule.
+    """Return the inputs of each layer's first graph.
 
     `_get_cuda_graph_input_data` returns inputs in the order (chunk, microbatch, layer), 0.16.1 to
-    0.19.0. With `overlap_moe_expert_parallel_comm`, every layer is a chunk of the capture.
+    0.20. With `overlap_moe_expert_parallel_comm`, every layer is a chunk of the capture.
     """
     layers_of_chunks = helper.callables_per_chunk
     with _numbers_kept(helper):
         args, options = helper._get_cuda_graph_input_data()
         if helper.num_model_chunks != len(layers_of_chunks):
             layers_of_chunks = [[layer] for layers in layers_of_chunks for layer in layers]
-    chunks, start = [], 0
+    samples, start = [], 0
     for layers in layers_of_chunks:
-        samples = []
         for number, layer in enumerate(layers, start):
-            kwargs = options["sample_kwargs"][number] | masks.sample(layer)
+            kwargs = options["sample_kwargs"][number] | schedule.sample_mask(layer)
             samples.append(Sample(layer=layer, args=args[number], kwargs=kwargs))
-        chunks.append(samples)
         start += len(layers) * helper.num_microbatches
-    # Steps and a half are delayed gradients of weights.
-    return chunks, [step for step in options["_order"] if step == int(step)]
+    return samples
 
 
 @contextmanager
@@ -350,29 +349,6 @@ def _hooked(chunks: list[Any]) -> list[Any]:
         for chunk in chunks
         if chunk.ddp_config.overlap_param_gather and chunk.remove_forward_pre_hook_handles
     ]
-
-
-def uncaptured(forward_backward_func: Any) -> Callable[..., list[Any]]:
-    """Return a function that runs the passes of a step without a graph of the whole step.
-
-    Args:
-        forward_backward_func: an `IterationGraph`, Megatron's FullCudaGraphWrapper, or a function
-            without a graph, which is returned.
-    """
-    if isinstance(forward_backward_func, IterationGraph):
-        return forward_backward_func.run_eagerly
-    if not isinstance(forward_backward_func, FullCudaGraphWrapper):
-        return forward_backward_func
-    wrapper: Any = forward_backward_func
-
-    def run(**kwargs: Any) -> list[Any]:
-        # Forward steps expect batches as the wrapper hands them out: on the GPU, in its buffers.
-        batches = wrapper.data_read(
-            kwargs["data_iterator"], kwargs["model"], True, kwargs["num_microbatches"]
-        )
-        return wrapper.forward_backward_func(**kwargs | {"data_iterator": batches})
-
-    return run
 
 
 @contextmanager

@@ -9,8 +9,7 @@ until their watchdog kills them.
 
 `cuda_graph_impl="transformer_engine"`: all of Megatron's paths to a layer's graph go through
 `TransformerLayer._te_cuda_graph_capture` and `_te_cuda_graph_replay` (0.16.1 to 0.19.0). A capture
-runs passes over ones, whose counts are restored: telemetry would report that they dropped. The
-helper that captured is remembered, for `padded_dispatch.megatron.graphs.recapture`.
+runs passes over ones, whose counts are restored: telemetry would report that they dropped.
 
 `cuda_graph_impl="local"`: Megatron captures by itself at the end of the first step, layer by layer
 in `_CudaGraphRunner.create_fwd_graph`, and checks the shapes of inputs in each replay. What it gets
@@ -28,13 +27,13 @@ wrong for models with our dispatcher is corrected here:
 - For scope `moe`, Megatron captures nothing of a GPTModel's layers and raises no error (0.16.1 to
   0.19.0). The guard raises.
 
-Padding masks and packed sequences: `padded_dispatch.megatron.masks` and `packed` have the rules.
+Padding masks and packed sequences: `padded_dispatch.megatron.schedule` has the rules.
 The guard takes part in each call of a layer (`_should_call_local_cudagraph`, whatever its graphs),
 each capture and each replay. A graph of `local` or of a whole iteration reads the mask among its
 inputs, so there must be one in each step or in none. What a later batch lacks, Megatron's loader of
 batches leaves in memory as it was, so the loader is guarded for all models. Beside graphs,
 Megatron's combined schedule calls routers without the mask:
-`padded_dispatch.megatron.combined_schedule` gives it to them.
+`padded_dispatch.megatron.schedule` gives it to them.
 
 `IterationGraph` guards whole iterations in the same way. Megatron's own FullCudaGraphWrapper has no
 guard.
@@ -44,7 +43,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
@@ -59,8 +58,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron import masks
-from padded_dispatch.megatron.combined_schedule import adapted
+from padded_dispatch.megatron import schedule
 from padded_dispatch.megatron.compat import (
     FREES_GRAPH_INPUTS,
     graph_scopes,
@@ -69,7 +67,6 @@ from padded_dispatch.megatron.compat import (
 )
 from padded_dispatch.megatron.config import is_ours
 from padded_dispatch.megatron.dispatcher import counts_put_back, is_padded
-from padded_dispatch.megatron.packed import check_packed
 from padded_dispatch.utils.patches import Patches
 
 # Values that a graph depends on, by the names that errors give.
@@ -81,7 +78,6 @@ _FIELDS = (
 )
 _patches = Patches()
 _captured: WeakKeyDictionary[Any, Invariants] = WeakKeyDictionary()
-_helpers: WeakSet[Any] = WeakSet()
 
 
 def install() -> None:
@@ -103,7 +99,7 @@ def install() -> None:
         (_CudaGraphRunner, "create_fwd_graph", _wrap_local_capture),
         (TECudaGraphHelper, "create_cudagraphs", _wrap_helper),
         (StaticBufferLoader, "__call__", _wrap_loader),
-        (TransformerLayerSchedulePlan, "_build_callable_nodes", adapted),
+        (TransformerLayerSchedulePlan, "_build_callable_nodes", schedule.adapted),
     ):
         _patches.set(owner, name, wrap(getattr(owner, name)))
 
@@ -111,12 +107,6 @@ def install() -> None:
 def uninstall() -> None:
     """Undo `install`; do nothing without an `install` before."""
     _patches.undo()
-
-
-def helper_of(chunks: list[Any]) -> Any:
-    """Return the TECudaGraphHelper that holds the graphs of a model's layers, or None."""
-    mine = (helper for helper in _helpers if helper.model[0] is chunks[0])
-    return next((helper for helper in mine if helper.graphs_created()), None)
 
 
 def padded_layers(chunks: list[Any]) -> list[Any]:
@@ -178,7 +168,7 @@ def _wrap_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
         if _is_padded(layer):
             _captured[layer] = _call_invariants(layer, args, kwargs)
             # The self-test's mask, if any, is for eager runs.
-            with masks.captured(layer, _hidden_states(args, kwargs)):
+            with schedule.captured(layer, _hidden_states(args, kwargs)):
                 return capture(layer, *args, **kwargs)
         return capture(layer, *args, **kwargs)
 
@@ -191,7 +181,6 @@ def _wrap_helper(create: Callable[..., None]) -> Callable[..., None]:
         if not is_ours(helper.config):
             create(helper)
             return
-        _helpers.add(helper)
         with counts_put_back(*(chunk.module for chunk in helper.model)):
             create(helper)
 
@@ -209,8 +198,8 @@ def _wrap_replay(replay: Callable[..., Any]) -> Callable[..., Any]:
             # A pipeline has a graph for each microbatch, captured in the order of its schedule.
             now["num_microbatches"] = captured["num_microbatches"]
         check_unchanged(captured, now)
-        check_packed(layer, kwargs.get("packed_seq_params"))
-        with masks.replayed(layer, kwargs.pop("padding_mask", None)):
+        schedule.check_packed(layer, kwargs.get("packed_seq_params"))
+        with schedule.replayed(layer, kwargs.pop("padding_mask", None)):
             return replay(layer, *args, **kwargs)
 
     return guarded_replay
@@ -243,8 +232,8 @@ def _wrap_local_choice(choose: Callable[..., bool]) -> Callable[..., bool]:
                 kwargs.get("inference_context") is not None
             )
         if padded and layer.training:  # Megatron asks in each pass, whatever its way of capturing.
-            check_packed(layer, kwargs.get("packed_seq_params"))
-            masks.note(layer, kwargs.get("padding_mask"))
+            schedule.check_packed(layer, kwargs.get("packed_seq_params"))
+            schedule.note_mask(layer, kwargs.get("padding_mask"))
         if not graphed or not is_ours(layer.config) or kwargs.get("inference_context") is not None:
             return graphed
         if layer.training and padded:

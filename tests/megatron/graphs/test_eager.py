@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer.module import GraphableMegatronModule
 from torch import nn
 
-from padded_dispatch.megatron.graphs.eager import without_graphs
+from padded_dispatch.megatron.retry import without_graphs
 from tests.support import tiny
 
 

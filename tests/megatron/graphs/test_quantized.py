@@ -12,9 +12,9 @@ from megatron.core import fp4_utils, fp8_utils
 from megatron.core.transformer import cuda_graphs
 from torch import Tensor, nn
 
-from padded_dispatch.megatron.graphs import quantized
+from padded_dispatch.megatron.graphs import selftest as quantized
 from padded_dispatch.megatron.graphs.capture import LayerGraphs
-from padded_dispatch.megatron.graphs.quantized import first_microbatch, scales_put_back
+from padded_dispatch.megatron.graphs.selftest import first_microbatch, scales_put_back
 from tests.megatron.graphs.test_capture import BATCH, SEQUENCE, Training
 from tests.support.graph_protocol import GraphedLayer
 
