@@ -49,7 +49,7 @@ from padded_dispatch.megatron.compat import (
 )
 from padded_dispatch.megatron.graphs import IterationGraph
 from padded_dispatch.megatron.graphs.capture import forget_iterations, release
-from padded_dispatch.megatron.random_states import RandomStates
+from padded_dispatch.megatron.retry import RandomStates
 from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.utils.patches import Patches
 from tests.support.findings import Findings
