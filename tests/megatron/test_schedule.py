@@ -33,9 +33,10 @@ from tests.megatron.graphs.test_capture import (
     no_python,
     unreachable,
 )
-from tests.support import tiny
+from tests.support import parity, tiny
 from tests.support.graph_protocol import GraphedLayer
 from tests.support.packed_sequences import packed, packed_attention
+from tests.support.pool import WorkerPool
 
 SCOPES = [*WHOLE, *PARTIAL, ("attn",)]
 ATTENTION_ALONE = ("attn",)
