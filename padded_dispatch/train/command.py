@@ -24,7 +24,7 @@ from padded_dispatch.train.settings import Settings
 
 
 def train(argv: list[str]) -> int:
-    """Train; return 0 if the loss fell or there was one line only, 1 if it did not fall.
+    """Train; return 0 if the loss fell or there was one step only, 1 if it did not fall.
 
     Raises:
         ValueError: a mistake in the flags, found before any worker starts.
@@ -32,11 +32,12 @@ def train(argv: list[str]) -> int:
     """
     settings = resolve(read(argv))
     outcome = _start([settings], [_header(settings)])
-    if outcome.fell is None:
+    first, last = outcome.rows[0].loss, outcome.last_loss
+    if last is None:
         return 0
-    verb = "fell" if outcome.fell else "did not fall: it went"
-    _show(f"loss {verb} from {outcome.rows[0].loss:.2f} to {outcome.rows[-1].loss:.2f}")
-    return 0 if outcome.fell else 1
+    verb = "fell" if last < first else "did not fall: it went"
+    _show(f"loss {verb} from {first:.2f} to {last:.2f}")
+    return 0 if last < first else 1
 
 
 def compare(argv: list[str]) -> int:

@@ -8,6 +8,7 @@ trace (`--trace`) holds the routers' choices, one file per rank, for `padded-dis
 
 import gc
 import os
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -59,9 +60,10 @@ class Outcome:
     evaluations: dict[int, float]
 
     @property
-    def fell(self) -> bool | None:
-        """True if the last line's mean loss is below the first step's; None after one line only."""
-        return self.rows[-1].loss < self.rows[0].loss if len(self.rows) > 1 else None
+    def last_loss(self) -> float | None:
+        """The mean loss of the last ten lines; None if there is but the first step's."""
+        rows = self.rows[1:][-10:]
+        return statistics.mean(row.loss for row in rows) if rows else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,5 @@
 """Worker processes on this machine, by torch's own launcher: `torch.multiprocessing`.
 
-`start_workers` runs one function in several processes, with the environment of torchrun. Under
-torchrun it only calls the function. The parent hosts the rendezvous store, so no port has to be
-guessed.
-
 No worker outlives the parent. Ctrl-C reaches all processes of a terminal, but workers are started
 with SIGINT blocked: the parent alone reports it, and ends them by SIGTERM, which works while they
 import, too. If the parent is killed, the kernel (Linux) kills the workers.
@@ -19,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -26,8 +23,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as torch_multiprocessing
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 _END_S = 3.0  # time for a worker to end after SIGTERM, and for peers of one that failed
 _STDERR = 2
@@ -36,7 +33,8 @@ _STDERR = 2
 def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_workers: int) -> Any:
     """Run a job, `fn(*args)` in `num_workers` processes, and wait for its end.
 
-    The function sets its CUDA device and creates its process groups itself. Call this from the main
+    Workers have the environment of torchrun; the function sets its CUDA device and creates its
+    process groups itself. Under torchrun this only calls the function. Call it from the main
     thread, since no other thread can handle signals.
 
     Args:
@@ -57,47 +55,31 @@ def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_wor
     ends = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     handlers = {s: signal.getsignal(s) for s in ends if signal.getsignal(s) is not signal.SIG_IGN}
     earlier = set(multiprocessing.active_children())
+    # The parent hosts the store of the rendezvous, so no port has to be guessed.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # torch logs each process that it ends after an error.
-    logging.getLogger(torch_multiprocessing.spawn.__module__).setLevel(logging.ERROR)
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with TemporaryDirectory(prefix="padded-dispatch-") as folder:
         try:
             for number in handlers:
                 signal.signal(number, _exit)
             resource_tracker.ensure_running()  # Its start, by the first worker's, would unblock.
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # Workers inherit it.
-            context = torch_multiprocessing.start_processes(
-                _work,
-                (fn, args, num_workers, store.port, folder),
-                nprocs=num_workers,
-                join=False,
-                daemon=True,
-            )
+            given = fn, args, num_workers, store.port, folder
+            context = start_processes(_work, given, nprocs=num_workers, join=False, daemon=True)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            assert context is not None
             while not context.join(grace_period=_END_S):
                 pass
             return pickle.loads(Path(folder, "result").read_bytes())
-        except torch_multiprocessing.ProcessExitedException as ended:
-            sys.stderr.write(_words(ended, Path(folder), num_workers))
+        except ProcessExitedException as ended:
+            sys.stderr.write(f"{_words(ended, Path(folder), num_workers)}\n")
             raise SystemExit(1) from None
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             _end(set(multiprocessing.active_children()) - earlier)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-
-
-def torchrun_env(rank: int, num_workers: int, port: int) -> dict[str, str]:
-    """Return the environment variables that torchrun would set for a worker on this machine."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_workers),
-        "LOCAL_WORLD_SIZE": str(num_workers),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # The store exists; rank 0 must not start one.
-    }
 
 
 def _work(
@@ -109,11 +91,20 @@ def _work(
     folder: str,
 ) -> None:
     """Run a worker from start to end, and leave its result or its error in `folder`."""
-    torch_multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # torch sets SIGINT.
+    die_with_parent: Any = vars(torch.multiprocessing)["_prctl_pr_set_pdeathsig"]
+    die_with_parent(signal.SIGKILL)  # torch has set SIGINT.
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():  # It ended before the line above.
         os._exit(1)
-    os.environ.update(torchrun_env(rank, num_workers, port))
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_workers),
+        "LOCAL_WORLD_SIZE": str(num_workers),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # The store exists; rank 0 must not start one.
+    }
     torch.set_num_threads(1)
     try:
         result = fn(*args)
@@ -127,9 +118,7 @@ def _work(
         dist.destroy_process_group()
 
 
-def _words(
-    ended: torch_multiprocessing.ProcessExitedException, folder: Path, num_workers: int
-) -> str:
+def _words(ended: ProcessExitedException, folder: Path, num_workers: int) -> str:
     """Return which rank failed first, and why; its peers fail because of it."""
     rank, error = ended.error_index, f" exited with code {ended.exit_code}"
     told = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
@@ -137,7 +126,7 @@ def _words(
         error = f" killed by {ended.signal_name}"
     elif folder / f"error-{rank}" in told:
         rank, error = int(told[0].name.removeprefix("error-")), f"\n{told[0].read_text().strip()}"
-    return f"rank {rank} of {num_workers} failed:{error}\n"
+    return f"rank {rank} of {num_workers} failed:{error}"
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
@@ -148,7 +137,7 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _end(workers: set[multiprocessing.process.BaseProcess]) -> None:
+def _end(workers: set[BaseProcess]) -> None:
     for worker in workers:
         worker.terminate()
     deadline = time.monotonic() + _END_S

@@ -1,12 +1,16 @@
-"""`compare`: several contenders in the same processes."""
+"""The commands: several contenders in the same processes, and what a run comes to."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 from megatron.core import parallel_state
 
+from padded_dispatch.train import command
 from padded_dispatch.train.command import compare
+from padded_dispatch.train.loop import Outcome
 from tests.support.inline_pool import only_worker
 
 SMALL = "--steps 2 --seq-length 24 --micro-batch 3"
@@ -39,6 +43,16 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
             ["--capacity-factor 2", "--capacity-factor 0.5", "--deterministic"] * 2, 1
         )
     ]
+
+
+@pytest.mark.parametrize(("losses", "code"), [([5, 4], 0), ([4, 5], 1), ([5], 0)])
+def test_train_says_whether_the_loss_fell(monkeypatch, capsys, losses, code):
+    rows: Any = [SimpleNamespace(loss=loss) for loss in losses]
+    outcome = Outcome(rows=rows, evaluations={})
+    monkeypatch.setattr(command, "_start", lambda runs, titles: outcome)
+    assert command.train(["--device", "cpu"]) == code
+    said = {0: "loss fell from 5.00 to 4.00\n", 1: "loss did not fall: it went from 4.00 to 5.00\n"}
+    assert capsys.readouterr().out == (said[code] if len(losses) > 1 else "")
 
 
 @pytest.mark.parametrize(

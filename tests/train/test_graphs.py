@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,39 +13,38 @@ import torch
 import torch.distributed as dist
 
 from padded_dispatch.megatron.compat import training_stream
+from padded_dispatch.train import graphs as train_graphs
 from padded_dispatch.train import loop
 from padded_dispatch.train.arguments import parse
-from padded_dispatch.train.graphs import TrainingGraphs
 from padded_dispatch.train.model import EAGER_STEPS
-from tests.megatron.graphs.test_capture import BATCH, SEQUENCE, Training, differences, graphs
-from tests.support import tiny
 from tests.train.test_model import on_a_gpu
 
 
-class _Adam:
-    """The part of `MegatronAdam` that a capture uses to clear gradients."""
+class Layers:
+    """`LayerGraphs` that note what is asked of them."""
 
-    def __init__(self, adam: torch.optim.Optimizer) -> None:
-        self.adam = adam
+    def __init__(self, chunks: list[Any], **given: Any) -> None:
+        self.given, self.events = given, []
+
+    def capture(self) -> None:
+        self.events.append("capture")
+
+    def delete(self) -> None:
+        self.events.append("delete")
 
 
-def test_a_run_captures_after_its_eager_steps():
-    with tiny.one_process(), graphs():
-        eager, graphed = Training(None), Training(("attn", "moe"))
-        layers = graphed.model.module.module.decoder.layers
-        optimizer: Any = _Adam(graphed.optimizer)
-        settings = on_a_gpu("layer", seq_length=SEQUENCE, micro_batch=BATCH, global_batch=2 * BATCH)
-        made = TrainingGraphs(settings, graphed.config, [graphed.model], optimizer)
-        assert made.schedule is None
-        steps, captured = [], []
-        for number in range(1, EAGER_STEPS + 3):
-            with made.step(number):
-                captured.append(all(layer.cuda_graphs for layer in layers))
-                steps.append(graphed.step(number))
-        made.delete()
-        assert captured == [False] * EAGER_STEPS + [True, True]
-        assert not any(layer.cuda_graphs for layer in layers)
-        assert differences([eager.step(n) for n in range(1, EAGER_STEPS + 3)], steps) == []
+def test_layers_are_captured_ahead_of_the_first_step_that_is_not_eager(monkeypatch):
+    monkeypatch.setattr(train_graphs, "LayerGraphs", Layers)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    settings, optimizer = on_a_gpu("layer"), SimpleNamespace(adam="adam")
+    made: Any = train_graphs.TrainingGraphs(settings, None, [], optimizer)  # pyright: ignore
+    assert made.schedule is None
+    for number in range(1, 6):
+        with made.step(number):
+            made._made.events.append(number)
+    made.delete()
+    assert made._made.events == [1, 2, 3, "capture", 4, 5, "delete"]
+    assert made._made.given == {"seq_length": 64, "micro_batch": 8, "optimizers": ("adam",)}
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ SCOPES = (
 )
 
 
-def on_a_gpu(graph: str, dispatcher: str = "padded_alltoall", **recipe: int) -> Settings:
+def on_a_gpu(graph: str, dispatcher: str = "padded_alltoall") -> Settings:
     """Return settings as on a machine with GPUs."""
     factor = 1.25 if dispatcher in ("padded_alltoall", "alltoall-drop-pad") else None
     settings, replace = parse(["--device", "cpu", "--workers", "2"]), dataclasses.replace
@@ -28,7 +28,6 @@ def on_a_gpu(graph: str, dispatcher: str = "padded_alltoall", **recipe: int) -> 
     captured: Any = {"graph": graph}
     return replace(
         settings,
-        recipe=replace(settings.recipe, **recipe),
         dispatch=replace(settings.dispatch, **changes),
         layout=replace(settings.layout, device="cuda"),
         output=replace(settings.output, **captured),
