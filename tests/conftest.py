@@ -1,4 +1,4 @@
-"""Session-wide worker pools: starting processes costs more than most tests."""
+"""Worker pools, Triton's interpreter, and a count of threads at the end."""
 
 import gc
 import os
@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.support.ahead import Ahead
-from tests.support.forks import fork_workers
-from tests.support.pool import WorkerPool
+from tests.support import rows  # as it is now
+from tests.support.pool import WorkerPool, end_idle_workers, forget_models, num_threads
+
+MAX_THREADS = 60  # of a process at the end of a session
 
 if not torch.cuda.is_available():
     torch.set_num_threads(1)  # Tensors are small, and other cores run other tests.
@@ -21,17 +22,10 @@ if not torch.cuda.is_available():
     from tests.support.interpreter import patch_interpreter
 
     patch_interpreter()
-    # Now: workers import while this process collects, and pytest captures their output.
-    fork_workers()
 
 # The same examples in every run, and no time limit for an example.
 settings.register_profile("padded_dispatch", derandomize=True, deadline=None)
 settings.load_profile("padded_dispatch")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Register the plugin for tests marked `ahead`."""
-    config.pluginmanager.register(Ahead())
 
 
 def pytest_collection_finish() -> None:
@@ -40,31 +34,36 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_unconfigure() -> None:
-    """Restore garbage collection, for a normal interpreter shutdown."""
-    gc.unfreeze()
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if this process or a worker has many threads: tests left their process groups."""
+    gc.unfreeze()  # for a normal interpreter shutdown
+    threads = end_idle_workers() | {os.getpid(): num_threads(os.getpid())}
+    if max(threads.values()) > MAX_THREADS:
+        raise pytest.UsageError(
+            f"processes must have at most {MAX_THREADS} threads at the end, got {threads}; destroy "
+            "the process groups that a test makes"
+        )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def stock_megatron() -> Iterator[None]:
-    """Remove our patches of Megatron after each test module."""
+    """Remove our patches of Megatron, and its models, after each test module."""
     yield
     if installed := sys.modules.get("padded_dispatch.megatron.installer"):
         installed.uninstall()
+    forget_models()
 
 
-# New workers for each module: gloo groups live as long as their process, each with threads, and
-# some thousands of them slow down every later test.
 @pytest.fixture(scope="module")
 def pool2() -> Iterator[WorkerPool]:
-    """Provide two workers with a gloo default group; they start at their first use."""
+    """Provide two workers with a gloo default group, which is new for each module."""
     with WorkerPool(2) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
 def pool4() -> Iterator[WorkerPool]:
-    """Provide four workers with a gloo default group; they start at their first use."""
+    """Provide four workers with a gloo default group, which is new for each module."""
     with WorkerPool(4) as pool:
         yield pool
 
@@ -80,16 +79,14 @@ def on_ranks(pool2: WorkerPool, pool4: WorkerPool) -> Callable[..., list[Any]]:
     return run
 
 
-@pytest.fixture(scope="module")
-def gpu_pools(request) -> Iterator[dict[int, WorkerPool]]:
-    """Provide pools with one GPU per worker, under the module's `ENVIRONMENT`, by size."""
+@pytest.fixture(scope="session")
+def gpu_pools() -> Iterator[dict[int, WorkerPool]]:
+    """Provide pools with one GPU per worker, by size."""
+    os.environ.update(rows.ENVIRONMENT)
     pools = {ranks: WorkerPool(ranks, backend="nccl") for ranks in (1, 2, 4, 8)}
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in getattr(request.module, "ENVIRONMENT", {}).items():
-            environment.setenv(name, value)
-        yield pools
-        for pool in pools.values():
-            pool.close()
+    yield pools
+    for pool in pools.values():
+        pool.close()
 
 
 @pytest.fixture

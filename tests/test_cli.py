@@ -13,8 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from padded_dispatch import __version__, cli
-from tests.support.ahead import ENVIRONMENT
-from tests.support.processes import workers_of
+from tests.support.processes import ENVIRONMENT, workers_of
 
 COMMAND = [sys.executable, "-m", "padded_dispatch.cli"]
 SMALL = "train --seq-length 24 --micro-batch 3 --lr-warmup 2"
@@ -35,7 +34,6 @@ def our_words(stderr: str) -> str:
     return re.sub("|".join(theirs), "", stderr, flags=re.MULTILINE)
 
 
-@pytest.mark.ahead
 def test_it_trains_evaluates_and_saves_in_an_empty_folder(tmp_path):
     flags = "--steps 4 --log-every 2 --eval-every 4 --save-every 4 --run-dir run"
     done = subprocess.run(
@@ -75,7 +73,6 @@ def test_it_trains_evaluates_and_saves_in_an_empty_folder(tmp_path):
     ]
 
 
-@pytest.mark.ahead
 def test_under_torchrun_it_starts_no_processes(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--module"]
     done = subprocess.run(
@@ -127,7 +124,6 @@ def wait_until_gone(pids: list[int]) -> None:
 needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="looks into /proc")
 
 
-@pytest.mark.ahead
 @needs_proc
 def test_ctrl_c_ends_everything_and_leaves_only_whole_checkpoints(tmp_path):
     with long_run(tmp_path) as (process, workers):
@@ -148,7 +144,6 @@ def test_ctrl_c_ends_everything_and_leaves_only_whole_checkpoints(tmp_path):
         }
 
 
-@pytest.mark.ahead
 @needs_proc
 def test_a_dead_worker_ends_the_job(tmp_path):
     with long_run(tmp_path) as (process, workers):
@@ -161,7 +156,6 @@ def test_a_dead_worker_ends_the_job(tmp_path):
         wait_until_gone(workers)
 
 
-@pytest.mark.ahead
 def test_ctrl_c_ends_a_command_that_is_importing(tmp_path):
     """Packages that Megatron imports try optional ones, and discard every exception."""
     (tmp_path / "slow.py").write_text(
@@ -253,7 +247,6 @@ def test_tensorboard_that_is_missing_is_named(capsys, monkeypatch, tmp_path):
 NEEDED = {"compare": ["--vs"], "sweep": ["--out", "r.json"], "calibrate": ["--out", "r.json"]}
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize("command", ["", *cli._COMMANDS])
 def test_help_and_a_typo_need_no_torch(command):
     words = command.split()

@@ -18,10 +18,9 @@ from torch import Tensor
 from padded_dispatch import DispatchConfig, Dispatched, ExpertInput, PaddedDispatcher
 from padded_dispatch import dispatcher as dispatcher_module
 from padded_dispatch.config import FIT, NO_DROP
-from padded_dispatch.utils.launch import WorkerError
 from tests.support import reference
 from tests.support.grids import GRIDS, Grid, grid, poisoned_memory
-from tests.support.pool import WorkerPool
+from tests.support.pool import WorkerError, WorkerPool
 from tests.support.routing_cases import RoutingCase, assert_same, grad_of, leaf, routing_cases
 from tests.support.routings import routing_map, thin_out
 

@@ -5,9 +5,7 @@ import sys
 
 import pytest
 
-from tests.support.ahead import ENVIRONMENT
-
-pytestmark = pytest.mark.ahead
+from tests.support.processes import ENVIRONMENT
 
 REPORT = """
 import logging, signal, sys, threading

@@ -17,8 +17,7 @@ from padded_dispatch.config import NO_DROP
 from padded_dispatch.exchange import agreement as agreement_module
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.mirror import AbsentRanksError
-from padded_dispatch.utils.launch import WorkerError
-from tests.support.pool import WorkerPool
+from tests.support.pool import WorkerError, WorkerPool
 
 SAME = dict(
     T=5,

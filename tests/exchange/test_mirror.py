@@ -27,9 +27,8 @@ from padded_dispatch.exchange.mirror import (
     absent_ranks_named,
     mirror_of,
 )
-from padded_dispatch.utils import launch
-from padded_dispatch.utils.launch import WorkerError
-from tests.support.pool import WorkerPool
+from tests.support import pool as workers
+from tests.support.pool import WorkerError, WorkerPool
 
 LONG_S = 100.0
 
@@ -130,7 +129,7 @@ def _one_ends() -> None:
 
 
 def test_a_process_that_ends_is_named_long_before_the_limit(monkeypatch):
-    monkeypatch.setattr(launch, "_PEERS_S", 30.0)
+    monkeypatch.setattr(workers, "_PEERS_S", 30.0)
     with WorkerPool(3) as pool, pytest.raises(WorkerError) as caught:
         pool.run(_one_ends, timeout_s=60)
     errors = caught.value.errors
@@ -156,7 +155,7 @@ def _one_ends_before_a_collective() -> None:
 
 
 def test_a_process_that_ends_is_named_where_a_collective_failed(monkeypatch):
-    monkeypatch.setattr(launch, "_PEERS_S", 30.0)
+    monkeypatch.setattr(workers, "_PEERS_S", 30.0)
     with WorkerPool(3) as pool, pytest.raises(WorkerError) as caught:
         pool.run(_one_ends_before_a_collective, timeout_s=60)
     errors = [caught.value.errors[rank] for rank in (0, 2)]

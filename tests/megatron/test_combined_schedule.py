@@ -18,7 +18,6 @@ PADDED = OverlapCase(name="padded", padded=True, factor=0.5, expert_bias=True)
 MASK_BS = torch.tensor([[False, False, True], [False, True, True]])
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize("scopes", [(), ("attn", "moe_router", "moe_preprocess")], ids=str)
 def test_bits_are_those_of_the_plain_schedule_with_the_same_mask(pool2, scopes):
     """Two steps are eager, two replay graphs; each microbatch has a mask of its own."""

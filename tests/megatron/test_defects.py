@@ -24,10 +24,10 @@ from padded_dispatch.megatron import PaddedOptions, install, schedule, uninstall
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.config import take_over
 from padded_dispatch.ops.select import select
-from padded_dispatch.utils.launch import WorkerError
 from tests.support import tiny
 from tests.support.graph_protocol import Tape
 from tests.support.parity import megatron
+from tests.support.pool import WorkerError
 from tests.support.pools import pools
 
 pytestmark = pytest.mark.usefixtures("one_process")

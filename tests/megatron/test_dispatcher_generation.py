@@ -34,7 +34,6 @@ CASES = {
 }
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize("name", CASES)
 def test_the_static_engine_equals_stock(pool2, name):
     for found in pool2.run(generates_as_stock, CASES[name]):

@@ -40,14 +40,12 @@ DIRECT = OverlapCase(name="direct", experts="packed", exchange="direct")
 FITS: dict[str, Any] = {"schedule": ((0, FIT),)}
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_bits_are_those_of_the_plain_schedule(pool2, case):
     found = pool2.run(overlapped_equals_plain, case)
     assert [findings.failures() for findings in found] == [[], []]
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize(
     "scopes", [("attn", "moe_router"), ("attn", "moe_router", "moe_preprocess")], ids=str
 )
@@ -112,7 +110,6 @@ def _with_options(case: OverlapCase, options: dict[str, Any]) -> Any:
     return overlapped_equals_plain(case, **options)
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize(
     "options",
     [

@@ -15,7 +15,6 @@ def _train(strategy: str, ep: int) -> dict[str, list[float]]:
         return found
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize(
     ("strategy", "ep"), [("optim_grads_params", 1), ("optim_grads_params", 2), ("optim_grads", 2)]
 )

@@ -148,7 +148,6 @@ def two_ranks(scope: Scope) -> list[str]:
         return differences(eager_run(), graphed_run(scope))
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize("scope", [WHOLE[1], PARTIAL[2]], ids="+".join)
 def test_replays_follow_a_mask_on_two_ranks(pool2: WorkerPool, scope):
     assert pool2.run(two_ranks, scope) == [[], []]

@@ -8,8 +8,6 @@ from tests.support.layer_parity import LayerCase, layer_parity
 from tests.support.parity import Errors, compare
 from tests.support.pipeline_parity import PipelineCase, pipeline_parity
 
-pytestmark = pytest.mark.ahead
-
 OVERLAP = (("moe_shared_expert_overlap", True),)
 RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))
 

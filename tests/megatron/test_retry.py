@@ -75,7 +75,6 @@ def test_bits_are_those_of_a_training_that_never_drops(alone, case):
     check(retried_equals_never_dropping(case), case)
 
 
-@pytest.mark.ahead
 @cases_of(2)
 def test_bits_are_those_of_a_training_that_never_drops_on_two_ranks(pool2, case):
     for findings in pool2.run(retried_equals_never_dropping, case):
@@ -169,7 +168,6 @@ def _one_drop(case: RetriedCase) -> tuple[list[str], dict[int, list[int]], tuple
         return differing, dropped, (retried.retry.num_retried, retried.retry.num_steps)
 
 
-@pytest.mark.ahead
 def test_a_drop_in_one_layer_of_one_rank_repeats_the_step_on_all(pool2):
     case = RetriedCase(name="one drop", ranks=2, ep=2, factor=2.0, steps=3)
     first, second = pool2.run(_one_drop, case)

@@ -8,7 +8,7 @@ import pytest
 
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.megatron.run import main, read
-from tests.support.ahead import ENVIRONMENT
+from tests.support.processes import ENVIRONMENT
 
 SCRIPT = """
 import sys
@@ -27,7 +27,6 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.ahead
 def test_script_runs_as_main_with_its_own_arguments(tmp_path: Path):
     (tmp_path / "beside.py").write_text("VALUE = 7")
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -36,7 +35,6 @@ def test_script_runs_as_main_with_its_own_arguments(tmp_path: Path):
     assert done.stdout.splitlines()[-1] == "__main__ ['--lr', '3', '-x'] 16 7"
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize("on_overflow", ["retry", "drop"])
 def test_megatron_lms_loop_beside_the_script_is_followed(tmp_path: Path, on_overflow):
     folder = tmp_path / "megatron" / "training"
@@ -53,7 +51,6 @@ def test_megatron_lms_loop_beside_the_script_is_followed(tmp_path: Path, on_over
     assert done.stdout.splitlines()[-1] == "True"
 
 
-@pytest.mark.ahead
 def test_a_script_without_megatron_lm_runs_with_retry_too(tmp_path: Path):
     (tmp_path / "beside.py").write_text("VALUE = 7")
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -115,7 +112,6 @@ def test_a_mistake_is_named(capsys, line, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.ahead
 def test_help_shows_our_options_and_takes_no_torch():
     code = (
         "import sys; from padded_dispatch.megatron.run import read\n"

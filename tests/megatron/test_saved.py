@@ -19,7 +19,7 @@ from padded_dispatch.megatron import PaddedOptions, install, uninstall
 from padded_dispatch.megatron.bridge import _CONTAINERS, KEY
 from padded_dispatch.megatron.options import to_plain
 from tests.megatron.test_bridge import needs_bridge
-from tests.support.ahead import ENVIRONMENT
+from tests.support.processes import ENVIRONMENT
 
 OPTIONS = PaddedOptions(
     capacity_pool="rank",

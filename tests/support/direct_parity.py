@@ -22,6 +22,7 @@ from padded_dispatch.dispatcher import Dispatched
 from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.exchange.direct import DirectExchange
 from padded_dispatch.utils.routings import routing_scores
+from tests.support.findings import Findings
 
 _T = TypeVar("_T")
 
@@ -221,6 +222,16 @@ def eager_differences(layer: Layer) -> list[str]:
         found += [f"{routing}, second of two: {name}" for name in names]
     meet()
     return found
+
+
+def eager_differs(layer: Layer) -> Findings:
+    """Return what differs in eager."""
+    return Findings(broken=tuple(eager_differences(layer)))
+
+
+def replay_differs(first: Layer, second: Layer, num_replays: int) -> Findings:
+    """Return what differs in replays of two layers."""
+    return Findings(broken=tuple(replay_differences((first, second), num_replays)[:20]))
 
 
 def captured(run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:

@@ -1,9 +1,8 @@
-"""Run workers' functions in this process, if they do not need a separate one."""
+"""Run a job of one worker in this process."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from padded_dispatch.megatron import uninstall
-from padded_dispatch.utils.launch import WorkerError
 
 
 @contextmanager
@@ -33,26 +31,3 @@ def only_worker() -> Iterator[None]:
         if dist.is_initialized():
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
-
-
-class InlinePool:
-    """A `WorkerPool` whose one worker is this process."""
-
-    def __init__(self, num_workers: int, *, backend: str) -> None:
-        assert num_workers == 1
-        self.num_workers = num_workers
-
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
-        try:
-            return [fn(*args)]
-        except Exception as error:
-            raise WorkerError({0: error}) from error
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        pass

@@ -1,17 +1,52 @@
-"""Worker processes that stay alive between calls, to run functions on every rank of a group."""
+"""Worker processes that run functions on every rank of a group, and are used again and again.
 
+Processes are started once per size and session: a closed pool leaves its workers to the next one,
+which gives them a new default group. Before that, they destroy all groups: each gloo group has
+threads, and some thousands of them would slow down every later test. On CPUs, workers are forked
+from one process that has imported what they need; CUDA does not survive a fork.
+"""
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Self
+from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
-
-from padded_dispatch.utils.launch import WorkerError, Workers
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
 _START_S = 120.0  # imports and rendezvous, on a busy laptop
+_PEERS_S = 2.0  # after the first error, for peers that do not wait for that rank
+_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
+_numbers = count()
+_idle: dict[int, list["_Workers"]] = {}
+
+
+class WorkerError(RuntimeError):
+    """At least one worker raised, died or did not answer in time.
+
+    `errors`: by rank, the worker's own exception with its traceback as a note, `ChildProcessError`
+    for one that died, `TimeoutError` for one that did not answer; none for ranks that only waited.
+    """
+
+    def __init__(self, errors: dict[int, BaseException]) -> None:
+        self.errors = errors
+        super().__init__("\n".join(f"rank {r}: {_words(e)}" for r, e in errors.items()))
 
 
 class WorkerPool:
-    """Worker processes with a default process group; they start with the first `run`.
+    """Worker processes with a default process group, which is made in the first `run`.
 
     Args:
         num_workers: processes, the ranks of the default group.
@@ -26,7 +61,7 @@ class WorkerPool:
     def __init__(self, num_workers: int, *, backend: str = "gloo") -> None:
         self.num_workers = num_workers
         self.backend = backend
-        self._workers: Workers | None = None
+        self._workers: _Workers | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """Call `fn(*args)` on every worker and return the results by rank.
@@ -41,32 +76,41 @@ class WorkerPool:
                 may be stuck in a collective: all are ended, and the next `run` starts new ones.
         """
         if self._workers is None:
-            self._workers = self._start()
-        all_idle = False
-        try:
-            results = self._workers.run(fn, args, timeout_s)
-            all_idle = True
-        except WorkerError as failure:
-            all_idle = len(failure.errors) == self.num_workers and not any(
-                isinstance(error, ChildProcessError | TimeoutError)
-                for error in failure.errors.values()
-            )
-            raise
-        finally:
-            if not all_idle:
-                self.close()
-        return results
-
-    @property
-    def is_running(self) -> bool:
-        """True while there are workers."""
-        return self._workers is not None
+            idle = _idle.get(self.num_workers) or [_Workers(self.num_workers)]
+            self._workers = idle.pop()
+            self._run(_begin, self.backend, f"pool {next(_numbers)}", timeout_s=_START_S)
+        return self._run(fn, *args, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """End the workers; a later `run` starts new ones."""
+        """Destroy the groups; the workers wait for another pool."""
         if self._workers is not None:
-            self._workers.stop()
+            with suppress(WorkerError):
+                self._run(_end, timeout_s=_START_S)
+        if self._workers is not None:
+            _idle.setdefault(self.num_workers, []).append(self._workers)
             self._workers = None
+
+    def end(self) -> None:
+        """End the workers: on GPUs, idle ones would keep memory."""
+        if self._workers is not None:
+            self._workers.kill()
+            self._workers = None
+
+    def _run(self, fn: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
+        assert self._workers is not None
+        healthy = False
+        try:
+            results = self._workers.run(fn, args, timeout_s)
+            healthy = True
+        except WorkerError as failure:
+            ends = ChildProcessError, TimeoutError
+            all_raised = len(failure.errors) == self.num_workers
+            healthy = all_raised and not any(isinstance(e, ends) for e in failure.errors.values())
+            raise
+        finally:
+            if not healthy:
+                self.end()
+        return results
 
     def __enter__(self) -> Self:
         return self
@@ -74,11 +118,157 @@ class WorkerPool:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _start(self) -> Workers:
-        workers = Workers(self.num_workers)
-        try:
-            workers.run(dist.init_process_group, (self.backend,), _START_S)
-        except BaseException:
-            workers.stop()
-            raise
-        return workers
+
+def end_idle_workers() -> dict[int, int]:
+    """End all workers that no pool has; return the number of threads of each, by process."""
+    threads = {}
+    for workers in [one for of_size in _idle.values() for one in of_size]:
+        threads |= {process.pid: num_threads(process.pid) for process in workers.processes}
+        workers.kill()
+    _idle.clear()
+    return threads
+
+
+def num_threads(pid: int) -> int:
+    """Return the number of threads of a process."""
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+class _Workers:
+    """Processes that run functions one after another; all run the same one at a time."""
+
+    def __init__(self, num_workers: int) -> None:
+        context = multiprocessing.get_context(_METHOD)
+        context.set_forkserver_preload(["tests.support.training"])
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
+            for rank in range(num_workers):
+                ours, theirs = context.Pipe()
+                env = torchrun_env(rank, num_workers, self._store.port)
+                process = context.Process(target=_serve, args=(theirs, env), daemon=True)
+                process.start()
+                theirs.close()  # Otherwise the pipe would outlive the worker.
+                self._pipes.append(ours)
+                self.processes.append(process)
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+        """Call `fn(*args)` on every worker; return the results by rank, or raise `WorkerError`."""
+        request = pickle.dumps((fn, args))
+        for pipe in self._pipes:
+            with suppress(BrokenPipeError):  # The worker died; its pipe ends below.
+                pipe.send_bytes(request)
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        results: dict[int, Any] = {}
+        errors: dict[int, BaseException] = {}
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    good, answer = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    self.processes[rank].join(_PEERS_S)
+                    code = self.processes[rank].exitcode
+                    died = code is not None and code < 0
+                    words = f"killed by {signal.Signals(-code).name}" if died else f"code {code}"
+                    good, answer = False, ChildProcessError(words)
+                (results if good else errors)[rank] = answer
+            if errors:
+                deadline = min(deadline, time.monotonic() + _PEERS_S)
+        if not errors:
+            late = f"no answer within {timeout_s:g} s"
+            errors = {rank: TimeoutError(late) for rank in waiting.values()}
+        if errors:
+            raise WorkerError(errors)
+        return [results[rank] for rank in range(len(self._pipes))]
+
+    def kill(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+def torchrun_env(rank: int, num_workers: int, port: int) -> dict[str, str]:
+    """Return the environment variables that torchrun would set for a worker on this machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_workers),
+        "LOCAL_WORLD_SIZE": str(num_workers),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # The store exists; rank 0 must not start one.
+    }
+
+
+def _serve(pipe: Connection, env: dict[str, str]) -> None:
+    """Answer requests until the pipe ends; the main function of a worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent reports it.
+    multiprocessing.current_process().daemon = False  # which could not have child processes
+    os.register_at_fork(after_in_child=pipe.close)  # Such a child would keep the pipe open.
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    gc.freeze()
+    with suppress(EOFError):
+        while True:
+            request = pipe.recv_bytes()
+            try:
+                fn, args = pickle.loads(request)
+                answer = pickle.dumps((True, fn(*args)))
+            except BaseException as error:
+                answer = _pickled(error)
+            pipe.send_bytes(answer)
+
+
+def _begin(backend: str, name: str) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group(backend, store=PrefixStore(name, store), rank=rank, world_size=size)
+
+
+def _end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    assert not distributed_c10d._world.pg_map
+    forget_models()
+
+
+def forget_models() -> None:
+    """Free models that tests of this process left; they hold groups, and those hold threads.
+
+    Megatron's DDP is in a cycle through autograd's nodes, which nothing collects, and a cache of
+    positions keeps embeddings.
+    """
+    if distributed := sys.modules.get("megatron.core.distributed"):
+        for thing in gc.get_objects():
+            if type(thing) is distributed.DistributedDataParallel:
+                thing.grad_accs.clear()
+    if module := sys.modules.get("megatron.core.models.common.embeddings.rotary_pos_embedding"):
+        for function in vars(module.RotaryEmbedding).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+    gc.collect()
+
+
+def _pickled(error: BaseException) -> bytes:
+    """Pickle `error` with its traceback, or a RuntimeError with its text if that is impossible."""
+    error.add_note(traceback.format_exc())
+    try:
+        answer = pickle.dumps((False, error))
+        pickle.loads(answer)
+    except Exception:
+        answer = pickle.dumps((False, RuntimeError(_words(error))))
+    return answer
+
+
+def _words(error: BaseException) -> str:
+    notes = "".join(getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}\n{notes}"

@@ -1,4 +1,8 @@
-"""The worker processes of a running command, found in /proc."""
+"""The environment of commands that tests start, and their worker processes, found in /proc."""
+
+import os
+
+ENVIRONMENT = dict(os.environ)  # as at the start: tests and conftest.py change it
 
 
 def workers_of(pid: int) -> list[int]:

@@ -7,10 +7,9 @@ import sys
 import pytest
 
 from padded_dispatch.train import command
-from tests.support.ahead import ENVIRONMENT
+from tests.support.processes import ENVIRONMENT
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize(
     ("flags", "code"), [("--help", 0), ("train --help", 0), ("train --stepz 3", 2), ("trian", 2)]
 )

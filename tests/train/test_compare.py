@@ -108,7 +108,6 @@ def left_behind(dispatcher: str) -> tuple[list[bool], int]:
     return alive, len(distributed_c10d._world.pg_map) - before
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize("dispatcher", ["padded_alltoall", "allgather", "alltoall-drop-pad"])
 def test_nothing_of_a_run_outlives_it(pool2: WorkerPool, dispatcher):
     assert pool2.run(left_behind, dispatcher) == [([False], 0)] * 2

@@ -51,7 +51,6 @@ def run(pool, flags: str) -> Outcome:
     return first
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize(
     "flags",
     [
@@ -90,7 +89,6 @@ def test_shared_experts_beside_the_exchange_train_alike(pool2):
     uninstall()
 
 
-@pytest.mark.ahead
 def test_forced_balance_fills_all_slots_alike(pool2):
     flags = "--steps 1 --capacity-factor 2 --seq-length 256 --micro-batch 2"
     learned = run(pool2, flags).rows[0]
@@ -99,7 +97,6 @@ def test_forced_balance_fills_all_slots_alike(pool2):
     assert forced.dropped == 0 and forced.fill == 1 / 2
 
 
-@pytest.mark.ahead
 def test_no_factor_drops_nothing_and_a_small_one_much(pool2):
     everything = run(pool2, "--steps 1 --capacity-factor none").rows[0]
     # 72 tokens, 2 of 8 experts each, 72 slots for each expert.
@@ -111,7 +108,6 @@ def test_no_factor_drops_nothing_and_a_small_one_much(pool2):
     assert little.dropped >= 1 - 40 / 144
 
 
-@pytest.mark.ahead
 def test_a_run_that_does_not_learn_reports_it(pool2):
     learned = run(pool2, "--steps 2")
     last = dataclasses.replace(learned.rows[-1], loss=6.5)
@@ -166,7 +162,6 @@ def test_there_must_be_a_checkpoint_to_resume(tmp_path):
         check_resumable(parse(f"--resume --run-dir {tmp_path}".split()))
 
 
-@pytest.mark.ahead
 def test_results_are_kept(pool2, tmp_path):
     path = tmp_path / "results.json"
     outcome = run(pool2, f"--steps 3 --out {path} --commit abc-dirty")
@@ -198,7 +193,6 @@ def kept_rows(out, kind: str) -> list[dict]:
     return [row for row in rows if row["kind"] == kind]
 
 
-@pytest.mark.ahead
 def test_what_is_dropped_is_kept_in_rows_by_layer(pool2, tmp_path):
     flags = f"--steps 5 --capacity-factor 0.25 --padded-telemetry-every 2 --run-dir {tmp_path} "
     outcome = run(pool2, flags + "--eval-every 5 --padded-eval-factor no-drop")
@@ -213,7 +207,6 @@ def test_what_is_dropped_is_kept_in_rows_by_layer(pool2, tmp_path):
     assert evaluated["dropped"] == 0.0 and evaluated["fill"] == 2 / 8
 
 
-@pytest.mark.ahead
 def test_a_schedule_changes_all_layers_but_those_with_their_own_factor(pool2, tmp_path):
     flags = (
         f"--steps 4 --run-dir {tmp_path} --padded-telemetry-every 1 --padded-layer-factors 2:0.5 "
@@ -233,7 +226,6 @@ GROW = (
 )
 
 
-@pytest.mark.ahead
 def test_capacity_grows_until_nothing_is_dropped(pool2, tmp_path):
     """A read is used one step later: factor 0.5 holds from step 4 on, C = T from step 7 on."""
     run(pool2, f"--steps 8 --run-dir {tmp_path} {GROW}")
@@ -243,7 +235,6 @@ def test_capacity_grows_until_nothing_is_dropped(pool2, tmp_path):
     assert [row["dropped"] for row in rows[6:]] == [0.0, 0.0]
 
 
-@pytest.mark.ahead
 def test_a_resumed_run_grows_as_the_whole_one(pool2, tmp_path):
     """At the checkpoint, one layer's factor has grown, and one of two reads for more is done."""
     flags = f"--steps 8 --save-every 4 --eval-every 4 --run-dir {tmp_path} {GROW}"
@@ -261,7 +252,6 @@ def test_a_resumed_run_grows_as_the_whole_one(pool2, tmp_path):
     assert [kept_rows(tmp_path, kind) for kind in kinds] == lines
 
 
-@pytest.mark.ahead
 def test_an_overflow_that_is_an_error_ends_all_ranks_alike(pool2):
     flags = "--steps 3 --capacity-factor 0.25 --padded-on-overflow error"
     first, second = pool2.run(_error, f"{flags} --padded-telemetry-every 1")

@@ -23,7 +23,6 @@ def losses(outcome: Outcome) -> list[float]:
     return [row.loss for row in outcome.rows]
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize("flags", LAYOUTS)
 def test_losses_are_those_of_a_run_that_never_drops(pool2, flags):
     """The run that never drops takes the same sizes: on a CPU products depend on padded rows."""
@@ -43,7 +42,6 @@ def results_row(out: Path) -> dict[str, Any]:
     return row
 
 
-@pytest.mark.ahead
 def test_repeated_steps_are_shown_and_stored(pool2, tmp_path):
     """The first step of two is repeated; in the second each expert has a slot for each token."""
     folder, ours, other = tmp_path / "run", tmp_path / "ours.json", tmp_path / "other.json"

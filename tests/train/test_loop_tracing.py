@@ -25,7 +25,6 @@ def run(pool, flags: str) -> Counted:
     return counted
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize(
     ("flags", "policy"),
     [
@@ -42,7 +41,6 @@ def test_the_what_if_is_what_the_run_counted(pool2, tmp_path, flags, policy):
     assert_trace_says_the_same(tmp_path, counted, factor=0.5, policy=policy)
 
 
-@pytest.mark.ahead
 def test_a_recording_names_its_sources(pool2, tmp_path):
     run(pool2, f"--trace {tmp_path / 'two'} --trace-every 2")
     trace = load_traces([tmp_path / "two"])
@@ -57,7 +55,6 @@ def test_a_recording_names_its_sources(pool2, tmp_path):
     assert trace.num_ranks == 1 and sorted(set(trace.ranks.tolist())) == [0, 1]
 
 
-@pytest.mark.ahead
 def test_a_resumed_run_goes_on_in_files_of_its_own(pool2, tmp_path):
     flags = (
         f"--trace {tmp_path / 'trace'} --trace-every 2 --run-dir {tmp_path / 'run'} --save-every 3"

@@ -54,7 +54,6 @@ def _curves(path: str, dispatcher: str) -> None:
     uninstall()
 
 
-@pytest.mark.ahead
 def test_the_bias_moves_in_ours_and_stands_still_in_stock(pool2, tmp_path):
     for dispatcher in ("padded_alltoall", "alltoall-drop-pad"):
         pool2.run(_curves, str(tmp_path / "results.json"), dispatcher)

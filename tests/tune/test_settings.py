@@ -24,8 +24,8 @@ from padded_dispatch.tune.settings import Block, blocks, markdown, options
 from padded_dispatch.tune.study import Question, Study, study
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 from padded_dispatch.tune.target import Target
-from tests.support.ahead import ENVIRONMENT
 from tests.support.inline_pool import only_worker
+from tests.support.processes import ENVIRONMENT
 
 MODEL: dict[str, Any] = dict(
     num_layers=2,
@@ -129,7 +129,6 @@ def run_in_bash(text: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize(("name", "per_layer"), [("pool", True), ("schedule", False)])
 def test_the_block_of_megatron_lm_runs(tmp_path, name, per_layer):
     (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)

@@ -21,9 +21,8 @@ import torch.distributed as dist
 
 from padded_dispatch.utils import launch
 from padded_dispatch.utils.launch import WorkerError, start_workers
-from tests.support.ahead import ENVIRONMENT
 from tests.support.pool import WorkerPool
-from tests.support.processes import workers_of
+from tests.support.processes import ENVIRONMENT, workers_of
 
 
 @pytest.fixture(autouse=True)
@@ -309,7 +308,6 @@ class Job:
         return self.process.returncode, stderr
 
 
-@pytest.mark.ahead
 def test_a_job_gets_the_environment_of_torchrun_and_ends_by_itself(tmp_path):
     job = Job(tmp_path, "return")
     assert job.first_lines == ["0 of 2: 3\n", "1 of 2: 3\n"]
@@ -317,7 +315,6 @@ def test_a_job_gets_the_environment_of_torchrun_and_ends_by_itself(tmp_path):
     assert job.last_words == ["bye", "bye"]  # Exit handlers ran.
 
 
-@pytest.mark.ahead
 def test_a_failing_worker_ends_the_job(tmp_path):
     code, stderr = Job(tmp_path, "raise").end()
     assert code == 1
@@ -325,14 +322,12 @@ def test_a_failing_worker_ends_the_job(tmp_path):
     assert stderr.endswith("\nrank 1 of 2 failed: ValueError: loss is nan at step 3\n")
 
 
-@pytest.mark.ahead
 def test_sigterm_ends_the_job(tmp_path):
     job = Job(tmp_path, "sleep")
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == (143, "SIGTERM: stopping all workers\n")
 
 
-@pytest.mark.ahead
 def test_workers_end_with_a_killed_parent(tmp_path):
     job = Job(tmp_path, "sleep")
     job.process.kill()
@@ -357,7 +352,6 @@ IMPORTING = """
 """
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_while_workers_import_ends_all_processes(tmp_path, number):
     job = Job(tmp_path, "", IMPORTING)
@@ -371,14 +365,12 @@ def test_a_signal_while_workers_import_ends_all_processes(tmp_path, number):
     assert stderr == ("" if killed else f"{number.name}: stopping all workers\n")
 
 
-@pytest.mark.ahead
 def test_ctrl_c_ends_importing_workers_without_their_words(tmp_path):
     job = Job(tmp_path, "", IMPORTING)
     os.killpg(job.process.pid, signal.SIGINT)  # A terminal signals all processes.
     assert job.end() == (130, "SIGINT: stopping all workers\n")
 
 
-@pytest.mark.ahead
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="looks into /proc")
 def test_a_signal_to_one_worker_ends_the_job(tmp_path):
     job = Job(tmp_path, "sleep")

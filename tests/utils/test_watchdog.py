@@ -3,12 +3,8 @@
 import subprocess
 import sys
 
-import pytest
-
 from padded_dispatch.utils.watchdog import EXIT_CODE
-from tests.support.ahead import ENVIRONMENT
-
-pytestmark = pytest.mark.ahead
+from tests.support.processes import ENVIRONMENT
 
 HEADER = """
 import threading

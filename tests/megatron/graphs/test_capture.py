@@ -262,7 +262,6 @@ def ep2_differences(scope: Scope, case: str) -> list[str]:
         return differences(eager_run(case), graphed_run(scope, **CASES[case]))
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize("case", ["dropping", "overlap and gate"])
 @pytest.mark.parametrize("scope", [WHOLE[0], PARTIAL[2]], ids="+".join)
 def test_replay_equals_eager_on_two_ranks(pool2: WorkerPool, scope, case):
@@ -280,7 +279,6 @@ def pools_differences(scope: Scope, pool: CapacityPool, remedy: Remedy) -> list[
         return differences(eager, graphed_run(scope, **settings))
 
 
-@pytest.mark.ahead
 @pytest.mark.parametrize(
     ("pool", "scope", "remedy"),
     [

@@ -1,6 +1,6 @@
 """Selection in CUDA graphs: replays equal eager runs bit by bit, over 100 routings.
 
-`tests.gpu.situations` does the same with Megatron's layer, on one GPU and on several.
+`tests.gpu.table` does the same with Megatron's layer, on one GPU and on several.
 """
 
 import pytest
