@@ -22,8 +22,8 @@ from tests.support.stream_order import StreamOrder
 
 CASES = [
     OverlapCase(name="module"),
-    OverlapCase(name="packed", experts="packed", protects=True, factor=0.5),
-    OverlapCase(name="batched", experts="batched", expert_bias=True, policy="random"),
+    OverlapCase(name="packed", experts="packed", factor=0.5),
+    OverlapCase(name="batched", experts="batched", expert_bias=True),
     # The rows of one local expert are in order as they arrive.
     OverlapCase(name="one local expert", num_experts=2),
     OverlapCase(name="one local expert, batched", num_experts=2, experts="batched"),
@@ -204,5 +204,3 @@ def test_direct_stores_must_be_asked_for_with_pipeline_stages_and_the_log_has_th
         "with overlap_moe_expert_parallel_comm and pipeline stages direct stores must be asked for"
     )
     assert "no CUDA device" in no_direct(stages=2, overlaps=False)
-    # No other exchange serves these, so "auto" tries them.
-    assert "no CUDA device" in no_direct(stages=2, capacity_pool="receiver")

@@ -91,7 +91,7 @@ def test_options_reach_the_dispatcher():
     assert tiny.layer(config).token_dispatcher.dispatch_config.capacity(40) == 5
 
 
-@pytest.mark.parametrize("given", [{"policy": "priority"}, "policy=priority", 0])
+@pytest.mark.parametrize("given", [{"trace": "there"}, "trace=there", 0])
 def test_options_of_another_type_are_rejected_at_once(given):
     """Also if they are false: an empty dict must not become the defaults."""
     fix = r"write PaddedOptions\(\*\*\.\.\.\)" if isinstance(given, dict) else "make one"

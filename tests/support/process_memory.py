@@ -170,7 +170,6 @@ def return_rows(
     packed_ND: Tensor,
     probs_N: Tensor | None,
     offsets_LS: Tensor,
-    kept_SE: Tensor | None,
     slots_R: Tensor,
     meta_R: Tensor,
     rank: int,
@@ -181,10 +180,9 @@ def return_rows(
     slots_R, meta_R = _written(slots_R), _written(meta_R)
     ends = offsets_LS.flatten().tolist()
     own = slice(rank * num_local, (rank + 1) * num_local)
-    if kept_SE is None:  # Pools have experts of one rank each.
-        kept_SE = offsets_LS.new_zeros(num_ranks, num_ranks * num_local)
-        counts = torch.tensor(ends).diff(prepend=torch.tensor([0])).view(offsets_LS.shape)
-        kept_SE[:, own] = counts.T.int()
+    kept_SE = offsets_LS.new_zeros(num_ranks, num_ranks * num_local)
+    counts = torch.tensor(ends).diff(prepend=torch.tensor([0])).view(offsets_LS.shape)
+    kept_SE[:, own] = counts.T.int()
     for source in range(num_ranks):
         first_E = _first_slots(kept_SE[source], pool_slots, experts_per_pool)
         for local, slot in enumerate(first_E[own].tolist()):

@@ -215,7 +215,6 @@ def _run(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
         chunk.zero_grad_buffer()
     given = _noise(like, seed=2 * layer.layer_number).requires_grad_()
     with _restore_random_state(), counts_put_back(layer), scales_put_back(layer):
-        # Draws of policy "random" are counts.
         with first_microbatch(layer), _draws_of_a_block(layer.config):
             output = layer(given, **sample.kwargs)[0]
         output.backward(_noise(output, seed=2 * layer.layer_number + 1))
