@@ -7,7 +7,7 @@ is imported when it is first used: `padded-dispatch --help` and a typo take no t
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from padded_dispatch.config import NO_DROP, BufferBytes, DispatchConfig, Policy
+from padded_dispatch.config import NO_DROP, DispatchConfig
 
 if TYPE_CHECKING:
     from padded_dispatch.dispatcher import Dispatched, PaddedDispatcher
@@ -15,22 +15,19 @@ if TYPE_CHECKING:
     from padded_dispatch.experts import ExpertWeights, grouped_mlp
     from padded_dispatch.ops.activation import Activation
     from padded_dispatch.ops.plan import DispatchPlan, make_plan
-    from padded_dispatch.ops.select import Selection, select
+    from padded_dispatch.ops.select import select
 
 __version__ = "0.1.0"
 
 __all__ = [
     "NO_DROP",
     "Activation",
-    "BufferBytes",
     "DispatchConfig",
     "DispatchPlan",
     "Dispatched",
     "ExpertInput",
     "ExpertWeights",
     "PaddedDispatcher",
-    "Policy",
-    "Selection",
     "__version__",
     "grouped_mlp",
     "make_plan",
@@ -45,7 +42,6 @@ _HOMES = {
     "ExpertInput": "exchange",
     "ExpertWeights": "experts",
     "PaddedDispatcher": "dispatcher",
-    "Selection": "ops.select",
     "grouped_mlp": "experts",
     "make_plan": "ops.plan",
     "select": "ops.select",

@@ -5,42 +5,37 @@ Without a subcommand it prints its help.
 """
 
 import argparse
+import difflib
 import importlib
 import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
-# The function that reads a command's line, the command's module, and its help. Reading takes no
+# The function that reads a command's line, the one that runs it, and its help. Reading takes no
 # torch: `--help` and a typo end there, before the command is imported.
 _COMMANDS = {
-    "train": ("train.arguments:read", "train.command", "train a small Mixture-of-Experts GPT"),
-    "compare": (
-        "train.runs:read_compare",
-        "train.compare",
-        "train several contenders in the same processes",
+    "train": (
+        "train.arguments:read",
+        "train.command:train",
+        "train a small Mixture-of-Experts GPT",
     ),
-    "sweep": (
-        "train.runs:read_sweep",
-        "train.sweep",
-        "train at several capacity factors and seeds",
+    "compare": (
+        "train.arguments:read_compare",
+        "train.command:compare",
+        "train several contenders in the same processes",
     ),
     "bench": (
         "bench.arguments:read_bench",
-        "bench.command",
+        "bench.command:main",
         "measure one layer, ours beside Megatron's",
     ),
-    "parts": ("bench.arguments:read_parts", "bench.parts", "measure kernels and experts alone"),
     "tune": (
-        "tune.arguments:read",
-        "tune.command",
+        "tune.command:read",
+        "tune.command:main",
         "choose a capacity factor from routing traces",
-    ),
-    "calibrate": (
-        "bench.arguments:read_calibrate",
-        "bench.calibrate",
-        "fit tune's time model to this machine",
     ),
 }
 
@@ -69,6 +64,11 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (*_, help) in _COMMANDS.items():
         commands.add_parser(name, help=help, add_help=False)
+    first = [*(sys.argv[1:] if argv is None else argv), "-"][0]
+    if not first.startswith("-") and first not in _COMMANDS:
+        similar = difflib.get_close_matches(first, _COMMANDS, n=1)
+        fix = f"did you mean {similar[0]}?" if similar else "see --help"
+        parser.error(f"COMMAND must be one of {', '.join(_COMMANDS)}, got {first!r}; {fix}")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.command is None:
         if rest:
@@ -78,9 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     _ignore_expected_warnings()
     try:
         reader, command, _ = _COMMANDS[arguments.command]
-        module, _, read = reader.partition(":")
-        getattr(_module(module), read)(rest)
-        return _module(command).main(rest)
+        _function(reader)(rest)
+        return _function(command)(rest)
     except ValueError as error:
         sys.stderr.write(f"padded-dispatch {arguments.command}: {error}\n")
         return 2
@@ -95,8 +94,9 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def _module(name: str) -> Any:
-    return importlib.import_module(f"padded_dispatch.{name}")
+def _function(place: str) -> Callable[..., Any]:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"padded_dispatch.{module}"), name)
 
 
 def _ignore_expected_warnings() -> None:

@@ -11,8 +11,6 @@ read `padded_dispatch.megatron.options` alone, which takes neither Megatron nor 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from padded_dispatch.config import NO_DROP
-
 if TYPE_CHECKING:
     from padded_dispatch.megatron.cpu import megatron_on_cpu
     from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from padded_dispatch.megatron.telemetry import Telemetry
 
 __all__ = [
-    "NO_DROP",
     "IterationGraph",
     "LayerGraphs",
     "PaddedMoELayer",

@@ -36,7 +36,7 @@ from padded_dispatch.config import require
 from padded_dispatch.megatron.config import is_ours, padded_options
 from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.telemetry import Snapshots, Telemetry, padded_moe_layers, scalars
-from padded_dispatch.tune.recorder import Recording, RoutingBuffer, TraceRecorder
+from padded_dispatch.recorder import Recording, RoutingBuffer, TraceRecorder
 from padded_dispatch.utils.patches import Patches
 
 _MODULE = "megatron.training.training"

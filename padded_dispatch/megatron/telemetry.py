@@ -99,8 +99,8 @@ def overflow_words(snapshots: Snapshots) -> str:
     training, first = snapshots.training, snapshots.step - snapshots.num_steps + 1
     shares_Y = np.nan_to_num(training.dropped_share)
     worst = int(shares_Y.argmax())
-    one = snapshots.num_steps == 1
-    when = f"at step {first}" if one else f"in steps {first} to {snapshots.step}"
+    several = snapshots.num_steps > 1
+    when = f"in steps {first} to {snapshots.step}" if several else f"at step {snapshots.step}"
     factor = math.ceil(training.needed_factor[worst] * 100) / 100
     pool = "" if training.cells_per_pool > 1 else "capacity_pool='rank' or "
     return (

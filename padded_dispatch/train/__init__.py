@@ -1,15 +1,12 @@
 """Train a byte-level Mixture-of-Experts GPT on Python's source, with Megatron-Core.
 
-    command line -> Settings, checked                command, arguments, settings, check
-      -> worker processes                            padded_dispatch.utils.launch, or torchrun
-      -> in each: device and process groups          world
-         -> model, Adam, CUDA graphs                 model, optimizer, graphs
-         -> steps, evaluations, capacity, traces     loop, data
-         -> figures, progress, results files         metrics, display, rows
-         -> checkpoints                              checkpoint, integrity
+    command line -> Settings, checked            command, arguments, settings
+      -> worker processes                        padded_dispatch.utils.launch, or torchrun
+         -> process groups, steps, evaluation    loop, data
+         -> model and optimizer, CUDA graphs     model, graphs
+         -> lines of progress, results files     metrics
 
-`compare` and `sweep` are two more commands, which train several runs in the same processes.
-
-A laptop runs the same code as GPUs, but for the device (`world`), the optimizer and the layer spec
-(`model`).
+It is a demo, and the harness that compares dispatchers (`padded-dispatch compare`); Megatron-LM is
+the trainer. A laptop runs the same code as GPUs, but for the device, the optimizer and the layer
+spec.
 """

@@ -1,4 +1,4 @@
-"""The command line of `padded-dispatch train`: flags from the fields of `Settings`, and back.
+"""The command lines of `padded-dispatch train` and `compare`: flags from the fields of `Settings`.
 
 Options of the padded dispatcher bring their own flags, texts and defaults (`PaddedOptions`); none
 is overridden here. torch is imported only once the flags are parsed: `--help` and a typo do
@@ -7,6 +7,7 @@ without it.
 
 import argparse
 import dataclasses
+import itertools
 import os
 from pathlib import Path
 from types import NoneType
@@ -27,6 +28,7 @@ from padded_dispatch.train.settings import (
 )
 from padded_dispatch.utils.flags import Parser
 
+_SEPARATOR = "--vs"
 _GROUPS = (Recipe, Dispatch, Layout, Output)
 _METAVARS = {int: "N", Path: "PATH", str: "TEXT"}
 
@@ -93,7 +95,6 @@ def resolve(arguments: argparse.Namespace) -> Settings:
         "micro_batch": micro_batch,
         "global_batch": micro_batch * layout.dp * layout.pp,
         "lr": preset.lr,
-        "lr_decay": steps,
     }
     return Settings(
         preset=arguments.preset,
@@ -101,7 +102,7 @@ def resolve(arguments: argparse.Namespace) -> Settings:
         recipe=Recipe(**defaults | _of(Recipe, given)),
         dispatch=dispatch,
         layout=layout,
-        output=Output(**{"steps": steps} | _of(Output, given)),
+        output=Output(**{"steps": steps, "trace_every": min(10, steps)} | _of(Output, given)),
     )
 
 
@@ -169,3 +170,69 @@ def read_factor(text: str) -> float | None:
         raise argparse.ArgumentTypeError(
             f"must be a number above 0, or 'none' to drop nothing, got {text!r}"
         ) from None
+
+
+def read_compare(argv: list[str]) -> tuple[int, list[tuple[str, argparse.Namespace]]]:
+    """Return the number of repeats, and the flags of each contender by its own ones as text.
+
+    A flag with several values behind a `--vs` stands for a contender with each value; several such
+    flags, for every combination, the last flag varying fastest.
+
+    Example: `--steps 9 --vs --graph layer --vs --seed 0 1` are the contenders `--graph layer`,
+    `--seed 0` and `--seed 1`, each with `--steps 9`.
+
+    Raises:
+        ValueError: names the flag, its rule, its value and what to set.
+        SystemExit: for `--help` and for flags that argparse refuses.
+    """
+    shared, *lists = _split(argv)
+    arguments, common = _compare_parser().parse_known_args(shared)
+    repeats: int = arguments.repeats
+    require(repeats >= 1, "--repeats", repeats, "be at least 1")
+    fix = "add one, such as --vs --dispatcher allgather"
+    require(lists, _SEPARATOR, len(lists), "be given at least once", fix)
+    own = [flags for words in lists for flags in _every_combination(words)]
+    return repeats, [(" ".join(flags), read(common + flags, "compare")) for flags in own]
+
+
+def _compare_parser() -> argparse.ArgumentParser:
+    """Return the parser of the flags that come before the first `--vs` and that `train` lacks."""
+    made = Parser(
+        prog="padded-dispatch compare",
+        usage="padded-dispatch compare [--repeats N] [FLAGS OF padded-dispatch train] "
+        "--vs [FLAGS OF padded-dispatch train] ...",
+        description="Train several contenders, one after another, in the same processes. Each --vs "
+        "starts a contender with flags of its own; flags before the first --vs hold for all. A "
+        "flag with several values behind a --vs, such as --seed 0 1 2, makes a contender of each.",
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "--repeats",
+        type=int,
+        default=1,
+        metavar="N",
+        help="train all contenders in turn, N times over",
+    )
+    return made
+
+
+def _split(argv: list[str]) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    for word in argv:
+        if word == _SEPARATOR:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+def _every_combination(words: list[str]) -> list[list[str]]:
+    """Return the flags of each contender that the words behind a `--vs` stand for."""
+    flags: list[list[str]] = []  # each with its values
+    for word in words:
+        if word.startswith("--") or not flags:
+            flags.append([word])
+        else:
+            flags[-1].append(word)
+    choices = [[[name, value] for value in values] or [[name]] for name, *values in flags]
+    return [list(itertools.chain(*chosen)) for chosen in itertools.product(*choices)]

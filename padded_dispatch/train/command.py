@@ -1,86 +1,132 @@
-"""`padded-dispatch train`: from a command line to an exit code.
+"""`padded-dispatch train` and `compare`: from a command line to an exit code.
 
-A mistake in a flag is found before torch is imported, and most others before Megatron is. What
-takes seconds shows on a terminal what it is.
+    padded-dispatch compare --preset qwen3-30b-a3b --steps 40 --out runs/graphs.json \\
+        --vs --dispatcher alltoall \\
+        --vs --graph layer --capacity-factor 1 1.25 2
+
+`compare` trains its contenders one after another in the same processes: starting and importing
+takes longer than many runs, and contenders compare best on one machine within the same minutes.
+`--repeats N` trains all of them in turn, N times over, so that a drift of the machine shows in
+every contender: equal rows of the results file are repeats.
+
+What would stop a run is found before any worker starts; the imports for that take seconds.
 """
 
+import contextlib
+import itertools
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import Any
 
-from padded_dispatch.train.arguments import read, resolve
-from padded_dispatch.train.screen import is_live, stop_waiting, wait_for, width
+from padded_dispatch.config import require
+from padded_dispatch.train.arguments import read, read_compare, resolve
 from padded_dispatch.train.settings import Settings
-from padded_dispatch.train.summary import header, how_to_resume, next_steps
-
-if TYPE_CHECKING:
-    from padded_dispatch.train.loop import Outcome
 
 
-def main(argv: list[str]) -> int:
-    """Train; return 0 if the loss fell or there was one step only, 1 if it did not fall.
+def train(argv: list[str]) -> int:
+    """Train; return 0 if the loss fell or there was one line only, 1 if it did not fall.
 
     Raises:
         ValueError: a mistake in the flags, found before any worker starts.
         SystemExit: see `start_workers`.
     """
-    given = read(argv)
-    shown = not vars(given).get("json") and _is_first()
-    try:
-        if shown:
-            wait_for("importing PyTorch", sys.stdout)
-        settings = resolve(given)
-        stop_waiting()
-        if shown:
-            _write(header(settings, width()))
-            wait_for("importing Megatron-Core, to check the settings", sys.stdout)
-        # Imported late, since it brings Megatron: --help and a typo need it not.
-        from padded_dispatch.train.check import check, held_folders
-
-        with held_folders(settings):
-            check(settings)
-            stop_waiting()
-            outcome = _train(settings, argv, shown=shown)
-    finally:
-        stop_waiting()
-    if shown and is_live(sys.stdout):
-        _write("\nNext:")
-        for purpose, command in next_steps(settings, argv):
-            _write(f"  {purpose}:\n    {command}")
-    return 1 if outcome.fell is False else 0
+    settings = resolve(read(argv))
+    outcome = _start([settings], [_header(settings)])
+    if outcome.fell is None:
+        return 0
+    verb = "fell" if outcome.fell else "did not fall: it went"
+    _show(f"loss {verb} from {outcome.rows[0].loss:.2f} to {outcome.rows[-1].loss:.2f}")
+    return 0 if outcome.fell else 1
 
 
-def _train(settings: Settings, argv: list[str], *, shown: bool) -> "Outcome":
-    """Run the workers; if they end early, show how to go on."""
+def compare(argv: list[str]) -> int:
+    """Train every contender; return 0 when all have finished.
+
+    Raises:
+        ValueError: a mistake in any contender's flags, found before any worker starts.
+        SystemExit: see `start_workers`.
+    """
+    repeats, contenders = read_compare(argv)
+    runs = [resolve(given) for _, given in contenders]
+    first = runs[0].layout
+    for settings in runs:
+        layout, fix = settings.layout, "give them before the first --vs"
+        found = f"{layout.device}, {layout.workers} and {first.device}, {first.workers}"
+        same = (layout.device, layout.workers) == (first.device, first.workers)
+        require(same, "--device and --workers", found, "be the same for all contenders", fix)
+        rule = "be left out of compare, whose runs would write to one folder"
+        trace = settings.output.trace
+        require(trace is None, "--trace", str(trace), rule, "keep figures with --out")
+    total = repeats * len(runs)
+    titles = [f"{i + 1}/{total} {contenders[i % len(runs)][0]}" for i in range(total)]
+    _start(runs * repeats, titles)
+    return 0
+
+
+def _start(runs: list[Settings], titles: list[str]) -> Any:
+    """Check all runs and train them in the same workers; return the outcome of the last."""
     from padded_dispatch.utils.launch import start_workers
 
-    if shown:
-        _write(f"starting {settings.layout.workers} processes: 10 to 30 seconds")
-    try:
-        return start_workers(work, (settings,), num_workers=settings.layout.workers)
-    except SystemExit:
-        if words := how_to_resume(settings, argv):
-            sys.stderr.write(f"{words}\n")
-        raise
+    for settings in runs:
+        _check(settings)
+    num_workers = runs[0].layout.workers
+    _show(f"starting {num_workers} processes: 10 to 30 seconds")
+    return start_workers(work, (runs, titles), num_workers=num_workers)
 
 
-def work(settings: Settings) -> "Outcome":
-    """Import Megatron and run a worker, from start to end."""
-    if _is_first() and not settings.output.json:
-        wait_for("importing Megatron-Core", sys.stdout)
+def work(runs: list[Settings], titles: list[str]) -> Any:
+    """Run a worker from start to end: one run after another; return the outcome of the last.
+
+    Consecutive runs with the same layout share Megatron's process groups.
+    """
+    from padded_dispatch.megatron.world import world
     from padded_dispatch.train import loop
 
-    stop_waiting()
-    if _is_first() and not settings.output.json:
-        wait_for("building the model and taking the first step", sys.stdout)
-    return loop.work(settings)
+    outcome, left = None, iter(titles)
+    with world(runs[0].layout.device) as device, loop.absent_ranks_named():
+        for layout, same in itertools.groupby(runs, key=lambda settings: settings.layout):
+            with loop.model_parallel(layout):
+                for settings in same:
+                    loop.show(next(left))
+                    outcome = loop.train_in_groups(settings, device)
+                    loop.free_memory(device)
+    return outcome
 
 
-def _is_first() -> bool:
-    """Return whether this is rank 0, or a process that starts workers."""
-    return os.environ.get("RANK", "0") == "0"
+def _check(settings: Settings) -> None:
+    """Raise if a run could not start, by Megatron's rules too."""
+    from padded_dispatch.megatron.config import dispatch_config
+    from padded_dispatch.megatron.cpu import megatron_on_cpu
+    from padded_dispatch.train.data import Windows, load_corpus
+    from padded_dispatch.train.model import transformer_config
+    from padded_dispatch.utils.results import require_results
+
+    layout, dispatch, recipe = settings.layout, settings.dispatch, settings.recipe
+    Windows(load_corpus().held_out, recipe.seq_length, recipe.seed)  # The shorter text.
+    if settings.output.out is not None:
+        require_results("--out", settings.output.out)
+    # As in the workers: without a GPU, `install` would warn.
+    with megatron_on_cpu() if layout.device == "cpu" else contextlib.nullcontext():
+        config = transformer_config(settings)
+    if dispatch.dispatcher == "padded_alltoall":
+        dispatch_config(config, dispatch.padded, num_ranks=layout.ep, etp_size=layout.etp)
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+def _header(settings: Settings) -> str:
+    """Return one line: the model, the dispatcher and the processes."""
+    model, dispatch, layout = settings.model, settings.dispatch, settings.layout
+    factor, sizes = dispatch.capacity_factor, ("ep", "etp", "tp", "pp")
+    return (
+        f"{settings.preset}, {settings.recipe.num_layers} layers, {model.top_k} of "
+        f"{model.num_experts} experts per token; {dispatch.dispatcher}"
+        + (", nothing dropped" if factor is None else f", capacity factor {factor:g}")
+        + f"; {layout.workers} processes ({layout.device})"
+        + "".join(f", {n.upper()} {getattr(layout, n)}" for n in sizes if getattr(layout, n) > 1)
+    )
+
+
+def _show(text: str) -> None:
+    """Print a line, on rank 0 only under torchrun."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()

@@ -1,107 +1,67 @@
-"""The training loop of one worker: steps, progress lines, evaluations, checkpoints.
-
-With `on_overflow="retry"` a step that dropped rows runs twice (`padded_dispatch.megatron.retry`).
+"""The training loop of one worker: process groups, steps, lines of progress, evaluations.
 
 `run_passes` runs micro-batches through the model by Megatron's schedules
-(`get_forward_backward_func`): without a pipeline, with one, and interleaved. A `Telemetry`
-(`padded_dispatch.megatron.telemetry`) reads what was dropped.
-`trace_recorder` (`--trace`) writes the routers' choices, one file per rank, for
-`padded-dispatch tune`.
+(`get_forward_backward_func`): without a pipeline, with one, and interleaved. With
+`on_overflow="retry"` a step that dropped rows runs twice (`padded_dispatch.megatron.retry`). A
+trace (`--trace`) holds the routers' choices, one file per rank, for `padded-dispatch tune`.
 """
 
-import dataclasses
-import math
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from padded_dispatch.exchange.mirror import absent_ranks_named
+from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.megatron_lm import record_routing
 from padded_dispatch.megatron.retry import Retry
-from padded_dispatch.megatron.telemetry import Snapshots, Telemetry
-from padded_dispatch.megatron.world import world
-from padded_dispatch.train import checkpoint
+from padded_dispatch.megatron.telemetry import Telemetry
+from padded_dispatch.recorder import TraceRecorder
 from padded_dispatch.train.data import Windows, load_corpus
-from padded_dispatch.train.display import Log
 from padded_dispatch.train.graphs import TrainingGraphs
-from padded_dispatch.train.metrics import (
-    Meter,
-    Recorder,
-    Row,
-    StepMarks,
-    StepWork,
-    mark,
-    mean_over_ranks,
-)
+from padded_dispatch.train.metrics import Mark, Meter, Row, Step, mean_over_ranks
 from padded_dispatch.train.model import (
-    RouterSkew,
+    MegatronAdam,
+    TorchAdam,
     build_chunks,
+    learning_rate,
     moe_layers,
     release,
     transformer_config,
 )
-from padded_dispatch.train.optimizer import (
-    MegatronAdam,
-    TorchAdam,
-    build_optimizer,
-    learning_rate,
-)
-from padded_dispatch.train.settings import Output, Settings
-from padded_dispatch.train.world import megatron_state, model_parallel
-from padded_dispatch.tune.recorder import TraceRecorder
+from padded_dispatch.train.settings import Layout, Settings
 
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """The mean loss on held-out text after a step."""
-
-    step: int
-    loss: float
+_EVALUATION_PASSES = 32
+_TELEMETRY_EVERY = 10  # steps between two checks of drops, at least
+_TRACE_BYTES = 2**30  # of each rank; fewer steps are traced to fit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a run: the first step's loss, the rows of progress, the evaluations."""
+    """The result of a run: its lines, and the mean loss on held-out text by step."""
 
-    first_loss: float
-    rows: tuple[Row, ...]
-    evaluations: tuple[Evaluation, ...]
+    rows: list[Row]
+    evaluations: dict[int, float]
 
     @property
     def fell(self) -> bool | None:
-        """True if the last row's mean loss is below the first step's; None after one step only."""
-        last = self.rows[-1]
-        return last.loss < self.first_loss if last.step > 1 else None
-
-    def sentence(self) -> str:
-        """Return, for example, "loss fell from 5.58 to 2.31"."""
-        if self.fell is None:
-            return f"loss {self.first_loss:.2f} in the only step"
-        verb = "fell" if self.fell else "did not fall: it went"
-        return f"loss {verb} from {self.first_loss:.2f} to {self.rows[-1].loss:.2f}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """The results of a step: losses of this rank's passes, learning rate, gradient norm, times.
-
-    `retried`: whether the step ran twice; None if the run repeats no step.
-    """
-
-    losses: list[Tensor]
-    retried: bool | None
-    lr: float
-    grad_norm: float | Tensor | None
-    marks: StepMarks
+        """True if the last line's mean loss is below the first step's; None after one line only."""
+        return self.rows[-1].loss < self.rows[0].loss if len(self.rows) > 1 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,31 +76,29 @@ class Trainer:
     held_out: Windows
     graphs: TrainingGraphs | None
     retry: Retry | None
-    skew: RouterSkew | None
 
     def step(self, number: int) -> Step:
         """Run step 1, 2, ...: forward, backward and an update of the weights."""
-        recipe, num_before = self.settings.recipe, self.retry.num_retried if self.retry else 0
-        with self.graphs.step() if self.graphs else nullcontext():
-            start = mark(self.device)
+        settings, num_before = self.settings, self.retry.num_retried if self.retry else 0
+        with self.graphs.step(number) if self.graphs else nullcontext():
+            start = Mark.now(self.device)
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
+            self.optimizer.adam.zero_grad()
             losses = run_passes(
-                self.settings,
+                settings,
                 self.chunks,
                 self.text,
                 self.device,
-                first_sample=(number - 1) * recipe.global_batch,
-                num_passes=self.settings.num_microbatches,
+                first_sample=(number - 1) * settings.recipe.global_batch,
+                num_passes=settings.num_microbatches,
                 schedule=self.retry or (self.graphs.schedule if self.graphs else None),
             )
-            passed = mark(self.device)
-            lr = learning_rate(recipe, number)
-            grad_norm = self.optimizer.step(lr)
-            marks = StepMarks(start=start, passed=passed, done=mark(self.device))
+            passed = Mark.now(self.device)
+            self.optimizer.step(learning_rate(settings.recipe.lr, number, settings.output.steps))
+            done = Mark.now(self.device)
         retried = self.retry.num_retried > num_before if self.retry else None
-        return Step(losses=losses, retried=retried, lr=lr, grad_norm=grad_norm, marks=marks)
+        return Step(losses=losses, retried=retried, start=start, passed=passed, done=done)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -153,18 +111,12 @@ class Trainer:
             self.held_out,
             self.device,
             first_sample=0,
-            num_passes=self.settings.output.eval_passes,
+            num_passes=_EVALUATION_PASSES,
             forward_only=True,
         )
         for chunk in self.chunks:
             chunk.train()
         return mean_over_ranks(losses, self.device)
-
-
-def work(settings: Settings) -> Outcome:
-    """Run a worker from start to end: join the process group, train, leave it."""
-    with world(settings.layout.device) as device:
-        return train(settings, device)
 
 
 def train(settings: Settings, device: torch.device) -> Outcome:
@@ -176,16 +128,11 @@ def train(settings: Settings, device: torch.device) -> Outcome:
 def train_in_groups(settings: Settings, device: torch.device) -> Outcome:
     """Train inside `model_parallel` of the same layout. All ranks must call it."""
     with megatron_state(settings):
-        recorder = Recorder(settings, device) if settings.output.out else None
+        meter = Meter(settings, device)
         trainer = _build(settings, device)
-        start = checkpoint.Progress(step=0, first_loss=math.nan)
-        if settings.output.resume:
-            assert settings.output.run_dir is not None
-            newest = checkpoint.newest(settings.output.run_dir)
-            start = checkpoint.load(newest, trainer.chunks, trainer.optimizer)
-        with _log(settings.output, start.step) as log:
-            outcome = _run(trainer, start, log, recorder)
-            log.message(outcome.sentence())
+        meter.count(moe_layers(trainer.chunks))
+        outcome = _run(trainer, meter)
+        meter.write(outcome.rows, outcome.evaluations)
         if trainer.graphs:
             trainer.graphs.delete()
         release(trainer.chunks)
@@ -196,19 +143,14 @@ def _build(settings: Settings, device: torch.device) -> Trainer:
     recipe, corpus = settings.recipe, load_corpus()
     config = transformer_config(settings)
     chunks = build_chunks(settings, config)
-    optimizer = build_optimizer(settings, chunks)
-    skew = None
-    if recipe.router_skew:
-        layers = moe_layers(chunks)
-        skew = RouterSkew(layers, recipe.num_layers, recipe.router_skew, recipe.seed)
-    graphs = None
+    on_gpu = settings.layout.device == "cuda"
+    optimizer = (MegatronAdam if on_gpu else TorchAdam)(chunks, recipe.lr)
+    graphs = retry = None
     if settings.output.graph != "none":
         assert isinstance(optimizer, MegatronAdam)
         graphs = TrainingGraphs(settings, config, chunks, optimizer)
-    retry = None
     if settings.dispatch.padded.on_overflow == "retry":
-        passes = (graphs and graphs.schedule) or get_forward_backward_func()
-        retry = Retry(passes, chunks, counts=skew.counts() if skew else ())
+        retry = Retry((graphs and graphs.schedule) or get_forward_backward_func(), chunks)
     return Trainer(
         settings=settings,
         device=device,
@@ -218,101 +160,72 @@ def _build(settings: Settings, device: torch.device) -> Trainer:
         held_out=Windows(corpus.held_out, recipe.seq_length, recipe.seed),
         graphs=graphs,
         retry=retry,
-        skew=skew,
     )
 
 
-def _show_choice(chunks: list[Any], log: Log) -> None:
-    """Show the experts and the exchange that the options came to, if this rank has a MoE layer."""
-    for layer in moe_layers(chunks)[:1]:
-        chosen = layer.token_dispatcher.chosen
-        log.message(f"experts: {chosen['experts']}, exchange: {chosen['exchange']}")
-
-
-def _run(
-    trainer: Trainer, start: checkpoint.Progress, log: Log, recorder: Recorder | None
-) -> Outcome:
+def _run(trainer: Trainer, meter: Meter) -> Outcome:
     settings, output = trainer.settings, trainer.settings.output
-    meter = Meter(moe_layers(trainer.chunks), trainer.device, StepWork.of(settings))
-    tracer, watch = _tracer(trainer, start, log), _watch(trainer, start)
-    first_loss, rows, evaluations = start.first_loss, [], []
-    for number in range(start.step + 1, output.steps + 1):
-        step = trainer.step(number)
-        if watch and number == start.step + 1:
-            _show_choice(trainer.chunks, log)
-        meter.add(step.losses, step.retried)
-        if recorder:
-            recorder.add(step.marks, step.losses)
+    ours = settings.dispatch.dispatcher == "padded_alltoall"
+    # It warns of drops, or raises, as `on_overflow` says.
+    every = max(output.log_every, _TELEMETRY_EVERY)
+    telemetry = Telemetry(trainer.chunks, every=every) if ours else None
+    tracer, rows, evaluations = _tracer(trainer), [], {}
+    for number in range(1, output.steps + 1):
+        meter.add(trainer.step(number))
+        if number == 1:
+            _show_choice(trainer.chunks)
         if tracer:
             tracer.step(number)
         last = number == output.steps
         if number == 1 or last or number % output.log_every == 0:
-            rows.append(meter.read(number, step.lr, step.grad_norm))
-            log.row(rows[-1])
-            first_loss = rows[-1].loss if number == 1 else first_loss
-        if watch:
-            _show(watch.step(), log)
-        if trainer.skew:
-            trainer.skew.after_step()
+            rows.append(meter.read(learning_rate(settings.recipe.lr, number, output.steps)))
+            show(rows[-1].line(output.steps))
+        if telemetry:
+            telemetry.step()
         if output.eval_every and (last or number % output.eval_every == 0):
-            with meter.paused():
-                evaluations.append(Evaluation(step=number, loss=trainer.evaluate()))
-                log.evaluation(number, evaluations[-1].loss)
-        if output.save_every and (last or number % output.save_every == 0):
-            with meter.paused():
-                progress = checkpoint.Progress(
-                    step=number,
-                    first_loss=first_loss,
-                )
-                checkpoint.save(settings, progress, trainer.chunks, trainer.optimizer)
+            evaluations[number] = trainer.evaluate()
+            show(f"step {number} | held-out loss {evaluations[number]:.4f}")
     if tracer:
         tracer.close()
-    if watch:
-        last_reading = watch.read()
-        _show(last_reading if last_reading.num_steps else None, log)
-    retried = {}
-    if trainer.retry:
-        retried = {"retried": trainer.retry.num_retried}
-        log.message(f"retried steps: {trainer.retry.num_retried} of {trainer.retry.num_steps}")
-    if recorder:
-        memory = trainer.graphs.memory_gib if trainer.graphs else None
-        skewed = trainer.skew.figures() if trainer.skew else {}
-        recorder.write(
-            fill=rows[-1].fill, dropped=rows[-1].dropped, memory_gib=memory, **retried, **skewed
-        )
-    return Outcome(first_loss=first_loss, rows=tuple(rows), evaluations=tuple(evaluations))
+    if telemetry:
+        telemetry.read()
+    return Outcome(rows=rows, evaluations=evaluations)
 
 
-def _tracer(trainer: Trainer, start: checkpoint.Progress, log: Log) -> TraceRecorder | None:
-    output = trainer.settings.output
-    if not output.trace:
-        return None
-    tracer = trace_recorder(trainer.settings, trainer.chunks, steps_done=start.step)
-    if tracer and tracer.every > output.trace_every:
-        log.message(
-            f"--trace-every raised to {tracer.every}, to keep each trace file below "
-            f"--trace-gib {output.trace_gib:g}"
-        )
-    return tracer
-
-
-def _watch(trainer: Trainer, start: checkpoint.Progress) -> Telemetry | None:
-    if trainer.settings.dispatch.dispatcher != "padded_alltoall":
-        return None
-    every = trainer.settings.output.log_every
-    return Telemetry(trainer.chunks, every=every, step=start.step)
-
-
-def _show(snapshots: Snapshots | None, log: Log) -> None:
-    if snapshots is not None:
-        log.capacity(snapshots)
-
-
-def _log(output: Output, steps_done: int) -> Log:
+def show(text: str) -> None:
+    """Print a line on rank 0."""
     if dist.get_rank() == 0:
-        return Log(output, steps_done, sys.stdout)
-    silent = dataclasses.replace(output, run_dir=None, tensorboard=False)
-    return Log(silent, steps_done, open(os.devnull, "w"))
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+
+def _show_choice(chunks: list[Any]) -> None:
+    """Show the experts and the exchange that the options came to, of the first MoE layer."""
+    for layer in moe_layers(chunks)[:1]:
+        chosen = getattr(layer.token_dispatcher, "chosen", None)
+        if chosen:
+            show(f"experts: {chosen['experts']}, exchange: {chosen['exchange']}")
+
+
+def _tracer(trainer: Trainer) -> TraceRecorder | None:
+    """Attach a recorder to all padded layers of this rank, before graphs are captured."""
+    settings, output = trainer.settings, trainer.settings.output
+    if output.trace is None:
+        return None
+    tracer = record_routing(
+        trainer.chunks,
+        output.trace,
+        num_microbatches=settings.num_microbatches,
+        # Sequence parallelism splits the tokens.
+        num_tokens=settings.recipe.micro_batch * settings.recipe.seq_length // settings.layout.tp,
+        every=output.trace_every,
+        steps_done=0,
+        num_steps=output.steps,
+        max_bytes=_TRACE_BYTES,
+    )
+    if tracer and tracer.every > output.trace_every:
+        show(f"--trace-every raised to {tracer.every}: a rank's trace has at most 1 GiB")
+    return tracer
 
 
 def run_passes(
@@ -378,29 +291,50 @@ def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, {"loss": loss.detach().clone()}
 
 
-def trace_recorder(
-    settings: Settings, chunks: list[Any], *, steps_done: int
-) -> TraceRecorder | None:
-    """Attach a recorder to all padded layers of this rank. Call it before graphs are captured.
+def free_memory(device: torch.device) -> None:
+    """Free what the last run in this process has left in memory."""
+    gc.collect()  # DDP's hooks and the model reference each other.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
-    Args:
-        settings: settings with a folder for `trace`, which is created.
-        chunks: the model.
-        steps_done: steps that a resumed run has done already, else 0.
 
-    Raises:
-        ValueError: not even one step fits into the limit.
+@contextmanager
+def model_parallel(layout: Layout) -> Iterator[None]:
+    """Create Megatron's process groups over the default one, and destroy them at the end.
+
+    Megatron only drops its references, but each group holds threads and, on GPUs, memory.
+    Consecutive runs with the same layout share the groups: creating and destroying some 20 NCCL
+    communicators took 11 of the 18 seconds of a short run on 4 H200.
     """
-    output, recipe = settings.output, settings.recipe
-    assert output.trace is not None
-    return record_routing(
-        chunks,
-        output.trace,
-        num_microbatches=settings.num_microbatches,
-        # Tensor parallelism comes with sequence parallelism here, which splits the tokens.
-        num_tokens=recipe.micro_batch * recipe.seq_length // settings.layout.tp,
-        every=output.trace_every,
-        steps_done=steps_done,
-        num_steps=output.steps,
-        max_bytes=int(output.trace_gib * 2**30),
+    before = set(distributed_c10d._world.pg_map)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
     )
+    yield
+    parallel_state.destroy_model_parallel()
+    for group in reversed([g for g in distributed_c10d._world.pg_map if g not in before]):
+        dist.destroy_process_group(group)
+
+
+@contextmanager
+def megatron_state(settings: Settings) -> Iterator[None]:
+    """Set Megatron's other globals for a run, inside `model_parallel`: seeds and batch sizes."""
+    layout, recipe, graphs = settings.layout, settings.recipe, settings.output.graph != "none"
+    # Transformer Engine reads it when attention is built; deterministic_mode requires it.
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = str(int(not recipe.deterministic))
+    # Pipeline stages hold different layers, which must not start with the same weights.
+    stage_seed = recipe.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(stage_seed)
+    # CUDA graphs need Transformer Engine's RNG tracker. An earlier run in the same process may have
+    # left the other one, hence the reset.
+    model_parallel_cuda_manual_seed(stage_seed, te_rng_tracker=graphs, force_reset_rng=True)
+    init_num_microbatches_calculator(
+        dist.get_rank(), None, recipe.global_batch, recipe.micro_batch, layout.dp
+    )
+    forget_moe_state()
+    yield
+    unset_num_microbatches_calculator()

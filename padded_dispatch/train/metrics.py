@@ -1,20 +1,12 @@
-"""Figures of a run: loss, speed, memory, capacity, over all ranks.
+"""Figures of a run over all ranks: the lines of progress, and the row of a results file.
 
-`Meter` sums on the device and is read once per line of progress. `Recorder` keeps the time and the
-loss of every step for the results file (`--out`) without slowing any: it reads the device's clock
-from CUDA events, the host's beside them, and both only at the end. Both take losses, speed and
-memory from the same functions.
-
-FLOPs are the model's: what the mathematics needs, not what a program executes.
-
-Letters: D hidden size, E experts, K experts per token, F expert ffn size, S bytes of a sequence.
+Losses and times of steps stay on the device, as tensors and CUDA events, until a line is due: no
+step waits for the host between two lines.
 """
 
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +23,9 @@ from padded_dispatch.utils.results import about, append_run
 def flops_per_token(model: ModelShape, num_layers: int, seq_length: int) -> int:
     """Return a training step's model FLOPs per token: forward, and twice as much backward.
 
-    A multiplication and its addition count 2. Per layer and token, forward:
-
-    - attention projections: `2 * D * head_size * (2 * heads + 2 * kv_groups)`
-    - scores and their use: `4 * heads * head_size * S / 2`; attention is causal, and a token sees
-      half of the S positions on average
-    - router: `2 * D * E`
-    - experts: `6 * D * F` for each of the K active ones, and once more with the shared width;
-      idle experts, padded rows and dropped tokens change nothing
-
-    and once `2 * D * 256` for the output layer. Norms, activations, the embedding, the optimizer
-    and recomputation do not count.
+    They are what the mathematics needs: projections, scores (causal, so half of the positions),
+    router, the active experts and the output layer. Padded and dropped rows change nothing; norms,
+    activations, the embedding, the optimizer and recomputation do not count.
 
     Example: D=4, 2 heads of size 2, 1 group, E=3, K=2, F=5, one layer, S=6 gives
     3 * (96 + 48 + 24 + 240 + 2048) = 7368.
@@ -56,32 +40,194 @@ def flops_per_token(model: ModelShape, num_layers: int, seq_length: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepWork:
-    """The work of one step over all ranks: tokens, and the model's FLOPs."""
+class Mark:
+    """A moment on the host, and the same point of the device's stream."""
 
-    tokens: int
-    flops: int
+    host_s: float
+    event: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, settings: Settings) -> "StepWork":
-        """Return the work of a run's step."""
-        recipe = settings.recipe
-        tokens = recipe.global_batch * recipe.seq_length
-        per_token = flops_per_token(settings.model, recipe.num_layers, recipe.seq_length)
-        return cls(tokens=tokens, flops=tokens * per_token)
+    def now(cls, device: torch.device) -> "Mark":
+        """Record host time and, on a GPU, a CUDA event."""
+        event = None
+        if device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        return cls(host_s=time.perf_counter(), event=event)
 
-    def speed(self, step_s: float) -> dict[str, float]:
-        """Return `tokens_per_s` over all ranks, and `tflops_per_gpu`, at `step_s` seconds a step.
+    def ms_until(self, end: "Mark") -> float:
+        """Return milliseconds by the device's clock if there is one; the device must be idle."""
+        if self.event is None or end.event is None:
+            return (end.host_s - self.host_s) * 1e3
+        return self.event.elapsed_time(end.event)
 
-        A CPU process counts as one GPU.
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step: losses of this rank's passes, and when it began, had its gradients, and ended.
+
+    `retried`: whether it ran twice; None if the run repeats no step.
+    """
+
+    losses: list[Tensor]
+    retried: bool | None
+    start: Mark
+    passed: Mark
+    done: Mark
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Figures of the steps since the row before, over all ranks.
+
+    `loss`: mean per byte, in nats. `step_ms`: mean. `fill`: kept rows per slot, and `dropped`:
+    share of rows without a slot, over all MoE layers; None if the dispatcher does not count.
+    `retried`: steps that ran twice because of drops; None if the run repeats none.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    step_ms: float
+    tokens_per_s: float
+    fill: float | None
+    dropped: float | None
+    retried: int | None
+
+    def line(self, num_steps: int) -> str:
+        """Return the row as text.
+
+        Example: step 20/200 | loss 3.0123 | lr 5.0e-03 | 41.5 ms | 9,876 tokens/s | dropped 4.1% |
+        fill 76.7%.
         """
-        return {
-            "tokens_per_s": self.tokens / step_s,
-            "tflops_per_gpu": self.flops / step_s / dist.get_world_size() / 1e12,
+        parts = [
+            f"step {self.step:>{len(str(num_steps))}}/{num_steps}",
+            f"loss {self.loss:.4f}",
+            f"lr {self.lr:.1e}",
+            f"{self.step_ms:.1f} ms",
+            f"{self.tokens_per_s:,.0f} tokens/s",
+        ]
+        if self.fill is not None and self.dropped is not None:
+            parts += [f"dropped {self.dropped:.1%}", f"fill {self.fill:.1%}"]
+        if self.retried is not None:
+            parts.append(f"retried {self.retried}")
+        return " | ".join(parts)
+
+
+def mean_over_ranks(losses: list[Tensor], device: torch.device) -> float:
+    """Return the mean loss over all ranks; some ranks may have no losses."""
+    sums = _sums(losses, device)
+    dist.all_reduce(sums)
+    loss_sum, num_losses = sums.tolist()
+    return loss_sum / num_losses
+
+
+def _sums(losses: list[Tensor], device: torch.device) -> Tensor:
+    """Return the sum and the number of this rank's losses, fp64 [2] on `device`, without a wait."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for loss in losses:
+        total += loss
+    return torch.stack((total, torch.full_like(total, len(losses))))
+
+
+class Meter:
+    """Records the steps of a run. All ranks must call all methods.
+
+    Construct it before the model: its results row has the memory allocated by then, which is no
+    part of the run, and the run's own peaks from then on.
+
+    Args:
+        settings: the run.
+        device: device of the losses.
+    """
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self._settings, self._device = settings, device
+        self._counters: list[Counters] = []
+        self._seen = torch.zeros(3, dtype=torch.float64, device=device)
+        self._steps: list[Step] = []
+        self._losses: list[Tensor] = []
+        self._num_read = 0
+        self._started = time.perf_counter()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self._allocated_before_gib = _peak_memory(device)["allocated_gib"]
+
+    def count(self, layers: list[Any]) -> None:
+        """Show the counters of this rank's MoE layers in rows, where their dispatchers count."""
+        dispatchers = [layer.token_dispatcher for layer in layers]
+        self._counters = [d.counters for d in dispatchers if hasattr(d, "counters")]
+
+    def add(self, step: Step) -> None:
+        """Record a step."""
+        self._steps.append(step)
+        self._losses.append(_sums(step.losses, self._device))
+
+    def read(self, lr: float) -> Row:
+        """Return the figures since the last call, the same on all ranks; waits for the device."""
+        first, self._num_read = self._num_read, len(self._steps)
+        now = torch.zeros_like(self._seen)
+        for c in self._counters:
+            now += torch.stack((c.demand_E.sum(), c.kept_E.sum(), c.num_slots))
+        losses = torch.stack(self._losses[first:]).sum(0)
+        sums = torch.cat((losses, now - self._seen))
+        self._seen = now
+        dist.all_reduce(sums)
+        loss_sum, num_losses, demand, kept, slots = sums.tolist()
+        steps = self._steps[first:]
+        step_ms = statistics.mean(step.start.ms_until(step.done) for step in steps)
+        retried = [step.retried for step in steps if step.retried is not None]
+        return Row(
+            step=len(self._steps),
+            loss=loss_sum / num_losses,
+            lr=lr,
+            step_ms=step_ms,
+            tokens_per_s=_speed(self._settings, step_ms / 1e3)["tokens_per_s"],
+            fill=kept / slots if demand else None,
+            dropped=1 - kept / demand if demand else None,
+            retried=sum(retried) if retried else None,
+        )
+
+    def write(self, rows: list[Row], evaluations: dict[int, float]) -> None:
+        """Append the run as one row to its results file.
+
+        `loss` has every step; `step`, `dropped` and `fill` are those of the lines of progress, and
+        times are of the second half of the steps.
+        """
+        sums = torch.stack(self._losses)
+        dist.all_reduce(sums)
+        losses = (sums[:, 0] / sums[:, 1]).tolist()
+        out = self._settings.output.out
+        if dist.get_rank() != 0 or out is None:
+            return
+        steady = self._steps[len(self._steps) // 2 :]
+        samples = [step.start.ms_until(step.done) for step in steady]
+        ms = statistics.median(samples)
+        row = {
+            **_identity(self._settings),
+            "ms": ms,
+            "samples_ms": samples,
+            "phases_ms": {
+                "passes": statistics.median(s.start.ms_until(s.passed) for s in steady),
+                "optimizer": statistics.median(s.passed.ms_until(s.done) for s in steady),
+            },
+            # Of the passes alone: the optimizer waits for the device.
+            "host_ms": statistics.median((s.passed.host_s - s.start.host_s) * 1e3 for s in steady),
+            "floor_ms": None,
+            **_speed(self._settings, ms / 1e3),
+            "allocated_before_gib": self._allocated_before_gib,
+            **_peak_memory(self._device),
+            "seconds": time.perf_counter() - self._started,
+            "loss": losses,
+            **{name: [getattr(r, name) for r in rows] for name in ("step", "dropped", "fill")},
+            "held_out": {"step": list(evaluations), "loss": list(evaluations.values())},
         }
+        if any(r.retried is not None for r in rows):
+            row["retried"] = sum(r.retried or 0 for r in rows)
+        append_run(out, _about(self._settings), [row])
 
 
-def peak_memory(device: torch.device) -> dict[str, Any]:
+def _peak_memory(device: torch.device) -> dict[str, Any]:
     """Return the peaks `allocated_gib` and `reserved_gib` of this rank's GPU; None on a CPU."""
     if device.type == "cpu":
         return {"allocated_gib": None, "reserved_gib": None}
@@ -91,130 +237,15 @@ def peak_memory(device: torch.device) -> dict[str, Any]:
     }
 
 
-def sum_of_losses(losses: list[Tensor], device: torch.device) -> Tensor:
-    """Return the sum and the number of this rank's losses, fp64 [2] on `device`, without a wait."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for loss in losses:
-        total += loss
-    return torch.stack((total, torch.full_like(total, len(losses))))
-
-
-def mean_over_ranks(losses: list[Tensor], device: torch.device) -> float:
-    """Return the mean loss over all ranks; some ranks may have no losses."""
-    sums = sum_of_losses(losses, device)
-    dist.all_reduce(sums)
-    loss_sum, num_losses = sums.tolist()
-    return loss_sum / num_losses
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of progress: figures of the steps since the line before.
-
-    `loss`: mean per byte, in nats. `step_ms`: mean. `tokens_per_s`, `tflops_per_gpu`: see
-    `StepWork.speed`. `fill`: kept rows per slot, and `dropped`: share of rows without a slot, over
-    all MoE layers; None if the dispatcher does not count. `unplaced`: rows that a plan lost, which
-    must be 0. `retried`: steps that ran twice because of drops; None if the run repeats none.
-    `allocated_gib`, `reserved_gib`: peaks on rank 0's GPU.
-    """
-
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float | None
-    step_ms: float
-    tokens_per_s: float
-    tflops_per_gpu: float
-    fill: float | None
-    dropped: float | None
-    unplaced: int | None
-    retried: int | None
-    allocated_gib: float | None
-    reserved_gib: float | None
-
-
-class Meter:
-    """Collects the figures of a `Row`. Its clock runs from the start, except inside `paused()`.
-
-    Args:
-        layers: this rank's MoE layers.
-        device: device of the losses.
-        work: work of one step.
-    """
-
-    def __init__(self, layers: list[Any], device: torch.device, work: StepWork) -> None:
-        dispatchers = [layer.token_dispatcher for layer in layers]
-        self._counters: list[Counters] = [d.counters for d in dispatchers if hasattr(d, "counters")]
-        self._seen = torch.zeros(4, dtype=torch.float64, device=device)
-        self._device = device
-        self._work = work
-        self._losses: list[Tensor] = []
-        self._num_steps = 0
-        self._num_retried: int | None = None
-        self._seconds = 0.0
-        self._started = time.perf_counter()
-
-    def add(self, losses: list[Tensor], retried: bool | None = None) -> None:
-        """Count a step.
-
-        Args:
-            losses: those of this rank's passes, which may be none.
-            retried: whether it ran twice; None if the run repeats no step.
-        """
-        self._num_steps += 1
-        self._losses += losses
-        if retried is not None:
-            self._num_retried = (self._num_retried or 0) + retried
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Stop the clock once the device has finished its work."""
-        self._wait()
-        self._seconds += time.perf_counter() - self._started
-        yield
-        self._wait()
-        self._started = time.perf_counter()
-
-    def read(self, step: int, lr: float, grad_norm: float | Tensor | None) -> Row:
-        """Return the figures since the last call; all ranks get the same, except for memory."""
-        with self.paused():
-            loss_sum, num_losses, demand, kept, slots, unplaced = self._sums()
-            step_s = self._seconds / self._num_steps
-            counts = demand > 0
-            retried = self._num_retried
-            self._losses.clear()
-            self._num_steps, self._num_retried, self._seconds = 0, None, 0.0
-        return Row(
-            step=step,
-            loss=loss_sum / num_losses,
-            lr=lr,
-            # Megatron-Core 0.19 returns a tensor that has not been waited for.
-            grad_norm=None if grad_norm is None else float(grad_norm),
-            step_ms=step_s * 1e3,
-            **self._work.speed(step_s),
-            fill=kept / slots if counts else None,
-            dropped=1 - kept / demand if counts else None,
-            unplaced=int(unplaced) if counts else None,
-            retried=retried,
-            **peak_memory(self._device),
-        )
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def _sums(self) -> list[float]:
-        """Sum loss, number of losses, demand, kept, slots, unplaced over all layers and ranks.
-
-        Whole numbers up to 2**53 are exact in fp64.
-        """
-        now = torch.zeros_like(self._seen)
-        for c in self._counters:
-            now += torch.stack((c.demand_E.sum(), c.kept_E.sum(), c.num_slots, c.num_unplaced))
-        sums = torch.cat((sum_of_losses(self._losses, self._device), now - self._seen))
-        self._seen = now
-        dist.all_reduce(sums)
-        return sums.tolist()
+def _speed(settings: Settings, step_s: float) -> dict[str, float]:
+    """Return `tokens_per_s` over all ranks, and `tflops_per_gpu`; a CPU process counts as one."""
+    recipe = settings.recipe
+    tokens = recipe.global_batch * recipe.seq_length
+    per_token = flops_per_token(settings.model, recipe.num_layers, recipe.seq_length)
+    return {
+        "tokens_per_s": tokens / step_s,
+        "tflops_per_gpu": tokens * per_token / step_s / settings.layout.workers / 1e12,
+    }
 
 
 _CONTENDERS = {
@@ -231,8 +262,8 @@ _IMPLS = {
 }
 
 
-def identity(settings: Settings) -> dict[str, Any]:
-    """Return the columns of a results row that name the contender, its model and its graph."""
+def _identity(settings: Settings) -> dict[str, Any]:
+    """Return the columns of a results row that name the contender, its model and its flags."""
     recipe, dispatch, graph = settings.recipe, settings.dispatch, settings.output.graph
     return {
         "model": settings.preset,
@@ -243,120 +274,19 @@ def identity(settings: Settings) -> dict[str, Any]:
         "contender": _CONTENDERS[dispatch.dispatcher],
         "graph": graph,
         "graph_impl": _IMPLS[graph],
+        "variant": None,
+        "policy": dispatch.drop_policy,
+        "pool": dispatch.padded.capacity_pool,
+        "seed": recipe.seed,
+        "flags": settings.flags(),
     }
 
 
-def about_run(settings: Settings, *, num_jobs: int = 1) -> dict[str, Any]:
-    """Return the metadata of a results file for `num_jobs` such runs side by side."""
+def _about(settings: Settings) -> dict[str, Any]:
+    """Return the metadata of the results file."""
     layout = settings.layout
-    num_gpus = layout.workers if layout.device == "cuda" else 0
-    if num_jobs > 1:  # All of them are on this machine, and may share its GPUs.
-        num_gpus = min(num_gpus * num_jobs, torch.cuda.device_count())
     return about(
-        num_gpus=num_gpus,
+        num_gpus=layout.workers if layout.device == "cuda" else 0,
         command=" ".join(["padded-dispatch", *sys.argv[1:]]),
         commit=settings.output.commit,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """A moment on the host, and the same point of the device's stream."""
-
-    host_s: float
-    event: torch.cuda.Event | None
-
-
-def mark(device: torch.device) -> Mark:
-    """Record host time and, on a GPU, a CUDA event."""
-    event = None
-    if device.type == "cuda":
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-    return Mark(host_s=time.perf_counter(), event=event)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepMarks:
-    """Start of a step, end of its passes with the gradients' reduction, end of the step."""
-
-    start: Mark
-    passed: Mark
-    done: Mark
-
-
-class Recorder:
-    """Records every step of a run and writes one row. All ranks must call all methods.
-
-    Construct it before the model: the row reports the memory allocated by then, which is no part
-    of the run, and the run's own peaks from then on.
-
-    Args:
-        settings: settings with a results file (`out`).
-        device: device of the run.
-    """
-
-    def __init__(self, settings: Settings, device: torch.device) -> None:
-        self._settings = settings
-        self._device = device
-        self._marks: list[StepMarks] = []
-        self._losses: list[Tensor] = []
-        self._started = time.perf_counter()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        self._allocated_before_gib = peak_memory(device)["allocated_gib"]
-
-    def add(self, marks: StepMarks, losses: list[Tensor]) -> None:
-        """Record a step. A rank that computes no loss passes none."""
-        self._marks.append(marks)
-        self._losses.append(sum_of_losses(losses, self._device))
-
-    def write(self, **figures: Any) -> None:
-        """Append the run as one row to the results file.
-
-        Times are medians over the second half of the steps.
-
-        Args:
-            figures: further columns.
-        """
-        sums = torch.stack(self._losses)
-        dist.all_reduce(sums)
-        losses = (sums[:, 0] / sums[:, 1]).tolist()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-        if dist.get_rank() == 0:
-            settings = self._settings
-            assert settings.output.out is not None
-            append_run(settings.output.out, about_run(settings), [self._row(losses) | figures])
-
-    def _row(self, losses: list[float]) -> dict[str, Any]:
-        settings = self._settings
-        steady = self._marks[len(self._marks) // 2 :]
-        samples = [_device_ms(step.start, step.done) for step in steady]
-        ms = statistics.median(samples)
-        return {
-            **identity(settings),
-            "variant": None,
-            "flags": settings.as_json("recipe", "dispatch", "layout"),
-            "ms": ms,
-            "samples_ms": samples,
-            "phases_ms": {
-                "passes": statistics.median(_device_ms(s.start, s.passed) for s in steady),
-                "optimizer": statistics.median(_device_ms(s.passed, s.done) for s in steady),
-            },
-            # Of the passes alone: the optimizer waits for the device.
-            "host_ms": statistics.median((s.passed.host_s - s.start.host_s) * 1e3 for s in steady),
-            "floor_ms": None,
-            **StepWork.of(settings).speed(ms / 1e3),
-            "allocated_before_gib": self._allocated_before_gib,
-            **peak_memory(self._device),
-            "seconds": time.perf_counter() - self._started,
-            "loss": losses,
-        }
-
-
-def _device_ms(start: Mark, end: Mark) -> float:
-    """Return milliseconds between two marks, by the device's clock if there is one."""
-    if start.event is None or end.event is None:
-        return (end.host_s - start.host_s) * 1e3
-    return start.event.elapsed_time(end.event)

@@ -1,21 +1,15 @@
-"""The model: Megatron-Core's GPT, wrapped for data parallelism, one chunk per pipeline stage.
+"""The model: Megatron-Core's GPT, wrapped for data parallelism, and its optimizer.
 
-On GPUs it runs in bf16 with Transformer Engine's layers and grouped experts, on CPUs in fp32 with
-Megatron's local layers and one expert after the other.
-
-`RouterSkew` (`--router-skew`) makes routers start with preferences, and records how fast training
-removes them. It adds a constant to each expert's logit, so that popularity is lognormal. It counts
-demand from the same scores, ahead of Megatron's own count: a stock router that drops first would
-count only what it kept.
-
-Letters: T tokens of a pass, K experts per token, E experts.
+There is one chunk per (virtual) pipeline stage. On GPUs it runs in bf16 with Transformer Engine's
+layers and grouped experts, and Megatron's distributed optimizer; on CPUs in fp32 with Megatron's
+local layers, one expert after the other, and PyTorch's AdamW.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -29,16 +23,24 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from padded_dispatch.config import FIT
+from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.installer import install, uninstall
 from padded_dispatch.megatron.options import PaddedOptions
-from padded_dispatch.train.graphs import graph_fields
 from padded_dispatch.train.settings import VOCABULARY, Settings
+
+# Before a capture: libraries choose their algorithms, and Adam allocates its state.
+EAGER_STEPS = 3
+_WARM_UP = 20  # steps
+_BETAS = (0.9, 0.95)
+_WEIGHT_DECAY = 0.1
+_MAX_GRAD_NORM = 1.0
 
 
 def transformer_config(settings: Settings) -> TransformerConfig:
@@ -74,7 +76,7 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         virtual_pipeline_model_parallel_size=layout.vpp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        sequence_parallel=layout.sequence_parallel,
+        sequence_parallel=layout.tp > 1,
         finalize_model_grads_func=finalize_model_grads,
         deterministic_mode=recipe.deterministic,
         **graph_fields(settings),
@@ -113,11 +115,6 @@ def build_chunks(settings: Settings, config: TransformerConfig) -> list[Any]:
     return chunks
 
 
-def unwrapped(chunks: list[Any]) -> list[GPTModel]:
-    """Return the models inside DDP and, on GPUs, Float16Module."""
-    return [m for chunk in chunks for m in chunk.modules() if isinstance(m, GPTModel)]
-
-
 def moe_layers(chunks: list[Any]) -> list[Any]:
     """Return this rank's MoE layers, in order."""
     return [m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)]
@@ -133,6 +130,20 @@ def release(chunks: list[Any]) -> None:
     for layer in moe_layers(chunks):
         kept = vars(layer.token_dispatcher)
         kept.update({name: None for name, value in kept.items() if isinstance(value, Tensor)})
+
+
+def graph_fields(settings: Settings) -> dict[str, Any]:
+    """Return the fields of Megatron's config for `--graph`."""
+    match settings.output.graph:
+        case "none":
+            return {}
+        case "partial":
+            fields = layer_graphs("attn", "moe_router", "moe_preprocess")
+        case "layer":
+            fields = layer_graphs("attn", "moe")
+        case "full-iteration":
+            fields = iteration_graph()
+    return {"cuda_graph_warmup_steps": EAGER_STEPS, **fields}
 
 
 def _layer_spec(settings: Settings) -> Any:
@@ -187,7 +198,6 @@ def _dispatcher(settings: Settings) -> dict[str, Any]:
         "moe_expert_capacity_factor": dispatch.capacity_factor,
         "moe_token_drop_policy": dispatch.drop_policy,
         "moe_pad_expert_input_to_capacity": dispatch.dispatcher == "alltoall-drop-pad",
-        "moe_shared_expert_overlap": dispatch.shared_overlap,
         "moe_permute_fusion": settings.layout.device == "cuda" and stock == "alltoall",
     }
 
@@ -208,92 +218,60 @@ def _precision(settings: Settings) -> dict[str, Any]:
     return {"pipeline_dtype": torch.float32}
 
 
-class RouterSkew:
-    """Skewed routers of a model, and the demand for experts in every step.
+def learning_rate(peak: float, step: int, num_steps: int) -> float:
+    """Return the rate of step 1, 2, ...: a linear rise over 20 steps, a cosine down to a tenth.
 
-    Args:
-        layers: this rank's MoE layers.
-        num_layers: layers of the whole model.
-        sigma: standard deviation of the constants added to the logits.
-        seed: equal seeds give equal popularities.
+    Example: peak 1.0 and 40 steps give 0.05, 1.0, 0.55, 0.1 at steps 1, 20, 30 and 40.
+    """
+    if step < _WARM_UP:
+        return peak * step / _WARM_UP
+    left = 1 - (step - _WARM_UP) / max(1, num_steps - _WARM_UP)
+    return peak * (0.55 - 0.45 * math.cos(math.pi * left))
+
+
+class TorchAdam:
+    """`torch.optim.AdamW` over the gradients that Megatron's DDP keeps in `main_grad`.
+
+    Gradients are not clipped: that would need their norm over all ranks.
     """
 
-    def __init__(self, layers: list[Any], num_layers: int, sigma: float, seed: int) -> None:
-        self._num_layers = num_layers
-        self._routers = [_SkewedRouter(layer.router, sigma, seed) for layer in layers]
-        self._demand: list[list[Tensor]] = []
-        self._bias: list[list[Tensor]] = []
+    def __init__(self, chunks: list[Any], lr: float) -> None:
+        self.params = [p for chunk in chunks for p in chunk.parameters()]
+        self.adam = torch.optim.AdamW(
+            self.params, lr=lr, betas=_BETAS, weight_decay=_WEIGHT_DECAY, foreach=True
+        )
 
-    def after_step(self) -> None:
-        """Record a step. Call it after every step."""
-        self._demand.append([router.take_demand() for router in self._routers])
-        self._bias.append([router.bias_range() for router in self._routers])
-
-    def counts(self) -> tuple[Tensor, ...]:
-        """Return the tensors that passes count in."""
-        return tuple(router.demand_E for router in self._routers)
-
-    def figures(self) -> dict[str, list[float]]:
-        """Return one number per step, over all ranks. All ranks must call it.
-
-        `overload`: demand for the busiest expert over the mean. `bias_range`: largest minus
-        smallest bias of the experts, 0 without bias. Both are means over the layers.
-        """
-        steps, num_experts = len(self._demand), len(self._demand[0][0])
-        device = self._demand[0][0].device
-        demand = torch.zeros(steps, self._num_layers, num_experts, device=device)
-        bias = torch.zeros(steps, self._num_layers, device=device)
-        for index, router in enumerate(self._routers):
-            demand[:, router.number - 1] = torch.stack([d[index] for d in self._demand]).float()
-            bias[:, router.number - 1] = torch.stack([b[index] for b in self._bias])
-        dist.all_reduce(demand)
-        dist.all_reduce(bias, dist.ReduceOp.MAX)
-        overload = demand.amax(2) / demand.mean(2)
-        return {"overload": overload.mean(1).tolist(), "bias_range": bias.mean(1).tolist()}
+    def step(self, lr: float) -> None:
+        """Update the weights."""
+        for param in self.params:
+            param.grad = param.main_grad
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.step()
 
 
-class _SkewedRouter:
-    """A wrapper of one router's `gating`."""
+class MegatronAdam:
+    """Megatron's distributed optimizer: Adam's state sharded over data parallel ranks.
 
-    def __init__(self, router: Any, sigma: float, seed: int) -> None:
-        self._router = router
-        self.number: int = router.layer_number
-        device, num_experts = router.weight.device, len(router.weight)
-        generator = torch.Generator().manual_seed(seed + self.number)
-        popularity_E = sigma * torch.randn(num_experts, generator=generator)
-        self._popularity_E = popularity_E.to(device)
-        self.demand_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
-        self._gating = router.gating
-        router.gating = self.gating
+    An expert's state is sharded over the ranks that hold this expert: at EP = ranks it is whole.
+    """
 
-    def gating(self, input: Tensor) -> Tensor:
-        """Return logits [..., E] plus the popularity."""
-        logits = self._gating(input)
-        logits = logits + self._popularity_E.to(logits.dtype)
-        # Recomputation runs this twice, first without gradients.
-        if self._router.training and torch.is_grad_enabled():
-            self._count(logits.detach().flatten(0, -2))
-        return logits
+    def __init__(self, chunks: list[Any], lr: float) -> None:
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=lr,
+            weight_decay=_WEIGHT_DECAY,
+            adam_beta1=_BETAS[0],
+            adam_beta2=_BETAS[1],
+            clip_grad=_MAX_GRAD_NORM,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
+        )
+        self.adam: Any = get_megatron_optimizer(config, chunks)
 
-    def _count(self, logits_TE: Tensor) -> None:
-        """Add the choices that Megatron makes: by sigmoid plus bias, or in the logits' order."""
-        config, bias_E = self._router.config, self._router.expert_bias
-        scores_TE = logits_TE
-        if config.moe_router_score_function == "sigmoid":
-            scores_TE = logits_TE.float().sigmoid()
-        if bias_E is not None:
-            scores_TE = scores_TE + bias_E
-        chosen_TK = scores_TE.topk(config.moe_router_topk, dim=1).indices
-        map_TE = torch.zeros_like(scores_TE, dtype=torch.int64).scatter(1, chosen_TK, 1)
-        self.demand_E += map_TE.sum(0)
-
-    def take_demand(self) -> Tensor:
-        """Return the demand since the last call, int64 [E]."""
-        taken_E = self.demand_E.clone()
-        self.demand_E.zero_()
-        return taken_E
-
-    def bias_range(self) -> Tensor:
-        """Return the largest minus the smallest bias of the experts, 0 without bias."""
-        bias_E = self._router.expert_bias
-        return self._popularity_E.new_zeros(()) if bias_E is None else bias_E.max() - bias_E.min()
+    def step(self, lr: float) -> None:
+        """Update the weights, with gradients clipped to norm 1."""
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.step()

@@ -1,16 +1,14 @@
 """The settings of a training run: one frozen value, which every worker gets.
 
-Its groups are the command line's groups of flags (`padded_dispatch.train.arguments`). The first
-four decide every number of the run: a checkpoint keeps them, and a resumed run must repeat them.
-`Output` may change. All settings are resolved and checked in the process that the user started,
-before any worker exists: a mistake costs one line and no traceback.
+Its groups are the command line's groups of flags (`padded_dispatch.train.arguments`), and of the
+`flags` of a results row. All settings are resolved and checked in the process that the user
+started, before any worker exists: a mistake costs one line and no traceback.
 
 `PRESETS` holds model shapes by name, each with defaults for training it.
 """
 
 # ruff: noqa: RUF009 `_option` makes a field, not a default.
 import dataclasses
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +22,6 @@ from padded_dispatch.utils.shapes import SHAPES, LayerShape
 Device = Literal["cpu", "cuda"]
 Balancing = Literal["aux-loss", "expert-bias", "forced"]
 Graph = Literal["none", "partial", "layer", "full-iteration"]
-AdamState = Literal["fp32", "bf16"]
 DispatcherName = Literal["padded_alltoall", "allgather", "alltoall", "alltoall-drop-pad"]
 DROPPING: tuple[DispatcherName, ...] = ("padded_alltoall", "alltoall-drop-pad")
 # How much of the model can be captured with each of Megatron's own dispatchers; with ours, all.
@@ -134,22 +131,10 @@ class Recipe:
     seq_length: int = _option("bytes per sequence")
     micro_batch: int = _option("sequences per rank and pass")
     global_batch: int = _option("sequences per step over all ranks (default: pp passes per rank)")
-    lr: float = _option("peak learning rate of Adam")
-    lr_warmup: int = _option("steps over which the learning rate rises", default=20)
-    lr_decay: int = _option("step at which a cosine ends at a tenth of --lr (default: --steps)")
-    adam_state: AdamState = _option(
-        "Adam's state: fp32 takes 12 bytes per parameter; bf16 takes 6: moments in bf16, and "
-        "of the fp32 weights only the bits that bf16 lacks. Each GPU holds its shard",
-        default="fp32",
-    )
+    lr: float = _option("peak learning rate of Adam; it rises over 20 steps and falls to a tenth")
     balancing: Balancing = _option(
         "how tokens are spread over experts; forced: random routing, for measuring times",
         default="aux-loss",
-    )
-    router_skew: float = _option(
-        "start with routers that prefer some experts: standard deviation of a constant added "
-        "to each expert's logit; --out then has max/mean demand of every step",
-        default=0.0,
     )
     seed: int = _option("seed of the weights and of the order of the data", default=1234)
     deterministic: bool = _option(
@@ -170,10 +155,7 @@ class Dispatch:
         "(default: 1.25 if the dispatcher drops)"
     )
     drop_policy: Literal["probs", "position"] = _option(
-        "which rows keep a slot, for every dispatcher", default="probs"
-    )
-    shared_overlap: bool = _option(
-        "run shared experts, if the model has them, beside the exchange", default=False
+        "which rows keep a slot: the most probable, or the first", default="probs"
     )
     padded: PaddedOptions = field(default_factory=PaddedOptions)
 
@@ -184,12 +166,11 @@ class Layout:
 
     device: Device = _option("device to run on (default: cuda if there is a GPU)")
     workers: int = _option("processes (default: 2 on a CPU, one per GPU)")
-    tp: int = _option("tensor parallel size", default=1)
+    tp: int = _option("tensor and sequence parallel size", default=1)
     pp: int = _option("pipeline parallel size", default=1)
     vpp: int | None = _option("model chunks per pipeline stage", default=None)
     ep: int = _option("expert parallel size (default: workers / (etp * pp))")
     etp: int = _option("expert tensor parallel size", default=1)
-    sequence_parallel: bool = _option("split activations along the sequence", default=False)
 
     @property
     def dp(self) -> int:
@@ -207,26 +188,14 @@ class Output:
         "layer; full-iteration: all passes of a step as one graph",
         default="none",
     )
-    graph_timeout: float = _option(
-        "seconds after which a capture or a step with graphs ends the process", default=300.0
-    )
-    log_every: int = _option("steps between two lines of progress", default=10)
+    log_every: int = _option("steps between two lines, for which the host waits", default=1)
     eval_every: int | None = _option("steps between two evaluations on held-out text", default=None)
-    eval_passes: int = _option("passes per evaluation", default=8)
-    run_dir: Path | None = _option("folder for metrics.jsonl and checkpoints", default=None)
-    save_every: int | None = _option("steps between two checkpoints in --run-dir", default=None)
-    resume: bool = _option("continue from the newest checkpoint in --run-dir", default=False)
-    tensorboard: bool = _option("write TensorBoard files to --run-dir as well", default=False)
-    json: bool = _option("print metrics as JSON lines", default=False)
     out: Path | None = _option("results file (JSON) to which the run adds one row", default=None)
     commit: str | None = _option("commit of the code, for --out", default=None)
     trace: Path | None = _option(
         "folder for routing traces, one file per rank, for padded-dispatch tune", default=None
     )
-    trace_every: int = _option("steps between two traced steps", default=10)
-    trace_gib: float = _option(
-        "largest size of each rank's trace file; fewer steps are traced to fit", default=1.0
-    )
+    trace_every: int = _option("steps between two traced steps (default: 10)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,42 +218,31 @@ class Settings:
         """Passes per rank and step."""
         return self.recipe.global_batch // (self.recipe.micro_batch * self.layout.dp)
 
-    def as_json(self, *groups: str) -> dict[str, Any]:
-        """Return the named groups as `json.loads` would read them back from a file."""
-        values = {group: dataclasses.asdict(getattr(self, group)) for group in groups}
-        if "dispatch" in values:
-            values["dispatch"]["padded"] = to_plain(self.dispatch.padded)
-        return json.loads(json.dumps(values))
+    def flags(self) -> dict[str, Any]:
+        """Return what decides the figures of the run, as a row of a results file has it."""
+        groups = {name: dataclasses.asdict(getattr(self, name)) for name in ("recipe", "layout")}
+        dispatch = {**vars(self.dispatch), "padded": to_plain(self.dispatch.padded)}
+        return groups | {"dispatch": dispatch, "steps": self.output.steps}
 
     def __post_init__(self) -> None:
         for group in (self.output, self.recipe, self.layout):
             for name, value in vars(group).items():
-                if name in ("seed", "lr_warmup", "router_skew"):
-                    require(value >= 0, flag(name), value, "be 0 or more")
+                if name == "seed":
+                    require(0 <= value < 2**63, flag(name), value, "be from 0 to 2**63 - 1")
                 elif isinstance(value, int | float) and value is not False:
                     require(value > 0, flag(name), value, "be above 0")
-        state, seed = self.recipe.adam_state, self.recipe.seed
-        fits = state == "fp32" or self.layout.device == "cuda"
-        require(fits, "--adam-state", state, "be fp32 on a CPU", "leave it out")
-        require(seed < 2**63, "--seed", seed, "be below 2**63")
         self._check_layout()
         self._check_dispatch()
-        self._check_graph()
-        self._check_run_dir()
-        self._check_trace()
+        self._check_output()
 
     def _check_layout(self) -> None:
         model, recipe, layout = self.model, self.recipe, self.layout
+        ranks = recipe.micro_batch * layout.dp
         for name, value, factors, product in (
             ("--workers", layout.workers, "tp * pp", layout.tp * layout.pp),
             ("--workers", layout.workers, "etp * pp * ep", layout.etp * layout.pp * layout.ep),
             ("--num-layers", recipe.num_layers, "pp * vpp", layout.pp * (layout.vpp or 1)),
-            (
-                "--global-batch",
-                recipe.global_batch,
-                "micro_batch * data parallel size",
-                recipe.micro_batch * layout.dp,
-            ),
+            ("--global-batch", recipe.global_batch, "micro_batch * data parallel size", ranks),
         ):
             require(value % product == 0, name, value, f"be a multiple of {factors}={product}")
         for name, value, total, things in (
@@ -296,29 +254,29 @@ class Settings:
             require(total % value == 0, name, value, f"divide the {total} {things}")
         if layout.vpp is not None:
             require(layout.pp > 1, "--vpp", layout.vpp, "be left out at --pp 1")
-            product = recipe.micro_batch * layout.dp * layout.pp
-            rule = f"be a multiple of micro_batch * data parallel size * pp={product} with --vpp"
-            require(recipe.global_batch % product == 0, "--global-batch", recipe.global_batch, rule)
-        if layout.tp > 1:
-            rule = "be 1 on a CPU, where Megatron's layer norm has no sequence parallelism"
-            require(layout.device == "cuda", "--tp", layout.tp, rule)
-            rule = "come with --sequence-parallel, without which Megatron trains no experts"
-            require(layout.sequence_parallel, "--tp", layout.tp, rule, "add it")
+            rule = f"be a multiple of {ranks * layout.pp}, pp passes per rank, with --vpp"
+            fits = recipe.global_batch % (ranks * layout.pp) == 0
+            require(fits, "--global-batch", recipe.global_batch, rule)
+        rule = "be 1 on a CPU, where Megatron's layer norm has no sequence parallelism"
+        require(layout.tp == 1 or layout.device == "cuda", "--tp", layout.tp, rule)
 
     def _check_dispatch(self) -> None:
         dispatch, on_gpu = self.dispatch, self.layout.device == "cuda"
         dispatcher, factor, padded = dispatch.dispatcher, dispatch.capacity_factor, dispatch.padded
         if dispatcher != "padded_alltoall":
-            fix = "in compare, give it to each padded contender, behind its --vs"
-            for name, default in to_plain(PaddedOptions()).items():
-                value = getattr(padded, name)
+            defaults, fix = PaddedOptions(), "in compare, give it behind the --vs of ours"
+            for option in dataclasses.fields(padded):
+                value = getattr(padded, option.name)
+                same = value == getattr(defaults, option.name)
                 rule = f"be left out with --dispatcher {dispatcher}"
-                require(value == default, flag(f"padded_{name}"), value, rule, fix)
-        if dispatcher not in DROPPING:
-            policy = dispatch.drop_policy
-            rule = f"be left out with --dispatcher {dispatcher}, which drops nothing"
-            require(factor is None, "--capacity-factor", factor, rule)
-            require(policy == "probs", "--drop-policy", policy, rule)
+                require(same, flag(f"padded_{option.name}"), value, rule, fix)
+        rule = "be a number above 0, or 'none' to drop nothing"
+        require(factor is None or 0 < factor < math.inf, "--capacity-factor", factor, rule)
+        rule = f"be left out with --dispatcher {dispatcher}, which drops nothing"
+        require(factor is None or dispatcher in DROPPING, "--capacity-factor", factor, rule)
+        rule = "be a number with --dispatcher alltoall-drop-pad"
+        fits = dispatcher != "alltoall-drop-pad" or factor is not None
+        require(fits, "--capacity-factor", "none", rule)
         for number in padded.layer_factors:
             require(
                 number <= self.recipe.num_layers,
@@ -327,13 +285,8 @@ class Settings:
                 f"name layers from 1 to num_layers={self.recipe.num_layers}",
                 f"leave out layer {number}",
             )
-        require(
-            on_gpu or dispatcher != "alltoall",
-            "--dispatcher",
-            dispatcher,
-            "be padded_alltoall, allgather or alltoall-drop-pad on a CPU",
-            "add --device cuda for Megatron's alltoall",
-        )
+        rule, fix = "be another one on a CPU", "add --device cuda for Megatron's alltoall"
+        require(on_gpu or dispatcher != "alltoall", "--dispatcher", dispatcher, rule, fix)
         require(
             padded.exchange != "direct" or (on_gpu and self.layout.ep > 1),
             "--padded-exchange",
@@ -341,61 +294,26 @@ class Settings:
             "be auto or alltoall without several GPUs, between which direct stores go",
             "add --device cuda and an --ep of at least 2",
         )
-        has_shared = self.model.shared_ffn_size is not None
-        require(
-            not dispatch.shared_overlap or (has_shared and dispatcher != "allgather"),
-            "--shared-overlap",
-            dispatch.shared_overlap,
-            "be left out without shared experts and with --dispatcher allgather",
-            "use --preset deepseek-v2-lite, which has shared experts",
-        )
-        rule = "be a number above 0, or 'none' to drop nothing"
-        require(factor is None or 0 < factor < math.inf, "--capacity-factor", factor, rule)
-        rule = "be a number with --dispatcher alltoall-drop-pad"
-        fits = dispatcher != "alltoall-drop-pad" or factor is not None
-        require(fits, "--capacity-factor", "none", rule)
 
-    def _check_graph(self) -> None:
-        graph, dispatcher = self.output.graph, self.dispatch.dispatcher
-        if graph != "none":
-            on_gpu = self.layout.device == "cuda"
-            require(on_gpu, "--graph", graph, "be none on a CPU", "add --device cuda")
-            accepted = _STOCK_GRAPHS.get(dispatcher, (graph,))
-            rule = f"be {' or '.join(accepted)} with --dispatcher {dispatcher}"
-            require(graph in accepted, "--graph", graph, rule)
-
-    def _check_run_dir(self) -> None:
-        output = self.output
-        if output.run_dir is None:
-            for name in ("save_every", "resume", "tensorboard"):
-                value = getattr(output, name)
-                require(not value, flag(name), value, "come with a folder", "give --run-dir")
-            return
-        require_folder("--run-dir", output.run_dir)
-        if not output.resume:
-            resumable = any((output.run_dir / "checkpoints").glob("step-*"))
-            fix = "add --resume to continue that run" if resumable else "delete its metrics.jsonl"
-            require(
-                not (output.run_dir / "metrics.jsonl").exists(),
-                "--run-dir",
-                str(output.run_dir),
-                "hold no earlier run",
-                f"{fix}, or choose another folder",
-            )
-
-    def _check_trace(self) -> None:
+    def _check_output(self) -> None:
         output, dispatcher = self.output, self.dispatch.dispatcher
+        if output.graph != "none":
+            on_gpu = self.layout.device == "cuda"
+            require(on_gpu, "--graph", output.graph, "be none on a CPU", "add --device cuda")
+            accepted = _STOCK_GRAPHS.get(dispatcher, (output.graph,))
+            rule = f"be {' or '.join(accepted)} with --dispatcher {dispatcher}"
+            require(output.graph in accepted, "--graph", output.graph, rule)
         folder = self.dispatch.padded.trace
         rule = "be None, because it is for Megatron-LM's own loop"
         require(folder is None, "padded.trace", folder, rule, "set --trace")
-        if output.trace is None:
-            return
-        require_folder("--trace", output.trace)
-        folder, every, steps = str(output.trace), output.trace_every, output.steps
-        traced = dispatcher == "padded_alltoall"
-        rule = "be padded_alltoall with --trace"
-        require(traced, "--dispatcher", dispatcher, rule, "leave out one of the two")
-        unused = output.resume or not list(output.trace.glob("*.npy"))
-        require(unused, "--trace", folder, "hold no earlier trace", "choose another folder")
-        rule = f"be at most steps={steps}, to trace at least one"
-        require(every <= steps, "--trace-every", every, rule)
+        if output.trace is not None:
+            require_folder("--trace", output.trace)
+            ours = dispatcher == "padded_alltoall"
+            rule, fix = "be padded_alltoall with --trace", "leave out one of the two"
+            require(ours, "--dispatcher", dispatcher, rule, fix)
+            unused = not any(output.trace.glob("*.np*"))
+            rule = "hold no earlier trace"
+            require(unused, "--trace", str(output.trace), rule, "choose another folder")
+            rule = f"be at most steps={output.steps}, to trace at least one"
+            fits = output.trace_every <= output.steps
+            require(fits, "--trace-every", output.trace_every, rule)

@@ -5,19 +5,13 @@ command that measures writes the file.
 """
 
 import datetime
-import fcntl
 import json
 import os
 import platform
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-
-from padded_dispatch.config import require
 
 _PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine")
 
@@ -81,7 +75,6 @@ def require_results(option: str, path: Path) -> None:
     if os.environ.get("RANK", "0") == "0":
         require_folder(option, path.parent)
         read_runs(option, path)
-        require_space(option, _existing(path.parent))
 
 
 def require_folder(option: str, folder: Path) -> None:
@@ -93,7 +86,7 @@ def require_folder(option: str, folder: Path) -> None:
     Raises:
         ValueError: names `option`.
     """
-    existing = _existing(folder)
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     try:
         with TemporaryDirectory(dir=existing):
             pass
@@ -104,83 +97,24 @@ def require_folder(option: str, folder: Path) -> None:
         ) from None
 
 
-def _existing(folder: Path) -> Path:
-    """Return the folder, or the first one above it that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
-
-
-def require_space(option: str, folder: Path, num_bytes: int = 2**20) -> None:
-    """Raise if `folder`, which is created, does not take `num_bytes` more.
-
-    Up to 1 MiB is written, since permissions alone do not show a disk that is full or read-only.
-
-    Raises:
-        ValueError: names `option`.
-    """
-    probe = folder / f"probe.{platform.node()}.{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with probe.open("wb") as file:
-                file.write(bytes(min(num_bytes, 2**20)))
-                file.flush()
-                os.fsync(file.fileno())
-        finally:
-            probe.unlink(missing_ok=True)
-        free_bytes = shutil.disk_usage(folder).free
-        fault = f"{free_bytes / 2**20:.0f} MiB are free"
-    except OSError as error:
-        free_bytes, fault = 0, str(error.strerror)
-    require(
-        free_bytes >= num_bytes,
-        option,
-        str(folder),
-        f"be in a folder that takes {num_bytes / 2**20:.0f} MiB",
-        f"{fault}: free space there, or name another",
-    )
-
-
 def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Append rows to the results file `path`.
+    """Append rows to the results file `path`, which is complete at any moment.
 
-    The rows join the last run with the same metadata, or start a new run. The file is complete at
-    any moment, and several processes may append at the same time.
+    The rows join the last run with the same metadata, or start a new run.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _only_writer(path.parent):
-        runs = read_runs("results", path)
-        same = [run for run in runs if run["about"] == run_about]
-        if not same:
-            same = [{"about": run_about, "rows": []}]
-            runs += same
-        same[-1]["rows"] += rows
-        replace_file(path, json.dumps({"runs": runs}, indent=1) + "\n")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file that holds its old or its new text at any moment, also when the disk is full."""
+    runs = read_runs("results", path)
+    same = [run for run in runs if run["about"] == run_about]
+    if not same:
+        same = [{"about": run_about, "rows": []}]
+        runs += same
+    same[-1]["rows"] += rows
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        with unfinished.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # Some file systems report a full disk only here.
+        unfinished.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
         unfinished.replace(path)
-    except OSError:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise
-
-
-@contextmanager
-def _only_writer(folder: Path) -> Iterator[None]:
-    """Lock `folder` against other processes that append to a results file in it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
     finally:
-        os.close(handle)
+        unfinished.unlink(missing_ok=True)
 
 
 def _version(package: str) -> str | None:

@@ -57,7 +57,7 @@ def main() -> int:
 def fields(row: Row, case: Any) -> dict[str, Any]:
     """Return what a row of results says about its case: the fields that are not the default."""
     default = {f.name: f.default for f in dataclasses.fields(case)}
-    changed = {n: v for n, v in vars(case).items() if v != default[n] and n != "name"}
+    changed = {n: v for n, v in vars(case).items() if v not in (default[n], {}) and n != "name"}
     changed |= {"ways": list(row.more[0])} if row.more and isinstance(row.more[0], dict) else {}
     words = {
         n: v if isinstance(v, int | float | str | list) else str(v) for n, v in changed.items()

@@ -27,6 +27,7 @@ from tests.support.layer_replays import (
 from tests.support.pipeline_parity import PipelineCase, pipeline_agrees
 from tests.support.training import (
     EAGER_STEPS,
+    RETRIED,
     Model,
     memory_is_flat,
     replays_do_not_wait,
@@ -52,7 +53,7 @@ DROPS = "text generation that drops is found"
 DIRECT = "direct stores equal the all-to-all"
 REPLAYS = "1,000 replays of direct stores equal the all-to-all"
 
-_TRAINING: dict[str, Any] = {
+TRAINING: dict[str, Any] = {
     "device": "cuda",
     "batch": 1,
     "seq": 256,
@@ -116,10 +117,12 @@ def table() -> list[Row]:
     return sorted(rows, key=lambda row: row.ranks)
 
 
-def _trained(check: str, name: str, ways: dict[str, Any], **changes: Any) -> Row:
+def _trained(
+    check: str, name: str, ways: dict[str, Any], of: Model | None = None, **changes: Any
+) -> Row:
     """Return a row of trainings; `gpu` and `cpu` as in a row, the rest changes the model."""
-    gpu, cpu = _TRAINING | changes.pop("gpu", {}), changes.pop("cpu", True)
-    model = with_changes(Model(), changes)
+    gpu, cpu = TRAINING | changes.pop("gpu", {}), changes.pop("cpu", True)
+    model = with_changes(of or Model(), changes)
     where: dict[str, Any] = {"ranks": model.ranks, "gpu": gpu, "cpu": cpu}
     return Row(check=check, name=name, run=ways_agree, case=model, more=(ways,), **where)
 
@@ -252,14 +255,9 @@ def _retry(name: str, graph: str = "none", **changes: Any) -> Row:
         "never dropping": {"never_drops": True},
         "repeated": {"options": {"on_overflow": "retry"}, "graph": graph},
     }
-    gpu = {"options": {"experts": "packed"}} | changes.pop("gpu", {})
-    how = {"dtype": torch.float32, "factor": 0.5, "steps": 4, "dropout": 0.1, **changes}
-    # Of kept rows and slots, the run that stands has counted others.
-    how |= {"draws": True, "counts": False}
-    gpu = {"steps": 6, "dtype": how["dtype"], **gpu}
-    if how["dtype"] == torch.float32:
-        gpu["dtype"] = torch.bfloat16
-    return _trained(RETRY, name, ways, gpu=gpu, **how)
+    wide = torch.bfloat16 if changes.get("dtype") != torch.float16 else torch.float16
+    gpu = {"steps": 6, "dtype": wide, "options": {"experts": "packed"}, **changes.pop("gpu", {})}
+    return _trained(RETRY, name, ways, RETRIED, gpu=gpu, **changes)
 
 
 def _retried() -> Iterator[Row]:
@@ -402,16 +400,16 @@ def _flat() -> Iterator[Row]:
     """Yield trainings over two thousand steps, and steps in which waiting raises."""
     for ranks in (1, 2):
         for name, chosen in _chosen(ranks):
-            gpu = _TRAINING | {"steps": 2000}
+            gpu = TRAINING | {"steps": 2000}
             case = with_changes(Model(graph="layer"), chosen)
             how: dict[str, Any] = {"case": case, "ranks": ranks, "gpu": gpu, "cpu": False}
             yield Row(check=MEMORY, name=f"2,000 steps, {name}", run=memory_is_flat, **how)
             fitting = with_changes(case, {"evaluates": (3, 160)})
-            how |= {"case": fitting, "gpu": _TRAINING | {"steps": 500}}
+            how |= {"case": fitting, "gpu": TRAINING | {"steps": 500}}
             yield Row(check=MEMORY, name=f"evaluations, {name}", run=memory_is_flat, **how)
     for ranks, scopes in itertools.product((1, 2, 4), (WHOLE, PARTIAL)):
         case = Model(ranks=ranks, ep=ranks, graph="layer", scopes=scopes)
-        how = {"case": case, "ranks": ranks, "gpu": _TRAINING | {"steps": 52}, "cpu": False}
+        how = {"case": case, "ranks": ranks, "gpu": TRAINING | {"steps": 52}, "cpu": False}
         name = f"50 replays, EP{ranks}, {'+'.join(scopes)}"
         yield Row(check=WAITS, name=name, run=replays_do_not_wait, **how)
 

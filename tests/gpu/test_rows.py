@@ -118,7 +118,7 @@ def test_a_digest_is_of_all_bits_and_their_places(dtype):
     tensor = (torch.arange(27).view(3, 9) % 2).to(dtype)
     assert digest(tensor) == digest(tensor.clone()) == digest(tensor.flatten())
     for place in range(27):
-        changed = tensor.flatten()
+        changed = tensor.flatten().clone()
         changed[place] = changed[place] == 0
         assert digest(changed) != digest(tensor)
     assert digest(tensor.flip(1)[:, 1:]) != digest(tensor[:, 1:])

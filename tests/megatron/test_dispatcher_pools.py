@@ -144,7 +144,8 @@ def test_several_passes_in_flight_keep_their_own_plans(pool2):
 
 
 def _evaluation_fits(pool: str) -> Any:
-    made, whole = layer(pool, 0.25), layer("expert", None, eval_factor=NO_DROP)
+    made = layer(pool, 0.25)
+    whole = layer("expert", None, eval_factor=NO_DROP)
     whole.load_state_dict(made.state_dict())
     results = []
     with torch.no_grad():
@@ -154,19 +155,20 @@ def _evaluation_fits(pool: str) -> Any:
             )
     counters, dispatcher = made.token_dispatcher.eval_counters, made.token_dispatcher
     assert not dispatcher.counters.totals.any()
-    equal = [torch.equal(*pair) for pair in zip(*results, strict=True)]
+    for ours, expected in zip(*results, strict=True):
+        # With few rows, products of a CPU round in other ways.
+        torch.testing.assert_close(ours, expected)
     of_all = torch.stack([counters.demand_E, counters.kept_E])
-    return equal, of_all.tolist(), dispatcher.configs.fitted
+    return of_all.tolist(), dispatcher.configs.fitted
 
 
 @pytest.mark.parametrize("pool", ["expert", "rank"])
 def test_evaluation_drops_nothing_and_equals_a_dropless_one(pool2, pool):
     first, second = pool2.run(_over_two_ranks, _evaluation_fits, pool)
-    for equal, (demand_E, kept_E), fitted in (first, second):
-        assert equal == [True] * 3
+    for (demand_E, kept_E), fitted in (first, second):
         assert demand_E == kept_E and sum(kept_E) == (12 + 10 + 12) * K
         assert fitted.num_pools == 2  # Those of "rank" need least room.
-    assert first[2] == second[2]
+    assert first[1] == second[1]
 
 
 @pytest.mark.usefixtures("one_process")

@@ -74,7 +74,7 @@ def test_options_that_no_layer_follows_are_named_once(caplog):
     log_once.cache_clear()
     install()
     tiny.layer(tiny.config("allgather"))
-    install(PaddedOptions(min_capacity=3))
+    install(PaddedOptions(eval_factor=3.0))
     tiny.layer(tiny.config())
     assert caplog.messages == []
     for _ in range(2):
@@ -84,14 +84,14 @@ def test_options_that_no_layer_follows_are_named_once(caplog):
 
 
 def test_options_reach_the_dispatcher():
-    install(PaddedOptions(min_capacity=3))
-    config = tiny.config(moe_expert_capacity_factor=0.01)
-    assert tiny.layer(config).token_dispatcher.dispatch_config.capacity(40) == 3
-    config.padded_dispatch = PaddedOptions(min_capacity=5)
-    assert tiny.layer(config).token_dispatcher.dispatch_config.capacity(40) == 5
+    install(PaddedOptions(eval_factor=3.0))
+    config = tiny.config()
+    assert tiny.layer(config).token_dispatcher.configs.evaluation.capacity_factor == 3.0
+    config.padded_dispatch = PaddedOptions(eval_factor=5.0)
+    assert tiny.layer(config).token_dispatcher.configs.evaluation.capacity_factor == 5.0
 
 
-@pytest.mark.parametrize("given", [{"trace": "there"}, "trace=there", 0])
+@pytest.mark.parametrize("given", [{"experts": "packed"}, "experts=packed", 0])
 def test_options_of_another_type_are_rejected_at_once(given):
     """Also if they are false: an empty dict must not become the defaults."""
     fix = r"write PaddedOptions\(\*\*\.\.\.\)" if isinstance(given, dict) else "make one"

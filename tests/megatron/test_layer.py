@@ -16,13 +16,8 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import saved_tensors_hooks
 
-from padded_dispatch.megatron import (
-    PaddedAlltoAllTokenDispatcher,
-    PaddedMoELayer,
-    PaddedOptions,
-    padded_spec,
-)
-from padded_dispatch.megatron.dispatcher import counting_tensors
+from padded_dispatch.megatron import PaddedMoELayer, PaddedOptions, padded_spec
+from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher, counting_tensors
 from tests.support import parity, tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")

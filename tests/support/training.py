@@ -36,7 +36,6 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import cuda_graphs, transformer_config
 from megatron.core.transformer.transformer_config import TransformerConfig
-from padded_dispatch.megatron.random_states import RandomStates
 from torch import Tensor
 
 from padded_dispatch.config import FIT
@@ -50,6 +49,7 @@ from padded_dispatch.megatron.compat import (
 )
 from padded_dispatch.megatron.graphs import IterationGraph
 from padded_dispatch.megatron.graphs.capture import forget_iterations, release
+from padded_dispatch.megatron.retry import RandomStates
 from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.utils.patches import Patches
 from tests.support.findings import Findings
@@ -143,6 +143,18 @@ class Model:
         return self.ranks // (self.tp * self.cp * self.pp)
 
 
+# For steps that are repeated: every step drops, and everything that draws, draws.
+RETRIED = Model(
+    dtype=torch.float32,
+    draws=True,
+    counts=False,  # Of kept rows and slots, the run that stands has counted others.
+    factor=0.5,
+    dropout=0.1,
+    microbatches=1,
+    steps=4,
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     """A training: a hash of the bits of each tensor by name, of each step; facts; failures."""
@@ -181,7 +193,7 @@ def with_changes(model: Model, changes: dict[str, Any]) -> Model:
 def train(model: Model) -> Trained:
     """Train for all steps, inside of `world`; capture after `EAGER_STEPS`."""
     training = Training(model)
-    order = getattr(training, "order", None) or _orders[-1] if _orders else None
+    order = _orders[-1] if _orders else None
     since = len(order.barriers) if order else 0
     steps, report = [], None
     for number in range(model.steps):
@@ -278,7 +290,7 @@ def replays_do_not_wait(model: Model) -> Findings:
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             for number in range(5):
-                training.passes(number)
+                training.passes(number=number)
         counts: dict[str, int] = {}
         for event in profile.events() or ():
             if re.search(r"Memcpy|Synchronize|GraphLaunch", event.name):
@@ -459,7 +471,7 @@ class Training:
             idle = self._make_idle(number)
             if self.model.evaluates:
                 results |= self._evaluate(number, *self.model.evaluates)
-        reports = self.passes(number)
+        reports = self.passes(number=number)
         with outside():
             self.random = RandomStates.now()
             self._logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
@@ -489,7 +501,7 @@ class Training:
                 results |= loss_scaling(self.optimizer)
         return results
 
-    def passes(self, number: int = 0, batches: Any = None) -> list[dict[str, Tensor]]:
+    def passes(self, batches: Any = None, *, number: int = 0) -> list[dict[str, Tensor]]:
         """Zero the gradients; run forward and backward of all microbatches."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()

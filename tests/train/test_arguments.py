@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from padded_dispatch.megatron.options import PaddedOptions
-from padded_dispatch.train.arguments import parse, parser
+from padded_dispatch.train.arguments import parse, parser, read_compare
 from padded_dispatch.train.settings import PRESETS, Dispatch, Layout, Output, Recipe
 
 
@@ -31,8 +31,8 @@ def test_tiny_is_two_processes_with_half_of_the_experts_each():
     assert settings.dispatch == Dispatch(dispatcher="padded_alltoall", capacity_factor=1.25)
     assert settings.recipe.global_batch == 2 * settings.recipe.micro_batch
     assert settings.num_microbatches == 1
-    assert settings.recipe.lr_decay == settings.output.steps == PRESETS["tiny"].steps
-    assert settings.output.run_dir is None and settings.output.out is None
+    assert (settings.output.steps, settings.output.trace_every) == (PRESETS["tiny"].steps, 10)
+    assert settings.output.out is None and settings.output.trace is None
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -43,7 +43,7 @@ def test_every_preset_fits_eight_gpus(eight_gpus, preset):
 
 
 def test_defaults_follow_what_is_given(eight_gpus):
-    flags = "--preset gpt-oss-20b --pp 2 --vpp 2 --tp 2 --sequence-parallel"
+    flags = "--preset gpt-oss-20b --pp 2 --vpp 2 --tp 2"
     settings = parse(flags.split())
     layout = settings.layout
     assert (layout.workers, layout.dp, layout.ep, layout.etp) == (8, 2, 4, 1)
@@ -52,7 +52,7 @@ def test_defaults_follow_what_is_given(eight_gpus):
     settings = parse(flags.split())
     assert settings.dispatch.capacity_factor is None
     assert settings.recipe.global_batch == 12
-    assert settings.recipe.lr_decay == settings.output.steps == 7
+    assert settings.output.steps == settings.output.trace_every == 7
 
 
 def test_torchrun_decides_the_number_of_workers(monkeypatch):
@@ -72,11 +72,7 @@ GIVEN = {
         "micro_batch": 3,
         "global_batch": 12,
         "lr": 0.5,
-        "lr_warmup": 0,
-        "lr_decay": 9,
-        "adam_state": "fp32",
         "balancing": "expert-bias",
-        "router_skew": 0.5,
         "seed": 0,
         "deterministic": True,
     },
@@ -84,51 +80,33 @@ GIVEN = {
         "dispatcher": "padded_alltoall",  # which alone can be traced
         "capacity_factor": 2.5,
         "drop_policy": "position",
-        "shared_overlap": False,  # tiny has no shared experts
     },
-    Layout: {
-        "device": "cpu",
-        "workers": 4,
-        "tp": 1,
-        "pp": 2,
-        "vpp": 2,
-        "ep": 1,
-        "etp": 2,
-        "sequence_parallel": True,
-    },
+    Layout: {"device": "cpu", "workers": 4, "tp": 1, "pp": 2, "vpp": 2, "ep": 1, "etp": 2},
     Output: {
         "steps": 8,
         "graph": "none",
-        "graph_timeout": 2.5,
         "log_every": 2,
         "eval_every": 3,
-        "eval_passes": 4,
-        "run_dir": Path("no/such/folder"),
-        "save_every": 5,
-        "resume": True,
-        "tensorboard": True,
-        "json": True,
         "out": Path("r.json"),
         "commit": "abc",
         "trace": Path("no/such/traces"),
         "trace_every": 6,
-        "trace_gib": 0.5,
     },
 }
 
 
 def test_every_field_is_a_flag():
-    argv = ["--padded-min-capacity", "3"]
+    argv = ["--padded-overflow-threshold", "0.5"]
     for fields in GIVEN.values():
         for name, value in fields.items():
-            flag = name.replace("_", "-")
-            known = {True: [f"--{flag}"], False: [f"--no-{flag}"]}
-            argv += known[value] if isinstance(value, bool) else [f"--{flag}", str(value)]
+            words = [] if value is True else [str(value)]
+            argv += [f"--{name.replace('_', '-')}", *words]
     settings = parse(argv)
     assert settings.recipe == Recipe(**GIVEN[Recipe])
     assert settings.layout == Layout(**GIVEN[Layout])
     assert settings.output == Output(**GIVEN[Output])
-    assert settings.dispatch == Dispatch(**GIVEN[Dispatch], padded=PaddedOptions(min_capacity=3))
+    padded = PaddedOptions(overflow_threshold=0.5)
+    assert settings.dispatch == Dispatch(**GIVEN[Dispatch], padded=padded)
     for cls, given in GIVEN.items():
         names = {option.name for option in dataclasses.fields(cls)}
         assert names - set(given) == ({"padded"} if cls is Dispatch else set())
@@ -155,13 +133,13 @@ def test_none_drops_nothing():
         ("--workers 3 --ep 2", r"^--workers must be a multiple of etp \* pp \* ep=2, got 3$"),
         ("--workers 3 --pp 2", r"^--workers must be a multiple of tp \* pp=2, got 3$"),
         ("--workers 3", "^--ep must divide the 8 experts, got 3$"),
-        ("--tp 2 --sequence-parallel", "^--tp must be 1 on a CPU, .*, got 2$"),
+        ("--tp 2", "^--tp must be 1 on a CPU, .*, got 2$"),
         ("--num-layers 3 --pp 2", r"^--num-layers must be a multiple of pp \* vpp=2, got 3$"),
         ("--global-batch 7", "^--global-batch must be a multiple of micro_batch .*=16, got 7$"),
         ("--vpp 2", "^--vpp must be left out at --pp 1, got 2$"),
         (
             "--pp 2 --vpp 1 --micro-batch 4 --global-batch 12",
-            r"^--global-batch must be a multiple of .* \* pp=8 with --vpp, got 12$",
+            r"^--global-batch must be a multiple of 8, .* with --vpp, got 12$",
         ),
         ("--steps 0", "^--steps must be above 0, got 0$"),
         ("--workers 0", "^--workers must be above 0, got 0$"),
@@ -169,13 +147,8 @@ def test_none_drops_nothing():
         ("--pp 0", "^--pp must be above 0, got 0$"),
         ("--ep 0", "^--ep must be above 0, got 0$"),
         ("--lr 0", r"^--lr must be above 0, got 0\.0$"),
-        ("--lr-warmup -1", "^--lr-warmup must be 0 or more, got -1$"),
-        (
-            "--adam-state bf16",
-            "^--adam-state must be fp32 on a CPU, got 'bf16'; leave it out$",
-        ),
-        ("--seed -1", "^--seed must be 0 or more, got -1$"),
-        (f"--seed {2**63}", rf"^--seed must be below 2\*\*63, got {2**63}$"),
+        ("--seed -1", r"^--seed must be from 0 to 2\*\*63 - 1, got -1$"),
+        (f"--seed {2**63}", rf"^--seed must be from 0 to 2\*\*63 - 1, got {2**63}$"),
         (
             "--capacity-factor -1",
             r"^--capacity-factor must be a number above 0, or 'none' to drop nothing, got -1\.0$",
@@ -190,45 +163,39 @@ def test_none_drops_nothing():
         (
             "--dispatcher allgather --padded-experts packed",
             "^--padded-experts must be left out with --dispatcher allgather, got 'packed'; in "
-            "compare, give it to each padded contender, behind its --vs$",
-        ),
-        (
-            "--dispatcher alltoall-drop-pad --padded-policy random",
-            "^--padded-policy must be left out with --dispatcher alltoall-drop-pad, got 'random';",
+            "compare, give it behind the --vs of ours$",
         ),
         (
             "--dispatcher alltoall-drop-pad --padded-eval-factor 2",
             "^--padded-eval-factor must be left out with --dispatcher alltoall-drop-pad, got .*2",
         ),
         (
-            "--dispatcher allgather --drop-policy position",
-            "^--drop-policy must be left out with --dispatcher allgather, which drops nothing, "
-            "got 'position'$",
-        ),
-        (
             "--dispatcher alltoall",
-            "^--dispatcher must be padded_alltoall, .* on a CPU, got 'alltoall'; add --device cuda",
+            "^--dispatcher must be another one on a CPU, got 'alltoall'; add --device cuda",
         ),
         (
             "--dispatcher allgather --capacity-factor 2",
             r"^--capacity-factor must be left out with --dispatcher allgather, which .*, got 2\.0$",
         ),
         (
-            "--shared-overlap",
-            "^--shared-overlap must be left out without shared experts .*, got True; ",
-        ),
-        (
             "--dispatcher alltoall-drop-pad --capacity-factor none",
             "^--capacity-factor must be a number with --dispatcher alltoall-drop-pad, got 'none'$",
         ),
-        ("--save-every 2", "^--save-every must come with a folder, got 2; give --run-dir$"),
         (
             "--experts packed --exchange direct",
-            "^--padded-exchange must be auto, alltoall or two-level without several GPUs, .*, got "
+            "^--padded-exchange must be auto or alltoall without several GPUs, .*, got "
             "'direct'; add --device cuda and an --ep of at least 2$",
         ),
-        ("--resume", "^--resume must come with a folder, got True; give --run-dir$"),
-        ("--tensorboard", "^--tensorboard must come with a folder, got True; give --run-dir$"),
+        (
+            "--trace traces --dispatcher allgather",
+            "^--dispatcher must be padded_alltoall with --trace, got 'allgather'; leave out one",
+        ),
+        (
+            "--trace traces --steps 9 --trace-every 10",
+            "^--trace-every must be at most steps=9, to trace at least one, got 10$",
+        ),
+        ("--graph layer", "^--graph must be none on a CPU, got 'layer'; add --device cuda"),
+        ("--trace /dev/null", "^--trace must be a path in a writable folder, got '/dev/null'"),
     ],
 )
 def test_mistakes_are_named(flags, message):
@@ -240,34 +207,13 @@ def test_mistakes_are_named(flags, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--tp 2", "^--tp must come with --sequence-parallel, .*, got 2; add it$"),
-        ("--tp 8 --sequence-parallel", "^--tp must divide the 4 attention heads, got 8$"),
+        ("--tp 8", "^--tp must divide the 4 attention heads, got 8$"),
         ("--workers 16", "^--workers must be at most 8, the GPUs that PyTorch sees, got 16$"),
     ],
 )
 def test_mistakes_on_gpus_are_named(eight_gpus, flags, message):
     with pytest.raises(ValueError, match=message):
         parse(flags.split())
-
-
-def test_a_folder_with_a_run_is_not_written_over(tmp_path):
-    (tmp_path / "checkpoints" / "unfinished").mkdir(parents=True)
-    (tmp_path / "metrics.jsonl").touch()
-    already = rf"^--run-dir must hold no earlier run, got '{tmp_path}'; "
-    with pytest.raises(ValueError, match=f"{already}delete its metrics.jsonl, or choose another"):
-        parse(["--run-dir", str(tmp_path)])
-    (tmp_path / "checkpoints" / "step-00000002").mkdir()
-    with pytest.raises(ValueError, match=f"{already}add --resume to continue that run, or choose"):
-        parse(["--run-dir", str(tmp_path)])
-    assert parse(["--run-dir", str(tmp_path), "--resume"]).output.run_dir == tmp_path
-
-
-@pytest.mark.parametrize("flags", ["--run-dir", "--resume --run-dir", "--trace"])
-def test_a_file_is_no_folder(tmp_path, flags):
-    (tmp_path / "file").touch()
-    name = flags.split()[-1]
-    with pytest.raises(ValueError, match=rf"^{name} must .*{tmp_path}/file"):
-        parse([*flags.split(), f"{tmp_path}/file"])
 
 
 def test_text_that_is_no_factor_is_named(capsys):
@@ -287,15 +233,65 @@ def test_help_names_every_default(capsys):
     with pytest.raises(SystemExit, match="0"):
         parser().parse_args(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "--lr-warmup N steps over which the learning rate rises (default: 20)" in text
+    assert "--seed N seed of the weights and of the order of the data (default: 1234)" in text
     assert "--num-layers N layers of the model (default: the preset's)" in text
-    assert "--padded-min-capacity" in text
+    assert "--padded-layer-factors" in text
 
 
-def test_a_trace_is_named_by_one_flag():
+def test_a_trace_is_named_by_one_flag(tmp_path):
+    (tmp_path / "rank-0.npz").touch()
+    with pytest.raises(ValueError, match=rf"^--trace must hold no earlier trace, got '{tmp_path}'"):
+        parse(["--trace", str(tmp_path)])
     with pytest.raises(SystemExit):
         parse(["--padded-trace", "traces"])
     dispatch = dataclasses.replace(parse([]).dispatch, padded=PaddedOptions(trace="traces"))
     message = r"^padded\.trace must be None, .*, got 'traces'; set --trace$"
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(parse([]), dispatch=dispatch)
+
+
+def contenders(flags: str) -> list[str]:
+    return [name for name, _ in read_compare(flags.split())[1]]
+
+
+def test_a_list_behind_vs_is_a_grid():
+    assert contenders("--vs --graph layer --vs --seed 0 1 --capacity-factor 1 none --vs") == [
+        "--graph layer",
+        "--seed 0 --capacity-factor 1",
+        "--seed 0 --capacity-factor none",
+        "--seed 1 --capacity-factor 1",
+        "--seed 1 --capacity-factor none",
+        "",
+    ]
+    assert contenders("--vs --deterministic --seed 3 4") == [
+        "--deterministic --seed 3",
+        "--deterministic --seed 4",
+    ]
+
+
+def test_flags_before_vs_hold_for_all_and_those_behind_win():
+    repeats, found = read_compare(
+        ["--repeats", "3", "--seed", "7", "--steps", "5", "--vs", "--seed", "8", "9", "--vs"]
+    )
+    assert repeats == 3
+    assert [(given.seed, given.steps) for _, given in found] == [(8, 5), (9, 5), (7, 5)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "^--vs must be given at least once, got 0; add one"),
+        ("--repeats 0 --vs", "^--repeats must be at least 1, got 0$"),
+    ],
+)
+def test_compare_needs_contenders(flags, message):
+    with pytest.raises(ValueError, match=message):
+        read_compare(flags.split())
+
+
+def test_help_explains_vs(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        read_compare(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--repeats N train all contenders in turn, N times over (default: 1)" in text
+    assert "Each --vs starts a contender with flags of its own" in text

@@ -1,26 +1,15 @@
 """`compare`: several contenders in the same processes."""
 
-import contextlib
-import gc
-import io
 import json
-import weakref
-from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from megatron.core import parallel_state
-from torch.distributed import distributed_c10d
 
-from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.train import loop
-from padded_dispatch.train.arguments import parse
-from padded_dispatch.train.compare import main
+from padded_dispatch.train.command import compare
 from tests.support.inline_pool import only_worker
-from tests.support.pool import WorkerPool
 
-SMALL = "--steps 2 --seq-length 24 --micro-batch 3 --log-every 1"
+SMALL = "--steps 2 --seq-length 24 --micro-batch 3"
 
 
 def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
@@ -31,32 +20,34 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
         only_worker(),
         patch.object(parallel_state, "initialize_model_parallel", wraps=make_groups) as groups,
     ):
-        assert main(f"{flags} --vs --capacity-factor 2 --vs --deterministic".split()) == 0
+        assert compare(f"{flags} --vs --capacity-factor 2 0.5 --vs --deterministic".split()) == 0
     assert groups.call_count == 1
     (run,) = json.loads(path.read_text())["runs"]
     rows = run["rows"]
-    assert [row["capacity_factor"] for row in rows] == [2.0, 1.25, 2.0, 1.25]
-    assert [row["flags"]["recipe"]["deterministic"] for row in rows] == [False, True, False, True]
+    assert [row["capacity_factor"] for row in rows] == [2.0, 0.5, 1.25] * 2
+    assert [row["flags"]["recipe"]["deterministic"] for row in rows] == [False, False, True] * 2
     # A run's numbers do not depend on the runs before it.
     losses = [row["loss"] for row in rows]
-    assert losses[:2] == losses[2:] and losses[0] != losses[1]
+    assert losses[:3] == losses[3:] and losses[0] != losses[1]
+    # 72 tokens, 2 of 8 experts each: 9 of the 18 slots of perfect balance.
+    assert all(share >= 0.5 for share in rows[1]["dropped"])
     assert all(row["seconds"] > 0 and row["allocated_before_gib"] is None for row in rows)
-    assert "2/4 --deterministic\n" in capfd.readouterr().out
+    lines = capfd.readouterr().out.splitlines()
+    assert [line for line in lines if line[1:2] == "/"] == [
+        f"{number}/6 {name}"
+        for number, name in enumerate(
+            ["--capacity-factor 2", "--capacity-factor 0.5", "--deterministic"] * 2, 1
+        )
+    ]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "^--vs must be given at least once, got 0; add one"),
-        ("--repeats 0 --vs", "^--repeats must be at least 1, got 0$"),
         (
             "--vs --workers 1 --vs",
             "^--device and --workers must be the same for all contenders, got 'cpu, 2 and cpu, 1'; "
             "give them before the first --vs$",
-        ),
-        (
-            "--vs --run-dir somewhere",
-            "^--run-dir must be left out of compare, .*, got 'somewhere'; ",
         ),
         (
             "--trace traces --trace-every 1 --vs",
@@ -74,40 +65,8 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
     ],
 )
 def test_mistakes_are_found_before_there_are_workers(flags, message):
-    with pytest.raises(ValueError, match=message):
-        main(f"{SMALL} {flags}".split())
-
-
-def test_help_explains_vs(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "--repeats N train all contenders in turn, N times over (default: 1)" in text
-    assert "Each --vs starts a contender with flags of its own" in text
-
-
-def left_behind(dispatcher: str) -> tuple[list[bool], int]:
-    """Return which chunks of a run's model are alive, and how many process groups are left."""
-    settings = parse(f"--device cpu --workers 2 {SMALL} --dispatcher {dispatcher}".split())
-    build, models = loop.build_chunks, []
-
-    def build_and_note(*args: Any) -> Any:
-        chunks = build(*args)
-        models.extend(weakref.ref(chunk) for chunk in chunks)
-        return chunks
-
-    before = len(distributed_c10d._world.pg_map)
     with (
-        megatron_on_cpu(),
-        patch.object(loop, "build_chunks", build_and_note),
-        contextlib.redirect_stdout(io.StringIO()),
+        patch("padded_dispatch.utils.launch.start_workers", None),
+        pytest.raises(ValueError, match=message),
     ):
-        loop.train(settings, torch.device("cpu"))
-    gc.collect()
-    alive = [model() is not None for model in models]
-    return alive, len(distributed_c10d._world.pg_map) - before
-
-
-@pytest.mark.parametrize("dispatcher", ["padded_alltoall", "allgather", "alltoall-drop-pad"])
-def test_nothing_of_a_run_outlives_it(pool2: WorkerPool, dispatcher):
-    assert pool2.run(left_behind, dispatcher) == [([False], 0)] * 2
+        compare(f"{SMALL} {flags}".split())

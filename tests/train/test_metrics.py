@@ -1,87 +1,116 @@
-"""Figures over all ranks: sums of losses and counts, and a clock that can be stopped."""
+"""Figures over all ranks: sums of losses and counts, times, and model FLOPs."""
 
 from types import SimpleNamespace
-from unittest.mock import patch
+from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.ops.counters import Counters
-from padded_dispatch.train import metrics
-from padded_dispatch.train.metrics import Meter, StepWork, mean_over_ranks
+from padded_dispatch.train.arguments import parse
+from padded_dispatch.train.metrics import Mark, Meter, Row, Step, flops_per_token
+from padded_dispatch.train.settings import PRESETS, ModelShape
 
 CPU = torch.device("cpu")
+# 4 sequences of 25 bytes.
+FLAGS = ["--device", "cpu", "--workers", "2", "--micro-batch", "2", "--seq-length", "25"]
 
 
-def counted(demand, kept, slots, unplaced=0):
+def counted(demand: list[int], kept: list[int], slots: int) -> Any:
     counters = Counters(DispatchConfig(num_experts=2, top_k=1), CPU)
     counters.demand_E += torch.tensor(demand)
     counters.kept_E += torch.tensor(kept)
     counters.num_slots += slots
-    counters.num_unplaced += unplaced
     return SimpleNamespace(token_dispatcher=SimpleNamespace(counters=counters))
 
 
-def _rows():
+def step(losses: list[float], start_s: float, end_s: float, retried: bool | None = None) -> Step:
+    start, passed, done = (Mark(host_s=s, event=None) for s in (start_s, end_s - 0.5, end_s))
+    tensors = [torch.tensor(loss) for loss in losses]
+    return Step(losses=tensors, retried=retried, start=start, passed=passed, done=done)
+
+
+def _rows() -> list[Row]:
     """Return rows of two ranks with two layers; the second rank has no losses."""
     first = dist.get_rank() == 0
-    layers = [counted([5, 3], [4, 3], 10), counted([2, 6], [2, 4], 10, unplaced=1)]
-    meter = Meter(layers, CPU, StepWork(tokens=100, flops=100 * 30))
-    for losses in ([1.0, 2.0], [4.0, 5.0]):
-        meter.add([torch.tensor(loss) for loss in losses] if first else [])
-    rows = [meter.read(2, 0.5, None)]
+    layers = [counted([5, 3], [4, 3], 10), counted([2, 6], [2, 4], 10)]
+    meter = Meter(parse(FLAGS), CPU)
+    meter.count([*layers, SimpleNamespace(token_dispatcher=SimpleNamespace())])
+    meter.add(step([1.0, 2.0] if first else [], 10.0, 11.0, retried=True))
+    meter.add(step([4.0, 5.0] if first else [], 20.0, 23.0, retried=False))
+    rows = [meter.read(0.5)]
     layers[0].token_dispatcher.counters.num_slots += 4
     layers[0].token_dispatcher.counters.demand_E += 1
-    meter.add([torch.tensor(7.0)] if first else [])
-    return [*rows, meter.read(3, 0.25, 1.5)]
+    meter.add(step([7.0] if first else [], 30.0, 31.0))
+    return [*rows, meter.read(0.25)]
 
 
 def test_rows_sum_over_layers_and_ranks(pool2):
-    ranks = pool2.run(_rows)
-    for first, second in ranks:
-        assert (first.step, first.lr, first.grad_norm) == (2, 0.5, None)
-        assert first.loss == 3.0
-        assert first.fill == 13 / 20 and first.dropped == 1 - 13 / 16 and first.unplaced == 2
-        assert first.tokens_per_s == pytest.approx(100 * 1e3 / first.step_ms, rel=1e-12)
-        assert first.tflops_per_gpu == pytest.approx(first.tokens_per_s * 30 / 2 / 1e12, rel=1e-12)
-        assert first.allocated_gib is None
-        assert (second.loss, second.grad_norm) == (7.0, 1.5)
-        assert (second.fill, second.dropped, second.unplaced) == (0.0, 1.0, 0)
+    first = Row(
+        step=2,
+        loss=3.0,
+        lr=0.5,
+        step_ms=2000.0,
+        tokens_per_s=50.0,
+        fill=13 / 20,
+        dropped=1 - 13 / 16,
+        retried=1,
+    )
+    second = Row(
+        step=3,
+        loss=7.0,
+        lr=0.25,
+        step_ms=1000.0,
+        tokens_per_s=100.0,
+        fill=0.0,
+        dropped=1.0,
+        retried=None,
+    )
+    assert pool2.run(_rows) == [[first, second]] * 2
 
 
-def _without_counters():
-    stock = SimpleNamespace(token_dispatcher=SimpleNamespace())
-    meter = Meter([stock], CPU, StepWork(tokens=1, flops=1))
-    meter.add([torch.tensor(2.5)])
-    row = meter.read(1, 0.1, None)
-    return row.loss, row.fill, row.dropped, row.unplaced
+def test_a_row_as_text():
+    row = Row(
+        step=20,
+        loss=3.01234,
+        lr=5e-3,
+        step_ms=41.54,
+        tokens_per_s=9876.5,
+        fill=0.767,
+        dropped=0.041,
+        retried=None,
+    )
+    text = "step  20/200 | loss 3.0123 | lr 5.0e-03 | 41.5 ms | 9,876 tokens/s"
+    assert row.line(200) == f"{text} | dropped 4.1% | fill 76.7%"
+    uncounted = vars(row) | {"fill": None, "dropped": None, "retried": 2}
+    assert Row(**uncounted).line(200) == f"{text} | retried 2"
 
 
-def test_dispatchers_that_do_not_count_have_no_figures(pool2):
-    assert pool2.run(_without_counters) == [(2.5, None, None, None)] * 2
+def test_flops_of_the_docstring_example():
+    shape = ModelShape(
+        hidden_size=4,
+        num_heads=2,
+        num_kv_groups=1,
+        head_size=2,
+        num_experts=3,
+        top_k=2,
+        ffn_size=5,
+    )
+    projections = 2 * 4 * (2 * 2) + 2 * (2 * 4 * 2) + 2 * (2 * 2) * 4  # q, k and v, output
+    scores = 2 * (2 * 2 * 2) * 3  # two products, three positions on average, all heads
+    router, experts, head = 2 * 4 * 3, 2 * (3 * 2 * 4 * 5), 2 * 4 * 256
+    assert (projections, scores, router, experts, head) == (96, 48, 24, 240, 2048)
+    assert flops_per_token(shape, num_layers=1, seq_length=6) == 7368
 
 
-def _step_ms():
-    """Return the time of a step of 1.5 s with a pause of 3 s in it; reading takes time, too."""
-    seconds = iter([0.0, 1.0, 4.0, 4.5, 9.0])
-    with patch.object(metrics, "time", SimpleNamespace(perf_counter=seconds.__next__)):
-        meter = Meter([], CPU, StepWork(tokens=1, flops=1))
-        with meter.paused():
-            pass
-        meter.add([torch.tensor(0.0)])
-        return meter.read(1, 0.1, None).step_ms
-
-
-def test_a_pause_is_not_counted(pool2):
-    assert pool2.run(_step_ms) == [1500.0, 1500.0]
-
-
-def _mean():
-    losses = [torch.tensor(1.0), torch.tensor(4.0)] if dist.get_rank() == 0 else []
-    return mean_over_ranks(losses, CPU)
-
-
-def test_mean_over_ranks_takes_ranks_without_losses(pool2):
-    assert pool2.run(_mean) == [2.5, 2.5]
+def test_flops_of_shared_experts_count_and_of_idle_ones_do_not():
+    per_layer = (
+        4 * 2048 * 16 * 128 * 2  # projections: as many heads for keys as for queries
+        + 2 * 2048 * 4096  # scores
+        + 2 * 2048 * 64  # router
+        + 6 * 2048 * (6 + 2) * 1408  # six of 64 experts and two shared ones
+    )
+    model = PRESETS["deepseek-v2-lite"].model
+    expected = 3 * (4 * per_layer + 2 * 2048 * 256)
+    assert flops_per_token(model, num_layers=4, seq_length=4096) == expected

@@ -94,8 +94,8 @@ def test_padded_layers_of_a_model(monkeypatch):
 def test_masks_and_packed_sequences_count_in_training(monkeypatch):
     packed: list[Any] = []
     noted: list[Any] = []
-    monkeypatch.setattr(guard, "check_packed", lambda layer, given: packed.append(given))
-    monkeypatch.setattr(guard.masks, "note", lambda layer, mask_BS: noted.append(mask_BS))
+    monkeypatch.setattr(guard.schedule, "check_packed", lambda layer, given: packed.append(given))
+    monkeypatch.setattr(guard.schedule, "note_mask", lambda layer, mask_BS: noted.append(mask_BS))
     choose = guard._wrap_local_choice(lambda layer, **given: False)
     given = {"packed_seq_params": "sequences", "padding_mask": "a mask"}
     layer, other = Layer(), Layer(padded=False)
@@ -109,29 +109,3 @@ def test_masks_and_packed_sequences_count_in_training(monkeypatch):
     assert configs.given_context is False
     choose(layer, inference_context=object())
     assert configs.given_context is True
-
-
-class Helper:
-    def __init__(self, chunk: Any, created: bool, ours: bool = True) -> None:
-        self.model, self.created = [SimpleNamespace(module=chunk)], created
-        self.config = SimpleNamespace(**({"padded_dispatch": None} if ours else {}))
-
-    def graphs_created(self) -> bool:
-        return self.created
-
-
-def test_the_helper_that_holds_a_models_graphs():
-    chunk = nn.Linear(1, 1)
-    helpers = [Helper(chunk, False), Helper(chunk, True), Helper(chunk, True, ours=False)]
-    calls: list[Any] = []
-    create = guard._wrap_helper(calls.append)
-    for helper in helpers:
-        helper.model = helpers[0].model
-        create(helper)
-    other = Helper(nn.Linear(1, 1), True)
-    create(other)
-    assert calls == [*helpers, other]
-    assert guard.helper_of(helpers[0].model) is helpers[1]
-    assert guard.helper_of(other.model) is other
-    assert guard.helper_of(Helper(chunk, True).model) is None
-    assert helpers[2] not in guard._helpers

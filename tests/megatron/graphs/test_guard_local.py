@@ -19,11 +19,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.megatron import compat, install, padded_spec, uninstall
 from padded_dispatch.megatron.graphs import guard
-from tests.gpu import situations
+from tests.gpu.table import TRAINING
 from tests.support import tiny
-from tests.support.graph_training import Situation, replays_equal_eager
+from tests.support.training import Model, ways_agree, with_changes
 
-ENVIRONMENT = situations.ENVIRONMENT  # for `gpu_pools`
 IS_OLD = (package_info.MAJOR, package_info.MINOR) < (0, 18)
 LENGTH = 5
 NOTHING_CAPTURED = (
@@ -266,22 +265,27 @@ def test_old_versions_give_buffers_of_inputs_away():
     assert ("tensor_reuse_pool.insert(buf)" in source) == IS_OLD == compat.FREES_GRAPH_INPUTS
 
 
-GRAPHS: dict[str, Any] = {"impl": "local", "scopes": (), "replays": 3}
+DENSE = {"fields": {"moe_layer_freq": [0, 0]}}
+STOCK = {"fields": {"moe_layer_freq": [0, 0], "moe_token_dispatcher_type": "alltoall"}}
+WAYS: dict[str, Any] = {"eager": {}, "eager again": {}, "graphs": {"graph": "local"}}
+
+
+def on_gpu(changes: dict[str, Any]) -> Model:
+    return with_changes(with_changes(Model(evaluates=(3, 160)), TRAINING), changes)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dense", [(), (0, 1)], ids=["MoE", "no experts"])
-def test_replays_equal_eager_training(gpu_pools, dense):
-    case = Situation(name="ours", dense=dense, evaluates=(3, 160), **GRAPHS)
-    [findings] = gpu_pools[1].run(replays_equal_eager, case)
+@pytest.mark.parametrize("changes", [{}, DENSE], ids=["MoE", "no experts"])
+def test_replays_equal_eager_training(gpu_pools, changes):
+    [findings] = gpu_pools[1].run(ways_agree, on_gpu(changes), WAYS)
     assert findings.failures() == []
     assert findings.facts["graphs"] == 2
 
 
 @pytest.mark.gpu
 def test_d22_old_versions_replay_other_gradients_without_experts_too(gpu_pools):
-    case = Situation(name="stock", dispatcher="alltoall", dense=(0, 1), **GRAPHS)
-    [findings] = gpu_pools[1].run(replays_equal_eager, case)
-    assert findings.unreproducible == {}
+    [findings] = gpu_pools[1].run(ways_agree, on_gpu(STOCK), WAYS)
+    assert not any(name.startswith("eager again") for name in findings.differing)
     norm = "the gradient of module.decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
-    assert (f"{norm} of chunk 0" in findings.differing) == bool(findings.differing) == IS_OLD
+    found = f"graphs: {norm} of chunk 0" in findings.differing
+    assert found == bool(findings.differing) == IS_OLD

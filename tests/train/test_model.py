@@ -1,0 +1,93 @@
+"""The learning rate, Adam over the gradients that Megatron's DDP keeps, and fields for graphs."""
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from padded_dispatch.train.arguments import parse
+from padded_dispatch.train.model import TorchAdam, graph_fields, learning_rate
+from padded_dispatch.train.settings import Settings
+
+SCOPES = (
+    "cuda_graph_modules"
+    if "cuda_graph_modules" in TransformerConfig.__dataclass_fields__
+    else "cuda_graph_scope"
+)
+
+
+def on_a_gpu(graph: str, dispatcher: str = "padded_alltoall", **recipe: int) -> Settings:
+    """Return settings as on a machine with GPUs."""
+    factor = 1.25 if dispatcher in ("padded_alltoall", "alltoall-drop-pad") else None
+    settings, replace = parse(["--device", "cpu", "--workers", "2"]), dataclasses.replace
+    changes: dict[str, Any] = {"dispatcher": dispatcher, "capacity_factor": factor}
+    captured: Any = {"graph": graph}
+    return replace(
+        settings,
+        recipe=replace(settings.recipe, **recipe),
+        dispatch=replace(settings.dispatch, **changes),
+        layout=replace(settings.layout, device="cuda"),
+        output=replace(settings.output, **captured),
+    )
+
+
+def test_the_learning_rate_rises_over_20_steps_and_falls_to_a_tenth():
+    rates = [learning_rate(1.0, step, 40) for step in (1, 20, 30, 40)]
+    assert rates == pytest.approx([0.05, 1.0, 0.55, 0.1], rel=1e-15)
+    falling = [learning_rate(0.2, step, 40) for step in range(20, 41)]
+    assert all(a > b for a, b in pairwise(falling))
+    assert learning_rate(1.0, 8, 8) == 8 / 20  # A short run ends while it rises.
+
+
+def test_adam_steps_along_main_grad():
+    torch.manual_seed(0)
+    ours, reference = nn.Linear(5, 3), nn.Linear(5, 3)
+    reference.load_state_dict(ours.state_dict())
+    adam = torch.optim.AdamW(reference.parameters(), lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = TorchAdam([ours], lr=0.1)
+    for lr in (0.3, 0.02):
+        for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
+            mine.main_grad = torch.randn_like(mine)
+            theirs.grad = mine.main_grad.clone()
+        optimizer.adam.zero_grad()
+        optimizer.step(lr)
+        adam.param_groups[0]["lr"] = lr
+        adam.step()
+        for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "possible"),
+    [
+        ("allgather", ["none"]),
+        ("alltoall", ["none", "partial"]),
+        ("alltoall-drop-pad", ["none", "partial", "layer"]),
+        ("padded_alltoall", ["none", "partial", "layer", "full-iteration"]),
+    ],
+)
+@pytest.mark.parametrize("graph", ["none", "partial", "layer", "full-iteration"])
+def test_stock_dispatchers_refuse_what_they_cannot_capture(dispatcher, possible, graph):
+    if graph in possible:
+        assert on_a_gpu(graph, dispatcher).output.graph == graph
+    else:
+        words = f"{' or '.join(possible)} with --dispatcher {dispatcher}, got {graph!r}"
+        with pytest.raises(ValueError, match=f"^--graph must be {words}$"):
+            on_a_gpu(graph, dispatcher)
+
+
+def test_graphs_set_fields_of_the_config():
+    assert graph_fields(on_a_gpu("none")) == {}
+    common = {"cuda_graph_impl": "transformer_engine", "cuda_graph_warmup_steps": 3}
+    partial = ["attn", "moe_router", "moe_preprocess"]
+    assert graph_fields(on_a_gpu("partial")) == {**common, SCOPES: partial}
+    assert graph_fields(on_a_gpu("layer")) == {**common, SCOPES: ["attn", "moe"]}
+    whole = graph_fields(on_a_gpu("full-iteration"))
+    if SCOPES == "cuda_graph_modules":
+        assert (whole["cuda_graph_impl"], whole[SCOPES]) == ("full_iteration", [])
+    else:
+        assert (whole["cuda_graph_impl"], whole[SCOPES]) == ("local", ["full_iteration"])
