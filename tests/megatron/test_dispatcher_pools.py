@@ -144,8 +144,7 @@ def test_several_passes_in_flight_keep_their_own_plans(pool2):
 
 
 def _evaluation_fits(pool: str) -> Any:
-    made = layer(pool, 0.25)
-    whole = layer("expert", None, eval_factor=NO_DROP)
+    made, whole = layer(pool, 0.25), layer("expert", None, eval_factor=NO_DROP)
     whole.load_state_dict(made.state_dict())
     results = []
     with torch.no_grad():

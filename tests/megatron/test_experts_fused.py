@@ -17,7 +17,7 @@ from torch import Tensor
 
 from padded_dispatch.config import FIT
 from padded_dispatch.exchange import direct, fused, symmetric_memory
-from padded_dispatch.megatron import PaddedOptions
+from padded_dispatch.megatron import PaddedOptions, dispatcher
 from padded_dispatch.megatron.compat import captures_dispatch_alone, layer_graphs
 from tests.support import tiny
 
@@ -88,11 +88,11 @@ def _layer(home: Any, later: Any = None, in_flight: int = 1, **settings: Any) ->
     config.padded_dispatch = PaddedOptions(
         experts="packed",
         exchange="direct",
-        microbatches_in_flight=in_flight,
     )
     for name, value in (later or {}).items():
         setattr(config, name, value)
-    made = tiny.padded_layer_of(config)
+    with patch.object(dispatcher, "passes_in_flight", lambda *_: in_flight):
+        made = tiny.padded_layer_of(config)
     made.token_dispatcher._fuses &= home == "auto"
     return made
 
