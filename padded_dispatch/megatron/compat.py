@@ -1,4 +1,4 @@
-"""Differences between Megatron-Core 0.16.1, 0.17.1, 0.18.0, 0.19.0 and 0.20, and nothing else."""
+"""Differences between Megatron-Core 0.16.1, 0.19 and 0.20, and nothing else."""
 
 from typing import Any
 

@@ -167,24 +167,22 @@ def take_over(config: Any) -> None:
     It goes before Megatron's own checks, which want the other dispatcher for such settings, and
     after them, since they derive one field from another.
     """
-    for row in _set_for_others(config):
-        log_once(f"set for another dispatcher: {_note(config, row)}")
+    for line, row in zip(notes(config), _set_for_others(config), strict=True):
+        log_once(f"set for another dispatcher: {line}")
         if row.resets:
             setattr(config, row.name, _default(row.name))
 
 
 def notes(config: Any) -> list[str]:
     """Return what `take_over` logs for a config: one line per field, with what stands in place."""
-    return [_note(config, row) for row in _set_for_others(config)]
+    return [
+        f"{row.name}={_read(config, row.name)!r}: {row.note}" for row in _set_for_others(config)
+    ]
 
 
 def _set_for_others(config: Any) -> list[ConfigField]:
     """Return the rows of fields that a recipe has set for another dispatcher."""
     return [row for row in REPLACED if _read(config, row.name) not in (None, _default(row.name))]
-
-
-def _note(config: Any, row: ConfigField) -> str:
-    return f"{row.name}={_read(config, row.name)!r}: {row.note}"
 
 
 def _default(name: str) -> Any:

@@ -265,7 +265,7 @@ def add_arguments(
             continue
         default = getattr(_DEFAULTS, option.name)
         group.add_argument(
-            _flag(option.name),
+            flag_of(option.name),
             *([f"--{option.name}"] if option.name in bare else []),
             type=_parser(option.metadata.get("read", type(default))),
             default=default,
@@ -275,7 +275,7 @@ def add_arguments(
         )
     for name in GONE:
         group.add_argument(
-            _flag(name),
+            flag_of(name),
             action=_Gone,
             nargs="?",
             dest=name,
@@ -309,7 +309,8 @@ def _parser(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """Return the flag of an option."""
     return f"--padded-{name.replace('_', '-')}"
 
 

@@ -158,16 +158,6 @@ def test_factors_of_all_layers_with_experts_are_accepted():
     assert dense.num_moe_experts is None
 
 
-def test_options_that_are_set_on_a_config_are_checked_with_the_layer():
-    config = tiny.config()
-    config.padded_dispatch = PaddedOptions(layer_factors={9: 1.5})
-    install()
-    with pytest.raises(
-        ValueError, match=r"^layer_factors must name layers from 1 to 1, .* layer 9"
-    ):
-        tiny.layer(config)
-
-
 def test_without_a_gpu_the_remedy_is_named(monkeypatch, caplog):
     remedy = "inside `with megatron_on_cpu():` from padded_dispatch.megatron"
     install()
@@ -303,29 +293,3 @@ def test_an_mla_config_is_checked_once_as_well():
     )
     assert config.moe_token_dispatcher_type == "padded_alltoall"
     assert config.padded_dispatch == PaddedOptions()
-
-
-# Configs that no graph of a layer can serve, by Megatron's error, which our path keeps.
-IMPOSSIBLE_GRAPHS = {
-    "must not contain both moe and moe_router": layer_graphs("moe", "moe_router"),
-    "only supported with moe_router cuda graph": layer_graphs("attn", "moe_preprocess"),
-    "mlp cuda graph is only supported for dense layers": layer_graphs("attn", "mlp", "moe"),
-    "full recompute is only supported with full iteration CUDA graph": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-        **layer_graphs("attn", "moe"),
-    },
-    "CUDA graphs not supported with CPU offloading": {
-        "cpu_offloading": True,
-        "cpu_offloading_num_layers": 0,
-        **layer_graphs("attn", "moe"),
-    },
-}
-
-
-@pytest.mark.parametrize("words", IMPOSSIBLE_GRAPHS)
-def test_impossible_graphs_are_rejected_when_the_config_is_made(words):
-    install()
-    with pytest.raises((AssertionError, ValueError), match=words):
-        tiny.config(**IMPOSSIBLE_GRAPHS[words])

@@ -151,22 +151,6 @@ def test_a_drop_in_one_layer_of_one_rank_repeats_the_step_on_all(pool2):
     assert second == ([], {1: [0, 0, 0, 0], 2: [0, 10, 0, 0]}, (1, 3))
 
 
-def test_without_drops_nothing_runs_twice_and_no_bit_changes(alone):
-    with world(SPARE):
-        plain, retried = Training(SPARE), Training(SPARE, on_overflow="retry")
-        counts = count_drops(retried)
-        for number in range(SPARE.steps):
-            assert differing_names(plain.step(number), retried.step(number)) == []
-        assert not plain.random.generators.changed_since(retried.random.generators).states
-        assert retried.retry is not None
-        assert (retried.retry.num_retried, retried.retry.num_steps) == (0, 3)
-        # Steps times microbatches.
-        assert {number: count.dropped for number, count in counts.items()} == {
-            1: [0] * 6,
-            2: [0] * 6,
-        }
-
-
 def test_data_is_read_once_per_step_and_ends_as_without_retry(alone):
     with world(THREE_MICROBATCHES):
         for training in (

@@ -33,10 +33,9 @@ from tests.megatron.graphs.test_capture import (
     no_python,
     unreachable,
 )
-from tests.support import parity, tiny
+from tests.support import tiny
 from tests.support.graph_protocol import GraphedLayer
 from tests.support.packed_sequences import packed, packed_attention
-from tests.support.pool import WorkerPool
 
 SCOPES = [*WHOLE, *PARTIAL, ("attn",)]
 ATTENTION_ALONE = ("attn",)
@@ -145,16 +144,6 @@ def test_replays_follow_a_mask_that_changes(megatron, scope):
     assert len(set(masked)) == 4
 
 
-def two_ranks(scope: Scope) -> list[str]:
-    with parity.megatron("cpu", expert_model_parallel_size=2), graphs():
-        return differences(eager_run(), graphed_run(scope))
-
-
-@pytest.mark.parametrize("scope", [WHOLE[1], PARTIAL[2]], ids="+".join)
-def test_replays_follow_a_mask_on_two_ranks(pool2: WorkerPool, scope):
-    assert pool2.run(two_ranks, scope) == [[], []]
-
-
 def test_a_step_without_a_mask_masks_nothing(megatron):
     training = Masked(("attn", "moe"), **SETTINGS)
     training.step(0)
@@ -232,10 +221,6 @@ def test_captured_attention_is_refused_in_the_first_step(packs, scope: Scope):
         training.step(0)
     training.model.eval()
     training.forward(1, SEQUENCE, seed=0)  # Evaluation is eager.
-
-
-def layer_with(fields: dict[str, Any]) -> Any:
-    return SimpleNamespace(config=SimpleNamespace(**fields))
 
 
 def test_graphs_of_attention_and_samples_that_a_capture_would_mix_are_refused():

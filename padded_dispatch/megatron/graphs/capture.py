@@ -12,9 +12,8 @@ reduction of gradients, as one graph. Both need Transformer Engine's random stat
 (`te_rng_tracker=True`) and a training stream other than the default one, made current before the
 model is built.
 
-Before a capture both check settings that Megatron's training script checks while it parses its
-arguments and that a plain loop leaves unchecked. What Megatron's config itself rejects (scopes that
-exclude each other, full recompute with graphs of layers, CPU offloading) is not checked again.
+Before a capture both check settings that Megatron's training script checks and that a plain loop
+leaves unchecked.
 """
 
 import gc
@@ -157,7 +156,8 @@ class LayerGraphs:
         with _without_forward_hooks(hooked):
             _create(self._helper, self._chunks)
             report = None
-            if self._all_padded():
+            modules = [module for chunk in self._chunks for module in chunk.modules()]
+            if all(is_padded(module) for module in modules if isinstance(module, MoELayer)):
                 report = run_self_test(self._chunks, _samples(self._helper))
         if hooked:
             self._helper.cuda_graph_set_manual_hooks()
@@ -188,10 +188,6 @@ class LayerGraphs:
         if self._helper.graphs_created():
             release(self._helper)
         gc.collect()
-
-    def _all_padded(self) -> bool:
-        modules = (module for chunk in self._chunks for module in chunk.modules())
-        return all(is_padded(module) for module in modules if isinstance(module, MoELayer))
 
 
 class IterationGraph:

@@ -215,7 +215,10 @@ def _run(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
         chunk.zero_grad_buffer()
     given = _noise(like, seed=2 * layer.layer_number).requires_grad_()
     with _restore_random_state(), counts_put_back(layer), scales_put_back(layer):
-        with first_microbatch(layer), _draws_of_a_block(layer.config):
+        # Megatron's block runs layers, and their capture, in a fork of its tracker.
+        tracker: Any = get_cuda_rng_tracker()
+        forked = tracker.fork() if layer.config.sequence_parallel else nullcontext()
+        with first_microbatch(layer), forked:
             output = layer(given, **sample.kwargs)[0]
         output.backward(_noise(output, seed=2 * layer.layer_number + 1))
         _compute_delayed_gradients(layer)
@@ -296,16 +299,6 @@ def waiting_raises(device: torch.device) -> Iterator[None]:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     bits = _INTEGERS[one.itemsize]
     return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
-
-
-def _draws_of_a_block(config: Any) -> AbstractContextManager[Any]:
-    """Return the context in which Megatron's transformer block, and its capture, run a layer.
-
-    Under sequence parallelism the ranks of a tensor-parallel group hold other tokens, so a layer
-    draws from the generator of the tracker that differs between them.
-    """
-    tracker: Any = get_cuda_rng_tracker()
-    return tracker.fork() if config.sequence_parallel else nullcontext()
 
 
 _SCALINGS = ("scaling_fwd", "scaling_bwd")
