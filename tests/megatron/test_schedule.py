@@ -33,10 +33,9 @@ from tests.megatron.graphs.test_capture import (
     no_python,
     unreachable,
 )
-from tests.support import parity, tiny
+from tests.support import tiny
 from tests.support.graph_protocol import GraphedLayer
 from tests.support.packed_sequences import packed, packed_attention
-from tests.support.pool import WorkerPool
 
 SCOPES = [*WHOLE, *PARTIAL, ("attn",)]
 ATTENTION_ALONE = ("attn",)
@@ -143,16 +142,6 @@ def test_replays_follow_a_mask_that_changes(megatron, scope):
     asked = [int(step["demand_E of layer 0"].sum()) // tiny.TOP_K for step in eager]
     assert asked == [MICROBATCHES * NUM_TOKENS - number for number in masked]
     assert len(set(masked)) == 4
-
-
-def two_ranks(scope: Scope) -> list[str]:
-    with parity.megatron("cpu", expert_model_parallel_size=2), graphs():
-        return differences(eager_run(), graphed_run(scope))
-
-
-@pytest.mark.parametrize("scope", [WHOLE[1], PARTIAL[2]], ids="+".join)
-def test_replays_follow_a_mask_on_two_ranks(pool2: WorkerPool, scope):
-    assert pool2.run(two_ranks, scope) == [[], []]
 
 
 def test_a_step_without_a_mask_masks_nothing(megatron):
