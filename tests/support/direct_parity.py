@@ -5,10 +5,7 @@ Experts are elementwise, so unspecified rows after the last real one do not reac
 Letters: T tokens, D hidden size, K experts per token, N rows that this rank's experts can receive.
 """
 
-import itertools
 import os
-import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,7 +16,6 @@ from torch import Tensor
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.dispatcher import Dispatched
-from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.exchange.direct import DirectExchange
 from padded_dispatch.utils.routings import routing_scores
 from tests.support.findings import Findings
@@ -304,53 +300,3 @@ def replay_differences(layers: tuple[Layer, ...], num_replays: int) -> list[str]
         meet()
     del graph, alltoall_graph
     return found
-
-
-def small_run() -> None:
-    """Run two routings forward and backward, with and without NaN in the buffers.
-
-    This is all that a worker does: short enough for compute-sanitizer, and without NCCL.
-    """
-    device = my_gpu()
-    dist.init_process_group("gloo")
-    for pool in ("expert", "rank"):
-        layer = Layer(tokens=37, width=40, top_k=2, local_experts=3, pool=pool)
-        dispatcher = layer.dispatcher("direct")
-        for seed, routing in enumerate(("uniform", "idle")):
-            inputs = make_inputs(layer, routing, seed, device)
-            expected = step(dispatcher, inputs)
-            poison(dispatcher)
-            found = differences(step(dispatcher, inputs), expected)
-            assert not found, (pool, routing, found)
-    meet()
-
-
-def lose_a_rank(how: str, env: dict[str, str], log: str, left: Any) -> None:
-    """Replay for ever, while the last rank "dies" or "stalls"; the main function of a process.
-
-    Args:
-        how: "dies" or "stalls".
-        env: the environment variables that torchrun would set.
-        log: path of the file for stdout and stderr.
-        left: an event, set just before the last rank dies or stalls.
-    """
-    os.environ.update(env)
-    for stream in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    device = my_gpu()
-    dist.init_process_group("nccl", device_id=device)
-    symmetric_memory.TIMEOUT_MS = 45_000
-    layer = Layer()
-    dispatcher, inputs = layer.dispatcher("direct"), make_inputs(layer, "uniform", 0, device)
-    leaves = dist.get_rank() == dist.get_world_size() - 1
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph, _ = captured(lambda: step(dispatcher, inputs))
-        for number in itertools.count():
-            graph.replay()
-            if leaves and number == 105:  # while the device still has replays to do
-                left.set()
-                if how == "dies":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(3600)
-            if number % 10 == 0:
-                torch.cuda.synchronize()
