@@ -6,7 +6,7 @@ the order statistic of these that a share q of the steps does not exceed. "Rows"
 layer for a layer's factor, and of all layers for the factor of all.
 
 The answer holds for steps like the ones in the trace. Each half of the steps is asked alone, too,
-and a warning says so if the halves differ by more than a tenth. What was tried for more certainty
+and a warning names both if they differ by more than a tenth. What was tried for more certainty
 than that is in notebooks/results/LOG_tune.md.
 """
 
