@@ -1,14 +1,12 @@
-"""Draw the pictures of the top README, and write its table, from the results files.
+"""Draw the pictures of the top README from the results files.
 
     python notebooks/readme_figures.py
 
-writes them to `.github/images` and prints the table. Numbers come from `notebooks/results/*.json`
-alone: of the runs that hold every cell, the last one counts.
+writes them to `.github/images`. Numbers come from `notebooks/results/*.json` alone: of the runs
+that hold every cell, the last one counts.
 """
 
 import json
-import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +46,9 @@ LOOKS = {STOCK: (ORANGE, "o"), PACKED: (GREEN, "^"), DIRECT: (BLUE, "s")}
 
 
 def main() -> None:
-    """Write the pictures and print the table."""
+    """Write the pictures."""
     with matplotlib.rc_context(STYLE):
-        drawn = {"idea": draw_idea(), "layer_time": draw_layer_time(), "pools": draw_pools()}
+        drawn = {"idea": draw_idea(), "layer_time": draw_layer_time()}
         for name, figure in drawn.items():
             path = IMAGES / f"{name}.svg"
             figure.savefig(path, metadata={"Date": None, "Creator": None})
@@ -58,7 +56,6 @@ def main() -> None:
             # matplotlib ends some lines with a space.
             lines = [line.rstrip() for line in path.read_text().splitlines()]
             path.write_text("\n".join(lines) + "\n")
-    print(step_table())
 
 
 # The plot: milliseconds of one layer over the capacity factor.
@@ -125,76 +122,6 @@ def draw_layer_time() -> Figure:
     return figure
 
 
-# The plot: dropped rows over the capacity factor, by who shares slots.
-
-POOLS = {"expert": ORANGE, "rank": GREEN, "receiver": BLUE}
-SKEWS = {"lognormal 0.3": "all ranks alike", "topics 0.5": "each rank with its own topics"}
-
-
-def pool_drops(path: Path = RESULTS / "pools.json") -> dict[tuple[str, str], dict[float, float]]:
-    """Return dropped shares by factor for each (skew, pool) of the Qwen3-30B-A3B shape on 8 ranks.
-
-    All of them are of one command.
-
-    Raises:
-        ValueError: if no run of the file has every cell.
-    """
-    wanted = {(skew, pool) for skew in SKEWS for pool in POOLS}
-    for run in reversed(json.loads(path.read_text())["runs"]):
-        cells = {
-            (row["skew"], row["capacity_pool"]): {float(f): d for f, d in row["dropped"].items()}
-            for row in run["rows"]
-            if row["check"] == "rows dropped by synthetic routing"
-            and (row["model"], row["ep"]) == ("qwen3-30b-a3b", 8)
-        }
-        if cells.keys() >= wanted:
-            return {cell: cells[cell] for cell in wanted}
-    raise ValueError(f"path must hold one run with all of {sorted(wanted)}, got {path}")
-
-
-def draw_pools() -> Figure:
-    """Draw what each kind of pool drops, one plot per skew."""
-    drops = pool_drops()
-    widths = {
-        "expert": 2.0,
-        "rank": 4.5,
-        "receiver": 2.0,
-    }  # Where two lie on each other, both show.
-    figure, axes = plt.subplots(1, 2, figsize=(8.2, 2.7), layout="constrained", sharey=True)
-    for ax, (skew, title) in zip(axes, SKEWS.items(), strict=True):
-        for pool, colour in POOLS.items():
-            shares = drops[skew, pool]
-            percents = [100 * share for share in shares.values()]
-            ax.plot(
-                list(shares),
-                percents,
-                color=colour,
-                marker="o",
-                ms=3.5,
-                lw=widths[pool],
-                label=pool,
-            )
-        for pool, places in (("expert", 8), ("rank", 12)):
-            share = drops[skew, pool][1.25]
-            ax.annotate(
-                f"{share:.2%}",
-                (1.25, 100 * share),
-                xytext=(places, 6),
-                textcoords="offset points",
-                fontsize=8,
-                color=POOLS[pool],
-            )
-        ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
-        ax.set_xlim(0.97, 2.53)
-        ax.set_xlabel("capacity factor")
-        ax.grid(color=PALE)
-        ax.set_axisbelow(True)
-    axes[0].set_ylim(0, 100 * max(max(shares.values()) for shares in drops.values()) + 1)
-    axes[0].set_ylabel("dropped, % of rows")
-    axes[0].legend(title="capacity_pool", loc="upper right", fontsize=8.5)
-    return figure
-
-
 # The picture: four experts, twenty rows.
 
 
@@ -248,75 +175,6 @@ def draw_idea() -> Figure:
 
 def _cell(ax: Axes, x: float, y: float, **look: Any) -> None:
     ax.add_patch(Rectangle((x, y), 0.88, 0.9, **({"edgecolor": "none", "linewidth": 0.9} | look)))
-
-
-# The table: milliseconds of a whole training step.
-
-GRAPHS = {
-    "layer": "attention and MoE",
-    "full-iteration": "whole step",
-    "partial": "attention and router",
-}
-STEPS = (
-    (DIRECT, "layer", 1.25),
-    (DIRECT, "layer", 2.0),
-    (PACKED, "layer", 1.25),
-    (PACKED, "full-iteration", 1.25),
-    ("ours: Megatron's experts, all-to-all", "layer", 1.25),
-    (STOCK, "layer", 1.25),
-    (STOCK, "layer", 2.0),
-    ("stock dropless", "partial", None),
-    ("stock dropless", "none", None),
-)
-
-
-def step_table(path: Path = RESULTS / "full_layer_graph.json") -> str:
-    """Return the table of whole steps of the Qwen3-30B-A3B shape on 4 GPUs, as Markdown.
-
-    All of it is one command, which trained each contender three times.
-
-    Raises:
-        ValueError: if no run of the file has every cell.
-    """
-    for run in reversed(json.loads(path.read_text())["runs"]):
-        if run["about"]["machine"].startswith("4 x"):
-            cells = dict(_steps(run["rows"]))
-            if cells.keys() >= set(STEPS):
-                return "\n".join(_table(cells))
-    raise ValueError(f"path must hold one run with all of {STEPS}, got {path}")
-
-
-def _steps(rows: list[dict[str, Any]]) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
-    found: dict[Any, list[dict[str, Any]]] = {}
-    for row in rows:
-        if (row["model"], row["ep"], row["tokens"]) == ("qwen3-30b-a3b", 4, 4096):
-            cell = _step_name(row), row["graph"], row["capacity_factor"]
-            found.setdefault(cell, []).append(row)
-    yield from ((cell, rows) for cell, rows in found.items() if len(rows) >= 3)
-
-
-def _step_name(row: dict[str, Any]) -> str:
-    if row["contender"] != "ours":
-        return row["contender"].replace("stock-", "stock ").replace("drop-pad", "drop-and-pad")
-    padded = row["flags"]["dispatch"]["padded"]
-    experts = {"module": "Megatron's experts"}.get(
-        padded["experts"], f"{padded['experts']} experts"
-    )
-    return f"ours: {experts}, {'direct stores' if padded['exchange'] == 'direct' else 'all-to-all'}"
-
-
-def _table(cells: dict[Any, list[dict[str, Any]]]) -> Iterator[str]:
-    yield "| dispatcher | CUDA graph of | capacity factor | ms per step | TFLOP/s per GPU |"
-    yield "|---|---|---|---|---|"
-    for name, graph, factor in STEPS:
-        rows = cells[name, graph, factor]
-        ms = sorted(row["ms"] for row in rows)
-        # Where the host decides, three repeats differ by more than 2 %: give the range.
-        spread = ms[-1] > 1.02 * ms[0]
-        shown = f"{ms[0]:.1f} to {ms[-1]:.1f}" if spread else f"{statistics.median(ms):.1f}"
-        rate = statistics.median(row["tflops_per_gpu"] for row in rows)
-        size = "none" if factor is None else f"{factor:g}"
-        yield f"| {name} | {GRAPHS.get(graph, graph)} | {size} | {shown} | {rate:.0f} |"
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ _COMMANDS = {
         "measure one layer, ours beside Megatron's",
     ),
     "tune": (
-        "tune.arguments:read",
+        "tune.command:read",
         "tune.command:main",
         "choose a capacity factor from routing traces",
     ),

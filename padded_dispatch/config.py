@@ -28,19 +28,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
-Policy = Literal["probs", "position", "random", "priority"]
+Policy = Literal["probs", "position"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
-Remedy = Literal["none", "renormalize", "reroute"]
-REMEDIES: tuple[str, ...] = get_args(Remedy)
-
 # See `padded_dispatch.exchange.choose`.
-ExchangeKind = Literal["auto", "alltoall", "direct", "two-level"]
+ExchangeKind = Literal["auto", "alltoall", "direct"]
 
-# See `padded_dispatch.exchange.links`.
-LinkRows = Literal["auto", "each", "once", "summed"]
-
-CapacityPool = Literal["expert", "rank", "receiver"]
+CapacityPool = Literal["expert", "rank"]
 CAPACITY_POOLS: tuple[str, ...] = get_args(CapacityPool)
 
 # The capacity factor that drops nothing: every token has a slot with every expert (C = T).
@@ -90,13 +84,11 @@ class BufferBytes:
 
     Attributes:
         send: rows and probabilities in slots before the exchange; packed rows if a single rank
-            packs its own. With two levels, the tokens of a rank of each host, too.
-        receive: the same after the exchange, and gathered over the expert-tensor-parallel group;
-            with two levels also sorted by source.
+            packs its own.
+        receive: the same after the exchange, and gathered over the expert-tensor-parallel group.
         experts: what the experts read, unless it is a view of `receive`: regrouped rows,
             probabilities, counts.
-        back: the experts' output on its way back to the tokens; with two levels sorted by host and
-            received there, then sorted by place and received.
+        back: the experts' output on its way back to the tokens.
         plan: the maps of the dispatch plan.
     """
 
@@ -122,8 +114,8 @@ class PoolSizes:
 
     Attributes:
         num_experts: E.
-        num_pools: pools of one source (G): E, one for each expert; R, one for each destination
-            rank; or 1.
+        num_pools: pools of one source (G): E, one for each expert; or R, one for each destination
+            rank.
         pool_slots: slots of one pool (P).
         num_rows: rows for which the experts of one rank have room (N).
         may_drop: False if no routing asks for more slots than there are.
@@ -151,19 +143,12 @@ class DispatchConfig:
         capacity_factor: slots per (source, expert) relative to perfect balance. `NO_DROP`
             drops nothing and costs C = T. `FIT` drops nothing, in eager passes only: their sizes
             follow from the routing.
-        min_capacity: the fewest slots per (source, expert).
         alignment: every expert's buffer (S * C rows) is a multiple of this; some recipes need it.
         capacity_pool: which rows share slots. "expert": C slots belong to one (source, expert).
             "rank": L * C slots belong to one (source, destination rank), whose experts share them.
-            "receiver": S * L * C slots belong to one destination rank, whose experts and sources
-            share them. All three offer as many slots in all.
-        policy: which rows keep a slot when more ask than fit: "probs" (the most probable),
-            "position" (the first tokens), "random" (a draw), or "priority" (first choices before
-            second ones, the most certain tokens first); see `padded_dispatch.ops.select`.
-        remedy: what happens to dropped rows: "none", "renormalize" (scale up the token's kept rows)
-            or "reroute" (send them to the next-best expert with a free slot); see
-            `padded_dispatch.ops.overflow`.
-        reroute_rounds: how many times "reroute" tries.
+            Both offer as many slots in all.
+        policy: which rows keep a slot when more ask than fit: "probs" (the most probable) or
+            "position" (the first tokens); see `padded_dispatch.ops.select`.
         num_ranks: ranks in the expert-parallel group (R).
         etp_size: ranks that split every expert's ffn between them (expert tensor parallel).
 
@@ -174,12 +159,9 @@ class DispatchConfig:
     num_experts: int
     top_k: int
     capacity_factor: CapacityFactor = NO_DROP
-    min_capacity: int = 1
     alignment: int = 1
     capacity_pool: CapacityPool = "expert"
     policy: Policy = "probs"
-    remedy: Remedy = "none"
-    reroute_rounds: int = 1
     num_ranks: int = 1
     etp_size: int = 1
     _capacity_step: int = field(init=False, repr=False)
@@ -188,9 +170,7 @@ class DispatchConfig:
         for name in (
             "num_experts",
             "top_k",
-            "min_capacity",
             "alignment",
-            "reroute_rounds",
             "num_ranks",
             "etp_size",
         ):
@@ -226,7 +206,6 @@ class DispatchConfig:
         for name, value, choices in (
             ("capacity_pool", self.capacity_pool, CAPACITY_POOLS),
             ("policy", self.policy, POLICIES),
-            ("remedy", self.remedy, REMEDIES),
         ):
             require(value in choices, name, value, f"be one of {', '.join(choices)}")
         # Not in capacity(), because Dynamo cannot trace math.gcd of a symbolic number.
@@ -251,21 +230,14 @@ class DispatchConfig:
     @property
     def cells_per_pool(self) -> int:
         """Pairs of (source, expert) that share a pool."""
-        cells = {"expert": 1, "rank": self.num_local_experts}
-        return cells.get(self.capacity_pool, self.num_local_experts * self.num_sources)
-
-    @property
-    def shares_receivers(self) -> bool:
-        """True if several sources share slots, so that each needs the demands of all."""
-        return self.capacity_pool == "receiver" and self.num_sources > 1 and not self.fits
+        return 1 if self.capacity_pool == "expert" else self.num_local_experts
 
     def capacity(self, num_tokens: int) -> int:
         """Return the slots per (source, expert) for T = `num_tokens` tokens on this rank.
 
-        The capacity is `max(1, min(T, max(ceil(T * K / E * factor), min_capacity)))`, rounded up to
-        the next C with `S * C % alignment == 0`; slots beyond T stay empty. The product is
-        evaluated in the order of `megatron.core.transformer.moe.moe_utils.get_capacity`, so both
-        round alike.
+        The capacity is `max(1, min(T, ceil(T * K / E * factor)))`, rounded up to the next C with
+        `S * C % alignment == 0`; slots beyond T stay empty. The product is evaluated in the order
+        of `megatron.core.transformer.moe.moe_utils.get_capacity`, so both round alike.
 
         Example: T=4096, K=8, E=128, factor 1.25 gives C = 320.
 
@@ -286,7 +258,7 @@ class DispatchConfig:
         if factor != NO_DROP:
             demand = num_tokens * self.top_k
             slots = math.ceil((demand / self.num_experts) * factor)
-        slots = max(1, min(num_tokens, max(slots, self.min_capacity)))
+        slots = max(1, min(num_tokens, slots))
         return -(-slots // self._capacity_step) * self._capacity_step
 
     def sizes(self, num_tokens: int) -> PoolSizes:
@@ -296,7 +268,7 @@ class DispatchConfig:
         T * min(K, L) rows for the L experts of one rank.
 
         Example: T=4096, K=8, E=128, R=8, factor 1.25 (C = 320) gives 128 pools of 320 slots,
-        8 pools of 5,120, or for "receiver" one pool of T * K = 32,768; N = 40,960 in each case.
+        or 8 pools of 5,120; N = 40,960 in both cases.
 
         Raises:
             ValueError: if T = 0, and if the factor is `FIT`.
@@ -305,10 +277,8 @@ class DispatchConfig:
         most = num_tokens * min(self.top_k, self.num_local_experts)
         of_rank = min(capacity * self.num_local_experts, most)
         if self.capacity_pool == "expert":
-            return self._sizes(num_tokens, capacity, may_drop=capacity < num_tokens)
-        if self.capacity_pool == "rank":
-            return self._sizes(num_tokens, of_rank, may_drop=of_rank < most)
-        return self._sizes(num_tokens, of_rank * self.num_sources, may_drop=of_rank < most)
+            return self._sizes(capacity, may_drop=capacity < num_tokens)
+        return self._sizes(of_rank, may_drop=of_rank < most)
 
     def sizes_that_fit(self, num_tokens: int, demand: int) -> PoolSizes:
         """Return the sizes of a pass in which `demand` is the largest demand for one pool.
@@ -318,27 +288,24 @@ class DispatchConfig:
         Args:
             num_tokens: tokens on this rank (T).
             demand: the most rows that ask for one pool, of all pools of all ranks: for one (source,
-                expert), one (source, destination rank), or one destination rank.
+                expert), or one (source, destination rank).
 
         Raises:
             ValueError: if T = 0.
         """
         require_tokens(num_tokens)
         step = self._capacity_step if self.capacity_pool == "expert" else 1
-        return self._sizes(num_tokens, -(-max(1, demand) // step) * step, may_drop=False)
+        return self._sizes(-(-max(1, demand) // step) * step, may_drop=False)
 
-    def _sizes(self, num_tokens: int, slots: int, *, may_drop: bool) -> PoolSizes:
-        """Return the sizes for pools of `slots` slots each; those of "receiver" are a rank's."""
-        pools = {"expert": self.num_experts, "rank": self.num_ranks, "receiver": 1}
-        local = self.num_local_experts if self.capacity_pool == "expert" else 1
-        sources = 1 if self.capacity_pool == "receiver" else self.num_sources
-        # A source of "receiver" lays out all its rows as one block, and cannot have more of them.
-        all_rows = min(num_tokens * self.top_k, slots * self.num_ranks)
+    def _sizes(self, slots: int, *, may_drop: bool) -> PoolSizes:
+        """Return the sizes for pools of `slots` slots each."""
+        of_experts = self.capacity_pool == "expert"
+        local = self.num_local_experts if of_experts else 1
         return PoolSizes(
             num_experts=self.num_experts,
-            num_pools=pools[self.capacity_pool],
-            pool_slots=all_rows if self.capacity_pool == "receiver" else slots,
-            num_rows=slots * local * sources,
+            num_pools=self.num_experts if of_experts else self.num_ranks,
+            pool_slots=slots,
+            num_rows=slots * local * self.num_sources,
             may_drop=may_drop,
         )
 
@@ -349,13 +316,10 @@ class DispatchConfig:
         element_size: int,
         *,
         packed: bool = False,
-        num_hosts: int = 1,
     ) -> BufferBytes:
         """Return the bytes of one layer's buffers on one rank.
 
-        They are those of collectives or of a single rank. Where sources share slots ("receiver"),
-        they are those of direct stores: `receive` holds what the experts read, and `back` the
-        slots to which rows return, which all layers share.
+        They are those of collectives or of a single rank.
 
         Args:
             num_tokens: tokens on this rank (T).
@@ -363,7 +327,6 @@ class DispatchConfig:
             element_size: bytes of one element of a row: 2 for bf16, 4 for fp32.
             packed: whether the experts take packed rows, whose offsets lie beside the counts;
                 experts that share slots always do.
-            num_hosts: with two levels, hosts of the expert-parallel group; 1 without.
         """
         sizes = self.sizes(num_tokens)
         slots, rows = sizes.num_pools * sizes.pool_slots, sizes.num_rows
@@ -372,14 +335,6 @@ class DispatchConfig:
         pooled = self.capacity_pool != "expert"
         packed = packed or pooled
         plan = 4 * (2 * num_tokens * self.top_k + slots + 2 * self.num_experts)
-        if self.capacity_pool == "receiver" and self.num_sources > 1:
-            return BufferBytes(
-                send=0,
-                receive=rows * (per_row + 4) + 4 * counts,
-                experts=8 * counts,
-                back=rows * per_row + slots * (per_row + 4),
-                plan=plan + 4 * self.num_sources * self.num_experts,
-            )
         # Each row travels with its fp32 probability, each expert's rows with their fp32 count.
         send = slots * (per_row + 4) + 4 * self.num_experts
         exchanged, shared = self.num_ranks > 1, self.etp_size > 1
@@ -387,15 +342,9 @@ class DispatchConfig:
         # A single rank's pool of all experts is packed already.
         copied = self.num_sources > 1 or not pooled
         back = rows * per_row + slots * per_row * ((regrouped or shared) + exchanged)
-        receive = send * exchanged + self.etp_size * send * shared
-        if num_hosts > 1:
-            sorts = self.num_ranks > num_hosts  # One rank per host has nothing to sort.
-            send += (num_hosts * num_tokens + 1) * per_row
-            receive += slots * per_row * sorts
-            back += slots * per_row * (1 + 2 * sorts)
         return BufferBytes(
             send=send,
-            receive=receive,
+            receive=send * exchanged + self.etp_size * send * shared,
             experts=rows * (per_row * regrouped + 4 * copied) + 4 * counts * (1 + packed),
             back=back,
             plan=plan,

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import NO_DROP, DispatchConfig, ExchangeKind, LinkRows, require
+from padded_dispatch.config import DispatchConfig, ExchangeKind, require
 from padded_dispatch.exchange import Exchange, ExpertInput
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import Choice, LayerExchanges, agree_on_shapes
 from padded_dispatch.exchange.fit import fit
-from padded_dispatch.ops.overflow import select_with_remedy
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
-from padded_dispatch.ops.select import Selection
+from padded_dispatch.ops.select import Selection, select
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +51,10 @@ class PaddedDispatcher:
         etp_group: the group whose ranks split every expert's ffn; None where none do.
         packed: give the experts packed rows, see `ExpertInput`; experts that share slots need it.
         exchange: "alltoall", any backend's; "direct", stores between the GPUs of one host, see
-            `padded_dispatch.exchange.direct`, which needs `packed`; "two-level", for a group over
-            several hosts, see `padded_dispatch.exchange.two_level`; or "auto", direct where that
+            `padded_dispatch.exchange.direct`, which needs `packed`; or "auto", direct where that
             can work, see `padded_dispatch.exchange.choose`.
         microbatches_in_flight: with direct stores, the most passes that wait for their backward
             pass.
-        link_rows: with direct stores, how often a token crosses a link; see
-            `padded_dispatch.exchange.links`.
-        ranks_per_host: with two levels, ranks of the group on each host, in the order of ranks;
-            None asks the hosts for their names.
-        agreement_timeout: seconds that a rank may come to a call later than another; ten times as
-            long in its first calls, see `padded_dispatch.exchange.agreement`.
 
     Raises:
         ValueError: on all ranks, when they differ in an argument or one cannot work.
@@ -77,9 +69,6 @@ class PaddedDispatcher:
         packed: bool = False,
         exchange: ExchangeKind = "auto",
         microbatches_in_flight: int = 1,
-        link_rows: LinkRows = "auto",
-        ranks_per_host: int | None = None,
-        agreement_timeout: float = 60.0,
     ) -> None:
         for field, given in (("num_ranks", group), ("etp_size", etp_group)):
             size = given.size() if given is not None else 1
@@ -87,7 +76,7 @@ class PaddedDispatcher:
             require(value == size, field, value, f"be {size}, the size of its process group")
         self.config = config
         self._groups = group, etp_group
-        self.agreement = Agreement(group, etp_group, timeout=agreement_timeout)
+        self.agreement = Agreement(group, etp_group)
         self.exchanges = LayerExchanges(
             config,
             self.agreement,
@@ -96,8 +85,6 @@ class PaddedDispatcher:
             layout="packed" if packed else "padded",
             kind=exchange,
             microbatches_in_flight=microbatches_in_flight,
-            link_rows=link_rows,
-            ranks_per_host=ranks_per_host,
         )
 
     def dispatch(
@@ -106,10 +93,6 @@ class PaddedDispatcher:
         probs_TE: Tensor,
         map_TE: Tensor,
         mask_T: Tensor | None = None,
-        *,
-        scores_TE: Tensor | None = None,
-        protected_T: Tensor | None = None,
-        draw: Tensor | None = None,
     ) -> Dispatched:
         """Send rows to their experts.
 
@@ -118,10 +101,6 @@ class PaddedDispatcher:
             probs_TE: floating point [T, E], the router's weights.
             map_TE: bool [T, E], which experts each token asked for, at most K each.
             mask_T: bool [T], True for padding tokens, which take no slot.
-            scores_TE: floating point [T, E], for remedy "reroute": see
-                `padded_dispatch.ops.overflow.reroute`.
-            protected_T: bool [T], True for tokens that keep their slots before all others.
-            draw: int64 scalar, for policy "random": see `padded_dispatch.ops.select.select`.
 
         Raises:
             ValueError: the same on all ranks, when their shapes or rules differ or T is 0.
@@ -132,29 +111,17 @@ class PaddedDispatcher:
             ("dtype of probabilities", probs_TE.dtype),
             ("shape of probs_TE", tuple(probs_TE.shape)),
             ("shape of map_TE", tuple(map_TE.shape)),
-            ("scores_TE is given", scores_TE is not None),
-            ("draw is given", draw is not None),
         )
         agree_on_shapes(self.agreement, self.config, tokens_TD, rules)
         choice = self._choose(tokens_TD, probs_TE, map_TE, mask_T)
         exchange = choice.exchange
-        selection = select_with_remedy(
-            self.config,
-            choice.sizes if self.config.fits else self.config.sizes(len(tokens_TD)),
-            map_TE,
-            probs_TE,
-            scores_TE,
-            mask_T=mask_T,
-            protected_T=protected_T,
-            draw=draw,
-            all_demands=exchange.all_demands,
-            source=self.exchanges.source,
+        selection = select(
+            map_TE, probs_TE, sizes=choice.sizes, policy=self.config.policy, mask_T=mask_T
         )
         plan = make_plan(
             selection.kept_TE,
             top_k=self.config.top_k,
             sizes=choice.sizes,
-            kept_SE=selection.kept_SE,
         )
         outgoing = exchange.prepare(tokens_TD, selection.probs_TE, plan, choice.sizes.num_rows)
         expert_input = exchange.arrange(exchange.move(outgoing))
@@ -169,8 +136,8 @@ class PaddedDispatcher:
             return self.exchanges.choose(self.config, tokens_TD, probs_TE)
         asked_TE = map_TE if mask_T is None else map_TE & ~mask_T[:, None]
         packed = self.exchanges.fits_packed
-        fitted = fit(self.config, asked_TE, *self._groups, packed=packed, max_factor=NO_DROP)
-        return self.exchanges.fitting(fitted.sizes)
+        sizes = fit(self.config, asked_TE, *self._groups, packed=packed)
+        return self.exchanges.fitting(sizes)
 
     def combine(self, out_ND: Tensor, dispatched: Dispatched) -> Tensor:
         """Send the experts' output back and sum it per token: [N, D] to [T, D].

@@ -23,10 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from padded_dispatch.ops.activation import Activation, activate
-from padded_dispatch.ops.grouped import Delayed, grouped_linear, row_tiles
-
-# `grouped_linear` or `batched_linear`.
-Linear = Callable[..., Tensor]
+from padded_dispatch.ops.grouped import Delayed, batched_linear, grouped_linear, row_tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +64,7 @@ class LinearsToSums(Protocol):
         probs_N: Tensor,
         weight_LGD: Tensor,
         offsets_L: Tensor,
-        tiles: Tensor,
+        tiles: Tensor | None,
         sums_LGD: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return fc1's result and the probabilities."""
@@ -80,7 +77,7 @@ class LinearsToSums(Protocol):
         weight_LDF: Tensor,
         bias_LD: Tensor | None,
         offsets_L: Tensor,
-        tiles: Tensor,
+        tiles: Tensor | None,
         sums_LDF: Tensor | None,
     ) -> Tensor:
         """Return the sum of every token's rows, [T, D]."""
@@ -94,69 +91,38 @@ def grouped_mlp(
     weights: ExpertWeights,
     activation: Activation,
     *,
-    linear: Linear = grouped_linear,
+    padded: bool = False,
+    home: LinearsToSums | None = None,
     recompute: bool = False,
 ) -> Tensor:
     """Compute every expert's MLP on its rows, weighted: `prob * (fc2(f(fc1 + bias)) + bias)`.
 
     Args:
-        rows_ND: floating point [N, D]; bf16 on CUDA devices.
+        rows_ND: floating point [N, D]; bf16 on CUDA devices, unless `padded`.
         probs_N: at least fp32.
         offsets_L: contiguous int32, ascending, the last at most N.
         weights: of all experts on this rank.
         activation: between fc1 and fc2.
-        linear: `grouped_linear`, or `batched_linear` if all experts have equally many rows.
+        padded: whether all experts have equally many rows.
+        home: the linears of packed rows that go home inside of fc2; no gradient of `weights` is
+            delayed then.
         recompute: whether to recompute fc2's input in backward.
 
     Returns:
-        [N, D]; rows from `offsets_L[-1]` on are unspecified, as are those of the gradients.
+        [N, D]; rows from `offsets_L[-1]` on are unspecified, as are those of the gradients. With
+        `home` the sum of every token's rows, [T, D].
     """
-    if linear is grouped_linear:  # All products of a pass, also backward, share the list.
-        linear = partial(grouped_linear, tiles=row_tiles(offsets_L, len(rows_ND)))
-    given = None, None, weights.fc1_sums_LGD, weights.fc1_delayed
-    fc1_NG = linear(rows_ND, weights.fc1_LGD, offsets_L, *given)
+    # All products of a pass, also backward, share the list.
+    tiles = None if padded else row_tiles(offsets_L, len(rows_ND))
+    linear = batched_linear if padded else partial(grouped_linear, tiles=tiles)
+    first, second = weights.fc1_LGD, weights.fc2_LDF
+    if home is None:
+        given = None, None, weights.fc1_sums_LGD, weights.fc1_delayed
+        fc1_NG = linear(rows_ND, first, offsets_L, *given)
+    else:
+        given = offsets_L, tiles, weights.fc1_sums_LGD
+        fc1_NG, probs_N = home.first(rows_ND, probs_N, first, *given)
 
-    def second(hidden_NF: Tensor) -> Tensor:
-        given = weights.fc2_bias_LD, probs_N, weights.fc2_sums_LDF, weights.fc2_delayed
-        return linear(hidden_NF, weights.fc2_LDF, offsets_L, *given)
-
-    return _from_fc1(fc1_NG, probs_N, offsets_L, weights, activation, recompute, second)
-
-
-def grouped_mlp_to_sums(
-    rows_ND: Tensor,
-    probs_N: Tensor,
-    offsets_L: Tensor,
-    weights: ExpertWeights,
-    activation: Activation,
-    linears: LinearsToSums,
-    *,
-    recompute: bool = False,
-) -> Tensor:
-    """Compute `grouped_mlp` with these linears, and return the sum of every token's rows: [T, D].
-
-    The other arguments are those of `grouped_mlp`; no gradient of `weights` is delayed.
-    """
-    given = offsets_L, row_tiles(offsets_L, len(rows_ND))
-    sums_LGD = weights.fc1_sums_LGD
-    fc1_NG, probs_N = linears.first(rows_ND, probs_N, weights.fc1_LGD, *given, sums_LGD)
-
-    def second(hidden_NF: Tensor) -> Tensor:
-        linear = weights.fc2_LDF, weights.fc2_bias_LD, *given, weights.fc2_sums_LDF
-        return linears.second(hidden_NF, probs_N, *linear)
-
-    return _from_fc1(fc1_NG, probs_N, offsets_L, weights, activation, recompute, second)
-
-
-def _from_fc1(
-    fc1_NG: Tensor,
-    probs_N: Tensor,
-    offsets_L: Tensor,
-    weights: ExpertWeights,
-    activation: Activation,
-    recompute: bool,
-    second: Callable[[Tensor], Tensor],
-) -> Tensor:
     def activated(fc1_NG: Tensor) -> Tensor:
         return activate(fc1_NG, probs_N, offsets_L, activation, weights.fc1_bias_LG)
 
@@ -165,7 +131,11 @@ def _from_fc1(
     if recompute:
         context = _recomputed(hidden_NF, lambda: activated(saved_NG).detach())
     with context:
-        return second(hidden_NF)
+        if home is None:
+            given = weights.fc2_bias_LD, probs_N, weights.fc2_sums_LDF, weights.fc2_delayed
+            return linear(hidden_NF, second, offsets_L, *given)
+        given = weights.fc2_bias_LD, offsets_L, tiles, weights.fc2_sums_LDF
+        return home.second(hidden_NF, probs_N, second, *given)
 
 
 def _recomputed(value: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:

@@ -1,6 +1,6 @@
-"""Which of Megatron-Bridge's recipes a padded dispatcher accepts, as a page.
+"""Count which of Megatron-Bridge's recipes a padded dispatcher accepts, for FIELDS.md.
 
-    python -m tests.bridge_recipes --write padded_dispatch/megatron/BRIDGE.md
+    python -m tests.bridge_recipes
 
 Every MoE recipe of the installed Bridge is built on the CPU: its precision and its overlap are
 applied as Bridge's training does, the dispatcher's word and a capacity factor of 1.25 are set, and
@@ -11,7 +11,6 @@ as well, Transformer Engine among them.
 A recipe counts as one of experts if its name is one of such a model (`MOE_MODELS`).
 """
 
-import argparse
 import collections
 import copy
 import importlib
@@ -20,7 +19,6 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,16 +86,6 @@ class Outcome:
         if self.error:
             return "not built"
         return "refused" if self.refusals else "accepted, noted" if self.notes else "accepted"
-
-    @property
-    def settings(self) -> str:
-        """The settings that are refused."""
-        return ", ".join(f"`{line.partition(': ')[0]}`" for line in self.refusals)
-
-    @property
-    def model(self) -> str:
-        """The name up to the task."""
-        return re.split(r"_(?:pretrain|sft|peft|finetune|lora)(?:_|$)", self.name)[0]
 
 
 class _Model:
@@ -234,98 +222,20 @@ def _parsed(model: Any) -> Any:
     return model
 
 
-_INTRODUCTION = """\
-Every recipe of a model with experts in Megatron-Bridge {version}, with
-`moe_token_dispatcher_type="padded_alltoall"` and a capacity factor of 1.25. Written by
-`python -m tests.bridge_recipes`: configs were built and checked on a CPU with stand-ins for the
-models' sizes; nothing was trained. [Back to the top](../../README.md); [options](README.md);
-[how to start a recipe](RECIPES.md#megatron-bridge).
-
-- 'Accepted, noted': accepted, and the log says once what stands in place of a setting
-  ([which](#replaced)). A config that is 'not built' could not be made where this page was written.
-- Call `install()` before the recipe makes its config.
-- Set `moe_flex_dispatcher_backend=None` for Bridge's performance scripts. Where it names a back
-  end, they turn the dispatcher's word back into `flex`.
-- Bridge loads and exports Hugging Face weights of packed and batched experts, exactly.
-- `run_config.yaml` holds the options. A program that reads it, such as an exporter, calls
-  `install()` [with them](RECIPES.md#megatron-bridge).
-- LoRA on the linears of experts needs `PaddedOptions(experts="module")`.
-"""
-
-
-_PRECISION = """\
-Experts of the layer's spec quantize padded, aligned rows, in CUDA graphs, too. The recipes mxfp8
-and nvfp4 run on Blackwell only: their configs are checked on CPUs, and their models have not run.
-"""
-
-
-def page(outcomes: list[Outcome], version: str) -> str:
-    """Return the page: counts by kind of recipe, what is refused and why, what is replaced."""
-    lines = [
-        "# Which recipes work",
-        "",
-        _INTRODUCTION.format(version=version),
-        *_counts("recipes", outcomes, lambda one: one.kind),
-        "",
-        "## Precision",
-        "",
-        *_PRECISION.splitlines(),
-        "",
-        *_counts("precision", outcomes, lambda one: one.precision),
-        "",
-        "## Refused because",
-        "",
-        *_settings([one.refusals for one in outcomes]),
-        "",
-        *_grouped([(one.settings, one.name) for one in outcomes if one.refusals]),
-        "",
-        "## Replaced",
-        "",
-        "The log says once what stands in a setting's place. The config gets Megatron's default",
-        "where Megatron would act on the value.",
-        "",
-        *_settings([one.notes for one in outcomes]),
-        "",
-        "## Model by model",
-        "",
-        *_counts("model", outcomes, lambda one: one.model),
-    ]
-    missing = [(one.error, one.name) for one in outcomes if one.error]
-    if missing:
-        lines += ["", "## Not built here", "", *_grouped(missing)]
-    return "\n".join(lines) + "\n"
-
-
-def _grouped(reasons: list[tuple[str, str]]) -> list[str]:
-    """Return one item per reason, with the names of the recipes that have it."""
-    names: dict[str, list[str]] = {}
-    for reason, name in reasons:
-        names.setdefault(reason, []).append(f"`{name}`")
-    return [f"- {reason}: {', '.join(found)}" for reason, found in names.items()]
-
-
-def _counts(head: str, outcomes: list[Outcome], key: Callable[[Outcome], str]) -> list[str]:
-    """Return a table: how many recipes of each group came to which state."""
-    counted: dict[str, collections.Counter[str]] = {}
+def summary(outcomes: list[Outcome]) -> str:
+    """Return the counts by kind of recipe and by precision, each refusal, and each note's count."""
+    lines = []
+    for key in ("kind", "precision"):
+        counted: dict[str, collections.Counter[str]] = {}
+        for one in outcomes:
+            counted.setdefault(getattr(one, key), collections.Counter())[one.state] += 1
+        for name, states in sorted(counted.items()):
+            numbers = ", ".join(f"{states[state]} {state}" for state in STATES)
+            lines.append(f"{name}: {states.total()} in all: {numbers}")
     for one in outcomes:
-        counted.setdefault(key(one), collections.Counter())[one.state] += 1
-    rows = [f"| {head} | in all | {' | '.join(STATES)} |", "| --- " * (2 + len(STATES)) + "|"]
-    for name, states in sorted(counted.items(), reverse=head == "recipes"):
-        numbers = " | ".join(str(states[state]) for state in STATES)
-        rows.append(f"| {name} | {states.total()} | {numbers} |")
-    return rows
-
-
-def _settings(texts: list[tuple[str, ...]]) -> list[str]:
-    """Return a table: each setting, how many recipes have it, and what is said about it."""
-    lines = [line for text in texts for line in text]
-    counted = collections.Counter((line.partition("=")[0], _reason(line)) for line in lines)
-    rows = ["| setting | recipes | |", "| --- | --- | --- |"]
-    return rows + [f"| `{name}` | {num} | {why} |" for (name, why), num in counted.most_common()]
-
-
-def _reason(line: str) -> str:
-    return line.partition(": ")[2].partition(" Remedy: ")[0].rstrip(".")
+        lines += [f"{one.name}: {line}" for line in (*one.refusals, one.error) if line]
+    notes = collections.Counter(line.partition("=")[0] for one in outcomes for line in one.notes)
+    return "\n".join([*lines, *(f"{num} note {name}" for name, num in notes.most_common())]) + "\n"
 
 
 def stand_in() -> None:
@@ -344,23 +254,17 @@ def stand_in() -> None:
 
 
 def main() -> None:
-    """Check all recipes and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, help="the page; else it is printed")
-    parser.add_argument("--version", required=True, help="name of the Bridge, for the page")
-    arguments = parser.parse_args()
+    """Check all recipes and print what came of them."""
     stand_in()
     install()
-    outcomes = []
     found = {kind: recipes_of(package) for kind, package in _PACKAGES}
     with megatron_on_cpu():
-        for kind, recipes in found.items():
-            outcomes += [check(kind, name, recipe) for name, recipe in sorted(recipes.items())]
-    text = page([one for one in outcomes if one is not None], arguments.version)
-    if arguments.write:
-        arguments.write.write_text(text)
-    else:
-        sys.stdout.write(text)
+        outcomes = [
+            check(kind, name, recipe)
+            for kind, recipes in found.items()
+            for name, recipe in sorted(recipes.items())
+        ]
+    sys.stdout.write(summary([one for one in outcomes if one is not None]))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.support.pool import WorkerPool, end_idle_workers, num_threads
+from tests.support import rows  # as it is now
+from tests.support.pool import WorkerPool, end_idle_workers, forget_models, num_threads
 
 MAX_THREADS = 60  # of a process at the end of a session
 
@@ -33,23 +34,44 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Run the tests of named files in this process, which starts at once, and those of GPUs."""
+    files = all(".py" in argument for argument in config.args)
+    return 0 if files or torch.cuda.is_available() else min(os.cpu_count() or 1, 8)
+
+
+_threads: dict[int, int] = {}  # of each process at the end of the session
+
+
+def pytest_testnodedown(node: Any) -> None:
+    """Take the threads of a process that ran tests, and of its workers."""
+    _threads.update(getattr(node, "workeroutput", {}).get("threads", {}))
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail if this process or a worker has many threads: tests left their process groups."""
     gc.unfreeze()  # for a normal interpreter shutdown
-    threads = end_idle_workers() | {os.getpid(): num_threads(os.getpid())}
-    if max(threads.values()) > MAX_THREADS:
-        raise pytest.UsageError(
-            f"processes must have at most {MAX_THREADS} threads at the end, got {threads}; destroy "
-            "the process groups that a test makes"
-        )
+    _threads.update(end_idle_workers() | {os.getpid(): num_threads(os.getpid())})
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["threads"] = _threads
+    elif max(_threads.values()) > MAX_THREADS:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which process has too many threads."""
+    if _threads and max(_threads.values()) > MAX_THREADS:
+        words = f"processes must have at most {MAX_THREADS} threads at the end, got {_threads}"
+        terminalreporter.write_line(f"{words}; destroy the groups that a test makes", red=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def stock_megatron() -> Iterator[None]:
-    """Remove our patches of Megatron after each test module."""
+    """Remove our patches of Megatron, and its models, after each test module."""
     yield
     if installed := sys.modules.get("padded_dispatch.megatron.installer"):
         installed.uninstall()
+    forget_models()
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +102,7 @@ def on_ranks(pool2: WorkerPool, pool4: WorkerPool) -> Callable[..., list[Any]]:
 @pytest.fixture(scope="session")
 def gpu_pools() -> Iterator[dict[int, WorkerPool]]:
     """Provide pools with one GPU per worker, by size."""
+    os.environ.update(rows.ENVIRONMENT)
     pools = {ranks: WorkerPool(ranks, backend="nccl") for ranks in (1, 2, 4, 8)}
     yield pools
     for pool in pools.values():

@@ -30,7 +30,7 @@ from typing import Any
 
 from padded_dispatch.utils.results import about, append_run, read_runs
 from tests.support.equivalent import EQUIVALENT
-from tests.support.gpu_rows import parse
+from tests.support.rows import parse
 
 ROOT = Path(__file__).parent.parent
 _FORK_TESTS = Path(__file__).parent / "support" / "fork_tests.py"

@@ -27,14 +27,12 @@ def sizes(draw: st.DrawFn) -> tuple[int, int, int, float]:
     return draw(st.integers(1, 40_000)), num_experts, top_k, factor
 
 
-@given(sizes=sizes(), min_capacity=st.integers(1, 20))
-def test_capacity_is_megatron_s_clamped_to_the_tokens(sizes, min_capacity):
-    """`get_capacity` of Megatron-Core 0.16.1 to 0.19.0, as its router calls it."""
+@given(sizes=sizes())
+def test_capacity_is_megatron_s_clamped_to_the_tokens(sizes):
+    """`get_capacity` of Megatron-Core 0.16.1 to 0.20, as its router calls it."""
     num_tokens, num_experts, top_k, factor = sizes
-    config = DispatchConfig(
-        num_experts=num_experts, top_k=top_k, capacity_factor=factor, min_capacity=min_capacity
-    )
-    theirs = get_capacity(num_tokens * top_k, num_experts, factor, min_capacity)
+    config = DispatchConfig(num_experts=num_experts, top_k=top_k, capacity_factor=factor)
+    theirs = get_capacity(num_tokens * top_k, num_experts, factor)
     assert config.capacity(num_tokens) == min(theirs, num_tokens)
 
 
@@ -57,7 +55,7 @@ def test_the_factor_that_drops_nothing_gives_t(num_tokens, num_experts, top_k):
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 4096])
 def test_no_factor_drops_nothing(num_tokens):
-    config = DispatchConfig(num_experts=8, top_k=2, min_capacity=3)
+    config = DispatchConfig(num_experts=8, top_k=2)
     assert config.capacity(num_tokens) == num_tokens
 
 
@@ -65,8 +63,6 @@ def test_no_factor_drops_nothing(num_tokens):
     ("num_tokens", "changes", "capacity"),
     [
         (100, {}, 32),  # ceil(100 * 2 / 8 * 1.25) = ceil(31.25)
-        (100, {"min_capacity": 40}, 40),
-        (100, {"min_capacity": 400}, 100),  # No more than T, however much is asked for.
         (100, {"capacity_factor": 1e-9}, 1),
         (1, {"capacity_factor": 1e-9}, 1),
         (100, {"alignment": 16}, 32),
@@ -115,16 +111,9 @@ def test_alignment_adds_as_little_as_possible(sizes, alignment, num_ranks, etp_s
         ({"capacity_factor": -1.0}, r"capacity_factor must be .* got -1\.0;"),
         ({"capacity_factor": math.nan}, "capacity_factor must be .* got nan;"),
         ({"capacity_factor": None}, "capacity_factor must be .* got None;"),
-        ({"min_capacity": 0}, "min_capacity must be a whole number of at least 1, got 0$"),
         ({"alignment": -16}, "alignment must be a whole number of at least 1, got -16$"),
-        (
-            {"policy": "rand"},
-            "policy must be one of probs, position, random, priority, got 'rand'$",
-        ),
-        (
-            {"remedy": "retry"},
-            "remedy must be one of none, renormalize, reroute, got 'retry'$",
-        ),
+        ({"policy": "rand"}, "policy must be one of probs, position, got 'rand'$"),
+        ({"capacity_pool": "node"}, "capacity_pool must be one of expert, rank, got 'node'$"),
         ({"num_ranks": 0}, "num_ranks must be a whole number of at least 1, got 0$"),
         ({"etp_size": "2"}, "etp_size must be a whole number of at least 1, got '2'$"),
     ],
@@ -142,7 +131,7 @@ def test_no_tokens_are_refused(num_tokens):
 
 @pytest.mark.parametrize(
     ("capacity_pool", "num_pools", "pool_slots"),
-    [("expert", 128, 320), ("rank", 8, 5120), ("receiver", 1, 32768)],
+    [("expert", 128, 320), ("rank", 8, 5120)],
 )
 def test_pools_of_the_docstring_s_example(capacity_pool, num_pools, pool_slots):
     config = DispatchConfig(
@@ -150,7 +139,7 @@ def test_pools_of_the_docstring_s_example(capacity_pool, num_pools, pool_slots):
     )
     sizes = config.sizes(4096)
     assert (sizes.num_pools, sizes.pool_slots) == (num_pools, pool_slots)
-    assert sizes.experts_per_pool == 128 // num_pools
+    assert sizes.experts_per_pool == config.cells_per_pool == 128 // num_pools
     assert sizes.num_rows == 40_960
     assert sizes.may_drop
 
@@ -170,19 +159,18 @@ def test_pools_offer_as_many_slots_as_cells_unless_no_routing_fills_them(
             etp_size=etp_size,
             capacity_pool=pool,
         ).sizes(num_tokens)
-        for pool in ("expert", "rank", "receiver")
+        for pool in ("expert", "rank")
     }
     most = num_ranks * etp_size * num_tokens * min(top_k, num_experts)
-    assert of["rank"].num_rows == min(of["expert"].num_rows, most) == of["receiver"].num_rows
-    assert of["rank"].may_drop == of["receiver"].may_drop == (of["rank"].num_rows < most)
+    assert of["rank"].num_rows == min(of["expert"].num_rows, most)
+    assert of["rank"].may_drop == (of["rank"].num_rows < most)
     assert of["rank"].num_rows == num_ranks * etp_size * of["rank"].pool_slots
-    assert of["receiver"].pool_slots <= num_tokens * top_k
     assert of["expert"].pool_slots * num_experts * num_ranks * etp_size == of["expert"].num_rows
 
 
 @pytest.mark.parametrize(
     ("capacity_pool", "num_pools", "pool_slots", "num_rows"),
-    [("expert", 8, 5, 2 * 4 * 5), ("rank", 2, 5, 2 * 5), ("receiver", 1, 10, 5)],
+    [("expert", 8, 5, 2 * 4 * 5), ("rank", 2, 5, 2 * 5)],
 )
 def test_sizes_that_fit_a_demand_of_five_rows(capacity_pool, num_pools, pool_slots, num_rows):
     config = DispatchConfig(num_experts=8, top_k=2, num_ranks=2, capacity_pool=capacity_pool)
@@ -194,18 +182,11 @@ def test_sizes_that_fit_a_demand_of_five_rows(capacity_pool, num_pools, pool_slo
 
 def test_the_defaults():
     config = DispatchConfig(num_experts=8, top_k=2)
-    assert (config.capacity_factor, config.min_capacity, config.alignment) == (math.inf, 1, 1)
-    assert (config.capacity_pool, config.policy, config.remedy) == ("expert", "probs", "none")
-    assert (config.reroute_rounds, config.num_ranks, config.etp_size) == (1, 1, 1)
+    assert (config.capacity_factor, config.alignment) == (math.inf, 1)
+    assert (config.capacity_pool, config.policy) == ("expert", "probs")
+    assert (config.num_ranks, config.etp_size) == (1, 1)
     assert "_capacity_step" not in repr(config)
     assert config == dataclasses.replace(config, capacity_factor=NO_DROP)
-
-
-def test_an_unknown_pool_is_named():
-    with pytest.raises(
-        ValueError, match=r"^capacity_pool must be one of expert, rank, receiver, got"
-    ):
-        DispatchConfig(**GOOD, capacity_pool="node")  # pyright: ignore
 
 
 def test_sizes_of_a_pass_that_fits_are_not_known_before():
@@ -235,34 +216,8 @@ def test_slots_that_fit_are_as_few_as_possible(demand, alignment, capacity_pool,
     assert config.sizes_that_fit(7, demand).pool_slots == pool_slots
 
 
-@pytest.mark.parametrize(
-    ("capacity_pool", "num_ranks", "etp_size", "cells", "shares"),
-    [
-        ("expert", 2, 2, 1, False),
-        ("rank", 2, 2, 6, False),
-        ("receiver", 2, 2, 24, True),
-        ("receiver", 2, 1, 12, True),
-        ("receiver", 1, 3, 36, True),
-        ("receiver", 1, 1, 12, False),
-    ],
-)
-def test_cells_and_sources_that_share_slots(capacity_pool, num_ranks, etp_size, cells, shares):
-    config = DispatchConfig(
-        num_experts=12,
-        top_k=2,
-        capacity_pool=capacity_pool,
-        num_ranks=num_ranks,
-        etp_size=etp_size,
-    )
-    assert config.num_local_experts == 12 // num_ranks
-    assert config.num_sources == num_ranks * etp_size
-    assert config.cells_per_pool == cells
-    assert config.shares_receivers == shares
-    assert not dataclasses.replace(config, capacity_factor=FIT).shares_receivers
-
-
 def test_nothing_may_drop_exactly_where_slots_are_enough():
-    for pool in ("expert", "rank", "receiver"):
+    for pool in ("expert", "rank"):
         for factor, may_drop in ((3.9, True), (4.0, False), (NO_DROP, False)):
             config = DispatchConfig(
                 num_experts=8, top_k=2, capacity_factor=factor, num_ranks=2, capacity_pool=pool
@@ -293,10 +248,6 @@ def test_nothing_may_drop_exactly_where_slots_are_enough():
         (dict(num_experts=4, num_ranks=2, etp_size=2), True, 176, 528, 384, 384, 208),
         (dict(num_experts=4, capacity_pool="rank"), False, 156, 0, 32, 84, 200),
         (dict(num_experts=4, num_ranks=2, capacity_pool="rank"), False, 176, 176, 192, 288, 208),
-        (dict(num_experts=4, capacity_pool="receiver"), False, 156, 0, 32, 84, 200),
-        (dict(num_experts=4, num_ranks=2, capacity_pool="receiver"), False, 0, 176, 32, 236, 232),
-        (dict(num_experts=6, num_ranks=3, capacity_pool="receiver"), False, 0, 204, 48, 248, 288),
-        (dict(num_experts=4, etp_size=2, capacity_pool="receiver"), False, 0, 312, 64, 308, 232),
     ],
 )
 def test_buffer_bytes_of_each_layout(settings, packed, send, receive, experts, back, plan):

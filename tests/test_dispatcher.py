@@ -15,15 +15,17 @@ import torch.distributed as dist
 from hypothesis import given
 from torch import Tensor
 
-from padded_dispatch import DispatchConfig, Dispatched, ExpertInput, PaddedDispatcher, reference
+from padded_dispatch import DispatchConfig, Dispatched, ExpertInput, PaddedDispatcher
 from padded_dispatch import dispatcher as dispatcher_module
 from padded_dispatch.config import FIT, NO_DROP
+from tests.support import reference
 from tests.support.grids import GRIDS, Grid, grid, poisoned_memory
 from tests.support.pool import WorkerError, WorkerPool
 from tests.support.routing_cases import RoutingCase, assert_same, grad_of, leaf, routing_cases
 from tests.support.routings import routing_map, thin_out
 
-ROUTINGS = pytest.mark.parametrize("routing", ["thin", "hot", "same", "idle", "masked", "tiny"])
+ROUTINGS = "thin", "hot", "same", "idle", "masked", "tiny"
+LAYOUTS = pytest.mark.parametrize("layout", ["padded", "packed", "rank"])
 LOCAL_EXPERTS, TOP_K, TOKENS, HIDDEN = 2, 3, 7, 4
 
 
@@ -98,12 +100,17 @@ def numpy_experts_backward(
     return grad_rows_LMD, ((rows_LMD @ weight(i, r)) * grad_LMD).sum(-1)
 
 
-def is_real(given: ExpertInput) -> Tensor:
-    """Return bool [N], True for rows that hold a token."""
-    num_sources, num_local_experts = given.kept_SL.shape
-    capacity = given.rows_ND.shape[0] // given.kept_SL.numel()
-    c_C = torch.arange(capacity)
-    return (c_C < given.kept_SL.T.reshape(num_local_experts, num_sources, 1)).flatten()
+def experts_of(given: ExpertInput) -> tuple[Tensor, Tensor]:
+    """Return the expert of each row [N], and bool [N], True for rows that hold a token."""
+    num_sources, num_local = given.kept_SL.shape
+    row_N = torch.arange(len(given.rows_ND), dtype=torch.int32)
+    if given.offsets_LS is not None:
+        ends_L = given.offsets_LS[:, -1].contiguous()
+        local_N = torch.searchsorted(ends_L, row_N, right=True).clamp(max=num_local - 1)
+        return local_N, row_N < ends_L[-1]
+    c_C = torch.arange(len(row_N) // given.kept_SL.numel())
+    is_real = c_C < given.kept_SL.T.reshape(num_local, num_sources, 1)
+    return row_N // (len(row_N) // num_local), is_real.flatten()
 
 
 def poison(rows: Tensor, is_real_N: Tensor) -> Tensor:
@@ -125,9 +132,12 @@ def poison(rows: Tensor, is_real_N: Tensor) -> Tensor:
 
 
 def experts(given: ExpertInput, here: Grid) -> Tensor:
-    weight_LDD = torch.from_numpy(weight(here.i, here.r))
-    rows_LMD = given.rows_ND.view(LOCAL_EXPERTS, -1, HIDDEN)
-    return (rows_LMD @ weight_LDD).flatten(0, 1) * given.probs_N[:, None]
+    """Return the experts' output; rows without a token are NaN, in all values and gradients."""
+    local_N, is_real_N = experts_of(given)
+    rows_ND, probs_N = poison(given.rows_ND, is_real_N), poison(given.probs_N, is_real_N)
+    weight_NDD = torch.from_numpy(weight(here.i, here.r))[local_N]
+    out_ND = (rows_ND[:, None] @ weight_NDD).squeeze(1) * probs_N[:, None]
+    return poison(out_ND, is_real_N)
 
 
 class _Step:
@@ -147,23 +157,17 @@ class _Step:
 
     def finish(self, dispatcher: PaddedDispatcher, dispatched: Dispatched) -> OneRank:
         """Run experts with NaN in all padded rows, then combine and backward."""
-        given = dispatched.expert_input
-        is_real_N = is_real(given)
-        clean = ExpertInput(
-            rows_ND=poison(given.rows_ND, is_real_N),
-            probs_N=poison(given.probs_N, is_real_N),
-            kept_SL=given.kept_SL,
-        )
-        out_ND = poison(experts(clean, self.here), is_real_N)
+        out_ND = experts(dispatched.expert_input, self.here)
         out_ND.retain_grad()
         out_TD = dispatcher.combine(out_ND, dispatched)
         out_TD.backward(self.grad_TD)
+        assert not dispatched.plan.unplaced_E.any()
         return OneRank(
             out_TD=out_TD.detach(),
             grad_tokens_TD=grad_of(self.tokens_TD),
             grad_probs_TE=grad_of(self.probs_TE),
             grad_out_ND=grad_of(out_ND),
-            is_real_N=is_real_N,
+            is_real_N=experts_of(dispatched.expert_input)[1],
             demand_E=dispatched.selection.demand_E,
         )
 
@@ -173,23 +177,19 @@ def _dispatcher(config: DispatchConfig, packed: bool = False) -> PaddedDispatche
     return PaddedDispatcher(config, group=here.group, etp_group=here.etp_group, packed=packed)
 
 
-def _one_step(config: DispatchConfig, batch: Batch) -> OneRank:
+def _in_flight(config: DispatchConfig, packed: bool, batches: list[Batch]) -> list[OneRank]:
+    """Dispatch all microbatches, then finish them, the last one first, as pipelines do."""
     with poisoned_memory():
-        dispatcher, step = _dispatcher(config), _Step(config, batch)
-        return step.finish(dispatcher, step.dispatch(dispatcher))
+        dispatcher = _dispatcher(config, packed)
+        steps = [_Step(config, batch) for batch in batches]
+        sent = [step.dispatch(dispatcher) for step in steps]
+        results = [step.finish(dispatcher, sent.pop()) for step in reversed(steps)]
+    return results[::-1]
 
 
-def _two_in_flight(config: DispatchConfig, batches: tuple[Batch, Batch]) -> list[OneRank]:
-    """Dispatch two microbatches and combine the first one last, as pipelines do."""
-    dispatcher = _dispatcher(config)
-    first, second = (_Step(config, batch) for batch in batches)
-    first_dispatched = first.dispatch(dispatcher)
-    second_dispatched = second.dispatch(dispatcher)
-    result = second.finish(dispatcher, second_dispatched)
-    return [first.finish(dispatcher, first_dispatched), result]
-
-
-def assert_is_reference(config: DispatchConfig, batch: Batch, results: list[OneRank]) -> None:
+def assert_is_reference(
+    config: DispatchConfig, batch: Batch, results: list[OneRank], packed: bool = False
+) -> None:
     sizes = config.sizes(batch.tokens_STD.shape[1])
     selections = [
         reference.select(map_TE, probs_TE, sizes=sizes, policy=config.policy, mask_T=mask_T)
@@ -204,9 +204,8 @@ def assert_is_reference(config: DispatchConfig, batch: Batch, results: list[OneR
     grad_tokens_STD, grad_probs_STE = reference.layer_backward(
         batch.tokens_STD, probs_STE, plans, numpy_experts_backward, batch.grad_STD, **ranks
     )
-    grad_out_RLMD = reference.combine_backward(
-        batch.grad_STD, plans, num_ranks=config.num_ranks
-    ).reshape(config.num_ranks, -1, HIDDEN)
+    grad_out_RLMD = reference.combine_backward(batch.grad_STD, plans, num_ranks=config.num_ranks)
+    given = reference.dispatch(batch.tokens_STD, probs_STE, plans, num_ranks=config.num_ranks)
     for source, (result, selection) in enumerate(zip(results, selections, strict=True)):
         assert_same(result.out_TD, out_STD[source])
         assert_same(result.grad_tokens_TD, grad_tokens_STD[source])
@@ -214,57 +213,115 @@ def assert_is_reference(config: DispatchConfig, batch: Batch, results: list[OneR
             result.grad_probs_TE,
             reference.select_backward(selection.kept_TE, grad_probs_STE[source]),
         )
-        assert_same(result.grad_out_ND, grad_out_RLMD[source % config.num_ranks])
-        assert not result.grad_out_ND[~result.is_real_N].any()
+        r = source % config.num_ranks
+        expected = reference.pack(grad_out_RLMD[r], given.kept_RSL[r])
+        assert_same(result.grad_out_ND[result.is_real_N], expected)
+        if not packed:  # Rows behind packed ones are unspecified.
+            assert not result.grad_out_ND[~result.is_real_N].any()
         assert_same(result.demand_E, selection.demand_E)
 
 
-def config_of(num_ranks: int = 1, etp_size: int = 1, **changes: Any) -> DispatchConfig:
+def config_of(layout: str, num_ranks: int = 1, etp_size: int = 1, **changes: Any) -> DispatchConfig:
+    """Return a config for "padded" or "packed" cells, or packed pools of a "rank"."""
     num_experts = LOCAL_EXPERTS * num_ranks
     sizes = dict(num_experts=num_experts, top_k=min(TOP_K, num_experts), capacity_factor=0.75)
-    return DispatchConfig(**{**sizes, **changes}, num_ranks=num_ranks, etp_size=etp_size)
+    pool: Any = "rank" if layout == "rank" else "expert"
+    groups = dict(num_ranks=num_ranks, etp_size=etp_size, capacity_pool=pool)
+    return DispatchConfig(**{**sizes, **changes}, **groups)
 
 
-@ROUTINGS
+def check(on_ranks: Any, config: DispatchConfig, packed: bool, batches: list[Batch]) -> None:
+    results = on_ranks(config.num_sources, _in_flight, config, packed, batches)
+    for batch, of_ranks in zip(batches, zip(*results, strict=True), strict=True):
+        assert_is_reference(config, batch, list(of_ranks), packed)
+
+
+@LAYOUTS
 @GRIDS
-def test_all_ranks_are_the_reference(on_ranks, routing, num_ranks, etp_size):
-    config = config_of(num_ranks, etp_size)
-    batch = make_batch(config, routing)
-    results = on_ranks(num_ranks * etp_size, _one_step, config, batch)
-    assert_is_reference(config, batch, results)
+def test_all_ranks_are_the_reference(on_ranks, num_ranks, etp_size, layout):
+    """Every routing in a pass of its own; all wait for their backward pass at the same time."""
+    config = config_of(layout, num_ranks, etp_size)
+    batches = [make_batch(config, routing, seed) for seed, routing in enumerate(ROUTINGS)]
+    check(on_ranks, config, layout != "padded", batches)
 
 
+@LAYOUTS
 @pytest.mark.parametrize(
     "changes",
-    [{"policy": "position"}, {"capacity_factor": NO_DROP}, {"alignment": 16}, {"min_capacity": 5}],
+    [
+        {"policy": "position"},
+        {"capacity_factor": NO_DROP},
+        {"capacity_factor": 0.01},
+        {"alignment": 16},
+        {"top_k": 1},
+    ],
+    ids=str,
 )
-def test_every_option_is_the_reference(pool4: WorkerPool, changes):
-    config = config_of(2, 2, **changes)
-    batch = make_batch(config, "hot")
-    assert_is_reference(config, batch, pool4.run(_one_step, config, batch))
+def test_every_setting_is_the_reference(on_ranks, layout, changes):
+    config = config_of(layout, 2, 1, **changes)
+    batches = [make_batch(config, routing) for routing in ("hot", "tiny")]
+    check(on_ranks, config, layout != "padded", batches)
 
 
-@pytest.mark.parametrize("routing", ["hot", "masked", "idle", "tiny"])
-def test_sizes_that_fit_drop_nothing(pool4: WorkerPool, routing):
-    batch = make_batch(config_of(2, 2), routing)
+@LAYOUTS
+def test_a_pool_keeps_as_many_rows_as_it_has_slots(on_ranks, layout):
+    config = config_of(layout, 2, 2, capacity_factor=0.5)
+    batch, sizes = make_batch(config, "hot"), config.sizes(TOKENS)
+    packed = layout != "padded"
+    results = on_ranks(4, _in_flight, config, packed, [batch])
+    kept_SL = [result.is_real_N.sum() for (result,) in results]
+    asked_SG = batch.map_STE.sum(1).reshape(4, sizes.num_pools, -1).sum(2)
+    assert (asked_SG > sizes.pool_slots).any()
+    # Both shards of an expert receive the rows of all sources.
+    assert sum(map(int, kept_SL)) == 2 * np.minimum(asked_SG, sizes.pool_slots).sum()
+
+
+@LAYOUTS
+def test_sizes_that_fit_drop_nothing(on_ranks, layout):
+    batches = [make_batch(config_of(layout, 2, 2), one) for one in ("hot", "masked", "tiny")]
     fitted, whole = (
-        pool4.run(_one_step, config_of(2, 2, capacity_factor=factor), batch)
+        on_ranks(
+            4,
+            _in_flight,
+            config_of(layout, 2, 2, capacity_factor=factor),
+            layout != "padded",
+            batches,
+        )
         for factor in (FIT, NO_DROP)
     )
-    for ours, expected in zip(fitted, whole, strict=True):
-        for name in ("out_TD", "grad_tokens_TD", "grad_probs_TE", "demand_E"):
-            assert torch.equal(getattr(ours, name), getattr(expected, name)), name
-        assert len(ours.grad_out_ND) <= len(expected.grad_out_ND)
+    for of_rank, expected_of_rank in zip(fitted, whole, strict=True):
+        for ours, expected in zip(of_rank, expected_of_rank, strict=True):
+            for name in ("out_TD", "grad_tokens_TD", "grad_probs_TE", "demand_E"):
+                assert torch.equal(getattr(ours, name), getattr(expected, name)), name
+            assert len(ours.grad_out_ND) <= len(expected.grad_out_ND)
 
 
-@GRIDS
-def test_a_dispatcher_keeps_nothing_between_calls(on_ranks, num_ranks, etp_size):
-    config = config_of(num_ranks, etp_size)
-    batches = make_batch(config, "thin", seed=1), make_batch(config, "tiny", seed=2)
-    results = on_ranks(num_ranks * etp_size, _two_in_flight, config, batches)
-    firsts, seconds = zip(*results, strict=True)
-    assert_is_reference(config, batches[0], list(firsts))
-    assert_is_reference(config, batches[1], list(seconds))
+def _recomputed(config: DispatchConfig, packed: bool, batch: Batch) -> list[Tensor]:
+    """Return output and gradients, without and with recomputation of the forward pass."""
+    dispatcher, found = _dispatcher(config, packed), []
+    for recompute in (False, True):
+        step = _Step(config, batch)
+
+        def layer(*_: Tensor, step: _Step = step) -> Tensor:
+            sent = step.dispatch(dispatcher)
+            return dispatcher.combine(experts(sent.expert_input, step.here), sent)
+
+        leaves = step.tokens_TD, step.probs_TE
+        if recompute:
+            out_TD = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)
+        else:
+            out_TD = layer()
+        out_TD.backward(step.grad_TD)
+        found += [out_TD.detach(), *map(grad_of, leaves)]
+    return found
+
+
+@LAYOUTS
+def test_recomputation_gives_the_same_bits(on_ranks, layout):
+    config = config_of(layout, 2)
+    for found in on_ranks(2, _recomputed, config, layout != "padded", make_batch(config, "thin")):
+        for first, second in zip(found[:3], found[3:], strict=True):
+            assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -273,7 +330,7 @@ def test_identity_experts_on_any_routing(packed: bool, case: RoutingCase):
     """Each token returns times the sum of its kept probabilities: quarters, so the sum is exact."""
     map_TE, probs_TE, mask_T = case.tensors()
     num_tokens, num_experts = map_TE.shape
-    config = DispatchConfig(num_experts=num_experts, top_k=num_experts, min_capacity=case.capacity)
+    config = DispatchConfig(num_experts=num_experts, top_k=num_experts)
     dispatcher = PaddedDispatcher(config, packed=packed)
     tokens_TD = torch.arange(1.0, num_tokens * HIDDEN + 1).view(num_tokens, HIDDEN)
     dispatched = dispatcher.dispatch(tokens_TD, probs_TE, map_TE, mask_T)
@@ -292,12 +349,10 @@ def _layer(
     return dispatcher.combine(torch.tanh(given.rows_ND) * given.probs_N[:, None], dispatched)
 
 
-def _compiled_and_eager(
-    num_ranks: int, etp_size: int, packed: bool = False
-) -> list[tuple[Tensor, Tensor]]:
+def _compiled_and_eager(layout: str, num_ranks: int, etp_size: int) -> list[tuple[Tensor, Tensor]]:
     """Return pairs of outputs and gradients in fp32, in which another order of sums would show."""
-    config = config_of(num_ranks, etp_size)
-    dispatcher = _dispatcher(config, packed)
+    config = config_of(layout, num_ranks, etp_size)
+    dispatcher = _dispatcher(config, layout != "padded")
     compiled = torch.compile(_layer, fullgraph=True, backend="aot_eager")
     pairs = []
     for num_tokens in (7, 9):
@@ -316,15 +371,20 @@ def _compiled_and_eager(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "etp_size", "packed"),
-    [(1, 1, False), (1, 1, True), (2, 1, False), (1, 2, False)],
+    ("layout", "num_ranks", "etp_size"),
+    [("padded", 1, 1), ("packed", 1, 1), ("padded", 1, 2), ("rank", 2, 1)],
 )
-def test_compiled_as_one_graph_is_eager_bit_by_bit(on_ranks, num_ranks, etp_size, packed):
-    arguments = num_ranks, etp_size, packed
-    for pairs in on_ranks(num_ranks * etp_size, _compiled_and_eager, *arguments):
+def test_compiled_as_one_graph_is_eager_bit_by_bit(on_ranks, layout, num_ranks, etp_size):
+    for pairs in on_ranks(num_ranks * etp_size, _compiled_and_eager, layout, num_ranks, etp_size):
         assert len(pairs) == 6
         for ours, theirs in pairs:
             assert torch.equal(ours, theirs)
+
+
+def test_padded_rows_need_slots_of_their_own():
+    expected = r"^capacity_pool must be 'expert' with experts that read padded rows, got 'rank'"
+    with pytest.raises(ValueError, match=expected):
+        PaddedDispatcher(config_of("rank"))
 
 
 @pytest.mark.parametrize("field", ["num_ranks", "etp_size"])
@@ -357,9 +417,8 @@ def _exchange_with(**on_rank_1: Any) -> None:
     [
         ({"packed": True}, "layout is 0 on rank 0, 1 on rank 1"),
         ({"microbatches_in_flight": 3}, "microbatches_in_flight is 1 on rank 0, 3 on rank 1"),
-        ({"link_rows": "once"}, "link_rows is 0 on rank 0, 2 on rank 1"),
     ],
-    ids=["packed", "in flight", "link rows"],
+    ids=["packed", "in flight"],
 )
 def test_ranks_must_choose_the_same_exchange(pool2: WorkerPool, option, words):
     with pytest.raises(WorkerError, match=words) as caught:
@@ -368,37 +427,17 @@ def test_ranks_must_choose_the_same_exchange(pool2: WorkerPool, option, words):
     assert len(caught.value.errors) == 2
 
 
-def test_what_is_left_out_has_its_default(monkeypatch):
-    made = {}
-    for name in ("Agreement", "LayerExchanges"):
-        keep = functools.partial(made.__setitem__, name)
-        monkeypatch.setattr(
-            dispatcher_module, name, lambda *args, keep=keep, **options: keep(options)
-        )
-    config = DispatchConfig(num_experts=4, top_k=2)
-    exchanges = dict(kind="auto", microbatches_in_flight=1, link_rows="auto", ranks_per_host=None)
-    PaddedDispatcher(config)
-    assert made["Agreement"] == {"timeout": 60.0}
-    assert made["LayerExchanges"] == {"layout": "padded", **exchanges}
-    PaddedDispatcher(config, packed=True, agreement_timeout=5.0)
-    assert made["Agreement"] == {"timeout": 5.0}
-    assert made["LayerExchanges"] == {"layout": "packed", **exchanges}
-
-
 def test_what_ranks_compare(monkeypatch):
     compared: list[Any] = []
     monkeypatch.setattr(dispatcher_module, "agree_on_shapes", lambda *args: compared.append(args))
     dispatcher = PaddedDispatcher(DispatchConfig(num_experts=4, top_k=2))
     tokens_TD, probs_TE = torch.ones(3, 2), torch.rand(3, 4, dtype=torch.float64)
-    map_TE = torch.tensor([[True, True, False, False]] * 3)
-    dispatcher.dispatch(tokens_TD, probs_TE, map_TE)
-    dispatcher.dispatch(tokens_TD, probs_TE, map_TE, scores_TE=probs_TE, draw=torch.tensor(1))
-    shapes = [("dtype of probabilities", torch.float64)]
-    shapes += [("shape of probs_TE", (3, 4)), ("shape of map_TE", (3, 4))]
-    for (agreement, config, tokens, rules), is_given in zip(compared, (False, True), strict=True):
-        assert (agreement, config) == (dispatcher.agreement, dispatcher.config)
-        assert tokens is tokens_TD
-        assert rules == (*shapes, ("scores_TE is given", is_given), ("draw is given", is_given))
+    dispatcher.dispatch(tokens_TD, probs_TE, torch.tensor([[True, True, False, False]] * 3))
+    ((agreement, config, tokens, rules),) = compared
+    assert (agreement, config) == (dispatcher.agreement, dispatcher.config)
+    assert tokens is tokens_TD
+    shapes = ("shape of probs_TE", (3, 4)), ("shape of map_TE", (3, 4))
+    assert rules == (("dtype of probabilities", torch.float64), *shapes)
 
 
 def test_no_tokens_are_refused():

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
-from padded_dispatch.megatron import PaddedOptions, padded_spec
+from padded_dispatch.megatron import padded_spec
 from padded_dispatch.megatron.cpu import _CudaMeansCpu, megatron_on_cpu
 from tests import test_dispatcher
 from tests.support import tiny
@@ -43,7 +43,7 @@ def whole_world(num_ranks: int, etp_size: int) -> Grid:
 @pytest.mark.parametrize("routing", ["thin", "hot", "same", "idle", "masked"])
 def test_sixty_four_ranks_are_the_reference(monkeypatch, routing):
     monkeypatch.setattr(test_dispatcher, "grid", whole_world)
-    config = config_of(RANKS)
+    config = config_of("padded", RANKS)
     batch = make_batch(config, routing)
     with poisoned_memory():
         results = run_on_threads(RANKS, one_step, config, batch)
@@ -59,9 +59,9 @@ class LayerRun:
     grad_experts: dict[int, list[Tensor]]
 
 
-def layer_config(num_ranks: int, ranks_per_host: int | None) -> TransformerConfig:
+def layer_config(num_ranks: int) -> TransformerConfig:
     """Return a config in which nothing rounds: whole numbers, ReLU, two equal scores per token."""
-    config = tiny.config(
+    return tiny.config(
         num_moe_experts=RANKS,
         hidden_size=RANKS,
         moe_ffn_hidden_size=3,
@@ -71,12 +71,9 @@ def layer_config(num_ranks: int, ranks_per_host: int | None) -> TransformerConfi
         moe_router_dtype="fp64",
         params_dtype=torch.float64,
     )
-    if ranks_per_host is not None:
-        config.padded_dispatch = PaddedOptions(exchange="two-level", ranks_per_host=ranks_per_host)
-    return config
 
 
-def layer_run(tokens_RTD: Tensor, ranks_per_host: int | None = None) -> LayerRun:
+def layer_run(tokens_RTD: Tensor) -> LayerRun:
     """Run a step of Megatron's MoE layer; the tokens are split over the ranks."""
     group: Any = dist.group.WORLD
     alone = ("tp", "cp", "expt_tp", "expt_dp", "tp_cp", "tp_dp_cp", "dp", "dp_cp")
@@ -84,7 +81,7 @@ def layer_run(tokens_RTD: Tensor, ranks_per_host: int | None = None) -> LayerRun
     spec = padded_spec(tiny.layer_spec()).submodules.mlp
     make = spec if callable(spec) else functools.partial(build_module, spec)
     with _CudaMeansCpu():
-        layer = make(config=layer_config(group.size(), ranks_per_host), pg_collection=groups)
+        layer = make(config=layer_config(group.size()), pg_collection=groups)
         layer.set_layer_number(1)
         layer.double().train()
         _set_weights(layer)
@@ -92,7 +89,7 @@ def layer_run(tokens_RTD: Tensor, ranks_per_host: int | None = None) -> LayerRun
         tokens_TD = mine_RTD.flatten(0, 1).clone().requires_grad_()
         out_TD = layer(tokens_TD[:, None])[0][:, 0]
         out_TD.backward(tokens_TD.detach().roll(1, -1))
-    wanted = "none" if group.size() == 1 else "alltoall" if ranks_per_host is None else "two-level"
+    wanted = "none" if group.size() == 1 else "alltoall"
     assert layer.token_dispatcher.chosen["exchange"] == wanted
     assert tokens_TD.grad is not None
     return LayerRun(
@@ -114,8 +111,7 @@ def _set_weights(layer: Any) -> None:
                 parameter.copy_(torch.randint(-3, 4, parameter.shape, generator=draw))
 
 
-@pytest.mark.parametrize("ranks_per_host", [None, 8])
-def test_a_megatron_layer_on_sixty_four_ranks_equals_one_rank(ranks_per_host):
+def test_a_megatron_layer_on_sixty_four_ranks_equals_one_rank():
     draw = torch.Generator().manual_seed(3)
     tokens_RTD = torch.randint(-3, 4, (RANKS, 5, RANKS), generator=draw).double()
     chosen_RTK = torch.rand(RANKS, 5, RANKS, generator=draw).topk(2, dim=-1).indices
@@ -123,7 +119,7 @@ def test_a_megatron_layer_on_sixty_four_ranks_equals_one_rank(ranks_per_host):
     tokens_RTD.scatter_(2, chosen_RTK, 8.0)
     with megatron_on_cpu():
         (alone,) = run_on_threads(1, layer_run, tokens_RTD)
-        ranks = run_on_threads(RANKS, layer_run, tokens_RTD, ranks_per_host)
+        ranks = run_on_threads(RANKS, layer_run, tokens_RTD)
     assert torch.equal(torch.cat([run.out_TD for run in ranks]), alone.out_TD)
     assert torch.equal(torch.cat([run.grad_tokens_TD for run in ranks]), alone.grad_tokens_TD)
     for run in ranks:
@@ -137,7 +133,7 @@ def test_a_megatron_layer_on_sixty_four_ranks_equals_one_rank(ranks_per_host):
 def test_an_error_names_the_rank_with_another_shape():
     def work() -> None:
         num_tokens = 5 + (dist.get_rank() == 63)
-        config = config_of(RANKS)
+        config = config_of("padded", RANKS)
         dispatcher = PaddedDispatcher(config, group=dist.group.WORLD)
         map_TE = torch.ones(num_tokens, config.num_experts, dtype=torch.bool)
         dispatcher.dispatch(torch.ones(num_tokens, 2), map_TE.float(), map_TE)

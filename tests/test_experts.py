@@ -161,8 +161,8 @@ def test_nothing_is_recomputed_unless_asked_for(monkeypatch):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("grouped", [False, True], ids=["batched", "grouped"])
-def test_both_grouped_linears_share_one_list_of_tiles(monkeypatch, grouped):
+@pytest.mark.parametrize("padded", [False, True])
+def test_both_linears_share_one_list_of_tiles(monkeypatch, padded):
     activation, given_tiles = Activation(**ALL["swiglu"]), []
 
     def some_linear(rows_ND: Tensor, weight_LXD: Tensor, *given: Any, tiles: Any = None) -> Tensor:
@@ -170,13 +170,12 @@ def test_both_grouped_linears_share_one_list_of_tiles(monkeypatch, grouped):
         return rows_ND.new_zeros(len(rows_ND), weight_LXD.shape[1])
 
     monkeypatch.setattr(experts, "row_tiles", lambda offsets_L, num_rows: (offsets_L, num_rows))
-    if grouped:
-        monkeypatch.setattr(experts, "grouped_linear", some_linear)
+    for name in ("grouped_linear", "batched_linear"):
+        monkeypatch.setattr(experts, name, some_linear)
     given, offsets_L = inputs([2, 0, 3], 1, activation, biased=False), offsets_of([2, 0, 3])
     rows_ND, probs_N = given.pop("rows_ND"), given.pop("probs_N")
-    weights = ExpertWeights(**given)
-    grouped_mlp(rows_ND, probs_N, offsets_L, weights, activation, linear=some_linear)
-    assert given_tiles == [(offsets_L, 6) if grouped else None] * 2
+    grouped_mlp(rows_ND, probs_N, offsets_L, ExpertWeights(**given), activation, padded=padded)
+    assert given_tiles == [None if padded else (offsets_L, 6)] * 2
 
 
 def test_gradients_are_those_of_the_function():

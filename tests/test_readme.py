@@ -25,13 +25,12 @@ import torch
 
 import padded_dispatch
 from padded_dispatch import cli
-from padded_dispatch.megatron import fields, options, run
+from padded_dispatch.megatron import options, run
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PACKAGE_PAGE = ROOT / "padded_dispatch" / "README.md"
 MEGATRON_PAGE = ROOT / "padded_dispatch" / "megatron" / "README.md"
-FIELDS_PAGE = MEGATRON_PAGE.with_name("FIELDS.md")
 FOLDERS = (".github", "padded_dispatch", "notebooks", "tests")
 PAGES = (README, *sorted(page for name in FOLDERS for page in (ROOT / name).rglob("*.md")))
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -63,39 +62,21 @@ def readme_figures() -> ModuleType:
 
 
 def options_table() -> str:
-    """Return all options as a Markdown table.
-
-    Times are those of one layer's forward pass at T = 4096, E = 128, K = 8 on an H200
-    (notebooks/results/capacity_control.json).
-    """
-    lines = ["| option | flag | default | meaning | cost |", "|---|---|---|---|---|"]
-    defaults = options.to_json(options.PaddedOptions())
+    """Return all options as a Markdown table."""
+    lines = ["| option | flag | default | meaning |", "|---|---|---|---|"]
+    defaults = options.PaddedOptions()
     for option in dataclasses.fields(options.PaddedOptions):
         name, told = option.name, option.metadata
         flag = f"--padded-{name.replace('_', '-')}"
-        default, cost = defaults[name], told.get("cost", "")
-        lines.append(f"| `{name}` | `{flag}` | {default} | {told['help']} | {cost} |")
+        default = options.show(getattr(defaults, name))
+        lines.append(f"| `{name}` | `{flag}` | {default} | {told['help']} |")
     return "\n".join(lines)
-
-
-def fields_table(rows: tuple[fields.ConfigField, ...]) -> str:
-    """Return fields as a Markdown table: name, versions that have it, status and note."""
-    head = ["field", *fields.VERSIONS, "status", "on the padded path"]
-    lines = [head, ["---"] * len(head)]
-    for row in rows:
-        ticks = ["x" if version in row.versions else "" for version in fields.VERSIONS]
-        note = f"{row.note}: {row.remedy}" if row.remedy else row.note
-        lines.append([f"`{row.name}`", *ticks, row.status, note])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def generated() -> dict[tuple[Path, str], str]:
     """Return the text between `<!-- NAME: ... -->` and `<!-- NAME: end -->`, by page and name."""
     return {
-        (README, "steps"): readme_figures().step_table(),
         (MEGATRON_PAGE, "options"): options_table(),
-        (FIELDS_PAGE, "moe fields"): fields_table(fields.MOE_FIELDS),
-        (FIELDS_PAGE, "other fields"): fields_table(fields.OTHER_FIELDS),
     }
 
 
@@ -132,17 +113,6 @@ def test_plot_shows_the_figures_of_the_results_file():
     assert shown <= labels, "run python notebooks/readme_figures.py"
 
 
-def test_plot_of_pools_shows_the_figures_of_the_results_file():
-    figures = readme_figures()
-    labels = set(re.findall("<!-- (.*?) -->", (figures.IMAGES / "pools.svg").read_text()))
-    shown = {
-        f"{shares[1.25]:.2%}"
-        for (_, pool), shares in figures.pool_drops().items()
-        if pool != "receiver"
-    }
-    assert shown <= labels, "run python notebooks/readme_figures.py"
-
-
 # The README.
 
 
@@ -165,7 +135,6 @@ def test_figures_of_the_first_screen_are_measured():
     figures = set(re.findall(r"\d+\.\d+", text))
     pages = ROOT / "notebooks" / "results", ROOT / "padded_dispatch" / "tune"
     measured = "".join((folder / "README.md").read_text() for folder in pages)
-    measured += readme_figures().step_table()
     assert len(figures) > 10
     assert figures - set(re.findall(r"\d+\.\d+", measured)) == set()
 

@@ -14,14 +14,13 @@ from torch.distributed.run import get_args_parser
 
 from padded_dispatch.megatron import LayerGraphs, install
 from padded_dispatch.megatron.compat import captures_moe
-from padded_dispatch.megatron.fields import MOE_FIELDS, OTHER_FIELDS, VERSIONS
+from padded_dispatch.megatron.fields import REFUSED
 from padded_dispatch.megatron.run import read
 from tests.support.recipes import GRAPHS_016, GRAPHS_018, PAGE, expand, recipes
 from tests.test_readme import blocks
 
 COMMANDS = [name for name in recipes() if name != "args.sh"]
 EACH = pytest.mark.parametrize("name", COMMANDS)
-TABLE = {row.name: row for row in (*MOE_FIELDS, *OTHER_FIELDS)}
 # Flags of Megatron-LM that are named otherwise than the field of the config.
 NAMES = {"num_experts": "num_moe_experts", "te_rng_tracker": "use_te_rng_tracker"}
 
@@ -75,20 +74,6 @@ def test_torchrun_and_the_launcher_take_their_words(name, tmp_path):
     assert int(batch) % (int(micro) * num_gpus) == 0
 
 
-VERSIONS_OF = {"eager": VERSIONS, GRAPHS_016: VERSIONS[:2]}
-
-
-@EACH
-def test_flags_of_megatron_are_fields_that_we_accept(name, tmp_path):
-    """Those of MoE layers and of graphs, in each version that the recipe is for."""
-    _, _, arguments = read(expand(name, tmp_path).launcher)
-    ours = [flag for flag in flags_of(arguments) if flag.startswith(("moe_", "cuda_graph_"))]
-    for flag in ours:
-        row = TABLE[flag]
-        assert row.status != "refused", flag
-        assert set(VERSIONS_OF.get(name, VERSIONS[2:])) <= set(row.versions), flag
-
-
 def value_of(words: list[str]) -> Any:
     """Return the value of a flag: True without words, a list of several, a number if it is one."""
     if len(words) != 1:
@@ -97,6 +82,14 @@ def value_of(words: list[str]) -> Any:
         return ast.literal_eval(words[0])
     except ValueError:
         return words[0]
+
+
+@EACH
+def test_no_flag_of_megatron_is_one_that_we_refuse(name, tmp_path):
+    _, _, arguments = read(expand(name, tmp_path).launcher)
+    refuses = {row.name: row.refuses for row in REFUSED}
+    given = {flag: value_of(words) for flag, words in flags_of(arguments).items()}
+    assert [flag for flag in given.keys() & refuses if refuses[flag](given[flag])] == []
 
 
 def test_megatrons_config_accepts_the_flags(tmp_path):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from padded_dispatch import reference
+from tests.support import reference
 from tests.support.pools import pools
 from tests.support.routings import routing_map, thin_out
 

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from padded_dispatch.config import NO_DROP, CapacityPool, DispatchConfig, require
+from padded_dispatch.config import NO_DROP, DispatchConfig, require
 from padded_dispatch.utils.shapes import SHAPES, LayerShape
 
 # Measured with SwiGLU experts without bias.
@@ -17,27 +17,14 @@ MODELS = {
     **SHAPES,
 }
 
+# Which options ours has, see `layer.OPTIONS`. "auto" is the dispatcher's word alone, "rank" the
+# same with `capacity_pool="rank"`; the others fix experts and exchange.
+Variant = Literal["auto", "rank", "module", "packed", "direct"]
 
-Variant = Literal[
-    "auto",
-    "megatron router",
-    "module",
-    "packed",
-    "batched",
-    "direct",
-    "direct serial",
-    "direct each",
-    "direct summed",
-    "rank",
-    "rank direct",
-    "receiver",
-]
-
-# Where gradients of parameters go. "none": nowhere, each pass starts without them. "separate": each
-# is added to an fp32 buffer after the pass, as Megatron's DDP does; but eager experts of ours add
-# theirs in their products. "fused": weight gradients of experts are added by their products, with
-# `gradient_accumulation_fusion`; others as "separate".
-MainGrad = Literal["none", "separate", "fused"]
+# Where gradients of parameters go. "none": nowhere, each pass starts without them. "fused": to fp32
+# buffers; experts' products add theirs, with `gradient_accumulation_fusion`, and the others are
+# added after the pass, as Megatron's DDP does.
+MainGrad = Literal["none", "fused"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,83 +33,49 @@ class Contender:
 
     Args:
         name: as in results files.
-        dispatcher: Megatron's `moe_token_dispatcher_type`.
-        drops: has a capacity; a contender without one runs once for all capacity factors.
+        variant: see `Variant`; None for stock.
+        graph: "layer" in a CUDA graph, else "none".
         on_cpu: runs without a GPU.
-        variant: which `PaddedOptions` ours has; see `layer.OPTIONS`.
-        graph: as in results files.
         min_ep: smallest expert-parallel group that it runs on.
     """
 
-    name: str
-    dispatcher: str
-    drops: bool = True
-    on_cpu: bool = False
+    name: Literal["stock-dropless", "stock-drop-pad", "ours"]
     variant: Variant | None = None
-    graph: str = "none"
+    graph: Literal["none", "layer"] = "none"
+    on_cpu: bool = False
     min_ep: int = 1
 
     @property
-    def exchange(self) -> str | None:
-        """`PaddedOptions.exchange` of ours where the variant fixes it, else None."""
-        if self.variant in (None, "auto", "megatron router"):
-            return None
-        return "direct" if self.variant in _DIRECT else "alltoall"
+    def drops(self) -> bool:
+        """It has a capacity; a contender without one runs once for all capacity factors."""
+        return self.name != "stock-dropless"
 
     @property
-    def capacity_pool(self) -> CapacityPool:
-        """`PaddedOptions.capacity_pool`; "expert" for stock, too."""
-        if self.variant == "receiver":
-            return "receiver"
-        return "rank" if self.variant in ("rank", "rank direct") else "expert"
+    def dispatcher(self) -> str:
+        """Megatron's `moe_token_dispatcher_type`."""
+        return "padded_alltoall" if self.name == "ours" else "alltoall"
 
 
-_DIRECT = (
-    "direct",
-    "direct serial",
-    "direct each",
-    "direct summed",
-    "rank direct",
-    "receiver",
-)
-_OURS: dict[str, Any] = {"name": "ours", "dispatcher": "padded_alltoall"}
-_DROP_PAD: dict[str, Any] = {"name": "stock-drop-pad", "dispatcher": "alltoall"}
+def _ours(variant: Variant) -> dict[str, Contender]:
+    min_ep = 2 if variant == "direct" else 1
+    eager = Contender(name="ours", variant=variant, on_cpu=min_ep == 1, min_ep=min_ep)
+    graphed = dataclasses.replace(eager, graph="layer", on_cpu=False)
+    return {variant: eager, f"{variant}-graphed": graphed}
+
 
 CONTENDERS = {
-    "dropless": Contender(name="stock-dropless", dispatcher="alltoall", drops=False),
-    "allgather": Contender(
-        name="stock-allgather", dispatcher="allgather", drops=False, on_cpu=True
-    ),
-    "drop-pad": Contender(**_DROP_PAD, on_cpu=True),
-    "drop-pad-graphed": Contender(**_DROP_PAD, graph="layer"),
-    "auto": Contender(**_OURS, variant="auto", on_cpu=True),
-    "auto-graphed": Contender(**_OURS, variant="auto", graph="layer"),
-    "megatron-router-graphed": Contender(**_OURS, variant="megatron router", graph="layer"),
-    "module": Contender(**_OURS, variant="module", on_cpu=True),
-    "module-graphed": Contender(**_OURS, variant="module", graph="layer"),
-    "packed": Contender(**_OURS, variant="packed", on_cpu=True),
-    "packed-graphed": Contender(**_OURS, variant="packed", graph="layer"),
-    "batched": Contender(**_OURS, variant="batched", on_cpu=True),
-    "batched-graphed": Contender(**_OURS, variant="batched", graph="layer"),
-    "direct": Contender(**_OURS, variant="direct", min_ep=2),
-    "direct-graphed": Contender(**_OURS, variant="direct", graph="layer", min_ep=2),
-    "direct-serial-graphed": Contender(**_OURS, variant="direct serial", graph="layer", min_ep=2),
-    "direct-each-graphed": Contender(**_OURS, variant="direct each", graph="layer", min_ep=2),
-    "direct-summed-graphed": Contender(**_OURS, variant="direct summed", graph="layer", min_ep=2),
-    "rank-graphed": Contender(**_OURS, variant="rank", graph="layer"),
-    "rank-direct-graphed": Contender(**_OURS, variant="rank direct", graph="layer", min_ep=2),
-    "receiver-graphed": Contender(**_OURS, variant="receiver", graph="layer", min_ep=2),
+    "dropless": Contender(name="stock-dropless"),
+    "drop-pad": Contender(name="stock-drop-pad", on_cpu=True),
+    "drop-pad-graphed": Contender(name="stock-drop-pad", graph="layer"),
+    **{key: ours for variant in get_args(Variant) for key, ours in _ours(variant).items()},
 }
 
-# Arguments of `routings.routing_scores`. With "idle-rank" the last rank's experts get no rows; with
-# "rotating" every batch has another hot expert, the same on all ranks.
+# Arguments of `routings.routing_scores`. With "idle-rank" the last rank's experts get no rows.
 SKEWS: dict[str, dict[str, Any]] = {
     "uniform": {"skew": "uniform"},
-    "lognormal-0.3": {"skew": "lognormal", "sigma": 0.3},
     "lognormal-0.6": {"skew": "lognormal", "sigma": 0.6},
     "topics-0.5": {"skew": "topics", "sigma": 0.5},
     "hot": {"skew": "hot"},
-    "rotating": {"skew": "hot"},
     "idle-rank": {"skew": "uniform"},
 }
 
@@ -176,8 +129,9 @@ class Case:
     def dispatch_config(self) -> DispatchConfig:
         """Return the capacity that stock and ours share; C = T where nothing is dropped."""
         factor = NO_DROP if self.capacity_factor is None else self.capacity_factor
+        pool = "rank" if CONTENDERS[self.contender].variant == "rank" else "expert"
         config = self.shape.dispatch_config(factor, self.ep)
-        return dataclasses.replace(config, capacity_pool=CONTENDERS[self.contender].capacity_pool)
+        return dataclasses.replace(config, capacity_pool=pool)
 
 
 def sweep(

@@ -1,16 +1,77 @@
-"""`padded-dispatch bench`: from a command line to an exit code."""
+"""`padded-dispatch bench`: from a command line to workers, which report each row they measure."""
 
 import argparse
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
 
-from padded_dispatch.bench.arguments import EXCHANGES, read_bench, with_defaults
-from padded_dispatch.bench.cases import CONTENDERS, sweep
-from padded_dispatch.bench.work import Settings, work
-from padded_dispatch.config import require
+from padded_dispatch.bench.arguments import read_bench, with_defaults
+from padded_dispatch.bench.cases import CONTENDERS, Case, sweep
+from padded_dispatch.bench.layer import build, chosen, stock_flags
+from padded_dispatch.bench.measure import Batch, Passes, batches, kernels_ms, phases_ms, timed
+from padded_dispatch.bench.report import line, roofline, table
+from padded_dispatch.config import DispatchConfig, require
+from padded_dispatch.exchange.symmetric_memory import allocated_gib
+from padded_dispatch.megatron import install
+from padded_dispatch.megatron.world import world
 from padded_dispatch.utils.flags import errors_name_flags
 from padded_dispatch.utils.launch import start_workers
-from padded_dispatch.utils.results import require_results
+from padded_dispatch.utils.results import about, append_run, require_results
+
+_SHOWN_KERNELS = 24
+_FIGURES = (
+    "chosen",
+    "ms",
+    "samples_ms",
+    "host_ms",
+    "sm_mhz",
+    "phases_ms",
+    "kernels_ms",
+    "floor_ms",
+    "sustained_floor_ms",
+    "fill",
+    "dropped",
+    "tflops_per_gpu",
+    "allocated_gib",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A run of the benchmark.
+
+    Args:
+        cases: in the order of measuring; a change of `ep` makes new process groups.
+        device: of all workers.
+        workers: processes.
+        iterations: passes per repeat.
+        repeats: samples per case.
+        phases: profile a few passes of each case.
+        out: results file; each row is added when it is measured.
+        command: command line, for the results.
+        commit: of the code, for the results.
+    """
+
+    cases: tuple[Case, ...]
+    device: Literal["cpu", "cuda"]
+    workers: int
+    iterations: int
+    repeats: int
+    phases: bool
+    out: Path | None
+    command: str
+    commit: str | None
 
 
 def main(argv: list[str]) -> int:
@@ -35,57 +96,34 @@ def parse(argv: list[str]) -> Settings:
     given = with_defaults(read_bench(argv))
     flags = {"skew": "--skews", "capacity_factor": "--capacity-factors"}
     with errors_name_flags(given, **flags):
-        return _settings(given, argv)
-
-
-def _settings(given: argparse.Namespace, argv: list[str]) -> Settings:
-    """Build settings from flags that the parser has read."""
-    workers = given.workers
-    if workers is None:
-        workers = torch.cuda.device_count() if given.device == "cuda" else 2
-    named = given.contenders or [
-        key for key, contender in CONTENDERS.items() if given.device == "cuda" or contender.on_cpu
-    ]
-    wanted = given.exchange or EXCHANGES
-    contenders = [key for key in named if CONTENDERS[key].exchange in (None, *wanted)]
-    _check(given, workers, contenders)
-    cases = tuple(
-        sweep(
-            models=given.models,
-            eps=given.ep or [workers],
-            tokens=given.tokens,
-            skews=given.skews,
-            capacity_factors=given.capacity_factors,
-            contenders=contenders,
-            main_grads=given.main_grad,
+        _check(given)
+        cases = tuple(
+            sweep(
+                models=given.models,
+                eps=given.ep,
+                tokens=given.tokens,
+                skews=given.skews,
+                capacity_factors=given.capacity_factors,
+                contenders=given.contenders,
+                main_grads=given.main_grad,
+            )
         )
-    )
-    used = {CONTENDERS[case.contender].exchange for case in cases}
-    for exchange in given.exchange or ():
-        require(
-            exchange in used,
-            "exchange",
-            exchange,
-            f"be one that a contender uses on device={given.device} with these --ep",
-            "add such contenders, or leave --exchange out",
-        )
-    require(cases, "contenders", contenders, "run with the given --ep", "give an --ep of 2 or more")
+        rule = "run with the given --ep"
+        require(cases, "contenders", given.contenders, rule, "give an --ep of 2 or more")
     return Settings(
         cases=cases,
         device=given.device,
-        workers=workers,
+        workers=given.workers,
         iterations=given.iterations,
         repeats=given.repeats,
-        router_fusion=given.router_fusion,
         phases=given.phases,
-        minutes=given.minutes,
         out=given.out,
-        command=given.command or " ".join(["padded-dispatch bench", *argv]),
+        command=" ".join(["padded-dispatch bench", *argv]),
         commit=given.commit,
     )
 
 
-def _check(given: argparse.Namespace, workers: int, contenders: list[str]) -> None:
+def _check(given: argparse.Namespace) -> None:
     if given.out is not None:
         require_results("out", given.out)
     for name in ("iterations", "repeats"):
@@ -94,17 +132,151 @@ def _check(given: argparse.Namespace, workers: int, contenders: list[str]) -> No
     num_gpus = torch.cuda.device_count()
     on_cpu = given.device == "cpu"
     require(on_cpu or num_gpus, "device", given.device, "be cpu where PyTorch sees no GPU")
-    require(workers >= 1, "workers", workers, "be at least 1")
-    if not on_cpu:
-        require(workers <= num_gpus, "workers", workers, f"be at most {num_gpus}, the GPUs here")
-    for ep in given.ep or ():
-        require(ep >= 1 and workers % ep == 0, "ep", ep, f"divide workers={workers}")
-    for key in contenders:
-        on_device = given.device == "cuda" or CONTENDERS[key].on_cpu
-        require(on_device, "contenders", key, "run on a CPU", "use --device cuda, or leave it out")
+    for ep in given.ep:
+        divides = ep >= 1 and given.workers % ep == 0
+        require(divides, "ep", ep, f"divide the number of processes, {given.workers}")
+        require(on_cpu or ep <= num_gpus, "ep", ep, f"be at most {num_gpus}, the GPUs here")
+    for key in given.contenders:
+        runs = not on_cpu or CONTENDERS[key].on_cpu
+        require(runs, "contenders", key, "run on a CPU", "use --device cuda, or leave it out")
     for main_grad in given.main_grad:
-        fused_on_cpu = main_grad == "fused" and given.device == "cpu"
-        fix = "use --device cuda, or separate"
-        require(not fused_on_cpu, "main_grad", main_grad, "be none or separate on a CPU", fix)
-    minutes = given.minutes
-    require(minutes is None or minutes >= 0, "minutes", minutes, "be 0 or more")
+        runs = not on_cpu or main_grad == "none"
+        require(runs, "main_grad", main_grad, "be none on a CPU", "use --device cuda")
+
+
+def work(settings: Settings) -> bool:
+    """Measure all cases and return True if none failed; every worker calls this."""
+    num_gpus = settings.workers if settings.device == "cuda" else 0
+    run = about(num_gpus=num_gpus, command=settings.command, commit=settings.commit)
+    rows = []
+    with world(settings.device) as device:
+        install()
+        for ep, cases in itertools.groupby(settings.cases, key=lambda case: case.ep):
+            with _expert_parallel(ep):
+                for case in cases:
+                    rows.append(measure(case, settings, device))
+                    if dist.get_rank() == 0:
+                        _report(rows[-1], settings, run)
+        if dist.get_rank() == 0:
+            sys.stdout.write(f"\n{table(rows)}\n")
+    return all(row["error"] is None for row in rows)
+
+
+def measure(case: Case, settings: Settings, device: torch.device) -> dict[str, Any]:
+    """Measure one case and return its row of a results file; a collective call."""
+    started = time.monotonic()
+    contender = CONTENDERS[case.contender]
+    on_gpu = device.type == "cuda"
+    flags = stock_flags(case, on_gpu=on_gpu)
+    row: dict[str, Any] = {
+        "model": case.model,
+        "ep": case.ep,
+        "tokens": case.tokens,
+        "capacity_factor": case.capacity_factor,
+        "skew": case.skew,
+        "main_grad": case.main_grad,
+        "contender": contender.name,
+        "variant": contender.variant,
+        "graph": contender.graph,
+        "flags": flags,
+        "iterations": settings.iterations,
+        "ranks": dist.get_world_size(),
+    }
+    row |= dict.fromkeys(_FIGURES)
+    row["error"] = None
+    try:
+        row |= _figures(case, flags, settings, device)
+    except Exception as error:  # the other contenders can still be measured
+        row["error"] = f"{type(error).__name__}: {error}"[:500]
+    gc.collect()  # a layer is a reference cycle, and its graph holds memory
+    if on_gpu:
+        # Private API, no other exists: a stream's workspace would count for its first user.
+        torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportAttributeAccessIssue]
+        torch.cuda.empty_cache()
+    return row | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def _figures(
+    case: Case, flags: dict[str, Any], settings: Settings, device: torch.device
+) -> dict[str, Any]:
+    """Return what was measured, by `_FIGURES`; absent ones are left out."""
+    on_gpu = device.type == "cuda"
+    graphed = CONTENDERS[case.contender].graph == "layer"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    data = batches(case, seed=dist.get_rank(), dtype=dtype, device=device)
+    config, demand_BSE = case.dispatch_config(), _demand(case, data)
+    kept_SE = torch.stack([_kept(d_SE, config, case.tokens) for d_SE in demand_BSE]).mean(0)
+    least = roofline(kept_SE, case.shape, main_grad=case.main_grad != "none")
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    held_gib = allocated_gib() if on_gpu else 0.0
+    layer = build(case, flags, device)
+    passes = Passes(layer, data, graphed=graphed, main_grad=case.main_grad)
+    samples = {"iterations": settings.iterations, "repeats": settings.repeats}
+    timing = timed(passes.run, **samples, device=device)
+    figures: dict[str, Any] = {
+        "chosen": chosen(layer),
+        "ms": timing.ms,
+        "samples_ms": timing.samples_ms,
+        "host_ms": timing.host_ms,
+        "sm_mhz": timing.sm_mhz,
+        "tflops_per_gpu": least.flops / timing.ms / 1e9,
+    }
+    if CONTENDERS[case.contender].drops:
+        slots = case.shape.num_experts * config.capacity(case.tokens)
+        figures["fill"] = kept_SE.sum(1).mean().item() / slots
+        figures["dropped"] = 1 - kept_SE.sum().item() / demand_BSE.float().mean(0).sum().item()
+    if on_gpu:
+        figures["floor_ms"] = least.ms
+        figures["sustained_floor_ms"] = least.sustained_ms
+        # Before the profiler, whose memory is no part of the layer.
+        figures["allocated_gib"] = round(allocated_gib() - held_gib, 3)
+    if settings.phases and on_gpu:
+        kernels = kernels_ms(passes.run, device)
+        figures["phases_ms"] = phases_ms(kernels)
+        longest = list(kernels.items())[:_SHOWN_KERNELS]
+        figures["kernels_ms"] = {name[:120]: round(ms, 4) for name, ms in longest}
+    return figures
+
+
+def _demand(case: Case, data: list[Batch]) -> Tensor:
+    """Return the rows asked for in each batch, int32 [batches, R, E], by source rank of the group.
+
+    The group is this rank's expert-parallel one.
+    """
+    counts = []
+    for batch in data:
+        chosen_TK = batch.logits[:, 0].topk(case.shape.top_k).indices
+        counts.append(torch.bincount(chosen_TK.flatten(), minlength=case.shape.num_experts))
+    mine_BE = torch.stack(counts).to(torch.int32)
+    group: Any = parallel_state.get_expert_model_parallel_group()
+    gathered = [torch.empty_like(mine_BE) for _ in range(case.ep)]
+    dist.all_gather(gathered, mine_BE, group=group)
+    return torch.stack(gathered, 1).cpu()
+
+
+def _kept(demand_SE: Tensor, config: DispatchConfig, num_tokens: int) -> Tensor:
+    """Return the rows that keep a slot, [S, E]; sums over a pool are exact.
+
+    Which experts of a pool lose rows depends on the policy; here each loses the same share.
+    """
+    sizes = config.sizes(num_tokens)
+    demand_SGX = demand_SE.unflatten(1, (sizes.num_pools, -1)).float()
+    share_SG1 = (sizes.pool_slots / demand_SGX.sum(2, keepdim=True).clamp(min=1)).clamp(max=1)
+    return (demand_SGX * share_SG1).flatten(1)
+
+
+def _report(row: dict[str, Any], settings: Settings, run: dict[str, Any]) -> None:
+    if settings.out is not None:
+        append_run(settings.out, run, [row])
+    sys.stdout.write(line(row) + "\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def _expert_parallel(ep: int) -> Iterator[None]:
+    """Make Megatron's process groups; ranks beyond `ep` hold replicas."""
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
+    yield
+    parallel_state.destroy_model_parallel()

@@ -16,19 +16,17 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from padded_dispatch.bench.cases import CONTENDERS, Case
+from padded_dispatch.bench.cases import CONTENDERS, Case, Variant
 from padded_dispatch.megatron.options import PaddedOptions
 
 _SEED = 1234
 
-OPTIONS = {
+OPTIONS: dict[Variant, PaddedOptions] = {
     "auto": PaddedOptions(),
+    "rank": PaddedOptions(capacity_pool="rank"),
     "module": PaddedOptions(experts="module", exchange="alltoall"),
     "packed": PaddedOptions(experts="packed", exchange="alltoall"),
-    "batched": PaddedOptions(experts="batched", exchange="alltoall"),
     "direct": PaddedOptions(experts="packed", exchange="direct"),
-    "rank": PaddedOptions(experts="packed", exchange="alltoall", capacity_pool="rank"),
-    "rank direct": PaddedOptions(experts="packed", exchange="direct", capacity_pool="rank"),
 }
 
 
@@ -57,15 +55,18 @@ class RoutedLayer(nn.Module):
         return output
 
 
-def stock_flags(case: Case, *, on_gpu: bool, router_fusion: bool) -> dict[str, Any]:
-    """Return the fields of TransformerConfig in which contenders may differ."""
+def stock_flags(case: Case, *, on_gpu: bool) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that a row lists.
+
+    Fusions that production sets are on for stock and ours, on GPUs, where they exist.
+    """
     contender = CONTENDERS[case.contender]
     return {
         "moe_token_dispatcher_type": contender.dispatcher,
         "moe_expert_capacity_factor": case.capacity_factor,
         "moe_pad_expert_input_to_capacity": contender.name == "stock-drop-pad",
         "moe_permute_fusion": on_gpu and contender.dispatcher != "padded_alltoall",
-        "moe_router_fusion": router_fusion,
+        "moe_router_fusion": on_gpu,
         "moe_grouped_gemm": on_gpu,
         "gradient_accumulation_fusion": case.main_grad == "fused",
     }

@@ -14,6 +14,7 @@ Shape suffixes: T tokens of this rank, E experts. Tokens and logits have a batch
 as Megatron's layers expect.
 """
 
+import ctypes
 import functools
 import re
 import statistics
@@ -28,17 +29,17 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from padded_dispatch.bench.cases import SKEWS, Case, MainGrad
-from padded_dispatch.bench.clocks import sm_mhz
 from padded_dispatch.utils.routings import routing_scores
 from padded_dispatch.utils.shapes import LayerShape
 
 _WARMUP = 5
 _PROFILED = 4
 _NUM_BATCHES = 4
+_SM_CLOCK = 1  # NVML_CLOCK_SM
 
 # The first pattern that matches decides.
 _PHASES = {
-    "select": r"_select_\w*kernel|_choice_ranks_kernel|_accept_kernel",
+    "select": r"_select_\w*kernel",
     "plan": r"_rank_kernel|_plan_count_kernel|_slot_kernel|_row_id_map",
     "meta": r"_(gather|scatter)_meta_kernel",
     "gather": r"_spread_rows_kernel|\b_permute_kernel|_unpermute_bwd",
@@ -48,7 +49,7 @@ _PHASES = {
     r"|_find_slots|_list_slots|\b_shift_kernel|barrier_kernel",
     "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas"
     r"|_rows_times_weights|_row_tiles|_weight_gradients_kernel",
-    "router": r"_route_\w*kernel|topk|bitonicSort|softmax_warp|_scatter_gather|aux_loss",
+    "router": r"topk|bitonicSort|softmax_warp|_scatter_gather|aux_loss",
     "telemetry": r"_count_kernel",
     "activation": r"silu|swiglu|gated|gelu|sigmoid|_activat\w*_kernel",
     "copies": r"Memcpy|Memset|copy_kernel|FillFunctor|CatArray",
@@ -98,7 +99,6 @@ def _drawn(
             num_tokens,
             shape.num_experts,
             shape.top_k,
-            hot_expert=i * shape.num_experts // _NUM_BATCHES if skew == "rotating" else 0,
             num_idle=num_idle,
             seed=number,
             **SKEWS[skew],
@@ -156,8 +156,6 @@ class Passes:
         self._tokens.grad = None
         for parameter in self._parameters:
             parameter.grad = None
-            if self._main_grad == "separate":
-                parameter.grad_added_to_main_grad = False
         output = self._fn(self._tokens, self._logits)
         output.backward(self._grad)
         if self._main_grad != "none":
@@ -177,8 +175,8 @@ class Timing:
     """Milliseconds per iteration on the slowest rank.
 
     `samples_ms`: one per repeat. `host_ms`: time that the host was busy; near `ms`, the host is
-    the bottleneck. `sm_mhz`: clock of this rank's multiprocessors at the end of each repeat, None
-    on CPUs and where NVIDIA's library does not tell.
+    the bottleneck. `sm_mhz`: clock of this rank's multiprocessors at the end of each repeat; None
+    as in `sm_mhz`.
     """
 
     samples_ms: list[float]
@@ -215,64 +213,23 @@ def timed(
     return Timing(samples_ms=samples, host_ms=host, sm_mhz=known or None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """One run of a kernel: its name, and microseconds on the profiler's clock."""
+def kernels_ms(run: Callable[[int], object], device: torch.device) -> dict[str, float]:
+    """Profile `_PROFILED` iterations; return milliseconds of one by kernel name, longest first.
 
-    name: str
-    start_us: float
-    end_us: float
-
-
-def profiled(run: Callable[[int], object], device: torch.device) -> list[Kernel]:
-    """Return the kernels of `_PROFILED` iterations; a collective call."""
+    Concurrent kernels each count in full, so the sum may exceed wall time. A collective call.
+    """
     _meet(device)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for number in range(_PROFILED):
             run(number)
         _synchronize(device)
     events: Any = profiler.events()
-    return [
-        Kernel(name=event.name, start_us=event.time_range.start, end_us=event.time_range.end)
-        for event in events
-        if event.device_type.name == "CUDA" and not event.is_user_annotation
-    ]
-
-
-def kernels_ms(kernels: list[Kernel]) -> dict[str, float]:
-    """Return milliseconds per iteration by kernel name, longest first.
-
-    Concurrent kernels each count in full, so the sum may exceed wall time.
-    """
     sums: dict[str, float] = {}
-    for kernel in kernels:
-        ms = (kernel.end_us - kernel.start_us) / 1e3 / _PROFILED
-        sums[kernel.name] = sums.get(kernel.name, 0.0) + ms
+    for event in events:
+        if event.device_type.name == "CUDA" and not event.is_user_annotation:
+            ms = (event.time_range.end - event.time_range.start) / 1e3 / _PROFILED
+            sums[event.name] = sums.get(event.name, 0.0) + ms
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
-
-
-def hidden_share(fused_ms: dict[str, float], serial_ms: dict[str, float]) -> float:
-    """Return the share of the exchange's time that products hide which send rows home.
-
-    What is left of it are kernels of the exchange, and what products of rows take longer. Barriers
-    do not count: they wait for other ranks, in one profile 0.04 and in the next 0.2 ms.
-
-    Args:
-        fused_ms: milliseconds by kernel of a layer with such products.
-        serial_ms: of the layer whose rows go home after the products, in the same run.
-
-    Example: 5 ms of products and 2 of exchange, and one after the other 4 and 6: half is hidden.
-    """
-
-    def products(kernels_ms: dict[str, float]) -> float:
-        return sum(ms for name, ms in kernels_ms.items() if "_rows_times_weights" in name)
-
-    def exchange(kernels_ms: dict[str, float]) -> float:
-        moves = (name for name in kernels_ms if phase_of(name) == "exchange")
-        return sum(kernels_ms[name] for name in moves if "barrier_kernel" not in name)
-
-    longer = products(fused_ms) - products(serial_ms)
-    return round(1 - (exchange(fused_ms) + longer) / exchange(serial_ms), 4)
 
 
 def phase_of(kernel: str) -> str:
@@ -298,3 +255,33 @@ def _meet(device: torch.device) -> None:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def sm_mhz(device: torch.device) -> int | None:
+    """Return the clock of the GPU's multiprocessors now; None on CPUs and without NVIDIA's library.
+
+    A rate means little without it: under load an H200 meets its power cap, and its clock falls from
+    1,980 MHz by a quarter. `nvidia-smi` would take longer than what is measured.
+    """
+    if device.type != "cuda":
+        return None
+    found = _nvml(torch.cuda.current_device() if device.index is None else device.index)
+    if found is None:
+        return None
+    library, handle = found
+    mhz = ctypes.c_uint()
+    failed = library.nvmlDeviceGetClockInfo(handle, _SM_CLOCK, ctypes.byref(mhz))
+    return None if failed else mhz.value
+
+
+@functools.cache
+def _nvml(index: int) -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
+    """Return the library and its handle of a GPU, which torch numbers otherwise than the driver."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    handle = ctypes.c_void_p()
+    name = f"GPU-{torch.cuda.get_device_properties(index).uuid}".encode()
+    failed = library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle))
+    return None if failed else (library, handle)

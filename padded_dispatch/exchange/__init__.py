@@ -4,9 +4,8 @@ The boundary is "tokens and a plan in, expert rows out". An exchange is six func
 one for each method of a Megatron token dispatcher. Between two stages pass at most two tensors with
 gradients: the rows, and the numbers that belong to them.
 
-Four exchanges: `alltoall` (equal-split collectives, any backend), `two_level` (the same over
-several hosts, with tokens between them), `direct` (stores between the GPUs of one host) and `local`
-(one rank). `choose` picks one per layer and number of tokens;
+Three exchanges: `alltoall` (equal-split collectives, any backend), `direct` (stores between the
+GPUs of one host) and `local` (one rank). `choose` picks one per layer and number of tokens;
 `agreement` compares shapes and rules over the ranks first.
 
 Letters: T tokens, E experts, L experts on this rank, S sources of an expert's rows, D hidden size,
@@ -64,9 +63,6 @@ class ExpertInput:
 class Exchange(Protocol):
     """Six stages in the order of their use. An exchange keeps nothing on `self` but buffers.
 
-    Where sources share slots, `all_demands` comes before them: what each source may keep follows
-    from the demands of all.
-
     Attributes:
         packed: whether `ExpertInput` is packed.
         num_sources: S.
@@ -74,10 +70,6 @@ class Exchange(Protocol):
 
     packed: bool
     num_sources: int
-
-    def all_demands(self, demand_E: Tensor) -> Tensor:
-        """Return the demands of all sources, int32 [S, E], from that of this one, int32 [E]."""
-        ...
 
     def prepare(
         self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan, num_rows: int

@@ -1,40 +1,31 @@
 """Compare, before each call, everything that decides a result, so that no rank is left waiting.
 
 An equal-split collective hangs, or silently returns wrong rows, if two ranks call it with different
-shapes. Ranks with different policies or seeds go on silently, each with its own rules. So every
-eager call first compares its caller, its number, shapes and rules over the ranks, on the host. A
-mismatch raises the same error on every rank, before any device collective. If a rank does not
-come, all that wait raise an error after a time limit; see `padded_dispatch.exchange.mirror`.
+shapes. So every eager call first compares its caller, its number, shapes and rules over the ranks,
+on the host. A mismatch raises the same error on every rank, before any device collective. If a rank
+does not come, all that wait raise an error after the time limit of the process group; see
+`padded_dispatch.exchange.mirror`.
 
 Comparing new values only would hang: a rank that meets a value for the first time would wait in the
 comparison for peers that are already in the device collective. So each call compares, but only a
-digest of its values, which is computed once; the values themselves travel after a mismatch. That
-makes 2N small messages for N ranks, 1 + log2(N) of them one after the other; its cost for 8 to 256
-processes is in notebooks/results/hosts.json. One comparison for all layers of a pass would be
-cheaper, and would hang: a rank that then skips a layer, or raises in one, would leave its peers in
-that layer's collective, where no limit of ours holds.
+digest of its values, which is computed once; the values themselves travel after a mismatch. (One
+comparison for all layers of a pass would hang where a rank then skips a layer, or raises in one.)
 
 Replaying a CUDA graph runs no Python, and its shapes cannot change. Inside a capture, shapes that
 no eager call has compared before raise.
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterable
 from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
 
-from padded_dispatch.exchange.mirror import mirror_of
+from padded_dispatch.exchange.mirror import mirror_of, time_limit
 
 # Named values. Ranks agree if the text of each value is the same.
 Values = tuple[tuple[str, object], ...]
-
-# Ranks that import, load, compile kernels and allocate in and around their first calls may come
-# much later than others. So the limit is longer until the same values have been compared twice.
-_FIRST_CALLS = 2
-_FIRST_LIMIT = 10.0
 
 _LONGEST = 200  # characters of a value that a mismatch shows
 _TEXT_BYTES = 65_536  # of all values; about 100 of them travel
@@ -48,25 +39,24 @@ class Agreement:
     Args:
         groups: the groups whose ranks must pass equal values. None and groups of one rank cost
             nothing. Ranks that share no group are compared, too, if groups of others connect them.
-        timeout: seconds that a rank may come later than another; ten times as long in the first two
-            calls with the same values, and in creating the agreement.
+
+    A rank may come later than another by the longest time limit of the groups.
 
     Attributes:
         layer: number of the layer in the model, once it is known; for errors.
     """
 
-    def __init__(self, *groups: dist.ProcessGroup | None, timeout: float = 60.0) -> None:
+    def __init__(self, *groups: dist.ProcessGroup | None) -> None:
         wide = [group for group in groups if group is not None and group.size() > 1]
         self.layer: int | None = None
-        self._timeout = timeout
-        self._mirror = mirror_of(wide, timeout * _FIRST_LIMIT) if wide else None
+        self._limit_s = max(map(time_limit, wide), default=0.0)
+        self._mirror = mirror_of(wide, self._limit_s) if wide else None
         self._number = 1
         if self._mirror is not None:
             self._mirror.num_agreements += 1
             self._number = self._mirror.num_agreements
         self._num_calls = 0
         self._compared: set[Values] = set()
-        self._num_compared: Counter[Values] = Counter()
         self._digests: dict[Values, tuple[int, int]] = {}
 
     def check(self, rules: Values = (), /, **shapes: object) -> None:
@@ -104,15 +94,12 @@ class Agreement:
         values = shapes + rules
         if values not in self._digests:
             self._digests[values] = _digest(values)
-        self._num_compared[values] += 1
-        first = self._num_compared[values] <= _FIRST_CALLS
-        limit_s = self._timeout * (_FIRST_LIMIT if first else 1)
         layer = -1 if self.layer is None else self.layer
         row = torch.tensor([self._number, layer, self._num_calls, *self._digests[values]])
         where = f"call {self._num_calls} of {self._caller()}"
-        if not self._mirror.is_same(row, limit_s, where):
+        if not self._mirror.is_same(row, self._limit_s, where):
             own = ("caller", self._caller()), ("call number", self._num_calls), *values
-            texts = self._mirror.gather(_to_bytes(own), limit_s, where)
+            texts = self._mirror.gather(_to_bytes(own), self._limit_s, where)
             raise ValueError(
                 _differences(self._mirror.ranks, [_from_bytes(text) for text in texts])
             )

@@ -6,18 +6,13 @@ ranks that split an expert, and sums their partial outputs on the way back.
 
 If the experts take packed rows, one kernel packs the real rows after the exchange; empty slots
 travel unwritten and are not read. The padded layout costs a copy of all slots if both L and S are
-above 1.
+above 1. A pool lies whole on one destination rank: it belongs to one of its experts, or to all.
 
 The collectives are custom ops over a named process group. Each allocates its result and changes
-nothing else. Autograd, fake tensors and `torch.compile(fullgraph=True)` therefore treat it as an
-ordinary op, and a CUDA graph records one NCCL call on the current stream. (torch's own functional
-collectives run on NCCL's stream and keep their work in a registry until a wait; neither is of use
-inside a graph.) A reduction accumulates in at least fp32, whatever the rows' dtype.
-
-A pool lies whole on one destination rank: it belongs to one of its experts, or to all of them. If
-the sources share slots ("receiver"), no block can be narrower than the rows that one source may
-send, so blocks are that wide, and most of them stay empty. That serves CPUs and tests; `choose`
-refuses it on GPUs.
+nothing else, so autograd, fake tensors and `torch.compile(fullgraph=True)` treat it as an ordinary
+op, and a CUDA graph records one NCCL call on the current stream. (torch's own functional
+collectives run on NCCL's stream and keep their work in a registry until a wait.) A reduction
+accumulates in at least fp32, whatever the rows' dtype.
 
 Letters: T tokens, E experts, R expert-parallel ranks, L = E / R local experts, S sources (R times
 the expert-tensor-parallel size), D hidden size, N rows of this rank's experts, one for each slot
@@ -151,15 +146,6 @@ class AllToAllExchange:
         self._num_pools = self.num_sources * num_local_experts // experts_per_pool
         self._group = group_name(group) if group is not None else ""
         self._etp_group = group_name(etp_group) if etp_group is not None else ""
-
-    def all_demands(self, demand_E: Tensor) -> Tensor:
-        """Return the demands of all sources: int32 [E] to [S, E]."""
-        demand_SE = demand_E[None]
-        if self.num_ranks > 1:
-            demand_SE = all_gather(demand_SE, self._group, self.num_ranks)
-        if self.etp_size > 1:
-            demand_SE = all_gather(demand_SE, self._etp_group, self.etp_size)
-        return demand_SE
 
     @nvtx_range("gather")
     def prepare(

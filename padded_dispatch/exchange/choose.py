@@ -4,47 +4,18 @@
 the config, T, and the kind of machine, and from nothing that the router decides. The choice is made
 in the first eager pass with a T, alike on all ranks, and stays.
 
-Direct stores or the all-to-all. `"auto"` takes direct stores where the experts read packed rows,
-all ranks of the group are GPUs of one host that reach each other's memory, rows and probabilities
-are at most fp32, and twice the buffers of all layers fit into the memory that is free in the first
-pass (optimizer states are often allocated later). On 2 H200 they beat the all-to-all in 25 of 27
-cases, by 1 to 32 %. With few rows, reading the experts' weights takes most of the time, and one
-`torch.bmm` reads them faster: batched experts over the all-to-all were 1 and 3 % faster for
-GPT-OSS-20B at 512 tokens, factors 1.0 and 1.25, and 3 to 13 % for all three models at 256. So
-"auto" takes the all-to-all if F > 20 * m, with m as below, and the rule below prefers padded rows.
+`"auto"` takes direct stores where the experts read packed rows, all ranks of the group are GPUs of
+one host that reach each other's memory, rows and probabilities are at most fp32, and twice the
+buffers of all layers fit into the memory that is free in the first pass (optimizer states are often
+allocated later). With few rows (F > 20 * m), reading the experts' weights takes most of the time,
+and one `torch.bmm` reads them faster: then it takes the all-to-all and padded rows.
 
 Packed or padded rows, for experts that take either. One `torch.bmm` over all slots (padded) is
 faster per row than a grouped product over the real rows (packed), and computes the padding. With
-m = S * T * K / E rows per expert in perfect balance and n = S * C slots, packed rows cost about as
-much as
-
-    1.05 * m + 90    padded rows, where the rows come from one rank and are not moved again;
-    0.84 * m + 65    padded rows behind an all-to-all: the padded layout is copied once more.
-
-So padded rows are chosen where n is below that. Milliseconds of a layer in a CUDA graph, forward
-and backward, one H200, bf16, uniform routing, packed and padded; the slower choice is taken once,
-and costs 0.1 %:
-
-    factor             1.0           1.25            1.5            2.0
-    Qwen3      512   1.52  1.30    1.53  1.32      1.51  1.32      1.52  1.35
-              4096   2.54  2.29    2.83  2.65      2.87  3.01      2.90  3.53
-             16384   7.96  7.85    8.38  8.95      8.41 10.19      8.42 12.43
-    GPT-OSS    512   1.84  1.57    1.89  1.65      1.88  1.66      1.88  1.75
-              4096   5.14  4.79    5.57  5.56      5.54  6.22      5.60  7.64
-             16384  19.02 16.88   19.28 20.30     19.15 22.96     19.23 29.40
-
-The line for the all-to-all was fitted when the products of packed rows were torch's, 2 to 4 % of a
-layer slower: it cost at most 1.2 % in 3 of 27 cases on two H200. With it, over all of
-notebooks/results/defaults.json, 66 cases on one and two H200, "auto" took at most 1.014 times as
-long as the fastest explicit choice.
-
-Experts that share pools read packed rows: the padded layout belongs to slots that one expert owns.
-Where sources share slots ("receiver"), only direct stores move no more rows than there are. An
-all-to-all must be wide enough for every source to fill the receiver alone; that is for CPUs, and
-refused on GPUs.
-
-Two levels, for groups over several hosts, are taken only when asked for: no machine with several
-hosts has run them. See `padded_dispatch.exchange.two_level` for the bytes that they save.
+m = S * T * K / E rows per expert in perfect balance and n = S * C slots, padded rows are chosen
+where n is below 1.05 * m + 90 if the rows come from one rank, and below 0.84 * m + 65 behind an
+all-to-all, which copies the padded layout once more. Experts that share pools read packed rows: the
+padded layout belongs to slots that one expert owns. notebooks/results/LOG.md has the measurements.
 
 Letters: T tokens, K experts per token, E experts, L experts on a rank, R ranks of the group, S
 sources, C capacity, D hidden size, F ffn size, N rows that a rank's experts can get.
@@ -53,7 +24,7 @@ sources, C capacity, D hidden size, F ffn size, N rows that a rank's experts can
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -62,7 +33,6 @@ from torch import Tensor
 from padded_dispatch.config import (
     DispatchConfig,
     ExchangeKind,
-    LinkRows,
     PoolSizes,
     require,
     require_tokens,
@@ -71,7 +41,6 @@ from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.agreement import Agreement, Values
 from padded_dispatch.exchange.alltoall import AllToAllExchange
 from padded_dispatch.exchange.direct import DirectExchange
-from padded_dispatch.exchange.links import num_places
 from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.exchange.symmetric_memory import (
     Shape,
@@ -79,7 +48,6 @@ from padded_dispatch.exchange.symmetric_memory import (
     free_bytes,
     shares_workspace,
 )
-from padded_dispatch.exchange.two_level import TwoLevelExchange, hosts_of, require_room
 
 Layout = Literal["padded", "packed", "either"]
 
@@ -118,36 +86,14 @@ def _balanced(config: DispatchConfig, num_tokens: int) -> float:
 class Choice:
     """An exchange and why it was chosen.
 
-    `kind`: "alltoall", "direct" or "two-level"; "none" for one rank. `reason`: for the log.
+    `kind`: "alltoall" or "direct"; "none" for one rank. `reason`: for the log.
     `sizes`: those of the pass as this exchange lays rows out, for `make_plan`.
-    `direct`: the exchange again if it stores directly; such a pass may be a fused one.
     """
 
     exchange: Exchange
-    kind: Literal["alltoall", "direct", "two-level", "none"]
+    kind: Literal["alltoall", "direct", "none"]
     reason: str
     sizes: PoolSizes
-    direct: DirectExchange | None = None
-
-
-def blocks_of_receivers(config: DispatchConfig, sizes: PoolSizes, num_tokens: int) -> PoolSizes:
-    """Return the sizes with which an all-to-all carries rows whose sources share slots.
-
-    A source has one pool for each destination rank, with a slot for every row that it may send
-    there. The receiver has room for all of these slots.
-
-    Example: T=4096, K=8, E=128, R=8 and N = 40,960 give 8 pools of 4096 * 8 = 32,768 slots, of
-    which at most 40,960 hold a row.
-    """
-    most = num_tokens * min(config.top_k, config.num_local_experts)
-    slots = min(sizes.num_rows, most)
-    return PoolSizes(
-        num_experts=config.num_experts,
-        num_pools=config.num_ranks,
-        pool_slots=slots,
-        num_rows=slots * config.num_sources,
-        may_drop=sizes.may_drop,
-    )
 
 
 class LayerExchanges:
@@ -161,12 +107,9 @@ class LayerExchanges:
         layout: what the experts read: padded rows, packed rows, or either. Experts that share pools
             read packed rows.
         kind: "alltoall", any backend's; "direct", stores between the GPUs of one host, which needs
-            packed rows; "two-level", for a group over several hosts; or "auto".
+            packed rows; or "auto".
         microbatches_in_flight: with direct stores, the most forward passes of the layer that wait
             for their backward pass; each has a buffer.
-        link_rows: with direct stores, how often a token crosses a link; see
-            `padded_dispatch.exchange.links`.
-        ranks_per_host: with two levels, ranks of the group on each host; None asks the hosts.
         num_layers: layers of the model on this rank that will want buffers; "auto" makes sure that
             all of them fit.
         ffn_size: width of the experts' hidden layer (F), for "auto"; 0 if unknown.
@@ -189,15 +132,13 @@ class LayerExchanges:
         layout: Layout,
         kind: ExchangeKind = "auto",
         microbatches_in_flight: int = 1,
-        link_rows: LinkRows = "auto",
-        ranks_per_host: int | None = None,
         num_layers: int = 1,
         ffn_size: int = 0,
         why_not_direct: str = "",
     ) -> None:
         if kind == "auto" and why_not_direct:
             kind = "alltoall"
-        kinds, layouts, links = get_args(ExchangeKind), get_args(Layout), get_args(LinkRows)
+        kinds, layouts = get_args(ExchangeKind), get_args(Layout)
         # Compare before anything is built: the constructor of DirectExchange runs collectives. All
         # that "auto" decides by is compared here or by `agree_on_shapes`, because some of its
         # decisions run collectives and others do not.
@@ -205,24 +146,23 @@ class LayerExchanges:
             exchange=kinds.index(kind) if kind in kinds else -1,
             layout=layouts.index(layout),
             microbatches_in_flight=microbatches_in_flight,
-            link_rows=links.index(link_rows) if link_rows in links else -1,
-            ranks_per_host=ranks_per_host,
             num_layers=num_layers,
             ffn_size=ffn_size,
         )
         pool = config.capacity_pool
-        _check(kind, link_rows, layout, pool)
+        require(kind in kinds, "exchange", kind, f"be one of {', '.join(kinds)}")
+        require(
+            pool == "expert" or layout != "padded",
+            "capacity_pool",
+            pool,
+            "be 'expert' with experts that read padded rows",
+            "set experts='packed' or capacity_pool='expert'",
+        )
         if pool != "expert" and layout == "either":
             layout = "packed"
-        self._hosts = hosts_of(group, ranks_per_host) if kind == "two-level" else None
-        etp_rank = etp_group.rank() if etp_group is not None else 0
-        group_rank = group.rank() if group is not None else 0
-        self.source = etp_rank * config.num_ranks + group_rank
         self._group = group
-        self._etp_group = etp_group
         self._kind = kind
         self._microbatches_in_flight = microbatches_in_flight
-        self._link_rows: LinkRows = link_rows
         self._num_layers = num_layers
         self._ffn_size = ffn_size
         num_local_experts = config.num_local_experts
@@ -230,57 +170,39 @@ class LayerExchanges:
         self.no_direct = why_not_direct or f'exchange="{kind}" was asked for'
         if kind in ("auto", "direct"):
             try:
-                self._direct = self._by_direct_stores(num_local_experts, layout)
+                require(
+                    layout != "padded",
+                    "the experts' layout",
+                    layout,
+                    "be packed with exchange='direct'",
+                    "set experts='packed' or exchange='alltoall'",
+                )
+                self._direct = DirectExchange(
+                    num_local_experts,
+                    group,
+                    etp_group,
+                    microbatches_in_flight=microbatches_in_flight,
+                )
             except ValueError as error:
                 if kind == "direct":
                     raise
                 self.no_direct = str(error)
         self._packed: Exchange | None = None
         self._padded: Exchange | None = None
-        # Passes that fit may have other numbers of tokens on each rank, which a rail cannot gather.
         groups = num_local_experts, group, etp_group
         self._fitting: Exchange
         if layout != "packed":
-            self._padded = self._by_collectives(num_local_experts, packed=False)
-            self._fitting = AllToAllExchange(*groups, packed=False)
+            self._padded = self._fitting = AllToAllExchange(*groups, packed=False)
         if layout != "padded":
             shared = 1 if pool == "expert" else num_local_experts
             self._packed = self._fitting = LocalExchange()
             if config.num_sources > 1:
-                self._packed = self._by_collectives(
-                    num_local_experts, packed=True, experts_per_pool=shared
-                )
+                self._packed = AllToAllExchange(*groups, packed=True, experts_per_pool=shared)
                 self._fitting = AllToAllExchange(
                     *groups, packed=True, experts_per_pool=num_local_experts
                 )
         self._choices: dict[tuple[int, ...], Choice] = {}
         self._chosen: dict[tuple[int, ...], Exchange] = {}
-
-    def _by_direct_stores(self, num_local_experts: int, layout: Layout) -> DirectExchange:
-        """Return the exchange by direct stores, or raise `ValueError` where it cannot work."""
-        require(
-            layout != "padded",
-            "the experts' layout",
-            layout,
-            "be packed with exchange='direct'",
-            "set experts='packed' or exchange='alltoall'",
-        )
-        return DirectExchange(
-            num_local_experts,
-            self._group,
-            self._etp_group,
-            microbatches_in_flight=self._microbatches_in_flight,
-            link_rows=self._link_rows,
-        )
-
-    def _by_collectives(self, num_local_experts: int, **settings: Any) -> AllToAllExchange:
-        """Return an exchange by collectives, over two levels if that was asked for."""
-        if self._hosts is None:
-            return AllToAllExchange(num_local_experts, self._group, self._etp_group, **settings)
-        assert self._group is not None
-        groups = self._group, self._etp_group
-        summed = self._link_rows == "summed"
-        return TwoLevelExchange(num_local_experts, self._hosts, *groups, summed=summed, **settings)
 
     def choose(
         self,
@@ -290,17 +212,12 @@ class LayerExchanges:
     ) -> Choice:
         """Return the exchange for a pass. The first pass with a T and sizes is a collective call.
 
-        Call `agree_on_shapes` before it, which raises in a capture that has a new T or C. The
-        router may call it before selection; it needs no routing.
+        Call `agree_on_shapes` before it, which raises in a capture that has a new T or C.
 
         Args:
             config: the config of this pass; its capacity factor may change between steps.
             tokens_TD: floating point [T, D].
             probs_TE: floating point [T, E]; its dtype is read.
-
-        Raises:
-            ValueError: on all ranks, if sources share slots, the rows are on a GPU, and direct
-                stores cannot serve the pass.
         """
         num_tokens = tokens_TD.shape[0]
         sizes = config.sizes(num_tokens)
@@ -319,14 +236,9 @@ class LayerExchanges:
         return self._direct
 
     @property
-    def num_hosts(self) -> int:
-        """Hosts of the group with two levels, 1 without."""
-        return 1 if self._hosts is None else self._hosts.rail.size()
-
-    @property
-    def _collectives(self) -> Literal["alltoall", "two-level"]:
-        """Which exchange by collectives the layer has."""
-        return "alltoall" if self._hosts is None else "two-level"
+    def _collectives(self) -> Literal["alltoall", "none"]:
+        """Which exchange passes take that make no direct stores."""
+        return "none" if self._fitting.num_sources == 1 else "alltoall"
 
     def fitting(self, sizes: PoolSizes) -> Choice:
         """Return the exchange of a pass with `FIT`: one without a buffer for each size.
@@ -335,8 +247,8 @@ class LayerExchanges:
             sizes: those that `padded_dispatch.exchange.fit` found.
         """
         exchange = self._fitting
-        kind = "none" if exchange.num_sources == 1 else "alltoall"
-        return Choice(exchange=exchange, kind=kind, reason="sizes fit each pass", sizes=sizes)
+        reason = "sizes fit each pass"
+        return Choice(exchange=exchange, kind=self._collectives, reason=reason, sizes=sizes)
 
     @property
     def fits_packed(self) -> bool:
@@ -367,33 +279,16 @@ class LayerExchanges:
                 num_rows=sizes.num_rows,
                 width=tokens_TD.shape[1],
                 dtype=tokens_TD.dtype,
-                num_places=num_places(
-                    self._link_rows,
-                    num_ranks=self._group.size(),
-                    num_experts=config.num_experts,
-                    top_k=config.top_k,
-                    num_tokens=tokens_TD.shape[0],
-                ),
-                summed=self._link_rows == "summed",
+                num_places=self._group.size() * tokens_TD.shape[0] * config.top_k,
             )
             reason = ""
             if self._kind == "auto":
                 reason = self._why_not_direct(config, shape, tokens_TD, probs_TE)
             if not reason:
                 reason = f"the {self._group.size()} ranks share a host and reach each other's GPUs"
-                direct = self._direct
-                return Choice(
-                    exchange=direct, kind="direct", reason=reason, sizes=sizes, direct=direct
-                )
-        kind = self._collectives
+                return Choice(exchange=self._direct, kind="direct", reason=reason, sizes=sizes)
         if config.num_sources == 1:
-            kind, reason = "none", "one rank"
-        elif config.capacity_pool == "receiver":
-            _refuse_on_gpus(tokens_TD, reason)
-            sizes = blocks_of_receivers(config, sizes, tokens_TD.shape[0])
-        if self._hosts is not None and self._group is not None:
-            summed = self._link_rows == "summed"
-            require_room(config, tokens_TD, self._group, self.num_hosts, summed)
+            reason = "one rank"
         exchange = self._packed or self._padded
         if self._packed is not None and self._padded is not None:
             padded = prefers_padded(config, tokens_TD.shape[0])
@@ -402,7 +297,7 @@ class LayerExchanges:
             slots = sizes.pool_slots
             reason += f"; batched experts are {fast} for {slots} slots per source and expert"
         assert exchange is not None
-        return Choice(exchange=exchange, kind=kind, reason=reason, sizes=sizes)
+        return Choice(exchange=exchange, kind=self._collectives, reason=reason, sizes=sizes)
 
     def _why_not_direct(
         self, config: DispatchConfig, shape: Shape, tokens_TD: Tensor, probs_TE: Tensor
@@ -435,38 +330,6 @@ class LayerExchanges:
         return (
             f"buffers of direct stores need {need / 2**30:.2f} GiB for {self._num_layers} layers, "
             f"and {free / 2**30:.2f} GiB are free"
-        )
-
-
-def _check(kind: str, link_rows: str, layout: Layout, pool: str) -> None:
-    """Raise for an unknown word, and for words that exclude each other."""
-    for name, value, known in (
-        ("exchange", kind, get_args(ExchangeKind)),
-        ("link_rows", link_rows, get_args(LinkRows)),
-    ):
-        require(value in known, name, value, f"be one of {', '.join(known)}")
-    require(
-        pool == "expert" or layout != "padded",
-        "capacity_pool",
-        pool,
-        "be 'expert' with experts that read padded rows",
-        "set experts='packed' or capacity_pool='expert'",
-    )
-    require(
-        pool != "receiver" or kind != "two-level",
-        "capacity_pool",
-        pool,
-        "be 'expert' or 'rank' with exchange='two-level'",
-        "choose one of these; sources that share slots need direct stores",
-    )
-
-
-def _refuse_on_gpus(tokens_TD: Tensor, reason: str) -> None:
-    """Raise if an all-to-all would carry rows of pool "receiver" between GPUs."""
-    if tokens_TD.is_cuda:
-        raise ValueError(
-            f"capacity_pool='receiver' must have direct stores on GPUs, got: {reason}; "
-            "make exchange='direct' possible, or set capacity_pool='rank'"
         )
 
 

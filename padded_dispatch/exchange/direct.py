@@ -8,144 +8,12 @@ is the other's transpose:
     return_rows   packed rows to their tokens:  barrier, rows into slots, barrier, sum
 
 The forward of dispatch is a push, the forward of combine a return; backward, the other way round.
-Probabilities, or their gradients, travel with the rows. Both returns may take place inside of the
-products that compute their rows: see `padded_dispatch.exchange.fused`.
-
-A token, or a gradient, that goes to several experts of one rank crosses the link there once, where
-that pays (`padded_dispatch.exchange.links`): into its first row, from which the receiver copies it
-to the others behind the barrier. The bits and their places are the same either way. With
-`link_rows="summed"` the way back is the mirror image, with other bits:
-
-    return_rows   lists of slots, barrier, sums into slots, barrier, sum of sums
-
-Where sources share slots ("receiver"), they exchange demands before selection, which tells every
-rank how many rows each source keeps. The push of the forward pass is shorter then, and backward
-takes the numbers that the forward pass saved:
-
-    all_demands   demands, barrier, copy                 then selection and plan
-    push_rows     offsets, rows, barrier                 in the forward pass
-    push_rows     barrier, offsets, rows, barrier        in the backward pass of combine
-
-Why no buffer is overwritten too early. Everything that one call writes to peers' memory lies
-between two barriers of all ranks on the current stream. The first barrier shows that all ranks have
-finished with the previous contents, since their uses came before on their streams. The second shows
-that all rows have arrived. A call therefore does not depend on the calls before it: they may belong
-to another layer, a replayed graph, an evaluation, or a recomputation. (A return inside of a product
-begins without a barrier; that of the push of its pass takes its place.) Captured barriers reset
-themselves. Every rank takes part in every call, also without rows. By buffer:
-
-- Counts (`Workspace.table_RE`) are written before the first barrier of a push. Their last readers
-  (`place_rows`) finished before the second barrier of the push that they belong to, which this rank
-  has passed.
-- Demands are written without a barrier before them, into two tables in turn. A table's only reader
-  (the copy) comes before the next barrier of its stream: that of the next `all_demands`, which uses
-  the other table, or that of the push. So before a rank writes to a table again, it has passed a
-  barrier that all ranks reached after their copies. Rerouting asks once per round, with no push
-  between; one table would not be enough. Replays repeat the turns of their capture, and between the
-  last call of a pass and the first of the next lies a push. All layers of a group share the tables,
-  because the argument counts the group's barriers, not those of a layer.
-- Lists of slots are written before the first barrier of a return, as counts before that of a push.
-- Places, the list beside received rows from which copies are made, belong to the receive buffer and
-  are written with its rows. Their only reader is the copy of the same call.
-- Receive buffers of the forward pass, behind `all_demands`. Its barrier is the first of the push: a
-  rank that has passed it may write, because all ranks reached it after their last use of the
-  buffer. This holds because between a pass's `all_demands` and its push the stream holds only
-  routing, selection and the plan, which read no received rows. The buffer is the one whose turn it
-  is. With several microbatches in flight, others are not touched, and the backward pass of the
-  buffer's last owner came before, on every stream. Recomputation is a pass of its own, with demands
-  and a push, and so is an evaluation.
-- Gradients and returned slots, in the workspace, are written between the two barriers of their own
-  call, forward and backward. A backward push has no `all_demands` before it and keeps its barrier.
-  It reads `kept_SE`, which the forward pass saved in memory of its own. For slots that a product
-  writes, `padded_dispatch.exchange.fused` has the reason.
-
-What the caller must guarantee: all calls of a process are on one stream, or ordered as if they
-were, and so are uses of what they returned; all ranks make their calls in the same order; what the
-forward pass received is not used after the backward pass, and gradients not after the next layer's
-backward; `all_demands` and the push of its pass follow each other, as above; and no return comes
-between a push and the return of its pass, if that one is inside of a product. If a peer dies or
-never comes, the others wait in a barrier, for 10 minutes as with NCCL; then each prints the missing
-rank's number in the group, and its device fails. In eager the ranks compare shapes on the host
-before each call, and that comparison fails at once if a peer has died.
-
-Two streams. Megatron's combined schedule (`overlap_moe_expert_parallel_comm`) runs the forward pass
-of one microbatch, F, beside the backward pass of another, B. Of each pair of layers the host issues
-these pieces, one after the other (`TransformerLayerSchedulePlan.run`, 0.16.1 to 0.20; the piece
-`pre_dispatch_computation` is `attn` until 0.18; dW: `delay_wgrad_compute`):
-
-    communication  B combine                         F dispatch    B dispatch           F combine
-    computation             F pre-dispatch, B experts          dW            F experts
-
-and then B pre-dispatch, a computation. Each microbatch has one event. A piece waits for that of its
-microbatch, and records it at its end; dW does neither. With `prepare` in pre-dispatch and `combine`
-in F combine, two streams would share counts, slots and gradients in no order. So the dispatcher
-calls `prepare` in F dispatch. All pushes and returns are on one stream then, in the order of the
-host, the same on all ranks. What the other stream uses is in order with them (a test follows
-streams and events on a CPU):
-
-- Rows of a forward pass are read by its experts: forward, backward and dW. F dispatch writes into
-  that buffer again for a later microbatch. It waits for the end of its own F pre-dispatch, so it
-  comes after all computation that was issued before that. `next_receive_buffer` raises unless the
-  former owner's tensors are gone, and these live until its B dispatch, which no host issues between
-  F pre-dispatch and F dispatch. So the former owner's B dispatch was issued before F pre-dispatch,
-  and its experts and dW before that. Two buffers are enough without pipeline stages.
-- Gradients of B combine are read by B experts and dW. The next B combine, of the next layer, waits
-  for the event that B pre-dispatch recorded on the stream of computation, which comes after dW. The
-  first of a microbatch waits for `record_current_stream`, which is as late.
-- Counts, slots and places are read by the call that they belong to.
-- `all_demands` is part of routing, in F pre-dispatch, a computation. So its barrier, too, comes
-  after the former owner's dW. Its tables belong to it alone, and the next call comes behind the
-  push, whose rows F experts have waited for.
-- Evaluations, self-tests and repeated passes run on the stream of computation, which waits for the
-  other at the end of each schedule, and which the other waits for at the beginning of the next.
-
-A barrier waits for other ranks, and so do kernels of NCCL that run at the same time. They cannot
-block each other for ever. All ranks of a group issue the same calls in the same order, a call waits
-for the same call of the others, and events lead from earlier calls to later ones, so no wait is
-circular; where all streams share one queue, calls leave it in that order, too. A barrier is one
-small program, and NCCL's kernels have a few; all other kernels end by themselves, so places for
-these become free. They may become free late: a product that fills the device keeps barriers and
-stores waiting until its end.
-
-Captured by `full_iteration`, streams and events are the graph's edges, and the same holds. Graphs
-of `attn`, `moe_router` and `moe_preprocess` end before the push.
-
-Sums equal those of `AllToAllExchange` bit by bit: the same kernel adds the same slots. With sums
-that go home, a token's rows are added per rank, experts ascending, in fp32, and rounded to the
-rows' dtype; then the sums of the ranks likewise. That is as deterministic, but a token with rows of
-several ranks, and several rows of one of them, is rounded once more for each of these. Emulated on
-a CPU with normal rows in bf16, for K 8 and 4 at EP 2, 4 and 8, the root mean square of the error
-against fp64 is 0.0019 to 0.0024 of that of the sums, where one rounding makes it 0.0017.
-
-Tried and left out:
-
-- Gradients that return beside fc1's weight gradient, on a second stream. Where torch computes it
-  (commit f65f1d6, 4 H200, Qwen3-30B-A3B), these three kernels took 958 us instead of 969 at factor
-  1.0 and 1,009 instead of 1,008 at 2.0: the GEMM's programs fill the device until they end, and the
-  programs that store wait for a free place, whatever their stream's priority. Our own product left
-  11 multiprocessors to them, and a layer took 2.26 ms instead of 2.47 (commit 80b3b2b, 2 H200). The
-  product that computes the rows hides more when it stores them (`padded_dispatch.exchange.fused`).
-- Experts in two halves, each with its own exchange on its own stream, so that rows of one half
-  travel during the GEMMs of the other, both ways, forward and backward (2 H200, EP 2, factor 1.25,
-  a script that was not kept). All of it in a graph took 2.68 ms instead of 2.76 for Qwen3-30B-A3B
-  and 5.04 instead of 5.11 for GPT-OSS-20B; one half after the other took 2.94 and 5.28. It took
-  longer with fewer programs that store, or with multiprocessors kept from the GEMMs, and it gained
-  nothing with the all-to-all. Too little for two streams through all six stages.
-- Sums and copies beside the stores (2 H200, EP 2, 4,096 tokens, factor 1.0, a script that was not
-  kept). 232 us of a return for Qwen3-30B-A3B are 186 for the rows over the link, 37 for the sums
-  and 7 for barriers; 80 us of a push are 51 for the rows and 19 for the copies. With the columns in
-  two parts, each with a barrier of its own, sums of one part run on a second stream beside the
-  stores of the other: 224 us instead of 232, GPT-OSS-20B 163 instead of 169; a push 79 instead of
-  80, 86 instead of 88. In four parts nothing is gained.
-- Rows that their source reads from the experts' GPU and adds at once, with the same bits, instead
-  of slots that the experts' GPU fills and sums behind the barrier. A link gives 335 GB/s to reads
-  and 362 to stores. Still a return takes 207 us instead of 232, GPT-OSS-20B 148 instead of 169, and
-  402 instead of 451 at twice the tokens (the same script). It needs the experts' output in memory
-  that peers can read. To copy it there takes longer than what is gained, and experts that write
-  there themselves may as well write into the slots.
-- Shared experts during the exchange: whole steps of DeepSeek-V2-Lite's shape took 51.0 ms instead
-  of 50.6, with the all-to-all 54.1 instead of 53.1 (commit 29e73fb, 2 H200). It is Megatron's
-  option, so it stays available; its default is off.
+Probabilities, or their gradients, travel with the rows. A token, or a gradient, that goes to
+several experts of one rank crosses the link there once, into its first row, from which the receiver
+copies it to the others behind the barrier. Both returns may take place inside of the products that
+compute their rows: see `padded_dispatch.exchange.fused`. Sums equal those of `AllToAllExchange` bit
+by bit: the same kernel adds the same slots. `DirectExchange` has what callers must guarantee, and
+why no buffer is overwritten too early; notebooks/results/LOG.md has what was tried and left out.
 
 Letters: T tokens, K experts per token, E experts, R ranks and S = R sources, L = E / R local
 experts, D hidden size, N the most rows that a rank's experts can receive, G pools of P slots of a
@@ -159,18 +27,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import custom_op
 
-from padded_dispatch.config import LinkRows, require
+from padded_dispatch.config import require
 from padded_dispatch.exchange import ExpertInput, PackedAtOnce, Slots
-from padded_dispatch.exchange.links import num_places
 from padded_dispatch.exchange.symmetric_memory import (
-    Demands,
     DirectBuffers,
     Shape,
     Workspace,
     check_group,
-    demands_of,
     find,
-    find_demands,
 )
 from padded_dispatch.ops.plan import DispatchPlan
 from padded_dispatch.ops.rows import running_offsets
@@ -186,13 +50,33 @@ class DirectExchange(PackedAtOnce):
     probabilities followed by the counts [S, L]. From `disarrange` to `combine`, rows are the
     experts' packed output.
 
+    What the caller must guarantee: all calls of a process are on one stream, or ordered as if they
+    were, and so are uses of what they returned; all ranks make their calls in the same order; what
+    the forward pass received is not used after the backward pass, and gradients not after the next
+    layer's backward; and no return comes between a push and the return of its pass, if that one is
+    inside of a product. If a peer dies or never comes, the others wait in a barrier, for 10 minutes
+    as with NCCL; then each prints the missing rank's number in the group, and its device fails.
+
+    Why no buffer is overwritten too early: everything that one call writes to peers' memory lies
+    between two barriers of all ranks on the current stream. The first shows that all ranks have
+    finished with the previous contents, since their uses came before on their streams; the second,
+    that all rows have arrived. So a call does not depend on the calls before it, of another layer,
+    a replayed graph, an evaluation, or a recomputation. Captured barriers reset themselves. Every
+    rank takes part in every call, also without rows. (A return inside of a product begins without a
+    barrier; that of the push of its pass takes its place.) Two buffers need more words:
+
+    - Counts (`Workspace.table_RE`) are written before the first barrier of a push. Their last
+      readers (`place_rows`) finished before the second barrier of the push that they belong to,
+      which this rank has passed.
+    - Places, the list beside received rows from which copies are made, belong to the receive buffer
+      and are written with its rows. Their only reader is the copy of the same call.
+
     Args:
         num_local_experts: experts on this rank (L).
         group: the expert-parallel group, all on one host.
         etp_group: None, or a group of one rank.
         microbatches_in_flight: the most microbatches whose forward is done and whose backward is
             not.
-        link_rows: how often a token crosses a link; see `padded_dispatch.exchange.links`.
 
     Raises:
         ValueError: on all ranks, if their GPUs cannot write to each other or `etp_group` has more
@@ -206,7 +90,6 @@ class DirectExchange(PackedAtOnce):
         etp_group: dist.ProcessGroup | None = None,
         *,
         microbatches_in_flight: int = 1,
-        link_rows: LinkRows = "auto",
     ) -> None:
         require(
             etp_group is None or etp_group.size() == 1,
@@ -219,18 +102,7 @@ class DirectExchange(PackedAtOnce):
         self.num_local_experts = num_local_experts
         self.num_sources = self._group.size()
         self._microbatches_in_flight = microbatches_in_flight
-        self._link_rows: LinkRows = link_rows
         self._buffers: dict[Shape, DirectBuffers] = {}
-        self._demands: Demands | None = None
-
-    def all_demands(self, demand_E: Tensor) -> Tensor:
-        """Return the demands of all sources: int32 [E] to [S, E].
-
-        The first call is a collective call on the host, and so is not to be captured.
-        """
-        if self._demands is None:
-            self._demands = demands_of(self._group, demand_E.shape[0], demand_E.device)
-        return _all_demands(demand_E, self.num_sources, self._demands.key)
 
     @nvtx_range("exchange")
     def prepare(
@@ -294,29 +166,21 @@ class DirectExchange(PackedAtOnce):
 
     def _shape(self, plan: DispatchPlan, num_rows: int, rows_ND: Tensor) -> Shape:
         num_tokens, top_k = plan.slot_of_TK.shape
-        num_experts = plan.kept_E.shape[0]
         return Shape(
-            num_experts=num_experts,
+            num_experts=plan.kept_E.shape[0],
             num_slots=plan.choice_of_slot_GP.numel(),
             num_rows=num_rows,
             width=rows_ND.shape[1],
             dtype=rows_ND.dtype,
-            num_places=num_places(
-                self._link_rows,
-                num_ranks=self.num_sources,
-                num_experts=num_experts,
-                top_k=top_k,
-                num_tokens=num_tokens,
-            ),
-            summed=self._link_rows == "summed",
+            num_places=self.num_sources * num_tokens * top_k,
         )
 
 
-def maps_of(plan: DispatchPlan) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int, int]:
+def maps_of(plan: DispatchPlan) -> tuple[Tensor, Tensor, Tensor, int, int]:
     """Return what the ops read of a plan: maps, counts, P and X."""
     num_pools, pool_slots = plan.choice_of_slot_GP.shape
     experts_per_pool = plan.kept_E.shape[0] // num_pools
-    maps = plan.slot_of_TK, plan.expert_of_TK, plan.kept_E, plan.kept_SE
+    maps = plan.slot_of_TK, plan.expert_of_TK, plan.kept_E
     return *maps, pool_slots, experts_per_pool
 
 
@@ -336,25 +200,7 @@ def _check(tokens_TD: Tensor, probs_TE: Tensor) -> None:
 
 # The ops. A custom op takes no objects, so `key` is the string with which it finds the layer's
 # `DirectBuffers`, as a name finds a process group. `saved` rows go to the layer's own buffer for
-# this microbatch, others to the workspace, which the next layer overwrites. `kept_SE` is given
-# where `all_demands` told it: then no counts are pushed, and its barrier is the first of the push
-# of the forward pass.
-
-
-@custom_op("padded_dispatch::all_demands", mutates_args=())
-def _all_demands(demand_E: Tensor, num_ranks: int, key: str) -> Tensor:
-    from padded_dispatch.kernels import direct
-
-    demands = find_demands(key)
-    table_RE, table_R = demands.next_table()
-    direct.push_counts(demand_E.contiguous(), table_R, demands.rank)
-    demands.barrier()
-    return table_RE.clone()
-
-
-@_all_demands.register_fake
-def _(demand_E, num_ranks, key):
-    return demand_E.new_empty(num_ranks, demand_E.shape[0])
+# this microbatch, others to the workspace, which the next layer overwrites.
 
 
 @custom_op("padded_dispatch::push_rows", mutates_args=())
@@ -364,7 +210,6 @@ def _push_rows(
     slot_of_TK: Tensor,
     expert_of_TK: Tensor,
     kept_E: Tensor,
-    kept_SE: Tensor | None,
     pool_slots: int,
     experts_per_pool: int,
     num_rows: int,
@@ -372,7 +217,7 @@ def _push_rows(
     key: str,
     saved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from padded_dispatch.kernels import direct, links
+    from padded_dispatch.kernels import direct
 
     buffers = find(key)
     workspace, rank = buffers.workspace, buffers.rank
@@ -381,12 +226,10 @@ def _push_rows(
     num_experts = kept_E.shape[0]
     shift_E = torch.empty_like(kept_E)
     offsets_LS = kept_E.new_empty(num_experts // num_ranks, num_ranks)
-    if kept_SE is None:
-        direct.push_counts(kept_E, workspace.table_R, rank)
-    if kept_SE is None or not saved:
-        workspace.barrier()
+    direct.push_counts(kept_E, workspace.table_R, rank)
+    workspace.barrier()
     direct.place_rows(
-        workspace.table_RE if kept_SE is None else kept_SE,
+        workspace.table_RE,
         rank,
         shift_E,
         offsets_LS,
@@ -394,7 +237,7 @@ def _push_rows(
         pool_slots,
         experts_per_pool,
     )
-    pushed = (
+    direct.push_tokens(
         tokens_TD.contiguous(),
         None if probs_TE is None else probs_TE.contiguous(),
         slot_of_TK,
@@ -402,19 +245,16 @@ def _push_rows(
         shift_E,
         receive_buffer.rows_R,
         receive_buffer.meta_R,
+        receive_buffer.places_R,
+        rank,
     )
-    if buffers.crosses_once:
-        links.push_tokens(*pushed, receive_buffer.places_R, rank)
-        workspace.barrier()
-        links.copy_rows(rows_ND, receive_buffer.places(num_ranks, *slot_of_TK.shape), rank)
-    else:
-        direct.push_rows(*pushed)
-        workspace.barrier()
+    workspace.barrier()
+    direct.copy_rows(rows_ND, receive_buffer.places(num_ranks, *slot_of_TK.shape), rank)
     return rows_ND, meta, offsets_LS
 
 
 @_push_rows.register_fake
-def _(tokens_TD, _probs, _slots, _experts, kept_E, _kept, _P, _X, num_rows, num_ranks, *_):
+def _(tokens_TD, _probs, _slots, _experts, kept_E, _P, _X, num_rows, num_ranks, *_):
     num_experts = kept_E.shape[0]
     return (
         tokens_TD.new_empty(num_rows, tokens_TD.shape[1]),
@@ -431,7 +271,6 @@ def return_rows(
     slot_of_TK: Tensor,
     expert_of_TK: Tensor,
     kept_E: Tensor,
-    kept_SE: Tensor | None,
     pool_slots: int,
     experts_per_pool: int,
     key: str,
@@ -440,35 +279,25 @@ def return_rows(
 
     Numbers beside the rows, `probs_N`, travel with them; without, the second result is empty.
     """
-    from padded_dispatch.kernels import direct, links
+    from padded_dispatch.kernels import direct
 
     buffers = find(key)
-    workspace, home_TK = buffers.workspace, slot_of_TK
+    workspace = buffers.workspace
     returned = (
         packed_ND.contiguous(),
         None if probs_N is None else probs_N.contiguous(),
         offsets_LS,
-        kept_SE,
     )
     to = workspace.slots_R, workspace.meta_R, buffers.rank, pool_slots, experts_per_pool
-    if buffers.sums_home:
-        num_local, num_ranks = offsets_LS.shape
-        home_TK = torch.empty_like(slot_of_TK)
-        maps = slot_of_TK, expert_of_TK
-        links.list_slots(*maps, workspace.lists_R, home_TK, buffers.rank, num_local)
-        workspace.barrier()
-        links.return_sums(*returned, workspace.lists(num_ranks, *slot_of_TK.shape), *to)
-    else:
-        workspace.barrier()
-        direct.return_rows(*returned, *to)
+    workspace.barrier()
+    direct.return_rows(*returned, *to)
     workspace.barrier()
     maps = slot_of_TK, expert_of_TK, kept_E, pool_slots
-    return received(workspace, home_TK, *maps, numbers=probs_N is not None)
+    return received(workspace, *maps, numbers=probs_N is not None)
 
 
 def received(
     workspace: Workspace,
-    home_TK: Tensor,
     slot_of_TK: Tensor,
     expert_of_TK: Tensor,
     kept_E: Tensor,
@@ -476,10 +305,10 @@ def received(
     *,
     numbers: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums of the slots `home_TK`, and the `numbers` of a plan's slots, if any."""
+    """Return the sums of every token's slots, and the `numbers` of the slots, if any."""
     from padded_dispatch.kernels import rows
 
-    sum_TD = rows.sum_rows(workspace.slots_QD, home_TK)
+    sum_TD = rows.sum_rows(workspace.slots_QD, slot_of_TK)
     if not numbers:
         return sum_TD, sum_TD.new_empty(0, dtype=torch.float32)
     meta_GP, num_experts = workspace.meta_Q.view(-1, pool_slots), kept_E.shape[0]
@@ -506,7 +335,7 @@ def _push_setup(ctx, inputs, output) -> None:
 def _push_backward(ctx, grad_ND, grad_meta, _):
     grads_N = grad_meta[: grad_ND.shape[0]]
     grad_TD, grad_TE = return_rows(grad_ND, grads_N, *ctx.saved_tensors, *ctx.where)
-    return grad_TD, grad_TE.to(ctx.dtype), *(None,) * 10
+    return grad_TD, grad_TE.to(ctx.dtype), *(None,) * 9
 
 
 def _return_setup(ctx, inputs, output) -> None:

@@ -2,80 +2,19 @@
 
 Rows travel home twice in a pass, and each time a product has just computed them: the experts'
 output by fc2, and the gradients of received rows by fc1's backward pass. One needs links, the other
-needs the tensor cores. So these two products do not write rows to memory from which another kernel
-sends them. Each tile goes straight into slots of peers, while the next one is computed:
-
-    find slots, product with stores, barrier, sum
-
-instead of
-
-    product, barrier, stores, barrier, sum
-
-Bits are those of one after the other: a row is rounded where the product was rounded, a bias is
-added as before, and the same kernel sums the same slots. A layer needs less memory, too: neither
-the experts' output nor the gradients of received rows exist.
+needs the tensor cores. So each tile goes straight into slots of peers, while the next one is
+computed: find slots, product with stores, barrier, sum. Bits are those of one after the other: a
+row is rounded where the product was rounded, a bias is added as before, and the same kernel sums
+the same slots. Neither the experts' output nor the gradients of received rows exist in memory.
 
 Why no slot is overwritten too early. The buffers are those of `padded_dispatch.exchange.direct`.
-Slots, and the numbers beside them, were last read by the sum of an earlier return. Each return is
-the second half of a forward or backward pass whose first half is a push, which ends with a barrier.
-So a rank that stores rows has passed a barrier that all ranks reached after that sum, and needs no
-other. This holds because between the push and the return of a pass its stream has no return of
-another pass: halves of passes follow each other, as `direct` asks for gradients. Only Megatron's
-combined schedule mixes them, and it does not fuse. Recomputation, evaluations and other layers, of
-the same buffers or others, are whole halves. So are backward passes of layers side by side, because
-autograd takes the node that was made last. A pass that breaks off, or whose tokens need no
-gradient, leaves a push without a return, which does no harm.
-
-On 2 H200, EP 2, factor 1.25, microseconds in a graph, barriers and sums included (commit a343413,
-notebooks/results/fused.json):
-
-                                                  product     home     both    fused
-    Qwen3, 4,096 tokens, fc2                          178      238      416      256
-                         gradients of fc1's rows      331      246      572      406
-           512 tokens,   fc2                           60       36      101       73
-                         gradients of fc1's rows      109       39      154      123
-    GPT-OSS, 4,096,      fc2                          416      174      589      504
-                         gradients of fc1's rows      923      180    1,076      975
-             512,        fc2                          106       28      140      117
-                         gradients of fc1's rows      191       30      225      208
-    DeepSeek-V3, 4,096,  fc2                        1,899      795    2,485    2,173
-                         gradients of fc1's rows    3,755      800    4,419    4,174
-                 512,    fc2                          980      107    1,094    1,014
-                         gradients of fc1's rows    1,835      111    1,966    2,046
-
-What is left beside the product are sums (33 us for Qwen3, 25 for GPT-OSS), a barrier (4), addresses
-(5), and stores that wait for the link: fc2 of Qwen3 sends 67 MB, which take a link 186 us, in about
-the time of its product. There is no rule, since one case of twelve is slower, by 4 %, and its layer
-is not. Also tried (commit e8c3699, a script that was not kept): tiles stored in four parts instead
-of two, and stores that pass the cache by, which are as fast; tiles of 128 x 128, which are slower.
-
-A layer's forward and backward pass in a graph, one after the other and fused, milliseconds (commit
-a343413, 2 H200, EP 2):
-
-    Qwen3, factor 1.0                   2.47   2.14      added to fp32   2.93   2.62
-    Qwen3, factor 1.25                  2.59   2.24                      3.04   2.72
-    Qwen3, factor 1.25, 512 tokens      0.90   0.85                      1.43   1.39
-    GPT-OSS, factor 1.0                 4.71   4.68                      5.34   5.26
-    GPT-OSS, factor 1.25                5.03   4.95                      5.57   5.46
-    GPT-OSS, factor 1.25, 512 tokens    1.25   1.20                      1.94   1.92
-    DeepSeek-V3, factor 1.0            18.20  17.80                     26.74  26.35
-    DeepSeek-V3, factor 1.25           20.84  20.30                     28.83  28.37
-
-Where products are large, the device is at its limit of power: with the links busy at the same time,
-its clock falls from 1.98 to 1.6 GHz, and GPT-OSS gets less than the first table promises.
-
-Before, gradients travelled home on a second stream beside the product of fc1's weight gradient,
-which left 11 multiprocessors to the stores. That hid less, slowed down that product, and did
-nothing for the forward pass: a layer of Qwen3 took 2.26 ms, GPT-OSS 4.65, and one after the other
-2.47 and 4.72 (commit 80b3b2b).
-
-Autograd. The pass of `FusedLinears` leaves out the ops between the tokens and fc1's result, and
-between fc2's input and the tokens: `first` and `second` are their only nodes. `first` goes
-from tokens and probabilities to fc1's result, though the forward pass has pushed the rows before,
-and `second` from fc2's input to the sums. Their backward passes are
-
-    second   push of gradients, then gradients of fc2's rows, weight, bias and probabilities
-    first    fc1's product that sends gradients of rows home, then the gradient of its weight
+Each return is the second half of a forward or backward pass whose first half is a push, which ends
+with a barrier. So a rank that stores rows has passed a barrier that all ranks reached after the sum
+of an earlier return, the last reader of the slots. This holds because between the push and the
+return of a pass its stream has no return of another pass: only Megatron's combined schedule mixes
+them, and it does not fuse. (Autograd takes the node that was made last, so backward passes of
+layers side by side are whole halves, too.) A pass that breaks off leaves a push without a return,
+which does no harm. notebooks/results/LOG.md has times and what else was tried.
 
 Letters: T tokens, K experts per token, E experts, L experts on this rank, S sources, D and F hidden
 and ffn size, G columns of fc1's result, N rows of this rank's experts, I and O columns of rows that
@@ -111,6 +50,12 @@ from padded_dispatch.utils.nvtx import nvtx_range
 class FusedLinears:
     """The linears of the experts in one pass, whose rows `prepare` has pushed.
 
+    `first` goes from tokens and probabilities to fc1's result, and `second` from fc2's input to the
+    sums; the ops that moved rows are no nodes. Their backward passes are
+
+        second   push of gradients, then gradients of fc2's rows, weight, bias and probabilities
+        first    fc1's product that sends gradients of rows home, then the gradient of its weight
+
     Attributes:
         tokens_TD: what was pushed, and gets the gradients of the rows.
         probs_TE: likewise.
@@ -127,18 +72,13 @@ class FusedLinears:
         probs_N: Tensor,
         weight_LGD: Tensor,
         offsets_L: Tensor,
-        tiles: Tensor,
+        tiles: Tensor | None,
         sums_LGD: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return fc1's result, [N, G], and the probabilities of the rows, [N].
 
-        Args:
-            rows_ND: what the tokens became; has no gradient of its own.
-            probs_N: likewise.
-            weight_LGD: as in `grouped_linear`, and so are the others.
-            offsets_L: see there.
-            tiles: see there.
-            sums_LGD: see there.
+        The arguments are those of `grouped_linear`; rows and probabilities have no gradient of
+        their own.
         """
         given = rows_ND, probs_N, offsets_L, tiles, sums_LGD
         return _First.apply(self.tokens_TD, self.probs_TE, weight_LGD, *given, *self.home)
@@ -150,7 +90,7 @@ class FusedLinears:
         weight_LDF: Tensor,
         bias_LD: Tensor | None,
         offsets_L: Tensor,
-        tiles: Tensor,
+        tiles: Tensor | None,
         sums_LDF: Tensor | None,
     ) -> Tensor:
         """Return the sum of every token's rows of fc2's result, [T, D].
@@ -189,43 +129,27 @@ def return_product(
     slot_of_TK: Tensor,
     expert_of_TK: Tensor,
     kept_E: Tensor,
-    kept_SE: Tensor | None,
     pool_slots: int,
     experts_per_pool: int,
     key: str,
 ) -> tuple[Tensor, Tensor]:
     """Return `exchange.direct.return_rows` of a linear's result; its first barrier is left out.
 
-    On CPUs the rows leave once they are computed.
-
-    Args:
-        rows_NI: as in `grouped_linear`, and so are the others up to `tiles`.
-        weight_LOI: see there.
-        bias_LO: see there.
-        weights_N: scale the bias; there they are `probs_N`.
-        probs_N: as in `return_rows`: numbers that travel beside the rows.
-        offsets_L: see above.
-        tiles: see above.
-        offsets_LS: as in `return_rows`, and so are all behind it.
-        slot_of_TK: see there.
-        expert_of_TK: see there.
-        kept_E: see there.
-        kept_SE: see there.
-        pool_slots: see there.
-        experts_per_pool: see there.
-        key: see there.
+    Up to `tiles` the arguments are those of `grouped_linear`, but for `weights_N`, which scale the
+    bias, and `probs_N`, which travel beside the rows; the others are those of `return_rows`. On
+    CPUs the rows leave once they are computed.
     """
     from padded_dispatch.kernels import direct
 
     buffers = find(key)
     workspace = buffers.workspace
     out_NO = linear_by_expert(rows_NI, weight_LOI, bias_LO, weights_N, offsets_L, tiles)
-    returned = out_NO, None if probs_N is None else probs_N.contiguous(), offsets_LS, kept_SE
+    returned = out_NO, None if probs_N is None else probs_N.contiguous(), offsets_LS
     to = workspace.slots_R, workspace.meta_R, buffers.rank, pool_slots, experts_per_pool
     direct.return_rows(*returned, *to)
     workspace.barrier()
     maps = slot_of_TK, expert_of_TK, kept_E, pool_slots
-    return received(workspace, slot_of_TK, *maps, numbers=probs_N is not None)
+    return received(workspace, *maps, numbers=probs_N is not None)
 
 
 @return_product.register_kernel("cuda")
@@ -241,7 +165,6 @@ def _return_product_on_gpu(
     slot_of_TK,
     expert_of_TK,
     kept_E,
-    kept_SE,
     pool_slots,
     experts_per_pool,
     key,
@@ -255,7 +178,6 @@ def _return_product_on_gpu(
     direct.find_slots(
         None if probs_N is None else probs_N.contiguous(),
         offsets_LS,
-        kept_SE,
         workspace.slots_R,
         workspace.meta_R,
         buffers.rank,
@@ -275,7 +197,7 @@ def _return_product_on_gpu(
     )
     workspace.barrier()
     maps = slot_of_TK, expert_of_TK, kept_E, pool_slots
-    return received(workspace, slot_of_TK, *maps, numbers=probs_N is not None)
+    return received(workspace, *maps, numbers=probs_N is not None)
 
 
 @return_product.register_fake
@@ -315,7 +237,7 @@ class _First(torch.autograd.Function):
             grad_TE = grad_TE.to(ctx.dtype)
         if needs_weight:
             grad_LGD = weight_gradient(grad_NG, rows_ND, offsets_L, ctx.sums_LGD)
-        return grad_TD, grad_TE, grad_LGD, *(None,) * 13
+        return grad_TD, grad_TE, grad_LGD, *(None,) * 12
 
 
 class _Second(torch.autograd.Function):
@@ -339,4 +261,4 @@ class _Second(torch.autograd.Function):
         grad_ND = push_gradients(grad_TD, *maps, *ctx.where)
         linear = hidden_NF, weight_LDF, bias_LD, probs_N, offsets_L, tiles, ctx.sums_LDF
         grads = linear_gradients(ctx.needs_input_grad, grad_ND, *linear)
-        return *grads, *(None,) * 11
+        return *grads, *(None,) * 10

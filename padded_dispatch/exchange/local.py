@@ -35,10 +35,6 @@ class LocalExchange(PackedAtOnce):
 
     num_sources = 1
 
-    def all_demands(self, demand_E: Tensor) -> Tensor:
-        """Return the demand of this rank, the only source: int32 [E] to [1, E]."""
-        return demand_E[None]
-
     @nvtx_range("gather")
     def prepare(
         self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan, num_rows: int

@@ -4,25 +4,19 @@ A `Mirror` is a gloo group of its own over all ranks that a layer's groups conne
 back end of the groups is. With gloo, too: if one rank skipped a call, the user's next collective
 would meet ours in one group, with another size, and gloo would abort the process.
 
-`is_same` compares one row of each rank. The first rank gathers the rows, which come at the same
-time, and broadcasts along a tree whether they are equal. That makes 1 + log2(N) messages one after
-the other for N ranks, and 2N in all. In an all-gather the rows go around in a ring: N - 1 messages
-one after the other, N * N in all. `gather` is that all-gather, for values that differ.
-
-Both have a time limit. When it expires, or when a process ends and the first rank has come, gloo
-closes the connections, so all ranks that wait fail within milliseconds. Each of them then posts in
-the store of the job that it waits. Ranks that have not posted `_GRACE_S` later are absent; if the
-layer spans several hosts, theirs are named, too. The first rank to see that writes the error into
-the store, and all raise this error: also a rank that comes later.
+`is_same` compares one row of each rank: the first rank gathers them and broadcasts whether they are
+equal, 1 + log2(N) messages one after the other for N ranks. `gather` is an all-gather, for values
+that differ. Both have a time limit. When it expires, or when a process ends and the first rank has
+come, gloo closes the connections, so all ranks that wait fail within milliseconds. Each of them
+then posts in the store of the job that it waits. Ranks that have not posted `_GRACE_S` later are
+absent; if the layer spans several hosts, theirs are named, too. The first rank to see that writes
+the error into the store, and all raise this error: also a rank that comes later. Nothing is posted
+in a call that succeeds.
 
 A collective of the user fails as well when a process has ended, mostly before our next call, and
 gloo's error names no rank; others may still wait for a rank that has seen it. So
 `absent_ranks_named` asks machines, not ranks: each process listens on a port, and the kernel
 answers as long as the process lives.
-
-Nothing is posted in a call that succeeds. Sends and receives between each pair of ranks would name
-the absent ranks without a store, but took 30 times as long as an all-gather for 2 processes on 2
-cores, and twice as long for 4.
 """
 
 import json
@@ -35,7 +29,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import blake2b
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -58,8 +52,8 @@ _SIGNALS = timedelta(seconds=1)  # between two looks for Ctrl-C
 
 _CLOSED = ", got a closed connection and"
 _FIX = (
-    "look for the first error in the output of each; if they were only busy, set agreement_timeout "
-    "to more seconds than that can take"
+    "look for the first error in the output of each; if they were only busy, give the process "
+    "groups a longer timeout"
 )
 
 
@@ -239,6 +233,16 @@ class Mirror:
             f"all {len(self.ranks)} ranks of the layer must come to {where}{problem} no call "
             f"from {absent}; the last call that all made: {self._last}; {_FIX}"
         )
+
+
+def time_limit(group: dist.ProcessGroup) -> float:
+    """Return the seconds that a collective of the group may take: its `timeout`."""
+    for device in ("cuda", "cpu"):
+        # Not every back end has options; a group without one for the device raises.
+        with suppress(RuntimeError, AttributeError):
+            backend: Any = cast(Any, group)._get_backend(torch.device(device))
+            return backend.options._timeout.total_seconds()
+    return distributed_c10d.default_pg_timeout.total_seconds()
 
 
 def _limited(name: str, limit_s: float) -> Any:

@@ -5,22 +5,17 @@ other (NVLink), and neither NVSHMEM nor multicast. Allocating is a collective ca
 and never happens during a capture: the first eager call with a shape allocates, after the ranks
 have compared that shape. Before that, the bytes are logged, and a layer that does not fit raises.
 
-Owners. A `ReceiveBuffer` takes the rows that arrive for this rank's experts. `DirectBuffers`, one
-per layer and shape, owns one of them for each microbatch in flight and uses them in turn. The
-experts save these rows for backward without a copy, so a buffer must not be used again before that
-backward is done. (Turns are right if microbatches end in the order in which they began, as in all
-of Megatron's schedules. If there are too few turns, tensors of the last turn are still alive, and
-`next_receive_buffer` raises.) All layers of a shape share one `Workspace`, one after another: the
-counts, the slots that rows return to, and a receive buffer for gradients, whose contents last until
-the next layer's backward. All layers of a group share its `Demands`. Buffers are freed with their
-owners; tensors that an exchange returned must not outlive it.
-
-Elements per rank, with N rows and Q slots: N * D per layer and microbatch in flight, and (N + Q) *
-D shared by all layers of the same shape; everything else is small. Where sources share slots
-("receiver"), Q is no more than T * K; else it is N.
+Owners. `DirectBuffers`, one per layer and shape, has a `ReceiveBuffer` for each microbatch in
+flight and uses them in turn. The experts save received rows for backward without a copy, so a
+buffer must not be used again before that backward is done: turns are right if microbatches end in
+the order in which they began, as in all of Megatron's schedules. All layers of a shape share one
+`Workspace`: the counts, the slots that rows return to, and a receive buffer for gradients, whose
+contents last until the next layer's backward. Buffers are freed with their owners; tensors that an
+exchange returned must not outlive it. Elements per rank: N * D per layer and microbatch in flight,
+and (N + Q) * D shared by all layers of the same shape; everything else is small.
 
 The driver allocates this memory, so torch's allocator does not count it. `allocated_gib` and
-`reserved_gib` add what is held now to torch's peaks; a layer holds its buffers as long as it lives.
+`reserved_gib` add what is held now to torch's peaks.
 
 Letters: T tokens, K experts per token, E experts, L local experts, R ranks and S = R sources, D
 hidden size, N the most rows that a rank's experts can receive, Q slots of a source. `..._R`: int64
@@ -56,19 +51,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes that decide the buffers: E, Q, N, D, the dtype of rows, and their `places`.
-
-    `num_places`: R * T * K if a token crosses a link once, else 0. `summed`: whether one sum of a
-    token's rows goes home; then `num_places` is not 0.
-    """
+    """The sizes that decide the buffers: E, Q, N, D, the dtype of rows, and R * T * K places."""
 
     num_experts: int
     num_slots: int
     num_rows: int
     width: int
     dtype: torch.dtype
-    num_places: int = 0
-    summed: bool = False
+    num_places: int
 
 
 class PeerMemory:
@@ -139,10 +129,10 @@ class _Layout:
 
 
 class ReceiveBuffer:
-    """Rows [N, D] and meta, fp32 [N + E]: a number for each row, then counts [S, L].
+    """Rows [N, D], meta, fp32 [N + E], and places, int32 [R, T, K].
 
-    Where a token crosses a link once, also places, int32 [R, T, K]: the rows of every (source,
-    token) here. `rows_R`, `meta_R`, `places_R`: their addresses on every rank.
+    Meta are a number for each row, then counts [S, L]; places are the rows of every (source, token)
+    here. `rows_R`, `meta_R`, `places_R`: their addresses on every rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, shape: Shape, device: torch.device) -> None:
@@ -194,9 +184,8 @@ class Workspace:
     """Buffers that all layers of one shape use in turn.
 
     `table_RE`: int32, the counts of all sources. `slots_QD`, `meta_Q`: rows, and one fp32 number
-    for each, that came back to this rank. Where sums go home, also lists, int32 [R, T, 2, K]: slots
-    and experts of every (source, token) that has rows here. `table_R`, `slots_R`, `meta_R`,
-    `lists_R`: their addresses on every rank. `gradients`: the receive buffer of backward passes.
+    for each, that came back to this rank. `table_R`, `slots_R`, `meta_R`: their addresses on every
+    rank. `gradients`: the receive buffer of backward passes.
     """
 
     def __init__(self, group: dist.ProcessGroup, shape: Shape, device: torch.device) -> None:
@@ -205,8 +194,7 @@ class Workspace:
         table_at = layout.add(table[0] * table[1], torch.int32)
         slots_at = layout.add(shape.num_slots * shape.width, shape.dtype)
         meta_at = layout.add(shape.num_slots, torch.float32)
-        self._lists = layout.add(_num_listed(shape), torch.int32)
-        memory = self._memory = PeerMemory(group, layout.num_bytes, device)
+        memory = PeerMemory(group, layout.num_bytes, device)
         self.barrier = memory.barrier
         self.table_RE = memory.tensor(table_at, table, torch.int32)
         self.table_R = memory.addresses(table_at)
@@ -214,58 +202,19 @@ class Workspace:
         self.slots_R = memory.addresses(slots_at)
         self.meta_Q = memory.tensor(meta_at, (shape.num_slots,), torch.float32)
         self.meta_R = memory.addresses(meta_at)
-        self.lists_R = memory.addresses(self._lists)
         self.gradients = ReceiveBuffer(group, shape, device)
 
     @staticmethod
     def num_bytes(shape: Shape, num_ranks: int) -> int:
         """Return the bytes on each rank."""
         slots = shape.num_slots * (shape.width * shape.dtype.itemsize + 4)
-        numbers = 4 * (num_ranks * shape.num_experts + _num_listed(shape))
-        return slots + numbers + ReceiveBuffer.num_bytes(shape)
-
-    def lists(self, num_ranks: int, num_tokens: int, top_k: int) -> Tensor:
-        """Return this rank's lists [R, T, 2, K]."""
-        return self._memory.tensor(self._lists, (num_ranks, num_tokens, 2, top_k), torch.int32)
-
-
-def _num_listed(shape: Shape) -> int:
-    return 2 * shape.num_places if shape.summed else 0
-
-
-class Demands:
-    """Tables int32 [R, E] of the demands of all sources; all layers of a group share them.
-
-    There are two, which calls use in turn. `barrier`: of the group.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, num_experts: int, device: torch.device) -> None:
-        self.rank = group.rank()
-        self.key = f"{group_name(group)}/{next(_numbers)}"
-        layout = _Layout()
-        table = group.size(), num_experts
-        places = [layout.add(table[0] * table[1], torch.int32) for _ in range(2)]
-        memory = PeerMemory(group, layout.num_bytes, device)
-        self.barrier = memory.barrier
-        self._tables = [
-            (memory.tensor(place, table, torch.int32), memory.addresses(place)) for place in places
-        ]
-        self._turn = 0
-        _demands[self.key] = self
-
-    def next_table(self) -> tuple[Tensor, Tensor]:
-        """Return the next table, and its addresses on every rank."""
-        table = self._tables[self._turn]
-        self._turn = 1 - self._turn
-        return table
+        return slots + 4 * num_ranks * shape.num_experts + ReceiveBuffer.num_bytes(shape)
 
 
 class DirectBuffers:
     """The buffers of one layer for one shape; a collective call of the group.
 
     `key`: the argument with which custom ops `find` it. `rank`: this rank's number in the group.
-    `crosses_once`: whether a token crosses a link once. `sums_home`: whether one sum of its rows on
-    a rank goes home.
 
     Args:
         group: the expert-parallel group.
@@ -288,8 +237,6 @@ class DirectBuffers:
     ) -> None:
         assert not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing()
         self.rank = group.rank()
-        self.crosses_once = shape.num_places > 0
-        self.sums_home = shape.summed
         self.key = f"{group_name(group)}/{next(_numbers)}"
         layer_bytes = microbatches_in_flight * ReceiveBuffer.num_bytes(shape)
         self.workspace = _workspace(group, shape, device, layer_bytes)
@@ -323,26 +270,7 @@ def find(key: str) -> DirectBuffers:
     return _buffers[key]
 
 
-def find_demands(key: str) -> Demands:
-    """Return the tables of demands with this key."""
-    return _demands[key]
-
-
-def demands_of(group: dist.ProcessGroup, num_experts: int, device: torch.device) -> Demands:
-    """Return the tables of demands of a group, new if no layer has them; a collective call."""
-    of_group = _demands_of_groups.setdefault(group, WeakValueDictionary())
-    demands = of_group.get(num_experts)
-    # Ranks may free a layer at different times, and all must take the same branch.
-    if not all(gather_objects(group, demands is not None)) or demands is None:
-        demands = of_group[num_experts] = Demands(group, num_experts, device)
-    return demands
-
-
 _numbers = itertools.count()
-_demands: WeakValueDictionary[str, Demands] = WeakValueDictionary()
-_demands_of_groups: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[int, Demands]] = (
-    WeakKeyDictionary()
-)
 _buffers: WeakValueDictionary[str, DirectBuffers] = WeakValueDictionary()
 _workspaces: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[Shape, Workspace]] = (
     WeakKeyDictionary()

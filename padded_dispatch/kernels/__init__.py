@@ -24,6 +24,4 @@ SCALARS = (
     "num_slots",
     "num_unplaced",
     "idle_passes",
-    "rerouted",
-    "protected_dropped",
 )

@@ -30,7 +30,6 @@ def count(
     kept_TE: Tensor,
     probs_TE: Tensor,
     demand_E: Tensor,
-    pooled_E: Tensor,
     experts_per_pool: int,
     num_slots: int,
 ) -> None:
@@ -43,7 +42,6 @@ def count(
         kept_TE: bool [T, E].
         probs_TE: floating point [T, E], finite where asked.
         demand_E: int32 [E], the column sums of `asked_TE`.
-        pooled_E: integers [E], the rows that share pools: `demand_E`, or its sum over the sources.
         experts_per_pool: consecutive experts whose rows share a pool.
         num_slots: slots offered.
 
@@ -62,7 +60,6 @@ def count(
         kept_TE.contiguous(),
         probs_TE.contiguous(),
         demand_E,
-        pooled_E,
         num_tokens,
         num_slots,
         NUM_EXPERTS=num_experts,
@@ -83,7 +80,6 @@ def _count_kernel(
     kept,
     probs,
     demand,
-    pooled,
     num_tokens,
     num_slots,
     NUM_EXPERTS: tl.constexpr,
@@ -119,7 +115,7 @@ def _count_kernel(
         x = tl.arange(0, BLOCK_X)[None, :]
         expert = tl.arange(0, BLOCK_G)[:, None] * EXPERTS_PER_POOL + x
         in_pool = (x < EXPERTS_PER_POOL) & (expert < NUM_EXPERTS)
-        demand_g = tl.sum(tl.load(pooled + expert, mask=in_pool, other=0).to(tl.int64), 1)
+        demand_g = tl.sum(tl.load(demand + expert, mask=in_pool, other=0).to(tl.int64), 1)
         tl.store(max_demand, tl.maximum(tl.load(max_demand), tl.max(demand_g)))
         _add(scalars + _NUM_POSITIONS, num_tokens)
         _add(scalars + _NUM_PASSES, 1)

@@ -5,53 +5,32 @@ ranks, as this rank can store to them. Kernels only store to peers and never rea
 not synchronize: the caller puts a barrier of all ranks before each of them (all ranks are done with
 what the buffers held) and behind it (all rows have arrived).
 
-`push_counts` sends every rank a number for each expert: the rows that this source keeps, or asks
-for. `place_rows` computes from the kept rows of all sources where rows lie at their experts:
-packed, ordered (expert, source, slot). `push_rows` sends every token there. `return_rows` sends
-packed rows back into slots; for a product that stores its rows there by itself, `find_slots` finds
-their addresses, and sends the numbers beside them. `padded_dispatch.kernels.links` pushes and
-returns with one row of a token on each link.
+`push_counts` sends every rank a number for each expert. `place_rows` computes from the kept rows of
+all sources where rows lie at their experts: packed, ordered (expert, source, slot). `push_tokens`
+sends every token once to each rank of its experts, to the first of its places there, and behind the
+barrier `copy_rows` copies it to the others. A rank's own tokens are stored at all their places at
+once. `return_rows` sends packed rows back into slots; for a product that stores its rows there by
+itself, `find_slots` finds their addresses, and sends the numbers beside them.
 
 A source has its rows of an expert behind each other, in slots and at the expert. So one number per
-expert leads from a slot to its place there, and one number per (source, expert) leads back, however
-experts share pools.
+expert leads from a slot to its place there, and one number per (source, expert) leads back.
 
-A link is shared by all programs that store over it at a time, so their destinations should differ.
-`push_rows` walks tokens in their own order, whose experts differ, and each token begins with
-another of its choices, in `push_tokens` with another rank. In `return_rows` every program walks its
-own part of the packed rows, so that rows go to all sources at any time. 4 programs of 4 warps per
-multiprocessor of an H200, times the blocks of columns.
+A link is shared by all programs that store over it at a time, so their destinations should differ:
+each token begins with another rank, and each program of `return_rows` walks its own part of the
+packed rows. Stores fill a link to 96 %: notebooks/results/LOG.md has what else was tried.
 
-Stores fill a link (2 H200, both ways at a time, a script that was not kept). Rows of 2048, 2880 or
-7168 columns in bf16 at scattered places, all of them on the other GPU, in GB/s over the link; reads
-are of random rows:
-
-    MB over the link                            15 to 18      70     140
-    stores as they are here                     352 to 358   358 to 362   362 to 365
-    2, 4 or 8 rows in flight per program        349 to 357   356 to 364   361 to 366
-    bulk copies from shared memory, CUDA C++    342 to 353   351 to 361   357 to 364
-    the same with tensor descriptors, Gluon     344 to 352   356 to 360   361 to 364
-    tensor descriptors, Triton                  336 to 345   353 to 358   358 to 361
-    reads from the other GPU, any of these      314 to 325   329 to 332   334 to 335
-    copy engines, all rows in one piece         281 to 302   362 to 364   378
-
-So 378 GB/s is what a link gives, stores are at most 4 % below it, and nothing that was tried is 1 %
-faster: nor are 132 to 2,112 programs of 2, 4 or 8 warps, and loads and stores past a cache. Bulk
-copies need all multiprocessors, too: with 64 of them they reach 281 GB/s, with 32 153. In
-`return_rows`, whose rows of a source lie behind each other, bulk copies of 4 rows at a time take
-229 us instead of 232, with the barriers and sums of a return.
-
-With `sent_R`, int64 [R], a kernel adds to it the rows that it stores at each rank; None compiles to
-nothing.
-
-P: slots of a pool of a source. X: its experts; 1, all of a rank, or all. Q: slots of a source.
+P: slots of a pool of a source. X: its experts; 1, or all of a rank. Q: slots of a source.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 528  # That store, for each block of columns.
+from padded_dispatch.kernels.rows import columns
+
+# Programs that store, for each block of columns: 4 of 4 warps per multiprocessor of an H200.
+PROGRAMS = 528
+_TOKENS = 4  # of a program of `copy_rows`, whose rows are in flight together
 
 
 def push_counts(kept_E: Tensor, table_R: Tensor, rank: int) -> None:
@@ -98,7 +77,7 @@ def place_rows(
     Example: R = 2, `table = [[1, 0, 2, 0], [3, 1, 0, 5]]`, P = 5 and X = 1 on rank 1, which has
     experts 2 and 3. Its rows begin at `[1, 4, 2, 2]` and its slots at `[0, 5, 10, 15]`: `shift =
     [1, -1, -8, -13]`, `offsets = [[2, 2], [2, 7]]` and `count = [[2, 0], [0, 5]]`. With X = 2 its
-    slots begin at `[0, 3, 5, 5]`, with X = 4 and P = 10 at `[0, 3, 4, 4]`.
+    slots begin at `[0, 3, 5, 5]`.
     """
     num_local, num_ranks = offsets_LS.shape
     _place_rows_kernel[(num_ranks,)](
@@ -114,7 +93,6 @@ def place_rows(
         SHARED=experts_per_pool > 1,
         S_BLOCK=triton.next_power_of_2(num_ranks),
         L_BLOCK=triton.next_power_of_2(num_local),
-        E_BLOCK=triton.next_power_of_2(num_ranks * num_local),
     )
 
 
@@ -132,7 +110,6 @@ def _place_rows_kernel(
     SHARED: tl.constexpr,
     S_BLOCK: tl.constexpr,
     L_BLOCK: tl.constexpr,
-    E_BLOCK: tl.constexpr,
 ):
     owner = tl.program_id(0)  # The rank whose experts this program computes.
     s = tl.arange(0, S_BLOCK)[:, None]
@@ -145,19 +122,15 @@ def _place_rows_kernel(
     end = before[None, :] + tl.cumsum(count, 0)
     slot = e // num_shared * pool_slots
     if SHARED:
-        # Behind the rows of the pool's experts on earlier ranks, and of those here.
-        x = tl.arange(0, E_BLOCK)
-        first = owner * num_local
-        earlier = (x >= first // num_shared * num_shared) & (x < first)
-        mine = tl.load(table + rank * (num_ranks * num_local) + x, mask=earlier, other=0)
-        slot += tl.sum(mine, 0) + tl.cumsum(count, 1) - count
+        # Behind the rows of the pool's experts before it.
+        slot += tl.cumsum(count, 1) - count
     tl.store(shift + e + 0 * s, end - count - slot, mask=valid & (s == rank))
     if owner == rank:
         tl.store(offsets + local * num_ranks + s, end, mask=valid)
         tl.store(count_SL + s * num_local + local, count.to(tl.float32), mask=valid)
 
 
-def push_rows(
+def push_tokens(
     tokens_TD: Tensor,
     probs_TE: Tensor | None,
     slot_of_TK: Tensor,
@@ -165,9 +138,10 @@ def push_rows(
     shift_E: Tensor,
     rows_R: Tensor,
     probs_R: Tensor,
-    sent_R: Tensor | None = None,
+    places_R: Tensor,
+    rank: int,
 ) -> None:
-    """Send every token's row, and its probability, to each of its experts.
+    """Send every token's row once to each rank of its experts, and its probabilities to all.
 
     Args:
         tokens_TD: contiguous.
@@ -177,16 +151,20 @@ def push_rows(
         shift_E: int32, from `place_rows`.
         rows_R: addresses of [N, D] on every rank, in the tokens' dtype.
         probs_R: addresses of fp32 [N] on every rank.
-        sent_R: see above.
+        places_R: addresses of int32 [R, T, K] on every rank: where the rows of every (source,
+            token) lie there, -1 for choices that are elsewhere. This rank's part is written on all
+            other ranks.
+        rank: this rank.
 
-    Example: R = 2, E = 2, P = 2, `shift = [0, 1]`, `slot_of_TK = [[0, 2], [1, -1]]` and
-    `expert_of_TK = [[0, 1], [0, -1]]`: both tokens go to rows 0 and 1 on rank 0; the first one also
-    goes to row 3 on rank 1.
+    Example: on rank 1 of 2 with E = 4, P = 2, `shift = [0, 0, 2, 0]`, `slot_of_TK = [[0, 2, 5]]`
+    and `expert_of_TK = [[0, 1, 2]]`, the token goes to row 0 on rank 0 and row 7 on rank 1. On rank
+    0, `places[1] = [[0, 2, -1]]`, with which `copy_rows` fills row 2.
     """
     num_tokens, top_k = slot_of_TK.shape
     width, num_experts = tokens_TD.shape[1], shift_E.shape[0]
+    num_ranks = rows_R.shape[0]
     programs = min(num_tokens, PROGRAMS)
-    _push_rows_kernel[(programs, triton.cdiv(width, block_of(width)))](
+    _push_tokens_kernel[(programs, triton.cdiv(width, block_of(width)))](
         tokens_TD,
         probs_TE,
         slot_of_TK,
@@ -194,19 +172,22 @@ def push_rows(
         shift_E,
         rows_R,
         probs_R,
-        sent_R,
+        places_R,
+        rank,
         num_tokens,
         num_experts,
-        num_experts // rows_R.shape[0],
+        num_experts // num_ranks,
+        num_ranks,
         width,
         K=top_k,
+        K_BLOCK=triton.next_power_of_2(top_k),
         BLOCK=block_of(width),
         num_warps=4,
     )
 
 
 @triton.jit
-def _push_rows_kernel(
+def _push_tokens_kernel(
     tokens,
     probs,
     slot_of,
@@ -214,48 +195,125 @@ def _push_rows_kernel(
     shift,
     rows_at,
     probs_at,
-    sent,
+    places_at,
+    rank,
     num_tokens,
     num_experts,
     num_local,
+    num_ranks,
     width,
     K: tl.constexpr,
+    K_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    k = tl.arange(0, K_BLOCK)
+    listed = k < tl.where(tl.program_id(1) == 0, K, 0)  # by one program of a row
     t = tl.program_id(0).to(tl.int64)
     while t < num_tokens:
         row = tl.load(tokens + t * width + column, mask=column < width)
-        for i in tl.static_range(K):
-            k = (t + i) % K
-            slot = tl.load(slot_of + t * K + k)
-            e = tl.load(expert_of + t * K + k)
-            if slot >= 0:
-                rank = e // num_local
-                place = (slot + tl.load(shift + e)).to(tl.int64)
-                rows = tl.load(rows_at + rank).to(tl.pointer_type(tokens.dtype.element_ty))
-                target = tl.multiple_of(rows, 16) + place * width + column
-                tl.store(target, row, mask=column < width)
-                if probs is not None:
-                    beside = tl.load(probs_at + rank).to(tl.pointer_type(tl.float32))
-                    prob = tl.load(probs + t * num_experts + e).to(tl.float32)
-                    tl.store(beside + place, prob, mask=tl.program_id(1) == 0)
-                if sent is not None:
-                    tl.atomic_add(sent + rank, 1, mask=tl.program_id(1) == 0)
+        slot = tl.load(slot_of + t * K + k, mask=k < K, other=-1)
+        e = tl.load(expert_of + t * K + k, mask=k < K, other=-1)
+        real = slot >= 0
+        place = slot + tl.load(shift + e, mask=real, other=0)
+        owner = tl.where(real, e // num_local, -1)
+        if probs is not None:
+            prob = tl.load(probs + t * num_experts + e, mask=real, other=0).to(tl.float32)
+        turn = (t % num_ranks).to(tl.int32)
+        for i in range(num_ranks):
+            peer = (turn + i) % num_ranks
+            here = owner == peer
+            rows = tl.load(rows_at + peer).to(tl.pointer_type(tokens.dtype.element_ty))
+            rows = tl.multiple_of(rows, 16)
+            if peer == rank:
+                for n in tl.static_range(K):
+                    at = tl.max(tl.where(here & (k == n), place, -1), 0)
+                    target = rows + at.to(tl.int64) * width + column
+                    tl.store(target, row, mask=column < tl.where(at >= 0, width, 0))
+            else:
+                first = tl.min(tl.where(here, place, 2147483647), 0)
+                target = rows + first.to(tl.int64) * width + column
+                tl.store(target, row, mask=column < tl.where(first < 2147483647, width, 0))
+                places = tl.load(places_at + peer).to(tl.pointer_type(tl.int32))
+                places += (rank * num_tokens + t) * K
+                tl.store(places + k, tl.where(here, place, -1), mask=listed)
+            if probs is not None:
+                beside = tl.load(probs_at + peer).to(tl.pointer_type(tl.float32))
+                tl.store(beside + place, prob, mask=here & listed)
         t += tl.num_programs(0)
+
+
+def copy_rows(rows_ND: Tensor, places_RTK: Tensor, rank: int) -> None:
+    """Copy each token of another rank from the first of its places on this rank to the others.
+
+    Args:
+        rows_ND: contiguous; changed in place.
+        places_RTK: contiguous int32, as `push_tokens` of all other ranks wrote them: ascending but
+            for -1. This rank's own part is not read.
+        rank: this rank.
+
+    Example: on rank 0 of 2, `places = [[[7, 7]], [[0, 2]]]` copies row 0 to row 2.
+    """
+    num_ranks, num_tokens, top_k = places_RTK.shape
+    width = rows_ND.shape[1]
+    block = columns(width)
+    parts = triton.cdiv(width, block)
+    _copy_rows_kernel[(triton.cdiv((num_ranks - 1) * num_tokens, _TOKENS) * parts,)](
+        rows_ND,
+        places_RTK,
+        rank,
+        num_tokens,
+        (num_ranks - 1) * num_tokens,
+        width,
+        parts,
+        K=top_k,
+        K_BLOCK=triton.next_power_of_2(top_k),
+        TOKENS=_TOKENS,
+        BLOCK=block,
+        num_warps=max(1, block // 256),
+    )
+
+
+@triton.jit
+def _copy_rows_kernel(
+    rows,
+    places,
+    rank,
+    num_tokens,
+    num_others,
+    width,
+    parts,
+    K: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Tokens of all ranks but this one; the parts of a row are neighbours.
+    other = tl.program_id(0) // parts * TOKENS + tl.arange(0, TOKENS)
+    column = (tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK))[None, :]
+    token = (other + tl.where(other >= rank * num_tokens, num_tokens, 0)).to(tl.int64)
+    k = tl.arange(0, K_BLOCK)[None, :]
+    listed = (k < K) & (other < num_others)[:, None]
+    place = tl.load(places + token[:, None] * K + k, mask=listed, other=-1)
+    first = tl.min(tl.where(place >= 0, place, 2147483647), 1)
+    again = tl.max(place, 1) > first
+    source = rows + first.to(tl.int64)[:, None] * width + column
+    row = tl.load(source, mask=again[:, None] & (column < width))
+    for n in tl.static_range(1, K):
+        at = tl.max(tl.where(k == n, place, -1), 1)
+        target = rows + at.to(tl.int64)[:, None] * width + column
+        tl.store(target, row, mask=(at > first)[:, None] & (column < width))
 
 
 def return_rows(
     packed_ND: Tensor,
     probs_N: Tensor | None,
     offsets_LS: Tensor,
-    kept_SE: Tensor | None,
     slots_R: Tensor,
     meta_R: Tensor,
     rank: int,
     pool_slots: int,
     experts_per_pool: int,
-    sent_R: Tensor | None = None,
 ) -> None:
     """Send packed rows, and a number beside each, back into their slots on their source ranks.
 
@@ -263,18 +321,14 @@ def return_rows(
         packed_ND: contiguous; rows from `offsets_LS[-1, -1]` on are not read.
         probs_N: contiguous fp32; None if nothing travels beside the rows.
         offsets_LS: contiguous int32.
-        kept_SE: contiguous int32, the rows of every (source, expert); None unless a pool has
-            experts on several ranks.
         slots_R: addresses of [Q, D] on every rank, in the rows' dtype. Empty slots are not written.
         meta_R: addresses of fp32 [Q] on every rank.
         rank: this rank.
         pool_slots: P.
         experts_per_pool: X.
-        sent_R: see above.
 
     Example: on rank 1 of 2 with L = 1, P = 2 and X = 1, `offsets = [[1, 3]]`: row 0 goes to slot 2
-    on rank 0, rows 1 and 2 to slots 2 and 3 on rank 1. With X = 2 and `kept_SE = [[1, 1], [0, 2]]`
-    they go to slot 1 on rank 0, and slots 0 and 1 on rank 1.
+    on rank 0, rows 1 and 2 to slots 2 and 3 on rank 1.
     """
     width = packed_ND.shape[1]
     programs = min(packed_ND.shape[0], PROGRAMS)
@@ -283,10 +337,8 @@ def return_rows(
         packed_ND,
         probs_N,
         offsets_LS,
-        kept_SE,
         slots_R,
         meta_R,
-        sent_R,
         rank,
         num_local,
         num_ranks,
@@ -296,7 +348,6 @@ def return_rows(
         SHARED=experts_per_pool > 1,
         BUFFERS=triton.next_power_of_2(offsets_LS.numel()),
         L_BLOCK=triton.next_power_of_2(num_local),
-        E_BLOCK=triton.next_power_of_2(num_local * num_ranks),
         BLOCK=block_of(width),
         num_warps=4,
     )
@@ -307,10 +358,8 @@ def _return_rows_kernel(
     packed,
     probs,
     offsets,
-    kept,
     slots_at,
     meta_at,
-    sent,
     rank,
     num_local,
     num_sources,
@@ -320,7 +369,6 @@ def _return_rows_kernel(
     SHARED: tl.constexpr,
     BUFFERS: tl.constexpr,
     L_BLOCK: tl.constexpr,
-    E_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -340,7 +388,6 @@ def _return_rows_kernel(
         first_slot = _first_slot(
             buffer,
             offsets,
-            kept,
             rank,
             num_local,
             num_sources,
@@ -348,12 +395,9 @@ def _return_rows_kernel(
             num_shared,
             SHARED,
             L_BLOCK,
-            E_BLOCK,
         )
         slots = tl.load(slots_at + source).to(tl.pointer_type(packed.dtype.element_ty))
         meta = tl.load(meta_at + source).to(tl.pointer_type(tl.float32))
-        if sent is not None:
-            tl.atomic_add(sent + source, stop - row, mask=tl.program_id(1) == 0)
         while row < stop:
             slot = first_slot + (row - begin)
             value = tl.load(packed + row.to(tl.int64) * width + column, mask=column < width)
@@ -368,7 +412,6 @@ def _return_rows_kernel(
 def _first_slot(
     buffer,
     offsets,
-    kept,
     rank,
     num_local,
     num_sources,
@@ -376,29 +419,23 @@ def _first_slot(
     num_shared,
     SHARED: tl.constexpr,
     L_BLOCK: tl.constexpr,
-    E_BLOCK: tl.constexpr,
 ):
     """Return the slot, at its source, of the first row of a (local expert, source)."""
     source, local = buffer % num_sources, buffer // num_sources
     slot = ((rank * num_local + local) // num_shared).to(tl.int64) * pool_slots
     if SHARED:
-        # Behind the rows of the pool's experts here, and of those on earlier ranks.
+        # Behind the rows of the pool's experts before it.
         x = tl.arange(0, L_BLOCK)
         place = x * num_sources + source
         here = tl.load(offsets + place, mask=x < local, other=0)
         here -= tl.load(offsets + place - 1, mask=(x < local) & (place > 0), other=0)
         slot += tl.sum(here, 0)
-        if kept is not None:
-            x = tl.arange(0, E_BLOCK)
-            of_source = kept + source * (num_local * num_sources) + x
-            slot += tl.sum(tl.load(of_source, mask=x < rank * num_local, other=0), 0)
     return slot
 
 
 def find_slots(
     probs_N: Tensor | None,
     offsets_LS: Tensor,
-    kept_SE: Tensor | None,
     slots_R: Tensor,
     meta_R: Tensor,
     rank: int,
@@ -410,17 +447,8 @@ def find_slots(
 ) -> None:
     """Find where `return_rows` sends packed rows, and send the numbers beside them.
 
-    Args:
-        probs_N: as in `return_rows`, and so are all others but these two.
-        offsets_LS: see there.
-        kept_SE: see there.
-        slots_R: see there.
-        meta_R: see there.
-        rank: see there.
-        pool_slots: see there.
-        experts_per_pool: see there.
-        row_bytes: bytes of a row in a slot.
-        at_N: int64, written: the address of the slot of each row.
+    The arguments are those of `return_rows`, and `row_bytes`, the bytes of a row in a slot. Into
+    `at_N`, int64, the address of the slot of each row is written.
 
     Example: rows of 4 bytes, and slots at the addresses 1000 on rank 0 and 2000 on rank 1. The rows
     of the first example there have the addresses 1008, 2008 and 2012.
@@ -429,7 +457,6 @@ def find_slots(
     _find_slots_kernel[(num_local * num_ranks,)](
         probs_N,
         offsets_LS,
-        kept_SE,
         slots_R,
         meta_R,
         at_N,
@@ -441,7 +468,6 @@ def find_slots(
         row_bytes,
         SHARED=experts_per_pool > 1,
         L_BLOCK=triton.next_power_of_2(num_local),
-        E_BLOCK=triton.next_power_of_2(num_local * num_ranks),
         BLOCK=512,
         num_warps=4,
     )
@@ -451,7 +477,6 @@ def find_slots(
 def _find_slots_kernel(
     probs,
     offsets,
-    kept,
     slots_at,
     meta_at,
     at,
@@ -463,7 +488,6 @@ def _find_slots_kernel(
     row_bytes,
     SHARED: tl.constexpr,
     L_BLOCK: tl.constexpr,
-    E_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     buffer = tl.program_id(0)
@@ -472,7 +496,6 @@ def _find_slots_kernel(
     first_slot = _first_slot(
         buffer,
         offsets,
-        kept,
         rank,
         num_local,
         num_sources,
@@ -480,7 +503,6 @@ def _find_slots_kernel(
         num_shared,
         SHARED,
         L_BLOCK,
-        E_BLOCK,
     )
     slots = tl.load(slots_at + buffer % num_sources)
     meta = tl.load(meta_at + buffer % num_sources).to(tl.pointer_type(tl.float32))
@@ -493,8 +515,5 @@ def _find_slots_kernel(
 
 
 def block_of(width: int) -> int:
-    """Return the columns of a row that a program stores at a time."""
-    # 2880 columns: 2 x 2048, not the 3 x 1024 of `rows`, which were not shown to be better: a
-    # GPT-OSS layer took 5.40 ms with them (2 H200, EP 2, factor 1.25) and 5.34 ms without, on other
-    # machines.
+    """Return the columns of a row that a program stores at a time: 2880 are 2 x 2048."""
     return min(2048, max(16, triton.next_power_of_2(width)))

@@ -1,74 +1,23 @@
 """Grouped products over packed rows: rows times weights, and gradients of weights.
 
 `rows_times_weights` multiplies every expert's rows by that expert's matrix: both forward linears
-and both gradients of rows. `add_weight_gradients` multiplies two blocks of rows of one expert, and
-adds the product to an fp32 buffer: no bf16 gradient is rounded, written and read again. Offsets
+and both gradients of rows. `rows_times_weights_at` stores each row of the product at an address of
+its own, also on other GPUs. `add_weight_gradients` multiplies two blocks of rows of one expert, and
+adds the product to an fp32 buffer; `weight_gradients` returns the same products rounded. Offsets
 stay on the device. Rows behind the last one are never read into a result that is kept, and never
-written. `weight_gradients` returns the same products rounded, where nothing is added.
+written.
 
-The kernels are persistent: programs take tiles in turn, experts in ascending order. Gradients may
-leave `spare` multiprocessors to other kernels. Of a small weight all columns are taken before the
-next rows. A large one would leave the cache meanwhile, so up to 16 tiles of rows are taken
-before the next columns: an expert of at most 2,048 rows has its weight read once. (16 of 128 rows
-beside 8 of 256 columns are about square, and as many tiles as there are multiprocessors.)
-`row_tiles` finds the tiles of the rows, once for all products with the same offsets.
-
-`rows_times_weights_at` stores each row of the product at an address of its own, also on other GPUs:
-see `padded_dispatch.exchange.fused`.
+The kernels are persistent: programs take tiles in turn, experts in ascending order. Of a small
+weight all columns are taken before the next rows; of a large one, up to 16 tiles of rows before the
+next columns, so that an expert of at most 2,048 rows has its weight read once. `row_tiles` finds
+the tiles of the rows, once for all products with the same offsets.
 
 Operands are read, and results written, by the tensor memory accelerator (TMA); sums, and rows with
-addresses, are written by stores. An expert's rows end where its descriptor does: a tile that
-crosses the last one reads zeros there, and does not write the others. Every element is summed by
-one program in the order of the inner dimension: the result depends on the operands alone, and has
-the bits of torch's product in all shapes below.
-
-Rows times weights on an H200, microseconds of fc1, fc2, and the gradients of fc2's and fc1's rows,
-bf16, random routing, beside `torch._grouped_mm`; all columns in one run, in turn, at 1.4 to 1.7 GHz
-under the device's limit of 700 W:
-
-                                        this kernel          torch
-    Qwen3, 128 experts of 256 rows    392 230 208 400    507 313 258 511
-    Qwen3, 64 experts of 512 rows     340 185 172 346    421 232 219 416
-    Qwen3, 16 experts of 2,048 rows   299 165 151 299    350 197 193 343
-    GPT-OSS, 32 experts of 512        910 466 476 938  1,051 528 539 1,040
-    GPT-OSS, 16 experts of 1,024      833 438 441 855    906 462 461 899
-    GPT-OSS, 4 experts of 4,096       772 402 403 778    799 421 420 796
-    DeepSeek-V3, 32 of 1,024    2,873 1,475 1,444 3,049  3,096 1,598 1,560 3,300
-
-Tried and left out, sums of the four, of the first, fourth and sixth line, where this kernel takes
-1,230 2,790 2,355: masked stores (1,258 2,795 2,386), and loads of the next expert's rows, too
-(1,253 2,819 2,399); groups of 8 tiles (1,242 2,843 2,411); the other order of tiles (1,238 2,840
-2,383); tiles of 256 x 128 (1,615 3,583 2,605). GPT-OSS's 2,880 columns are 11.25 tiles of 256 and
-15 of 192, but blocks of Triton are powers of two. A tile with two sums, of 128 + 64 columns (2,133
-4,692 4,015), of 256 + 128 (1,715 3,788 3,196), or of 256 rows and 128 + 64 columns (2,196 4,784
-3,682), has products that ptxas runs one after the other (its remark C7515), since Triton sets two
-sums to zero between them. In Triton 3.6 `warp_specialize` changes nothing on an H200, and two
-programs of a cluster do not compile.
-
-Tried before, Qwen3 with 512 rows beside 333 188 173 345: the end of a tile not overlapped with the
-beginning of the next one (348 212 180 414); 3 stages and whole tiles at the end (340 193 176 380);
-tiles of 64 x 256 (392 220 201 425), of 128 x 128 with 128 elements of the inner dimension (388 236
-201 398) and with two programs on a multiprocessor (474 290 253 494).
-
-Gradients of the weights of fc1 and fc2, rounded, and added to fp32, in the same run as the first
-table, beside torch's product, and that and an addition:
-
-                                      rounded      torch         added        torch
-    Qwen3, 128 experts of 256 rows    429  219    565  288    1,041  536    1,928  975
-    Qwen3, 64 experts of 512 rows     367  186    436  220      639  340    1,128  569
-    Qwen3, 16 experts of 2,048 rows   299  152    324  168      395  192      535  263
-    GPT-OSS, 32 experts of 512        990  506  1,136  598    1,744  894    2,992 1,531
-    GPT-OSS, 16 experts of 1,024      863  447    945  504    1,266  643    1,937  994
-    GPT-OSS, 4 experts of 4,096       842  415    869  434      951  504    1,139  594
-    DeepSeek-V3, 32 of 1,024        2,968 1,462  3,151 1,576   4,361 2,023  6,837 3,263
-
-Tried and left out, sums of fc1 and fc2, of the first, fourth and sixth line, where rounded ones
-take 648 1,496 1,257: the tiles of many rows in the first line (698), those of few in the others
-(1,603 1,385); masked stores (730 1,570 1,262); tiles of 256 x 128 (763 1,661 1,385); a loop of
-blocks within one of tiles, whose loads wait for the stores before (1,057 1,880 1,402). Added ones
-take 1,577 2,638 1,455. TMA reductions take 1,968 2,851 1,379, and are not to be had in Triton's
-interpreter; the two small programs take 1,749 2,873 1,735, the loop within a loop 1,794 2,957
-1,537.
+addresses, are written by stores. An expert's rows end where its descriptor does, as in Triton's own
+`triton.tools.ragged_tma` (MIT), whose idea and constants these descriptors take over: a tile that
+crosses the last row reads zeros there, and does not write the others. Every element is summed by
+one program in the order of the inner dimension: the result depends on the operands alone.
+notebooks/results/LOG.md has times beside torch's products, and what was tried and left out.
 
 I and O: width of an input and an output row of a linear. N: rows. L: experts.
 """
@@ -165,16 +114,11 @@ def rows_times_weights_at(
 ) -> None:
     """Store every row of `rows_times_weights` at an address of its own.
 
-    Args:
-        rows_NI: as above, and so are `weight_LOI`, `offsets_L`, `table` and `tiles`.
-        weight_LOI: see above.
-        offsets_L: see above.
+    The arguments are those of `rows_times_weights`, and:
         at_N: int64, the address of each result, a multiple of 16: on this GPU or on one that it
             can access. Those behind the last row are not read.
         bias_LO: contiguous, same dtype; adds `prob * bias[l]` to the rounded product.
         probs_N: contiguous, floating point; required with a bias.
-        table: see above.
-        tiles: see above.
 
     Example: the rows, weights and offsets above, and the addresses of the second and the first row
     of a buffer, leave `[[4], [1]]` in it.
@@ -443,7 +387,6 @@ def add_weight_gradients(
     sums_LOI: Tensor,
     *,
     tiles: Tiles | None = None,
-    spare: int = 0,
 ) -> None:
     """Add every expert's `grad.T @ rows` to its sums, in place.
 
@@ -453,12 +396,11 @@ def add_weight_gradients(
         offsets_L: contiguous int32, where the rows of each expert end.
         sums_LOI: contiguous fp32.
         tiles: launch parameters; None are those of `gradient_tiles`.
-        spare: multiprocessors that are left to other kernels, but for one.
 
     Example: `grad = [[1], [2], [3]]`, `rows = [[1], [10], [100]]` and `offsets = [2, 2, 3]` add
     `[[[21]], [[0]], [[300]]]`.
     """
-    _multiply_rows(grad_NO, rows_NI, offsets_L, sums_LOI, True, tiles, spare)
+    _multiply_rows(grad_NO, rows_NI, offsets_L, sums_LOI, True, tiles)
 
 
 def weight_gradients(
@@ -467,7 +409,6 @@ def weight_gradients(
     offsets_L: Tensor,
     *,
     tiles: Tiles | None = None,
-    spare: int = 0,
 ) -> Tensor:
     """Compute every expert's `grad.T @ rows`, rounded once: [L, O, I] in the dtype of the rows.
 
@@ -475,12 +416,12 @@ def weight_gradients(
     """
     shape = offsets_L.shape[0], grad_NO.shape[1], rows_NI.shape[1]
     out_LOI = rows_NI.new_empty(shape)
-    _multiply_rows(grad_NO, rows_NI, offsets_L, out_LOI, False, tiles, spare)
+    _multiply_rows(grad_NO, rows_NI, offsets_L, out_LOI, False, tiles)
     return out_LOI
 
 
 def gradient_tiles(num_rows: int, num_experts: int, adds: bool) -> Tiles:
-    """Return the fastest launch parameters of gradients of weights, see the table above.
+    """Return the fastest launch parameters of gradients of weights.
 
     Two small programs on a multiprocessor compute beside each other's stores, which few rows of an
     expert are soon due. Sums that are read take the shared memory of the fourth stage.
@@ -499,13 +440,12 @@ def _multiply_rows(
     out_LOI: Tensor,
     adds: bool,
     tiles: Tiles | None,
-    spare: int,
 ) -> None:
     num_experts, width_out, width_in = out_LOI.shape
     if tiles is None:
         tiles = gradient_tiles(rows_NI.shape[0], num_experts, adds)
     half = [1, tiles.rows, tiles.columns // 2]
-    num_programs = tiles.programs * max(1, _multiprocessors(rows_NI.device) - spare)
+    num_programs = tiles.programs * _multiprocessors(rows_NI.device)
     _weight_gradients_kernel[(num_programs,)](
         _packed(grad_NO, tiles.inner, tiles.rows),
         _packed(rows_NI, tiles.inner, tiles.columns),

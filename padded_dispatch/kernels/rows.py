@@ -1,19 +1,10 @@
 """Move rows between tokens, slots and packed rows, and what travels beside them.
 
 Every element of a result has one writer, so there are no atomics and no order of writes that could
-change a sum. All times below are from an H200 in a graph, in bf16, at T 4096 and factor 1.25, where
-a copy runs at 4.15 TB/s; only real rows count.
-
-Tokens and slots. `spread_rows` writes a token's row into each of its slots, and zeros into the
-empty ones if asked to; `sum_rows`, its transpose, adds a token's slots. With E 128, K 8, D 2048:
-`spread_rows` 42 us, 87 % of the copy's speed; with the zeros that the padded layout needs 50 us,
-72 %, where 82 % is the upper bound; `sum_rows` 37 us, 97 %. With E 32, K 4, D 2880: 34 us, 82 %;
-40 us, 70 %; 30 us, 95 %. Tried and left out: a program per slot that reads its token from L2, K
-times over (58 us); loops over tokens in fewer programs, other numbers of warps, and zeros before,
-behind or between the tokens (each within 2 %).
-
-Probabilities and counts beside the rows. They have one element per slot, so one program per pool
-(`gather_meta`) or per token (`scatter_meta`, its transpose) is enough.
+change a sum. `spread_rows` writes a token's row into each of its slots, and zeros into the empty
+ones if asked to; `sum_rows`, its transpose, adds a token's slots. Probabilities and counts beside
+the rows have one element per slot, so one program per pool (`gather_meta`) or per token
+(`scatter_meta`, its transpose) is enough.
 
 Slots and packed rows. The received buffer is ordered (source, pool, slot) and has gaps behind the
 rows of each pool; packed rows are ordered (expert, source, slot) and have none. `offsets_LS`, the
@@ -23,9 +14,7 @@ rows of one (source, expert) are a run of elements on either side. A program mov
 without regard to rows and columns, so no lane idles if the width is no power of two, and
 probabilities, rows of width one, use the same kernel. Where every expert has its own pool, that is
 a part of one run; else the program goes from run to run, and finds each by one comparison with the
-ends of all runs of its pool. `pack_rows` and `unpack_rows`, one run per pool: 67 us with D 2048, K
-8, 96 % of the copy's speed (rows count once read and once written); 48 us with D 2880, K 4, 95 %.
-Blocks of 8192 elements were 3 % slower, and programs that kept to rows and columns 3 to 7 %.
+ends of all runs of its pool. notebooks/results/LOG.md has the times.
 
 G, P, X: pools of this source, their slots and experts. M: received pools, S * L / X. N: slots, or
 packed rows. PX: P + X.
@@ -95,8 +84,7 @@ def _spread_rows_kernel(
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # The parts of a row are neighbours: as the slower axis of a grid they are written far apart in
-    # time, which cost 3 % with D 2880.
+    # The parts of a row are neighbours: as the slower axis of a grid they are written far apart.
     program = (tl.program_id(0) // parts).to(tl.int64)  # 32 bits end at 2**31 elements.
     column = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     if program < num_tokens:

@@ -1,20 +1,22 @@
-"""Stacked experts in Megatron-Bridge: Hugging Face weights, and adapters.
+"""Megatron-Bridge: Hugging Face weights and adapters of stacked experts; options in saved configs.
 
-Bridge lists a model's parameters, looks each name up in a table of the model, and copies its
-values. The tables know TEGroupedMLP's names, one weight per expert; `StackedExperts` has one
-parameter for all of them. So while Bridge lists parameters, each stacked linear shows the parts of
-single experts instead, under TEGroupedMLP's names. A part shares memory with the parameter: values
-that Bridge copies into it are the model's, and the other way round. Nothing is computed, so loading
-and exporting are exact.
-
+Weights. Bridge lists a model's parameters, looks each name up in a table, and copies its values.
+The tables know TEGroupedMLP's names, one weight per expert; `StackedExperts` has one parameter for
+all. So while Bridge lists parameters, each stacked linear shows the parts of single experts under
+TEGroupedMLP's names. A part shares memory with the parameter, so loading and exporting are exact.
 Bridge decides by the name of a module's class how tensor parallelism splits a weight. Our router
 keeps its base's name, and a stacked linear has the attribute that Bridge reads for other classes.
 
-Adapters, such as LoRA's, wrap Megatron's own linears. A stacked linear has no forward pass that
-they could add to, so Bridge raises for its class, and here the error gets its remedy. With adapters
-on other modules only, such as attention's, stacked experts train as they are: frozen.
+Adapters, such as LoRA's, wrap Megatron's own linears. Bridge raises for a stacked linear's class,
+and here the error gets its remedy. With adapters on other modules only, stacked experts are frozen.
 
-Read in Megatron-Bridge 0.3.1 and its head of November 2026 (0.7.0).
+Saved configs. Bridge and Megatron-LM save a config field by field as YAML. `padded_dispatch` cannot
+be a field (every stock config would have a key that no `TransformerConfig(**...)` takes), nor can
+YAML name the class `PaddedOptions`. So the saved config of a model with padded layers gets a key
+more, `padded_options`, with plain values. Loading drops it; the options come back with
+`install(PaddedOptions(**saved["model"]["padded_options"]))`.
+
+Read in Megatron-Bridge 0.3.1 and its head of November 2026 (0.7.0), and in Megatron-LM 0.19.
 """
 
 import functools
@@ -24,7 +26,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from padded_dispatch.megatron.config import is_ours, padded_options
+from padded_dispatch.megatron.options import to_plain
 from padded_dispatch.megatron.stacked_linear import StackedLinear
+from padded_dispatch.utils.patches import Patches
 
 _CONVERSION = "megatron.bridge.models.conversion.model_bridge"
 _ADAPTERS = "megatron.bridge.peft.base"
@@ -36,6 +41,15 @@ _LISTING = (
     "build_conversion_tasks",
     "build_export_fp8_tasks",
 )
+
+KEY = "padded_options"
+
+# Modules and classes whose class method converts a value of a run config to what YAML can hold.
+_CONTAINERS = (
+    ("megatron.bridge.training.utils.config_utils", "_ConfigContainerBase"),
+    ("megatron.training.config.container", "ConfigContainerBase"),
+)
+_CONVERT = "_convert_value_to_dict"
 
 
 def show_single_experts() -> None:
@@ -109,3 +123,37 @@ def _showing(method: Callable[..., Any]) -> Callable[..., Any]:
 
     vars(showing)["shows_single_experts"] = True
     return showing
+
+
+def keep_options(patches: Patches) -> None:
+    """Let saved run configs hold the options, if the code that saves them is imported.
+
+    It is called whenever a config with our dispatcher is made, and changes each class once.
+
+    Args:
+        patches: gets the replaced methods.
+    """
+    for module, name in _CONTAINERS:
+        container = getattr(sys.modules.get(module), name, None)
+        method = vars(container).get(_CONVERT) if container is not None else None
+        if isinstance(method, classmethod) and not patches.replaces(container, _CONVERT):
+            patches.set(container, _CONVERT, classmethod(_keeping(method.__func__)))
+
+
+def _keeping(convert: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(convert)
+    def keeping(cls: Any, value: Any) -> Any:
+        converted = convert(cls, value)
+        _add_options(converted, value)
+        # A model's config may hold Megatron's under this name and convert it by itself.
+        if isinstance(converted, dict) and hasattr(value, "transformer"):
+            _add_options(converted.get("transformer"), value.transformer)
+        return converted
+
+    return keeping
+
+
+def _add_options(converted: Any, value: Any) -> None:
+    """Add the options of `value` to what it was converted to, if it is a config with options."""
+    if isinstance(converted, dict) and not isinstance(value, dict) and is_ours(value):
+        converted[KEY] = to_plain(padded_options(value))

@@ -1,4 +1,4 @@
-"""Differences between Megatron-Core 0.16.1, 0.17.1, 0.18.0, 0.19.0 and 0.20, and nothing else."""
+"""Differences between Megatron-Core 0.16.1, 0.19 and 0.20, and nothing else."""
 
 from typing import Any
 
@@ -74,15 +74,6 @@ def captures_attention(config: Any) -> bool:
 def captures_experts(config: Any) -> bool:
     """Return whether a config captures the experts of MoE layers."""
     return _captures(config) and (_captures_all(config) or "moe" in graph_scopes(config))
-
-
-def captures_router_alone(config: Any) -> bool:
-    """Return whether graphs of a config end between the router and the first dispatch stage.
-
-    Such a graph hands on the map and the probabilities, and nothing else that the router found.
-    """
-    scopes = graph_scopes(config)
-    return _captures(config) and "moe_router" in scopes and not scopes & {"moe", "moe_preprocess"}
 
 
 def captures_dispatch_alone(config: Any) -> bool:

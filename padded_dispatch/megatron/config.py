@@ -4,6 +4,8 @@ The rows of `padded_dispatch.megatron.fields` decide what is refused; this modul
 """
 
 import dataclasses
+import functools
+import logging
 import re
 from typing import Any
 
@@ -26,8 +28,9 @@ from padded_dispatch.megatron.compat import (
     splits_hybrid_layers,
 )
 from padded_dispatch.megatron.fields import REFUSED, REPLACED, ConfigField
-from padded_dispatch.megatron.log import log_once
 from padded_dispatch.megatron.options import PaddedOptions, require_options, to_plain
+
+_log = logging.getLogger("padded_dispatch")
 
 _EXPERTS = ("TEGroupedMLP", "SequentialMLP")
 
@@ -69,6 +72,12 @@ _NAMES = {
     "etp_size": "expert_tensor_parallel_size",
 }
 _MEGATRONS = re.compile(rf"\b({'|'.join(_NAMES)})\b")
+
+
+@functools.cache
+def log_once(line: str, level: int = logging.INFO) -> None:
+    """Log a line, unless this process has logged it before."""
+    _log.log(level, line)
 
 
 def check_config(config: Any) -> None:
@@ -158,24 +167,22 @@ def take_over(config: Any) -> None:
     It goes before Megatron's own checks, which want the other dispatcher for such settings, and
     after them, since they derive one field from another.
     """
-    for row in _set_for_others(config):
-        log_once(f"set for another dispatcher: {_note(config, row)}")
+    for line, row in zip(notes(config), _set_for_others(config), strict=True):
+        log_once(f"set for another dispatcher: {line}")
         if row.resets:
             setattr(config, row.name, _default(row.name))
 
 
 def notes(config: Any) -> list[str]:
     """Return what `take_over` logs for a config: one line per field, with what stands in place."""
-    return [_note(config, row) for row in _set_for_others(config)]
+    return [
+        f"{row.name}={_read(config, row.name)!r}: {row.note}" for row in _set_for_others(config)
+    ]
 
 
 def _set_for_others(config: Any) -> list[ConfigField]:
     """Return the rows of fields that a recipe has set for another dispatcher."""
     return [row for row in REPLACED if _read(config, row.name) not in (None, _default(row.name))]
-
-
-def _note(config: Any, row: ConfigField) -> str:
-    return f"{row.name}={_read(config, row.name)!r}: {row.note}"
 
 
 def _default(name: str) -> Any:

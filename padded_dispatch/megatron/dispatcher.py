@@ -7,25 +7,15 @@ the plan's tensors, and nothing else: no shape and no Python number, because a r
 sets tensors by name (`cudagraph_attrs`) and runs no Python. T, G and P are read off their shapes,
 and with them which exchange serves the pass. No attribute needs a gradient, no backward reads one,
 and all are dropped when the layer is done, so that no graph memory stays pinned. (`offsets_LS`
-lives from the experts' input to the sum of their output. No capture of Megatron's begins or ends
-between, so no replay has to set it, and whether the experts sum need not be found in tensors.
-Passes with `FIT` are never replayed: neither need their exchange and their rounds.)
+lives from the experts' input to the sum of their output, between which no capture begins or ends.
+`FIT` passes are never replayed, so their sizes need not be tensors either.)
 
-With `overlap_moe_expert_parallel_comm` Megatron calls the methods one by one, `token_dispatch`, and
-the two from `token_combine` on, on a stream of their own; backward passes of other microbatches
-come between, forward passes do not, so the attributes hold one pass. That asks for three things:
-
-- Megatron frees what went into a method once it has run. A result that shares memory with it is
-  copied: with one local expert, padded rows are in the experts' order as they arrive. (Megatron
-  spares the input only for the word `alltoall`, 0.17 to 0.19.)
-- The plan's tensors and the experts' offsets are allocated on the computing stream, and the
-  communicating one reads them until backward. `record_stream` keeps the allocator from giving them
-  away before.
-- Direct stores must be in one order, so all of them are on the communicating stream: rows leave in
-  `token_dispatch`, which takes tokens and probabilities as they are, instead of in
-  `dispatch_preprocess`. Their gradients return in its backward pass. Tokens and received rows are
-  needed once the methods have run, so `combined_schedule` lets Megatron keep them, and they are not
-  copied. `padded_dispatch.exchange.direct` says why buffers are safe.
+With `overlap_moe_expert_parallel_comm` Megatron calls the methods one by one, some on a stream of
+their own; backward passes of other microbatches come between, forward passes do not, so the
+attributes hold one pass. Megatron frees what went into a method once it has run, so a result that
+shares memory with it is copied (`_apart`); the plan's tensors are kept until the other stream has
+read them (`record_stream`); and direct stores must be in one order, so all of them are on the
+communicating stream (`_store`).
 
 Letters: T tokens as [S, B] (sequence, batch), K experts per token, E experts, L experts on this
 rank, R ranks of the expert-parallel group, C capacity, G pools of P slots, of X experts each, D
@@ -42,11 +32,11 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from padded_dispatch.config import NO_DROP, DispatchConfig
-from padded_dispatch.exchange import Exchange, Slots, fused
+from padded_dispatch.config import NO_DROP, DispatchConfig, PoolSizes
+from padded_dispatch.exchange import Exchange, ExpertInput, Slots, fused
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import Choice, LayerExchanges
-from padded_dispatch.exchange.fit import Fitted, fit
+from padded_dispatch.exchange.fit import fit
 from padded_dispatch.megatron.compat import (
     SharedExpertOverlap,
     captures_dispatch_alone,
@@ -55,26 +45,23 @@ from padded_dispatch.megatron.compat import (
 from padded_dispatch.megatron.config import (
     check_config,
     check_pipeline,
+    log_once,
     padded_options,
     passes_in_flight,
 )
 from padded_dispatch.megatron.experts import chosen_experts, require_gradients_arrive
 from padded_dispatch.megatron.layer_configs import LayerConfigs
-from padded_dispatch.megatron.log import log_once
-from padded_dispatch.megatron.rounds import Rounds, arguments_of_experts
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.ops.counters import Counters
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
 
-# The tensors of `DispatchPlan`; slots and experts keep the shape that the tokens came in. `kept_SE`
-# is None unless sources share slots; Megatron leaves out an attribute that holds no tensor.
+# The tensors of `DispatchPlan`; slots and experts keep the shape that the tokens came in.
 _PLAN_TENSORS = (
     "slot_of_SBK",
     "expert_of_SBK",
     "choice_of_slot_GP",
     "kept_E",
     "unplaced_E",
-    "kept_SE",
 )
 
 _EVALUATION_FITS = (
@@ -128,13 +115,13 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         check_pipeline(config)
         options = padded_options(config)
         self.configs = LayerConfigs(config, options, num_ranks=self.ep_size, etp_size=self.tp_size)
-        self.agreement = Agreement(self.ep_group, self.tp_group, timeout=60.0)
+        self.agreement = Agreement(self.ep_group, self.tp_group)
         self._experts = chosen_experts(config)
         self._options = options
         self._overlaps = config.overlap_moe_expert_parallel_comm
-        # Graphs that end before the experts do not hold the linears. A product's rows are not yet
-        # sums that could go home. The combined schedule puts returns of other passes between a push
-        # and its return, which a return inside of a product forbids; it hides the way home itself.
+        # Graphs that end before the experts do not hold the linears. The combined schedule puts
+        # returns of other passes between a push and its return, which a return inside of a product
+        # forbids; it hides the way home itself.
         self._fuses = not self._overlaps and not captures_dispatch_alone(config)
         stages, why_not_direct = config.pipeline_model_parallel_size, ""
         if splits_hybrid_layers(config):
@@ -164,10 +151,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.choice_of_slot_GP: Tensor | None = None
         self.kept_E: Tensor | None = None
         self.unplaced_E: Tensor | None = None
-        self.kept_SE: Tensor | None = None  # Set by the router, which learns it before selection.
         self.offsets_LS: Tensor | None = None  # Where packed rows lie, until they are combined.
         self.experts: Any = None  # Set by the layer.
-        self._rounds: Rounds | None = None  # Of a pass that goes in rounds, until it is combined.
         self._experts_sum = False  # Whether the pass has `StackedExperts.linears`, likewise.
         self._choice: Choice | None = None
         self.cudagraph_attrs = list(_PLAN_TENSORS)
@@ -188,9 +173,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             configs=self.configs,
             agreement=self.agreement,
             fit=self._fit,
-            exchange=lambda *args: self._choose(*args).exchange,
-            source=self.exchanges.source,
-            take_kept=self._take_kept,
             observers=[self.counters],
             eval_observers=[self.eval_counters],
         )
@@ -199,7 +181,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     def _exchange(self) -> Exchange:
         """The exchange of the pass whose plan the attributes hold."""
         if self.dispatch_config.fits:
-            return self.exchanges.fitting(self.configs.fitted.sizes).exchange
+            return self.exchanges.fitting(self.configs.fitted).exchange
         assert self.slot_of_SBK is not None and self.choice_of_slot_GP is not None
         num_tokens = self.slot_of_SBK.shape[:-1].numel()
         return self.exchanges.chosen(num_tokens, *self.choice_of_slot_GP.shape)
@@ -207,22 +189,13 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     def _choose(self, config: DispatchConfig, tokens_TD: Tensor, probs_TE: Tensor) -> Choice:
         """Return the exchange and the sizes of a pass, once its router knows them."""
         if config.fits:
-            return self.exchanges.fitting(self.configs.fitted.sizes)
+            return self.exchanges.fitting(self.configs.fitted)
         return self.exchanges.choose(config, tokens_TD, probs_TE)
 
-    def _fit(self, config: DispatchConfig, asked_TE: Tensor) -> Fitted:
+    def _fit(self, config: DispatchConfig, asked_TE: Tensor) -> PoolSizes:
         """Return the sizes of a pass that drops nothing; see `Selector`."""
-        return fit(
-            config,
-            asked_TE,
-            self.ep_group,
-            self.tp_group,
-            packed=self.exchanges.fits_packed,
-            max_factor=NO_DROP,
-        )
-
-    def _take_kept(self, kept_SE: Tensor | None) -> None:
-        self.kept_SE = kept_SE
+        packed = self.exchanges.fits_packed
+        return fit(config, asked_TE, self.ep_group, self.tp_group, packed=packed)
 
     def _counters_now(self) -> Counters | None:
         """Return the counters of the layer's mode; None in the first pass of recompute."""
@@ -262,7 +235,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
                 config,
                 tokens_TD,
                 packed=choice.exchange.packed,
-                num_hosts=self.exchanges.num_hosts,
                 logs=self._logs and not generates,
                 fix=_LESS_TO_GENERATE if generates else _LESS_TO_TRAIN,
             )
@@ -273,22 +245,17 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self._log_evaluation(config)
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
-        self._rounds = None
         self._experts_sum = False
         stacked = self.experts if self._experts.layout is not None else None
         if stacked is not None:
             stacked.linears = None
-        if config.fits and self.configs.fitted.num_rounds > 1:
-            self._rounds = Rounds(
-                self.configs.fitted, choice.exchange, top_k=config.top_k, map_TE=routing_map
-            )
-            return self._apart(tokens, tokens), self._apart(probs, probs)
-        plan = make_plan(routing_map, top_k=config.top_k, sizes=choice.sizes, kept_SE=self.kept_SE)
+        plan = make_plan(routing_map, top_k=config.top_k, sizes=choice.sizes)
         given = tokens_TD, probs, plan, choice.sizes.num_rows
         if self._stores_late(choice.exchange):
             outgoing = Slots(rows_MPD=tokens, meta_MPX=probs)
-        elif self._fuses and choice.direct and stacked is not None and stacked.takes_linears:
-            outgoing, stacked.linears = fused.prepare(choice.direct, *given)
+        elif self._sends_home(choice.exchange) and stacked is not None and stacked.takes_linears:
+            assert self.exchanges.direct is not None
+            outgoing, stacked.linears = fused.prepare(self.exchanges.direct, *given)
             self._experts_sum = True
         else:
             outgoing = choice.exchange.prepare(*given)
@@ -307,14 +274,19 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """Return whether `token_dispatch` makes the direct stores of a pass."""
         return self.stores_late and exchange is self.exchanges.direct
 
+    def _sends_home(self, exchange: Exchange) -> bool:
+        """Return whether products of a pass may store their rows at the tokens' ranks."""
+        return self._fuses and exchange is self.exchanges.direct
+
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send slots to the ranks of their experts."""
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
-        incoming = Slots(rows_MPD=hidden_states, meta_MPX=probs)
-        if self._rounds is None:
-            late = self._stores_late(self._exchange)
-            incoming = (self._store if late else self._exchange.move)(incoming)
+        exchange = self._exchange
+        late = self._stores_late(exchange)
+        incoming = (self._store if late else exchange.move)(
+            Slots(rows_MPD=hidden_states, meta_MPX=probs)
+        )
         if self.shared_overlap is not None:
             self.shared_overlap.fc1(incoming.rows_MPD)
         assert incoming.meta_MPX is not None
@@ -325,6 +297,29 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """Store the rows of tokens, and their probabilities, at their experts.
 
         A replayed graph may end before it, so the sizes follow from the config and the tokens.
+
+        Megatron's combined schedule runs the forward pass of one microbatch, F, beside the backward
+        pass of another, B, and issues for each pair of layers (`TransformerLayerSchedulePlan.run`,
+        0.16.1 to 0.20; dW: `delay_wgrad_compute`)
+
+            communication  B combine                       F dispatch   B dispatch         F combine
+            computation           F pre-dispatch, B experts          dW         F experts
+
+        and then B pre-dispatch. Each microbatch has one event; a piece waits for it, and records it
+        at its end; dW does neither. So all pushes and returns are on the communicating stream, in
+        the order of the host, the same on all ranks. What the other one uses is in order with them:
+
+        - F dispatch writes into a buffer again only behind its own F pre-dispatch, and so behind
+          all computation issued before. The former owner's tensors live until its B dispatch
+          (`next_receive_buffer` raises unless they are gone), which no host issues between F
+          pre-dispatch and F dispatch. So its experts and dW were issued before.
+        - Gradients of B combine are read by B experts and dW. The next B combine waits for the
+          event of B pre-dispatch, behind dW; the first one for `record_current_stream`.
+        - Evaluations and repeated passes run on the stream of computation, which waits for the
+          other at the end of each schedule, as that does at the beginning of the next.
+
+        Barriers and NCCL's kernels cannot block each other for ever: all ranks issue the same calls
+        in the same order, both are small, and all other kernels end by themselves.
         """
         assert given.meta_MPX is not None
         tokens_TD, probs_TE = given.rows_MPD.flatten(0, -2), given.meta_MPX
@@ -337,47 +332,37 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """Bring slots into the experts' order.
 
         Returns:
-            See `padded_dispatch.megatron.rounds.arguments_of_experts`.
+            See `_arguments_of_experts`.
         """
         counters = self._counters_now()
-        if self._rounds is not None:
-            arranged = self._rounds.until_last(self.experts, hidden_states, probs, counters)
-            return arguments_of_experts(arranged)
         arranged = self._exchange.arrange(Slots(rows_MPD=hidden_states, meta_MPX=probs))
         if counters is not None:
             counters.add_received(arranged.kept_SL)
         self.offsets_LS = arranged.offsets_LS
-        rows_ND, rows_L, probs_N = arguments_of_experts(arranged)
+        rows_ND, rows_L, probs_N = _arguments_of_experts(arranged)
         return self._apart(rows_ND, hidden_states), rows_L, probs_N
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Bring the experts' output [N, D] back into slots; leave sums [T, D] as they are."""
         if self._experts_sum:
             return hidden_states
-        if self._rounds is not None:
-            return self._rounds.after_last(hidden_states)
         return self._exchange.disarrange(hidden_states, self.offsets_LS).rows_MPD
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Send slots back to the ranks of their tokens."""
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
-        incoming = Slots(rows_MPD=hidden_states)
-        if self._rounds is None:
-            incoming = self._exchange.move_back(incoming)
+        rows_MPD = self._exchange.move_back(Slots(rows_MPD=hidden_states)).rows_MPD
         if self.shared_overlap is not None:
-            self.shared_overlap.fc2(incoming.rows_MPD)
-        return incoming.rows_MPD
+            self.shared_overlap.fc2(rows_MPD)
+        return rows_MPD
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Sum every token's slots, in the shape that the tokens came in: [S, B, D]."""
-        if self._rounds is None:
-            output = self._combine(hidden_states)
-        else:  # The schedule frees it.
-            output = hidden_states.clone() if self._overlaps else hidden_states
+        output = self._combine(hidden_states)
         if self.shared_overlap is not None:
             output = output + self.shared_overlap.output()
-        self._rounds = self.offsets_LS = None
+        self.offsets_LS = None
         self._experts_sum = False
         for name in _PLAN_TENSORS:
             setattr(self, name, None)
@@ -407,7 +392,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             choice_of_slot_GP=self.choice_of_slot_GP,
             kept_E=self.kept_E,
             unplaced_E=self.unplaced_E,
-            kept_SE=self.kept_SE,
         )
 
     def _apart(self, made: Tensor, given: Tensor) -> Tensor:
@@ -444,6 +428,19 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
                 f"experts={self.chosen['experts']} ({self._experts.reason}), "
                 f"exchange={self._choice.kind} ({self._choice.reason})"
             )
+
+
+def _arguments_of_experts(arranged: ExpertInput) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what Megatron passes to an experts module: rows [N, D], counts [L], probabilities [N].
+
+    For padded rows, the counts are rows per local expert, int64 on the host: N / L each, padded
+    rows included. For packed rows, they are running counts of real rows, int32 on the device.
+    """
+    if arranged.offsets_LS is not None:
+        return arranged.rows_ND, arranged.offsets_LS[:, -1].contiguous(), arranged.probs_N
+    num_local_experts = arranged.kept_SL.shape[1]
+    rows_per_expert = torch.full((num_local_experts,), len(arranged.rows_ND) // num_local_experts)
+    return arranged.rows_ND, rows_per_expert, arranged.probs_N
 
 
 def _pipeline_rank(pg_collection: Any) -> int:
@@ -488,7 +485,6 @@ def announce(
     packed: bool,
     logs: bool,
     fix: str = _LESS_TO_TRAIN,
-    num_hosts: int = 1,
 ) -> None:
     """Log once per shape what it costs to drop nothing, and raise if it cannot fit.
 
@@ -498,7 +494,6 @@ def announce(
         packed: the experts read packed rows.
         logs: this rank logs.
         fix: the setting that asks for fewer slots.
-        num_hosts: with two levels, hosts of the expert-parallel group; 1 without.
 
     Raises:
         ValueError: when one layer's buffers exceed the whole memory of the device; the same on all
@@ -508,7 +503,7 @@ def announce(
         return
     num_tokens, hidden_size = tokens_TD.shape
     sizes = num_tokens, hidden_size, tokens_TD.element_size()
-    size = config.buffer_bytes(*sizes, packed=packed, num_hosts=num_hosts)
+    size = config.buffer_bytes(*sizes, packed=packed)
     capacity = config.capacity(num_tokens)
     ratio = config.num_experts * capacity / (num_tokens * config.top_k)
     cost = (

@@ -43,12 +43,7 @@ from torch import Tensor, nn
 
 from padded_dispatch.config import require
 from padded_dispatch.exchange.choose import Layout
-from padded_dispatch.experts import (
-    ExpertWeights,
-    LinearsToSums,
-    grouped_mlp,
-    grouped_mlp_to_sums,
-)
+from padded_dispatch.experts import ExpertWeights, LinearsToSums, grouped_mlp
 from padded_dispatch.megatron.compat import (
     FUSED_SWIGLU_CLAMPS,
     LOCAL_GRAPHS_ADD_GRADIENTS,
@@ -58,7 +53,6 @@ from padded_dispatch.megatron.config import padded_options, refusals
 from padded_dispatch.megatron.fields import ConfigField, given
 from padded_dispatch.megatron.stacked_linear import ShardedLayout, StackedLinear
 from padded_dispatch.ops.activation import Activation, Function
-from padded_dispatch.ops.grouped import batched_linear, grouped_linear
 from padded_dispatch.utils.nvtx import nvtx_range
 
 _REMEDY = 'PaddedOptions(experts="module")'
@@ -87,7 +81,27 @@ def chosen_experts(config: Any) -> ChosenExperts:
     Raises:
         ValueError: if experts share a pool and packed experts do not support the config.
     """
-    return _chosen_experts(config)
+    options = padded_options(config)
+    option = options.experts
+    if options.capacity_pool != "expert":
+        pool, against = options.capacity_pool, _refusals(config)
+        if option == "auto" and (reason := _against_device()):
+            against.append(f"  {reason}")
+        if against:
+            reasons = [line.partition(". Remedy")[0] for line in against]
+            rule = "be expert, because experts that share slots are packed, which do not support"
+            raise ValueError(
+                "\n".join(
+                    [f"capacity_pool must {rule}", *reasons, f"got {pool!r}; set it to expert"]
+                )
+            )
+        return ChosenExperts(layout="packed", reason=f"capacity_pool={pool!r}")
+    if option != "auto":
+        layout = "packed" if option == "packed" else None
+        return ChosenExperts(layout=layout, reason=f"experts={option!r} was asked for")
+    if reason := _against_ours(config):
+        return ChosenExperts(layout=None, reason=reason)
+    return ChosenExperts(layout="either", reason="experts='auto'")
 
 
 def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
@@ -116,30 +130,6 @@ def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
         "would not see",
         "set it, set experts='packed', or train with Megatron-FSDP",
     )
-
-
-def _chosen_experts(config: Any) -> ChosenExperts:
-    options = padded_options(config)
-    option = options.experts
-    if options.capacity_pool != "expert":
-        pool, against = options.capacity_pool, _refusals(config)
-        if option == "auto" and (reason := _against_device()):
-            against.append(f"  {reason}")
-        if against:
-            reasons = [line.partition(". Remedy")[0] for line in against]
-            rule = "be expert, because experts that share slots are packed, which do not support"
-            raise ValueError(
-                "\n".join(
-                    [f"capacity_pool must {rule}", *reasons, f"got {pool!r}; set it to expert"]
-                )
-            )
-        return ChosenExperts(layout="packed", reason=f"capacity_pool={pool!r}")
-    layouts: dict[str, Layout | None] = {"module": None, "packed": "packed", "batched": "padded"}
-    if option != "auto":
-        return ChosenExperts(layout=layouts[option], reason=f"experts={option!r} was asked for")
-    if reason := _against_ours(config):
-        return ChosenExperts(layout=None, reason=reason)
-    return ChosenExperts(layout="either", reason="experts='auto'")
 
 
 def _against_ours(config: Any) -> str:
@@ -264,11 +254,8 @@ class StackedExperts(MegatronModule):
             fc1_delayed=self.linear_fc1.delayed,
             fc2_delayed=self.linear_fc2.delayed,
         )
-        given = rows_ND, probs_N, rows_L, weights, self.activation
-        if linears is not None:
-            return grouped_mlp_to_sums(*given, linears, recompute=self.recompute), None
-        linear = grouped_linear if is_packed else batched_linear
-        return grouped_mlp(*given, linear=linear, recompute=self.recompute), None
+        how = dict(padded=not is_packed, home=linears, recompute=self.recompute)
+        return grouped_mlp(rows_ND, probs_N, rows_L, weights, self.activation, **how), None
 
     @property
     def takes_linears(self) -> bool:

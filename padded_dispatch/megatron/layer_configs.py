@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from padded_dispatch.config import FIT, NO_DROP, CapacityFactor, DispatchConfig, PoolSizes
-from padded_dispatch.exchange.fit import Fitted
 from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.config import dispatch_config, eval_factor, fitting
 from padded_dispatch.megatron.options import PaddedOptions
@@ -44,7 +43,7 @@ class LayerConfigs:
         self.controlled = False
         self.retried = False
         self.given_context = False
-        self._fitted: Fitted | None = None
+        self._fitted: PoolSizes | None = None
         self._router: Any = None
         self._set(self._translate(), self._translate(training=False))
 
@@ -69,21 +68,21 @@ class LayerConfigs:
         return self.evaluation
 
     def sizes(self, num_tokens: int) -> PoolSizes:
-        """Return the sizes of the pass that the router routed last, of a round if it has several.
+        """Return the sizes of the pass that the router routed last.
 
         Only a pass with `FIT` depends on what the router found: a replayed router runs no Python.
         """
         now = self.now
-        return self.fitted.sizes if now.fits else now.sizes(num_tokens)
+        return self.fitted if now.fits else now.sizes(num_tokens)
 
     @property
-    def fitted(self) -> Fitted:
+    def fitted(self) -> PoolSizes:
         """The sizes that the router found for its last pass with `FIT`."""
         assert self._fitted is not None
         return self._fitted
 
     @fitted.setter
-    def fitted(self, fitted: Fitted) -> None:
+    def fitted(self, fitted: PoolSizes) -> None:
         self._fitted = fitted
 
     @property

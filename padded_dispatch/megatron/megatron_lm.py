@@ -1,4 +1,4 @@
-"""Retry, telemetry, control and traces in Megatron-LM's own training loop, without a line of code.
+"""Retry, telemetry and traces in Megatron-LM's own training loop, without a line of code.
 
 Three functions of `megatron.training.training` are wrapped, and their arguments read by name:
 
@@ -8,8 +8,11 @@ Three functions of `megatron.training.training` are wrapped, and their arguments
 - `training_log`, which logs a step: figures go where Megatron's own do.
 
 A script that calls `train_step` in a loop of its own has all of it as well; there the run starts
-with the first step, and its last reading is not shown. What happens is in
-`padded_dispatch.megatron.megatron_lm_run`.
+with the first step, and its last reading is not shown.
+
+`Telemetry` reads what was dropped, in the first step and then once for each `--log-interval`.
+Where Megatron prints a line the host waits for the device, so the reading is taken there, and its
+figures are in that line. A loop that prints none takes it a step later.
 
 Megatron-LM repeats a step by itself when it looks for irreproducible results (its rerun state
 machine). It zeroes gradients and rewinds the data before each attempt, so each is a step for
@@ -20,15 +23,140 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config
 
-from padded_dispatch.megatron.config import is_ours
-from padded_dispatch.megatron.megatron_lm_run import Run
+from padded_dispatch.config import require
+from padded_dispatch.megatron.config import is_ours, padded_options
+from padded_dispatch.megatron.retry import Retry
+from padded_dispatch.megatron.telemetry import Snapshots, Telemetry, padded_moe_layers, scalars
+from padded_dispatch.recorder import Recording, RoutingBuffer, TraceRecorder
 from padded_dispatch.utils.patches import Patches
 
 _MODULE = "megatron.training.training"
+
+# Figures in Megatron's line of a step.
+_IN_LINE = ("dropped", "fill", "needed_factor", "expert_overload")
+_TRACE_BYTES = 2**30
+
+
+class _Run:
+    """One training of a model, after `step` steps. All ranks must call all methods.
+
+    Args:
+        training: Megatron-LM's module; its arguments and writers are used.
+        chunks: the model's chunks on this rank.
+        step: steps done.
+    """
+
+    def __init__(self, training: Any, chunks: list[Any], *, step: int) -> None:
+        self.chunks = chunks
+        self._training = training
+        self._args = args = training.get_args()
+        config: Any = get_model_config(chunks[0])
+        self._options = padded_options(config)
+        self._step = step
+        self._telemetry = Telemetry(chunks, every=args.log_interval, step=step)
+        self._recorder = self._record(config, step)
+        self._retry: Retry | None = None
+        self._num_retried = 0
+        self._line: dict[str, float] = {}
+
+    def before_step(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function for the passes of the next step."""
+        if self._options.on_overflow != "retry":
+            return forward_backward_func
+        if self._retry is None or self._retry.forward_backward_func is not forward_backward_func:
+            self._retry = Retry(forward_backward_func, self.chunks)
+            self._num_retried = 0
+        return self._retry
+
+    def after_step(self, step: int) -> None:
+        """Do what follows a step; Megatron-LM may have skipped some (`--iterations-to-skip`)."""
+        for _ in range(max(1, step - self._step)):
+            self._step += 1
+            self._show(self._telemetry.step())
+        if self._retry is not None and self._retry.num_retried > self._num_retried:
+            self._num_retried = self._retry.num_retried
+            # After figures of earlier steps: W&B takes no value of a step before the last one.
+            self._write({"moe/retried_steps": self._num_retried}, step)
+        if self._recorder is not None:
+            self._recorder.step(step)
+
+    def before_log(
+        self, total_loss_dict: dict[str, Any], step: int, *, skipped: bool, first: bool
+    ) -> None:
+        """Put the last figures into Megatron's line of a step, if it is about to print one.
+
+        Args:
+            total_loss_dict: the sums; Megatron prints them divided by the steps since the last
+                line. 0.16.1 leaves out zeros.
+            step: steps done.
+            skipped: the step updated no weights, so it does not count in the means.
+            first: the first step, which always has a line.
+        """
+        if step % self._args.log_interval != 0 and not first:
+            return
+        self._show(self._telemetry.finish())
+        if self._retry is not None:
+            self._line["moe/retried_steps"] = self._retry.num_retried
+        num_steps = max(1, total_loss_dict.get("advanced iterations", 0) + (not skipped))
+        for name, figure in self._line.items():
+            total_loss_dict[name] = torch.tensor([figure * num_steps], dtype=torch.float64)
+
+    def finish(self) -> None:
+        """Show the last reading, after the last step."""
+        if (reading := self._telemetry.read()).num_steps:
+            self._show(reading)
+        if writer := self._training.get_tensorboard_writer():
+            writer.flush()
+
+    def close(self) -> None:
+        """Close what is open, also after an error; no other rank is needed."""
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+
+    def _show(self, snapshots: Snapshots | None) -> None:
+        if snapshots is None:
+            return
+        figures = snapshots.training.figures()
+        self._line |= {f"moe/{name}": figures[name] for name in _IN_LINE if name in figures}
+        per_layer = self._args.moe_per_layer_logging
+        self._write(scalars(snapshots, per_layer=per_layer), snapshots.step)
+
+    def _write(self, values: dict[str, float], step: int) -> None:
+        """Write values to TensorBoard and W&B, which the last rank has."""
+        if writer := self._training.get_tensorboard_writer():
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+        if wandb := self._training.get_wandb_writer():
+            wandb.log(values, step)
+
+    def _record(self, config: Any, step: int) -> TraceRecorder | None:
+        """Start a trace if the options ask for one."""
+        args, folder = self._args, self._options.trace
+        if folder is None:
+            return None
+        # Tensor parallelism splits the tokens of MoE layers: Megatron wants sequence parallelism.
+        parts = config.context_parallel_size * config.tensor_model_parallel_size
+        return record_routing(
+            self.chunks,
+            Path(folder),
+            num_microbatches=get_num_microbatches(),
+            num_tokens=args.micro_batch_size * args.seq_length // parts,
+            # A hundred steps tell what a thousand do.
+            every=max(1, min(10, (args.train_iters - step) // 100)),
+            steps_done=step,
+            num_steps=args.train_iters,
+            max_bytes=_TRACE_BYTES,
+        )
 
 
 def follow_training(patches: Patches) -> None:
@@ -49,15 +177,11 @@ def follow_training(patches: Patches) -> None:
 
 
 class _Loop:
-    """The loop of a process; it has one run at a time.
-
-    Args:
-        training: Megatron-LM's module.
-    """
+    """The loop of a process, by Megatron-LM's module; it has one run at a time."""
 
     def __init__(self, training: Any) -> None:
         self._training = training
-        self._run: Run | None = None
+        self._run: _Run | None = None
 
     def wrapped(
         self,
@@ -119,7 +243,7 @@ class _Loop:
             )
         return call()
 
-    def _run_of(self, chunks: list[Any], steps_done: int) -> Run | None:
+    def _run_of(self, chunks: list[Any], steps_done: int) -> _Run | None:
         """Return the run of a model, which starts if it is another one; None without our layers.
 
         A dense model may have our word in its config.
@@ -129,5 +253,77 @@ class _Loop:
                 self._run.close()
             config: Any = get_model_config(chunks[0])
             ours = is_ours(config) and config.num_moe_experts is not None
-            self._run = Run(self._training, chunks, step=steps_done) if ours else None
+            self._run = _Run(self._training, chunks, step=steps_done) if ours else None
         return self._run
+
+
+def record_routing(
+    chunks: list[Any],
+    folder: Path,
+    *,
+    num_microbatches: int,
+    num_tokens: int,
+    every: int,
+    steps_done: int,
+    num_steps: int,
+    max_bytes: int,
+) -> TraceRecorder | None:
+    """Attach a recorder to all padded layers of this rank. Call it before graphs are captured.
+
+    The names of the files tell `load_traces` which steps a resumed run has repeated. Files that
+    begin after its checkpoint hold only such steps, and are deleted.
+
+    Args:
+        chunks: the model's chunks on this rank.
+        folder: the folder, which is created.
+        num_microbatches: micro-batches of a step on this rank.
+        num_tokens: tokens of a micro-batch that this rank routes (T).
+        every: steps between two recorded ones; see `TraceRecorder.every`.
+        steps_done: steps that a resumed run has done already, else 0.
+        num_steps: steps at the end of the run.
+        max_bytes: limit for this rank's file.
+
+    Returns:
+        The recorder; None if this rank has no padded layer.
+
+    Raises:
+        ValueError: not even one step fits into the limit, or a layer has been captured already.
+    """
+    layers = padded_moe_layers(chunks)
+    if not layers:
+        return None
+    captured = [m for c in chunks for m in c.modules() if getattr(m, "cuda_graphs", None)]
+    require(
+        not captured,
+        "trace",
+        str(folder),
+        "start before layers are captured, because a graph holds what is recorded",
+        "start it earlier",
+    )
+    buffers = {}
+    for number, layer in layers.items():
+        dispatch = layer.token_dispatcher.dispatch_config
+        buffers[number] = RoutingBuffer(
+            num_microbatches=num_microbatches,
+            num_tokens=num_tokens,
+            top_k=dispatch.top_k,
+            device=layer.router.weight.device,
+        )
+        layer.router.selector.observers.append(buffers[number])
+    folder.mkdir(parents=True, exist_ok=True)
+    dispatcher = next(iter(layers.values())).token_dispatcher
+    num_sources = dispatcher.ep_size * dispatcher.tp_size
+    group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
+    recording = Recording(
+        num_experts=dispatcher.dispatch_config.num_experts,
+        num_ranks=num_sources,
+        rank=parallel_state.get_expert_data_parallel_rank() * num_sources + dist.get_rank(group),
+        every=every,
+        num_steps=num_steps,
+        max_bytes=max_bytes,
+    )
+    name = f"rank-{dist.get_rank():05d}-step-"
+    for earlier in folder.glob(f"{name}*.npy"):
+        if int(earlier.stem.removeprefix(name)) > steps_done:
+            earlier.unlink()
+    return TraceRecorder(folder / f"{name}{steps_done:08d}.npy", buffers, recording)

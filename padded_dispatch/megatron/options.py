@@ -116,9 +116,8 @@ class PaddedOptions:
     )
     experts: Experts = _option(
         "auto",
-        "auto: packed or batched, by shape, where the config allows it, else module; module: the "
-        "experts of the layer's spec, on padded rows; packed: compute real rows only; batched: "
-        "all slots in one product per linear",
+        "auto: our own, by shape, where the config allows it, else module; module: the experts of "
+        "the layer's spec, on padded rows; packed: ours, which compute real rows only",
         choices=get_args(Experts),
     )
     exchange: ExchangeKind = _option(
@@ -266,7 +265,7 @@ def add_arguments(
             continue
         default = getattr(_DEFAULTS, option.name)
         group.add_argument(
-            _flag(option.name),
+            flag_of(option.name),
             *([f"--{option.name}"] if option.name in bare else []),
             type=_parser(option.metadata.get("read", type(default))),
             default=default,
@@ -276,7 +275,7 @@ def add_arguments(
         )
     for name in GONE:
         group.add_argument(
-            _flag(name),
+            flag_of(name),
             action=_Gone,
             nargs="?",
             dest=name,
@@ -310,7 +309,8 @@ def _parser(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """Return the flag of an option."""
     return f"--padded-{name.replace('_', '-')}"
 
 

@@ -7,46 +7,36 @@
         losses = forward_backward(forward_step_func=..., data_iterator=..., model=chunks, ...)
         optimizer.step()
 
-`Retry` stands between the training loop and Megatron's schedule, or a CUDA graph of it. It lets the
-schedule run as it would, with static capacity and replayed graphs, and then sums the dropped rows
-of all layers and ranks. If there are any, the step is taken back, and the same microbatches run
-once more, eagerly, with sizes that fit the routing (`padded_dispatch.exchange.fit`). The optimizer
-then sees the gradients of a run that never drops, bit by bit if it computes with the same experts
-and kernels. A step in which nothing was dropped costs one all-reduce of a number, and one wait of
-the host for it. The wait is inherent: the host has to decide.
+`Retry` lets Megatron's schedule, or a CUDA graph of it, run as it would, and then sums the dropped
+rows of all layers and ranks; the host waits for that sum. If there are any, the step is taken back,
+and the same microbatches run once more, eagerly, with sizes that fit the routing. The optimizer
+sees the gradients of a run that never drops, bitwise if it computes with the same experts and
+kernels. What a step changes, and how it goes back:
 
-What a step changes, and how it goes back:
-
-- Gradients. Megatron's loop zeroes them before each step, so they are zeroed again
-  (`zero_grad_buffer`), which also resets the state of DDP's buckets. The schedule has returned by
-  then: it ends with `finalize_model_grads`, which waits for every reduction that overlapped with
-  the backward pass. No reduction is left in flight, and a second one starts from new gradients.
-- Parameters that were gathered during the forward passes (`overlap_param_gather`) stay: the
-  optimizer has not run, so they are still right, and Megatron gathers none twice.
-- Random states: see `random_states`.
-- Counts on the device: counters of telemetry, draws of policy "random", and all buffers of the
-  model, such as the counts and the bias of `moe_router_enable_expert_bias`, which
-  `finalize_model_grads` has updated. They are copied before the step, in stream order.
-- Sums that Megatron logs (auxiliary losses, losses of multi-token prediction). They may hold
-  earlier steps, so they are copied, too.
-- Microbatches: see `microbatches`.
-
-Loss scaling (fp16) needs nothing: Megatron's optimizer looks for gradients that overflowed, and
-changes the scale, after the schedule; it sees the gradients that stand. The second run is eager
-because no graph has the capacity that it needs.
+- Gradients are zeroed again, which also resets the state of DDP's buckets. The schedule ended with
+  `finalize_model_grads`, so no reduction is in flight. Gathered parameters are still right.
+- Random states: Python's, NumPy's and torch's generators, and Megatron's tracker.
+- Counts on the device (telemetry, buffers such as the counts and the bias of
+  `moe_router_enable_expert_bias`) and sums that Megatron logs are copied before the step.
+- Microbatches are recorded while the schedule reads them, and read again: `record`, `replay`.
 
 Letters: Y padded layers of this rank, W numbers in `Counters.totals`.
 """
 
 import dataclasses
 import logging
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -55,10 +45,7 @@ from padded_dispatch.kernels import SCALARS
 from padded_dispatch.megatron.compat import graph_scopes, logged_tensors, put_logged_back
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import counting_tensors, is_padded
-from padded_dispatch.megatron.graphs.capture import uncaptured
-from padded_dispatch.megatron.graphs.eager import without_graphs
-from padded_dispatch.megatron.microbatches import record, replay
-from padded_dispatch.megatron.random_states import RandomStates
+from padded_dispatch.utils.patches import Patches
 
 _log = logging.getLogger("padded_dispatch")
 
@@ -277,3 +264,190 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         for of_dtype in pairs.values():
             to, given = zip(*of_dtype, strict=True)
             torch._foreach_copy_(to, given)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@contextmanager
+def without_graphs(chunks: list[Any]) -> Iterator[None]:
+    """Run every captured layer of a model eagerly inside the block, and keep its graphs.
+
+    Each of Megatron's two ways has one place that decides, and both are set on the layer:
+    `transformer_engine` replays the graphs in `layer.cuda_graphs`, `local` asks
+    `layer._should_call_local_cudagraph`.
+
+    Args:
+        chunks: the model's chunks on this rank.
+    """
+    with Patches() as patches:
+        for chunk in chunks:
+            for module in chunk.modules():
+                if getattr(module, "cuda_graphs", None):
+                    patches.set(module, "cuda_graphs", [])
+                if hasattr(module, "cudagraph_manager"):
+                    patches.set(
+                        module, "_should_call_local_cudagraph", lambda *args, **given: False
+                    )
+        yield
+
+
+def _never(*args: Any, **kwargs: Any) -> bool:
+    return False
+
+
+def uncaptured(forward_backward_func: Any) -> Callable[..., list[Any]]:
+    """Return a function that runs the passes of a step without a graph of the whole step.
+
+    Args:
+        forward_backward_func: an `IterationGraph`, Megatron's FullCudaGraphWrapper, or a function
+            without a graph, which is returned.
+    """
+    if not isinstance(forward_backward_func, FullCudaGraphWrapper):
+        return getattr(forward_backward_func, "run_eagerly", forward_backward_func)
+    wrapper: Any = forward_backward_func
+
+    def run(**kwargs: Any) -> list[Any]:
+        # Forward steps expect batches as the wrapper hands them out: on the GPU, in its buffers.
+        batches = wrapper.data_read(
+            kwargs["data_iterator"], kwargs["model"], True, kwargs["num_microbatches"]
+        )
+        return wrapper.forward_backward_func(**kwargs | {"data_iterator": batches})
+
+    return run
+
+
+# How to get and set the state of each generator that any code of this process may draw from.
+# Torch's functions are looked up in every call, because `megatron_on_cpu` replaces them.
+_GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "python": (random.getstate, random.setstate),
+    "numpy": (np.random.get_state, np.random.set_state),
+    "cuda": (lambda: torch.cuda.get_rng_state(), lambda state: torch.cuda.set_rng_state(state)),
+    "cpu": (lambda: torch.get_rng_state(), lambda state: torch.set_rng_state(state)),
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GeneratorStates:
+    """States of generators that any code of this process may draw from, by name."""
+
+    states: dict[str, Any]
+
+    @classmethod
+    def now(cls) -> "GeneratorStates":
+        """Return the states of all of them."""
+        return cls(states={name: get() for name, (get, _) in _GENERATORS.items()})
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        for name, state in self.states.items():
+            _, put = _GENERATORS[name]
+            put(state)
+
+    def changed_since(self, before: "GeneratorStates") -> "GeneratorStates":
+        """Return those states that are others than `before`."""
+        changed = {n: s for n, s in self.states.items() if not _same(s, before.states[n])}
+        return GeneratorStates(states=changed)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two states of one generator are the same: tensors, or tuples."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    return all(
+        np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RandomStates:
+    """States of all generators, those of Megatron's tracker included.
+
+    `tracker`: its entries, which are tensors or generators. `positions`: the states of those that
+    are generators.
+    """
+
+    generators: GeneratorStates
+    tracker: dict[str, Any]
+    positions: dict[str, Tensor]
+
+    @classmethod
+    def now(cls) -> "RandomStates":
+        """Return the states as they are."""
+        tracker: Any = get_cuda_rng_tracker()
+        entries = tracker.get_states()
+        positions = {n: e.get_state() for n, e in entries.items() if hasattr(e, "get_state")}
+        return cls(generators=GeneratorStates.now(), tracker=entries, positions=positions)
+
+    def restore(self) -> None:
+        """Set all generators to these states."""
+        tracker: Any = get_cuda_rng_tracker()
+        for name, position in self.positions.items():
+            self.tracker[name].set_state(position)
+        tracker.set_states(self.tracker)
+        self.generators.restore()
+
+
+class RecordedMicrobatches:
+    """An iterator that hands out another one's microbatches, and can hand them out once more.
+
+    Copies are recorded, because a loader may fill the same memory again and a forward step may
+    change its batch. Reading may draw random numbers: the second time, generators that reading drew
+    from are set to where it had left them. Attributes that it lacks are those of the other one.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._recorded: list[tuple[Any, GeneratorStates]] = []
+
+    def __iter__(self) -> "RecordedMicrobatches":
+        return self
+
+    def __next__(self) -> Any:
+        before = GeneratorStates.now()
+        microbatch = next(self._source)
+        drawn_from = GeneratorStates.now().changed_since(before)
+        self._recorded.append((_copy(microbatch), drawn_from))
+        return microbatch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def again(self) -> Iterator[Any]:
+        """Yield the recorded microbatches."""
+        for microbatch, drawn_from in self._recorded:
+            drawn_from.restore()
+            yield microbatch
+
+
+def record(data_iterator: Any) -> Any:
+    """Return `data_iterator` in a form that records what is read from it.
+
+    Args:
+        data_iterator: what Megatron's schedules take: an iterator, a list with one for each model
+            chunk, or None on ranks that read no data.
+    """
+    if isinstance(data_iterator, list | tuple):
+        return [record(one) for one in data_iterator]
+    return None if data_iterator is None else RecordedMicrobatches(data_iterator)
+
+
+def replay(recorded: Any) -> Any:
+    """Return an iterator over what the result of `record` has recorded, in the same form."""
+    if isinstance(recorded, list):
+        return [replay(one) for one in recorded]
+    return None if recorded is None else recorded.again()
+
+
+def _copy(value: Any) -> Any:
+    """Copy tensors and arrays inside plain containers; keep other objects as they are."""
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            return value.clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) is dict:
+        return {key: _copy(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copy, value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_copy, value))
+    return value

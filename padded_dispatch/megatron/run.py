@@ -18,7 +18,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from padded_dispatch.megatron.options import PaddedOptions, add_arguments, from_arguments
+from padded_dispatch.megatron.options import PaddedOptions, add_arguments, flag_of, from_arguments
 
 
 def main() -> None:
@@ -60,7 +60,8 @@ def read(argv: list[str]) -> tuple[PaddedOptions, str, list[str]]:
     try:
         return from_arguments(given), script, arguments
     except ValueError as error:
-        parser.error(_name_flag(str(error)))
+        # Name the flag that the error is about, instead of the option.
+        parser.error(re.sub(r"^\w+", lambda name: flag_of(name[0]), str(error)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,14 +75,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_arguments(parser)
     return parser
-
-
-def _name_flag(message: str) -> str:
-    """Replace the option that an error of `PaddedOptions` begins with by its flag.
-
-    Example: "eval_factor must ..." becomes "--padded-eval-factor must ...".
-    """
-    return re.sub(r"^\w+", lambda name: f"--padded-{name[0].replace('_', '-')}", message)
 
 
 if __name__ == "__main__":

@@ -10,27 +10,14 @@
 
 `on_overflow` is followed here: a reading with drops is logged in words, or ends the run.
 
-Three words name the parts. Counters live on the device, one set per layer and rank
-(`padded_dispatch.ops.counters`). A `Snapshot` holds what counters counted in some steps, on the
-host, summed over ranks (`padded_dispatch.telemetry`). `Telemetry` reads counters and makes
-snapshots of them.
-
 A read is enqueued on the training stream, between two steps: the layers' totals are summed over all
 ranks and copied to pinned memory. The host looks at the copy one step later, when it has long
-arrived, so the read costs the step in between nothing, and all ranks get the same figures at the
-same step. Totals are not zeroed: the host keeps its last copy and takes differences, which are
-right even if a total wraps around. Only the largest demand is zeroed, in stream order.
+arrived, so all ranks get the same figures at the same step. Totals are not zeroed: the host takes
+differences, which are right even if a total wraps around. Only the largest demand is zeroed.
 
-Every rank counts the tokens that it routes. Under sequence parallelism these are its own part;
-without it, tensor-parallel peers route the same tokens, and only the first of them is counted. A
-layer is on one pipeline stage only; ranks of other stages add zeros for it.
-
-Megatron's own tracker of MoE metrics (0.16.1: `save_to_aux_losses_tracker`, from 0.18 on
-`MoEMetricsTracker`) is not used: it reports every step, writes zeros in steps without a read, and
-in Megatron's training loop leaves out names that the loop does not list. In that loop
-`padded_dispatch.megatron.megatron_lm` shows the figures beside Megatron's.
-
-A layer by itself, without a layer number, is a model, too: see `padded_moe_layers`.
+Every rank counts the tokens that it routes. Without sequence parallelism, tensor-parallel peers
+route the same tokens, and only the first of them is counted. A layer is on one pipeline stage only;
+ranks of other stages add zeros for it.
 
 Letters: Y layers of the whole model, R ranks of the expert-parallel group, W columns of a layer's
 sums (its totals, then the idle passes of each rank).
@@ -51,8 +38,7 @@ from torch import Tensor
 from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import is_padded
-from padded_dispatch.ops.counters import Counters
-from padded_dispatch.telemetry import Ints, Snapshot, snapshot_of
+from padded_dispatch.ops.counters import Counters, Ints, Snapshot, snapshot_of
 
 _T = TypeVar("_T")
 _log = logging.getLogger("padded_dispatch")
@@ -100,8 +86,8 @@ def overflow_words(snapshots: Snapshots) -> str:
     training, first = snapshots.training, snapshots.step - snapshots.num_steps + 1
     shares_Y = np.nan_to_num(training.dropped_share)
     worst = int(shares_Y.argmax())
-    one = snapshots.num_steps == 1
-    when = f"at step {first}" if one else f"in steps {first} to {snapshots.step}"
+    several = snapshots.num_steps > 1
+    when = f"in steps {first} to {snapshots.step}" if several else f"at step {snapshots.step}"
     factor = math.ceil(training.needed_factor[worst] * 100) / 100
     pool = "" if training.cells_per_pool > 1 else "capacity_pool='rank' or "
     return (
@@ -149,7 +135,11 @@ class Telemetry:
             )
         self.layers: tuple[int, ...] = tuple(shapes)
         self._shape = shapes[self.layers[0]]
-        self._counts_here = _routes_its_own_tokens(get_model_config(chunks[0]))
+        # No other rank routes this rank's tokens, or it is the first.
+        shared = parallel_state.get_tensor_model_parallel_world_size() > 1
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
+        sequence_parallel = get_model_config(chunks[0]).sequence_parallel
+        self._counts_here = sequence_parallel or not shared or first
         [parameter, *_] = chunks[0].parameters()
         self._device = parameter.device
         self._pending: _Copy | None = None
@@ -318,10 +308,3 @@ def of_all_ranks(local: dict[int, _T]) -> dict[int, _T]:
     dist.all_gather_object(of_ranks, local)
     found = {number: one for of_rank in of_ranks for number, one in of_rank.items()}
     return {number: found[number] for number in sorted(found)}
-
-
-def _routes_its_own_tokens(config: Any) -> bool:
-    """Return whether to count this rank: no other rank routes its tokens, or it is the first."""
-    shared = parallel_state.get_tensor_model_parallel_world_size() > 1
-    first = parallel_state.get_tensor_model_parallel_rank() == 0
-    return config.sequence_parallel or not shared or first

@@ -7,13 +7,10 @@ one. Callers use the plain functions at the top of a module; the ops are below t
 
 The modules, in the order of a token's way:
 
-router: scores, the best experts of each token, their probabilities
-acceptance: how many rows each source may send, where all share a receiver's slots
 select: cut the routing map to the rows for which a pool has slots, by policy
-overflow: the entry of selection: `select`, then a remedy for dropped rows (torch only)
 plan: give every kept row its slot
 rows: move rows between tokens, slots and packed rows
 grouped: the linears of all experts over packed rows
 activation: what lies between an expert's two linears
-counters: count what was asked for, kept and lost, on the device
+counters: count what was asked for, kept and lost, on the device; figures of that on the host
 """

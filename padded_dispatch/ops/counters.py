@@ -1,16 +1,24 @@
-"""Counters on the device: what was asked for, what was kept, what was lost.
+"""Counters on the device, what was asked for, kept and lost, and their figures on the host.
 
 Counters are added to in place, so a replayed graph counts too; the host reads them only when a
 report asks. Totals only grow (and wrap around). A reader takes the difference from what it read
 before, so nothing has to be zeroed while graphs run. Every count is a whole number, probability
 mass too, so no sum depends on an order. Counting is one launch on a GPU.
 
-M: buffers of (source, local expert) pairs on this rank, S * L.
+A `Snapshot` holds counts of some time as plain NumPy. Rates are ratios of sums, so a figure of many
+steps, layers or ranks describes all their rows together; it is not a mean of means.
+
+M: buffers of (source, local expert) pairs on this rank, S * L. Y: layers. W: numbers in `totals`.
 """
 
-from typing import Protocol
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.library import custom_op
 
@@ -18,8 +26,14 @@ from padded_dispatch.config import DispatchConfig, PoolSizes
 from padded_dispatch.kernels import SCALARS
 from padded_dispatch.ops.select import Selection
 
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
 # Probability mass is counted in units of 2**-32: int64 holds up to 2**31 rows of probability 1.
 MASS_UNITS = 2**32
+
+# Figures that are the largest of all layers, not of the summed layers, and their least values.
+_LARGEST = {"expert_overload": 1.0, "rank_overload": 1.0, "needed_factor": 0.0}
 
 
 class RoutingObserver(Protocol):
@@ -51,7 +65,7 @@ class Counters:
     """Counts of one layer on one rank since it was made; int64 tensors on the device.
 
     Args:
-        config: its numbers of experts, ranks and sources are read, and which cells share a pool.
+        config: its number of experts and kind of pools are read.
         device: device of the tensors.
 
     All sums are views of `totals`, which a reader copies as one. Capturing a CUDA graph also counts
@@ -59,57 +73,47 @@ class Counters:
 
     Attributes:
         demand_E: rows asked for.
-        kept_E: rows that got a slot; a rerouted row counts for the expert that it went to.
+        kept_E: rows that got a slot.
         asked_mass: probability of all rows asked for, in units of 2**-32.
-        dropped_mass: probability of the rows that got no slot where they asked, likewise.
+        dropped_mass: probability of the rows that got no slot, likewise.
         num_tokens: tokens that asked for an expert.
         lost_tokens: those of them that kept none.
         num_positions: T per pass, padding tokens included.
         num_passes: passes.
-        num_slots: slots offered, an equal share of all pools for each source: E * C per pass.
+        num_slots: slots offered, those of a source's pools: E * C per pass.
         num_unplaced: kept rows that a plan had no slot for. Must be zero; nonzero means that a map
             was not cut to capacity.
         idle_passes: passes in which this rank's experts received no row.
-        rerouted: rows that went to another expert.
-        protected_dropped: rows of protected tokens that were dropped, because they alone exceeded
-            capacity.
         max_demand: the largest demand for one pool in one pass since it was last zeroed; the only
             number that is no sum. A pool is that of the config, whatever sizes a pass has.
         totals: `demand_E`, `kept_E`, then `SCALARS`.
     """
 
+    asked_mass: Tensor
+    dropped_mass: Tensor
+    num_tokens: Tensor
+    lost_tokens: Tensor
+    num_positions: Tensor
+    num_passes: Tensor
+    num_slots: Tensor
+    num_unplaced: Tensor
+    idle_passes: Tensor
+
     def __init__(self, config: DispatchConfig, device: torch.device | str | int) -> None:
         num_experts = config.num_experts
-        self._experts_per_pool = 1
-        if config.capacity_pool != "expert":
-            self._experts_per_pool = config.num_local_experts
-        self._of_sources = config.num_ranks, config.num_sources
+        self._experts_per_pool = config.cells_per_pool
         num_totals = 2 * num_experts + len(SCALARS)
         self.totals = torch.zeros(num_totals, dtype=torch.int64, device=device)
         self.max_demand = torch.zeros((), dtype=torch.int64, device=device)
         self.demand_E, self.kept_E = self.totals[: 2 * num_experts].view(2, num_experts)
-        scalars = dict(zip(SCALARS, self.totals[2 * num_experts :], strict=True))
-        self.asked_mass = scalars["asked_mass"]
-        self.dropped_mass = scalars["dropped_mass"]
-        self.num_tokens = scalars["num_tokens"]
-        self.lost_tokens = scalars["lost_tokens"]
-        self.num_positions = scalars["num_positions"]
-        self.num_passes = scalars["num_passes"]
-        self.num_slots = scalars["num_slots"]
-        self.num_unplaced = scalars["num_unplaced"]
-        self.idle_passes = scalars["idle_passes"]
-        self.rerouted = scalars["rerouted"]
-        self.protected_dropped = scalars["protected_dropped"]
+        for name, count in zip(SCALARS, self.totals[2 * num_experts :], strict=True):
+            setattr(self, name, count)
 
     @torch.no_grad()
     def observe(
         self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, sizes: PoolSizes
     ) -> None:
         """Count one selection; see `RoutingObserver`."""
-        num_ranks, num_sources = self._of_sources
-        pooled_E = selection.demand_E
-        if selection.demand_SE is not None:
-            pooled_E = selection.demand_SE.sum(0)
         _count(
             self.totals,
             self.max_demand,
@@ -117,14 +121,9 @@ class Counters:
             selection.kept_TE,
             probs_TE,
             selection.demand_E,
-            pooled_E,
             self._experts_per_pool,
-            sizes.num_rows * num_ranks // num_sources,
+            sizes.num_pools * sizes.pool_slots,
         )
-        if selection.rerouted_E is not None:
-            self.rerouted += selection.rerouted_E.sum()
-        if selection.protected_dropped_E is not None:
-            self.protected_dropped += selection.protected_dropped_E.sum()
 
     @torch.no_grad()
     def add_unplaced(self, unplaced_E: Tensor) -> None:
@@ -158,7 +157,6 @@ def count_in_torch(
     kept_TE: Tensor,
     probs_TE: Tensor,
     demand_E: Tensor,
-    pooled_E: Tensor,
     experts_per_pool: int,
     num_slots: int,
 ) -> None:
@@ -179,7 +177,7 @@ def count_in_torch(
     scalars["num_positions"] += num_tokens
     scalars["num_passes"] += 1
     scalars["num_slots"] += num_slots
-    demand_G = pooled_E.unflatten(0, (-1, experts_per_pool)).sum(1)
+    demand_G = demand_E.unflatten(0, (-1, experts_per_pool)).sum(1)
     torch.maximum(max_demand, demand_G.max(), out=max_demand)
 
 
@@ -196,3 +194,158 @@ def _(*args):
 @_count.register_fake
 def _(*args):
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Counts of several layers over a stretch of time, summed over all sources.
+
+    `Counters` explains the counts that are not listed; passes of S sources in one step are S
+    passes. Whole numbers are exact while less than 2**31 rows' worth of probability goes through
+    one layer.
+
+    Properties are float64 [Y], or int64 [Y] if they count. Shares and factors are NaN where nothing
+    was counted.
+
+    Attributes:
+        layers_Y: numbers of the layers.
+        top_k: K.
+        cells_per_pool: pairs of (source, expert) that share a pool.
+        idle_passes_YR: for each rank of the expert-parallel group, passes in which its experts
+            received no row.
+    """
+
+    layers_Y: Ints
+    top_k: int
+    cells_per_pool: int = 1
+    demand_YE: Ints
+    kept_YE: Ints
+    asked_mass_Y: Ints
+    dropped_mass_Y: Ints
+    num_tokens_Y: Ints
+    lost_tokens_Y: Ints
+    num_positions_Y: Ints
+    num_passes_Y: Ints
+    num_slots_Y: Ints
+    num_unplaced_Y: Ints
+    max_demand_Y: Ints
+    idle_passes_YR: Ints
+
+    @property
+    def dropped(self) -> Ints:
+        """Rows that got no slot."""
+        return (self.demand_YE - self.kept_YE).sum(1)
+
+    @property
+    def dropped_share(self) -> Floats:
+        """Dropped rows over rows asked for."""
+        return _ratio(self.dropped, self.demand_YE.sum(1))
+
+    @property
+    def dropped_mass_share(self) -> Floats:
+        """Dropped probability over probability asked for."""
+        return _ratio(self.dropped_mass_Y, self.asked_mass_Y)
+
+    @property
+    def fill(self) -> Floats:
+        """Kept rows per slot."""
+        return _ratio(self.kept_YE.sum(1), self.num_slots_Y)
+
+    @property
+    def expert_overload(self) -> Floats:
+        """Demand for the busiest expert over the mean: 1 is perfect balance, E / K the worst."""
+        return _ratio(self.demand_YE.max(1), self.demand_YE.mean(1))
+
+    @property
+    def rank_overload(self) -> Floats:
+        """Demand for the experts of the busiest expert-parallel rank over the mean of the ranks."""
+        num_layers, num_ranks = self.idle_passes_YR.shape
+        demand_YR = self.demand_YE.reshape(num_layers, num_ranks, -1).sum(2)
+        return _ratio(demand_YR.max(1), demand_YR.mean(1))
+
+    @property
+    def needed_factor(self) -> Floats:
+        """Capacity factor with which no pool would have dropped a row.
+
+        Capacities are whole numbers of rows, so up to one row less per (source, expert) would be
+        enough. If T changes from pass to pass, the factor is for the mean T.
+        """
+        choices_Y = self.num_positions_Y * self.top_k * self.cells_per_pool
+        num_experts = self.demand_YE.shape[1]
+        return _ratio(self.max_demand_Y * num_experts * self.num_passes_Y, choices_Y)
+
+    def figures(self) -> dict[str, float]:
+        """Return one number per figure for all layers, by the names that logs use.
+
+        Each is a sum or a ratio of sums over the layers; overloads and needed factor are the
+        largest of a layer. Empty if nothing was counted.
+        """
+        if not self.num_passes_Y.any():
+            return {}
+        of_layers = self.figures_of_layers()
+        sums = {
+            name: count.sum(0, keepdims=True)
+            for name, count in vars(self).items()
+            if isinstance(count, np.ndarray)
+        }
+        of_all = dataclasses.replace(self, **sums).figures_of_layers()
+        return {
+            name: max(_LARGEST[name], *of_layers[name]) if name in _LARGEST else figure
+            for name, (figure,) in of_all.items()
+            if name != "layer"
+        }
+
+    def figures_of_layers(self) -> dict[str, list[float]]:
+        """Return the figures of each layer, 0 where nothing was counted; "layer" has its number."""
+        columns = {
+            "layer": self.layers_Y,
+            "dropped": self.dropped_share,
+            "dropped_mass": self.dropped_mass_share,
+            "lost_tokens": self.lost_tokens_Y,
+            "fill": self.fill,
+            "expert_overload": self.expert_overload,
+            "rank_overload": self.rank_overload,
+            "needed_factor": self.needed_factor,
+            "idle_passes": self.idle_passes_YR.sum(1),
+            "unplaced": self.num_unplaced_Y,
+        }
+        return {name: np.nan_to_num(column).tolist() for name, column in columns.items()}
+
+
+def snapshot_of(
+    totals_YW: Ints,
+    max_demand_Y: Ints,
+    idle_passes_YR: Ints,
+    *,
+    layers: Sequence[int],
+    top_k: int,
+    cells_per_pool: int = 1,
+) -> Snapshot:
+    """Make a snapshot from rows of `Counters.totals`, summed over ranks.
+
+    `idle_passes` among the totals is not read, because it does not name the rank; `idle_passes_YR`
+    does.
+    """
+    num_experts = (totals_YW.shape[1] - len(SCALARS)) // 2
+    scalars_WY = totals_YW[:, 2 * num_experts :].T
+    scalars: dict[str, Any] = {
+        f"{name}_Y": count_Y
+        for name, count_Y in zip(SCALARS, scalars_WY, strict=True)
+        if name != "idle_passes"
+    }
+    return Snapshot(
+        layers_Y=np.array(layers, dtype=np.int64),
+        top_k=top_k,
+        cells_per_pool=cells_per_pool,
+        demand_YE=totals_YW[:, :num_experts],
+        kept_YE=totals_YW[:, num_experts : 2 * num_experts],
+        max_demand_Y=max_demand_Y,
+        idle_passes_YR=idle_passes_YR,
+        **scalars,
+    )
+
+
+def _ratio(part_Y: NDArray[Any], whole_Y: NDArray[Any]) -> Floats:
+    result = np.full(len(part_Y), np.nan)
+    np.divide(part_Y, whole_Y, out=result, where=whole_Y != 0)
+    return result

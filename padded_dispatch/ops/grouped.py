@@ -14,7 +14,7 @@ unspecified memory in this case, one block for all weights of a shape. On a GPU 
 gradient's way through memory, and in CUDA graphs a gradient per layer.
 
 `delayed` keeps what a weight's gradient needs, instead of computing it in the backward pass. The
-caller computes it later, with the same operations: `weight_gradient` or `_batched_gradient`.
+caller computes it later, with the same operations.
 
 If all experts have equally many rows, padded ones among them, `batched_linear` does the same with
 one `torch.bmm` per linear: per row it is faster, and it computes the padding.
@@ -68,7 +68,8 @@ def grouped_linear(
         return linear_by_expert(rows_NI, weight_LOI, bias_LO, probs_N, offsets_L, tiles, sums_LOI)
     given = weight_LOI.detach(), bias_LO, probs_N, offsets_L, tiles, None
     out_NO = linear_by_expert(rows_NI, *given)
-    return _Delay.apply(out_NO, weight_LOI, rows_NI, offsets_L, sums_LOI, weight_gradient, delayed)
+    given = rows_NI, offsets_L, sums_LOI, weight_gradient, delayed
+    return _WeightGradient.apply(out_NO, weight_LOI, *given)
 
 
 def batched_linear(
@@ -85,13 +86,11 @@ def batched_linear(
     The arguments are those of `grouped_linear` but `tiles`, in any dtype and size.
     Expert l's rows end at `offsets_L[l] = (l + 1) * N / L`.
     """
-    if delayed is None or not weight_LOI.requires_grad:
-        out_NO = _batched_linear(rows_NI, weight_LOI, offsets_L, sums_LOI)
-    else:
-        out_NO = _batched_linear(rows_NI, weight_LOI.detach(), offsets_L, None)
-        out_NO = _Delay.apply(
-            out_NO, weight_LOI, rows_NI, offsets_L, sums_LOI, _batched_gradient, delayed
-        )
+    rows_LMI = rows_NI.unflatten(0, (weight_LOI.shape[0], -1))
+    out_NO = torch.bmm(rows_LMI, weight_LOI.detach().transpose(1, 2)).flatten(0, 1)
+    if weight_LOI.requires_grad:
+        given = rows_NI, offsets_L, sums_LOI, _batched_gradient, delayed
+        out_NO = _WeightGradient.apply(out_NO, weight_LOI, *given)
     if bias_LO is None:
         return out_NO
     assert probs_N is not None
@@ -191,21 +190,6 @@ def _(offsets_L, num_rows):
 @row_tiles.register_fake
 def _(offsets_L, num_rows):
     return offsets_L.new_empty(_most_tiles(offsets_L, num_rows), 4)
-
-
-# An op, because autograd's gradient of `bmm` would be that of the transposed weight, and turning it
-# round would copy the gradients of all weights.
-@custom_op("padded_dispatch::batched_linear", mutates_args=())
-def _batched_linear(
-    rows_NI: Tensor, weight_LOI: Tensor, offsets_L: Tensor, sums_LOI: Tensor | None
-) -> Tensor:
-    rows_LMI = rows_NI.unflatten(0, (weight_LOI.shape[0], -1))
-    return torch.bmm(rows_LMI, weight_LOI.transpose(1, 2)).flatten(0, 1)
-
-
-@_batched_linear.register_fake
-def _(rows_NI, weight_LOI, offsets_L, sums_LOI):
-    return rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
 
 
 @custom_op("padded_dispatch::outer_by_expert", mutates_args=())
@@ -393,19 +377,8 @@ def _linear_backward(ctx, grad_NO):
     return *grads, None, None, None
 
 
-def _batched_linear_backward(ctx, grad_NO):
-    rows_NI, weight_LOI, offsets_L = ctx.saved_tensors
-    needs_rows, needs_weight, *_ = ctx.needs_input_grad
-    grad_NI = grad_LOI = None
-    if needs_rows:
-        grad_NI = _batched_linear(grad_NO, weight_LOI.transpose(1, 2), offsets_L, None)
-    if needs_weight:
-        grad_LOI = _batched_gradient(grad_NO, rows_NI, offsets_L, ctx.sums_LOI)
-    return grad_NI, grad_LOI, None, None
-
-
-class _Delay(torch.autograd.Function):
-    """Hand on a linear's result, and in backward keep what its weight's gradient needs.
+class _WeightGradient(torch.autograd.Function):
+    """Hand on a linear's result; backward computes its weight's gradient, or keeps it for later.
 
     The weight is an input, so that backward comes here also where no other input has a gradient.
     """
@@ -420,9 +393,13 @@ class _Delay(torch.autograd.Function):
     def backward(ctx, grad_NO):  # pyright: ignore[reportIncompatibleMethodOverride]
         rows_NI, offsets_L = ctx.saved_tensors
         sums_LOI, gradient, delayed = ctx.kept
-        delayed.append(functools.partial(gradient, grad_NO, rows_NI.detach(), offsets_L, sums_LOI))
-        return grad_NO, *(None,) * 6
+        compute = functools.partial(gradient, grad_NO, rows_NI.detach(), offsets_L, sums_LOI)
+        grad_LOI = None
+        if delayed is None:
+            grad_LOI = compute()
+        else:
+            delayed.append(compute)
+        return grad_NO, grad_LOI, *(None,) * 5
 
 
 linear_by_expert.register_autograd(_linear_backward, setup_context=_save_inputs)
-_batched_linear.register_autograd(_batched_linear_backward, setup_context=_save_inputs)

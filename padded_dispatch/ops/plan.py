@@ -7,8 +7,7 @@ Both maps are found by binary search in running counts. The plan needs no scatte
 host read, and the same map always gives the same plan. A token's choices are in ascending expert
 order, which is the order of every sum over them.
 
-Letters: T tokens, K experts per token, E experts, G pools of P slots, X = E / G experts of a pool,
-S sources.
+Letters: T tokens, K experts per token, E experts, G pools of P slots, X = E / G experts of a pool.
 """
 
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ class DispatchPlan:
         kept_E: int32, rows per expert.
         unplaced_E: int32, rows of the map without a slot: beyond P per pool or beyond K per token.
             Must be zero; nonzero means that the map was not cut to capacity.
-        kept_SE: int32, rows per (source, expert) of all sources, where the sources share slots
-            ("receiver"); else None.
     """
 
     slot_of_TK: Tensor
@@ -41,13 +38,10 @@ class DispatchPlan:
     choice_of_slot_GP: Tensor
     kept_E: Tensor
     unplaced_E: Tensor
-    kept_SE: Tensor | None = None
 
 
 @nvtx_range("plan")
-def make_plan(
-    kept_TE: Tensor, *, top_k: int, sizes: PoolSizes, kept_SE: Tensor | None = None
-) -> DispatchPlan:
+def make_plan(kept_TE: Tensor, *, top_k: int, sizes: PoolSizes) -> DispatchPlan:
     """Give every kept row its slot.
 
     Args:
@@ -55,7 +49,6 @@ def make_plan(
             no slot and are counted.
         top_k: choices per token that the plan has room for (K).
         sizes: its pools are read.
-        kept_SE: int32, rows that each source keeps for each expert, if sources share slots.
     """
     slot_of_TK, expert_of_TK, choice_of_slot_GP, kept_E, unplaced_E = _plan(
         kept_TE, top_k, sizes.num_pools, sizes.pool_slots
@@ -66,14 +59,13 @@ def make_plan(
         choice_of_slot_GP=choice_of_slot_GP,
         kept_E=kept_E,
         unplaced_E=unplaced_E,
-        kept_SE=kept_SE,
     )
 
 
 def plan_in_torch(
     kept_TE: Tensor, top_k: int, num_pools: int, pool_slots: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the first five tensors of `DispatchPlan`, in its order.
+    """Return the tensors of `DispatchPlan`, in its order.
 
     Example: E = 2, K = 2, a pool of P = 2 slots for each expert, and `kept_TE = [[1, 0], [1, 1],
     [0, 1]]` give `slot_of_TK = [[0, -1], [1, 2], [3, -1]]`, `expert_of_TK = [[0, -1], [0, 1],

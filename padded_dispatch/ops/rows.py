@@ -2,25 +2,19 @@
 
 `gather_rows` gives every slot its token's row; `combine_rows` sums the slots of every token. Each
 is the transpose of the other, so the backward of one calls the other. Every element of a result has
-one writer: there are no atomics, and no order of writes that could change a sum. Both ops follow
-the plan's `slot_of_TK`. Of its inverse, `choice_of_slot_GP`, they read only the shape, and, to
-write zeros, which slots are empty.
+one writer: no order of writes could change a sum. Both follow the plan's `slot_of_TK`; of its
+inverse, `choice_of_slot_GP`, they read only the shape, and, to write zeros, which slots are empty.
 
 `pack_rows` takes received rows out of their pools and closes the gaps; `unpack_rows`, its
-transpose, puts them back. Rows behind the last packed row are unspecified, forward and backward.
-A received pool holds the rows of X experts from one source, by expert, in its first slots. Its rows
-of an expert therefore begin where those of the pool's earlier experts end, and the counts alone say
-where that is.
-
-With one source, nothing lies between slots and packed rows. `gather_packed` and `combine_packed`
-then take one step instead of two: the same ops, with packed rows in place of slots and no zeros.
+transpose, puts them back. Rows behind the last packed row are unspecified, forward and backward. A
+received pool holds the rows of X experts from one source, by expert, in its first slots, so the
+counts alone say where its rows of an expert begin. With one source, nothing lies between slots and
+packed rows: `gather_packed` and `combine_packed` are the same ops with packed rows for slots.
 
 An empty slot or a missing choice is -1. The torch bodies read row 0 for it and replace the result
-by exact zeros with `torch.where`; multiplying by zero instead would let a NaN through.
-
-Rows that will be packed need no zeros, because no op reads an empty slot then. `zeros=False` leaves
-those slots unspecified, in results and in gradients, so that a kernel need not write them. The
-torch bodies fill them with NaN, which shows any read.
+by exact zeros with `torch.where`; multiplying by zero instead would let a NaN through. Rows that
+will be packed need no zeros: `zeros=False` leaves empty slots unspecified, in results and in
+gradients. The torch bodies fill them with NaN, which shows any read.
 
 G: pools of this source, of P slots each, which belong to X = E / G experts each. M: pools that
 this rank receives, S * L / X. PX: P + X.

@@ -29,9 +29,10 @@ from torch.distributed import distributed_c10d
 
 from padded_dispatch.exchange.mirror import absent_ranks_named
 from padded_dispatch.megatron.compat import forget_moe_state
+from padded_dispatch.megatron.megatron_lm import record_routing
 from padded_dispatch.megatron.retry import Retry
-from padded_dispatch.megatron.routing import record_routing
 from padded_dispatch.megatron.telemetry import Telemetry
+from padded_dispatch.recorder import TraceRecorder
 from padded_dispatch.train.data import Windows, load_corpus
 from padded_dispatch.train.graphs import TrainingGraphs
 from padded_dispatch.train.metrics import Mark, Meter, Row, Step, mean_over_ranks
@@ -45,7 +46,6 @@ from padded_dispatch.train.model import (
     transformer_config,
 )
 from padded_dispatch.train.settings import Layout, Settings
-from padded_dispatch.tune.recorder import TraceRecorder
 
 _EVALUATION_PASSES = 32
 _TELEMETRY_EVERY = 10  # steps between two checks of drops, at least

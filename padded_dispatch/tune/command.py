@@ -1,37 +1,71 @@
-"""Run `padded-dispatch tune`: from traces to a recommendation, tables, plots and a report."""
+"""Run `padded-dispatch tune`: from traces to a recommendation on the terminal, and an HTML page."""
 
 import argparse
-import dataclasses
-import json
 import math
-import shutil
 import sys
-import textwrap
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from padded_dispatch.config import require
-from padded_dispatch.tune import plots, report, settings, time_model
-from padded_dispatch.tune.arguments import SYNTHETIC, read
+from padded_dispatch.trace import Trace, load_traces
+from padded_dispatch.tune import plots, report
 from padded_dispatch.tune.cost import LayerSizes
-from padded_dispatch.tune.hosts import Links
 from padded_dispatch.tune.megatron_trace import load_megatron_traces
-from padded_dispatch.tune.screen import SETTINGS, summary
-from padded_dispatch.tune.study import Layer, Question, Study, study
-from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
-from padded_dispatch.tune.target import Target
-from padded_dispatch.tune.trace import Trace, load_traces
-from padded_dispatch.utils.flags import errors_name_flags
+from padded_dispatch.tune.recommend import Target, study
+from padded_dispatch.tune.replay import POOLS
+from padded_dispatch.tune.synthetic import KINDS, TraceSizes, synthetic_trace
+from padded_dispatch.utils.flags import Parser, errors_name_flags
 from padded_dispatch.utils.results import require_folder
+
+# Sizes of a synthetic trace; flags set the ranks and the experts.
+_STEPS, _LAYERS, _RANKS, _TOKENS, _EXPERTS, _TOP_K = 400, 2, 4, 256, 32, 4
+
+
+def read(argv: list[str]) -> argparse.Namespace:
+    """Return the flags of `padded-dispatch tune`; no torch is imported for it."""
+    made = Parser(
+        prog="padded-dispatch tune",
+        usage="padded-dispatch tune (TRACE ... | --synthetic NAME) [FLAGS]",
+        description="Choose a capacity factor from traces of a router.",
+    )
+    add = made.add_argument
+    about = "files or folders of `train --trace`, `--padded-trace` or Megatron's tracer (.jsonl)"
+    add("traces", nargs="*", type=Path, metavar="TRACE", help=about)
+    add("--report", type=Path, default=Path("tune.html"), help="page for the results")
+    about = "largest share of a step's rows that may be dropped; 0.05 is 5 %%"
+    add("--drop", type=float, default=Target().drop, help=about)
+    about = "share of the steps that drop no more"
+    add("--steps-share", type=float, default=Target().steps_share, help=about)
+    about = "leave out earlier steps, such as the warm-up of the router"
+    add("--from-step", type=int, default=0, help=about)
+    about = (
+        "which rows share slots; expert: those for one expert from one rank; rank: those from one "
+        "rank to another (default: the one with the smaller factor)"
+    )
+    add("--pool", choices=POOLS, metavar="NAME", help=about)
+    about = "ranks that split every expert, as in the traced run"
+    add("--etp", type=int, default=1, help=about)
+    add("--max-gib", type=float, default=4.0, help="refuse traces of more GiB")
+    about = f"experts, for Megatron's own traces (synthetic ones: {_EXPERTS})"
+    add("--experts", type=int, help=about)
+    about = f"ranks of a group, for Megatron's own traces (synthetic ones: {_RANKS})"
+    add("--ranks", type=int, help=about)
+    costs = made.add_argument_group("bytes, where both sizes are given").add_argument
+    costs("--hidden-size", type=int, help="hidden size of the model")
+    costs("--ffn-size", type=int, help="ffn size of an expert")
+    about = "MoE layers on a rank (default: those of the trace)"
+    costs("--layers-per-rank", type=int, help=about)
+    about = "micro-batches in flight of a pipeline stage"
+    costs("--in-flight", type=int, default=1, help=about)
+    about = f"made-up routing instead of a trace: {', '.join(KINDS)}"
+    add("--synthetic", choices=KINDS, metavar="NAME", help=about)
+    return made.parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
-    """Tune, and return the exit code: 0, or 3 if a required promise cannot be made.
+    """Tune, and return the exit code.
 
     Raises:
         ValueError: a wrong flag or a broken trace; names it and what to change.
@@ -44,139 +78,38 @@ def main(argv: list[str]) -> int:
 
 def _tune(given: argparse.Namespace) -> int:
     # All that can be checked before the work is checked here.
-    question = _question(given)
+    target = Target(drop=given.drop, steps_share=given.steps_share)
     _check_flags(given)
-    require_folder("--run-dir", given.run_dir)
-    model = time_model.load(given.calibration) if given.calibration else time_model.shipped()
-    _links(given, model)
-    if given.plots:
-        plots.require_matplotlib()
-    with_plots = plots.has_matplotlib() if given.plots is None else given.plots
-    if given.synthetic is not None:
-        _check_memory(_synthetic_sizes(given), given.max_gib)
-
-    with _progress("reading" if given.traces else "making a trace") as done:
-        trace, name = _trace(given)
-        eval_trace = _load(given.eval_traces, given) if given.eval_traces else None
-        done(f"{(trace.ids_NTK >= 0).sum():,} rows, {trace.num_records:,} records")
-    if not question.policy_given and trace.probs_NTK is None:
-        # The number of dropped rows is the same under every policy.
-        question = dataclasses.replace(question, policy="position")
-    with _progress("replaying it") as done:
-        found = study(
-            trace,
-            question,
-            name=name,
-            layer=_layer(given, trace, model),
-            eval_trace=eval_trace,
-            layers_of_model=not (given.traces and _are_megatrons(given.traces)),
+    require_folder("--report", given.report.parent)
+    sizes = None
+    if given.hidden_size is not None:
+        sizes = LayerSizes(
+            hidden_size=given.hidden_size,
+            ffn_size=given.ffn_size,
+            num_layers=given.layers_per_rank or 1,
+            in_flight=given.in_flight,
         )
-        done(f"at {len(found.options)} factors")
-    sys.stdout.write(f"\n{_shown(found, given.run_dir)}\n\n")
-    with _progress("writing") as done:
-        done(str(write(found, given.run_dir, with_plots=with_plots)))
-    if not (with_plots or given.plots is False):
-        sys.stdout.write(f"The report has no figures; for them, {plots.REMEDY}.\n")
-    return 3 if given.require_promise and not found.training.overall.promised else 0
-
-
-def _shown(found: Study, folder: Path) -> str:
-    """Return the summary, on a terminal what fits above the last line and the next prompt."""
-    if not sys.stdout.isatty():
-        return summary(found, folder)
-    columns, lines = shutil.get_terminal_size()
-    return summary(found, folder, columns=columns, lines=lines - 3)
-
-
-def write(found: Study, folder: Path, *, with_plots: bool) -> Path:
-    """Write report.html, settings.md, recommendation.json and .yaml, and figures as PNG and SVG.
-
-    Returns:
-        The report's path.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    svgs = {}
-    if with_plots:
-        for name, figure in plots.figures(found).items():
-            figure.savefig(folder / f"{name}.png")
-            svgs[name] = plots.svg(figure)
-            (folder / f"{name}.svg").write_text(svgs[name])
-    (folder / "recommendation.json").write_text(json.dumps(as_json(found), indent=1) + "\n")
-    (folder / "recommendation.yaml").write_text(_commented_yaml(found))
-    (folder / SETTINGS).write_text(settings.markdown(found))
-    path = folder / "report.html"
-    path.write_text(report.html(found, svgs))
-    return path
-
-
-def _commented_yaml(found: Study) -> str:
-    sentence = textwrap.wrap(
-        found.training.sentence(), 80, initial_indent="# ", subsequent_indent="# "
-    )
-    return "\n".join([*sentence, settings.yaml(found, per_layer=False), ""])
-
-
-def as_json(found: Study) -> dict[str, Any]:
-    """Return the recommendation and all of its evidence in plain types."""
-    layer = found.layer
-    return {
-        "trace": {
-            "name": found.name,
-            "num_experts": found.num_experts,
-            "top_k": found.top_k,
-            "num_ranks": found.num_ranks,
-            "num_tokens": found.num_tokens,
-        },
-        "question": dataclasses.asdict(found.question),
-        "sentence": found.training.sentence(),
-        "pool": found.pool,
-        "pools": {
-            answer.pool: {
-                "factor": answer.training.overall.factor,
-                "promised": answer.training.overall.promised,
-                "dropped": answer.dropped,
-                "retried": answer.retried,
-                "needed_factor": answer.needed,
-            }
-            for answer in found.pools
-        },
-        "training": dataclasses.asdict(found.training),
-        "evaluation": dataclasses.asdict(found.evaluation),
-        "settings": _settings_json(found, per_layer=False),
-        "settings_per_layer": _settings_json(found, per_layer=True)
-        if found.layers_of_model
-        else None,
-        "elsewhere": report.elsewhere(found),
-        "warm_up": None if found.warm_up is None else dataclasses.asdict(found.warm_up),
-        "held_out": None if found.held_out is None else dataclasses.asdict(found.held_out),
-        "options": [dataclasses.asdict(option) for option in found.options],
-        "layer": None if layer is None else dataclasses.asdict(layer),
-        "hosts": [dataclasses.asdict(one) for one in found.hosts],
-    }
-
-
-def _settings_json(found: Study, *, per_layer: bool) -> dict[str, str]:
-    return {block.target: block.text for block in settings.blocks(found, per_layer=per_layer)}
-
-
-def _question(given: argparse.Namespace) -> Question:
-    shares = {"steps_share": given.steps_share, "confidence": given.confidence}
-    target = Target(drop=given.drop, **shares)
-    require(0 <= given.eval_drop < 1, "eval_drop", given.eval_drop, "be a share from 0 to below 1")
-    return Question(
-        target=target,
-        eval_target=Target(drop=given.eval_drop, **shares),
-        policy=given.policy or "probs",
-        min_capacity=given.min_capacity,
-        alignment=given.alignment,
-        pools=tuple(given.pools) if given.pools else None,
+    trace = _load(given) if given.traces else _synthetic(given)
+    if sizes is not None and given.layers_per_rank is None:
+        sizes = LayerSizes(**vars(sizes) | {"num_layers": len(np.unique(trace.layers))})
+    found = study(
+        trace,
+        target,
+        name=", ".join(path.name for path in given.traces) or f"{given.synthetic} routing",
+        pools=(given.pool,) if given.pool else POOLS,
         etp=given.etp,
-        ranks_per_host=given.ranks_per_host,
-        policy_given=given.policy is not None,
-        factors=tuple(given.factors) if given.factors else None,
-        hold_out=given.hold_out,
-        leave_out_warm_up=given.from_step is None,
+        sizes=sizes,
+        layers_of_model=not _are_megatrons(given.traces),
     )
+    sys.stdout.write(f"{report.summary(found, given.report)}\n")
+    svgs = {}
+    if plots.has_matplotlib():
+        svgs = {name: plots.svg(figure) for name, figure in plots.figures(found).items()}
+    else:
+        sys.stdout.write(f"\n{given.report} has no figures; for them, {plots.REMEDY}.\n")
+    given.report.parent.mkdir(parents=True, exist_ok=True)
+    given.report.write_text(report.html(found, svgs))
+    return 0
 
 
 def _check_flags(given: argparse.Namespace) -> None:
@@ -184,127 +117,56 @@ def _check_flags(given: argparse.Namespace) -> None:
     if bool(given.traces) == (given.synthetic is not None):
         both = "both" if given.traces else "none"
         raise ValueError(f"TRACE or --synthetic must be given, got {both}; give one of them")
-    for paths in (given.traces, given.eval_traces or ()):
-        for path in paths:
-            if not path.exists():
-                raise ValueError(
-                    f"TRACE must be a trace or a folder of traces, got {str(path)!r}, which does "
-                    "not exist; record one with padded-dispatch train --trace, or correct the path"
-                )
-        if paths and _are_megatrons(paths) and None in (given.experts, given.ranks):
+    for path in given.traces:
+        if not path.exists():
             raise ValueError(
-                "--experts and --ranks must be given for Megatron's traces, which do not hold "
-                "them; give the model's experts and the ranks of its expert-parallel group"
+                f"TRACE must be a trace or a folder of traces, got {str(path)!r}, which does not "
+                "exist; record one with padded-dispatch train --trace, or correct the path"
             )
+    if _are_megatrons(given.traces) and None in (given.experts, given.ranks):
+        raise ValueError(
+            "--experts and --ranks must be given for Megatron's traces, which do not hold them; "
+            "give the model's experts and the ranks of its expert-parallel group"
+        )
     if (given.hidden_size is None) != (given.ffn_size is None):
         raise ValueError("--hidden-size and --ffn-size must be given together, got one; give both")
-    for field in ("hidden_size", "ffn_size", "layers_per_rank", "in_flight"):
-        value = getattr(given, field)
-        require(value is None or value >= 1, field, value, "be at least 1")
-    require(math.isfinite(given.max_gib), "max_gib", given.max_gib, "be a finite number")
-    if given.synthetic is not None:
-        _synthetic_sizes(given)
+    layers = given.layers_per_rank
+    require(layers is None or layers >= 1, "layers_per_rank", layers, "be at least 1")
+    finite = math.isfinite(given.max_gib)
+    require(finite, "max_gib", given.max_gib, "be a finite number")
 
 
-def _check_memory(sizes: TraceSizes, max_gib: float) -> None:
-    """Raise if making a synthetic trace takes more memory than `--max-gib`."""
-    num_records = sizes.num_steps * sizes.num_layers * sizes.num_ranks
-    choices = num_records * sizes.num_tokens * sizes.top_k
-    # An int16 expert and an fp32 probability each; one record has fp64 scores [T, E] beside them.
-    gib = (6 * choices + 8 * sizes.num_tokens * sizes.num_experts) / 2**30
-    require(
-        gib <= max_gib,
-        "max_gib",
-        max_gib,
-        f"be at least {gib:,.1f}, which this trace takes",
-        "lower --steps, --layers or --tokens, or raise it",
-    )
-
-
-def _trace(given: argparse.Namespace) -> tuple[Trace, str]:
-    """Return the trace of training from `--from-step` on, and its name."""
-    if given.traces:
-        trace, name = _load(given.traces, given), ", ".join(path.name for path in given.traces)
-    else:
-        name = f"a synthetic trace ({given.synthetic})"
-        sizes = _synthetic_sizes(given)
-        trace = synthetic_trace(given.synthetic, sizes, strength=given.strength, seed=given.seed)
-        trace = _from_layer_1(trace)
-    if given.from_step is None:
-        return trace, name
-    last = int(trace.steps.max())
-    require(given.from_step <= last, "from_step", given.from_step, f"be at most the last, {last}")
-    return trace.where(trace.steps >= given.from_step), name
-
-
-def _synthetic_sizes(given: argparse.Namespace) -> TraceSizes:
-    return TraceSizes(
-        num_steps=given.steps,
-        num_layers=given.layers,
-        num_ranks=SYNTHETIC["ranks"] if given.ranks is None else given.ranks,
-        num_tokens=given.tokens,
-        num_experts=SYNTHETIC["experts"] if given.experts is None else given.experts,
-        top_k=given.top_k,
-    )
-
-
-def _load(paths: Sequence[Path], given: argparse.Namespace) -> Trace:
-    """Read files or folders of `train --trace` or of Megatron's tracer."""
-    max_bytes = int(given.max_gib * 2**30)
+def _load(given: argparse.Namespace) -> Trace:
+    """Read files or folders of `train --trace` or of Megatron's tracer, from `--from-step` on."""
+    max_bytes, paths = int(given.max_gib * 2**30), given.traces
     try:
         if _are_megatrons(paths):
-            trace = load_megatron_traces(
-                paths, num_experts=given.experts, num_ranks=given.ranks, max_bytes=max_bytes
-            )
-            return _from_layer_1(trace)
-        return load_traces(paths, max_bytes=max_bytes)
+            sizes = {"num_experts": given.experts, "num_ranks": given.ranks}
+            trace = load_megatron_traces(paths, **sizes, max_bytes=max_bytes)
+        else:
+            trace = load_traces(paths, max_bytes=max_bytes)
     except OSError as error:
         raise ValueError(
             f"{error.filename} must be a readable trace, got {error.strerror}; give another"
         ) from error
+    last = int(trace.steps.max())
+    require(given.from_step <= last, "from_step", given.from_step, f"be at most the last, {last}")
+    return trace.where(trace.steps >= given.from_step)
 
 
 def _are_megatrons(paths: Sequence[Path]) -> bool:
-    return all(path.suffix == ".jsonl" or any(path.glob("*.jsonl")) for path in paths)
-
-
-def _from_layer_1(trace: Trace) -> Trace:
-    """Renumber the layers from 1, as in Megatron and in the settings."""
-    return dataclasses.replace(trace, layers=trace.layers + np.int32(1))
-
-
-def _layer(given: argparse.Namespace, trace: Trace, model: time_model.TimeModel) -> Layer | None:
-    if given.hidden_size is None:
-        return None
-    num_layers = given.layers_per_rank
-    sizes = LayerSizes(
-        num_tokens=trace.num_tokens,
-        hidden_size=given.hidden_size,
-        ffn_size=given.ffn_size,
-        num_layers=len(np.unique(trace.layers)) if num_layers is None else num_layers,
-        microbatches_in_flight=given.in_flight,
-    )
-    return Layer(sizes=sizes, time_model=model, links=_links(given, model))
-
-
-def _links(given: argparse.Namespace, model: time_model.TimeModel) -> Links:
-    nvlink = given.nvlink_gb_per_s
-    return Links(
-        nvlink_gb_per_s=model.coefficients.wire_gb_per_s if nvlink is None else nvlink,
-        network_gb_per_s=given.network_gb_per_s,
+    return bool(paths) and all(
+        path.suffix == ".jsonl" or any(path.glob("*.jsonl")) for path in paths
     )
 
 
-@contextmanager
-def _progress(name: str) -> Iterator[Callable[[str], None]]:
-    """Print the name of a part of the work; at its end, its result and its duration."""
-    results: list[str] = []
-    started = time.monotonic()
-    sys.stdout.write(f"{name} ... ")
-    sys.stdout.flush()
-    try:
-        yield results.append
-    except BaseException:
-        sys.stdout.write("\n")
-        raise
-    sys.stdout.write(f"{' '.join(results)} ({time.monotonic() - started:.1f} s)\n")
+def _synthetic(given: argparse.Namespace) -> Trace:
+    sizes = TraceSizes(
+        num_steps=_STEPS,
+        num_layers=_LAYERS,
+        num_ranks=given.ranks or _RANKS,
+        num_tokens=_TOKENS,
+        num_experts=given.experts or _EXPERTS,
+        top_k=_TOP_K,
+    )
+    return synthetic_trace(given.synthetic, sizes)

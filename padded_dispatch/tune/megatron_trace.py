@@ -6,18 +6,11 @@ and layer into `router_trace_rank{rank}.jsonl`, one file per rank:
     {"step": 7, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0,
      "num_tokens": 128, "topk": 8, "top_indices": [[12, 45, ...], ...]}
 
-These files lack several things:
-
-- Probabilities. A replay raises for policies that need them, and no probability mass is known;
-  rows and tokens are.
-- The numbers of experts and of ranks in an expert-parallel group: they are arguments.
-- The number of a layer in the model. Layers are numbered within a pipeline stage; those of several
-  stages with one number are merged, and such a trace gives no factors per layer. Layer l of
-  multi-token prediction head i becomes `MTP_LAYERS * (i + 1) + l`.
-- Some micro-batches: the tracer skips one in which some token has fewer than K experts, so with a
-  capacity factor, whenever something was dropped. Trace without a factor.
-
-Letters: N records; T tokens of a record; K experts per token.
+These files lack probabilities, and the numbers of experts and of ranks in an expert-parallel group,
+which are arguments. Layers are numbered within a pipeline stage; those of several stages with one
+number are merged, so such a trace gives no factors per layer. Layer l of multi-token prediction
+head i becomes `MTP_LAYERS * (i + 1) + l`. The tracer skips a micro-batch in which some token has
+fewer than K experts, so with a capacity factor, whenever something was dropped: trace without one.
 """
 
 import json
@@ -29,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padded_dispatch.config import require
-from padded_dispatch.tune.trace import DEFAULT_MAX_BYTES, Trace, ascending, merge
+from padded_dispatch.trace import DEFAULT_MAX_BYTES, Trace, ascending, merge
 
 MTP_LAYERS = 10_000
 
@@ -59,48 +52,38 @@ def load_megatron_traces(
         ValueError: names the file, the line, what is wrong there, and what to do.
         OSError: a file cannot be read.
     """
-    files = [
-        file
-        for path in paths
-        for file in (sorted(path.glob("router_trace_rank*.jsonl")) if path.is_dir() else [path])
-    ]
-    parts, names = [], []
-    for file in files:
-        part = _read_file(file, num_experts, num_ranks, max_bytes)
-        if part is not None:
-            parts.append(part)
-            names.append(file)
-            max_bytes -= part.num_bytes
+    parts: dict[Path, Trace] = {}
+    for path in paths:
+        for file in sorted(path.glob("router_trace_rank*.jsonl")) if path.is_dir() else [path]:
+            part = _read_file(file, num_experts, num_ranks, max_bytes)
+            if part is not None:
+                parts[file] = part
+                max_bytes -= part.ids_NTK.nbytes
     if not parts:
         given = ", ".join(str(path) for path in paths)
         raise ValueError(
             f"{given}: the files must hold at least one record, got none; give files of Megatron's "
             "tracer"
         )
-    return merge(parts, names)
+    return merge(list(parts.values()), list(parts))
 
 
 def _read_file(file: Path, num_experts: int, num_ranks: int, max_bytes: int) -> Trace | None:
     keys: list[tuple[int, int, int]] = []
     ids: list[NDArray[np.int16]] = []
     for where, record in _records(file):
-        step, layer = _number(where, record, "step"), _layer(where, record)
+        step, layer = _number(where, record, "step"), _number(where, record, "layer")
+        block, fix = record.get("block"), "give a file of Megatron's tracer"
+        require(block in ("decoder", "mtp"), f"{where}: block", block, "be decoder or mtp", fix)
+        if block == "mtp":
+            layer += MTP_LAYERS * (_number(where, record, "mtp_idx") + 1)
         keys.append((step, layer, _number(where, record, "rank")))
         ids.append(_ids(where, record, num_experts))
-        require(
-            ids[-1].shape == ids[0].shape,
-            f"{where}: top_indices.shape",
-            ids[-1].shape,
-            f"be {ids[0].shape}, as in the records before",
-            "split the file, or trace training steps only",
-        )
-        require(
-            len(ids) * ids[0].nbytes <= max_bytes,
-            f"{where}: bytes of ids",
-            len(ids) * ids[0].nbytes,
-            f"be at most max_bytes={max_bytes}",
-            "raise it (--max-gib), or trace fewer steps",
-        )
+        shape, size = ids[0].shape, len(ids) * ids[0].nbytes
+        rule, fix = f"be {shape}, as in the records before", "trace training steps only"
+        require(ids[-1].shape == shape, f"{where}: top_indices.shape", ids[-1].shape, rule, fix)
+        rule, fix = f"be at most max_bytes={max_bytes}", "raise it (--max-gib)"
+        require(size <= max_bytes, f"{where}: bytes of ids", size, rule, fix)
     if not keys:
         return None
     steps, layers, ranks = np.array(keys, np.int64).T
@@ -123,23 +106,13 @@ def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         while line := lines.readline(_MAX_LINE_BYTES + 1):
             number += 1
             where = f"{file}, line {number}"
-            if len(line) > _MAX_LINE_BYTES:
-                raise ValueError(
-                    f"{where} must be at most {_MAX_LINE_BYTES} bytes long, got more; give a file "
-                    "of Megatron's tracer"
-                )
             try:
-                record: Any = json.loads(line)
+                record: Any = json.loads(line) if len(line) <= _MAX_LINE_BYTES else None
             except (ValueError, RecursionError):
                 record = None
-            require(
-                isinstance(record, dict),
-                where,
-                line[:40],
-                "be one JSON object",
-                "give a file of Megatron's tracer; a killed run leaves half a line, which can be "
-                "deleted",
-            )
+            rule = f"be one JSON object of at most {_MAX_LINE_BYTES} bytes"
+            fix = "give a file of Megatron's tracer; delete the half line that a killed run leaves"
+            require(isinstance(record, dict), where, line[:40], rule, fix)
             yield where, record
 
 
@@ -148,20 +121,6 @@ def _number(where: str, record: dict[str, Any], name: str) -> int:
     if type(value) is not int or not 0 <= value < 2**31:
         raise ValueError(f"{where}: {name} must be a whole number from 0, got {value!r:.80}")
     return value
-
-
-def _layer(where: str, record: dict[str, Any]) -> int:
-    layer = _number(where, record, "layer")
-    match record.get("block"):
-        case "decoder":
-            return layer
-        case "mtp":
-            return MTP_LAYERS * (_number(where, record, "mtp_idx") + 1) + layer
-        case block:
-            raise ValueError(
-                f"{where}: block must be decoder or mtp, got {block!r:.80}; give a file of "
-                "Megatron's tracer"
-            )
 
 
 def _ids(where: str, record: dict[str, Any], num_experts: int) -> NDArray[np.int16]:

@@ -1,174 +1,150 @@
-"""Recommend a capacity factor: the smallest that keeps a target, and how certain that is.
+"""Recommend a capacity factor: the smallest that keeps a target, over the steps of a trace.
 
 The target is a quantile: in a share q of the steps at most a share x of the rows is dropped. For
 every step there is a smallest replayed factor that drops no more than x; the recommended factor is
-the upper confidence bound of the q-quantile of these (`tune.quantile`). "Rows" are those of one
+the order statistic of these that a share q of the steps does not exceed. "Rows" are those of one
 layer for a layer's factor, and of all layers for the factor of all.
 
-A bound holds for steps like the ones in the trace. Four things break that, and each becomes a
-caveat: ranks that were not traced; too few independent steps; a need that changes slowly over the
-trace (where it leads to different factors there is a schedule, and nothing is promised for steps
-after it); and last steps that need more than those before them (`tune.stationarity`). What no trace
-shows is covered for a few steps only. The sentence names them, and what a need higher by a tenth
-would drop: the same as the factor divided by 1.1 drops now.
+The answer holds for steps like the ones in the trace. Each half of the steps is asked alone, too,
+and a warning says so if the halves differ by more than a tenth. What was tried for more certainty
+than that is in notebooks/results/LOG_tune.md.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from padded_dispatch.config import require
-from padded_dispatch.tune.quantile import (
-    QuantileBound,
-    has_drifted,
-    quantile_bound,
-    steps_to_promise,
-)
-from padded_dispatch.tune.replay import Pool, Replay
-from padded_dispatch.tune.stationarity import (
-    changes_slowly,
-    end_differs,
-    num_covered,
-)
-from padded_dispatch.tune.target import Target, percent
+from padded_dispatch.config import DispatchConfig, require
+from padded_dispatch.trace import Trace
+from padded_dispatch.tune.cost import Cost, LayerSizes, balanced_drop, cost
+from padded_dispatch.tune.replay import POOLS, Pool, Replay, replay
 
-_GROWTH = 1.1  # of the need, for the price of a change that no trace shows
-_MOST_PHASES = 8
-_PHASE_STEPS = 20  # fewer are too few for a phase
+_ALIKE = 1.1  # factors of two halves that differ by less are the same answer
+# A pool that more rows share is chosen if its factor is at most this share of the other's.
+_WORTH_SHARING = 0.97
 _MOST_NAMED = 8  # missing ranks
-_ALIKE = 1.1  # factors closer than this are one phase: every change captures graphs again
-
 
 _OWNERS: dict[Pool, str] = {
     "expert": "source rank and expert",
     "rank": "source and destination rank",
-    "receiver": "destination rank",
-    "all-sources": "expert",
-    "hybrid-ep": "destination rank",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
-    """A `factor` from `first_step` on, as in `PaddedOptions.schedule`.
+class Target:
+    """At most `drop` of the rows dropped in `steps_share` of the steps.
 
-    It begins once `first_step` steps are done. A rise comes with the last step traced before it and
-    a fall with the first one after it, so that neither a step in between nor the first of a phase
-    gets too little, whether a trace numbers its steps from 0 (Megatron's) or from 1
-    (`train --trace`).
+    The default `drop` is 5 %: in studies, models that lost 7 to 10 % of their rows lost next to
+    nothing in quality (padded_dispatch/tune/README.md).
+
+    Raises:
+        ValueError: names the field, its value and what to change.
     """
 
-    first_step: int
-    factor: float
+    drop: float = 0.05
+    steps_share: float = 0.99
+
+    def __post_init__(self) -> None:
+        fix = f"for {self.drop:g} % set {self.drop / 100:g}" if 1 <= self.drop < 100 else ""
+        require(0 <= self.drop < 1, "drop", self.drop, "be a share from 0 to below 1", fix)
+        share = self.steps_share
+        require(0 < share <= 1, "steps_share", share, "be a share above 0 and at most 1")
+
+
+def percent(share: float) -> str:
+    """Format a share: 0.001 is 0.1 %, 0.99 is 99 %.
+
+    Small shares keep two digits; none is rounded to 0 or 100 %.
+    """
+    hundredths = share * 100
+    if 0 < hundredths < 1e-4:
+        return "< 0.0001 %"
+    if hundredths > 99:
+        hundredths = math.floor(hundredths * 100) / 100
+    return f"{hundredths:.{2 if hundredths < 1 else 4}g} %"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A factor and its evidence.
+    """A recommended factor.
 
-    `factor`, `capacity`: recommended, and the slots of one pool at it. `likely`, `lowest`: the
-    factor without allowance for chance, and the lower confidence bound: what more steps may lead
-    to. `phases`: the schedule where the need changed; else empty. `caveats`: why the target cannot
-    be promised; empty where it can. `num_steps`: in the trace; `num_independent`: what they are
-    worth. `steps_over`: how many of these dropped more than the target at this factor; `dropped`:
-    the share of all rows that it drops; `worst`: the largest share in one step. `steps_covered`:
-    how many steps after the trace a promise covers whatever comes; `dropped_if_more`: about the
-    share of all rows that it drops if the need grows by a tenth, None where no factor that low was
-    replayed.
+    `capacity`: the slots of one pool at it. `halves`: the factors of the first and the second half
+    of the steps alone. `num_steps`: in the trace. `dropped`: share of all rows that it drops;
+    `worst`: the largest share in one step.
     """
 
     factor: float
     capacity: int
-    likely: float
-    lowest: float
-    phases: tuple[Phase, ...]
-    caveats: tuple[str, ...]
+    halves: tuple[float, float]
     num_steps: int
-    num_independent: float
-    steps_over: int
     dropped: float
     worst: float
-    steps_covered: int
-    dropped_if_more: float | None
 
     @property
-    def promised(self) -> bool:
-        """True if the target is promised for steps like those in the trace."""
-        return not self.caveats
+    def halves_agree(self) -> bool:
+        """True if the halves' factors differ by at most a tenth."""
+        return max(self.halves) <= _ALIKE * min(self.halves)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Recommendation:
-    """Recommended factors.
+    """Factors that keep the target with one kind of pool.
 
-    `overall`: one factor for all layers. `layers`: one for each, by layer number. `pool`: the kind
-    of pool, as in `Replay`.
+    `overall`: one factor for all layers. `layers`: one for each, by layer number. `replay`: what
+    they come from.
     """
 
     target: Target
     overall: Advice
     layers: dict[int, Advice]
-    pool: Pool
+    replay: Replay
+
+    @property
+    def retried(self) -> float:
+        """Share of the steps in which any layer drops a row at the recommended factor."""
+        chosen = int(np.argmax(self.replay.factors == self.overall.factor))
+        return float((self.replay.by_layer_and_step.dropped[chosen].sum(0) > 0).mean())
 
     def sentence(self) -> str:
-        """Return the answer in a sentence: Set the capacity factor to 1.25 (320 slots per ...)."""
-        advice, target = self.overall, self.target
-        owner = _OWNERS[self.pool]
-        text = f"Set the capacity factor to {advice.factor:g} ({advice.capacity} slots per {owner})"
-        if self.pool != "expert":
-            text += f" with capacity_pool={self.pool}"
-        if not advice.promised:
-            met = advice.num_steps - advice.steps_over
-            return (
-                f"{text}, without a promise: {target.rows} in {met:,} of the {advice.num_steps:,} "
-                f"steps seen, but {advice.caveats[0]}."
+        """Return the answer in a sentence."""
+        advice, target, pool = self.overall, self.target, self.replay.pool
+        with_pool = "" if pool == "expert" else f" with capacity_pool={pool}"
+        rows = f"at most {percent(target.drop)} of rows" if target.drop else "no row"
+        return (
+            f"Set the capacity factor to {advice.factor:g} ({advice.capacity:,} slots per "
+            f"{_OWNERS[pool]}){with_pool}: {rows} dropped in {percent(target.steps_share)} of the "
+            f"{advice.num_steps:,} steps traced."
+        )
+
+    def warnings(self) -> list[str]:
+        """Return the reasons to doubt the answer, in sentences."""
+        found = missing_ranks(self.replay)
+        first, second = self.overall.halves
+        if not self.overall.halves_agree:
+            found.append(
+                f"The first half of the steps needs {first:g}, the second {second:g}: routing "
+                "changed. Leave out what is not like the steps to come (--from-step), or trace "
+                "again later."
             )
-        text += (
-            f": {target}, with {percent(target.confidence)} confidence, as long as routing stays "
-            f"as in the {advice.num_steps:,} steps seen"
-        )
-        if advice.likely < advice.factor:
-            text += f"; more steps may show that {advice.likely:g} is enough"
-        text += (
-            ". Changes that no trace shows are covered for the next "
-            f"{advice.steps_covered:,} steps only"
-        )
-        if advice.dropped_if_more is not None:
-            more = percent(advice.dropped_if_more)
-            text += f"; a need higher by a tenth would drop {more} of the rows"
-        return f"{text}."
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Steps:
-    """Rows of the steps that asked for some, and the index of the factor that each needs.
-
-    `dropped`: [factors, steps].
-    """
-
-    steps: NDArray[np.int64]
-    demand: NDArray[np.int64]
-    dropped: NDArray[np.int64]
-    needed: NDArray[np.int64]
-    factors: NDArray[np.float64]
-    capacities: NDArray[np.int64]
+        return found
 
 
 def recommend(replay: Replay, target: Target) -> Recommendation:
     """Return the smallest factors of `replay` that keep the target.
 
     Args:
-        replay: of a trace, over a grid of factors up to one that suffices in every step.
-        target: the promise.
+        replay: of a trace, over factors up to one that suffices in every step.
+        target: what to keep.
 
     Raises:
         ValueError: the largest factor is too small for some step, or no row was asked for.
     """
-    factors, rows = replay.factors, replay.by_layer_and_step()
-    missing = _missing_ranks(replay)
+    rows = replay.by_layer_and_step
     if not rows.demand.any():
         raise ValueError("trace must ask for at least one expert, got padding only; trace again")
 
@@ -176,31 +152,25 @@ def recommend(replay: Replay, target: Target) -> Recommendation:
         asked = demand > 0
         demand, dropped = demand[asked], dropped[:, asked]
         needed = smallest_sufficient(demand, dropped, target.drop)
-        require(
-            (needed < len(factors)).all(),
-            "factors",
-            f"at most {factors[-1]:g}",
-            "suffice in every step",
-            f"add {replay.needed_factor.max():g}",
+        most, enough = float(replay.factors[-1]), f"add {replay.needed_factor.max():g}"
+        require((needed < len(dropped)).all(), "factors", most, "suffice in every step", enough)
+        index, share = quantile(needed, target.steps_share), target.steps_share
+        middle = len(needed) // 2
+        halves = needed[: max(1, middle)], needed[middle:]
+        first, second = (replay.factors[quantile(half, share)] for half in halves)
+        return Advice(
+            factor=float(replay.factors[index]),
+            capacity=int(replay.capacities[index]),
+            halves=(float(first), float(second)),
+            num_steps=len(needed),
+            dropped=float(dropped[index].sum() / demand.sum()),
+            worst=float((dropped[index] / demand).max()),
         )
-        steps = _Steps(
-            steps=rows.steps[asked],
-            demand=demand,
-            dropped=dropped,
-            needed=needed,
-            factors=factors,
-            capacities=replay.capacities,
-        )
-        return _advise(steps, target, missing)
 
-    overall = advice(rows.demand.sum(0), rows.dropped.sum(1))
-    if len(rows.layers) == 1:
-        layers = {int(rows.layers[0]): overall}
-        return Recommendation(target=target, overall=overall, layers=layers, pool=replay.pool)
     return Recommendation(
         target=target,
-        pool=replay.pool,
-        overall=overall,
+        replay=replay,
+        overall=advice(rows.demand.sum(0), rows.dropped.sum(1)),
         layers={
             int(layer): advice(rows.demand[i], rows.dropped[:, i])
             for i, layer in enumerate(rows.layers)
@@ -224,8 +194,17 @@ def smallest_sufficient(
     return len(enough) - np.cumprod(enough[::-1], axis=0).sum(0)
 
 
-def _missing_ranks(replay: Replay) -> tuple[str, ...]:
-    """Return a caveat where some ranks of a group did not trace a step of a layer."""
+def quantile(values: NDArray, share: float) -> Any:
+    """Return the smallest value that a `share` of the values does not exceed, along the last axis.
+
+    Example: of 300 values, 0.99 gives the 297th in order.
+    """
+    place = math.ceil(share * values.shape[-1] - 1e-9)  # 0.07 * 100 is a little more than 7
+    return np.sort(values)[..., max(1, place) - 1]
+
+
+def missing_ranks(replay: Replay) -> list[str]:
+    """Return a warning where some ranks of a group did not trace a step of a layer."""
     num_ranks = replay.num_ranks
     keys = np.unique(np.stack([replay.steps, replay.layers, replay.ranks]), axis=1)
     steps, layers, ranks = keys
@@ -233,95 +212,148 @@ def _missing_ranks(replay: Replay) -> tuple[str, ...]:
     _, num_traced = np.unique(np.stack([steps, layers, groups]), axis=1, return_counts=True)
     num_partly = int((num_traced < num_ranks).sum())
     if not num_partly:
-        return ()
+        return []
     expected = (np.unique(groups)[:, None] * num_ranks + np.arange(num_ranks)).flatten()
     nowhere = [str(rank) for rank in np.setdiff1d(expected, ranks)]
     named = ", ".join([*nowhere[:_MOST_NAMED], *["..."] * (len(nowhere) > _MOST_NAMED)])
     what = (
-        f"traces of {len(nowhere)} of {len(expected)} ranks are missing ({named})"
+        f"Traces of {len(nowhere)} of {len(expected)} ranks are missing ({named})"
         if nowhere
         else f"{num_partly:,} of {len(num_traced):,} steps of a layer lack some of their "
         f"{num_ranks} ranks"
     )
-    return (f"{what}, so their demand is unknown; give the traces of all ranks",)
+    return [f"{what}, so their demand is unknown; give the traces of all ranks."]
 
 
-def _advise(steps: _Steps, target: Target, missing: tuple[str, ...]) -> Advice:
-    bound = quantile_bound(steps.needed, target.steps_share, target.confidence)
-    phases = _phases(steps, target) if has_drifted(steps.needed) else ()
-    largest = max((phase.factor for phase in phases), default=0.0)
-    covered = num_covered(len(steps.steps), target.confidence)
-    index = max(bound.upper, int(np.searchsorted(steps.factors, largest)))
-    dropped = steps.dropped[index]
-    lower = int(np.searchsorted(steps.factors, steps.factors[index] / _GROWTH, side="right")) - 1
-    more = None if lower < 0 else float(steps.dropped[lower].sum() / steps.demand.sum())
-    return Advice(
-        factor=float(steps.factors[index]),
-        capacity=int(steps.capacities[index]),
-        likely=float(steps.factors[bound.estimate]),
-        lowest=float(steps.factors[bound.lower]),
-        phases=phases,
-        caveats=missing + _caveats(steps, target, bound, phases),
-        num_steps=len(steps.steps),
-        num_independent=bound.num_independent,
-        steps_over=int((steps.needed > index).sum()),
-        dropped=float(dropped.sum() / steps.demand.sum()),
-        worst=float((dropped / steps.demand).max()),
-        steps_covered=int(covered * np.median(np.diff(steps.steps))) if covered else 0,
-        dropped_if_more=more,
-    )
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One factor, what it drops and what it costs.
 
-
-def _phases(steps: _Steps, target: Target) -> tuple[Phase, ...]:
-    """Split the steps into equal parts with one bound each; similar neighbours are one phase.
-
-    Empty where all parts are similar: then the change does not affect the factor.
+    `dropped`: share of all rows; `in_most_steps`: share that the target's share of the steps does
+    not exceed; `worst_layer`: share of the layer that loses most; `balanced`: of a perfectly
+    balanced router, None where experts share a pool. `lost`: share of tokens that lost all their
+    experts. `retried`: share of the steps in which any layer drops a row, which
+    `on_overflow="retry"` would run again. `fill`: kept rows per slot. `cost`: None where the
+    layer's sizes are not known.
     """
-    num_parts = min(_MOST_PHASES, max(2, len(steps.steps) // _PHASE_STEPS))
-    phases: list[Phase] = []
-    lowest = math.inf
-    for part in np.array_split(np.arange(len(steps.steps)), num_parts):
-        bound = quantile_bound(steps.needed[part], target.steps_share, target.confidence)
-        factor = float(steps.factors[bound.upper])
-        lowest = min(lowest, factor)
-        if phases and max(phases[-1].factor, factor) <= _ALIKE * lowest:
-            last = phases.pop()
-            phases.append(Phase(first_step=last.first_step, factor=max(last.factor, factor)))
-        else:
-            rises = bool(phases) and factor > phases[-1].factor
-            first_step = int(steps.steps[part[0] - rises]) if phases else 0
-            phases.append(Phase(first_step=first_step, factor=factor))
-            lowest = factor
-    return tuple(phases) if len(phases) > 1 else ()
+
+    factor: float
+    capacity: int
+    dropped: float
+    in_most_steps: float
+    worst_layer: float
+    balanced: float | None
+    lost: float
+    retried: float
+    fill: float
+    cost: Cost | None
 
 
-def _caveats(
-    steps: _Steps, target: Target, bound: QuantileBound, phases: Sequence[Phase]
-) -> tuple[str, ...]:
-    factors = steps.factors[steps.needed]
-    found = []
-    if phases:
-        middle = len(factors) // 2
-        halves = [np.quantile(half, 0.5) for half in (factors[:middle], factors[middle:])]
-        found.append(
-            "the need changes over the trace: the median step of its first half needs "
-            f"{halves[0]:g}, of its second half {halves[1]:g}; what comes after it may differ again"
-        )
-    elif changes_slowly(steps.needed, target.steps_share):
-        found.append(
-            "the need changes slowly over the trace, more than by chance; what comes after it may "
-            "differ again"
-        )
-    elif bound.promised and end_differs(steps.needed, target.steps_share, target.confidence):
-        found.append(
-            "the last tenth of the steps needs more than the steps before it; the need may still "
-            "rise"
-        )
-    elif not bound.promised:
-        needed = steps_to_promise(target.steps_share, target.confidence)
-        needed = math.ceil(needed * len(factors) / bound.num_independent)
-        found.append(
-            f"{len(factors)} steps, worth {bound.num_independent:.0f} independent ones, promise "
-            f"no more than {percent(bound.promised_share)} of steps; about {needed:,} would do"
-        )
-    return tuple(found)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Study:
+    """The answers of a trace.
+
+    `answers`: one for each kind of pool that was compared; `chosen`: the recommended one. `sizes`:
+    of the layer, None where they are not known. `layers_of_model`: the trace numbers layers as the
+    model does, which settings for each layer need.
+    """
+
+    name: str
+    trace: Trace
+    etp: int
+    answers: tuple[Recommendation, ...]
+    chosen: Recommendation
+    sizes: LayerSizes | None
+    layers_of_model: bool
+
+    @property
+    def pool(self) -> Pool:
+        """The recommended kind of pool."""
+        return self.chosen.replay.pool
+
+    @cached_property
+    def options(self) -> tuple[Option, ...]:
+        """What each factor does with the recommended kind of pool."""
+        replay, target, trace = self.chosen.replay, self.chosen.target, self.trace
+        rows = replay.by_layer_and_step
+        lost = replay.lost_tokens.sum(1) / max(1, int(replay.num_tokens.sum()))
+        worst = (rows.dropped.sum(2) / np.maximum(rows.demand.sum(1), 1)).max(1)
+        asked = rows.demand.sum(0) > 0
+        by_step = rows.dropped.sum(1)[:, asked] / rows.demand.sum(0)[asked]
+        in_most = quantile(by_step, target.steps_share)
+        found = []
+        for i, factor in enumerate(replay.factors.tolist()):
+            config = DispatchConfig(
+                num_experts=trace.num_experts,
+                top_k=trace.top_k,
+                capacity_factor=factor,
+                capacity_pool=self.pool,
+                num_ranks=trace.num_ranks // self.etp,
+                etp_size=self.etp,
+            )
+            balanced = balanced_drop(
+                num_tokens=trace.num_tokens,
+                top_k=trace.top_k,
+                num_experts=trace.num_experts,
+                capacity=config.capacity(trace.num_tokens),
+            )
+            found.append(
+                Option(
+                    factor=factor,
+                    capacity=int(replay.capacities[i]),
+                    dropped=float(replay.dropped_share[i]),
+                    in_most_steps=float(in_most[i]),
+                    worst_layer=float(worst[i]),
+                    balanced=balanced if self.pool == "expert" else None,
+                    lost=float(lost[i]),
+                    retried=float((rows.dropped[i].sum(0) > 0).mean()),
+                    fill=float(replay.kept[i].mean() / replay.slots[i]),
+                    cost=self.sizes and cost(config, trace.num_tokens, self.sizes),
+                )
+            )
+        return tuple(found)
+
+
+def study(
+    trace: Trace,
+    target: Target,
+    *,
+    name: str,
+    factors: Sequence[float] | None = None,
+    pools: Sequence[Pool] = POOLS,
+    etp: int = 1,
+    sizes: LayerSizes | None = None,
+    layers_of_model: bool = True,
+) -> Study:
+    """Replay the trace with each kind of pool, and recommend one.
+
+    The recommended kind is the one with the smaller factor; the simpler one, "expert", if the
+    other's is hardly smaller.
+
+    Args:
+        trace: of training.
+        target: what to keep.
+        name: of the trace, for titles.
+        factors: see `replay`.
+        pools: kinds to compare, "expert" first.
+        etp: see `replay`.
+        sizes: of the layer, for costs.
+        layers_of_model: see `Study`.
+
+    Raises:
+        ValueError: names the argument, its value and what to change.
+    """
+    answers = [recommend(replay(trace, factors, pool=pool, etp=etp), target) for pool in pools]
+    chosen, *others = answers
+    for other in others:
+        if other.overall.factor <= _WORTH_SHARING * chosen.overall.factor:
+            chosen = other
+    return Study(
+        name=name,
+        trace=trace,
+        etp=etp,
+        answers=tuple(answers),
+        chosen=chosen,
+        sizes=sizes,
+        layers_of_model=layers_of_model,
+    )

@@ -1,178 +1,189 @@
-"""Report a study: tables, and one HTML page.
+"""Report a study: text for one screen of a terminal, and one HTML page.
 
-The terminal and the page show the same tables. The page gives the answer first, then the settings,
-then the reasons: figures, what every factor drops and costs, layer by layer, and at the end the
-caveats and the method. It is one file: figures are inline SVG, and no script, font or picture comes
-from elsewhere, so it opens without a network and can be mailed.
+Both show the same tables. The page gives the answer first, then the settings, figures, what every
+factor drops and costs, layer by layer, and the method. It is one file: figures are inline SVG, and
+no script, font or picture comes from elsewhere, so it opens without a network and can be mailed.
 """
 
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
-from padded_dispatch.tune.convert import Meaning, RoutingSizes, from_source
-from padded_dispatch.tune.hosts import ABOUT, exchange_table, sentence
-from padded_dispatch.tune.menu import menu, notes, pool_table
-from padded_dispatch.tune.recommend import Advice
+from padded_dispatch.tune.recommend import Option, Study, percent
 from padded_dispatch.tune.settings import NO_LAYERS, Block, blocks
-from padded_dispatch.tune.study import Option, Study
-from padded_dispatch.tune.table import Table
-from padded_dispatch.tune.target import percent
 
-_ELSEWHERE: dict[Meaning, str] = {
-    "source": "Megatron-Core, alltoall with padding to capacity: moe_expert_capacity_factor",
-    "rank": "Megatron-Core, HybridEP or NCCL EP: moe_expert_rank_capacity_factor",
-    "worst-case": "torchtitan, HybridEP: non_blocking_capacity_factor",
-    "max-tokens": "DeepEP, low latency: num_max_dispatch_tokens_per_rank",
-    "stash": "Megatron-Core: moe_paged_stash_buffer_size_factor_cuda",
-}
-
-_TABLE_ROWS = 12  # about so many factors are shown
+# A row of the terminal's table is the smallest factor that drops no more than this.
+_SHARES = (0.3, 0.1, 0.05, 0.01, 0.001, 0.0)
+_PAGE_ROWS = 12  # about so many factors are on the page
+_COLUMNS = 80
 
 
-def elsewhere(study: Study) -> dict[str, str]:
-    """Return the factor in the field's other meanings, or why there is none, by name."""
-    sizes = RoutingSizes(
-        num_tokens=study.num_tokens,
-        num_experts=study.num_experts,
-        top_k=study.top_k,
-        num_ranks=study.num_ranks,
-    )
-    found = {}
-    for meaning, name in _ELSEWHERE.items():
-        try:
-            value = from_source(study.training.overall.factor, meaning, sizes)
-            found[name] = f"{value:.0f}" if meaning == "max-tokens" else f"{value:.4g}"
-        except ValueError as error:
-            found[name] = str(error)
-    return found
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of text cells; `marked` is the recommended row, if any."""
+
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    marked: int | None = None
+
+    def __str__(self) -> str:
+        lines = [self.headers, *self.rows]
+        widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+        text = []
+        for number, line in enumerate(lines, start=-1):
+            cells = "  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True))
+            text.append(f"{'>' if number == self.marked else ' '} {cells}")
+        return "\n".join(text)
 
 
-def factor_table(study: Study) -> Table:
-    """Return the drop and the cost of some of the factors, the recommended one among them."""
-    chosen = study.training.overall.factor
-    every = max(1, len(study.options) // _TABLE_ROWS)
-    shown = [
-        option
-        for i, option in enumerate(study.options)
-        if i % every == 0 or option.factor == chosen or option is study.options[-1]
-    ]
-    headers = ("factor", "slots", "dropped")
-    if study.pool == "expert":
-        headers += ("balanced",)
-    headers += ("worst layer", "lost tokens", "retried", "fill")
-    if study.layer is not None:
-        headers += ("wire MB", "memory GiB", "in graphs", "TFLOP", "ms padded", "ms packed")
+def pool_table(study: Study) -> Table:
+    """Return a row for each kind of pool; equal factors are equal bytes."""
+    rows = []
+    for answer in study.answers:
+        needed = math.ceil(float(answer.replay.needed_factor.max()) * 100) / 100
+        rows.append(
+            (
+                answer.replay.pool,
+                f"{answer.overall.factor:g}",
+                percent(answer.overall.dropped),
+                percent(answer.retried),
+                f"{needed:g}",
+            )
+        )
+    headers = ("pool", "factor", "dropped", "steps with drops", "drops nothing at")
+    marked = study.answers.index(study.chosen)
+    return Table(headers=headers, rows=tuple(rows), marked=marked)
+
+
+def factor_table(study: Study, options: Sequence[Option], *, brief: bool) -> Table:
+    """Return the drop and the cost of some factors.
+
+    Args:
+        study: what the options are of.
+        options: rows of the table.
+        brief: only the columns that a terminal has room for.
+    """
+    columns = {
+        "factor": [f"{option.factor:g}" for option in options],
+        "slots": [f"{option.capacity:,}" for option in options],
+        "dropped": [percent(option.dropped) for option in options],
+        f"{percent(study.chosen.target.steps_share)} of steps": [
+            f"<= {percent(option.in_most_steps)}" for option in options
+        ],
+        "lost tokens": [percent(option.lost) for option in options],
+    }
+    if not brief:
+        columns["steps with drops"] = [percent(option.retried) for option in options]
+        columns["worst layer"] = [percent(option.worst_layer) for option in options]
+        columns["fill"] = [percent(option.fill) for option in options]
+        if study.pool == "expert":
+            columns["balanced"] = [percent(option.balanced or 0.0) for option in options]
+    if study.sizes is not None:
+        costs = [option.cost for option in options if option.cost is not None]
+        columns["wire MB"] = [f"{cost.wire_bytes / 1e6:.1f}" for cost in costs]
+        columns["GiB"] = [f"{cost.memory_bytes / 2**30:.3g}" for cost in costs]
+    factors = [option.factor for option in options]
     return Table(
-        headers=headers,
-        rows=tuple(_option_cells(option) for option in shown),
-        marked=[option.factor for option in shown].index(chosen),
+        headers=tuple(columns),
+        rows=tuple(zip(*columns.values(), strict=True)),
+        marked=factors.index(study.chosen.overall.factor),
     )
 
 
 def layer_table(study: Study) -> Table:
-    """Return a factor for each layer, for training and for evaluation."""
-    rows = []
-    for layer, advice in study.training.layers.items():
-        evaluation = study.evaluation.layers.get(layer)
-        eval_factor = "-" if evaluation is None else f"{evaluation.factor:g}"
-        rows.append((str(layer), *_advice_cells(advice), eval_factor))
-    headers = ("layer", "factor", "slots", "between", "dropped", "worst step", "promised", "eval")
-    return Table(headers=headers, rows=tuple(rows))
-
-
-def _option_cells(option: Option) -> tuple[str, ...]:
-    cells = (
-        f"{option.factor:g}",
-        str(option.capacity),
-        percent(option.dropped),
-    )
-    if option.balanced_drop is not None:
-        cells += (percent(option.balanced_drop),)
-    cells += (
-        percent(option.worst_layer),
-        percent(option.lost),
-        percent(option.retried),
-        percent(option.fill),
-    )
-    if option.cost is not None:
-        cells += (
-            f"{option.cost.wire_bytes / 1e6:.1f}",
-            f"{option.memory_gib:.2f}",
-            f"{option.cost.graph_pool_bytes / 2**30:.2f}",
-            f"{option.cost.padded_flops / 1e12:.3g} / {option.cost.packed_flops / 1e12:.3g}",
-            f"{option.padded_ms:.2f}",
-            f"{option.packed_ms:.2f}",
+    """Return a factor for each layer by itself."""
+    rows = tuple(
+        (
+            str(layer),
+            f"{advice.factor:g}",
+            f"{advice.capacity:,}",
+            f"{advice.halves[0]:g}, {advice.halves[1]:g}",
+            percent(advice.dropped),
+            percent(advice.worst),
         )
-    return cells
-
-
-def _advice_cells(advice: Advice) -> tuple[str, ...]:
-    return (
-        f"{advice.factor:g}",
-        str(advice.capacity),
-        f"{advice.lowest:g} - {advice.factor:g}",
-        percent(advice.dropped),
-        percent(advice.worst),
-        "yes" if advice.promised else "no",
+        for layer, advice in study.chosen.layers.items()
     )
+    headers = ("layer", "factor", "slots", "halves", "dropped", "worst step")
+    return Table(headers=headers, rows=rows)
+
+
+def summary(study: Study, report: Path) -> str:
+    """Return the text for the terminal, at most 80 columns wide.
+
+    Args:
+        study: its content.
+        report: the path of the page.
+    """
+    chosen = study.chosen
+    prose = [chosen.sentence(), halves(study), *chosen.warnings()]
+    factors = [advice.factor for advice in chosen.layers.values()]
+    if len(factors) > 1:
+        prose.append(f"Each layer by itself: {min(factors):g} to {max(factors):g}.")
+    shown = {chosen.overall.factor}
+    for share in _SHARES:
+        shown.update([option.factor for option in study.options if option.dropped <= share][:1])
+    options = [option for option in study.options if option.factor in shown]
+    block, *others = blocks(study)
+    names = " and ".join(other.target for other in others)
+    parts = [
+        "\n".join(_filled(text) for text in prose),
+        str(pool_table(study)) if len(study.answers) > 1 else "",
+        str(factor_table(study, options, brief=True)),
+        _filled(f"{block.target}, {block.about} ({names}: {report}):") + f"\n{block.text}",
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def halves(study: Study) -> str:
+    """Return the answers of both halves of the trace in a sentence."""
+    first, second = study.chosen.overall.halves
+    return f"The first half of the steps alone gives {first:g}, the second {second:g}."
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, _COLUMNS, break_on_hyphens=False, break_long_words=False)
 
 
 _STYLE = """
-:root { --ink: #222; --soft: #666; --line: #e3e3e3; --accent: #D55E00; --wash: #FFF5EE; }
-body { margin: 0 auto; max-width: 66rem; padding: 2.5rem 1.5rem 4rem; color: var(--ink);
-  background: #fff; font: 16px/1.55 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif;
-  overflow-wrap: anywhere; }
-h1 { font-size: 1rem; font-weight: 600; color: var(--soft); margin: 0 0 1rem; }
-h2 { font-size: 1.25rem; margin: 2.75rem 0 .5rem; }
-p, ul { max-width: 46rem; }
-.answer { font-size: 1.35rem; line-height: 1.45; border-left: 5px solid var(--accent);
-  background: var(--wash); padding: 1.1rem 1.4rem; margin: 0; max-width: none; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); gap: .7rem;
-  margin: 1.25rem 0 0; padding: 0; list-style: none; max-width: none; }
-.tiles li { border: 1px solid var(--line); border-radius: 6px; padding: .6rem .9rem; }
-.tiles b { display: block; font-size: 1.4rem; font-weight: 600; white-space: nowrap; }
-.tiles span, figcaption, .note { color: var(--soft); font-size: .9rem; }
+body { margin: 0 auto; max-width: 66rem; padding: 2rem 1.5rem; color: #222; background: #fff;
+  font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1rem; color: #666; }
+h2 { font-size: 1.25rem; margin-top: 2.5rem; }
+p { max-width: 46rem; }
+.answer { font-size: 1.3rem; border-left: 5px solid #D55E00; background: #FFF5EE; padding: 1rem; }
+.warning { border-left: 5px solid #888; padding-left: 1rem; }
+.note, figcaption { color: #666; font-size: .9rem; }
 .scroll { overflow-x: auto; overflow-wrap: normal; }
-.scroll + .scroll { margin-top: 1.25rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .82rem; }
-th, td { text-align: right; padding: .28rem .45rem; border-bottom: 1px solid var(--line); }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem; }
+th, td { text-align: right; padding: .25rem .5rem; border-bottom: 1px solid #e3e3e3; }
 td { white-space: nowrap; }
-th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
-tr.marked td { background: var(--wash); font-weight: 600; }
-pre { background: #f6f6f6; border-radius: 6px; padding: .9rem 1.1rem; overflow-x: auto;
-  font-size: .88rem; }
-summary { cursor: pointer; }
+tr.marked td { background: #FFF5EE; font-weight: 600; }
+pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: .88rem; }
 figure { margin: 1.5rem 0 0; }
 figure svg { width: 100%; height: auto; }
-li.caveat { margin: .4rem 0; }
-@media (max-width: 40rem) {
-  body { padding: 1.25rem 1rem 3rem; }
-  ul { padding-left: 1.25rem; }
-  .answer { font-size: 1.1rem; padding: .9rem 1rem; }
-  table { min-width: max-content; }
-  th:first-child, td:first-child { position: sticky; left: 0; background: #fff;
-    border-right: 1px solid var(--line); }
-  pre { white-space: pre-wrap; }
-  figure svg { width: 32rem; }
-}
 """
-
-_BALANCED = (
-    " The dashed line is a perfectly balanced router, which still drops because tokens choose at "
-    "random; better balance would save the distance to it."
-)
 
 _POOLS = (
     "Which rows share slots (capacity_pool), at the factor that keeps the target; equal factors "
-    'are equal bytes. Retried: the share of steps that on_overflow="retry" would run again.'
+    'are equal bytes. Steps with drops: on_overflow="retry" would run them again.'
 )
-
+_FACTORS = (
+    "Dropped: of all rows. Lost tokens: those that keep none of their experts. Fill: kept rows per "
+    "slot."
+)
+_BALANCED = " Balanced: what a perfectly balanced router drops, since tokens choose at random."
+_COSTS = (
+    " Wire: sent by a rank per layer and micro-batch by the all-to-all, forward and backward; "
+    "empty slots travel, too. GiB: on a rank, all its layers and micro-batches in flight, an upper "
+    "bound."
+)
 _CAPTIONS = {
-    "pools": "What each kind of pool drops at equal bytes.",
     "dropped": "Below the dotted line the target is kept.",
-    "need": "One point per step: the smallest factor that would have kept the target. More steps "
-    "may move the recommendation within the shaded band.",
+    "need": "One point per step: the smallest factor that would have kept the target.",
     "load": "Demand before anything is dropped, over the whole trace.",
-    "cost": "Every point is a factor. Down is fewer dropped rows, left is cheaper.",
 }
 
 
@@ -186,14 +197,11 @@ def html(study: Study, svgs: dict[str, str]) -> str:
     title = f"Capacity for {study.name}"
     body = [
         f"<h1>{_text(title)}</h1>",
-        _section("recommendation", None, _answer(study)),
-        _section("menu", "The choices", _menu(study)),
+        _section("recommendation", "", _answer(study)),
         _section("settings", "What to set", _settings(study)),
-        _section("figures", "Why", _figures(study, svgs)) if svgs else "",
+        _section("figures", "Why", _figures(svgs)) if svgs else "",
         _section("factors", "What each factor does", _factors(study)),
-        _section("hosts", "Several hosts", _hosts(study)) if study.hosts else "",
-        _section("layers", "Layer by layer", _layers(study)),
-        _section("caveats", "Caveats", _caveats(study)),
+        _section("layers", "Layer by layer", _table(layer_table(study))),
         _section("method", "How it was computed", _method(study)),
     ]
     return (
@@ -205,137 +213,72 @@ def html(study: Study, svgs: dict[str, str]) -> str:
     )
 
 
-def _section(name: str, heading: str | None, content: str) -> str:
+def _section(name: str, heading: str, content: str) -> str:
     head = f"<h2>{_text(heading)}</h2>\n" if heading else ""
     return f'<section id="{name}">\n{head}{content}\n</section>'
 
 
 def _answer(study: Study) -> str:
-    advice = study.training.overall
-    tiles = [
-        (f"{advice.factor:g}", "capacity factor in training"),
-        (f"{study.evaluation.overall.factor:g}", "in evaluation, if captured"),
-        (percent(advice.dropped), "of the rows seen dropped"),
-        (percent(advice.worst), "of the rows in the worst step"),
-    ]
-    option = study.option(advice.factor)
-    if option.cost is not None:
-        tiles.append((f"{option.memory_gib:.2f} GiB", "on a rank"))
-        tiles.append((f"{option.padded_ms:.2f} ms", "per layer, modelled"))
-    items = "\n".join(f"<li><b>{_text(big)}</b><span>{_text(s)}</span></li>" for big, s in tiles)
-    answer = f'<p class="answer">{_text(study.training.sentence())}</p>'
-    if study.warm_up is not None:
-        answer += f"\n<p>{_text(study.warm_up.sentence())}</p>"
-    return f'{answer}\n<ul class="tiles">\n{items}\n</ul>'
-
-
-def _menu(study: Study) -> str:
-    listed = "\n".join(f'<p class="note">{_text(text)}</p>' for text in notes(study))
-    pools = ""
-    if len(study.pools) > 1:
-        pools = f'<p class="note">{_POOLS}</p>\n{_table(pool_table(study))}\n'
-    return f"{pools}{_table(menu(study))}\n{listed}"
+    parts = [f'<p class="answer">{_text(study.chosen.sentence())}</p>']
+    parts.append(f"<p>{_text(halves(study))}</p>")
+    parts += [f'<p class="warning">{_text(text)}</p>' for text in study.chosen.warnings()]
+    if len(study.answers) > 1:
+        parts.append(f'<p class="note">{_text(_POOLS)}</p>\n{_table(pool_table(study))}')
+    return "\n".join(parts)
 
 
 def _settings(study: Study) -> str:
     parts = ["<p>Each block runs as it is printed.</p>"]
-    parts += [_block(block) for block in blocks(study, per_layer=False)]
+    parts += [_block(block) for block in blocks(study)]
     if not study.layers_of_model:
         parts.append(f"<p>{_text(NO_LAYERS)}</p>")
-    elif len(study.training.layers) > 1:
+    elif len(study.chosen.layers) > 1:
         listed = "\n".join(_block(block) for block in blocks(study, per_layer=True))
         summary = "<summary>The same with a factor for each layer</summary>"
         parts.append(f"<details>\n{summary}\n{listed}\n</details>")
-    parts.append("<p>Elsewhere, a buffer of as many rows per rank (what it drops differs):</p>")
-    items = [f"<li>{_text(name)}: {_text(value)}</li>" for name, value in elsewhere(study).items()]
-    parts.append("<ul>\n" + "\n".join(items) + "\n</ul>")
     return "\n".join(parts)
 
 
 def _block(block: Block) -> str:
-    return f"<p><b>{_text(block.target)}</b>, {_text(block.about)}:</p>\n{_code(block.text)}"
+    about = f"<p><b>{_text(block.target)}</b>, {_text(block.about)}:</p>"
+    return f"{about}\n<pre>{escape(block.text)}</pre>"
 
 
-def _figures(study: Study, svgs: dict[str, str]) -> str:
-    captions = dict(_CAPTIONS)
-    if study.pool == "expert":
-        captions["dropped"] += _BALANCED
+def _figures(svgs: dict[str, str]) -> str:
     return "\n".join(
-        f'<figure id="figure-{name}">\n<div class="scroll">\n{svg}\n</div>\n'
-        f"<figcaption>{_text(captions[name])}</figcaption>\n</figure>"
+        f'<figure id="figure-{name}">\n{svg}\n'
+        f"<figcaption>{_text(_CAPTIONS[name])}</figcaption>\n</figure>"
         for name, svg in svgs.items()
     )
 
 
 def _factors(study: Study) -> str:
-    note = "Dropped: of all rows."
-    if study.pool == "expert":
-        note += " Balanced: the same if all experts were equally popular."
-    note += (
-        " Lost tokens: those that keep none of their experts. Retried: the share of steps in which "
-        "any row is dropped. Fill: kept rows per slot."
-    )
-    if study.layer is not None:
-        note += (
-            " Wire: sent by a rank per layer and micro-batch, forward and backward; empty slots "
-            "travel, too. Memory: on a rank, an upper bound; in graphs: held for good by CUDA "
-            "graphs of its layers. TFLOP: every slot computed / empty slots skipped. ms: see the "
-            "end of this page."
-        )
-    return f'<p class="note">{note}</p>\n{_table(factor_table(study))}'
-
-
-def _hosts(study: Study) -> str:
-    made = _table(exchange_table(study.hosts, study.num_ranks))
-    return f'<p class="note">{ABOUT}</p>\n{made}\n<p>{_text(sentence(study.hosts))}</p>'
-
-
-def _layers(study: Study) -> str:
-    note = (
-        "Each layer keeps the target by itself. Between: the confidence bounds of the factor that "
-        "it needs."
-    )
-    return f'<p class="note">{note}</p>\n{_table(layer_table(study))}'
-
-
-def _caveats(study: Study) -> str:
-    items = [f"Training: {caveat}." for caveat in study.training.overall.caveats]
-    items += [f"Evaluation: {caveat}." for caveat in study.evaluation.overall.caveats]
-    unsure = [str(n) for n, advice in study.training.layers.items() if not advice.promised]
-    if unsure:
-        items.append(f"Layers by themselves: no promise for {', '.join(unsure)}.")
-    items += [
-        "Routing changes with the data, the learning rate and with what is dropped: a promise is "
-        "for steps like the ones in the trace. Watch the dispatcher's telemetry, and trace again.",
-        "Dropping a share of the rows changes what is learned; a trace does not show how much.",
+    every, factor = max(1, len(study.options) // _PAGE_ROWS), study.chosen.overall.factor
+    last = len(study.options) - 1
+    shown = [
+        option
+        for i, option in enumerate(study.options)
+        if i % every == 0 or i == last or option.factor == factor
     ]
-    if study.layer is None:
-        items.append("Costs are missing: give --hidden-size and --ffn-size.")
-    else:
-        items.append(study.layer.time_model.describe())
-    listed = "\n".join(f'<li class="caveat">{_text(text)}</li>' for text in items)
-    return f"<ul>\n{listed}\n</ul>"
+    note = _FACTORS + (_BALANCED if study.pool == "expert" else "")
+    note += _COSTS if study.sizes is not None else " For bytes, give --hidden-size and --ffn-size."
+    return f'<p class="note">{_text(note)}</p>\n{_table(factor_table(study, shown, brief=False))}'
 
 
 def _method(study: Study) -> str:
-    replayed, question = study.replay, study.question
-    training = study.training.overall
-    split = f", each split over {question.etp}" if question.etp > 1 else ""
+    trace, replay = study.trace, study.chosen.replay
     texts = [
-        f"The trace: {replayed.demand.sum():,} rows of {len(replayed.steps):,} records, "
-        f"{training.num_steps:,} steps, {len(study.training.layers)} layers; {study.num_experts} "
-        f"experts on {study.num_ranks} ranks{split}, top-{study.top_k}, {study.num_tokens:,} "
-        "tokens per rank.",
-        f"Every record was replayed at {len(study.options)} factors with the dispatcher's own rule "
-        f"(policy {question.policy}, at least {question.min_capacity} slots, rows a multiple of "
-        f"{question.alignment}): the counts are exact.",
-        f"The factor is the upper {percent(question.target.confidence)} confidence bound, by order "
-        f"statistics, of the quantile in the target; steps come in runs, so "
-        f"{training.num_steps:,} of them count as {training.num_independent:,.0f}.",
-        f"Evaluation: eager passes drop nothing. For a captured one: {study.evaluation.target}.",
+        f"The trace: {replay.demand.sum():,} rows of {trace.num_records:,} records, "
+        f"{study.chosen.overall.num_steps:,} steps, {len(study.chosen.layers)} layers; "
+        f"{trace.num_experts} experts, top-{trace.top_k}, {trace.num_ranks} source ranks of "
+        f"{trace.num_tokens:,} tokens each.",
+        f"Every record was replayed at {len(study.options)} factors with the dispatcher's own "
+        "rule: the counts are exact. The factor is the smallest that keeps the target in as many "
+        "of the steps traced; each layer's keeps it for that layer alone.",
+        "The answer holds for steps like these. Routing changes with the data, the learning rate "
+        "and with what is dropped: watch the dispatcher's telemetry, and trace again. Dropping "
+        "changes what is learned; a trace does not show how much.",
     ]
-    if study.held_out is not None:
-        texts.append(study.held_out_sentence())
     return "\n".join(f"<p>{_text(text)}</p>" for text in texts)
 
 
@@ -351,10 +294,6 @@ def _table(table: Table) -> str:
         f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n'
         f"<tbody>\n{body}\n</tbody>\n</table></div>"
     )
-
-
-def _code(text: str) -> str:
-    return f"<pre>{escape(text)}</pre>"
 
 
 def _text(text: str) -> str:

@@ -8,51 +8,27 @@ import torch
 
 import padded_dispatch
 from padded_dispatch.bench.cases import Case
-from padded_dispatch.bench.measure import (
-    Kernel,
-    batches,
-    hidden_share,
-    kernels_ms,
-    phase_of,
-    phases_ms,
-)
+from padded_dispatch.bench.measure import batches, phase_of, phases_ms, sm_mhz
 
 
 @pytest.mark.parametrize(
     ("kernel", "phase"),
     [
-        ("_select_strike_kernel", "select"),
-        ("_select_digit_kernel", "select"),
-        ("_choice_ranks_kernel", "select"),
-        ("_accept_kernel", "select"),
         ("_plan_count_kernel", "plan"),
-        ("_slot_kernel", "plan"),
-        ("_gather_meta_kernel", "meta"),
-        ("_spread_rows_kernel", "gather"),
+        ("_return_sums_kernel", "exchange"),
+        ("_swiglu_backward_activation_kernel", "activation"),
         ("_permute_kernel", "gather"),
-        ("_sum_rows_kernel", "combine"),
         ("_unpermute_kernel", "combine"),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
-        ("_push_rows_kernel", "exchange"),
-        ("_push_tokens_kernel", "exchange"),
-        ("_copy_rows_kernel", "exchange"),
-        ("_list_slots_kernel", "exchange"),
-        ("_shift_kernel", "exchange"),
-        ("_return_sums_kernel", "exchange"),
         ("c10d::symmetric_memory::barrier_kernel(unsigned int**, int)", "exchange"),
         ("nvjet_tst_192x192_64x4_1x2_h_bz_coopB_NTN", "gemm"),
         ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x>", "gemm"),
         ("triton_poi_fused_mul_silu_split_0", "activation"),
-        ("_activate_kernel", "activation"),
-        ("_activate_backward_kernel", "activation"),
-        ("_swiglu_backward_activation_kernel", "activation"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>", "copies"),
-        ("_route_kernel", "router"),
         ("void at::native::(anonymous namespace)::softmax_warp_forward", "router"),
         ("void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>", "router"),
         ("transformer_engine::fused_router::fused_moe_aux_loss_forward_kernel", "router"),
-        ("_count_kernel", "telemetry"),
         ("void at::native::reduce_kernel", "other"),
     ],
 )
@@ -65,28 +41,6 @@ def test_phases_are_sums_and_those_without_kernels_are_left_out():
     assert phases_ms(kernels) == {"plan": 0.25, "gemm": 2.0, "other": 0.125}
 
 
-def _kernel(phase: str, start: float, end: float) -> Kernel:
-    names = {"gemm": "nvjet_a", "exchange": "_return_rows_kernel", "combine": "_sum_rows_kernel"}
-    return Kernel(name=names[phase], start_us=start, end_us=end)
-
-
-def test_share_of_the_exchange_that_products_hide():
-    home, push, product = "_return_rows_kernel", "_push_rows_kernel", "_rows_times_weights_kernel"
-    serial = {product: 4.0, home: 4.0, push: 2.0, "_sum_rows_kernel": 1.0, "barrier_kernel(": 1.0}
-    sends = "_rows_times_weights_at_kernel"
-    assert hidden_share({product: 2.0, sends: 3.0, push: 2.0}, serial) == 0.5
-    assert (
-        hidden_share({product: 2.0, sends: 3.0, push: 2.0, "barrier_kernel(": 9.0}, serial) == 0.5
-    )
-    assert hidden_share(serial, serial) == 0
-    assert hidden_share({sends: 11.0, push: 2.0}, serial) == -0.5
-
-
-def test_milliseconds_are_those_of_one_iteration():
-    kernels = [_kernel("gemm", 0, 4), _kernel("exchange", 1, 9), _kernel("gemm", 6, 10)]
-    assert kernels_ms(kernels) == {"nvjet_a": 0.002, "_return_rows_kernel": 0.002}
-
-
 def test_every_kernel_of_ours_has_a_phase():
     """A renamed kernel would fall into `other` without notice."""
     package = Path(padded_dispatch.__file__).parent
@@ -96,6 +50,10 @@ def test_every_kernel_of_ours_has_a_phase():
     # Of experts with biases, which no case has.
     without = {"_add_bias_kernel", "_dot_rows_kernel"}
     assert {kernel for kernel in kernels if phase_of(kernel) == "other"} == without
+
+
+def test_a_cpu_has_no_clock():
+    assert sm_mhz(torch.device("cpu")) is None
 
 
 def test_cases_of_one_layer_and_routing_share_their_batches():

@@ -26,10 +26,8 @@ SAME = dict(
     K=2,
     dtype=torch.float32,
     probs_dtype=torch.float32,
-    scores=False,
-    draw=False,
 )
-RULES = dict(capacity_factor=1.0, policy="probs", remedy="none", reroute_rounds=1, alignment=1)
+RULES = dict(capacity_factor=1.0, policy="probs", alignment=1)
 
 
 def _steps(steps: list[dict[int, dict[str, Any]]]) -> None:
@@ -45,13 +43,7 @@ def _steps(steps: list[dict[int, dict[str, Any]]]) -> None:
         dispatcher = PaddedDispatcher(config, group=dist.group.WORLD)
         tokens_TD = torch.zeros(values["T"], values["D"], dtype=values["dtype"])
         probs_TE = torch.ones(values["T"], values["E"], dtype=values["probs_dtype"])
-        dispatcher.dispatch(
-            tokens_TD,
-            probs_TE,
-            probs_TE > 0,
-            scores_TE=probs_TE if values["scores"] else None,
-            draw=torch.tensor(0) if values["draw"] else None,
-        )
+        dispatcher.dispatch(tokens_TD, probs_TE, probs_TE > 0)
 
 
 def errors_of(pool: WorkerPool, fn: Any, *args: Any) -> list[str]:
@@ -80,16 +72,12 @@ def errors_of(pool: WorkerPool, fn: Any, *args: Any) -> list[str]:
         # Rules that no shape shows.
         ("capacity_factor", 1.01, "capacity_factor is 1.0 on rank 0, 1.01 on rank 1"),
         ("policy", "position", "policy is probs on rank 0, position on rank 1"),
-        ("remedy", "renormalize", "remedy is none on rank 0, renormalize on rank 1"),
-        ("reroute_rounds", 2, "reroute_rounds is 1 on rank 0, 2 on rank 1"),
         ("alignment", 2, "alignment is 1 on rank 0, 2 on rank 1"),
         (
             "probs_dtype",
             torch.float64,
             "dtype of probabilities is torch.float32 on rank 0, torch.float64 on rank 1",
         ),
-        ("scores", True, "scores_TE is given is False on rank 0, True on rank 1"),
-        ("draw", True, "draw is given is False on rank 0, True on rank 1"),
     ],
 )
 def test_one_rank_differs(pool2, step, name, value, words):

@@ -23,9 +23,7 @@ from tests.support.direct_parity import (
     forward,
     make_inputs,
     poison,
-    rows_stored,
     step,
-    sum_errors,
 )
 from tests.support.thread_memory import NUM_RANKS, ThreadMemory, threads_as_ranks
 from tests.support.threads import run_on_threads
@@ -54,40 +52,20 @@ def _differences(layer: Layer, routing: str) -> list[str]:
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_equals_the_all_to_all(threads, routing):
-    assert run_on_threads(NUM_RANKS, _differences, SMALL, routing) == [[], []]
-
-
-@needs_no_gpu
-@pytest.mark.parametrize("routing", ["uniform", "hot", "same", "absent"])
-@pytest.mark.parametrize("pool", ["rank", "receiver"])
-def test_pools_equal_the_all_to_all(threads, routing, pool):
-    layer = dataclasses.replace(SMALL, pool=pool, factor=0.8, local_experts=3)
-    assert run_on_threads(NUM_RANKS, _differences, layer, routing) == [[], []]
-
-
-@needs_no_gpu
 @pytest.mark.parametrize(
-    "changes",
+    ("routing", "changes"),
     [
-        {"factor": NO_DROP},
-        {"factor": 0.5},
-        {"link_rows": "each"},
-        {"top_k": 1, "link_rows": "once"},
-        {"link_rows": "summed"},
-        {"link_rows": "summed", "pool": "receiver", "factor": 0.8},
-        {"tokens": 1, "top_k": 1, "local_experts": 1},
-        {"pool": "rank", "factor": NO_DROP, "link_rows": "each"},
-        {"pool": "receiver", "factor": NO_DROP},
-        {"pool": "receiver", "factor": 0.5, "remedy": "reroute"},
-        {"pool": "receiver", "tokens": 1, "top_k": 1, "local_experts": 1},
+        *((routing, {}) for routing in ROUTINGS),
+        *((routing, {"pool": "rank", "factor": 0.8}) for routing in ("hot", "same", "absent")),
+        ("uniform", {"factor": NO_DROP}),
+        ("uniform", {"pool": "rank", "factor": 0.8, "local_experts": 3}),
+        ("uniform", {"tokens": 1, "top_k": 1, "local_experts": 1}),
     ],
     ids=str,
 )
-def test_equals_the_all_to_all_in_other_sizes(threads, changes):
+def test_equals_the_all_to_all(threads, routing, changes):
     layer = dataclasses.replace(SMALL, **changes)
-    assert run_on_threads(NUM_RANKS, _differences, layer, "uniform") == [[], []]
+    assert run_on_threads(NUM_RANKS, _differences, layer, routing) == [[], []]
 
 
 def _in_flight(layers: tuple[Layer, ...]) -> list[str]:
@@ -112,33 +90,17 @@ def test_three_passes_in_flight_through_three_layers(threads):
     layers = (
         dataclasses.replace(SMALL, microbatches_in_flight=3),
         dataclasses.replace(SMALL, width=3, local_experts=1, top_k=1, microbatches_in_flight=3),
-        dataclasses.replace(SMALL, pool="receiver", factor=0.8, microbatches_in_flight=3),
+        dataclasses.replace(SMALL, pool="rank", factor=0.8, microbatches_in_flight=3),
     )
     assert run_on_threads(NUM_RANKS, _in_flight, layers) == [[], []]
 
 
-@needs_no_gpu
-@pytest.mark.parametrize(("link_rows", "pool"), [("summed", "expert"), ("each", "receiver")])
-def test_rows_over_links_are_those_of_the_routing(threads, link_rows, pool):
-    layer = dataclasses.replace(SMALL, link_rows=link_rows, pool=pool, factor=0.8)
-    assert run_on_threads(NUM_RANKS, rows_stored, layer, ("uniform", "idle")) == [[], []]
-
-
-@needs_no_gpu
-def test_sums_that_go_home_are_rounded_twice(threads):
-    """A half of bf16's last place for each rounding; the interpreter cuts off, which is a whole."""
-    layer = dataclasses.replace(SMALL, top_k=4, dtype=torch.bfloat16, link_rows="summed")
-    for found in run_on_threads(NUM_RANKS, sum_errors, layer):
-        assert 0 < found["each"] <= 2**-8 and found["each"] < found["summed"] <= 2**-7
-
-
-def _barriers(pool: str) -> list[int]:
+def _barriers() -> list[int]:
     """Return the numbers of barriers of a forward and a backward pass after the first one."""
-    layer = dataclasses.replace(SMALL, pool=pool, factor=0.8)
-    dispatcher = layer.dispatcher("direct")
-    step(dispatcher, make_inputs(layer, "uniform", 0, CPU))
+    dispatcher = SMALL.dispatcher("direct")
+    step(dispatcher, make_inputs(SMALL, "uniform", 0, CPU))
     counts, rank = [ThreadMemory.num_barriers[dist.get_rank()]], dist.get_rank()
-    passed = forward(dispatcher, make_inputs(layer, "uniform", 1, CPU))
+    passed = forward(dispatcher, make_inputs(SMALL, "uniform", 1, CPU))
     counts.append(ThreadMemory.num_barriers[rank])
     backward(passed)
     counts.append(ThreadMemory.num_barriers[rank])
@@ -146,28 +108,13 @@ def _barriers(pool: str) -> list[int]:
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("pool", ["expert", "rank", "receiver"])
-def test_every_pool_takes_as_many_barriers(threads, pool):
-    """Two for a push and two for a return; the demands have one of those of the push."""
-    assert run_on_threads(NUM_RANKS, _barriers, pool) == [[4, 4]] * NUM_RANKS
-
-
-def _many_demands() -> list[list[list[int]]]:
-    """Ask again and again, with other demands each time, and with nothing between."""
-    exchange = DirectExchange(2, dist.group.WORLD)
-    rank_E = 100 * dist.get_rank() + torch.arange(4, dtype=torch.int32)
-    return [exchange.all_demands(rank_E + 1000 * n).tolist() for n in range(5)]
-
-
-@needs_no_gpu
-def test_demands_are_those_of_the_call(threads):
-    expected = [[[1000 * n + 100 * s + e for e in range(4)] for s in range(2)] for n in range(5)]
-    assert run_on_threads(NUM_RANKS, _many_demands) == [expected, expected]
+def test_a_push_and_a_return_take_two_barriers_each(threads):
+    assert run_on_threads(NUM_RANKS, _barriers) == [[4, 4]] * NUM_RANKS
 
 
 def _evaluation_between() -> list[str]:
     """A forward pass without gradients, while a training pass waits for its backward pass."""
-    layer = dataclasses.replace(SMALL, pool="receiver", factor=0.8, microbatches_in_flight=2)
+    layer = dataclasses.replace(SMALL, pool="rank", factor=0.8, microbatches_in_flight=2)
     direct_, alltoall = layer.dispatcher("direct"), layer.dispatcher("alltoall")
     first, second = (make_inputs(layer, routing, 3, CPU) for routing in ("hot", "uniform"))
     waiting = forward(direct_, first)

@@ -16,7 +16,7 @@ from padded_dispatch import PaddedDispatcher
 from padded_dispatch.dispatcher import Dispatched
 from padded_dispatch.exchange import Slots, fused
 from padded_dispatch.exchange.fused import FusedLinears
-from padded_dispatch.experts import ExpertWeights, grouped_mlp, grouped_mlp_to_sums
+from padded_dispatch.experts import ExpertWeights, grouped_mlp
 from padded_dispatch.ops.activation import Activation
 from tests.support.direct_parity import Inputs, Layer, direct_of, make_inputs, poison
 from tests.support.thread_memory import NUM_RANKS, threads_as_ranks
@@ -106,7 +106,7 @@ def _two_passes(given: Pass, routing: str, fuses: bool) -> list[Tensor]:
             out_TD = dispatcher.combine(out_ND, sent)
             del out_ND
         else:
-            out_TD = grouped_mlp_to_sums(*rows, *how, linears, recompute=given.recompute)
+            out_TD = grouped_mlp(*rows, *how, home=linears, recompute=given.recompute)
         del sent, received, rows, linears
         passes.append((inputs, out_TD))
     found = []
@@ -138,8 +138,6 @@ def _two_passes(given: Pass, routing: str, fuses: bool) -> list[Tensor]:
         (Pass(constant="probs_TE"), "uniform"),
         (Pass(layer=dataclasses.replace(SMALL, top_k=3)), "uniform"),
         (Pass(layer=dataclasses.replace(SMALL, pool="rank", factor=0.8)), "hot"),
-        (Pass(layer=dataclasses.replace(SMALL, pool="receiver", factor=0.8)), "hot"),
-        (Pass(layer=dataclasses.replace(SMALL, link_rows="once")), "uniform"),
     ],
     ids=str,
 )

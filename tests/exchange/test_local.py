@@ -67,9 +67,3 @@ def test_it_is_the_all_to_all_without_peers(which, pool, num_experts):
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
     assert found["kept"].tolist() == [map_TE.sum(0).tolist()]
-
-
-def test_its_demand_is_that_of_all_sources():
-    exchange = LocalExchange()
-    assert exchange.all_demands(torch.tensor([2, 0, 1])).tolist() == [[2, 0, 1]]
-    assert (exchange.num_sources, exchange.packed) == (1, True)

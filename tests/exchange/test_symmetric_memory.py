@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.exchange.symmetric_memory import PeerMemory, ReceiveBuffer, Shape
 
@@ -99,7 +98,7 @@ def test_bytes_are_those_that_buffers_allocate(monkeypatch):
     monkeypatch.setattr(symmetric_memory, "gather_objects", lambda group, value: [value])
     monkeypatch.setattr(symmetric_memory, "_free_bytes", lambda device: 2**40)
     sizes = dict(num_experts=32, num_slots=64, num_rows=96, width=64, num_places=192)
-    shape = Shape(**sizes, dtype=torch.float32, summed=True)
+    shape = Shape(**sizes, dtype=torch.float32)
     group = Mock(group_name="0", **{"size.return_value": 2, "rank.return_value": 0})
     buffers = symmetric_memory.DirectBuffers(group, shape, CPU, microbatches_in_flight=3)
     assert len(allocated) == 3 + 2
@@ -107,25 +106,9 @@ def test_bytes_are_those_that_buffers_allocate(monkeypatch):
     del buffers
 
 
-def test_the_config_knows_the_bytes_of_shared_slots():
-    """N = 28 rows of 6 bf16, and T * K = 14 slots to which rows return."""
-    config = DispatchConfig(
-        num_experts=4, top_k=2, capacity_factor=2.0, capacity_pool="receiver", num_ranks=2
-    )
-    sizes = config.sizes(7)
-    assert (sizes.num_rows, sizes.pool_slots) == (28, 14)
-    shape = Shape(num_experts=4, num_slots=14, num_rows=28, width=6, dtype=torch.bfloat16)
-    found = config.buffer_bytes(7, 6, 2)
-    received = ReceiveBuffer.num_bytes(shape)
-    assert (found.send, found.receive, found.experts) == (0, received, 8 * 4)
-    table = 4 * 2 * 4
-    slots = symmetric_memory.Workspace.num_bytes(shape, 2) - received - table
-    assert found.back == 28 * 6 * 2 + slots
-    assert found.plan == 4 * (2 * 14 + 14 + 2 * 4 + 2 * 4)
-
-
 def test_buffers_that_do_not_fit_are_refused():
-    shape = Shape(num_experts=4, num_slots=2**22, num_rows=2**22, width=2**10, dtype=torch.bfloat16)
+    sizes = dict(num_experts=4, num_slots=2**22, num_rows=2**22, width=2**10, num_places=0)
+    shape = Shape(**sizes, dtype=torch.bfloat16)
     with (
         patch.object(symmetric_memory, "gather_objects", lambda group, value: [value]),
         patch.object(symmetric_memory, "_free_bytes", lambda device: 2**30),

@@ -13,6 +13,7 @@ each run, and what `tune` said; it is complete after every run.
 """
 
 import argparse
+import html
 import math
 import os
 import re
@@ -221,8 +222,8 @@ def differences(output: str, found: dict[str, dict[int, float]]) -> list[str]:
 
 def _pasted(checkout: Path) -> str:
     """Return the block for Megatron-LM that `padded-dispatch tune` wrote, as it stands."""
-    text = (checkout / "tune" / "settings.md").read_text()
-    return re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0]
+    text = (checkout / "tune.html").read_text()
+    return html.unescape(re.findall(r"<pre>(.*?)</pre>", text, re.DOTALL)[0])
 
 
 def _free_port() -> int:

@@ -1,37 +1,162 @@
-"""GPU programs write checks and measurements as rows of one file, in one format."""
+"""The rows of `tests.gpu.table` as tests, on CPUs and GPUs; the harness finds faults."""
 
-import argparse
+import dataclasses
 import json
+import sys
+from typing import Any
+from unittest.mock import patch
 
-from tests.gpu.direct import run_part
-from tests.support.gpu_rows import Rows
-from tests.support.inline_pool import InlinePool
+import pytest
+import torch
+
+from tests.gpu import __main__ as program
+from tests.gpu.table import EAGER, RETRY, Row, table
+from tests.support import rows
+from tests.support.findings import Findings
+from tests.support.graph_protocol import GraphedLayer
+from tests.support.pool import WorkerPool
+from tests.support.rows import found_by
+from tests.support.training import Model, Training, bits, digest, same_bits, ways_agree
+
+TABLE = {(row.check, row.name): row for row in table()}
 
 
-def test_checks_and_measurements_are_rows_of_one_file(tmp_path, capsys):
-    out = tmp_path / "results" / "direct.json"
-    given = argparse.Namespace(out=out, commit="abc", command="python -m tests.gpu.direct")
-    rows, pool = Rows(given, 0, {}), InlinePool(1, backend="gloo")
-    parts = (
-        ({"check": "equal"}, list),
-        ({"check": "not equal"}, lambda: ["replay 3"]),
-        ({"measure": "exchange", "capacity_factor": 1.0}, lambda: {"us": {"push": 7.5}}),
-        ({"measure": "exchange", "capacity_factor": 2.0}, lambda: 1 / 0),
-    )
-    for row, fn in parts:
-        rows.add(run_part(pool, row, fn, ()))
-    assert rows.exit_code() == 1
-    (run,) = json.loads(out.read_text())["runs"]
-    *found, broken = [{**row, "seconds": None} for row in run["rows"]]
-    every = {"ranks": 1, "seconds": None}
-    right = {"passed": True, "failures": [], "num_failures": 0}
-    wrong = {"passed": False, "failures": ["rank 0: replay 3"], "num_failures": 1}
-    measured = {"passed": True, "failures": None, "us": {"push": 7.5}}
-    assert found == [
-        {**row, **result, **every}
-        for (row, _), result in zip(parts, (right, wrong, measured), strict=False)
+def of(ranks: int, device: str) -> pytest.MarkDecorator:
+    fitting = [r for r in TABLE.values() if r.ranks == ranks and (device == "cuda" or r.cpu)]
+    return pytest.mark.parametrize("row", fitting, ids=lambda row: f"{row.check}: {row.name}")
+
+
+def failures(pool: WorkerPool, row: Row, device: str) -> list[str]:
+    return found_by(pool, row.run, *row.on(device))["failures"]
+
+
+@pytest.fixture(scope="module")
+def pool1():
+    with WorkerPool(1) as pool:
+        yield pool
+
+
+@of(1, "cpu")
+def test_on_one_rank(pool1, row):
+    assert failures(pool1, row, "cpu") == []
+
+
+@of(2, "cpu")
+def test_on_two_ranks(pool2, row):
+    assert failures(pool2, row, "cpu") == []
+
+
+@of(4, "cpu")
+def test_on_four_ranks(pool4, row):
+    assert failures(pool4, row, "cpu") == []
+
+
+@pytest.mark.gpu
+@of(1, "cuda")
+def test_on_one_gpu(gpu_pools, row):
+    assert failures(gpu_pools[1], row, "cuda") == []
+
+
+@pytest.mark.multi_gpu
+@of(2, "cuda")
+def test_on_two_gpus(gpu_pools, row):
+    assert failures(gpu_pools[2], row, "cuda") == []
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
+@of(4, "cuda")
+def test_on_four_gpus(gpu_pools, row):
+    assert failures(gpu_pools[4], row, "cuda") == []
+
+
+def _with_a_stale_replay(model: Model, ways: dict[str, Any]) -> Findings:
+    """Let each graph's third backward replay return the gradients of the one before."""
+    original, replays = GraphedLayer.replay_backward, {}
+
+    def replay(graphed: GraphedLayer, grads: Any) -> Any:
+        replays[graphed] = replays.get(graphed, 0) + 1
+        if replays[graphed] == 3:
+            return tuple(None if g is None else g.detach() for g in graphed._grad_inputs)
+        return original(graphed, grads)
+
+    with patch.object(GraphedLayer, "replay_backward", replay):
+        return ways_agree(model, ways)
+
+
+def test_a_replay_that_is_not_eager_is_found(pool2):
+    row = TABLE[EAGER, "dense and MoE layers"]
+    first, _ = pool2.run(_with_a_stale_replay, *row.on("cpu"))
+    assert any(name.startswith("graphs: the gradient of") for name in first.differing)
+    assert not any(name.startswith("eager again") for name in first.differing)
+
+
+def _with_another_gradient(model: Model, ways: dict[str, Any]) -> Findings:
+    """Change the last bit of one gradient of each repeated step."""
+    passes = Training.passes
+
+    def changed(training: Training, *args: Any, **kwargs: Any) -> Any:
+        reports = passes(training, *args, **kwargs)
+        if training.retry is not None:
+            *_, (_, parameter) = training._parameters()
+            bits(parameter.main_grad)[4] ^= 1
+        return reports
+
+    with patch.object(Training, "passes", changed):
+        return ways_agree(model, ways)
+
+
+def test_a_bit_of_a_repeated_step_is_found(pool1):
+    row = TABLE[RETRY, "one microbatch"]
+    (found,) = pool1.run(_with_another_gradient, *row.on("cpu"))
+    first = [name for name in found.differing if "the gradient of" in name]
+    assert first and all(name.startswith("repeated: ") for name in found.differing)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_a_digest_is_of_all_bits_and_their_places(dtype):
+    tensor = (torch.arange(27).view(3, 9) % 2).to(dtype)
+    assert digest(tensor) == digest(tensor.clone()) == digest(tensor.flatten())
+    for place in range(27):
+        changed = tensor.flatten().clone()
+        changed[place] = changed[place] == 0
+        assert digest(changed) != digest(tensor)
+    assert digest(tensor.flip(1)[:, 1:]) != digest(tensor[:, 1:])
+    a, b = ({"x": digest(tensor), "y": digest(one)} for one in (tensor, tensor.flip(0)[:2]))
+    assert same_bits([a, a, b], [a, b, a]) == {"y": 2}
+    assert digest(torch.tensor([-0.0])) != digest(torch.tensor([0.0]))
+
+
+def _stub(case: Model) -> Findings:
+    """Right for one microbatch, wrong for two; any other raises."""
+    differing = {1: {}, 2: {"the loss": 3}}[case.microbatches]
+    return Findings(differing=differing, facts={"graphs": 2})
+
+
+def test_the_file_is_written_row_by_row_and_a_failure_does_not_end_it(tmp_path, monkeypatch):
+    out, counts = tmp_path / "results" / "gpu.json", []
+    stubs = [
+        Row(check="a check", name=str(n), run=_stub, case=Model(microbatches=n)) for n in (3, 2, 1)
     ]
-    assert not broken["passed"] and "ZeroDivisionError" in broken["failures"][0]
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2] == "    rank 0: replay 3" and lines[3].startswith("passed exchange, 1.0, ")
-    assert lines[-1] == "2 passed, 2 failed"
+    stubs.append(dataclasses.replace(stubs[0], name="left out"))
+
+    def count_rows(line: str) -> None:
+        counts.append(len(json.loads(out.read_text())["runs"][0]["rows"]))
+
+    monkeypatch.setattr(program, "table", lambda: stubs)
+    monkeypatch.setattr(rows, "print_line", count_rows)
+    for name in rows.ENVIRONMENT:
+        monkeypatch.setenv(name, "")  # restored after the test; main() sets it
+    only = [word for n in "321" for word in ("--only", f": {n}")]
+    monkeypatch.setattr(
+        sys, "argv", ["gpu", "--out", str(out), "--commit", "abc", "--cpu", "1", *only]
+    )
+    assert program.main() == 1
+    assert counts[0] == 1
+    (run,) = json.loads(out.read_text())["runs"]
+    assert [row["passed"] for row in run["rows"]] == [False, False, True]
+    assert "KeyError" in run["rows"][0]["failures"][0]
+    assert run["rows"][1]["failures"] == ["rank 0: the loss differs in 3 steps"]
+    assert run["rows"][1]["case"] == {} and run["rows"][2]["case"] == {"microbatches": 1}
+    assert run["rows"][2]["facts"] == {"graphs": 2}
+    assert run["about"]["commit"] == "abc" and run["about"]["versions"]["megatron-core"]

@@ -1,19 +1,32 @@
-"""Hugging Face weights of stacked experts, by Megatron-Bridge and by a stand-in for it."""
+"""Hugging Face weights, adapters and saved options, by Megatron-Bridge and by stand-ins for it."""
 
+import dataclasses
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from padded_dispatch.megatron import PaddedOptions, bridge
-from padded_dispatch.megatron.bridge import show_single_experts, single_experts
+from padded_dispatch.config import NO_DROP
+from padded_dispatch.megatron import PaddedOptions, bridge, install, uninstall
+from padded_dispatch.megatron.bridge import (
+    _CONTAINERS,
+    KEY,
+    show_single_experts,
+    single_experts,
+)
 from tests.support import parity, tiny
+from tests.support.processes import ENVIRONMENT
 
 STACKED = {"experts.linear_fc1.weight", "experts.linear_fc2.weight"}
 SINGLE = {f"experts.linear_fc{fc}.weight{i}" for fc in (1, 2) for i in range(tiny.NUM_EXPERTS)}
@@ -35,13 +48,15 @@ def names(module: Any) -> set[str]:
 
 @pytest.mark.parametrize("experts", ["packed", "batched"])
 def test_single_experts_are_listed_under_the_names_of_te_grouped_mlp(experts):
-    made = layer(experts)
-    assert names(made) == STACKED
-    with single_experts([made]):
-        assert names(made) == SINGLE
+    made, stock = layer(experts), layer("module")
+    before = names(stock)
+    assert names(made) == STACKED and before and before.isdisjoint(STACKED)
+    with pytest.raises(KeyError), single_experts([made, stock]):
+        assert (names(made), names(stock)) == (SINGLE, before)
         with single_experts([made]):
             assert names(made) == SINGLE
         assert names(made) == SINGLE
+        raise KeyError
     assert names(made) == STACKED
     assert {name for name in made.state_dict() if "weight" in name} >= SINGLE
 
@@ -66,21 +81,6 @@ def test_a_single_expert_can_be_read_by_name():
     assert torch.equal(linear.weight3, linear.weight[3])
     for name in (f"weight{tiny.NUM_EXPERTS}", "bias0", "weight", "main_grad", "weight-1"):
         assert hasattr(linear, name) == (name == "weight")
-
-
-def test_a_failure_leaves_the_parameters_as_they_were():
-    made = layer()
-    with pytest.raises(KeyError), single_experts([made]):
-        raise KeyError
-    assert names(made) == STACKED
-
-
-def test_models_without_stacked_experts_stay_as_they_are():
-    made = layer("module")
-    before = names(made)
-    assert before and before.isdisjoint(STACKED)
-    with single_experts([made]):
-        assert names(made) == before
 
 
 class StandIn:
@@ -145,10 +145,7 @@ def test_without_bridge_nothing_happens(monkeypatch):
     monkeypatch.delitem(sys.modules, bridge._CONVERSION, raising=False)
     show_single_experts()
     assert bridge._CONVERSION not in sys.modules
-
-
-def test_bridge_finds_how_weights_are_split_over_ranks():
-    """It looks up the class's name in a table, and else reads an attribute of the module."""
+    # Bridge looks up the class's name in a table, and else reads an attribute of the module.
     made = layer()
     assert type(made.router).__name__ == "TopKRouter"
     assert made.experts.linear_fc1.tensor_model_parallel is False
@@ -210,3 +207,140 @@ def test_hugging_face_weights_go_to_megatron_and_back(experts, num_ranks, tmp_pa
         ]
         assert found["logits_off_by"] < 5e-7
         assert found["walks"] == dict.fromkeys(found["walks"], True) and len(found["walks"]) == 4
+
+
+OPTIONS = PaddedOptions(
+    capacity_pool="rank",
+    layer_factors={1: 1.5, 2: NO_DROP},
+    eval_factor=2.0,
+)
+
+
+def config(dispatcher: str = "padded_alltoall") -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=1,
+        num_moe_experts=2,
+        moe_router_topk=2,
+        moe_aux_loss_coeff=0.0,
+        moe_token_dispatcher_type=dispatcher,  # pyright: ignore[reportArgumentType]
+    )
+
+
+class Container:
+    """Converts as the classes of Megatron-Bridge and Megatron-LM do."""
+
+    @classmethod
+    def _convert_value_to_dict(cls, value: Any) -> Any:
+        if hasattr(value, "as_dict"):
+            return value.as_dict()
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [field.name for field in dataclasses.fields(value)]
+            return {name: cls._convert_value_to_dict(getattr(value, name)) for name in names}
+        return value
+
+
+@dataclass
+class Model:
+    """A model's config that holds Megatron's and converts it by itself."""
+
+    transformer: TransformerConfig
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"transformer": dict(vars(self.transformer))}
+
+
+@pytest.fixture(params=_CONTAINERS, ids=lambda names: names[0])
+def container(request, monkeypatch) -> Iterator[Any]:
+    name, class_name = request.param
+    module: Any = ModuleType(name)
+    made = type(
+        class_name, (), {"_convert_value_to_dict": vars(Container)["_convert_value_to_dict"]}
+    )
+    setattr(module, class_name, made)
+    monkeypatch.setitem(sys.modules, name, module)
+    yield made
+    uninstall()
+
+
+def test_a_saved_config_has_the_options_and_an_installed_one_has_them_again(container):
+    before = vars(container)["_convert_value_to_dict"]
+    assert KEY not in container._convert_value_to_dict(config("allgather"))
+    install(OPTIONS)
+    made = config()
+    changed = vars(container)["_convert_value_to_dict"]
+    saved = container._convert_value_to_dict(made)
+    assert saved["moe_token_dispatcher_type"] == "padded_alltoall"
+    assert PaddedOptions(**saved[KEY]) == OPTIONS
+    # Nothing else has changed: a copy by its fields works, and a stock config has no such key.
+    fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+    assert saved.keys() - fields.keys() == {KEY}
+    assert TransformerConfig(**fields).padded_dispatch == OPTIONS  # pyright: ignore
+    assert KEY not in container._convert_value_to_dict(config("allgather"))
+    # The class is changed once, and uninstall restores it.
+    assert vars(container)["_convert_value_to_dict"] is changed is not before
+    uninstall()
+    assert vars(container)["_convert_value_to_dict"] is before
+
+
+def test_a_config_inside_that_of_a_model(container):
+    install(OPTIONS)
+    model = Model(config())
+    saved = container._convert_value_to_dict(model)
+    assert PaddedOptions(**saved["transformer"][KEY]) == OPTIONS
+    assert KEY not in saved
+    stock = container._convert_value_to_dict(Model(config("allgather")))
+    assert KEY not in stock["transformer"]
+
+
+BRIDGE = """
+import sys, types
+from dataclasses import dataclass
+import yaml
+from padded_dispatch.config import NO_DROP
+from padded_dispatch.megatron import PaddedOptions, install, megatron_on_cpu
+from tests.support.bridge_model import StandIns
+
+sys.meta_path.append(StandIns("transformer_engine", "transformer_engine_torch"))
+options = {options!r}
+with megatron_on_cpu():
+    install(options)
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.bridge.training.utils.config_utils import _ConfigContainerBase
+
+    @dataclass(kw_only=True)
+    class Run(_ConfigContainerBase):
+        model: GPTModelProvider
+
+    # Bridge loads classes of some packages only.
+    Run.__module__ = "megatron.core.run"
+    sys.modules["megatron.core.run"] = types.SimpleNamespace(Run=Run)
+    model = GPTModelProvider(
+        num_layers=2, hidden_size=8, num_attention_heads=1, num_moe_experts=2, moe_router_topk=2,
+        moe_aux_loss_coeff=0.0, moe_token_dispatcher_type="padded_alltoall", vocab_size=32,
+    )
+    model.finalize()
+    Run(model=model).to_yaml("run_config.yaml")
+    with open("run_config.yaml") as file:
+        saved = yaml.safe_load(file)
+    assert PaddedOptions(**saved["model"]["padded_options"]) == options
+    loaded = Run.from_yaml("run_config.yaml").model
+    assert loaded.moe_token_dispatcher_type == "padded_alltoall"
+"""
+
+
+def test_bridge_saves_the_options_and_loads_what_it_saved(tmp_path):
+    needs_bridge()
+    script = BRIDGE.format(options=OPTIONS).replace("inf", "NO_DROP")
+    folder = str(Path(__file__).parents[2])
+    path = os.pathsep.join([ENVIRONMENT.get("PYTHONPATH", ""), folder])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        cwd=tmp_path,
+        env=ENVIRONMENT | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -30,20 +30,6 @@ def test_tensors_meant_for_cuda_are_made_on_the_cpu():
         assert torch.zeros(2, device="meta").device.type == "meta"
 
 
-def test_streams_do_nothing():
-    with megatron_on_cpu(), torch.cuda.stream(torch.cuda.Stream()):
-        assert torch.cuda.Stream.priority_range() == (0, 0)
-        stream = torch.cuda.current_stream()
-        stream.wait_stream(torch.cuda.default_stream())
-        stream.wait_event(stream.record_event())
-        event = torch.cuda.Event()
-        event.record(stream)
-        event.wait(stream)
-        torch.zeros(2).record_stream(stream)
-        with torch.cuda.nvtx.range("name"):
-            torch.cuda.synchronize()
-
-
 def test_leaving_restores_everything():
     def attributes():
         return [getattr(owner, name, None) for owner, names in PATCHED.items() for name in names]
@@ -74,25 +60,6 @@ def test_the_last_norm_is_from_torch(monkeypatch):
     with megatron_on_cpu():
         assert transformer_block.LayerNormImpl is WrappedTorchNorm
     assert transformer_block.LayerNormImpl is object
-
-
-def drawn(seed, num):
-    return torch.rand(num, generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def test_random_states_are_kept_apart():
-    with megatron_on_cpu():
-        torch.manual_seed(1)
-        tracker = random.CudaRNGStatesTracker()
-        tracker.add("experts", 5)
-        first = torch.rand(1).tolist()
-        with tracker.fork("experts"):
-            of_experts = torch.rand(1).tolist()
-        second = torch.rand(1).tolist()
-        with tracker.fork("experts"):
-            of_experts += torch.rand(1).tolist()
-    assert first + second == drawn(1, 2)
-    assert of_experts == drawn(5, 2)
 
 
 def _gradients(recompute):

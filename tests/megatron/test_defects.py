@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import package_info
 from megatron.core.inference import utils as inference_utils
+from megatron.core.quantization.quant_config import RecipeConfig
 from megatron.core.transformer import transformer_config, transformer_layer
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 from padded_dispatch import DispatchConfig
-from padded_dispatch.megatron import PaddedOptions, install, masks, uninstall
+from padded_dispatch.megatron import PaddedOptions, install, schedule, uninstall
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.config import take_over
 from padded_dispatch.ops.select import select
@@ -50,6 +51,12 @@ def ours(factor: float | None, options: PaddedOptions | None = None, **settings:
     """Return the padded layer, with the weights of the stock one."""
     settings |= {"dispatcher": "alltoall", "moe_expert_capacity_factor": factor}
     return tiny.padded_layer(options, **settings)
+
+
+# A recipe that asks for rows in multiples of 16; experts on a CPU compute as without it.
+TENSORWISE = RecipeConfig.from_config_dict(
+    {"configs": {"all": {"training_recipe": {"fp8_quantization_recipe": "tensorwise"}}}}
+)
 
 
 def tokens(*shape: int) -> Tensor:
@@ -193,7 +200,7 @@ def test_d5_alignment_loses_no_token():
     )
     assert (kept_TE > 0).sum() == 80 and (rows[1] > 0).sum() < 40
 
-    layer = ours(0.625, PaddedOptions(alignment=16))
+    layer = ours(0.625, quant_recipe=TENSORWISE)
     layer.config.moe_router_padding_for_quantization = True
     take_over(layer.config)
     assert layer.config.moe_router_padding_for_quantization is False
@@ -291,7 +298,7 @@ def test_d10_rows_per_expert_can_be_aligned():
     """Stock passes 20 rows per expert, which Transformer Engine copies to pad them to its tile."""
     x = tokens(40, 1)
     assert expert_inputs(stock(1.0), x)[1].tolist() == [20] * 4
-    layer = ours(1.0, PaddedOptions(alignment=16))
+    layer = ours(1.0, quant_recipe=TENSORWISE)
     assert expert_inputs(layer, x)[1].tolist() == [32] * 4
 
 
@@ -329,11 +336,11 @@ def test_d12_a_padding_mask_reaches_a_graph():
     assert "self._forward_mlp(hidden_states" in capture and "padding_mask" not in capture
 
     layer, hidden, mask_BS = CapturedPart(), alike(6), torch.arange(6)[None] % 2 == 0
-    masks.note(layer, mask_BS)
-    with Tape() as graph, masks.captured(layer, hidden):
+    schedule.note_mask(layer, mask_BS)
+    with Tape() as graph, schedule.captured(layer, hidden):
         read = layer._forward_mlp(hidden)
     assert read is not None and not read.any()
-    with masks.replayed(layer, mask_BS):
+    with schedule.replayed(layer, mask_BS):
         graph.replay()
     assert torch.equal(read, mask_BS)
 

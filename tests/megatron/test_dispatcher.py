@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from padded_dispatch import DispatchConfig
-from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.megatron import PaddedOptions
-from padded_dispatch.megatron import dispatcher as dispatcher_module
 from padded_dispatch.megatron.compat import layer_graphs
+from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.dispatcher import announce
-from padded_dispatch.megatron.log import log_once
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -63,7 +61,7 @@ def test_nothing_outlives_the_layer_and_shapes_may_change():
     for shape in ((6, 2), (3, 1), (6, 2)):
         output, _ = moe(torch.randn(*shape, tiny.HIDDEN))
         assert output.shape == (*shape, tiny.HIDDEN)
-        assert [getattr(dispatcher, name) for name in dispatcher.cudagraph_attrs] == [None] * 6
+        assert [getattr(dispatcher, name) for name in dispatcher.cudagraph_attrs] == [None] * 5
     assert dispatcher.counters.num_unplaced.item() == 0
 
 
@@ -108,18 +106,6 @@ def test_the_price_of_dropping_nothing_is_said_once(caplog):
     assert "C = 1000 slots" in record.message
     assert "4.0 times a dropless one" in record.message
     assert "set moe_expert_capacity_factor" in record.message
-
-
-def test_the_time_limit_of_the_option_is_that_of_the_agreement(monkeypatch):
-    limits_s = []
-
-    def recorded(*groups, timeout):
-        limits_s.append(timeout)
-        return Agreement(*groups, timeout=timeout)
-
-    monkeypatch.setattr(dispatcher_module, "Agreement", recorded)
-    tiny.padded_layer(PaddedOptions(agreement_timeout=7.5))
-    assert limits_s == [7.5]
 
 
 def test_the_first_pass_of_recompute_is_not_counted():

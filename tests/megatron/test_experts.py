@@ -4,6 +4,7 @@ import logging
 import re
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,17 +18,17 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor, nn
 
 from padded_dispatch import experts
-from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron import PaddedOptions, install, padded_spec, uninstall
 from padded_dispatch.megatron import experts as megatron_experts
 from padded_dispatch.megatron.compat import forget_moe_state
+from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.experts import (
     _FIELDS,
+    ChosenExperts,
     StackedExperts,
     chosen_experts,
     require_gradients_arrive,
 )
-from padded_dispatch.megatron.log import log_once
 from tests.ops.test_activation import BIASED
 from tests.support import parity, tiny
 from tests.support.pool import WorkerPool
@@ -52,6 +53,14 @@ def layer(options: PaddedOptions = PACKED, later: Any = None, **overrides: Any) 
             # Megatron adds fc2's bias in place to a view that autograd wants whole.
             expert.linear_fc2.register_forward_hook(lambda *call: (call[2][0].clone(), call[2][1]))
     return made
+
+
+def one_layout(padded: bool, **settings: Any) -> Any:
+    """Build a layer with our experts on packed or on padded rows, as "auto" takes them by shape."""
+    chosen = ChosenExperts(layout="padded" if padded else "packed", reason="")
+    dispatcher = "padded_dispatch.megatron.dispatcher.chosen_experts"
+    with patch(dispatcher, lambda config: chosen):
+        return layer(**settings)
 
 
 def by_expert(layer: Any, linear: str, kind: str) -> list[Tensor]:
@@ -123,15 +132,14 @@ class Projection(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("factor", [None, 0.3])
-@pytest.mark.parametrize("experts", ["packed", "batched"])
-def test_latent_experts_are_those_of_the_module_they_replace(monkeypatch, experts, factor):
+@pytest.mark.parametrize("padded", [False, True])
+def test_latent_experts_are_those_of_the_module_they_replace(monkeypatch, padded, factor):
     """The layer projects tokens before dispatch: D is the latent size, here 5 of 16."""
     monkeypatch.setattr(moe_layer, "HAVE_TE", True)
     monkeypatch.setattr(moe_layer, "TELinear", Projection, raising=False)
     tokens = torch.randn(7, 3, tiny.HIDDEN, dtype=torch.float64)
     settings = {"moe_latent_size": 5, "moe_expert_capacity_factor": factor}
-    options = MODULE, PaddedOptions(experts=experts)
-    module, ours = (layer(which, **settings).double() for which in options)
+    module, ours = layer(MODULE, **settings).double(), one_layout(padded, **settings).double()
     assert ours.experts.linear_fc1.weight.shape == (tiny.NUM_EXPERTS, 48, 5)
     assert ours.experts.linear_fc2.weight.shape == (tiny.NUM_EXPERTS, 5, 24)
     found = []
@@ -156,14 +164,12 @@ def add_main_grads(packed: Any, dtype: torch.dtype = torch.float32) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize("experts", ["packed", "batched"])
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("num_passes", [1, 2])
-def test_fused_gradients_are_added_to_main_grad(experts, num_passes):
+def test_fused_gradients_are_added_to_main_grad(padded, num_passes):
     """With two passes, both forward passes come before both backward passes, as in a pipeline."""
-    options, tokens = PaddedOptions(experts=experts), torch.randn(7, 3, tiny.HIDDEN).double()
-    settings = {"moe_expert_capacity_factor": 1.0}
-    plain = layer(options, **settings).double()
-    fused = layer(options, **settings).double()
+    tokens, settings = torch.randn(7, 3, tiny.HIDDEN).double(), {"moe_expert_capacity_factor": 1.0}
+    plain, fused = (one_layout(padded, **settings).double() for _ in range(2))
     fused.load_state_dict(plain.state_dict())
     expected = results(plain, tokens)
     weights = add_main_grads(fused)
@@ -184,14 +190,14 @@ RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe_a
 
 
 @pytest.mark.parametrize("recomputed", [{}, RECOMPUTED], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("experts", ["packed", "batched"])
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("sums", [None, torch.float32, torch.bfloat16], ids=str)
-def test_backward_dw_computes_what_backward_has_delayed(experts, sums, recomputed):
+def test_backward_dw_computes_what_backward_has_delayed(padded, sums, recomputed):
     """Two passes, in bf16: gradients have the bits of those that backward computes."""
     tokens = torch.randn(2, 7, 3, tiny.HIDDEN).bfloat16()
     found = {}
     for later in ({}, DELAYED | recomputed):
-        made = layer(PaddedOptions(experts=experts), later=later).bfloat16()
+        made = one_layout(padded, later=later).bfloat16()
         weights = [made.experts.linear_fc1.weight, made.experts.linear_fc2.weight]
         if sums is not None:
             add_main_grads(made, sums)
@@ -212,7 +218,7 @@ def test_backward_dw_computes_what_backward_has_delayed(experts, sums, recompute
 
 
 def test_hooks_of_ddp_run_when_a_delayed_gradient_is_there():
-    """Rounds delay several gradients of a pass; DDP hears of them once."""
+    """Several passes may have delayed theirs; DDP hears of them once."""
     made = layer(later=DELAYED).bfloat16()
     assert made.experts.need_backward_dw() and not layer().experts.need_backward_dw()
     linear, seen = made.experts.linear_fc1, []
@@ -225,23 +231,6 @@ def test_hooks_of_ddp_run_when_a_delayed_gradient_is_there():
     assert len(seen) == 1 and seen[0].shape == linear.weight.shape
     made.experts.backward_dw()
     assert len(seen) == 1
-
-
-@pytest.mark.parametrize(
-    "options", [{"on_overflow": "retry"}, {"schedule": ((0, FIT),)}, {"layer_factors": {1: FIT}}]
-)
-def test_modules_that_delay_one_gradient_get_no_rounds(options):
-    config = tiny.config()
-    config.delay_wgrad_compute = True
-    config.padded_dispatch = PaddedOptions(experts="module", **options)
-    with pytest.raises(ValueError, match=r"^fit_max_factor must be no-drop .*, got 4\.0; set it"):
-        chosen_experts(config)
-    for passing in ({"fit_max_factor": NO_DROP}, {"experts": "packed"}):
-        config.padded_dispatch = PaddedOptions(**{"experts": "module", **options, **passing})
-        chosen_experts(config)
-    config.delay_wgrad_compute = False
-    config.padded_dispatch = PaddedOptions(experts="module", **options)
-    chosen_experts(config)
 
 
 @pytest.mark.parametrize("why", ["bf16", "frozen", "evaluation", "no DDP", "FSDP"])
@@ -454,9 +443,7 @@ def test_auto_leaves_experts_to_adapters():
     assert chosen_experts(config).layout == "packed"
 
 
-@pytest.mark.parametrize(
-    ("option", "layout"), [("module", None), ("packed", "packed"), ("batched", "padded")]
-)
+@pytest.mark.parametrize(("option", "layout"), [("module", None), ("packed", "packed")])
 def test_what_is_asked_for_is_taken(option, layout):
     config = tiny.config()
     config.padded_dispatch = PaddedOptions(experts=option)

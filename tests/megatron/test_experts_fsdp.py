@@ -10,7 +10,7 @@ def _train(strategy: str, ep: int) -> dict[str, list[float]]:
     with megatron("cpu", expert_model_parallel_size=ep), fsdp_on_cpu():
         how = {"ep": ep, "steps": 4}
         found = {"stock": losses("allgather", strategy, **how)}
-        for experts in ("module", "packed", "batched"):
+        for experts in ("module", "packed"):
             found[experts] = losses("padded_alltoall", strategy, experts=experts, **how)
         return found
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from padded_dispatch.config import FIT
 from padded_dispatch.exchange import direct, fused, symmetric_memory
-from padded_dispatch.megatron import PaddedOptions
+from padded_dispatch.megatron import PaddedOptions, dispatcher
 from padded_dispatch.megatron.compat import captures_dispatch_alone, layer_graphs
 from tests.support import tiny
 
@@ -82,20 +82,19 @@ def one_rank() -> Iterator[list[int]]:
     assert ("sum", "store") not in itertools.pairwise(OwnMemory.calls)
 
 
-def _layer(
-    home: Any, later: Any = None, in_flight: int = 1, link_rows: Any = "each", **settings: Any
-) -> Any:
+def _layer(home: Any, later: Any = None, in_flight: int = 1, **settings: Any) -> Any:
+    """Return a layer whose rows go home inside of products, or "after" them."""
     config: Any = tiny.config(moe_expert_capacity_factor=1.0, **settings)
     config.padded_dispatch = PaddedOptions(
         experts="packed",
         exchange="direct",
-        link_rows=link_rows,
-        microbatches_in_flight=in_flight,
-        rows_home=home,
     )
     for name, value in (later or {}).items():
         setattr(config, name, value)
-    return tiny.padded_layer_of(config)
+    with patch.object(dispatcher, "passes_in_flight", lambda *_: in_flight):
+        made = tiny.padded_layer_of(config)
+    made.token_dispatcher._fuses &= home == "auto"
+    return made
 
 
 def _tokens(seed: int) -> Tensor:
@@ -126,7 +125,6 @@ def _gradients(layer: Any, seeds: tuple[int, ...]) -> list[Any]:
         ({"later": {"delay_wgrad_compute": True}}, 0),
         ({"later": layer_graphs("moe_router", "moe_preprocess")}, 0),
         ({"later": layer_graphs("moe_router")}, 4),
-        ({"link_rows": "summed"}, 0),
     ],
     ids=[
         "plain",
@@ -136,7 +134,6 @@ def _gradients(layer: Any, seeds: tuple[int, ...]) -> list[Any]:
         "Megatron delays",
         "graph before experts",
         "router",
-        "sums",
     ],
 )
 def test_results_have_the_bits_of_one_after_the_other(one_rank, changes, num_sent):

@@ -12,8 +12,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from padded_dispatch.megatron import PaddedOptions, install, uninstall
 from padded_dispatch.megatron.compat import graph_scopes, layer_graphs
+from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
-from padded_dispatch.megatron.log import log_once
 from tests.support import tiny
 
 
@@ -74,7 +74,7 @@ def test_options_that_no_layer_follows_are_named_once(caplog):
     log_once.cache_clear()
     install()
     tiny.layer(tiny.config("allgather"))
-    install(PaddedOptions(min_capacity=3))
+    install(PaddedOptions(eval_factor=3.0))
     tiny.layer(tiny.config())
     assert caplog.messages == []
     for _ in range(2):
@@ -84,14 +84,14 @@ def test_options_that_no_layer_follows_are_named_once(caplog):
 
 
 def test_options_reach_the_dispatcher():
-    install(PaddedOptions(min_capacity=3))
-    config = tiny.config(moe_expert_capacity_factor=0.01)
-    assert tiny.layer(config).token_dispatcher.dispatch_config.capacity(40) == 3
-    config.padded_dispatch = PaddedOptions(min_capacity=5)
-    assert tiny.layer(config).token_dispatcher.dispatch_config.capacity(40) == 5
+    install(PaddedOptions(eval_factor=3.0))
+    config = tiny.config()
+    assert tiny.layer(config).token_dispatcher.configs.evaluation.capacity_factor == 3.0
+    config.padded_dispatch = PaddedOptions(eval_factor=5.0)
+    assert tiny.layer(config).token_dispatcher.configs.evaluation.capacity_factor == 5.0
 
 
-@pytest.mark.parametrize("given", [{"policy": "priority"}, "policy=priority", 0])
+@pytest.mark.parametrize("given", [{"experts": "packed"}, "experts=packed", 0])
 def test_options_of_another_type_are_rejected_at_once(given):
     """Also if they are false: an empty dict must not become the defaults."""
     fix = r"write PaddedOptions\(\*\*\.\.\.\)" if isinstance(given, dict) else "make one"
@@ -156,16 +156,6 @@ def test_factors_of_all_layers_with_experts_are_accepted():
     assert tiny.config(num_layers=1, mtp_num_layers=1).mtp_num_layers == 1
     dense = tiny.config(num_moe_experts=None, moe_ffn_hidden_size=None)
     assert dense.num_moe_experts is None
-
-
-def test_options_that_are_set_on_a_config_are_checked_with_the_layer():
-    config = tiny.config()
-    config.padded_dispatch = PaddedOptions(layer_factors={9: 1.5})
-    install()
-    with pytest.raises(
-        ValueError, match=r"^layer_factors must name layers from 1 to 1, .* layer 9"
-    ):
-        tiny.layer(config)
 
 
 def test_without_a_gpu_the_remedy_is_named(monkeypatch, caplog):
@@ -303,29 +293,3 @@ def test_an_mla_config_is_checked_once_as_well():
     )
     assert config.moe_token_dispatcher_type == "padded_alltoall"
     assert config.padded_dispatch == PaddedOptions()
-
-
-# Configs that no graph of a layer can serve, by Megatron's error, which our path keeps.
-IMPOSSIBLE_GRAPHS = {
-    "must not contain both moe and moe_router": layer_graphs("moe", "moe_router"),
-    "only supported with moe_router cuda graph": layer_graphs("attn", "moe_preprocess"),
-    "mlp cuda graph is only supported for dense layers": layer_graphs("attn", "mlp", "moe"),
-    "full recompute is only supported with full iteration CUDA graph": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-        **layer_graphs("attn", "moe"),
-    },
-    "CUDA graphs not supported with CPU offloading": {
-        "cpu_offloading": True,
-        "cpu_offloading_num_layers": 0,
-        **layer_graphs("attn", "moe"),
-    },
-}
-
-
-@pytest.mark.parametrize("words", IMPOSSIBLE_GRAPHS)
-def test_impossible_graphs_are_rejected_when_the_config_is_made(words):
-    install()
-    with pytest.raises((AssertionError, ValueError), match=words):
-        tiny.config(**IMPOSSIBLE_GRAPHS[words])

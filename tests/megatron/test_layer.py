@@ -16,13 +16,8 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import saved_tensors_hooks
 
-from padded_dispatch.megatron import (
-    PaddedAlltoAllTokenDispatcher,
-    PaddedMoELayer,
-    PaddedOptions,
-    padded_spec,
-)
-from padded_dispatch.megatron.dispatcher import counting_tensors
+from padded_dispatch.megatron import PaddedMoELayer, PaddedOptions, padded_spec
+from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher, counting_tensors
 from tests.support import parity, tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -102,29 +97,6 @@ def test_checkpoints_have_stock_keys():
     padded = tiny.padded_layer()
     assert stock.state_dict().keys() == padded.state_dict().keys()
     padded.load_state_dict(stock.state_dict())
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_shared_experts_equal_stock(overlap):
-    """Output and every gradient; with overlap they run inside the dispatcher."""
-    shared = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
-    stock = tiny.layer(tiny.config("allgather", **shared))
-    # Without install(), Megatron's check of the config accepts overlap of its own dispatchers only.
-    more = {"dispatcher": "alltoall", "moe_shared_expert_overlap": True} if overlap else {}
-    padded = tiny.padded_layer(**shared, **more)
-    x = torch.randn(5, 2, tiny.HIDDEN)
-    results = [output_and_gradients(layer.double(), x.double()) for layer in (stock, padded)]
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
-
-
-def output_and_gradients(layer: MoELayer, x: torch.Tensor) -> list[torch.Tensor]:
-    x = x.clone().requires_grad_()
-    output, _ = layer(x)
-    output.square().sum().backward()
-    gradients = [x.grad, *(parameter.grad for parameter in layer.parameters())]
-    assert all(gradient is not None for gradient in gradients)
-    return [output, *gradients]
 
 
 class Offloaded(saved_tensors_hooks):

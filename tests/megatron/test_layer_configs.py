@@ -9,14 +9,14 @@ from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron.compat import iteration_graph
 from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.megatron.options import PaddedOptions
-from tests.megatron.test_config import megatron_config
+from tests.support import tiny
 
 
 @pytest.mark.parametrize(
     ("eval_factor", "evaluation"), [(None, FIT), (NO_DROP, NO_DROP), (2.0, 2.0)]
 )
 def test_configs_follow_the_mode_of_their_router(eval_factor, evaluation):
-    config = megatron_config(moe_expert_capacity_factor=1.5)
+    config = tiny.config(num_moe_experts=6, moe_expert_capacity_factor=1.5)
     options = PaddedOptions(eval_factor=eval_factor, layer_factors={4: 2.0})
     configs = LayerConfigs(config, options, num_ranks=3, etp_size=1)
     assert configs.now.capacity_factor == 1.5
@@ -30,7 +30,7 @@ def test_configs_follow_the_mode_of_their_router(eval_factor, evaluation):
 
 
 def test_evaluation_that_a_graph_captures_is_as_training():
-    config = megatron_config(moe_expert_capacity_factor=1.5, **iteration_graph())
+    config = tiny.config(num_moe_experts=6, moe_expert_capacity_factor=1.5, **iteration_graph())
     router = SimpleNamespace(training=False, layer_number=1, is_mtp_layer=False)
     factors = []
     for eval_factor in (None, FIT):
@@ -44,7 +44,7 @@ def test_evaluation_that_a_graph_captures_is_as_training():
 
 
 def test_evaluation_in_a_capture_is_as_training_and_text_generation_drops_nothing(monkeypatch):
-    config = megatron_config(moe_expert_capacity_factor=1.5)
+    config = tiny.config(num_moe_experts=6, moe_expert_capacity_factor=1.5)
     router = SimpleNamespace(training=False, layer_number=1, is_mtp_layer=False)
     factors = []
     for eval_factor in (None, FIT):
@@ -62,7 +62,7 @@ def test_evaluation_in_a_capture_is_as_training_and_text_generation_drops_nothin
 
 def test_layers_of_multi_token_prediction_follow_the_others():
     """From 0.17 on Megatron numbers them from 1 again."""
-    config = megatron_config(moe_expert_capacity_factor=1.5, num_layers=3)
+    config = tiny.config(num_moe_experts=6, moe_expert_capacity_factor=1.5, num_layers=3)
     options = PaddedOptions(layer_factors={1: 2.0, 4: 3.0})
     configs = LayerConfigs(config, options, num_ranks=3, etp_size=1)
     factors = []

@@ -1,114 +1,248 @@
-"""Megatron-LM's loop is followed: its three functions, for models with our layers only."""
+"""Megatron-LM's loop is followed: retries, figures of a line, traces; for our models only."""
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from padded_dispatch.tune.trace import load_traces
+from torch import nn
 
 from padded_dispatch.megatron import PaddedOptions, Retry, install, uninstall
-from tests.support.megatron_lm_loop import MODULE, stand_in
-from tests.support.retried_training import RetriedCase, Training, draws, forward, world
+from padded_dispatch.megatron.megatron_lm import record_routing
+from padded_dispatch.megatron.telemetry import padded_moe_layers
+from tests.megatron.test_telemetry import HostCount, T, model
+from tests.support import tiny
+from tests.support.megatron_lm_loop import MODULE, Writer, stand_in
+from tests.support.training import RETRIED, Training, draws, forward, world
 
-CASE = RetriedCase(name="Megatron-LM's loop", microbatches=2)
+CASE = dataclasses.replace(RETRIED, microbatches=2)
 NAMES = "train", "train_step", "training_log"
+FIGURES = ["moe/dropped", "moe/fill", "moe/needed_factor", "moe/expert_overload"]
 
 
 @pytest.fixture
-def training_loop(monkeypatch) -> Iterator[Any]:
-    """Provide a stand-in for Megatron-LM's module."""
+def loop(monkeypatch) -> Iterator[Any]:
+    """Provide a stand-in for Megatron-LM's module, which trains six steps, a line every two."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield stand_in(monkeypatch, CASE)
+    with world(CASE):
+        yield stand_in(monkeypatch, CASE)
+        uninstall()
     dist.destroy_process_group()
-    uninstall()
 
 
 def step(loop: Any, training: Training, number: int = 0) -> Any:
     loop.get_args().curr_iteration = number
-    schedule = training.schedule
-    return loop.train_step(
-        forward,
-        draws(CASE),
-        training.chunks,
-        None,
-        None,
-        training.config,
-        forward_backward_func=schedule,
-    )
+    given = forward, draws(CASE), training.chunks, None, None, training.config
+    return loop.train_step(*given, forward_backward_func=training.schedule)
 
 
-def test_steps_are_repeated_and_retries_shown(training_loop):
-    stock = [getattr(training_loop, name) for name in NAMES]
-    with world(CASE):
-        install(PaddedOptions(on_overflow="retry"))
-        training = Training(CASE, on_overflow="retry")
-        for number in (7, 8):
-            step(training_loop, training, number)
-        training_loop.training_log({}, {}, 8, 0)
-        uninstall()
-    first, second = training_loop.calls
+def train(loop: Any, training: Training | None = None, **options: Any) -> Training:
+    install(PaddedOptions(**options))
+    training = training or Training(CASE, **options)
+    loop.train(forward, training.chunks, draws(CASE), training.config, training.schedule)
+    return training
+
+
+def test_steps_are_repeated_and_retries_shown(loop):
+    stock = [getattr(loop, name) for name in NAMES]
+    install(PaddedOptions(on_overflow="retry"))
+    training = Training(CASE, on_overflow="retry")
+    for number in (7, 8):
+        step(loop, training, number)
+    loop.training_log({}, {}, 8, 0)
+    uninstall()
+    first, second = loop.calls
     assert isinstance(first, Retry) and first is second
     assert (first.num_retried, first.num_steps) == (2, 2)
-    for writer in (training_loop.tensorboard, training_loop.wandb):
+    for writer in (loop.tensorboard, loop.wandb):
         assert writer.scalars["moe/retried_steps"] == [(8, 1.0), (9, 2.0)]
-    assert training_loop.lines == [(8, {"moe/retried_steps": 2.0})]
-    assert [getattr(training_loop, name) for name in NAMES] == stock
+    ((number, line),) = loop.lines
+    assert (number, line["moe/retried_steps"]) == (8, 2.0)
+    assert [getattr(loop, name) for name in NAMES] == stock
 
 
-def test_another_model_is_another_run(training_loop):
-    with world(CASE):
-        install(PaddedOptions(on_overflow="retry"))
-        for _ in range(2):
-            step(training_loop, Training(CASE, on_overflow="retry"))
-    first, second = training_loop.calls
+def test_another_model_is_another_run_and_without_retry_the_schedule_is_megatrons(loop):
+    install(PaddedOptions(on_overflow="retry"))
+    for _ in range(2):
+        step(loop, Training(CASE, on_overflow="retry"))
+    install()
+    training = Training(CASE)
+    step(loop, training)
+    first, second, third = loop.calls
     assert first is not second and first.chunks is not second.chunks
-
-
-def test_without_retry_the_schedule_is_megatrons(training_loop):
-    with world(CASE):
-        install()
-        training = Training(CASE)
-        step(training_loop, training)
-    assert training_loop.calls == [training.schedule]
+    assert third is training.schedule
 
 
 @pytest.mark.parametrize("kind", ["stock", "dense"])
-def test_other_models_train_as_before(training_loop, monkeypatch, kind):
-    with world(CASE):
-        install()
-        training = Training(CASE)
-        if kind == "stock":
-            del training.config.padded_dispatch
-        else:
-            training.config.num_moe_experts = None
-            training.schedule = lambda **given: []
-        monkeypatch.setattr("padded_dispatch.megatron.megatron_lm.Run", None)  # Would raise.
-        step(training_loop, training)
-        training_loop.training_log({}, {}, 2, 0)
-    assert training_loop.calls == [training.schedule] and training_loop.lines == [(2, {})]
-
-
-def test_a_loop_that_is_imported_later_is_followed_once_a_config_is_made(
-    training_loop, monkeypatch
-):
-    monkeypatch.delitem(sys.modules, MODULE)
-    with world(CASE):
-        install()
-        assert MODULE not in sys.modules
-        monkeypatch.setitem(sys.modules, MODULE, training_loop)
-        stock = training_loop.train_step
-        Training(CASE)
-        followed = training_loop.train_step
-        assert followed.__wrapped__ is stock
-        Training(CASE)
-        assert training_loop.train_step is followed
-        uninstall()
-    assert training_loop.train_step is stock
-
-
-def test_a_module_without_a_loop_is_left_alone(training_loop):
-    for name in NAMES:
-        delattr(training_loop, name)
+def test_other_models_train_as_before(loop, monkeypatch, kind):
     install()
-    assert not any(hasattr(training_loop, name) for name in NAMES)
+    training = Training(CASE)
+    if kind == "stock":
+        del training.config.padded_dispatch
+    else:
+        training.config.num_moe_experts = None
+        training.schedule = lambda **given: []
+    monkeypatch.setattr("padded_dispatch.megatron.megatron_lm._Run", None)  # Would raise.
+    step(loop, training)
+    loop.training_log({}, {}, 2, 0)
+    assert loop.calls == [training.schedule] and loop.lines == [(2, {})]
+
+
+def test_a_loop_that_is_imported_later_is_followed_once_a_config_is_made(loop, monkeypatch):
+    monkeypatch.delitem(sys.modules, MODULE)
+    install()
+    assert MODULE not in sys.modules
+    monkeypatch.setitem(sys.modules, MODULE, loop)
+    stock = loop.train_step
+    Training(CASE)
+    followed = loop.train_step
+    assert followed.__wrapped__ is stock
+    Training(CASE)
+    assert loop.train_step is followed
+    uninstall()
+    assert loop.train_step is stock
+    for name in NAMES:
+        delattr(loop, name)
+    install()  # A module without a loop is left alone.
+    assert not any(hasattr(loop, name) for name in NAMES)
+
+
+def test_figures_of_a_line_are_those_of_the_steps_since_the_last_one(loop, caplog):
+    training = Training(CASE)
+    counts = {n: HostCount() for n in (1, 2)}
+    for number, layer in padded_moe_layers(training.chunks).items():
+        layer.router.selector.observers.append(counts[number])
+    shares = []
+
+    def note(step: int) -> None:
+        """Note the shares of step 1, 2, 3 to 4, and 5 to 6."""
+        if step not in (1, 2, 4, 6):
+            return
+        demand, kept = (
+            sum(getattr(count, name).sum() for count in counts.values())
+            for name in ("demand_E", "kept_E")
+        )
+        shares.append(1 - kept / demand)
+        for count in counts.values():
+            count.__init__()
+
+    loop.before = note
+    train(loop, training)
+    note(6)
+    steps, lines = zip(*loop.lines, strict=True)
+    assert steps == (1, 2, 4, 6) and all(list(line) == FIGURES for line in lines)
+    assert [line["moe/dropped"] for line in lines] == pytest.approx(shares, rel=1e-12)
+    assert len(set(shares)) == 4 and min(shares) > 0
+    written = loop.tensorboard.scalars
+    assert [step for step, _ in written["moe/dropped"]] == [1, 2, 4, 6]
+    assert [share for _, share in written["moe/dropped"]] == pytest.approx(shares, rel=1e-12)
+    assert written == loop.wandb.scalars
+    assert loop.tensorboard.flushed == 1
+    assert not any("layer" in name or "held-out" in name for name in written)
+    warned = [text for text in caplog.messages if "found no room" in text]
+    assert ["at step 1 " in warned[0], "at step 2 " in warned[1], "5 to 6 " in warned[2]] == [
+        True
+    ] * 3
+
+
+def test_single_layers_are_written_where_megatrons_are(loop):
+    loop.get_args().moe_per_layer_logging = True
+    loop.get_args().log_interval = 3
+    train(loop)
+    written = loop.tensorboard.scalars
+    of_layers = {name for name in written if name.endswith(("_layer_0", "_layer_1"))}
+    assert len(of_layers) == 2 * 2 * CASE.top_k
+    assert {name.partition("_layer_")[0] for name in of_layers} == set(FIGURES)
+    assert [step for step, _ in written["moe/dropped_layer_1"]] == [1, 3, 6]
+
+
+def test_a_line_divides_by_the_steps_that_count(loop):
+    loop.skipped = (2, 3, 4)
+    train(loop)
+    for (step, line), (_, dropped) in zip(
+        loop.lines, loop.tensorboard.scalars["moe/dropped"], strict=True
+    ):
+        assert line["moe/dropped"] == pytest.approx(dropped, rel=1e-12), step
+
+
+def test_evaluation_does_not_mix_with_training(loop):
+    training = Training(CASE)
+
+    def evaluate(step: int) -> None:
+        if step == 3:
+            batches = iter([{"ids": torch.zeros(CASE.batch, CASE.seq + 1, dtype=torch.int64)}])
+            for chunk in training.chunks:
+                chunk.eval()
+            with torch.no_grad():
+                forward(batches, training.chunks[0])
+            for chunk in training.chunks:
+                chunk.train()
+
+    loop.before = evaluate
+    train(loop, training)
+    evaluated, loop.tensorboard = loop.tensorboard.scalars, Writer()
+    loop.before = None
+    train(loop)
+    alone = loop.tensorboard.scalars
+    assert {n: v for n, v in evaluated.items() if n in alone} == alone
+    held_out = evaluated.keys() - alone.keys()
+    assert held_out == {name.replace("moe/", "moe-held-out/") for name in alone}
+    assert evaluated["moe-held-out/dropped"] == [(4, 0.0)]
+
+
+def test_an_overflow_ends_the_run_at_the_line(loop):
+    with pytest.raises(RuntimeError, match=r"^on_overflow='error': .* layer . found no .* step 1 "):
+        train(loop, on_overflow="error")
+    assert len(loop.calls) == 1
+
+
+def test_skipped_iterations_count_as_steps(loop):
+    """Iterations 2 and 3 are skipped: `train_step` is next called for the fourth."""
+    training = Training(CASE)
+    given = forward, draws(CASE), training.chunks, None, None, training.config, training.schedule
+    install()
+    for iteration in (0, 3, 4, 5, 6):
+        loop.train_step(*given, iteration=iteration)
+    assert [step for step, _ in loop.tensorboard.scalars["moe/dropped"]] == [1, 2, 6]
+
+
+def test_a_trace_holds_all_steps_of_a_run_and_of_its_resumption(loop, tmp_path):
+    args = loop.get_args()
+    train(loop, trace=str(tmp_path))
+    args.iteration, args.train_iters = 4, 7
+    train(loop, trace=str(tmp_path))
+    trace = load_traces([tmp_path], max_bytes=2**20)
+    assert sorted(set(trace.steps.tolist())) == [1, 2, 3, 4, 5, 6, 7]
+    assert trace.num_records == 7 * CASE.microbatches * 2
+    assert trace.ids_NTK.shape[1:] == (CASE.batch * CASE.seq, CASE.top_k)
+    assert (trace.num_experts, trace.num_ranks, set(trace.ranks.tolist())) == (4, 1, {0})
+
+
+def test_a_run_that_fails_keeps_its_trace(loop, tmp_path):
+    def fail(step: int) -> None:
+        if step == 3:
+            raise SystemExit("a signal")
+
+    loop.before = fail
+    with pytest.raises(SystemExit, match="a signal"):
+        train(loop, trace=str(tmp_path))
+    trace = load_traces([tmp_path], max_bytes=2**20)
+    assert sorted(set(trace.steps.tolist())) == [1, 2, 3]
+
+
+def test_what_cannot_be_traced(tmp_path):
+    """A rank without layers writes nothing; graphs would hold what is recorded."""
+    sizes = dict(
+        num_microbatches=1, num_tokens=T, every=1, steps_done=0, num_steps=3, max_bytes=2**20
+    )
+    with tiny.one_process():
+        assert record_routing([nn.Linear(2, 2)], tmp_path / "traces", **sizes) is None
+        assert not (tmp_path / "traces").exists()
+        chunk = model(1)
+        chunk[0].cuda_graphs = ["a graph"]
+        with pytest.raises(ValueError, match=r"^trace must start before layers are captured"):
+            record_routing([chunk], tmp_path, **sizes)

@@ -1,55 +1,51 @@
-"""A step that dropped rows runs again, and nothing shows that it ran before."""
+"""A step that dropped rows runs again, and nothing shows that it ran before.
+
+Then its parts: microbatches are read again as they were, random states come back, and captured
+layers run eagerly for a while.
+"""
 
 import contextlib
+import dataclasses
 import itertools
 import logging
+import random
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.module import GraphableMegatronModule
+from torch import Tensor
 
-from padded_dispatch.config import FIT
 from padded_dispatch.megatron import PaddedOptions, Retry, retry
-from padded_dispatch.megatron.retry import dropping_nothing
+from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.megatron.retry import (
+    GeneratorStates,
+    RandomStates,
+    dropping_nothing,
+    record,
+    replay,
+    without_graphs,
+)
 from padded_dispatch.megatron.telemetry import padded_moe_layers
 from tests.megatron.test_telemetry import model
 from tests.support import tiny
 from tests.support.gpt import LOSS_SCALE
-from tests.support.graph_training import Findings
-from tests.support.retried_training import (
-    RetriedCase,
+from tests.support.training import (
+    RETRIED,
+    Model,
     Training,
     differing_names,
     draws,
-    retried_equals_never_dropping,
     world,
 )
 
-CASES = [
-    RetriedCase(name="one microbatch"),
-    RetriedCase(name="three microbatches", microbatches=3),
-    RetriedCase(name="EP2", ranks=2, ep=2, microbatches=3, policy="random", expert_bias=True),
-    RetriedCase(name="PP2", ranks=2, pp=2, microbatches=3),
-    RetriedCase(name="PP2/VPP2", ranks=2, pp=2, vpp=2, num_layers=4, microbatches=4),
-    RetriedCase(name="overlapped reduction", ranks=2, microbatches=3, overlap_grad_reduce=True),
-    RetriedCase(
-        name="overlapped gathering",
-        ranks=2,
-        microbatches=3,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-    ),
-    RetriedCase(name="recompute", recompute=True),
-    RetriedCase(name="multi-token prediction", mtp=True),
-    RetriedCase(name="fp16", fp16=True),
-    RetriedCase(name="TP2/EP2", ranks=2, tp=2, ep=2, microbatches=2),
-    RetriedCase(name="TP2, fp16", ranks=2, tp=2, microbatches=2, fp16=True),
-    RetriedCase(name="graphs of layers", ranks=2, ep=2, graph="layer", dropout=0.0),
-]
+HALF = dataclasses.replace(RETRIED, dtype=torch.float16, steps=6)
 
 
 @pytest.fixture
@@ -60,31 +56,10 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def cases_of(num_ranks: int) -> pytest.MarkDecorator:
-    cases = [case for case in CASES if case.ranks == num_ranks]
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
-
-
-def check(findings: Findings, case: RetriedCase) -> None:
-    assert findings.failures() == []
-    assert (findings.facts["steps"], findings.facts["retried"]) == (case.steps, case.steps)
-
-
-@cases_of(1)
-def test_bits_are_those_of_a_training_that_never_drops(alone, case):
-    check(retried_equals_never_dropping(case), case)
-
-
-@cases_of(2)
-def test_bits_are_those_of_a_training_that_never_drops_on_two_ranks(pool2, case):
-    for findings in pool2.run(retried_equals_never_dropping, case):
-        check(findings, case)
-
-
 def test_an_overflow_in_the_run_that_is_taken_back_leaves_the_loss_scale_alone(alone):
-    case = RetriedCase(name="fp16", fp16=True, steps=6)
+    case = HALF
     with world(case):
-        never = Training(case, schedule=((0, FIT),))
+        never = Training(dataclasses.replace(case, never_drops=True))
         retried = Training(case, on_overflow="retry")
         assert retried.retry is not None
         schedule = retried.retry.forward_backward_func
@@ -110,8 +85,8 @@ def test_an_overflow_in_the_run_that_is_taken_back_leaves_the_loss_scale_alone(a
 
 
 PARTS = [SimpleNamespace(name="moe")]
-ONE_MICROBATCH, THREE_MICROBATCHES = CASES[:2]
-SPARE = RetriedCase(name="a slot for each token", factor=2.0, steps=3, microbatches=2)
+ONE_MICROBATCH, THREE_MICROBATCHES = RETRIED, dataclasses.replace(RETRIED, microbatches=3)
+SPARE = dataclasses.replace(RETRIED, factor=2.0, steps=3, microbatches=2)
 
 
 class DropCount:
@@ -147,7 +122,7 @@ def _drop_in_layer_2_of_the_last_rank(training: Training, skewed: list[bool]) ->
     layer.router.gating = gating
 
 
-def _one_drop(case: RetriedCase) -> tuple[list[str], dict[int, list[int]], tuple[int, int]]:
+def _one_drop(case: Model) -> tuple[list[str], dict[int, list[int]], tuple[int, int]]:
     """Train with drops in step 2, in one layer of one rank; see the test."""
     with world(case):
         options = {"layer_factors": {2: 1.5}}
@@ -169,51 +144,29 @@ def _one_drop(case: RetriedCase) -> tuple[list[str], dict[int, list[int]], tuple
 
 
 def test_a_drop_in_one_layer_of_one_rank_repeats_the_step_on_all(pool2):
-    case = RetriedCase(name="one drop", ranks=2, ep=2, factor=2.0, steps=3)
+    case = dataclasses.replace(RETRIED, ranks=2, ep=2, factor=2.0, steps=3)
     first, second = pool2.run(_one_drop, case)
     # Two microbatches of ten tokens: 20 want an expert, ceil(10 * 1.5) slots are there.
     assert first == ([], {1: [0, 0, 0, 0], 2: [0, 0, 0, 0]}, (1, 3))
     assert second == ([], {1: [0, 0, 0, 0], 2: [0, 10, 0, 0]}, (1, 3))
 
 
-def test_without_drops_nothing_runs_twice_and_no_bit_changes(alone):
-    with world(SPARE):
-        plain, retried = Training(SPARE), Training(SPARE, on_overflow="retry")
-        counts = count_drops(retried)
-        for number in range(SPARE.steps):
-            assert differing_names(plain.step(number), retried.step(number)) == []
-        assert not plain.random.generators.changed_since(retried.random.generators).states
-        assert retried.retry is not None
-        assert (retried.retry.num_retried, retried.retry.num_steps) == (0, 3)
-        # Steps times microbatches.
-        assert {number: count.dropped for number, count in counts.items()} == {
-            1: [0] * 6,
-            2: [0] * 6,
-        }
-
-
-def test_data_is_read_once_per_step_also_where_a_step_runs_twice(alone):
-    case = THREE_MICROBATCHES
-    with world(case):
-        training = Training(case, on_overflow="retry")
-        read = []
-        batches = (read.append(number) or batch for number, batch in enumerate(draws(case)))
-        for number in range(1, 3):
-            training.passes(batches)
-            assert read == list(range(3 * number))
-        assert training.retry is not None and training.retry.num_retried == 2
-
-
-def test_an_exhausted_iterator_raises_what_it_raises_without_retry(alone):
-    case = THREE_MICROBATCHES
-    with world(case):
-        for training in (Training(case), Training(case, on_overflow="retry")):
-            batches = itertools.islice(draws(case), 4)
-            training.passes(batches)
+def test_data_is_read_once_per_step_and_ends_as_without_retry(alone):
+    with world(THREE_MICROBATCHES):
+        for training in (
+            Training(THREE_MICROBATCHES),
+            Training(THREE_MICROBATCHES, on_overflow="retry"),
+        ):
+            batches = itertools.islice(draws(THREE_MICROBATCHES), 7)
+            read: list[int] = []
+            counted = (read.append(number) or batch for number, batch in enumerate(batches))
+            for number in (1, 2):
+                training.passes(counted)
+                assert read == list(range(3 * number))
             with pytest.raises(StopIteration):
-                training.passes(batches)
+                training.passes(counted)
         assert training.retry is not None
-        assert (training.retry.num_retried, training.retry.num_steps) == (1, 1)
+        assert (training.retry.num_retried, training.retry.num_steps) == (2, 2)
 
 
 def test_a_second_drop_raises(alone):
@@ -226,21 +179,16 @@ def test_a_second_drop_raises(alone):
             training.passes()
 
 
-def test_evaluation_passes_through(alone):
+def test_evaluation_passes_through_and_retries_are_logged_more_and_more_rarely(alone, caplog):
     calls = []
-    with world(ONE_MICROBATCH):
+    with world(ONE_MICROBATCH), caplog.at_level(logging.WARNING, "padded_dispatch"):
         training = Training(ONE_MICROBATCH, on_overflow="retry")
         wrapper = Retry(lambda **kwargs: calls.append(kwargs) or ["result"], training.chunks)
         assert wrapper(forward_only=True, data_iterator="anything") == ["result"]
-    assert calls == [{"forward_only": True, "data_iterator": "anything"}]
-    assert wrapper.num_steps == 0
-
-
-def test_retries_are_logged_more_and_more_rarely(alone, caplog):
-    with world(ONE_MICROBATCH), caplog.at_level(logging.WARNING, "padded_dispatch"):
-        training = Training(ONE_MICROBATCH, on_overflow="retry")
         for number in range(5):
             training.step(number)
+    assert calls == [{"forward_only": True, "data_iterator": "anything"}]
+    assert wrapper.num_steps == 0
     messages = [record.getMessage() for record in caplog.records]
     retries = [text for text in messages if text.startswith("retried steps")]
     assert [text.partition(";")[0] for text in retries] == [
@@ -265,7 +213,7 @@ REFUSED: dict[str, tuple[str, Callable[[Training], object]]] = {
         lambda training: training.chunks.append(torch.nn.Linear(1, 1)),
     ),
     "on_overflow": (
-        "on_overflow must be 'retry', got 'drop'; set it",
+        "on_overflow must be 'retry', got 'warn'; set it",
         lambda training: vars(training.config).update(padded_dispatch=PaddedOptions()),
     ),
     "finalize_model_grads_func": (
@@ -302,3 +250,189 @@ def test_what_cannot_be_taken_back_is_refused_before_training(alone, setting):
         with pytest.raises(ValueError) as error:
             Retry(lambda **kwargs: [], training.chunks)
     assert words in str(error.value)
+
+
+Pair = namedtuple("Pair", "ids mask")
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    with megatron_on_cpu():
+        yield
+
+
+ON_CPU = pytest.mark.usefixtures("on_cpu")
+
+
+@ON_CPU
+def test_every_form_that_schedules_take_is_recorded_as_far_as_it_is_read():
+    assert record(None) is None and replay(None) is None
+    first, second, absent = recorded = record([iter("abc"), iter("xyz"), None])
+    assert (next(second), next(first), next(second)) == ("x", "a", "y")
+    assert absent is None
+    assert [list(one) for one in replay(recorded)[:2]] == [["a"], ["x", "y"]]
+    assert replay(recorded)[2] is None
+    # The sources are where reading left them.
+    assert (next(first), next(second)) == ("b", "z")
+
+
+@ON_CPU
+def test_other_iterators_end_and_show_their_attributes():
+    class Loader:
+        epoch = 3
+
+        def __next__(self) -> int:
+            raise StopIteration
+
+    source = iter(range(4))
+    first, second = recorded = record((source, source))  # One iterator for two chunks.
+    assert [next(first), next(second), next(first)] == [0, 1, 2]
+    assert [list(one) for one in replay(recorded)] == [[0, 2], [1]]
+    recorded = record(Loader())
+    assert iter(recorded) is recorded and recorded.epoch == 3
+    with pytest.raises(StopIteration):
+        next(recorded)
+    with pytest.raises(AttributeError):
+        _ = recorded.absent
+    assert list(replay(recorded)) == []
+
+
+@ON_CPU
+@pytest.mark.parametrize("reuses", [True, False], ids=["loader", "forward step"])
+def test_memory_that_is_written_later_does_not_matter(reuses):
+    """Either the loader fills the same memory again, or the forward step changes its batch."""
+
+    def batch(value: int) -> dict[str, Any]:
+        ids = torch.tensor([value, value])
+        other = object()
+        array = np.full(2, value)
+        return {"ids": ids, "more": [Pair(ids + 1, None), (array, other)], "other": other}
+
+    batches = [batch(0)] * 3 if reuses else [batch(number) for number in range(3)]
+
+    def loader() -> Iterator[dict[str, Any]]:
+        for number, one in enumerate(batches):
+            if reuses:
+                one["ids"].fill_(number)
+                one["more"][0].ids.fill_(number + 1)
+                one["more"][1][0].fill(number)
+            yield one
+
+    recorded = record(loader())
+    for one in recorded:
+        if not reuses:
+            one["ids"] += 100
+            one["more"][0].ids.zero_()
+            one["more"][1][0].fill(-1)
+            one["more"].append("changed")
+            del one["other"]
+    again = list(replay(recorded))
+    assert len(again) == 3
+    for number, one in enumerate(again):
+        assert one["ids"].tolist() == [number, number]
+        pair, (array, other) = one["more"]
+        assert isinstance(pair, Pair) and pair.ids.tolist() == [number + 1] * 2
+        assert pair.mask is None
+        assert array.tolist() == [number, number] and other is one["other"]
+
+
+@ON_CPU
+def test_reading_that_draws_leaves_the_generators_alike_the_second_time():
+    def loader() -> Iterator[float]:
+        while True:
+            yield random.random() + float(np.random.rand()) + torch.rand(()).item()
+
+    def run(batches: Iterator[float]) -> list[float]:
+        """Read two microbatches; the 'model' draws after each."""
+        return [number for _ in range(2) for number in (next(batches), torch.rand(()).item())]
+
+    torch.manual_seed(1)
+    random.seed(2)
+    np.random.seed(3)
+    before = GeneratorStates.now()
+    recorded = record(loader())
+    values = run(recorded)
+    after = GeneratorStates.now()
+    assert len(set(values)) == 4
+    before.restore()
+    assert run(replay(recorded)) == values
+    assert not GeneratorStates.now().changed_since(after).states
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "python": random.random,
+    "python, the second of a pair": lambda: random.gauss(0, 1),
+    "numpy": lambda: np.random.rand(),
+    "numpy, the second of a pair": lambda: np.random.randn(),
+    "torch": lambda: torch.rand(()).item(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_is_seen_and_repeats(on_cpu, name):
+    draw = DRAWS[name]
+    before = GeneratorStates.now()
+    assert not before.changed_since(GeneratorStates.now()).states
+    values = [draw() for _ in range(3)]
+    assert before.changed_since(GeneratorStates.now()).states
+    before.restore()
+    assert not before.changed_since(GeneratorStates.now()).states
+    assert [draw() for _ in range(3)] == values
+
+
+class Tracker:
+    """Megatron's tracker, with the methods that are used."""
+
+    def __init__(self, states: dict[str, Any]) -> None:
+        self.states = states
+
+    def get_states(self) -> dict[str, Any]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        self.states = states
+
+
+def test_states_of_the_tracker_come_back(on_cpu):
+    """Tensors are replaced, generators are set in place, for graphs that refer to them."""
+    generator = torch.Generator().manual_seed(4)
+    tensor = torch.tensor([1, 2])
+    tracker = Tracker({"as tensor": tensor, "as generator": generator})
+    with patch.object(retry, "get_cuda_rng_tracker", lambda: tracker):
+        before = RandomStates.now()
+        drawn: Tensor = torch.rand(3, generator=generator)
+        tracker.states["as tensor"] = torch.tensor([5, 6])
+        tracker.states["new"] = torch.tensor([7])
+        before.restore()
+    assert tracker.states.keys() == {"as tensor", "as generator"}
+    assert tracker.states["as tensor"].tolist() == [1, 2]
+    assert tracker.states["as generator"] is generator
+    assert torch.equal(torch.rand(3, generator=generator), drawn)
+
+
+class Layer(GraphableMegatronModule):
+    """A layer that adds 1; its graph adds 10."""
+
+    def __init__(self, impl: str) -> None:
+        config = tiny.config("alltoall")
+        config.cuda_graph_impl = impl
+        super().__init__(config)
+
+    def forward(self, hidden_states: Any) -> Any:
+        return hidden_states + 1
+
+    def create_mcore_cudagraph_manager(self, config: Any) -> None:
+        self.cudagraph_manager = lambda layer, args, kwargs: args[0] + 10
+
+
+@pytest.mark.parametrize("impl", ["transformer_engine", "local"])
+def test_captured_layers_run_eagerly_inside_the_block_only(impl):
+    graphed, bare, zero = Layer(impl), Layer("none"), torch.zeros(())
+    graphs: list[Any] = [lambda hidden, **kwargs: hidden + 10] * (impl == "transformer_engine")
+    graphed.cuda_graphs = graphs
+    chunk = torch.nn.Sequential(graphed, bare)
+    assert chunk(zero) == 11
+    with without_graphs([torch.nn.Linear(1, 1), chunk]):
+        assert chunk(zero) == 2
+    assert graphed.cuda_graphs is graphs and "_should_call_local_cudagraph" not in vars(graphed)
+    assert chunk(zero) == 11

@@ -1,6 +1,6 @@
 """The router counts the map that was asked for, then returns the map that is kept."""
 
-import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -13,12 +13,14 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.overrides import TorchFunctionMode
 
-from padded_dispatch.config import FIT, NO_DROP
+from padded_dispatch.config import FIT, NO_DROP, POLICIES
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron import router as router_module
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.router import SelectAfterCounting, select_after_counting
+from padded_dispatch.ops.select import select
 from tests.support import tiny
+from tests.support.pools import pools
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -41,19 +43,77 @@ def tokens() -> torch.Tensor:
     return hidden
 
 
-def test_map_is_cut_to_the_most_probable():
-    probs_TE, kept_TE = router(moe_expert_capacity_factor=0.5)(tokens())  # C = 3
-    expected = torch.zeros(T, 4, dtype=torch.bool)
-    expected[-3:, 0] = True  # expert 0: its probability grows with the token
-    expected[:3, 1] = True  # expert 1: its probability is the rest, and shrinks
-    assert torch.equal(kept_TE, expected)
-    assert torch.equal(probs_TE != 0, expected)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_router_returns_the_selection_of_its_map(policy):
+    """Against softmax, top-k and `select` by hand, with the gradient of the logits."""
+    settings = {"moe_expert_capacity_factor": 0.75, "moe_token_drop_policy": policy}
+    route = router(moe_router_pre_softmax=True, **settings)
+    noise = torch.randn(24, 1, tiny.NUM_EXPERTS, generator=torch.Generator().manual_seed(0))
+    given, by_hand = ((noise + torch.tensor([2.0, 1, 0, 0])).requires_grad_() for _ in range(2))
+    probs_TE, kept_TE = route.routing(given)
+    scores_TE = by_hand.flatten(0, 1).softmax(1)
+    map_TE = torch.zeros_like(kept_TE).scatter(1, scores_TE.topk(tiny.TOP_K).indices, True)
+    sizes = pools(tiny.NUM_EXPERTS, 9)
+    expected = select(map_TE, torch.where(map_TE, scores_TE, 0), sizes=sizes, policy=policy)
+    assert torch.equal(kept_TE, expected.kept_TE) and not torch.equal(kept_TE, map_TE)
+    assert torch.equal(probs_TE != 0, kept_TE)
+    torch.testing.assert_close(probs_TE, expected.probs_TE)
+    assert torch.equal(route.selector.observers[0].demand_E, map_TE.sum(0))
+    for result in (probs_TE, expected.probs_TE):
+        (result * torch.arange(1.0, 1 + result.numel()).view_as(result)).sum().backward()
+    assert given.grad is not None and by_hand.grad is not None and given.grad.any()
+    torch.testing.assert_close(given.grad, by_hand.grad)
 
 
-def test_map_is_cut_to_the_first():
-    settings = {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"}
-    _, kept_TE = router(**settings)(tokens())
-    assert torch.equal(kept_TE[:, :2], torch.arange(T)[:, None].expand(T, 2) < 3)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_recompute_changes_no_bit(policy):
+    hidden = torch.randn(24, 1, tiny.HIDDEN, generator=torch.Generator().manual_seed(1))
+    settings = {"moe_expert_capacity_factor": 0.75, "moe_token_drop_policy": policy}
+    results = []
+    for recompute in ({}, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}):
+        moe, given = tiny.padded_layer(**settings, **recompute), hidden.clone().requires_grad_()
+        output, _ = moe(given)
+        output.square().sum().backward()
+        results.append([output, given.grad, *(param.grad for param in moe.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def _disagreements() -> dict[str, str]:
+    """Return the errors of passes in which the second of two ranks differs, by what differs."""
+    other, found = dist.get_rank() == 1, {}
+    option = PaddedOptions(overflow_threshold=0.25 * other)
+
+    def differ(words: str, route: Any) -> None:
+        with pytest.raises(ValueError, match="ranks disagree") as caught:
+            route(tokens())
+        found[words] = str(caught.value)
+
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+        try:
+            made = functools.partial(router, moe_expert_capacity_factor=0.5)
+            differ("overflow_threshold is 0.0 on rank 0, 0.25 on rank 1", made(options=option))
+            scaled = made(moe_router_topk_scaling_factor=2.0 if other else None)
+            differ("moe_router_topk_scaling_factor is None on rank 0, 2.0 on rank 1", scaled)
+            # They would have the same capacity here, and so the same shapes.
+            differ("training is 1 on rank 0, 0 on rank 1", made().train(not other))
+            controlled = made()
+            controlled.selector.configs.controlled = other
+            differ("layer has a Telemetry is False on rank 0, True on rank 1", controlled)
+            routers = made(), made()
+            routers[1].set_layer_number(2)
+            # The numbers of dispatchers count those above.
+            differ("caller is layer 1 (dispatcher 5) on rank 0, layer 2 (", routers[other])
+        finally:
+            parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_ranks_that_disagree_raise(pool2):
+    first, second = pool2.run(_disagreements)
+    assert first == second
+    for differs, words in first.items():
+        assert differs in words
 
 
 def test_recompute_is_counted_once_and_evaluation_separately():
@@ -85,9 +145,8 @@ class UnsortedWithoutGradients(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("router", ["auto", "megatron"])
-def test_the_first_pass_of_recompute_has_the_bits_of_the_second(router):
-    made = tiny.padded_layer(PaddedOptions(router=router), num_moe_experts=64, moe_router_topk=8)
+def test_the_first_pass_of_recompute_has_the_bits_of_the_second():
+    made = tiny.padded_layer(num_moe_experts=64, moe_router_topk=8)
     hidden = torch.randn(50, 1, tiny.HIDDEN)
     results = []
     for training, gradients in [(True, False), (True, True), (False, False)]:
@@ -96,8 +155,7 @@ def test_the_first_pass_of_recompute_has_the_bits_of_the_second(router):
             results.append(made.router(hidden)[0])
     first, second, evaluation = results
     assert torch.equal(first, second)
-    if router == "megatron":
-        assert not torch.equal(evaluation, second)  # As stock's.
+    assert not torch.equal(evaluation, second)  # As stock's.
 
 
 def test_evaluation_has_its_own_capacity():
@@ -109,101 +167,6 @@ def test_evaluation_has_its_own_capacity():
     assert dispatcher.counters.num_slots.item() == 4 * T * tiny.TOP_K // 4
     assert dispatcher.eval_counters.num_slots.item() == 4 * T
     assert dispatcher.eval_counters.kept_E.sum().item() == T * tiny.TOP_K
-
-
-def _one_in_evaluation() -> str:
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-        try:
-            route = router(moe_expert_capacity_factor=0.5).train(dist.get_rank() == 0)
-            route(tokens())
-        except ValueError as error:
-            return str(error)
-        finally:
-            parallel_state.destroy_model_parallel()
-    return "nothing raised"
-
-
-def test_ranks_of_different_modes_raise(pool2):
-    """They would have the same capacity here, and so the same shapes."""
-    first, second = pool2.run(_one_in_evaluation)
-    assert first == second
-    assert "training is 1 on rank 0, 0 on rank 1" in first
-
-
-def _raised(options: PaddedOptions | None = None, **settings: Any) -> str:
-    """Return the error of a pass whose router has these settings."""
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-        try:
-            route = tiny.padded_layer(options, moe_expert_capacity_factor=0.5, **settings).router
-            route(tokens())
-        except ValueError as error:
-            return str(error)
-        finally:
-            parallel_state.destroy_model_parallel()
-    return "nothing raised"
-
-
-def _other_rules() -> list[str]:
-    """Return the errors of passes in which rank 1 has another option, field, mask or control."""
-    other = dist.get_rank() == 1
-    words = [
-        _raised(PaddedOptions(policy="random", seed=int(other))),
-        _raised(PaddedOptions(remedy="reroute", reroute_rounds=1 + other)),
-        _raised(PaddedOptions(telemetry_every=1 + other, on_overflow="drop")),
-        _raised(moe_router_topk_scaling_factor=2.0 if other else None),
-        _raised(moe_router_dtype="fp64" if other else "fp32"),
-        _raised(PaddedOptions(agreement_timeout=60.0 + other)),
-    ]
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-        for change in ("protect", "control"):
-            route = router(moe_expert_capacity_factor=0.5)
-            if other and change == "protect":
-                route.protect(torch.ones(T, dtype=torch.bool))
-            if other and change == "control":
-                route.selector.configs.controlled = True
-            with pytest.raises(ValueError, match="ranks disagree") as caught:
-                route(tokens())
-            words.append(str(caught.value))
-        parallel_state.destroy_model_parallel()
-    return words
-
-
-def test_ranks_with_other_rules_raise(pool2):
-    first, second = pool2.run(_other_rules)
-    assert first == second
-    expected = [
-        "seed is 0 on rank 0, 1 on rank 1",
-        "reroute_rounds is 1 on rank 0, 2 on rank 1",
-        "telemetry_every is 1 on rank 0, 2 on rank 1",
-        "moe_router_topk_scaling_factor is None on rank 0, 2.0 on rank 1",
-        "moe_router_dtype is fp32 on rank 0, fp64 on rank 1",
-        None,
-        "tokens of protect() is None on rank 0, 12 on rank 1",
-        "layer has a CapacityControl is False on rank 0, True on rank 1",
-    ]
-    for words, differs in zip(first, expected, strict=True):
-        assert words == "nothing raised" if differs is None else f": {differs}. Give" in words
-
-
-def _other_order_of_layers() -> str:
-    """Return the error of ranks that call layers 1 and 2 in different orders."""
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-        routers = [router(moe_expert_capacity_factor=0.5) for _ in range(2)]
-        routers[1].set_layer_number(2)
-        with pytest.raises(ValueError, match="ranks disagree") as caught:
-            routers[dist.get_rank()](tokens())
-        parallel_state.destroy_model_parallel()
-    return str(caught.value)
-
-
-def test_ranks_in_different_layers_raise(pool2):
-    first, second = pool2.run(_other_order_of_layers)
-    assert first == second
-    assert "caller is layer 1 (dispatcher 1) on rank 0, layer 2 (dispatcher 2) on rank 1." in first
 
 
 def test_observers_see_the_map_before_selection():
@@ -225,20 +188,6 @@ def test_observers_see_the_map_before_selection():
     assert not all_probs_TE.requires_grad
     assert torch.equal(selection.kept_TE, kept_TE)
     assert sizes.pool_slots == 3
-
-
-def test_rows_that_receivers_took_reach_the_dispatcher(monkeypatch):
-    route, taken = router(moe_expert_capacity_factor=0.5), []
-    route.selector = dataclasses.replace(route.selector, take_kept=taken.append)
-    select, kept_SE = router_module.select_with_remedy, torch.tensor([[1, 2, 3, 0]])
-    monkeypatch.setattr(
-        router_module,
-        "select_with_remedy",
-        lambda *args, **given: dataclasses.replace(select(*args, **given), kept_SE=kept_SE),
-    )
-    route(tokens())
-    assert len(taken) == 1
-    assert taken[0] is kept_SE
 
 
 def test_ranks_may_have_other_tokens_in_evaluation_that_fits(monkeypatch):

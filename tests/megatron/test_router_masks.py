@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from padded_dispatch.config import FIT
-from padded_dispatch.megatron import PaddedOptions, protect
+from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from tests.support import tiny
 
@@ -31,17 +31,13 @@ BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sig
 
 # Options, then fields of the config.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "module": ({}, {}),
+    "auto": ({}, {}),
+    "module": ({"experts": "module"}, {}),
     "packed": ({"experts": "packed"}, {}),
-    "batched": ({"experts": "batched"}, {}),
     "pool rank": ({"experts": "packed", "capacity_pool": "rank"}, {}),
-    "pool receiver": ({"experts": "packed", "capacity_pool": "receiver"}, {}),
-    "position": ({"policy": "position"}, {}),
-    "priority, renormalize": ({"policy": "priority", "remedy": "renormalize"}, {}),
-    "reroute": ({"remedy": "reroute"}, {}),
-    "pool rank, reroute": ({"experts": "packed", "capacity_pool": "rank", "remedy": "reroute"}, {}),
+    "position": ({}, {"moe_token_drop_policy": "position"}),
     "fit": ({"experts": "packed", "layer_factors": {1: FIT}}, {}),
-    "no factor": ({"experts": "batched"}, {"moe_expert_capacity_factor": None}),
+    "no factor": ({}, {"moe_expert_capacity_factor": None}),
     "shared experts": ({}, {"moe_shared_expert_intermediate_size": 16}),
     "recompute": ({"experts": "packed"}, RECOMPUTE),
     "expert bias": ({}, BIAS),
@@ -53,13 +49,12 @@ def layer_of(case: str, **sizes: Any) -> Any:
     dtypes = {"params_dtype": torch.float64, "moe_router_dtype": "fp64"}
     # So few slots that most layers drop rows, and as many whatever T is.
     settings = {"moe_expert_capacity_factor": 0.01, **LOSSES, **dtypes, **sizes, **fields}
-    return tiny.padded_layer(PaddedOptions(min_capacity=3, **options), **settings)
+    return tiny.padded_layer(PaddedOptions(**options), **settings)
 
 
-def run(layer: Any, hidden: Tensor, keep: Tensor, mask_BS: Tensor | None) -> dict[str, Tensor]:
-    """Return output, gradients and counts; `keep` marks protected tokens."""
+def run(layer: Any, hidden: Tensor, mask_BS: Tensor | None = None) -> dict[str, Tensor]:
+    """Return output, gradients and counts."""
     hidden = hidden.clone().requires_grad_()
-    protect([layer], keep)
     output, _ = layer(hidden, padding_mask=mask_BS)
     (output * output.detach().cos()).sum().backward()
     assert hidden.grad is not None
@@ -81,11 +76,10 @@ def failures(case: str, **sizes: Any) -> list[str]:
     hidden = torch.randn(S, B, tiny.HIDDEN, generator=random, dtype=torch.float64)
     masked_T = torch.zeros(T, dtype=torch.bool)
     masked_T[torch.randperm(T, generator=random)[:NUM_MASKED]] = True
-    keep_T = torch.rand(T, generator=random) < 0.3
     mask_BS = masked_T.view(S, B).T
-    masked = run(layer_of(case, **sizes), hidden, keep_T.view(S, B), mask_BS)
+    masked = run(layer_of(case, **sizes), hidden, mask_BS)
     others = hidden.flatten(0, 1)[~masked_T][:, None]
-    alone = run(layer_of(case, **sizes), others, keep_T[~masked_T][:, None], None)
+    alone = run(layer_of(case, **sizes), others)
     found = []
     if "shared" not in case:  # Shared experts compute each token, as stock's do.
         found += [f"{case}: {name} is not zero" for name in ROWS if masked[name][masked_T].any()]
@@ -112,10 +106,10 @@ def test_a_masked_token_is_as_if_it_were_not_there(case):
 @pytest.mark.usefixtures("one_process")
 def test_nothing_but_masked_tokens_is_zero():
     """Their share of the auxiliary loss is 0 / 0; no gradient may have it."""
-    mask_BS, keep = torch.ones(B, S, dtype=torch.bool), torch.zeros(S, B, dtype=torch.bool)
+    mask_BS = torch.ones(B, S, dtype=torch.bool)
     hidden = torch.randn(S, B, tiny.HIDDEN, dtype=torch.float64)
-    for case in ("module", "packed", "batched", "pool rank, reroute", "fit", "expert bias"):
-        found = run(layer_of(case), hidden, keep, mask_BS)
+    for case in ("auto", "module", "packed", "pool rank", "fit", "expert bias"):
+        found = run(layer_of(case), hidden, mask_BS)
         assert [name for name, tensor in found.items() if (tensor != 0).any()] == []
 
 

@@ -18,7 +18,7 @@ import beside
 
 config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=2,
     moe_router_topk=2, moe_aux_loss_coeff=0.0, moe_token_dispatcher_type="padded_alltoall")
-print(__name__, sys.argv[1:], config.padded_dispatch.alignment, beside.VALUE)
+print(__name__, sys.argv[1:], config.padded_dispatch.eval_factor, beside.VALUE)
 """
 
 
@@ -30,12 +30,12 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 def test_script_runs_as_main_with_its_own_arguments(tmp_path: Path):
     (tmp_path / "beside.py").write_text("VALUE = 7")
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = run("--padded-alignment", "16", str(tmp_path / "script.py"), "--lr", "3", "-x")
+    done = run("--padded-eval-factor", "16", str(tmp_path / "script.py"), "--lr", "3", "-x")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "__main__ ['--lr', '3', '-x'] 16 7"
+    assert done.stdout.splitlines()[-1] == "__main__ ['--lr', '3', '-x'] 16.0 7"
 
 
-@pytest.mark.parametrize("on_overflow", ["retry", "drop"])
+@pytest.mark.parametrize("on_overflow", ["retry", "warn"])
 def test_megatron_lms_loop_beside_the_script_is_followed(tmp_path: Path, on_overflow):
     folder = tmp_path / "megatron" / "training"
     folder.mkdir(parents=True)
@@ -56,7 +56,7 @@ def test_a_script_without_megatron_lm_runs_with_retry_too(tmp_path: Path):
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run("--padded-on-overflow", "retry", str(tmp_path / "script.py"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "__main__ [] auto 7"
+    assert done.stdout.splitlines()[-1] == "__main__ [] None 7"
 
 
 def test_missing_script_is_named(monkeypatch, capsys):
@@ -68,26 +68,26 @@ def test_missing_script_is_named(monkeypatch, capsys):
 
 
 def test_a_wrong_option_is_named_by_its_flag(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["run", "--padded-grow-after", "0", __file__])
+    monkeypatch.setattr("sys.argv", ["run", "--padded-overflow-threshold", "2", __file__])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
     error = capsys.readouterr().err
-    assert "error: --padded-grow-after must" in error and "got 0" in error
+    assert "error: --padded-overflow-threshold must" in error and "got 2.0" in error
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "--padded-alignment 16 --padded-policy=priority s.py --lr -3 -x --no-pad a -- b",
-        "s.py --lr -3 -x --no-pad a --padded-policy priority --padded-alignment=16 -- b",
-        "--padded-alignment 16 s.py --lr -3 -x --padded-policy=priority --no-pad a -- b",
-        "s.py --lr --padded-alignment 16 -3 --padded-policy priority -x --no-pad a -- b",
+        "--padded-eval-factor 16 --padded-experts=packed s.py --lr -3 -x --no-pad a -- b",
+        "s.py --lr -3 -x --no-pad a --padded-experts packed --padded-eval-factor=16 -- b",
+        "--padded-eval-factor 16 s.py --lr -3 -x --padded-experts=packed --no-pad a -- b",
+        "s.py --lr --padded-eval-factor 16 -3 --padded-experts packed -x --no-pad a -- b",
     ],
 )
 def test_our_options_stand_anywhere_and_the_rest_keeps_its_order(line):
     options, script, arguments = read(line.split())
-    assert options == PaddedOptions(alignment=16, policy="priority")
+    assert options == PaddedOptions(eval_factor=16.0, experts="packed")
     assert (script, arguments) == ("s.py", ["--lr", "-3", "-x", "--no-pad", "a", "--", "b"])
 
 
@@ -101,8 +101,9 @@ def test_words_of_the_script_are_no_abbreviations_of_ours():
         ("", "SCRIPT must be given, for example pretrain_gpt.py"),
         ("--lr 3 s.py", "SCRIPT must stand before its own arguments, got '--lr' first"),
         ("s.py --padded-polcy probs", "--padded-polcy must be an option of the padded dispatcher"),
-        ("s.py --padded-policy none", "argument --padded-policy: invalid choice: 'none'"),
-        ("s.py --padded-grow-after 0", "--padded-grow-after must be a whole number"),
+        ("s.py --padded-experts none", "argument --padded-experts: invalid choice: 'none'"),
+        ("s.py --padded-policy probs", "--padded-policy is no longer an option: Megatron's moe_"),
+        ("s.py --padded-overflow-threshold 2", "--padded-overflow-threshold must be a share"),
     ],
 )
 def test_a_mistake_is_named(capsys, line, message):

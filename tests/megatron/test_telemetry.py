@@ -1,6 +1,7 @@
 """Snapshots equal a count on the host, over all ranks, layers and stages, each counted once."""
 
 import dataclasses
+import logging
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import nn
 from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron import PaddedOptions, padded_spec
 from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.megatron.telemetry import _OF_LAYERS, Telemetry, scalars, write_scalars
+from padded_dispatch.megatron.telemetry import _OF_LAYERS, Telemetry, scalars
 from tests.support import tiny
 
 E, T = tiny.NUM_EXPERTS, 13
@@ -70,27 +71,93 @@ def run(layer: Any, seed: int, *, training: bool = True) -> None:
 
 
 def test_snapshots_come_one_step_after_each_read_was_started():
+    """Reads start in the first step, which a run should not wait for, and in steps 3 and 6."""
     with tiny.one_process():
         chunk = model(1)
         counts, _ = watch(chunk[0])
         telemetry = Telemetry([chunk], every=3)
-        results = []
+        found = {}
         for step in range(1, 9):
             run(chunk[0], step)
-            results.append(telemetry.step())
-        assert [snapshots is None for snapshots in results] == [True] * 3 + [False] + [True] * 2 + [
-            False,
-            True,
-        ]
-        first, second = results[3], results[6]
-        assert (first.step, first.num_steps, second.step, second.num_steps) == (3, 3, 6, 3)
-        rest = telemetry.read()
-        assert (rest.step, rest.num_steps) == (8, 2)
-        parts = [snapshots.training for snapshots in (first, second, rest)]
-        assert [int(part.num_passes_Y[0]) for part in parts] == [3, 3, 2]
+            found[step] = telemetry.step()
+        found[9] = telemetry.read()
+        found = {step: snapshots for step, snapshots in found.items() if snapshots is not None}
+        ends = {step: (one.step, one.num_steps) for step, one in found.items()}
+        assert ends == {2: (1, 1), 4: (3, 2), 7: (6, 3), 9: (8, 2)}
+        parts = [snapshots.training for snapshots in found.values()]
+        assert [int(part.num_passes_Y[0]) for part in parts] == [1, 2, 3, 2]
         assert sum(part.demand_YE[0] for part in parts).tolist() == counts.demand_E.tolist()
         assert sum(part.kept_YE[0] for part in parts).tolist() == counts.kept_E.tolist()
         assert max(int(part.max_demand_Y[0]) for part in parts) == counts.largest
+
+
+def overflowing(numbers: tuple[int, ...] = (1, 2), **options: Any) -> tuple[Any, Telemetry]:
+    """Return a chunk whose layer 2 drops more than the others, and its telemetry."""
+    chunk = model(*numbers, **options)
+    for layer in chunk:
+        if layer.layer_number == 2:  # All tokens choose experts 0 and 1: 26 rows for 8 slots.
+            with torch.no_grad():
+                layer.router.weight.zero_()
+                layer.router.weight[:2, 0] = torch.tensor([2.0, 1.0])
+    return chunk, Telemetry([chunk], every=2)
+
+
+def passes(chunk: Any) -> None:
+    for layer in chunk:
+        layer.train()(torch.cat([torch.ones(T, 1, 1), torch.randn(T, 1, tiny.HIDDEN - 1)], -1))
+
+
+def test_drops_are_said_in_words_and_more_and_more_rarely(caplog):
+    with tiny.one_process(), caplog.at_level(logging.WARNING, "padded_dispatch"):
+        chunk, telemetry = overflowing()
+        passes(chunk)
+        assert telemetry.step() is None and caplog.messages == []
+        snapshots = telemetry.finish()
+        assert snapshots is not None
+        of_all = snapshots.training.figures()["dropped"]
+        # The 13 tokens want 2 of 4 experts; at factor 0.5 an expert has 4 slots, and needs 13.
+        assert caplog.messages == [
+            f"69.23% of the rows of layer 2 found no room at step 1 ({of_all:.2%} of all rows); a "
+            "capacity factor of 2 would have held them: set it, capacity_pool='rank' or "
+            "on_overflow='retry' (warning 1)"
+        ]
+        for _ in range(16):
+            passes(chunk)
+            telemetry.step()
+    assert [text.rpartition("(")[2] for text in caplog.messages] == [
+        f"warning {n})" for n in (1, 2, 4, 8)
+    ]
+    assert "layer 2 found no room in steps 5 to 6 (" in caplog.messages[2]
+
+
+@pytest.mark.parametrize(
+    "options", [{"on_overflow": "retry"}, {"overflow_threshold": 0.7}], ids=lambda given: [*given]
+)
+def test_what_is_repeated_or_below_the_threshold_is_not_said(caplog, options):
+    with tiny.one_process():
+        chunk, telemetry = overflowing(**options)
+        for layer in chunk:
+            layer.token_dispatcher.configs.retried = True
+        passes(chunk)
+        assert telemetry.read().training.dropped.all()
+    assert caplog.messages == []
+
+
+def test_an_error_ends_the_run_and_needs_telemetry():
+    with tiny.one_process():
+        chunk = model(1, on_overflow="error")
+        words = "^a training loop must have a Telemetry to follow on_overflow='error', got none"
+        with pytest.raises(ValueError, match=words):
+            run(chunk[0], 1)
+        run(chunk[0], 1, training=False)
+        chunk, telemetry = overflowing(on_overflow="error", overflow_threshold=0.1)
+        passes(chunk)
+        telemetry.step()
+        words = (
+            r"^on_overflow='error': 69.23% of the rows of layer 2 .*, or raise overflow_th.*0.1$"
+        )
+        with pytest.raises(RuntimeError, match=words):
+            telemetry.step()
 
 
 def test_an_early_read_loses_nothing_of_a_pending_one():
@@ -138,26 +205,20 @@ def test_evaluation_is_counted_separately_with_its_own_capacity():
 
 
 def test_scalars_have_megatrons_kind_of_names():
-    written = {}
-
-    class Writer:
-        def add_scalar(self, name, value, step):
-            written[name] = (value, step)
-
     with tiny.one_process():
         chunk = model(2, 3)
         telemetry = Telemetry([chunk], step=40)
         run(chunk[0], 1)
         snapshots = telemetry.read()
-    write_scalars(snapshots, Writer())
-    assert written["moe/dropped"] == (snapshots.training.figures()["dropped"], 40)
+    written = scalars(snapshots)
+    assert snapshots.step == 40
+    assert written["moe/dropped"] == snapshots.training.figures()["dropped"]
     assert len(written) == len(snapshots.training.figures())
-    in_all = len(written)
-    write_scalars(snapshots, Writer(), per_layer=True)
-    assert written["moe/fill_layer_1"] == (snapshots.training.fill[0], 40)
-    assert written["moe/fill_layer_2"] == (0.0, 40)
-    assert not any(name.startswith("moe-held-out") for name in written)
-    assert len(written) - in_all == 2 * 2 * tiny.TOP_K
+    of_layers = scalars(snapshots, per_layer=True)
+    assert of_layers["moe/fill_layer_1"] == snapshots.training.fill[0]
+    assert of_layers["moe/fill_layer_2"] == 0.0
+    assert not any(name.startswith("moe-held-out") for name in of_layers)
+    assert len(of_layers) - len(written) == 2 * 2 * tiny.TOP_K
 
 
 @pytest.mark.parametrize(
@@ -195,16 +256,16 @@ def test_a_layer_by_itself_needs_no_number(numbers, expected):
 def test_a_read_can_be_finished_at_once():
     with tiny.one_process():
         chunk = model(1)
-        telemetry = Telemetry([chunk], every=2)
-        for step in (1, 2):
+        telemetry = Telemetry([chunk], every=3)
+        for step, num_steps in ((1, 1), (2, None), (3, 2)):
             assert telemetry.finish() is None
             run(chunk[0], step)
             assert telemetry.step() is None
-        snapshots = telemetry.finish()
-        assert snapshots is not None
-        assert (snapshots.step, snapshots.num_steps) == (2, 2)
-        assert snapshots.training.num_tokens_Y.tolist() == [2 * T]
-        assert telemetry.finish() is None and telemetry.step() is None
+            snapshots = telemetry.finish()
+            assert (snapshots and snapshots.num_steps) == num_steps
+            if snapshots is not None:
+                assert snapshots.step == step
+                assert snapshots.training.num_tokens_Y.tolist() == [num_steps * T]
 
 
 def test_a_model_without_padded_layers_is_refused():
@@ -260,6 +321,27 @@ def _over_two_stages() -> tuple[Any, Any]:
             return telemetry.read().training, mine.demand_E
         finally:
             parallel_state.destroy_model_parallel()
+
+
+def _error_of_another_stage() -> str:
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+        try:
+            sizes = {"num_layers": 2, "pipeline_dtype": torch.float32}
+            numbers = (dist.get_rank() + 1,)
+            chunk, telemetry = overflowing(numbers, on_overflow="error", **sizes)
+            passes(chunk)
+            telemetry.read()
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            parallel_state.destroy_model_parallel()
+    return "nothing raised"
+
+
+def test_an_error_is_raised_on_all_stages(pool2):
+    first, second = pool2.run(_error_of_another_stage)
+    assert first == second and "of layer 2 found no room at step 0" in first
 
 
 def test_every_stage_sees_all_layers_once(pool2):

@@ -1,20 +1,20 @@
-"""Counters add up, in place, exactly, and start again at zero."""
+"""Counters add up, in place, exactly, and start again at zero; figures of what they counted."""
+
+import dataclasses
+import math
 
 import numpy as np
 import pytest
 import torch
 
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.ops.counters import Counters, mass_units
-from padded_dispatch.ops.overflow import reroute
+from padded_dispatch.ops.counters import Counters, Snapshot, mass_units, snapshot_of
 from padded_dispatch.ops.select import select
 from tests.support.pools import pools
 
-CONFIG = DispatchConfig(num_experts=3, top_k=2)
-
 
 def test_counts_add_up_and_reset():
-    counters = Counters(CONFIG, "cpu")
+    counters = Counters(DispatchConfig(num_experts=3, top_k=2), "cpu")
     before = [tensor.data_ptr() for tensor in counters.tensors()]
     asked_TE = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 0], [0, 0, 0]], dtype=torch.bool)
     probs_TE = torch.tensor([[0.5, 0.25, 9.0], [0.75, 9.0, 9.0], [1.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
@@ -23,6 +23,8 @@ def test_counts_add_up_and_reset():
         selection = select(asked_TE, probs_TE, sizes=sizes)
         counters.observe(asked_TE, probs_TE, selection, sizes)
         counters.add_unplaced(torch.tensor([capacity, 0, 0], dtype=torch.int32))
+    for received in ([0, 0], [0, 2], [0, 0]):
+        counters.add_received(torch.tensor(received, dtype=torch.int32))
     assert counters.demand_E.tolist() == [6, 2, 0]
     assert counters.kept_E.tolist() == [3, 2, 0]
     assert counters.asked_mass.item() == 2 * 10 * 2**30
@@ -30,36 +32,13 @@ def test_counts_add_up_and_reset():
     assert (counters.num_tokens.item(), counters.lost_tokens.item()) == (6, 1)
     assert (counters.num_positions.item(), counters.num_passes.item()) == (8, 2)
     assert (counters.num_slots.item(), counters.num_unplaced.item()) == (9, 3)
-    assert counters.max_demand.item() == 3
+    assert (counters.max_demand.item(), counters.idle_passes.item()) == (3, 2)
     assert {tensor.dtype for tensor in counters.tensors()} == {torch.int64}
     counters.reset()
     assert not counters.demand_E.any() and not counters.totals.any()
     assert counters.max_demand.item() == 0
     # A captured graph adds to the memory that it saw.
     assert [tensor.data_ptr() for tensor in counters.tensors()] == before
-
-
-def test_rerouted_rows_and_protected_ones_that_were_dropped_are_counted():
-    counters = Counters(CONFIG, "cpu")
-    asked_TE = torch.tensor([[1, 0, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool)
-    scores_TE = torch.tensor([[0.5, 0.2, 0.1], [0.6, 0.3, 0.2], [0.4, 0.1, 0.2]])
-    protected_T = torch.tensor([True, False, True])
-    # Keeps token 0.
-    selection = select(asked_TE, scores_TE, sizes=pools(3, 1), protected_T=protected_T)
-    found = reroute(selection, scores_TE, sizes=pools(3, 1), policy="probs")
-    for _ in range(2):
-        counters.observe(asked_TE, scores_TE, found, pools(3, 1))
-    assert counters.demand_E.tolist() == [6, 0, 0]
-    assert counters.kept_E.tolist() == [2, 2, 2]
-    assert (counters.rerouted.item(), counters.protected_dropped.item()) == (4, 2)
-    assert counters.lost_tokens.item() == 0
-
-
-def test_a_pass_without_received_rows_is_idle():
-    counters = Counters(CONFIG, "cpu")
-    for received in ([0, 0], [0, 2], [0, 0]):
-        counters.add_received(torch.tensor(received, dtype=torch.int32))
-    assert counters.idle_passes.item() == 2
 
 
 @pytest.mark.parametrize(
@@ -90,3 +69,92 @@ def test_mass_of_any_probability_is_numpys():
     probs = torch.rand(1001, generator=torch.Generator().manual_seed(3))
     expected = np.rint(probs.double().numpy() * 2**32).astype(np.int64)
     assert mass_units(probs).tolist() == expected.tolist()
+
+
+# Figures: two layers, four experts on two ranks, the second layer without any pass.
+T, K, E = 6, 2, 4
+
+
+def snapshot() -> Snapshot:
+    """Two passes of 6 tokens, 5 of which ask for two experts each; C = 3."""
+    counters = Counters(DispatchConfig(num_experts=E, top_k=K), "cpu")
+    asked_TE = torch.zeros(T, E, dtype=torch.bool)
+    asked_TE[:5, 0] = True
+    asked_TE[:4, 1] = True
+    asked_TE[4, 3] = True
+    probs_TE = torch.full((T, E), 0.5)
+    for _ in range(2):
+        selection = select(asked_TE, probs_TE, sizes=pools(E, 3))
+        counters.observe(asked_TE, probs_TE, selection, pools(E, 3))
+    counters.add_unplaced(torch.tensor([0, 7, 0, 0]))
+    totals_W = counters.totals.numpy()
+    idle_passes_YR = np.array([[0, 2], [0, 0]])
+    totals_YW = np.stack([totals_W, np.zeros_like(totals_W)])
+    return snapshot_of(totals_YW, np.array([5, 0]), idle_passes_YR, layers=(3, 5), top_k=K)
+
+
+def test_a_snapshot_has_the_counts_of_the_counters():
+    seen = snapshot()
+    assert seen.layers_Y.tolist() == [3, 5]
+    assert seen.demand_YE.tolist() == [[10, 8, 0, 2], [0] * 4]
+    assert seen.kept_YE.tolist() == [[6, 6, 0, 2], [0] * 4]
+    assert seen.dropped.tolist() == [6, 0]
+    assert seen.asked_mass_Y.tolist() == [20 * 2**31, 0]
+    assert seen.dropped_mass_Y.tolist() == [6 * 2**31, 0]
+    assert (seen.num_tokens_Y[0], seen.lost_tokens_Y[0]) == (10, 2)  # token 3 keeps neither
+    assert (seen.num_positions_Y[0], seen.num_passes_Y[0]) == (2 * T, 2)
+    assert (seen.num_slots_Y[0], seen.num_unplaced_Y[0]) == (2 * E * 3, 7)
+
+
+def test_rates_of_a_layer_and_of_one_that_never_ran():
+    seen = snapshot()
+    for values, expected in (
+        (seen.dropped_share, 6 / 20),
+        (seen.dropped_mass_share, 6 / 20),
+        (seen.fill, 14 / 24),
+        (seen.expert_overload, 10 / 5),
+        (seen.rank_overload, 18 / 10),
+        (seen.needed_factor, 5 * E / (T * K)),
+    ):
+        assert values[0] == expected and math.isnan(values[1])
+    # Through the capacity that follows from it, nothing is dropped.
+    assert math.ceil(T * K / E * float(seen.needed_factor[0])) == 5
+    # A cell's balanced demand is T * K / E = 3 rows, a pool's as many times its cells.
+    of_pools = dataclasses.replace(seen, cells_per_pool=2)
+    assert of_pools.needed_factor[0] == pytest.approx(5 / 6)
+
+
+def test_figures_are_of_all_layers_and_of_each():
+    seen = snapshot()
+    assert seen.figures() == {
+        "dropped": 0.3,
+        "dropped_mass": 0.3,
+        "lost_tokens": 2,
+        "fill": 14 / 24,
+        "expert_overload": 2.0,
+        "rank_overload": 1.8,
+        "needed_factor": 5 * 4 / 12,
+        "idle_passes": 2,
+        "unplaced": 7,
+    }
+    layers = seen.figures_of_layers()
+    assert layers["layer"] == [3, 5]
+    assert layers["dropped"] == [0.3, 0.0]
+    assert layers["idle_passes"] == [2, 0]
+    assert layers.keys() - {"layer"} == seen.figures().keys()
+
+
+@pytest.mark.parametrize(("num_asked", "needed"), [(T, 1.0), (0, 0.0)])
+def test_figures_of_perfect_balance_and_of_no_demand(num_asked, needed):
+    counters = Counters(DispatchConfig(num_experts=E, top_k=K), "cpu")
+    asked_TE = torch.arange(T)[:, None].expand(T, E) < num_asked
+    selection = select(asked_TE, asked_TE.float(), sizes=pools(E, T))
+    given = dict(layers=(1,), top_k=E)
+    totals_YW, largest_Y = counters.totals.numpy()[None], counters.max_demand.numpy()[None]
+    idle_YR = np.zeros((1, 2), dtype=np.int64)
+    assert snapshot_of(totals_YW, largest_Y, idle_YR, **given).figures() == {}
+    counters.observe(asked_TE, asked_TE.float(), selection, pools(E, T))
+    figures = snapshot_of(totals_YW, largest_Y, idle_YR, **given).figures()
+    # Overloads are at least 1, also where nothing was asked for.
+    assert (figures["expert_overload"], figures["rank_overload"]) == (1.0, 1.0)
+    assert figures["needed_factor"] == needed

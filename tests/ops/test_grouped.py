@@ -286,8 +286,6 @@ def test_all_are_sound_custom_ops(biased):
     opcheck(grouped.sum_rows, (grad_NO, weights_N, offsets_L))
     if bias_LO is not None:
         opcheck(grouped._dot_rows, (grad_NO, bias_LO.detach(), weights_N, offsets_L))
-    batch = inputs([2, 2], biased, spare=0)[0], weight_LOI[:2].detach(), offsets_of([2, 2]), None
-    opcheck(grouped._batched_linear, batch)
 
 
 @pytest.mark.gpu

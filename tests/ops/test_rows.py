@@ -10,10 +10,10 @@ from hypothesis import given
 from torch import Tensor
 from torch.library import opcheck
 
-from padded_dispatch import reference
 from padded_dispatch.ops import rows as ops
 from padded_dispatch.ops.plan import DispatchPlan, make_plan
 from padded_dispatch.ops.select import select
+from tests.support import reference
 from tests.support.grids import poisoned_memory
 from tests.support.pools import pools
 from tests.support.routing_cases import (

@@ -142,7 +142,7 @@ def _walks(provider: Any) -> dict[str, bool]:
         "setattr": cleaned is not provider and cleaned.padded_dispatch == options,
         "finalize": provider.padded_dispatch == options,
         "run_config": read.moe_token_dispatcher_type == provider.moe_token_dispatcher_type
-        and read.padded_dispatch == PaddedOptions(min_capacity=2),
+        and read.padded_dispatch == PaddedOptions(eval_factor=2.0),
     }
 
 
@@ -181,7 +181,7 @@ def main(dispatcher: str, experts: str, rank: str, world: str, folder: str) -> N
         store = dist.FileStore(f"{folder}/store", count)
         dist.init_process_group("gloo", store=store, rank=number, world_size=count)
         parallel_state.initialize_model_parallel(expert_model_parallel_size=count)
-        install(PaddedOptions(min_capacity=2))
+        install(PaddedOptions(eval_factor=2.0))
         try:
             found = _round_trip(dispatcher, experts, number, count, Path(folder))
         finally:

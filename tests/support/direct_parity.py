@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -19,13 +19,10 @@ from torch import Tensor
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.dispatcher import Dispatched
-from padded_dispatch.exchange import choose, symmetric_memory
-from padded_dispatch.exchange.direct import DirectExchange, maps_of
-from padded_dispatch.exchange.symmetric_memory import DirectBuffers
-from padded_dispatch.kernels import direct as kernels
-from padded_dispatch.kernels import links
-from padded_dispatch.ops.plan import DispatchPlan
+from padded_dispatch.exchange import symmetric_memory
+from padded_dispatch.exchange.direct import DirectExchange
 from padded_dispatch.utils.routings import routing_scores
+from tests.support.findings import Findings
 
 _T = TypeVar("_T")
 
@@ -34,8 +31,8 @@ _T = TypeVar("_T")
 class Layer:
     """The sizes of a layer: T, D, K, experts per rank, capacity factor, and the dtype of rows.
 
-    `pool` and `remedy` as in a config. `microbatches_in_flight` forward passes precede the first
-    backward pass. `link_rows`: how often a token crosses a link.
+    `pool` as in a config. `microbatches_in_flight` forward passes precede the first
+    backward pass.
     """
 
     tokens: int = 515
@@ -46,8 +43,6 @@ class Layer:
     dtype: torch.dtype = torch.bfloat16
     microbatches_in_flight: int = 1
     pool: Any = "expert"
-    remedy: Any = "none"
-    link_rows: Any = "auto"
 
     def dispatcher(self, exchange: Any) -> PaddedDispatcher:
         """Return a dispatcher over all ranks of the default group; a collective call."""
@@ -57,11 +52,8 @@ class Layer:
             top_k=self.top_k,
             capacity_factor=self.factor,
             capacity_pool=self.pool,
-            remedy=self.remedy,
             num_ranks=size,
         )
-        if self.pool == "receiver" and exchange == "alltoall":
-            choose._refuse_on_gpus = lambda tokens_TD, reason: None  # To compare with, no more.
         group = dist.group.WORLD
         return PaddedDispatcher(
             config,
@@ -69,7 +61,6 @@ class Layer:
             packed=True,
             exchange=exchange,
             microbatches_in_flight=self.microbatches_in_flight,
-            link_rows=self.link_rows,
         )
 
 
@@ -80,7 +71,6 @@ class Inputs:
     tokens_TD: Tensor
     probs_TE: Tensor
     map_TE: Tensor
-    scores_TE: Tensor
     grad_TD: Tensor
 
     def copy_from(self, other: "Inputs", shift: int) -> None:
@@ -116,7 +106,6 @@ def make_inputs(layer: Layer, routing: str, seed: int, device: torch.device) -> 
         tokens_TD=rows[0].clone().requires_grad_(),
         probs_TE=probs_TE.to(device).requires_grad_(),
         map_TE=map_TE.to(device),
-        scores_TE=scores_TE.to(device),
         grad_TD=rows[1].clone(),
     )
 
@@ -128,23 +117,15 @@ class Forward:
     inputs: Inputs
     sent: Dispatched
     out_TD: Tensor
-    num_rows: int
 
 
 def forward(dispatcher: PaddedDispatcher, inputs: Inputs) -> Forward:
     """Run dispatch, experts and combine."""
-    config = dispatcher.config
-    sent = dispatcher.dispatch(
-        inputs.tokens_TD,
-        inputs.probs_TE,
-        inputs.map_TE,
-        scores_TE=inputs.scores_TE if config.remedy == "reroute" else None,
-    )
+    sent = dispatcher.dispatch(inputs.tokens_TD, inputs.probs_TE, inputs.map_TE)
     given = sent.expert_input
     out_ND = torch.tanh(given.rows_ND.float()) * given.probs_N[:, None]
     out_TD = dispatcher.combine(out_ND.to(given.rows_ND.dtype), sent)
-    num_rows = config.sizes(len(inputs.tokens_TD)).num_rows
-    return Forward(inputs=inputs, sent=sent, out_TD=out_TD, num_rows=num_rows)
+    return Forward(inputs=inputs, sent=sent, out_TD=out_TD)
 
 
 def backward(passed: Forward) -> dict[str, Tensor]:
@@ -154,9 +135,8 @@ def backward(passed: Forward) -> dict[str, Tensor]:
     row_N = torch.arange(given.probs_N.shape[0], device=given.probs_N.device)
     real_N = row_N < given.offsets_LS[-1, -1]
     # Read before the backward pass, after which the buffers may be used again.
-    # An all-to-all with pool "receiver" has more room than there are rows.
-    rows_ND = torch.where(real_N[:, None], given.rows_ND.detach(), 0)[: passed.num_rows]
-    probs_N = torch.where(real_N, given.probs_N.detach(), 0)[: passed.num_rows]
+    rows_ND = torch.where(real_N[:, None], given.rows_ND.detach(), 0)
+    probs_N = torch.where(real_N, given.probs_N.detach(), 0)
     inputs = passed.inputs
     grad_TD, grad_TE = torch.autograd.grad(
         passed.out_TD, (inputs.tokens_TD, inputs.probs_TE), inputs.grad_TD
@@ -198,9 +178,7 @@ def poison(dispatcher: PaddedDispatcher) -> None:
         ]:
             tensor.fill_(torch.nan)
         for receive_buffer in receive_buffers:
-            num_places = receive_buffer._shape.num_places
-            if num_places:
-                receive_buffer.places(num_places, 1, 1).zero_()
+            receive_buffer.places(receive_buffer._shape.num_places, 1, 1).zero_()
 
 
 def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
@@ -246,98 +224,14 @@ def eager_differences(layer: Layer) -> list[str]:
     return found
 
 
-def rows_by_kernels(
-    buffers: DirectBuffers, tokens_TD: Tensor, plan: DispatchPlan, num_ranks: int
-) -> tuple[Tensor, Tensor]:
-    """Return the rows that the kernels store at each rank, out and home: int64 [R] each."""
-    workspace, rank, given = buffers.workspace, buffers.rank, buffers.workspace.gradients
-    *maps, kept_E, kept_SE, pool_slots, experts_per_pool = maps_of(plan)
-    shift_E = torch.empty_like(kept_E)
-    offsets_LS = kept_E.new_empty(kept_E.shape[0] // num_ranks, num_ranks)
-    count_SL = torch.empty(kept_E.shape[0], device=kept_E.device)
-    out_R, home_R = torch.zeros(2, num_ranks, dtype=torch.int64, device=kept_E.device)
-    kernels.push_counts(kept_E, workspace.table_R, rank)
-    workspace.barrier()
-    counts_of_all = workspace.table_RE, rank, shift_E, offsets_LS, count_SL
-    kernels.place_rows(*counts_of_all, pool_slots, experts_per_pool)
-    pushed = tokens_TD, None, *maps, shift_E, given.rows_R, given.meta_R
-    if buffers.crosses_once:
-        links.push_tokens(*pushed, given.places_R, rank, out_R)
-    else:
-        kernels.push_rows(*pushed, out_R)
-    workspace.barrier()
-    back = given.take()[0], None, offsets_LS, kept_SE
-    to = workspace.slots_R, workspace.meta_R, rank, pool_slots, experts_per_pool, home_R
-    if buffers.sums_home:
-        home_TK, num_local = torch.empty_like(plan.slot_of_TK), offsets_LS.shape[0]
-        links.list_slots(*maps, workspace.lists_R, home_TK, rank, num_local)
-        workspace.barrier()
-        links.return_sums(*back, workspace.lists(num_ranks, *home_TK.shape), *to)
-    else:
-        kernels.return_rows(*back, *to)
-    workspace.barrier()
-    return out_R, home_R
+def eager_differs(layer: Layer) -> Findings:
+    """Return what differs in eager."""
+    return Findings(broken=tuple(eager_differences(layer)))
 
 
-def rows_of_routing(
-    plan: DispatchPlan, num_ranks: int, *, once: bool, summed: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the same numbers from the plans of all ranks."""
-    num_local, rank = plan.kept_E.shape[0] // num_ranks, dist.get_rank()
-    owner_TK = torch.where(plan.slot_of_TK >= 0, plan.expert_of_TK // num_local, -1)
-    owned_RTK = torch.stack([owner_TK == owner for owner in range(num_ranks)])
-    all_R, tokens_R = owned_RTK.sum((1, 2)), owned_RTK.any(2).sum(1)
-    out_R = tokens_R.clone() if once else all_R.clone()
-    out_R[rank] = all_R[rank]
-    home_RR = [torch.empty_like(all_R) for _ in range(num_ranks)]
-    dist.all_gather(home_RR, tokens_R if summed else all_R)
-    return out_R, torch.stack(home_RR)[:, rank]
-
-
-def rows_stored(layer: Layer, routings: tuple[str, ...] = ROUTINGS) -> list[str]:
-    """Return the routings in which kernels store other numbers of rows than the routing has."""
-    device = my_gpu() if torch.cuda.is_available() else torch.device("cpu")
-    size, found = dist.get_world_size(), []
-    dispatcher = layer.dispatcher("direct")
-    for seed, routing in enumerate(routings):
-        inputs = make_inputs(layer, routing, seed, device)
-        with torch.no_grad():
-            plan = forward(dispatcher, inputs).sent.plan
-            (buffers,) = direct_of(dispatcher)._buffers.values()
-            stored = rows_by_kernels(buffers, inputs.tokens_TD.detach(), plan, size)
-            ways = dict(once=buffers.crosses_once, summed=buffers.sums_home)
-            expected = rows_of_routing(plan, size, **ways)
-        for way, one, other in zip(("out", "home"), stored, expected, strict=True):
-            if not torch.equal(one, other):
-                found.append(f"{routing}, {way}: {one.tolist()}, not {other.tolist()}")
-    meet()
-    return found
-
-
-def sum_errors(layer: Layer) -> dict[str, float]:
-    """Return how far a layer's output is from the sum in fp64, with and without sums going home.
-
-    As shares of the largest sum of a token's absolute values: the greatest error and, "rms", the
-    root of the mean square.
-    """
-    device = my_gpu() if torch.cuda.is_available() else torch.device("cpu")
-    found = {}
-    for link_rows in ("each", "summed"):
-        dispatcher = replace(layer, link_rows=link_rows).dispatcher("direct")
-        inputs = make_inputs(layer, "uniform", 0, device)
-        with torch.no_grad():
-            passed = forward(dispatcher, inputs)
-            exact_TD = torch.zeros_like(passed.out_TD, dtype=torch.float64)
-            scale_TD = torch.zeros_like(exact_TD)
-            for prob_T in passed.sent.selection.probs_TE.T:
-                row_TD = torch.tanh(inputs.tokens_TD.float()) * prob_T[:, None]
-                exact_TD += row_TD.to(layer.dtype).double()
-                scale_TD += row_TD.to(layer.dtype).double().abs()
-            error_TD = (passed.out_TD.double() - exact_TD) / scale_TD.max()
-        found[link_rows] = error_TD.abs().max().item()
-        found[f"{link_rows}, rms"] = error_TD.square().mean().sqrt().item()
-    meet()
-    return found
+def replay_differs(first: Layer, second: Layer, num_replays: int) -> Findings:
+    """Return what differs in replays of two layers."""
+    return Findings(broken=tuple(replay_differences((first, second), num_replays)[:20]))
 
 
 def captured(run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
@@ -419,22 +313,15 @@ def small_run() -> None:
     """
     device = my_gpu()
     dist.init_process_group("gloo")
-    for pool, link_rows in (
-        ("expert", "once"),
-        ("expert", "each"),
-        ("rank", "once"),
-        ("receiver", "once"),
-        ("receiver", "summed"),
-    ):
-        sizes: dict[str, Any] = dict(tokens=37, width=40, top_k=2, local_experts=3)
-        layer = Layer(**sizes, pool=pool, link_rows=link_rows)
+    for pool in ("expert", "rank"):
+        layer = Layer(tokens=37, width=40, top_k=2, local_experts=3, pool=pool)
         dispatcher = layer.dispatcher("direct")
         for seed, routing in enumerate(("uniform", "idle")):
             inputs = make_inputs(layer, routing, seed, device)
             expected = step(dispatcher, inputs)
             poison(dispatcher)
             found = differences(step(dispatcher, inputs), expected)
-            assert not found, (pool, link_rows, routing, found)
+            assert not found, (pool, routing, found)
     meet()
 
 

@@ -1,8 +1,7 @@
 """Cases for `tests.fuzz`: a config, and what all sources of a layer ask, send and get back.
 
 All numbers are lists of whole numbers. Tokens and gradients are at most 2 and factors of experts
-are -1, 1 or 2. Probabilities are eighths. So all products and sums are exact in every dtype, unless
-the remedy renormalizes.
+are -1, 1 or 2. Probabilities are eighths. So all products and sums are exact in every dtype.
 """
 
 import math
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from padded_dispatch.config import CAPACITY_POOLS, FIT, NO_DROP, POLICIES, REMEDIES
+from padded_dispatch.config import CAPACITY_POOLS, FIT, NO_DROP, POLICIES
 
 DTYPES = "bfloat16", "float16", "float32", "float64"
 FACTORS = 0.2, 0.4, 0.5, 0.7, 1.0, 1.25, 2.0, NO_DROP, FIT
@@ -19,16 +18,14 @@ FACTORS = 0.2, 0.4, 0.5, 0.7, 1.0, 1.25, 2.0, NO_DROP, FIT
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One source. Probabilities and scores are in eighths; None is an argument that is not given.
+    """One source. Probabilities are in eighths; None is an argument that is not given.
 
     A token asks for the experts in its list of `asked`, at most K.
     """
 
     asked: list[list[int]]
     probs: list[list[int]]
-    scores: list[list[int]]
     mask: list[bool] | None
-    protected: list[bool] | None
     tokens: list[list[int]]
     grad: list[list[int]]
 
@@ -42,16 +39,12 @@ class Case:
     num_local: int
     top_k: int
     factor: float | str
-    min_capacity: int
     alignment: int
     pool: str
     policy: str
-    remedy: str
-    rounds: int
     packed: bool
     dtype: str
     probs_dtype: str
-    draw: int
     num_tokens: int
     hidden: int
     weights: list[list[int]]
@@ -86,16 +79,12 @@ def cases(draw: st.DrawFn) -> Case:
         num_local=num_local,
         top_k=top_k,
         factor=draw(st.sampled_from(FACTORS)),
-        min_capacity=draw(st.integers(1, 3)),
         alignment=draw(st.sampled_from([1, 1, 3, 4])),
         pool=pool,
         policy=draw(st.sampled_from(POLICIES)),
-        remedy=draw(st.sampled_from(REMEDIES)),
-        rounds=draw(st.integers(1, 3)),
         packed=pool != "expert" or draw(st.booleans()),
         dtype=draw(st.sampled_from(DTYPES)),
         probs_dtype=draw(st.sampled_from(DTYPES)),
-        draw=draw(st.sampled_from([0, 1, 2**32, -1, 2**63 - 1]) | st.integers(0, 2**40)),
         num_tokens=num_tokens,
         hidden=hidden,
         weights=[[rng.choice([-1, 1, 2]) for _ in range(num_experts)] for _ in range(etp_size)],
@@ -115,10 +104,9 @@ def _source(
     def numbers(least: int, most: int, width: int) -> list[list[int]]:
         return [[rng.randint(least, most) for _ in range(width)] for _ in range(num_tokens)]
 
-    def flags() -> list[bool] | None:
-        share = rng.choice([0.0, 0.2, 0.5, 1.0])
-        return [rng.random() < share for _ in range(num_tokens)] if rng.random() < 0.5 else None
-
+    mask, share = None, rng.choice([0.0, 0.2, 0.5, 1.0])
+    if rng.random() < 0.5:
+        mask = [rng.random() < share for _ in range(num_tokens)]
     fullness = rng.choice([0.0, 1.0, fullness, fullness])
     asked = []
     for _ in range(num_tokens):
@@ -129,9 +117,7 @@ def _source(
     return Source(
         asked=asked,
         probs=numbers(0, most, num_experts),
-        scores=numbers(0, most, num_experts),
-        mask=flags(),
-        protected=flags(),
+        mask=mask,
         tokens=numbers(-2, 2, hidden),
         grad=numbers(-2, 2, hidden),
     )

@@ -54,8 +54,8 @@ from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.options import Experts
 from padded_dispatch.utils.patches import Patches
+from tests.support.findings import Findings
 from tests.support.graph_protocol import Tape, pretend_capture
-from tests.support.graph_training import Findings
 from tests.support.parity import megatron
 
 try:  # Up to 0.17.
@@ -362,6 +362,8 @@ def generates_as_stock(case: GenerationCase) -> Findings:
         broken = []
         if dropped and case.eval_factor is None:
             broken.append(f"{dropped} rows were dropped")
+        if (facts["graphs"] > 0) != case.local_graphs:
+            broken.append(f"{facts['graphs']} graphs were captured")
         if not error <= limit:
             broken.append(f"logits are off by {error}, above {limit}")
         if (others & ~tied).any():

@@ -9,6 +9,7 @@ Shape suffixes: T tokens, E experts, D hidden size, I width of the experts' rows
 D), F expert ffn size. In comments, S and B are sequence and batch.
 """
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from padded_dispatch.megatron import PaddedOptions
+from tests.support.findings import Findings
 from tests.support.parity import Parity, compare, megatron
 
 SEED = 20
@@ -80,12 +82,11 @@ class LayerCase:
         return "allgather" if self.device == "cpu" else "alltoall"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Misses:
-    """Numbers of draws in which ours breaks the rule, and stock with the roles swapped."""
-
-    ours: int
-    stock: int
+def layer_agrees(case: LayerCase) -> Findings:
+    """Run `case` on every rank; return the errors, and those that break the rule."""
+    parity = layer_parity(case)
+    errors = {name: dataclasses.asdict(error) for name, error in parity.errors.items()}
+    return Findings(facts={"errors": errors}, broken=tuple(parity.failures()))
 
 
 def layer_parity(case: LayerCase) -> Parity:
@@ -101,27 +102,6 @@ def layer_parity(case: LayerCase) -> Parity:
         errors=compare(ours, stock, exact, case.dtype),
         repeats=all(torch.equal(ours[name], again[name]) for name in ours),
     )
-
-
-def single_draws(case: LayerCase, num_draws: int) -> dict[str, Misses]:
-    """Count the draws that break the rule alone, also with the roles of ours and stock swapped.
-
-    Two paths of the same quality miss about equally often. Every rank calls this.
-    """
-    misses: dict[str, Misses] = {}
-    with _groups(case):
-        for number in range(num_draws):
-            draw = _draw(case, number)
-            ours, _, stock, exact = (draw[run] for run in RUNS)
-            here = compare(ours, stock, exact, case.dtype)
-            swapped = compare(stock, ours, exact, case.dtype)
-            for name in here:
-                counted = misses.get(name, Misses(ours=0, stock=0))
-                misses[name] = Misses(
-                    ours=counted.ours + (not here[name].passed),
-                    stock=counted.stock + (not swapped[name].passed),
-                )
-    return misses
 
 
 def _groups(case: LayerCase) -> AbstractContextManager[None]:

@@ -32,17 +32,13 @@ from tests.support.threads import run_on_threads
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A grid of ranks: (p * etp + i) * ep + r is rank r of the i-th group of stage p.
-
-    `ranks_per_host`: those of an expert-parallel group on a host, with two levels; 0 for others.
-    """
+    """A grid of ranks: (p * etp + i) * ep + r is rank r of the i-th group of stage p."""
 
     name: str
     ep: int
     etp: int = 1
     pp: int = 1
     vpp: int = 1
-    ranks_per_host: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -146,10 +142,7 @@ class _Rank:
             pipeline_dtype=torch.float32,
             moe_expert_capacity_factor=1.0,
         )
-        levels: dict[str, Any] = {}
-        if world.ranks_per_host:
-            levels = {"exchange": "two-level", "ranks_per_host": world.ranks_per_host}
-        config.padded_dispatch = PaddedOptions(on_overflow="retry", **levels)
+        config.padded_dispatch = PaddedOptions(on_overflow="retry")
         spec = padded_spec(tiny.layer_spec()).submodules.mlp
         make = spec if callable(spec) else functools.partial(build_module, spec)
         groups = _groups(world)

@@ -9,6 +9,7 @@ run is in fp32, and on GPUs the layers are Transformer Engine's. Rounding to bf1
 to other experts from the second layer on, so in bf16 all runs share a routing drawn at random.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from tests.support.findings import Findings
 from tests.support.parity import Parity, compare, megatron
 
 SEED = 30
@@ -64,6 +66,13 @@ class PipelineCase:
     def exact_dtype(self) -> torch.dtype:
         """The dtype of the run that errors are measured against."""
         return torch.float64 if self.dtype == torch.float32 else torch.float32
+
+
+def pipeline_agrees(case: PipelineCase) -> Findings:
+    """Run `case` on every rank; return the errors, and those that break the rule."""
+    parity = pipeline_parity(case)
+    errors = {name: dataclasses.asdict(error) for name, error in parity.errors.items()}
+    return Findings(facts={"errors": errors}, broken=tuple(parity.failures()))
 
 
 def pipeline_parity(case: PipelineCase) -> Parity:

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -89,6 +90,12 @@ class WorkerPool:
             _idle.setdefault(self.num_workers, []).append(self._workers)
             self._workers = None
 
+    def end(self) -> None:
+        """End the workers: on GPUs, idle ones would keep memory."""
+        if self._workers is not None:
+            self._workers.kill()
+            self._workers = None
+
     def _run(self, fn: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
         assert self._workers is not None
         healthy = False
@@ -102,8 +109,7 @@ class WorkerPool:
             raise
         finally:
             if not healthy:
-                self._workers.kill()
-                self._workers = None
+                self.end()
         return results
 
     def __enter__(self) -> Self:
@@ -133,7 +139,7 @@ class _Workers:
 
     def __init__(self, num_workers: int) -> None:
         context = multiprocessing.get_context(_METHOD)
-        context.set_forkserver_preload(["padded_dispatch.train.loop"])
+        context.set_forkserver_preload(["tests.support.training"])
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
@@ -232,7 +238,24 @@ def _end() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     assert not distributed_c10d._world.pg_map
-    gc.collect()  # Objects of tests hold groups, and those their threads.
+    forget_models()
+
+
+def forget_models() -> None:
+    """Free models that tests of this process left; they hold groups, and those hold threads.
+
+    Megatron's DDP is in a cycle through autograd's nodes, which nothing collects, and a cache of
+    positions keeps embeddings.
+    """
+    if distributed := sys.modules.get("megatron.core.distributed"):
+        for thing in gc.get_objects():
+            if type(thing) is distributed.DistributedDataParallel:
+                thing.grad_accs.clear()
+    if module := sys.modules.get("megatron.core.models.common.embeddings.rotary_pos_embedding"):
+        for function in vars(module.RotaryEmbedding).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+    gc.collect()
 
 
 def _pickled(error: BaseException) -> bytes:

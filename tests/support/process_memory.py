@@ -20,7 +20,7 @@ from torch import Tensor
 
 from padded_dispatch.exchange import direct, symmetric_memory
 from padded_dispatch.kernels import direct as kernels
-from padded_dispatch.kernels import links, rows
+from padded_dispatch.kernels import rows
 from padded_dispatch.utils.patches import Patches
 from tests.support.stream_order import StreamOrder
 
@@ -71,8 +71,7 @@ def direct_between_processes() -> Iterator[StreamOrder]:
         patches.set(direct, "check_group", lambda group: group)
         patches.set(direct, "_check", lambda tokens_TD, probs_TE: None)
         for module, functions in (
-            (kernels, (push_counts, place_rows, push_rows, return_rows)),
-            (links, (push_tokens, copy_rows)),
+            (kernels, (push_counts, place_rows, push_tokens, copy_rows, return_rows)),
             (rows, (sum_rows, scatter_meta)),
         ):
             for function in functions:
@@ -132,7 +131,7 @@ def _first_slots(kept_E: Tensor, pool_slots: int, experts_per_pool: int) -> Tens
     return (first_G1 + kept_GX.cumsum(1) - kept_GX).flatten().int()
 
 
-def push_rows(
+def push_tokens(
     tokens_TD: Tensor,
     probs_TE: Tensor | None,
     slot_of_TK: Tensor,
@@ -140,14 +139,15 @@ def push_rows(
     shift_E: Tensor,
     rows_R: Tensor,
     probs_R: Tensor,
+    places_R: Tensor,
+    rank: int,
 ) -> None:
+    """Let all rows of a token cross."""
     t, k = (slot_of_TK >= 0).nonzero(as_tuple=True)
     e = expert_of_TK[t, k].long()
     place = (slot_of_TK[t, k] + shift_E[e]).long()
-    for rank, (rows_at, probs_at) in enumerate(
-        zip(_written(rows_R), _written(probs_R), strict=True)
-    ):
-        here = e // (len(shift_E) // len(rows_R)) == rank
+    for to, (rows_at, probs_at) in enumerate(zip(_written(rows_R), _written(probs_R), strict=True)):
+        here = e // (len(shift_E) // len(rows_R)) == to
         if not here.any():
             continue
         num_rows = int(place[here].max()) + 1
@@ -158,10 +158,6 @@ def push_rows(
             probs_N[place[here]] = probs_TE[t[here], e[here]].float()
 
 
-def push_tokens(*pushed_places_rank: Tensor) -> None:
-    push_rows(*pushed_places_rank[:-2])  # All rows of a token cross.
-
-
 def copy_rows(rows_ND: Tensor, places_RTK: Tensor, rank: int) -> None:
     pass
 
@@ -170,7 +166,6 @@ def return_rows(
     packed_ND: Tensor,
     probs_N: Tensor | None,
     offsets_LS: Tensor,
-    kept_SE: Tensor | None,
     slots_R: Tensor,
     meta_R: Tensor,
     rank: int,
@@ -181,10 +176,10 @@ def return_rows(
     slots_R, meta_R = _written(slots_R), _written(meta_R)
     ends = offsets_LS.flatten().tolist()
     own = slice(rank * num_local, (rank + 1) * num_local)
-    if kept_SE is None:  # Pools have experts of one rank each.
-        kept_SE = offsets_LS.new_zeros(num_ranks, num_ranks * num_local)
-        counts = torch.tensor(ends).diff(prepend=torch.tensor([0])).view(offsets_LS.shape)
-        kept_SE[:, own] = counts.T.int()
+    # Pools have experts of one rank each: the counts of others do not matter.
+    kept_SE = offsets_LS.new_zeros(num_ranks, num_ranks * num_local)
+    counts = torch.tensor(ends).diff(prepend=torch.tensor([0])).view(offsets_LS.shape)
+    kept_SE[:, own] = counts.T.int()
     for source in range(num_ranks):
         first_E = _first_slots(kept_SE[source], pool_slots, experts_per_pool)
         for local, slot in enumerate(first_E[own].tolist()):

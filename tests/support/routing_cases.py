@@ -19,7 +19,6 @@ class RoutingCase:
     map_TE: np.ndarray
     probs_TE: np.ndarray
     mask_T: np.ndarray | None
-    protected_T: np.ndarray | None
     top_k: int
     capacity: int
 
@@ -45,7 +44,6 @@ def routing_cases(draw: st.DrawFn) -> RoutingCase:
         map_TE=draw(arrays(bool, shape)),
         probs_TE=draw(arrays(np.float64, shape, elements=probs)),
         mask_T=draw(st.none() | arrays(bool, num_tokens)),
-        protected_T=draw(st.none() | arrays(bool, num_tokens)),
         top_k=draw(st.integers(1, num_experts)),
         capacity=draw(st.integers(1, num_tokens + 2)),
     )

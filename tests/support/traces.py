@@ -1,8 +1,10 @@
 """Small traces for tests: odd sizes, many ties, tokens with fewer than K experts."""
 
+from pathlib import Path
+
 import numpy as np
 
-from padded_dispatch.tune.trace import Trace, ascending
+from padded_dispatch.trace import Trace, append, ascending
 
 
 def small_trace(
@@ -43,3 +45,9 @@ def equal(one: Trace, other: Trace) -> bool:
     arrays = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
     sizes = ("num_experts", "top_k", "num_ranks")
     return arrays and all(getattr(one, name) == getattr(other, name) for name in sizes)
+
+
+def save(trace: Trace, path: Path) -> None:
+    """Write a trace as one step of a file, which is replaced."""
+    with path.open("wb") as file:
+        append(trace, file)

@@ -18,10 +18,10 @@ from torch.distributed import distributed_c10d
 
 from padded_dispatch.megatron import uninstall
 from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.trace import load_traces
 from padded_dispatch.train import loop
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.loop import Outcome
-from padded_dispatch.tune.trace import load_traces
 from tests.support.parity import end_gloo_groups
 from tests.support.traced_run import Counted, assert_trace_says_the_same, counted_run
 

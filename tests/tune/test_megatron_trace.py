@@ -89,7 +89,7 @@ def test_files_without_records(tmp_path):
         ),
         (
             {"top_indices": [[0, 1]] * 4, "num_tokens": 4},
-            r"top_indices.shape must be \(3, 2\), .*, got \(4, 2\); split",
+            r"top_indices.shape must be \(3, 2\), .*, got \(4, 2\); trace",
         ),
     ],
 )
@@ -103,11 +103,11 @@ def test_a_wrong_line_is_named(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"step": 7, "top_in', r"line 1 must be one JSON object, got .* half a line"),
-        ("[" * 100_000, "line 1 must be one JSON object, got "),
-        ("9" * 100_000, "line 1 must be one JSON object, got "),
-        ("[1, 2]", r"line 1 must be one JSON object, got b'\[1, 2\]'"),
-        ("\x00\xff", "line 1 must be one JSON object, got "),
+        ('{"step": 7, "top_in', r"line 1 must be one JSON object .*, got .*; .* half line"),
+        ("[" * 100_000, "line 1 must be one JSON object .*, got "),
+        ("9" * 100_000, "line 1 must be one JSON object .*, got "),
+        ("[1, 2]", r"line 1 must be one JSON object .*, got b'\[1, 2\]'"),
+        ("\x00\xff", "line 1 must be one JSON object .*, got "),
     ],
 )
 def test_lines_that_are_no_record(tmp_path, text, message):
@@ -122,13 +122,13 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
     write(path, *(record(step=step) for step in range(9)))
     with pytest.raises(
         ValueError,
-        match=r"line 5: .* at most max_bytes=48, got 60; raise it .*, or trace fewer steps",
+        match=r"line 5: .* at most max_bytes=48, got 60; raise it",
     ):
         read(path, max_bytes=48)
     monkeypatch.setattr(megatron_trace, "_MAX_LINE_BYTES", 2**16)
     path.write_bytes(b" " * 2**22)
     tracemalloc.start()
-    with pytest.raises(ValueError, match="line 1 must be at most 65536 bytes long"):
+    with pytest.raises(ValueError, match="line 1 must be one JSON object of at most 65536 bytes"):
         read(path)
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()

@@ -1,43 +1,33 @@
 """Recommendations on traces whose need is known step by step: T = 20, two experts, top-1."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from padded_dispatch.tune.quantile import has_drifted
+from padded_dispatch.config import DispatchConfig
+from padded_dispatch.trace import Trace
+from padded_dispatch.tune.cost import LayerSizes, balanced_drop, cost
 from padded_dispatch.tune.recommend import (
-    Phase,
     Target,
+    missing_ranks,
+    percent,
+    quantile,
     recommend,
     smallest_sufficient,
+    study,
 )
 from padded_dispatch.tune.replay import replay
-from padded_dispatch.tune.study import grid, largest_need
-from padded_dispatch.tune.synthetic import KINDS, TraceSizes, synthetic_trace
-from padded_dispatch.tune.trace import Trace
-from tests.tune.processes import KINDS as KINDS_OF_NEED
-from tests.tune.promises import try_kind
+from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 
 T = 20
 FACTORS = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0]  # C = 10 ... 20
-FEW_KINDS = [
-    "independent: normal",
-    "independent: Pareto tail 1",
-    "AR 0.5",
-    "AR 0.99",
-    "sine, 3 traces long",
-    "drift, 5 deviations a trace",
-    "growing width",
-    "regimes of a trace",
-    "clusters of 200, one in 3 traces",
-    "one jump up within a trace",
-]
-DEMAND_OF = {round(c / 10, 1): c for c in range(10, 21)}
 
 
-def trace_of(*needs, steps=None):
+def trace_of(*needs) -> Trace:
     """Return layers whose demand for expert 0 makes step s need the factor `needs[layer][s]`."""
     records = [
-        (s, layer, DEMAND_OF[need])
+        (s, layer, round(10 * need))
         for layer, of_layer in enumerate(needs, start=1)
         for s, need in enumerate(of_layer)
     ]
@@ -47,7 +37,7 @@ def trace_of(*needs, steps=None):
         num_experts=2,
         top_k=1,
         num_ranks=1,
-        steps=numbers[:, 0].astype(np.int64) if steps is None else steps,
+        steps=numbers[:, 0].astype(np.int64),
         layers=numbers[:, 1].astype(np.int32),
         ranks=np.zeros(len(numbers), np.int32),
         ids_NTK=ids_NTK,
@@ -56,8 +46,7 @@ def trace_of(*needs, steps=None):
 
 
 def advise(*needs, factors=FACTORS, **target):
-    found = replay(trace_of(*needs), factors, policy="position")
-    return recommend(found, Target(**({"drop": 0.0} | target)))
+    return recommend(replay(trace_of(*needs), factors), Target(**({"drop": 0.0} | target)))
 
 
 def mixed(num_steps, high, every):
@@ -74,41 +63,25 @@ def test_the_first_factor_from_which_on_all_are_enough():
     assert smallest_sufficient(demand, dropped, 0.0).tolist() == [2, 2, 3]
 
 
-def test_a_promise_that_can_be_given():
-    found = advise(mixed(1000, 1.3, 20), steps_share=0.9)
+def test_the_quantile_is_an_order_statistic():
+    values = np.random.default_rng(0).permutation(np.arange(1, 301))
+    assert [quantile(values, share) for share in (0.99, 0.5, 1.0, 1e-6)] == [297, 150, 300, 1]
+    assert quantile(np.arange(1, 101), 0.07) == 7
+    assert quantile(np.stack([values, 2 * values]), 0.99).tolist() == [297, 594]
+
+
+def test_the_smallest_factor_that_enough_steps_keep():
+    found = advise(mixed(1000, 1.3, 20), steps_share=0.95)
     advice = found.overall
-    # 5 % of the steps need 1.3, so 90 % do with 1.2, also at the upper bound.
-    assert (advice.factor, advice.capacity, advice.promised) == (1.2, 12, True)
-    assert (advice.steps_over, advice.num_steps) == (50, 1000)
-    assert advice.dropped == 50 / 20_000
-    assert advice.worst == 1 / 20
+    assert (advice.factor, advice.capacity, advice.num_steps) == (1.2, 12, 1000)
+    assert (advice.dropped, advice.worst) == (50 / 20_000, 1 / 20)
+    assert (advice.halves, advice.halves_agree, found.warnings()) == ((1.2, 1.2), True, [])
+    assert found.retried == 0.05
     assert found.sentence() == (
         "Set the capacity factor to 1.2 (12 slots per source rank and expert): no row dropped in "
-        "90 % of steps, with 95 % confidence, as long as routing stays as in the 1,000 steps seen. "
-        "Changes that no trace shows are covered for the next 20 steps only; a need higher by a "
-        "tenth would drop 10.25 % of the rows."
+        "95 % of the 1,000 steps traced."
     )
-
-
-def test_few_steps_cover_none_after_them():
-    assert advise(np.full(49, 1.2), steps_share=0.9).overall.steps_covered == 0
-    assert advise(np.full(50, 1.2), steps_share=0.9).overall.steps_covered == 1
-
-
-def test_a_step_that_asks_for_one_row_counts():
-    trace = trace_of(np.full(50, 1.2))
-    trace.ids_NTK[3, 1:] = -1
-    trace.ids_NTK[7] = -1
-    found = recommend(replay(trace, FACTORS, policy="position"), Target(drop=0.0))
-    assert found.overall.num_steps == 49
-
-
-def test_chance_is_allowed_for():
-    # 9 % of 300 steps need 1.3. The true share may well be above 10 %.
-    found = advise(mixed(300, 1.3, 11), steps_share=0.9)
-    assert (found.overall.likely, found.overall.factor) == (1.2, 1.3)
-    assert found.overall.promised
-    assert "more steps may show that 1.2 is enough" in found.sentence()
+    assert advise(mixed(1000, 1.3, 20), steps_share=0.951).overall.factor == 1.3
 
 
 def test_a_target_that_allows_drops():
@@ -116,217 +89,144 @@ def test_a_target_that_allows_drops():
     assert advise(needs).overall.factor == 1.3
     assert advise(needs, drop=0.05).overall.factor == 1.2  # one row of 20
     assert advise(needs, drop=0.0499).overall.factor == 1.3
+    assert "at most 5 % of rows dropped in 99 % of the 600" in advise(needs, drop=0.05).sentence()
 
 
 def test_every_layer_has_its_own_factor_and_all_together_share_a_budget():
-    quiet, loud = np.full(400, 1.0), np.full(400, 1.4)
+    quiet, loud = np.full(40, 1.0), np.full(40, 1.4)
     found = advise(quiet, loud, drop=0.05)
     assert {layer: advice.factor for layer, advice in found.layers.items()} == {1: 1.0, 2: 1.3}
     assert found.overall.factor == 1.2  # two rows of the forty that both layers ask for
 
 
-def test_too_few_steps_are_a_caveat():
-    found = advise(np.tile([1.2, 1.3], 100))
-    advice = found.overall
-    assert advice.factor == 1.3
-    (caveat,) = advice.caveats
-    assert caveat == (
-        "200 steps, worth 200 independent ones, promise no more than 98.51 % of steps; about 299 "
-        "would do"
+def test_halves_that_differ_are_a_warning():
+    found = advise(np.concatenate([np.tile([1.9, 2.0], 50), np.tile([1.2, 1.3], 50)]))
+    assert (found.overall.factor, found.overall.halves) == (2.0, (2.0, 1.3))
+    (warning,) = found.warnings()
+    assert warning.startswith(
+        "The first half of the steps needs 2, the second 1.3: routing changed. Leave out"
     )
-    assert found.sentence() == (
-        "Set the capacity factor to 1.3 (13 slots per source rank and expert), without a promise: "
-        f"no row dropped in 200 of the 200 steps seen, but {caveat}."
-    )
+    assert advise(np.tile([1.2, 1.3], 100)).warnings() == []
+    near, far = np.full(10, 1.0), np.full(10, 1.1)
+    assert advise(np.concatenate([near, far])).overall.halves_agree  # just a tenth
+    assert not advise(np.concatenate([near, far + 0.1])).overall.halves_agree
+    assert advise([1.4]).overall.halves == (1.4, 1.4)
+    assert advise([1.4, 1.2, 1.2]).overall.halves == (1.4, 1.2)
 
 
-def test_independent_bursts_are_promised():
-    """Heavy spikes need no caveat of their own: the bound assumes no distribution."""
-    needs = np.random.default_rng(0).choice([1.2, 2.0], 2000, p=[0.98, 0.02])
-    advice = advise(needs, steps_share=0.9).overall
-    assert (advice.factor, advice.promised) == (1.2, True)
-    assert advice.steps_over == (needs == 2.0).sum()
-    assert advice.worst == 8 / 20
-    advice = advise(needs).overall
-    assert (advice.factor, advice.promised) == (2.0, True)
+def test_a_step_that_asks_for_no_row_does_not_count():
+    trace = trace_of(np.full(50, 1.2))
+    trace.ids_NTK[3, 1:] = -1
+    trace.ids_NTK[7] = -1
+    assert recommend(replay(trace, FACTORS), Target()).overall.num_steps == 49
+    trace.ids_NTK[:] = -1
+    with pytest.raises(ValueError, match="trace must ask for at least one expert, got padding"):
+        recommend(replay(trace), Target())
 
 
-def test_bursts_that_come_together_are_a_caveat():
-    needs = np.full(2000, 1.2)
-    needs[1500:1540] = 2.0
-    (caveat,) = advise(needs).overall.caveats
-    assert caveat.startswith("2000 steps, worth 51 independent ones, promise no more than 94.3 %")
-
-
-def test_a_slow_change_is_a_caveat():
-    needs = np.random.default_rng(0).choice([1.2, 1.3], 2000)
-    needs[500:1500] = np.random.default_rng(1).choice([1.2, 1.3], 1000, p=[0.7, 0.3])
-    (caveat,) = advise(needs).overall.caveats
-    assert caveat.startswith("the need changes slowly over the trace, more than by chance")
-
-
-def test_an_end_that_needs_more_is_a_caveat(monkeypatch):
-    monkeypatch.setattr("padded_dispatch.tune.recommend.changes_slowly", lambda *_: False)
-    needs = np.random.default_rng(0).choice([1.2, 1.3], 1000)
-    needs[[-41, -32, -20, -11, -2]] = 1.6
-    (caveat,) = advise(needs).overall.caveats
-    assert caveat.startswith("the last tenth of the steps needs more than the steps before it")
-
-
-def test_a_need_that_grows_has_its_price():
-    """A need higher by a tenth drops at 1.3 what is dropped at 1.3 / 1.1, or the next lower one."""
-    needs = np.random.default_rng(0).choice([1.2, 1.3], 1000)
-    found = advise(needs)
-    assert found.overall.factor == 1.3
-    at_1_1 = (1 * (needs == 1.2) + 2 * (needs == 1.3)).sum() / (T * 1000)
-    assert found.overall.dropped_if_more == at_1_1
-    assert advise(needs, factors=[1.2, 1.3]).overall.dropped_if_more is None
-    assert "by a tenth" not in advise(needs, factors=[1.2, 1.3]).sentence()
-
-
-def test_the_steps_covered_are_those_of_training():
-    needs = np.random.default_rng(0).choice([1.2, 1.3], 1000)
-    found = replay(trace_of(needs, steps=10 * np.arange(1000)), FACTORS, policy="position")
-    assert recommend(found, Target(drop=0.0)).overall.steps_covered == 200  # every tenth is traced
-
-
-def test_drift_gives_a_schedule():
-    needs = np.concatenate([np.tile([1.9, 2.0], 100), np.tile([1.2, 1.3], 300)])
-    found = advise(needs, steps_share=0.9)
-    advice = found.overall
-    assert advice.phases == (
-        Phase(first_step=0, factor=2.0),
-        Phase(first_step=200, factor=1.3),
-    )
-    assert advice.factor == 2.0  # without a schedule
-    (caveat,) = advice.caveats
-    assert caveat.startswith("the need changes over the trace: the median step of its first half")
-
-
-@pytest.mark.parametrize("rises", [True, False])
-@pytest.mark.parametrize(("first", "every"), [(1, 1), (10, 10), (0, 1)])
-def test_no_step_of_a_schedule_gets_too_little(first, every, rises):
-    """Steps are numbered as by `train --trace`, with gaps, or as by Megatron, from 0."""
-    low, high = np.tile([1.2, 1.3], 100), np.tile([1.9, 2.0], 100)
-    needs = np.concatenate([low, high] if rises else [high, low])
-    steps = first + every * np.arange(400)
-    found = replay(trace_of(needs, steps=steps), FACTORS, policy="position")
-    phases = recommend(found, Target(drop=0.0, steps_share=0.9)).overall.phases
-    assert phases == (
-        (Phase(first_step=0, factor=1.3), Phase(first_step=steps[199], factor=2.0))  # before a gap
-        if rises
-        else (Phase(first_step=0, factor=2.0), Phase(first_step=steps[200], factor=1.3))  # after it
-    )
-    for label, need in zip(steps, needs, strict=True):
-        done_before = label - min(first, 1)
-        assert [p.factor for p in phases if p.first_step <= done_before][-1] >= need
-
-
-def test_a_change_without_effect_on_the_factor_gives_no_schedule():
-    """Independent steps; the middle shifts within the grid's step, the tail stays."""
-    seen = 0
-    for seed in range(10):
-        random = np.random.default_rng(seed)
-        often = np.where(np.arange(2000) < 1000, 0.55, 0.65)
-        needs = np.where(random.random(2000) < often, 1.3, 1.2)
-        needs[random.random(2000) < 0.03] = 1.4
-        seen += has_drifted(needs)
-        advice = advise(needs).overall
-        assert (advice.factor, advice.phases) == (1.4, ())
-    assert seen > 5
-
-
-def test_missing_ranks_are_a_caveat():
+def test_missing_ranks_are_a_warning():
     sizes = TraceSizes(
-        num_steps=300, num_layers=1, num_ranks=4, num_tokens=16, num_experts=8, top_k=2
+        num_steps=30, num_layers=1, num_ranks=4, num_tokens=16, num_experts=8, top_k=2
     )
     trace = synthetic_trace("balanced", sizes)
 
-    def caveats(part):
-        return recommend(replay(part, [1.0, 2.0]), Target()).overall.caveats
+    def warnings(part):
+        found = recommend(replay(part, [1.0, 2.0]), Target())
+        assert found.warnings() == missing_ranks(found.replay)
+        return found.warnings()
 
-    assert caveats(trace) == ()
-    (caveat,) = caveats(trace.where(trace.ranks % 2 == 0))
-    assert caveat == (
-        "traces of 2 of 4 ranks are missing (1, 3), so their demand is unknown; give the traces of "
-        "all ranks"
-    )
-    (caveat,) = caveats(trace.where((trace.ranks != 3) | (trace.steps < 290)))
-    assert caveat.startswith("10 of 300 steps of a layer lack some of their 4 ranks, so ")
-
-
-def test_order_of_factors_does_not_matter():
-    needs = mixed(400, 1.3, 7)
-    assert advise(needs, factors=FACTORS[::-1]) == advise(needs)
+    assert warnings(trace) == []
+    assert warnings(trace.where(trace.ranks % 2 == 0)) == [
+        "Traces of 2 of 4 ranks are missing (1, 3), so their demand is unknown; give the traces of "
+        "all ranks."
+    ]
+    (warning,) = warnings(trace.where((trace.ranks != 3) | (trace.steps < 29)))
+    assert warning.startswith("1 of 30 steps of a layer lack some of their 4 ranks, so ")
 
 
 def test_a_grid_that_ends_too_low():
-    with pytest.raises(
-        ValueError, match=r"factors must suffice in every step, got 'at most 1\.2'; add 1\.5"
-    ):
+    with pytest.raises(ValueError, match=r"factors must suffice .*, got 1\.2; add 1\.5"):
         advise(mixed(50, 1.5, 10), factors=[1.0, 1.2])
 
 
-def test_a_trace_of_padding():
-    empty = trace_of([1.2])
-    empty.ids_NTK[:] = -1
-    with pytest.raises(
-        ValueError, match="trace must ask for at least one expert, got padding only"
-    ):
-        recommend(replay(empty, [1.0], policy="position"), Target())
+def test_wrong_targets():
+    with pytest.raises(ValueError, match=r"drop must be .*, got 5; for 5 % set 0\.05"):
+        Target(drop=5)
+    with pytest.raises(ValueError, match=r"steps_share must be a share above 0 .*, got 0"):
+        Target(steps_share=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_promise_holds_on_unseen_steps(kind):
-    """Recommend from 600 steps, check on the next 300; each case without a promise has a caveat.
-
-    By chance this trace of "topics" gets none. So did 4 of 88 settled traces, 8 of each kind.
-    """
-    sizes = TraceSizes(
-        num_steps=900, num_layers=1, num_ranks=2, num_tokens=48, num_experts=8, top_k=2
-    )
-    trace = synthetic_trace(kind, sizes, seed=1)
-    seen, unseen = trace.where(trace.steps < 600), trace.where(trace.steps >= 600)
-    target = Target(drop=0.001, steps_share=0.95)
-    advice = recommend(replay(seen, grid(largest_need(seen))), target).overall
-    later = replay(unseen, [advice.factor]).by_layer_and_step()
-    kept = later.dropped[0].sum(0) <= 0.001 * later.demand.sum(0)
-    assert kept.mean() >= 0.95
-    assert advice.promised == (kind not in ("drift", "topics"))
-    assert all(caveat.startswith("the need changes ") for caveat in advice.caveats)
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (0.001, "0.1 %"),
+        (0.00987, "0.99 %"),
+        (0.123456, "12.35 %"),
+        (0.99, "99 %"),
+        (0.99999, "99.99 %"),
+        (1e-7, "< 0.0001 %"),
+        (0.0, "0 %"),
+        (1.0, "100 %"),
+    ],
+)
+def test_percent(share, text):
+    assert percent(share) == text
 
 
-def test_steps_after_a_change_may_break_the_target():
-    """Routing becomes less even, and the trace holds only its start: hence the caveat."""
-    sizes = TraceSizes(
-        num_steps=900, num_layers=1, num_ranks=2, num_tokens=48, num_experts=8, top_k=2
-    )
-    trace = synthetic_trace("drift", sizes, strength=3.0, seed=1)
-    seen, unseen = trace.where(trace.steps < 300), trace.where(trace.steps >= 600)
-    advice = recommend(replay(seen, grid(largest_need(seen))), Target(steps_share=0.9)).overall
-    later = replay(unseen, [advice.factor]).by_layer_and_step()
-    kept = later.dropped[0].sum(0) <= 0.001 * later.demand.sum(0)
-    assert kept.mean() < 0.9
-    assert not advice.promised
+SIZES = TraceSizes(num_steps=40, num_layers=2, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
 
 
-@pytest.mark.parametrize("kind", FEW_KINDS)
-def test_few_promises_break(kind):
-    """A quick version of `tests.tune.promises`: 60 runs, so 5 % are 3."""
-    row = try_kind(kind, KINDS_OF_NEED[kind], num_steps=500, num_runs=60)
-    assert row["broken_next"] <= 3
-    if row["group"] == "independent":
-        assert row["promised"] >= 50
-    if row["group"] == "slow":
-        assert row["promised"] <= 6
+@pytest.fixture(scope="module")
+def found():
+    layer = LayerSizes(hidden_size=64, ffn_size=48)
+    return study(synthetic_trace("lognormal", SIZES), Target(), name="x", sizes=layer)
 
 
-def test_without_the_tests_on_the_trace_promises_break(monkeypatch):
-    """The program counts broken promises where there are some."""
-    monkeypatch.setattr("padded_dispatch.tune.recommend.changes_slowly", lambda *_: False)
-    monkeypatch.setattr("padded_dispatch.tune.recommend.end_differs", lambda *_: False)
-    monkeypatch.setattr("padded_dispatch.tune.recommend.has_drifted", lambda *_: False)
-    kind = "growing width"
-    row = try_kind(kind, KINDS_OF_NEED[kind], num_steps=500, num_runs=60)
-    assert row["promised"] > 40
-    assert row["broken_later"] > 40
+def test_a_study_takes_the_pool_with_the_smaller_factor(found):
+    expert, rank = found.answers
+    assert (expert.replay.pool, rank.replay.pool) == ("expert", "rank")
+    assert rank.overall.factor < 0.97 * expert.overall.factor
+    assert found.chosen is rank and found.pool == "rank"
+    assert "with capacity_pool=rank: at most 5 % of rows" in found.chosen.sentence()
+    even = study(synthetic_trace("balanced", SIZES), Target(), name="x")
+    assert even.answers[0].overall.factor == even.answers[1].overall.factor
+    assert even.pool == "expert"
+
+
+def test_options_are_what_the_replay_says(found):
+    rows, kept = found.chosen.replay.by_layer_and_step, found.chosen.replay.kept
+    assert [option.factor for option in found.options] == found.chosen.replay.factors.tolist()
+    for i, option in enumerate(found.options):
+        by_step = np.sort(rows.dropped[i].sum(0) / rows.demand.sum(0))
+        assert option.dropped == rows.dropped[i].sum() / rows.demand.sum()
+        assert option.in_most_steps == by_step[39]
+        assert option.worst_layer == max(rows.dropped[i].sum(1) / rows.demand.sum(1))
+        assert option.retried == (rows.dropped[i].sum(0) > 0).mean()
+        assert option.lost == found.chosen.replay.lost_tokens[i].sum() / (64 * 160)
+        assert option.fill == pytest.approx(kept[i].sum() / (160 * 2 * option.capacity))
+        config = DispatchConfig(
+            num_experts=16,
+            top_k=2,
+            num_ranks=2,
+            capacity_pool="rank",
+            capacity_factor=option.factor,
+        )
+        assert option.cost == cost(config, 64, found.sizes)
+        assert option.balanced is None
+    assert found.options[0].retried == 1.0 and found.options[-1].dropped == 0
+
+
+def test_a_balanced_router_beside_cells_of_experts():
+    alone = study(synthetic_trace("uniform", SIZES), Target(), name="x", pools=("expert",))
+    option = alone.options[3]
+    assert (option.factor, option.capacity, option.cost) == (1.0, 8, None)
+    sizes = dict(num_tokens=64, top_k=2, num_experts=16, capacity=8)
+    assert option.balanced == balanced_drop(**sizes)
+    assert abs(option.dropped - option.balanced) < 0.02
+
+
+def test_the_sources_of_a_study_may_split_experts():
+    trace = dataclasses.replace(synthetic_trace("uniform", SIZES), num_experts=17)
+    with pytest.raises(ValueError, match="num_experts must be a multiple of num_ranks=2, got 17"):
+        study(trace, Target(), name="x")
+    assert study(trace, Target(), name="x", etp=2).chosen.overall.num_steps == 40

@@ -1,6 +1,5 @@
-"""A replay equals the reference, record by record, and a larger factor never drops more."""
+"""A replay equals the specification and the dispatcher, record by record."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -9,34 +8,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from padded_dispatch import reference
-from padded_dispatch.config import CAPACITY_POOLS, POLICIES, DispatchConfig
-from padded_dispatch.ops.counters import mass_units
-from padded_dispatch.ops.overflow import select_with_remedy
+from padded_dispatch.config import DispatchConfig
+from padded_dispatch.ops.select import select
+from padded_dispatch.trace import Trace
 from padded_dispatch.tune import replay as replay_module
-from padded_dispatch.tune.replay import POOLS, _places, has_all_sources, largest_need, replay
-from padded_dispatch.tune.trace import Trace
-from tests.support.pools import pools
+from padded_dispatch.tune.replay import POOLS, grid, places, replay
 from tests.support.traces import small_trace
+from tests.tune.referee import asked_rows, kept_rows
 
 FACTORS = [0.3, 0.7, 1.0, 1.25, 3.0]
-EXACT = [policy for policy in POLICIES if policy != "random"]  # The others' draws are their own.
+POLICIES = ("probs", "position")
 
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    """Two layers, two steps of two micro-batches, one or two groups of one to three ranks."""
+    """One step of one layer, in one or two groups of one to three ranks."""
     num_ranks = draw(st.integers(1, 3))
-    num_records = [num_ranks * draw(st.integers(1, 2))]
-    for _ in range(3):
-        num_records.append(num_records[-1] * 2)
-    all_ranks, per_pass, per_step, size = num_records
-    n = np.arange(size)
+    num_records = num_ranks * draw(st.integers(1, 2))
     num_experts = num_ranks * draw(st.integers(1, 3))
     return small_trace(
-        steps=(n // per_step).tolist(),
-        layers=(n % per_pass // all_ranks).tolist(),
-        ranks=(n % all_ranks).tolist(),
+        steps=[0] * num_records,
+        layers=[1] * num_records,
+        ranks=list(range(num_records)),
         num_tokens=draw(st.integers(1, 9)),
         num_experts=num_experts,
         top_k=draw(st.integers(1, num_experts)),
@@ -45,280 +38,113 @@ def traces(draw: st.DrawFn) -> Trace:
     )
 
 
-def dense(trace: Trace, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """One record as the router gives it: map and probabilities, [T, E]."""
-    map_TE = np.zeros((trace.num_tokens, trace.num_experts), bool)
-    probs_TE = np.zeros(map_TE.shape, np.float32)
-    for t, ids_K in enumerate(trace.ids_NTK[n]):
-        for k, e in enumerate(ids_K):
-            if e >= 0:
-                map_TE[t, e] = True
-                probs_TE[t, e] = trace.probs_NTK[n, t, k]
-    return map_TE, probs_TE
+@settings(max_examples=60)
+@given(trace=traces(), policy=st.sampled_from(POLICIES), pool=st.sampled_from(POOLS))
+def test_every_record_is_what_the_specification_keeps(trace, policy, pool):
+    found = replay(trace, FACTORS, policy=policy, pool=pool)
+    for n in range(trace.num_records):
+        asked = asked_rows(trace, n)
+        experts = [e for _, e, _ in asked]
+        assert found.demand_by_expert[n].tolist() == count(trace, experts)
+        assert found.num_tokens[n] == len({t for t, _, _ in asked})
+        for f, factor in enumerate(FACTORS):
+            kept = kept_rows(trace, n, factor, pool=pool, policy=policy)
+            assert found.kept_by_expert[f, n].tolist() == count(trace, [e for _, e, _ in kept])
+            assert found.dropped[f, n] == len(asked) - len(kept)
+            lost = {t for t, _, _ in asked} - {t for t, _, _ in kept}
+            assert found.lost_tokens[f, n] == len(lost)
 
 
-@settings(max_examples=80)  # One example is up to 48 records at five factors.
-@given(
-    trace=traces(),
-    policy=st.sampled_from(EXACT),
-    pool=st.sampled_from(CAPACITY_POOLS),
-    min_capacity=st.integers(1, 3),
-    alignment=st.integers(1, 4),
-)
-def test_every_record_is_what_reference_and_dispatcher_do(
-    trace, policy, pool, min_capacity, alignment
-):
-    slots = dict(min_capacity=min_capacity, alignment=alignment)
-    found = replay(trace, FACTORS, policy=policy, pool=pool, **slots)
+def count(trace: Trace, experts: list[int]) -> list[int]:
+    return [experts.count(e) for e in range(trace.num_experts)]
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_is_what_the_dispatcher_selects(pool, policy):
+    trace = small_trace(steps=[0, 0], layers=[1, 1], ranks=[0, 1], num_tokens=40, seed=3)
+    found = replay(trace, FACTORS, policy=policy, pool=pool)
     for f, factor in enumerate(FACTORS):
         config = DispatchConfig(
-            num_experts=trace.num_experts,
-            top_k=trace.top_k,
-            capacity_factor=factor,
-            capacity_pool=pool,
-            policy=policy,
-            num_ranks=trace.num_ranks,
-            **slots,
+            num_experts=6, top_k=3, num_ranks=2, capacity_factor=factor, capacity_pool=pool
         )
-        sizes = config.sizes(trace.num_tokens)
-        assert found.capacities[f] == (sizes.num_rows if pool == "receiver" else sizes.pool_slots)
-        for records in units(trace):
-            demand_SE = found.demand_by_expert[records]
-            accepted_SE = None
-            if pool == "receiver" and sizes.may_drop and trace.num_ranks > 1:
-                accepted_SE = reference.accept(
-                    demand_SE, num_ranks=trace.num_ranks, num_rows=sizes.num_rows
-                )
-            for source, n in enumerate(records):
-                map_TE, probs_TE = dense(trace, n)
-                limit_E = None if accepted_SE is None else accepted_SE[source]
-                expected = reference.select(
-                    map_TE, probs_TE, sizes=sizes, policy=policy, limit_E=limit_E
-                )
-                kept_TE = expected.kept_TE
-                assert found.demand_by_expert[n].tolist() == expected.demand_E.tolist()
-                assert found.kept_by_expert[f, n].tolist() == kept_TE.sum(0).tolist()
-                asked_T, kept_T = map_TE.any(1), kept_TE.any(1)
-                assert found.num_tokens[n] == asked_T.sum()
-                assert found.lost_tokens[f, n] == (asked_T & ~kept_T).sum()
-
-                tensors = torch.from_numpy(map_TE), torch.from_numpy(probs_TE)
-                table_SE = torch.from_numpy(demand_SE)
-                ours = select_with_remedy(
-                    config,
-                    sizes,
-                    *tensors,
-                    all_demands=lambda _: table_SE,  # noqa: B023 - called in this turn
-                    source=source,
-                )
-                assert ours.kept_TE.numpy().tolist() == kept_TE.tolist()
-                assert found.asked_mass[n] == mass_units(tensors[1]).sum().item()
-                assert found.kept_mass[f, n] == mass_units(ours.probs_TE).sum().item()
+        sizes = config.sizes(40)
+        slots = sizes.num_pools * sizes.pool_slots
+        assert (found.capacities[f], found.slots[f]) == (sizes.pool_slots, slots)
+        for n in range(2):
+            map_TE, probs_TE = torch.zeros(40, 6, dtype=torch.bool), torch.zeros(40, 6)
+            for t, e, prob in asked_rows(trace, n):
+                map_TE[t, e], probs_TE[t, e] = True, prob
+            kept_TE = select(map_TE, probs_TE, sizes=sizes, policy=policy).kept_TE
+            assert found.kept_by_expert[f, n].tolist() == kept_TE.sum(0).tolist()
+            lost_T = map_TE.any(1) & ~kept_TE.any(1)
+            assert found.lost_tokens[f, n] == lost_T.sum()
 
 
-@given(traces(), st.sampled_from(EXACT))
-def test_pooled_is_one_source_with_all_tokens(trace, policy):
-    found = replay(trace, FACTORS, policy=policy, pool="all-sources")
-    for records in units(trace):
-        maps, probs = zip(*(dense(trace, n) for n in records), strict=True)
-        map_ME, probs_ME = np.concatenate(maps), np.concatenate(probs)
-        for f, capacity in enumerate(found.capacities.tolist()):
-            balance = len(map_ME) * trace.top_k / trace.num_experts * FACTORS[f]
-            assert capacity == max(1, min(len(map_ME), math.ceil(balance)))
-            kept_ME = reference.select(
-                map_ME, probs_ME, sizes=pools(trace.num_experts, capacity), policy=policy
-            ).kept_TE
-            kept_RE = kept_ME.reshape(trace.num_ranks, -1, trace.num_experts).sum(1)
-            assert found.kept_by_expert[f, records].tolist() == kept_RE.tolist()
-            assert found.slots[f] * trace.num_ranks == capacity * trace.num_experts
-
-
-@given(traces())
-def test_a_rank_has_one_budget_for_all_its_experts(trace):
-    found = replay(trace, FACTORS, policy="position", pool="hybrid-ep", alignment=2)
-    num_local_experts = trace.num_experts // trace.num_ranks
-    for f, factor in enumerate(FACTORS):
-        budget = int(trace.num_tokens * trace.top_k * factor)
-        budget += -budget % 2
-        assert found.capacities[f] == budget == found.slots[f]
-        for records in units(trace):
-            left_R = [budget] * trace.num_ranks
-            kept_RE = np.zeros((trace.num_ranks, trace.num_experts), int)
-            for source, n in enumerate(records):
-                for e in trace.ids_NTK[n].flatten().tolist():
-                    if e >= 0 and left_R[e // num_local_experts] > 0:
-                        left_R[e // num_local_experts] -= 1
-                        kept_RE[source, e] += 1
-            assert found.kept_by_expert[f, records].tolist() == kept_RE.tolist()
-
-
-def least(trace: Trace, pool: str) -> float:
-    """Return the factor of one slot."""
-    cells = {"expert": 1, "all-sources": trace.num_ranks}.get(pool)
-    if cells is None:
-        cells = trace.num_experts // trace.num_ranks
-        cells *= 1 if pool == "rank" else trace.num_ranks
-    return trace.num_experts / (trace.num_tokens * trace.top_k * cells)
-
-
-def units(trace: Trace) -> list[list[int]]:
-    """Records of one micro-batch of one layer in one group, by rank."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for n, number in enumerate(trace.microbatches().tolist()):
-        group = int(trace.ranks[n]) // trace.num_ranks
-        key = int(trace.steps[n]), number, int(trace.layers[n]), group
-        found.setdefault(key, []).append(n)
-    return [sorted(records, key=lambda n: trace.ranks[n]) for records in found.values()]
-
-
-@given(traces(), st.sampled_from(POLICIES), st.sampled_from(POOLS))
-def test_a_larger_factor_never_drops_more(trace, policy, pool):
-    found = replay(trace, FACTORS, policy=policy, pool=pool)
-    for kept in (found.kept_by_expert, found.kept_mass, -found.lost_tokens):
-        assert (np.diff(kept, axis=0) >= 0).all()
-
-
-@given(traces(), st.sampled_from(POLICIES), st.sampled_from(POOLS))
-def test_the_needed_factor_is_that_of_the_largest_demand_and_drops_nothing(trace, policy, pool):
+@given(traces(), st.sampled_from(POOLS))
+def test_the_needed_factor_is_that_of_the_largest_demand_and_drops_nothing(trace, pool):
     needed = replay(trace, [1.0], pool=pool).needed_factor
-    rows, num_experts, num_ranks = (
-        trace.num_tokens * trace.top_k,
-        trace.num_experts,
-        trace.num_ranks,
-    )
-    demand_by_expert = replay(trace, [1.0]).demand_by_expert
-    expected = np.empty(trace.num_records)
-    for records in units(trace):
-        demand_SE = demand_by_expert[records]
-        demand_SR = demand_SE.reshape(num_ranks, num_ranks, -1).sum(2)
-        expected[records] = {
-            "expert": demand_SE.max(1) * num_experts / rows,
-            "rank": demand_SR.max(1) * num_ranks / rows,
-            "receiver": demand_SR.sum(0).max() / rows,
-            "all-sources": demand_SE.sum(0).max() * num_experts / (rows * num_ranks),
-            "hybrid-ep": demand_SR.sum(0).max() / rows,
-        }[pool]
-    np.testing.assert_allclose(
-        largest_need(trace, pool=pool), max(needed.max(), least(trace, pool))
-    )
-    # Both round a few times; one slot is at least 1 / (T * K), which is above 2**-7 here.
-    np.testing.assert_allclose(needed, expected, rtol=2**-50)
-    factors = sorted({*needed.tolist()} - {0})
-    found = replay(trace, factors or [1.0], policy=policy, pool=pool)
+    num_pools = trace.num_experts if pool == "expert" else trace.num_ranks
+    for n in range(trace.num_records):
+        experts = [e * num_pools // trace.num_experts for _, e, _ in asked_rows(trace, n)]
+        most = max((experts.count(p) for p in experts), default=0)
+        assert needed[n] == most * num_pools / (trace.num_tokens * trace.top_k)
+    factors = sorted({*needed.tolist()} - {0}) or [1.0]
+    found = replay(trace, factors, pool=pool)
     for f, factor in enumerate(factors):
         assert (found.dropped[f][needed <= factor] == 0).all()
+    assert replay(trace, pool=pool).dropped[-1].sum() == 0
 
 
-def test_random_keeps_as_many_and_draws_by_seed():
-    trace = small_trace(steps=[0] * 40, layers=list(range(40)), ranks=[0] * 40, num_tokens=50)
-    by_probs = replay(trace, FACTORS, policy="probs")
-    drawn = [replay(trace, FACTORS, policy="random", seed=seed) for seed in (0, 0, 1)]
-    for found in drawn:
-        np.testing.assert_array_equal(found.kept_by_expert, by_probs.kept_by_expert)
-    np.testing.assert_array_equal(drawn[0].kept_mass, drawn[1].kept_mass)
-    assert (drawn[0].kept_mass != drawn[2].kept_mass).any()
-    assert (drawn[0].kept_mass <= by_probs.kept_mass).all()
+def test_expert_tensor_parallel_ranks_share_experts():
+    trace = small_trace(steps=[0] * 4, layers=[0] * 4, ranks=[0, 1, 2, 3], num_ranks=4, seed=1)
+    found = replay(trace, FACTORS, pool="rank", etp=2)
+    for f, factor in enumerate(FACTORS):
+        for n in range(4):
+            kept = kept_rows(trace, n, factor, pool="rank", policy="probs", etp=2)
+            experts = [e for _, e, _ in kept]
+            assert found.kept_by_expert[f, n].tolist() == count(trace, experts)
+    # Two ranks of three experts: of 5 tokens with 3 experts each at most 15 rows ask for one.
+    assert found.capacities.tolist() == [3, 6, 9, 12, 15]
 
 
-def test_any_number_of_records_at_a_time_gives_the_same(monkeypatch):
-    trace = small_trace(steps=[0, 0, 1, 1], layers=[0] * 4, ranks=[0, 1, 0, 1], num_tokens=7)
-    at_once = [replay(trace, FACTORS, pool=pool) for pool in POOLS]
-    monkeypatch.setattr(replay_module, "_CHUNK_ROWS", 1)
-    for whole, pool in zip(at_once, POOLS, strict=True):
-        found = replay(trace, FACTORS, pool=pool)
-        np.testing.assert_array_equal(found.kept_by_expert, whole.kept_by_expert)
-        np.testing.assert_array_equal(found.kept_mass, whole.kept_mass)
-        np.testing.assert_array_equal(found.needed_factor, whole.needed_factor)
+def test_chunks_do_not_change_the_answer(monkeypatch):
+    trace = small_trace(steps=[0] * 9, layers=[0] * 9, ranks=[*range(9)], num_ranks=1)
+    whole = replay(trace, FACTORS)
+    monkeypatch.setattr(replay_module, "_CHUNK_ROWS", 2 * 5 * 3)
+    parts = replay(trace, FACTORS)
+    np.testing.assert_array_equal(parts.kept_by_expert, whole.kept_by_expert)
+    np.testing.assert_array_equal(parts.lost_tokens, whole.lost_tokens)
 
 
-def by_hand(**changes) -> Trace:
-    """Four tokens, two experts, one each; expert 1 gets three of the four."""
-    values = dict(
-        num_experts=2,
-        top_k=1,
-        num_ranks=1,
-        steps=np.array([5]),
-        layers=np.array([2], np.int32),
-        ranks=np.array([0], np.int32),
-        ids_NTK=np.array([[[1], [0], [1], [1]]], np.int16),
-        probs_NTK=np.array([[[0.5], [1.0], [0.25], [0.75]]], np.float32),
-    )
-    return Trace(**(values | changes))
-
-
-def test_by_hand():
-    found = replay(by_hand(), [1.0, 1.5])
-    assert found.capacities.tolist() == [2, 3]
-    assert found.demand_by_expert.tolist() == [[1, 3]]
-    assert found.kept_by_expert.tolist() == [[[1, 2]], [[1, 3]]]
-    assert found.dropped.tolist() == [[1], [0]]
-    assert found.slots.tolist() == [4, 6]
-    assert found.asked_mass.tolist() == [2.5 * 2**32]
-    assert found.kept_mass.tolist() == [[2.25 * 2**32], [2.5 * 2**32]]
-    assert found.lost_tokens.tolist() == [[1], [0]]
-    assert found.needed_factor.tolist() == [1.5]
-    assert replay(by_hand(), [1.0], policy="position").kept_mass.tolist() == [[1.75 * 2**32]]
-
-
-def test_padding_asks_for_nothing():
-    padding = by_hand(
-        ids_NTK=np.full((1, 4, 1), -1, np.int16), probs_NTK=np.zeros((1, 4, 1), np.float32)
-    )
-    for pool in POOLS:
-        found = replay(padding, [1.0], pool=pool)
-        assert found.demand.tolist() == [0]
-        assert found.dropped.tolist() == [[0]]
-        assert found.asked_mass.tolist() == [0]
-        assert found.lost_tokens.tolist() == [[0]]
-        assert found.needed_factor.tolist() == [0]
-
-
-def test_factors_ascend_in_any_order():
-    trace = small_trace(steps=[0, 1], layers=[0, 0], ranks=[0, 0], num_tokens=9)
-    found, expected = replay(trace, FACTORS[::-1]), replay(trace, FACTORS)
-    assert found.factors.tolist() == FACTORS
-    np.testing.assert_array_equal(found.capacities, expected.capacities)
-    np.testing.assert_array_equal(found.kept_by_expert, expected.kept_by_expert)
-
-
-def test_rows_per_layer_and_step():
-    steps, layers = [4, 4, 4, 9, 4], [1, 1, 3, 1, 1]
-    trace = small_trace(steps=steps, layers=layers, ranks=[0, 1, 0, 0, 0])
+def test_by_layer_and_step():
+    trace = small_trace(steps=[4, 4, 4, 9, 4], layers=[1, 1, 3, 1, 1], ranks=[0, 1, 0, 0, 0])
     found = replay(trace, FACTORS)
-    table = found.by_layer_and_step()
+    table, demand = found.by_layer_and_step, found.demand.tolist()
     assert (table.layers.tolist(), table.steps.tolist()) == ([1, 3], [4, 9])
-    demand = found.demand.tolist()
-    assert table.demand.tolist() == [
-        [demand[0] + demand[1] + demand[4], demand[3]],
-        [demand[2], 0],
-    ]
+    assert table.demand.tolist() == [[demand[0] + demand[1] + demand[4], demand[3]], [demand[2], 0]]
     assert table.dropped.sum((1, 2)).tolist() == found.dropped.sum(1).tolist()
     assert table.dropped[0, 1].tolist() == [found.dropped[0, 2], 0]
+    shares = found.dropped.sum(1) / sum(demand)
+    assert found.dropped_share.tolist() == shares.tolist()
 
 
-def test_without_probabilities():
-    trace = by_hand(probs_NTK=None)
-    found = replay(trace, [1.0], policy="position")
-    assert found.kept_by_expert.tolist() == [[[1, 2]]]
-    assert found.asked_mass is None and found.kept_mass is None
-    for policy in ("probs", "priority"):
-        with pytest.raises(
-            ValueError, match=rf"policy must .* without probabilities, got '{policy}'; set"
-        ):
-            replay(trace, [1.0], policy=policy)
+def test_without_probabilities_the_first_tokens_keep_their_slots():
+    probs = small_trace(steps=[0], layers=[0], ranks=[0], num_ranks=1)
+    trace = small_trace(steps=[0], layers=[0], ranks=[0], num_ranks=1, probs=False)
+    found = replay(trace, FACTORS)
+    by_position = replay(probs, FACTORS, policy="position")
+    np.testing.assert_array_equal(found.lost_tokens, by_position.lost_tokens)
+    assert replay(probs, FACTORS).dropped.tolist() == found.dropped.tolist()
+    with pytest.raises(ValueError, match=r"policy must be position .*, got 'probs'"):
+        replay(trace, FACTORS, policy="probs")
 
 
-def test_another_number_of_ranks():
-    trace = small_trace(
-        steps=[0] * 4, layers=[0] * 4, ranks=[0, 1, 2, 3], num_ranks=4, num_experts=8
-    )
-    in_halves = dataclasses.replace(trace, num_ranks=2)
-    halves = replay(in_halves, [1.0], pool="all-sources")
-    first = replay(in_halves.where(trace.ranks < 2), [1.0], pool="all-sources")
-    np.testing.assert_array_equal(halves.kept_by_expert[:, :2], first.kept_by_expert)
-    # 4 or 2 sources of 5 tokens with 3 of 8 experts each.
-    assert replay(trace, [1.0], pool="all-sources").capacities.tolist() == [math.ceil(60 / 8)]
-    assert halves.capacities.tolist() == [math.ceil(30 / 8)]
+def test_grid():
+    assert grid(1.234)[-3:] == (1.15, 1.2, 1.24)
+    assert grid(2.1)[-3:] == (1.95, 2.0, 2.1)
+    assert grid(5.0)[-3:] == (4.17, 4.59, 5.0)
+    assert grid(0.0) == (0.01,)
 
 
 @pytest.mark.parametrize(
@@ -327,60 +153,22 @@ def test_another_number_of_ranks():
         (dict(factors=[]), "factors must hold at least one"),
         (dict(factors=[0.0]), "capacity_factor must .*, got 0.0"),
         (dict(factors=[math.nan]), "capacity_factor must .*, got nan"),
-        (dict(policy="best"), "policy must be one of probs, position.*, got 'best'"),
-        (dict(pool="source"), "pool must be one of expert, rank, .*, got 'source'"),
-        (dict(etp=3), "etp must divide the 2 sources of the trace, got 3"),
-        (dict(pool="hybrid-ep", min_capacity=2), "min_capacity must be 1 .*, got 2; leave it out"),
-        (
-            dict(num_ranks=4, pool="hybrid-ep"),
-            "num_experts must be a multiple of num_ranks=4, got 6",
-        ),
-        (
-            dict(pool="all-sources", num_ranks=3),
-            r"step 0, micro-batch 0, layer 0 must .* 0 to 2 \(num_ranks=3\), got only .*; merge",
-        ),
+        (dict(policy="best"), "policy must be probs or position, got 'best'"),
+        (dict(pool="source"), "pool must be one of expert, rank, got 'source'"),
+        (dict(etp=3), "etp must divide the 2 sources of the trace, got 3; give"),
     ],
 )
 def test_wrong_arguments(arguments, message):
-    arguments = dict(factors=[1.0], num_ranks=2) | arguments
-    num_ranks = arguments.pop("num_ranks")
-    trace = small_trace(steps=[0, 0], layers=[0, 0], ranks=[0, 1], num_ranks=num_ranks)
-    with pytest.raises(ValueError, match=message):
-        replay(trace, **arguments)
-
-
-def test_the_largest_need_of_a_wrong_number_of_sources():
     trace = small_trace(steps=[0, 0], layers=[0, 0], ranks=[0, 1])
-    with pytest.raises(ValueError, match="etp must divide the 2 sources of the trace, got 3"):
-        largest_need(trace, etp=3)
+    with pytest.raises(ValueError, match=message):
+        replay(trace, **dict(factors=[1.0]) | arguments)
 
 
-def test_traces_that_lack_a_source():
-    ranks = dict(steps=[0] * 4, layers=[0] * 4)
-    assert has_all_sources(small_trace(ranks=[0, 1, 2, 3], **ranks))
-    assert not has_all_sources(small_trace(ranks=[0, 1, 2, 2], **ranks))
-
-
-def test_places_in_a_group():
-    def places(groups, probs):
-        given = np.array(groups)[:, None], np.float32(probs)[:, None]
-        ids_MK, random = np.zeros((len(groups), 1), np.int16), np.random.default_rng(0)
-        found = _places(ids_MK, given[1], given[0], policy="probs", random=random)
-        return found[:, 0].tolist()
-
-    assert places([0] * 4, [0.2, 0.5, 0.9, 0.5]) == [3, 1, 0, 2]
-    half = replay_module._MAX_GROUPS // 2  # the number of a group with its highest bit alone
-    assert places([0, half, half, 2 * half - 1], [0.2, 0.5, 0.9, 0.7]) == [0, 1, 0, 0]
-
-
-def test_more_sources_than_experts():
-    """Two expert-parallel ranks, each expert split over four: eight sources of six experts."""
-    trace = small_trace(steps=[0] * 8, layers=[0] * 8, ranks=list(range(8)), num_ranks=8)
-    found = replay(trace, [0.5, 1.0], alignment=16)
-    expected = [
-        DispatchConfig(
-            num_experts=6, top_k=3, num_ranks=2, etp_size=4, capacity_factor=factor, alignment=16
-        ).capacity(5)
-        for factor in (0.5, 1.0)
-    ]
-    assert found.capacities.tolist() == expected == [2, 4]
+def test_places_in_a_pool():
+    ids_NTK = np.zeros((1, 4, 1), np.int16)
+    probs_NTK = np.float32([0.2, 0.5, 0.9, 0.5]).reshape(1, 4, 1)
+    pool_NTK = np.zeros((1, 4, 1), np.int64)
+    assert places(ids_NTK, probs_NTK, pool_NTK).flatten().tolist() == [3, 1, 0, 2]
+    assert places(ids_NTK, None, pool_NTK).flatten().tolist() == [0, 1, 2, 3]
+    ids_NTK[0, 0] = -1
+    assert places(ids_NTK, None, pool_NTK).flatten().tolist() == [2**31 - 1, 0, 1, 2]

@@ -1,88 +1,26 @@
-"""The report as a browser sees it: its elements, its numbers, and nothing from elsewhere."""
+"""The text for the terminal, and the page as a browser sees it: its elements and its numbers."""
 
-import re
-import shutil
-import subprocess
-from html import escape
+import dataclasses
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from padded_dispatch.tune import plots
 from padded_dispatch.tune.cost import LayerSizes
-from padded_dispatch.tune.menu import menu
-from padded_dispatch.tune.recommend import Target
-from padded_dispatch.tune.report import factor_table, html, layer_table
+from padded_dispatch.tune.recommend import Target, percent, study
+from padded_dispatch.tune.report import Table, factor_table, html, layer_table, pool_table, summary
 from padded_dispatch.tune.settings import blocks
-from padded_dispatch.tune.study import Layer, Question, study
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
-from padded_dispatch.tune.time_model import shipped
 
-SIZES = TraceSizes(num_steps=60, num_layers=3, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
-VOID = {"meta", "br", "hr", "img", "link", "input"}
-
-
-class Page(HTMLParser):
-    """Sections by id with their text, table rows, and what each SVG contains."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.section = None
-        self.texts: dict[str, str] = {}
-        self.rows: dict[str, list[list[str]]] = {}
-        self.marked: dict[str, list[str]] = {}
-        self.svgs: list[list[str]] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "section":
-            self.section = dict(attrs)["id"]
-            self.texts[self.section] = ""
-            self.rows[self.section] = []
-        elif tag == "svg":
-            self.svgs.append([])
-        elif tag == "tr":
-            self.rows[self.section].append([])
-            if ("class", "marked") in attrs:
-                self.marked[self.section] = self.rows[self.section][-1]
-        elif tag in ("td", "th"):
-            self.rows[self.section][-1].append("")
-        if "svg" in self.open and tag in ("path", "text", "use"):
-            self.svgs[-1].append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.handle_endtag(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag  # Everything is closed, in order.
-
-    def handle_data(self, data):
-        data = data.replace("\N{NO-BREAK SPACE}", " ")
-        if self.section is not None:
-            self.texts[self.section] += data
-        if self.open and self.open[-1] in ("td", "th"):
-            self.rows[self.section][-1][-1] += data
+SIZES = TraceSizes(num_steps=40, num_layers=3, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
+LAYER = LayerSizes(hidden_size=64, ffn_size=48, num_layers=3)
+VOID = {"meta"}
 
 
-def studied(*, layer=True, name="zipf", kind="zipf", pools=("expert",)):
-    question = Question(
-        target=Target(drop=0.01, steps_share=0.9),
-        eval_target=Target(drop=0.0, steps_share=0.9),
-        pools=pools,
-    )
-    sizes = LayerSizes(num_tokens=40, hidden_size=64, ffn_size=48, num_layers=3)
-    costed = Layer(sizes=sizes, time_model=shipped()) if layer else None
-    return study(synthetic_trace(kind, SIZES, seed=1), question, name=name, layer=costed)
+def studied(*, kind="lognormal", sizes=LAYER, name="zipf <b>", **given):
+    trace = synthetic_trace(kind, SIZES, seed=1)
+    return study(trace, Target(), name=name, sizes=sizes, **given)
 
 
 @pytest.fixture(scope="module")
@@ -90,134 +28,206 @@ def found():
     return studied()
 
 
+def test_text_of_a_table():
+    table = Table(headers=("a", "long"), rows=(("1", "2"), ("10", "200")), marked=1)
+    assert str(table) == "   a  long\n   1     2\n> 10   200"
+    assert ">" not in str(Table(headers=("a",), rows=(("1",),)))
+
+
+def cells(table: Table, number: int) -> dict[str, str]:
+    return dict(zip(table.headers, table.rows[number], strict=True))
+
+
+@pytest.mark.parametrize("brief", [True, False])
+def test_cells_of_the_factors(found, brief):
+    table = factor_table(found, found.options, brief=brief)
+    assert table.marked is not None
+    option = found.options[table.marked]
+    assert option.factor == found.chosen.overall.factor
+    shown = {
+        "factor": f"{option.factor:g}",
+        "slots": f"{option.capacity:,}",
+        "dropped": percent(option.dropped),
+        "99 % of steps": f"<= {percent(option.in_most_steps)}",
+        "lost tokens": percent(option.lost),
+        "steps with drops": percent(option.retried),
+        "worst layer": percent(option.worst_layer),
+        "fill": percent(option.fill),
+        "wire MB": f"{option.cost.wire_bytes / 1e6:.1f}",
+        "GiB": f"{option.cost.memory_bytes / 2**30:.3g}",
+    }
+    if brief:
+        for name in ("steps with drops", "worst layer", "fill"):
+            del shown[name]
+    assert cells(table, table.marked) == shown
+    assert factor_table(dataclasses.replace(found, sizes=None), found.options, brief=True).headers[
+        -1
+    ] == ("lost tokens")
+
+
+def test_a_balanced_router_stands_beside_cells_of_experts():
+    alone = studied(pools=("expert",))
+    table = factor_table(alone, alone.options, brief=False)
+    assert cells(table, 4)["balanced"] == percent(alone.options[4].balanced)
+
+
+def test_cells_of_pools_and_layers(found):
+    table = pool_table(found)
+    assert table.marked == 1
+    for number, answer in enumerate(found.answers):
+        shown = cells(table, number)
+        assert (shown["pool"], shown["factor"]) == (
+            answer.replay.pool,
+            f"{answer.overall.factor:g}",
+        )
+        assert shown["dropped"] == percent(answer.overall.dropped)
+        assert shown["steps with drops"] == percent(answer.retried)
+        needed = answer.replay.needed_factor.max()
+        assert needed <= float(shown["drops nothing at"]) < needed + 0.01
+    table = layer_table(found)
+    for number, (layer, advice) in enumerate(found.chosen.layers.items()):
+        assert table.rows[number] == (
+            str(layer),
+            f"{advice.factor:g}",
+            f"{advice.capacity:,}",
+            f"{advice.halves[0]:g}, {advice.halves[1]:g}",
+            percent(advice.dropped),
+            percent(advice.worst),
+        )
+
+
+def test_one_screen(found):
+    text = summary(found, Path("tune.html"))
+    lines = text.splitlines()
+    assert len(lines) <= 32 and max(map(len, lines)) <= 80
+    assert " ".join(text.split()).startswith(found.chosen.sentence())
+    first, second = found.chosen.overall.halves
+    assert f"The first half of the steps alone gives {first:g}, the second {second:g}." in text
+    factors = [advice.factor for advice in found.chosen.layers.values()]
+    assert f"Each layer by itself: {min(factors):g} to {max(factors):g}." in text
+    assert str(pool_table(found)) in text
+    assert "(Python\nand YAML: tune.html)" in text or "(Python and" in text
+    assert text.endswith(blocks(found)[0].text)
+    # The smallest factors for some shares, and the recommended one.
+    rows = text.split("lost tokens")[1].split("\n\n")[0].splitlines()[1:]
+    shown = [float(row.removeprefix(">").split()[0]) for row in rows]
+    for share in (0.1, 0.05, 0.01, 0.001, 0.0):
+        smallest = next(o.factor for o in found.options if o.dropped <= share)
+        assert smallest in shown
+    assert found.chosen.overall.factor in shown and len(shown) <= 7
+
+
+def test_a_warning_is_in_the_text_and_on_the_page():
+    young = study(synthetic_trace("drift", SIZES, strength=2.0), Target(), name="x")
+    (warning,) = young.chosen.warnings()
+    assert warning in " ".join(summary(young, Path("tune.html")).split())
+    assert warning in Page(html(young, {})).texts["recommendation"]
+    alone = studied(pools=("rank",))
+    assert "pool" not in summary(alone, Path("x")).replace("capacity_pool", "").replace("-pool", "")
+
+
+class Page(HTMLParser):
+    """Sections by id with their text, and table rows."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.section = "head"
+        self.texts: dict[str, str] = {"head": ""}
+        self.rows: dict[str, list[tuple[str, ...]]] = {}
+        self.marked: dict[str, list[tuple[str, ...]]] = {}
+        self.sources: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        sources = ("src", "href", "xlink:href")
+        self.sources += [value or "" for name, value in attrs if name in sources]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "section":
+            self.section = dict(attrs)["id"] or ""
+            self.texts[self.section] = ""
+            self.rows[self.section], self.marked[self.section] = [], []
+        elif tag == "tr":
+            self.is_marked = ("class", "marked") in attrs
+            self.cells: list[str] = []
+        elif tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag  # Everything is closed, in order.
+        if tag == "tr":
+            self.rows[self.section].append(tuple(self.cells))
+            if self.is_marked:
+                self.marked[self.section].append(tuple(self.cells))
+
+    def handle_data(self, data):
+        data = data.replace("\N{NO-BREAK SPACE}", " ")
+        self.texts[self.section] += data
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells[-1] += data
+
+
 @pytest.fixture(scope="module")
-def text(found):
+def page(found):
     drawn = plots.figures(found)
-    return html(found, {name: plots.svg(figure) for name, figure in drawn.items()})
-
-
-@pytest.fixture(scope="module")
-def page(text):
-    return Page(text)
+    return Page(html(found, {name: plots.svg(figure) for name, figure in drawn.items()}))
 
 
 def test_sections_in_reading_order(page):
-    assert list(page.texts) == [
+    assert [*page.texts] == [
+        "head",
         "recommendation",
-        "menu",
         "settings",
         "figures",
         "factors",
         "layers",
-        "caveats",
         "method",
     ]
     assert all(text.strip() for text in page.texts.values())
     assert page.open == []
+    assert "Capacity for zipf <b>" in page.texts["head"]
 
 
-def test_the_answer_comes_first(found, page):
-    answer = page.texts["recommendation"]
-    assert answer.strip().startswith(found.training.sentence())
-    assert f"{found.evaluation.overall.factor:g}" in answer
-
-
-def test_tables_show_the_recommendation(found, page):
-    table = factor_table(found)
-    assert page.rows["factors"] == [list(row) for row in (table.headers, *table.rows)]
-    factor = found.training.overall.factor
-    assert page.marked["factors"][:2] == [f"{factor:g}", str(found.training.overall.capacity)]
-    choices = menu(found)
-    assert page.rows["menu"] == [list(row) for row in (choices.headers, *choices.rows)]
-    assert page.marked["menu"][0] == f"{factor:g}"
-    layers = layer_table(found)
-    assert page.rows["layers"] == [list(row) for row in (layers.headers, *layers.rows)]
+def test_the_page_shows_the_recommendation_and_its_tables(found, page):
+    assert page.texts["recommendation"].strip().startswith(found.chosen.sentence())
+    pools, layers = pool_table(found), layer_table(found)
+    assert page.rows["recommendation"] == [pools.headers, *pools.rows]
+    assert page.marked["recommendation"] == [pools.rows[1]]
+    assert page.rows["layers"] == [layers.headers, *layers.rows]
+    whole = factor_table(found, found.options, brief=False)
+    header, *shown = page.rows["factors"]
+    assert header == whole.headers
+    assert set(shown) <= set(whole.rows) and shown[-1] == whole.rows[-1]
+    assert page.marked["factors"] == [whole.rows[whole.marked]]
+    trace = "10,240 rows of 240 records, 40 steps, 3 layers; 16 experts, top-2, 2 source ranks"
+    assert trace.replace("10,240", f"{found.chosen.replay.demand.sum():,}") in page.texts["method"]
 
 
 def test_settings_are_those_of_the_recommendation(found, page):
     for per_layer in (False, True):
         for block in blocks(found, per_layer=per_layer):
             assert block.text in page.texts["settings"]
-            assert block.target in page.texts["settings"]
+    merged = Page(html(dataclasses.replace(found, layers_of_model=False), {}))
+    assert "No settings for each layer" in merged.texts["settings"]
+    assert "layer-factors" not in merged.texts["settings"]
 
 
-def test_every_figure_is_drawn(page):
-    assert len(page.svgs) == 4
-    for shapes in page.svgs:
-        assert shapes.count("path") > 5
-        assert shapes.count("text") > 5
-
-
-def test_it_needs_nothing_from_elsewhere(page, text):
+def test_it_needs_nothing_from_elsewhere(page):
     assert not {"script", "link", "img", "iframe", "object", "base"} & set(page.tags)
-    for name, value in page.attributes:
-        if name in ("src", "href", "xlink:href"):
-            assert value is not None
-            # Inside the same file; a heat map is a picture written out.
-            assert value.startswith(("#", "data:image/png;base64,"))
-    assert "@import" not in text
-    assert "url(http" not in text
+    assert page.tags.count("figure") == page.tags.count("figcaption") == 3
+    # Inside the same file; a heat map is a picture written out.
+    assert all(source.startswith(("#", "data:image/png;base64,")) for source in page.sources)
 
 
-def test_costs_are_marked_as_modelled(found, page):
-    assert found.layer is not None
-    assert found.layer.time_model.describe() in page.texts["caveats"]
-
-
-def test_without_sizes_and_figures_it_is_shorter():
-    page = Page(html(studied(layer=False), {}))
-    assert "figures" not in page.texts
-    assert "Costs are missing: give --hidden-size and --ffn-size." in page.texts["caveats"]
-
-
-def test_a_missing_promise_has_a_caveat():
-    page = Page(html(studied(kind="drift"), {}))
-    assert "without a promise" in page.texts["recommendation"]
-    assert "Training: the need changes over the trace" in page.texts["caveats"]
-
-
-def test_a_name_is_text_and_nothing_else():
-    page = Page(html(studied(name="<script>alert(1)</script> & co"), {}))
-    assert "script" not in page.tags
-
-
-def test_a_balanced_router_is_shown_where_an_expert_has_its_own_slots(found, text):
-    pooled = studied(pools=("expert", "rank"))
-    assert (found.pool, pooled.pool) == ("expert", "rank")
-    page = html(pooled, {"dropped": "<svg></svg>"})
-    for shown, place in ((text, found), (page, pooled)):
-        has = place is found
-        assert ("balanced" in factor_table(place).headers) is has
-        assert ("Balanced: " in shown, "perfectly balanced router" in shown) == (has, has)
-
-
-# Loads the report in frames of two widths; the browser prints this page with what it measured.
-FRAMES = """<!DOCTYPE html><meta charset="utf-8"><title>-</title>
-<iframe width="1280" style="border: 0" srcdoc="{page}"></iframe>
-<iframe width="390" style="border: 0" srcdoc="{page}"></iframe>
-<script>
-const wider = e => e.scrollWidth > e.clientWidth;
-onload = () => {{
-  const pages = [...document.querySelectorAll("iframe")].map(e => e.contentDocument);
-  document.title = pages.map(page => page.documentElement.scrollWidth + " "
-    + [...page.querySelectorAll(".scroll, pre")].filter(wider).length).join(", ");
-}};
-</script>
-"""
-BROWSER = """chromium --headless --no-sandbox --disable-gpu --no-first-run --disable-sync
---disable-background-networking --disable-component-update --hide-scrollbars --dump-dom
---window-size=1400,1000"""
-
-
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-def test_the_page_fits_a_laptop_and_a_phone(text, tmp_path):
-    """On a phone the seven tables and figures that are wider scroll, the page does not."""
-    (file := tmp_path / "frames.html").write_text(FRAMES.format(page=escape(text)))
-    done = subprocess.run(
-        [*BROWSER.split(), f"--user-data-dir={tmp_path / 'profile'}", file.as_uri()],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert re.findall("<title>(.*?)</title>", done.stdout) == ["1280 0, 390 7"]
+def test_without_figures_and_sizes():
+    bare = Page(html(studied(sizes=None), {}))
+    assert "figures" not in bare.texts
+    assert "give --hidden-size and --ffn-size" in bare.texts["factors"]

@@ -12,14 +12,13 @@ reduction of gradients, as one graph. Both need Transformer Engine's random stat
 (`te_rng_tracker=True`) and a training stream other than the default one, made current before the
 model is built.
 
-Before a capture both check settings that Megatron's training script checks while it parses its
-arguments and that a plain loop leaves unchecked. What Megatron's config itself rejects (scopes that
-exclude each other, full recompute with graphs of layers, CPU offloading) is not checked again.
+Before a capture both check settings that Megatron's training script checks and that a plain loop
+leaves unchecked.
 """
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +33,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron import masks
+from padded_dispatch.megatron import schedule
 from padded_dispatch.megatron.compat import graph_scopes
 from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.graphs import guard
@@ -45,6 +44,7 @@ from padded_dispatch.megatron.graphs.selftest import (
     run_eager,
     run_self_test,
 )
+from padded_dispatch.megatron.retry import uncaptured
 from padded_dispatch.utils.patches import Patches
 
 _log = logging.getLogger("padded_dispatch")
@@ -156,7 +156,8 @@ class LayerGraphs:
         with _without_forward_hooks(hooked):
             _create(self._helper, self._chunks)
             report = None
-            if self._all_padded():
+            modules = [module for chunk in self._chunks for module in chunk.modules()]
+            if all(is_padded(module) for module in modules if isinstance(module, MoELayer)):
                 report = run_self_test(self._chunks, _samples(self._helper))
         if hooked:
             self._helper.cuda_graph_set_manual_hooks()
@@ -187,10 +188,6 @@ class LayerGraphs:
         if self._helper.graphs_created():
             release(self._helper)
         gc.collect()
-
-    def _all_padded(self) -> bool:
-        modules = (module for chunk in self._chunks for module in chunk.modules())
-        return all(is_padded(module) for module in modules if isinstance(module, MoELayer))
 
 
 class IterationGraph:
@@ -322,7 +319,7 @@ def _samples(helper: Any) -> list[Sample]:
     samples, start = [], 0
     for layers in layers_of_chunks:
         for number, layer in enumerate(layers, start):
-            kwargs = options["sample_kwargs"][number] | masks.sample(layer)
+            kwargs = options["sample_kwargs"][number] | schedule.sample_mask(layer)
             samples.append(Sample(layer=layer, args=args[number], kwargs=kwargs))
         start += len(layers) * helper.num_microbatches
     return samples
@@ -348,29 +345,6 @@ def _hooked(chunks: list[Any]) -> list[Any]:
         for chunk in chunks
         if chunk.ddp_config.overlap_param_gather and chunk.remove_forward_pre_hook_handles
     ]
-
-
-def uncaptured(forward_backward_func: Any) -> Callable[..., list[Any]]:
-    """Return a function that runs the passes of a step without a graph of the whole step.
-
-    Args:
-        forward_backward_func: an `IterationGraph`, Megatron's FullCudaGraphWrapper, or a function
-            without a graph, which is returned.
-    """
-    if isinstance(forward_backward_func, IterationGraph):
-        return forward_backward_func.run_eagerly
-    if not isinstance(forward_backward_func, FullCudaGraphWrapper):
-        return forward_backward_func
-    wrapper: Any = forward_backward_func
-
-    def run(**kwargs: Any) -> list[Any]:
-        # Forward steps expect batches as the wrapper hands them out: on the GPU, in its buffers.
-        batches = wrapper.data_read(
-            kwargs["data_iterator"], kwargs["model"], True, kwargs["num_microbatches"]
-        )
-        return wrapper.forward_backward_func(**kwargs | {"data_iterator": batches})
-
-    return run
 
 
 @contextmanager

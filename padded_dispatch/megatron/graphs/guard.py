@@ -2,41 +2,23 @@
 
 A captured layer runs no Python: it keeps the shape, capacity, train/eval mode and config of its
 capture, and copies its input into the captured one, by broadcast if need be. So the guard records
-each layer's invariants (the values that its graph depends on) when Megatron captures the layer, and
-compares them before each replay. It patches methods of Megatron and leaves layers without a padded
-dispatcher alone. If only some ranks changed, those raise, and the others block in the exchange
-until their watchdog kills them.
+what each layer's graph depends on when Megatron captures it, and compares before each replay. It
+patches methods of Megatron and leaves layers without a padded dispatcher alone. A capture runs
+passes of its own; what they count is restored.
 
-`cuda_graph_impl="transformer_engine"`: all of Megatron's paths to a layer's graph go through
-`TransformerLayer._te_cuda_graph_capture` and `_te_cuda_graph_replay` (0.16.1 to 0.19.0). A capture
-runs passes over ones, whose counts are restored: telemetry would report that they dropped.
+With `cuda_graph_impl="local"` Megatron captures by itself at the end of the first step. What it
+gets wrong for models with our dispatcher is corrected here:
 
-`cuda_graph_impl="local"`: Megatron captures by itself at the end of the first step, layer by layer
-in `_CudaGraphRunner.create_fwd_graph`, and checks the shapes of inputs in each replay. What it gets
-wrong for models with our dispatcher is corrected here:
+- Stock replays the graph of a training step in evaluation; here evaluation is eager. Text
+  generation keeps its graphs; the layer learns that it generates before it is captured.
+- A layer's input stays in its buffer. In 0.16 others may use it once the forward is captured,
+  although backward reads it (D22 of `padded_dispatch/megatron/README.md`).
+- For scope `moe`, Megatron captures nothing of a GPTModel's layers and says nothing. Refused.
 
-- `_should_call_local_cudagraph` records the first step, compares later ones, and keeps evaluation
-  eager. Stock replays the graph of a training step in evaluation, counters and dropout included.
-  Text generation keeps its graphs; the layer learns that it generates before it is captured.
-- A capture runs passes over zeros. What they count is restored: our counters, and Megatron's
-  buffers such as those of expert bias, which Megatron itself restores from 0.18 on.
-- A layer's input stays in its buffer. In 0.16 and 0.17 others may use the buffer once the forward
-  is captured, although backward reads it if no other graph produces the input. Then the gradient of
-  the last layer's output overwrites it, and the first norm's weights get a wrong gradient. Seen
-  with 0.16.1 on H200s, in a model without experts too: the relative error was 100 %.
-- For scope `moe`, Megatron captures nothing of a GPTModel's layers and raises no error (0.16.1 to
-  0.19.0). The guard raises.
-
-Padding masks and packed sequences: `padded_dispatch.megatron.masks` and `packed` have the rules.
-The guard takes part in each call of a layer (`_should_call_local_cudagraph`, whatever its graphs),
-each capture and each replay. A graph of `local` or of a whole iteration reads the mask among its
-inputs, so there must be one in each step or in none. What a later batch lacks, Megatron's loader of
-batches leaves in memory as it was, so the loader is guarded for all models. Beside graphs,
-Megatron's combined schedule calls routers without the mask:
-`padded_dispatch.megatron.combined_schedule` gives it to them.
-
-`IterationGraph` guards whole iterations in the same way. Megatron's own FullCudaGraphWrapper has no
-guard.
+Padding masks and packed sequences: `padded_dispatch.megatron.schedule` has the rules. A graph of
+`local` or of a whole iteration reads the mask among its inputs, so there must be one in each step
+or in none. What a later batch lacks, Megatron's loader leaves in memory as it was, so the loader is
+guarded for all models. `IterationGraph` guards whole iterations in the same way.
 """
 
 import dataclasses
@@ -58,8 +40,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron import masks
-from padded_dispatch.megatron.combined_schedule import adapted
+from padded_dispatch.megatron import schedule
 from padded_dispatch.megatron.compat import (
     FREES_GRAPH_INPUTS,
     graph_scopes,
@@ -68,7 +49,6 @@ from padded_dispatch.megatron.compat import (
 )
 from padded_dispatch.megatron.config import is_ours
 from padded_dispatch.megatron.dispatcher import counts_put_back, is_padded
-from padded_dispatch.megatron.packed import check_packed
 from padded_dispatch.utils.patches import Patches
 
 # Values that a graph depends on, by the names that errors give.
@@ -101,7 +81,7 @@ def install() -> None:
         (_CudaGraphRunner, "create_fwd_graph", _wrap_local_capture),
         (TECudaGraphHelper, "create_cudagraphs", _wrap_helper),
         (StaticBufferLoader, "__call__", _wrap_loader),
-        (TransformerLayerSchedulePlan, "_build_callable_nodes", adapted),
+        (TransformerLayerSchedulePlan, "_build_callable_nodes", schedule.adapted),
     ):
         _patches.set(owner, name, wrap(getattr(owner, name)))
 
@@ -170,7 +150,7 @@ def _wrap_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
         if _is_padded(layer):
             _captured[layer] = _call_invariants(layer, args, kwargs)
             # The self-test's mask, if any, is for eager runs.
-            with masks.captured(layer, _hidden_states(args, kwargs)):
+            with schedule.captured(layer, _hidden_states(args, kwargs)):
                 return capture(layer, *args, **kwargs)
         return capture(layer, *args, **kwargs)
 
@@ -200,8 +180,8 @@ def _wrap_replay(replay: Callable[..., Any]) -> Callable[..., Any]:
             # A pipeline has a graph for each microbatch, captured in the order of its schedule.
             now["num_microbatches"] = captured["num_microbatches"]
         check_unchanged(captured, now)
-        check_packed(layer, kwargs.get("packed_seq_params"))
-        with masks.replayed(layer, kwargs.pop("padding_mask", None)):
+        schedule.check_packed(layer, kwargs.get("packed_seq_params"))
+        with schedule.replayed(layer, kwargs.pop("padding_mask", None)):
             return replay(layer, *args, **kwargs)
 
     return guarded_replay
@@ -234,8 +214,8 @@ def _wrap_local_choice(choose: Callable[..., bool]) -> Callable[..., bool]:
                 kwargs.get("inference_context") is not None
             )
         if padded and layer.training:  # Megatron asks in each pass, whatever its way of capturing.
-            check_packed(layer, kwargs.get("packed_seq_params"))
-            masks.note(layer, kwargs.get("padding_mask"))
+            schedule.check_packed(layer, kwargs.get("packed_seq_params"))
+            schedule.note_mask(layer, kwargs.get("padding_mask"))
         if not graphed or not is_ours(layer.config) or kwargs.get("inference_context") is not None:
             return graphed
         if layer.training and padded:

@@ -1,54 +1,41 @@
 """Self-test after a capture: replays equal eager runs bit by bit and never wait for the GPU.
 
 Every captured layer runs with the same random input and from the same random state: eagerly,
-eagerly again, and replayed. The test compares its output, the gradient of its input and the
-gradients of its parameters.
+eagerly again, and replayed. Its output and all gradients are compared. It restores random states,
+buffers, counters and scales, and leaves gradients and Megatron's MoE metrics cleared, as a capture.
 
-Irreproducible eager runs. If the backward of two eager runs differs in any tensor, a replay's
-backward may differ in any tensor too; such differences are reported, not failed. The same holds for
-forward. Attention's backward is irreproducible unless `deterministic_mode` and
-NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 are set. All layers of all ranks run the same kernels, so one
-pair of eager runs that differs excuses all of them, while a single pair may be equal by luck: of
-192 layers on 4 H200s, 26 had an equal pair and another replay. Before the test fails, all ranks run
-a few more pairs, which matters for models of few layers.
-
-Other kernels in a capture. Transformer Engine chooses attention kernels depending on whether it is
-being captured. With 2.20.2 on an H200, cuDNN's fused attention runs eagerly for sequences of 64, 96
-and 128, but in a capture for 128 only; the others get the unfused one. From Megatron-Core 0.18 on,
-a checkpoint (recompute of `moe`) does nothing in a capture; eagerly, both of its passes have the
-same bits. So the two eager runs choose kernels as a capture does. A third eager run chooses as
-training does and shows whether that makes a difference (`SelfTest.other_kernels`).
-
-Pieces of layers. With `overlap_moe_expert_parallel_comm` a replay returns what the schedule's next
-piece takes, and with `delay_wgrad_compute` the schedule computes gradients of weights after
-backward. The test runs whole layers: without the first setting, and with the call of the second.
-
-Sequence parallelism. Megatron's block runs its layers, and the capture, with a generator of its
-random state tracker. A graph draws from the generator that it was captured with, so the test's runs
-take the same.
-
-fp8 and fp4. All runs are those of a step's first microbatch, which quantizes the weights, in the
-context that Megatron's transformer block enters, with the same scales: see
-`padded_dispatch.megatron.graphs.quantized`.
-
-The test restores random states, buffers, counters and scales. It runs after Megatron's capture and,
-like that, leaves gradients and Megatron's MoE metrics cleared.
+- Irreproducible eager runs. If two eager runs differ in any tensor of a phase, so may a replay in
+  any; such differences are reported, not failed. Attention's backward is irreproducible unless
+  `deterministic_mode` and NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 are set. One pair of runs that differs
+  excuses all layers, and a pair may be equal by luck (26 of 192 on 4 H200s), so a few more pairs
+  run before the test fails.
+- Other kernels in a capture. Transformer Engine chooses attention kernels depending on whether it
+  is being captured, and from 0.18 on a checkpoint does nothing in a capture. So the two eager runs
+  choose as a capture does; a third one, which chooses as training does, shows whether that makes a
+  difference (`SelfTest.other_kernels`).
+- The test runs whole layers, without `overlap_moe_expert_parallel_comm`, and makes the call with
+  which `delay_wgrad_compute` lets the schedule compute gradients of weights.
+- fp8 and fp4. Megatron's block and schedules enter Transformer Engine's context, say which
+  microbatch is a step's first (which quantizes the weights), and in the recipe `delayed` let scales
+  follow what each pass saw. A pass by itself, between two steps, does the same
+  (`first_microbatch`), and scales are put back.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import fp4_utils, fp8_utils
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
-from torch import Tensor
+from torch import Tensor, nn
 
 from padded_dispatch.megatron.compat import clear_moe_metrics
 from padded_dispatch.megatron.dispatcher import counts_put_back
-from padded_dispatch.megatron.graphs.quantized import first_microbatch, scales_put_back
-from padded_dispatch.megatron.random_states import RandomStates, draws_of_a_block
+from padded_dispatch.megatron.retry import RandomStates
 from padded_dispatch.utils.patches import Patches
 
 try:
@@ -228,8 +215,10 @@ def _run(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
         chunk.zero_grad_buffer()
     given = _noise(like, seed=2 * layer.layer_number).requires_grad_()
     with _restore_random_state(), counts_put_back(layer), scales_put_back(layer):
-        # Draws of policy "random" are counts.
-        with first_microbatch(layer), draws_of_a_block(layer.config):
+        # Megatron's block runs layers, and their capture, in a fork of its tracker.
+        tracker: Any = get_cuda_rng_tracker()
+        forked = tracker.fork() if layer.config.sequence_parallel else nullcontext()
+        with first_microbatch(layer), forked:
             output = layer(given, **sample.kwargs)[0]
         output.backward(_noise(output, seed=2 * layer.layer_number + 1))
         _compute_delayed_gradients(layer)
@@ -310,3 +299,79 @@ def waiting_raises(device: torch.device) -> Iterator[None]:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     bits = _INTEGERS[one.itemsize]
     return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
+
+
+_SCALINGS = ("scaling_fwd", "scaling_bwd")
+
+
+def quantizes(config: Any) -> bool:
+    """Return whether layers of a config may compute in fp8 or fp4."""
+    return any(getattr(config, name, None) for name in ("fp8", "fp4", "quant_recipe"))
+
+
+@contextmanager
+def first_microbatch(layer: Any) -> Iterator[None]:
+    """Let a layer's forward compute, or replay, what it would in a step's first microbatch.
+
+    Args:
+        layer: with `config` and `layer_number`; nothing happens if the config does not quantize.
+    """
+    if not quantizes(layer.config):
+        yield
+        return
+    for module in layer.modules():
+        if hasattr(module, "is_first_microbatch"):
+            module.is_first_microbatch = True
+    with Patches() as patches, _context(layer):
+        patches.set(layer, "current_microbatch", 0)
+        yield
+
+
+def _context(layer: Any) -> AbstractContextManager[Any]:
+    """Return the context in which Megatron runs a layer; some are in bf16, by their number."""
+    config: Any = layer.config
+    # Megatron quantizes all layers of multi-token prediction.
+    number = -1 if getattr(layer, "is_mtp_layer", False) else layer.layer_number - 1
+    if config.fp8:
+        return fp8_utils.get_fp8_context(config, number)
+    if config.fp4:
+        return fp4_utils.get_fp4_context(config, number)
+    return nullcontext()
+
+
+@contextmanager
+def scales_put_back(*models: nn.Module) -> Iterator[None]:
+    """Restore scales, noted values, and which weights are to be quantized, at the end.
+
+    A scale that is made inside the block becomes 1, as Transformer Engine makes it, with nothing
+    noted.
+    """
+    modules = [module for model in models for module in model.modules()]
+    firsts = [(m, m.is_first_microbatch) for m in modules if hasattr(m, "is_first_microbatch")]
+    before = {
+        id(scaling): (scaling, scaling.scale.clone(), scaling.amax_history.clone())
+        for scaling in _scalings(modules)
+    }
+    try:
+        yield
+    finally:
+        for module, first in firsts:
+            module.is_first_microbatch = first
+        with torch.no_grad():
+            for scaling in _scalings(modules):
+                if id(scaling) in before:
+                    _, scale, history = before[id(scaling)]
+                    scaling.scale.copy_(scale)
+                    scaling.amax_history.copy_(history)
+                else:
+                    scaling.scale.fill_(1)
+                    scaling.amax_history.zero_()
+
+
+def _scalings(modules: list[Any]) -> Iterator[Any]:
+    """Yield what Transformer Engine's modules and fused ops keep from pass to pass."""
+    for module in modules:
+        fused: Any = getattr(module, "_fp8_metas", None) or {}
+        for meta in (getattr(module, "fp8_meta", None), *fused.values()):
+            scalings = ((meta or {}).get(name) for name in _SCALINGS)
+            yield from (one for one in scalings if hasattr(one, "amax_history"))

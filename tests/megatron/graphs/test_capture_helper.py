@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,8 +16,13 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
 from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.megatron.graphs import guard, selftest
-from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs
+from padded_dispatch.megatron.graphs import capture, guard, selftest
+from padded_dispatch.megatron.graphs.capture import (
+    IterationGraph,
+    LayerGraphs,
+    check_gradients_are_not_read,
+    check_random_states,
+)
 from padded_dispatch.megatron.graphs.selftest import SelfTest
 from tests.megatron.graphs.test_capture import (
     BATCH,
@@ -244,12 +250,6 @@ def test_number_of_microbatches_counts_where_each_has_a_graph(megatron):
         training.forward(BATCH, SEQUENCE, seed=0)
 
 
-def test_an_evaluation_is_eager_and_not_guarded(megatron):
-    training, _ = captured(("attn", "moe"))
-    training.evaluate(0)
-    training.forward(BATCH, SEQUENCE, seed=0)
-
-
 def test_stock_layers_are_captured_and_not_compared(megatron):
     training = Training(("attn", "moe"), **STOCK_DROP_AND_PAD)
     training.forward(BATCH, SEQUENCE, seed=0)
@@ -331,3 +331,46 @@ def test_an_iteration_must_not_change_after_its_first_call(megatron, monkeypatch
         graph(**iteration_of(training))
     graph.delete()
     assert graph._wrapped.curr_iter("training") == 0
+
+
+def test_states_in_host_memory_are_refused_on_a_gpu(megatron, monkeypatch):
+    check_random_states(torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"te_rng_tracker must be True .*, got False; call model"):
+        check_random_states(torch.device("cuda"))
+    generators = {"model-parallel-rng": torch.Generator()}
+    monkeypatch.setattr(get_cuda_rng_tracker(), "get_states", lambda: generators)
+    check_random_states(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["check_for_nan_in_grad", "check_for_large_grads"])
+def test_gradients_that_are_read_are_refused_by_name(name):
+    settings = {"check_for_nan_in_grad": False, "check_for_large_grads": False}
+    quiet = SimpleNamespace(ddp_config=SimpleNamespace(**settings))
+    reads = SimpleNamespace(ddp_config=SimpleNamespace(**settings | {name: True}))
+    check_gradients_are_not_read([quiet])
+    with pytest.raises(ValueError, match=f"{name} must be False .*, got True; set it to False"):
+        check_gradients_are_not_read([quiet, reads])
+
+
+def test_one_graph_of_a_step_rejects_them_in_its_first_call(megatron):
+    training = Training(None)
+    training.config.cuda_graph_warmup_steps = 100
+    training.model.ddp_config.check_for_nan_in_grad = True
+    with pytest.raises(ValueError, match=r"check_for_nan_in_grad must .*, got True"):
+        IterationGraph(training.config)(**iteration_of(training))
+    # Graphs of layers allow it, because the host reads gradients between steps.
+    training = Training(("moe",))
+    training.model.ddp_config.check_for_nan_in_grad = True
+    LayerGraphs([training.model], seq_length=7, micro_batch=2)
+
+
+def test_both_kinds_of_graphs_check_random_states(megatron, monkeypatch):
+    def reject(device: torch.device) -> None:
+        raise ValueError(f"checked {device}")
+
+    monkeypatch.setattr(capture, "check_random_states", reject)
+    layers, iteration = Training(("moe",)), Training(None)
+    with pytest.raises(ValueError, match="checked cpu"):
+        LayerGraphs([layers.model], seq_length=7, micro_batch=2)
+    with pytest.raises(ValueError, match="checked cpu"):
+        IterationGraph(iteration.config)(**iteration_of(iteration))

@@ -1,16 +1,273 @@
-"""The rules of the guard on stand-ins of layers and helpers; real captures have their own files."""
+"""The guard: its rules on stand-ins, its corrections of `local` graphs, and these on GPUs."""
 
+import inspect
+from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core import package_info
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import cuda_graphs, transformer_layer
+from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord, _CudaGraphRunner
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from padded_dispatch.megatron import compat, install, padded_spec, uninstall
 from padded_dispatch.megatron.graphs import guard
+from tests.gpu import situations
+from tests.support import tiny
+from tests.support.graph_training import Situation, replays_equal_eager
+
+ENVIRONMENT = situations.ENVIRONMENT  # for `gpu_pools`
+IS_OLD = (package_info.MAJOR, package_info.MINOR) < (0, 18)
+LENGTH = 5
+NOTHING_CAPTURED = (
+    "cuda_graph_impl must be 'transformer_engine' for scope 'moe' .*, got 'local'; set it, or leave"
+)
 
 
-class Layer(nn.Module):
+@pytest.fixture
+def megatron(monkeypatch) -> Iterator[None]:  # `monkeypatch` is undone after `uninstall`.
+    guard.uninstall()  # Tests of another module may have installed it.
+    with tiny.one_process():
+        yield
+    uninstall()
+
+
+def settings(*scopes: str, dispatcher: str = "padded_alltoall") -> dict[str, Any]:
+    """Return settings for `tiny.config`; stock dispatchers get drop-and-pad."""
+    static = {"moe_expert_capacity_factor": 1.0}
+    if dispatcher != "padded_alltoall":
+        static["moe_pad_expert_input_to_capacity"] = True
+    graphs = {**compat.layer_graphs(*scopes), "cuda_graph_impl": "local"}
+    return {"dispatcher": dispatcher, **static, **graphs}
+
+
+def gpt(spec: Any = None, **fields: Any) -> Any:
+    """Build a GPT of one layer that Megatron would capture."""
+    spec = spec or tiny.layer_spec()
+    fields |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    model_parallel_cuda_manual_seed(1)
+    with patch.object(cuda_graphs, "CudaGraphManager", lambda config: "a manager"):
+        return GPTModel(tiny.config(**fields), spec, 32, max_sequence_length=LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("scopes", "captured_layers"), [(("moe",), None), ((), 1), (("attn",), 1)], ids=str
+)
+def test_scopes_that_capture_nothing_are_rejected(megatron, scopes, captured_layers):
+    install()
+    if captured_layers is None:
+        with pytest.raises(ValueError, match=NOTHING_CAPTURED):
+            gpt(**settings(*scopes))
+    else:
+        layers = gpt(**settings(*scopes)).decoder.layers
+        assert [hasattr(layer, "cudagraph_manager") for layer in layers] == [True]
+
+
+def test_with_padded_spec_they_are_rejected_in_the_first_pass(megatron):
+    """The layer's manager is made before its MoE layer, so the guard cannot check it earlier."""
+    fields = settings("moe", dispatcher="alltoall")
+    layer = gpt(padded_spec(tiny.layer_spec()), **fields).decoder.layers[0]
+    with pytest.raises(ValueError, match=NOTHING_CAPTURED):
+        layer(hidden_states=torch.ones(LENGTH, 1, tiny.HIDDEN), attention_mask=None)
+
+
+def test_a_layer_learns_whether_it_generates_text(megatron):
+    install()
+    layer = gpt(**settings()).eval().decoder.layers[0]
+    configs, given = layer.mlp.token_dispatcher.configs, {"attention_mask": None}
+    context = SimpleNamespace(is_static_batching=lambda: True, is_decode_only=lambda: False)
+    for one in (context, None, context):
+        layer._should_call_local_cudagraph(inference_context=one, **given)
+        assert configs.generates == configs.given_context == (one is not None)
+    layer.train()
+    assert not configs.generates
+
+
+def test_stock_captures_nothing_and_raises_nothing(megatron):
+    layers = gpt(**settings("moe", dispatcher="alltoall")).decoder.layers
+    assert [hasattr(layer, "cudagraph_manager") for layer in layers] == [False]
+
+
+class Pool:
+    """A stand-in for Megatron's pool: a list of free buffers."""
+
+    def __init__(self) -> None:
+        self.free: list[Any] = []
+
+    def insert(self, buffer: Any) -> None:
+        self.free.append(buffer)
+
+
+def capture(runner: Any) -> None:
+    """Stand in for `create_fwd_graph`: a pass over zeros, then a buffer goes to the pool."""
+    hidden = torch.zeros(LENGTH, 1, tiny.HIDDEN)
+    runner.base_module.mlp(hidden)
+    _CudagraphGlobalRecord.tensor_reuse_pool.insert(hidden)
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["mask captured", "no mask captured"])
+def test_a_mask_in_some_steps_only_is_refused(megatron, captured):
+    """A graph of `local` has the mask as an input, if the first step gave one."""
+    install()
+    layer = gpt(**settings()).decoder.layers[0].train()
+    masks = [torch.zeros(1, LENGTH, dtype=torch.bool), None]
+    first, other = masks if captured else masks[::-1]
+    assert layer._should_call_local_cudagraph(padding_mask=first)
+    with patch.object(_CudagraphGlobalRecord, "cudagraph_created", True):
+        assert layer._should_call_local_cudagraph(padding_mask=first)
+        words = ["'given', got 'absent'", "'absent', got 'given'"][first is None]
+        with pytest.raises(ValueError, match=f"^padding_mask must stay {words}: a captured"):
+            layer._should_call_local_cudagraph(padding_mask=other)
+        layer.eval()
+        layer._should_call_local_cudagraph(padding_mask=other)
+
+
+def test_each_kind_of_layer_is_guarded_when_it_chooses_a_graph():
+    """MoE layers of hybrid stacks choose by themselves from 0.17 on."""
+    name = "_should_call_local_cudagraph"
+    kinds = TransformerLayer, getattr(transformer_layer, "MoETransformerLayer", None)
+    choosers = [kind for kind in kinds if kind is not None and name in vars(kind)]
+    before = [vars(kind)[name] for kind in choosers]
+    install()
+    assert [vars(kind)[name].__wrapped__ for kind in choosers] == before
+    uninstall()
+    assert [vars(kind)[name] for kind in choosers] == before
+
+
+def test_a_batch_that_gains_or_loses_its_mask_is_refused(megatron, monkeypatch):
+    """Megatron's graph of an iteration would go on with the mask of an earlier step."""
+    plain = {"tokens": torch.ones(2)}
+    masked = plain | {"padding_mask": torch.zeros(2, dtype=torch.bool)}
+    load = StaticBufferLoader.__call__
+    assert "static_buffers[stage][microbatch], inputs" in inspect.getsource(load)
+    loaded = []
+    monkeypatch.setattr(StaticBufferLoader, "__call__", lambda self, *given: loaded.append(given))
+    install()
+    loader = object.__new__(StaticBufferLoader)
+    for captured, other in ((plain, masked), (masked, plain), (masked, {"padding_mask": None})):
+        monkeypatch.setattr(StaticBufferLoader, "static_buffers", {"training": [captured]})
+        refused = pytest.raises(
+            ValueError, match=r"^padding_mask must stay '\w+', got '\w+': a capt"
+        )
+        # Before the capture, too, the loader would leave an earlier mask where a batch has none.
+        monkeypatch.setattr(FullCudaGraphWrapper, "cuda_graph", {"training": None})
+        with refused if other is plain else nullcontext():
+            loader(other, "training", 0)
+        loader(plain, "training", 1)  # A microbatch that is new.
+        monkeypatch.setattr(FullCudaGraphWrapper, "cuda_graph", {"training": object()})
+        loader((captured, 1), "training", 0)
+        with refused:
+            loader(other, "training", 0)
+    assert len(loaded) == 8
+    uninstall()
+
+
+@pytest.mark.parametrize("dispatcher", ["padded_alltoall", "alltoall"])
+def test_d15_a_capture_leaves_counts_and_inputs_alone_if_the_model_is_ours(
+    megatron, monkeypatch, dispatcher
+):
+    pool = Pool()
+    monkeypatch.setattr(_CudaGraphRunner, "create_fwd_graph", capture)
+    monkeypatch.setattr(_CudagraphGlobalRecord, "tensor_reuse_pool", pool, raising=False)
+    install()
+    fields = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    fields |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    layer = gpt(**settings(dispatcher=dispatcher), **fields).decoder.layers[0].train()
+    layer.mlp(torch.ones(LENGTH, 1, tiny.HIDDEN))
+    ours = dispatcher == "padded_alltoall"
+    router = layer.mlp.router
+    before = router.local_tokens_per_expert.clone()
+    logged = {name: values.clone() for name, values in compat.logged_tensors().items()}
+    assert all(values.any() for values in logged.values())
+    demand_E = layer.mlp.token_dispatcher.counters.demand_E.clone() if ours else None
+    _CudaGraphRunner.create_fwd_graph(SimpleNamespace(base_module=layer))
+    assert torch.equal(router.local_tokens_per_expert, before) == ours
+    for name, values in compat.logged_tensors().items():
+        assert torch.equal(values, logged[name]) == ours
+    if ours:
+        assert demand_E.sum() == LENGTH * tiny.TOP_K
+        assert torch.equal(layer.mlp.token_dispatcher.counters.demand_E, demand_E)
+    assert len(pool.free) == int(not (ours and IS_OLD))
+    pool.insert("a gradient")  # The patch is undone.
+    assert pool.free[-1] == "a gradient"
+    uninstall()
+    assert _CudaGraphRunner.create_fwd_graph is capture
+
+
+def test_modules_without_a_config_are_captured_unchanged(megatron, monkeypatch):
+    """FlashInferSampling of 0.18 is one."""
+    monkeypatch.setattr(_CudaGraphRunner, "create_fwd_graph", lambda runner: "captured")
+    install()
+    runner = SimpleNamespace(base_module=torch.nn.Identity())
+    assert _CudaGraphRunner.create_fwd_graph(runner) == "captured"
+
+
+class Manager:
+    """A stand-in for a layer's manager: eager until graphs exist, then it counts replays."""
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+
+    def __call__(self, layer: Any, args: Any, kwargs: Any) -> Any:
+        if _CudagraphGlobalRecord.cudagraph_created:
+            self.num_replays += 1
+            return kwargs["hidden_states"], None
+        return layer.forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("way", ["install", "padded_spec"])
+def test_d23_an_evaluation_is_eager_and_a_change_raises_before_a_replay(megatron, monkeypatch, way):
+    if way == "install":
+        install()
+        model = gpt(**settings())
+    else:
+        fields = {**settings(), "dispatcher": "alltoall"}
+        model = gpt(padded_spec(tiny.layer_spec()), **fields)
+    layer, manager = model.decoder.layers[0], Manager()
+    layer.cudagraph_manager = manager
+    given = {"hidden_states": torch.ones(LENGTH, 1, tiny.HIDDEN), "attention_mask": None}
+    layer(**given)
+    monkeypatch.setattr(_CudagraphGlobalRecord, "cudagraph_created", True)
+    layer(**given)
+    assert manager.num_replays == 1
+    dispatcher = layer.mlp.token_dispatcher
+    layer.eval()
+    layer(**given)
+    assert manager.num_replays == 1
+    assert dispatcher.eval_counters.demand_E.sum() == LENGTH * tiny.TOP_K
+    layer.train()
+    dispatcher.configs.set_factor(0.5)
+    with pytest.raises(
+        ValueError, match=r"dispatch_config must stay .*, got .*capacity_factor=0\.5.*capture again"
+    ):
+        layer(**given)
+    assert manager.num_replays == 1
+
+
+def test_d23_stock_replays_a_training_step_in_evaluation(megatron, monkeypatch):
+    layer, manager = gpt(**settings(dispatcher="alltoall")).decoder.layers[0], Manager()
+    layer.cudagraph_manager = manager
+    monkeypatch.setattr(_CudagraphGlobalRecord, "cudagraph_created", True)
+    layer.eval()
+    layer(hidden_states=torch.ones(LENGTH, 1, tiny.HIDDEN), attention_mask=None)
+    assert manager.num_replays == 1
+
+
+def test_old_versions_give_buffers_of_inputs_away():
+    """They do so right after the forward's capture; from 0.18 on, after the backward's."""
+    source = inspect.getsource(_CudaGraphRunner.create_fwd_graph)
+    assert ("tensor_reuse_pool.insert(buf)" in source) == IS_OLD == compat.FREES_GRAPH_INPUTS
+
+
+class StandIn(nn.Module):
     """As much of a transformer layer as the guard reads."""
 
     def __init__(self, padded: bool = True, num_graphs: int = 1) -> None:
@@ -20,7 +277,7 @@ class Layer(nn.Module):
         self.cuda_graphs = [None] * num_graphs
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def stand_ins(monkeypatch) -> dict[str, int]:
     steps = {"microbatches": 4}
     monkeypatch.setattr(guard, "_is_padded", lambda layer: getattr(layer, "padded", False))
@@ -41,7 +298,7 @@ CAPTURE, REPLAY = guard._wrap_capture(call), guard._wrap_replay(call)
 
 
 def test_a_replay_needs_the_invariants_of_its_capture(stand_ins):
-    layer, captured = Layer(), rows(3, 4)
+    layer, captured = StandIn(), rows(3, 4)
     assert CAPTURE(layer, captured, step=1) == (layer, captured, {"step": 1})
     other = rows(3, 4)
     assert REPLAY(layer, other, padding_mask=None) == (layer, other, {})
@@ -56,49 +313,14 @@ def test_a_replay_needs_the_invariants_of_its_capture(stand_ins):
         REPLAY(layer, other)
 
 
-def test_microbatches_count_where_each_has_a_graph(stand_ins):
-    one, several = Layer(), Layer(num_graphs=4)
-    for layer in (one, several):
-        CAPTURE(layer, rows(3, 4))
-        REPLAY(layer, rows(3, 4))
-    stand_ins["microbatches"] = 5
-    REPLAY(one, rows(3, 4))
-    with pytest.raises(ValueError, match=r"^num_microbatches must stay 4, got 5:"):
-        REPLAY(several, rows(3, 4))
-
-
-def test_layers_of_others_are_left_alone():
-    layer = Layer(padded=False)
-    CAPTURE(layer, rows(3, 4))
-    assert REPLAY(layer, "anything", padding_mask="a mask") == (
-        layer,
-        "anything",
-        {"padding_mask": "a mask"},
-    )
-
-
-def test_padded_layers_of_a_model(monkeypatch):
-    monkeypatch.setattr(guard, "TransformerLayer", Layer)
-    first, second = Layer(), Layer()
-    beside = nn.Linear(1, 1)
-    beside.padded = True  # pyright: ignore[reportArgumentType]
-    chunks = [nn.ModuleList([first, Layer(padded=False), beside]), nn.ModuleList([second])]
-    assert guard.padded_layers(chunks) == [first, second]
-    second.layer_number = 4
-    assert guard.invariants_of([first, second]) == {
-        "mode in layer 3": "train",
-        "mode in layer 4": "train",
-    }
-
-
-def test_masks_and_packed_sequences_count_in_training(monkeypatch):
+def test_masks_and_packed_sequences_count_in_training(stand_ins, monkeypatch):
     packed: list[Any] = []
     noted: list[Any] = []
-    monkeypatch.setattr(guard, "check_packed", lambda layer, given: packed.append(given))
-    monkeypatch.setattr(guard.masks, "note", lambda layer, mask_BS: noted.append(mask_BS))
+    monkeypatch.setattr(guard.schedule, "check_packed", lambda layer, given: packed.append(given))
+    monkeypatch.setattr(guard.schedule, "note_mask", lambda layer, mask_BS: noted.append(mask_BS))
     choose = guard._wrap_local_choice(lambda layer, **given: False)
     given = {"packed_seq_params": "sequences", "padding_mask": "a mask"}
-    layer, other = Layer(), Layer(padded=False)
+    layer, other = StandIn(), StandIn(padded=False)
     configs = SimpleNamespace(given_context=None)
     layer.mlp = SimpleNamespace(token_dispatcher=SimpleNamespace(configs=configs))
     for each in (layer.eval(), other.train()):
@@ -111,27 +333,22 @@ def test_masks_and_packed_sequences_count_in_training(monkeypatch):
     assert configs.given_context is True
 
 
-class Helper:
-    def __init__(self, chunk: Any, created: bool, ours: bool = True) -> None:
-        self.model, self.created = [SimpleNamespace(module=chunk)], created
-        self.config = SimpleNamespace(**({"padded_dispatch": None} if ours else {}))
-
-    def graphs_created(self) -> bool:
-        return self.created
+GRAPHS: dict[str, Any] = {"impl": "local", "scopes": (), "replays": 3}
 
 
-def test_the_helper_that_holds_a_models_graphs():
-    chunk = nn.Linear(1, 1)
-    helpers = [Helper(chunk, False), Helper(chunk, True), Helper(chunk, True, ours=False)]
-    calls: list[Any] = []
-    create = guard._wrap_helper(calls.append)
-    for helper in helpers:
-        helper.model = helpers[0].model
-        create(helper)
-    other = Helper(nn.Linear(1, 1), True)
-    create(other)
-    assert calls == [*helpers, other]
-    assert guard.helper_of(helpers[0].model) is helpers[1]
-    assert guard.helper_of(other.model) is other
-    assert guard.helper_of(Helper(chunk, True).model) is None
-    assert helpers[2] not in guard._helpers
+@pytest.mark.gpu
+@pytest.mark.parametrize("dense", [(), (0, 1)], ids=["MoE", "no experts"])
+def test_replays_equal_eager_training(gpu_pools, dense):
+    case = Situation(name="ours", dense=dense, evaluates=(3, 160), **GRAPHS)
+    [findings] = gpu_pools[1].run(replays_equal_eager, case)
+    assert findings.failures() == []
+    assert findings.facts["graphs"] == 2
+
+
+@pytest.mark.gpu
+def test_d22_old_versions_replay_other_gradients_without_experts_too(gpu_pools):
+    case = Situation(name="stock", dispatcher="alltoall", dense=(0, 1), **GRAPHS)
+    [findings] = gpu_pools[1].run(replays_equal_eager, case)
+    assert findings.unreproducible == {}
+    norm = "the gradient of module.decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
+    assert (f"{norm} of chunk 0" in findings.differing) == bool(findings.differing) == IS_OLD

@@ -1,19 +1,180 @@
-"""The self-test's runs draw as training draws; tests of captures cover the rest."""
+"""A self-test's runs draw and quantize as training does; Transformer Engine is stood in for."""
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core import fp4_utils, fp8_utils
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
+from megatron.core.transformer import cuda_graphs
 from torch import Tensor, nn
 
-from padded_dispatch.megatron.graphs.selftest import Sample, run_eager
-from tests.support import tiny
+from padded_dispatch.megatron.graphs import selftest
+from padded_dispatch.megatron.graphs.capture import LayerGraphs
+from padded_dispatch.megatron.graphs.selftest import (
+    Sample,
+    first_microbatch,
+    run_eager,
+    scales_put_back,
+)
+from tests.megatron.graphs.test_capture import BATCH, SEQUENCE, Training
+from tests.support.graph_protocol import GraphedLayer
+
+
+def scaling(scale: float, noted: list[float]) -> SimpleNamespace:
+    """Return what Transformer Engine keeps in the recipe `delayed`."""
+    return SimpleNamespace(scale=torch.tensor([scale]), amax_history=torch.tensor([noted]).T)
+
+
+def linear(**metas: Any) -> Any:
+    module: Any = nn.Linear(2, 2)
+    module.fp8_meta, module.is_first_microbatch = {"recipe": "any", **metas}, False
+    return module
+
+
+def values(one: Any) -> tuple[list[float], list[float]]:
+    return one.scale.tolist(), one.amax_history.flatten().tolist()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_scales_and_what_they_come_from_are_put_back(fails):
+    forward, backward, fused = (scaling(n, [n + 1, n + 2]) for n in (3.0, 5.0, 7.0))
+    first, second, ops = linear(scaling_fwd=forward, scaling_bwd=backward), linear(), nn.Identity()
+    vars(ops)["_fp8_metas"] = {"forward": {"scaling_fwd": fused}, "backward": None}
+    made, current = scaling(1.5, [2.5, 3.5]), SimpleNamespace(recipe="tensorwise")
+    model = nn.Sequential(first, second, ops)
+    seen = forward.scale
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext(), scales_put_back(model):
+        for one in (forward, backward, fused):
+            one.scale.zero_()
+            one.amax_history.add_(9)
+        second.fp8_meta |= {"scaling_fwd": made, "scaling_bwd": current}
+        first.is_first_microbatch = True
+        assert not fails or 1 / 0
+    assert values(forward) == ([3], [4, 5]) and forward.scale is seen  # Graphs know its address.
+    assert values(backward) == ([5], [6, 7]) and values(fused) == ([7], [8, 9])
+    assert values(made) == ([1], [0, 0])
+    assert not first.is_first_microbatch and not second.is_first_microbatch
+
+
+class Layer(nn.Module):
+    """A transformer layer, as far as its fp8 is concerned."""
+
+    def __init__(self, number: int, **fields: Any) -> None:
+        super().__init__()
+        self.layer_number, self.linear = number, linear()
+        given = {"fp8": None, "fp4": None, "quant_recipe": None, **fields}
+        self.config: Any = SimpleNamespace(**given)
+
+
+@pytest.mark.parametrize(
+    ("fields", "mtp", "wanted"),
+    [
+        ({}, False, None),
+        ({"fp8": "hybrid"}, False, ("fp8", 2)),
+        ({"fp8": "hybrid"}, True, ("fp8", -1)),
+        ({"fp4": "e2m1"}, False, ("fp4", 2)),
+        ({"quant_recipe": "of modules"}, False, ()),
+    ],
+    ids=str,
+)
+def test_a_layer_runs_as_in_a_first_microbatch(monkeypatch, fields, mtp, wanted):
+    entered: list[Any] = []
+
+    def context_of(name: str) -> Callable[..., Any]:
+        @contextmanager
+        def context(config: Any, number: int) -> Iterator[None]:
+            entered.append((name, number))
+            yield
+            entered.append("left")
+
+        return context
+
+    monkeypatch.setattr(fp8_utils, "get_fp8_context", context_of("fp8"))
+    monkeypatch.setattr(fp4_utils, "get_fp4_context", context_of("fp4"))
+    layer: Any = Layer(3, **fields)
+    layer.is_mtp_layer = mtp
+    layer.current_microbatch = 4
+    with first_microbatch(layer):
+        assert entered == ([wanted] if wanted else [])
+        inside = layer.current_microbatch, layer.linear.is_first_microbatch
+    assert inside == ((4, False) if wanted is None else (0, True))
+    assert layer.current_microbatch == 4
+    assert entered == ([wanted, "left"] if wanted else [])
+
+
+class Scaled:
+    """Transformer Engine's delayed scaling in the experts of a model, on a CPU.
+
+    Outputs are multiplied by a scale, which is derived from the largest one of the pass before.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.entered = 0
+        self._in_context = False
+        self._experts: list[Any] = [layer.experts for layer in training.moe_layers]
+        for experts in self._experts:
+            kept = scaling(1.0, [0.0])
+            experts.fp8_meta, experts.is_first_microbatch = {"scaling_fwd": kept}, False
+            experts.forward = self._wrapped(experts, experts.forward, kept)
+
+    def state(self) -> list[Any]:
+        return [values(experts.fp8_meta["scaling_fwd"]) for experts in self._experts]
+
+    @contextmanager
+    def context(self, layer: Any) -> Iterator[None]:
+        self.entered, self._in_context = self.entered + 1, True
+        yield
+        self._in_context = False
+        for experts in self._experts:
+            kept = experts.fp8_meta["scaling_fwd"]
+            kept.scale.copy_(1 / (1 + kept.amax_history[0]))
+            kept.amax_history.zero_()
+
+    def _wrapped(self, experts: Any, forward: Any, kept: Any) -> Callable[..., Any]:
+        def scaled(*args: Any) -> Any:
+            capturing = cuda_graphs.is_graph_capturing()  # Transformer Engine's own context.
+            assert capturing or (self._in_context and experts.is_first_microbatch)
+            experts.is_first_microbatch = False
+            output, bias = forward(*args)
+            with torch.no_grad():
+                kept.amax_history.fill_(output.detach().abs().max())
+            return output * kept.scale.to(output.dtype), bias
+
+        return scaled
+
+
+def test_the_self_test_runs_in_fp8_with_the_same_scales(megatron, monkeypatch):
+    training = Training(("attn", "moe"))
+    layers: Any = training.model.module.module.decoder.layers
+    scaled = Scaled(training)
+    monkeypatch.setattr(selftest, "quantizes", lambda config: True)
+    monkeypatch.setattr(selftest, "_context", scaled.context)
+    replay, quantized_weights = GraphedLayer.__call__, []
+
+    def call(graphed: GraphedLayer, *args: Tensor, **kwargs: Any) -> Any:
+        quantized_weights.append(kwargs["is_first_microbatch"])
+        return replay(graphed, *args, **kwargs)
+
+    for layer in layers:
+        layer.current_microbatch = 1  # As a step leaves it.
+    before = scaled.state()
+    graphs = LayerGraphs([training.model], seq_length=SEQUENCE, micro_batch=BATCH)
+    with patch.object(GraphedLayer, "__call__", call):
+        report = graphs.capture()
+    assert report is not None and (report.unreproducible, report.other_kernels) == ((), ())
+    # Each layer runs before the capture, then three times eagerly and once as a replay.
+    assert scaled.entered == 5 * len(layers)
+    assert quantized_weights == [True] * len(layers)
+    assert [layer.current_microbatch for layer in layers] == [1] * len(layers)
+    assert scaled.state() == before
 
 
 class Noisy(nn.Module):
@@ -33,17 +194,16 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_layer_draws_as_in_megatrons_block(sequence_parallel):
+def test_a_layer_draws_as_in_megatrons_block(megatron, sequence_parallel):
     """Megatron captures and runs layers in a fork of its tracker under sequence parallelism."""
-    with tiny.one_process():
-        model_parallel_cuda_manual_seed(7)
-        layer = Noisy(sequence_parallel=sequence_parallel)
-        chunk = SimpleNamespace(zero_grad_buffer=lambda: None)
-        sample = Sample(layer=layer, args=(torch.ones(5),), kwargs={})
-        results = run_eager([chunk], sample)
-        again = run_eager([chunk], sample)
-        tracker: Any = get_cuda_rng_tracker()
-        with tracker.fork() if sequence_parallel else nullcontext():
-            expected = torch.rand(5)
+    model_parallel_cuda_manual_seed(7)
+    layer = Noisy(sequence_parallel=sequence_parallel)
+    chunk = SimpleNamespace(zero_grad_buffer=lambda: None)
+    sample = Sample(layer=layer, args=(torch.ones(5),), kwargs={})
+    results = run_eager([chunk], sample)
+    again = run_eager([chunk], sample)
+    tracker: Any = get_cuda_rng_tracker()
+    with tracker.fork() if sequence_parallel else nullcontext():
+        expected = torch.rand(5)
     assert torch.equal(results["its output"], expected)
     assert torch.equal(again["its output"], expected)

@@ -1,0 +1,164 @@
+"""Text of a run: a line for each row, a table at the end, and the roofline beside each time.
+
+The roofline is the least time that NVIDIA H200s need for the real rows of a layer. Each of the six
+GEMMs takes the longer of two times: its operations at a rate, and its operands and result through
+memory once, at 4.3 TB/s, the rate of a large copy. Every real row crosses the wire four times
+(dispatch and combine, forward and backward) at 450 GB/s each way, NVLink's rated speed. Nothing
+overlaps, nothing is padded, and nothing else costs anything. The slowest rank decides.
+
+There are two rates. 790 TFLOP/s is the best that torch reaches on these shapes in bf16, in a burst.
+Within half a second an H200 meets its power cap and slows its clock: 670 TFLOP/s is what a dense
+product of 8192 x 8192 x 8192 sustains. Results files call the times `floor_ms` and
+`sustained_floor_ms`.
+
+Shape suffixes: S source ranks, R receiving ranks, E experts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from padded_dispatch.utils.shapes import LayerShape
+
+_COLUMNS = ("contender", "CF", "fill", "ms", "/ stock", "/ roofline", "host ms", "GiB", "TFLOP/s")
+_BURST_FLOP_PER_S = 790e12
+_SUSTAINED_FLOP_PER_S = 670e12
+_MEMORY_BYTES_PER_S = 4.3e12
+_WIRE_BYTES_PER_S = 450e9
+_HOPS = 4
+_ELEMENT_BYTES = 2  # bf16
+_SUM_BYTES = 8  # fp32, read and written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """Least milliseconds of one forward and backward pass, and the FLOPs of the busiest rank."""
+
+    gemm_ms: float
+    sustained_gemm_ms: float
+    wire_ms: float
+    flops: float
+
+    @property
+    def ms(self) -> float:
+        """`gemm_ms + wire_ms`, without overlap."""
+        return self.gemm_ms + self.wire_ms
+
+    @property
+    def sustained_ms(self) -> float:
+        """`sustained_gemm_ms + wire_ms`, without overlap."""
+        return self.sustained_gemm_ms + self.wire_ms
+
+
+def roofline(rows_SE: Tensor, shape: LayerShape, *, main_grad: bool = False) -> Roofline:
+    """Return the roofline for the rows that source ranks send to experts.
+
+    A row costs `2 * D * 2F` FLOPs in fc1 and `2 * F * D` in fc2. The backward pass costs each
+    twice: `18 * D * F` in all.
+
+    Args:
+        rows_SE: numbers of rows, any dtype; rank r holds the r-th of R equal parts of the experts.
+        shape: sizes of the layer.
+        main_grad: weight gradients are added to fp32 buffers, instead of written in bf16.
+
+    Example: 8 ranks that send 256 rows to each of 128 experts of Qwen3-30B-A3B (T = 4,096, K = 8)
+    need 1.17 ms for GEMMs and 1.04 ms for the wire.
+    """
+    num_ranks = rows_SE.shape[0]
+    rows_SR = rows_SE.double().unflatten(1, (num_ranks, -1)).sum(2)
+    stay_R = rows_SR.diagonal()
+    crossing = max((rows_SR.sum(1) - stay_R).max().item(), (rows_SR.sum(0) - stay_R).max().item())
+    num_rows, num_experts = rows_SR.sum(0).max().item(), rows_SE.shape[1] // num_ranks
+    wire_bytes = _HOPS * crossing * shape.hidden_size * _ELEMENT_BYTES
+    return Roofline(
+        gemm_ms=_gemm_ms(num_rows, num_experts, shape, main_grad, _BURST_FLOP_PER_S),
+        sustained_gemm_ms=_gemm_ms(num_rows, num_experts, shape, main_grad, _SUSTAINED_FLOP_PER_S),
+        wire_ms=wire_bytes / _WIRE_BYTES_PER_S * 1e3,
+        flops=18 * shape.hidden_size * shape.ffn_size * num_rows,
+    )
+
+
+def _gemm_ms(
+    num_rows: float, num_experts: int, shape: LayerShape, main_grad: bool, flop_per_s: float
+) -> float:
+    """Return the least time of the six GEMMs of one rank."""
+    seconds = 0.0
+    for width_in, width_out in (
+        (shape.hidden_size, 2 * shape.ffn_size),
+        (shape.ffn_size, shape.hidden_size),
+    ):
+        at_rate = 2 * num_rows * width_in * width_out / flop_per_s
+        row_bytes = num_rows * (width_in + width_out) * _ELEMENT_BYTES
+        num_weights = num_experts * width_in * width_out
+        product = (row_bytes + num_weights * _ELEMENT_BYTES) / _MEMORY_BYTES_PER_S
+        per_weight = _SUM_BYTES if main_grad else _ELEMENT_BYTES
+        gradient = (row_bytes + num_weights * per_weight) / _MEMORY_BYTES_PER_S
+        seconds += 2 * max(at_rate, product) + max(at_rate, gradient)
+    return seconds * 1e3
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return one row as text.
+
+    Example: qwen3-30b-a3b EP8 T4096 uniform CF1 ours module: 4.200 ms, host 1.100 (5 s).
+    """
+    factor = "" if row["capacity_factor"] is None else f" CF{row['capacity_factor']:g}"
+    where = f"{row['model']} EP{row['ep']} T{row['tokens']} {row['skew']}{factor}"
+    if row["error"] is not None:
+        found = f"FAILED: {row['error']}"
+    else:
+        found = f"{row['ms']:.3f} ms, host {row['host_ms']:.3f}"
+    return f"{where} {_name(row)}: {found} ({row['seconds']:.0f} s)"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return all rows as text, one block per layer, layout and routing.
+
+    `/ stock`: time divided by that of stock drop-and-pad with the same factor and graph.
+    `/ roofline`: time divided by the roofline at 790 TFLOP/s. `GiB`: peak memory of tensors.
+    `TFLOP/s`: GEMMs of real rows, per GPU.
+    """
+    blocks: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        title = f"{row['model']}, EP {row['ep']}, {row['tokens']} tokens per rank, {row['skew']}"
+        blocks.setdefault(title, []).append(row)
+    lines = []
+    for title, block in blocks.items():
+        cells = [_COLUMNS, *(_cells(row, block) for row in block)]
+        widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+        lines.append(title)
+        for first, *others in cells:
+            padded = [c.rjust(w) for c, w in zip(others, widths[1:], strict=True)]
+            lines.append("  ".join(["  " + first.ljust(widths[0]), *padded]).rstrip())
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any], block: list[dict[str, Any]]) -> tuple[str, ...]:
+    factor = "-" if row["capacity_factor"] is None else f"{row['capacity_factor']:g}"
+    if row["error"] is not None:
+        return (_name(row), factor, "failed", *["-"] * 6)
+    stock = next((other for other in block if _is_baseline(other, row)), None)
+    return (
+        _name(row),
+        factor,
+        "-" if row["fill"] is None else f"{row['fill']:.1%}",
+        f"{row['ms']:.3f}",
+        "-" if stock is None else f"{row['ms'] / stock['ms']:.3f}",
+        "-" if row["floor_ms"] is None else f"{row['ms'] / row['floor_ms']:.2f}",
+        f"{row['host_ms']:.3f}",
+        "-" if row["allocated_gib"] is None else f"{row['allocated_gib']:.2f}",
+        f"{row['tflops_per_gpu']:.1f}",
+    )
+
+
+def _is_baseline(other: dict[str, Any], row: dict[str, Any]) -> bool:
+    alike = all(other[key] == row[key] for key in ("capacity_factor", "graph", "main_grad"))
+    return alike and other["contender"] == "stock-drop-pad" and other["error"] is None
+
+
+def _name(row: dict[str, Any]) -> str:
+    graphed = None if row["graph"] == "none" else "graphed"
+    summed = "" if row["main_grad"] == "none" else f"main_grad {row['main_grad']}"
+    return " ".join(part for part in (row["contender"], row["variant"], graphed, summed) if part)

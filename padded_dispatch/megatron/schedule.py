@@ -1,0 +1,230 @@
+"""What Megatron's schedules and CUDA graphs leave out for padded layers: padding masks, for one.
+
+Masks in graphs of layers. Where `cuda_graph_impl` is "transformer_engine", Megatron calls the MoE
+part of a layer without the padding mask, in captures and in replays (0.16.1 to 0.20). Padding
+tokens would take slots and count in the losses. So each layer has one mask in memory that its
+graphs read: `note_mask` makes it, in an eager training pass that has a mask; `captured` lets a
+capture read it; `replayed` writes the microbatch's mask to it before a replay. Graphs of `local`
+take the mask as an input, and those of whole iterations read it from the batch.
+
+Packed sequences (THD) are separated in attention; the MoE part sees T tokens, whatever their
+sequences. A graph of attention would keep the boundaries of its capture: `check_packed`.
+
+The combined schedule (`overlap_moe_expert_parallel_comm`) runs a layer in pieces, see `adapted`:
+it calls the router without the mask, and it frees what went into the dispatch and into the experts
+once these pieces have run forward. With direct stores the dispatch takes tokens, which the router's
+backward pass needs, and the experts read rows where they arrived, in memory that no allocator can
+free. These inputs are kept. They cost nothing: other objects hold the same memory.
+
+Letters: B sequences, S positions on this rank.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from padded_dispatch.config import require
+from padded_dispatch.megatron.compat import MTP_HAS_MASKS, captures_attention, captures_routing
+from padded_dispatch.megatron.dispatcher import is_padded
+from padded_dispatch.utils.patches import Patches
+
+# Masks that the next capture of a layer reads, and those that its present graphs read.
+_noted: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+_captured: WeakKeyDictionary[Any, Tensor | None] = WeakKeyDictionary()
+
+_REMEDY = (
+    "run an eager training step with a mask of this shape before the capture "
+    "(cuda_graph_warmup_steps does), or capture again after one"
+)
+
+
+def note_mask(layer: Any, mask_BS: Tensor | None) -> None:
+    """Make the mask that a layer's next capture reads; call it in each eager training pass.
+
+    Args:
+        layer: a transformer layer.
+        mask_BS: the pass's mask, True for padding tokens; None changes nothing.
+    """
+    if mask_BS is None or not _captures(layer.config):
+        return
+    known = _noted.get(layer)
+    if known is None or known.shape != mask_BS.shape:
+        _noted[layer] = torch.zeros_like(mask_BS, dtype=torch.bool)
+
+
+def sample_mask(layer: Any) -> dict[str, Tensor]:
+    """Return a mask to test a layer's graphs with, as its keyword argument; {} if it has none.
+
+    Every third token is masked.
+    """
+    if layer not in _noted:
+        return {}
+    mask_BS = _noted[layer]
+    every_third = torch.arange(mask_BS.numel(), device=mask_BS.device) % 3 == 1
+    return {"padding_mask": every_third.view_as(mask_BS)}
+
+
+@contextmanager
+def captured(layer: Any, hidden_states: Tensor) -> Iterator[None]:
+    """Let the MoE part that is captured in this block read the layer's mask, if it has one.
+
+    The graph starts by copying it, because a pipeline runs the next microbatch's forward before
+    this one's backward, and recomputation reads the mask there.
+
+    Raises:
+        ValueError: if the mask has another shape than the hidden states, [S, B, D].
+    """
+    mask_BS = _captured[layer] = _noted.get(layer)
+    if mask_BS is None:
+        yield
+        return
+    _check_shape(mask_BS, (hidden_states.shape[1], hidden_states.shape[0]))
+    with _mlp_with(layer, mask_BS.clone()):
+        yield
+
+
+@contextmanager
+def replayed(layer: Any, mask_BS: Tensor | None) -> Iterator[None]:
+    """Let the graphs that are replayed in this block, and what is eager in it, use a mask.
+
+    Raises:
+        ValueError: if the layer was captured without a mask, or with one of another shape.
+    """
+    if _captures(layer.config):
+        _load(layer, mask_BS)
+    if mask_BS is None:
+        yield
+        return
+    with _mlp_with(layer, mask_BS):
+        yield
+
+
+def _load(layer: Any, mask_BS: Tensor | None) -> None:
+    captured_BS = _captured.get(layer)
+    if captured_BS is None:
+        require(
+            mask_BS is None,
+            "padding_mask",
+            None if mask_BS is None else list(mask_BS.shape),
+            "be None in a replay of a layer that was captured before any mask was given",
+            _REMEDY,
+        )
+    elif mask_BS is None:
+        captured_BS.zero_()
+    else:
+        _check_shape(mask_BS, captured_BS.shape)
+        captured_BS.copy_(mask_BS)
+
+
+def _captures(config: Any) -> bool:
+    return config.cuda_graph_impl == "transformer_engine" and captures_routing(config)
+
+
+def _check_shape(mask_BS: Tensor, shape: tuple[int, ...]) -> None:
+    shown, rule = list(mask_BS.shape), f"be {list(shape)} as in the captured layer"
+    require(mask_BS.shape == shape, "padding_mask.shape", shown, rule, _REMEDY)
+
+
+@contextmanager
+def _mlp_with(layer: Any, mask_BS: Tensor) -> Iterator[None]:
+    """Hand the mask to the layer's MoE part, which Megatron calls without it."""
+    with Patches() as patches:
+        patches.set(layer, "_forward_mlp", partial(layer._forward_mlp, padding_mask=mask_BS))
+        yield
+
+
+def check_packed(layer: Any, packed_seq_params: Any) -> None:
+    """Raise if graphs of this layer could not follow these sequences in training.
+
+    With `tokens_per_sample` (0.19 and later) Megatron rearranges flattened samples for the MoE
+    part, [B * S, 1, D] to [S, B, D], which it leaves out in a capture.
+
+    Args:
+        layer: a transformer layer.
+        packed_seq_params: Megatron's PackedSeqParams, or None.
+
+    Raises:
+        ValueError: if the config captures attention; or if it captures the routing, and a
+            microbatch has several flattened samples.
+    """
+    if packed_seq_params is None:
+        return
+    config = layer.config
+    require(
+        not captures_attention(config),
+        "packed_seq_params",
+        packed_seq_params.qkv_format,
+        "be None where a CUDA graph holds attention, which keeps the boundaries of its capture",
+        "set cuda_graph_impl='transformer_engine' and leave 'attn' out of its scopes ('moe'; or "
+        "'moe_router' and 'moe_preprocess'), or pad every sequence to one length",
+    )
+    length = getattr(packed_seq_params, "tokens_per_sample", None)
+    require(
+        length is None or not captures_routing(config),
+        "packed_seq_params.tokens_per_sample",
+        length,
+        "be None where a CUDA graph holds the router, because Megatron captures it without "
+        "separating the samples",
+        "set micro_batch_size=1 without it, or cuda_graph_impl='none'",
+    )
+
+
+def adapted(build: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `TransformerLayerSchedulePlan._build_callable_nodes` to adapt padded layers.
+
+    While the piece with the router of a padded layer runs, `MoELayer.route` has the mask of the
+    model's chunk, and so has the replay of a layer whose router is in a CUDA graph.
+    """
+
+    @functools.wraps(build)
+    def build_adapted(plan: Any, *args: Any, **kwargs: Any) -> None:
+        build(plan, *args, **kwargs)
+        layer = _transformer_layer(plan.layer)
+        if not is_padded(getattr(layer, "mlp", None)):
+            return
+        if layer is plan.layer or MTP_HAS_MASKS:
+            # The piece that ends with the dispatcher's first stage; `attn` until 0.18.
+            first = getattr(plan, "attn", None) or plan.pre_dispatch_computation
+            first.submodule = functools.partial(_run_with_mask, layer, first.submodule)
+        if layer.mlp.token_dispatcher.stores_late:
+            plan.moe_dispatch.free_input = plan.mlp.free_input = False
+
+    return build_adapted
+
+
+def _transformer_layer(layer: Any) -> Any:
+    """Return a layer, or the one in a layer of multi-token prediction."""
+    for name in ("mtp_model_layer", "transformer_layer"):
+        if hasattr(layer, name):
+            return getattr(layer, name)
+    return layer
+
+
+def _run_with_mask(layer: Any, run: Callable[..., Any], node: Any, *args: Any) -> Any:
+    moe, route = layer.mlp, layer.mlp.route
+
+    # The mask is read here: a layer of multi-token prediction has moved it on by one token by now.
+    # Megatron-Bridge hands on the same mask, as [B, S].
+    def route_with_mask(hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
+        mask_BS = node.chunk_state.padding_mask
+        note_mask(layer, mask_BS)
+        if mask_BS is None:
+            return route(hidden_states)
+        return route(hidden_states, padding_mask=mask_BS.transpose(0, 1).bool())
+
+    def replay_with_mask(**kwargs: Any) -> Any:
+        return replay(**kwargs, padding_mask=node.chunk_state.padding_mask)
+
+    check_packed(layer, node.chunk_state.packed_seq_params)
+    with Patches() as patches:
+        patches.set(moe, "route", route_with_mask)
+        if getattr(layer, "cuda_graphs", None):
+            replay = layer._te_cuda_graph_replay
+            patches.set(layer, "_te_cuda_graph_replay", replay_with_mask)
+        return run(node, *args)

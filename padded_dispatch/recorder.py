@@ -1,0 +1,212 @@
+"""Record a trace while a model trains, also under CUDA graphs.
+
+    for number, layer in ...:                   # before anything is captured
+        buffers[number] = RoutingBuffer(...)
+        layer.router.selector.observers.append(buffers[number])
+    recorder = TraceRecorder(path, buffers, ...)
+    for step in ...:
+        train()
+        recorder.step(step)
+
+Every forward pass of a layer writes its choices to memory of fixed size on the device. These
+writes are captured with the router and cost a few small kernels per micro-batch, whether the step
+is recorded or not. After every n-th step the choices are copied to pinned memory, in stream order
+and so before the next step changes them. The host takes them one step later, long after they have
+arrived. The size of the recording is known before it starts; n is raised where it would be too
+large.
+
+Letters: M micro-batches of a step; T tokens; K experts per token; E experts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from padded_dispatch.config import PoolSizes, require
+from padded_dispatch.ops.select import Selection
+from padded_dispatch.trace import HEADER_BYTES, Trace, append, record_bytes
+
+
+class RoutingBuffer:
+    """The choices of one layer's router in its last M micro-batches, in order: a `RoutingObserver`.
+
+    Args:
+        num_microbatches: of a step (M).
+        num_tokens: tokens of a micro-batch on this rank (T).
+        top_k: most experts of a token (K).
+        device: of the layer.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_microbatches: int,
+        num_tokens: int,
+        top_k: int,
+        device: torch.device | str | int,
+    ) -> None:
+        shape = num_microbatches, num_tokens, top_k
+        self.ids_MTK = torch.full(shape, -1, dtype=torch.int16, device=device)
+        self.probs_MTK = torch.zeros(shape, dtype=torch.float32, device=device)
+
+    @torch.no_grad()
+    def observe(
+        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, sizes: PoolSizes
+    ) -> None:
+        """Append one micro-batch and discard the first: see `RoutingObserver`.
+
+        Raises:
+            ValueError: probabilities that fp32 cannot hold, or another number of tokens.
+        """
+        _, num_tokens, top_k = self.ids_MTK.shape
+        require(
+            probs_TE.dtype != torch.float64,
+            "probs_TE.dtype",
+            probs_TE.dtype,
+            "be at most float32, which a trace holds",
+            "set moe_router_dtype='fp32'",
+        )
+        require(
+            asked_TE.shape[0] == num_tokens,
+            "num_tokens",
+            asked_TE.shape[0],
+            f"be {num_tokens}, the size of the buffer",
+            "record micro-batches of one size",
+        )
+        ids_TK, probs_TK = choices(asked_TE, probs_TE, top_k)
+        # Shifting needs no index, which a capture or a warm-up would leave at the wrong value. The
+        # choices that these leave are shifted out within one step.
+        self.ids_MTK.copy_(torch.cat((self.ids_MTK[1:], ids_TK[None])))
+        self.probs_MTK.copy_(torch.cat((self.probs_MTK[1:], probs_TK[None])))
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return the buffers that a recorder copies."""
+        return self.ids_MTK, self.probs_MTK
+
+
+def choices(asked_TE: Tensor, probs_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Convert a routing map to the normal form of a trace: ids int16, probabilities fp32, [T, K].
+
+    Shapes are static, and the host reads nothing. The k-th expert of a token is the first at which
+    its running count reaches k + 1, found by binary search as in `padded_dispatch.ops.plan`.
+
+    Example: `asked = [[0, 1, 1]]`, `probs = [[.1, .2, .7]]`, K = 3 give `[[1, 2, -1]]` and
+    `[[.2, .7, 0]]`.
+    """
+    num_tokens, num_experts = asked_TE.shape
+    running_TE = asked_TE.cumsum(1, dtype=torch.int32)
+    nth_TK = torch.arange(1, top_k + 1, device=asked_TE.device, dtype=torch.int32)
+    expert_TK = torch.searchsorted(running_TE, nth_TK.expand(num_tokens, -1).contiguous())
+    valid_TK = expert_TK < num_experts
+    ids_TK = torch.where(valid_TK, expert_TK, -1).to(torch.int16)
+    here_TK = expert_TK.clamp(max=num_experts - 1)
+    probs_TK = torch.where(valid_TK, probs_TE.gather(1, here_TK).float(), 0)
+    return ids_TK, probs_TK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """Settings of a recording.
+
+    `num_experts` (E). `num_ranks`: sources that share an expert-parallel group. `rank`: this one
+    among all sources, see `Trace`. `every`: steps between two records of a layer. `num_steps`:
+    until the end of the run. `max_bytes`: of the file.
+    """
+
+    num_experts: int
+    num_ranks: int
+    rank: int
+    every: int
+    num_steps: int
+    max_bytes: int
+
+
+class TraceRecorder:
+    """A recorder that writes the choices of this rank's layers to one file.
+
+    Args:
+        path: of the file, which the first recorded step creates; an existing one is replaced.
+        buffers: of the layers, by number. All have one shape.
+        recording: its settings.
+
+    Attributes:
+        every: steps between two records of a layer: a multiple of `recording.every`, larger where
+            the file would otherwise exceed `max_bytes`.
+
+    Raises:
+        ValueError: not even one step fits into `max_bytes`.
+    """
+
+    def __init__(
+        self, path: Path, buffers: Mapping[int, RoutingBuffer], recording: Recording
+    ) -> None:
+        num_microbatches, num_tokens, top_k = next(iter(buffers.values())).ids_MTK.shape
+        per_step = len(buffers) * num_microbatches * record_bytes(num_tokens, top_k) + HEADER_BYTES
+        most_steps = recording.max_bytes // per_step
+        require(
+            most_steps >= 1,
+            "max_bytes",
+            recording.max_bytes,
+            f"be at least {per_step}, the size of one step",
+        )
+        self.every = recording.every * max(
+            1, -(-(recording.num_steps // recording.every) // most_steps)
+        )
+        self._path = path
+        self._recording = recording
+        self._buffers = buffers
+        self._file: BinaryIO | None = None
+        # Copies on a CPU are synchronous and need neither pinned memory nor an event.
+        pinned = next(iter(buffers.values())).ids_MTK.is_cuda
+        self._copies = [
+            [torch.empty_like(t, device="cpu", pin_memory=pinned) for t in buffer.tensors()]
+            for buffer in buffers.values()
+        ]
+        self._arrived = torch.cuda.Event() if pinned else None
+        self._pending: int | None = None  # the step of the copies
+
+    def step(self, number: int) -> None:
+        """Record a training step; call it after each step, on its stream."""
+        self._take()
+        if number % self.every == 0:
+            for copies, buffer in zip(self._copies, self._buffers.values(), strict=True):
+                for copy, tensor in zip(copies, buffer.tensors(), strict=True):
+                    copy.copy_(tensor, non_blocking=True)
+            if self._arrived is not None:
+                self._arrived.record()
+            self._pending = number
+
+    def close(self) -> None:
+        """Write the pending step and close the file; call it once, after the last step."""
+        self._take()
+        if self._file is not None:
+            self._file.close()
+
+    def _take(self) -> None:
+        """Write the pending step."""
+        if self._pending is None:
+            return
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        if self._file is None:
+            self._file = self._path.open("wb")
+        ids_NTK, probs_NTK = (torch.cat(parts).numpy() for parts in zip(*self._copies, strict=True))
+        num_records, _, top_k = ids_NTK.shape
+        layers = np.repeat(np.array([*self._buffers], np.int32), num_records // len(self._buffers))
+        step = Trace(
+            num_experts=self._recording.num_experts,
+            top_k=top_k,
+            num_ranks=self._recording.num_ranks,
+            steps=np.full(num_records, self._pending, np.int64),
+            layers=layers,
+            ranks=np.full(num_records, self._recording.rank, np.int32),
+            ids_NTK=ids_NTK,
+            probs_NTK=probs_NTK,
+        )
+        append(step, self._file)
+        self._pending = None

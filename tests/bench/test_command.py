@@ -1,0 +1,228 @@
+"""`padded-dispatch bench` from a command line to a file; its layer and its timing."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from padded_dispatch.bench import command
+from padded_dispatch.bench.cases import Case
+from padded_dispatch.bench.command import main, parse
+from padded_dispatch.bench.layer import OPTIONS, build, stock_flags
+from padded_dispatch.bench.measure import Passes, batches
+from padded_dispatch.megatron import PaddedOptions, install, uninstall
+from padded_dispatch.utils.routings import routing_scores
+from tests.support import tiny
+from tests.support.inline_pool import only_worker
+from tests.support.routings import routing_map
+
+CPU = torch.device("cpu")
+QUICK = ["--device", "cpu", "--ep", "1", "--iterations", "1", "--repeats", "1"]
+
+
+def _case(**changes):
+    values = {"model": "tiny", "ep": 1, "tokens": 37, "skew": "hot", "contender": "module"}
+    return Case(**({"capacity_factor": 4.0} | values | changes))
+
+
+def _built(**changes):
+    case = _case(**changes)
+    return case, build(case, stock_flags(case, on_gpu=False), CPU)
+
+
+@pytest.fixture
+def megatron():
+    with tiny.one_process():
+        install()
+        yield
+        uninstall()
+
+
+@pytest.mark.parametrize("contender", ["module", "packed", "drop-pad"])
+def test_the_routing_is_the_one_that_was_ordered(megatron, contender):
+    case, layer = _built(contender=contender, skew="lognormal-0.6")
+    (batch, *_) = batches(case, seed=3, dtype=torch.float32, device=CPU)
+    probs = []
+    layer.layer.router.register_forward_hook(lambda module, args, output: probs.append(output[0]))
+    layer(batch.tokens, batch.logits)
+    scores_TE = routing_scores(37, 8, 2, skew="lognormal", sigma=0.6, seed=12)  # 4 per rank
+    second_T1 = np.sort(scores_TE, axis=1)[:, -2:-1]
+    np.testing.assert_array_equal(probs[0].detach() > 0, scores_TE >= second_T1)
+
+
+def test_variants_are_options(megatron):
+    assert OPTIONS["auto"] == PaddedOptions()
+    assert OPTIONS["rank"] == PaddedOptions(capacity_pool="rank")
+    layers = [_built(contender=name)[1].layer for name in ("module", "packed")]
+    experts = [type(layer.experts).__name__ for layer in layers]
+    assert experts == ["SequentialMLP", "StackedExperts"]
+
+
+def test_every_pass_has_a_fresh_batch_and_fresh_gradients(megatron):
+    case, layer = _built()
+    data = batches(case, seed=0, dtype=torch.float32, device=CPU)
+    passes = Passes(layer, data, graphed=False)
+    expected = [layer(batch.tokens, batch.logits) for batch in data]
+    weight = layer.layer.experts.local_experts[0].linear_fc1.weight
+    grads = []
+    for number in range(5):
+        assert torch.equal(passes.run(number), expected[number % 4])
+        grads.append(weight.grad.clone())
+    assert not torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[4])
+
+
+@pytest.mark.parametrize("contender", ["drop-pad", "module", "packed"])
+def test_gradients_are_added_to_main_grad_once(megatron, contender):
+    """Over 5 passes of 4 batches; packed experts add theirs themselves."""
+    case, fresh = _built(contender=contender)
+    _, summed = _built(contender=contender)
+    data = batches(case, seed=0, dtype=torch.float32, device=CPU)
+    passes = Passes(summed, data, graphed=False, main_grad="fused")
+    single = Passes(fresh, data, graphed=False)
+    single._grad = passes._grad
+    expected = [torch.zeros_like(parameter) for parameter in fresh.parameters()]
+    for number in range(5):
+        passes.run(number)
+        single.run(number)
+        for total, parameter in zip(expected, fresh.parameters(), strict=True):
+            total += parameter.grad
+    for total, parameter in zip(expected, summed.parameters(), strict=True):
+        torch.testing.assert_close(parameter.main_grad, total, rtol=1e-6, atol=1e-6)
+
+
+def test_stock_and_ours_have_the_fusions_of_production():
+    for contender in ("drop-pad-graphed", "auto-graphed", "dropless"):
+        flags = stock_flags(_case(contender=contender, main_grad="fused"), on_gpu=True)
+        assert (flags["moe_router_fusion"], flags["gradient_accumulation_fusion"]) == (True, True)
+        assert flags["moe_permute_fusion"] == (contender != "auto-graphed")
+        flags = stock_flags(_case(contender=contender), on_gpu=False)
+        assert (flags["moe_router_fusion"], flags["gradient_accumulation_fusion"]) == (False, False)
+
+
+def test_idle_rank_gets_nothing():
+    case = _case(ep=2, skew="idle-rank")
+    for batch in batches(case, seed=0, dtype=torch.float32, device=CPU):
+        assert batch.logits.topk(2).indices.max() < 4
+
+
+def _run(tmp_path, *flags):
+    out = tmp_path / "results" / "bench.json"
+    sizes = ["--tokens", "19", "--iterations", "2", "--repeats", "3"]
+    code = main([*sizes, "--out", str(out), "--commit", "abc", *flags])
+    (run,) = json.loads(out.read_text())["runs"]
+    assert run["about"]["commit"] == "abc"
+    assert [path.name for path in out.parent.iterdir()] == ["bench.json"]
+    return code, run
+
+
+def test_command_on_cpus(tmp_path):
+    code, run = _run(tmp_path, "--ep", "2", "1", "--capacity-factors", "1", "2", "--device", "cpu")
+    assert code == 0
+    rows = run["rows"]
+    assert run["about"]["command"].startswith("padded-dispatch bench --tokens 19")
+    found = [(r["ep"], r["variant"], r["capacity_factor"]) for r in rows]
+    variants = (None, "auto", "rank", "module", "packed")
+    assert found == [(ep, name, f) for ep in (2, 1) for f in (1, 2) for name in variants]
+    assert [row["error"] for row in rows] == [None] * 20
+    assert all(row["ms"] == sorted(row["samples_ms"])[1] > 0 for row in rows)
+    assert all(row.keys() == rows[0].keys() for row in rows)
+    # Rows beyond C = ceil(38 / 8 * 2) = 10 are dropped; two ranks have four batches each.
+    maps = [routing_map(19, 8, 2, seed=seed) for seed in range(8)]
+    mean_kept = sum(np.minimum(map_TE.sum(0), 10).sum() for map_TE in maps) / 8
+    assert rows[5]["fill"] == pytest.approx(mean_kept / 80, abs=1e-6)
+    assert rows[5]["dropped"] == pytest.approx(1 - mean_kept / 38, abs=1e-6)
+    assert rows[7]["dropped"] < rows[5]["dropped"]  # A pool of a rank.
+    assert rows[1]["chosen"] == {"experts": "module", "exchange": "alltoall"}
+    assert [row["floor_ms"] for row in rows] == [None] * 20
+
+
+def test_a_case_that_fails_is_a_row(megatron, monkeypatch):
+    def refuse(case, flags, device):
+        raise RuntimeError("no such layer")
+
+    settings = parse(QUICK)
+    good = command.measure(_case(), settings, CPU)
+    monkeypatch.setattr(command, "build", refuse)
+    bad = command.measure(_case(), settings, CPU)
+    assert (good["error"], bad["error"]) == (None, "RuntimeError: no such layer")
+    assert bad["ms"] is None
+    assert bad.keys() == good.keys()
+
+
+def test_rows_of_an_interrupted_run_are_kept(monkeypatch, tmp_path, capfd):
+    measured, out = iter([{"ms": 1.0}, {"ms": 2.0}]), tmp_path / "bench.jsonl"
+
+    def measure(*args):
+        for row in measured:
+            return row
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "measure", measure)
+    monkeypatch.setattr(command, "line", str)
+    with only_worker(), pytest.raises(KeyboardInterrupt):
+        main(["--device", "cpu", "--out", str(out), "--commit", "abc"])
+    (run,) = json.loads(out.read_text())["runs"]
+    assert run["about"]["commit"] == "abc"
+    assert run["rows"] == [{"ms": 1.0}, {"ms": 2.0}]
+    assert capfd.readouterr().out == "{'ms': 1.0}\n{'ms': 2.0}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ep", "3", "2"], "ep must divide the number of processes, 3, got 2"),
+        (["--ep", "0"], "ep must divide the number of processes, 0, got 0"),
+        (["--contenders", "module-graphed"], "contenders must run on a CPU, got 'module-graphed'"),
+        (["--main-grad", "fused"], "main-grad must be none on a CPU, got 'fused'"),
+        (["--repeats", "0"], "repeats must be at least 1, got 0"),
+        (["--out", "/dev/null/r.json"], "out.*'?/dev/null"),
+        (["--tokens", "0"], "tokens must .*, got 0"),
+        (["--capacity-factors", "-1"], "capacity-factors must .*, got -1.0"),
+        (["--skews", "idle-rank", "--ep", "1"], "skews must leave .* ep=1, got 'idle-rank'"),
+    ],
+)
+def test_mistakes_are_found_before_there_are_workers(flags, message):
+    with pytest.raises(ValueError, match=f"^--{message}"):
+        parse(["--device", "cpu", *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ep", "1", "--contenders", "direct"], "contenders must run with the given --ep"),
+        (["--ep", "3"], "ep must be at most 2, the GPUs here, got 3"),
+    ],
+)
+def test_mistakes_on_gpus(monkeypatch, flags, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=f"^--{message}"):
+        parse(["--device", "cuda", "--models", "tiny", *flags])
+
+
+def test_processes_are_as_many_as_the_largest_group_needs(monkeypatch):
+    assert parse(["--device", "cpu"]).workers == 2
+    assert parse(["--device", "cpu", "--ep", "1", "4"]).workers == 4
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert parse(["--device", "cpu", "--ep", "1", "4"]).workers == 8
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert {case.ep for case in parse([]).cases} == {8}
+
+
+@pytest.mark.gpu
+def test_command_on_a_gpu(tmp_path):
+    flags = ["--capacity-factors", "1.5", "--main-grad", "none", "fused", "--phases"]
+    code, run = _run(tmp_path, "--ep", "1", "--models", "tiny", *flags)
+    assert [row["error"] for row in run["rows"]] == [None] * len(run["rows"])
+    assert code == 0
+    assert all(len(row["sm_mhz"]) == 3 for row in run["rows"])
+    assert all(100 < mhz < 5000 for row in run["rows"] for mhz in row["sm_mhz"])
+    rows = [row for row in run["rows"] if row["main_grad"] == "none"]
+    assert len(run["rows"]) == 2 * len(rows)
+    graphed = [row for row in rows if row["graph"] == "layer"]
+    assert [row["contender"] for row in graphed] == ["stock-drop-pad", *["ours"] * 4]
+    # A kernel that only we have, and one that both have: the profiler looks into graphs.
+    assert graphed[1]["phases_ms"]["plan"] > 0
+    assert graphed[1]["phases_ms"]["gemm"] > 0
+    assert all(row["floor_ms"] > 0 and row["allocated_gib"] >= 0 for row in rows)

@@ -1,0 +1,90 @@
+"""The lines of terminal output, and the roofline, worked out by hand."""
+
+import pytest
+import torch
+
+from padded_dispatch.bench.report import line, roofline, table
+from padded_dispatch.utils.shapes import SHAPES, LayerShape
+
+STOCK = {
+    "model": "tiny",
+    "ep": 2,
+    "tokens": 64,
+    "skew": "uniform",
+    "capacity_factor": 1.25,
+    "contender": "stock-drop-pad",
+    "variant": None,
+    "graph": "layer",
+    "main_grad": "none",
+    "fill": 0.78,
+    "ms": 5.0,
+    "floor_ms": 2.5,
+    "host_ms": 0.5,
+    "allocated_gib": 1.5,
+    "tflops_per_gpu": 300.0,
+    "error": None,
+    "seconds": 4.2,
+}
+OURS = STOCK | {"contender": "ours", "variant": "module", "ms": 4.0, "allocated_gib": None}
+OTHER_FACTOR = OURS | {"capacity_factor": 2.0, "floor_ms": None}
+BROKEN = OURS | {"graph": "none", "error": "ValueError: no"}
+FUSED = OURS | {"main_grad": "fused"}
+DROPLESS = STOCK | {"contender": "stock-dropless", "capacity_factor": None, "graph": "none"}
+
+
+def test_line():
+    expected = "tiny EP2 T64 uniform CF1.25 stock-drop-pad graphed: 5.000 ms, host 0.500 (4 s)"
+    assert line(STOCK) == expected
+    assert line(BROKEN) == "tiny EP2 T64 uniform CF1.25 ours module: FAILED: ValueError: no (4 s)"
+    assert line(DROPLESS).startswith("tiny EP2 T64 uniform stock-dropless: ")
+
+
+def test_table_compares_with_stock_of_the_same_factor_and_graph():
+    given = [STOCK, OURS, OTHER_FACTOR, BROKEN, DROPLESS, FUSED, STOCK | {"ep": 1}]
+    lines = [" ".join(row.split()) for row in table(given).splitlines() if row]
+    assert lines == [
+        "tiny, EP 2, 64 tokens per rank, uniform",
+        "contender CF fill ms / stock / roofline host ms GiB TFLOP/s",
+        "stock-drop-pad graphed 1.25 78.0% 5.000 1.000 2.00 0.500 1.50 300.0",
+        "ours module graphed 1.25 78.0% 4.000 0.800 1.60 0.500 - 300.0",
+        "ours module graphed 2 78.0% 4.000 - - 0.500 - 300.0",
+        "ours module 1.25 failed - - - - - -",
+        "stock-dropless - 78.0% 5.000 - 2.00 0.500 1.50 300.0",
+        "ours module graphed main_grad fused 1.25 78.0% 4.000 - 1.60 0.500 - 300.0",
+        "tiny, EP 1, 64 tokens per rank, uniform",
+        "contender CF fill ms / stock / roofline host ms GiB TFLOP/s",
+        "stock-drop-pad graphed 1.25 78.0% 5.000 1.000 2.00 0.500 1.50 300.0",
+    ]
+
+
+def test_the_example_of_the_roofline():
+    found = roofline(torch.full((8, 128), 256), SHAPES["qwen3-30b-a3b"])
+    # 8 * 4,096 rows at 18 * 2048 * 768 FLOPs; 7/8 of them cross, four times, 4,096 bytes each.
+    assert found.flops == 32768 * 18 * 2048 * 768
+    assert found.gemm_ms == pytest.approx(1.174, abs=0.0005)
+    assert found.wire_ms == pytest.approx(1.044, abs=0.0005)
+    assert found.ms == found.gemm_ms + found.wire_ms
+    assert found.sustained_gemm_ms == pytest.approx(1.174 * 790 / 670, abs=0.0005)
+    assert found.sustained_ms == found.sustained_gemm_ms + found.wire_ms
+
+
+def test_the_busiest_rank_decides():
+    shape = LayerShape(hidden_size=10, num_experts=4, top_k=1, ffn_size=100)
+    # Rank 0 computes 7 + 1 = 8 rows and rank 1 has 6 + 3 = 9; 6 rows go from 0 to 1, 1 comes back.
+    found = roofline(torch.tensor([[3, 4, 6, 0], [1, 0, 1, 2]]), shape)
+    assert found.flops == 9 * 18 * 10 * 100
+    assert found.wire_ms == pytest.approx(4 * 6 * 10 * 2 / 450e9 * 1e3)
+
+
+def test_few_rows_wait_for_memory():
+    shape = LayerShape(hidden_size=10, num_experts=4, top_k=1, ffn_size=100)
+    rows_SE = torch.tensor([[3, 4, 6, 0]])
+    # fc1: 13 rows of 10 + 200 elements and 4 weights of 2,000; fc2: of 100 + 10, and of 1,000.
+    products = 2 * (13 * 210 + 8000) + 2 * (13 * 110 + 4000)
+    found = roofline(rows_SE, shape)
+    assert found.gemm_ms == pytest.approx(3 * products / 4.3e12 * 1e3)
+    assert found.sustained_gemm_ms == found.gemm_ms
+    assert found.wire_ms == 0  # One rank sends nothing.
+    # Two of the six write gradients: 8 bytes instead of 2 for each weight.
+    more = roofline(rows_SE, shape, main_grad=True).gemm_ms - found.gemm_ms
+    assert more == pytest.approx(6 * 12000 / 4.3e12 * 1e3)

@@ -1,0 +1,512 @@
+"""The table of cases that CPUs and GPUs share: what is computed in several ways, and must agree.
+
+A `Row` names a check and a case. On a CPU it runs as it stands; on GPUs with the changes `gpu`. The
+tests of `tests.gpu.test_rows` run each row that the machine has devices for, and
+`python -m tests.gpu` writes a results row of each.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import package_info
+
+from padded_dispatch.config import NO_DROP
+from padded_dispatch.megatron import PaddedOptions
+from tests.support.direct_parity import Layer, eager_differs, replay_differs
+from tests.support.generation import GenerationCase, drops, generates_as_stock
+from tests.support.layer_parity import LayerCase, layer_agrees
+from tests.support.layer_replays import (
+    RoutingCase,
+    routings_equal_eager,
+    telemetry_is_a_hosts_count,
+)
+from tests.support.pipeline_parity import PipelineCase, pipeline_agrees
+from tests.support.training import (
+    EAGER_STEPS,
+    RETRIED,
+    Model,
+    memory_is_flat,
+    replays_do_not_wait,
+    ways_agree,
+    with_changes,
+)
+
+WHOLE, PARTIAL = ("attn", "moe"), ("attn", "moe_router", "moe_preprocess")
+RANKS = (1, 2, 4, 8)
+VERSION = (package_info.MAJOR, package_info.MINOR)
+
+EAGER = "replay equals eager training"
+RETRY = "repeated steps equal training that never drops"
+OVERLAP = "the combined schedule equals the plain one"
+ROUTINGS = "replays equal eager runs over many routings"
+TELEMETRY = "telemetry of replays is a host's count"
+MEMORY = "memory is flat"
+WAITS = "replays do not wait"
+LAYER = "a layer is at parity with stock"
+PIPELINE = "a pipeline is at parity with stock"
+TEXT = "text generation equals stock"
+DROPS = "text generation that drops is found"
+DIRECT = "direct stores equal the all-to-all"
+REPLAYS = "1,000 replays of direct stores equal the all-to-all"
+
+TRAINING: dict[str, Any] = {
+    "device": "cuda",
+    "batch": 1,
+    "seq": 256,
+    "hidden": 512,
+    "heads": 8,
+    "ffn": 512,
+    "num_experts": 32,
+    "top_k": 4,
+    "vocab": 512,
+    "steps": EAGER_STEPS + 5,
+}
+_OSS: dict[str, Any] = {
+    "hidden": 2880,
+    "ffn": 2880,
+    "heads": 64,
+    "fields": {"num_query_groups": 8, "kv_channels": 64},
+    "steps": EAGER_STEPS + 3,
+}
+_LAYER = {"num_experts": 16, "top_k": 4, "hidden": 256, "ffn": 192, "seq": 130}
+_TEXT: dict[str, Any] = {
+    "device": "cuda",
+    "prompts": (96, 32, *(48, 64) * 3),
+    "new_tokens": 24,
+    "num_layers": 3,
+    "hidden": 512,
+    "heads": 8,
+    "ffn": 256,
+    "num_experts": 32,
+    "top_k": 4,
+    "vocab": 512,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A case of a check. `run` gets the case, then `more`, on each of `ranks` ranks.
+
+    `gpu`: what is different on GPUs. `cpu`: whether a CPU runs it; Megatron needs a GPU for some.
+    """
+
+    check: str
+    name: str
+    run: Callable[..., Any]
+    case: Any
+    more: tuple[Any, ...] = ()
+    ranks: int = 1
+    gpu: dict[str, Any] = field(default_factory=dict)
+    cpu: bool = True
+
+    def on(self, device: str) -> tuple[Any, ...]:
+        """Return the arguments of `run`."""
+        changed = with_changes(self.case, self.gpu) if device == "cuda" else self.case
+        return changed, *self.more
+
+
+def table() -> list[Row]:
+    """Return all rows, those with few ranks first."""
+    rows = [*_replayed(), *_retried(), *_overlapped(), *_quantized(), *_of_layers(), *_flat()]
+    rows += [*_generating(), *_at_parity(), *_stored_directly()]
+    assert len({(row.check, row.name) for row in rows}) == len(rows), "each row has its own name"
+    return sorted(rows, key=lambda row: row.ranks)
+
+
+def _trained(
+    check: str, name: str, ways: dict[str, Any], of: Model | None = None, **changes: Any
+) -> Row:
+    """Return a row of trainings; `gpu` and `cpu` as in a row, the rest changes the model."""
+    gpu, cpu = TRAINING | changes.pop("gpu", {}), changes.pop("cpu", True)
+    model = with_changes(of or Model(), changes)
+    where: dict[str, Any] = {"ranks": model.ranks, "gpu": gpu, "cpu": cpu}
+    return Row(check=check, name=name, run=ways_agree, case=model, more=(ways,), **where)
+
+
+def _replay(name: str, graph: str = "layer", scopes: Any = WHOLE, **changes: Any) -> Row:
+    ways = {"eager": {}, "eager again": {}, "graphs": {"graph": graph, "scopes": scopes}}
+    return _trained(EAGER, name, ways, **{"cpu": False, **changes})
+
+
+def _replayed() -> Iterator[Row]:
+    """Yield trainings with graphs of each kind, beside eager ones."""
+    two: dict[str, Any] = {"ranks": 2, "ep": 2}
+    four: dict[str, Any] = {"ranks": 4, "ep": 2}
+    yield _replay("4 microbatches", microbatches=4)
+    for module in ("moe", "moe_act", "layernorm"):
+        again = {"recompute_granularity": "selective", "recompute_modules": [module]}
+        yield _replay(f"recompute {module}", fields=again)
+    yield _replay("evaluation between steps", evaluates=(2, 10), gpu={"evaluates": (1, 256)})
+    for scopes in (WHOLE, PARTIAL):
+        other = {"evaluates": (3, 5), "gpu": {"evaluates": (3, 160)}}
+        yield _replay(f"evaluation of another shape, {'+'.join(scopes)}", scopes=scopes, **other)
+    for sizes, name in ((two, "EP2"), (four, "EP2, two replicas")):
+        reduce, gather = {"overlap_grad_reduce": True}, {"overlap_param_gather": True}
+        plain = {"use_distributed_optimizer": False}
+        yield _replay(f"{name}: distributed optimizer", **sizes)
+        yield _replay(f"{name}: DDP, overlapped reduce", gpu={"ddp": plain | reduce}, **sizes)
+        yield _replay(f"{name}: all overlapped", gpu={"ddp": reduce | gather}, **sizes)
+    for scopes in (WHOLE, PARTIAL):
+        gpu = {"steps": EAGER_STEPS + 200}
+        yield _replay(f"200 replays, {'+'.join(scopes)}", scopes=scopes, gpu=gpu, **two)
+    for graph, ranks in itertools.product(("helper", "local", "iteration"), (1, 2)):
+        gpu = {"ddp": {"use_distributed_optimizer": False}} if graph == "iteration" else {}
+        yield _replay(f"EP{ranks}, {graph} graphs", graph, ranks=ranks, ep=ranks, gpu=gpu)
+    dense = {"num_layers": 3, "fields": {"moe_layer_freq": [1, 0, 1]}, "gpt_oss": True, **two}
+    yield _replay("dense and MoE layers", scopes=("attn", "mlp", "moe"), cpu=True, **dense)
+    deep: dict[str, Any] = {"pp": 2, "num_layers": 4, "microbatches": 4}
+    yield _replay("PP2", **deep, ranks=2)
+    yield _replay("PP2/VPP2", cpu=True, vpp=2, **deep, ranks=2)
+    yield _replay("PP2/EP2/VPP2", vpp=2, **deep, **four)
+    yield from _layouts()
+    yield from _starved()
+    yield from _pools()
+    yield from _masked()
+
+
+def _layouts() -> Iterator[Row]:
+    """Yield parallel layouts of a model with GPT-OSS's width."""
+    layouts: dict[str, dict[str, int]] = {
+        "EP2": {"ranks": 2, "ep": 2},
+        "TP2/EP2/ETP1": {"ranks": 2, "tp": 2, "ep": 2},
+        "TP2/EP2/ETP2": {"ranks": 4, "tp": 2, "ep": 2, "etp": 2},
+        "TP4/EP2/ETP2": {"ranks": 4, "tp": 4, "ep": 2, "etp": 2},
+        "TP4/EP4/ETP1": {"ranks": 4, "tp": 4, "ep": 4},
+        "EP4": {"ranks": 4, "ep": 4},
+        "TP4/EP2/ETP4": {"ranks": 8, "tp": 4, "ep": 2, "etp": 4},
+        "EP8": {"ranks": 8, "ep": 8},
+    }
+    for (name, sizes), scopes in itertools.product(layouts.items(), (WHOLE, PARTIAL)):
+        full_name = f"GPT-OSS {name}, {'+'.join(scopes)}"
+        yield _replay(full_name, scopes=scopes, gpt_oss=True, gpu=_OSS, **sizes)
+
+
+def _starved() -> Iterator[Row]:
+    """Yield cases in which a rank's experts, or one expert, get no tokens."""
+    how: dict[str, Any] = {"gpt_oss": True, "ddp": {"overlap_grad_reduce": True}}
+    for ranks, scopes in itertools.product((2, 4), (WHOLE, PARTIAL)):
+        name = f"EP{ranks}: a rank without tokens in some steps, {'+'.join(scopes)}"
+        sizes = {"ranks": ranks, "ep": ranks, "steps": EAGER_STEPS + 4, "idle": "rank"}
+        small = ranks == 2 and scopes == WHOLE
+        yield _replay(name, scopes=scopes, cpu=small, **sizes, **how)
+    for ranks in (1, 2):
+        one = {"idle": "expert", "ranks": ranks, "ep": ranks}
+        yield _replay(f"EP{ranks}: an expert without tokens", **one, **how)
+
+
+def _chosen(ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield options by name: each pool with each exchange."""
+    for pool in ("expert", "rank"):
+        for exchange in ("alltoall", "direct") if ranks > 1 else ("alltoall",):
+            name = f"EP{ranks}, pool {pool}, {exchange}"
+            options = {"capacity_pool": pool, "exchange": exchange, "experts": "packed"}
+            yield name, {"ranks": ranks, "ep": ranks, "options": options}
+
+
+def _pools() -> Iterator[Row]:
+    """Yield pools with each exchange, in each kind of graph; eager ones have the all-to-all."""
+    eager = {"options": {"exchange": "alltoall"}}
+    for ranks in (1, 2, 4):
+        for name, chosen in _chosen(ranks):
+            for scopes in (WHOLE, PARTIAL, ("attn", "moe_router")):
+                graphs = {"graph": "layer", "scopes": scopes}
+                ways = {"the all-to-all": eager, "eager": {}, "graphs": graphs}
+                full_name = f"{name}, graphs of {'+'.join(scopes)}"
+                yield _trained(EAGER, full_name, ways, cpu=False, microbatches=4, **chosen)
+            plain = {"ddp": {"use_distributed_optimizer": False}}
+            yield _replay(f"{name}, graph of iterations", "iteration", gpu=plain, **chosen)
+            again = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+            yield _replay(f"{name}, recompute of moe_act", fields=again, **chosen)
+            if ranks == 2:
+                deep = {"pp": 2, "num_layers": 4, "microbatches": 4, **chosen, "ranks": 4}
+                yield _replay(f"{name}, PP2", **deep)
+
+
+def _masked() -> Iterator[Row]:
+    """Yield padding masks that change, and packed sequences, in each kind of graph."""
+    for ranks in (1, 2):
+        sizes: dict[str, Any] = {"ranks": ranks, "ep": ranks}
+        for scopes in (("moe",), WHOLE, (), PARTIAL):
+            name = f"masks, EP{ranks}, {'+'.join(scopes) or 'whole layers'}"
+            yield _replay(name, scopes=scopes, masked=True, **sizes)
+        for graph in ("local", "iteration"):
+            gpu = {"ddp": {"use_distributed_optimizer": False}} if graph == "iteration" else {}
+            yield _replay(f"masks, EP{ranks}, {graph}", graph, masked=True, gpu=gpu, **sizes)
+        for scopes, masked in itertools.product((("moe",), PARTIAL[1:]), (False, True)):
+            name = f"packed sequences, EP{ranks}, {'+'.join(scopes)}{', masks' * masked}"
+            small = ranks == 2 and masked and scopes != ("moe",)
+            how = {"packed": True, "masked": masked, "batch": 1, "cpu": small}
+            yield _replay(name, scopes=scopes, **how, **sizes)
+    deep: dict[str, Any] = {"pp": 2, "num_layers": 4, "microbatches": 4, "ranks": 2}
+    yield _replay("masks, PP2", masked=True, cpu=True, **deep)
+    yield _replay("masks, TP2/EP2/ETP1", masked=True, ranks=2, tp=2, ep=2)
+    for scopes in (WHOLE, ("moe",), PARTIAL[1:]):
+        name = f"masks, CP2/EP2, {'+'.join(scopes)}"
+        parts: dict[str, Any] = {"ranks": 2, "cp": 2, "ep": 2, "seq": 8, "masked": True}
+        yield _replay(name, scopes=scopes, cpu=scopes == ("moe",), **parts)
+
+
+def _retry(name: str, graph: str = "none", **changes: Any) -> Row:
+    ways = {
+        "never dropping": {"never_drops": True},
+        "repeated": {"options": {"on_overflow": "retry"}, "graph": graph},
+    }
+    wide = torch.bfloat16 if changes.get("dtype") != torch.float16 else torch.float16
+    gpu = {"steps": 6, "dtype": wide, "options": {"experts": "packed"}, **changes.pop("gpu", {})}
+    return _trained(RETRY, name, ways, RETRIED, gpu=gpu, **changes)
+
+
+def _retried() -> Iterator[Row]:
+    """Yield trainings whose steps are repeated, beside ones that never drop."""
+    two: dict[str, Any] = {"ranks": 2, "microbatches": 3}
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    again = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    reduce = {"overlap_grad_reduce": True}
+    gather = {**reduce, "overlap_param_gather": True, "use_distributed_optimizer": True}
+    half = {"dtype": torch.float16, "gpu": {"options": {"experts": "module"}}}
+    yield _retry("one microbatch", microbatches=1)
+    yield _retry("three microbatches", microbatches=3)
+    yield _retry("EP2, expert bias", ep=2, fields=bias, **two)
+    yield _retry("PP2", pp=2, **two)
+    deep = {"ranks": 2, "pp": 2, "vpp": 2, "num_layers": 4, "microbatches": 4}
+    yield _retry("PP2/VPP2", **deep)
+    yield _retry("overlapped reduction", ddp=reduce, **two)
+    yield _retry("overlapped gathering", ddp=gather, **two)
+    yield _retry("recompute", fields=again, microbatches=1)
+    yield _retry("multi-token prediction", fields={"mtp_num_layers": 1}, microbatches=1)
+    yield _retry("fp16", microbatches=1, **half)
+    yield _retry("TP2/EP2", ranks=2, tp=2, ep=2)
+    yield _retry("TP2, fp16", ranks=2, tp=2, **half)
+    bf16 = {"dtype": torch.bfloat16, "dropout": 0.0}  # The stand-in for graphs draws nothing.
+    yield _retry("EP2, layer graphs", "layer", ranks=2, ep=2, microbatches=1, **bf16)
+    yield _retry("PP2/VPP2, layer graphs", "layer", cpu=False, **deep)
+    for ranks, graph in itertools.product((1, 2), ("layer", "local", "iteration")):
+        sizes = {"ranks": ranks, "ep": ranks, "microbatches": 3, "cpu": False}
+        yield _retry(f"EP{ranks}, {graph} graphs, three microbatches", graph, **sizes)
+        overlapped = {"ddp": gather, **sizes}
+        yield _retry(f"EP{ranks}, {graph} graphs, all overlapped", graph, **overlapped)
+        some = {"factor": 1.6, "dropout": 0.0, "gpu": {"steps": 12}, **sizes}
+        yield _retry(f"EP{ranks}, {graph} graphs, some steps", graph, **some)
+    yield _retry("TP2/EP2, layer graphs", "layer", ranks=2, tp=2, ep=2, cpu=False)
+
+
+def _overlap(name: str, *, scopes: tuple[str, ...] = (), graph: str = "", **changes: Any) -> Row:
+    way: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True}
+    way |= changes.pop("way", {})
+    graph = graph or ("layer" if scopes else "none")
+    ways = {"plain": {}, "combined": {"fields": way, "graph": graph, "scopes": scopes}}
+    how = {"microbatches": 3, "steps": 4 if scopes else 2, "ranks": 2, "ep": 2, **changes}
+    return _trained(OVERLAP, name, ways, **how)
+
+
+def _overlapped() -> Iterator[Row]:
+    """Yield trainings with Megatron's combined schedule, beside its plain one."""
+    delayed: dict[str, Any] = {"way": {"delay_wgrad_compute": True}}
+    sends = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    shared = {"moe_shared_expert_intermediate_size": 8}
+    packed = {"experts": "packed", "exchange": "alltoall"}
+    direct = {"experts": "packed", "exchange": "direct"}
+    deep: dict[str, Any] = {"ranks": 4, "pp": 2, "vpp": 2, "num_layers": 4, "microbatches": 4}
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    for name, options in (("module", {"experts": "module"}), ("packed", packed)):
+        yield _overlap(name, options=options)
+        yield _overlap(f"{name}, one local expert", options=options, num_experts=2, cpu=True)
+        yield _overlap(f"{name}, shared experts", options=options, fields=shared)
+        yield _overlap(f"{name}, masks", options=options, masked=True, factor=0.5, fields=bias)
+        reduced = {"ddp": {"overlap_grad_reduce": True}, "options": options}
+        yield _overlap(f"{name}, delayed, overlapped reduction", **reduced, **delayed)
+        if VERSION >= (0, 18):
+            beside = {"overlap_dispatch_backward_with_experts_wgrad": True}
+            beside["overlap_moe_expert_parallel_comm"] = False
+            yield _overlap(f"{name}, beside dispatch", options=options, way=beside)
+        for scopes in (("attn", "moe_router"), PARTIAL):
+            graphs = {"options": options, "scopes": scopes, "masked": scopes == PARTIAL}
+            yield _overlap(f"{name}, graphs of {'+'.join(scopes)}", **graphs)
+        yield _overlap(f"{name}, PP2/VPP2", options=options, fields=sends, cpu=False, **deep)
+    half = {"factor": 0.5, "options": packed}
+    yield _overlap("pool rank", **{**half, "options": packed | {"capacity_pool": "rank"}})
+    yield _overlap("retry", **{**half, "options": packed | {"on_overflow": "retry"}}, counts=False)
+    yield _overlap("direct, delayed, shared", options=direct, fields=shared, factor=0.5, **delayed)
+    yield _overlap("direct, graphs", options=direct, scopes=PARTIAL)
+    yield _overlap("direct, iteration", options=direct, graph="iteration", cpu=False)
+    yield _overlap("direct, PP2/VPP2", options=direct, fields=sends, cpu=False, **deep)
+    # One product sends rows home and stores them at once: no slot is overwritten too early.
+    ways = {"the all-to-all": {"options": {"exchange": "alltoall"}}, "direct": {}}
+    for name, fields in (
+        ("multi-token prediction, recompute", {"mtp_num_layers": 1, **_AGAIN}),
+        ("all recomputed", _FULL),
+    ):
+        how: dict[str, Any] = {"ranks": 2, "ep": 2, "microbatches": 4, "steps": 2}
+        yield _trained(DIRECT, f"training, {name}", ways, options=direct, fields=fields, **how)
+    yield _trained(DIRECT, "training, PP2/VPP2", ways, options=direct, ep=2, steps=2, **deep)
+
+
+_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+_FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+# The recipes that Hopper has, and the numbers that Megatron's documentation gives for them.
+_RECIPES = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3"}
+
+
+def _quantized() -> Iterator[Row]:
+    """Yield fp8 of Megatron's experts under graphs of each kind; 100 replays."""
+    graphs = ("layer", "helper", "local", "iteration")
+    for ranks, recipe, graph in itertools.product((1, 2), _RECIPES, graphs):
+        steps = EAGER_STEPS + (100 if graph == "iteration" else 50)
+        gpu = {"steps": steps, "num_experts": 4, "top_k": 2}
+        fields = {"fp8": _RECIPES[recipe], "fp8_recipe": recipe}
+        gpu |= {"fields": fields, "options": {"experts": "module"}}
+        yield _replay(f"fp8 {recipe}, EP{ranks}, {graph}", graph, ranks=ranks, ep=ranks, gpu=gpu)
+
+
+def _of_layers() -> Iterator[Row]:
+    """Yield a thousand routings of a captured layer, and telemetry of a hundred."""
+    gpu: dict[str, Any] = {
+        "device": "cuda",
+        "num_routings": 1000,
+        "num_experts": 32,
+        "top_k": 4,
+        "hidden": 576,
+        "ffn": 576,
+        "seq": 256,
+    }
+    for ranks in RANKS:
+        where: dict[str, Any] = {"ranks": ranks, "gpu": gpu}
+        cases = {"module": RoutingCase(ranks=ranks)}
+        for name, chosen in _chosen(ranks):
+            options = PaddedOptions(**chosen["options"])
+            cases[name] = RoutingCase(ranks=ranks, options=options)
+        cases["nothing dropped"] = RoutingCase(ranks=ranks, factor=None)
+        for name, case in cases.items():
+            small = ranks == 2 and name == "module"
+            full_name = f"1,000 routings, EP{ranks}, {name}"
+            run = {"run": routings_equal_eager, "case": case, "cpu": small}
+            yield Row(check=ROUTINGS, name=full_name, **run, **where)
+        where["gpu"] = {**gpu, "num_routings": 100, "factor": 1.1}
+        for name in ("module", f"EP{ranks}, pool rank, alltoall"):
+            run = {"run": telemetry_is_a_hosts_count, "case": cases[name]}
+            run["cpu"] = ranks == 2 and name == "module"
+            yield Row(check=TELEMETRY, name=f"telemetry, EP{ranks}, {name}", **run, **where)
+
+
+def _flat() -> Iterator[Row]:
+    """Yield trainings over two thousand steps, and steps in which waiting raises."""
+    for ranks in (1, 2):
+        for name, chosen in _chosen(ranks):
+            gpu = TRAINING | {"steps": 2000}
+            case = with_changes(Model(graph="layer"), chosen)
+            how: dict[str, Any] = {"case": case, "ranks": ranks, "gpu": gpu, "cpu": False}
+            yield Row(check=MEMORY, name=f"2,000 steps, {name}", run=memory_is_flat, **how)
+            fitting = with_changes(case, {"evaluates": (3, 160)})
+            how |= {"case": fitting, "gpu": TRAINING | {"steps": 500}}
+            yield Row(check=MEMORY, name=f"evaluations, {name}", run=memory_is_flat, **how)
+    for ranks, scopes in itertools.product((1, 2, 4), (WHOLE, PARTIAL)):
+        case = Model(ranks=ranks, ep=ranks, graph="layer", scopes=scopes)
+        how = {"case": case, "ranks": ranks, "gpu": TRAINING | {"steps": 52}, "cpu": False}
+        name = f"50 replays, EP{ranks}, {'+'.join(scopes)}"
+        yield Row(check=WAITS, name=name, run=replays_do_not_wait, **how)
+
+
+def _generating() -> Iterator[Row]:
+    """Yield Megatron's static engine, eager and with `local` graphs."""
+    for ranks, experts, graphs in itertools.product((1, 2), ("module", "packed"), (False, True)):
+        case = GenerationCase(ranks=ranks, experts=experts, local_graphs=graphs)
+        name = f"{experts}, EP{ranks}{', local graphs' * graphs}"
+        how: dict[str, Any] = {"run": generates_as_stock, "ranks": ranks, "gpu": _TEXT}
+        yield Row(check=TEXT, name=name, case=case, **how)
+        if ranks > 1 and not graphs:
+            uneven = dataclasses.replace(case, uneven=True)
+            yield Row(check=TEXT, name=f"{name}, other T per rank", case=uneven, **how)
+    dropping = GenerationCase(ranks=2, experts="packed", eval_factor=0.5)
+    yield Row(check=DROPS, name="packed", run=drops, case=dropping, ranks=2, gpu=_TEXT)
+
+
+def _at_parity() -> Iterator[Row]:
+    """Yield layers and pipelines beside stock's, in each parallel layout, fp8 among them."""
+    overlap = (("moe_shared_expert_overlap", True),)
+    again = (("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))
+    packed = {"options": PaddedOptions(experts="packed")}
+    layouts: dict[str, tuple[int, dict[str, int]]] = {
+        "EP1": (1, {}),
+        "DP2": (2, {}),
+        "EP2": (2, {"ep": 2}),
+        "TP2": (2, {"tp": 2}),
+        "TP2/ETP2": (2, {"tp": 2, "etp": 2}),
+        "TP2/EP2": (2, {"tp": 2, "ep": 2}),
+        "DP4": (4, {}),
+        "DP2/TP2/EP2": (4, {"tp": 2, "ep": 2}),
+        "TP2/EP2/ETP2": (4, {"tp": 2, "ep": 2, "etp": 2}),
+        "EP4": (4, {"ep": 4}),
+        "EP8": (8, {"ep": 8}),
+    }
+    both: dict[str, dict[str, Any]] = {
+        "a rank whose experts get nothing": {"routing": "idle rank"},
+        "every token to one expert": {"top_k": 1, "routing": "one expert"},
+        "one token": {"seq": 1, "batch": 1, "gpu": {"seq": 1}},
+        "bias": {"bias": True},
+        "recompute": {"ours": again},
+    }
+    kinds: dict[str, dict[str, Any]] = {
+        "one local expert": {"num_experts": 2, "top_k": 1, "gpu": {"num_experts": 2, "top_k": 1}},
+        "GPT-OSS": {"bias": True, "gpt_oss": True, **packed},
+        "shared experts": {"tp": 2, "shared_ffn": 6},
+        "shared experts, overlap": {"tp": 2, "shared_ffn": 6, "ours": overlap},
+        "shared score": {"shared_ffn": 5, "shared_score": True},
+        "shared score, overlap": {"shared_ffn": 5, "shared_score": True, "ours": overlap},
+        "default options": {"options": PaddedOptions()},
+        "latent": {"latent": 64, "cpu": False},  # Megatron asks for Transformer Engine.
+    }
+    for options, name in (({}, ""), (packed, "packed, ")):
+        for layout, (ranks, sizes) in layouts.items():
+            yield _layer(f"{name}{layout}", ranks, **sizes, **options)
+        for kind, changes in both.items():
+            yield _layer(f"{name}{kind}", 2, ep=2, **changes, **options)
+        yield _layer(f"{name}bf16", 2, ep=2, dtype=torch.bfloat16, **options)
+    for kind, changes in kinds.items():
+        yield _layer(kind, 2, **{"ep": 2, **changes})
+    for recipe, number in _RECIPES.items():
+        fields = (("fp8", number), ("fp8_recipe", recipe))
+        yield _layer(f"fp8 {recipe}", 2, ep=2, cpu=False, gpu={"both": fields, "ffn": 256})
+    for dtype, ranks in ((torch.float32, 2), (torch.bfloat16, 2), (torch.float32, 4)):
+        case = PipelineCase(name="PP2/VPP2", dtype=dtype, ep=ranks // 2)
+        sizes = {"num_experts": 8, "hidden": 256, "ffn": 192, "heads": 4, "vocab": 512, "seq": 64}
+        how: dict[str, Any] = {"ranks": ranks, "gpu": {"device": "cuda", **sizes}}
+        name = f"PP2/VPP2/EP{case.ep}, {dtype}"
+        yield Row(check=PIPELINE, name=name, run=pipeline_agrees, case=case, **how)
+
+
+def _layer(name: str, ranks: int, **changes: Any) -> Row:
+    gpu = {"device": "cuda", **_LAYER, "dtype": torch.bfloat16, **changes.pop("gpu", {})}
+    gpu |= {"top_k": 1} if changes.get("top_k") == 1 else {}
+    cpu = changes.pop("cpu", ranks < 8)
+    case = LayerCase(name=name, **changes)
+    return Row(check=LAYER, name=name, run=layer_agrees, case=case, ranks=ranks, gpu=gpu, cpu=cpu)
+
+
+def _stored_directly() -> Iterator[Row]:
+    """Yield direct stores beside the all-to-all, eager and in replays; kernels need GPUs."""
+    small, rank = Layer(), Layer(pool="rank", factor=0.9)
+    wide = Layer(tokens=260, width=1032, top_k=4, local_experts=8, factor=0.5)
+    exact = {"dtype": torch.float32, "factor": NO_DROP}
+    layers = {
+        "bf16": small,
+        "fp32, no dropping": dataclasses.replace(small, **exact),
+        "one of everything": Layer(tokens=1, width=8, top_k=1, local_experts=1),
+        "pool rank": rank,
+        "pool rank, fp32, no dropping": dataclasses.replace(rank, **exact),
+    }
+    for ranks, (name, layer) in itertools.product((2, 4, 8), layers.items()):
+        how: dict[str, Any] = {"run": eager_differs, "case": layer, "ranks": ranks, "cpu": False}
+        yield Row(check=DIRECT, name=f"eager, R {ranks}: {name}", **how)
+    flights = {"pool expert": (small, wide), "pool rank": (rank, wide)}
+    for ranks, (name, pair) in itertools.product((2, 4, 8), flights.items()):
+        three = tuple(dataclasses.replace(one, microbatches_in_flight=3) for one in pair)
+        how = {"run": replay_differs, "case": three[0], "more": (three[1], 1000), "ranks": ranks}
+        yield Row(check=REPLAYS, name=f"R {ranks}: {name}", cpu=False, **how)

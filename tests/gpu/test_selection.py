@@ -1,0 +1,106 @@
+"""Selection in CUDA graphs: replays equal eager runs bit by bit, over 100 routings.
+
+`tests.gpu.table` does the same with Megatron's layer, on one GPU and on several.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from padded_dispatch.config import POLICIES
+from padded_dispatch.ops.plan import make_plan
+from padded_dispatch.ops.select import kept_map, kept_map_in_torch, select
+from tests.support.pools import pools
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
+
+T, K, E, C = 1027, 3, 13, 200
+SIZES = pools(E, C)
+EVERY_POLICY = pytest.mark.parametrize("policy", POLICIES)
+
+
+def routing(seed: int) -> list[Tensor]:
+    """Return a map and probabilities; with every third seed, tokens ask for few experts."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_TE = torch.randn(T, E, generator=generator)
+    if seed % 3 == 0:
+        logits_TE[:, :K] += 3
+    map_TE = torch.zeros(T, E, dtype=torch.bool).scatter(1, logits_TE.topk(K).indices, True)
+    # Few different values, so that ties are frequent.
+    return [map_TE, (logits_TE.softmax(1) * 64).round() / 64]
+
+
+def step(policy, inputs: list[Tensor]) -> dict[str, Tensor]:
+    """Return selection, plan and gradients."""
+    map_TE, probs_TE = inputs
+    probs_TE = torch.where(map_TE, probs_TE, 0).requires_grad_()
+    selection = select(map_TE, probs_TE, sizes=SIZES, policy=policy)
+    plan = make_plan(selection.kept_TE, top_k=K, sizes=SIZES)
+    weight_TE = torch.arange(1.0, 1 + T * E, device=map_TE.device).view(T, E)
+    (selection.probs_TE * weight_TE).sum().backward()
+    assert probs_TE.grad is not None
+    return {
+        "kept_TE": selection.kept_TE,
+        "demand_E": selection.demand_E,
+        "slot_of_TK": plan.slot_of_TK,
+        "choice_of_slot_GP": plan.choice_of_slot_GP,
+        "unplaced_E": plan.unplaced_E,
+        "probs_TE": selection.probs_TE.detach(),
+        "grad of probs_TE": probs_TE.grad,
+    }
+
+
+@EVERY_POLICY
+def test_one_capture_serves_every_routing(policy):
+    """Replay equals eager in every bit; kept rows and their slots are the same on a CPU."""
+    static = [tensor.cuda() for tensor in routing(1)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(policy, static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step(policy, static)
+    for seed in range(100):
+        inputs = routing(seed)
+        for tensor, value in zip(static, inputs, strict=True):
+            tensor.copy_(value)
+        graph.replay()
+        eager = step(policy, [tensor.cuda() for tensor in inputs])
+        for name, value in eager.items():
+            assert torch.equal(replayed[name], value), (seed, name)
+        on_cpu = step(policy, inputs)
+        for name in ("kept_TE", "demand_E", "slot_of_TK"):
+            assert torch.equal(on_cpu[name], eager[name].cpu()), (seed, name)
+        assert not eager["unplaced_E"].any()
+
+
+@EVERY_POLICY
+def test_eager_reads_nothing_back(policy):
+    inputs = [tensor.cuda() for tensor in routing(0)]
+    step(policy, inputs)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(policy, inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(4096, 128), (33000, 128), (131072, 512)])
+def test_selection_of_any_size_is_torchs(policy, dtype, num_tokens, num_experts):
+    """Pools of one expert, of a rank's and of half of them; a hot expert."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    probs_TE = torch.rand(num_tokens, num_experts, device="cuda", generator=generator).to(dtype)
+    probs_TE[:, 3] += 1
+    map_TE = torch.zeros_like(probs_TE, dtype=torch.bool)
+    map_TE.scatter_(1, probs_TE.topk(8).indices, True)
+    for width in (1, num_experts // 8, num_experts // 2):
+        slots = num_tokens * 8 * width // num_experts
+        arguments = (map_TE, probs_TE, slots, policy, width)
+        found, expected = kept_map(*arguments), kept_map_in_torch(*arguments)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        assert (found[0] != map_TE).any()

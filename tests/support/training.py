@@ -1,0 +1,753 @@
+"""Train a small GPT in several ways that must agree bit by bit: one harness for CPUs and GPUs.
+
+`train(model)` returns all losses, gradients, parameters, buffers, logged sums and counts of each
+step; `same_bits` compares two of them. A `Case` has a model and its ways: eager twice and with CUDA
+graphs; never dropping and with repeated steps; Megatron's plain and its combined schedule. The
+table of cases is `tests.gpu.table`. On a CPU, sizes are small, layers are Megatron's local ones,
+`graph_protocol` stands in for CUDA graphs, and plain SGD for Megatron's optimizer.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import os
+import random
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel import utils as schedule_streams
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import cuda_graphs, transformer_config
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from padded_dispatch.config import FIT
+from padded_dispatch.megatron import LayerGraphs, PaddedOptions, Retry
+from padded_dispatch.megatron.compat import (
+    iteration_graph,
+    layer_graphs,
+    logged_tensors,
+    put_logged_back,
+    training_stream,
+)
+from padded_dispatch.megatron.graphs import IterationGraph
+from padded_dispatch.megatron.graphs.capture import forget_iterations, release
+from padded_dispatch.megatron.retry import RandomStates
+from padded_dispatch.megatron.telemetry import padded_moe_layers
+from padded_dispatch.utils.patches import Patches
+from tests.support.findings import Findings
+from tests.support.gpt import (
+    ddp_chunks,
+    loss_scaling,
+    mean_loss,
+    megatron_adam,
+    model_inputs,
+    sequence_parallel_norms,
+    types_of_gpus,
+)
+from tests.support.graph_protocol import cuda_graphs_on_cpu
+from tests.support.packed_sequences import (
+    attention_of_each_rank,
+    own_part,
+    packed,
+    packed_attention,
+)
+from tests.support.parity import megatron
+from tests.support.process_memory import direct_between_processes
+from tests.support.stream_order import StreamOrder
+
+SEED = 50
+EAGER_STEPS = 2  # before a capture
+NEVER_CHOSEN = -1e4  # a router bias that no logit outweighs
+_EXPERT = re.compile(r"local_experts\.(\d+)\.|(?:weight|bias)(\d+)$")
+Graph = Literal["none", "layer", "helper", "local", "iteration"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A GPT, how ranks share it, and how it is trained.
+
+    `graph`: what is captured: each layer, or the parts `scopes` of it, by `LayerGraphs`, or by
+    Megatron's own "helper"; by Megatron's "local" graphs; or a whole "iteration". `options`: of the
+    padded dispatcher. `fields`, `ddp`: further fields of Megatron's configs. `never_drops`: it fits
+    its sizes to the routing. `gpt_oss`: biases everywhere and a clamped activation. `etp`: size of
+    the expert tensor-parallel groups. `idle`: experts that no token chooses: "rank" means those of
+    the last rank in two of three steps, "expert" the last one always. `masked`: each microbatch has
+    a padding mask of its own. `packed`: it is packed from two sequences of other lengths.
+    `evaluates`: batch and length of an evaluation before every step. `draws`: batches are drawn
+    from the generators that dropout draws from, on the first tensor-parallel rank alone, as
+    Megatron-LM's loaders do. `counts`: the layers' counters are compared, not the demand alone.
+    """
+
+    device: str = "cpu"
+    ranks: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    etp: int = 1
+    graph: Graph = "none"
+    scopes: tuple[str, ...] = ("attn", "moe")
+    options: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    never_drops: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    gpt_oss: bool = False
+    idle: Literal["none", "rank", "expert"] = "none"
+    masked: bool = False
+    packed: bool = False
+    evaluates: tuple[int, int] | None = None
+    draws: bool = False
+    counts: bool = True
+    dropout: float = 0.0
+    factor: float = 1.25
+    steps: int = 5
+    microbatches: int = 2
+    batch: int = 2
+    seq: int = 10
+    num_layers: int = 2
+    hidden: int = 16
+    heads: int = 2
+    ffn: int = 24
+    num_experts: int = 4
+    top_k: int = 2
+    vocab: int = 32
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it trains on GPUs."""
+        return self.device == "cuda"
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size of everything but the experts."""
+        return self.ranks // (self.tp * self.cp * self.pp)
+
+
+# For steps that are repeated: every step drops, and everything that draws, draws.
+RETRIED = Model(
+    dtype=torch.float32,
+    draws=True,
+    counts=False,  # Of kept rows and slots, the run that stands has counted others.
+    factor=0.5,
+    dropout=0.1,
+    microbatches=1,
+    steps=4,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A training: a hash of the bits of each tensor by name, of each step; facts; failures."""
+
+    steps: list[dict[str, Tensor]]
+    facts: dict[str, Any]
+    broken: list[str]
+
+
+def ways_agree(model: Model, ways: dict[str, dict[str, Any]]) -> Findings:
+    """Train in each way, and compare it with the first one; runs on all ranks.
+
+    Args:
+        model: what all ways share.
+        ways: changes of the model, by the name of the way; dictionaries are added to its own.
+    """
+    differing, facts, broken, first = {}, {}, [], None
+    changed = {name: with_changes(model, changes) for name, changes in ways.items()}
+    with world(*changed.values()):
+        for name, way in changed.items():
+            found = train(way)
+            first = first or found
+            differing |= {f"{name}: {n}": k for n, k in same_bits(first.steps, found.steps).items()}
+            broken += [f"{name}: {text}" for text in found.broken]
+            facts |= {fact: value for fact, value in found.facts.items() if value is not None}
+        facts["tensors_per_step"] = len(first.steps[-1]) if first else 0
+    return Findings(differing=differing, facts=facts, broken=tuple(broken))
+
+
+def with_changes(model: Model, changes: dict[str, Any]) -> Model:
+    """Return a model with other fields; dictionaries are added to its own."""
+    merged = {n: getattr(model, n) | v if isinstance(v, dict) else v for n, v in changes.items()}
+    return dataclasses.replace(model, **merged)
+
+
+def train(model: Model) -> Trained:
+    """Train for all steps, inside of `world`; capture after `EAGER_STEPS`."""
+    training = Training(model)
+    order = _orders[-1] if _orders else None
+    since = len(order.barriers) if order else 0
+    steps, report = [], None
+    for number in range(model.steps):
+        if number == EAGER_STEPS:
+            report = training.capture()
+        results = training.step(number)
+        steps.append({name: digest(tensor) for name, tensor in results.items()})
+    retry = training.retry
+    facts = {
+        "loss": training.losses,
+        "graphs": training.num_graphs() if model.graph != "none" else None,
+        "self_test": None if report is None else dataclasses.asdict(report),
+        "retried": None if retry is None else retry.num_retried,
+    }
+    broken = training.idle_failures()
+    if model.graph != "none" and facts["graphs"] == 0:
+        broken.append("nothing was captured")
+    if retry is not None and not (model.steps if model.factor == 0.5 else 1) <= retry.num_retried:
+        broken.append(f"{retry.num_retried} of {retry.num_steps} steps were repeated")
+    if order is not None:
+        of_training = order.barriers[since:]
+        facts["barriers"] = len(of_training)
+        facts["barriers_beside"] = of_training.count(schedule_streams.get_comm_stream())
+        broken += sorted(set(order.unordered))
+    training.end()
+    return Trained(steps=steps, facts=facts, broken=broken)
+
+
+def same_bits(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> dict[str, int]:
+    """Return the names of tensors that ever differ, with the number of steps."""
+    found: dict[str, int] = {}
+    for a, b in zip(one, other, strict=True):
+        assert a.keys() == b.keys()
+        differs = (torch.stack(list(a.values())) != torch.stack(list(b.values()))).tolist()
+        for name in (name for name, d in zip(a, differs, strict=True) if d):
+            found[name] = found.get(name, 0) + 1
+    return found
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Return a hash of a tensor's bits, int64 on its device: another element changes it."""
+    data = bits(tensor)
+    words = F.pad(data, (0, -len(data) % 8)).view(torch.int64)
+    # Odd factors have an inverse modulo 2^64, so no change of one word is lost.
+    place = torch.arange(1, len(words) + 1, device=words.device)
+    return (words * (place * -0x61C8864680B583EB | 1)).sum() + len(data)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def differing_names(wanted: dict[str, Tensor], given: dict[str, Tensor]) -> list[str]:
+    """Return the names of the tensors whose bits differ."""
+    assert wanted.keys() == given.keys()
+    return [name for name in wanted if not torch.equal(bits(wanted[name]), bits(given[name]))]
+
+
+def memory_is_flat(model: Model) -> Findings:
+    """Train with graphs; memory after a tenth of the steps is all that is needed."""
+    with world(model):
+        training = Training(model)
+        taken: dict[str, list[int]] = {"allocated": [], "reserved": []}
+        for number in range(model.steps):
+            if number == EAGER_STEPS:
+                training.capture()
+            training.step(number)
+            training.forget()
+            if number >= EAGER_STEPS and number % max(1, model.steps // 10) == 0:
+                taken["allocated"].append(torch.cuda.memory_allocated())
+                taken["reserved"].append(torch.cuda.memory_reserved())
+        training.end()
+    grew = {name: values for name, values in taken.items() if max(values) > values[0]}
+    broken = [f"{name} grew from {v[0]} to {max(v)} bytes" for name, v in grew.items()]
+    return Findings(facts=taken, broken=tuple(broken))
+
+
+def replays_do_not_wait(model: Model) -> Findings:
+    """Train with graphs while calls that wait for the GPU raise within a replayed step's passes.
+
+    Five more steps run under the profiler; the facts count their copies, waits and graph launches.
+    """
+    with world(model):
+        training = Training(model)
+        for number in range(model.steps):
+            if number == EAGER_STEPS:
+                training.capture()
+                torch.cuda.set_sync_debug_mode("error")
+            replays = number >= EAGER_STEPS
+            training.step(number, outside=_waiting_allowed if replays else nullcontext)
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            for number in range(5):
+                training.passes(number=number)
+        counts: dict[str, int] = {}
+        for event in profile.events() or ():
+            if re.search(r"Memcpy|Synchronize|GraphLaunch", event.name):
+                counts[event.name] = counts.get(event.name, 0) + 1
+        training.end()
+    broken = [f"{n} x {name} in 5 steps" for name, n in counts.items() if "DtoH" in name]
+    if not any("GraphLaunch" in name for name in counts):
+        broken.append("the profiler saw no launch of a graph")
+    return Findings(facts={"profiled": counts}, broken=tuple(broken))
+
+
+@contextmanager
+def _waiting_allowed() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("error")
+
+
+_orders: list[StreamOrder] = []  # what orders the direct stores of the world on a CPU
+
+
+@contextmanager
+def world(*models: Model) -> Iterator[None]:
+    """Set up Megatron for models that share their groups, with the stand-ins that they need."""
+    model = models[0]
+    sizes = {
+        "tensor_model_parallel_size": model.tp,
+        "context_parallel_size": model.cp,
+        "pipeline_model_parallel_size": model.pp,
+        "virtual_pipeline_model_parallel_size": model.vpp,
+        "expert_model_parallel_size": model.ep,
+        "expert_tensor_parallel_size": model.etp,
+    }
+    direct = any(one.options.get("exchange") == "direct" for one in models)
+    with ExitStack() as stack:
+        if model.on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_stream(training_stream())
+            stack.callback(_forget_scales)
+        stack.enter_context(megatron(model.device, **sizes))
+        patches = stack.enter_context(Patches())
+        _let_combined_schedule_run(patches, on_gpu=model.on_gpu)
+        if not model.on_gpu:
+            stack.enter_context(packed_attention())
+            stack.enter_context(attention_of_each_rank())
+            if any(one.graph != "none" for one in models):
+                stack.enter_context(cuda_graphs_on_cpu())
+            if model.tp > 1:
+                stack.enter_context(sequence_parallel_norms())
+            if model.dtype == torch.float16:
+                stack.enter_context(types_of_gpus())
+            if direct:
+                _orders.append(stack.enter_context(direct_between_processes()))
+                stack.callback(_orders.pop)
+        batches = model.microbatches * model.batch * model.dp
+        init_num_microbatches_calculator(dist.get_rank(), None, batches, model.batch, model.dp)
+        stack.callback(unset_num_microbatches_calculator)
+        yield
+
+
+def _let_combined_schedule_run(patches: Patches, *, on_gpu: bool) -> None:
+    """Let Megatron's combined schedule run in each version, and on a CPU."""
+    # Megatron keeps the streams of its first combined schedule.
+    schedule_streams._COMP_STREAM = schedule_streams._COMM_STREAM = None
+    if not hasattr(layers.RowParallelLinear, "backward_dw"):  # 0.16 calls it without having it.
+        patches.set(layers.RowParallelLinear, "backward_dw", lambda linear: None)
+    if not on_gpu:  # Nor has a CPU a Transformer Engine.
+        patches.set(transformer_config, "is_te_min_version", lambda version: True)
+    # Without Apex, Megatron's own linears cannot add to `main_grad`; those of TE can.
+    patches.set(layers, "_grad_accum_fusion_available", True)
+
+
+def _forget_scales() -> None:
+    """Forget Transformer Engine's list of scales, and its flag that replays read."""
+    importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager.reset()
+
+
+class Training:
+    """One training; all start with the same weights.
+
+    Args:
+        model: what is trained, and how.
+        options: further options of the padded dispatcher.
+    """
+
+    def __init__(self, model: Model, **options: Any) -> None:
+        self.model = model
+        model_parallel_cuda_manual_seed(SEED, te_rng_tracker=model.on_gpu, force_reset_rng=True)
+        torch.manual_seed(SEED)
+        random.seed(SEED)
+        np.random.seed(SEED)
+        self.config: Any = _config(model)
+        self.config.padded_dispatch = PaddedOptions(**model.options | options)
+        ddp = DistributedDataParallelConfig(
+            **{
+                "grad_reduce_in_fp32": True,
+                "use_distributed_optimizer": model.on_gpu,
+                "delay_wgrad_compute": self.config.delay_wgrad_compute,
+                **model.ddp,
+            }
+        )
+        self.chunks = ddp_chunks(self.config, ddp, vocab=model.vocab, seq=model.seq)
+        for module in (module for chunk in self.chunks for module in chunk.modules()):
+            if isinstance(module, layers.ColumnParallelLinear):
+                module.gradient_accumulation_fusion = False
+        self.moe = list(padded_moe_layers(self.chunks).items())
+        if model.never_drops:
+            for _, layer in self.moe:
+                configs = layer.token_dispatcher.configs
+                configs.training = dataclasses.replace(configs.training, capacity_factor=FIT)
+        # Plain SGD takes the place of Megatron's optimizer on a CPU.
+        self.optimizer: Any = None
+        if model.on_gpu or model.dtype == torch.float16:
+            self.optimizer = megatron_adam(self.chunks, ddp)
+        if model.dtype == torch.float16:
+            self.config.grad_scale_func = self.optimizer.scale_loss
+        self.graphs: LayerGraphs | None = None
+        self._helper: Any = None
+        self._iteration: IterationGraph | None = None
+        optimizers = () if self.optimizer is None else (self.optimizer,)
+        if model.graph == "layer":
+            self.graphs = LayerGraphs(
+                self.chunks, seq_length=model.seq, micro_batch=model.batch, optimizers=optimizers
+            )
+        elif model.graph == "helper":  # What Megatron's own loop does.
+            self._helper = cuda_graphs.TECudaGraphHelper(
+                self.chunks, self.config, model.seq, model.batch, optimizers=list(optimizers)
+            )
+        elif model.graph == "iteration":
+            self._iteration = IterationGraph(self.config)
+        self.schedule = self._iteration or get_forward_backward_func()
+        retries = self.config.padded_dispatch.on_overflow == "retry"
+        self.retry = Retry(self.schedule, self.chunks) if retries else None
+        self.random = RandomStates.now()
+        self._logged: dict[str, Tensor] = {}
+        self.losses: list[float] = []
+        # Numbers of nonzero elements in gradients of idle experts and of the others.
+        self._nonzero: dict[bool, list[Tensor]] = {True: [], False: []}
+
+    def capture(self) -> Any:
+        """Capture graphs of layers; return the self-test's result, if there is one."""
+        if self._helper is not None:
+            self._helper.create_cudagraphs()
+        return self.graphs.capture() if self.graphs is not None else None
+
+    def end(self) -> None:
+        """Delete the graphs; call it before the process groups are destroyed."""
+        if self.graphs is not None:
+            self.graphs.delete()
+        if self._helper is not None:
+            release(self._helper)
+        if self._iteration is not None:
+            forget_iterations()
+        if self.model.graph == "local":
+            cuda_graphs.delete_cuda_graphs()  # Megatron keeps local graphs in a class attribute.
+
+    def num_graphs(self) -> int:
+        """Return the number of graphs of all layers; forward and backward count as one."""
+        modules = [module for chunk in self.chunks for module in chunk.modules()]
+        if self._iteration is not None:
+            return int(FullCudaGraphWrapper.cuda_graph["training"] is not None)
+        if self.model.graph == "local":
+            managers = [m.cudagraph_manager for m in modules if hasattr(m, "cudagraph_manager")]
+            return sum(len(manager.cudagraph_runners) for manager in managers)
+        return sum(len(getattr(module, "cuda_graphs", ())) for module in modules)
+
+    def step(self, number: int, outside: Any = nullcontext) -> dict[str, Tensor]:
+        """Run a step with this training's own random states; return results by name.
+
+        `outside` wraps everything but the passes.
+        """
+        results: dict[str, Tensor] = {}
+        with outside():
+            self.random.restore()
+            put_logged_back(self._logged)
+            idle = self._make_idle(number)
+            if self.model.evaluates:
+                results |= self._evaluate(number, *self.model.evaluates)
+        reports = self.passes(number=number)
+        with outside():
+            self.random = RandomStates.now()
+            self._logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
+            losses = [report["loss"] for report in reports]
+            if losses:
+                self.losses.append(torch.stack(losses).mean().item())
+            results |= {f"the loss of pass {i}": loss.clone() for i, loss in enumerate(losses)}
+            results |= {f"logged {name}": tensor for name, tensor in self._logged.items()}
+            results |= {
+                f"the gradient of {name}": parameter.main_grad.clone()
+                for name, parameter in self._parameters()
+            }
+            self._note_idle(idle)
+            self._update()
+            results |= {name: parameter.data for name, parameter in self._parameters()}
+            for index, chunk in enumerate(self.chunks):
+                buffers = chunk.module.named_buffers()
+                results |= {f"{name} of chunk {index}": buffer for name, buffer in buffers}
+            for layer_number, layer in self.moe:
+                counters = layer.token_dispatcher.counters
+                results[f"demand of layer {layer_number}"] = counters.demand_E
+                if self.model.counts:
+                    results[f"counts of layer {layer_number}"] = counters.totals
+            if self.model.draws:
+                results["the random states"] = _generators()
+            if self.model.dtype == torch.float16:
+                results |= loss_scaling(self.optimizer)
+        return results
+
+    def passes(self, batches: Any = None, *, number: int = 0) -> list[dict[str, Tensor]]:
+        """Zero the gradients; run forward and backward of all microbatches."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        size = self.model.batch, self.model.seq
+        return self._run(self.retry or self.schedule, number, *size, batches=batches)
+
+    def forget(self) -> None:
+        """Forget all losses but the last, and what was noted of gradients."""
+        del self.losses[:-1], self._nonzero[True][:], self._nonzero[False][:]
+
+    def idle_failures(self) -> list[str]:
+        """Check that gradients of idle experts are zero and that some of the others are not."""
+        model = self.model
+        if model.idle == "none":
+            return []
+        idle, busy = ([int(count) for count in self._nonzero[which]] for which in (True, False))
+        last_rank = parallel_state.get_expert_model_parallel_rank() == model.ep - 1
+        broken = {
+            "an expert without a token has a gradient that is not zero": any(idle),
+            "no expert has a gradient": not any(busy),
+            "no expert was idle": last_rank and not idle,
+        }
+        return [text for text, holds in broken.items() if holds]
+
+    @torch.no_grad()
+    def _evaluate(self, number: int, batch: int, seq: int) -> dict[str, Tensor]:
+        for chunk in self.chunks:
+            chunk.eval()
+        schedule = get_forward_backward_func()
+        reports = self._run(schedule, 1000 + number, batch, seq, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        return {f"the loss of evaluation {i}": r["loss"] for i, r in enumerate(reports)}
+
+    def _run(
+        self,
+        schedule: Any,
+        number: int,
+        batch: int,
+        seq: int,
+        *,
+        forward_only: bool = False,
+        batches: Any = None,
+    ) -> list[dict[str, Tensor]]:
+        model = self.model
+        if model.draws:
+            made = [batches or draws(model) for _ in self.chunks]
+        else:
+            made = [self._batches(number, batch, seq) for _ in self.chunks]
+        shared = model.draws and model.tp > 1
+        reads = not shared or parallel_state.get_tensor_model_parallel_rank() == 0
+        return schedule(
+            forward_step_func=_Shared(model) if shared else forward,
+            data_iterator=made if reads else None,
+            model=self.chunks,
+            num_microbatches=model.microbatches,
+            seq_length=seq,
+            micro_batch_size=batch,
+            forward_only=forward_only,
+        )
+
+    def _batches(self, number: int, batch: int, seq: int) -> Iterator[dict[str, Any]]:
+        """Yield token ids [B, S + 1], drawn on the device: a copy from the host would wait.
+
+        Megatron's graph of an iteration needs a dict. The other entries are arguments of the model.
+        """
+        model, device = self.model, self.model.device
+        draw = torch.Generator(device)
+        draw.manual_seed(number * model.dp + parallel_state.get_data_parallel_rank())
+        for index in range(model.microbatches):
+            shape = (batch, seq + 1)
+            ids = torch.randint(model.vocab, shape, generator=draw, device=device)
+            given: dict[str, Any] = {"ids": ids}
+            if model.masked:  # Nothing, some tokens, all but one of each sequence.
+                share = (0.4, 0, 1)[(number + index) % 3]
+                chances = torch.rand(batch, seq, generator=draw, device=device)
+                given["padding_mask"] = chances < share
+                given["padding_mask"][:, 0] = False
+            if model.packed:
+                first = (2 * number + index) % (seq - 1) + 1
+                given["packed_seq_params"] = packed([first, seq - first], device)
+            yield given
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        """Change the parameters by their gradients."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+        elif self.model.ddp.get("overlap_param_gather"):
+            self._update_shards()
+        else:
+            for _, parameter in self._parameters():
+                parameter -= 0.5 * parameter.main_grad
+
+    def _update_shards(self) -> None:
+        """Update this rank's part of each bucket; the next forward passes gather the others."""
+        for chunk in self.chunks:
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                size = group.intra_distributed_optimizer_instance_size
+                rank = group.intra_distributed_optimizer_instance_rank
+                for bucket in group.buckets:
+                    own = bucket.param_data.chunk(size)[rank]
+                    own -= 0.5 * bucket.grad_data.chunk(size)[rank]
+                group.param_gather_dispatched = False
+
+    def _parameters(self) -> Iterator[tuple[str, Any]]:
+        for index, chunk in enumerate(self.chunks):
+            for name, parameter in chunk.module.named_parameters():
+                yield f"{name} of chunk {index}", parameter
+
+    @torch.no_grad()
+    def _make_idle(self, number: int) -> list[int]:
+        """Let no token choose some experts in this step; return their ids."""
+        model = self.model
+        if model.idle == "none" or (model.idle == "rank" and number % 3 == 0):
+            return []
+        num_idle = model.num_experts // model.ep if model.idle == "rank" else 1
+        for _, layer in self.moe:
+            layer.router.bias[-num_idle:] = NEVER_CHOSEN
+        return list(range(model.num_experts - num_idle, model.num_experts))
+
+    def _note_idle(self, idle: list[int]) -> None:
+        for _, layer in self.moe if self.model.idle != "none" else ():
+            for name, parameter in layer.experts.named_parameters():
+                for local, grad in _grads_of_experts(layer, name, parameter):
+                    expert = layer.local_expert_indices[local]
+                    self._nonzero[expert in idle].append(grad.count_nonzero())
+
+
+def _grads_of_experts(layer: Any, name: str, parameter: Any) -> Iterator[tuple[int, Tensor]]:
+    """Yield the gradient of each local expert in a parameter, which holds one expert or all."""
+    found = _EXPERT.search(name)
+    if found is not None:
+        yield int(found[1] or found[2]), parameter.main_grad
+    else:
+        num_experts = len(layer.local_expert_indices)
+        yield from enumerate(parameter.main_grad.unflatten(0, (num_experts, -1)))
+
+
+def draws(model: Model) -> Iterator[dict[str, Tensor]]:
+    """Yield batches drawn from three global generators."""
+    while True:
+        shift = random.randrange(model.vocab) + np.random.randint(model.vocab)
+        ids = (torch.randint(model.vocab, (model.batch, model.seq + 1)) + shift) % model.vocab
+        yield {"ids": ids.to(model.device)}
+
+
+def _generators() -> Tensor:
+    """Return a hash of the states of generators that any code may draw from."""
+    name, keys, *place = np.random.get_state()
+    states = [torch.get_rng_state(), torch.cuda.get_rng_state()]
+    text = repr((random.getstate(), name, place)).encode() + keys.tobytes()
+    text += b"".join(state.cpu().numpy().tobytes() for state in states)
+    return torch.frombuffer(bytearray(hashlib.blake2b(text).digest()), dtype=torch.uint8)
+
+
+def forward(
+    batches: Iterator[dict[str, Any]], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
+    """Run a microbatch, or plan it: Megatron's `forward_step_func`."""
+    given = dict(next(batches))
+    inputs: dict[str, Any] = model_inputs(given.pop("ids")) | given
+    if parallel_state.get_context_parallel_world_size() > 1:
+        dims = {"input_ids": (1,), "position_ids": (1,), "labels": (1,), "padding_mask": (1,)}
+        for name, own in (dims | {"attention_mask": (2, 3)}).items():
+            for dim in own if inputs.get(name) is not None else ():
+                inputs[name] = own_part(inputs[name], dim)
+    run = model.build_schedule_plan if return_schedule_plan else model
+    return run(**inputs), mean_loss
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Runs a microbatch that the first tensor-parallel rank reads, as Megatron-LM's scripts do."""
+
+    model: Model
+
+    def __call__(self, batches: Any, chunk: Any) -> tuple[Any, Any]:
+        model = self.model
+        if batches is None:
+            shape = (model.batch, model.seq + 1)
+            ids = torch.empty(shape, dtype=torch.int64, device=model.device)
+        else:
+            (one,) = batches if isinstance(batches, list) else [batches]
+            ids = next(one)["ids"]
+        source = parallel_state.get_tensor_model_parallel_src_rank()
+        dist.broadcast(ids, source, group=parallel_state.get_tensor_model_parallel_group())
+        return forward(iter([{"ids": ids}]), chunk)
+
+
+def _config(model: Model) -> TransformerConfig:
+    fields: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "ffn_hidden_size": model.ffn,
+        "moe_ffn_hidden_size": model.ffn,
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.top_k,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1e-2,
+        "moe_z_loss_coeff": 1e-3,
+        "moe_expert_capacity_factor": model.factor,
+        "moe_token_dispatcher_type": "padded_alltoall",
+        "moe_grouped_gemm": model.on_gpu,
+        "tensor_model_parallel_size": model.tp,
+        "sequence_parallel": model.tp > 1,
+        "context_parallel_size": model.cp,
+        "pipeline_model_parallel_size": model.pp,
+        "virtual_pipeline_model_parallel_size": model.vpp,
+        "expert_model_parallel_size": model.ep,
+        "expert_tensor_parallel_size": model.etp,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "normalization": "RMSNorm",
+        "init_method_std": 0.02 if model.on_gpu else 0.2,
+        "hidden_dropout": model.dropout,
+        "attention_dropout": model.dropout,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": model.on_gpu,
+        "gradient_accumulation_fusion": False,
+        "use_cpu_initialization": not model.on_gpu,
+        "bf16": model.dtype == torch.bfloat16,
+        "fp16": model.dtype == torch.float16,
+        "params_dtype": model.dtype,
+        "pipeline_dtype": model.dtype,
+        "deterministic_mode": True,
+        "finalize_model_grads_func": finalize_model_grads,
+    }
+    if model.gpt_oss:
+        fields |= {
+            "add_bias_linear": model.etp == 1,  # Megatron's experts have no bias otherwise.
+            "add_qkv_bias": True,
+            "activation_func": quick_gelu,
+            "activation_func_clamp_value": 7.0,
+            "glu_linear_offset": 1.0,
+        }
+    if model.graph in ("layer", "helper"):
+        fields |= layer_graphs(*model.scopes)
+    elif model.graph == "local":
+        fields |= {**layer_graphs(), "cuda_graph_impl": "local"}
+    elif model.graph == "iteration":
+        fields |= {**iteration_graph(), "cuda_graph_warmup_steps": EAGER_STEPS}
+    return TransformerConfig(**fields | model.fields)

@@ -1,0 +1,124 @@
+"""A recording holds the choices of the routers, at the steps to be recorded."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from padded_dispatch.ops.select import select
+from padded_dispatch.recorder import Recording, RoutingBuffer, TraceRecorder, choices
+from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
+from tests.support.graph_protocol import Tape
+from tests.support.pools import pools
+from tests.support.routing_cases import RoutingCase, routing_cases
+from tests.support.routings import routing_map, thin_out
+
+SIZES = pools(5, 2)
+
+
+@given(routing_cases())
+def test_choices_are_the_first_k_experts_of_the_map(case: RoutingCase):
+    map_TE, probs_TE, _ = case.tensors()
+    ids_TK, probs_TK = choices(map_TE, probs_TE, case.top_k)
+    assert (ids_TK.dtype, probs_TK.dtype) == (torch.int16, torch.float32)
+    for t, row_E in enumerate(case.map_TE):
+        experts = np.flatnonzero(row_E)[: case.top_k].tolist()
+        padding = case.top_k - len(experts)
+        assert ids_TK[t].tolist() == experts + [-1] * padding
+        assert probs_TK[t].tolist() == case.probs_TE[t, experts].tolist() + [0.0] * padding
+
+
+def microbatch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Map and probabilities [7, 5] of one micro-batch."""
+    map_TE = torch.from_numpy(thin_out(routing_map(7, 5, 2, seed=number), share=0.2, seed=number))
+    probs_TE = torch.rand(7, 5, generator=torch.Generator().manual_seed(number))
+    return map_TE, torch.where(map_TE, probs_TE, 0)
+
+
+def observe(buffer: RoutingBuffer, number: int) -> None:
+    map_TE, probs_TE = microbatch(number)
+    buffer.observe(map_TE, probs_TE, select(map_TE, probs_TE, sizes=SIZES), SIZES)
+
+
+def buffer(num_microbatches: int = 2) -> RoutingBuffer:
+    return RoutingBuffer(num_microbatches=num_microbatches, num_tokens=7, top_k=2, device="cpu")
+
+
+def recording(**changes) -> Recording:
+    values = dict(num_experts=5, num_ranks=1, rank=3, every=2, num_steps=6, max_bytes=2**20)
+    return Recording(**(values | changes))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_recorded_steps_have_all_their_microbatches_in_order(tmp_path, num_microbatches):
+    buffers = {4: buffer(num_microbatches), 9: buffer(num_microbatches)}
+    observe(buffers[9], 77)  # A micro-batch before the first step, as a capture makes.
+    recorder = TraceRecorder(tmp_path / "trace.npy", buffers, recording())
+    number = {layer: 1000 * layer for layer in buffers}
+    expected = []
+    for step in range(1, 7):
+        for layer, of_layer in buffers.items():
+            for place in range(num_microbatches):
+                observe(of_layer, number[layer])
+                if step % 2 == 0:
+                    expected.append((step, place, layer, number[layer]))
+                number[layer] += 1
+        recorder.step(step)
+    recorder.close()
+
+    expected.sort()
+    trace = load_traces([tmp_path])
+    assert trace.ranks.tolist() == [3] * len(expected)
+    assert (trace.num_experts, trace.top_k, trace.num_ranks) == (5, 2, 1)
+    assert list(zip(trace.steps.tolist(), trace.layers.tolist(), strict=True)) == [
+        (step, layer) for step, _, layer, _ in expected
+    ]
+    for n, (*_, seed) in enumerate(expected):
+        ids_TK, probs_TK = choices(*microbatch(seed), 2)
+        assert trace.ids_NTK[n].tolist() == ids_TK.tolist()
+        assert trace.probs_NTK[n].tolist() == probs_TK.tolist()
+
+
+def test_a_replayed_microbatch_is_kept_like_an_eager_one():
+    map_TE, probs_TE = microbatch(0)
+    selection = select(map_TE, probs_TE, sizes=SIZES)
+    replayed, eager, tape = buffer(3), buffer(3), Tape()
+    with tape:
+        replayed.observe(map_TE, probs_TE, selection, SIZES)
+    observe(eager, 0)
+    for number in range(1, 6):
+        for static, new in zip((map_TE, probs_TE), microbatch(number), strict=True):
+            static.copy_(new)
+        tape.replay()
+        observe(eager, number)
+    for ours, expected in zip(replayed.tensors(), eager.tensors(), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path):
+    per_step = 2 * record_bytes(7, 2) + HEADER_BYTES
+    for steps_that_fit, every in ((3, 2), (2, 4), (1, 6)):
+        limit = recording(max_bytes=steps_that_fit * per_step + per_step // 2)
+        path, filled = tmp_path / "trace.npy", buffer()
+        recorder = TraceRecorder(path, {1: filled}, limit)
+        assert recorder.every == every
+        for step in range(1, 7):
+            observe(filled, step)
+            recorder.step(step)
+        recorder.close()
+        trace = load_traces([path])
+        assert sorted(set(trace.steps.tolist())) == list(range(every, 7, every))
+        assert path.stat().st_size <= limit.max_bytes
+    with pytest.raises(ValueError, match=rf"max_bytes must be at least {per_step}, .*, got 9"):
+        TraceRecorder(path, {1: buffer()}, recording(max_bytes=9))
+
+
+def test_what_a_trace_cannot_hold():
+    map_TE, probs_TE = microbatch(0)
+    selection = select(map_TE, probs_TE, sizes=SIZES)
+    with pytest.raises(
+        ValueError, match=r"probs_TE.dtype must .*, got torch.float64; .* moe_router_dtype='fp32'"
+    ):
+        buffer().observe(map_TE, probs_TE.double(), selection, SIZES)
+    with pytest.raises(ValueError, match=r"num_tokens must be 7, the size of the buffer, got 6"):
+        buffer().observe(map_TE[:6], probs_TE[:6], selection, SIZES)
