@@ -226,8 +226,8 @@ class LayerExchanges:
         Args:
             sizes: those that `padded_dispatch.exchange.fit` found.
         """
-        how = dict(exchange=self._fitting, kind=self._collectives, reason="sizes fit each pass")
-        return Choice(**how, sizes=sizes)
+        kind, reason = self._collectives, "sizes fit each pass"
+        return Choice(exchange=self._fitting, kind=kind, reason=reason, sizes=sizes)
 
     @property
     def fits_packed(self) -> bool:
