@@ -1,12 +1,6 @@
 """Changes of `tests.mutate` that nothing can notice, by module, each with the reason."""
 
 EQUIVALENT: dict[str, dict[str, str]] = {
-    "ops/overflow.py": {
-        "share_TE = kept_probs_TE / torch.where(scaled_T1, sum_kept_T1, 1) -> "
-        "share_TE = kept_probs_TE / torch.where(scaled_T1, sum_kept_T1, 2)": (
-            "the number is for tokens that are not scaled, whose shares are not used"
-        ),
-    },
     "ops/rows.py": {
         "token_of_slot = torch.full((num_slots + 1,), -1, device=tokens_TD.device) -> "
         "token_of_slot = torch.full((num_slots + 1,), -2, device=tokens_TD.device)": (
@@ -69,12 +63,6 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "tune/replay.py": {
         "_MAX_GROUPS = 2 ** 16 -> _MAX_GROUPS = 2 * 16": (
             "fewer records at a time, with the same result"
-        ),
-        "accepted_RM = accept_cells(torch.from_numpy(demand_URSL.reshape(num_units * "
-        "self.num_ranks, -1)), capacity, torch.arange(self.num_ranks).repeat(num_units)) -> "
-        "accepted_RM = accept_cells(torch.from_numpy(demand_URSL.reshape(num_units * "
-        "self.num_ranks, -2)), capacity, torch.arange(self.num_ranks).repeat(num_units))": (
-            "NumPy works out the size for any negative number"
         ),
         "demand = demand.reshape(num_units, -1, *by_rank).sum(3) -> "
         "demand = demand.reshape(num_units, 1, *by_rank).sum(3)": (
