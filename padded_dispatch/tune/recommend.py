@@ -7,7 +7,7 @@ layer for a layer's factor, and of all layers for the factor of all.
 
 The answer holds for steps like the ones in the trace. Each half of the steps is asked alone, too,
 and a warning names both if they differ by more than a tenth. What was tried for more certainty
-than that is in notebooks/results/LOG_tune.md.
+than that is in notebooks/results/LOG.md.
 """
 
 import math
