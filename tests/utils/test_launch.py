@@ -70,7 +70,7 @@ def test_under_torchrun_the_function_is_only_called(monkeypatch):
     assert called == [os.getpid()]
 
 
-# Workers import for ever, as around optional imports, or sleep once they have told their ids.
+# Workers sleep while they import, or in their function.
 JOB = """
     import os, sys, time
     from padded_dispatch.utils.launch import start_workers
@@ -80,12 +80,7 @@ JOB = """
         time.sleep(600)
 
     if __name__ == "__mp_main__" and sys.argv[1] == "importing":
-        os.write(1, b"here\\n")
-        while True:
-            try:
-                time.sleep(600)
-            except BaseException:
-                pass
+        sleep()
     if __name__ == "__main__":
         start_workers(sleep, num_workers=2)
 """
