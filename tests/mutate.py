@@ -1,9 +1,9 @@
 """Change the package in small ways, one at a time, and list the changes that no test notices.
 
-    python -m tests.mutate ops/overflow.py exchange --out FILE --commit SHA --jobs 16
+    python -m tests.mutate ops/select.py exchange --out FILE --commit SHA --jobs 16
 
 Each change (a mutant) is made in a copy of the repository, in which the module's own test files run
-until the first failure: `tests/ops/test_overflow*.py` for `ops/overflow.py`. A mutant is caught if
+until the first failure: `tests/ops/test_select*.py` for `ops/select.py`. A mutant is caught if
 a test fails or the tests take too long. Survivors are gaps in the tests. Changes that nothing can
 notice are listed with their reason in `EQUIVALENT` and not tried. Code that only a
 GPU runs, annotations, asserts and texts are left out.

@@ -2,7 +2,7 @@
 
 The first launch counts along each token's experts, which gives k. The second counts along each
 expert's tokens, which gives c, and writes both maps. Every element of both has one writer, so there
-are no atomics. On an H200, T 4096 and E 128: 18 us; the binary searches in torch take 111 us.
+are no atomics.
 
 If experts share a pool, a launch between the two counts the rows of each, because an expert's rows
 begin behind those of the experts before it.
