@@ -116,6 +116,7 @@ class LayerExchanges:
         why_not_direct: reason for which "auto" leaves direct stores out in all passes; "" if none.
 
     Attributes:
+        direct: the exchange by direct stores, if it may serve passes.
         no_direct: why direct stores are left out in all passes, if they are.
 
     Raises:
@@ -160,14 +161,12 @@ class LayerExchanges:
         )
         if pool != "expert" and layout == "either":
             layout = "packed"
-        self._group = group
-        self._kind = kind
+        self._group, self._kind = group, kind
         self._microbatches_in_flight = microbatches_in_flight
-        self._num_layers = num_layers
-        self._ffn_size = ffn_size
-        num_local_experts = config.num_local_experts
-        self._direct: DirectExchange | None = None
+        self._num_layers, self._ffn_size = num_layers, ffn_size
+        self.direct: DirectExchange | None = None
         self.no_direct = why_not_direct or f'exchange="{kind}" was asked for'
+        groups = config.num_local_experts, group, etp_group
         if kind in ("auto", "direct"):
             try:
                 require(
@@ -177,32 +176,23 @@ class LayerExchanges:
                     "be packed with exchange='direct'",
                     "set experts='packed' or exchange='alltoall'",
                 )
-                self._direct = DirectExchange(
-                    num_local_experts,
-                    group,
-                    etp_group,
-                    microbatches_in_flight=microbatches_in_flight,
-                )
+                self.direct = DirectExchange(*groups, microbatches_in_flight=microbatches_in_flight)
             except ValueError as error:
                 if kind == "direct":
                     raise
                 self.no_direct = str(error)
-        self._packed: Exchange | None = None
-        self._padded: Exchange | None = None
-        groups = num_local_experts, group, etp_group
-        self._fitting: Exchange
+        # By whether experts read packed rows; the last one serves passes that fit.
+        self._others: dict[bool, Exchange] = {}
         if layout != "packed":
-            self._padded = self._fitting = AllToAllExchange(*groups, packed=False)
-        if layout != "padded":
-            shared = 1 if pool == "expert" else num_local_experts
-            self._packed = self._fitting = LocalExchange()
-            if config.num_sources > 1:
-                self._packed = AllToAllExchange(*groups, packed=True, experts_per_pool=shared)
-                self._fitting = AllToAllExchange(
-                    *groups, packed=True, experts_per_pool=num_local_experts
-                )
-        self._choices: dict[tuple[int, ...], Choice] = {}
-        self._chosen: dict[tuple[int, ...], Exchange] = {}
+            self._others[False] = self._fitting = AllToAllExchange(*groups, packed=False)
+        if layout != "padded" and config.num_sources == 1:
+            self._others[True] = self._fitting = LocalExchange()
+        elif layout != "padded":
+            local = config.num_local_experts
+            pools = 1 if pool == "expert" else local
+            self._others[True] = AllToAllExchange(*groups, packed=True, experts_per_pool=pools)
+            self._fitting = AllToAllExchange(*groups, packed=True, experts_per_pool=local)
+        self._choices: dict[tuple[int, int, int], Choice] = {}
 
     def choose(
         self,
@@ -219,21 +209,11 @@ class LayerExchanges:
             tokens_TD: floating point [T, D].
             probs_TE: floating point [T, E]; its dtype is read.
         """
-        num_tokens = tokens_TD.shape[0]
-        sizes = config.sizes(num_tokens)
-        key = num_tokens, sizes.num_pools, sizes.pool_slots, sizes.num_rows
-        choice = self._choices.get(key)
-        if choice is None:
-            choice = self._decide(config, sizes, tokens_TD, probs_TE)
-            self._choices[key] = choice
-            laid_out = choice.sizes
-            self._chosen[num_tokens, laid_out.num_pools, laid_out.pool_slots] = choice.exchange
-        return choice
-
-    @property
-    def direct(self) -> DirectExchange | None:
-        """The exchange by direct stores, if it may serve passes."""
-        return self._direct
+        sizes = config.sizes(len(tokens_TD))
+        key = len(tokens_TD), sizes.num_pools, sizes.pool_slots
+        if key not in self._choices:
+            self._choices[key] = self._decide(config, sizes, tokens_TD, probs_TE)
+        return self._choices[key]
 
     @property
     def _collectives(self) -> Literal["alltoall", "none"]:
@@ -246,9 +226,8 @@ class LayerExchanges:
         Args:
             sizes: those that `padded_dispatch.exchange.fit` found.
         """
-        exchange = self._fitting
-        reason = "sizes fit each pass"
-        return Choice(exchange=exchange, kind=self._collectives, reason=reason, sizes=sizes)
+        kind, reason = self._collectives, "sizes fit each pass"
+        return Choice(exchange=self._fitting, kind=kind, reason=reason, sizes=sizes)
 
     @property
     def fits_packed(self) -> bool:
@@ -257,22 +236,13 @@ class LayerExchanges:
 
     def chosen(self, num_tokens: int, num_pools: int, pool_slots: int) -> Exchange:
         """Return the exchange that `choose` chose for T and the pools of a plan, G and P."""
-        return self._chosen[num_tokens, num_pools, pool_slots]
-
-    def is_packed(self, config: DispatchConfig, num_tokens: int) -> bool:
-        """Return whether experts are expected to read packed rows; callable before the first pass.
-
-        Where the machine allows direct stores, it assumes them.
-        """
-        if self._direct is not None or self._padded is None:
-            return True
-        return self._packed is not None and not prefers_padded(config, num_tokens)
+        return self._choices[num_tokens, num_pools, pool_slots].exchange
 
     def _decide(
         self, config: DispatchConfig, sizes: PoolSizes, tokens_TD: Tensor, probs_TE: Tensor
     ) -> Choice:
         reason = self.no_direct
-        if self._direct is not None and self._group is not None:
+        if self.direct is not None and self._group is not None:
             shape = Shape(
                 num_experts=config.num_experts,
                 num_slots=sizes.num_pools * sizes.pool_slots,
@@ -286,17 +256,16 @@ class LayerExchanges:
                 reason = self._why_not_direct(config, shape, tokens_TD, probs_TE)
             if not reason:
                 reason = f"the {self._group.size()} ranks share a host and reach each other's GPUs"
-                return Choice(exchange=self._direct, kind="direct", reason=reason, sizes=sizes)
+                return Choice(exchange=self.direct, kind="direct", reason=reason, sizes=sizes)
         if config.num_sources == 1:
             reason = "one rank"
-        exchange = self._packed or self._padded
-        if self._packed is not None and self._padded is not None:
-            padded = prefers_padded(config, tokens_TD.shape[0])
-            exchange = self._padded if padded else self._packed
-            fast = "fast" if padded else "slow"
-            slots = sizes.pool_slots
-            reason += f"; batched experts are {fast} for {slots} slots per source and expert"
-        assert exchange is not None
+        packed = True in self._others
+        if len(self._others) == 2:
+            packed = not prefers_padded(config, len(tokens_TD))
+            speed = "slow" if packed else "fast"
+            reason += f"; batched experts are {speed} for {sizes.pool_slots} slots per source and "
+            reason += "expert"
+        exchange = self._others[packed]
         return Choice(exchange=exchange, kind=self._collectives, reason=reason, sizes=sizes)
 
     def _why_not_direct(
@@ -307,7 +276,7 @@ class LayerExchanges:
         for name, values in (("rows", tokens_TD), ("probabilities", probs_TE)):
             if not values.is_cuda or values.dtype == torch.float64:
                 return f"the {name} are {values.dtype} on {values.device.type}"
-        if self._padded is not None and prefers_padded(config, num_tokens):
+        if False in self._others and prefers_padded(config, num_tokens):
             balanced = _balanced(config, num_tokens)
             if self._ffn_size > _OUTWEIGHS * balanced:
                 return f"{balanced:.0f} rows per expert are few for weights of {self._ffn_size}"

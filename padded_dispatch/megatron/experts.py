@@ -254,8 +254,9 @@ class StackedExperts(MegatronModule):
             fc1_delayed=self.linear_fc1.delayed,
             fc2_delayed=self.linear_fc2.delayed,
         )
-        how = dict(padded=not is_packed, home=linears, recompute=self.recompute)
-        return grouped_mlp(rows_ND, probs_N, rows_L, weights, self.activation, **how), None
+        given = rows_ND, probs_N, rows_L, weights, self.activation
+        recompute, padded = self.recompute, not is_packed
+        return grouped_mlp(*given, padded=padded, home=linears, recompute=recompute), None
 
     @property
     def takes_linears(self) -> bool:

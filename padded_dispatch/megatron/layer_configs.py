@@ -23,12 +23,15 @@ class LayerConfigs:
         evaluation: the config of evaluation passes.
         generation: the config of text generation in a CUDA graph; eager, its passes fit.
         given_context: whether the layer was last called with an `inference_context`.
+        fitted: the sizes that the router found for its last pass with `FIT`.
         controlled: whether a `Telemetry` reads what this layer drops.
         retried: whether a `Retry` repeats steps in which this layer drops.
 
     Args:
         config, options, num_ranks, etp_size: see `dispatch_config`.
     """
+
+    fitted: PoolSizes
 
     def __init__(
         self, config: Any, options: PaddedOptions, *, num_ranks: int, etp_size: int
@@ -43,7 +46,6 @@ class LayerConfigs:
         self.controlled = False
         self.retried = False
         self.given_context = False
-        self._fitted: PoolSizes | None = None
         self._router: Any = None
         self._set(self._translate(), self._translate(training=False))
 
@@ -74,16 +76,6 @@ class LayerConfigs:
         """
         now = self.now
         return self.fitted if now.fits else now.sizes(num_tokens)
-
-    @property
-    def fitted(self) -> PoolSizes:
-        """The sizes that the router found for its last pass with `FIT`."""
-        assert self._fitted is not None
-        return self._fitted
-
-    @fitted.setter
-    def fitted(self, fitted: PoolSizes) -> None:
-        self._fitted = fitted
 
     @property
     def in_training(self) -> bool:

@@ -20,25 +20,20 @@ from padded_dispatch.exchange.mirror import AbsentRanksError
 from tests.support.pool import WorkerError, WorkerPool
 
 SAME = dict(
-    T=5,
-    D=3,
-    E=4,
-    K=2,
-    dtype=torch.float32,
-    probs_dtype=torch.float32,
+    T=5, D=3, E=4, K=2, dtype=torch.float32, probs_dtype=torch.float32, factor=1.0, policy="probs"
 )
-RULES = dict(capacity_factor=1.0, policy="probs", alignment=1)
 
 
 def _steps(steps: list[dict[int, dict[str, Any]]]) -> None:
-    """One dispatch per step; a step maps a rank to what it changes in `SAME` and `RULES`."""
+    """One dispatch per step; a step maps a rank to what it changes in `SAME`."""
     for deviations in steps:
-        values = SAME | RULES | deviations.get(dist.get_rank(), {})
+        values = SAME | deviations.get(dist.get_rank(), {})
         config = DispatchConfig(
             num_experts=values["E"],
             top_k=values["K"],
+            capacity_factor=values["factor"],
+            policy=values["policy"],
             num_ranks=dist.get_world_size(),
-            **{name: values[name] for name in RULES},
         )
         dispatcher = PaddedDispatcher(config, group=dist.group.WORLD)
         tokens_TD = torch.zeros(values["T"], values["D"], dtype=values["dtype"])
@@ -56,24 +51,21 @@ def errors_of(pool: WorkerPool, fn: Any, *args: Any) -> list[str]:
     return [str(errors[rank]) for rank in sorted(errors)]
 
 
-@pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("step", "name", "value", "words"),
     [
-        ("T", 6, "T is 5 on rank 0, 6 on rank 1"),
-        ("T", 0, "T is 5 on rank 0, 0 on rank 1"),
-        ("D", 4, "D is 3 on rank 0, 4 on rank 1"),
-        ("E", 8, "E is 4 on rank 0, 8 on rank 1"),
-        ("K", 3, "K is 2 on rank 0, 3 on rank 1"),
-        ("capacity_factor", 0.5, "C is 3 on rank 0, 2 on rank 1"),
-        ("capacity_factor", NO_DROP, "C is 3 on rank 0, 5 on rank 1"),
-        ("dtype", torch.float64, "dtype is torch.float32 on rank 0, torch.float64 on rank 1"),
-        ("dtype", torch.int32, "dtype is torch.float32 on rank 0, torch.int32 on rank 1"),
+        (1, "T", 6, "T is 5 on rank 0, 6 on rank 1"),
+        (2, "T", 0, "T is 5 on rank 0, 0 on rank 1"),
+        (2, "D", 4, "D is 3 on rank 0, 4 on rank 1"),
+        (1, "E", 8, "E is 4 on rank 0, 8 on rank 1"),
+        (1, "K", 3, "K is 2 on rank 0, 3 on rank 1"),
+        (2, "factor", NO_DROP, "C is 3 on rank 0, 5 on rank 1"),
+        (1, "dtype", torch.int32, "dtype is torch.float32 on rank 0, torch.int32 on rank 1"),
         # Rules that no shape shows.
-        ("capacity_factor", 1.01, "capacity_factor is 1.0 on rank 0, 1.01 on rank 1"),
-        ("policy", "position", "policy is probs on rank 0, position on rank 1"),
-        ("alignment", 2, "alignment is 1 on rank 0, 2 on rank 1"),
+        (2, "factor", 1.01, "capacity_factor is 1.0 on rank 0, 1.01 on rank 1"),
+        (1, "policy", "position", "policy is probs on rank 0, position on rank 1"),
         (
+            2,
             "probs_dtype",
             torch.float64,
             "dtype of probabilities is torch.float32 on rank 0, torch.float64 on rank 1",
@@ -123,54 +115,31 @@ def test_another_order_of_calls_is_seen(pool2):
         assert "call number is 2 on rank 0, 1 on rank 1" in message
 
 
-def _other_layers(layers: list[int | None]) -> None:
-    """Rank 0 calls the first of two layers, rank 1 the second, both for the first time."""
-    group = dist.new_group()
+def _other_layers(numbers: list[int | None], chosen: list[int]) -> None:
+    """Each rank calls one of two layers, for the first time; they have these numbers on it."""
+    group, me = dist.new_group(), dist.get_rank()
     agreements = [Agreement(group), Agreement(group)]
-    for agreement, layer in zip(agreements, layers, strict=True):
-        agreement.layer = layer
-    agreements[dist.get_rank()].check(D=8)
+    for agreement in agreements:
+        agreement.layer = numbers[me]
+    agreements[chosen[me]].check(D=8)
 
 
 @pytest.mark.parametrize(
-    ("layers", "words"),
+    ("numbers", "chosen", "callers"),
     [
-        ([None, None], "caller is dispatcher 1 on rank 0, dispatcher 2 on rank 1. "),
-        ([3, 3], "caller is layer 3 (dispatcher 1) on rank 0, layer 3 (dispatcher 2) on rank 1. "),
+        ([None, None], [0, 1], ("dispatcher 1", "dispatcher 2")),
+        ([3, 3], [0, 1], ("layer 3 (dispatcher 1)", "layer 3 (dispatcher 2)")),
+        ([4, 5], [0, 0], ("layer 4 (dispatcher 1)", "layer 5 (dispatcher 1)")),
+        ([None, 1], [0, 0], ("dispatcher 1", "layer 1 (dispatcher 1)")),
     ],
 )
-def test_another_layer_is_seen(pool2, layers, words):
-    first, second = errors_of(pool2, _other_layers, layers)
-    assert (
-        first
-        == second
-        == (
+def test_another_layer_is_seen(pool2, numbers, chosen, callers):
+    words = f"caller is {callers[0]} on rank 0, {callers[1]} on rank 1. "
+    for message in errors_of(pool2, _other_layers, numbers, chosen):
+        assert message == (
             f"ranks disagree about a padded dispatch: {words}Give every rank the same config and "
             "batches of the same shape."
         )
-    )
-
-
-def _another_number() -> None:
-    agreement = Agreement(dist.new_group())
-    agreement.layer = 4 + dist.get_rank()
-    agreement.check(D=8)
-
-
-def test_another_layer_number_is_seen(pool2):
-    for message in errors_of(pool2, _another_number):
-        assert "layer 4 (dispatcher 1) on rank 0, layer 5 (dispatcher 1) on rank 1" in message
-
-
-def _a_number_on_one_rank() -> None:
-    agreement = Agreement(dist.new_group())
-    agreement.layer = 1 if dist.get_rank() else None
-    agreement.check(D=8)
-
-
-def test_a_layer_that_only_one_rank_knows_is_seen(pool2):
-    for message in errors_of(pool2, _a_number_on_one_rank):
-        assert "caller is dispatcher 1 on rank 0, layer 1 (dispatcher 1) on rank 1." in message
 
 
 def _other_names() -> None:
@@ -202,7 +171,9 @@ def _one_more_call(rank: int) -> str:
     """Return the error of the rank that makes a third call, while its peer is in a collective."""
     group = dist.new_group()
     config = DispatchConfig(num_experts=4, top_k=2, num_ranks=2)
-    dispatcher = PaddedDispatcher(config, group=group, agreement_timeout=1.0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(agreement_module, "time_limit", lambda group: 1.0)
+        dispatcher = PaddedDispatcher(config, group=group)
     tokens_TD, probs_TE = torch.ones(3, 2), torch.ones(3, 4)
     words = ""
     for _ in range(2):
@@ -242,7 +213,7 @@ class _Recorder:
         return True
 
 
-def test_the_limit_is_longer_until_values_were_compared_twice(monkeypatch):
+def test_a_rank_may_come_as_late_as_its_groups_allow(monkeypatch):
     recorder = _Recorder()
 
     def mirror_of(groups, limit_s):
@@ -250,24 +221,17 @@ def test_the_limit_is_longer_until_values_were_compared_twice(monkeypatch):
         return recorder
 
     monkeypatch.setattr(agreement_module, "mirror_of", mirror_of)
-    agreement = Agreement(_TwoRanks(), timeout=6.0)  # pyright: ignore[reportArgumentType]
-    for num_tokens in (5, 5, 5, 7, 7, 5, 7):
-        agreement.check((("seed", 1),), T=num_tokens)
-    assert recorder.limits_s == [60, 60, 60, 6, 60, 60, 6, 6]
-    agreement.check((("seed", 2),), T=5)
-    assert recorder.limits_s[-1] == 60
-
-
-def test_a_rank_may_come_a_minute_later_unless_more_is_said(monkeypatch):
-    recorder = _Recorder()
-    monkeypatch.setattr(agreement_module, "mirror_of", lambda *_: recorder)
-    agreement = Agreement(_TwoRanks())  # pyright: ignore[reportArgumentType]
-    for _ in range(3):
-        agreement.check(T=5)
-    assert recorder.limits_s == [600, 600, 60]
+    monkeypatch.setattr(agreement_module, "time_limit", lambda group: group.limit_s)
+    agreement = Agreement(_TwoRanks(6.0), _TwoRanks(9.0))  # pyright: ignore[reportArgumentType]
+    for num_tokens in (5, 5, 7):
+        agreement.check(T=num_tokens)
+    assert recorder.limits_s == [9.0] * 4
 
 
 class _TwoRanks:
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+
     def size(self) -> int:
         return 2
 

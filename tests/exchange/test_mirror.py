@@ -3,6 +3,7 @@
 Each test has a group of its own, since a mirror is of no more use after such an error.
 """
 
+import gc
 import os
 import socket
 import threading
@@ -26,6 +27,7 @@ from padded_dispatch.exchange.mirror import (
     _within,
     absent_ranks_named,
     mirror_of,
+    time_limit,
 )
 from tests.support import pool as workers
 from tests.support.pool import WorkerError, WorkerPool
@@ -76,7 +78,7 @@ def test_all_ranks_of_a_grid_raise_one_error_also_the_late_one(pool4, late):
         "all 4 ranks of the layer must come to call 2 of layer 1 within 0.5 s, got no call from "
         f"rank {late}; the last call that all made: call 1 of layer 1; look for the first error"
     )
-    assert "set agreement_timeout to more seconds" in words
+    assert "give the process groups a longer timeout" in words
     rows = [[rank, 7] for rank in range(4)]
     assert results == [(rows, [words, words])] * 4
 
@@ -195,6 +197,42 @@ def test_a_rank_that_creates_no_dispatcher_is_named(pool2):
     assert words.startswith(
         "all 2 ranks of a group must create their dispatcher within 0.5 s, got none from rank 1; "
     )
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _threads_of_a_mirror() -> list[int]:
+    """Return the threads beyond those before a group: with it, with a mirror, after it."""
+    before, found = _threads(), []
+    group = dist.new_group()
+    found.append(_threads() - before)
+    mirror_of([group], LONG_S)
+    found.append(_threads() - before)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return [*found, _threads() - before]
+
+
+def test_threads_of_a_mirror_end_with_its_group(pool2):
+    for with_group, with_mirror, after in pool2.run(_threads_of_a_mirror, timeout_s=60):
+        assert 0 < with_group < with_mirror and after == 0
+
+
+def _limits() -> list[float]:
+    groups = [dist.new_group(timeout=timedelta(seconds=33)), dist.group.WORLD]
+    return [time_limit(group) for group in groups]
+
+
+def test_the_time_limit_is_that_of_the_process_group(pool2):
+    for given, default in pool2.run(_limits):
+        assert given == 33.0 and default > 33.0
+
+
+def test_a_group_whose_back_end_has_no_options_has_the_default():
+    assert time_limit(dist.ProcessGroup(0, 1)) == 1800.0
 
 
 class _EndsAfterTheLook:

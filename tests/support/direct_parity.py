@@ -155,7 +155,7 @@ def step(dispatcher: PaddedDispatcher, inputs: Inputs) -> dict[str, Tensor]:
 
 def direct_of(dispatcher: PaddedDispatcher) -> DirectExchange:
     """Return the exchange of a dispatcher that was made for direct stores."""
-    exchange = dispatcher.exchanges._direct
+    exchange = dispatcher.exchanges.direct
     assert exchange is not None
     return exchange
 
