@@ -13,7 +13,7 @@ from torch import nn
 from padded_dispatch.megatron import PaddedOptions, Retry, install, uninstall
 from padded_dispatch.megatron.megatron_lm import record_routing
 from padded_dispatch.megatron.telemetry import padded_moe_layers
-from padded_dispatch.tune.trace import load_traces
+from padded_dispatch.trace import load_traces
 from tests.megatron.test_telemetry import HostCount, T, model
 from tests.support import tiny
 from tests.support.megatron_lm_loop import MODULE, Writer, stand_in
