@@ -1,4 +1,4 @@
-"""What Megatron's schedules and CUDA graphs leave out for padded layers: padding masks, for one.
+"""Parts that Megatron's schedules and CUDA graphs leave out: padding masks, for one.
 
 Masks in graphs of layers. Where `cuda_graph_impl` is "transformer_engine", Megatron calls the MoE
 part of a layer without the padding mask, in captures and in replays (0.16.1 to 0.20). Padding

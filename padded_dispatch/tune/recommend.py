@@ -273,7 +273,7 @@ class Study:
 
     @cached_property
     def options(self) -> tuple[Option, ...]:
-        """What each factor does with the recommended kind of pool."""
+        """Effects of each factor with the recommended kind of pool."""
         replay, target, trace = self.chosen.replay, self.chosen.target, self.trace
         rows = replay.by_layer_and_step
         lost = replay.lost_tokens.sum(1) / max(1, int(replay.num_tokens.sum()))
