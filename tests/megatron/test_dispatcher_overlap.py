@@ -23,7 +23,7 @@ from tests.support.stream_order import StreamOrder
 CASES = [
     OverlapCase(name="module"),
     OverlapCase(name="packed", experts="packed", protects=True, factor=0.5),
-    OverlapCase(name="batched", experts="batched", expert_bias=True),
+    OverlapCase(name="batched", experts="batched", expert_bias=True, policy="random"),
     # The rows of one local expert are in order as they arrive.
     OverlapCase(name="one local expert", num_experts=2),
     OverlapCase(name="one local expert, batched", num_experts=2, experts="batched"),
