@@ -347,7 +347,7 @@ def _return_setup(ctx, inputs, output) -> None:
 
 @nvtx_range("exchange backward")
 def _return_backward(ctx, grad_TD, _):
-    return push_gradients(grad_TD, *ctx.saved_tensors, *ctx.where), *(None,) * 9
+    return push_gradients(grad_TD, *ctx.saved_tensors, *ctx.where), *(None,) * 8
 
 
 def push_gradients(grad_TD: Tensor, *where: Any) -> Tensor:

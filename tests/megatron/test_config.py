@@ -1,6 +1,5 @@
 """Translation of Megatron's config, and everything that is refused."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +8,11 @@ import pytest
 from megatron.core import package_info
 from megatron.core.fp4_utils import get_fp4_align_size
 from megatron.core.quantization.quant_config import RecipeConfig
-from megatron.core.transformer import transformer_config
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
-from padded_dispatch.megatron import install, options, uninstall
+from padded_dispatch.megatron import options
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.config import (
     check_config,
@@ -28,7 +26,6 @@ from padded_dispatch.megatron.config import (
 )
 from padded_dispatch.megatron.fields import REFUSED, REPLACED
 from padded_dispatch.megatron.options import PaddedOptions
-from tests.support import tiny
 
 INSTALLED = f"{package_info.MAJOR}.{package_info.MINOR}"
 
@@ -273,13 +270,6 @@ def test_training_that_fits_is_refused_where_graphs_capture_the_router():
         check_config(configured(fields))
 
 
-@pytest.fixture
-def installed() -> Iterator[None]:
-    install()
-    yield
-    uninstall()
-
-
 OVERLAPS: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "bf16": True}
 
 
@@ -326,29 +316,6 @@ def test_graphs_of_experts_are_refused_where_their_gradients_come_after_backward
             continue
         with pytest.raises(ValueError, match=f"of layers with their experts, with {name}: in a re"):
             check_config(config)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        layer_graphs("attn"),
-        layer_graphs("attn", "moe_router"),
-        layer_graphs("attn", "moe_router", "moe_preprocess"),
-        {} if INSTALLED in ("0.16", "0.17") else iteration_graph(),  # Megatron refuses it there.
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("delays", [False, True])
-@pytest.mark.parametrize("exchange", ["auto", "direct"])
-def test_the_combined_schedule_runs_with_graphs_of_what_precedes_the_exchange(
-    installed, fields, delays, exchange, monkeypatch
-):
-    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda version: True)
-    made = {"expert_model_parallel_size": 2, "delay_wgrad_compute": delays, **OVERLAPS, **fields}
-    config = tiny.config(**made)
-    config.padded_dispatch = PaddedOptions(exchange=exchange)
-    check_config(config)
 
 
 @pytest.mark.parametrize(
