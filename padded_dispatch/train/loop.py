@@ -10,6 +10,7 @@ import gc
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -96,11 +97,11 @@ class Trainer:
                 num_passes=settings.num_microbatches,
                 schedule=self.retry or (self.graphs.schedule if self.graphs else None),
             )
-            passed = Mark.now(self.device)
+            host_ms = (time.perf_counter() - start.host_s) * 1e3
             self.optimizer.step(learning_rate(settings.recipe.lr, number, settings.output.steps))
             done = Mark.now(self.device)
         retried = self.retry.num_retried > num_before if self.retry else None
-        return Step(losses=losses, retried=retried, start=start, passed=passed, done=done)
+        return Step(losses=losses, retried=retried, start=start, done=done, host_ms=host_ms)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -243,15 +244,8 @@ def run_passes(
 ) -> list[Tensor]:
     """Run `num_passes` micro-batches per rank, forward and backward, and reduce the gradients.
 
-    Args:
-        settings: settings of the run.
-        chunks: the model.
-        windows: samples of the text.
-        device: device of the batches.
-        first_sample: number of the first sample; the ranks read consecutive micro-batches from it.
-        num_passes: micro-batches per rank.
-        forward_only: leave out the backward pass.
-        schedule: replacement of Megatron's schedule.
+    The ranks read consecutive micro-batches of `windows` from `first_sample` on. `schedule`
+    replaces Megatron's.
 
     Returns:
         The mean loss of each pass on ranks of the last pipeline stage; nothing on other ranks.

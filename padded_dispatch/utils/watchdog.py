@@ -48,11 +48,7 @@ class Watchdog:
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """Require that the block ends within the limit: for work on the host, such as a capture.
-
-        Args:
-            what: description used in the error message.
-        """
+        """Require that the block, `what` in errors, ends within the limit: such as a capture."""
         self._replace([self._deadline(what, None)])
         try:
             yield
@@ -60,13 +56,7 @@ class Watchdog:
             self._replace([])
 
     def beat(self, what: str) -> None:
-        """Require that the GPU finishes, within the limit, all work launched until now.
-
-        Does nothing without a GPU.
-
-        Args:
-            what: description used in the error message.
-        """
+        """Require that a GPU finishes, within the limit, all work launched until now: `what`."""
         if not torch.cuda.is_available():
             return
         done = torch.cuda.Event()
