@@ -51,9 +51,7 @@ def test_every_preset_fits_eight_gpus(eight_gpus, preset):
     settings = parse(["--preset", preset])
     assert settings.layout == Layout(device="cuda", workers=8, ep=8)
     assert settings.recipe.num_layers == PRESETS[preset].num_layers
-    with pytest.raises(
-        ValueError, match="^--workers must be at most 8, the GPUs that PyTorch sees"
-    ):
+    with pytest.raises(ValueError, match=r"^--workers must be at most 8, the GPUs"):
         parse(["--preset", preset, "--workers", "16"])
 
 
@@ -228,7 +226,7 @@ def test_flags_before_vs_hold_for_all_and_those_behind_win():
     )
     assert repeats == 3
     assert [(given.seed, given.steps) for _, given in found] == [(8, 5), (9, 5), (7, 5)]
-    with pytest.raises(ValueError, match="^--vs must be given at least once, got 0; add one"):
+    with pytest.raises(ValueError, match=r"^--vs must be given at least once, got 0; add one"):
         read_compare([])
-    with pytest.raises(ValueError, match="^--repeats must be at least 1, got 0$"):
+    with pytest.raises(ValueError, match=r"^--repeats must be at least 1, got 0$"):
         read_compare(["--repeats", "0", "--vs"])

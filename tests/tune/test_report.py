@@ -28,19 +28,12 @@ def found():
     return studied()
 
 
-def test_text_of_a_table():
-    table = Table(headers=("a", "long"), rows=(("1", "2"), ("10", "200")), marked=1)
-    assert str(table) == "   a  long\n   1     2\n> 10   200"
-    assert ">" not in str(Table(headers=("a",), rows=(("1",),)))
-
-
 def cells(table: Table, number: int) -> dict[str, str]:
     return dict(zip(table.headers, table.rows[number], strict=True))
 
 
-@pytest.mark.parametrize("brief", [True, False])
-def test_cells_of_the_factors(found, brief):
-    table = factor_table(found, found.options, brief=brief)
+def test_cells_of_the_factors(found):
+    table = factor_table(found, found.options, brief=False)
     assert table.marked is not None
     option = found.options[table.marked]
     assert option.factor == found.chosen.overall.factor
@@ -56,16 +49,13 @@ def test_cells_of_the_factors(found, brief):
         "wire MB": f"{option.cost.wire_bytes / 1e6:.1f}",
         "GiB": f"{option.cost.memory_bytes / 2**30:.3g}",
     }
-    if brief:
-        for name in ("steps with drops", "worst layer", "fill"):
-            del shown[name]
     assert cells(table, table.marked) == shown
-    assert factor_table(dataclasses.replace(found, sizes=None), found.options, brief=True).headers[
-        -1
-    ] == ("lost tokens")
-
-
-def test_a_balanced_router_stands_beside_cells_of_experts():
+    brief = factor_table(found, found.options, brief=True)
+    left = set(shown) - {"steps with drops", "worst layer", "fill"}
+    assert cells(brief, table.marked) == {name: shown[name] for name in left}
+    bare = dataclasses.replace(found, sizes=None)
+    assert factor_table(bare, bare.options, brief=True).headers[-1] == "lost tokens"
+    assert "give --hidden-size and --ffn-size" in Page(html(bare, {})).texts["factors"]
     alone = studied(pools=("expert",))
     table = factor_table(alone, alone.options, brief=False)
     assert cells(table, 4)["balanced"] == percent(alone.options[4].balanced)
@@ -194,6 +184,10 @@ def test_sections_in_reading_order(page):
     assert all(text.strip() for text in page.texts.values())
     assert page.open == []
     assert "Capacity for zipf <b>" in page.texts["head"]
+    # It needs nothing from elsewhere; a heat map is a picture written out.
+    assert not {"script", "link", "img", "iframe", "object", "base"} & set(page.tags)
+    assert page.tags.count("figure") == page.tags.count("figcaption") == 3
+    assert all(source.startswith(("#", "data:image/png;base64,")) for source in page.sources)
 
 
 def test_the_page_shows_the_recommendation_and_its_tables(found, page):
@@ -218,16 +212,3 @@ def test_settings_are_those_of_the_recommendation(found, page):
     merged = Page(html(dataclasses.replace(found, layers_of_model=False), {}))
     assert "No settings for each layer" in merged.texts["settings"]
     assert "layer-factors" not in merged.texts["settings"]
-
-
-def test_it_needs_nothing_from_elsewhere(page):
-    assert not {"script", "link", "img", "iframe", "object", "base"} & set(page.tags)
-    assert page.tags.count("figure") == page.tags.count("figcaption") == 3
-    # Inside the same file; a heat map is a picture written out.
-    assert all(source.startswith(("#", "data:image/png;base64,")) for source in page.sources)
-
-
-def test_without_figures_and_sizes():
-    bare = Page(html(studied(sizes=None), {}))
-    assert "figures" not in bare.texts
-    assert "give --hidden-size and --ffn-size" in bare.texts["factors"]
