@@ -78,51 +78,40 @@ def test_torchrun_decides_the_number_of_workers(monkeypatch):
         parse(["--workers", "2"])
 
 
-GIVEN = {
-    Recipe: {
-        "num_layers": 4,
-        "seq_length": 12,
-        "micro_batch": 3,
-        "global_batch": 12,
-        "lr": 0.5,
-        "balancing": "expert-bias",
-        "seed": 0,
-        "deterministic": True,
-    },
-    Dispatch: {
-        "dispatcher": "padded_alltoall",  # which alone can be traced
-        "capacity_factor": 2.5,
-        "drop_policy": "position",
-    },
-    Layout: {"device": "cpu", "workers": 4, "tp": 1, "pp": 2, "vpp": 2, "ep": 1, "etp": 2},
-    Output: {
-        "steps": 8,
-        "graph": "none",
-        "log_every": 2,
-        "eval_every": 3,
-        "out": Path("r.json"),
-        "commit": "abc",
-        "trace": Path("no/such/traces"),
-        "trace_every": 6,
-    },
-}
+EVERY_FLAG = (
+    "--num-layers 4 --seq-length 12 --micro-batch 3 --global-batch 12 --lr 0.5 --seed 0 "
+    "--balancing expert-bias --deterministic --capacity-factor 2.5 --drop-policy position "
+    "--device cpu --workers 4 --tp 1 --pp 2 --vpp 2 --ep 1 --etp 2 --steps 8 --log-every 2 "
+    "--eval-every 3 --out r.json --commit abc --trace no/such --trace-every 6 "
+    "--padded-overflow-threshold 0.5"
+)
 
 
 def test_every_field_is_a_flag():
-    argv = ["--padded-overflow-threshold", "0.5"]
-    for fields in GIVEN.values():
-        for name, value in fields.items():
-            words = [] if value is True else [str(value)]
-            argv += [f"--{name.replace('_', '-')}", *words]
-    settings = parse(argv)
-    assert settings.recipe == Recipe(**GIVEN[Recipe])
-    assert settings.layout == Layout(**GIVEN[Layout])
-    assert settings.output == Output(**GIVEN[Output])
+    settings = parse(EVERY_FLAG.split())
+    assert settings.recipe == Recipe(
+        num_layers=4,
+        seq_length=12,
+        micro_batch=3,
+        global_batch=12,
+        lr=0.5,
+        balancing="expert-bias",
+        seed=0,
+        deterministic=True,
+    )
     padded = PaddedOptions(overflow_threshold=0.5)
-    assert settings.dispatch == Dispatch(**GIVEN[Dispatch], padded=padded)
-    for cls, given in GIVEN.items():
-        names = {option.name for option in dataclasses.fields(cls)}
-        assert names - set(given) == ({"padded"} if cls is Dispatch else set())
+    assert settings.dispatch == Dispatch(capacity_factor=2.5, drop_policy="position", padded=padded)
+    assert settings.layout == Layout(device="cpu", workers=4, pp=2, vpp=2, ep=1, etp=2)
+    output = Output(
+        steps=8,
+        log_every=2,
+        eval_every=3,
+        out=Path("r.json"),
+        commit="abc",
+        trace=Path("no/such"),
+        trace_every=6,
+    )
+    assert settings.output == output
 
 
 @pytest.mark.parametrize(
