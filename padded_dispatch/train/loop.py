@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,23 +83,24 @@ class Trainer:
     def step(self, number: int) -> Step:
         """Run step 1, 2, ...: forward, backward and an update of the weights."""
         settings, num_before = self.settings, self.retry.num_retried if self.retry else 0
-        with self.graphs.step(number) if self.graphs else nullcontext():
-            start = Mark.now(self.device)
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            self.optimizer.adam.zero_grad()
-            losses = run_passes(
-                settings,
-                self.chunks,
-                self.text,
-                self.device,
-                first_sample=(number - 1) * settings.recipe.global_batch,
-                num_passes=settings.num_microbatches,
-                schedule=self.retry or (self.graphs.schedule if self.graphs else None),
-            )
-            host_ms = (time.perf_counter() - start.host_s) * 1e3
-            self.optimizer.step(learning_rate(settings.recipe.lr, number, settings.output.steps))
-            done = Mark.now(self.device)
+        if self.graphs:
+            self.graphs.begin(number)
+        start = Mark.now(self.device)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.adam.zero_grad()
+        losses = run_passes(
+            settings,
+            self.chunks,
+            self.text,
+            self.device,
+            first_sample=(number - 1) * settings.recipe.global_batch,
+            num_passes=settings.num_microbatches,
+            schedule=self.retry or (self.graphs.schedule if self.graphs else None),
+        )
+        host_ms = (time.perf_counter() - start.host_s) * 1e3
+        self.optimizer.step(learning_rate(settings.recipe.lr, number, settings.output.steps))
+        done = Mark.now(self.device)
         retried = self.retry.num_retried > num_before if self.retry else None
         return Step(losses=losses, retried=retried, start=start, done=done, host_ms=host_ms)
 
