@@ -23,9 +23,8 @@ from padded_dispatch.utils.results import about, append_run
 def flops_per_token(model: ModelShape, num_layers: int, seq_length: int) -> int:
     """Return a training step's model FLOPs per token: forward, and twice as much backward.
 
-    They are what the mathematics needs: projections, scores (causal, so half of the positions),
-    router, the active experts and the output layer. Padded and dropped rows change nothing; norms,
-    activations, the embedding, the optimizer and recomputation do not count.
+    They are those of projections, scores (causal, so half of the positions), router, active experts
+    and output layer. Padded and dropped rows change nothing.
 
     Example: D=4, 2 heads of size 2, 1 group, E=3, K=2, F=5, one layer, S=6 gives
     3 * (96 + 48 + 24 + 240 + 2048) = 7368.

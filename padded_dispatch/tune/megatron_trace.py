@@ -10,7 +10,7 @@ These files lack probabilities, and the numbers of experts and of ranks in an ex
 which are arguments. Layers are numbered within a pipeline stage; those of several stages with one
 number are merged, so such a trace gives no factors per layer. Layer l of multi-token prediction
 head i becomes `MTP_LAYERS * (i + 1) + l`. The tracer skips a micro-batch in which some token has
-fewer than K experts, so with a capacity factor, whenever something was dropped: trace without one.
+fewer than K experts: trace without a capacity factor.
 """
 
 import json
