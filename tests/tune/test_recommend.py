@@ -63,6 +63,11 @@ def test_the_first_factor_from_which_on_all_are_enough():
     assert smallest_sufficient(demand, dropped, 0.0).tolist() == [2, 2, 3]
 
 
+def test_percent():
+    shares = {0.001: "0.1 %", 0.123456: "12.35 %", 0.99999: "99.99 %", 1e-7: "< 0.0001 %", 0: "0 %"}
+    assert {share: percent(share) for share in shares} == shares
+
+
 def test_the_quantile_is_an_order_statistic():
     values = np.random.default_rng(0).permutation(np.arange(1, 301))
     assert [quantile(values, share) for share in (0.99, 0.5, 1.0, 1e-6)] == [297, 150, 300, 1]
@@ -144,22 +149,6 @@ def test_missing_ranks_are_a_warning():
     ]
     (warning,) = warnings(trace.where((trace.ranks != 3) | (trace.steps < 29)))
     assert warning.startswith("1 of 30 steps of a layer lack some of their 4 ranks, so ")
-
-
-@pytest.mark.parametrize(
-    ("share", "text"),
-    [
-        (0.001, "0.1 %"),
-        (0.123456, "12.35 %"),
-        (0.99, "99 %"),
-        (0.99999, "99.99 %"),
-        (1e-7, "< 0.0001 %"),
-        (0.0, "0 %"),
-        (1.0, "100 %"),
-    ],
-)
-def test_percent(share, text):
-    assert percent(share) == text
 
 
 SIZES = TraceSizes(num_steps=40, num_layers=2, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)

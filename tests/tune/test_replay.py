@@ -151,7 +151,6 @@ def test_grid():
     ("arguments", "message"),
     [
         (dict(factors=[]), "factors must hold at least one"),
-        (dict(factors=[0.0]), "capacity_factor must .*, got 0.0"),
         (dict(factors=[math.nan]), "capacity_factor must .*, got nan"),
         (dict(policy="best"), "policy must be probs or position, got 'best'"),
         (dict(pool="source"), "pool must be one of expert, rank, got 'source'"),
