@@ -8,12 +8,10 @@
         train()
         recorder.step(step)
 
-Every forward pass of a layer writes its choices to memory of fixed size on the device. These
-writes are captured with the router and cost a few small kernels per micro-batch, whether the step
-is recorded or not. After every n-th step the choices are copied to pinned memory, in stream order
-and so before the next step changes them. The host takes them one step later, long after they have
-arrived. The size of the recording is known before it starts; n is raised where it would be too
-large.
+Every forward pass of a layer writes its choices to memory of fixed size on the device; the writes
+are captured with the router. After every n-th step they are copied to pinned memory, in stream
+order and so before the next step changes them. The host takes them one step later. The size of the
+recording is known before it starts; n is raised where it would be too large.
 
 Letters: M micro-batches of a step; T tokens; K experts per token; E experts.
 """
@@ -61,9 +59,8 @@ class RoutingBuffer:
         """Append one micro-batch and discard the first: see `RoutingObserver`.
 
         Raises:
-            ValueError: probabilities that fp32 cannot hold, or another number of tokens.
+            ValueError: probabilities that fp32 cannot hold.
         """
-        _, num_tokens, top_k = self.ids_MTK.shape
         require(
             probs_TE.dtype != torch.float64,
             "probs_TE.dtype",
@@ -71,14 +68,7 @@ class RoutingBuffer:
             "be at most float32, which a trace holds",
             "set moe_router_dtype='fp32'",
         )
-        require(
-            asked_TE.shape[0] == num_tokens,
-            "num_tokens",
-            asked_TE.shape[0],
-            f"be {num_tokens}, the size of the buffer",
-            "record micro-batches of one size",
-        )
-        ids_TK, probs_TK = choices(asked_TE, probs_TE, top_k)
+        ids_TK, probs_TK = choices(asked_TE, probs_TE, self.ids_MTK.shape[2])
         # Shifting needs no index, which a capture or a warm-up would leave at the wrong value. The
         # choices that these leave are shifted out within one step.
         self.ids_MTK.copy_(torch.cat((self.ids_MTK[1:], ids_TK[None])))

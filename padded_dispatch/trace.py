@@ -4,11 +4,9 @@ A record is one forward pass of one layer on one source rank: one micro-batch of
 with several micro-batches has several records of a (layer, rank), in their order. A token's expert
 ids are in ascending order, then -1.
 
-A file is a sequence of NumPy arrays, one for each recorded step, each written by `np.save`:
-appending to a file never changes what it holds. An array's elements are records of fixed size,
-`step layer rank num_experts num_ranks probs ids`. Reading unpickles nothing, and compares every
-size with that of the file before it allocates. A last array that a killed process left incomplete
-is skipped.
+A file is a sequence of NumPy arrays, one for each recorded step, each written by `np.save`. An
+array's elements are records of fixed size, `step layer rank num_experts num_ranks probs ids`.
+Reading unpickles nothing. A last array that a killed process left incomplete is skipped.
 
 A recording is several files, `rank-RANK-step-STEP.npy`, where STEP steps were done before. A
 resumed run writes new files, and `load_traces` takes from each file only the steps before the next
@@ -34,8 +32,6 @@ from numpy.typing import NDArray
 from padded_dispatch.config import require
 
 MAX_EXPERTS = 2**15 - 1  # ids are int16
-DEFAULT_MAX_BYTES = 4 * 2**30
-
 HEADER_BYTES = 512  # of a step in a file, at most
 
 
@@ -46,8 +42,7 @@ class Trace:
     Args:
         num_experts: experts in all (E).
         top_k: most experts of a token (K).
-        num_ranks: source ranks that share an expert-parallel group (R); ranks 0 to R - 1 are one
-            group, R to 2R - 1 the next.
+        num_ranks: R; ranks 0 to R - 1 are one group, R to 2R - 1 the next.
         steps: int64 [N], the training step of each record.
         layers: int32 [N], the number of its MoE layer.
         ranks: int32 [N], its source rank.
@@ -84,21 +79,6 @@ class Trace:
             shape,
             f"be [N, T, K] with at least one record, one token, and K = {self.top_k}",
         )
-        arrays = {
-            "steps": (self.steps, np.dtype(np.int64), shape[:1]),
-            "layers": (self.layers, np.dtype(np.int32), shape[:1]),
-            "ranks": (self.ranks, np.dtype(np.int32), shape[:1]),
-            "ids_NTK": (self.ids_NTK, np.dtype(np.int16), shape),
-        }
-        if self.probs_NTK is not None:
-            arrays["probs_NTK"] = (self.probs_NTK, np.dtype(np.float32), shape)
-        for name, (array, dtype, expected) in arrays.items():
-            require(
-                array.dtype == dtype and array.shape == expected,
-                name,
-                f"{array.dtype}{list(array.shape)}",
-                f"be {dtype}{list(expected)}",
-            )
         for name in ("steps", "layers", "ranks"):
             _check(name, getattr(self, name), getattr(self, name) < 0, "be 0 or more")
         self._check_choices()
@@ -223,13 +203,12 @@ def running_count(values: NDArray[np.integer]) -> NDArray[np.int64]:
     return counts
 
 
-def load_traces(paths: Sequence[Path], *, max_bytes: int = DEFAULT_MAX_BYTES) -> Trace:
+def load_traces(paths: Sequence[Path]) -> Trace:
     """Read a recording of several files, such as one per rank, and merge them.
 
     Args:
         paths: files, and folders whose `*.npy` files are taken. Steps that a resumed run did again
             are taken once; steps at the end that some layer or rank lacks are left out.
-        max_bytes: of all files together; reading them takes twice as much memory.
 
     Raises:
         ValueError: names the file, what is wrong in it, and what to do; or there is no trace.
@@ -241,8 +220,7 @@ def load_traces(paths: Sequence[Path], *, max_bytes: int = DEFAULT_MAX_BYTES) ->
     last_steps = _last_steps(files)
     traces: dict[Path, Trace] = {}
     for file in files:
-        trace = _load(file, max_bytes)
-        max_bytes -= file.stat().st_size
+        trace = _load(file)
         if trace is not None:
             kept = trace.steps <= last_steps.get(file, math.inf)
             if kept.any():
@@ -308,14 +286,11 @@ def _record_dtype(num_tokens: int, top_k: int, *, probs: bool) -> np.dtype:
     return np.dtype([("step", "<i8"), *fields, *with_probs, ("ids", "<i2", choices)])
 
 
-def _load(path: Path, max_bytes: int) -> Trace | None:
+def _load(path: Path) -> Trace | None:
     """Read the complete arrays of a file; None if there are none."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            rule = f"be at most max_bytes={max_bytes}"
-            fix = "raise it (--max-gib), or record fewer steps"
-            require(size <= max_bytes, "its bytes", size, rule, fix)
             arrays: list[NDArray[np.void]] = []
             while (array := _read_array(file, size)) is not None:
                 arrays.append(array)

@@ -30,35 +30,23 @@ def our_words(stderr: str) -> str:
     return re.sub("|".join(theirs), "", stderr, flags=re.MULTILINE)
 
 
-def test_it_trains_and_evaluates_in_an_empty_folder(tmp_path):
-    flags = ["--steps", "3", "--eval-every", "3", "--trace", "traces", "--trace-every", "2"]
-    done = subprocess.run(
-        [*SMALL, *flags], cwd=tmp_path, env=USERS, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    figures = r"\| loss \d\.\d{4} \| lr \S+ \| \S+ ms \| [\d,]+ tokens/s \| dropped .*% \| fill .*%"
-    patterns = [
-        "starting 2 processes: 10 to 30 seconds",
-        "tiny, 2 layers, 2 of 8 experts per token; padded_alltoall, capacity factor 1.25; "
-        r"2 processes \(cpu\), EP 2",
-        "experts: module, exchange: alltoall",
-        *[rf"step {number}/3 {figures}" for number in (1, 2, 3)],
-        r"step 3 \| held-out loss \d\.\d{4}",
-        r"loss fell from 5\.\d\d to \d\.\d\d",
-    ]
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(patterns)
-    assert all(re.fullmatch(p, line) for p, line in zip(patterns, lines, strict=True)), lines
-    # Drops are said without being asked for.
-    assert all("found no room" in line for line in our_words(done.stderr).splitlines())
-    assert [path.name for path in tmp_path.iterdir()] == ["traces"]
-    assert len(list((tmp_path / "traces").iterdir())) == 2
+FIGURES = r"\| loss \d\.\d{4} \| lr \S+ \| \S+ ms \| [\d,]+ tokens/s \| dropped .*% \| fill .*%"
+PATTERNS = [
+    "starting 2 processes: 10 to 30 seconds",
+    "tiny, 2 layers, 2 of 8 experts per token; padded_alltoall, capacity factor 1.25; "
+    r"2 processes \(cpu\), EP 2",
+    "experts: module, exchange: alltoall",
+    *[rf"step    {number}/5000 {FIGURES}" for number in (1, 2, 3)],
+    r"step 3 \| held-out loss \d\.\d{4}",
+    rf"step    4/5000 {FIGURES}",
+]
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="looks into /proc")
-def test_ctrl_c_ends_all_processes(tmp_path):
+def test_it_trains_in_an_empty_folder_until_ctrl_c_ends_all_processes(tmp_path):
+    flags = ["--steps", "5000", "--eval-every", "3", "--trace", "traces", "--trace-every", "2"]
     with subprocess.Popen(
-        [*SMALL, "--steps", "100000"],
+        [*SMALL, *flags],
         cwd=tmp_path,
         env=USERS,
         stdout=subprocess.PIPE,
@@ -68,7 +56,9 @@ def test_ctrl_c_ends_all_processes(tmp_path):
     ) as process:
         try:
             assert process.stdout is not None
-            assert any(line.startswith("step      2/") for line in process.stdout)
+            for pattern in PATTERNS:
+                line = process.stdout.readline().rstrip("\n")
+                assert re.fullmatch(pattern, line), line
             workers = workers_of(process.pid)
             assert len(workers) == 2
             os.killpg(process.pid, signal.SIGINT)  # A terminal signals all processes.
@@ -77,8 +67,13 @@ def test_ctrl_c_ends_all_processes(tmp_path):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 128 + signal.SIGINT
-    assert our_words(stderr).splitlines()[-1] == "SIGINT: stopping all workers"
-    deadline = time.monotonic() + 20
+    *others, last = our_words(stderr).splitlines()
+    assert last == "SIGINT: stopping all workers"
+    # Drops are said without being asked for.
+    assert all("found no room" in line for line in others)
+    assert [path.name for path in tmp_path.iterdir()] == ["traces"]
+    assert len(list((tmp_path / "traces").iterdir())) == 2
+    deadline = time.monotonic() + 60
     while left := [pid for pid in workers if os.path.exists(f"/proc/{pid}")]:
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.05)
@@ -102,7 +97,7 @@ def test_ctrl_c_ends_a_command_that_is_importing(tmp_path):
         assert process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
         try:
-            assert process.wait(15) == -signal.SIGINT
+            assert process.wait(60) == -signal.SIGINT
         finally:
             process.kill()
 
@@ -112,11 +107,9 @@ def test_ctrl_c_ends_a_command_that_is_importing(tmp_path):
     [
         ("train --ep 3", r"--workers must be a multiple of etp \* pp \* ep=3, got 2"),
         ("train --padded-overflow-threshold 2", "overflow_threshold must .*, got 2.0"),
-        ("train --out /", "--out.*/.*; "),
         ("tune traces", "TRACE must be .*, got 'traces', which does not exist; "),
         ("tune --synthetic uniform --drop 5", "--drop must be .*, got 5.0; for 5 % set 0.05"),
         ("bench --device cuda", "--device must be cpu where PyTorch sees no GPU, got 'cuda'"),
-        ("compare", "--vs must be given at least once, got 0; add one"),
         ("train --out /dev/null/r.json", "--out must .*/dev/null"),
         (
             "train --seq-length 10000000",
@@ -155,15 +148,6 @@ def test_an_error_names_what_was_mistyped_below_one_line_of_usage(capsys, flags,
     assert re.match(f"padded-dispatch ?{command}: error: {message}", error)
 
 
-def test_without_a_command_all_are_listed(capsys):
-    assert cli.main([]) == 0
-    listed = capsys.readouterr().out
-    assert re.findall(r"^    (\w+)", listed, re.MULTILINE)[-4:] == [*cli._COMMANDS]
-    with pytest.raises(SystemExit):
-        cli.main(["--version"])
-    assert capsys.readouterr().out == f"padded-dispatch {__version__}\n"
-
-
 def test_help_and_a_typo_need_no_torch():
     code = (
         "import sys; from padded_dispatch import cli\n"
@@ -173,12 +157,16 @@ def test_help_and_a_typo_need_no_torch():
         "        try: cli.main([*words, *flags])\n"
         "        except SystemExit as exit: assert exit.code == end\n"
         "        else: raise AssertionError(words)\n"
+        "try: cli.main(['--version'])\n"
+        "except SystemExit: pass\n"
         "print({'torch', 'megatron', 'matplotlib'} & set(sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    listed = re.findall(r"^    (\w+)  ", done.stdout, re.MULTILINE)
+    assert listed[: len(cli._COMMANDS)] == [*cli._COMMANDS]
     shown = re.findall(r"^usage: padded-dispatch (\w+)", done.stdout, re.MULTILINE)
     assert shown == [*cli._COMMANDS]
-    assert done.stdout.splitlines()[-1] == "set()"
+    assert done.stdout.splitlines()[-2:] == [f"padded-dispatch {__version__}", "set()"]

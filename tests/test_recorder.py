@@ -113,12 +113,8 @@ def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path):
         TraceRecorder(path, {1: buffer()}, recording(max_bytes=9))
 
 
-def test_what_a_trace_cannot_hold():
+def test_probabilities_that_a_trace_cannot_hold():
     map_TE, probs_TE = microbatch(0)
     selection = select(map_TE, probs_TE, sizes=SIZES)
-    with pytest.raises(
-        ValueError, match=r"probs_TE.dtype must .*, got torch.float64; .* moe_router_dtype='fp32'"
-    ):
+    with pytest.raises(ValueError, match=r"probs_TE.dtype must .*; .* moe_router_dtype='fp32'"):
         buffer().observe(map_TE, probs_TE.double(), selection, SIZES)
-    with pytest.raises(ValueError, match=r"num_tokens must be 7, the size of the buffer, got 6"):
-        buffer().observe(map_TE[:6], probs_TE[:6], selection, SIZES)

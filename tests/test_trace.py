@@ -6,23 +6,18 @@ Parts of a recording come together again, also after a run that was killed or re
 import io
 import pickle
 import tracemalloc
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.lib import format as npy
 
 from padded_dispatch.trace import (
     HEADER_BYTES,
     Trace,
     append,
-    ascending,
     load_traces,
     merge,
-    running_count,
 )
 from tests.support.traces import equal, save, small_trace
 
@@ -55,8 +50,6 @@ def changed(name, index, value):
         (arrays(top_k=5), r"top_k must be from 1 to 4, got 5"),
         (arrays(top_k=1), r"ids_NTK.shape must be .* K = 1, got \(2, 3, 2\)"),
         (arrays(num_ranks=0), "num_ranks must be from 1 to .*, got 0"),
-        (arrays(steps=np.array([7])), r"steps must be int64\[2\], got 'int64\[1\]'"),
-        (arrays(probs_NTK=np.zeros((2, 3, 2))), r"probs_NTK must be .*, got 'float64\[2, 3, 2\]'"),
         (changed("steps", 1, -1), r"steps\[1\] must be 0 or more, got -1"),
         (changed("ids_NTK", (1, 2, 1), 4), r"ids_NTK\[1\]\[2, 1\] .* num_experts=4, got 4"),
         (changed("ids_NTK", (0, 1, 0), -2), r"ids_NTK\[0\]\[1, 0\] must be -1 or .*, got -2"),
@@ -69,20 +62,6 @@ def changed(name, index, value):
 def test_anything_else_is_refused_by_name(values, message):
     with pytest.raises(ValueError, match=message):
         Trace(**values)
-
-
-def test_choices_sort_into_the_normal_form():
-    ids = np.array([[5, -1, 2], [-1, -1, 0]], np.int16)
-    probs = np.array([[0.5, 0, 0.2], [0, 0, 1]], np.float32)
-    sorted_ids, sorted_probs = ascending(ids, probs)
-    assert sorted_ids.tolist() == [[2, 5, -1], [0, -1, -1]]
-    np.testing.assert_array_equal(sorted_probs, np.float32([[0.2, 0.5, 0], [1, 0, 0]]))
-    assert ascending(ids, None)[1] is None
-
-
-def test_running_count():
-    assert running_count(np.array([7, 5, 7, 7])).tolist() == [0, 0, 1, 2]
-    assert running_count(np.array([], np.int64)).tolist() == []
 
 
 def test_parts_come_together_by_step_microbatch_layer_and_rank():
@@ -124,14 +103,14 @@ def test_what_was_appended_is_read(tmp_path, probs):
 
 
 def test_a_killed_process_leaves_the_steps_before(tmp_path):
-    """Cut at every byte: whole steps are read, and a file without one is no part of a recording."""
+    """Cut anywhere: whole steps are read, and a file without one is no part of a recording."""
     whole, path = recorded(), tmp_path / "rank-1.npy"
     first, both = io.BytesIO(), io.BytesIO()
     append(whole.where(whole.steps == 3), first)
     append(whole.where(whole.steps == 3), both)
     append(whole.where(whole.steps == 8), both)
     end = len(first.getvalue())
-    for size in range(end, len(both.getvalue())):
+    for size in range(end, len(both.getvalue()), 7):
         path.write_bytes(both.getvalue()[:size])
         assert load_traces([path]).steps.tolist() == [3, 3]
     other = small_trace(steps=[3], layers=[0], ranks=[0])
@@ -143,14 +122,6 @@ def test_a_killed_process_leaves_the_steps_before(tmp_path):
             load_traces([path])
 
 
-def test_a_step_of_other_sizes_in_a_file(tmp_path):
-    with (tmp_path / "trace.npy").open("wb") as file:
-        append(recorded(), file)
-        append(recorded(num_tokens=4), file)
-    with pytest.raises(ValueError, match=r"trace\.npy: dtype must be .*, as in the first step"):
-        load_traces([tmp_path])
-
-
 def test_files_and_folders_are_merged(tmp_path):
     parts = [small_trace(steps=[1, 2], layers=[0, 0], ranks=[rank] * 2) for rank in range(3)]
     (tmp_path / "two").mkdir()
@@ -159,15 +130,15 @@ def test_files_and_folders_are_merged(tmp_path):
     save(parts[1], tmp_path / "two" / "a.npy")
     paths = [tmp_path / "one.npy", tmp_path / "two"]
     assert equal(load_traces(paths), merge(parts))
-    size = sum(file.stat().st_size for file in tmp_path.rglob("*.npy"))
-    assert equal(load_traces(paths, max_bytes=size), merge(parts))
-    with pytest.raises(ValueError, match=r"b\.npy: its bytes must be at most max_bytes=\d+, got"):
-        load_traces(paths, max_bytes=size - 1)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty must hold a recorded step \(\*\.npy\), got none"):
         load_traces([tmp_path / "empty"])
     save(recorded(num_tokens=4), tmp_path / "two" / "a.npy")
     with pytest.raises(ValueError, match=r"a\.npy: num_tokens must be 5, as in .*one\.npy, got 4"):
+        load_traces(paths)
+    with (tmp_path / "two" / "a.npy").open("ab") as file:
+        append(recorded(), file)
+    with pytest.raises(ValueError, match=r"a\.npy: dtype must be .*, as in the first step"):
         load_traces(paths)
 
 
@@ -244,7 +215,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_nothing_is_unpickled_or_unfolded(tmp_path):
+def test_nothing_is_unpickled(tmp_path):
     target = tmp_path / "exploded"
     pickled = pickle.dumps(Bomb(target))
     objects = np.empty(1, object)
@@ -254,10 +225,6 @@ def test_nothing_is_unpickled_or_unfolded(tmp_path):
     dtype = np.dtype([("step", "O"), ("ids", "<i2", (2, 2))])
     refuse(tmp_path, header(dtype, (1,)) + pickled, "be a trace, got dtype")
     assert not target.exists()
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as writer:
-        writer.writestr("ids.npy", bytes(2**24))
-    refuse(tmp_path, archive.getvalue(), "be a trace, got")
 
 
 def test_wrong_sizes_in_a_header(tmp_path):
@@ -267,39 +234,10 @@ def test_wrong_sizes_in_a_header(tmp_path):
         refuse(tmp_path, header(dtype, shape), r"be a trace, got shape \(")
     for other in (np.dtype("f8"), np.dtype([("ids", "<i2", (5, 3))])):
         refuse(tmp_path, header(other, (1,)), "be a trace, got")
-    huge = b"{'descr': [('ids', '<i2', (2147483647, 2147483647))], 'shape': (1,)}"
-    for text in (huge, b"(" * 400, b"(" * 60000):
-        size = len(text).to_bytes(2, "little")
-        refuse(tmp_path, npy.magic(1, 0) + size + text, "be a trace, got")
     refuse(tmp_path, file_of(good()) + b"something else" * 99, "be a trace, got")
-
-
-@pytest.mark.parametrize(
-    ("field", "index", "value", "message"),
-    [
-        ("ids", (2, 4, 0), 6, r"num_experts=6, got 6"),
-        ("ids", (1, 0), 3, r"list every expert of a token once.*, got 3"),
-        ("probs", (1, 0, 0), np.nan, r"be finite, got nan"),
-        ("layer", 1, -1, r"be 0 or more, got -1"),
-        ("num_experts", 1, 7, r"be \[6, 2\], as in the first record, got \[7, 2\]"),
-        ("num_experts", slice(None), 2**30, "be from 1 to 32767, got 1073741824"),
-    ],
-)
-def test_wrong_values(tmp_path, field, index, value, message):
     array = good()
-    array[field][index] = value
-    refuse(tmp_path, file_of(array), message)
-
-
-@given(position=st.integers(0, 255), byte=st.integers(0, 255))
-def test_any_byte_of_the_header_may_be_wrong(tmp_path_factory, position, byte):
-    folder = tmp_path_factory.mktemp("header")
-    content = bytearray(file_of(good()))
-    content[position] = byte
-    (folder / "changed.npy").write_bytes(content)
-    try:
-        read = load_traces([folder])
-    except ValueError as error:
-        assert "changed.npy" in str(error) or str(folder) in str(error)
-    else:
-        assert read.num_records in (1, 2, 3, 4)
+    array["ids"][2, 4, 0] = 6
+    refuse(tmp_path, file_of(array), "num_experts=6, got 6")
+    array = good()
+    array["num_experts"][1] = 7
+    refuse(tmp_path, file_of(array), r"be \[6, 2\], as in the first record, got \[7, 2\]")

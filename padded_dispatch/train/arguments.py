@@ -1,8 +1,7 @@
 """The command lines of `padded-dispatch train` and `compare`: flags from the fields of `Settings`.
 
-Options of the padded dispatcher bring their own flags, texts and defaults (`PaddedOptions`); none
-is overridden here. torch is imported only once the flags are parsed: `--help` and a typo do
-without it.
+Options of the padded dispatcher bring their own flags, texts and defaults (`PaddedOptions`). torch
+is imported only once the flags are parsed: `--help` and a typo do without it.
 """
 
 import argparse
@@ -33,10 +32,10 @@ _GROUPS = (Recipe, Dispatch, Layout, Output)
 _METAVARS = {int: "N", Path: "PATH", str: "TEXT"}
 
 
-def parser(command: str = "train") -> argparse.ArgumentParser:
-    """Return the parser of `padded-dispatch train`, whose errors name `command`.
+def read(argv: list[str], command: str = "train") -> argparse.Namespace:
+    """Return the flags of `padded-dispatch train` that were given, and every padded option.
 
-    Its namespace holds only the flags that were given, and every padded option.
+    Errors name `command`.
     """
     made = Parser(
         prog=f"padded-dispatch {command}",
@@ -57,26 +56,16 @@ def parser(command: str = "train") -> argparse.ArgumentParser:
             if "help" in option.metadata:
                 _add(group, option, hints[option.name])
     add_arguments(made, bare=("experts", "exchange"), without=("trace",))  # It is `--trace` here.
-    return made
-
-
-def read(argv: list[str], command: str = "train") -> argparse.Namespace:
-    """Return the flags of `padded-dispatch train`; see `parser`."""
-    return parser(command).parse_args(argv)
+    return made.parse_args(argv)
 
 
 def parse(argv: list[str]) -> Settings:
-    """Return the settings that a command line asks for.
-
-    Raises:
-        ValueError: names the flag, its rule, its value and what to set.
-        SystemExit: for `--help` and for flags that argparse refuses.
-    """
+    """Return the settings that a command line asks for: `read` and `resolve`."""
     return resolve(read(argv))
 
 
 def resolve(arguments: argparse.Namespace) -> Settings:
-    """Return the settings of flags that `parser` has read; this imports torch, to count GPUs.
+    """Return the settings of flags that `read` returned; this imports torch, to count GPUs.
 
     Raises:
         ValueError: names the flag, its rule, its value and what to set.
@@ -185,7 +174,13 @@ def read_compare(argv: list[str]) -> tuple[int, list[tuple[str, argparse.Namespa
         ValueError: names the flag, its rule, its value and what to set.
         SystemExit: for `--help` and for flags that argparse refuses.
     """
-    shared, *lists = _split(argv)
+    parts: list[list[str]] = [[]]
+    for word in argv:
+        if word == _SEPARATOR:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    shared, *lists = parts
     arguments, common = _compare_parser().parse_known_args(shared)
     repeats: int = arguments.repeats
     require(repeats >= 1, "--repeats", repeats, "be at least 1")
@@ -214,16 +209,6 @@ def _compare_parser() -> argparse.ArgumentParser:
         help="train all contenders in turn, N times over",
     )
     return made
-
-
-def _split(argv: list[str]) -> list[list[str]]:
-    parts: list[list[str]] = [[]]
-    for word in argv:
-        if word == _SEPARATOR:
-            parts.append([])
-        else:
-            parts[-1].append(word)
-    return parts
 
 
 def _every_combination(words: list[str]) -> list[list[str]]:

@@ -4,12 +4,9 @@
         --vs --dispatcher alltoall \\
         --vs --graph layer --capacity-factor 1 1.25 2
 
-`compare` trains its contenders one after another in the same processes: starting and importing
-takes longer than many runs, and contenders compare best on one machine within the same minutes.
-`--repeats N` trains all of them in turn, N times over, so that a drift of the machine shows in
-every contender: equal rows of the results file are repeats.
-
-What would stop a run is found before any worker starts; the imports for that take seconds.
+`compare` trains its contenders one after another in the same processes, `--repeats N` times over,
+so that a drift of the machine shows in every contender. What would stop a run is found before any
+worker starts.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """Training text that every machine has: the source of Python's standard library, byte by byte.
 
-A sample's bytes depend on its number and the seed alone. The position in the data is therefore the
-number of steps done, and a resumed run needs no iterator state. The number of ranks changes which
-rank reads a sample, never which samples a step has.
+A sample's bytes depend on its number and the seed alone: the number of ranks changes which rank
+reads a sample, never which samples a step has.
 """
 
 import os

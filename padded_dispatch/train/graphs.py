@@ -1,4 +1,4 @@
-"""`--graph`: the CUDA graphs of a run, and the watchdog around them.
+"""`--graph`: the CUDA graphs of a run.
 
     partial          of each layer: attention, router and what precedes the exchange of tokens
     layer            each layer whole
@@ -7,18 +7,11 @@
 The first `EAGER_STEPS` steps are eager.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-
-import torch
 
 from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs
 from padded_dispatch.train.model import EAGER_STEPS, MegatronAdam
 from padded_dispatch.train.settings import Settings
-from padded_dispatch.utils.watchdog import Watchdog
-
-_LIMIT_S = 300.0  # of a capture, and of a step with graphs: a rank that failed must not hang peers
 
 
 class TrainingGraphs:
@@ -44,27 +37,17 @@ class TrainingGraphs:
                 micro_batch=settings.recipe.micro_batch,
                 optimizers=(optimizer.adam,),
             )
-        self._watchdog = Watchdog(_LIMIT_S)
 
     @property
     def schedule(self) -> Any:
         """The replacement of Megatron's schedule for training passes; None keeps Megatron's."""
         return self._made if isinstance(self._made, IterationGraph) else None
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Wrap step 1, 2, ...: capture when it is due, otherwise watch the replay."""
-        if number == EAGER_STEPS + 1:
-            with self._watchdog.watch(f"the capture in step {number}"):
-                if isinstance(self._made, LayerGraphs):
-                    self._made.capture()
-                yield
-                torch.cuda.synchronize()
-        else:
-            yield
-            self._watchdog.beat(f"step {number}")
+    def begin(self, number: int) -> None:
+        """Capture layers ahead of step `EAGER_STEPS` + 1; the schedule captures by itself."""
+        if number == EAGER_STEPS + 1 and isinstance(self._made, LayerGraphs):
+            self._made.capture()
 
     def delete(self) -> None:
         """Free the graphs' memory. The process groups cannot be destroyed while graphs exist."""
-        self._watchdog.stop()
         self._made.delete()

@@ -10,8 +10,9 @@ import gc
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,25 +83,26 @@ class Trainer:
     def step(self, number: int) -> Step:
         """Run step 1, 2, ...: forward, backward and an update of the weights."""
         settings, num_before = self.settings, self.retry.num_retried if self.retry else 0
-        with self.graphs.step(number) if self.graphs else nullcontext():
-            start = Mark.now(self.device)
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            self.optimizer.adam.zero_grad()
-            losses = run_passes(
-                settings,
-                self.chunks,
-                self.text,
-                self.device,
-                first_sample=(number - 1) * settings.recipe.global_batch,
-                num_passes=settings.num_microbatches,
-                schedule=self.retry or (self.graphs.schedule if self.graphs else None),
-            )
-            passed = Mark.now(self.device)
-            self.optimizer.step(learning_rate(settings.recipe.lr, number, settings.output.steps))
-            done = Mark.now(self.device)
+        if self.graphs:
+            self.graphs.begin(number)
+        start = Mark.now(self.device)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.adam.zero_grad()
+        losses = run_passes(
+            settings,
+            self.chunks,
+            self.text,
+            self.device,
+            first_sample=(number - 1) * settings.recipe.global_batch,
+            num_passes=settings.num_microbatches,
+            schedule=self.retry or (self.graphs.schedule if self.graphs else None),
+        )
+        host_ms = (time.perf_counter() - start.host_s) * 1e3
+        self.optimizer.step(learning_rate(settings.recipe.lr, number, settings.output.steps))
+        done = Mark.now(self.device)
         retried = self.retry.num_retried > num_before if self.retry else None
-        return Step(losses=losses, retried=retried, start=start, passed=passed, done=done)
+        return Step(losses=losses, retried=retried, start=start, done=done, host_ms=host_ms)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -243,15 +245,8 @@ def run_passes(
 ) -> list[Tensor]:
     """Run `num_passes` micro-batches per rank, forward and backward, and reduce the gradients.
 
-    Args:
-        settings: settings of the run.
-        chunks: the model.
-        windows: samples of the text.
-        device: device of the batches.
-        first_sample: number of the first sample; the ranks read consecutive micro-batches from it.
-        num_passes: micro-batches per rank.
-        forward_only: leave out the backward pass.
-        schedule: replacement of Megatron's schedule.
+    The ranks read consecutive micro-batches of `windows` from `first_sample` on. `schedule`
+    replaces Megatron's.
 
     Returns:
         The mean loss of each pass on ranks of the last pipeline stage; nothing on other ranks.
@@ -305,8 +300,6 @@ def model_parallel(layout: Layout) -> Iterator[None]:
     """Create Megatron's process groups over the default one, and destroy them at the end.
 
     Megatron only drops its references, but each group holds threads and, on GPUs, memory.
-    Consecutive runs with the same layout share the groups: creating and destroying some 20 NCCL
-    communicators took 11 of the 18 seconds of a short run on 4 H200.
     """
     before = set(distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(

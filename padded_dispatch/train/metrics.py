@@ -23,9 +23,8 @@ from padded_dispatch.utils.results import about, append_run
 def flops_per_token(model: ModelShape, num_layers: int, seq_length: int) -> int:
     """Return a training step's model FLOPs per token: forward, and twice as much backward.
 
-    They are what the mathematics needs: projections, scores (causal, so half of the positions),
-    router, the active experts and the output layer. Padded and dropped rows change nothing; norms,
-    activations, the embedding, the optimizer and recomputation do not count.
+    They are those of projections, scores (causal, so half of the positions), router, active experts
+    and output layer. Padded and dropped rows change nothing.
 
     Example: D=4, 2 heads of size 2, 1 group, E=3, K=2, F=5, one layer, S=6 gives
     3 * (96 + 48 + 24 + 240 + 2048) = 7368.
@@ -64,16 +63,17 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step: losses of this rank's passes, and when it began, had its gradients, and ended.
+    """A step: losses of this rank's passes, and when it began and ended.
 
-    `retried`: whether it ran twice; None if the run repeats no step.
+    `host_ms`: of the passes alone: the optimizer waits for the device. `retried`: whether it ran
+    twice; None if the run repeats no step.
     """
 
     losses: list[Tensor]
     retried: bool | None
     start: Mark
-    passed: Mark
     done: Mark
+    host_ms: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +133,7 @@ def _sums(losses: list[Tensor], device: torch.device) -> Tensor:
 class Meter:
     """Records the steps of a run. All ranks must call all methods.
 
-    Construct it before the model: its results row has the memory allocated by then, which is no
-    part of the run, and the run's own peaks from then on.
-
-    Args:
-        settings: the run.
-        device: device of the losses.
+    Construct it before the model, whose peaks of memory are counted from then on.
     """
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
@@ -148,10 +143,8 @@ class Meter:
         self._steps: list[Step] = []
         self._losses: list[Tensor] = []
         self._num_read = 0
-        self._started = time.perf_counter()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        self._allocated_before_gib = _peak_memory(device)["allocated_gib"]
 
     def count(self, layers: list[Any]) -> None:
         """Show the counters of this rank's MoE layers in rows, where their dispatchers count."""
@@ -207,24 +200,22 @@ class Meter:
             **_identity(self._settings),
             "ms": ms,
             "samples_ms": samples,
-            "phases_ms": {
-                "passes": statistics.median(s.start.ms_until(s.passed) for s in steady),
-                "optimizer": statistics.median(s.passed.ms_until(s.done) for s in steady),
-            },
-            # Of the passes alone: the optimizer waits for the device.
-            "host_ms": statistics.median((s.passed.host_s - s.start.host_s) * 1e3 for s in steady),
-            "floor_ms": None,
+            "host_ms": statistics.median(step.host_ms for step in steady),
             **_speed(self._settings, ms / 1e3),
-            "allocated_before_gib": self._allocated_before_gib,
             **_peak_memory(self._device),
-            "seconds": time.perf_counter() - self._started,
             "loss": losses,
             **{name: [getattr(r, name) for r in rows] for name in ("step", "dropped", "fill")},
             "held_out": {"step": list(evaluations), "loss": list(evaluations.values())},
         }
         if any(r.retried is not None for r in rows):
             row["retried"] = sum(r.retried or 0 for r in rows)
-        append_run(out, _about(self._settings), [row])
+        layout = self._settings.layout
+        run = about(
+            num_gpus=layout.workers if layout.device == "cuda" else 0,
+            command=" ".join(["padded-dispatch", *sys.argv[1:]]),
+            commit=self._settings.output.commit,
+        )
+        append_run(out, run, [row])
 
 
 def _peak_memory(device: torch.device) -> dict[str, Any]:
@@ -254,17 +245,11 @@ _CONTENDERS = {
     "alltoall": "stock-dropless",
     "alltoall-drop-pad": "stock-drop-pad",
 }
-_IMPLS = {
-    "none": None,
-    "partial": "transformer_engine",
-    "layer": "transformer_engine",
-    "full-iteration": "full_iteration",
-}
 
 
 def _identity(settings: Settings) -> dict[str, Any]:
     """Return the columns of a results row that name the contender, its model and its flags."""
-    recipe, dispatch, graph = settings.recipe, settings.dispatch, settings.output.graph
+    recipe, dispatch = settings.recipe, settings.dispatch
     return {
         "model": settings.preset,
         "ep": settings.layout.ep,
@@ -272,21 +257,10 @@ def _identity(settings: Settings) -> dict[str, Any]:
         "capacity_factor": dispatch.capacity_factor,
         "skew": None,
         "contender": _CONTENDERS[dispatch.dispatcher],
-        "graph": graph,
-        "graph_impl": _IMPLS[graph],
+        "graph": settings.output.graph,
         "variant": None,
         "policy": dispatch.drop_policy,
         "pool": dispatch.padded.capacity_pool,
         "seed": recipe.seed,
         "flags": settings.flags(),
     }
-
-
-def _about(settings: Settings) -> dict[str, Any]:
-    """Return the metadata of the results file."""
-    layout = settings.layout
-    return about(
-        num_gpus=layout.workers if layout.device == "cuda" else 0,
-        command=" ".join(["padded-dispatch", *sys.argv[1:]]),
-        commit=settings.output.commit,
-    )

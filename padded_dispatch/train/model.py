@@ -32,7 +32,6 @@ from torch import Tensor
 from padded_dispatch.config import FIT
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.installer import install, uninstall
-from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.train.settings import VOCABULARY, Settings
 
 # Before a capture: libraries choose their algorithms, and Adam allocates its state.
@@ -51,7 +50,10 @@ def transformer_config(settings: Settings) -> TransformerConfig:
     """
     model, recipe, layout = settings.model, settings.recipe, settings.layout
     if settings.dispatch.dispatcher == "padded_alltoall":
-        install(_options(settings))
+        options = settings.dispatch.padded
+        if options.eval_factor is None:  # Evaluation is eager, also beside an iteration graph.
+            options = dataclasses.replace(options, eval_factor=FIT)
+        install(options)
     else:  # A contender before may have installed it.
         uninstall()
     return TransformerConfig(
@@ -121,11 +123,10 @@ def moe_layers(chunks: list[Any]) -> list[Any]:
 
 
 def release(chunks: list[Any]) -> None:
-    """Drop the references that would keep a trained model in memory.
+    """Drop the tensors of the last pass, which Megatron's dispatchers keep.
 
-    Megatron's dispatchers keep the tensors of the last pass, and with them its autograd graph.
-    Through the graph's nodes, DDP's hooks and the model reference each other outside the view of
-    Python's garbage collector.
+    Through their autograd graph, DDP's hooks and the model reference each other outside the view
+    of Python's garbage collector.
     """
     for layer in moe_layers(chunks):
         kept = vars(layer.token_dispatcher)
@@ -147,21 +148,11 @@ def graph_fields(settings: Settings) -> dict[str, Any]:
 
 
 def _layer_spec(settings: Settings) -> Any:
-    options = {
-        "num_experts": settings.model.num_experts,
-        "qk_layernorm": settings.model.qk_layernorm,
-    }
+    model = settings.model
+    options = {"num_experts": model.num_experts, "qk_layernorm": model.qk_layernorm}
     if settings.layout.device == "cuda":
         return get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=True, **options)
     return get_gpt_layer_local_spec(normalization="RMSNorm", **options)
-
-
-def _options(settings: Settings) -> PaddedOptions:
-    """Return the dispatcher's options; evaluation is eager here, also beside an iteration graph."""
-    options = settings.dispatch.padded
-    if options.eval_factor is None:
-        options = dataclasses.replace(options, eval_factor=FIT)
-    return options
 
 
 def _activation(settings: Settings) -> dict[str, Any]:

@@ -245,13 +245,8 @@ class Settings:
             ("--global-batch", recipe.global_batch, "micro_batch * data parallel size", ranks),
         ):
             require(value % product == 0, name, value, f"be a multiple of {factors}={product}")
-        for name, value, total, things in (
-            ("--ep", layout.ep, model.num_experts, "experts"),
-            ("--tp", layout.tp, model.num_heads, "attention heads"),
-            ("--tp", layout.tp, model.num_kv_groups, "key-value groups"),
-            ("--tp", layout.tp, recipe.seq_length, "bytes of a sequence"),
-        ):
-            require(total % value == 0, name, value, f"divide the {total} {things}")
+        rule = f"divide the {model.num_experts} experts"
+        require(model.num_experts % layout.ep == 0, "--ep", layout.ep, rule)
         if layout.vpp is not None:
             require(layout.pp > 1, "--vpp", layout.vpp, "be left out at --pp 1")
             rule = f"be a multiple of {ranks * layout.pp}, pp passes per rank, with --vpp"

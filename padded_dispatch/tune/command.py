@@ -1,7 +1,6 @@
 """Run `padded-dispatch tune`: from traces to a recommendation on the terminal, and an HTML page."""
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +46,6 @@ def read(argv: list[str]) -> argparse.Namespace:
     add("--pool", choices=POOLS, metavar="NAME", help=about)
     about = "ranks that split every expert, as in the traced run"
     add("--etp", type=int, default=1, help=about)
-    add("--max-gib", type=float, default=4.0, help="refuse traces of more GiB")
     about = f"experts, for Megatron's own traces (synthetic ones: {_EXPERTS})"
     add("--experts", type=int, help=about)
     about = f"ranks of a group, for Megatron's own traces (synthetic ones: {_RANKS})"
@@ -132,19 +130,16 @@ def _check_flags(given: argparse.Namespace) -> None:
         raise ValueError("--hidden-size and --ffn-size must be given together, got one; give both")
     layers = given.layers_per_rank
     require(layers is None or layers >= 1, "layers_per_rank", layers, "be at least 1")
-    finite = math.isfinite(given.max_gib)
-    require(finite, "max_gib", given.max_gib, "be a finite number")
 
 
 def _load(given: argparse.Namespace) -> Trace:
     """Read files or folders of `train --trace` or of Megatron's tracer, from `--from-step` on."""
-    max_bytes, paths = int(given.max_gib * 2**30), given.traces
     try:
-        if _are_megatrons(paths):
+        if _are_megatrons(given.traces):
             sizes = {"num_experts": given.experts, "num_ranks": given.ranks}
-            trace = load_megatron_traces(paths, **sizes, max_bytes=max_bytes)
+            trace = load_megatron_traces(given.traces, **sizes)
         else:
-            trace = load_traces(paths, max_bytes=max_bytes)
+            trace = load_traces(given.traces)
     except OSError as error:
         raise ValueError(
             f"{error.filename} must be a readable trace, got {error.strerror}; give another"

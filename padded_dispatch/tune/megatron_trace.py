@@ -10,7 +10,7 @@ These files lack probabilities, and the numbers of experts and of ranks in an ex
 which are arguments. Layers are numbered within a pipeline stage; those of several stages with one
 number are merged, so such a trace gives no factors per layer. Layer l of multi-token prediction
 head i becomes `MTP_LAYERS * (i + 1) + l`. The tracer skips a micro-batch in which some token has
-fewer than K experts, so with a capacity factor, whenever something was dropped: trace without one.
+fewer than K experts: trace without a capacity factor.
 """
 
 import json
@@ -22,21 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padded_dispatch.config import require
-from padded_dispatch.trace import DEFAULT_MAX_BYTES, Trace, ascending, merge
+from padded_dispatch.trace import Trace, ascending, merge
 
 MTP_LAYERS = 10_000
 
-# One line is parsed at a time: at most about two million ids, or half a GiB of nested brackets.
-_MAX_LINE_BYTES = 2**24
 
-
-def load_megatron_traces(
-    paths: Sequence[Path],
-    *,
-    num_experts: int,
-    num_ranks: int,
-    max_bytes: int = DEFAULT_MAX_BYTES,
-) -> Trace:
+def load_megatron_traces(paths: Sequence[Path], *, num_experts: int, num_ranks: int) -> Trace:
     """Read the files of all ranks, line by line, into one trace without probabilities.
 
     Where tensor-parallel ranks route the same tokens (no sequence parallelism), give only the files
@@ -46,7 +37,6 @@ def load_megatron_traces(
         paths: files, and folders whose `router_trace_rank*.jsonl` are taken.
         num_experts: experts in all (E).
         num_ranks: ranks that share an expert-parallel group (R).
-        max_bytes: of all ids in memory, 2 bytes each; merging takes as much again.
 
     Raises:
         ValueError: names the file, the line, what is wrong there, and what to do.
@@ -55,10 +45,9 @@ def load_megatron_traces(
     parts: dict[Path, Trace] = {}
     for path in paths:
         for file in sorted(path.glob("router_trace_rank*.jsonl")) if path.is_dir() else [path]:
-            part = _read_file(file, num_experts, num_ranks, max_bytes)
+            part = _read_file(file, num_experts, num_ranks)
             if part is not None:
                 parts[file] = part
-                max_bytes -= part.ids_NTK.nbytes
     if not parts:
         given = ", ".join(str(path) for path in paths)
         raise ValueError(
@@ -68,7 +57,7 @@ def load_megatron_traces(
     return merge(list(parts.values()), list(parts))
 
 
-def _read_file(file: Path, num_experts: int, num_ranks: int, max_bytes: int) -> Trace | None:
+def _read_file(file: Path, num_experts: int, num_ranks: int) -> Trace | None:
     keys: list[tuple[int, int, int]] = []
     ids: list[NDArray[np.int16]] = []
     for where, record in _records(file):
@@ -79,11 +68,9 @@ def _read_file(file: Path, num_experts: int, num_ranks: int, max_bytes: int) -> 
             layer += MTP_LAYERS * (_number(where, record, "mtp_idx") + 1)
         keys.append((step, layer, _number(where, record, "rank")))
         ids.append(_ids(where, record, num_experts))
-        shape, size = ids[0].shape, len(ids) * ids[0].nbytes
+        shape = ids[0].shape
         rule, fix = f"be {shape}, as in the records before", "trace training steps only"
         require(ids[-1].shape == shape, f"{where}: top_indices.shape", ids[-1].shape, rule, fix)
-        rule, fix = f"be at most max_bytes={max_bytes}", "raise it (--max-gib)"
-        require(size <= max_bytes, f"{where}: bytes of ids", size, rule, fix)
     if not keys:
         return None
     steps, layers, ranks = np.array(keys, np.int64).T
@@ -101,18 +88,15 @@ def _read_file(file: Path, num_experts: int, num_ranks: int, max_bytes: int) -> 
 
 def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place of every line and its object."""
+    fix = "give a file of Megatron's tracer; delete the half line that a killed run leaves"
     with file.open("rb") as lines:
-        number = 0
-        while line := lines.readline(_MAX_LINE_BYTES + 1):
-            number += 1
+        for number, line in enumerate(lines, 1):
             where = f"{file}, line {number}"
             try:
-                record: Any = json.loads(line) if len(line) <= _MAX_LINE_BYTES else None
+                record: Any = json.loads(line)
             except (ValueError, RecursionError):
                 record = None
-            rule = f"be one JSON object of at most {_MAX_LINE_BYTES} bytes"
-            fix = "give a file of Megatron's tracer; delete the half line that a killed run leaves"
-            require(isinstance(record, dict), where, line[:40], rule, fix)
+            require(isinstance(record, dict), where, line[:40], "be one JSON object", fix)
             yield where, record
 
 

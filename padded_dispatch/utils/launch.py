@@ -31,16 +31,11 @@ _STDERR = 2
 
 
 def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_workers: int) -> Any:
-    """Run a job, `fn(*args)` in `num_workers` processes, and wait for its end.
+    """Run `fn(*args)`, which are pickled, in `num_workers` processes, and wait for their end.
 
     Workers have the environment of torchrun; the function sets its CUDA device and creates its
     process groups itself. Under torchrun this only calls the function. Call it from the main
     thread, since no other thread can handle signals.
-
-    Args:
-        fn: a function at the top level of a module; it and `args` are pickled.
-        args: its arguments.
-        num_workers: processes, the ranks of the job.
 
     Returns:
         The function's result on rank 0; under torchrun, on this rank.

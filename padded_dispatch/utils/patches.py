@@ -1,13 +1,6 @@
 """Replace attributes of other objects, and put them back.
 
-    patches = Patches()
-    patches.set(SomeClass, "method", wrapper)
-    ...
-    patches.undo()
-
-or, for the length of a block:
-
-    with Patches() as patches:
+    with Patches() as patches:  # or, without a block, until patches.undo()
         patches.set(module, "function", stand_in)
 
 `unittest.mock.patch` does the same, but a package should not import a test library for it.

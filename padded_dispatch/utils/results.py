@@ -17,12 +17,9 @@ _PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine")
 
 
 def about(*, num_gpus: int, command: str, commit: str | None) -> dict[str, Any]:
-    """Return the metadata of a run: machine, package versions, command, commit, date.
+    """Return the metadata of a run on `num_gpus` GPUs, or on a CPU.
 
-    Args:
-        num_gpus: GPUs that the run uses; 0 means the CPU.
-        command: the command line as it was typed.
-        commit: Git SHA, with a -dirty suffix for uncommitted changes; None if unknown.
+    `commit` is a Git SHA, with a -dirty suffix for uncommitted changes; None if unknown.
     """
     import torch  # Not at the top: command lines import this module.
 
@@ -39,28 +36,19 @@ def about(*, num_gpus: int, command: str, commit: str | None) -> dict[str, Any]:
 def read_runs(option: str, path: Path) -> list[dict[str, Any]]:
     """Return the runs of a results file, or no runs if the file does not exist.
 
-    Args:
-        option: the option that gave the path, for the error.
-        path: the results file.
-
     Raises:
-        ValueError: if the file is no results file.
+        ValueError: if the file is no results file; it names `option`, which gave the path.
     """
     try:
-        results = json.loads(path.read_text())
+        match json.loads(path.read_text()):
+            case {"runs": list(runs)}:
+                return runs
+        reason = "it has no list of runs"
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
-        raise ValueError(
-            f"{option} must be a results file, got {path} ({reason}); name another file"
-        ) from None
-    match results:
-        case {"runs": list(runs)}:
-            return runs
-    raise ValueError(
-        f"{option} must be a results file, got {path} (it has no list of runs); name another file"
-    )
+    raise ValueError(f"{option} must be a results file, got {path} ({reason}); name another file")
 
 
 def require_results(option: str, path: Path) -> None:

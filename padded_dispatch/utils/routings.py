@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 # uniform: all experts are equally popular. lognormal: some experts are popular, the same ones on
 # all ranks. topics: the same, but every seed (and so every rank) has popular experts of its own.
-# hot: every token asks for one expert, otherwise uniform. same: all tokens ask for experts
+# hot: every token asks for expert 0, otherwise uniform. same: all tokens ask for experts
 # 0 to K - 1.
 Skew = Literal["uniform", "lognormal", "topics", "hot", "same"]
 
@@ -25,7 +25,6 @@ def routing_scores(
     *,
     skew: Skew = "uniform",
     sigma: float = 1.0,
-    hot_expert: int = 0,
     num_idle: int = 0,
     seed: int = 0,
 ) -> NDArray[np.float64]:
@@ -37,7 +36,6 @@ def routing_scores(
         top_k: experts of each token (K).
         skew: distribution of the demand over experts, see `Skew`.
         sigma: standard deviation of the experts' log popularity under "lognormal" and "topics".
-        hot_expert: the expert that every token asks for under "hot".
         num_idle: number of experts, the last ones, that get no token; at least K must remain.
         seed: seed of the tokens; pass a different one on each rank.
     """
@@ -47,7 +45,7 @@ def routing_scores(
     elif skew == "topics":
         popularity_E = sigma * np.random.default_rng([num_experts, seed]).normal(size=num_experts)
     elif skew == "hot":
-        popularity_E[hot_expert] = _FAR
+        popularity_E[0] = _FAR
     elif skew == "same":
         popularity_E[:top_k] = _FAR
     popularity_E[num_experts - num_idle :] = -_FAR

@@ -8,7 +8,7 @@ import torch
 
 import padded_dispatch
 from padded_dispatch.bench.cases import Case
-from padded_dispatch.bench.measure import batches, phase_of, phases_ms, sm_mhz
+from padded_dispatch.bench.measure import batches, phase_of, phases_ms
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,6 @@ def test_every_kernel_of_ours_has_a_phase():
     # Of experts with biases, which no case has.
     without = {"_add_bias_kernel", "_dot_rows_kernel"}
     assert {kernel for kernel in kernels if phase_of(kernel) == "other"} == without
-
-
-def test_a_cpu_has_no_clock():
-    assert sm_mhz(torch.device("cpu")) is None
 
 
 def test_cases_of_one_layer_and_routing_share_their_batches():

@@ -27,18 +27,10 @@ def test_files_come_in_the_order_of_their_names_and_are_split_by_them(tmp_path):
     corpus = load_corpus(tmp_path)
     assert corpus.train.tobytes() == b"# a.py\n\0# a/z.py\n\0# b.py\n\0"
     assert corpus.held_out.tobytes() == b"# held/f6.py\n\0# m30.py\n\0"
-
-
-def test_too_little_text_is_refused(tmp_path):
-    files(tmp_path, ["a.py"])
     with pytest.raises(ValueError, match=r"^root must hold enough Python files to train .*, got"):
-        load_corpus(tmp_path)
-
-
-def test_the_standard_library_is_enough():
-    corpus = load_corpus()
-    assert len(corpus.train) > 4_000_000 and len(corpus.held_out) > 100_000
-    assert b"\ndef " in corpus.train[:100_000].tobytes()
+        load_corpus(tmp_path / "held")
+    with pytest.raises(ValueError, match=r"^--seq-length must be less than .* 9 bytes, got 9$"):
+        Windows(np.zeros(9, np.uint8), 9, 1)
 
 
 @given(
@@ -74,8 +66,3 @@ def test_ranks_together_read_what_one_would_read():
     assert whole.dtype == torch.int64 and whole.shape == (6, 7)
     assert torch.equal(whole, torch.cat([windows.batch(n, 2, CPU) for n in (4, 6, 8)]))
     assert torch.equal(whole[:, 1:], whole[:, :-1] + 1)
-
-
-def test_a_sequence_must_fit_into_the_text():
-    with pytest.raises(ValueError, match=r"^--seq-length must be less than .* 9 bytes, got 9$"):
-        Windows(np.zeros(9, np.uint8), 9, 1)

@@ -35,13 +35,12 @@ class Layers:
 
 def test_layers_are_captured_ahead_of_the_first_step_that_is_not_eager(monkeypatch):
     monkeypatch.setattr(train_graphs, "LayerGraphs", Layers)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     settings, optimizer = on_a_gpu("layer"), SimpleNamespace(adam="adam")
     made: Any = train_graphs.TrainingGraphs(settings, None, [], optimizer)  # pyright: ignore
     assert made.schedule is None
     for number in range(1, 6):
-        with made.step(number):
-            made._made.events.append(number)
+        made.begin(number)
+        made._made.events.append(number)
     made.delete()
     assert made._made.events == [1, 2, 3, "capture", 4, 5, "delete"]
     assert made._made.given == {"seq_length": 64, "micro_batch": 8, "optimizers": ("adam",)}

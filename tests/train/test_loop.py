@@ -32,9 +32,7 @@ RUNS = [
     "--capacity-factor none --balancing expert-bias",
     "--dispatcher allgather",
     "--dispatcher alltoall-drop-pad",
-    "--ep 1",
-    "--etp 2",
-    "--pp 2 --global-batch 6",
+    "--ep 1 --etp 2",
     "--pp 2 --vpp 2 --num-layers 4 --padded-capacity-pool rank",
 ]
 
@@ -72,24 +70,19 @@ def test_the_loss_falls(outcomes, flags):
     assert [row.step for row in outcome.rows] == [1, 2, 3, 4, 5, 6]
     assert outcome.rows[0].loss == pytest.approx(math.log(256), rel=0.05)
     mean = sum(row.loss for row in outcome.rows[1:]) / 5
+    assert (outcome.rows[0].fill is None) == ("--dispatcher" in flags)  # Only ours counts.
     assert outcome.last_loss == pytest.approx(mean, rel=1e-12)
     assert outcome.rows[5].loss < mean < outcome.rows[0].loss
     assert Outcome(rows=outcome.rows[:1], evaluations={}).last_loss is None
 
 
-def test_only_our_dispatcher_counts(outcomes):
-    counted = {flags for flags, outcome in outcomes.items() if outcome.rows[0].fill is not None}
-    assert counted == {flags for flags in RUNS if "--dispatcher" not in flags}
-
-
 def test_rows_are_dropped_and_evaluation_drops_none(pool2):
     flags = "--steps 2 --capacity-factor"
-    no_drop, small, forced, balanced = train(
+    no_drop, small, forced = train(
         pool2,
         f"{flags} none",
         f"{flags} 0.25 --eval-every 2",
         f"{flags} 2 --balancing forced --seq-length 256 --micro-batch 2",
-        f"{flags} 2 --seq-length 256 --micro-batch 2",
     )
     # 72 tokens, 2 of 8 experts each, 72 slots for each expert.
     assert [(row.dropped, row.fill) for row in no_drop.rows] == [(0, 2 / 8)] * 2
@@ -101,13 +94,11 @@ def test_rows_are_dropped_and_evaluation_drops_none(pool2):
     assert list(small.evaluations) == [2]
     assert abs(small.evaluations[2] - small.rows[1].loss) < 0.5
     assert [(row.dropped, row.fill) for row in forced.rows] == [(0, 1 / 2)] * 2
-    assert balanced.rows[0].dropped is not None and balanced.rows[0].dropped > 0
 
 
-@pytest.mark.parametrize("flags", ["--global-batch 18", "--pp 2 --vpp 2 --num-layers 4"])
-def test_repeated_steps_are_those_of_a_run_that_never_drops(pool2, flags):
+def test_repeated_steps_are_those_of_a_run_that_never_drops(pool2):
     """On a CPU products depend on the number of padded rows, in the last bits."""
-    retry = "--capacity-factor 0.75 --padded-on-overflow retry"
+    flags, retry = "--global-batch 18", "--capacity-factor 0.75 --padded-on-overflow retry"
     never, retried = train(
         pool2, f"--steps 3 {flags} --capacity-factor none", f"--steps 3 {flags} {retry}"
     )
@@ -136,8 +127,7 @@ def test_a_run_is_a_row_of_a_results_file(pool2, tmp_path):
     assert row["fill"] == [line.fill for line in outcome.rows]
     assert row["held_out"] == {"step": [5], "loss": [outcome.evaluations[5]]}
     assert len(row["samples_ms"]) == 3 and sorted(row["samples_ms"])[1] == row["ms"]
-    passes, optimizer = row["phases_ms"]["passes"], row["phases_ms"]["optimizer"]
-    assert passes > 0 and optimizer > 0 and row["host_ms"] == pytest.approx(passes)
+    assert 0 < row["host_ms"] < row["ms"]
     assert row["tokens_per_s"] == pytest.approx(144e3 / row["ms"])
     assert "retried" not in row
 
@@ -162,7 +152,7 @@ def test_an_overflow_that_is_an_error_ends_all_ranks_alike(pool2):
     assert first == second and first.startswith("on_overflow='error': ")
 
 
-def _left_behind(dispatcher: str) -> tuple[list[bool], int]:
+def _left_behind() -> tuple[list[bool], int]:
     """Return which chunks of a run's model are alive, and how many process groups are left."""
     build, models = loop.build_chunks, []
 
@@ -173,15 +163,14 @@ def _left_behind(dispatcher: str) -> tuple[list[bool], int]:
 
     before = len(distributed_c10d._world.pg_map)
     with patch.object(loop, "build_chunks", build_and_note):
-        _train(f"--steps 1 --dispatcher {dispatcher}")
+        _train("--steps 1")
     gc.collect()
     alive = [model() is not None for model in models]
     return alive, len(distributed_c10d._world.pg_map) - before
 
 
-@pytest.mark.parametrize("dispatcher", ["padded_alltoall", "alltoall-drop-pad"])
-def test_nothing_of_a_run_outlives_it(pool2, dispatcher):
-    assert pool2.run(_left_behind, dispatcher) == [([False], 0)] * 2
+def test_nothing_of_a_run_outlives_it(pool2):
+    assert pool2.run(_left_behind) == [([False], 0)] * 2
 
 
 def _counted(flags: str) -> Counted:
@@ -193,8 +182,7 @@ def _counted(flags: str) -> Counted:
     ("flags", "policy", "steps"),
     [
         ("--eval-every 6 --global-batch 18 --drop-policy position", "position", {2, 4, 6}),
-        ("--pp 2 --num-layers 4", "probs", {2, 4, 6}),
-        ("--etp 2 --balancing expert-bias --trace-every 3", "probs", {3, 6}),
+        ("--pp 2 --num-layers 4 --balancing expert-bias --trace-every 3", "probs", {3, 6}),
     ],
 )
 def test_what_a_trace_replays_is_what_the_run_counted(pool2, tmp_path, flags, policy, steps):

@@ -27,6 +27,12 @@ def test_the_documented_example():
     buffers = config.buffer_bytes(4096, 2048, 2)
     saved = 40960 * ((2048 + 3 * 768) * 2 + 4) + buffers.plan
     assert found.memory_bytes == buffers.total + saved
+    pool = cost(qwen3(1.25, capacity_pool="rank"), 4096, QWEN3)
+    assert pool.wire_bytes == found.wire_bytes
+    assert cost(qwen3(2.0, num_ranks=1), 4096, QWEN3).wire_bytes == 0
+    # Without drops each expert has a slot for each token.
+    sent = 4 * 128 * 4096 * 2048 * 2 + 2 * 128 * 4097 * 4
+    assert cost(qwen3(NO_DROP), 4096, QWEN3).wire_bytes == sent * 7 // 8
 
 
 def test_layers_share_buffers_and_keep_activations_for_themselves():
@@ -37,11 +43,6 @@ def test_layers_share_buffers_and_keep_activations_for_themselves():
     assert six.wire_bytes == one.wire_bytes
 
 
-def test_pools_send_as_much_and_one_rank_sends_nothing():
-    assert cost(qwen3(1.25, capacity_pool="rank"), 4096, QWEN3).wire_bytes == 587_490_176
-    assert cost(qwen3(2.0, num_ranks=1), 4096, QWEN3).wire_bytes == 0
-
-
 def test_ranks_that_split_experts_gather_rows():
     split = cost(qwen3(1.0, etp_size=2), 4096, QWEN3)
     one_trip = 4 * 32768 * 2048 * 2 + 2 * 128 * 257 * 4
@@ -50,16 +51,6 @@ def test_ranks_that_split_experts_gather_rows():
     buffers = config.buffer_bytes(4096, 2048, 2)
     saved = 65536 * ((2048 + 3 * 384) * 2 + 4) + buffers.plan  # twice the rows, half the ffn
     assert split.memory_bytes == buffers.total + saved
-
-
-def test_dropping_nothing_sends_every_token_to_every_expert():
-    sent = 4 * 128 * 4096 * 2048 * 2 + 2 * 128 * 4097 * 4
-    assert cost(qwen3(NO_DROP), 4096, QWEN3).wire_bytes == sent * 7 // 8
-
-
-def test_sizes_below_one():
-    with pytest.raises(ValueError, match="ffn_size must be at least 1, got 0"):
-        LayerSizes(hidden_size=1, ffn_size=0)
 
 
 @given(st.data())
@@ -82,7 +73,7 @@ def test_balanced_drop_in_fractions(data):
 
 @pytest.mark.parametrize(
     ("mean", "capacity", "percent"),
-    [(32, 32, 7.03), (32, 40, 0.73), (128, 128, 3.52), (2048, 2048, 0.88), (2048, 2151, 0.01)],
+    [(32, 32, 7.03), (32, 40, 0.73), (128, 128, 3.52)],
 )
 def test_balanced_drop_of_many_experts_is_that_of_poisson(mean, capacity, percent):
     sizes = dict(num_tokens=mean * 2**12, top_k=1, num_experts=2**12)

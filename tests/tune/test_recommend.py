@@ -63,6 +63,11 @@ def test_the_first_factor_from_which_on_all_are_enough():
     assert smallest_sufficient(demand, dropped, 0.0).tolist() == [2, 2, 3]
 
 
+def test_percent():
+    shares = {0.001: "0.1 %", 0.123456: "12.35 %", 0.99999: "99.99 %", 1e-7: "< 0.0001 %", 0: "0 %"}
+    assert {share: percent(share) for share in shares} == shares
+
+
 def test_the_quantile_is_an_order_statistic():
     values = np.random.default_rng(0).permutation(np.arange(1, 301))
     assert [quantile(values, share) for share in (0.99, 0.5, 1.0, 1e-6)] == [297, 150, 300, 1]
@@ -89,6 +94,8 @@ def test_a_target_that_allows_drops():
     assert advise(needs).overall.factor == 1.3
     assert advise(needs, drop=0.05).overall.factor == 1.2  # one row of 20
     assert advise(needs, drop=0.0499).overall.factor == 1.3
+    with pytest.raises(ValueError, match=r"factors must suffice .*, got 1\.2; add 1\.3"):
+        advise(needs, factors=[1.0, 1.2])
     assert "at most 5 % of rows dropped in 99 % of the 600" in advise(needs, drop=0.05).sentence()
 
 
@@ -144,35 +151,6 @@ def test_missing_ranks_are_a_warning():
     assert warning.startswith("1 of 30 steps of a layer lack some of their 4 ranks, so ")
 
 
-def test_a_grid_that_ends_too_low():
-    with pytest.raises(ValueError, match=r"factors must suffice .*, got 1\.2; add 1\.5"):
-        advise(mixed(50, 1.5, 10), factors=[1.0, 1.2])
-
-
-def test_wrong_targets():
-    with pytest.raises(ValueError, match=r"drop must be .*, got 5; for 5 % set 0\.05"):
-        Target(drop=5)
-    with pytest.raises(ValueError, match=r"steps_share must be a share above 0 .*, got 0"):
-        Target(steps_share=0)
-
-
-@pytest.mark.parametrize(
-    ("share", "text"),
-    [
-        (0.001, "0.1 %"),
-        (0.00987, "0.99 %"),
-        (0.123456, "12.35 %"),
-        (0.99, "99 %"),
-        (0.99999, "99.99 %"),
-        (1e-7, "< 0.0001 %"),
-        (0.0, "0 %"),
-        (1.0, "100 %"),
-    ],
-)
-def test_percent(share, text):
-    assert percent(share) == text
-
-
 SIZES = TraceSizes(num_steps=40, num_layers=2, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
 
 
@@ -191,6 +169,15 @@ def test_a_study_takes_the_pool_with_the_smaller_factor(found):
     even = study(synthetic_trace("balanced", SIZES), Target(), name="x")
     assert even.answers[0].overall.factor == even.answers[1].overall.factor
     assert even.pool == "expert"
+    alone = study(synthetic_trace("uniform", SIZES), Target(), name="x", pools=("expert",))
+    option = alone.options[3]
+    assert (option.factor, option.capacity, option.cost) == (1.0, 8, None)
+    sizes = dict(num_tokens=64, top_k=2, num_experts=16, capacity=8)
+    assert option.balanced == balanced_drop(**sizes)
+    odd = dataclasses.replace(synthetic_trace("uniform", SIZES), num_experts=17)
+    with pytest.raises(ValueError, match="num_experts must be a multiple of num_ranks=2, got 17"):
+        study(odd, Target(), name="x")
+    assert study(odd, Target(), name="x", etp=2).chosen.overall.num_steps == 40
 
 
 def test_options_are_what_the_replay_says(found):
@@ -214,19 +201,3 @@ def test_options_are_what_the_replay_says(found):
         assert option.cost == cost(config, 64, found.sizes)
         assert option.balanced is None
     assert found.options[0].retried == 1.0 and found.options[-1].dropped == 0
-
-
-def test_a_balanced_router_beside_cells_of_experts():
-    alone = study(synthetic_trace("uniform", SIZES), Target(), name="x", pools=("expert",))
-    option = alone.options[3]
-    assert (option.factor, option.capacity, option.cost) == (1.0, 8, None)
-    sizes = dict(num_tokens=64, top_k=2, num_experts=16, capacity=8)
-    assert option.balanced == balanced_drop(**sizes)
-    assert abs(option.dropped - option.balanced) < 0.02
-
-
-def test_the_sources_of_a_study_may_split_experts():
-    trace = dataclasses.replace(synthetic_trace("uniform", SIZES), num_experts=17)
-    with pytest.raises(ValueError, match="num_experts must be a multiple of num_ranks=2, got 17"):
-        study(trace, Target(), name="x")
-    assert study(trace, Target(), name="x", etp=2).chosen.overall.num_steps == 40

@@ -12,7 +12,7 @@ from padded_dispatch.config import DispatchConfig
 from padded_dispatch.ops.select import select
 from padded_dispatch.trace import Trace
 from padded_dispatch.tune import replay as replay_module
-from padded_dispatch.tune.replay import POOLS, grid, places, replay
+from padded_dispatch.tune.replay import POOLS, grid, replay
 from tests.support.traces import small_trace
 from tests.tune.referee import asked_rows, kept_rows
 
@@ -151,7 +151,6 @@ def test_grid():
     ("arguments", "message"),
     [
         (dict(factors=[]), "factors must hold at least one"),
-        (dict(factors=[0.0]), "capacity_factor must .*, got 0.0"),
         (dict(factors=[math.nan]), "capacity_factor must .*, got nan"),
         (dict(policy="best"), "policy must be probs or position, got 'best'"),
         (dict(pool="source"), "pool must be one of expert, rank, got 'source'"),
@@ -162,13 +161,3 @@ def test_wrong_arguments(arguments, message):
     trace = small_trace(steps=[0, 0], layers=[0, 0], ranks=[0, 1])
     with pytest.raises(ValueError, match=message):
         replay(trace, **dict(factors=[1.0]) | arguments)
-
-
-def test_places_in_a_pool():
-    ids_NTK = np.zeros((1, 4, 1), np.int16)
-    probs_NTK = np.float32([0.2, 0.5, 0.9, 0.5]).reshape(1, 4, 1)
-    pool_NTK = np.zeros((1, 4, 1), np.int64)
-    assert places(ids_NTK, probs_NTK, pool_NTK).flatten().tolist() == [3, 1, 0, 2]
-    assert places(ids_NTK, None, pool_NTK).flatten().tolist() == [0, 1, 2, 3]
-    ids_NTK[0, 0] = -1
-    assert places(ids_NTK, None, pool_NTK).flatten().tolist() == [2**31 - 1, 0, 1, 2]

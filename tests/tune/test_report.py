@@ -1,7 +1,8 @@
 """The text for the terminal, and the page as a browser sees it: its elements and its numbers."""
 
 import dataclasses
-from html.parser import HTMLParser
+import re
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 
 SIZES = TraceSizes(num_steps=40, num_layers=3, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
 LAYER = LayerSizes(hidden_size=64, ffn_size=48, num_layers=3)
-VOID = {"meta"}
 
 
 def studied(*, kind="lognormal", sizes=LAYER, name="zipf <b>", **given):
@@ -28,19 +28,24 @@ def found():
     return studied()
 
 
-def test_text_of_a_table():
-    table = Table(headers=("a", "long"), rows=(("1", "2"), ("10", "200")), marked=1)
-    assert str(table) == "   a  long\n   1     2\n> 10   200"
-    assert ">" not in str(Table(headers=("a",), rows=(("1",),)))
+def sections(page: str) -> dict[str, str]:
+    """Return the text of the sections by id, with a tab between cells and a line for each row."""
+    found = re.findall(r'<section id="(\w+)">(.*?)</section>', page, re.DOTALL)
+    cells = [(name, re.sub("</t[dh]>(?!</tr>)", "\t", text)) for name, text in found]
+    plain = {name: unescape(re.sub("<[^>]*>", "", text)) for name, text in cells}
+    return {name: text.replace("\N{NO-BREAK SPACE}", " ") for name, text in plain.items()}
+
+
+def rows(table: Table) -> list[str]:
+    return ["\t".join(cells) for cells in (table.headers, *table.rows)]
 
 
 def cells(table: Table, number: int) -> dict[str, str]:
     return dict(zip(table.headers, table.rows[number], strict=True))
 
 
-@pytest.mark.parametrize("brief", [True, False])
-def test_cells_of_the_factors(found, brief):
-    table = factor_table(found, found.options, brief=brief)
+def test_cells_of_the_factors(found):
+    table = factor_table(found, found.options, brief=False)
     assert table.marked is not None
     option = found.options[table.marked]
     assert option.factor == found.chosen.overall.factor
@@ -56,16 +61,13 @@ def test_cells_of_the_factors(found, brief):
         "wire MB": f"{option.cost.wire_bytes / 1e6:.1f}",
         "GiB": f"{option.cost.memory_bytes / 2**30:.3g}",
     }
-    if brief:
-        for name in ("steps with drops", "worst layer", "fill"):
-            del shown[name]
     assert cells(table, table.marked) == shown
-    assert factor_table(dataclasses.replace(found, sizes=None), found.options, brief=True).headers[
-        -1
-    ] == ("lost tokens")
-
-
-def test_a_balanced_router_stands_beside_cells_of_experts():
+    brief = factor_table(found, found.options, brief=True)
+    left = set(shown) - {"steps with drops", "worst layer", "fill"}
+    assert cells(brief, table.marked) == {name: shown[name] for name in left}
+    bare = dataclasses.replace(found, sizes=None)
+    assert factor_table(bare, bare.options, brief=True).headers[-1] == "lost tokens"
+    assert "give --hidden-size and --ffn-size" in sections(html(bare, {}))["factors"]
     alone = studied(pools=("expert",))
     table = factor_table(alone, alone.options, brief=False)
     assert cells(table, 4)["balanced"] == percent(alone.options[4].balanced)
@@ -121,113 +123,31 @@ def test_a_warning_is_in_the_text_and_on_the_page():
     young = study(synthetic_trace("drift", SIZES, strength=2.0), Target(), name="x")
     (warning,) = young.chosen.warnings()
     assert warning in " ".join(summary(young, Path("tune.html")).split())
-    assert warning in Page(html(young, {})).texts["recommendation"]
+    assert warning in sections(html(young, {}))["recommendation"]
     alone = studied(pools=("rank",))
     assert "pool" not in summary(alone, Path("x")).replace("capacity_pool", "").replace("-pool", "")
 
 
-class Page(HTMLParser):
-    """Sections by id with their text, and table rows."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.section = "head"
-        self.texts: dict[str, str] = {"head": ""}
-        self.rows: dict[str, list[tuple[str, ...]]] = {}
-        self.marked: dict[str, list[tuple[str, ...]]] = {}
-        self.sources: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        sources = ("src", "href", "xlink:href")
-        self.sources += [value or "" for name, value in attrs if name in sources]
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "section":
-            self.section = dict(attrs)["id"] or ""
-            self.texts[self.section] = ""
-            self.rows[self.section], self.marked[self.section] = [], []
-        elif tag == "tr":
-            self.is_marked = ("class", "marked") in attrs
-            self.cells: list[str] = []
-        elif tag in ("td", "th"):
-            self.cells.append("")
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        self.handle_endtag(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag  # Everything is closed, in order.
-        if tag == "tr":
-            self.rows[self.section].append(tuple(self.cells))
-            if self.is_marked:
-                self.marked[self.section].append(tuple(self.cells))
-
-    def handle_data(self, data):
-        data = data.replace("\N{NO-BREAK SPACE}", " ")
-        self.texts[self.section] += data
-        if self.open and self.open[-1] in ("td", "th"):
-            self.cells[-1] += data
-
-
-@pytest.fixture(scope="module")
-def page(found):
-    drawn = plots.figures(found)
-    return Page(html(found, {name: plots.svg(figure) for name, figure in drawn.items()}))
-
-
-def test_sections_in_reading_order(page):
-    assert [*page.texts] == [
-        "head",
-        "recommendation",
-        "settings",
-        "figures",
-        "factors",
-        "layers",
-        "method",
-    ]
-    assert all(text.strip() for text in page.texts.values())
-    assert page.open == []
-    assert "Capacity for zipf <b>" in page.texts["head"]
-
-
-def test_the_page_shows_the_recommendation_and_its_tables(found, page):
-    assert page.texts["recommendation"].strip().startswith(found.chosen.sentence())
-    pools, layers = pool_table(found), layer_table(found)
-    assert page.rows["recommendation"] == [pools.headers, *pools.rows]
-    assert page.marked["recommendation"] == [pools.rows[1]]
-    assert page.rows["layers"] == [layers.headers, *layers.rows]
+def test_the_page_shows_the_recommendation_its_tables_and_its_settings(found):
+    drawn = {name: plots.svg(figure) for name, figure in plots.figures(found).items()}
+    page = html(found, drawn)
+    texts = sections(page)
+    order = ["recommendation", "settings", "figures", "factors", "layers", "method"]
+    assert [*texts] == order and all(text.strip() for text in texts.values())
+    assert "Capacity for zipf &lt;b&gt;" in page
+    assert texts["recommendation"].strip().startswith(found.chosen.sentence())
     whole = factor_table(found, found.options, brief=False)
-    header, *shown = page.rows["factors"]
-    assert header == whole.headers
-    assert set(shown) <= set(whole.rows) and shown[-1] == whole.rows[-1]
-    assert page.marked["factors"] == [whole.rows[whole.marked]]
-    trace = "10,240 rows of 240 records, 40 steps, 3 layers; 16 experts, top-2, 2 source ranks"
-    assert trace.replace("10,240", f"{found.chosen.replay.demand.sum():,}") in page.texts["method"]
-
-
-def test_settings_are_those_of_the_recommendation(found, page):
+    for name, table in ("recommendation", pool_table(found)), ("layers", layer_table(found)):
+        assert all(row in texts[name].splitlines() for row in rows(table))
+    assert whole.marked is not None
+    for row in (0, 1 + whole.marked, -1):
+        assert rows(whole)[row] in texts["factors"].splitlines()
+    assert f"{found.chosen.replay.demand.sum():,} rows of 240 records, 40 steps" in texts["method"]
     for per_layer in (False, True):
-        for block in blocks(found, per_layer=per_layer):
-            assert block.text in page.texts["settings"]
-    merged = Page(html(dataclasses.replace(found, layers_of_model=False), {}))
-    assert "No settings for each layer" in merged.texts["settings"]
-    assert "layer-factors" not in merged.texts["settings"]
-
-
-def test_it_needs_nothing_from_elsewhere(page):
-    assert not {"script", "link", "img", "iframe", "object", "base"} & set(page.tags)
-    assert page.tags.count("figure") == page.tags.count("figcaption") == 3
-    # Inside the same file; a heat map is a picture written out.
-    assert all(source.startswith(("#", "data:image/png;base64,")) for source in page.sources)
-
-
-def test_without_figures_and_sizes():
-    bare = Page(html(studied(sizes=None), {}))
-    assert "figures" not in bare.texts
-    assert "give --hidden-size and --ffn-size" in bare.texts["factors"]
+        assert all(b.text in texts["settings"] for b in blocks(found, per_layer=per_layer))
+    merged = sections(html(dataclasses.replace(found, layers_of_model=False), {}))
+    assert "figures" not in merged and "layer-factors" not in merged["settings"]
+    # It needs nothing from elsewhere; a heat map is a picture written out.
+    assert not re.search("<(script|link|img|iframe|object|base)", page)
+    sources = re.findall(r'(?:src|href)="([^"]*)"', page)
+    assert all(source.startswith(("#", "data:image/png;base64,")) for source in sources)

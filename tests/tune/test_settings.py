@@ -49,32 +49,6 @@ def test_options_are_those_of_the_answer():
     assert given == {"capacity_pool": "rank", "layer_factors": factors}
 
 
-def test_text_of_the_blocks():
-    found = STUDIES["rank"]
-    factor, layers = found.chosen.overall.factor, found.chosen.layers
-    listed = f"1:{layers[1].factor:g},2:{layers[2].factor:g}"
-    megatron_lm, python, yaml = (block.text for block in blocks(found, per_layer=True))
-    assert megatron_lm.splitlines() == [
-        "torchrun --nproc-per-node auto -m padded_dispatch.megatron.run \\",
-        '  pretrain_gpt.py "${ARGS[@]}" \\',
-        "  --moe-token-dispatcher-type padded_alltoall \\",
-        f"  --moe-expert-capacity-factor {factor:g} \\",
-        "  --padded-capacity-pool rank \\",
-        f"  --padded-layer-factors {listed}",
-    ]
-    assert python.splitlines()[2:4] == [
-        "install(PaddedOptions(",
-        '    capacity_pool="rank",',
-    ]
-    assert yaml.splitlines()[:4] == [
-        "moe_token_dispatcher_type: padded_alltoall",
-        f"moe_expert_capacity_factor: {factor:g}",
-        "padded_dispatch:",
-        '  capacity_pool: "rank"',
-    ]
-    assert "padded" not in text_for("YAML", STUDIES["expert"], False).splitlines()[1:]
-
-
 @EACH
 @EACH_POOL
 def test_bash_and_the_launcher_take_the_block_of_megatron_lm(found, per_layer):

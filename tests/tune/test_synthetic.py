@@ -54,19 +54,7 @@ def test_topics_are_popular_experts_of_one_rank():
     assert (found[:, :, 0] == demand("lognormal", strength=3.0)[:, :, 0]).all()
 
 
-def test_an_eighth_of_the_experts_is_hot():
-    hot_LE = demand("hot-experts", strength=6.0).sum((0, 2)) > 2 * 48 * MEAN
-    assert hot_LE.sum(1).tolist() == [2, 2]
-
-
 def test_drift_gets_worse():
     largest = demand("drift", strength=2.0).sum(2).max((1, 2))
     assert (demand("drift", strength=2.0)[0] == demand("uniform")[0]).all()
     assert largest[0] < 2 * 4 * MEAN < 4 * 4 * MEAN < largest[-1]
-
-
-def test_wrong_arguments():
-    with pytest.raises(ValueError, match=r"kind must be one of balanced, uniform.*, got 'cold'"):
-        synthetic_trace("cold", SIZES)
-    with pytest.raises(ValueError, match="num_experts must be a multiple of num_ranks=3, got 8"):
-        TraceSizes(num_steps=1, num_layers=1, num_ranks=3, num_tokens=2, num_experts=8, top_k=1)

@@ -28,13 +28,6 @@ def test_fields_become_flags(error, shown):
         raise ValueError(error)
 
 
-def test_other_errors_and_none_pass():
-    with errors_name_flags(GIVEN):
-        pass
-    with pytest.raises(KeyError, match="tokens must"), errors_name_flags(GIVEN):
-        raise KeyError("tokens must")
-
-
 def test_help_shows_defaults_that_are_set_and_not_explained():
     parser = ArgumentParser(usage="x", formatter_class=HelpFormatter, add_help=False)
     parser.add_argument("--seed", type=int, default=0, help="a seed")
@@ -56,7 +49,6 @@ def test_help_shows_defaults_that_are_set_and_not_explained():
         (["--capcity-factor", "2"], "--capcity-factor 2; did you mean --capacity-factor?"),
         (["--capcity-factor=2"], "--capcity-factor=2; did you mean --capacity-factor?"),
         (["--quiet"], "--quiet; --help lists the flags"),
-        (["two", "--capacity-factor", "1"], "two; --help lists the flags"),
     ],
 )
 def test_an_unknown_flag_has_the_most_similar_one_beside_it(given, shown, capsys):
@@ -65,11 +57,3 @@ def test_an_unknown_flag_has_the_most_similar_one_beside_it(given, shown, capsys
     with pytest.raises(SystemExit, match=r"^2$"):
         parser.parse_args(given)
     assert capsys.readouterr().err.endswith(f"x: error: unrecognized arguments: {shown}\n")
-
-
-def test_other_errors_of_a_parser_are_those_of_argparse(capsys):
-    parser = Parser(prog="x")
-    parser.add_argument("--number", type=int)
-    with pytest.raises(SystemExit, match=r"^2$"):
-        parser.parse_args(["--number", "a"])
-    assert capsys.readouterr().err.endswith("argument --number: invalid int value: 'a'\n")
