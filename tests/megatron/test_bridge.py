@@ -3,13 +3,10 @@
 import dataclasses
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +23,6 @@ from padded_dispatch.megatron.bridge import (
     single_experts,
 )
 from tests.support import parity, tiny
-from tests.support.processes import ENVIRONMENT
 
 STACKED = {"experts.linear_fc1.weight", "experts.linear_fc2.weight"}
 SINGLE = {f"experts.linear_fc{fc}.weight{i}" for fc in (1, 2) for i in range(tiny.NUM_EXPERTS)}
@@ -241,16 +237,6 @@ class Container:
         return value
 
 
-@dataclass
-class Model:
-    """A model's config that holds Megatron's and converts it by itself."""
-
-    transformer: TransformerConfig
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"transformer": dict(vars(self.transformer))}
-
-
 @pytest.fixture(params=_CONTAINERS, ids=lambda names: names[0])
 def container(request, monkeypatch) -> Iterator[Any]:
     name, class_name = request.param
@@ -282,65 +268,3 @@ def test_a_saved_config_has_the_options_and_an_installed_one_has_them_again(cont
     assert vars(container)["_convert_value_to_dict"] is changed is not before
     uninstall()
     assert vars(container)["_convert_value_to_dict"] is before
-
-
-def test_a_config_inside_that_of_a_model(container):
-    install(OPTIONS)
-    model = Model(config())
-    saved = container._convert_value_to_dict(model)
-    assert PaddedOptions(**saved["transformer"][KEY]) == OPTIONS
-    assert KEY not in saved
-    stock = container._convert_value_to_dict(Model(config("allgather")))
-    assert KEY not in stock["transformer"]
-
-
-BRIDGE = """
-import sys, types
-from dataclasses import dataclass
-import yaml
-from padded_dispatch.config import NO_DROP
-from padded_dispatch.megatron import PaddedOptions, install, megatron_on_cpu
-from tests.support.bridge_model import StandIns
-
-sys.meta_path.append(StandIns("transformer_engine", "transformer_engine_torch"))
-options = {options!r}
-with megatron_on_cpu():
-    install(options)
-    from megatron.bridge.models.gpt_provider import GPTModelProvider
-    from megatron.bridge.training.utils.config_utils import _ConfigContainerBase
-
-    @dataclass(kw_only=True)
-    class Run(_ConfigContainerBase):
-        model: GPTModelProvider
-
-    # Bridge loads classes of some packages only.
-    Run.__module__ = "megatron.core.run"
-    sys.modules["megatron.core.run"] = types.SimpleNamespace(Run=Run)
-    model = GPTModelProvider(
-        num_layers=2, hidden_size=8, num_attention_heads=1, num_moe_experts=2, moe_router_topk=2,
-        moe_aux_loss_coeff=0.0, moe_token_dispatcher_type="padded_alltoall", vocab_size=32,
-    )
-    model.finalize()
-    Run(model=model).to_yaml("run_config.yaml")
-    with open("run_config.yaml") as file:
-        saved = yaml.safe_load(file)
-    assert PaddedOptions(**saved["model"]["padded_options"]) == options
-    loaded = Run.from_yaml("run_config.yaml").model
-    assert loaded.moe_token_dispatcher_type == "padded_alltoall"
-"""
-
-
-def test_bridge_saves_the_options_and_loads_what_it_saved(tmp_path):
-    needs_bridge()
-    script = BRIDGE.format(options=OPTIONS).replace("inf", "NO_DROP")
-    folder = str(Path(__file__).parents[2])
-    path = os.pathsep.join([ENVIRONMENT.get("PYTHONPATH", ""), folder])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        cwd=tmp_path,
-        env=ENVIRONMENT | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]

@@ -124,25 +124,6 @@ def test_two_ranks_keep_what_their_pools_hold(pool2, factor, recompute):
     assert seen.fill[0] == kept_SR.sum() / (4 * slots)
 
 
-def _several_in_flight() -> list[str]:
-    made = layer("rank", 0.5)
-    alone = [run(made, tokens(9, seed)) for seed in (1, 2, 3)]
-    made.zero_grad()
-    given = [tokens(9, seed).requires_grad_() for seed in (1, 2, 3)]
-    outputs = [made(hidden)[0] for hidden in given]
-    for output in (outputs[1], outputs[0], outputs[2]):
-        output.backward(torch.ones_like(output).cumsum(0) / 10)
-    return [
-        f"pass {n}"
-        for n, (hidden, output, one) in enumerate(zip(given, outputs, alone, strict=True))
-        if not torch.equal(output, one["output"]) or not torch.equal(hidden.grad, one["tokens"])
-    ]
-
-
-def test_several_passes_in_flight_keep_their_own_plans(pool2):
-    assert pool2.run(_over_two_ranks, _several_in_flight) == [[], []]
-
-
 def _evaluation_fits(pool: str) -> Any:
     made, whole = layer(pool, 0.25), layer("expert", None, eval_factor=NO_DROP)
     whole.load_state_dict(made.state_dict())

@@ -65,18 +65,6 @@ def test_steps_are_repeated_and_retries_shown(loop):
     assert [getattr(loop, name) for name in NAMES] == stock
 
 
-def test_another_model_is_another_run_and_without_retry_the_schedule_is_megatrons(loop):
-    install(PaddedOptions(on_overflow="retry"))
-    for _ in range(2):
-        step(loop, Training(CASE, on_overflow="retry"))
-    install()
-    training = Training(CASE)
-    step(loop, training)
-    first, second, third = loop.calls
-    assert first is not second and first.chunks is not second.chunks
-    assert third is training.schedule
-
-
 @pytest.mark.parametrize("kind", ["stock", "dense"])
 def test_other_models_train_as_before(loop, monkeypatch, kind):
     install()
@@ -198,16 +186,6 @@ def test_an_overflow_ends_the_run_at_the_line(loop):
     with pytest.raises(RuntimeError, match=r"^on_overflow='error': .* layer . found no .* step 1 "):
         train(loop, on_overflow="error")
     assert len(loop.calls) == 1
-
-
-def test_skipped_iterations_count_as_steps(loop):
-    """Iterations 2 and 3 are skipped: `train_step` is next called for the fourth."""
-    training = Training(CASE)
-    given = forward, draws(CASE), training.chunks, None, None, training.config, training.schedule
-    install()
-    for iteration in (0, 3, 4, 5, 6):
-        loop.train_step(*given, iteration=iteration)
-    assert [step for step, _ in loop.tensorboard.scalars["moe/dropped"]] == [1, 2, 6]
 
 
 def test_a_trace_holds_all_steps_of_a_run_and_of_its_resumption(loop, tmp_path):

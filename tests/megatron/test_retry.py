@@ -41,7 +41,6 @@ from tests.support.training import (
     Model,
     Training,
     differing_names,
-    draws,
     world,
 )
 
@@ -148,24 +147,6 @@ def test_a_drop_in_one_layer_of_one_rank_repeats_the_step_on_all(pool2):
     # Two microbatches of ten tokens: 20 want an expert, ceil(10 * 1.5) slots are there.
     assert first == ([], {1: [0, 0, 0, 0], 2: [0, 0, 0, 0]}, (1, 3))
     assert second == ([], {1: [0, 0, 0, 0], 2: [0, 10, 0, 0]}, (1, 3))
-
-
-def test_data_is_read_once_per_step_and_ends_as_without_retry(alone):
-    with world(THREE_MICROBATCHES):
-        for training in (
-            Training(THREE_MICROBATCHES),
-            Training(THREE_MICROBATCHES, on_overflow="retry"),
-        ):
-            batches = itertools.islice(draws(THREE_MICROBATCHES), 7)
-            read: list[int] = []
-            counted = (read.append(number) or batch for number, batch in enumerate(batches))
-            for number in (1, 2):
-                training.passes(counted)
-                assert read == list(range(3 * number))
-            with pytest.raises(StopIteration):
-                training.passes(counted)
-        assert training.retry is not None
-        assert (training.retry.num_retried, training.retry.num_steps) == (2, 2)
 
 
 def test_a_second_drop_raises(alone):

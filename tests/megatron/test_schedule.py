@@ -108,19 +108,6 @@ class Layer:
         self.mlp, self.config = mlp, SimpleNamespace(**fields)
 
 
-def test_a_layer_notes_the_shape_of_its_last_mask():
-    layer = Layer(**layer_graphs("moe"))
-    schedule.note_mask(layer, None)
-    assert schedule.sample_mask(layer) == {}
-    for shape, every_third in (
-        ((2, 3), [[0, 1, 0], [0, 1, 0]]),
-        ((2, 4), [[0, 1, 0, 0], [1, 0, 0, 1]]),
-    ):
-        schedule.note_mask(layer, torch.ones(shape, dtype=torch.bool))
-        schedule.note_mask(layer, None)
-        assert schedule.sample_mask(layer)["padding_mask"].int().tolist() == every_third
-
-
 def test_other_graphs_need_no_mask():
     """Graphs of attention alone, Megatron's own, none, and those of whole iterations."""
     local = {**layer_graphs("moe"), "cuda_graph_impl": "local"}

@@ -14,7 +14,7 @@ from torch import nn
 from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron import PaddedOptions, padded_spec
 from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.megatron.telemetry import _OF_LAYERS, Telemetry, scalars
+from padded_dispatch.megatron.telemetry import Telemetry, scalars
 from tests.support import tiny
 
 E, T = tiny.NUM_EXPERTS, 13
@@ -222,20 +222,6 @@ def test_scalars_have_megatrons_kind_of_names():
 
 
 @pytest.mark.parametrize(
-    ("top_k", "names"), [(1, ["dropped", "needed_factor"]), (4, list(_OF_LAYERS))]
-)
-def test_a_layer_has_at_most_two_names_per_choice(top_k, names):
-    with tiny.one_process():
-        chunk = model(1, moe_router_topk=top_k, moe_router_pre_softmax=True)
-        telemetry = Telemetry([chunk])
-        run(chunk[0], 1)
-        found = scalars(telemetry.read(), per_layer=True)
-    of_layer = [name for name in found if name.endswith("_layer_0")]
-    assert of_layer == [f"moe/{name}_layer_0" for name in names]
-    assert len(of_layer) <= 2 * top_k
-
-
-@pytest.mark.parametrize(
     ("numbers", "expected"), [((None,), [1]), ((None, None), [1, 2]), ((None, 3), [4, 3])]
 )
 def test_a_layer_by_itself_needs_no_number(numbers, expected):
@@ -251,21 +237,6 @@ def test_a_layer_by_itself_needs_no_number(numbers, expected):
         alone = Telemetry([chunk[0]])
         run(chunk[0], 2)
         assert alone.read().training.num_tokens_Y.tolist() == [T]
-
-
-def test_a_read_can_be_finished_at_once():
-    with tiny.one_process():
-        chunk = model(1)
-        telemetry = Telemetry([chunk], every=3)
-        for step, num_steps in ((1, 1), (2, None), (3, 2)):
-            assert telemetry.finish() is None
-            run(chunk[0], step)
-            assert telemetry.step() is None
-            snapshots = telemetry.finish()
-            assert (snapshots and snapshots.num_steps) == num_steps
-            if snapshots is not None:
-                assert snapshots.step == step
-                assert snapshots.training.num_tokens_Y.tolist() == [num_steps * T]
 
 
 def test_a_model_without_padded_layers_is_refused():
@@ -310,19 +281,6 @@ def test_two_ranks_are_summed_and_idle_passes_belong_to_a_rank(pool2):
     assert snapshot.rank_overload[1] == 2.0
 
 
-def _over_two_stages() -> tuple[Any, Any]:
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-        try:
-            chunk = model(dist.get_rank() + 1, num_layers=2, pipeline_dtype=torch.float32)
-            [mine] = [watch(layer)[0] for layer in chunk]
-            telemetry = Telemetry([chunk])
-            run(chunk[0], 1)
-            return telemetry.read().training, mine.demand_E
-        finally:
-            parallel_state.destroy_model_parallel()
-
-
 def _error_of_another_stage() -> str:
     with megatron_on_cpu():
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
@@ -342,13 +300,6 @@ def _error_of_another_stage() -> str:
 def test_an_error_is_raised_on_all_stages(pool2):
     first, second = pool2.run(_error_of_another_stage)
     assert first == second and "of layer 2 found no room at step 0" in first
-
-
-def test_every_stage_sees_all_layers_once(pool2):
-    (snapshot, first), (_, second) = pool2.run(_over_two_stages)
-    assert snapshot.layers_Y.tolist() == [1, 2]
-    assert snapshot.demand_YE.tolist() == [first.tolist(), second.tolist()]
-    assert snapshot.num_passes_Y.tolist() == [1, 1]
 
 
 def _over_tensor_parallel_ranks() -> Any:
