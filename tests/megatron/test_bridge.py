@@ -71,14 +71,6 @@ def test_what_is_copied_into_a_single_expert_arrives_and_nothing_else_changes():
     assert linear.biases()[3].eq(7.0).all() and linear.biases()[:3].eq(0.0).all()
 
 
-def test_a_single_expert_can_be_read_by_name():
-    linear = layer().experts.linear_fc2
-    assert linear.weight0.data_ptr() == linear.weight.data_ptr()
-    assert torch.equal(linear.weight3, linear.weight[3])
-    for name in (f"weight{tiny.NUM_EXPERTS}", "bias0", "weight", "main_grad", "weight-1"):
-        assert hasattr(linear, name) == (name == "weight")
-
-
 class StandIn:
     """What `MegatronModelBridge` has: methods that list the parameters of `megatron_model`."""
 

@@ -16,7 +16,6 @@ import megatron.core
 import pytest
 import torch
 from megatron.core import package_info, tensor_parallel
-from megatron.core.inference import utils as inference_utils
 from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
 from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.mlp import MLP
@@ -35,7 +34,6 @@ from megatron.core.transformer.transformer_config import (
 )
 
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from tests.support import tiny
 
@@ -261,46 +259,6 @@ def test_the_router_reads_its_factor_in_routing_only():
     assert in_routing == inspect.getsource(router).count(name) > 0
 
 
-def test_text_generation_writes_a_factor_to_the_routers_config(monkeypatch):
-    """All versions; hence the router's config is a view that passes writes on, and not a copy."""
-    monkeypatch.setattr(inference_utils, "moe_layer_cache", None)
-    layer = tiny.layer(tiny.config("allgather"))
-    layer.router.config = SimpleNamespace()
-    inference_utils.set_decode_expert_padding(layer, True, capacity_factor=2)
-    assert layer.router.config.moe_expert_capacity_factor == 2
-
-
-def test_routing_flattens_the_mask_for_the_bias():
-    """All versions pass [T], and the map is [T, E]."""
-    recording = recording_router()
-    mask_SB = torch.zeros(5, 3, dtype=torch.bool)
-    mask_SB[4] = True
-    recording.routing(torch.randn(5, 3, 4), mask_SB)
-    assert recording.seen[1].tolist() == [False] * 12 + [True] * 3
-
-
-def test_a_true_mask_means_padding():
-    """All versions, although the docstrings say the opposite."""
-    mask_T = torch.tensor([False, True])
-    map_TE, _ = moe_utils.compute_routing_scores_for_aux_loss(
-        torch.randn(2, 4), 2, "softmax", padding_mask=mask_T
-    )
-    assert map_TE.sum(1).tolist() == [2, 0]
-
-
-def test_the_router_keeps_its_counts_under_these_names():
-    """All versions."""
-    plain = tiny.layer(tiny.config("allgather")).router
-    assert not plain.enable_expert_bias and plain.local_tokens_per_expert is None
-    biased = tiny.layer(
-        tiny.config(
-            "allgather", moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"
-        )
-    ).router
-    assert biased.enable_expert_bias
-    assert biased.local_tokens_per_expert.tolist() == [0, 0, 0, 0]
-
-
 def test_recomputation_runs_first_without_gradients():
     """All versions; hence counters count only where gradients are enabled."""
     seen = []
@@ -407,32 +365,6 @@ def test_post_init_is_looked_up_on_the_class(monkeypatch):
     dataclasses.replace(config, moe_router_topk=1, moe_router_pre_softmax=True)
     MLATransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
     assert ran == ["TransformerConfig", "TransformerConfig", "MLATransformerConfig"]
-
-
-def test_an_unknown_dispatcher_passes_a_plain_config():
-    """All versions: the Literal is not checked."""
-    assert tiny.config("new").moe_token_dispatcher_type == "new"
-
-
-def test_shared_expert_overlap_needs_a_stock_dispatcher():
-    """All versions; hence `install` sets 'alltoall' while `__post_init__` runs."""
-    overlap = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True}
-    tiny.config("alltoall", **overlap)
-    with pytest.raises(ValueError, match="only works with alltoall"):
-        tiny.config("new", **overlap)
-
-
-@pytest.mark.parametrize("name", ["alltoall", "new"])
-def test_graph_scope_moe_needs_a_factor_and_padding(name):
-    """All versions, whatever the dispatcher; the field is `cuda_graph_modules` from 0.18 on."""
-    settings = layer_graphs("moe")
-    with pytest.raises(AssertionError, match="only supported with drop-padding MoE"):
-        tiny.config(name, **settings)
-    with pytest.raises(AssertionError, match="only supported with drop-padding MoE"):
-        tiny.config(name, **settings, moe_expert_capacity_factor=1.0)
-    tiny.config(
-        name, **settings, moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True
-    )
 
 
 def test_padding_alone_is_refused_and_a_negative_factor_means_none():

@@ -279,12 +279,6 @@ def test_shared_expert_overlap_is_accepted():
     assert tiny.config(**shared).moe_token_dispatcher_type == "padded_alltoall"
 
 
-def test_rejected_settings_are_named_when_the_config_is_made():
-    install()
-    with pytest.raises(ValueError, match="variable_seq_lengths=True"):
-        tiny.config(variable_seq_lengths=True)
-
-
 def test_an_mla_config_is_checked_once_as_well():
     install()
     values = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": 4}

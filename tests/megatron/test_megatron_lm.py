@@ -137,17 +137,6 @@ def test_figures_of_a_line_are_those_of_the_steps_since_the_last_one(loop, caplo
     ] * 3
 
 
-def test_single_layers_are_written_where_megatrons_are(loop):
-    loop.get_args().moe_per_layer_logging = True
-    loop.get_args().log_interval = 3
-    train(loop)
-    written = loop.tensorboard.scalars
-    of_layers = {name for name in written if name.endswith(("_layer_0", "_layer_1"))}
-    assert len(of_layers) == 2 * 2 * CASE.top_k
-    assert {name.partition("_layer_")[0] for name in of_layers} == set(FIGURES)
-    assert [step for step, _ in written["moe/dropped_layer_1"]] == [1, 3, 6]
-
-
 def test_a_line_divides_by_the_steps_that_count(loop):
     loop.skipped = (2, 3, 4)
     train(loop)

@@ -20,13 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import GraphableMegatronModule
-from torch import Tensor
 
 from padded_dispatch.megatron import PaddedOptions, Retry, retry
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.retry import (
     GeneratorStates,
-    RandomStates,
     dropping_nothing,
     record,
     replay,
@@ -316,29 +314,6 @@ def test_memory_that_is_written_later_does_not_matter(reuses):
         assert array.tolist() == [number, number] and other is one["other"]
 
 
-@ON_CPU
-def test_reading_that_draws_leaves_the_generators_alike_the_second_time():
-    def loader() -> Iterator[float]:
-        while True:
-            yield random.random() + float(np.random.rand()) + torch.rand(()).item()
-
-    def run(batches: Iterator[float]) -> list[float]:
-        """Read two microbatches; the 'model' draws after each."""
-        return [number for _ in range(2) for number in (next(batches), torch.rand(()).item())]
-
-    torch.manual_seed(1)
-    random.seed(2)
-    np.random.seed(3)
-    before = GeneratorStates.now()
-    recorded = record(loader())
-    values = run(recorded)
-    after = GeneratorStates.now()
-    assert len(set(values)) == 4
-    before.restore()
-    assert run(replay(recorded)) == values
-    assert not GeneratorStates.now().changed_since(after).states
-
-
 DRAWS: dict[str, Callable[[], Any]] = {
     "python": random.random,
     "python, the second of a pair": lambda: random.gauss(0, 1),
@@ -358,36 +333,6 @@ def test_a_draw_is_seen_and_repeats(on_cpu, name):
     before.restore()
     assert not before.changed_since(GeneratorStates.now()).states
     assert [draw() for _ in range(3)] == values
-
-
-class Tracker:
-    """Megatron's tracker, with the methods that are used."""
-
-    def __init__(self, states: dict[str, Any]) -> None:
-        self.states = states
-
-    def get_states(self) -> dict[str, Any]:
-        return dict(self.states)
-
-    def set_states(self, states: dict[str, Any]) -> None:
-        self.states = states
-
-
-def test_states_of_the_tracker_come_back(on_cpu):
-    """Tensors are replaced, generators are set in place, for graphs that refer to them."""
-    generator = torch.Generator().manual_seed(4)
-    tensor = torch.tensor([1, 2])
-    tracker = Tracker({"as tensor": tensor, "as generator": generator})
-    with patch.object(retry, "get_cuda_rng_tracker", lambda: tracker):
-        before = RandomStates.now()
-        drawn: Tensor = torch.rand(3, generator=generator)
-        tracker.states["as tensor"] = torch.tensor([5, 6])
-        tracker.states["new"] = torch.tensor([7])
-        before.restore()
-    assert tracker.states.keys() == {"as tensor", "as generator"}
-    assert tracker.states["as tensor"].tolist() == [1, 2]
-    assert tracker.states["as generator"] is generator
-    assert torch.equal(torch.rand(3, generator=generator), drawn)
 
 
 class Layer(GraphableMegatronModule):

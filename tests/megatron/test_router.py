@@ -7,15 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.inference import utils as inference_utils
-from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.overrides import TorchFunctionMode
 
-from padded_dispatch.config import FIT, NO_DROP, POLICIES
+from padded_dispatch.config import POLICIES
 from padded_dispatch.megatron import PaddedOptions
-from padded_dispatch.megatron import router as router_module
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.router import SelectAfterCounting, select_after_counting
 from padded_dispatch.ops.select import select
@@ -166,23 +163,6 @@ def test_observers_see_the_map_before_selection():
     assert sizes.pool_slots == 3
 
 
-def test_ranks_may_have_other_tokens_in_evaluation_that_fits(monkeypatch):
-    agreed: list[Any] = []
-    monkeypatch.setattr(
-        router_module, "agree_on_shapes", lambda *args, **given: agreed.append(given)
-    )
-    for factor in (FIT, NO_DROP):
-        route = router(options=PaddedOptions(eval_factor=factor))
-        for training in (True, False):
-            route.train(training)(tokens())
-    assert agreed == [
-        {"any_tokens": False, "training": 1},
-        {"any_tokens": True, "training": 0},
-        {"any_tokens": False, "training": 1},
-        {"any_tokens": False, "training": 0},
-    ]
-
-
 EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 
 
@@ -226,16 +206,6 @@ def test_the_router_reads_the_layers_config_except_for_the_factor():
     assert layer.config.moe_z_loss_coeff == 0.125
 
 
-def test_a_factor_for_text_generation_does_not_drop_before_counting(monkeypatch):
-    monkeypatch.setattr(inference_utils, "moe_layer_cache", None)
-    settings = {"dispatcher": "alltoall", "moe_expert_capacity_factor": 0.5, **EXPERT_BIAS}
-    layer = tiny.padded_layer(**settings)
-    inference_utils.set_decode_expert_padding(layer, True, capacity_factor=1)
-    _, kept_TE = layer.router(tokens())
-    assert layer.router.local_tokens_per_expert.sum() == T * tiny.TOP_K
-    assert kept_TE.sum(0).max() <= 3  # C of the factor that the layer was built with
-
-
 def test_a_router_of_another_kind_is_refused():
     with pytest.raises(ValueError, match=r"router must be a TopKRouter .* got 'Linear'"):
         select_after_counting(torch.nn.Linear(1, 1), router().selector)
@@ -263,17 +233,3 @@ def test_gating_with_a_bias_narrower_than_the_logits():
     logits.sum().backward()
     assert route.bias.grad.dtype == torch.bfloat16
     assert route.bias.grad.tolist() == [T] * 4
-
-
-def test_a_narrow_bias_is_cast_before_the_product(monkeypatch):
-    """Transformer Engine's GEMM reads the bias in the dtype of its output; a CPU's casts it."""
-    dtypes = []
-
-    def recorded(input, weight, bias, dtype):
-        dtypes.append((bias.dtype, dtype))
-        return router_gating_linear(input, weight, bias, dtype)
-
-    monkeypatch.setattr(router_module, "router_gating_linear", recorded)
-    settings = {"params_dtype": torch.bfloat16, "moe_router_dtype": "fp64"}
-    router(add_bias_linear=True, **settings).gating(tokens().bfloat16())
-    assert dtypes == [(torch.float64, torch.float64)]

@@ -196,14 +196,6 @@ def test_d15_a_capture_leaves_counts_and_inputs_alone_if_the_model_is_ours(
     assert _CudaGraphRunner.create_fwd_graph is capture
 
 
-def test_modules_without_a_config_are_captured_unchanged(megatron, monkeypatch):
-    """FlashInferSampling of 0.18 is one."""
-    monkeypatch.setattr(_CudaGraphRunner, "create_fwd_graph", lambda runner: "captured")
-    install()
-    runner = SimpleNamespace(base_module=torch.nn.Identity())
-    assert _CudaGraphRunner.create_fwd_graph(runner) == "captured"
-
-
 class Manager:
     """A stand-in for a layer's manager: eager until graphs exist, then it counts replays."""
 
