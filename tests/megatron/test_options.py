@@ -62,6 +62,7 @@ SHARE = "be a share from 0 to below 1"
         ("layer_factors", "3:1.5", TABLE),
         ("layer_factors", {1: 0.0}, TABLE),
         ("layer_factors", {"1": 1.5}, TABLE),
+        ("layer_factors", {1: FIT}, TABLE),
         ("eval_factor", 0, FACTOR),
         ("eval_factor", True, FACTOR),
         ("eval_factor", "2", FACTOR),
@@ -119,7 +120,7 @@ def test_a_wrong_flag_is_named_with_what_to_give(capsys, flag, text, complaint):
 
 
 def test_a_table_of_factors():
-    assert read_factor_table("3:1.5,10:no-drop,4:fit") == {3: 1.5, 10: NO_DROP, 4: FIT}
+    assert read_factor_table("3:1.5,10:no-drop") == {3: 1.5, 10: NO_DROP}
     assert read_factor_table("") == read_factor_table("none") == {}
     for text in ("3:1,3:2", "x:1", ":1", "1.5"):
         with pytest.raises(ValueError, match=f"^must be NUMBER:FACTOR,.* got {text!r}$"):
