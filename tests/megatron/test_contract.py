@@ -18,10 +18,8 @@ import torch
 from megatron.core import package_info, tensor_parallel
 from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
 from megatron.core.transformer import transformer_layer
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import experts, moe_layer, moe_utils, router
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
@@ -149,19 +147,6 @@ def test_moe_layer_raises_for_an_unknown_dispatcher():
     config = tiny.config("other")
     with pytest.raises(ValueError, match="Unsupported token dispatcher type: other"):
         tiny.layer(config)
-
-
-def test_moe_layer_has_the_parts_that_we_replace():
-    """All versions."""
-    config = tiny.config("allgather", moe_shared_expert_intermediate_size=16)
-    layer = tiny.layer(config)
-    assert type(layer.token_dispatcher) is MoEAllGatherTokenDispatcher
-    assert type(layer.router) is TopKRouter
-    assert type(layer.experts) is experts.SequentialMLP
-    assert type(layer.shared_experts) is SharedExpertMLP
-    assert layer.use_shared_expert and not layer.shared_expert_overlap
-    assert layer.num_local_experts == 4 and layer.local_expert_indices == [0, 1, 2, 3]
-    assert layer.router.config is config
 
 
 def test_the_all_gather_dispatcher_owns_nothing_and_the_all_to_all_one_a_stream(monkeypatch):
@@ -293,51 +278,6 @@ def test_inference_experts_are_a_subclass_of_the_accepted_ones():
     else:
         assert issubclass(experts.InferenceGroupedMLP, experts.TEGroupedMLP)
         assert not hasattr(experts, "GroupedMLP")
-
-
-def test_experts_multiply_by_the_probabilities():
-    """All versions; hence `combine` only sums."""
-    layer = tiny.layer(tiny.config("allgather"))
-    rows_ND, counts_L = torch.randn(8, tiny.HIDDEN), torch.full((4,), 2)
-    once, bias = layer.experts(rows_ND, counts_L, torch.ones(8))
-    twice, _ = layer.experts(rows_ND, counts_L, torch.full((8,), 2.0))
-    assert bias is None
-    torch.testing.assert_close(twice, 2 * once)
-
-
-@pytest.mark.parametrize("gate", [False, True])
-def test_the_overlap_protocol_of_shared_experts(gate):
-    """All versions accept this order.
-
-    Only 0.18 and later have `wait_current_stream`, and a state machine that checks the order.
-    """
-    config = tiny.config(
-        "alltoall",
-        moe_shared_expert_intermediate_size=16,
-        moe_shared_expert_overlap=True,
-        moe_shared_expert_gate=gate,
-    )
-    shared = tiny.layer(config).shared_experts
-    assert shared.use_shared_expert_gate == gate
-    assert hasattr(shared, "wait_current_stream") == (INSTALLED >= (0, 18))
-    assert hasattr(shared, "_overlap_state") == (INSTALLED >= (0, 18))
-    if INSTALLED >= (0, 18):
-        assert shared._overlap_state.name == "IDLE"
-    x = torch.randn(5, 1, tiny.HIDDEN)
-    for moved in (x, None):
-        shared.pre_forward_comm(x)
-        assert torch.equal(shared.cached_fc1_input, x)
-        assert (shared.gate_score is not None) == gate
-        if INSTALLED >= (0, 18):
-            assert shared._overlap_state.name == "PRE_FORWARD_COMM_DONE"
-        shared.linear_fc1_forward_and_act(moved)
-        shared.linear_fc2_forward(moved)
-        shared.post_forward_comm()
-        output = shared.get_output()
-        expected, _ = MLP.forward(shared, x)
-        if gate:
-            expected = expected * torch.sigmoid(x @ shared.gate_weight.T)
-        assert torch.equal(output, expected)
 
 
 # The config: padded_dispatch/megatron/installer.py

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from padded_dispatch.config import FIT, NO_DROP, POLICIES
 from padded_dispatch.megatron import PaddedOptions
-from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.telemetry import Telemetry
 from tests.support import tiny
+from tests.support.parity import megatron
 
 E, K = tiny.NUM_EXPERTS, tiny.TOP_K
 
@@ -73,12 +72,8 @@ def test_a_pool_drops_only_when_it_is_full(policy):
 
 
 def _over_two_ranks(work: Callable[..., Any], *args: Any) -> Any:
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-        try:
-            return work(*args)
-        finally:
-            parallel_state.destroy_model_parallel()
+    with megatron("cpu", expert_model_parallel_size=2):
+        return work(*args)
 
 
 def _kept_rows(factor: float, recompute: dict[str, Any]) -> Any:

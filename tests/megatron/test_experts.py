@@ -214,22 +214,6 @@ def test_backward_dw_computes_what_backward_has_delayed(padded, sums, recomputed
         assert torch.equal(delayed, at_once)
 
 
-def test_hooks_of_ddp_run_when_a_delayed_gradient_is_there():
-    """Several passes may have delayed theirs; DDP hears of them once."""
-    made = layer(later=DELAYED).bfloat16()
-    assert made.experts.need_backward_dw() and not layer().experts.need_backward_dw()
-    linear, seen = made.experts.linear_fc1, []
-    assert linear.weight.skip_backward_post_hook
-    linear.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append(linear.weight.grad))
-    for _ in range(2):
-        made(torch.randn(7, 3, tiny.HIDDEN).bfloat16().requires_grad_())[0].sum().backward()
-    assert len(linear.delayed) == 2 and not seen
-    made.experts.backward_dw()
-    assert len(seen) == 1 and seen[0].shape == linear.weight.shape
-    made.experts.backward_dw()
-    assert len(seen) == 1
-
-
 @pytest.mark.parametrize("why", ["bf16", "frozen", "evaluation", "no DDP", "FSDP"])
 def test_gradients_are_left_to_autograd_where_they_cannot_be_added(why):
     fused = layer(PACKED)

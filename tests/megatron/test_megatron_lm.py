@@ -137,15 +137,6 @@ def test_figures_of_a_line_are_those_of_the_steps_since_the_last_one(loop, caplo
     ] * 3
 
 
-def test_a_line_divides_by_the_steps_that_count(loop):
-    loop.skipped = (2, 3, 4)
-    train(loop)
-    for (step, line), (_, dropped) in zip(
-        loop.lines, loop.tensorboard.scalars["moe/dropped"], strict=True
-    ):
-        assert line["moe/dropped"] == pytest.approx(dropped, rel=1e-12), step
-
-
 def test_evaluation_does_not_mix_with_training(loop):
     training = Training(CASE)
 

@@ -255,27 +255,6 @@ def test_every_form_that_schedules_take_is_recorded_as_far_as_it_is_read():
 
 
 @ON_CPU
-def test_other_iterators_end_and_show_their_attributes():
-    class Loader:
-        epoch = 3
-
-        def __next__(self) -> int:
-            raise StopIteration
-
-    source = iter(range(4))
-    first, second = recorded = record((source, source))  # One iterator for two chunks.
-    assert [next(first), next(second), next(first)] == [0, 1, 2]
-    assert [list(one) for one in replay(recorded)] == [[0, 2], [1]]
-    recorded = record(Loader())
-    assert iter(recorded) is recorded and recorded.epoch == 3
-    with pytest.raises(StopIteration):
-        next(recorded)
-    with pytest.raises(AttributeError):
-        _ = recorded.absent
-    assert list(replay(recorded)) == []
-
-
-@ON_CPU
 @pytest.mark.parametrize("reuses", [True, False], ids=["loader", "forward step"])
 def test_memory_that_is_written_later_does_not_matter(reuses):
     """Either the loader fills the same memory again, or the forward step changes its batch."""

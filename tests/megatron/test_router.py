@@ -6,17 +6,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.overrides import TorchFunctionMode
 
 from padded_dispatch.config import POLICIES
 from padded_dispatch.megatron import PaddedOptions
-from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.router import SelectAfterCounting, select_after_counting
 from padded_dispatch.ops.select import select
 from tests.support import tiny
+from tests.support.parity import megatron
 from tests.support.pools import pools
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -72,24 +71,20 @@ def _disagreements() -> dict[str, str]:
             route(tokens())
         found[words] = str(caught.value)
 
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-        try:
-            made = functools.partial(router, moe_expert_capacity_factor=0.5)
-            differ("overflow_threshold is 0.0 on rank 0, 0.25 on rank 1", made(options=option))
-            scaled = made(moe_router_topk_scaling_factor=2.0 if other else None)
-            differ("moe_router_topk_scaling_factor is None on rank 0, 2.0 on rank 1", scaled)
-            # They would have the same capacity here, and so the same shapes.
-            differ("training is 1 on rank 0, 0 on rank 1", made().train(not other))
-            controlled = made()
-            controlled.selector.configs.controlled = other
-            differ("layer has a Telemetry is False on rank 0, True on rank 1", controlled)
-            routers = made(), made()
-            routers[1].set_layer_number(2)
-            # The numbers of dispatchers count those above.
-            differ("caller is layer 1 (dispatcher 5) on rank 0, layer 2 (", routers[other])
-        finally:
-            parallel_state.destroy_model_parallel()
+    with megatron("cpu", expert_model_parallel_size=2):
+        made = functools.partial(router, moe_expert_capacity_factor=0.5)
+        differ("overflow_threshold is 0.0 on rank 0, 0.25 on rank 1", made(options=option))
+        scaled = made(moe_router_topk_scaling_factor=2.0 if other else None)
+        differ("moe_router_topk_scaling_factor is None on rank 0, 2.0 on rank 1", scaled)
+        # They would have the same capacity here, and so the same shapes.
+        differ("training is 1 on rank 0, 0 on rank 1", made().train(not other))
+        controlled = made()
+        controlled.selector.configs.controlled = other
+        differ("layer has a Telemetry is False on rank 0, True on rank 1", controlled)
+        routers = made(), made()
+        routers[1].set_layer_number(2)
+        # The numbers of dispatchers count those above.
+        differ("caller is layer 1 (dispatcher 5) on rank 0, layer 2 (", routers[other])
     return found
 
 
@@ -140,27 +135,6 @@ def test_the_first_pass_of_recompute_has_the_bits_of_the_second():
     first, second, evaluation = results
     assert torch.equal(first, second)
     assert not torch.equal(evaluation, second)  # As stock's.
-
-
-def test_observers_see_the_map_before_selection():
-    route = router(moe_expert_capacity_factor=0.5)
-    seen = []
-
-    class Recorder:
-        def observe(self, asked_TE, probs_TE, selection, sizes):
-            seen.append((asked_TE, probs_TE, selection, sizes))
-
-    route.selector.observers.append(Recorder())
-    padding_mask = torch.zeros(T, 1, dtype=torch.bool)
-    padding_mask[-4:] = True
-    probs_TE, kept_TE = route(tokens(), padding_mask)
-    [(asked_TE, all_probs_TE, selection, sizes)] = seen
-    assert asked_TE.sum(1).tolist() == [2] * 8 + [0] * 4
-    assert torch.equal(all_probs_TE[kept_TE], probs_TE[kept_TE])
-    assert torch.allclose(all_probs_TE[:8].sum(1), torch.ones(8))
-    assert not all_probs_TE.requires_grad
-    assert torch.equal(selection.kept_TE, kept_TE)
-    assert sizes.pool_slots == 3
 
 
 EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}

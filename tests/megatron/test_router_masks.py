@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from padded_dispatch.megatron import PaddedOptions
-from padded_dispatch.megatron.cpu import megatron_on_cpu
 from tests.support import tiny
+from tests.support.parity import megatron
 
 S, B = 7, 2
 T, NUM_MASKED = S * B, 5
@@ -120,15 +119,11 @@ def test_a_mask_of_other_tokens_is_refused():
 
 
 def failures_in_layout(sizes: dict[str, int]) -> list[str]:
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(**sizes)
-        try:
-            fields: dict[str, Any] = dict(sizes)
-            if sizes.get("tensor_model_parallel_size", 1) > 1:
-                fields["sequence_parallel"] = True
-            return [text for case in CASES for text in failures(case, **fields)]
-        finally:
-            parallel_state.destroy_model_parallel()
+    with megatron("cpu", **sizes):
+        fields: dict[str, Any] = dict(sizes)
+        if sizes.get("tensor_model_parallel_size", 1) > 1:
+            fields["sequence_parallel"] = True
+        return [text for case in CASES for text in failures(case, **fields)]
 
 
 @pytest.mark.parametrize(

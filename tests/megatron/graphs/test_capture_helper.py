@@ -9,13 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
-from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.graphs import guard, selftest
 from padded_dispatch.megatron.graphs.capture import (
     IterationGraph,
@@ -34,6 +32,7 @@ from tests.megatron.graphs.test_capture import (
     graphs,
     unreachable,
 )
+from tests.support import parity
 from tests.support.graph_protocol import GraphedLayer
 from tests.support.pool import WorkerPool
 
@@ -160,15 +159,15 @@ def error_on_two_ranks() -> str:
         results[0][0, 0, 0] += dist.get_rank()
         return results
 
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-        try:
-            with graphs(), patch.object(GraphedLayer, "replay_forward", replay):
-                captured(("moe",))
-        except RuntimeError as error:
-            return str(error)
-        finally:
-            parallel_state.destroy_model_parallel()
+    try:
+        with (
+            parity.megatron("cpu", expert_model_parallel_size=2),
+            graphs(),
+            patch.object(GraphedLayer, "replay_forward", replay),
+        ):
+            captured(("moe",))
+    except RuntimeError as error:
+        return str(error)
     return "nothing raised"
 
 
@@ -223,14 +222,6 @@ def test_stock_layers_are_captured_and_not_compared(megatron):
     assert layer_graphs(training).capture() is None
     training.config.moe_aux_loss_coeff = 0.5  # Not ours to guard.
     training.forward(BATCH, SEQUENCE, seed=0)
-
-
-def test_frozen_parameters_have_no_gradient_to_compare(megatron):
-    plain, frozen = Training(("moe",)), Training(("moe",))
-    for layer in frozen.moe_layers:
-        layer.router.weight.requires_grad_(False)
-    reports = [layer_graphs(training).capture() for training in (plain, frozen)]
-    assert reports[0].num_tensors - reports[1].num_tensors == len(frozen.moe_layers)
 
 
 def test_a_scope_without_layers_is_refused(megatron):
