@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from padded_dispatch.config import FIT, NO_DROP, CapacityFactor, require
 
 CapacityPool = Literal["expert", "rank"]
-Experts = Literal["auto", "module", "packed", "batched"]
+Experts = Literal["auto", "module", "packed"]
 ExchangeKind = Literal["auto", "alltoall", "direct"]
 OnOverflow = Literal["warn", "error", "retry"]
 

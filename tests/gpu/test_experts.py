@@ -121,7 +121,7 @@ def test_replays_of_one_capture_equal_eager_bit_by_bit(kind, ours):
 
 @EACH
 def test_replays_of_batched_experts_equal_eager_bit_by_bit(kind):
-    layer = Layer(PaddedOptions(experts="batched"), ours=DROPS, **KINDS[kind])
+    layer = Layer(PaddedOptions(experts="auto"), ours=DROPS, **KINDS[kind])
     eager = [results(layer, tokens_of(seed)) for seed in range(3)]
     layer.zero_grad(set_to_none=True)
     torch.cuda.make_graphed_callables(layer, (tokens_of(0).requires_grad_(),))

@@ -42,9 +42,8 @@ def names(module: Any) -> set[str]:
     return {name for name, _ in module.named_parameters() if name.startswith("experts")}
 
 
-@pytest.mark.parametrize("experts", ["packed", "batched"])
-def test_single_experts_are_listed_under_the_names_of_te_grouped_mlp(experts):
-    made, stock = layer(experts), layer("module")
+def test_single_experts_are_listed_under_the_names_of_te_grouped_mlp():
+    made, stock = layer(), layer("module")
     before = names(stock)
     assert names(made) == STACKED and before and before.isdisjoint(STACKED)
     with pytest.raises(KeyError), single_experts([made, stock]):
@@ -184,7 +183,7 @@ def needs_bridge() -> None:
         pytest.skip("Megatron-Bridge is not installed")
 
 
-@pytest.mark.parametrize(("experts", "num_ranks"), [("packed", 2), ("batched", 1)])
+@pytest.mark.parametrize(("experts", "num_ranks"), [("packed", 2), ("auto", 1)])
 def test_hugging_face_weights_go_to_megatron_and_back(experts, num_ranks, tmp_path):
     """Weights are exact. Logits differ by rounding in fp32, as the stock dispatcher's do."""
     needs_bridge()

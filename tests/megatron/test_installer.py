@@ -132,7 +132,7 @@ def test_options_of_another_type_are_rejected_at_once(given):
         (
             {},
             {"moe_token_drop_policy": "prob"},
-            "^moe_token_drop_policy must be one of probs, position, .*, got 'prob'$",
+            "^moe_token_drop_policy must be one of probs, position, got 'prob'$",
         ),
         (
             {},

@@ -120,7 +120,6 @@ OFFLOADED = {
     "module": {},
     "packed": {},
     "packed, biases": {"add_bias_linear": True},
-    "batched": {},
     "packed, shared": {"moe_shared_expert_intermediate_size": 8},
 }
 

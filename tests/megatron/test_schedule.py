@@ -217,7 +217,7 @@ def test_graphs_of_attention_and_samples_that_a_capture_would_mix_are_refused():
         check_packed(Layer(**fields), flattened)
 
 
-@pytest.mark.parametrize("experts", ["module", "packed", "batched"])
+@pytest.mark.parametrize("experts", ["module", "packed"])
 def test_a_packed_row_computes_its_sequences(packs, experts):
     """Nothing is dropped, so each sequence has the losses that it has alone."""
     install(PaddedOptions(experts=experts))
