@@ -23,7 +23,6 @@ from padded_dispatch.config import (
 from padded_dispatch.megatron.compat import (
     captures_experts,
     captures_iteration,
-    captures_routing,
     graph_scopes,
     splits_hybrid_layers,
 )
@@ -102,11 +101,6 @@ def check_config(config: Any) -> None:
             "disable_parameter_transpose_cache=True."
         )
     options = padded_options(config)
-    if FIT in options.layer_factors.values() and captures_routing(config):
-        refused.append(
-            f"  layer_factors={options.layer_factors!r} with cuda_graph_impl={graphs!r}: sizes "
-            "that fit a pass are read on the host. Remedy: numbers, or graphs of attention only."
-        )
     if options.exchange == "direct" and splits_hybrid_layers(config):
         refused.append(
             "  exchange='direct' with a graph that ends before the experts of a hybrid stack "
@@ -323,12 +317,11 @@ def dispatch_config(
     Raises:
         ValueError: see `DispatchConfig`; it names Megatron's fields.
     """
-    factor = _factor(config, options, layer_number, training)
     try:
-        found = DispatchConfig(
+        return DispatchConfig(
             num_experts=config.num_moe_experts,
             top_k=config.moe_router_topk,
-            capacity_factor=factor,
+            capacity_factor=_factor(config, options, layer_number, training),
             alignment=_alignment(config),
             capacity_pool=options.capacity_pool,
             policy=config.moe_token_drop_policy,
@@ -337,7 +330,6 @@ def dispatch_config(
         )
     except ValueError as error:
         raise ValueError(_MEGATRONS.sub(lambda name: _NAMES[name[0]], str(error))) from None
-    return fitting(found) if factor == FIT and not training else found
 
 
 def fitting(config: DispatchConfig) -> DispatchConfig:

@@ -253,7 +253,12 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         given = tokens_TD, probs, plan, choice.sizes.num_rows
         if self._stores_late(choice.exchange):
             outgoing = Slots(rows_MPD=tokens, meta_MPX=probs)
-        elif self._sends_home(choice.exchange) and stacked is not None and stacked.takes_linears:
+        elif (
+            self._fuses  # Products may then store rows at the tokens' ranks.
+            and choice.exchange is self.exchanges.direct
+            and stacked is not None
+            and stacked.takes_linears
+        ):
             assert self.exchanges.direct is not None
             outgoing, stacked.linears = fused.prepare(self.exchanges.direct, *given)
             self._experts_sum = True
@@ -273,10 +278,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     def _stores_late(self, exchange: Exchange) -> bool:
         """Return whether `token_dispatch` makes the direct stores of a pass."""
         return self.stores_late and exchange is self.exchanges.direct
-
-    def _sends_home(self, exchange: Exchange) -> bool:
-        """Return whether products of a pass may store their rows at the tokens' ranks."""
-        return self._fuses and exchange is self.exchanges.direct
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send slots to the ranks of their experts."""

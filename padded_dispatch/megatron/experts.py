@@ -201,8 +201,8 @@ class StackedExperts(MegatronModule):
         if refused := _refused(config):
             raise ValueError(refused)
         self.activation = _activation(config)
-        self.recompute = config.recompute_granularity == "selective" and _has_moe_act(
-            config.recompute_modules
+        self.recompute = config.recompute_granularity == "selective" and "moe_act" in (
+            config.recompute_modules or ()
         )
         delays = delays_weight_gradients(config)
         self._ep_group, self._dp_group = pg_collection.ep, pg_collection.expt_dp
@@ -372,14 +372,6 @@ def _field(name: str, note: str, refuses: Any) -> ConfigField:
     return ConfigField(name=name, note=note, refuses=refuses, remedy=_REMEDY)
 
 
-def _has_moe_act(modules: Any) -> bool:
-    return "moe_act" in (modules or ())
-
-
-def _offloads(modules: Any) -> bool:
-    return not {"expert_fc1", "moe_act"}.isdisjoint(modules or ())
-
-
 _FIELDS = (
     _field(
         "activation_func",
@@ -395,5 +387,9 @@ _FIELDS = (
     _field("fp8", "they compute in bf16", given),
     _field("fp4", "they compute in bf16", given),
     _field("quant_recipe", "they compute in bf16", given),
-    _field("offload_modules", "they offload neither expert_fc1 nor moe_act", _offloads),
+    _field(
+        "offload_modules",
+        "they offload neither expert_fc1 nor moe_act",
+        lambda modules: not {"expert_fc1", "moe_act"}.isdisjoint(modules or ()),
+    ),
 )

@@ -1,4 +1,4 @@
-"""The configs of one layer: which one holds now, and how they change between steps."""
+"""The configs of one layer, and which one holds now."""
 
 import dataclasses
 import functools
@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from padded_dispatch.config import FIT, NO_DROP, CapacityFactor, DispatchConfig, PoolSizes
+from padded_dispatch.config import FIT, NO_DROP, DispatchConfig, PoolSizes
 from padded_dispatch.megatron.compat import capturing, number_in_model
-from padded_dispatch.megatron.config import dispatch_config, eval_factor, fitting
+from padded_dispatch.megatron.config import dispatch_config, fitting
 from padded_dispatch.megatron.options import PaddedOptions
 
 
 class LayerConfigs:
-    """The `DispatchConfig`s of one layer, which change between steps only, and the sizes of a pass.
+    """The `DispatchConfig`s of one layer, and the sizes of a pass.
 
     Router and dispatcher share one object. The router's mode decides which of the two configs
     holds; a layer that is replayed from a CUDA graph has a mode, too.
@@ -39,7 +39,6 @@ class LayerConfigs:
         self._translate = functools.partial(
             dispatch_config, config, options, num_ranks=num_ranks, etp_size=etp_size
         )
-        self._eval_follows = eval_factor(config, options) is None
         self._eval_by_default = options.eval_factor is None
         self._generates_without_drops = options.eval_factor in (None, FIT)
         self._on_overflow = options.on_overflow
@@ -124,12 +123,3 @@ class LayerConfigs:
             self._translate(layer_number=layer_number),
             self._translate(layer_number=layer_number, training=False),
         )
-
-    def set_factor(self, factor: CapacityFactor) -> None:
-        """Change the factor of training, and of evaluation if it is as training.
-
-        Call it between steps, on all ranks alike. CUDA graphs that were captured before raise when
-        they are replayed.
-        """
-        training = dataclasses.replace(self.training, capacity_factor=factor)
-        self._set(training, training if self._eval_follows else self.evaluation)

@@ -5,8 +5,8 @@ all configs to `install(options=...)`. Command-line flags and the table of optio
 `padded_dispatch/megatron/README.md` are made from the fields here.
 
 Options are typed values. Text is parsed in one place, for command lines: `1.25` is a capacity
-factor, `no-drop` is `NO_DROP`, and factors of layers are `3:1.5,7:no-drop`. (`fit` is `FIT`: passes
-that are eager have the sizes that their routing needs.)
+factor, `no-drop` is `NO_DROP`, and factors of layers are `3:1.5,7:no-drop`. (`fit` is `FIT`: eager
+evaluation has the sizes that its routing needs.)
 """
 
 import argparse
@@ -19,26 +19,24 @@ from typing import Any, Literal, get_args
 from padded_dispatch.config import FIT, NO_DROP, CapacityFactor, require
 
 CapacityPool = Literal["expert", "rank"]
-Experts = Literal["auto", "module", "packed", "batched"]
+Experts = Literal["auto", "module", "packed"]
 ExchangeKind = Literal["auto", "alltoall", "direct"]
 OnOverflow = Literal["warn", "error", "retry"]
 
 _NO_DROP_TEXT = "no-drop"
+_RETRY_INSTEAD = "on_overflow='retry' repeats a step that dropped rows"
 
 # Options of earlier versions, and what stands in their place.
 GONE = {
+    **dict.fromkeys(("grow_after", "grow_factors", "remedy", "reroute_rounds"), _RETRY_INSTEAD),
     "agreement_timeout": "the time limit of the process group holds",
     "alignment": "the config's fp8 or fp4 recipe decides",
     "fit_max_factor": "a pass that fits has the sizes that it needs",
-    "grow_after": "on_overflow='retry' repeats a step that dropped rows",
-    "grow_factors": "on_overflow='retry' repeats a step that dropped rows",
     "link_rows": "a token crosses a link once",
     "microbatches_in_flight": "it follows from the pipeline schedule",
     "min_capacity": "as in Megatron's formula, it is 1",
     "policy": "Megatron's moe_token_drop_policy decides",
     "ranks_per_host": "between hosts set exchange='alltoall'",
-    "remedy": "on_overflow='retry' repeats a step that dropped rows",
-    "reroute_rounds": "on_overflow='retry' repeats a step that dropped rows",
     "router": "the router's kernel is taken where it has the bits of Megatron's code",
     "rows_home": "rows go home inside of the product where that is possible",
     "schedule": "moe_expert_capacity_factor and layer_factors hold for all steps",
@@ -90,10 +88,8 @@ def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _option(default: Any, help: str, **metadata: Any) -> Any:
     """Return a dataclass field with what its flag and its row in the table need."""
-    metadata |= {"help": help}
-    if isinstance(default, dict):
-        return field(default_factory=lambda: dict(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    given = {"default_factory": dict} if default == {} else {"default": default}
+    return field(**given, metadata=metadata | {"help": help})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,49 +105,47 @@ class PaddedOptions:
 
     capacity_pool: CapacityPool = _option(
         "expert",
-        "which rows share slots: expert: a cell of C slots for each (source rank, expert); rank: "
-        "one pool for each (source, destination rank), with as many slots in all, for packed "
-        "experts",
+        "which rows share slots: expert: those of one (source rank, expert); rank: those of one "
+        "(source, destination rank), for packed experts",
         choices=get_args(CapacityPool),
     )
     experts: Experts = _option(
         "auto",
-        "auto: our own, by shape, where the config allows it, else module; module: the experts of "
-        "the layer's spec, on padded rows; packed: ours, which compute real rows only",
+        "auto: ours where the config allows it, else module; module: those of the layer's spec, "
+        "on padded rows; packed: ours, on real rows",
         choices=get_args(Experts),
     )
     exchange: ExchangeKind = _option(
         "auto",
         "auto: direct where it can work, else alltoall; alltoall: all slots, by any backend; "
-        "direct: stores of real rows between the GPUs of one host, for packed experts. Results are "
-        "bitwise equal. With overlap_moe_expert_parallel_comm and pipeline stages auto takes "
-        "alltoall",
+        "direct: stores of real rows between the GPUs of one host, for packed experts; bitwise "
+        "equal. With overlap_moe_expert_parallel_comm and pipeline stages auto is alltoall",
         choices=get_args(ExchangeKind),
     )
     layer_factors: Mapping[int, CapacityFactor] = _option(
         {},
-        "capacity factors of single layers, such as 3:1.5,7:no-drop, by Megatron's layer number, "
-        "which starts at 1; layers of multi-token prediction come last",
+        "factors of single layers, such as 3:1.5,7:no-drop; Megatron numbers layers from 1, those "
+        "of multi-token prediction come last",
         read=read_factor_table,
     )
     eval_factor: CapacityFactor | None = _option(
         None,
-        "capacity factor in evaluation; none: eager evaluation and text generation drop nothing, "
-        "evaluation in a CUDA graph is as training",
+        "factor in evaluation; none: eager evaluation and text generation drop nothing, evaluation "
+        "in a CUDA graph is as training",
         read=_or_none(read_factor),
     )
     on_overflow: OnOverflow = _option(
         "warn",
-        "what to do when a layer dropped more than the threshold: warn: log the share, the layer "
-        "and what to set, at the first, second, fourth, eighth ... time; error: end the run; "
-        "retry: repeat every step that dropped anything without dropping, before the optimizer",
+        "when a layer dropped more than the threshold: warn: log it at the first, second, fourth, "
+        "eighth ... time; error: end the run; retry: before the optimizer, repeat each step that "
+        "dropped anything without dropping",
         choices=get_args(OnOverflow),
     )
     overflow_threshold: float = _option(0.0, "share of a layer's rows that may be dropped")
     trace: str | None = _option(
         None,
-        "folder for routing traces in Megatron-LM's own loop, one file per rank, for "
-        "padded-dispatch tune: a hundred steps or more, 1 GiB per rank at most",
+        "folder for routing traces of Megatron-LM's own loop, for padded-dispatch tune: one file "
+        "per rank, 1 GiB at most",
         read=_or_none(str),
     )
 
@@ -166,30 +160,35 @@ class PaddedOptions:
             choices, value = option.metadata.get("choices"), getattr(self, option.name)
             if choices:
                 require(value in choices, option.name, value, f"be one of {', '.join(choices)}")
+        packs = self.experts in ("auto", "packed")
         require(
-            self.exchange != "direct" or self.experts in ("auto", "packed"),
+            packs or self.exchange != "direct",
             "exchange",
             self.exchange,
             f"be auto or alltoall with experts={self.experts!r}",
             "set experts='packed' to use direct stores",
         )
         require(
-            self.capacity_pool == "expert" or self.experts in ("auto", "packed"),
+            packs or self.capacity_pool == "expert",
             "capacity_pool",
             self.capacity_pool,
             f"be expert with experts={self.experts!r}, which read padded rows",
             "set experts='packed', or leave it to 'auto'",
         )
-        pairs = _pairs(self.layer_factors)
+        table = self.layer_factors
+        valid = isinstance(table, Mapping) and all(
+            isinstance(number, int) and number >= 1 and _is_number(factor)
+            for number, factor in table.items()
+        )
         require(
-            pairs is not None and all(n >= 1 and _is_factor(f) for n, f in pairs),
+            valid,
             "layer_factors",
-            self.layer_factors,
+            table,
             "map whole numbers from 1 on to factors above 0, each number once",
             "write, for example, {3: 1.5, 7: NO_DROP}",
         )
         factor = self.eval_factor
-        valid = factor is None or _is_factor(factor)
+        valid = factor in (None, FIT) or _is_number(factor)
         require(valid, "eval_factor", factor, "be a number above 0, NO_DROP or None")
         share = self.overflow_threshold
         valid = share == 0 or (_is_number(share) and share < 1)
@@ -216,19 +215,8 @@ def require_options(name: str, value: Any) -> None:
     require(isinstance(value, PaddedOptions), name, value, "be PaddedOptions", fix)
 
 
-def _is_factor(value: Any) -> bool:
-    return value == FIT or _is_number(value)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
-def _pairs(value: Any) -> list[tuple[int, Any]] | None:
-    """Return the pairs of a mapping from whole numbers, else None."""
-    if not isinstance(value, Mapping):
-        return None
-    return list(value.items()) if all(isinstance(number, int) for number in value) else None
 
 
 def to_plain(options: PaddedOptions) -> dict[str, Any]:
@@ -286,12 +274,9 @@ def add_arguments(
 
 def from_arguments(arguments: argparse.Namespace) -> PaddedOptions:
     """Return the options that `add_arguments`' flags were set to."""
-    values = {
-        option.name: getattr(arguments, f"padded_{option.name}")
-        for option in dataclasses.fields(PaddedOptions)
-        if hasattr(arguments, f"padded_{option.name}")
-    }
-    return PaddedOptions(**values)
+    names = [option.name for option in dataclasses.fields(PaddedOptions)]
+    given = {name: f"padded_{name}" for name in names if hasattr(arguments, f"padded_{name}")}
+    return PaddedOptions(**{name: getattr(arguments, flag) for name, flag in given.items()})
 
 
 def _parser(read: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -157,28 +157,6 @@ def test_what_is_set_for_another_dispatcher_is_logged_once_and_reset(row, caplog
     check_config(config)
 
 
-def test_what_is_not_set_is_not_logged(caplog):
-    config = megatron_config(moe_flex_dispatcher_backend=None)
-    before = dict(vars(config))
-    with caplog.at_level("INFO"):
-        take_over(config)
-        take_over(megatron_config())
-    assert caplog.messages == [] == notes(config) and vars(config) == before
-
-
-@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 0])
-def test_a_factor_that_is_no_number_above_zero_is_refused(factor):
-    with pytest.raises(ValueError, match="moe_expert_capacity_factor="):
-        check_config(megatron_config(moe_expert_capacity_factor=factor))
-
-
-def test_offloading_is_refused_only_for_experts_of_the_op_fuser():
-    for modules in (["core_attn"], ["core_attn", "expert_fc1", "moe_act"], [], None):
-        check_config(
-            megatron_config(fine_grained_activation_offloading=True, offload_modules=modules)
-        )
-
-
 def test_every_setting_of_a_megatron_user_is_translated():
     config = megatron_config(moe_expert_capacity_factor=1.5, moe_token_drop_policy="position")
     options = PaddedOptions(capacity_pool="rank")
@@ -255,19 +233,6 @@ def test_factor_by_layer_and_mode(options, layer_number, training, factor):
     config = megatron_config(moe_expert_capacity_factor=1.5)
     where = {"num_ranks": 1, "etp_size": 1, "layer_number": layer_number, "training": training}
     assert dispatch_config(config, options, **where).capacity_factor == factor
-
-
-def test_training_that_fits_is_refused_where_graphs_capture_the_router():
-    def configured(fields: dict[str, Any]) -> Any:
-        config = megatron_config(moe_expert_capacity_factor=1.5, **fields)
-        config.padded_dispatch = PaddedOptions(layer_factors={1: FIT})
-        return config
-
-    for scopes in ((), ("attn", "moe"), ("moe_router",)):
-        with pytest.raises(ValueError, match=r"  layer_factors=.*fit.* with cuda_graph_impl='tra"):
-            check_config(configured(layer_graphs(*scopes)))
-    for fields in (layer_graphs("attn"), {}):
-        check_config(configured(fields))
 
 
 OVERLAPS: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "bf16": True}

@@ -54,25 +54,6 @@ def test_padded_rows_are_zero_and_only_they():
     assert torch.equal(probs_N != 0, real_N)
 
 
-def test_nothing_outlives_the_layer_and_shapes_may_change():
-    """Evaluation of another shape between training steps."""
-    moe = tiny.padded_layer(moe_expert_capacity_factor=1.0)
-    dispatcher = moe.token_dispatcher
-    for shape in ((6, 2), (3, 1), (6, 2)):
-        output, _ = moe(torch.randn(*shape, tiny.HIDDEN))
-        assert output.shape == (*shape, tiny.HIDDEN)
-        assert [getattr(dispatcher, name) for name in dispatcher.cudagraph_attrs] == [None] * 5
-    assert dispatcher.counters.num_unplaced.item() == 0
-
-
-def test_a_map_that_no_router_of_ours_made_is_counted_as_overflow():
-    dispatcher = tiny.padded_layer(moe_expert_capacity_factor=0.5).token_dispatcher
-    all_to_0 = torch.zeros(8, 4, dtype=torch.bool)
-    all_to_0[:, 0] = True
-    dispatcher.dispatch_preprocess(torch.randn(8, 1, tiny.HIDDEN), all_to_0, torch.rand(8, 4))
-    assert dispatcher.counters.num_unplaced.item() == 8 - 2
-
-
 def test_no_tokens_raise():
     with pytest.raises(ValueError, match="num_tokens must be at least 1, got 0"):
         tiny.padded_layer()(torch.randn(0, 2, tiny.HIDDEN))
@@ -127,22 +108,6 @@ def test_the_first_pass_of_recompute_is_not_counted():
     first_pass = dispatcher.counters.totals.clone()
     one_pass()
     assert torch.equal(dispatcher.counters.totals, 2 * first_pass)
-
-
-def test_offsets_of_packed_rows_do_not_outlive_the_layer():
-    moe = tiny.padded_layer(PaddedOptions(experts="packed"), moe_expert_capacity_factor=1.0)
-    dispatcher = moe.token_dispatcher
-    seen = []
-    disarrange = dispatcher.combine_preprocess
-
-    def recorded(hidden_states):
-        seen.append(dispatcher.offsets_LS)
-        return disarrange(hidden_states)
-
-    dispatcher.combine_preprocess = recorded
-    moe(torch.randn(6, 2, tiny.HIDDEN))
-    assert seen[0] is not None and seen[0].shape == (4, 1)
-    assert dispatcher.offsets_LS is None
 
 
 def test_a_hybrid_stack_with_a_graph_behind_its_experts_takes_the_all_to_all():

@@ -15,7 +15,6 @@ from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.compat import iteration_graph
 from tests.support import tiny
-from tests.support.generation import attend
 from tests.support.parity import megatron
 
 
@@ -95,39 +94,3 @@ def test_factors_in_text_generation(monkeypatch, fields):
                 eager.append(configs.now.capacity_factor)
         factors[option] = eager
     assert factors == {None: [FIT, NO_DROP], FIT: [FIT, NO_DROP], 2.0: [2.0, 2.0]}
-
-
-@pytest.mark.usefixtures("one_process")
-def test_a_changed_factor_is_for_training_only():
-    configs = _layer(PaddedOptions()).token_dispatcher.configs
-    configs.set_factor(3.0)
-    with torch.inference_mode():
-        assert configs.now.capacity_factor == FIT
-    assert configs.training.capacity_factor == 3.0
-    assert configs.generation.capacity_factor == NO_DROP
-
-
-def test_the_stand_in_attends_to_what_was_written():
-    generator = torch.Generator().manual_seed(0)
-    caches = [torch.full((3, 6, 2, 4), torch.nan) for _ in range(2)]
-    given = torch.randn(3, 5, 2, 4, generator=generator)
-    for cache in caches:
-        cache[:2, :4] = given[:2, :4]
-    query = torch.randn(2, 1, 4, 4, generator=generator)
-    new = given[:2, 4:]
-    output = attend(
-        q=query,
-        k_cache=caches[0],
-        v_cache=caches[1],
-        k=new,
-        v=new,
-        cache_seqlens=torch.tensor([4, 2], dtype=torch.int32),
-        rotary_cos=None,
-        rotary_sin=None,
-        rotary_interleaved=False,
-    )
-    for sequence, keys in enumerate([given[0, :5], torch.cat([given[1, :2], new[1]])]):
-        heads = keys.repeat_interleave(2, 1)
-        scores = torch.einsum("hd,shd->hs", query[sequence, 0], heads) / 2
-        expected = torch.einsum("hs,shd->hd", scores.softmax(-1), heads)
-        torch.testing.assert_close(output[sequence, 0], expected)

@@ -74,14 +74,6 @@ def test_no_result_shares_the_memory_that_the_schedule_frees():
 
 
 @pytest.mark.usefixtures("one_process")
-def test_without_the_schedule_nothing_is_copied():
-    moe, hidden = layer(overlaps=False), torch.randn(9, 2, tiny.HIDDEN)
-    probs, kept = moe.route(hidden)
-    rows, meta = moe.token_dispatcher.dispatch_preprocess(hidden, kept, probs)
-    assert share(moe.token_dispatcher.token_dispatch(rows, meta)[0], rows)
-
-
-@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_the_allocator_keeps_the_plan_for_the_second_stream(overlaps):
     recorded: list[int] = []
@@ -101,15 +93,6 @@ def test_the_allocator_keeps_the_plan_for_the_second_stream(overlaps):
         moe(torch.randn(9, 2, tiny.HIDDEN))
     tensors = [tensor for tensor in vars(plans[0]).values() if tensor is not None]
     assert recorded == [tensor.data_ptr() for tensor in tensors if overlaps]
-
-
-@pytest.mark.usefixtures("one_process")
-def test_virtual_stages_without_overlapped_sends_are_refused_when_a_layer_is_built():
-    config = tiny.config()
-    config.overlap_moe_expert_parallel_comm = True
-    config.virtual_pipeline_model_parallel_size = 2
-    with pytest.raises(ValueError, match="overlap_p2p_comm must be True"):
-        tiny.layer(config, padded_spec(tiny.layer_spec()))
 
 
 @pytest.mark.usefixtures("one_process")

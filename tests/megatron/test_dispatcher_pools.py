@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from padded_dispatch.config import FIT, NO_DROP, POLICIES
 from padded_dispatch.megatron import PaddedOptions
-from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.telemetry import Telemetry
 from tests.support import tiny
+from tests.support.parity import megatron
 
 E, K = tiny.NUM_EXPERTS, tiny.TOP_K
 
@@ -73,12 +72,8 @@ def test_a_pool_drops_only_when_it_is_full(policy):
 
 
 def _over_two_ranks(work: Callable[..., Any], *args: Any) -> Any:
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-        try:
-            return work(*args)
-        finally:
-            parallel_state.destroy_model_parallel()
+    with megatron("cpu", expert_model_parallel_size=2):
+        return work(*args)
 
 
 def _kept_rows(factor: float, recompute: dict[str, Any]) -> Any:
@@ -122,25 +117,6 @@ def test_two_ranks_keep_what_their_pools_hold(pool2, factor, recompute):
     assert seen.max_demand_Y[0] == demand_SR.max()
     assert seen.needed_factor[0] == pytest.approx(demand_SR.max() / (15 * K / 2))
     assert seen.fill[0] == kept_SR.sum() / (4 * slots)
-
-
-def _several_in_flight() -> list[str]:
-    made = layer("rank", 0.5)
-    alone = [run(made, tokens(9, seed)) for seed in (1, 2, 3)]
-    made.zero_grad()
-    given = [tokens(9, seed).requires_grad_() for seed in (1, 2, 3)]
-    outputs = [made(hidden)[0] for hidden in given]
-    for output in (outputs[1], outputs[0], outputs[2]):
-        output.backward(torch.ones_like(output).cumsum(0) / 10)
-    return [
-        f"pass {n}"
-        for n, (hidden, output, one) in enumerate(zip(given, outputs, alone, strict=True))
-        if not torch.equal(output, one["output"]) or not torch.equal(hidden.grad, one["tokens"])
-    ]
-
-
-def test_several_passes_in_flight_keep_their_own_plans(pool2):
-    assert pool2.run(_over_two_ranks, _several_in_flight) == [[], []]
 
 
 def _evaluation_fits(pool: str) -> Any:

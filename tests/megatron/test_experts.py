@@ -11,16 +11,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
-from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor, nn
 
 from padded_dispatch import experts
-from padded_dispatch.megatron import PaddedOptions, install, padded_spec, uninstall
+from padded_dispatch.megatron import PaddedOptions, padded_spec
 from padded_dispatch.megatron import experts as megatron_experts
-from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.experts import (
     _FIELDS,
@@ -217,22 +214,6 @@ def test_backward_dw_computes_what_backward_has_delayed(padded, sums, recomputed
         assert torch.equal(delayed, at_once)
 
 
-def test_hooks_of_ddp_run_when_a_delayed_gradient_is_there():
-    """Several passes may have delayed theirs; DDP hears of them once."""
-    made = layer(later=DELAYED).bfloat16()
-    assert made.experts.need_backward_dw() and not layer().experts.need_backward_dw()
-    linear, seen = made.experts.linear_fc1, []
-    assert linear.weight.skip_backward_post_hook
-    linear.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append(linear.weight.grad))
-    for _ in range(2):
-        made(torch.randn(7, 3, tiny.HIDDEN).bfloat16().requires_grad_())[0].sum().backward()
-    assert len(linear.delayed) == 2 and not seen
-    made.experts.backward_dw()
-    assert len(seen) == 1 and seen[0].shape == linear.weight.shape
-    made.experts.backward_dw()
-    assert len(seen) == 1
-
-
 @pytest.mark.parametrize("why", ["bf16", "frozen", "evaluation", "no DDP", "FSDP"])
 def test_gradients_are_left_to_autograd_where_they_cannot_be_added(why):
     fused = layer(PACKED)
@@ -290,15 +271,6 @@ def sequential_to_packed(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_experts_without_tokens_still_have_a_gradient():
-    packed = layer()
-    with torch.no_grad():
-        packed.router.weight[2:] = -packed.router.weight[:1]
-    results(packed, torch.randn(1, 1, tiny.HIDDEN))
-    has_gradient = [bool(grad.any()) for grad in by_expert(packed, "linear_fc1", "weight")]
-    assert has_gradient.count(True) == tiny.TOP_K
-
-
 @BIASED
 def test_checkpoints_have_the_keys_of_te_grouped_mlp(biased):
     settings = {"add_bias_linear": biased}
@@ -332,14 +304,6 @@ def test_checkpoints_load(extra_state):
     assert torch.equal(biases[2], state["experts.linear_fc1.bias2"])
 
 
-def test_a_checkpoint_that_lacks_an_expert_is_refused():
-    packed = layer()
-    state = packed.state_dict()
-    del state["experts.linear_fc1.weight2"]
-    with pytest.raises(RuntimeError, match=r"experts.linear_fc1.weight"):
-        packed.load_state_dict(state)
-
-
 @pytest.mark.parametrize("name", ["swiglu", "gpt-oss"])
 def test_the_activation_is_computed_again_and_not_kept(monkeypatch, name):
     tokens, calls = torch.randn(7, 3, tiny.HIDDEN, dtype=torch.float64), []
@@ -369,10 +333,6 @@ REFUSED = {
     "quant_recipe": object(),
     "offload_modules": ["moe_act"],
 }
-
-
-def test_every_refusal_is_tried():
-    assert [row.name for row in _FIELDS] == list(REFUSED)
 
 
 @pytest.mark.parametrize("row", _FIELDS, ids=lambda row: row.name)
@@ -443,13 +403,6 @@ def test_auto_leaves_experts_to_adapters():
     assert chosen_experts(config).layout == "packed"
 
 
-@pytest.mark.parametrize(("option", "layout"), [("module", None), ("packed", "packed")])
-def test_what_is_asked_for_is_taken(option, layout):
-    config = tiny.config()
-    config.padded_dispatch = PaddedOptions(experts=option)
-    assert chosen_experts(config).layout == layout
-
-
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 
 
@@ -476,17 +429,6 @@ def test_auto_decides_by_tokens_and_logs_it_once(caplog, settings, tokens, exper
     assert said.startswith(f"padded dispatch at {tokens} tokens per rank: {line}")
 
 
-def test_one_layer_takes_both_layouts_alike():
-    """T decides; outputs of the same rows are equal up to rounding."""
-    made = layer(AUTO, later=BF16, moe_expert_capacity_factor=None)
-    tokens = torch.randn(512, 1, tiny.HIDDEN, dtype=torch.bfloat16)
-    packed, _ = made(tokens)
-    assert made.token_dispatcher.chosen["experts"] == "packed"
-    batched, _ = made(tokens[:32])
-    assert made.token_dispatcher.chosen["experts"] == "batched"
-    torch.testing.assert_close(packed[:32], batched, rtol=2**-6, atol=2**-9)
-
-
 def _attributes() -> list[dict[str, Any]]:
     """Of fc1's and fc2's weights, of the module and of ours."""
     with parity.megatron("cpu", expert_model_parallel_size=2):
@@ -509,46 +451,6 @@ def test_parameters_keep_megatrons_attributes(pool2: WorkerPool):
         assert packed_fc1 == fc1 | {"partition_dim": 1}
         assert packed_fc2 == fc2 | {"partition_dim": 2}
         assert biases[0]["allreduce"] is False and packed_biases == biases
-
-
-def _trained(options: PaddedOptions) -> list[Tensor]:
-    """Losses and parameters of a small GPT."""
-    forget_moe_state()  # Of layers of other tests.
-    install(options)
-    try:
-        config = tiny.config(
-            num_layers=2,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            masked_softmax_fusion=False,
-            bias_dropout_fusion=False,
-            moe_expert_capacity_factor=1.0,
-            moe_router_load_balancing_type="aux_loss",
-            moe_aux_loss_coeff=0.01,
-        )
-        torch.manual_seed(3)
-        model_parallel_cuda_manual_seed(3)
-        gpt = GPTModel(config, tiny.layer_spec(), 32, max_sequence_length=9).double()
-    finally:
-        uninstall()
-    optimizer = torch.optim.SGD(gpt.parameters(), lr=0.5)
-    tokens = torch.randint(32, (2, 10), generator=torch.Generator().manual_seed(4))
-    losses = []
-    for _ in range(3):
-        mask = torch.ones(2, 1, 9, 9, dtype=torch.bool).triu(1)
-        loss = gpt(tokens[:, :-1], torch.arange(9).expand(2, -1), mask, labels=tokens[:, 1:]).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return [torch.stack(losses), gpt.embedding.word_embeddings.weight.detach()]
-
-
-def test_training_is_that_of_the_module_it_replaces():
-    ours, expected = _trained(PACKED), _trained(MODULE)
-    assert expected[0][0] > expected[0][-1]
-    for mine, theirs in zip(ours, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("arrive", ["", "by the products", "in FSDP", "by hooks", "without DDP"])

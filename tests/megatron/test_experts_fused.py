@@ -15,7 +15,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor
 
-from padded_dispatch.config import FIT
 from padded_dispatch.exchange import direct, fused, symmetric_memory
 from padded_dispatch.megatron import PaddedOptions, dispatcher
 from padded_dispatch.megatron.compat import captures_dispatch_alone, layer_graphs
@@ -196,36 +195,6 @@ def test_ddp_hears_of_a_gradient_once_and_when_it_is_there(one_rank, fuses):
         assert torch.equal(one, other)
 
 
-def test_a_factor_may_change_between_a_pass_and_its_backward_pass(one_rank):
-    """Passes of other sizes have buffers of their own."""
-    found = []
-    for home in ("auto", "after"):
-        made, outputs = _layer(home), []
-        tokens = [_tokens(seed) for seed in range(2)]
-        for given, factor in zip(tokens, (1.0, 2.0), strict=True):
-            made.token_dispatcher.configs.set_factor(factor)
-            outputs.append(made(given)[0])
-        for output in outputs:
-            output.square().sum().backward()
-        found.append([*(given.grad for given in tokens), made.experts.linear_fc1.weight.grad])
-    assert len(one_rank) == 4 and len(set(one_rank)) == 2
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_a_pass_that_broke_off_leaves_no_linears_to_the_next(one_rank):
-    """The next pass has its own exchange, which is another one."""
-    made, expected = _layer("auto"), _layer("after")
-    with patch.object(made.experts, "forward", side_effect=KeyError), pytest.raises(KeyError):
-        made(_tokens(0))
-    assert made.experts.linears is not None
-    for layer in (made, expected):
-        layer.token_dispatcher.configs.set_factor(FIT)
-    for one, other in zip(_gradients(made, (1,)), _gradients(expected, (1,)), strict=True):
-        assert torch.equal(one, other)
-    assert not one_rank
-
-
 def test_experts_of_fsdp_take_no_linears(one_rank):
     """It gathers weights by hooks on tensors that a fused pass goes past."""
     made = _layer("auto")
@@ -249,18 +218,6 @@ def test_passes_without_gradients_send_rows_from_fc2(one_rank, without):
     assert len(one_rank) == 3 and made.experts.linears is None
     for one, other in zip(found[:3], found[3:], strict=True):
         assert torch.equal(one, other) and one.any()
-
-
-def test_layers_side_by_side_have_whole_halves(one_rank):
-    """Autograd ends the backward pass of the layer that was made last before that of the other."""
-    found = []
-    for home in ("auto", "after"):
-        layers, tokens = [_layer(home), _layer(home)], _tokens(0)
-        (layers[0](tokens)[0] + layers[1](tokens)[0]).square().sum().backward()
-        found.append([tokens.grad, *(layer.experts.linear_fc1.weight.grad for layer in layers)])
-    assert len(one_rank) == 4
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
 
 
 def test_a_pass_keeps_neither_its_tokens_nor_its_rows(one_rank):

@@ -132,7 +132,7 @@ def test_options_of_another_type_are_rejected_at_once(given):
         (
             {},
             {"moe_token_drop_policy": "prob"},
-            "^moe_token_drop_policy must be one of probs, position, .*, got 'prob'$",
+            "^moe_token_drop_policy must be one of probs, position, got 'prob'$",
         ),
         (
             {},
@@ -277,12 +277,6 @@ def test_shared_expert_overlap_is_accepted():
         tiny.config(**shared)
     install()
     assert tiny.config(**shared).moe_token_dispatcher_type == "padded_alltoall"
-
-
-def test_rejected_settings_are_named_when_the_config_is_made():
-    install()
-    with pytest.raises(ValueError, match="variable_seq_lengths=True"):
-        tiny.config(variable_seq_lengths=True)
 
 
 def test_an_mla_config_is_checked_once_as_well():

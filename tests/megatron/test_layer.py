@@ -11,14 +11,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.mamba import mamba_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import saved_tensors_hooks
 
 from padded_dispatch.megatron import PaddedMoELayer, PaddedOptions, padded_spec
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher, counting_tensors
-from tests.support import parity, tiny
+from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -29,12 +28,6 @@ def test_layer_needs_no_install_and_no_config_word():
         assert type(layer) is PaddedMoELayer
         assert type(layer.token_dispatcher) is PaddedAlltoAllTokenDispatcher
         assert layer.config.moe_token_dispatcher_type == dispatcher
-
-
-def test_spec_is_copied():
-    spec = tiny.layer_spec()
-    padded_spec(spec)
-    assert type(tiny.layer(tiny.config("allgather"), spec)) is MoELayer
 
 
 def test_block_spec_with_dense_layers_between():
@@ -127,7 +120,6 @@ OFFLOADED = {
     "module": {},
     "packed": {},
     "packed, biases": {"add_bias_linear": True},
-    "batched": {},
     "packed, shared": {"moe_shared_expert_intermediate_size": 8},
 }
 
@@ -157,12 +149,3 @@ def _with_and_without_offloading(name: str, ep: int) -> list[str]:
 def test_backward_reads_saved_tensors_only(name):
     """So `cpu_offloading` may move all of them; attributes hold none."""
     assert _with_and_without_offloading(name, 1) == []
-
-
-def _offloading_on_two_ranks() -> list[str]:
-    with parity.megatron("cpu", expert_model_parallel_size=2):
-        return [what for name in OFFLOADED for what in _with_and_without_offloading(name, 2)]
-
-
-def test_backward_reads_saved_tensors_only_on_two_ranks(pool2):
-    assert pool2.run(_offloading_on_two_ranks) == [[], []]

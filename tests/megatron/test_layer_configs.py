@@ -1,4 +1,4 @@
-"""The configs of a layer follow its router's mode, captures and changes of the factor."""
+"""The configs of a layer follow its router's mode and captures."""
 
 from types import SimpleNamespace
 
@@ -23,8 +23,7 @@ def test_configs_follow_the_mode_of_their_router(eval_factor, evaluation):
     router = SimpleNamespace(training=True, layer_number=4, is_mtp_layer=False)
     configs.follow(router)
     assert configs.now.capacity_factor == 2.0
-    configs.set_factor(2.5)
-    assert (configs.now.capacity_factor, configs.now.num_ranks) == (2.5, 3)
+    assert configs.now.num_ranks == 3
     router.training = False
     assert configs.now.capacity_factor == evaluation
 
@@ -38,9 +37,7 @@ def test_evaluation_that_a_graph_captures_is_as_training():
         configs = LayerConfigs(config, options, num_ranks=3, etp_size=1)
         configs.follow(router)
         factors.append(configs.now.capacity_factor)
-        configs.set_factor(2.5)
-        factors.append(configs.now.capacity_factor)
-    assert factors == [3.0, 2.5, FIT, FIT]
+    assert factors == [3.0, FIT]
 
 
 def test_evaluation_in_a_capture_is_as_training_and_text_generation_drops_nothing(monkeypatch):

@@ -65,18 +65,6 @@ def test_steps_are_repeated_and_retries_shown(loop):
     assert [getattr(loop, name) for name in NAMES] == stock
 
 
-def test_another_model_is_another_run_and_without_retry_the_schedule_is_megatrons(loop):
-    install(PaddedOptions(on_overflow="retry"))
-    for _ in range(2):
-        step(loop, Training(CASE, on_overflow="retry"))
-    install()
-    training = Training(CASE)
-    step(loop, training)
-    first, second, third = loop.calls
-    assert first is not second and first.chunks is not second.chunks
-    assert third is training.schedule
-
-
 @pytest.mark.parametrize("kind", ["stock", "dense"])
 def test_other_models_train_as_before(loop, monkeypatch, kind):
     install()
@@ -149,26 +137,6 @@ def test_figures_of_a_line_are_those_of_the_steps_since_the_last_one(loop, caplo
     ] * 3
 
 
-def test_single_layers_are_written_where_megatrons_are(loop):
-    loop.get_args().moe_per_layer_logging = True
-    loop.get_args().log_interval = 3
-    train(loop)
-    written = loop.tensorboard.scalars
-    of_layers = {name for name in written if name.endswith(("_layer_0", "_layer_1"))}
-    assert len(of_layers) == 2 * 2 * CASE.top_k
-    assert {name.partition("_layer_")[0] for name in of_layers} == set(FIGURES)
-    assert [step for step, _ in written["moe/dropped_layer_1"]] == [1, 3, 6]
-
-
-def test_a_line_divides_by_the_steps_that_count(loop):
-    loop.skipped = (2, 3, 4)
-    train(loop)
-    for (step, line), (_, dropped) in zip(
-        loop.lines, loop.tensorboard.scalars["moe/dropped"], strict=True
-    ):
-        assert line["moe/dropped"] == pytest.approx(dropped, rel=1e-12), step
-
-
 def test_evaluation_does_not_mix_with_training(loop):
     training = Training(CASE)
 
@@ -198,16 +166,6 @@ def test_an_overflow_ends_the_run_at_the_line(loop):
     with pytest.raises(RuntimeError, match=r"^on_overflow='error': .* layer . found no .* step 1 "):
         train(loop, on_overflow="error")
     assert len(loop.calls) == 1
-
-
-def test_skipped_iterations_count_as_steps(loop):
-    """Iterations 2 and 3 are skipped: `train_step` is next called for the fourth."""
-    training = Training(CASE)
-    given = forward, draws(CASE), training.chunks, None, None, training.config, training.schedule
-    install()
-    for iteration in (0, 3, 4, 5, 6):
-        loop.train_step(*given, iteration=iteration)
-    assert [step for step, _ in loop.tensorboard.scalars["moe/dropped"]] == [1, 2, 6]
 
 
 def test_a_trace_holds_all_steps_of_a_run_and_of_its_resumption(loop, tmp_path):

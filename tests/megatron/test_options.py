@@ -52,7 +52,7 @@ SHARE = "be a share from 0 to below 1"
 @pytest.mark.parametrize(
     ("field", "value", "rule"),
     [
-        ("experts", "own", "be one of auto, module, packed, batched"),
+        ("experts", "own", "be one of auto, module, packed"),
         ("exchange", "two-level", "be one of auto, alltoall, direct"),
         ("capacity_pool", "receiver", "be one of expert, rank"),
         ("on_overflow", "drop", "be one of warn, error, retry"),
@@ -62,6 +62,7 @@ SHARE = "be a share from 0 to below 1"
         ("layer_factors", "3:1.5", TABLE),
         ("layer_factors", {1: 0.0}, TABLE),
         ("layer_factors", {"1": 1.5}, TABLE),
+        ("layer_factors", {1: FIT}, TABLE),
         ("eval_factor", 0, FACTOR),
         ("eval_factor", True, FACTOR),
         ("eval_factor", "2", FACTOR),
@@ -73,15 +74,14 @@ def test_wrong_values_are_refused(field, value, rule):
         PaddedOptions(**{field: value})
 
 
-@pytest.mark.parametrize("experts", ["module", "batched"])
-def test_options_that_need_packed_experts(experts):
+def test_options_that_need_packed_experts():
     for given, rule in (
-        ({"capacity_pool": "rank"}, f"be expert with experts='{experts}', which read padded rows"),
-        ({"exchange": "direct"}, f"be auto or alltoall with experts='{experts}'"),
+        ({"capacity_pool": "rank"}, "be expert with experts='module', which read padded rows"),
+        ({"exchange": "direct"}, "be auto or alltoall with experts='module'"),
     ):
         (name,) = given
         with pytest.raises(ValueError, match=rf"^{name} must {rule}, got .*; set experts='packed'"):
-            PaddedOptions(experts=experts, **given)
+            PaddedOptions(experts="module", **given)
         for fitting in ("auto", "packed"):
             PaddedOptions(experts=fitting, **given)
 
@@ -119,7 +119,7 @@ def test_a_wrong_flag_is_named_with_what_to_give(capsys, flag, text, complaint):
 
 
 def test_a_table_of_factors():
-    assert read_factor_table("3:1.5,10:no-drop,4:fit") == {3: 1.5, 10: NO_DROP, 4: FIT}
+    assert read_factor_table("3:1.5,10:no-drop") == {3: 1.5, 10: NO_DROP}
     assert read_factor_table("") == read_factor_table("none") == {}
     for text in ("3:1,3:2", "x:1", ":1", "1.5"):
         with pytest.raises(ValueError, match=f"^must be NUMBER:FACTOR,.* got {text!r}$"):

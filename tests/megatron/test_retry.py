@@ -20,13 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import GraphableMegatronModule
-from torch import Tensor
 
 from padded_dispatch.megatron import PaddedOptions, Retry, retry
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.retry import (
     GeneratorStates,
-    RandomStates,
     dropping_nothing,
     record,
     replay,
@@ -41,7 +39,6 @@ from tests.support.training import (
     Model,
     Training,
     differing_names,
-    draws,
     world,
 )
 
@@ -148,24 +145,6 @@ def test_a_drop_in_one_layer_of_one_rank_repeats_the_step_on_all(pool2):
     # Two microbatches of ten tokens: 20 want an expert, ceil(10 * 1.5) slots are there.
     assert first == ([], {1: [0, 0, 0, 0], 2: [0, 0, 0, 0]}, (1, 3))
     assert second == ([], {1: [0, 0, 0, 0], 2: [0, 10, 0, 0]}, (1, 3))
-
-
-def test_data_is_read_once_per_step_and_ends_as_without_retry(alone):
-    with world(THREE_MICROBATCHES):
-        for training in (
-            Training(THREE_MICROBATCHES),
-            Training(THREE_MICROBATCHES, on_overflow="retry"),
-        ):
-            batches = itertools.islice(draws(THREE_MICROBATCHES), 7)
-            read: list[int] = []
-            counted = (read.append(number) or batch for number, batch in enumerate(batches))
-            for number in (1, 2):
-                training.passes(counted)
-                assert read == list(range(3 * number))
-            with pytest.raises(StopIteration):
-                training.passes(counted)
-        assert training.retry is not None
-        assert (training.retry.num_retried, training.retry.num_steps) == (2, 2)
 
 
 def test_a_second_drop_raises(alone):
@@ -276,27 +255,6 @@ def test_every_form_that_schedules_take_is_recorded_as_far_as_it_is_read():
 
 
 @ON_CPU
-def test_other_iterators_end_and_show_their_attributes():
-    class Loader:
-        epoch = 3
-
-        def __next__(self) -> int:
-            raise StopIteration
-
-    source = iter(range(4))
-    first, second = recorded = record((source, source))  # One iterator for two chunks.
-    assert [next(first), next(second), next(first)] == [0, 1, 2]
-    assert [list(one) for one in replay(recorded)] == [[0, 2], [1]]
-    recorded = record(Loader())
-    assert iter(recorded) is recorded and recorded.epoch == 3
-    with pytest.raises(StopIteration):
-        next(recorded)
-    with pytest.raises(AttributeError):
-        _ = recorded.absent
-    assert list(replay(recorded)) == []
-
-
-@ON_CPU
 @pytest.mark.parametrize("reuses", [True, False], ids=["loader", "forward step"])
 def test_memory_that_is_written_later_does_not_matter(reuses):
     """Either the loader fills the same memory again, or the forward step changes its batch."""
@@ -335,29 +293,6 @@ def test_memory_that_is_written_later_does_not_matter(reuses):
         assert array.tolist() == [number, number] and other is one["other"]
 
 
-@ON_CPU
-def test_reading_that_draws_leaves_the_generators_alike_the_second_time():
-    def loader() -> Iterator[float]:
-        while True:
-            yield random.random() + float(np.random.rand()) + torch.rand(()).item()
-
-    def run(batches: Iterator[float]) -> list[float]:
-        """Read two microbatches; the 'model' draws after each."""
-        return [number for _ in range(2) for number in (next(batches), torch.rand(()).item())]
-
-    torch.manual_seed(1)
-    random.seed(2)
-    np.random.seed(3)
-    before = GeneratorStates.now()
-    recorded = record(loader())
-    values = run(recorded)
-    after = GeneratorStates.now()
-    assert len(set(values)) == 4
-    before.restore()
-    assert run(replay(recorded)) == values
-    assert not GeneratorStates.now().changed_since(after).states
-
-
 DRAWS: dict[str, Callable[[], Any]] = {
     "python": random.random,
     "python, the second of a pair": lambda: random.gauss(0, 1),
@@ -377,36 +312,6 @@ def test_a_draw_is_seen_and_repeats(on_cpu, name):
     before.restore()
     assert not before.changed_since(GeneratorStates.now()).states
     assert [draw() for _ in range(3)] == values
-
-
-class Tracker:
-    """Megatron's tracker, with the methods that are used."""
-
-    def __init__(self, states: dict[str, Any]) -> None:
-        self.states = states
-
-    def get_states(self) -> dict[str, Any]:
-        return dict(self.states)
-
-    def set_states(self, states: dict[str, Any]) -> None:
-        self.states = states
-
-
-def test_states_of_the_tracker_come_back(on_cpu):
-    """Tensors are replaced, generators are set in place, for graphs that refer to them."""
-    generator = torch.Generator().manual_seed(4)
-    tensor = torch.tensor([1, 2])
-    tracker = Tracker({"as tensor": tensor, "as generator": generator})
-    with patch.object(retry, "get_cuda_rng_tracker", lambda: tracker):
-        before = RandomStates.now()
-        drawn: Tensor = torch.rand(3, generator=generator)
-        tracker.states["as tensor"] = torch.tensor([5, 6])
-        tracker.states["new"] = torch.tensor([7])
-        before.restore()
-    assert tracker.states.keys() == {"as tensor", "as generator"}
-    assert tracker.states["as tensor"].tolist() == [1, 2]
-    assert tracker.states["as generator"] is generator
-    assert torch.equal(torch.rand(3, generator=generator), drawn)
 
 
 class Layer(GraphableMegatronModule):

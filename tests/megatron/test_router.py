@@ -6,20 +6,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.inference import utils as inference_utils
-from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.overrides import TorchFunctionMode
 
-from padded_dispatch.config import FIT, NO_DROP, POLICIES
+from padded_dispatch.config import POLICIES
 from padded_dispatch.megatron import PaddedOptions
-from padded_dispatch.megatron import router as router_module
-from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.router import SelectAfterCounting, select_after_counting
 from padded_dispatch.ops.select import select
 from tests.support import tiny
+from tests.support.parity import megatron
 from tests.support.pools import pools
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -65,19 +61,6 @@ def test_the_router_returns_the_selection_of_its_map(policy):
     torch.testing.assert_close(given.grad, by_hand.grad)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_recompute_changes_no_bit(policy):
-    hidden = torch.randn(24, 1, tiny.HIDDEN, generator=torch.Generator().manual_seed(1))
-    settings = {"moe_expert_capacity_factor": 0.75, "moe_token_drop_policy": policy}
-    results = []
-    for recompute in ({}, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}):
-        moe, given = tiny.padded_layer(**settings, **recompute), hidden.clone().requires_grad_()
-        output, _ = moe(given)
-        output.square().sum().backward()
-        results.append([output, given.grad, *(param.grad for param in moe.parameters())])
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-
-
 def _disagreements() -> dict[str, str]:
     """Return the errors of passes in which the second of two ranks differs, by what differs."""
     other, found = dist.get_rank() == 1, {}
@@ -88,24 +71,20 @@ def _disagreements() -> dict[str, str]:
             route(tokens())
         found[words] = str(caught.value)
 
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-        try:
-            made = functools.partial(router, moe_expert_capacity_factor=0.5)
-            differ("overflow_threshold is 0.0 on rank 0, 0.25 on rank 1", made(options=option))
-            scaled = made(moe_router_topk_scaling_factor=2.0 if other else None)
-            differ("moe_router_topk_scaling_factor is None on rank 0, 2.0 on rank 1", scaled)
-            # They would have the same capacity here, and so the same shapes.
-            differ("training is 1 on rank 0, 0 on rank 1", made().train(not other))
-            controlled = made()
-            controlled.selector.configs.controlled = other
-            differ("layer has a Telemetry is False on rank 0, True on rank 1", controlled)
-            routers = made(), made()
-            routers[1].set_layer_number(2)
-            # The numbers of dispatchers count those above.
-            differ("caller is layer 1 (dispatcher 5) on rank 0, layer 2 (", routers[other])
-        finally:
-            parallel_state.destroy_model_parallel()
+    with megatron("cpu", expert_model_parallel_size=2):
+        made = functools.partial(router, moe_expert_capacity_factor=0.5)
+        differ("overflow_threshold is 0.0 on rank 0, 0.25 on rank 1", made(options=option))
+        scaled = made(moe_router_topk_scaling_factor=2.0 if other else None)
+        differ("moe_router_topk_scaling_factor is None on rank 0, 2.0 on rank 1", scaled)
+        # They would have the same capacity here, and so the same shapes.
+        differ("training is 1 on rank 0, 0 on rank 1", made().train(not other))
+        controlled = made()
+        controlled.selector.configs.controlled = other
+        differ("layer has a Telemetry is False on rank 0, True on rank 1", controlled)
+        routers = made(), made()
+        routers[1].set_layer_number(2)
+        # The numbers of dispatchers count those above.
+        differ("caller is layer 1 (dispatcher 5) on rank 0, layer 2 (", routers[other])
     return found
 
 
@@ -158,62 +137,6 @@ def test_the_first_pass_of_recompute_has_the_bits_of_the_second():
     assert not torch.equal(evaluation, second)  # As stock's.
 
 
-def test_evaluation_has_its_own_capacity():
-    options = PaddedOptions(eval_factor=NO_DROP, layer_factors={1: 1.0})
-    layer = tiny.padded_layer(options, moe_expert_capacity_factor=0.5)  # of number 1
-    hidden = torch.randn(T, 1, tiny.HIDDEN)
-    assert layer(hidden)[0].shape == layer.eval()(hidden)[0].shape
-    dispatcher = layer.token_dispatcher
-    assert dispatcher.counters.num_slots.item() == 4 * T * tiny.TOP_K // 4
-    assert dispatcher.eval_counters.num_slots.item() == 4 * T
-    assert dispatcher.eval_counters.kept_E.sum().item() == T * tiny.TOP_K
-
-
-def test_observers_see_the_map_before_selection():
-    route = router(moe_expert_capacity_factor=0.5)
-    seen = []
-
-    class Recorder:
-        def observe(self, asked_TE, probs_TE, selection, sizes):
-            seen.append((asked_TE, probs_TE, selection, sizes))
-
-    route.selector.observers.append(Recorder())
-    padding_mask = torch.zeros(T, 1, dtype=torch.bool)
-    padding_mask[-4:] = True
-    probs_TE, kept_TE = route(tokens(), padding_mask)
-    [(asked_TE, all_probs_TE, selection, sizes)] = seen
-    assert asked_TE.sum(1).tolist() == [2] * 8 + [0] * 4
-    assert torch.equal(all_probs_TE[kept_TE], probs_TE[kept_TE])
-    assert torch.allclose(all_probs_TE[:8].sum(1), torch.ones(8))
-    assert not all_probs_TE.requires_grad
-    assert torch.equal(selection.kept_TE, kept_TE)
-    assert sizes.pool_slots == 3
-
-
-def test_ranks_may_have_other_tokens_in_evaluation_that_fits(monkeypatch):
-    agreed: list[Any] = []
-    monkeypatch.setattr(
-        router_module, "agree_on_shapes", lambda *args, **given: agreed.append(given)
-    )
-    for factor in (FIT, NO_DROP):
-        route = router(options=PaddedOptions(eval_factor=factor))
-        for training in (True, False):
-            route.train(training)(tokens())
-    assert agreed == [
-        {"any_tokens": False, "training": 1},
-        {"any_tokens": True, "training": 0},
-        {"any_tokens": False, "training": 1},
-        {"any_tokens": False, "training": 0},
-    ]
-
-
-def test_a_pass_that_fits_is_not_captured(monkeypatch):
-    route = router(options=PaddedOptions(eval_factor=FIT)).eval()
-    monkeypatch.setattr(router_module, "capturing", lambda: True)
-    with pytest.raises(ValueError, match=r"^capacity_factor must be a number in a CUDA graph"):
-        route(tokens())
-
-
 EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 
 
@@ -221,20 +144,6 @@ def test_expert_bias_sees_demand():
     route = router(moe_expert_capacity_factor=0.5, **EXPERT_BIAS)
     route(tokens())
     assert route.local_tokens_per_expert.tolist() == [T, T, 0, 0]
-
-
-def test_padding_tokens_take_no_slot_and_are_not_counted():
-    """In Megatron's router True means padding; stock raises here (0.16.1 to 0.19.0)."""
-    route = router(moe_expert_capacity_factor=0.5, **EXPERT_BIAS)
-    padding_mask = torch.zeros(T, 1, dtype=torch.bool)
-    padding_mask[-4:] = True
-    _, kept_TE = route(tokens(), padding_mask)
-    assert not kept_TE[-4:].any()
-    assert kept_TE.sum(0).tolist() == [3, 3, 0, 0]
-    assert route.local_tokens_per_expert.tolist() == [T - 4, T - 4, 0, 0]
-    [counters] = route.selector.observers
-    assert counters.demand_E.tolist() == [T - 4, T - 4, 0, 0]
-    assert (counters.num_tokens.item(), counters.num_positions.item()) == (T - 4, T)
 
 
 def test_dropping_does_not_change_the_aux_loss():
@@ -247,23 +156,6 @@ def test_dropping_does_not_change_the_aux_loss():
         gradients.append(route.weight.grad)
     assert gradients[0].abs().sum() > 0
     assert torch.equal(*gradients)
-
-
-def test_a_pass_writes_nothing_to_the_config(monkeypatch):
-    """The factor is hidden from `TopKRouter.routing` by a view, not by a change of the config."""
-    route = router(moe_expert_capacity_factor=0.5)
-    written = []
-    monkeypatch.setattr(
-        TransformerConfig,
-        "__setattr__",
-        lambda self, name, value: written.append(name),
-        raising=False,
-    )
-    probs_TE, _ = route(tokens())
-    probs_TE.sum().backward()
-    with pytest.raises(RuntimeError):
-        route.routing(torch.randn(3, 1, 5))  # 15 logits do not form rows of 4
-    assert written == []
 
 
 def test_the_router_reads_the_layers_config_except_for_the_factor():
@@ -286,16 +178,6 @@ def test_the_router_reads_the_layers_config_except_for_the_factor():
     assert route.config.moe_expert_capacity_factor is None
     route.config.moe_z_loss_coeff = 0.125
     assert layer.config.moe_z_loss_coeff == 0.125
-
-
-def test_a_factor_for_text_generation_does_not_drop_before_counting(monkeypatch):
-    monkeypatch.setattr(inference_utils, "moe_layer_cache", None)
-    settings = {"dispatcher": "alltoall", "moe_expert_capacity_factor": 0.5, **EXPERT_BIAS}
-    layer = tiny.padded_layer(**settings)
-    inference_utils.set_decode_expert_padding(layer, True, capacity_factor=1)
-    _, kept_TE = layer.router(tokens())
-    assert layer.router.local_tokens_per_expert.sum() == T * tiny.TOP_K
-    assert kept_TE.sum(0).max() <= 3  # C of the factor that the layer was built with
 
 
 def test_a_router_of_another_kind_is_refused():
@@ -325,17 +207,3 @@ def test_gating_with_a_bias_narrower_than_the_logits():
     logits.sum().backward()
     assert route.bias.grad.dtype == torch.bfloat16
     assert route.bias.grad.tolist() == [T] * 4
-
-
-def test_a_narrow_bias_is_cast_before_the_product(monkeypatch):
-    """Transformer Engine's GEMM reads the bias in the dtype of its output; a CPU's casts it."""
-    dtypes = []
-
-    def recorded(input, weight, bias, dtype):
-        dtypes.append((bias.dtype, dtype))
-        return router_gating_linear(input, weight, bias, dtype)
-
-    monkeypatch.setattr(router_module, "router_gating_linear", recorded)
-    settings = {"params_dtype": torch.bfloat16, "moe_router_dtype": "fp64"}
-    router(add_bias_linear=True, **settings).gating(tokens().bfloat16())
-    assert dtypes == [(torch.float64, torch.float64)]

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
-from padded_dispatch.config import FIT
 from padded_dispatch.megatron import PaddedOptions
-from padded_dispatch.megatron.cpu import megatron_on_cpu
 from tests.support import tiny
+from tests.support.parity import megatron
 
 S, B = 7, 2
 T, NUM_MASKED = S * B, 5
@@ -36,7 +34,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "packed": ({"experts": "packed"}, {}),
     "pool rank": ({"experts": "packed", "capacity_pool": "rank"}, {}),
     "position": ({}, {"moe_token_drop_policy": "position"}),
-    "fit": ({"experts": "packed", "layer_factors": {1: FIT}}, {}),
     "no factor": ({}, {"moe_expert_capacity_factor": None}),
     "shared experts": ({}, {"moe_shared_expert_intermediate_size": 16}),
     "recompute": ({"experts": "packed"}, RECOMPUTE),
@@ -92,7 +89,7 @@ def failures(case: str, **sizes: Any) -> list[str]:
         epsilon = 1e-6 if in_fp32 else 1e-9
         if (given - expected).abs().max() > epsilon * expected.abs().max():
             found.append(f"{case}: {name} differs")
-    if case not in ("fit", "no factor") and alone["kept_E"].sum() == alone["demand_E"].sum():
+    if case != "no factor" and alone["kept_E"].sum() == alone["demand_E"].sum():
         found.append(f"{case}: nothing was dropped")
     return found
 
@@ -108,7 +105,7 @@ def test_nothing_but_masked_tokens_is_zero():
     """Their share of the auxiliary loss is 0 / 0; no gradient may have it."""
     mask_BS = torch.ones(B, S, dtype=torch.bool)
     hidden = torch.randn(S, B, tiny.HIDDEN, dtype=torch.float64)
-    for case in ("auto", "module", "packed", "pool rank", "fit", "expert bias"):
+    for case in ("auto", "module", "packed", "pool rank", "expert bias"):
         found = run(layer_of(case), hidden, mask_BS)
         assert [name for name, tensor in found.items() if (tensor != 0).any()] == []
 
@@ -122,15 +119,11 @@ def test_a_mask_of_other_tokens_is_refused():
 
 
 def failures_in_layout(sizes: dict[str, int]) -> list[str]:
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(**sizes)
-        try:
-            fields: dict[str, Any] = dict(sizes)
-            if sizes.get("tensor_model_parallel_size", 1) > 1:
-                fields["sequence_parallel"] = True
-            return [text for case in CASES for text in failures(case, **fields)]
-        finally:
-            parallel_state.destroy_model_parallel()
+    with megatron("cpu", **sizes):
+        fields: dict[str, Any] = dict(sizes)
+        if sizes.get("tensor_model_parallel_size", 1) > 1:
+            fields["sequence_parallel"] = True
+        return [text for case in CASES for text in failures(case, **fields)]
 
 
 @pytest.mark.parametrize(

@@ -51,14 +51,6 @@ def test_megatron_lms_loop_beside_the_script_is_followed(tmp_path: Path, on_over
     assert done.stdout.splitlines()[-1] == "True"
 
 
-def test_a_script_without_megatron_lm_runs_with_retry_too(tmp_path: Path):
-    (tmp_path / "beside.py").write_text("VALUE = 7")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = run("--padded-on-overflow", "retry", str(tmp_path / "script.py"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "__main__ [] None 7"
-
-
 def test_missing_script_is_named(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["run", "nowhere.py"])
     with pytest.raises(SystemExit) as end:

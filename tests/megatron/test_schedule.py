@@ -108,28 +108,6 @@ class Layer:
         self.mlp, self.config = mlp, SimpleNamespace(**fields)
 
 
-def test_a_layer_notes_the_shape_of_its_last_mask():
-    layer = Layer(**layer_graphs("moe"))
-    schedule.note_mask(layer, None)
-    assert schedule.sample_mask(layer) == {}
-    for shape, every_third in (
-        ((2, 3), [[0, 1, 0], [0, 1, 0]]),
-        ((2, 4), [[0, 1, 0, 0], [1, 0, 0, 1]]),
-    ):
-        schedule.note_mask(layer, torch.ones(shape, dtype=torch.bool))
-        schedule.note_mask(layer, None)
-        assert schedule.sample_mask(layer)["padding_mask"].int().tolist() == every_third
-
-
-def test_other_graphs_need_no_mask():
-    """Graphs of attention alone, Megatron's own, none, and those of whole iterations."""
-    local = {**layer_graphs("moe"), "cuda_graph_impl": "local"}
-    for fields in (layer_graphs("attn"), local, {"cuda_graph_impl": "none"}, iteration_graph()):
-        layer = Layer(**fields)
-        schedule.note_mask(layer, torch.ones(2, 3, dtype=torch.bool))
-        assert schedule.sample_mask(layer) == {}
-
-
 @pytest.mark.parametrize("scope", SCOPES, ids=lambda scope: "+".join(scope) or "layer")
 def test_replays_follow_a_mask_that_changes(megatron, scope):
     eager = eager_run()
@@ -239,7 +217,7 @@ def test_graphs_of_attention_and_samples_that_a_capture_would_mix_are_refused():
         check_packed(Layer(**fields), flattened)
 
 
-@pytest.mark.parametrize("experts", ["module", "packed", "batched"])
+@pytest.mark.parametrize("experts", ["module", "packed"])
 def test_a_packed_row_computes_its_sequences(packs, experts):
     """Nothing is dropped, so each sequence has the losses that it has alone."""
     install(PaddedOptions(experts=experts))
@@ -299,43 +277,6 @@ def node_of(layer: Any, mask_BS: Any, run: Any = route, sequences: Any = None) -
 
 
 @pytest.mark.usefixtures("megatron")
-def test_the_mask_reaches_the_router_and_stays_out_of_other_calls():
-    moe, hidden = tiny.padded_layer(), torch.randn(3, 2, tiny.HIDDEN)
-    node = node_of(Layer(mlp=moe, **vars(moe.config)), MASK_BS)
-    probs, kept = node.submodule(node, hidden)
-    expected = moe.route(hidden, padding_mask=MASK_BS.T)
-    assert torch.equal(probs, expected[0]) and torch.equal(kept, expected[1])
-    assert torch.equal(kept.any(1), ~MASK_BS.T.flatten())
-    assert moe.route(hidden)[1].any(1).all()
-    node = node_of(Layer(mlp=moe, **vars(moe.config)), None)
-    assert node.submodule(node, hidden)[1].any(1).all()
-
-    def bridge(layer: Any, hidden: Tensor) -> Any:
-        return layer.mlp.route(hidden, MASK_BS)
-
-    node = node_of(Layer(mlp=moe, **vars(moe.config)), MASK_BS, bridge)
-    assert torch.equal(node.submodule(node, hidden)[1], kept)
-
-
-@pytest.mark.usefixtures("megatron")
-def test_a_replay_gets_the_mask():
-    moe, hidden = tiny.padded_layer(), torch.randn(3, 2, tiny.HIDDEN)
-
-    def replay(hidden_states: Tensor, padding_mask: Tensor | None) -> Any:
-        return hidden_states, padding_mask
-
-    def run(layer: Any, hidden: Tensor) -> Any:
-        return layer._te_cuda_graph_replay(hidden_states=hidden)
-
-    layer: Any = Layer(mlp=moe, **layer_graphs("attn", "moe_router"))
-    layer.cuda_graphs, layer._te_cuda_graph_replay = [object()], replay
-    for mask_BS in (MASK_BS, None):
-        node = node_of(layer, mask_BS, run)
-        assert node.submodule(node, hidden) == (hidden, mask_BS)
-    assert layer._te_cuda_graph_replay is replay and "route" not in vars(moe)
-
-
-@pytest.mark.usefixtures("megatron")
 def test_packed_sequences_with_captured_attention_are_refused():
     moe, hidden = tiny.padded_layer(), torch.randn(3, 2, tiny.HIDDEN)
     for scopes in (("attn",), ("moe_router",)):
@@ -345,9 +286,3 @@ def test_packed_sequences_with_captured_attention_are_refused():
             continue
         with pytest.raises(ValueError, match="packed_seq_params must be None where a CUDA graph"):
             node.submodule(node, hidden)
-
-
-def test_layers_of_others_are_left_alone():
-    layer = SimpleNamespace(mlp=torch.nn.Linear(2, 2))
-    node = node_of(layer, None)
-    assert node.submodule.__name__ == "<lambda>"

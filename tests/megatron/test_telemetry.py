@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import nn
 
 from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron import PaddedOptions, padded_spec
-from padded_dispatch.megatron.cpu import megatron_on_cpu
-from padded_dispatch.megatron.telemetry import _OF_LAYERS, Telemetry, scalars
-from tests.support import tiny
+from padded_dispatch.megatron.telemetry import Telemetry, scalars
+from tests.support import parity, tiny
 
 E, T = tiny.NUM_EXPERTS, 13
 OPTIONS = {field.name for field in dataclasses.fields(PaddedOptions)}
@@ -190,20 +188,6 @@ def test_earlier_counts_are_left_out_and_totals_may_wrap():
         assert mass == pytest.approx(T, rel=1e-6)
 
 
-def test_evaluation_is_counted_separately_with_its_own_capacity():
-    with tiny.one_process():
-        chunk = model(1)
-        _, eval_counts = watch(chunk[0])
-        telemetry = Telemetry([chunk])
-        run(chunk[0], 1)
-        run(chunk[0], 2, training=False)
-        snapshots = telemetry.read()
-        assert snapshots.training.dropped[0] > 0 and snapshots.evaluation.dropped[0] == 0
-        assert snapshots.evaluation.demand_YE[0].tolist() == eval_counts.demand_E.tolist()
-        assert snapshots.training.num_passes_Y[0] == snapshots.evaluation.num_passes_Y[0] == 1
-        assert snapshots.evaluation.num_slots_Y[0] == E * T
-
-
 def test_scalars_have_megatrons_kind_of_names():
     with tiny.one_process():
         chunk = model(2, 3)
@@ -219,20 +203,6 @@ def test_scalars_have_megatrons_kind_of_names():
     assert of_layers["moe/fill_layer_2"] == 0.0
     assert not any(name.startswith("moe-held-out") for name in of_layers)
     assert len(of_layers) - len(written) == 2 * 2 * tiny.TOP_K
-
-
-@pytest.mark.parametrize(
-    ("top_k", "names"), [(1, ["dropped", "needed_factor"]), (4, list(_OF_LAYERS))]
-)
-def test_a_layer_has_at_most_two_names_per_choice(top_k, names):
-    with tiny.one_process():
-        chunk = model(1, moe_router_topk=top_k, moe_router_pre_softmax=True)
-        telemetry = Telemetry([chunk])
-        run(chunk[0], 1)
-        found = scalars(telemetry.read(), per_layer=True)
-    of_layer = [name for name in found if name.endswith("_layer_0")]
-    assert of_layer == [f"moe/{name}_layer_0" for name in names]
-    assert len(of_layer) <= 2 * top_k
 
 
 @pytest.mark.parametrize(
@@ -253,21 +223,6 @@ def test_a_layer_by_itself_needs_no_number(numbers, expected):
         assert alone.read().training.num_tokens_Y.tolist() == [T]
 
 
-def test_a_read_can_be_finished_at_once():
-    with tiny.one_process():
-        chunk = model(1)
-        telemetry = Telemetry([chunk], every=3)
-        for step, num_steps in ((1, 1), (2, None), (3, 2)):
-            assert telemetry.finish() is None
-            run(chunk[0], step)
-            assert telemetry.step() is None
-            snapshots = telemetry.finish()
-            assert (snapshots and snapshots.num_steps) == num_steps
-            if snapshots is not None:
-                assert snapshots.step == step
-                assert snapshots.training.num_tokens_Y.tolist() == [num_steps * T]
-
-
 def test_a_model_without_padded_layers_is_refused():
     with tiny.one_process():
         chunk: Any = nn.Sequential(nn.Linear(2, 2))
@@ -278,24 +233,19 @@ def test_a_model_without_padded_layers_is_refused():
 
 
 def _over_two_ranks() -> tuple[Any, Any]:
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-        try:
-            chunk = model(1, 2)
-            # In the second layer all tokens choose experts 0 and 1, which are on rank 0.
-            with torch.no_grad():
-                chunk[1].router.weight.zero_()
-                chunk[1].router.weight[:2, 0] = 1.0
-            mine = [watch(layer)[0] for layer in chunk]
-            telemetry = Telemetry([chunk])
-            for step in range(3):
-                run(chunk[0], step)
-                hidden = torch.rand(T, 1, tiny.HIDDEN)
-                chunk[1](hidden)
-            snapshot = telemetry.read().training
-            return snapshot, [(count.demand_E, count.kept_E, count.largest) for count in mine]
-        finally:
-            parallel_state.destroy_model_parallel()
+    with parity.megatron("cpu", expert_model_parallel_size=2):
+        chunk = model(1, 2)
+        # In the second layer all tokens choose experts 0 and 1, which are on rank 0.
+        with torch.no_grad():
+            chunk[1].router.weight.zero_()
+            chunk[1].router.weight[:2, 0] = 1.0
+        mine = [watch(layer)[0] for layer in chunk]
+        telemetry = Telemetry([chunk])
+        for step in range(3):
+            run(chunk[0], step)
+            chunk[1](torch.rand(T, 1, tiny.HIDDEN))
+        snapshot = telemetry.read().training
+        return snapshot, [(count.demand_E, count.kept_E, count.largest) for count in mine]
 
 
 def test_two_ranks_are_summed_and_idle_passes_belong_to_a_rank(pool2):
@@ -310,61 +260,38 @@ def test_two_ranks_are_summed_and_idle_passes_belong_to_a_rank(pool2):
     assert snapshot.rank_overload[1] == 2.0
 
 
-def _over_two_stages() -> tuple[Any, Any]:
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+def _over_two_stages(on_overflow: Any) -> tuple[Any, Any, str]:
+    """Return the snapshot, the demand of this stage's layer, and the error that was raised."""
+    with parity.megatron("cpu", pipeline_model_parallel_size=2):
+        sizes = {"num_layers": 2, "pipeline_dtype": torch.float32}
+        numbers = (dist.get_rank() + 1,)
+        chunk, telemetry = overflowing(numbers, on_overflow=on_overflow, **sizes)
+        [mine] = [watch(layer)[0] for layer in chunk]
+        passes(chunk)
         try:
-            chunk = model(dist.get_rank() + 1, num_layers=2, pipeline_dtype=torch.float32)
-            [mine] = [watch(layer)[0] for layer in chunk]
-            telemetry = Telemetry([chunk])
-            run(chunk[0], 1)
-            return telemetry.read().training, mine.demand_E
-        finally:
-            parallel_state.destroy_model_parallel()
-
-
-def _error_of_another_stage() -> str:
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-        try:
-            sizes = {"num_layers": 2, "pipeline_dtype": torch.float32}
-            numbers = (dist.get_rank() + 1,)
-            chunk, telemetry = overflowing(numbers, on_overflow="error", **sizes)
-            passes(chunk)
-            telemetry.read()
+            return telemetry.read().training, mine.demand_E, ""
         except RuntimeError as error:
-            return str(error)
-        finally:
-            parallel_state.destroy_model_parallel()
-    return "nothing raised"
+            return None, mine.demand_E, str(error)
 
 
-def test_an_error_is_raised_on_all_stages(pool2):
-    first, second = pool2.run(_error_of_another_stage)
+def test_every_stage_sees_all_layers_and_raises_their_errors(pool2):
+    (_, _, first), (_, _, second) = pool2.run(_over_two_stages, "error")
     assert first == second and "of layer 2 found no room at step 0" in first
-
-
-def test_every_stage_sees_all_layers_once(pool2):
-    (snapshot, first), (_, second) = pool2.run(_over_two_stages)
+    (snapshot, first, _), (_, second, _) = pool2.run(_over_two_stages, "warn")
     assert snapshot.layers_Y.tolist() == [1, 2]
     assert snapshot.demand_YE.tolist() == [first.tolist(), second.tolist()]
     assert snapshot.num_passes_Y.tolist() == [1, 1]
 
 
 def _over_tensor_parallel_ranks() -> Any:
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=2, expert_tensor_parallel_size=1
-        )
-        try:
-            chunk = model(1, tensor_model_parallel_size=2)
-            telemetry = Telemetry([chunk])
-            chunk.eval()
-            with torch.no_grad():
-                chunk(torch.ones(T, 1, tiny.HIDDEN))
-            return telemetry.read().evaluation
-        finally:
-            parallel_state.destroy_model_parallel()
+    sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    with parity.megatron("cpu", **sizes):
+        chunk = model(1, tensor_model_parallel_size=2)
+        telemetry = Telemetry([chunk])
+        chunk.eval()
+        with torch.no_grad():
+            chunk(torch.ones(T, 1, tiny.HIDDEN))
+        return telemetry.read().evaluation
 
 
 def test_tokens_that_tensor_parallel_ranks_share_count_once(pool2):

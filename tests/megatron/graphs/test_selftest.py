@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,19 +12,14 @@ from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
-from megatron.core.transformer import cuda_graphs
 from torch import Tensor, nn
 
-from padded_dispatch.megatron.graphs import selftest
-from padded_dispatch.megatron.graphs.capture import LayerGraphs
 from padded_dispatch.megatron.graphs.selftest import (
     Sample,
     first_microbatch,
     run_eager,
     scales_put_back,
 )
-from tests.megatron.graphs.test_capture import BATCH, SEQUENCE, Training
-from tests.support.graph_protocol import GraphedLayer
 
 
 def scaling(scale: float, noted: list[float]) -> SimpleNamespace:
@@ -108,73 +102,6 @@ def test_a_layer_runs_as_in_a_first_microbatch(monkeypatch, fields, mtp, wanted)
     assert inside == ((4, False) if wanted is None else (0, True))
     assert layer.current_microbatch == 4
     assert entered == ([wanted, "left"] if wanted else [])
-
-
-class Scaled:
-    """Transformer Engine's delayed scaling in the experts of a model, on a CPU.
-
-    Outputs are multiplied by a scale, which is derived from the largest one of the pass before.
-    """
-
-    def __init__(self, training: Training) -> None:
-        self.entered = 0
-        self._in_context = False
-        self._experts: list[Any] = [layer.experts for layer in training.moe_layers]
-        for experts in self._experts:
-            kept = scaling(1.0, [0.0])
-            experts.fp8_meta, experts.is_first_microbatch = {"scaling_fwd": kept}, False
-            experts.forward = self._wrapped(experts, experts.forward, kept)
-
-    def state(self) -> list[Any]:
-        return [values(experts.fp8_meta["scaling_fwd"]) for experts in self._experts]
-
-    @contextmanager
-    def context(self, layer: Any) -> Iterator[None]:
-        self.entered, self._in_context = self.entered + 1, True
-        yield
-        self._in_context = False
-        for experts in self._experts:
-            kept = experts.fp8_meta["scaling_fwd"]
-            kept.scale.copy_(1 / (1 + kept.amax_history[0]))
-            kept.amax_history.zero_()
-
-    def _wrapped(self, experts: Any, forward: Any, kept: Any) -> Callable[..., Any]:
-        def scaled(*args: Any) -> Any:
-            capturing = cuda_graphs.is_graph_capturing()  # Transformer Engine's own context.
-            assert capturing or (self._in_context and experts.is_first_microbatch)
-            experts.is_first_microbatch = False
-            output, bias = forward(*args)
-            with torch.no_grad():
-                kept.amax_history.fill_(output.detach().abs().max())
-            return output * kept.scale.to(output.dtype), bias
-
-        return scaled
-
-
-def test_the_self_test_runs_in_fp8_with_the_same_scales(megatron, monkeypatch):
-    training = Training(("attn", "moe"))
-    layers: Any = training.model.module.module.decoder.layers
-    scaled = Scaled(training)
-    monkeypatch.setattr(selftest, "quantizes", lambda config: True)
-    monkeypatch.setattr(selftest, "_context", scaled.context)
-    replay, quantized_weights = GraphedLayer.__call__, []
-
-    def call(graphed: GraphedLayer, *args: Tensor, **kwargs: Any) -> Any:
-        quantized_weights.append(kwargs["is_first_microbatch"])
-        return replay(graphed, *args, **kwargs)
-
-    for layer in layers:
-        layer.current_microbatch = 1  # As a step leaves it.
-    before = scaled.state()
-    graphs = LayerGraphs([training.model], seq_length=SEQUENCE, micro_batch=BATCH)
-    with patch.object(GraphedLayer, "__call__", call):
-        report = graphs.capture()
-    assert report is not None and (report.unreproducible, report.other_kernels) == ((), ())
-    # Each layer runs before the capture, then three times eagerly and once as a replay.
-    assert scaled.entered == 5 * len(layers)
-    assert quantized_weights == [True] * len(layers)
-    assert [layer.current_microbatch for layer in layers] == [1] * len(layers)
-    assert scaled.state() == before
 
 
 class Noisy(nn.Module):
