@@ -22,9 +22,9 @@ from padded_dispatch.megatron import padded_spec
 from padded_dispatch.megatron.cpu import _CudaMeansCpu, megatron_on_cpu
 from tests import test_dispatcher
 from tests.support import tiny
-from tests.support.collectives import Records, recorded
+from tests.support.collectives import recorded
 from tests.support.grids import Grid, poisoned_memory
-from tests.support.many_ranks import Alone, Steps, World, _Limit, order_of_passes, train
+from tests.support.many_ranks import Alone, Steps, World, train
 from tests.support.threads import run_on_threads
 from tests.test_dispatcher import Batch, OneRank, _Step, assert_is_reference, config_of, make_batch
 
@@ -181,35 +181,3 @@ def test_a_rank_that_starts_another_collective_is_found(how, started, error):
     assert error in str(raised.value.__cause__)
     line = records.differing()[-1]
     assert line.startswith(f"collective 1 in group of 3: rank 2 started {started}, rank 0 [('allre")
-
-
-def test_another_order_is_found():
-    first, second = ("allreduce", (0, 1), ()), ("broadcast", (0, 1), ())
-    records = Records(2)
-    records.of_rank = [[first, second], [second, first]]
-    assert records.differing_orders([0, 1]) == [1]
-    records.of_rank = [[first], []]
-    assert records.differing()[0].startswith("collective 0 in group of 2: rank 1 started []")
-
-
-def test_all_ranks_end_at_the_step_at_which_the_first_ran_out_of_time(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr("tests.support.many_ranks.time.monotonic", lambda: now)
-    limit = _Limit(3, 10)
-    assert [limit.allows(step) for step in (0, 0, 1)] == [True, True, True]
-    now = 11.0
-    assert [limit.allows(step) for step in (1, 2)] == [True, False]
-    now = 0.0
-    assert [limit.allows(step) for step in (1, 2, 3)] == [True, False, False]
-    limit = _Limit(1, 10)
-    assert [limit.allows(step) for step in (0, 1, 1)] == [True, False, False]
-
-
-def test_passes_come_in_the_order_of_the_schedule():
-    def shown(*args: int) -> str:
-        return " ".join(f"{'BF'[f]}{c}.{m}" for f, c, m in order_of_passes(*args))
-
-    assert shown(0, 1, 1, 2) == "F0.0 B0.0 F0.1 B0.1"
-    assert shown(0, 2, 1, 2) == "F0.0 F0.1 B0.0 B0.1"
-    assert shown(1, 2, 1, 2) == "F0.0 B0.0 F0.1 B0.1"
-    assert shown(1, 2, 2, 2) == "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 B0.0 B0.1"

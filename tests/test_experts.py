@@ -146,21 +146,6 @@ def test_fc2s_input_may_be_recomputed(monkeypatch, biased, recompute):
         assert torch.equal(found[key], value), key
 
 
-def test_nothing_is_recomputed_unless_asked_for(monkeypatch):
-    activation, calls = Activation(**ALL["swiglu"]), []
-
-    def activate(*given: Any) -> Tensor:
-        calls.append(given)
-        return activation_module.activate(*given)
-
-    monkeypatch.setattr(experts, "activate", activate)
-    given = inputs([2, 0, 3], 0, activation, biased=False)
-    rows_ND, probs_N = given.pop("rows_ND"), given.pop("probs_N")
-    weights = ExpertWeights(**given)
-    grouped_mlp(rows_ND, probs_N, offsets_of([2, 0, 3]), weights, activation).sum().backward()
-    assert len(calls) == 1
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_both_linears_share_one_list_of_tiles(monkeypatch, padded):
     activation, given_tiles = Activation(**ALL["swiglu"]), []
@@ -176,17 +161,6 @@ def test_both_linears_share_one_list_of_tiles(monkeypatch, padded):
     rows_ND, probs_N = given.pop("rows_ND"), given.pop("probs_N")
     grouped_mlp(rows_ND, probs_N, offsets_L, ExpertWeights(**given), activation, padded=padded)
     assert given_tiles == [None if padded else (offsets_L, 6)] * 2
-
-
-def test_gradients_are_those_of_the_function():
-    gpt_oss = Activation(**ALL["gpt-oss"])
-    given, offsets_L = inputs([2, 0, 3], 0, gpt_oss, biased=True), offsets_of([2, 0, 3])
-    assert torch.autograd.gradcheck(
-        lambda *values: ours(
-            **dict(zip(given, values, strict=True)), offsets_L=offsets_L, activation=gpt_oss
-        ),
-        tuple(given.values()),
-    )
 
 
 @pytest.mark.parametrize("name", ["swiglu", "gpt-oss"])

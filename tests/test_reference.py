@@ -32,26 +32,6 @@ def test_select_keeps_the_most_probable_or_the_first():
     }
 
 
-def test_select_ignores_padding_tokens():
-    selection = reference.select(
-        bools("xx", "x.", "xx"),
-        np.array([[0.9, 0.9], [0.1, 0.2], [0.3, 0.4]]),
-        sizes=pools(2, 1),
-        policy="probs",
-        mask_T=np.array([True, False, False]),
-    )
-    assert selection.demand_E.tolist() == [2, 1]
-    assert selection.probs_TE.tolist() == [[0, 0], [0, 0], [0.3, 0.4]]
-
-
-def test_plan_fills_slots_in_token_order():
-    plan = reference.plan(bools("x.", "xx", ".x"), top_k=2, sizes=pools(2, 2))
-    assert plan.slot_of_TK.tolist() == [[0, -1], [1, 2], [3, -1]]
-    assert plan.choice_of_slot_GP.tolist() == [[0, 2], [3, 4]]
-    assert plan.kept_E.tolist() == [2, 2]
-    assert plan.num_unplaced == 0
-
-
 def test_plan_of_pools_orders_rows_by_expert():
     # Two pools of two experts each, P = 3. The second pool has one slot too few for expert 3.
     plan = reference.plan(bools("xx..", ".x.x", "x.xx", "..x."), top_k=3, sizes=pools(4, 3, 2))
@@ -116,30 +96,6 @@ def test_dispatch_puts_each_row_into_its_source_s_block(plans):
     assert not given.kept_RSL[:, 1].any()
 
 
-def test_pools_move_the_same_rows():
-    """Without drops, only the rows' places in their source's pools differ."""
-    maps = [thin_out(routing_map(TOKENS, EXPERTS, TOP_K, seed=s), share=0.2) for s in range(2)]
-    given, packed = [], []
-    for shared, slots in ((1, TOKENS), (EXPERTS // RANKS, 2 * TOKENS), (EXPERTS, TOP_K * TOKENS)):
-        sizes = pools(EXPERTS, slots, shared)
-        plans = [reference.plan(map_TE, top_k=TOP_K, sizes=sizes) for map_TE in maps]
-        given.append(reference.dispatch(TOKENS_STD[:2], PROBS_STE[:2], plans, num_ranks=RANKS))
-        rows, kept = given[-1].rows_RLMD, given[-1].kept_RSL
-        packed.append([reference.pack(*one).tolist() for one in zip(rows, kept, strict=True)])
-        home_STD = reference.combine(rows, plans)
-        num_kept_ST = np.stack(maps).sum(2)
-        np.testing.assert_array_equal(home_STD, TOKENS_STD[:2] * num_kept_ST[..., None])
-    assert packed[0] == packed[1] == packed[2]
-    np.testing.assert_array_equal(given[0].kept_RSL, given[2].kept_RSL)
-
-
-def test_combine_of_dispatch_multiplies_by_the_number_of_kept_rows(plans):
-    given = reference.dispatch(TOKENS_STD, PROBS_STE, plans, num_ranks=RANKS)
-    home_STD = reference.combine(given.rows_RLMD, plans)
-    num_kept_ST = np.array([(plan.slot_of_TK >= 0).sum(1) for plan in plans])
-    np.testing.assert_array_equal(home_STD, TOKENS_STD * num_kept_ST[..., None])
-
-
 def weight(shard: int, rank: int) -> np.ndarray:
     """[L, D, D], small whole numbers."""
     generator = np.random.default_rng([shard, rank])
@@ -154,22 +110,6 @@ def experts_backward(shard, rank, rows_LMD, probs_LM, grad_LMD):
     weight_LDD = weight(shard, rank)
     grad_rows_LMD = (grad_LMD * probs_LM[..., None]) @ weight_LDD.transpose(0, 2, 1)
     return grad_rows_LMD, ((rows_LMD @ weight_LDD) * grad_LMD).sum(-1)
-
-
-def test_layer_is_a_sum_over_experts_and_shards(plans):
-    out_STD = reference.layer(
-        TOKENS_STD, PROBS_STE, plans, experts, num_ranks=RANKS, etp_size=SHARDS
-    )
-    for source, plan in enumerate(plans):
-        for t in range(TOKENS):
-            expected_D = np.zeros(HIDDEN)
-            for slot in plan.slot_of_TK[t]:
-                if slot >= 0:
-                    e = slot // CAPACITY
-                    rank, local = divmod(e, EXPERTS // RANKS)
-                    both = sum(weight(shard, rank)[local] for shard in range(SHARDS))
-                    expected_D += PROBS_STE[source, t, e] * TOKENS_STD[source, t] @ both
-            np.testing.assert_array_equal(out_STD[source, t], expected_D)
 
 
 def test_gradients_are_differences(plans):
@@ -201,18 +141,3 @@ def test_gradients_are_differences(plans):
         step[index] = 1
         difference = loss(TOKENS_STD, PROBS_STE + step) - loss(TOKENS_STD, PROBS_STE - step)
         assert 2 * grad_probs_STE[index] == difference
-
-
-def test_padded_rows_are_not_read_and_get_no_gradient(plans):
-    given = reference.dispatch(TOKENS_STD, PROBS_STE, plans, num_ranks=RANKS)
-    is_padded_RLM = given.probs_RLM == 0
-    assert is_padded_RLM.any()
-    out_RLMD = np.where(is_padded_RLM[..., None], np.nan, given.rows_RLMD)
-    assert np.isfinite(reference.combine(out_RLMD, plans)).all()
-    grad_RLMD = reference.combine_backward(np.ones_like(TOKENS_STD), plans, num_ranks=RANKS)
-    np.testing.assert_array_equal(grad_RLMD[..., 0] == 0, is_padded_RLM)
-
-
-def test_select_backward_passes_on_what_was_kept():
-    grad = reference.select_backward(bools("x.", ".x"), np.array([[1.0, np.nan], [3.0, 4.0]]))
-    assert grad.tolist() == [[1, 0], [0, 4]]

@@ -1,6 +1,5 @@
 """Which exchange and layout a layer takes: the rule, what forbids direct stores, what fits."""
 
-import dataclasses
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -174,11 +173,6 @@ def reason_of(
     return choice
 
 
-def test_auto_leaves_direct_stores_out_for_a_reason_of_the_callers():
-    choice = reason_of(why_not="two streams")
-    assert (choice.kind, choice.reason) == ("alltoall", "two streams")
-
-
 def test_auto_takes_direct_stores_where_buffers_of_all_layers_fit_twice():
     sizes = dict(num_experts=4, num_slots=128, num_rows=128, width=16, num_places=2 * 128)
     shape = Shape(**sizes, dtype=torch.bfloat16)
@@ -191,16 +185,6 @@ def test_auto_takes_direct_stores_where_buffers_of_all_layers_fit_twice():
     assert "GiB for 3 layers" in choice.reason
     # Another layer of the shape has its buffers: the first one has decided.
     assert reason_of(free=0, num_layers=3, shared=True).kind == "direct"
-
-
-def test_a_choice_follows_the_factor_of_a_pass():
-    config = DispatchConfig(**SMALL, capacity_factor=0.5, capacity_pool="rank")
-    exchanges = LayerExchanges(config, Agreement(), layout="packed")
-    larger = dataclasses.replace(config, capacity_factor=0.75)
-    for now, slots in ((config, 8), (larger, 12), (config, 8)):
-        choice = chosen(exchanges, now, 8)
-        assert choice.sizes == now.sizes(8)
-        assert exchanges.chosen(8, 1, slots) is choice.exchange
 
 
 def test_experts_that_share_slots_read_packed_rows():

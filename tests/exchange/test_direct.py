@@ -112,24 +112,6 @@ def test_a_push_and_a_return_take_two_barriers_each(threads):
     assert run_on_threads(NUM_RANKS, _barriers) == [[4, 4]] * NUM_RANKS
 
 
-def _evaluation_between() -> list[str]:
-    """A forward pass without gradients, while a training pass waits for its backward pass."""
-    layer = dataclasses.replace(SMALL, pool="rank", factor=0.8, microbatches_in_flight=2)
-    direct_, alltoall = layer.dispatcher("direct"), layer.dispatcher("alltoall")
-    first, second = (make_inputs(layer, routing, 3, CPU) for routing in ("hot", "uniform"))
-    waiting = forward(direct_, first)
-    with torch.no_grad():
-        evaluated = forward(direct_, second).out_TD
-        expected = forward(alltoall, second).out_TD
-    found = differences(backward(waiting), step(alltoall, first))
-    return found + ["evaluation"] * (not torch.equal(evaluated, expected))
-
-
-@needs_no_gpu
-def test_an_evaluation_leaves_a_waiting_pass_alone(threads):
-    assert run_on_threads(NUM_RANKS, _evaluation_between) == [[], []]
-
-
 def _too_many() -> str:
     dispatcher = SMALL.dispatcher("direct")
     first = forward(dispatcher, make_inputs(SMALL, "uniform", 0, CPU))

@@ -34,13 +34,6 @@ def pointers(buffers: list[Tensor]) -> Tensor:
 # The examples of the docstrings.
 
 
-def test_push_counts_example():
-    tables = [empty(2, 2, dtype=torch.int32) for _ in range(2)]
-    for rank, kept_E in enumerate((ints(1, 2), ints(3, 4))):
-        direct.push_counts(kept_E, pointers(tables), rank)
-    assert [table.tolist() for table in tables] == [[[1, 2], [3, 4]]] * 2
-
-
 @pytest.mark.parametrize(("experts_per_pool", "slots"), [(1, [0, 5, 10, 15]), (2, [0, 3, 5, 5])])
 def test_place_rows_examples(experts_per_pool, slots):
     shift_E = empty(4, dtype=torch.int32)
@@ -94,25 +87,6 @@ def test_return_rows_example():
     slots = [[0, 0, 1, 0], [0, 0, 2, 3]]
     assert [one.flatten().nan_to_num(0).tolist() for one in slots_RQD] == slots
     assert [(one.nan_to_num(0) / 10).tolist() for one in metas_RQ] == slots
-
-
-def test_find_slots_example():
-    """The numbers beside the rows go to the same slots."""
-    at_N, meta = torch.zeros(4, dtype=torch.int64, device=DEVICE), [empty(4), empty(4)]
-    direct.find_slots(
-        here(torch.tensor([5.0, 6.0, 7.0, 8.0])),
-        ints([1, 3]),
-        here(torch.tensor([1000, 2000])),
-        pointers(meta),
-        1,
-        2,
-        1,
-        row_bytes=4,
-        at_N=at_N,
-    )
-    assert at_N.tolist() == [1008, 2008, 2012, 0]
-    assert meta[0].nan_to_num(0).tolist() == [0, 0, 5, 0]
-    assert meta[1].nan_to_num(0).tolist() == [0, 0, 6, 7]
 
 
 def test_addresses_of_slots_beyond_32_bits():

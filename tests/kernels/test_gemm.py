@@ -28,21 +28,6 @@ def by_expert(rows_NI: Tensor, weight_LOI: Tensor, offsets_L: Tensor) -> Tensor:
     return torch.cat(parts).to(rows_NI.dtype)
 
 
-def test_example_of_the_docstring():
-    rows_NI = torch.zeros(2, 8, dtype=DTYPE)
-    rows_NI[:, :2] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    weight_LOI = torch.zeros(2, 8, 8, dtype=DTYPE)
-    weight_LOI[0, 0, 0] = weight_LOI[1, 0, 1] = 1
-    out_NO = gemm.rows_times_weights(here(rows_NI), here(weight_LOI), ints(1, 2), tiles=SMALL)
-    assert out_NO[:, 0].tolist() == [1.0, 4.0]
-    assert not out_NO[:, 1:].any()
-
-
-def test_row_tiles_example():
-    table = gemm.row_tiles(ints(3, 3, 7), 7, 2)
-    assert table[:5].tolist() == [[4, 0, 0, 0], *[[0, 0, 2, 0]] * 2, *[[2, 2, 2, 3]] * 2]
-
-
 @pytest.mark.parametrize(
     "counts", [[0, 0], [1], [0, 128, 129, 0, 127], [5000, 3, 2049], [3] * 150], ids=str
 )
@@ -96,18 +81,6 @@ def at(buffer_NO: Tensor, places: list[int]) -> Tensor:
     return here(buffer_NO.data_ptr() + row_bytes * torch.tensor(places, dtype=torch.int64))
 
 
-def test_rows_at_addresses_example():
-    rows_NI = torch.zeros(2, 8, dtype=DTYPE)
-    rows_NI[:, :2] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    weight_LOI = torch.zeros(2, 8, 8, dtype=DTYPE)
-    weight_LOI[0, 0, 0] = weight_LOI[1, 0, 1] = 1
-    buffer_NO = torch.full((2, 8), 7.0, dtype=DTYPE, device=DEVICE)
-    given = here(rows_NI), here(weight_LOI), ints(1, 2), at(buffer_NO, [1, 0])
-    gemm.rows_times_weights_at(*given, tiles=SMALL)
-    assert buffer_NO[:, 0].tolist() == [4.0, 1.0]
-    assert not buffer_NO[:, 1:].any()
-
-
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("transposed", [False, True], ids=["linear", "gradient"])
 @pytest.mark.parametrize(
@@ -153,15 +126,6 @@ def test_rows_behind_the_last_one_are_not_written(monkeypatch):
     out_NO = gemm.rows_times_weights(rows_NI, weight_LOI, ints(4), tiles=SMALL)
     assert out_NO[:4].tolist() == [[8.0] * 8] * 4
     assert out_NO[4:].tolist() == [[7.0] * 8] * 5
-
-
-def test_weight_gradients_example():
-    grad_NO, rows_NI = torch.zeros(3, 8, dtype=DTYPE), torch.zeros(3, 8, dtype=DTYPE)
-    grad_NO[:, 0], rows_NI[:, 0] = torch.tensor([1.0, 2, 3]), torch.tensor([1.0, 10, 100])
-    sums_LOI = torch.zeros(3, 8, 8, device=DEVICE)
-    gemm.add_weight_gradients(here(grad_NO), here(rows_NI), ints(2, 2, 3), sums_LOI, tiles=SMALL)
-    assert sums_LOI[:, 0, 0].tolist() == [21.0, 0.0, 300.0]
-    assert sums_LOI.count_nonzero() == 2
 
 
 @pytest.mark.parametrize(

@@ -15,31 +15,6 @@ from tests.support.device import DEVICE, equal, few, here, ints
 from tests.support.routing_cases import RoutingCase, cases_with_pools
 
 
-def test_spread_rows_example():
-    tokens_TD = here([[1.0, 2.0], [3.0, 4.0]])
-    rows_ND = rows.spread_rows(tokens_TD, ints([2, -1], [0, 3]), ints(2, -1, 0, 3))
-    assert rows_ND.tolist() == [[3.0, 4.0], [0.0, 0.0], [1.0, 2.0], [3.0, 4.0]]
-
-
-def test_sum_rows_example():
-    rows_ND = here([[1.0], [2.0], [4.0]])
-    assert rows.sum_rows(rows_ND, ints([2, -1], [0, 1])).tolist() == [[4.0], [3.0]]
-
-
-def test_gather_meta_examples():
-    probs_TE, experts = here([[0.9, 0.1], [0.8, 0.2]]), ints([0], [0])
-    meta_GPX = rows.gather_meta(probs_TE, experts, ints([0, 1], [-1, -1]), ints(2, 0))
-    equal((meta_GPX, torch.tensor([[0.9, 0.8, 2.0], [0.0, 0.0, 0.0]])))
-    meta_GPX = rows.gather_meta(probs_TE, experts, ints([0, 1]), ints(2, 0))
-    equal((meta_GPX, torch.tensor([[0.9, 0.8, 2.0, 0.0]])))
-
-
-def test_scatter_meta_example():
-    meta_GPX = here([[0.5, 1.0], [0.7, 1.0]])
-    values_TE = rows.scatter_meta(meta_GPX, ints([1], [-1]), ints([1], [-1]), 1, 2)
-    equal((values_TE, torch.tensor([[0.0, 0.7], [0.0, 0.0]])))
-
-
 def test_pack_rows_example():
     own = here([[[1.0], [9.0]], [[9.0], [9.0]], [[2.0], [3.0]], [[4.0], [9.0]]])
     one_per_source = here([[[1.0], [9.0], [9.0], [9.0]], [[2.0], [3.0], [4.0], [9.0]]])
@@ -141,12 +116,6 @@ def test_pools_of_many_blocks_and_experts(num_local: int, width: int):
     kept_SL[0, ::3] = 0
     kept_SL[1, num_local // 2] = 2500 // width
     check_packing(kept_SL, max(9, 2500 // num_local // width + 9), width, shared=True)
-
-
-def test_packing_a_gradient_that_is_one_row_everywhere():
-    row_D = torch.tensor([1.0, 2.0, 3.0])
-    packed_ND = rows.pack_rows(here(row_D).expand(2, 4, 3), ints([2, 5]))
-    equal((packed_ND[:5], row_D.expand(5, 3)))
 
 
 # Triton's interpreter (3.6) cuts fp32 off to bf16 instead of rounding it; the hardware rounds.

@@ -10,7 +10,7 @@ from torch.library import opcheck
 from padded_dispatch.config import POLICIES as ALL_POLICIES
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.ops import select as module
-from padded_dispatch.ops.select import Selection, kept_map_in_torch, select
+from padded_dispatch.ops.select import Selection, select
 from tests.support import reference
 from tests.support.pools import pools
 from tests.support.routing_cases import RoutingCase, assert_same, cases_with_pools, routing_cases
@@ -30,18 +30,6 @@ def cut(
 def of_pools(rows_TE: Tensor, experts_per_pool: int) -> Tensor:
     """Count the rows of each pool."""
     return rows_TE.view(len(rows_TE), -1, experts_per_pool).sum((0, 2))
-
-
-@pytest.mark.parametrize(
-    ("policy", "capacity", "kept"),
-    [("probs", 2, [1, 3]), ("position", 2, [0, 1]), ("probs", 1, [1]), ("position", 1, [0])],
-)
-def test_the_example_of_the_docstring(policy, capacity, kept):
-    asked_TE = torch.tensor([[True], [True], [False], [True]])
-    probs_TE = torch.tensor([[0.2], [0.5], [0.9], [0.5]])
-    kept_TE, demand_E = kept_map_in_torch(asked_TE, probs_TE, capacity, policy)
-    assert demand_E.tolist() == [3]
-    assert kept_TE[:, 0].nonzero().flatten().tolist() == kept
 
 
 @POLICIES
@@ -128,14 +116,6 @@ def test_ties_keep_the_lowest_token_in_a_map_of_any_size(policy):
     selection = select(map_TE, torch.full((4099, 3), 0.125), sizes=pools(3, 1000), policy=policy)
     expected_T = torch.arange(4099) < 1000
     assert torch.equal(selection.kept_TE, expected_T[:, None].expand(-1, 3))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_probabilities_keep_their_dtype(dtype):
-    probs_TE = torch.tensor([[0.3]], dtype=dtype)
-    selection = select(torch.tensor([[True]]), probs_TE, sizes=pools(1, 1))
-    assert selection.probs_TE.dtype == dtype
-    assert selection.probs_TE.item() == torch.tensor(0.3, dtype=dtype).item()
 
 
 def test_an_unknown_policy_is_refused():
