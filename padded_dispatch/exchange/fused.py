@@ -29,12 +29,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from padded_dispatch.exchange import Slots
-from padded_dispatch.exchange.direct import (
-    DirectExchange,
-    maps_of,
-    push_gradients,
-    received,
-)
+from padded_dispatch.exchange.direct import DirectExchange, maps_of, push_gradients, received
 from padded_dispatch.exchange.symmetric_memory import find
 from padded_dispatch.ops.grouped import (
     check_on_gpu,
@@ -77,8 +72,7 @@ class FusedLinears:
     ) -> tuple[Tensor, Tensor]:
         """Return fc1's result, [N, G], and the probabilities of the rows, [N].
 
-        The arguments are those of `grouped_linear`; rows and probabilities have no gradient of
-        their own.
+        Arguments as of `grouped_linear`; rows and probabilities have no gradient of their own.
         """
         given = rows_ND, probs_N, offsets_L, tiles, sums_LGD
         return _First.apply(self.tokens_TD, self.probs_TE, weight_LGD, *given, *self.home)
@@ -102,11 +96,7 @@ class FusedLinears:
 
 
 def prepare(
-    exchange: DirectExchange,
-    tokens_TD: Tensor,
-    probs_TE: Tensor,
-    plan: DispatchPlan,
-    num_rows: int,
+    exchange: DirectExchange, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan, num_rows: int
 ) -> tuple[Slots, FusedLinears]:
     """Return `exchange.prepare` of the arguments, without gradients, and what has them instead."""
     with torch.no_grad():

@@ -134,16 +134,6 @@ def test_another_layer_is_seen(pool2, numbers, chosen, callers):
         )
 
 
-def _long_values() -> None:
-    rank = str(dist.get_rank())
-    Agreement(dist.new_group()).check((("long", 300 * rank), *(("same", 1),) * 2000))
-
-
-def test_long_values_are_cut(pool2):
-    for message in errors_of(pool2, _long_values):
-        assert f"long is {200 * '0'} on rank 0, {200 * '1'} on rank 1." in message
-
-
 def _one_more_call(rank: int) -> str:
     """Return the error of the rank that makes a third call, while its peer is in a collective."""
     group = dist.new_group()

@@ -187,12 +187,6 @@ def test_auto_takes_direct_stores_where_buffers_of_all_layers_fit_twice():
     assert reason_of(free=0, num_layers=3, shared=True).kind == "direct"
 
 
-def test_experts_that_share_slots_read_packed_rows():
-    config = DispatchConfig(**SMALL, capacity_pool="rank")
-    with pytest.raises(ValueError, match=r"^capacity_pool must be 'expert' with experts that read"):
-        LayerExchanges(config, Agreement(), layout="padded")
-
-
 def test_auto_leaves_direct_stores_out_on_a_cpu_and_for_ever_new_shapes():
     assert reason_of(cuda=False).reason == "the rows are torch.bfloat16 on cpu"
     wide = reason_of(probs_dtype=torch.float64)

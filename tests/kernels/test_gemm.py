@@ -3,8 +3,6 @@
 Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
 """
 
-from unittest.mock import MagicMock
-
 import pytest
 import torch
 from torch import Tensor
@@ -39,13 +37,20 @@ def test_row_tiles_are_the_specifications(counts):
     equal((found[: 1 + expected[0, 0]], expected[: 1 + expected[0, 0]]))
 
 
-@pytest.mark.parametrize("down", [False, True], ids=["small", "large"])
-@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "gradient"])
-@pytest.mark.parametrize(("width_in", "width_out"), [(24, 40), (8, 8)])
 @pytest.mark.parametrize(
-    "counts",
-    [[0, 70, 0, 64, 1, 0], [1], [129, 0], [0, 0], [3] * 40, [5, 1100, 3]],
-    ids=lambda c: f"{len(c)}",
+    ("transposed", "down"), [(False, False), (False, True), (True, True)], ids=str
+)
+@pytest.mark.parametrize(
+    ("counts", "width_in", "width_out"),
+    [
+        ([0, 70, 0, 64, 1, 0], 24, 40),
+        ([1], 24, 40),
+        ([129, 0], 8, 8),
+        ([0, 0], 24, 40),
+        ([3] * 20, 8, 8),
+        ([5, 1100, 3], 8, 8),
+    ],
+    ids=lambda c: f"{len(c)}" if isinstance(c, list) else None,
 )
 def test_each_expert_has_its_own_matrix(counts, width_in, width_out, transposed, down, monkeypatch):
     """Small whole numbers, whose sums are exact in any order; other rows are NaN.
@@ -81,10 +86,9 @@ def at(buffer_NO: Tensor, places: list[int]) -> Tensor:
     return here(buffer_NO.data_ptr() + row_bytes * torch.tensor(places, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "gradient"])
+@pytest.mark.parametrize(("transposed", "biased"), [(False, True), (True, False)])
 @pytest.mark.parametrize(
-    "counts", [[0, 70, 0, 64, 1, 0], [129, 0], [0, 0], [5, 300, 3]], ids=lambda c: f"{len(c)}"
+    "counts", [[0, 70, 0, 64, 1, 0], [129, 0], [0, 0]], ids=lambda c: f"{len(c)}"
 )
 def test_rows_at_addresses_are_those_of_the_product(counts, transposed, biased):
     """In another order, with rows of a buffer between them that are not written."""
@@ -152,18 +156,6 @@ def test_weight_gradients_are_added_in_fp32(counts):
         equal((sums_LOI, expected_LOI))
         rounded_LOI = gemm.weight_gradients(*given, tiles=SMALL, spare=spare)
         equal((rounded_LOI, (expected_LOI - 0.25).to(DTYPE)))
-
-
-@pytest.mark.parametrize(("spare", "expected"), [(0, 5), (1, 4), (4, 1), (22, 1)])
-@pytest.mark.parametrize(("num_rows", "programs"), [(768, 2), (769, 1)], ids=["few", "many"])
-def test_programs_that_leave_room(num_rows, programs, spare, expected, monkeypatch):
-    """On each of 5 multiprocessors, and never none; two where experts have at most 384 rows."""
-    kernel = MagicMock()
-    monkeypatch.setattr(gemm, "_multiprocessors", lambda device: 5)
-    monkeypatch.setattr(gemm, "_weight_gradients_kernel", kernel)
-    rows_NI = torch.ones(num_rows, 8, dtype=DTYPE, device=DEVICE)
-    gemm.weight_gradients(rows_NI, rows_NI, ints(4, 5), spare=spare)
-    kernel.__getitem__.assert_called_once_with((programs * expected,))
 
 
 @pytest.mark.parametrize(("rows", "adds"), [(256, True), (256, False), (1024, False)])

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from torch import Tensor
 from torch.library import opcheck
 
 from padded_dispatch.config import POLICIES as ALL_POLICIES
@@ -25,11 +24,6 @@ def cut(
     map_TE, probs_TE, mask_T = case.tensors()
     sizes = case.sizes(capacity, experts_per_pool)
     return select(map_TE, probs_TE, sizes=sizes, policy=policy, mask_T=mask_T)
-
-
-def of_pools(rows_TE: Tensor, experts_per_pool: int) -> Tensor:
-    """Count the rows of each pool."""
-    return rows_TE.view(len(rows_TE), -1, experts_per_pool).sum((0, 2))
 
 
 @POLICIES
@@ -54,21 +48,6 @@ def test_the_gradient_reaches_what_was_kept(policy, case: RoutingCase):
     selection.probs_TE.backward(torch.from_numpy(grad_TE))
     assert probs_TE.grad is not None
     assert_same(probs_TE.grad, reference.select_backward(selection.kept_TE.numpy(), grad_TE))
-
-
-@POLICIES
-@given(given_case=cases_with_pools())
-def test_more_slots_never_drop_more_and_a_pool_is_full_where_it_drops(policy, given_case):
-    case, width = given_case
-    kept_TE = cut(case, policy, experts_per_pool=width).kept_TE
-    more_TE = cut(case, policy, capacity=case.capacity + 1, experts_per_pool=width).kept_TE
-    assert not (kept_TE & ~more_TE).any()
-    map_TE, _, mask_T = case.tensors()
-    asked_TE = map_TE if mask_T is None else map_TE & ~mask_T[:, None]
-    all_TE = cut(case, policy, capacity=len(map_TE) * width, experts_per_pool=width).kept_TE
-    assert torch.equal(all_TE, asked_TE)
-    demand_G = of_pools(asked_TE, width)
-    assert torch.equal(of_pools(kept_TE, width), demand_G.clamp(max=case.capacity))
 
 
 def test_experts_of_a_pool_compete_for_its_slots():
@@ -96,17 +75,6 @@ def test_nothing_is_selected_where_nothing_can_be_dropped(monkeypatch):
     assert selection.demand_E.tolist() == [6, 6, 0, 0]
     assert selection.demand_E.dtype == torch.int32
     assert torch.equal(selection.probs_TE, map_TE.float())
-
-
-@POLICIES
-@given(case=routing_cases())
-def test_probabilities_outside_the_map_are_not_read(policy, case: RoutingCase):
-    map_TE, probs_TE, _ = case.tensors()
-    clean = select(map_TE, probs_TE, sizes=case.sizes(), policy=policy)
-    probs_TE[~map_TE] = torch.nan
-    poisoned = select(map_TE, probs_TE, sizes=case.sizes(), policy=policy)
-    assert torch.equal(clean.kept_TE, poisoned.kept_TE)
-    assert torch.equal(clean.probs_TE, poisoned.probs_TE)
 
 
 @POLICIES
