@@ -118,8 +118,7 @@ def test_no_tokens_are_refused(num_tokens):
 
 
 @pytest.mark.parametrize(
-    ("capacity_pool", "num_pools", "pool_slots"),
-    [("expert", 128, 320), ("rank", 8, 5120)],
+    ("capacity_pool", "num_pools", "pool_slots"), [("expert", 128, 320), ("rank", 8, 5120)]
 )
 def test_pools_of_the_docstring_s_example(capacity_pool, num_pools, pool_slots):
     config = DispatchConfig(
@@ -154,18 +153,6 @@ def test_pools_offer_as_many_slots_as_cells_unless_no_routing_fills_them(
     assert of["rank"].may_drop == (of["rank"].num_rows < most)
     assert of["rank"].num_rows == num_ranks * etp_size * of["rank"].pool_slots
     assert of["expert"].pool_slots * num_experts * num_ranks * etp_size == of["expert"].num_rows
-
-
-@pytest.mark.parametrize(
-    ("capacity_pool", "num_pools", "pool_slots", "num_rows"),
-    [("expert", 8, 5, 2 * 4 * 5), ("rank", 2, 5, 2 * 5)],
-)
-def test_sizes_that_fit_a_demand_of_five_rows(capacity_pool, num_pools, pool_slots, num_rows):
-    config = DispatchConfig(num_experts=8, top_k=2, num_ranks=2, capacity_pool=capacity_pool)
-    sizes = config.sizes_that_fit(7, 5)
-    assert (sizes.num_pools, sizes.pool_slots, sizes.num_rows) == (num_pools, pool_slots, num_rows)
-    assert not sizes.may_drop
-    assert config.sizes_that_fit(7, 0).pool_slots >= 1
 
 
 def test_sizes_of_a_pass_that_fits_are_not_known_before():

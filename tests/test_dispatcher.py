@@ -281,34 +281,6 @@ def test_sizes_that_fit_drop_nothing(on_ranks, layout):
             assert len(ours.grad_out_ND) <= len(expected.grad_out_ND)
 
 
-def _recomputed(config: DispatchConfig, packed: bool, batch: Batch) -> list[Tensor]:
-    """Return output and gradients, without and with recomputation of the forward pass."""
-    dispatcher, found = _dispatcher(config, packed), []
-    for recompute in (False, True):
-        step = _Step(config, batch)
-
-        def layer(*_: Tensor, step: _Step = step) -> Tensor:
-            sent = step.dispatch(dispatcher)
-            return dispatcher.combine(experts(sent.expert_input, step.here), sent)
-
-        leaves = step.tokens_TD, step.probs_TE
-        if recompute:
-            out_TD = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)
-        else:
-            out_TD = layer()
-        out_TD.backward(step.grad_TD)
-        found += [out_TD.detach(), *map(grad_of, leaves)]
-    return found
-
-
-@LAYOUTS
-def test_recomputation_gives_the_same_bits(on_ranks, layout):
-    config = config_of(layout, 2)
-    for found in on_ranks(2, _recomputed, config, layout != "padded", make_batch(config, "thin")):
-        for first, second in zip(found[:3], found[3:], strict=True):
-            assert torch.equal(first, second)
-
-
 def _layer(
     dispatcher: PaddedDispatcher, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor
 ) -> Tensor:
@@ -339,8 +311,7 @@ def _compiled_and_eager(layout: str, num_ranks: int, etp_size: int) -> list[tupl
 
 
 @pytest.mark.parametrize(
-    ("layout", "num_ranks", "etp_size"),
-    [("packed", 1, 1), ("padded", 1, 2), ("rank", 2, 1)],
+    ("layout", "num_ranks", "etp_size"), [("packed", 1, 1), ("padded", 1, 2), ("rank", 2, 1)]
 )
 def test_compiled_as_one_graph_is_eager_bit_by_bit(on_ranks, layout, num_ranks, etp_size):
     for pairs in on_ranks(num_ranks * etp_size, _compiled_and_eager, layout, num_ranks, etp_size):

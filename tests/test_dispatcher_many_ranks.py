@@ -1,7 +1,6 @@
 """64 expert-parallel ranks as threads of one process, with a real all-to-all between them.
 
-Ranks of whole jobs start the same collectives in every situation. `python -m tests.hosts` does it
-with 64 and 256 ranks and 200 steps.
+Ranks of whole jobs start the same collectives in every situation.
 """
 
 import pytest

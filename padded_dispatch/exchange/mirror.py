@@ -44,6 +44,7 @@ from padded_dispatch.exchange.alltoall import group_name
 
 _GRACE_S = 2.0  # for ranks that wait to post that they do, after the first of them has failed
 _STORE_S = 5.0  # for the store to answer beyond that; its process may have ended, or be stopped
+_CLOSING_S = 0.5  # for a process that ends to close all its sockets
 _PROBE_S = 3.0  # for a machine to answer a connection
 _PROBES = 32  # connections tried at the same time
 _BACKLOG = 4096  # connections that nothing accepts, one for each rank that asks
@@ -297,6 +298,7 @@ def absent_ranks_named() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if isinstance(error, dist.DistBackendError) or "gloo/transport" in str(error):
+            time.sleep(_CLOSING_S)
             for of_group in _mirrors.values():
                 for mirror in of_group.values():
                     mirror.require_all_alive()

@@ -9,12 +9,7 @@ import torch
 from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.exchange import choose
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.choose import (
-    Choice,
-    LayerExchanges,
-    Layout,
-    prefers_padded,
-)
+from padded_dispatch.exchange.choose import Choice, LayerExchanges, Layout, prefers_padded
 from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.exchange.symmetric_memory import Shape, direct_bytes
 
@@ -32,21 +27,14 @@ SMALL = {"num_experts": 4, "top_k": 2}
         (QWEN3, 1, 4096, 2.0, False),
         # Where one of the two was faster by more than 2 %, on one H200 and on two.
         (QWEN3, 1, 512, 2.0, True),
-        (QWEN3, 1, 16384, 1.0, True),
         (QWEN3, 1, 16384, 1.25, False),
         (GPT_OSS, 1, 512, 2.0, True),
         (GPT_OSS, 1, 4096, 1.5, False),
-        (GPT_OSS, 1, 16384, 1.25, False),
-        (DEEPSEEK, 1, 2048, 1.25, True),
         (DEEPSEEK, 1, 4096, 1.25, True),
         (DEEPSEEK, 1, 4096, 1.5, False),
-        (DEEPSEEK, 1, 8192, 1.25, False),
         (QWEN3, 2, 512, 1.25, True),
-        (QWEN3, 2, 4096, 1.0, False),
-        (GPT_OSS, 2, 512, 1.25, True),
         (GPT_OSS, 2, 4096, 1.25, False),
         (DEEPSEEK, 2, 512, 1.0, True),
-        (DEEPSEEK, 2, 4096, 1.0, False),
         # Nothing dropped: T slots for each expert.
         (QWEN3, 1, 4096, NO_DROP, False),
         (QWEN3, 1, 64, NO_DROP, True),

@@ -164,11 +164,7 @@ def test_a_group_that_splits_experts_is_refused():
     ("tokens", "probs", "words"),
     [
         (torch.float64, torch.float32, ", got tokens in torch.float64 .*; lower the dtype"),
-        (
-            torch.bfloat16,
-            torch.float64,
-            "probabilities in torch.float64; lower .*moe_router_dtype",
-        ),
+        (torch.bfloat16, torch.float64, "probabilities in torch.float64; lower .*moe_router_dtype"),
         (
             torch.bfloat16,
             torch.float32,

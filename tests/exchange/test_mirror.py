@@ -102,8 +102,7 @@ def _two_are_late(hosts: list[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "named"),
-    [("aaaa", ""), ("abba", " on host b"), ("aabb", " on hosts a, b")],
+    ("hosts", "named"), [("aaaa", ""), ("abba", " on host b"), ("aabb", " on hosts a, b")]
 )
 def test_all_absent_ranks_are_named_with_their_hosts(pool4, hosts, named):
     first, *nothing, last = pool4.run(_two_are_late, list(hosts), timeout_s=60)

@@ -74,11 +74,7 @@ def test_activations_are_as_exact_as_torch(num_rows, width, shape, biased):
     inputs = fc1_NG, bias_LG, probs_N, offsets_L, *how
     kernels = (
         (activation.activate, _activate, inputs),
-        (
-            activation.activate_backward,
-            _activate_backward,
-            (grad_NF, *inputs),
-        ),
+        (activation.activate_backward, _activate_backward, (grad_NF, *inputs)),
     )
     for kernel, body, given in kernels:
         found = [kernel(*map(here_if_tensor, given)), body(*given), body(*map(wide, given))]

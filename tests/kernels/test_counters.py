@@ -26,7 +26,7 @@ def counters(num_experts: int) -> Counters:
 @BOTH
 def test_example(run):
     made = counters(2)
-    made.reset()
+    made.totals.zero_(), made.max_demand.zero_()
     asked_TE, kept_TE = here([[True, True], [True, False]]), here([[False, True], [True, False]])
     probs_TE = here([[0.25, 0.75], [0.5, 0.0]])
     demand_E = here([2, 1]).int()

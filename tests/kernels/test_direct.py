@@ -31,9 +31,6 @@ def pointers(buffers: list[Tensor]) -> Tensor:
     return torch.tensor([buffer.data_ptr() for buffer in buffers], device=DEVICE)
 
 
-# The examples of the docstrings.
-
-
 def test_addresses_of_slots_beyond_32_bits():
     """Neither is slot * bytes, nor slot * columns, a number of 32 bits."""
     at_N = torch.zeros(2, dtype=torch.int64, device=DEVICE)

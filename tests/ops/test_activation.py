@@ -35,12 +35,7 @@ def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x) ** 2
 
 
-FUNCTIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "quick_gelu": quick_gelu,
-    "squared_relu": squared_relu,
-}
+FUNCTIONS = {"silu": F.silu, "gelu": F.gelu, "quick_gelu": quick_gelu, "squared_relu": squared_relu}
 
 
 def in_torch(
@@ -137,10 +132,7 @@ def test_all_are_sound_custom_ops(name, biased):
         ({"clamp": 0.0}, r"clamp must be above 0, got 0\.0$"),
         ({"clamp": math.nan}, "clamp must be above 0, got nan$"),
         ({"gated": False, "clamp": 7.0}, r"gated must be True with clamp=7\.0 .* got False; leave"),
-        (
-            {"gated": False, "offset": 1.0},
-            r"gated must be True with .* offset=1\.0, got False",
-        ),
+        ({"gated": False, "offset": 1.0}, r"gated must be True with .* offset=1\.0, got False"),
     ],
 )
 def test_wrong_values_are_refused(wrong, message):

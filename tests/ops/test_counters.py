@@ -13,9 +13,8 @@ from padded_dispatch.ops.select import select
 from tests.support.pools import pools
 
 
-def test_counts_add_up_and_reset():
+def test_counts_add_up():
     counters = Counters(DispatchConfig(num_experts=3, top_k=2), "cpu")
-    before = [tensor.data_ptr() for tensor in counters.tensors()]
     asked_TE = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 0], [0, 0, 0]], dtype=torch.bool)
     probs_TE = torch.tensor([[0.5, 0.25, 9.0], [0.75, 9.0, 9.0], [1.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
     for capacity in (2, 1):
@@ -34,11 +33,6 @@ def test_counts_add_up_and_reset():
     assert (counters.num_slots.item(), counters.num_unplaced.item()) == (9, 3)
     assert (counters.max_demand.item(), counters.idle_passes.item()) == (3, 2)
     assert {tensor.dtype for tensor in counters.tensors()} == {torch.int64}
-    counters.reset()
-    assert not counters.demand_E.any() and not counters.totals.any()
-    assert counters.max_demand.item() == 0
-    # A captured graph adds to the memory that it saw.
-    assert [tensor.data_ptr() for tensor in counters.tensors()] == before
 
 
 @pytest.mark.parametrize(

@@ -237,11 +237,7 @@ def test_all_are_sound_custom_ops(biased):
     ("dtype", "width", "message"),
     [
         (torch.float32, 8, "dtype must be torch.bfloat16 .* got torch.float32; train in bf16"),
-        (
-            torch.bfloat16,
-            12,
-            r"sizes must be multiples of 8 .* got \(8, 12\); use an experts",
-        ),
+        (torch.bfloat16, 12, r"sizes must be multiples of 8 .* got \(8, 12\); use an experts"),
     ],
 )
 def test_what_would_wait_for_the_host_is_refused(dtype, width, message):

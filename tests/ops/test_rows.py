@@ -22,7 +22,6 @@ from tests.support.routing_cases import (
     cases_with_pools,
     grad_of,
     leaf,
-    routing_cases,
 )
 from tests.support.routings import routing_map, thin_out
 
@@ -155,38 +154,6 @@ def test_packing_is_the_reference(kept, shared: bool):
         assert_same(found_MPD[torch.from_numpy(real_MP)], slots[real_MP])
         assert torch.equal(found_MPD.isnan().all(2), torch.from_numpy(~real_MP))
     assert_same(grad_of(packed_ND)[: len(packed)], packed)
-
-
-@pytest.mark.parametrize("one_pool", [False, True])
-@given(case=routing_cases())
-def test_packing_in_one_step_equals_two_steps(one_pool: bool, case: RoutingCase):
-    """Forward and backward, where all rows come from this rank."""
-    num_tokens, num_experts = case.map_TE.shape
-    sizes = pools(num_experts, case.capacity, num_experts if one_pool else 1)
-    plan = make_plan(torch.from_numpy(case.map_TE), top_k=case.top_k, sizes=sizes)
-    offsets_E1 = ops.running_offsets(plan.kept_E[None])
-    num_rows = offsets_E1[-1, 0]
-    payload = addresses(num_tokens, HIDDEN)
-    grad = addresses(sizes.num_rows, HIDDEN, offset=100)
-    grad[num_rows:] = np.nan
-    results = []
-    with poisoned_memory():
-        for at_once in (False, True):
-            tokens_TD, out_ND = leaf(payload), leaf(grad)
-            if at_once:
-                rows_ND = ops.gather_packed(tokens_TD, plan, offsets_E1)
-                home_TD = ops.combine_packed(out_ND, plan, offsets_E1)
-            else:
-                rows_ND = ops.pack_rows(ops.gather_rows(tokens_TD, plan), offsets_E1)
-                slots_GPD = ops.unpack_rows(out_ND, offsets_E1, sizes.num_pools)
-                home_TD = ops.combine_rows(slots_GPD, plan)
-            rows_ND.backward(torch.from_numpy(grad))
-            home_TD.backward(torch.from_numpy(payload))
-            real = rows_ND[:num_rows], home_TD, grad_of(tokens_TD), grad_of(out_ND)[:num_rows]
-            assert rows_ND.shape == grad.shape
-            results.append([tensor.detach().numpy() for tensor in real])
-    for found, expected in zip(*results, strict=True):
-        assert_same(torch.from_numpy(found), expected)
 
 
 def one_plan() -> DispatchPlan:

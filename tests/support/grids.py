@@ -30,7 +30,7 @@ class Grid:
         return dist.get_rank() if dist.is_initialized() else 0
 
 
-@functools.cache  # Groups cost sockets, and a pool lives for a whole session.
+@functools.cache  # Groups cost sockets, and a pool serves a whole module.
 def grid(num_ranks: int, etp_size: int) -> Grid:
     """Return the groups of a grid that spans the default group, or of one rank without one."""
     if num_ranks * etp_size == 1:
