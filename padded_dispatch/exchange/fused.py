@@ -134,9 +134,9 @@ def return_product(
     buffers = find(key)
     workspace = buffers.workspace
     out_NO = linear_by_expert(rows_NI, weight_LOI, bias_LO, weights_N, offsets_L, tiles)
-    returned = out_NO, None if probs_N is None else probs_N.contiguous(), offsets_LS
+    beside_N = None if probs_N is None else probs_N.contiguous()
     to = workspace.slots_R, workspace.meta_R, buffers.rank, pool_slots, experts_per_pool
-    direct.return_rows(*returned, *to)
+    direct.return_rows(out_NO, beside_N, offsets_LS, *to)
     workspace.barrier()
     maps = slot_of_TK, expert_of_TK, kept_E, pool_slots
     return received(workspace, *maps, numbers=probs_N is not None)
@@ -144,24 +144,12 @@ def return_product(
 
 @return_product.register_kernel("cuda")
 def _return_product_on_gpu(
-    rows_NI,
-    weight_LOI,
-    bias_LO,
-    weights_N,
-    probs_N,
-    offsets_L,
-    tiles,
-    offsets_LS,
-    slot_of_TK,
-    expert_of_TK,
-    kept_E,
-    pool_slots,
-    experts_per_pool,
-    key,
+    rows_NI, weight_LOI, bias_LO, weights_N, probs_N, offsets_L, tiles, offsets_LS, *home
 ):
     from padded_dispatch.kernels import direct, gemm
 
     check_on_gpu(rows_NI, weight_LOI)
+    *maps, pool_slots, experts_per_pool, key = home
     buffers = find(key)
     workspace = buffers.workspace
     at_N = torch.empty(rows_NI.shape[0], dtype=torch.int64, device=rows_NI.device)
@@ -186,8 +174,7 @@ def _return_product_on_gpu(
         table=tiles,
     )
     workspace.barrier()
-    maps = slot_of_TK, expert_of_TK, kept_E, pool_slots
-    return received(workspace, *maps, numbers=probs_N is not None)
+    return received(workspace, *maps, pool_slots, numbers=probs_N is not None)
 
 
 @return_product.register_fake

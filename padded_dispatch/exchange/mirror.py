@@ -376,10 +376,9 @@ def _numbered(ranks: list[int]) -> str:
         return f"rank {ranks[0]}"
     runs: list[list[int]] = []
     for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+        if not runs or rank != runs[-1][-1] + 1:
+            runs.append([])
+        runs[-1].append(rank)
     words = (f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
     return f"ranks {', '.join(words)}"
 
