@@ -25,7 +25,7 @@ P: slots of one such pool
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Final, Literal, get_args
 
 Policy = Literal["probs", "position"]
@@ -40,8 +40,8 @@ CAPACITY_POOLS: tuple[str, ...] = get_args(CapacityPool)
 # The capacity factor that drops nothing: every token has a slot with every expert (C = T).
 NO_DROP = math.inf
 
-# The capacity factor of eager passes that drop nothing: each pass has the smallest sizes that hold
-# all its rows. See `padded_dispatch.exchange.fit`.
+# The factor of eager passes that drop nothing, whose sizes follow from their routing: see
+# `padded_dispatch.exchange.fit`.
 FIT: Final = "fit"
 
 CapacityFactor = float | Literal["fit"]
@@ -61,11 +61,7 @@ def require(ok: object, field: str, value: object, rule: str, fix: str = "") -> 
 
 
 def require_tokens(num_tokens: int) -> None:
-    """Raise if T = 0, because a rank without tokens has no static shape.
-
-    Raises:
-        ValueError: says how to have a token.
-    """
+    """Raise if T = 0, because a rank without tokens has no static shape."""
     require(
         num_tokens >= 1,
         "num_tokens",
@@ -79,8 +75,8 @@ def require_tokens(num_tokens: int) -> None:
 class BufferBytes:
     """Bytes of each buffer that one layer's dispatch and combine hold on one rank.
 
-    Probabilities count as fp32. Two things are not included: copies that live within one stage,
-    and the 8 bytes per choice that packing keeps where there is only one rank.
+    Probabilities count as fp32. Not included: copies that live within one stage, and the 8 bytes
+    per choice that packing keeps where there is only one rank.
 
     Attributes:
         send: rows and probabilities in slots before the exchange; packed rows if a single rank
@@ -101,7 +97,7 @@ class BufferBytes:
     @property
     def total(self) -> int:
         """Sum of all buffers in bytes: an upper bound, as if nothing were freed in between."""
-        return self.send + self.receive + self.experts + self.back + self.plan
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,13 +163,7 @@ class DispatchConfig:
     _capacity_step: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_experts",
-            "top_k",
-            "alignment",
-            "num_ranks",
-            "etp_size",
-        ):
+        for name in ("num_experts", "top_k", "alignment", "num_ranks", "etp_size"):
             value = getattr(self, name)
             require(
                 isinstance(value, int) and not isinstance(value, bool) and value >= 1,
@@ -203,10 +193,8 @@ class DispatchConfig:
             "be a number above 0 or FIT",
             "set NO_DROP to drop nothing",
         )
-        for name, value, choices in (
-            ("capacity_pool", self.capacity_pool, CAPACITY_POOLS),
-            ("policy", self.policy, POLICIES),
-        ):
+        for name, choices in (("capacity_pool", CAPACITY_POOLS), ("policy", POLICIES)):
+            value = getattr(self, name)
             require(value in choices, name, value, f"be one of {', '.join(choices)}")
         # Not in capacity(), because Dynamo cannot trace math.gcd of a symbolic number.
         step = self.alignment // math.gcd(self.alignment, self.num_sources)
@@ -242,8 +230,7 @@ class DispatchConfig:
         Example: T=4096, K=8, E=128, factor 1.25 gives C = 320.
 
         Raises:
-            ValueError: if T = 0, because a rank without tokens has no static shape, and if the
-                factor is `FIT`.
+            ValueError: if T = 0, and if the factor is `FIT`.
         """
         require(
             self.capacity_factor != FIT,
@@ -256,8 +243,7 @@ class DispatchConfig:
         slots, factor = num_tokens, self.capacity_factor
         assert factor != "fit"
         if factor != NO_DROP:
-            demand = num_tokens * self.top_k
-            slots = math.ceil((demand / self.num_experts) * factor)
+            slots = math.ceil((num_tokens * self.top_k / self.num_experts) * factor)
         slots = max(1, min(num_tokens, slots))
         return -(-slots // self._capacity_step) * self._capacity_step
 
@@ -274,21 +260,16 @@ class DispatchConfig:
             ValueError: if T = 0, and if the factor is `FIT`.
         """
         capacity = self.capacity(num_tokens)
-        most = num_tokens * min(self.top_k, self.num_local_experts)
-        of_rank = min(capacity * self.num_local_experts, most)
         if self.capacity_pool == "expert":
             return self._sizes(capacity, may_drop=capacity < num_tokens)
-        return self._sizes(of_rank, may_drop=of_rank < most)
+        most = num_tokens * min(self.top_k, self.num_local_experts)
+        slots = min(capacity * self.num_local_experts, most)
+        return self._sizes(slots, may_drop=slots < most)
 
     def sizes_that_fit(self, num_tokens: int, demand: int) -> PoolSizes:
-        """Return the sizes of a pass in which `demand` is the largest demand for one pool.
+        """Return the sizes of a pass of T tokens in which `demand` is the largest for one pool.
 
         Slots of pool "expert" keep the alignment.
-
-        Args:
-            num_tokens: tokens on this rank (T).
-            demand: the most rows that ask for one pool, of all pools of all ranks: for one (source,
-                expert), or one (source, destination rank).
 
         Raises:
             ValueError: if T = 0.
@@ -310,16 +291,9 @@ class DispatchConfig:
         )
 
     def buffer_bytes(
-        self,
-        num_tokens: int,
-        hidden_size: int,
-        element_size: int,
-        *,
-        packed: bool = False,
+        self, num_tokens: int, hidden_size: int, element_size: int, *, packed: bool = False
     ) -> BufferBytes:
-        """Return the bytes of one layer's buffers on one rank.
-
-        They are those of collectives or of a single rank.
+        """Return the bytes of one layer's buffers on one rank: of collectives, or of a single rank.
 
         Args:
             num_tokens: tokens on this rank (T).

@@ -50,9 +50,8 @@ class PaddedDispatcher:
         group: the expert-parallel process group; None for a single rank.
         etp_group: the group whose ranks split every expert's ffn; None where none do.
         packed: give the experts packed rows, see `ExpertInput`; experts that share slots need it.
-        exchange: "alltoall", any backend's; "direct", stores between the GPUs of one host, see
-            `padded_dispatch.exchange.direct`, which needs `packed`; or "auto", direct where that
-            can work, see `padded_dispatch.exchange.choose`.
+        exchange: "alltoall", any backend's; "direct", stores between the GPUs of one host, which
+            needs `packed`; or "auto", direct where it can work: see `exchange.choose`.
         microbatches_in_flight: with direct stores, the most passes that wait for their backward
             pass.
 
@@ -88,11 +87,7 @@ class PaddedDispatcher:
         )
 
     def dispatch(
-        self,
-        tokens_TD: Tensor,
-        probs_TE: Tensor,
-        map_TE: Tensor,
-        mask_T: Tensor | None = None,
+        self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, mask_T: Tensor | None = None
     ) -> Dispatched:
         """Send rows to their experts.
 
@@ -118,11 +113,7 @@ class PaddedDispatcher:
         selection = select(
             map_TE, probs_TE, sizes=choice.sizes, policy=self.config.policy, mask_T=mask_T
         )
-        plan = make_plan(
-            selection.kept_TE,
-            top_k=self.config.top_k,
-            sizes=choice.sizes,
-        )
+        plan = make_plan(selection.kept_TE, top_k=self.config.top_k, sizes=choice.sizes)
         outgoing = exchange.prepare(tokens_TD, selection.probs_TE, plan, choice.sizes.num_rows)
         expert_input = exchange.arrange(exchange.move(outgoing))
         return Dispatched(

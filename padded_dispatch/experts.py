@@ -53,34 +53,19 @@ class ExpertWeights:
 
 
 class LinearsToSums(Protocol):
-    """Both linears of a pass whose rows go home inside of fc2: `padded_dispatch.exchange.fused`.
+    """Both linears of a pass whose rows go home inside of fc2: `exchange.fused.FusedLinears`.
 
     Gradients of the rows, and of their probabilities, go past `grouped_mlp`, to their tokens.
     """
 
-    def first(
-        self,
-        rows_ND: Tensor,
-        probs_N: Tensor,
-        weight_LGD: Tensor,
-        offsets_L: Tensor,
-        tiles: Tensor | None,
-        sums_LGD: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return fc1's result and the probabilities."""
+    @property
+    def first(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """fc1's result and the probabilities."""
         ...
 
-    def second(
-        self,
-        hidden_NF: Tensor,
-        probs_N: Tensor,
-        weight_LDF: Tensor,
-        bias_LD: Tensor | None,
-        offsets_L: Tensor,
-        tiles: Tensor | None,
-        sums_LDF: Tensor | None,
-    ) -> Tensor:
-        """Return the sum of every token's rows, [T, D]."""
+    @property
+    def second(self) -> Callable[..., Tensor]:
+        """The sum of every token's rows, [T, D]."""
         ...
 
 

@@ -1,6 +1,5 @@
 """Capacity: Megatron's formula digit for digit, clamped and aligned."""
 
-import dataclasses
 import math
 
 import pytest
@@ -11,11 +10,6 @@ from megatron.core.transformer.moe.moe_utils import get_capacity
 from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
 
 GOOD = dict(num_experts=8, top_k=2, capacity_factor=1.25)
-
-
-def test_the_example_of_the_docstring():
-    config = DispatchConfig(num_experts=128, top_k=8, capacity_factor=1.25)
-    assert config.capacity(4096) == 320
 
 
 @st.composite
@@ -50,12 +44,6 @@ def test_the_factor_that_drops_nothing_gives_t(num_tokens, num_experts, top_k):
     config = DispatchConfig(num_experts=num_experts, top_k=top_k, capacity_factor=factor)
     theirs = get_capacity(num_tokens * top_k, num_experts, factor)
     assert theirs == num_tokens + (num_experts != 128)
-    assert config.capacity(num_tokens) == num_tokens
-
-
-@pytest.mark.parametrize("num_tokens", [1, 7, 4096])
-def test_no_factor_drops_nothing(num_tokens):
-    config = DispatchConfig(num_experts=8, top_k=2)
     assert config.capacity(num_tokens) == num_tokens
 
 
@@ -130,8 +118,7 @@ def test_no_tokens_are_refused(num_tokens):
 
 
 @pytest.mark.parametrize(
-    ("capacity_pool", "num_pools", "pool_slots"),
-    [("expert", 128, 320), ("rank", 8, 5120)],
+    ("capacity_pool", "num_pools", "pool_slots"), [("expert", 128, 320), ("rank", 8, 5120)]
 )
 def test_pools_of_the_docstring_s_example(capacity_pool, num_pools, pool_slots):
     config = DispatchConfig(
@@ -168,27 +155,6 @@ def test_pools_offer_as_many_slots_as_cells_unless_no_routing_fills_them(
     assert of["expert"].pool_slots * num_experts * num_ranks * etp_size == of["expert"].num_rows
 
 
-@pytest.mark.parametrize(
-    ("capacity_pool", "num_pools", "pool_slots", "num_rows"),
-    [("expert", 8, 5, 2 * 4 * 5), ("rank", 2, 5, 2 * 5)],
-)
-def test_sizes_that_fit_a_demand_of_five_rows(capacity_pool, num_pools, pool_slots, num_rows):
-    config = DispatchConfig(num_experts=8, top_k=2, num_ranks=2, capacity_pool=capacity_pool)
-    sizes = config.sizes_that_fit(7, 5)
-    assert (sizes.num_pools, sizes.pool_slots, sizes.num_rows) == (num_pools, pool_slots, num_rows)
-    assert not sizes.may_drop
-    assert config.sizes_that_fit(7, 0).pool_slots >= 1
-
-
-def test_the_defaults():
-    config = DispatchConfig(num_experts=8, top_k=2)
-    assert (config.capacity_factor, config.alignment) == (math.inf, 1)
-    assert (config.capacity_pool, config.policy) == ("expert", "probs")
-    assert (config.num_ranks, config.etp_size) == (1, 1)
-    assert "_capacity_step" not in repr(config)
-    assert config == dataclasses.replace(config, capacity_factor=NO_DROP)
-
-
 def test_sizes_of_a_pass_that_fits_are_not_known_before():
     config = DispatchConfig(num_experts=8, top_k=2, capacity_factor=FIT)
     assert config.fits and not DispatchConfig(**GOOD).fits
@@ -198,63 +164,3 @@ def test_sizes_of_a_pass_that_fits_are_not_known_before():
         config.capacity(7)
     with pytest.raises(ValueError, match=r"^num_tokens must be at least 1, got 0; pad"):
         config.sizes_that_fit(0, 5)
-
-
-@pytest.mark.parametrize(
-    ("demand", "alignment", "capacity_pool", "pool_slots"),
-    [
-        (0, 1, "expert", 1),
-        (1, 1, "expert", 1),
-        (5, 4, "expert", 6),  # 2 sources: an even number of slots
-        (6, 4, "expert", 6),
-        (5, 4, "rank", 5),
-    ],
-)
-def test_slots_that_fit_are_as_few_as_possible(demand, alignment, capacity_pool, pool_slots):
-    settings = dict(capacity_pool=capacity_pool, alignment=alignment, capacity_factor=FIT)
-    config = DispatchConfig(num_experts=8, top_k=2, num_ranks=2, **settings)
-    assert config.sizes_that_fit(7, demand).pool_slots == pool_slots
-
-
-def test_nothing_may_drop_exactly_where_slots_are_enough():
-    for pool in ("expert", "rank"):
-        for factor, may_drop in ((3.9, True), (4.0, False), (NO_DROP, False)):
-            config = DispatchConfig(
-                num_experts=8, top_k=2, capacity_factor=factor, num_ranks=2, capacity_pool=pool
-            )
-            # 40 * 2 / 8 * 3.9 = 39 slots of a cell; a rank's four experts get 80 rows at most.
-            expected = may_drop if pool == "expert" else False
-            assert config.sizes(40).may_drop == expected
-
-
-@pytest.mark.parametrize(
-    ("settings", "packed", "send", "receive", "experts", "back", "plan"),
-    [
-        (dict(num_experts=4), False, 176, 0, 80, 96, 208),
-        (dict(num_experts=4), True, 176, 0, 96, 96, 208),
-        (dict(num_experts=2, num_ranks=2), False, 148, 148, 64, 168, 184),
-        (dict(num_experts=2, num_ranks=2), True, 148, 148, 156, 252, 184),
-        (dict(num_experts=4, num_ranks=2), False, 176, 176, 176, 288, 208),
-        (dict(num_experts=4, num_ranks=2), True, 176, 176, 192, 288, 208),
-        (dict(num_experts=3, num_ranks=3), False, 162, 162, 72, 180, 196),
-        (dict(num_experts=3, num_ranks=3), True, 162, 162, 174, 270, 196),
-        (dict(num_experts=6, num_ranks=3), False, 204, 204, 204, 324, 232),
-        (dict(num_experts=6, num_ranks=3), True, 204, 204, 228, 324, 232),
-        (dict(num_experts=4, etp_size=2), False, 176, 352, 352, 288, 208),
-        (dict(num_experts=4, etp_size=2), True, 176, 352, 384, 288, 208),
-        (dict(num_experts=3, etp_size=3), False, 162, 486, 486, 360, 196),
-        (dict(num_experts=3, etp_size=3), True, 162, 486, 522, 360, 196),
-        (dict(num_experts=4, num_ranks=2, etp_size=2), False, 176, 528, 352, 384, 208),
-        (dict(num_experts=4, num_ranks=2, etp_size=2), True, 176, 528, 384, 384, 208),
-        (dict(num_experts=4, capacity_pool="rank"), False, 156, 0, 32, 84, 200),
-        (dict(num_experts=4, num_ranks=2, capacity_pool="rank"), False, 176, 176, 192, 288, 208),
-    ],
-)
-def test_buffer_bytes_of_each_layout(settings, packed, send, receive, experts, back, plan):
-    """T = 7, K = 2, rows of D = 3 times 2 bytes, factor 1; C = ceil(14 / E)."""
-    config = DispatchConfig(top_k=2, capacity_factor=1.0, **settings)
-    found = config.buffer_bytes(7, 3, 2, packed=packed)
-    assert dataclasses.astuple(found) == (send, receive, experts, back, plan)
-    assert found.total == send + receive + experts + back + plan
-    if not packed:
-        assert config.buffer_bytes(7, 3, 2) == found

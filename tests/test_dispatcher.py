@@ -12,16 +12,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
 from torch import Tensor
 
 from padded_dispatch import DispatchConfig, Dispatched, ExpertInput, PaddedDispatcher
-from padded_dispatch import dispatcher as dispatcher_module
 from padded_dispatch.config import FIT, NO_DROP
 from tests.support import reference
 from tests.support.grids import GRIDS, Grid, grid, poisoned_memory
 from tests.support.pool import WorkerError, WorkerPool
-from tests.support.routing_cases import RoutingCase, assert_same, grad_of, leaf, routing_cases
+from tests.support.routing_cases import assert_same, grad_of, leaf
 from tests.support.routings import routing_map, thin_out
 
 ROUTINGS = "thin", "hot", "same", "idle", "masked", "tiny"
@@ -264,19 +262,6 @@ def test_every_setting_is_the_reference(on_ranks, layout, changes):
 
 
 @LAYOUTS
-def test_a_pool_keeps_as_many_rows_as_it_has_slots(on_ranks, layout):
-    config = config_of(layout, 2, 2, capacity_factor=0.5)
-    batch, sizes = make_batch(config, "hot"), config.sizes(TOKENS)
-    packed = layout != "padded"
-    results = on_ranks(4, _in_flight, config, packed, [batch])
-    kept_SL = [result.is_real_N.sum() for (result,) in results]
-    asked_SG = batch.map_STE.sum(1).reshape(4, sizes.num_pools, -1).sum(2)
-    assert (asked_SG > sizes.pool_slots).any()
-    # Both shards of an expert receive the rows of all sources.
-    assert sum(map(int, kept_SL)) == 2 * np.minimum(asked_SG, sizes.pool_slots).sum()
-
-
-@LAYOUTS
 def test_sizes_that_fit_drop_nothing(on_ranks, layout):
     batches = [make_batch(config_of(layout, 2, 2), one) for one in ("hot", "masked", "tiny")]
     fitted, whole = (
@@ -294,51 +279,6 @@ def test_sizes_that_fit_drop_nothing(on_ranks, layout):
             for name in ("out_TD", "grad_tokens_TD", "grad_probs_TE", "demand_E"):
                 assert torch.equal(getattr(ours, name), getattr(expected, name)), name
             assert len(ours.grad_out_ND) <= len(expected.grad_out_ND)
-
-
-def _recomputed(config: DispatchConfig, packed: bool, batch: Batch) -> list[Tensor]:
-    """Return output and gradients, without and with recomputation of the forward pass."""
-    dispatcher, found = _dispatcher(config, packed), []
-    for recompute in (False, True):
-        step = _Step(config, batch)
-
-        def layer(*_: Tensor, step: _Step = step) -> Tensor:
-            sent = step.dispatch(dispatcher)
-            return dispatcher.combine(experts(sent.expert_input, step.here), sent)
-
-        leaves = step.tokens_TD, step.probs_TE
-        if recompute:
-            out_TD = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)
-        else:
-            out_TD = layer()
-        out_TD.backward(step.grad_TD)
-        found += [out_TD.detach(), *map(grad_of, leaves)]
-    return found
-
-
-@LAYOUTS
-def test_recomputation_gives_the_same_bits(on_ranks, layout):
-    config = config_of(layout, 2)
-    for found in on_ranks(2, _recomputed, config, layout != "padded", make_batch(config, "thin")):
-        for first, second in zip(found[:3], found[3:], strict=True):
-            assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@given(case=routing_cases())
-def test_identity_experts_on_any_routing(packed: bool, case: RoutingCase):
-    """Each token returns times the sum of its kept probabilities: quarters, so the sum is exact."""
-    map_TE, probs_TE, mask_T = case.tensors()
-    num_tokens, num_experts = map_TE.shape
-    config = DispatchConfig(num_experts=num_experts, top_k=num_experts)
-    dispatcher = PaddedDispatcher(config, packed=packed)
-    tokens_TD = torch.arange(1.0, num_tokens * HIDDEN + 1).view(num_tokens, HIDDEN)
-    dispatched = dispatcher.dispatch(tokens_TD, probs_TE, map_TE, mask_T)
-    given = dispatched.expert_input
-    out_TD = dispatcher.combine(given.rows_ND * given.probs_N[:, None].float(), dispatched)
-    asked_TE = map_TE if mask_T is None else map_TE & ~mask_T[:, None]
-    sums_T1 = torch.where(asked_TE, probs_TE, 0).sum(1, keepdim=True)
-    assert torch.equal(out_TD, tokens_TD * sums_T1.float())
 
 
 def _layer(
@@ -371,8 +311,7 @@ def _compiled_and_eager(layout: str, num_ranks: int, etp_size: int) -> list[tupl
 
 
 @pytest.mark.parametrize(
-    ("layout", "num_ranks", "etp_size"),
-    [("padded", 1, 1), ("packed", 1, 1), ("padded", 1, 2), ("rank", 2, 1)],
+    ("layout", "num_ranks", "etp_size"), [("packed", 1, 1), ("padded", 1, 2), ("rank", 2, 1)]
 )
 def test_compiled_as_one_graph_is_eager_bit_by_bit(on_ranks, layout, num_ranks, etp_size):
     for pairs in on_ranks(num_ranks * etp_size, _compiled_and_eager, layout, num_ranks, etp_size):
@@ -425,19 +364,6 @@ def test_ranks_must_choose_the_same_exchange(pool2: WorkerPool, option, words):
         pool2.run(functools.partial(_exchange_with, **option))
     assert {type(error) for error in caught.value.errors.values()} == {ValueError}
     assert len(caught.value.errors) == 2
-
-
-def test_what_ranks_compare(monkeypatch):
-    compared: list[Any] = []
-    monkeypatch.setattr(dispatcher_module, "agree_on_shapes", lambda *args: compared.append(args))
-    dispatcher = PaddedDispatcher(DispatchConfig(num_experts=4, top_k=2))
-    tokens_TD, probs_TE = torch.ones(3, 2), torch.rand(3, 4, dtype=torch.float64)
-    dispatcher.dispatch(tokens_TD, probs_TE, torch.tensor([[True, True, False, False]] * 3))
-    ((agreement, config, tokens, rules),) = compared
-    assert (agreement, config) == (dispatcher.agreement, dispatcher.config)
-    assert tokens is tokens_TD
-    shapes = ("shape of probs_TE", (3, 4)), ("shape of map_TE", (3, 4))
-    assert rules == (("dtype of probabilities", torch.float64), *shapes)
 
 
 def test_no_tokens_are_refused():

@@ -100,9 +100,8 @@ class Agreement:
         if not self._mirror.is_same(row, self._limit_s, where):
             own = ("caller", self._caller()), ("call number", self._num_calls), *values
             texts = self._mirror.gather(_to_bytes(own), self._limit_s, where)
-            raise ValueError(
-                _differences(self._mirror.ranks, [_from_bytes(text) for text in texts])
-            )
+            values_of = [dict(json.loads(bytes(text.tolist()))) for text in texts]
+            raise ValueError(_differences(self._mirror.ranks, values_of))
 
     def _caller(self) -> str:
         number = f"dispatcher {self._number}"
@@ -121,10 +120,6 @@ def _to_bytes(values: Values) -> torch.Tensor:
     text = json.dumps(shown).encode().ljust(_TEXT_BYTES)
     assert len(text) == _TEXT_BYTES
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def _from_bytes(text: torch.Tensor) -> dict[str, str]:
-    return dict(json.loads(bytes(text.tolist())))
 
 
 def _differences(ranks: list[int], values: list[dict[str, str]]) -> str:

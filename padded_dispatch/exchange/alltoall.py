@@ -68,13 +68,8 @@ def all_to_all(blocks: Tensor, name: str) -> Tensor:
 def all_gather(block: Tensor, name: str, size: int) -> Tensor:
     """Concatenate the blocks of all ranks along dim 0. Transpose of `reduce_scatter`."""
     gathered = block.new_empty(size * block.shape[0], *block.shape[1:])
-    gather_into(gathered, block, name)
-    return gathered
-
-
-def gather_into(gathered: Tensor, block: Tensor, name: str) -> None:
-    """Write the blocks of all ranks one after the other; `gathered` is contiguous."""
     _all_gather(gathered, block.contiguous(), group=_group(name))
+    return gathered
 
 
 @custom_op("padded_dispatch::reduce_scatter", mutates_args=())
@@ -176,7 +171,7 @@ class AllToAllExchange:
         if self.etp_size > 1:
             rows_MPD = all_gather(rows_MPD, self._etp_group, self.etp_size)
             meta_MPX = all_gather(meta_MPX, self._etp_group, self.etp_size)
-        by_source = (self.num_sources, self.num_local_experts)
+        by_source = self.num_sources, self.num_local_experts
         pool_slots = rows_MPD.shape[1]
         kept_MX = meta_MPX[:, pool_slots:].detach()
         kept_SL = kept_MX.reshape(by_source).to(torch.int32)
@@ -184,8 +179,8 @@ class AllToAllExchange:
             offsets_LS = running_offsets(kept_SL)
             probs_MP1 = meta_MPX[:, :pool_slots, None]
             return ExpertInput(
-                rows_ND=pack_rows(rows_MPD, offsets_LS, zeros=False),
-                probs_N=pack_rows(probs_MP1, offsets_LS, zeros=False).squeeze(1),
+                rows_ND=pack_rows(rows_MPD, offsets_LS),
+                probs_N=pack_rows(probs_MP1, offsets_LS).squeeze(1),
                 kept_SL=kept_SL,
                 offsets_LS=offsets_LS,
             )
@@ -200,7 +195,7 @@ class AllToAllExchange:
     def disarrange(self, out_ND: Tensor, offsets_LS: Tensor | None) -> Slots:
         """Reorder [N, D] to received slots, and sum them over the ranks that split an expert."""
         if offsets_LS is not None:
-            rows_MPD = unpack_rows(out_ND, offsets_LS, self._num_pools, zeros=False)
+            rows_MPD = unpack_rows(out_ND, offsets_LS, self._num_pools)
         else:
             by_expert = (self.num_local_experts, self.num_sources, -1)
             rows_MPD = out_ND.unflatten(0, by_expert).transpose(0, 1).flatten(0, 1)

@@ -30,13 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import (
-    DispatchConfig,
-    ExchangeKind,
-    PoolSizes,
-    require,
-    require_tokens,
-)
+from padded_dispatch.config import DispatchConfig, ExchangeKind, PoolSizes, require, require_tokens
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.agreement import Agreement, Values
 from padded_dispatch.exchange.alltoall import AllToAllExchange
@@ -67,10 +61,6 @@ def prefers_padded(config: DispatchConfig, num_tokens: int) -> bool:
 
     Example: Qwen3-30B-A3B (E 128, K 8) on one rank at T = 4096 has m = 256 rows per expert. Factor
     1.25 gives n = 320 slots, below 1.05 * 256 + 90 = 358.8: padded. Factor 2.0 gives 512: packed.
-
-    Args:
-        config: config of the layer.
-        num_tokens: tokens on this rank (T).
     """
     per_row, per_expert = _ALONE if config.num_sources == 1 else _EXCHANGED
     slots = config.num_sources * config.capacity(num_tokens)
@@ -106,12 +96,10 @@ class LayerExchanges:
         etp_group: the group whose ranks split every expert's ffn; None where none do.
         layout: what the experts read: padded rows, packed rows, or either. Experts that share pools
             read packed rows.
-        kind: "alltoall", any backend's; "direct", stores between the GPUs of one host, which needs
-            packed rows; or "auto".
-        microbatches_in_flight: with direct stores, the most forward passes of the layer that wait
-            for their backward pass; each has a buffer.
-        num_layers: layers of the model on this rank that will want buffers; "auto" makes sure that
-            all of them fit.
+        kind: "alltoall"; "direct", which needs packed rows; or "auto".
+        microbatches_in_flight: with direct stores, the most passes that wait for their backward
+            pass; each has a buffer.
+        num_layers: layers on this rank that will want buffers; all must fit for "auto".
         ffn_size: width of the experts' hidden layer (F), for "auto"; 0 if unknown.
         why_not_direct: reason for which "auto" leaves direct stores out in all passes; "" if none.
 
@@ -194,20 +182,11 @@ class LayerExchanges:
             self._fitting = AllToAllExchange(*groups, packed=True, experts_per_pool=local)
         self._choices: dict[tuple[int, int, int], Choice] = {}
 
-    def choose(
-        self,
-        config: DispatchConfig,
-        tokens_TD: Tensor,
-        probs_TE: Tensor,
-    ) -> Choice:
+    def choose(self, config: DispatchConfig, tokens_TD: Tensor, probs_TE: Tensor) -> Choice:
         """Return the exchange for a pass. The first pass with a T and sizes is a collective call.
 
-        Call `agree_on_shapes` before it, which raises in a capture that has a new T or C.
-
-        Args:
-            config: the config of this pass; its capacity factor may change between steps.
-            tokens_TD: floating point [T, D].
-            probs_TE: floating point [T, E]; its dtype is read.
+        Call `agree_on_shapes` before it, which raises in a capture that has a new T or C. The
+        capacity factor of `config` may change between passes.
         """
         sizes = config.sizes(len(tokens_TD))
         key = len(tokens_TD), sizes.num_pools, sizes.pool_slots
@@ -221,11 +200,7 @@ class LayerExchanges:
         return "none" if self._fitting.num_sources == 1 else "alltoall"
 
     def fitting(self, sizes: PoolSizes) -> Choice:
-        """Return the exchange of a pass with `FIT`: one without a buffer for each size.
-
-        Args:
-            sizes: those that `padded_dispatch.exchange.fit` found.
-        """
+        """Return the exchange of a pass with `FIT` of these sizes, without a buffer for each."""
         kind, reason = self._collectives, "sizes fit each pass"
         return Choice(exchange=self._fitting, kind=kind, reason=reason, sizes=sizes)
 
@@ -280,10 +255,6 @@ class LayerExchanges:
             balanced = _balanced(config, num_tokens)
             if self._ffn_size > _OUTWEIGHS * balanced:
                 return f"{balanced:.0f} rows per expert are few for weights of {self._ffn_size}"
-        return self._no_room(shape, tokens_TD.device)
-
-    def _no_room(self, shape: Shape, device: torch.device) -> str:
-        """Return why the buffers of a shape are not made; empty if they fit."""
         assert self._group is not None
         if sum(choice.kind == "direct" for choice in self._choices.values()) == _MAX_DIRECT_SHAPES:
             return f"{_MAX_DIRECT_SHAPES} other shapes have buffers"
@@ -293,7 +264,7 @@ class LayerExchanges:
             return ""
         num_buffers = self._num_layers * self._microbatches_in_flight
         need = direct_bytes(shape, num_ranks=self._group.size(), num_buffers=num_buffers)
-        free = free_bytes(self._group, device)
+        free = free_bytes(self._group, tokens_TD.device)
         if 2 * need <= free:
             return ""
         return (
@@ -318,7 +289,7 @@ def agree_on_shapes(
     Args:
         agreement: an agreement over the layer's groups.
         config: config of the pass.
-        tokens_TD: floating point [T, D].
+        tokens_TD: its D and dtype are read as well.
         rules: further values that must be equal on all ranks.
         any_tokens: ranks may have different T; for passes with `FIT`, whose sizes are agreed later.
         **shapes: as `rules`, of values that a CUDA graph captures.

@@ -75,8 +75,7 @@ class DirectExchange(PackedAtOnce):
         num_local_experts: experts on this rank (L).
         group: the expert-parallel group, all on one host.
         etp_group: None, or a group of one rank.
-        microbatches_in_flight: the most microbatches whose forward is done and whose backward is
-            not.
+        microbatches_in_flight: the most whose forward pass is done and whose backward pass is not.
 
     Raises:
         ValueError: on all ranks, if their GPUs cannot write to each other or `etp_group` has more
@@ -106,11 +105,7 @@ class DirectExchange(PackedAtOnce):
 
     @nvtx_range("exchange")
     def prepare(
-        self,
-        tokens_TD: Tensor,
-        probs_TE: Tensor,
-        plan: DispatchPlan,
-        num_rows: int,
+        self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan, num_rows: int
     ) -> Slots:
         """Push tokens and probabilities to their experts: rows [1, N, D], meta [1, N + E].
 
@@ -126,11 +121,9 @@ class DirectExchange(PackedAtOnce):
         _check(tokens_TD, probs_TE)
         shape = self._shape(plan, num_rows, tokens_TD)
         if shape not in self._buffers:
+            in_flight = self._microbatches_in_flight
             self._buffers[shape] = DirectBuffers(
-                self._group,
-                shape,
-                tokens_TD.device,
-                microbatches_in_flight=self._microbatches_in_flight,
+                self._group, shape, tokens_TD.device, microbatches_in_flight=in_flight
             )
         where = num_rows, self.num_sources, self._buffers[shape].key, True
         rows_ND, meta, offsets_LS = _push_rows(tokens_TD, probs_TE, *maps_of(plan), *where)
@@ -228,15 +221,8 @@ def _push_rows(
     offsets_LS = kept_E.new_empty(num_experts // num_ranks, num_ranks)
     direct.push_counts(kept_E, workspace.table_R, rank)
     workspace.barrier()
-    direct.place_rows(
-        workspace.table_RE,
-        rank,
-        shift_E,
-        offsets_LS,
-        meta[num_rows:],
-        pool_slots,
-        experts_per_pool,
-    )
+    out = shift_E, offsets_LS, meta[num_rows:]
+    direct.place_rows(workspace.table_RE, rank, *out, pool_slots, experts_per_pool)
     direct.push_tokens(
         tokens_TD.contiguous(),
         None if probs_TE is None else probs_TE.contiguous(),
@@ -283,11 +269,8 @@ def return_rows(
 
     buffers = find(key)
     workspace = buffers.workspace
-    returned = (
-        packed_ND.contiguous(),
-        None if probs_N is None else probs_N.contiguous(),
-        offsets_LS,
-    )
+    probs_N = None if probs_N is None else probs_N.contiguous()
+    returned = packed_ND.contiguous(), probs_N, offsets_LS
     to = workspace.slots_R, workspace.meta_R, buffers.rank, pool_slots, experts_per_pool
     workspace.barrier()
     direct.return_rows(*returned, *to)

@@ -29,12 +29,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from padded_dispatch.exchange import Slots
-from padded_dispatch.exchange.direct import (
-    DirectExchange,
-    maps_of,
-    push_gradients,
-    received,
-)
+from padded_dispatch.exchange.direct import DirectExchange, maps_of, push_gradients, received
 from padded_dispatch.exchange.symmetric_memory import find
 from padded_dispatch.ops.grouped import (
     check_on_gpu,
@@ -77,8 +72,7 @@ class FusedLinears:
     ) -> tuple[Tensor, Tensor]:
         """Return fc1's result, [N, G], and the probabilities of the rows, [N].
 
-        The arguments are those of `grouped_linear`; rows and probabilities have no gradient of
-        their own.
+        Arguments as of `grouped_linear`; rows and probabilities have no gradient of their own.
         """
         given = rows_ND, probs_N, offsets_L, tiles, sums_LGD
         return _First.apply(self.tokens_TD, self.probs_TE, weight_LGD, *given, *self.home)
@@ -102,11 +96,7 @@ class FusedLinears:
 
 
 def prepare(
-    exchange: DirectExchange,
-    tokens_TD: Tensor,
-    probs_TE: Tensor,
-    plan: DispatchPlan,
-    num_rows: int,
+    exchange: DirectExchange, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan, num_rows: int
 ) -> tuple[Slots, FusedLinears]:
     """Return `exchange.prepare` of the arguments, without gradients, and what has them instead."""
     with torch.no_grad():
@@ -144,9 +134,9 @@ def return_product(
     buffers = find(key)
     workspace = buffers.workspace
     out_NO = linear_by_expert(rows_NI, weight_LOI, bias_LO, weights_N, offsets_L, tiles)
-    returned = out_NO, None if probs_N is None else probs_N.contiguous(), offsets_LS
+    beside_N = None if probs_N is None else probs_N.contiguous()
     to = workspace.slots_R, workspace.meta_R, buffers.rank, pool_slots, experts_per_pool
-    direct.return_rows(*returned, *to)
+    direct.return_rows(out_NO, beside_N, offsets_LS, *to)
     workspace.barrier()
     maps = slot_of_TK, expert_of_TK, kept_E, pool_slots
     return received(workspace, *maps, numbers=probs_N is not None)
@@ -154,24 +144,12 @@ def return_product(
 
 @return_product.register_kernel("cuda")
 def _return_product_on_gpu(
-    rows_NI,
-    weight_LOI,
-    bias_LO,
-    weights_N,
-    probs_N,
-    offsets_L,
-    tiles,
-    offsets_LS,
-    slot_of_TK,
-    expert_of_TK,
-    kept_E,
-    pool_slots,
-    experts_per_pool,
-    key,
+    rows_NI, weight_LOI, bias_LO, weights_N, probs_N, offsets_L, tiles, offsets_LS, *home
 ):
     from padded_dispatch.kernels import direct, gemm
 
     check_on_gpu(rows_NI, weight_LOI)
+    *maps, pool_slots, experts_per_pool, key = home
     buffers = find(key)
     workspace = buffers.workspace
     at_N = torch.empty(rows_NI.shape[0], dtype=torch.int64, device=rows_NI.device)
@@ -196,8 +174,7 @@ def _return_product_on_gpu(
         table=tiles,
     )
     workspace.barrier()
-    maps = slot_of_TK, expert_of_TK, kept_E, pool_slots
-    return received(workspace, *maps, numbers=probs_N is not None)
+    return received(workspace, *maps, pool_slots, numbers=probs_N is not None)
 
 
 @return_product.register_fake

@@ -55,7 +55,7 @@ class LocalExchange(PackedAtOnce):
         if probs_GP.shape[0] == 1:
             probs_N = probs_GP.flatten()
         else:
-            probs_N = pack_rows(probs_GP[..., None], offsets_LS, zeros=False).squeeze(1)
+            probs_N = pack_rows(probs_GP[..., None], offsets_LS).squeeze(1)
         return ExpertInput(
             rows_ND=incoming.rows_MPD.flatten(0, 1),
             probs_N=probs_N,

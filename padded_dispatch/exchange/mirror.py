@@ -44,6 +44,7 @@ from padded_dispatch.exchange.alltoall import group_name
 
 _GRACE_S = 2.0  # for ranks that wait to post that they do, after the first of them has failed
 _STORE_S = 5.0  # for the store to answer beyond that; its process may have ended, or be stopped
+_CLOSING_S = 0.5  # for a process that ends to close all its sockets
 _PROBE_S = 3.0  # for a machine to answer a connection
 _PROBES = 32  # connections tried at the same time
 _BACKLOG = 4096  # connections that nothing accepts, one for each rank that asks
@@ -51,6 +52,7 @@ _PLACE_BYTES = 512  # of a host's name, an address and a port
 _SIGNALS = timedelta(seconds=1)  # between two looks for Ctrl-C
 
 _CLOSED = ", got a closed connection and"
+_NO_STORE = "some (the store of the job, which has their numbers, does not answer)"
 _FIX = (
     "look for the first error in the output of each; if they were only busy, give the process "
     "groups a longer timeout"
@@ -131,16 +133,7 @@ class Mirror:
         return bool(is_same)
 
     def gather(self, row: Tensor, limit_s: float, where: str) -> list[Tensor]:
-        """Return the row of each rank, in the order of `ranks`.
-
-        Args:
-            row: int64 or uint8 on the host, of the same shape on all ranks.
-            limit_s: as for `is_same`.
-            where: as for `is_same`.
-
-        Raises:
-            AbsentRanksError: as from `is_same`.
-        """
+        """Return the row of each rank, int64 or uint8, in the order of `ranks`; see `is_same`."""
         rows = [torch.empty_like(row) for _ in self.ranks]
         options = _limited("AllgatherOptions", limit_s)
         self._collect(lambda: _wait(self._gloo.allgather([rows], [row], options)), limit_s, where)
@@ -191,8 +184,11 @@ class Mirror:
             # Close what gloo has left open: the failure travels on to ranks that wait for this one.
             self._gloo = None
             seconds = _GRACE_S + _STORE_S
-            verdict = _within(seconds, lambda: self._verdict(where, problem))
-            self._failure = verdict or self._words(where, problem, self._without_store())
+            self._failure = _within(seconds, lambda: self._verdict(where, problem))
+            if not self._failure:
+                ended = self._ended()
+                absent = f"{self._named(ended)}, among others" if ended else _NO_STORE
+                self._failure = self._words(where, problem, absent)
         raise AbsentRanksError(self._failure)
 
     def _verdict(self, where: str, problem: str) -> str:
@@ -213,13 +209,6 @@ class Mirror:
         names = self._named(absent) if absent else "none of them in time"
         words = self._words(where, problem, names)
         return self._store.compare_set("verdict", "", words).decode()
-
-    def _without_store(self) -> str:
-        """Return the ranks that have ended, where the store cannot say which do not come."""
-        ended = self._ended()
-        if ended:
-            return f"{self._named(ended)}, among others"
-        return "some (the store of the job, which has their numbers, does not answer)"
 
     def _named(self, ranks: list[int]) -> str:
         """Return numbers of ranks, and their hosts if the layer spans several."""
@@ -309,6 +298,7 @@ def absent_ranks_named() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if isinstance(error, dist.DistBackendError) or "gloo/transport" in str(error):
+            time.sleep(_CLOSING_S)
             for of_group in _mirrors.values():
                 for mirror in of_group.values():
                     mirror.require_all_alive()
@@ -386,10 +376,9 @@ def _numbered(ranks: list[int]) -> str:
         return f"rank {ranks[0]}"
     runs: list[list[int]] = []
     for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+        if not runs or rank != runs[-1][-1] + 1:
+            runs.append([])
+        runs[-1].append(rank)
     words = (f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
     return f"ranks {', '.join(words)}"
 

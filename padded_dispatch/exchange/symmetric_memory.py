@@ -97,12 +97,8 @@ class PeerMemory:
         self._handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
 
 
+# Bytes of symmetric memory on this rank; torch's allocator does not count them.
 _held: WeakKeyDictionary[PeerMemory, int] = WeakKeyDictionary()
-
-
-def held_bytes() -> int:
-    """Return the bytes of symmetric memory on this rank; torch's allocator does not count them."""
-    return sum(_held.values())
 
 
 def _line_buffer_stdout() -> None:
@@ -160,14 +156,10 @@ class ReceiveBuffer:
 
     def is_free(self) -> bool:
         """Return True if all tensors of the last `take` are gone."""
-        if self._is_expired():
-            return True
         # If an import failed inside the first call and was caught there, its traceback keeps the
         # frames of that call, and with them these tensors, until cycles are collected.
-        gc.collect()
-        return self._is_expired()
-
-    def _is_expired(self) -> bool:
+        if not all(storage.expired() for storage in self._taken):
+            gc.collect()
         return all(storage.expired() for storage in self._taken)
 
     def take(self) -> tuple[Tensor, Tensor]:
@@ -215,13 +207,7 @@ class DirectBuffers:
     """The buffers of one layer for one shape; a collective call of the group.
 
     `key`: the argument with which custom ops `find` it. `rank`: this rank's number in the group.
-
-    Args:
-        group: the expert-parallel group.
-        shape: the sizes of all buffers.
-        device: this rank's GPU.
-        microbatches_in_flight: the most microbatches whose forward is done and whose backward is
-            not.
+    `microbatches_in_flight`: the most whose forward pass is done and whose backward pass is not.
 
     Raises:
         ValueError: on all ranks, if the buffers do not fit in the memory of one.
@@ -377,16 +363,10 @@ def gather_objects(group: dist.ProcessGroup, value: _T) -> list[_T]:
 
 
 def allocated_gib() -> float:
-    """Return the peak GiB of tensors, symmetric memory included.
-
-    The peak counts from `torch.cuda.reset_peak_memory_stats()` on.
-    """
-    return (torch.cuda.max_memory_allocated() + held_bytes()) / 2**30
+    """Return the peak GiB of tensors, symmetric memory included, since torch's peak was reset."""
+    return (torch.cuda.max_memory_allocated() + sum(_held.values())) / 2**30
 
 
 def reserved_gib() -> float:
-    """Return the peak GiB of the caching allocator, graph pools and symmetric memory included.
-
-    The peak counts from `torch.cuda.reset_peak_memory_stats()` on.
-    """
-    return (torch.cuda.max_memory_reserved() + held_bytes()) / 2**30
+    """Return the peak GiB of torch's allocator, graph pools included, likewise."""
+    return (torch.cuda.max_memory_reserved() + sum(_held.values())) / 2**30

@@ -386,15 +386,7 @@ def _return_rows_kernel(
         stop = tl.minimum(tl.load(offsets + buffer), last)
         source = buffer % num_sources
         first_slot = _first_slot(
-            buffer,
-            offsets,
-            rank,
-            num_local,
-            num_sources,
-            pool_slots,
-            num_shared,
-            SHARED,
-            L_BLOCK,
+            buffer, offsets, rank, num_local, num_sources, pool_slots, num_shared, SHARED, L_BLOCK
         )
         slots = tl.load(slots_at + source).to(tl.pointer_type(packed.dtype.element_ty))
         meta = tl.load(meta_at + source).to(tl.pointer_type(tl.float32))
@@ -494,15 +486,7 @@ def _find_slots_kernel(
     begin = tl.load(offsets + buffer - 1, mask=buffer > 0, other=0)
     end = tl.load(offsets + buffer)
     first_slot = _first_slot(
-        buffer,
-        offsets,
-        rank,
-        num_local,
-        num_sources,
-        pool_slots,
-        num_shared,
-        SHARED,
-        L_BLOCK,
+        buffer, offsets, rank, num_local, num_sources, pool_slots, num_shared, SHARED, L_BLOCK
     )
     slots = tl.load(slots_at + buffer % num_sources)
     meta = tl.load(meta_at + buffer % num_sources).to(tl.pointer_type(tl.float32))

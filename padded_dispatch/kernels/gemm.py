@@ -404,11 +404,7 @@ def add_weight_gradients(
 
 
 def weight_gradients(
-    grad_NO: Tensor,
-    rows_NI: Tensor,
-    offsets_L: Tensor,
-    *,
-    tiles: Tiles | None = None,
+    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, *, tiles: Tiles | None = None
 ) -> Tensor:
     """Compute every expert's `grad.T @ rows`, rounded once: [L, O, I] in the dtype of the rows.
 

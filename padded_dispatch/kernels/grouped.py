@@ -100,14 +100,7 @@ def sum_rows(rows_NO: Tensor, weights_N: Tensor | None, offsets_L: Tensor) -> Te
 
 @triton.jit
 def _sum_rows_kernel(
-    rows,
-    weights,
-    offsets,
-    sums,
-    width,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
+    rows, weights, offsets, sums, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr
 ):
     expert = tl.program_id(0)
     start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)

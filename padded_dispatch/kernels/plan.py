@@ -86,14 +86,7 @@ def plan(
 
 @triton.jit
 def _rank_kernel(
-    kept,
-    rank,
-    slot_of,
-    expert_of,
-    num_experts,
-    top_k,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    kept, rank, slot_of, expert_of, num_experts, top_k, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """Write k of each of one token's experts, and -1 in the choices without an expert."""
     t = tl.program_id(0).to(tl.int64)
@@ -109,14 +102,7 @@ def _rank_kernel(
 
 @triton.jit
 def _plan_count_kernel(
-    kept,
-    rank,
-    rows,
-    num_tokens,
-    num_experts,
-    top_k,
-    BLOCK: tl.constexpr,
-    BLOCKS_T: tl.constexpr,
+    kept, rank, rows, num_tokens, num_experts, top_k, BLOCK: tl.constexpr, BLOCKS_T: tl.constexpr
 ):
     """Write the rows of one expert, without those beyond K of their token."""
     e = tl.program_id(0).to(tl.int64)

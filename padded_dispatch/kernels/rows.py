@@ -308,33 +308,30 @@ def pack_rows(slots_MPD: Tensor, offsets_LS: Tensor) -> Tensor:
         slots_MPD = slots_MPD.contiguous()
     num_pools, pool_slots, width = slots_MPD.shape
     packed_ND = slots_MPD.new_empty(num_pools * pool_slots, width)
-    _move_rows(slots_MPD, offsets_LS, packed_ND, UNPACK=False, ZEROS=False)
+    _move_rows(slots_MPD, offsets_LS, packed_ND, unpack=False)
     return packed_ND
 
 
-def unpack_rows(
-    packed_ND: Tensor, offsets_LS: Tensor, num_pools: int, *, zeros: bool = True
-) -> Tensor:
-    """Put packed rows back in their slots, with zeros in empty ones.
+def unpack_rows(packed_ND: Tensor, offsets_LS: Tensor, num_pools: int) -> Tensor:
+    """Put packed rows back in their slots; empty ones are not written.
 
     Args:
         packed_ND: contiguous [N, D]; rows from `offsets_LS[-1, -1]` on are not read.
         offsets_LS: contiguous int32; its number of elements is a multiple of M.
         num_pools: M, of which N is a multiple.
-        zeros: False leaves empty slots unwritten.
 
     Returns:
         [M, P, D] with P = N / M.
 
-    Example: that of `pack_rows` in reverse, with 0 where it has `-`.
+    Example: that of `pack_rows` in reverse.
     """
     num_rows, width = packed_ND.shape
     slots_MPD = packed_ND.new_empty(num_pools, num_rows // num_pools, width)
-    _move_rows(slots_MPD, offsets_LS, packed_ND, UNPACK=True, ZEROS=zeros)
+    _move_rows(slots_MPD, offsets_LS, packed_ND, unpack=True)
     return slots_MPD
 
 
-def _move_rows(slots_MPD: Tensor, offsets_LS: Tensor, packed_ND: Tensor, **constants: bool) -> None:
+def _move_rows(slots_MPD: Tensor, offsets_LS: Tensor, packed_ND: Tensor, *, unpack: bool) -> None:
     num_pools, pool_slots, width = slots_MPD.shape
     num_shared = offsets_LS.numel() // num_pools
     # A block of probabilities would be many runs, which one program moves one after another.
@@ -347,15 +344,14 @@ def _move_rows(slots_MPD: Tensor, offsets_LS: Tensor, packed_ND: Tensor, **const
         packed_ND,
         *offsets_LS.shape,
         slots_MPD.stride(0),
-        pool_slots * width,
         width,
         blocks,
         num_shared,
+        UNPACK=unpack,
         SHARED=num_shared > 1,
         BLOCK=block,
         BLOCK_X=triton.next_power_of_2(num_shared),
         num_warps=_WARPS,
-        **constants,
     )
 
 
@@ -367,12 +363,10 @@ def _move_rows_kernel(
     num_local_experts,
     num_sources,
     stride,
-    size,
     width,
     blocks,
     num_shared,
     UNPACK: tl.constexpr,
-    ZEROS: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_X: tl.constexpr,
@@ -392,23 +386,18 @@ def _move_rows_kernel(
             shift, end = _run_at(element // width, begins, ends, num_shared, BLOCK_X)
             stop = tl.minimum(end * width, last)
             mine = (first + i >= element) & (first + i < stop)
-            _copy(in_slots, packed + (shift * width + first) + i, mine, mine, UNPACK)
+            _copy(in_slots, packed + (shift * width + first) + i, mine, UNPACK)
             element = stop
-        if ZEROS:
-            nothing = tl.zeros((BLOCK,), dtype=slots.dtype.element_ty)
-            tl.store(in_slots, nothing, mask=(first + i >= last) & (first + i < size))
     else:
         begin = tl.load(offsets + place - 1, mask=place > 0, other=0).to(tl.int64)
         is_real = i < (tl.load(offsets + place) - begin) * width - first
-        written = i < size - first if ZEROS else is_real
-        _copy(in_slots, packed + (begin * width + first) + i, is_real, written, UNPACK)
+        _copy(in_slots, packed + (begin * width + first) + i, is_real, UNPACK)
 
 
 @triton.jit
-def _copy(in_slots, in_packed, is_real, written, UNPACK: tl.constexpr):
-    """Copy real elements; where others are written, they are zeros."""
+def _copy(in_slots, in_packed, is_real, UNPACK: tl.constexpr):
     if UNPACK:
-        tl.store(in_slots, tl.load(in_packed, mask=is_real, other=0), mask=written)
+        tl.store(in_slots, tl.load(in_packed, mask=is_real), mask=is_real)
     else:
         tl.store(in_packed, tl.load(in_slots, mask=is_real), mask=is_real)
 

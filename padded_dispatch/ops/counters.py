@@ -139,12 +139,6 @@ class Counters:
         """
         self.idle_passes += kept_M.sum() == 0
 
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Set all counts to zero. A reader must not be active, because it takes differences."""
-        for count in self.tensors():
-            count.zero_()
-
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return the memory behind all counts, to be reduced, copied or restored."""
         return self.totals, self.max_demand

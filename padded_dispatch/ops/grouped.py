@@ -156,10 +156,6 @@ def row_tiles(offsets_L: Tensor, num_rows: int) -> Tensor:
     belongs to, at most `TILES_OF_GROUP` of one expert: its first tile and its number of tiles; and
     the first row of the group. Lines behind the last tile are unspecified.
 
-    Args:
-        offsets_L: as in `grouped_linear`.
-        num_rows: N.
-
     Example: `offsets = [3, 3, 133]` give the lines `[3, 0, 0, 0]`, `[0, 0, 1, 0]`, and twice
     `[2, 1, 2, 3]`.
     """

@@ -132,16 +132,8 @@ def _(kept_TE, top_k, num_pools, pool_slots):
 def packed_slots(slot_of_TK: Tensor, offsets_E: Tensor, capacity: int) -> Tensor:
     """Return the packed row of every slot, for a rank that is the only source of its experts' rows.
 
-    Every expert has its own pool here. A pool of all experts needs no such step: its slots are the
-    packed rows.
-
-    Args:
-        slot_of_TK: contiguous int32, `e * C + c` or -1.
-        offsets_E: int32, where the packed rows of each expert end; contiguous, any shape.
-        capacity: C.
-
-    Returns:
-        int32 [T, K], -1 where there is no slot.
+    Every expert has its own pool of C slots here. A slot is `e * C + c`, or -1 as in the result;
+    `offsets_E`, contiguous int32 of any shape, are the ends of the packed rows of each expert.
 
     Example: C = 2 and `offsets = [1, 3]` (one row, then two) turn the slots `[[0, 2], [3, -1]]`
     into `[[0, 1], [2, -1]]`.

@@ -13,8 +13,9 @@ packed rows: `gather_packed` and `combine_packed` are the same ops with packed r
 
 An empty slot or a missing choice is -1. The torch bodies read row 0 for it and replace the result
 by exact zeros with `torch.where`; multiplying by zero instead would let a NaN through. Rows that
-will be packed need no zeros: `zeros=False` leaves empty slots unspecified, in results and in
-gradients. The torch bodies fill them with NaN, which shows any read.
+are packed need no zeros: slots of `unpack_rows`, and with `zeros=False` all others, are unspecified
+where they are empty, in results and in gradients. The torch bodies fill them with NaN, which shows
+any read.
 
 G: pools of this source, of P slots each, which belong to X = E / G experts each. M: pools that
 this rank receives, S * L / X. PX: P + X.
@@ -64,23 +65,18 @@ def running_offsets(kept_SL: Tensor) -> Tensor:
     return offsets.view(num_local_experts, num_sources)
 
 
-def pack_rows(slots_MPD: Tensor, offsets_LS: Tensor, *, zeros: bool = True) -> Tensor:
+def pack_rows(slots_MPD: Tensor, offsets_LS: Tensor) -> Tensor:
     """Pack real rows without gaps: [M, P, D] to [M * P, D].
 
     The input is ordered by source, pool, slot, the result by expert, source, slot. Rows from
-    `offsets_LS[-1, -1]` on are unspecified. The gradient of padded rows is 0 if `zeros`.
+    `offsets_LS[-1, -1]` on are unspecified, as is the gradient of padded rows.
     """
-    return _pack(slots_MPD, offsets_LS, zeros)
+    return _pack(slots_MPD, offsets_LS)
 
 
-def unpack_rows(
-    packed_ND: Tensor, offsets_LS: Tensor, num_pools: int | None = None, *, zeros: bool = True
-) -> Tensor:
-    """Put packed rows back in their slots: [N, D] to [M, P, D], 0 in padded rows if `zeros`.
-
-    `num_pools`: M; None if every expert has its own pool of each source.
-    """
-    return _unpack(packed_ND, offsets_LS, num_pools or offsets_LS.numel(), zeros)
+def unpack_rows(packed_ND: Tensor, offsets_LS: Tensor, num_pools: int) -> Tensor:
+    """Put packed rows back in their slots: [N, D] to [M, P, D]; padded rows are unspecified."""
+    return _unpack(packed_ND, offsets_LS, num_pools)
 
 
 def gather_packed(tokens_TD: Tensor, plan: DispatchPlan, offsets_LS: Tensor) -> Tensor:
@@ -249,7 +245,7 @@ def _packed_row_of_slot(offsets_LS: Tensor, num_pools: int, pool_slots: int) -> 
 
 
 @custom_op("padded_dispatch::pack", mutates_args=())
-def _pack(slots_MPD: Tensor, offsets_LS: Tensor, zeros: bool) -> Tensor:
+def _pack(slots_MPD: Tensor, offsets_LS: Tensor) -> Tensor:
     row_MP = _packed_row_of_slot(offsets_LS, *slots_MPD.shape[:2])
     packed_ND = slots_MPD.new_empty(row_MP.numel(), slots_MPD.shape[2])
     packed_ND[row_MP[row_MP >= 0]] = slots_MPD[row_MP >= 0]
@@ -257,33 +253,33 @@ def _pack(slots_MPD: Tensor, offsets_LS: Tensor, zeros: bool) -> Tensor:
 
 
 @_pack.register_kernel("cuda")
-def _(slots_MPD, offsets_LS, zeros):
+def _(slots_MPD, offsets_LS):
     from padded_dispatch.kernels import rows
 
     return rows.pack_rows(slots_MPD, offsets_LS)
 
 
 @_pack.register_fake
-def _(slots_MPD, offsets_LS, zeros):
+def _(slots_MPD, offsets_LS):
     num_pools, pool_slots, width = slots_MPD.shape
     return slots_MPD.new_empty(num_pools * pool_slots, width)
 
 
 @custom_op("padded_dispatch::unpack", mutates_args=())
-def _unpack(packed_ND: Tensor, offsets_LS: Tensor, num_pools: int, zeros: bool) -> Tensor:
+def _unpack(packed_ND: Tensor, offsets_LS: Tensor, num_pools: int) -> Tensor:
     row_MP = _packed_row_of_slot(offsets_LS, num_pools, packed_ND.shape[0] // num_pools)
-    return _take(packed_ND, row_MP, zeros=zeros)
+    return _take(packed_ND, row_MP, zeros=False)
 
 
 @_unpack.register_kernel("cuda")
-def _(packed_ND, offsets_LS, num_pools, zeros):
+def _(packed_ND, offsets_LS, num_pools):
     from padded_dispatch.kernels import rows
 
-    return rows.unpack_rows(packed_ND.contiguous(), offsets_LS, num_pools, zeros=zeros)
+    return rows.unpack_rows(packed_ND.contiguous(), offsets_LS, num_pools)
 
 
 @_unpack.register_fake
-def _(packed_ND, offsets_LS, num_pools, zeros):
+def _(packed_ND, offsets_LS, num_pools):
     num_rows, width = packed_ND.shape
     return packed_ND.new_empty(num_pools, num_rows // num_pools, width)
 
@@ -328,24 +324,23 @@ def _scatter_meta_backward(ctx, grad_TE):
 
 
 def _save_pools(ctx, inputs, output) -> None:
-    slots_MPD, offsets_LS, ctx.zeros = inputs
+    slots_MPD, offsets_LS = inputs
     ctx.save_for_backward(offsets_LS)
     ctx.num_pools = slots_MPD.shape[0]
 
 
 def _save_offsets(ctx, inputs, output) -> None:
-    _, offsets_LS, _, ctx.zeros = inputs
-    ctx.save_for_backward(offsets_LS)
+    ctx.save_for_backward(inputs[1])
 
 
 @nvtx_range("regroup backward")
 def _pack_backward(ctx, grad_ND):
-    return _unpack(grad_ND, *ctx.saved_tensors, ctx.num_pools, ctx.zeros), None, None
+    return _unpack(grad_ND, *ctx.saved_tensors, ctx.num_pools), None
 
 
 @nvtx_range("regroup backward")
 def _unpack_backward(ctx, grad_MPD):
-    return _pack(grad_MPD, *ctx.saved_tensors, ctx.zeros), None, None, None
+    return _pack(grad_MPD, *ctx.saved_tensors), None, None
 
 
 _gather.register_autograd(_gather_backward, setup_context=_save_maps)

@@ -81,14 +81,6 @@ def test_one_rank_differs(pool2, step, name, value, words):
     assert "Give every rank the same config" in first
 
 
-def test_no_rank_has_tokens(pool2):
-    first, second = errors_of(pool2, _steps, [{0: {"T": 0}, 1: {"T": 0}}])
-    assert first == second
-    assert first.startswith("num_tokens must ")
-    assert ", got 0" in first
-    assert "pad the batch" in first
-
-
 def _grid_with_another_width_on_rank_3() -> None:
     """Expert-parallel groups {0, 1} and {2, 3}; their experts are split over {0, 2} and {1, 3}."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
@@ -142,31 +134,6 @@ def test_another_layer_is_seen(pool2, numbers, chosen, callers):
         )
 
 
-def _other_names() -> None:
-    agreement = Agreement(dist.new_group())
-    if dist.get_rank() == 0:
-        agreement.check((("seed", 3),), D=8)
-    else:
-        agreement.check(D=8, E=4)
-
-
-def test_a_value_that_one_rank_does_not_pass_is_seen(pool2):
-    for message in errors_of(pool2, _other_names):
-        assert (
-            "seed is 3 on rank 0, absent on rank 1; E is absent on rank 0, 4 on rank 1" in message
-        )
-
-
-def _long_values() -> None:
-    rank = str(dist.get_rank())
-    Agreement(dist.new_group()).check((("long", 300 * rank), *(("same", 1),) * 2000))
-
-
-def test_long_values_are_cut(pool2):
-    for message in errors_of(pool2, _long_values):
-        assert f"long is {200 * '0'} on rank 0, {200 * '1'} on rank 1." in message
-
-
 def _one_more_call(rank: int) -> str:
     """Return the error of the rank that makes a third call, while its peer is in a collective."""
     group = dist.new_group()
@@ -198,42 +165,6 @@ def test_a_rank_that_makes_one_more_call_or_one_less(pool2, rank):
         "all 2 ranks of the layer must come to call 4 of dispatcher 1 within 1 s, got no call from "
         f"rank {1 - rank}; the last call that all made: call 3 of dispatcher 1; "
     )
-
-
-class _Recorder:
-    """A `Mirror` of one rank that writes down its limits."""
-
-    def __init__(self) -> None:
-        self.num_agreements = 0
-        self.ranks = [0]
-        self.limits_s: list[float] = []
-
-    def is_same(self, row: torch.Tensor, limit_s: float, where: str) -> bool:
-        self.limits_s.append(limit_s)
-        return True
-
-
-def test_a_rank_may_come_as_late_as_its_groups_allow(monkeypatch):
-    recorder = _Recorder()
-
-    def mirror_of(groups, limit_s):
-        recorder.limits_s.append(limit_s)
-        return recorder
-
-    monkeypatch.setattr(agreement_module, "mirror_of", mirror_of)
-    monkeypatch.setattr(agreement_module, "time_limit", lambda group: group.limit_s)
-    agreement = Agreement(_TwoRanks(6.0), _TwoRanks(9.0))  # pyright: ignore[reportArgumentType]
-    for num_tokens in (5, 5, 7):
-        agreement.check(T=num_tokens)
-    assert recorder.limits_s == [9.0] * 4
-
-
-class _TwoRanks:
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-
-    def size(self) -> int:
-        return 2
 
 
 def test_one_rank_compares_nothing(monkeypatch):

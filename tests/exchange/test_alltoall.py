@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
@@ -31,7 +29,6 @@ from tests.support.grids import GRIDS, Grid, grid, poisoned_memory
 from tests.support.pool import WorkerPool
 from tests.support.routing_cases import addresses, assert_same, grad_of, leaf
 from tests.support.routings import routing_map, thin_out
-from tests.support.threads import run_on_threads
 
 LAYOUTS = pytest.mark.parametrize("layout", ["padded", "packed", "rank"])
 ROUTINGS = "thin", "same", "idle", "tiny"
@@ -220,91 +217,6 @@ def test_every_stage_is_the_reference(on_ranks, num_ranks, etp_size, layout):
         assert_is_reference(case, list(of_ranks))
 
 
-@given(
-    num_local=st.integers(1, 4),
-    num_tokens=st.integers(1, 6),
-    top_k=st.integers(1, 4),
-    capacity=st.integers(1, 4),
-    etp_size=st.sampled_from([1, 2]),
-    share=st.sampled_from([0.0, 0.3, 0.9]),
-    seed=st.integers(0, 99),
-)
-@settings(max_examples=25)
-def test_any_pools_move_what_the_reference_moves(pool2, seed, share, **sizes):
-    """Odd sizes, on two ranks: of one expert-parallel group, or of one that splits experts."""
-    case = random_case(seed, share, **sizes)
-    results = pool2.run(_there_and_back, [case])
-    assert_is_reference(case, [of_rank for (of_rank,) in results])
-
-
-def random_case(
-    seed: int,
-    share: float,
-    *,
-    num_local: int,
-    num_tokens: int,
-    top_k: int,
-    capacity: int,
-    etp_size: int,
-) -> Case:
-    num_ranks = 2 // etp_size
-    num_experts = num_local * num_ranks
-    top_k = min(top_k, num_experts)
-    config = DispatchConfig(
-        num_experts=num_experts,
-        top_k=top_k,
-        capacity_factor=capacity * num_experts / (num_tokens * top_k),
-        capacity_pool="rank",
-        num_ranks=num_ranks,
-        etp_size=etp_size,
-    )
-    maps = [
-        thin_out(routing_map(num_tokens, num_experts, top_k, seed=seed + s), share=share)
-        for s in range(2)
-    ]
-    sizes, kept_STE = config.sizes(num_tokens), kept_of(config, np.stack(maps))
-    # As many rows of a pool as ask for it, up to its slots.
-    asked_SR, kept_SR = (
-        one.sum(1).reshape(2, num_ranks, -1).sum(2) for one in (np.stack(maps), kept_STE)
-    )
-    np.testing.assert_array_equal(kept_SR, np.minimum(asked_SR, sizes.pool_slots))
-    buffers = etp_size, num_ranks, num_local, 2 * sizes.pool_slots
-    return Case(
-        config=config,
-        sizes=sizes,
-        packed=True,
-        kept_STE=kept_STE,
-        tokens_STD=addresses(2, num_tokens, 3),
-        probs_STE=addresses(2, num_tokens, num_experts, offset=10_000),
-        grad_rows_IRLMD=addresses(*buffers, 3, offset=20_000),
-        grad_probs_IRLM=addresses(*buffers, offset=30_000),
-        out_IRLMD=addresses(*buffers, 3, offset=40_000),
-        grad_combined_STD=addresses(2, num_tokens, 3, offset=50_000),
-    )
-
-
-def test_one_rank_with_packed_rows_needs_no_slots():
-    here, config = grid(1, 1), DispatchConfig(num_experts=2, top_k=1)
-    assert type(exchange_of(here, config, packed=True)) is LocalExchange
-    assert type(exchange_of(here, config, packed=False)) is AllToAllExchange
-
-
-@pytest.mark.parametrize("layout", ["padded", "rank"])
-def test_sixty_four_ranks_are_the_reference(layout):
-    case = make_case("thin", 64, 1, layout)
-
-    def run() -> dict[str, Tensor]:
-        here = Grid(r=dist.get_rank(), i=0, group=dist.group.WORLD, etp_group=None)
-        return results_of(case, here)
-
-    assert_is_reference(case, run_on_threads(64, run))
-
-
-def test_memory_is_poisoned():
-    with poisoned_memory():
-        assert torch.empty(3).isnan().all()
-
-
 def _sums_of_shards() -> tuple[Tensor, Tensor]:
     """Sum 256 from rank 0 and 1 each from ranks 1 to 3: once forward, once backward."""
     name = group_name(dist.group.WORLD)
@@ -388,26 +300,3 @@ def test_bytes_are_those_that_ranks_allocate(on_ranks, num_ranks, etp_size, layo
     assert found == [expected] * (num_ranks * etp_size)
     parts = expected.send, expected.receive, expected.experts, expected.back, expected.plan
     assert expected.total == sum(parts)
-
-
-def test_no_zeros_are_written_where_packed_experts_read_none():
-    """Slots without a row hold NaN on a CPU, there and back, and so do their gradients."""
-    exchange = AllToAllExchange(2, packed=True)
-    map_TE = torch.tensor([[True, False], [True, True], [True, False]])
-    plan = make_plan(map_TE, top_k=2, sizes=DispatchConfig(num_experts=2, top_k=2).sizes(3))
-    tokens_TD, probs_TE = torch.ones(3, 2, requires_grad=True), torch.ones(3, 2, requires_grad=True)
-    outgoing = exchange.prepare(tokens_TD, probs_TE, plan, 6)
-    assert outgoing.meta_MPX is not None
-    given = exchange.arrange(outgoing)
-    back = exchange.disarrange(given.rows_ND * given.probs_N[:, None], given.offsets_LS)
-    for tensor in (outgoing.rows_MPD, outgoing.meta_MPX, back.rows_MPD):
-        tensor.retain_grad()
-    exchange.combine(back, plan, given.offsets_LS).sum().backward()
-    empty_MP = plan.choice_of_slot_GP < 0
-    assert empty_MP.tolist() == [[False] * 3, [False, True, True]]
-    grads = (outgoing.rows_MPD.grad, outgoing.meta_MPX.grad, back.rows_MPD.grad)
-    for values in (outgoing.rows_MPD, back.rows_MPD, *grads):
-        assert values is not None
-        assert torch.equal(values[:, :3].reshape(2, 3, -1).isnan().all(2), empty_MP)
-    assert torch.equal(tokens_TD.grad, torch.tensor([[1.0, 1.0], [2.0, 2.0], [1.0, 1.0]]))
-    assert torch.equal(probs_TE.grad, torch.tensor([[2.0, 0.0], [2.0, 2.0], [2.0, 0.0]]))

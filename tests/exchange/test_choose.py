@@ -1,6 +1,5 @@
 """Which exchange and layout a layer takes: the rule, what forbids direct stores, what fits."""
 
-import dataclasses
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -10,12 +9,7 @@ import torch
 from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.exchange import choose
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.choose import (
-    Choice,
-    LayerExchanges,
-    Layout,
-    prefers_padded,
-)
+from padded_dispatch.exchange.choose import Choice, LayerExchanges, Layout, prefers_padded
 from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.exchange.symmetric_memory import Shape, direct_bytes
 
@@ -33,21 +27,14 @@ SMALL = {"num_experts": 4, "top_k": 2}
         (QWEN3, 1, 4096, 2.0, False),
         # Where one of the two was faster by more than 2 %, on one H200 and on two.
         (QWEN3, 1, 512, 2.0, True),
-        (QWEN3, 1, 16384, 1.0, True),
         (QWEN3, 1, 16384, 1.25, False),
         (GPT_OSS, 1, 512, 2.0, True),
         (GPT_OSS, 1, 4096, 1.5, False),
-        (GPT_OSS, 1, 16384, 1.25, False),
-        (DEEPSEEK, 1, 2048, 1.25, True),
         (DEEPSEEK, 1, 4096, 1.25, True),
         (DEEPSEEK, 1, 4096, 1.5, False),
-        (DEEPSEEK, 1, 8192, 1.25, False),
         (QWEN3, 2, 512, 1.25, True),
-        (QWEN3, 2, 4096, 1.0, False),
-        (GPT_OSS, 2, 512, 1.25, True),
         (GPT_OSS, 2, 4096, 1.25, False),
         (DEEPSEEK, 2, 512, 1.0, True),
-        (DEEPSEEK, 2, 4096, 1.0, False),
         # Nothing dropped: T slots for each expert.
         (QWEN3, 1, 4096, NO_DROP, False),
         (QWEN3, 1, 64, NO_DROP, True),
@@ -174,11 +161,6 @@ def reason_of(
     return choice
 
 
-def test_auto_leaves_direct_stores_out_for_a_reason_of_the_callers():
-    choice = reason_of(why_not="two streams")
-    assert (choice.kind, choice.reason) == ("alltoall", "two streams")
-
-
 def test_auto_takes_direct_stores_where_buffers_of_all_layers_fit_twice():
     sizes = dict(num_experts=4, num_slots=128, num_rows=128, width=16, num_places=2 * 128)
     shape = Shape(**sizes, dtype=torch.bfloat16)
@@ -191,22 +173,6 @@ def test_auto_takes_direct_stores_where_buffers_of_all_layers_fit_twice():
     assert "GiB for 3 layers" in choice.reason
     # Another layer of the shape has its buffers: the first one has decided.
     assert reason_of(free=0, num_layers=3, shared=True).kind == "direct"
-
-
-def test_a_choice_follows_the_factor_of_a_pass():
-    config = DispatchConfig(**SMALL, capacity_factor=0.5, capacity_pool="rank")
-    exchanges = LayerExchanges(config, Agreement(), layout="packed")
-    larger = dataclasses.replace(config, capacity_factor=0.75)
-    for now, slots in ((config, 8), (larger, 12), (config, 8)):
-        choice = chosen(exchanges, now, 8)
-        assert choice.sizes == now.sizes(8)
-        assert exchanges.chosen(8, 1, slots) is choice.exchange
-
-
-def test_experts_that_share_slots_read_packed_rows():
-    config = DispatchConfig(**SMALL, capacity_pool="rank")
-    with pytest.raises(ValueError, match=r"^capacity_pool must be 'expert' with experts that read"):
-        LayerExchanges(config, Agreement(), layout="padded")
 
 
 def test_auto_leaves_direct_stores_out_on_a_cpu_and_for_ever_new_shapes():

@@ -49,16 +49,6 @@ def test_a_pass_has_room_for_the_largest_pool(num_tokens, packed):
     assert not sizes.may_drop
 
 
-def test_nobody_asks():
-    assert fit(config(), torch.zeros(5, E, dtype=torch.bool), packed=False).pool_slots == 1
-
-
-def test_slots_of_an_expert_keep_the_alignment():
-    map_TE = torch.zeros(100, E, dtype=torch.bool)
-    map_TE[:33, 0] = True
-    assert fit(config(alignment=64), map_TE, packed=False).pool_slots == 64
-
-
 def _on_a_rank(lengths: tuple[int, int]) -> PoolSizes:
     rank, world = dist.get_rank(), dist.get_world_size()
     map_TE = routed(lengths[rank], seed=rank)

@@ -29,8 +29,7 @@ SMALL = Layer(
 )
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(),
-    reason="kernels would not be interpreted; see tests/gpu/fused.py",
+    torch.cuda.is_available(), reason="kernels would not be interpreted; see tests/gpu/fused.py"
 )
 
 

@@ -7,9 +7,7 @@ import gc
 import os
 import socket
 import threading
-from collections.abc import Callable
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from padded_dispatch.exchange.mirror import (
     Mirror,
     _answers,
     _numbered,
-    _problem,
     _wait,
     _within,
     absent_ranks_named,
@@ -105,21 +102,13 @@ def _two_are_late(hosts: list[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "named"),
-    [("aaaa", ""), ("abba", " on host b"), ("aabb", " on hosts a, b")],
+    ("hosts", "named"), [("aaaa", ""), ("abba", " on host b"), ("aabb", " on hosts a, b")]
 )
 def test_all_absent_ranks_are_named_with_their_hosts(pool4, hosts, named):
     first, *nothing, last = pool4.run(_two_are_late, list(hosts), timeout_s=60)
     assert (nothing, first) == (["", ""], last)
     words = f"within 0.5 s, got no call from ranks 1, 2{named}; the last call that all made: none;"
     assert words in first
-
-
-def test_many_ranks_are_named_in_a_few_words():
-    assert _numbered([7]) == "rank 7"
-    assert _numbered([0, 1]) == "ranks 0, 1"
-    assert _numbered([1, 2, 4, 5, 6, 9]) == "ranks 1, 2, 4-6, 9"
-    assert _numbered(list(range(207)) + list(range(208, 256))) == "ranks 0-206, 208-255"
 
 
 def _one_ends() -> None:
@@ -199,28 +188,6 @@ def test_a_rank_that_creates_no_dispatcher_is_named(pool2):
     )
 
 
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def _threads_of_a_mirror() -> list[int]:
-    """Return the threads beyond those before a group: with it, with a mirror, after it."""
-    before, found = _threads(), []
-    group = dist.new_group()
-    found.append(_threads() - before)
-    mirror_of([group], LONG_S)
-    found.append(_threads() - before)
-    dist.destroy_process_group(group)
-    del group
-    gc.collect()
-    return [*found, _threads() - before]
-
-
-def test_threads_of_a_mirror_end_with_its_group(pool2):
-    for with_group, with_mirror, after in pool2.run(_threads_of_a_mirror, timeout_s=60):
-        assert 0 < with_group < with_mirror and after == 0
-
-
 def _limits() -> list[float]:
     groups = [dist.new_group(timeout=timedelta(seconds=33)), dist.group.WORLD]
     return [time_limit(group) for group in groups]
@@ -229,120 +196,6 @@ def _limits() -> list[float]:
 def test_the_time_limit_is_that_of_the_process_group(pool2):
     for given, default in pool2.run(_limits):
         assert given == 33.0 and default > 33.0
-
-
-def test_a_group_whose_back_end_has_no_options_has_the_default():
-    assert time_limit(dist.ProcessGroup(0, 1)) == 1800.0
-
-
-class _EndsAfterTheLook:
-    """A collective that ends just after the first wait for it has given up."""
-
-    def __init__(self, error: str) -> None:
-        self.error = error
-        self.looks: list[tuple[timedelta, ...]] = []
-
-    def wait(self, *seconds: timedelta) -> None:
-        self.looks.append(seconds)
-        if len(self.looks) == 1:
-            raise RuntimeError("timed out")
-        if self.error:
-            raise RuntimeError(self.error)
-
-    def is_completed(self) -> bool:
-        return True
-
-
-def test_a_collective_that_ends_as_a_look_for_signals_begins():
-    ends = _EndsAfterTheLook("")
-    _wait(ends)
-    assert ends.looks == [(timedelta(seconds=1),), ()]  # Ctrl-C waits for a second at most.
-    with pytest.raises(RuntimeError, match="closed"):
-        _wait(_EndsAfterTheLook("closed"))
-
-
-class _Store(dict[str, str]):
-    """A store that no other rank reaches; it counts how often it is asked for the verdict."""
-
-    def __init__(self) -> None:
-        self.looks = 0
-
-    def check(self, keys: list[str]) -> bool:
-        self.looks += keys == ["verdict"]
-        assert self.looks < 100
-        return keys[0] in self
-
-    def set(self, key: str, value: str) -> None:
-        self[key] = value
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key].encode()
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        return self.setdefault(key, value).encode()
-
-
-class _Clock:
-    """Seconds that pass in sleep alone."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        patched = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
-        monkeypatch.setattr(mirror_module, "time", patched)
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-    def closes_after(self, seconds: float) -> None:
-        self.sleep(seconds)
-        raise RuntimeError("closed")
-
-
-def test_seconds_that_a_rank_waits_for_others_to_post(monkeypatch):
-    clock, mirror, limits = _Clock(monkeypatch), object.__new__(Mirror), []
-
-    def within(seconds: float, fn: Callable[[], str]) -> str:
-        limits.append(seconds)
-        return fn()
-
-    monkeypatch.setattr(mirror_module, "_within", within)
-    store: Any = _Store()
-    mirror._me, mirror.ranks, mirror._store = 0, [0, 1], store
-    mirror._places = {rank: ["a", "127.0.0.1", 1] for rank in mirror.ranks}
-    mirror._failure, mirror._last = "", "call 1"
-    with pytest.raises(AbsentRanksError, match=r"call 2, got a closed .* from rank 1; .* call 1;"):
-        mirror._collect(lambda: clock.closes_after(0.0), 1.0, "call 2")
-    assert limits == [7.0]  # two for the ranks, five for the store
-    assert clock.now == pytest.approx(1002.0, abs=0.11)
-    assert store.looks in (21, 22)  # ten in a second
-
-
-def test_at_the_limit_a_call_is_late(monkeypatch):
-    clock = _Clock(monkeypatch)
-    assert _problem(lambda: clock.closes_after(0.5), 0.5) == " within 0.5 s, got"
-    assert _problem(lambda: clock.closes_after(0.25), 0.5) == ", got a closed connection and"
-    assert _problem(lambda: None, 0.5) == ""
-
-
-class _DeadStore:
-    def set(self, key: str, value: str) -> None:
-        raise RuntimeError("connection closed")
-
-
-def _one_is_absent_and_the_store_is_gone() -> str:
-    mirror = Mirror([dist.new_group()], LONG_S)
-    mirror._store = _DeadStore()  # pyright: ignore[reportAttributeAccessIssue]
-    words = errors_of_calls(mirror, 0.5)[0] if dist.get_rank() == 1 else ""
-    dist.barrier()
-    return words
-
-
-def test_without_a_store_the_call_is_named(pool2):
-    _, words = pool2.run(_one_is_absent_and_the_store_is_gone, timeout_s=60)
-    assert words.startswith(
-        "all 2 ranks of the layer must come to call 2 of layer 1 within 0.5 s, got no call from "
-        "some (the store of the job, which has their numbers, does not answer); "
-    )
 
 
 def test_the_store_is_not_waited_for():
@@ -379,3 +232,79 @@ def _mirrors_and_rows() -> tuple[list[bool], list[int]]:
 
 def test_layers_share_the_mirror_of_their_groups(pool2):
     assert pool2.run(_mirrors_and_rows, timeout_s=60) == [([True, False], [0, 1])] * 2
+
+
+def test_many_ranks_are_named_in_a_few_words():
+    assert _numbered([7]) == "rank 7"
+    assert _numbered([0, 1]) == "ranks 0, 1"
+    assert _numbered([1, 2, 4, 5, 6, 9]) == "ranks 1, 2, 4-6, 9"
+    assert _numbered(list(range(207)) + list(range(208, 256))) == "ranks 0-206, 208-255"
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _threads_of_a_mirror() -> list[int]:
+    """Return the threads beyond those before a group: with it, with a mirror, after it."""
+    before, found = _threads(), []
+    group = dist.new_group()
+    found.append(_threads() - before)
+    mirror_of([group], LONG_S)
+    found.append(_threads() - before)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return [*found, _threads() - before]
+
+
+def test_threads_of_a_mirror_end_with_its_group(pool2):
+    for with_group, with_mirror, after in pool2.run(_threads_of_a_mirror, timeout_s=60):
+        assert 0 < with_group < with_mirror and after == 0
+
+
+class _EndsAfterTheLook:
+    """A collective that ends just after the first wait for it has given up."""
+
+    def __init__(self, error: str) -> None:
+        self.error = error
+        self.looks: list[tuple[timedelta, ...]] = []
+
+    def wait(self, *seconds: timedelta) -> None:
+        self.looks.append(seconds)
+        if len(self.looks) == 1:
+            raise RuntimeError("timed out")
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_collective_that_ends_as_a_look_for_signals_begins():
+    ends = _EndsAfterTheLook("")
+    _wait(ends)
+    assert ends.looks == [(timedelta(seconds=1),), ()]  # Ctrl-C waits for a second at most.
+    with pytest.raises(RuntimeError, match="closed"):
+        _wait(_EndsAfterTheLook("closed"))
+
+
+class _DeadStore:
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("connection closed")
+
+
+def _one_is_absent_and_the_store_is_gone() -> str:
+    mirror = Mirror([dist.new_group()], LONG_S)
+    mirror._store = _DeadStore()  # pyright: ignore[reportAttributeAccessIssue]
+    words = errors_of_calls(mirror, 0.5)[0] if dist.get_rank() == 1 else ""
+    dist.barrier()
+    return words
+
+
+def test_without_a_store_the_call_is_named(pool2):
+    _, words = pool2.run(_one_is_absent_and_the_store_is_gone, timeout_s=60)
+    assert words.startswith(
+        "all 2 ranks of the layer must come to call 2 of layer 1 within 0.5 s, got no call from "
+        "some (the store of the job, which has their numbers, does not answer); "
+    )

@@ -50,13 +50,6 @@ def test_peaks_count_symmetric_memory(monkeypatch):
     assert (symmetric_memory.allocated_gib(), symmetric_memory.reserved_gib()) == (1.5, 2.5)
 
 
-def test_a_barrier_waits_ten_minutes_for_a_peer():
-    memory = PeerMemory.__new__(PeerMemory)
-    memory._handle = Mock()
-    memory.barrier()
-    memory._handle.barrier.assert_called_once_with(channel=0, timeout_ms=600_000)
-
-
 def test_what_a_kernel_prints_outlives_an_abort():
     program = """
 import ctypes, os

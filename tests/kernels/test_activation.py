@@ -56,8 +56,7 @@ ACTIVATIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("shape", ACTIVATIONS, ids=str)
-@pytest.mark.parametrize("width", [5, 1030])
-@pytest.mark.parametrize("num_rows", [0, 29])
+@pytest.mark.parametrize(("num_rows", "width"), [(0, 5), (29, 1030)])
 def test_activations_are_as_exact_as_torch(num_rows, width, shape, biased):
     """Rows behind the count are NaN."""
     generator = torch.Generator().manual_seed(width)
@@ -75,11 +74,7 @@ def test_activations_are_as_exact_as_torch(num_rows, width, shape, biased):
     inputs = fc1_NG, bias_LG, probs_N, offsets_L, *how
     kernels = (
         (activation.activate, _activate, inputs),
-        (
-            activation.activate_backward,
-            _activate_backward,
-            (grad_NF, *inputs),
-        ),
+        (activation.activate_backward, _activate_backward, (grad_NF, *inputs)),
     )
     for kernel, body, given in kernels:
         found = [kernel(*map(here_if_tensor, given)), body(*given), body(*map(wide, given))]

@@ -3,8 +3,6 @@
 Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
 """
 
-from unittest.mock import MagicMock
-
 import pytest
 import torch
 from torch import Tensor
@@ -28,21 +26,6 @@ def by_expert(rows_NI: Tensor, weight_LOI: Tensor, offsets_L: Tensor) -> Tensor:
     return torch.cat(parts).to(rows_NI.dtype)
 
 
-def test_example_of_the_docstring():
-    rows_NI = torch.zeros(2, 8, dtype=DTYPE)
-    rows_NI[:, :2] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    weight_LOI = torch.zeros(2, 8, 8, dtype=DTYPE)
-    weight_LOI[0, 0, 0] = weight_LOI[1, 0, 1] = 1
-    out_NO = gemm.rows_times_weights(here(rows_NI), here(weight_LOI), ints(1, 2), tiles=SMALL)
-    assert out_NO[:, 0].tolist() == [1.0, 4.0]
-    assert not out_NO[:, 1:].any()
-
-
-def test_row_tiles_example():
-    table = gemm.row_tiles(ints(3, 3, 7), 7, 2)
-    assert table[:5].tolist() == [[4, 0, 0, 0], *[[0, 0, 2, 0]] * 2, *[[2, 2, 2, 3]] * 2]
-
-
 @pytest.mark.parametrize(
     "counts", [[0, 0], [1], [0, 128, 129, 0, 127], [5000, 3, 2049], [3] * 150], ids=str
 )
@@ -54,13 +37,20 @@ def test_row_tiles_are_the_specifications(counts):
     equal((found[: 1 + expected[0, 0]], expected[: 1 + expected[0, 0]]))
 
 
-@pytest.mark.parametrize("down", [False, True], ids=["small", "large"])
-@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "gradient"])
-@pytest.mark.parametrize(("width_in", "width_out"), [(24, 40), (8, 8)])
 @pytest.mark.parametrize(
-    "counts",
-    [[0, 70, 0, 64, 1, 0], [1], [129, 0], [0, 0], [3] * 40, [5, 1100, 3]],
-    ids=lambda c: f"{len(c)}",
+    ("transposed", "down"), [(False, False), (False, True), (True, True)], ids=str
+)
+@pytest.mark.parametrize(
+    ("counts", "width_in", "width_out"),
+    [
+        ([0, 70, 0, 64, 1, 0], 24, 40),
+        ([1], 24, 40),
+        ([129, 0], 8, 8),
+        ([0, 0], 24, 40),
+        ([3] * 20, 8, 8),
+        ([5, 1100, 3], 8, 8),
+    ],
+    ids=lambda c: f"{len(c)}" if isinstance(c, list) else None,
 )
 def test_each_expert_has_its_own_matrix(counts, width_in, width_out, transposed, down, monkeypatch):
     """Small whole numbers, whose sums are exact in any order; other rows are NaN.
@@ -96,22 +86,9 @@ def at(buffer_NO: Tensor, places: list[int]) -> Tensor:
     return here(buffer_NO.data_ptr() + row_bytes * torch.tensor(places, dtype=torch.int64))
 
 
-def test_rows_at_addresses_example():
-    rows_NI = torch.zeros(2, 8, dtype=DTYPE)
-    rows_NI[:, :2] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    weight_LOI = torch.zeros(2, 8, 8, dtype=DTYPE)
-    weight_LOI[0, 0, 0] = weight_LOI[1, 0, 1] = 1
-    buffer_NO = torch.full((2, 8), 7.0, dtype=DTYPE, device=DEVICE)
-    given = here(rows_NI), here(weight_LOI), ints(1, 2), at(buffer_NO, [1, 0])
-    gemm.rows_times_weights_at(*given, tiles=SMALL)
-    assert buffer_NO[:, 0].tolist() == [4.0, 1.0]
-    assert not buffer_NO[:, 1:].any()
-
-
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "gradient"])
+@pytest.mark.parametrize(("transposed", "biased"), [(False, True), (True, False)])
 @pytest.mark.parametrize(
-    "counts", [[0, 70, 0, 64, 1, 0], [129, 0], [0, 0], [5, 300, 3]], ids=lambda c: f"{len(c)}"
+    "counts", [[0, 70, 0, 64, 1, 0], [129, 0], [0, 0]], ids=lambda c: f"{len(c)}"
 )
 def test_rows_at_addresses_are_those_of_the_product(counts, transposed, biased):
     """In another order, with rows of a buffer between them that are not written."""
@@ -155,15 +132,6 @@ def test_rows_behind_the_last_one_are_not_written(monkeypatch):
     assert out_NO[4:].tolist() == [[7.0] * 8] * 5
 
 
-def test_weight_gradients_example():
-    grad_NO, rows_NI = torch.zeros(3, 8, dtype=DTYPE), torch.zeros(3, 8, dtype=DTYPE)
-    grad_NO[:, 0], rows_NI[:, 0] = torch.tensor([1.0, 2, 3]), torch.tensor([1.0, 10, 100])
-    sums_LOI = torch.zeros(3, 8, 8, device=DEVICE)
-    gemm.add_weight_gradients(here(grad_NO), here(rows_NI), ints(2, 2, 3), sums_LOI, tiles=SMALL)
-    assert sums_LOI[:, 0, 0].tolist() == [21.0, 0.0, 300.0]
-    assert sums_LOI.count_nonzero() == 2
-
-
 @pytest.mark.parametrize(
     "counts", [[0, 70, 0, 64, 1, 0], [1], [129, 0], [0, 0]], ids=lambda c: f"{len(c)}"
 )
@@ -182,24 +150,11 @@ def test_weight_gradients_are_added_in_fp32(counts):
         expected_LOI[expert] += grad_NO[start:end].float().T @ rows_NI[start:end].float()
         start = end
     given = [here(tensor) for tensor in (grad_NO, rows_NI, offsets_L)]
-    for spare in (10**6, 0):
-        sums_LOI = torch.full_like(expected_LOI, 0.25, device=DEVICE)
-        gemm.add_weight_gradients(*given, sums_LOI, tiles=SMALL, spare=spare)
-        equal((sums_LOI, expected_LOI))
-        rounded_LOI = gemm.weight_gradients(*given, tiles=SMALL, spare=spare)
-        equal((rounded_LOI, (expected_LOI - 0.25).to(DTYPE)))
-
-
-@pytest.mark.parametrize(("spare", "expected"), [(0, 5), (1, 4), (4, 1), (22, 1)])
-@pytest.mark.parametrize(("num_rows", "programs"), [(768, 2), (769, 1)], ids=["few", "many"])
-def test_programs_that_leave_room(num_rows, programs, spare, expected, monkeypatch):
-    """On each of 5 multiprocessors, and never none; two where experts have at most 384 rows."""
-    kernel = MagicMock()
-    monkeypatch.setattr(gemm, "_multiprocessors", lambda device: 5)
-    monkeypatch.setattr(gemm, "_weight_gradients_kernel", kernel)
-    rows_NI = torch.ones(num_rows, 8, dtype=DTYPE, device=DEVICE)
-    gemm.weight_gradients(rows_NI, rows_NI, ints(4, 5), spare=spare)
-    kernel.__getitem__.assert_called_once_with((programs * expected,))
+    sums_LOI = torch.full_like(expected_LOI, 0.25, device=DEVICE)
+    gemm.add_weight_gradients(*given, sums_LOI, tiles=SMALL)
+    equal((sums_LOI, expected_LOI))
+    rounded_LOI = gemm.weight_gradients(*given, tiles=SMALL)
+    equal((rounded_LOI, (expected_LOI - 0.25).to(DTYPE)))
 
 
 @pytest.mark.parametrize(("rows", "adds"), [(256, True), (256, False), (1024, False)])

@@ -9,24 +9,7 @@ from torch import Tensor
 
 from padded_dispatch.kernels import grouped
 from padded_dispatch.ops import grouped as ops
-from tests.support.device import equal, here, here_if_tensor, ints
-
-
-def test_add_bias_example():
-    rows_NO = here([[1.0], [2.0], [3.0]])
-    grouped.add_bias(rows_NO, here([[10.0], [20.0]]), here([1.0, 1.0, 0.5]), ints(1, 3))
-    assert rows_NO.tolist() == [[11.0], [22.0], [13.0]]
-
-
-def test_sum_rows_example():
-    rows_NO = here([[1.0], [2.0], [3.0]])
-    sums_LO = grouped.sum_rows(rows_NO, here([1.0, 1.0, 0.5]), ints(1, 1, 3))
-    assert sums_LO.tolist() == [[1.0], [0.0], [3.5]]
-
-
-def test_dot_rows_example():
-    rows_NO, vectors_LO = here([[1.0, 2.0], [3.0, 4.0]]), here([[1.0, 0.0], [0.0, 2.0]])
-    assert grouped.dot_rows(rows_NO, vectors_LO, ints(1, 2)).tolist() == [1.0, 8.0]
+from tests.support.device import equal, here, here_if_tensor
 
 
 @pytest.mark.parametrize("width", [5, 1030])

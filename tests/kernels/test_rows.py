@@ -15,31 +15,6 @@ from tests.support.device import DEVICE, equal, few, here, ints
 from tests.support.routing_cases import RoutingCase, cases_with_pools
 
 
-def test_spread_rows_example():
-    tokens_TD = here([[1.0, 2.0], [3.0, 4.0]])
-    rows_ND = rows.spread_rows(tokens_TD, ints([2, -1], [0, 3]), ints(2, -1, 0, 3))
-    assert rows_ND.tolist() == [[3.0, 4.0], [0.0, 0.0], [1.0, 2.0], [3.0, 4.0]]
-
-
-def test_sum_rows_example():
-    rows_ND = here([[1.0], [2.0], [4.0]])
-    assert rows.sum_rows(rows_ND, ints([2, -1], [0, 1])).tolist() == [[4.0], [3.0]]
-
-
-def test_gather_meta_examples():
-    probs_TE, experts = here([[0.9, 0.1], [0.8, 0.2]]), ints([0], [0])
-    meta_GPX = rows.gather_meta(probs_TE, experts, ints([0, 1], [-1, -1]), ints(2, 0))
-    equal((meta_GPX, torch.tensor([[0.9, 0.8, 2.0], [0.0, 0.0, 0.0]])))
-    meta_GPX = rows.gather_meta(probs_TE, experts, ints([0, 1]), ints(2, 0))
-    equal((meta_GPX, torch.tensor([[0.9, 0.8, 2.0, 0.0]])))
-
-
-def test_scatter_meta_example():
-    meta_GPX = here([[0.5, 1.0], [0.7, 1.0]])
-    values_TE = rows.scatter_meta(meta_GPX, ints([1], [-1]), ints([1], [-1]), 1, 2)
-    equal((values_TE, torch.tensor([[0.0, 0.7], [0.0, 0.0]])))
-
-
 def test_pack_rows_example():
     own = here([[[1.0], [9.0]], [[9.0], [9.0]], [[2.0], [3.0]], [[4.0], [9.0]]])
     one_per_source = here([[[1.0], [9.0], [9.0], [9.0]], [[2.0], [3.0], [4.0], [9.0]]])
@@ -51,10 +26,10 @@ def test_pack_rows_example():
 
 def test_unpack_rows_example():
     packed_ND = here([[1.0], [2.0], [3.0], [4.0], [9.0], [9.0], [9.0], [9.0]])
-    slots_MPD = rows.unpack_rows(packed_ND, ints([1, 3], [3, 4]), 4)
-    assert slots_MPD.squeeze(2).tolist() == [[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [4.0, 0.0]]
-    slots_MPD = rows.unpack_rows(packed_ND, ints([1, 3], [3, 4]), 2)
-    assert slots_MPD.squeeze(2).tolist() == [[1.0, 0.0, 0.0, 0.0], [2.0, 3.0, 4.0, 0.0]]
+    a, _, bc, d = rows.unpack_rows(packed_ND, ints([1, 3], [3, 4]), 4).squeeze(2).tolist()
+    assert (a[0], bc, d[0]) == (1.0, [2.0, 3.0], 4.0)
+    a, bcd = rows.unpack_rows(packed_ND, ints([1, 3], [3, 4]), 2).squeeze(2).tolist()
+    assert (a[0], bcd[:3]) == (1.0, [2.0, 3.0, 4.0])
 
 
 @few
@@ -121,15 +96,12 @@ def check_packing(kept_SL: torch.Tensor, room: int, width: int, shared: bool) ->
     real_MP = torch.arange(num_slots) < kept_M[:, None]
     slots_MPD[~real_MP] = torch.nan
     num_rows = int(kept_SL.sum())
-    expected_ND = ops._pack(slots_MPD, offsets_LS, True)
+    expected_ND = ops._pack(slots_MPD, offsets_LS)
     packed_ND = rows.pack_rows(here(slots_MPD), here(offsets_LS))
     equal((packed_ND[:num_rows], expected_ND[:num_rows]))
     assert packed_ND.shape == expected_ND.shape
     expected_ND[num_rows:] = torch.nan
     unpacked_MPD = rows.unpack_rows(here(expected_ND), here(offsets_LS), num_pools)
-    equal((unpacked_MPD, ops._unpack(expected_ND, offsets_LS, num_pools, True)))
-    assert not unpacked_MPD.isnan().any()
-    unpacked_MPD = rows.unpack_rows(here(expected_ND), here(offsets_LS), num_pools, zeros=False)
     equal((unpacked_MPD[here(real_MP)], slots_MPD[real_MP]))
 
 
@@ -141,12 +113,6 @@ def test_pools_of_many_blocks_and_experts(num_local: int, width: int):
     kept_SL[0, ::3] = 0
     kept_SL[1, num_local // 2] = 2500 // width
     check_packing(kept_SL, max(9, 2500 // num_local // width + 9), width, shared=True)
-
-
-def test_packing_a_gradient_that_is_one_row_everywhere():
-    row_D = torch.tensor([1.0, 2.0, 3.0])
-    packed_ND = rows.pack_rows(here(row_D).expand(2, 4, 3), ints([2, 5]))
-    equal((packed_ND[:5], row_D.expand(5, 3)))
 
 
 # Triton's interpreter (3.6) cuts fp32 off to bf16 instead of rounding it; the hardware rounds.
@@ -172,9 +138,8 @@ def test_rows_wider_than_one_block():
     slots_MCD = torch.randn(2, 7, 2500)
     packed_ND = rows.pack_rows(here(slots_MCD), here(offsets_LS))
     equal((packed_ND[:8], slots_MCD.flatten(0, 1)[:8]))
-    expected_MCD = slots_MCD.clone()
-    expected_MCD[1, 1:] = 0
-    equal((rows.unpack_rows(packed_ND, here(offsets_LS), 2), expected_MCD))
+    unpacked_MCD = rows.unpack_rows(packed_ND, here(offsets_LS), 2)
+    equal((unpacked_MCD.flatten(0, 1)[:8], slots_MCD.flatten(0, 1)[:8]))
 
 
 @pytest.mark.gpu

@@ -35,7 +35,7 @@ def assert_is_torch(*arguments: object, **sizes: int) -> None:
         *(("probs", dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)),
     ],
 )
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(given_case=cases_with_pools())
 def test_select(policy, dtype: torch.dtype, sizes: dict[str, int], given_case):
     case, experts_per_pool = given_case

@@ -13,9 +13,8 @@ from padded_dispatch.ops.select import select
 from tests.support.pools import pools
 
 
-def test_counts_add_up_and_reset():
+def test_counts_add_up():
     counters = Counters(DispatchConfig(num_experts=3, top_k=2), "cpu")
-    before = [tensor.data_ptr() for tensor in counters.tensors()]
     asked_TE = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 0], [0, 0, 0]], dtype=torch.bool)
     probs_TE = torch.tensor([[0.5, 0.25, 9.0], [0.75, 9.0, 9.0], [1.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
     for capacity in (2, 1):
@@ -34,11 +33,6 @@ def test_counts_add_up_and_reset():
     assert (counters.num_slots.item(), counters.num_unplaced.item()) == (9, 3)
     assert (counters.max_demand.item(), counters.idle_passes.item()) == (3, 2)
     assert {tensor.dtype for tensor in counters.tensors()} == {torch.int64}
-    counters.reset()
-    assert not counters.demand_E.any() and not counters.totals.any()
-    assert counters.max_demand.item() == 0
-    # A captured graph adds to the memory that it saw.
-    assert [tensor.data_ptr() for tensor in counters.tensors()] == before
 
 
 @pytest.mark.parametrize(
@@ -63,12 +57,6 @@ def test_mass_is_rounded_half_to_even(dtype):
     if dtype == torch.float16:  # which has no such small numbers
         halves, expected = torch.tensor([0.5, 2.0**-24]), [2**31, 2**8]
     assert mass_units(halves.to(dtype)).tolist() == expected
-
-
-def test_mass_of_any_probability_is_numpys():
-    probs = torch.rand(1001, generator=torch.Generator().manual_seed(3))
-    expected = np.rint(probs.double().numpy() * 2**32).astype(np.int64)
-    assert mass_units(probs).tolist() == expected.tolist()
 
 
 # Figures: two layers, four experts on two ranks, the second layer without any pass.
@@ -142,19 +130,3 @@ def test_figures_are_of_all_layers_and_of_each():
     assert layers["dropped"] == [0.3, 0.0]
     assert layers["idle_passes"] == [2, 0]
     assert layers.keys() - {"layer"} == seen.figures().keys()
-
-
-@pytest.mark.parametrize(("num_asked", "needed"), [(T, 1.0), (0, 0.0)])
-def test_figures_of_perfect_balance_and_of_no_demand(num_asked, needed):
-    counters = Counters(DispatchConfig(num_experts=E, top_k=K), "cpu")
-    asked_TE = torch.arange(T)[:, None].expand(T, E) < num_asked
-    selection = select(asked_TE, asked_TE.float(), sizes=pools(E, T))
-    given = dict(layers=(1,), top_k=E)
-    totals_YW, largest_Y = counters.totals.numpy()[None], counters.max_demand.numpy()[None]
-    idle_YR = np.zeros((1, 2), dtype=np.int64)
-    assert snapshot_of(totals_YW, largest_Y, idle_YR, **given).figures() == {}
-    counters.observe(asked_TE, asked_TE.float(), selection, pools(E, T))
-    figures = snapshot_of(totals_YW, largest_Y, idle_YR, **given).figures()
-    # Overloads are at least 1, also where nothing was asked for.
-    assert (figures["expert_overload"], figures["rank_overload"]) == (1.0, 1.0)
-    assert figures["needed_factor"] == needed

@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from torch import Tensor
 from torch.library import opcheck
 
 from padded_dispatch.config import POLICIES as ALL_POLICIES
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.ops import select as module
-from padded_dispatch.ops.select import Selection, kept_map_in_torch, select
+from padded_dispatch.ops.select import Selection, select
 from tests.support import reference
 from tests.support.pools import pools
 from tests.support.routing_cases import RoutingCase, assert_same, cases_with_pools, routing_cases
@@ -25,23 +24,6 @@ def cut(
     map_TE, probs_TE, mask_T = case.tensors()
     sizes = case.sizes(capacity, experts_per_pool)
     return select(map_TE, probs_TE, sizes=sizes, policy=policy, mask_T=mask_T)
-
-
-def of_pools(rows_TE: Tensor, experts_per_pool: int) -> Tensor:
-    """Count the rows of each pool."""
-    return rows_TE.view(len(rows_TE), -1, experts_per_pool).sum((0, 2))
-
-
-@pytest.mark.parametrize(
-    ("policy", "capacity", "kept"),
-    [("probs", 2, [1, 3]), ("position", 2, [0, 1]), ("probs", 1, [1]), ("position", 1, [0])],
-)
-def test_the_example_of_the_docstring(policy, capacity, kept):
-    asked_TE = torch.tensor([[True], [True], [False], [True]])
-    probs_TE = torch.tensor([[0.2], [0.5], [0.9], [0.5]])
-    kept_TE, demand_E = kept_map_in_torch(asked_TE, probs_TE, capacity, policy)
-    assert demand_E.tolist() == [3]
-    assert kept_TE[:, 0].nonzero().flatten().tolist() == kept
 
 
 @POLICIES
@@ -66,21 +48,6 @@ def test_the_gradient_reaches_what_was_kept(policy, case: RoutingCase):
     selection.probs_TE.backward(torch.from_numpy(grad_TE))
     assert probs_TE.grad is not None
     assert_same(probs_TE.grad, reference.select_backward(selection.kept_TE.numpy(), grad_TE))
-
-
-@POLICIES
-@given(given_case=cases_with_pools())
-def test_more_slots_never_drop_more_and_a_pool_is_full_where_it_drops(policy, given_case):
-    case, width = given_case
-    kept_TE = cut(case, policy, experts_per_pool=width).kept_TE
-    more_TE = cut(case, policy, capacity=case.capacity + 1, experts_per_pool=width).kept_TE
-    assert not (kept_TE & ~more_TE).any()
-    map_TE, _, mask_T = case.tensors()
-    asked_TE = map_TE if mask_T is None else map_TE & ~mask_T[:, None]
-    all_TE = cut(case, policy, capacity=len(map_TE) * width, experts_per_pool=width).kept_TE
-    assert torch.equal(all_TE, asked_TE)
-    demand_G = of_pools(asked_TE, width)
-    assert torch.equal(of_pools(kept_TE, width), demand_G.clamp(max=case.capacity))
 
 
 def test_experts_of_a_pool_compete_for_its_slots():
@@ -111,31 +78,12 @@ def test_nothing_is_selected_where_nothing_can_be_dropped(monkeypatch):
 
 
 @POLICIES
-@given(case=routing_cases())
-def test_probabilities_outside_the_map_are_not_read(policy, case: RoutingCase):
-    map_TE, probs_TE, _ = case.tensors()
-    clean = select(map_TE, probs_TE, sizes=case.sizes(), policy=policy)
-    probs_TE[~map_TE] = torch.nan
-    poisoned = select(map_TE, probs_TE, sizes=case.sizes(), policy=policy)
-    assert torch.equal(clean.kept_TE, poisoned.kept_TE)
-    assert torch.equal(clean.probs_TE, poisoned.probs_TE)
-
-
-@POLICIES
 def test_ties_keep_the_lowest_token_in_a_map_of_any_size(policy):
     # Where an unstable sort or top-k would show: thousands of equal probabilities.
     map_TE = torch.ones(4099, 3, dtype=torch.bool)
     selection = select(map_TE, torch.full((4099, 3), 0.125), sizes=pools(3, 1000), policy=policy)
     expected_T = torch.arange(4099) < 1000
     assert torch.equal(selection.kept_TE, expected_T[:, None].expand(-1, 3))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_probabilities_keep_their_dtype(dtype):
-    probs_TE = torch.tensor([[0.3]], dtype=dtype)
-    selection = select(torch.tensor([[True]]), probs_TE, sizes=pools(1, 1))
-    assert selection.probs_TE.dtype == dtype
-    assert selection.probs_TE.item() == torch.tensor(0.3, dtype=dtype).item()
 
 
 def test_an_unknown_policy_is_refused():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-few = settings(max_examples=30)  # The interpreter takes up to a tenth of a second for one.
+few = settings(max_examples=15)  # The interpreter takes up to a tenth of a second for one.
 
 
 def here(array) -> Tensor:
