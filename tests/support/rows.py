@@ -84,7 +84,7 @@ def found_by(
     """Run a check on all ranks; return the fields of a row: facts, failures, passed, seconds.
 
     Args:
-        pool: with as many workers as the check has ranks; closed after an error.
+        pool: with as many workers as the check has ranks; ended after an error.
         run: returns its `Findings` on each rank.
         *given: its arguments.
         timeout_s: the time limit.
@@ -95,7 +95,7 @@ def found_by(
     except WorkerError as error:
         # Remove tracebacks, which contain paths of the machine.
         failures = [re.sub(r"\nTraceback.*?(?=\nrank \d|\Z)", "", str(error), flags=re.S)]
-        pool.close()  # Leftover state could break the next case.
+        pool.end()  # Leftover state could break the next case.
     else:
         facts = found[0].facts
         failures = {f"rank {r}: {text}" for r, f in enumerate(found) for text in f.failures()}
