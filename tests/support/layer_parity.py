@@ -29,8 +29,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from padded_dispatch.megatron import PaddedOptions
-from tests.support.findings import Findings
 from tests.support.parity import Parity, compare, megatron
+from tests.support.rows import Findings
 
 SEED = 20
 # Draws of weights and tokens that are judged together: the largest error of the 16 elements of a

@@ -30,8 +30,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from tests.support.findings import Findings
 from tests.support.parity import Parity, compare, megatron
+from tests.support.rows import Findings
 
 SEED = 30
 STAGES, CHUNKS, MICROBATCHES = 2, 2, 4

@@ -52,7 +52,6 @@ from padded_dispatch.megatron.graphs.capture import forget_iterations, release
 from padded_dispatch.megatron.retry import RandomStates
 from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.utils.patches import Patches
-from tests.support.findings import Findings
 from tests.support.gpt import (
     ddp_chunks,
     loss_scaling,
@@ -72,6 +71,7 @@ from tests.support.packed_sequences import (
 from tests.support.parity import megatron
 from tests.support.pool import forget_models
 from tests.support.process_memory import direct_between_processes
+from tests.support.rows import Findings
 from tests.support.stream_order import StreamOrder
 
 SEED = 50
