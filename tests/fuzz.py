@@ -1,6 +1,6 @@
 """Compare the dispatcher with a small program of lists, over as many random cases as asked for.
 
-    python -m tests.fuzz --examples 20000 --out FILE --commit SHA
+    python -m tests.fuzz --examples 20000
 
 A case is one forward and backward pass of all ranks of a layer: any pool, policy, layout, dtype,
 capacity factor and alignment; padding tokens; no token, one, an odd number.
@@ -13,11 +13,9 @@ The examples are made in blocks; each has a seed of its own.
 
 import argparse
 import math
-import shlex
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,11 +25,9 @@ from torch import Tensor
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.dispatcher import Dispatched
-from padded_dispatch.utils.results import about, append_run
 from tests.support import fuzz_oracle
 from tests.support.fuzz_oracle import Answer, Case, cases
 from tests.support.grids import poisoned_memory
-from tests.support.rows import parse
 from tests.support.threads import run_on_threads
 
 _BLOCK = 500
@@ -255,14 +251,12 @@ def fuzz(num_examples: int, number: int, seen: Counter[str]) -> tuple[int, str |
 
 
 def main() -> None:
-    """Fuzz, and write what was found."""
+    """Fuzz, and print what was found."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--examples", type=int, default=20_000, help="default: 20000")
     parser.add_argument("--first", type=int, default=0, help="number of the first block")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no block later")
-    parser.add_argument("--out", type=Path, help="results file")
-    parser.add_argument("--commit", help="Git SHA of the code")
-    arguments = parse(parser)
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     start, ran, failures, seen = time.monotonic(), 0, [], Counter()
     for number in range(arguments.first, arguments.first + -(-arguments.examples // _BLOCK)):
@@ -276,19 +270,6 @@ def main() -> None:
         sys.stdout.write(f"{ran} examples, {len(failures)} failures, {seconds:.0f} s\n")
         sys.stdout.flush()
     sys.stdout.writelines(f"{failure}\n" for failure in failures)
-    if arguments.out:
-        command = f"python -m tests.fuzz {shlex.join(sys.argv[1:])}"
-        row = {
-            "check": "fuzz",
-            "examples": ran,
-            "failures": failures,
-            "seconds": time.monotonic() - start,
-            "examples_of": dict(sorted(seen.items())),
-            "passed": not failures,
-        }
-        append_run(
-            arguments.out, about(num_gpus=0, command=command, commit=arguments.commit), [row]
-        )
     raise SystemExit(bool(failures))
 
 

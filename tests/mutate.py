@@ -1,6 +1,6 @@
 """Change the package in small ways, one at a time, and list the changes that no test notices.
 
-    python -m tests.mutate ops/select.py exchange --out FILE --commit SHA --jobs 16
+    python -m tests.mutate ops/select.py exchange --jobs 16
 
 Each change (a mutant) is made in a copy of the repository, in which the module's own test files run
 until the first failure: `tests/ops/test_select*.py` for `ops/select.py`. A mutant is caught if
@@ -13,7 +13,6 @@ import argparse
 import ast
 import math
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -26,9 +25,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from padded_dispatch.utils.results import about, append_run
-from tests.support.rows import parse
 
 ROOT = Path(__file__).parent.parent
 
@@ -292,12 +288,10 @@ def main() -> None:
     parser.add_argument(
         "modules", nargs="+", metavar="MODULE", help="file or folder in the package"
     )
-    parser.add_argument("--out", type=Path, help="results file")
-    parser.add_argument("--commit", help="Git SHA of the code")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--every", type=int, default=1, help="only each n-th mutant (default: 1)")
     parser.add_argument("--list", action="store_true", help="show the mutants and make none")
-    arguments = parse(parser)
+    arguments = parser.parse_args()
     try:
         modules = modules_of(arguments.modules)
     except ValueError as error:
@@ -307,46 +301,28 @@ def main() -> None:
             for mutant in mutants((ROOT / "padded_dispatch" / module).read_text()):
                 sys.stdout.write(f"{module}:{mutant}\n")
         return
-    command = f"python -m tests.mutate {shlex.join(sys.argv[1:])}"
-    run_about = about(num_gpus=0, command=command, commit=arguments.commit)
     with tempfile.TemporaryDirectory() as folder:
         copies = Copies(arguments.jobs, Path(folder))
         for module in modules:
-            row = _try(copies, module, arguments.every)
-            if arguments.out:
-                append_run(arguments.out, run_about, [row])
+            _try(copies, module, arguments.every)
 
 
-def _try(copies: Copies, module: Path, every: int) -> dict[str, Any]:
-    """Return the results row of a module, and print it."""
+def _try(copies: Copies, module: Path, every: int) -> None:
+    """Try each n-th mutant of a module, and print how many were caught, and the others."""
     source = (ROOT / "padded_dispatch" / module).read_text()
     start = time.monotonic()
     [passed] = copies.run(module, [ast.unparse(ast.parse(source))], math.inf)
     took_s = time.monotonic() - start
     if not passed:
         raise SystemExit(f"the tests of {module} must pass before it is changed")
-    made = mutants(source)
     reasons = EQUIVALENT.get(str(module), {})
-    sample = made[::every]
-    same = [mutant for mutant in sample if mutant.change in reasons]
-    tried = [mutant for mutant in sample if mutant.change not in reasons]
+    tried = [mutant for mutant in mutants(source)[::every] if mutant.change not in reasons]
     lived = copies.run(module, [mutant.source for mutant in tried], 60 + 5 * took_s)
     survivors = [str(mutant) for mutant, alive in zip(tried, lived, strict=True) if alive]
     caught = len(tried) - len(survivors)
     sys.stdout.write(f"{module}: {caught} of {len(tried)} caught in {took_s:.0f} s each\n")
     sys.stdout.writelines(f"  {module}:{survivor}\n" for survivor in survivors)
     sys.stdout.flush()
-    return {
-        "check": "mutants",
-        "module": str(module),
-        "all_mutants": len(made),
-        "every": every,
-        "mutants": len(tried),
-        "caught": caught,
-        "survivors": survivors,
-        "equivalent": {str(mutant): reasons[mutant.change] for mutant in same},
-        "passed": not survivors,
-    }
 
 
 if __name__ == "__main__":

@@ -37,15 +37,16 @@ def main() -> int:
         return any(one in text for one in arguments.only or [""])
 
     rows = Rows(arguments, num_gpus)
-    pool = WorkerPool(1)
+    device, backend = ("cuda", "nccl") if num_gpus else ("cpu", "gloo")
+    pool = WorkerPool(1, backend=backend)
     for row in table():
         fits = row.ranks <= num_ranks and (row.cpu or num_gpus)
         if not fits or not wanted(f"{row.check}: {row.name}"):
             continue
         if pool.num_workers != row.ranks:
             pool.end()
-            pool = WorkerPool(row.ranks, backend="nccl" if num_gpus else "gloo")
-        given = row.on("cuda" if num_gpus else "cpu")
+            pool = WorkerPool(row.ranks, backend=backend)
+        given = row.on(device)
         rows.add({**fields(row, given[0]), **found_by(pool, row.run, *given)})
     pool.end()
     for how in HOW if num_gpus > 1 else ():

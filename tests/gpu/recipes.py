@@ -3,34 +3,26 @@
     python -m tests.gpu.recipes --megatron-lm PATH --logs logs
 
 It needs torchrun, Transformer Engine, TensorBoard and as many GPUs as `--gpus`. Each recipe of one
-host runs as it stands on the page, but for the number of GPUs. The block that `padded-dispatch
-tune` printed about the recorded trace is then pasted and run. After each of them its TensorBoard
+host runs as it stands on the page, but for the number of GPUs. After each of them its TensorBoard
 file is read back: it must have our figures, with the values that are in Megatron's lines.
 
-With two GPUs or more, recipes for one GPU run in two lanes, each on a GPU of its own; every run has
-a port of its own. Each leaves a log with its output and exit code. `summary.log` has a few lines of
-each run, and what `tune` said; it is complete after every run.
+Each run leaves a log with its output and exit code. `summary.log` has a few lines of each run, and
+what `tune` said; it is complete after every run.
 """
 
 import argparse
-import html
 import math
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.recipes import GRAPHS_016, GRAPHS_018, recipes
 
 ROOT = Path(__file__).parents[2]
-PASTED = "pasted"
 ONE_HOST = "one host"
 TRACE = "trace"
 
@@ -38,14 +30,6 @@ TRACE = "trace"
 FIGURES = ("moe/dropped", "moe/fill", "moe/needed_factor", "moe/expert_overload")
 _LINE = re.compile(r"iteration +(\d+)/ *(\d+) .*")
 _FIGURE = re.compile(r"(moe/\w+): ([-+.\dEeinfa]+)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A recipe, and the GPUs that it may see."""
-
-    name: str
-    gpus: tuple[int, ...]
 
 
 def main(argv: list[str]) -> int:
@@ -60,112 +44,57 @@ def main(argv: list[str]) -> int:
     given.logs.mkdir(parents=True, exist_ok=True)
     config = given.megatron_lm / "megatron" / "core" / "transformer" / "transformer_config.py"
     graphs = GRAPHS_018 if "cuda_graph_modules" in config.read_text() else GRAPHS_016
-    runs = _Runs(given, graphs)
-    for lanes in schedule(graphs, given.gpus, given.recipes):
-        with ThreadPoolExecutor(len(lanes)) as pool:
-            list(pool.map(runs.lane, lanes))
-    return 0 if runs.passed else 1
-
-
-def schedule(graphs: str, num_gpus: int, only: list[str] | None) -> list[list[list[Job]]]:
-    """Return stages, one after the other; each has lanes beside each other, of jobs in their order.
-
-    Args:
-        graphs: the recipe with graphs of the version.
-        num_gpus: of the recipe for one host.
-        only: names; None for all.
-    """
-    second = min(1, num_gpus - 1)
-    lanes = [
-        [Job(name=name, gpus=(0,)) for name in ("eager", graphs)],
-        [Job(name=name, gpus=(second,)) for name in (TRACE, PASTED)],
-    ]
-    if num_gpus == 1:
-        lanes = [lanes[0] + lanes[1]]
-    stages = [lanes, [[Job(name=ONE_HOST, gpus=tuple(range(num_gpus)))]]]
-    wanted = [[[j for j in lane if not only or j.name in only] for lane in s] for s in stages]
-    return [found for stage in wanted if (found := [lane for lane in stage if lane])]
-
-
-class _Runs:
-    """Runs of recipes, some of them beside each other.
-
-    Attributes:
-        passed: all runs so far trained to their end, and wrote what they should.
-
-    Args:
-        given: arguments of the command line.
-        graphs: the recipe that GRAPHS comes from.
-    """
-
-    def __init__(self, given: argparse.Namespace, graphs: str) -> None:
-        self.passed = True
-        self._given = given
-        self._graphs = graphs
-        self._writing = threading.Lock()
-        self._summary = given.logs / "summary.log"
-        self._summary.write_text("")
-
-    def lane(self, jobs: list[Job]) -> None:
-        """Run jobs, one after the other."""
-        for job in jobs:
-            self._run(job)
-
-    def _run(self, job: Job) -> None:
-        name, logs = re.sub("[^a-z0-9.]+", "_", job.name), self._given.logs
-        events = logs / f"{name}.tensorboard"
-        shutil.rmtree(events, ignore_errors=True)  # Of a run before.
-        started = time.monotonic()
-        try:
-            script = self._script(job, events.absolute())
-        except FileNotFoundError as error:  # `trace` has failed.
-            self._report(job, [f"no settings to paste: {error}"], "", 0.0)
-            return
-        gpus = ",".join(map(str, job.gpus))
-        mine = {
-            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-            "CUDA_VISIBLE_DEVICES": gpus,
-            "PET_MASTER_PORT": str(_free_port()),  # What torchrun takes for --master-port.
-        }
-        done = subprocess.run(
-            ["timeout", "-k", "10", str(self._given.limit), "bash", "-euxc", script],
-            cwd=self._given.megatron_lm,
-            env=os.environ | mine,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        output = f"{done.stdout}\nexit code {done.returncode}\n"
-        (logs / f"{name}.log").write_text(output)
-        wrong = [f"exit code {done.returncode}"] if done.returncode else []
-        if not wrong:
-            wrong = untrained(done.stdout) or differences(done.stdout, scalars(events))
-        self._report(job, wrong, output, time.monotonic() - started)
-
-    def _script(self, job: Job, events: Path) -> str:
-        """Return what bash runs: the arrays of the page, where TensorBoard writes, the recipe."""
-        blocks = recipes()
-        (array,) = re.findall(r"^GRAPHS=.*$", blocks[self._graphs], re.MULTILINE)
-        if job.name == PASTED:
-            block = _pasted(self._given.megatron_lm)
-        else:
-            block = blocks[job.name].replace("EP=8", f"EP={self._given.gpus}")
-        if job.name == TRACE:
-            block = f"rm -rf traces tune\n{block}"
-        written = f"ARGS+=(--tensorboard-dir {events})"
-        return f"{blocks['args.sh']}\n{array}\n{written}\n{block}"
-
-    def _report(self, job: Job, wrong: list[str], output: str, seconds: float) -> None:
-        """Print a job's result, and add it to the summary."""
-        with self._writing:
-            self.passed &= not wrong
-            verdict = f"FAILED: {'; '.join(wrong)}" if wrong else "ok"
-            text = f"{job.name}, {len(job.gpus)} GPU(s), {seconds:.0f} s: {verdict}\n"
-            sys.stdout.write(text)
+    summaries, passed = given.logs / "summary.log", True
+    summaries.write_text("")
+    for name in ("eager", graphs, TRACE, ONE_HOST):
+        if not given.recipes or name in given.recipes:
+            wrong, text = run(name, graphs, given)
+            passed &= not wrong
+            sys.stdout.write(text.splitlines()[0] + "\n")
             sys.stdout.flush()
-            with self._summary.open("a") as file:
-                file.write(f"== {text}{summary(output)}\n")
+            with summaries.open("a") as file:
+                file.write(f"== {text}\n")
+    return 0 if passed else 1
+
+
+def run(name: str, graphs: str, given: argparse.Namespace) -> tuple[list[str], str]:
+    """Run a recipe, and write its log; return what is wrong, and its part of the summary.
+
+    Args:
+        name: of the recipe.
+        graphs: the recipe that GRAPHS comes from.
+        given: arguments of the command line.
+    """
+    file_name = re.sub("[^a-z0-9.]+", "_", name)
+    events = (given.logs / f"{file_name}.tensorboard").absolute()
+    shutil.rmtree(events, ignore_errors=True)  # Of a run before.
+    blocks, num_gpus = recipes(), given.gpus if name == ONE_HOST else 1
+    (array,) = re.findall(r"^GRAPHS=.*$", blocks[graphs], re.MULTILINE)
+    written = f"ARGS+=(--tensorboard-dir {events})"
+    block = blocks[name].replace("EP=8", f"EP={num_gpus}")
+    block = f"rm -rf traces tune\n{block}" if name == TRACE else block
+    mine = {
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(num_gpus))),
+    }
+    started, script = time.monotonic(), f"{blocks['args.sh']}\n{array}\n{written}\n{block}"
+    done = subprocess.run(
+        ["timeout", "-k", "10", str(given.limit), "bash", "-euxc", script],
+        cwd=given.megatron_lm,
+        env=os.environ | mine,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    output = f"{done.stdout}\nexit code {done.returncode}\n"
+    (given.logs / f"{file_name}.log").write_text(output)
+    wrong = [f"exit code {done.returncode}"] if done.returncode else []
+    if not wrong:
+        wrong = untrained(done.stdout) or differences(done.stdout, scalars(events))
+    seconds = time.monotonic() - started
+    verdict = f"FAILED: {'; '.join(wrong)}" if wrong else "ok"
+    return wrong, f"{name}, {num_gpus} GPU(s), {seconds:.0f} s: {verdict}\n{summary(output)}"
 
 
 def summary(output: str) -> str:
@@ -218,18 +147,6 @@ def differences(output: str, found: dict[str, dict[int, float]]) -> list[str]:
                 if not math.isclose(given, current[name], rel_tol=1e-6):
                     wrong.append(f"{name} of step {step}: {given} in the line, {current[name]}")
     return wrong[:5]
-
-
-def _pasted(checkout: Path) -> str:
-    """Return the block for Megatron-LM that `padded-dispatch tune` wrote, as it stands."""
-    text = (checkout / "tune.html").read_text()
-    return html.unescape(re.findall(r"<pre>(.*?)</pre>", text, re.DOTALL)[0])
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return found.getsockname()[1]
 
 
 if __name__ == "__main__":

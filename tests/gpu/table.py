@@ -287,8 +287,11 @@ def _retried() -> Iterator[Row]:
     for ranks, graph in itertools.product((1, 2), ("layer", "local", "iteration")):
         sizes = {"ranks": ranks, "ep": ranks, "microbatches": 3, "cpu": False}
         yield _retry(f"EP{ranks}, {graph} graphs, three microbatches", graph, **sizes)
-        overlapped = {"ddp": gather, **sizes}
-        yield _retry(f"EP{ranks}, {graph} graphs, all overlapped", graph, **overlapped)
+        if graph == "local":
+            continue
+        if ranks == 2:
+            overlapped = {"ddp": gather, **sizes}
+            yield _retry(f"EP2, {graph} graphs, all overlapped", graph, **overlapped)
         some = {"factor": 1.6, "dropout": 0.0, "gpu": {"steps": 12}, **sizes}
         yield _retry(f"EP{ranks}, {graph} graphs, some steps", graph, **some)
     yield _retry("TP2/EP2, layer graphs", "layer", ranks=2, tp=2, ep=2, cpu=False)
@@ -314,12 +317,14 @@ def _overlapped() -> Iterator[Row]:
     bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     for name, options in (("module", {"experts": "module"}), ("packed", packed)):
         yield _overlap(name, options=options)
-        yield _overlap(f"{name}, one local expert", options=options, num_experts=2, cpu=True)
+        one = {"num_experts": 2, "gpu": {"num_experts": 2, "top_k": 2}}
+        yield _overlap(f"{name}, one local expert", options=options, **one)
         yield _overlap(f"{name}, shared experts", options=options, fields=shared)
         yield _overlap(f"{name}, masks", options=options, masked=True, factor=0.5, fields=bias)
         reduced = {"ddp": {"overlap_grad_reduce": True}, "options": options}
         yield _overlap(f"{name}, delayed, overlapped reduction", **reduced, **delayed)
-        if VERSION >= (0, 18):
+        # With TEGroupedMLP, Megatron's DDP never sees these gradients; its FSDP does.
+        if VERSION >= (0, 18) and name == "packed":
             beside = {"overlap_dispatch_backward_with_experts_wgrad": True}
             beside["overlap_moe_expert_parallel_comm"] = False
             yield _overlap(f"{name}, beside dispatch", options=options, way=beside)
@@ -361,6 +366,7 @@ def _quantized() -> Iterator[Row]:
     for ranks, recipe, graph in itertools.product((1, 2), _RECIPES, graphs):
         steps = EAGER_STEPS + (100 if graph == "iteration" else 50)
         gpu = {"steps": steps, "num_experts": 4, "top_k": 2}
+        gpu["num_layers"] = 2 if graph in ("layer", "helper") else 1
         fields = {"fp8": _RECIPES[recipe], "fp8_recipe": recipe}
         gpu |= {"fields": fields, "options": {"experts": "module"}}
         yield _replay(f"fp8 {recipe}, EP{ranks}, {graph}", graph, ranks=ranks, ep=ranks, gpu=gpu)
@@ -389,8 +395,9 @@ def _of_layers() -> Iterator[Row]:
             full_name = f"1,000 routings, EP{ranks}, {name}"
             run = {"run": routings_equal_eager, "case": case, "cpu": small}
             yield Row(check=ROUTINGS, name=full_name, **run, **where)
-        where["gpu"] = {**gpu, "num_routings": 100, "factor": 1.1}
-        for name in ("module", f"EP{ranks}, pool rank, alltoall"):
+        # Small enough that some tokens lose all their rows; with a pool of a rank those are few.
+        for name, factor in (("module", 1.1), (f"EP{ranks}, pool rank, alltoall", 0.3)):
+            where["gpu"] = {**gpu, "num_routings": 100, "factor": factor}
             run = {"run": telemetry_is_a_hosts_count, "case": cases[name]}
             run["cpu"] = ranks == 2 and name == "module"
             yield Row(check=TELEMETRY, name=f"telemetry, EP{ranks}, {name}", **run, **where)
@@ -404,9 +411,10 @@ def _flat() -> Iterator[Row]:
             case = with_changes(Model(graph="layer"), chosen)
             how: dict[str, Any] = {"case": case, "ranks": ranks, "gpu": gpu, "cpu": False}
             yield Row(check=MEMORY, name=f"2,000 steps, {name}", run=memory_is_flat, **how)
-            fitting = with_changes(case, {"evaluates": (3, 160)})
-            how |= {"case": fitting, "gpu": TRAINING | {"steps": 500}}
-            yield Row(check=MEMORY, name=f"evaluations, {name}", run=memory_is_flat, **how)
+            if name.endswith("pool rank, alltoall"):
+                fitting = with_changes(case, {"evaluates": (3, 160)})
+                how |= {"case": fitting, "gpu": TRAINING | {"steps": 500}}
+                yield Row(check=MEMORY, name=f"evaluations, {name}", run=memory_is_flat, **how)
     for ranks, scopes in itertools.product((1, 2, 4), (WHOLE, PARTIAL)):
         case = Model(ranks=ranks, ep=ranks, graph="layer", scopes=scopes)
         how = {"case": case, "ranks": ranks, "gpu": TRAINING | {"steps": 52}, "cpu": False}
@@ -433,6 +441,7 @@ def _at_parity() -> Iterator[Row]:
     overlap = (("moe_shared_expert_overlap", True),)
     again = (("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))
     packed = {"options": PaddedOptions(experts="packed")}
+    shared = {"shared_ffn": 6, "gpu": {"shared_ffn": 64}}
     layouts: dict[str, tuple[int, dict[str, int]]] = {
         "EP1": (1, {}),
         "DP2": (2, {}),
@@ -456,10 +465,10 @@ def _at_parity() -> Iterator[Row]:
     kinds: dict[str, dict[str, Any]] = {
         "one local expert": {"num_experts": 2, "top_k": 1, "gpu": {"num_experts": 2, "top_k": 1}},
         "GPT-OSS": {"bias": True, "gpt_oss": True, **packed},
-        "shared experts": {"tp": 2, "shared_ffn": 6},
-        "shared experts, overlap": {"tp": 2, "shared_ffn": 6, "ours": overlap},
-        "shared score": {"shared_ffn": 5, "shared_score": True},
-        "shared score, overlap": {"shared_ffn": 5, "shared_score": True, "ours": overlap},
+        "shared experts": {"tp": 2, **shared},
+        "shared experts, overlap": {"tp": 2, "ours": overlap, **shared},
+        "shared score": {"shared_score": True, **shared},
+        "shared score, overlap": {"shared_score": True, "ours": overlap, **shared},
         "default options": {"options": PaddedOptions()},
         "latent": {"latent": 64, "cpu": False},  # Megatron asks for Transformer Engine.
     }

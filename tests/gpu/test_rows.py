@@ -12,10 +12,9 @@ import torch
 from tests.gpu import __main__ as program
 from tests.gpu.table import EAGER, RETRY, Row, table
 from tests.support import rows
-from tests.support.findings import Findings
 from tests.support.graph_protocol import GraphedLayer
 from tests.support.pool import WorkerPool
-from tests.support.rows import found_by
+from tests.support.rows import Findings, found_by
 from tests.support.training import Model, Training, bits, digest, same_bits, ways_agree
 
 TABLE = {(row.check, row.name): row for row in table()}

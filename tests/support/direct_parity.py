@@ -18,7 +18,7 @@ from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.dispatcher import Dispatched
 from padded_dispatch.exchange.direct import DirectExchange
 from padded_dispatch.utils.routings import routing_scores
-from tests.support.findings import Findings
+from tests.support.rows import Findings
 
 _T = TypeVar("_T")
 

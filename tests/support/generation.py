@@ -54,9 +54,9 @@ from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.options import Experts
 from padded_dispatch.utils.patches import Patches
-from tests.support.findings import Findings
 from tests.support.graph_protocol import Tape, pretend_capture
 from tests.support.parity import megatron
+from tests.support.rows import Findings
 
 try:  # Up to 0.17.
     from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import (

@@ -9,7 +9,6 @@ Shape suffixes: T tokens, E experts, D hidden size, I width of the experts' rows
 D), F expert ffn size. In comments, S and B are sequence and batch.
 """
 
-import dataclasses
 import functools
 import re
 from collections.abc import Iterator
@@ -29,8 +28,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from padded_dispatch.megatron import PaddedOptions
-from tests.support.findings import Findings
 from tests.support.parity import Parity, compare, megatron
+from tests.support.rows import Findings
 
 SEED = 20
 # Draws of weights and tokens that are judged together: the largest error of the 16 elements of a
@@ -84,9 +83,7 @@ class LayerCase:
 
 def layer_agrees(case: LayerCase) -> Findings:
     """Run `case` on every rank; return the errors, and those that break the rule."""
-    parity = layer_parity(case)
-    errors = {name: dataclasses.asdict(error) for name, error in parity.errors.items()}
-    return Findings(facts={"errors": errors}, broken=tuple(parity.failures()))
+    return layer_parity(case).findings()
 
 
 def layer_parity(case: LayerCase) -> Parity:

@@ -24,10 +24,10 @@ from padded_dispatch.megatron.compat import training_stream
 from padded_dispatch.megatron.graphs.selftest import waiting_raises
 from padded_dispatch.megatron.telemetry import Snapshots, Telemetry
 from padded_dispatch.utils.routings import routing_scores
-from tests.support.findings import Findings
 from tests.support.graph_protocol import Tape, pretend_capture
 from tests.support.layer_parity import MODULE, LayerCase, build_layer
 from tests.support.parity import megatron
+from tests.support.rows import Findings
 from tests.support.training import bits
 
 KINDS = ("uniform", "lognormal", "hot", "idle rank")

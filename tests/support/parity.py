@@ -5,6 +5,7 @@ at most twice the stock path's at the same dtype, plus one unit in the last plac
 value. There is no other tolerance.
 """
 
+import dataclasses
 import math
 import os
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from torch.distributed import distributed_c10d
 from padded_dispatch.megatron import install, uninstall
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.cpu import megatron_on_cpu
+from tests.support.rows import Findings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,11 @@ class Parity:
         """Describe each tensor that breaks the rule."""
         broken = [f"{name}: {e}" for name, e in self.errors.items() if not e.passed]
         return broken if self.repeats else [*broken, "two runs of ours differ"]
+
+    def findings(self) -> Findings:
+        """Return the errors as facts, and those that break the rule."""
+        errors = {name: dataclasses.asdict(error) for name, error in self.errors.items()}
+        return Findings(facts={"errors": errors}, broken=tuple(self.failures()))
 
 
 @contextmanager

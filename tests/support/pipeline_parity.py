@@ -9,7 +9,6 @@ run is in fp32, and on GPUs the layers are Transformer Engine's. Rounding to bf1
 to other experts from the second layer on, so in bf16 all runs share a routing drawn at random.
 """
 
-import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from tests.support.findings import Findings
 from tests.support.parity import Parity, compare, megatron
+from tests.support.rows import Findings
 
 SEED = 30
 STAGES, CHUNKS, MICROBATCHES = 2, 2, 4
@@ -70,9 +69,7 @@ class PipelineCase:
 
 def pipeline_agrees(case: PipelineCase) -> Findings:
     """Run `case` on every rank; return the errors, and those that break the rule."""
-    parity = pipeline_parity(case)
-    errors = {name: dataclasses.asdict(error) for name, error in parity.errors.items()}
-    return Findings(facts={"errors": errors}, broken=tuple(parity.failures()))
+    return pipeline_parity(case).findings()
 
 
 def pipeline_parity(case: PipelineCase) -> Parity:

@@ -1,4 +1,4 @@
-"""Results rows of programs of tests: their flags, and the file that they append to."""
+"""What checks find, and results rows of programs: their flags, the file that they append to."""
 
 import argparse
 import os
@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,20 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         except ValueError as error:
             parser.error(str(error))
     return arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """Findings of one rank: tensors that differ, in how many steps; facts; other failures."""
+
+    differing: dict[str, int] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    broken: tuple[str, ...] = ()
+
+    def failures(self) -> list[str]:
+        """Return all failures as text."""
+        differing = (f"{name} differs in {n} steps" for name, n in self.differing.items())
+        return [*differing, *self.broken]
 
 
 class Rows:
@@ -84,7 +99,7 @@ def found_by(
     """Run a check on all ranks; return the fields of a row: facts, failures, passed, seconds.
 
     Args:
-        pool: with as many workers as the check has ranks; closed after an error.
+        pool: with as many workers as the check has ranks; ended after an error.
         run: returns its `Findings` on each rank.
         *given: its arguments.
         timeout_s: the time limit.
@@ -95,7 +110,7 @@ def found_by(
     except WorkerError as error:
         # Remove tracebacks, which contain paths of the machine.
         failures = [re.sub(r"\nTraceback.*?(?=\nrank \d|\Z)", "", str(error), flags=re.S)]
-        pool.close()  # Leftover state could break the next case.
+        pool.end()  # Leftover state could break the next case.
     else:
         facts = found[0].facts
         failures = {f"rank {r}: {text}" for r, f in enumerate(found) for text in f.failures()}
