@@ -1,14 +1,13 @@
 """Grids of ranks for tests inside worker pools, and fresh memory filled with NaN."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 GRIDS = pytest.mark.parametrize(("num_ranks", "etp_size"), [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2)])
 
@@ -31,21 +30,11 @@ class Grid:
         return dist.get_rank() if dist.is_initialized() else 0
 
 
-# Groups cost sockets. They end with the default group that they are parts of.
-_GRIDS: WeakKeyDictionary[ProcessGroup, dict[tuple[int, int], Grid]] = WeakKeyDictionary()
-
-
+@functools.cache  # Groups cost sockets, and a pool serves a whole module.
 def grid(num_ranks: int, etp_size: int) -> Grid:
     """Return the groups of a grid that spans the default group, or of one rank without one."""
     if num_ranks * etp_size == 1:
         return Grid(r=0, i=0, group=None, etp_group=None)
-    made = _GRIDS.setdefault(dist.group.WORLD, {})
-    if (num_ranks, etp_size) not in made:
-        made[num_ranks, etp_size] = _grid(num_ranks, etp_size)
-    return made[num_ranks, etp_size]
-
-
-def _grid(num_ranks: int, etp_size: int) -> Grid:
     i, r = divmod(dist.get_rank(), num_ranks)
     rows = [[j * num_ranks + q for q in range(num_ranks)] for j in range(etp_size)]
     # All ranks must create all groups, in the same order.
