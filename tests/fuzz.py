@@ -231,7 +231,7 @@ def fuzz(num_examples: int, number: int, seen: Counter[str]) -> tuple[int, str |
         deadline=None,
         derandomize=False,
         phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=list(HealthCheck),  # pyright: ignore
     )
     @given(cases())
     def examples(case: Case) -> None:

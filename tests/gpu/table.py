@@ -170,7 +170,7 @@ def _replayed() -> Iterator[Row]:
 
 def _layouts() -> Iterator[Row]:
     """Yield parallel layouts of a model with GPT-OSS's width."""
-    layouts: dict[str, dict[str, int]] = {
+    layouts: dict[str, dict[str, Any]] = {
         "EP2": {"ranks": 2, "ep": 2},
         "TP2/EP2/ETP1": {"ranks": 2, "tp": 2, "ep": 2},
         "TP2/EP2/ETP2": {"ranks": 4, "tp": 2, "ep": 2, "etp": 2},
@@ -194,7 +194,7 @@ def _starved() -> Iterator[Row]:
         small = ranks == 2 and scopes == WHOLE
         yield _replay(name, scopes=scopes, cpu=small, **sizes, **how)
     for ranks in (1, 2):
-        one = {"idle": "expert", "ranks": ranks, "ep": ranks}
+        one: dict[str, Any] = {"idle": "expert", "ranks": ranks, "ep": ranks}
         yield _replay(f"EP{ranks}: an expert without tokens", **one, **how)
 
 
@@ -272,7 +272,7 @@ def _retried() -> Iterator[Row]:
     yield _retry("three microbatches", microbatches=3)
     yield _retry("EP2, expert bias", ep=2, fields=bias, **two)
     yield _retry("PP2", pp=2, **two)
-    deep = {"ranks": 2, "pp": 2, "vpp": 2, "num_layers": 4, "microbatches": 4}
+    deep: dict[str, Any] = {"ranks": 2, "pp": 2, "vpp": 2, "num_layers": 4, "microbatches": 4}
     yield _retry("PP2/VPP2", **deep)
     yield _retry("overlapped reduction", ddp=reduce, **two)
     yield _retry("overlapped gathering", ddp=gather, **two)

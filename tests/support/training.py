@@ -658,7 +658,8 @@ def draws(model: Model) -> Iterator[dict[str, Tensor]]:
 
 def _generators() -> Tensor:
     """Return a hash of the states of generators that any code may draw from."""
-    name, keys, *place = np.random.get_state()
+    state: Any = np.random.get_state()
+    name, keys, *place = state
     states = [torch.get_rng_state(), torch.cuda.get_rng_state()]
     text = repr((random.getstate(), name, place)).encode() + keys.tobytes()
     text += b"".join(state.cpu().numpy().tobytes() for state in states)
