@@ -44,7 +44,7 @@ PATTERNS = [
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="looks into /proc")
 def test_it_trains_in_an_empty_folder_until_ctrl_c_ends_all_processes(tmp_path):
-    flags = ["--steps", "5000", "--eval-every", "3", "--trace", "traces", "--trace-every", "2"]
+    flags = ["--steps", "5000", "--eval-every", "3", "--trace", "traces"]
     with subprocess.Popen(
         [*SMALL, *flags],
         cwd=tmp_path,

@@ -91,7 +91,7 @@ def resolve(arguments: argparse.Namespace) -> Settings:
         recipe=Recipe(**defaults | _of(Recipe, given)),
         dispatch=dispatch,
         layout=layout,
-        output=Output(**{"steps": steps, "trace_every": min(10, steps)} | _of(Output, given)),
+        output=Output(**{"steps": steps} | _of(Output, given)),
     )
 
 

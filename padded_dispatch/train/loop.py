@@ -222,13 +222,13 @@ def _tracer(trainer: Trainer) -> TraceRecorder | None:
         num_microbatches=settings.num_microbatches,
         # Sequence parallelism splits the tokens.
         num_tokens=settings.recipe.micro_batch * settings.recipe.seq_length // settings.layout.tp,
-        every=output.trace_every,
+        every=1,
         steps_done=0,
         num_steps=output.steps,
         max_bytes=_TRACE_BYTES,
     )
-    if tracer and tracer.every > output.trace_every:
-        show(f"--trace-every raised to {tracer.every}: a rank's trace has at most 1 GiB")
+    if tracer and tracer.every > 1:
+        show(f"each {tracer.every}th step is traced: a rank's trace has at most 1 GiB")
     return tracer
 
 

@@ -195,7 +195,6 @@ class Output:
     trace: Path | None = _option(
         "folder for routing traces, one file per rank, for padded-dispatch tune", default=None
     )
-    trace_every: int = _option("steps between two traced steps (default: 10)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,6 +308,3 @@ class Settings:
             unused = not any(output.trace.glob("*.np*"))
             rule = "hold no earlier trace"
             require(unused, "--trace", str(output.trace), rule, "choose another folder")
-            rule = f"be at most steps={output.steps}, to trace at least one"
-            fits = output.trace_every <= output.steps
-            require(fits, "--trace-every", output.trace_every, rule)

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +54,6 @@ def read(argv: list[str]) -> argparse.Namespace:
     costs = made.add_argument_group("bytes, where both sizes are given").add_argument
     costs("--hidden-size", type=int, help="hidden size of the model")
     costs("--ffn-size", type=int, help="ffn size of an expert")
-    about = "MoE layers on a rank (default: those of the trace)"
-    costs("--layers-per-rank", type=int, help=about)
     about = "micro-batches in flight of a pipeline stage"
     costs("--in-flight", type=int, default=1, help=about)
     about = f"made-up routing instead of a trace: {', '.join(KINDS)}"
@@ -84,12 +83,11 @@ def _tune(given: argparse.Namespace) -> int:
         sizes = LayerSizes(
             hidden_size=given.hidden_size,
             ffn_size=given.ffn_size,
-            num_layers=given.layers_per_rank or 1,
             in_flight=given.in_flight,
         )
     trace = _load(given) if given.traces else _synthetic(given)
-    if sizes is not None and given.layers_per_rank is None:
-        sizes = LayerSizes(**vars(sizes) | {"num_layers": len(np.unique(trace.layers))})
+    if sizes is not None:
+        sizes = replace(sizes, num_layers=len(np.unique(trace.layers)))
     found = study(
         trace,
         target,
@@ -128,8 +126,6 @@ def _check_flags(given: argparse.Namespace) -> None:
         )
     if (given.hidden_size is None) != (given.ffn_size is None):
         raise ValueError("--hidden-size and --ffn-size must be given together, got one; give both")
-    layers = given.layers_per_rank
-    require(layers is None or layers >= 1, "layers_per_rank", layers, "be at least 1")
 
 
 def _load(given: argparse.Namespace) -> Trace:

@@ -32,7 +32,7 @@ def check(pool: WorkerPool, folder: Path, flags: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_on_one_gpu(gpu_pools, tmp_path, graph):
-    check(gpu_pools[1], tmp_path, f"--trace-every 1 --graph {graph}")
+    check(gpu_pools[1], tmp_path, f"--graph {graph}")
 
 
 @pytest.mark.multi_gpu
@@ -40,5 +40,5 @@ def test_on_one_gpu(gpu_pools, tmp_path, graph):
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_on_all_gpus(gpu_pools, tmp_path, graph, passes):
     ranks = next(n for n in (8, 4, 2) if n <= torch.cuda.device_count())
-    flags = f"--trace-every 2 --graph {graph} --global-batch {3 * passes * ranks}"
+    flags = f"--graph {graph} --global-batch {3 * passes * ranks}"
     check(gpu_pools[ranks], tmp_path, flags)

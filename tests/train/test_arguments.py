@@ -32,7 +32,7 @@ def test_defaults_are_the_presets_and_the_options_own(capsys):
     assert settings.dispatch.padded == PaddedOptions()
     assert settings.recipe.global_batch == 2 * settings.recipe.micro_batch
     assert settings.num_microbatches == 1
-    assert (settings.output.steps, settings.output.trace_every) == (PRESETS["tiny"].steps, 10)
+    assert settings.output.steps == PRESETS["tiny"].steps
     for text in ("none", "no-drop"):
         assert parse(["--capacity-factor", text]).dispatch.capacity_factor is None
     assert parse(["--experts", "packed"]) == parse(["--padded-experts", "packed"])
@@ -65,7 +65,7 @@ def test_defaults_follow_what_is_given(eight_gpus):
     settings = parse(flags.split())
     assert settings.dispatch.capacity_factor is None
     assert settings.recipe.global_batch == 12
-    assert settings.output.steps == settings.output.trace_every == 7
+    assert settings.output.steps == 7
 
 
 def test_torchrun_decides_the_number_of_workers(monkeypatch):
@@ -82,7 +82,7 @@ EVERY_FLAG = (
     "--num-layers 4 --seq-length 12 --micro-batch 3 --global-batch 12 --lr 0.5 --seed 0 "
     "--balancing expert-bias --deterministic --capacity-factor 2.5 --drop-policy position "
     "--device cpu --workers 4 --tp 1 --pp 2 --vpp 2 --ep 1 --etp 2 --steps 8 --log-every 2 "
-    "--eval-every 3 --out r.json --commit abc --trace no/such --trace-every 6 "
+    "--eval-every 3 --out r.json --commit abc --trace no/such "
     "--padded-overflow-threshold 0.5"
 )
 
@@ -109,7 +109,6 @@ def test_every_field_is_a_flag():
         out=Path("r.json"),
         commit="abc",
         trace=Path("no/such"),
-        trace_every=6,
     )
     assert settings.output == output
 
@@ -162,10 +161,6 @@ def test_every_field_is_a_flag():
         ),
         ("--exchange direct", "--padded-exchange must be auto or alltoall without several GPUs"),
         ("--trace traces --dispatcher allgather", "--dispatcher must be padded_alltoall with --tr"),
-        (
-            "--trace traces --steps 9 --trace-every 10",
-            "--trace-every must be at most steps=9, .*10$",
-        ),
         ("--graph layer", "--graph must be none on a CPU, got 'layer'; add --device cuda"),
         ("--trace /dev/null", "--trace must be a path in a writable folder, got '/dev/null'"),
     ],

@@ -64,7 +64,7 @@ def test_train_says_whether_the_loss_fell(monkeypatch, capsys, losses, code):
             "give them before the first --vs$",
         ),
         (
-            "--trace traces --trace-every 1 --vs",
+            "--trace traces --vs",
             "^--trace must be left out of compare, .*, got 'traces'; keep figures with --out$",
         ),
         ("--vs --out /dev/null/r.json", "^--out must .*/dev/null"),

@@ -41,7 +41,7 @@ def test_from_a_folder_of_traces_to_the_answer(tune, tmp_path):
     svgs = {name: plots.svg(figure) for name, figure in plots.figures(found).items()}
     assert page == report.html(found, svgs)
     assert {path.name for path in tmp_path.iterdir()} == {"run", "tune.html"}
-    _, again = tune("run/rank-1.npy run/rank-0.npy --layers-per-rank 7 --pool expert --report t/x")
+    _, again = tune("run/rank-1.npy run/rank-0.npy --pool expert --report t/x")
     assert again == page  # The other report is elsewhere.
     sizes = "rank-1.npy, rank-0.npy"
     alone = study(TRACE, Target(), name=sizes, pools=("expert",))
@@ -107,7 +107,6 @@ def test_without_matplotlib_the_page_has_no_figures(tune, monkeypatch, tmp_path)
         ("--synthetic uniform --steps-share 2", "--steps-share must be a share above 0 and at mo"),
         ("--synthetic uniform --ffn-size 8", "--hidden-size and --ffn-size must be given together"),
         ("--synthetic uniform --experts 7", "--experts must be a multiple of num_ranks=4, got 7"),
-        ("--synthetic uniform --layers-per-rank 0", "--layers-per-rank must be at least 1, got 0"),
         ("router_trace_rank0.jsonl", "--experts and --ranks must be given for Megatron's"),
         ("good.npy --from-step 20", "--from-step must be at most the last, 19, got 20"),
         ("good.npy --etp 3", "--etp must divide the 2 sources of the trace, got 3"),
