@@ -35,6 +35,7 @@ NOT_MIRRORED = {
     "test_notebooks.py",
     "test_readme.py",
     "test_recipes.py",
+    "test_sizes.py",
     "test_reference.py",
     "megatron/test_contract.py",
     "megatron/test_defects.py",

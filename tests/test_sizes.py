@@ -1,0 +1,137 @@
+"""The size of the repository, as a ratchet: growth needs a commit that says what it buys.
+
+`sizes.json` has each number, and the tree may exceed it by 2 %. Who shrinks the tree writes the
+smaller number: `python -m tests.test_sizes` prints the file. LOG.md is a lab book, no page.
+"""
+
+import ast
+import dataclasses
+import io
+import json
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+import padded_dispatch
+import padded_dispatch.megatron
+from padded_dispatch.megatron.options import PaddedOptions
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = ("train", "compare", "tune", "bench")
+LOG = ROOT / "notebooks" / "results" / "LOG.md"
+SLACK = 1.02
+_LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+_DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+
+
+def code_lines(source: str) -> int:
+    """Count lines that hold code: no docstrings, comments or blanks."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _LAYOUT:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            lines.difference_update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def num_flags(command: str) -> int:
+    """Count the flags in a command's help; `--x, --no-x` is one."""
+    text = subprocess.run(
+        [sys.executable, "-m", "padded_dispatch.cli", command, "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    return len(re.findall(r"^ +(?:-\w, )?--(?!help\b)\w", text, re.MULTILINE))
+
+
+def measured() -> dict[str, int]:
+    """Return each number of the tree as it is, by the names in `sizes.json`."""
+    package, tests = (
+        [path.read_text() for path in (ROOT / folder).rglob("*.py")]
+        for folder in ("padded_dispatch", "tests")
+    )
+    folders = (ROOT / name for name in (".github", "padded_dispatch", "tests", "notebooks"))
+    pages = [ROOT / "README.md", *(path for folder in folders for path in folder.rglob("*.md"))]
+    words = {path: len(path.read_text().split()) for path in pages}
+    notebooks = [json.loads(path.read_text()) for path in (ROOT / "notebooks").glob("*.ipynb")]
+    public = padded_dispatch.__all__ + padded_dispatch.megatron.__all__
+    return {
+        "package lines": sum(len(source.splitlines()) for source in package),
+        "package files": len(package),
+        "package code lines": sum(map(code_lines, package)),
+        "test lines": sum(len(source.splitlines()) for source in tests),
+        "page words": sum(words.values()) - words[LOG],
+        "log words": words[LOG],
+        "readme lines": len((ROOT / "README.md").read_text().splitlines()),
+        "options": len(dataclasses.fields(PaddedOptions)),
+        "flags": sum(map(num_flags, COMMANDS)),
+        "public names": len(public),
+        "longest notebook, lines of code": max(
+            sum(
+                len("".join(cell["source"]).splitlines())
+                for cell in notebook["cells"]
+                if cell["cell_type"] == "code"
+            )
+            for notebook in notebooks
+        ),
+    }
+
+
+def grown(sizes: dict[str, int], limits: dict[str, int]) -> dict[str, str]:
+    """Return what exceeds its limit by more than the slack."""
+    return {
+        name: f"{size}, at most {limits[name]} (sizes.json)"
+        for name, size in sizes.items()
+        if size > limits[name] * SLACK
+    }
+
+
+def test_nothing_has_grown():
+    limits = json.loads((ROOT / "tests" / "sizes.json").read_text())
+    sizes = measured()
+    assert sizes.keys() == limits.keys()
+    assert grown(sizes, limits) == {}
+
+
+@pytest.mark.parametrize(("size", "fails"), [(100, False), (102, False), (103, True)])
+def test_growth_beyond_two_percent_is_found(size, fails):
+    assert bool(grown({"options": size}, {"options": 100})) == fails
+
+
+SOURCE = '''"""Doc.
+
+More."""
+
+# Comment.
+x = """a
+b"""
+
+
+def f():
+    """Doc."""
+    return x
+'''
+
+
+def test_docstrings_comments_and_blanks_are_no_code():
+    assert code_lines(SOURCE) == 4
+
+
+if __name__ == "__main__":
+    print(json.dumps(measured(), indent=2))  # noqa: T201
