@@ -149,7 +149,7 @@ def _return_product_on_gpu(
     from padded_dispatch.kernels import direct, gemm
 
     check_on_gpu(rows_NI, weight_LOI)
-    *maps, pool_slots, experts_per_pool, key = home
+    slot_of_TK, expert_of_TK, kept_E, pool_slots, experts_per_pool, key = home
     buffers = find(key)
     workspace = buffers.workspace
     at_N = torch.empty(rows_NI.shape[0], dtype=torch.int64, device=rows_NI.device)
@@ -174,7 +174,8 @@ def _return_product_on_gpu(
         table=tiles,
     )
     workspace.barrier()
-    return received(workspace, *maps, pool_slots, numbers=probs_N is not None)
+    maps = slot_of_TK, expert_of_TK, kept_E, pool_slots
+    return received(workspace, *maps, numbers=probs_N is not None)
 
 
 @return_product.register_fake

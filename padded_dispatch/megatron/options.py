@@ -88,8 +88,10 @@ def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _option(default: Any, help: str, **metadata: Any) -> Any:
     """Return a dataclass field with what its flag and its row in the table need."""
-    given = {"default_factory": dict} if default == {} else {"default": default}
-    return field(**given, metadata=metadata | {"help": help})
+    metadata |= {"help": help}
+    if default == {}:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
