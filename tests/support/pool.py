@@ -246,11 +246,11 @@ def _end() -> None:
 def forget_models() -> None:
     """Free models that tests of this process left; they hold groups, and those hold threads.
 
-    Megatron's DDP and FSDP are in cycles through autograd's nodes, which nothing collects: a node
-    has a hook of theirs, and the model keeps tensors of its last step. All that they hold is cut
-    off. A cache of positions keeps embeddings.
+    Megatron's DDP is in a cycle through autograd's nodes, which nothing collects: a node has a
+    hook of it, and its model or a graph of the stand-in keeps tensors of a step. Both are emptied.
+    A cache of positions keeps embeddings.
     """
-    roots = "DistributedDataParallel", "MegatronFSDP", "FSDPDistributedIndex", "GraphedLayer"
+    roots = "DistributedDataParallel", "GraphedLayer"
     for thing in gc.get_objects():
         if type(thing).__name__ in roots:
             vars(thing).clear()
