@@ -1,9 +1,19 @@
 """Experts of all kinds train in Megatron-FSDP as stock ones do, on two ranks over gloo."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.support.parity import megatron
+from tests.support.pool import WorkerPool
 from tests.support.sharded_training import fsdp_on_cpu, losses
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_end(pool2: WorkerPool) -> Iterator[None]:
+    """End the workers: caches of DTensor keep meshes of Megatron-FSDP, and those hold groups."""
+    yield
+    pool2.end()
 
 
 def _train(strategy: str, ep: int) -> dict[str, list[float]]:

@@ -246,13 +246,14 @@ def _end() -> None:
 def forget_models() -> None:
     """Free models that tests of this process left; they hold groups, and those hold threads.
 
-    Megatron's DDP is in a cycle through autograd's nodes, which nothing collects, and a cache of
-    positions keeps embeddings.
+    Megatron's DDP is in a cycle through autograd's nodes, which nothing collects: a node has a
+    hook of it, and its model or a graph of the stand-in keeps tensors of a step. Both are emptied.
+    A cache of positions keeps embeddings.
     """
-    if distributed := sys.modules.get("megatron.core.distributed"):
-        for thing in gc.get_objects():
-            if type(thing) is distributed.DistributedDataParallel:
-                thing.grad_accs.clear()
+    roots = "DistributedDataParallel", "GraphedLayer"
+    for thing in gc.get_objects():
+        if type(thing).__name__ in roots:
+            vars(thing).clear()
     if module := sys.modules.get("megatron.core.models.common.embeddings.rotary_pos_embedding"):
         for function in vars(module.RotaryEmbedding).values():
             if hasattr(function, "cache_clear"):
