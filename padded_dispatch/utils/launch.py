@@ -77,6 +77,22 @@ def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_wor
                 signal.signal(number, handler)
 
 
+def torchrun_env(rank: int, num_workers: int, port: int) -> dict[str, str]:
+    """Return the environment variables that torchrun would set for a worker on this machine.
+
+    `port`: of the store of the rendezvous, which the parent hosts.
+    """
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_workers),
+        "LOCAL_WORLD_SIZE": str(num_workers),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # The store exists; rank 0 must not start one.
+    }
+
+
 def _work(
     rank: int,
     fn: Callable[..., Any],
@@ -91,15 +107,7 @@ def _work(
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():  # It ended before the line above.
         os._exit(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_workers),
-        "LOCAL_WORLD_SIZE": str(num_workers),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # The store exists; rank 0 must not start one.
-    }
+    os.environ |= torchrun_env(rank, num_workers, port)
     torch.set_num_threads(1)
     try:
         result = fn(*args)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from padded_dispatch.exchange import symmetric_memory
+from padded_dispatch.utils.launch import torchrun_env
 from tests.support.direct_parity import Layer, captured, make_inputs, my_gpu, step
-from tests.support.pool import torchrun_env
 
 HOW = "dies", "stalls"
 START_S = 180.0  # imports of all ranks, and the capture

@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
+from padded_dispatch.utils.launch import torchrun_env
+
 _START_S = 120.0  # imports and rendezvous, on a busy laptop
 _PEERS_S = 2.0  # after the first error, for peers that do not wait for that rank
 _METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
@@ -194,19 +196,6 @@ class _Workers:
             process.kill()
         for process in self.processes:
             process.join()
-
-
-def torchrun_env(rank: int, num_workers: int, port: int) -> dict[str, str]:
-    """Return the environment variables that torchrun would set for a worker on this machine."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_workers),
-        "LOCAL_WORLD_SIZE": str(num_workers),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # The store exists; rank 0 must not start one.
-    }
 
 
 def _serve(pipe: Connection, env: dict[str, str]) -> None:
