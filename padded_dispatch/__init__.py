@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from padded_dispatch.dispatcher import Dispatched, PaddedDispatcher
     from padded_dispatch.exchange import ExpertInput
     from padded_dispatch.experts import ExpertWeights, grouped_mlp
-    from padded_dispatch.ops.activation import Activation
-    from padded_dispatch.ops.plan import DispatchPlan, make_plan
-    from padded_dispatch.ops.select import select
+    from padded_dispatch.experts.activation import Activation
+    from padded_dispatch.routing.plan import DispatchPlan, make_plan
+    from padded_dispatch.routing.select import select
 
 __version__ = "0.1.0"
 
@@ -36,15 +36,15 @@ __all__ = [
 
 # The module of each name that is imported when it is first used.
 _HOMES = {
-    "Activation": "ops.activation",
-    "DispatchPlan": "ops.plan",
+    "Activation": "routing.activation",
+    "DispatchPlan": "routing.plan",
     "Dispatched": "dispatcher",
     "ExpertInput": "exchange",
     "ExpertWeights": "experts",
     "PaddedDispatcher": "dispatcher",
     "grouped_mlp": "experts",
-    "make_plan": "ops.plan",
-    "select": "ops.select",
+    "make_plan": "routing.plan",
+    "select": "routing.select",
 }
 
 

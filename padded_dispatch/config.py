@@ -144,7 +144,7 @@ class DispatchConfig:
             "rank": L * C slots belong to one (source, destination rank), whose experts share them.
             Both offer as many slots in all.
         policy: which rows keep a slot when more ask than fit: "probs" (the most probable) or
-            "position" (the first tokens); see `padded_dispatch.ops.select`.
+            "position" (the first tokens); see `padded_dispatch.routing.select`.
         num_ranks: ranks in the expert-parallel group (R).
         etp_size: ranks that split every expert's ffn between them (expert tensor parallel).
 

@@ -19,8 +19,8 @@ from padded_dispatch.exchange import Exchange, ExpertInput
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import Choice, LayerExchanges, agree_on_shapes
 from padded_dispatch.exchange.fit import fit
-from padded_dispatch.ops.plan import DispatchPlan, make_plan
-from padded_dispatch.ops.select import Selection, select
+from padded_dispatch.routing.plan import DispatchPlan, make_plan
+from padded_dispatch.routing.select import Selection, select
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.config import PoolSizes, require
-from padded_dispatch.ops.select import Selection
+from padded_dispatch.routing.select import Selection
 from padded_dispatch.trace import HEADER_BYTES, Trace, append, record_bytes
 
 
@@ -83,7 +83,7 @@ def choices(asked_TE: Tensor, probs_TE: Tensor, top_k: int) -> tuple[Tensor, Ten
     """Convert a routing map to the normal form of a trace: ids int16, probabilities fp32, [T, K].
 
     Shapes are static, and the host reads nothing. The k-th expert of a token is the first at which
-    its running count reaches k + 1, found by binary search as in `padded_dispatch.ops.plan`.
+    its running count reaches k + 1, found by binary search as in `padded_dispatch.routing.plan`.
 
     Example: `asked = [[0, 1, 1]]`, `probs = [[.1, .2, .7]]`, K = 3 give `[[1, 2, -1]]` and
     `[[.2, .7, 0]]`.

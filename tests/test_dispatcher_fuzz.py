@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from padded_dispatch.ops import rows, select
+from padded_dispatch.routing import rows, select
 from tests import fuzz
 from tests.support import fuzz_oracle
 from tests.support.fuzz_oracle import Case, Source

@@ -78,7 +78,7 @@ def test_imports_point_down():
 
 
 def test_an_import_that_points_up_is_found(tmp_path):
-    (tmp_path / "utils.py").write_text("from padded_dispatch.ops import kept_map")
+    (tmp_path / "utils.py").write_text("from padded_dispatch.routing import kept_map")
     (tmp_path / "kernels.py").write_text(
         "import megatron.core\nfrom padded_dispatch import ops\nfrom . import config\n"
         "def late():\n    import transformer_engine\n"
@@ -93,10 +93,10 @@ def test_an_import_that_points_up_is_found(tmp_path):
         "exchange -> padded_dispatch.dispatcher.check",
         "kernels -> .config",
         "kernels -> megatron.core",
-        "kernels -> padded_dispatch.ops",
+        "kernels -> padded_dispatch.routing",
         "kernels -> transformer_engine",
         "train -> padded_dispatch.bench.x",
-        "utils -> padded_dispatch.ops.kept_map",
+        "utils -> padded_dispatch.routing.kept_map",
     ]
 
 

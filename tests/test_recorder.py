@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from padded_dispatch.ops.select import select
+from padded_dispatch.routing.select import select
 from padded_dispatch.recorder import Recording, RoutingBuffer, TraceRecorder, choices
 from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
 from tests.support.graph_protocol import Tape

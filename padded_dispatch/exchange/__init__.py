@@ -18,7 +18,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from padded_dispatch.ops.plan import DispatchPlan
+from padded_dispatch.routing.plan import DispatchPlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from torch import Tensor
 from padded_dispatch.config import DispatchConfig, ExchangeKind, PoolSizes, require, require_tokens
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.agreement import Agreement, Values
-from padded_dispatch.exchange.alltoall import AllToAllExchange
+from padded_dispatch.exchange.collectives import AllToAllExchange
 from padded_dispatch.exchange.direct import DirectExchange
 from padded_dispatch.exchange.local import LocalExchange
 from padded_dispatch.exchange.symmetric_memory import (

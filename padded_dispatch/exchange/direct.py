@@ -36,8 +36,8 @@ from padded_dispatch.exchange.symmetric_memory import (
     check_group,
     find,
 )
-from padded_dispatch.ops.plan import DispatchPlan
-from padded_dispatch.ops.rows import running_offsets
+from padded_dispatch.routing.plan import DispatchPlan
+from padded_dispatch.routing.rows import running_offsets
 from padded_dispatch.utils.nvtx import nvtx_range
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

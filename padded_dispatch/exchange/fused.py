@@ -31,13 +31,13 @@ from torch.library import custom_op
 from padded_dispatch.exchange import Slots
 from padded_dispatch.exchange.direct import DirectExchange, maps_of, push_gradients, received
 from padded_dispatch.exchange.symmetric_memory import find
-from padded_dispatch.ops.grouped import (
+from padded_dispatch.experts.grouped import (
     check_on_gpu,
     linear_by_expert,
     linear_gradients,
     weight_gradient,
 )
-from padded_dispatch.ops.plan import DispatchPlan
+from padded_dispatch.routing.plan import DispatchPlan
 from padded_dispatch.utils.nvtx import nvtx_range
 
 

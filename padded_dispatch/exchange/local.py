@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.exchange import ExpertInput, PackedAtOnce, Slots
-from padded_dispatch.ops.plan import DispatchPlan
-from padded_dispatch.ops.rows import (
+from padded_dispatch.routing.plan import DispatchPlan
+from padded_dispatch.routing.rows import (
     combine_packed,
     gather_meta,
     gather_packed,

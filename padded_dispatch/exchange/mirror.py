@@ -40,7 +40,7 @@ from torch.distributed import (
     distributed_c10d,
 )
 
-from padded_dispatch.exchange.alltoall import group_name
+from padded_dispatch.exchange.collectives import group_name
 
 _GRACE_S = 2.0  # for ranks that wait to post that they do, after the first of them has failed
 _STORE_S = 5.0  # for the store to answer beyond that; its process may have ended, or be stopped

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from padded_dispatch.config import require
-from padded_dispatch.exchange.alltoall import group_name
+from padded_dispatch.exchange.collectives import group_name
 
 # How long a barrier waits for a peer, which may be compiling kernels, reading data or writing a
 # checkpoint: NCCL's default. A captured barrier keeps the value of its capture.

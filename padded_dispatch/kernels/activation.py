@@ -6,7 +6,7 @@ rounded once. The number of real rows is read from the device; programs beyond t
 their rows are neither read nor written. The function, gating and bias are known when a kernel is
 compiled.
 
-`padded_dispatch.ops.activation` explains the arguments. G: width of fc1's result, 2F if gated, else
+`padded_dispatch.experts.activation` explains the arguments. G: width of fc1's result, 2F if gated, else
 F.
 """
 

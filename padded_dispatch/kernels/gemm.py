@@ -182,7 +182,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def row_tiles(offsets_L: Tensor, num_rows: int, tile_rows: int = ROWS_OF_TILE) -> Tensor:
-    """List the tiles of rows: int32 [1 + most tiles, 4], see `padded_dispatch.ops.grouped`.
+    """List the tiles of rows: int32 [1 + most tiles, 4], see `padded_dispatch.experts.grouped`.
 
     Example: `offsets = [3, 3, 7]` and tiles of 2 rows give the lines `[4, 0, 0, 0]`,
     `[0, 0, 2, 0]` twice, and `[2, 2, 2, 3]` twice.

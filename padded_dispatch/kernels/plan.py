@@ -24,7 +24,7 @@ def plan(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the five tensors of a plan.
 
-    Arguments, results and example: see `padded_dispatch.ops.plan.plan_in_torch`.
+    Arguments, results and example: see `padded_dispatch.routing.plan.plan_in_torch`.
     """
     num_tokens, num_experts = kept_TE.shape
     num_shared = num_experts // num_pools
@@ -176,7 +176,7 @@ def _slot_kernel(
 def packed_slots(slot_of_TK: Tensor, offsets_E: Tensor, capacity: int) -> Tensor:
     """Return the packed row of every slot, int32 [T, K]; -1 where there is no slot.
 
-    Arguments and example: see `padded_dispatch.ops.plan.packed_slots`.
+    Arguments and example: see `padded_dispatch.routing.plan.packed_slots`.
     """
     packed_TK = torch.empty_like(slot_of_TK)
     num_choices = slot_of_TK.numel()

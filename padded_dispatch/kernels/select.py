@@ -41,7 +41,7 @@ def kept_map(
 ) -> tuple[Tensor, Tensor]:
     """Return the map of kept rows and the demand.
 
-    Arguments, results and example: see `padded_dispatch.ops.select.kept_map_in_torch`.
+    Arguments, results and example: see `padded_dispatch.routing.select.kept_map_in_torch`.
     """
     num_tokens, num_experts = asked_TE.shape
     asked_TE, probs_TE = asked_TE.contiguous(), probs_TE.contiguous()

@@ -52,8 +52,8 @@ from padded_dispatch.megatron.config import (
 from padded_dispatch.megatron.experts import chosen_experts, require_gradients_arrive
 from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.megatron.router import Selector
-from padded_dispatch.ops.counters import Counters
-from padded_dispatch.ops.plan import DispatchPlan, make_plan
+from padded_dispatch.counters import Counters
+from padded_dispatch.routing.plan import DispatchPlan, make_plan
 
 # The tensors of `DispatchPlan`; slots and experts keep the shape that the tokens came in.
 _PLAN_TENSORS = (

@@ -52,7 +52,7 @@ from padded_dispatch.megatron.compat import (
 from padded_dispatch.megatron.config import padded_options, refusals
 from padded_dispatch.megatron.fields import ConfigField, given
 from padded_dispatch.megatron.stacked_linear import ShardedLayout, StackedLinear
-from padded_dispatch.ops.activation import Activation, Function
+from padded_dispatch.experts.activation import Activation, Function
 from padded_dispatch.utils.nvtx import nvtx_range
 
 _REMEDY = 'PaddedOptions(experts="module")'

@@ -30,8 +30,8 @@ from padded_dispatch.exchange.fit import require_eager
 from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.config import settings_of
 from padded_dispatch.megatron.layer_configs import LayerConfigs
-from padded_dispatch.ops.counters import RoutingObserver
-from padded_dispatch.ops.select import select
+from padded_dispatch.counters import RoutingObserver
+from padded_dispatch.routing.select import select
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

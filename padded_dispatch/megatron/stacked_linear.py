@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor, nn
 
-from padded_dispatch.ops.grouped import Delayed
+from padded_dispatch.experts.grouped import Delayed
 
 # The name of one expert's part of a parameter.
 _SINGLE_NAME = re.compile(r"(weight|bias)\d+")

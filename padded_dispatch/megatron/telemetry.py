@@ -38,7 +38,7 @@ from torch import Tensor
 from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import is_padded
-from padded_dispatch.ops.counters import Counters, Ints, Snapshot, snapshot_of
+from padded_dispatch.counters import Counters, Ints, Snapshot, snapshot_of
 
 _T = TypeVar("_T")
 _log = logging.getLogger("padded_dispatch")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.exchange import symmetric_memory
-from padded_dispatch.ops.counters import Counters
+from padded_dispatch.counters import Counters
 from padded_dispatch.train.settings import VOCABULARY, ModelShape, Settings
 from padded_dispatch.utils.results import about, append_run
 

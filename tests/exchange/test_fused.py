@@ -17,7 +17,7 @@ from padded_dispatch.dispatcher import Dispatched
 from padded_dispatch.exchange import Slots, fused
 from padded_dispatch.exchange.fused import FusedLinears
 from padded_dispatch.experts import ExpertWeights, grouped_mlp
-from padded_dispatch.ops.activation import Activation
+from padded_dispatch.experts.activation import Activation
 from tests.support.direct_parity import Inputs, Layer, direct_of, make_inputs, poison
 from tests.support.thread_memory import NUM_RANKS, threads_as_ranks
 from tests.support.threads import run_on_threads

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.bench.cases import MODELS
-from padded_dispatch.ops.grouped import (
+from padded_dispatch.experts.grouped import (
     add_outer_by_expert,
     grouped_linear,
     outer_by_expert,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.config import POLICIES
-from padded_dispatch.ops.plan import make_plan
-from padded_dispatch.ops.select import kept_map, kept_map_in_torch, select
+from padded_dispatch.routing.plan import make_plan
+from padded_dispatch.routing.select import kept_map, kept_map_in_torch, select
 from tests.support.pools import pools
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.kernels import activation
-from padded_dispatch.ops.activation import Activation, _activate, _activate_backward
+from padded_dispatch.experts.activation import Activation, _activate, _activate_backward
 from tests.support.device import here, here_if_tensor, ints
 
 SWIGLU = ("silu", True, math.inf, 0.0)

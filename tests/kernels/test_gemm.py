@@ -9,7 +9,7 @@ from torch import Tensor
 
 from padded_dispatch.kernels import gemm
 from padded_dispatch.kernels.grouped import add_bias
-from padded_dispatch.ops import grouped
+from padded_dispatch.routing import grouped
 from tests.support.device import DEVICE, equal, here, ints
 
 # The interpreter's products of bf16 are wrong (Triton 3.9): it multiplies the bits.

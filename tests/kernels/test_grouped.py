@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.kernels import grouped
-from padded_dispatch.ops import grouped as ops
+from padded_dispatch.routing import grouped as ops
 from tests.support.device import equal, here, here_if_tensor
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from torch import Tensor
 
 from padded_dispatch.kernels import plan
-from padded_dispatch.ops.plan import packed_slots, plan_in_torch
+from padded_dispatch.routing.plan import packed_slots, plan_in_torch
 from tests.support.device import equal, few, here
 from tests.support.routing_cases import RoutingCase, cases_with_pools
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from padded_dispatch.kernels import rows
-from padded_dispatch.ops import rows as ops
-from padded_dispatch.ops.plan import plan_in_torch
+from padded_dispatch.routing import rows as ops
+from padded_dispatch.routing.plan import plan_in_torch
 from tests.support.device import DEVICE, equal, few, here, ints
 from tests.support.routing_cases import RoutingCase, cases_with_pools
 

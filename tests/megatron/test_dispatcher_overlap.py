@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.megatron import PaddedOptions, dispatcher, megatron_on_cpu, padded_spec
-from padded_dispatch.ops.plan import DispatchPlan
+from padded_dispatch.routing.plan import DispatchPlan
 from tests.support import tiny
 from tests.support.stream_order import StreamOrder
 

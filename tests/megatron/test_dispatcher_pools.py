@@ -52,7 +52,7 @@ def test_one_rank_with_a_factor_of_one_drops_nothing(monkeypatch, num_tokens):
     pooled, whole = layer("rank", 1.0), layer("expert", None)
     expected = run(whole, tokens(num_tokens))
     for name in ("kept_map", "kept_map_in_torch"):
-        monkeypatch.setattr(f"padded_dispatch.ops.select.{name}", None)  # Nothing is selected.
+        monkeypatch.setattr(f"padded_dispatch.routing.select.{name}", None)  # Nothing is selected.
     assert same(run(pooled, tokens(num_tokens)), expected) == []
     counters = pooled.token_dispatcher.counters
     assert counters.kept_E.tolist() == counters.demand_E.tolist()

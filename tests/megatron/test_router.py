@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from padded_dispatch.config import POLICIES
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.router import SelectAfterCounting, select_after_counting
-from padded_dispatch.ops.select import select
+from padded_dispatch.routing.select import select
 from tests.support import tiny
 from tests.support.parity import megatron
 from tests.support.pools import pools

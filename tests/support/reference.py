@@ -31,7 +31,7 @@ ExpertsBackward = Callable[[int, int, NDArray, NDArray, NDArray], tuple[NDArray,
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The fields of `padded_dispatch.ops.select.Selection`, for one source."""
+    """The fields of `padded_dispatch.routing.select.Selection`, for one source."""
 
     kept_TE: NDArray
     probs_TE: NDArray
@@ -40,7 +40,7 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The fields of `padded_dispatch.ops.plan.DispatchPlan`, for one source."""
+    """The fields of `padded_dispatch.routing.plan.DispatchPlan`, for one source."""
 
     slot_of_TK: NDArray
     expert_of_TK: NDArray

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from padded_dispatch.megatron import uninstall
 from padded_dispatch.megatron.telemetry import padded_moe_layers
-from padded_dispatch.ops.counters import Counters
+from padded_dispatch.counters import Counters
 from padded_dispatch.trace import load_traces
 from padded_dispatch.train import loop
 from padded_dispatch.train.arguments import parse

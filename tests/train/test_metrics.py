@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.ops.counters import Counters
+from padded_dispatch.counters import Counters
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.metrics import Mark, Meter, Row, Step, flops_per_token
 from padded_dispatch.train.settings import ModelShape

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.ops.select import select
+from padded_dispatch.routing.select import select
 from padded_dispatch.trace import Trace
 from padded_dispatch.tune import replay as replay_module
 from padded_dispatch.tune.replay import POOLS, grid, replay

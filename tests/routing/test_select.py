@@ -8,8 +8,8 @@ from torch.library import opcheck
 
 from padded_dispatch.config import POLICIES as ALL_POLICIES
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.ops import select as module
-from padded_dispatch.ops.select import Selection, select
+from padded_dispatch.routing import select as module
+from padded_dispatch.routing.select import Selection, select
 from tests.support import reference
 from tests.support.pools import pools
 from tests.support.routing_cases import RoutingCase, assert_same, cases_with_pools, routing_cases

@@ -29,8 +29,8 @@ from torch.distributed import distributed_c10d
 from torch.library import custom_op
 
 from padded_dispatch.exchange import ExpertInput, Slots
-from padded_dispatch.ops.plan import DispatchPlan
-from padded_dispatch.ops.rows import (
+from padded_dispatch.routing.plan import DispatchPlan
+from padded_dispatch.routing.rows import (
     combine_rows,
     gather_meta,
     gather_rows,

@@ -2,8 +2,8 @@
 
     fc1 -> activation * prob -> fc2, with the biases of fc1 and of fc2 * prob, if there are any
 
-Rows are packed as in `padded_dispatch.ops.grouped`, which has the linears;
-`padded_dispatch.ops.activation` has the step between them. If experts have equally many rows, and
+Rows are packed as in `padded_dispatch.experts.grouped`, which has the linears;
+`padded_dispatch.experts.activation` has the step between them. If experts have equally many rows, and
 padded rows are zero with probability zero, each linear may be one batched product instead; padded
 rows of the result and of all gradients are zero then.
 
@@ -22,8 +22,8 @@ from typing import Protocol
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from padded_dispatch.ops.activation import Activation, activate
-from padded_dispatch.ops.grouped import Delayed, batched_linear, grouped_linear, row_tiles
+from padded_dispatch.experts.activation import Activation, activate
+from padded_dispatch.experts.grouped import Delayed, batched_linear, grouped_linear, row_tiles
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import opcheck
 
-from padded_dispatch.ops.activation import Activation, _activate, _activate_backward, activate
+from padded_dispatch.experts.activation import Activation, _activate, _activate_backward, activate
 from tests.support.grids import poisoned_memory
 
 ALL: dict[str, dict[str, Any]] = {

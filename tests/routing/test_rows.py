@@ -10,8 +10,8 @@ from hypothesis import given
 from torch import Tensor
 from torch.library import opcheck
 
-from padded_dispatch.ops import rows as ops
-from padded_dispatch.ops.plan import DispatchPlan, make_plan
+from padded_dispatch.routing import rows as ops
+from padded_dispatch.routing.plan import DispatchPlan, make_plan
 from tests.support import reference
 from tests.support.grids import poisoned_memory
 from tests.support.pools import pools

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.ops.counters import Counters, Snapshot, mass_units, snapshot_of
-from padded_dispatch.ops.select import select
+from padded_dispatch.counters import Counters, Snapshot, mass_units, snapshot_of
+from padded_dispatch.routing.select import select
 from tests.support.pools import pools
 
 

@@ -13,8 +13,8 @@ from torch.nn.functional import linear
 
 from padded_dispatch import experts
 from padded_dispatch.experts import ExpertWeights, grouped_mlp
-from padded_dispatch.ops import activation as activation_module
-from padded_dispatch.ops.activation import Activation
+from padded_dispatch.routing import activation as activation_module
+from padded_dispatch.experts.activation import Activation
 from tests.ops.test_activation import ALL, BIASED, EACH, FUNCTIONS
 from tests.ops.test_grouped import CASES, offsets_of
 from tests.support.grids import poisoned_memory

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from padded_dispatch.ops.plan import DispatchPlan, packed_slots
+from padded_dispatch.routing.plan import DispatchPlan, packed_slots
 from padded_dispatch.utils.nvtx import nvtx_range
 
 

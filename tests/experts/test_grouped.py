@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from padded_dispatch.ops import grouped
+from padded_dispatch.routing import grouped
 from tests.ops.test_activation import BIASED
 from tests.support.grids import poisoned_memory
 

@@ -24,7 +24,7 @@ from torch.library import custom_op
 
 from padded_dispatch.config import DispatchConfig, PoolSizes
 from padded_dispatch.kernels import SCALARS
-from padded_dispatch.ops.select import Selection
+from padded_dispatch.routing.select import Selection
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

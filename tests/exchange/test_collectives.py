@@ -15,7 +15,7 @@ from torch.library import opcheck
 
 from padded_dispatch.config import BufferBytes, DispatchConfig, PoolSizes
 from padded_dispatch.exchange import Exchange
-from padded_dispatch.exchange.alltoall import (
+from padded_dispatch.exchange.collectives import (
     AllToAllExchange,
     all_gather,
     all_to_all,
@@ -23,7 +23,7 @@ from padded_dispatch.exchange.alltoall import (
     reduce_scatter,
 )
 from padded_dispatch.exchange.local import LocalExchange
-from padded_dispatch.ops.plan import make_plan
+from padded_dispatch.routing.plan import make_plan
 from tests.support import reference
 from tests.support.grids import GRIDS, Grid, grid, poisoned_memory
 from tests.support.pool import WorkerPool

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from torch.library import opcheck
 
-from padded_dispatch.ops.plan import make_plan, packed_slots, plan_in_torch
+from padded_dispatch.routing.plan import make_plan, packed_slots, plan_in_torch
 from tests.support import reference
 from tests.support.pools import pools
 from tests.support.routing_cases import RoutingCase, assert_same, cases_with_pools

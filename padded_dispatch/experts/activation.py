@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from padded_dispatch.config import require
-from padded_dispatch.ops.grouped import experts_of_rows, sum_rows
+from padded_dispatch.experts.grouped import experts_of_rows, sum_rows
 
 Function = Literal["silu", "gelu", "quick_gelu", "squared_relu"]
 
