@@ -36,7 +36,7 @@ __all__ = [
 
 # The module of each name that is imported when it is first used.
 _HOMES = {
-    "Activation": "routing.activation",
+    "Activation": "experts.activation",
     "DispatchPlan": "routing.plan",
     "Dispatched": "dispatcher",
     "ExpertInput": "exchange",

@@ -1,16 +1,17 @@
-"""Move slots between ranks: the values that travel and the stages that every exchange has.
+"""Exchange: tokens to the ranks of their experts and sums home, and the values that travel.
 
-The boundary is "tokens and a plan in, expert rows out". An exchange is six functions of tensors,
-one for each method of a Megatron token dispatcher. Between two stages pass at most two tensors with
-gradients: the rows, and the numbers that belong to them.
+Tokens travel, receivers lay out rows. A source makes a plan (`routing.plan`): which experts each
+token has, and which of its rows for that expert each one is. Each token crosses once to each rank
+that holds one of its experts and arrives at [source, slot], a place that is known without counts;
+the source's plan and its counts arrive beside it. The receiver then knows everything: it lays out
+rows as it likes (`experts`), and sends back one row for each choice, or one sum for each token.
 
-Three exchanges: `alltoall` (equal-split collectives, any backend), `direct` (stores between the
-GPUs of one host) and `local` (one rank). `choose` picks one per layer and number of tokens;
-`agreement` compares shapes and rules over the ranks first.
+Two exchanges: `direct` (stores between the GPUs of one host) and `collectives` (any backend; with
+one rank nothing moves). `choose` picks one per layer; `agreement` compares shapes and rules over
+the ranks first.
 
-Letters: T tokens, E experts, L experts on this rank, S sources of an expert's rows, D hidden size,
-N rows for which this rank's experts have room, M pools of P slots: those of this source before the
-exchange, those of all sources after it. A pool belongs to X experts; PX is P + X.
+Letters: T tokens, K experts per token, E experts, L experts on this rank, S sources of an expert's
+rows, P slots of a source on the wire, D hidden size, N rows that a buffer has room for.
 """
 
 from dataclasses import dataclass
@@ -18,102 +19,144 @@ from typing import Protocol
 
 from torch import Tensor
 
-from padded_dispatch.routing.plan import DispatchPlan
+from padded_dispatch.kernels import Segments
+from padded_dispatch.routing.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slots:
-    """Rows in slots, ordered (source or destination rank, pool, slot).
-
-    With `PackedAtOnce`, they hold packed rows.
+class Values:
+    """A row for every token that arrived: the token itself, or its output's gradient.
 
     Attributes:
-        rows_MPD: [M, P, D].
-        meta_MPX: [M, P + X], at least fp32: the probability of each slot, then the numbers of kept
-            rows of the pool's experts. None on the way back.
+        rows_SPD: those of source s in its slots; unspecified where no token lies.
+        own_TD: this rank's own, contiguous, which are read in place of `rows_SPD[own]`; slot t is
+            token t. None where `rows_SPD` has them all.
+        own: number of the source that is this rank; -1 where `own_TD` is None.
     """
 
-    rows_MPD: Tensor
-    meta_MPX: Tensor | None = None
+    rows_SPD: Tensor
+    own_TD: Tensor | None = None
+    own: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertInput:
-    """Rows for the experts of this rank: N rows in one of two layouts.
-
-    Padded: expert l owns the rows `l * S * C` and the next S * C; padded rows are exactly zero.
-    Only experts with pools of their own can have it.
-    Packed: experts' real rows follow each other, ordered by (expert, source, slot). The rows behind
-    the last one are unspecified and must not be read, nor may a result depend on them.
+class Arrived:
+    """What all sources sent to this rank in a forward pass.
 
     Attributes:
-        rows_ND: [N, D].
-        probs_N: at least fp32, 0 in padded rows.
-        kept_SL: int32, real rows per (source, local expert).
-        offsets_LS: int32, where the packed rows of each (local expert, source) end; None for the
-            padded layout.
+        values: the tokens.
+        expert_SPK: int32, local experts of each token, 0 to L - 1; any other number, such as -1, is
+            no expert of this rank.
+        place_SPK: int32, which row of its source for that expert it is, from 0.
+        prob_SPK: at least fp32, the probability; unspecified where there is no expert.
+        count_SL: int32, contiguous: rows of each source for each local expert.
     """
 
-    rows_ND: Tensor
-    probs_N: Tensor
-    kept_SL: Tensor
-    offsets_LS: Tensor | None = None
+    values: Values
+    expert_SPK: Tensor
+    place_SPK: Tensor
+    prob_SPK: Tensor
+    count_SL: Tensor
 
 
-class Exchange(Protocol):
-    """Six stages in the order of their use. An exchange keeps nothing on `self` but buffers.
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where the rows of one pass lie at their experts.
 
     Attributes:
-        packed: whether `ExpertInput` is packed.
-        num_sources: S.
+        segments: offsets of every (local expert, source), and tiles.
+        row_SPK: int32, the row of each choice; -1 where it is no choice of this rank, -2 where it
+            found no room. Rows count from the beginning of the store.
+        home_M: stored, int64: where each row goes home, an address; None where sums go home.
     """
 
-    packed: bool
-    num_sources: int
+    segments: Segments
+    row_SPK: Tensor
+    home_M: Tensor | None
 
-    def prepare(
-        self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan, num_rows: int
-    ) -> Slots:
-        """Put tokens and their probabilities into slots, on this rank.
 
-        `num_rows`: rows for which the experts of each rank have room (N).
+@dataclass(frozen=True, kw_only=True)
+class Homeward:
+    """A product whose rows, or their sums, go home: `rows @ weight[l].T + prob * bias[l]`.
+
+    Attributes:
+        rows_NI: bf16, the rows of the layout.
+        stored: whether `rows_NI` lies in the store, at the rows' own numbers; else its row 0 is the
+            first row of the pass.
+        weight_LOI: contiguous, or the transpose (1, 2) of a contiguous tensor.
+        bias_LO: None adds nothing.
+        prob_M: stored, fp32; scales the bias.
+        beside_N: fp32, a number beside each row, whose row 0 is the first row of the pass; None if
+            nothing travels beside the rows.
+    """
+
+    rows_NI: Tensor
+    stored: bool
+    weight_LOI: Tensor
+    bias_LO: Tensor | None = None
+    prob_M: Tensor | None = None
+    beside_N: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Home:
+    """What came home: sums [T, D], and the numbers beside the rows, fp32 [T, K], if there are any.
+
+    Numbers are 0 where a token has no choice, or its row found no room.
+    """
+
+    sum_TD: Tensor
+    beside_TK: Tensor | None
+
+
+class Wire(Protocol):
+    """The exchange of one pass of one layer, forward and backward.
+
+    Calls alternate: `open` or `push`, then `home`.
+
+    Attributes:
+        homes_S: int64 on the device, the address at each source of the rows of its choices, [T * K,
+            D]; None where sums go home.
+        besides_S: likewise, of a number for each choice, fp32 [T * K].
+    """
+
+    homes_S: Tensor | None
+    besides_S: Tensor | None
+
+    def open(self, tokens_TD: Tensor, prob_TK: Tensor) -> Arrived:
+        """Send tokens and their plan. `prob_TK`: at least fp32."""
+        ...
+
+    def push(self, values_TD: Tensor) -> Values:
+        """Send a row for every token over the same way, without the plan."""
+        ...
+
+    def home(self, product: Homeward, layout: Layout) -> Home:
+        """Compute a product on a GPU and bring home its rows, summed for every token.
+
+        A token's rows are added in ascending expert order (of one rank first, where sums travel),
+        in at least fp32. Rows without room count as zero.
         """
         ...
 
-    def move(self, outgoing: Slots) -> Slots:
-        """Send slots to the ranks of their experts."""
+
+class Exchange(Protocol):
+    """The exchange of a layer; keeps nothing on `self` but buffers.
+
+    Attributes:
+        kind: for logs.
+        num_sources: S.
+    """
+
+    kind: str
+    num_sources: int
+
+    def start(self, plan: Plan, tokens_TD: Tensor, num_slots: int) -> Wire:
+        """Begin a pass.
+
+        Args:
+            plan: the plan of these tokens.
+            tokens_TD: its shape, dtype and device are read.
+            num_slots: slots of a source on the wire (P) where not every token has one.
+        """
         ...
-
-    def arrange(self, incoming: Slots) -> ExpertInput:
-        """Bring slots into the order that experts read."""
-        ...
-
-    def disarrange(self, out_ND: Tensor, offsets_LS: Tensor | None) -> Slots:
-        """Bring the experts' output, laid out as their input was, back into slots."""
-        ...
-
-    def move_back(self, outgoing: Slots) -> Slots:
-        """Send slots back to the ranks of their tokens."""
-        ...
-
-    def combine(self, incoming: Slots, plan: DispatchPlan, offsets_LS: Tensor | None) -> Tensor:
-        """Sum the slots of every token: [T, D]. `offsets_LS` are those of the input."""
-        ...
-
-
-class PackedAtOnce:
-    """The middle stages of an `Exchange` whose `prepare` already packs rows for the experts."""
-
-    packed = True
-
-    def move(self, outgoing: Slots) -> Slots:
-        """Return the slots: `prepare` already placed the rows."""
-        return outgoing
-
-    def disarrange(self, out_ND: Tensor, offsets_LS: Tensor | None) -> Slots:
-        """Return the same rows, [1, N, D]."""
-        return Slots(rows_MPD=out_ND[None])
-
-    def move_back(self, outgoing: Slots) -> Slots:
-        """Return the slots: `combine` moves the rows back, since it has the plan."""
-        return outgoing

@@ -6,6 +6,10 @@ has the kernels of the `ops` module of the same name; `gemm` has the products of
 `direct` the kernels of `exchange.direct`.
 """
 
+from dataclasses import dataclass
+
+from torch import Tensor
+
 # Rows of a tile of a grouped product, and the most tiles of one expert that are computed before the
 # next columns of a large weight are: see `gemm`. Shared with ops, as what follows.
 ROWS_OF_TILE = 128
@@ -25,3 +29,31 @@ SCALARS = (
     "num_unplaced",
     "idle_passes",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Where the rows of each expert lie: from `offsets[l * S]` to `offsets[(l + 1) * S]`.
+
+    Offsets are on the device, and so is the first of them, the base: the rows of a pass may begin
+    anywhere in a store. An operand is either stored (its row n is row n of the store) or loose (its
+    row 0 is row `base`). Rows outside of the offsets are never read nor written.
+
+    Attributes:
+        offsets: contiguous int32 [L * S + 1], ascending: where each (expert, source) begins; the
+            last is where all end.
+        num_experts: L.
+        num_rows: the most rows of a pass (N); launches and loose tensors have this size.
+        tiles: int32 [1 + most tiles, 4], the tiles of rows that products compute: see `gemm`; None
+            where no product is computed.
+    """
+
+    offsets: Tensor
+    num_experts: int
+    num_rows: int
+    tiles: Tensor | None = None
+
+    @property
+    def num_sources(self) -> int:
+        """Sources of each expert's rows (S)."""
+        return (self.offsets.numel() - 1) // self.num_experts
