@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 4096  # Elements of the map that a program holds at once.
-_MAX_BLOCKS = 256  # Blocks of tokens, whose counts one program adds up.
+_MAX_BLOCKS = 128  # Blocks of tokens, whose counts one program adds up.
 
 
 def plan(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -97,7 +97,7 @@ def _place_kernel(
     """Write the places of a block's tokens; the last block also writes the counts of all."""
     block = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
-    placed = _sum_of_blocks(counts, block, num_experts, BLOCK_T, BLOCK_E)
+    placed = _sum_of_blocks(counts, block, num_experts, 2 * BLOCK_T, BLOCK_E)
     start = block * tokens_per_block
     for begin in range(start, tl.minimum(num_tokens, start + tokens_per_block), BLOCK_T):
         t = begin + tl.arange(0, BLOCK_T)
@@ -110,7 +110,8 @@ def _place_kernel(
     num_blocks = tl.num_programs(0)
     if block == num_blocks - 1:
         tl.store(kept_of + e, placed, mask=e < num_experts)
-        unplaced = _sum_of_blocks(counts + num_experts, num_blocks, num_experts, BLOCK_T, BLOCK_E)
+        counts += num_experts
+        unplaced = _sum_of_blocks(counts, num_blocks, num_experts, 2 * BLOCK_T, BLOCK_E)
         tl.store(unplaced_of + e, unplaced, mask=e < num_experts)
 
 
@@ -204,7 +205,7 @@ def _spread_kernel(
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)[None, :]
     spread = tl.zeros((BLOCK_T, BLOCK_E), dtype=grad_of.dtype.element_ty)
-    for k in range(TOP_K):
+    for k in tl.static_range(TOP_K):
         expert = tl.load(expert_of + t * TOP_K + k, mask=t < num_tokens, other=-1)
         value = tl.load(grad_of + t * TOP_K + k, mask=expert >= 0, other=0.0)
         spread = tl.where(expert[:, None] == e, value[:, None], spread)

@@ -9,7 +9,7 @@ from hypothesis import given
 from torch import Tensor
 
 from padded_dispatch.kernels import plan
-from padded_dispatch.routing.plan import choice_probs, plan_in_torch
+from padded_dispatch.routing.plan import _ChoiceProbs, choice_probs, plan_in_torch
 from tests.support.device import DEVICE, equal, few, here
 from tests.support.routing_cases import RoutingCase, routing_cases
 from tests.support.routings import routing_map
@@ -75,12 +75,14 @@ def test_probs_and_their_gradient(monkeypatch, num_tokens, num_experts, top_k, d
     probs_TE = torch.rand(num_tokens, num_experts, generator=generator, dtype=dtype)
     probs_TE = probs_TE.masked_fill(~map_TE, torch.nan).requires_grad_()
     expected_TK = choice_probs(probs_TE, expert_TK)
-    prob_TK = plan.choice_probs(here(probs_TE.detach()), here(expert_TK))
+    here_TE = here(probs_TE.detach()).requires_grad_()
+    prob_TK = _ChoiceProbs.apply(here_TE, here(expert_TK))
     grad_TK = torch.randn(num_tokens, top_k, generator=generator, dtype=expected_TK.dtype)
     grad_TK[expert_TK < 0] = torch.nan
     expected_TK.backward(grad_TK)
     assert probs_TE.grad is not None
-    grads = here(grad_TK), here(expert_TK), num_experts
-    equal((prob_TK, expected_TK.detach()))
-    equal((plan.spread_probs(*grads, dtype=dtype), probs_TE.grad))
-    equal((plan.spread_probs(*grads).to(dtype), probs_TE.grad))
+    prob_TK.backward(here(grad_TK))
+    equal((prob_TK.detach(), expected_TK.detach()), (here_TE.grad, probs_TE.grad))
+    wide_TE = plan.spread_probs(here(grad_TK), here(expert_TK), num_experts)
+    assert wide_TE.dtype == grad_TK.dtype
+    equal((wide_TE.to(dtype), probs_TE.grad))
