@@ -127,6 +127,7 @@ class Room:
         first: whether rows begin at 0 whatever `top` says.
         limit: the row of the store that must not be reached.
         most: the most rows of this pass (N).
+        share: rows of this pass in perfect balance.
         later: rows that the passes which follow are sure to have, for the figure of need.
         stack: whose rows they are; None where nothing stays.
         entry: the mark on it, which lives until backward is done.
@@ -134,6 +135,7 @@ class Room:
 
     limit: int
     most: int
+    share: int
     top: Tensor | None = None
     first: bool = True
     later: int = 0
@@ -241,6 +243,7 @@ class _Stacked:
         return Room(
             limit=num_rows - later,
             most=min(config.most_rows(num_tokens), max(num_rows, 5 * share)),
+            share=share,
             top=stack.top,
             first=last < 0,
             later=later,
@@ -252,21 +255,23 @@ class _Stacked:
 @dataclass(frozen=True, kw_only=True)
 class _Scratch:
     num_rows: int
+    share: int
 
     def take(self, count_SL: Tensor) -> Room:
-        return Room(limit=self.num_rows, most=self.num_rows)
+        return Room(limit=self.num_rows, most=self.num_rows, share=self.share)
 
 
 class _Fitting:
     def take(self, count_SL: Tensor) -> Room:
         num_rows = max(1, int(count_SL.sum()))
-        return Room(limit=num_rows, most=num_rows)
+        return Room(limit=num_rows, most=num_rows, share=num_rows)
 
 
 def scratch(config: DispatchConfig, num_tokens: int) -> Rooms:
     """Return rooms that keep nothing, of a size that follows from the config and T."""
-    most = max(config.rows(num_tokens), 5 * config.share(num_tokens))
-    return _Scratch(num_rows=min(config.most_rows(num_tokens), most))
+    share = config.share(num_tokens)
+    most = max(config.rows(num_tokens), 5 * share)
+    return _Scratch(num_rows=min(config.most_rows(num_tokens), most), share=share)
 
 
 def fitting() -> Rooms:

@@ -24,7 +24,9 @@ def nan(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def segments(offsets: list[int], num_experts: int, num_rows: int) -> Segments:
-    return Segments(offsets=ints(offsets), num_experts=num_experts, num_rows=num_rows)
+    return Segments(
+        offsets=ints(offsets), num_experts=num_experts, num_rows=num_rows, num_expected=num_rows
+    )
 
 
 def addresses(*buffers: Tensor) -> Tensor:
