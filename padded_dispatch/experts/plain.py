@@ -144,9 +144,7 @@ def run(
     room, counters = call.rooms.take(arrived.count_SL), call.counters
     counted: dict[str, Any] = {} if counters is None else counters.of_receiver()
     offsets, level, before = store_offsets(arrived.count_SL, room, **counted)
-    row_SPK = rows_of_choices(
-        arrived.expert_SPK, arrived.place_SPK, offsets, level, num_experts
-    )
+    row_SPK = rows_of_choices(arrived.expert_SPK, arrived.place_SPK, offsets, level, num_experts)
     if counters is not None:
         counters.add_lost(prob_SPK.detach()[row_SPK == -2])
     _, choice_N = choices_of_rows(row_SPK)
