@@ -92,7 +92,8 @@ class Collectives:
         else:
             probs_TRL = probs_TE.detach().unflatten(1, by_rank.shape[1:])
             largest_TR = torch.where(by_rank, probs_TRL, -torch.inf).amax(2)
-            order_TR = largest_TR.argsort(0, descending=True, stable=True)
+            largest_TR = largest_TR + 0.0  # A radix sort puts -0.0 behind 0.0.
+            order_TR = largest_TR.argsort(dim=0, descending=True, stable=True)
             stays_TR = torch.zeros_like(asks_TR).scatter_(0, order_TR[:num_slots], True)
         kept = by_rank & stays_TR[..., None]
         struck = (map_TE.sum(dtype=torch.int32) - kept.sum(dtype=torch.int32)).view(1)
