@@ -1,7 +1,7 @@
 """The layout: imports point down only, and every test file has the name of its source file.
 
-The core never imports Megatron or Transformer Engine. `pytest tests/ops/test_rows*.py` runs all
-tests of padded_dispatch/ops/rows.py.
+The core never imports Megatron or Transformer Engine. `pytest tests/kernels/test_rows*.py` runs all
+tests of padded_dispatch/kernels/rows.py.
 """
 
 import ast
@@ -13,9 +13,10 @@ LAYERS = (  # Low to high; modules on one line do not import each other.
     "config",
     "utils",
     "kernels",
-    "ops",
-    "exchange experts telemetry trace",
-    "dispatcher recorder",
+    "routing",
+    "exchange counters trace",
+    "experts recorder",
+    "dispatcher",
     "tune",
     "megatron",
     "bench train",

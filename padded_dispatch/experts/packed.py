@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 from padded_dispatch.exchange import Homeward, Layout, Values
 from padded_dispatch.experts import Call, ExpertWeights
 from padded_dispatch.experts.activation import Activation
-from padded_dispatch.kernels import Segments, activation as curves, gemm, grouped, layout, rows
+from padded_dispatch.kernels import Segments, gemm, grouped, layout, rows
+from padded_dispatch.kernels import activation as curves
 from padded_dispatch.utils.nvtx import nvtx_range
 
 

@@ -12,7 +12,6 @@ Letters: L local experts, S sources, N the most rows of a pass.
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
