@@ -81,7 +81,7 @@ def test_imports_point_down():
 def test_an_import_that_points_up_is_found(tmp_path):
     (tmp_path / "utils.py").write_text("from padded_dispatch.routing import kept_map")
     (tmp_path / "kernels.py").write_text(
-        "import megatron.core\nfrom padded_dispatch import ops\nfrom . import config\n"
+        "import megatron.core\nfrom padded_dispatch import routing\nfrom . import config\n"
         "def late():\n    import transformer_engine\n"
         "from padded_dispatch.config import Policy\nimport torch\n"
     )
