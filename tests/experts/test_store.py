@@ -1,4 +1,4 @@
-"""Stacks of a store: which one a call takes, where its rows may lie, and when they are given back."""
+"""Stacks of a store: which one a call takes, where its rows may lie, and when they end."""
 
 import torch
 from torch import Tensor
