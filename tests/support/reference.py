@@ -161,8 +161,9 @@ class Store:
 
     @property
     def need(self) -> int:
-        """Rows of a store that would have held every layer so far."""
-        return sum(self.asked_Y) + self.later(len(self.asked_Y) - 1)
+        """Rows of a store that would have held every layer so far, with what is left to others."""
+        layers = range(len(self.asked_Y))
+        return max(sum(self.asked_Y[: layer + 1]) + self.later(layer) for layer in layers)
 
 
 def found_room(map_STE: NDArray, levels_R: Sequence[float]) -> NDArray:
