@@ -55,8 +55,7 @@ def store_offsets(
     Example: `count = [[3, 1], [2, 0]]`, `top = [4, 4]`, limit 8: 6 rows, room for 4, hence w = 1,
     offsets `[4, 5, 6, 7, 7]`, level 1, before 4, and `top = [7, 10]`.
     """
-    begins_at_0 = room.first or room.top is None
-    base, asked = (0, 0) if begins_at_0 else room.top.tolist()
+    base, asked = (0, 0) if room.first or room.top is None else room.top.tolist()
     total, space = int(count_SL.sum()), min(room.limit - base, room.most)
     level = NO_LEVEL
     if total > space:

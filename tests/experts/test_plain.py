@@ -190,7 +190,7 @@ def test_layers_one_after_the_other(num_ranks, etp_size, mode):
     if mode == "store":
         assert want[0].need > 3 * config.rows(13), "a larger store would have held more"
     elif mode != "fitting" and num_ranks == 8:
-        assert want[0].kept_Y[0] == 5 * config.share(13) < config.most_rows(13)
+        assert want[0].kept_Y[0] <= 5 * config.share(13) < want[0].need
 
 
 @pytest.mark.parametrize(

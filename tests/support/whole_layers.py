@@ -77,8 +77,8 @@ def make_case(
     """Draw a case with a layer for each routing.
 
     thin: 0 to K experts per token. hot: one expert is asked for by all. one rank: all rows go to
-    rank 0, as many as can. idle rank: no row goes to the last. idle source: the last source has none. masked: some
-    tokens, and all of source 0, are padding. none: no row at all.
+    rank 0, as many as can. idle rank: no row goes to the last. idle source: the last source has
+    none. masked: some tokens, and all of source 0, are padding. none: no row at all.
     """
     generator = np.random.default_rng(seed)
     activation = activation or Activation()
