@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padded_dispatch import Activation, DispatchConfig, ExpertWeights
+from padded_dispatch.experts.activation import activate
+from padded_dispatch.experts.padded import ExpertInput
 from padded_dispatch.experts.store import Store
 from tests.support import reference
 from tests.support.grids import poisoned_memory
@@ -52,6 +54,7 @@ class Found:
     """What one source finds: its output and gradients, those of weights as its experts' shard.
 
     `kept_Y`: rows that its experts kept in each layer; `need`: those that would have held all.
+    Both are 0 for cells, where each source counts.
     """
 
     out_TD: Any
@@ -76,8 +79,8 @@ def make_case(
     """Draw a case with a layer for each routing.
 
     thin: 0 to K experts per token. hot: one expert is asked for by all. one rank: all rows go to
-    rank 0. idle rank: no row goes to the last. idle source: the last source has none. masked: some
-    tokens, and all of source 0, are padding. none: no row at all.
+    rank 0, as many as can. idle rank: no row goes to the last. idle source: the last source has
+    none. masked: some tokens, and all of source 0, are padding. none: no row at all.
     """
     generator = np.random.default_rng(seed)
     activation = activation or Activation()
@@ -100,7 +103,7 @@ def make_case(
             probs_STE=probs,
             mask_ST=mask_ST,
             weights={
-                name: generator.normal(size=(shards, config.num_experts, *shape))
+                name: generator.normal(size=(shards, config.num_experts, *shape)) / shape[-1] ** 0.5
                 for name, shape in shapes.items()
             },
         )
@@ -122,8 +125,7 @@ def _map(config: DispatchConfig, routing: str, source: int, num_tokens: int, see
         skew = "none"
     map_TE = routing_map(num_tokens, experts, config.top_k, skew=skew, seed=seed)
     if routing == "one rank":
-        map_TE[:, local:] = False
-        map_TE[:, 0] = True
+        map_TE[:] = np.arange(experts) < min(config.top_k, local)
     if routing == "idle rank":
         map_TE[:, -local:] = False
     return thin_out(map_TE, share=0.3, seed=seed) if routing == "thin" else map_TE
@@ -153,9 +155,7 @@ def rows_on_the_wire(case: Case, layer: Layer) -> NDArray:
     config, sizes = case.config, Sizes(case.config, case.tokens_STD.shape[1])
     cells = config.capacity_pool == "expert" and sizes.drops
     rows = []
-    for map_TE, probs_TE, mask_T in zip(
-        layer.map_STE, layer.probs_STE, layer.mask_ST, strict=True
-    ):
+    for map_TE, probs_TE, mask_T in zip(layer.map_STE, layer.probs_STE, layer.mask_ST, strict=True):
         capacity = sizes.capacity if cells else len(map_TE)
         given = dict(capacity=capacity, policy=config.policy, mask_T=mask_T)
         kept_TE = reference.select(map_TE, probs_TE, **given).kept_TE
@@ -168,27 +168,25 @@ def expected(case: Case, *, keeps: bool = True) -> list[Found]:
     """Return what each source must find; `keeps`: in one store of all layers, else in scratch."""
     config, (_, num_tokens, _) = case.config, case.tokens_STD.shape
     ranks, sizes = config.num_ranks, Sizes(config, num_tokens)
-    most = min(sizes.most, max(len(case.layers) * sizes.rows, 5 * sizes.share))
-    if not sizes.drops:
-        most = sizes.most
+    num_layers = len(case.layers) if keeps else 1
+    of_cells = config.capacity_pool == "expert"
+    if of_cells:
+        sizes.rows = sizes.most  # Sources chose them already.
+    most = min(sizes.most, max(num_layers * sizes.rows, 5 * sizes.share))
+    rows = sizes.rows if keeps else most
 
-    def store(num_layers: int) -> reference.Store:
-        rows = sizes.rows if keeps else most
+    def new_stores() -> list[reference.Store]:
         of_layers = [[one] * num_layers for one in (rows, sizes.share, most)]
-        return reference.Store(*of_layers)
+        return [reference.Store(*of_layers) for _ in range(ranks)]
 
-    if config.capacity_pool == "expert":
-        sizes.rows = sizes.most  # Their rows are chosen; the store's share of them never overflows.
-    num_layers = len(case.layers)
-    stores = [store(num_layers) for _ in range(ranks)]
+    stores, need_R = new_stores(), [0] * ranks
     given, rows_Y, kept_YR = [case.tokens_STD], [], []
     for layer in case.layers:
         if not keeps:
-            stores = [store(1) for _ in range(ranks)]
+            stores = new_stores()
         map_STE = rows_on_the_wire(case, layer)
-        levels = [
-            stores[r].keep(reference.counts(map_STE, r, ranks)) for r in range(ranks)
-        ]
+        levels = [stores[r].keep(reference.counts(map_STE, r, ranks)) for r in range(ranks)]
+        need_R = [max(need, one.need) for need, one in zip(need_R, stores, strict=True)]
         rows_Y.append(reference.found_room(map_STE, levels))
         kept_YR.append([one.kept_Y[-1] for one in stores])
         of_layer = layer.probs_STE, rows_Y[-1], layer.weights, case.activation
@@ -207,8 +205,8 @@ def expected(case: Case, *, keeps: bool = True) -> list[Found]:
             grad_tokens_TD=grad_STD[s],
             grad_probs_YTE=[probs[s] for probs, _ in backward],
             grad_weights_Y=[_shard(config, grads, s) for _, grads in backward],
-            kept_Y=[of_ranks[s % ranks] for of_ranks in kept_YR],
-            need=stores[s % ranks].need,
+            kept_Y=[0 if of_cells else of_ranks[s % ranks] for of_ranks in kept_YR],
+            need=0 if of_cells else need_R[s % ranks],
         )
         for s in range(config.num_sources)
     ]
@@ -307,6 +305,44 @@ def _same(found: Tensor | None, wanted: NDArray, what: str) -> None:
         atol=1e-10,
         msg=lambda text: f"{what}: {text}",
     )
+
+
+class _Poison(torch.autograd.Function):
+    """NaN in rows that are not real: of the values, or of their gradient in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, is_real_N: Tensor, forward: bool) -> Tensor:
+        ctx.given = is_real_N, forward
+        return _with_nan(values, is_real_N) if forward else values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        is_real_N, forward = ctx.given
+        padded = grads[0][~is_real_N]
+        assert not forward or torch.equal(padded, torch.zeros_like(padded)), "exactly zero"
+        return (grads[0] if forward else _with_nan(grads[0], is_real_N)), None, None
+
+
+def _with_nan(values: Tensor, is_real_N: Tensor) -> Tensor:
+    return torch.where(is_real_N.view(-1, *[1] * (values.ndim - 1)), values, torch.nan)
+
+
+def padded_experts(given: ExpertInput, weights: ExpertWeights, activation: Activation) -> Tensor:
+    """Compute experts that read padded rows, and leave NaN in their output and gradients."""
+    num_sources, num_experts = given.count_SL.shape
+    c_C = torch.arange(given.capacity)
+    is_real_N = (c_C < given.count_SL.T.reshape(num_experts, num_sources, 1)).flatten()
+    rows_ND = _Poison.apply(given.rows_ND, is_real_N, False)
+    probs_N = _Poison.apply(given.probs_N, is_real_N, False)
+    out = []
+    by_expert = zip(rows_ND.chunk(num_experts), probs_N.chunk(num_experts), strict=True)
+    for e, (rows, probs) in enumerate(by_expert):
+        biases = weights.fc1_bias_LG, weights.fc2_bias_LD
+        fc1_bias, fc2_bias = (None if bias is None else bias[e] for bias in biases)
+        hidden = activate(rows @ weights.fc1_LGD[e].T, probs, activation, fc1_bias)
+        product = hidden @ weights.fc2_LDF[e].T
+        out.append(product if fc2_bias is None else product + probs[:, None] * fc2_bias)
+    return _Poison.apply(torch.cat(out), is_real_N, True)
 
 
 def stacks_are_empty(store: Store) -> bool:
