@@ -50,7 +50,7 @@ class Calls:
     """
 
     def __init__(self, chunk: Chunk, numbers: list[int]) -> None:
-        self._chunk, self._numbers = chunk, numbers
+        self._chunk, self._numbers, self.store = chunk, numbers, chunk.store
 
     def rooms(self, tokens_TD: torch.Tensor, fc1_width: int, *, logs: bool) -> Rooms | None:
         """Return the rooms of a pass with gradients; None if none were expected.

@@ -28,7 +28,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
@@ -37,9 +36,8 @@ from padded_dispatch.counters import Counters
 from padded_dispatch.exchange import Wire
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import choose
-from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.experts import Call, padded
-from padded_dispatch.experts.store import Rooms, fitting, scratch
+from padded_dispatch.experts.store import Rooms, Store, fitting, scratch
 from padded_dispatch.megatron.chunks import Calls, join
 from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import (
@@ -85,12 +83,14 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         experts: the layer's experts, which belong to the class: see `dispatcher_for`.
 
     Attributes:
+        store: where the rows of training passes lie, with those of other layers; None if nowhere.
         kept_inputs: nodes of Megatron's combined schedule whose inputs must not be freed.
 
     Raises:
         ValueError: names every setting that the padded path does not support.
     """
 
+    store: Store | None = None
     kept_inputs: tuple[str, ...] = ("moe_dispatch", "mlp")
 
     def __init__(
@@ -118,20 +118,19 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         )
         self.agreement = Agreement(self.ep_group, self.tp_group)
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-        self._device = torch.device(device)
         self.exchange, reason = choose(
             self.dispatch_config,
             self.ep_group,
             self.tp_group,
             kind=self._options.exchange,
             packed=chosen.packed,
-            device=self._device,
+            device=torch.device(device),
         )
         self.chosen = {"experts": "packed" if chosen.packed else "module"}
         self.chosen |= {"exchange": self.exchange.kind}
         rank = self.ep_group.rank()
-        self.counters = Counters(self.configs.training, device, rank)
-        self.eval_counters = Counters(self.configs.evaluation, device, rank)
+        self.counters = Counters(self.configs.training, device, rank=rank)
+        self.eval_counters = Counters(self.configs.evaluation, device, rank=rank)
         self.shared_overlap: SharedExpertOverlap | None = None
         self.expert_SBK: Tensor | None = None
         self.place_SBK: Tensor | None = None
@@ -201,10 +200,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self.shared_overlap.start(tokens)
         counters = self._counters_now()
         num_slots = config.wire_slots(shape.numel())
-        if num_slots < shape.numel() and isinstance(self.exchange, Collectives):
-            routing_map, num_struck = self.exchange.strike(routing_map, probs, num_slots)
-            if counters is not None:
-                counters.struck += num_struck.squeeze()
+        routing_map, struck = self.exchange.strike(routing_map, probs, num_slots)
+        if counters is not None and struck is not None:
+            counters.struck += struck.squeeze()
         plan = make_plan(routing_map, top_k=config.top_k)
         if counters is not None:
             counters.add_unplaced(plan.unplaced_E)
@@ -236,19 +234,10 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     def _wire(self, plan: Plan, tokens_TD: Tensor) -> Wire:
         """Begin the exchange of a pass."""
-        config, num_tokens = self.dispatch_config, len(tokens_TD)
-        num_slots = config.wire_slots(num_tokens)
-        if config.fits and not self.configs.in_training:
-            num_slots = self._most_tokens(num_tokens)
+        num_slots = self.dispatch_config.wire_slots(len(tokens_TD))
+        if self.dispatch_config.fits and not self.configs.in_training:
+            num_slots = self.agreement.largest(num_slots)  # Ranks generate text of other lengths.
         return self.exchange.start(plan, tokens_TD, num_slots)
-
-    def _most_tokens(self, num_tokens: int) -> int:
-        """Return the most tokens of a rank: in eager text generation each may have another T."""
-        most = torch.tensor(num_tokens, device=self._device)
-        for group in (self.ep_group, self.tp_group):
-            if group.size() > 1:
-                dist.all_reduce(most, dist.ReduceOp.MAX, group)
-        return int(most)
 
     def _announce(self, config: DispatchConfig, tokens_TD: Tensor) -> None:
         """Check and log what the first pass with a config and a T shows."""
@@ -293,6 +282,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             self._calls = join(
                 self.config, number, lambda: self.configs.training, self._pipeline, *key
             )
+            self.store = self._calls.store
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Pass tokens on."""
@@ -364,6 +354,7 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             plan,
             capacity=None if config.fits else config.capacity(len(tokens_TD)),
             num_local_experts=config.num_local_experts,
+            alignment=config.alignment,
         )
         counters = self._counters_now()
         if counters is not None:
