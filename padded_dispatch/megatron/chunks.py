@@ -71,8 +71,8 @@ class Calls:
         num_rows = chunk.store.num_rows(num_tokens)
         size = Buffers.num_bytes(num_rows, width, fc1_width, element_size) / 2**30
         log_once(
-            f"padded dispatch: one store for the rows of {chunk.num_calls} layers at {num_tokens} "
-            f"tokens per rank: {num_rows} rows, {size:.2f} GiB for each micro-batch in flight"
+            f"padded dispatch: {chunk.num_calls} layers at {num_tokens} tokens per rank share a "
+            f"store of {num_rows} rows, {size:.2f} GiB for each micro-batch in flight"
         )
 
 

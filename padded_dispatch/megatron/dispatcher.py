@@ -431,7 +431,7 @@ def announce(
     """Log once per shape what it costs to drop nothing, and raise if it cannot fit.
 
     Args:
-        config: nothing happens unless its factor is `NO_DROP`.
+        config: nothing happens unless its factor is `NO_DROP`, nor if balance needs as much.
         tokens_TD: [T, D].
         num_rows: rows for which one layer has room.
         logs: this rank logs.
@@ -441,13 +441,13 @@ def announce(
         ValueError: when one layer's rows exceed the whole memory of the device; the same on all
             ranks, which have compared everything that decides it.
     """
-    if config.capacity_factor != NO_DROP:
+    share = config.share(len(tokens_TD))
+    if config.capacity_factor != NO_DROP or num_rows <= share:
         return
     size = num_rows * tokens_TD.shape[1] * tokens_TD.element_size()
-    ratio = num_rows / config.share(len(tokens_TD))
     cost = (
         "a capacity factor of NO_DROP (moe_expert_capacity_factor=None) drops nothing and keeps "
-        f"room for {num_rows} rows in each layer, {size / 2**30:.2f} GiB before fc1: {ratio:.1f} "
+        f"room for {num_rows} rows in each layer, {size / 2**30:.2f} GiB before fc1: {num_rows / share:.1f} "
         "times as many as in perfect balance"
     )
     if tokens_TD.is_cuda:
