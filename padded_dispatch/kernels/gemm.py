@@ -446,7 +446,7 @@ def _multiply_rows(
 ) -> None:
     num_experts, width_out, width_in = out_LOI.shape
     if tiles is None:
-        tiles = gradient_tiles(segments.num_rows, num_experts, adds)
+        tiles = gradient_tiles(segments.num_expected, num_experts, adds)
     half = [1, tiles.rows, tiles.columns // 2]
     _weight_gradients_kernel[(tiles.programs * multiprocessors(rows.device),)](
         _packed(grad, tiles.inner, tiles.rows),

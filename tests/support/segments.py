@@ -22,7 +22,10 @@ def segments_of(
         )
     offsets = torch.cat([torch.tensor([base]), base + count_LS.flatten().cumsum(0)])
     return Segments(
-        offsets=here(offsets.int()), num_experts=len(counts), num_rows=sum(counts) + spare
+        offsets=here(offsets.int()),
+        num_experts=len(counts),
+        num_rows=sum(counts) + spare,
+        num_expected=sum(counts),
     )
 
 
