@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from padded_dispatch.config import PoolSizes, require
+from padded_dispatch.config import CapacityPool, require
 from padded_dispatch.routing.select import Selection
 from padded_dispatch.trace import HEADER_BYTES, Trace, append, record_bytes
 
@@ -54,7 +54,7 @@ class RoutingBuffer:
 
     @torch.no_grad()
     def observe(
-        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, sizes: PoolSizes
+        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, kept_here: bool
     ) -> None:
         """Append one micro-batch and discard the first: see `RoutingObserver`.
 
@@ -104,13 +104,14 @@ class Recording:
     """Settings of a recording.
 
     `num_experts` (E). `num_ranks`: sources that share an expert-parallel group. `rank`: this one
-    among all sources, see `Trace`. `every`: steps between two records of a layer. `num_steps`:
+    among all sources, see `Trace`. `capacity_pool`: of the run. `every`: steps between two records of a layer. `num_steps`:
     until the end of the run. `max_bytes`: of the file.
     """
 
     num_experts: int
     num_ranks: int
     rank: int
+    capacity_pool: CapacityPool
     every: int
     num_steps: int
     max_bytes: int
@@ -197,6 +198,7 @@ class TraceRecorder:
             ranks=np.full(num_records, self._recording.rank, np.int32),
             ids_NTK=ids_NTK,
             probs_NTK=probs_NTK,
+            capacity_pool=self._recording.capacity_pool,
         )
         append(step, self._file)
         self._pending = None
