@@ -104,8 +104,8 @@ class Recording:
     """Settings of a recording.
 
     `num_experts` (E). `num_ranks`: sources that share an expert-parallel group. `rank`: this one
-    among all sources, see `Trace`. `capacity_pool`: of the run. `every`: steps between two records of a layer. `num_steps`:
-    until the end of the run. `max_bytes`: of the file.
+    among all sources, see `Trace`. `capacity_pool`: of the run. `every`: steps between two records
+    of a layer. `num_steps`: until the end of the run. `max_bytes`: of the file.
     """
 
     num_experts: int

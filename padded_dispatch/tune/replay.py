@@ -218,14 +218,14 @@ def _needed(
         most = demand.counts.max((2, 3)) / demand.mean_rows
         return most.max(1), most.max(0)
     share = config.share(demand.num_tokens)
-    rows = _cells(demand.counts, config).sum(-1) / share  # [passes, layers, R]
+    rows = _cells(demand.counts, config).sum(-1)  # [passes, layers, R]
     needed = []
     for stack in stacks:
         sums = rows[:, stack].cumsum(1)
         number = np.arange(1, sums.shape[1] + 1)[:, None]
         last = number[-1, 0]
         # Up to factor 1 each layer has its part for itself; beyond, later ones keep one share.
-        below = (sums / number).max((1, 2))
-        beyond = ((sums + last - number) / last).max((1, 2))
+        below = (sums / (number * share)).max((1, 2))
+        beyond = (sums + (last - number) * share).max((1, 2)) / (last * share)
         needed.append(np.where(below <= 1, below, beyond))
-    return np.max(needed, axis=0), rows.max((0, 2))
+    return np.max(needed, axis=0), rows.max((0, 2)) / share
