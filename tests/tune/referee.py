@@ -36,9 +36,7 @@ def kept_in_stores(
         for i, layer in enumerate(counts):
             later = sum(min(share, of_layer) for _ in counts[i + 1 :])
             room = min(rows_of_store - later - base, min(most, max(rows_of_store, 5 * share)))
-            cells = [
-                rows for source in layer for rows in source[rank * local : (rank + 1) * local]
-            ]
+            cells = [rows for source in layer for rows in source[rank * local : (rank + 1) * local]]
             rows = sum(cells)
             if rows > room:
 
