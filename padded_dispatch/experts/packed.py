@@ -11,6 +11,7 @@ Pushes and returns alternate, and each ends with a barrier of all ranks (`exchan
 nothing is overwritten early). So backward always brings gradients home, whoever wants them.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -61,13 +62,13 @@ class _Pass(torch.autograd.Function):
             **kept,
         )
         num_experts, fc1_width, width = fc1_LGD.shape
-        segments = Segments(offsets=found.offsets, num_experts=num_experts, num_rows=room.most)
         segments = Segments(
             offsets=found.offsets,
             num_experts=num_experts,
             num_rows=room.most,
-            tiles=gemm.row_tiles(segments),
+            num_expected=room.share,
         )
+        segments = dataclasses.replace(segments, tiles=gemm.row_tiles(segments))
         buffers = room.buffers(width, fc1_width, tokens_TD.dtype, tokens_TD.device)
         home_M = None if wire.homes_S is None else buffers.home_M
         row_SPK = rows.place_rows(

@@ -16,7 +16,8 @@ factor 1.
 
 Base and top never reach the host. It mirrors which calls have rows in which stack: a call takes the
 stack that an earlier call of its pass used last, else one without rows, whose first call starts at
-0. A pass that broke off gives its stacks back when its autograd nodes are gone.
+0. A pass that broke off gives its stacks back when its autograd nodes are gone. What a CUDA graph
+has captured stays with the store, and eager passes keep out of it: replays leave no mark here.
 
 Passes that keep nothing (evaluation, the first pass of recompute) and recompute inside of backward
 have memory of their own: `scratch`, whose room is constant, so that both passes of a recomputed
@@ -81,11 +82,12 @@ class Entry:
 class _Stack:
     """Rows of one micro-batch.
 
-    `entries`: (call number, reference to its entry) of passes whose backward is not done.
+    `captured`: whether a CUDA graph uses it.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.num_rows = num_rows
+        self.captured = False
         self.top = torch.zeros(2, dtype=torch.int32, device=device)
         self._entries: list[tuple[int, weakref.ref[Entry]]] = []
         self._buffers: dict[tuple[int, int, torch.dtype], Buffers] = {}
@@ -125,6 +127,7 @@ class Room:
         first: whether rows begin at 0 whatever `top` says.
         limit: the row of the store that must not be reached.
         most: the most rows of this pass (N).
+        share: rows of this pass in perfect balance.
         later: rows that the passes which follow are sure to have, for the figure of need.
         stack: whose rows they are; None where nothing stays.
         entry: the mark on it, which lives until backward is done.
@@ -132,6 +135,7 @@ class Room:
 
     limit: int
     most: int
+    share: int
     top: Tensor | None = None
     first: bool = True
     later: int = 0
@@ -199,13 +203,21 @@ class Store:
 
     def stack(self, numbers: Sequence[int], num_rows: int, device: torch.device) -> _Stack:
         """Return the stack for the next call of a layer."""
-        found = [stack for stack in self._stacks if -1 < stack.last < numbers[-1]]
-        found = found or [s for s in self._stacks if s.last < 0 and s.num_rows >= num_rows]
+        captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        mine = [stack for stack in self._stacks if stack.captured == captures]
+        found = [stack for stack in mine if -1 < stack.last < numbers[-1]]
+        if not found:
+            # A capture may also take over what eager passes have left.
+            mine = [stack for stack in self._stacks if captures or not stack.captured]
+            mine.sort(key=lambda stack: stack.captured)
+            found = [stack for stack in mine if stack.last < 0]
+            for small in [one for one in found if one.num_rows < num_rows and not one.captured]:
+                self._stacks.remove(small)
+            found = [stack for stack in found if stack.num_rows >= num_rows]
+        stack = found[-1] if found else _Stack(num_rows, device)
         if found:
-            stack = found[-1]
             self._stacks.remove(stack)
-        else:
-            stack = _Stack(num_rows, device)
+        stack.captured = captures
         self._stacks.append(stack)
         return stack
 
@@ -231,6 +243,7 @@ class _Stacked:
         return Room(
             limit=num_rows - later,
             most=min(config.most_rows(num_tokens), max(num_rows, 5 * share)),
+            share=share,
             top=stack.top,
             first=last < 0,
             later=later,
@@ -242,21 +255,23 @@ class _Stacked:
 @dataclass(frozen=True, kw_only=True)
 class _Scratch:
     num_rows: int
+    share: int
 
     def take(self, count_SL: Tensor) -> Room:
-        return Room(limit=self.num_rows, most=self.num_rows)
+        return Room(limit=self.num_rows, most=self.num_rows, share=self.share)
 
 
 class _Fitting:
     def take(self, count_SL: Tensor) -> Room:
         num_rows = max(1, int(count_SL.sum()))
-        return Room(limit=num_rows, most=num_rows)
+        return Room(limit=num_rows, most=num_rows, share=num_rows)
 
 
 def scratch(config: DispatchConfig, num_tokens: int) -> Rooms:
     """Return rooms that keep nothing, of a size that follows from the config and T."""
-    most = max(config.rows(num_tokens), 5 * config.share(num_tokens))
-    return _Scratch(num_rows=min(config.most_rows(num_tokens), most))
+    share = config.share(num_tokens)
+    most = max(config.rows(num_tokens), 5 * share)
+    return _Scratch(num_rows=min(config.most_rows(num_tokens), most), share=share)
 
 
 def fitting() -> Rooms:

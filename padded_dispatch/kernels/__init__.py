@@ -16,7 +16,7 @@ ROWS_OF_TILE = 128
 TILES_OF_GROUP = 16
 
 # What `counters` counts, one number each, in the order in which they lie behind the numbers per
-# expert: see `ops.counters.Counters`. Listed here because kernels and ops share the order, and ops
+# expert: see `counters.Counters`. Listed here because the kernel shares the order, and `counters`
 # must not need Triton.
 SCALARS = (
     "asked_mass",
@@ -28,6 +28,7 @@ SCALARS = (
     "num_slots",
     "num_unplaced",
     "idle_passes",
+    "struck",
 )
 
 
@@ -44,6 +45,7 @@ class Segments:
             last is where all end.
         num_experts: L.
         num_rows: the most rows of a pass (N); launches and loose tensors have this size.
+        num_expected: rows of a pass in perfect balance, which decide launch parameters.
         tiles: int32 [1 + most tiles, 4], the tiles of rows that products compute: see `gemm`; None
             where no product is computed.
     """
@@ -51,6 +53,7 @@ class Segments:
     offsets: Tensor
     num_experts: int
     num_rows: int
+    num_expected: int
     tiles: Tensor | None = None
 
     @property

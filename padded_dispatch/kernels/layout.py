@@ -154,10 +154,11 @@ def release(top: Tensor, offsets: Offsets) -> None:
 
     Example: behind that of `lay_out`, `top` is `[4, 4]` again.
     """
-    _release_kernel[(1,)](top, offsets.offsets, offsets.offsets.numel() - 1, offsets.before)
+    last = offsets.offsets.numel() - 1
+    _release_kernel[(1,)](top, offsets.offsets, last, offsets.before, debug=True)
 
 
-@triton.jit(debug=True)
+@triton.jit
 def _release_kernel(top, offsets, last, before):
     in_use, end = tl.load(top), tl.load(offsets + last)
     tl.device_assert(in_use >= end, "rows of a store were given back before their last use")

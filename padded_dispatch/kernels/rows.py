@@ -167,7 +167,7 @@ def _spread_kernel(
         mine = (expert >= 0) & (expert < num_experts)
         begin = tl.load(offsets + expert * num_sources + source, mask=mine, other=0)
         row = tl.where(mine, tl.where(place < tl.load(level), begin + place, -2), -1)
-        first = listed & (tl.program_id(0) % parts == 0)  # by one program of a row
+        first = k < tl.where(tl.program_id(0) % parts == 0, K, 0)  # by one program of a row
         tl.store(row_of + token * K + k, row, mask=first)
         prob = tl.load(probs + token * K + k, mask=first & (row >= 0), other=0)
         tl.store(prob_out + row, prob.to(prob_out.dtype.element_ty), mask=first & (row >= 0))
