@@ -440,7 +440,10 @@ class Training:
     def capture(self) -> Any:
         """Capture graphs of layers; return the self-test's result, if there is one."""
         if self._helper is not None:
-            self._helper.create_cudagraphs()
+            try:
+                self._helper.create_cudagraphs()
+            finally:
+                cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
         return self.graphs.capture() if self.graphs is not None else None
 
     def end(self) -> None:
@@ -514,6 +517,13 @@ class Training:
             self.optimizer.zero_grad()
         size = self.model.batch, self.model.seq
         return self._run(self.retry or self.schedule, number, *size, batches=batches)
+
+    def losses_of(
+        self, number: int, *, batch: int | None = None, seq: int | None = None, **given: Any
+    ) -> Tensor:
+        """Run one forward pass of the first chunk; `given` replaces arguments of the model."""
+        inputs = next(self._batches(number, batch or self.model.batch, seq or self.model.seq))
+        return forward(iter([inputs | given]), self.chunks[0])[0]
 
     def forget(self) -> None:
         """Forget all losses but the last, and what was noted of gradients."""
@@ -636,6 +646,12 @@ class Training:
                 for local, grad in _grads_of_experts(layer, name, parameter):
                     expert = layer.local_expert_indices[local]
                     self._nonzero[expert in idle].append(grad.count_nonzero())
+
+
+def layers_of(training: Training) -> list[Any]:
+    """Return all transformer layers."""
+    decoders = (chunk.module.module.decoder for chunk in training.chunks)
+    return [layer for decoder in decoders for layer in decoder.layers]
 
 
 def _grads_of_experts(layer: Any, name: str, parameter: Any) -> Iterator[tuple[int, Tensor]]:
