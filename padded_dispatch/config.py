@@ -2,8 +2,8 @@
 
 Everything here is integer arithmetic, done before anything is allocated.
 
-`capacity factor` means at least five things in the field. Here it is Megatron's: slots per
-(source rank, expert) relative to perfect balance.
+`capacity factor` means at least five things in the field. Here it is room relative to perfect
+balance: rows of a store, or, as in Megatron, slots of a cell, which is one (source, expert).
 
 Letters, with the same meaning in every module (a module that needs more lists them at its top):
 
@@ -16,16 +16,13 @@ S: sources of an expert's rows, R times the expert-tensor-parallel size
 C: capacity, the slots of one source in one expert's buffer
 D: hidden size
 F: ffn size of one expert
-N: rows for which the experts of this rank have room, L * S * C where every expert has its own slots
-
-A pool is a number of slots that several experts share: see `DispatchConfig.capacity_pool`.
-
-G: pools in which one source lays out its rows
-P: slots of one such pool
+P: slots of one source at one rank, for its tokens on the wire
+N: rows that a buffer has room for
+M: rows of a store, which all layers share
 """
 
 import math
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
 Policy = Literal["probs", "position"]
@@ -34,14 +31,13 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 # See `padded_dispatch.exchange.choose`.
 ExchangeKind = Literal["auto", "alltoall", "direct"]
 
-CapacityPool = Literal["expert", "rank"]
+CapacityPool = Literal["store", "expert"]
 CAPACITY_POOLS: tuple[str, ...] = get_args(CapacityPool)
 
-# The capacity factor that drops nothing: every token has a slot with every expert (C = T).
+# The capacity factor that drops nothing: there is room for every routing.
 NO_DROP = math.inf
 
-# The factor of eager passes that drop nothing, whose sizes follow from their routing: see
-# `padded_dispatch.exchange.fit`.
+# The factor of eager passes that drop nothing, whose sizes follow from their routing.
 FIT: Final = "fit"
 
 CapacityFactor = float | Literal["fit"]
@@ -72,77 +68,19 @@ def require_tokens(num_tokens: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BufferBytes:
-    """Bytes of each buffer that one layer's dispatch and combine hold on one rank.
-
-    Probabilities count as fp32. Not included: copies that live within one stage, and the 8 bytes
-    per choice that packing keeps where there is only one rank.
-
-    Attributes:
-        send: rows and probabilities in slots before the exchange; packed rows if a single rank
-            packs its own.
-        receive: the same after the exchange, and gathered over the expert-tensor-parallel group.
-        experts: what the experts read, unless it is a view of `receive`: regrouped rows,
-            probabilities, counts.
-        back: the experts' output on its way back to the tokens.
-        plan: the maps of the dispatch plan.
-    """
-
-    send: int
-    receive: int
-    experts: int
-    back: int
-    plan: int
-
-    @property
-    def total(self) -> int:
-        """Sum of all buffers in bytes: an upper bound, as if nothing were freed in between."""
-        return sum(astuple(self))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolSizes:
-    """The sizes of one pass, which follow from the config and T.
-
-    A source lays out its rows in `num_pools` pools of `pool_slots` slots each. A pool belongs to
-    E / G consecutive experts, whose rows follow each other in it without gaps. Slot p of pool g has
-    the number `g * P + p`.
-
-    Attributes:
-        num_experts: E.
-        num_pools: pools of one source (G): E, one for each expert; or R, one for each destination
-            rank.
-        pool_slots: slots of one pool (P).
-        num_rows: rows for which the experts of one rank have room (N).
-        may_drop: False if no routing asks for more slots than there are.
-    """
-
-    num_experts: int
-    num_pools: int
-    pool_slots: int
-    num_rows: int
-    may_drop: bool
-
-    @property
-    def experts_per_pool(self) -> int:
-        """Experts that share a pool, E / G."""
-        return self.num_experts // self.num_pools
-
-
-@dataclass(frozen=True, kw_only=True)
 class DispatchConfig:
     """The settings that decide every shape on the padded path.
 
     Args:
         num_experts: experts in all (E), a multiple of `num_ranks`.
         top_k: the most experts that a token can have (K).
-        capacity_factor: slots per (source, expert) relative to perfect balance. `NO_DROP`
-            drops nothing and costs C = T. `FIT` drops nothing, in eager passes only: their sizes
-            follow from the routing.
-        alignment: every expert's buffer (S * C rows) is a multiple of this; some recipes need it.
-        capacity_pool: which rows share slots. "expert": C slots belong to one (source, expert).
-            "rank": L * C slots belong to one (source, destination rank), whose experts share them.
-            Both offer as many slots in all.
+        capacity_factor: room relative to perfect balance. `NO_DROP` has room for every routing,
+            and cells of C = T. `FIT` drops nothing, in eager passes only: their sizes follow from
+            the routing.
+        alignment: every expert's padded cells (S * C rows) are a multiple of this; some recipes
+            need it.
+        capacity_pool: which rows share room. "store": all rows of all layers. "expert": those of
+            one cell, C slots for each (source, expert).
         policy: which rows keep a slot when more ask than fit: "probs" (the most probable) or
             "position" (the first tokens); see `padded_dispatch.routing.select`.
         num_ranks: ranks in the expert-parallel group (R).
@@ -215,13 +153,8 @@ class DispatchConfig:
         """True if the sizes of a pass follow from its routing."""
         return self.capacity_factor == FIT
 
-    @property
-    def cells_per_pool(self) -> int:
-        """Pairs of (source, expert) that share a pool."""
-        return 1 if self.capacity_pool == "expert" else self.num_local_experts
-
     def capacity(self, num_tokens: int) -> int:
-        """Return the slots per (source, expert) for T = `num_tokens` tokens on this rank.
+        """Return the slots of a cell (C) for T = `num_tokens` tokens on this rank.
 
         The capacity is `max(1, min(T, ceil(T * K / E * factor)))`, rounded up to the next C with
         `S * C % alignment == 0`; slots beyond T stay empty. The product is evaluated in the order
@@ -232,94 +165,74 @@ class DispatchConfig:
         Raises:
             ValueError: if T = 0, and if the factor is `FIT`.
         """
-        require(
-            self.capacity_factor != FIT,
-            "capacity_factor",
-            self.capacity_factor,
-            "be a number for sizes that do not depend on the routing",
-            "set a number or NO_DROP, or take sizes_that_fit",
-        )
         require_tokens(num_tokens)
-        slots, factor = num_tokens, self.capacity_factor
-        assert factor != "fit"
+        slots, factor = num_tokens, self._factor
         if factor != NO_DROP:
             slots = math.ceil((num_tokens * self.top_k / self.num_experts) * factor)
         slots = max(1, min(num_tokens, slots))
         return -(-slots // self._capacity_step) * self._capacity_step
 
-    def sizes(self, num_tokens: int) -> PoolSizes:
-        """Return the sizes of a pass with T = `num_tokens` tokens on this rank.
+    def share(self, num_tokens: int) -> int:
+        """Return the rows of one rank's experts in a pass in perfect balance."""
+        return self.etp_size * num_tokens * self.top_k
 
-        Pools of several experts have no slots that no routing can fill: a source has at most
-        T * min(K, L) rows for the L experts of one rank.
+    def most_rows(self, num_tokens: int) -> int:
+        """Return the most rows of one rank's experts in a pass, over all routings."""
+        return self.num_sources * num_tokens * min(self.top_k, self.num_local_experts)
 
-        Example: T=4096, K=8, E=128, R=8, factor 1.25 (C = 320) gives 128 pools of 320 slots,
-        or 8 pools of 5,120; N = 40,960 in both cases.
+    def rows(self, num_tokens: int) -> int:
+        """Return the rows for which one rank has room, of a pass.
+
+        A store adds them up over its layers; in its sum any layer can use what others do not need.
+
+        Example: T=4096, K=8, E=128, R=8, factor 1.25 gives 40,960 rows, in a store and in cells.
 
         Raises:
             ValueError: if T = 0, and if the factor is `FIT`.
         """
-        capacity = self.capacity(num_tokens)
+        require_tokens(num_tokens)
+        most, factor = self.most_rows(num_tokens), self._factor
         if self.capacity_pool == "expert":
-            return self._sizes(capacity, may_drop=capacity < num_tokens)
-        most = num_tokens * min(self.top_k, self.num_local_experts)
-        slots = min(capacity * self.num_local_experts, most)
-        return self._sizes(slots, may_drop=slots < most)
+            cells = self.num_local_experts * self.num_sources
+            return min(cells * self.capacity(num_tokens), most)
+        return most if factor == NO_DROP else min(math.ceil(self.share(num_tokens) * factor), most)
 
-    def sizes_that_fit(self, num_tokens: int, demand: int) -> PoolSizes:
-        """Return the sizes of a pass of T tokens in which `demand` is the largest for one pool.
+    def wire_slots(self, num_tokens: int) -> int:
+        """Return the tokens that a source can send to one rank over collectives (P).
 
-        Slots of pool "expert" keep the alignment.
+        It is T where nothing may be dropped, otherwise at most as many as cells have slots.
 
         Raises:
             ValueError: if T = 0.
         """
         require_tokens(num_tokens)
-        step = self._capacity_step if self.capacity_pool == "expert" else 1
-        return self._sizes(-(-max(1, demand) // step) * step, may_drop=False)
+        if self.fits:
+            return num_tokens
+        return min(num_tokens, self.num_local_experts * self.capacity(num_tokens))
 
-    def _sizes(self, slots: int, *, may_drop: bool) -> PoolSizes:
-        """Return the sizes for pools of `slots` slots each."""
-        of_experts = self.capacity_pool == "expert"
-        local = self.num_local_experts if of_experts else 1
-        return PoolSizes(
-            num_experts=self.num_experts,
-            num_pools=self.num_experts if of_experts else self.num_ranks,
-            pool_slots=slots,
-            num_rows=slots * local * self.num_sources,
-            may_drop=may_drop,
-        )
+    def may_drop(self, num_tokens: int) -> bool:
+        """Return whether a routing can ask for more than there is room for.
 
-    def buffer_bytes(
-        self, num_tokens: int, hidden_size: int, element_size: int, *, packed: bool = False
-    ) -> BufferBytes:
-        """Return the bytes of one layer's buffers on one rank: of collectives, or of a single rank.
-
-        Args:
-            num_tokens: tokens on this rank (T).
-            hidden_size: width of a row (D).
-            element_size: bytes of one element of a row: 2 for bf16, 4 for fp32.
-            packed: whether the experts take packed rows, whose offsets lie beside the counts;
-                experts that share slots always do.
+        Raises:
+            ValueError: if T = 0.
         """
-        sizes = self.sizes(num_tokens)
-        slots, rows = sizes.num_pools * sizes.pool_slots, sizes.num_rows
-        counts = self.num_local_experts * self.num_sources
-        per_row = hidden_size * element_size
-        pooled = self.capacity_pool != "expert"
-        packed = packed or pooled
-        plan = 4 * (2 * num_tokens * self.top_k + slots + 2 * self.num_experts)
-        # Each row travels with its fp32 probability, each expert's rows with their fp32 count.
-        send = slots * (per_row + 4) + 4 * self.num_experts
-        exchanged, shared = self.num_ranks > 1, self.etp_size > 1
-        regrouped = self.num_sources > 1 and (packed or self.num_local_experts > 1)
-        # A single rank's pool of all experts is packed already.
-        copied = self.num_sources > 1 or not pooled
-        back = rows * per_row + slots * per_row * ((regrouped or shared) + exchanged)
-        return BufferBytes(
-            send=send,
-            receive=send * exchanged + self.etp_size * send * shared,
-            experts=rows * (per_row * regrouped + 4 * copied) + 4 * counts * (1 + packed),
-            back=back,
-            plan=plan,
+        require_tokens(num_tokens)
+        if self.fits:
+            return False
+        if self.capacity_pool == "expert":
+            return self.capacity(num_tokens) < num_tokens
+        return self.rows(num_tokens) < self.most_rows(num_tokens)
+
+    @property
+    def _factor(self) -> float:
+        """The factor of sizes that do not depend on the routing."""
+        factor = self.capacity_factor
+        require(
+            factor != FIT,
+            "capacity_factor",
+            factor,
+            "be a number for sizes that do not depend on the routing",
+            "set a number or NO_DROP",
         )
+        assert factor != "fit"
+        return factor

@@ -89,6 +89,18 @@ class Agreement:
             self._compare(key, rules)
         self._compared.add(key)
 
+    def largest(self, number: int) -> int:
+        """Return the largest of the ranks' numbers, on the host; a collective call, if eager.
+
+        Raises:
+            AbsentRanksError: as `check`.
+        """
+        if self._mirror is None:
+            return number
+        where = f"call {self._num_calls} of {self._caller()}"
+        row = torch.tensor([number])
+        return max(int(other) for other in self._mirror.gather(row, self._limit_s, where))
+
     def _compare(self, shapes: Values, rules: Values) -> None:
         assert self._mirror is not None
         values = shapes + rules

@@ -1,43 +1,37 @@
 """The exchange over equal-split collectives: NCCL on GPUs, gloo on CPUs.
 
-Every slot travels, full or empty, so no rank has to receive counts before the rows. A second, small
-all-to-all carries probabilities and counts. Expert tensor parallelism gathers the slots of all
-ranks that split an expert, and sums their partial outputs on the way back.
+Tokens travel once to each rank that has one of their experts, with their part of the plan. Which
+slot a token has there is known without counts, from P and the plan alone:
 
-If the experts take packed rows, one kernel packs the real rows after the exchange; empty slots
-travel unwritten and are not read. The padded layout costs a copy of all slots if both L and S are
-above 1. A pool lies whole on one destination rank: it belongs to one of its experts, or to all.
+    P >= T    slot t, by an all-gather: all tokens go to all ranks, also where they have no expert
+    P < T     the tokens of each rank, one after the other, by an equal-split all-to-all
 
-The collectives are custom ops over a named process group. Each allocates its result and changes
-nothing else, so autograd, fake tensors and `torch.compile(fullgraph=True)` treat it as an ordinary
-op, and a CUDA graph records one NCCL call on the current stream. (torch's own functional
-collectives run on NCCL's stream and keep their work in a registry until a wait.) A reduction
-accumulates in at least fp32, whatever the rows' dtype.
+In the second case, `strike` makes sure before the plan is made that no rank gets more than P of a
+source's tokens. P decides, alike on all ranks; T may differ where P is at least the largest T.
 
-Letters: T tokens, E experts, R expert-parallel ranks, L = E / R local experts, S sources (R times
-the expert-tensor-parallel size), D hidden size, N rows of this rank's experts, one for each slot
-that they receive; M pools of P slots, of X experts each: E / X before the exchange, R * L / X after
-it, S * L / X after the gather. PX: P + X.
+A receiver sums the rows of each (source, slot) in at least fp32 and rounds once, an all-to-all
+brings the sums home, and there those of a token are added in rank order, in at least fp32. Expert
+tensor parallelism gathers what arrived at all ranks that split an expert, and sums their partial
+outputs, in at least fp32, before that rounding. With one rank nothing moves.
+
+The calls of a wire are differentiable, for experts in plain torch. A collective runs in backward on
+every rank that ran it forward, if a gradient is wanted there.
+
+Letters: T tokens, K experts per token, E experts, R expert-parallel ranks, L = E / R local experts,
+S = R * I sources, I ranks that split an expert, P slots of a source, D hidden size. Source i * R +
+r is rank r of the i-th expert-parallel group.
 """
 
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
-from torch.library import custom_op
 
-from padded_dispatch.exchange import ExpertInput, Slots
-from padded_dispatch.routing.plan import DispatchPlan
-from padded_dispatch.routing.rows import (
-    combine_rows,
-    gather_meta,
-    gather_rows,
-    pack_rows,
-    running_offsets,
-    unpack_rows,
-)
+from padded_dispatch.config import Policy
+from padded_dispatch.exchange import Arrived, Home, Homeward, Layout, Values
+from padded_dispatch.routing.plan import Plan
 from padded_dispatch.utils.nvtx import nvtx_range
 
 # torch 2.13 deprecates the longer names; 2.8 has no others.
@@ -45,82 +39,15 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def group_name(group: dist.ProcessGroup) -> str:
-    """Return the name under which custom ops find `group`."""
-    return cast(str, group.group_name)
-
-
-def _group(name: str) -> dist.ProcessGroup:
-    # Private, but torch's own functional collectives are built on it. Its argument's type has a
-    # different name in each release, hence the cast.
-    return cast(Any, distributed_c10d)._resolve_process_group(name)
-
-
-@custom_op("padded_dispatch::all_to_all", mutates_args=())
-def all_to_all(blocks: Tensor, name: str) -> Tensor:
-    """Send block r of dim 0 to rank r and receive block r from rank r. Its own transpose."""
-    received = torch.empty_like(blocks, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, blocks.contiguous(), group=_group(name))
-    return received
-
-
-@custom_op("padded_dispatch::all_gather", mutates_args=())
-def all_gather(block: Tensor, name: str, size: int) -> Tensor:
-    """Concatenate the blocks of all ranks along dim 0. Transpose of `reduce_scatter`."""
-    gathered = block.new_empty(size * block.shape[0], *block.shape[1:])
-    _all_gather(gathered, block.contiguous(), group=_group(name))
-    return gathered
-
-
-@custom_op("padded_dispatch::reduce_scatter", mutates_args=())
-def reduce_scatter(blocks: Tensor, name: str, size: int) -> Tensor:
-    """Sum this rank's block of dim 0 over all ranks. Transpose of `all_gather`."""
-    wide = blocks.to(torch.promote_types(blocks.dtype, torch.float32)).contiguous()
-    summed = wide.new_empty(wide.shape[0] // size, *wide.shape[1:])
-    _reduce_scatter(summed, wide, group=_group(name))
-    return summed.to(blocks.dtype)
-
-
-@all_to_all.register_fake
-def _(blocks, name):
-    return torch.empty_like(blocks, memory_format=torch.contiguous_format)
-
-
-@all_gather.register_fake
-def _(block, name, size):
-    return block.new_empty(size * block.shape[0], *block.shape[1:])
-
-
-@reduce_scatter.register_fake
-def _(blocks, name, size):
-    return blocks.new_empty(blocks.shape[0] // size, *blocks.shape[1:])
-
-
-def _save_group(ctx, inputs, output) -> None:
-    ctx.group = inputs[1:]
-
-
-all_to_all.register_autograd(
-    nvtx_range("exchange backward")(lambda ctx, grad: (all_to_all(grad, *ctx.group), None)),
-    setup_context=_save_group,
-)
-all_gather.register_autograd(
-    lambda ctx, grad: (reduce_scatter(grad, *ctx.group), None, None), setup_context=_save_group
-)
-reduce_scatter.register_autograd(
-    lambda ctx, grad: (all_gather(grad, *ctx.group), None, None), setup_context=_save_group
-)
-
-
-class AllToAllExchange:
-    """`Exchange` with one equal-split all-to-all each way.
+class Collectives:
+    """`Exchange` over equal-split collectives.
 
     Args:
         num_local_experts: experts on this rank (L).
         group: the expert-parallel group (R ranks), or None for one rank.
         etp_group: the group whose ranks split every expert's ffn, or None for one rank.
-        packed: hand out the packed layout of `ExpertInput` instead of the padded one.
-        experts_per_pool: local experts that share a pool (X); the padded layout needs 1.
+        policy: which tokens of a rank stay if more than P ask for it: "probs" (those with the
+            largest probability there) or "position" (the first).
     """
 
     def __init__(
@@ -128,82 +55,308 @@ class AllToAllExchange:
         num_local_experts: int,
         group: dist.ProcessGroup | None = None,
         etp_group: dist.ProcessGroup | None = None,
-        *,
-        packed: bool = False,
-        experts_per_pool: int = 1,
+        policy: Policy = "probs",
     ) -> None:
-        assert packed or experts_per_pool == 1
-        self.packed = packed
         self.num_local_experts = num_local_experts
+        self.group = group if group is not None and group.size() > 1 else None
+        self.etp_group = etp_group if etp_group is not None and etp_group.size() > 1 else None
         self.num_ranks = group.size() if group is not None else 1
         self.etp_size = etp_group.size() if etp_group is not None else 1
         self.num_sources = self.num_ranks * self.etp_size
-        self._num_pools = self.num_sources * num_local_experts // experts_per_pool
-        self._group = group_name(group) if group is not None else ""
-        self._etp_group = group_name(etp_group) if etp_group is not None else ""
+        self.kind = "none" if self.num_sources == 1 else "alltoall"
+        self._policy = policy
 
-    @nvtx_range("gather")
-    def prepare(
-        self, tokens_TD: Tensor, probs_TE: Tensor, plan: DispatchPlan, num_rows: int
-    ) -> Slots:
-        """Gather tokens and probabilities into slots: rows [M, P, D], meta [M, P + X]."""
-        rows_MPD = gather_rows(tokens_TD, plan, zeros=not self.packed)
-        return Slots(rows_MPD=rows_MPD, meta_MPX=gather_meta(probs_TE, plan))
+    def strike(
+        self, map_TE: Tensor, probs_TE: Tensor, num_slots: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Cut a map so that no rank gets more than P tokens of this source; before the plan.
+
+        Args:
+            map_TE: bool [T, E].
+            probs_TE: of at least these experts; ties go to the first tokens.
+            num_slots: P.
+
+        Returns:
+            The map, and the rows that it lost, int32 [1]; None if it cannot lose any.
+
+        Example: R = 2, L = 2, P = 1: of `[[1, 1, 0, 0], [1, 0, 1, 0]]` with the probabilities
+        `[[.1, .2, 0, 0], [.3, 0, .4, 0]]`, policy "probs" leaves `[[0, 0, 0, 0], [1, 0, 1, 0]]`.
+        """
+        num_tokens = map_TE.shape[0]
+        if num_slots >= num_tokens or self.num_ranks == 1:
+            return map_TE, None
+        by_rank = map_TE.unflatten(1, (self.num_ranks, self.num_local_experts))
+        asks_TR = by_rank.any(2)
+        if self._policy == "position":
+            stays_TR = asks_TR.cumsum(0) <= num_slots
+        else:
+            probs_TRL = probs_TE.detach().unflatten(1, by_rank.shape[1:])
+            largest_TR = torch.where(by_rank, probs_TRL, -torch.inf).amax(2)
+            largest_TR = largest_TR + 0.0  # A radix sort puts -0.0 behind 0.0.
+            order_TR = largest_TR.argsort(dim=0, descending=True, stable=True)
+            stays_TR = torch.zeros_like(asks_TR).scatter_(0, order_TR[:num_slots], True)
+        kept = by_rank & stays_TR[..., None]
+        struck = (map_TE.sum(dtype=torch.int32) - kept.sum(dtype=torch.int32)).view(1)
+        return kept.flatten(1), struck
+
+    def start(self, plan: Plan, tokens_TD: Tensor, num_slots: int) -> "CollectiveWire":
+        """Begin a pass; see `Exchange`. No rank may have more than P tokens in the plan."""
+        return CollectiveWire(self, plan, tokens_TD, num_slots)
+
+
+class CollectiveWire:
+    """`Wire` over collectives.
+
+    `open`, `push` and `bring` are differentiable; sums that come home have the dtype of the tokens.
+    """
+
+    homes_S = None
+    besides_S = None
+
+    def __init__(
+        self, exchange: Collectives, plan: Plan, tokens_TD: Tensor, num_slots: int
+    ) -> None:
+        self._exchange, self._plan = exchange, plan
+        self._num_tokens, self._dtype = tokens_TD.shape[0], tokens_TD.dtype
+        # Whether slot t is token t on every rank, and slots on the wire.
+        self._whole = num_slots >= self._num_tokens or exchange.num_ranks == 1
+        self._num_slots = max(num_slots, self._num_tokens) if self._whole else num_slots
+        if exchange.num_ranks > 1:
+            self._number_slots()
+
+    def _number_slots(self) -> None:
+        """Give every token its slot at each rank; -1 where it has no expert."""
+        ranks, expert_TK = self._exchange.num_ranks, self._plan.expert_TK
+        nowhere = expert_TK < 0
+        rank_TK = (expert_TK // self._exchange.num_local_experts).long()
+        self._rank_TK = rank_TK.masked_fill_(nowhere, ranks)
+        reached = torch.zeros_like(expert_TK[:, :1], dtype=torch.bool).repeat(1, ranks + 1)
+        reached_TR = reached.scatter_(1, self._rank_TK, True)[:, :ranks]
+        token_T1 = torch.arange(self._num_tokens, device=expert_TK.device)[:, None]
+        slot_TR = token_T1 if self._whole else reached_TR.cumsum(0) - 1
+        reached_TR = reached_TR & (slot_TR < self._num_slots)
+        self._slot_TR = torch.where(reached_TR, slot_TR, -1).to(torch.int32)
+        if not self._whole:
+            # The tokens in the slots of each rank; -1 in empty ones.
+            token = token_T1.T.expand(ranks, -1)
+            slot_RT = torch.where(reached_TR, slot_TR, self._num_slots).T
+            token_RP = token.new_full((ranks, self._num_slots + 1), -1)
+            self._token_RP = token_RP.scatter_(1, slot_RT, token)[:, :-1]
 
     @nvtx_range("exchange")
-    def move(self, outgoing: Slots) -> Slots:
-        """Send slots to the ranks of their experts, or back to those of their tokens."""
-        if self.num_ranks == 1:
-            return outgoing
-        meta_MPX = outgoing.meta_MPX
-        return Slots(
-            rows_MPD=all_to_all(outgoing.rows_MPD, self._group),
-            meta_MPX=None if meta_MPX is None else all_to_all(meta_MPX, self._group),
-        )
-
-    move_back = move  # An equal-split all-to-all is its own transpose.
-
-    @nvtx_range("regroup")
-    def arrange(self, incoming: Slots) -> ExpertInput:
-        """Reorder received slots to rows [N, D] by expert; gather them over the etp group first."""
-        rows_MPD, meta_MPX = incoming.rows_MPD, incoming.meta_MPX
-        assert meta_MPX is not None
-        if self.etp_size > 1:
-            rows_MPD = all_gather(rows_MPD, self._etp_group, self.etp_size)
-            meta_MPX = all_gather(meta_MPX, self._etp_group, self.etp_size)
-        by_source = self.num_sources, self.num_local_experts
-        pool_slots = rows_MPD.shape[1]
-        kept_MX = meta_MPX[:, pool_slots:].detach()
-        kept_SL = kept_MX.reshape(by_source).to(torch.int32)
-        if self.packed:
-            offsets_LS = running_offsets(kept_SL)
-            probs_MP1 = meta_MPX[:, :pool_slots, None]
-            return ExpertInput(
-                rows_ND=pack_rows(rows_MPD, offsets_LS),
-                probs_N=pack_rows(probs_MP1, offsets_LS).squeeze(1),
-                kept_SL=kept_SL,
-                offsets_LS=offsets_LS,
+    def open(self, tokens_TD: Tensor, prob_TK: Tensor) -> Arrived:
+        """Send tokens and their plan; see `Wire`."""
+        if self._exchange.num_sources == 1:
+            rows_SPD, prob_SPK = self.send(tokens_TD), prob_TK[None]
+            plan = self._plan
+            expert_SPK, place_SPK, count_SL = (
+                plan.expert_TK[None],
+                plan.place_TK[None],
+                plan.kept_E[None],
             )
-        probs_SLC = meta_MPX[:, :pool_slots].unflatten(0, by_source)
-        return ExpertInput(
-            rows_ND=rows_MPD.unflatten(0, by_source).transpose(0, 1).flatten(0, 2),
-            probs_N=probs_SLC.transpose(0, 1).flatten(),
-            kept_SL=kept_SL,
+        else:
+            sent = _Send.apply(self, tokens_TD, prob_TK)
+            rows_SPD, prob_SPK, expert_SPK, place_SPK, count_SL = sent
+        return Arrived(
+            values=Values(rows_SPD=rows_SPD),
+            expert_SPK=expert_SPK,
+            place_SPK=place_SPK,
+            prob_SPK=prob_SPK,
+            count_SL=count_SL,
         )
 
-    @nvtx_range("regroup")
-    def disarrange(self, out_ND: Tensor, offsets_LS: Tensor | None) -> Slots:
-        """Reorder [N, D] to received slots, and sum them over the ranks that split an expert."""
-        if offsets_LS is not None:
-            rows_MPD = unpack_rows(out_ND, offsets_LS, self._num_pools)
-        else:
-            by_expert = (self.num_local_experts, self.num_sources, -1)
-            rows_MPD = out_ND.unflatten(0, by_expert).transpose(0, 1).flatten(0, 1)
-        if self.etp_size > 1:
-            rows_MPD = reduce_scatter(rows_MPD, self._etp_group, self.etp_size)
-        return Slots(rows_MPD=rows_MPD)
+    @nvtx_range("exchange")
+    def push(self, values_TD: Tensor) -> Values:
+        """Send a row for every token over the same way; see `Wire`."""
+        if self._exchange.num_sources == 1:
+            return Values(rows_SPD=self.send(values_TD))
+        return Values(rows_SPD=_Send.apply(self, values_TD, None)[0])
 
-    @nvtx_range("combine")
-    def combine(self, incoming: Slots, plan: DispatchPlan, offsets_LS: Tensor | None) -> Tensor:
-        """Return the sum of every token's slots, [T, D]."""
-        return combine_rows(incoming.rows_MPD, plan, zeros=not self.packed)
+    @nvtx_range("exchange")
+    def bring(self, sum_SPD: Tensor, beside_SPK: Tensor | None = None) -> Home:
+        """Bring home a sum for every (source, slot), and add those of every token.
+
+        Args:
+            sum_SPD: of the rows of this rank, 0 for a token without one; slots without a token are
+                not read. In at least fp32 where ranks split experts. Its gradient is unspecified in
+                slots without a row here.
+            beside_SPK: a number beside each choice, at least fp32; others than those of rows of
+                this rank must be 0. It gets no gradient.
+        """
+        bring = self.bring_sums if self._exchange.num_sources == 1 else partial(_Bring.apply, self)
+        beside_TK = None if beside_SPK is None else self.bring_beside(beside_SPK.detach())
+        return Home(sum_TD=bring(sum_SPD), beside_TK=beside_TK)
+
+    def home(self, product: Homeward, layout: Layout) -> Home:
+        """Compute a product on a GPU and bring home its rows; see `Wire`."""
+        from padded_dispatch.kernels import gemm, grouped, rows
+
+        segments = layout.segments
+        out_ND = gemm.rows_times_weights(
+            product.rows_NI, product.weight_LOI, segments, stored=product.stored
+        )
+        if product.bias_LO is not None:
+            assert product.prob_M is not None
+            grouped.add_bias(out_ND, product.bias_LO, product.prob_M, segments)
+        sum_SPD = rows.sum_rows(
+            out_ND,
+            layout.row_SPK,
+            offsets=segments.offsets,
+            wide=self._exchange.etp_group is not None,
+        )
+        beside_SPK = None
+        if product.beside_N is not None:
+            beside_SPK = rows.take(product.beside_N, layout.row_SPK, segments.offsets)
+        return self.bring(sum_SPD, beside_SPK)
+
+    # What follows has no gradient: the moves, each of which is the transpose of another.
+
+    def send(self, values_TD: Tensor) -> Tensor:
+        """Return a row of each (source, slot), [S, P, D]."""
+        if self._exchange.num_ranks == 1:
+            rows_RPD = values_TD[None]
+        elif self._whole:
+            rows_RPD = self._gather(_padded(values_TD, self._num_slots))
+        else:
+            rows_RPD = self._swap(values_TD[self._token_RP.clamp(min=0)])
+        return self._gather_split(rows_RPD)
+
+    def send_plan(self, prob_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return probabilities, experts and places, [S, P, K], and counts, [S, L]."""
+        plan, exchange = self._plan, self._exchange
+        local, ranks = exchange.num_local_experts, exchange.num_ranks
+        expert_TK, place_TK, kept_E = plan.expert_TK, plan.place_TK, plan.kept_E
+        # One message: the bits of the probabilities between whole numbers.
+        bits_TX = prob_TK.contiguous().view(torch.int32)
+        first = 0 if exchange.group is None else exchange.group.rank() * local
+        if self._whole:
+            beside = torch.cat([expert_TK, place_TK, bits_TX], 1)
+            beside = _padded(beside, self._num_slots, fill=-1)
+            message = torch.cat([beside.flatten(), kept_E])
+            message_RX = self._gather(message) if ranks > 1 else message[None]
+            counts_RL = message_RX[:, -kept_E.numel() :][:, first : first + local]
+            beside_RX = message_RX[:, : -kept_E.numel()]
+        else:
+            beside_TX = torch.cat([expert_TK, place_TK, bits_TX], 1)
+            empty = self._token_RP[..., None] < 0
+            beside = beside_TX[self._token_RP.clamp(min=0)].masked_fill_(empty, -1)
+            message_RX = torch.cat([beside.flatten(1), kept_E.view(ranks, local)], 1)
+            message_RX = self._swap(message_RX)
+            counts_RL, beside_RX = message_RX[:, -local:], message_RX[:, :-local]
+        top_k = expert_TK.shape[1]
+        beside_RPX = beside_RX.unflatten(1, (self._num_slots, -1))
+        beside_SPX = self._gather_split(beside_RPX.contiguous())
+        count_SL = self._gather_split(counts_RL.contiguous())
+        expert_SPK = beside_SPX[..., :top_k] - first
+        place_SPK = beside_SPX[..., top_k : 2 * top_k].contiguous()
+        prob_SPK = beside_SPX[..., 2 * top_k :].contiguous().view(prob_TK.dtype)
+        return prob_SPK, expert_SPK, place_SPK, count_SL
+
+    def bring_sums(self, sum_SPD: Tensor) -> Tensor:
+        """Return the sums of every token, [T, D]; the transpose of `send`."""
+        sum_RPD = self._add_split(sum_SPD).to(self._dtype)
+        num_tokens = self._num_tokens
+        if self._exchange.num_ranks == 1:
+            return sum_RPD[0, :num_tokens]
+        came_RPD = self._swap(sum_RPD)
+        if came_RPD.is_cuda:
+            from padded_dispatch.kernels import rows
+
+            first_R = torch.arange(len(came_RPD), device=came_RPD.device, dtype=torch.int32)
+            row_TR = torch.where(
+                self._slot_TR < 0, self._slot_TR, self._slot_TR + first_R * self._num_slots
+            )
+            return rows.sum_rows(came_RPD.flatten(0, 1), row_TR)
+        wide = torch.promote_types(self._dtype, torch.float32)
+        total_TD = came_RPD.new_zeros(num_tokens, came_RPD.shape[2], dtype=wide)
+        for rows_PD, slot_T in zip(came_RPD, self._slot_TR.T, strict=True):
+            rows_TD = rows_PD[slot_T.clamp(min=0)].to(wide)
+            total_TD += rows_TD.masked_fill_((slot_T < 0)[:, None], 0)
+        return total_TD.to(self._dtype)
+
+    def bring_beside(self, beside_SPK: Tensor) -> Tensor:
+        """Return the number of every choice, [T, K], in at least fp32."""
+        beside_RPK = self._add_split(beside_SPK)
+        if self._exchange.num_ranks == 1:
+            came_TK = beside_RPK[0, : self._num_tokens]
+        else:
+            came_RPK = self._swap(beside_RPK)
+            rank_TK = self._rank_TK.clamp(max=len(came_RPK) - 1)
+            slot_TK = self._slot_TR.gather(1, rank_TK).clamp(min=0)
+            k = torch.arange(rank_TK.shape[1], device=rank_TK.device)
+            came_TK = came_RPK[rank_TK, slot_TK, k]
+        return came_TK.masked_fill(self._plan.expert_TK < 0, 0)
+
+    def _gather(self, block: Tensor) -> Tensor:
+        """Return the block of each rank of the expert-parallel group, [R, ...]."""
+        group: Any = self._exchange.group
+        gathered = block.new_empty(group.size() * block.shape[0], *block.shape[1:])
+        _all_gather(gathered, block.contiguous(), group=group)
+        return gathered.unflatten(0, (group.size(), -1))
+
+    def _swap(self, blocks: Tensor) -> Tensor:
+        """Send block r of dim 0 to rank r and receive block r from rank r; its own transpose."""
+        received = torch.empty_like(blocks, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, blocks.contiguous(), group=self._exchange.group)
+        return received
+
+    def _gather_split(self, blocks: Tensor) -> Tensor:
+        """Concatenate, along dim 0, what arrived at each rank that splits an expert."""
+        group = self._exchange.etp_group
+        if group is None:
+            return blocks
+        gathered = blocks.new_empty(group.size() * blocks.shape[0], *blocks.shape[1:])
+        _all_gather(gathered, blocks.contiguous(), group=group)
+        return gathered
+
+    def _add_split(self, blocks: Tensor) -> Tensor:
+        """Sum this rank's sources over those ranks, in at least fp32; transpose of the gather."""
+        group = self._exchange.etp_group
+        if group is None:
+            return blocks
+        wide = blocks.to(torch.promote_types(blocks.dtype, torch.float32)).contiguous()
+        summed = wide.new_empty(wide.shape[0] // group.size(), *wide.shape[1:])
+        _reduce_scatter(summed, wide, group=group)
+        return summed
+
+
+def _padded(values: Tensor, length: int, fill: int = 0) -> Tensor:
+    missing = length - values.shape[0]
+    if missing == 0:
+        return values
+    return torch.cat([values, values.new_full((missing, *values.shape[1:]), fill)])
+
+
+class _Send(torch.autograd.Function):
+    """Rows of every (source, slot); with probabilities, the plan beside them."""
+
+    @staticmethod
+    def forward(ctx, wire: CollectiveWire, values_TD: Tensor, prob_TK: Tensor | None):
+        ctx.wire = wire
+        rows_SPD = wire.send(values_TD)
+        if prob_TK is None:
+            return (rows_SPD,)
+        prob_SPK, *numbers = wire.send_plan(prob_TK)
+        ctx.mark_non_differentiable(*numbers)
+        return rows_SPD, prob_SPK, *numbers
+
+    @staticmethod
+    @nvtx_range("exchange backward")
+    def backward(ctx, grad_SPD, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+        wire, (_, needs_values, needs_probs) = ctx.wire, ctx.needs_input_grad
+        grad_TD = wire.bring_sums(grad_SPD) if needs_values else None
+        return None, grad_TD, wire.bring_beside(grads[0]) if needs_probs else None
+
+
+class _Bring(torch.autograd.Function):
+    """The sum of every token."""
+
+    @staticmethod
+    def forward(ctx, wire: CollectiveWire, sum_SPD: Tensor):
+        ctx.wire, ctx.dtype = wire, sum_SPD.dtype
+        return wire.bring_sums(sum_SPD)
+
+    @staticmethod
+    @nvtx_range("exchange backward")
+    def backward(ctx, grad_TD):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, ctx.wire.send(grad_TD).to(ctx.dtype)

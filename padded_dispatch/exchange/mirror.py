@@ -40,8 +40,6 @@ from torch.distributed import (
     distributed_c10d,
 )
 
-from padded_dispatch.exchange.collectives import group_name
-
 _GRACE_S = 2.0  # for ranks that wait to post that they do, after the first of them has failed
 _STORE_S = 5.0  # for the store to answer beyond that; its process may have ended, or be stopped
 _CLOSING_S = 0.5  # for a process that ends to close all its sockets
@@ -270,6 +268,11 @@ def _problem(run: Callable[[], None], limit_s: float) -> str:
 # Keyed weakly by a mirrored group: a mirror ends when its group's world is destroyed. The key of
 # the inner dictionary is the names of all groups.
 _mirrors: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], Mirror]] = WeakKeyDictionary()
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """Return the name of a group, which is the same on all its ranks."""
+    return cast(str, group.group_name)
 
 
 def mirror_of(groups: Sequence[dist.ProcessGroup], limit_s: float) -> Mirror:

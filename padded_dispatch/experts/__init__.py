@@ -1,29 +1,30 @@
-"""Grouped expert MLP over packed rows (skips padding) or over padded rows.
+"""Experts: where their rows lie, and the pass of a layer from tokens to tokens.
 
-    fc1 -> activation * prob -> fc2, with the biases of fc1 and of fc2 * prob, if there are any
+    open -> lay out -> fc1 -> activation * prob -> fc2 + way home -> sum
 
-Rows are packed as in `padded_dispatch.experts.grouped`, which has the linears;
-`padded_dispatch.experts.activation` has the step between them. If experts have equally many rows, and
-padded rows are zero with probability zero, each linear may be one batched product instead; padded
-rows of the result and of all gradients are zero then.
+`packed` is that pass on a GPU, `plain` on a CPU; both compute real rows only, with weights of one
+parameter per linear. `padded` is for experts of others: it hands out padded cells and takes them
+back. `store` decides where rows lie and which find room.
 
-For backward, fc1 saves the rows, the activation saves fc1's result, and fc2 saves its input. That
-input may be recomputed instead: one more pass over real rows saves N * F elements.
-
-G: width of fc1's result, 2F (gate before up) if the activation is gated, else F.
+Letters: T tokens, K experts per token, L experts on this rank, D hidden size, F ffn size, G width
+of fc1's result: 2F (gate before up) if the activation is gated, else F.
 """
 
+from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from padded_dispatch.experts.activation import Activation, activate
-from padded_dispatch.experts.grouped import Delayed, batched_linear, grouped_linear, row_tiles
+from padded_dispatch.counters import Counters
+from padded_dispatch.exchange import Wire
+from padded_dispatch.experts.activation import Activation
+from padded_dispatch.experts.store import Rooms
+from padded_dispatch.routing.plan import Plan
+
+# Gradients of a weight [L, O, I] that wait, oldest first. Each call computes one, or adds it to the
+# sums and returns unspecified memory.
+Delayed = deque[Callable[[], Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +32,18 @@ class ExpertWeights:
     """Weights of L experts, in one dtype.
 
     Attributes:
-        fc1_LGD: on CUDA devices D is a multiple of 8, and so is F.
+        fc1_LGD: on CUDA devices bf16, D is a multiple of 8, and so is F.
         fc2_LDF: likewise.
         fc1_bias_LG: None if there is no bias.
         fc2_bias_LD: None if there is no bias.
-        fc1_sums_LGD: fp32, to which backward adds the gradient of `fc1_LGD`; the gradient that
-            autograd gets is unspecified then. None leaves it to autograd.
+        fc1_sums_LGD: fp32, to which backward adds the gradient of `fc1_LGD`; None leaves it to
+            autograd.
         fc2_sums_LDF: likewise.
+        fc1_spare_LGD: with sums, what autograd gets as the gradient: memory of the weight's shape
+            and dtype that is never written; layers may share it.
+        fc2_spare_LDF: likewise.
         fc1_delayed: where backward keeps the gradient of `fc1_LGD` for later; None computes it.
-        fc2_delayed: likewise.
+        fc2_delayed: likewise; that of fc2 is computed first.
     """
 
     fc1_LGD: Tensor
@@ -48,89 +52,51 @@ class ExpertWeights:
     fc2_bias_LD: Tensor | None = None
     fc1_sums_LGD: Tensor | None = None
     fc2_sums_LDF: Tensor | None = None
+    fc1_spare_LGD: Tensor | None = None
+    fc2_spare_LDF: Tensor | None = None
     fc1_delayed: Delayed | None = None
     fc2_delayed: Delayed | None = None
 
 
-class LinearsToSums(Protocol):
-    """Both linears of a pass whose rows go home inside of fc2: `exchange.fused.FusedLinears`.
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What the host decided about one pass of one layer.
 
-    Gradients of the rows, and of their probabilities, go past `grouped_mlp`, to their tokens.
+    Attributes:
+        plan: of this rank's tokens.
+        wire: their exchange.
+        rooms: where rows lie.
+        counters: to which the receiver adds what it kept; None counts nothing.
     """
 
-    @property
-    def first(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """fc1's result and the probabilities."""
-        ...
-
-    @property
-    def second(self) -> Callable[..., Tensor]:
-        """The sum of every token's rows, [T, D]."""
-        ...
+    plan: Plan
+    wire: Wire
+    rooms: Rooms
+    counters: Counters | None = None
 
 
-def grouped_mlp(
-    rows_ND: Tensor,
-    probs_N: Tensor,
-    offsets_L: Tensor,
+def run(
+    tokens_TD: Tensor,
+    prob_TK: Tensor,
     weights: ExpertWeights,
     activation: Activation,
-    *,
-    padded: bool = False,
-    home: LinearsToSums | None = None,
-    recompute: bool = False,
+    call: Call,
 ) -> Tensor:
-    """Compute every expert's MLP on its rows, weighted: `prob * (fc2(f(fc1 + bias)) + bias)`.
+    """Compute the experts of every token: `sum of prob * (fc2(f(fc1(token))) + bias)`, [T, D].
 
     Args:
-        rows_ND: floating point [N, D]; bf16 on CUDA devices, unless `padded`.
-        probs_N: at least fp32.
-        offsets_L: contiguous int32, ascending, the last at most N.
-        weights: of all experts on this rank.
+        tokens_TD: in the dtype of the weights.
+        prob_TK: at least fp32, of the plan's choices: `routing.plan.choice_probs`.
+        weights: of this rank's experts.
         activation: between fc1 and fc2.
-        padded: whether all experts have equally many rows.
-        home: the linears of packed rows that go home inside of fc2; no gradient of `weights` is
-            delayed then.
-        recompute: whether to recompute fc2's input in backward.
+        call: see `Call`.
 
-    Returns:
-        [N, D]; rows from `offsets_L[-1]` on are unspecified, as are those of the gradients. With
-        `home` the sum of every token's rows, [T, D].
+    Choices without room add nothing, and have a gradient of zero.
     """
-    # All products of a pass, also backward, share the list.
-    tiles = None if padded else row_tiles(offsets_L, len(rows_ND))
-    linear = batched_linear if padded else partial(grouped_linear, tiles=tiles)
-    first, second = weights.fc1_LGD, weights.fc2_LDF
-    if home is None:
-        given = None, None, weights.fc1_sums_LGD, weights.fc1_delayed
-        fc1_NG = linear(rows_ND, first, offsets_L, *given)
-    else:
-        given = offsets_L, tiles, weights.fc1_sums_LGD
-        fc1_NG, probs_N = home.first(rows_ND, probs_N, first, *given)
+    if tokens_TD.is_cuda:
+        from padded_dispatch.experts.packed import run as on_gpu
 
-    def activated(fc1_NG: Tensor) -> Tensor:
-        return activate(fc1_NG, probs_N, offsets_L, activation, weights.fc1_bias_LG)
+        return on_gpu(tokens_TD, prob_TK, weights, activation, call)
+    from padded_dispatch.experts.plain import run as on_cpu
 
-    hidden_NF, saved_NG = activated(fc1_NG), fc1_NG.detach()
-    context = nullcontext()
-    if recompute:
-        context = _recomputed(hidden_NF, lambda: activated(saved_NG).detach())
-    with context:
-        if home is None:
-            given = weights.fc2_bias_LD, probs_N, weights.fc2_sums_LDF, weights.fc2_delayed
-            return linear(hidden_NF, second, offsets_L, *given)
-        given = weights.fc2_bias_LD, offsets_L, tiles, weights.fc2_sums_LDF
-        return home.second(hidden_NF, probs_N, second, *given)
-
-
-def _recomputed(value: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:
-    """Return hooks that save `compute` for backward instead of saving `value`."""
-    address = value.data_ptr()  # Hooks receive another tensor object on the same memory.
-
-    def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
-        return compute if saved.data_ptr() == address else saved
-
-    def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
-        return kept if isinstance(kept, Tensor) else kept()
-
-    return saved_tensors_hooks(pack, unpack)
+    return on_cpu(tokens_TD, prob_TK, weights, activation, call)

@@ -44,6 +44,7 @@ class Segments:
             last is where all end.
         num_experts: L.
         num_rows: the most rows of a pass (N); launches and loose tensors have this size.
+        num_expected: rows of a pass in perfect balance, which decide launch parameters.
         tiles: int32 [1 + most tiles, 4], the tiles of rows that products compute: see `gemm`; None
             where no product is computed.
     """
@@ -51,6 +52,7 @@ class Segments:
     offsets: Tensor
     num_experts: int
     num_rows: int
+    num_expected: int
     tiles: Tensor | None = None
 
     @property

@@ -2,27 +2,26 @@
 
 Each direction is one pass. In torch, a bias, a chunk, clamps, a function, products and a cast would
 each read and write every element; here each element is read and written once, computed in fp32 and
-rounded once. The number of real rows is read from the device; programs beyond them end at once, and
-their rows are neither read nor written. The function, gating and bias are known when a kernel is
-compiled.
+rounded once. `kernels.Segments` says which rows are real, on the device; others are neither read
+nor written. Launches follow the multiprocessors of a GPU, not the rows that there is room for. The
+function, gating and bias are known when a kernel is compiled.
 
-`padded_dispatch.experts.activation` explains the arguments. G: width of fc1's result, 2F if gated, else
-F.
+`experts.activation` explains the arguments. G: width of fc1's result, 2F if gated, else F.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from padded_dispatch.kernels.grouped import expert_of, tile, wide
+from padded_dispatch.kernels import Segments
+from padded_dispatch.kernels.grouped import expert_of, programs, tile, wide
 
 
 def activate(
-    fc1_NG: Tensor,
+    fc1_MG: Tensor,
     bias_LG: Tensor | None,
-    probs_N: Tensor,
-    offsets_L: Tensor,
+    prob_M: Tensor,
+    segments: Segments,
     function: str,
     gated: bool,
     clamp: float,
@@ -30,35 +29,45 @@ def activate(
 ) -> Tensor:
     """Compute `function(gate) * up * prob` or `function(x) * prob` of the real rows.
 
-    All tensors must be contiguous.
+    Args:
+        fc1_MG: stored, contiguous.
+        bias_LG: contiguous; None adds nothing.
+        prob_M: stored.
+        segments: where the rows of each expert lie.
+        function: as `gated`, `clamp` and `offset`, a field of `experts.activation.Activation`.
+        gated: whether fc1 returns a gate and up.
+        clamp: of the gate and up.
+        offset: added to up.
 
     Returns:
-        [N, F] in the dtype of `fc1_NG`; rows from `offsets_L[-1]` on are not written.
+        Loose [N, F] in the dtype of `fc1_MG`; rows outside of the offsets are not written.
 
-    Example: `fc1 = [[0, 5], [8, 3]]`, `probs = [1, .5]` and `offsets = [2]` give `[[0], [11.996]]`
-    for a gated "silu", since silu(8) = 7.9973.
+    Example: `fc1 = [nan, [0, 5], [8, 3]]`, `prob = [nan, 1, .5]` and `offsets = [1, 3]` give the
+    loose rows `[[0], [11.996]]` for a gated "silu", since silu(8) = 7.9973.
     """
-    num_rows, width = fc1_NG.shape[0], fc1_NG.shape[1] // (2 if gated else 1)
-    out_NF = fc1_NG.new_empty(num_rows, width)
+    width = fc1_MG.shape[1] // (2 if gated else 1)
+    hidden_NF = fc1_MG.new_empty(segments.num_rows, width)
     rows, block = tile(width)
-    _activate_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(width, block))](
-        fc1_NG,
+    _activate_kernel[programs(fc1_MG)](
+        fc1_MG,
         bias_LG,
-        probs_N,
-        offsets_L,
-        out_NF,
-        offsets_L.shape[0],
+        prob_M,
+        segments.offsets,
+        segments.num_sources,
+        hidden_NF,
+        segments.num_experts,
         width,
         FUNCTION=function,
         GATED=gated,
         CLAMP=clamp,
         OFFSET=offset,
-        EXPERTS=triton.next_power_of_2(offsets_L.shape[0]),
+        EXPERTS=triton.next_power_of_2(segments.num_experts),
         ROWS=rows,
         BLOCK=block,
-        WIDE=wide(fc1_NG),
+        BLOCKS=triton.cdiv(width, block),
+        WIDE=wide(fc1_MG),
     )
-    return out_NF
+    return hidden_NF
 
 
 @triton.jit
@@ -99,99 +108,8 @@ def _activate_kernel(
     bias,
     probs,
     offsets,
-    out,
-    num_experts,
-    width,
-    FUNCTION: tl.constexpr,
-    GATED: tl.constexpr,
-    CLAMP: tl.constexpr,
-    OFFSET: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    halves: tl.constexpr = 2 if GATED else 1
-    num_rows = tl.load(offsets + num_experts - 1)
-    if tl.program_id(0) * ROWS < num_rows:
-        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        n = row[:, None]
-        column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-        valid = (n < num_rows) & (column < width)
-        place = n * halves * width + column
-        bias_place = place
-        if bias is not None:
-            expert = expert_of(row, offsets, num_experts, EXPERTS)[:, None]
-            bias_place = expert * halves * width + column
-        prob = tl.load(probs + n, mask=n < num_rows, other=0).to(WIDE)
-        x = _load(fc1, bias, place, bias_place, valid, WIDE)
-        if GATED:
-            up = _load(fc1, bias, place + width, bias_place + width, valid, WIDE)
-            value, _ = _curve(_clamp(x, CLAMP), FUNCTION)
-            value *= -_clamp(-_clamp(up, CLAMP), CLAMP) + OFFSET
-        else:
-            value, _ = _curve(x, FUNCTION)
-        tl.store(out + n * width + column, (value * prob).to(out.dtype.element_ty), mask=valid)
-
-
-def activate_backward(
-    grad_NF: Tensor,
-    fc1_NG: Tensor,
-    bias_LG: Tensor | None,
-    probs_N: Tensor,
-    offsets_L: Tensor,
-    function: str,
-    gated: bool,
-    clamp: float,
-    offset: float,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `fc1_NG` (equal to its bias's, before summing) and of `probs_N`.
-
-    `grad_NF` is the gradient of the result of `activate`; the other arguments are those of
-    `activate`. All tensors must be contiguous.
-
-    Returns:
-        [N, G] and [N]; rows from `offsets_L[-1]` on are not written.
-
-    Example: `grad = [[1]]`, `fc1 = [[0, 5]]`, `probs = [.5]` and `offsets = [1]` give
-    `[[1.25, 0]]` and `[0]` for a gated "silu": silu(0) = 0 and its slope there is 0.5.
-    """
-    num_rows, width = grad_NF.shape
-    grad_fc1_NG = torch.empty_like(fc1_NG)
-    grad_probs_N = torch.empty_like(probs_N)
-    rows, block = tile(width)
-    _activate_backward_kernel[(triton.cdiv(num_rows, rows),)](
-        grad_NF,
-        fc1_NG,
-        bias_LG,
-        probs_N,
-        offsets_L,
-        grad_fc1_NG,
-        grad_probs_N,
-        offsets_L.shape[0],
-        width,
-        FUNCTION=function,
-        GATED=gated,
-        CLAMP=clamp,
-        OFFSET=offset,
-        EXPERTS=triton.next_power_of_2(offsets_L.shape[0]),
-        ROWS=rows,
-        BLOCK=block,
-        BLOCKS=triton.cdiv(width, block),
-        WIDE=wide(fc1_NG),
-    )
-    return grad_fc1_NG, grad_probs_N
-
-
-@triton.jit
-def _activate_backward_kernel(
-    grad,
-    fc1,
-    bias,
-    probs,
-    offsets,
-    grad_fc1,
-    grad_probs,
+    num_sources,
+    hidden,
     num_experts,
     width,
     FUNCTION: tl.constexpr,
@@ -205,20 +123,122 @@ def _activate_backward_kernel(
     WIDE: tl.constexpr,
 ):
     halves: tl.constexpr = 2 if GATED else 1
-    num_rows = tl.load(offsets + num_experts - 1)
-    if tl.program_id(0) * ROWS < num_rows:
-        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    base, end = tl.load(offsets), tl.load(offsets + num_experts * num_sources)
+    num_blocks = tl.cdiv(end - base, ROWS) * BLOCKS
+    for block in tl.range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        row = (base + block // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         n = row[:, None]
-        prob = tl.load(probs + n, mask=n < num_rows, other=0).to(WIDE)
+        column = (block % BLOCKS * BLOCK + tl.arange(0, BLOCK))[None, :]
+        valid = (n < end) & (column < width)
+        place = n * halves * width + column
+        bias_place = place
+        if bias is not None:
+            expert = expert_of(row, offsets, num_sources, num_experts, EXPERTS)[:, None]
+            bias_place = expert * halves * width + column
+        prob = tl.load(probs + n, mask=n < end, other=0).to(WIDE)
+        x = _load(fc1, bias, place, bias_place, valid, WIDE)
+        if GATED:
+            up = _load(fc1, bias, place + width, bias_place + width, valid, WIDE)
+            value, _ = _curve(_clamp(x, CLAMP), FUNCTION)
+            value *= -_clamp(-_clamp(up, CLAMP), CLAMP) + OFFSET
+        else:
+            value, _ = _curve(x, FUNCTION)
+        hidden_place = hidden + (n - base) * width + column
+        tl.store(hidden_place, (value * prob).to(hidden.dtype.element_ty), mask=valid)
+
+
+def activate_backward(
+    grad_NF: Tensor,
+    fc1_MG: Tensor,
+    bias_LG: Tensor | None,
+    prob_M: Tensor,
+    segments: Segments,
+    function: str,
+    gated: bool,
+    clamp: float,
+    offset: float,
+) -> tuple[Tensor, Tensor]:
+    """Write the gradient of fc1's result over it; recompute the result of `activate`.
+
+    `grad_NF`, loose and contiguous, is the gradient of that result; the other arguments are those
+    of `activate`. The gradient of fc1's result equals that of its bias, before summing.
+
+    Returns:
+        Loose `hidden_NF`, the result of `activate`, and the loose gradient of `prob_M`, [N] in its
+        dtype; rows outside of the offsets are not written.
+
+    Example: `grad = [[1]]`, `fc1 = [nan, [0, 5]]`, `prob = [nan, .5]` and `offsets = [1, 2]` give
+    `[[0]]` and `[0]` for a gated "silu", and leave `fc1 = [nan, [1.25, 0]]`: silu(0) = 0 and its
+    slope there is 0.5.
+    """
+    width = grad_NF.shape[1]
+    hidden_NF = grad_NF.new_empty(segments.num_rows, width)
+    grad_prob_N = prob_M.new_empty(segments.num_rows)
+    rows, block = tile(width)
+    _activate_backward_kernel[programs(fc1_MG)](
+        grad_NF,
+        fc1_MG,
+        bias_LG,
+        prob_M,
+        segments.offsets,
+        segments.num_sources,
+        hidden_NF,
+        grad_prob_N,
+        segments.num_experts,
+        width,
+        FUNCTION=function,
+        GATED=gated,
+        CLAMP=clamp,
+        OFFSET=offset,
+        EXPERTS=triton.next_power_of_2(segments.num_experts),
+        ROWS=rows,
+        BLOCK=block,
+        BLOCKS=triton.cdiv(width, block),
+        WIDE=wide(fc1_MG),
+    )
+    return hidden_NF, grad_prob_N
+
+
+@triton.jit
+def _activate_backward_kernel(
+    grad,
+    fc1,
+    bias,
+    probs,
+    offsets,
+    num_sources,
+    hidden,
+    grad_probs,
+    num_experts,
+    width,
+    FUNCTION: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMP: tl.constexpr,
+    OFFSET: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Write gradients over `fc1`: its gate and up of a column are read and written together."""
+    halves: tl.constexpr = 2 if GATED else 1
+    base, end = tl.load(offsets), tl.load(offsets + num_experts * num_sources)
+    for first in tl.range(base + tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        n = row[:, None]
+        prob = tl.load(probs + n, mask=n < end, other=0).to(WIDE)
         grad_prob = tl.zeros((ROWS,), dtype=WIDE)
         bias_row = n * 0
         if bias is not None:
-            bias_row = expert_of(row, offsets, num_experts, EXPERTS)[:, None] * halves * width
+            expert = expert_of(row, offsets, num_sources, num_experts, EXPERTS)
+            bias_row = expert[:, None] * halves * width
         for block in range(BLOCKS):
             column = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
-            valid = (n < num_rows) & (column < width)
+            valid = (n < end) & (column < width)
             place = n * halves * width + column
-            grad_out = tl.load(grad + n * width + column, mask=valid, other=0).to(WIDE)
+            loose_place = (n - base) * width + column
+            grad_out = tl.load(grad + loose_place, mask=valid, other=0).to(WIDE)
             x = _load(fc1, bias, place, bias_row + column, valid, WIDE)
             if GATED:
                 up = _load(fc1, bias, place + width, bias_row + column + width, valid, WIDE)
@@ -226,12 +246,13 @@ def _activate_backward_kernel(
                 value, slope = _curve(_clamp(x, CLAMP), FUNCTION)
                 grad_x = tl.where(x > CLAMP, 0.0, grad_out * prob * linear * slope)
                 grad_up = tl.where(tl.abs(up) > CLAMP, 0.0, grad_out * prob * value)
-                grad_prob += tl.sum(grad_out * value * linear, 1)
-                up_place = grad_fc1 + place + width
-                tl.store(up_place, grad_up.to(grad_fc1.dtype.element_ty), mask=valid)
+                value *= linear
+                tl.store(fc1 + place + width, grad_up.to(fc1.dtype.element_ty), mask=valid)
             else:
                 value, slope = _curve(x, FUNCTION)
                 grad_x = grad_out * prob * slope
-                grad_prob += tl.sum(grad_out * value, 1)
-            tl.store(grad_fc1 + place, grad_x.to(grad_fc1.dtype.element_ty), mask=valid)
-        tl.store(grad_probs + row, grad_prob.to(grad_probs.dtype.element_ty), mask=row < num_rows)
+            grad_prob += tl.sum(grad_out * value, 1)
+            tl.store(fc1 + place, grad_x.to(fc1.dtype.element_ty), mask=valid)
+            tl.store(hidden + loose_place, (value * prob).to(hidden.dtype.element_ty), mask=valid)
+        grad_prob = grad_prob.to(grad_probs.dtype.element_ty)
+        tl.store(grad_probs + row - base, grad_prob, mask=row < end)

@@ -3,9 +3,11 @@
 `rows_times_weights` multiplies every expert's rows by that expert's matrix: both forward linears
 and both gradients of rows. `rows_times_weights_at` stores each row of the product at an address of
 its own, also on other GPUs. `add_weight_gradients` multiplies two blocks of rows of one expert, and
-adds the product to an fp32 buffer; `weight_gradients` returns the same products rounded. Offsets
-stay on the device. Rows behind the last one are never read into a result that is kept, and never
-written.
+adds the product to an fp32 buffer; `weight_gradients` returns the same products rounded.
+
+`kernels.Segments` says where the rows lie. Each operand is stored or loose, whatever the others
+are: only the coordinate of its first row differs. Rows outside of the offsets are never read into a
+result that is kept, and never written.
 
 The kernels are persistent: programs take tiles in turn, experts in ascending order. Of a small
 weight all columns are taken before the next rows; of a large one, up to 16 tiles of rows before the
@@ -14,9 +16,9 @@ the tiles of the rows, once for all products with the same offsets.
 
 Operands are read, and results written, by the tensor memory accelerator (TMA); sums, and rows with
 addresses, are written by stores. An expert's rows end where its descriptor does, as in Triton's own
-`triton.tools.ragged_tma` (MIT), whose idea and constants these descriptors take over: a tile that
-crosses the last row reads zeros there, and does not write the others. Every element is summed by
-one program in the order of the inner dimension: the result depends on the operands alone.
+`triton.tools.ragged_tma` (MIT), which Triton 3.4 lacks: idea and constants are taken over. A tile
+that crosses the last row reads zeros there, and does not write the others. Every element is summed
+by one program in the order of the inner dimension: the result depends on the operands alone.
 notebooks/results/LOG.md has times beside torch's products, and what was tried and left out.
 
 I and O: width of an input and an output row of a linear. N: rows. L: experts.
@@ -24,7 +26,6 @@ I and O: width of an input and an output row of a linear. N: rows. L: experts.
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -32,7 +33,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP
+from padded_dispatch.config import require
+from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP, Segments
 
 _TILES_AT_A_TIME = 32
 
@@ -65,138 +67,173 @@ _TILES = Tiles()
 
 
 def rows_times_weights(
-    rows_NI: Tensor,
+    rows: Tensor,
     weight_LOI: Tensor,
-    offsets_L: Tensor,
+    segments: Segments,
     *,
-    table: Tensor | None = None,
+    stored: bool,
+    out: Tensor | None = None,
+    out_stored: bool = False,
     tiles: Tiles = _TILES,
 ) -> Tensor:
-    """Compute `rows @ weight[l].T` for every expert's rows: [N, I] to [N, O].
+    """Compute `rows @ weight[l].T` for every expert's rows.
 
     Args:
-        rows_NI: contiguous bf16 or fp16; I is a multiple of 8.
+        rows: contiguous bf16 or fp16, as wide as I, a multiple of 8.
         weight_LOI: same dtype, contiguous or the transpose (1, 2) of a contiguous one; O is a
             multiple of 8.
-        offsets_L: contiguous int32, where the rows of each expert end.
-        table: `row_tiles` of these offsets and number of rows; None makes it.
+        segments: with the table of `row_tiles`.
+        stored: whether `rows` are stored, or loose.
+        out: contiguous, same dtype, as wide as O; None makes a loose one of N rows.
+        out_stored: whether `out` is stored, or loose.
         tiles: launch parameters.
 
-    Example: the rows `[1, 2]` and `[3, 4]` of two experts, `offsets = [1, 2]`, and their weights
-    `[[1, 0]]` and `[[0, 1]]`, of one output each, give `[[1], [4]]`.
+    Returns:
+        `out`; rows outside of the offsets are not written.
+
+    Example: the loose rows `[1, 2]` and `[3, 4]` of two experts, `offsets = [5, 6, 7]`, and their
+    weights `[[1, 0]]` and `[[0, 1]]`, of one output each, give the loose rows `[[1], [4]]`.
     """
-    out_NO = rows_NI.new_empty(rows_NI.shape[0], weight_LOI.shape[1])
-    operands, launch = _launch(rows_NI, weight_LOI, tiles)
-    if table is None:
-        table = row_tiles(offsets_L, len(rows_NI), tiles.rows)
-    _rows_times_weights_kernel[(_multiprocessors(rows_NI.device),)](
-        *operands,
-        _packed(out_NO, tiles.rows, tiles.columns // 2),
-        offsets_L,
-        table,
-        rows_NI.shape[1],
-        triton.cdiv(weight_LOI.shape[1], tiles.columns),
-        **launch,
-    )
-    return out_NO
+    if out is None:
+        assert not out_stored
+        out = rows.new_empty(segments.num_rows, weight_LOI.shape[1])
+    _multiply(rows, weight_LOI, segments, tiles, stored, out=out, out_stored=out_stored)
+    return out
 
 
 def rows_times_weights_at(
-    rows_NI: Tensor,
+    rows: Tensor,
     weight_LOI: Tensor,
-    offsets_L: Tensor,
-    at_N: Tensor,
+    segments: Segments,
+    at_M: Tensor,
     *,
+    stored: bool,
     bias_LO: Tensor | None = None,
-    probs_N: Tensor | None = None,
-    table: Tensor | None = None,
+    prob_M: Tensor | None = None,
     tiles: Tiles = _TILES,
 ) -> None:
     """Store every row of `rows_times_weights` at an address of its own.
 
     The arguments are those of `rows_times_weights`, and:
-        at_N: int64, the address of each result, a multiple of 16: on this GPU or on one that it
-            can access. Those behind the last row are not read.
+        at_M: stored int64, the address of each result, a multiple of 16: on this GPU or on one that
+            it can access.
         bias_LO: contiguous, same dtype; adds `prob * bias[l]` to the rounded product.
-        probs_N: contiguous, floating point; required with a bias.
+        prob_M: stored, floating point; required with a bias.
 
     Example: the rows, weights and offsets above, and the addresses of the second and the first row
-    of a buffer, leave `[[4], [1]]` in it.
+    of a buffer at `at[5]` and `at[6]`, leave `[[4], [1]]` in it.
     """
-    operands, launch = _launch(rows_NI, weight_LOI, tiles)
-    if table is None:
-        table = row_tiles(offsets_L, len(rows_NI), tiles.rows)
-    width_in, width_out = rows_NI.shape[1], weight_LOI.shape[1]
-    _rows_times_weights_at_kernel[(_multiprocessors(rows_NI.device),)](
-        *operands,
-        bias_LO,
-        probs_N,
-        at_N,
-        offsets_L,
-        table,
-        width_in,
-        width_out,
-        triton.cdiv(width_out, tiles.columns),
-        **launch,
-    )
+    to = {"at": at_M, "bias": bias_LO, "probs": prob_M}
+    _multiply(rows, weight_LOI, segments, tiles, stored, **to)
 
 
-def _launch(
-    rows_NI: Tensor, weight_LOI: Tensor, tiles: Tiles
-) -> tuple[tuple[TensorDescriptor, TensorDescriptor], dict[str, Any]]:
-    """Return descriptors of both operands, and the other launch parameters of a product."""
+def _multiply(
+    rows: Tensor,
+    weight_LOI: Tensor,
+    segments: Segments,
+    tiles: Tiles,
+    stored: bool,
+    *,
+    out: Tensor | None = None,
+    out_stored: bool = False,
+    at: Tensor | None = None,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
+) -> None:
+    """Launch the kernel of both products: results go to `out`, or to the addresses `at`."""
+    assert segments.tiles is not None
+    width_out, width_in = weight_LOI.shape[1:]
     # A descriptor needs the contiguous dimension last.
     transposed = not weight_LOI.is_contiguous()
     weight = weight_LOI.transpose(1, 2) if transposed else weight_LOI
     block = [tiles.inner, tiles.columns] if transposed else [tiles.columns, tiles.inner]
-    operands = (
-        _packed(rows_NI, tiles.rows, tiles.inner),
+    _rows_times_weights_kernel[(multiprocessors(rows.device),)](
+        _packed(rows, tiles.rows, tiles.inner),
         TensorDescriptor.from_tensor(weight, [1, *block]),
+        None if out is None else _packed(out, tiles.rows, tiles.columns // 2),
+        at,
+        bias,
+        probs,
+        segments.offsets,
+        segments.num_sources,
+        segments.tiles,
+        width_in,
+        width_out,
+        triton.cdiv(width_out, tiles.columns),
+        TRANSPOSED=transposed,
+        DOWN=weight[0].nbytes > _SMALL_WEIGHT,
+        ROWS=tiles.rows,
+        COLUMNS=tiles.columns,
+        INNER=tiles.inner,
+        STORED=stored,
+        OUT_STORED=out_stored,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )
-    return operands, {
-        "TRANSPOSED": transposed,
-        "DOWN": weight[0].nbytes > _SMALL_WEIGHT,
-        "ROWS": tiles.rows,
-        "COLUMNS": tiles.columns,
-        "INNER": tiles.inner,
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
-    }
 
 
-def _packed(rows_NI: Tensor, num_rows: int, columns: int) -> TensorDescriptor:
+def _packed(rows: Tensor, num_rows: int, columns: int) -> TensorDescriptor:
     """Describe packed rows for tiles that end at an expert's last row, see `_place`."""
-    width = rows_NI.shape[1]
+    width = rows.shape[1]
     most = 2**31 - 2**16
     shape = [most, most, 2**30, width]
     return TensorDescriptor(
-        rows_NI, shape, [2**34 - width, width, width, 1], [1, 1, num_rows, columns]
+        rows, shape, [2**34 - width, width, width, 1], [1, 1, num_rows, columns]
+    )
+
+
+def check_on_gpu(rows: Tensor, weight_LOI: Tensor) -> None:
+    """Raise if these products do not compute such rows and weights.
+
+    Raises:
+        ValueError: names the dtype or the sizes, and what to change.
+    """
+    fix = "use an experts module on the padded layout"
+    require(
+        rows.dtype == torch.bfloat16,
+        "dtype",
+        rows.dtype,
+        "be torch.bfloat16 for packed experts on a GPU",
+        f"train in bf16, or {fix}",
+    )
+    sizes = tuple(weight_LOI.shape[1:])
+    require(
+        sizes[0] % 8 == 0 and sizes[1] % 8 == 0,
+        "hidden and ffn sizes",
+        sizes,
+        "be multiples of 8 for packed experts on a GPU",
+        fix,
     )
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has; 2 for Triton's interpreter."""
     if device.type != "cuda":
-        return 2  # Triton's interpreter.
+        return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def row_tiles(offsets_L: Tensor, num_rows: int, tile_rows: int = ROWS_OF_TILE) -> Tensor:
-    """List the tiles of rows: int32 [1 + most tiles, 4], see `padded_dispatch.experts.grouped`.
+def row_tiles(segments: Segments, tile_rows: int = ROWS_OF_TILE) -> Tensor:
+    """List the tiles of rows that products compute: int32 [1 + most tiles, 4].
 
-    Example: `offsets = [3, 3, 7]` and tiles of 2 rows give the lines `[4, 0, 0, 0]`,
-    `[0, 0, 2, 0]` twice, and `[2, 2, 2, 3]` twice.
+    The first line has how many tiles follow. The others have the expert; the group of tiles that it
+    belongs to, at most `TILES_OF_GROUP` of one expert: its first tile and its number of tiles; and
+    the first row of the group, as offsets count. Lines behind the last tile are unspecified.
+
+    Example: `offsets = [10, 13, 13, 17]` of three experts and tiles of 2 rows give the lines
+    `[4, 0, 0, 0]`, `[0, 0, 2, 10]` twice, and `[2, 2, 2, 13]` twice.
     """
-    num_experts = offsets_L.shape[0]
-    most = num_rows // tile_rows + num_experts
-    table = offsets_L.new_empty(1 + most, 4)
+    most = segments.num_rows // tile_rows + segments.num_experts
+    table = segments.offsets.new_empty(1 + most, 4)
     _row_tiles_kernel[(triton.cdiv(most, _TILES_AT_A_TIME),)](
-        offsets_L,
+        segments.offsets,
+        segments.num_sources,
         table,
-        num_experts,
+        segments.num_experts,
         ROWS=tile_rows,
         GROUP=TILES_OF_GROUP,
-        EXPERTS=triton.next_power_of_2(num_experts),
+        EXPERTS=triton.next_power_of_2(segments.num_experts),
         TILES=_TILES_AT_A_TIME,
         num_warps=4,
     )
@@ -206,6 +243,7 @@ def row_tiles(offsets_L: Tensor, num_rows: int, tile_rows: int = ROWS_OF_TILE) -
 @triton.jit
 def _row_tiles_kernel(
     offsets,
+    num_sources,
     table,
     num_experts,
     ROWS: tl.constexpr,
@@ -215,8 +253,8 @@ def _row_tiles_kernel(
 ):
     e = tl.arange(0, EXPERTS)
     valid = e < num_experts
-    start = tl.load(offsets + e - 1, mask=valid & (e > 0), other=0)
-    end = tl.load(offsets + e, mask=valid, other=0)
+    start = tl.load(offsets + e * num_sources, mask=valid, other=0)
+    end = tl.load(offsets + (e + 1) * num_sources, mask=valid, other=0)
     num_tiles = tl.where(valid, tl.cdiv(end - start, ROWS), 0)
     last = tl.cumsum(num_tiles, 0)
     total = tl.sum(num_tiles, 0)
@@ -243,42 +281,11 @@ def _rows_times_weights_kernel(
     rows,
     weight,
     out,
-    offsets,
-    table,
-    width_in,
-    tiles_across,
-    TRANSPOSED: tl.constexpr,
-    DOWN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-):
-    num_tiles = tl.load(table) * tiles_across
-    half: tl.constexpr = COLUMNS // 2
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
-        expert, row, column = _tile(tile, table, tiles_across, DOWN, ROWS, COLUMNS)
-        end = tl.load(offsets + expert)
-        sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for inner in range(0, width_in, INNER):
-            a, b = _operands(
-                rows, weight, expert, row, end, column, inner, TRANSPOSED, ROWS, COLUMNS, INNER
-            )
-            sums = tl.dot(a, b, sums)
-        # In two halves: the buffer through which a tile is stored takes half the shared memory,
-        # which leaves room for a fourth stage.
-        left, right = _halves(sums, ROWS, COLUMNS)
-        _store_rows(out, left, row, end, column, ROWS, half)
-        _store_rows(out, right, row, end, column + half, ROWS, half)
-
-
-@triton.jit
-def _rows_times_weights_at_kernel(
-    rows,
-    weight,
+    at,
     bias,
     probs,
-    at,
     offsets,
+    num_sources,
     table,
     width_in,
     width_out,
@@ -288,33 +295,49 @@ def _rows_times_weights_at_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    STORED: tl.constexpr,
+    OUT_STORED: tl.constexpr,
 ):
+    """Multiply; store the result in `out`, or if that is None, its rows at the addresses `at`."""
     num_tiles = tl.load(table) * tiles_across
     half: tl.constexpr = COLUMNS // 2
     dtype: tl.constexpr = rows.dtype
+    first = 0 if STORED else tl.load(offsets)
+    out_first = 0 if OUT_STORED else tl.load(offsets)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
         expert, row, column = _tile(tile, table, tiles_across, DOWN, ROWS, COLUMNS)
-        end = tl.load(offsets + expert)
+        end = tl.load(offsets + (expert + 1) * num_sources)
         sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for inner in range(0, width_in, INNER):
-            a, b = _operands(
-                rows, weight, expert, row, end, column, inner, TRANSPOSED, ROWS, COLUMNS, INNER
-            )
+            a = rows.load(_place(row - first, end - first, inner)).reshape(ROWS, INNER)
+            if TRANSPOSED:
+                b = weight.load([expert, inner, column]).reshape(INNER, COLUMNS)
+            else:
+                b = weight.load([expert, column, inner]).reshape(COLUMNS, INNER).T
             sums = tl.dot(a, b, sums)
-        n = row + tl.arange(0, ROWS)
-        place = tl.load(at + n, mask=n < end, other=0).to(tl.pointer_type(dtype))
-        place = tl.multiple_of(place, [16])[:, None]
-        here = (n < end)[:, None]
-        o = column + tl.arange(0, half)
+        # In two halves: the buffer through which a tile is stored takes half the shared memory,
+        # which leaves room for a fourth stage.
         left, right = _halves(sums, ROWS, COLUMNS)
-        if bias is not None:
-            prob = tl.load(probs + n, mask=n < end, other=0).to(tl.float32)
-            of_expert = bias + expert.to(tl.int64) * width_out
-            left = _add_bias(left, of_expert, prob, o, width_out, dtype)
-            right = _add_bias(right, of_expert, prob, o + half, width_out, dtype)
-        first, second = o[None, :], (o + half)[None, :]
-        tl.store(place + first, left.to(dtype), mask=here & (first < width_out))
-        tl.store(place + second, right.to(dtype), mask=here & (second < width_out))
+        if out is not None:
+            shape: tl.constexpr = (1, 1, ROWS, half)
+            n, last = row - out_first, end - out_first
+            out.store(_place(n, last, column), left.to(dtype).reshape(shape))
+            out.store(_place(n, last, column + half), right.to(dtype).reshape(shape))
+        else:
+            n = row + tl.arange(0, ROWS)
+            place = tl.load(at + n, mask=n < end, other=0).to(tl.pointer_type(dtype))
+            place = tl.multiple_of(place, [16])[:, None]
+            here = (n < end)[:, None]
+            o = column + tl.arange(0, half)
+            if bias is not None:
+                prob = tl.load(probs + n, mask=n < end, other=0).to(tl.float32)
+                of_expert = bias + expert.to(tl.int64) * width_out
+                left = _add_bias(left, of_expert, prob, o, width_out, dtype)
+                right = _add_bias(right, of_expert, prob, o + half, width_out, dtype)
+            across = o[None, :]
+            tl.store(place + across, left.to(dtype), mask=here & (across < width_out))
+            across += half
+            tl.store(place + across, right.to(dtype), mask=here & (across < width_out))
 
 
 @triton.jit
@@ -338,28 +361,6 @@ def _tile(tile, table, tiles_across, DOWN: tl.constexpr, ROWS: tl.constexpr, COL
 
 
 @triton.jit
-def _operands(
-    rows,
-    weight,
-    expert,
-    row,
-    end,
-    column,
-    inner,
-    TRANSPOSED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-):
-    a = rows.load(_place(row, end, inner)).reshape(ROWS, INNER)
-    if TRANSPOSED:
-        b = weight.load([expert, inner, column]).reshape(INNER, COLUMNS)
-    else:
-        b = weight.load([expert, column, inner]).reshape(COLUMNS, INNER).T
-    return a, b
-
-
-@triton.jit
 def _place(row, end, column):
     """Return where `row` is in a descriptor of packed rows that end at `end`.
 
@@ -375,44 +376,48 @@ def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
-@triton.jit
-def _store_rows(out, sums, row, end, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    out.store(_place(row, end, column), sums.to(out.dtype).reshape(1, 1, ROWS, COLUMNS))
-
-
 def add_weight_gradients(
-    grad_NO: Tensor,
-    rows_NI: Tensor,
-    offsets_L: Tensor,
+    grad: Tensor,
+    rows: Tensor,
+    segments: Segments,
     sums_LOI: Tensor,
     *,
+    grad_stored: bool,
+    rows_stored: bool,
     tiles: Tiles | None = None,
 ) -> None:
     """Add every expert's `grad.T @ rows` to its sums, in place.
 
     Args:
-        grad_NO: contiguous bf16 or fp16; O is a multiple of 8.
-        rows_NI: contiguous, same dtype; I is a multiple of 8.
-        offsets_L: contiguous int32, where the rows of each expert end.
+        grad: contiguous bf16 or fp16, as wide as O, a multiple of 8.
+        rows: contiguous, same dtype, as wide as I, a multiple of 8.
+        segments: where the rows of each expert lie; without tiles.
         sums_LOI: contiguous fp32.
+        grad_stored: whether `grad` is stored, or loose.
+        rows_stored: likewise, of `rows`.
         tiles: launch parameters; None are those of `gradient_tiles`.
 
-    Example: `grad = [[1], [2], [3]]`, `rows = [[1], [10], [100]]` and `offsets = [2, 2, 3]` add
-    `[[[21]], [[0]], [[300]]]`.
+    Example: the loose `grad = [[1], [2], [3]]` and `rows = [[1], [10], [100]]`, with `offsets = [7,
+    9, 9, 10]` of three experts, add `[[[21]], [[0]], [[300]]]`.
     """
-    _multiply_rows(grad_NO, rows_NI, offsets_L, sums_LOI, True, tiles)
+    _multiply_rows(grad, rows, segments, sums_LOI, tiles, True, grad_stored, rows_stored)
 
 
 def weight_gradients(
-    grad_NO: Tensor, rows_NI: Tensor, offsets_L: Tensor, *, tiles: Tiles | None = None
+    grad: Tensor,
+    rows: Tensor,
+    segments: Segments,
+    *,
+    grad_stored: bool,
+    rows_stored: bool,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """Compute every expert's `grad.T @ rows`, rounded once: [L, O, I] in the dtype of the rows.
 
     The arguments are those of `add_weight_gradients`.
     """
-    shape = offsets_L.shape[0], grad_NO.shape[1], rows_NI.shape[1]
-    out_LOI = rows_NI.new_empty(shape)
-    _multiply_rows(grad_NO, rows_NI, offsets_L, out_LOI, False, tiles)
+    out_LOI = rows.new_empty(segments.num_experts, grad.shape[1], rows.shape[1])
+    _multiply_rows(grad, rows, segments, out_LOI, tiles, False, grad_stored, rows_stored)
     return out_LOI
 
 
@@ -430,29 +435,33 @@ def gradient_tiles(num_rows: int, num_experts: int, adds: bool) -> Tiles:
 
 
 def _multiply_rows(
-    grad_NO: Tensor,
-    rows_NI: Tensor,
-    offsets_L: Tensor,
+    grad: Tensor,
+    rows: Tensor,
+    segments: Segments,
     out_LOI: Tensor,
-    adds: bool,
     tiles: Tiles | None,
+    adds: bool,
+    grad_stored: bool,
+    rows_stored: bool,
 ) -> None:
     num_experts, width_out, width_in = out_LOI.shape
     if tiles is None:
-        tiles = gradient_tiles(rows_NI.shape[0], num_experts, adds)
+        tiles = gradient_tiles(segments.num_expected, num_experts, adds)
     half = [1, tiles.rows, tiles.columns // 2]
-    num_programs = tiles.programs * _multiprocessors(rows_NI.device)
-    _weight_gradients_kernel[(num_programs,)](
-        _packed(grad_NO, tiles.inner, tiles.rows),
-        _packed(rows_NI, tiles.inner, tiles.columns),
+    _weight_gradients_kernel[(tiles.programs * multiprocessors(rows.device),)](
+        _packed(grad, tiles.inner, tiles.rows),
+        _packed(rows, tiles.inner, tiles.columns),
         out_LOI if adds else TensorDescriptor.from_tensor(out_LOI, half),
-        offsets_L,
+        segments.offsets,
+        segments.num_sources,
         num_experts,
         width_out,
         width_in,
         triton.cdiv(width_out, tiles.rows),
         triton.cdiv(width_in, tiles.columns),
         ADDS=adds,
+        GRAD_STORED=grad_stored,
+        ROWS_STORED=rows_stored,
         EXPERTS=triton.next_power_of_2(num_experts),
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
@@ -468,12 +477,15 @@ def _weight_gradients_kernel(
     rows,
     out,
     offsets,
+    num_sources,
     num_experts,
     width_out,
     width_in,
     tiles_down,
     tiles_across,
     ADDS: tl.constexpr,
+    GRAD_STORED: tl.constexpr,
+    ROWS_STORED: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -484,13 +496,15 @@ def _weight_gradients_kernel(
     # How many blocks of rows the tiles of this program have. No rows are one block of zeros.
     e = tl.arange(0, EXPERTS)
     valid = e < num_experts
-    starts = tl.load(offsets + e - 1, mask=valid & (e > 0), other=0)
-    ends = tl.load(offsets + e, mask=valid, other=0)
+    starts = tl.load(offsets + e * num_sources, mask=valid, other=0)
+    ends = tl.load(offsets + (e + 1) * num_sources, mask=valid, other=0)
     before = (e * of_expert + num_programs - 1 - program) // num_programs
     until = ((e + 1) * of_expert + num_programs - 1 - program) // num_programs
     blocks = (until - before) * tl.maximum(tl.cdiv(ends - starts, INNER), 1)
     num_steps = tl.sum(tl.where(valid, blocks, 0), 0)
 
+    grad_first = 0 if GRAD_STORED else tl.load(offsets)
+    rows_first = 0 if ROWS_STORED else tl.load(offsets)
     # One loop over all of them, so that the next tile is read while one is stored. Triton does not
     # make it of two loops whose inner one has another length for each expert.
     half: tl.constexpr = COLUMNS // 2
@@ -505,12 +519,12 @@ def _weight_gradients_kernel(
             expert = tile // of_expert
             down = tile // tiles_across % tiles_down * ROWS
             across = tile % tiles_across * COLUMNS
-            start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
-            end = tl.load(offsets + expert)
+            start = tl.load(offsets + expert * num_sources)
+            end = tl.load(offsets + (expert + 1) * num_sources)
             num_blocks = tl.maximum(tl.cdiv(end - start, INNER), 1)
         n = start + block * INNER
-        g = grad.load(_place(n, end, down))
-        x = rows.load(_place(n, end, across))
+        g = grad.load(_place(n - grad_first, end - grad_first, down))
+        x = rows.load(_place(n - rows_first, end - rows_first, across))
         product = tl.dot(g.reshape(INNER, ROWS).T, x.reshape(INNER, COLUMNS), product)
         if block == num_blocks - 1:
             # In two halves, see above; and the registers cannot hold a whole tile of sums, too.

@@ -8,13 +8,17 @@ Letters: T tokens, K experts per token, E experts.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from padded_dispatch.utils.nvtx import nvtx_range
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan of one source rank. All tensors are int32 without a gradient.
+    """The plan of one source rank. All tensors are contiguous int32 without a gradient.
 
     Attributes:
         expert_TK: the experts of each token, ascending; -1 behind the last.
@@ -31,8 +35,9 @@ class Plan:
     unplaced_E: Tensor
 
 
+@nvtx_range("plan")
 def make_plan(map_TE: Tensor, *, top_k: int) -> Plan:
-    """Number the rows of a map.
+    """Return the numbers of the rows of a map.
 
     Args:
         map_TE: bool [T, E], T at least 1.
@@ -41,12 +46,59 @@ def make_plan(map_TE: Tensor, *, top_k: int) -> Plan:
     Example: K = 2, `map = [[1, 0, 1], [0, 0, 1], [0, 0, 0]]` give `expert = [[0, 2], [2, -1], [-1,
     -1]]`, `place = [[0, 0], [1, -1], [-1, -1]]` and `kept = [1, 0, 2]`.
     """
-    raise NotImplementedError
+    if map_TE.is_cuda:
+        from padded_dispatch.kernels import plan
+
+        tensors = plan.plan(map_TE, top_k)
+    else:
+        tensors = plan_in_torch(map_TE, top_k)
+    expert_TK, place_TK, kept_E, unplaced_E = tensors
+    return Plan(expert_TK=expert_TK, place_TK=place_TK, kept_E=kept_E, unplaced_E=unplaced_E)
+
+
+def plan_in_torch(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the tensors of a plan in plain torch: the specification of `kernels.plan`."""
+    num_tokens, num_experts = map_TE.shape
+    before_TE = map_TE.cumsum(1) - map_TE.long()
+    row_TE = map_TE & (before_TE < top_k)
+    place_TE = row_TE.cumsum(0, dtype=torch.int32) - 1
+    # What has no k goes to column K, which is cut off.
+    k_TE = torch.where(row_TE, before_TE, top_k)
+    none_TK = place_TE.new_full((num_tokens, top_k + 1), -1)
+    expert_TE = torch.arange(num_experts, dtype=torch.int32).expand(num_tokens, -1)
+    expert_TK, place_TK = (
+        none_TK.scatter(1, k_TE, of_TE)[:, :top_k].contiguous() for of_TE in (expert_TE, place_TE)
+    )
+    kept_E = row_TE.sum(0, dtype=torch.int32)
+    return expert_TK, place_TK, kept_E, map_TE.sum(0, dtype=torch.int32) - kept_E
 
 
 def choice_probs(probs_TE: Tensor, expert_TK: Tensor) -> Tensor:
     """Return the probability of every choice, [T, K], at least fp32; 0 where there is none.
 
-    Differentiable in `probs_TE`.
+    Differentiable in `probs_TE`, which is read only where a token has an expert.
     """
-    raise NotImplementedError
+    if probs_TE.is_cuda:
+        return _ChoiceProbs.apply(probs_TE, expert_TK)
+    prob_TK = probs_TE.gather(1, expert_TK.clamp(min=0).long())
+    prob_TK = prob_TK.to(torch.promote_types(probs_TE.dtype, torch.float32))
+    return torch.where(expert_TK >= 0, prob_TK, 0)
+
+
+class _ChoiceProbs(torch.autograd.Function):
+    """`choice_probs` on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, probs_TE: Tensor, expert_TK: Tensor) -> Tensor:
+        from padded_dispatch.kernels import plan
+
+        ctx.save_for_backward(expert_TK)
+        ctx.num_experts, ctx.dtype = probs_TE.shape[1], probs_TE.dtype
+        return plan.choice_probs(probs_TE, expert_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        from padded_dispatch.kernels import plan
+
+        (expert_TK,) = ctx.saved_tensors
+        return plan.spread_probs(grads[0], expert_TK, ctx.num_experts, dtype=ctx.dtype), None

@@ -1,302 +1,275 @@
-"""Every stage on real ranks against the reference, bit by bit.
+"""The exchange over collectives: what arrives, what comes home, and the gradients of both.
 
-Payloads are whole numbers in fp64 that encode their address. All sums are exact, so equality needs
-no tolerance, and a misplaced row shows its origin. Fresh memory is NaN throughout.
+Payloads are whole numbers in fp64, so every sum is exact and equality needs no tolerance. Fresh
+memory is NaN, or the largest integer.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.library import opcheck
 
-from padded_dispatch.config import BufferBytes, DispatchConfig, PoolSizes
-from padded_dispatch.exchange import Exchange
-from padded_dispatch.exchange.collectives import (
-    AllToAllExchange,
-    all_gather,
-    all_to_all,
-    group_name,
-    reduce_scatter,
-)
-from padded_dispatch.exchange.local import LocalExchange
-from padded_dispatch.routing.plan import make_plan
-from tests.support import reference
-from tests.support.grids import GRIDS, Grid, grid, poisoned_memory
-from tests.support.pool import WorkerPool
-from tests.support.routing_cases import addresses, assert_same, grad_of, leaf
-from tests.support.routings import routing_map, thin_out
+from padded_dispatch.exchange.collectives import Collectives
+from padded_dispatch.routing.plan import choice_probs, make_plan
+from tests.support.collectives import recorded
+from tests.support.grids import grid, poisoned_memory
+from tests.support.threads import run_on_threads
 
-LAYOUTS = pytest.mark.parametrize("layout", ["padded", "packed", "rank"])
-ROUTINGS = "thin", "same", "idle", "tiny"
+WIDTH, TOP_K, LOCAL = 5, 3, 2
+GRIDS = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """Payloads of all ranks. Shard i of an expert contributes `out_IRLMD[i]` to the sum.
+class Pass:
+    """The inputs of a source, which are those of its number alone."""
 
-    `sizes`: of the pools in which the reference lays rows out.
-    """
-
-    config: DispatchConfig
-    sizes: PoolSizes
-    packed: bool
-    kept_STE: np.ndarray
-    tokens_STD: np.ndarray
-    probs_STE: np.ndarray
-    grad_rows_IRLMD: np.ndarray
-    grad_probs_IRLM: np.ndarray
-    out_IRLMD: np.ndarray
-    grad_combined_STD: np.ndarray
-
-    def plans(self) -> list[reference.Plan]:
-        return [
-            reference.plan(kept_TE, top_k=self.config.top_k, sizes=self.sizes)
-            for kept_TE in self.kept_STE
-        ]
+    map_TE: Tensor
+    tokens_TD: Tensor
+    probs_TE: Tensor
+    weights_TD: Tensor  # of the loss: the gradient of what comes home
 
 
-def make_case(routing: str, num_ranks: int, etp_size: int, layout: str) -> Case:
-    """thin: 0 to K experts per token, some rows dropped. same: all tokens to the same experts, and
-    all others idle. idle: the last rank has no real tokens. tiny: one of everything.
+def inputs(source: int, num_tokens: int, num_experts: int, routing: str) -> Pass:
+    """thin: 0 to K experts per token. same: all to the first experts. idle: none from source 0."""
+    random = np.random.default_rng(source)
+    map_TE = np.zeros((num_tokens, num_experts), bool)
+    top_k = min(TOP_K, num_experts)
+    for t in range(num_tokens):
+        chosen = random.permutation(num_experts)[: random.integers(0, top_k + 1)]
+        map_TE[t, range(top_k) if routing == "same" else chosen] = True
+    if routing == "idle" and source == 0:
+        map_TE[:] = False
 
-    layout: "padded" and "packed" rows of experts with slots of their own; packed pools of a "rank".
-    """
-    sources = num_ranks * etp_size
-    num_tokens, local, top_k, capacity, hidden = 7, 2, 3, 3, 5
-    if routing == "tiny":
-        num_tokens, local, top_k, capacity, hidden = 1, 1, 1, 1, 1
-    experts = local * num_ranks
-    config = DispatchConfig(
-        num_experts=experts,
-        top_k=min(top_k, experts),
-        capacity_factor=capacity * experts / (num_tokens * min(top_k, experts)),
-        capacity_pool="rank" if layout == "rank" else "expert",
-        policy="position",
-        num_ranks=num_ranks,
-        etp_size=etp_size,
-    )
-    sizes = config.sizes(num_tokens)
-    maps = []
-    for source in range(sources):
-        skew = "same" if routing == "same" else "uniform"
-        map_TE = routing_map(num_tokens, experts, config.top_k, skew=skew, seed=source)
-        if routing == "thin":
-            map_TE = thin_out(map_TE, share=0.2, seed=source)
-        if routing == "idle" and source == sources - 1:
-            map_TE[:] = False
-        maps.append(map_TE)
-    buffers = etp_size, num_ranks, local, sources * sizes.pool_slots
-    return Case(
-        config=config,
-        sizes=sizes,
-        packed=layout != "padded",
-        kept_STE=kept_of(config, np.stack(maps)),
-        tokens_STD=addresses(sources, num_tokens, hidden),
-        probs_STE=addresses(sources, num_tokens, experts, offset=10_000),
-        grad_rows_IRLMD=addresses(*buffers, hidden, offset=20_000),
-        grad_probs_IRLM=addresses(*buffers, offset=30_000),
-        out_IRLMD=addresses(*buffers, hidden, offset=40_000),
-        grad_combined_STD=addresses(sources, num_tokens, hidden, offset=50_000),
+    def whole(width: int) -> Tensor:
+        return torch.from_numpy(random.integers(1, 100, (num_tokens, width)).astype(np.float64))
+
+    return Pass(
+        map_TE=torch.from_numpy(map_TE),
+        tokens_TD=whole(WIDTH),
+        probs_TE=whole(num_experts),
+        weights_TD=whole(WIDTH),
     )
 
 
-def kept_of(config: DispatchConfig, map_STE: np.ndarray) -> np.ndarray:
-    """Cut the maps of all sources to the slots of a config."""
-    sizes = config.sizes(map_STE.shape[1])
-    return np.stack(
-        [
-            reference.select(map_TE, map_TE * 1.0, sizes=sizes, policy=config.policy).kept_TE
-            for map_TE in map_STE
-        ]
+def factor(expert: Tensor, shard: int) -> Tensor:
+    """Return by what the experts multiply their rows."""
+    return (expert + 1 + 100 * shard).double()
+
+
+def groups(num_ranks: int, etp_size: int) -> tuple[Any, Any, int]:
+    """Return the groups of a thread, and its number as a source."""
+    here = grid.__wrapped__(num_ranks, etp_size)
+    return here.group, here.etp_group, here.i
+
+
+def there_and_back(
+    num_ranks: int, etp_size: int, tokens_of: list[int], num_slots: int, routing: str
+) -> dict[str, Any]:
+    """Send a pass to experts that scale rows, and back; return what the rank saw."""
+    group, etp_group, shard = groups(num_ranks, etp_size)
+    source = dist.get_rank()
+    num_experts = num_ranks * LOCAL
+    given = inputs(source, tokens_of[source], num_experts, routing)
+    exchange = Collectives(LOCAL, group, etp_group, "position")
+    map_TE, struck = exchange.strike(given.map_TE, given.probs_TE, num_slots)
+    plan = make_plan(map_TE, top_k=min(TOP_K, num_experts))
+    tokens_TD, probs_TE = given.tokens_TD.requires_grad_(), given.probs_TE.requires_grad_()
+    wire = exchange.start(plan, tokens_TD, num_slots)
+    arrived = wire.open(tokens_TD, choice_probs(probs_TE, plan.expert_TK))
+    assert arrived.values.own_TD is None
+    expert_SPK, rows_SPD = arrived.expert_SPK, arrived.values.rows_SPD
+    mine = (expert_SPK >= 0) & (expert_SPK < LOCAL)
+    first = 0 if group is None else group.rank() * LOCAL
+    scale_SPK = factor(expert_SPK + first, shard)
+    scale_SPK = torch.where(mine, scale_SPK * torch.where(mine, arrived.prob_SPK, 0), 0)
+    read_SPD = torch.where(mine.any(2, keepdim=True), rows_SPD, 0)
+    home = wire.bring(
+        scale_SPK.sum(2, keepdim=True) * read_SPD, torch.where(mine, scale_SPK, 0).detach()
     )
-
-
-def _there_and_back(cases: list[Case]) -> list[dict[str, Tensor]]:
-    """Return all results and gradients of this rank of a pool, for each case."""
-    with poisoned_memory():
-        return [results_of(one, grid(one.config.num_ranks, one.config.etp_size)) for one in cases]
-
-
-def exchange_of(here: Grid, config: DispatchConfig, packed: bool) -> Exchange:
-    """Return the exchange that a dispatcher of this rank takes."""
-    num_local_experts = config.num_local_experts
-    if packed and here.group is None and here.etp_group is None:
-        return LocalExchange()
-    return AllToAllExchange(
-        num_local_experts,
-        here.group,
-        here.etp_group,
-        packed=packed,
-        experts_per_pool=1 if config.capacity_pool == "expert" else num_local_experts,
-    )
-
-
-def results_of(case: Case, here: Grid) -> dict[str, Tensor]:
-    config, sizes, packed = case.config, case.sizes, case.packed
-    exchange = exchange_of(here, config, packed)
-    kept_TE = torch.from_numpy(case.kept_STE[here.source])
-    plan = make_plan(kept_TE, top_k=config.top_k, sizes=sizes)
-    tokens_TD, probs_TE = leaf(case.tokens_STD[here.source]), leaf(case.probs_STE[here.source])
-    outgoing = exchange.prepare(tokens_TD, probs_TE, plan, sizes.num_rows)
-    given = exchange.arrange(exchange.move(outgoing))
-    assert given.rows_ND.shape[0] == given.probs_N.shape[0] == sizes.num_rows
-
-    def experts_hold(payload_IRLM: np.ndarray) -> np.ndarray:
-        """Return this rank's part in the experts' layout; NaN after the last packed row."""
-        payload_LM = payload_IRLM[here.i, here.r]
-        if not packed:
-            return payload_LM.reshape(-1, *payload_LM.shape[2:])
-        real = reference.pack(payload_LM, given.kept_SL.numpy())
-        rows = np.full((sizes.num_rows, *payload_LM.shape[2:]), np.nan)
-        rows[: len(real)] = real
-        return rows
-
-    torch.autograd.backward(
-        (given.rows_ND, given.probs_N),
-        (
-            torch.from_numpy(experts_hold(case.grad_rows_IRLMD)),
-            torch.from_numpy(experts_hold(case.grad_probs_IRLM)),
-        ),
-    )
-    out_ND = leaf(experts_hold(case.out_IRLMD))
-    returned = exchange.disarrange(out_ND, given.offsets_LS)
-    combined_TD = exchange.combine(exchange.move_back(returned), plan, given.offsets_LS)
-    combined_TD.backward(torch.from_numpy(case.grad_combined_STD[here.source]))
+    home.sum_TD.backward(given.weights_TD)
+    with torch.no_grad():
+        again = wire.push(tokens_TD).rows_SPD
+        assert torch.equal(again[mine.any(2)], rows_SPD[mine.any(2)])
     return {
-        "rows": given.rows_ND.detach(),
-        "probs": given.probs_N.detach(),
-        "kept": given.kept_SL,
-        "grad_tokens": grad_of(tokens_TD),
-        "grad_probs": grad_of(probs_TE),
-        "combined": combined_TD.detach(),
-        "grad_out": grad_of(out_ND),
+        "map": map_TE,
+        "struck": struck,
+        "rows": rows_SPD.detach(),
+        "prob": arrived.prob_SPK.detach(),
+        "expert": torch.where(mine, expert_SPK, -1),
+        "place": arrived.place_SPK,
+        "count": arrived.count_SL,
+        "home": home.sum_TD.detach(),
+        "beside": home.beside_TK,
+        "grad_tokens": tokens_TD.grad,
+        "grad_probs": probs_TE.grad,
     }
 
 
-def assert_is_reference(case: Case, results: list[dict[str, Tensor]]) -> None:
-    plans, num_ranks = case.plans(), case.config.num_ranks
-    assert all(plan.num_unplaced == 0 for plan in plans)
-    given = reference.dispatch(case.tokens_STD, case.probs_STE, plans, num_ranks=num_ranks)
-    grad_tokens_STD, grad_probs_STE = reference.dispatch_backward(
-        case.grad_rows_IRLMD.sum(0),
-        case.grad_probs_IRLM.sum(0),
-        plans,
-        num_experts=case.probs_STE.shape[-1],
-    )
-    combined_STD = reference.combine(case.out_IRLMD.sum(0), plans)
-    grad_out_RLMD = reference.combine_backward(case.grad_combined_STD, plans, num_ranks=num_ranks)
-    for source, result in enumerate(results):
-        r = source % num_ranks
-        for name, by_loops_RLM in (
-            ("rows", given.rows_RLMD),
-            ("probs", given.probs_RLM),
-            ("grad_out", grad_out_RLMD),
-        ):
-            if case.packed:  # What follows the real rows is unspecified.
-                expected = reference.pack(by_loops_RLM[r], given.kept_RSL[r])
-                assert_same(result[name][: len(expected)], expected)
-            else:
-                expected = by_loops_RLM[r].reshape(-1, *by_loops_RLM.shape[3:])
-                assert_same(result[name], expected)
-        assert_same(result["kept"], given.kept_RSL[r])
-        assert_same(result["grad_tokens"], grad_tokens_STD[source])
-        assert_same(result["grad_probs"], grad_probs_STE[source])
-        assert_same(result["combined"], combined_STD[source])
+def check(
+    results: list[dict[str, Any]], num_ranks: int, tokens_of: list[int], routing: str
+) -> None:
+    num_experts, num_sources = num_ranks * LOCAL, len(results)
+    shards = range(num_sources // num_ranks)
+    for s, result in enumerate(results):
+        given, map_TE = inputs(s, tokens_of[s], num_experts, routing), result["map"]
+        assert not (map_TE & ~given.map_TE).any()
+        scale_E = sum(factor(torch.arange(num_experts), shard) for shard in shards)
+        scale_TE = torch.where(map_TE, given.probs_TE * scale_E, 0)
+        assert torch.equal(result["home"], scale_TE.sum(1, keepdim=True) * given.tokens_TD)
+        assert torch.equal(result["grad_tokens"], scale_TE.sum(1, keepdim=True) * given.weights_TD)
+        product_T1 = (given.tokens_TD * given.weights_TD).sum(1, keepdim=True)
+        assert torch.equal(result["grad_probs"], torch.where(map_TE, scale_E * product_T1, 0))
+        top_k = min(TOP_K, num_experts)
+        expert_TK = make_plan(map_TE, top_k=top_k).expert_TK
+        expected_TK = scale_TE.gather(1, expert_TK.clamp(min=0).long())
+        assert torch.equal(result["beside"], torch.where(expert_TK < 0, 0, expected_TK))
+        # What this source sent, at all receivers, in the order of its tokens.
+        for number, there in enumerate(results):
+            first = number % num_ranks * LOCAL
+            here_TE = map_TE[:, first : first + LOCAL]
+            assert there["count"][s].tolist() == here_TE.sum(0).tolist()
+            slots = (there["expert"][s] >= 0).any(1).nonzero().flatten()
+            tokens = here_TE.any(1).nonzero().flatten()
+            assert torch.equal(there["rows"][s, slots], given.tokens_TD[tokens])
+            for p, t in zip(slots.tolist(), tokens.tolist(), strict=True):
+                found = there["expert"][s, p] >= 0
+                experts = there["expert"][s, p][found]
+                assert experts.tolist() == here_TE[t].nonzero().flatten().tolist()
+                assert torch.equal(
+                    there["prob"][s, p][found], given.probs_TE[t, first + experts.long()]
+                )
+                places = here_TE[:t].sum(0)[experts.long()]
+                assert there["place"][s, p][found].tolist() == places.tolist()
 
 
-@LAYOUTS
-@GRIDS
-def test_every_stage_is_the_reference(on_ranks, num_ranks, etp_size, layout):
-    cases = [make_case(routing, num_ranks, etp_size, layout) for routing in ROUTINGS]
-    results = on_ranks(num_ranks * etp_size, _there_and_back, cases)
-    for case, of_ranks in zip(cases, zip(*results, strict=True), strict=True):
-        assert_is_reference(case, list(of_ranks))
+@pytest.mark.parametrize("routing", ["thin", "same", "idle"])
+@pytest.mark.parametrize("num_slots", [7, 3, 1])
+@pytest.mark.parametrize(("num_ranks", "etp_size"), GRIDS)
+def test_tokens_arrive_with_their_plan_and_sums_come_home(num_ranks, etp_size, num_slots, routing):
+    num_sources = num_ranks * etp_size
+    given = num_ranks, etp_size, [7] * num_sources, num_slots, routing
+    with poisoned_memory():
+        results = run_on_threads(num_sources, there_and_back, *given)
+    check(results, num_ranks, [7] * num_sources, routing)
+    rows = torch.cat([result["rows"] for result in results])
+    assert rows.shape[1] == (7 if num_ranks == 1 else num_slots)
 
 
-def _sums_of_shards() -> tuple[Tensor, Tensor]:
-    """Sum 256 from rank 0 and 1 each from ranks 1 to 3: once forward, once backward."""
-    name = group_name(dist.group.WORLD)
-    value = 256 if dist.get_rank() == 0 else 1
-    summand = torch.full((4, 1), value, dtype=torch.bfloat16)
-    block = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    all_gather(block, name, 4).backward(summand)
-    assert block.grad is not None
-    return reduce_scatter(summand, name, 4), block.grad
+@pytest.mark.parametrize(("num_ranks", "etp_size"), [(4, 1), (2, 2)])
+def test_ranks_may_have_different_numbers_of_tokens(num_ranks, etp_size):
+    tokens_of = [3, 1, 6, 2]
+    with poisoned_memory():
+        results = run_on_threads(4, there_and_back, num_ranks, etp_size, tokens_of, 6, "thin")
+    check(results, num_ranks, tokens_of, "thin")
 
 
-def test_shards_of_bf16_add_up_in_fp32(pool4: WorkerPool):
+def test_processes_do_as_threads(pool4):
+    given = 2, 2, [4] * 4, 2, "thin"
+    with poisoned_memory():
+        expected = run_on_threads(4, there_and_back, *given)
+    for result, same in zip(pool4.run(there_and_back, *given), expected, strict=True):
+        for name in ("map", "struck", "count", "home", "beside", "grad_tokens", "grad_probs"):
+            assert torch.equal(result[name], same[name])
+
+
+def test_one_rank_moves_nothing():
+    map_TE = torch.tensor([[True, False], [True, True], [False, False]])
+    plan = make_plan(map_TE, top_k=2)
+    tokens_TD, prob_TK = torch.ones(3, 4), torch.ones(3, 2)
+    exchange = Collectives(2)
+    assert (exchange.kind, exchange.num_sources) == ("none", 1)
+    assert exchange.strike(map_TE, prob_TK, 1) == (map_TE, None)
+    wire = exchange.start(plan, tokens_TD, 1)
+    arrived = wire.open(tokens_TD, prob_TK)
+    assert arrived.values.rows_SPD.data_ptr() == tokens_TD.data_ptr()
+    assert arrived.expert_SPK.data_ptr() == plan.expert_TK.data_ptr()
+    home = wire.bring(tokens_TD[None], torch.full((1, 3, 2), 7.0))
+    assert home.sum_TD.data_ptr() == tokens_TD.data_ptr()
+    assert home.beside_TK.tolist() == [[7, 0], [7, 7], [0, 0]]
+
+
+def _shards_and_ranks() -> list[Tensor]:
+    """Return sums of 256 and ones in bf16 over etp ranks, and over ranks, and their transposes."""
+    found = []
+    for num_ranks, etp_size in ((1, 4), (4, 1)):
+        group, etp_group, _ = groups(num_ranks, etp_size)
+        tokens_TD = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+        plan = make_plan(torch.ones(1, num_ranks, dtype=torch.bool), top_k=num_ranks)
+        exchange = Collectives(1, group, etp_group)
+        value = 256.0 if dist.get_rank() == 0 else 1.0
+        wire = exchange.start(plan, tokens_TD, 1)
+        rows_SPD = wire.push(tokens_TD).rows_SPD
+        rows_SPD.backward(torch.full_like(rows_SPD, value))
+        dtype = torch.float32 if etp_size > 1 else torch.bfloat16
+        found.append(wire.bring(torch.full((4, 1, 1), value, dtype=dtype)).sum_TD)
+        found.append(tokens_TD.grad)
+    return found
+
+
+def test_bf16_adds_up_in_fp32():
     # Above 256 bf16 has even numbers only: adding 1 changes nothing. 259 rounds to 260.
     ones = torch.ones((), dtype=torch.bfloat16)
     assert (((256 * ones) + ones) + ones) + ones == 256
-    for forward, backward in pool4.run(_sums_of_shards):
-        assert forward.tolist() == [[260.0]]
-        assert backward.tolist() == [[260.0]]
+    for results in run_on_threads(4, _shards_and_ranks):
+        for summed in results:
+            assert summed.tolist() == [[260.0]]
+            assert summed.dtype == torch.bfloat16
 
 
-def _check_ops() -> None:
-    name = group_name(dist.group.WORLD)
-    rows = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    strided = torch.randn(3, 4, dtype=torch.float64).T.requires_grad_()
-    for blocks in (rows, strided):
-        opcheck(all_to_all, (blocks, name))
-        opcheck(all_gather, (blocks, name, 2))
-        opcheck(reduce_scatter, (blocks, name, 2))
+def _struck(map_TE: Tensor, probs_TE: Tensor, num_slots: int, policy: str) -> Any:
+    exchange = Collectives(map_TE.shape[1] // 2, dist.group.WORLD, None, policy)
+    return exchange.strike(map_TE, probs_TE, num_slots)
 
 
-def test_collectives_are_sound_custom_ops(pool2: WorkerPool):
-    assert pool2.run(_check_ops) == [None, None]
+def _struck_by_loops(map_TE: Tensor, probs_TE: Tensor, num_slots: int, policy: str) -> Tensor:
+    kept_TE = map_TE.clone()
+    local = map_TE.shape[1] // 2
+    for first in (0, local):
+        asked = [
+            (max(probs_TE[t, e] for e in range(first, first + local) if map_TE[t, e]).item(), t)
+            for t in range(len(map_TE))
+            if map_TE[t, first : first + local].any()
+        ]
+        order = sorted(asked, key=lambda one: (-one[0] if policy == "probs" else 0, one[1]))
+        for _, t in order[num_slots:]:
+            kept_TE[t, first : first + local] = False
+    return kept_TE
 
 
-def _allocated(config: DispatchConfig, dtype: torch.dtype, packed: bool) -> BufferBytes:
-    """Return the bytes of new storage behind the results of every stage, on this rank."""
-    here = grid(config.num_ranks, config.etp_size)
-    exchange = exchange_of(here, config, packed)
-    known: dict[int, Tensor] = {}  # Keeps everything alive, so that no address is used twice.
-
-    def new_bytes(*tensors: Tensor | None) -> int:
-        stored = {t.untyped_storage().data_ptr(): t for t in tensors if t is not None}
-        new = {pointer: t for pointer, t in stored.items() if pointer not in known}
-        known.update(new)
-        return sum(t.untyped_storage().nbytes() for t in new.values())
-
-    map_TE = torch.from_numpy(routing_map(7, config.num_experts, config.top_k))
-    plan = make_plan(map_TE, top_k=config.top_k, sizes=config.sizes(7))
-    maps = plan.slot_of_TK, plan.expert_of_TK, plan.choice_of_slot_GP
-    plan_bytes = new_bytes(*maps, plan.kept_E, plan.unplaced_E)
-    tokens_TD, num_rows = torch.ones(7, 3, dtype=dtype), config.sizes(7).num_rows
-    sent = exchange.prepare(tokens_TD, torch.ones(map_TE.shape), plan, num_rows)
-    send = new_bytes(sent.rows_MPD, sent.meta_MPX)
-    moved = exchange.move(sent)
-    receive = new_bytes(moved.rows_MPD, moved.meta_MPX)
-    if here.etp_group is not None:  # Inside `arrange`: the slots of all shards.
-        receive += config.etp_size * send
-    given = exchange.arrange(moved)
-    experts = new_bytes(given.rows_ND, given.probs_N, given.kept_SL, given.offsets_LS)
-    out_ND = given.rows_ND.clone()
-    returned = exchange.disarrange(out_ND, given.offsets_LS)
-    moved_back = exchange.move_back(returned)
-    back = new_bytes(out_ND, returned.rows_MPD, moved_back.rows_MPD)
-    return BufferBytes(send=send, receive=receive, experts=experts, back=back, plan=plan_bytes)
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_tokens_past_the_slots_of_a_rank_are_struck(policy):
+    random = np.random.default_rng(0)
+    for num_slots in (1, 2, 5, 6):
+        map_TE = torch.from_numpy(random.random((6, 6)) < 0.4)
+        probs_TE = torch.from_numpy(random.choice([0.5, 0.25, 0.0, -0.0], (6, 6)))  # with ties
+        for kept_TE, struck in run_on_threads(2, _struck, map_TE, probs_TE, num_slots, policy):
+            expected_TE = _struck_by_loops(map_TE, probs_TE, num_slots, policy)
+            assert torch.equal(kept_TE, expected_TE)
+            if num_slots == 6:
+                assert struck is None
+            else:
+                assert struck.dtype == torch.int32
+                assert struck.tolist() == [(map_TE & ~expected_TE).sum()]
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed", "rank"])
-@GRIDS
-def test_bytes_are_those_that_ranks_allocate(on_ranks, num_ranks, etp_size, layout):
-    config = DispatchConfig(
-        num_experts=4,
-        top_k=2,
-        capacity_factor=1.5,
-        capacity_pool="rank" if layout == "rank" else "expert",
-        num_ranks=num_ranks,
-        etp_size=etp_size,
-    )
-    packed, dtype = layout != "padded", torch.bfloat16
-    expected = config.buffer_bytes(7, 3, dtype.itemsize, packed=packed)
-    found = on_ranks(num_ranks * etp_size, _allocated, config, dtype, packed)
-    assert found == [expected] * (num_ranks * etp_size)
-    parts = expected.send, expected.receive, expected.experts, expected.back, expected.plan
-    assert expected.total == sum(parts)
+def test_example_of_strike():
+    map_TE = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0]]).bool()
+    probs_TE = torch.tensor([[0.1, 0.2, 0, 0], [0.3, 0, 0.4, 0]])
+    for policy, expected in (
+        ("probs", [[0, 0, 0, 0], [1, 0, 1, 0]]),
+        ("position", [[1, 1, 0, 0], [0, 0, 1, 0]]),
+    ):
+        for kept_TE, _ in run_on_threads(2, _struck, map_TE, probs_TE, 1, policy):
+            assert kept_TE.int().tolist() == expected
+
+
+@pytest.mark.parametrize("num_slots", [7, 3])
+def test_all_ranks_start_the_same_collectives_whatever_the_routing(num_slots):
+    with recorded(8) as records:
+        run_on_threads(8, there_and_back, 4, 2, [7] * 8, num_slots, "idle")
+    assert not records.differing()
+    assert not records.differing_orders(list(range(8)))

@@ -1,4 +1,4 @@
-"""Kernels of the activation against the plain torch that specifies them.
+"""Kernels of the activation against plain torch, whose autograd writes the backward.
 
 Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
 """
@@ -11,38 +11,48 @@ import pytest
 import torch
 from torch import Tensor
 
+from padded_dispatch.experts.activation import Activation, activate
 from padded_dispatch.kernels import activation
-from padded_dispatch.experts.activation import Activation, _activate, _activate_backward
-from tests.support.device import here, here_if_tensor, ints
+from tests.support.device import equal, here
+from tests.support.segments import operand, real, segments_of
 
 SWIGLU = ("silu", True, math.inf, 0.0)
 
 
 def test_activate_example():
-    given = here([[0.0, 5.0], [8.0, 3.0]]), None, here([1.0, 0.5]), ints(2)
-    out_NF = activation.activate(*given, *SWIGLU)
-    assert [round(value, 3) for value in out_NF.flatten().tolist()] == [0.0, 11.996]
+    segments, nan = segments_of([2], base=1), torch.nan
+    given = here([[nan, nan], [0.0, 5.0], [8.0, 3.0]]), None, here([nan, 1.0, 0.5]), segments
+    hidden_NF = activation.activate(*given, *SWIGLU)
+    assert [round(value, 3) for value in hidden_NF[:2].flatten().tolist()] == [0.0, 11.996]
 
 
 def test_activate_backward_example():
-    given = here([[1.0]]), here([[0.0, 5.0]]), None, here([0.5]), ints(1)
-    grad_NG, grad_probs_N = activation.activate_backward(*given, *SWIGLU)
-    assert (grad_NG.tolist(), grad_probs_N.tolist()) == ([[1.25, 0.0]], [0.0])
+    segments, nan = segments_of([1], base=1), torch.nan
+    fc1_MG = here([[nan, nan], [0.0, 5.0]])
+    given = here([[1.0]]), fc1_MG, None, here([nan, 0.5]), segments
+    hidden_NF, grad_prob_N = activation.activate_backward(*given, *SWIGLU)
+    assert (hidden_NF[:1].tolist(), grad_prob_N[:1].tolist()) == ([[0.0]], [0.0])
+    assert fc1_MG[0].isnan().all() and fc1_MG[1].tolist() == [1.25, 0.0]
 
 
-def wide(value: Any) -> Any:
-    is_float = isinstance(value, Tensor) and value.is_floating_point()
-    return value.double() if is_float else value
+def in_torch(
+    grad_nF: Tensor, fc1_nG: Tensor, bias_nG: Tensor | None, prob_n: Tensor, how: Activation
+) -> list[Tensor]:
+    """Hidden rows, and gradients of fc1's result (with its bias) and of probabilities."""
+    leaves = fc1_nG.clone().requires_grad_(), prob_n.clone().requires_grad_()
+    hidden_nF = activate(*leaves, how, bias_nG)
+    hidden_nF.backward(grad_nF)
+    grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    return [hidden_nF.detach(), *grads]
 
 
-def as_exact_as_torch(got: Tensor, plain: Tensor, exact: Tensor, num_rows: int) -> None:
-    """At most twice torch's error, plus a unit in the last place; of the first rows."""
+def as_exact_as_torch(got: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """At most twice torch's error, plus a unit in the last place."""
     assert got.shape == plain.shape and got.dtype == plain.dtype
-    got, plain, exact = (value[:num_rows].cpu() for value in (got, plain, exact))
-    if num_rows:
+    if len(got):
         bound = 2 * (plain - exact).abs().max()
         bound += torch.finfo(got.dtype).eps * exact.abs().max()
-        assert (got - exact).abs().max() <= bound
+        assert (got.cpu() - exact).abs().max() <= bound
 
 
 ACTIVATIONS: list[dict[str, Any]] = [
@@ -56,29 +66,40 @@ ACTIVATIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("shape", ACTIVATIONS, ids=str)
-@pytest.mark.parametrize(("num_rows", "width"), [(0, 5), (29, 1030)])
-def test_activations_are_as_exact_as_torch(num_rows, width, shape, biased):
-    """Rows behind the count are NaN."""
-    generator = torch.Generator().manual_seed(width)
+@pytest.mark.parametrize(
+    ("counts", "width", "base", "num_sources"),
+    [([0, 0, 0], 5, 4, 2), ([1], 1, 0, 1), ([9, 0, 20, 0], 1030, 3, 2), ([0, 300], 5, 7, 8)],
+    ids=["none", "one", "wide", "many"],
+)
+def test_activations_are_as_exact_as_torch(counts, width, base, num_sources, shape, biased):
+    """Other rows are NaN, and stay so."""
+    generator, how = torch.Generator().manual_seed(width), Activation(**shape)
+    segments = segments_of(counts, base=base, num_sources=num_sources)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    how = dataclasses.astuple(Activation(**shape))
-    fc1_width = 2 * width if Activation(**shape).gated else width
-    fc1_NG, grad_NF, probs_N = draw(33, fc1_width), draw(33, width), draw(33)
-    for rows_N in (fc1_NG, grad_NF, probs_N):
-        rows_N[num_rows:] = torch.nan
-    offsets_L = torch.tensor([0, num_rows // 3, num_rows // 3, num_rows], dtype=torch.int32)
-    bias_LG = draw(4, fc1_width) if biased else None
-    inputs = fc1_NG, bias_LG, probs_N, offsets_L, *how
-    kernels = (
-        (activation.activate, _activate, inputs),
-        (activation.activate_backward, _activate_backward, (grad_NF, *inputs)),
-    )
-    for kernel, body, given in kernels:
-        found = [kernel(*map(here_if_tensor, given)), body(*given), body(*map(wide, given))]
-        if kernel is activation.activate:
-            found = [[value] for value in found]
-        for got, plain, exact in zip(*found, strict=True):
-            as_exact_as_torch(got, plain, exact, num_rows)
+    num_rows, fc1_width = sum(counts), 2 * width if how.gated else width
+    grad_nF, fc1_nG, prob_n = draw(num_rows, width), draw(num_rows, fc1_width), draw(num_rows)
+    bias_LG = draw(len(counts), fc1_width) if biased else None
+    bias_nG = None
+    if bias_LG is not None:
+        bias_nG = bias_LG.repeat_interleave(torch.tensor(counts), 0)
+    given = grad_nF, fc1_nG, bias_nG, prob_n
+    plain = in_torch(*given, how)
+    exact = in_torch(*(None if value is None else value.double() for value in given), how)
+
+    fc1_MG = operand(fc1_nG, segments, stored=True)
+    inputs = fc1_MG, None if bias_LG is None else here(bias_LG), operand(prob_n, segments, True)
+    inputs = *inputs, segments, *dataclasses.astuple(how)
+    hidden_NF = activation.activate(*inputs)
+    again_NF, grad_prob_N = activation.activate_backward(operand(grad_nF, segments, False), *inputs)
+    found = [
+        real(hidden_NF, segments, False),
+        real(fc1_MG, segments, True),
+        real(grad_prob_N, segments, False),
+    ]
+    equal((real(again_NF, segments, False), found[0]))
+    assert fc1_MG[:base].isnan().all() and fc1_MG[base + num_rows :].isnan().all()
+    for got, expected, wanted in zip(found, plain, exact, strict=True):
+        as_exact_as_torch(got, expected, wanted)

@@ -3,158 +3,212 @@
 Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
-from padded_dispatch.kernels import gemm
+from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP, Segments, gemm
 from padded_dispatch.kernels.grouped import add_bias
-from padded_dispatch.routing import grouped
-from tests.support.device import DEVICE, equal, here, ints
+from tests.support.device import DEVICE, equal, here
+from tests.support.segments import in_store, operand, real, segments_of
 
 # The interpreter's products of bf16 are wrong (Triton 3.9): it multiplies the bits.
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
 SMALL = gemm.Tiles(rows=64, columns=32, inner=16, stages=2, warps=4)
 
+# Rows of each expert, where the first one lies, and sources. None in front, between and behind; one
+# row; all in one expert; no row; many experts.
+ROWS = pytest.mark.parametrize(
+    ("counts", "base", "num_sources"),
+    [
+        ([0, 70, 0, 64, 1, 0], 37, 2),
+        ([1], 0, 1),
+        ([129, 0], 64, 8),
+        ([0, 0], 5, 2),
+        ([3] * 20, 1, 1),
+    ],
+    ids=["some", "one", "all in one", "none", "many"],
+)
+STORED = pytest.mark.parametrize("stored", [True, False], ids=["stored", "loose"])
 
-def by_expert(rows_NI: Tensor, weight_LOI: Tensor, offsets_L: Tensor) -> Tensor:
-    parts, start = [], 0
-    for weight_OI, end in zip(weight_LOI.float(), offsets_L.tolist(), strict=True):
-        parts.append(rows_NI[start:end].float() @ weight_OI.T)
-        start = end
-    return torch.cat(parts).to(rows_NI.dtype)
+
+def tiled(counts: list[int], tile_rows: int = SMALL.rows, **how: int) -> Segments:
+    segments = segments_of(counts, **how)
+    return dataclasses.replace(segments, tiles=gemm.row_tiles(segments, tile_rows))
 
 
+def by_expert(rows_nI: Tensor, weight_LOI: Tensor, counts: list[int]) -> Tensor:
+    parts = zip(rows_nI.float().split(counts), weight_LOI.float(), strict=True)
+    return torch.cat([rows @ weight.T for rows, weight in parts]).to(rows_nI.dtype)
+
+
+def padded(rows: list[list[float]]) -> Tensor:
+    """As wide as a product needs, with zeros behind."""
+    return torch.nn.functional.pad(torch.tensor(rows, dtype=DTYPE), (0, 8 - len(rows[0])))
+
+
+def test_rows_times_weights_example():
+    segments = tiled([1, 1], base=5)
+    rows_NI = operand(padded([[1, 2], [3, 4]]), segments, stored=False)
+    weight_LOI = torch.zeros(2, 8, 8, dtype=DTYPE)
+    weight_LOI[0, 0, 0] = weight_LOI[1, 0, 1] = 1
+    given = rows_NI, here(weight_LOI), segments
+    out_NO = gemm.rows_times_weights(*given, stored=False, tiles=SMALL)
+    assert out_NO[:2, 0].tolist() == [1.0, 4.0]
+    buffer_NO = torch.zeros(2, 8, dtype=DTYPE, device=DEVICE)
+    at_M = here(torch.tensor([0] * 5 + addresses(buffer_NO, [1, 0])))
+    gemm.rows_times_weights_at(*given, at_M, stored=False, tiles=SMALL)
+    assert buffer_NO[:, 0].tolist() == [4.0, 1.0]
+
+
+def test_weight_gradients_example():
+    segments = segments_of([2, 0, 1], base=7)
+    given = (
+        operand(padded(rows), segments, False) for rows in ([[1], [2], [3]], [[1], [10], [100]])
+    )
+    loose = {"grad_stored": False, "rows_stored": False}
+    found_LOI = gemm.weight_gradients(*given, segments, **loose, tiles=SMALL)
+    assert found_LOI[:, 0, 0].tolist() == [21.0, 0.0, 300.0]
+
+
+def test_row_tiles_example():
+    table = gemm.row_tiles(segments_of([3, 0, 4], base=10), 2)
+    assert table[:5].tolist() == [[4, 0, 0, 0], *[[0, 0, 2, 10]] * 2, *[[2, 2, 2, 13]] * 2]
+
+
+@pytest.mark.parametrize("num_sources", [1, 8])
 @pytest.mark.parametrize(
     "counts", [[0, 0], [1], [0, 128, 129, 0, 127], [5000, 3, 2049], [3] * 150], ids=str
 )
-def test_row_tiles_are_the_specifications(counts):
-    offsets_L = torch.tensor(counts).cumsum(0).int()
-    expected = grouped.row_tiles(offsets_L, sum(counts) + 9)
-    found = gemm.row_tiles(here(offsets_L), sum(counts) + 9)
-    assert found.shape == expected.shape
-    equal((found[: 1 + expected[0, 0]], expected[: 1 + expected[0, 0]]))
+def test_row_tiles_are_listed_expert_by_expert(counts, num_sources):
+    expected, start = [], 1000
+    for expert, count in enumerate(counts):
+        first, num_tiles = len(expected), -(-count // ROWS_OF_TILE)
+        for before in range(0, num_tiles, TILES_OF_GROUP):
+            of_group = min(TILES_OF_GROUP, num_tiles - before)
+            line = [expert, first + before, of_group, start + before * ROWS_OF_TILE]
+            expected += [line] * of_group
+        start += count
+    segments = segments_of(counts, base=1000, num_sources=num_sources)
+    found = gemm.row_tiles(segments)
+    assert found.shape == (1 + segments.num_rows // ROWS_OF_TILE + len(counts), 4)
+    assert found[: 1 + len(expected)].tolist() == [[len(expected), 0, 0, 0], *expected]
 
 
+@ROWS
+@STORED
+@pytest.mark.parametrize("out_stored", [True, False], ids=["to store", "to loose"])
 @pytest.mark.parametrize(
     ("transposed", "down"), [(False, False), (False, True), (True, True)], ids=str
 )
-@pytest.mark.parametrize(
-    ("counts", "width_in", "width_out"),
-    [
-        ([0, 70, 0, 64, 1, 0], 24, 40),
-        ([1], 24, 40),
-        ([129, 0], 8, 8),
-        ([0, 0], 24, 40),
-        ([3] * 20, 8, 8),
-        ([5, 1100, 3], 8, 8),
-    ],
-    ids=lambda c: f"{len(c)}" if isinstance(c, list) else None,
-)
-def test_each_expert_has_its_own_matrix(counts, width_in, width_out, transposed, down, monkeypatch):
-    """Small whole numbers, whose sums are exact in any order; other rows are NaN.
-
-    1,100 rows are more tiles than a group has.
-    """
+def test_each_expert_has_its_own_matrix(
+    counts, base, num_sources, stored, out_stored, transposed, down, monkeypatch
+):
+    """Small whole numbers, whose sums are exact in any order; other rows are NaN, and stay so."""
     monkeypatch.setattr(gemm, "_SMALL_WEIGHT", 0 if down else 2**30)
-    generator = torch.Generator().manual_seed(len(counts) + width_in)
+    segments = tiled(counts, base=base, num_sources=num_sources)
+    rows_nI, weight_LOI, expected_nO = whole_numbers(counts, transposed)
+    rows, out = (
+        operand(value, segments, where)
+        for value, where in ((rows_nI, stored), (torch.full_like(expected_nO, 7), out_stored))
+    )
+    given = rows, here(weight_LOI), segments
+    how = {"stored": stored, "out_stored": out_stored, "tiles": SMALL}
+    assert gemm.rows_times_weights(*given, out=out, **how) is out
+    equal((real(out, segments, out_stored), expected_nO))
+    assert int(out.isnan().all(1).sum()) == len(out) - sum(counts)
+
+
+def whole_numbers(counts: list[int], transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, weights, and their product: rows of 24 and 40 elements."""
+    generator = torch.Generator().manual_seed(len(counts))
 
     def draw(*shape: int) -> Tensor:
         return torch.randint(-1, 2, shape, generator=generator).to(DTYPE)
 
-    num_rows = sum(counts)
-    rows_NI = draw(num_rows + 5, width_in)
-    rows_NI[num_rows:] = torch.nan
+    rows_nI, weight_LOI = draw(sum(counts), 24), draw(len(counts), 40, 24)
+    expected_nO = by_expert(rows_nI, weight_LOI, counts)
     if transposed:
-        weight_LOI = draw(len(counts), width_in, width_out).transpose(1, 2)
-    else:
-        weight_LOI = draw(len(counts), width_out, width_in)
-    offsets_L = torch.tensor(counts).cumsum(0).int()
-    expected_NO = by_expert(rows_NI, weight_LOI, offsets_L)
-    for _ in range(2):
-        given = here(rows_NI), here(weight_LOI), here(offsets_L)
-        out_NO = gemm.rows_times_weights(*given, tiles=SMALL)
-        monkeypatch.setattr(gemm, "_multiprocessors", lambda device: 1)  # For the second time.
-        assert out_NO.shape == (num_rows + 5, width_out)
-        equal((out_NO[:num_rows], expected_NO))
+        weight_LOI = weight_LOI.transpose(1, 2).contiguous().transpose(1, 2)
+    return rows_nI, weight_LOI, expected_nO
 
 
-def at(buffer_NO: Tensor, places: list[int]) -> Tensor:
+def test_more_tiles_than_a_group_has_by_one_program(monkeypatch):
+    """Without `out` the result is loose, and as long as a pass may be."""
+    monkeypatch.setattr(gemm, "_SMALL_WEIGHT", 0)
+    monkeypatch.setattr(gemm, "multiprocessors", lambda device: 1)
+    counts = [5, 64 * TILES_OF_GROUP + 70, 3]
+    segments = tiled(counts, base=11, num_sources=2)
+    rows_nI, weight_LOI, expected_nO = whole_numbers(counts, transposed=False)
+    given = operand(rows_nI, segments, True), here(weight_LOI), segments
+    out_NO = gemm.rows_times_weights(*given, stored=True, tiles=SMALL)
+    assert len(out_NO) == segments.num_rows
+    equal((real(out_NO, segments, False), expected_nO))
+
+
+def addresses(buffer_NO: Tensor, places: list[int]) -> list[int]:
     """Return the addresses of these rows of a buffer."""
     row_bytes = buffer_NO.shape[1] * buffer_NO.element_size()
-    return here(buffer_NO.data_ptr() + row_bytes * torch.tensor(places, dtype=torch.int64))
+    return [buffer_NO.data_ptr() + row_bytes * place for place in places]
 
 
+@ROWS
+@STORED
 @pytest.mark.parametrize(("transposed", "biased"), [(False, True), (True, False)])
-@pytest.mark.parametrize(
-    "counts", [[0, 70, 0, 64, 1, 0], [129, 0], [0, 0]], ids=lambda c: f"{len(c)}"
-)
-def test_rows_at_addresses_are_those_of_the_product(counts, transposed, biased):
+def test_rows_at_addresses_are_those_of_the_product(
+    counts, base, num_sources, stored, transposed, biased
+):
     """In another order, with rows of a buffer between them that are not written."""
     generator = torch.Generator().manual_seed(len(counts))
 
     def draw(*shape: int) -> Tensor:
-        return here(torch.randn(shape, generator=generator).to(DTYPE))
+        return torch.randn(shape, generator=generator).to(DTYPE)
 
-    num_rows, width_in, width_out = sum(counts) + 5, 24, 40
-    rows_NI = draw(num_rows, width_in)
-    rows_NI[num_rows - 5 :] = torch.nan
+    segments = tiled(counts, base=base, num_sources=num_sources)
+    num_rows, width_in, width_out = sum(counts), 24, 40
+    rows, weight_LOI = draw(num_rows, width_in), here(draw(len(counts), width_out, width_in))
     if transposed:
-        weight_LOI = draw(len(counts), width_in, width_out).transpose(1, 2)
-    else:
-        weight_LOI = draw(len(counts), width_out, width_in)
-    offsets_L = here(torch.tensor(counts).cumsum(0).int())
+        weight_LOI = weight_LOI.transpose(1, 2).contiguous().transpose(1, 2)
     places = 2 * torch.randperm(num_rows, generator=generator)
-    bias, probs_N = {}, here(torch.rand(num_rows, generator=generator))
-    if biased:
-        bias = {"bias_LO": draw(len(counts), width_out), "probs_N": probs_N}
+    bias_LO = here(draw(len(counts), width_out)) if biased else None
+    prob_M = here(in_store(torch.rand(num_rows, generator=generator), base)) if biased else None
     buffer_NO = torch.full((2 * num_rows, width_out), 7.0, dtype=DTYPE, device=DEVICE)
-    addresses = at(buffer_NO, places.tolist())
-    addresses[num_rows - 5 :] = 0  # They would crash.
-    given = rows_NI, weight_LOI, offsets_L
-    gemm.rows_times_weights_at(*given, addresses, **bias, tiles=SMALL)
-    product_NO = gemm.rows_times_weights(*given, tiles=SMALL)
-    if biased:
-        add_bias(product_NO, bias["bias_LO"], probs_N, offsets_L)
+    # Addresses of rows that do not exist would crash.
+    at_M = here(torch.tensor([0] * base + addresses(buffer_NO, places.tolist()) + [0] * 3))
+    given = operand(rows, segments, stored), weight_LOI, segments
+    bias = {"bias_LO": bias_LO, "prob_M": prob_M}
+    gemm.rows_times_weights_at(*given, at_M, stored=stored, **bias, tiles=SMALL)
+    product_NO = gemm.rows_times_weights(*given, stored=stored, tiles=SMALL)
+    if bias_LO is not None and prob_M is not None:
+        add_bias(product_NO, bias_LO, prob_M, segments)
     expected_NO = torch.full_like(buffer_NO, 7.0)
-    expected_NO[here(places[: num_rows - 5])] = product_NO[: num_rows - 5]
+    expected_NO[here(places)] = real(product_NO, segments, False)
     equal((buffer_NO, expected_NO))
 
 
-def test_rows_behind_the_last_one_are_not_written(monkeypatch):
-    filled = torch.full((9, 8), 7.0, dtype=DTYPE, device=DEVICE)
-    monkeypatch.setattr(Tensor, "new_empty", lambda self, *shape, **kw: _taken(self, filled, shape))
-    rows_NI = torch.ones(9, 8, dtype=DTYPE, device=DEVICE)
-    weight_LOI = torch.ones(1, 8, 8, dtype=DTYPE, device=DEVICE)
-    out_NO = gemm.rows_times_weights(rows_NI, weight_LOI, ints(4), tiles=SMALL)
-    assert out_NO[:4].tolist() == [[8.0] * 8] * 4
-    assert out_NO[4:].tolist() == [[7.0] * 8] * 5
-
-
-@pytest.mark.parametrize(
-    "counts", [[0, 70, 0, 64, 1, 0], [1], [129, 0], [0, 0]], ids=lambda c: f"{len(c)}"
-)
-def test_weight_gradients_are_added_in_fp32(counts):
+@ROWS
+@STORED
+@pytest.mark.parametrize("rows_stored", [True, False], ids=["with stored", "with loose"])
+def test_weight_gradients_are_added_in_fp32(counts, base, num_sources, stored, rows_stored):
     generator = torch.Generator().manual_seed(len(counts))
+    segments = segments_of(counts, base=base, num_sources=num_sources)
     num_rows, width_out, width_in = sum(counts), 72, 40
 
     def draw(*shape: int) -> Tensor:
         return torch.randint(-1, 2, shape, generator=generator).to(DTYPE)
 
-    grad_NO, rows_NI = draw(num_rows + 5, width_out), draw(num_rows + 5, width_in)
-    grad_NO[num_rows:] = rows_NI[num_rows:] = torch.nan
-    offsets_L = torch.tensor(counts).cumsum(0).int()
-    start, expected_LOI = 0, torch.full((len(counts), width_out, width_in), 0.25)
-    for expert, end in enumerate(offsets_L.tolist()):
-        expected_LOI[expert] += grad_NO[start:end].float().T @ rows_NI[start:end].float()
-        start = end
-    given = [here(tensor) for tensor in (grad_NO, rows_NI, offsets_L)]
+    grad_nO, rows_nI = draw(num_rows, width_out), draw(num_rows, width_in)
+    parts = zip(grad_nO.float().split(counts), rows_nI.float().split(counts), strict=True)
+    expected_LOI = torch.stack([grad.T @ rows for grad, rows in parts])
+    given = operand(grad_nO, segments, stored), operand(rows_nI, segments, rows_stored), segments
+    how = {"grad_stored": stored, "rows_stored": rows_stored, "tiles": SMALL}
     sums_LOI = torch.full_like(expected_LOI, 0.25, device=DEVICE)
-    gemm.add_weight_gradients(*given, sums_LOI, tiles=SMALL)
-    equal((sums_LOI, expected_LOI))
-    rounded_LOI = gemm.weight_gradients(*given, tiles=SMALL)
-    equal((rounded_LOI, (expected_LOI - 0.25).to(DTYPE)))
+    gemm.add_weight_gradients(*given, sums_LOI, **how)
+    equal((sums_LOI, expected_LOI + 0.25))
+    equal((gemm.weight_gradients(*given, **how), expected_LOI.to(DTYPE)))
 
 
 @pytest.mark.parametrize(("rows", "adds"), [(256, True), (256, False), (1024, False)])
@@ -166,30 +220,44 @@ def test_tiles_of_gradients_fit_a_multiprocessor(rows, adds):
     assert tiles.programs * (ahead + stored + 2**10) <= 227 * 2**10
 
 
+@pytest.mark.parametrize(
+    ("dtype", "width", "message"),
+    [
+        (torch.float32, 8, "dtype must be torch.bfloat16 .* got torch.float32; train in bf16"),
+        (torch.bfloat16, 12, r"sizes must be multiples of 8 .* got \(8, 12\); use an experts"),
+    ],
+)
+def test_what_products_do_not_compute_is_refused(dtype, width, message):
+    rows, weight_LOI = (torch.ones(*s, width, dtype=dtype) for s in ((8,), (1, 8)))
+    with pytest.raises(ValueError, match=message):
+        gemm.check_on_gpu(rows, weight_LOI)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize(
     ("mean", "width_in", "width_out"), [(256, 2048, 1536), (512, 2880, 5760), (1024, 7168, 4096)]
 )
-def test_products_have_the_bits_of_torchs(mean, width_in, width_out):
+def test_products_have_the_bits_of_torchs(mean, width_in, width_out, stored):
     """Experts of Qwen3, GPT-OSS and DeepSeek-V3, one of them without rows; other rows are NaN."""
-    counts = torch.tensor([mean, 0, mean + 37, mean - 38, mean - 1, 1])
-    offsets_L, num_rows = counts.cumsum(0).int().cuda(), int(counts.sum())
+    counts = [mean, 0, mean + 37, mean - 38, mean - 1, 1]
+    segments = tiled(counts, ROWS_OF_TILE, base=333, num_sources=8)
+    offsets_L = torch.tensor(counts).cumsum(0).int().cuda()
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda").to(torch.bfloat16)
 
-    rows_NI, grad_NO = draw(num_rows + 5, width_in), draw(num_rows + 5, width_out)
-    rows_NI[num_rows:] = grad_NO[num_rows:] = torch.nan
+    rows_nI, grad_nO = draw(sum(counts), width_in), draw(sum(counts), width_out)
+    rows, grad = (operand(value, segments, stored) for value in (rows_nI, grad_nO))
     weight_LOI = draw(len(counts), width_out, width_in)
-    for rows, weight in ((rows_NI, weight_LOI), (grad_NO, weight_LOI.transpose(1, 2))):
-        expected = torch._grouped_mm(rows, weight.transpose(1, 2), offs=offsets_L)[:num_rows]
-        equal((gemm.rows_times_weights(rows, weight, offsets_L)[:num_rows], expected))
-    expected = torch._grouped_mm(grad_NO.T, rows_NI, offs=offsets_L)
-    equal((gemm.weight_gradients(grad_NO, rows_NI, offsets_L), expected))
+    products = (rows, rows_nI, weight_LOI), (grad, grad_nO, weight_LOI.transpose(1, 2))
+    for given, packed, weight in products:
+        expected = torch._grouped_mm(packed, weight.transpose(1, 2), offs=offsets_L)
+        out_NO = gemm.rows_times_weights(given, weight, segments, stored=stored)
+        equal((real(out_NO, segments, False), expected))
+    expected = torch._grouped_mm(grad_nO.T, rows_nI, offs=offsets_L)
+    how = {"grad_stored": stored, "rows_stored": stored}
+    equal((gemm.weight_gradients(grad, rows, segments, **how), expected))
     sums_LOI = torch.zeros(expected.shape, device="cuda")
-    gemm.add_weight_gradients(grad_NO, rows_NI, offsets_L, sums_LOI)
+    gemm.add_weight_gradients(grad, rows, segments, sums_LOI, **how)
     equal((sums_LOI.to(torch.bfloat16), expected))
-
-
-def _taken(like: Tensor, filled: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return filled if shape == (9, 8) else torch.empty(shape, dtype=like.dtype, device=like.device)

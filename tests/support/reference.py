@@ -1,32 +1,35 @@
-"""The specification of the package: NumPy loops over all ranks in one process.
+"""The specification of the package: NumPy, over all ranks in one process.
 
 It computes everything between the router and the combined output, as slowly and plainly as
 possible, and shares nothing with the code that it specifies.
 
-The rules. A token's rows are ordered by ascending expert id. A source lays out its rows in G pools
-of P slots, each of which belongs to X = E / G consecutive experts: in a pool, rows are ordered by
-expert, then by token, without gaps. An expert's buffer belongs to its sources in blocks of P rows,
-since it may fill a pool by itself; each source fills its block in token order. A row without a
-token is zero, and so is its gradient. Combine adds a token's slots without weights, in the order
-of its rows, in at least fp32.
+The rules. A row is a pair (token, expert) of a source; place p means that it is the p-th row of its
+source for that expert, by token. Which rows count:
 
-Letters as in `config`. S = etp_size * R sources, of which source `i * R + r` is rank r of the i-th
-expert-parallel group. Arrays over all sources start with S, arrays over all expert ranks with R.
-M: rows of one expert's buffer, S * P. Where each expert has its own pool, P = C and X = 1.
+- cells: each (source, expert) keeps its first C rows in the policy's order;
+- the wire: if more than P tokens of a source ask for a rank, the first P in the policy's order stay,
+  a token being as probable as its most probable row there;
+- the store: a rank's layers take rows one after the other. The store has the sum of the layers'
+  rows; a layer must leave each later one the smaller of its share and its rows, and has at most
+  `most`. If its rows do not fit, each (expert, source) keeps those with places below w, the largest
+  w with which they fit.
+
+Every row that counts adds `prob * (fc2(f(fc1(token) + bias)) + bias)` to its token, summed over the
+shards of its expert. Other rows add nothing, and have no gradient.
+
+Letters as in `config`. S = I * R sources, of which source `i * R + r` is rank r of the i-th
+expert-parallel group; I shards of each expert. Y layers, in the order of a pass.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from padded_dispatch.config import PoolSizes
-
-# (shard i, rank r, rows [L, M, D], probs [L, M]) -> [L, M, D], one shard's part of the output.
-Experts = Callable[[int, int, NDArray, NDArray], NDArray]
-# (shard i, rank r, rows, probs, gradient of the output) -> gradients of rows and of probs.
-ExpertsBackward = Callable[[int, int, NDArray, NDArray, NDArray], tuple[NDArray, NDArray]]
+Arrays = dict[str, NDArray]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,66 +43,32 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The fields of `padded_dispatch.routing.plan.DispatchPlan`, for one source."""
+    """The fields of `padded_dispatch.routing.plan.Plan`, for one source."""
 
-    slot_of_TK: NDArray
-    expert_of_TK: NDArray
-    choice_of_slot_GP: NDArray
+    expert_TK: NDArray
+    place_TK: NDArray
     kept_E: NDArray
     num_unplaced: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertInput:
-    """The fields of `padded_dispatch.exchange.ExpertInput`, for all expert ranks.
-
-    All shards of an expert read the same.
-
-    Attributes:
-        rows_RLMD: rows of every expert's buffer.
-        probs_RLM: their probabilities.
-        kept_RSL: real rows per (rank, source, local expert).
-    """
-
-    rows_RLMD: NDArray
-    probs_RLM: NDArray
-    kept_RSL: NDArray
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Slot:
-    """A kept row: token t of a source, for expert e, at row m of its buffer on its rank."""
-
-    source: int
-    t: int
-    e: int
-    rank: int
-    local: int
-    m: int
 
 
 def select(
     map_TE: NDArray,
     probs_TE: NDArray,
     *,
-    sizes: PoolSizes,
+    capacity: int,
     policy: str,
     mask_T: NDArray | None = None,
 ) -> Selection:
-    """Keep at most P rows per pool: the first ones in the policy's order."""
+    """Keep at most C rows of each expert: the first ones in the policy's order."""
     asked_TE = map_TE.copy()
     if mask_T is not None:
         asked_TE[mask_T] = False
     kept_TE = np.zeros_like(asked_TE)
-    width = sizes.experts_per_pool
-    for g in range(sizes.num_pools):
+    for e in range(asked_TE.shape[1]):
         rows = [
-            (-probs_TE[t, e] if policy == "probs" else 0, t, e)
-            for t in range(asked_TE.shape[0])
-            for e in range(g * width, (g + 1) * width)
-            if asked_TE[t, e]
+            (-probs_TE[t, e] if policy == "probs" else 0, t) for t in np.flatnonzero(asked_TE[:, e])
         ]
-        for _, t, e in sorted(rows)[: sizes.pool_slots]:
+        for _, t in sorted(rows)[:capacity]:
             kept_TE[t, e] = True
     return Selection(
         kept_TE=kept_TE,
@@ -113,165 +82,244 @@ def select_backward(kept_TE: NDArray, grad_TE: NDArray) -> NDArray:
     return np.where(kept_TE, grad_TE, np.zeros_like(grad_TE))
 
 
-def plan(kept_TE: NDArray, *, top_k: int, sizes: PoolSizes) -> Plan:
-    """Give every kept row a slot, by expert, then by token, while its pool has free slots."""
-    num_tokens, num_experts = kept_TE.shape
-    num_pools, capacity = sizes.num_pools, sizes.pool_slots
-    slot_of_TK = np.full((num_tokens, top_k), -1, np.int32)
-    expert_of_TK = np.full((num_tokens, top_k), -1, np.int32)
-    choice_of_slot_GP = np.full((num_pools, capacity), -1, np.int32)
+def strike(
+    map_TE: NDArray, probs_TE: NDArray, *, num_slots: int, num_ranks: int, policy: str
+) -> NDArray:
+    """Keep the rows of at most P tokens of this source at each rank."""
+    kept_TE, width = map_TE.copy(), map_TE.shape[1] // num_ranks
+    for rank in range(num_ranks):
+        here = slice(rank * width, (rank + 1) * width)
+        tokens = [
+            (-max(probs_TE[t, here][map_TE[t, here]]) if policy == "probs" else 0, t)
+            for t in np.flatnonzero(map_TE[:, here].any(1))
+        ]
+        for _, t in sorted(tokens)[num_slots:]:
+            kept_TE[t, here] = False
+    return kept_TE
+
+
+def plan(map_TE: NDArray, *, top_k: int) -> Plan:
+    """Number the rows of each expert by token; a token has at most K rows, of its first experts."""
+    num_tokens, num_experts = map_TE.shape
+    expert_TK = np.full((num_tokens, top_k), -1, np.int32)
+    place_TK = np.full((num_tokens, top_k), -1, np.int32)
     kept_E = np.zeros(num_experts, np.int32)
-    num_unplaced = 0
-    num_taken_G = np.zeros(num_pools, np.int32)
-    for e in range(num_experts):
-        g = e * num_pools // num_experts
-        for t in range(num_tokens):
-            if not kept_TE[t, e]:
-                continue
-            k = kept_TE[t, :e].sum()
-            if k < top_k and num_taken_G[g] < capacity:
-                slot_of_TK[t, k] = g * capacity + num_taken_G[g]
-                expert_of_TK[t, k] = e
-                choice_of_slot_GP[g, num_taken_G[g]] = t * top_k + k
-                num_taken_G[g] += 1
-                kept_E[e] += 1
-            else:
-                num_unplaced += 1
-    return Plan(
-        slot_of_TK=slot_of_TK,
-        expert_of_TK=expert_of_TK,
-        choice_of_slot_GP=choice_of_slot_GP,
-        kept_E=kept_E,
-        num_unplaced=num_unplaced,
-    )
+    for t in range(num_tokens):
+        for k, e in enumerate(np.flatnonzero(map_TE[t])[:top_k]):
+            expert_TK[t, k], place_TK[t, k] = e, kept_E[e]
+            kept_E[e] += 1
+    num_unplaced = int(map_TE.sum() - kept_E.sum())
+    return Plan(expert_TK=expert_TK, place_TK=place_TK, kept_E=kept_E, num_unplaced=num_unplaced)
 
 
-def dispatch(
-    tokens_STD: NDArray, probs_STE: NDArray, plans: Sequence[Plan], *, num_ranks: int
-) -> ExpertInput:
-    """Copy its token and probability to every slot that has a token."""
-    num_sources, _, hidden_size = tokens_STD.shape
-    num_experts, capacity = len(plans[0].kept_E), plans[0].choice_of_slot_GP.shape[1]
-    num_local_experts = num_experts // num_ranks
-    buffer_RLM = num_ranks, num_local_experts, num_sources * capacity
-    rows_RLMD = np.zeros((*buffer_RLM, hidden_size), tokens_STD.dtype)
-    probs_RLM = np.zeros(buffer_RLM, probs_STE.dtype)
-    kept_RSL = np.zeros((num_ranks, num_sources, num_local_experts), np.int32)
-    for slot in _slots(plans, num_ranks):
-        rows_RLMD[slot.rank, slot.local, slot.m] = tokens_STD[slot.source, slot.t]
-        probs_RLM[slot.rank, slot.local, slot.m] = probs_STE[slot.source, slot.t, slot.e]
-        kept_RSL[slot.rank, slot.source, slot.local] += 1
-    return ExpertInput(rows_RLMD=rows_RLMD, probs_RLM=probs_RLM, kept_RSL=kept_RSL)
+def water_level(count_SL: NDArray, space: int) -> float:
+    """Return the largest w with which the first w rows of each (expert, source) fit."""
+    if count_SL.sum() <= space:
+        return math.inf
+    w = 0
+    while np.minimum(count_SL, w + 1).sum() <= space:
+        w += 1
+    return w
 
 
-def pack(rows_LMD: NDArray, kept_SL: NDArray) -> NDArray:
-    """Pack one rank's real rows without gaps, ordered by expert, source, slot."""
-    num_sources, num_local_experts = kept_SL.shape
-    capacity = rows_LMD.shape[1] // num_sources
-    rows = [
-        rows_LMD[local, source * capacity + c]
-        for local in range(num_local_experts)
-        for source in range(num_sources)
-        for c in range(kept_SL[source, local])
-    ]
-    return np.array(rows, rows_LMD.dtype).reshape(-1, *rows_LMD.shape[2:])
+def places(map_TE: NDArray) -> NDArray:
+    """Return the place of every row of the map; other elements mean nothing."""
+    return map_TE.cumsum(0) - 1
 
 
-def dispatch_backward(
-    grad_rows_RLMD: NDArray,
-    grad_probs_RLM: NDArray,
-    plans: Sequence[Plan],
-    *,
-    num_experts: int,
-) -> tuple[NDArray, NDArray]:
-    """Return the gradients of tokens_STD (a sum over slots) and of probs_STE (0 without a slot)."""
-    num_ranks = grad_rows_RLMD.shape[0]
-    num_tokens = plans[0].slot_of_TK.shape[0]
-    grad_STE = np.zeros((len(plans), num_tokens, num_experts), grad_probs_RLM.dtype)
-    for slot in _slots(plans, num_ranks):
-        grad_STE[slot.source, slot.t, slot.e] = grad_probs_RLM[slot.rank, slot.local, slot.m]
-    return combine(grad_rows_RLMD, plans), grad_STE
+@dataclass
+class Store:
+    """The store of one rank: the rows that each layer of a pass keeps.
+
+    Attributes:
+        rows_Y: rows that each layer adds to the store.
+        shares_Y: rows of each layer in perfect balance.
+        most_Y: the most rows of each layer.
+        kept_Y: rows of the layers so far.
+        asked_Y: rows that they asked for.
+    """
+
+    rows_Y: Sequence[int]
+    shares_Y: Sequence[int]
+    most_Y: Sequence[int]
+    kept_Y: list[int] = field(default_factory=list)
+    asked_Y: list[int] = field(default_factory=list)
+
+    def later(self, layer: int) -> int:
+        """Return the rows that the layers behind this one are sure to have."""
+        pairs = zip(self.shares_Y[layer + 1 :], self.rows_Y[layer + 1 :], strict=True)
+        return sum(min(pair) for pair in pairs)
+
+    def keep(self, count_SL: NDArray) -> float:
+        """Return the level of the next layer, and remember its rows."""
+        layer = len(self.kept_Y)
+        space = sum(self.rows_Y) - self.later(layer) - sum(self.kept_Y)
+        level = water_level(count_SL, min(space, self.most_Y[layer]))
+        self.kept_Y.append(int(np.minimum(count_SL, level).sum()))
+        self.asked_Y.append(int(count_SL.sum()))
+        return level
+
+    @property
+    def need(self) -> int:
+        """Rows of a store that would have held every layer so far."""
+        return sum(self.asked_Y) + self.later(len(self.asked_Y) - 1)
 
 
-def combine(out_RLMD: NDArray, plans: Sequence[Plan]) -> NDArray:
-    """Sum the slots of every token: [S, T, D]. Padded rows are not read."""
-    num_ranks, *_, hidden_size = out_RLMD.shape
-    num_tokens = plans[0].slot_of_TK.shape[0]
-    dtype = np.promote_types(out_RLMD.dtype, np.float32)
-    sum_STD = np.zeros((len(plans), num_tokens, hidden_size), dtype)
-    for slot in _slots(plans, num_ranks):
-        sum_STD[slot.source, slot.t] += out_RLMD[slot.rank, slot.local, slot.m]
-    return sum_STD.astype(out_RLMD.dtype)
+def found_room(map_STE: NDArray, levels_R: Sequence[float]) -> NDArray:
+    """Return the rows of the maps that are below the level of their expert's rank."""
+    width = map_STE.shape[2] // len(levels_R)
+    levels_E = np.repeat(levels_R, width)
+    return np.stack([map_TE & (places(map_TE) < levels_E) for map_TE in map_STE])
 
 
-def combine_backward(grad_STD: NDArray, plans: Sequence[Plan], *, num_ranks: int) -> NDArray:
-    """Return the gradient of out_RLMD: its token's in every slot, exactly 0 in padded rows."""
-    num_experts, capacity = len(plans[0].kept_E), plans[0].choice_of_slot_GP.shape[1]
-    num_rows = len(plans) * capacity
-    shape = num_ranks, num_experts // num_ranks, num_rows, grad_STD.shape[-1]
-    grad_RLMD = np.zeros(shape, grad_STD.dtype)
-    for slot in _slots(plans, num_ranks):
-        grad_RLMD[slot.rank, slot.local, slot.m] = grad_STD[slot.source, slot.t]
-    return grad_RLMD
+def counts(map_STE: NDArray, rank: int, num_ranks: int) -> NDArray:
+    """Return the rows of each source for each expert of a rank, [S, L]."""
+    return map_STE.sum(1).reshape(len(map_STE), num_ranks, -1)[:, rank]
 
 
 def layer(
-    tokens_STD: NDArray,
-    probs_STE: NDArray,
-    plans: Sequence[Plan],
-    experts: Experts,
-    *,
-    num_ranks: int,
-    etp_size: int = 1,
+    tokens_STD: NDArray, probs_STE: NDArray, rows_STE: NDArray, weights: Arrays, activation: Any
 ) -> NDArray:
-    """Compute dispatch, experts, combine: [S, T, D]. Outputs of an expert's shards are summed."""
-    sent = dispatch(tokens_STD, probs_STE, plans, num_ranks=num_ranks)
-    out_RLMD = np.zeros_like(sent.rows_RLMD)
-    for r in range(num_ranks):
-        for i in range(etp_size):
-            out_RLMD[r] += experts(i, r, sent.rows_RLMD[r], sent.probs_RLM[r])
-    return combine(out_RLMD, plans)
+    """Compute a layer: [S, T, D].
+
+    Args:
+        tokens_STD: tokens of all sources.
+        probs_STE: their probabilities.
+        rows_STE: bool, the rows that count.
+        weights: by the names of `ExpertWeights`, of all shards and experts: [I, E, ...].
+        activation: an `Activation`, whose fields are read.
+    """
+    out_STD = np.zeros_like(tokens_STD)
+    for e, here, of_shards in _experts(rows_STE, weights):
+        for given in of_shards:
+            out_STD[here] += _Mlp(tokens_STD[here], probs_STE[*here, e], given, activation).out
+    return out_STD
 
 
 def layer_backward(
     tokens_STD: NDArray,
     probs_STE: NDArray,
-    plans: Sequence[Plan],
-    experts_backward: ExpertsBackward,
+    rows_STE: NDArray,
+    weights: Arrays,
+    activation: Any,
     grad_STD: NDArray,
+) -> tuple[NDArray, NDArray, Arrays]:
+    """Return the gradients of tokens, probabilities and weights."""
+    grad_tokens_STD, grad_probs_STE = np.zeros_like(tokens_STD), np.zeros_like(probs_STE)
+    grads = {name: np.zeros_like(value) for name, value in weights.items()}
+    for e, here, of_shards in _experts(rows_STE, weights):
+        for i, given in enumerate(of_shards):
+            mlp = _Mlp(tokens_STD[here], probs_STE[*here, e], given, activation)
+            grad_rows, grad_probs, of_weights = mlp.backward(grad_STD[here])
+            grad_tokens_STD[here] += grad_rows
+            grad_probs_STE[*here, e] += grad_probs
+            for name, value in of_weights.items():
+                grads[name][i, e] = value
+    return grad_tokens_STD, grad_probs_STE, grads
+
+
+def _experts(rows_STE: NDArray, weights: Arrays) -> Iterator[tuple[int, Any, list[Arrays]]]:
+    """Yield each expert, the (source, token) of its rows, and the weights of its shards."""
+    num_shards = len(weights["fc1_LGD"])
+    for e in range(rows_STE.shape[2]):
+        of_shards = [
+            {name: value[i, e] for name, value in weights.items()} for i in range(num_shards)
+        ]
+        yield e, np.nonzero(rows_STE[..., e]), of_shards
+
+
+class _Mlp:
+    """One shard of one expert on its rows [n, D] with probabilities [n]."""
+
+    def __init__(self, rows: NDArray, probs: NDArray, weights: Arrays, activation: Any) -> None:
+        self.rows, self.probs, self.weights = rows, probs[:, None], weights
+        self.activation = activation
+        self.fc1 = rows @ weights["fc1_LGD"].T + weights.get("fc1_bias_LG", 0)
+        self.gate, self.up = self.fc1, None
+        if activation.gated:
+            self.gate, self.up = np.split(self.fc1, 2, axis=1)
+        self.value, self.slope = _curve(
+            activation.function, np.minimum(self.gate, activation.clamp)
+        )
+        self.linear = np.ones_like(self.gate)
+        if self.up is not None:
+            clamp = activation.clamp
+            self.linear = np.clip(self.up, -clamp, clamp) + activation.offset
+        self.hidden = self.value * self.linear
+        self.plain = self.hidden @ weights["fc2_LDF"].T + weights.get("fc2_bias_LD", 0)
+        self.out = self.probs * self.plain
+
+    def backward(self, grad: NDArray) -> tuple[NDArray, NDArray, Arrays]:
+        """Return the gradients of rows, probabilities and weights."""
+        grad_plain = grad * self.probs
+        grad_hidden = grad_plain @ self.weights["fc2_LDF"]
+        below = self.gate <= self.activation.clamp
+        grad_fc1 = np.where(below, grad_hidden * self.linear * self.slope, 0)
+        if self.up is not None:
+            inside = np.abs(self.up) <= self.activation.clamp
+            grad_up = np.where(inside, grad_hidden * self.value, 0)
+            grad_fc1 = np.concatenate([grad_fc1, grad_up], axis=1)
+        grads = {
+            "fc1_LGD": grad_fc1.T @ self.rows,
+            "fc2_LDF": grad_plain.T @ self.hidden,
+            "fc1_bias_LG": grad_fc1.sum(0),
+            "fc2_bias_LD": grad_plain.sum(0),
+        }
+        grads = {name: value for name, value in grads.items() if name in self.weights}
+        return grad_fc1 @ self.weights["fc1_LGD"], (grad * self.plain).sum(1), grads
+
+
+def _curve(function: str, x: NDArray) -> tuple[NDArray, NDArray]:
+    """Return value and slope of the function."""
+    if function == "squared_relu":
+        return np.maximum(x, 0) ** 2, 2 * np.maximum(x, 0)
+    if function == "gelu":
+        below = 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(x * math.sqrt(0.5)))
+        return x * below, below + x * np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    scale = 1.702 if function == "quick_gelu" else 1.0
+    sigmoid = 1 / (1 + np.exp(-scale * x))
+    return x * sigmoid, sigmoid * (1 + scale * x * (1 - sigmoid))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cells:
+    """What the experts of one rank read in padded cells: [L, S, C, ...], 0 in padded rows.
+
+    Attributes:
+        source_LSC: of each row; -1 in padded ones.
+        token_LSC: likewise.
+    """
+
+    rows_LSCD: NDArray
+    probs_LSC: NDArray
+    source_LSC: NDArray
+    token_LSC: NDArray
+
+
+def cells(
+    tokens_STD: NDArray,
+    probs_STE: NDArray,
+    rows_STE: NDArray,
     *,
+    capacity: int,
+    rank: int,
     num_ranks: int,
-    etp_size: int = 1,
-) -> tuple[NDArray, NDArray]:
-    """Return the gradients of tokens_STD and probs_STE; those of shards are summed."""
-    sent = dispatch(tokens_STD, probs_STE, plans, num_ranks=num_ranks)
-    grad_out_RLMD = combine_backward(grad_STD, plans, num_ranks=num_ranks)
-    grad_rows_RLMD = np.zeros_like(sent.rows_RLMD)
-    grad_probs_RLM = np.zeros_like(sent.probs_RLM)
-    for r in range(num_ranks):
-        for i in range(etp_size):
-            grad_rows_LMD, grad_probs_LM = experts_backward(
-                i, r, sent.rows_RLMD[r], sent.probs_RLM[r], grad_out_RLMD[r]
-            )
-            grad_rows_RLMD[r] += grad_rows_LMD
-            grad_probs_RLM[r] += grad_probs_LM
-    num_experts = probs_STE.shape[-1]
-    return dispatch_backward(grad_rows_RLMD, grad_probs_RLM, plans, num_experts=num_experts)
-
-
-def _slots(plans: Sequence[Plan], num_ranks: int) -> Iterator[_Slot]:
-    """Yield every kept row, by source, then token, then ascending expert."""
-    for source, plan_of_source in enumerate(plans):
-        num_experts = len(plan_of_source.kept_E)
-        num_pools, capacity = plan_of_source.choice_of_slot_GP.shape
-        num_shared = num_experts // num_pools
-        for t, slots_K in enumerate(plan_of_source.slot_of_TK.tolist()):
-            for k, slot in enumerate(slots_K):
-                if slot == -1:
-                    continue
-                e = int(plan_of_source.expert_of_TK[t, k])
-                pool = e // num_shared
-                before = int(plan_of_source.kept_E[pool * num_shared : e].sum())
-                rank, local = divmod(e, num_experts // num_ranks)
-                m = source * capacity + slot - pool * capacity - before
-                yield _Slot(source=source, t=t, e=e, rank=rank, local=local, m=m)
+) -> Cells:
+    """Lay out the rows for the experts of a rank, each source's by token."""
+    num_sources, _, num_experts = rows_STE.shape
+    local = num_experts // num_ranks
+    shape = local, num_sources, capacity
+    found = Cells(
+        rows_LSCD=np.zeros((*shape, tokens_STD.shape[2]), tokens_STD.dtype),
+        probs_LSC=np.zeros(shape, probs_STE.dtype),
+        source_LSC=np.full(shape, -1),
+        token_LSC=np.full(shape, -1),
+    )
+    for own, source in np.ndindex(local, num_sources):
+        e = rank * local + own
+        for c, t in enumerate(np.flatnonzero(rows_STE[source, :, e])):
+            found.rows_LSCD[own, source, c] = tokens_STD[source, t]
+            found.probs_LSC[own, source, c] = probs_STE[source, t, e]
+            found.source_LSC[own, source, c] = source
+            found.token_LSC[own, source, c] = t
+    return found

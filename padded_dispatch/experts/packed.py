@@ -1,0 +1,206 @@
+"""The pass of a layer on a GPU: one autograd function from tokens to tokens.
+
+    forward    open, lay out, fc1, activation, fc2 with rows sent home, sum
+    backward   push, spread, fc2's gradients, activation's, fc1's with rows sent home, sum
+
+Rows and fc1's results lie in the store until backward; fc2's input is computed again there, in the
+pass that computes the activation's gradient, which overwrites fc1's results. So backward runs once
+per forward pass, and what a pass keeps is n * (D + G) elements.
+
+Pushes and returns alternate, and each ends with a barrier of all ranks (`exchange.direct` says why
+nothing is overwritten early). So backward always brings gradients home, whoever wants them.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from padded_dispatch.exchange import Homeward, Layout, Values
+from padded_dispatch.experts import Call, ExpertWeights
+from padded_dispatch.experts.activation import Activation
+from padded_dispatch.kernels import Segments, activation as curves, gemm, grouped, layout, rows
+from padded_dispatch.utils.nvtx import nvtx_range
+
+
+def run(
+    tokens_TD: Tensor,
+    prob_TK: Tensor,
+    weights: ExpertWeights,
+    activation: Activation,
+    call: Call,
+) -> Tensor:
+    """Do what `experts.run` says.
+
+    Raises:
+        ValueError: for weights that are not in bf16, or whose sizes are no multiples of 8.
+    """
+    gemm.check_on_gpu(tokens_TD, weights.fc1_LGD)
+    given = weights.fc1_LGD, weights.fc2_LDF, weights.fc1_bias_LG, weights.fc2_bias_LD
+    return _Pass.apply(tokens_TD, prob_TK, *given, weights, activation, call)
+
+
+class _Pass(torch.autograd.Function):
+    @staticmethod
+    @nvtx_range("experts")
+    def forward(
+        ctx: Any, tokens_TD, prob_TK, fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, weights, act, call
+    ):
+        wire, counters = call.wire, call.counters
+        arrived = wire.open(tokens_TD.contiguous(), prob_TK.contiguous())
+        room = call.rooms.take(arrived.count_SL)
+        kept = {} if counters is None else counters.of_receiver()
+        found = layout.lay_out(
+            arrived.count_SL,
+            room.top,
+            first=room.first,
+            limit=room.limit,
+            most=room.most,
+            later=room.later,
+            **kept,
+        )
+        num_experts, fc1_width, width = fc1_LGD.shape
+        segments = Segments(
+            offsets=found.offsets,
+            num_experts=num_experts,
+            num_rows=room.most,
+            num_expected=room.share,
+        )
+        segments = dataclasses.replace(segments, tiles=gemm.row_tiles(segments))
+        buffers = room.buffers(width, fc1_width, tokens_TD.dtype, tokens_TD.device)
+        home_M = None if wire.homes_S is None else buffers.home_M
+        row_SPK = rows.place_rows(
+            *_given(arrived.values),
+            arrived.expert_SPK,
+            arrived.place_SPK,
+            arrived.prob_SPK,
+            segments,
+            found.level,
+            wire.homes_S,
+            rows_MD=buffers.rows_MD,
+            prob_M=buffers.prob_M,
+            home_M=home_M,
+        )
+        laid_out = Layout(segments=segments, row_SPK=row_SPK, home_M=home_M)
+        given = buffers.rows_MD, fc1_LGD, segments
+        gemm.rows_times_weights(*given, stored=True, out=buffers.fc1_MG, out_stored=True)
+        hidden_NF = curves.activate(
+            buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments, *_curve(act)
+        )
+        product = Homeward(
+            rows_NI=hidden_NF,
+            stored=False,
+            weight_LOI=fc2_LDF,
+            bias_LO=fc2_bias_LD,
+            prob_M=buffers.prob_M,
+        )
+        home = wire.home(product, laid_out)
+        ctx.save_for_backward(fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD)
+        ctx.kept = wire, room, found, laid_out, buffers
+        ctx.weights, ctx.activation = weights, act
+        return home.sum_TD
+
+    @staticmethod
+    @once_differentiable
+    @nvtx_range("experts backward")
+    def backward(ctx: Any, grad_TD):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.kept is None:
+            raise ValueError(
+                "backward must run once per forward pass of packed experts, which overwrites what "
+                "the pass kept, got a second run; leave out retain_graph, or set experts='module'"
+            )
+        fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD = ctx.saved_tensors
+        (wire, room, found, laid_out, buffers), ctx.kept = ctx.kept, None
+        weights, segments = ctx.weights, laid_out.segments
+        needs_fc1, needs_fc2, needs_fc1_bias, needs_fc2_bias = ctx.needs_input_grad[2:6]
+        values = wire.push(grad_TD.contiguous())
+        homes_S = wire.homes_S
+        grad_ND = rows.spread_rows(*_given(values), laid_out.row_SPK, segments, homes_S)
+        grad_NF = gemm.rows_times_weights(grad_ND, fc2_LDF.transpose(1, 2), segments, stored=False)
+        hidden_NF, grad_prob_N = curves.activate_backward(
+            grad_NF,
+            buffers.fc1_MG,
+            fc1_bias_LG,
+            buffers.prob_M,
+            segments,
+            *_curve(ctx.activation),
+        )
+        del grad_NF
+        grad_fc1_MG = buffers.fc1_MG  # Overwritten.
+        grad_fc2_bias = grad_fc1_bias = None
+        if fc2_bias_LD is not None:
+            grad_prob_N += grouped.dot_rows(grad_ND, fc2_bias_LD, segments)
+        if needs_fc2_bias:
+            grad_fc2_bias = grouped.sum_rows(grad_ND, buffers.prob_M, segments, stored=False)
+
+        def of_fc2() -> Tensor:
+            sums = weights.fc2_sums_LDF, weights.fc2_spare_LDF
+            return _weight_gradient(grad_ND, hidden_NF, segments, False, *sums)
+
+        def of_fc1() -> Tensor:
+            sums = weights.fc1_sums_LGD, weights.fc1_spare_LGD
+            return _weight_gradient(grad_fc1_MG, buffers.rows_MD, segments, True, *sums)
+
+        def close() -> None:
+            if room.top is not None:
+                layout.release(room.top, found)
+            room.close()
+
+        grad_fc2 = None
+        if needs_fc2 and weights.fc2_delayed is None:
+            grad_fc2 = of_fc2()
+        product = Homeward(
+            rows_NI=grad_fc1_MG,
+            stored=True,
+            weight_LOI=fc1_LGD.transpose(1, 2),
+            beside_N=grad_prob_N,
+        )
+        home = wire.home(product, laid_out)
+        if needs_fc1_bias:
+            grad_fc1_bias = grouped.sum_rows(grad_fc1_MG, None, segments, stored=True)
+        grad_fc1 = None
+        if needs_fc2 and weights.fc2_delayed is not None:
+            weights.fc2_delayed.append(of_fc2)
+        if needs_fc1 and weights.fc1_delayed is not None:
+
+            def last() -> Tensor:
+                gradient = of_fc1()
+                close()
+                return gradient
+
+            weights.fc1_delayed.append(last)
+        else:
+            if needs_fc1:
+                grad_fc1 = of_fc1()
+            close()
+        grads = grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias
+        return home.sum_TD, home.beside_TK, *grads, None, None, None
+
+
+def _given(values: Values) -> tuple[Tensor, Tensor | None, int]:
+    return values.rows_SPD, values.own_TD, values.own
+
+
+def _curve(activation: Activation) -> tuple[str, bool, float, float]:
+    return activation.function, activation.gated, activation.clamp, activation.offset
+
+
+def _weight_gradient(
+    grad: Tensor,
+    rows_NI: Tensor,
+    segments: Segments,
+    stored: bool,
+    sums_LOI: Tensor | None,
+    spare_LOI: Tensor | None,
+) -> Tensor:
+    """Return a weight's gradient, or add it to the sums and return memory that nobody reads."""
+    where = dict(grad_stored=stored, rows_stored=stored)
+    if sums_LOI is None:
+        return gemm.weight_gradients(grad, rows_NI, segments, **where)
+    gemm.add_weight_gradients(grad, rows_NI, segments, sums_LOI, **where)
+    # Autograd takes a gradient as it is only if nothing else refers to its tensor, else a copy.
+    return (
+        torch.empty_like(sums_LOI, dtype=rows_NI.dtype) if spare_LOI is None else spare_LOI.detach()
+    )

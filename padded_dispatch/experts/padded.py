@@ -1,0 +1,205 @@
+"""Padded cells for experts of others: each (expert, source) has C rows, of which the first are real.
+
+    open -> cells [L * S * C, D] -> (experts) -> sum of each (source, slot) -> bring
+
+Row `(l * S + s) * C + c` is the c-th row of source s for local expert l. A padded row is exactly 0,
+with probability 0, and so is its gradient, whatever fresh memory held; what experts make of it is
+not read, forward or backward. So all sizes follow from C, and experts may compute padding.
+
+On GPUs the steps between the wire's are two autograd functions over kernels; on CPUs plain torch.
+
+Letters: T tokens, K experts per token, S sources of P slots, L experts on this rank, C rows of a
+cell, D hidden size, N = L * S * C.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from padded_dispatch.exchange import Arrived
+from padded_dispatch.exchange.collectives import CollectiveWire
+from padded_dispatch.experts.plain import add, choices_of_rows, rows_of_choices, take
+from padded_dispatch.kernels import Segments
+from padded_dispatch.routing.plan import Plan
+from padded_dispatch.utils.nvtx import nvtx_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertInput:
+    """What the experts of this rank read.
+
+    Attributes:
+        rows_ND: tokens, by local expert, then by source; exactly 0 in padded rows.
+        probs_N: at least fp32, their probabilities, with which the experts must scale what they
+            return; exactly 0 in padded rows.
+        count_SL: int32, real rows of each source for each local expert.
+        capacity: C.
+    """
+
+    rows_ND: Tensor
+    probs_N: Tensor
+    count_SL: Tensor
+    capacity: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What `combine` needs of a dispatch.
+
+    Attributes:
+        wire: the exchange of the pass.
+        cells: offsets of every (expert, source).
+        row_SPK: int32, the row of each choice; negative where it has none on this rank.
+        count_SL: as in `ExpertInput`.
+        capacity: C.
+        splits: whether other ranks compute parts of the same experts.
+    """
+
+    wire: CollectiveWire
+    cells: Segments
+    row_SPK: Tensor
+    count_SL: Tensor
+    capacity: int
+    splits: bool
+
+
+@nvtx_range("dispatch")
+def dispatch(
+    tokens_TD: Tensor,
+    prob_TK: Tensor,
+    wire: CollectiveWire,
+    plan: Plan,
+    *,
+    capacity: int | None,
+    num_local_experts: int,
+    alignment: int = 1,
+) -> tuple[ExpertInput, Sent]:
+    """Send tokens to their experts, in padded cells.
+
+    Args:
+        tokens_TD: floating point.
+        prob_TK: at least fp32, the probability of every choice of the plan.
+        wire: the exchange of the pass.
+        plan: the plan of these tokens.
+        capacity: C, at least the most rows of a cell; a row beyond has no room and counts as zero.
+            None reads on the host what this rank needs, at least 1; other ranks may need more.
+        num_local_experts: L.
+        alignment: S * C is a multiple of it where the host reads C.
+    """
+    arrived = wire.open(tokens_TD, prob_TK)
+    count_SL = arrived.count_SL
+    if capacity is None:
+        step = alignment // math.gcd(alignment, len(count_SL))
+        capacity = -(-max(1, int(count_SL.max())) // step) * step
+    begin = capacity * torch.arange(count_SL.numel() + 1, device=count_SL.device)
+    cells = Segments(
+        offsets=begin.to(torch.int32),
+        num_experts=num_local_experts,
+        num_rows=count_SL.numel() * capacity,
+    )
+    level = cells.offsets[1:2]
+    if tokens_TD.is_cuda:
+        rows_ND, probs_N, row_SPK = _ToCells.apply(
+            arrived.values.rows_SPD, arrived.prob_SPK, arrived, cells, level, capacity
+        )
+    else:
+        choices = arrived.expert_SPK, arrived.place_SPK
+        row_SPK = rows_of_choices(*choices, cells.offsets, level, num_local_experts)
+        rows_ND, probs_N = _to_cells(arrived, row_SPK, cells.num_rows)
+    given = ExpertInput(rows_ND=rows_ND, probs_N=probs_N, count_SL=count_SL, capacity=capacity)
+    sent = Sent(
+        wire=wire,
+        cells=cells,
+        row_SPK=row_SPK,
+        count_SL=count_SL,
+        capacity=capacity,
+        splits=count_SL.numel() > plan.kept_E.numel(),
+    )
+    return given, sent
+
+
+@nvtx_range("combine")
+def combine(out_ND: Tensor, sent: Sent) -> Tensor:
+    """Bring the experts' output home and sum it for every token: [N, D] to [T, D].
+
+    Sums have at least fp32, in ascending expert order for each rank, then in rank order. Padded
+    rows of `out_ND` may hold anything.
+    """
+    if out_ND.is_cuda:
+        return sent.wire.bring(_ToSums.apply(out_ND, sent)).sum_TD
+    num_sources, num_slots, top_k = sent.row_SPK.shape
+    row_N, choice_N = choices_of_rows(sent.row_SPK)
+    rows = out_ND.index_select(0, row_N)
+    return sent.wire.bring(add(rows, choice_N // top_k, num_sources, num_slots)).sum_TD
+
+
+def _to_cells(arrived: Arrived, row_SPK: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    values_SPD, prob_SPK = arrived.values.rows_SPD, arrived.prob_SPK
+    row_N, choice_N = choices_of_rows(row_SPK)
+    rows = take(values_SPD, choice_N // row_SPK.shape[2])
+    probs = prob_SPK.flatten().index_select(0, choice_N)
+    rows_ND = rows.new_zeros(num_rows, rows.shape[1]).index_copy(0, row_N, rows)
+    return rows_ND, probs.new_zeros(num_rows).index_copy(0, row_N, probs)
+
+
+class _ToCells(torch.autograd.Function):
+    """Rows and probabilities of cells, and the row of each choice, on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_SPD, prob_SPK, arrived, cells, level, capacity):
+        from padded_dispatch.kernels import rows
+
+        rows_ND = rows_SPD.new_empty(cells.num_rows, rows_SPD.shape[2])
+        probs_N = prob_SPK.new_empty(cells.num_rows)
+        row_SPK = rows.place_rows(
+            rows_SPD.contiguous(),
+            None,
+            -1,
+            arrived.expert_SPK.contiguous(),
+            arrived.place_SPK.contiguous(),
+            prob_SPK.contiguous(),
+            cells,
+            level,
+            None,
+            rows_MD=rows_ND,
+            prob_M=probs_N,
+            home_M=None,
+        )
+        rows.zero_padding(rows_ND, probs_N, arrived.count_SL, capacity)
+        ctx.save_for_backward(row_SPK)
+        ctx.mark_non_differentiable(row_SPK)
+        return rows_ND, probs_N, row_SPK
+
+    @staticmethod
+    @nvtx_range("dispatch backward")
+    def backward(ctx: Any, grad_ND, grad_N, _):  # pyright: ignore
+        from padded_dispatch.kernels import rows
+
+        (row_SPK,) = ctx.saved_tensors
+        grad_SPD = rows.sum_rows(grad_ND.contiguous(), row_SPK)
+        grad_SPK = rows.take(grad_N.contiguous(), row_SPK)
+        return grad_SPD, grad_SPK, None, None, None, None
+
+
+class _ToSums(torch.autograd.Function):
+    """The sum of the rows of each (source, slot), on a GPU; not rounded if others will be added."""
+
+    @staticmethod
+    def forward(ctx: Any, out_ND, sent):
+        from padded_dispatch.kernels import rows
+
+        ctx.sent, ctx.dtype = sent, out_ND.dtype
+        return rows.sum_rows(out_ND.contiguous(), sent.row_SPK, wide=sent.splits)
+
+    @staticmethod
+    @nvtx_range("combine backward")
+    def backward(ctx: Any, grad_SPD):  # pyright: ignore
+        from padded_dispatch.kernels import rows
+
+        sent, grad_SPD = ctx.sent, grad_SPD.to(ctx.dtype).contiguous()
+        grad_ND = rows.spread_rows(grad_SPD, None, -1, sent.row_SPK, sent.cells, None)
+        rows.zero_padding(grad_ND, None, sent.count_SL, sent.capacity)
+        return grad_ND, None

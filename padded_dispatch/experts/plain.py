@@ -1,0 +1,267 @@
+"""Packed experts in plain torch, for CPUs: autograd writes the backward.
+
+    open -> lay out -> rows -> (fc1 -> activation -> fc2) of each expert -> prob -> sum -> bring
+
+`store_offsets` and `release` are the store's rule; the kernels of `kernels.layout` do the same.
+
+Rows are read on the host here, so a pass computes its real rows and nothing else. Products and sums
+are done in at least fp32, and each step rounds once, as on GPUs. A row that found no room is not
+among the rows of its pass, so it adds zero to its token, and its token gets no gradient from it.
+
+Letters: S sources of P slots, K choices of a token, L experts on this rank, D hidden size, F ffn
+size, G width of fc1's result, n rows of the pass. `..._N` has one element for each of these n.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from padded_dispatch.experts import Call, Delayed, ExpertWeights
+from padded_dispatch.experts.activation import Activation
+from padded_dispatch.experts.store import Room
+
+NO_LEVEL = 2**31 - 1  # Every place is below it.
+
+
+def store_offsets(
+    count_SL: Tensor,
+    room: Room,
+    *,
+    kept_L: Tensor | None = None,
+    idle: Tensor | None = None,
+    max_need: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find room for the rows of a pass; `room.top` is changed in place.
+
+    Rows begin at 0 in the first pass of a stack, else at `room.top[0]`. If they do not all fit
+    below `room.limit`, or are more than `room.most`, each (expert, source) keeps its first w rows,
+    for the largest w with which they fit.
+
+    Args:
+        count_SL: int32, rows of every (source, local expert).
+        room: the room of this pass.
+        kept_L: int64, to which the rows of each local expert are added; None counts nothing.
+        idle: int64 [1], to which 1 is added if no row came; likewise.
+        max_need: int64 [1], raised to the rows that would have held this pass and what follows.
+
+    Returns:
+        offsets, int32 [L * S + 1]: where the rows of each (expert, source) begin, in that order,
+        and where all end; level, int32 [1]: places from it on have no room; before, int32 [1]: what
+        `room.top[1]` was, for `release`.
+
+    Example: `count = [[3, 1], [2, 0]]`, `top = [4, 4]`, limit 8: 6 rows, room for 4, hence w = 1,
+    offsets `[4, 5, 6, 7, 7]`, level 1, before 4, and `top = [7, 10]`.
+    """
+    begins_at_0 = room.first or room.top is None
+    base, asked = (0, 0) if begins_at_0 else room.top.tolist()
+    total, space = int(count_SL.sum()), min(room.limit - base, room.most)
+    level = NO_LEVEL
+    if total > space:
+        level, above = 0, int(count_SL.max())  # With `above` they do not fit.
+        while above - level > 1:
+            middle = (level + above) // 2
+            fits = int(count_SL.clamp(max=middle).sum()) <= space
+            level, above = (middle, above) if fits else (level, middle)
+    kept_LS = count_SL.T.clamp(max=level)
+    ends = base + kept_LS.flatten().cumsum(0, dtype=torch.int32)
+    offsets = torch.cat([ends.new_full((1,), base), ends])
+    if room.top is not None:
+        room.top.copy_(torch.stack([offsets[-1], offsets.new_tensor(asked + total)]))
+    if kept_L is not None:
+        kept_L += kept_LS.sum(1)
+    if idle is not None:
+        idle += total == 0
+    if max_need is not None:
+        max_need.clamp_(min=asked + total + room.later)
+    return offsets, offsets.new_tensor([level]), offsets.new_tensor([asked])
+
+
+def release(top: Tensor, offsets: Tensor, before: Tensor) -> None:
+    """Give the rows of a pass back; the arguments are those of `store_offsets` and its results.
+
+    Raises:
+        RuntimeError: if they were given back before: backward passes of a stack must come in
+            reverse order, each once.
+    """
+    if top[0] < offsets[-1]:
+        raise RuntimeError("rows of a store were given back before their last use")
+    top.copy_(torch.stack([offsets[0], before[0]]))
+
+
+def rows_of_choices(
+    expert_SPK: Tensor, place_SPK: Tensor, offsets: Tensor, level: Tensor, num_experts: int
+) -> Tensor:
+    """Return the row of each choice, int32 [S, P, K]; -1 is no choice of this rank, -2 no room."""
+    is_ours = (expert_SPK >= 0) & (expert_SPK < num_experts)
+    source_S11 = torch.arange(len(expert_SPK), device=offsets.device)[:, None, None]
+    segment_SPK = torch.where(is_ours, expert_SPK, 0) * len(expert_SPK) + source_S11
+    row_SPK = offsets[segment_SPK] + place_SPK
+    return torch.where(is_ours, torch.where(place_SPK < level, row_SPK, -2), -1)
+
+
+def choices_of_rows(row_SPK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows that choices have, ascending, and the number of the choice of each, [n]."""
+    row_C = row_SPK.flatten()
+    choice_N = (row_C >= 0).nonzero().flatten()
+    row_N, order_N = row_C[choice_N].sort()
+    return row_N, choice_N[order_N]
+
+
+def take(values_SPD: Tensor, slot_N: Tensor) -> Tensor:
+    """Return the values of these slots, [n, D]; gradients of a slot are summed in at least fp32."""
+    wide = values_SPD.flatten(0, 1).to(_wide(values_SPD.dtype))
+    return wide.index_select(0, slot_N).to(values_SPD.dtype)
+
+
+def add(rows_ND: Tensor, slot_N: Tensor, num_sources: int, num_slots: int) -> Tensor:
+    """Sum the rows of each slot in their order, in at least fp32: [S, P, D], not rounded."""
+    wide_ND = rows_ND.to(_wide(rows_ND.dtype))
+    sum_CD = wide_ND.new_zeros(num_sources * num_slots, wide_ND.shape[1])
+    return sum_CD.index_add(0, slot_N, wide_ND).unflatten(0, (num_sources, num_slots))
+
+
+def run(
+    tokens_TD: Tensor, prob_TK: Tensor, weights: ExpertWeights, activation: Activation, call: Call
+) -> Tensor:
+    """Compute the experts of a pass: [T, D].
+
+    Every kept choice adds `prob * (fc2(f(fc1 + bias)) + bias)` to its token.
+
+    Args:
+        tokens_TD: floating point.
+        prob_TK: at least fp32, the probability of every choice of `call.plan`.
+        weights: of all experts on this rank, in the dtype of the tokens.
+        activation: between fc1 and fc2.
+        call: what the host decided for this pass.
+    """
+    num_experts = len(weights.fc1_LGD)
+    arrived = call.wire.open(tokens_TD, prob_TK)
+    assert arrived.values.own_TD is None, "on CPUs all tokens arrive in one tensor"
+    values_SPD, prob_SPK = arrived.values.rows_SPD, arrived.prob_SPK
+    room, counters = call.rooms.take(arrived.count_SL), call.counters
+    counted: dict[str, Any] = {} if counters is None else counters.of_receiver()
+    offsets, level, before = store_offsets(arrived.count_SL, room, **counted)
+    row_SPK = rows_of_choices(arrived.expert_SPK, arrived.place_SPK, offsets, level, num_experts)
+    if counters is not None:
+        counters.add_lost(prob_SPK.detach()[row_SPK == -2])
+    _, choice_N = choices_of_rows(row_SPK)
+    slot_N = choice_N // row_SPK.shape[2]
+    prob_N = prob_SPK.flatten().index_select(0, choice_N)
+    kept_L = offsets[:: len(values_SPD)].diff().tolist()
+    out_ND = _experts(take(values_SPD, slot_N), prob_N, kept_L, weights, activation)
+    sum_SPD = add(out_ND, slot_N, *values_SPD.shape[:2])
+    if room.top is not None:
+        sum_SPD = _Release.apply(sum_SPD, room, offsets, before)
+    return call.wire.bring(sum_SPD, None).sum_TD
+
+
+def _experts(
+    rows_ND: Tensor,
+    prob_N: Tensor,
+    kept_L: list[int],
+    weights: ExpertWeights,
+    activation: Activation,
+) -> Tensor:
+    dtype, wide = rows_ND.dtype, _wide(rows_ND.dtype)
+    fc1_LGD = _widened(
+        weights.fc1_LGD, weights.fc1_sums_LGD, weights.fc1_spare_LGD, weights.fc1_delayed
+    )
+    fc2_LDF = _widened(
+        weights.fc2_LDF, weights.fc2_sums_LDF, weights.fc2_spare_LDF, weights.fc2_delayed
+    )
+    no_bias = [torch.zeros((), dtype=wide, device=rows_ND.device)] * len(kept_L)
+    bias1_LG = no_bias if weights.fc1_bias_LG is None else weights.fc1_bias_LG.to(wide).unbind()
+    bias2_LD = no_bias if weights.fc2_bias_LD is None else weights.fc2_bias_LD.to(wide).unbind()
+    parts = zip(rows_ND.split(kept_L), prob_N[:, None].split(kept_L), strict=True)
+    given = zip(parts, fc1_LGD.unbind(), bias1_LG, fc2_LDF.unbind(), bias2_LD, strict=True)
+    out = []
+    for (rows, prob), fc1_GD, bias1_G, fc2_DF, bias2_D in given:
+        fc1 = (rows.to(wide) @ fc1_GD.T).to(dtype)
+        hidden = (activate(fc1.to(wide) + bias1_G, activation) * prob).to(dtype)
+        out.append((hidden.to(wide) @ fc2_DF.T + prob * bias2_D).to(dtype))
+    return torch.cat(out)
+
+
+def activate(x_NG: Tensor, activation: Activation) -> Tensor:
+    """Apply an activation, [n, G] to [n, F]: see `experts.activation`."""
+    if not activation.gated:
+        return _curve(activation.function, x_NG)
+    gate, up = x_NG.chunk(2, dim=1)
+    limit = activation.clamp
+    linear = up.clamp(-limit, limit) + activation.offset
+    return _curve(activation.function, gate.clamp(max=limit)) * linear
+
+
+def _curve(function: str, x: Tensor) -> Tensor:
+    if function == "squared_relu":
+        return x.relu().square()
+    if function == "quick_gelu":
+        return x * (1.702 * x).sigmoid()
+    return functional.gelu(x) if function == "gelu" else functional.silu(x)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _widened(
+    weight_LOI: Tensor,
+    sums_LOI: Tensor | None,
+    spare_LOI: Tensor | None,
+    delayed: Delayed | None,
+) -> Tensor:
+    """Return a weight in at least fp32, whose gradient goes where it is wanted."""
+    if sums_LOI is None and delayed is None:
+        return weight_LOI.to(_wide(weight_LOI.dtype))
+    return _Weight.apply(weight_LOI, sums_LOI, spare_LOI, delayed)
+
+
+class _Weight(torch.autograd.Function):
+    """A weight in at least fp32, whose gradient is added to sums, or kept for later, or both."""
+
+    @staticmethod
+    def forward(ctx, weight_LOI, sums_LOI, spare_LOI, delayed):
+        ctx.given = sums_LOI, spare_LOI, weight_LOI.dtype
+        ctx.delayed = delayed
+        return weight_LOI.to(_wide(weight_LOI.dtype))
+
+    @staticmethod
+    def backward(ctx, grad_LOI):  # pyright: ignore[reportIncompatibleMethodOverride]
+        deliver = partial(_deliver, grad_LOI, *ctx.given)
+        if ctx.delayed is None:
+            return deliver(), None, None, None
+        ctx.delayed.append(deliver)
+        return None, None, None, None
+
+
+def _deliver(
+    grad_LOI: Tensor, sums_LOI: Tensor | None, spare_LOI: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of a weight, or add it to its sums and return unspecified memory."""
+    if sums_LOI is None:
+        return grad_LOI.to(dtype)
+    sums_LOI += grad_LOI
+    # Autograd takes a gradient as it is only if nothing else refers to its tensor, else a copy.
+    return torch.empty_like(grad_LOI, dtype=dtype) if spare_LOI is None else spare_LOI.detach()
+
+
+class _Release(torch.autograd.Function):
+    """Hand on the sums of a pass; backward gives its rows back to the store."""
+
+    # Nothing of this pass reads the store, so it need not be the last step of its backward. It is
+    # the first one, because it must be done whatever has a gradient.
+
+    @staticmethod
+    def forward(ctx, sum_SPD, room, offsets, before):
+        ctx.given = room, offsets, before
+        return sum_SPD
+
+    @staticmethod
+    def backward(ctx, grad_SPD):  # pyright: ignore[reportIncompatibleMethodOverride]
+        room, offsets, before = ctx.given
+        release(room.top, offsets, before)
+        room.close()
+        return grad_SPD, None, None, None

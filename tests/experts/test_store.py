@@ -1,0 +1,128 @@
+"""Stacks of a store: which one a call takes, where its rows may lie, and when they are given back."""
+
+import torch
+from torch import Tensor
+
+from padded_dispatch.config import DispatchConfig
+from padded_dispatch.experts.store import Buffers, Room, Store, fitting, scratch
+
+COUNT = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
+
+
+def config(factor: float = 1.5, top_k: int = 2) -> DispatchConfig:
+    return DispatchConfig(
+        num_experts=8, top_k=top_k, capacity_factor=factor, capacity_pool="store", num_ranks=4
+    )
+
+
+def make_store(*factors: float) -> Store:
+    store = Store()
+    for number, factor in enumerate(factors):
+        assert store.add(lambda factor=factor: config(factor)) == number
+    return store
+
+
+def take(store: Store, *numbers: int, num_tokens: int = 10) -> Room:
+    return store.rooms(numbers, num_tokens).take(COUNT)
+
+
+def test_sizes():
+    """Balanced: 10 tokens with 2 experts each are 20 rows on each of 4 ranks."""
+    store = make_store(1.5, 0.5, 2.0)
+    assert store.num_rows(10) == 30 + 10 + 40
+    assert store.num_shares(10) == 60
+    first, second, third = (take(store, number) for number in range(3))
+    assert [room.later for room in (first, second, third)] == [10 + 20, 20, 0]
+    assert [room.limit for room in (first, second, third)] == [50, 60, 80]
+    # All tokens of 4 ranks may have both experts here: 80 rows.
+    assert {room.most for room in (first, second, third)} == {80}
+
+
+def test_most_rows_of_a_pass_are_five_shares_or_the_store():
+    one = DispatchConfig(
+        num_experts=64, top_k=2, capacity_factor=1.0, capacity_pool="store", num_ranks=32
+    )
+    store = Store()
+    store.add(lambda: one)
+    assert store.rooms([0], 10).take(COUNT).most == 100  # Not 32 * 10 * 2.
+
+
+def test_a_pass_uses_one_stack():
+    store = make_store(1, 1, 1)
+    rooms = [take(store, number) for number in range(3)]
+    assert len({id(room.stack) for room in rooms}) == 1
+    assert [room.first for room in rooms] == [True, False, False]
+
+
+def test_the_next_micro_batch_uses_another_stack_until_backward():
+    store = make_store(1, 1)
+    early = [take(store, 0), take(store, 1)]
+    late = [take(store, 0), take(store, 1)]
+    assert late[0].stack is late[1].stack is not early[0].stack
+    for room in reversed(early):
+        room.close()
+    assert take(store, 0).stack is early[0].stack
+
+
+def test_forward_passes_beside_backward_passes_of_another_micro_batch():
+    """As in 1F1B: what is left of the early pass is never taken for the late one's."""
+    store = make_store(1, 1, 1)
+    early = [take(store, number) for number in range(3)]
+    late = take(store, 0)
+    early[2].close()
+    early[1].close()
+    assert take(store, 1).stack is late.stack
+    early[0].close()
+    assert take(store, 2).stack is late.stack
+
+
+def test_a_pass_that_broke_off_gives_its_stack_back():
+    store = make_store(1, 1)
+    broken = take(store, 0).stack  # Its mark dies at once.
+    room = take(store, 0)
+    assert room.stack is broken and room.first
+
+
+def test_a_layer_that_runs_repeatedly():
+    store = make_store(1, 1, 1)
+    first, again, more = take(store, 0), take(store, 1, 2), take(store, 1, 2)
+    assert first.stack is again.stack is more.stack
+    assert (again.later, more.later) == (20, 0)
+
+
+def test_first_layers_that_keep_nothing():
+    store = make_store(1, 1)
+    room = take(store, 1)
+    assert room.first and room.limit == 40
+
+
+def test_more_tokens_than_before():
+    store = make_store(1)
+    small = take(store, 0, num_tokens=10)
+    small.close()
+    large = take(store, 0, num_tokens=11)
+    assert large.stack is not small.stack and large.stack is not None
+    assert large.stack.num_rows == 22
+    large.close()
+    again = take(store, 0, num_tokens=10)
+    assert again.stack is large.stack and again.limit == 20
+
+
+def test_buffers_are_made_once_for_each_shape():
+    store = make_store(1)
+    room = take(store, 0)
+    given = 4, 6, torch.bfloat16, torch.device("cpu")
+    found = room.buffers(*given)
+    assert room.buffers(*given) is found
+    assert found.rows_MD.shape == (20, 4) and found.fc1_MG.shape == (20, 6)
+    tensors: list[Tensor] = list(vars(found).values())
+    assert sum(tensor.nbytes for tensor in tensors) == Buffers.num_bytes(20, 4, 6, 2)
+    assert room.buffers(8, *given[1:]) is not found
+
+
+def test_scratch_and_fitting():
+    room = scratch(config(1.5), 10).take(COUNT)
+    assert (room.top, room.stack, room.limit, room.most) == (None, None, 80, 80)
+    room = fitting().take(COUNT)
+    assert (room.top, room.stack, room.limit, room.most) == (None, None, 6, 6)
+    assert fitting().take(COUNT * 0).limit == 1
