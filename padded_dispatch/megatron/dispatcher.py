@@ -118,13 +118,16 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         )
         self.agreement = Agreement(self.ep_group, self.tp_group)
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        kind, dtype = self._options.exchange, config.params_dtype
+        self.agreement.check(exchange=kind, experts_are_packed=chosen.packed, dtype=dtype)
         self.exchange, reason = choose(
             self.dispatch_config,
             self.ep_group,
             self.tp_group,
-            kind=self._options.exchange,
+            kind,
             packed=chosen.packed,
             device=torch.device(device),
+            dtype=dtype,
         )
         self.chosen = {"experts": "packed" if chosen.packed else "module"}
         self.chosen |= {"exchange": self.exchange.kind}
