@@ -37,6 +37,7 @@ from padded_dispatch.exchange import Wire
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import choose
 from padded_dispatch.experts import Call, padded
+from padded_dispatch.experts.padded import Sent
 from padded_dispatch.experts.store import Rooms, Store, fitting, scratch
 from padded_dispatch.megatron.chunks import Calls, join
 from padded_dispatch.megatron.compat import SharedExpertOverlap
@@ -80,7 +81,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         local_expert_indices: their ids; Megatron hands them to every dispatcher.
         config: the TransformerConfig. Read before the first pass; later changes have no effect.
         pg_collection: `ep` and `expt_tp` are used.
-        experts: the layer's experts, which belong to the class: see `dispatcher_for`.
 
     Attributes:
         store: where the rows of training passes lie, with those of other layers; None if nowhere.
@@ -99,13 +99,11 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         local_expert_indices: list[int],
         config: Any,
         pg_collection: Any = None,
-        *,
-        experts: Any,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         check_config(config)
         check_pipeline(config)
-        self.experts = experts
+        self.experts: Any = None  # Set by the layer.
         self._options = padded_options(config)
         self._pipeline = getattr(pg_collection, "pp", None)
         chosen = chosen_experts(config)
@@ -272,10 +270,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     """The dispatcher of `StackedExperts`: see the module's docstring."""
 
     kept_inputs = "moe_dispatch", "mlp", "moe_combine"
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._calls: Calls | None = None
+    _calls: Calls | None = None
 
     def _set_layer(self, number: int) -> None:
         super()._set_layer(number)
@@ -338,9 +333,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
 class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     """The dispatcher of Megatron's own experts, which read padded cells."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._sent: Any = None  # From `token_dispatch` to `token_combine`.
+    _sent: Sent | None = None  # From `token_dispatch` to `token_combine`.
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send tokens to the ranks of their experts, and lay out their cells."""
@@ -386,6 +379,7 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
         sent, self._sent = self._sent, None
+        assert sent is not None
         sum_TD = padded.combine(hidden_states, sent)
         if self.shared_overlap is not None:
             self.shared_overlap.fc2(sum_TD)

@@ -92,10 +92,12 @@ def build(
         torch.cuda.empty_cache()  # Free the blocks of single weights, which are too small to reuse.
     # The spec's own experts get no NVTX range: Megatron's local CUDA graphs refuse modules with
     # forward pre-hooks, and a function set on the instance would follow the module into its copies.
-    groups = layer.local_expert_indices, config, pg_collection
-    dispatcher = dispatcher_for(config)(layer.num_local_experts, *groups, experts=layer.experts)
+    dispatcher = dispatcher_for(config)(
+        layer.num_local_experts, layer.local_expert_indices, config, pg_collection
+    )
     if layer.use_shared_expert and layer.shared_expert_overlap:
         dispatcher.set_shared_experts(layer.shared_experts)
+    dispatcher.experts = layer.experts
     layer.token_dispatcher = dispatcher
     select_after_counting(layer.router, dispatcher.selector)
 
