@@ -60,7 +60,7 @@ def struck(trace: Trace, n: int, slots: int, *, num_ranks: int, policy: str) -> 
             if here:
                 weight = 0.0
                 if policy == "probs" and trace.probs_NTK is not None:
-                    weight = max(float(trace.probs_NTK[n, t, k]) for k in here)
+                    weight = sum(float(trace.probs_NTK[n, t, k]) for k in here)
                 tokens.append((-weight, t, [ids[k] for k in here]))
         for _, _, experts in sorted(tokens)[:slots]:
             for e in experts:
