@@ -69,7 +69,7 @@ def strike(trace: Trace, num_slots: int, num_ranks: int, policy: Policy) -> NDAr
     """Count the rows that collectives send, like `Demand.counts`.
 
     Of the tokens of a source that have experts on one rank, `num_slots` keep their rows there:
-    those whose largest probability there is largest, or the first ones, as `policy` says; see
+    those with the largest sum of probabilities there, or the first ones, as `policy` says; see
     `exchange.collectives.Collectives.strike`.
     """
     ids_NTK = np.empty_like(trace.ids_NTK)
@@ -78,10 +78,9 @@ def strike(trace: Trace, num_slots: int, num_ranks: int, policy: Policy) -> NDAr
         token_T1 = np.arange(len(ids_TK))[:, None]
         rank_TK = np.where(ids_TK < 0, num_ranks, ids_TK // per_rank)
         weight_TR = np.full((len(ids_TK), num_ranks + 1), -np.inf)
-        weight_TK = 0.0
+        weight_TR[token_T1, rank_TK] = 0
         if policy == "probs" and trace.probs_NTK is not None:
-            weight_TK = trace.probs_NTK[n]
-        np.maximum.at(weight_TR, (token_T1, rank_TK), weight_TK)
+            np.add.at(weight_TR, (token_T1, rank_TK), trace.probs_NTK[n])
         order_TR = np.argsort(-weight_TR, axis=0, kind="stable")
         kept_TR = np.zeros(weight_TR.shape, bool)
         np.put_along_axis(kept_TR, order_TR[:num_slots], values=True, axis=0)

@@ -81,6 +81,7 @@ def dropped(study: Study) -> "Figure":
         axes.axhline(target.drop, color=GREY, lw=1, ls=":", label=f"target: {percent(target.drop)}")
     _mark(axes.axvline, study)
     axes.set_yscale("log")
+    axes.set_xlim(0, 1.5 * float(replay.factors[-1]))
     axes.set_ylim(_LEAST, 1)
     axes.yaxis.set_major_formatter(lambda share, _: f"{share * 100:g} %")
     axes.set_xlabel("capacity factor (room relative to balance)")

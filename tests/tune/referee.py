@@ -3,10 +3,6 @@
 import math
 from bisect import bisect_right
 
-import numpy as np
-
-from padded_dispatch.trace import Trace
-
 Counts = list[list[list[int]]]  # of a pass: [layer][source][expert]
 
 
@@ -47,22 +43,3 @@ def kept_in_stores(
             kept[i] += rows
             base += rows
     return kept
-
-
-def struck(trace: Trace, n: int, slots: int, *, num_ranks: int, policy: str) -> np.ndarray:
-    """Return the rows for each expert that record `n` sends, `slots` tokens to each rank."""
-    sent = np.zeros(trace.num_experts, int)
-    per_rank = trace.num_experts // num_ranks
-    for rank in range(num_ranks):
-        tokens = []
-        for t, ids in enumerate(trace.ids_NTK[n].tolist()):
-            here = [k for k, e in enumerate(ids) if e >= 0 and e // per_rank == rank]
-            if here:
-                weight = 0.0
-                if policy == "probs" and trace.probs_NTK is not None:
-                    weight = max(float(trace.probs_NTK[n, t, k]) for k in here)
-                tokens.append((-weight, t, [ids[k] for k in here]))
-        for _, _, experts in sorted(tokens)[:slots]:
-            for e in experts:
-                sent[e] += 1
-    return sent

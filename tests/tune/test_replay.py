@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from padded_dispatch.tune.demand import Demand, demand_of, strike
 from padded_dispatch.tune.replay import POOLS, Replay, grid, replay
+from tests.support import reference
 from tests.support.traces import small_trace
 from tests.tune import referee
 
@@ -157,9 +158,11 @@ def test_what_collectives_strike(policy):
         seed=2,
     )
     sent = strike(trace, 3, 4, policy)
-    for n in range(4):
-        expected = referee.struck(trace, n, 3, num_ranks=4, policy=policy)
-        assert sent[0, 0, n].tolist() == expected.tolist()
+    for n, ids_TK in enumerate(trace.ids_NTK):
+        map_TE = (ids_TK[:, :, None] == np.arange(8)).any(1)
+        probs_TE = ((ids_TK[:, :, None] == np.arange(8)) * trace.probs_NTK[n][:, :, None]).sum(1)
+        kept_TE = reference.strike(map_TE, probs_TE, num_slots=3, num_ranks=4, policy=policy)
+        assert sent[0, 0, n].tolist() == kept_TE.sum(0).tolist()
     found = replay(demand_of(trace), [0.4], pool="store", strikes=policy)
     assert found.configs[0].wire_slots(9) == 4
     cut = strike(trace, 4, 4, policy)
