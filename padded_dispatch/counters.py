@@ -8,7 +8,10 @@ mass too, so no sum depends on an order. Counting is one launch on a GPU.
 A `Snapshot` holds counts of some time as plain NumPy. Rates are ratios of sums, so a figure of many
 steps, layers or ranks describes all their rows together; it is not a mean of means.
 
-M: buffers of (source, local expert) pairs on this rank, S * L. Y: layers. W: numbers in `totals`.
+Demand is counted at the source. Rows of cells are kept there, too; those of a store are kept, and
+counted, at the rank of their experts, so what became of a token or of probability is not known.
+
+Letters: T tokens, E experts, L experts on this rank, Y layers, R ranks, W numbers in `totals`.
 """
 
 import dataclasses
@@ -20,9 +23,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.library import custom_op
 
-from padded_dispatch.config import DispatchConfig, PoolSizes
+from padded_dispatch.config import DispatchConfig
 from padded_dispatch.kernels import SCALARS
 from padded_dispatch.routing.select import Selection
 
@@ -35,12 +37,15 @@ MASS_UNITS = 2**32
 # Figures that are the largest of all layers, not of the summed layers, and their least values.
 _LARGEST = {"expert_overload": 1.0, "rank_overload": 1.0, "needed_factor": 0.0}
 
+# Figures of cells only.
+_OF_CELLS = {"dropped_mass", "lost_tokens", "fill"}
+
 
 class RoutingObserver(Protocol):
     """Receiver of every selection that is counted."""
 
     def observe(
-        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, sizes: PoolSizes
+        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, kept_here: bool
     ) -> None:
         """Receive one pass of one layer on one rank.
 
@@ -51,7 +56,8 @@ class RoutingObserver(Protocol):
             asked_TE: bool [T, E], what the router asked for, without padding tokens.
             probs_TE: floating point [T, E], the router's probabilities before selection.
             selection: what was kept of it.
-            sizes: the sizes of the pass.
+            kept_here: whether all rows of the selection have a slot, as in cells; False if they
+                may find no room in a store.
         """
 
 
@@ -65,27 +71,31 @@ class Counters:
     """Counts of one layer on one rank since it was made; int64 tensors on the device.
 
     Args:
-        config: its number of experts and kind of pools are read.
+        config: its number of experts and of ranks and its `capacity_pool` are read.
         device: device of the tensors.
+        rank: of this process in the expert-parallel group.
 
     All sums are views of `totals`, which a reader copies as one. Capturing a CUDA graph also counts
     its warm-up passes, whose inputs mean nothing; the caller that captures must restore the totals.
 
     Attributes:
         demand_E: rows asked for.
-        kept_E: rows that got a slot.
+        kept_E: rows that have a place: of this source in cells, of all sources in a store.
+        kept_L: those of this rank's experts, a view.
         asked_mass: probability of all rows asked for, in units of 2**-32.
-        dropped_mass: probability of the rows that got no slot, likewise.
+        dropped_mass: probability of the rows that got no slot of a cell, likewise.
         num_tokens: tokens that asked for an expert.
-        lost_tokens: those of them that kept none.
+        lost_tokens: those of them that got no slot of a cell.
         num_positions: T per pass, padding tokens included.
         num_passes: passes.
-        num_slots: slots offered, those of a source's pools: E * C per pass.
-        num_unplaced: kept rows that a plan had no slot for. Must be zero; nonzero means that a map
-            was not cut to capacity.
+        num_slots: slots of cells offered, E * C per pass.
+        num_unplaced: kept rows without a place in the plan. Must be zero; nonzero means that a map
+            had more than K experts for a token.
         idle_passes: passes in which this rank's experts received no row.
-        max_demand: the largest demand for one pool in one pass since it was last zeroed; the only
-            number that is no sum. A pool is that of the config, whatever sizes a pass has.
+        struck: rows that found no slot on the wire.
+        max_need: the largest need of one pass since it was last zeroed; the only number that is no
+            sum. Cells: demand for one expert. A store: rows that would have held all, of this pass
+            and of what shares the store with it.
         totals: `demand_E`, `kept_E`, then `SCALARS`.
     """
 
@@ -98,63 +108,86 @@ class Counters:
     num_slots: Tensor
     num_unplaced: Tensor
     idle_passes: Tensor
+    struck: Tensor
 
-    def __init__(self, config: DispatchConfig, device: torch.device | str | int) -> None:
-        num_experts = config.num_experts
-        self._experts_per_pool = config.cells_per_pool
+    def __init__(
+        self, config: DispatchConfig, device: torch.device | str | int, *, rank: int = 0
+    ) -> None:
+        num_experts, num_local = config.num_experts, config.num_local_experts
+        self._of_cells = config.capacity_pool == "expert"
         num_totals = 2 * num_experts + len(SCALARS)
         self.totals = torch.zeros(num_totals, dtype=torch.int64, device=device)
-        self.max_demand = torch.zeros((), dtype=torch.int64, device=device)
+        self.max_need = torch.zeros((), dtype=torch.int64, device=device)
         self.demand_E, self.kept_E = self.totals[: 2 * num_experts].view(2, num_experts)
+        self.kept_L = self.kept_E[rank * num_local : (rank + 1) * num_local]
         for name, count in zip(SCALARS, self.totals[2 * num_experts :], strict=True):
             setattr(self, name, count)
 
     @torch.no_grad()
     def observe(
-        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, sizes: PoolSizes
+        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, kept_here: bool
     ) -> None:
         """Count one selection; see `RoutingObserver`."""
-        _count(
+        arguments = (
             self.totals,
-            self.max_demand,
+            self.max_need if self._of_cells else None,
             asked_TE,
-            selection.kept_TE,
+            selection.kept_TE if kept_here else None,
             probs_TE,
             selection.demand_E,
-            self._experts_per_pool,
-            sizes.num_pools * sizes.pool_slots,
+            asked_TE.shape[1] * selection.capacity if kept_here else 0,
         )
+        if asked_TE.is_cuda:
+            from padded_dispatch.kernels import counters
+
+            counters.count(*arguments)
+        else:
+            count_in_torch(*arguments)
 
     @torch.no_grad()
     def add_unplaced(self, unplaced_E: Tensor) -> None:
-        """Count kept rows for which a plan had no slot."""
+        """Count kept rows without a place in the plan."""
         self.num_unplaced += unplaced_E.sum()
 
     @torch.no_grad()
-    def add_received(self, kept_M: Tensor) -> None:
-        """Count a pass as idle if none of the buffers on this rank has a row.
+    def add_received(
+        self, count_SL: Tensor, kept_L: Tensor | None = None, need: Tensor | None = None
+    ) -> None:
+        """Count a pass at the rank of its experts: in torch what `kernels.layout` counts.
 
         Args:
-            kept_M: rows in each (source, local expert)'s buffer, as received.
+            count_SL: rows that arrived.
+            kept_L: those that found room in a store; None if the sources counted them.
+            need: rows that would have held all; None if the sources counted it.
         """
-        self.idle_passes += kept_M.sum() == 0
+        self.idle_passes += count_SL.sum() == 0
+        if kept_L is not None:
+            self.kept_L += kept_L
+        if need is not None:
+            torch.maximum(self.max_need, need.squeeze(), out=self.max_need)
+
+    def of_receiver(self) -> dict[str, Tensor]:
+        """Return what the layout of a pass counts, by the names that `kernels.layout` has."""
+        counted = {"idle": self.idle_passes}
+        if not self._of_cells:
+            counted |= {"kept_L": self.kept_L, "max_need": self.max_need}
+        return counted
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return the memory behind all counts, to be reduced, copied or restored."""
-        return self.totals, self.max_demand
+        return self.totals, self.max_need
 
 
 def count_in_torch(
     totals: Tensor,
-    max_demand: Tensor,
+    max_need: Tensor | None,
     asked_TE: Tensor,
-    kept_TE: Tensor,
+    kept_TE: Tensor | None,
     probs_TE: Tensor,
     demand_E: Tensor,
-    experts_per_pool: int,
     num_slots: int,
 ) -> None:
-    """Add one pass to `totals` and `max_demand`, in place.
+    """Add one pass to `totals` and `max_need`, in place.
 
     Arguments and example: see `padded_dispatch.kernels.counters.count`.
     """
@@ -162,32 +195,18 @@ def count_in_torch(
     mass_TE = torch.where(asked_TE, mass_units(probs_TE), 0)
     asked_T = asked_TE.any(1)
     totals[:num_experts] += demand_E
-    totals[num_experts : 2 * num_experts] += kept_TE.sum(0)
     scalars = dict(zip(SCALARS, totals[2 * num_experts :], strict=True))
     scalars["asked_mass"] += mass_TE.sum()
-    scalars["dropped_mass"] += torch.where(kept_TE, 0, mass_TE).sum()
     scalars["num_tokens"] += asked_T.sum()
-    scalars["lost_tokens"] += (asked_T & ~kept_TE.any(1)).sum()
     scalars["num_positions"] += num_tokens
     scalars["num_passes"] += 1
     scalars["num_slots"] += num_slots
-    demand_G = demand_E.unflatten(0, (-1, experts_per_pool)).sum(1)
-    torch.maximum(max_demand, demand_G.max(), out=max_demand)
-
-
-_count = custom_op("padded_dispatch::count", count_in_torch, mutates_args=("totals", "max_demand"))
-
-
-@_count.register_kernel("cuda")
-def _(*args):
-    from padded_dispatch.kernels import counters
-
-    counters.count(*args)
-
-
-@_count.register_fake
-def _(*args):
-    return None
+    if kept_TE is not None:
+        totals[num_experts : 2 * num_experts] += kept_TE.sum(0)
+        scalars["dropped_mass"] += torch.where(kept_TE, 0, mass_TE).sum()
+        scalars["lost_tokens"] += (asked_T & ~kept_TE.any(1)).sum()
+    if max_need is not None:
+        torch.maximum(max_need, demand_E.max(), out=max_need)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,14 +223,15 @@ class Snapshot:
     Attributes:
         layers_Y: numbers of the layers.
         top_k: K.
-        cells_per_pool: pairs of (source, expert) that share a pool.
+        share_rows_Y: rows of the store of each layer in perfect balance, the sum of `config.share`
+            over the layers that share it; None if rows lie in cells.
         idle_passes_YR: for each rank of the expert-parallel group, passes in which its experts
             received no row.
     """
 
     layers_Y: Ints
     top_k: int
-    cells_per_pool: int = 1
+    share_rows_Y: Ints | None = None
     demand_YE: Ints
     kept_YE: Ints
     asked_mass_Y: Ints
@@ -222,12 +242,13 @@ class Snapshot:
     num_passes_Y: Ints
     num_slots_Y: Ints
     num_unplaced_Y: Ints
-    max_demand_Y: Ints
+    struck_Y: Ints
+    max_need_Y: Ints
     idle_passes_YR: Ints
 
     @property
     def dropped(self) -> Ints:
-        """Rows that got no slot."""
+        """Rows that found no room."""
         return (self.demand_YE - self.kept_YE).sum(1)
 
     @property
@@ -237,12 +258,12 @@ class Snapshot:
 
     @property
     def dropped_mass_share(self) -> Floats:
-        """Dropped probability over probability asked for."""
+        """Dropped probability over probability asked for, in cells."""
         return _ratio(self.dropped_mass_Y, self.asked_mass_Y)
 
     @property
     def fill(self) -> Floats:
-        """Kept rows per slot."""
+        """Kept rows per slot of a cell."""
         return _ratio(self.kept_YE.sum(1), self.num_slots_Y)
 
     @property
@@ -259,20 +280,23 @@ class Snapshot:
 
     @property
     def needed_factor(self) -> Floats:
-        """Capacity factor with which no pool would have dropped a row.
+        """Capacity factor with which no row would have been dropped.
 
-        Capacities are whole numbers of rows, so up to one row less per (source, expert) would be
-        enough. If T changes from pass to pass, the factor is for the mean T.
+        Capacities of cells are whole numbers of rows, so up to one row less per cell would be
+        enough. If T changes from pass to pass, their factor is for the mean T.
         """
-        choices_Y = self.num_positions_Y * self.top_k * self.cells_per_pool
+        if self.share_rows_Y is not None:
+            return _ratio(self.max_need_Y, self.share_rows_Y)
         num_experts = self.demand_YE.shape[1]
-        return _ratio(self.max_demand_Y * num_experts * self.num_passes_Y, choices_Y)
+        choices_Y = self.num_positions_Y * self.top_k
+        return _ratio(self.max_need_Y * num_experts * self.num_passes_Y, choices_Y)
 
     def figures(self) -> dict[str, float]:
         """Return one number per figure for all layers, by the names that logs use.
 
         Each is a sum or a ratio of sums over the layers; overloads and needed factor are the
-        largest of a layer. Empty if nothing was counted.
+        largest of a layer. Empty if nothing was counted. Of a store there are no "dropped_mass",
+        "lost_tokens" and "fill".
         """
         if not self.num_passes_Y.any():
             return {}
@@ -301,21 +325,24 @@ class Snapshot:
             "rank_overload": self.rank_overload,
             "needed_factor": self.needed_factor,
             "idle_passes": self.idle_passes_YR.sum(1),
+            "struck": self.struck_Y,
             "unplaced": self.num_unplaced_Y,
         }
+        if self.share_rows_Y is not None:
+            columns = {name: of for name, of in columns.items() if name not in _OF_CELLS}
         return {name: np.nan_to_num(column).tolist() for name, column in columns.items()}
 
 
 def snapshot_of(
     totals_YW: Ints,
-    max_demand_Y: Ints,
+    max_need_Y: Ints,
     idle_passes_YR: Ints,
     *,
     layers: Sequence[int],
     top_k: int,
-    cells_per_pool: int = 1,
+    share_rows_Y: Ints | None = None,
 ) -> Snapshot:
-    """Make a snapshot from rows of `Counters.totals`, summed over ranks.
+    """Make a snapshot from rows of `Counters.totals`, summed over ranks, and the largest needs.
 
     `idle_passes` among the totals is not read, because it does not name the rank; `idle_passes_YR`
     does.
@@ -330,10 +357,10 @@ def snapshot_of(
     return Snapshot(
         layers_Y=np.array(layers, dtype=np.int64),
         top_k=top_k,
-        cells_per_pool=cells_per_pool,
+        share_rows_Y=share_rows_Y,
         demand_YE=totals_YW[:, :num_experts],
         kept_YE=totals_YW[:, num_experts : 2 * num_experts],
-        max_demand_Y=max_demand_Y,
+        max_need_Y=max_need_Y,
         idle_passes_YR=idle_passes_YR,
         **scalars,
     )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.moe.moe_utils import get_capacity
 
-from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
+from padded_dispatch.config import CAPACITY_POOLS, FIT, NO_DROP, DispatchConfig
 
 GOOD = dict(num_experts=8, top_k=2, capacity_factor=1.25)
 
@@ -101,7 +101,7 @@ def test_alignment_adds_as_little_as_possible(sizes, alignment, num_ranks, etp_s
         ({"capacity_factor": None}, "capacity_factor must be .* got None;"),
         ({"alignment": -16}, "alignment must be a whole number of at least 1, got -16$"),
         ({"policy": "rand"}, "policy must be one of probs, position, got 'rand'$"),
-        ({"capacity_pool": "node"}, "capacity_pool must be one of expert, rank, got 'node'$"),
+        ({"capacity_pool": "node"}, "capacity_pool must be one of store, expert, got 'node'$"),
         ({"num_ranks": 0}, "num_ranks must be a whole number of at least 1, got 0$"),
         ({"etp_size": "2"}, "etp_size must be a whole number of at least 1, got '2'$"),
     ],
@@ -113,54 +113,82 @@ def test_a_wrong_value_is_named(changes, message):
 
 @pytest.mark.parametrize("num_tokens", [0, -1])
 def test_no_tokens_are_refused(num_tokens):
-    with pytest.raises(ValueError, match=f"^num_tokens must be at least 1, got {num_tokens}; pad"):
-        DispatchConfig(**GOOD).capacity(num_tokens)
+    config = DispatchConfig(**GOOD)
+    for size in (config.capacity, config.rows, config.wire_slots, config.may_drop):
+        with pytest.raises(
+            ValueError, match=f"^num_tokens must be at least 1, got {num_tokens}; pad"
+        ):
+            size(num_tokens)
 
 
+POOLS = pytest.mark.parametrize("capacity_pool", CAPACITY_POOLS)
+
+
+@POOLS
 @pytest.mark.parametrize(
-    ("capacity_pool", "num_pools", "pool_slots"), [("expert", 128, 320), ("rank", 8, 5120)]
+    ("changes", "rows", "slots", "may_drop"),
+    [
+        # share = 100 * 2; most = 4 * 100 * 2; C = 32, and 2 local experts.
+        ({}, {"store": 250, "expert": 256}, 64, True),
+        ({"capacity_factor": 3.9}, {"store": 780, "expert": 784}, 100, True),
+        # C = T from here on.
+        ({"capacity_factor": 4.0}, {"store": 800, "expert": 800}, 100, False),
+        ({"capacity_factor": NO_DROP}, {"store": 800, "expert": 800}, 100, False),
+        ({"etp_size": 3}, {"store": 750, "expert": 768}, 64, True),
+        ({"num_experts": 4}, {"store": 250, "expert": 252}, 63, True),  # One expert a rank.
+        ({"num_experts": 4, "capacity_factor": 2.0}, {"store": 400, "expert": 400}, 100, False),
+        ({"capacity_factor": 1e-9}, {"store": 1, "expert": 8}, 2, True),
+    ],
 )
-def test_pools_of_the_docstring_s_example(capacity_pool, num_pools, pool_slots):
-    config = DispatchConfig(
-        num_experts=128, top_k=8, capacity_factor=1.25, num_ranks=8, capacity_pool=capacity_pool
-    )
-    sizes = config.sizes(4096)
-    assert (sizes.num_pools, sizes.pool_slots) == (num_pools, pool_slots)
-    assert sizes.experts_per_pool == config.cells_per_pool == 128 // num_pools
-    assert sizes.num_rows == 40_960
-    assert sizes.may_drop
+def test_rows_by_hand(capacity_pool, changes, rows, slots, may_drop):
+    given = {**GOOD, "num_ranks": 4, **changes}
+    config = DispatchConfig(**given, capacity_pool=capacity_pool)
+    assert config.share(100) == 200 * config.etp_size
+    assert config.rows(100) == rows[capacity_pool]
+    assert config.wire_slots(100) == slots
+    assert config.may_drop(100) == may_drop
 
 
-@given(sizes=sizes(), log_ranks=st.integers(0, 3), etp_size=st.integers(1, 2))
-def test_pools_offer_as_many_slots_as_cells_unless_no_routing_fills_them(
-    sizes, log_ranks, etp_size
+@POOLS
+@given(
+    sizes=sizes(),
+    num_ranks=st.integers(1, 8),
+    etp_size=st.integers(1, 2),
+    alignment=st.sampled_from([1, 16]),
+)
+def test_what_cannot_drop_has_room_for_every_routing(
+    capacity_pool, sizes, num_ranks, etp_size, alignment
 ):
     num_tokens, num_experts, top_k, factor = sizes
-    num_ranks = 2**log_ranks
-    of = {
-        pool: DispatchConfig(
-            num_experts=num_experts * num_ranks,
-            top_k=top_k,
-            capacity_factor=factor,
-            num_ranks=num_ranks,
-            etp_size=etp_size,
-            capacity_pool=pool,
-        ).sizes(num_tokens)
-        for pool in ("expert", "rank")
-    }
-    most = num_ranks * etp_size * num_tokens * min(top_k, num_experts)
-    assert of["rank"].num_rows == min(of["expert"].num_rows, most)
-    assert of["rank"].may_drop == (of["rank"].num_rows < most)
-    assert of["rank"].num_rows == num_ranks * etp_size * of["rank"].pool_slots
-    assert of["expert"].pool_slots * num_experts * num_ranks * etp_size == of["expert"].num_rows
+    config = DispatchConfig(
+        num_experts=num_experts * num_ranks,
+        top_k=top_k,
+        capacity_factor=factor,
+        num_ranks=num_ranks,
+        etp_size=etp_size,
+        alignment=alignment,
+        capacity_pool=capacity_pool,
+    )
+    rows, most = config.rows(num_tokens), config.most_rows(num_tokens)
+    assert most == num_ranks * etp_size * num_tokens * min(top_k, num_experts)
+    assert 1 <= rows <= most
+    assert 1 <= config.wire_slots(num_tokens) <= num_tokens
+    if not config.may_drop(num_tokens):
+        assert rows == most
+        assert config.wire_slots(num_tokens) == num_tokens
 
 
-def test_sizes_of_a_pass_that_fits_are_not_known_before():
-    config = DispatchConfig(num_experts=8, top_k=2, capacity_factor=FIT)
+@POOLS
+def test_sizes_of_a_pass_that_fits_are_not_known_before(capacity_pool):
+    config = DispatchConfig(
+        num_experts=8, top_k=2, capacity_factor=FIT, capacity_pool=capacity_pool
+    )
     assert config.fits and not DispatchConfig(**GOOD).fits
-    with pytest.raises(
-        ValueError, match=r"^capacity_factor must be a number for sizes .* got 'fit'"
-    ):
-        config.capacity(7)
-    with pytest.raises(ValueError, match=r"^num_tokens must be at least 1, got 0; pad"):
-        config.sizes_that_fit(0, 5)
+    for size in (config.capacity, config.rows):
+        with pytest.raises(
+            ValueError, match=r"^capacity_factor must be a number for sizes .* got 'fit'"
+        ):
+            size(7)
+    assert config.wire_slots(7) == 7
+    assert config.most_rows(7) == 14
+    assert not config.may_drop(7)

@@ -10,7 +10,6 @@ import torch
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.counters import Counters, Snapshot, mass_units, snapshot_of
 from padded_dispatch.routing.select import select
-from tests.support.pools import pools
 
 
 def test_counts_add_up():
@@ -18,9 +17,8 @@ def test_counts_add_up():
     asked_TE = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 0], [0, 0, 0]], dtype=torch.bool)
     probs_TE = torch.tensor([[0.5, 0.25, 9.0], [0.75, 9.0, 9.0], [1.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
     for capacity in (2, 1):
-        sizes = pools(3, capacity)
-        selection = select(asked_TE, probs_TE, sizes=sizes)
-        counters.observe(asked_TE, probs_TE, selection, sizes)
+        selection = select(asked_TE, probs_TE, capacity=capacity)
+        counters.observe(asked_TE, probs_TE, selection, True)
         counters.add_unplaced(torch.tensor([capacity, 0, 0], dtype=torch.int32))
     for received in ([0, 0], [0, 2], [0, 0]):
         counters.add_received(torch.tensor(received, dtype=torch.int32))
@@ -31,23 +29,43 @@ def test_counts_add_up():
     assert (counters.num_tokens.item(), counters.lost_tokens.item()) == (6, 1)
     assert (counters.num_positions.item(), counters.num_passes.item()) == (8, 2)
     assert (counters.num_slots.item(), counters.num_unplaced.item()) == (9, 3)
-    assert (counters.max_demand.item(), counters.idle_passes.item()) == (3, 2)
+    assert (counters.max_need.item(), counters.idle_passes.item()) == (3, 2)
     assert {tensor.dtype for tensor in counters.tensors()} == {torch.int64}
 
 
+def test_a_store_is_counted_where_its_rows_are_kept():
+    config = DispatchConfig(num_experts=6, top_k=2, num_ranks=3, capacity_pool="store")
+    counters = Counters(config, "cpu", rank=1)
+    asked_TE = torch.tensor([[1, 0, 0, 1, 0, 0], [1, 0, 0, 0, 1, 0], [0, 0, 0, 1, 1, 0]]).bool()
+    probs_TE = torch.where(asked_TE, 0.5, torch.nan)
+    selection = select(asked_TE, probs_TE, capacity=3)
+    counters.observe(asked_TE, probs_TE, selection, False)
+    for need in (20, 15):
+        kept_L, need = torch.tensor([4, 1], dtype=torch.int32), torch.tensor([need])
+        counters.add_received(torch.tensor([[4, 0], [2, 1]], dtype=torch.int32), kept_L, need)
+    assert counters.demand_E.tolist() == [2, 0, 0, 2, 2, 0]
+    assert counters.kept_E.tolist() == [0, 0, 8, 2, 0, 0]
+    assert counters.kept_L.tolist() == [8, 2]
+    assert (counters.asked_mass.item(), counters.dropped_mass.item()) == (6 * 2**31, 0)
+    assert (counters.num_tokens.item(), counters.lost_tokens.item()) == (3, 0)
+    assert (counters.num_positions.item(), counters.num_slots.item()) == (3, 0)
+    assert (counters.max_need.item(), counters.idle_passes.item()) == (20, 0)
+
+
 @pytest.mark.parametrize(
-    ("capacity_pool", "max_demand", "num_slots"), [("expert", 3, 6 * 5), ("rank", 4, 2 * 5)]
+    ("capacity_pool", "names"), [("store", {"idle", "kept_L", "max_need"}), ("expert", {"idle"})]
 )
-def test_demand_and_slots_are_of_pools(capacity_pool, max_demand, num_slots):
-    config = DispatchConfig(num_experts=6, top_k=2, num_ranks=2, capacity_pool=capacity_pool)
-    counters = Counters(config, "cpu")
-    asked_TE = torch.tensor(
-        [[1, 0, 0, 1, 0, 0], [1, 0, 0, 0, 1, 0], [0, 0, 0, 1, 1, 0], [1, 0, 0, 0, 0, 0]]
-    ).bool()
-    selection = select(asked_TE, asked_TE.float(), sizes=pools(6, 4))
-    counters.observe(asked_TE, asked_TE.float(), selection, config.sizes_that_fit(4, 5))
-    assert counters.max_demand.item() == max_demand
-    assert counters.num_slots.item() == num_slots
+def test_a_layout_counts_what_the_sources_do_not(capacity_pool, names):
+    config = DispatchConfig(num_experts=4, top_k=1, num_ranks=2, capacity_pool=capacity_pool)
+    counters = Counters(config, "cpu", rank=1)
+    of_receiver = counters.of_receiver()
+    assert of_receiver.keys() == names
+    for tensor in of_receiver.values():
+        tensor += 1
+    assert counters.idle_passes.item() == 1
+    of_store = capacity_pool == "store"
+    assert counters.kept_E.tolist() == [0, 0, of_store, of_store]
+    assert counters.max_need.item() == of_store
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -72,9 +90,10 @@ def snapshot() -> Snapshot:
     asked_TE[4, 3] = True
     probs_TE = torch.full((T, E), 0.5)
     for _ in range(2):
-        selection = select(asked_TE, probs_TE, sizes=pools(E, 3))
-        counters.observe(asked_TE, probs_TE, selection, pools(E, 3))
+        selection = select(asked_TE, probs_TE, capacity=3)
+        counters.observe(asked_TE, probs_TE, selection, True)
     counters.add_unplaced(torch.tensor([0, 7, 0, 0]))
+    counters.struck += torch.tensor([3], dtype=torch.int32).sum()
     totals_W = counters.totals.numpy()
     idle_passes_YR = np.array([[0, 2], [0, 0]])
     totals_YW = np.stack([totals_W, np.zeros_like(totals_W)])
@@ -92,6 +111,7 @@ def test_a_snapshot_has_the_counts_of_the_counters():
     assert (seen.num_tokens_Y[0], seen.lost_tokens_Y[0]) == (10, 2)  # token 3 keeps neither
     assert (seen.num_positions_Y[0], seen.num_passes_Y[0]) == (2 * T, 2)
     assert (seen.num_slots_Y[0], seen.num_unplaced_Y[0]) == (2 * E * 3, 7)
+    assert (seen.struck_Y[0], seen.max_need_Y[0]) == (3, 5)
 
 
 def test_rates_of_a_layer_and_of_one_that_never_ran():
@@ -107,9 +127,6 @@ def test_rates_of_a_layer_and_of_one_that_never_ran():
         assert values[0] == expected and math.isnan(values[1])
     # Through the capacity that follows from it, nothing is dropped.
     assert math.ceil(T * K / E * float(seen.needed_factor[0])) == 5
-    # A cell's balanced demand is T * K / E = 3 rows, a pool's as many times its cells.
-    of_pools = dataclasses.replace(seen, cells_per_pool=2)
-    assert of_pools.needed_factor[0] == pytest.approx(5 / 6)
 
 
 def test_figures_are_of_all_layers_and_of_each():
@@ -123,6 +140,7 @@ def test_figures_are_of_all_layers_and_of_each():
         "rank_overload": 1.8,
         "needed_factor": 5 * 4 / 12,
         "idle_passes": 2,
+        "struck": 3,
         "unplaced": 7,
     }
     layers = seen.figures_of_layers()
@@ -130,3 +148,13 @@ def test_figures_are_of_all_layers_and_of_each():
     assert layers["dropped"] == [0.3, 0.0]
     assert layers["idle_passes"] == [2, 0]
     assert layers.keys() - {"layer"} == seen.figures().keys()
+
+
+def test_figures_of_a_store():
+    """Its need is relative to all layers that share it; what became of tokens is not known."""
+    of_store = dataclasses.replace(snapshot(), share_rows_Y=np.array([4, 4]))
+    assert of_store.needed_factor.tolist() == [5 / 4, 0]
+    figures = of_store.figures()
+    assert figures["needed_factor"] == 5 / 4
+    known = snapshot().figures().keys() - {"dropped_mass", "lost_tokens", "fill"}
+    assert figures.keys() == known == of_store.figures_of_layers().keys() - {"layer"}

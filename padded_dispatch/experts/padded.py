@@ -1,4 +1,4 @@
-"""Padded cells for experts of others: each (expert, source) has C rows, of which the first are real.
+"""Padded cells for experts of others: C rows for each (expert, source), the first of them real.
 
     open -> cells [L * S * C, D] -> (experts) -> sum of each (source, slot) -> bring
 

@@ -13,12 +13,13 @@ size, G width of fc1's result, n rows of the pass. `..._N` has one element for e
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from padded_dispatch.exchange.collectives import CollectiveWire
 from padded_dispatch.experts import Call, Delayed, ExpertWeights
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.store import Room
@@ -138,15 +139,13 @@ def run(
         call: what the host decided for this pass.
     """
     num_experts = len(weights.fc1_LGD)
-    arrived = call.wire.open(tokens_TD, prob_TK)
-    assert arrived.values.own_TD is None, "on CPUs all tokens arrive in one tensor"
+    wire = cast(CollectiveWire, call.wire)  # Direct stores need a GPU.
+    arrived = wire.open(tokens_TD, prob_TK)
     values_SPD, prob_SPK = arrived.values.rows_SPD, arrived.prob_SPK
-    room, counters = call.rooms.take(arrived.count_SL), call.counters
-    counted: dict[str, Any] = {} if counters is None else counters.of_receiver()
+    room = call.rooms.take(arrived.count_SL)
+    counted = {} if call.counters is None else call.counters.of_receiver()
     offsets, level, before = store_offsets(arrived.count_SL, room, **counted)
     row_SPK = rows_of_choices(arrived.expert_SPK, arrived.place_SPK, offsets, level, num_experts)
-    if counters is not None:
-        counters.add_lost(prob_SPK.detach()[row_SPK == -2])
     _, choice_N = choices_of_rows(row_SPK)
     slot_N = choice_N // row_SPK.shape[2]
     prob_N = prob_SPK.flatten().index_select(0, choice_N)
@@ -155,7 +154,7 @@ def run(
     sum_SPD = add(out_ND, slot_N, *values_SPD.shape[:2])
     if room.top is not None:
         sum_SPD = _Release.apply(sum_SPD, room, offsets, before)
-    return call.wire.bring(sum_SPD, None).sum_TD
+    return wire.bring(sum_SPD).sum_TD
 
 
 def _experts(

@@ -16,7 +16,7 @@ ROWS_OF_TILE = 128
 TILES_OF_GROUP = 16
 
 # What `counters` counts, one number each, in the order in which they lie behind the numbers per
-# expert: see `ops.counters.Counters`. Listed here because kernels and ops share the order, and ops
+# expert: see `counters.Counters`. Listed here because the kernel shares the order, and `counters`
 # must not need Triton.
 SCALARS = (
     "asked_mass",
@@ -28,6 +28,7 @@ SCALARS = (
     "num_slots",
     "num_unplaced",
     "idle_passes",
+    "struck",
 )
 
 

@@ -25,27 +25,25 @@ _NUM_SLOTS = tl.constexpr(SCALARS.index("num_slots"))
 
 def count(
     totals: Tensor,
-    max_demand: Tensor,
+    max_need: Tensor | None,
     asked_TE: Tensor,
-    kept_TE: Tensor,
+    kept_TE: Tensor | None,
     probs_TE: Tensor,
     demand_E: Tensor,
-    experts_per_pool: int,
     num_slots: int,
 ) -> None:
-    """Add one pass to `totals` and `max_demand`, in place.
+    """Add one pass to `totals` and `max_need`, in place.
 
     Args:
         totals: int64, contiguous: demand [E], kept [E], then `SCALARS`.
-        max_demand: int64 scalar.
+        max_need: int64 scalar, raised to the largest demand of an expert; None is not counted.
         asked_TE: bool [T, E].
-        kept_TE: bool [T, E].
+        kept_TE: bool [T, E]; None if only the receivers know: nothing kept or lost is counted.
         probs_TE: floating point [T, E], finite where asked.
         demand_E: int32 [E], the column sums of `asked_TE`.
-        experts_per_pool: consecutive experts whose rows share a pool.
         num_slots: slots offered.
 
-    Example: E = 2, one expert per pool, 2 slots, `asked = [[1, 1], [1, 0]]`,
+    Example: E = 2, 2 slots, `asked = [[1, 1], [1, 0]]`,
     `kept = [[0, 1], [1, 0]]`, `probs = [[.25, .75], [.5, 0]]`, `demand = [2, 1]` add demand [2, 1]
     and kept [1, 1]; then asked mass 1.5 and dropped mass .25, both times 2**32; 2 tokens, none
     lost; 2 positions, 1 pass, 2 slots.
@@ -55,19 +53,16 @@ def count(
     block_t = max(1, _TILE // block_e)
     _count_kernel[(triton.cdiv(num_tokens, block_t),)](
         totals,
-        max_demand,
+        max_need,
         asked_TE.contiguous(),
-        kept_TE.contiguous(),
+        None if kept_TE is None else kept_TE.contiguous(),
         probs_TE.contiguous(),
         demand_E,
         num_tokens,
         num_slots,
         NUM_EXPERTS=num_experts,
-        EXPERTS_PER_POOL=experts_per_pool,
         BLOCK_T=block_t,
         BLOCK_E=block_e,
-        BLOCK_G=triton.next_power_of_2(num_experts // experts_per_pool),
-        BLOCK_X=triton.next_power_of_2(experts_per_pool),
         WIDE=tl.float64 if probs_TE.dtype == torch.float64 else tl.float32,
     )
 
@@ -75,7 +70,7 @@ def count(
 @triton.jit
 def _count_kernel(
     totals,
-    max_demand,
+    max_need,
     asked,
     kept,
     probs,
@@ -83,11 +78,8 @@ def _count_kernel(
     num_tokens,
     num_slots,
     NUM_EXPERTS: tl.constexpr,
-    EXPERTS_PER_POOL: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_X: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -95,28 +87,26 @@ def _count_kernel(
     inside = (t < num_tokens)[:, None] & (e < NUM_EXPERTS)[None, :]
     at = t[:, None] * NUM_EXPERTS + e[None, :]
     asks = tl.load(asked + at, mask=inside, other=0) != 0
-    keeps = tl.load(kept + at, mask=inside, other=0) != 0
     prob = tl.load(probs + at, mask=asks, other=0.0).to(WIDE)
     mass = _half_to_even(prob * 4294967296.0)
 
     scalars = totals + 2 * NUM_EXPERTS
-    kept_e = tl.sum(keeps.to(tl.int64), 0)
-    tl.atomic_add(totals + NUM_EXPERTS + e, kept_e, mask=(e < NUM_EXPERTS) & (kept_e > 0))
-    tl.atomic_add(scalars + _ASKED_MASS, tl.sum(mass))
-    tl.atomic_add(scalars + _DROPPED_MASS, tl.sum(tl.where(keeps, 0, mass)))
     asks_any = tl.max(asks.to(tl.int64), 1)
-    keeps_any = tl.max(keeps.to(tl.int64), 1)
+    tl.atomic_add(scalars + _ASKED_MASS, tl.sum(mass))
     tl.atomic_add(scalars + _NUM_TOKENS, tl.sum(asks_any))
-    tl.atomic_add(scalars + _LOST_TOKENS, tl.sum(asks_any * (1 - keeps_any)))
+    if kept is not None:
+        keeps = tl.load(kept + at, mask=inside, other=0) != 0
+        keeps_any = tl.max(keeps.to(tl.int64), 1)
+        kept_e = tl.sum(keeps.to(tl.int64), 0)
+        tl.atomic_add(totals + NUM_EXPERTS + e, kept_e, mask=(e < NUM_EXPERTS) & (kept_e > 0))
+        tl.atomic_add(scalars + _DROPPED_MASS, tl.sum(tl.where(keeps, 0, mass)))
+        tl.atomic_add(scalars + _LOST_TOKENS, tl.sum(asks_any * (1 - keeps_any)))
     if tl.program_id(0) == 0:
         demand_e = tl.load(demand + e, mask=e < NUM_EXPERTS, other=0).to(tl.int64)
         before_e = tl.load(totals + e, mask=e < NUM_EXPERTS, other=0)
         tl.store(totals + e, before_e + demand_e, mask=e < NUM_EXPERTS)
-        x = tl.arange(0, BLOCK_X)[None, :]
-        expert = tl.arange(0, BLOCK_G)[:, None] * EXPERTS_PER_POOL + x
-        in_pool = (x < EXPERTS_PER_POOL) & (expert < NUM_EXPERTS)
-        demand_g = tl.sum(tl.load(demand + expert, mask=in_pool, other=0).to(tl.int64), 1)
-        tl.store(max_demand, tl.maximum(tl.load(max_demand), tl.max(demand_g)))
+        if max_need is not None:
+            tl.store(max_need, tl.maximum(tl.load(max_need), tl.max(demand_e)))
         _add(scalars + _NUM_POSITIONS, num_tokens)
         _add(scalars + _NUM_PASSES, 1)
         _add(scalars + _NUM_SLOTS, num_slots)

@@ -16,7 +16,8 @@ from torch import Tensor
 from padded_dispatch.kernels import Segments
 from padded_dispatch.kernels.gemm import multiprocessors
 
-_PROGRAMS = 8  # On a multiprocessor, of four warps each.
+# Of four warps each, on a multiprocessor: more than it runs at a time, so that none is left alone.
+_PROGRAMS = 32
 
 
 def tile(width: int) -> tuple[int, int]:

@@ -1,14 +1,12 @@
-"""The plan in two launches: a slot for every kept row.
+"""The plan in two launches, and the probabilities of its choices in one, forward and backward.
 
-The first launch counts along each token's experts, which gives k. The second counts along each
-expert's tokens, which gives c, and writes both maps. Every element of both has one writer, so there
-are no atomics.
+Tokens are divided into at most `_MAX_BLOCKS` blocks, a program for each, which goes through its
+tokens in tiles of whole rows of the map. The first launch counts along each token's experts, which
+gives k; it writes the experts, and the rows of each expert in its block. The second adds up those
+of the blocks before it, and counts along each expert's tokens, which gives the places. Every
+element has one writer, so there are no atomics.
 
-If experts share a pool, a launch between the two counts the rows of each, because an expert's rows
-begin behind those of the experts before it.
-
-If this rank is the only source of its experts' rows, `packed_slots` turns slots into packed rows,
-so that no row is moved twice.
+Arguments, results and examples: see `padded_dispatch.routing.plan`.
 """
 
 import torch
@@ -16,180 +14,200 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024
+_TILE = 4096  # Elements of the map that a program holds at once.
+_MAX_BLOCKS = 128  # Blocks of tokens, whose counts one program adds up.
 
 
-def plan(
-    kept_TE: Tensor, top_k: int, num_pools: int, pool_slots: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the five tensors of a plan.
-
-    Arguments, results and example: see `padded_dispatch.routing.plan.plan_in_torch`.
-    """
-    num_tokens, num_experts = kept_TE.shape
-    num_shared = num_experts // num_pools
-    kept_TE = kept_TE.contiguous()
-    rank_TE = torch.empty_like(kept_TE, dtype=torch.int16)
-    slot_of_TK = kept_TE.new_empty(num_tokens, top_k, dtype=torch.int32)
-    expert_of_TK = torch.empty_like(slot_of_TK)
-    choice_of_slot_GP = kept_TE.new_empty(num_pools, pool_slots, dtype=torch.int32)
-    kept_E = kept_TE.new_empty(num_experts, dtype=torch.int32)
-    unplaced_E = torch.empty_like(kept_E)
-    rows_E = None
-    block = min(_BLOCK, triton.next_power_of_2(num_tokens))
-    blocks = triton.cdiv(num_tokens, block)
-    _rank_kernel[(num_tokens,)](
-        kept_TE,
-        rank_TE,
-        slot_of_TK,
-        expert_of_TK,
-        num_experts,
-        top_k,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_K=triton.next_power_of_2(top_k),
-        num_warps=1,
+def plan(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the tensors of a plan: `routing.plan.plan_in_torch` specifies them."""
+    num_tokens, num_experts = map_TE.shape
+    map_TE = map_TE.contiguous()
+    block_e = triton.next_power_of_2(num_experts)
+    block_t = max(1, min(triton.next_power_of_2(num_tokens), _TILE // block_e))
+    steps = triton.cdiv(num_tokens, block_t)
+    tokens_per_block = triton.cdiv(steps, min(steps, _MAX_BLOCKS)) * block_t
+    num_blocks = triton.cdiv(num_tokens, tokens_per_block)
+    expert_TK = map_TE.new_empty(num_tokens, top_k, dtype=torch.int32)
+    place_TK = torch.empty_like(expert_TK)
+    # Of each block: rows with a place, and rows without.
+    count_B2E = expert_TK.new_empty(num_blocks, 2, num_experts)
+    kept_E, unplaced_E = expert_TK.new_empty(2, num_experts).unbind()
+    sizes = num_tokens, num_experts, top_k, tokens_per_block
+    blocks = dict(BLOCK_T=block_t, BLOCK_E=block_e, num_warps=8)
+    block_k = triton.next_power_of_2(top_k)
+    _expert_kernel[(num_blocks,)](
+        map_TE, expert_TK, place_TK, count_B2E, *sizes, BLOCK_K=block_k, **blocks
     )
-    if num_shared > 1:
-        rows_E = torch.empty_like(kept_E)
-        _plan_count_kernel[(num_experts,)](
-            kept_TE,
-            rank_TE,
-            rows_E,
-            num_tokens,
-            num_experts,
-            top_k,
-            BLOCK=block,
-            BLOCKS_T=blocks,
-            num_warps=4,
-        )
-    _slot_kernel[(num_experts,)](
-        kept_TE,
-        rank_TE,
-        rows_E,
-        slot_of_TK,
-        expert_of_TK,
-        choice_of_slot_GP,
-        kept_E,
-        unplaced_E,
-        num_tokens,
-        num_experts,
-        top_k,
-        pool_slots,
-        num_shared,
-        BLOCK=block,
-        BLOCKS_T=blocks,
-        BLOCK_X=triton.next_power_of_2(num_shared),
-        num_warps=4,
-    )
-    return slot_of_TK, expert_of_TK, choice_of_slot_GP, kept_E, unplaced_E
+    _place_kernel[(num_blocks,)](map_TE, place_TK, count_B2E, kept_E, unplaced_E, *sizes, **blocks)
+    return expert_TK, place_TK, kept_E, unplaced_E
 
 
 @triton.jit
-def _rank_kernel(
-    kept, rank, slot_of, expert_of, num_experts, top_k, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """Write k of each of one token's experts, and -1 in the choices without an expert."""
-    t = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, BLOCK_E)
-    mine = tl.load(kept + t * num_experts + e, mask=e < num_experts, other=0).to(tl.int32)
-    before = tl.cumsum(mine, 0) - mine
-    tl.store(rank + t * num_experts + e, before.to(tl.int16), mask=e < num_experts)
-    k = tl.arange(0, BLOCK_K)
-    without = (k < top_k) & (k >= tl.sum(mine, 0))
-    tl.store(slot_of + t * top_k + k, -1, mask=without)
-    tl.store(expert_of + t * top_k + k, -1, mask=without)
-
-
-@triton.jit
-def _plan_count_kernel(
-    kept, rank, rows, num_tokens, num_experts, top_k, BLOCK: tl.constexpr, BLOCKS_T: tl.constexpr
-):
-    """Write the rows of one expert, without those beyond K of their token."""
-    e = tl.program_id(0).to(tl.int64)
-    num_rows = 0
-    for block in range(BLOCKS_T):
-        t = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-        mine = tl.load(kept + t * num_experts + e, mask=t < num_tokens, other=0).to(tl.int32)
-        k = tl.load(rank + t * num_experts + e, mask=t < num_tokens, other=0).to(tl.int32)
-        num_rows += tl.sum(tl.where(k < top_k, mine, 0), 0)
-    tl.store(rows + e, num_rows)
-
-
-@triton.jit
-def _slot_kernel(
-    kept,
-    rank,
-    rows,
-    slot_of,
+def _expert_kernel(
+    map_,
     expert_of,
-    choice_of_slot,
-    kept_E,
-    unplaced_E,
+    place_of,
+    counts,
     num_tokens,
     num_experts,
     top_k,
-    pool_slots,
-    num_shared,
-    BLOCK: tl.constexpr,
-    BLOCKS_T: tl.constexpr,
-    BLOCK_X: tl.constexpr,
+    tokens_per_block,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """Write both maps for one expert, whose tokens are counted to find c."""
-    e = tl.program_id(0).to(tl.int64)
-    place_in_pool = e % num_shared
-    first_slot = e // num_shared * pool_slots
-    start = 0  # Where the expert's rows begin in its pool.
-    if rows is not None:
-        x = tl.arange(0, BLOCK_X)
-        of_pool = tl.load(rows + e - place_in_pool + x, mask=x < num_shared, other=0)
-        start = tl.sum(tl.where(x < place_in_pool, of_pool, 0), 0)
-    num_asked = 0
-    num_rows = 0
-    for block in range(BLOCKS_T):
-        t = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-        mine = tl.load(kept + t * num_experts + e, mask=t < num_tokens, other=0).to(tl.int32)
-        k = tl.load(rank + t * num_experts + e, mask=t < num_tokens, other=0).to(tl.int32)
-        row = tl.where(k < top_k, mine, 0)
-        p = start + num_rows + tl.cumsum(row, 0) - row
-        fits = (row > 0) & (p < pool_slots)
-        slot = (first_slot + p).to(tl.int32)
-        tl.store(slot_of + t * top_k + k, tl.where(fits, slot, -1), mask=row > 0)
-        expert = tl.where(fits, e, -1).to(tl.int32)
-        tl.store(expert_of + t * top_k + k, expert, mask=row > 0)
-        choice = (t * top_k + k).to(tl.int32)
-        tl.store(choice_of_slot + first_slot + p, choice, mask=fits)
-        num_asked += tl.sum(mine, 0)
-        num_rows += tl.sum(row, 0)
-    num_kept = tl.minimum(num_rows, tl.maximum(pool_slots - start, 0))
-    tl.store(kept_E + e, num_kept)
-    tl.store(unplaced_E + e, num_asked - num_kept)
-    # The experts of a pool share the work of emptying the slots behind its last row.
-    filled = num_kept
-    if rows is not None:
-        filled = tl.sum(of_pool, 0)
-    p = filled + place_in_pool * BLOCK + tl.arange(0, BLOCK)
-    while tl.min(p, 0) < pool_slots:
-        tl.store(choice_of_slot + first_slot + p, -1, mask=p < pool_slots)
-        p += num_shared * BLOCK
-
-
-def packed_slots(slot_of_TK: Tensor, offsets_E: Tensor, capacity: int) -> Tensor:
-    """Return the packed row of every slot, int32 [T, K]; -1 where there is no slot.
-
-    Arguments and example: see `padded_dispatch.routing.plan.packed_slots`.
-    """
-    packed_TK = torch.empty_like(slot_of_TK)
-    num_choices = slot_of_TK.numel()
-    _packed_slot_kernel[(triton.cdiv(num_choices, _BLOCK),)](
-        slot_of_TK, offsets_E, packed_TK, num_choices, capacity, BLOCK=_BLOCK
-    )
-    return packed_TK
+    """Write the experts of a block's tokens, -1 behind the last, and count the rows of each."""
+    block = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E)
+    k_of_choice = tl.arange(0, BLOCK_K)[None, :]
+    placed = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    unplaced = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    start = block * tokens_per_block
+    for begin in range(start, tl.minimum(num_tokens, start + tokens_per_block), BLOCK_T):
+        t = begin + tl.arange(0, BLOCK_T)
+        row, k = _rows_of_tile(map_, t, e, num_tokens, num_experts)
+        at = t[:, None].to(tl.int64) * top_k
+        has_place = (row > 0) & (k < top_k)
+        tl.store(expert_of + at + k, e[None, :], mask=has_place)
+        without = (k_of_choice >= tl.sum(row, 1)[:, None]) & (k_of_choice < top_k)
+        without = without & (t < num_tokens)[:, None]
+        tl.store(expert_of + at + k_of_choice, -1, mask=without)
+        tl.store(place_of + at + k_of_choice, -1, mask=without)
+        placed += tl.sum(has_place.to(tl.int32), 0)
+        unplaced += tl.sum(row, 0) - tl.sum(has_place.to(tl.int32), 0)
+    at_count = counts + block * 2 * num_experts + e
+    tl.store(at_count, placed, mask=e < num_experts)
+    tl.store(at_count + num_experts, unplaced, mask=e < num_experts)
 
 
 @triton.jit
-def _packed_slot_kernel(slot_of, offsets, packed, num_choices, capacity, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slot_of + i, mask=i < num_choices, other=-1)
-    expert = tl.maximum(slot, 0) // capacity
-    start = tl.load(offsets + expert - 1, mask=(slot >= 0) & (expert > 0), other=0)
-    tl.store(packed + i, tl.where(slot >= 0, start + slot % capacity, -1), mask=i < num_choices)
+def _place_kernel(
+    map_,
+    place_of,
+    counts,
+    kept_of,
+    unplaced_of,
+    num_tokens,
+    num_experts,
+    top_k,
+    tokens_per_block,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Write the places of a block's tokens; the last block also writes the counts of all."""
+    block = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E)
+    placed = _sum_of_blocks(counts, block, num_experts, 2 * BLOCK_T, BLOCK_E)
+    start = block * tokens_per_block
+    for begin in range(start, tl.minimum(num_tokens, start + tokens_per_block), BLOCK_T):
+        t = begin + tl.arange(0, BLOCK_T)
+        row, k = _rows_of_tile(map_, t, e, num_tokens, num_experts)
+        has_place = (row > 0) & (k < top_k)
+        one = has_place.to(tl.int32)
+        place = placed[None, :] + tl.cumsum(one, 0) - one
+        tl.store(place_of + t[:, None].to(tl.int64) * top_k + k, place, mask=has_place)
+        placed += tl.sum(one, 0)
+    num_blocks = tl.num_programs(0)
+    if block == num_blocks - 1:
+        tl.store(kept_of + e, placed, mask=e < num_experts)
+        counts += num_experts
+        unplaced = _sum_of_blocks(counts, num_blocks, num_experts, 2 * BLOCK_T, BLOCK_E)
+        tl.store(unplaced_of + e, unplaced, mask=e < num_experts)
+
+
+@triton.jit
+def _rows_of_tile(map_, t, e, num_tokens, num_experts):
+    """Return 1 for each row of a tile of the map, and how many its token has before it."""
+    inside = (t < num_tokens)[:, None] & (e < num_experts)[None, :]
+    at = t[:, None].to(tl.int64) * num_experts + e[None, :]
+    row = (tl.load(map_ + at, mask=inside, other=0) != 0).to(tl.int32)
+    return row, tl.cumsum(row, 1) - row
+
+
+@triton.jit
+def _sum_of_blocks(counts, num_blocks, num_experts, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Add up the counts of the first `num_blocks` blocks."""
+    e = tl.arange(0, BLOCK_E)[None, :]
+    total = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    for begin in range(0, num_blocks, BLOCK_B):
+        b = begin + tl.arange(0, BLOCK_B)[:, None]
+        counted = (b < num_blocks) & (e < num_experts)
+        total += tl.sum(tl.load(counts + b * 2 * num_experts + e, mask=counted, other=0), 0)
+    return total
+
+
+def choice_probs(probs_TE: Tensor, expert_TK: Tensor) -> Tensor:
+    """Return the probability of every choice, at least fp32; 0 where there is none.
+
+    Example: `probs = [[.2, .7, .1]]` and `expert = [[0, 2, -1]]` give `[[.2, .1, 0]]`.
+    """
+    num_choices, top_k = expert_TK.numel(), expert_TK.shape[1]
+    probs_TE = probs_TE.contiguous()
+    wide = torch.promote_types(probs_TE.dtype, torch.float32)
+    prob_TK = torch.empty_like(expert_TK, dtype=wide)
+    block = 256
+    _choice_kernel[(triton.cdiv(num_choices, block),)](
+        probs_TE, expert_TK, prob_TK, num_choices, top_k, probs_TE.shape[1], BLOCK=block
+    )
+    return prob_TK
+
+
+@triton.jit
+def _choice_kernel(probs, expert_of, prob_of, num_choices, top_k, num_experts, BLOCK: tl.constexpr):
+    choice = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(expert_of + choice, mask=choice < num_choices, other=-1)
+    prob = tl.load(probs + choice // top_k * num_experts + expert, mask=expert >= 0, other=0.0)
+    tl.store(prob_of + choice, prob, mask=choice < num_choices)
+
+
+def spread_probs(
+    grad_TK: Tensor, expert_TK: Tensor, num_experts: int, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the gradient of the probabilities, [T, E]: the backward of `choice_probs`.
+
+    Args:
+        grad_TK: gradient of the choices' probabilities; not read where there is no expert.
+        expert_TK: as in the plan.
+        num_experts: E.
+        dtype: of the result; None is that of `grad_TK`.
+
+    Example: `grad = [[3, 4, 5]]`, `expert = [[0, 2, -1]]` and E = 4 give `[[3, 0, 4, 0]]`.
+    """
+    num_tokens, top_k = expert_TK.shape
+    grad_TE = grad_TK.new_empty(num_tokens, num_experts, dtype=dtype or grad_TK.dtype)
+    block_e = triton.next_power_of_2(num_experts)
+    block_t = max(1, min(triton.next_power_of_2(num_tokens), _TILE // block_e))
+    _spread_kernel[(triton.cdiv(num_tokens, block_t),)](
+        grad_TK.contiguous(),
+        expert_TK,
+        grad_TE,
+        num_tokens,
+        num_experts,
+        TOP_K=top_k,
+        BLOCK_T=block_t,
+        BLOCK_E=block_e,
+        num_warps=8,
+    )
+    return grad_TE
+
+
+@triton.jit
+def _spread_kernel(
+    grad_of,
+    expert_of,
+    grad,
+    num_tokens,
+    num_experts,
+    TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)[None, :]
+    spread = tl.zeros((BLOCK_T, BLOCK_E), dtype=grad_of.dtype.element_ty)
+    for k in tl.static_range(TOP_K):
+        expert = tl.load(expert_of + t * TOP_K + k, mask=t < num_tokens, other=-1)
+        value = tl.load(grad_of + t * TOP_K + k, mask=expert >= 0, other=0.0)
+        spread = tl.where(expert[:, None] == e, value[:, None], spread)
+    inside = (t < num_tokens)[:, None] & (e < num_experts)
+    tl.store(grad + t[:, None] * num_experts + e, spread, mask=inside)

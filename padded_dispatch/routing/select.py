@@ -32,7 +32,8 @@ class Selection:
     Attributes:
         kept_TE: bool, at most C rows in a column. What was asked for, itself, where C is at least
             T.
-        probs_TE: the router's dtype, exactly 0 where not kept; the only field with a gradient.
+        probs_TE: the router's dtype, exactly 0 where not kept; the router's own, itself, where
+            `kept_TE` is its own map. The only field with a gradient.
         demand_E: int32, rows asked for per expert, before dropping.
         capacity: slots of a cell (C).
     """
@@ -74,7 +75,8 @@ def select(
         kept_TE, demand_E = kernels.kept_map(asked_TE, probs_TE.detach(), capacity, policy)
     else:
         kept_TE, demand_E = kept_map_in_torch(asked_TE, probs_TE.detach(), capacity, policy)
-    probs_TE = torch.where(kept_TE, probs_TE, 0)
+    if kept_TE is not map_TE:
+        probs_TE = torch.where(kept_TE, probs_TE, 0)
     return Selection(kept_TE=kept_TE, probs_TE=probs_TE, demand_E=demand_E, capacity=capacity)
 
 

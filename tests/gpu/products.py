@@ -10,6 +10,7 @@ Shape suffixes: L experts of the rank, N their rows, I and O widths of a product
 """
 
 import argparse
+import dataclasses
 import functools
 import statistics
 import sys
@@ -21,12 +22,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.bench.cases import MODELS
-from padded_dispatch.experts.grouped import (
-    add_outer_by_expert,
-    grouped_linear,
-    outer_by_expert,
-    row_tiles,
-)
+from padded_dispatch.kernels import Segments, gemm
 from padded_dispatch.utils.results import about, append_run
 from padded_dispatch.utils.routings import routing_scores
 
@@ -57,20 +53,25 @@ def microseconds(run: Callable[[], object], repeats: int) -> list[float]:
     return samples
 
 
-def offsets(model: str, ep: int, num_tokens: int) -> Tensor:
-    """Return the end of each local expert's rows, int32 [L], of a random routing of all ranks."""
+def rows_of_experts(model: str, ep: int, num_tokens: int) -> Tensor:
+    """Return the rows of each local expert, int64 [L], of a random routing of all ranks."""
     shape = MODELS[model]
     scores_TE = routing_scores(num_tokens * ep, shape.num_experts, shape.top_k)
     chosen_TK = torch.from_numpy(scores_TE).topk(shape.top_k).indices
     rows_E = torch.bincount(chosen_TK.flatten(), minlength=shape.num_experts)
-    return rows_E[: shape.num_experts // ep].cumsum(0).to("cuda", torch.int32)
+    return rows_E[: shape.num_experts // ep]
 
 
 def products(
-    name: str, offsets_L: Tensor, width_in: int, width_out: int
+    name: str, count_L: Tensor, width_in: int, width_out: int
 ) -> dict[str, Callable[[], object]]:
     """Return calls of each product of a linear by name."""
-    num_local, num_rows = len(offsets_L), int(offsets_L[-1])
+    num_local, num_rows = len(count_L), int(count_L.sum())
+    ends_L = count_L.cumsum(0).to("cuda", torch.int32)
+    segments = Segments(
+        offsets=torch.cat([ends_L.new_zeros(1), ends_L]), num_experts=num_local, num_rows=num_rows
+    )
+    segments = dataclasses.replace(segments, tiles=gemm.row_tiles(segments))
     torch.manual_seed(0)
 
     def draw(*sizes: int) -> Tensor:
@@ -80,18 +81,18 @@ def products(
     weight_LOI = draw(num_local, width_out, width_in)
     weight_LIO = weight_LOI.transpose(1, 2)
     sums_LOI = torch.zeros_like(weight_LOI, dtype=torch.float32)
-    ours = functools.partial(
-        grouped_linear, offsets_L=offsets_L, tiles=row_tiles(offsets_L, num_rows)
-    )
-    torchs = functools.partial(_grouped_mm, offs=offsets_L)
+    ours = functools.partial(gemm.rows_times_weights, segments=segments, stored=False)
+    how: dict[str, Any] = {"grad_stored": False, "rows_stored": False}
+    operands = grad_NO, rows_NI, segments
+    torchs = functools.partial(_grouped_mm, offs=ends_L)
     return {
         name: lambda: ours(rows_NI, weight_LOI),
         f"{name}, torch": lambda: torchs(rows_NI, weight_LIO),
         f"{name} dgrad": lambda: ours(grad_NO, weight_LIO),
         f"{name} dgrad, torch": lambda: torchs(grad_NO, weight_LOI),
-        f"{name} wgrad": lambda: outer_by_expert(grad_NO, rows_NI, offsets_L),
+        f"{name} wgrad": lambda: gemm.weight_gradients(*operands, **how),
         f"{name} wgrad, torch": lambda: torchs(grad_NO.T, rows_NI),
-        f"{name} wgrad added": lambda: add_outer_by_expert(grad_NO, rows_NI, offsets_L, sums_LOI),
+        f"{name} wgrad added": lambda: gemm.add_weight_gradients(*operands, sums_LOI, **how),
         f"{name} wgrad added, torch": lambda: sums_LOI.add_(torchs(grad_NO.T, rows_NI)),
     }
 
@@ -109,14 +110,14 @@ def main() -> int:
     run = about(num_gpus=1, command=command, commit=given.commit)
     for ep in given.ep:
         for model in given.models:
-            shape, offsets_L = MODELS[model], offsets(model, ep, given.tokens)
+            shape, count_L = MODELS[model], rows_of_experts(model, ep, given.tokens)
             widths = {
                 "fc1": (shape.hidden_size, 2 * shape.ffn_size),
                 "fc2": (shape.ffn_size, shape.hidden_size),
             }
             for linear, (width_in, width_out) in widths.items():
-                flops = 2 * int(offsets_L[-1]) * width_in * width_out
-                for part, call in products(linear, offsets_L, width_in, width_out).items():
+                flops = 2 * int(count_L.sum()) * width_in * width_out
+                for part, call in products(linear, count_L, width_in, width_out).items():
                     samples = microseconds(call, repeats=9)
                     us = statistics.median(samples)
                     row = {"model": model, "ep": ep, "tokens": given.tokens, "part": part}

@@ -120,33 +120,12 @@ def test_replays_of_one_capture_equal_eager_bit_by_bit(kind, ours):
 
 
 @EACH
-def test_replays_of_batched_experts_equal_eager_bit_by_bit(kind):
-    """At this capacity, "auto" computes padded rows: see the test of what it decides."""
-    layer = Layer(PaddedOptions(), ours=DROPS, **KINDS[kind])
-    eager = [results(layer, tokens_of(seed)) for seed in range(3)]
-    layer.zero_grad(set_to_none=True)
-    torch.cuda.make_graphed_callables(layer, (tokens_of(0).requires_grad_(),))
-    for seed in range(3):
-        replayed = results(layer, tokens_of(seed))
-        for name, value in eager[seed].items():
-            assert torch.equal(replayed[name], value), (seed, name)
-
-
-@EACH
 def test_the_activation_computed_again_changes_no_bit(kind):
     kept, again = (Layer(ours=ours, **KINDS[kind]) for ours in ((), RECOMPUTE))
     again.load_state_dict(kept.state_dict())
     expected, found = results(kept, tokens_of(1)), results(again, tokens_of(1))
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
-
-
-@pytest.mark.parametrize(("ours", "experts"), [((), "packed"), (DROPS, "batched")])
-def test_auto_decides_by_capacity(ours, experts):
-    layer = Layer(PaddedOptions(), ours=ours)
-    assert type(layer.moe.experts) is StackedExperts
-    layer(tokens_of(0))
-    assert layer.moe.token_dispatcher.chosen == {"experts": experts, "exchange": "none"}
 
 
 @EACH

@@ -1,4 +1,4 @@
-"""Selection in CUDA graphs: replays equal eager runs bit by bit, over 100 routings.
+"""Selection and plan in CUDA graphs: replays equal eager runs bit by bit, over 100 routings.
 
 `tests.gpu.table` does the same with Megatron's layer, on one GPU and on several.
 """
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.config import POLICIES
-from padded_dispatch.routing.plan import make_plan
-from padded_dispatch.routing.select import kept_map, kept_map_in_torch, select
-from tests.support.pools import pools
+from padded_dispatch.kernels import plan as plan_kernels
+from padded_dispatch.kernels.select import kept_map
+from padded_dispatch.routing.plan import choice_probs, make_plan, plan_in_torch
+from padded_dispatch.routing.select import kept_map_in_torch, select
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 
 T, K, E, C = 1027, 3, 13, 200
-SIZES = pools(E, C)
 EVERY_POLICY = pytest.mark.parametrize("policy", POLICIES)
 
 
@@ -33,26 +33,25 @@ def routing(seed: int) -> list[Tensor]:
 def step(policy, inputs: list[Tensor]) -> dict[str, Tensor]:
     """Return selection, plan and gradients."""
     map_TE, probs_TE = inputs
-    probs_TE = torch.where(map_TE, probs_TE, 0).requires_grad_()
-    selection = select(map_TE, probs_TE, sizes=SIZES, policy=policy)
-    plan = make_plan(selection.kept_TE, top_k=K, sizes=SIZES)
-    weight_TE = torch.arange(1.0, 1 + T * E, device=map_TE.device).view(T, E)
-    (selection.probs_TE * weight_TE).sum().backward()
+    probs_TE = torch.where(map_TE, probs_TE, torch.nan).requires_grad_()
+    selection = select(map_TE, probs_TE, capacity=C, policy=policy)
+    plan = make_plan(selection.kept_TE, top_k=K)
+    prob_TK = choice_probs(selection.probs_TE, plan.expert_TK)
+    weight_TK = torch.arange(1.0, 1 + T * K, device=map_TE.device).view(T, K)
+    prob_TK.backward(weight_TK)
     assert probs_TE.grad is not None
     return {
         "kept_TE": selection.kept_TE,
         "demand_E": selection.demand_E,
-        "slot_of_TK": plan.slot_of_TK,
-        "choice_of_slot_GP": plan.choice_of_slot_GP,
-        "unplaced_E": plan.unplaced_E,
-        "probs_TE": selection.probs_TE.detach(),
+        **vars(plan),
+        "prob_TK": prob_TK.detach(),
         "grad of probs_TE": probs_TE.grad,
     }
 
 
 @EVERY_POLICY
 def test_one_capture_serves_every_routing(policy):
-    """Replay equals eager in every bit; kept rows and their slots are the same on a CPU."""
+    """Replay equals eager in every bit, and both a CPU."""
     static = [tensor.cuda() for tensor in routing(1)]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -71,8 +70,8 @@ def test_one_capture_serves_every_routing(policy):
         for name, value in eager.items():
             assert torch.equal(replayed[name], value), (seed, name)
         on_cpu = step(policy, inputs)
-        for name in ("kept_TE", "demand_E", "slot_of_TK"):
-            assert torch.equal(on_cpu[name], eager[name].cpu()), (seed, name)
+        for name, value in eager.items():
+            assert torch.equal(on_cpu[name], value.cpu()), (seed, name)
         assert not eager["unplaced_E"].any()
 
 
@@ -88,19 +87,44 @@ def test_eager_reads_nothing_back(policy):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@EVERY_POLICY
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize(("num_tokens", "num_experts"), [(4096, 128), (33000, 128), (131072, 512)])
-def test_selection_of_any_size_is_torchs(policy, dtype, num_tokens, num_experts):
-    """Pools of one expert, of a rank's and of half of them; a hot expert."""
+SIZES = pytest.mark.parametrize(
+    ("num_tokens", "num_experts"), [(4096, 128), (33000, 128), (131072, 512)]
+)
+
+
+def large(num_tokens: int, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return a map of eight experts for each token, one of which all tokens have, and scores."""
     generator = torch.Generator("cuda").manual_seed(0)
-    probs_TE = torch.rand(num_tokens, num_experts, device="cuda", generator=generator).to(dtype)
+    probs_TE = torch.rand(num_tokens, num_experts, device="cuda", generator=generator)
     probs_TE[:, 3] += 1
     map_TE = torch.zeros_like(probs_TE, dtype=torch.bool)
-    map_TE.scatter_(1, probs_TE.topk(8).indices, True)
-    for width in (1, num_experts // 8, num_experts // 2):
-        slots = num_tokens * 8 * width // num_experts
-        arguments = (map_TE, probs_TE, slots, policy, width)
-        found, expected = kept_map(*arguments), kept_map_in_torch(*arguments)
-        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
-        assert (found[0] != map_TE).any()
+    return map_TE.scatter_(1, probs_TE.topk(8).indices, True), probs_TE
+
+
+@SIZES
+@EVERY_POLICY
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_selection_of_any_size_is_torchs(policy, dtype, num_tokens, num_experts):
+    """With a hot expert."""
+    map_TE, probs_TE = large(num_tokens, num_experts)
+    arguments = map_TE, probs_TE.to(dtype), num_tokens * 8 // num_experts, policy
+    found, expected = kept_map(*arguments), kept_map_in_torch(*arguments)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    assert (found[0] != map_TE).any()
+
+
+@SIZES
+@pytest.mark.parametrize("top_k", [8, 5])
+def test_plan_of_any_size_is_torchs(num_tokens, num_experts, top_k):
+    map_TE, probs_TE = large(num_tokens, num_experts)
+    expected = plan_in_torch(map_TE.cpu(), top_k)
+    for found, of_cpu in zip(plan_kernels.plan(map_TE, top_k), expected, strict=True):
+        assert torch.equal(found.cpu(), of_cpu)
+    expert_TK = expected[0].cuda()
+    weight_TK = torch.rand(num_tokens, top_k, device="cuda")
+    grads = []
+    for device in ("cuda", "cpu"):
+        leaf_TE = probs_TE.detach().to(device).requires_grad_()
+        choice_probs(leaf_TE, expert_TK.to(device)).backward(weight_TK.to(device))
+        grads.append(leaf_TE.grad)
+    assert torch.equal(grads[0].cpu(), grads[1])

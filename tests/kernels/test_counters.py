@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from padded_dispatch.config import DispatchConfig
+from padded_dispatch.counters import Counters, count_in_torch
 from padded_dispatch.kernels import SCALARS
 from padded_dispatch.kernels.counters import count
-from padded_dispatch.counters import Counters, count_in_torch
 from padded_dispatch.routing.select import kept_map_in_torch
 from tests.support.device import DEVICE, here
 
@@ -19,36 +19,30 @@ def counters(num_experts: int) -> Counters:
     """Not at zero."""
     made = Counters(DispatchConfig(num_experts=num_experts, top_k=1), DEVICE)
     made.totals.copy_(torch.arange(len(made.totals)) * 1000)
-    made.max_demand.fill_(4)
+    made.max_need.fill_(4)
     return made
 
 
 @BOTH
 def test_example(run):
     made = counters(2)
-    made.totals.zero_(), made.max_demand.zero_()
+    made.totals.zero_(), made.max_need.zero_()
     asked_TE, kept_TE = here([[True, True], [True, False]]), here([[False, True], [True, False]])
     probs_TE = here([[0.25, 0.75], [0.5, 0.0]])
     demand_E = here([2, 1]).int()
-    run(made.totals, made.max_demand, asked_TE, kept_TE, probs_TE, demand_E, 1, 2)
+    run(made.totals, made.max_need, asked_TE, kept_TE, probs_TE, demand_E, 2)
     expected = [2, 1, 1, 1, 6 * 2**30, 2**30, 2, 0, 2, 1, 2, *NEVER_COUNTED]
     assert made.totals.tolist() == expected
-    assert made.max_demand.item() == 2
+    assert made.max_need.item() == 2
 
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "top_k", "capacity", "experts_per_pool"),
-    [
-        (1, 1, 1, 1, 1),
-        (37, 5, 2, 9, 5),
-        (130, 128, 8, 7, 16),
-        (257, 96, 6, 300, 12),
-        (70, 3, 3, 1, 1),
-    ],
+    ("num_tokens", "num_experts", "top_k", "capacity"),
+    [(1, 1, 1, 1), (37, 5, 2, 9), (130, 128, 8, 7), (257, 96, 6, 300), (70, 3, 3, 1)],
 )
-def test_counts_are_numpys(num_tokens, num_experts, top_k, capacity, experts_per_pool, dtype, run):
+def test_counts_are_numpys(num_tokens, num_experts, top_k, capacity, dtype, run):
     generator = torch.Generator().manual_seed(num_tokens)
     probs_TE = torch.rand(num_tokens, num_experts, generator=generator).to(dtype)
     asked_TE = torch.zeros(num_tokens, num_experts, dtype=torch.bool)
@@ -71,6 +65,17 @@ def test_counts_are_numpys(num_tokens, num_experts, top_k, capacity, experts_per
     made = counters(num_experts)
     expected = made.totals.cpu().numpy() + np.array(added)
     maps = map(here, (asked_TE, kept_TE, probs_TE, demand_E))
-    run(made.totals, made.max_demand, *maps, experts_per_pool, num_slots)
+    run(made.totals, made.max_need, *maps, num_slots)
     assert made.totals.tolist() == expected.tolist()
-    assert made.max_demand.item() == max(4, demand_E.view(-1, experts_per_pool).sum(1).max())
+    assert made.max_need.item() == max(4, demand_E.max())
+
+
+@BOTH
+def test_what_only_receivers_know_is_not_counted(run):
+    asked_TE, probs_TE = here([[True, True], [True, False]]), here([[0.25, 0.75], [0.5, 0.0]])
+    made = counters(2)
+    expected = made.totals.cpu() + torch.tensor(
+        [2, 1, 0, 0, 6 * 2**30, 0, 2, 0, 2, 1, 0, *NEVER_COUNTED]
+    )
+    run(made.totals, None, asked_TE, None, probs_TE, here([2, 1]).int(), 0)
+    assert made.totals.tolist() == expected.tolist()

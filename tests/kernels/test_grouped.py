@@ -1,4 +1,4 @@
-"""Kernels of a bias per expert against the plain torch that specifies them, bit by bit.
+"""Kernels of a bias per expert against plain torch, bit by bit.
 
 Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
 """
@@ -8,37 +8,61 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.kernels import grouped
-from padded_dispatch.routing import grouped as ops
 from tests.support.device import equal, here, here_if_tensor
+from tests.support.segments import in_store, operand, real, segments_of
+
+NAN = torch.nan
 
 
+def test_add_bias_example():
+    rows_NO, segments = here([[1.0], [2.0], [3.0]]), segments_of([1, 2], base=1)
+    grouped.add_bias(rows_NO, here([[10.0], [20.0]]), here([NAN, 1, 1, 0.5]), segments)
+    assert rows_NO.tolist() == [[11.0], [22.0], [13.0]]
+
+
+def test_sum_rows_example():
+    rows_NO, weights_M = here([[1.0], [2.0], [3.0]]), here([NAN, 1, 1, 0.5])
+    sums_LO = grouped.sum_rows(rows_NO, weights_M, segments_of([1, 0, 2], base=1), stored=False)
+    assert sums_LO.tolist() == [[1.0], [0.0], [3.5]]
+
+
+def test_dot_rows_example():
+    vectors_LO = here([[1.0, 0.0], [0.0, 2.0]])
+    dots_N = grouped.dot_rows(
+        here([[1.0, 2.0], [3.0, 4.0]]), vectors_LO, segments_of([1, 1], base=5)
+    )
+    assert dots_N[:2].tolist() == [1.0, 8.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("width", [5, 1030])
-@pytest.mark.parametrize("counts", [[0, 140, 0, 33, 1, 0], [3], [0, 0]], ids=str)
-def test_biases(counts, width):
+@pytest.mark.parametrize(
+    ("counts", "base", "num_sources"),
+    [([0, 140, 0, 33, 1, 0], 9, 2), ([3], 0, 1), ([0, 0], 4, 8)],
+    ids=["some", "one expert", "none"],
+)
+def test_biases(counts, base, num_sources, width, dtype):
     """Small multiples of a quarter, whose sums and products are exact in any order."""
     generator = torch.Generator().manual_seed(width)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randint(-8, 9, shape, generator=generator) / 4
+        return torch.randint(-8, 9, shape, generator=generator).to(dtype) / 4
 
+    segments = segments_of(counts, base=base, num_sources=num_sources)
     num_rows = sum(counts)
-    rows_NO, bias_LO, probs_N = (
-        draw(num_rows + 5, width),
-        draw(len(counts), width),
-        draw(num_rows + 5),
-    )
-    rows_NO[num_rows:] = probs_N[num_rows:] = torch.nan
-    offsets_L = torch.tensor(counts).cumsum(0).int()
-    bias_NO = bias_LO[ops.experts_of_rows(offsets_L)]
+    rows_nO, bias_LO, prob_n = draw(num_rows, width), draw(len(counts), width), draw(num_rows)
+    bias_nO = bias_LO.repeat_interleave(torch.tensor(counts), 0)
+    prob_M, loose_NO = here(in_store(prob_n, base)), operand(rows_nO, segments, stored=False)
 
-    biased_NO = here(rows_NO).clone()
-    grouped.add_bias(biased_NO, here(bias_LO), here(probs_N), here(offsets_L))
+    biased_NO = loose_NO.clone()
+    grouped.add_bias(biased_NO, here(bias_LO), prob_M, segments)
     assert biased_NO[num_rows:].isnan().all()
-    expected_NO = rows_NO[:num_rows] + probs_N[:num_rows, None] * bias_NO
-    equal((biased_NO[:num_rows], expected_NO))
-    for weights_N in (None, probs_N):
-        given = rows_NO, weights_N, offsets_L
-        equal((grouped.sum_rows(*map(here_if_tensor, given)), ops.sum_rows(*given)))
-    dots_N = grouped.dot_rows(*map(here, (rows_NO, bias_LO, offsets_L)))
-    expected_N = ops._dot_rows(rows_NO, bias_LO, probs_N, offsets_L)
-    equal((dots_N[:num_rows], expected_N[:num_rows]))
+    equal((real(biased_NO, segments, False), rows_nO + prob_n[:, None] * bias_nO))
+    for weights_M, weighted_nO in ((None, rows_nO), (prob_M, rows_nO * prob_n[:, None])):
+        expected_LO = torch.stack([rows.sum(0) for rows in weighted_nO.split(counts)])
+        for stored in (True, False):
+            given = operand(rows_nO, segments, stored), here_if_tensor(weights_M), segments
+            equal((grouped.sum_rows(*given, stored=stored), expected_LO))
+    dots_N = grouped.dot_rows(loose_NO, here(bias_LO), segments)
+    assert len(dots_N) == segments.num_rows
+    equal((real(dots_N, segments, False), (rows_nO * bias_nO).sum(1)))

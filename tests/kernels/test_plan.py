@@ -9,51 +9,80 @@ from hypothesis import given
 from torch import Tensor
 
 from padded_dispatch.kernels import plan
-from padded_dispatch.routing.plan import packed_slots, plan_in_torch
-from tests.support.device import equal, few, here
-from tests.support.routing_cases import RoutingCase, cases_with_pools
+from padded_dispatch.routing.plan import _ChoiceProbs, choice_probs, plan_in_torch
+from tests.support.device import DEVICE, equal, few, here
+from tests.support.routing_cases import RoutingCase, routing_cases
+from tests.support.routings import routing_map
 
-EXAMPLE_TE = torch.tensor([[True, False], [True, True], [False, True]])
+EXAMPLE_TE = torch.tensor([[True, False, True], [False, False, True], [False, False, False]])
 
 
 @pytest.mark.parametrize("run", [plan.plan, plan_in_torch])
-@pytest.mark.parametrize(
-    ("pools", "slots", "choices", "kept", "unplaced"),
-    [
-        ((2, 2), [[0, -1], [1, 2], [3, -1]], [[0, 2], [3, 4]], [2, 2], [0, 0]),
-        ((1, 3), [[0, -1], [1, 2], [-1, -1]], [[0, 2, 3]], [2, 1], [0, 1]),
-    ],
-)
-def test_plan_examples(pools, slots, choices, kept, unplaced, run):
-    slot_of_TK, expert_of_TK, choice_of_slot_GP, kept_E, unplaced_E = run(
-        here(EXAMPLE_TE), 2, *pools
-    )
-    assert slot_of_TK.tolist() == slots
-    assert expert_of_TK.tolist() == [[0, -1], [0, 1], [1 if pools[0] == 2 else -1, -1]]
-    assert choice_of_slot_GP.tolist() == choices
-    assert (kept_E.tolist(), unplaced_E.tolist()) == (kept, unplaced)
+def test_plan_example(run):
+    expert_TK, place_TK, kept_E, unplaced_E = run(here(EXAMPLE_TE), 2)
+    assert expert_TK.tolist() == [[0, 2], [2, -1], [-1, -1]]
+    assert place_TK.tolist() == [[0, 0], [1, -1], [-1, -1]]
+    assert (kept_E.tolist(), unplaced_E.tolist()) == ([1, 0, 2], [0, 0, 0])
 
 
-def assert_are_torchs(map_TE: Tensor, top_k: int, num_pools: int, slots: int) -> None:
-    """Compare the plan, and the packed rows of its slots where each expert has a pool."""
-    expected = plan_in_torch(map_TE, top_k, num_pools, slots)
-    equal(*zip(plan.plan(here(map_TE), top_k, num_pools, slots), expected, strict=True))
-    if num_pools == map_TE.shape[1]:
-        slot_of_TK, offsets_E = expected[0], expected[3].cumsum(0, dtype=torch.int32)
-        packed_TK = plan.packed_slots(here(slot_of_TK), here(offsets_E), slots)
-        equal((packed_TK, packed_slots(slot_of_TK, offsets_E, slots)))
+def assert_are_torchs(map_TE: Tensor, top_k: int) -> None:
+    equal(*zip(plan.plan(here(map_TE), top_k), plan_in_torch(map_TE, top_k), strict=True))
 
 
 @few
-@given(drawn=cases_with_pools())
-def test_plan(drawn: tuple[RoutingCase, int]):
-    case, shared = drawn
-    num_pools = case.map_TE.shape[1] // shared
-    assert_are_torchs(torch.from_numpy(case.map_TE), case.top_k, num_pools, case.capacity)
+@given(case=routing_cases())
+def test_plan(case: RoutingCase):
+    """Also for maps with more than K experts for a token."""
+    assert_are_torchs(torch.from_numpy(case.map_TE), case.top_k)
 
 
-@pytest.mark.parametrize("pools", [(4, 140), (2, 290), (1, 590), (1, 1)])
-def test_more_tokens_than_one_block(monkeypatch, pools):
-    monkeypatch.setattr(plan, "_BLOCK", 128)
-    map_TE = torch.rand(190, 4, generator=torch.Generator().manual_seed(0)) < 0.7
-    assert_are_torchs(map_TE, 2, *pools)
+@pytest.mark.parametrize("skew", ["uniform", "same", "none"])
+def test_blocks_of_several_tiles(monkeypatch, skew):
+    """Sizes off every power of two; all rows to the same experts, or none."""
+    monkeypatch.setattr(plan, "_TILE", 128)
+    monkeypatch.setattr(plan, "_MAX_BLOCKS", 7)
+    map_TE = torch.from_numpy(routing_map(131, 21, 3, skew=skew))
+    assert_are_torchs(map_TE, 3)
+    assert_are_torchs(map_TE, 2)
+    assert_are_torchs(map_TE.t(), 150)  # Not contiguous; K beyond E.
+
+
+@pytest.mark.parametrize("run", [plan.choice_probs, choice_probs])
+def test_choice_probs_example(run):
+    probs_TE, expert_TK = here(torch.tensor([[0.2, 0.7, 0.1]])), here([[0, 2, -1]]).int()
+    assert torch.equal(run(probs_TE, expert_TK), here(torch.tensor([[0.2, 0.1, 0.0]])))
+
+
+def test_spread_probs_example():
+    expert_TK = here([[0, 2, -1]]).int()
+    grad_TE = plan.spread_probs(here([[3.0, 4.0, torch.nan]]), expert_TK, 4)
+    assert grad_TE.tolist() == [[3, 0, 4, 0]]
+
+
+# The interpreter does not round to bf16 as a GPU does.
+NARROW = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, NARROW])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 1, 1), (131, 21, 3)])
+def test_probs_and_their_gradient(monkeypatch, num_tokens, num_experts, top_k, dtype):
+    """Bit by bit; what no choice has is NaN and never read."""
+    monkeypatch.setattr(plan, "_TILE", 128)
+    generator = torch.Generator().manual_seed(0)
+    map_TE = torch.from_numpy(routing_map(num_tokens, num_experts, top_k))
+    map_TE[1::3] = False
+    expert_TK = plan_in_torch(map_TE, top_k)[0]
+    probs_TE = torch.rand(num_tokens, num_experts, generator=generator, dtype=dtype)
+    probs_TE = probs_TE.masked_fill(~map_TE, torch.nan).requires_grad_()
+    expected_TK = choice_probs(probs_TE, expert_TK)
+    here_TE = here(probs_TE.detach()).requires_grad_()
+    prob_TK = _ChoiceProbs.apply(here_TE, here(expert_TK))
+    grad_TK = torch.randn(num_tokens, top_k, generator=generator, dtype=expected_TK.dtype)
+    grad_TK[expert_TK < 0] = torch.nan
+    expected_TK.backward(grad_TK)
+    assert probs_TE.grad is not None
+    prob_TK.backward(here(grad_TK))
+    equal((prob_TK.detach(), expected_TK.detach()), (here_TE.grad, probs_TE.grad))
+    wide_TE = plan.spread_probs(here(grad_TK), here(expert_TK), num_experts)
+    assert wide_TE.dtype == grad_TK.dtype
+    equal((wide_TE.to(dtype), probs_TE.grad))

@@ -11,7 +11,7 @@ from padded_dispatch.config import POLICIES
 from padded_dispatch.kernels import select
 from padded_dispatch.routing.select import kept_map_in_torch
 from tests.support.device import equal, here_if_tensor
-from tests.support.routing_cases import cases_with_pools
+from tests.support.routing_cases import RoutingCase, routing_cases
 from tests.support.routings import routing_map
 
 # Divides the smallest maps and lists among several programs, each of which takes steps.
@@ -36,15 +36,14 @@ def assert_is_torch(*arguments: object, **sizes: int) -> None:
     ],
 )
 @settings(max_examples=8)
-@given(given_case=cases_with_pools())
-def test_select(policy, dtype: torch.dtype, sizes: dict[str, int], given_case):
-    case, experts_per_pool = given_case
+@given(case=routing_cases())
+def test_select(policy, dtype: torch.dtype, sizes: dict[str, int], case: RoutingCase):
     # Zeros of either sign, and equal scores: quarters from -1/2 on.
     probs_TE = (torch.from_numpy(case.probs_TE) - 0.5).to(dtype)
     probs_TE = torch.where(probs_TE == 0, torch.copysign(probs_TE, torch.randn(())), probs_TE)
     asked_TE = torch.from_numpy(case.map_TE)
     probs_TE[~asked_TE] = torch.nan
-    assert_is_torch(asked_TE, probs_TE, case.capacity, policy, experts_per_pool, **sizes)
+    assert_is_torch(asked_TE, probs_TE, case.capacity, policy, **sizes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -60,33 +59,23 @@ def test_every_bit_of_a_score_counts(dtype):
 
 
 @pytest.mark.parametrize("short", [2**20, 250], ids=["one part", "several parts"])
-@pytest.mark.parametrize(
-    ("num_experts", "experts_per_pool", "skew", "policy"),
-    [
-        *((13, 1, skew, policy) for skew in ("uniform", "same") for policy in POLICIES),
-        *((24, 12, skew, "probs") for skew in ("uniform", "same", "none")),
-        (24, 12, "uniform", "position"),
-    ],
-)
-def test_select_of_many_tokens_in_odd_sizes(policy, skew, num_experts, experts_per_pool, short):
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("skew", ["uniform", "same", "none"])
+def test_select_of_many_tokens_in_odd_sizes(skew, policy, short):
     """Several tiles and steps of tokens, lists of several blocks; all to the same, or to none."""
-    map_TE = torch.from_numpy(routing_map(259, num_experts, 3, skew=skew))
+    map_TE = torch.from_numpy(routing_map(259, 37, 3, skew=skew))
     generator = torch.Generator().manual_seed(1)
-    probs_TE = torch.rand(259, num_experts, generator=generator).mul(8).round()
+    probs_TE = torch.rand(259, 37, generator=generator).mul(8).round()
     sizes = {"_TILE": 1024, "_BLOCK": 128, "_SHORT": short}
-    slots = 25 * experts_per_pool
-    assert_is_torch(map_TE, probs_TE, slots, policy, experts_per_pool, **sizes)
+    assert_is_torch(map_TE, probs_TE, 20, policy, **sizes)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4095, 4096, 131072])
-@pytest.mark.parametrize("num_pools", [1, 2, 8, 32, 500, 512])
-@pytest.mark.parametrize("experts_per_pool", [1, 3, 64, 512])
-def test_tiles_cover_the_map(num_tokens: int, num_pools: int, experts_per_pool: int):
-    tiles = select._tiles(num_tokens, num_pools, experts_per_pool)
-    (blocks, columns), tokens_per_block, tile = tiles
+@pytest.mark.parametrize("num_experts", [1, 2, 8, 33, 500, 512])
+def test_tiles_cover_the_map(num_tokens: int, num_experts: int):
+    (blocks, columns), tokens_per_block, tile = select._tiles(num_tokens, num_experts)
     assert blocks <= 256
     assert (blocks - 1) * tokens_per_block < num_tokens <= blocks * tokens_per_block
-    assert (columns - 1) * tile["BLOCK_G"] < num_pools <= columns * tile["BLOCK_G"]
+    assert (columns - 1) * tile["BLOCK_E"] < num_experts <= columns * tile["BLOCK_E"]
     assert tokens_per_block % tile["BLOCK_T"] == 0
-    assert tile["BLOCK_X"] >= experts_per_pool
-    assert tile["BLOCK_T"] * tile["BLOCK_G"] * tile["BLOCK_X"] <= 4096
+    assert tile["BLOCK_T"] * tile["BLOCK_E"] <= 4096

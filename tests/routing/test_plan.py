@@ -3,60 +3,48 @@
 import pytest
 import torch
 from hypothesis import given
-from torch.library import opcheck
 
-from padded_dispatch.routing.plan import make_plan, packed_slots, plan_in_torch
+from padded_dispatch.routing.plan import choice_probs, make_plan
 from tests.support import reference
-from tests.support.pools import pools
-from tests.support.routing_cases import RoutingCase, assert_same, cases_with_pools
+from tests.support.routing_cases import RoutingCase, assert_same, routing_cases
 from tests.support.routings import routing_map
 
-FIELDS = ("slot_of_TK", "expert_of_TK", "choice_of_slot_GP", "kept_E")
+FIELDS = ("expert_TK", "place_TK", "kept_E")
 
 
-@pytest.mark.parametrize(
-    ("slots", "offsets", "capacity", "packed"),
-    [
-        ([[0, 2], [3, -1]], [1, 3], 2, [[0, 1], [2, -1]]),  # The docstring's example.
-        ([[0, 1], [-1, -1]], [1, 2], 1, [[0, 1], [-1, -1]]),  # A first expert with one slot.
-    ],
-)
-def test_packed_slots(slots, offsets, capacity, packed):
-    slot_of_TK, offsets_E = (torch.tensor(one, dtype=torch.int32) for one in (slots, offsets))
-    assert packed_slots(slot_of_TK, offsets_E, capacity).tolist() == packed
-
-
-@given(drawn=cases_with_pools())
-def test_plan_is_the_reference(drawn: tuple[RoutingCase, int]):
-    """Also for maps that were not cut down: rows with more than K, pools with more than P."""
-    case, shared = drawn
-    map_TE = torch.from_numpy(case.map_TE)
-    sizes = pools(case.map_TE.shape[1], case.capacity, shared)
-    plan = make_plan(map_TE, top_k=case.top_k, sizes=sizes)
-    expected = reference.plan(case.map_TE, top_k=case.top_k, sizes=sizes)
+@given(case=routing_cases())
+def test_plan_is_the_reference(case: RoutingCase):
+    """Also for maps that were not cut down, whose rows may have more than K."""
+    plan = make_plan(torch.from_numpy(case.map_TE), top_k=case.top_k)
+    expected = reference.plan(case.map_TE, top_k=case.top_k)
     for name in FIELDS:
         assert_same(getattr(plan, name), getattr(expected, name))
     assert plan.unplaced_E.dtype == torch.int32
-    assert plan.unplaced_E.sum().item() == expected.num_unplaced
+    assert plan.unplaced_E.sum() == case.map_TE.sum() - plan.kept_E.sum()
 
 
-@pytest.mark.parametrize(("num_pools", "slots"), [(67, 301), (1, 5003)])
-def test_a_large_map_is_the_reference(num_pools: int, slots: int):
+@pytest.mark.parametrize("top_k", [6, 7])
+def test_a_large_map_is_the_reference(top_k: int):
     """Beyond what property tests reach: counts past one byte, sizes off every power of two."""
     map_TE = routing_map(1031, 67, 7, skew="hot", seed=5)
-    sizes = pools(67, slots, 67 // num_pools)
-    plan = make_plan(torch.from_numpy(map_TE), top_k=7, sizes=sizes)
-    expected = reference.plan(map_TE, top_k=7, sizes=sizes)
-    lost = 1031 - 301 if num_pools == 67 else 7 * 1031 - 5003
-    assert plan.unplaced_E.sum().item() == lost
+    plan = make_plan(torch.from_numpy(map_TE), top_k=top_k)
+    expected = reference.plan(map_TE, top_k=top_k)
     for name in FIELDS:
         assert_same(getattr(plan, name), getattr(expected, name))
+    assert plan.unplaced_E.sum() == (7 - top_k) * 1031
+    assert all(tensor.is_contiguous() for tensor in vars(plan).values())
 
 
-def test_both_are_sound_custom_ops():
-    map_TE = torch.ones(7, 6, dtype=torch.bool)
-    opcheck(torch.ops.padded_dispatch.plan, (map_TE, 3, 6, 2))
-    opcheck(torch.ops.padded_dispatch.plan, (map_TE, 3, 2, 4))
-    slot_of_TK, _, _, kept_E, _ = plan_in_torch(map_TE, 3, 6, 2)
-    offsets_E = kept_E.cumsum(0, dtype=torch.int32)
-    opcheck(torch.ops.padded_dispatch.packed_slots, (slot_of_TK, offsets_E, 2))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_probs_of_choices_and_their_gradient(dtype):
+    """By hand; the probability of what is no choice is NaN, and reaches nothing."""
+    nan = torch.nan
+    expert_TK = torch.tensor([[0, 2], [1, -1], [-1, -1]], dtype=torch.int32)
+    probs_TE = torch.tensor([[0.25, nan, 0.5], [nan, 0.75, nan], [nan] * 3], dtype=dtype)
+    prob_TK = choice_probs(probs_TE.requires_grad_(), expert_TK)
+    assert prob_TK.dtype == (dtype if dtype == torch.float64 else torch.float32)
+    assert prob_TK.tolist() == [[0.25, 0.5], [0.75, 0.0], [0.0, 0.0]]
+    prob_TK.backward(torch.tensor([[1.0, 2.0], [3.0, nan], [nan, nan]], dtype=prob_TK.dtype))
+    assert probs_TE.grad is not None
+    assert probs_TE.grad.dtype == dtype
+    assert probs_TE.grad.tolist() == [[1, 0, 2], [0, 3, 0], [0, 0, 0]]

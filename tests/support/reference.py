@@ -7,8 +7,8 @@ The rules. A row is a pair (token, expert) of a source; place p means that it is
 source for that expert, by token. Which rows count:
 
 - cells: each (source, expert) keeps its first C rows in the policy's order;
-- the wire: if more than P tokens of a source ask for a rank, the first P in the policy's order stay,
-  a token being as probable as its most probable row there;
+- the wire: if more than P tokens of a source ask for a rank, the first P in the policy's order
+  stay; a token is as probable as its most probable row there;
 - the store: a rank's layers take rows one after the other. The store has the sum of the layers'
   rows; a layer must leave each later one the smaller of its share and its rows, and has at most
   `most`. If its rows do not fit, each (expert, source) keeps those with places below w, the largest

@@ -8,9 +8,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from padded_dispatch.config import PoolSizes
-from tests.support.pools import pools
-
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingCase:
@@ -26,10 +23,6 @@ class RoutingCase:
         """Return map, probabilities and mask for the code under test."""
         mask_T = None if self.mask_T is None else torch.from_numpy(self.mask_T)
         return torch.from_numpy(self.map_TE), torch.from_numpy(self.probs_TE), mask_T
-
-    def sizes(self, capacity: int | None = None, experts_per_pool: int = 1) -> PoolSizes:
-        """Return sizes with C slots for each pool; `capacity` instead of the case's own."""
-        return pools(self.map_TE.shape[1], capacity or self.capacity, experts_per_pool)
 
 
 @st.composite
@@ -47,15 +40,6 @@ def routing_cases(draw: st.DrawFn) -> RoutingCase:
         top_k=draw(st.integers(1, num_experts)),
         capacity=draw(st.integers(1, num_tokens + 2)),
     )
-
-
-@st.composite
-def cases_with_pools(draw: st.DrawFn) -> tuple[RoutingCase, int]:
-    """Draw a case, and how many of its experts share a pool."""
-    case = draw(routing_cases())
-    num_experts = case.map_TE.shape[1]
-    widths = [width for width in range(1, num_experts + 1) if num_experts % width == 0]
-    return case, draw(st.sampled_from(widths))
 
 
 def addresses(*shape: int, offset: int = 0) -> np.ndarray:

@@ -1,0 +1,314 @@
+"""Layers of packed experts on every rank, and what the oracle finds for them.
+
+A case is a pass through layers, one after the other: each adds its result to the tokens that it
+was given. So an error of any layer reaches all gradients of those before.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from padded_dispatch import Activation, DispatchConfig, ExpertWeights
+from padded_dispatch.experts.store import Store
+from tests.support import reference
+from tests.support.grids import poisoned_memory
+from tests.support.reference import Arrays
+from tests.support.routings import routing_map, thin_out
+from tests.support.threads import run_on_threads
+
+ROUTINGS = "thin", "full", "hot", "one rank", "idle rank", "idle source", "masked", "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The routing and weights of one layer; weights are of all shards and experts."""
+
+    map_STE: NDArray
+    probs_STE: NDArray
+    mask_ST: NDArray
+    weights: Arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Layers with one config, tokens of all sources, and the gradient of what comes out."""
+
+    config: DispatchConfig
+    activation: Activation
+    layers: Sequence[Layer]
+    tokens_STD: NDArray
+    grad_STD: NDArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What one source finds: its output and gradients, those of weights as its experts' shard.
+
+    `kept_Y`: rows that its experts kept in each layer; `need`: those that would have held all.
+    """
+
+    out_TD: Any
+    grad_tokens_TD: Any
+    grad_probs_YTE: list[Any]
+    grad_weights_Y: list[dict[str, Any]]
+    kept_Y: list[int]
+    need: int
+
+
+def make_case(
+    config: DispatchConfig,
+    routings: Sequence[str],
+    *,
+    num_tokens: int = 7,
+    hidden: int = 6,
+    ffn: int = 5,
+    activation: Activation | None = None,
+    biased: bool = True,
+    seed: int = 0,
+) -> Case:
+    """Draw a case with a layer for each routing.
+
+    thin: 0 to K experts per token. hot: one expert is asked for by all. one rank: all rows go to
+    rank 0. idle rank: no row goes to the last. idle source: the last source has none. masked: some
+    tokens, and all of source 0, are padding. none: no row at all.
+    """
+    generator = np.random.default_rng(seed)
+    activation = activation or Activation()
+    sources, shards = config.num_sources, config.etp_size
+    width = 2 * ffn if activation.gated else ffn
+    shapes = {"fc1_LGD": (width, hidden), "fc2_LDF": (hidden, ffn)}
+    if biased:
+        shapes |= {"fc1_bias_LG": (width,), "fc2_bias_LD": (hidden,)}
+
+    def layer(routing: str) -> Layer:
+        maps = [_map(config, routing, s, num_tokens, seed + s) for s in range(sources)]
+        mask_ST = np.zeros((sources, num_tokens), bool)
+        if routing == "masked":
+            mask_ST = generator.random(mask_ST.shape) < 0.3
+            mask_ST[0] = True
+        # Eighths have many ties.
+        probs = generator.integers(0, 9, (sources, num_tokens, config.num_experts)) / 8
+        return Layer(
+            map_STE=np.stack(maps),
+            probs_STE=probs,
+            mask_ST=mask_ST,
+            weights={
+                name: generator.normal(size=(shards, config.num_experts, *shape))
+                for name, shape in shapes.items()
+            },
+        )
+
+    tokens = sources, num_tokens, hidden
+    return Case(
+        config=config,
+        activation=activation,
+        layers=[layer(routing) for routing in routings],
+        tokens_STD=generator.normal(size=tokens),
+        grad_STD=generator.normal(size=tokens),
+    )
+
+
+def _map(config: DispatchConfig, routing: str, source: int, num_tokens: int, seed: int) -> NDArray:
+    experts, local = config.num_experts, config.num_local_experts
+    skew = "hot" if routing == "hot" else "uniform"
+    if routing == "none" or (routing == "idle source" and source == config.num_sources - 1):
+        skew = "none"
+    map_TE = routing_map(num_tokens, experts, config.top_k, skew=skew, seed=seed)
+    if routing == "one rank":
+        map_TE[:, local:] = False
+        map_TE[:, 0] = True
+    if routing == "idle rank":
+        map_TE[:, -local:] = False
+    return thin_out(map_TE, share=0.3, seed=seed) if routing == "thin" else map_TE
+
+
+class Sizes:
+    """Sizes of a pass, from the rules' words."""
+
+    def __init__(self, config: DispatchConfig, num_tokens: int) -> None:
+        top_k, local, sources = config.top_k, config.num_local_experts, config.num_sources
+        factor = config.capacity_factor
+        self.drops = factor not in ("fit", math.inf)
+        capacity = num_tokens
+        self.share = config.etp_size * num_tokens * top_k
+        self.most = self.rows = sources * num_tokens * min(top_k, local)
+        if self.drops:
+            capacity = math.ceil((num_tokens * top_k / config.num_experts) * factor)
+            self.rows = min(self.most, math.ceil(self.share * factor))
+        self.capacity = max(1, min(num_tokens, capacity))
+        while self.capacity * sources % config.alignment:
+            self.capacity += 1
+        self.slots = min(num_tokens, local * self.capacity)
+
+
+def rows_on_the_wire(case: Case, layer: Layer) -> NDArray:
+    """Return the rows of every source that reach the ranks of their experts."""
+    config, sizes = case.config, Sizes(case.config, case.tokens_STD.shape[1])
+    cells = config.capacity_pool == "expert" and sizes.drops
+    rows = []
+    for map_TE, probs_TE, mask_T in zip(
+        layer.map_STE, layer.probs_STE, layer.mask_ST, strict=True
+    ):
+        capacity = sizes.capacity if cells else len(map_TE)
+        given = dict(capacity=capacity, policy=config.policy, mask_T=mask_T)
+        kept_TE = reference.select(map_TE, probs_TE, **given).kept_TE
+        wire = dict(num_slots=sizes.slots, num_ranks=config.num_ranks, policy=config.policy)
+        rows.append(reference.strike(kept_TE, probs_TE, **wire))
+    return np.stack(rows)
+
+
+def expected(case: Case, *, keeps: bool = True) -> list[Found]:
+    """Return what each source must find; `keeps`: in one store of all layers, else in scratch."""
+    config, (_, num_tokens, _) = case.config, case.tokens_STD.shape
+    ranks, sizes = config.num_ranks, Sizes(config, num_tokens)
+    most = min(sizes.most, max(len(case.layers) * sizes.rows, 5 * sizes.share))
+    if not sizes.drops:
+        most = sizes.most
+
+    def store(num_layers: int) -> reference.Store:
+        rows = sizes.rows if keeps else most
+        of_layers = [[one] * num_layers for one in (rows, sizes.share, most)]
+        return reference.Store(*of_layers)
+
+    if config.capacity_pool == "expert":
+        sizes.rows = sizes.most  # Their rows are chosen; the store's share of them never overflows.
+    num_layers = len(case.layers)
+    stores = [store(num_layers) for _ in range(ranks)]
+    given, rows_Y, kept_YR = [case.tokens_STD], [], []
+    for layer in case.layers:
+        if not keeps:
+            stores = [store(1) for _ in range(ranks)]
+        map_STE = rows_on_the_wire(case, layer)
+        levels = [
+            stores[r].keep(reference.counts(map_STE, r, ranks)) for r in range(ranks)
+        ]
+        rows_Y.append(reference.found_room(map_STE, levels))
+        kept_YR.append([one.kept_Y[-1] for one in stores])
+        of_layer = layer.probs_STE, rows_Y[-1], layer.weights, case.activation
+        given.append(given[-1] + reference.layer(given[-1], *of_layer))
+    grad_STD, backward = case.grad_STD, []
+    for layer, rows_STE, tokens_STD in reversed(
+        list(zip(case.layers, rows_Y, given[:-1], strict=True))
+    ):
+        of_layer = layer.probs_STE, rows_STE, layer.weights, case.activation
+        grad, *grads = reference.layer_backward(tokens_STD, *of_layer, grad_STD)
+        grad_STD = grad_STD + grad
+        backward.insert(0, grads)
+    return [
+        Found(
+            out_TD=given[-1][s],
+            grad_tokens_TD=grad_STD[s],
+            grad_probs_YTE=[probs[s] for probs, _ in backward],
+            grad_weights_Y=[_shard(config, grads, s) for _, grads in backward],
+            kept_Y=[of_ranks[s % ranks] for of_ranks in kept_YR],
+            need=stores[s % ranks].need,
+        )
+        for s in range(config.num_sources)
+    ]
+
+
+def _shard(config: DispatchConfig, weights: Arrays, source: int) -> Arrays:
+    """Return the weights of the experts of one rank."""
+    i, r = divmod(source, config.num_ranks)
+    local = config.num_local_experts
+    return {name: value[i, r * local : (r + 1) * local] for name, value in weights.items()}
+
+
+def groups_of(config: DispatchConfig) -> tuple[Any, Any]:
+    """Return this rank's two groups: rank r of the i-th expert-parallel group is i * R + r."""
+    ranks, shards = config.num_ranks, config.etp_size
+    if ranks * shards == 1:
+        return None, None
+    i, r = divmod(dist.get_rank(), ranks)
+    rows = [[j * ranks + q for q in range(ranks)] for j in range(shards)]
+    groups = [dist.new_group(row) for row in rows]
+    etp_groups = [dist.new_group(list(column)) for column in zip(*rows, strict=True)]
+    return groups[i] if ranks > 1 else None, etp_groups[r] if shards > 1 else None
+
+
+def own_source() -> int:
+    """Return the number of this rank as a source."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class OneRank:
+    """The leaves of a case on this rank, on the CPU in fp64."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.source = case, own_source()
+
+        def leaf(value: NDArray) -> Tensor:
+            return torch.from_numpy(value.copy()).requires_grad_()
+
+        self.tokens_TD = leaf(case.tokens_STD[self.source])
+        self.probs_YTE = [leaf(layer.probs_STE[self.source]) for layer in case.layers]
+        self.maps_YTE = [torch.from_numpy(layer.map_STE[self.source]) for layer in case.layers]
+        self.masks_YT = [torch.from_numpy(layer.mask_ST[self.source]) for layer in case.layers]
+        self.weights_Y = [
+            ExpertWeights(
+                **{
+                    name: leaf(value)
+                    for name, value in _shard(case.config, layer.weights, self.source).items()
+                }
+            )
+            for layer in case.layers
+        ]
+
+    def found(self, out_TD: Tensor, kept_Y: list[int], need: int) -> Found:
+        """Run backward and return what was found."""
+        out_TD.backward(torch.from_numpy(self.case.grad_STD[self.source]))
+        names = self.case.layers[0].weights
+        return Found(
+            out_TD=out_TD.detach(),
+            grad_tokens_TD=self.tokens_TD.grad,
+            grad_probs_YTE=[probs_TE.grad for probs_TE in self.probs_YTE],
+            grad_weights_Y=[
+                {name: getattr(weights, name).grad for name in names} for weights in self.weights_Y
+            ],
+            kept_Y=kept_Y,
+            need=need,
+        )
+
+
+def on_all_ranks(config: DispatchConfig, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call `fn(*args)` on every rank, with NaN in fresh memory."""
+    with poisoned_memory():
+        if config.num_sources == 1:
+            return [fn(*args)]
+        return run_on_threads(config.num_sources, fn, *args)
+
+
+def assert_found(results: Sequence[Found], wanted: Sequence[Found]) -> None:
+    """Compare all that all ranks found; NaN equals nothing."""
+    for source, (result, want) in enumerate(zip(results, wanted, strict=True)):
+        assert (result.kept_Y, result.need) == (want.kept_Y, want.need), source
+        _same(result.out_TD, want.out_TD, f"source {source}: output")
+        _same(result.grad_tokens_TD, want.grad_tokens_TD, f"source {source}: tokens")
+        for y, grad in enumerate(want.grad_probs_YTE):
+            _same(result.grad_probs_YTE[y], grad, f"source {source}: probabilities {y}")
+        for y, grads in enumerate(want.grad_weights_Y):
+            for name, grad in grads.items():
+                _same(result.grad_weights_Y[y][name], grad, f"source {source}: {name} {y}")
+
+
+def _same(found: Tensor | None, wanted: NDArray, what: str) -> None:
+    assert found is not None, what
+    torch.testing.assert_close(
+        found,
+        torch.from_numpy(np.asarray(wanted)),
+        rtol=1e-10,
+        atol=1e-10,
+        msg=lambda text: f"{what}: {text}",
+    )
+
+
+def stacks_are_empty(store: Store) -> bool:
+    """Return whether all rows of a store were given back."""
+    return all(stack.last == -1 and stack.top[0] == 0 for stack in store._stacks)
