@@ -1,7 +1,7 @@
 """The layout: imports point down only, and every test file has the name of its source file.
 
-The core never imports Megatron or Transformer Engine. `pytest tests/ops/test_rows*.py` runs all
-tests of padded_dispatch/ops/rows.py.
+The core never imports Megatron or Transformer Engine. `pytest tests/kernels/test_rows*.py` runs all
+tests of padded_dispatch/kernels/rows.py.
 """
 
 import ast
@@ -13,9 +13,10 @@ LAYERS = (  # Low to high; modules on one line do not import each other.
     "config",
     "utils",
     "kernels",
-    "ops",
-    "exchange experts telemetry trace",
-    "dispatcher recorder",
+    "routing",
+    "exchange counters trace",
+    "experts recorder",
+    "dispatcher",
     "tune",
     "megatron",
     "bench train",
@@ -80,7 +81,7 @@ def test_imports_point_down():
 def test_an_import_that_points_up_is_found(tmp_path):
     (tmp_path / "utils.py").write_text("from padded_dispatch.routing import kept_map")
     (tmp_path / "kernels.py").write_text(
-        "import megatron.core\nfrom padded_dispatch import ops\nfrom . import config\n"
+        "import megatron.core\nfrom padded_dispatch import routing\nfrom . import config\n"
         "def late():\n    import transformer_engine\n"
         "from padded_dispatch.config import Policy\nimport torch\n"
     )

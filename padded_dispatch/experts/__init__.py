@@ -13,17 +13,14 @@ of fc1's result: 2F (gate before up) if the activation is gated, else F.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from padded_dispatch.counters import Counters
 from padded_dispatch.exchange import Wire
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.store import Rooms
 from padded_dispatch.routing.plan import Plan
-
-if TYPE_CHECKING:
-    from padded_dispatch.counters import Counters
 
 # Gradients of a weight [L, O, I] that wait, oldest first. Each call computes one, or adds it to the
 # sums and returns unspecified memory.
@@ -75,7 +72,7 @@ class Call:
     plan: Plan
     wire: Wire
     rooms: Rooms
-    counters: "Counters | None" = None
+    counters: Counters | None = None
 
 
 def run(

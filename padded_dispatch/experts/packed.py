@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 from padded_dispatch.exchange import Homeward, Layout, Values
 from padded_dispatch.experts import Call, ExpertWeights
 from padded_dispatch.experts.activation import Activation
-from padded_dispatch.kernels import Segments, activation as curves, gemm, grouped, layout, rows
+from padded_dispatch.kernels import Segments, gemm, grouped, layout, rows
+from padded_dispatch.kernels import activation as curves
 from padded_dispatch.utils.nvtx import nvtx_range
 
 
@@ -196,10 +197,13 @@ def _weight_gradient(
     spare_LOI: Tensor | None,
 ) -> Tensor:
     """Return a weight's gradient, or add it to the sums and return memory that nobody reads."""
-    where = dict(grad_stored=stored, rows_stored=stored)
     if sums_LOI is None:
-        return gemm.weight_gradients(grad, rows_NI, segments, **where)
-    gemm.add_weight_gradients(grad, rows_NI, segments, sums_LOI, **where)
+        return gemm.weight_gradients(
+            grad, rows_NI, segments, grad_stored=stored, rows_stored=stored
+        )
+    gemm.add_weight_gradients(
+        grad, rows_NI, segments, sums_LOI, grad_stored=stored, rows_stored=stored
+    )
     # Autograd takes a gradient as it is only if nothing else refers to its tensor, else a copy.
     return (
         torch.empty_like(sums_LOI, dtype=rows_NI.dtype) if spare_LOI is None else spare_LOI.detach()

@@ -13,7 +13,7 @@ size, G width of fc1's result, n rows of the pass. `..._N` has one element for e
 """
 
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor

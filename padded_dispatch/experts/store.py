@@ -82,13 +82,12 @@ class Entry:
 class _Stack:
     """Rows of one micro-batch.
 
-    `captured`: whether a CUDA graph uses it.
+    `captured`: whether a CUDA graph uses it. `top`: zeros, see `Room.top`.
     """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.num_rows = num_rows
+    def __init__(self, num_rows: int, top: Tensor) -> None:
+        self.num_rows, self.top = num_rows, top
         self.captured = False
-        self.top = torch.zeros(2, dtype=torch.int32, device=device)
         self._entries: list[tuple[int, weakref.ref[Entry]]] = []
         self._buffers: dict[tuple[int, int, torch.dtype], Buffers] = {}
 
@@ -174,6 +173,7 @@ class Store:
     def __init__(self) -> None:
         self._configs: list[Callable[[], DispatchConfig]] = []
         self._stacks: list[_Stack] = []  # That used last comes last.
+        self._tops: list[Tensor] = []
 
     def add(self, config: Callable[[], DispatchConfig]) -> int:
         """Add a call that keeps rows, and return its number.
@@ -214,15 +214,25 @@ class Store:
             for small in [one for one in found if one.num_rows < num_rows and not one.captured]:
                 self._stacks.remove(small)
             found = [stack for stack in found if stack.num_rows >= num_rows]
-        stack = found[-1] if found else _Stack(num_rows, device)
+        stack = found[-1] if found else _Stack(num_rows, self._top(device))
         if found:
             self._stacks.remove(stack)
         stack.captured = captures
         self._stacks.append(stack)
         return stack
 
+    def _top(self, device: torch.device) -> Tensor:
+        """Return two zeros, made before any capture: it would record that they are set."""
+        if not self._tops:
+            self._tops = list(torch.zeros(64, 2, dtype=torch.int32, device=device))
+        return self._tops.pop()
 
-@dataclass(frozen=True, kw_only=False)
+    def release(self, *, captured: bool) -> None:
+        """Free the stacks that have no rows: those of deleted graphs, or those of eager passes."""
+        self._stacks = [s for s in self._stacks if s.captured != captured or s.last >= 0]
+
+
+@dataclass(frozen=True)
 class _Stacked:
     store: Store
     numbers: tuple[int, ...]

@@ -12,7 +12,6 @@ Letters: L local experts, S sources, N the most rows of a pass.
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -111,10 +110,9 @@ def _lay_out_kernel(
     count = tl.load(count_of + s * num_experts + local, mask=valid, other=0)
     total = tl.sum(count)
     base, asked = 0, 0
-    if top is not None:
-        if not FIRST:
-            base = tl.load(top)
-            asked = tl.load(top + 1)
+    if top is not None and not FIRST:
+        base = tl.load(top)
+        asked = tl.load(top + 1)
     room = tl.minimum(limit - base, most)
     level = tl.zeros((), dtype=tl.int32) + _NO_LEVEL
     if total > room:

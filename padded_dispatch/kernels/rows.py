@@ -333,8 +333,7 @@ def _zero_padding_kernel(
         nothing = tl.zeros((BLOCK,), dtype=rows.dtype.element_ty)
         tl.store(rows + n.to(tl.int64) * width + column, nothing, mask=column < width)
         if probs is not None:
-            if tl.program_id(1) == 0:
-                tl.store(probs + n, 0.0)
+            tl.store(probs + n, 0.0, mask=tl.program_id(1) == 0)
 
 
 def columns(width: int) -> int:

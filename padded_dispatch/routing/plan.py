@@ -65,7 +65,8 @@ def plan_in_torch(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, T
     # What has no k goes to column K, which is cut off.
     k_TE = torch.where(row_TE, before_TE, top_k)
     none_TK = place_TE.new_full((num_tokens, top_k + 1), -1)
-    expert_TE = torch.arange(num_experts, dtype=torch.int32).expand(num_tokens, -1)
+    number_E = torch.arange(num_experts, dtype=torch.int32, device=map_TE.device)
+    expert_TE = number_E.expand(num_tokens, -1)
     expert_TK, place_TK = (
         none_TK.scatter(1, k_TE, of_TE)[:, :top_k].contiguous() for of_TE in (expert_TE, place_TE)
     )

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange.collectives import Collectives
-
 from padded_dispatch.exchange.direct import DirectStores
 from padded_dispatch.experts import Call, Delayed, ExpertWeights, packed, plain
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.store import Rooms, Store, fitting, scratch
 from padded_dispatch.kernels import gemm
 from padded_dispatch.routing.plan import choice_probs, make_plan
-
 from tests.support.thread_memory import threads_as_ranks
 from tests.support.threads import run_on_threads
 

@@ -1,4 +1,4 @@
-"""Stacks of a store: which one a call takes, where its rows may lie, and when they are given back."""
+"""Stacks of a store: which one a call takes, where its rows may lie, and when they end."""
 
 import torch
 from torch import Tensor
@@ -126,3 +126,15 @@ def test_scratch_and_fitting():
     room = fitting().take(COUNT)
     assert (room.top, room.stack, room.limit, room.most) == (None, None, 6, 6)
     assert fitting().take(COUNT * 0).limit == 1
+
+
+def test_release_frees_what_has_no_rows():
+    store = make_store(1)
+    room, other = take(store, 0), take(store, 0)
+    other.close()
+    store.release(captured=True)
+    assert take(store, 0).stack is other.stack
+    store.release(captured=False)
+    later = take(store, 0)
+    assert later.stack not in (room.stack, other.stack)
+    assert later.top is not None and later.top.tolist() == [0, 0]
