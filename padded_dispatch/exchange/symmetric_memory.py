@@ -1,49 +1,40 @@
 """Symmetric memory: the same buffers on every rank of a group, which all its ranks can write to.
 
 It uses the CUDA backend of torch's symmetric memory. It needs GPUs of one host that can access each
-other (NVLink), and neither NVSHMEM nor multicast. Allocating is a collective call of the group
-and never happens during a capture: the first eager call with a shape allocates, after the ranks
-have compared that shape. Before that, the bytes are logged, and a layer that does not fit raises.
+other, and neither NVSHMEM nor multicast. Allocating is a collective call of the group and never
+happens during a capture: the first eager pass with a shape allocates, after the ranks have compared
+that shape. The bytes are logged, and a shape that does not fit raises on all ranks.
 
-Owners. `DirectBuffers`, one per layer and shape, has a `ReceiveBuffer` for each microbatch in
-flight and uses them in turn. The experts save received rows for backward without a copy, so a
-buffer must not be used again before that backward is done: turns are right if microbatches end in
-the order in which they began, as in all of Megatron's schedules. All layers of a shape share one
-`Workspace`: the counts, the slots that rows return to, and a receive buffer for gradients, whose
-contents last until the next layer's backward. Buffers are freed with their owners; tensors that an
-exchange returned must not outlive it. Elements per rank: N * D per layer and microbatch in flight,
-and (N + Q) * D shared by all layers of the same shape; everything else is small.
+All layers of a group share two allocations, whatever their shapes: one that tokens arrive in, and
+one that rows come home to, S * P * D and P * K * D elements per rank. They are apart, because a
+rank may send the tokens of the next layer while another one still sums what came home from this
+one. A shape that needs more gets larger ones; earlier ones stay, since captured graphs have their
+addresses. All live as long as the process group, and as long as an autograd node of a pass.
 
 The driver allocates this memory, so torch's allocator does not count it. `allocated_gib` and
 `reserved_gib` add what is held now to torch's peaks.
 
-Letters: T tokens, K experts per token, E experts, L local experts, R ranks and S = R sources, D
-hidden size, N the most rows that a rank's experts can receive, Q slots of a source. `..._R`: int64
-[R], the addresses of a buffer on every rank.
+Letters: K experts per token, L local experts, S sources, the ranks of the group, P slots of a
+source, D hidden size.
 """
 
 import ctypes
-import gc
-import itertools
 import logging
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from padded_dispatch.config import require
-from padded_dispatch.exchange.collectives import group_name
+from padded_dispatch.exchange.mirror import group_name, time_limit
 
-# How long a barrier waits for a peer, which may be compiling kernels, reading data or writing a
-# checkpoint: NCCL's default. A captured barrier keeps the value of its capture.
-TIMEOUT_MS = 600_000
 _ALIGNMENT = 256
+_NATIVE_ATOMICS = 3  # of the driver's attributes of a way between two GPUs: 1 over NVLink only
+_TRIAL_BYTES = 4096
 
 _log = logging.getLogger("padded_dispatch")
 _T = TypeVar("_T")
@@ -51,14 +42,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes that decide the buffers: E, Q, N, D, the dtype of rows, and R * T * K places."""
+    """The sizes that decide the buffers: P, K, L, D, and the dtype of rows."""
 
-    num_experts: int
     num_slots: int
-    num_rows: int
+    top_k: int
+    num_local_experts: int
     width: int
     dtype: torch.dtype
-    num_places: int
 
 
 class PeerMemory:
@@ -76,6 +66,8 @@ class PeerMemory:
         self._bytes = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         _held[self] = num_bytes
         _line_buffer_stdout()
+        self.num_bytes = num_bytes
+        self._timeout_ms = int(1000 * time_limit(group))
         name: Any = group_name(group)  # The type of a name differs between releases.
         self._handle: Any = _symmetric_memory.rendezvous(self._bytes, name)
 
@@ -91,10 +83,12 @@ class PeerMemory:
     def barrier(self) -> None:
         """Make the current stream wait for those of all ranks, and their writes visible to it.
 
-        The barrier resets its signals, so it can be captured. After the time limit, the kernel of a
-        waiting rank prints the missing rank (its number in the group), and its device fails.
+        The barrier resets its signals, so it can be captured. A peer may be compiling kernels,
+        reading data or writing a checkpoint: a rank waits for it as long as a collective of the
+        group would, and a captured barrier as long as at its capture. Then its kernel prints the
+        missing rank (its number in the group), and its device fails.
         """
-        self._handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
+        self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
 
 
 # Bytes of symmetric memory on this rank; torch's allocator does not count them.
@@ -110,189 +104,132 @@ def _line_buffer_stdout() -> None:
     libc.setlinebuf(ctypes.c_void_p.in_dll(libc, "stdout"))
 
 
-class _Layout:
-    """Aligned parts of one allocation, one after another."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Buffers:
+    """Buffers of one shape, which the next pass of any layer overwrites.
 
-    def __init__(self) -> None:
-        self.num_bytes = 0
-
-    def add(self, num_elements: int, dtype: torch.dtype) -> int:
-        """Append a part; return its offset in bytes."""
-        offset = self.num_bytes
-        size = num_elements * dtype.itemsize
-        self.num_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return offset
-
-
-class ReceiveBuffer:
-    """Rows [N, D], meta, fp32 [N + E], and places, int32 [R, T, K].
-
-    Meta are a number for each row, then counts [S, L]; places are the rows of every (source, token)
-    here. `rows_R`, `meta_R`, `places_R`: their addresses on every rank.
+    Attributes:
+        rank: this rank's number in the group.
+        barrier: see `PeerMemory.barrier`.
+        rows_SPD: rows that arrive.
+        expert_SPK: their plan, int32.
+        place_SPK: likewise.
+        prob_SPK: likewise, fp32.
+        count_SL: likewise, int32.
+        rows_R: addresses of `rows_SPD` on every rank.
+        plan_R: addresses of `expert_SPK`, behind which the others lie.
+        home_QD: rows that come home, [P * K, D].
+        beside_PK: numbers beside them, fp32.
+        homes_R: addresses of `home_QD`.
+        besides_R: addresses of `beside_PK`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, shape: Shape, device: torch.device) -> None:
-        layout = _Layout()
-        self._shape = shape
-        self._rows = layout.add(shape.num_rows * shape.width, shape.dtype)
-        self._meta = layout.add(shape.num_rows + shape.num_experts, torch.float32)
-        self._places = layout.add(shape.num_places, torch.int32)
-        self._memory = PeerMemory(group, layout.num_bytes, device)
-        self._taken: list[StorageWeakRef] = []
-        self.rows_R = self._memory.addresses(self._rows)
-        self.meta_R = self._memory.addresses(self._meta)
-        self.places_R = self._memory.addresses(self._places)
-
-    @staticmethod
-    def num_bytes(shape: Shape) -> int:
-        """Return the bytes on each rank."""
-        meta = 4 * (shape.num_rows + shape.num_experts + shape.num_places)
-        return shape.num_rows * shape.width * shape.dtype.itemsize + meta
-
-    def places(self, num_ranks: int, num_tokens: int, top_k: int) -> Tensor:
-        """Return this rank's places [R, T, K]."""
-        assert num_ranks * num_tokens * top_k == self._shape.num_places
-        return self._memory.tensor(self._places, (num_ranks, num_tokens, top_k), torch.int32)
-
-    def is_free(self) -> bool:
-        """Return True if all tensors of the last `take` are gone."""
-        # If an import failed inside the first call and was caught there, its traceback keeps the
-        # frames of that call, and with them these tensors, until cycles are collected.
-        if not all(storage.expired() for storage in self._taken):
-            gc.collect()
-        return all(storage.expired() for storage in self._taken)
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Return rows and meta as new tensors, for one use."""
-        shape = self._shape
-        rows_ND = self._memory.tensor(self._rows, (shape.num_rows, shape.width), shape.dtype)
-        num_numbers = shape.num_rows + shape.num_experts
-        meta = self._memory.tensor(self._meta, (num_numbers,), torch.float32)
-        self._taken = [StorageWeakRef(taken.untyped_storage()) for taken in (rows_ND, meta)]
-        return rows_ND, meta
+    rank: int
+    barrier: Callable[[], None]
+    rows_SPD: Tensor
+    expert_SPK: Tensor
+    place_SPK: Tensor
+    prob_SPK: Tensor
+    count_SL: Tensor
+    rows_R: Tensor
+    plan_R: Tensor
+    home_QD: Tensor
+    beside_PK: Tensor
+    homes_R: Tensor
+    besides_R: Tensor
 
 
-class Workspace:
-    """Buffers that all layers of one shape use in turn.
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """What the layers of a group share. Of each kind of memory, the last one is the largest."""
 
-    `table_RE`: int32, the counts of all sources. `slots_QD`, `meta_Q`: rows, and one fp32 number
-    for each, that came back to this rank. `table_R`, `slots_R`, `meta_R`: their addresses on every
-    rank. `gradients`: the receive buffer of backward passes.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, shape: Shape, device: torch.device) -> None:
-        layout = _Layout()
-        table = group.size(), shape.num_experts
-        table_at = layout.add(table[0] * table[1], torch.int32)
-        slots_at = layout.add(shape.num_slots * shape.width, shape.dtype)
-        meta_at = layout.add(shape.num_slots, torch.float32)
-        memory = PeerMemory(group, layout.num_bytes, device)
-        self.barrier = memory.barrier
-        self.table_RE = memory.tensor(table_at, table, torch.int32)
-        self.table_R = memory.addresses(table_at)
-        self.slots_QD = memory.tensor(slots_at, (shape.num_slots, shape.width), shape.dtype)
-        self.slots_R = memory.addresses(slots_at)
-        self.meta_Q = memory.tensor(meta_at, (shape.num_slots,), torch.float32)
-        self.meta_R = memory.addresses(meta_at)
-        self.gradients = ReceiveBuffer(group, shape, device)
-
-    @staticmethod
-    def num_bytes(shape: Shape, num_ranks: int) -> int:
-        """Return the bytes on each rank."""
-        slots = shape.num_slots * (shape.width * shape.dtype.itemsize + 4)
-        return slots + 4 * num_ranks * shape.num_experts + ReceiveBuffer.num_bytes(shape)
+    arriving: list[PeerMemory] = field(default_factory=list)
+    coming: list[PeerMemory] = field(default_factory=list)
+    buffers: dict[Shape, Buffers] = field(default_factory=dict)
 
 
-class DirectBuffers:
-    """The buffers of one layer for one shape; a collective call of the group.
+_groups: WeakKeyDictionary[dist.ProcessGroup, _Group] = WeakKeyDictionary()
 
-    `key`: the argument with which custom ops `find` it. `rank`: this rank's number in the group.
-    `microbatches_in_flight`: the most whose forward pass is done and whose backward pass is not.
+
+def buffers_of(group: dist.ProcessGroup, shape: Shape, device: torch.device) -> Buffers:
+    """Return the buffers of a shape; the first call with it is a collective call of the group.
 
     Raises:
-        ValueError: on all ranks, if the buffers do not fit in the memory of one.
+        ValueError: on all ranks, if memory must be allocated and does not fit on one of them; and
+            inside a capture, if the shape is new.
     """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        shape: Shape,
-        device: torch.device,
-        *,
-        microbatches_in_flight: int,
-    ) -> None:
-        assert not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing()
-        self.rank = group.rank()
-        self.key = f"{group_name(group)}/{next(_numbers)}"
-        layer_bytes = microbatches_in_flight * ReceiveBuffer.num_bytes(shape)
-        self.workspace = _workspace(group, shape, device, layer_bytes)
-        self._receive_buffers = [
-            ReceiveBuffer(group, shape, device) for _ in range(microbatches_in_flight)
-        ]
-        self._turn = 0
-        _buffers[self.key] = self
-
-    def next_receive_buffer(self) -> ReceiveBuffer:
-        """Return the receive buffer of the next microbatch.
-
-        Raises:
-            ValueError: if tensors of its last use are still alive.
-        """
-        receive_buffer = self._receive_buffers[self._turn]
-        self._turn = (self._turn + 1) % len(self._receive_buffers)
-        require(
-            receive_buffer.is_free(),
-            "microbatches_in_flight",
-            len(self._receive_buffers),
-            "be at least the number of forward passes that wait for their backward pass",
-            "rows that an earlier pass received are still in use: raise it, for instance to the "
-            "number of pipeline stages",
-        )
-        return receive_buffer
+    known = _groups.setdefault(group, _Group())
+    if shape not in known.buffers:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "buffers of exchange='direct' must exist before a CUDA graph is captured, got the "
+                f"new {shape}; run one eager step with the same shapes before capturing"
+            )
+        known.buffers[shape] = _new_buffers(known, group, shape, device)
+    return known.buffers[shape]
 
 
-def find(key: str) -> DirectBuffers:
-    """Return the buffers with this key."""
-    return _buffers[key]
-
-
-_numbers = itertools.count()
-_buffers: WeakValueDictionary[str, DirectBuffers] = WeakValueDictionary()
-_workspaces: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[Shape, Workspace]] = (
-    WeakKeyDictionary()
-)
-
-
-def _workspace(
-    group: dist.ProcessGroup, shape: Shape, device: torch.device, layer_bytes: int
-) -> Workspace:
-    """Return the workspace of this shape, new if no layer has one.
-
-    Raises:
-        ValueError: on all ranks, if a new one and `layer_bytes` do not fit on one rank.
-    """
-    of_group = _workspaces.setdefault(group, WeakValueDictionary())
-    workspace = of_group.get(shape)
-    # Ranks may free a layer at different times, and all must take the same branch.
-    exists = all(gather_objects(group, workspace is not None))
-    shared_bytes = 0 if exists else Workspace.num_bytes(shape, group.size())
-    _log.info(
-        "direct exchange, %s: %.2f GiB for one layer and %.2f GiB more for all of this shape",
-        shape,
-        layer_bytes / 2**30,
-        shared_bytes / 2**30,
+def _new_buffers(
+    known: _Group, group: dist.ProcessGroup, shape: Shape, device: torch.device
+) -> Buffers:
+    num_ranks, num_slots, top_k = group.size(), shape.num_slots, shape.top_k
+    itemsize, choices = shape.dtype.itemsize, num_slots * top_k
+    plan_at = _aligned(num_ranks * num_slots * shape.width * itemsize)
+    beside_at = _aligned(choices * shape.width * itemsize)
+    kind = num_ranks * choices * 4  # bytes of one of three
+    needed = plan_at + 3 * kind + num_ranks * shape.num_local_experts * 4, beside_at + choices * 4
+    # Memory of earlier shapes stays: if shapes grow, each is half as large again as the last.
+    new = [
+        (memories, _aligned(max(size, memories[-1].num_bytes * 3 // 2 if memories else 0)))
+        for memories, size in zip((known.arriving, known.coming), needed, strict=True)
+        if not memories or memories[-1].num_bytes < size
+    ]
+    if new:
+        _require_room(group, shape, sum(size for _, size in new), device)
+    for memories, size in new:
+        memories.append(PeerMemory(group, size, device))
+    arriving, coming = known.arriving[-1], known.coming[-1]
+    by_choice = num_ranks, num_slots, top_k
+    counts = num_ranks, shape.num_local_experts
+    return Buffers(
+        rank=group.rank(),
+        barrier=arriving.barrier,
+        rows_SPD=arriving.tensor(0, (num_ranks, num_slots, shape.width), shape.dtype),
+        expert_SPK=arriving.tensor(plan_at, by_choice, torch.int32),
+        place_SPK=arriving.tensor(plan_at + kind, by_choice, torch.int32),
+        prob_SPK=arriving.tensor(plan_at + 2 * kind, by_choice, torch.float32),
+        count_SL=arriving.tensor(plan_at + 3 * kind, counts, torch.int32),
+        rows_R=arriving.addresses(0),
+        plan_R=arriving.addresses(plan_at),
+        home_QD=coming.tensor(0, (choices, shape.width), shape.dtype),
+        beside_PK=coming.tensor(beside_at, (num_slots, top_k), torch.float32),
+        homes_R=coming.addresses(0),
+        besides_R=coming.addresses(beside_at),
     )
-    needed_gib = (layer_bytes + shared_bytes) / 2**30
-    free_gib = free_bytes(group, device) / 2**30
-    if needed_gib > free_gib:
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _require_room(
+    group: dist.ProcessGroup, shape: Shape, num_bytes: int, device: torch.device
+) -> None:
+    """Raise on all ranks if memory does not fit on one of them; else log its size."""
+    free_gib = min(gather_objects(group, _free_bytes(device))) / 2**30
+    if num_bytes / 2**30 > free_gib:
         raise ValueError(
-            f"the buffers of exchange='direct' must fit on every rank, got {needed_gib:.2f} GiB "
-            f"for {shape} and a rank with {free_gib:.2f} GiB free; lower the capacity factor or "
-            "microbatches_in_flight, or set exchange='alltoall'"
+            f"the buffers of exchange='direct' must fit on every rank, got "
+            f"{num_bytes / 2**30:.2f} GiB for {shape} and a rank with {free_gib:.2f} GiB free; "
+            "lower the number of tokens per rank, or set exchange='alltoall'"
         )
-    if workspace is None or not exists:
-        workspace = of_group[shape] = Workspace(group, shape, device)
-    return workspace
+    if dist.get_rank() == 0:
+        _log.info(
+            "direct exchange: %.2f GiB on each of %d ranks, shared by all layers, for %s",
+            num_bytes / 2**30,
+            group.size(),
+            shape,
+        )
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -300,23 +237,15 @@ def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def shares_workspace(group: dist.ProcessGroup, shape: Shape) -> bool:
-    """Return whether a layer of the same shape has buffers on every rank; a collective call."""
-    return all(gather_objects(group, shape in _workspaces.get(group, {})))
-
-
-def direct_bytes(shape: Shape, *, num_ranks: int, num_buffers: int) -> int:
-    """Return the bytes per rank of `num_buffers` receive buffers and the workspace they share."""
-    return num_buffers * ReceiveBuffer.num_bytes(shape) + Workspace.num_bytes(shape, num_ranks)
-
-
-def free_bytes(group: dist.ProcessGroup, device: torch.device) -> int:
-    """Return the free memory of the rank that has least; a collective call."""
-    return min(gather_objects(group, _free_bytes(device)))
-
-
-def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def check_group(group: dist.ProcessGroup | None, *, over_nvlink: bool) -> dist.ProcessGroup:
     """Return `group` if all its ranks can write to each other's memory; a collective call.
+
+    Where a process does not see the GPUs of others, only an attempt can tell: a little memory is
+    allocated and mapped.
+
+    Args:
+        group: None for a single rank.
+        over_nvlink: require NVLink between the GPUs, since over PCIe collectives are faster.
 
     Raises:
         ValueError: on all ranks, if one of them cannot.
@@ -328,7 +257,9 @@ def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     else:
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         gpus = gather_objects(group, (socket.gethostname(), str(device.uuid)))
-        obstacles = gather_objects(group, _obstacle(gpus))
+        obstacles = gather_objects(group, _obstacle(gpus, over_nvlink=over_nvlink))
+        if not any(obstacles):
+            obstacles = gather_objects(group, _trial(group))
     for obstacle in obstacles:
         if obstacle:
             raise ValueError(
@@ -339,8 +270,8 @@ def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def _obstacle(gpus: list[tuple[str, str]]) -> str:
-    """Return why this rank cannot write to all `gpus`, (host, UUID) by rank; "" if it can."""
+def _obstacle(gpus: list[tuple[str, str]], *, over_nvlink: bool) -> str:
+    """Return why this rank cannot write to all `gpus`, (host, UUID) by rank; "" if it may."""
     hosts = sorted({host for host, _ in gpus})
     if len(hosts) > 1:
         return f"an expert-parallel group that spans the hosts {', '.join(hosts)}"
@@ -351,6 +282,28 @@ def _obstacle(gpus: list[tuple[str, str]]) -> str:
         accessible = number == here or torch.cuda.can_device_access_peer(here, number)
         if uuid in peers and not accessible:
             return f"GPU {here}, which cannot access GPU {number}"
+        if uuid in peers and number != here and over_nvlink and not _linked(here, number):
+            return f"GPU {here}, which has no NVLink to GPU {number}"
+    return ""
+
+
+def _linked(number: int, other: int) -> bool:
+    """Return whether two GPUs that this process sees reach each other over NVLink."""
+    found = ctypes.c_int(0)
+    driver = ctypes.CDLL("libcuda.so.1")
+    failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, number, other)
+    return failed == 0 and found.value == 1
+
+
+def _trial(group: dist.ProcessGroup) -> str:
+    """Return why memory cannot be mapped by all ranks of the group; "" if it can."""
+    if group in _groups:
+        return ""
+    try:
+        PeerMemory(group, _TRIAL_BYTES, torch.device("cuda", torch.cuda.current_device()))
+    except RuntimeError as error:
+        return f"{str(error).splitlines()[0]!r} from an attempt to map memory"
+    _groups.setdefault(group, _Group())
     return ""
 
 

@@ -17,11 +17,10 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from padded_dispatch.exchange.collectives import CollectiveWire
 from padded_dispatch.experts import Call, Delayed, ExpertWeights
-from padded_dispatch.experts.activation import Activation
+from padded_dispatch.experts.activation import Activation, activate
 from padded_dispatch.experts.store import Room
 
 NO_LEVEL = 2**31 - 1  # Every place is below it.
@@ -56,8 +55,7 @@ def store_offsets(
     Example: `count = [[3, 1], [2, 0]]`, `top = [4, 4]`, limit 8: 6 rows, room for 4, hence w = 1,
     offsets `[4, 5, 6, 7, 7]`, level 1, before 4, and `top = [7, 10]`.
     """
-    begins_at_0 = room.first or room.top is None
-    base, asked = (0, 0) if begins_at_0 else room.top.tolist()
+    base, asked = (0, 0) if room.first or room.top is None else room.top.tolist()
     total, space = int(count_SL.sum()), min(room.limit - base, room.most)
     level = NO_LEVEL
     if total > space:
@@ -164,42 +162,31 @@ def _experts(
     weights: ExpertWeights,
     activation: Activation,
 ) -> Tensor:
-    dtype, wide = rows_ND.dtype, _wide(rows_ND.dtype)
+    dtype, wide, no_bias = rows_ND.dtype, _wide(rows_ND.dtype), [None] * len(kept_L)
     fc1_LGD = _widened(
         weights.fc1_LGD, weights.fc1_sums_LGD, weights.fc1_spare_LGD, weights.fc1_delayed
     )
     fc2_LDF = _widened(
         weights.fc2_LDF, weights.fc2_sums_LDF, weights.fc2_spare_LDF, weights.fc2_delayed
     )
-    no_bias = [torch.zeros((), dtype=wide, device=rows_ND.device)] * len(kept_L)
-    bias1_LG = no_bias if weights.fc1_bias_LG is None else weights.fc1_bias_LG.to(wide).unbind()
-    bias2_LD = no_bias if weights.fc2_bias_LD is None else weights.fc2_bias_LD.to(wide).unbind()
-    parts = zip(rows_ND.split(kept_L), prob_N[:, None].split(kept_L), strict=True)
-    given = zip(parts, fc1_LGD.unbind(), bias1_LG, fc2_LDF.unbind(), bias2_LD, strict=True)
+    fc1_bias_LG, fc2_bias_LD = weights.fc1_bias_LG, weights.fc2_bias_LD
+    of_experts = zip(
+        rows_ND.split(kept_L),
+        prob_N.split(kept_L),
+        fc1_LGD.unbind(),
+        no_bias if fc1_bias_LG is None else fc1_bias_LG.unbind(),
+        fc2_LDF.unbind(),
+        no_bias if fc2_bias_LD is None else fc2_bias_LD.unbind(),
+        strict=True,
+    )
     out = []
-    for (rows, prob), fc1_GD, bias1_G, fc2_DF, bias2_D in given:
+    for rows, prob, fc1_GD, fc1_bias, fc2_DF, fc2_bias in of_experts:
         fc1 = (rows.to(wide) @ fc1_GD.T).to(dtype)
-        hidden = (activate(fc1.to(wide) + bias1_G, activation) * prob).to(dtype)
-        out.append((hidden.to(wide) @ fc2_DF.T + prob * bias2_D).to(dtype))
+        product = activate(fc1, prob, activation, fc1_bias).to(wide) @ fc2_DF.T
+        if fc2_bias is not None:
+            product = product + prob[:, None] * fc2_bias
+        out.append(product.to(dtype))
     return torch.cat(out)
-
-
-def activate(x_NG: Tensor, activation: Activation) -> Tensor:
-    """Apply an activation, [n, G] to [n, F]: see `experts.activation`."""
-    if not activation.gated:
-        return _curve(activation.function, x_NG)
-    gate, up = x_NG.chunk(2, dim=1)
-    limit = activation.clamp
-    linear = up.clamp(-limit, limit) + activation.offset
-    return _curve(activation.function, gate.clamp(max=limit)) * linear
-
-
-def _curve(function: str, x: Tensor) -> Tensor:
-    if function == "squared_relu":
-        return x.relu().square()
-    if function == "quick_gelu":
-        return x * (1.702 * x).sigmoid()
-    return functional.gelu(x) if function == "gelu" else functional.silu(x)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

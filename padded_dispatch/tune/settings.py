@@ -35,7 +35,7 @@ def blocks(study: Study, *, per_layer: bool = False) -> tuple[Block, ...]:
 
     Args:
         study: with the recommendation.
-        per_layer: with one factor for each layer.
+        per_layer: with one factor for each layer, unless layers share a store.
     """
     factor = f"{study.chosen.overall.factor:g}"
     given = options(study, per_layer=per_layer)
@@ -63,7 +63,7 @@ def options(study: Study, *, per_layer: bool) -> dict[str, Any]:
     given: dict[str, Any] = {}
     if study.pool != "expert":
         given["capacity_pool"] = study.pool
-    if per_layer:
+    if per_layer and study.pool == "expert":
         layers = study.chosen.layers.items()
         given["layer_factors"] = {layer: advice.factor for layer, advice in layers}
     return given

@@ -29,7 +29,6 @@ from tests.support import tiny
 from tests.support.graph_protocol import Tape
 from tests.support.parity import megatron
 from tests.support.pool import WorkerError
-from tests.support.pools import pools
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -409,7 +408,7 @@ def test_d16_ties_go_to_the_first_token():
     _, stock_TE = moe_utils.apply_router_token_dropping(probs_TE, map_TE, 1, 0.3)
     capacity = moe_utils.get_capacity(4096, 3, 0.3)
     assert not stock_TE[:capacity].all()
-    kept_TE = select(map_TE, probs_TE, sizes=pools(3, capacity)).kept_TE
+    kept_TE = select(map_TE, probs_TE, capacity=capacity).kept_TE
     assert kept_TE[:capacity].all() and not kept_TE[capacity:].any()
 
 

@@ -8,7 +8,7 @@ source for that expert, by token. Which rows count:
 
 - cells: each (source, expert) keeps its first C rows in the policy's order;
 - the wire: if more than P tokens of a source ask for a rank, the first P in the policy's order
-  stay; a token is as probable as its most probable row there;
+  stay; a token is as probable as the sum of its rows there;
 - the store: a rank's layers take rows one after the other. The store has the sum of the layers'
   rows; a layer must leave each later one the smaller of its share and its rows, and has at most
   `most`. If its rows do not fit, each (expert, source) keeps those with places below w, the largest
@@ -90,7 +90,7 @@ def strike(
     for rank in range(num_ranks):
         here = slice(rank * width, (rank + 1) * width)
         tokens = [
-            (-max(probs_TE[t, here][map_TE[t, here]]) if policy == "probs" else 0, t)
+            (-sum(probs_TE[t, here][map_TE[t, here]]) if policy == "probs" else 0, t)
             for t in np.flatnonzero(map_TE[:, here].any(1))
         ]
         for _, t in sorted(tokens)[num_slots:]:
@@ -161,8 +161,9 @@ class Store:
 
     @property
     def need(self) -> int:
-        """Rows of a store that would have held every layer so far."""
-        return sum(self.asked_Y) + self.later(len(self.asked_Y) - 1)
+        """Rows of a store that would have held every layer so far, with what is left to others."""
+        layers = range(len(self.asked_Y))
+        return max(sum(self.asked_Y[: layer + 1]) + self.later(layer) for layer in layers)
 
 
 def found_room(map_STE: NDArray, levels_R: Sequence[float]) -> NDArray:

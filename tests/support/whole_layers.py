@@ -52,6 +52,7 @@ class Found:
     """What one source finds: its output and gradients, those of weights as its experts' shard.
 
     `kept_Y`: rows that its experts kept in each layer; `need`: those that would have held all.
+    Both are 0 for cells, where each source counts.
     """
 
     out_TD: Any
@@ -76,8 +77,8 @@ def make_case(
     """Draw a case with a layer for each routing.
 
     thin: 0 to K experts per token. hot: one expert is asked for by all. one rank: all rows go to
-    rank 0. idle rank: no row goes to the last. idle source: the last source has none. masked: some
-    tokens, and all of source 0, are padding. none: no row at all.
+    rank 0, as many as can. idle rank: no row goes to the last. idle source: the last source has
+    none. masked: some tokens, and all of source 0, are padding. none: no row at all.
     """
     generator = np.random.default_rng(seed)
     activation = activation or Activation()
@@ -100,7 +101,7 @@ def make_case(
             probs_STE=probs,
             mask_ST=mask_ST,
             weights={
-                name: generator.normal(size=(shards, config.num_experts, *shape))
+                name: generator.normal(size=(shards, config.num_experts, *shape)) / shape[-1] ** 0.5
                 for name, shape in shapes.items()
             },
         )
@@ -122,8 +123,7 @@ def _map(config: DispatchConfig, routing: str, source: int, num_tokens: int, see
         skew = "none"
     map_TE = routing_map(num_tokens, experts, config.top_k, skew=skew, seed=seed)
     if routing == "one rank":
-        map_TE[:, local:] = False
-        map_TE[:, 0] = True
+        map_TE[:] = np.arange(experts) < min(config.top_k, local)
     if routing == "idle rank":
         map_TE[:, -local:] = False
     return thin_out(map_TE, share=0.3, seed=seed) if routing == "thin" else map_TE
@@ -153,9 +153,7 @@ def rows_on_the_wire(case: Case, layer: Layer) -> NDArray:
     config, sizes = case.config, Sizes(case.config, case.tokens_STD.shape[1])
     cells = config.capacity_pool == "expert" and sizes.drops
     rows = []
-    for map_TE, probs_TE, mask_T in zip(
-        layer.map_STE, layer.probs_STE, layer.mask_ST, strict=True
-    ):
+    for map_TE, probs_TE, mask_T in zip(layer.map_STE, layer.probs_STE, layer.mask_ST, strict=True):
         capacity = sizes.capacity if cells else len(map_TE)
         given = dict(capacity=capacity, policy=config.policy, mask_T=mask_T)
         kept_TE = reference.select(map_TE, probs_TE, **given).kept_TE
@@ -168,27 +166,25 @@ def expected(case: Case, *, keeps: bool = True) -> list[Found]:
     """Return what each source must find; `keeps`: in one store of all layers, else in scratch."""
     config, (_, num_tokens, _) = case.config, case.tokens_STD.shape
     ranks, sizes = config.num_ranks, Sizes(config, num_tokens)
-    most = min(sizes.most, max(len(case.layers) * sizes.rows, 5 * sizes.share))
-    if not sizes.drops:
-        most = sizes.most
+    num_layers = len(case.layers) if keeps else 1
+    of_cells = config.capacity_pool == "expert"
+    if of_cells:
+        sizes.rows = sizes.most  # Sources chose them already.
+    most = min(sizes.most, max(num_layers * sizes.rows, 5 * sizes.share))
+    rows = sizes.rows if keeps else most
 
-    def store(num_layers: int) -> reference.Store:
-        rows = sizes.rows if keeps else most
+    def new_stores() -> list[reference.Store]:
         of_layers = [[one] * num_layers for one in (rows, sizes.share, most)]
-        return reference.Store(*of_layers)
+        return [reference.Store(*of_layers) for _ in range(ranks)]
 
-    if config.capacity_pool == "expert":
-        sizes.rows = sizes.most  # Their rows are chosen; the store's share of them never overflows.
-    num_layers = len(case.layers)
-    stores = [store(num_layers) for _ in range(ranks)]
+    stores, need_R = new_stores(), [0] * ranks
     given, rows_Y, kept_YR = [case.tokens_STD], [], []
     for layer in case.layers:
         if not keeps:
-            stores = [store(1) for _ in range(ranks)]
+            stores = new_stores()
         map_STE = rows_on_the_wire(case, layer)
-        levels = [
-            stores[r].keep(reference.counts(map_STE, r, ranks)) for r in range(ranks)
-        ]
+        levels = [stores[r].keep(reference.counts(map_STE, r, ranks)) for r in range(ranks)]
+        need_R = [max(need, one.need) for need, one in zip(need_R, stores, strict=True)]
         rows_Y.append(reference.found_room(map_STE, levels))
         kept_YR.append([one.kept_Y[-1] for one in stores])
         of_layer = layer.probs_STE, rows_Y[-1], layer.weights, case.activation
@@ -207,8 +203,8 @@ def expected(case: Case, *, keeps: bool = True) -> list[Found]:
             grad_tokens_TD=grad_STD[s],
             grad_probs_YTE=[probs[s] for probs, _ in backward],
             grad_weights_Y=[_shard(config, grads, s) for _, grads in backward],
-            kept_Y=[of_ranks[s % ranks] for of_ranks in kept_YR],
-            need=stores[s % ranks].need,
+            kept_Y=[0 if of_cells else of_ranks[s % ranks] for of_ranks in kept_YR],
+            need=0 if of_cells else need_R[s % ranks],
         )
         for s in range(config.num_sources)
     ]

@@ -1,0 +1,321 @@
+"""The pass of packed experts on CPUs, and the store's rule, against the oracle."""
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from padded_dispatch import Activation, DispatchConfig, ExpertWeights
+from padded_dispatch.config import NO_DROP
+from padded_dispatch.counters import Counters
+from padded_dispatch.exchange.collectives import Collectives
+from padded_dispatch.experts import Call, plain, run
+from padded_dispatch.experts.store import Room, Rooms, Store, fitting, scratch
+from padded_dispatch.routing.plan import choice_probs, make_plan
+from padded_dispatch.routing.select import select
+from tests.support import reference
+from tests.support.whole_layers import (
+    ROUTINGS,
+    Case,
+    Found,
+    OneRank,
+    assert_found,
+    expected,
+    groups_of,
+    make_case,
+    on_all_ranks,
+    stacks_are_empty,
+)
+
+RANKS = pytest.mark.parametrize(
+    ("num_ranks", "etp_size"), [(1, 1), (4, 1), (2, 2), (8, 1)], ids=lambda value: str(value)
+)
+
+
+def config_of(num_ranks: int = 1, etp_size: int = 1, **changes: Any) -> DispatchConfig:
+    sizes = dict(num_experts=3 * num_ranks, top_k=min(3, 3 * num_ranks), capacity_factor=1.0)
+    pool: Any = dict(capacity_pool="store")
+    return DispatchConfig(**{**sizes, **pool, **changes}, num_ranks=num_ranks, etp_size=etp_size)
+
+
+def offsets_of(count: list[list[int]], **room: Any) -> tuple[Any, ...]:
+    count_SL = torch.tensor(count, dtype=torch.int32)
+    found = plain.store_offsets(count_SL, Room(**{"limit": 100, "most": 100, "share": 1, **room}))
+    return tuple(tensor.tolist() for tensor in found)
+
+
+def test_a_store_by_hand():
+    """The example of the docstring: room for 4 of 6 rows, so each (expert, source) keeps one."""
+    top = torch.tensor([4, 4], dtype=torch.int32)
+    found = offsets_of([[3, 1], [2, 0]], top=top, first=False, limit=8, most=9)
+    assert found == ([4, 5, 6, 7, 7], [1], [4])
+    assert top.tolist() == [7, 10]
+    offsets, _, before = (torch.tensor(values, dtype=torch.int32) for values in found)
+    plain.release(top, offsets, before)
+    assert top.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("room", "offsets", "level"),
+    [
+        (dict(limit=6), [0, 3, 5, 6, 6], plain.NO_LEVEL),  # Exactly.
+        (dict(limit=5), [0, 2, 4, 5, 5], 2),  # One row less.
+        (dict(most=4), [0, 1, 2, 3, 3], 1),  # The pass has less room than the store.
+        (dict(limit=2), [0, 0, 0, 0, 0], 0),  # Three have rows, but only two find room.
+        (dict(limit=0), [0, 0, 0, 0, 0], 0),
+        (dict(limit=-3), [0, 0, 0, 0, 0], 0),  # Later layers are sure to have more than is left.
+    ],
+    ids=str,
+)
+def test_a_water_level(room, offsets, level):
+    assert offsets_of([[3, 1], [2, 0]], **room) == (offsets, [level], [0])
+
+
+def test_the_first_pass_clears_what_broke_off():
+    top = torch.tensor([90, 120], dtype=torch.int32)
+    assert offsets_of([[3], [2]], top=top, first=True) == ([0, 3, 5], [plain.NO_LEVEL], [0])
+    assert top.tolist() == [5, 5]
+
+
+def test_rows_are_given_back_in_reverse_order():
+    top, count = torch.zeros(2, dtype=torch.int32), torch.tensor([[2]], dtype=torch.int32)
+    first = plain.store_offsets(count, Room(limit=9, most=9, share=1, top=top, first=True))
+    second = plain.store_offsets(count, Room(limit=9, most=9, share=1, top=top, first=False))
+    plain.release(top, first[0], first[2])
+    with pytest.raises(RuntimeError, match="given back before their last use"):
+        plain.release(top, second[0], second[2])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_rule_is_the_oracle_s(seed):
+    generator = np.random.default_rng(seed)
+    sources, experts = generator.integers(1, 9, 2)
+    rows, shares, most = generator.integers(1, 60, (3, 5))
+    store = reference.Store(rows.tolist(), shares.tolist(), most.tolist())
+    top, need = torch.zeros(2, dtype=torch.int32), torch.zeros((), dtype=torch.int64)
+    kept_L, idle = torch.zeros(experts, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    total_L, num_idle = np.zeros(experts, int), 0
+    for layer in range(5):
+        count_SL = generator.integers(0, generator.integers(1, 9), (sources, experts))
+        used, level = sum(store.kept_Y), store.keep(count_SL)
+        kept_SL = np.minimum(count_SL, level).astype(int)
+        later = store.later(layer)
+        room = Room(
+            limit=int(rows.sum()) - later,
+            most=int(most[layer]),
+            share=1,
+            top=top,
+            first=layer == 0,
+            later=later,
+        )
+        counted = dict(kept_L=kept_L, idle=idle, max_need=need)
+        given = torch.from_numpy(count_SL).to(torch.int32)
+        offsets, found_level, _ = plain.store_offsets(given, room, **counted)
+        wanted = used + np.concatenate([[0], kept_SL.T.flatten().cumsum()])
+        assert offsets.tolist() == wanted.tolist()
+        assert found_level.item() == min(level, plain.NO_LEVEL)
+        assert top.tolist() == [sum(store.kept_Y), sum(store.asked_Y)]
+        total_L, num_idle = total_L + kept_SL.sum(0), num_idle + (count_SL.sum() == 0)
+        assert kept_L.tolist() == total_L.tolist() and idle == num_idle
+        assert need == store.need
+
+
+def chain(case: Case, mode: str) -> tuple[Found, bool]:
+    """Run the layers of a case on this rank; the results, and whether the store is empty then."""
+    config, rank, store = case.config, OneRank(case), Store()
+    exchange = Collectives(config.num_local_experts, *groups_of(config), policy=config.policy)
+    counters = [Counters(config, "cpu", rank=rank.source % config.num_ranks) for _ in case.layers]
+    numbers = [store.add(lambda: config) for _ in case.layers]
+    num_tokens = len(rank.tokens_TD)
+
+    def rooms(layer: int) -> Rooms:
+        if mode == "fitting":
+            return fitting()
+        if mode != "store":
+            return scratch(config, num_tokens)
+        return store.rooms([numbers[layer]], num_tokens)
+
+    def layer_of(y: int, tokens_TD: Tensor) -> Tensor:
+        capacity = num_tokens
+        if config.capacity_pool == "expert":
+            capacity = config.capacity(num_tokens)
+        given = dict(capacity=capacity, policy=config.policy, mask_T=rank.masks_YT[y])
+        selection = select(rank.maps_YTE[y], rank.probs_YTE[y], **given)
+        slots = config.wire_slots(num_tokens)
+        map_TE, _ = exchange.strike(selection.kept_TE, selection.probs_TE, slots)
+        plan = make_plan(map_TE, top_k=config.top_k)
+        wire = exchange.start(plan, tokens_TD, slots)
+        again = torch._C._current_graph_task_id() != -1  # Backward is running.
+        call = Call(plan=plan, wire=wire, rooms=rooms(y), counters=None if again else counters[y])
+        prob_TK = choice_probs(selection.probs_TE, plan.expert_TK)
+        return run(tokens_TD, prob_TK, rank.weights_Y[y], case.activation, call)
+
+    tokens_TD = rank.tokens_TD
+    for y in range(len(case.layers)):
+        if mode == "recomputed":
+            add = torch.utils.checkpoint.checkpoint(layer_of, y, tokens_TD, use_reentrant=False)
+        else:
+            add = layer_of(y, tokens_TD)
+        tokens_TD = tokens_TD + add
+    kept_Y = [int(one.kept_L.sum()) for one in counters]
+    need = max(int(one.max_need) for one in counters)
+    found = rank.found(tokens_TD, kept_Y, need)
+    return found, stacks_are_empty(store)
+
+
+def check(case: Case, mode: str = "store") -> list[Found]:
+    results = on_all_ranks(case.config, chain, case, mode)
+    want = expected(case, keeps=mode == "store")
+    assert_found([found for found, _ in results], want)
+    assert all(is_empty for _, is_empty in results)
+    return want
+
+
+@RANKS
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_a_layer_is_the_oracle(num_ranks, etp_size, routing):
+    check(make_case(config_of(num_ranks, etp_size), [routing]))
+
+
+@RANKS
+@pytest.mark.parametrize("mode", ["store", "scratch", "recomputed", "fitting"])
+def test_layers_one_after_the_other(num_ranks, etp_size, mode):
+    """A store has room for less than two of three layers. Scratch overflows on eight ranks."""
+    factor = {"fitting": NO_DROP, "store": 0.4 if num_ranks == 1 else 0.6}.get(mode, 2.0)
+    config = config_of(num_ranks, etp_size, capacity_factor=factor)
+    want = check(make_case(config, ["one rank", "hot", "full"], num_tokens=13), mode)
+    if mode == "store":
+        assert want[0].need > 3 * config.rows(13), "a larger store would have held more"
+    elif mode != "fitting" and num_ranks == 8:
+        assert want[0].kept_Y[0] <= 5 * config.share(13) < want[0].need
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_tokens"),
+    [
+        ({"capacity_factor": 0.01}, 7),
+        ({"capacity_factor": NO_DROP}, 7),
+        ({"capacity_factor": 0.3, "policy": "position"}, 9),
+        ({"capacity_factor": 0.3, "policy": "probs"}, 9),
+        ({"capacity_pool": "expert", "capacity_factor": 0.5}, 8),
+        ({"top_k": 1}, 5),
+        ({"num_experts": 4, "top_k": 4}, 1),
+        ({"num_experts": 4, "top_k": 4}, 130),
+    ],
+    ids=str,
+)
+def test_every_setting_is_the_oracle(changes, num_tokens):
+    """Four ranks; a factor of 0.3 lets a rank receive fewer tokens than there are."""
+    config = config_of(4, **changes)
+    case = make_case(config, ["thin", "hot", "one rank"], num_tokens=num_tokens, hidden=3, ffn=1)
+    check(case)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        Activation(function="gelu", clamp=0.7),
+        Activation(function="quick_gelu", clamp=1.0, offset=1.0),
+        Activation(function="squared_relu", gated=False),
+        Activation(gated=False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_every_activation_is_the_oracle(activation, biased):
+    config = config_of(2, 1, capacity_factor=0.7)
+    check(make_case(config, ["thin", "hot"], activation=activation, biased=biased))
+
+
+# One rank, one layer: where gradients of weights go, and dtypes.
+
+
+def one_layer(
+    dtype: torch.dtype = torch.float64, **given: Any
+) -> tuple[ExpertWeights, Tensor, dict[str, Tensor]]:
+    """Return weights, the output of a pass, and its leaves; expert 1 of 3 has no row."""
+    config = config_of(1, capacity_factor=NO_DROP, top_k=2)
+    case = make_case(config, ["full"], num_tokens=5)
+    leaves = {name: torch.from_numpy(v[0]) for name, v in case.layers[0].weights.items()}
+    leaves |= {"tokens_TD": torch.from_numpy(case.tokens_STD[0])}
+    leaves |= {"probs_TE": torch.rand(5, 3, generator=torch.Generator().manual_seed(1))}
+    leaves = {name: value.to(dtype).requires_grad_() for name, value in leaves.items()}
+    names = leaves.keys() - {"tokens_TD", "probs_TE"}
+    weights = ExpertWeights(**{name: leaves[name] for name in names}, **given)
+    tokens_TD = leaves["tokens_TD"]
+    plan = make_plan(torch.tensor([[True, False, True]]).repeat(5, 1), top_k=2)
+    wire = Collectives(3).start(plan, tokens_TD, 5)
+    call = Call(plan=plan, wire=wire, rooms=fitting())
+    prob_TK = choice_probs(leaves["probs_TE"], plan.expert_TK)
+    return weights, run(tokens_TD, prob_TK, weights, Activation(), call), leaves
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("summed", [False, True])
+def test_gradients_of_weights_go_where_they_are_wanted(summed, delayed):
+    _, out_TD, plain_leaves = one_layer()
+    out_TD.sum().backward()
+    given: dict[str, Any] = {}
+    shapes = {"fc1": (3, 10, 6), "fc2": (3, 6, 5)}
+    suffixes = {"fc1": "LGD", "fc2": "LDF"}
+    if summed:
+        for name, shape in shapes.items():
+            given[f"{name}_sums_{suffixes[name]}"] = torch.full(shape, 2.0, dtype=torch.float64)
+            given[f"{name}_spare_{suffixes[name]}"] = torch.zeros(shape, dtype=torch.float64)
+    if delayed:
+        given |= {f"{name}_delayed": deque() for name in shapes}
+    weights, out_TD, leaves = one_layer(**given)
+    out_TD.sum().backward()
+    for name, suffix in suffixes.items():
+        leaf = leaves[f"{name}_{suffix}"]
+        wanted = plain_leaves[f"{name}_{suffix}"].grad
+        assert wanted is not None and wanted[0].any() and not wanted[1].any()
+        gradient = leaf.grad
+        if delayed:
+            assert gradient is None
+            queue = getattr(weights, f"{name}_delayed")
+            if summed:
+                assert (getattr(weights, f"{name}_sums_{suffix}") == 2).all()
+            gradient = queue.popleft()()
+            assert not queue
+        assert gradient is not None and gradient.dtype == leaf.dtype
+        if summed:
+            gradient = getattr(weights, f"{name}_sums_{suffix}") - 2
+            assert not getattr(weights, f"{name}_spare_{suffix}").any()
+        torch.testing.assert_close(gradient, wanted)
+    for name in ("tokens_TD", "probs_TE", "fc1_bias_LG", "fc2_bias_LD"):
+        assert torch.equal(leaves[name].grad, plain_leaves[name].grad), name
+
+
+def test_frozen_weights_get_no_gradient():
+    _, out_TD, leaves = one_layer(fc1_sums_LGD=torch.zeros(3, 10, 6, dtype=torch.float64))
+    frozen = leaves["fc1_LGD"].requires_grad_(False)
+    assert frozen.grad is None and out_TD.requires_grad
+
+
+def test_bf16_is_as_exact_as_its_rounding():
+    """Each step rounds once: against fp64, the error is at most a few units of the last place."""
+    _, exact_TD, wide = one_layer()
+    exact_TD.square().sum().backward()
+    _, out_TD, leaves = one_layer(torch.bfloat16)
+    out_TD.float().square().sum().backward()
+    assert out_TD.dtype == torch.bfloat16
+    largest = exact_TD.abs().max()
+    assert (out_TD.double() - exact_TD).abs().max() <= 0.02 * largest
+    for name, leaf in leaves.items():
+        found, wanted = leaf.grad, wide[name].grad
+        assert found is not None and wanted is not None and found.dtype == torch.bfloat16
+        assert (found.double() - wanted).abs().max() <= 0.04 * wanted.abs().max(), name
+
+
+def test_gradients_of_a_token_are_summed_in_fp32():
+    """256 + 1 + 1 is 258 in bf16 if it is rounded once, and 256 if it is rounded twice."""
+    values = torch.ones(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    rows = plain.take(values, torch.tensor([0, 0, 0]))
+    rows.backward(torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16))
+    assert values.grad is not None and values.grad.item() == 258
+    summed = plain.add(torch.tensor([[256.0], [1.0], [1.0]]).bfloat16(), torch.zeros(3).int(), 1, 1)
+    assert summed.dtype == torch.float32 and summed.item() == 258
