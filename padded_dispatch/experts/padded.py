@@ -99,9 +99,10 @@ def dispatch(
         offsets=begin.to(torch.int32),
         num_experts=num_local_experts,
         num_rows=count_SL.numel() * capacity,
+        num_expected=count_SL.numel() * capacity,
     )
     level = cells.offsets[1:2]
-    if tokens_TD.is_cuda:
+    if _has_kernels(tokens_TD):
         rows_ND, probs_N, row_SPK = _ToCells.apply(
             arrived.values.rows_SPD, arrived.prob_SPK, arrived, cells, level, capacity
         )
@@ -128,12 +129,16 @@ def combine(out_ND: Tensor, sent: Sent) -> Tensor:
     Sums have at least fp32, in ascending expert order for each rank, then in rank order. Padded
     rows of `out_ND` may hold anything.
     """
-    if out_ND.is_cuda:
+    if _has_kernels(out_ND):
         return sent.wire.bring(_ToSums.apply(out_ND, sent)).sum_TD
     num_sources, num_slots, top_k = sent.row_SPK.shape
     row_N, choice_N = choices_of_rows(sent.row_SPK)
     rows = out_ND.index_select(0, row_N)
     return sent.wire.bring(add(rows, choice_N // top_k, num_sources, num_slots)).sum_TD
+
+
+def _has_kernels(values: Tensor) -> bool:
+    return values.is_cuda
 
 
 def _to_cells(arrived: Arrived, row_SPK: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -103,7 +103,7 @@ def rows_of_choices(
 
 def choices_of_rows(row_SPK: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows that choices have, ascending, and the number of the choice of each, [n]."""
-    row_C = row_SPK.flatten()
+    row_C = row_SPK.flatten().long()
     choice_N = (row_C >= 0).nonzero().flatten()
     row_N, order_N = row_C[choice_N].sort()
     return row_N, choice_N[order_N]

@@ -30,9 +30,7 @@ from tests.support.whole_layers import (
     stacks_are_empty,
 )
 
-RANKS = pytest.mark.parametrize(
-    ("num_ranks", "etp_size"), [(1, 1), (4, 1), (2, 2), (8, 1)], ids=lambda value: str(value)
-)
+RANKS = pytest.mark.parametrize(("num_ranks", "etp_size"), [(1, 1), (4, 1), (2, 2), (8, 1)])
 
 
 def config_of(num_ranks: int = 1, etp_size: int = 1, **changes: Any) -> DispatchConfig:

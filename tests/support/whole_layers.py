@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padded_dispatch import Activation, DispatchConfig, ExpertWeights
+from padded_dispatch.experts.activation import activate
+from padded_dispatch.experts.padded import ExpertInput
 from padded_dispatch.experts.store import Store
 from tests.support import reference
 from tests.support.grids import poisoned_memory
@@ -303,6 +305,44 @@ def _same(found: Tensor | None, wanted: NDArray, what: str) -> None:
         atol=1e-10,
         msg=lambda text: f"{what}: {text}",
     )
+
+
+class _Poison(torch.autograd.Function):
+    """NaN in rows that are not real: of the values, or of their gradient in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, is_real_N: Tensor, forward: bool) -> Tensor:
+        ctx.given = is_real_N, forward
+        return _with_nan(values, is_real_N) if forward else values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        is_real_N, forward = ctx.given
+        padded = grads[0][~is_real_N]
+        assert not forward or torch.equal(padded, torch.zeros_like(padded)), "exactly zero"
+        return (grads[0] if forward else _with_nan(grads[0], is_real_N)), None, None
+
+
+def _with_nan(values: Tensor, is_real_N: Tensor) -> Tensor:
+    return torch.where(is_real_N.view(-1, *[1] * (values.ndim - 1)), values, torch.nan)
+
+
+def padded_experts(given: ExpertInput, weights: ExpertWeights, activation: Activation) -> Tensor:
+    """Compute experts that read padded rows, and leave NaN in their output and gradients."""
+    num_sources, num_experts = given.count_SL.shape
+    c_C = torch.arange(given.capacity)
+    is_real_N = (c_C < given.count_SL.T.reshape(num_experts, num_sources, 1)).flatten()
+    rows_ND = _Poison.apply(given.rows_ND, is_real_N, False)
+    probs_N = _Poison.apply(given.probs_N, is_real_N, False)
+    out = []
+    by_expert = zip(rows_ND.chunk(num_experts), probs_N.chunk(num_experts), strict=True)
+    for e, (rows, probs) in enumerate(by_expert):
+        biases = weights.fc1_bias_LG, weights.fc2_bias_LD
+        fc1_bias, fc2_bias = (None if bias is None else bias[e] for bias in biases)
+        hidden = activate(rows @ weights.fc1_LGD[e].T, probs, activation, fc1_bias)
+        product = hidden @ weights.fc2_LDF[e].T
+        out.append(product if fc2_bias is None else product + probs[:, None] * fc2_bias)
+    return _Poison.apply(torch.cat(out), is_real_N, True)
 
 
 def stacks_are_empty(store: Store) -> bool:
