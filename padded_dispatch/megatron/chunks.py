@@ -107,7 +107,10 @@ def join(
 
 def _place(config: Any, number: int, pipeline: Any) -> tuple[int, int]:
     """Return a layer's virtual stage, and how many layers of it come before."""
-    virtual, stages = config.virtual_pipeline_model_parallel_size, config.pipeline_model_parallel_size
+    virtual, stages = (
+        config.virtual_pipeline_model_parallel_size,
+        config.pipeline_model_parallel_size,
+    )
     if stages == 1 or number > config.num_layers:  # Multi-token prediction follows the last layer.
         return (virtual or 1) - 1, number - 1
     rank = pipeline.rank() if pipeline else parallel_state.get_pipeline_model_parallel_rank()

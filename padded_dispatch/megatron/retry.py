@@ -20,7 +20,7 @@ kernels. What a step changes, and how it goes back:
   `moe_router_enable_expert_bias`) and sums that Megatron logs are copied before the step.
 - Microbatches are recorded while the schedule reads them, and read again: `record`, `replay`.
 
-Letters: Y padded layers of this rank, in training and in evaluation, W numbers in `Counters.totals`.
+Letters: Y padded layers of this rank, in each mode, W numbers in `Counters.totals`.
 """
 
 import copy
