@@ -46,14 +46,19 @@ _last: Callable[[], Chunk | None] = lambda: None
 class Calls:
     """The calls of one layer in a pass of its chunk.
 
-    A layer has several if it is repeated for multi-token prediction, or takes a sequence in parts.
+    A layer has several if it is repeated for multi-token prediction, or takes a sequence in parts;
+    none if backward always runs it again.
+
+    Attributes:
+        store: where their rows lie; None if there are no calls.
     """
 
     def __init__(self, chunk: Chunk, numbers: list[int]) -> None:
-        self._chunk, self._numbers, self.store = chunk, numbers, chunk.store
+        self._chunk, self._numbers = chunk, numbers
+        self.store = chunk.store if numbers else None
 
     def rooms(self, tokens_TD: torch.Tensor, fc1_width: int, *, logs: bool) -> Rooms | None:
-        """Return the rooms of a pass with gradients; None if none were expected.
+        """Return the rooms of a pass with gradients; None if there is no room in the store.
 
         Args:
             tokens_TD: [T, D].
@@ -129,5 +134,8 @@ def _repeats(config: Any, number: int) -> int:
 
 def _is_recomputed(config: Any, index: int) -> bool:
     """Return whether backward runs a layer again, so that its pass keeps no rows."""
-    blocks = config.recompute_granularity == "full" and config.recompute_method == "block"
-    return blocks and index < (config.recompute_num_layers or 0)
+    if config.recompute_granularity == "selective":
+        return "moe" in (config.recompute_modules or ())
+    blocks = config.recompute_method == "block"
+    is_whole = config.recompute_granularity == "full"
+    return is_whole and not (blocks and index >= (config.recompute_num_layers or 0))

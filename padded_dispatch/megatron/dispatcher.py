@@ -83,7 +83,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         pg_collection: `ep` and `expt_tp` are used.
 
     Attributes:
-        store: where the rows of training passes lie, with those of other layers; None if nowhere.
+        store: where the rows of training passes lie, with those of other layers; None if each pass
+            has memory of its own.
+        replicas: the group of the ranks with the same experts, if it is known.
         kept_inputs: nodes of Megatron's combined schedule whose inputs must not be freed.
 
     Raises:
@@ -140,8 +142,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.cudagraph_attrs = list(_PLAN_TENSORS)
         self._announced: set[tuple[DispatchConfig, int]] = set()
         # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
-        replicas = getattr(pg_collection, "expt_dp", None)
-        own = (self.ep_group, self.tp_group, replicas)
+        self.replicas = getattr(pg_collection, "expt_dp", None)
+        own = (self.ep_group, self.tp_group, self.replicas)
         self._logs = all(group is None or group.rank() == 0 for group in own)
         if self._logs:
             log_once(
@@ -153,6 +155,17 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     def dispatch_config(self) -> DispatchConfig:
         """The config that decides the shapes of the next pass."""
         return self.configs.now
+
+    @property
+    def shares_per_token(self) -> int | None:
+        """Rows per token, in perfect balance, of all that shares room in training; None for cells.
+
+        A capacity factor is relative to it.
+        """
+        config = self.configs.training
+        if config.capacity_pool == "expert":
+            return None
+        return config.share(1) if self.store is None else self.store.num_shares(1)
 
     @property
     def selector(self) -> Selector:
