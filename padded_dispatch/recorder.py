@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from padded_dispatch.config import PoolSizes, require
+from padded_dispatch.config import CapacityPool, require
+from padded_dispatch.routing.plan import choice_probs, make_plan
 from padded_dispatch.routing.select import Selection
 from padded_dispatch.trace import HEADER_BYTES, Trace, append, record_bytes
 
@@ -54,7 +55,7 @@ class RoutingBuffer:
 
     @torch.no_grad()
     def observe(
-        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, sizes: PoolSizes
+        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, kept_here: bool
     ) -> None:
         """Append one micro-batch and discard the first: see `RoutingObserver`.
 
@@ -68,10 +69,11 @@ class RoutingBuffer:
             "be at most float32, which a trace holds",
             "set moe_router_dtype='fp32'",
         )
-        ids_TK, probs_TK = choices(asked_TE, probs_TE, self.ids_MTK.shape[2])
+        expert_TK = make_plan(asked_TE, top_k=self.ids_MTK.shape[2]).expert_TK
+        probs_TK = choice_probs(probs_TE, expert_TK)
         # Shifting needs no index, which a capture or a warm-up would leave at the wrong value. The
         # choices that these leave are shifted out within one step.
-        self.ids_MTK.copy_(torch.cat((self.ids_MTK[1:], ids_TK[None])))
+        self.ids_MTK.copy_(torch.cat((self.ids_MTK[1:], expert_TK[None].short())))
         self.probs_MTK.copy_(torch.cat((self.probs_MTK[1:], probs_TK[None])))
 
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -79,38 +81,19 @@ class RoutingBuffer:
         return self.ids_MTK, self.probs_MTK
 
 
-def choices(asked_TE: Tensor, probs_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Convert a routing map to the normal form of a trace: ids int16, probabilities fp32, [T, K].
-
-    Shapes are static, and the host reads nothing. The k-th expert of a token is the first at which
-    its running count reaches k + 1, found by binary search as in `padded_dispatch.routing.plan`.
-
-    Example: `asked = [[0, 1, 1]]`, `probs = [[.1, .2, .7]]`, K = 3 give `[[1, 2, -1]]` and
-    `[[.2, .7, 0]]`.
-    """
-    num_tokens, num_experts = asked_TE.shape
-    running_TE = asked_TE.cumsum(1, dtype=torch.int32)
-    nth_TK = torch.arange(1, top_k + 1, device=asked_TE.device, dtype=torch.int32)
-    expert_TK = torch.searchsorted(running_TE, nth_TK.expand(num_tokens, -1).contiguous())
-    valid_TK = expert_TK < num_experts
-    ids_TK = torch.where(valid_TK, expert_TK, -1).to(torch.int16)
-    here_TK = expert_TK.clamp(max=num_experts - 1)
-    probs_TK = torch.where(valid_TK, probs_TE.gather(1, here_TK).float(), 0)
-    return ids_TK, probs_TK
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recording:
     """Settings of a recording.
 
     `num_experts` (E). `num_ranks`: sources that share an expert-parallel group. `rank`: this one
-    among all sources, see `Trace`. `every`: steps between two records of a layer. `num_steps`:
-    until the end of the run. `max_bytes`: of the file.
+    among all sources, see `Trace`. `capacity_pool`: of the run. `every`: steps between two records
+    of a layer. `num_steps`: until the end of the run. `max_bytes`: of the file.
     """
 
     num_experts: int
     num_ranks: int
     rank: int
+    capacity_pool: CapacityPool
     every: int
     num_steps: int
     max_bytes: int
@@ -197,6 +180,7 @@ class TraceRecorder:
             ranks=np.full(num_records, self._recording.rank, np.int32),
             ids_NTK=ids_NTK,
             probs_NTK=probs_NTK,
+            capacity_pool=self._recording.capacity_pool,
         )
         append(step, self._file)
         self._pending = None

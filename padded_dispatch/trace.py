@@ -5,7 +5,7 @@ with several micro-batches has several records of a (layer, rank), in their orde
 ids are in ascending order, then -1.
 
 A file is a sequence of NumPy arrays, one for each recorded step, each written by `np.save`. An
-array's elements are records of fixed size, `step layer rank num_experts num_ranks probs ids`.
+array's elements are records of fixed size, `step layer rank num_experts num_ranks pool probs ids`.
 Reading unpickles nothing. A last array that a killed process left incomplete is skipped.
 
 A recording is several files, `rank-RANK-step-STEP.npy`, where STEP steps were done before. A
@@ -29,10 +29,11 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from padded_dispatch.config import require
+from padded_dispatch.config import CapacityPool, require
 
 MAX_EXPERTS = 2**15 - 1  # ids are int16
 HEADER_BYTES = 512  # of a step in a file, at most
+_POOLS: tuple[CapacityPool | None, ...] = (None, "expert", "store")  # by their number in a file
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,6 +51,7 @@ class Trace:
             with fewer than K experts.
         probs_NTK: float32, the probabilities of these experts, finite, and 0 where the id is -1;
             None where they were not recorded.
+        capacity_pool: of the run; None if it is not known.
 
     Raises:
         ValueError: names the array, a value, its place, and what to change.
@@ -63,6 +65,7 @@ class Trace:
     ranks: NDArray[np.int32]
     ids_NTK: NDArray[np.int16]
     probs_NTK: NDArray[np.float32] | None
+    capacity_pool: CapacityPool | None = None
 
     def __post_init__(self) -> None:
         for name, most in (
@@ -92,6 +95,13 @@ class Trace:
     def num_tokens(self) -> int:
         """Tokens of a record, padding included (T)."""
         return self.ids_NTK.shape[1]
+
+    @property
+    def microbatches(self) -> NDArray[np.int64]:
+        """Micro-batch of each record: its place among those of its (step, layer, rank), [N]."""
+        keys = np.stack([self.steps, self.layers, self.ranks])
+        _, series = np.unique(keys, axis=1, return_inverse=True)
+        return running_count(series.reshape(-1))
 
     def where(self, chosen: NDArray[np.bool_]) -> "Trace":
         """Return the records for which `chosen` is True, in their order."""
@@ -157,23 +167,21 @@ def merge(traces: Sequence[Trace], names: Sequence[object] | None = None) -> Tra
     names = [f"part {i}" for i in range(len(traces))] if names is None else names
     first = traces[0]
     for part, name in zip(traces, names, strict=True):
-        for field in ("num_experts", "top_k", "num_ranks", "num_tokens"):
+        for field in ("num_experts", "top_k", "num_ranks", "num_tokens", "capacity_pool"):
             value, expected = getattr(part, field), getattr(first, field)
             rule = f"be {expected}, as in {names[0]}"
             require(value == expected, f"{name}: {field}", value, rule)
     seen: dict[tuple[int, ...], object] = {}
-    microbatches = []
     for part, name in zip(traces, names, strict=True):
-        keys = np.stack([part.steps, part.layers, part.ranks])
-        distinct, series = np.unique(keys, axis=1, return_inverse=True)
-        for step, layer, rank in distinct.T.tolist():
+        keys = np.unique(np.stack([part.steps, part.layers, part.ranks]), axis=1)
+        for step, layer, rank in keys.T.tolist():
             before = seen.setdefault((step, layer, rank), name)
             if before is not name:
                 raise ValueError(
                     f"step {step}, layer {layer}, rank {rank} is in {before} and {name}; give "
                     "every recording once"
                 )
-        microbatches.append(running_count(series.reshape(-1)))
+    microbatches = [part.microbatches for part in traces]
     steps = np.concatenate([part.steps for part in traces])
     layers = np.concatenate([part.layers for part in traces])
     ranks = np.concatenate([part.ranks for part in traces])
@@ -272,6 +280,7 @@ def append(part: Trace, file: BinaryIO) -> None:
     records = np.empty(part.num_records, dtype)
     records["step"], records["layer"], records["rank"] = part.steps, part.layers, part.ranks
     records["num_experts"], records["num_ranks"] = part.num_experts, part.num_ranks
+    records["pool"] = _POOLS.index(part.capacity_pool)
     records["ids"] = part.ids_NTK
     if part.probs_NTK is not None:
         records["probs"] = part.probs_NTK
@@ -279,9 +288,12 @@ def append(part: Trace, file: BinaryIO) -> None:
     file.flush()
 
 
+_SETTINGS = ("num_experts", "num_ranks", "pool")  # alike in all records of a file
+
+
 def _record_dtype(num_tokens: int, top_k: int, *, probs: bool) -> np.dtype:
     choices = num_tokens, top_k
-    fields = [(name, "<i4") for name in ("layer", "rank", "num_experts", "num_ranks")]
+    fields = [(name, "<i4") for name in ("layer", "rank", *_SETTINGS)]
     with_probs = [("probs", "<f4", choices)] if probs else []
     return np.dtype([("step", "<i8"), *fields, *with_probs, ("ids", "<i2", choices)])
 
@@ -328,21 +340,24 @@ def _trace(arrays: Sequence[NDArray[np.void]]) -> Trace:
     def joined(field: str) -> NDArray:
         return np.concatenate([array[field] for array in arrays])
 
-    sizes = np.stack([joined("num_experts"), joined("num_ranks")], axis=1)
-    differs = (sizes != sizes[0]).any(1)
+    settings = np.stack([joined(name) for name in _SETTINGS], axis=1)
+    differs = (settings != settings[0]).any(1)
     n = int(differs.argmax())
     require(
         not differs.any(),
-        f"record {n}: (num_experts, num_ranks)",
-        sizes[n].tolist(),
-        f"be {sizes[0].tolist()}, as in the first record",
+        f"record {n}: ({', '.join(_SETTINGS)})",
+        settings[n].tolist(),
+        f"be {settings[0].tolist()}, as in the first record",
         "record every configuration into its own file",
     )
+    num_experts, num_ranks, pool = settings[0].tolist()
+    require(0 <= pool < len(_POOLS), "record 0: pool", pool, f"be below {len(_POOLS)}")
     ids_NTK = joined("ids")
     return Trace(
-        num_experts=int(sizes[0, 0]),
+        num_experts=num_experts,
         top_k=ids_NTK.shape[2],
-        num_ranks=int(sizes[0, 1]),
+        num_ranks=num_ranks,
+        capacity_pool=_POOLS[pool],
         steps=joined("step"),
         layers=joined("layer"),
         ranks=joined("rank"),

@@ -1,31 +1,13 @@
 """A recording holds the choices of the routers, at the steps to be recorded."""
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
 
+from padded_dispatch.recorder import Recording, RoutingBuffer, TraceRecorder
 from padded_dispatch.routing.select import select
-from padded_dispatch.recorder import Recording, RoutingBuffer, TraceRecorder, choices
 from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
 from tests.support.graph_protocol import Tape
-from tests.support.pools import pools
-from tests.support.routing_cases import RoutingCase, routing_cases
 from tests.support.routings import routing_map, thin_out
-
-SIZES = pools(5, 2)
-
-
-@given(routing_cases())
-def test_choices_are_the_first_k_experts_of_the_map(case: RoutingCase):
-    map_TE, probs_TE, _ = case.tensors()
-    ids_TK, probs_TK = choices(map_TE, probs_TE, case.top_k)
-    assert (ids_TK.dtype, probs_TK.dtype) == (torch.int16, torch.float32)
-    for t, row_E in enumerate(case.map_TE):
-        experts = np.flatnonzero(row_E)[: case.top_k].tolist()
-        padding = case.top_k - len(experts)
-        assert ids_TK[t].tolist() == experts + [-1] * padding
-        assert probs_TK[t].tolist() == case.probs_TE[t, experts].tolist() + [0.0] * padding
 
 
 def microbatch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,9 +17,17 @@ def microbatch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return map_TE, torch.where(map_TE, probs_TE, 0)
 
 
+def choices(number: int) -> tuple[list[list[int]], list[list[float]]]:
+    """Experts and probabilities [7, 2] of one micro-batch, as a trace has them."""
+    map_TE, probs_TE = (tensor.tolist() for tensor in microbatch(number))
+    ids = [[e for e, asked in enumerate(row) if asked] for row in map_TE]
+    probs = [[row[e] for e in mine] for row, mine in zip(probs_TE, ids, strict=True)]
+    return [[(row + [none] * 2)[:2] for row in rows] for rows, none in ((ids, -1), (probs, 0.0))]
+
+
 def observe(buffer: RoutingBuffer, number: int) -> None:
     map_TE, probs_TE = microbatch(number)
-    buffer.observe(map_TE, probs_TE, select(map_TE, probs_TE, sizes=SIZES), SIZES)
+    buffer.observe(map_TE, probs_TE, select(map_TE, probs_TE, capacity=2), True)
 
 
 def buffer(num_microbatches: int = 2) -> RoutingBuffer:
@@ -46,6 +36,7 @@ def buffer(num_microbatches: int = 2) -> RoutingBuffer:
 
 def recording(**changes) -> Recording:
     values = dict(num_experts=5, num_ranks=1, rank=3, every=2, num_steps=6, max_bytes=2**20)
+    values |= dict(capacity_pool="store")
     return Recording(**(values | changes))
 
 
@@ -70,21 +61,20 @@ def test_recorded_steps_have_all_their_microbatches_in_order(tmp_path, num_micro
     trace = load_traces([tmp_path])
     assert trace.ranks.tolist() == [3] * len(expected)
     assert (trace.num_experts, trace.top_k, trace.num_ranks) == (5, 2, 1)
+    assert trace.capacity_pool == "store"
     assert list(zip(trace.steps.tolist(), trace.layers.tolist(), strict=True)) == [
         (step, layer) for step, _, layer, _ in expected
     ]
     for n, (*_, seed) in enumerate(expected):
-        ids_TK, probs_TK = choices(*microbatch(seed), 2)
-        assert trace.ids_NTK[n].tolist() == ids_TK.tolist()
-        assert trace.probs_NTK[n].tolist() == probs_TK.tolist()
+        assert [trace.ids_NTK[n].tolist(), trace.probs_NTK[n].tolist()] == choices(seed)
 
 
 def test_a_replayed_microbatch_is_kept_like_an_eager_one():
     map_TE, probs_TE = microbatch(0)
-    selection = select(map_TE, probs_TE, sizes=SIZES)
+    selection = select(map_TE, probs_TE, capacity=2)
     replayed, eager, tape = buffer(3), buffer(3), Tape()
     with tape:
-        replayed.observe(map_TE, probs_TE, selection, SIZES)
+        replayed.observe(map_TE, probs_TE, selection, True)
     observe(eager, 0)
     for number in range(1, 6):
         for static, new in zip((map_TE, probs_TE), microbatch(number), strict=True):
@@ -115,6 +105,6 @@ def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path):
 
 def test_probabilities_that_a_trace_cannot_hold():
     map_TE, probs_TE = microbatch(0)
-    selection = select(map_TE, probs_TE, sizes=SIZES)
+    selection = select(map_TE, probs_TE, capacity=2)
     with pytest.raises(ValueError, match=r"probs_TE.dtype must .*; .* moe_router_dtype='fp32'"):
-        buffer().observe(map_TE, probs_TE.double(), selection, SIZES)
+        buffer().observe(map_TE, probs_TE.double(), selection, True)

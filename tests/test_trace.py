@@ -95,7 +95,7 @@ def test_what_was_appended_is_read(tmp_path, probs):
         for step in (3, 8):
             append(whole.where(whole.steps == step), file)
             assert equal(load_traces([path]), whole.where(whole.steps <= step))
-        assert path.stat().st_size <= 2 * HEADER_BYTES + 4 * (24 + 15 * (2 + 4 * probs))
+        assert path.stat().st_size <= 2 * HEADER_BYTES + 4 * (28 + 15 * (2 + 4 * probs))
     with path.open("rb") as file:
         records = np.load(file, allow_pickle=False)
         assert (records["layer"].tolist(), np.load(file)["step"].tolist()) == ([0, 1], [8, 8])
@@ -240,4 +240,7 @@ def test_wrong_sizes_in_a_header(tmp_path):
     refuse(tmp_path, file_of(array), "num_experts=6, got 6")
     array = good()
     array["num_experts"][1] = 7
-    refuse(tmp_path, file_of(array), r"be \[6, 2\], as in the first record, got \[7, 2\]")
+    refuse(tmp_path, file_of(array), r"be \[6, 2, 0\], as in the first record, got \[7, 2, 0\]")
+    array = good()
+    array["pool"] = 3
+    refuse(tmp_path, file_of(array), "be below 3, got 3")

@@ -76,27 +76,6 @@ def captures_experts(config: Any) -> bool:
     return _captures(config) and (_captures_all(config) or "moe" in graph_scopes(config))
 
 
-def captures_dispatch_alone(config: Any) -> bool:
-    """Return whether graphs of a config end between the first dispatch stage and the experts.
-
-    In layers of hybrid stacks, `local` ones with the scope `moe_router` do, too
-    (`MoETransformerLayer.create_mcore_cudagraph_manager`).
-    """
-    by_local = {"moe_router"} if config.cuda_graph_impl == "local" else set()
-    alone = graph_scopes(config) & ({"moe_preprocess"} | by_local) and not captures_experts(config)
-    return _captures(config) and bool(alone)
-
-
-def splits_hybrid_layers(config: Any) -> bool:
-    """Return whether a hybrid stack has a graph before the experts, and another one behind them.
-
-    The second one replays the sum of slots with tensors of its capture, but for those that the
-    first one hands on by name (`MoETransformerLayer.transition_cudagraph_scope`).
-    """
-    by_local = config.cuda_graph_impl == "local" and getattr(config, "is_hybrid_model", False)
-    return by_local and captures_dispatch_alone(config)
-
-
 def _captures(config: Any) -> bool:
     return getattr(config, "cuda_graph_impl", "none") not in (None, "none")
 

@@ -17,6 +17,7 @@ from padded_dispatch.config import (
     FIT,
     NO_DROP,
     CapacityFactor,
+    CapacityPool,
     DispatchConfig,
     require,
 )
@@ -24,7 +25,6 @@ from padded_dispatch.megatron.compat import (
     captures_experts,
     captures_iteration,
     graph_scopes,
-    splits_hybrid_layers,
 )
 from padded_dispatch.megatron.fields import REFUSED, REPLACED, ConfigField
 from padded_dispatch.megatron.options import PaddedOptions, require_options, to_plain
@@ -101,12 +101,6 @@ def check_config(config: Any) -> None:
             "disable_parameter_transpose_cache=True."
         )
     options = padded_options(config)
-    if options.exchange == "direct" and splits_hybrid_layers(config):
-        refused.append(
-            "  exchange='direct' with a graph that ends before the experts of a hybrid stack "
-            f"(cuda_graph_impl={graphs!r}): the one behind them does not learn where rows came "
-            "from. Remedy: exchange='alltoall', or capture 'moe', too."
-        )
     refused += _refused_overlaps(config)
     if refused:
         raise ValueError("\n".join(["the padded dispatcher does not support", *refused]))
@@ -301,6 +295,7 @@ def dispatch_config(
     *,
     num_ranks: int,
     etp_size: int,
+    capacity_pool: CapacityPool = "expert",
     layer_number: int | None = None,
     training: bool = True,
 ) -> DispatchConfig:
@@ -311,6 +306,7 @@ def dispatch_config(
         options: options of the padded dispatcher.
         num_ranks: ranks in the expert-parallel group (R).
         etp_size: ranks that split every expert.
+        capacity_pool: see `chosen_experts`, which knows what the options mean by "auto".
         layer_number: see `number_in_model`; None before the layer has its number.
         training: False for evaluation, see `eval_factor`.
 
@@ -323,7 +319,7 @@ def dispatch_config(
             top_k=config.moe_router_topk,
             capacity_factor=_factor(config, options, layer_number, training),
             alignment=_alignment(config),
-            capacity_pool=options.capacity_pool,
+            capacity_pool=capacity_pool,
             policy=config.moe_token_drop_policy,
             num_ranks=num_ranks,
             etp_size=etp_size,
@@ -335,46 +331,6 @@ def dispatch_config(
 def fitting(config: DispatchConfig) -> DispatchConfig:
     """Return the config for passes outside of training whose sizes fit their routing."""
     return dataclasses.replace(config, capacity_factor=FIT)
-
-
-def passes_in_flight(config: Any, pp_rank: int) -> int:
-    """Return the most forward passes of one layer that wait for their backward pass.
-
-    Follows Megatron's schedules (`schedules.get_pp_rank_microbatches`, 0.16.1 to 0.19.0). Without
-    pipeline stages it is one. In 1F1B, stage r of P runs P - r passes ahead. Interleaved, the
-    order of model chunks is played through: a stage warms up with 2 * (P - r - 1) passes and one
-    group of micro-batches for each chunk but the last, then forward and backward passes alternate.
-    The combined schedule (`overlap_moe_expert_parallel_comm`) begins with one more, since a forward
-    pass runs beside the backward pass of an earlier micro-batch.
-
-    Layers that run several times per micro-batch multiply it: repeated layers of multi-token
-    prediction, and chunks of the sequence (`mlp_chunks_for_training`).
-
-    Example: 4 stages give 4, 3, 2, 1; 4 stages of 2 chunks in groups of 4 give 8, 8, 7, 5.
-
-    Args:
-        config: a TransformerConfig.
-        pp_rank: this rank's pipeline stage (r).
-    """
-    stages = config.pipeline_model_parallel_size
-    chunks = config.virtual_pipeline_model_parallel_size or 1
-    again = getattr(config, "mlp_chunks_for_training", None) or 1
-    if getattr(config, "mtp_use_repeated_layer", False):
-        again *= config.mtp_num_layers or 1
-    combined = int(_read(config, "overlap_moe_expert_parallel_comm") or False)
-    if stages == 1 or chunks == 1:
-        return (stages - pp_rank + combined) * again
-    group = config.microbatch_group_size_per_vp_stage or stages
-    warmup = 2 * (stages - pp_rank - 1) + (chunks - 1) * group + combined
-    waiting, most = [0] * chunks, 0
-    for step in range(warmup + 2 * chunks * group):
-        chunk = step % (chunks * group) // group
-        waiting[chunk] += 1
-        most = max(most, waiting[chunk])
-        if step >= warmup:
-            done = (step - warmup) % (chunks * group) // group
-            waiting[chunks - 1 - done] -= 1
-    return most * again
 
 
 def eval_factor(config: Any, options: PaddedOptions) -> CapacityFactor | None:

@@ -1,25 +1,25 @@
-"""The six methods of a Megatron token dispatcher, over the stages of an exchange.
+"""The six methods of a Megatron token dispatcher, for packed experts and for Megatron's own.
 
 Conforms to `megatron.core.transformer.moe.token_dispatcher.MoETokenDispatcher`. No arithmetic here.
 
 The contract passes two tensors from method to method and leaves the rest to attributes. Ours are
-the plan's tensors, and nothing else: no shape and no Python number, because a replayed CUDA graph
-sets tensors by name (`cudagraph_attrs`) and runs no Python. T, G and P are read off their shapes,
-and with them which exchange serves the pass. No attribute needs a gradient, no backward reads one,
-and all are dropped when the layer is done, so that no graph memory stays pinned. (`offsets_LS`
-lives from the experts' input to the sum of their output, between which no capture begins or ends.
-`FIT` passes are never replayed, so their sizes need not be tensors either.)
+the plan's tensors, and nothing else that a captured part hands on: no shape and no Python number,
+because a replayed CUDA graph sets tensors by name (`cudagraph_attrs`) and runs no Python. T and K
+are read off their shapes. No attribute needs a gradient, and all are dropped when the layer is
+done, so that no graph memory stays pinned.
+
+Packed experts hold the whole exchange: methods pass tokens on, and `dispatch_postprocess` leaves
+what the host decided in `StackedExperts.call`. Megatron's own experts get padded cells, which
+`token_dispatch` sends and `token_combine` brings back; no capture begins or ends in between.
 
 With `overlap_moe_expert_parallel_comm` Megatron calls the methods one by one, some on a stream of
-their own; backward passes of other microbatches come between, forward passes do not, so the
-attributes hold one pass. Megatron frees what went into a method once it has run, so a result that
-shares memory with it is copied (`_apart`); the plan's tensors are kept until the other stream has
-read them (`record_stream`); and direct stores must be in one order, so all of them are on the
-communicating stream (`_store`).
+their own, where the exchange of Megatron's own experts is then; packed experts run on the stream of
+computation as a whole. Backward passes of other microbatches come between, forward passes do not,
+so the attributes hold one pass. Megatron frees what went into a method once it has run, but for
+`kept_inputs`, which share memory with what came out.
 
 Letters: T tokens as [S, B] (sequence, batch), K experts per token, E experts, L experts on this
-rank, R ranks of the expert-parallel group, C capacity, G pools of P slots, of X experts each, D
-hidden size, N rows of this rank's experts.
+rank, P slots of a source on the wire, D hidden size, N rows of this rank's experts.
 """
 
 import logging
@@ -28,41 +28,31 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from padded_dispatch.config import NO_DROP, DispatchConfig, PoolSizes
-from padded_dispatch.exchange import Exchange, ExpertInput, Slots, fused
+from padded_dispatch.config import NO_DROP, DispatchConfig
+from padded_dispatch.counters import Counters
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.choose import Choice, LayerExchanges
-from padded_dispatch.exchange.fit import fit
-from padded_dispatch.megatron.compat import (
-    SharedExpertOverlap,
-    captures_dispatch_alone,
-    splits_hybrid_layers,
-)
+from padded_dispatch.exchange.choose import choose
+from padded_dispatch.experts import Call, padded
+from padded_dispatch.experts.padded import Sent
+from padded_dispatch.experts.store import Rooms, Store, fitting, scratch
+from padded_dispatch.megatron.chunks import Calls, join
+from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import (
     check_config,
     check_pipeline,
     log_once,
     padded_options,
-    passes_in_flight,
 )
 from padded_dispatch.megatron.experts import chosen_experts, require_gradients_arrive
 from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.megatron.router import Selector
-from padded_dispatch.counters import Counters
-from padded_dispatch.routing.plan import DispatchPlan, make_plan
+from padded_dispatch.routing.plan import Plan, choice_probs, make_plan
 
-# The tensors of `DispatchPlan`; slots and experts keep the shape that the tokens came in.
-_PLAN_TENSORS = (
-    "slot_of_SBK",
-    "expert_of_SBK",
-    "choice_of_slot_GP",
-    "kept_E",
-    "unplaced_E",
-)
+# The tensors of `Plan`; experts and places keep the shape that the tokens came in.
+_PLAN_TENSORS = "expert_SBK", "place_SBK", "kept_E", "unplaced_E"
 
 _EVALUATION_FITS = (
     "padded dispatch in evaluation: each pass has the sizes that its routing needs, and drops "
@@ -72,26 +62,18 @@ _EVALUATION_IS_AS_TRAINING = (
     "padded dispatch in evaluation: capacity and drops are as in training, because a CUDA graph "
     "captures evaluation; for another capacity set eval_factor"
 )
-
+_GENERATION_DROPS_NOTHING = (
+    "padded dispatch in a CUDA graph of text generation: it drops nothing, having room for every "
+    "routing; to pay less memory in graphs of many tokens, set eval_factor to a number"
+)
 _LESS_TO_TRAIN = "set moe_expert_capacity_factor, 1.25 for a start"
 _LESS_TO_GENERATE = "set eval_factor, 4 for a start, or capture graphs of fewer tokens"
-
-_GENERATION_DROPS_NOTHING = (
-    "padded dispatch in a CUDA graph of text generation: it drops nothing (C = T); to pay less "
-    "memory in graphs of many tokens, set eval_factor to a number"
-)
-
-_SPLIT_LAYERS = (
-    "the graph behind the experts of a hybrid stack would not learn where rows came from"
-)
-_OVERLAP_OF_STAGES = (
-    "with overlap_moe_expert_parallel_comm and pipeline stages direct stores must be asked for by "
-    "exchange='direct': they have run together on CPUs only"
-)
 
 
 class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     """The dispatcher that `moe_token_dispatcher_type="padded_alltoall"` selects.
+
+    Creating one is a collective call of its groups' members.
 
     Args:
         num_local_experts: experts on this rank (L).
@@ -99,9 +81,18 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         config: the TransformerConfig. Read before the first pass; later changes have no effect.
         pg_collection: `ep` and `expt_tp` are used.
 
+    Attributes:
+        store: where the rows of training passes lie, with those of other layers; None if each pass
+            has memory of its own.
+        replicas: the group of the ranks with the same experts, if it is known.
+        kept_inputs: nodes of Megatron's combined schedule whose inputs must not be freed.
+
     Raises:
         ValueError: names every setting that the padded path does not support.
     """
+
+    store: Store | None = None
+    kept_inputs: tuple[str, ...] = ("moe_dispatch", "mlp")
 
     def __init__(
         self,
@@ -113,53 +104,51 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         super().__init__(config=config, pg_collection=pg_collection)
         check_config(config)
         check_pipeline(config)
-        options = padded_options(config)
-        self.configs = LayerConfigs(config, options, num_ranks=self.ep_size, etp_size=self.tp_size)
+        self.experts: Any = None  # Set by the layer.
+        self._options = padded_options(config)
+        self._pipeline = getattr(pg_collection, "pp", None)
+        chosen = chosen_experts(config)
+        self.configs = LayerConfigs(
+            config,
+            self._options,
+            capacity_pool=chosen.pool,
+            num_ranks=self.ep_size,
+            etp_size=self.tp_size,
+        )
         self.agreement = Agreement(self.ep_group, self.tp_group)
-        self._experts = chosen_experts(config)
-        self._options = options
-        self._overlaps = config.overlap_moe_expert_parallel_comm
-        # Graphs that end before the experts do not hold the linears. The combined schedule puts
-        # returns of other passes between a push and its return, which a return inside of a product
-        # forbids; it hides the way home itself.
-        self._fuses = not self._overlaps and not captures_dispatch_alone(config)
-        stages, why_not_direct = config.pipeline_model_parallel_size, ""
-        if splits_hybrid_layers(config):
-            why_not_direct = _SPLIT_LAYERS
-        elif self._overlaps and stages > 1:
-            why_not_direct = _OVERLAP_OF_STAGES
-        self.exchanges = LayerExchanges(
+        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        kind, dtype = self._options.exchange, config.params_dtype
+        self.agreement.check(exchange=kind, experts_are_packed=chosen.packed, dtype=dtype)
+        self.exchange, reason = choose(
             self.dispatch_config,
-            self.agreement,
             self.ep_group,
             self.tp_group,
-            layout=self._experts.layout or "padded",
-            kind=options.exchange,
-            why_not_direct=why_not_direct,
-            microbatches_in_flight=passes_in_flight(config, _pipeline_rank(pg_collection)),
-            num_layers=max(1, config.num_layers // stages),
-            ffn_size=config.moe_ffn_hidden_size or 0,
+            kind,
+            packed=chosen.packed,
+            device=torch.device(device),
+            dtype=dtype,
         )
-        # Whether `token_dispatch` makes direct stores; Megatron then keeps inputs.
-        self.stores_late = self._overlaps and self.exchanges.direct is not None
-        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-        self.counters = Counters(self.configs.training, device)
-        self.eval_counters = Counters(self.configs.evaluation, device)
+        self.chosen = {"experts": "packed" if chosen.packed else "module"}
+        self.chosen |= {"exchange": self.exchange.kind}
+        rank = self.ep_group.rank()
+        self.counters = Counters(self.configs.training, device, rank=rank)
+        self.eval_counters = Counters(self.configs.evaluation, device, rank=rank)
         self.shared_overlap: SharedExpertOverlap | None = None
-        self.slot_of_SBK: Tensor | None = None
-        self.expert_of_SBK: Tensor | None = None
-        self.choice_of_slot_GP: Tensor | None = None
+        self.expert_SBK: Tensor | None = None
+        self.place_SBK: Tensor | None = None
         self.kept_E: Tensor | None = None
         self.unplaced_E: Tensor | None = None
-        self.offsets_LS: Tensor | None = None  # Where packed rows lie, until they are combined.
-        self.experts: Any = None  # Set by the layer.
-        self._experts_sum = False  # Whether the pass has `StackedExperts.linears`, likewise.
-        self._choice: Choice | None = None
         self.cudagraph_attrs = list(_PLAN_TENSORS)
+        self._announced: set[tuple[DispatchConfig, int]] = set()
         # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
-        replicas = getattr(pg_collection, "expt_dp", None)
-        own = (self.ep_group, self.tp_group, replicas)
+        self.replicas = getattr(pg_collection, "expt_dp", None)
+        own = (self.ep_group, self.tp_group, self.replicas)
         self._logs = all(group is None or group.rank() == 0 for group in own)
+        if self._logs:
+            log_once(
+                f"padded dispatch: experts={self.chosen['experts']} ({chosen.reason}), "
+                f"capacity_pool={chosen.pool}, exchange={self.exchange.kind} ({reason})"
+            )
 
     @property
     def dispatch_config(self) -> DispatchConfig:
@@ -167,35 +156,31 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         return self.configs.now
 
     @property
+    def shares_per_token(self) -> int | None:
+        """Rows per token, in perfect balance, of all that shares room in training; None for cells.
+
+        A capacity factor is relative to it.
+        """
+        config = self.configs.training
+        if config.capacity_pool == "expert":
+            return None
+        return config.share(1) if self.store is None else self.store.num_shares(1)
+
+    @property
     def selector(self) -> Selector:
         """The values that this layer's router needs."""
         return Selector(
             configs=self.configs,
             agreement=self.agreement,
-            fit=self._fit,
             observers=[self.counters],
             eval_observers=[self.eval_counters],
+            numbered=self._set_layer,
         )
 
-    @property
-    def _exchange(self) -> Exchange:
-        """The exchange of the pass whose plan the attributes hold."""
-        if self.dispatch_config.fits:
-            return self.exchanges.fitting(self.configs.fitted).exchange
-        assert self.slot_of_SBK is not None and self.choice_of_slot_GP is not None
-        num_tokens = self.slot_of_SBK.shape[:-1].numel()
-        return self.exchanges.chosen(num_tokens, *self.choice_of_slot_GP.shape)
-
-    def _choose(self, config: DispatchConfig, tokens_TD: Tensor, probs_TE: Tensor) -> Choice:
-        """Return the exchange and the sizes of a pass, once its router knows them."""
-        if config.fits:
-            return self.exchanges.fitting(self.configs.fitted)
-        return self.exchanges.choose(config, tokens_TD, probs_TE)
-
-    def _fit(self, config: DispatchConfig, asked_TE: Tensor) -> PoolSizes:
-        """Return the sizes of a pass that drops nothing; see `Selector`."""
-        packed = self.exchanges.fits_packed
-        return fit(config, asked_TE, self.ep_group, self.tp_group, packed=packed)
+    def _set_layer(self, number: int) -> None:
+        """Take the layer's number in the model."""
+        self.agreement.layer = number
+        self.configs.find_factors(number)
 
     def _counters_now(self) -> Counters | None:
         """Return the counters of the layer's mode; None in the first pass of recompute."""
@@ -212,244 +197,214 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Put tokens into slots.
+        """Plan which row of this rank each choice of a token is.
 
         Args:
             tokens: floating point [S, B, D] (or any leading shape), T = S * B.
-            routing_map: bool [T, E]: what our router keeps, for which there are slots.
+            routing_map: bool [T, E]: what our router returns.
             probs: floating point [T, E].
 
         Returns:
-            Rows in pools [G, P, D] and, at least fp32, their probabilities and counts, [G, P + X];
-            where rows are packed at once, [1, N, D] and what the exchange puts beside them; where
-            `token_dispatch` stores them, tokens and probabilities.
+            The tokens, and the probability of each choice, [T, K], at least fp32.
         """
-        tokens_TD = tokens.view(-1, tokens.shape[-1])
-        config = self.dispatch_config
-        choice = self._choose(config, tokens_TD, probs)
-        if choice is not self._choice:
-            if self._experts.layout is None and self.configs.in_training:
-                require_gradients_arrive(self.experts, self.config)
-            generates = config is self.configs.generation
-            announce(
-                config,
-                tokens_TD,
-                packed=choice.exchange.packed,
-                logs=self._logs and not generates,
-                fix=_LESS_TO_GENERATE if generates else _LESS_TO_TRAIN,
-            )
-            self._choice = choice
-            fits = config.fits
-            self._log_choice("that fits" if fits else f"at {len(tokens_TD)} tokens per rank")
-        if self._logs and not self.configs.in_training:
-            self._log_evaluation(config)
+        config, shape = self.dispatch_config, tokens.shape[:-1]
+        self._announce(config, tokens.flatten(0, -2))
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
-        self._experts_sum = False
-        stacked = self.experts if self._experts.layout is not None else None
-        if stacked is not None:
-            stacked.linears = None
-        plan = make_plan(routing_map, top_k=config.top_k, sizes=choice.sizes)
-        given = tokens_TD, probs, plan, choice.sizes.num_rows
-        if self._stores_late(choice.exchange):
-            outgoing = Slots(rows_MPD=tokens, meta_MPX=probs)
-        elif (
-            self._fuses  # Products may then store rows at the tokens' ranks.
-            and choice.exchange is self.exchanges.direct
-            and stacked is not None
-            and stacked.takes_linears
-        ):
-            assert self.exchanges.direct is not None
-            outgoing, stacked.linears = fused.prepare(self.exchanges.direct, *given)
-            self._experts_sum = True
-        else:
-            outgoing = choice.exchange.prepare(*given)
         counters = self._counters_now()
+        num_slots = config.wire_slots(shape.numel())
+        routing_map, struck = self.exchange.strike(routing_map, probs, num_slots)
+        if counters is not None and struck is not None:
+            counters.struck += struck.squeeze()
+        plan = make_plan(routing_map, top_k=config.top_k)
         if counters is not None:
             counters.add_unplaced(plan.unplaced_E)
-        self.slot_of_SBK = plan.slot_of_TK.view(*tokens.shape[:-1], -1)
-        self.expert_of_SBK = plan.expert_of_TK.view(*tokens.shape[:-1], -1)
-        self.choice_of_slot_GP = plan.choice_of_slot_GP
-        self.kept_E = plan.kept_E
-        self.unplaced_E = plan.unplaced_E
-        assert outgoing.meta_MPX is not None
-        return outgoing.rows_MPD, outgoing.meta_MPX
-
-    def _stores_late(self, exchange: Exchange) -> bool:
-        """Return whether `token_dispatch` makes the direct stores of a pass."""
-        return self.stores_late and exchange is self.exchanges.direct
-
-    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Send slots to the ranks of their experts."""
-        if self.shared_overlap is not None:
-            self.shared_overlap.wait()
-        exchange = self._exchange
-        late = self._stores_late(exchange)
-        incoming = (self._store if late else exchange.move)(
-            Slots(rows_MPD=hidden_states, meta_MPX=probs)
-        )
-        if self.shared_overlap is not None:
-            self.shared_overlap.fc1(incoming.rows_MPD)
-        assert incoming.meta_MPX is not None
-        rows_MPD = self._apart(incoming.rows_MPD, hidden_states)
-        return rows_MPD, self._apart(incoming.meta_MPX, probs)
-
-    def _store(self, given: Slots) -> Slots:
-        """Store the rows of tokens, and their probabilities, at their experts.
-
-        A replayed graph may end before it, so the sizes follow from the config and the tokens.
-
-        Megatron's combined schedule runs the forward pass of one microbatch, F, beside the backward
-        pass of another, B, and issues for each pair of layers (`TransformerLayerSchedulePlan.run`,
-        0.16.1 to 0.20; dW: `delay_wgrad_compute`)
-
-            communication  B combine                       F dispatch   B dispatch         F combine
-            computation           F pre-dispatch, B experts          dW         F experts
-
-        and then B pre-dispatch. Each microbatch has one event; a piece waits for it, and records it
-        at its end; dW does neither. So all pushes and returns are on the communicating stream, in
-        the order of the host, the same on all ranks. What the other one uses is in order with them:
-
-        - F dispatch writes into a buffer again only behind its own F pre-dispatch, and so behind
-          all computation issued before. The former owner's tensors live until its B dispatch
-          (`next_receive_buffer` raises unless they are gone), which no host issues between F
-          pre-dispatch and F dispatch. So its experts and dW were issued before.
-        - Gradients of B combine are read by B experts and dW. The next B combine waits for the
-          event of B pre-dispatch, behind dW; the first one for `record_current_stream`.
-        - Evaluations and repeated passes run on the stream of computation, which waits for the
-          other at the end of each schedule, as that does at the beginning of the next.
-
-        Barriers and NCCL's kernels cannot block each other for ever: all ranks issue the same calls
-        in the same order, both are small, and all other kernels end by themselves.
-        """
-        assert given.meta_MPX is not None
-        tokens_TD, probs_TE = given.rows_MPD.flatten(0, -2), given.meta_MPX
-        choice = self._choose(self.dispatch_config, tokens_TD, probs_TE)
-        return choice.exchange.prepare(tokens_TD, probs_TE, self._plan(), choice.sizes.num_rows)
-
-    def dispatch_postprocess(
-        self, hidden_states: Tensor, probs: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Bring slots into the experts' order.
-
-        Returns:
-            See `_arguments_of_experts`.
-        """
-        counters = self._counters_now()
-        arranged = self._exchange.arrange(Slots(rows_MPD=hidden_states, meta_MPX=probs))
-        if counters is not None:
-            counters.add_received(arranged.kept_SL)
-        self.offsets_LS = arranged.offsets_LS
-        rows_ND, rows_L, probs_N = _arguments_of_experts(arranged)
-        return self._apart(rows_ND, hidden_states), rows_L, probs_N
-
-    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Bring the experts' output [N, D] back into slots; leave sums [T, D] as they are."""
-        if self._experts_sum:
-            return hidden_states
-        return self._exchange.disarrange(hidden_states, self.offsets_LS).rows_MPD
-
-    def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Send slots back to the ranks of their tokens."""
-        if self.shared_overlap is not None:
-            self.shared_overlap.wait()
-        rows_MPD = self._exchange.move_back(Slots(rows_MPD=hidden_states)).rows_MPD
-        if self.shared_overlap is not None:
-            self.shared_overlap.fc2(rows_MPD)
-        return rows_MPD
+        self.expert_SBK = plan.expert_TK.view(*shape, -1)
+        self.place_SBK = plan.place_TK.view(*shape, -1)
+        self.kept_E, self.unplaced_E = plan.kept_E, plan.unplaced_E
+        return tokens, choice_probs(probs, plan.expert_TK)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sum every token's slots, in the shape that the tokens came in: [S, B, D]."""
-        output = self._combine(hidden_states)
+        """Return every token's sum in the shape that the tokens came in: [S, B, D]."""
+        assert self.expert_SBK is not None
+        output = hidden_states.view(*self.expert_SBK.shape[:-1], -1)
         if self.shared_overlap is not None:
             output = output + self.shared_overlap.output()
-        self.offsets_LS = None
-        self._experts_sum = False
         for name in _PLAN_TENSORS:
             setattr(self, name, None)
         return output
 
-    def _combine(self, hidden_states: Tensor) -> Tensor:
-        assert self.slot_of_SBK is not None
-        if self._experts_sum:
-            return hidden_states.view(*self.slot_of_SBK.shape[:-1], -1)
-        plan = self._plan()
-        if self._overlaps:
-            stream = torch.cuda.current_stream()
-            for tensor in (*vars(plan).values(), self.offsets_LS):
-                if tensor is not None:
-                    tensor.record_stream(stream)
-        combined_TD = self._exchange.combine(Slots(rows_MPD=hidden_states), plan, self.offsets_LS)
-        return combined_TD.view(*self.slot_of_SBK.shape[:-1], -1)
-
-    def _plan(self) -> DispatchPlan:
+    def _plan(self) -> Plan:
         """Return the plan that the attributes hold."""
-        assert self.slot_of_SBK is not None and self.expert_of_SBK is not None
-        assert self.choice_of_slot_GP is not None
+        assert self.expert_SBK is not None and self.place_SBK is not None
         assert self.kept_E is not None and self.unplaced_E is not None
-        return DispatchPlan(
-            slot_of_TK=self.slot_of_SBK.flatten(0, -2),
-            expert_of_TK=self.expert_of_SBK.flatten(0, -2),
-            choice_of_slot_GP=self.choice_of_slot_GP,
+        return Plan(
+            expert_TK=self.expert_SBK.flatten(0, -2),
+            place_TK=self.place_SBK.flatten(0, -2),
             kept_E=self.kept_E,
             unplaced_E=self.unplaced_E,
         )
 
-    def _apart(self, made: Tensor, given: Tensor) -> Tensor:
-        """Return `made`, or a copy if the schedule frees the memory that it shares with `given`."""
-        if not self._overlaps or self.stores_late:
-            return made
-        shares = made.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
-        return made.clone() if shares else made
+    def _wire(self, plan: Plan, tokens_TD: Tensor) -> Any:
+        """Begin the exchange of a pass, and return its wire."""
+        num_slots = self.dispatch_config.wire_slots(len(tokens_TD))
+        if self.dispatch_config.fits and not self.configs.in_training:
+            num_slots = self.agreement.largest(num_slots)  # Ranks generate text of other lengths.
+        return self.exchange.start(plan, tokens_TD, num_slots)
 
-    @property
-    def chosen(self) -> dict[str, str]:
-        """Names of the experts and the exchange of the last pass that ran Python.
-
-        Empty before the first one. A replayed CUDA graph keeps those of its capture.
-        """
-        if self._choice is None:
-            return {}
-        experts = "module"
-        if self._experts.layout is not None:
-            experts = "packed" if self._choice.exchange.packed else "batched"
-        return {"experts": experts, "exchange": self._choice.kind}
-
-    def _log_evaluation(self, config: DispatchConfig) -> None:
-        """Log once what evaluation and text generation drop by default."""
-        if config is self.configs.generation:
+    def _announce(self, config: DispatchConfig, tokens_TD: Tensor) -> None:
+        """Check and log what the first pass with a config and a T shows."""
+        key = config, len(tokens_TD)
+        if key in self._announced:
+            return
+        self._announced.add(key)
+        if self.configs.in_training:
+            require_gradients_arrive(self.experts, self.config)
+        generates = config is self.configs.generation
+        announce(
+            config,
+            tokens_TD,
+            num_rows=self._num_rows(config, len(tokens_TD)),
+            logs=self._logs and not generates,
+            fix=_LESS_TO_GENERATE if generates else _LESS_TO_TRAIN,
+        )
+        if self._logs and generates:
             log_once(_GENERATION_DROPS_NOTHING)
-        elif self._options.eval_factor is None:
+        elif self._logs and not self.configs.in_training and self._options.eval_factor is None:
             log_once(_EVALUATION_FITS if config.fits else _EVALUATION_IS_AS_TRAINING)
 
-    def _log_choice(self, which: str) -> None:
-        if self._logs and self._choice is not None:
-            log_once(
-                f"padded dispatch {which}: "
-                f"experts={self.chosen['experts']} ({self._experts.reason}), "
-                f"exchange={self._choice.kind} ({self._choice.reason})"
+    def _num_rows(self, config: DispatchConfig, num_tokens: int) -> int:
+        """Return the rows of this rank's experts for which a pass has room."""
+        raise NotImplementedError
+
+
+class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
+    """The dispatcher of `StackedExperts`: see the module's docstring."""
+
+    kept_inputs = "moe_dispatch", "mlp", "moe_combine"
+    _calls: Calls | None = None
+
+    def _set_layer(self, number: int) -> None:
+        super()._set_layer(number)
+        if self._calls is None:
+            weight = self.experts.linear_fc1.weight
+            key = *weight.shape[1:], weight.dtype, self.ep_group
+            self._calls = join(
+                self.config, number, lambda: self.configs.training, self._pipeline, *key
             )
+            self.store = self._calls.store
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Pass tokens on."""
+        if self.shared_overlap is not None:
+            self.shared_overlap.wait()
+            self.shared_overlap.fc1(hidden_states)
+        return hidden_states, probs
+
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Let the experts know the pass; return tokens [T, D], rows [E] and probabilities."""
+        plan, tokens_TD = self._plan(), hidden_states.flatten(0, -2)
+        self.experts.call = Call(
+            plan=plan,
+            wire=self._wire(plan, tokens_TD),
+            rooms=self._rooms(tokens_TD, probs),
+            counters=self._counters_now(),
+        )
+        return tokens_TD, plan.kept_E, probs
+
+    def _rooms(self, tokens_TD: Tensor, prob_TK: Tensor) -> Rooms:
+        """Return where the rows of a pass may lie: in the store, if backward will need them."""
+        config, rooms = self.dispatch_config, None
+        if config.fits:
+            return fitting()
+        inputs = tokens_TD, prob_TK, *self.experts.parameters()
+        keeps = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        repeats = torch._C._current_graph_task_id() != -1  # Inside of backward.
+        if keeps and not repeats and self.configs.in_training and self._calls is not None:
+            fc1_width = self.experts.linear_fc1.weight.shape[1]
+            rooms = self._calls.rooms(tokens_TD, fc1_width, logs=self._logs)
+        return rooms or scratch(config, len(tokens_TD))
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Pass sums on."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Pass sums on."""
+        if self.shared_overlap is not None:
+            self.shared_overlap.wait()
+            self.shared_overlap.fc2(hidden_states)
+        return hidden_states
+
+    def _num_rows(self, config: DispatchConfig, num_tokens: int) -> int:
+        return 0 if config.fits else config.rows(num_tokens)
 
 
-def _arguments_of_experts(arranged: ExpertInput) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what Megatron passes to an experts module: rows [N, D], counts [L], probabilities [N].
+class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
+    """The dispatcher of Megatron's own experts, which read padded cells."""
 
-    For padded rows, the counts are rows per local expert, int64 on the host: N / L each, padded
-    rows included. For packed rows, they are running counts of real rows, int32 on the device.
-    """
-    if arranged.offsets_LS is not None:
-        return arranged.rows_ND, arranged.offsets_LS[:, -1].contiguous(), arranged.probs_N
-    num_local_experts = arranged.kept_SL.shape[1]
-    rows_per_expert = torch.full((num_local_experts,), len(arranged.rows_ND) // num_local_experts)
-    return arranged.rows_ND, rows_per_expert, arranged.probs_N
+    _sent: Sent | None = None  # From `token_dispatch` to `token_combine`.
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Send tokens to the ranks of their experts, and lay out their cells."""
+        if self.shared_overlap is not None:
+            self.shared_overlap.wait()
+        config, plan, tokens_TD = self.dispatch_config, self._plan(), hidden_states.flatten(0, -2)
+        if self.config.overlap_moe_expert_parallel_comm:  # Another stream reads the plan.
+            for tensor in vars(plan).values():
+                tensor.record_stream(torch.cuda.current_stream())
+        given, self._sent = padded.dispatch(
+            tokens_TD,
+            probs,
+            self._wire(plan, tokens_TD),
+            plan,
+            capacity=None if config.fits else config.capacity(len(tokens_TD)),
+            num_local_experts=config.num_local_experts,
+            alignment=config.alignment,
+        )
+        counters = self._counters_now()
+        if counters is not None:
+            counters.add_received(given.count_SL)
+        if self.shared_overlap is not None:
+            self.shared_overlap.fc1(given.rows_ND)
+        return given.rows_ND, given.probs_N
+
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rows [N, D], rows per local expert, int64 on the host, and probabilities [N].
+
+        Every expert has N / L rows, padded ones included.
+        """
+        num_local_experts = self.dispatch_config.num_local_experts
+        rows_L = torch.full((num_local_experts,), len(hidden_states) // num_local_experts)
+        return hidden_states, rows_L, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Pass the experts' output on, [N, D]."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Send rows back to the ranks of their tokens, and sum them, [T, D]."""
+        if self.shared_overlap is not None:
+            self.shared_overlap.wait()
+        sent, self._sent = self._sent, None
+        assert sent is not None
+        sum_TD = padded.combine(hidden_states, sent)
+        if self.shared_overlap is not None:
+            self.shared_overlap.fc2(sum_TD)
+        return sum_TD
+
+    def _num_rows(self, config: DispatchConfig, num_tokens: int) -> int:
+        cells = config.num_local_experts * config.num_sources
+        return 0 if config.fits else cells * config.capacity(num_tokens)
 
 
-def _pipeline_rank(pg_collection: Any) -> int:
-    """Return this rank's pipeline stage; 0, which has most passes in flight, if it is not known."""
-    if (pipeline := getattr(pg_collection, "pp", None)) is not None:
-        return pipeline.rank()
-    known = parallel_state.model_parallel_is_initialized()
-    return parallel_state.get_pipeline_model_parallel_rank() if known else 0
+def dispatcher_for(config: Any) -> type[PaddedAlltoAllTokenDispatcher]:
+    """Return the dispatcher for the experts that a config chooses."""
+    return PackedTokenDispatcher if chosen_experts(config).packed else CellTokenDispatcher
 
 
 def is_padded(module: Any) -> bool:
@@ -480,41 +435,34 @@ def counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
 
 
 def announce(
-    config: DispatchConfig,
-    tokens_TD: Tensor,
-    *,
-    packed: bool,
-    logs: bool,
-    fix: str = _LESS_TO_TRAIN,
+    config: DispatchConfig, tokens_TD: Tensor, *, num_rows: int, logs: bool, fix: str
 ) -> None:
     """Log once per shape what it costs to drop nothing, and raise if it cannot fit.
 
     Args:
-        config: nothing happens unless its factor is `NO_DROP`.
+        config: nothing happens unless its factor is `NO_DROP`, nor if balance needs as much.
         tokens_TD: [T, D].
-        packed: the experts read packed rows.
+        num_rows: rows for which one layer has room.
         logs: this rank logs.
-        fix: the setting that asks for fewer slots.
+        fix: the setting that asks for less room.
 
     Raises:
-        ValueError: when one layer's buffers exceed the whole memory of the device; the same on all
+        ValueError: when one layer's rows exceed the whole memory of the device; the same on all
             ranks, which have compared everything that decides it.
     """
-    if config.capacity_factor != NO_DROP:
+    share = config.share(len(tokens_TD))
+    if config.capacity_factor != NO_DROP or num_rows <= share:
         return
-    num_tokens, hidden_size = tokens_TD.shape
-    sizes = num_tokens, hidden_size, tokens_TD.element_size()
-    size = config.buffer_bytes(*sizes, packed=packed)
-    capacity = config.capacity(num_tokens)
-    ratio = config.num_experts * capacity / (num_tokens * config.top_k)
+    ratio = num_rows / share
+    size = num_rows * tokens_TD.shape[1] * tokens_TD.element_size()
     cost = (
-        "a capacity factor of NO_DROP (moe_expert_capacity_factor=None) drops nothing and costs "
-        f"C = {capacity} slots per (source, expert): up to {size.total / 2**30:.2f} GiB of buffers "
-        f"per layer, {ratio:.1f} times a dropless one"
+        "a capacity factor of NO_DROP (moe_expert_capacity_factor=None) drops nothing and keeps "
+        f"room for {num_rows} rows in each layer, {ratio:.1f} times as many as in perfect balance: "
+        f"{size / 2**30:.2f} GiB before fc1"
     )
     if tokens_TD.is_cuda:
         memory = torch.cuda.get_device_properties(tokens_TD.device).total_memory
-        if size.total > memory:
+        if size > memory:
             raise ValueError(f"{cost}; the device has {memory / 2**30:.2f} GiB; {fix}")
     if logs:
         log_once(f"{cost}. To pay less, {fix}.", logging.WARNING)

@@ -1,33 +1,30 @@
-"""Experts with one parameter per linear, over packed rows or padded ones.
+"""Experts with one parameter per linear, which compute real rows only.
 
-`StackedExperts` stands in for the experts module of a layer's spec. Packed rows: it computes real
-rows only. Padded rows: it computes every slot, in one batched product per linear. It takes either,
-so a layer may use both, by T: see `padded_dispatch.exchange.choose`, which has the rule and its
-evidence. The layer first builds the module of its spec, so that initialization, random states and
-attributes of parameters are Megatron's own; `StackedExperts` then copies the weights. During the
-copy a layer holds its experts twice. Parameters, and what checkpoints hold of them, are those of
+`StackedExperts` stands in for the experts module of a layer's spec. The layer first builds the
+module of its spec, so that initialization, random states and attributes of parameters are
+Megatron's own; `StackedExperts` then copies the weights. During the copy a layer holds its experts
+twice. Parameters, and what checkpoints hold of them, are those of
 `padded_dispatch.megatron.stacked_linear`.
+
+The whole exchange is inside (`padded_dispatch.experts`): Megatron calls the module with tokens, and
+gets their sums. What the host decided about the pass is no tensor, so the dispatcher leaves it in
+`StackedExperts.call`. Megatron-FSDP gathers weights by hooks on the tensors that go into the module
+and come out, so it works as with any other.
 
 In training with Megatron's DDP, backward adds weight gradients to `main_grad` in fp32 and sets
 `grad_added_to_main_grad`, as Megatron's own linears do with `gradient_accumulation_fusion`; what
 autograd gets is unspecified memory. `adds_gradients` has the exceptions. In these, gradients arrive
 in the parameters' dtype and DDP adds them. Every micro-batch's gradient is then rounded to bf16
-once, by at most 2**-8 of itself: over 1 and over 8 micro-batches of random gradients `main_grad`
-was off by 0.17 % in the root mean square (tests/ops/test_grouped.py).
+once, by at most 2**-8 of itself.
 
 With `delay_wgrad_compute` or `overlap_dispatch_backward_with_experts_wgrad`, backward keeps what
-the gradients of the weights need, and Megatron calls `backward_dw` to compute them: while gradients
-of rows travel. The operations are the same. Megatron's DDP with `delay_wgrad_compute` leaves the
-weights to `StackedLinear.register_wgrad_accumulation_and_reduce_hooks` then, whose hooks add and
-reduce a gradient once it is there. With other wrappers `backward_dw` adds to `main_grad` itself.
-Biases have their gradient right after backward, as with TEGroupedMLP.
+the gradients of the weights need, and Megatron calls `backward_dw` to compute them. The operations
+are the same. Megatron's DDP with `delay_wgrad_compute` leaves the weights to
+`StackedLinear.register_wgrad_accumulation_and_reduce_hooks` then, whose hooks add and reduce a
+gradient once it is there. With other wrappers `backward_dw` adds to `main_grad` itself. Biases have
+their gradient right after backward, as with TEGroupedMLP.
 
-With direct stores, and where Megatron delays nothing, the dispatcher hands over the linears of a
-pass (`StackedExperts.linears`): fc2 then returns the sums of tokens' rows instead of the rows, and
-the backward pass of fc1 gives the tokens their gradients (`padded_dispatch.exchange.fused`). DDP's
-hooks, and `main_grad`, see no difference.
-
-Letters: L experts on this rank, N rows, D hidden size, F ffn size, G columns of fc1.
+Letters: T tokens, L experts on this rank, D hidden size, F ffn size, G columns of fc1.
 """
 
 import math
@@ -41,9 +38,9 @@ from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from padded_dispatch.config import require
-from padded_dispatch.exchange.choose import Layout
-from padded_dispatch.experts import ExpertWeights, LinearsToSums, grouped_mlp
+from padded_dispatch.config import CapacityPool, require
+from padded_dispatch.experts import Call, ExpertWeights, run
+from padded_dispatch.experts.activation import Activation, Function
 from padded_dispatch.megatron.compat import (
     FUSED_SWIGLU_CLAMPS,
     LOCAL_GRAPHS_ADD_GRADIENTS,
@@ -52,56 +49,55 @@ from padded_dispatch.megatron.compat import (
 from padded_dispatch.megatron.config import padded_options, refusals
 from padded_dispatch.megatron.fields import ConfigField, given
 from padded_dispatch.megatron.stacked_linear import ShardedLayout, StackedLinear
-from padded_dispatch.experts.activation import Activation, Function
-from padded_dispatch.utils.nvtx import nvtx_range
 
 _REMEDY = 'PaddedOptions(experts="module")'
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenExperts:
-    """The experts that `PaddedOptions.experts` means for a config.
+    """What `PaddedOptions.experts` and `PaddedOptions.capacity_pool` mean for a config.
 
     Attributes:
-        layout: which rows `StackedExperts` may read; None keeps the module of the layer's spec.
+        packed: whether experts are `StackedExperts`; else they are the module of the layer's spec.
+        pool: which rows share room.
         reason: for the log.
     """
 
-    layout: Layout | None
+    packed: bool
+    pool: CapacityPool
     reason: str
 
 
 def chosen_experts(config: Any) -> ChosenExperts:
-    """Return the experts that `PaddedOptions.experts` means for a config.
+    """Return what the options of a config mean for it.
 
     "auto" keeps the spec's module where the config has a setting that `StackedExperts` does not
-    compute (fp8 among them), where training is not in bf16, and on GPUs before Hopper, whose
-    `torch._grouped_mm` reads counts on the host. Where experts share a pool, it means packed.
+    compute (fp8 among them), where training is not in bf16, and on GPUs before Hopper. Rows share a
+    store where experts are packed, unless the options say otherwise; a store needs packed experts.
 
     Raises:
-        ValueError: if experts share a pool and packed experts do not support the config.
+        ValueError: if a store was asked for, and packed experts do not support the config.
     """
     options = padded_options(config)
-    option = options.experts
-    if options.capacity_pool != "expert":
-        pool, against = options.capacity_pool, _refusals(config)
-        if option == "auto" and (reason := _against_device()):
-            against.append(f"  {reason}")
+    pool, packed, reason = options.capacity_pool, options.experts == "packed", ""
+    if options.experts != "auto":
+        reason = f"experts={options.experts!r} was asked for"
+    elif pool == "store":
+        against = _refusals(config)
+        if device := _against_device():
+            against.append(f"  {device}")
         if against:
-            reasons = [line.partition(". Remedy")[0] for line in against]
-            rule = "be expert, because experts that share slots are packed, which do not support"
-            raise ValueError(
-                "\n".join(
-                    [f"capacity_pool must {rule}", *reasons, f"got {pool!r}; set it to expert"]
-                )
-            )
-        return ChosenExperts(layout="packed", reason=f"capacity_pool={pool!r}")
-    if option != "auto":
-        layout = "packed" if option == "packed" else None
-        return ChosenExperts(layout=layout, reason=f"experts={option!r} was asked for")
-    if reason := _against_ours(config):
-        return ChosenExperts(layout=None, reason=reason)
-    return ChosenExperts(layout="either", reason="experts='auto'")
+            lines = [line.partition(". Remedy")[0] for line in against]
+            rule = "capacity_pool must be expert, because a store needs packed experts, which do "
+            end = "got 'store'; set it to expert or auto"
+            raise ValueError("\n".join([rule + "not support", *lines, end]))
+        packed, reason = True, "capacity_pool='store'"
+    else:
+        reason = _against_ours(config)
+        packed, reason = not reason, reason or "experts='auto'"
+    if pool == "auto":
+        pool = "store" if packed else "expert"
+    return ChosenExperts(packed=packed, pool=pool, reason=reason)
 
 
 def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
@@ -188,9 +184,7 @@ class StackedExperts(MegatronModule):
         pg_collection: `ep`, `expt_tp` and `expt_dp` are used, for checkpoints.
 
     Attributes:
-        linears: those of the pass that begins, if its rows go home inside of fc2; else None. The
-            dispatcher sets it before each pass, since a pass that broke off may have left one.
-            Megatron calls the experts in between, with tensors only, so it cannot be an argument.
+        call: the pass that begins, from the dispatcher; None outside of it.
 
     Raises:
         ValueError: names every setting that it does not support.
@@ -201,9 +195,6 @@ class StackedExperts(MegatronModule):
         if refused := _refused(config):
             raise ValueError(refused)
         self.activation = _activation(config)
-        self.recompute = config.recompute_granularity == "selective" and "moe_act" in (
-            config.recompute_modules or ()
-        )
         delays = delays_weight_gradients(config)
         self._ep_group, self._dp_group = pg_collection.ep, pg_collection.expt_dp
         self._etp_group = pg_collection.expt_tp
@@ -217,33 +208,25 @@ class StackedExperts(MegatronModule):
             )
 
         self.linear_fc1, self.linear_fc2 = stacked("linear_fc1", 0), stacked("linear_fc2", 1)
-        self.linears: LinearsToSums | None = None
+        self.call: Call | None = None
         # Each rank would add fc2's bias to its part of the sum. Megatron refuses such configs, too.
         assert not splits or self.linear_fc2.bias is None
 
-    @nvtx_range("experts")
-    def forward(self, rows_ND: Tensor, rows_L: Tensor, probs_N: Tensor) -> tuple[Tensor, None]:
-        """Compute every expert's MLP on its rows, weighted with `probs_N`.
+    def forward(self, tokens_TD: Tensor, rows_E: Tensor, prob_TK: Tensor) -> tuple[Tensor, None]:
+        """Compute the experts of every token, on whatever rank they are.
 
         Args:
-            rows_ND: [N, D]; packed, or padded with N / L rows for every expert.
-            rows_L: int32 on the device for packed rows: the running count of rows; rows from the
-                last one on are not read, and those of the result are unspecified. int64 for padded
-                rows: Megatron's counts on the host, which are not read; padded rows stay zero.
-            probs_N: at least fp32, 0 in padded rows.
+            tokens_TD: in the parameters' dtype.
+            rows_E: not read; Megatron passes counts.
+            prob_TK: at least fp32, of the choices in the plan of `call`.
 
         Returns:
-            [N, D], with `linears` the sums [T, D] of tokens' rows; and None for the bias that
-            Megatron may add: it is part of the result.
+            The weighted sum of every token's experts, [T, D]; and None for the bias that Megatron
+            may add: it is part of the result.
         """
-        is_packed = rows_L.dtype == torch.int32
-        if not is_packed:
-            num_rows, num_each = rows_ND.shape[0], rows_ND.shape[0] // rows_L.shape[0]
-            rows_L = torch.arange(
-                num_each, num_rows + 1, num_each, dtype=torch.int32, device=rows_ND.device
-            )
+        call, self.call = self.call, None
+        assert call is not None
         adds = adds_gradients(self.config)
-        linears, self.linears = self.linears, None
         weights = ExpertWeights(
             fc1_LGD=self.linear_fc1.weight,
             fc2_LDF=self.linear_fc2.weight,
@@ -254,18 +237,7 @@ class StackedExperts(MegatronModule):
             fc1_delayed=self.linear_fc1.delayed,
             fc2_delayed=self.linear_fc2.delayed,
         )
-        given = rows_ND, probs_N, rows_L, weights, self.activation
-        recompute, padded = self.recompute, not is_packed
-        return grouped_mlp(*given, padded=padded, home=linears, recompute=recompute), None
-
-    @property
-    def takes_linears(self) -> bool:
-        """True if a pass may set `linears`: not where Megatron delays gradients, nor with FSDP.
-
-        FSDP gathers weights by hooks on the tensors that go into a module and come out.
-        """
-        weight = self.linear_fc1.weight
-        return self.linear_fc1.delayed is None and not hasattr(weight, "__fsdp_param__")
+        return run(tokens_TD, prob_TK, weights, self.activation, call), None
 
     def need_backward_dw(self) -> bool:
         """Return whether `backward_dw` computes gradients; Megatron-FSDP asks."""
@@ -353,7 +325,7 @@ def _parameters(experts: Any, linear: str) -> tuple[list[Tensor], list[Tensor]]:
 def _refused(config: Any) -> str:
     """Return the settings that `StackedExperts` does not compute, one a line; empty if none."""
     found = _refusals(config)
-    return "\n".join(["packed and batched experts do not support", *found]) if found else ""
+    return "\n".join(["packed experts do not support", *found]) if found else ""
 
 
 def _refusals(config: Any) -> list[str]:

@@ -92,8 +92,8 @@ _NOTES = {
     "moe_deepep_num_sms": _SMS,
     "moe_dispatch_fwd_dtype": _BF16,
     "moe_enable_deepep": _FLEX,
-    "moe_expert_rank_capacity_factor": "moe_expert_capacity_factor sets the capacity; with "
-    "PaddedOptions(capacity_pool='rank') the experts of a rank share it",
+    "moe_expert_rank_capacity_factor": "moe_expert_capacity_factor sets the capacity; "
+    "packed experts, and their layers, share it",
     "moe_flex_dispatcher_backend": _FLEX,
     "moe_flex_dispatcher_num_sms": _SMS,
     "moe_hybridep_num_blocks_permute": _SMS,
@@ -104,8 +104,8 @@ _NOTES = {
     "else each raises the same error",
     "moe_ncclep_static_shape": "shapes are always static",
     "moe_ncclep_zero_copy": _FLEX,
-    "moe_pad_experts_for_cuda_graph_inference": "a captured pass of text generation has C = T and "
-    "drops nothing, unless PaddedOptions(eval_factor=...) is a number",
+    "moe_pad_experts_for_cuda_graph_inference": "a captured pass of text generation drops "
+    "nothing, unless PaddedOptions(eval_factor=...) is a number",
     "moe_paged_stash": "buffers have the size of the capacity factor, and packed experts keep real "
     "rows only",
     "moe_permute_fusion_into_hybridep": "direct stores put rows in place",

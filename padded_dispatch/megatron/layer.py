@@ -29,7 +29,7 @@ from padded_dispatch.megatron.config import (
     take_over,
 )
 from padded_dispatch.megatron.cpu import check_device
-from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+from padded_dispatch.megatron.dispatcher import dispatcher_for
 from padded_dispatch.megatron.experts import StackedExperts, chosen_experts
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.router import select_after_counting
@@ -85,14 +85,14 @@ def build(
     with dispatcher_type(config, "allgather"), _without_op_fuser(config):
         init(layer, config, *args, pg_collection=pg_collection, **kwargs)
     check_experts(layer.experts)
-    if chosen_experts(config).layout is not None:
+    if chosen_experts(config).packed:
         show_single_experts()
         explain_adapters()
         layer.experts = StackedExperts(config, layer.experts, pg_collection)
         torch.cuda.empty_cache()  # Free the blocks of single weights, which are too small to reuse.
     # The spec's own experts get no NVTX range: Megatron's local CUDA graphs refuse modules with
     # forward pre-hooks, and a function set on the instance would follow the module into its copies.
-    dispatcher = PaddedAlltoAllTokenDispatcher(
+    dispatcher = dispatcher_for(config)(
         layer.num_local_experts, layer.local_expert_indices, config, pg_collection
     )
     if layer.use_shared_expert and layer.shared_expert_overlap:

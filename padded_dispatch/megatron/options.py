@@ -18,12 +18,13 @@ from typing import Any, Literal, get_args
 
 from padded_dispatch.config import FIT, NO_DROP, CapacityFactor, require
 
-CapacityPool = Literal["expert", "rank"]
+CapacityPool = Literal["auto", "store", "expert"]
 Experts = Literal["auto", "module", "packed"]
 ExchangeKind = Literal["auto", "alltoall", "direct"]
 OnOverflow = Literal["warn", "error", "retry"]
 
 _NO_DROP_TEXT = "no-drop"
+_POOL_OF_A_RANK = "set store, in which all experts of a rank, and all layers, share room"
 _RETRY_INSTEAD = "on_overflow='retry' repeats a step that dropped rows"
 
 # Options of earlier versions, and what stands in their place.
@@ -75,6 +76,12 @@ def read_factor_table(text: str) -> dict[int, CapacityFactor]:
     return table
 
 
+def _read_pool(text: str) -> str:
+    if text == "rank":
+        raise ValueError(f"must be auto, store or expert, got 'rank'; {_POOL_OF_A_RANK}")
+    return text
+
+
 def _number(kind: type[int] | type[float], text: str) -> Any:
     try:
         return kind(text)
@@ -106,9 +113,11 @@ class PaddedOptions:
     """
 
     capacity_pool: CapacityPool = _option(
-        "expert",
-        "which rows share slots: expert: those of one (source rank, expert); rank: those of one "
-        "(source, destination rank), for packed experts",
+        "auto",
+        "which rows share room: store: all rows of a rank's experts, of all layers, for packed "
+        "experts; expert: those of one (source rank, expert), a fixed number of slots; auto: store "
+        "for packed experts, else expert",
+        read=_read_pool,
         choices=get_args(CapacityPool),
     )
     experts: Experts = _option(
@@ -119,9 +128,8 @@ class PaddedOptions:
     )
     exchange: ExchangeKind = _option(
         "auto",
-        "auto: direct where it can work, else alltoall; alltoall: all slots, by any backend; "
-        "direct: stores of real rows between the GPUs of one host, for packed experts; bitwise "
-        "equal. With overlap_moe_expert_parallel_comm and pipeline stages auto is alltoall",
+        "auto: direct where it can work, else alltoall; alltoall: collectives, by any backend; "
+        "direct: stores between the GPUs of one host, for packed experts",
         choices=get_args(ExchangeKind),
     )
     layer_factors: Mapping[int, CapacityFactor] = _option(
@@ -161,7 +169,9 @@ class PaddedOptions:
         for option in dataclasses.fields(self):
             choices, value = option.metadata.get("choices"), getattr(self, option.name)
             if choices:
-                require(value in choices, option.name, value, f"be one of {', '.join(choices)}")
+                fix = _POOL_OF_A_RANK if (option.name, value) == ("capacity_pool", "rank") else ""
+                rule = f"be one of {', '.join(choices)}"
+                require(value in choices, option.name, value, rule, fix)
         packs = self.experts in ("auto", "packed")
         require(
             packs or self.exchange != "direct",
@@ -171,10 +181,10 @@ class PaddedOptions:
             "set experts='packed' to use direct stores",
         )
         require(
-            packs or self.capacity_pool == "expert",
+            packs or self.capacity_pool != "store",
             "capacity_pool",
             self.capacity_pool,
-            f"be expert with experts={self.experts!r}, which read padded rows",
+            f"be auto or expert with experts={self.experts!r}, which read padded rows",
             "set experts='packed', or leave it to 'auto'",
         )
         table = self.layer_factors

@@ -1,9 +1,11 @@
 """A router that counts what the tokens asked for, and drops afterwards.
 
-Megatron treats the map and the probabilities that leave the router as what will be dispatched, so
-rows must be dropped in the router. Stock Megatron drops before it counts. Its expert bias then sees
-the map that was padded to capacity, in which every expert has exactly C tokens, and never moves.
-Here losses, expert bias and logs see the map before dropping; selection is the router's last step.
+Where experts have cells, rows are dropped at their source. Megatron treats the map and the
+probabilities that leave the router as what will be dispatched, so that is done in the router. Stock
+Megatron drops before it counts. Its expert bias then sees the map that was padded to capacity, in
+which every expert has exactly C tokens, and never moves. Here losses, expert bias and logs see the
+map before dropping; selection is the router's last step. Where rows share a store, receivers drop
+what finds no room, and the router drops nothing.
 
 `SelectAfterCounting` holds this behaviour. A spec may bring its own subclass of `TopKRouter`, so
 `select_after_counting` gives an existing router a class that combines the two.
@@ -23,14 +25,13 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from padded_dispatch.config import DispatchConfig, PoolSizes, require
+from padded_dispatch.config import FIT, require
+from padded_dispatch.counters import RoutingObserver
 from padded_dispatch.exchange.agreement import Agreement, Values
 from padded_dispatch.exchange.choose import agree_on_shapes
-from padded_dispatch.exchange.fit import require_eager
 from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.config import settings_of
 from padded_dispatch.megatron.layer_configs import LayerConfigs
-from padded_dispatch.counters import RoutingObserver
 from padded_dispatch.routing.select import select
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -46,14 +47,13 @@ class Selector:
     Attributes:
         configs: configs of the layer.
         agreement: over its groups.
-        fit: finds the sizes of a pass whose factor is `FIT`, from its config and the map that was
-            asked for; a collective call.
+        numbered: called with the layer's number in the model, once it is known.
         observers, eval_observers: see above.
     """
 
     configs: LayerConfigs
     agreement: Agreement
-    fit: Callable[[DispatchConfig, Tensor], PoolSizes]
+    numbered: Callable[[int], None]
     observers: list[RoutingObserver] = field(default_factory=list)
     eval_observers: list[RoutingObserver] = field(default_factory=list)
 
@@ -91,13 +91,12 @@ class SelectAfterCounting(TopKRouter):
         self.config = _without_factor(self.config)
         selector.configs.follow(self)
         if self.layer_number is not None:
-            selector.agreement.layer = number_in_model(self)
+            selector.numbered(number_in_model(self))
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Set the number, and look up the capacity factors that the options give this layer."""
+        """Set the number, and tell the dispatcher."""
         super().set_layer_number(layer_number)
-        self.selector.configs.find_factors()
-        self.selector.agreement.layer = number_in_model(self)
+        self.selector.numbered(number_in_model(self))
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Compare shapes over the ranks, then run `TopKRouter.forward`.
@@ -158,7 +157,7 @@ class SelectAfterCounting(TopKRouter):
         return router_gating_linear(input, self.weight, self.bias.to(dtype), dtype)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
-        """Do what `TopKRouter.routing` does, then keep at most C rows per expert.
+        """Do what `TopKRouter.routing` does, then keep at most C rows per expert of cells.
 
         Returns:
             Probabilities [T, E], exactly 0 where not kept, and the kept map, bool [T, E].
@@ -171,25 +170,25 @@ class SelectAfterCounting(TopKRouter):
         recomputes = self.training and not torch.is_grad_enabled()
         with _SortedChoices() if recomputes else nullcontext():
             probs_TE, map_TE = super().routing(logits, padding_mask)
-        config = self.selector.configs.now
         if padding_mask is not None:
             map_TE = map_TE & ~padding_mask.reshape(-1, 1)
-        sizes = self._sizes(config, map_TE)
-        selection = select(map_TE, probs_TE, sizes=sizes, policy=config.policy)
+        config, num_tokens = self.selector.configs.now, map_TE.shape[0]
+        require(
+            not (config.fits and capturing()),
+            "capacity_factor",
+            FIT,
+            "be a number in a CUDA graph, because the host reads the sizes of a pass that fits",
+            "set a number or no-drop where graphs are captured",
+        )
+        has_cells = config.capacity_pool == "expert"
+        selects = has_cells and not config.fits
+        capacity = config.capacity(num_tokens) if selects else num_tokens
+        selection = select(map_TE, probs_TE, capacity=capacity, policy=config.policy)
         # Each pass is counted once: recompute runs the router twice, first without gradients.
         observers = self.selector.observers if torch.is_grad_enabled() else []
         for observer in observers if self.training else self.selector.eval_observers:
-            observer.observe(map_TE, probs_TE.detach(), selection, sizes)
+            observer.observe(map_TE, probs_TE.detach(), selection, kept_here=has_cells)
         return selection.probs_TE, selection.kept_TE
-
-    def _sizes(self, config: DispatchConfig, asked_TE: Tensor) -> PoolSizes:
-        """Return the sizes of this pass; with `FIT`, find them and leave them to the dispatcher."""
-        if not config.fits:
-            return config.sizes(asked_TE.shape[0])
-        require_eager(capturing())
-        sizes = self.selector.fit(config, asked_TE)
-        self.selector.configs.fitted = sizes
-        return sizes
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         # Does not call super(): stock combines [T, E] with [T] (0.16.1 to 0.19.0), and raises.

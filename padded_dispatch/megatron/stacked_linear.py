@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor, nn
 
-from padded_dispatch.experts.grouped import Delayed
+from padded_dispatch.experts import Delayed
 
 # The name of one expert's part of a parameter.
 _SINGLE_NAME = re.compile(r"(weight|bias)\d+")
@@ -175,7 +175,7 @@ class StackedLinear(nn.Module):
 
     @torch.no_grad()
     def backward_dw(self) -> None:
-        """Compute the gradients that backward has delayed, those of all rounds of a pass."""
+        """Compute the gradients that backward has delayed."""
         if not self.delayed:
             return
         weight: Any = self.weight

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from padded_dispatch.config import require
 from padded_dispatch.trace import Trace, load_traces
 from padded_dispatch.tune import plots, report
 from padded_dispatch.tune.cost import LayerSizes
+from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.megatron_trace import load_megatron_traces
 from padded_dispatch.tune.recommend import Target, study
 from padded_dispatch.tune.replay import POOLS
@@ -41,17 +40,21 @@ def read(argv: list[str]) -> argparse.Namespace:
     about = "leave out earlier steps, such as the warm-up of the router"
     add("--from-step", type=int, default=0, help=about)
     about = (
-        "which rows share slots; expert: those for one expert from one rank; rank: those from one "
-        "rank to another (default: the one with the smaller factor)"
+        "which rows share room; expert: those for one expert from one rank; store: those of all "
+        "layers (default: as in the traced run, else the one with the smaller factor)"
     )
     add("--pool", choices=POOLS, metavar="NAME", help=about)
     about = "ranks that split every expert, as in the traced run"
     add("--etp", type=int, default=1, help=about)
+    about = "MoE layers of a pipeline stage's chunk, which share a store (default: all)"
+    add("--store-layers", type=int, metavar="N", help=about)
+    about = "count tokens that collectives drop, too; direct stores between GPUs drop none"
+    add("--collectives", action="store_true", help=about)
     about = f"experts, for Megatron's own traces (synthetic ones: {_EXPERTS})"
     add("--experts", type=int, help=about)
     about = f"ranks of a group, for Megatron's own traces (synthetic ones: {_RANKS})"
     add("--ranks", type=int, help=about)
-    costs = made.add_argument_group("bytes, where both sizes are given").add_argument
+    costs = made.add_argument_group("memory, where both sizes are given").add_argument
     costs("--hidden-size", type=int, help="hidden size of the model")
     costs("--ffn-size", type=int, help="ffn size of an expert")
     about = "micro-batches in flight of a pipeline stage"
@@ -86,14 +89,19 @@ def _tune(given: argparse.Namespace) -> int:
             in_flight=given.in_flight,
         )
     trace = _load(given) if given.traces else _synthetic(given)
+    demand, strikes = demand_of(trace), None
+    if given.collectives:
+        strikes = "position" if trace.probs_NTK is None else "probs"
     if sizes is not None:
-        sizes = replace(sizes, num_layers=len(np.unique(trace.layers)))
+        sizes = replace(sizes, num_layers=given.store_layers or len(demand.layers))
     found = study(
-        trace,
+        demand,
         target,
         name=", ".join(path.name for path in given.traces) or f"{given.synthetic} routing",
         pools=(given.pool,) if given.pool else POOLS,
         etp=given.etp,
+        store_layers=given.store_layers,
+        strikes=strikes,
         sizes=sizes,
         layers_of_model=not _are_megatrons(given.traces),
     )

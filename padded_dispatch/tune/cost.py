@@ -1,14 +1,15 @@
-"""Cost of a capacity factor on one rank, in bytes, and the drop of a perfectly balanced router.
+"""Memory of a capacity factor on one rank, and the drop of a perfectly balanced router.
 
 This is arithmetic on sizes; nothing is measured here.
 
-A perfectly balanced router still drops rows, because its tokens choose at random. Every token takes
-K of E experts, all alike, so an expert's rows are a binomial draw: T times with probability K / E.
-The relative width is about 1 / sqrt(m), m = T * K / E, so a factor that drops nothing at m = 1024
-is lossy at m = 32: no factor can be copied from another job without m.
+A perfectly balanced router still asks for more than its cells have, because its tokens choose at
+random. Every token takes K of E experts, all alike, so an expert's rows are a binomial draw: T
+times with probability K / E. The relative width is about 1 / sqrt(m), m = T * K / E, so a factor
+that drops nothing at m = 1024 is lossy at m = 32: no factor of cells can be copied from another job
+without m.
 
-Letters: T tokens on this rank; K experts per token; E experts; R ranks; C slots per (source,
-expert); D hidden size; F ffn size of an expert.
+Letters: T tokens on this rank; K experts per token; E experts; C slots per (source, expert); D
+hidden size; F ffn size of an expert.
 """
 
 import math
@@ -18,7 +19,7 @@ import numpy as np
 
 from padded_dispatch.config import DispatchConfig, require
 
-_META_BYTES = 4  # probabilities and counts travel in fp32
+_BESIDE_BYTES = 12  # of a row: its probability and its home
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,25 +48,11 @@ class LayerSizes:
             require(value >= 1, name, value, "be at least 1")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Bytes of one factor on one rank.
+def kept_bytes(config: DispatchConfig, num_tokens: int, sizes: LayerSizes) -> int:
+    """Return the bytes that packed experts keep for backward on one rank, of all layers.
 
-    `wire_bytes`: leave this rank by the all-to-all, per layer and micro-batch, forward and
-    backward; empty slots travel, too. `memory_bytes`: buffers of dispatch and combine, which the
-    layers share, and what all layers and micro-batches in flight keep for backward: an upper bound,
-    see `BufferBytes.total`.
-    """
-
-    wire_bytes: int
-    memory_bytes: int
-
-
-def cost(config: DispatchConfig, num_tokens: int, sizes: LayerSizes) -> Cost:
-    """Return the bytes at the config's capacity.
-
-    Saved for backward: the input of fc1 (D), its output (2F), the input of fc2 (F), an fp32
-    probability per row, and the maps. Recomputation, which would keep less, is not considered.
+    Of each row, its input of fc1 (D), fc1's result (2F), a probability and a home; of each choice
+    of each source its row. Recomputation, which would keep less, is not considered.
 
     Args:
         config: with the factor.
@@ -73,22 +60,12 @@ def cost(config: DispatchConfig, num_tokens: int, sizes: LayerSizes) -> Cost:
         sizes: of the layer.
 
     Example: T = 4,096, K = 8, E = 128, R = 8, D = 2,048, F = 768 in bf16 at factor 1.25: 40,960
-    slots, 587.5 MB on the wire.
+    rows of 7,180 bytes and 262,144 choices of 4, 295.1 MB for each layer.
     """
-    pools = config.sizes(num_tokens)
-    row_bytes = sizes.hidden_size * sizes.element_size
-    ffn = sizes.ffn_size / config.etp_size
-    buffers = config.buffer_bytes(num_tokens, sizes.hidden_size, sizes.element_size)
-    saved = round(pools.num_rows * (row_bytes + 3 * ffn * sizes.element_size + _META_BYTES))
-    # Rows travel four times (dispatch and combine, forward and backward), probabilities and counts
-    # twice.
-    sent_rows = pools.num_pools * pools.pool_slots
-    sent = 4 * sent_rows * row_bytes + 2 * (sent_rows + config.num_experts) * _META_BYTES
-    others = sent * (config.num_ranks - 1) // config.num_ranks
-    return Cost(
-        wire_bytes=others + sent * (config.etp_size - 1),
-        memory_bytes=buffers.total + sizes.num_layers * sizes.in_flight * (saved + buffers.plan),
-    )
+    width = sizes.hidden_size + 2 * sizes.ffn_size / config.etp_size
+    rows = config.rows(num_tokens) * (width * sizes.element_size + _BESIDE_BYTES)
+    choices = 4 * config.num_sources * num_tokens * config.top_k
+    return sizes.num_layers * sizes.in_flight * (round(rows) + choices)
 
 
 def balanced_drop(*, num_tokens: int, top_k: int, num_experts: int, capacity: int) -> float:

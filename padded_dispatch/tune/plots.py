@@ -63,8 +63,7 @@ def dropped(study: Study) -> "Figure":
     """Draw the dropped share by factor: every layer, all layers, another pool, and balance."""
     figure, axes = _figure(4.2)
     replay, target = study.chosen.replay, study.chosen.target
-    rows = replay.by_layer_and_step
-    of_layers = rows.dropped.sum(2) / np.maximum(rows.demand.sum(1), 1)  # [factors, layers]
+    of_layers = replay.dropped.sum(2) / np.maximum(replay.asked.sum(1), 1)  # [factors, layers]
     for i, of_layer in enumerate(of_layers.T if of_layers.shape[1] > 1 else ()):
         label = "each layer" if i == 0 else None
         axes.plot(replay.factors, _visible(of_layer), color=BLUE, alpha=0.35, lw=1, label=label)
@@ -82,9 +81,10 @@ def dropped(study: Study) -> "Figure":
         axes.axhline(target.drop, color=GREY, lw=1, ls=":", label=f"target: {percent(target.drop)}")
     _mark(axes.axvline, study)
     axes.set_yscale("log")
+    axes.set_xlim(0, 1.5 * float(replay.factors[-1]))
     axes.set_ylim(_LEAST, 1)
     axes.yaxis.set_major_formatter(lambda share, _: f"{share * 100:g} %")
-    axes.set_xlabel("capacity factor (slots relative to balance)")
+    axes.set_xlabel("capacity factor (room relative to balance)")
     axes.set_ylabel("dropped rows")
     axes.set_title("What each factor drops")
     figure.legend(loc="outside right upper")
@@ -95,16 +95,16 @@ def need(study: Study) -> "Figure":
     """Draw the factor that every step needs, and the recommended one."""
     figure, axes = _figure(4.0)
     replay, drop = study.chosen.replay, study.chosen.target.drop
-    rows, factors = replay.by_layer_and_step, replay.factors
-    needed = factors[smallest_sufficient(rows.demand.sum(0), rows.dropped.sum(1), drop)]
+    factors = replay.factors
+    needed = factors[smallest_sufficient(replay.asked.sum(0), replay.dropped.sum(1), drop)]
     of_layers = [
-        smallest_sufficient(demand, lost, drop)
-        for demand, lost in zip(rows.demand, rows.dropped.swapaxes(0, 1), strict=True)
+        smallest_sufficient(asked, lost, drop)
+        for asked, lost in zip(replay.asked, replay.dropped.swapaxes(0, 1), strict=True)
     ]
-    worst = factors[np.stack(of_layers).max(0)]
-    if len(rows.layers) > 1:
-        axes.plot(rows.steps, worst, color=BLUE, lw=0.8, alpha=0.5, label="layer that needs most")
-    axes.plot(rows.steps, needed, color=BLACK, lw=0, marker=".", ms=4, label="all layers together")
+    worst, steps = factors[np.stack(of_layers).max(0)], replay.steps
+    if len(of_layers) > 1:
+        axes.plot(steps, worst, color=BLUE, lw=0.8, alpha=0.5, label="layer that needs most")
+    axes.plot(steps, needed, color=BLACK, lw=0, marker=".", ms=4, label="all layers together")
     _mark(axes.axhline, study)
     axes.set_xlabel("training step")
     axes.set_ylabel("capacity factor needed")
@@ -117,11 +117,9 @@ def need(study: Study) -> "Figure":
 
 def load(study: Study) -> "Figure":
     """Draw a heat map of demand, layer by expert, relative to balance."""
-    replay, num_experts = study.chosen.replay, study.trace.num_experts
-    layers, layer_of_record = np.unique(replay.layers, return_inverse=True)
-    demand = np.zeros((len(layers), num_experts))
-    np.add.at(demand, layer_of_record, replay.demand_by_expert)
-    demand /= np.maximum(demand.mean(1, keepdims=True), 1)
+    layers, num_experts = study.demand.layers, study.demand.num_experts
+    demand = study.demand.counts.sum((0, 2), dtype=np.int64)
+    demand = demand / np.maximum(demand.mean(1, keepdims=True), 1)
     figure, axes = _figure(min(7.0, 1.9 + 0.22 * len(layers)))
     edges = np.arange(num_experts + 1), np.arange(len(layers) + 1)
     image = axes.pcolormesh(*edges, demand, cmap="cividis", vmin=0, rasterized=True)

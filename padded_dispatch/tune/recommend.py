@@ -3,7 +3,8 @@
 The target is a quantile: in a share q of the steps at most a share x of the rows is dropped. For
 every step there is a smallest replayed factor that drops no more than x; the recommended factor is
 the order statistic of these that a share q of the steps does not exceed. "Rows" are those of one
-layer for a layer's factor, and of all layers for the factor of all.
+layer for a layer's factor, and of all layers for the factor of all. Layers that share a store have
+no factors of their own.
 
 The answer holds for steps like the ones in the trace. Each half of the steps is asked alone, too,
 and a warning names both if they differ by more than a tenth. What was tried for more certainty
@@ -19,20 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padded_dispatch.config import DispatchConfig, require
-from padded_dispatch.trace import Trace
-from padded_dispatch.tune.cost import Cost, LayerSizes, balanced_drop, cost
-from padded_dispatch.tune.replay import POOLS, Pool, Replay, replay
+from padded_dispatch.config import CapacityPool, Policy, require
+from padded_dispatch.tune.cost import LayerSizes, balanced_drop, kept_bytes
+from padded_dispatch.tune.demand import Demand
+from padded_dispatch.tune.replay import POOLS, Replay, replay
 
 _ALIKE = 1.1  # factors of two halves that differ by less are the same answer
-# A pool that more rows share is chosen if its factor is at most this share of the other's.
+# The store is chosen if its factor is at most this share of that of cells.
 _WORTH_SHARING = 0.97
-_MOST_NAMED = 8  # missing ranks
-
-_OWNERS: dict[Pool, str] = {
-    "expert": "source rank and expert",
-    "rank": "source and destination rank",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +68,13 @@ def percent(share: float) -> str:
 class Advice:
     """A recommended factor.
 
-    `capacity`: the slots of one pool at it. `halves`: the factors of the first and the second half
-    of the steps alone. `num_steps`: in the trace. `dropped`: share of all rows that it drops;
-    `worst`: the largest share in one step.
+    `room`: the slots of a cell, or the rows of a store, at it. `halves`: the factors of the first
+    and the second half of the steps alone. `num_steps`: in the trace. `dropped`: share of all rows
+    that it drops; `worst`: the largest share in one step.
     """
 
     factor: float
-    capacity: int
+    room: int
     halves: tuple[float, float]
     num_steps: int
     dropped: float
@@ -95,8 +90,8 @@ class Advice:
 class Recommendation:
     """Factors that keep the target with one kind of pool.
 
-    `overall`: one factor for all layers. `layers`: one for each, by layer number. `replay`: what
-    they come from.
+    `overall`: one factor for all layers. `layers`: one for each, by layer number; of layers that
+    share a store, what `overall` does to each. `replay`: what they come from.
     """
 
     target: Target
@@ -108,22 +103,25 @@ class Recommendation:
     def retried(self) -> float:
         """Share of the steps in which any layer drops a row at the recommended factor."""
         chosen = int(np.argmax(self.replay.factors == self.overall.factor))
-        return float((self.replay.by_layer_and_step.dropped[chosen].sum(0) > 0).mean())
+        return float((self.replay.dropped[chosen].sum(0) > 0).mean())
 
     def sentence(self) -> str:
         """Return the answer in a sentence."""
         advice, target, pool = self.overall, self.target, self.replay.pool
-        with_pool = "" if pool == "expert" else f" with capacity_pool={pool}"
+        room = f"{advice.room:,} slots per source rank and expert"
+        if pool == "store":
+            room = f"a store of {advice.room:,} rows"
         rows = f"at most {percent(target.drop)} of rows" if target.drop else "no row"
         return (
-            f"Set the capacity factor to {advice.factor:g} ({advice.capacity:,} slots per "
-            f"{_OWNERS[pool]}){with_pool}: {rows} dropped in {percent(target.steps_share)} of the "
-            f"{advice.num_steps:,} steps traced."
+            f"Set the capacity factor to {advice.factor:g} with capacity_pool={pool} ({room}): "
+            f"{rows} dropped in {percent(target.steps_share)} of the {advice.num_steps:,} steps "
+            "traced."
         )
 
     def warnings(self) -> list[str]:
         """Return the reasons to doubt the answer, in sentences."""
-        found = missing_ranks(self.replay)
+        missing = self.replay.demand.missing
+        found = [missing] if missing else []
         first, second = self.overall.halves
         if not self.overall.halves_agree:
             found.append(
@@ -144,37 +142,44 @@ def recommend(replay: Replay, target: Target) -> Recommendation:
     Raises:
         ValueError: the largest factor is too small for some step, or no row was asked for.
     """
-    rows = replay.by_layer_and_step
-    if not rows.demand.any():
+    if not replay.asked.any():
         raise ValueError("trace must ask for at least one expert, got padding only; trace again")
 
-    def advice(demand: NDArray[np.int64], dropped: NDArray[np.int64]) -> Advice:
+    def advice(
+        demand: NDArray[np.int64], dropped: NDArray[np.int64], index: int | None = None
+    ) -> Advice:
         asked = demand > 0
         demand, dropped = demand[asked], dropped[:, asked]
         needed = smallest_sufficient(demand, dropped, target.drop)
-        most, enough = float(replay.factors[-1]), f"add {replay.needed_factor.max():g}"
-        require((needed < len(dropped)).all(), "factors", most, "suffice in every step", enough)
-        index, share = quantile(needed, target.steps_share), target.steps_share
+        share, most = target.steps_share, float(replay.factors[-1])
+        if index is None:
+            index, enough = quantile(needed, share), f"add {replay.needed.max():g}"
+            require((needed < len(dropped)).all(), "factors", most, "suffice in every step", enough)
+        needed = np.minimum(needed, len(dropped) - 1)
         middle = len(needed) // 2
         halves = needed[: max(1, middle)], needed[middle:]
         first, second = (replay.factors[quantile(half, share)] for half in halves)
         return Advice(
             factor=float(replay.factors[index]),
-            capacity=int(replay.capacities[index]),
+            room=int(replay.room[index]),
             halves=(float(first), float(second)),
             num_steps=len(needed),
             dropped=float(dropped[index].sum() / demand.sum()),
             worst=float((dropped[index] / demand).max()),
         )
 
+    overall = advice(replay.asked.sum(0), replay.dropped.sum(1))
+    shared = None
+    if replay.pool == "store":
+        shared = int(np.argmax(replay.factors == overall.factor))
     return Recommendation(
         target=target,
         replay=replay,
-        overall=advice(rows.demand.sum(0), rows.dropped.sum(1)),
+        overall=overall,
         layers={
-            int(layer): advice(rows.demand[i], rows.dropped[:, i])
-            for i, layer in enumerate(rows.layers)
-            if rows.demand[i].any()
+            int(layer): advice(replay.asked[i], replay.dropped[:, i], shared)
+            for i, layer in enumerate(replay.demand.layers)
+            if replay.asked[i].any()
         },
     )
 
@@ -203,50 +208,26 @@ def quantile(values: NDArray, share: float) -> Any:
     return np.sort(values)[..., max(1, place) - 1]
 
 
-def missing_ranks(replay: Replay) -> list[str]:
-    """Return a warning where some ranks of a group did not trace a step of a layer."""
-    num_ranks = replay.num_ranks
-    keys = np.unique(np.stack([replay.steps, replay.layers, replay.ranks]), axis=1)
-    steps, layers, ranks = keys
-    groups = ranks // num_ranks
-    _, num_traced = np.unique(np.stack([steps, layers, groups]), axis=1, return_counts=True)
-    num_partly = int((num_traced < num_ranks).sum())
-    if not num_partly:
-        return []
-    expected = (np.unique(groups)[:, None] * num_ranks + np.arange(num_ranks)).flatten()
-    nowhere = [str(rank) for rank in np.setdiff1d(expected, ranks)]
-    named = ", ".join([*nowhere[:_MOST_NAMED], *["..."] * (len(nowhere) > _MOST_NAMED)])
-    what = (
-        f"Traces of {len(nowhere)} of {len(expected)} ranks are missing ({named})"
-        if nowhere
-        else f"{num_partly:,} of {len(num_traced):,} steps of a layer lack some of their "
-        f"{num_ranks} ranks"
-    )
-    return [f"{what}, so their demand is unknown; give the traces of all ranks."]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """One factor, what it drops and what it costs.
 
-    `dropped`: share of all rows; `in_most_steps`: share that the target's share of the steps does
-    not exceed; `worst_layer`: share of the layer that loses most; `balanced`: of a perfectly
-    balanced router, None where experts share a pool. `lost`: share of tokens that lost all their
-    experts. `retried`: share of the steps in which any layer drops a row, which
-    `on_overflow="retry"` would run again. `fill`: kept rows per slot. `cost`: None where the
-    layer's sizes are not known.
+    `room`: see `Advice`. `dropped`: share of all rows; `in_most_steps`: share that the target's
+    share of the steps does not exceed; `worst_layer`: share of the layer that loses most;
+    `balanced`: of a perfectly balanced router, None for a store. `retried`: share of the steps in
+    which any layer drops a row, which `on_overflow="retry"` would run again. `fill`: kept rows
+    relative to all room. `kept_bytes`: see `cost`; None where the layer's sizes are not known.
     """
 
     factor: float
-    capacity: int
+    room: int
     dropped: float
     in_most_steps: float
     worst_layer: float
     balanced: float | None
-    lost: float
     retried: float
     fill: float
-    cost: Cost | None
+    kept_bytes: int | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -259,101 +240,98 @@ class Study:
     """
 
     name: str
-    trace: Trace
-    etp: int
+    demand: Demand
     answers: tuple[Recommendation, ...]
     chosen: Recommendation
     sizes: LayerSizes | None
     layers_of_model: bool
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> CapacityPool:
         """The recommended kind of pool."""
         return self.chosen.replay.pool
 
     @cached_property
     def options(self) -> tuple[Option, ...]:
         """Effects of each factor with the recommended kind of pool."""
-        replay, target, trace = self.chosen.replay, self.chosen.target, self.trace
-        rows = replay.by_layer_and_step
-        lost = replay.lost_tokens.sum(1) / max(1, int(replay.num_tokens.sum()))
-        worst = (rows.dropped.sum(2) / np.maximum(rows.demand.sum(1), 1)).max(1)
-        asked = rows.demand.sum(0) > 0
-        by_step = rows.dropped.sum(1)[:, asked] / rows.demand.sum(0)[asked]
+        replay, target, num_tokens = self.chosen.replay, self.chosen.target, self.demand.num_tokens
+        worst = (replay.dropped.sum(2) / np.maximum(replay.asked.sum(1), 1)).max(1)
+        asked = replay.asked.sum(0)
+        by_step = replay.dropped.sum(1)[:, asked > 0] / asked[asked > 0]
         in_most = quantile(by_step, target.steps_share)
         found = []
-        for i, factor in enumerate(replay.factors.tolist()):
-            config = DispatchConfig(
-                num_experts=trace.num_experts,
-                top_k=trace.top_k,
-                capacity_factor=factor,
-                capacity_pool=self.pool,
-                num_ranks=trace.num_ranks // self.etp,
-                etp_size=self.etp,
-            )
-            balanced = balanced_drop(
-                num_tokens=trace.num_tokens,
-                top_k=trace.top_k,
-                num_experts=trace.num_experts,
-                capacity=config.capacity(trace.num_tokens),
-            )
+        for i, config in enumerate(replay.configs):
+            balanced = None
+            if self.pool == "expert":
+                balanced = balanced_drop(
+                    num_tokens=num_tokens,
+                    top_k=config.top_k,
+                    num_experts=config.num_experts,
+                    capacity=config.capacity(num_tokens),
+                )
             found.append(
                 Option(
-                    factor=factor,
-                    capacity=int(replay.capacities[i]),
+                    factor=float(replay.factors[i]),
+                    room=int(replay.room[i]),
                     dropped=float(replay.dropped_share[i]),
                     in_most_steps=float(in_most[i]),
                     worst_layer=float(worst[i]),
-                    balanced=balanced if self.pool == "expert" else None,
-                    lost=float(lost[i]),
-                    retried=float((rows.dropped[i].sum(0) > 0).mean()),
-                    fill=float(replay.kept[i].mean() / replay.slots[i]),
-                    cost=self.sizes and cost(config, trace.num_tokens, self.sizes),
+                    balanced=balanced,
+                    retried=float((replay.dropped[i].sum(0) > 0).mean()),
+                    fill=float(replay.fill[i]),
+                    kept_bytes=self.sizes and kept_bytes(config, num_tokens, self.sizes),
                 )
             )
         return tuple(found)
 
 
 def study(
-    trace: Trace,
+    demand: Demand,
     target: Target,
     *,
     name: str,
     factors: Sequence[float] | None = None,
-    pools: Sequence[Pool] = POOLS,
+    pools: Sequence[CapacityPool] = POOLS,
     etp: int = 1,
+    store_layers: int | None = None,
+    strikes: Policy | None = None,
     sizes: LayerSizes | None = None,
     layers_of_model: bool = True,
 ) -> Study:
-    """Replay the trace with each kind of pool, and recommend one.
+    """Replay the demand with each kind of pool, and recommend one.
 
-    The recommended kind is the one with the smaller factor; the simpler one, "expert", if the
-    other's is hardly smaller.
+    The recommended kind is that of the traced run. Where it is not known, or not among `pools`, it
+    is the one with the smaller factor, which is fewer bytes; cells, if the store's is hardly
+    smaller.
 
     Args:
-        trace: of training.
+        demand: of training.
         target: what to keep.
         name: of the trace, for titles.
         factors: see `replay`.
         pools: kinds to compare, "expert" first.
         etp: see `replay`.
+        store_layers: see `replay`.
+        strikes: see `replay`.
         sizes: of the layer, for costs.
         layers_of_model: see `Study`.
 
     Raises:
         ValueError: names the argument, its value and what to change.
     """
-    answers = [recommend(replay(trace, factors, pool=pool, etp=etp), target) for pool in pools]
-    chosen, *others = answers
+    given = {"etp": etp, "store_layers": store_layers, "strikes": strikes}
+    answers = {
+        pool: recommend(replay(demand, factors, pool=pool, **given), target) for pool in pools
+    }
+    chosen, *others = answers.values()
     for other in others:
         if other.overall.factor <= _WORTH_SHARING * chosen.overall.factor:
             chosen = other
     return Study(
         name=name,
-        trace=trace,
-        etp=etp,
-        answers=tuple(answers),
-        chosen=chosen,
+        demand=demand,
+        answers=tuple(answers.values()),
+        chosen=answers.get(demand.pool, chosen) if demand.pool else chosen,
         sizes=sizes,
         layers_of_model=layers_of_model,
     )

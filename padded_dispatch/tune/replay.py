@@ -1,187 +1,145 @@
-"""Replay a trace at any capacity factor: what would have been dropped, exactly, without the model.
+"""Replay counts of rows at any capacity factor: what would have been dropped, exactly.
 
-The dispatcher fills slots in an order: of all rows that compete for the same slots, the first C
-keep one. Each row is ordered once among its competitors, and its place in that order, from 0,
-decides everything: at capacity C the row is dropped when its place is C or more. All factors are
-answered from the same places.
+Which rows find room depends on counts alone, as does `DispatchConfig.capacity_pool`:
 
-Rows of one record compete within a pool, which is `DispatchConfig.capacity_pool`:
+- "expert": a source's rows for one expert have C slots, a cell.
+- "store": all rows of a rank, of all layers of a model chunk, share M rows. The layers of a pass
+  stack their rows in order. A layer may fill the store up to M less what the layers after it are
+  sure to get: min(1, factor) of a balanced share each. What does not fit is cut by a water level:
+  each (expert, source) keeps at most w rows, with the largest w that fits.
 
-- "expert": a source's rows for one expert; C slots.
-- "rank": a source's rows for all experts of one rank; L * C slots.
+A layer's own limit of rows (N) never binds in a store, which it is at least as large as.
 
-Equal rows keep the order of token, then expert, which is how the dispatcher breaks ties.
-
-Letters: N records; T tokens of a record; K experts per token; E experts; L experts of one rank; C
-slots per (source, expert).
+Letters: T tokens; K experts per token; E experts; L experts of one rank; R ranks of experts; C
+slots of a cell; M rows of a store.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from padded_dispatch.config import DispatchConfig, require
-from padded_dispatch.trace import Trace
+from padded_dispatch.config import CapacityPool, DispatchConfig, Policy, require
+from padded_dispatch.tune.demand import Demand, most_tokens, strike
 
-Pool = Literal["expert", "rank"]
-POOLS: tuple[Pool, ...] = ("expert", "rank")
-Policy = Literal["probs", "position"]
-
-_NEVER = np.iinfo(np.int32).max  # the place of an empty choice, which no capacity reaches
-_CHUNK_ROWS = 2**18  # sorted at a time: small enough for a processor's cache
+POOLS: tuple[CapacityPool, ...] = ("expert", "store")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Replay:
-    """The outcome of each capacity factor for every record of a trace.
+    """The outcome of each capacity factor.
 
-    `factors`: ascending. `capacities`: the slots of one pool at each factor. `slots`: those of all
-    pools. `num_ranks`, `steps`, `layers`, `ranks`: of the trace. `demand_by_expert`: [records,
-    experts], rows asked for. `kept_by_expert`: [factors, records, experts]. `num_tokens`:
-    [records], tokens that asked for an expert; `lost_tokens`: [factors, records], those of them
-    that kept none. `needed_factor`: [records], a factor at which nothing is dropped, from the
-    largest demand for one pool.
+    `configs`: one for each factor, which rise. `room`: slots of a cell, or rows of a store, at each
+    factor. `fill`: kept rows relative to all room. `asked`: [layers, steps], rows asked for,
+    summed over sources and micro-batches. `dropped`: [factors, layers, steps]. `needed`: [steps], a
+    factor at which nothing is dropped. `needed_alone`: [layers], the same if a layer had no other
+    to share with, over all steps.
     """
 
-    pool: Pool
-    num_ranks: int
-    factors: NDArray[np.float64]
-    capacities: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    steps: NDArray[np.int64]
-    layers: NDArray[np.int32]
-    ranks: NDArray[np.int32]
-    demand_by_expert: NDArray[np.int32]
-    kept_by_expert: NDArray[np.int32]
-    num_tokens: NDArray[np.int32]
-    lost_tokens: NDArray[np.int32]
-    needed_factor: NDArray[np.float64]
+    pool: CapacityPool
+    demand: Demand
+    configs: tuple[DispatchConfig, ...]
+    room: NDArray[np.int64]
+    fill: NDArray[np.float64]
+    asked: NDArray[np.int64]
+    dropped: NDArray[np.int64]
+    needed: NDArray[np.float64]
+    needed_alone: NDArray[np.float64]
 
     @cached_property
-    def demand(self) -> NDArray[np.int64]:
-        """Rows that each record asked for, [records]."""
-        return self.demand_by_expert.sum(1, dtype=np.int64)
-
-    @cached_property
-    def kept(self) -> NDArray[np.int64]:
-        """Rows of each record that keep a slot, [factors, records]."""
-        return self.kept_by_expert.sum(2, dtype=np.int64)
+    def factors(self) -> NDArray[np.float64]:
+        """The capacity factors, ascending."""
+        return np.array([config.capacity_factor for config in self.configs])
 
     @property
-    def dropped(self) -> NDArray[np.int64]:
-        """Rows of each record that get no slot, [factors, records]."""
-        return self.demand - self.kept
+    def steps(self) -> NDArray[np.int64]:
+        """The steps, ascending."""
+        return np.unique(self.demand.steps)
 
     @cached_property
     def dropped_share(self) -> NDArray[np.float64]:
         """Share of all rows that each factor drops, [factors]."""
-        return self.dropped.sum(1) / max(1, int(self.demand.sum()))
-
-    @cached_property
-    def by_layer_and_step(self) -> "LayerSteps":
-        """Rows, summed over the sources and micro-batches of every (layer, step)."""
-        layers, layer_of_record = np.unique(self.layers, return_inverse=True)
-        steps, step_of_record = np.unique(self.steps, return_inverse=True)
-        shape = len(layers), len(steps)
-        cells = np.ravel_multi_index((layer_of_record, step_of_record), shape)
-
-        def summed(rows: NDArray) -> NDArray[np.int64]:
-            sums = np.zeros(math.prod(shape), np.int64)
-            np.add.at(sums, cells, rows)
-            return sums.reshape(shape)
-
-        dropped = np.stack([summed(rows) for rows in self.dropped])
-        return LayerSteps(layers=layers, steps=steps, demand=summed(self.demand), dropped=dropped)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayerSteps:
-    """Rows per layer and step.
-
-    `layers`, `steps`: ascending. `demand`: [layers, steps]. `dropped`: [factors, layers, steps].
-    """
-
-    layers: NDArray[np.int32]
-    steps: NDArray[np.int64]
-    demand: NDArray[np.int64]
-    dropped: NDArray[np.int64]
+        return self.dropped.sum((1, 2)) / max(1, int(self.asked.sum()))
 
 
 def replay(
-    trace: Trace,
+    demand: Demand,
     factors: Sequence[float] | None = None,
     *,
-    pool: Pool = "expert",
-    policy: Policy | None = None,
+    pool: CapacityPool = "expert",
     etp: int = 1,
+    store_layers: int | None = None,
+    strikes: Policy | None = None,
 ) -> Replay:
-    """Replay a trace at every capacity factor of `factors`.
+    """Replay a demand at every capacity factor of `factors`.
 
     Args:
-        trace: the recorded demand.
+        demand: the rows asked for.
         factors: each above 0, in any order; the result has them in ascending order. None takes a
             grid that ends with a factor that drops nothing, see `grid`.
-        pool: which rows share slots, see the module's docstring.
-        policy: which rows keep a slot: the most probable, or those of the first tokens, as
-            Megatron's `moe_token_drop_policy`. Their number does not depend on it. None takes
-            "probs" where the trace has probabilities.
-        etp: ranks that split every expert between them; each of them is a source of the trace.
+        pool: what has room, see the module's docstring.
+        etp: ranks that split every expert between them; each of them is a source.
+        store_layers: consecutive layers that share a store, which are those of a model chunk of
+            one pipeline stage; None: all.
+        strikes: whether to drop what collectives cannot send to a store, and by which
+            `moe_token_drop_policy`: tokens of a source for one rank past
+            `DispatchConfig.wire_slots`.
 
     Raises:
         ValueError: names the argument, its value and what to change.
     """
-    if policy is None:
-        policy = "position" if trace.probs_NTK is None else "probs"
-    require(policy in ("probs", "position"), "policy", policy, "be probs or position")
-    probs_NTK = trace.probs_NTK if policy == "probs" else None
-    rule = "be position for a trace without probabilities"
-    require(policy == "position" or probs_NTK is not None, "policy", policy, rule)
-    config = _config(trace, 1.0, pool, etp)
-    pool_of_expert = np.arange(trace.num_experts) // config.sizes(1).experts_per_pool
-    num_pools = int(pool_of_expert[-1]) + 1
-    demand_by_expert = np.stack([_count(trace, ids_TK) for ids_TK in trace.ids_NTK])
-    most = demand_by_expert.reshape(len(demand_by_expert), num_pools, -1).sum(2).max(1)
-    needed_factor = most * num_pools / (trace.num_tokens * trace.top_k)
-    factors = sorted(map(float, grid(float(needed_factor.max())) if factors is None else factors))
+    require(pool in POOLS, "pool", pool, f"be one of {', '.join(POOLS)}")
+    num_layers = len(demand.layers)
+    store_layers = num_layers if store_layers is None else store_layers
+    require(store_layers >= 1, "store_layers", store_layers, "be at least 1")
+    trace = demand.trace
+    require(strikes is None or trace, "strikes", strikes, "be None for counts without a trace")
+    config = _config(demand, 1.0, pool, etp)
+    stacks = [slice(i, i + store_layers) for i in range(0, num_layers, store_layers)]
+    steps, step_of_pass = np.unique(demand.steps, return_inverse=True)
+    needed, needed_alone = _needed(demand, config, stacks)
+    if pool == "store" and strikes and trace:
+        crossing = most_tokens(trace, config.num_ranks) * config.num_ranks
+        needed = np.maximum(needed, crossing / (demand.num_tokens * demand.top_k))
+    factors = sorted(map(float, grid(float(needed.max())) if factors is None else factors))
     require(len(factors) >= 1, "factors", factors, "hold at least one factor")
-    capacities = [
-        _config(trace, factor, pool, etp).sizes(trace.num_tokens).pool_slots for factor in factors
-    ]
-    shape = len(factors), trace.num_records
-    kept_by_expert = np.empty((*shape, trace.num_experts), np.int32)
-    lost_tokens = np.empty(shape, np.int32)
-    num_tokens = (trace.ids_NTK >= 0).any(2).sum(1, dtype=np.int32)
-    for here in _chunks(trace):
-        ids_NTK = trace.ids_NTK[here]
-        record_N11 = np.arange(len(ids_NTK))[:, None, None]
-        # The id -1 is in no count: it never has a place below a capacity.
-        cell_NTK = record_N11 * trace.num_experts + ids_NTK
-        pool_NTK = record_N11 * num_pools + pool_of_expert[ids_NTK]
-        place_NTK = places(ids_NTK, None if probs_NTK is None else probs_NTK[here], pool_NTK)
-        for f, capacity in enumerate(capacities):
-            kept_NTK = place_NTK < capacity
-            counts = np.bincount(cell_NTK[kept_NTK], minlength=kept_by_expert[f, here].size)
-            kept_by_expert[f, here] = counts.reshape(-1, trace.num_experts)
-            lost_tokens[f, here] = num_tokens[here] - kept_NTK.any(2).sum(1)
+    configs = tuple(_config(demand, factor, pool, etp) for factor in factors)
+    asked = demand.counts.sum((2, 3), dtype=np.int64)
+    room, all_room, kept = [], [], []
+    for config in configs:
+        if pool == "expert":
+            room.append(config.capacity(demand.num_tokens))
+            all_room.append(demand.counts.size * room[-1])
+            kept.append(np.minimum(demand.counts, room[-1]).sum((2, 3), dtype=np.int64))
+            continue
+        counts, num_slots = demand.counts, config.wire_slots(demand.num_tokens)
+        if strikes and trace and num_slots < demand.num_tokens:
+            counts = strike(trace, num_slots, config.num_ranks, strikes)
+        rows = config.rows(demand.num_tokens)
+        room.append(rows * min(store_layers, num_layers))
+        all_room.append(len(counts) * config.num_ranks * num_layers * rows)
+        cells = _cells(counts, config)
+        stacked = [_stack(cells[:, stack], config, demand.num_tokens) for stack in stacks]
+        kept.append(np.concatenate(stacked, axis=1))
+
+    def by_step(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        sums = np.zeros((len(steps), num_layers), np.int64)
+        np.add.at(sums, step_of_pass, rows)
+        return sums.T
+
     return Replay(
         pool=pool,
-        num_ranks=trace.num_ranks,
-        factors=np.array(factors),
-        capacities=np.array(capacities),
-        slots=np.array(capacities) * num_pools,
-        steps=trace.steps,
-        layers=trace.layers,
-        ranks=trace.ranks,
-        demand_by_expert=demand_by_expert,
-        kept_by_expert=kept_by_expert,
-        num_tokens=num_tokens,
-        lost_tokens=lost_tokens,
-        needed_factor=needed_factor,
+        demand=demand,
+        configs=configs,
+        room=np.array(room),
+        fill=np.array([rows.sum() / of for rows, of in zip(kept, all_room, strict=True)]),
+        asked=by_step(asked),
+        dropped=np.stack([by_step(asked - rows) for rows in kept]),
+        needed=np.array([needed[step_of_pass == i].max() for i in range(len(steps))]),
+        needed_alone=needed_alone,
     )
 
 
@@ -197,41 +155,14 @@ def grid(need: float) -> tuple[float, ...]:
     return (*(factor for factor in factors if factor < last), last)
 
 
-def places(
-    ids_NTK: NDArray[np.int16],
-    probs_NTK: NDArray[np.float32] | None,
-    pool_NTK: NDArray[np.int64],
-) -> NDArray[np.int32]:
-    """Count the rows that come before each row in its pool, [N, T, K].
-
-    Args:
-        ids_NTK: -1 where there is no row; no capacity reaches its place.
-        probs_NTK: the most probable rows come first; None: those of the first tokens.
-        pool_NTK: rows with the same number compete.
-
-    Example: one token each for expert 0 with probabilities .2, .5, .9, .5: places 3, 1, 0, 2.
-    """
-    asks_NTK = ids_NTK >= 0
-    pools = pool_NTK[asks_NTK]
-    by_pool = (pools,) if probs_NTK is None else (-probs_NTK[asks_NTK], pools)
-    order = np.lexsort(by_pool)  # stable
-    sizes = np.bincount(pools)
-    counts = np.empty(len(pools), np.int32)
-    counts[order] = np.arange(len(pools)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    place_NTK = np.full(ids_NTK.shape, _NEVER, np.int32)
-    place_NTK[asks_NTK] = counts
-    return place_NTK
-
-
-def _config(trace: Trace, factor: float, pool: Pool, etp: int) -> DispatchConfig:
-    require(pool in POOLS, "pool", pool, f"be one of {', '.join(POOLS)}")
-    num_sources = trace.num_ranks
+def _config(demand: Demand, factor: float, pool: CapacityPool, etp: int) -> DispatchConfig:
+    num_sources = demand.num_sources
     fix = "give the expert tensor parallel size of the run"
     rule = f"divide the {num_sources} sources of the trace"
     require(etp >= 1 and num_sources % etp == 0, "etp", etp, rule, fix)
     return DispatchConfig(
-        num_experts=trace.num_experts,
-        top_k=trace.top_k,
+        num_experts=demand.num_experts,
+        top_k=demand.top_k,
         capacity_factor=factor,
         capacity_pool=pool,
         num_ranks=num_sources // etp,
@@ -239,12 +170,62 @@ def _config(trace: Trace, factor: float, pool: Pool, etp: int) -> DispatchConfig
     )
 
 
-def _count(trace: Trace, ids_TK: NDArray[np.int16]) -> NDArray[np.int32]:
-    """Return the rows that a record asks of each expert, [E]."""
-    return np.bincount(ids_TK[ids_TK >= 0], minlength=trace.num_experts).astype(np.int32)
+def _cells(counts: NDArray[np.integer], config: DispatchConfig) -> NDArray[np.int64]:
+    """Return rows by rank, each rank's cells in ascending order: [passes, layers, R, S * L]."""
+    shape = *counts.shape[:3], config.num_ranks, config.num_local_experts
+    by_rank = counts.reshape(shape).swapaxes(2, 3)
+    cells = by_rank.reshape(*by_rank.shape[:3], -1).astype(np.int64)
+    cells.sort(-1)
+    return cells
 
 
-def _chunks(trace: Trace) -> list[slice]:
-    """Return the trace's records, some at a time."""
-    step = max(1, _CHUNK_ROWS // (trace.num_tokens * trace.top_k))
-    return [slice(start, start + step) for start in range(0, trace.num_records, step)]
+def _stack(cells: NDArray[np.int64], config: DispatchConfig, num_tokens: int) -> NDArray[np.int64]:
+    """Return the rows that find room in the stores of all ranks, [passes, layers].
+
+    Args:
+        cells: of the layers that share a store, see `_cells`.
+        config: with the factor.
+        num_tokens: of a source (T).
+    """
+    num_layers, rows = cells.shape[1], config.rows(num_tokens)
+    sure = min(rows, config.share(num_tokens))
+    top, kept = np.zeros(cells.shape[:1] + cells.shape[2:3], np.int64), []
+    for layer in range(num_layers):
+        limit = num_layers * rows - (num_layers - 1 - layer) * sure
+        kept.append(_below_water(cells[:, layer], limit - top))
+        top += kept[-1]
+    return np.stack([rows.sum(1) for rows in kept], axis=1)
+
+
+def _below_water(cells: NDArray[np.int64], room: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rows that the highest water level keeps which fits into `room`.
+
+    Example: cells 1, 4, 9 and room 11 have the level 5 and keep 1 + 4 + 5 = 10 rows.
+    """
+    num_cells, sums = cells.shape[-1], cells.cumsum(-1)
+    above = np.arange(num_cells - 1, -1, -1)
+    whole = (sums + above * cells <= room[..., None]).sum(-1)  # cells at or below the level
+    below = np.take_along_axis(sums, np.maximum(whole - 1, 0)[..., None], -1)[..., 0] * (whole > 0)
+    rest = num_cells - whole
+    return below + rest * ((room - below) // np.maximum(rest, 1))
+
+
+def _needed(
+    demand: Demand, config: DispatchConfig, stacks: Sequence[slice]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the factors at which nothing is dropped: [passes], and each layer alone, [layers]."""
+    if config.capacity_pool == "expert":
+        most = demand.counts.max((2, 3)) / demand.mean_rows
+        return most.max(1), most.max(0)
+    share = config.share(demand.num_tokens)
+    rows = _cells(demand.counts, config).sum(-1)  # [passes, layers, R]
+    needed = []
+    for stack in stacks:
+        sums = rows[:, stack].cumsum(1)
+        number = np.arange(1, sums.shape[1] + 1)[:, None]
+        last = number[-1, 0]
+        # Up to factor 1 each layer has its part for itself; beyond, later ones keep one share.
+        below = (sums / (number * share)).max((1, 2))
+        beyond = (sums + (last - number) * share).max((1, 2)) / (last * share)
+        needed.append(np.where(below <= 1, below, beyond))
+    return np.max(needed, axis=0), rows.max((0, 2)) / share

@@ -19,6 +19,7 @@ from padded_dispatch.tune.settings import NO_LAYERS, Block, blocks
 _SHARES = (0.3, 0.1, 0.05, 0.01, 0.001, 0.0)
 _PAGE_ROWS = 12  # about so many factors are on the page
 _COLUMNS = 80
+_ROOM = {"expert": "slots", "store": "rows"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ def pool_table(study: Study) -> Table:
     """Return a row for each kind of pool; equal factors are equal bytes."""
     rows = []
     for answer in study.answers:
-        needed = math.ceil(float(answer.replay.needed_factor.max()) * 100) / 100
+        needed = math.ceil(float(answer.replay.needed.max()) * 100) / 100
         rows.append(
             (
                 answer.replay.pool,
@@ -68,12 +69,11 @@ def factor_table(study: Study, options: Sequence[Option], *, brief: bool) -> Tab
     """
     columns = {
         "factor": [f"{option.factor:g}" for option in options],
-        "slots": [f"{option.capacity:,}" for option in options],
+        _ROOM[study.pool]: [f"{option.room:,}" for option in options],
         "dropped": [percent(option.dropped) for option in options],
         f"{percent(study.chosen.target.steps_share)} of steps": [
             f"<= {percent(option.in_most_steps)}" for option in options
         ],
-        "lost tokens": [percent(option.lost) for option in options],
     }
     if not brief:
         columns["steps with drops"] = [percent(option.retried) for option in options]
@@ -82,9 +82,7 @@ def factor_table(study: Study, options: Sequence[Option], *, brief: bool) -> Tab
         if study.pool == "expert":
             columns["balanced"] = [percent(option.balanced or 0.0) for option in options]
     if study.sizes is not None:
-        costs = [option.cost for option in options if option.cost is not None]
-        columns["wire MB"] = [f"{cost.wire_bytes / 1e6:.1f}" for cost in costs]
-        columns["GiB"] = [f"{cost.memory_bytes / 2**30:.3g}" for cost in costs]
+        columns["GiB"] = [f"{(option.kept_bytes or 0) / 2**30:.3g}" for option in options]
     factors = [option.factor for option in options]
     return Table(
         headers=tuple(columns),
@@ -94,20 +92,21 @@ def factor_table(study: Study, options: Sequence[Option], *, brief: bool) -> Tab
 
 
 def layer_table(study: Study) -> Table:
-    """Return a factor for each layer by itself."""
-    rows = tuple(
-        (
-            str(layer),
-            f"{advice.factor:g}",
-            f"{advice.capacity:,}",
-            f"{advice.halves[0]:g}, {advice.halves[1]:g}",
-            percent(advice.dropped),
-            percent(advice.worst),
-        )
-        for layer, advice in study.chosen.layers.items()
-    )
-    headers = ("layer", "factor", "slots", "halves", "dropped", "worst step")
-    return Table(headers=headers, rows=rows)
+    """Return a factor for each layer by itself; the drops of each in a store."""
+    replay = study.chosen.replay
+    alone = dict(zip(replay.demand.layers.tolist(), replay.needed_alone.tolist(), strict=True))
+    headers = ["layer", "drops nothing alone at", "dropped", "worst step"]
+    own = study.pool == "expert"
+    if own:
+        headers += ["factor", "slots", "halves"]
+    rows = []
+    for layer, advice in study.chosen.layers.items():
+        row = [str(layer), f"{alone[layer]:.3g}", percent(advice.dropped), percent(advice.worst)]
+        if own:
+            halves = f"{advice.halves[0]:g}, {advice.halves[1]:g}"
+            row += [f"{advice.factor:g}", f"{advice.room:,}", halves]
+        rows.append(tuple(row))
+    return Table(headers=tuple(headers), rows=tuple(rows))
 
 
 def summary(study: Study, report: Path) -> str:
@@ -120,7 +119,7 @@ def summary(study: Study, report: Path) -> str:
     chosen = study.chosen
     prose = [chosen.sentence(), halves(study), *chosen.warnings()]
     factors = [advice.factor for advice in chosen.layers.values()]
-    if len(factors) > 1:
+    if len(factors) > 1 and study.pool == "expert":
         prose.append(f"Each layer by itself: {min(factors):g} to {max(factors):g}.")
     shown = {chosen.overall.factor}
     for share in _SHARES:
@@ -167,19 +166,12 @@ figure svg { width: 100%; height: auto; }
 """
 
 _POOLS = (
-    "Which rows share slots (capacity_pool), at the factor that keeps the target; equal factors "
+    "Which rows share room (capacity_pool), at the factor that keeps the target; equal factors "
     'are equal bytes. Steps with drops: on_overflow="retry" would run them again.'
 )
-_FACTORS = (
-    "Dropped: of all rows. Lost tokens: those that keep none of their experts. Fill: kept rows per "
-    "slot."
-)
+_FACTORS = "Dropped: of all rows. Fill: kept rows relative to all room."
 _BALANCED = " Balanced: what a perfectly balanced router drops, since tokens choose at random."
-_COSTS = (
-    " Wire: sent by a rank per layer and micro-batch by the all-to-all, forward and backward; "
-    "empty slots travel, too. GiB: on a rank, all its layers and micro-batches in flight, an upper "
-    "bound."
-)
+_COSTS = " GiB: kept for backward on a rank, of all its layers and micro-batches in flight."
 _CAPTIONS = {
     "dropped": "Below the dotted line the target is kept.",
     "need": "One point per step: the smallest factor that would have kept the target.",
@@ -232,7 +224,7 @@ def _settings(study: Study) -> str:
     parts += [_block(block) for block in blocks(study)]
     if not study.layers_of_model:
         parts.append(f"<p>{_text(NO_LAYERS)}</p>")
-    elif len(study.chosen.layers) > 1:
+    elif len(study.chosen.layers) > 1 and study.pool == "expert":
         listed = "\n".join(_block(block) for block in blocks(study, per_layer=True))
         summary = "<summary>The same with a factor for each layer</summary>"
         parts.append(f"<details>\n{summary}\n{listed}\n</details>")
@@ -266,15 +258,15 @@ def _factors(study: Study) -> str:
 
 
 def _method(study: Study) -> str:
-    trace, replay = study.trace, study.chosen.replay
+    demand, own = study.demand, study.pool == "expert"
     texts = [
-        f"The trace: {replay.demand.sum():,} rows of {trace.num_records:,} records, "
-        f"{study.chosen.overall.num_steps:,} steps, {len(study.chosen.layers)} layers; "
-        f"{trace.num_experts} experts, top-{trace.top_k}, {trace.num_ranks} source ranks of "
-        f"{trace.num_tokens:,} tokens each.",
-        f"Every record was replayed at {len(study.options)} factors with the dispatcher's own "
+        f"The trace: {study.chosen.replay.asked.sum():,} rows of {len(demand.steps):,} "
+        f"micro-batches in {study.chosen.overall.num_steps:,} steps, {len(study.chosen.layers)} "
+        f"layers; {demand.num_experts} experts, top-{demand.top_k}, {demand.num_sources} source "
+        f"ranks of {demand.num_tokens:,} tokens each.",
+        f"Every micro-batch was replayed at {len(study.options)} factors with the dispatcher's own "
         "rule: the counts are exact. The factor is the smallest that keeps the target in as many "
-        "of the steps traced; each layer's keeps it for that layer alone.",
+        "of the steps traced" + ("; each layer's keeps it for that layer alone." if own else "."),
         "The answer holds for steps like these. Routing changes with the data, the learning rate "
         "and with what is dropped: watch the dispatcher's telemetry, and trace again. Dropping "
         "changes what is learned; a trace does not show how much.",

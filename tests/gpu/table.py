@@ -19,12 +19,7 @@ from padded_dispatch.megatron import PaddedOptions
 from tests.support.direct_parity import Layer, eager_differs, replay_differs
 from tests.support.generation import GenerationCase, drops, generates_as_stock
 from tests.support.layer_parity import LayerCase, layer_agrees
-from tests.support.layer_replays import (
-    RoutingCase,
-    routings_equal_eager,
-    telemetry_is_a_hosts_count,
-)
-from tests.support.pipeline_parity import PipelineCase, pipeline_agrees
+from tests.support.layer_replays import RoutingCase, routings_equal_eager
 from tests.support.training import (
     EAGER_STEPS,
     RETRIED,
@@ -43,11 +38,10 @@ EAGER = "replay equals eager training"
 RETRY = "repeated steps equal training that never drops"
 OVERLAP = "the combined schedule equals the plain one"
 ROUTINGS = "replays equal eager runs over many routings"
-TELEMETRY = "telemetry of replays is a host's count"
 MEMORY = "memory is flat"
 WAITS = "replays do not wait"
 LAYER = "a layer is at parity with stock"
-PIPELINE = "a pipeline is at parity with stock"
+ROOM = "rows in room for all layers equal rows in room of their own"
 TEXT = "text generation equals stock"
 DROPS = "text generation that drops is found"
 DIRECT = "direct stores equal the all-to-all"
@@ -71,6 +65,13 @@ _OSS: dict[str, Any] = {
     "heads": 64,
     "fields": {"num_query_groups": 8, "kv_channels": 64},
     "steps": EAGER_STEPS + 3,
+}
+_SHARED: dict[str, Any] = {
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_shared_expert_overlap": True,
+    "moe_shared_expert_gate": True,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
 }
 _LAYER = {"num_experts": 16, "top_k": 4, "hidden": 256, "ffn": 192, "seq": 130}
 _TEXT: dict[str, Any] = {
@@ -105,14 +106,17 @@ class Row:
 
     def on(self, device: str) -> tuple[Any, ...]:
         """Return the arguments of `run`."""
-        changed = with_changes(self.case, self.gpu) if device == "cuda" else self.case
-        return changed, *self.more
+        if device == "cuda":
+            return with_changes(self.case, self.gpu), *self.more
+        # A CPU always computes the same.
+        ways = ({n: w for n, w in one.items() if n != "eager again"} for one in self.more)
+        return (self.case, *ways) if self.run is ways_agree else (self.case, *self.more)
 
 
 def table() -> list[Row]:
     """Return all rows, those with few ranks first."""
     rows = [*_replayed(), *_retried(), *_overlapped(), *_quantized(), *_of_layers(), *_flat()]
-    rows += [*_generating(), *_at_parity(), *_stored_directly()]
+    rows += [*_in_flight(), *_generating(), *_at_parity(), *_stored_directly()]
     assert len({(row.check, row.name) for row in rows}) == len(rows), "each row has its own name"
     return sorted(rows, key=lambda row: row.ranks)
 
@@ -139,7 +143,7 @@ def _replayed() -> Iterator[Row]:
     yield _replay("4 microbatches", microbatches=4)
     for module in ("moe", "moe_act", "layernorm"):
         again = {"recompute_granularity": "selective", "recompute_modules": [module]}
-        yield _replay(f"recompute {module}", fields=again)
+        yield _replay(f"recompute {module}", fields=again, scopes=("moe",), cpu=module == "moe")
     yield _replay("evaluation between steps", evaluates=(2, 10), gpu={"evaluates": (1, 256)})
     for scopes in (WHOLE, PARTIAL):
         other = {"evaluates": (3, 5), "gpu": {"evaluates": (3, 160)}}
@@ -155,7 +159,10 @@ def _replayed() -> Iterator[Row]:
         yield _replay(f"200 replays, {'+'.join(scopes)}", scopes=scopes, gpu=gpu, **two)
     for graph, ranks in itertools.product(("helper", "local", "iteration"), (1, 2)):
         gpu = {"ddp": {"use_distributed_optimizer": False}} if graph == "iteration" else {}
-        yield _replay(f"EP{ranks}, {graph} graphs", graph, ranks=ranks, ep=ranks, gpu=gpu)
+        small = graph == "helper" and ranks == 1
+        yield _replay(
+            f"EP{ranks}, {graph} graphs", graph, ranks=ranks, ep=ranks, gpu=gpu, cpu=small
+        )
     dense = {"num_layers": 3, "fields": {"moe_layer_freq": [1, 0, 1]}, "gpt_oss": True, **two}
     yield _replay("dense and MoE layers", scopes=("attn", "mlp", "moe"), cpu=True, **dense)
     deep: dict[str, Any] = {"pp": 2, "num_layers": 4, "microbatches": 4}
@@ -230,15 +237,17 @@ def _masked() -> Iterator[Row]:
     """Yield padding masks that change, and packed sequences, in each kind of graph."""
     for ranks in (1, 2):
         sizes: dict[str, Any] = {"ranks": ranks, "ep": ranks}
-        for scopes in (("moe",), WHOLE, (), PARTIAL):
+        for scopes in (("moe",), WHOLE, (), ("attn",), PARTIAL[1:2], PARTIAL[1:], PARTIAL):
             name = f"masks, EP{ranks}, {'+'.join(scopes) or 'whole layers'}"
-            yield _replay(name, scopes=scopes, masked=True, **sizes)
+            other = {"evaluates": (3, 5), "gpu": {"evaluates": (3, 160)}, "fields": _SHARED}
+            small = ranks == 1 or scopes == PARTIAL
+            yield _replay(name, scopes=scopes, masked=True, cpu=small, **other, **sizes)
         for graph in ("local", "iteration"):
             gpu = {"ddp": {"use_distributed_optimizer": False}} if graph == "iteration" else {}
             yield _replay(f"masks, EP{ranks}, {graph}", graph, masked=True, gpu=gpu, **sizes)
         for scopes, masked in itertools.product((("moe",), PARTIAL[1:]), (False, True)):
             name = f"packed sequences, EP{ranks}, {'+'.join(scopes)}{', masks' * masked}"
-            small = ranks == 2 and masked and scopes != ("moe",)
+            small = masked == (ranks == 2) == (scopes != ("moe",))
             how = {"packed": True, "masked": masked, "batch": 1, "cpu": small}
             yield _replay(name, scopes=scopes, **how, **sizes)
     deep: dict[str, Any] = {"pp": 2, "num_layers": 4, "microbatches": 4, "ranks": 2}
@@ -330,6 +339,7 @@ def _overlapped() -> Iterator[Row]:
             yield _overlap(f"{name}, beside dispatch", options=options, way=beside)
         for scopes in (("attn", "moe_router"), PARTIAL):
             graphs = {"options": options, "scopes": scopes, "masked": scopes == PARTIAL}
+            graphs["cpu"] = (scopes == PARTIAL) == (name == "module")
             yield _overlap(f"{name}, graphs of {'+'.join(scopes)}", **graphs)
         yield _overlap(f"{name}, PP2/VPP2", options=options, fields=sends, cpu=False, **deep)
     half = {"factor": 0.5, "options": packed}
@@ -373,7 +383,7 @@ def _quantized() -> Iterator[Row]:
 
 
 def _of_layers() -> Iterator[Row]:
-    """Yield a thousand routings of a captured layer, and telemetry of a hundred."""
+    """Yield a thousand routings of a captured layer."""
     gpu: dict[str, Any] = {
         "device": "cuda",
         "num_routings": 1000,
@@ -395,12 +405,6 @@ def _of_layers() -> Iterator[Row]:
             full_name = f"1,000 routings, EP{ranks}, {name}"
             run = {"run": routings_equal_eager, "case": case, "cpu": small}
             yield Row(check=ROUTINGS, name=full_name, **run, **where)
-        # Small enough that some tokens lose all their rows; with a pool of a rank those are few.
-        for name, factor in (("module", 1.1), (f"EP{ranks}, pool rank, alltoall", 0.3)):
-            where["gpu"] = {**gpu, "num_routings": 100, "factor": factor}
-            run = {"run": telemetry_is_a_hosts_count, "case": cases[name]}
-            run["cpu"] = ranks == 2 and name == "module"
-            yield Row(check=TELEMETRY, name=f"telemetry, EP{ranks}, {name}", **run, **where)
 
 
 def _flat() -> Iterator[Row]:
@@ -422,6 +426,16 @@ def _flat() -> Iterator[Row]:
         yield Row(check=WAITS, name=name, run=replays_do_not_wait, **how)
 
 
+def _in_flight() -> Iterator[Row]:
+    """Yield pipelines: several calls of a layer are in flight, and each has its own rows."""
+    ways = {"own": {"never_drops": True}, "shared": {"factor": 2.0}}
+    deep: dict[str, Any] = {"pp": 2, "vpp": 2, "num_layers": 4, "microbatches": 4, "steps": 2}
+    for ranks, dtype in ((2, torch.float32), (2, torch.bfloat16), (4, torch.float32)):
+        how = {"options": {"experts": "packed"}, "counts": False, "dtype": dtype, **deep}
+        name = f"PP2/VPP2/EP{ranks // 2}, {dtype}"
+        yield _trained(ROOM, name, ways, ranks=ranks, ep=ranks // 2, **how)
+
+
 def _generating() -> Iterator[Row]:
     """Yield Megatron's static engine, eager and with `local` graphs."""
     for ranks, experts, graphs in itertools.product((1, 2), ("module", "packed"), (False, True)):
@@ -437,19 +451,16 @@ def _generating() -> Iterator[Row]:
 
 
 def _at_parity() -> Iterator[Row]:
-    """Yield layers and pipelines beside stock's, in each parallel layout, fp8 among them."""
+    """Yield layers beside stock's, in each parallel layout, fp8 among them."""
     overlap = (("moe_shared_expert_overlap", True),)
     again = (("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))
     packed = {"options": PaddedOptions(experts="packed")}
     shared = {"shared_ffn": 6, "gpu": {"shared_ffn": 64}}
     layouts: dict[str, tuple[int, dict[str, int]]] = {
         "EP1": (1, {}),
-        "DP2": (2, {}),
         "EP2": (2, {"ep": 2}),
         "TP2": (2, {"tp": 2}),
         "TP2/ETP2": (2, {"tp": 2, "etp": 2}),
-        "TP2/EP2": (2, {"tp": 2, "ep": 2}),
-        "DP4": (4, {}),
         "DP2/TP2/EP2": (4, {"tp": 2, "ep": 2}),
         "TP2/EP2/ETP2": (4, {"tp": 2, "ep": 2, "etp": 2}),
         "EP4": (4, {"ep": 4}),
@@ -483,12 +494,6 @@ def _at_parity() -> Iterator[Row]:
     for recipe, number in _RECIPES.items():
         fields = (("fp8", number), ("fp8_recipe", recipe))
         yield _layer(f"fp8 {recipe}", 2, ep=2, cpu=False, gpu={"both": fields, "ffn": 256})
-    for dtype, ranks in ((torch.float32, 2), (torch.bfloat16, 2), (torch.float32, 4)):
-        case = PipelineCase(name="PP2/VPP2", dtype=dtype, ep=ranks // 2)
-        sizes = {"num_experts": 8, "hidden": 256, "ffn": 192, "heads": 4, "vocab": 512, "seq": 64}
-        how: dict[str, Any] = {"ranks": ranks, "gpu": {"device": "cuda", **sizes}}
-        name = f"PP2/VPP2/EP{case.ep}, {dtype}"
-        yield Row(check=PIPELINE, name=name, run=pipeline_agrees, case=case, **how)
 
 
 def _layer(name: str, ranks: int, **changes: Any) -> Row:

@@ -87,7 +87,6 @@ def test_a_replay_that_is_not_eager_is_found(pool2):
     row = TABLE[EAGER, "dense and MoE layers"]
     first, _ = pool2.run(_with_a_stale_replay, *row.on("cpu"))
     assert any(name.startswith("graphs: the gradient of") for name in first.differing)
-    assert not any(name.startswith("eager again") for name in first.differing)
 
 
 def _with_another_gradient(model: Model, ways: dict[str, Any]) -> Findings:

@@ -197,7 +197,7 @@ def test_hugging_face_weights_go_to_megatron_and_back(experts, num_ranks, tmp_pa
 
 
 OPTIONS = PaddedOptions(
-    capacity_pool="rank",
+    capacity_pool="store",
     layer_factors={1: 1.5, 2: NO_DROP},
     eval_factor=2.0,
 )

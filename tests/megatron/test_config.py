@@ -21,7 +21,6 @@ from padded_dispatch.megatron.config import (
     dispatch_config,
     log_once,
     notes,
-    passes_in_flight,
     take_over,
 )
 from padded_dispatch.megatron.fields import REFUSED, REPLACED
@@ -159,13 +158,13 @@ def test_what_is_set_for_another_dispatcher_is_logged_once_and_reset(row, caplog
 
 def test_every_setting_of_a_megatron_user_is_translated():
     config = megatron_config(moe_expert_capacity_factor=1.5, moe_token_drop_policy="position")
-    options = PaddedOptions(capacity_pool="rank")
-    assert dispatch_config(config, options, num_ranks=3, etp_size=2) == DispatchConfig(
+    sizes = {"capacity_pool": "store", "num_ranks": 3, "etp_size": 2}
+    assert dispatch_config(config, PaddedOptions(), **sizes) == DispatchConfig(
         num_experts=6,
         top_k=2,
         capacity_factor=1.5,
         policy="position",
-        capacity_pool="rank",
+        capacity_pool="store",
         num_ranks=3,
         etp_size=2,
     )
@@ -249,17 +248,6 @@ def test_what_the_combined_schedule_cannot_run_is_refused(scopes):
     check_config(config)
 
 
-def test_direct_stores_are_refused_where_a_hybrid_stack_has_a_graph_behind_its_experts():
-    parts = layer_graphs("moe_router", "moe_preprocess") | LOCAL
-    config = megatron_config(is_hybrid_model=True, bf16=True, **parts)
-    check_config(config)
-    config.padded_dispatch = PaddedOptions(exchange="direct")
-    with pytest.raises(ValueError, match=r"  exchange='direct' with .* of a hybrid .*Remedy: "):
-        check_config(config)
-    config.is_hybrid_model = False
-    check_config(config)
-
-
 def test_virtual_stages_need_overlapped_sends_for_the_combined_schedule():
     config = megatron_config(virtual_pipeline_model_parallel_size=2, **OVERLAPS)
     with pytest.raises(ValueError, match=r"^overlap_p2p_comm must be True with .*, got False; set"):
@@ -281,48 +269,6 @@ def test_graphs_of_experts_are_refused_where_their_gradients_come_after_backward
             continue
         with pytest.raises(ValueError, match=f"of layers with their experts, with {name}: in a re"):
             check_config(config)
-
-
-@pytest.mark.parametrize(
-    ("settings", "passes"),
-    [
-        ({}, [1]),
-        ({"pipeline_model_parallel_size": 4}, [4, 3, 2, 1]),
-        (
-            {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
-            [8, 8, 7, 5],
-        ),
-        (
-            {
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_size": 2,
-                "microbatch_group_size_per_vp_stage": 4,
-            },
-            [7, 5],
-        ),
-        ({"overlap_moe_expert_parallel_comm": True}, [2]),
-        (
-            {
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_size": 2,
-                "overlap_moe_expert_parallel_comm": True,
-            },
-            [4, 4],
-        ),
-        ({"mlp_chunks_for_training": 3}, [3]),
-        ({"mtp_use_repeated_layer": True, "mtp_num_layers": 2}, [2]),
-    ],
-    ids=str,
-)
-def test_passes_in_flight_follow_the_schedule(settings, passes):
-    defaults = {
-        "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
-        "microbatch_group_size_per_vp_stage": None,
-    }
-    config = SimpleNamespace(**defaults | settings)
-    stages = range(config.pipeline_model_parallel_size)
-    assert [passes_in_flight(config, stage) for stage in stages] == passes
 
 
 class OwnExperts(megatron_experts.SequentialMLP):

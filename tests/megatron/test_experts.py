@@ -4,7 +4,6 @@ import logging
 import re
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,18 +14,15 @@ from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor, nn
 
-from padded_dispatch import experts
 from padded_dispatch.megatron import PaddedOptions, padded_spec
 from padded_dispatch.megatron import experts as megatron_experts
 from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.experts import (
     _FIELDS,
-    ChosenExperts,
     StackedExperts,
     chosen_experts,
     require_gradients_arrive,
 )
-from tests.ops.test_activation import BIASED
 from tests.support import parity, tiny
 from tests.support.pool import WorkerPool
 
@@ -34,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_process")
 
 MODULE = PaddedOptions(experts="module")
 PACKED = PaddedOptions(experts="packed")
+CELLS = PaddedOptions(experts="packed", capacity_pool="expert")
 AUTO = PaddedOptions(experts="auto")
 SHAPES = {"fc1": (48, tiny.HIDDEN), "fc2": (tiny.HIDDEN, 24)}
 
@@ -45,19 +42,11 @@ def layer(options: PaddedOptions = PACKED, later: Any = None, **overrides: Any) 
     for name, value in (later or {}).items():
         setattr(config, name, value)
     made = tiny.layer(config, padded_spec(tiny.layer_spec()))
-    if config.add_bias_linear and options is not PACKED:
+    if config.add_bias_linear and options not in (PACKED, CELLS):
         for expert in made.experts.local_experts:
             # Megatron adds fc2's bias in place to a view that autograd wants whole.
             expert.linear_fc2.register_forward_hook(lambda *call: (call[2][0].clone(), call[2][1]))
     return made
-
-
-def one_layout(padded: bool, **settings: Any) -> Any:
-    """Build a layer with our experts on packed or on padded rows, as "auto" takes them by shape."""
-    chosen = ChosenExperts(layout="padded" if padded else "packed", reason="")
-    dispatcher = "padded_dispatch.megatron.dispatcher.chosen_experts"
-    with patch(dispatcher, lambda config: chosen):
-        return layer(**settings)
 
 
 def by_expert(layer: Any, linear: str, kind: str) -> list[Tensor]:
@@ -105,7 +94,7 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 def test_output_and_gradients_are_those_of_the_module_it_replaces(factor, shape, name):
     tokens = 3 * torch.randn(*shape, tiny.HIDDEN, dtype=torch.float64)
     settings = {"moe_expert_capacity_factor": factor, **ACTIVATIONS[name]}
-    module, packed = (layer(options, **settings).double() for options in (MODULE, PACKED))
+    module, packed = (layer(options, **settings).double() for options in (MODULE, CELLS))
     if module.config.add_bias_linear:  # Which begins as zeros.
         with torch.no_grad():
             for expert in module.experts.local_experts:
@@ -129,14 +118,13 @@ class Projection(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("factor", [None, 0.3])
-@pytest.mark.parametrize("padded", [False, True])
-def test_latent_experts_are_those_of_the_module_they_replace(monkeypatch, padded, factor):
+def test_latent_experts_are_those_of_the_module_they_replace(monkeypatch, factor):
     """The layer projects tokens before dispatch: D is the latent size, here 5 of 16."""
     monkeypatch.setattr(moe_layer, "HAVE_TE", True)
     monkeypatch.setattr(moe_layer, "TELinear", Projection, raising=False)
     tokens = torch.randn(7, 3, tiny.HIDDEN, dtype=torch.float64)
     settings = {"moe_latent_size": 5, "moe_expert_capacity_factor": factor}
-    module, ours = layer(MODULE, **settings).double(), one_layout(padded, **settings).double()
+    module, ours = layer(MODULE, **settings).double(), layer(CELLS, **settings).double()
     assert ours.experts.linear_fc1.weight.shape == (tiny.NUM_EXPERTS, 48, 5)
     assert ours.experts.linear_fc2.weight.shape == (tiny.NUM_EXPERTS, 5, 24)
     found = []
@@ -161,12 +149,11 @@ def add_main_grads(packed: Any, dtype: torch.dtype = torch.float32) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("num_passes", [1, 2])
-def test_fused_gradients_are_added_to_main_grad(padded, num_passes):
+def test_fused_gradients_are_added_to_main_grad(num_passes):
     """With two passes, both forward passes come before both backward passes, as in a pipeline."""
     tokens, settings = torch.randn(7, 3, tiny.HIDDEN).double(), {"moe_expert_capacity_factor": 1.0}
-    plain, fused = (one_layout(padded, **settings).double() for _ in range(2))
+    plain, fused = (layer(**settings).double() for _ in range(2))
     fused.load_state_dict(plain.state_dict())
     expected = results(plain, tokens)
     weights = add_main_grads(fused)
@@ -183,18 +170,15 @@ def test_fused_gradients_are_added_to_main_grad(padded, num_passes):
 
 
 DELAYED: dict[str, Any] = {"delay_wgrad_compute": True}
-RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
 
 
-@pytest.mark.parametrize("recomputed", [{}, RECOMPUTED], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("sums", [None, torch.float32, torch.bfloat16], ids=str)
-def test_backward_dw_computes_what_backward_has_delayed(padded, sums, recomputed):
+def test_backward_dw_computes_what_backward_has_delayed(sums):
     """Two passes, in bf16: gradients have the bits of those that backward computes."""
     tokens = torch.randn(2, 7, 3, tiny.HIDDEN).bfloat16()
     found = {}
-    for later in ({}, DELAYED | recomputed):
-        made = one_layout(padded, later=later).bfloat16()
+    for later in ({}, DELAYED):
+        made = layer(later=later).bfloat16()
         weights = [made.experts.linear_fc1.weight, made.experts.linear_fc2.weight]
         if sums is not None:
             add_main_grads(made, sums)
@@ -271,7 +255,7 @@ def sequential_to_packed(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@BIASED
+@pytest.mark.parametrize("biased", [False, True])
 def test_checkpoints_have_the_keys_of_te_grouped_mlp(biased):
     settings = {"add_bias_linear": biased}
     module, packed = layer(MODULE, **settings), layer(**settings)
@@ -304,22 +288,6 @@ def test_checkpoints_load(extra_state):
     assert torch.equal(biases[2], state["experts.linear_fc1.bias2"])
 
 
-@pytest.mark.parametrize("name", ["swiglu", "gpt-oss"])
-def test_the_activation_is_computed_again_and_not_kept(monkeypatch, name):
-    tokens, calls = torch.randn(7, 3, tiny.HIDDEN, dtype=torch.float64), []
-    activate = experts.activate
-    monkeypatch.setattr(experts, "activate", lambda *a: (calls.append(1), activate(*a))[1])
-    recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
-    found = {}
-    for later in ({}, recompute):
-        calls.clear()
-        packed = layer(later=later, **ACTIVATIONS[name]).double()
-        found[bool(later)] = results(packed, tokens)
-        assert len(calls) == (2 if later else 1)
-    for key, value in found[False].items():
-        assert torch.equal(found[True][key], value), key
-
-
 REFUSED = {
     "activation_func": F.relu,
     "activation_func_fp8_input_store": True,
@@ -345,7 +313,7 @@ def test_what_it_does_not_compute_is_refused_by_name(row):
     with pytest.raises(ValueError) as error:
         StackedExperts(config, module.experts, groups)
     complaint, line = str(error.value).splitlines()
-    assert complaint == "packed and batched experts do not support"
+    assert complaint == "packed experts do not support"
     assert line.startswith(f"  {row.name}=")
     assert line.endswith('Remedy: PaddedOptions(experts="module").')
 
@@ -363,27 +331,27 @@ def test_a_clamp_that_megatron_would_leave_out_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "layout", "reason"),
+    ("settings", "packed", "reason"),
     [
-        ({}, "either", "experts='auto'"),
-        ({"moe_expert_capacity_factor": 1.0, "expert_model_parallel_size": 2}, "either", "experts"),
-        ({"bf16": False}, None, "bf16 is not set"),
-        ({"moe_ffn_hidden_size": 20}, None, "the sizes 16 and 20 are not multiples of 8"),
-        ({"expert_tensor_parallel_size": 2}, None, "no times were measured with expert_tensor"),
-        ({"moe_latent_size": 8}, "either", "experts='auto'"),
-        ({"moe_latent_size": 12}, None, "the sizes 12 and 24 are not multiples of 8"),
-        ({"use_te_activation_func": True}, None, "packed and batched experts do not support"),
-        ({"offload_modules": ["expert_fc1"]}, None, "packed and batched experts do not support"),
-        ({"fp8": "e4m3"}, None, "packed and batched experts do not support\n  fp8='e4m3'"),
+        ({}, True, "experts='auto'"),
+        ({"moe_expert_capacity_factor": 1.0, "expert_model_parallel_size": 2}, True, "experts"),
+        ({"bf16": False}, False, "bf16 is not set"),
+        ({"moe_ffn_hidden_size": 20}, False, "the sizes 16 and 20 are not multiples of 8"),
+        ({"expert_tensor_parallel_size": 2}, False, "no times were measured with expert_tensor"),
+        ({"moe_latent_size": 8}, True, "experts='auto'"),
+        ({"moe_latent_size": 12}, False, "the sizes 12 and 24 are not multiples of 8"),
+        ({"use_te_activation_func": True}, False, "packed experts do not support"),
+        ({"offload_modules": ["expert_fc1"]}, False, "packed experts do not support"),
+        ({"fp8": "e4m3"}, False, "packed experts do not support\n  fp8='e4m3'"),
     ],
     ids=str,
 )
-def test_auto_takes_ours_where_they_can_compute_the_config(settings, layout, reason):
+def test_auto_takes_ours_where_they_can_compute_the_config(settings, packed, reason):
     config = tiny.config()
     for name, value in {"bf16": True, "moe_expert_capacity_factor": None, **settings}.items():
         setattr(config, name, value)
     chosen = chosen_experts(config)
-    assert chosen.layout == layout
+    assert (chosen.packed, chosen.pool) == (packed, "store" if packed else "expert")
     assert chosen.reason.startswith(reason)
 
 
@@ -395,38 +363,38 @@ def test_auto_leaves_experts_to_adapters():
 
     config: Any = tiny.config()
     config.bf16 = True
-    for hooks, layout in (([], "either"), ([print], "either"), ([peft_pre_wrap_hook], None)):
+    for hooks, packed in (([], True), ([print], True), ([peft_pre_wrap_hook], False)):
         config._pre_wrap_hooks = hooks
-        assert chosen_experts(config).layout == layout
+        assert chosen_experts(config).packed is packed
     assert chosen_experts(config).reason.startswith("Megatron-Bridge adds adapters")
     config.padded_dispatch = PACKED
-    assert chosen_experts(config).layout == "packed"
+    assert chosen_experts(config).packed
 
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 
 
 @pytest.mark.parametrize(
-    ("settings", "tokens", "experts_", "line"),
+    ("settings", "options", "line"),
     [
-        ({}, 32, "module", "experts=module (bf16 is not set), exchange=none (one rank)"),
-        (BF16, 32, "batched", "experts=batched (experts='auto'), exchange=none (one rank; batched"),
-        (BF16, 512, "packed", "experts=packed (experts='auto'), exchange=none (one rank; batched"),
+        ({}, AUTO, "experts=module (bf16 is not set), capacity_pool=expert"),
+        (BF16, AUTO, "experts=packed (experts='auto'), capacity_pool=store"),
+        ({}, CELLS, "experts=packed (experts='packed' was asked for), capacity_pool=expert"),
+        (
+            {},
+            PaddedOptions(capacity_pool="store"),
+            "experts=packed (capacity_pool='store'), capacity_pool=store",
+        ),
     ],
     ids=str,
 )
-def test_auto_decides_by_tokens_and_logs_it_once(caplog, settings, tokens, experts_, line):
-    """No factor gives T slots to each of 8 experts, of which 2 in 8 are asked for."""
-    made = layer(AUTO, later=settings, moe_expert_capacity_factor=None)
-    dtype = settings.get("params_dtype", torch.float32)
+def test_what_was_chosen_is_logged_once(caplog, settings, options, line):
     log_once.cache_clear()
-    assert made.token_dispatcher.chosen == {}
     with caplog.at_level(logging.INFO, "padded_dispatch"):
-        for _ in range(2):
-            made(torch.randn(tokens, 1, tiny.HIDDEN, dtype=dtype))
-    assert made.token_dispatcher.chosen == {"experts": experts_, "exchange": "none"}
-    (said,) = [message for message in caplog.messages if "experts=" in message]
-    assert said.startswith(f"padded dispatch at {tokens} tokens per rank: {line}")
+        made = [layer(options, later=settings) for _ in range(2)]
+    experts = line.removeprefix("experts=").split()[0]
+    assert made[0].token_dispatcher.chosen == {"experts": experts, "exchange": "none"}
+    assert caplog.messages == [f"padded dispatch: {line}, exchange=none (one rank)"]
 
 
 def _attributes() -> list[dict[str, Any]]:

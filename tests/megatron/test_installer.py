@@ -57,7 +57,7 @@ def test_layer_is_megatrons_own_with_our_dispatcher():
     install()
     layer = tiny.layer(tiny.config(moe_expert_capacity_factor=1.25))
     assert type(layer) is MoELayer
-    assert type(layer.token_dispatcher) is PaddedAlltoAllTokenDispatcher
+    assert isinstance(layer.token_dispatcher, PaddedAlltoAllTokenDispatcher)
     assert layer.token_dispatcher.dispatch_config.capacity_factor == 1.25
     assert layer.config.moe_token_dispatcher_type == "padded_alltoall"
 

@@ -26,7 +26,7 @@ def test_layer_needs_no_install_and_no_config_word():
     for dispatcher in ("padded_alltoall", "alltoall"):
         layer = tiny.padded_layer(dispatcher=dispatcher)
         assert type(layer) is PaddedMoELayer
-        assert type(layer.token_dispatcher) is PaddedAlltoAllTokenDispatcher
+        assert isinstance(layer.token_dispatcher, PaddedAlltoAllTokenDispatcher)
         assert layer.config.moe_token_dispatcher_type == dispatcher
 
 

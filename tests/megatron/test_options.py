@@ -21,7 +21,7 @@ from padded_dispatch.megatron.options import (
 )
 
 OPTIONS = PaddedOptions(
-    capacity_pool="rank", layer_factors={3: 1.5, 7: NO_DROP}, eval_factor=FIT, trace="traces"
+    capacity_pool="store", layer_factors={3: 1.5, 7: NO_DROP}, eval_factor=FIT, trace="traces"
 )
 
 
@@ -35,7 +35,7 @@ def test_flags_and_fields_are_the_same_thing():
     assert parse() == PaddedOptions() == parse(without=("trace",))
     assert parse("--experts", "packed") == PaddedOptions(experts="packed")
     factors = "--padded-layer-factors", "3:1.5,7:no-drop", "--padded-eval-factor", "fit"
-    rest = "--padded-capacity-pool", "rank", "--padded-trace", "traces"
+    rest = "--padded-capacity-pool", "store", "--padded-trace", "traces"
     assert parse(*factors, *rest) == OPTIONS
     # Defaults, as `--help` shows them.
     names = "layer-factors", "eval-factor", "trace"
@@ -54,7 +54,7 @@ SHARE = "be a share from 0 to below 1"
     [
         ("experts", "own", "be one of auto, module, packed"),
         ("exchange", "two-level", "be one of auto, alltoall, direct"),
-        ("capacity_pool", "receiver", "be one of expert, rank"),
+        ("capacity_pool", "receiver", "be one of auto, store, expert"),
         ("on_overflow", "drop", "be one of warn, error, retry"),
         ("overflow_threshold", 1.0, SHARE),
         ("overflow_threshold", "0.1", SHARE),
@@ -76,7 +76,7 @@ def test_wrong_values_are_refused(field, value, rule):
 
 def test_options_that_need_packed_experts():
     for given, rule in (
-        ({"capacity_pool": "rank"}, "be expert with experts='module', which read padded rows"),
+        ({"capacity_pool": "store"}, "be auto or expert with experts='module', .* padded rows"),
         ({"exchange": "direct"}, "be auto or alltoall with experts='module'"),
     ):
         (name,) = given
@@ -84,6 +84,16 @@ def test_options_that_need_packed_experts():
             PaddedOptions(experts="module", **given)
         for fitting in ("auto", "packed"):
             PaddedOptions(experts=fitting, **given)
+
+
+def test_pools_of_a_rank_are_answered_with_what_replaced_them(capsys):
+    instead = "set store, in which all experts of a rank, and all layers, share room"
+    rule = "must be one of auto, store, expert, got 'rank'"
+    with pytest.raises(ValueError, match=f"^capacity_pool {rule}; {instead}$"):
+        PaddedOptions(capacity_pool="rank")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(SystemExit):
+        parse("--padded-capacity-pool", "rank")
+    assert capsys.readouterr().err.rstrip().endswith(f"got 'rank'; {instead}")
 
 
 def test_a_threshold_has_no_meaning_where_steps_are_repeated():

@@ -16,7 +16,6 @@ from padded_dispatch.megatron.router import SelectAfterCounting, select_after_co
 from padded_dispatch.routing.select import select
 from tests.support import tiny
 from tests.support.parity import megatron
-from tests.support.pools import pools
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -49,8 +48,7 @@ def test_the_router_returns_the_selection_of_its_map(policy):
     probs_TE, kept_TE = route.routing(given)
     scores_TE = by_hand.flatten(0, 1).softmax(1)
     map_TE = torch.zeros_like(kept_TE).scatter(1, scores_TE.topk(tiny.TOP_K).indices, True)
-    sizes = pools(tiny.NUM_EXPERTS, 9)
-    expected = select(map_TE, torch.where(map_TE, scores_TE, 0), sizes=sizes, policy=policy)
+    expected = select(map_TE, torch.where(map_TE, scores_TE, 0), capacity=9, policy=policy)
     assert torch.equal(kept_TE, expected.kept_TE) and not torch.equal(kept_TE, map_TE)
     assert torch.equal(probs_TE != 0, kept_TE)
     torch.testing.assert_close(probs_TE, expected.probs_TE)
@@ -59,6 +57,15 @@ def test_the_router_returns_the_selection_of_its_map(policy):
         (result * torch.arange(1.0, 1 + result.numel()).view_as(result)).sum().backward()
     assert given.grad is not None and by_hand.grad is not None and given.grad.any()
     torch.testing.assert_close(given.grad, by_hand.grad)
+
+
+def test_the_router_drops_nothing_where_rows_share_a_store():
+    route = router(options=PaddedOptions(experts="packed"), moe_expert_capacity_factor=0.25)
+    probs_TE, map_TE = route(tokens())
+    assert map_TE.sum(0).tolist() == [T, T, 0, 0] and torch.equal(probs_TE != 0, map_TE)
+    [counters] = route.selector.observers
+    assert counters.demand_E.tolist() == [T, T, 0, 0]
+    assert not counters.kept_E.any()  # Receivers count.
 
 
 def _disagreements() -> dict[str, str]:

@@ -14,11 +14,13 @@ SCRIPT = """
 import sys
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.training import train_step
 import beside
 
 config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=2,
     moe_router_topk=2, moe_aux_loss_coeff=0.0, moe_token_dispatcher_type="padded_alltoall")
-print(__name__, sys.argv[1:], config.padded_dispatch.eval_factor, beside.VALUE)
+followed = hasattr(train_step, "__wrapped__")
+print(__name__, sys.argv[1:], config.padded_dispatch.eval_factor, beside.VALUE, followed)
 """
 
 
@@ -28,27 +30,16 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_script_runs_as_main_with_its_own_arguments(tmp_path: Path):
-    (tmp_path / "beside.py").write_text("VALUE = 7")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = run("--padded-eval-factor", "16", str(tmp_path / "script.py"), "--lr", "3", "-x")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "__main__ ['--lr', '3', '-x'] 16.0 7"
-
-
-@pytest.mark.parametrize("on_overflow", ["retry", "warn"])
-def test_megatron_lms_loop_beside_the_script_is_followed(tmp_path: Path, on_overflow):
+    """Megatron-LM's loop, which lies beside it, is followed."""
     folder = tmp_path / "megatron" / "training"
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
     (folder / "training.py").write_text("def train_step(model, forward_backward_func): pass")
-    script = tmp_path / "pretrain_gpt.py"
-    script.write_text(
-        "from megatron.training.training import train_step\n"
-        "print(hasattr(train_step, '__wrapped__'))"
-    )
-    done = run("--padded-on-overflow", on_overflow, str(script))
+    (tmp_path / "beside.py").write_text("VALUE = 7")
+    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
+    done = run("--padded-eval-factor", "16", str(tmp_path / "pretrain_gpt.py"), "--lr", "3", "-x")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "True"
+    assert done.stdout.splitlines()[-1] == "__main__ ['--lr', '3', '-x'] 16.0 7 True"
 
 
 def test_missing_script_is_named(monkeypatch, capsys):

@@ -15,10 +15,10 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from padded_dispatch.megatron import PaddedOptions
-from tests.ops.test_activation import BIASED
 from tests.support import parity, tiny
 from tests.support.pool import WorkerPool
 
+BIASED = pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
 ONE_BY_ONE = pytest.mark.parametrize("one_by_one", [False, True], ids=["one axis", "one by one"])
 LAYERS = ((0, 1, 3),)  # The second of three layers.
 

@@ -47,13 +47,13 @@ def layer_spec() -> Any:
     return get_gpt_layer_local_spec(num_experts=NUM_EXPERTS, moe_grouped_gemm=False)
 
 
-def layer(config: TransformerConfig, spec: Any = None) -> Any:
+def layer(config: TransformerConfig, spec: Any = None, number: int = 1) -> Any:
     """Build a MoE layer in training mode, with the same weights on every call."""
     torch.manual_seed(5)
     mlp = (spec or layer_spec()).submodules.mlp
     # From 0.18 on this is a partial.
     built = mlp(config=config) if callable(mlp) else build_module(mlp, config=config)
-    built.set_layer_number(1)
+    built.set_layer_number(number)
     return built.train()
 
 

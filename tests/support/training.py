@@ -50,7 +50,7 @@ from padded_dispatch.megatron.compat import (
 from padded_dispatch.megatron.graphs import IterationGraph
 from padded_dispatch.megatron.graphs.capture import forget_iterations, release
 from padded_dispatch.megatron.retry import RandomStates
-from padded_dispatch.megatron.telemetry import padded_moe_layers
+from padded_dispatch.megatron.telemetry import Telemetry, padded_moe_layers
 from padded_dispatch.utils.patches import Patches
 from tests.support.gpt import (
     ddp_chunks,
@@ -121,7 +121,7 @@ class Model:
     counts: bool = True
     dropout: float = 0.0
     factor: float = 1.25
-    steps: int = 5
+    steps: int = 4
     microbatches: int = 2
     batch: int = 2
     seq: int = 10
@@ -278,18 +278,20 @@ def memory_is_flat(model: Model) -> Findings:
 
 
 def replays_do_not_wait(model: Model) -> Findings:
-    """Train with graphs while calls that wait for the GPU raise within a replayed step's passes.
+    """Train with graphs while calls that wait for the GPU raise in replayed passes and telemetry.
 
     Five more steps run under the profiler; the facts count their copies, waits and graph launches.
     """
     with world(model):
         training = Training(model)
+        telemetry, reads = Telemetry(training.chunks, every=7), 0
         for number in range(model.steps):
             if number == EAGER_STEPS:
                 training.capture()
                 torch.cuda.set_sync_debug_mode("error")
             replays = number >= EAGER_STEPS
             training.step(number, outside=_waiting_allowed if replays else nullcontext)
+            reads += telemetry.step() is not None
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -302,6 +304,8 @@ def replays_do_not_wait(model: Model) -> Findings:
                 counts[event.name] = counts.get(event.name, 0) + 1
         training.end()
     broken = [f"{n} x {name} in 5 steps" for name, n in counts.items() if "DtoH" in name]
+    if not reads:
+        broken.append("telemetry read nothing")
     if not any("GraphLaunch" in name for name in counts):
         broken.append("the profiler saw no launch of a graph")
     return Findings(facts={"profiled": counts}, broken=tuple(broken))
@@ -440,7 +444,10 @@ class Training:
     def capture(self) -> Any:
         """Capture graphs of layers; return the self-test's result, if there is one."""
         if self._helper is not None:
-            self._helper.create_cudagraphs()
+            try:
+                self._helper.create_cudagraphs()
+            finally:
+                cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
         return self.graphs.capture() if self.graphs is not None else None
 
     def end(self) -> None:
@@ -514,6 +521,13 @@ class Training:
             self.optimizer.zero_grad()
         size = self.model.batch, self.model.seq
         return self._run(self.retry or self.schedule, number, *size, batches=batches)
+
+    def losses_of(
+        self, number: int, *, batch: int | None = None, seq: int | None = None, **given: Any
+    ) -> Tensor:
+        """Run one forward pass of the first chunk; `given` replaces arguments of the model."""
+        inputs = next(self._batches(number, batch or self.model.batch, seq or self.model.seq))
+        return forward(iter([inputs | given]), self.chunks[0])[0]
 
     def forget(self) -> None:
         """Forget all losses but the last, and what was noted of gradients."""
@@ -636,6 +650,12 @@ class Training:
                 for local, grad in _grads_of_experts(layer, name, parameter):
                     expert = layer.local_expert_indices[local]
                     self._nonzero[expert in idle].append(grad.count_nonzero())
+
+
+def layers_of(training: Training) -> list[Any]:
+    """Return all transformer layers."""
+    decoders = (chunk.module.module.decoder for chunk in training.chunks)
+    return [layer for decoder in decoders for layer in decoder.layers]
 
 
 def _grads_of_experts(layer: Any, name: str, parameter: Any) -> Iterator[tuple[int, Tensor]]:

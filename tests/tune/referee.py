@@ -1,47 +1,45 @@
-"""The specification of a replay: plain loops over the rows of one record, sharing no code with it.
-
-Megatron's capacity, rows in the order of the policy, and a slot for each row while its pool has
-one.
-"""
+"""The specification of a replay: plain loops over one pass, sharing no code with it."""
 
 import math
+from bisect import bisect_right
 
-from padded_dispatch.trace import Trace
+Counts = list[list[list[int]]]  # of a pass: [layer][source][expert]
 
 
-def capacity(trace: Trace, factor: float) -> int:
+def capacity(factor: float, *, num_tokens: int, top_k: int, num_experts: int) -> int:
     """Return Megatron's slots per (source, expert)."""
-    rows = trace.num_tokens * trace.top_k
-    return max(1, min(trace.num_tokens, math.ceil((rows / trace.num_experts) * factor)))
+    return max(1, min(num_tokens, math.ceil((num_tokens * top_k / num_experts) * factor)))
 
 
-def asked_rows(trace: Trace, n: int) -> list[tuple[int, int, float]]:
-    """Return (token, expert, probability) of each row of record `n`, by token, then expert."""
-    probs = trace.probs_NTK
-    return [
-        (t, e, 0.0 if probs is None else float(probs[n, t, k]))
-        for t, ids in enumerate(trace.ids_NTK[n].tolist())
-        for k, e in enumerate(ids)
-        if e >= 0
-    ]
+def kept_in_cells(counts: Counts, slots: int) -> list[int]:
+    """Return the rows of each layer that keep a slot."""
+    return [sum(min(rows, slots) for source in layer for rows in source) for layer in counts]
 
 
-def kept_rows(
-    trace: Trace, n: int, factor: float, *, pool: str, policy: str, etp: int = 1
-) -> list[tuple[int, int, float]]:
-    """Return the rows of record `n` that keep a slot."""
-    slots, experts_per_pool = capacity(trace, factor), 1
-    if pool == "rank":
-        experts_per_pool = trace.num_experts // (trace.num_ranks // etp)
-        slots *= experts_per_pool
-    rows = asked_rows(trace, n)
-    if policy == "probs":
-        rows.sort(key=lambda row: -row[2])  # stable
-    left, kept = {}, []
-    for t, e, prob in rows:
-        pool_number = e // experts_per_pool
-        left.setdefault(pool_number, slots)
-        if left[pool_number] > 0:
-            left[pool_number] -= 1
-            kept.append((t, e, prob))
+def kept_in_stores(
+    counts: Counts, factor: float, *, num_tokens: int, top_k: int, num_ranks: int
+) -> list[int]:
+    """Return the rows of each layer that find room, in a store of all layers on each rank."""
+    num_sources, num_experts = len(counts[0]), len(counts[0][0])
+    local = num_experts // num_ranks
+    share = num_sources // num_ranks * num_tokens * top_k
+    most = num_sources * num_tokens * min(top_k, local)
+    of_layer = min(math.ceil(share * factor), most)
+    rows_of_store = sum(of_layer for _ in counts)
+    kept = [0] * len(counts)
+    for rank in range(num_ranks):
+        base = 0
+        for i, layer in enumerate(counts):
+            later = sum(min(share, of_layer) for _ in counts[i + 1 :])
+            room = min(rows_of_store - later - base, min(most, max(rows_of_store, 5 * share)))
+            cells = [rows for source in layer for rows in source[rank * local : (rank + 1) * local]]
+            rows = sum(cells)
+            if rows > room:
+
+                def under(level: int, cells=cells) -> int:
+                    return sum(min(rows, level) for rows in cells)
+
+                rows = under(bisect_right(range(max(cells) + 1), room, key=under) - 1)
+            kept[i] += rows
+            base += rows
     return kept

@@ -9,12 +9,14 @@ import pytest
 from padded_dispatch import cli
 from padded_dispatch.tune import command, plots, report
 from padded_dispatch.tune.cost import LayerSizes
+from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import Target, study
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 from tests.support.traces import save
 
 SIZES = TraceSizes(num_steps=20, num_layers=2, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
 TRACE = synthetic_trace("lognormal", SIZES, seed=5)
+DEMAND = demand_of(TRACE)
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def test_from_a_folder_of_traces_to_the_answer(tune, tmp_path):
     flags = "run --drop 0.02 --steps-share 0.9 --hidden-size 64 --ffn-size 48 --in-flight 3"
     printed, page = tune(flags)
     sizes = LayerSizes(hidden_size=64, ffn_size=48, num_layers=2, in_flight=3)
-    found = study(TRACE, Target(drop=0.02, steps_share=0.9), name="run", sizes=sizes)
+    found = study(DEMAND, Target(drop=0.02, steps_share=0.9), name="run", sizes=sizes)
     assert printed == report.summary(found, Path("tune.html")) + "\n"
     svgs = {name: plots.svg(figure) for name, figure in plots.figures(found).items()}
     assert page == report.html(found, svgs)
@@ -44,7 +46,7 @@ def test_from_a_folder_of_traces_to_the_answer(tune, tmp_path):
     _, again = tune("run/rank-1.npy run/rank-0.npy --pool expert --report t/x")
     assert again == page  # The other report is elsewhere.
     sizes = "rank-1.npy, rank-0.npy"
-    alone = study(TRACE, Target(), name=sizes, pools=("expert",))
+    alone = study(DEMAND, Target(), name=sizes, pools=("expert",))
     expected = alone.chosen.sentence().replace(" %", "\N{NO-BREAK SPACE}%")
     assert expected in (tmp_path / "t" / "x").read_text()
 
@@ -64,7 +66,7 @@ def test_megatrons_own_traces(tune, tmp_path):
         with (tmp_path / f"router_trace_rank{TRACE.ranks[n]}.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
     printed, page = tune(". --experts 6 --ranks 2")
-    same = study(TRACE, Target(), name="")  # How many rows are dropped needs no probabilities.
+    same = study(DEMAND, Target(), name="")  # How many rows are dropped needs no probabilities.
     assert " ".join(printed.split()).startswith(same.chosen.sentence())
     assert "No settings for each layer: this trace numbers layers within a pipeline" in page
 
@@ -74,9 +76,10 @@ def test_a_synthetic_trace_etp_and_the_first_step(tune, tmp_path):
     assert "in 99 % of the 400 steps traced" in " ".join(printed.split())
     assert "8 experts, top-4, 2 source ranks of 256 tokens each" in page
     save(TRACE, tmp_path / "trace.npy")
-    printed, _ = tune("trace.npy --etp 2 --from-step 15")
+    printed, _ = tune("trace.npy --etp 2 --from-step 15 --store-layers 1 --collectives")
     last = TRACE.where(TRACE.steps >= 15)
-    found = study(last, Target(), name="trace.npy", etp=2)
+    given = {"etp": 2, "store_layers": 1, "strikes": "probs"}
+    found = study(demand_of(last), Target(), name="trace.npy", **given)
     assert "in 99 % of the 5 steps traced" in found.chosen.sentence()
     assert " ".join(printed.split()).startswith(found.chosen.sentence())
 

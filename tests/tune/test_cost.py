@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from padded_dispatch.config import NO_DROP, DispatchConfig
-from padded_dispatch.tune.cost import LayerSizes, balanced_drop, cost
+from padded_dispatch.tune.cost import LayerSizes, balanced_drop, kept_bytes
 
 QWEN3 = LayerSizes(hidden_size=2048, ffn_size=768)
 
@@ -19,38 +19,18 @@ def qwen3(factor, **changes):
 
 
 def test_the_documented_example():
-    config = qwen3(1.25)
-    found = cost(config, 4096, QWEN3)
-    assert config.capacity(4096) == 320
-    # Seven eighths of: rows four times, probabilities and a count per expert twice.
-    assert found.wire_bytes == (4 * 40960 * 2048 * 2 + 2 * 128 * 321 * 4) * 7 // 8 == 587_490_176
-    buffers = config.buffer_bytes(4096, 2048, 2)
-    saved = 40960 * ((2048 + 3 * 768) * 2 + 4) + buffers.plan
-    assert found.memory_bytes == buffers.total + saved
-    pool = cost(qwen3(1.25, capacity_pool="rank"), 4096, QWEN3)
-    assert pool.wire_bytes == found.wire_bytes
-    assert cost(qwen3(2.0, num_ranks=1), 4096, QWEN3).wire_bytes == 0
-    # Without drops each expert has a slot for each token.
-    sent = 4 * 128 * 4096 * 2048 * 2 + 2 * 128 * 4097 * 4
-    assert cost(qwen3(NO_DROP), 4096, QWEN3).wire_bytes == sent * 7 // 8
-
-
-def test_layers_share_buffers_and_keep_activations_for_themselves():
+    """And twice the rows of half the ffn where two ranks split each expert."""
+    of_row, choices = (2048 + 2 * 768) * 2 + 12, 4 * 8 * 4096 * 8
+    assert (of_row, choices) == (7180, 4 * 262_144)
+    for pool in ("expert", "store"):
+        config = qwen3(1.25, capacity_pool=pool)
+        assert kept_bytes(config, 4096, QWEN3) == 40960 * of_row + choices == 295_141_376
+        split = qwen3(1.25, capacity_pool=pool, etp_size=2)
+        assert kept_bytes(split, 4096, QWEN3) == 2 * (40960 * (of_row - 1536) + choices)
     many = LayerSizes(hidden_size=2048, ffn_size=768, num_layers=3, in_flight=2)
-    one, six = (cost(qwen3(1.0), 4096, sizes) for sizes in (QWEN3, many))
-    buffers = qwen3(1.0).buffer_bytes(4096, 2048, 2).total
-    assert six.memory_bytes == buffers + 6 * (one.memory_bytes - buffers)
-    assert six.wire_bytes == one.wire_bytes
-
-
-def test_ranks_that_split_experts_gather_rows():
-    split = cost(qwen3(1.0, etp_size=2), 4096, QWEN3)
-    one_trip = 4 * 32768 * 2048 * 2 + 2 * 128 * 257 * 4
-    assert split.wire_bytes == one_trip * 7 // 8 + one_trip
-    config = qwen3(1.0, etp_size=2)
-    buffers = config.buffer_bytes(4096, 2048, 2)
-    saved = 65536 * ((2048 + 3 * 384) * 2 + 4) + buffers.plan  # twice the rows, half the ffn
-    assert split.memory_bytes == buffers.total + saved
+    assert kept_bytes(qwen3(1.0), 4096, many) == 6 * (32768 * of_row + choices)
+    # Without drops each token may have all of its experts on one rank.
+    assert kept_bytes(qwen3(NO_DROP), 4096, QWEN3) == 8 * 4096 * 8 * of_row + choices
 
 
 @given(st.data())

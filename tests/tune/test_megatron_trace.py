@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.megatron_trace import load_megatron_traces
-from padded_dispatch.tune.replay import replay
 
 
 def record(**changes) -> dict:
@@ -52,7 +52,7 @@ def test_a_folder_of_ranks_becomes_one_trace(tmp_path):
     assert trace.ids_NTK[0].tolist() == [[1, 5], [0, 4], [2, 3]]
     assert trace.ids_NTK[5].tolist() == [[1, 4], [0, 4], [2, 3]]
     assert trace.probs_NTK is None
-    assert replay(trace, [1.0], policy="position").demand.tolist() == [6] * 6
+    assert demand_of(trace).counts.sum((2, 3)).tolist() == [[12, 12], [12, 0]]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from padded_dispatch.tune import plots
+from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import Target, smallest_sufficient, study
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 
@@ -11,7 +12,8 @@ SIZES = TraceSizes(num_steps=30, num_layers=3, num_ranks=2, num_tokens=64, num_e
 
 
 def studied(*, drop=0.02, **given):
-    return study(synthetic_trace("lognormal", SIZES), Target(drop=drop), name="x", **given)
+    trace = synthetic_trace("lognormal", SIZES)
+    return study(demand_of(trace), Target(drop=drop), name="x", **given)
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +34,8 @@ def test_dropped_shows_pools_layers_and_the_target(found):
         assert list(x) == answer.replay.factors.tolist()
         np.testing.assert_array_equal(y[shares >= 1e-6], shares[shares >= 1e-6])
         assert np.isnan(y[shares < 1e-6]).all()
-    rows = found.chosen.replay.by_layer_and_step
-    first = rows.dropped[:, 0].sum(1) / rows.demand[0].sum()
+    replay = found.chosen.replay
+    first = replay.dropped[:, 0].sum(1) / replay.asked[0].sum()
     np.testing.assert_array_equal(drawn["each layer"].get_ydata()[:3], first[:3])
     assert drawn["target: 2 %"].get_ydata()[0] == 0.02
     factor = found.chosen.overall.factor
@@ -41,7 +43,7 @@ def test_dropped_shows_pools_layers_and_the_target(found):
     alone = studied(pools=("expert",), drop=0.0)
     drawn = lines(plots.figures(alone)["dropped"])
     assert drawn["perfectly balanced router"].get_ydata()[0] == alone.options[0].balanced
-    assert "all rows, pool rank" not in drawn
+    assert "all rows, pool store" not in drawn
     assert not any(label.startswith("target") for label in drawn)
 
 
@@ -49,19 +51,20 @@ def test_load_is_relative_to_balance(found):
     axes = plots.figures(found)["load"].axes[0]
     (mesh,) = axes.collections
     values = np.asarray(mesh.get_array()).reshape(3, 16)
-    demand = found.chosen.replay.demand_by_expert[found.trace.layers == 1].sum(0)
+    demand = found.demand.counts[:, 0].sum((0, 1))
     np.testing.assert_allclose(values[0], demand / demand.mean(), rtol=1e-12)
     np.testing.assert_allclose(values.mean(1), 1.0, rtol=1e-12)
 
 
 def test_need_shows_every_step_and_the_layer_that_needs_most(found):
     drawn = lines(plots.figures(found)["need"])
-    replay, rows = found.chosen.replay, found.chosen.replay.by_layer_and_step
-    needed = smallest_sufficient(rows.demand.sum(0), rows.dropped.sum(1), 0.02)
+    replay = found.chosen.replay
+    asked, dropped = replay.asked, replay.dropped
+    needed = smallest_sufficient(asked.sum(0), dropped.sum(1), 0.02)
     all_layers = drawn["all layers together"]
     assert all_layers.get_xdata().tolist() == list(range(30))
     assert all_layers.get_ydata().tolist() == replay.factors[needed].tolist()
-    each = [smallest_sufficient(rows.demand[i], rows.dropped[:, i], 0.02) for i in range(3)]
+    each = [smallest_sufficient(asked[i], dropped[:, i], 0.02) for i in range(3)]
     most = replay.factors[np.stack(each).max(0)]
     assert drawn["layer that needs most"].get_ydata().tolist() == most.tolist()
 

@@ -5,48 +5,37 @@ import dataclasses
 import numpy as np
 import pytest
 
-from padded_dispatch.config import DispatchConfig
-from padded_dispatch.trace import Trace
-from padded_dispatch.tune.cost import LayerSizes, balanced_drop, cost
+from padded_dispatch.tune.cost import LayerSizes, balanced_drop, kept_bytes
+from padded_dispatch.tune.demand import Demand, demand_of
 from padded_dispatch.tune.recommend import (
     Target,
-    missing_ranks,
     percent,
     quantile,
     recommend,
     smallest_sufficient,
     study,
 )
-from padded_dispatch.tune.replay import replay
+from padded_dispatch.tune.replay import POOLS, replay
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 
 T = 20
 FACTORS = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0]  # C = 10 ... 20
 
 
-def trace_of(*needs) -> Trace:
+def demand(*needs) -> Demand:
     """Return layers whose demand for expert 0 makes step s need the factor `needs[layer][s]`."""
-    records = [
-        (s, layer, round(10 * need))
-        for layer, of_layer in enumerate(needs, start=1)
-        for s, need in enumerate(of_layer)
-    ]
-    numbers = np.array(records)
-    ids_NTK = (np.arange(T) >= numbers[:, 2, None]).astype(np.int16)[:, :, None]
-    return Trace(
-        num_experts=2,
+    first = np.array(needs).T[:, :, None] * 10  # [steps, layers, sources]
+    return Demand(
+        num_tokens=T,
         top_k=1,
-        num_ranks=1,
-        steps=numbers[:, 0].astype(np.int64),
-        layers=numbers[:, 1].astype(np.int32),
-        ranks=np.zeros(len(numbers), np.int32),
-        ids_NTK=ids_NTK,
-        probs_NTK=None,
+        steps=np.arange(len(first)),
+        layers=np.arange(1, len(needs) + 1, dtype=np.int32),
+        counts=np.stack([first, T - first], axis=-1).round().astype(np.int32),
     )
 
 
 def advise(*needs, factors=FACTORS, **target):
-    return recommend(replay(trace_of(*needs), factors), Target(**({"drop": 0.0} | target)))
+    return recommend(replay(demand(*needs), factors), Target(**({"drop": 0.0} | target)))
 
 
 def mixed(num_steps, high, every):
@@ -78,13 +67,13 @@ def test_the_quantile_is_an_order_statistic():
 def test_the_smallest_factor_that_enough_steps_keep():
     found = advise(mixed(1000, 1.3, 20), steps_share=0.95)
     advice = found.overall
-    assert (advice.factor, advice.capacity, advice.num_steps) == (1.2, 12, 1000)
+    assert (advice.factor, advice.room, advice.num_steps) == (1.2, 12, 1000)
     assert (advice.dropped, advice.worst) == (50 / 20_000, 1 / 20)
     assert (advice.halves, advice.halves_agree, found.warnings()) == ((1.2, 1.2), True, [])
     assert found.retried == 0.05
     assert found.sentence() == (
-        "Set the capacity factor to 1.2 (12 slots per source rank and expert): no row dropped in "
-        "95 % of the 1,000 steps traced."
+        "Set the capacity factor to 1.2 with capacity_pool=expert (12 slots per source rank and "
+        "expert): no row dropped in 95 % of the 1,000 steps traced."
     )
     assert advise(mixed(1000, 1.3, 20), steps_share=0.951).overall.factor == 1.3
 
@@ -122,13 +111,14 @@ def test_halves_that_differ_are_a_warning():
 
 
 def test_a_step_that_asks_for_no_row_does_not_count():
-    trace = trace_of(np.full(50, 1.2))
-    trace.ids_NTK[3, 1:] = -1
-    trace.ids_NTK[7] = -1
-    assert recommend(replay(trace, FACTORS), Target()).overall.num_steps == 49
-    trace.ids_NTK[:] = -1
-    with pytest.raises(ValueError, match="trace must ask for at least one expert, got padding"):
-        recommend(replay(trace), Target())
+    asked = demand(np.full(50, 1.2))
+    asked.counts[3, 0, 0] = 1, 0
+    asked.counts[7] = 0
+    assert recommend(replay(asked, FACTORS), Target()).overall.num_steps == 49
+    asked.counts[:] = 0
+    for pool in POOLS:
+        with pytest.raises(ValueError, match="trace must ask for at least one expert, got padding"):
+            recommend(replay(asked, pool=pool), Target())
 
 
 def test_missing_ranks_are_a_warning():
@@ -138,9 +128,7 @@ def test_missing_ranks_are_a_warning():
     trace = synthetic_trace("balanced", sizes)
 
     def warnings(part):
-        found = recommend(replay(part, [1.0, 2.0]), Target())
-        assert found.warnings() == missing_ranks(found.replay)
-        return found.warnings()
+        return recommend(replay(demand_of(part), [1.0, 2.0]), Target()).warnings()
 
     assert warnings(trace) == []
     assert warnings(trace.where(trace.ranks % 2 == 0)) == [
@@ -152,52 +140,53 @@ def test_missing_ranks_are_a_warning():
 
 
 SIZES = TraceSizes(num_steps=40, num_layers=2, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
+LAYER = LayerSizes(hidden_size=64, ffn_size=48)
 
 
-@pytest.fixture(scope="module")
-def found():
-    layer = LayerSizes(hidden_size=64, ffn_size=48)
-    return study(synthetic_trace("lognormal", SIZES), Target(), name="x", sizes=layer)
+def studied(kind, *, ranks=2, **given):
+    trace = dataclasses.replace(synthetic_trace(kind, SIZES), num_experts=16 + 2 - ranks)
+    return study(demand_of(trace), Target(), name="x", **given)
 
 
-def test_a_study_takes_the_pool_with_the_smaller_factor(found):
-    expert, rank = found.answers
-    assert (expert.replay.pool, rank.replay.pool) == ("expert", "rank")
-    assert rank.overall.factor < 0.97 * expert.overall.factor
-    assert found.chosen is rank and found.pool == "rank"
-    assert "with capacity_pool=rank: at most 5 % of rows" in found.chosen.sentence()
-    even = study(synthetic_trace("balanced", SIZES), Target(), name="x")
-    assert even.answers[0].overall.factor == even.answers[1].overall.factor
-    assert even.pool == "expert"
-    alone = study(synthetic_trace("uniform", SIZES), Target(), name="x", pools=("expert",))
-    option = alone.options[3]
-    assert (option.factor, option.capacity, option.cost) == (1.0, 8, None)
-    sizes = dict(num_tokens=64, top_k=2, num_experts=16, capacity=8)
-    assert option.balanced == balanced_drop(**sizes)
-    odd = dataclasses.replace(synthetic_trace("uniform", SIZES), num_experts=17)
+def test_a_study_takes_the_pool_of_the_run_else_the_smaller_factor():
+    found = studied("lognormal")
+    expert, store = found.answers
+    assert (expert.replay.pool, store.replay.pool) == ("expert", "store")
+    assert store.overall.factor < 0.97 * expert.overall.factor
+    assert found.chosen is store and found.pool == "store"
+    rows = f"with capacity_pool=store (a store of {store.overall.room:,} rows): at most 5 % of rows"
+    assert rows in found.chosen.sentence()
+    assert {advice.factor for advice in store.layers.values()} == {store.overall.factor}
+    trace = synthetic_trace("lognormal", SIZES)
+    for pool in POOLS:
+        of_run = demand_of(dataclasses.replace(trace, capacity_pool=pool))
+        assert study(of_run, Target(), name="x").pool == pool
+    assert study(of_run, Target(), name="x", pools=("expert",)).pool == "expert"
+    assert studied("balanced").pool == "expert"
     with pytest.raises(ValueError, match="num_experts must be a multiple of num_ranks=2, got 17"):
-        study(odd, Target(), name="x")
-    assert study(odd, Target(), name="x", etp=2).chosen.overall.num_steps == 40
+        studied("uniform", ranks=1)
+    assert studied("uniform", ranks=1, etp=2).chosen.overall.num_steps == 40
 
 
-def test_options_are_what_the_replay_says(found):
-    rows, kept = found.chosen.replay.by_layer_and_step, found.chosen.replay.kept
-    assert [option.factor for option in found.options] == found.chosen.replay.factors.tolist()
+@pytest.mark.parametrize("pool", POOLS)
+def test_options_are_what_the_replay_says(pool):
+    found = studied("lognormal", pools=(pool,), sizes=LAYER)
+    replay = found.chosen.replay
+    assert [option.factor for option in found.options] == replay.factors.tolist()
     for i, option in enumerate(found.options):
-        by_step = np.sort(rows.dropped[i].sum(0) / rows.demand.sum(0))
-        assert option.dropped == rows.dropped[i].sum() / rows.demand.sum()
+        dropped, config = replay.dropped[i], replay.configs[i]
+        by_step = np.sort(dropped.sum(0) / replay.asked.sum(0))
+        assert option.dropped == dropped.sum() / replay.asked.sum()
         assert option.in_most_steps == by_step[39]
-        assert option.worst_layer == max(rows.dropped[i].sum(1) / rows.demand.sum(1))
-        assert option.retried == (rows.dropped[i].sum(0) > 0).mean()
-        assert option.lost == found.chosen.replay.lost_tokens[i].sum() / (64 * 160)
-        assert option.fill == pytest.approx(kept[i].sum() / (160 * 2 * option.capacity))
-        config = DispatchConfig(
-            num_experts=16,
-            top_k=2,
-            num_ranks=2,
-            capacity_pool="rank",
-            capacity_factor=option.factor,
-        )
-        assert option.cost == cost(config, 64, found.sizes)
-        assert option.balanced is None
+        assert option.worst_layer == max(dropped.sum(1) / replay.asked.sum(1))
+        assert option.retried == (dropped.sum(0) > 0).mean()
+        room = {"expert": config.capacity(64), "store": 2 * config.rows(64)}
+        assert (option.room, option.fill) == (room[pool], replay.fill[i])
+        assert option.kept_bytes == kept_bytes(config, 64, LAYER)
+        if pool == "store":
+            assert option.balanced is None
+        else:
+            sizes = dict(num_tokens=64, top_k=2, num_experts=16, capacity=option.room)
+            assert option.balanced == balanced_drop(**sizes)
     assert found.options[0].retried == 1.0 and found.options[-1].dropped == 0
+    assert studied("lognormal").options[0].kept_bytes is None

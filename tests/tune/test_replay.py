@@ -1,143 +1,177 @@
-"""A replay equals the specification and the dispatcher, record by record."""
+"""A replay equals the specification, pass by pass, and what was counted in a real run."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from padded_dispatch.config import DispatchConfig
-from padded_dispatch.routing.select import select
-from padded_dispatch.trace import Trace
-from padded_dispatch.tune import replay as replay_module
-from padded_dispatch.tune.replay import POOLS, grid, replay
+from padded_dispatch.tune.demand import Demand, demand_of, strike
+from padded_dispatch.tune.replay import POOLS, Replay, grid, replay
+from tests.support import reference
 from tests.support.traces import small_trace
-from tests.tune.referee import asked_rows, kept_rows
+from tests.tune import referee
 
 FACTORS = [0.3, 0.7, 1.0, 1.25, 3.0]
-POLICIES = ("probs", "position")
+RECORD = Path(__file__).parents[2] / "notebooks" / "results" / "routing_counts.npz"
 
 
-@st.composite
-def traces(draw: st.DrawFn) -> Trace:
-    """One step of one layer, in one or two groups of one to three ranks."""
-    num_ranks = draw(st.integers(1, 3))
-    num_records = num_ranks * draw(st.integers(1, 2))
-    num_experts = num_ranks * draw(st.integers(1, 3))
-    return small_trace(
-        steps=[0] * num_records,
-        layers=[1] * num_records,
-        ranks=list(range(num_records)),
-        num_tokens=draw(st.integers(1, 9)),
-        num_experts=num_experts,
-        top_k=draw(st.integers(1, num_experts)),
-        num_ranks=num_ranks,
-        seed=draw(st.integers(0, 99)),
+def demand(counts: list, *, num_tokens: int, top_k: int, steps: list[int] | None = None) -> Demand:
+    array = np.array(counts, np.int32)
+    return Demand(
+        num_tokens=num_tokens,
+        top_k=top_k,
+        steps=np.arange(len(array)) if steps is None else np.array(steps),
+        layers=np.arange(1, array.shape[1] + 1, dtype=np.int32),
+        counts=array,
     )
 
 
-@settings(max_examples=60)
-@given(trace=traces(), policy=st.sampled_from(POLICIES), pool=st.sampled_from(POOLS))
-def test_every_record_is_what_the_specification_keeps(trace, policy, pool):
-    found = replay(trace, FACTORS, policy=policy, pool=pool)
-    for n in range(trace.num_records):
-        asked = asked_rows(trace, n)
-        experts = [e for _, e, _ in asked]
-        assert found.demand_by_expert[n].tolist() == count(trace, experts)
-        assert found.num_tokens[n] == len({t for t, _, _ in asked})
-        for f, factor in enumerate(FACTORS):
-            kept = kept_rows(trace, n, factor, pool=pool, policy=policy)
-            assert found.kept_by_expert[f, n].tolist() == count(trace, [e for _, e, _ in kept])
-            assert found.dropped[f, n] == len(asked) - len(kept)
-            lost = {t for t, _, _ in asked} - {t for t, _, _ in kept}
-            assert found.lost_tokens[f, n] == len(lost)
+@st.composite
+def demands(draw: st.DrawFn) -> tuple[Demand, int, int]:
+    """Passes of a few layers, with the ranks of experts, and those that split each of them.
+
+    Sources, also of padding alone, ask for any experts, so that ranks get from no row to all.
+    """
+    num_ranks, etp = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    num_experts = num_ranks * draw(st.integers(1, 3))
+    top_k, num_tokens = draw(st.integers(1, num_experts)), draw(st.integers(1, 9))
+    shape = draw(st.integers(1, 3)), draw(st.integers(1, 4)), num_ranks * etp, num_tokens
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    popular = draw(st.sampled_from([0.0, 1.0, 9.0])) * np.arange(num_experts)
+    scores = random.gumbel(size=(*shape, num_experts)) + popular
+    chosen = scores >= np.sort(scores)[..., -top_k, None]
+    chosen &= random.random((*shape, 1)) < draw(st.sampled_from([0.0, 0.8, 1.0]))
+    return demand(chosen.sum(3).tolist(), num_tokens=num_tokens, top_k=top_k), num_ranks, etp
 
 
-def count(trace: Trace, experts: list[int]) -> list[int]:
-    return [experts.count(e) for e in range(trace.num_experts)]
+def kept(found: Replay, f: int) -> list[list[int]]:
+    """Return the rows by step and layer; a step has one pass."""
+    return (found.asked - found.dropped[f]).T.tolist()
 
 
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_it_is_what_the_dispatcher_selects(pool, policy):
-    trace = small_trace(steps=[0, 0], layers=[1, 1], ranks=[0, 1], num_tokens=40, seed=3)
-    found = replay(trace, FACTORS, policy=policy, pool=pool)
-    for f, factor in enumerate(FACTORS):
-        config = DispatchConfig(
-            num_experts=6, top_k=3, num_ranks=2, capacity_factor=factor, capacity_pool=pool
-        )
-        sizes = config.sizes(40)
-        slots = sizes.num_pools * sizes.pool_slots
-        assert (found.capacities[f], found.slots[f]) == (sizes.pool_slots, slots)
-        for n in range(2):
-            map_TE, probs_TE = torch.zeros(40, 6, dtype=torch.bool), torch.zeros(40, 6)
-            for t, e, prob in asked_rows(trace, n):
-                map_TE[t, e], probs_TE[t, e] = True, prob
-            kept_TE = select(map_TE, probs_TE, sizes=sizes, policy=policy).kept_TE
-            assert found.kept_by_expert[f, n].tolist() == kept_TE.sum(0).tolist()
-            lost_T = map_TE.any(1) & ~kept_TE.any(1)
-            assert found.lost_tokens[f, n] == lost_T.sum()
+@settings(max_examples=100)
+@given(demands(), st.sampled_from(FACTORS))
+def test_every_pass_is_what_the_specification_keeps(drawn, factor):
+    asked, num_ranks, etp = drawn
+    sizes = {"num_tokens": asked.num_tokens, "top_k": asked.top_k}
+    slots = referee.capacity(factor, num_experts=asked.num_experts, **sizes)
+    found = replay(asked, [factor], etp=etp)
+    assert found.room.tolist() == [slots]
+    passes = asked.counts.tolist()
+    assert kept(found, 0) == [referee.kept_in_cells(counts, slots) for counts in passes]
+    found = replay(asked, [factor], pool="store", etp=etp)
+    given = {"num_ranks": num_ranks, **sizes}
+    assert kept(found, 0) == [referee.kept_in_stores(counts, factor, **given) for counts in passes]
+    total = sum(map(sum, kept(found, 0)))
+    assert found.fill.tolist() == [total / (len(passes) * num_ranks * int(found.room[0]))]
 
 
-@given(traces(), st.sampled_from(POOLS))
-def test_the_needed_factor_is_that_of_the_largest_demand_and_drops_nothing(trace, pool):
-    needed = replay(trace, [1.0], pool=pool).needed_factor
-    num_pools = trace.num_experts if pool == "expert" else trace.num_ranks
-    for n in range(trace.num_records):
-        experts = [e * num_pools // trace.num_experts for _, e, _ in asked_rows(trace, n)]
-        most = max((experts.count(p) for p in experts), default=0)
-        assert needed[n] == most * num_pools / (trace.num_tokens * trace.top_k)
-    factors = sorted({*needed.tolist()} - {0}) or [1.0]
-    found = replay(trace, factors, pool=pool)
-    for f, factor in enumerate(factors):
-        assert (found.dropped[f][needed <= factor] == 0).all()
-    assert replay(trace, pool=pool).dropped[-1].sum() == 0
+@given(demands(), st.sampled_from(POOLS))
+def test_the_needed_factor_drops_nothing_and_a_smaller_one_something(drawn, pool):
+    asked, _, etp = drawn
+    assert replay(asked, pool=pool, etp=etp).dropped[-1].sum() == 0
+    needed = replay(asked, [1.0], pool=pool, etp=etp).needed
+    factors = sorted({*needed.tolist()} - {0.0}) or [1.0]
+    found = replay(asked, [x for need in factors for x in (need, need * 0.7)], pool=pool, etp=etp)
+    drops = found.dropped.sum(1) > 0
+    for factor, steps in zip(found.factors, drops, strict=True):
+        assert not steps[needed <= factor].any()
+        # A row and a slot of rounding: ceil(share * factor) in each layer.
+        rows = found.configs[0].share(asked.num_tokens) if pool == "store" else asked.mean_rows
+        assert steps[needed * rows > factor * rows + 1].all()
 
 
-def test_expert_tensor_parallel_ranks_share_experts():
-    trace = small_trace(steps=[0] * 4, layers=[0] * 4, ranks=[0, 1, 2, 3], num_ranks=4, seed=1)
-    found = replay(trace, FACTORS, pool="rank", etp=2)
-    for f, factor in enumerate(FACTORS):
-        for n in range(4):
-            kept = kept_rows(trace, n, factor, pool="rank", policy="probs", etp=2)
-            experts = [e for _, e, _ in kept]
-            assert found.kept_by_expert[f, n].tolist() == count(trace, experts)
-    # Two ranks of three experts: of 5 tokens with 3 experts each at most 15 rows ask for one.
-    assert found.capacities.tolist() == [3, 6, 9, 12, 15]
+def test_a_store_by_hand():
+    """Two ranks of an expert each, 10 tokens, two layers; all rows are the first rank's."""
+    passes = [[(6, 1), (7, 5)], [(2, 8), (8, 2)], [(9, 9), (1, 1)]]
+    counts = [[[[rows, 0] for rows in layer] for layer in layers] for layers in passes]
+    asked = demand(counts, num_tokens=10, top_k=1)
+    found = replay(asked, [0.5, 1.0, 1.3], pool="store")
+    assert found.room.tolist() == [10, 20, 26]
+    # At factor 1 the first layer may fill 10 rows, at 1.3 16: 18 rows have the water level 8.
+    assert kept(found, 1) == [[7, 12], [10, 10], [10, 2]]
+    assert kept(found, 2) == [[7, 12], [10, 10], [16, 2]]
+    assert kept(found, 0) == [[5, 4], [5, 5], [4, 2]]
+    assert found.needed.tolist() == [0.95, 1.0, 1.4]
+    assert found.needed_alone.tolist() == [1.8, 1.2]
+    alone = replay(asked, [1.0], pool="store", store_layers=1)
+    assert (kept(alone, 0), alone.room[0]) == ([[7, 10], [10, 10], [10, 2]], 10)
+    assert alone.needed.tolist() == [1.2, 1.0, 1.8]
 
 
-def test_chunks_do_not_change_the_answer(monkeypatch):
-    trace = small_trace(steps=[0] * 9, layers=[0] * 9, ranks=[*range(9)], num_ranks=1)
-    whole = replay(trace, FACTORS)
-    monkeypatch.setattr(replay_module, "_CHUNK_ROWS", 2 * 5 * 3)
-    parts = replay(trace, FACTORS)
-    np.testing.assert_array_equal(parts.kept_by_expert, whole.kept_by_expert)
-    np.testing.assert_array_equal(parts.lost_tokens, whole.lost_tokens)
+def test_the_record_of_a_real_router():
+    """Of 12 layers over 80 steps, by loops in plain Python."""
+    record = np.load(RECORD)
+    sizes = {"num_tokens": int(record["num_tokens"]), "top_k": int(record["top_k"])}
+    asked = demand(record["counts"].astype(np.int32), steps=record["steps"], **sizes)
+    rows = int(asked.counts.sum())
+    assert rows == 80 * 12 * 8 * 4096 * 8
+    found = replay(asked, [1.25, 1.5, 2.0], pool="store")
+    for f, factor in enumerate(found.factors):
+        passes = [
+            referee.kept_in_stores(counts, factor, num_ranks=8, **sizes)
+            for counts in asked.counts.tolist()
+        ]
+        assert kept(found, f) == passes
+    assert (100 * found.dropped_share).round(1).tolist() == [1.2, 0.1, 0.0]
+    assert found.dropped[2].sum() == 0
+    assert (found.needed.max(), found.needed_alone.max()) == pytest.approx((1.70, 4.23), abs=0.005)
+    few = replay(asked, [1.25], pool="store", store_layers=3)
+    assert few.needed.max() == pytest.approx(2.65, abs=0.005)
+    cells = replay(asked, [1.25, 1.5, 2.0])
+    assert cells.room.tolist() == [320, 384, 512]
+    assert (100 * cells.dropped_share).round().tolist() == [75, 71, 63]
 
 
-def test_by_layer_and_step():
-    trace = small_trace(steps=[4, 4, 4, 9, 4], layers=[1, 1, 3, 1, 1], ranks=[0, 1, 0, 0, 0])
-    found = replay(trace, FACTORS)
-    table, demand = found.by_layer_and_step, found.demand.tolist()
-    assert (table.layers.tolist(), table.steps.tolist()) == ([1, 3], [4, 9])
-    assert table.demand.tolist() == [[demand[0] + demand[1] + demand[4], demand[3]], [demand[2], 0]]
-    assert table.dropped.sum((1, 2)).tolist() == found.dropped.sum(1).tolist()
-    assert table.dropped[0, 1].tolist() == [found.dropped[0, 2], 0]
-    shares = found.dropped.sum(1) / sum(demand)
-    assert found.dropped_share.tolist() == shares.tolist()
+def test_a_trace_is_counted_by_pass_layer_and_source():
+    """The fifth record is the second micro-batch of its step; ranks 2 and 3 are another group."""
+    trace = small_trace(
+        steps=[4, 4, 4, 9, 4, 4], layers=[1, 1, 3, 1, 1, 1], ranks=[0, 1, 0, 0, 0, 3], num_ranks=2
+    )
+    found = demand_of(trace)
+    assert (found.layers.tolist(), found.steps.tolist()) == ([1, 3], [4, 4, 4, 9])
+    places = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (3, 0, 0), (2, 0, 0), (1, 0, 1)]
+    for ids_TK, place in zip(trace.ids_NTK, places, strict=True):
+        counted = [int((ids_TK == e).sum()) for e in range(6)]
+        assert found.counts[place].tolist() == counted
+    assert found.counts.sum() == (trace.ids_NTK >= 0).sum()
+    rows = found.counts.sum((2, 3))
+    by_step = replay(found, [1.0])
+    assert by_step.steps.tolist() == [4, 9]
+    assert by_step.asked.T.tolist() == [rows[:3].sum(0).tolist(), rows[3].tolist()]
 
 
-def test_without_probabilities_the_first_tokens_keep_their_slots():
-    probs = small_trace(steps=[0], layers=[0], ranks=[0], num_ranks=1)
-    trace = small_trace(steps=[0], layers=[0], ranks=[0], num_ranks=1, probs=False)
-    found = replay(trace, FACTORS)
-    by_position = replay(probs, FACTORS, policy="position")
-    np.testing.assert_array_equal(found.lost_tokens, by_position.lost_tokens)
-    assert replay(probs, FACTORS).dropped.tolist() == found.dropped.tolist()
-    with pytest.raises(ValueError, match=r"policy must be position .*, got 'probs'"):
-        replay(trace, FACTORS, policy="probs")
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_what_collectives_strike(policy):
+    """Four ranks of one expert: at factor 0.4, P = 3 of 9 tokens cross to each."""
+    trace = small_trace(
+        steps=[0] * 4,
+        layers=[1] * 4,
+        ranks=[0, 1, 2, 3],
+        num_tokens=9,
+        num_experts=8,
+        top_k=3,
+        num_ranks=4,
+        seed=2,
+    )
+    sent = strike(trace, 3, 4, policy)
+    for n, ids_TK in enumerate(trace.ids_NTK):
+        map_TE = (ids_TK[:, :, None] == np.arange(8)).any(1)
+        probs_TE = ((ids_TK[:, :, None] == np.arange(8)) * trace.probs_NTK[n][:, :, None]).sum(1)
+        kept_TE = reference.strike(map_TE, probs_TE, num_slots=3, num_ranks=4, policy=policy)
+        assert sent[0, 0, n].tolist() == kept_TE.sum(0).tolist()
+    found = replay(demand_of(trace), [0.4], pool="store", strikes=policy)
+    assert found.configs[0].wire_slots(9) == 4
+    cut = strike(trace, 4, 4, policy)
+    assert 0 < cut.sum() < found.asked.sum()
+    expected = referee.kept_in_stores(cut[0].tolist(), 0.4, num_tokens=9, top_k=3, num_ranks=4)
+    assert kept(found, 0) == [expected]
+    assert replay(demand_of(trace), pool="store", strikes=policy).dropped[-1].sum() == 0
+    with pytest.raises(ValueError, match="strikes must be None for counts without a trace, got"):
+        replay(demand([[[[1]]]], num_tokens=1, top_k=1), [1.0], pool="store", strikes=policy)
 
 
 def test_grid():
@@ -152,12 +186,12 @@ def test_grid():
     [
         (dict(factors=[]), "factors must hold at least one"),
         (dict(factors=[math.nan]), "capacity_factor must .*, got nan"),
-        (dict(policy="best"), "policy must be probs or position, got 'best'"),
-        (dict(pool="source"), "pool must be one of expert, rank, got 'source'"),
+        (dict(pool="rank"), "pool must be one of expert, store, got 'rank'"),
         (dict(etp=3), "etp must divide the 2 sources of the trace, got 3; give"),
+        (dict(store_layers=0), "store_layers must be at least 1, got 0"),
     ],
 )
 def test_wrong_arguments(arguments, message):
     trace = small_trace(steps=[0, 0], layers=[0, 0], ranks=[0, 1])
     with pytest.raises(ValueError, match=message):
-        replay(trace, **dict(factors=[1.0]) | arguments)
+        replay(demand_of(trace), **dict(factors=[1.0]) | arguments)

@@ -9,6 +9,7 @@ import pytest
 
 from padded_dispatch.tune import plots
 from padded_dispatch.tune.cost import LayerSizes
+from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import Target, percent, study
 from padded_dispatch.tune.report import Table, factor_table, html, layer_table, pool_table, summary
 from padded_dispatch.tune.settings import blocks
@@ -20,12 +21,15 @@ LAYER = LayerSizes(hidden_size=64, ffn_size=48, num_layers=3)
 
 def studied(*, kind="lognormal", sizes=LAYER, name="zipf <b>", **given):
     trace = synthetic_trace(kind, SIZES, seed=1)
-    return study(trace, Target(), name=name, sizes=sizes, **given)
+    return study(demand_of(trace), Target(), name=name, sizes=sizes, **given)
 
 
 @pytest.fixture(scope="module")
 def found():
-    return studied()
+    """Cells, with the store beside them."""
+    store = studied()
+    assert store.pool == "store"
+    return dataclasses.replace(store, chosen=store.answers[0])
 
 
 def sections(page: str) -> dict[str, str]:
@@ -51,31 +55,31 @@ def test_cells_of_the_factors(found):
     assert option.factor == found.chosen.overall.factor
     shown = {
         "factor": f"{option.factor:g}",
-        "slots": f"{option.capacity:,}",
+        "slots": f"{option.room:,}",
         "dropped": percent(option.dropped),
         "99 % of steps": f"<= {percent(option.in_most_steps)}",
-        "lost tokens": percent(option.lost),
         "steps with drops": percent(option.retried),
         "worst layer": percent(option.worst_layer),
         "fill": percent(option.fill),
-        "wire MB": f"{option.cost.wire_bytes / 1e6:.1f}",
-        "GiB": f"{option.cost.memory_bytes / 2**30:.3g}",
+        "balanced": percent(option.balanced),
+        "GiB": f"{option.kept_bytes / 2**30:.3g}",
     }
     assert cells(table, table.marked) == shown
     brief = factor_table(found, found.options, brief=True)
-    left = set(shown) - {"steps with drops", "worst layer", "fill"}
+    left = set(shown) - {"steps with drops", "worst layer", "fill", "balanced"}
     assert cells(brief, table.marked) == {name: shown[name] for name in left}
     bare = dataclasses.replace(found, sizes=None)
-    assert factor_table(bare, bare.options, brief=True).headers[-1] == "lost tokens"
+    assert factor_table(bare, bare.options, brief=True).headers[-1] == "99 % of steps"
     assert "give --hidden-size and --ffn-size" in sections(html(bare, {}))["factors"]
-    alone = studied(pools=("expert",))
-    table = factor_table(alone, alone.options, brief=False)
-    assert cells(table, 4)["balanced"] == percent(alone.options[4].balanced)
+    store = studied()
+    table = factor_table(store, store.options, brief=False)
+    assert cells(table, 4)["rows"] == f"{store.options[4].room:,}"
+    assert not {"slots", "balanced"} & {*table.headers}
 
 
 def test_cells_of_pools_and_layers(found):
     table = pool_table(found)
-    assert table.marked == 1
+    assert (table.marked, pool_table(studied()).marked) == (0, 1)
     for number, answer in enumerate(found.answers):
         shown = cells(table, number)
         assert (shown["pool"], shown["factor"]) == (
@@ -84,18 +88,21 @@ def test_cells_of_pools_and_layers(found):
         )
         assert shown["dropped"] == percent(answer.overall.dropped)
         assert shown["steps with drops"] == percent(answer.retried)
-        needed = answer.replay.needed_factor.max()
+        needed = answer.replay.needed.max()
         assert needed <= float(shown["drops nothing at"]) < needed + 0.01
     table = layer_table(found)
     for number, (layer, advice) in enumerate(found.chosen.layers.items()):
         assert table.rows[number] == (
             str(layer),
-            f"{advice.factor:g}",
-            f"{advice.capacity:,}",
-            f"{advice.halves[0]:g}, {advice.halves[1]:g}",
+            f"{found.chosen.replay.needed_alone[number]:.3g}",
             percent(advice.dropped),
             percent(advice.worst),
+            f"{advice.factor:g}",
+            f"{advice.room:,}",
+            f"{advice.halves[0]:g}, {advice.halves[1]:g}",
         )
+    store = layer_table(studied())
+    assert store.headers == table.headers[:4] and len(store.rows) == 3
 
 
 def test_one_screen(found):
@@ -111,7 +118,7 @@ def test_one_screen(found):
     assert "(Python\nand YAML: tune.html)" in text or "(Python and" in text
     assert text.endswith(blocks(found)[0].text)
     # The smallest factors for some shares, and the recommended one.
-    rows = text.split("lost tokens")[1].split("\n\n")[0].splitlines()[1:]
+    rows = text.split("GiB")[1].split("\n\n")[0].splitlines()[1:]
     shown = [float(row.removeprefix(">").split()[0]) for row in rows]
     for share in (0.1, 0.05, 0.01, 0.001, 0.0):
         smallest = next(o.factor for o in found.options if o.dropped <= share)
@@ -120,12 +127,15 @@ def test_one_screen(found):
 
 
 def test_a_warning_is_in_the_text_and_on_the_page():
-    young = study(synthetic_trace("drift", SIZES, strength=2.0), Target(), name="x")
+    drift = synthetic_trace("drift", SIZES, strength=2.0)
+    young = study(demand_of(drift), Target(), name="x", pools=("expert",))
     (warning,) = young.chosen.warnings()
     assert warning in " ".join(summary(young, Path("tune.html")).split())
     assert warning in sections(html(young, {}))["recommendation"]
-    alone = studied(pools=("rank",))
-    assert "pool" not in summary(alone, Path("x")).replace("capacity_pool", "").replace("-pool", "")
+    text = summary(studied(pools=("store",)), Path("x"))
+    assert "steps with drops" not in text and "Each layer by itself" not in text
+    page = sections(html(studied(), {}))
+    assert "layer-factors" not in page["settings"] and "for that layer" not in page["method"]
 
 
 def test_the_page_shows_the_recommendation_its_tables_and_its_settings(found):
@@ -142,7 +152,8 @@ def test_the_page_shows_the_recommendation_its_tables_and_its_settings(found):
     assert whole.marked is not None
     for row in (0, 1 + whole.marked, -1):
         assert rows(whole)[row] in texts["factors"].splitlines()
-    assert f"{found.chosen.replay.demand.sum():,} rows of 240 records, 40 steps" in texts["method"]
+    rows_of = f"{found.chosen.replay.asked.sum():,} rows of 40 micro-batches in 40 steps"
+    assert rows_of in texts["method"]
     for per_layer in (False, True):
         assert all(b.text in texts["settings"] for b in blocks(found, per_layer=per_layer))
     merged = sections(html(dataclasses.replace(found, layers_of_model=False), {}))

@@ -9,6 +9,7 @@ import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.megatron import PaddedOptions, install, run
+from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import Study, Target, study
 from padded_dispatch.tune.settings import blocks, options
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
@@ -24,7 +25,8 @@ MODEL: dict[str, Any] = dict(
 SIZES = TraceSizes(num_steps=30, num_layers=2, num_ranks=2, num_tokens=64, num_experts=8, top_k=2)
 TRACE = synthetic_trace("lognormal", SIZES, seed=1)
 STUDIES = {
-    pool: study(TRACE, Target(), name="lognormal", pools=(pool,)) for pool in ("expert", "rank")
+    pool: study(demand_of(TRACE), Target(), name="lognormal", pools=(pool,))
+    for pool in ("expert", "store")
 }
 EACH = pytest.mark.parametrize("per_layer", [False, True])
 EACH_POOL = pytest.mark.parametrize("found", STUDIES.values(), ids=STUDIES)
@@ -41,12 +43,13 @@ def wanted(found: Study, per_layer: bool) -> tuple[float, PaddedOptions]:
 
 
 def test_options_are_those_of_the_answer():
-    assert options(STUDIES["expert"], per_layer=False) == {}
-    assert options(STUDIES["rank"], per_layer=False) == {"capacity_pool": "rank"}
-    layers = STUDIES["rank"].chosen.layers
+    assert options(STUDIES["expert"], per_layer=False) == {"capacity_pool": "expert"}
+    assert options(STUDIES["store"], per_layer=False) == {"capacity_pool": "store"}
+    assert options(STUDIES["store"], per_layer=True) == {"capacity_pool": "store"}
+    layers = STUDIES["expert"].chosen.layers
     factors = {1: layers[1].factor, 2: layers[2].factor}
-    given = options(STUDIES["rank"], per_layer=True)
-    assert given == {"capacity_pool": "rank", "layer_factors": factors}
+    given = options(STUDIES["expert"], per_layer=True)
+    assert given == {"capacity_pool": "expert", "layer_factors": factors}
 
 
 @EACH

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from padded_dispatch.tune.replay import replay
+from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.synthetic import KINDS, TraceSizes, synthetic_trace
 from tests.support.traces import equal
 
@@ -13,8 +13,7 @@ MEAN = 97 * 3 / 16
 
 def demand(kind: str, **kwargs) -> np.ndarray:
     """[step, layer, rank, expert]."""
-    trace = synthetic_trace(kind, SIZES, **kwargs)
-    return replay(trace, [1.0]).demand_by_expert.reshape(12, 2, 4, 16)
+    return demand_of(synthetic_trace(kind, SIZES, **kwargs)).counts
 
 
 @pytest.mark.parametrize("kind", KINDS)

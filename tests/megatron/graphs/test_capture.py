@@ -1,229 +1,53 @@
-"""The padded layer in Megatron's own capture and replay code, over the stand-in for CUDA graphs.
+"""`LayerGraphs` and `IterationGraph`: capture, self-test and guard, over the stand-in.
 
-A run trains a GPT of two layers in bf16: two eager steps, a capture, two replayed steps with an
-evaluation of another batch shape before each, and one eager step after the graphs are deleted. Its
-losses, gradients and counts must equal those of a run without graphs in every step, bit by bit.
+That replays equal eager training is for the rows of `tests.gpu.table`.
 """
 
-import functools
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import dataclasses
+import re
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
-from megatron.core.num_microbatches_calculator import (
-    init_num_microbatches_calculator,
-    unset_num_microbatches_calculator,
-)
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
-from padded_dispatch.megatron import PaddedOptions, install, uninstall
-from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.dispatcher import _PLAN_TENSORS
-from tests.support import parity, tiny
-from tests.support.graph_protocol import Tape, cuda_graphs_on_cpu
-from tests.support.pool import WorkerPool
-
-VOCAB, SEQUENCE, BATCH, MICROBATCHES = 32, 7, 2, 2
-OTHER_SEQUENCE, OTHER_BATCH = 5, 3  # of an evaluation
-NUM_TOKENS = SEQUENCE * BATCH
-
-Scope = tuple[str, ...]
-Results = dict[str, Tensor]
-
-WHOLE: tuple[Scope, ...] = (("moe",), ("attn", "moe"), ())  # () is the whole layer
-PARTIAL: tuple[Scope, ...] = (
-    ("moe_router",),
-    ("moe_router", "moe_preprocess"),
-    ("attn", "moe_router", "moe_preprocess"),
+from padded_dispatch.megatron.graphs import guard, selftest
+from padded_dispatch.megatron.graphs.capture import (
+    IterationGraph,
+    LayerGraphs,
+    check_random_states,
 )
-CASES: dict[str, dict[str, Any]] = {
-    "no shared experts": {},
-    "overlap, dropping, expert bias": {
-        "moe_shared_expert_intermediate_size": 16,
-        "moe_shared_expert_overlap": True,
-        "moe_shared_expert_gate": True,
-        "moe_expert_capacity_factor": 1.0,
-        "moe_router_enable_expert_bias": True,
-        "moe_router_score_function": "sigmoid",
-    },
-}
-ALL = "overlap, dropping, expert bias"
+from padded_dispatch.megatron.graphs.selftest import SelfTest
+from tests.support.graph_protocol import GraphedLayer, Tape
+from tests.support.pool import WorkerPool
+from tests.support.training import Model, Training, differing_names, layers_of, with_changes, world
+
 STOCK_DROP_AND_PAD: dict[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
-    "moe_expert_capacity_factor": 1.0,
     "moe_pad_expert_input_to_capacity": True,
 }
 
 
-class Training:
-    """A GPT in Megatron's DDP with AdamW, on random tokens; scope None means no graphs."""
-
-    def __init__(self, scope: Scope | None, **settings: Any) -> None:
-        graphs: dict[str, Any] = {}
-        if scope is not None:
-            graphs = layer_graphs(*scope)
-        self.config = tiny.config(
-            num_layers=2,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-            attention_dropout=0.0,
-            masked_softmax_fusion=False,
-            bias_dropout_fusion=False,
-            moe_router_load_balancing_type="aux_loss",
-            moe_aux_loss_coeff=0.01,
-            moe_router_dtype="fp32",
-            expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
-            # Megatron wants ten warm-up passes; these eager steps leave two for the capture.
-            cuda_graph_warmup_steps=4,
-            **graphs,
-            **{"hidden_dropout": 0.0, **settings},
-        )
-        torch.manual_seed(7)
-        gpt = GPTModel(self.config, tiny.layer_spec(), VOCAB, max_sequence_length=SEQUENCE)
-        self.moe_layers: list[Any] = [layer.mlp for layer in gpt.decoder.layers]
-        self.model = DistributedDataParallel(
-            self.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True),
-            Float16Module(self.config, gpt),
-        )
-        self.model.train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.helper: Any = None
-
-    def forward(self, batch: int, sequence: int, seed: int, **inputs: Any) -> Tensor:
-        """Return the mean loss of random tokens, which differ between ranks."""
-        random = torch.Generator().manual_seed(seed * dist.get_world_size() + dist.get_rank())
-        tokens = torch.randint(VOCAB, (batch, sequence + 1), generator=random)
-        positions = torch.arange(sequence).expand(batch, -1)
-        # If there is no attention mask, Megatron passes zeros to the graph.
-        future = torch.ones(batch, 1, sequence, sequence, dtype=torch.bool).triu(1)
-        losses = self.model(tokens[:, :-1], positions, future, labels=tokens[:, 1:], **inputs)
-        return losses.mean()
-
-    def step(self, number: int, **inputs: Any) -> Results:
-        """Run microbatches and an update; return losses, gradients and counts by name."""
-        self.model.zero_grad_buffer()
-        results = {}
-        for microbatch in range(MICROBATCHES):
-            loss = self.forward(BATCH, SEQUENCE, number * MICROBATCHES + microbatch, **inputs)
-            loss.backward()
-            results[f"loss of microbatch {microbatch}"] = loss.detach()
-        self.model.finish_grad_sync()
-        for name, param in self.model.named_parameters():
-            results[name] = param.main_grad.clone()
-            param.grad = param.main_grad.to(param.dtype)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        for index, layer in enumerate(self.moe_layers):
-            for name, count in counts(layer).items():
-                results[f"{name} of layer {index}"] = count.clone()
-                count.zero_()
-        return results
-
-    @torch.no_grad()
-    def evaluate(self, number: int) -> None:
-        """Run a forward in evaluation mode, which is eager, with another batch shape."""
-        self.model.eval()
-        self.forward(OTHER_BATCH, OTHER_SEQUENCE, seed=1000 + number)
-        self.model.train()
-
-    def capture(self) -> None:
-        """Capture with Megatron's helper, as a training loop does."""
-        self.helper = cuda_graphs.TECudaGraphHelper([self.model], self.config, SEQUENCE, BATCH)
-        try:
-            self.helper.create_cudagraphs()
-        finally:
-            cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
-
-    def pinned(self) -> list[str]:
-        """Return names of the dispatchers' attributes that hold a plan's tensors."""
-        dispatchers = [layer.token_dispatcher for layer in self.moe_layers]
-        return [n for n in _PLAN_TENSORS for d in dispatchers if getattr(d, n) is not None]
+def training_of(*scopes: str, graph: Any = "layer", **changes: Any) -> Training:
+    model = Model(graph=graph, scopes=scopes, options={"experts": "module"})
+    return Training(with_changes(model, changes))
 
 
-def counts(layer: Any) -> Results:
-    """Return the layer's counters: ours, and Megatron's for the expert bias."""
-    counters, router = layer.token_dispatcher.counters, layer.router
-    counted = {
-        name: getattr(counters, name)
-        for name in ("demand_E", "kept_E", "num_unplaced", "num_slots")
-    }
-    if router.enable_expert_bias:
-        counted["local_tokens_per_expert"] = router.local_tokens_per_expert
-    return counted
+def captured(*scopes: str) -> Training:
+    training = training_of(*scopes)
+    training.capture()
+    return training
 
 
 def unreachable(*args: object, **kwargs: object) -> None:
     raise AssertionError("a replay ran Python of the layer")
-
-
-@contextmanager
-def no_python(training: Training, scope: Scope) -> Iterator[None]:
-    """Let Python functions that the scope captures raise when they are called."""
-    with ExitStack() as stack:
-        for layer in training.moe_layers:
-            captured = [(layer.router, "routing")]
-            if "moe_router" not in scope:
-                captured.append((layer.experts, "forward"))
-            if scope != ("moe_router",):
-                captured.append((layer.token_dispatcher, "dispatch_preprocess"))
-            for owner, name in captured:
-                stack.enter_context(patch.object(owner, name, unreachable))
-        yield
-
-
-@functools.cache
-def eager_run(case: str) -> list[Results]:
-    training = Training(None, **CASES[case])
-    return [training.step(number) for number in range(5)]
-
-
-def graphed_run(scope: Scope, **settings: Any) -> list[Results]:
-    training = Training(scope, **settings)
-    steps = [training.step(0), training.step(1)]
-    training.capture()
-    for number in (2, 3):
-        training.evaluate(number)
-        with no_python(training, scope):
-            steps.append(training.step(number))
-        assert training.pinned() == []
-    training.helper.delete_cuda_graphs()
-    steps.append(training.step(4))
-    return steps
-
-
-def differences(eager: list[Results], graphed: list[Results]) -> list[str]:
-    return [
-        f"{name} in step {number}"
-        for number, (one, other) in enumerate(zip(eager, graphed, strict=True))
-        for name in one
-        if not torch.equal(one[name], other[name])
-    ]
-
-
-@contextmanager
-def graphs() -> Iterator[None]:
-    """Set up random states, microbatches, `install()` and the stand-in for CUDA graphs."""
-    model_parallel_cuda_manual_seed(1)
-    num_ranks = parallel_state.get_data_parallel_world_size()
-    init_num_microbatches_calculator(0, None, MICROBATCHES * BATCH * num_ranks, BATCH, num_ranks)
-    install()
-    try:
-        with cuda_graphs_on_cpu():
-            yield
-    finally:
-        uninstall()
-        unset_num_microbatches_calculator()
 
 
 def test_tape_replays_ops_and_nothing_else():
@@ -239,59 +63,251 @@ def test_tape_replays_ops_and_nothing_else():
     assert calls == [1.0]
 
 
-@pytest.mark.parametrize("scope", [*WHOLE, *PARTIAL], ids=lambda scope: "+".join(scope) or "layer")
-def test_replay_equals_eager(megatron, scope):
-    eager = eager_run(ALL)
-    assert differences(eager, graphed_run(scope, **CASES[ALL])) == []
-    for step in eager:
-        assert step["kept_E of layer 0"].sum() < step["demand_E of layer 0"].sum()
+@pytest.mark.parametrize("scopes", [(), ("attn", "moe_router", "moe_preprocess")], ids=str)
+def test_a_loop_with_graphs_equals_one_without(megatron, monkeypatch, scopes):
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+    eager, graphed = training_of(graph="none"), training_of(*scopes)
+    report = graphed.capture()  # Without an eager step before; it does its own warm-up.
+    assert report is not None and report.unreproducible == () and report.other_kernels == ()
+    assert MoEAuxLossAutoScaler.main_loss_backward_scale.shape == (1,)
+    # Per layer: output, gradient of the input, and one gradient per parameter.
+    num_params = sum(len(list(layer.parameters())) for layer in layers_of(graphed))
+    assert report.num_tensors == num_params + 2 * 2
+    for number in range(3):
+        if number == 2:
+            graphed.end()
+        assert differing_names(eager.step(number), graphed.step(number)) == []
+        # Nothing on a dispatcher keeps memory of a graph.
+        dispatchers = [layer.token_dispatcher for _, layer in graphed.moe]
+        assert not [n for n in _PLAN_TENSORS for d in dispatchers if getattr(d, n) is not None]
 
 
-def test_replay_equals_eager_with_recompute(megatron):
-    recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-    graphed = graphed_run(("moe",), **recompute)
-    assert differences(eager_run("no shared experts"), graphed) == []
+def state_of(training: Training) -> dict[str, Tensor]:
+    (chunk,) = training.chunks
+    kept = {name: buffer.clone() for name, buffer in chunk.named_buffers()}
+    kept |= {f"{name}.main_grad": p.main_grad.clone() for name, p in chunk.named_parameters()}
+    for index, layer in training.moe:
+        for number, tensor in enumerate(layer.token_dispatcher.counters.tensors()):
+            kept[f"counter {number} of layer {index}"] = tensor.clone()
+    kept["cpu"] = torch.get_rng_state()
+    states: dict[str, Tensor] = get_cuda_rng_tracker().get_states()
+    return kept | {f"random state {name}": state.clone() for name, state in states.items()}
 
 
-def ep2_differences(scope: Scope) -> list[str]:
-    with parity.megatron("cpu", expert_model_parallel_size=2), graphs():
-        return differences(eager_run(ALL), graphed_run(scope, **CASES[ALL]))
-
-
-@pytest.mark.parametrize("scope", [WHOLE[0], PARTIAL[2]], ids="+".join)
-def test_replay_equals_eager_on_two_ranks(pool2: WorkerPool, scope):
-    assert pool2.run(ep2_differences, scope) == [[], []]
-
-
-def pools_differences(scope: Scope) -> list[str]:
-    with parity.megatron("cpu", expert_model_parallel_size=2), graphs():
-        install(PaddedOptions(capacity_pool="rank"))
-        settings = {"moe_expert_capacity_factor": 0.5}
-        training = Training(None, **settings)
-        eager = [training.step(number) for number in range(5)]
-        for step in eager:
-            assert step["kept_E of layer 0"].sum() < step["demand_E of layer 0"].sum()
-        return differences(eager, graphed_run(scope, **settings))
-
-
-def test_replay_equals_eager_with_pools_on_two_ranks(pool2: WorkerPool):
-    """Whole layers are for GPUs: on CPUs, rows are packed by ops whose shapes follow the values."""
-    assert pool2.run(pools_differences, PARTIAL[2]) == [[], []]
-
-
-def test_capture_of_the_whole_layer_pins_no_plan(megatron):
-    training = Training(())
+@pytest.mark.parametrize(("graph", "dropout"), [("layer", 0.1), ("helper", 0.0)])
+def test_capture_and_self_test_restore_state(megatron, graph, dropout):
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    training = training_of("attn", "moe", graph=graph, fields=bias | {"hidden_dropout": dropout})
+    training.losses_of(3)  # Counts are not all zero.
+    before = state_of(training)
+    assert before["counter 0 of layer 1"].any() and before["counter 0 of layer 2"].any()
     training.capture()
-    assert training.pinned() == []
+    after = state_of(training)
+    assert differing_names(before, after) == []
+    assert all(param.grad is None for param in training.chunks[0].parameters())
 
 
-def test_capture_puts_back_the_counts_of_its_own_passes(megatron):
-    training = Training(("moe",))
-    training.forward(BATCH, SEQUENCE, seed=3)
-    before = [{n: count.clone() for n, count in counts(m).items()} for m in training.moe_layers]
-    training.capture()
-    # Two warm-up passes and the capture, on inputs of ones, would each have counted all tokens.
-    for layer, kept in zip(training.moe_layers, before, strict=True):
-        assert kept["demand_E"].sum() == NUM_TOKENS * tiny.TOP_K
-        after = counts(layer)
-        assert [name for name in kept if not torch.equal(kept[name], after[name])] == []
+@pytest.mark.parametrize(
+    ("what", "index"), [("its output", 0), ("the gradient of its input", 1)], ids=str
+)
+def test_self_test_names_what_differs(megatron, what, index):
+    def replay(graphed: GraphedLayer, given: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        results = originals[index](graphed, given)
+        if graphed._layer.layer_number == 2:
+            results[0][0, 0, 0] += 1
+        return results
+
+    names = ("replay_forward", "replay_backward")
+    originals = [getattr(GraphedLayer, name) for name in names]
+    with (
+        patch.object(GraphedLayer, names[index], replay),
+        pytest.raises(RuntimeError, match=f"rank 0: layer 2: {what} differs from eager") as error,
+    ):
+        captured("moe")
+    assert "layer 1" not in str(error.value)
+
+
+def test_self_test_reports_tensors_that_differ_between_eager_runs(megatron):
+    training = training_of("moe")
+    experts, forward = training.moe[0][1].experts, training.moe[0][1].experts.forward
+    calls = iter(range(100))
+
+    def forward_with_noise(*args: Any) -> Any:
+        output, bias = forward(*args)
+        return output + next(calls), bias
+
+    with patch.object(experts, "forward", forward_with_noise):
+        report = training.capture()
+    assert isinstance(report, SelfTest)
+    assert "layer 1: its output" in report.unreproducible
+    assert not any(name.startswith("layer 2") for name in report.unreproducible)
+
+
+def test_self_test_reports_kernels_that_only_a_capture_chooses(megatron, caplog):
+    training = training_of("moe")
+    experts, forward = training.moe[1][1].experts, training.moe[1][1].experts.forward
+    chosen_as_captured = [False]
+
+    def forward_by_choice(*args: Any) -> Any:
+        output, bias = forward(*args)
+        # The stand-in's capture pretends that there are GPUs.
+        return output + float(chosen_as_captured[0] or torch.cuda.is_available()), bias
+
+    def choose(as_captured: bool) -> Callable[[], None]:
+        return lambda: chosen_as_captured.__setitem__(0, as_captured)
+
+    with (
+        patch.object(experts, "forward", forward_by_choice),
+        patch.object(selftest, "set_capture_start", choose(True)),
+        patch.object(selftest, "set_capture_end", choose(False)),
+    ):
+        report = training.capture()
+    assert report is not None and report.other_kernels == ("layer 2",)
+    assert "layer 2: graphs compute with other kernels than eager training" in caplog.text
+
+
+def error_on_two_ranks() -> str:
+    """Return the error that this rank raises when replays are wrong on rank 1 only."""
+    original = GraphedLayer.replay_forward
+
+    def replay(graphed: GraphedLayer, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        results = original(graphed, given)
+        results[0][0, 0, 0] += dist.get_rank()
+        return results
+
+    model = Model(graph="layer", scopes=("moe",), ranks=2, ep=2)
+    with world(model), patch.object(GraphedLayer, "replay_forward", replay):
+        try:
+            Training(model).capture()
+        except RuntimeError as error:
+            return str(error)
+    return "nothing raised"
+
+
+def test_a_failed_self_test_raises_on_all_ranks(pool2: WorkerPool):
+    first, second = pool2.run(error_on_two_ranks)
+    assert first == second
+    assert "rank 1: layer 1: its output differs from eager" in first
+    assert "rank 0" not in first
+
+
+def set_factor(configs: Any, factor: float) -> None:
+    configs.training = dataclasses.replace(configs.training, capacity_factor=factor)
+
+
+CHANGES: dict[str, Callable[[Training], object]] = {
+    "hidden_states.shape": lambda t: t.losses_of(0, batch=3),
+    "training": lambda t: t.moe[0][1].experts.eval(),
+    "dispatch_config": lambda t: set_factor(t.moe[0][1].token_dispatcher.configs, 2.0),
+    "moe_aux_loss_coeff": lambda t: setattr(t.config, "moe_aux_loss_coeff", 0.5),
+    "moe_expert_capacity_factor": lambda t: setattr(t.config, "moe_expert_capacity_factor", 9.0),
+    "fp8": lambda t: setattr(t.config, "fp8", "e4m3"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_raises_before_the_replay(megatron, change):
+    training = captured("attn", "moe")
+    training.losses_of(0)
+    with (
+        patch.object(GraphedLayer, "replay_forward", unreachable),
+        pytest.raises(ValueError, match=rf"{re.escape(change)} must stay .*, got .*capture again"),
+    ):
+        CHANGES[change](training)
+        training.losses_of(0)
+
+
+def test_number_of_microbatches_counts_where_each_has_a_graph(megatron):
+    training = captured("attn", "moe")
+    other = patch.object(guard, "get_num_microbatches", lambda: 3)
+    with other:
+        training.losses_of(0)  # One graph serves any number.
+    for layer in layers_of(training):
+        layer.cuda_graphs *= 2
+    training.losses_of(0)
+    with other, pytest.raises(ValueError, match="num_microbatches must stay 2, got 3"):
+        training.losses_of(0)
+
+
+def test_stock_layers_are_captured_and_not_compared(megatron):
+    training = training_of("attn", "moe", fields=STOCK_DROP_AND_PAD)
+    training.losses_of(0)
+    assert training.capture() is None
+    training.config.moe_aux_loss_coeff = 0.5  # Not ours to guard.
+    training.losses_of(0)
+
+
+def test_a_scope_without_layers_is_refused(megatron):
+    with pytest.raises(
+        ValueError, match=r"cuda_graph_modules .*must name a part .*, got \['mamba'\]"
+    ):
+        training_of("mamba")
+
+
+def test_other_ways_to_capture_are_refused(megatron):
+    eager = training_of(graph="none")
+    with pytest.raises(
+        ValueError, match=r"cuda_graph_impl must be 'transformer_engine' .*, got 'none'"
+    ):
+        LayerGraphs(eager.chunks, seq_length=10, micro_batch=2)
+
+
+def test_after_a_failed_capture_layers_are_eager(megatron):
+    training = training_of("moe")
+    with (
+        patch.object(GraphedLayer, "capture_forward", unreachable),
+        pytest.raises(AssertionError, match="replay ran Python"),
+    ):
+        training.capture()
+    assert not cuda_graphs.is_graph_capturing()
+    training.step(0)
+
+
+def iterating(**changes: Any) -> Training:
+    """Return a training whose schedule is an iteration's graph, which never captures."""
+    training = training_of(graph="none", **changes)
+    training.config.cuda_graph_warmup_steps = 100
+    training.schedule = IterationGraph(training.config)
+    return training
+
+
+def test_an_iteration_must_not_change_after_its_first_call(megatron, monkeypatch):
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+    training = iterating()
+    first, again = (training.passes()[0]["loss"] for _ in range(2))
+    assert torch.equal(first, again)
+    changes = {
+        "microbatches": ("num_microbatches", 1),
+        "seq": ("seq_length", 8),
+        "batch": ("micro_batch_size", 3),
+    }
+    model = training.model
+    for name, (said, value) in changes.items():
+        training.model = dataclasses.replace(model, **{name: value})
+        with pytest.raises(ValueError, match=rf"{said} must stay \d+, got {value}: a captured"):
+            training.passes()
+    training.model = model
+    training.config.moe_aux_loss_coeff = 0.5
+    with pytest.raises(
+        ValueError, match=r"moe_aux_loss_coeff in layer 2 must stay 0\.01, got 0\.5"
+    ):
+        training.passes()
+    training.schedule.delete()
+    assert training.schedule._wrapped.curr_iter("training") == 0
+
+
+def test_states_in_host_memory_are_refused_on_a_gpu(megatron, monkeypatch):
+    training_of(graph="none")
+    check_random_states(torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"te_rng_tracker must be True .*, got False; call model"):
+        check_random_states(torch.device("cuda"))
+    generators = {"model-parallel-rng": torch.Generator()}
+    monkeypatch.setattr(get_cuda_rng_tracker(), "get_states", lambda: generators)
+    check_random_states(torch.device("cuda"))
+
+
+def test_one_graph_of_a_step_rejects_gradients_that_the_host_reads(megatron):
+    check = {"check_for_nan_in_grad": True}
+    with pytest.raises(ValueError, match=r"check_for_nan_in_grad must .*, got True"):
+        iterating(ddp=check).passes()
+    training_of("moe", ddp=check)  # Graphs of layers allow it: the host reads between steps.

@@ -1,0 +1,141 @@
+"""Which layers of a model share a store of rows.
+
+Layers join in the order in which a model is built and run: those of one chunk, which is what a
+pipeline stage runs of a micro-batch at a time, and whose rows have the same widths. So a new store
+begins with another config, another width, other ranks, another virtual stage, or a number that does
+not rise, as in another model.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from padded_dispatch.config import DispatchConfig
+from padded_dispatch.experts.store import Buffers, Rooms, Store
+from padded_dispatch.megatron.config import log_once
+
+
+@dataclass(kw_only=True, eq=False)
+class Chunk:
+    """Layers that share a store.
+
+    Attributes:
+        config: their TransformerConfig.
+        key: what they have in common beside it.
+        number: the number in the model of the layer that joined last.
+        store: their rows.
+        num_calls: passes of layers in a pass of the chunk that keep rows.
+    """
+
+    config: Any
+    key: tuple[object, ...]
+    number: int
+    store: Store
+    num_calls: int = 0
+
+
+# Where the next layer may join. The layers keep a chunk alive.
+_last: weakref.ref[Chunk] | None = None
+
+
+class Calls:
+    """The calls of one layer in a pass of its chunk.
+
+    A layer has several if it is repeated for multi-token prediction, or takes a sequence in parts;
+    none if backward always runs it again.
+
+    Attributes:
+        store: where their rows lie; None if there are no calls.
+    """
+
+    def __init__(self, chunk: Chunk, numbers: list[int]) -> None:
+        self._chunk, self._numbers = chunk, numbers
+        self.store = chunk.store if numbers else None
+
+    def rooms(self, tokens_TD: torch.Tensor, fc1_width: int, *, logs: bool) -> Rooms | None:
+        """Return the rooms of a pass with gradients; None if there is no room in the store.
+
+        Args:
+            tokens_TD: [T, D].
+            fc1_width: columns of fc1's result (G).
+            logs: whether to log once what the store costs.
+        """
+        if not self._numbers:
+            return None
+        if logs:
+            self._log(tokens_TD, fc1_width)
+        return self._chunk.store.rooms(self._numbers, len(tokens_TD))
+
+    def _log(self, tokens_TD: torch.Tensor, fc1_width: int) -> None:
+        num_tokens, width = tokens_TD.shape
+        chunk, num_rows = self._chunk, self._chunk.store.num_rows(num_tokens)
+        size = Buffers.num_bytes(num_rows, width, fc1_width, tokens_TD.element_size()) / 2**30
+        log_once(
+            f"padded dispatch: {chunk.num_calls} layers at {num_tokens} tokens per rank share a "
+            f"store of {num_rows} rows, {size:.2f} GiB for each micro-batch in flight"
+        )
+
+
+def join(
+    config: Any,
+    number: int,
+    dispatch_config: Callable[[], DispatchConfig],
+    pipeline: Any = None,
+    *key: object,
+) -> Calls:
+    """Let a layer join the chunk of the one before it, or begin a new chunk.
+
+    Args:
+        config: the layer's TransformerConfig.
+        number: the layer's number in the model, from 1.
+        dispatch_config: returns the config of the layer's training passes.
+        pipeline: the pipeline group; None for Megatron's own.
+        key: what the layers of a chunk have in common.
+    """
+    global _last
+    stage, index = _place(config, number, pipeline)
+    key = *key, stage
+    chunk = None if _last is None else _last()
+    if chunk is None or chunk.config is not config or chunk.key != key or number <= chunk.number:
+        chunk = Chunk(config=config, key=key, number=number, store=Store())
+        _last = weakref.ref(chunk)
+    chunk.number = number
+    calls = 0 if _is_recomputed(config, index) else _repeats(config, number)
+    chunk.num_calls += calls
+    return Calls(chunk, [chunk.store.add(dispatch_config) for _ in range(calls)])
+
+
+def _place(config: Any, number: int, pipeline: Any) -> tuple[int, int]:
+    """Return a layer's virtual stage, and how many layers of it come before."""
+    virtual, stages = (
+        config.virtual_pipeline_model_parallel_size,
+        config.pipeline_model_parallel_size,
+    )
+    if stages == 1 or number > config.num_layers:  # Multi-token prediction follows the last layer.
+        return (virtual or 1) - 1, number - 1
+    rank = pipeline.rank() if pipeline else parallel_state.get_pipeline_model_parallel_rank()
+    numbers = range(virtual) if virtual else [None]
+    offsets = [get_transformer_layer_offset(config, stage, rank) for stage in numbers]
+    before = [offset for offset in offsets if offset < number]
+    return len(before) - 1, number - 1 - max(before, default=0)
+
+
+def _repeats(config: Any, number: int) -> int:
+    """Return how often a pass runs a layer."""
+    parts = getattr(config, "mlp_chunks_for_training", None) or 1
+    again = number > config.num_layers and getattr(config, "mtp_use_repeated_layer", False)
+    return parts * (config.mtp_num_layers if again else 1)
+
+
+def _is_recomputed(config: Any, index: int) -> bool:
+    """Return whether backward runs a layer again, so that its pass keeps no rows."""
+    if config.recompute_granularity == "selective":
+        return "moe" in (config.recompute_modules or ())
+    blocks = config.recompute_method == "block"
+    is_whole = config.recompute_granularity == "full"
+    return is_whole and not (blocks and index >= (config.recompute_num_layers or 0))

@@ -1,0 +1,107 @@
+"""Which layers share a store, by their numbers and configs."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from padded_dispatch import DispatchConfig
+from padded_dispatch.megatron.chunks import Calls, join
+from tests.support import tiny
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+DISPATCH = DispatchConfig(num_experts=4, top_k=2, capacity_factor=1.5, capacity_pool="store")
+
+
+def changed(**settings: Any) -> Any:
+    """A config with settings that Megatron would want more ranks for."""
+    config = tiny.config(num_layers=8)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return config
+
+
+def joined(config: Any, numbers: list[int], rank: int = 0, *key: object) -> list[Calls]:
+    pipeline = SimpleNamespace(rank=lambda: rank)
+    return [join(config, number, lambda: DISPATCH, pipeline, *key) for number in numbers]
+
+
+def calls_of(calls: list[Calls]) -> list[list[int]]:
+    """The numbers of the calls of each layer."""
+    return [one._numbers for one in calls]
+
+
+def test_layers_of_a_model_share_a_store():
+    first, second, third = calls = joined(changed(), [1, 2, 5])
+    assert first.store is second.store is third.store
+    assert calls_of(calls) == [[0], [1], [2]]
+    assert first.store.num_rows(10) == 3 * 20  # As many as one rank ever has.
+
+
+def test_a_number_that_does_not_rise_begins_another_model():
+    config = changed()
+    first, second, third, fourth = joined(config, [1, 2, 1, 2])
+    assert first.store is second.store is not third.store is fourth.store
+
+
+def test_other_configs_and_widths_have_other_stores():
+    calls = [*joined(config := changed(), [1]), *joined(changed(), [2]), *joined(config, [3])]
+    calls += joined(config, [4], 0, "width")
+    assert len({id(one.store) for one in calls}) == 4
+
+
+def test_a_store_ends_with_its_layers():
+    config = changed()
+    calls = joined(config, [1])
+    number = calls[0].store
+    del calls
+    (later,) = joined(config, [2])
+    assert later.store is not number and calls_of([later]) == [[0]]
+
+
+@pytest.mark.parametrize(
+    ("rank", "numbers", "stores"),
+    [(0, [1, 2, 5, 6], [0, 0, 1, 1]), (1, [3, 4, 7, 8], [0, 0, 1, 1])],
+)
+def test_virtual_stages_have_stores_of_their_own(rank, numbers, stores):
+    config = changed(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    calls = joined(config, numbers, rank)
+    distinct = list(dict.fromkeys(id(one.store) for one in calls))
+    assert [distinct.index(id(one.store)) for one in calls] == stores
+
+
+def test_a_layer_that_is_repeated_has_several_calls():
+    """Multi-token prediction follows the last layer; parts of a sequence come one by one."""
+    config = changed(mtp_num_layers=3, mtp_use_repeated_layer=True)
+    assert calls_of(joined(config, [8, 9])) == [[0], [1, 2, 3]]
+    assert calls_of(joined(changed(mlp_chunks_for_training=2), [1, 2])) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("settings", "calls"),
+    [
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": 2,
+            },
+            [[], [], [0]],
+        ),
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, [[], [], []]),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, [[], [], []]),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+            [[0], [1], [2]],
+        ),
+    ],
+    ids=["block", "uniform", "moe", "mlp"],
+)
+def test_layers_that_are_always_recomputed_have_no_room(settings, calls, rank):
+    config = changed(pipeline_model_parallel_size=2, **settings)
+    first = 4 * rank + 1
+    joined_ = joined(config, [first, first + 1, first + 2], rank)
+    assert calls_of(joined_) == calls
+    assert [one.store is None for one in joined_] == [numbers == [] for numbers in calls]

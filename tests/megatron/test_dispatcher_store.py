@@ -1,0 +1,311 @@
+"""Layers whose rows share a store, and evaluation that fits, on one rank and on two."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from padded_dispatch.config import FIT, NO_DROP
+from padded_dispatch.experts import store
+from padded_dispatch.megatron import PaddedOptions, padded_spec
+from tests.support import tiny
+from tests.support.parity import megatron
+
+E, K = tiny.NUM_EXPERTS, tiny.TOP_K
+
+
+def layer(pool: Any, factor: Any, *, eval_factor: Any = None, **settings: Any) -> Any:
+    options = PaddedOptions(experts="packed", capacity_pool=pool, eval_factor=eval_factor)
+    made = tiny.padded_layer(options, moe_expert_capacity_factor=factor, **settings)
+    with torch.no_grad():
+        made.router.weight[0] += 3 * made.router.weight[1]  # Expert 0 is busy, and so is rank 0.
+    return made
+
+
+def chain(num_layers: int, factor: float | None, **settings: Any) -> list[Any]:
+    """Layers of one chunk."""
+    config = tiny.config(num_layers=num_layers, moe_expert_capacity_factor=factor, **settings)
+    config.padded_dispatch = PaddedOptions(experts="packed")
+    spec = padded_spec(tiny.layer_spec())
+    return [tiny.layer(config, spec, number + 1) for number in range(num_layers)]
+
+
+def tokens(num_tokens: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + seed)
+    return torch.randn(num_tokens, 1, tiny.HIDDEN, generator=generator)
+
+
+def through(layers: list[Any], hidden: Tensor) -> Tensor:
+    for made in layers:
+        hidden = hidden + made(hidden)[0]
+    return hidden
+
+
+def grads(layers: list[Any]) -> list[Tensor]:
+    found = [p.grad.clone() for made in layers for p in made.parameters() if p.requires_grad]
+    for made in layers:
+        made.zero_grad()
+    return found
+
+
+def run(made: Any, hidden: Tensor) -> dict[str, Tensor]:
+    """Return the output, and the gradients of the tokens and of every parameter."""
+    hidden = hidden.clone().requires_grad_()
+    made.zero_grad()
+    output, _ = made(hidden)
+    output.backward(torch.ones_like(output).cumsum(0) / 10)
+    assert hidden.grad is not None
+    found = {name: parameter.grad.clone() for name, parameter in made.named_parameters()}
+    return {"output": output.detach(), "tokens": hidden.grad, **found}
+
+
+@pytest.fixture
+def rooms_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of rooms that passes took, in their order."""
+    found: list[str] = []
+    for name in ("rooms", "scratch", "fitting"):
+        owner = store.Store if name == "rooms" else "padded_dispatch.megatron.dispatcher"
+        make = getattr(store.Store if name == "rooms" else store, name)
+
+        def noted(*args: Any, make: Callable[..., Any] = make, name: str = name) -> Any:
+            found.append(name)
+            return make(*args)
+
+        target = (owner, name) if name == "rooms" else (f"{owner}.{name}",)
+        monkeypatch.setattr(*target, noted)
+    return found
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("num_tokens", [1, 7, 30])
+def test_one_rank_with_a_factor_of_one_drops_nothing(num_tokens):
+    ours, whole = layer("store", 1.0), layer("expert", None)
+    found, expected = run(ours, tokens(num_tokens)), run(whole, tokens(num_tokens))
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    counters = ours.token_dispatcher.counters
+    assert counters.kept_E.tolist() == counters.demand_E.tolist()
+    assert counters.max_need == num_tokens * K
+    assert counters.num_unplaced == 0
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_layer_leaves_room_for_those_that_follow():
+    """Three layers with half of the room: none is left with less than half of its share."""
+    layers = chain(3, 0.5)
+    for made in layers:
+        with torch.no_grad():
+            made.router.weight[0] += 3 * made.router.weight[1]
+    through(layers, tokens(20).requires_grad_()).sum().backward()
+    kept = [int(made.token_dispatcher.counters.kept_E.sum()) for made in layers]
+    assert sum(kept) <= 3 * 20 * K // 2
+    assert min(kept) > 15  # Of 20: a water level leaves out rows of the busiest experts.
+    counters = layers[2].token_dispatcher.counters
+    assert counters.max_need == 3 * 20 * K
+    assert layers[0].token_dispatcher.store is layers[2].token_dispatcher.store
+    assert layers[0].token_dispatcher.store.num_shares(20) == 3 * 20 * K
+
+
+def _in_rooms(made: Any, how: str, given: Tensor) -> None:
+    if how == "recompute":
+        output = checkpoint(lambda x: made(x)[0], given, use_reentrant=True)
+        output.sum().backward()
+    elif how == "no gradient":
+        with torch.no_grad():
+            made(given)
+    elif how == "frozen":
+        made.requires_grad_(False)
+        made(given.detach())
+    elif how == "evaluation":
+        made.eval()(given)
+    elif how == "repeated":
+        configs = made.token_dispatcher.configs
+        configs.training = type(configs.training)(num_experts=E, top_k=K, capacity_factor=FIT)
+        made(given)[0].sum().backward()
+    else:
+        made(given)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("training", ["rooms"]),
+        ("recompute", ["scratch", "scratch"]),
+        ("no gradient", ["scratch"]),
+        ("frozen", ["scratch"]),
+        ("evaluation", ["fitting"]),
+        ("repeated", ["fitting"]),
+    ],
+)
+def test_where_the_rows_of_a_pass_lie(rooms_of, how, expected):
+    made = layer("store", 1.0)
+    _in_rooms(made, how, tokens(6).requires_grad_())
+    assert rooms_of == expected
+
+
+@pytest.mark.usefixtures("one_process")
+def test_evaluation_takes_its_own_rooms_where_it_has_a_factor(rooms_of, monkeypatch):
+    layer("store", 1.0, eval_factor=2.0).eval()(tokens(6))
+    monkeypatch.setattr("megatron.core.transformer.cuda_graphs._IS_GRAPH_CAPTURING", True)
+    layer("store", 1.0).eval()(tokens(6))
+    assert rooms_of == ["scratch", "scratch"]
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("frozen", [(), ("linear_fc1",), ("linear_fc2",)])
+def test_passes_in_flight_do_not_disturb_each_other(frozen):
+    """As in a pipeline; a pass breaks off, and one without gradients comes in between."""
+    layers = chain(2, 1.0)
+    for name in frozen:
+        getattr(layers[0].experts, name).weight.requires_grad_(False)
+    given = [tokens(9, seed).requires_grad_() for seed in range(3)]
+    expected = []
+    for one in given:
+        through(layers, one).square().sum().backward()
+        expected.append([one.grad, *grads(layers)])
+        one.grad = None
+    broken = layers[0](given[0])[0]
+    outputs = [through(layers, one) for one in given]
+    with torch.no_grad():
+        through(layers, given[1])
+    for one, output, wanted in zip(given, outputs, expected, strict=True):
+        output.square().sum().backward()
+        for found, value in zip([one.grad, *grads(layers)], wanted, strict=True):
+            assert torch.equal(found, value)
+    assert broken.requires_grad
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("adds", [False, True], ids=["returned", "added"])
+def test_ddp_hears_of_a_gradient_once_and_when_it_is_there(adds):
+    """In bf16, with an fp32 buffer, into which backward adds, or DDP's hook."""
+    made = layer("store", 1.0, bf16=True, params_dtype=torch.bfloat16)
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
+    ddp = DistributedDataParallel(made.config, config, made)
+    weight, ready = made.experts.linear_fc1.weight, []
+    if not adds:
+        made.experts.linear_fc1.sums = lambda: None
+    group = ddp.param_to_bucket_group[weight]
+    hear = group.register_grad_ready
+
+    def heard(parameter: Any, *args: Any) -> None:
+        if parameter is weight:
+            ready.append(weight.main_grad.clone())
+        hear(parameter, *args)
+
+    group.register_grad_ready = heard
+    for seed in range(2):
+        ddp.zero_grad_buffer()
+        given = tokens(15, seed).bfloat16().requires_grad_()
+        ddp(given)[0].float().square().sum().backward()
+        assert weight.grad is None and weight.grad_added_to_main_grad == adds
+        ddp.finish_grad_sync()
+        assert len(ready) == seed + 1
+        assert torch.equal(ready[-1], weight.main_grad) and weight.main_grad.any()
+
+
+def _over_two_ranks(work: Callable[..., Any], *args: Any) -> Any:
+    with megatron("cpu", expert_model_parallel_size=2):
+        return work(*args)
+
+
+def _kept_rows(factor: float, recompute: dict[str, Any]) -> Any:
+    made, whole = layer("store", factor, **recompute), layer("expert", None)
+    whole.load_state_dict(made.state_dict())
+    found, expected = run(made, tokens(15)), run(whole, tokens(15))
+    differs = [n for n in found if not torch.allclose(found[n], expected[n], 1e-5, 1e-6)]
+    counters = made.token_dispatcher.counters
+    names = ("demand_E", "kept_E", "struck", "num_unplaced", "max_need")
+    return differs, {name: getattr(counters, name).tolist() for name in names}
+
+
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+@pytest.mark.parametrize("recompute", [{}, RECOMPUTE], ids=["kept", "recomputed"])
+def test_two_ranks_with_room_are_a_dropless_layer(pool2, recompute):
+    results = pool2.run(_over_two_ranks, _kept_rows, 2.0, recompute)
+    assert [differs for differs, _ in results] == [[], []]
+    demand_E = [sum(pair) for pair in zip(*(c["demand_E"] for _, c in results), strict=True)]
+    kept_E = [sum(pair) for pair in zip(*(c["kept_E"] for _, c in results), strict=True)]
+    assert demand_E == kept_E
+    assert [c["struck"] + c["num_unplaced"] for _, c in results] == [0, 0]
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 1.0])
+def test_two_ranks_keep_what_there_is_room_for(pool2, factor):
+    (_, first), (_, second) = pool2.run(_over_two_ranks, _kept_rows, factor, {})
+    assert first["kept_E"][2:] == second["kept_E"][:2] == [0, 0]  # Receivers count.
+    demand = [
+        sum(first["demand_E"][r : r + 2]) + sum(second["demand_E"][r : r + 2]) for r in (0, 2)
+    ]
+    room, num_lost = math.ceil(15 * K * factor), first["struck"] + second["struck"]
+    for counts, asked in zip((first, second), demand, strict=True):
+        # A water level leaves at most a row of each of the E (source, local expert).
+        assert min(asked - num_lost, room - E) <= sum(counts["kept_E"]) <= min(asked, room)
+        assert counts["num_unplaced"] == 0 and counts["max_need"] <= asked
+    assert (num_lost > 0) == (factor < 1)
+
+
+def _evaluation_fits(pool: str) -> Any:
+    made, whole = layer(pool, 0.25), layer("expert", None, eval_factor=NO_DROP)
+    whole.load_state_dict(made.state_dict())
+    with torch.no_grad():
+        for seed, length in enumerate((12, 10, 12)):
+            given = tokens(length, seed)
+            # With few rows, products of a CPU round in other ways.
+            torch.testing.assert_close(made.eval()(given)[0], whole.eval()(given)[0])
+    counters = made.token_dispatcher.eval_counters
+    assert not made.token_dispatcher.counters.totals.any()
+    return torch.stack([counters.demand_E, counters.kept_E]).tolist()
+
+
+@pytest.mark.parametrize("pool", ["expert", "store"])
+def test_evaluation_drops_nothing_and_equals_a_dropless_one(pool2, pool):
+    both = torch.tensor(pool2.run(_over_two_ranks, _evaluation_fits, pool)).sum(0)
+    assert torch.equal(*both) and both[0].sum() == 2 * (12 + 10 + 12) * K
+
+
+@pytest.mark.usefixtures("one_process")
+def test_evaluation_is_that_of_a_dropless_stock_layer():
+    """Bit by bit: Megatron's own experts compute the same rows, in products of many rows."""
+    stock = tiny.layer(tiny.config("allgather")).eval()
+    options = PaddedOptions(experts="module")
+    ours = tiny.padded_layer(options, moe_expert_capacity_factor=0.5).eval()
+    ours.load_state_dict(stock.state_dict())
+    with torch.no_grad():
+        output, expected = (one(tokens(64))[0] for one in (ours, stock))
+    assert torch.equal(output, expected)
+    assert ours.token_dispatcher.eval_counters.max_need > 64 * K / E * 0.5  # Training would drop.
+
+
+@pytest.mark.usefixtures("one_process")
+def test_an_eager_evaluation_inside_a_capture_raises(monkeypatch):
+    made = layer("store", 1.0, eval_factor=FIT).eval()
+    monkeypatch.setattr("megatron.core.transformer.cuda_graphs._IS_GRAPH_CAPTURING", True)
+    message = (
+        r"^capacity_factor must be a number in a CUDA graph, because .*, got 'fit'; set a number "
+        "or no-drop where graphs are captured"
+    )
+    with pytest.raises(ValueError, match=message):
+        made(tokens(4))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_store_for_experts_that_cannot_be_packed_is_refused_by_name():
+    options = PaddedOptions(capacity_pool="store")
+    settings = {"moe_apply_probs_on_input": True, "moe_router_pre_softmax": True}
+    with pytest.raises(ValueError) as error:
+        tiny.padded_layer(options, moe_router_topk=1, **settings)
+    first, second, last = str(error.value).splitlines()
+    assert first == (
+        "capacity_pool must be expert, because a store needs packed experts, which do not support"
+    )
+    assert second.startswith("  moe_apply_probs_on_input=True: ")
+    assert last.startswith("got 'store'; set it to expert or auto")
