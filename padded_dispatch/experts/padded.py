@@ -21,7 +21,7 @@ from torch import Tensor
 
 from padded_dispatch.exchange import Arrived
 from padded_dispatch.exchange.collectives import CollectiveWire
-from padded_dispatch.experts.plain import add, choices_of_rows, rows_of_choices, take
+from padded_dispatch.experts.plain import add, rows_of_choices, take
 from padded_dispatch.kernels import Segments
 from padded_dispatch.routing.plan import Plan
 from padded_dispatch.utils.nvtx import nvtx_range
@@ -131,10 +131,10 @@ def combine(out_ND: Tensor, sent: Sent) -> Tensor:
     """
     if _has_kernels(out_ND):
         return sent.wire.bring(_ToSums.apply(out_ND, sent)).sum_TD
-    num_sources, num_slots, top_k = sent.row_SPK.shape
-    row_N, choice_N = choices_of_rows(sent.row_SPK)
-    rows = out_ND.index_select(0, row_N)
-    return sent.wire.bring(add(rows, choice_N // top_k, num_sources, num_slots)).sum_TD
+    num_sources, num_slots, _ = sent.row_SPK.shape
+    row_C, slot_C = _places(sent.row_SPK, len(out_ND))
+    rows = torch.cat((out_ND, out_ND.new_zeros(1, out_ND.shape[1]))).index_select(0, row_C)
+    return sent.wire.bring(add(rows, slot_C, num_sources, num_slots)).sum_TD
 
 
 def _has_kernels(values: Tensor) -> bool:
@@ -142,12 +142,18 @@ def _has_kernels(values: Tensor) -> bool:
 
 
 def _to_cells(arrived: Arrived, row_SPK: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    values_SPD, prob_SPK = arrived.values.rows_SPD, arrived.prob_SPK
-    row_N, choice_N = choices_of_rows(row_SPK)
-    rows = take(values_SPD, choice_N // row_SPK.shape[2])
-    probs = prob_SPK.flatten().index_select(0, choice_N)
-    rows_ND = rows.new_zeros(num_rows, rows.shape[1]).index_copy(0, row_N, rows)
-    return rows_ND, probs.new_zeros(num_rows).index_copy(0, row_N, probs)
+    row_C, slot_C = _places(row_SPK, num_rows)
+    rows = take(arrived.values.rows_SPD, slot_C)
+    probs = arrived.prob_SPK.flatten()
+    rows_ND = rows.new_zeros(num_rows + 1, rows.shape[1]).index_copy(0, row_C, rows)
+    return rows_ND[:-1], probs.new_zeros(num_rows + 1).index_copy(0, row_C, probs)[:-1]
+
+
+def _places(row_SPK: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return the row of each choice, one behind the last if it has none, and its slot."""
+    row_C = row_SPK.flatten().long()
+    slot_C = torch.arange(len(row_C), device=row_C.device) // row_SPK.shape[2]
+    return torch.where(row_C < 0, num_rows, row_C), slot_C
 
 
 class _ToCells(torch.autograd.Function):

@@ -40,20 +40,25 @@ class Chunk:
 
 
 # Where the next layer may join. The layers keep a chunk alive.
-_last: Callable[[], Chunk | None] = lambda: None
+_last: weakref.ref[Chunk] | None = None
 
 
 class Calls:
     """The calls of one layer in a pass of its chunk.
 
-    A layer has several if it is repeated for multi-token prediction, or takes a sequence in parts.
+    A layer has several if it is repeated for multi-token prediction, or takes a sequence in parts;
+    none if backward always runs it again.
+
+    Attributes:
+        store: where their rows lie; None if there are no calls.
     """
 
     def __init__(self, chunk: Chunk, numbers: list[int]) -> None:
-        self._chunk, self._numbers, self.store = chunk, numbers, chunk.store
+        self._chunk, self._numbers = chunk, numbers
+        self.store = chunk.store if numbers else None
 
     def rooms(self, tokens_TD: torch.Tensor, fc1_width: int, *, logs: bool) -> Rooms | None:
-        """Return the rooms of a pass with gradients; None if none were expected.
+        """Return the rooms of a pass with gradients; None if there is no room in the store.
 
         Args:
             tokens_TD: [T, D].
@@ -63,13 +68,13 @@ class Calls:
         if not self._numbers:
             return None
         if logs:
-            self._log(*tokens_TD.shape, fc1_width, tokens_TD.element_size())
+            self._log(tokens_TD, fc1_width)
         return self._chunk.store.rooms(self._numbers, len(tokens_TD))
 
-    def _log(self, num_tokens: int, width: int, fc1_width: int, element_size: int) -> None:
-        chunk = self._chunk
-        num_rows = chunk.store.num_rows(num_tokens)
-        size = Buffers.num_bytes(num_rows, width, fc1_width, element_size) / 2**30
+    def _log(self, tokens_TD: torch.Tensor, fc1_width: int) -> None:
+        num_tokens, width = tokens_TD.shape
+        chunk, num_rows = self._chunk, self._chunk.store.num_rows(num_tokens)
+        size = Buffers.num_bytes(num_rows, width, fc1_width, tokens_TD.element_size()) / 2**30
         log_once(
             f"padded dispatch: {chunk.num_calls} layers at {num_tokens} tokens per rank share a "
             f"store of {num_rows} rows, {size:.2f} GiB for each micro-batch in flight"
@@ -95,7 +100,7 @@ def join(
     global _last
     stage, index = _place(config, number, pipeline)
     key = *key, stage
-    chunk = _last()
+    chunk = None if _last is None else _last()
     if chunk is None or chunk.config is not config or chunk.key != key or number <= chunk.number:
         chunk = Chunk(config=config, key=key, number=number, store=Store())
         _last = weakref.ref(chunk)
@@ -107,7 +112,10 @@ def join(
 
 def _place(config: Any, number: int, pipeline: Any) -> tuple[int, int]:
     """Return a layer's virtual stage, and how many layers of it come before."""
-    virtual, stages = config.virtual_pipeline_model_parallel_size, config.pipeline_model_parallel_size
+    virtual, stages = (
+        config.virtual_pipeline_model_parallel_size,
+        config.pipeline_model_parallel_size,
+    )
     if stages == 1 or number > config.num_layers:  # Multi-token prediction follows the last layer.
         return (virtual or 1) - 1, number - 1
     rank = pipeline.rank() if pipeline else parallel_state.get_pipeline_model_parallel_rank()
@@ -126,5 +134,8 @@ def _repeats(config: Any, number: int) -> int:
 
 def _is_recomputed(config: Any, index: int) -> bool:
     """Return whether backward runs a layer again, so that its pass keeps no rows."""
-    blocks = config.recompute_granularity == "full" and config.recompute_method == "block"
-    return blocks and index < (config.recompute_num_layers or 0)
+    if config.recompute_granularity == "selective":
+        return "moe" in (config.recompute_modules or ())
+    blocks = config.recompute_method == "block"
+    is_whole = config.recompute_granularity == "full"
+    return is_whole and not (blocks and index >= (config.recompute_num_layers or 0))

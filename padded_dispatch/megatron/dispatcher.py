@@ -33,7 +33,6 @@ from torch import Tensor
 
 from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.counters import Counters
-from padded_dispatch.exchange import Wire
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import choose
 from padded_dispatch.experts import Call, padded
@@ -83,7 +82,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         pg_collection: `ep` and `expt_tp` are used.
 
     Attributes:
-        store: where the rows of training passes lie, with those of other layers; None if nowhere.
+        store: where the rows of training passes lie, with those of other layers; None if each pass
+            has memory of its own.
+        replicas: the group of the ranks with the same experts, if it is known.
         kept_inputs: nodes of Megatron's combined schedule whose inputs must not be freed.
 
     Raises:
@@ -140,8 +141,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.cudagraph_attrs = list(_PLAN_TENSORS)
         self._announced: set[tuple[DispatchConfig, int]] = set()
         # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
-        replicas = getattr(pg_collection, "expt_dp", None)
-        own = (self.ep_group, self.tp_group, replicas)
+        self.replicas = getattr(pg_collection, "expt_dp", None)
+        own = (self.ep_group, self.tp_group, self.replicas)
         self._logs = all(group is None or group.rank() == 0 for group in own)
         if self._logs:
             log_once(
@@ -153,6 +154,17 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     def dispatch_config(self) -> DispatchConfig:
         """The config that decides the shapes of the next pass."""
         return self.configs.now
+
+    @property
+    def shares_per_token(self) -> int | None:
+        """Rows per token, in perfect balance, of all that shares room in training; None for cells.
+
+        A capacity factor is relative to it.
+        """
+        config = self.configs.training
+        if config.capacity_pool == "expert":
+            return None
+        return config.share(1) if self.store is None else self.store.num_shares(1)
 
     @property
     def selector(self) -> Selector:
@@ -233,8 +245,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             unplaced_E=self.unplaced_E,
         )
 
-    def _wire(self, plan: Plan, tokens_TD: Tensor) -> Wire:
-        """Begin the exchange of a pass."""
+    def _wire(self, plan: Plan, tokens_TD: Tensor) -> Any:
+        """Begin the exchange of a pass, and return its wire."""
         num_slots = self.dispatch_config.wire_slots(len(tokens_TD))
         if self.dispatch_config.fits and not self.configs.in_training:
             num_slots = self.agreement.largest(num_slots)  # Ranks generate text of other lengths.
@@ -441,11 +453,12 @@ def announce(
     share = config.share(len(tokens_TD))
     if config.capacity_factor != NO_DROP or num_rows <= share:
         return
+    ratio = num_rows / share
     size = num_rows * tokens_TD.shape[1] * tokens_TD.element_size()
     cost = (
         "a capacity factor of NO_DROP (moe_expert_capacity_factor=None) drops nothing and keeps "
-        f"room for {num_rows} rows in each layer, {size / 2**30:.2f} GiB before fc1: {num_rows / share:.1f} "
-        "times as many as in perfect balance"
+        f"room for {num_rows} rows in each layer, {ratio:.1f} times as many as in perfect balance: "
+        f"{size / 2**30:.2f} GiB before fc1"
     )
     if tokens_TD.is_cuda:
         memory = torch.cuda.get_device_properties(tokens_TD.device).total_memory

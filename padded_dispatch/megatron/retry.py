@@ -20,15 +20,18 @@ kernels. What a step changes, and how it goes back:
   `moe_router_enable_expert_bias`) and sums that Megatron logs are copied before the step.
 - Microbatches are recorded while the schedule reads them, and read again: `record`, `replay`.
 
-Letters: Y padded layers of this rank, W numbers in `Counters.totals`.
+Letters: Y padded layers of this rank, in each mode, W numbers in `Counters.totals`.
 """
 
+import copy
 import dataclasses
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -45,6 +48,7 @@ from padded_dispatch.kernels import SCALARS
 from padded_dispatch.megatron.compat import graph_scopes, logged_tensors, put_logged_back
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import counting_tensors, is_padded
+from padded_dispatch.megatron.telemetry import counts_kept
 from padded_dispatch.utils.patches import Patches
 
 _log = logging.getLogger("padded_dispatch")
@@ -126,8 +130,13 @@ class Retry:
         return results
 
     def _totals(self) -> Tensor | None:
-        """Return a copy of the counters, int64 [Y, W]; None if this rank has no padded layer."""
-        totals = [layer.token_dispatcher.counters.totals for layer in self._layers]
+        """Return a copy of the counters, int64 [Y, W]; None if this rank has no padded layer.
+
+        Layers in evaluation mode inside of a step count, too.
+        """
+        dispatchers = [layer.token_dispatcher for layer in self._layers]
+        totals = [d.counters.totals for d in dispatchers]
+        totals += [d.eval_counters.totals for d in dispatchers]
         return torch.stack(totals) if totals else None
 
     def _num_dropped(self, before_YW: Tensor | None) -> int:
@@ -139,11 +148,13 @@ class Retry:
         num_dropped = torch.zeros((), dtype=torch.int64, device=device)
         now_YW = self._totals()
         if now_YW is not None and before_YW is not None:
-            totals_W = (now_YW - before_YW).sum(0)
+            totals_W, dispatcher = (now_YW - before_YW).sum(0), self._layers[0].token_dispatcher
             num_experts = (len(totals_W) - len(SCALARS)) // 2
             demand_E, kept_E = totals_W[: 2 * num_experts].view(2, num_experts)
             unplaced = totals_W[2 * num_experts + SCALARS.index("num_unplaced")]
-            num_dropped += demand_E.sum() - kept_E.sum() + unplaced
+            num_dropped += demand_E.sum() + unplaced
+            if counts_kept(dispatcher):
+                num_dropped -= kept_E.sum()
         dist.all_reduce(num_dropped)
         return int(num_dropped.item())
 
@@ -161,19 +172,18 @@ class Retry:
 
 @contextmanager
 def dropping_nothing(layers: list[Any]) -> Iterator[None]:
-    """Let training passes of padded layers fit their sizes to the routing inside the block.
+    """Let passes of padded layers, in either mode, fit their routing inside the block.
 
     Args:
         layers: MoE layers with the padded dispatcher.
     """
-    kept = [(configs := layer.token_dispatcher.configs, configs.training) for layer in layers]
-    for configs, training in kept:
-        configs.training = dataclasses.replace(training, capacity_factor=FIT)
-    try:
+    all_configs = [layer.token_dispatcher.configs for layer in layers]
+    with Patches() as patches:
+        for configs in all_configs:
+            for name in ("training", "evaluation"):
+                fits = dataclasses.replace(getattr(configs, name), capacity_factor=FIT)
+                patches.set(configs, name, fits)
         yield
-    finally:
-        for configs, training in kept:
-            configs.training = training
 
 
 def check_retry(chunks: list[Any]) -> None:
@@ -437,17 +447,49 @@ def replay(recorded: Any) -> Any:
     return None if recorded is None else recorded.again()
 
 
-def _copy(value: Any) -> Any:
-    """Copy tensors and arrays inside plain containers; keep other objects as they are."""
+# What a forward step cannot change.
+_FIXED = (
+    *(type(None), bool, int, float, complex, str, bytes, range, slice, type, Enum, PurePath),
+    *(np.generic, torch.Size, torch.dtype, torch.device, dist.ProcessGroup),
+)
+
+
+def _copy(value: Any, name: str = "microbatch") -> Any:
+    """Copy tensors, arrays and what contains them: mappings, sequences and dataclasses.
+
+    Raises:
+        ValueError: names a part of another kind, which a forward step might change.
+    """
     if isinstance(value, Tensor):
         with torch.no_grad():
             return value.clone()
     if isinstance(value, np.ndarray):
         return value.copy()
-    if type(value) is dict:
-        return {key: _copy(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_copy, value))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_copy, value))
-    return value
+    if isinstance(value, _FIXED):
+        return value
+    if isinstance(value, tuple):
+        items = [_copy(item, f"{name}[{index}]") for index, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Set):
+        return type(value)(_copy(item, f"an item of {name}") for item in value)
+    twin = copy.copy(value)
+    if dataclasses.is_dataclass(value):
+        fields = {field.name for field in dataclasses.fields(value)} | vars(value).keys()
+        for field in fields:  # It may be frozen.
+            object.__setattr__(twin, field, _copy(getattr(value, field), f"{name}.{field}"))
+    elif isinstance(value, MutableMapping):
+        for key in value:
+            twin[key] = _copy(value[key], f"{name}[{key!r}]")
+    elif isinstance(value, MutableSequence):
+        for index, item in enumerate(value):
+            twin[index] = _copy(item, f"{name}[{index}]")
+    else:
+        require(
+            False,
+            name,
+            type(value).__name__,
+            "be a tensor, an array, a number, a text, or a mapping, sequence or dataclass of them, "
+            "with on_overflow='retry', which reads it twice",
+            "make it one in the data loader",
+        )
+    return twin

@@ -11,17 +11,15 @@ Packed sequences (THD) are separated in attention; the MoE part sees T tokens, w
 sequences. A graph of attention would keep the boundaries of its capture: `check_packed`.
 
 The combined schedule (`overlap_moe_expert_parallel_comm`) runs a layer in pieces, see `adapted`:
-it calls the router without the mask, and it frees what went into the dispatch and into the experts
-once these pieces have run forward. With direct stores the dispatch takes tokens, which the router's
-backward pass needs, and the experts read rows where they arrived, in memory that no allocator can
-free. These inputs are kept. They cost nothing: other objects hold the same memory.
+it calls the router without the mask, and it frees what went into a piece once it has run forward.
+What the dispatcher's `kept_inputs` name is kept: it is, or shares memory with, what came out.
 
 Letters: B sequences, S positions on this rank.
 """
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,6 +30,7 @@ from torch import Tensor
 from padded_dispatch.config import require
 from padded_dispatch.megatron.compat import MTP_HAS_MASKS, captures_attention, captures_routing
 from padded_dispatch.megatron.dispatcher import is_padded
+from padded_dispatch.megatron.watch import see_pass
 from padded_dispatch.utils.patches import Patches
 
 # Masks that the next capture of a layer reads, and those that its present graphs read.
@@ -89,20 +88,15 @@ def captured(layer: Any, hidden_states: Tensor) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def replayed(layer: Any, mask_BS: Tensor | None) -> Iterator[None]:
+def replayed(layer: Any, mask_BS: Tensor | None) -> AbstractContextManager[None]:
     """Let the graphs that are replayed in this block, and what is eager in it, use a mask.
 
     Raises:
         ValueError: if the layer was captured without a mask, or with one of another shape.
     """
-    if _captures(layer.config):
+    if (mask_BS is not None or _captured.get(layer) is not None) and _captures(layer.config):
         _load(layer, mask_BS)
-    if mask_BS is None:
-        yield
-        return
-    with _mlp_with(layer, mask_BS):
-        yield
+    return nullcontext() if mask_BS is None else _mlp_with(layer, mask_BS)
 
 
 def _load(layer: Any, mask_BS: Tensor | None) -> None:
@@ -192,8 +186,8 @@ def adapted(build: Callable[..., None]) -> Callable[..., None]:
             # The piece that ends with the dispatcher's first stage; `attn` until 0.18.
             first = getattr(plan, "attn", None) or plan.pre_dispatch_computation
             first.submodule = functools.partial(_run_with_mask, layer, first.submodule)
-        if layer.mlp.token_dispatcher.stores_late:
-            plan.moe_dispatch.free_input = plan.mlp.free_input = False
+        for name in layer.mlp.token_dispatcher.kept_inputs:
+            getattr(plan, name).free_input = False
 
     return build_adapted
 
@@ -222,6 +216,8 @@ def _run_with_mask(layer: Any, run: Callable[..., Any], node: Any, *args: Any) -
         return replay(**kwargs, padding_mask=node.chunk_state.padding_mask)
 
     check_packed(layer, node.chunk_state.packed_seq_params)
+    if moe.training:
+        see_pass(layer, args[0])
     with Patches() as patches:
         patches.set(moe, "route", route_with_mask)
         if getattr(layer, "cuda_graphs", None):

@@ -8,16 +8,17 @@
             for name, value in scalars(snapshots).items():
                 writer.add_scalar(name, value, snapshots.step)
 
-`on_overflow` is followed here: a reading with drops is logged in words, or ends the run.
+`on_overflow` is followed here: a reading with drops is logged in words, or ends the run. Without a
+`Telemetry`, `watch` logs them.
 
 A read is enqueued on the training stream, between two steps: the layers' totals are summed over all
 ranks and copied to pinned memory. The host looks at the copy one step later, when it has long
 arrived, so all ranks get the same figures at the same step. Totals are not zeroed: the host takes
-differences, which are right even if a total wraps around. Only the largest demand is zeroed.
+differences, which are right even if a total wraps around. Only the largest need is zeroed.
 
-Every rank counts the tokens that it routes. Without sequence parallelism, tensor-parallel peers
-route the same tokens, and only the first of them is counted. A layer is on one pipeline stage only;
-ranks of other stages add zeros for it.
+Every rank counts the tokens that it routes, and of a store the rows that it keeps. Without
+sequence parallelism, tensor-parallel peers route the same tokens, and only the first of them is
+counted. A layer is on one pipeline stage only; ranks of other stages add zeros for it.
 
 Letters: Y layers of the whole model, R ranks of the expert-parallel group, W columns of a layer's
 sums (its totals, then the idle passes of each rank).
@@ -35,10 +36,11 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from padded_dispatch.counters import Ints, Snapshot, snapshot_of
+from padded_dispatch.kernels import SCALARS
 from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import is_padded
-from padded_dispatch.counters import Counters, Ints, Snapshot, snapshot_of
 
 _T = TypeVar("_T")
 _log = logging.getLogger("padded_dispatch")
@@ -82,29 +84,23 @@ def scalars(snapshots: Snapshots, *, per_layer: bool = False) -> dict[str, float
 
 
 def overflow_words(snapshots: Snapshots) -> str:
-    """Return what the layer dropped that dropped most, and what to set."""
+    """Return what the layer dropped that dropped most, and the factor that would have held all."""
     training, first = snapshots.training, snapshots.step - snapshots.num_steps + 1
     shares_Y = np.nan_to_num(training.dropped_share)
     worst = int(shares_Y.argmax())
     several = snapshots.num_steps > 1
     when = f"in steps {first} to {snapshots.step}" if several else f"at step {snapshots.step}"
-    factor = math.ceil(training.needed_factor[worst] * 100) / 100
-    pool = "" if training.cells_per_pool > 1 else "capacity_pool='rank' or "
+    needed = np.nan_to_num(training.needed_factor).max()
+    factor = math.ceil(round(needed * 100, 6)) / 100
+    of_all = f"{training.figures()['dropped']:.2%} of all rows"
+    if struck := int(training.struck_Y.sum()):
+        of_all += f", {struck / training.demand_YE.sum():.2%} for want of a slot between ranks"
+    pool = "capacity_pool='store' or " if training.share_rows_Y is None else "or "
     return (
         f"{shares_Y[worst]:.2%} of the rows of layer {training.layers_Y[worst]} found no room "
-        f"{when} ({training.figures()['dropped']:.2%} of all rows); a capacity factor of "
-        f"{factor:g} would have held them: set it, {pool}on_overflow='retry'"
+        f"{when} ({of_all}); moe_expert_capacity_factor={factor:g} would have held all layers: "
+        f"set it, {pool}on_overflow='retry'"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Copy:
-    """A copy of the counters on its way to the host; it has arrived once `arrived` has."""
-
-    step: int
-    sums: Tensor
-    largest: Tensor
-    arrived: torch.cuda.Event | None
 
 
 class Telemetry:
@@ -123,33 +119,22 @@ class Telemetry:
     """
 
     def __init__(self, chunks: list[Any], *, every: int = 10, step: int = 0) -> None:
-        self._local_layers = padded_moe_layers(chunks)
-        self._every, self._first = every, step + 1
-        self._step = self._read_step = step
-        self._num_warnings = 0
-        shapes = of_all_ranks({n: _LayerShape.of(layer) for n, layer in self._local_layers.items()})
+        local = padded_moe_layers(chunks)
+        self._every, self._first, self._step = every, step + 1, step
+        shapes = of_all_ranks({n: LayerShape.of(layer) for n, layer in local.items()})
         if not shapes:
             raise ValueError(
                 "chunks must have a layer with moe_token_dispatcher_type='padded_alltoall', got "
                 "none on any rank; set it in the config, or build the model with padded_spec"
             )
         self.layers: tuple[int, ...] = tuple(shapes)
-        self._shape = shapes[self.layers[0]]
-        # No other rank routes this rank's tokens, or it is the first.
-        shared = parallel_state.get_tensor_model_parallel_world_size() > 1
-        first = parallel_state.get_tensor_model_parallel_rank() == 0
-        sequence_parallel = get_model_config(chunks[0]).sequence_parallel
-        self._counts_here = sequence_parallel or not shared or first
         [parameter, *_] = chunks[0].parameters()
-        self._device = parameter.device
-        self._pending: _Copy | None = None
-        # Training and evaluation, Y, W.
-        self._sums_shape = 2, len(self.layers), self._shape.num_totals + self._shape.num_ranks
-        self._last_sums = np.zeros(self._sums_shape, dtype=np.int64)
-        self._largest = np.zeros((2, len(self.layers)), dtype=np.int64)
-        for layer in self._local_layers.values():
+        config: Any = get_model_config(chunks[0])
+        self._reader = Reader(local, shapes, [None], config, parameter.device, step)
+        self._warnings = Warnings()
+        for layer in local.values():
             layer.token_dispatcher.configs.controlled = True
-        self._pending = self._start()
+        self._pending: Copy | None = self._reader.start(step)
         self._finish()
 
     def step(self) -> Snapshots | None:
@@ -161,7 +146,7 @@ class Telemetry:
         finished = None if self._pending is None else self._finish()
         self._step += 1
         if self._step % self._every == 0 or self._step == self._first:
-            self._pending = self._start()
+            self._pending = self._reader.start(self._step)
         return self._followed(finished)
 
     def finish(self) -> Snapshots | None:
@@ -174,64 +159,138 @@ class Telemetry:
     def read(self) -> Snapshots:
         """Return snapshots of everything since the last ones, now; waits for the device."""
         if self._pending is not None:
-            # The next sums include the pending ones. The largest demand was zeroed.
-            self._take_largest(self._pending)
-        self._pending = self._start()
+            # The next sums include the pending ones. The largest need was zeroed.
+            self._reader.take_largest(self._pending)
+        self._pending = self._reader.start(self._step)
         snapshots = self._finish()
         self._followed(snapshots)
         return snapshots
 
+    def _finish(self) -> Snapshots:
+        assert self._pending is not None
+        copy, self._pending = self._pending, None
+        return self._reader.finish(copy)
+
     def _followed(self, snapshots: Snapshots | None) -> Snapshots | None:
         """Return the snapshots, after `on_overflow` has been followed."""
-        on_overflow, threshold = self._shape.on_overflow, self._shape.overflow_threshold
-        if snapshots is None or on_overflow == "retry":
-            return snapshots
+        if snapshots is not None:
+            self._warnings.follow(snapshots, self._reader.shape, logs=dist.get_rank() == 0)
+        return snapshots
+
+
+class Warnings:
+    """What `on_overflow` does with readings: it warns in the 1st, 2nd, 4th ... that dropped."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def follow(self, snapshots: Snapshots, shape: "LayerShape", *, logs: bool) -> None:
+        """Follow `on_overflow` for a reading; `logs` is whether this rank does."""
         shares_Y = np.nan_to_num(snapshots.training.dropped_share)
-        if not (shares_Y > threshold).any():
-            return snapshots
+        threshold = shape.overflow_threshold
+        if shape.on_overflow == "retry" or not (shares_Y > threshold).any():
+            return
         words = overflow_words(snapshots)
-        if on_overflow == "error":
+        if shape.on_overflow == "error":
             raise RuntimeError(
                 f"on_overflow='error': {words}, or raise overflow_threshold={threshold:g}"
             )
-        self._num_warnings += 1
-        if self._num_warnings.bit_count() == 1 and dist.get_rank() == 0:
-            _log.warning("%s (warning %d)", words, self._num_warnings)
-        return snapshots
+        self._number += 1
+        if self._number.bit_count() == 1 and logs:
+            _log.warning("%s (warning %d)", words, self._number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A copy of the counters on its way to the host; it has arrived once `arrived` has."""
+
+    step: int
+    sums: Tensor
+    largest: Tensor
+    arrived: torch.cuda.Event | None
+
+
+class Reader:
+    """Sums the counters of layers over groups of ranks, and makes snapshots of the differences.
+
+    Args:
+        local: this rank's layers, by number.
+        shapes: those of all ranks of the groups.
+        groups: over which `start` sums, one after the other; None is the group of all ranks.
+        config: the model's TransformerConfig.
+        device: of the counters.
+        step: steps done already.
+    """
+
+    def __init__(
+        self,
+        local: dict[int, Any],
+        shapes: dict[int, "LayerShape"],
+        groups: list[Any],
+        config: Any,
+        device: torch.device,
+        step: int,
+    ) -> None:
+        self._layers, self._groups, self._device = list(shapes), groups, device
+        self._dispatchers = [layer.token_dispatcher for layer in local.values()]
+        self._index = torch.tensor([self._layers.index(number) for number in local], device=device)
+        self.shape = shapes[self._layers[0]]
+        own_shares = [shape.share_per_token for shape in shapes.values()]
+        shares = [shape.shares_per_token for shape in shapes.values()]
+        self._shares_per_token = np.array([shares, own_shares], dtype=np.int64)
+        # No other rank routes this rank's tokens, or it is the first. A store has room for the rows
+        # of all sources, whatever tokens they share.
+        shared = parallel_state.get_tensor_model_parallel_world_size() > 1
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
+        own_tokens = config.sequence_parallel or not shared or first
+        self._counts_here = own_tokens or self.shape.shares_per_token > 0
+        self._read_step = step
+        # Training and evaluation, Y, W.
+        self._sums_shape = 2, len(self._layers), self.shape.num_totals + self.shape.num_ranks
+        self._last_sums = np.zeros(self._sums_shape, dtype=np.int64)
+        self._largest = np.zeros((2, len(self._layers)), dtype=np.int64)
 
     @torch.no_grad()
-    def _start(self) -> _Copy:
+    def start(self, step: int) -> Copy:
+        """Enqueue a read; a collective call of each group."""
         sums = torch.zeros(self._sums_shape, dtype=torch.int64, device=self._device)
         largest = torch.zeros(sums.shape[:2], dtype=torch.int64, device=self._device)
-        for number, layer in self._local_layers.items():
-            index, dispatcher = self.layers.index(number), layer.token_dispatcher
-            for phase, counters in enumerate((dispatcher.counters, dispatcher.eval_counters)):
-                if self._counts_here:
-                    self._put(sums[phase, index], dispatcher, counters)
-                largest[phase, index] = counters.max_demand
-                counters.max_demand.zero_()
-        dist.all_reduce(sums)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        if self._dispatchers:
+            counters = [d.counters for d in self._dispatchers]
+            counters += [d.eval_counters for d in self._dispatchers]
+            self._put(sums, torch.stack([c.totals for c in counters]))
+            needs = [c.max_need for c in counters]
+            largest[:, self._index] = torch.stack(needs).view(2, -1)
+            torch._foreach_zero_(needs)  # pyright: ignore[reportPrivateImportUsage]
+        for group in self._groups:
+            dist.all_reduce(sums, group=group)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         if self._device.type == "cpu":
-            return _Copy(step=self._step, sums=sums, largest=largest, arrived=None)
+            return Copy(step=step, sums=sums, largest=largest, arrived=None)
         copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (sums, largest)]
         for copy, tensor in zip(copies, (sums, largest), strict=True):
             copy.copy_(tensor, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return _Copy(step=self._step, sums=copies[0], largest=copies[1], arrived=arrived)
+        return Copy(step=step, sums=copies[0], largest=copies[1], arrived=arrived)
 
-    def _put(self, sums_W: Tensor, dispatcher: Any, counters: Counters) -> None:
-        """Write a layer's totals, and its idle passes into this rank's column."""
-        sums_W[: self._shape.num_totals] = counters.totals
+    def _put(self, sums: Tensor, totals: Tensor) -> None:
+        """Write the layers' totals, and their idle passes into this rank's column."""
+        num_totals, dispatcher = self.shape.num_totals, self._dispatchers[0]
+        num_experts = (num_totals - len(SCALARS)) // 2
+        rank = dist.get_rank(dispatcher.ep_group)
+        totals = totals.view(2, -1, num_totals)
         if dispatcher.tp_rank == 0:
-            rank = dist.get_rank(dispatcher.ep_group)
-            sums_W[self._shape.num_totals + rank] = counters.idle_passes
+            idle = totals[..., 2 * num_experts + SCALARS.index("idle_passes")]
+            sums[:, self._index, num_totals + rank] = idle
+        if not counts_kept(dispatcher):
+            totals[..., num_experts : 2 * num_experts] = 0
+        if self._counts_here:
+            sums[:, self._index, :num_totals] = totals
 
-    def _finish(self) -> Snapshots:
-        assert self._pending is not None
-        copy, self._pending = self._pending, None
-        self._take_largest(copy)
+    def finish(self, copy: Copy) -> Snapshots:
+        """Return snapshots of what was counted since the last ones; waits for the copy."""
+        self.take_largest(copy)
         now = copy.sums.numpy()
         sums, largest = now - self._last_sums, self._largest
         self._last_sums, self._largest = now, np.zeros_like(largest)
@@ -239,49 +298,77 @@ class Telemetry:
         return Snapshots(
             step=copy.step,
             num_steps=num_steps,
-            training=self._snapshot(sums[0], largest[0]),
-            evaluation=self._snapshot(sums[1], largest[1]),
+            training=self._snapshot(0, sums, largest),
+            evaluation=self._snapshot(1, sums, largest),
         )
 
-    def _take_largest(self, copy: _Copy) -> None:
+    def take_largest(self, copy: Copy) -> None:
+        """Keep the largest needs of a copy, which are not in a later one."""
         if copy.arrived is not None:
             copy.arrived.synchronize()
         self._largest = np.maximum(self._largest, copy.largest.numpy())
 
-    def _snapshot(self, sums_YW: Ints, largest_Y: Ints) -> Snapshot:
-        num_totals = self._shape.num_totals
+    def _snapshot(self, phase: int, sums: Ints, largest: Ints) -> Snapshot:
+        num_totals, shares_Y = self.shape.num_totals, None
+        totals_YW = sums[phase, :, :num_totals]
+        if self.shape.shares_per_token:
+            scalars_WY = totals_YW[:, -len(SCALARS) :].T
+            num_positions_Y = scalars_WY[SCALARS.index("num_positions")]
+            num_passes_Y = np.maximum(scalars_WY[SCALARS.index("num_passes")], 1)
+            shares_Y = self._shares_per_token[phase] * num_positions_Y // num_passes_Y
         return snapshot_of(
-            sums_YW[:, :num_totals],
-            largest_Y,
-            sums_YW[:, num_totals:],
-            layers=self.layers,
-            top_k=self._shape.top_k,
-            cells_per_pool=self._shape.cells_per_pool,
+            totals_YW,
+            largest[phase],
+            sums[phase, :, num_totals:],
+            layers=self._layers,
+            top_k=self.shape.top_k,
+            share_rows_Y=shares_Y,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _LayerShape:
-    """Sizes and options of a layer, for ranks without one. All layers of a model have the same."""
+class LayerShape:
+    """Sizes and options of a layer, for ranks without one. All layers of a model have the same.
+
+    Attributes:
+        shares_per_token: rows in balance, for each token, of what shares the layer's room; 0 where
+            rows lie in cells. It may differ between layers.
+        share_per_token: those of the layer.
+    """
 
     top_k: int
-    cells_per_pool: int
     num_ranks: int
     num_totals: int
+    shares_per_token: int
+    share_per_token: int
     on_overflow: str
     overflow_threshold: float
 
     @classmethod
-    def of(cls, layer: Any) -> "_LayerShape":
-        config, options = layer.token_dispatcher.dispatch_config, padded_options(layer.config)
+    def of(cls, layer: Any) -> "LayerShape":
+        """Return those of a MoELayer."""
+        dispatcher, options = layer.token_dispatcher, padded_options(layer.config)
+        config, shares = dispatcher.configs.training, 0
+        if config.capacity_pool == "store":
+            store = dispatcher.store  # Recomputed layers have room of their own.
+            shares = (store.num_shares(1) if store is not None else 0) or config.share(1)
         return cls(
             top_k=config.top_k,
-            cells_per_pool=config.cells_per_pool,
             num_ranks=config.num_ranks,
-            num_totals=len(layer.token_dispatcher.counters.totals),
+            num_totals=len(dispatcher.counters.totals),
+            shares_per_token=shares,
+            share_per_token=config.share(1),
             on_overflow=options.on_overflow,
             overflow_threshold=options.overflow_threshold,
         )
+
+
+def counts_kept(dispatcher: Any) -> bool:
+    """Return whether this rank counts the rows that are kept, and no other rank counts the same.
+
+    A store is counted at the rank of its experts; ranks that share experts receive the same rows.
+    """
+    return dispatcher.configs.training.capacity_pool == "expert" or dispatcher.tp_rank == 0
 
 
 def padded_moe_layers(chunks: list[Any]) -> dict[int, Any]:

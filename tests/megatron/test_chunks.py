@@ -79,8 +79,29 @@ def test_a_layer_that_is_repeated_has_several_calls():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_layers_that_are_always_recomputed_have_no_room(rank):
-    how = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
-    config = changed(pipeline_model_parallel_size=2, **how)
+@pytest.mark.parametrize(
+    ("settings", "calls"),
+    [
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": 2,
+            },
+            [[], [], [0]],
+        ),
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, [[], [], []]),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, [[], [], []]),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+            [[0], [1], [2]],
+        ),
+    ],
+    ids=["block", "uniform", "moe", "mlp"],
+)
+def test_layers_that_are_always_recomputed_have_no_room(settings, calls, rank):
+    config = changed(pipeline_model_parallel_size=2, **settings)
     first = 4 * rank + 1
-    assert calls_of(joined(config, [first, first + 1, first + 2], rank)) == [[], [], [0]]
+    joined_ = joined(config, [first, first + 1, first + 2], rank)
+    assert calls_of(joined_) == calls
+    assert [one.store is None for one in joined_] == [numbers == [] for numbers in calls]

@@ -21,7 +21,7 @@ from tests.support.graph_protocol import GraphedLayer
 from tests.support.packed_sequences import packed
 from tests.support.training import Model, Training, layers_of, with_changes
 
-MODEL = Model(graph="layer", microbatches=1)
+MODEL = Model(graph="layer", microbatches=1, options={"experts": "module"})
 
 
 def training_of(*scopes: str, **changes: Any) -> Training:

@@ -159,6 +159,8 @@ class LayerGraphs:
             modules = [module for chunk in self._chunks for module in chunk.modules()]
             if all(is_padded(module) for module in modules if isinstance(module, MoELayer)):
                 report = run_self_test(self._chunks, _samples(self._helper))
+        # The eager steps before, and the self-test, had other memory than the graphs.
+        _release_stores(self._chunks, captured=False)
         if hooked:
             self._helper.cuda_graph_set_manual_hooks()
         if report is not None:
@@ -208,7 +210,8 @@ class IterationGraph:
         # Before 0.18, the loader's own stream copies batches without waiting for them.
         self._wrapped.static_loader.stream = torch.cuda.current_stream()
         self._layers: list[Any] = []
-        self._invariants: guard.Invariants = {}
+        self._sizes: guard.Invariants = {}
+        self._states: list[tuple[Any, ...]] = []
 
     def __call__(self, **kwargs: Any) -> list[Any]:
         """Run a training step's passes.
@@ -221,12 +224,16 @@ class IterationGraph:
                 first call, see `check_random_states` and `check_gradients_are_not_read`.
             torch.OutOfMemoryError: if the graph does not fit; the message names it.
         """
-        if not self._invariants:
+        sizes = {
+            name: kwargs[name] for name in ("num_microbatches", "seq_length", "micro_batch_size")
+        }
+        if not self._sizes:
             check_random_states(next(kwargs["model"][0].parameters()).device)
             check_gradients_are_not_read(kwargs["model"])
             self._layers = guard.padded_layers(kwargs["model"])
-            self._invariants = self._invariants_now(kwargs)
-        guard.check_unchanged(self._invariants, self._invariants_now(kwargs))
+            self._sizes, self._states = sizes, [guard.state_of(layer) for layer in self._layers]
+        guard.check_unchanged(self._sizes, sizes)
+        guard.check_layers(self._layers, self._states)
         if self._wrapped.curr_iter("training") != self._wrapped.cuda_graph_warmup_steps:
             return self._wrapped(**kwargs)
         # Empty the cache of the eager steps: a capture can neither use nor free those blocks.
@@ -244,15 +251,11 @@ class IterationGraph:
         The next calls warm up eagerly and capture again.
         """
         forget_iterations()
-        self._invariants = {}
+        self._sizes = {}
 
     def run_eagerly(self, **kwargs: Any) -> list[Any]:
         """Run a training step's passes without the graph; its arguments may have changed."""
         return uncaptured(self._wrapped)(**kwargs)
-
-    def _invariants_now(self, kwargs: dict[str, Any]) -> guard.Invariants:
-        names = ("num_microbatches", "seq_length", "micro_batch_size")
-        return {name: kwargs[name] for name in names} | guard.invariants_of(self._layers)
 
 
 def release(helper: Any) -> None:
@@ -260,6 +263,14 @@ def release(helper: Any) -> None:
     helper.delete_cuda_graphs()
     if hasattr(helper, "_capture_finished"):  # From 0.17 on it captures once otherwise.
         helper._capture_finished = False
+    _release_stores(helper.model, captured=True)
+
+
+def _release_stores(chunks: list[Any], *, captured: bool) -> None:
+    """Free the rows that eager passes, or graphs that are deleted, have left in stores."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if is_padded(module) and module.token_dispatcher.store is not None:
+            module.token_dispatcher.store.release(captured=captured)
 
 
 @contextmanager

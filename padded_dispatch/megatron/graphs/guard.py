@@ -23,7 +23,8 @@ guarded for all models. `IterationGraph` guards whole iterations in the same way
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,7 +41,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron import schedule
+from padded_dispatch.megatron import schedule, watch
 from padded_dispatch.megatron.compat import (
     FREES_GRAPH_INPUTS,
     graph_scopes,
@@ -58,8 +59,12 @@ _FIELDS = (
     *(f.name for f in dataclasses.fields(TransformerConfig) if f.name.startswith("moe_")),
     *("fp8", "fp8_recipe", "fp4", "fp4_recipe"),
 )
+_read_fields = operator.attrgetter(*_FIELDS)
+_NAMES = ("training", "dispatch_config", *_FIELDS)
+_NAMES_OF_CALL = ("hidden_states.shape", "hidden_states.dtype", "num_microbatches", *_NAMES)
 _patches = Patches()
-_captured: WeakKeyDictionary[Any, Invariants] = WeakKeyDictionary()
+# What graphs depend on: as `_state_of_call`, or of `local` ones the padding mask and `state_of`.
+_captured: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
 
 
 def install() -> None:
@@ -97,13 +102,25 @@ def padded_layers(chunks: list[Any]) -> list[Any]:
     return [m for m in modules if isinstance(m, TransformerLayer) and _is_padded(m)]
 
 
-def invariants_of(layers: list[Any]) -> Invariants:
-    """Return mode, capacity and config of padded layers; the input is not included."""
-    return {
-        f"{name} in layer {layer.layer_number}": value
-        for layer in layers
-        for name, value in _layer_invariants(layer).items()
-    }
+def state_of(layer: Any) -> tuple[Any, ...]:
+    """Return mode, capacity and config of a padded layer, by `_NAMES`; the input is not included.
+
+    Two of them compare in a microsecond, as long as they hold the same objects.
+    """
+    moe = layer.mlp
+    return (
+        (layer.training, moe.training, moe.router.training, moe.experts.training),
+        moe.token_dispatcher.dispatch_config,
+        *_read_fields(layer.config),
+    )
+
+
+def check_layers(layers: list[Any], states: list[tuple[Any, ...]]) -> None:
+    """Raise if the state of a layer is another one than before; see `check_unchanged`."""
+    for layer, before in zip(layers, states, strict=True):
+        if (now := state_of(layer)) != before:
+            names = [f"{name} in layer {layer.layer_number}" for name in _NAMES]
+            check_unchanged(_named(before, names), _named(now, names))
 
 
 def check_unchanged(captured: Invariants, now: Invariants) -> None:
@@ -124,13 +141,8 @@ def check_unchanged(captured: Invariants, now: Invariants) -> None:
         )
 
 
-def _layer_invariants(layer: Any) -> Invariants:
-    moe, config = layer.mlp, layer.config
-    return {
-        "training": (layer.training, moe.training, moe.router.training, moe.experts.training),
-        "dispatch_config": moe.token_dispatcher.dispatch_config,
-        **{name: getattr(config, name) for name in _FIELDS},
-    }
+def _named(values: tuple[Any, ...], names: Iterable[str]) -> Invariants:
+    return dict(zip(names, values, strict=True))
 
 
 def _mask_of(given: dict[str, Any]) -> Invariants:
@@ -148,9 +160,10 @@ def _wrap_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(capture)
     def recorded_capture(layer: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_padded(layer):
-            _captured[layer] = _call_invariants(layer, args, kwargs)
+            hidden_states = _hidden_states(args, kwargs)
+            _captured[layer] = _state_of_call(layer, hidden_states, get_num_microbatches())
             # The self-test's mask, if any, is for eager runs.
-            with schedule.captured(layer, _hidden_states(args, kwargs)):
+            with schedule.captured(layer, hidden_states):
                 return capture(layer, *args, **kwargs)
         return capture(layer, *args, **kwargs)
 
@@ -172,14 +185,16 @@ def _wrap_helper(create: Callable[..., None]) -> Callable[..., None]:
 def _wrap_replay(replay: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(replay)
     def guarded_replay(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if layer not in _captured:
+        captured = _captured.get(layer)
+        if captured is None:
             return replay(layer, *args, **kwargs)
-        captured, now = _captured[layer], _call_invariants(layer, args, kwargs)
-        if len(layer.cuda_graphs) == 1:
-            # One graph serves all microbatches, because each ends before the next one starts.
-            # A pipeline has a graph for each microbatch, captured in the order of its schedule.
-            now["num_microbatches"] = captured["num_microbatches"]
-        check_unchanged(captured, now)
+        # One graph serves all microbatches, because each ends before the next one starts.
+        # A pipeline has a graph for each microbatch, captured in the order of its schedule.
+        num_graphs = len(layer.cuda_graphs)
+        num_microbatches = captured[2] if num_graphs == 1 else get_num_microbatches()
+        now = _state_of_call(layer, _hidden_states(args, kwargs), num_microbatches)
+        if now != captured:
+            check_unchanged(_named(captured, _NAMES_OF_CALL), _named(now, _NAMES_OF_CALL))
         schedule.check_packed(layer, kwargs.get("packed_seq_params"))
         with schedule.replayed(layer, kwargs.pop("padding_mask", None)):
             return replay(layer, *args, **kwargs)
@@ -187,14 +202,8 @@ def _wrap_replay(replay: Callable[..., Any]) -> Callable[..., Any]:
     return guarded_replay
 
 
-def _call_invariants(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invariants:
-    hidden_states = _hidden_states(args, kwargs)
-    return {
-        "hidden_states.shape": tuple(hidden_states.shape),
-        "hidden_states.dtype": hidden_states.dtype,
-        "num_microbatches": get_num_microbatches(),
-        **_layer_invariants(layer),
-    }
+def _state_of_call(layer: Any, hidden_states: Any, num_microbatches: int) -> tuple[Any, ...]:
+    return hidden_states.shape, hidden_states.dtype, num_microbatches, *state_of(layer)
 
 
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -208,7 +217,8 @@ def _wrap_local_choice(choose: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(choose)
     def guarded_choice(layer: Any, *args: Any, **kwargs: Any) -> bool:
         graphed, padded = choose(layer, *args, **kwargs), _is_padded(layer)
-        if padded:  # With `padded_spec`, the config is not ours yet when the manager is made.
+        if padded:
+            # With `padded_spec`, the config is not ours yet when the manager is made.
             _check_captures(layer, layer.config)
             layer.mlp.token_dispatcher.configs.given_context = (
                 kwargs.get("inference_context") is not None
@@ -216,15 +226,17 @@ def _wrap_local_choice(choose: Callable[..., bool]) -> Callable[..., bool]:
         if padded and layer.training:  # Megatron asks in each pass, whatever its way of capturing.
             schedule.check_packed(layer, kwargs.get("packed_seq_params"))
             schedule.note_mask(layer, kwargs.get("padding_mask"))
+            watch.see_pass(layer, _hidden_states(args, kwargs))
         if not graphed or not is_ours(layer.config) or kwargs.get("inference_context") is not None:
             return graphed
         if layer.training and padded:
-            now = _layer_invariants(layer)
-            now |= _mask_of(kwargs)
-            if _CudagraphGlobalRecord.cudagraph_created:
-                check_unchanged(_captured.get(layer, now), now)
-            else:
+            now = (*_mask_of(kwargs).values(), *state_of(layer))
+            captured = _captured.get(layer, now)
+            if not _CudagraphGlobalRecord.cudagraph_created:
                 _captured[layer] = now
+            elif now != captured:
+                names = "padding_mask", *_NAMES
+                check_unchanged(_named(captured, names), _named(now, names))
         return layer.training
 
     return guarded_choice
@@ -279,11 +291,14 @@ def _wrap_loader(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def checked_load(loader: Any, inputs: Any, stage: str, microbatch: int) -> Any:
         held = StaticBufferLoader.static_buffers[stage]
+        graph = FullCudaGraphWrapper.cuda_graph[stage]
+        if stage == "training" and microbatch == 0 and graph is not None:
+            watch.see_iteration()
         if microbatch < len(held):
             batch, before = inputs[0] if isinstance(inputs, tuple) else inputs, held[microbatch]
             # What a batch lacks, the loader leaves as it was.
             keeps = before.get("padding_mask") is not None and "padding_mask" not in batch
-            if keeps or FullCudaGraphWrapper.cuda_graph[stage] is not None:
+            if keeps or graph is not None:
                 check_unchanged(_mask_of(before), _mask_of(batch))
         return load(loader, inputs, stage, microbatch)
 

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from padded_dispatch.megatron.compat import clear_moe_metrics
 from padded_dispatch.megatron.dispatcher import counts_put_back
 from padded_dispatch.megatron.retry import RandomStates
+from padded_dispatch.megatron.watch import unseen
 from padded_dispatch.utils.patches import Patches
 
 try:
@@ -153,6 +154,7 @@ def restore_state(chunks: list[Any]) -> Iterator[None]:
     models = [chunk.module for chunk in chunks]  # Buffers of DDP itself count nothing.
     try:
         with ExitStack() as stack:
+            stack.enter_context(unseen())
             stack.enter_context(counts_put_back(*models))
             stack.enter_context(scales_put_back(*models))
             stack.enter_context(_restore_random_state())

@@ -36,7 +36,8 @@ STOCK_DROP_AND_PAD: dict[str, Any] = {
 
 
 def training_of(*scopes: str, graph: Any = "layer", **changes: Any) -> Training:
-    return Training(with_changes(Model(graph=graph, scopes=scopes), changes))
+    model = Model(graph=graph, scopes=scopes, options={"experts": "module"})
+    return Training(with_changes(model, changes))
 
 
 def captured(*scopes: str) -> Training:

@@ -1,0 +1,136 @@
+"""Say what steps drop, in a training loop that has no `Telemetry`.
+
+Guards of layers show each pass to `see_pass`, so a loop needs no line for it. A step ends where the
+first layer has had all micro-batches. Then the counters are read, in each of the first ten steps
+and in each tenth one later, and summed over the ranks that have these layers, in their own groups:
+all of them are there at that time, and no other rank is needed. The copy is looked at once it has
+arrived, in a later pass: nothing waits for it. What the last steps drop is not said.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+from padded_dispatch.megatron.compat import capturing, number_in_model
+from padded_dispatch.megatron.config import padded_options
+from padded_dispatch.megatron.telemetry import Copy, LayerShape, Reader, Warnings
+
+_EACH = 10  # steps that are read each, and between two reads later
+
+
+class Watch:
+    """Reader of what layers that share their groups drop, in the ranks of these groups.
+
+    Args:
+        first: the layer whose passes count, a MoELayer; others may join in its first step.
+    """
+
+    def __init__(self, first: Any) -> None:
+        self.layers = [first]
+        self.steps = 0
+        self._left: int | None = None
+        self._input: Callable[[], Any] = lambda: None
+        self._reader: Reader | None = None
+        self._pending: deque[Copy] = deque()
+        self._warnings = Warnings()
+
+    def takes(self, layer: Any) -> bool:
+        """Return whether a layer may join: of the same config and groups, in the first step."""
+        first, ep_group = self.layers[0], layer.token_dispatcher.ep_group
+        same = layer.config is first.config and ep_group is first.token_dispatcher.ep_group
+        return same and self._reader is None and self.steps == 0
+
+    def see_pass(self, hidden_states: Any) -> None:
+        """Count a pass of the first layer; Megatron may announce one twice, with one input."""
+        if self._input() is hidden_states or capturing() or _unseen:
+            return
+        self._input = weakref.ref(hidden_states)
+        if self._left == 0:
+            self.end_step()
+        self._left = (self._left or _num_microbatches()) - 1
+        self._say()
+
+    def end_step(self) -> None:
+        """Start a read of what the step dropped, unless a loop follows `on_overflow` itself."""
+        self.steps += 1
+        dispatcher = self.layers[0].token_dispatcher
+        follows = padded_options(self.layers[0].config).on_overflow != "warn"
+        if follows or dispatcher.configs.controlled:
+            return
+        if self._reader is None:
+            groups = dispatcher.ep_group, dispatcher.tp_group, dispatcher.replicas
+            local = {number_in_model(layer.router): layer for layer in self.layers}
+            self._reader = Reader(
+                local,
+                {number: LayerShape.of(layer) for number, layer in sorted(local.items())},
+                [group for group in groups if group is not None and group.size() > 1],
+                self.layers[0].config,
+                dispatcher.counters.totals.device,
+                self.steps - 1,
+            )
+        if self.steps <= _EACH or self.steps % _EACH == 0:
+            self._pending.append(self._reader.start(self.steps))
+            self._say()
+
+    def _say(self) -> None:
+        """Log what the readings that have arrived say."""
+        while self._pending:
+            arrived = self._pending[0].arrived
+            if arrived is not None and not arrived.query():
+                return
+            assert self._reader is not None
+            snapshots = self._reader.finish(self._pending.popleft())
+            logs = self.layers[0].token_dispatcher._logs
+            self._warnings.follow(snapshots, self._reader.shape, logs=logs)
+
+
+_watches: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # Dispatchers keep them alive.
+_last: list[weakref.ref[Watch]] = []  # Where the next layer may join.
+_unseen: list[None] = []  # Not empty while passes do not count.
+
+
+def see_pass(layer: Any, hidden_states: Any) -> None:
+    """Let a `Watch` see a pass of a transformer layer, eager or replayed, before it runs."""
+    moe = layer.mlp
+    watch: Watch | None = vars(moe.token_dispatcher).get("watch")
+    if watch is None:
+        watch = _last[0]() if _last else None
+        if watch is None or not watch.takes(moe):
+            watch = Watch(moe)
+            _last[:] = [weakref.ref(watch)]
+            _watches.add(watch)
+        elif moe not in watch.layers:
+            watch.layers.append(moe)
+        vars(moe.token_dispatcher)["watch"] = watch
+    # Recompute runs a layer again, inside of backward.
+    if moe is watch.layers[0] and torch._C._current_graph_task_id() == -1:
+        watch.see_pass(hidden_states)
+
+
+def see_iteration() -> None:
+    """Let all watches see the end of a step that one CUDA graph replays."""
+    for watch in list(_watches):
+        watch.end_step()
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Let no watch count the passes inside the block."""
+    _unseen.append(None)
+    try:
+        yield
+    finally:
+        _unseen.pop()
+
+
+def _num_microbatches() -> int:
+    """Return the micro-batches of a step; 1 in a loop that has not told Megatron."""
+    try:
+        return get_num_microbatches()
+    except AttributeError:
+        return 1
