@@ -125,6 +125,7 @@ def _collectives(num_ranks: int, etp_size: int, layer: Layer, routing: str) -> l
         (1, 2, "uniform", {"level": 1}),
         (2, 2, "idle", {"slots": 2}),
         (2, 2, "uniform", {"slots": 7}),
+        (1, 2, "hot", {"slots": 7}),
     ],
     ids=str,
 )
