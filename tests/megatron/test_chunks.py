@@ -92,7 +92,10 @@ def test_a_layer_that_is_repeated_has_several_calls():
         ),
         ({"recompute_granularity": "full", "recompute_method": "uniform"}, [[], [], []]),
         ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, [[], [], []]),
-        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, [[0], [1], [2]]),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+            [[0], [1], [2]],
+        ),
     ],
     ids=["block", "uniform", "moe", "core_attn"],
 )

@@ -242,7 +242,9 @@ def test_two_ranks_with_room_are_a_dropless_layer(pool2, recompute):
 def test_two_ranks_keep_what_there_is_room_for(pool2, factor):
     (_, first), (_, second) = pool2.run(_over_two_ranks, _kept_rows, factor, {})
     assert first["kept_E"][2:] == second["kept_E"][:2] == [0, 0]  # Receivers count.
-    demand = [sum(first["demand_E"][r : r + 2]) + sum(second["demand_E"][r : r + 2]) for r in (0, 2)]
+    demand = [
+        sum(first["demand_E"][r : r + 2]) + sum(second["demand_E"][r : r + 2]) for r in (0, 2)
+    ]
     room, num_lost = math.ceil(15 * K * factor), first["struck"] + second["struck"]
     for counts, asked in zip((first, second), demand, strict=True):
         # A water level leaves at most a row of each of the E (source, local expert).
