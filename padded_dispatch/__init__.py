@@ -11,10 +11,11 @@ from padded_dispatch.config import NO_DROP, DispatchConfig
 
 if TYPE_CHECKING:
     from padded_dispatch.dispatcher import Dispatched, PaddedDispatcher
-    from padded_dispatch.exchange import ExpertInput
-    from padded_dispatch.experts import ExpertWeights, grouped_mlp
+    from padded_dispatch.experts import ExpertWeights
     from padded_dispatch.experts.activation import Activation
-    from padded_dispatch.routing.plan import DispatchPlan, make_plan
+    from padded_dispatch.experts.padded import ExpertInput
+    from padded_dispatch.experts.store import Store
+    from padded_dispatch.routing.plan import Plan, make_plan
     from padded_dispatch.routing.select import select
 
 __version__ = "0.1.0"
@@ -23,13 +24,13 @@ __all__ = [
     "NO_DROP",
     "Activation",
     "DispatchConfig",
-    "DispatchPlan",
     "Dispatched",
     "ExpertInput",
     "ExpertWeights",
     "PaddedDispatcher",
+    "Plan",
+    "Store",
     "__version__",
-    "grouped_mlp",
     "make_plan",
     "select",
 ]
@@ -37,12 +38,12 @@ __all__ = [
 # The module of each name that is imported when it is first used.
 _HOMES = {
     "Activation": "experts.activation",
-    "DispatchPlan": "routing.plan",
     "Dispatched": "dispatcher",
-    "ExpertInput": "exchange",
+    "ExpertInput": "experts.padded",
     "ExpertWeights": "experts",
     "PaddedDispatcher": "dispatcher",
-    "grouped_mlp": "experts",
+    "Plan": "routing.plan",
+    "Store": "experts.store",
     "make_plan": "routing.plan",
     "select": "routing.select",
 }

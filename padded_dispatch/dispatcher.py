@@ -1,25 +1,37 @@
-"""The dispatcher: the order of the stages, and no state between calls.
+"""The dispatcher: the order of the steps between a router and its tokens' sums.
 
-    select -> plan -> gather -> exchange -> regroup -> experts -> regroup -> exchange -> combine
+    run        select -> plan -> open -> our packed experts -> sums home
+    dispatch   select -> plan -> open -> padded cells, for experts of others
+    combine    sums home
+
+`run` keeps the rows of all layers in one store; `dispatch` gives each expert C rows of each source.
+Rows are cut to cells at the source where `capacity_pool` is "expert", else by the store's rule.
 
 `combine` does not apply routing weights; the experts must scale their output by `probs_N`. So
 dispatch and combine are each other's transpose.
 
-Letters: T tokens on this rank, K experts per token, E experts, D hidden size, N rows of this
-rank's experts.
+Letters: T tokens on this rank, K experts per token, E experts, D hidden size, N rows of cells.
 """
 
 from dataclasses import dataclass
+from typing import cast, get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from padded_dispatch import experts
 from padded_dispatch.config import DispatchConfig, ExchangeKind, require
-from padded_dispatch.exchange import Exchange, ExpertInput
+from padded_dispatch.exchange import Wire
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.choose import Choice, LayerExchanges, agree_on_shapes
-from padded_dispatch.exchange.fit import fit
-from padded_dispatch.routing.plan import DispatchPlan, make_plan
+from padded_dispatch.exchange.choose import agree_on_shapes, choose
+from padded_dispatch.exchange.collectives import Collectives, CollectiveWire
+from padded_dispatch.exchange.direct import DirectStores
+from padded_dispatch.experts import Call, ExpertWeights, padded
+from padded_dispatch.experts.activation import Activation
+from padded_dispatch.experts.padded import ExpertInput, Sent
+from padded_dispatch.experts.store import Rooms, Store, fitting, scratch
+from padded_dispatch.routing.plan import Plan, choice_probs, make_plan
 from padded_dispatch.routing.select import Selection, select
 
 
@@ -29,19 +41,19 @@ class Dispatched:
 
     Attributes:
         expert_input: rows and probabilities for this rank's experts.
-        plan: where each row lies.
+        plan: which experts each token has, and the place of each row.
         selection: which rows kept a slot.
-        exchange: the exchange that moved the rows.
+        sent: for `combine`.
     """
 
     expert_input: ExpertInput
-    plan: DispatchPlan
+    plan: Plan
     selection: Selection
-    exchange: Exchange
+    sent: Sent
 
 
 class PaddedDispatcher:
-    """Sends every token's rows to its experts and brings their outputs back, in static shapes.
+    """Sends every token to its experts and brings the sum of their outputs back, in static shapes.
 
     Creating one is a collective call of both groups' members.
 
@@ -49,11 +61,14 @@ class PaddedDispatcher:
         config: its `num_ranks` and `etp_size` must be the groups' sizes.
         group: the expert-parallel process group; None for a single rank.
         etp_group: the group whose ranks split every expert's ffn; None where none do.
-        packed: give the experts packed rows, see `ExpertInput`; experts that share slots need it.
         exchange: "alltoall", any backend's; "direct", stores between the GPUs of one host, which
-            needs `packed`; or "auto", direct where it can work: see `exchange.choose`.
-        microbatches_in_flight: with direct stores, the most passes that wait for their backward
-            pass.
+            `run` can use; or "auto", direct where it can work: see `exchange.choose`.
+        store: rows of all layers of a model, whose dispatchers are made in the order of a pass.
+            None is a store of this layer alone.
+
+    Attributes:
+        config: its capacity factor may be changed between passes, alike on all ranks.
+        store: where `run` keeps rows for backward.
 
     Raises:
         ValueError: on all ranks, when they differ in an argument or one cannot work.
@@ -65,9 +80,8 @@ class PaddedDispatcher:
         *,
         group: dist.ProcessGroup | None = None,
         etp_group: dist.ProcessGroup | None = None,
-        packed: bool = False,
         exchange: ExchangeKind = "auto",
-        microbatches_in_flight: int = 1,
+        store: Store | None = None,
     ) -> None:
         for field, given in (("num_ranks", group), ("etp_size", etp_group)):
             size = given.size() if given is not None else 1
@@ -75,66 +89,127 @@ class PaddedDispatcher:
             require(value == size, field, value, f"be {size}, the size of its process group")
         self.config = config
         self._groups = group, etp_group
+        self._kind: ExchangeKind = exchange
         self.agreement = Agreement(group, etp_group)
-        self.exchanges = LayerExchanges(
-            config,
-            self.agreement,
-            group,
-            etp_group,
-            layout="packed" if packed else "padded",
-            kind=exchange,
-            microbatches_in_flight=microbatches_in_flight,
-        )
+        self.agreement.check(exchange=exchange)
+        kinds = get_args(ExchangeKind)
+        require(exchange in kinds, "exchange", exchange, f"be one of {', '.join(kinds)}")
+        self.store = Store() if store is None else store
+        self._number = self.store.add(lambda: self.config)
+        self._exchanges: dict[tuple[bool, str, torch.dtype], Collectives | DirectStores] = {}
 
-    def dispatch(
-        self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, mask_T: Tensor | None = None
-    ) -> Dispatched:
-        """Send rows to their experts.
+    def run(
+        self,
+        tokens_TD: Tensor,
+        probs_TE: Tensor,
+        map_TE: Tensor,
+        weights: ExpertWeights,
+        activation: Activation,
+        mask_T: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the experts of every token: `sum of prob * (fc2(f(fc1(token))) + bias)`, [T, D].
+
+        Passes without gradients, and those that backward computes again, keep no rows; so recompute
+        needs `checkpoint(use_reentrant=True)`, whose first pass has no gradients.
 
         Args:
-            tokens_TD: floating point [T, D], T the same on every rank.
+            tokens_TD: floating point [T, D], T the same on every rank; bf16 on CUDA devices.
             probs_TE: floating point [T, E], the router's weights.
             map_TE: bool [T, E], which experts each token asked for, at most K each.
-            mask_T: bool [T], True for padding tokens, which take no slot.
+            weights: of this rank's experts, in the dtype of the tokens.
+            activation: between fc1 and fc2.
+            mask_T: bool [T], True for padding tokens, which have no rows.
 
         Raises:
             ValueError: the same on all ranks, when their shapes or rules differ or T is 0.
             AbsentRanksError: on all ranks that wait, when one does not come.
         """
-        # What is given is compared as well, so that all ranks raise if one lacks an argument.
-        rules = (
-            ("dtype of probabilities", probs_TE.dtype),
-            ("shape of probs_TE", tuple(probs_TE.shape)),
-            ("shape of map_TE", tuple(map_TE.shape)),
-        )
-        agree_on_shapes(self.agreement, self.config, tokens_TD, rules)
-        choice = self._choose(tokens_TD, probs_TE, map_TE, mask_T)
-        exchange = choice.exchange
-        selection = select(
-            map_TE, probs_TE, sizes=choice.sizes, policy=self.config.policy, mask_T=mask_T
-        )
-        plan = make_plan(selection.kept_TE, top_k=self.config.top_k, sizes=choice.sizes)
-        outgoing = exchange.prepare(tokens_TD, selection.probs_TE, plan, choice.sizes.num_rows)
-        expert_input = exchange.arrange(exchange.move(outgoing))
-        return Dispatched(
-            expert_input=expert_input, plan=plan, selection=selection, exchange=exchange
-        )
+        selection, plan, wire = self._begin(tokens_TD, probs_TE, map_TE, mask_T, packed=True)
+        call = Call(plan=plan, wire=wire, rooms=self._rooms(len(tokens_TD)))
+        prob_TK = choice_probs(selection.probs_TE, plan.expert_TK)
+        return experts.run(tokens_TD, prob_TK, weights, activation, call)
 
-    def _choose(
-        self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, mask_T: Tensor | None
-    ) -> Choice:
-        if not self.config.fits:
-            return self.exchanges.choose(self.config, tokens_TD, probs_TE)
-        asked_TE = map_TE if mask_T is None else map_TE & ~mask_T[:, None]
-        packed = self.exchanges.fits_packed
-        sizes = fit(self.config, asked_TE, *self._groups, packed=packed)
-        return self.exchanges.fitting(sizes)
+    def _rooms(self, num_tokens: int) -> Rooms:
+        if self.config.fits:
+            return fitting()
+        in_backward = torch._C._current_graph_task_id() != -1  # A recomputed pass keeps nothing.
+        if in_backward or not torch.is_grad_enabled():
+            return scratch(self.config, num_tokens)
+        return self.store.rooms([self._number], num_tokens)
+
+    def dispatch(
+        self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, mask_T: Tensor | None = None
+    ) -> Dispatched:
+        """Send rows to experts that read padded cells; the arguments and errors are those of `run`.
+
+        Tokens may be of any floating point dtype on any device.
+        """
+        config = self.config
+        require(
+            config.capacity_pool == "expert" or config.fits,
+            "capacity_pool",
+            config.capacity_pool,
+            "be 'expert' with experts that read padded cells",
+            "use run for a store",
+        )
+        selection, plan, wire = self._begin(tokens_TD, probs_TE, map_TE, mask_T, packed=False)
+        given, sent = padded.dispatch(
+            tokens_TD,
+            choice_probs(selection.probs_TE, plan.expert_TK),
+            cast(CollectiveWire, wire),
+            plan,
+            capacity=None if config.fits else selection.capacity,
+            num_local_experts=config.num_local_experts,
+            alignment=config.alignment,
+        )
+        return Dispatched(expert_input=given, plan=plan, selection=selection, sent=sent)
 
     def combine(self, out_ND: Tensor, dispatched: Dispatched) -> Tensor:
         """Send the experts' output back and sum it per token: [N, D] to [T, D].
 
         Padded rows of `out_ND` may hold anything; they are never read.
         """
-        exchange, offsets_LS = dispatched.exchange, dispatched.expert_input.offsets_LS
-        incoming = exchange.move_back(exchange.disarrange(out_ND, offsets_LS))
-        return exchange.combine(incoming, dispatched.plan, offsets_LS)
+        return padded.combine(out_ND, dispatched.sent)
+
+    def _begin(
+        self,
+        tokens_TD: Tensor,
+        probs_TE: Tensor,
+        map_TE: Tensor,
+        mask_T: Tensor | None,
+        *,
+        packed: bool,
+    ) -> tuple[Selection, Plan, Wire]:
+        """Return what a pass keeps at the source, and its exchange."""
+        config = self.config
+        # What is given is compared as well, so that all ranks raise if one lacks an argument.
+        rules = (
+            ("packed", packed),
+            ("dtype of probabilities", probs_TE.dtype),
+            ("shape of probs_TE", tuple(probs_TE.shape)),
+            ("shape of map_TE", tuple(map_TE.shape)),
+        )
+        agree_on_shapes(self.agreement, config, tokens_TD, rules)
+        exchange = self._exchange(tokens_TD, packed)
+        num_tokens = len(tokens_TD)
+        in_cells = config.capacity_pool == "expert" and not config.fits
+        selection = select(
+            map_TE,
+            probs_TE,
+            capacity=config.capacity(num_tokens) if in_cells else num_tokens,
+            policy=config.policy,
+            mask_T=mask_T,
+        )
+        num_slots = config.wire_slots(num_tokens)
+        kept_TE, _ = exchange.strike(selection.kept_TE, selection.probs_TE, num_slots)
+        plan = make_plan(kept_TE, top_k=config.top_k)
+        return selection, plan, cast(Wire, exchange.start(plan, tokens_TD, num_slots))
+
+    def _exchange(self, tokens_TD: Tensor, packed: bool) -> Collectives | DirectStores:
+        device, dtype = tokens_TD.device, tokens_TD.dtype
+        key = packed, device.type, dtype
+        if key not in self._exchanges:
+            self._exchanges[key], _ = choose(
+                self.config, *self._groups, self._kind, packed=packed, device=device, dtype=dtype
+            )
+        return self._exchanges[key]

@@ -17,9 +17,9 @@ MODELS = {
     **SHAPES,
 }
 
-# Which options ours has, see `layer.OPTIONS`. "auto" is the dispatcher's word alone, "rank" the
-# same with `capacity_pool="rank"`; the others fix experts and exchange.
-Variant = Literal["auto", "rank", "module", "packed", "direct"]
+# Which options ours has, see `layer.OPTIONS`. "auto" is the dispatcher's word alone, "cells" the
+# same without a store; the others fix experts and exchange.
+Variant = Literal["auto", "cells", "module", "packed", "direct"]
 
 # Where gradients of parameters go. "none": nowhere, each pass starts without them. "fused": to fp32
 # buffers; experts' products add theirs, with `gradient_accumulation_fusion`, and the others are
@@ -74,6 +74,7 @@ CONTENDERS = {
 SKEWS: dict[str, dict[str, Any]] = {
     "uniform": {"skew": "uniform"},
     "lognormal-0.6": {"skew": "lognormal", "sigma": 0.6},
+    "lognormal-1.0": {"skew": "lognormal", "sigma": 1.0},
     "topics-0.5": {"skew": "topics", "sigma": 0.5},
     "hot": {"skew": "hot"},
     "idle-rank": {"skew": "uniform"},
@@ -127,11 +128,9 @@ class Case:
         return self.shape.num_experts // self.ep if self.skew == "idle-rank" else 0
 
     def dispatch_config(self) -> DispatchConfig:
-        """Return the capacity that stock and ours share; C = T where nothing is dropped."""
+        """Return the cells of stock; C = T where nothing is dropped."""
         factor = NO_DROP if self.capacity_factor is None else self.capacity_factor
-        pool = "rank" if CONTENDERS[self.contender].variant == "rank" else "expert"
-        config = self.shape.dispatch_config(factor, self.ep)
-        return dataclasses.replace(config, capacity_pool=pool)
+        return self.shape.dispatch_config(factor, self.ep)
 
 
 def sweep(

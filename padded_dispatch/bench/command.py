@@ -18,10 +18,10 @@ from torch import Tensor
 
 from padded_dispatch.bench.arguments import read_bench, with_defaults
 from padded_dispatch.bench.cases import CONTENDERS, Case, sweep
-from padded_dispatch.bench.layer import build, chosen, stock_flags
+from padded_dispatch.bench.layer import RoutedLayer, build, chosen, stock_flags
 from padded_dispatch.bench.measure import Batch, Passes, batches, kernels_ms, phases_ms, timed
 from padded_dispatch.bench.report import line, roofline, table
-from padded_dispatch.config import DispatchConfig, require
+from padded_dispatch.config import require
 from padded_dispatch.exchange.symmetric_memory import allocated_gib
 from padded_dispatch.megatron import install
 from padded_dispatch.megatron.world import world
@@ -204,9 +204,6 @@ def _figures(
     graphed = CONTENDERS[case.contender].graph == "layer"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     data = batches(case, seed=dist.get_rank(), dtype=dtype, device=device)
-    config, demand_BSE = case.dispatch_config(), _demand(case, data)
-    kept_SE = torch.stack([_kept(d_SE, config, case.tokens) for d_SE in demand_BSE]).mean(0)
-    least = roofline(kept_SE, case.shape, main_grad=case.main_grad != "none")
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -215,6 +212,11 @@ def _figures(
     passes = Passes(layer, data, graphed=graphed, main_grad=case.main_grad)
     samples = {"iterations": settings.iterations, "repeats": settings.repeats}
     timing = timed(passes.run, **samples, device=device)
+    # Before the profiler, whose memory is no part of the layer.
+    allocated = round(allocated_gib() - held_gib, 3) if on_gpu else None
+    demand_BSE = _demand(case, data)
+    kept_SE = _kept(case, layer, passes, demand_BSE)
+    least = roofline(kept_SE, case.shape, main_grad=case.main_grad != "none")
     figures: dict[str, Any] = {
         "chosen": chosen(layer),
         "ms": timing.ms,
@@ -224,14 +226,14 @@ def _figures(
         "tflops_per_gpu": least.flops / timing.ms / 1e9,
     }
     if CONTENDERS[case.contender].drops:
-        slots = case.shape.num_experts * config.capacity(case.tokens)
-        figures["fill"] = kept_SE.sum(1).mean().item() / slots
-        figures["dropped"] = 1 - kept_SE.sum().item() / demand_BSE.float().mean(0).sum().item()
+        config = getattr(layer.layer.token_dispatcher, "dispatch_config", case.dispatch_config())
+        kept = kept_SE.sum().item()
+        figures["fill"] = kept / (case.ep * config.rows(case.tokens))
+        figures["dropped"] = 1 - kept * len(data) / demand_BSE.sum().item()
     if on_gpu:
         figures["floor_ms"] = least.ms
         figures["sustained_floor_ms"] = least.sustained_ms
-        # Before the profiler, whose memory is no part of the layer.
-        figures["allocated_gib"] = round(allocated_gib() - held_gib, 3)
+        figures["allocated_gib"] = allocated
     if settings.phases and on_gpu:
         kernels = kernels_ms(passes.run, device)
         figures["phases_ms"] = phases_ms(kernels)
@@ -241,30 +243,36 @@ def _figures(
 
 
 def _demand(case: Case, data: list[Batch]) -> Tensor:
-    """Return the rows asked for in each batch, int32 [batches, R, E], by source rank of the group.
-
-    The group is this rank's expert-parallel one.
-    """
+    """Return the rows asked for in each batch, int64 [batches, S, E], by source of this group."""
     counts = []
     for batch in data:
         chosen_TK = batch.logits[:, 0].topk(case.shape.top_k).indices
         counts.append(torch.bincount(chosen_TK.flatten(), minlength=case.shape.num_experts))
-    mine_BE = torch.stack(counts).to(torch.int32)
-    group: Any = parallel_state.get_expert_model_parallel_group()
+    mine_BE = torch.stack(counts)
     gathered = [torch.empty_like(mine_BE) for _ in range(case.ep)]
-    dist.all_gather(gathered, mine_BE, group=group)
-    return torch.stack(gathered, 1).cpu()
+    dist.all_gather(gathered, mine_BE, group=_group())
+    return torch.stack(gathered, 1)
 
 
-def _kept(demand_SE: Tensor, config: DispatchConfig, num_tokens: int) -> Tensor:
-    """Return the rows that keep a slot, [S, E]; sums over a pool are exact.
+def _kept(case: Case, layer: RoutedLayer, passes: Passes, demand_BSE: Tensor) -> Tensor:
+    """Return the rows that a pass computes, a mean of all batches, [S, E].
 
-    Which experts of a pool lose rows depends on the policy; here each loses the same share.
+    Stock's follow from its cells. Ours were counted; all sources of an expert lose the same share.
     """
-    sizes = config.sizes(num_tokens)
-    demand_SGX = demand_SE.unflatten(1, (sizes.num_pools, -1)).float()
-    share_SG1 = (sizes.pool_slots / demand_SGX.sum(2, keepdim=True).clamp(min=1)).clamp(max=1)
-    return (demand_SGX * share_SG1).flatten(1)
+    counters = getattr(layer.layer.token_dispatcher, "counters", None)
+    if counters is None:
+        slots = case.dispatch_config().capacity(case.tokens)
+        return demand_BSE.clamp(max=slots).double().mean(0)
+    before_E = counters.kept_E.clone()
+    for number in range(len(demand_BSE)):
+        passes.run(number)
+    kept_E = counters.kept_E - before_E
+    dist.all_reduce(kept_E, group=_group())
+    return demand_BSE.double().mean(0) * (kept_E / demand_BSE.sum((0, 1)).clamp(min=1))
+
+
+def _group() -> Any:
+    return parallel_state.get_expert_model_parallel_group()
 
 
 def _report(row: dict[str, Any], settings: Settings, run: dict[str, Any]) -> None:

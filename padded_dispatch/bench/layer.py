@@ -23,7 +23,7 @@ _SEED = 1234
 
 OPTIONS: dict[Variant, PaddedOptions] = {
     "auto": PaddedOptions(),
-    "rank": PaddedOptions(capacity_pool="rank"),
+    "cells": PaddedOptions(capacity_pool="expert"),
     "module": PaddedOptions(experts="module", exchange="alltoall"),
     "packed": PaddedOptions(experts="packed", exchange="alltoall"),
     "direct": PaddedOptions(experts="packed", exchange="direct"),
@@ -122,6 +122,7 @@ def build(case: Case, flags: dict[str, Any], device: torch.device) -> RoutedLaye
 
 
 def chosen(layer: RoutedLayer) -> dict[str, str] | None:
-    """Return the experts and exchange that `auto` options became; None where there is no choice."""
-    found = getattr(layer.layer.token_dispatcher, "chosen", None)
-    return None if found is None else dict(found)
+    """Return what `auto` options became; None for stock."""
+    dispatcher = layer.layer.token_dispatcher
+    found = getattr(dispatcher, "chosen", None)
+    return found and {**found, "capacity_pool": dispatcher.dispatch_config.capacity_pool}

@@ -3,12 +3,12 @@
 Copying a batch into the static inputs is part of the measured time, for all contenders alike.
 
 Phases come from kernel names, since a graph has no Python to ask. A name says what a kernel does,
-not for which stage it runs. `gather` therefore means rows into slots: the forward pass of dispatch
-and the backward pass of combine. `combine` means the sum over slots: the forward pass of combine
+not for which stage it runs. `gather` therefore means tokens into rows: the forward pass of dispatch
+and the backward pass of combine. `combine` means the sum over rows: the forward pass of combine
 and the backward pass of dispatch. `exchange` includes the time that a collective or a barrier waits
-for its peers. `copies` regroup the padded layout and fill a graph's inputs. `router` has scores and
-top-k; its GEMMs are in `gemm`. `other` is every name that matches no phase: sums, fused
-element-wise code.
+for its peers. `gemm` includes rows that go home from inside a product. `copies` fill a graph's
+inputs. `router` has scores and top-k; its GEMMs are in `gemm`. `other` is every name that matches
+no phase: sums, fused element-wise code.
 
 Shape suffixes: T tokens of this rank, E experts. Tokens and logits have a batch axis of 1 between,
 as Megatron's layers expect.
@@ -40,13 +40,12 @@ _SM_CLOCK = 1  # NVML_CLOCK_SM
 # The first pattern that matches decides.
 _PHASES = {
     "select": r"_select_\w*kernel",
-    "plan": r"_rank_kernel|_plan_count_kernel|_slot_kernel|_row_id_map",
-    "meta": r"_(gather|scatter)_meta_kernel",
-    "gather": r"_spread_rows_kernel|\b_permute_kernel|_unpermute_bwd",
+    "plan": r"_(expert|place|choice|spread_probs)_kernel|_row_id_map",
+    "layout": r"_lay_out_kernel|_release_kernel",
+    "gather": r"_spread_kernel|_take_kernel|_zero_padding_kernel|\b_permute_kernel|_unpermute_bwd",
     "combine": r"_sum_rows_kernel|_unpermute_kernel",
-    "regroup": r"_move_rows|sort_chunks",
-    "exchange": r"nccl|_push_(rows|tokens|counts)|_copy_rows|_return_(rows|sums)|_place_rows"
-    r"|_find_slots|_list_slots|\b_shift_kernel|barrier_kernel",
+    "regroup": r"sort_chunks",
+    "exchange": r"nccl|_push_kernel|_send_beside_kernel|barrier_kernel",
     "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas"
     r"|_rows_times_weights|_row_tiles|_weight_gradients_kernel",
     "router": r"topk|bitonicSort|softmax_warp|_scatter_gather|aux_loss",

@@ -120,6 +120,8 @@ class CollectiveWire:
         self._num_tokens, self._dtype = tokens_TD.shape[0], tokens_TD.dtype
         # Whether slot t is token t on every rank, and slots on the wire.
         self._whole = num_slots >= self._num_tokens or exchange.num_ranks == 1
+        if exchange.num_sources == 1:
+            num_slots = self._num_tokens
         self._num_slots = max(num_slots, self._num_tokens) if self._whole else num_slots
         if exchange.num_ranks > 1:
             self._number_slots()
@@ -213,10 +215,9 @@ class CollectiveWire:
 
     def send(self, values_TD: Tensor) -> Tensor:
         """Return a row of each (source, slot), [S, P, D]."""
-        if self._exchange.num_ranks == 1:
-            rows_RPD = values_TD[None]
-        elif self._whole:
-            rows_RPD = self._gather(_padded(values_TD, self._num_slots))
+        if self._whole:
+            rows_PD = _padded(values_TD, self._num_slots)
+            rows_RPD = rows_PD[None] if self._exchange.num_ranks == 1 else self._gather(rows_PD)
         else:
             rows_RPD = self._swap(values_TD[self._token_RP.clamp(min=0)])
         return self._gather_split(rows_RPD)

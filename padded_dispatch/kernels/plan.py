@@ -177,7 +177,7 @@ def spread_probs(
     grad_TE = grad_TK.new_empty(num_tokens, num_experts, dtype=dtype or grad_TK.dtype)
     block_e = triton.next_power_of_2(num_experts)
     block_t = max(1, min(triton.next_power_of_2(num_tokens), _TILE // block_e))
-    _spread_kernel[(triton.cdiv(num_tokens, block_t),)](
+    _spread_probs_kernel[(triton.cdiv(num_tokens, block_t),)](
         grad_TK.contiguous(),
         expert_TK,
         grad_TE,
@@ -192,7 +192,7 @@ def spread_probs(
 
 
 @triton.jit
-def _spread_kernel(
+def _spread_probs_kernel(
     grad_of,
     expert_of,
     grad,

@@ -40,7 +40,7 @@ class Chunk:
 
 
 # Where the next layer may join. The layers keep a chunk alive.
-_last: Callable[[], Chunk | None] = lambda: None
+_last: weakref.ref[Chunk] | None = None
 
 
 class Calls:
@@ -68,13 +68,13 @@ class Calls:
         if not self._numbers:
             return None
         if logs:
-            self._log(*tokens_TD.shape, fc1_width, tokens_TD.element_size())
+            self._log(tokens_TD, fc1_width)
         return self._chunk.store.rooms(self._numbers, len(tokens_TD))
 
-    def _log(self, num_tokens: int, width: int, fc1_width: int, element_size: int) -> None:
-        chunk = self._chunk
-        num_rows = chunk.store.num_rows(num_tokens)
-        size = Buffers.num_bytes(num_rows, width, fc1_width, element_size) / 2**30
+    def _log(self, tokens_TD: torch.Tensor, fc1_width: int) -> None:
+        num_tokens, width = tokens_TD.shape
+        chunk, num_rows = self._chunk, self._chunk.store.num_rows(num_tokens)
+        size = Buffers.num_bytes(num_rows, width, fc1_width, tokens_TD.element_size()) / 2**30
         log_once(
             f"padded dispatch: {chunk.num_calls} layers at {num_tokens} tokens per rank share a "
             f"store of {num_rows} rows, {size:.2f} GiB for each micro-batch in flight"
@@ -100,7 +100,7 @@ def join(
     global _last
     stage, index = _place(config, number, pipeline)
     key = *key, stage
-    chunk = _last()
+    chunk = None if _last is None else _last()
     if chunk is None or chunk.config is not config or chunk.key != key or number <= chunk.number:
         chunk = Chunk(config=config, key=key, number=number, store=Store())
         _last = weakref.ref(chunk)

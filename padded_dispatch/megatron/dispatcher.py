@@ -33,7 +33,6 @@ from torch import Tensor
 
 from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.counters import Counters
-from padded_dispatch.exchange import Wire
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import choose
 from padded_dispatch.experts import Call, padded
@@ -246,8 +245,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             unplaced_E=self.unplaced_E,
         )
 
-    def _wire(self, plan: Plan, tokens_TD: Tensor) -> Wire:
-        """Begin the exchange of a pass."""
+    def _wire(self, plan: Plan, tokens_TD: Tensor) -> Any:
+        """Begin the exchange of a pass, and return its wire."""
         num_slots = self.dispatch_config.wire_slots(len(tokens_TD))
         if self.dispatch_config.fits and not self.configs.in_training:
             num_slots = self.agreement.largest(num_slots)  # Ranks generate text of other lengths.
@@ -454,11 +453,12 @@ def announce(
     share = config.share(len(tokens_TD))
     if config.capacity_factor != NO_DROP or num_rows <= share:
         return
+    ratio = num_rows / share
     size = num_rows * tokens_TD.shape[1] * tokens_TD.element_size()
     cost = (
         "a capacity factor of NO_DROP (moe_expert_capacity_factor=None) drops nothing and keeps "
-        f"room for {num_rows} rows in each layer, {size / 2**30:.2f} GiB before fc1: {num_rows / share:.1f} "
-        "times as many as in perfect balance"
+        f"room for {num_rows} rows in each layer, {ratio:.1f} times as many as in perfect balance: "
+        f"{size / 2**30:.2f} GiB before fc1"
     )
     if tokens_TD.is_cuda:
         memory = torch.cuda.get_device_properties(tokens_TD.device).total_memory

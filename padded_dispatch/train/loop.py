@@ -204,11 +204,13 @@ def show(text: str) -> None:
 
 
 def _show_choice(chunks: list[Any]) -> None:
-    """Show the experts and the exchange that the options came to, of the first MoE layer."""
+    """Show what the options came to in the first MoE layer."""
     for layer in moe_layers(chunks)[:1]:
         chosen = getattr(layer.token_dispatcher, "chosen", None)
         if chosen:
-            show(f"experts: {chosen['experts']}, exchange: {chosen['exchange']}")
+            pool = layer.token_dispatcher.dispatch_config.capacity_pool
+            given = f"experts: {chosen['experts']}, exchange: {chosen['exchange']}"
+            show(f"{given}, capacity_pool: {pool}")
 
 
 def _tracer(trainer: Trainer) -> TraceRecorder | None:

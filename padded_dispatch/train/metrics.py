@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.counters import Counters
+from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.train.settings import VOCABULARY, ModelShape, Settings
 from padded_dispatch.utils.results import about, append_run
 
@@ -107,8 +107,10 @@ class Row:
             f"{self.step_ms:.1f} ms",
             f"{self.tokens_per_s:,.0f} tokens/s",
         ]
-        if self.fill is not None and self.dropped is not None:
-            parts += [f"dropped {self.dropped:.1%}", f"fill {self.fill:.1%}"]
+        if self.dropped is not None:
+            parts.append(f"dropped {self.dropped:.1%}")
+        if self.fill is not None:
+            parts.append(f"fill {self.fill:.1%}")
         if self.retried is not None:
             parts.append(f"retried {self.retried}")
         return " | ".join(parts)
@@ -139,6 +141,7 @@ class Meter:
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self._settings, self._device = settings, device
         self._counters: list[Counters] = []
+        self._pool: str | None = None
         self._seen = torch.zeros(3, dtype=torch.float64, device=device)
         self._steps: list[Step] = []
         self._losses: list[Tensor] = []
@@ -149,7 +152,9 @@ class Meter:
     def count(self, layers: list[Any]) -> None:
         """Show the counters of this rank's MoE layers in rows, where their dispatchers count."""
         dispatchers = [layer.token_dispatcher for layer in layers]
-        self._counters = [d.counters for d in dispatchers if hasattr(d, "counters")]
+        ours = [dispatcher for dispatcher in dispatchers if hasattr(dispatcher, "counters")]
+        self._counters = [dispatcher.counters for dispatcher in ours]
+        self._pool = ours[0].dispatch_config.capacity_pool if ours else None
 
     def add(self, step: Step) -> None:
         """Record a step."""
@@ -176,7 +181,7 @@ class Meter:
             lr=lr,
             step_ms=step_ms,
             tokens_per_s=_speed(self._settings, step_ms / 1e3)["tokens_per_s"],
-            fill=kept / slots if demand else None,
+            fill=kept / slots if slots else None,
             dropped=1 - kept / demand if demand else None,
             retried=sum(retried) if retried else None,
         )
@@ -198,6 +203,7 @@ class Meter:
         ms = statistics.median(samples)
         row = {
             **_identity(self._settings),
+            "pool": self._pool,
             "ms": ms,
             "samples_ms": samples,
             "host_ms": statistics.median(step.host_ms for step in steady),
@@ -260,7 +266,6 @@ def _identity(settings: Settings) -> dict[str, Any]:
         "graph": settings.output.graph,
         "variant": None,
         "policy": dispatch.drop_policy,
-        "pool": dispatch.padded.capacity_pool,
         "seed": recipe.seed,
         "flags": settings.flags(),
     }

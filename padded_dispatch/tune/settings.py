@@ -6,7 +6,7 @@ Python        `install()`, and fields of `TransformerConfig`
 YAML          the same fields, those of `PaddedOptions` under `padded_dispatch`
 
 A block leaves evaluation alone: eager evaluation fits its routing and drops nothing, which a factor
-would end. The capacity factor is also right for stock drop-and-pad, whose capacity has the same
+would end. The factor of cells is also right for stock drop-and-pad, whose capacity has the same
 definition.
 """
 
@@ -59,10 +59,8 @@ def blocks(study: Study, *, per_layer: bool = False) -> tuple[Block, ...]:
 
 
 def options(study: Study, *, per_layer: bool) -> dict[str, Any]:
-    """Return the fields of `PaddedOptions` that differ from their defaults; see `blocks`."""
-    given: dict[str, Any] = {}
-    if study.pool != "expert":
-        given["capacity_pool"] = study.pool
+    """Return the fields of `PaddedOptions`; see `blocks`."""
+    given: dict[str, Any] = {"capacity_pool": study.pool}
     if per_layer and study.pool == "expert":
         layers = study.chosen.layers.items()
         given["layer_factors"] = {layer: advice.factor for layer, advice in layers}
@@ -84,14 +82,14 @@ def _megatron_lm(factor: str, given: dict[str, Any]) -> str:
 
 def _python(factor: str, given: dict[str, Any]) -> str:
     """Return statements that install the options and name the fields of the config."""
-    names = "PaddedOptions, install" if given else "install"
     lines = [f"    {name}={_literal(value)}," for name, value in given.items()]
-    installed = ["install(PaddedOptions(", *lines, "))"] if given else ["install()"]
     return "\n".join(
         [
-            f"from padded_dispatch.megatron import {names}",
+            "from padded_dispatch.megatron import PaddedOptions, install",
             "",
-            *installed,
+            "install(PaddedOptions(",
+            *lines,
+            "))",
             "moe = dict(",
             '    moe_token_dispatcher_type="padded_alltoall",',
             f"    moe_expert_capacity_factor={factor},",
@@ -105,7 +103,7 @@ def _yaml(factor: str, given: dict[str, Any]) -> str:
         [
             "moe_token_dispatcher_type: padded_alltoall",
             f"moe_expert_capacity_factor: {factor}",
-            *(["padded_dispatch:"] if given else []),
+            "padded_dispatch:",
             *(f"  {name}: {_literal(value)}" for name, value in given.items()),
         ]
     )

@@ -46,23 +46,18 @@ def test_cases_that_cannot_be(changes, message):
         Case(**(CASE | changes), capacity_factor=1.0)
 
 
-def test_contenders_have_their_names_graphs_and_pools():
-    case = {"model": "tiny", "ep": 2, "tokens": 64, "skew": "uniform", "capacity_factor": 1.0}
+def test_contenders_have_their_names_and_graphs():
     found = {
-        key: (
-            *(who.name, who.variant, who.graph, who.dispatcher, who.on_cpu),
-            Case(**case, contender=key).dispatch_config().capacity_pool,
-        )
+        key: (who.name, who.variant, who.graph, who.dispatcher, who.on_cpu)
         for key, who in CONTENDERS.items()
     }
-    ours = {"auto": True, "rank": True, "module": True, "packed": True, "direct": False}
+    ours = {"auto": True, "cells": True, "module": True, "packed": True, "direct": False}
     expected = {
-        "dropless": ("stock-dropless", None, "none", "alltoall", False, "expert"),
-        "drop-pad": ("stock-drop-pad", None, "none", "alltoall", True, "expert"),
-        "drop-pad-graphed": ("stock-drop-pad", None, "layer", "alltoall", False, "expert"),
+        "dropless": ("stock-dropless", None, "none", "alltoall", False),
+        "drop-pad": ("stock-drop-pad", None, "none", "alltoall", True),
+        "drop-pad-graphed": ("stock-drop-pad", None, "layer", "alltoall", False),
     }
     for name, on_cpu in ours.items():
-        pool = "rank" if name == "rank" else "expert"
-        expected[name] = ("ours", name, "none", "padded_alltoall", on_cpu, pool)
-        expected[f"{name}-graphed"] = ("ours", name, "layer", "padded_alltoall", False, pool)
+        expected[name] = ("ours", name, "none", "padded_alltoall", on_cpu)
+        expected[f"{name}-graphed"] = ("ours", name, "layer", "padded_alltoall", False)
     assert found == expected

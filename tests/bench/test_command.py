@@ -104,24 +104,31 @@ def _run(tmp_path, *flags):
 
 
 def test_command_on_cpus(tmp_path):
-    code, run = _run(tmp_path, "--ep", "2", "--capacity-factors", "1", "2", "--device", "cpu")
+    flags = ["--device", "cpu", "--ep", "2", "--skews", "hot", "--capacity-factors", "1.25"]
+    code, run = _run(tmp_path, *flags, "--contenders", "drop-pad", "module", "packed")
     assert code == 0
-    rows = run["rows"]
+    stock, module, packed = rows = run["rows"]
     assert run["about"]["command"].startswith("padded-dispatch bench --tokens 19")
-    found = [(r["variant"], r["capacity_factor"]) for r in rows]
-    variants = (None, "auto", "rank", "module", "packed")
-    assert found == [(name, f) for f in (1, 2) for name in variants]
-    assert [row["error"] for row in rows] == [None] * 10
+    assert [row["variant"] for row in rows] == [None, "module", "packed"]
+    assert [row["error"] for row in rows] == [None] * 3
     assert all(row["ms"] == sorted(row["samples_ms"])[1] > 0 for row in rows)
-    assert all(row.keys() == rows[0].keys() for row in rows)
-    # Rows beyond C = ceil(38 / 8 * 2) = 10 are dropped; two ranks have four batches each.
-    maps = [routing_map(19, 8, 2, seed=seed) for seed in range(8)]
-    mean_kept = sum(np.minimum(map_TE.sum(0), 10).sum() for map_TE in maps) / 8
-    assert rows[5]["fill"] == pytest.approx(mean_kept / 80, abs=1e-6)
-    assert rows[5]["dropped"] == pytest.approx(1 - mean_kept / 38, abs=1e-6)
-    assert rows[7]["dropped"] < rows[5]["dropped"]  # A pool of a rank.
-    assert rows[1]["chosen"] == {"experts": "module", "exchange": "alltoall"}
-    assert [row["floor_ms"] for row in rows] == [None] * 10
+    assert all(row.keys() == stock.keys() for row in rows)
+    # Four batches on each of two ranks. C = ceil(38 / 8 * 1.25) = 6; a rank's store has 48 rows.
+    demand = np.array([routing_map(19, 8, 2, skew="hot", seed=seed).sum(0) for seed in range(8)])
+    cells = demand.reshape(2, 4, 2, 4).transpose(1, 2, 0, 3).reshape(8, 8)  # of a batch and rank
+    kept = 0
+    for of_rank in cells:
+        level = next(w for w in range(19, -1, -1) if np.minimum(of_rank, w).sum() <= 48)
+        kept += np.minimum(of_rank, level).sum()
+    in_cells = np.minimum(cells, 6).sum()
+    assert in_cells < kept < cells.sum() == 8 * 38
+    for row, rows_kept in (stock, in_cells), (module, in_cells), (packed, kept):
+        assert row["fill"] == pytest.approx(rows_kept / 8 / 48, abs=1e-6)
+        assert row["dropped"] == pytest.approx(1 - rows_kept / cells.sum(), abs=1e-6)
+    given = {"exchange": "alltoall"}
+    assert module["chosen"] == {"experts": "module", "capacity_pool": "expert", **given}
+    assert packed["chosen"] == {"experts": "packed", "capacity_pool": "store", **given}
+    assert [row["floor_ms"] for row in rows] == [None] * 3
 
 
 def test_a_case_that_fails_is_a_row(megatron, monkeypatch):

@@ -14,9 +14,10 @@ from padded_dispatch.bench.measure import batches, phase_of, phases_ms
 @pytest.mark.parametrize(
     ("kernel", "phase"),
     [
-        ("_plan_count_kernel", "plan"),
-        ("_return_sums_kernel", "exchange"),
-        ("_swiglu_backward_activation_kernel", "activation"),
+        ("_place_kernel", "plan"),
+        ("_lay_out_kernel", "layout"),
+        ("_push_kernel", "exchange"),
+        ("_activate_backward_kernel", "activation"),
         ("_permute_kernel", "gather"),
         ("_unpermute_kernel", "combine"),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
@@ -37,7 +38,7 @@ def test_phase_of(kernel, phase):
 
 
 def test_phases_are_sums_and_those_without_kernels_are_left_out():
-    kernels = {"nvjet_a": 1.5, "_slot_kernel": 0.25, "nvjet_b": 0.5, "sort": 0.125}
+    kernels = {"nvjet_a": 1.5, "_choice_kernel": 0.25, "nvjet_b": 0.5, "sort": 0.125}
     assert phases_ms(kernels) == {"plan": 0.25, "gemm": 2.0, "other": 0.125}
 
 

@@ -159,7 +159,7 @@ def test_tokens_arrive_with_their_plan_and_sums_come_home(num_ranks, etp_size, n
     assert rows.shape[1] == (7 if num_ranks == 1 else num_slots)
 
 
-@pytest.mark.parametrize(("num_ranks", "etp_size"), [(4, 1), (2, 2)])
+@pytest.mark.parametrize(("num_ranks", "etp_size"), [(4, 1), (2, 2), (1, 4)])
 def test_ranks_may_have_different_numbers_of_tokens(num_ranks, etp_size):
     tokens_of = [3, 1, 6, 2]
     with poisoned_memory():

@@ -1,53 +1,58 @@
-"""Buffers that all ranks can write to: their lifetime, their barriers, and what is refused.
+"""Memory that all ranks can write to: its size in logs, its barriers, and what is refused.
 
-No test here needs a GPU: what torch and the driver would do is replaced.
+No test here needs a GPU: what torch and the driver would do is replaced. `test_direct` has buffers.
 """
 
-import gc
+import ctypes
 import os
 import subprocess
 import sys
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from padded_dispatch.exchange import symmetric_memory
-from padded_dispatch.exchange.symmetric_memory import PeerMemory, ReceiveBuffer, Shape
+from padded_dispatch.exchange.symmetric_memory import PeerMemory, check_group
 
 CPU = torch.device("cpu")
 
 
-def test_a_buffer_whose_tensors_only_await_garbage_collection_is_free():
-    receive_buffer = ReceiveBuffer.__new__(ReceiveBuffer)
-    cycle = [torch.zeros(3)]
-    receive_buffer._taken = [StorageWeakRef(cycle[0].untyped_storage())]
-    cycle.append(cycle)
-    assert not receive_buffer.is_free()
-    gc.disable()
-    try:
-        del cycle
-        assert receive_buffer.is_free()
-    finally:
-        gc.enable()
-
-
-def test_peaks_count_symmetric_memory(monkeypatch):
-    """Two allocations of half a GiB, one of them freed later, and a GiB of torch's own."""
+@pytest.fixture
+def rendezvous(monkeypatch) -> Mock:
+    """Replace torch's symmetric memory; return its `rendezvous`."""
     from torch._C import _distributed_c10d
     from torch.distributed import _symmetric_memory
 
+    found = Mock()
+    monkeypatch.setattr(_distributed_c10d, "_SymmetricMemory", Mock())
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", found)
+    monkeypatch.setattr(symmetric_memory, "_line_buffer_stdout", Mock())
+    return found
+
+
+def group_of(size: int = 2, limit_s: float = 45) -> Any:
+    group = Mock(group_name="0", **{"size.return_value": size})
+    group._get_backend.return_value.options._timeout = timedelta(seconds=limit_s)
+    return group
+
+
+def test_peaks_count_symmetric_memory(monkeypatch, rendezvous):
+    """Two allocations of half a GiB, one of them freed later, and a GiB of torch's own."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2**31)
-    monkeypatch.setattr(_distributed_c10d, "_SymmetricMemory", Mock())
-    monkeypatch.setattr(_symmetric_memory, "rendezvous", Mock())
-    monkeypatch.setattr(symmetric_memory, "_line_buffer_stdout", Mock())
-    memories = [PeerMemory(Mock(group_name="0"), 2**29, CPU) for _ in range(2)]
+    memories = [PeerMemory(group_of(), 2**29, CPU) for _ in range(2)]
     assert (symmetric_memory.allocated_gib(), symmetric_memory.reserved_gib()) == (2.0, 3.0)
     del memories[0]
     assert (symmetric_memory.allocated_gib(), symmetric_memory.reserved_gib()) == (1.5, 2.5)
+
+
+def test_a_barrier_waits_as_long_as_a_collective_of_the_group(rendezvous):
+    PeerMemory(group_of(limit_s=45), 1, CPU).barrier()
+    rendezvous.return_value.barrier.assert_called_once_with(channel=0, timeout_ms=45_000)
 
 
 def test_what_a_kernel_prints_outlives_an_abort():
@@ -70,45 +75,81 @@ def test_one_rank_or_no_gpu_is_refused():
         r"got (no CUDA device|an expert-parallel group of one rank); set exchange='alltoall'$"
     )
     with pytest.raises(ValueError, match=expected):
-        symmetric_memory.check_group(None)
+        check_group(None, over_nvlink=False)
 
 
-def test_two_hosts_are_refused():
-    with patch.object(torch.cuda, "current_device", lambda: 0):
-        obstacle = symmetric_memory._obstacle([("a", "1"), ("b", "2")])
-    assert obstacle == "an expert-parallel group that spans the hosts a, b"
+@pytest.fixture
+def machine(monkeypatch, rendezvous) -> SimpleNamespace:
+    """A host whose processes see GPUs 0 to 2; GPU 2 is no rank's. Each part can be replaced."""
+    here = SimpleNamespace(hosts=["a", "a"], visible=3, reached={0, 1}, linked={1})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: here.visible)
+    properties = lambda number: SimpleNamespace(uuid=f"gpu {number}")  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    reaches = lambda _, number: number in here.reached  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", reaches)
+    monkeypatch.setattr(symmetric_memory, "_linked", lambda _, number: number in here.linked)
+
+    def gather(group, value):
+        if isinstance(value, tuple):
+            return [(host, f"gpu {rank}") for rank, host in enumerate(here.hosts)]
+        return ["", value]
+
+    monkeypatch.setattr(symmetric_memory, "gather_objects", gather)
+    return here
 
 
-def test_bytes_are_those_that_buffers_allocate(monkeypatch):
-    """The parts of this shape are multiples of the alignment."""
-    allocated = []
-
-    def memory(group, num_bytes, device):
-        allocated.append(num_bytes)
-        return Mock()
-
-    monkeypatch.setattr(symmetric_memory, "PeerMemory", memory)
-    monkeypatch.setattr(symmetric_memory, "gather_objects", lambda group, value: [value])
-    monkeypatch.setattr(symmetric_memory, "_free_bytes", lambda device: 2**40)
-    sizes = dict(num_experts=32, num_slots=64, num_rows=96, width=64, num_places=192)
-    shape = Shape(**sizes, dtype=torch.float32)
-    group = Mock(group_name="0", **{"size.return_value": 2, "rank.return_value": 0})
-    buffers = symmetric_memory.DirectBuffers(group, shape, CPU, microbatches_in_flight=3)
-    assert len(allocated) == 3 + 2
-    assert sum(allocated) == symmetric_memory.direct_bytes(shape, num_ranks=2, num_buffers=3)
-    del buffers
+def obstacle(*, over_nvlink: bool) -> str:
+    """Return what all ranks raise; "" if they raise nothing."""
+    group = group_of()
+    try:
+        assert check_group(group, over_nvlink=over_nvlink) is group
+    except ValueError as error:
+        return str(error).partition("access each other, got ")[2]
+    return ""
 
 
-def test_buffers_that_do_not_fit_are_refused():
-    sizes = dict(num_experts=4, num_slots=2**22, num_rows=2**22, width=2**10, num_places=0)
-    shape = Shape(**sizes, dtype=torch.bfloat16)
-    with (
-        patch.object(symmetric_memory, "gather_objects", lambda group, value: [value]),
-        patch.object(symmetric_memory, "_free_bytes", lambda device: 2**30),
-        pytest.raises(
-            ValueError,
-            match=r"must fit on every rank, got 16\.03 GiB .* 1\.00 GiB free; lower the capa",
-        ),
-    ):
-        group = dist.ProcessGroup(0, 1)
-        symmetric_memory._workspace(group, shape, CPU, 0)
+def test_ranks_of_one_host_may_write_to_each_other(machine, rendezvous):
+    assert obstacle(over_nvlink=True) == ""
+    rendezvous.assert_called_once()
+    machine.linked = set()
+    assert obstacle(over_nvlink=False) == ""
+
+
+def test_two_hosts_are_refused(machine, rendezvous):
+    machine.hosts = ["b", "a"]
+    expected = "an expert-parallel group that spans the hosts a, b; set exchange='alltoall'"
+    assert obstacle(over_nvlink=False) == expected
+    rendezvous.assert_not_called()
+
+
+def test_a_gpu_out_of_reach_is_refused(machine):
+    machine.reached = {0}
+    assert obstacle(over_nvlink=False).startswith("GPU 0, which cannot access GPU 1;")
+
+
+def test_pcie_is_refused_where_nvlink_is_required(machine):
+    machine.linked = set()
+    assert obstacle(over_nvlink=True).startswith("GPU 0, which has no NVLink to GPU 1;")
+
+
+def test_an_attempt_decides_where_processes_see_one_gpu(machine, rendezvous):
+    machine.visible = 1
+    assert obstacle(over_nvlink=True) == ""
+    rendezvous.side_effect = RuntimeError("overlapping devices\nat frame 0")
+    assert obstacle(over_nvlink=True).startswith("'overlapping devices' from an attempt to map")
+
+
+@pytest.mark.parametrize(
+    ("error", "atomics", "linked"), [(0, 1, True), (0, 0, False), (1, 1, False)]
+)
+def test_native_atomics_show_nvlink(error, atomics, linked):
+    def attribute(found: Any, number: int, *gpus: int) -> int:
+        assert (number, gpus) == (3, (0, 5))
+        found._obj.value = atomics
+        return error
+
+    driver = SimpleNamespace(cuDeviceGetP2PAttribute=attribute)
+    with patch.object(ctypes, "CDLL", lambda name: driver):
+        assert symmetric_memory._linked(0, 5) is linked

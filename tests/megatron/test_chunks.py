@@ -97,7 +97,7 @@ def test_a_layer_that_is_repeated_has_several_calls():
             [[0], [1], [2]],
         ),
     ],
-    ids=["block", "uniform", "moe", "core_attn"],
+    ids=["block", "uniform", "moe", "mlp"],
 )
 def test_layers_that_are_always_recomputed_have_no_room(settings, calls, rank):
     config = changed(pipeline_model_parallel_size=2, **settings)

@@ -158,13 +158,13 @@ def test_what_is_set_for_another_dispatcher_is_logged_once_and_reset(row, caplog
 
 def test_every_setting_of_a_megatron_user_is_translated():
     config = megatron_config(moe_expert_capacity_factor=1.5, moe_token_drop_policy="position")
-    options = PaddedOptions(capacity_pool="rank")
-    assert dispatch_config(config, options, num_ranks=3, etp_size=2) == DispatchConfig(
+    sizes = {"capacity_pool": "store", "num_ranks": 3, "etp_size": 2}
+    assert dispatch_config(config, PaddedOptions(), **sizes) == DispatchConfig(
         num_experts=6,
         top_k=2,
         capacity_factor=1.5,
         policy="position",
-        capacity_pool="rank",
+        capacity_pool="store",
         num_ranks=3,
         etp_size=2,
     )

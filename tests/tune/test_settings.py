@@ -43,12 +43,13 @@ def wanted(found: Study, per_layer: bool) -> tuple[float, PaddedOptions]:
 
 
 def test_options_are_those_of_the_answer():
-    assert options(STUDIES["expert"], per_layer=False) == {}
+    assert options(STUDIES["expert"], per_layer=False) == {"capacity_pool": "expert"}
     assert options(STUDIES["store"], per_layer=False) == {"capacity_pool": "store"}
     assert options(STUDIES["store"], per_layer=True) == {"capacity_pool": "store"}
     layers = STUDIES["expert"].chosen.layers
     factors = {1: layers[1].factor, 2: layers[2].factor}
-    assert options(STUDIES["expert"], per_layer=True) == {"layer_factors": factors}
+    given = options(STUDIES["expert"], per_layer=True)
+    assert given == {"capacity_pool": "expert", "layer_factors": factors}
 
 
 @EACH
