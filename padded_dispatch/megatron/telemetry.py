@@ -348,15 +348,12 @@ class LayerShape:
     def of(cls, layer: Any) -> "LayerShape":
         """Return those of a MoELayer."""
         dispatcher, options = layer.token_dispatcher, padded_options(layer.config)
-        config, shares = dispatcher.configs.training, 0
-        if config.capacity_pool == "store":
-            store = dispatcher.store  # Recomputed layers have room of their own.
-            shares = (store.num_shares(1) if store is not None else 0) or config.share(1)
+        config = dispatcher.configs.training
         return cls(
             top_k=config.top_k,
             num_ranks=config.num_ranks,
             num_totals=len(dispatcher.counters.totals),
-            shares_per_token=shares,
+            shares_per_token=dispatcher.shares_per_token or 0,
             share_per_token=config.share(1),
             on_overflow=options.on_overflow,
             overflow_threshold=options.overflow_threshold,

@@ -159,7 +159,8 @@ def node_of(layer: Any, mask_BS: Any, run: Any = route, sequences: Any = None) -
         chunk_state=SimpleNamespace(padding_mask=mask_BS, packed_seq_params=sequences),
         submodule=lambda node, hidden: run(layer, hidden),
     )
-    plan = SimpleNamespace(layer=layer)
+    nodes = {name: SimpleNamespace() for name in ("moe_dispatch", "mlp", "moe_combine")}
+    plan = SimpleNamespace(layer=layer, **nodes)
     adapted(lambda plan: vars(plan).update(attn=node))(plan)
     return node
 

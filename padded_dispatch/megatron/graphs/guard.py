@@ -59,7 +59,7 @@ _FIELDS = (
     *(f.name for f in dataclasses.fields(TransformerConfig) if f.name.startswith("moe_")),
     *("fp8", "fp8_recipe", "fp4", "fp4_recipe"),
 )
-_read_fields = operator.attrgetter(*_FIELDS)
+_read_fields = operator.itemgetter(*_FIELDS)
 _NAMES = ("training", "dispatch_config", *_FIELDS)
 _NAMES_OF_CALL = ("hidden_states.shape", "hidden_states.dtype", "num_microbatches", *_NAMES)
 _patches = Patches()
@@ -110,17 +110,21 @@ def state_of(layer: Any) -> tuple[Any, ...]:
     moe = layer.mlp
     return (
         (layer.training, moe.training, moe.router.training, moe.experts.training),
-        moe.token_dispatcher.dispatch_config,
-        *_read_fields(layer.config),
+        moe.token_dispatcher.configs.training,
+        *_read_fields(vars(layer.config)),
     )
 
 
 def check_layers(layers: list[Any], states: list[tuple[Any, ...]]) -> None:
     """Raise if the state of a layer is another one than before; see `check_unchanged`."""
+    captured: Invariants = {}
+    changed: Invariants = {}
     for layer, before in zip(layers, states, strict=True):
         if (now := state_of(layer)) != before:
             names = [f"{name} in layer {layer.layer_number}" for name in _NAMES]
-            check_unchanged(_named(before, names), _named(now, names))
+            captured |= _named(before, names)
+            changed |= _named(now, names)
+    check_unchanged(captured, changed)
 
 
 def check_unchanged(captured: Invariants, now: Invariants) -> None:

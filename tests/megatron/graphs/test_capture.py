@@ -175,7 +175,7 @@ def error_on_two_ranks() -> str:
         results[0][0, 0, 0] += dist.get_rank()
         return results
 
-    model = Model(graph="layer", scopes=("moe",), ranks=2, ep=2)
+    model = Model(graph="layer", scopes=("moe",), ranks=2, ep=2, options={"experts": "module"})
     with world(model), patch.object(GraphedLayer, "replay_forward", replay):
         try:
             Training(model).capture()
