@@ -47,7 +47,7 @@ class Collectives:
         group: the expert-parallel group (R ranks), or None for one rank.
         etp_group: the group whose ranks split every expert's ffn, or None for one rank.
         policy: which tokens of a rank stay if more than P ask for it: "probs" (those with the
-            largest probability there) or "position" (the first).
+            largest sum of probabilities there) or "position" (the first).
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Collectives:
             The map, and the rows that it lost, int32 [1]; None if it cannot lose any.
 
         Example: R = 2, L = 2, P = 1: of `[[1, 1, 0, 0], [1, 0, 1, 0]]` with the probabilities
-        `[[.1, .2, 0, 0], [.3, 0, .4, 0]]`, policy "probs" leaves `[[0, 0, 0, 0], [1, 0, 1, 0]]`.
+        `[[.2, .2, 0, 0], [.3, 0, .4, 0]]`, policy "probs" leaves `[[1, 1, 0, 0], [0, 0, 1, 0]]`.
         """
         num_tokens = map_TE.shape[0]
         if num_slots >= num_tokens or self.num_ranks == 1:
@@ -90,10 +90,11 @@ class Collectives:
         if self._policy == "position":
             stays_TR = asks_TR.cumsum(0) <= num_slots
         else:
-            probs_TRL = probs_TE.detach().unflatten(1, by_rank.shape[1:])
-            largest_TR = torch.where(by_rank, probs_TRL, -torch.inf).amax(2)
-            largest_TR = largest_TR + 0.0  # A radix sort puts -0.0 behind 0.0.
-            order_TR = largest_TR.argsort(dim=0, descending=True, stable=True)
+            wide = torch.promote_types(probs_TE.dtype, torch.float32)
+            probs_TRL = probs_TE.detach().to(wide).unflatten(1, by_rank.shape[1:])
+            sum_TR = torch.where(by_rank, probs_TRL, 0).sum(2) + 0.0  # -0.0 would sort behind 0.0.
+            sum_TR = torch.where(asks_TR, sum_TR, -torch.inf)
+            order_TR = sum_TR.argsort(dim=0, descending=True, stable=True)
             stays_TR = torch.zeros_like(asks_TR).scatter_(0, order_TR[:num_slots], True)
         kept = by_rank & stays_TR[..., None]
         struck = (map_TE.sum(dtype=torch.int32) - kept.sum(dtype=torch.int32)).view(1)

@@ -141,7 +141,7 @@ class Buffers:
 
 @dataclass(frozen=True, kw_only=True)
 class _Group:
-    """What the layers of a group share. Of each kind of memory, the last one is the largest."""
+    """State that the layers of a group share; the last memory of each kind is the largest."""
 
     arriving: list[PeerMemory] = field(default_factory=list)
     coming: list[PeerMemory] = field(default_factory=list)

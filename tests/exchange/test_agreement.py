@@ -167,6 +167,19 @@ def test_a_rank_that_makes_one_more_call_or_one_less(pool2, rank):
     )
 
 
+def _largest_on_a_grid() -> list[int]:
+    """Ranks 0 and 1, and 0 and 2, share a group: rank 3 is connected by theirs."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    rank = dist.get_rank()
+    agreement = Agreement(groups[rank // 2], groups[2 + rank % 2])
+    return [agreement.largest(number) for number in (rank, 7 - rank, 5)]
+
+
+def test_the_largest_number_of_all_connected_ranks(pool4):
+    assert pool4.run(_largest_on_a_grid) == [[3, 7, 5]] * 4
+    assert Agreement(None).largest(4) == 4
+
+
 def test_one_rank_compares_nothing(monkeypatch):
     monkeypatch.setattr(agreement_module, "mirror_of", lambda *_: pytest.fail("made a mirror"))
     agreement = Agreement(None)

@@ -230,7 +230,7 @@ def _struck_by_loops(map_TE: Tensor, probs_TE: Tensor, num_slots: int, policy: s
     local = map_TE.shape[1] // 2
     for first in (0, local):
         asked = [
-            (max(probs_TE[t, e] for e in range(first, first + local) if map_TE[t, e]).item(), t)
+            (sum(probs_TE[t, e] for e in range(first, first + local) if map_TE[t, e]).item(), t)
             for t in range(len(map_TE))
             if map_TE[t, first : first + local].any()
         ]
@@ -258,12 +258,14 @@ def test_tokens_past_the_slots_of_a_rank_are_struck(policy):
 
 def test_example_of_strike():
     map_TE = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0]]).bool()
-    probs_TE = torch.tensor([[0.1, 0.2, 0, 0], [0.3, 0, 0.4, 0]])
-    for policy, expected in (
-        ("probs", [[0, 0, 0, 0], [1, 0, 1, 0]]),
-        ("position", [[1, 1, 0, 0], [0, 0, 1, 0]]),
+    probs_TE = torch.tensor([[0.2, 0.2, 0, 0], [0.3, 0, 0.4, 0]])
+    later_TE = torch.tensor([[0.1, 0.1, 0, 0], [0.3, 0, 0.4, 0]])
+    for policy, given_TE, expected in (
+        ("probs", probs_TE, [[1, 1, 0, 0], [0, 0, 1, 0]]),
+        ("probs", later_TE, [[0, 0, 0, 0], [1, 0, 1, 0]]),
+        ("position", later_TE, [[1, 1, 0, 0], [0, 0, 1, 0]]),
     ):
-        for kept_TE, _ in run_on_threads(2, _struck, map_TE, probs_TE, 1, policy):
+        for kept_TE, _ in run_on_threads(2, _struck, map_TE, given_TE, 1, policy):
             assert kept_TE.int().tolist() == expected
 
 
