@@ -55,7 +55,7 @@ _REMEDY = 'PaddedOptions(experts="module")'
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenExperts:
-    """What `PaddedOptions.experts` and `PaddedOptions.capacity_pool` mean for a config.
+    """The meaning of `PaddedOptions.experts` and `PaddedOptions.capacity_pool` for a config.
 
     Attributes:
         packed: whether experts are `StackedExperts`; else they are the module of the layer's spec.
@@ -69,7 +69,7 @@ class ChosenExperts:
 
 
 def chosen_experts(config: Any) -> ChosenExperts:
-    """Return what the options of a config mean for it.
+    """Return the experts that the options of a config mean, and which rows share room.
 
     "auto" keeps the spec's module where the config has a setting that `StackedExperts` does not
     compute (fp8 among them), where training is not in bf16, and on GPUs before Hopper. Rows share a
