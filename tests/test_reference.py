@@ -35,7 +35,7 @@ def test_select_keeps_the_most_probable_or_the_first():
 
 def test_padding_tokens_ask_for_nothing():
     found = reference.select(
-        bools("x", "x"), np.ones((2, 1)), capacity=1, policy="probs", mask_T=mask_T
+        bools("x", "x"), np.ones((2, 1)), capacity=1, policy="probs", mask_T=np.array([True, False])
     )
     assert found.kept_TE.tolist() == [[False], [True]]
     assert found.demand_E.tolist() == [1] and found.probs_TE.tolist() == [[0], [1]]

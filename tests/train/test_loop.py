@@ -70,7 +70,7 @@ def test_the_loss_falls(outcomes, flags):
     assert [row.step for row in outcome.rows] == [1, 2, 3, 4, 5, 6]
     assert outcome.rows[0].loss == pytest.approx(math.log(256), rel=0.05)
     mean = sum(row.loss for row in outcome.rows[1:]) / 5
-    assert (outcome.rows[0].fill is None) == ("--dispatcher" in flags)  # Only ours counts.
+    assert (outcome.rows[0].dropped is None) == ("--dispatcher" in flags)  # Only ours counts.
     assert outcome.last_loss == pytest.approx(mean, rel=1e-12)
     assert outcome.rows[5].loss < mean < outcome.rows[0].loss
     assert Outcome(rows=outcome.rows[:1], evaluations={}).last_loss is None
