@@ -3,23 +3,21 @@
 import contextlib
 import io
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
+from padded_dispatch.config import Policy
 from padded_dispatch.megatron import uninstall
 from padded_dispatch.megatron.telemetry import padded_moe_layers
-from padded_dispatch.counters import Counters
 from padded_dispatch.trace import load_traces
 from padded_dispatch.train import loop
 from padded_dispatch.train.arguments import parse
-from padded_dispatch.train.settings import Settings
-from padded_dispatch.tune.replay import Policy, replay
+from padded_dispatch.tune.demand import demand_of
+from padded_dispatch.tune.replay import replay
 
-# Counters by (step, layer, rank).
-Counted = dict[tuple[int, int, int], dict[str, Any]]
+# By (step, layer): rows asked for at this rank's tokens, rows that this rank counts as kept, and
+# the largest need of a pass.
+Counted = dict[tuple[int, int], tuple[int, int, int]]
 
 
 def counted_run(flags: str, device: torch.device) -> Counted:
@@ -29,15 +27,14 @@ def counted_run(flags: str, device: torch.device) -> Counted:
 
     def step(trainer: loop.Trainer, number: int) -> loop.Step:
         layers = padded_moe_layers(trainer.chunks)
-        before = {layer: copy(moe.token_dispatcher.counters) for layer, moe in layers.items()}
-        for moe in layers.values():
-            moe.token_dispatcher.counters.max_demand.zero_()
+        counters = {layer: moe.token_dispatcher.counters for layer, moe in layers.items()}
+        before = {layer: rows_of(c) for layer, c in counters.items()}
+        for c in counters.values():
+            c.max_need.zero_()
         done = step_of_run(trainer, number)
-        for layer, moe in layers.items():
-            after = copy(moe.token_dispatcher.counters)
-            figures = {name: after[name] - before[layer][name] for name in after}
-            figures["max_demand"] = after["max_demand"]
-            counted[number, layer, stage_rank(trainer.settings)] = figures
+        for layer, c in counters.items():
+            asked, kept = (now - was for now, was in zip(rows_of(c), before[layer], strict=True))
+            counted[number, layer] = asked, kept, int(c.max_need)
         return done
 
     loop.Trainer.step = step
@@ -51,35 +48,42 @@ def counted_run(flags: str, device: torch.device) -> Counted:
     return counted
 
 
-def copy(counters: Counters) -> dict[str, Any]:
-    """Copy the counters to the host."""
-    names = ("num_tokens", "lost_tokens", "num_slots", "max_demand")
-    return {name: getattr(counters, name).item() for name in names} | {
-        "demand_E": counters.demand_E.cpu().numpy().copy(),
-        "kept_E": counters.kept_E.cpu().numpy().copy(),
-    }
-
-
-def stage_rank(settings: Settings) -> int:
-    return dist.get_rank() % (settings.layout.workers // settings.layout.pp)
+def rows_of(counters) -> tuple[int, int]:
+    return int(counters.demand_E.sum()), int(counters.kept_E.sum())
 
 
 def assert_trace_says_the_same(
-    folder: Path, counted: Counted, *, factor: float, policy: Policy = "probs"
+    folder: Path,
+    counted: list[Counted],
+    *,
+    factor: float,
+    policy: Policy = "probs",
+    store_layers: int | None = None,
 ) -> None:
-    """Check that a replay of the run's trace at the run's factor equals its counters."""
+    """Check that a replay of the run's trace at the run's factor equals the counters of all ranks.
+
+    Over collectives.
+    """
     trace = load_traces([folder])
-    found = replay(trace, [factor], policy=policy)
-    keys = list(zip(trace.steps.tolist(), trace.layers.tolist(), trace.ranks.tolist(), strict=True))
-    assert set(keys) == {key for key in counted if key[0] in set(trace.steps.tolist())}
-    assert found.dropped.sum() > 0 and found.lost_tokens.sum() > 0  # Else the test would be weak.
-    for key in sorted(set(keys)):
-        here = np.array([other == key for other in keys])
-        figures = counted[key]
-        assert found.demand_by_expert[here].sum(0).tolist() == figures["demand_E"].tolist()
-        assert found.kept_by_expert[0, here].sum(0).tolist() == figures["kept_E"].tolist()
-        assert found.num_tokens[here].sum() == figures["num_tokens"]
-        assert found.lost_tokens[0, here].sum() == figures["lost_tokens"]
-        assert found.slots[0] * here.sum() == figures["num_slots"]
-        balance = trace.num_tokens * trace.top_k / trace.num_experts
-        assert found.needed_factor[here].max() * balance == figures["max_demand"]
+    assert trace.capacity_pool is not None
+    demand = demand_of(trace)
+    given = {"store_layers": store_layers, "strikes": policy}
+    found = replay(demand, [factor], pool=trace.capacity_pool, **given)
+    assert found.dropped.sum() > 0  # Else the test would be weak.
+    places = [
+        (step, layer)
+        for step in found.steps.tolist()
+        for layer in demand.layers.tolist()
+        if any((step, layer) in of_rank for of_rank in counted)
+    ]
+    assert {place for of_rank in counted for place in of_rank if place[0] in found.steps} == {
+        *places
+    }
+    for step, layer in places:
+        here = [of_rank[step, layer] for of_rank in counted if (step, layer) in of_rank]
+        asked, kept = sum(rows for rows, _, _ in here), sum(rows for _, rows, _ in here)
+        at = demand.layers.tolist().index(layer), found.steps.tolist().index(step)
+        assert (asked, asked - kept) == (found.asked[at], found.dropped[0][at]), (step, layer)
+    if trace.capacity_pool == "expert":
+        most = max(need for of_rank in counted for _, _, need in of_rank.values())
+        assert found.needed.max() * demand.mean_rows == most

@@ -33,7 +33,7 @@ RUNS = [
     "--dispatcher allgather",
     "--dispatcher alltoall-drop-pad",
     "--ep 1 --etp 2",
-    "--pp 2 --vpp 2 --num-layers 4 --padded-capacity-pool rank",
+    "--pp 2 --vpp 2 --num-layers 4 --experts packed",
 ]
 
 
@@ -70,7 +70,7 @@ def test_the_loss_falls(outcomes, flags):
     assert [row.step for row in outcome.rows] == [1, 2, 3, 4, 5, 6]
     assert outcome.rows[0].loss == pytest.approx(math.log(256), rel=0.05)
     mean = sum(row.loss for row in outcome.rows[1:]) / 5
-    assert (outcome.rows[0].fill is None) == ("--dispatcher" in flags)  # Only ours counts.
+    assert (outcome.rows[0].dropped is None) == ("--dispatcher" in flags)  # Only ours counts.
     assert outcome.last_loss == pytest.approx(mean, rel=1e-12)
     assert outcome.rows[5].loss < mean < outcome.rows[0].loss
     assert Outcome(rows=outcome.rows[:1], evaluations={}).last_loss is None
@@ -179,18 +179,18 @@ def _counted(flags: str) -> Counted:
 
 
 @pytest.mark.parametrize(
-    ("flags", "policy"),
+    ("flags", "given"),
     [
-        ("--eval-every 6 --global-batch 18 --drop-policy position", "position"),
-        ("--pp 2 --num-layers 4 --balancing expert-bias", "probs"),
+        ("--eval-every 6 --global-batch 18 --drop-policy position", {"policy": "position"}),
+        ("--pp 2 --num-layers 4 --balancing expert-bias", {}),
+        ("--experts packed --num-layers 3 --global-batch 18", {}),
+        ("--experts packed --num-layers 4 --pp 2 --global-batch 9", {"store_layers": 2}),
     ],
 )
-def test_what_a_trace_replays_is_what_the_run_counted(pool2, tmp_path, flags, policy):
-    counted: Counted = {}
+def test_what_a_trace_replays_is_what_the_run_counted(pool2, tmp_path, flags, given):
     run = f"--steps 6 --capacity-factor 0.5 --trace {tmp_path} {flags}"
-    for of_rank in pool2.run(_counted, run):
-        counted |= of_rank
-    assert_trace_says_the_same(tmp_path, counted, factor=0.5, policy=policy)
+    counted = pool2.run(_counted, run)
+    assert_trace_says_the_same(tmp_path, counted, factor=0.5, **given)
     trace = load_traces([tmp_path])
     assert (trace.num_experts, trace.top_k, trace.num_tokens) == (8, 2, 72)
     assert set(trace.steps.tolist()) == {1, 2, 3, 4, 5, 6} and len(list(tmp_path.iterdir())) == 2

@@ -18,11 +18,13 @@ FLAGS = ["--device", "cpu", "--workers", "2", "--micro-batch", "2", "--seq-lengt
 
 
 def counted(demand: list[int], kept: list[int], slots: int) -> Any:
-    counters = Counters(DispatchConfig(num_experts=2, top_k=1), CPU)
+    config = DispatchConfig(num_experts=2, top_k=1)
+    counters = Counters(config, CPU)
     counters.demand_E += torch.tensor(demand)
     counters.kept_E += torch.tensor(kept)
     counters.num_slots += slots
-    return SimpleNamespace(token_dispatcher=SimpleNamespace(counters=counters))
+    dispatcher = SimpleNamespace(counters=counters, dispatch_config=config)
+    return SimpleNamespace(token_dispatcher=dispatcher)
 
 
 def step(losses: list[float], start_s: float, end_s: float, retried: bool | None = None) -> Step:
