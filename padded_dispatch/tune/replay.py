@@ -33,17 +33,15 @@ class Replay:
     """The outcome of each capacity factor.
 
     `configs`: one for each factor, which rise. `room`: slots of a cell, or rows of a store, at each
-    factor. `fill`: kept rows relative to all room. `asked`: [layers, steps], rows asked for,
-    summed over sources and micro-batches. `dropped`: [factors, layers, steps]. `needed`: [steps], a
-    factor at which nothing is dropped. `needed_alone`: [layers], the same if a layer had no other
-    to share with, over all steps.
+    factor. `asked`: [layers, steps], rows asked for, summed over sources and micro-batches.
+    `dropped`: [factors, layers, steps]. `needed`: [steps], a factor at which nothing is dropped.
+    `needed_alone`: [layers], the same if a layer had no other to share with, over all steps.
     """
 
     pool: CapacityPool
     demand: Demand
     configs: tuple[DispatchConfig, ...]
     room: NDArray[np.int64]
-    fill: NDArray[np.float64]
     asked: NDArray[np.int64]
     dropped: NDArray[np.int64]
     needed: NDArray[np.float64]
@@ -108,19 +106,16 @@ def replay(
     require(len(factors) >= 1, "factors", factors, "hold at least one factor")
     configs = tuple(_config(demand, factor, pool, etp) for factor in factors)
     asked = demand.counts.sum((2, 3), dtype=np.int64)
-    room, all_room, kept = [], [], []
+    room, kept = [], []
     for config in configs:
         if pool == "expert":
             room.append(config.capacity(demand.num_tokens))
-            all_room.append(demand.counts.size * room[-1])
             kept.append(np.minimum(demand.counts, room[-1]).sum((2, 3), dtype=np.int64))
             continue
         counts, num_slots = demand.counts, config.wire_slots(demand.num_tokens)
         if strikes and trace and num_slots < demand.num_tokens:
             counts = strike(trace, num_slots, config.num_ranks, strikes)
-        rows = config.rows(demand.num_tokens)
-        room.append(rows * min(store_layers, num_layers))
-        all_room.append(len(counts) * config.num_ranks * num_layers * rows)
+        room.append(config.rows(demand.num_tokens) * min(store_layers, num_layers))
         cells = _cells(counts, config)
         stacked = [_stack(cells[:, stack], config, demand.num_tokens) for stack in stacks]
         kept.append(np.concatenate(stacked, axis=1))
@@ -135,7 +130,6 @@ def replay(
         demand=demand,
         configs=configs,
         room=np.array(room),
-        fill=np.array([rows.sum() / of for rows, of in zip(kept, all_room, strict=True)]),
         asked=by_step(asked),
         dropped=np.stack([by_step(asked - rows) for rows in kept]),
         needed=np.array([needed[step_of_pass == i].max() for i in range(len(steps))]),
