@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from padded_dispatch import Activation, DispatchConfig, ExpertWeights, PaddedDispatcher, Store
+from padded_dispatch import Activation, DispatchConfig, ExpertWeights, PaddedDispatcher
 from padded_dispatch.config import FIT, NO_DROP
 from tests.support.pool import WorkerError, WorkerPool
 from tests.support.threads import run_on_threads
@@ -17,13 +16,13 @@ from tests.support.whole_layers import (
     ROUTINGS,
     Case,
     Found,
+    Model,
     OneRank,
     assert_found,
+    check,
     expected,
-    groups_of,
     make_case,
     on_all_ranks,
-    padded_experts,
     stacks_are_empty,
 )
 
@@ -37,53 +36,6 @@ def config_of(pool: str, num_ranks: int = 1, etp_size: int = 1, **changes: Any) 
     sizes: Any = dict(num_experts=experts, top_k=min(3, experts), capacity_factor=0.75)
     sizes |= dict(capacity_pool="store" if pool == "store" else "expert", **changes)
     return DispatchConfig(**sizes, num_ranks=num_ranks, etp_size=etp_size)
-
-
-class Model:
-    """Dispatchers of all layers of a case, on this rank."""
-
-    def __init__(self, case: Case, pool: str, exchange: Any = "auto") -> None:
-        self.case, self.pool, self.store = case, pool, Store()
-        group, etp_group = groups_of(case.config)
-        groups = dict(group=group, etp_group=etp_group)
-        self.dispatchers = [
-            PaddedDispatcher(case.config, **groups, exchange=exchange, store=self.store)
-            for _ in case.layers
-        ]
-
-    def layer(self, rank: OneRank, layer: int, tokens_TD: Tensor) -> Tensor:
-        dispatcher, weights = self.dispatchers[layer], rank.weights_Y[layer]
-        given = tokens_TD, rank.probs_YTE[layer], rank.maps_YTE[layer]
-        mask_T = rank.masks_YT[layer]
-        if self.pool != "padded":
-            return dispatcher.run(*given, weights, self.case.activation, mask_T)
-        sent = dispatcher.dispatch(*given, mask_T)
-        assert not sent.plan.unplaced_E.any()
-        out_ND = padded_experts(sent.expert_input, weights, self.case.activation)
-        return dispatcher.combine(out_ND, sent)
-
-    def forward(self, rank: OneRank, recompute: bool = False) -> Tensor:
-        tokens_TD = rank.tokens_TD
-        for layer in range(len(self.case.layers)):
-            given = rank, layer, tokens_TD
-            if recompute:
-                add: Any = checkpoint(self.layer, *given, use_reentrant=True)
-            else:
-                add = self.layer(*given)
-            tokens_TD = tokens_TD + add
-        return tokens_TD
-
-
-def one_pass(case: Case, pool: str, recompute: bool = False) -> tuple[Found, bool]:
-    model, rank = Model(case, pool), OneRank(case)
-    found = rank.found(model.forward(rank, recompute))
-    return found, stacks_are_empty(model.store)
-
-
-def check(case: Case, pool: str, recompute: bool = False) -> None:
-    results = on_all_ranks(case.config, one_pass, case, pool, recompute)
-    assert_found([found for found, _ in results], expected(case, keeps=not recompute))
-    assert all(is_empty for _, is_empty in results)
 
 
 @POOLS
@@ -263,3 +215,70 @@ def _differing(what: str) -> str:
 )
 def test_ranks_that_differ_all_raise(what, words):
     assert all(words in error for error in run_on_threads(2, _differing, what))
+
+
+def with_frozen(case: Case, frozen: tuple[str, ...], pool: str) -> dict[str, Tensor | None]:
+    """Return the gradients of one layer, of which some leaves are frozen, by their names."""
+    model, rank = Model(case, pool), OneRank(case)
+    leaves = {"tokens_TD": rank.tokens_TD, "probs_TE": rank.probs_YTE[0]}
+    leaves |= {name: getattr(rank.weights_Y[0], name) for name in case.layers[0].weights}
+    for name in frozen:
+        leaves[name].requires_grad_(False)
+    model.forward(rank).sum().backward()
+    assert stacks_are_empty(model.store)
+    return {name: leaf.grad for name, leaf in leaves.items()}
+
+
+@pytest.mark.parametrize("pool", ["store", "padded"])
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ("tokens_TD",),
+        ("probs_TE",),
+        ("fc1_LGD", "fc2_LDF"),
+        ("tokens_TD", "probs_TE", "fc1_LGD", "fc1_bias_LG"),
+        ("probs_TE", "fc1_LGD", "fc2_LDF", "fc1_bias_LG", "fc2_bias_LD"),
+    ],
+    ids=str,
+)
+def test_what_is_frozen_changes_no_other_gradient(pool, frozen):
+    case = make_case(config_of(pool, 2), ["thin"])
+    results, whole = (on_all_ranks(case.config, with_frozen, case, f, pool) for f in (frozen, ()))
+    for found, wanted in zip(results, whole, strict=True):
+        for name, gradient in wanted.items():
+            if name in frozen:
+                assert found[name] is None
+            else:
+                assert torch.equal(found[name], gradient), name
+
+
+def in_dtypes(case: Case, dtype: torch.dtype, probs_dtype: torch.dtype, pool: str) -> list[Tensor]:
+    """Return the output and the gradients of one layer in other dtypes."""
+    rank, names = OneRank(case), case.layers[0].weights
+    leaves = [rank.tokens_TD, *(getattr(rank.weights_Y[0], name) for name in names)]
+    leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
+    rank.tokens_TD = leaves[0]
+    rank.weights_Y[0] = ExpertWeights(**dict(zip(names, leaves[1:], strict=True)))
+    rank.probs_YTE[0] = rank.probs_YTE[0].detach().to(probs_dtype).requires_grad_()
+    out_TD = Model(case, pool).layer(rank, 0, rank.tokens_TD)
+    out_TD.backward(torch.from_numpy(case.grad_STD[rank.source]).to(dtype))
+    found = [out_TD.detach(), *(leaf.grad for leaf in [*leaves, rank.probs_YTE[0]])]
+    assert [one.dtype for one in found] == [dtype] * (len(leaves) + 1) + [probs_dtype]
+    return found
+
+
+@pytest.mark.parametrize("probs_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("num_ranks", "etp_size"), [(1, 1), (2, 2)])
+def test_dtypes_stay_and_are_as_exact_as_they_can_be(dtype, probs_dtype, num_ranks, etp_size):
+    """Against fp64: a few units in the last place of the largest value."""
+    config = config_of("store", num_ranks, etp_size, capacity_factor=NO_DROP)
+    case = make_case(config, ["thin"], hidden=16, ffn=16)
+    given = [(dtype, probs_dtype), (torch.float64, torch.float64)]
+    found, exact = (on_all_ranks(config, in_dtypes, case, *one, "store") for one in given)
+    # The gradient of a probability has its own dtype.
+    for of_rank, exact_of_rank in zip(found, exact, strict=True):
+        for i, (value, wanted) in enumerate(zip(of_rank, exact_of_rank, strict=True)):
+            error = (value.double() - wanted).abs().max()
+            eps = max(torch.finfo(dtype).eps, torch.finfo(value.dtype).eps)
+            assert error <= 8 * eps * wanted.abs().max(), i

@@ -1,40 +1,12 @@
-"""64 expert-parallel ranks as threads of one process, with a real all-to-all between them.
-
-Ranks of whole jobs start the same collectives in every situation.
-"""
+"""Ranks of whole jobs, as threads of one process, start the same collectives in every situation."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from padded_dispatch import DispatchConfig, PaddedDispatcher
-from tests import test_dispatcher
 from tests.support.collectives import recorded
-from tests.support.grids import Grid, poisoned_memory
 from tests.support.many_ranks import Steps, World, train
 from tests.support.threads import run_on_threads
-from tests.test_dispatcher import Batch, OneRank, _Step, assert_is_reference, config_of, make_batch
-
-RANKS = 64
-
-
-def one_step(config: DispatchConfig, batch: Batch) -> OneRank:
-    dispatcher, step = PaddedDispatcher(config, group=dist.group.WORLD), _Step(config, batch)
-    return step.finish(dispatcher, step.dispatch(dispatcher))
-
-
-def whole_world(num_ranks: int, etp_size: int) -> Grid:
-    return Grid(r=dist.get_rank(), i=0, group=dist.group.WORLD, etp_group=None)
-
-
-@pytest.mark.parametrize("routing", ["hot", "masked"])
-def test_sixty_four_ranks_are_the_reference(monkeypatch, routing):
-    monkeypatch.setattr(test_dispatcher, "grid", whole_world)
-    config = config_of("padded", RANKS)
-    batch = make_batch(config, routing)
-    with poisoned_memory():
-        results = run_on_threads(RANKS, one_step, config, batch)
-    assert_is_reference(config, batch, results)
 
 
 def test_all_ranks_of_a_job_start_the_same_collectives():

@@ -1,11 +1,12 @@
 """The specification itself: worked by hand where small, and its gradients against differences."""
 
+import math
+
 import numpy as np
 import pytest
 
+from padded_dispatch import Activation
 from tests.support import reference
-from tests.support.pools import pools
-from tests.support.routings import routing_map, thin_out
 
 
 def bools(*rows: str) -> np.ndarray:
@@ -17,7 +18,7 @@ def test_select_keeps_the_most_probable_or_the_first():
     probs_TE = np.array([[0.2], [0.5], [0.9], [0.5]])
     kept = {
         (policy, capacity): np.flatnonzero(
-            reference.select(map_TE, probs_TE, sizes=pools(1, capacity), policy=policy).kept_TE
+            reference.select(map_TE, probs_TE, capacity=capacity, policy=policy).kept_TE
         ).tolist()
         for policy in ("probs", "position")
         for capacity in (1, 2, 4)
@@ -32,65 +33,130 @@ def test_select_keeps_the_most_probable_or_the_first():
     }
 
 
-def test_plan_of_pools_orders_rows_by_expert():
-    # Two pools of two experts each, P = 3. The second pool has one slot too few for expert 3.
-    plan = reference.plan(bools("xx..", ".x.x", "x.xx", "..x."), top_k=3, sizes=pools(4, 3, 2))
-    assert plan.slot_of_TK.tolist() == [[0, 2, -1], [-1, 5, -1], [1, 3, -1], [4, -1, -1]]
-    assert plan.expert_of_TK.tolist() == [[0, 1, -1], [-1, 3, -1], [0, 2, -1], [2, -1, -1]]
-    assert plan.choice_of_slot_GP.tolist() == [[0, 6, 1], [7, 9, 4]]
-    assert plan.kept_E.tolist() == [2, 1, 2, 1]
-    assert plan.num_unplaced == 2
+def test_padding_tokens_ask_for_nothing():
+    found = reference.select(
+        bools("x", "x"), np.ones((2, 1)), capacity=1, policy="probs", mask_T=np.array([True, False])
+    )
+    assert found.kept_TE.tolist() == [[False], [True]]
+    assert found.demand_E.tolist() == [1] and found.probs_TE.tolist() == [[0], [1]]
 
 
-def test_plan_counts_what_has_no_slot():
-    # Token 0 has three experts, one more than K. Expert 0 is asked for by three tokens, one more
-    # than C; the lost row keeps its place among the choices of token 2.
-    plan = reference.plan(bools("xxx", "x..", "x.x"), top_k=2, sizes=pools(3, 2))
-    assert plan.slot_of_TK.tolist() == [[0, 2], [1, -1], [-1, 4]]
-    assert plan.choice_of_slot_GP.tolist() == [[0, 2], [1, -1], [5, -1]]
-    assert plan.kept_E.tolist() == [2, 1, 1]
-    assert plan.num_unplaced == 2
+def test_a_plan_numbers_rows_by_token():
+    # Token 2 has three experts, one more than K.
+    plan = reference.plan(bools("xx..", ".x.x", "x.xx", "...."), top_k=2)
+    assert plan.expert_TK.tolist() == [[0, 1], [1, 3], [0, 2], [-1, -1]]
+    assert plan.place_TK.tolist() == [[0, 0], [1, 0], [1, 0], [-1, -1]]
+    assert plan.kept_E.tolist() == [2, 2, 1, 1]
+    assert plan.num_unplaced == 1
 
 
-# Two ranks with two shards each, so S = 4; E = 4, L = 2, K = 2, T = 3, C = 2 (M = 8).
-RANKS, SHARDS, EXPERTS, TOP_K, TOKENS, CAPACITY, HIDDEN = 2, 2, 4, 2, 3, 2, 2
-SOURCES = RANKS * SHARDS
+@pytest.mark.parametrize(("policy", "left"), [("probs", [1, 0]), ("position", [0, 0])])
+def test_the_wire_takes_the_most_probable_tokens_or_the_first(policy, left):
+    """Both tokens ask for both ranks; for rank 0, token 1 is more probable in sum."""
+    probs_TE = np.array([[0.5, 0.0, 0.9, 0.0], [0.4, 0.2, 0.1, 0.0]])
+    given = dict(num_slots=1, num_ranks=2, policy=policy)
+    kept_TE = reference.strike(bools("x.x.", "xxx."), probs_TE, **given)
+    assert [np.flatnonzero(kept_TE[:, e]).tolist() for e in (0, 2)] == [[one] for one in left]
+    assert kept_TE[:, :2].any(1).sum() == 1
+    assert reference.strike(bools("x.x."), probs_TE[:1], **given).tolist() == [[1, 0, 1, 0]]
 
 
-def address(source: int, t: int) -> int:
-    return 100 * (source + 1) + 10 * (t + 1)
-
-
-TOKENS_STD = np.array(
-    [[[address(s, t), address(s, t) + 1] for t in range(TOKENS)] for s in range(SOURCES)]
+@pytest.mark.parametrize(
+    ("space", "level"), [(6, math.inf), (5, 2), (4, 1), (3, 1), (2, 0), (0, 0), (-1, 0)]
 )
-PROBS_STE = np.arange(1, SOURCES * TOKENS * EXPERTS + 1).reshape(SOURCES, TOKENS, EXPERTS)
+def test_a_water_level(space, level):
+    assert reference.water_level(np.array([[3, 1], [2, 0]]), space) == level
 
 
-@pytest.fixture
-def plans() -> list[reference.Plan]:
-    maps = [
-        thin_out(routing_map(TOKENS, EXPERTS, TOP_K, seed=s), share=0.2) for s in range(SOURCES)
-    ]
-    kept = [
-        reference.select(m, p, sizes=pools(EXPERTS, CAPACITY), policy="position").kept_TE
-        for m, p in zip(maps, PROBS_STE, strict=True)
-    ]
-    kept[1] = bools("....", "....", "....")
-    kept[2] = bools("x..x", "..x.", "x...")
-    sizes = pools(EXPERTS, CAPACITY)
-    return [reference.plan(kept_TE, top_k=TOP_K, sizes=sizes) for kept_TE in kept]
+def test_a_store_leaves_later_layers_their_share():
+    """Three layers with 5 rows each, whose share is 4: at most 7, 11 and 15 rows are in use."""
+    store = reference.Store([5] * 3, [4] * 3, [9] * 3)
+    assert [store.keep(np.array([[count]])) for count in (8, 8, 2)] == [7, 4, math.inf]
+    assert store.kept_Y == [7, 4, 2]
+    assert store.need == 8 + 8 + 4  # What is left to the last layer counts, though it asks for 2.
+    # A layer never has more than `most`, nor a later one less than it asks for within its share.
+    store = reference.Store([30, 3], [20, 4], [9, 9])
+    assert [store.keep(np.array([[count]])) for count in (12, 3)] == [9, math.inf]
 
 
-def test_dispatch_puts_each_row_into_its_source_s_block(plans):
-    given = reference.dispatch(TOKENS_STD, PROBS_STE, plans, num_ranks=RANKS)
-    assert given.rows_RLMD.shape == (RANKS, EXPERTS // RANKS, SOURCES * CAPACITY, HIDDEN)
-    # Source 2 owns rows 4 and 5. Experts 0 and 1 are on rank 0, experts 2 and 3 on rank 1.
-    block = given.rows_RLMD[:, :, 4:6, 0].reshape(EXPERTS, CAPACITY).tolist()
-    assert block == [[310, 330], [0, 0], [320, 0], [310, 0]]
-    probs = given.probs_RLM[:, :, 4:6].reshape(EXPERTS, CAPACITY).tolist()
-    assert probs == [[25, 33], [0, 0], [31, 0], [28, 0]]
-    assert given.kept_RSL[:, 2].flatten().tolist() == [2, 0, 1, 1]
-    # Source 1 sent nothing.
-    assert not given.rows_RLMD[:, :, 2:4].any()
-    assert not given.kept_RSL[:, 1].any()
+def test_rows_above_the_level_of_their_rank_find_no_room():
+    map_STE = np.stack([bools("xx", "xx", ".x"), bools("..", "xx", "x.")])
+    found_STE = reference.found_room(map_STE, [1, math.inf])
+    assert found_STE[0].tolist() == bools("xx", ".x", ".x").tolist()
+    assert found_STE[1].tolist() == bools("..", "xx", "..").tolist()
+    assert reference.counts(map_STE, 1, 2).tolist() == [[3], [1]]
+
+
+def test_cells_are_blocks_of_sources():
+    """One expert on rank 1, two sources, C = 2: source 0 fills one row, source 1 both."""
+    rows_STE = np.stack([bools("..", "xx"), bools(".x", ".x")])
+    tokens_STD = np.array([[[10.0], [11.0]], [[20.0], [21.0]]])
+    probs_STE = np.arange(8.0).reshape(2, 2, 2)
+    given = dict(capacity=2, rank=1, num_ranks=2)
+    cells = reference.cells(tokens_STD, probs_STE, rows_STE, **given)
+    assert cells.rows_LSCD.tolist() == [[[[11], [0]], [[20], [21]]]]
+    assert cells.probs_LSC.tolist() == [[[3, 0], [5, 7]]]
+    assert cells.source_LSC.tolist() == [[[0, -1], [1, 1]]]
+    assert cells.token_LSC.tolist() == [[[1, -1], [0, 1]]]
+
+
+def test_a_layer_by_hand():
+    """Token 2 has two experts of two shards; its second row does not count."""
+    weights = {
+        "fc1_LGD": np.array([[[[1.0]], [[3.0]]], [[[2.0]], [[5.0]]]]),
+        "fc2_LDF": np.ones((2, 2, 1, 1)),
+        "fc2_bias_LD": np.full((2, 2, 1), 7.0),
+    }
+    activation = Activation(function="squared_relu", gated=False)
+    given = np.array([[[2.0]]]), np.array([[[0.5, 0.25]]]), bools("x.")[None]
+    (((out,),),) = reference.layer(*given, weights, activation)
+    assert out == 0.5 * ((2 * 1) ** 2 + 7 + (2 * 2) ** 2 + 7)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        Activation(),
+        Activation(function="gelu", clamp=0.4),
+        Activation(function="quick_gelu", clamp=0.6, offset=1.0),
+        Activation(function="squared_relu", gated=False),
+    ],
+    ids=str,
+)
+def test_gradients_are_differences(activation):
+    generator = np.random.default_rng(7)
+    sources, tokens, experts, shards, hidden, ffn = 2, 4, 3, 2, 3, 2
+    width = ffn * (2 if activation.gated else 1)
+    shapes = {
+        "fc1_LGD": (width, hidden),
+        "fc2_LDF": (hidden, ffn),
+        "fc1_bias_LG": (width,),
+        "fc2_bias_LD": (hidden,),
+    }
+    values = {name: generator.normal(size=(shards, experts, *s)) for name, s in shapes.items()}
+    values["tokens"] = generator.normal(size=(sources, tokens, hidden))
+    values["probs"] = generator.random((sources, tokens, experts))
+    rows_STE = generator.random((sources, tokens, experts)) < 0.6
+    rows_STE[..., 1] = False  # An expert without a row.
+    grad_STD = generator.normal(size=values["tokens"].shape)
+
+    def given(of: dict[str, np.ndarray]) -> tuple:
+        weights = {name: of[name] for name in shapes}
+        return of["tokens"], of["probs"], rows_STE, weights, activation
+
+    def product() -> float:
+        return float((reference.layer(*given(values)) * grad_STD).sum())
+
+    tokens_grad, probs_grad, grads = reference.layer_backward(*given(values), grad_STD)
+    grads |= {"tokens": tokens_grad, "probs": probs_grad}
+    step = 1e-6
+    for name, value in values.items():
+        for at in np.ndindex(value.shape):
+            before = value[at]
+            value[at] = before + step
+            above = product()
+            value[at] = before - step
+            difference = (above - product()) / (2 * step)
+            value[at] = before
+            assert grads[name][at] == pytest.approx(difference, rel=1e-6, abs=1e-7), (name, at)
+    assert not grads["fc1_LGD"][:, 1].any() and not grads["probs"][~rows_STE].any()

@@ -74,6 +74,7 @@ CONTENDERS = {
 SKEWS: dict[str, dict[str, Any]] = {
     "uniform": {"skew": "uniform"},
     "lognormal-0.6": {"skew": "lognormal", "sigma": 0.6},
+    "lognormal-1.0": {"skew": "lognormal", "sigma": 1.0},
     "topics-0.5": {"skew": "topics", "sigma": 0.5},
     "hot": {"skew": "hot"},
     "idle-rank": {"skew": "uniform"},

@@ -29,7 +29,7 @@ from padded_dispatch.utils.nvtx import nvtx_range
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertInput:
-    """What the experts of this rank read.
+    """Rows that the experts of this rank read, in padded cells.
 
     Attributes:
         rows_ND: tokens, by local expert, then by source; exactly 0 in padded rows.
@@ -47,7 +47,7 @@ class ExpertInput:
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """What `combine` needs of a dispatch.
+    """Facts of a dispatch that `combine` needs.
 
     Attributes:
         wire: the exchange of the pass.

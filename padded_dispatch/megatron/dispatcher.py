@@ -54,20 +54,19 @@ from padded_dispatch.routing.plan import Plan, choice_probs, make_plan
 # The tensors of `Plan`; experts and places keep the shape that the tokens came in.
 _PLAN_TENSORS = "expert_SBK", "place_SBK", "kept_E", "unplaced_E"
 
+_IN_EVALUATION = "padded dispatch in evaluation: "
 _EVALUATION_FITS = (
-    "padded dispatch in evaluation: each pass has the sizes that its routing needs, and drops "
-    "nothing; for another capacity set eval_factor"
+    f"{_IN_EVALUATION}each pass has the sizes that its routing needs, and drops nothing; for "
+    "another capacity set eval_factor"
 )
 _EVALUATION_IS_AS_TRAINING = (
-    "padded dispatch in evaluation: capacity and drops are as in training, because a CUDA graph "
-    "captures evaluation; for another capacity set eval_factor"
+    f"{_IN_EVALUATION}capacity and drops are as in training, because a CUDA graph captures "
+    "evaluation; for another capacity set eval_factor"
 )
 _GENERATION_DROPS_NOTHING = (
     "padded dispatch in a CUDA graph of text generation: it drops nothing, having room for every "
     "routing; to pay less memory in graphs of many tokens, set eval_factor to a number"
 )
-_LESS_TO_TRAIN = "set moe_expert_capacity_factor, 1.25 for a start"
-_LESS_TO_GENERATE = "set eval_factor, 4 for a start, or capture graphs of fewer tokens"
 
 
 class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
@@ -82,6 +81,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         pg_collection: `ep` and `expt_tp` are used.
 
     Attributes:
+        packed: whether experts are `StackedExperts`.
         store: where the rows of training passes lie, with those of other layers; None if each pass
             has memory of its own.
         replicas: the group of the ranks with the same experts, if it is known.
@@ -91,6 +91,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         ValueError: names every setting that the padded path does not support.
     """
 
+    packed = False
     store: Store | None = None
     kept_inputs: tuple[str, ...] = ("moe_dispatch", "mlp")
 
@@ -118,17 +119,17 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.agreement = Agreement(self.ep_group, self.tp_group)
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         kind, dtype = self._options.exchange, config.params_dtype
-        self.agreement.check(exchange=kind, experts_are_packed=chosen.packed, dtype=dtype)
+        self.agreement.check(exchange=kind, experts_are_packed=self.packed, dtype=dtype)
         self.exchange, reason = choose(
             self.dispatch_config,
             self.ep_group,
             self.tp_group,
             kind,
-            packed=chosen.packed,
+            packed=self.packed,
             device=torch.device(device),
             dtype=dtype,
         )
-        self.chosen = {"experts": "packed" if chosen.packed else "module"}
+        self.chosen = {"experts": "packed" if self.packed else "module"}
         self.chosen |= {"exchange": self.exchange.kind}
         rank = self.ep_group.rank()
         self.counters = Counters(self.configs.training, device, rank=rank)
@@ -260,27 +261,45 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self._announced.add(key)
         if self.configs.in_training:
             require_gradients_arrive(self.experts, self.config)
-        generates = config is self.configs.generation
-        announce(
-            config,
-            tokens_TD,
-            num_rows=self._num_rows(config, len(tokens_TD)),
-            logs=self._logs and not generates,
-            fix=_LESS_TO_GENERATE if generates else _LESS_TO_TRAIN,
-        )
-        if self._logs and generates:
+            announce(config, tokens_TD, packed=self.packed, logs=self._logs)
+        elif self._logs and config is self.configs.generation:
             log_once(_GENERATION_DROPS_NOTHING)
-        elif self._logs and not self.configs.in_training and self._options.eval_factor is None:
+        elif self._logs and self._options.eval_factor is None:
             log_once(_EVALUATION_FITS if config.fits else _EVALUATION_IS_AS_TRAINING)
 
-    def _num_rows(self, config: DispatchConfig, num_tokens: int) -> int:
-        """Return the rows of this rank's experts for which a pass has room."""
-        raise NotImplementedError
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Send tokens to the ranks of their experts, unless experts do so themselves."""
+        if self.shared_overlap is not None:
+            self.shared_overlap.wait()
+        rows, probs = self._send(hidden_states, probs)
+        if self.shared_overlap is not None:
+            self.shared_overlap.fc1(rows)
+        return rows, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Pass the experts' output on."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Return the sum of every token's rows, [T, D]."""
+        if self.shared_overlap is not None:
+            self.shared_overlap.wait()
+        sum_TD = self._bring(hidden_states)
+        if self.shared_overlap is not None:
+            self.shared_overlap.fc2(sum_TD)
+        return sum_TD
+
+    def _send(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden_states, probs
+
+    def _bring(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
 
 
 class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     """The dispatcher of `StackedExperts`: see the module's docstring."""
 
+    packed = True
     kept_inputs = "moe_dispatch", "mlp", "moe_combine"
     _calls: Calls | None = None
 
@@ -293,13 +312,6 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
                 self.config, number, lambda: self.configs.training, self._pipeline, *key
             )
             self.store = self._calls.store
-
-    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Pass tokens on."""
-        if self.shared_overlap is not None:
-            self.shared_overlap.wait()
-            self.shared_overlap.fc1(hidden_states)
-        return hidden_states, probs
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
@@ -327,30 +339,13 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             rooms = self._calls.rooms(tokens_TD, fc1_width, logs=self._logs)
         return rooms or scratch(config, len(tokens_TD))
 
-    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Pass sums on."""
-        return hidden_states
-
-    def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Pass sums on."""
-        if self.shared_overlap is not None:
-            self.shared_overlap.wait()
-            self.shared_overlap.fc2(hidden_states)
-        return hidden_states
-
-    def _num_rows(self, config: DispatchConfig, num_tokens: int) -> int:
-        return 0 if config.fits else config.rows(num_tokens)
-
 
 class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     """The dispatcher of Megatron's own experts, which read padded cells."""
 
     _sent: Sent | None = None  # From `token_dispatch` to `token_combine`.
 
-    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Send tokens to the ranks of their experts, and lay out their cells."""
-        if self.shared_overlap is not None:
-            self.shared_overlap.wait()
+    def _send(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         config, plan, tokens_TD = self.dispatch_config, self._plan(), hidden_states.flatten(0, -2)
         if self.config.overlap_moe_expert_parallel_comm:  # Another stream reads the plan.
             for tensor in vars(plan).values():
@@ -367,8 +362,6 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         counters = self._counters_now()
         if counters is not None:
             counters.add_received(given.count_SL)
-        if self.shared_overlap is not None:
-            self.shared_overlap.fc1(given.rows_ND)
         return given.rows_ND, given.probs_N
 
     def dispatch_postprocess(
@@ -382,24 +375,10 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         rows_L = torch.full((num_local_experts,), len(hidden_states) // num_local_experts)
         return hidden_states, rows_L, probs
 
-    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Pass the experts' output on, [N, D]."""
-        return hidden_states
-
-    def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Send rows back to the ranks of their tokens, and sum them, [T, D]."""
-        if self.shared_overlap is not None:
-            self.shared_overlap.wait()
+    def _bring(self, hidden_states: Tensor) -> Tensor:
         sent, self._sent = self._sent, None
         assert sent is not None
-        sum_TD = padded.combine(hidden_states, sent)
-        if self.shared_overlap is not None:
-            self.shared_overlap.fc2(sum_TD)
-        return sum_TD
-
-    def _num_rows(self, config: DispatchConfig, num_tokens: int) -> int:
-        cells = config.num_local_experts * config.num_sources
-        return 0 if config.fits else cells * config.capacity(num_tokens)
+        return padded.combine(hidden_states, sent)
 
 
 def dispatcher_for(config: Any) -> type[PaddedAlltoAllTokenDispatcher]:
@@ -434,32 +413,32 @@ def counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
             yield from dispatcher.eval_counters.tensors()
 
 
-def announce(
-    config: DispatchConfig, tokens_TD: Tensor, *, num_rows: int, logs: bool, fix: str
-) -> None:
+def announce(config: DispatchConfig, tokens_TD: Tensor, *, packed: bool, logs: bool) -> None:
     """Log once per shape what it costs to drop nothing, and raise if it cannot fit.
 
     Args:
         config: nothing happens unless its factor is `NO_DROP`, nor if balance needs as much.
         tokens_TD: [T, D].
-        num_rows: rows for which one layer has room.
+        packed: whether experts read real rows only.
         logs: this rank logs.
-        fix: the setting that asks for less room.
 
     Raises:
         ValueError: when one layer's rows exceed the whole memory of the device; the same on all
             ranks, which have compared everything that decides it.
     """
-    share = config.share(len(tokens_TD))
-    if config.capacity_factor != NO_DROP or num_rows <= share:
+    num_tokens, width = tokens_TD.shape
+    num_rows = config.num_local_experts * config.num_sources * num_tokens
+    if config.capacity_factor == NO_DROP and packed:
+        num_rows = config.rows(num_tokens)
+    ratio, size = num_rows / config.share(num_tokens), num_rows * width * tokens_TD.element_size()
+    if config.capacity_factor != NO_DROP or ratio <= 1:
         return
-    ratio = num_rows / share
-    size = num_rows * tokens_TD.shape[1] * tokens_TD.element_size()
     cost = (
         "a capacity factor of NO_DROP (moe_expert_capacity_factor=None) drops nothing and keeps "
         f"room for {num_rows} rows in each layer, {ratio:.1f} times as many as in perfect balance: "
         f"{size / 2**30:.2f} GiB before fc1"
     )
+    fix = "set moe_expert_capacity_factor, 1.25 for a start"
     if tokens_TD.is_cuda:
         memory = torch.cuda.get_device_properties(tokens_TD.device).total_memory
         if size > memory:

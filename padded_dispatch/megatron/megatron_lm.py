@@ -318,6 +318,7 @@ def record_routing(
         num_experts=dispatcher.dispatch_config.num_experts,
         num_ranks=num_sources,
         rank=parallel_state.get_expert_data_parallel_rank() * num_sources + dist.get_rank(group),
+        capacity_pool=dispatcher.dispatch_config.capacity_pool,
         every=every,
         num_steps=num_steps,
         max_bytes=max_bytes,

@@ -14,9 +14,11 @@ from padded_dispatch.counters import Counters
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.experts import Call, plain, run
 from padded_dispatch.experts.store import Room, Rooms, Store, fitting, scratch
+from padded_dispatch.kernels import layout
 from padded_dispatch.routing.plan import choice_probs, make_plan
 from padded_dispatch.routing.select import select
 from tests.support import reference
+from tests.support.device import equal, here
 from tests.support.whole_layers import (
     ROUTINGS,
     Case,
@@ -88,37 +90,42 @@ def test_rows_are_given_back_in_reverse_order():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_rule_is_the_oracle_s(seed):
+def test_the_rule_is_the_oracle_s_and_the_kernel_s(seed):
     generator = np.random.default_rng(seed)
     sources, experts = generator.integers(1, 9, 2)
     rows, shares, most = generator.integers(1, 60, (3, 5))
     store = reference.Store(rows.tolist(), shares.tolist(), most.tolist())
-    top, need = torch.zeros(2, dtype=torch.int32), torch.zeros((), dtype=torch.int64)
-    kept_L, idle = torch.zeros(experts, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
-    total_L, num_idle = np.zeros(experts, int), 0
+    top = torch.zeros(2, dtype=torch.int32)
+    counted = {name: torch.zeros(1, dtype=torch.int64) for name in ("idle", "max_need")}
+    counted["kept_L"] = torch.zeros(int(experts), dtype=torch.int64)
+    there_top, there = here(top.clone()), {name: here(v.clone()) for name, v in counted.items()}
+    total_L, num_idle, passes = np.zeros(experts, int), 0, []
     for layer in range(5):
         count_SL = generator.integers(0, generator.integers(1, 9), (sources, experts))
         used, level = sum(store.kept_Y), store.keep(count_SL)
         kept_SL = np.minimum(count_SL, level).astype(int)
         later = store.later(layer)
-        room = Room(
-            limit=int(rows.sum()) - later,
-            most=int(most[layer]),
-            share=1,
-            top=top,
-            first=layer == 0,
-            later=later,
-        )
-        counted = dict(kept_L=kept_L, idle=idle, max_need=need)
+        sizes = dict(limit=int(rows.sum()) - later, most=int(most[layer]), later=later)
+        room = Room(**sizes, share=1, top=top, first=layer == 0)
         given = torch.from_numpy(count_SL).to(torch.int32)
-        offsets, found_level, _ = plain.store_offsets(given, room, **counted)
+        found = plain.store_offsets(given, room, **counted)
+        in_kernel = layout.lay_out(here(given), there_top, first=layer == 0, **sizes, **there)
+        passes.append((found, in_kernel))
         wanted = used + np.concatenate([[0], kept_SL.T.flatten().cumsum()])
-        assert offsets.tolist() == wanted.tolist()
-        assert found_level.item() == min(level, plain.NO_LEVEL)
+        assert found[0].tolist() == wanted.tolist()
+        assert found[1].item() == min(level, plain.NO_LEVEL)
         assert top.tolist() == [sum(store.kept_Y), sum(store.asked_Y)]
         total_L, num_idle = total_L + kept_SL.sum(0), num_idle + (count_SL.sum() == 0)
-        assert kept_L.tolist() == total_L.tolist() and idle == num_idle
-        assert need == store.need
+        assert counted["kept_L"].tolist() == total_L.tolist()
+        assert (counted["idle"].item(), counted["max_need"].item()) == (num_idle, store.need)
+        kernel = in_kernel.offsets, in_kernel.level, in_kernel.before
+        equal(*zip(found, kernel, strict=True), (top, there_top))
+        equal(*((value, there[name]) for name, value in counted.items()))
+    for (offsets, _, before), in_kernel in reversed(passes):
+        plain.release(top, offsets, before)
+        layout.release(there_top, in_kernel)
+        equal((top, there_top))
+    assert top.tolist() == [0, 0]
 
 
 def chain(case: Case, mode: str) -> tuple[Found, bool]:

@@ -1,5 +1,6 @@
 """The six methods, called as Megatron calls them."""
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -76,18 +77,19 @@ def test_what_evaluation_drops_is_named_once(caplog, monkeypatch, captured):
 
 
 def test_the_price_of_dropping_nothing_is_said_once(caplog):
-    config = DispatchConfig(num_experts=8, top_k=2, num_ranks=4)
+    config = DispatchConfig(num_experts=8, top_k=2, num_ranks=2)
+    dropping = dataclasses.replace(config, capacity_factor=1.0)
+    one_rank = dataclasses.replace(config, num_ranks=1, capacity_pool="store")
     tokens_TD = torch.empty(1000, 64, dtype=torch.bfloat16)
-    given = {"num_rows": 8000, "logs": True, "fix": "set it"}
     with caplog.at_level(logging.WARNING, logger="padded_dispatch"):
-        for _ in range(3):
-            announce(config, tokens_TD, **given)
-        announce(DispatchConfig(num_experts=8, top_k=2, capacity_factor=1.0), tokens_TD, **given)
-        announce(config, torch.cat([tokens_TD, tokens_TD]), **given | {"logs": False})
-        announce(config, tokens_TD, **given | {"num_rows": 2000})  # No more than in balance.
-    (record,) = caplog.records
-    assert "room for 8000 rows in each layer, 4.0 times as many as in perfect" in record.message
-    assert record.message.endswith("To pay less, set it.")
+        for packed in (False, False, True):
+            announce(config, tokens_TD, packed=packed, logs=True)
+        announce(dropping, tokens_TD, packed=False, logs=True)
+        announce(config, torch.cat([tokens_TD, tokens_TD]), packed=False, logs=False)
+        announce(one_rank, tokens_TD, packed=True, logs=True)  # No more than in balance.
+    for message, rows in zip(caplog.messages, ("8000 rows", "4000 rows"), strict=True):
+        assert rows in message and "set moe_expert_capacity_factor" in message
+    assert "4.0 times as many as in perfect balance" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("experts", ["module", "packed"])

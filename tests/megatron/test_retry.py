@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import logging
 import random
-from collections import namedtuple
+from collections import OrderedDict, UserDict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -91,7 +91,7 @@ class DropCount:
     def __init__(self) -> None:
         self.dropped: list[int] = []
 
-    def observe(self, asked_TE, probs_TE, selection, sizes):
+    def observe(self, asked_TE, probs_TE, selection, kept_here):
         self.dropped.append(int((asked_TE & ~selection.kept_TE).sum()))
 
 
@@ -254,43 +254,65 @@ def test_every_form_that_schedules_take_is_recorded_as_far_as_it_is_read():
     assert (next(first), next(second)) == ("b", "z")
 
 
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    ends: torch.Tensor
+    most: int = 3
+
+
 @ON_CPU
 @pytest.mark.parametrize("reuses", [True, False], ids=["loader", "forward step"])
 def test_memory_that_is_written_later_does_not_matter(reuses):
     """Either the loader fills the same memory again, or the forward step changes its batch."""
 
-    def batch(value: int) -> dict[str, Any]:
+    def batch(value: int) -> Any:
         ids = torch.tensor([value, value])
-        other = object()
-        array = np.full(2, value)
-        return {"ids": ids, "more": [Pair(ids + 1, None), (array, other)], "other": other}
+        more = [Pair(ids + 1, None), (np.full(2, value),), deque([ids + 2]), {"a set"}]
+        return UserDict(ids=ids, more=more, nested=OrderedDict(bounds=Bounds(ids + 3)))
 
     batches = [batch(0)] * 3 if reuses else [batch(number) for number in range(3)]
 
-    def loader() -> Iterator[dict[str, Any]]:
+    def change(one: Any, value: int) -> None:
+        one["ids"].fill_(value)
+        one["more"][0].ids.fill_(value + 1)
+        one["more"][1][0].fill(value)
+        one["more"][2][0].fill_(value + 2)
+        one["nested"]["bounds"].ends.fill_(value + 3)
+
+    def loader() -> Iterator[Any]:
         for number, one in enumerate(batches):
             if reuses:
-                one["ids"].fill_(number)
-                one["more"][0].ids.fill_(number + 1)
-                one["more"][1][0].fill(number)
+                change(one, number)
             yield one
 
     recorded = record(loader())
     for one in recorded:
         if not reuses:
-            one["ids"] += 100
-            one["more"][0].ids.zero_()
-            one["more"][1][0].fill(-1)
+            change(one, 100)
+            one["more"][2].clear()
             one["more"].append("changed")
-            del one["other"]
+            one["nested"].clear()
+            del one["nested"]
     again = list(replay(recorded))
     assert len(again) == 3
     for number, one in enumerate(again):
-        assert one["ids"].tolist() == [number, number]
-        pair, (array, other) = one["more"]
+        assert type(one) is UserDict and one["ids"].tolist() == [number, number]
+        pair, (array,), queue, words = one["more"]
         assert isinstance(pair, Pair) and pair.ids.tolist() == [number + 1] * 2
-        assert pair.mask is None
-        assert array.tolist() == [number, number] and other is one["other"]
+        assert pair.mask is None and words == {"a set"}
+        assert array.tolist() == [number, number] and queue[0].tolist() == [number + 2] * 2
+        assert type(one["nested"]) is OrderedDict
+        assert one["nested"]["bounds"].ends.tolist() == [number + 3] * 2
+        assert one["nested"]["bounds"].most == 3
+
+
+@ON_CPU
+def test_what_a_forward_step_might_change_is_refused_by_name():
+    for value in (object(), SimpleNamespace(ids=torch.ones(1)), iter([1])):
+        recorded = record(iter([{"ids": torch.ones(1), "more": [1, value]}]))
+        words = rf"^microbatch\['more'\]\[1\] must be a tensor, .* got '{type(value).__name__}'"
+        with pytest.raises(ValueError, match=words):
+            next(recorded)
 
 
 DRAWS: dict[str, Callable[[], Any]] = {

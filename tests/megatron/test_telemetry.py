@@ -47,10 +47,10 @@ class HostCount:
         self.kept_E = np.zeros(E, dtype=np.int64)
         self.largest = 0
 
-    def observe(self, asked_TE, probs_TE, selection, sizes):
+    def observe(self, asked_TE, probs_TE, selection, kept_here):
         demand_E = asked_TE.numpy().sum(0)
         self.demand_E += demand_E
-        self.kept_E += np.minimum(demand_E, sizes.pool_slots)
+        self.kept_E += np.minimum(demand_E, selection.capacity)
         self.largest = max(self.largest, int(demand_E.max()))
 
 
@@ -86,7 +86,7 @@ def test_snapshots_come_one_step_after_each_read_was_started():
         assert [int(part.num_passes_Y[0]) for part in parts] == [1, 2, 3, 2]
         assert sum(part.demand_YE[0] for part in parts).tolist() == counts.demand_E.tolist()
         assert sum(part.kept_YE[0] for part in parts).tolist() == counts.kept_E.tolist()
-        assert max(int(part.max_demand_Y[0]) for part in parts) == counts.largest
+        assert max(int(part.max_need_Y[0]) for part in parts) == counts.largest
 
 
 def overflowing(numbers: tuple[int, ...] = (1, 2), **options: Any) -> tuple[Any, Telemetry]:
@@ -115,9 +115,9 @@ def test_drops_are_said_in_words_and_more_and_more_rarely(caplog):
         of_all = snapshots.training.figures()["dropped"]
         # The 13 tokens want 2 of 4 experts; at factor 0.5 an expert has 4 slots, and needs 13.
         assert caplog.messages == [
-            f"69.23% of the rows of layer 2 found no room at step 1 ({of_all:.2%} of all rows); a "
-            "capacity factor of 2 would have held them: set it, capacity_pool='rank' or "
-            "on_overflow='retry' (warning 1)"
+            f"69.23% of the rows of layer 2 found no room at step 1 ({of_all:.2%} of all rows); "
+            "moe_expert_capacity_factor=2 would have held all layers: set it, "
+            "capacity_pool='store' or on_overflow='retry' (warning 1)"
         ]
         for _ in range(16):
             passes(chunk)
@@ -167,9 +167,9 @@ def test_an_early_read_loses_nothing_of_a_pending_one():
         assert telemetry.step() is None
         snapshot = telemetry.read().training
         assert snapshot.demand_YE[0].tolist() == counts.demand_E.tolist()
-        assert snapshot.max_demand_Y[0] == counts.largest
+        assert snapshot.max_need_Y[0] == counts.largest
         empty = telemetry.read().training
-        assert not empty.demand_YE.any() and empty.max_demand_Y[0] == 0 and empty.figures() == {}
+        assert not empty.demand_YE.any() and empty.max_need_Y[0] == 0 and empty.figures() == {}
 
 
 def test_earlier_counts_are_left_out_and_totals_may_wrap():
@@ -253,7 +253,7 @@ def test_two_ranks_are_summed_and_idle_passes_belong_to_a_rank(pool2):
     for y in range(2):
         assert snapshot.demand_YE[y].tolist() == (first[y][0] + second[y][0]).tolist()
         assert snapshot.kept_YE[y].tolist() == (first[y][1] + second[y][1]).tolist()
-        assert snapshot.max_demand_Y[y] == max(first[y][2], second[y][2])
+        assert snapshot.max_need_Y[y] == max(first[y][2], second[y][2])
     assert np.array_equal(snapshot.demand_YE, again.demand_YE)
     assert snapshot.num_passes_Y.tolist() == [6, 6]
     assert snapshot.idle_passes_YR.tolist() == [[0, 0], [0, 3]]

@@ -7,8 +7,8 @@ The rules. A row is a pair (token, expert) of a source; place p means that it is
 source for that expert, by token. Which rows count:
 
 - cells: each (source, expert) keeps its first C rows in the policy's order;
-- the wire: if more than P tokens of a source ask for a rank, the first P in the policy's order
-  stay; a token is as probable as the sum of its rows there;
+- the wire, between ranks: if more than P tokens of a source ask for one, the first P in the
+  policy's order stay; a token is as probable as the sum of its rows there;
 - the store: a rank's layers take rows one after the other. The store has the sum of the layers'
   rows; a layer must leave each later one the smaller of its share and its rows, and has at most
   `most`. If its rows do not fit, each (expert, source) keeps those with places below w, the largest
@@ -85,8 +85,10 @@ def select_backward(kept_TE: NDArray, grad_TE: NDArray) -> NDArray:
 def strike(
     map_TE: NDArray, probs_TE: NDArray, *, num_slots: int, num_ranks: int, policy: str
 ) -> NDArray:
-    """Keep the rows of at most P tokens of this source at each rank."""
+    """Keep the rows of at most P tokens of this source at each of several ranks."""
     kept_TE, width = map_TE.copy(), map_TE.shape[1] // num_ranks
+    if num_ranks == 1:
+        return kept_TE
     for rank in range(num_ranks):
         here = slice(rank * width, (rank + 1) * width)
         tokens = [

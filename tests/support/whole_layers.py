@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from padded_dispatch import Activation, DispatchConfig, ExpertWeights
+from padded_dispatch import Activation, DispatchConfig, ExpertWeights, PaddedDispatcher
 from padded_dispatch.experts.activation import activate
 from padded_dispatch.experts.padded import ExpertInput
 from padded_dispatch.experts.store import Store
@@ -349,3 +350,57 @@ def padded_experts(given: ExpertInput, weights: ExpertWeights, activation: Activ
 def stacks_are_empty(store: Store) -> bool:
     """Return whether all rows of a store were given back."""
     return all(stack.last == -1 and stack.top[0] == 0 for stack in store._stacks)
+
+
+class Model:
+    """Dispatchers of all layers of a case, on this rank."""
+
+    def __init__(self, case: Case, pool: str, exchange: Any = "auto") -> None:
+        self.case, self.pool, self.store = case, pool, Store()
+        group, etp_group = groups_of(case.config)
+        groups = dict(group=group, etp_group=etp_group)
+        self.dispatchers = [
+            PaddedDispatcher(case.config, **groups, exchange=exchange, store=self.store)
+            for _ in case.layers
+        ]
+
+    def layer(self, rank: OneRank, layer: int, tokens_TD: Tensor) -> Tensor:
+        dispatcher, weights = self.dispatchers[layer], rank.weights_Y[layer]
+        given = tokens_TD, rank.probs_YTE[layer], rank.maps_YTE[layer]
+        mask_T = rank.masks_YT[layer]
+        if self.pool != "padded":
+            return dispatcher.run(*given, weights, self.case.activation, mask_T)
+        sent = dispatcher.dispatch(*given, mask_T)
+        assert not sent.plan.unplaced_E.any()
+        out_ND = padded_experts(sent.expert_input, weights, self.case.activation)
+        return dispatcher.combine(out_ND, sent)
+
+    def forward(self, rank: OneRank, recompute: bool = False) -> Tensor:
+        tokens_TD = rank.tokens_TD
+        for layer in range(len(self.case.layers)):
+            given = rank, layer, tokens_TD
+            if recompute:
+                add: Any = checkpoint(self.layer, *given, use_reentrant=True)
+            else:
+                add = self.layer(*given)
+            tokens_TD = tokens_TD + add
+        return tokens_TD
+
+
+def _one_pass(case: Case, pool: str, recompute: bool = False) -> tuple[Found, bool]:
+    model, rank = Model(case, pool), OneRank(case)
+    found = rank.found(model.forward(rank, recompute))
+    return found, stacks_are_empty(model.store)
+
+
+def check(case: Case, pool: str, recompute: bool = False) -> None:
+    """Compare a pass of the dispatcher on all ranks with the oracle.
+
+    Args:
+        case: layers and tokens.
+        pool: "padded" for experts that read padded cells; else our packed experts compute.
+        recompute: whether backward computes each layer again.
+    """
+    results = on_all_ranks(case.config, _one_pass, case, pool, recompute)
+    assert_found([found for found, _ in results], expected(case, keeps=not recompute))
+    assert all(is_empty for _, is_empty in results)

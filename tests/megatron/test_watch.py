@@ -1,0 +1,173 @@
+"""Drops are said in a training loop that has no `Telemetry`, and the loop waits for nothing."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from padded_dispatch.megatron import Telemetry, watch
+from padded_dispatch.megatron.telemetry import Reader, overflow_words
+from tests.support.training import Model, Training, with_changes, world
+
+HALF = Model(factor=0.5, microbatches=3)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def said(caplog: Any) -> list[str]:
+    return [text for text in caplog.messages if "found no room" in text]
+
+
+def test_the_1st_2nd_4th_step_that_drops_is_said_with_its_number(alone, caplog):
+    with world(HALF), caplog.at_level(logging.WARNING, "padded_dispatch"):
+        training = Training(HALF)
+        for number in range(6):
+            training.step(number)
+            if number == 0:
+                assert said(caplog) == []  # The step after it says so.
+    words = said(caplog)
+    # The sixth has not ended, as no seventh began.
+    assert [text.rpartition("(")[2] for text in words] == [f"warning {n})" for n in (1, 2, 4)]
+    for step, text in zip((1, 2, 4), words, strict=True):
+        assert f"found no room at step {step} (" in text
+        assert "; moe_expert_capacity_factor=" in text and "would have held all layers" in text
+
+
+def test_what_is_said_is_what_telemetry_reads(alone, caplog):
+    with world(HALF), caplog.at_level(logging.WARNING, "padded_dispatch"):
+        training, read = Training(HALF), []
+        start = Reader.start
+
+        def noted(reader: Reader, step: int) -> Any:
+            read.append(step)
+            return start(reader, step)
+
+        with patch.object(Reader, "start", noted):
+            for number in range(31):
+                training.passes(number=number)
+        assert read == [*range(1, 11), 20, 30]
+        first = said(caplog)[0]
+        caplog.clear()
+        twin = Training(HALF)
+        telemetry = Telemetry(twin.chunks)
+        for number in range(3):
+            twin.passes(number=number)
+            if number == 0:
+                words = overflow_words(telemetry.read())
+        assert first == f"{words.replace('step 0', 'step 1')} (warning 1)"
+        assert len(said(caplog)) == 1  # Telemetry's: a loop that has one is not watched.
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"factor": 2.0},
+        {"options": {"overflow_threshold": 0.9}},
+        {"options": {"on_overflow": "retry"}},
+    ],
+    ids=str,
+)
+def test_nothing_is_said_where_nothing_is_lost(alone, caplog, changes):
+    model = with_changes(HALF, changes)
+    with world(model), caplog.at_level(logging.WARNING, "padded_dispatch"):
+        training = Training(model)
+        for number in range(3):
+            training.step(number)
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"graph": "layer"},
+        {"graph": "layer", "scopes": ("moe_router",)},
+        {"fields": {"recompute_granularity": "full", "recompute_method": "uniform"}},
+        {"evaluates": (2, 5)},
+    ],
+    ids=str,
+)
+def test_replays_recompute_and_evaluation_are_no_steps(alone, caplog, changes):
+    model = with_changes(HALF, {"options": {"experts": "module"}, **changes})
+    if "fields" in changes:
+        model = with_changes(model, {"fields": {"recompute_num_layers": 1}})
+    with world(model), caplog.at_level(logging.WARNING, "padded_dispatch"):
+        training = Training(model)
+        training.step(0)
+        training.capture()
+        for number in (1, 2, 3):
+            training.step(number)
+        training.end()
+        steps = training.moe[0][1].token_dispatcher.watch.steps
+    assert steps == 3 and len(said(caplog)) == 2
+
+
+def test_a_reading_waits_for_its_copy_and_the_loop_does_not(alone, caplog):
+    with world(HALF), caplog.at_level(logging.WARNING, "padded_dispatch"):
+        training, arrived = Training(HALF), [False]
+        start = Reader.start
+
+        class Event:
+            def query(self) -> bool:
+                return arrived[0]
+
+            def synchronize(self) -> None:
+                assert arrived[0]
+
+        def started(reader: Reader, step: int) -> Any:
+            copy = start(reader, step)
+            object.__setattr__(copy, "arrived", Event())
+            return copy
+
+        with patch.object(Reader, "start", started):
+            for number in range(4):
+                training.step(number)
+            assert said(caplog) == []
+            arrived[0] = True
+            training.step(4)
+    assert [text.rpartition("(")[2] for text in said(caplog)] == [
+        f"warning {n})" for n in (1, 2, 4)
+    ]
+
+
+def _words_of_ranks(model: Model) -> list[str]:
+    """Return what this rank logs."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("padded_dispatch")
+    log.addHandler(handler)
+    try:
+        with world(model):
+            training = Training(model)
+            for number in range(3):
+                training.step(number)
+    finally:
+        log.removeHandler(handler)
+    return [text for text in records if "found no room" in text]
+
+
+@pytest.mark.parametrize("options", [{"experts": "module"}, {"experts": "packed"}], ids=str)
+def test_one_rank_says_what_all_have_dropped(pool2, options):
+    first, second = pool2.run(
+        _words_of_ranks, with_changes(HALF, {"ranks": 2, "ep": 2, "options": options})
+    )
+    assert len(first) == 2 and second == []
+
+
+def test_each_stage_of_a_pipeline_says_what_its_layers_drop(pool2):
+    stages = with_changes(HALF, {"ranks": 2, "pp": 2, "microbatches": 4})
+    first, second = pool2.run(_words_of_ranks, stages)
+    assert "of layer 1 found" in first[0] and "of layer 2 found" in second[0]
+
+
+def test_a_microbatch_calculator_is_not_needed():
+    with patch.object(watch, "get_num_microbatches", lambda: (_ for _ in ()).throw(AttributeError)):
+        assert watch._num_microbatches() == 1
