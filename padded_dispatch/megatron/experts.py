@@ -55,7 +55,7 @@ _REMEDY = 'PaddedOptions(experts="module")'
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenExperts:
-    """What `PaddedOptions.experts` and `PaddedOptions.capacity_pool` mean for a config.
+    """The meaning of `PaddedOptions.experts` and `PaddedOptions.capacity_pool` for a config.
 
     Attributes:
         packed: whether experts are `StackedExperts`; else they are the module of the layer's spec.
@@ -69,7 +69,7 @@ class ChosenExperts:
 
 
 def chosen_experts(config: Any) -> ChosenExperts:
-    """Return what the options of a config mean for it.
+    """Return the experts that the options of a config mean, and which rows share room.
 
     "auto" keeps the spec's module where the config has a setting that `StackedExperts` does not
     compute (fp8 among them), where training is not in bf16, and on GPUs before Hopper. Rows share a
@@ -79,20 +79,14 @@ def chosen_experts(config: Any) -> ChosenExperts:
         ValueError: if a store was asked for, and packed experts do not support the config.
     """
     options = padded_options(config)
-    pool, packed, reason = options.capacity_pool, options.experts == "packed", ""
-    if options.experts != "auto":
-        reason = f"experts={options.experts!r} was asked for"
-    elif pool == "store":
-        against = _refusals(config)
-        if device := _against_device():
-            against.append(f"  {device}")
-        if against:
-            lines = [line.partition(". Remedy")[0] for line in against]
-            rule = "capacity_pool must be expert, because a store needs packed experts, which do "
-            end = "got 'store'; set it to expert or auto"
-            raise ValueError("\n".join([rule + "not support", *lines, end]))
+    pool, packed = options.capacity_pool, options.experts == "packed"
+    reason = f"experts={options.experts!r} was asked for"
+    if options.experts == "auto" and pool == "store":
+        against = _refused(config) or _against_device()
+        rule = "be expert or auto, because a store needs packed experts"
+        require(not against, "capacity_pool", pool, rule, against)
         packed, reason = True, "capacity_pool='store'"
-    else:
+    elif options.experts == "auto":
         reason = _against_ours(config)
         packed, reason = not reason, reason or "experts='auto'"
     if pool == "auto":
@@ -132,7 +126,9 @@ def _against_ours(config: Any) -> str:
     """Return why "auto" keeps the module of the layer's spec; empty if it takes ours."""
     if refused := _refused(config):
         return refused
-    if _gets_adapters(config):
+    # Megatron-Bridge's training adds adapters by such a hook, after the model is built.
+    hooks = getattr(config, "_pre_wrap_hooks", ())
+    if any(getattr(hook, "__name__", "") == "peft_pre_wrap_hook" for hook in hooks):
         return "Megatron-Bridge adds adapters, which wrap Megatron's own linears"
     if not config.bf16:
         return "bf16 is not set"
@@ -142,12 +138,6 @@ def _against_ours(config: Any) -> str:
     if any(size % 8 for size in sizes):
         return f"the sizes {sizes[0]} and {sizes[1]} are not multiples of 8"
     return _against_device()
-
-
-def _gets_adapters(config: Any) -> bool:
-    """Return whether Megatron-Bridge's training will add adapters to a model of this config."""
-    hooks = getattr(config, "_pre_wrap_hooks", ())
-    return any(getattr(hook, "__name__", "") == "peft_pre_wrap_hook" for hook in hooks)
 
 
 def _against_device() -> str:
@@ -226,16 +216,19 @@ class StackedExperts(MegatronModule):
         """
         call, self.call = self.call, None
         assert call is not None
-        adds = adds_gradients(self.config)
+        first, second, adds = self.linear_fc1, self.linear_fc2, adds_gradients(self.config)
+        sums = (first.sums(), second.sums()) if adds else (None, None)
         weights = ExpertWeights(
-            fc1_LGD=self.linear_fc1.weight,
-            fc2_LDF=self.linear_fc2.weight,
-            fc1_bias_LG=self.linear_fc1.biases(),
-            fc2_bias_LD=self.linear_fc2.biases(),
-            fc1_sums_LGD=self.linear_fc1.sums() if adds else None,
-            fc2_sums_LDF=self.linear_fc2.sums() if adds else None,
-            fc1_delayed=self.linear_fc1.delayed,
-            fc2_delayed=self.linear_fc2.delayed,
+            fc1_LGD=first.weight,
+            fc2_LDF=second.weight,
+            fc1_bias_LG=first.biases(),
+            fc2_bias_LD=second.biases(),
+            fc1_sums_LGD=sums[0],
+            fc2_sums_LDF=sums[1],
+            fc1_spare_LGD=None if sums[0] is None else first.spare(),
+            fc2_spare_LDF=None if sums[1] is None else second.spare(),
+            fc1_delayed=first.delayed,
+            fc2_delayed=second.delayed,
         )
         return run(tokens_TD, prob_TK, weights, self.activation, call), None
 

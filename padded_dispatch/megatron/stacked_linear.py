@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -40,6 +41,9 @@ from padded_dispatch.experts import Delayed
 
 # The name of one expert's part of a parameter.
 _SINGLE_NAME = re.compile(r"(weight|bias)\d+")
+
+# `StackedLinear.spare`, by shape, dtype and device, as long as linears live that use it.
+_spares: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
 
 # Transformer Engine's key for fp8 scales, which a strict load asks for. Empty means none.
 _NO_SCALES = torch.empty(0, dtype=torch.uint8)
@@ -107,6 +111,7 @@ class StackedLinear(nn.Module):
         self.tensor_model_parallel = split_axis is not None
         self.partition_dim = 0 if split_axis is None else split_axis
         self.delayed: Delayed | None = deque() if delays else None
+        self._spare: Tensor | None = None
         self._when_added: list[Callable[[], None]] = []
         self.num_experts = len(weights)
         self.weight = nn.Parameter(torch.stack([weight.detach() for weight in weights]))
@@ -168,6 +173,17 @@ class StackedLinear(nn.Module):
             weight: Any = self.weight
             weight.grad_added_to_main_grad = True
         return sums
+
+    def spare(self) -> Tensor:
+        """Return memory like the weight that autograd may get as a gradient; never written.
+
+        All weights of a shape share it, so that graphs of layers do not keep one each.
+        """
+        key = self.weight.shape, self.weight.dtype, self.weight.device
+        self._spare = _spares.get(key)
+        if self._spare is None:
+            self._spare = _spares[key] = torch.empty_like(self.weight, requires_grad=False)
+        return self._spare
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         """Take DDP's hook of a weight with `skip_backward_post_hook`, for `backward_dw`."""

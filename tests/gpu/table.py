@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from megatron.core import package_info
 
-from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron import PaddedOptions
 from tests.support.direct_parity import Layer, eager_differs, replay_differs
 from tests.support.generation import GenerationCase, drops, generates_as_stock
@@ -44,8 +43,8 @@ LAYER = "a layer is at parity with stock"
 ROOM = "rows in room for all layers equal rows in room of their own"
 TEXT = "text generation equals stock"
 DROPS = "text generation that drops is found"
-DIRECT = "direct stores equal the all-to-all"
-REPLAYS = "1,000 replays of direct stores equal the all-to-all"
+DIRECT = "direct stores equal an oracle"
+REPLAYS = "1,000 replays of direct stores equal an oracle"
 
 TRAINING: dict[str, Any] = {
     "device": "cuda",
@@ -133,6 +132,10 @@ def _trained(
 
 def _replay(name: str, graph: str = "layer", scopes: Any = WHOLE, **changes: Any) -> Row:
     ways = {"eager": {}, "eager again": {}, "graphs": {"graph": graph, "scopes": scopes}}
+    if changes.get("cpu") and (not scopes or "moe" in scopes):
+        # Shapes of packed experts follow the routing on CPUs.
+        changes["options"] = {"experts": "module", **changes.get("options", {})}
+        changes["gpu"] = {"options": {"experts": "auto"}, **changes.get("gpu", {})}
     return _trained(EAGER, name, ways, **{"cpu": False, **changes})
 
 
@@ -172,6 +175,7 @@ def _replayed() -> Iterator[Row]:
     yield from _layouts()
     yield from _starved()
     yield from _pools()
+    yield from _crowded()
     yield from _masked()
 
 
@@ -206,8 +210,8 @@ def _starved() -> Iterator[Row]:
 
 
 def _chosen(ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield options by name: each pool with each exchange."""
-    for pool in ("expert", "rank"):
+    """Yield options by name: cells and a store, with each exchange."""
+    for pool in ("expert", "store"):
         for exchange in ("alltoall", "direct") if ranks > 1 else ("alltoall",):
             name = f"EP{ranks}, pool {pool}, {exchange}"
             options = {"capacity_pool": pool, "exchange": exchange, "experts": "packed"}
@@ -215,15 +219,12 @@ def _chosen(ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _pools() -> Iterator[Row]:
-    """Yield pools with each exchange, in each kind of graph; eager ones have the all-to-all."""
-    eager = {"options": {"exchange": "alltoall"}}
+    """Yield cells and stores with each exchange, in each kind of graph."""
     for ranks in (1, 2, 4):
         for name, chosen in _chosen(ranks):
             for scopes in (WHOLE, PARTIAL, ("attn", "moe_router")):
-                graphs = {"graph": "layer", "scopes": scopes}
-                ways = {"the all-to-all": eager, "eager": {}, "graphs": graphs}
                 full_name = f"{name}, graphs of {'+'.join(scopes)}"
-                yield _trained(EAGER, full_name, ways, cpu=False, microbatches=4, **chosen)
+                yield _replay(full_name, scopes=scopes, microbatches=4, **chosen)
             plain = {"ddp": {"use_distributed_optimizer": False}}
             yield _replay(f"{name}, graph of iterations", "iteration", gpu=plain, **chosen)
             again = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
@@ -231,6 +232,26 @@ def _pools() -> Iterator[Row]:
             if ranks == 2:
                 deep = {"pp": 2, "num_layers": 4, "microbatches": 4, **chosen, "ranks": 4}
                 yield _replay(f"{name}, PP2", **deep)
+
+
+def _crowded() -> Iterator[Row]:
+    """Yield stores that overflow, in one layer after the other and in recompute, and busy ranks."""
+    store: dict[str, Any] = {"options": {"capacity_pool": "store", "experts": "packed"}}
+    again = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    for ranks in (2, 4, 8):
+        how: dict[str, Any] = {"ranks": ranks, "ep": ranks, **store}
+        for factor in (0.3, 0.9):
+            name = f"EP{ranks}, a store at factor {factor} of 4 layers that overflow"
+            yield _replay(name, factor=factor, num_layers=4, microbatches=3, **how)
+        for scopes in (WHOLE, PARTIAL):
+            name = f"EP{ranks}, all rows to one rank, {'+'.join(scopes)}"
+            yield _replay(name, scopes=scopes, idle="others", gpt_oss=True, num_layers=4, **how)
+        name = f"EP{ranks}, all rows to one rank, recompute moe"
+        yield _replay(name, scopes=("moe",), idle="others", gpt_oss=True, fields=again, **how)
+        name = f"EP{ranks}, replayed and eager steps in turn"
+        yield _replay(name, mixed=True, factor=0.9, microbatches=3, num_layers=4, **how)
+        stages = {"pp": 2, "num_layers": 6, "microbatches": 4, **how, "ranks": 2 * ranks}
+        yield _replay(f"EP{ranks}, PP2, a store of 3 layers that overflow", factor=0.9, **stages)
 
 
 def _masked() -> Iterator[Row]:
@@ -291,7 +312,9 @@ def _retried() -> Iterator[Row]:
     yield _retry("TP2/EP2", ranks=2, tp=2, ep=2)
     yield _retry("TP2, fp16", ranks=2, tp=2, **half)
     bf16 = {"dtype": torch.bfloat16, "dropout": 0.0}  # The stand-in for graphs draws nothing.
-    yield _retry("EP2, layer graphs", "layer", ranks=2, ep=2, microbatches=1, **bf16)
+    module = {"options": {"experts": "module"}}
+    yield _retry("EP2, layer graphs", "layer", ranks=2, ep=2, microbatches=1, **bf16, **module)
+    yield _retry("EP2, a store", ep=2, options={"experts": "packed"}, **two)
     yield _retry("PP2/VPP2, layer graphs", "layer", cpu=False, **deep)
     for ranks, graph in itertools.product((1, 2), ("layer", "local", "iteration")):
         sizes = {"ranks": ranks, "ep": ranks, "microbatches": 3, "cpu": False}
@@ -343,21 +366,16 @@ def _overlapped() -> Iterator[Row]:
             yield _overlap(f"{name}, graphs of {'+'.join(scopes)}", **graphs)
         yield _overlap(f"{name}, PP2/VPP2", options=options, fields=sends, cpu=False, **deep)
     half = {"factor": 0.5, "options": packed}
-    yield _overlap("pool rank", **{**half, "options": packed | {"capacity_pool": "rank"}})
+    yield _overlap("store", **half, microbatches=4)
+    yield _overlap("cells", **{**half, "options": packed | {"capacity_pool": "expert"}})
     yield _overlap("retry", **{**half, "options": packed | {"on_overflow": "retry"}}, counts=False)
-    yield _overlap("direct, delayed, shared", options=direct, fields=shared, factor=0.5, **delayed)
-    yield _overlap("direct, graphs", options=direct, scopes=PARTIAL)
-    yield _overlap("direct, iteration", options=direct, graph="iteration", cpu=False)
-    yield _overlap("direct, PP2/VPP2", options=direct, fields=sends, cpu=False, **deep)
-    # One product sends rows home and stores them at once: no slot is overwritten too early.
-    ways = {"the all-to-all": {"options": {"exchange": "alltoall"}}, "direct": {}}
-    for name, fields in (
-        ("multi-token prediction, recompute", {"mtp_num_layers": 1, **_AGAIN}),
-        ("all recomputed", _FULL),
+    for name, more in (
+        ("direct, delayed, shared", {"fields": shared, "factor": 0.5, **delayed}),
+        ("direct, graphs", {"scopes": PARTIAL}),
+        ("direct, iteration", {"graph": "iteration"}),
+        ("direct, PP2/VPP2", {"fields": sends, **deep}),
     ):
-        how: dict[str, Any] = {"ranks": 2, "ep": 2, "microbatches": 4, "steps": 2}
-        yield _trained(DIRECT, f"training, {name}", ways, options=direct, fields=fields, **how)
-    yield _trained(DIRECT, "training, PP2/VPP2", ways, options=direct, ep=2, steps=2, **deep)
+        yield _overlap(name, options=direct, cpu=False, **more)
 
 
 _AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
@@ -415,7 +433,7 @@ def _flat() -> Iterator[Row]:
             case = with_changes(Model(graph="layer"), chosen)
             how: dict[str, Any] = {"case": case, "ranks": ranks, "gpu": gpu, "cpu": False}
             yield Row(check=MEMORY, name=f"2,000 steps, {name}", run=memory_is_flat, **how)
-            if name.endswith("pool rank, alltoall"):
+            if name.endswith("pool store, alltoall"):
                 fitting = with_changes(case, {"evaluates": (3, 160)})
                 how |= {"case": fitting, "gpu": TRAINING | {"steps": 500}}
                 yield Row(check=MEMORY, name=f"evaluations, {name}", run=memory_is_flat, **how)
@@ -427,13 +445,24 @@ def _flat() -> Iterator[Row]:
 
 
 def _in_flight() -> Iterator[Row]:
-    """Yield pipelines: several calls of a layer are in flight, and each has its own rows."""
-    ways = {"own": {"never_drops": True}, "shared": {"factor": 2.0}}
-    deep: dict[str, Any] = {"pp": 2, "vpp": 2, "num_layers": 4, "microbatches": 4, "steps": 2}
-    for ranks, dtype in ((2, torch.float32), (2, torch.bfloat16), (4, torch.float32)):
-        how = {"options": {"experts": "packed"}, "counts": False, "dtype": dtype, **deep}
-        name = f"PP2/VPP2/EP{ranks // 2}, {dtype}"
-        yield _trained(ROOM, name, ways, ranks=ranks, ep=ranks // 2, **how)
+    """Yield stores that hold all rows: each pass has its own, whatever is in flight."""
+    ways = {"own": {"never_drops": True}, "shared": {}}
+    stages: dict[str, Any] = {"pp": 2, "vpp": 2, "num_layers": 4, "microbatches": 4}
+    again = {"mtp_num_layers": 1, **_AGAIN}
+    how: dict[str, Any] = {"counts": False, "steps": 2, "factor": 2.0}
+    for exchange in ("alltoall", "direct"):
+        how["options"] = {"experts": "packed", "exchange": exchange}
+        for ranks, dtype in ((2, torch.float32), (2, torch.bfloat16), (4, torch.float32)):
+            name, small = f"PP2/VPP2/EP{ranks // 2}, {dtype}, {exchange}", exchange == "alltoall"
+            given = {"dtype": dtype, "gpu": {"dtype": torch.bfloat16}, "cpu": small, **stages}
+            yield _trained(ROOM, name, ways, ranks=ranks, ep=ranks // 2, **how, **given)
+        for name, fields in (("multi-token prediction, recompute", again), ("recompute", _FULL)):
+            given = {"ranks": 2, "ep": 2, "fields": fields, "cpu": exchange == "alltoall"}
+            yield _trained(ROOM, f"{name}, {exchange}", ways, microbatches=4, **how, **given)
+        for ranks, factor in ((2, 1.5), (4, 2.0), (8, 3.0)):
+            given = {"ranks": ranks, "ep": ranks, "num_layers": 12, "cpu": False}
+            name = f"12 layers, EP{ranks}, factor {factor}, {exchange}"
+            yield _trained(ROOM, name, ways, **{**how, "factor": factor}, **given)
 
 
 def _generating() -> Iterator[Row]:
@@ -442,6 +471,7 @@ def _generating() -> Iterator[Row]:
         case = GenerationCase(ranks=ranks, experts=experts, local_graphs=graphs)
         name = f"{experts}, EP{ranks}{', local graphs' * graphs}"
         how: dict[str, Any] = {"run": generates_as_stock, "ranks": ranks, "gpu": _TEXT}
+        how["cpu"] = experts == "module" or not graphs
         yield Row(check=TEXT, name=name, case=case, **how)
         if ranks > 1 and not graphs:
             uneven = dataclasses.replace(case, uneven=True)
@@ -505,22 +535,20 @@ def _layer(name: str, ranks: int, **changes: Any) -> Row:
 
 
 def _stored_directly() -> Iterator[Row]:
-    """Yield direct stores beside the all-to-all, eager and in replays; kernels need GPUs."""
-    small, rank = Layer(), Layer(pool="rank", factor=0.9)
-    wide = Layer(tokens=260, width=1032, top_k=4, local_experts=8, factor=0.5)
-    exact = {"dtype": torch.float32, "factor": NO_DROP}
+    """Yield direct stores beside an oracle, eager and in replays; kernels need GPUs."""
+    small = Layer()
+    wide = Layer(tokens=260, width=1032, top_k=4, local_experts=8, level=40)
     layers = {
         "bf16": small,
-        "fp32, no dropping": dataclasses.replace(small, **exact),
+        "fp32": dataclasses.replace(small, dtype=torch.float32),
         "one of everything": Layer(tokens=1, width=8, top_k=1, local_experts=1),
-        "pool rank": rank,
-        "pool rank, fp32, no dropping": dataclasses.replace(rank, **exact),
+        "rows without room": wide,
+        "more slots than tokens": dataclasses.replace(small, slots=600),
     }
     for ranks, (name, layer) in itertools.product((2, 4, 8), layers.items()):
         how: dict[str, Any] = {"run": eager_differs, "case": layer, "ranks": ranks, "cpu": False}
         yield Row(check=DIRECT, name=f"eager, R {ranks}: {name}", **how)
-    flights = {"pool expert": (small, wide), "pool rank": (rank, wide)}
-    for ranks, (name, pair) in itertools.product((2, 4, 8), flights.items()):
-        three = tuple(dataclasses.replace(one, microbatches_in_flight=3) for one in pair)
-        how = {"run": replay_differs, "case": three[0], "more": (three[1], 1000), "ranks": ranks}
-        yield Row(check=REPLAYS, name=f"R {ranks}: {name}", cpu=False, **how)
+    for ranks in (2, 4, 8):
+        pair = [dataclasses.replace(one, microbatches_in_flight=3) for one in (small, wide)]
+        how = {"run": replay_differs, "case": pair[0], "more": (pair[1], 1000), "ranks": ranks}
+        yield Row(check=REPLAYS, name=f"R {ranks}", cpu=False, **how)

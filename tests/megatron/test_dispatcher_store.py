@@ -28,12 +28,14 @@ def layer(pool: Any, factor: Any, *, eval_factor: Any = None, **settings: Any) -
     return made
 
 
-def chain(num_layers: int, factor: float | None, **settings: Any) -> list[Any]:
-    """Layers of one chunk."""
-    config = tiny.config(num_layers=num_layers, moe_expert_capacity_factor=factor, **settings)
-    config.padded_dispatch = PaddedOptions(experts="packed")
+def chain(number: int, factor: float | None, pool: Any = "store", **settings: Any) -> list[Any]:
+    """So many layers of one chunk."""
+    config = tiny.config(num_layers=number, moe_expert_capacity_factor=factor)
+    for name, value in settings.items():  # Some versions lack some of the fields.
+        setattr(config, name, value)
+    config.padded_dispatch = PaddedOptions(experts="packed", capacity_pool=pool)
     spec = padded_spec(tiny.layer_spec())
-    return [tiny.layer(config, spec, number + 1) for number in range(num_layers)]
+    return [tiny.layer(config, spec, index + 1) for index in range(number)]
 
 
 def tokens(num_tokens: int, seed: int = 0) -> Tensor:
@@ -109,6 +111,25 @@ def test_a_layer_leaves_room_for_those_that_follow():
     assert counters.max_need == 3 * 20 * K
     assert layers[0].token_dispatcher.store is layers[2].token_dispatcher.store
     assert layers[0].token_dispatcher.store.num_shares(20) == 3 * 20 * K
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_layer_may_run_several_times_in_a_pass():
+    """As repeated layers of multi-token prediction do: each of its calls keeps rows."""
+    settings = {"num_layers": 1, "mtp_num_layers": 3, "mtp_use_repeated_layer": True}
+    found = {}
+    for pool in ("store", "expert"):
+        decoder, repeated = chain(2, 1.0 if pool == "store" else None, pool, **settings)
+        given = tokens(9).requires_grad_()
+        through([decoder, repeated, repeated, repeated], given).square().sum().backward()
+        found[pool] = [given.grad, *grads([decoder, repeated])]
+        counters = repeated.token_dispatcher.counters
+        assert counters.kept_E.tolist() == counters.demand_E.tolist()
+        if pool == "store":
+            assert repeated.token_dispatcher.shares_per_token == 4 * K
+            assert counters.max_need == 4 * 9 * K
+    for one, other in zip(found["store"], found["expert"], strict=True):
+        assert torch.equal(one, other)
 
 
 def _in_rooms(made: Any, how: str, given: Tensor) -> None:
@@ -303,9 +324,7 @@ def test_a_store_for_experts_that_cannot_be_packed_is_refused_by_name():
     settings = {"moe_apply_probs_on_input": True, "moe_router_pre_softmax": True}
     with pytest.raises(ValueError) as error:
         tiny.padded_layer(options, moe_router_topk=1, **settings)
-    first, second, last = str(error.value).splitlines()
-    assert first == (
-        "capacity_pool must be expert, because a store needs packed experts, which do not support"
+    assert str(error.value).startswith(
+        "capacity_pool must be expert or auto, because a store needs packed experts, got 'store'; "
+        "packed experts do not support\n  moe_apply_probs_on_input=True: "
     )
-    assert second.startswith("  moe_apply_probs_on_input=True: ")
-    assert last.startswith("got 'store'; set it to expert or auto")

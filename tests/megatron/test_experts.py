@@ -1,7 +1,9 @@
 """Packed experts in Megatron's layer: the same numbers, the same checkpoints, refusals by name."""
 
+import gc
 import logging
 import re
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,6 +169,18 @@ def test_fused_gradients_are_added_to_main_grad(num_passes):
         allowed = num_passes * tiny.NUM_EXPERTS * 2**-22 + expected[f"{name} weight"].abs() * 2**-22
         assert ((added - num_passes * expected[f"{name} weight"]).abs() <= 8 * allowed).all()
     torch.testing.assert_close(fused.router.weight.grad, num_passes * expected["router"])
+
+
+def test_weights_of_a_shape_share_what_autograd_gets():
+    first, second = layer().experts, layer().experts
+    spare = first.linear_fc1.spare()
+    assert spare.data_ptr() == second.linear_fc1.spare().data_ptr()
+    assert (spare.shape, spare.requires_grad) == (first.linear_fc1.weight.shape, False)
+    assert spare.data_ptr() != first.linear_fc2.spare().data_ptr()
+    address = weakref.ref(spare)
+    del spare, first, second
+    gc.collect()
+    assert address() is None
 
 
 DELAYED: dict[str, Any] = {"delay_wgrad_compute": True}

@@ -348,7 +348,9 @@ def generates_as_stock(case: GenerationCase) -> Findings:
         others = logits.argmax(-1) != wanted.argmax(-1)
         dispatchers = [m.token_dispatcher for m in model.modules() if is_padded(m)]
         counts = [dispatcher.eval_counters for dispatcher in dispatchers]
-        dropped = sum(int((one.demand_E - one.kept_E).sum()) for one in counts)
+        dropped_on_ranks = sum((one.demand_E - one.kept_E).sum() for one in counts)
+        dist.all_reduce(dropped_on_ranks)  # A rank counts what it asked for, and what it received.
+        dropped = int(dropped_on_ranks)
         facts = {
             "error": float(error),
             "stock_error": float(stock_error),

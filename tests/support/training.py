@@ -49,7 +49,7 @@ from padded_dispatch.megatron.compat import (
 )
 from padded_dispatch.megatron.graphs import IterationGraph
 from padded_dispatch.megatron.graphs.capture import forget_iterations, release
-from padded_dispatch.megatron.retry import RandomStates
+from padded_dispatch.megatron.retry import RandomStates, without_graphs
 from padded_dispatch.megatron.telemetry import Telemetry, padded_moe_layers
 from padded_dispatch.utils.patches import Patches
 from tests.support.gpt import (
@@ -70,9 +70,7 @@ from tests.support.packed_sequences import (
 )
 from tests.support.parity import megatron
 from tests.support.pool import forget_models
-from tests.support.process_memory import direct_between_processes
 from tests.support.rows import Findings
-from tests.support.stream_order import StreamOrder
 
 SEED = 50
 EAGER_STEPS = 2  # before a capture
@@ -90,10 +88,11 @@ class Model:
     padded dispatcher. `fields`, `ddp`: further fields of Megatron's configs. `never_drops`: it fits
     its sizes to the routing. `gpt_oss`: biases everywhere and a clamped activation. `etp`: size of
     the expert tensor-parallel groups. `idle`: experts that no token chooses: "rank" means those of
-    the last rank in two of three steps, "expert" the last one always. `masked`: each microbatch has
-    a padding mask of its own. `packed`: it is packed from two sequences of other lengths.
-    `evaluates`: batch and length of an evaluation before every step. `draws`: batches are drawn
-    from the generators that dropout draws from, on the first tensor-parallel rank alone, as
+    the last rank in two of three steps, "expert" the last one always, "others" those of all ranks
+    but the first in two of three steps. `mixed`: each second step is eager. `masked`: each
+    microbatch has a padding mask of its own. `packed`: it is packed from two sequences of other
+    lengths. `evaluates`: batch and length of an evaluation before every step. `draws`: batches are
+    drawn from the generators that dropout draws from, on the first tensor-parallel rank alone, as
     Megatron-LM's loaders do. `counts`: the layers' counters are compared, not the demand alone.
     """
 
@@ -113,7 +112,8 @@ class Model:
     never_drops: bool = False
     dtype: torch.dtype = torch.bfloat16
     gpt_oss: bool = False
-    idle: Literal["none", "rank", "expert"] = "none"
+    idle: Literal["none", "rank", "expert", "others"] = "none"
+    mixed: bool = False
     masked: bool = False
     packed: bool = False
     evaluates: tuple[int, int] | None = None
@@ -197,13 +197,13 @@ def with_changes(model: Model, changes: dict[str, Any]) -> Model:
 def train(model: Model) -> Trained:
     """Train for all steps, inside of `world`; capture after `EAGER_STEPS`."""
     training = Training(model)
-    order = _orders[-1] if _orders else None
-    since = len(order.barriers) if order else 0
     steps, report = [], None
     for number in range(model.steps):
         if number == EAGER_STEPS:
             report = training.capture()
-        results = training.step(number)
+        eager = without_graphs(training.chunks) if model.mixed and number % 2 else nullcontext()
+        with eager:
+            results = training.step(number)
         # Some states are on the host.
         steps.append({name: digest(tensor).to(model.device) for name, tensor in results.items()})
     retry = training.retry
@@ -218,11 +218,6 @@ def train(model: Model) -> Trained:
         broken.append("nothing was captured")
     if retry is not None and not (model.steps if model.factor == 0.5 else 1) <= retry.num_retried:
         broken.append(f"{retry.num_retried} of {retry.num_steps} steps were repeated")
-    if order is not None:
-        of_training = order.barriers[since:]
-        facts["barriers"] = len(of_training)
-        facts["barriers_beside"] = of_training.count(schedule_streams.get_comm_stream())
-        broken += sorted(set(order.unordered))
     training.end()
     return Trained(steps=steps, facts=facts, broken=broken)
 
@@ -320,9 +315,6 @@ def _waiting_allowed() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("error")
 
 
-_orders: list[StreamOrder] = []  # what orders the direct stores of the world on a CPU
-
-
 @contextmanager
 def world(*models: Model) -> Iterator[None]:
     """Set up Megatron for models that share their groups, with the stand-ins that they need."""
@@ -335,7 +327,6 @@ def world(*models: Model) -> Iterator[None]:
         "expert_model_parallel_size": model.ep,
         "expert_tensor_parallel_size": model.etp,
     }
-    direct = any(one.options.get("exchange") == "direct" for one in models)
     with ExitStack() as stack:
         if model.on_gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -353,9 +344,6 @@ def world(*models: Model) -> Iterator[None]:
                 stack.enter_context(sequence_parallel_norms())
             if model.dtype == torch.float16:
                 stack.enter_context(types_of_gpus())
-            if direct:
-                _orders.append(stack.enter_context(direct_between_processes()))
-                stack.callback(_orders.pop)
         batches = model.microbatches * model.batch * model.dp
         init_num_microbatches_calculator(dist.get_rank(), None, batches, model.batch, model.dp)
         stack.callback(unset_num_microbatches_calculator)
@@ -637,9 +625,11 @@ class Training:
     def _make_idle(self, number: int) -> list[int]:
         """Let no token choose some experts in this step; return their ids."""
         model = self.model
-        if model.idle == "none" or (model.idle == "rank" and number % 3 == 0):
+        if model.idle == "none" or (model.idle != "expert" and number % 3 == 0):
             return []
-        num_idle = model.num_experts // model.ep if model.idle == "rank" else 1
+        of_rank = model.num_experts // model.ep
+        sizes = {"rank": of_rank, "expert": 1, "others": model.num_experts - of_rank}
+        num_idle = sizes[model.idle]
         for _, layer in self.moe:
             layer.router.bias[-num_idle:] = NEVER_CHOSEN
         return list(range(model.num_experts - num_idle, model.num_experts))

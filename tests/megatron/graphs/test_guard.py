@@ -114,14 +114,14 @@ def test_a_mask_in_some_steps_only_is_refused(megatron, captured):
     layer = gpt(**settings()).decoder.layers[0].train()
     masks = [torch.zeros(1, LENGTH, dtype=torch.bool), None]
     first, other = masks if captured else masks[::-1]
-    assert layer._should_call_local_cudagraph(padding_mask=first)
+    assert layer._should_call_local_cudagraph(torch.ones(5, 1, 8), padding_mask=first)
     with patch.object(_CudagraphGlobalRecord, "cudagraph_created", True):
-        assert layer._should_call_local_cudagraph(padding_mask=first)
+        assert layer._should_call_local_cudagraph(torch.ones(5, 1, 8), padding_mask=first)
         words = ["'given', got 'absent'", "'absent', got 'given'"][first is None]
         with pytest.raises(ValueError, match=f"^padding_mask must stay {words}: a captured"):
-            layer._should_call_local_cudagraph(padding_mask=other)
+            layer._should_call_local_cudagraph(torch.ones(5, 1, 8), padding_mask=other)
         layer.eval()
-        layer._should_call_local_cudagraph(padding_mask=other)
+        layer._should_call_local_cudagraph(torch.ones(5, 1, 8), padding_mask=other)
 
 
 def test_each_kind_of_layer_is_guarded_when_it_chooses_a_graph():
