@@ -93,13 +93,14 @@ def replay(
     num_layers = len(demand.layers)
     store_layers = num_layers if store_layers is None else store_layers
     require(store_layers >= 1, "store_layers", store_layers, "be at least 1")
-    trace = demand.trace
+    trace, config = demand.trace, _config(demand, 1.0, pool, etp)
     require(strikes is None or trace, "strikes", strikes, "be None for counts without a trace")
-    config = _config(demand, 1.0, pool, etp)
+    if pool == "expert" or config.num_ranks == 1:
+        strikes = None  # Cells always have slots on the wire.
     stacks = [slice(i, i + store_layers) for i in range(0, num_layers, store_layers)]
     steps, step_of_pass = np.unique(demand.steps, return_inverse=True)
     needed, needed_alone = _needed(demand, config, stacks)
-    if pool == "store" and strikes and trace:
+    if strikes and trace:
         crossing = most_tokens(trace, config.num_ranks) * config.num_ranks
         needed = np.maximum(needed, crossing / (demand.num_tokens * demand.top_k))
     factors = sorted(map(float, grid(float(needed.max())) if factors is None else factors))
