@@ -35,7 +35,7 @@ PATTERNS = [
     "starting 2 processes: 10 to 30 seconds",
     "tiny, 2 layers, 2 of 8 experts per token; padded_alltoall, capacity factor 1.25; "
     r"2 processes \(cpu\), EP 2",
-    "experts: module, exchange: alltoall",
+    "experts: module, exchange: alltoall, capacity_pool: expert",
     *[rf"step    {number}/5000 {FIGURES}" for number in (1, 2, 3)],
     r"step 3 \| held-out loss \d\.\d{4}",
     rf"step    4/5000 {FIGURES}",

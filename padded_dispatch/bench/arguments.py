@@ -6,7 +6,6 @@
 
 import argparse
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args
 
@@ -40,10 +39,6 @@ def with_defaults(given: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**vars(given) | defaults | known, workers=workers)
 
 
-def _names(choices: Iterable[str]) -> str:
-    return ", ".join(choices)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="padded-dispatch bench",
@@ -63,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=MODELS,
         metavar="NAME",
-        help=f"{_names(MODELS)} (default: qwen3-30b-a3b and gpt-oss-20b; without a GPU tiny)",
+        help=f"{', '.join(MODELS)} (default: qwen3-30b-a3b and gpt-oss-20b; without a GPU tiny)",
     )
     sweeps.add_argument(
         "--tokens", nargs="+", type=int, help="per rank (default: 4096; without a GPU 64)"
@@ -74,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=SKEWS,
         metavar="NAME",
         default=["uniform"],
-        help=f"how uneven the routing is: {_names(SKEWS)}",
+        help=f"how uneven the routing is: {', '.join(SKEWS)}",
     )
     sweeps.add_argument(
         "--capacity-factors",
@@ -90,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="dropless and drop-pad are Megatron's, auto is ours by default options, the others "
         "are explicit choices; -graphed: in a CUDA graph: "
-        f"{_names(CONTENDERS)} (default: all that the device runs)",
+        f"{', '.join(CONTENDERS)} (default: all that the device runs)",
     )
     sweeps.add_argument(
         "--main-grad",

@@ -49,19 +49,7 @@ _FIGURES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A run of the benchmark.
-
-    Args:
-        cases: in the order of measuring; a change of `ep` makes new process groups.
-        device: of all workers.
-        workers: processes.
-        iterations: passes per repeat.
-        repeats: samples per case.
-        phases: profile a few passes of each case.
-        out: results file; each row is added when it is measured.
-        command: command line, for the results.
-        commit: of the code, for the results.
-    """
+    """A run of the benchmark; see the flags. A change of `ep` makes new process groups."""
 
     cases: tuple[Case, ...]
     device: Literal["cpu", "cuda"]

@@ -30,14 +30,15 @@ from torch.distributed import distributed_c10d
 
 from padded_dispatch.exchange.mirror import absent_ranks_named
 from padded_dispatch.megatron.compat import forget_moe_state
+from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs
 from padded_dispatch.megatron.megatron_lm import record_routing
 from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.telemetry import Telemetry
 from padded_dispatch.recorder import TraceRecorder
 from padded_dispatch.train.data import Windows, load_corpus
-from padded_dispatch.train.graphs import TrainingGraphs
 from padded_dispatch.train.metrics import Mark, Meter, Row, Step, mean_over_ranks
 from padded_dispatch.train.model import (
+    EAGER_STEPS,
     MegatronAdam,
     TorchAdam,
     build_chunks,
@@ -77,14 +78,14 @@ class Trainer:
     optimizer: TorchAdam | MegatronAdam
     text: Windows
     held_out: Windows
-    graphs: TrainingGraphs | None
+    graphs: IterationGraph | LayerGraphs | None
     retry: Retry | None
 
     def step(self, number: int) -> Step:
         """Run step 1, 2, ...: forward, backward and an update of the weights."""
         settings, num_before = self.settings, self.retry.num_retried if self.retry else 0
-        if self.graphs:
-            self.graphs.begin(number)
+        if isinstance(self.graphs, LayerGraphs) and number == EAGER_STEPS + 1:
+            self.graphs.capture()  # An iteration graph captures by itself.
         start = Mark.now(self.device)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -96,7 +97,7 @@ class Trainer:
             self.device,
             first_sample=(number - 1) * settings.recipe.global_batch,
             num_passes=settings.num_microbatches,
-            schedule=self.retry or (self.graphs.schedule if self.graphs else None),
+            schedule=self.retry or _schedule(self.graphs),
         )
         host_ms = (time.perf_counter() - start.host_s) * 1e3
         self.optimizer.step(learning_rate(settings.recipe.lr, number, settings.output.steps))
@@ -138,7 +139,7 @@ def train_in_groups(settings: Settings, device: torch.device) -> Outcome:
         outcome = _run(trainer, meter)
         meter.write(outcome.rows, outcome.evaluations)
         if trainer.graphs:
-            trainer.graphs.delete()
+            trainer.graphs.delete()  # Process groups cannot be destroyed while graphs exist.
         release(trainer.chunks)
     return outcome
 
@@ -151,10 +152,9 @@ def _build(settings: Settings, device: torch.device) -> Trainer:
     optimizer = (MegatronAdam if on_gpu else TorchAdam)(chunks, recipe.lr)
     graphs = retry = None
     if settings.output.graph != "none":
-        assert isinstance(optimizer, MegatronAdam)
-        graphs = TrainingGraphs(settings, config, chunks, optimizer)
+        graphs = _graphs(settings, config, chunks, optimizer.adam)
     if settings.dispatch.padded.on_overflow == "retry":
-        retry = Retry((graphs and graphs.schedule) or get_forward_backward_func(), chunks)
+        retry = Retry(_schedule(graphs) or get_forward_backward_func(), chunks)
     return Trainer(
         settings=settings,
         device=device,
@@ -165,6 +165,21 @@ def _build(settings: Settings, device: torch.device) -> Trainer:
         graphs=graphs,
         retry=retry,
     )
+
+
+def _graphs(
+    settings: Settings, config: Any, chunks: list[Any], adam: Any
+) -> IterationGraph | LayerGraphs:
+    """Return the graphs of a run; a capture of layers clears the gradients of `adam`."""
+    if settings.output.graph == "full-iteration":
+        return IterationGraph(config)
+    sizes = {"seq_length": settings.recipe.seq_length, "micro_batch": settings.recipe.micro_batch}
+    return LayerGraphs(chunks, optimizers=(adam,), **sizes)
+
+
+def _schedule(graphs: IterationGraph | LayerGraphs | None) -> IterationGraph | None:
+    """Return what replaces Megatron's schedule for training passes; None keeps Megatron's."""
+    return graphs if isinstance(graphs, IterationGraph) else None
 
 
 def _run(trainer: Trainer, meter: Meter) -> Outcome:

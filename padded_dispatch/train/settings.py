@@ -151,7 +151,7 @@ class Dispatch:
         default="padded_alltoall",
     )
     capacity_factor: float | None = _option(
-        "slots per (source rank, expert) relative to perfect balance; 'none' drops nothing "
+        "room for rows relative to perfect balance; 'none' drops nothing "
         "(default: 1.25 if the dispatcher drops)"
     )
     drop_policy: Literal["probs", "position"] = _option(
@@ -184,8 +184,8 @@ class Output:
 
     steps: int = _option("steps in all")
     graph: Graph = _option(
-        "what to capture as CUDA graphs: partial: each layer up to the exchange; layer: each "
-        "layer; full-iteration: all passes of a step as one graph",
+        "what to capture as CUDA graphs after three eager steps: partial: each layer up to the "
+        "exchange; layer: each layer; full-iteration: all passes of a step as one graph",
         default="none",
     )
     log_every: int = _option("steps between two lines, for which the host waits", default=1)

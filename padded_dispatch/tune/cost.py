@@ -19,6 +19,7 @@ import numpy as np
 
 from padded_dispatch.config import DispatchConfig, require
 
+_ELEMENT_BYTES = 2  # bf16
 _BESIDE_BYTES = 12  # of a row: its probability and its home
 
 
@@ -29,7 +30,6 @@ class LayerSizes:
     Args:
         hidden_size: width of a row (D).
         ffn_size: of an expert (F).
-        element_size: bytes of an element of a row: 2 for bf16.
         num_layers: MoE layers on this rank.
         in_flight: micro-batches whose backward is still to come: 1 without pipeline stages.
 
@@ -39,7 +39,6 @@ class LayerSizes:
 
     hidden_size: int
     ffn_size: int
-    element_size: int = 2
     num_layers: int = 1
     in_flight: int = 1
 
@@ -63,7 +62,7 @@ def kept_bytes(config: DispatchConfig, num_tokens: int, sizes: LayerSizes) -> in
     rows of 7,180 bytes and 262,144 choices of 4, 295.1 MB for each layer.
     """
     width = sizes.hidden_size + 2 * sizes.ffn_size / config.etp_size
-    rows = config.rows(num_tokens) * (width * sizes.element_size + _BESIDE_BYTES)
+    rows = config.rows(num_tokens) * (width * _ELEMENT_BYTES + _BESIDE_BYTES)
     choices = 4 * config.num_sources * num_tokens * config.top_k
     return sizes.num_layers * sizes.in_flight * (round(rows) + choices)
 

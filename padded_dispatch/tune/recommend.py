@@ -80,11 +80,6 @@ class Advice:
     dropped: float
     worst: float
 
-    @property
-    def halves_agree(self) -> bool:
-        """True if the halves' factors differ by at most a tenth."""
-        return max(self.halves) <= _ALIKE * min(self.halves)
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recommendation:
@@ -123,7 +118,7 @@ class Recommendation:
         missing = self.replay.demand.missing
         found = [missing] if missing else []
         first, second = self.overall.halves
-        if not self.overall.halves_agree:
+        if max(first, second) > _ALIKE * min(first, second):
             found.append(
                 f"The first half of the steps needs {first:g}, the second {second:g}: routing "
                 "changed. Leave out what is not like the steps to come (--from-step), or trace "
@@ -215,8 +210,8 @@ class Option:
     `room`: see `Advice`. `dropped`: share of all rows; `in_most_steps`: share that the target's
     share of the steps does not exceed; `worst_layer`: share of the layer that loses most;
     `balanced`: of a perfectly balanced router, None for a store. `retried`: share of the steps in
-    which any layer drops a row, which `on_overflow="retry"` would run again. `fill`: kept rows
-    relative to all room. `kept_bytes`: see `cost`; None where the layer's sizes are not known.
+    which any layer drops a row, which `on_overflow="retry"` would run again. `kept_bytes`: see
+    `cost`; None where the layer's sizes are not known.
     """
 
     factor: float
@@ -226,7 +221,6 @@ class Option:
     worst_layer: float
     balanced: float | None
     retried: float
-    fill: float
     kept_bytes: int | None
 
 
@@ -278,7 +272,6 @@ class Study:
                     worst_layer=float(worst[i]),
                     balanced=balanced,
                     retried=float((replay.dropped[i].sum(0) > 0).mean()),
-                    fill=float(replay.fill[i]),
                     kept_bytes=self.sizes and kept_bytes(config, num_tokens, self.sizes),
                 )
             )

@@ -33,17 +33,15 @@ class Replay:
     """The outcome of each capacity factor.
 
     `configs`: one for each factor, which rise. `room`: slots of a cell, or rows of a store, at each
-    factor. `fill`: kept rows relative to all room. `asked`: [layers, steps], rows asked for,
-    summed over sources and micro-batches. `dropped`: [factors, layers, steps]. `needed`: [steps], a
-    factor at which nothing is dropped. `needed_alone`: [layers], the same if a layer had no other
-    to share with, over all steps.
+    factor. `asked`: [layers, steps], rows asked for, summed over sources and micro-batches.
+    `dropped`: [factors, layers, steps]. `needed`: [steps], a factor at which nothing is dropped.
+    `needed_alone`: [layers], the same if a layer had no other to share with, over all steps.
     """
 
     pool: CapacityPool
     demand: Demand
     configs: tuple[DispatchConfig, ...]
     room: NDArray[np.int64]
-    fill: NDArray[np.float64]
     asked: NDArray[np.int64]
     dropped: NDArray[np.int64]
     needed: NDArray[np.float64]
@@ -95,32 +93,30 @@ def replay(
     num_layers = len(demand.layers)
     store_layers = num_layers if store_layers is None else store_layers
     require(store_layers >= 1, "store_layers", store_layers, "be at least 1")
-    trace = demand.trace
+    trace, config = demand.trace, _config(demand, 1.0, pool, etp)
     require(strikes is None or trace, "strikes", strikes, "be None for counts without a trace")
-    config = _config(demand, 1.0, pool, etp)
+    if pool == "expert" or config.num_ranks == 1:
+        strikes = None  # Cells always have slots on the wire.
     stacks = [slice(i, i + store_layers) for i in range(0, num_layers, store_layers)]
     steps, step_of_pass = np.unique(demand.steps, return_inverse=True)
     needed, needed_alone = _needed(demand, config, stacks)
-    if pool == "store" and strikes and trace:
+    if strikes and trace:
         crossing = most_tokens(trace, config.num_ranks) * config.num_ranks
         needed = np.maximum(needed, crossing / (demand.num_tokens * demand.top_k))
     factors = sorted(map(float, grid(float(needed.max())) if factors is None else factors))
     require(len(factors) >= 1, "factors", factors, "hold at least one factor")
     configs = tuple(_config(demand, factor, pool, etp) for factor in factors)
     asked = demand.counts.sum((2, 3), dtype=np.int64)
-    room, all_room, kept = [], [], []
+    room, kept = [], []
     for config in configs:
         if pool == "expert":
             room.append(config.capacity(demand.num_tokens))
-            all_room.append(demand.counts.size * room[-1])
             kept.append(np.minimum(demand.counts, room[-1]).sum((2, 3), dtype=np.int64))
             continue
         counts, num_slots = demand.counts, config.wire_slots(demand.num_tokens)
         if strikes and trace and num_slots < demand.num_tokens:
             counts = strike(trace, num_slots, config.num_ranks, strikes)
-        rows = config.rows(demand.num_tokens)
-        room.append(rows * min(store_layers, num_layers))
-        all_room.append(len(counts) * config.num_ranks * num_layers * rows)
+        room.append(config.rows(demand.num_tokens) * min(store_layers, num_layers))
         cells = _cells(counts, config)
         stacked = [_stack(cells[:, stack], config, demand.num_tokens) for stack in stacks]
         kept.append(np.concatenate(stacked, axis=1))
@@ -135,7 +131,6 @@ def replay(
         demand=demand,
         configs=configs,
         room=np.array(room),
-        fill=np.array([rows.sum() / of for rows, of in zip(kept, all_room, strict=True)]),
         asked=by_step(asked),
         dropped=np.stack([by_step(asked - rows) for rows in kept]),
         needed=np.array([needed[step_of_pass == i].max() for i in range(len(steps))]),

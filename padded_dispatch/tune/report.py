@@ -78,7 +78,6 @@ def factor_table(study: Study, options: Sequence[Option], *, brief: bool) -> Tab
     if not brief:
         columns["steps with drops"] = [percent(option.retried) for option in options]
         columns["worst layer"] = [percent(option.worst_layer) for option in options]
-        columns["fill"] = [percent(option.fill) for option in options]
         if study.pool == "expert":
             columns["balanced"] = [percent(option.balanced or 0.0) for option in options]
     if study.sizes is not None:
@@ -117,7 +116,7 @@ def summary(study: Study, report: Path) -> str:
         report: the path of the page.
     """
     chosen = study.chosen
-    prose = [chosen.sentence(), halves(study), *chosen.warnings()]
+    prose = [chosen.sentence(), *chosen.warnings()]
     factors = [advice.factor for advice in chosen.layers.values()]
     if len(factors) > 1 and study.pool == "expert":
         prose.append(f"Each layer by itself: {min(factors):g} to {max(factors):g}.")
@@ -134,12 +133,6 @@ def summary(study: Study, report: Path) -> str:
         _filled(f"{block.target}, {block.about} ({names}: {report}):") + f"\n{block.text}",
     ]
     return "\n\n".join(part for part in parts if part)
-
-
-def halves(study: Study) -> str:
-    """Return the answers of both halves of the trace in a sentence."""
-    first, second = study.chosen.overall.halves
-    return f"The first half of the steps alone gives {first:g}, the second {second:g}."
 
 
 def _filled(text: str) -> str:
@@ -169,7 +162,7 @@ _POOLS = (
     "Which rows share room (capacity_pool), at the factor that keeps the target; equal factors "
     'are equal bytes. Steps with drops: on_overflow="retry" would run them again.'
 )
-_FACTORS = "Dropped: of all rows. Fill: kept rows relative to all room."
+_FACTORS = "Dropped: of all rows."
 _BALANCED = " Balanced: what a perfectly balanced router drops, since tokens choose at random."
 _COSTS = " GiB: kept for backward on a rank, of all its layers and micro-batches in flight."
 _CAPTIONS = {
@@ -212,7 +205,6 @@ def _section(name: str, heading: str, content: str) -> str:
 
 def _answer(study: Study) -> str:
     parts = [f'<p class="answer">{_text(study.chosen.sentence())}</p>']
-    parts.append(f"<p>{_text(halves(study))}</p>")
     parts += [f'<p class="warning">{_text(text)}</p>' for text in study.chosen.warnings()]
     if len(study.answers) > 1:
         parts.append(f'<p class="note">{_text(_POOLS)}</p>\n{_table(pool_table(study))}')

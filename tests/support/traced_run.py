@@ -57,17 +57,17 @@ def assert_trace_says_the_same(
     counted: list[Counted],
     *,
     factor: float,
-    policy: Policy = "probs",
+    strikes: Policy | None = "probs",
     store_layers: int | None = None,
 ) -> None:
     """Check that a replay of the run's trace at the run's factor equals the counters of all ranks.
 
-    Over collectives.
+    `strikes`: None over direct stores, which strike nothing.
     """
     trace = load_traces([folder])
     assert trace.capacity_pool is not None
     demand = demand_of(trace)
-    given = {"store_layers": store_layers, "strikes": policy}
+    given = {"store_layers": store_layers, "strikes": strikes}
     found = replay(demand, [factor], pool=trace.capacity_pool, **given)
     assert found.dropped.sum() > 0  # Else the test would be weak.
     places = [

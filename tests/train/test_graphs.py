@@ -4,16 +4,14 @@ import contextlib
 import io
 import os
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from padded_dispatch.megatron.compat import training_stream
-from padded_dispatch.train import graphs as train_graphs
 from padded_dispatch.train import loop
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.model import EAGER_STEPS
@@ -29,21 +27,26 @@ class Layers:
     def capture(self) -> None:
         self.events.append("capture")
 
-    def delete(self) -> None:
-        self.events.append("delete")
-
 
 def test_layers_are_captured_ahead_of_the_first_step_that_is_not_eager(monkeypatch):
-    monkeypatch.setattr(train_graphs, "LayerGraphs", Layers)
-    settings, optimizer = on_a_gpu("layer"), SimpleNamespace(adam="adam")
-    made: Any = train_graphs.TrainingGraphs(settings, None, [], optimizer)  # pyright: ignore
-    assert made.schedule is None
+    monkeypatch.setattr(loop, "LayerGraphs", Layers)
+    monkeypatch.setattr(loop, "run_passes", lambda *_, **given: [given["schedule"]])
+    settings, optimizer = on_a_gpu("layer"), MagicMock()
+    made: Any = loop._graphs(settings, None, [], optimizer.adam)
+    assert made.given == {"seq_length": 64, "micro_batch": 8, "optimizers": (optimizer.adam,)}
+    given: Any = dict.fromkeys(("text", "held_out", "retry"))
+    trainer = loop.Trainer(
+        settings=settings,
+        device=torch.device("cpu"),
+        chunks=[],
+        optimizer=optimizer,
+        graphs=made,
+        **given,
+    )
     for number in range(1, 6):
-        made.begin(number)
-        made._made.events.append(number)
-    made.delete()
-    assert made._made.events == [1, 2, 3, "capture", 4, 5, "delete"]
-    assert made._made.given == {"seq_length": 64, "micro_batch": 8, "optimizers": ("adam",)}
+        assert trainer.step(number).losses == [None]  # Megatron's own schedule.
+        made.events.append(number)
+    assert made.events == [1, 2, 3, "capture", 4, 5]
 
 
 @contextlib.contextmanager

@@ -181,7 +181,7 @@ def _counted(flags: str) -> Counted:
 @pytest.mark.parametrize(
     ("flags", "given"),
     [
-        ("--eval-every 6 --global-batch 18 --drop-policy position", {"policy": "position"}),
+        ("--eval-every 6 --global-batch 18 --drop-policy position", {"strikes": "position"}),
         ("--pp 2 --num-layers 4 --balancing expert-bias", {}),
         ("--experts packed --num-layers 3 --global-batch 18", {}),
         ("--experts packed --num-layers 4 --pp 2 --global-batch 9", {"store_layers": 2}),

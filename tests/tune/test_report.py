@@ -60,13 +60,12 @@ def test_cells_of_the_factors(found):
         "99 % of steps": f"<= {percent(option.in_most_steps)}",
         "steps with drops": percent(option.retried),
         "worst layer": percent(option.worst_layer),
-        "fill": percent(option.fill),
         "balanced": percent(option.balanced),
         "GiB": f"{option.kept_bytes / 2**30:.3g}",
     }
     assert cells(table, table.marked) == shown
     brief = factor_table(found, found.options, brief=True)
-    left = set(shown) - {"steps with drops", "worst layer", "fill", "balanced"}
+    left = set(shown) - {"steps with drops", "worst layer", "balanced"}
     assert cells(brief, table.marked) == {name: shown[name] for name in left}
     bare = dataclasses.replace(found, sizes=None)
     assert factor_table(bare, bare.options, brief=True).headers[-1] == "99 % of steps"
@@ -110,8 +109,6 @@ def test_one_screen(found):
     lines = text.splitlines()
     assert len(lines) <= 32 and max(map(len, lines)) <= 80
     assert " ".join(text.split()).startswith(found.chosen.sentence())
-    first, second = found.chosen.overall.halves
-    assert f"The first half of the steps alone gives {first:g}, the second {second:g}." in text
     factors = [advice.factor for advice in found.chosen.layers.values()]
     assert f"Each layer by itself: {min(factors):g} to {max(factors):g}." in text
     assert str(pool_table(found)) in text
